@@ -1,0 +1,66 @@
+# make demo    install, warm up, train by GRPO, evaluate, export; results in runs/demo
+# make test    install, run the whole suite
+# make venv    install only, into .venv
+# make clean   remove .venv and caches; runs/ stays
+#
+# Variables: PYTHON=python3.12 (3.11 or newer), SEED=1 (demo; results in runs/demo_seed1).
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+SEED   ?= 0
+BIN    := .venv/bin
+RUN    := runs/demo$(if $(filter-out 0,$(SEED)),_seed$(SEED))
+
+# One thread per rank: more ranks than cores on small machines, and torchrun would set it anyway.
+export OMP_NUM_THREADS ?= 1
+TORCHRUN := $(BIN)/torchrun --standalone --nproc-per-node 2
+
+.PHONY: venv test demo clean
+
+venv: .venv/installed
+
+# pyproject.toml goes in with --no-deps too: the lock already holds everything.
+.venv/installed: requirements/cpu.txt pyproject.toml
+	@$(PYTHON) -c 'import sys; v = sys.version.split()[0]; sys.version_info >= (3, 11) or \
+	  sys.exit("$(PYTHON) is Python " + v + "; the pinned packages need 3.11: PYTHON=python3.11")'
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --no-deps -r requirements/cpu.txt
+	@# Where the index offers torch only as its CUDA build, that build cannot start without its
+	@# CUDA libraries, which --no-deps left out.
+	@$(BIN)/python -c 'import torch' 2>/dev/null || { \
+	  echo 'torch does not import: fetching the CUDA libraries of this build (several GB)'; \
+	  $(BIN)/pip install --quiet "$$(grep ^torch== requirements/cpu.txt)"; }
+	$(BIN)/pip install --quiet --no-deps -e .
+	$(BIN)/python -c 'import torch, transformers, vllm'
+	touch $@
+
+test: venv
+	$(BIN)/python -m pytest
+
+# Starts afresh: an earlier run of the same seed is removed.
+demo: venv
+	rm -rf $(RUN)
+	@echo '== 1/6 a small random model and its tokenizer'
+	$(BIN)/python -m spmdrl.create_model $(RUN)/init --seed $(SEED)
+	@echo '== 2/6 supervised warm start: both ranks train'
+	$(TORCHRUN) train.py --config configs/demo_sft.yaml --seed $(SEED) \
+	  --model.path $(RUN)/init --output-dir $(RUN)/sft
+	$(BIN)/python -m spmdrl.export $(RUN)/sft --out $(RUN)/warm
+	@echo '== 3/6 GRPO: rank 0 trains, rank 1 generates'
+	$(TORCHRUN) train.py --config configs/demo_grpo.yaml --seed $(SEED) \
+	  --model.path $(RUN)/warm --output-dir $(RUN)/grpo
+	@echo '== 4/6 export a Hugging Face folder'
+	$(BIN)/python -m spmdrl.export $(RUN)/grpo --out $(RUN)/model
+	@echo '== 5/6 ask the exported model, by plain transformers'
+	$(BIN)/python -m spmdrl.ask $(RUN)/model --task task:addition -n 5 --task-option digits=3
+	@echo '== 6/6 draw the reward'
+	$(BIN)/python -m spmdrl.report.curves $(RUN)/grpo --out $(RUN)/reward.png
+	@echo
+	@echo 'Results:'
+	@echo '  $(RUN)/reward.png           reward over the steps'
+	@echo '  $(RUN)/model                the trained model, a Hugging Face folder'
+	@echo '  $(RUN)/grpo/metrics.jsonl   every metric of every step'
+	@echo '  $(BIN)/mlflow ui --backend-store-uri sqlite:///$(RUN)/grpo/mlflow.db'
+
+clean:
+	rm -rf .venv build *.egg-info .pytest_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

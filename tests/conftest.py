@@ -1,0 +1,48 @@
+"""What all tests share: skips for what a machine lacks, and one tiny model folder."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+
+def _slurm_missing() -> str:
+    """Return why the Slurm tests cannot run here; empty when they can."""
+    programs = ("slurmctld", "slurmd", "srun", "sbatch", "munged")
+    missing = [name for name in programs if not shutil.which(name, path=_system_path())]
+    if missing:
+        return f"{', '.join(missing)} not found: apt-get install slurm-wlm munge"
+    return "" if os.geteuid() == 0 else "starting a Slurm daemon needs root"
+
+
+def _system_path() -> str:
+    """Return PATH with the folders of system daemons, which a user's PATH may leave out."""
+    return os.environ.get("PATH", "") + ":/usr/sbin:/sbin"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what this machine cannot run, with the reason."""
+    import torch
+
+    reasons = {
+        "gpu": "" if torch.cuda.is_available() else "no CUDA device on this machine",
+        "slurm": _slurm_missing(),
+    }
+    for item in items:
+        for marker, reason in reasons.items():
+            if reason and item.get_closest_marker(marker):
+                item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a two-layer Qwen3 of 0.08 M parameters; read it, do not write to it."""
+    from spmdrl.create_model import create_model
+
+    return create_model(
+        tmp_path_factory.mktemp("tiny_model"), hidden_size=64, layers=2, heads=2, kv_heads=2,
+        intermediate=96, max_positions=256,
+    )

@@ -1,0 +1,121 @@
+"""Created model folders: ordinary, reproducible, with a tokenizer that loses nothing."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from spmdrl.create_model import character_tokenizer, create_model
+
+ARCHITECTURES = ("qwen3", "qwen2", "llama", "gemma2", "gemma3", "mistral")
+SMALL = dict(hidden_size=64, layers=2, heads=2, kv_heads=2, intermediate=96, max_positions=128)
+WORDS = character_tokenizer(chat_template=True)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_folder_loads_with_plain_transformers(architecture: str, tmp_path: Path) -> None:
+    folder = create_model(tmp_path / "model", architecture=architecture, **SMALL)
+    words = AutoTokenizer.from_pretrained(folder)
+    model, info = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, output_loading_info=True
+    )
+    assert not info["missing_keys"] and not info["unexpected_keys"], info
+    ids = words("12+34=", return_tensors="pt").input_ids
+    logits = model(ids).logits
+    assert logits.shape == (1, 6, model.config.vocab_size)
+    assert torch.isfinite(logits).all()
+    assert model.config.head_dim == 32
+    assert model.config.vocab_size % 8 == 0 and model.config.vocab_size >= len(words)
+    eos = words.convert_tokens_to_ids("<eos>")
+    assert model.config.eos_token_id == model.generation_config.eos_token_id == eos
+
+
+@given(st.text(alphabet=[chr(i) for i in range(32, 127)] + ["\n", "\t"], max_size=60))
+@settings(max_examples=200, deadline=None)
+def test_each_character_is_one_token_and_comes_back(text: str) -> None:
+    ids = WORDS.encode(text)
+    if not any(token in text for token in WORDS.all_special_tokens):
+        assert len(ids) == len(text)
+    assert WORDS.decode(ids) == text
+
+
+def test_tokenizer_is_the_same_after_saving(tmp_path: Path) -> None:
+    WORDS.save_pretrained(tmp_path)
+    loaded = AutoTokenizer.from_pretrained(tmp_path)
+    text = "x  = 1 .\n\n don 't , ok ?\t"
+    assert loaded.encode(text) == WORDS.encode(text)
+    assert loaded.decode(loaded.encode(text)) == text
+    ended = loaded.encode("7") + [loaded.eos_token_id]
+    assert loaded.decode(ended, skip_special_tokens=True) == "7"
+    assert loaded.get_vocab() == WORDS.get_vocab() and len(loaded) % 8 == 0
+
+
+def test_characters_outside_ascii_become_unk() -> None:
+    assert WORDS.encode("a\u00e9b") == [*WORDS.encode("a"), WORDS.unk_token_id, *WORDS.encode("b")]
+
+
+def test_chat_template_marks_assistant_text_and_ends_turns_with_eos() -> None:
+    turns = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]
+    out = WORDS.apply_chat_template(turns, return_dict=True, return_assistant_tokens_mask=True)
+    marked = [i for i, m in zip(out["input_ids"], out["assistant_masks"]) if m]
+    assert WORDS.decode(marked) == "2<eos>"
+    prompt = WORDS.apply_chat_template(turns[:1], add_generation_prompt=True, tokenize=False)
+    assert WORDS.apply_chat_template(turns, tokenize=False) == prompt + "2<eos>\n"
+    assert character_tokenizer().chat_template is None
+
+
+def _digest(folder: Path) -> str:
+    return hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
+
+
+def test_seed_decides_the_weights_and_leaves_the_global_generator_alone(tmp_path: Path) -> None:
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    first = create_model(tmp_path / "a", seed=1, **SMALL)
+    assert torch.equal(torch.rand(3), expected)
+    again = create_model(tmp_path / "b", seed=1, **SMALL)
+    other = create_model(tmp_path / "c", seed=2, **SMALL)
+    assert _digest(first) == _digest(again) != _digest(other)
+
+
+def test_defaults_have_the_size_that_the_help_states(tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(create_model(tmp_path), dtype=torch.float32)
+    assert 0.66e6 < model.num_parameters() < 0.68e6
+
+
+def test_weights_can_be_cut_into_several_files(tmp_path: Path) -> None:
+    folder = create_model(tmp_path, max_shard_size="100KB", **SMALL)
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    assert len(set(index["weight_map"].values())) > 1
+
+
+@pytest.mark.parametrize("change, words", [
+    (dict(heads=3), "hidden_size 64 is not a multiple of heads 3"),
+    (dict(heads=4, kv_heads=3), "heads 4 is not a multiple of kv_heads 3"),
+    (dict(architecture="gemma2", tied=False), "tied False with gemma2"),
+])
+def test_impossible_shapes_are_refused_before_writing(
+    change: dict, words: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=words):
+        create_model(tmp_path / "model", **{**SMALL, **change})
+    assert not (tmp_path / "model").exists()
+
+
+def test_command_line_makes_a_tied_model_with_a_template(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "spmdrl.create_model", str(tmp_path / "m"), "--layers", "1",
+               "--architecture", "qwen2", "--tied", "True", "--chat-template"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "m" / "config.json").read_text())["tie_word_embeddings"]
+    assert AutoTokenizer.from_pretrained(tmp_path / "m").chat_template
