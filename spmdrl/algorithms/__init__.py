@@ -1,0 +1,1 @@
+"""Algorithms as pure functions of tensors: advantages, losses, corrections, and their reduction."""

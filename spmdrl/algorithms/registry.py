@@ -1,0 +1,199 @@
+"""From a name in the config to a function: the only seam between the program and a method.
+
+A method is a public function listed in its module's `__all__`, or `module:function` of one's
+own. Its parameters without a default are inputs, passed by name out of INPUTS; those with a
+default are its options.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+import types
+import typing
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, Union
+
+import torch
+from torch import Tensor
+
+Kind = Literal["advantage", "loss", "correction"]
+
+_MODULES = {
+    "advantage": "spmdrl.algorithms.advantages",
+    "loss": "spmdrl.algorithms.losses",
+    "correction": "spmdrl.algorithms.corrections",
+}
+
+INPUTS: dict[str, tuple[str, ...]] = {
+    "advantage": ("rewards", "group_ids", "sample_ids", "is_valid", "is_truncated", "lengths",
+                  "response_lengths"),
+    "loss": ("logprobs", "old_logprobs", "rollout_logprobs", "advantages", "loss_mask",
+             "cu_seqlens", "entropy"),
+    "correction": ("old_logprobs", "rollout_logprobs", "loss_mask", "cu_seqlens"),
+}
+"""What a method of each kind may ask for: [S] tensors of `types.Scalars` for an advantage,
+[T] tensors of one micro-batch (and `cu_seqlens` [S+1]) for the others."""
+
+
+def names(kind: Kind) -> tuple[str, ...]:
+    """Return the built-in method names of a kind."""
+    return tuple(importlib.import_module(_MODULES[kind]).__all__)
+
+
+def get(kind: Kind, name: str) -> Callable[..., Any]:
+    """Return the function behind a method name or a `module:function` of one's own.
+
+    Raises: ValueError when there is none, naming the nearest known one.
+    """
+    if ":" in name:
+        return _import(name)
+    if name not in names(kind):
+        raise ValueError(f"unknown {kind} {name!r}{_nearest(name, names(kind))}; or name a "
+                         "function of your own as module:function")
+    return getattr(importlib.import_module(_MODULES[kind]), name)
+
+
+def _import(name: str) -> Callable[..., Any]:
+    module_name, _, attribute = name.partition(":")
+    try:
+        module = importlib.import_module(module_name)
+    except (ImportError, ValueError) as error:
+        raise ValueError(f"cannot import {module_name!r} of {name!r}: {error}; it must be "
+                         "importable from the folder of train.py or from PYTHONPATH") from error
+    function = getattr(module, attribute, None)
+    if not callable(function):
+        known = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
+        raise ValueError(f"{module_name} has no function {attribute!r}"
+                         f"{_nearest(attribute, known)}")
+    return function
+
+
+def _nearest(name: str, known: typing.Iterable[str]) -> str:
+    known = list(known)
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    guess = f"; did you mean {near[0]}?" if near else ""
+    return f"{guess}; known: {', '.join(known) or '(none)'}"
+
+
+def inputs_of(function: Callable[..., Any]) -> tuple[str, ...]:
+    """Return the names of the tensors that a method asks for."""
+    return tuple(p.name for p in _parameters(function) if p.default is p.empty)
+
+
+def options_of(function: Callable[..., Any]) -> dict[str, Any]:
+    """Return a method's options with their defaults."""
+    return {p.name: p.default for p in _parameters(function) if p.default is not p.empty}
+
+
+def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
+    packed = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return [p for p in inspect.signature(function).parameters.values() if p.kind not in packed]
+
+
+def needs_group(name: str) -> bool:
+    """Return whether an advantage uses the other samples of a prompt as its baseline.
+
+    It does if it asks for `group_ids`. False for a name that cannot be found, which `problems`
+    reports.
+    """
+    try:
+        function = get("advantage", name)
+    except ValueError:
+        return False
+    return "group_ids" in inputs_of(function)
+
+
+def call(
+    function: Callable[..., Any], inputs: Mapping[str, Tensor], options: Mapping[str, Any]
+) -> Any:
+    """Call a method with the inputs that it names, out of a larger set, and with its options.
+
+    Raises: ValueError for an input that is not there or an option that it does not have.
+    """
+    wanted = inputs_of(function)
+    missing = [name for name in wanted if name not in inputs]
+    if missing:
+        raise ValueError(f"{function.__name__} asks for {', '.join(missing)}; available: "
+                         f"{', '.join(inputs)}")
+    unknown = [name for name in options if name not in options_of(function)]
+    if unknown:
+        raise ValueError(f"{function.__name__} has no option {unknown[0]!r}"
+                         f"{_nearest(unknown[0], options_of(function))}")
+    return function(**{name: inputs[name] for name in wanted}, **options)
+
+
+# --------------------------------------------------------------------------- checking
+
+
+def problems(kind: Kind, name: str, options: Mapping[str, Any]) -> list[str]:
+    """Return what is wrong with a choice, each as text that goes after `algorithm.<kind>`.
+
+    Besides names and types of the options it makes a trial call on two one-token sequences,
+    so that a bound out of range is reported before anything starts.
+    """
+    try:
+        function = get(kind, name)
+    except ValueError as error:
+        return [f": {error}"]
+    strange = [n for n in inputs_of(function) if n not in INPUTS[kind]]
+    if strange:
+        return [f": {name} has the parameter {strange[0]!r} without a default, which is no input "
+                f"of an {kind} method; known: {', '.join(INPUTS[kind])}"]
+    found = []
+    for option, value in options.items():
+        text = _option_problem(function, option, value)
+        if text:
+            found.append(f"_options.{option}: {text}")
+    return found or _trial_problems(kind, function, options)
+
+
+def _option_problem(function: Callable[..., Any], option: str, value: Any) -> str:
+    known = options_of(function)
+    if option not in known:
+        return f"unknown option of {function.__name__}{_nearest(option, known)}"
+    hint = typing.get_type_hints(function).get(option, type(known[option]))
+    if typing.get_origin(hint) is Literal:
+        choices = typing.get_args(hint)
+        return "" if value in choices else f"{value!r} is no choice{_nearest(str(value), choices)}"
+    union = typing.get_origin(hint) in (Union, types.UnionType)
+    accepted = typing.get_args(hint) if union else (hint,)
+    if type(value) in accepted or (type(value) is int and float in accepted):
+        return ""
+    if not all(isinstance(a, type) for a in accepted):
+        return ""  # an annotation that says more than a plain type: the trial call decides
+    return f"expected {' or '.join(a.__name__ for a in accepted)}, got {value!r}"
+
+
+def _trial_problems(
+    kind: Kind, function: Callable[..., Any], options: Mapping[str, Any]
+) -> list[str]:
+    try:
+        result = call(function, _trial_inputs(kind), options)
+    except Exception as error:  # whatever a function of the user's own raises
+        prefix = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+        return [f"_options: {prefix}{error}"]
+    tensor = result
+    if kind != "advantage":
+        if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], dict)):
+            return [f": {function.__name__} must return ([T] tensor, stats dict), got "
+                    f"{type(result).__name__}"]
+        tensor = result[0]
+    if not isinstance(tensor, Tensor) or tensor.shape != (2,):
+        shape = tuple(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
+        return [f": {function.__name__} must return a tensor of one value per "
+                f"{'sequence' if kind == 'advantage' else 'token'}, got {shape} for 2"]
+    return []
+
+
+def _trial_inputs(kind: Kind) -> dict[str, Tensor]:
+    ones, yes = torch.ones(2, dtype=torch.int64), torch.ones(2, dtype=torch.bool)
+    if kind == "advantage":
+        return dict(rewards=torch.tensor([1.0, 0.0], dtype=torch.float64), group_ids=0 * ones,
+                    sample_ids=torch.arange(2), is_valid=yes, is_truncated=~yes, lengths=2 * ones,
+                    response_lengths=ones)
+    zeros = torch.zeros(2)
+    return dict(logprobs=zeros.clone().requires_grad_(), old_logprobs=zeros,
+                rollout_logprobs=zeros, advantages=torch.tensor([1.0, -1.0]), loss_mask=yes,
+                cu_seqlens=torch.arange(3, dtype=torch.int32), entropy=zeros)

@@ -1,0 +1,134 @@
+"""Every problem of a config, each as `field: what, value seen, what to do`."""
+
+from __future__ import annotations
+
+import operator
+
+from spmdrl.config.fields import Config, inference_ranks, trainer_ranks
+
+
+def validate(cfg: Config) -> list[str]:
+    """Return every problem of a config as `field: what, value seen, what to do`."""
+    return [
+        *_layout_problems(cfg), *_range_problems(cfg), *_method_problems(cfg),
+    ]
+
+
+def _layout_problems(cfg: Config) -> list[str]:
+    layout, problems = cfg.layout, []
+    trainers, engines = len(trainer_ranks(cfg)), len(inference_ranks(cfg))
+    for name in ("world_size", "trainer_ranks", "dp_replicate", "tp", "inference_tp"):
+        if getattr(layout, name) < 1:
+            problems.append(f"layout.{name}: must be at least 1, got {getattr(layout, name)}")
+    if problems:
+        return problems
+    if layout.placement == "split" and trainers >= layout.world_size:
+        problems.append(
+            f"layout.trainer_ranks: split placement with world_size {layout.world_size} and "
+            f"trainer_ranks {trainers} leaves {layout.world_size - trainers} ranks to generate; "
+            "lower trainer_ranks or start more ranks"
+        )
+    fixed = layout.dp_replicate * layout.tp
+    if trainers % fixed:
+        problems.append(
+            f"layout: {trainers} trainer ranks do not divide by dp_replicate {layout.dp_replicate}"
+            f" * tp {layout.tp} = {fixed}; {trainers} / {fixed} = {trainers / fixed:g} dp_shard"
+        )
+    if engines % layout.inference_tp:
+        problems.append(
+            f"layout.inference_tp: {engines} inference ranks / inference_tp "
+            f"{layout.inference_tp} = {engines / layout.inference_tp:g} replicas, not whole"
+        )
+    if layout.placement == "split" and trainers % layout.inference_tp:
+        problems.append(
+            f"layout.trainer_ranks: vLLM lays tensor-parallel groups of {layout.inference_tp} "
+            f"over all ranks from 0, so trainer_ranks {trainers} must be a multiple of "
+            f"inference_tp {layout.inference_tp} (got {trainers / layout.inference_tp:g})"
+        )
+    if (layout.placement == "offline") != (cfg.algorithm.objective == "sft"):
+        problems.append(
+            f"layout.placement: {layout.placement} with objective {cfg.algorithm.objective}; "
+            "sft runs `offline` (no engine), rl runs `split` or `colocated`"
+        )
+    return problems
+
+
+def _range_problems(cfg: Config) -> list[str]:
+    problems = []
+    at_least = {
+        "steps": 1, "lag": 0, "batch.prompts_per_step": 1, "batch.group_size": 1,
+        "batch.tokens_per_microbatch": 1, "batch.updates_per_step": 1, "data.size": 0,
+        "data.eval_size": 0, "data.max_prompt_tokens": 1, "sampling.max_response_tokens": 1,
+        "model.head_chunk_tokens": 1, "optimizer.warmup_steps": 0, "optimizer.max_grad_norm": 0,
+        "optimizer.lr": 0, "engine.max_num_seqs": 1, "engine.max_batched_tokens": 1,
+        "stream.bucket_bytes": 1024, "stream.verify_every": 0, "rewards.workers": 1,
+        "checkpoint.every_steps": 0, "checkpoint.keep_last": 1, "evaluate.every_steps": 0,
+        "evaluate.samples": 1, "evaluate.temperature": 0, "report.table_every": 1,
+        "report.samples_every": 0, "layout.wait_timeout_s": 1, "layout.startup_timeout_s": 1,
+    }
+    for name, low in at_least.items():
+        value = operator.attrgetter(name)(cfg)
+        if not value >= low:
+            problems.append(f"{name}: must be at least {low}, got {value}")
+    if not cfg.sampling.temperature > 0:
+        problems.append(
+            f"sampling.temperature: must be above 0, got {cfg.sampling.temperature}; greedy "
+            "samples of one prompt are all the same and carry no signal"
+        )
+    if not 0 < cfg.engine.gpu_memory_frac < 1:
+        problems.append(f"engine.gpu_memory_frac: must be in (0, 1), got "
+                        f"{cfg.engine.gpu_memory_frac}")
+    for name in ("model.path", "data.train"):
+        if not operator.attrgetter(name)(cfg):
+            problems.append(f"{name}: is required and empty")
+    generated = cfg.data.train.startswith(("task:", "reasoning_gym:"))
+    if generated and not cfg.data.size:
+        problems.append(f"data.size: a generated task ({cfg.data.train}) has no size of its own; "
+                        "set how many problems to make")
+    longest = cfg.data.max_prompt_tokens + cfg.sampling.max_response_tokens
+    if cfg.algorithm.objective == "rl" and cfg.batch.tokens_per_microbatch < longest:
+        problems.append(
+            f"batch.tokens_per_microbatch: {cfg.batch.tokens_per_microbatch} is below "
+            f"data.max_prompt_tokens {cfg.data.max_prompt_tokens} + "
+            f"sampling.max_response_tokens {cfg.sampling.max_response_tokens} = {longest}, so "
+            "one sequence may not fit; raise it or lower those"
+        )
+    if cfg.evaluate.every_steps and not cfg.data.eval:
+        problems.append(f"evaluate.every_steps: {cfg.evaluate.every_steps}, but data.eval is "
+                        "empty; name held-out rows")
+    return problems
+
+
+def _method_problems(cfg: Config) -> list[str]:
+    from spmdrl.algorithms import registry
+
+    problems = []
+    rewards = cfg.rewards
+    if rewards.weights and len(rewards.weights) != len(rewards.functions):
+        problems.append(f"rewards.weights: {len(rewards.weights)} weights for "
+                        f"{len(rewards.functions)} functions")
+    generated = cfg.data.train.startswith(("task:", "reasoning_gym:"))
+    if cfg.algorithm.objective == "sft":
+        return problems
+    if not rewards.functions and not generated:
+        problems.append("rewards.functions: is empty and data.train is not a generated task with "
+                        "a grader of its own; name at least one reward function")
+    chosen = cfg.algorithm
+    for kind, name, options in (
+        ("advantage", chosen.advantage, chosen.advantage_options),
+        ("loss", chosen.loss, chosen.loss_options),
+        ("correction", chosen.correction, chosen.correction_options),
+    ):
+        problems += [f"algorithm.{kind}{text}" for text in registry.problems(kind, name, options)]
+    if cfg.batch.group_size == 1 and registry.needs_group(chosen.advantage):
+        problems.append(
+            f"batch.group_size: 1 with advantage {chosen.advantage}, whose baseline is the other "
+            "samples of the prompt: every advantage would be 0; use at least 2"
+        )
+    if cfg.batch.prompts_per_step % cfg.batch.updates_per_step:
+        problems.append(
+            f"batch.updates_per_step: prompts_per_step {cfg.batch.prompts_per_step} / "
+            f"updates_per_step {cfg.batch.updates_per_step} = "
+            f"{cfg.batch.prompts_per_step / cfg.batch.updates_per_step:g} prompts, not whole"
+        )
+    return problems

@@ -1,0 +1,315 @@
+"""Every field of a config, with unit, default and reason."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal, Union
+
+Options = dict[str, Union[bool, int, float, str]]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Which ranks train, which generate, and how each role is split."""
+
+    placement: Literal["split", "colocated", "offline"] = "split"
+    """`split`: ranks [0, trainer_ranks) train, the others generate. `colocated`: every rank
+    does both in turns. `offline`: every rank trains on a dataset, no engine is built."""
+    world_size: int = 2
+    """Number of ranks. Must equal what the launcher started; written down here so that a
+    layout can be checked without starting one."""
+    trainer_ranks: int = 1
+    """Ranks that train under `split` placement. Ignored otherwise (all ranks train)."""
+    dp_replicate: int = 1
+    """Copies of the sharded policy (HSDP). The dp_shard axis takes the ranks that
+    dp_replicate and tp leave: dp_shard = trainers / (dp_replicate * tp)."""
+    tp: int = 1
+    """Tensor-parallel ranks of the policy, by the model's own plan."""
+    inference_tp: int = 1
+    """Tensor-parallel ranks of one engine replica. Replicas = inference ranks / this."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where tensors live. `auto` takes CUDA when this machine has it."""
+    wait_timeout_s: float = 600.0
+    """Seconds that one named cross-rank wait may take before the job reports who is missing
+    and ends. Longer than the slowest generation phase."""
+    startup_timeout_s: float = 1800.0
+    """The same for waits before the first step: model loading and compilation are slow."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """The policy's weights and how the trainer computes with them."""
+
+    path: str = ""
+    """Local Hugging Face folder, or a hub name. Required."""
+    tokenizer: str = ""
+    """Folder or hub name of the tokenizer; empty means the model's own."""
+    compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """Dtype of forward and backward. Master weights and optimizer state stay float32."""
+    attention: Literal["auto", "varlen", "flash", "padded"] = "auto"
+    """Packed attention: torch `varlen_attn` or flash-attn (CUDA), or `padded` SDPA (any
+    device). `auto` takes varlen on CUDA and padded on the CPU."""
+    activation_checkpointing: bool = False
+    """Recompute each block in the backward pass: about a third more time, far less memory."""
+    liger: bool = True
+    """Use liger kernels for RMSNorm, RoPE and SwiGLU where the device is CUDA."""
+    compile: bool = False
+    """torch.compile each block. Pays on CUDA after a minute of compilation."""
+    head_chunk_tokens: int = 1024
+    """Positions whose logits exist at once in the logprob head. Memory = this * vocab * 4 B."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with the model folder. Only for folders you trust."""
+
+
+@dataclass(frozen=True)
+class Data:
+    """Rows that prompts (or supervised examples) come from."""
+
+    train: str = ""
+    """JSONL or parquet file, a hub dataset name, or a generated task:
+    `task:addition`, `reasoning_gym:NAME`. Required."""
+    eval: str = ""
+    """Held-out rows for evaluation, same forms; empty switches evaluation off."""
+    task_options: Options = field(default_factory=dict)
+    """Keyword options of a generated task, e.g. {digits: 3}."""
+    size: int = 0
+    """Rows to take: required for a generated task, 0 means all rows of a file."""
+    eval_size: int = 256
+    """Held-out rows to take from `eval`; 0 means all."""
+    shuffle: bool = True
+    """New order each epoch, a function of (seed, epoch) alone."""
+    max_prompt_tokens: int = 1024
+    """Longest prompt in tokens."""
+    overlong_prompts: Literal["error", "drop"] = "error"
+    """A prompt above max_prompt_tokens stops the run at start, or is dropped and counted."""
+    chat_template: Literal["auto", "always", "never"] = "auto"
+    """`auto` applies it to message lists and leaves plain strings alone."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """How much one step generates and how it is cut for training."""
+
+    prompts_per_step: int = 64
+    """Prompts sampled per step; in SFT, rows per step."""
+    group_size: int = 8
+    """Responses sampled per prompt."""
+    tokens_per_microbatch: int = 16384
+    """Token budget of one forward pass on one dp rank. At least the longest sequence."""
+    updates_per_step: int = 1
+    """Optimizer steps per batch (mini-batches). Above 1, old logprobs get a pass of their
+    own; at 1 they are the current ones and the ratio is exactly 1."""
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How responses are drawn in training."""
+
+    temperature: float = 1.0
+    """Softmax temperature. The trainer scores at the same temperature."""
+    max_response_tokens: int = 512
+    """Longest response in tokens; longer ones are cut and marked truncated."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Token ids that end a response besides the tokenizer's eos."""
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """The objective: names from `spmdrl.algorithms`, or `module:function` of your own."""
+
+    objective: Literal["rl", "sft"] = "rl"
+    """`rl` samples and rewards; `sft` fits the rows' responses."""
+    advantage: str = "grpo"
+    """Advantage estimator."""
+    advantage_options: Options = field(default_factory=dict)
+    """Its keyword options."""
+    loss: str = "ppo_clip"
+    """Policy loss. The sft objective uses `sft`."""
+    loss_options: Options = field(default_factory=dict)
+    """Its keyword options, e.g. {clip_low: 0.2, clip_high: 0.28}."""
+    aggregation: Literal[
+        "token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm",
+        "prompt_mean",
+    ] = "token_mean"
+    """How per-token terms become one number; all denominators are global."""
+    correction: str = "tis"
+    """Engine/trainer mismatch weights: `tis`, `mis`, `icepop`, or `none`."""
+    correction_options: Options = field(default_factory=dict)
+    """Its keyword options, e.g. {level: token, upper: 2.0}."""
+    entropy_coef: float = 0.0
+    """Weight of the entropy bonus, per token in nats."""
+    mask_truncated: bool = False
+    """Leave responses cut at max_response_tokens out of the loss (DAPO overlong filter)."""
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """AdamW and its schedule."""
+
+    lr: float = 1e-6
+    """Peak learning rate."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """AdamW momentum coefficients."""
+    eps: float = 1e-8
+    """AdamW epsilon."""
+    weight_decay: float = 0.0
+    """Decoupled decay, on matrices only (norms, biases and embeddings excluded)."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Shape after warm-up."""
+    warmup_steps: int = 0
+    """Steps of linear warm-up from 0."""
+    min_lr_frac: float = 0.1
+    """Final learning rate as a fraction of lr (linear and cosine)."""
+    max_grad_norm: float = 1.0
+    """Global gradient-norm bound; 0 switches clipping off."""
+
+
+@dataclass(frozen=True)
+class Engine:
+    """The vLLM engine of an inference rank."""
+
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """Dtype of the engine's weights; trainer shards are cast to it by the sender."""
+    gpu_memory_frac: float = 0.85
+    """Share of GPU memory for weights and KV cache (split); CUDA only."""
+    cpu_kv_cache_gib: float = 0.5
+    """KV cache size on the CPU, GiB per rank."""
+    max_num_seqs: int = 256
+    """Sequences decoded together in one replica."""
+    max_batched_tokens: int = 8192
+    """Token budget of one engine step."""
+    enforce_eager: bool = False
+    """Switch CUDA graphs and compilation off (the CPU always runs eagerly)."""
+    prefix_caching: bool = True
+    """Share the prefill of a prompt's samples."""
+    seed_per_request: bool = True
+    """Key every sample by (seed, step, prompt, sample): same tokens whatever rank draws them.
+    Costs about 8% of throughput at 256 sequences."""
+
+
+@dataclass(frozen=True)
+class Stream:
+    """Weights from trainer shards into engine storage."""
+
+    bucket_bytes: int = 64 * 2**20
+    """Bytes of one bucket; extra memory is two buckets in flight per rank and role."""
+    mode: Literal["auto", "traced", "reload"] = "auto"
+    """`traced` writes slices in place and refuses what it cannot prove; `reload` sends whole
+    tensors through vLLM's layerwise loader; `auto` traces and falls back, saying why."""
+    verify_every: int = 0
+    """Compare per-chunk checksums every N pushes; 0 means after the first push only."""
+    max_logprob_gap: float = 0.1
+    """Largest allowed mean |engine - trainer| logprob on the start-up probe, in nats."""
+
+
+@dataclass(frozen=True)
+class Rewards:
+    """Reward functions and the processes that run them."""
+
+    functions: tuple[str, ...] = ()
+    """`module:function` or `path/file.py:function`, in verl's or TRL's signature. Empty means
+    the generated task's own grader."""
+    weights: tuple[float, ...] = ()
+    """One weight per function; empty means 1 each."""
+    workers: int = 1
+    """Worker processes per engine replica."""
+    timeout_s: float = 10.0
+    """Wall-clock seconds for one sample; then its worker is killed and replaced."""
+    on_failure: Literal["fail", "drop"] = "fail"
+    """A reward that raises, hangs or is not a finite number: end the run, or drop the sample
+    (counted, its group keeps the rest)."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """Saving, resuming, exporting."""
+
+    every_steps: int = 0
+    """Save every N steps; 0 saves only at the end and on SIGTERM."""
+    keep_last: int = 2
+    """Complete checkpoints to keep."""
+    resume: str = "auto"
+    """`auto` takes the newest complete checkpoint of output_dir, `never` starts afresh (and
+    refuses an output_dir that has checkpoints), else the path of one checkpoint folder."""
+    allow_config_change: bool = False
+    """Resume although fields that shape the result differ; the difference is printed."""
+
+
+@dataclass(frozen=True)
+class Evaluate:
+    """Held-out evaluation inside the loop."""
+
+    every_steps: int = 0
+    """Evaluate every N steps and at the end; 0 switches it off."""
+    temperature: float = 1.0
+    """Sampling temperature; 0 is greedy."""
+    samples: int = 1
+    """Responses per held-out prompt."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a person sees."""
+
+    tracker: Literal["mlflow", "none"] = "mlflow"
+    """`metrics.jsonl` is always written besides."""
+    mlflow_uri: str = ""
+    """Tracking URI; empty means a SQLite file in output_dir."""
+    experiment: str = "spmdrl"
+    """MLflow experiment name."""
+    run_name: str = ""
+    """MLflow run name; empty means the name of output_dir."""
+    aliases: Literal["none", "verl", "trl"] = "none"
+    """Emit verl's or TRL's metric names besides ours, to overlay on their dashboards."""
+    table_every: int = 5
+    """Steps between two rows of the console table."""
+    samples_every: int = 0
+    """Steps between printed sample responses; 0 prints none."""
+
+
+@dataclass(frozen=True)
+class Config:
+    """One experiment. Every rank reads the same one; ranks compare it at start."""
+
+    output_dir: str = "runs/default"
+    """Checkpoints, logs, metrics and the resolved config go here."""
+    seed: int = 0
+    """Keys every random draw together with step, prompt and sample; never the rank."""
+    steps: int = 100
+    """Training steps (batches) in all."""
+    lag: int = 0
+    """Steps that generation runs ahead of training. 0 is on-policy; 1 overlaps generation
+    with the update in split placement."""
+    deterministic: bool = True
+    """Deterministic kernels, so that a resumed run is bit-identical to one never killed."""
+    dry_run: bool = False
+    """Print the resolved config, the derived sizes, the mesh and the stream's size; stop."""
+    layout: Layout = field(default_factory=Layout)
+    model: Model = field(default_factory=Model)
+    data: Data = field(default_factory=Data)
+    batch: Batch = field(default_factory=Batch)
+    sampling: Sampling = field(default_factory=Sampling)
+    algorithm: Algorithm = field(default_factory=Algorithm)
+    optimizer: Optimizer = field(default_factory=Optimizer)
+    engine: Engine = field(default_factory=Engine)
+    stream: Stream = field(default_factory=Stream)
+    rewards: Rewards = field(default_factory=Rewards)
+    checkpoint: Checkpoint = field(default_factory=Checkpoint)
+    evaluate: Evaluate = field(default_factory=Evaluate)
+    report: Report = field(default_factory=Report)
+
+
+def trainer_ranks(cfg: Config) -> list[int]:
+    """Return the ranks that hold the policy."""
+    layout = cfg.layout
+    split = layout.placement == "split"
+    return list(range(layout.trainer_ranks if split else layout.world_size))
+
+
+def inference_ranks(cfg: Config) -> list[int]:
+    """Return the ranks that hold an engine."""
+    layout = cfg.layout
+    if layout.placement == "offline":
+        return []
+    first = layout.trainer_ranks if layout.placement == "split" else 0
+    return list(range(first, layout.world_size))

@@ -1,0 +1,108 @@
+"""What moves between the parts: prompts, rollouts, batches, with documented shapes.
+
+Shape letters: S sequences, T packed tokens, M micro-batches. Sequences are packed, never
+padded: flat [T] tensors plus `cu_seqlens` [S+1]. Every per-token tensor is aligned with the
+token that it scores: `logprobs[t]` is log p(tokens[t] | tokens before t of its sequence).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+Sums = dict[str, tuple[float, float]]
+"""Named (numerator, denominator) pairs. Sums from any number of ranks and micro-batches add
+up pairwise; the metric is numerator / denominator of the total."""
+
+
+def add_sums(*parts: Sums) -> Sums:
+    """Return the pairwise total of several Sums."""
+    total: Sums = {}
+    for part in parts:
+        for name, (numerator, denominator) in part.items():
+            a, b = total.get(name, (0.0, 0.0))
+            total[name] = (a + numerator, b + denominator)
+    return total
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One row of data, ready to generate from."""
+
+    index: int
+    """Position of the row in its data source: stable across epochs, ranks and runs."""
+    tokens: tuple[int, ...]
+    """Prompt token ids, chat template applied."""
+    text: str
+    """What was tokenised, for people and string-based rewards."""
+    row: dict
+    """The whole row as read; reward functions get its columns by name."""
+
+
+@dataclass(frozen=True)
+class Scalars:
+    """Per-sequence numbers of a whole batch: small, gathered, equal on every rank.
+
+    Sorted by (group_ids, sample_ids), so nothing depends on which rank generated what.
+    """
+
+    lengths: Tensor  # [S] int64, tokens in all (prompt + response)
+    response_lengths: Tensor  # [S] int64, sampled tokens
+    group_ids: Tensor  # [S] int64, position of the prompt within the step's batch
+    sample_ids: Tensor  # [S] int64, sample within the group
+    rewards: Tensor  # [S] float64, task units
+    is_truncated: Tensor  # [S] bool, cut at max_response_tokens
+    is_valid: Tensor  # [S] bool, False: reward failed under on_failure=drop
+    min_versions: Tensor  # [S] int64, oldest policy version among the sampled tokens
+
+    def __len__(self) -> int:
+        return self.lengths.numel()
+
+
+@dataclass(frozen=True)
+class Rollouts:
+    """Finished sequences held by one rank. Ranks that generate nothing hold zero sequences."""
+
+    tokens: Tensor  # [T] int64
+    response_mask: Tensor  # [T] bool, sampled by the policy
+    rollout_logprobs: Tensor  # [T] float32, nats, as sampled (temperature in); 0 elsewhere
+    policy_versions: Tensor  # [T] int64, version that sampled the token; -1 elsewhere
+    cu_seqlens: Tensor  # [S+1] int64
+    scalars: Scalars  # of these sequences, same order
+    sums: Sums = field(default_factory=dict)  # this rank's share of rollout/ and reward/ metrics
+    samples: tuple[dict, ...] = ()  # a few rendered {prompt, response, reward} for people
+
+    def __len__(self) -> int:
+        return self.cu_seqlens.numel() - 1
+
+
+@dataclass(frozen=True)
+class Microbatch:
+    """One forward pass of one dp rank. A micro-batch without sequences holds one dummy token
+    with an empty mask, so that collectives stay matched."""
+
+    tokens: Tensor  # [T] int64
+    position_ids: Tensor  # [T] int64, restarting at 0 in every sequence
+    cu_seqlens: Tensor  # [S+1] int32
+    response_mask: Tensor  # [T] bool
+    rollout_logprobs: Tensor  # [T] float32, nats
+    policy_versions: Tensor  # [T] int64
+    sequence_ids: Tensor  # [S] int64, row of each sequence in the batch's Scalars; -1 dummy
+
+    def to(self, device: torch.device) -> "Microbatch":
+        """Return the same micro-batch on `device`."""
+        moved = {k: v.to(device, non_blocking=True) for k, v in vars(self).items()}
+        return Microbatch(**moved)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One step's batch as one rank sees it after the exchange."""
+
+    scalars: Scalars
+    updates: tuple[tuple[Microbatch, ...], ...]  # [updates_per_step][M]; empty off the trainers
+    update_ids: Tensor  # [S] int64, which of the updates a sequence belongs to
+    sums: Sums = field(default_factory=dict)  # whole world's rollout/ and reward/ metrics
+    samples: tuple[dict, ...] = ()

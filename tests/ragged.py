@@ -1,0 +1,72 @@
+"""Random ragged batches for the algorithm tests, with the corner cases in every one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from spmdrl.types import Scalars
+
+
+@dataclass
+class Ragged:
+    """One micro-batch: S sequences packed into T tokens, float64."""
+
+    logprobs: Tensor  # requires grad
+    old_logprobs: Tensor
+    rollout_logprobs: Tensor
+    advantages: Tensor
+    loss_mask: Tensor
+    cu_seqlens: Tensor
+
+    def inputs(self) -> dict[str, Tensor]:
+        """Return the tensors by the names that methods ask for."""
+        return dict(vars(self))
+
+    def rows(self) -> list[range]:
+        """Return the token range of each sequence."""
+        cu = self.cu_seqlens.tolist()
+        return [range(a, b) for a, b in zip(cu, cu[1:])]
+
+
+def ragged(seed: int, *, drift: float = 0.4) -> Ragged:
+    """Draw a batch with an empty sequence, a row masked whole and one of a single token."""
+    g = torch.Generator().manual_seed(seed)
+    lengths = torch.cat([torch.tensor([0, 4, 1]), torch.randint(1, 12, (5,), generator=g)])
+    num_tokens = int(lengths.sum())
+
+    def normal() -> Tensor:
+        return torch.randn(num_tokens, generator=g, dtype=torch.float64)
+
+    old = -normal().abs() - 0.01
+    mask = torch.rand(num_tokens, generator=g) < 0.7
+    mask[:4] = False  # the second sequence: masked whole
+    mask[4] = True
+    per_sequence = torch.randn(len(lengths), generator=g, dtype=torch.float64)
+    return Ragged(
+        logprobs=(old + drift * normal()).requires_grad_(), old_logprobs=old,
+        rollout_logprobs=old + drift * normal(),
+        advantages=per_sequence.repeat_interleave(lengths), loss_mask=mask,
+        cu_seqlens=torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]).int(),
+    )
+
+
+def scalars(seed: int, *, num_groups: int = 6) -> Scalars:
+    """Draw a batch's scalars with groups of one, equal rewards, and samples not valid."""
+    g = torch.Generator().manual_seed(seed)
+    sizes = [1, 4, 3, *torch.randint(2, 9, (num_groups - 3,), generator=g).tolist()]
+    group_ids = torch.tensor([i for i, size in enumerate(sizes) for _ in range(size)]) * 3
+    count = len(group_ids)
+    rewards = torch.rand(count, generator=g, dtype=torch.float64).round(decimals=1)
+    rewards[1:5] = 0.3  # the second group: all equal
+    is_valid = torch.rand(count, generator=g) < 0.85
+    response_lengths = torch.randint(0, 20, (count,), generator=g)
+    response_lengths[-1] = 5
+    return Scalars(
+        lengths=response_lengths + 3, response_lengths=response_lengths, group_ids=group_ids,
+        sample_ids=torch.cat([torch.arange(size) for size in sizes]), rewards=rewards,
+        is_truncated=torch.rand(count, generator=g) < 0.2, is_valid=is_valid,
+        min_versions=torch.zeros(count, dtype=torch.int64),
+    )

@@ -1,0 +1,229 @@
+"""Each advantage against a plain loop from its paper, its invariances, and known traps."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from ragged import scalars
+
+from spmdrl.algorithms import registry
+from spmdrl.algorithms.advantages import advantages_of, grpo, max_rl, opo, reinforce, rloo
+from spmdrl.config import Algorithm, Config
+from spmdrl.types import Batch, Scalars
+
+GROUP_BASED = [n for n in registry.names("advantage") if registry.needs_group(n)]
+SHIFT_INVARIANT = [n for n in GROUP_BASED if n != "max_rl"]
+
+
+def run(name: str, batch: Scalars, **options: float) -> torch.Tensor:
+    inputs = {n: getattr(batch, n) for n in registry.INPUTS["advantage"]}
+    return registry.call(registry.get("advantage", name), inputs, options)
+
+
+# ---------------------------------------------------------------- plain-loop references
+
+
+def pstd(values: list[float]) -> float:
+    mean = math.fsum(values) / len(values)
+    return math.sqrt(math.fsum((v - mean) ** 2 for v in values) / len(values))
+
+
+def reference(name: str, batch: Scalars) -> list[float]:
+    rewards, valid = batch.rewards.tolist(), batch.is_valid.tolist()
+    groups, lengths = batch.group_ids.tolist(), batch.response_lengths.tolist()
+    everyone = [i for i in range(len(rewards)) if valid[i]]
+    if name == "reinforce":
+        return [rewards[i] if valid[i] else 0.0 for i in range(len(rewards))]
+    members = {g: [i for i in everyone if groups[i] == g] for g in set(groups)}
+    usable = {g: m for g, m in members.items() if len(m) >= 2}
+    varied = {g: m for g, m in usable.items() if len({rewards[i] for i in m}) > 1}
+    out = [0.0] * len(rewards)
+    for m in varied.values():
+        own = [rewards[i] for i in m]
+        mean = math.fsum(own) / len(own)
+        for i in m:
+            others = [rewards[j] for j in m if j != i]
+            weight = sum(lengths[j] for j in m)
+            out[i] = {
+                "grpo": lambda: (rewards[i] - mean) / (pstd(own) + 1e-6),
+                "dr_grpo": lambda: rewards[i] - mean,
+                "rloo": lambda: rewards[i] - math.fsum(others) / len(others),
+                "lite_ppo": lambda: (rewards[i] - mean)
+                / (pstd([rewards[j] for j in everyone]) + 1e-6),
+                "max_rl": lambda: (rewards[i] - mean) / (mean + 1e-6),
+                "gpg": lambda: (rewards[i] - mean) * len(everyone)
+                / sum(len(v) for v in varied.values()),
+                "opo": lambda: rewards[i]
+                - math.fsum(lengths[j] * rewards[j] for j in m) / weight,
+                "reinforce_plus_plus_baseline": lambda: rewards[i] - mean,
+            }[name]()
+    if name == "reinforce_plus_plus_baseline":
+        counted = [i for m in usable.values() for i in m]
+        tokens = [out[i] for i in counted for _ in range(lengths[i])]
+        mean, std = math.fsum(tokens) / len(tokens), pstd(tokens)
+        for i in counted:
+            out[i] = (out[i] - mean) / (std + 1e-8)
+    return out
+
+
+@pytest.mark.parametrize("name", registry.names("advantage"))
+@pytest.mark.parametrize("seed", range(8))
+def test_advantage_equals_a_plain_loop(name: str, seed: int) -> None:
+    batch = scalars(seed)
+    if seed == 7:  # no response of a group has a token: any finite baseline will do
+        lengths = batch.response_lengths.clone()
+        lengths[5:8] = 0
+        batch = dataclasses.replace(batch, response_lengths=lengths)
+        if name == "opo":
+            assert run(name, batch).isfinite().all()
+            return
+    got = run(name, batch)
+    assert got.dtype == torch.float64
+    expected = torch.tensor(reference(name, batch), dtype=torch.float64)
+    assert (got - expected).abs().max() < 1e-10
+    assert (got[~batch.is_valid] == 0).all()
+
+
+# ---------------------------------------------------------------- properties
+
+groups_of_rewards = st.lists(
+    st.lists(st.integers(-8, 8).map(lambda n: n / 4), min_size=1, max_size=6),
+    min_size=1, max_size=5,
+)
+
+
+def batch_of(groups: list[list[float]], *, first_length: int = 3) -> Scalars:
+    flat = torch.tensor([r for g in groups for r in g], dtype=torch.float64)
+    count = len(flat)
+    lengths = torch.arange(count) % 5 + first_length
+    return Scalars(
+        lengths=lengths + 2, response_lengths=lengths,
+        group_ids=torch.tensor([i for i, g in enumerate(groups) for _ in g]),
+        sample_ids=torch.tensor([i for g in groups for i in range(len(g))]), rewards=flat,
+        is_truncated=torch.zeros(count, dtype=torch.bool),
+        is_valid=torch.ones(count, dtype=torch.bool),
+        min_versions=torch.zeros(count, dtype=torch.int64),
+    )
+
+
+@pytest.mark.parametrize("name", SHIFT_INVARIANT)
+@given(groups=groups_of_rewards, constant=st.floats(-100, 100))
+@settings(max_examples=60, deadline=None)
+def test_a_constant_added_to_the_rewards_changes_nothing(name, groups, constant) -> None:
+    batch = batch_of(groups)
+    moved = dataclasses.replace(batch, rewards=batch.rewards + constant)
+    assert torch.allclose(run(name, batch), run(name, moved), rtol=1e-8, atol=1e-10)
+
+
+@pytest.mark.parametrize("name", registry.names("advantage"))
+@given(groups=groups_of_rewards, seed=st.integers(0, 1000))
+@settings(max_examples=60, deadline=None)
+def test_permuting_sequences_permutes_advantages(name, groups, seed) -> None:
+    if name == "max_rl":
+        groups = [[abs(r) for r in g] for g in groups]
+    batch = batch_of(groups)
+    order = torch.randperm(len(batch), generator=torch.Generator().manual_seed(seed))
+    mixed = Scalars(**{k: v[order] for k, v in vars(batch).items()})
+    assert torch.allclose(run(name, batch)[order], run(name, mixed), rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("name", GROUP_BASED)
+@given(rewards=st.lists(st.floats(0, 1), min_size=1, max_size=6))
+@settings(max_examples=40, deadline=None)
+def test_groups_of_one_get_zero_and_do_not_touch_others(name, rewards) -> None:
+    assert (run(name, batch_of([[r] for r in rewards])) == 0).all()
+    others = run(name, batch_of([[0.0, 1.0]]))
+    if name not in ("lite_ppo", "gpg"):  # those two scale by the whole batch
+        both = run(name, batch_of([[0.0, 1.0], *[[r] for r in rewards]]))
+        assert torch.allclose(both[:2], others) and (both[2:] == 0).all()
+
+
+@pytest.mark.parametrize("name", GROUP_BASED)
+@pytest.mark.parametrize("value", [0.0, 0.1, 1 / 3, 1e6, 0.1 + 0.2])
+def test_equal_rewards_give_exactly_zero(name: str, value: float) -> None:
+    assert (run(name, batch_of([[value] * 7, [value] * 3])) == 0).all()
+    almost = [value] * 7 + [value * (1 + 4e-16)]
+    assert (run(name, batch_of([almost])) == 0).all()
+
+
+# ---------------------------------------------------------------- traps
+
+
+def test_one_success_in_sixteen_stands_out_by_the_full_groups_spread() -> None:
+    advantages = run("grpo", batch_of([[1.0] + [0.0] * 15]))
+    assert advantages[0].item() == pytest.approx(math.sqrt(15), rel=1e-4)  # not +1.0
+    assert advantages[1].item() == pytest.approx(-1 / math.sqrt(15), rel=1e-4)
+
+
+def test_a_winner_among_equal_losers_is_not_blown_up_by_rounding() -> None:
+    advantages = run("grpo", batch_of([[1.0] + [-0.7] * 7]))
+    assert advantages.abs().max().item() == pytest.approx(math.sqrt(7), rel=1e-4)  # not 5247
+
+
+def test_samples_that_are_not_valid_enter_no_statistic() -> None:
+    batch = batch_of([[1.0, 0.0, 5.0], [1.0, 0.0]])
+    rewards = batch.rewards.clone()
+    rewards[2] = float("nan")
+    is_valid = torch.tensor([True, True, False, True, True])
+    for name in registry.names("advantage"):
+        got = run(name, dataclasses.replace(batch, rewards=rewards, is_valid=is_valid,
+                                            response_lengths=torch.full((5,), 4)))
+        assert got[2] == 0 and torch.allclose(got[:2], got[3:])
+
+
+def test_a_group_left_with_one_valid_sample_gets_zero() -> None:
+    batch = batch_of([[1.0, 0.0]])
+    batch = dataclasses.replace(batch, is_valid=torch.tensor([True, False]))
+    for name in GROUP_BASED:
+        assert (run(name, batch) == 0).all()
+
+
+def test_a_reward_that_is_not_finite_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"sequence 1 \(group 0\) is nan"):
+        run("grpo", batch_of([[1.0, float("nan")]]))
+
+
+def test_max_rl_refuses_negative_rewards() -> None:
+    batch = batch_of([[-1.0, 1.0]])
+    with pytest.raises(ValueError, match="rewards of at least 0, got -1.0"):
+        max_rl(batch.rewards, batch.group_ids, is_valid=batch.is_valid)
+
+
+def test_shapes_that_differ_are_refused() -> None:
+    with pytest.raises(ValueError, match="one shape"):
+        grpo(torch.ones(2), torch.zeros(3, dtype=torch.int64),
+             is_valid=torch.ones(2, dtype=torch.bool))
+
+
+def test_rloo_and_opo_have_zero_mean_in_their_own_measure() -> None:
+    batch = batch_of([[0.2, 0.9, 0.4, 0.1]])
+    args = dict(is_valid=batch.is_valid)
+    assert rloo(batch.rewards, batch.group_ids, **args).sum().abs() < 1e-12
+    weighted = opo(batch.rewards, batch.group_ids, response_lengths=batch.response_lengths, **args)
+    assert (weighted * batch.response_lengths).sum().abs() < 1e-12
+
+
+def test_advantages_of_a_batch_follow_the_config() -> None:
+    batch = Batch(scalars=batch_of([[1.0, 0.0]]), updates=(),
+                  update_ids=torch.zeros(2, dtype=torch.int64))
+    rl = Config(algorithm=Algorithm(advantage="dr_grpo"))
+    assert advantages_of(batch, rl).tolist() == [0.5, -0.5]
+    sft = Config(algorithm=Algorithm(objective="sft"))
+    assert advantages_of(batch, sft).tolist() == [0.0, 0.0]
+    own = Config(algorithm=Algorithm(advantage="test_algorithms_advantages:of_the_wrong_shape"))
+    with pytest.raises(ValueError, match=r"gave shape \(1,\)"):
+        advantages_of(batch, own)
+
+
+def of_the_wrong_shape(rewards: torch.Tensor) -> torch.Tensor:
+    return rewards[:1]
+
+
+def test_plain_reinforce_keeps_the_reward() -> None:
+    assert reinforce(torch.tensor([0.3, 2.0]), is_valid=torch.tensor([True, False])).tolist() == [
+        pytest.approx(0.3), 0.0]
