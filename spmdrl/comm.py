@@ -1,0 +1,181 @@
+"""Cross-rank waits with a name and a deadline, and the small exchanges built on them.
+
+Every statement that can block on another rank stands inside `watch.wait(name, step)`. A
+thread per rank keeps a heartbeat in the job's store; when a deadline passes, or a peer's
+heartbeat stops, or the collective fails because a peer is gone, the rank says who is missing,
+in which phase and step, and the process ends with EXIT_CODE.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+EXIT_CODE = 13
+_BEAT_S = 1.0
+_LINGER_S = 5.0
+_DEAD_AFTER_S = 60.0  # a rank may hold the interpreter lock for seconds while it compiles
+
+
+class Watch:
+    """Names and times the waits of one rank, and reports who is missing when one is late.
+
+    Args:
+        store: a key-value store of the job, used by this object alone.
+        rank, world_size: of the whole job.
+        timeout_s: deadline of one wait, seconds; may be changed between waits.
+    """
+
+    def __init__(self, store: dist.Store, *, rank: int, world_size: int, timeout_s: float):
+        self.rank, self.world_size, self.timeout_s = rank, world_size, timeout_s
+        self.seconds: dict[str, float] = {}
+        self._store, self._lock = store, threading.Lock()
+        self._phase, self._step, self._since, self._waiting = "start", -1, time.time(), False
+        self._has_store, self._closed = True, threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True, name="spmdrl-watch")
+        self._thread.start()
+
+    @contextlib.contextmanager
+    def phase(self, name: str, step: int) -> Iterator[None]:
+        """Name local work, so that others can say where this rank is; adds to `seconds`."""
+        with self._entered(name, step, waiting=False):
+            yield
+
+    @contextlib.contextmanager
+    def wait(self, name: str, step: int) -> Iterator[None]:
+        """Name a stretch that can block on other ranks and bound it by `timeout_s`.
+
+        Raises: RuntimeError naming the missing ranks when a collective inside fails because a
+            peer is gone. Past the deadline the process exits with EXIT_CODE.
+        """
+        with self._entered(name, step, waiting=True):
+            try:
+                yield
+            except (dist.DistError, RuntimeError) as error:
+                if not _is_peer_error(error):
+                    raise
+                time.sleep(3 * _BEAT_S)  # let a dying peer's last heartbeat grow old
+                message = f"{self.report()}\ncaused by: {_first_line(error)}"
+                self._linger()
+                raise RuntimeError(message) from error
+
+    @contextlib.contextmanager
+    def _entered(self, name: str, step: int, *, waiting: bool) -> Iterator[None]:
+        before = (self._phase, self._step, self._since, self._waiting)
+        began = time.time()
+        with self._lock:
+            self._phase, self._step, self._since, self._waiting = name, step, began, waiting
+        self._beat()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._phase, self._step, self._since, self._waiting = before
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.time() - began
+
+    def take_seconds(self) -> dict[str, float]:
+        """Return seconds spent per phase and wait since the last call, and start anew."""
+        seconds, self.seconds = self.seconds, {}
+        return seconds
+
+    def report(self) -> str:
+        """Say where every rank is: who waits, who is missing, whose heartbeat stopped."""
+        now, states = time.time(), {}
+        for rank in range(self.world_size):
+            states[rank] = self._read(rank)
+        me = f"'{self._phase}' at step {self._step}"
+        lines = [f"rank {self.rank} waited {now - self._since:.0f} s in {me}"]
+        for rank, state in states.items():
+            if rank == self.rank:
+                continue
+            if state is None:
+                lines.append(f"  rank {rank} is missing: it never reported, or the store is gone")
+                continue
+            silent = now - state["beat"]
+            where = f"'{state['phase']}' at step {state['step']}"
+            if silent > 2.5 * _BEAT_S:
+                lines.append(f"  rank {rank} is missing: no sign of life for {silent:.0f} s, "
+                             f"last seen in {where} (killed, or its process stopped)")
+            elif (state["phase"], state["step"]) != (self._phase, self._step):
+                lines.append(f"  rank {rank} is missing: {now - state['since']:.0f} s in {where}")
+            else:
+                lines.append(f"  rank {rank} waits in {where} too")
+        return "\n".join(lines)
+
+    def close(self) -> None:
+        """Stop the heartbeat."""
+        self._closed.set()
+        self._thread.join(timeout=10)
+
+    def _run(self) -> None:
+        while not self._closed.wait(_BEAT_S):
+            self._beat()
+            with self._lock:
+                waited = time.time() - self._since if self._waiting else 0.0
+            if waited > self.timeout_s or (waited > _DEAD_AFTER_S and self._some_rank_is_dead()):
+                self._die(f"deadline of {self.timeout_s:.0f} s passed" if waited > self.timeout_s
+                          else "a peer is dead")
+
+    def _die(self, why: str) -> None:
+        print(f"[spmdrl] {why}\n{self.report()}\nThis rank ends with exit code {EXIT_CODE}.",
+              file=sys.stderr, flush=True)
+        self._linger()
+        # Not sys.exit: the main thread is inside a collective and never gets to see it.
+        os._exit(EXIT_CODE)
+
+    def _linger(self) -> None:
+        # Under srun the store lives in rank 0: leave it up until the others have read it.
+        if self.rank == 0:
+            time.sleep(_LINGER_S)
+
+    def _some_rank_is_dead(self) -> bool:
+        states = [self._read(rank) for rank in range(self.world_size)]
+        return any(s is not None and time.time() - s["beat"] > _DEAD_AFTER_S for s in states)
+
+    def _beat(self) -> None:
+        with self._lock:
+            state = dict(phase=self._phase, step=self._step, since=self._since, beat=time.time())
+        if self._has_store:
+            try:
+                self._store.set(f"watch/{self.rank}", json.dumps(state))
+            except (dist.DistError, RuntimeError):
+                self._has_store = False  # its host is gone; the collectives will say so
+
+    def _read(self, rank: int) -> dict | None:
+        if self._has_store:
+            try:
+                if self._store.check([f"watch/{rank}"]):
+                    return json.loads(self._store.get(f"watch/{rank}"))
+            except (dist.DistError, RuntimeError):
+                self._has_store = False
+        return None
+
+
+def _is_peer_error(error: Exception) -> bool:
+    words = ("connection", "peer", "socket", "timed out", "timeout", "gloo", "nccl", "store")
+    return isinstance(error, dist.DistError) or any(w in str(error).lower() for w in words)
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).splitlines() or ['(no text)'])[0]}"
+
+
+def gather_objects(value: Any, *, group: dist.ProcessGroup) -> list[Any]:
+    """Return every rank's small picklable value, in rank order of `group` (a gloo group)."""
+    values: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
+def store_timeout(seconds: float) -> timedelta:
+    """Return the group timeout that lies behind a Watch deadline, which should speak first."""
+    return timedelta(seconds=seconds + 60)

@@ -1,0 +1,240 @@
+"""The world: one process group over all ranks, two roles, their meshes, start and teardown."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from spmdrl.comm import Watch, gather_objects, store_timeout
+from spmdrl.config import Config, flatten, inference_ranks, trainer_ranks
+
+MESH_AXES = ("dp_replicate", "dp_shard", "tp")
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What the launcher (torchrun or srun) told this process."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    address: str
+    port: int
+    launcher: str
+
+
+def read_launch(env: dict[str, str] | None = None) -> Launch:
+    """Read rank and rendezvous from torchrun's variables, or else from Slurm's own.
+
+    Raises: ValueError when neither launcher set its variables.
+    """
+    env = dict(os.environ if env is None else env)
+    if "RANK" in env:
+        return Launch(int(env["RANK"]), int(env["WORLD_SIZE"]), int(env.get("LOCAL_RANK", 0)),
+                      env["MASTER_ADDR"], int(env["MASTER_PORT"]), "torchrun")
+    if "SLURM_PROCID" in env:
+        nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_NODELIST", "localhost")
+        job = int(env.get("SLURM_JOB_ID", 0)) * 64 + int(env.get("SLURM_STEP_ID", 0)) % 64
+        return Launch(int(env["SLURM_PROCID"]), int(env["SLURM_NTASKS"]),
+                      int(env.get("SLURM_LOCALID", 0)),
+                      env.get("MASTER_ADDR") or first_host(nodes),
+                      int(env.get("MASTER_PORT") or 20000 + job % 40000), "srun")
+    raise ValueError(
+        "no launcher: neither RANK (torchrun) nor SLURM_PROCID (srun) is set. Start with "
+        "`torchrun --nproc-per-node N train.py --config FILE` or `srun python train.py ...`; "
+        "`python train.py --config FILE --dry-run` needs no launcher"
+    )
+
+
+def first_host(nodelist: str) -> str:
+    """Return the first host of a Slurm node list: `gpu[003-007,9],x` gives `gpu003`."""
+    match = re.match(r"([^,\[]+)(?:\[([^\],-]+)[^\]]*\]([^,\[]*))?", nodelist)
+    if not match:
+        raise ValueError(f"cannot read the Slurm node list {nodelist!r}; set MASTER_ADDR")
+    return "".join(part or "" for part in match.groups())
+
+
+def mesh_shape(cfg: Config) -> tuple[int, int, int]:
+    """Return the sizes of the trainer mesh in the order of MESH_AXES."""
+    layout, trainers = cfg.layout, len(trainer_ranks(cfg))
+    return layout.dp_replicate, trainers // (layout.dp_replicate * layout.tp), layout.tp
+
+
+@dataclass
+class World:
+    """One rank's view of the job. Made by `World.start`, ended by `close`."""
+
+    cfg: Config
+    rank: int
+    world_size: int
+    local_rank: int
+    device: torch.device
+    watch: Watch
+    control: dist.ProcessGroup
+    """gloo group over all ranks, for small messages."""
+    trainer_control: dist.ProcessGroup
+    """gloo group over the trainer ranks, for checkpoints."""
+    mesh: DeviceMesh | None
+    """Trainer mesh with axes MESH_AXES; None on ranks that do not train."""
+    stop_requested: bool = field(default=False)
+    """SIGTERM or SIGUSR1 arrived: save at the next step boundary, then leave."""
+
+    @classmethod
+    def start(cls, cfg: Config) -> "World":
+        """Join the job and build all groups; every rank must call it with the same config.
+
+        Raises: ValueError, before any group exists, when the launcher's world does not match
+            the layout; RuntimeError when ranks do not have the same config.
+        """
+        launch = read_launch()
+        _check_launch(cfg, launch)
+        device = pick_device(cfg, launch.local_rank)
+        os.environ.update(RANK=str(launch.rank), WORLD_SIZE=str(launch.world_size),
+                          LOCAL_RANK=str(launch.local_rank), MASTER_ADDR=launch.address,
+                          MASTER_PORT=str(launch.port))
+        timeout = store_timeout(max(cfg.layout.wait_timeout_s, cfg.layout.startup_timeout_s))
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(
+            backend, init_method="env://", timeout=timeout,
+            device_id=device if device.type == "cuda" else None,
+        )
+        store = dist.distributed_c10d._get_default_store().clone()
+        watch = Watch(store, rank=launch.rank, world_size=launch.world_size,
+                      timeout_s=cfg.layout.startup_timeout_s)
+        with watch.wait("create groups", -1):
+            control = dist.new_group(backend="gloo", timeout=timeout)
+            trainer_control = dist.new_group(trainer_ranks(cfg), backend="gloo", timeout=timeout)
+            mesh = DeviceMesh(device.type, torch.tensor(trainer_ranks(cfg)).view(mesh_shape(cfg)),
+                              mesh_dim_names=MESH_AXES)
+        world = cls(cfg=cfg, rank=launch.rank, world_size=launch.world_size,
+                    local_rank=launch.local_rank, device=device, watch=watch, control=control,
+                    trainer_control=trainer_control,
+                    mesh=mesh if launch.rank in trainer_ranks(cfg) else None)
+        world._check_same_config()
+        world._catch_signals()
+        if cfg.deterministic:
+            torch.use_deterministic_algorithms(True, warn_only=True)
+        return world
+
+    # ---------------------------------------------------------------- roles
+
+    @property
+    def is_trainer(self) -> bool:
+        """Whether this rank holds a shard of the policy."""
+        return self.mesh is not None
+
+    @property
+    def is_inference(self) -> bool:
+        """Whether this rank holds (a tensor-parallel part of) an engine."""
+        return self.rank in self.inference_ranks
+
+    @property
+    def trainer_ranks(self) -> list[int]:
+        """Ranks that train, ascending."""
+        return trainer_ranks(self.cfg)
+
+    @property
+    def inference_ranks(self) -> list[int]:
+        """Ranks that generate, ascending."""
+        return inference_ranks(self.cfg)
+
+    @property
+    def num_replicas(self) -> int:
+        """Engine replicas in the job."""
+        return len(self.inference_ranks) // self.cfg.layout.inference_tp
+
+    @property
+    def replica(self) -> int:
+        """Index of this rank's engine replica; -1 where there is none."""
+        if not self.is_inference:
+            return -1
+        return self.inference_ranks.index(self.rank) // self.cfg.layout.inference_tp
+
+    @property
+    def inference_tp_rank(self) -> int:
+        """Position within the replica; -1 where there is none. 0 is the replica's leader."""
+        if not self.is_inference:
+            return -1
+        return self.inference_ranks.index(self.rank) % self.cfg.layout.inference_tp
+
+    @property
+    def dp_size(self) -> int:
+        """Data-parallel ranks: dp_replicate * dp_shard."""
+        return len(self.trainer_ranks) // self.cfg.layout.tp
+
+    def dp_index(self, rank: int) -> int:
+        """Return the data-parallel index of a trainer rank; tp ranks share one."""
+        return self.trainer_ranks.index(rank) // self.cfg.layout.tp
+
+    # ---------------------------------------------------------------- life
+
+    def started(self) -> None:
+        """Say that start-up is over: from here on waits have the short deadline."""
+        self.watch.timeout_s = self.cfg.layout.wait_timeout_s
+
+    def agree_to_stop(self, step: int) -> bool:
+        """Return on all ranks whether any rank was asked to stop."""
+        with self.watch.wait("agree to stop", step):
+            flag = torch.tensor(int(self.stop_requested))
+            dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self.control)
+        return bool(flag)
+
+    def close(self) -> None:
+        """Leave the job in step with the others. Engines must be closed before."""
+        with self.watch.wait("leave", -1):
+            dist.barrier(group=self.control)
+        self.watch.close()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    def _check_same_config(self) -> None:
+        with self.watch.wait("compare configs", -1):
+            configs = gather_objects(flatten(self.cfg), group=self.control)
+        for rank, other in enumerate(configs):
+            differing = [k for k, v in configs[0].items() if other[k] != v]
+            if differing:
+                name = differing[0]
+                raise RuntimeError(
+                    f"rank {rank} has {name} = {other[name]!r}, rank 0 has {configs[0][name]!r}; "
+                    "every rank must be started with the same config file and flags"
+                )
+
+    def _catch_signals(self) -> None:
+        def request(_signal: int, _frame: object) -> None:
+            self.stop_requested = True
+
+        signal.signal(signal.SIGTERM, request)
+        signal.signal(signal.SIGUSR1, request)  # Slurm's --signal=USR1@N
+
+
+def _check_launch(cfg: Config, launch: Launch) -> None:
+    if launch.world_size != cfg.layout.world_size:
+        raise ValueError(
+            f"layout.world_size is {cfg.layout.world_size}, but {launch.launcher} started "
+            f"{launch.world_size} ranks; start {cfg.layout.world_size} or set "
+            f"--layout.world-size {launch.world_size}"
+        )
+
+
+def pick_device(cfg: Config, local_rank: int) -> torch.device:
+    """Return this rank's device.
+
+    Raises: ValueError when CUDA is asked for and this rank has no GPU.
+    """
+    kind, count = cfg.layout.device, torch.cuda.device_count()
+    if kind == "cpu" or (kind == "auto" and count == 0):
+        return torch.device("cpu")
+    if local_rank >= count:
+        raise ValueError(
+            f"layout.device: rank with local rank {local_rank} on {socket.gethostname()} needs "
+            f"GPU {local_rank}, but {count} are visible; start {count} ranks per node"
+        )
+    torch.cuda.set_device(local_rank)
+    return torch.device("cuda", local_rank)

@@ -1,0 +1,81 @@
+"""Start real ranks for a test: one process each, gloo, a free port, never without a deadline."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import queue
+import socket
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+
+def free_port() -> int:
+    """Return a TCP port that was free a moment ago."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def launch_env(rank: int, world_size: int, port: int) -> dict[str, str]:
+    """Return the variables that torchrun would set for one rank on this machine."""
+    return dict(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank),
+                MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), OMP_NUM_THREADS="1")
+
+
+def _main(target: Callable, args: tuple, env: dict[str, str], results: Any, rank: int) -> None:
+    os.environ.update(env)
+    import torch
+
+    torch.set_num_threads(1)
+    try:
+        # Plain pickle copies tensors; the queue's own would pass handles of a dying process.
+        results.put((rank, pickle.dumps(target(*args)), None))
+    except BaseException:
+        results.put((rank, None, traceback.format_exc()))
+    finally:
+        results.close()
+        results.join_thread()
+        os._exit(0)  # leftover group threads of a failed rank must not keep the process
+
+
+def run_ranks(world_size: int, target: Callable, *args: Any, timeout_s: float = 120.0) -> list[Any]:
+    """Run `target(*args)` (module-level, picklable) in `world_size` fresh processes.
+
+    The target starts torch.distributed itself (env:// variables are set) and returns a
+    picklable value. Returns the values in rank order. Raises AssertionError with the rank's
+    traceback when one fails, or when the deadline passes; all processes are gone either way.
+    """
+    context = multiprocessing.get_context("spawn")
+    results, port = context.Queue(), free_port()
+    processes = [
+        context.Process(target=_main, daemon=True,
+                        args=(target, args, launch_env(r, world_size, port), results, r))
+        for r in range(world_size)
+    ]
+    for process in processes:
+        process.start()
+    values: dict[int, Any] = {}
+    deadline = time.monotonic() + timeout_s
+    try:
+        while len(values) < world_size:
+            try:
+                rank, value, error = results.get(timeout=0.5)
+            except queue.Empty:
+                lost = [r for r, p in enumerate(processes) if not p.is_alive() and r not in values]
+                missing = [r for r in range(world_size) if r not in values]
+                assert time.monotonic() < deadline, f"no result in {timeout_s} s from {missing}"
+                if lost and results.empty():
+                    time.sleep(0.5)
+                    assert not results.empty(), f"ranks {lost} died without a result"
+                continue
+            assert error is None, f"rank {rank} failed:\n{error}"
+            values[rank] = value
+        return [pickle.loads(values[r]) for r in range(world_size)]
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()

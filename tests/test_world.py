@@ -1,0 +1,144 @@
+"""The world: launchers, roles and meshes, refused layouts, named waits."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+from ranks import free_port, launch_env, run_ranks
+
+from spmdrl.config import Algorithm, Config, Layout
+from spmdrl.world import World, first_host, read_launch
+
+
+def test_torchrun_and_slurm_variables_are_read():
+    torchrun = dict(RANK="3", WORLD_SIZE="4", LOCAL_RANK="1", MASTER_ADDR="a", MASTER_PORT="1")
+    assert read_launch(torchrun).rank == 3
+    slurm = dict(SLURM_PROCID="5", SLURM_NTASKS="8", SLURM_LOCALID="1", SLURM_JOB_ID="77",
+                 SLURM_STEP_NODELIST="gpu[003-004]")
+    launch = read_launch(slurm)
+    assert (launch.rank, launch.world_size, launch.local_rank) == (5, 8, 1)
+    assert (launch.address, launch.launcher) == ("gpu003", "srun")
+    assert 20000 <= launch.port < 60000
+    with pytest.raises(ValueError, match="no launcher"):
+        read_launch({})
+
+
+@pytest.mark.parametrize("nodes, first", [
+    ("n1", "n1"), ("n1,n2", "n1"), ("gpu[003-007,9],x", "gpu003"), ("a-[1,3]-ib", "a-1-ib"),
+])
+def test_first_host_of_a_node_list(nodes, first):
+    assert first_host(nodes) == first
+
+
+def roles(cfg: Config) -> dict:
+    world = World.start(cfg)
+    mesh = None if world.mesh is None else tuple(world.mesh.get_coordinate())
+    found = dict(trainer=world.is_trainer, inference=world.is_inference, mesh=mesh,
+                 replica=world.replica, tp=world.inference_tp_rank,
+                 stop=world.agree_to_stop(0))
+    world.stop_requested = world.rank == 1
+    found["stop_after_request"] = world.agree_to_stop(1)
+    world.close()
+    return found
+
+
+@pytest.mark.parametrize("layout, trainers, engines", [
+    (dict(world_size=2, trainer_ranks=1), [0], [1]),
+    (dict(world_size=4, trainer_ranks=2, inference_tp=2, tp=2), [0, 1], [2, 3]),
+    (dict(world_size=4, trainer_ranks=3), [0, 1, 2], [3]),
+    (dict(world_size=4, placement="colocated", tp=2, inference_tp=2), range(4), range(4)),
+])
+def test_roles_and_meshes(layout, trainers, engines):
+    found = run_ranks(layout["world_size"], roles, Config(layout=Layout(device="cpu", **layout)))
+    assert [r for r, f in enumerate(found) if f["trainer"]] == list(trainers)
+    assert [r for r, f in enumerate(found) if f["inference"]] == list(engines)
+    coordinates = [f["mesh"] for f in found if f["trainer"]]
+    assert len(set(coordinates)) == len(coordinates)
+    tp = layout.get("inference_tp", 1)
+    assert [(f["replica"], f["tp"]) for f in found if f["inference"]] == [
+        (i // tp, i % tp) for i in range(len(list(engines)))]
+    assert not any(f["stop"] for f in found)
+    assert all(f["stop_after_request"] for f in found)
+
+
+def wrong_size(cfg: Config) -> str:
+    import torch.distributed as dist
+
+    with pytest.raises(ValueError) as error:
+        World.start(cfg)
+    assert not dist.is_initialized()
+    return str(error.value)
+
+
+def test_a_launch_of_the_wrong_size_is_refused_before_any_group_exists():
+    (message,) = run_ranks(1, wrong_size, Config(layout=Layout(world_size=2, device="cpu")))
+    assert "layout.world_size is 2, but torchrun started 1 ranks" in message
+
+
+def differing(cfg: Config) -> str:
+    import dataclasses
+
+    with pytest.raises(RuntimeError) as error:
+        World.start(dataclasses.replace(cfg, seed=int(os.environ["RANK"])))
+    return str(error.value)
+
+
+def test_ranks_with_different_configs_are_refused():
+    messages = run_ranks(2, differing, Config(layout=Layout(device="cpu")))
+    assert all("rank 1 has seed = 1, rank 0 has 0" in m for m in messages)
+
+
+WAITER = """
+import os, sys, time
+sys.path.insert(0, {root!r})
+import torch.distributed as dist
+from spmdrl.config import Config, Layout
+from spmdrl.world import World
+world = World.start(Config(layout=Layout(world_size=3, trainer_ranks=2, device="cpu",
+                                         wait_timeout_s=4)))
+world.started()
+print("started", flush=True)
+fault = sys.argv[1]
+if world.rank == 2:
+    with world.watch.phase("generate", 7):
+        if fault == "stall":
+            time.sleep(60)
+        os._exit(9)
+try:
+    with world.watch.wait("exchange", 7):
+        dist.barrier(group=world.control)
+except RuntimeError as error:
+    print(error, file=sys.stderr, flush=True)
+    os._exit(1)
+"""
+
+
+@pytest.mark.parametrize("fault, says", [
+    ("stall", "rank 2 is missing: "), ("kill", "rank 2 is missing: no sign of life"),
+])
+def test_a_stalled_or_dead_rank_is_named_in_time(fault, says, tmp_path):
+    root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    script = tmp_path / "waiter.py"
+    script.write_text(WAITER.format(root=root))
+    port, began = free_port(), time.monotonic()
+    processes = [
+        subprocess.Popen([sys.executable, str(script), fault], text=True,
+                         env=os.environ | launch_env(rank, 3, port),
+                         stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        for rank in range(3)
+    ]
+    try:
+        for rank, process in enumerate(processes[:2]):
+            _, err = process.communicate(timeout=60)
+            assert process.returncode in (1, 13), err
+            assert f"rank {rank} waited" in err and "'exchange' at step 7" in err, err
+            assert says in err and "'generate' at step 7" in err, err
+        assert time.monotonic() - began < 55
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
