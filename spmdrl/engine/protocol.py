@@ -1,0 +1,82 @@
+"""What the program asks of an engine: requests in, finished samples out, one step at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class Request:
+    """One sample to draw."""
+
+    key: str
+    """Unique among unfinished requests."""
+    prompt: tuple[int, ...]
+    """Token ids."""
+    max_tokens: int
+    """Longest response in tokens."""
+    temperature: float
+    """Softmax temperature; 0 is greedy."""
+    seed: int | None
+    """Keys this sample's randomness; None draws from the engine's own generator."""
+    stop_token_ids: tuple[int, ...]
+    """Ids that end the response; the one that did is its last token."""
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One finished sample."""
+
+    key: str
+    tokens: tuple[int, ...]
+    """Sampled ids, the stop token included."""
+    logprobs: tuple[float, ...]
+    """Natural log-probability of each sampled id under the distribution it was drawn from."""
+    is_truncated: bool
+    """Cut at max_tokens (or at the context's end) instead of stopping by itself."""
+
+
+class EngineProtocol(Protocol):
+    """A replica's engine as one of its ranks sees it. Off the inference ranks it is empty.
+
+    Every tensor-parallel rank of a replica must make the same calls in the same order.
+    """
+
+    dtype: torch.dtype
+    """Dtype of the weights."""
+    version: int
+    """Policy version of the weights, as last told to `weights_changed`."""
+
+    @property
+    def model(self) -> nn.Module:
+        """The live model, whose parameters the weight stream writes in place."""
+
+    def add(self, request: Request) -> None:
+        """Queue a request."""
+
+    def step(self) -> list[Completion]:
+        """Run one scheduling step and return what finished in it."""
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether requests are unfinished."""
+
+    def abort(self, keys: Iterable[str]) -> None:
+        """Drop unfinished requests."""
+
+    def score(self, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
+        """Return per sequence [len] float32 natural logprobs at temperature 1; first is 0."""
+
+    def weights_changed(self, version: int) -> None:
+        """Forget everything computed from older weights and take `version` as the new one."""
+
+    def reload_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Load whole tensors by checkpoint name through the engine's own loader."""
+
+    def close(self) -> None:
+        """Free the engine. On every rank, before the process group goes."""

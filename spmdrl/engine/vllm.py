@@ -1,0 +1,255 @@
+"""vLLM inside the process: its groups over the whole world, an engine per inference rank.
+
+Serves vLLM 0.24 to 0.33. Everything this program knows of vLLM's internals stands here:
+how its groups are laid out, how its executor is told its rank, and the one patch that the
+CPU build needs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from spmdrl.config import Config
+from spmdrl.engine.protocol import Completion, Request
+from spmdrl.world import World
+
+INSTALL_HINT = (
+    "vLLM is not importable: {error}. On a GPU machine `pip install vllm==0.32.0`; on the CPU "
+    "use the pinned list in requirements/cpu.txt (see the README)."
+)
+
+
+class Engine:
+    """One rank's vLLM engine; on ranks that do not generate, only its part in the groups.
+
+    Every rank constructs it, at the same place: vLLM lays its process groups out over the
+    whole world, and creating a group takes all ranks.
+
+    Args:
+        cfg: uses model, engine, layout and the lengths in data and sampling.
+        world: the job.
+    Raises:
+        ValueError: vLLM is missing, or refuses the model.
+    """
+
+    def __init__(self, cfg: Config, world: World):
+        self.cfg, self.world = cfg, world
+        self.dtype = getattr(torch, cfg.engine.dtype)
+        self.version = -1
+        self._llm: Any = None
+        self._has_groups = bool(world.inference_ranks)
+        if not self._has_groups:
+            return
+        _prepare_process(cfg, world)
+        with world.watch.wait("create engine groups", -1):
+            _create_groups(cfg, world)
+        with world.watch.phase("build engine", -1):
+            if world.is_inference:
+                with _rng_kept():
+                    self._llm = _build(cfg, world)
+        with world.watch.wait("engines built", -1):
+            dist.barrier(group=world.control)
+
+    # ---------------------------------------------------------------- generation
+
+    def add(self, request: Request) -> None:
+        """Queue a request."""
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        params = SamplingParams(
+            temperature=request.temperature, max_tokens=request.max_tokens, seed=request.seed,
+            stop_token_ids=list(request.stop_token_ids), logprobs=0, flat_logprobs=True,
+            detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        self._llm.add_request(request.key, {"prompt_token_ids": list(request.prompt)}, params)
+
+    def step(self) -> list[Completion]:
+        """Run one scheduling step and return what finished in it."""
+        return [_completion(output) for output in self._llm.step() if output.finished]
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether requests are unfinished."""
+        return self._llm.has_unfinished_requests()
+
+    def abort(self, keys: Iterable[str]) -> None:
+        """Drop unfinished requests."""
+        self._llm.abort_request(list(keys))
+
+    def score(self, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
+        """Return per sequence [len] float32 natural logprobs at temperature 1; first is 0.
+
+        Raises: RuntimeError when requests are unfinished: scoring would mix with them.
+        """
+        from vllm import SamplingParams
+
+        if self.is_busy:
+            raise RuntimeError("score() while requests are unfinished; finish or abort them")
+        params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0,
+                                detokenize=False)
+        for i, tokens in enumerate(sequences):
+            self._llm.add_request(f"score-{i}", {"prompt_token_ids": list(tokens)}, params)
+        scored: dict[str, Tensor] = {}
+        while self.is_busy:
+            for output in self._llm.step():
+                if output.finished:
+                    pairs = zip(output.prompt_token_ids, output.prompt_logprobs)
+                    values = [at[token].logprob if at else 0.0 for token, at in pairs]
+                    scored[output.request_id] = torch.tensor(values, dtype=torch.float32)
+        return [scored[f"score-{i}"] for i in range(len(sequences))]
+
+    # ---------------------------------------------------------------- weights
+
+    @property
+    def model(self) -> nn.Module:
+        """The live model, whose parameters the weight stream writes in place."""
+        return self._runner.get_model()
+
+    @property
+    def _runner(self) -> Any:
+        return self._llm.model_executor.driver_worker.worker.model_runner
+
+    def weights_changed(self, version: int) -> None:
+        """Forget cached prefixes of older weights and take `version` as the new one."""
+        self.version = version
+        if self._llm is not None:
+            self._llm.reset_prefix_cache()
+
+    def reload_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Load whole tensors by checkpoint name through vLLM's layerwise reloading."""
+        self._runner.reload_weights(weights_iterator=weights)
+
+    def close(self) -> None:
+        """Free the engine and vLLM's groups. On every rank, before the process group goes."""
+        if not self._has_groups:
+            return
+        from vllm.distributed import parallel_state
+
+        with self.world.watch.wait("close engines", -1):
+            dist.barrier(group=self.world.control)
+            if self._llm is not None:
+                # The executor's shutdown destroys vLLM's groups itself, and with them the
+                # default process group, which World still needs: free only what is the model's.
+                self._llm = None
+            parallel_state.destroy_model_parallel()
+            dist.barrier(group=self.world.control)
+        self._has_groups = False
+
+
+# --------------------------------------------------------------------------- construction
+
+
+def _prepare_process(cfg: Config, world: World) -> None:
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine core stays in this process
+    os.environ["VLLM_NO_USAGE_STATS"] = "1"
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    if world.device.type == "cpu":
+        os.environ["VLLM_DIST_IDENT"] = f"spmdrl-{os.environ['MASTER_PORT']}"
+        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        if not cfg.model.compile:
+            # vLLM compiles a small logprob helper: 5 to 19 s at the first generation.
+            os.environ["TORCHDYNAMO_DISABLE"] = "1"
+    warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")
+    try:
+        import vllm  # noqa: F401
+    except ImportError as error:
+        raise ValueError(INSTALL_HINT.format(error=error)) from error
+    logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])
+
+
+def _create_groups(cfg: Config, world: World) -> None:
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.distributed import parallel_state
+
+    backend = "nccl" if world.device.type == "cuda" else "gloo"
+    with set_current_vllm_config(VllmConfig()):
+        parallel_state.init_distributed_environment(
+            world.world_size, world.rank, "env://", world.local_rank, backend)
+        parallel_state.initialize_model_parallel(cfg.layout.inference_tp)
+
+
+def _build(cfg: Config, world: World) -> Any:
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    on_cpu = world.device.type == "cpu"
+    if on_cpu:
+        _keep_linear_weights_live()
+    args = EngineArgs(
+        model=cfg.model.path,
+        skip_tokenizer_init=True,  # token ids in, token ids out
+        trust_remote_code=cfg.model.trust_remote_code,
+        dtype=cfg.engine.dtype,
+        seed=cfg.seed,
+        tensor_parallel_size=cfg.layout.inference_tp,
+        distributed_executor_backend=_executor_class(),
+        max_model_len=cfg.data.max_prompt_tokens + cfg.sampling.max_response_tokens,
+        max_num_seqs=cfg.engine.max_num_seqs,
+        max_num_batched_tokens=max(cfg.engine.max_batched_tokens, cfg.engine.max_num_seqs),
+        gpu_memory_utilization=cfg.engine.gpu_memory_frac,
+        kv_cache_memory_bytes=int(cfg.engine.cpu_kv_cache_gib * 2**30) if on_cpu else None,
+        enforce_eager=cfg.engine.enforce_eager or on_cpu,
+        enable_prefix_caching=cfg.engine.prefix_caching,
+        logprobs_mode="processed_logprobs",  # of the distribution sampled from
+        disable_log_stats=True,
+    )
+    return LLMEngine.from_engine_args(args)
+
+
+def _executor_class() -> type:
+    from vllm.distributed.parallel_state import get_tp_group
+    from vllm.v1.executor.uniproc_executor import UniProcExecutor
+
+    class InWorldExecutor(UniProcExecutor):
+        """One worker in this process, at this rank's place in the job's own world."""
+
+        def _distributed_args(self) -> tuple[str, int, int]:
+            return "env://", int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
+
+        def determine_available_memory(self) -> list[int]:
+            # Ranks of a replica must agree on the KV cache. vLLM's own launcher-executor
+            # reduces over the world, where trainer ranks never answer.
+            smallest = torch.tensor(super().determine_available_memory(), dtype=torch.int64)
+            dist.all_reduce(smallest, op=dist.ReduceOp.MIN, group=get_tp_group().cpu_group)
+            return smallest.tolist()
+
+    return InWorldExecutor
+
+
+def _keep_linear_weights_live() -> None:
+    """Stop vLLM's CPU build from packing linear weights into copies and freeing the originals.
+
+    With packed copies an update in place finds empty tensors. Costs under 3% of throughput.
+    Serves vLLM 0.24 to 0.33; can go when vLLM offers unpacked CPU linears by an option.
+    """
+    from vllm.model_executor.layers import utils
+
+    def unpacked(layer: nn.Module, remove_weight: bool) -> None:
+        layer.cpu_linear = nn.functional.linear
+
+    utils.dispatch_cpu_unquantized_gemm = unpacked
+
+
+@contextlib.contextmanager
+def _rng_kept() -> Iterator[None]:
+    """vLLM seeds the process's generators; the trainer in the same process keeps its own."""
+    with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+        yield
+
+
+def _completion(output: Any) -> Completion:
+    sample = output.outputs[0]
+    return Completion(
+        key=output.request_id, tokens=tuple(sample.token_ids),
+        logprobs=tuple(sample.logprobs.logprobs), is_truncated=sample.finish_reason == "length",
+    )
