@@ -1,0 +1,1 @@
+"""Data: rows from files and generators, prompts, supervised examples, partition plans."""

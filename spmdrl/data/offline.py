@@ -1,0 +1,198 @@
+"""Supervised rows as (tokens, response_mask): what to imitate, marked on token ids.
+
+A row is rendered turn by turn, the way it is generated: the text up to a response, then the
+response. Each longer text must begin with the shorter one, so a response is the ids that its
+turn adds, and no token straddles the border between what the policy is given and what it has
+to write.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from spmdrl.config import Config
+from spmdrl.data.prompts import (
+    Order, apply_template, check_context, encode_plain, encode_prompt, load_rows, overlong_text,
+    usable_rows,
+)
+from spmdrl.data.rows import Messages
+
+Example = tuple[list[int], list[bool]]
+_CACHED_ROWS = 16384
+
+
+class SupervisedSource:
+    """Supervised rows of each step, a function of (seed, step).
+
+    Raises (on construction): ValueError for unreadable or empty data, a row with nothing to
+        imitate (file and line), one that the chat template cannot render, or one above
+        max_prompt_tokens + max_response_tokens, or tokens_per_microbatch, under
+        overlong_prompts=error.
+    """
+
+    def __init__(self, cfg: Config, tokenizer: PreTrainedTokenizerBase):
+        self.cfg, self.tokenizer = cfg, tokenizer
+        self.rows = load_rows(cfg, split="train", need="example")
+        self._limit, self._field = min(
+            (cfg.data.max_prompt_tokens + cfg.sampling.max_response_tokens,
+             "data.max_prompt_tokens + sampling.max_response_tokens"),
+            (cfg.batch.tokens_per_microbatch, "batch.tokens_per_microbatch"))
+        self._example = functools.lru_cache(maxsize=_CACHED_ROWS)(self._encode)
+        self._example(0)
+        self._kept, self.num_dropped = usable_rows(
+            self.rows, measure=lambda i: len(self._example(i)[0]), limit=self._limit,
+            overlong=cfg.data.overlong_prompts, field=self._field)
+        self.order = Order(len(self._kept), per_step=cfg.batch.prompts_per_step, seed=cfg.seed,
+                           shuffle=cfg.data.shuffle)
+
+    def rows_at(self, step: int) -> list[Example]:
+        """Return the (tokens, response_mask) pairs of `step`, the same on every rank."""
+        return [self._fitting(self._kept[i]) for i in self.order.at(step)]
+
+    def check_context(self, max_positions: int, *, vocab_size: int | None = None) -> None:
+        """Check that the longest sequence fits the model; see `prompts.check_context`."""
+        check_context(self.cfg, self.tokenizer, max_positions=max_positions,
+                      vocab_size=vocab_size)
+
+    def _fitting(self, index: int) -> Example:
+        example = self._example(index)
+        if len(example[0]) > self._limit:
+            raise ValueError(overlong_text(self.rows.where(index), len(example[0]),
+                                           limit=self._limit, field=self._field))
+        return example
+
+    def _encode(self, index: int) -> Example:
+        return encode_example(self.rows[index], self.tokenizer,
+                              template=self.cfg.data.chat_template, where=self.rows.where(index))
+
+
+def encode_example(
+    row: dict, tokenizer: PreTrainedTokenizerBase, *, template: str, where: str
+) -> Example:
+    """Turn one supervised row into token ids and a mask of those to imitate.
+
+    `prompt` with `completion` (or `answer`) trains the completion and the token that ends it;
+    `messages` trains every assistant turn up to its end-of-turn token; `text` trains all but
+    the first token, which nothing predicts.
+
+    Args:
+        row: see the module `rows`.
+        template: `auto`, `always` or `never`; see data.chat_template.
+        where: origin of the row, for error messages.
+    Returns: tokens [T] and response_mask [T]; the last token is trained.
+    Raises: ValueError when the row cannot be rendered or nothing in it is to be trained.
+    """
+    prompt = row.get("prompt")
+    if prompt:
+        completion = row.get("completion") or row.get("answer")
+        if not isinstance(completion, (str, list)):
+            raise ValueError(f"{where}: the response to imitate must be text or messages, got "
+                             f"{completion!r:.60}")
+        if isinstance(prompt, list) or isinstance(completion, list) or template == "always":
+            context = _as_messages(prompt, role="user")
+            reply = _as_messages(completion, role="assistant")
+            return _encode_conversation(context + reply, tokenizer, template=template, row=row,
+                                        first=len(context), where=where)
+        given, _ = encode_prompt(prompt, tokenizer, template=template, tools=None, where=where)
+        whole = encode_plain(prompt + completion, tokenizer)
+        reply = _closed(_added_ids(given, whole, text=completion, tokenizer=tokenizer),
+                        tokenizer, where=where)
+        return given + reply, [False] * len(given) + [True] * len(reply)
+    if row.get("messages"):
+        return _encode_conversation(row["messages"], tokenizer, template=template, row=row,
+                                    first=0, where=where)
+    tokens = _closed(encode_plain(row["text"], tokenizer), tokenizer, where=where)
+    return tokens, [False] + [True] * (len(tokens) - 1)
+
+
+def _as_messages(value: str | Messages, *, role: str) -> Messages:
+    return list(value) if isinstance(value, list) else [{"role": role, "content": value}]
+
+
+def _closed(
+    tokens: list[int], tokenizer: PreTrainedTokenizerBase, *, where: str
+) -> list[int]:
+    if tokenizer.eos_token_id is None:
+        raise ValueError(f"{where}: plain text ends with eos, and the tokenizer has none")
+    if tokens and tokens[-1] == tokenizer.eos_token_id:
+        return tokens
+    return tokens + [tokenizer.eos_token_id]
+
+
+def _added_ids(
+    given: list[int], whole: list[int], *, text: str, tokenizer: PreTrainedTokenizerBase
+) -> list[int]:
+    if whole[: len(given)] == given:
+        return whole[len(given):]
+    # A token of the whole text straddles the border. The policy never sees that one, because
+    # its prompt is tokenised alone: so is what follows.
+    return _ids(text, tokenizer)
+
+
+def _encode_conversation(
+    messages: Messages, tokenizer: PreTrainedTokenizerBase, *, template: str, row: dict,
+    first: int, where: str,
+) -> Example:
+    if template == "never":
+        raise ValueError(f"{where}: the row is a list of messages, but data.chat_template is "
+                         "`never`; use `auto`, or rows with plain text")
+    show = functools.partial(apply_template, tokenizer=tokenizer, tools=row.get("tools"),
+                             where=where)
+    ends = _special_ids(tokenizer)
+    tokens: list[int] = []
+    mask: list[bool] = []
+    done = ""
+    for i in _reply_turns(messages, first=first, where=where):
+        before = show(messages[:i], add_generation_prompt=True)
+        after = show(messages[: i + 1])
+        given = _continuation(done, before, turn=i, where=where)
+        tokens += _added_ids(tokens, _ids(before, tokenizer), text=given, tokenizer=tokenizer)
+        mask += [False] * (len(tokens) - len(mask))
+        reply = _continuation(before, after, turn=i, where=where)
+        added = _added_ids(tokens, _ids(after, tokenizer), text=reply, tokenizer=tokenizer)
+        length = max((k + 1 for k, token in enumerate(added) if token in ends), default=0)
+        if not length:
+            raise ValueError(
+                f"{where}: the chat template closes assistant turn {i} with {reply[-20:]!r}, which "
+                "holds no special token, so the policy could not learn to stop"
+            )
+        tokens += added
+        mask += [True] * length + [False] * (len(added) - length)
+        done = after
+    # What follows the last end-of-turn token (a newline, as a rule) predicts nothing.
+    length = len(mask) - mask[::-1].index(True)
+    return tokens[:length], mask[:length]
+
+
+def _reply_turns(messages: Messages, *, first: int, where: str) -> list[int]:
+    turns = [i for i in range(first, len(messages)) if messages[i]["role"] == "assistant"]
+    if not turns:
+        raise ValueError(f"{where}: the conversation has no assistant turn to imitate")
+    if turns[0] == 0:
+        raise ValueError(f"{where}: the conversation begins with an assistant turn; it needs one "
+                         "turn before it")
+    return turns
+
+
+def _continuation(before: str, after: str, *, turn: int, where: str) -> str:
+    if after.startswith(before):
+        return after[len(before):]
+    same = next((i for i, (a, b) in enumerate(zip(before, after)) if a != b), len(after))
+    raise ValueError(
+        f"{where}: the chat template rewrites earlier text when turn {turn} is added, so what the "
+        f"policy would see is ambiguous: {before[same:same + 60]!r} became "
+        f"{after[same:same + 60]!r}; use rows with one assistant turn, or another template"
+    )
+
+
+def _ids(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def _special_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
+    added: dict[int, Any] = getattr(tokenizer, "added_tokens_decoder", {})
+    named = {i for i, token in added.items() if getattr(token, "special", False)}
+    return named | set(tokenizer.all_special_ids)

@@ -1,0 +1,304 @@
+"""Prompts of each step, a pure function of (seed, step): no rank tells another what to take."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from spmdrl.config import Config
+from spmdrl.data.rows import Messages, Need, prompt_of, read_rows, text_bytes
+from spmdrl.data.tasks import GeneratedRows, Split, is_generated
+from spmdrl.types import Prompt
+
+# Evaluations of runs with different seeds ask the same questions, so that they compare.
+_EVAL_SEED = 0
+_CACHED_ROWS = 16384
+# Of a generated task only the first problems are measured at start: they are all alike.
+_MEASURED_GENERATED_ROWS = 256
+
+
+class LocatedRows(Protocol):
+    """Rows that can say where they came from."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> dict: ...
+
+    def where(self, index: int) -> str:
+        """Return the origin of a row for error messages."""
+
+
+def load_tokenizer(cfg: Config) -> PreTrainedTokenizerBase:
+    """Load the tokenizer that goes with the model.
+
+    Raises: ValueError when it cannot be read, or when nothing would end a response.
+    """
+    name = cfg.model.tokenizer or cfg.model.path
+    field = "model.tokenizer" if cfg.model.tokenizer else "model.path"
+    is_local = name.startswith((".", "/", "~")) or name.count("/") != 1
+    if not name or (is_local and "/" in name and not Path(name).is_dir()):
+        raise ValueError(f"{field}: {name!r} is not a folder (looked from {Path.cwd()})")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            name, trust_remote_code=cfg.model.trust_remote_code)
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(f"{field}: no tokenizer can be loaded from {name!r}, as a folder or hub "
+                         f"name: {error}") from error
+    if tokenizer.eos_token_id is None and not cfg.sampling.stop_token_ids:
+        raise ValueError(f"{field}: the tokenizer of {name!r} has no eos token, so no response "
+                         "would end; set sampling.stop_token_ids, or add an eos token to it")
+    return tokenizer
+
+
+def load_rows(cfg: Config, *, split: Split, need: Need = "prompt") -> LocatedRows:
+    """Open the rows of data.train or data.eval.
+
+    Raises: ValueError naming file and line, task, or option; see `read_rows`, `make_task`.
+    """
+    spec, size = (cfg.data.train, cfg.data.size) if split == "train" else (
+        cfg.data.eval, cfg.data.eval_size)
+    if is_generated(spec):
+        seed = cfg.seed if split == "train" else _EVAL_SEED
+        return GeneratedRows(spec, cfg.data.task_options, size=size, seed=seed, split=split)
+    return read_rows(spec, size=size, need=need)
+
+
+class Order:
+    """Which rows each step takes: epoch after epoch, each a permutation by (seed, epoch).
+
+    A step that crosses the end of an epoch goes on into the next, so that every row is taken
+    equally often.
+    """
+
+    def __init__(self, num_rows: int, *, per_step: int, seed: int, shuffle: bool):
+        if per_step > num_rows:
+            raise ValueError(
+                f"batch.prompts_per_step: {per_step} is above the {num_rows} usable rows of "
+                "data.train, so one step would repeat rows; lower it or give more rows"
+            )
+        self.num_rows, self.per_step, self.seed, self.shuffle = num_rows, per_step, seed, shuffle
+        self._epoch = functools.lru_cache(maxsize=2)(self._permutation)
+
+    def at(self, step: int) -> list[int]:
+        """Return the row positions of `step`."""
+        begin = step * self.per_step
+        places = (divmod(k, self.num_rows) for k in range(begin, begin + self.per_step))
+        return [int(self._epoch(epoch)[i]) for epoch, i in places]
+
+    def _permutation(self, epoch: int) -> Sequence[int]:
+        if not self.shuffle:
+            return range(self.num_rows)
+        entropy = numpy.random.SeedSequence([self.seed % 2**64, epoch])
+        return numpy.random.Generator(numpy.random.PCG64(entropy)).permutation(self.num_rows)
+
+
+def usable_rows(
+    rows: LocatedRows, *, measure: Callable[[int], int], limit: int, overlong: str, field: str
+) -> tuple[Sequence[int], int]:
+    """Find the rows that fit.
+
+    Args:
+        rows: all rows.
+        measure: returns the length of a row in tokens.
+        limit: longest length, tokens.
+        overlong: `error` or `drop`.
+        field: the config field that sets the limit, for the message.
+    Returns: indices of the rows to use, and how many were dropped. Rows whose bytes already
+        fit are not tokenised, so that opening a large file stays cheap.
+    Raises: ValueError naming the first overlong row, or when none is left.
+    """
+    is_sampled = isinstance(rows, GeneratedRows) and overlong == "error"
+    scanned = min(len(rows), _MEASURED_GENERATED_ROWS) if is_sampled else len(rows)
+    kept = []
+    for i in range(scanned):
+        length = 0 if text_bytes(rows[i]) <= limit else measure(i)
+        if length <= limit:
+            kept.append(i)
+        elif overlong == "error":
+            raise ValueError(overlong_text(rows.where(i), length, limit=limit, field=field))
+    if not kept:
+        raise ValueError(f"{rows.where(0)} and all {len(rows)} rows are longer than {field} = "
+                         f"{limit} tokens; nothing is left to train on")
+    if len(kept) == scanned:
+        return range(len(rows)), 0
+    return kept, len(rows) - len(kept)
+
+
+def overlong_text(where: str, length: int, *, limit: int, field: str) -> str:
+    """Return the message about a row that is too long."""
+    return (f"{where}: {length} tokens, above {field} = {limit}; raise it, shorten the row, or "
+            "set data.overlong_prompts=drop")
+
+
+class PromptSource:
+    """Prompts of each step and of the held-out set, tokenised when first asked for.
+
+    Raises (on construction): ValueError for unreadable or empty data, a row without a prompt
+        (file and line), a prompt above data.max_prompt_tokens under overlong_prompts=error, a
+        missing chat template where a row needs one.
+    """
+
+    def __init__(self, cfg: Config, tokenizer: PreTrainedTokenizerBase):
+        self.cfg, self.tokenizer = cfg, tokenizer
+        self._train = load_rows(cfg, split="train")
+        self._prompt = functools.lru_cache(maxsize=_CACHED_ROWS)(
+            functools.partial(self._encode, self._train))
+        self._prompt(0)
+        self._kept, self.num_dropped = self._usable(
+            self._train, measure=lambda i: len(self._tokens(self._train, i)[0]))
+        self.order = Order(len(self._kept), per_step=cfg.batch.prompts_per_step, seed=cfg.seed,
+                           shuffle=cfg.data.shuffle)
+        self._eval: list[Prompt] | None = None
+
+    def at(self, step: int) -> list[Prompt]:
+        """Return the prompts of `step`, the same on every rank."""
+        return [self._prompt(self._kept[i]) for i in self.order.at(step)]
+
+    def eval(self) -> list[Prompt]:
+        """Return the held-out prompts, in the order of their source; empty without data.eval.
+
+        Raises: ValueError as on construction.
+        """
+        if self._eval is None:
+            self._eval = self._held_out() if self.cfg.data.eval else []
+        return self._eval
+
+    def check_context(self, max_positions: int, *, vocab_size: int | None = None) -> None:
+        """Check that prompt and response fit the model.
+
+        Args:
+            max_positions: the model's context, tokens.
+            vocab_size: rows of the model's embedding.
+        Raises: ValueError with the arithmetic.
+        """
+        check_context(self.cfg, self.tokenizer, max_positions=max_positions,
+                      vocab_size=vocab_size)
+
+    def _held_out(self) -> list[Prompt]:
+        rows = load_rows(self.cfg, split="eval")
+        kept, _ = self._usable(rows, measure=lambda i: len(self._tokens(rows, i)[0]))
+        return [self._encode(rows, i) for i in kept]
+
+    def _usable(
+        self, rows: LocatedRows, *, measure: Callable[[int], int]
+    ) -> tuple[Sequence[int], int]:
+        data = self.cfg.data
+        return usable_rows(rows, measure=measure, limit=data.max_prompt_tokens,
+                           overlong=data.overlong_prompts, field="data.max_prompt_tokens")
+
+    def _encode(self, rows: LocatedRows, index: int) -> Prompt:
+        tokens, text, row = self._tokens(rows, index)
+        limit = self.cfg.data.max_prompt_tokens
+        if len(tokens) > limit and self.cfg.data.overlong_prompts == "error":
+            raise ValueError(overlong_text(rows.where(index), len(tokens), limit=limit,
+                                           field="data.max_prompt_tokens"))
+        if not tokens:
+            raise ValueError(f"{rows.where(index)}: the prompt {text!r:.40} has no tokens")
+        return Prompt(index=index, tokens=tuple(tokens), text=text, row=row)
+
+    def _tokens(self, rows: LocatedRows, index: int) -> tuple[list[int], str, dict]:
+        row = rows[index]
+        tokens, text = encode_prompt(
+            prompt_of(row), self.tokenizer, template=self.cfg.data.chat_template,
+            tools=row.get("tools"), where=rows.where(index))
+        return tokens, text, row
+
+
+def check_context(
+    cfg: Config, tokenizer: PreTrainedTokenizerBase, *, max_positions: int,
+    vocab_size: int | None = None,
+) -> None:
+    """Check that the longest sequence and the tokenizer's ids fit the model.
+
+    Raises: ValueError with the arithmetic.
+    """
+    prompt, response = cfg.data.max_prompt_tokens, cfg.sampling.max_response_tokens
+    if prompt + response > max_positions:
+        raise ValueError(
+            f"data.max_prompt_tokens {prompt} + sampling.max_response_tokens {response} = "
+            f"{prompt + response} tokens, above the model's context of {max_positions}; lower one "
+            "of them"
+        )
+    if vocab_size is not None and len(tokenizer) > vocab_size:
+        raise ValueError(
+            f"the tokenizer of {cfg.model.tokenizer or cfg.model.path} has {len(tokenizer)} "
+            f"tokens, the model's embedding {vocab_size} rows; they do not belong together"
+        )
+
+
+# --------------------------------------------------------------------------- text to tokens
+
+
+def encode_prompt(
+    prompt: str | Messages, tokenizer: PreTrainedTokenizerBase, *, template: str,
+    tools: list | None, where: str,
+) -> tuple[list[int], str]:
+    """Turn a prompt into token ids, and the text they stand for.
+
+    Args:
+        prompt: plain text, or a conversation.
+        template: `auto`, `always` or `never`; see data.chat_template.
+        tools: tool descriptions for the template.
+        where: origin of the row, for error messages.
+    Raises: ValueError when a conversation cannot be rendered.
+    """
+    if isinstance(prompt, str) and template != "always":
+        return encode_plain(prompt, tokenizer), prompt
+    if isinstance(prompt, str):
+        prompt = [{"role": "user", "content": prompt}]
+    text = render(prompt, tokenizer, template=template, tools=tools, where=where,
+                  opens_reply=prompt[-1]["role"] != "assistant")
+    return tokenizer(text, add_special_tokens=False)["input_ids"], text
+
+
+def encode_plain(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return the ids of plain text, with the tokenizer's opening special tokens (bos)."""
+    tokens = tokenizer(text)["input_ids"]
+    # Some tokenizers close every text with eos, after which there is nothing to continue.
+    if tokens and tokens[-1] == tokenizer.eos_token_id and not text.endswith(tokenizer.eos_token):
+        tokens = tokens[:-1]
+    return tokens
+
+
+def render(
+    messages: Messages, tokenizer: PreTrainedTokenizerBase, *, template: str,
+    tools: list | None, where: str, opens_reply: bool,
+) -> str:
+    """Return a conversation as text by the tokenizer's chat template.
+
+    Args:
+        opens_reply: end with the opening of an assistant turn; otherwise the last turn, if
+            the assistant's, stays open to be continued.
+    Raises: ValueError when the template is missing, switched off, or refuses the messages.
+    """
+    if template == "never":
+        raise ValueError(f"{where}: the row is a list of messages, but data.chat_template is "
+                         "`never`; use `auto`, or rows with plain text prompts")
+    return apply_template(messages, tokenizer, tools=tools, where=where,
+                          add_generation_prompt=opens_reply,
+                          continue_final_message=not opens_reply)
+
+
+def apply_template(
+    messages: Messages, tokenizer: PreTrainedTokenizerBase, *, tools: list | None, where: str,
+    add_generation_prompt: bool = False, continue_final_message: bool = False,
+) -> str:
+    """Render messages, turning every fault of the template into a ValueError with the row."""
+    if not tokenizer.chat_template:
+        raise ValueError(
+            f"{where}: the row needs a chat template and the tokenizer of "
+            f"{tokenizer.name_or_path or 'the model'} has none; set model.tokenizer to one that "
+            "has, or give rows with plain text prompts"
+        )
+    try:
+        return tokenizer.apply_chat_template(
+            messages, tools=tools, tokenize=False, add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message)
+    except Exception as error:  # templates are programs: jinja's errors, and TypeError, KeyError
+        raise ValueError(f"{where}: the chat template refuses the messages: "
+                         f"{type(error).__name__}: {error}") from error

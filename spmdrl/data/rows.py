@@ -1,0 +1,221 @@
+"""Rows from a JSONL or parquet file or a hub dataset, checked as they are read.
+
+Accepted columns: verl's (`prompt`, `data_source`, `reward_model`, ...), TRL's (`prompt` plus
+anything), OpenAI's (`messages`), and for supervised training `prompt` with `completion` or
+`answer`, or `text`. Nothing heavy is imported: reward workers read rows through this module.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+Messages = list[dict[str, Any]]
+Need = Literal["prompt", "example"]
+_SUFFIXES = (".jsonl", ".json", ".parquet")
+
+
+class Rows(Sequence):
+    """Rows in memory that know where they came from."""
+
+    def __init__(self, rows: list[dict], *, places: list[str]):
+        assert len(rows) == len(places)
+        self._rows, self._places = rows, places
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> dict:
+        return self._rows[index]
+
+    def where(self, index: int) -> str:
+        """Return the origin of a row for error messages, e.g. `train.jsonl:12`."""
+        return self._places[index]
+
+
+def read_rows(spec: str, *, size: int = 0, need: Need = "prompt") -> Rows:
+    """Read a dataset.
+
+    Args:
+        spec: a .jsonl, .json or .parquet file, or a hub dataset as NAME, NAME:SPLIT or
+            NAME:CONFIG:SPLIT (split `train` by default).
+        size: rows to take from the start, at most; 0 takes all.
+        need: `prompt` checks that each row has something to generate from, `example` that it
+            has something to imitate.
+    Raises: ValueError naming file and line (parquet, hub: row) of the first bad row; when the
+        file does not exist, cannot be read, or holds no rows.
+    """
+    path = Path(spec).expanduser()
+    if path.suffix in (".jsonl", ".json"):
+        numbered = _json_rows(_existing(path))
+    elif path.suffix == ".parquet":
+        numbered = _parquet_rows(_existing(path), size=size)
+    else:
+        numbered = _hub_rows(spec, path)
+    rows, places = [], []
+    for place, row in numbered:
+        if size and len(rows) == size:
+            break
+        _check_row(row, place=place, need=need)
+        rows.append(row)
+        places.append(place)
+    if not rows:
+        raise ValueError(f"{spec}: the dataset is empty (0 rows); give it at least one")
+    return Rows(rows, places=places)
+
+
+def _existing(path: Path) -> Path:
+    if not path.is_file():
+        raise ValueError(f"{path}: no such data file (looked from {Path.cwd()})")
+    return path
+
+
+def _json_rows(path: Path) -> Iterator[tuple[str, Any]]:
+    try:
+        with path.open(encoding="utf-8") as file:
+            first = file.read(1)
+            file.seek(0)
+            if path.suffix == ".json" and first == "[":
+                yield from ((f"{path}: row {i}", row) for i, row in enumerate(json.load(file)))
+                return
+            for number, line in enumerate(file, start=1):
+                if line.strip():
+                    yield f"{path}:{number}", _json_line(line, place=f"{path}:{number}")
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ValueError(f"{path}: cannot be read as UTF-8 JSON: {error}") from error
+
+
+def _json_line(line: str, *, place: str) -> Any:
+    try:
+        return json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{place}: not a JSON value ({error.msg} at column {error.colno}); "
+                         f"the line begins {line[:60]!r}") from None
+
+
+def _parquet_rows(path: Path, *, size: int) -> Iterator[tuple[str, Any]]:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            number = 0
+            for batch in file.iter_batches(batch_size=min(size or 4096, 4096)):
+                for row in batch.to_pylist():
+                    yield f"{path}: row {number}", row
+                    number += 1
+    except (pyarrow.ArrowException, OSError) as error:
+        raise ValueError(f"{path}: cannot be read as parquet: {error}") from error
+
+
+def _hub_rows(spec: str, path: Path) -> Iterator[tuple[str, Any]]:
+    if path.is_absolute() or spec.startswith((".", "~")) or path.exists():
+        raise ValueError(f"{spec}: a data file must end in {', '.join(_SUFFIXES)}")
+    if importlib.util.find_spec("datasets") is None:
+        raise ValueError(
+            f"{spec}: not a data file ({', '.join(_SUFFIXES)}) nor a generated task (task:NAME, "
+            "reasoning_gym:NAME), so it names a hub dataset, which needs `pip install datasets`"
+        )
+    from datasets import load_dataset
+
+    name, *rest = spec.split(":")
+    config, split = rest[0] if len(rest) == 2 else None, rest[-1] if rest else "train"
+    try:
+        dataset = load_dataset(name, config, split=split)
+    except Exception as error:  # the hub client raises many kinds; all mean "not readable"
+        raise ValueError(f"hub dataset {name} (config {config}, split {split}): {error}") from error
+    yield from ((f"{spec}: row {i}", row) for i, row in enumerate(dataset))
+
+
+# --------------------------------------------------------------------------- checking
+
+
+def _check_row(row: Any, *, place: str, need: Need) -> None:
+    if not isinstance(row, dict):
+        raise ValueError(f"{place}: a row is a JSON object with columns, got {row!r:.80}")
+    for column in ("prompt", "completion", "messages"):
+        if isinstance(row.get(column), list):
+            row[column] = _checked_messages(row[column], place=f"{place}: column {column!r}")
+    if need == "example" and (row.get("text") or has_target(row)):
+        return
+    if need == "example":
+        raise ValueError(
+            f"{place}: the row has nothing to imitate; supervised rows have `messages` with an "
+            "assistant turn, `prompt` with `completion` or `answer`, or `text`; this one has "
+            f"columns {', '.join(map(str, row)) or '(none)'}"
+        )
+    prompt = prompt_of(row)
+    if prompt and isinstance(prompt, (str, list)):
+        return
+    if "messages" in row and not row.get("prompt"):
+        raise ValueError(f"{place}: `messages` holds no turn before the final assistant turn")
+    raise ValueError(
+        f"{place}: the row has no prompt; it needs a non-empty column `prompt` (text or a list of "
+        f"messages) or `messages`; it has columns {', '.join(map(str, row)) or '(none)'}"
+        + (f" and prompt {prompt!r:.60}" if "prompt" in row else "")
+    )
+
+
+def _checked_messages(messages: list, *, place: str) -> Messages:
+    checked = []
+    for i, message in enumerate(messages):
+        is_sound = isinstance(message, dict) and isinstance(message.get("role"), str) and (
+            isinstance(message.get("content"), (str, list)) or message.get("tool_calls"))
+        if not is_sound:
+            raise ValueError(f"{place}: message {i} must have a `role` and a `content` (text), got "
+                             f"{message!r:.100}")
+        # Parquet fills the fields that other messages have with nulls; templates test presence.
+        checked.append({k: v for k, v in message.items() if v is not None or k == "content"})
+    return checked
+
+
+# --------------------------------------------------------------------------- reading columns
+
+
+def prompt_of(row: dict) -> str | Messages | None:
+    """Return what to generate from: `prompt`, or `messages` without a final assistant turn."""
+    if row.get("prompt"):
+        return row["prompt"]
+    messages = list(row.get("messages") or [])
+    if messages and messages[-1]["role"] == "assistant":
+        messages.pop()
+    return messages or None
+
+
+def has_target(row: dict) -> bool:
+    """Return whether a row holds a response to imitate besides plain `text`."""
+    if row.get("prompt"):
+        return bool(row.get("completion") or row.get("answer"))
+    return any(m["role"] == "assistant" for m in row.get("messages") or [])
+
+
+def ground_truth_of(row: dict) -> Any:
+    """Return the reference answer: verl's reward_model.ground_truth, `ground_truth`, `answer`.
+
+    Raises: ValueError naming the row's columns when it has none of them.
+    """
+    reward_model = row.get("reward_model")
+    if isinstance(reward_model, dict) and reward_model.get("ground_truth") is not None:
+        return reward_model["ground_truth"]
+    for column in ("ground_truth", "answer"):
+        if row.get(column) is not None:
+            return row[column]
+    raise ValueError("the row has no reference answer (reward_model.ground_truth, ground_truth or "
+                     f"answer); its columns are {', '.join(map(str, row))}")
+
+
+def text_bytes(row: dict) -> int:
+    """Return an upper bound on the tokens of a row under a tokenizer whose tokens cover at
+    least one byte each: its UTF-8 bytes plus allowances for special tokens and templates."""
+    columns = [row.get(c) for c in ("prompt", "messages", "completion", "answer", "text", "tools")]
+    total = 512  # a template's own system prompt
+    for value in columns:
+        if isinstance(value, str):
+            total += len(value.encode())
+        elif value is not None:
+            total += len(json.dumps(value, ensure_ascii=False, default=str).encode())
+            total += 32 * len(value) if isinstance(value, list) else 0
+    return total

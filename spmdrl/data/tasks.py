@@ -1,0 +1,188 @@
+"""Problems made by a program: `task:NAME` (ours) and `reasoning_gym:NAME`, with their graders.
+
+A problem is a function of (seed, split, index) alone. Which split a problem belongs to is
+decided by the problem itself, one in five being held out, so that no training run, whatever
+its seed, size or objective, sees a problem that an evaluation asks.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import importlib.util
+import random
+from collections.abc import Sequence
+from typing import Any, Literal, Protocol
+
+Split = Literal["train", "eval"]
+_PREFIXES = ("task:", "reasoning_gym:")
+_HELD_OUT_ONE_IN = 5
+_TRIES = 256  # 0.8 ** 256: a split that stays empty has no problems
+
+
+class Task(Protocol):
+    """A generator of problems and the grader of their answers."""
+
+    def row(self, seed: int, index: int, *, split: Split) -> dict:
+        """Return problem `index` as a row with `prompt`, `answer` and `data_source`."""
+
+    def score_answer(self, answer: str, entry: dict) -> float:
+        """Return the reward of a response to a row made by `row`."""
+
+
+def is_generated(spec: str) -> bool:
+    """Return whether a data spec names a generated task."""
+    return spec.startswith(_PREFIXES)
+
+
+def make_task(spec: str, options: dict[str, Any], *, size: int = 1) -> Task:
+    """Make the task that a data spec names.
+
+    Args:
+        spec: `task:addition`, or `reasoning_gym:NAME` of that package's datasets.
+        options: keyword options of the task.
+        size: number of problems that will be asked for; graders need not say.
+    Raises: ValueError for an unknown task or option, naming the nearest known one.
+    """
+    prefix, name = spec.split(":", 1)
+    if prefix == "reasoning_gym":
+        return ReasoningGym(name, options, size=size)
+    if name not in _TASKS:
+        raise ValueError(f"{spec}: unknown task{_nearest(name, list(_TASKS))}")
+    known = _TASKS[name].OPTIONS
+    for option, value in options.items():
+        if option not in known:
+            raise ValueError(f"data.task_options.{option}: {spec} has no such option"
+                             f"{_nearest(option, list(known))}")
+        if type(value) is not known[option]:
+            raise ValueError(f"data.task_options.{option}: expected {known[option].__name__}, "
+                             f"got {value!r}")
+    return _TASKS[name](**options)
+
+
+def _nearest(name: str, known: list[str]) -> str:
+    near = difflib.get_close_matches(name, known, n=1)
+    return f"; did you mean {near[0]}?" if near else f"; known: {', '.join(known)}"
+
+
+class Addition:
+    """Sums of two numbers, `123+456=` with answer `579`; differences too if asked for.
+
+    Options: `digits`, digits of each number; `subtraction`, make half of the problems
+    differences (never negative); `partial`, reward the share of right digits, counted from
+    the right, instead of 1 for the exact answer and 0 otherwise.
+    """
+
+    OPTIONS = {"digits": int, "subtraction": bool, "partial": bool}
+
+    def __init__(self, *, digits: int = 3, subtraction: bool = False, partial: bool = False):
+        if not 1 <= digits <= 100:
+            raise ValueError(f"data.task_options.digits: must be from 1 to 100, got {digits}")
+        self.digits, self.subtraction, self.partial = digits, subtraction, partial
+
+    def row(self, seed: int, index: int, *, split: Split) -> dict:
+        """Return problem `index`; see the class."""
+        draw = random.Random(f"{seed}/{split}/{index}")
+        low = 10 ** (self.digits - 1) if self.digits > 1 else 0
+        for _ in range(_TRIES):
+            a, b = draw.randrange(low, 10**self.digits), draw.randrange(low, 10**self.digits)
+            sign = draw.choice("+-") if self.subtraction else "+"
+            small, large = sorted((a, b))
+            # 2+3 and 3+2 are one problem: both go to one split.
+            if _split_of(f"{small}{sign}{large}") == split:
+                break
+        if sign == "-":
+            return self._row(f"{large}-{small}=", large - small)
+        return self._row(f"{a}+{b}=", a + b)
+
+    def _row(self, prompt: str, answer: int) -> dict:
+        return {"prompt": prompt, "answer": str(answer), "data_source": "task:addition"}
+
+    def score_answer(self, answer: str, entry: dict) -> float:
+        """Return 1.0 for the exact answer, else 0.0, or the share of right digits."""
+        given, right = answer.strip(), entry["answer"]
+        if given == right or not self.partial:
+            return float(given == right)
+        same = sum(a == b for a, b in zip(reversed(given), reversed(right)))
+        return same / max(len(given), len(right))
+
+
+class ReasoningGym:
+    """A dataset of the reasoning-gym package, with that dataset's own grader."""
+
+    def __init__(self, name: str, options: dict[str, Any], *, size: int):
+        if importlib.util.find_spec("reasoning_gym") is None:
+            raise ValueError(f"reasoning_gym:{name} needs `pip install reasoning-gym`")
+        from reasoning_gym.factory import DATASETS
+
+        if name not in DATASETS:
+            raise ValueError(f"reasoning_gym:{name}: unknown dataset"
+                             f"{_nearest(name, sorted(DATASETS))}")
+        self.name, self.options, self.size = name, options, size
+        self._blocks: dict[tuple[int, Split, int], Any] = {}
+
+    def row(self, seed: int, index: int, *, split: Split) -> dict:
+        """Return problem `index`: the first of its candidates that belongs to `split`.
+
+        Raises: ValueError when none does: the dataset has too few problems.
+        """
+        for number in range(_TRIES):
+            entry = self._block(seed, split=split, number=number)[index]
+            if _split_of(entry["question"]) == split:
+                return {"prompt": entry["question"], "answer": entry["answer"],
+                        "data_source": f"reasoning_gym:{self.name}", "entry": entry}
+        raise ValueError(f"reasoning_gym:{self.name}: no {split} problem among {_TRIES} "
+                         "candidates; the dataset has too few problems to hold some out")
+
+    def score_answer(self, answer: str, entry: dict) -> float:
+        """Return the dataset's own score of a response to a row made by `row`."""
+        return self._block(0, split="train", number=0).score_answer(answer, entry["entry"])
+
+    def _block(self, seed: int, *, split: Split, number: int) -> Any:
+        key = (seed, split, number)
+        if key not in self._blocks:
+            import reasoning_gym
+
+            # Datasets draw problem i from seed + i, so near seeds give the same problems
+            # shifted; some also want seed + i below 2 ** 32.
+            name = f"{seed}/{split}/{number}".encode()
+            hashed = int.from_bytes(hashlib.blake2b(name, digest_size=4).digest(), "big") >> 2
+            try:
+                self._blocks[key] = reasoning_gym.create_dataset(
+                    self.name, seed=hashed, size=self.size, **self.options)
+            except (TypeError, ValueError, AssertionError) as error:
+                raise ValueError(f"data.task_options {self.options} of reasoning_gym:{self.name} "
+                                 f"with {self.size} problems: {error}") from error
+        return self._blocks[key]
+
+
+def _split_of(problem: str) -> Split:
+    digest = hashlib.blake2b(problem.encode(), digest_size=8).digest()
+    return "train" if int.from_bytes(digest, "big") % _HELD_OUT_ONE_IN else "eval"
+
+
+_TASKS = {"addition": Addition}
+
+
+class GeneratedRows(Sequence):
+    """Rows of a task, made when asked for."""
+
+    def __init__(
+        self, spec: str, options: dict[str, Any], *, size: int, seed: int, split: Split
+    ):
+        if size < 1:
+            raise ValueError(f"{spec}: a generated task needs a size of at least 1, got {size}")
+        self.spec, self.seed, self.split, self._size = spec, seed, split, size
+        self.task = make_task(spec, options, size=size)
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __getitem__(self, index: int) -> dict:
+        if not 0 <= index < self._size:
+            raise IndexError(index)
+        return self.task.row(self.seed, index, split=self.split)
+
+    def where(self, index: int) -> str:
+        """Return the origin of a row for error messages."""
+        return f"{self.spec} ({self.split}, seed {self.seed}): row {index}"

@@ -1,0 +1,181 @@
+"""One reward worker process as its parent sees it: pipes, queue, deadline, death."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Any
+
+from spmdrl.rewards.worker import Scored, Setup, pack_message, unpack_messages
+
+# The child imports from where we import, installed or not, from any working directory.
+_START = ("import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
+          "from spmdrl.rewards.worker import main; main(int(sys.argv[2]))")
+_PIPE_BYTES = 2**20
+_READ_BYTES = 2**18
+_MIN_WINDOW, _MAX_WINDOW = 2, 256
+_WINDOW_S = 0.25
+
+
+@dataclass
+class Job:
+    """One submitted sample."""
+
+    number: int
+    """Order of submission."""
+    key: Hashable
+    frame: bytes
+    """The message to the worker."""
+    sent: float | None = None
+    """When its last byte went into the pipe, time.monotonic()."""
+
+
+class WorkerProcess:
+    """A child that scores jobs in order.
+
+    The child leads a process group of its own, so that killing it takes along what reward
+    functions started.
+    """
+
+    def __init__(self, setup: Setup):
+        life_read, self._life = os.pipe()
+        try:
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", _START, json.dumps(sys.path), str(life_read)],
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=[life_read],
+                start_new_session=True, bufsize=0)
+        finally:
+            os.close(life_read)
+        for pipe in (self.process.stdin, self.process.stdout):
+            os.set_blocking(pipe.fileno(), False)
+            with contextlib.suppress(OSError):  # the system may cap pipes below this: only slower
+                fcntl.fcntl(pipe.fileno(), fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
+        self._pipe_bytes = fcntl.fcntl(self.process.stdout.fileno(), fcntl.F_GETPIPE_SZ)
+        self.started = time.monotonic()
+        self.is_ready, self.refusal = False, ""
+        self.jobs: deque[Job] = deque()
+        self._unsent: deque[tuple[Job | None, memoryview]] = deque()
+        self._inbox = bytearray()
+        self._begin = 0.0  # the job at the head cannot have begun before
+        self._mean_s: float | None = None
+        self._unsent.append((None, memoryview(pack_message(setup))))
+        self.flush()
+
+    @property
+    def window(self) -> int:
+        """Jobs to hand over at once: a quarter of a second's worth, so that a slow function
+        does not pile up jobs behind one worker."""
+        mean = self._mean_s if self._mean_s is not None else _WINDOW_S / 16
+        return max(_MIN_WINDOW, min(_MAX_WINDOW, int(_WINDOW_S / max(mean, 1e-6))))
+
+    def add(self, job: Job) -> None:
+        """Queue a job."""
+        job.sent = None
+        self.jobs.append(job)
+        self._unsent.append((job, memoryview(job.frame)))
+
+    def flush(self) -> None:
+        """Write as much as the pipe takes."""
+        fd = self.process.stdin.fileno()
+        try:
+            while self._unsent:
+                job, view = self._unsent[0]
+                written = os.write(fd, view)
+                if written < len(view):
+                    self._unsent[0] = (job, view[written:])
+                    return
+                self._unsent.popleft()
+                if job is not None:
+                    job.sent = time.monotonic()
+        except BlockingIOError:
+            return
+        except BrokenPipeError:  # it died; `exit_code` tells
+            self._unsent.clear()
+
+    def receive(self) -> list[Scored]:
+        """Return the results that have arrived."""
+        taken = 0
+        with contextlib.suppress(BlockingIOError):
+            while data := os.read(self.process.stdout.fileno(), _READ_BYTES):
+                self._inbox += data
+                taken += len(data)
+        results = []
+        for message in unpack_messages(self._inbox):
+            if isinstance(message, Scored):
+                results.append(message)
+                self._begin = message.finished
+                mean = message.seconds if self._mean_s is None else self._mean_s
+                self._mean_s = 0.9 * mean + 0.1 * message.seconds
+            else:
+                self._greet(*message)
+        if taken >= self._pipe_bytes // 2:
+            # So much waited for us that the child may have stood before a full pipe, which is
+            # no fault of the next sample.
+            self._begin = time.monotonic()
+        return results
+
+    def _greet(self, word: str, value: Any) -> None:
+        if word == "refused":
+            self.refusal = value
+        else:
+            self.is_ready, self._begin = True, value
+
+    def running_s(self) -> float:
+        """Return how long the job at the head has been running, seconds; 0 for none."""
+        if not self.jobs or self.jobs[0].sent is None:
+            return 0.0
+        return time.monotonic() - max(self._begin, self.jobs[0].sent)
+
+    @property
+    def has_unsent(self) -> bool:
+        """Whether bytes wait for room in the pipe."""
+        return bool(self._unsent)
+
+    def has_ended(self) -> bool:
+        """Return whether the child is gone.
+
+        It is left unreaped until its group is killed: so long its id cannot be another's.
+        """
+        if self.process.returncode is not None:
+            return True
+        flags = os.WEXITED | os.WNOHANG | os.WNOWAIT
+        return os.waitid(os.P_PID, self.process.pid, flags) is not None
+
+    def exit_code(self) -> int:
+        """Return the exit status of a child that has ended; negative for a signal."""
+        self.kill()
+        return self.process.returncode
+
+    def kill(self) -> None:
+        """End the child and everything in its process group."""
+        if self.process.returncode is not None:
+            return
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        self._close_pipes()
+
+    def close(self, *, grace_s: float = 1.0) -> None:
+        """Let an idle child end by itself, then make sure."""
+        if not self.jobs and self.is_ready:
+            self.process.stdin.close()
+            deadline = time.monotonic() + grace_s
+            while not self.has_ended() and time.monotonic() < deadline:
+                time.sleep(0.002)
+        self.kill()
+
+    def _close_pipes(self) -> None:
+        self.process.stdin.close()
+        self.process.stdout.close()
+        if self._life >= 0:
+            os.close(self._life)
+            self._life = -1

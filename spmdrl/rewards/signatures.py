@@ -1,0 +1,234 @@
+"""Reward functions as users have them, recognised by their parameter names.
+
+Runs inside a reward worker, so it imports nothing heavy.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import inspect
+import math
+import numbers
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from spmdrl.data.rows import ground_truth_of, prompt_of
+
+KNOWN_SIGNATURES = """\
+  verl           compute_score(data_source, solution_str, ground_truth, extra_info=None)
+  TRL            f(prompts, completions, **columns) -> one value per completion
+  reasoning-gym  score_answer(answer, entry)"""
+_VERL_GIVEN = {"data_source", "solution_str", "ground_truth", "extra_info"}
+_TRL_MISSING = {"trainer_state", "environments"}
+_MAX_EXTRA_CHARS = 500
+
+
+class BadValue(Exception):
+    """A reward function returned something that is not a finite number."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One response to score."""
+
+    row: dict
+    text: str
+    tokens: list[int]
+    is_truncated: bool
+
+
+@dataclass
+class Score:
+    """What one function said of one sample."""
+
+    value: float | None = None
+    """None: the function does not apply to this row (TRL)."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    extras: dict[str, str] = field(default_factory=dict)
+
+    def note(self, name: str, value: Any) -> None:
+        """Keep a finite number as a metric, anything else as text."""
+        try:
+            self.metrics[name] = finite(value)
+        except BadValue:
+            self.extras[name] = str(value)[:_MAX_EXTRA_CHARS]
+
+
+Reward = Callable[[Sample], Score]
+
+
+@dataclass(frozen=True)
+class _Parameters:
+    names: frozenset[str]
+    required: frozenset[str]
+    takes_any: bool
+
+    def select(self, given: dict[str, Any]) -> dict[str, Any]:
+        return {k: v for k, v in given.items() if k in self.names or self.takes_any}
+
+
+def load_reward(spec: str) -> Reward:
+    """Import a reward function and adapt it to one call per sample.
+
+    A function may carry an attribute `prepare`, a function without arguments that is called
+    once per worker before any deadline runs: for slow imports, or files to read.
+
+    Args:
+        spec: `module:function` or `path/file.py:function`.
+    Raises: ValueError when it cannot be found or imported, or its parameters fit no known
+        signature.
+    """
+    function = import_function(spec)
+    reward = adapt(function, spec=spec)
+    prepare = getattr(function, "prepare", None)
+    if callable(prepare):
+        prepare()
+    return reward
+
+
+def import_function(spec: str) -> Callable:
+    """Return the function that `module:function` or `path/file.py:function` names.
+
+    Raises: ValueError when module, file or function does not exist, or importing fails.
+    """
+    place, colon, name = spec.rpartition(":")
+    if not colon or not place or not name:
+        raise ValueError(f"rewards.functions: {spec!r} must be `module:function` or "
+                         "`path/file.py:function`")
+    try:
+        module = _import_file(place) if place.endswith(".py") else importlib.import_module(place)
+    except Exception as error:  # importing runs the user's code, which can raise anything
+        raise ValueError(f"rewards.functions: importing {place!r} failed: "
+                         f"{type(error).__name__}: {error}") from error
+    function = getattr(module, name, None)
+    if not callable(function):
+        own = [n for n, v in vars(module).items() if inspect.isfunction(v) and n[0] != "_"]
+        raise ValueError(f"rewards.functions: {place!r} has no function {name!r}; it has "
+                         f"{', '.join(own) or 'none'}")
+    return function
+
+
+def _import_file(place: str) -> ModuleType:
+    path = Path(place).expanduser().resolve()
+    if not path.is_file():
+        raise FileNotFoundError(f"no such file (looked from {Path.cwd()})")
+    name = f"spmdrl_reward_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    sys.path.append(str(path.parent))  # a file may import its neighbours, as a script may
+    spec.loader.exec_module(module)
+    return module
+
+
+def adapt(function: Callable, *, spec: str) -> Reward:
+    """Wrap a function of a known signature into `Sample -> Score`.
+
+    Raises: ValueError showing the known signatures when the parameter names fit none.
+    """
+    wanted = _read_parameters(function)
+    if {"solution_str", "ground_truth"} <= wanted.names:
+        _refuse(wanted.required - _VERL_GIVEN, spec)
+        return lambda sample: _call_verl(function, sample, wanted=wanted)
+    if {"answer", "entry"} <= wanted.names:
+        _refuse(wanted.required - {"answer", "entry"}, spec)
+        return lambda sample: Score(finite(_ran(function(answer=sample.text, entry=sample.row))))
+    if "completions" in wanted.names:
+        _refuse(wanted.required & _TRL_MISSING, spec)
+        return lambda sample: _call_trl(function, sample, wanted=wanted)
+    shown = ", ".join(sorted(wanted.names)) or "none that can be read"
+    raise ValueError(f"rewards.functions: {spec} has parameters ({shown}), which fit none of the "
+                     f"known signatures:\n{KNOWN_SIGNATURES}")
+
+
+def _read_parameters(function: Callable) -> _Parameters:
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # some callables written in C tell nothing
+        return _Parameters(frozenset(), frozenset(), False)
+    kinds = inspect.Parameter
+    named = [p for p in parameters if p.kind not in (kinds.VAR_KEYWORD, kinds.VAR_POSITIONAL)]
+    return _Parameters(
+        names=frozenset(p.name for p in named),
+        required=frozenset(p.name for p in named if p.default is kinds.empty),
+        takes_any=any(p.kind is kinds.VAR_KEYWORD for p in parameters))
+
+
+def _refuse(unknown: frozenset[str], spec: str) -> None:
+    if unknown:
+        raise ValueError(f"rewards.functions: {spec} requires {', '.join(sorted(unknown))}, which "
+                         f"is not available here; give a default. Known:\n{KNOWN_SIGNATURES}")
+
+
+def _call_verl(function: Callable, sample: Sample, *, wanted: _Parameters) -> Score:
+    row = sample.row
+    given = {"data_source": row.get("data_source"), "solution_str": sample.text,
+             "extra_info": row.get("extra_info")}
+    if "ground_truth" in wanted.required:
+        given["ground_truth"] = ground_truth_of(row)
+    else:  # a format check, say: it can do without
+        with contextlib.suppress(ValueError):
+            given["ground_truth"] = ground_truth_of(row)
+    result = _ran(function(**wanted.select(given)))
+    if not isinstance(result, dict):
+        return Score(finite(result))
+    if "score" not in result:
+        raise BadValue(f"a dict without `score`: {result!r:.100}")
+    score = Score(finite(result["score"]))
+    for name, value in result.items():
+        if name != "score":
+            score.note(name, value)
+    return score
+
+
+def _call_trl(function: Callable, sample: Sample, *, wanted: _Parameters) -> Score:
+    row, score, prompt = sample.row, Score(), prompt_of(sample.row)
+    is_chat = isinstance(prompt, list)
+    reply = [{"role": "assistant", "content": sample.text}] if is_chat else sample.text
+    columns = {k: [v] for k, v in row.items() if k not in ("prompt", "completion")}
+    given = columns | {
+        "prompts": [prompt], "completions": [reply], "completion_ids": [sample.tokens],
+        "log_metric": score.note,
+        "log_extra": lambda name, values: score.note(name, values[0]),
+    }
+    absent = wanted.required - set(given)
+    if absent:
+        raise ValueError(f"the function asks for column {sorted(absent)[0]!r}, the row has "
+                         f"{', '.join(map(str, row))}")
+    result = _ran(function(**wanted.select(given)))
+    is_list = isinstance(result, (list, tuple)) or getattr(result, "ndim", 0) == 1
+    values = list(result) if is_list else []
+    if len(values) != 1:
+        raise BadValue(f"expected a list of one value for one completion, got {result!r:.100}")
+    score.value = None if values[0] is None else finite(values[0])
+    return score
+
+
+def _ran(result: Any) -> Any:
+    if not inspect.isawaitable(result):
+        return result
+    import asyncio
+
+    async def wait() -> Any:
+        return await result
+
+    return asyncio.run(wait())
+
+
+def finite(value: Any) -> float:
+    """Return a number as a finite float.
+
+    Raises: BadValue for anything else: None, text, NaN, infinity, arrays.
+    """
+    if not isinstance(value, (numbers.Real, str, bytes)) and hasattr(value, "item"):
+        if getattr(value, "size", 1) in (0, 1) or getattr(value, "ndim", 1) == 0:
+            value = value.item()  # scalars of numpy and torch
+    if not isinstance(value, numbers.Real) or not math.isfinite(value):
+        raise BadValue(f"expected a finite number, got {value!r:.100} ({type(value).__name__})")
+    return float(value)

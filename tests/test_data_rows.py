@@ -1,0 +1,187 @@
+"""Reading rows: formats, errors that name the place, generated tasks."""
+
+from __future__ import annotations
+
+import json
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from spmdrl.data.rows import ground_truth_of, prompt_of, read_rows
+from spmdrl.data.tasks import GeneratedRows, make_task
+
+VERL = {
+    "data_source": "openai/gsm8k", "prompt": [{"role": "user", "content": "2+2?"}],
+    "ability": "math", "reward_model": {"style": "rule", "ground_truth": "4"},
+    "extra_info": {"index": 0},
+}
+
+
+def write_jsonl(path, rows):
+    path.write_text("\n".join(r if isinstance(r, str) else json.dumps(r) for r in rows) + "\n")
+    return str(path)
+
+
+def test_jsonl_rows_of_verl_trl_and_openai_give_their_prompts(tmp_path):
+    talk = [{"role": "system", "content": "s"}, {"role": "user", "content": "hi"}]
+    file = write_jsonl(tmp_path / "a.jsonl", [
+        VERL, {"prompt": "text", "level": 3},
+        {"messages": talk + [{"role": "assistant", "content": "ho"}]}, {"messages": talk}])
+    rows = read_rows(file)
+    assert [prompt_of(row) for row in rows] == [VERL["prompt"], "text", talk, talk]
+    assert ground_truth_of(rows[0]) == "4"
+    assert rows[1]["level"] == 3
+    assert rows.where(2) == f"{file}:3"
+
+
+def test_parquet_gives_the_same_rows_as_jsonl_and_drops_null_message_fields(tmp_path):
+    rows = [VERL | {"extra_info": {"index": i}} for i in range(5)]
+    rows[1] = rows[1] | {"prompt": [{"role": "user", "content": "a", "name": "bob"}]}
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
+    assert list(read_rows(str(tmp_path / "a.parquet"))) == rows
+    assert list(read_rows(str(tmp_path / "a.parquet"), size=2)) == rows[:2]
+    assert list(read_rows(write_jsonl(tmp_path / "a.jsonl", rows))) == rows
+
+
+def test_json_array_is_read(tmp_path):
+    (tmp_path / "a.json").write_text(json.dumps([{"prompt": "x"}, {"prompt": "y"}]))
+    assert [r["prompt"] for r in read_rows(str(tmp_path / "a.json"))] == ["x", "y"]
+
+
+@pytest.mark.parametrize(("line", "words"), [
+    ('{"question": "x"}', ["no prompt", "question"]),
+    ('{"prompt": ""}', ["no prompt"]),
+    ('{"prompt": []}', ["no prompt"]),
+    ('{"prompt": null, "a": 1}', ["no prompt"]),
+    ('{"prompt": 7}', ["no prompt", "7"]),
+    ('{"messages": [{"role": "assistant", "content": "x"}]}', ["before the final assistant"]),
+    ('{"prompt": [{"role": "user"}]}', ["message 0", "content"]),
+    ('{"prompt": ["x"]}', ["message 0", "role"]),
+    ("[1, 2]", ["object"]),
+    ('{"prompt": "x"', ["JSON", "column"]),
+])
+def test_bad_row_is_refused_with_file_and_line(tmp_path, line, words):
+    file = write_jsonl(tmp_path / "bad.jsonl", ['{"prompt": "fine"}', "", line])
+    with pytest.raises(ValueError) as caught:
+        read_rows(file)
+    for word in [f"{file}:3", *words]:
+        assert word in str(caught.value)
+
+
+def test_bad_parquet_row_is_refused_with_file_and_row(tmp_path):
+    file = tmp_path / "a.parquet"
+    table = pyarrow.table({"prompt": ["x", None], "b": [1, 2]})
+    pyarrow.parquet.write_table(table, file)
+    with pytest.raises(ValueError, match=r"a\.parquet: row 1: the row has no prompt"):
+        read_rows(str(file))
+    file.write_bytes(b"not parquet")
+    with pytest.raises(ValueError, match="cannot be read as parquet"):
+        read_rows(str(file))
+
+
+def test_empty_missing_and_unknown_files_are_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"e\.jsonl: the dataset is empty"):
+        read_rows(write_jsonl(tmp_path / "e.jsonl", [""]))
+    with pytest.raises(ValueError, match="no such data file"):
+        read_rows(str(tmp_path / "none.jsonl"))
+    with pytest.raises(ValueError, match="must end in"):
+        read_rows(str(tmp_path / "rows.csv"))
+    (tmp_path / "latin.jsonl").write_bytes(b'{"prompt": "\xe9"}\n')
+    with pytest.raises(ValueError, match="UTF-8"):
+        read_rows(str(tmp_path / "latin.jsonl"))
+
+
+def test_hub_name_without_the_datasets_package_says_what_to_install(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="pip install datasets"):
+        read_rows("openai/gsm8k")
+
+
+def test_supervised_row_without_a_response_is_refused_with_the_line(tmp_path):
+    file = write_jsonl(tmp_path / "a.jsonl", [
+        {"text": "t"}, {"prompt": "p", "completion": "c"}, {"prompt": "p", "answer": "c"},
+        {"messages": [{"role": "user", "content": "x"}]}])
+    with pytest.raises(ValueError, match=r"a\.jsonl:4: the row has nothing to imitate"):
+        read_rows(file, need="example")
+
+
+# --------------------------------------------------------------------------- tasks
+
+
+def test_addition_is_a_function_of_seed_split_and_index():
+    options = {"digits": 3}
+    rows = GeneratedRows("task:addition", options, size=50, seed=4, split="train")
+    longer = GeneratedRows("task:addition", options, size=500, seed=4, split="train")
+    other = GeneratedRows("task:addition", options, size=50, seed=5, split="train")
+    assert list(rows) == [longer[i] for i in range(50)]
+    assert rows[49] == rows[49]
+    assert sum(a == b for a, b in zip(rows, other)) < 5
+    for row in rows:
+        a, b = row["prompt"].rstrip("=").split("+")
+        assert len(a) == len(b) == 3
+        assert int(a) + int(b) == int(row["answer"])
+        assert rows.task.score_answer(f" {row['answer']}\n", row) == 1.0
+        assert rows.task.score_answer(row["answer"] + "1", row) == 0.0
+
+
+@pytest.mark.parametrize("options", [
+    {"digits": 1}, {"digits": 2}, {"digits": 2, "subtraction": True}])
+def test_no_held_out_problem_is_ever_a_training_problem(options):
+    def problems(split, seed):
+        rows = GeneratedRows("task:addition", options, size=3000, seed=seed, split=split)
+        kinds = set()
+        for row in rows:
+            sign = "+" if "+" in row["prompt"] else "-"
+            kinds.add((sign, *sorted(row["prompt"].rstrip("=").split(sign))))
+        return kinds
+
+    held_out = problems("eval", 0)
+    assert held_out
+    for seed in range(3):
+        assert not held_out & problems("train", seed)
+
+
+def test_subtraction_is_right_and_partial_reward_counts_digits():
+    rows = GeneratedRows("task:addition", {"digits": 2, "subtraction": True, "partial": True},
+                         size=200, seed=0, split="train")
+    assert any("-" in row["prompt"] for row in rows)
+    for row in rows:
+        assert str(eval(row["prompt"].rstrip("="))) == row["answer"]  # our own digits and signs
+    assert rows.task.score_answer("579", {"answer": "579"}) == 1.0
+    assert rows.task.score_answer("570", {"answer": "579"}) == pytest.approx(2 / 3)
+    assert rows.task.score_answer("", {"answer": "579"}) == 0.0
+
+
+def test_unknown_tasks_and_options_name_the_nearest():
+    with pytest.raises(ValueError, match="did you mean addition"):
+        make_task("task:adition", {})
+    with pytest.raises(ValueError, match="did you mean digits"):
+        make_task("task:addition", {"digit": 3})
+    with pytest.raises(ValueError, match="expected int"):
+        make_task("task:addition", {"digits": "3"})
+    with pytest.raises(ValueError, match="from 1 to 100"):
+        make_task("task:addition", {"digits": 0})
+    pytest.importorskip("reasoning_gym")
+    with pytest.raises(ValueError, match="did you mean chain_sum"):
+        make_task("reasoning_gym:chain_sums", {})
+    with pytest.raises(ValueError, match="task_options.*colour"):
+        make_task("reasoning_gym:chain_sum", {"colour": 3}).row(0, 0, split="train")
+
+
+def test_reasoning_gym_rows_are_deterministic_disjoint_and_graded():
+    pytest.importorskip("reasoning_gym")
+
+    def rows(split, seed=0, size=200):
+        return GeneratedRows("reasoning_gym:chain_sum", {"max_terms": 2, "max_digits": 1},
+                             size=size, seed=seed, split=split)
+
+    train, held_out = rows("train"), rows("eval")
+    assert list(train) == list(rows("train"))
+    assert train[7] == rows("train")[7]
+    assert not {r["prompt"] for r in train} & {r["prompt"] for r in held_out}
+    near = rows("train", seed=1)
+    same = sum(train[i + 1]["prompt"] == near[i]["prompt"] for i in range(50))
+    assert same < 25, "near seeds give shifted copies"
+    assert train.task.score_answer(train[3]["answer"], train[3]) == 1.0
+    assert train.task.score_answer("nothing", train[3]) < 0.5

@@ -1,0 +1,333 @@
+"""Reward workers are real processes that may do anything; every sample gets one result."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from spmdrl.config import Config, Data, Rewards
+from spmdrl.rewards.pool import RewardPool
+from spmdrl.types import Prompt
+
+FUNCTIONS = '''
+import os, re, subprocess, sys, time
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    word, _, rest = solution_str.partition(" ")
+    if word == "raise":
+        raise KeyError("lost")
+    if word == "exit":
+        os._exit(7)
+    if word == "sysexit":
+        sys.exit(3)
+    if word == "segfault":
+        os.kill(os.getpid(), 11)
+    if word == "hang":
+        time.sleep(1000)
+    if word == "regex":  # holds the interpreter lock
+        re.match(r"(a+)+$", "a" * 60 + "b")
+    if word == "child":
+        subprocess.Popen(["sleep", "1000"])
+        time.sleep(1000)
+    if word == "slow":
+        time.sleep(float(rest))
+    if word == "print":
+        print("x" * 100000)
+        os.write(1, b"raw bytes on descriptor 1")
+        print(sys.stdin.read())
+    if word == "value":
+        return eval(rest)
+    return float(len(solution_str))
+
+def pid(completions, **columns):
+    return [float(os.getpid())]
+'''
+
+
+@pytest.fixture
+def functions(tmp_path):
+    path = tmp_path / "my_rewards.py"
+    path.write_text(FUNCTIONS)
+    return f"{path}:compute_score"
+
+
+def pool_of(*functions, workers=1, timeout_s=30.0, weights=(), train="rows.jsonl"):
+    return RewardPool(Config(
+        data=Data(train=train, size=10),
+        rewards=Rewards(functions=functions, workers=workers, timeout_s=timeout_s,
+                        weights=weights)))
+
+
+def submit(pool, key, text, **row):
+    prompt = Prompt(index=0, tokens=(1,), text="q", row={"prompt": "q", "answer": "1"} | row)
+    pool.submit(key, prompt=prompt, response_text=text, response_tokens=[1, 2], truncated=False)
+
+
+def results(pool, texts):
+    for key, text in enumerate(texts):
+        submit(pool, key, text)
+    drained = pool.drain()
+    assert [r.key for r in drained] == list(range(len(texts)))
+    return drained
+
+
+def wait_until(condition, timeout_s=20.0):
+    deadline = time.monotonic() + timeout_s
+    while not (value := condition()) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return value
+
+
+def group_members(group):
+    """Return the living processes of a process group."""
+    members = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it ended while we looked
+            state, _, own_group = stat.read_text().rpartition(")")[2].split()[:3]
+            if int(own_group) == group and state != "Z":
+                members.append(int(stat.parent.name))
+    return members
+
+
+# --------------------------------------------------------------------------- failures
+
+
+@pytest.mark.parametrize(("text", "failure", "words"), [
+    ("raise", "error", "KeyError: 'lost' (.*my_rewards.py:7)"),
+    ("exit", "error", "exit code 7"),
+    ("sysexit", "error", "SystemExit: 3"),
+    ("segfault", "error", "signal 11"),
+    ("value float('nan')", "bad_value", "finite number, got nan"),
+    ("value float('inf')", "bad_value", "got inf"),
+    ("value 'good'", "bad_value", r"got 'good' \(str\)"),
+    ("value None", "bad_value", "NoneType"),
+    ("value [1.0]", "bad_value", "list"),
+    ("value {'acc': 1.0}", "bad_value", "dict without `score`"),
+])
+def test_a_failing_sample_is_reported_and_costs_only_itself(functions, text, failure, words):
+    with pool_of(functions) as pool:
+        done = results(pool, ["ab", text, "abc"])
+    assert [r.value for r in done] == [2.0, None, 3.0]
+    assert [r.failure for r in done] == [None, failure, None]
+    assert re.search(words, done[1].message), done[1].message
+
+
+@pytest.mark.parametrize("text", ["hang", "regex", "child"])
+def test_a_hanging_sample_is_killed_with_its_group_at_the_deadline(functions, text):
+    with pool_of(functions, timeout_s=1.0) as pool:
+        pool.start()
+        group = pool._workers[0].process.pid
+        began = time.monotonic()
+        done = results(pool, ["ab", text, "abc"])
+        took = time.monotonic() - began
+        assert not group_members(group)
+    assert [r.value for r in done] == [2.0, None, 3.0]
+    assert (done[1].failure, done[1].message) == ("timeout", "no result within 1 s")
+    assert 1.0 <= done[1].seconds < 15 and took < 20
+
+
+def test_a_late_result_is_a_timeout_even_when_nobody_looked_in_time(functions):
+    with pool_of(functions, timeout_s=0.5) as pool:
+        pool.start()
+        submit(pool, "a", "slow 1.0")
+        submit(pool, "b", "xy")
+        pool.poll()
+        time.sleep(2.5)
+        done = {r.key: r for r in pool.drain()}
+    assert done["a"].failure == "timeout" and done["a"].value is None
+    assert done["b"].value == 2.0
+
+
+def test_samples_waiting_in_the_queue_do_not_use_up_their_deadline(functions):
+    with pool_of(functions, timeout_s=1.5) as pool:
+        done = results(pool, ["slow 0.4"] * 6)
+    assert [r.failure for r in done] == [None] * 6
+
+
+def test_prints_and_reads_of_user_code_do_not_disturb_the_protocol(functions, capfd):
+    with pool_of(functions) as pool:
+        done = results(pool, ["print", "ab", "print"])
+    assert [r.value for r in done] == [5.0, 2.0, 5.0]
+    assert "raw bytes on descriptor 1" in capfd.readouterr().err
+
+
+def test_large_samples_pass_both_ways(functions):
+    big = "z" * 3_000_000
+    with pool_of(functions) as pool:
+        submit(pool, 0, "value {'score': 1, 'text': 'y' * 2_000_000}", extra=big)
+        for key in range(1, 5):
+            submit(pool, key, big, extra=big)
+        done = pool.drain()
+    assert [r.value for r in done] == [1.0] + [3e6] * 4
+    assert len(done[0].extras["text"]) == 500
+
+
+# --------------------------------------------------------------------------- order, workers
+
+
+def test_results_do_not_depend_on_order_or_number_of_workers(functions):
+    draw = random.Random(0)
+    texts = ["x" * draw.randrange(50) for _ in range(300)]
+    texts[10], texts[100], texts[200] = "exit", "raise", "value float('nan')"
+
+    def outcome(order, workers):
+        found = {}
+        with pool_of(functions, workers=workers) as pool:
+            for n, key in enumerate(order):
+                submit(pool, key, texts[key])
+                if n % 7 == 0:
+                    found |= {r.key: (r.value, r.failure) for r in pool.poll()}
+            rest = pool.drain()
+        assert not found.keys() & {r.key for r in rest}
+        return found | {r.key: (r.value, r.failure) for r in rest}
+
+    order = list(range(300))
+    first = outcome(order, 1)
+    assert len(first) == 300 and sum(f is not None for _, f in first.values()) == 3
+    draw.shuffle(order)
+    assert outcome(order, 2) == first
+
+
+def test_poll_does_not_wait(functions):
+    with pool_of(functions) as pool:
+        pool.start()
+        submit(pool, 0, "slow 3")
+        began = time.monotonic()
+        assert pool.poll() == []
+        assert time.monotonic() - began < 1.0
+        assert len(pool) == 1
+        assert wait_until(lambda: bool(pool.poll()))
+
+
+def test_signals_for_the_whole_job_do_not_end_a_worker(functions):
+    with pool_of(functions) as pool:
+        pool.start()
+        submit(pool, 0, "slow 0.5")
+        pool.poll()
+        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+            os.kill(pool._workers[0].process.pid, number)
+        done = pool.drain()
+    assert done[0].value == 8.0, done[0].message
+
+
+def test_several_workers_share_slow_samples(functions):
+    place = functions.rpartition(":")[0]
+    with pool_of(functions, f"{place}:pid", workers=2, weights=(1.0, 0.0)) as pool:
+        pool.start()
+        done = results(pool, ["slow 0.2"] * 10)
+    assert len({r.parts["pid"] for r in done}) == 2
+
+
+def test_two_thousand_cheap_samples_a_second_go_through_one_worker():
+    with pool_of("spmdrl.rewards.graders:exact") as pool:
+        pool.start()
+        began = time.monotonic()
+        done = results(pool, ["1"] * 10000)
+        rate = len(done) / (time.monotonic() - began)
+    assert {r.value for r in done} == {1.0}
+    assert rate > 2000, f"{rate:.0f} results/s"  # 12,000 on a quiet core
+
+
+# --------------------------------------------------------------------------- start and end
+
+
+def test_workers_start_lazily_without_torch_and_end_with_close(tmp_path):
+    path = tmp_path / "f.py"
+    path.write_text("import sys, os\ndef f(completions, **k):\n"
+                    "    return [float('torch' in sys.modules or 'vllm' in sys.modules)]\n")
+    pool = pool_of(f"{path}:f")
+    assert not pool._workers
+    assert results(pool, ["a"])[0].value == 0.0
+    pid = pool._workers[0].process.pid
+    assert group_members(pid)
+    pool.close()
+    assert not group_members(pid)
+
+
+@pytest.mark.parametrize(("body", "words"), [
+    ("def f(answer, gold): pass", ["(answer, gold)", "compute_score(", "completions", "entry"]),
+    ("def f(completions, trainer_state): pass", ["trainer_state", "default"]),
+    ("def f(solution_str, ground_truth, judge): pass", ["judge"]),
+    ("def g(): pass", ["no function 'f'", "it has g"]),
+    ("import nothing_here", ["ModuleNotFoundError", "nothing_here"]),
+    ("import sys; sys.exit(4)", ["SystemExit"]),
+])
+def test_unusable_functions_are_refused_at_start(tmp_path, body, words):
+    (tmp_path / "f.py").write_text(body)
+    with pool_of(f"{tmp_path}/f.py:f") as pool, pytest.raises(ValueError) as caught:
+        pool.start()
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_misspelt_places_are_refused_at_start(tmp_path):
+    for spec, words in (("nofile.py:f", "no such file"), ("no_module:f", "no_module"),
+                        ("json", "`module:function`")):
+        with pool_of(spec) as pool, pytest.raises(ValueError, match=words):
+            pool.start()
+    with pytest.raises(ValueError, match="rewards.functions: is empty"):
+        pool_of()
+
+
+def test_a_worker_that_dies_while_loading_is_an_error_not_a_loop(tmp_path):
+    (tmp_path / "f.py").write_text("import os; os._exit(9)")
+    with pool_of(f"{tmp_path}/f.py:f") as pool, pytest.raises(RuntimeError, match="status 9"):
+        pool.start()
+
+
+@pytest.mark.parametrize("text", ["hang", "regex", "child", "idle"])
+def test_workers_die_with_their_parent_whatever_they_are_doing(functions, text):
+    program = textwrap.dedent(f"""
+        import sys, time
+        sys.path[:0] = {[str(Path(__file__).parent), str(Path(__file__).parent.parent)]!r}
+        from test_rewards_pool import pool_of, submit
+        pool = pool_of({functions!r})
+        pool.start()
+        submit(pool, 0, {text!r})
+        for _ in range(20):
+            pool.poll()
+            time.sleep(0.05)
+        print(pool._workers[0].process.pid, flush=True)
+        time.sleep(1000)
+    """)
+    parent = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    try:
+        pid = int(parent.stdout.readline())
+        assert group_members(pid)
+    finally:
+        os.kill(parent.pid, signal.SIGKILL)
+        parent.wait()
+    assert wait_until(lambda: not group_members(pid)), f"{group_members(pid)} outlived the parent"
+
+
+def test_generated_tasks_bring_their_grader():
+    with pool_of(train="task:addition") as pool:
+        for key, text in enumerate(["579", " 579 ", "578"]):
+            submit(pool, key, text, answer="579", data_source="task:addition")
+        done = pool.drain()
+    assert [r.value for r in done] == [1.0, 1.0, 0.0]
+    assert done[0].parts == {"addition": 1.0}
+
+
+def test_reasoning_gym_is_graded_in_the_worker():
+    pytest.importorskip("reasoning_gym")
+    from spmdrl.data.tasks import make_task
+
+    spec = "reasoning_gym:chain_sum"
+    row = make_task(spec, {}, size=10).row(0, 3, split="train")
+    with pool_of(train=spec) as pool:
+        pool.start()
+        submit(pool, 0, row["answer"], **row)
+        submit(pool, 1, "none", **row)
+        done = pool.drain()
+    assert [r.value for r in done] == [1.0, 0.0]

@@ -1,0 +1,161 @@
+"""Reward signatures, value checks and the ready-made graders, in this process."""
+
+from __future__ import annotations
+
+import numpy
+import pytest
+
+from spmdrl.rewards import graders
+from spmdrl.rewards.signatures import BadValue, Sample, adapt, finite
+from spmdrl.rewards.worker import Scorer, Setup, pack_message, unpack_messages
+
+ROW = {"prompt": "2+2=", "data_source": "d", "reward_model": {"ground_truth": "4"},
+       "extra_info": {"k": 1}, "level": 5}
+
+
+def score(function, text="4", row=ROW):
+    return adapt(function, spec="f")(Sample(row, text, [7, 8], False))
+
+
+def test_verl_functions_get_their_four_columns():
+    def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+        assert (data_source, solution_str, ground_truth, extra_info) == ("d", "4", "4", {"k": 1})
+        return {"score": 0.5, "acc": True, "note": "fine"}
+
+    got = score(compute_score)
+    assert (got.value, got.metrics, got.extras) == (0.5, {"acc": 1.0}, {"note": "fine"})
+
+    def with_options(solution_str, ground_truth, **options):
+        return float(sorted(options) == ["data_source", "extra_info"])
+
+    assert score(with_options).value == 1.0
+
+
+def test_the_reference_is_found_in_verl_and_plain_columns_or_named_as_missing():
+    for row in ({"ground_truth": "4"}, {"answer": "4"}, {"reward_model": {"ground_truth": "4"}}):
+        assert score(graders.exact, row={"prompt": "x"} | row).value == 1.0
+    with pytest.raises(ValueError, match="no reference answer.*prompt, level"):
+        score(graders.exact, row={"prompt": "x", "level": 1})
+    assert score(graders.think_format, "<think>a</think>b", {"prompt": "x"}).value == 1.0
+
+
+def test_trl_functions_get_lists_of_one_and_the_columns_they_name():
+    def f(prompts, completions, completion_ids, level, log_metric, log_extra, absent=None):
+        assert (prompts, completions, completion_ids) == (["2+2="], ["4"], [[7, 8]])
+        assert absent is None
+        log_metric("m", 2)
+        log_extra("why", ["because"])
+        return [float(level[0])]
+
+    got = score(f)
+    assert (got.value, got.metrics, got.extras) == (5.0, {"m": 2.0}, {"why": "because"})
+
+    def all_columns(completions, **columns):
+        return [float({"level", "data_source", "prompts"} <= columns.keys())]
+
+    assert score(all_columns).value == 1.0
+    with pytest.raises(ValueError, match="asks for column 'colour'"):
+        score(lambda completions, colour: [1.0])
+
+
+def test_trl_functions_get_messages_for_conversations():
+    def f(prompts, completions):
+        assert completions == [[{"role": "assistant", "content": "4"}]]
+        return numpy.array([len(prompts[0])])
+
+    talk = [{"role": "user", "content": "x"}]
+    assert score(f, row={"prompt": talk}).value == 1.0
+    assert score(f, row={"messages": talk + [{"role": "assistant", "content": "y"}]}).value == 1.0
+
+
+def test_async_functions_and_reasoning_gym_graders_are_called():
+    async def f(completions):
+        return [3.0]
+
+    assert score(f).value == 3.0
+    assert score(lambda answer, entry: float(entry["level"])).value == 5.0
+
+
+@pytest.mark.parametrize("value", [1, True, 0.5, numpy.float32(0.5), numpy.int64(2),
+                                   numpy.array(1.5), numpy.bool_(True)])
+def test_numbers_of_all_kinds_are_finite_values(value):
+    assert finite(value) == float(value)
+
+
+@pytest.mark.parametrize("value", [None, "1", b"1", float("nan"), -float("inf"), [1], {},
+                                   numpy.float32("nan"), numpy.zeros(2), 1j, object()])
+def test_anything_else_is_a_bad_value(value):
+    with pytest.raises(BadValue):
+        finite(value)
+    with pytest.raises(BadValue):
+        score(lambda answer, entry: value)
+
+
+@pytest.mark.parametrize("result", [[], [1.0, 2.0], 1.0, None, "x"])
+def test_trl_results_that_are_not_one_value_are_bad(result):
+    with pytest.raises(BadValue):
+        score(lambda completions: result)
+
+
+def test_functions_combine_by_weight_and_none_leaves_one_out(tmp_path):
+    (tmp_path / "r.py").write_text(
+        "def a(completions): return [2.0]\n"
+        "def b(completions, log_metric):\n    log_metric('m', 1)\n    return [3.0]\n"
+        "def none(completions): return [None]\n"
+        "def huge(completions): return [1e308]\n")
+
+    def scored(*names, weights):
+        functions = tuple(f"{tmp_path}/r.py:{n}" for n in names)
+        setup = Setup(functions=functions, weights=weights, tasks=(), task_options={})
+        return Scorer(setup).score(1, Sample(ROW, "4", [], False))
+
+    got = scored("a", "b", "none", weights=(1.0, 0.5, 9.0))
+    assert (got.value, got.parts, got.metrics) == (3.5, {"a": 2.0, "b": 3.0}, {"b/m": 1.0})
+    assert scored("none", weights=(1.0,)).failure == "bad_value"
+    assert scored("huge", "huge", weights=(1.0, 1.0)).failure == "bad_value"
+    assert scored("a", "a", weights=(1.0, 1.0)).parts == {"a_0": 2.0, "a_1": 2.0}
+
+
+def test_messages_survive_being_cut_anywhere():
+    values = [{"a": 1}, "x" * 1000, None, list(range(50))]
+    data = b"".join(map(pack_message, values))
+    for cut in range(0, len(data), 37):
+        buffer = bytearray(data[:cut])
+        first = unpack_messages(buffer)
+        buffer += data[cut:]
+        assert first + unpack_messages(buffer) == values
+        assert not buffer
+
+
+# --------------------------------------------------------------------------- graders
+
+
+@pytest.mark.parametrize(("text", "truth", "value"), [
+    ("the answer is 72.", "... #### 72", 1.0), ("1,234", "1234", 1.0), ("-5", 5, 0.0),
+    ("x = 1e3", "1000", 1.0), ("12 then 13", "12", 0.0), ("none", "3", 0.0), (".5", "0.5", 1.0),
+    ("12345", "12345", 1.0), ("3.0000001", "3", 1.0), ("3.001", "3", 0.0),
+])
+def test_numeric_compares_the_last_numbers(text, truth, value):
+    assert graders.numeric("d", text, truth) == value
+
+
+def test_numeric_refuses_a_reference_without_a_number():
+    with pytest.raises(ValueError, match="holds no number"):
+        graders.numeric("d", "3", "three")
+
+
+@pytest.mark.parametrize(("text", "value"), [
+    ("<think>hm\nso</think>\n42", 1.0), ("<think></think> 42", 1.0), ("42", 0.0),
+    ("<think>a</think>", 0.0), ("<think>a</think>  \n", 0.0), ("<think>a 42", 0.0),
+    ("<think>a</think>b<think>c</think>d", 0.0),
+])
+def test_think_format_wants_one_thought_and_an_answer(text, value):
+    assert graders.think_format("d", text, None) == value
+
+
+def test_math_sees_equality_behind_notation():
+    pytest.importorskip("math_verify")
+    assert graders.math("d", "so it is $\\boxed{0.5}$", "$\\frac{1}{2}$") == 1.0
+    assert graders.math("d", "so it is $\\boxed{\\frac{1}{2}}$", "\\frac{1}{2}") == 1.0
+    assert graders.math("d", "I say 7", "8") == 0.0
+    assert graders.math("d", "nothing", "8") == 0.0
