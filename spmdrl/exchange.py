@@ -1,0 +1,239 @@
+"""Rollouts to trainer ranks: gather the scalars, plan alike everywhere, move the tokens once.
+
+Who waits: every rank, in `exchange`, for all others. Letters: S sequences of the whole batch,
+N sequences of one rank, T packed tokens, R ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from spmdrl.comm import gather_objects
+from spmdrl.data.partition import Plan, partition
+from spmdrl.types import Batch, Microbatch, Rollouts, Scalars, Sums, add_sums
+from spmdrl.world import World
+
+_INTEGERS = ("lengths", "response_lengths", "group_ids", "sample_ids", "min_versions",
+             "is_truncated", "is_valid")
+_BOOLEANS = ("is_truncated", "is_valid")
+
+
+@dataclass(frozen=True)
+class _Table:
+    """The batch's scalars and where each of its sequences is now."""
+
+    scalars: Scalars  # [S], sorted by (group, sample)
+    sources: Tensor  # [S] int64, rank that holds the sequence
+    positions: Tensor  # [S] int64, its position there
+    sums: Sums
+    samples: tuple[dict, ...]
+
+
+def exchange(rollouts: Rollouts, world: World, *, step: int) -> Batch:
+    """Give every trainer rank its micro-batches of this step, and every rank all scalars.
+
+    Tensor-parallel ranks of one dp index get the same sequences. Sequences that are not valid
+    travel too: the loss mask leaves them out.
+
+    Args:
+        rollouts: this rank's finished sequences, possibly none. Each (group, sample) must be
+            held by exactly one rank.
+        step: for the names of the waits.
+    Returns: the Batch; micro-batch tensors on world.device, scalars on the CPU.
+    Raises, on all ranks alike: RuntimeError for a (group, sample) held twice, or no sequence
+        at all; ValueError for a valid reward that is not finite, a sequence without tokens,
+        or one longer than batch.tokens_per_microbatch.
+    """
+    assert torch.equal(rollouts.cu_seqlens.diff(), rollouts.scalars.lengths)
+    table = _gather(rollouts, world, step=step)
+    _check(table, step=step)
+    cfg = world.cfg.batch
+    plan = partition(
+        table.scalars.lengths, group_ids=table.scalars.group_ids, dp_size=world.dp_size,
+        tokens_per_microbatch=cfg.tokens_per_microbatch, num_updates=cfg.updates_per_step,
+    )
+    local = _move(rollouts, table, plan=plan, world=world, step=step)
+    return Batch(scalars=table.scalars, updates=_cut(local, table, plan=plan, world=world),
+                 update_ids=plan.update_ids, sums=table.sums, samples=table.samples)
+
+
+# --------------------------------------------------------------------------- the scalars
+
+
+def _gather(rollouts: Rollouts, world: World, *, step: int) -> _Table:
+    """Gather everyone's scalars, sums and samples, and sort the sequences."""
+    own = rollouts.scalars
+    integers = torch.stack([getattr(own, name).long() for name in _INTEGERS], dim=1)
+    with world.watch.wait("await rollouts", step):  # timed apart: the other role's work
+        dist.barrier(group=world.control)
+    with world.watch.wait("exchange scalars", step):
+        parts = gather_objects((len(own), rollouts.sums, rollouts.samples), group=world.control)
+        counts = [count for count, _, _ in parts]
+        integers = _all_gather_rows(integers, counts=counts, group=world.control)
+        rewards = _all_gather_rows(own.rewards.double(), counts=counts, group=world.control)
+    num_samples = int(integers[:, 3].max()) + 1 if len(integers) else 1
+    order = torch.argsort(integers[:, 2] * num_samples + integers[:, 3], stable=True)
+    columns = dict(zip(_INTEGERS, integers[order].unbind(1)))
+    columns |= {name: columns[name].bool() for name in _BOOLEANS}
+    ranks = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
+    positions = torch.cat([torch.arange(count) for count in counts])
+    return _Table(
+        scalars=Scalars(rewards=rewards[order], **columns), sources=ranks[order],
+        positions=positions[order], sums=add_sums(*[sums for _, sums, _ in parts]),
+        samples=tuple(sample for _, _, samples in parts for sample in samples),
+    )
+
+
+def _all_gather_rows(
+    rows: Tensor, *, counts: list[int], group: dist.ProcessGroup
+) -> Tensor:
+    """Concatenate every rank's rows in rank order; `counts` says how many each one has."""
+    padded = rows.new_zeros(max(counts), *rows.shape[1:])
+    padded[: len(rows)] = rows
+    gathered = [torch.empty_like(padded) for _ in counts]
+    dist.all_gather(gathered, padded, group=group)
+    return torch.cat([part[:count] for part, count in zip(gathered, counts)])
+
+
+def _check(table: _Table, *, step: int) -> None:
+    scalars = table.scalars
+    if not len(scalars):
+        raise RuntimeError(f"step {step}: no rank handed over a single sequence")
+
+    def name(row: int) -> str:
+        return (f"group {int(scalars.group_ids[row])} sample {int(scalars.sample_ids[row])} "
+                f"(from rank {int(table.sources[row])}, step {step})")
+
+    same = (scalars.group_ids.diff() == 0) & (scalars.sample_ids.diff() == 0)
+    if same.any():
+        row = int(same.nonzero()[0])
+        raise RuntimeError(f"{name(row)} was handed over twice, again by rank "
+                           f"{int(table.sources[row + 1])}; each sequence must have one holder")
+    bad = scalars.is_valid & ~scalars.rewards.isfinite()
+    if bad.any():
+        row = int(bad.nonzero()[0])
+        raise ValueError(f"reward of {name(row)} is {float(scalars.rewards[row])}; rewards must "
+                         "be finite: check the reward function for this sample")
+    if (scalars.lengths < 1).any():
+        row = int((scalars.lengths < 1).nonzero()[0])
+        raise ValueError(f"{name(row)} has {int(scalars.lengths[row])} tokens; prompt and "
+                         "response together need at least one")
+
+
+# --------------------------------------------------------------------------- the tokens
+
+
+@dataclass(frozen=True)
+class _Local:
+    """Tokens that this rank received, one sequence after the other."""
+
+    tokens: Tensor  # [T] int64
+    versions: Tensor  # [T] int64
+    response_mask: Tensor  # [T] bool
+    rollout_logprobs: Tensor  # [T] float32
+    starts: dict[int, int]  # row in the scalars -> first token here
+
+
+def _move(
+    rollouts: Rollouts, table: _Table, *, plan: Plan, world: World, step: int
+) -> _Local:
+    """Send each sequence to all ranks of its dp index: one all-to-all per dtype."""
+    lengths, dp_ids = table.scalars.lengths, plan.dp_ids
+    dp_of_rank = [world.dp_index(r) if r in world.trainer_ranks else -1
+                  for r in range(world.world_size)]
+    mine = table.sources == world.rank
+    to_rank = [torch.nonzero(mine & (dp_ids == dp)).flatten() for dp in dp_of_rank]
+    arriving = dp_ids == dp_of_rank[world.rank]
+    from_rank = [torch.nonzero(arriving & (table.sources == r)).flatten()
+                 for r in range(world.world_size)]
+    order = _token_order(rollouts.cu_seqlens, table.positions[torch.cat(to_rank)])
+    # One int64 payload: the token, and its version (-1 or more) with the mask as lowest bit.
+    marks = (rollouts.policy_versions + 1) * 2 + rollouts.response_mask.long()
+    integers = torch.stack([rollouts.tokens, marks], dim=1)[order]
+    sizes = dict(input_split_sizes=[int(lengths[rows].sum()) for rows in to_rank],
+                 output_split_sizes=[int(lengths[rows].sum()) for rows in from_rank])
+    with world.watch.wait("exchange tokens", step):
+        integers = _all_to_all(integers, device=world.device, sizes=sizes)
+        logprobs = _all_to_all(rollouts.rollout_logprobs.float()[order], device=world.device,
+                               sizes=sizes)
+    rows = torch.cat(from_rank)
+    starts = lengths[rows].cumsum(0) - lengths[rows]
+    tokens, marks = integers.unbind(1)
+    return _Local(tokens=tokens, versions=marks // 2 - 1, response_mask=marks % 2 == 1,
+                  rollout_logprobs=logprobs, starts=dict(zip(rows.tolist(), starts.tolist())))
+
+
+def _token_order(cu_seqlens: Tensor, positions: Tensor) -> Tensor:
+    """Return the token indices of the sequences at `positions`, one after the other: [T]."""
+    return _ranges(cu_seqlens[positions], cu_seqlens.diff()[positions])
+
+
+def _ranges(starts: Tensor, lengths: Tensor) -> Tensor:
+    """Concatenate the integer ranges [start, start + length): int64, on the CPU."""
+    ends = lengths.cumsum(0)
+    offsets = (starts - (ends - lengths)).repeat_interleave(lengths)
+    return torch.arange(int(lengths.sum())) + offsets
+
+
+def _all_to_all(
+    payload: Tensor, *, device: torch.device, sizes: dict[str, list[int]]
+) -> Tensor:
+    payload = payload.to(device)
+    received = payload.new_empty(sum(sizes["output_split_sizes"]), *payload.shape[1:])
+    dist.all_to_all_single(received, payload, **sizes)
+    return received
+
+
+# --------------------------------------------------------------------------- micro-batches
+
+
+def _cut(
+    local: _Local, table: _Table, *, plan: Plan, world: World
+) -> tuple[tuple[Microbatch, ...], ...]:
+    """Cut what arrived into this rank's micro-batches; nothing off the trainers."""
+    if not world.is_trainer:
+        return ()
+    dp_id = world.dp_index(world.rank)
+    return tuple(
+        tuple(
+            _microbatch(local, plan.rows(dp_id, update=update, microbatch=m),
+                        lengths=table.scalars.lengths)
+            for m in range(num_microbatches)
+        )
+        for update, num_microbatches in enumerate(plan.num_microbatches)
+    )
+
+
+def _microbatch(local: _Local, rows: Tensor, *, lengths: Tensor) -> Microbatch:
+    """Pack the sequences `rows` [s] in their order, or one dummy token for none."""
+    device = local.tokens.device
+    if not len(rows):
+        return dummy_microbatch(device)
+    starts = torch.tensor([local.starts[row] for row in rows.tolist()])
+    order = _ranges(starts, lengths[rows]).to(device)
+    cu_seqlens = torch.cat([torch.zeros(1, dtype=torch.int64), lengths[rows].cumsum(0)])
+    return Microbatch(
+        tokens=local.tokens[order],
+        position_ids=_ranges(torch.zeros_like(starts), lengths[rows]).to(device),
+        cu_seqlens=cu_seqlens.int().to(device),
+        response_mask=local.response_mask[order],
+        rollout_logprobs=local.rollout_logprobs[order],
+        policy_versions=local.versions[order],
+        sequence_ids=rows.to(device),
+    )
+
+
+def dummy_microbatch(device: torch.device) -> Microbatch:
+    """Return a micro-batch of one token that is in no loss, which keeps collectives matched."""
+    zero = torch.zeros(1, dtype=torch.int64, device=device)
+    return Microbatch(
+        tokens=zero, position_ids=zero.clone(),
+        cu_seqlens=torch.tensor([0, 1], dtype=torch.int32, device=device),
+        response_mask=torch.zeros(1, dtype=torch.bool, device=device),
+        rollout_logprobs=torch.zeros(1, device=device), policy_versions=zero - 1,
+        sequence_ids=zero - 1,
+    )

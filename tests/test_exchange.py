@@ -1,0 +1,212 @@
+"""The exchange over real gloo ranks: every token arrives, where the plan says, once."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from ranks import run_ranks
+
+from spmdrl.config import Algorithm, Batch, Config, Layout
+from spmdrl.exchange import exchange
+from spmdrl.types import Batch as ExchangedBatch
+from spmdrl.types import Rollouts, Scalars
+from spmdrl.world import World
+
+
+def config(layout: Layout, **batch: int) -> Config:
+    objective = "sft" if layout.placement == "offline" else "rl"
+    sizes = dict(prompts_per_step=4, group_size=3, tokens_per_microbatch=64) | batch
+    return Config(layout=layout, batch=Batch(**sizes), algorithm=Algorithm(objective=objective))
+
+
+def lay(placement: str, world_size: int, **sizes: int) -> Layout:
+    return Layout(placement=placement, world_size=world_size, device="cpu", wait_timeout_s=60,
+                  startup_timeout_s=60, **sizes)
+
+
+def sequence(group: int, sample: int) -> dict:
+    """Make one sequence whose every number tells where it comes from."""
+    prompt, response = 2 + group % 3, (group * 5 + sample * 7) % 11  # some responses are empty
+    if (group, sample) == (1, 1):
+        response = 50  # one very long sequence
+    n, base = prompt + response, 1000 * group + 100 * sample
+    mask = torch.arange(n) >= prompt
+    return dict(
+        tokens=base + torch.arange(n), response_mask=mask,
+        rollout_logprobs=torch.where(mask, -(base + torch.arange(n)) / 7.0, 0.0),
+        policy_versions=torch.where(mask, torch.arange(n) % 3, -1), response=response,
+    )
+
+
+def rollouts(keys: list[tuple[int, int]], **changes) -> Rollouts:
+    parts = [sequence(*key) for key in keys]
+    lengths = torch.tensor([len(p["tokens"]) for p in parts], dtype=torch.int64)
+    groups, samples = (torch.tensor([k[i] for k in keys], dtype=torch.int64) for i in (0, 1))
+    scalars = Scalars(
+        lengths=lengths, group_ids=groups, sample_ids=samples,
+        response_lengths=torch.tensor([p["response"] for p in parts], dtype=torch.int64),
+        rewards=groups + samples / 3.0, is_truncated=samples == 2,
+        is_valid=(groups + samples) % 4 != 3, min_versions=groups * 0,
+    )
+
+    def flat(name: str, dtype: torch.dtype) -> torch.Tensor:
+        return torch.cat([torch.zeros(0), *[p[name] for p in parts]]).to(dtype)
+
+    return Rollouts(
+        tokens=flat("tokens", torch.int64), response_mask=flat("response_mask", torch.bool),
+        rollout_logprobs=flat("rollout_logprobs", torch.float32),
+        policy_versions=flat("policy_versions", torch.int64),
+        cu_seqlens=torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]),
+        scalars=dataclasses.replace(scalars, **{k: v(scalars) for k, v in changes.items()}),
+        sums={"rollout/samples": (float(len(keys)), 1.0)}, samples=({"keys": keys},) * bool(keys),
+    )
+
+
+ALL = [(g, s) for g in range(4) for s in range(3)]
+
+
+def share(world: World, how: str) -> list[tuple[int, int]]:
+    """Say which sequences this rank holds; only the leader of a replica holds any."""
+    if world.cfg.layout.placement == "offline":
+        leads, index = world.mesh["tp"].get_local_rank() == 0, world.dp_index(world.rank)
+        count = world.dp_size
+    else:
+        leads, index, count = world.inference_tp_rank == 0, world.replica, world.num_replicas
+    if not leads:
+        return []
+    if how == "last has all":
+        return ALL if index == count - 1 else []
+    return [key for i, key in enumerate(reversed(ALL)) if (i * i) % count == index]
+
+
+HOWS = ("spread", "last has all")
+
+
+def deliver(cfg: Config) -> tuple[list[ExchangedBatch], int]:
+    world = World.start(cfg)
+    batches = [exchange(rollouts(share(world, how)), world, step=3) for how in HOWS]
+    dp = world.dp_index(world.rank) if world.is_trainer else -1
+    world.close()
+    return batches, dp
+
+
+def check_microbatch(mb, scalars: Scalars, budget: int) -> list[int]:
+    """Compare every token with what it was made as; return the sequences found."""
+    ids = mb.sequence_ids.tolist()
+    assert mb.cu_seqlens.dtype == torch.int32 and mb.tokens.numel() <= budget
+    if ids == [-1]:
+        assert mb.tokens.tolist() == [0] and mb.response_mask.tolist() == [False]
+        assert mb.cu_seqlens.tolist() == [0, 1] and mb.policy_versions.tolist() == [-1]
+        return []
+    cu = mb.cu_seqlens.tolist()
+    for row, a, b in zip(ids, cu, cu[1:]):
+        made = sequence(int(scalars.group_ids[row]), int(scalars.sample_ids[row]))
+        for name in ("tokens", "response_mask", "policy_versions"):
+            assert torch.equal(getattr(mb, name)[a:b], made[name]), name
+        assert torch.equal(mb.rollout_logprobs[a:b], made["rollout_logprobs"].float())
+        assert mb.position_ids[a:b].tolist() == list(range(b - a))
+    return ids
+
+
+LAYOUTS = [
+    (lay("split", 2), {}),
+    (lay("split", 4, trainer_ranks=2, inference_tp=2), {"updates_per_step": 2}),
+    (lay("split", 4, trainer_ranks=2), {"tokens_per_microbatch": 400}),
+    (lay("split", 4, trainer_ranks=3), {}),
+    (lay("colocated", 2), {"updates_per_step": 4}),
+    (lay("colocated", 4, tp=2, inference_tp=2), {}),
+    (lay("offline", 2, tp=2), {}),
+]
+
+
+@pytest.mark.parametrize("layout, sizes", LAYOUTS)
+def test_every_sequence_arrives_whole_at_one_dp_index(layout, sizes) -> None:
+    cfg = config(layout, **sizes)
+    results = run_ranks(layout.world_size, deliver, cfg)
+    for i, _ in enumerate(HOWS):
+        check_delivery([(batches[i], dp) for batches, dp in results], cfg)
+    for (spread, single), _ in results:  # the batch does not depend on who generated what
+        for one, other in zip(sum(spread.updates, ()), sum(single.updates, ()), strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(vars(one).values(), vars(other).values()))
+
+
+def check_delivery(results: list[tuple[ExchangedBatch, int]], cfg: Config) -> None:
+    scalars, update_ids = results[0][0].scalars, results[0][0].update_ids
+    for name, values in vars(rollouts(ALL).scalars).items():
+        assert torch.equal(getattr(scalars, name), values), name
+    arrived: dict[int, list[list[int]]] = {}
+    for batch, dp in results:
+        for name, values in vars(scalars).items():
+            assert torch.equal(getattr(batch.scalars, name), values), "ranks differ"
+        assert torch.equal(batch.update_ids, update_ids)
+        assert batch.sums["rollout/samples"][0] == len(ALL)
+        assert sum(len(s["keys"]) for s in batch.samples) == len(ALL)
+        if dp < 0:
+            assert batch.updates == ()
+            continue
+        assert len(batch.updates) == cfg.batch.updates_per_step
+        assert [len(u) for u in batch.updates] == [len(u) for u in results[0][0].updates]
+        rows = []
+        for u, update in enumerate(batch.updates):
+            for mb in update:
+                found = check_microbatch(mb, scalars, cfg.batch.tokens_per_microbatch)
+                assert (update_ids[found] == u).all()
+                rows += found
+        arrived.setdefault(dp, []).append(rows)
+    for per_tp_rank in arrived.values():
+        assert len(per_tp_rank) == cfg.layout.tp and all(r == per_tp_rank[0] for r in per_tp_rank)
+    assert sorted(row for ranks in arrived.values() for row in ranks[0]) == list(range(len(ALL)))
+
+
+# ---------------------------------------------------------------- refused on all ranks alike
+
+
+FAULTS = {
+    "nan": "ValueError: reward of group 2 sample 0 (from rank 1, step 7) is nan",
+    "nan, not valid": "accepted",
+    "twice": "RuntimeError: group 1 sample 2 (from rank 0, step 7) was handed over twice, "
+             "again by rank 1",
+    "nothing": "RuntimeError: step 7: no rank handed over a single sequence",
+    "empty": "ValueError: group 0 sample 0 (from rank 1, step 7) has 0 tokens",
+    "long": "ValueError: batch.tokens_per_microbatch: a sequence of group 1 has 53 tokens, above "
+            "the budget of 40",
+}
+
+
+def faulty(world: World, fault: str) -> Rollouts:
+    mine = share(world, "spread")
+    if fault == "nan":
+        return rollouts(mine, rewards=lambda s: torch.where(
+            (s.group_ids == 2) & (s.sample_ids == 0), torch.nan, s.rewards))
+    if fault == "nan, not valid":
+        return rollouts(mine, rewards=lambda s: torch.where(s.is_valid, s.rewards, torch.nan))
+    if fault == "empty":
+        none = rollouts([(0, 0)] if mine else [])
+        zeros = {name: getattr(none, name)[:0] for name in
+                 ("tokens", "response_mask", "rollout_logprobs", "policy_versions")}
+        scalars = dataclasses.replace(none.scalars, lengths=none.scalars.lengths * 0)
+        return dataclasses.replace(none, scalars=scalars, cu_seqlens=none.cu_seqlens * 0, **zeros)
+    return rollouts({"twice": [(1, 2)], "nothing": []}.get(fault, mine))
+
+
+def fail(cfg: Config) -> dict[str, str]:
+    world, messages = World.start(cfg), {}
+    for fault in FAULTS:
+        budget = 40 if fault == "long" else 64
+        world.cfg = dataclasses.replace(cfg, batch=dataclasses.replace(
+            cfg.batch, tokens_per_microbatch=budget))
+        try:
+            exchange(faulty(world, fault), world, step=7)
+            messages[fault] = "accepted"
+        except (ValueError, RuntimeError) as error:
+            messages[fault] = f"{type(error).__name__}: {error}"
+    world.close()
+    return messages
+
+
+def test_bad_batches_are_refused_by_every_rank_at_the_same_point() -> None:
+    for messages in run_ranks(2, fail, config(lay("split", 2))):
+        for fault, text in FAULTS.items():
+            assert messages[fault].startswith(text)
