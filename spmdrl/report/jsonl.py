@@ -1,0 +1,80 @@
+"""Append-only JSON lines that survive kills, full disks and resumes."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+log = logging.getLogger(__name__)
+
+
+class JsonLines:
+    """One file of JSON rows, each with a `step`.
+
+    A row that cannot be written (disk full) is kept in memory and written with the next one.
+    """
+
+    def __init__(self, path: Path):
+        self.path = path
+        self._waiting: list[bytes] = []
+
+    def append(self, row: dict[str, Any]) -> None:
+        """Write one row at the end of the file; numbers that are not finite become null."""
+        self._waiting.append((json.dumps(_finite(row)) + "\n").encode())
+        good = self.path.stat().st_size if self.path.exists() else 0
+        try:
+            with self.path.open("ab") as file:
+                file.write(b"".join(self._waiting))
+        except OSError as error:  # disk full or a lost mount must not end a training run
+            if len(self._waiting) == 1:
+                log.error("%s: cannot write (%s); rows are kept in memory until it can",
+                          self.path, error)
+            if self.path.exists():
+                os.truncate(self.path, good)
+            return
+        self._waiting.clear()
+
+    def keep(self, wanted: Callable[[dict[str, Any]], bool], *, removed: Path) -> int:
+        """Drop the rows that are not `wanted`, and a half-written last line.
+
+        What is dropped goes to the file `removed`, so that nothing is lost.
+        Returns: the number of rows dropped.
+        """
+        if not self.path.exists():
+            return 0
+        kept, dropped = [], []
+        for line in self.path.read_text().splitlines():
+            row = _parse(line)
+            (kept if row is not None and wanted(row) else dropped).append(line)
+        if not dropped and self.path.read_bytes().endswith(b"\n"):
+            return 0
+        if dropped:
+            removed.write_text("".join(line + "\n" for line in dropped))
+        partial = self.path.with_suffix(".partial")
+        partial.write_text("".join(line + "\n" for line in kept))
+        partial.replace(self.path)
+        return len(dropped)
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """Return the rows of a JSON-lines file; a half-written last line is left out."""
+    rows = [_parse(line) for line in path.read_text().splitlines()]
+    return [row for row in rows if row is not None]
+
+
+def _parse(line: str) -> dict[str, Any] | None:
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError:  # the process was killed while it wrote this line
+        return None
+    return row if isinstance(row, dict) else None
+
+
+def _finite(row: dict[str, Any]) -> dict[str, Any]:
+    return {k: None if isinstance(v, float) and not math.isfinite(v) else v
+            for k, v in row.items()}

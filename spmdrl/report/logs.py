@@ -1,0 +1,150 @@
+"""Log files: output_dir/logs/attempt_N/rank_K.log, one folder per start of the job."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import re
+import sys
+from pathlib import Path
+from typing import TextIO
+
+from spmdrl.comm import gather_objects
+from spmdrl.report.console import Console
+from spmdrl.world import World
+
+_FORMAT = "%(asctime)s %(levelname).1s rank %(rank)s %(name)s: %(message)s"
+
+
+def agree_attempt_folder(world: World) -> Path:
+    """Return logs/attempt_N, N the next free number as rank 0 sees it; made where missing.
+
+    Every rank must call it: rank 0 chooses, the others are told.
+    """
+    logs = Path(world.cfg.output_dir) / "logs"
+    mine = _next_attempt(logs) if world.rank == 0 else None
+    with world.watch.wait("agree on log folder", -1):
+        attempt = gather_objects(mine, group=world.control)[0]
+    folder = logs / f"attempt_{attempt}"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def _next_attempt(logs: Path) -> int:
+    found = [re.fullmatch(r"attempt_(\d+)", path.name) for path in logs.glob("attempt_*")]
+    return 1 + max((int(match[1]) for match in found if match), default=0)
+
+
+class RankLog:
+    """Sends this process's log records to its file, and what matters to the console.
+
+    The file gets the program's own records from INFO up, what other libraries let through,
+    Python warnings, and a copy of everything written to sys.stderr (tracebacks, the report of
+    a missed deadline). Rank 0's console gets the program's own messages; the other ranks'
+    stderr only warnings. `close` undoes all of it.
+    """
+
+    def __init__(self, path: Path, *, rank: int, console: Console):
+        self._file = path.open("a", buffering=1, encoding="utf-8", errors="backslashreplace")
+        self._stderr = sys.stderr
+        tee = _Tee(sys.stderr, self._file)
+        sys.stderr = tee
+        to_file = _handler(logging.StreamHandler(_Quiet(self._file)), rank=rank, level=logging.INFO)
+        to_file.setFormatter(logging.Formatter(_FORMAT))
+        if rank == 0:
+            to_person = _handler(_ConsoleHandler(console), rank=rank, level=logging.INFO)
+        else:
+            to_person = _handler(logging.StreamHandler(self._stderr), rank=rank,
+                                 level=logging.WARNING)
+        to_person.setFormatter(_Short())
+        self._own = logging.getLogger("spmdrl")
+        self._levels = self._own.level
+        self._own.setLevel(logging.INFO)
+        root = logging.getLogger()
+        self._installed = [(root, to_file), (self._own, to_person)]
+        if rank == 0:
+            others = _handler(logging.StreamHandler(self._stderr), rank=rank, level=logging.WARNING)
+            others.addFilter(lambda record: not record.name.startswith("spmdrl"))
+            self._installed.append((root, others))
+        for logger, handler in self._installed:
+            logger.addHandler(handler)
+        logging.captureWarnings(True)
+
+    def close(self) -> None:
+        """Take the handlers and the copy of stderr away again and close the file."""
+        logging.captureWarnings(False)
+        for logger, handler in self._installed:
+            logger.removeHandler(handler)
+        self._own.setLevel(self._levels)
+        if isinstance(sys.stderr, _Tee):
+            sys.stderr = self._stderr
+        with contextlib.suppress(OSError):  # a full disk: what was buffered is lost
+            self._file.close()
+
+
+def _handler(handler: logging.Handler, *, rank: int, level: int) -> logging.Handler:
+    def add_rank(record: logging.LogRecord) -> bool:
+        record.rank = rank
+        return True
+
+    handler.addFilter(add_rank)
+    handler.setLevel(level)
+    return handler
+
+
+class _Short(logging.Formatter):
+    """Message alone for information; with level and rank from WARNING up."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        text = super().format(record)
+        if record.levelno < logging.WARNING:
+            return text
+        return f"[rank {record.rank}] {record.levelname.lower()}: {text}"
+
+
+class _ConsoleHandler(logging.Handler):
+    """Writes records above the progress line."""
+
+    def __init__(self, console: Console):
+        super().__init__()
+        self._console = console
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._console.line(self.format(record))
+
+
+class _Quiet:
+    """A stream whose write never raises: a full disk must not end a training run."""
+
+    def __init__(self, stream: TextIO):
+        self._inner = stream
+
+    def write(self, text: str) -> int:
+        try:
+            return self._inner.write(text)
+        except (OSError, ValueError):  # no room, or closed while another thread still logs
+            return len(text)
+
+    def flush(self) -> None:
+        try:
+            self._inner.flush()
+        except (OSError, ValueError):  # as above
+            return
+
+
+class _Tee:
+    """sys.stderr, with a copy of what is written going to the log file."""
+
+    def __init__(self, stream: TextIO, copy: TextIO):
+        self._stream, self._copy = stream, _Quiet(copy)
+
+    def write(self, text: str) -> int:
+        self._copy.write(text)
+        return self._stream.write(text)
+
+    def flush(self) -> None:
+        self._copy.flush()
+        self._stream.flush()
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._stream, name)  # encoding, isatty, fileno, ...

@@ -1,0 +1,287 @@
+"""MLflow, from a thread of its own, so that training never waits for it.
+
+Creating the SQLite store takes 2 s and logging a step of 50 metrics 10 ms (two cores, measured
+alone), so the thread does both; a step costs the loop only an append to a queue. A tracker
+that is down is said once, tried again every minute, and otherwise ignored: metrics.jsonl has
+everything.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import logging
+import os
+import re
+import threading
+import time
+from collections import deque
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+log = logging.getLogger(__name__)
+
+Status = Literal["finished", "stopped", "failed"]
+_MLFLOW_STATUS = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
+
+_RUN_FILE = "mlflow_run.json"
+_TABLE_TAG = "mlflow.loggedArtifacts"
+_GATHER_S = 1.0  # steps of this long go into one transaction
+_RETRY_S = 60.0
+_MAX_WAITING = 50_000  # items, of about 5 kB each; the oldest are dropped
+_MAX_METRICS, _MAX_PARAMS, _MAX_PARAM_CHARS = 1000, 100, 6000  # of MLflow's log_batch
+
+
+class _Metrics(NamedTuple):
+    step: int
+    time_ms: int
+    values: dict[str, float]
+
+
+class _Params(NamedTuple):
+    values: dict[str, str]
+    step: int
+
+
+class _Table(NamedTuple):
+    name: str
+    text: str
+
+
+class _File(NamedTuple):
+    path: Path
+
+
+class MlflowTracker:
+    """One MLflow run. All methods but `close` return at once.
+
+    Args:
+        uri: tracking URI; empty means the file mlflow.db in `folder`.
+        folder: the run's output_dir; remembers the MLflow run's id.
+        experiment, run_name: as shown by MLflow.
+        resume: continue the MLflow run that `folder` remembers, where there is one.
+        tags: of the run, e.g. mlflow.source.git.commit.
+        system_every_s: seconds between two samples of MLflow's system metrics.
+    """
+
+    def __init__(self, uri: str, *, folder: Path, experiment: str, run_name: str, resume: bool,
+                 tags: dict[str, str], system_every_s: float = 10.0):
+        self.uri = uri or f"sqlite:///{folder.resolve() / 'mlflow.db'}"
+        self._is_own_store = not uri
+        self._folder, self._experiment, self._run_name = folder, experiment, run_name
+        self._resume, self._tags, self._system_every_s = resume, tags, system_every_s
+        self._client: Any = None
+        self._monitor: Any = None
+        self.run_id = ""
+        self._items: deque = deque()
+        self._dropped, self._failing, self._sent_at = 0, False, 0.0
+        self._status: Status | None = None
+        self._wake, self._closing = threading.Condition(), threading.Event()
+        # Here, not in the thread: two threads that import large packages can meet each other's
+        # half-imported modules. Costs 1.5 s, on rank 0 only.
+        _import_mlflow()
+        self._thread = threading.Thread(target=self._run, daemon=True, name="spmdrl-mlflow")
+        self._thread.start()
+        atexit.register(self._close_at_exit)
+
+    # ---------------------------------------------------------------- for the loop
+
+    def params(self, values: dict[str, Any], *, step: int) -> None:
+        """Log parameters. One that the run already has with another value becomes a tag."""
+        self._put(_Params({_clean(k): str(v)[:_MAX_PARAM_CHARS] for k, v in values.items()}, step))
+
+    def metrics(self, step: int, values: dict[str, float]) -> None:
+        """Log one step's metrics, stamped with the present time."""
+        self._put(_Metrics(step, int(time.time() * 1000), values))
+
+    def table(self, name: str, rows: list[dict[str, Any]]) -> None:
+        """Show rows as the table artifact `name` (*.json), in place of what it held."""
+        columns = list(dict.fromkeys(key for row in rows for key in row))
+        data = [[row.get(key) for key in columns] for row in rows]
+        item = _Table(name, json.dumps({"columns": columns, "data": data}, default=str))
+        with self._wake:  # one that still waits is out of date
+            for old in [i for i in self._items if isinstance(i, _Table) and i.name == name]:
+                self._items.remove(old)
+        self._put(item)
+
+    def artifact(self, path: Path) -> None:
+        """Keep a copy of a file with the run."""
+        self._put(_File(path))
+
+    def close(self, status: Status, *, timeout_s: float = 30.0) -> None:
+        """Send what waits, end the MLflow run with `status`; give up after `timeout_s`."""
+        if self._closing.is_set():
+            return
+        atexit.unregister(self._close_at_exit)
+        self._status = status
+        with self._wake:
+            self._closing.set()
+            self._wake.notify()
+        self._thread.join(timeout_s)
+        lost = len(self._items) + self._dropped
+        if self._thread.is_alive() or lost:
+            log.error("MLflow at %s did not take the last %d items; metrics.jsonl has them",
+                      self.uri, lost)
+
+    def _close_at_exit(self) -> None:
+        self.close("failed", timeout_s=10.0)  # the program left without closing: it crashed
+
+    def _put(self, item: Any) -> None:
+        with self._wake:
+            self._items.append(item)
+            if len(self._items) > _MAX_WAITING:
+                self._items.popleft()
+                self._dropped += 1
+            self._wake.notify()
+
+    # ---------------------------------------------------------------- in the thread
+
+    def _run(self) -> None:
+        while True:
+            with self._wake:
+                while not self._is_due():
+                    self._wake.wait(1.0)
+                items = list(self._items)
+            is_last = self._closing.is_set()
+            try:
+                self._send(items)
+                if is_last:
+                    self._end()
+            # Whatever a tracker's client raises (its own, the database's, the network's error
+            # types) must not reach training.
+            except Exception as error:
+                self._failed(error)
+            else:
+                self._recovered()
+            if is_last:
+                return
+
+    def _is_due(self) -> bool:
+        pause = _RETRY_S if self._failing else _GATHER_S
+        rested = time.monotonic() - self._sent_at >= pause
+        return self._closing.is_set() or (rested and (bool(self._items) or self._client is None))
+
+    def _failed(self, error: Exception) -> None:
+        if not self._failing:
+            first_line = (str(error).splitlines() or [""])[0][:300]
+            log.error("MLflow at %s fails (%s: %s). Training goes on; metrics.jsonl has "
+                      "everything, and MLflow gets it when it answers again",
+                      self.uri, type(error).__name__, first_line)
+        self._failing, self._sent_at = True, time.monotonic()
+
+    def _recovered(self) -> None:
+        if self._failing:
+            log.info("MLflow at %s answers again", self.uri)
+        self._failing, self._sent_at = False, time.monotonic()
+
+    def _took(self, items: list[Any]) -> None:
+        taken = {id(item) for item in items}
+        with self._wake:
+            self._items = deque(item for item in self._items if id(item) not in taken)
+
+    def _send(self, items: list[Any]) -> None:
+        from mlflow.entities import Metric
+
+        if self._client is None:
+            self._connect()
+        steps = [item for item in items if isinstance(item, _Metrics)]
+        points = [Metric(_clean(name), value, item.time_ms, item.step)
+                  for item in steps for name, value in item.values.items()]
+        for start in range(0, len(points), _MAX_METRICS):
+            self._client.log_batch(self.run_id, metrics=points[start:start + _MAX_METRICS])
+        self._took(steps)
+        for item in items:
+            if isinstance(item, _Params):
+                self._send_params(item)
+            elif isinstance(item, _Table):
+                self._send_table(item)
+            elif isinstance(item, _File):
+                self._client.log_artifact(self.run_id, str(item.path))
+            self._took([item])
+
+    def _send_params(self, item: _Params) -> None:
+        from mlflow.entities import Param
+
+        known = self._client.get_run(self.run_id).data.params
+        new = [Param(k, v) for k, v in item.values.items() if k not in known]
+        for start in range(0, len(new), _MAX_PARAMS):
+            self._client.log_batch(self.run_id, params=new[start:start + _MAX_PARAMS])
+        for key, value in item.values.items():
+            if known.get(key, value) != value:  # parameters of a run cannot change in MLflow
+                self._client.set_tag(self.run_id, f"from_step_{item.step}.{key}", value)
+
+    def _send_table(self, item: _Table) -> None:
+        self._client.log_text(self.run_id, item.text, item.name)
+        entries = [{"path": item.name, "type": "table"}]
+        self._client.set_tag(self.run_id, _TABLE_TAG, json.dumps(entries))
+
+    def _connect(self) -> None:
+        from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
+        from mlflow.tracking import MlflowClient
+
+        client = MlflowClient(self.uri)
+        self.run_id = self.run_id or self._known_run(client) or self._new_run(client)
+        client.update_run(self.run_id, status="RUNNING")
+        file = {"uri": self.uri, "experiment": self._experiment, "run_id": self.run_id}
+        (self._folder / _RUN_FILE).write_text(json.dumps(file) + "\n")
+        self._monitor = SystemMetricsMonitor(
+            self.run_id, sampling_interval=self._system_every_s, resume_logging=True,
+            tracking_uri=self.uri)
+        self._monitor.start()
+        self._client = client
+
+    def _known_run(self, client: Any) -> str | None:
+        from mlflow.exceptions import MlflowException
+
+        path = self._folder / _RUN_FILE
+        file = json.loads(path.read_text()) if path.exists() else {}
+        if not self._resume or file.get("uri") != self.uri:
+            return None
+        try:
+            info = client.get_run(file["run_id"]).info
+        except MlflowException as error:
+            if error.error_code != "RESOURCE_DOES_NOT_EXIST":
+                raise
+            info = None
+        if info is None or info.lifecycle_stage == "deleted":
+            log.warning("MLflow run %s is gone from %s; a new one is made", file["run_id"],
+                        self.uri)
+            return None
+        return file["run_id"]
+
+    def _new_run(self, client: Any) -> str:
+        found = client.get_experiment_by_name(self._experiment)
+        if found is None:
+            place = (self._folder.resolve() / "mlflow_artifacts").as_uri()
+            number = client.create_experiment(
+                self._experiment, artifact_location=place if self._is_own_store else None)
+        else:
+            number = found.experiment_id
+        return client.create_run(number, run_name=self._run_name, tags=self._tags).info.run_id
+
+    def _end(self) -> None:
+        self._monitor.finish()
+        self._client.set_terminated(self.run_id, _MLFLOW_STATUS[self._status])
+
+
+def _clean(name: str) -> str:
+    return re.sub(r"[^\w./ :-]", "_", name, flags=re.ASCII)[:250]
+
+
+def _import_mlflow() -> None:
+    # MLflow reports usage to its makers unless told otherwise before its first import. Training
+    # clusters often have no way out, and a run is its owner's business.
+    os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"
+    import mlflow.system_metrics.system_metrics_monitor
+    import mlflow.tracking
+    from mlflow.environment_variables import (
+        MLFLOW_HTTP_REQUEST_MAX_RETRIES,
+        MLFLOW_HTTP_REQUEST_TIMEOUT,
+    )
+
+    # The thread retries by itself; MLflow's own 7 retries would hide a dead server for minutes.
+    for setting, value in ((MLFLOW_HTTP_REQUEST_MAX_RETRIES, 1), (MLFLOW_HTTP_REQUEST_TIMEOUT, 20)):
+        if not setting.is_set():
+            setting.set(value)
+    for name in ("mlflow", "alembic"):
+        logging.getLogger(name).setLevel(logging.WARNING)

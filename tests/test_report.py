@@ -1,0 +1,255 @@
+"""Reports: metrics, glossary, files, log folders."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ranks import run_ranks
+from report_world import SmallWorld, config, group, open_report, record_steps  # noqa: F401
+
+from spmdrl.config import load_yaml
+from spmdrl.report import curves, glossary
+from spmdrl.report.glossary import GLOSSARY, values_of, with_aliases
+from spmdrl.report.jsonl import JsonLines, read_rows
+from spmdrl.report.report import Report
+from spmdrl.types import add_sums
+
+
+# --------------------------------------------------------------------------- metrics
+
+
+def test_a_metric_is_its_numerator_over_its_denominator() -> None:
+    sums = add_sums({"reward/mean": (3.0, 4)}, {"reward/mean": (1.0, 4)})
+    assert values_of(sums) == {"reward/mean": 0.5}
+
+
+def test_a_zero_denominator_leaves_the_metric_out() -> None:
+    assert values_of({"reward/mean": (0.0, 0), "policy/entropy": (2.0, 1)}) == {
+        "policy/entropy": 2.0}
+
+
+def test_a_total_adds_up_over_ranks() -> None:
+    parts = [{"reward/timeouts": (2, 1)}, {"reward/timeouts": (3, 1)}]
+    assert values_of(add_sums(*parts)) == {"reward/timeouts": 5.0}
+    assert values_of({"reward/timeouts": (0, 1)}) == {"reward/timeouts": 0.0}
+
+
+def test_an_unknown_metric_is_an_error_that_names_the_nearest() -> None:
+    with pytest.raises(ValueError, match="policy/entropi.*did you mean policy/entropy"):
+        values_of({"policy/entropi": (1, 1)})
+
+
+@pytest.mark.parametrize("name", ["time/update", "reward/accuracy/mean", "loss/my_statistic",
+                                  "reward/package.file:score/mean"])
+def test_names_with_a_free_part_are_known(name: str) -> None:
+    glossary.lookup(name)
+
+
+@pytest.mark.parametrize("name", ["time/", "reward/accuracy", "loss", "reward//mean"])
+def test_a_free_part_must_be_there(name: str) -> None:
+    with pytest.raises(ValueError):
+        glossary.lookup(name)
+
+
+def test_every_entry_of_the_glossary_is_filled_and_prefixed() -> None:
+    prefixes = {"rollout", "reward", "policy", "loss", "sync", "time", "perf", "mem", "data",
+                "eval"}
+    for name, metric in GLOSSARY.items():
+        assert name.split("/")[0] in prefixes, name
+        assert all(metric), name
+
+
+def test_every_alias_belongs_to_a_metric_and_is_used_once() -> None:
+    for system, names in glossary.ALIASES.items():
+        for name in names:
+            glossary.lookup(name)
+        assert len(set(names.values())) == len(names), system
+
+
+def test_aliases_come_besides_our_names() -> None:
+    values = with_aliases({"reward/mean": 0.5, "sync/bytes": 1.0}, "verl")
+    assert values == {"reward/mean": 0.5, "sync/bytes": 1.0, "critic/score/mean": 0.5}
+
+
+def test_the_page_of_metrics_is_the_glossary() -> None:
+    path = Path(__file__).parents[1] / "docs" / "metrics.md"
+    assert path.read_text() == glossary.page() + "\n", (
+        "run: python -m spmdrl.report.glossary > docs/metrics.md")
+
+
+# --------------------------------------------------------------------------- time
+
+
+def test_evaluations_and_checkpoints_do_not_count_against_a_step(
+    tmp_path: Path, group: Any
+) -> None:
+    report = open_report(config(tmp_path), group)
+    values = report.step(0, {"perf/step_s": (3.0, 1), "perf/generated_tokens": (500, 1)},
+                         seconds={"update": 0.9, "gather evaluation": 1.5, "checkpoint": 0.5})
+    report.close("finished")
+    assert values["perf/tokens_per_s"] == pytest.approx(500)
+    assert values["perf/other_frac"] == pytest.approx(0.1)
+
+
+def test_time_outside_the_work_counts_overlapped_generation_once(
+    tmp_path: Path, group: Any
+) -> None:
+    sums = {"perf/step_s": (1.0, 1), "time/generate": (0.6, 1)}
+    seconds = {"update": 0.5, "push": 0.2, "exchange": 0.1}
+    for lag, other in ((1, 0.2), (0, 0.0)):
+        cfg = dataclasses.replace(config(tmp_path / str(lag)), lag=lag)
+        report = open_report(cfg, group)
+        values = report.step(0, sums, seconds=seconds)
+        report.close("finished")
+        assert values["perf/other_frac"] == pytest.approx(other)
+        assert values["time/generate"] == 0.6 and values["time/exchange"] == 0.1
+
+
+# --------------------------------------------------------------------------- files
+
+
+def test_metrics_are_written_at_every_step_with_aliases(tmp_path: Path, group: Any) -> None:
+    report = open_report(config(tmp_path, aliases="trl"), group)
+    record_steps(report, 0, 3)
+    rows = read_rows(tmp_path / "metrics.jsonl")  # before close: nothing waits in a buffer
+    report.evaluation(3, {"eval/reward": (40, 100)})
+    report.evaluation(4, {})
+    report.close("finished")
+    assert [row["step"] for row in rows] == [0, 1, 2]
+    assert rows[0]["reward/mean"] == rows[0]["reward"] == 0.5
+    assert rows[0]["time/agree_to_stop"] == 0.001 and rows[0]["mem/rss_gib"] > 0
+    assert read_rows(tmp_path / "metrics.jsonl")[3]["eval/reward"] == 0.4
+    assert len(read_rows(tmp_path / "metrics.jsonl")) == 4
+
+
+def test_a_resumed_run_takes_out_the_rows_it_writes_again(
+    tmp_path: Path, group: Any, capsys: pytest.CaptureFixture
+) -> None:
+    report = open_report(config(tmp_path), group)
+    record_steps(report, 0, 4)
+    report.evaluation(4, {"eval/reward": (1, 4)})
+    record_steps(report, 4, 6)
+    report.evaluation(6, {"eval/reward": (2, 4)})
+    report.close("stopped")
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 6, "rewa')  # killed while writing
+    report = open_report(config(tmp_path), group, step=4)
+    record_steps(report, 4, 5, reward=0.75)
+    report.close("finished")
+    rows = read_rows(tmp_path / "metrics.jsonl")
+    assert [row["step"] for row in rows] == [0, 1, 2, 3, 4, 4]
+    assert rows[4]["eval/reward"] == 0.25 and rows[5]["reward/mean"] == 0.75
+    assert all(json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines())
+    removed = tmp_path / "logs" / "attempt_2" / "removed_metrics.jsonl"
+    assert len(removed.read_text().splitlines()) == 4
+    assert "resumed at step 4 of 10" in capsys.readouterr().out
+
+
+def test_numbers_that_are_not_finite_leave_valid_json(tmp_path: Path, group: Any) -> None:
+    report = open_report(config(tmp_path), group)
+    report.step(0, {"policy/loss": (float("nan"), 1)}, seconds={})
+    report.close("finished")
+    text = (tmp_path / "metrics.jsonl").read_text()
+    row = json.loads(text, parse_constant=lambda name: pytest.fail(name))
+    assert row["policy/loss"] is None
+
+
+def test_rows_wait_in_memory_while_the_disk_is_full(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = JsonLines(tmp_path / "full" / "metrics.jsonl")  # no folder: every write fails
+    file.append({"step": 0})
+    file.append({"step": 1})
+    assert [r.levelname for r in caplog.records] == ["ERROR"]
+    assert "kept in memory" in caplog.text
+    (tmp_path / "full").mkdir()
+    file.append({"step": 2})
+    assert [row["step"] for row in read_rows(file.path)] == [0, 1, 2]
+
+
+def test_the_run_keeps_its_config_and_environment(tmp_path: Path, group: Any) -> None:
+    cfg = config(tmp_path)
+    open_report(cfg, group).close("finished")
+    assert load_yaml(str(tmp_path / "config.yaml")) == cfg
+    environment = json.loads((tmp_path / "environment.json").read_text())
+    assert environment["packages"]["torch"] and environment["command"] == sys.argv
+    assert (tmp_path / "logs" / "attempt_1" / "config.yaml").exists()
+
+
+def test_records_warnings_and_stderr_reach_the_log_file(
+    tmp_path: Path, group: Any, capsys: pytest.CaptureFixture
+) -> None:
+    before = sys.stderr
+    report = open_report(config(tmp_path), group)
+    logging.getLogger("spmdrl.anything").info("a plain record")
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        logging.captureWarnings(True)
+        warnings.warn("a python warning", stacklevel=1)
+    print("Traceback: something broke", file=sys.stderr)
+    report.close("finished")
+    text = (tmp_path / "logs" / "attempt_1" / "rank_0.log").read_text()
+    for part in ("a plain record", "a python warning", "Traceback: something broke"):
+        assert part in text
+    assert sys.stderr is before
+    shown = capsys.readouterr()
+    assert "a plain record" in shown.out and "something broke" in shown.err
+
+
+def test_a_finished_run_has_a_picture_of_its_curves(
+    tmp_path: Path, group: Any, capsys: pytest.CaptureFixture
+) -> None:
+    report = open_report(config(tmp_path / "a"), group)
+    record_steps(report, 0, 5)
+    report.evaluation(5, {"eval/reward": (1, 2)})
+    report.close("finished")
+    assert (tmp_path / "a" / "curves.png").read_bytes().startswith(b"\x89PNG")
+    out = tmp_path / "both.svg"
+    assert curves.main([str(tmp_path / "a"), str(tmp_path / "a"), "--out", str(out)]) == 0
+    assert "<svg" in out.read_text()
+    assert curves.main([str(tmp_path / "missing")]) == 2
+    assert "missing" in capsys.readouterr().err
+
+
+def test_of_several_rows_of_a_step_curves_show_the_last() -> None:
+    rows = [{"step": 0, "x": 1.0}, {"step": 1, "x": 2.0}, {"step": 1, "x": 3.0}, {"step": 2}]
+    assert curves.series(rows, "x") == ([0, 1], [1.0, 3.0])
+
+
+# --------------------------------------------------------------------------- ranks
+
+
+def _two_ranks(folder: str) -> list[str]:
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    cfg = config(Path(folder))
+    found = []
+    for _ in range(2):
+        world = SmallWorld(cfg, dist.group.WORLD, rank=dist.get_rank(), world_size=2)
+        report = Report(cfg, world)
+        report.start({}, step=0)
+        logging.getLogger("spmdrl.test").info("hello from %d", world.rank)
+        assert bool(report.step(0, {"reward/mean": (1, 1)}, seconds={})) == (world.rank == 0)
+        report.close("finished")
+        found.append(report.attempt_folder.name)
+        dist.barrier()
+    dist.destroy_process_group()
+    return found
+
+
+def test_every_rank_has_a_log_in_the_folder_of_its_attempt(tmp_path: Path) -> None:
+    (tmp_path / "logs" / "attempt_6").mkdir(parents=True)
+    assert run_ranks(2, _two_ranks, str(tmp_path)) == [["attempt_7", "attempt_8"]] * 2
+    for attempt in (7, 8):
+        for rank in (0, 1):
+            path = tmp_path / "logs" / f"attempt_{attempt}" / f"rank_{rank}.log"
+            assert f"hello from {rank}" in path.read_text()
+    assert len(read_rows(tmp_path / "metrics.jsonl")) == 1

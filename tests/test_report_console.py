@@ -1,0 +1,168 @@
+"""The console: table, progress line, samples, start."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+from report_world import SmallWorld, config, group, open_report, record_steps  # noqa: F401
+
+from spmdrl.report import console
+from spmdrl.report.jsonl import read_rows
+from spmdrl.report.report import Report
+
+
+def test_time_left_is_steps_left_times_the_mean_of_recent_steps() -> None:
+    assert console.time_left([], 10) is None
+    assert console.time_left([30.0], 10) == 300.0
+    assert console.time_left([30.0, 1.0, 3.0], 10) == pytest.approx(20.0)  # first: warm-up
+    assert console.time_left([9.0] * 50 + [2.0] * 20, 5) == pytest.approx(10.0)
+    assert console.time_left([1.0, 1.0], 0) == 0.0
+
+
+@pytest.mark.parametrize("seconds, text", [
+    (0, "0:00"), (7.4, "0:07"), (59.6, "1:00"), (750, "12:30"), (3599.7, "1h00m"),
+    (11100, "3h05m"), (187200, "2d04h"), (None, "-"),
+])
+def test_durations_are_short(seconds: float | None, text: str) -> None:
+    assert console.duration(seconds) == text
+
+
+@pytest.mark.parametrize("value", [0, 0.5, -0.5, 12.25, 999.94, 1e5, 123456789.0, 3e-4, -3e-14,
+                                   float("nan"), float("inf"), None])
+def test_numbers_fit_their_column(value: float | None) -> None:
+    assert len(console.number(value, width=7)) == 7
+
+
+def test_a_sparkline_shows_the_whole_history_in_its_width() -> None:
+    blocks = "01234567"
+    assert console.sparkline([], width=4, blocks=blocks) == ""
+    assert console.sparkline([5.0] * 3, width=4, blocks=blocks) == "000"
+    rising = console.sparkline([float(i) for i in range(1000)], width=8, blocks=blocks)
+    assert rising == "01234567"
+
+
+def test_the_table_is_readable_at_100_columns(
+    tmp_path: Path, group: Any, capsys: pytest.CaptureFixture
+) -> None:
+    report = open_report(config(tmp_path, steps=200), group)
+    record_steps(report, 0, 200)
+    report.close("finished")
+    lines = capsys.readouterr().out.splitlines()
+    header = next(line for line in lines if line.strip().startswith("step "))
+    rows = [line for line in lines if line.strip()[:3].strip().isdigit()]
+    for title in ("reward", "length", "KL", "entropy", "clip", "gen s", "upd s", "push s",
+                  "tok/s", "left"):
+        assert title in header
+    assert len(rows) == 41  # the first step, then every 5
+    assert {len(line) for line in [header, *rows]} == {len(header)}
+    assert len(header) <= console.WIDTH
+    assert "0.500" in rows[-1] and "0.310" in rows[-1] and "4.297" in rows[-1]
+    assert any("step 1/200" in line and "left" in line for line in lines)
+
+
+def test_a_row_is_the_mean_over_the_steps_since_the_row_before(
+    tmp_path: Path, group: Any, capsys: pytest.CaptureFixture
+) -> None:
+    report = open_report(config(tmp_path, steps=10, table_every=4), group)
+    for step, reward in enumerate([9.0, 0.0, 1.0, 2.0]):
+        report.step(step, {"reward/mean": (reward * (step + 1), step + 1)}, seconds={})
+    report.close("finished")
+    last = [line for line in capsys.readouterr().out.splitlines() if line.startswith("     4 ")]
+    assert f"{(0 * 2 + 1 * 3 + 2 * 4) / 9:.3f}" in last[0]
+
+
+def test_supervised_runs_have_a_table_of_their_own(
+    tmp_path: Path, group: Any, capsys: pytest.CaptureFixture
+) -> None:
+    cfg = config(tmp_path, steps=5)
+    cfg = dataclasses.replace(cfg, algorithm=dataclasses.replace(cfg.algorithm, objective="sft"))
+    report = open_report(cfg, group)
+    values = report.step(0, {"policy/loss": (2.5, 1), "perf/trained_tokens": (1000, 1)},
+                         seconds={"update": 0.1})
+    report.close("finished")
+    out = capsys.readouterr().out
+    assert "loss" in out and "2.500" in out and "clip" not in out
+    assert values["perf/tokens_per_s"] == pytest.approx(1000 / values["perf/step_s"])
+
+
+class Terminal(io.StringIO):
+    """A stream that says it is a terminal, of some encoding."""
+
+    def __init__(self, encoding: str):
+        super().__init__()
+        self._encoding = encoding
+
+    @property
+    def encoding(self) -> str:
+        return self._encoding
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_terminal_keeps_one_progress_line_below_the_text() -> None:
+    stream = Terminal("utf-8")
+    shown = console.Console(stream=stream)
+    shown.progress("first")
+    shown.progress("second")
+    shown.line("a message")
+    shown.clear()
+    assert stream.getvalue() == ("first\r\x1b[Ksecond\r\x1b[Ka message\nsecond\r\x1b[K")
+
+
+def test_a_plain_stream_gets_no_carriage_return() -> None:
+    stream = io.StringIO()
+    shown = console.Console(stream=stream)
+    shown.progress("never seen")
+    shown.line("seen")
+    assert stream.getvalue() == "seen\n"
+
+
+def test_a_terminal_without_unicode_is_served_in_ascii() -> None:
+    stream = Terminal("ascii")
+    shown = console.Console(stream=stream)
+    shown.line("caf\u00e9")
+    assert stream.getvalue() == "caf\\xe9\n"
+    assert shown.blocks().isascii()
+
+
+def test_samples_are_printed_on_demand_and_cannot_steer_the_terminal(
+    tmp_path: Path, group: Any, capsys: pytest.CaptureFixture
+) -> None:
+    report = open_report(config(tmp_path, samples_every=2), group)
+    for step in range(3):
+        report.step(step, {}, seconds={}, samples=(
+            {"prompt": f"2+{step}=", "response": "\x1b[2J\rx\ny", "reward": 0.25},))
+    report.close("finished")
+    out = capsys.readouterr().out
+    assert "2+0=" in out and "2+2=" in out and "2+1=" not in out
+    assert "\\x1b[2J\\rx" in out and "\x1b" not in out and "0.250" in out
+    assert [row["step"] for row in read_rows(tmp_path / "samples.jsonl")] == [0, 2]
+
+
+def test_the_derived_arithmetic_is_printed_at_start(
+    tmp_path: Path, group: Any, capsys: pytest.CaptureFixture
+) -> None:
+    report = open_report(config(tmp_path), group, **{"sequences per step": "64 prompts * 8 = 512"})
+    report.close("finished")
+    out = capsys.readouterr().out
+    assert "sequences per step  64 prompts * 8 = 512" in out
+    assert "start-up: build engine 12.3 s\n" in out
+
+
+def test_the_probe_of_engine_against_trainer_is_printed_and_recorded(
+    tmp_path: Path, group: Any, capsys: pytest.CaptureFixture
+) -> None:
+    cfg = config(tmp_path)
+    report = Report(cfg, SmallWorld(cfg, group))
+    report.start({}, step=0, sums={"sync/bytes": (4_000_000, 1), "sync/gb_per_s": (1.5, 1),
+                                   "sync/probe_gap": (0.016, 10)})
+    report.close("finished")
+    out = capsys.readouterr().out
+    assert "first push of the weights: 4,000,000 bytes, 1.500 GB/s" in out
+    assert "probe_gap 0.0016 (mean allowed: 0.1)" in out
+    assert read_rows(tmp_path / "metrics.jsonl")[0]["sync/probe_gap"] == pytest.approx(0.0016)

@@ -1,0 +1,191 @@
+"""The tracker: a real MLflow on SQLite, and one that is not there."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ranks import free_port
+from report_world import SmallWorld, config, one_rank, record_steps
+
+from spmdrl.config import flatten
+from spmdrl.report import tracker
+from spmdrl.report.jsonl import read_rows
+from spmdrl.report.report import Report
+from spmdrl.report.tracker import MlflowTracker
+
+
+def open_tracker(folder: Path, uri: str = "", **changed: Any) -> MlflowTracker:
+    options = dict(experiment="tests", run_name="one", resume=False, tags={})
+    return MlflowTracker(uri, folder=folder, **(options | changed))
+
+
+def client_of(folder: Path) -> Any:
+    from mlflow.tracking import MlflowClient
+
+    return MlflowClient(f"sqlite:///{folder.resolve() / 'mlflow.db'}")
+
+
+def run_id_of(folder: Path) -> str:
+    return json.loads((folder / "mlflow_run.json").read_text())["run_id"]
+
+
+def test_a_run_can_be_read_back_from_mlflow_and_is_continued_on_resume(tmp_path: Path) -> None:
+    folder = tmp_path / "my_run"
+    cfg = config(folder, steps=8, tracker="mlflow", experiment="tests", aliases="verl")
+    with one_rank() as group:
+        report = Report(cfg, SmallWorld(cfg, group))
+        report.start({"sequences per step": "64 * 8 = 512"}, step=0)
+        record_steps(report, 0, 6)
+        report.close("stopped")
+        first = run_id_of(folder)
+        client = client_of(folder)
+        assert client.get_run(first).info.status == "KILLED"
+        changed = dataclasses.replace(cfg, steps=9)
+        report = Report(changed, SmallWorld(changed, group))
+        report.start({}, step=4)
+        record_steps(report, 4, 9, reward=0.75)
+        report.evaluation(9, {"eval/reward": (3, 4)})
+        report.close("finished")
+    assert run_id_of(folder) == first
+    run = client.get_run(first)
+    assert run.info.status == "FINISHED" and run.info.run_name == "my_run"
+    for name, value in flatten(cfg).items():
+        assert run.data.params[name] == str(value)
+    assert run.data.params["derived.sequences per step"] == "64 * 8 = 512"
+    assert run.data.tags["from_step_4.steps"] == "9"
+    points = {m.step: m.value for m in client.get_metric_history(first, "reward/mean")}
+    assert points == {0: 0.5, 1: 0.5, 2: 0.5, 3: 0.5} | dict.fromkeys(range(4, 9), 0.75)
+    assert run.data.metrics["critic/score/mean"] == 0.75
+    assert run.data.metrics["eval/reward"] == 0.75
+    check_artifacts(client, first, folder=folder)
+
+
+def check_artifacts(client: Any, run_id: str, *, folder: Path) -> None:
+    names = {item.path for item in client.list_artifacts(run_id)}
+    assert {"samples.json", "curves.png", "config.yaml"} <= names
+    tag = json.loads(client.get_run(run_id).data.tags["mlflow.loggedArtifacts"])
+    assert tag == [{"path": "samples.json", "type": "table"}]
+    table = json.loads(Path(client.download_artifacts(run_id, "samples.json")).read_text())
+    assert table["columns"] == ["step", "prompt", "response", "reward"]
+    assert [row[0] for row in table["data"]] == [0, 5]
+    assert table["data"][0][1:] == ["1+2=", "3", 1.0]
+    assert len(read_rows(folder / "metrics.jsonl")) == 10
+
+
+def test_a_fresh_start_in_the_same_folder_is_a_new_mlflow_run(tmp_path: Path) -> None:
+    ids = []
+    for resume in (False, True, False):
+        run = open_tracker(tmp_path, resume=resume)
+        run.metrics(0, {"reward/mean": 1.0})
+        run.close("finished")
+        ids.append(run_id_of(tmp_path))
+    assert ids[0] == ids[1] != ids[2]
+
+
+def test_system_metrics_are_recorded(tmp_path: Path) -> None:
+    run = open_tracker(tmp_path, system_every_s=0.2)
+    client, deadline, found = None, time.monotonic() + 60, []
+    while not found and time.monotonic() < deadline:
+        time.sleep(0.5)
+        if (tmp_path / "mlflow_run.json").exists():
+            client = client or client_of(tmp_path)
+            metrics = client.get_run(run_id_of(tmp_path)).data.metrics
+            found = [name for name in metrics if name.startswith("system/")]
+    run.close("finished")
+    assert "system/cpu_utilization_percentage" in found
+
+
+def test_a_deleted_mlflow_run_is_replaced_and_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = open_tracker(tmp_path)
+    run.close("finished")
+    old = run_id_of(tmp_path)
+    client_of(tmp_path).delete_run(old)
+    run = open_tracker(tmp_path, resume=True)
+    run.metrics(3, {"reward/mean": 1.0})
+    run.close("finished")
+    assert run_id_of(tmp_path) != old and f"MLflow run {old} is gone" in caplog.text
+
+
+def test_a_tracker_that_is_down_is_said_once_and_stops_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    uri = f"http://127.0.0.1:{free_port()}"
+    cfg = config(tmp_path, tracker="mlflow", mlflow_uri=uri)
+    with one_rank() as group:
+        report = Report(cfg, SmallWorld(cfg, group))
+        report.start({}, step=0)
+        record_steps(report, 0, 3)
+        began = time.monotonic()
+        report.close("finished")
+    assert time.monotonic() - began < 60
+    out = capsys.readouterr().out
+    assert out.count(f"MLflow at {uri} fails") == 1
+    assert "Training goes on" in out and "did not take the last" in out
+    assert len(read_rows(tmp_path / "metrics.jsonl")) == 3
+
+
+def test_a_tracker_that_comes_back_gets_what_it_missed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "spmdrl")
+    monkeypatch.setattr(tracker, "_RETRY_S", 0.2)
+    blocker = tmp_path / "store"
+    blocker.write_text("a file where the store's folder should be")
+    run = open_tracker(tmp_path, f"sqlite:///{blocker}/mlflow.db")
+    run.metrics(0, {"reward/mean": 0.5})
+    wait_for(lambda: "fails" in caplog.text)
+    run.metrics(1, {"reward/mean": 0.75})
+    blocker.unlink()
+    blocker.mkdir()
+    wait_for(lambda: "answers again" in caplog.text)
+    run.close("finished")
+    history = client_of(blocker).get_metric_history(run.run_id, "reward/mean")
+    assert {m.step: m.value for m in history} == {0: 0.5, 1: 0.75}
+    assert caplog.text.count("fails") == 1
+
+
+def wait_for(condition: Any, *, timeout_s: float = 60.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.1)
+
+
+def test_mlflow_does_not_phone_home() -> None:
+    # In a process that MLflow does not take for a test or a CI job, where it is quiet anyway.
+    code = (
+        "from spmdrl.report.tracker import _import_mlflow; _import_mlflow();"
+        "from mlflow.telemetry import get_telemetry_client;"
+        "from mlflow.telemetry.utils import _IS_IN_CI_ENV_OR_TESTING, is_telemetry_disabled;"
+        "assert not _IS_IN_CI_ENV_OR_TESTING;"
+        "assert is_telemetry_disabled() and get_telemetry_client() is None"
+    )
+    env = {"PATH": "", "PYTHONPATH": str(Path(__file__).parents[1])}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True,
+                          timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_step_costs_the_loop_little(tmp_path: Path) -> None:
+    cfg = config(tmp_path, steps=60, tracker="mlflow")
+    taken = []
+    with one_rank() as group:
+        report = Report(cfg, SmallWorld(cfg, group))
+        report.start({}, step=0)
+        for step in range(60):
+            began = time.perf_counter()
+            record_steps(report, step, step + 1)
+            taken.append(time.perf_counter() - began)
+        report.close("finished")
+    assert statistics.median(taken) < 0.02, f"median {statistics.median(taken) * 1e3:.1f} ms"
