@@ -1,0 +1,32 @@
+"""Metrics of a batch that follow from its scalars: the same numbers on every rank."""
+
+from __future__ import annotations
+
+from spmdrl.algorithms.groups import group_rewards
+from spmdrl.types import Batch, Sums, add_sums
+
+
+def batch_sums(batch: Batch) -> Sums:
+    """Return reward/, rollout/, data/ and perf/ sums of a whole batch.
+
+    Rewards count valid samples only. `reward/std` is the root of the mean within-group
+    variance (population form) over groups of at least two valid samples.
+    """
+    scalars = batch.scalars
+    groups = group_rewards(scalars.rewards, scalars.group_ids, is_valid=scalars.is_valid)
+    compared = groups.counts >= 2
+    num_compared = int(compared.sum())
+    variance = (groups.stds[compared] ** 2).sum().item()
+    std = (variance / num_compared) ** 0.5 if num_compared else 0.0
+    own: Sums = {
+        "reward/mean": (groups.rewards.sum().item(), int(scalars.is_valid.sum())),
+        "reward/std": (std, min(num_compared, 1)),
+        "reward/zero_spread_groups_frac": (
+            int((compared & ~groups.has_spread).sum()), num_compared),
+        "rollout/samples": (len(scalars), 1),
+        "perf/generated_tokens": (int(scalars.response_lengths.sum()), 1),
+        "perf/batch_tokens": (int(scalars.lengths.sum()), 1),
+        "data/groups": (len(groups.counts), 1),
+        "data/groups_of_one": (int((groups.counts == 1).sum()), 1),
+    }
+    return add_sums(batch.sums, own)
