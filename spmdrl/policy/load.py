@@ -1,0 +1,249 @@
+"""From a Hugging Face folder to parameters: the architecture on the meta device, then slices.
+
+No rank ever holds a whole model: the modules are built without storage, sharded, and then each
+rank reads only its own slices of the safetensors files.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from spmdrl.config import Config, Model
+
+_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
+
+
+def load_hf_config(path: str, *, trust_remote_code: bool = False) -> Any:
+    """Read a model's config.json from a local folder or the hub; no weights are touched.
+
+    Returns: the transformers PreTrainedConfig.
+    Raises: ValueError when the folder is missing or its config cannot be read.
+    """
+    from transformers import AutoConfig
+
+    if not path:
+        raise ValueError("model.path: is required and empty; name a folder or a hub model")
+    folder = Path(path)
+    if folder.is_dir() and not (folder / "config.json").is_file():
+        raise ValueError(f"model.path: folder {path} has no config.json; is it a Hugging Face "
+                         f"model folder? it holds {_some(p.name for p in folder.iterdir())}")
+    if not folder.is_dir() and _looks_local(path):
+        raise ValueError(f"model.path: folder {path} does not exist")
+    try:
+        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    except Exception as error:  # transformers raises many kinds, all of them mean the same here
+        where = "unreadable" if folder.is_dir() else "neither a folder nor a hub model in reach"
+        raise ValueError(f"model.path: {path} is {where}: {error}") from error
+    if getattr(config, "vision_config", None) is not None:
+        raise ValueError(f"model.path: {path} is a {config.model_type} with a vision tower; only "
+                         "text models can be trained")
+    return config
+
+
+def _looks_local(path: str) -> bool:
+    return path.startswith(("/", ".", "~")) or path.count("/") > 1 or path.endswith("/")
+
+
+def _some(names: Iterable[str], limit: int = 8) -> str:
+    names = sorted(names)
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return (", ".join(names[:limit]) or "nothing") + more
+
+
+def model_folder(path: str) -> Path:
+    """Return the local folder of a model's weights, fetching a hub model into the cache.
+
+    Raises: ValueError when it is neither there nor to be had.
+    """
+    if Path(path).is_dir():
+        return Path(path)
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(path, allow_patterns=["*.safetensors", "*.json"]))
+    except Exception as error:  # network, access, unknown name: the person gets the hub's words
+        raise ValueError(f"model.path: cannot fetch the weights of {path}: {error}") from error
+
+
+def build_meta_model(model: Model, *, attention: str = "eager") -> nn.Module:
+    """Build a model's modules without storage, tied weights tied.
+
+    Args:
+        model: the config's model section.
+        attention: name in transformers' attention interface.
+    Returns: a transformers causal LM, all parameters float32 on the meta device.
+    Raises: ValueError for a missing folder or an architecture that is no causal LM.
+    """
+    from transformers import AutoModelForCausalLM
+
+    config = load_hf_config(model.path, trust_remote_code=model.trust_remote_code)
+    with torch.device("meta"):
+        try:
+            return AutoModelForCausalLM.from_config(
+                config, dtype=torch.float32, attn_implementation=attention,
+                trust_remote_code=model.trust_remote_code,
+            )
+        except ValueError as error:
+            raise ValueError(f"model.path: cannot build {config.model_type} of {model.path} as a "
+                             f"causal language model: {error}") from error
+
+
+def checkpoint_shapes(cfg: Config) -> dict[str, torch.Size]:
+    """Return {name in the safetensors files: shape} of a model; tied weights appear once."""
+    return {name: p.shape for name, p in build_meta_model(cfg.model).named_parameters()}
+
+
+def local_box(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return (start, shape) of this rank's part within the whole tensor.
+
+    Serves DTensors that are sharded by tp first and by dp_shard within the tp part, which is
+    always one contiguous box. A plain tensor is its own box.
+    """
+    start, shape = [0] * tensor.dim(), list(tensor.shape)
+    if not isinstance(tensor, DTensor):
+        return tuple(start), tuple(shape)
+    mesh, placements = tensor.device_mesh, tensor.placements
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None, "this rank is outside the tensor's mesh"
+    # A _StridedShard says that a later mesh axis (tp) cut the same dim before this one did.
+    cuts = [(not type(p) is Shard, axis) for axis, p in enumerate(placements)
+            if not isinstance(p, Replicate)]
+    for _, axis in sorted(cuts):
+        dim, parts = placements[axis].dim, mesh.size(axis)
+        step = -(-shape[dim] // parts)
+        begin = min(coordinate[axis] * step, shape[dim])
+        start[dim] += begin
+        shape[dim] = min(step, shape[dim] - begin)
+    return tuple(start), tuple(shape)
+
+
+class CheckpointReader:
+    """The tensors of a folder's safetensors files, read by slice.
+
+    Raises: ValueError when the folder has no safetensors weights or a file is unreadable.
+    """
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self._files: dict[str, Any] = {}
+        self._file_of = self._read_index()
+
+    def _read_index(self) -> dict[str, str]:
+        index = self.folder / _INDEX
+        if index.is_file():
+            try:
+                return json.loads(index.read_text())["weight_map"]
+            except (json.JSONDecodeError, KeyError) as error:
+                raise ValueError(f"model.path: {index} is not a weight index: {error!r}") from error
+        if not (self.folder / _SINGLE).is_file():
+            found = _some(p.name for p in self.folder.iterdir())
+            raise ValueError(f"model.path: {self.folder} has neither {_SINGLE} nor {_INDEX}, only "
+                             f"{found}; convert the weights to safetensors")
+        return dict.fromkeys(self._open(_SINGLE).keys(), _SINGLE)
+
+    def _open(self, file: str) -> Any:
+        if file not in self._files:
+            try:
+                self._files[file] = safe_open(self.folder / file, framework="pt")
+            except (SafetensorError, OSError) as error:
+                raise ValueError(f"model.path: cannot read {self.folder / file}: {error}; the "
+                                 "file is missing, cut short or corrupted") from error
+        return self._files[file]
+
+    def names(self) -> set[str]:
+        """Return the names of all tensors."""
+        return set(self._file_of)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return a tensor's shape, read from the file's header."""
+        return tuple(self._slice(name).get_shape())
+
+    def read(self, name: str, *, start: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
+        """Return one box of a tensor, in the dtype of the file, on the CPU."""
+        box = tuple(slice(s, s + n) for s, n in zip(start, shape))
+        part = self._slice(name)
+        return part[box] if box else part[:]
+
+    def _slice(self, name: str) -> Any:
+        file = self._file_of[name]
+        try:
+            return self._open(file).get_slice(name)
+        except SafetensorError as error:
+            raise ValueError(f"model.path: {self.folder / file} does not hold {name}, which "
+                             f"{_INDEX} says it does: {error}") from error
+
+
+def check_names(
+    reader: CheckpointReader, shapes: dict[str, torch.Size], *, may_be_extra: Iterable[str]
+) -> None:
+    """Compare the files' tensors with the model's.
+
+    Args:
+        reader: the files.
+        shapes: {name: shape} that the model has.
+        may_be_extra: regular expressions of names that a file may hold besides.
+    Raises: ValueError naming every missing, extra or wrongly shaped tensor.
+    """
+    names, patterns = reader.names(), [re.compile(p) for p in may_be_extra]
+    problems = [f"missing: {_some(shapes.keys() - names)}"] if shapes.keys() - names else []
+    extra = {n for n in names - shapes.keys() if not any(p.search(n) for p in patterns)}
+    if extra:
+        problems.append(f"not part of the model: {_some(extra)}")
+    for name in sorted(shapes.keys() & names):
+        if reader.shape(name) != tuple(shapes[name]):
+            problems.append(f"{name} has shape {list(reader.shape(name))} in the file, "
+                            f"{list(shapes[name])} by config.json")
+    if problems:
+        raise ValueError(f"model.path: the weights in {reader.folder} do not fit its config.json: "
+                         + "; ".join(problems))
+
+
+@torch.no_grad()
+def read_parameters(reader: CheckpointReader, parameters: dict[str, Tensor]) -> None:
+    """Fill each parameter's local part from the files, cast to the parameter's dtype.
+
+    Args:
+        reader: the files, checked by `check_names`.
+        parameters: {name in the files: DTensor or Tensor with storage}.
+    """
+    for name, parameter in parameters.items():
+        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        start, shape = local_box(parameter)
+        assert tuple(local.shape) == shape, (name, tuple(local.shape), start, shape)
+        if local.numel():
+            local.copy_(reader.read(name, start=start, shape=shape))
+
+
+@torch.no_grad()
+def compute_buffers(hf_model: nn.Module) -> None:
+    """Give values to the buffers that no file holds (rotary frequencies, embedding scales).
+
+    Args:
+        hf_model: the transformers model, buffers with storage and undefined values. Its own
+            `_init_weights` computes them; parameters are flagged so that it leaves them alone.
+    Raises: ValueError naming a buffer that stayed without a value.
+    """
+    for parameter in hf_model.parameters():
+        parameter._is_hf_initialized = True
+    for name, module in hf_model.named_modules():
+        own = dict(module.named_buffers(recurse=False))
+        for buffer in own.values():
+            if buffer.is_floating_point():
+                buffer.fill_(float("nan"))
+        if own:
+            hf_model._init_weights(module)
+        for key, buffer in module.named_buffers(recurse=False):
+            if not buffer.is_floating_point() or bool(buffer.isnan().any()):
+                raise ValueError(
+                    f"model: buffer {name}.{key} of {type(module).__name__} is computed in a way "
+                    "that loading on the meta device does not know; this model cannot be trained"
+                )

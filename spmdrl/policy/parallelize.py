@@ -1,0 +1,102 @@
+"""Parallelism from outside the model, one function per axis, in this order:
+tp (tensor_parallel.py), activation checkpointing, compile, FSDP2."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    CheckpointImpl, checkpoint_wrapper,
+)
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+_WRAPPER = "_checkpoint_wrapped_module."
+
+
+def plain_name(name: str) -> str:
+    """Return a parameter's name without what activation checkpointing puts into it."""
+    return name.replace(_WRAPPER, "")
+
+
+def blocks(hf_model: nn.Module) -> list[tuple[nn.Module, str]]:
+    """Return (parent, attribute) of every transformer block, first to last.
+
+    Raises: ValueError when the model does not say what its blocks are.
+    """
+    kinds = set(getattr(hf_model, "_no_split_modules", None) or ())
+    found = [
+        (parent, attribute) for parent in hf_model.modules()
+        for attribute, child in parent.named_children() if type(child).__name__ in kinds
+    ]
+    if not found:
+        raise ValueError(f"model: {type(hf_model).__name__} names no blocks "
+                         f"(_no_split_modules = {sorted(kinds)}); it cannot be sharded")
+    return found
+
+
+def apply_liger(hf_model: nn.Module) -> None:
+    """Put liger's RMSNorm, RoPE and gated-MLP kernels into the model (CUDA only).
+
+    Its cross entropy stays out: logprobs come from our own head.
+
+    Raises: ValueError when liger-kernel is not installed.
+    """
+    try:
+        from liger_kernel.transformers import _apply_liger_kernel_to_instance
+    except ImportError as error:
+        raise ValueError(f"model.liger: liger-kernel cannot be imported ({error}); install it or "
+                         "set --model.liger False") from error
+    _apply_liger_kernel_to_instance(
+        model=hf_model, rope=True, rms_norm=True, swiglu=True, geglu=True,
+        cross_entropy=False, fused_linear_cross_entropy=False,
+    )
+
+
+def apply_activation_checkpointing(hf_model: nn.Module) -> None:
+    """Wrap every block so that its activations are recomputed in the backward pass."""
+    for parent, attribute in blocks(hf_model):
+        block = getattr(parent, attribute)
+        # Nothing random runs in a block (dropout is refused), so no RNG state is kept.
+        wrapped = checkpoint_wrapper(
+            block, checkpoint_impl=CheckpointImpl.NO_REENTRANT, preserve_rng_state=False)
+        setattr(parent, attribute, wrapped)
+
+
+def apply_compile(hf_blocks: list[nn.Module]) -> None:
+    """Compile every block in place; sequence packing makes shapes dynamic."""
+    for block in hf_blocks:
+        block.compile(dynamic=True)
+
+
+def apply_fsdp(
+    scorer: nn.Module, hf_blocks: list[nn.Module], *, mesh: DeviceMesh, dtype: torch.dtype
+) -> None:
+    """Shard every block, and the rest as one unit, over the data-parallel axes.
+
+    Applied at size 1 too, so that one path serves every layout. Parameters stay float32 and
+    are gathered in `dtype`; gradients are reduced in float32. FSDP2 averages gradients over
+    the data-parallel ranks: the loss is multiplied by their number to get sums.
+
+    Args:
+        scorer: the root module, on the meta device.
+        hf_blocks: its transformer blocks.
+        mesh: the trainer mesh with axes dp_replicate, dp_shard, tp.
+        dtype: of forward and backward.
+    """
+    is_replicated = mesh["dp_replicate"].size() > 1
+    data_mesh = mesh["dp_replicate", "dp_shard"] if is_replicated else mesh["dp_shard"]
+    # Inputs are ids and masks: there is nothing to cast, and float32 outputs must stay so.
+    policy = MixedPrecisionPolicy(
+        param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    is_sharded = mesh["dp_shard"].size() > 1
+    for block in hf_blocks:
+        fully_shard(block, mesh=data_mesh, mp_policy=policy, reshard_after_forward=is_sharded)
+    fully_shard(scorer, mesh=data_mesh, mp_policy=policy, reshard_after_forward=False)
+
+
+def reshard(scorer: nn.Module) -> None:
+    """Free gathered parameters: after a forward pass that no backward pass follows."""
+    for module in scorer.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()

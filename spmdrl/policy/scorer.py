@@ -1,0 +1,68 @@
+"""The module that FSDP2 sees as its root: tokens in, logprobs and entropy out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from spmdrl.policy.attention import Packing
+from spmdrl.policy.head import HeadOptions, logprobs_and_entropy
+
+
+@dataclass(frozen=True)
+class Scoring:
+    """One packed row and the positions of it to score. N scored positions, T tokens."""
+
+    tokens: Tensor  # [T] int64
+    position_ids: Tensor  # [T] int64
+    packing: Packing
+    scored: Tensor  # [N] int64, positions of the scored tokens; none is a sequence's first
+    targets: Tensor  # [N] int64, the scored tokens
+
+
+class Scorer(nn.Module):
+    """A transformers base model and an output head that never makes full logits.
+
+    Args:
+        hf_model: a transformers causal LM; its base model and head are used, its forward not.
+        chunk_tokens: positions whose logits exist at once.
+        temperature: of the distribution that is scored.
+        tp_group: ranks among which the head's rows are sharded; None when they are not.
+    Raises: ValueError for a head with a bias.
+    """
+
+    def __init__(
+        self, hf_model: nn.Module, *, chunk_tokens: int, temperature: float,
+        tp_group: dist.ProcessGroup | None,
+    ):
+        super().__init__()
+        head, embedding = hf_model.get_output_embeddings(), hf_model.get_input_embeddings()
+        if head is None or getattr(head, "bias", None) is not None:
+            raise ValueError(f"model: the output head of {type(hf_model).__name__} is missing or "
+                             "has a bias, which the logprob head does not support")
+        config = hf_model.config
+        self.is_tied = bool(config.tie_word_embeddings)
+        assert self.is_tied or head.weight is not embedding.weight
+        self.base = hf_model.base_model
+        self.lm_head = None if self.is_tied else head
+        scale = getattr(config, "logit_scale", None) or 1.0
+        scale /= getattr(config, "logits_scaling", None) or 1.0
+        self.head_options = HeadOptions(
+            chunk_tokens=chunk_tokens, temperature=temperature, group=tp_group, scale=scale,
+            softcap=getattr(config, "final_logit_softcapping", None),
+        )
+
+    def forward(self, work: Scoring, options: HeadOptions) -> tuple[Tensor, Tensor]:
+        """Return logprobs and entropy of the scored tokens, each [N] float32, nats."""
+        hidden = self.base(
+            input_ids=work.tokens[None], position_ids=work.position_ids[None],
+            attention_mask=None, use_cache=False, packing=work.packing,
+        ).last_hidden_state[0]
+        weight = self.base.get_input_embeddings().weight if self.is_tied else self.lm_head.weight
+        if isinstance(weight, DTensor):
+            weight = weight.to_local()
+        before = hidden.index_select(0, work.scored - 1)
+        return logprobs_and_entropy(before, weight, targets=work.targets, options=options)

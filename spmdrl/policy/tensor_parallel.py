@@ -1,0 +1,241 @@
+"""Tensor parallelism from a model's own plan: one style per entry, applied from outside.
+
+Each style shards a module's weight over the tp axis (a DTensor) and computes with the local
+part, so that the matmuls never go through DTensor dispatch. Activations between a column-wise
+and a row-wise module are local to a rank; everywhere else they are replicated, and so are the
+gradients that come back.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable, Mapping
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+Forward = Callable[[Tensor], Tensor]
+
+
+class _Enter(torch.autograd.Function):
+    """Replicated to local: the gradient is the sum over ranks."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+        # A copy: autograd may hand the same tensor to another consumer.
+        grad = grad.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(grad, group=ctx.group)
+        return grad, None
+
+
+class _Leave(torch.autograd.Function):
+    """Partial to replicated: the sum over ranks; every rank's part has the same gradient."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        x = x.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(x, group=group)
+        return x
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+class _Gather(torch.autograd.Function):
+    """Local parts of the last dim to the whole; the gradient is this rank's part."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _gathered(x, group)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+        return _own_part(grad, ctx.group), None
+
+
+class _Split(torch.autograd.Function):
+    """The whole last dim to this rank's part; the gradient is gathered."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _own_part(x, group)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+        return _gathered(grad, ctx.group), None
+
+
+def _gathered(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    x = x.contiguous()
+    parts = [torch.empty_like(x) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, x, group=group)
+    return torch.cat(parts, dim=-1)
+
+
+def _own_part(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    return x.chunk(dist.get_world_size(group), dim=-1)[dist.get_rank(group)].contiguous()
+
+
+def tp_plan(hf_model: nn.Module) -> dict[str, str]:
+    """Return {module name pattern: style} of a transformers model, without its output head.
+
+    Raises: ValueError when the model has no plan.
+    """
+    plan = dict(getattr(hf_model, "_tp_plan", None) or {})
+    head = hf_model.get_output_embeddings()
+    plan = {k: v for k, v in plan.items() if not any(
+        m is head for n, m in hf_model.named_modules() if _matches(n, k))}
+    if not plan:
+        raise ValueError(f"layout.tp: {type(hf_model).__name__} has no tensor-parallel plan of "
+                         "its own; set layout.tp to 1")
+    return plan
+
+
+def _matches(name: str, pattern: str) -> bool:
+    return re.sub(r"\.\d+(?=\.|$)", ".*", name) == pattern
+
+
+def apply_tp(hf_model: nn.Module, mesh: DeviceMesh) -> dict[str, str]:
+    """Shard a meta model's modules over the tp axis by its own plan.
+
+    Args:
+        hf_model: a transformers causal LM on the meta device, changed in place.
+        mesh: one-dimensional, the tp axis.
+    Returns: {parameter name: "partial" or "replicated"} of the parameters that stay whole on
+        every tp rank: the gradient of a partial one covers this rank's heads only.
+    Raises: ValueError for a style that is not known here, or for heads, features or a
+        vocabulary that do not divide.
+    """
+    plan, size = tp_plan(hf_model), mesh.size()
+    _check_heads(hf_model, size)
+    partial: set[str] = set()
+    for name, module in hf_model.named_modules():
+        style = next((s for pattern, s in plan.items() if _matches(name, pattern)), None)
+        if style == "replicated_with_grad_allreduce":
+            partial |= {f"{name}.{p}" for p, _ in module.named_parameters(recurse=False)}
+        elif style is not None:
+            _apply_style(module, style, name=name, mesh=mesh)
+    head, embedding = hf_model.get_output_embeddings(), hf_model.get_input_embeddings()
+    is_tied = head.weight is embedding.weight or _is_tied(hf_model)
+    if not is_tied:
+        _shard(head, "weight", dim=0, name="lm_head", mesh=mesh)
+    return {
+        name: "partial" if name in partial else "replicated"
+        for name, p in hf_model.named_parameters() if not hasattr(p, "placements")
+    }
+
+
+def _is_tied(hf_model: nn.Module) -> bool:
+    return bool(getattr(hf_model.config, "tie_word_embeddings", False))
+
+
+def _check_heads(hf_model: nn.Module, size: int) -> None:
+    config = hf_model.config
+    for field in ("num_attention_heads", "num_key_value_heads"):
+        count = getattr(config, field, None)
+        if count is not None and count % size:
+            raise ValueError(f"layout.tp: {size} does not divide the model's {field} {count}")
+
+
+def _apply_style(module: nn.Module, style: str, *, name: str, mesh: DeviceMesh) -> None:
+    kinds = {"colwise": nn.Linear, "colwise_gather_output": nn.Linear, "rowwise": nn.Linear,
+             "rowwise_split_input": nn.Linear, "embedding_rowwise": nn.Embedding}
+    if style not in kinds or not isinstance(module, kinds[style]):
+        raise ValueError(
+            f"layout.tp: module {name} ({type(module).__name__}) has the tensor-parallel style "
+            f"{style!r}, which is not supported; known: {', '.join(kinds)}, "
+            "replicated_with_grad_allreduce; set layout.tp to 1"
+        )
+    dim = 1 if style.startswith("rowwise") else 0
+    _shard(module, "weight", dim=dim, name=name, mesh=mesh)
+    if dim == 0 and getattr(module, "bias", None) is not None:
+        _shard(module, "bias", dim=0, name=name, mesh=mesh)
+    group = mesh.get_group()
+    if style.startswith("colwise"):
+        gathers = style == "colwise_gather_output"
+        module.forward = functools.partial(_colwise, module, group=group, gathers=gathers)
+    elif style.startswith("rowwise"):
+        splits = style == "rowwise_split_input"
+        module.forward = functools.partial(_rowwise, module, group=group, splits=splits)
+    else:
+        module.forward = functools.partial(_vocab_parallel, module, module.forward, group=group)
+
+
+def _shard(module: nn.Module, key: str, *, dim: int, name: str, mesh: DeviceMesh) -> None:
+    whole = getattr(module, key)
+    if whole.shape[dim] % mesh.size():
+        raise ValueError(f"layout.tp: {mesh.size()} does not divide dim {dim} of {name}.{key}, "
+                         f"which has shape {list(whole.shape)}")
+    sharded = distribute_tensor(whole.detach(), mesh, [Shard(dim)], src_data_rank=None)
+    setattr(module, key, nn.Parameter(sharded, requires_grad=whole.requires_grad))
+
+
+def _colwise(module: nn.Linear, x: Tensor, *, group: dist.ProcessGroup, gathers: bool) -> Tensor:
+    bias = None if module.bias is None else module.bias.to_local()
+    out = F.linear(_Enter.apply(x, group), module.weight.to_local(), bias)
+    return _Gather.apply(out, group) if gathers else out
+
+
+def _rowwise(module: nn.Linear, x: Tensor, *, group: dist.ProcessGroup, splits: bool) -> Tensor:
+    x = _Split.apply(x, group) if splits else x
+    out = _Leave.apply(F.linear(x, module.weight.to_local()), group)
+    return out if module.bias is None else out + module.bias
+
+
+def _vocab_parallel(
+    module: nn.Embedding, forward: Forward, ids: Tensor, *, group: dist.ProcessGroup
+) -> Tensor:
+    """Look up this rank's rows and add the ranks up; what the model does besides the lookup
+    (Gemma scales it) is linear, so it commutes with the sum."""
+    whole, padding = module.weight, module.padding_idx
+    local = whole.to_local()
+    first = dist.get_rank(group) * local.shape[0]
+    is_own = (ids >= first) & (ids < first + local.shape[0])
+    own_padding = None if padding is None else padding - first
+    if own_padding is not None and not 0 <= own_padding < local.shape[0]:
+        own_padding = None
+    module._parameters["weight"], module.padding_idx = local, own_padding
+    try:
+        out = forward((ids - first).clamp(0, local.shape[0] - 1))
+    finally:
+        module._parameters["weight"], module.padding_idx = whole, padding
+    return _Leave.apply(out * is_own[..., None], group)
+
+
+def sum_replicated_gradients(
+    gradients: Mapping[str, Tensor], kinds: Mapping[str, str], *, group: dist.ProcessGroup
+) -> None:
+    """Make the gradients of whole parameters right and bit-equal on all tp ranks, in place.
+
+    A partial gradient is summed over the ranks; a replicated one is averaged, which changes
+    it by rounding only but keeps the copies from drifting apart. Once per update, in one
+    collective, instead of once per module and micro-batch.
+
+    Args:
+        gradients: {parameter name: local float32 gradient}.
+        kinds: what `apply_tp` returned.
+        group: of the tp axis.
+    """
+    chosen = [(gradients[name], kind) for name, kind in kinds.items() if name in gradients]
+    if not chosen:
+        return
+    flat = torch.cat([g.reshape(-1) for g, _ in chosen])
+    dist.all_reduce(flat, group=group)
+    size, at = dist.get_world_size(group), 0
+    for gradient, kind in chosen:
+        total = flat[at:at + gradient.numel()].view_as(gradient)
+        gradient.copy_(total if kind == "partial" else total / size)
+        at += gradient.numel()

@@ -1,0 +1,202 @@
+"""Loading: what is refused, and that every rank's shards are slices of the file."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from policy_runs import config
+from ranks import run_ranks
+from safetensors.torch import load_file, save_file
+
+from spmdrl.config import Config, Model
+from spmdrl.create_model import create_model
+from spmdrl.policy.load import (
+    CheckpointReader, build_meta_model, check_names, checkpoint_shapes, load_hf_config,
+)
+
+
+def _make(where: Path, name: str = "model", **options: object) -> Path:
+    return create_model(where / name, **({"hidden_size": 32, "layers": 2, "heads": 4,
+                                          "kv_heads": 2, "intermediate": 48} | options))
+
+
+def _check(folder: Path) -> None:
+    shapes = checkpoint_shapes(Config(model=Model(path=str(folder))))
+    check_names(CheckpointReader(folder), shapes, may_be_extra=[])
+
+
+def test_missing_and_unreadable_folders_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="does not exist"):
+        load_hf_config(str(tmp_path / "nowhere"))
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match="no config.json"):
+        load_hf_config(str(tmp_path / "empty"))
+    (tmp_path / "empty" / "config.json").write_text("{ not json")
+    with pytest.raises(ValueError, match="unreadable"):
+        load_hf_config(str(tmp_path / "empty"))
+
+
+def test_a_folder_without_safetensors_is_refused(tmp_path):
+    folder = _make(tmp_path)
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    with pytest.raises(ValueError, match="pytorch_model.bin"):
+        CheckpointReader(folder)
+
+
+def test_a_file_cut_short_is_named(tmp_path):
+    folder = _make(tmp_path)
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:5000])
+    with pytest.raises(ValueError, match="model.safetensors.*cut short"):
+        CheckpointReader(folder)
+
+
+def test_missing_extra_and_misshapen_tensors_are_all_named(tmp_path):
+    folder = _make(tmp_path)
+    _check(folder)
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    tensors["model.layers.0.mlp.oops.weight"] = torch.zeros(2)
+    tensors["model.norm.weight"] = torch.zeros(31)
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(ValueError) as caught:
+        _check(folder)
+    text = str(caught.value)
+    assert "missing: model.layers.1.mlp.up_proj.weight" in text
+    assert "not part of the model: model.layers.0.mlp.oops.weight" in text
+    assert "model.norm.weight has shape [31] in the file, [32] by config.json" in text
+
+
+def test_tied_weights_appear_once(tmp_path):
+    tied = checkpoint_shapes(Config(model=Model(path=str(_make(tmp_path, "a", tied=True)))))
+    untied = checkpoint_shapes(Config(model=Model(path=str(_make(tmp_path, "b", tied=False)))))
+    assert untied.keys() - tied.keys() == {"lm_head.weight"}
+
+
+def test_a_model_with_a_vision_tower_is_refused(tmp_path):
+    folder = _make(tmp_path)
+    plain = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(
+        {"model_type": "gemma3", "text_config": {"hidden_size": 32}, "vision_config": plain | {
+            "model_type": "siglip_vision_model"}}))
+    with pytest.raises(ValueError, match="vision tower"):
+        build_meta_model(Model(path=str(folder)))
+
+
+def _shards(cfg: Config, folder: str) -> dict:
+    from spmdrl.policy import Policy
+    from spmdrl.policy.load import local_box
+    from spmdrl.world import World
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    world = World.start(cfg)
+    policy = Policy(cfg, world)
+    tensors = {}
+    for file in Path(folder).glob("*.safetensors"):
+        tensors |= load_file(file)
+    shards = policy.named_shards()
+    assert list(shards) == list(policy.names())
+    held = 0
+    for name, parameter in shards.items():
+        start, shape = local_box(parameter)
+        local = parameter.detach().to_local()
+        expected = compute_local_shape_and_global_offset(
+            parameter.shape, parameter.device_mesh, parameter.placements)
+        if local.numel():
+            assert (tuple(expected[0]), tuple(expected[1])) == (shape, start), name
+        box = tuple(slice(s, s + n) for s, n in zip(start, shape))
+        assert torch.equal(local, tensors[name][box]), f"rank {world.rank}: {name} differs"
+        held += local.numel()
+    scores = policy.score([[5, 6, 7, 8], [9, 10]])
+    names = set(shards)
+    world.close()
+    return {"held": held, "scores": scores, "names": names}
+
+
+def _whole_score(folder: Path) -> list[torch.Tensor]:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    scores = []
+    for row in ([5, 6, 7, 8], [9, 10]):
+        logp = torch.log_softmax(model(torch.tensor([row])).logits[0], -1).detach()
+        own = logp[:-1].gather(1, torch.tensor(row)[1:, None])[:, 0]
+        scores.append(torch.cat([torch.zeros(1), own]))
+    return scores
+
+
+@pytest.mark.parametrize("architecture,tied,world_size,tp", [
+    ("qwen3", False, 4, 2), ("gemma2", None, 3, 1),
+])
+def test_each_rank_holds_its_slices_of_the_files(architecture, tied, world_size, tp, tmp_path):
+    folder = _make(tmp_path, architecture=architecture, tied=tied, max_shard_size="20KB")
+    assert len(list(folder.glob("*.safetensors"))) > 1, "the test wants several files"
+    cfg = config(folder, tmp_path, world_size=world_size, tp=tp)
+    results = run_ranks(world_size, _shards, cfg, str(folder))
+    count = sum(shape.numel() for shape in checkpoint_shapes(cfg).values())
+    assert all(r["held"] < 0.75 * count for r in results), "a rank holds (nearly) everything"
+    for rank, result in enumerate(results):
+        for ours, theirs in zip(result["scores"], _whole_score(folder)):
+            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5,
+                                       msg=lambda m, r=rank: f"rank {r}: {m}")
+
+
+def _refused(cfg: Config) -> str:
+    from spmdrl.policy import Policy
+    from spmdrl.world import World
+
+    world = World.start(cfg)
+    try:
+        Policy(cfg, world)
+    except ValueError as error:
+        return str(error)
+    finally:
+        world.close()
+    return "accepted"
+
+
+def test_heads_that_do_not_divide_by_tp_are_refused_on_all_ranks(tmp_path):
+    folder = _make(tmp_path, heads=2, kv_heads=1)
+    texts = run_ranks(2, _refused, config(folder, tmp_path, world_size=2, tp=2))
+    assert all("layout.tp: 2 does not divide the model's num_key_value_heads 1" in t
+               for t in texts), texts
+
+
+def _beside_an_engine(cfg: Config, broken: Config) -> dict:
+    from spmdrl.policy import Policy
+    from spmdrl.types import Batch
+    from spmdrl.world import World
+
+    world = World.start(cfg)
+    policy = Policy(cfg, world)
+    empty = torch.empty(0)
+    result = {"names": policy.names(), "shards": len(policy.named_shards()),
+              "score": policy.score([[5, 6]])}
+    if not world.is_trainer:
+        nothing = Batch(scalars=None, updates=(), update_ids=empty)
+        result["update"] = policy.update(nothing, empty, step=0)
+        result["state"] = policy.state_dict()
+    try:
+        Policy(broken, world)
+    except ValueError as error:
+        result["refused"] = str(error)
+    world.close()
+    return result
+
+
+def test_a_rank_that_only_generates_knows_names_and_holds_nothing(tmp_path):
+    folder, broken = _make(tmp_path), _make(tmp_path, "broken")
+    (broken / "model.safetensors").unlink()
+    cfg, bad = (config(path, tmp_path, world_size=2) for path in (folder, broken))
+    cfg, bad = (replace(c, layout=replace(c.layout, placement="split")) for c in (cfg, bad))
+    trainer, generator = run_ranks(2, _beside_an_engine, cfg, bad)
+    assert trainer["names"] == generator["names"] and trainer["shards"] == len(trainer["names"])
+    assert generator["shards"] == 0 and generator["score"] == []
+    assert generator["update"] == {} and generator["state"] == {}
+    # Only the trainer opens the weights, and still both ranks end with the same reason.
+    assert "neither model.safetensors" in trainer["refused"]
+    assert trainer["refused"] == generator["refused"]
