@@ -1,0 +1,158 @@
+"""Time the weight stream against one plain all-to-all of the same bytes on the same ranks.
+
+    torchrun --nproc-per-node 2 benchmarks/stream.py --megabytes 100
+    torchrun --nproc-per-node 4 benchmarks/stream.py --trainer-ranks 2 --inference-tp 2
+
+A random Qwen3 is made in a temporary folder, loaded by real trainers and real vLLM engines,
+pushed a few times, and removed. Each round times one push (pack, cast, all-to-all, gather,
+write into live engine parameters) and one bare `all_to_all_single` whose pairs of ranks
+exchange the bytes of that push, from and into warm buffers. The slowest rank's clock counts.
+Prints a table and one line of JSON on rank 0.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import tyro
+
+from spmdrl.config import Config, Data, Engine, Layout, Model, Sampling, Stream
+from spmdrl.world import World, read_launch
+
+
+@dataclass(frozen=True)
+class Options:
+    """What to measure."""
+
+    megabytes: int = 100
+    """Size of the weights as the engine holds them, 1e6 bytes, about."""
+    trainer_ranks: int = 1
+    """Ranks that train; the others hold engines."""
+    tp: int = 1
+    """Tensor-parallel ranks of the policy."""
+    inference_tp: int = 1
+    """Tensor-parallel ranks of one engine."""
+    bucket_bytes: int = Stream.bucket_bytes
+    """Bytes of one bucket."""
+    dtype: str = "bfloat16"
+    """Dtype of the engine; masters are float32."""
+    rounds: int = 9
+    """Timed rounds; the median counts."""
+
+
+def make_config(options: Options, *, world_size: int, folder: Path) -> Config:
+    """Return the config of the measured world."""
+    return Config(
+        layout=Layout(world_size=world_size, trainer_ranks=options.trainer_ranks, tp=options.tp,
+                      inference_tp=options.inference_tp),
+        model=Model(path=str(folder)),
+        data=Data(train="task:addition", size=1, max_prompt_tokens=64),
+        sampling=Sampling(max_response_tokens=64),
+        engine=Engine(dtype=options.dtype, cpu_kv_cache_gib=0.1, max_num_seqs=4,
+                      max_batched_tokens=128),
+        stream=Stream(bucket_bytes=options.bucket_bytes, mode="traced"),
+    )
+
+
+def make_model(folder: Path, *, megabytes: int, itemsize: int) -> None:
+    """Write a Qwen3 of about the asked size."""
+    from spmdrl.create_model import create_model
+
+    hidden, intermediate = 768, 2048
+    block = 2.5 * hidden**2 + 3 * hidden * intermediate  # half as many kv heads
+    layers = max(1, round(megabytes * 1e6 / itemsize / block))
+    create_model(folder, architecture="qwen3", hidden_size=hidden, layers=layers, heads=12,
+                 kv_heads=3, intermediate=intermediate)
+
+
+def seconds_of(run: object, world: World) -> float:
+    """Return the time of `run()` on the slowest rank, from a common start."""
+    dist.barrier(group=world.control)
+    began = time.perf_counter()
+    run()
+    if world.device.type == "cuda":
+        torch.cuda.synchronize(world.device)
+    took = torch.tensor(time.perf_counter() - began)
+    dist.all_reduce(took, op=dist.ReduceOp.MAX, group=world.control)
+    return float(took)
+
+
+def plain_exchange(stream: object, world: World) -> object:
+    """Return a function that runs one all-to-all of the bytes of one push."""
+    plan = stream.plans[0]
+    rows = [[n * plan.num_buckets for n in plan.split_bytes(rank)]
+            for rank in range(world.world_size)]
+    sent, taken = rows[world.rank], [row[world.rank] for row in rows]
+    send = torch.ones(sum(sent), dtype=torch.uint8, device=world.device)
+    receive = torch.zeros(sum(taken), dtype=torch.uint8, device=world.device)
+    return lambda: dist.all_to_all_single(receive, send, taken, sent)
+
+
+def measure(options: Options, cfg: Config, *, folder: Path) -> dict:
+    """Run all rounds and return what was found."""
+    from spmdrl.engine.vllm import Engine as VllmEngine
+    from spmdrl.policy import Policy
+    from spmdrl.sync.stream import WeightStream
+
+    world = World.start(cfg)
+    if world.rank == 0:
+        make_model(folder, megabytes=options.megabytes,
+                   itemsize=getattr(torch, options.dtype).itemsize)
+    dist.barrier(group=world.control)
+    engine, policy = VllmEngine(cfg, world), Policy(cfg, world)
+    stream = WeightStream(policy, engine, world)
+    plain = plain_exchange(stream, world)
+    stream.push(0)
+    plain()
+    push_s, plain_s = [], []
+    for version in range(1, options.rounds + 1):
+        push_s.append(seconds_of(lambda: stream.push(version), world))
+        plain_s.append(seconds_of(plain, world))
+    gigabytes = stream.nbytes / 1e9
+    found = {
+        **asdict(options), "world_size": world.world_size, "device": world.device.type,
+        "gigabytes": gigabytes, "buckets": stream.plans[0].num_buckets,
+        "push_s": statistics.median(push_s), "plain_s": statistics.median(plain_s),
+        "push_gb_per_s": gigabytes / statistics.median(push_s),
+        "plain_gb_per_s": gigabytes / statistics.median(plain_s),
+        "ratio": statistics.median(plain_s) / statistics.median(push_s),
+        "push_best_s": min(push_s), "plain_best_s": min(plain_s),
+        "ratio_of_bests": min(plain_s) / min(push_s),
+    }
+    engine.close()
+    world.close()
+    return found
+
+
+def main() -> None:
+    """Measure and print."""
+    options = tyro.cli(Options)
+    launch = read_launch()
+    folder = Path(tempfile.gettempdir()) / f"spmdrl-stream-{launch.port}"
+    try:
+        found = measure(options, make_config(options, world_size=launch.world_size,
+                                             folder=folder), folder=folder)
+    finally:
+        if launch.rank == 0:
+            shutil.rmtree(folder, ignore_errors=True)
+    if launch.rank == 0:
+        print(f"{'':16}{'seconds':>10}{'GB/s':>10}")
+        for name in ("push", "plain"):
+            print(f"{name:16}{found[name + '_s']:10.4f}{found[name + '_gb_per_s']:10.3f}")
+        print(f"ratio {found['ratio']:.2f} (push / plain throughput, medians; of the best rounds "
+              f"{found['ratio_of_bests']:.2f})")
+        print(json.dumps(found))
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,124 @@
+"""Prove that a traced path is right: layout before the first push, checksums after one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from spmdrl.policy.load import CheckpointReader
+from spmdrl.sync.plan import Box
+from spmdrl.sync.trace import Copy
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+# Odd constants of splitmix64, as signed 64-bit numbers; int64 arithmetic wraps mod 2^64.
+_A, _B, _C = -7046029254386353131, -4658895280553007687, -7723592293110705685
+_ELEMENTS_AT_ONCE = 2**20  # bounds the int64 temporaries of a checksum: 8 MB each
+
+
+def checksum(view: Tensor, box: Box, *, shape: Sequence[int]) -> int:
+    """Return a hash of the bits in `view`, additive over disjoint boxes mod 2^64.
+
+    Each element is mixed with its position in the whole tensor before it is added, so the sum
+    does not depend on how the tensor is cut or where its parts lie, but does on their order.
+
+    Args:
+        view: box.shape, any dtype and strides.
+        box: the part of the checkpoint tensor that it shows.
+        shape: of the whole checkpoint tensor.
+    """
+    total = 0
+    strides = [1] * len(shape)
+    for dim in range(len(shape) - 2, -1, -1):
+        strides[dim] = strides[dim + 1] * shape[dim + 1]
+    for part, values in _strips(view, box):
+        bits = values.contiguous().view(_INTEGERS[values.element_size()]).to(torch.int64)
+        at = torch.zeros((), dtype=torch.int64, device=view.device)
+        for dim, stride in enumerate(strides):
+            index = torch.arange(part.start[dim], part.start[dim] + part.shape[dim],
+                                 device=view.device) * stride
+            at = at + index.view([-1] + [1] * (len(shape) - dim - 1))
+        total += int((_mix(_mix(at + 1) + bits)).sum())
+    return total % 2**64
+
+
+def parameter_checksums(model: nn.Module) -> dict[str, int]:
+    """Return a checksum of each parameter of an engine's model."""
+    return {
+        name: checksum(p.detach(), Box((0,) * p.dim(), tuple(p.shape)), shape=tuple(p.shape))
+        for name, p in model.named_parameters()
+    }
+
+
+def _strips(view: Tensor, box: Box) -> Iterator[tuple[Box, Tensor]]:
+    if not box.shape or not box.numel:
+        yield box, view
+        return
+    rows = max(1, _ELEMENTS_AT_ONCE * box.shape[0] // box.numel)
+    for first in range(0, box.shape[0], rows):
+        values = view[first:first + rows]
+        yield Box((box.start[0] + first, *box.start[1:]), tuple(values.shape)), values
+
+
+def _mix(x: Tensor) -> Tensor:
+    """Scramble int64 values (splitmix64 with arithmetic shifts: only equality matters here)."""
+    x = x * _A
+    x = (x ^ (x >> 30)) * _B
+    x = (x ^ (x >> 27)) * _C
+    return x ^ (x >> 31)
+
+
+def layout_problems(copies: Sequence[Copy], reader: CheckpointReader) -> list[str]:
+    """Compare what an engine holds, freshly loaded, with what the trace says it loaded.
+
+    A write in place is right only if the loader's own writes still lie where it put them:
+    weights that are re-packed, transposed or quantised after loading differ here.
+
+    Args:
+        copies: traced; the engine still holds the files' weights.
+        reader: of the files that the engine was loaded from.
+    Returns: one line per engine parameter that differs; empty when every element is bit-equal.
+    """
+    problems: dict[str, str] = {}
+    names = reader.names()
+    for copy in copies:
+        if copy.parameter in problems:
+            continue
+        if copy.name not in names:
+            problems[copy.parameter] = f"the model's files have no tensor {copy.name}"
+            continue
+        part = reader.read(copy.name, start=copy.box.start, shape=copy.box.shape)
+        if not _same_bits(part.to(copy.view.device).to(copy.view.dtype), copy.view):
+            problems[copy.parameter] = (
+                f"does not hold {copy.name} the way it was loaded: vLLM changes it after loading "
+                "(re-packed or quantised), so a write in place would be wrong")
+    return [f"{parameter}: {why}" for parameter, why in problems.items()]
+
+
+def _same_bits(a: Tensor, b: Tensor) -> bool:
+    integer = _INTEGERS[b.element_size()]
+    return torch.equal(a.contiguous().view(integer), b.contiguous().view(integer))
+
+
+def checksum_problems(sent: Sequence[Mapping[tuple[int, int], int]],
+                      held: Sequence[Mapping[tuple[int, int], int]], *,
+                      names: Mapping[tuple[int, int], str]) -> list[str]:
+    """Compare the senders' sums with every receiving rank's.
+
+    Args:
+        sent: per rank, (receiver, want) -> checksum of the parts that this rank sends.
+        held: per rank, (receiver, want) -> checksum of what its engine holds.
+        names: (receiver, want) -> checkpoint name.
+    Returns: one line per rank and want that differs.
+    """
+    totals: dict[tuple[int, int], int] = {}
+    for sums in sent:
+        for key, value in sums.items():
+            totals[key] = (totals.get(key, 0) + value) % 2**64
+    return [
+        f"engine of rank {rank}: {names[key]} has checksum {value:016x}, the trainers sent "
+        f"{totals.get(key, 0):016x}"
+        for rank, sums in enumerate(held) for key, value in sums.items()
+        if value != totals.get(key, 0)
+    ]

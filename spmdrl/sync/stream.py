@@ -1,0 +1,321 @@
+"""The weight stream: the trainers' current weights into the engines, once per step.
+
+`WeightStream` traces, plans and proves at construction; `push` moves. Every rank calls each
+method at the same place: all of them cross roles.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from spmdrl.comm import gather_objects
+from spmdrl.engine.protocol import EngineProtocol
+from spmdrl.policy.load import CheckpointReader, model_folder
+from spmdrl.sync.plan import Box, Plan, Want, make_plan
+from spmdrl.sync.prove import (
+    checksum, checksum_problems, layout_problems, parameter_checksums,
+)
+from spmdrl.sync.shards import Held, addresses
+from spmdrl.sync.trace import Copy, trace_loader
+from spmdrl.sync.transfer import Transfer, make_gather_groups
+from spmdrl.types import Sums
+from spmdrl.world import World
+
+log = logging.getLogger(__name__)
+
+_SHOWN = 8  # problems spelled out in a message
+
+
+class Sender(Protocol):
+    """What the stream asks of the policy."""
+
+    def named_shards(self) -> Mapping[str, Tensor]:
+        """Return checkpoint name -> this rank's live shard (trainer ranks)."""
+
+    def names(self) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Return checkpoint name -> (shape, dtype) of the whole tensor (every rank)."""
+
+    def score(self, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
+        """Return per sequence [len] float32 logprobs, first 0 (trainer ranks, together)."""
+
+
+class WeightStream:
+    """Moves weights from trainer shards into engine storage.
+
+    Construct it while the engines still hold what they loaded from `model.path`: that is what
+    the proof of layout compares with.
+
+    Args:
+        policy: holds shards on trainer ranks, knows names on every rank.
+        engine: holds a live model on inference ranks.
+        world: the job; `world.cfg.stream` says how.
+    Raises: ValueError on every rank, when `stream.mode` is `traced` and some engine parameter
+        cannot be traced (it lists parameter and reason; with `auto` the log has that list), or
+        when vLLM's own reloading is to be used and does not restore what the engine holds.
+    """
+
+    def __init__(self, policy: Sender, engine: EngineProtocol, world: World):
+        self._policy, self._engine, self._world = policy, engine, world
+        self._cfg, self.mode = world.cfg.stream, "idle"
+        self._pushes, self._copies, self.plans = 0, [], []
+        self._transfer: Transfer | None = None
+        self._held, self._addresses = Held({}), ()
+        if not world.inference_ranks:
+            return
+        self._names = dict(policy.names())
+        self._hold()
+        with world.watch.wait("plan stream", -1):
+            self._copies, reasons = self._trace()
+            self.mode = self._agree_on_mode(reasons)
+            if self.mode == "reload":
+                self._prove_reloading()
+            plan = self._traced_plan if self.mode == "traced" else self._reload_plans
+            self.plans = plan(gather_objects(self._held.boxes(), group=world.control))
+            self._groups = make_gather_groups(self.plans[0])
+        self._pointers = self._engine_pointers()
+        log.info("weight stream: %s, %d bytes in %d buckets", self.mode, self.nbytes,
+                 sum(plan.num_buckets for plan in self.plans))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that leave the trainers in one push, all of them together."""
+        return sum(plan.nbytes for plan in self.plans)
+
+    def push(self, version: int) -> Sums:
+        """Write the policy's weights into every engine, in the engines' dtype.
+
+        Args:
+            version: of the policy; the engines are told it, and drop their cached prefixes.
+        Returns: sync/bytes, sync/seconds and sync/gb_per_s (1e9 bytes), this rank's clock; the
+            bytes are those that leave the trainers of the whole world.
+        Raises: RuntimeError on every rank when a checksum differs, or an engine's loader fails.
+        """
+        if self.mode == "idle":
+            return {}
+        with self._world.watch.wait("await peers", version):  # timed apart: not the stream's
+            dist.barrier(group=self._world.control)
+        began = time.perf_counter()
+        with self._world.watch.wait("push", version):
+            self._hold()
+            if self.mode == "traced":
+                self._push_traced()
+            else:
+                self._push_reloaded()
+            if self._world.device.type == "cuda":
+                torch.cuda.synchronize(self._world.device)
+        seconds = time.perf_counter() - began
+        if self._world.is_inference:
+            self._engine.weights_changed(version)
+        self._pushes += 1
+        every = self._cfg.verify_every
+        if self._pushes == 1 or (every and self._pushes % every == 0):
+            self.verify(version)
+        return {"sync/bytes": (float(self.nbytes), 1.0), "sync/seconds": (seconds, 1.0),
+                "sync/gb_per_s": (self.nbytes / 1e9, seconds)}
+
+    def verify(self, version: int) -> None:
+        """Compare checksums of what trainers hold with what engines hold, slice by slice.
+
+        Nothing is compared in reload mode: what vLLM makes of the tensors is its own affair.
+
+        Raises: RuntimeError on every rank, naming engine, checkpoint tensor and both sums.
+        """
+        if self.mode != "traced":
+            return
+        plan, rank = self.plans[0], self._world.rank
+        wants = {(i, j): want for i, receiver in enumerate(plan.receivers)
+                 for j, want in enumerate(receiver.wants)}
+        sent: dict[tuple[int, int], int] = {}
+        for route in plan.routes:
+            for piece in route.pieces if route.source == rank else ():
+                key = (route.receiver, piece.want)
+                value = self._held.view(wants[key].name, piece.box)
+                value = value.to(getattr(torch, wants[key].dtype))
+                sent[key] = sent.get(key, 0) + self._sum(value, name=wants[key].name,
+                                                           box=piece.box)
+        held = {(i, j): self._sum(copy.view, name=copy.name, box=copy.box)
+                for i, receiver in enumerate(plan.receivers) if rank in receiver.ranks
+                for j, copy in enumerate(self._copies)}
+        with self._world.watch.wait("verify push", version):
+            both = gather_objects((sent, held), group=self._world.control)
+        _raise_if(checksum_problems([s for s, _ in both], [h for _, h in both],
+                                    names={key: want.name for key, want in wants.items()}),
+                  f"push {version}: engine weights differ from the trainers'")
+
+    def probe(self, sequences: Sequence[Sequence[int]], *, version: int = 0) -> Sums:
+        """Score token sequences by engines and trainers and compare.
+
+        Args:
+            sequences: token ids, the same on every rank.
+            version: of the weights, for messages.
+        Returns: sync/probe_gap: (sum of |engine - trainer| logprob in nats, tokens), over all
+            replicas; equal on every rank.
+        Raises: RuntimeError on every rank when the mean is above `stream.max_logprob_gap` or
+            not a number.
+        """
+        if self.mode == "idle" or not sequences:
+            return {}
+        world = self._world
+        with world.watch.wait("probe", version):
+            of_engine = self._engine.score(sequences) if world.is_inference else None
+            of_trainer = self._policy.score(sequences) if world.is_trainer else None
+            scores = gather_objects((of_engine and _flat(of_engine),
+                                     of_trainer and _flat(of_trainer)), group=world.control)
+        trainer = next(t for _, t in scores if t is not None)
+        gaps = torch.stack([(e - trainer).abs() for e, _ in scores if e is not None]).double()
+        mean, limit = float(gaps.mean()), self._cfg.max_logprob_gap
+        if not mean <= limit:
+            engine = next(e for e, _ in scores if e is not None)
+            raise RuntimeError(
+                f"probe at version {version}: engine and trainer logprobs differ by {mean:.4g} "
+                f"nats on average (largest {float(gaps.max()):.4g}), more than "
+                f"stream.max_logprob_gap {limit:g}; mean logprob {float(engine.mean()):.4f} by "
+                f"the engine, {float(trainer.mean()):.4f} by the trainer. The two do not compute "
+                "the same model: compare dtypes and attention settings, or raise the limit")
+        return {"sync/probe_gap": (float(gaps.sum()), float(gaps.numel()))}
+
+    # ---------------------------------------------------------------- construction
+
+    def _hold(self) -> None:
+        """Take the trainer's shards anew if they have moved (a restored checkpoint may)."""
+        if not self._world.is_trainer:
+            return
+        shards = self._policy.named_shards()
+        if addresses(shards) != self._addresses:
+            self._held, self._addresses, self._transfer = Held(shards), addresses(shards), None
+
+    def _trace(self) -> tuple[list[Copy], list[str]]:
+        if not self._world.is_inference or self._cfg.mode == "reload":
+            return [], []
+        trace = trace_loader(self._engine.model, self._names)
+        if trace.reasons:
+            return [], trace.reasons
+        reader = CheckpointReader(model_folder(self._world.cfg.model.path))
+        return trace.copies, layout_problems(trace.copies, reader)
+
+    def _agree_on_mode(self, reasons: list[str]) -> str:
+        if self._cfg.mode == "reload":
+            return "reload"
+        gathered = gather_objects(reasons, group=self._world.control)
+        lines = [f"rank {rank}: {line}" for rank, own in enumerate(gathered) for line in own]
+        if not lines:
+            return "traced"
+        shown = _shown(lines)
+        if self._cfg.mode == "traced":
+            raise ValueError(f"stream.mode is traced, but these engine parameters cannot be "
+                             f"written in place; use auto or reload\n{shown}")
+        log.warning("weight stream: falling back to vLLM's own reloading, which is slower, "
+                    "because\n%s", shown)
+        return "reload"
+
+    def _prove_reloading(self) -> None:
+        """Have vLLM reload the very weights that the engine holds: nothing may change.
+
+        On the CPU vLLM 0.32 fails this for mixture-of-experts weights (seen with Qwen3-MoE).
+        """
+        problems = []
+        if self._world.is_inference:
+            reader = CheckpointReader(model_folder(self._world.cfg.model.path))
+            before = parameter_checksums(self._engine.model)
+            self._engine.reload_weights(
+                (name, reader.read(name, start=(0,) * len(shape), shape=tuple(shape)))
+                for name, (shape, _) in self._names.items())
+            after = parameter_checksums(self._engine.model)
+            problems = [f"rank {self._world.rank}: {n}" for n in before if before[n] != after[n]]
+        gathered = gather_objects(problems, group=self._world.control)
+        changed = [line for own in gathered for line in own]
+        if changed:
+            raise ValueError(
+                "weight stream: no way to update this engine. Its weights cannot be written in "
+                "place, and vLLM's own reload of the weights that it already holds changes "
+                f"these parameters:\n{_shown(changed)}\nUse a model without them, or another "
+                "device or vLLM version")
+
+    def _traced_plan(self, holders: list[dict[str, tuple[Box, ...]]]) -> list[Plan]:
+        wants = [Want(copy.name, copy.box, str(copy.view.dtype).removeprefix("torch."),
+                      copy.view.element_size()) for copy in self._copies]
+        gathered = gather_objects(wants, group=self._world.control)
+        return [make_plan(holders, gathered, bucket_bytes=self._cfg.bucket_bytes)]
+
+    def _reload_plans(self, holders: list[dict[str, tuple[Box, ...]]]) -> list[Plan]:
+        """Plan whole tensors to every inference rank, a bucket's worth of names at a time."""
+        groups: list[list[Want]] = []
+        size = self._cfg.bucket_bytes
+        for name, (shape, dtype) in self._names.items():
+            want = Want(name, Box((0,) * len(shape), tuple(shape)),
+                        str(dtype).removeprefix("torch."), dtype.itemsize)
+            nbytes = want.box.numel * want.itemsize
+            if size + nbytes > self._cfg.bucket_bytes:
+                groups, size = groups + [[]], 0
+            groups[-1].append(want)
+            size += nbytes
+        inference = self._world.inference_ranks
+        return [make_plan(holders, [group if rank in inference else []
+                                    for rank in range(self._world.world_size)],
+                          bucket_bytes=self._cfg.bucket_bytes) for group in groups]
+
+    # ---------------------------------------------------------------- moving
+
+    def _push_traced(self) -> None:
+        if self._transfer is None:
+            self._transfer = self._make_transfer(
+                self.plans[0], [copy.view for copy in self._copies])
+        self._transfer.run()
+        assert self._engine_pointers() == self._pointers, "an engine's parameters have moved"
+
+    def _push_reloaded(self) -> None:
+        tensors, error = self._whole_tensors(), ""
+        if self._world.is_inference:
+            try:
+                self._engine.reload_weights(tensors)
+            except Exception as raised:  # the others wait in the next exchange: finish it first
+                error = f"rank {self._world.rank}: {type(raised).__name__}: {raised}"
+        for _ in tensors:
+            pass
+        errors = gather_objects(error, group=self._world.control)
+        _raise_if([e for e in errors if e], "vLLM could not reload the weights")
+
+    def _whole_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield every checkpoint tensor whole (on inference ranks), a plan's worth at a time."""
+        device = self._world.device
+        for plan in self.plans:
+            wants = plan.receivers[0].wants if self._world.is_inference else ()
+            # New memory each time: vLLM keeps tensors until their layer is complete.
+            whole = [torch.empty(want.box.shape, dtype=getattr(torch, want.dtype), device=device)
+                     for want in wants]
+            self._make_transfer(plan, whole).run()
+            yield from zip([want.name for want in wants], whole)
+
+    def _make_transfer(self, plan: Plan, targets: Sequence[Tensor]) -> Transfer:
+        return Transfer(plan, rank=self._world.rank, device=self._world.device,
+                        source=self._held.view, targets=targets, groups=self._groups)
+
+    def _engine_pointers(self) -> tuple[int, ...]:
+        if not self._world.is_inference:
+            return ()
+        return tuple(p.data_ptr() for p in self._engine.model.parameters())
+
+    def _sum(self, view: Tensor, *, name: str, box: Box) -> int:
+        return checksum(view, box, shape=self._names[name][0])
+
+
+def _flat(scores: Sequence[Tensor]) -> Tensor:
+    """Join scores without each sequence's first token, which has none."""
+    return torch.cat([one[1:].float().cpu() for one in scores])
+
+
+def _shown(lines: Sequence[str]) -> str:
+    more = [f"  and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
+    return "\n".join([f"  - {line}" for line in lines[:_SHOWN]] + more)
+
+
+def _raise_if(problems: Sequence[str], what: str) -> None:
+    if problems:
+        raise RuntimeError(f"{what}\n{_shown(problems)}")

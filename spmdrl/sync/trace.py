@@ -1,0 +1,258 @@
+"""Find out where vLLM's loader puts each slice of each checkpoint tensor, by watching it once.
+
+The model's own `load_weights` runs with a placeholder (a meta tensor) per checkpoint name,
+under a dispatch mode that keeps every write from happening and notes it instead: from which
+box of which placeholder, into which view of which parameter. That holds for any architecture
+and any tensor-parallel rank, without a table of fused layers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from spmdrl.sync.plan import Box
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Copy:
+    """One write of the loader."""
+
+    name: str  # checkpoint tensor
+    box: Box  # part of it that is read
+    parameter: str  # engine parameter written to, for messages
+    view: Tensor  # box.shape, engine's dtype: the part of that parameter, live
+
+
+@dataclass
+class Trace:
+    """What the loader did. The copies are to be trusted only when there are no reasons."""
+
+    copies: list[Copy] = field(default_factory=list)
+    reasons: list[str] = field(default_factory=list)
+    """Why these copies would not make up the whole model; each names an engine parameter."""
+
+
+def trace_loader(model: nn.Module, names: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+                 ) -> Trace:
+    """Trace `model.load_weights` for checkpoint tensors of the given names; writes nothing.
+
+    Args:
+        model: a live vLLM model (one tensor-parallel rank of it).
+        names: checkpoint name -> (shape, dtype) of every tensor that will be sent.
+    Returns: the copies and, when they do not cover every element of every parameter exactly
+        once or the loader computes with the tensors, the reasons.
+    """
+    placeholders = {name: torch.empty(shape, dtype=dtype, device="meta")
+                    for name, (shape, dtype) in names.items()}
+    watcher = _Watcher(model, placeholders)
+    try:
+        with torch.no_grad(), watcher:
+            model.load_weights(iter(placeholders.items()))
+    except Exception as error:  # anything a model's loader may do; falling back is the answer
+        text = (str(error).splitlines() or ["(no text)"])[0]
+        watcher.trace.reasons.append(
+            f"load_weights of {type(model).__name__} on the live model failed at "
+            f"{watcher.last}: {type(error).__name__}: {text}")
+    else:
+        watcher.trace.reasons += watcher.uncovered(model) + derived_tensors(model)
+    return watcher.trace
+
+
+def derived_tensors(model: nn.Module) -> list[str]:
+    """Name tensors that a module keeps beside its parameters and buffers, made after loading.
+
+    A write in place would leave such a copy (MLA's absorbed projections, say) stale.
+    """
+    reasons = []
+    known = {_storage(t) for t in (*model.parameters(), *model.buffers())}
+    for path, module in model.named_modules():
+        for name, value in vars(module).items():
+            if (isinstance(value, Tensor) and value.is_floating_point() and value.dim() > 1
+                    and name != "kv_cache" and _storage(value) not in known):
+                reasons.append(f"{path}.{name}: is a {list(value.shape)} tensor made after "
+                               "loading, which a write in place does not reach")
+    return reasons
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+class _Watcher(TorchDispatchMode):
+    """Notes writes into a model's parameters instead of doing them."""
+
+    def __init__(self, model: nn.Module, placeholders: Mapping[str, Tensor]):
+        super().__init__()
+        self.trace, self.last = Trace(), "its start"
+        self._sources = {_storage(t): (name, t) for name, t in placeholders.items()}
+        self._computed: dict[int, str] = {}  # storage -> what it was computed by
+        self._kept: list[Tensor] = []  # storages must outlive their ids
+        self._scalars: dict[float, tuple[str, Box]] = {}
+        self._by_name = {name: parameter.data for name, parameter in model.named_parameters()}
+        self._parameters: dict[int, list[tuple[str, Tensor]]] = {}
+        for name, parameter in self._by_name.items():
+            self._parameters.setdefault(_storage(parameter), []).append((name, parameter))
+        self._written: dict[str, list[Box]] = {}
+        self._filled: dict[str, list[Box]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (),
+                           kwargs: dict[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        if func is aten._local_scalar_dense.default and _storage(args[0]) in self._sources:
+            return self._scalar(args[0])
+        target = self._target(func, args)
+        if target is not None:
+            self._write(func, args, name=target)
+            return args[0]
+        result = func(*args, **kwargs)
+        self._follow(func, args, result=result)
+        return result
+
+    def _target(self, func: Any, args: Any) -> str | None:
+        """Return the parameter that this operation writes into, if any."""
+        if not (func._schema.is_mutable and args and isinstance(args[0], Tensor)):
+            return None
+        own = self._parameters.get(_storage(args[0]))
+        if own is None:
+            return None
+        first = args[0].storage_offset()
+        for name, parameter in own:
+            low = parameter.storage_offset()
+            if low <= first <= low + _extent(parameter):
+                return name
+        return own[0][0]
+
+    def _write(self, func: Any, args: Any, *, name: str) -> None:
+        if args[0].numel() == 0:
+            return  # padding of no rows
+        inside = box_within(args[0], self._by_name[name])
+        if inside is None:
+            self._refuse(name, f"{func} writes a part that is not a box of it")
+        elif func is aten.copy_.default and _storage(args[1]) in self._sources:
+            self._copy(args[0], args[1], name=name, inside=inside)
+        elif func is aten.fill_.Scalar and args[1] in self._scalars:
+            source, box = self._scalars[args[1]]
+            self._note(Copy(source, box, name, args[0].reshape(box.shape)), inside)
+        elif func in (aten.fill_.Scalar, aten.zero_.default):
+            self._filled.setdefault(name, []).append(inside)
+            if any(inside.intersect(box) for box in self._written.get(name, ())):
+                self._refuse(name, f"{func} overwrites what was loaded")
+        else:
+            made = self._computed.get(_storage(args[1])) if func is aten.copy_.default else None
+            self._refuse(name, f"is written from {made}" if made else f"is changed by {func}")
+
+    def _copy(self, target: Tensor, source: Tensor, *, name: str, inside: Box) -> None:
+        key, whole = self._sources[_storage(source)]
+        self.last = f"{name} (from {key})"
+        box = box_within(source, whole)
+        if box is None or target.numel() != source.numel():
+            self._refuse(name, f"takes a part of {key} that is not a box, or repeats it")
+            return
+        if target.shape != source.shape:
+            target = target.view(source.shape)
+        # Dims in the order in which the source lies in the checkpoint tensor.
+        order = sorted(range(source.dim()), key=lambda d: -source.stride(d))
+        try:
+            view = target.permute(order).view(box.shape)
+        except RuntimeError:
+            self._refuse(name, f"takes {key} in another order of elements")
+            return
+        self._note(Copy(key, box, name, view), inside)
+
+    def _note(self, copy: Copy, inside: Box) -> None:
+        if any(inside.intersect(box) for box in self._written.get(copy.parameter, ())):
+            self._refuse(copy.parameter, f"{inside.numel} elements are written twice, the second "
+                                         f"time from {copy.name}")
+        self._written.setdefault(copy.parameter, []).append(inside)
+        self.trace.copies.append(copy)
+
+    def _refuse(self, parameter: str, why: str) -> None:
+        self.trace.reasons.append(f"{parameter}: {why}")
+
+    def _scalar(self, source: Tensor) -> float:
+        # A number that occurs nowhere else, so that a later fill_ with it can be told apart.
+        key, whole = self._sources[_storage(source)]
+        value = 1.0 + math.pi * 2.0 ** -20 * (len(self._scalars) + 1)
+        box = box_within(source, whole)
+        assert box is not None, "a single element is a box"
+        self._scalars[value] = (key, box)
+        return value
+
+    def _follow(self, func: Any, args: Any, *, result: Any) -> None:
+        """Remember results that were computed from placeholders, for the message."""
+        tensors = [t for t in torch.utils._pytree.tree_leaves(args) if isinstance(t, Tensor)]
+        origin = next((self._sources[_storage(t)][0] for t in tensors
+                       if _storage(t) in self._sources), None)
+        made = next((self._computed[_storage(t)] for t in tensors
+                     if _storage(t) in self._computed), None)
+        if origin is None and made is None:
+            return
+        for t in torch.utils._pytree.tree_leaves(result):
+            if isinstance(t, Tensor) and _storage(t) not in self._sources:
+                self._computed.setdefault(_storage(t), made or f"{func} of {origin}")
+                self._kept.append(t)
+
+    def uncovered(self, model: nn.Module) -> list[str]:
+        """Say which elements of which parameters no write reaches."""
+        reasons = [f"{name}: the loader replaces it by another tensor"
+                   for name, p in model.named_parameters() if _storage(p) not in self._parameters]
+        for name, parameter in self._by_name.items():
+            rest = [Box((0,) * parameter.dim(), tuple(parameter.shape))]
+            for box in self._written.get(name, []) + self._filled.get(name, []):
+                rest = [part for old in rest for part in old.minus(box)]
+            count = sum(box.numel for box in rest)
+            if count:
+                reasons.append(
+                    f"{name}: {count} of {parameter.numel()} elements are not loaded from any "
+                    f"checkpoint tensor, the first at {list(min(rest).start)}")
+        return reasons
+
+
+def _extent(tensor: Tensor) -> int:
+    return sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride()))
+
+
+def box_within(view: Tensor, base: Tensor) -> Box | None:
+    """Return the box of `base` that `view` shows, or None when it shows anything else.
+
+    Args:
+        view: shares its storage with `base`; its dims may be permuted, merged or split.
+        base: a dense tensor (its dims in any memory order).
+    """
+    if view.numel() == 0 or base.numel() == 0:
+        return None
+    order = sorted((d for d in range(base.dim()) if base.shape[d] > 1),
+                   key=lambda d: -base.stride(d))
+    first = view.storage_offset() - base.storage_offset()
+    start, stop = [0] * base.dim(), [1] * base.dim()
+    low, high = first, first + _extent(view)
+    for dim in order:
+        start[dim], low = divmod(low, base.stride(dim))
+        last, high = divmod(high, base.stride(dim))
+        stop[dim] = last + 1
+    shape = tuple(b - a for a, b in zip(start, stop))
+    if min(shape, default=1) < 1 or math.prod(shape) != view.numel():
+        return None
+    mine = _merged((view.shape[d], view.stride(d)) for d in range(view.dim()))
+    its = _merged((shape[d], base.stride(d)) for d in order)
+    return Box(tuple(start), shape) if mine == its else None
+
+
+def _merged(dims: Any) -> list[tuple[int, int]]:
+    """Return (size, stride) pairs, widest first, adjacent ones merged: how memory is walked."""
+    merged: list[tuple[int, int]] = []
+    for size, stride in sorted((d for d in dims if d[0] > 1), key=lambda d: -d[1]):
+        if merged and merged[-1][1] == size * stride:
+            merged[-1] = (merged[-1][0] * size, stride)
+        else:
+            merged.append((size, stride))
+    return merged

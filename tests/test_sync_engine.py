@@ -1,0 +1,277 @@
+"""The weight stream with real vLLM engines, real DTensor shards and real processes."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ranks import run_ranks
+from spmdrl.config import Config, Data, Engine, Layout, Model, Sampling, Stream
+
+PROMPTS = [[5, 9, 12, 7, 30, 21], [1, 8, 40, 41, 42, 8, 9, 3, 17]]
+
+
+def make_config(folder: Path, *, layout: Layout, dtype: str = "bfloat16",
+                stream: Stream | None = None) -> Config:
+    """Return a config of a small world on this machine."""
+    return Config(
+        layout=replace(layout, device="cpu", wait_timeout_s=90, startup_timeout_s=150),
+        model=Model(path=str(folder), compute_dtype="float32"),
+        data=Data(train="task:addition", size=8, max_prompt_tokens=32),
+        sampling=Sampling(max_response_tokens=32),
+        engine=Engine(dtype=dtype, cpu_kv_cache_gib=0.05, max_num_seqs=8,
+                      max_batched_tokens=256),
+        stream=stream or Stream(bucket_bytes=64 * 2**10, verify_every=1),
+    )
+
+
+def change(policy: Any, scale: float) -> None:
+    """Change every weight, by a function of its value, so that all copies stay equal."""
+    for p in policy.named_shards().values():
+        local = p.to_local().detach()
+        local.add_(scale * torch.sin(1000 * local + scale))
+
+
+def whole_state(policy: Any, world: Any) -> dict[str, Tensor]:
+    """Return the policy's full float32 state on every rank, assembled by torch."""
+    from spmdrl.comm import gather_objects
+
+    mine = {n: p.full_tensor().detach().numpy() for n, p in policy.named_shards().items()}
+    first = gather_objects(mine if world.rank == 0 else None, group=world.control)[0]
+    return {n: torch.from_numpy(a) for n, a in first.items()}
+
+
+def parameters_loaded_by_vllm(model: torch.nn.Module, state: dict[str, Tensor]) -> list[Tensor]:
+    """Return the engine's parameters after vLLM's own loader wrote `state` over rubbish."""
+    with torch.no_grad():
+        for p in model.parameters():
+            p.fill_(7.0)
+        model.load_weights(iter(state.items()))
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def push_and_compare(cfg: Config, also_reload: bool) -> dict[str, Any]:
+    """Push changed weights and hold every engine parameter against vLLM's own loading of them."""
+    from spmdrl.engine.vllm import Engine as VllmEngine
+    from spmdrl.policy import Policy
+    from spmdrl.sync.stream import WeightStream
+    from spmdrl.world import World
+
+    world = World.start(cfg)
+    engine, policy = VllmEngine(cfg, world), Policy(cfg, world)
+    stream = WeightStream(policy, engine, world)
+    if also_reload:
+        reloading = WeightStream(policy, engine, with_mode(world, "reload"))
+    found = {"mode": stream.mode, "sums": [], "differing": [], "moved": 0, "checked": 0}
+    found["probe_at_start"] = stream.probe(PROMPTS)
+    seen: list[list[Tensor]] = []
+    for version in (1, 2, 3) if also_reload else (1, 2):
+        change(policy, 0.02 * version)
+        stream = reloading if version == 3 else stream
+        pointers = [p.data_ptr() for p in parameters(engine, world).values()]
+        found["sums"].append(stream.push(version))
+        state = whole_state(policy, world)
+        own = parameters(engine, world)
+        found["moved"] += pointers != [p.data_ptr() for p in own.values()]
+        seen.append([p.detach().clone() for p in own.values()])
+        if world.is_inference:
+            assert engine.version == version
+            right = parameters_loaded_by_vllm(engine.model, state)
+            found["differing"] += [(version, n) for n, a, b in zip(own, seen[-1], right)
+                                   if not torch.equal(a, b)]
+            found["checked"] += len(own)
+    found["stale"] = sum(torch.equal(a, b) for a, b in zip(*seen[:2]))
+    found["behaviour"] = behaviour(engine, world, state=state, cfg=cfg)
+    found["probe"] = stream.probe(PROMPTS)
+    found["errors"] = errors_after_damage(stream, engine, world=world)
+    engine.close()
+    world.close()
+    return found
+
+
+def with_mode(world: Any, mode: str) -> Any:
+    """Return the same world with another stream.mode."""
+    other = copy.copy(world)
+    other.cfg = replace(world.cfg, stream=replace(world.cfg.stream, mode=mode))
+    return other
+
+
+def parameters(engine: Any, world: Any) -> dict[str, Tensor]:
+    """Return the engine's live parameters; nothing where there is no engine."""
+    return dict(engine.model.named_parameters()) if world.is_inference else {}
+
+
+def errors_after_damage(stream: Any, engine: Any, *, world: Any) -> list[str]:
+    """Return what verify and probe say when one engine's weights were changed behind them."""
+    if world.rank == world.inference_ranks[-1]:
+        with torch.no_grad():
+            parameters(engine, world)["model.layers.1.mlp.down_proj.weight"][3, 5] += 1.0
+            parameters(engine, world)["model.norm.weight"].mul_(-50.0)
+    messages = []
+    for check in (lambda: stream.verify(9), lambda: stream.probe(PROMPTS, version=9)):
+        try:
+            check()
+            messages.append("")
+        except RuntimeError as error:
+            messages.append(str(error))
+    return messages
+
+
+def behaviour(engine: Any, world: Any, *, state: dict[str, Tensor], cfg: Config
+              ) -> dict[str, float]:
+    """Compare the engine's prefill logprobs and greedy tokens with transformers on `state`."""
+    from transformers import AutoModelForCausalLM
+
+    from spmdrl.engine.protocol import Request
+
+    if not world.is_inference:
+        return {}
+    scores = engine.score(PROMPTS)
+    engine.add(Request(key="a", prompt=tuple(PROMPTS[0]), max_tokens=8, temperature=0.0,
+                       seed=None, stop_token_ids=()))
+    done = []
+    while engine.is_busy:
+        done += engine.step()
+    model = AutoModelForCausalLM.from_pretrained(cfg.model.path, dtype=torch.float32)
+    started = reference_scores(model, PROMPTS)
+    model.load_state_dict(state, strict=False)
+    right = reference_scores(model, PROMPTS)
+    sampled = torch.tensor([PROMPTS[0] + list(done[0].tokens)])
+    with torch.no_grad():
+        greedy = model(sampled).logits[0].argmax(-1)[len(PROMPTS[0]) - 1:-1].tolist()
+    return {
+        "gap": max(float((a - b).abs().max()) for a, b in zip(scores, right)),
+        "change": max(float((a - b).abs().max()) for a, b in zip(started, right)),
+        "greedy_wrong": sum(a != b for a, b in zip(done[0].tokens, greedy)),
+        "sampled": len(done[0].tokens),
+    }
+
+
+def reference_scores(model: torch.nn.Module, sequences: list[list[int]]) -> list[Tensor]:
+    """Return logprobs by transformers, first 0."""
+    scores = []
+    for tokens in sequences:
+        ids = torch.tensor([tokens])
+        with torch.no_grad():
+            logprobs = model(ids).logits[0].float().log_softmax(-1)
+        own = logprobs[:-1].gather(1, ids[0, 1:, None])[:, 0]
+        scores.append(torch.cat([torch.zeros(1), own]))
+    return scores
+
+
+def make_folder(tmp_path: Path, architecture: str, **fields: Any) -> Path:
+    """Write a tiny model with several shards of weights."""
+    from spmdrl.create_model import create_model
+
+    sizes = dict(hidden_size=128, layers=2, heads=4, kv_heads=2, intermediate=96)
+    return create_model(tmp_path / architecture, architecture=architecture, seed=1,
+                        **(sizes | fields))
+
+
+LAYOUTS = {
+    "split_1_1": (Layout(world_size=2, trainer_ranks=1), "qwen3", "float32", {}),
+    "split_2_2_tp2": (Layout(world_size=4, trainer_ranks=2, inference_tp=2), "qwen2",
+                      "bfloat16", {"tied": True}),
+    "split_3_1": (Layout(world_size=4, trainer_ranks=3), "llama", "bfloat16", {}),
+    "split_tp2_and_2_replicas": (Layout(world_size=4, trainer_ranks=2, tp=2), "gemma2",
+                                 "float32", {"tied": True}),
+    "colocated_2": (Layout(placement="colocated", world_size=2), "gemma3", "float32",
+                    {"tied": True}),
+    "colocated_4_tp2_tp2": (Layout(placement="colocated", world_size=4, tp=2, inference_tp=2),
+                            "qwen3", "bfloat16", {}),
+}
+
+
+@pytest.mark.parametrize("case", list(LAYOUTS))
+def test_engines_hold_the_trainers_weights_bit_for_bit_after_each_push(case, tmp_path):
+    layout, architecture, dtype, fields = LAYOUTS[case]
+    folder = make_folder(tmp_path, architecture, **fields)
+    also_reload = case == "split_2_2_tp2"
+    results = run_ranks(layout.world_size, push_and_compare,
+                        make_config(folder, layout=layout, dtype=dtype), also_reload,
+                        timeout_s=300)
+    is_colocated = layout.placement == "colocated"
+    engines = results[0 if is_colocated else layout.trainer_ranks:]
+    for rank, result in enumerate(results):
+        assert result["mode"] == "traced"
+        assert result["differing"] == [], f"rank {rank}"
+        assert result["moved"] == 0, f"rank {rank}: engine parameters moved"
+        numerator, denominator = result["sums"][0]["sync/gb_per_s"]
+        assert numerator > 0 and denominator > 0
+        for probe in (result["probe_at_start"], result["probe"]):
+            gap, count = probe["sync/probe_gap"]
+            replicas = len(engines) // layout.inference_tp
+            assert count == sum(len(p) - 1 for p in PROMPTS) * replicas * layout.inference_tp
+            assert gap / count < (1e-4 if dtype == "float32" else 0.05)
+        verify_error, probe_error = result["errors"]
+        assert also_reload or "model.norm.weight has checksum" in verify_error
+        assert also_reload or "model.layers.1.mlp.down_proj.weight has" in verify_error
+        assert also_reload or f"rank {layout.world_size - 1}:" in verify_error
+        assert "stream.max_logprob_gap 0.1" in probe_error
+    for result in engines:
+        assert result["checked"] > 10
+        assert result["stale"] == 0, "a parameter did not change with the policy"
+        of = result["behaviour"]
+        assert of["change"] > 0.1, "the test's change of weights is too small to be seen"
+        assert of["gap"] < (1e-3 if dtype == "float32" else 0.1), of
+        assert of["sampled"] == 8
+        assert of["greedy_wrong"] == 0 or dtype == "bfloat16", of
+
+
+class FileShards:
+    """Trainer ranks that hold every tensor of a folder whole: names and weights, no model."""
+
+    def __init__(self, folder: str, is_trainer: bool):
+        from safetensors.torch import load_file
+
+        self.weights = load_file(Path(folder) / "model.safetensors")
+        self._is_trainer = is_trainer
+
+    def names(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        return {n: (tuple(w.shape), w.dtype) for n, w in self.weights.items()}
+
+    def named_shards(self) -> dict[str, Tensor]:
+        return self.weights if self._is_trainer else {}
+
+
+def stream_refusals(cfg: Config) -> dict[str, str]:
+    """Return per mode why a stream into this engine is refused."""
+    from spmdrl.engine.vllm import Engine as VllmEngine
+    from spmdrl.sync.stream import WeightStream
+    from spmdrl.world import World
+
+    world = World.start(cfg)
+    engine, policy = VllmEngine(cfg, world), FileShards(cfg.model.path, world.is_trainer)
+    refusals = {}
+    for mode in ("traced", "auto"):
+        try:
+            WeightStream(policy, engine, with_mode(world, mode))
+        except ValueError as error:
+            refusals[mode] = str(error)
+    engine.close()
+    world.close()
+    return refusals
+
+
+def test_weights_that_vllm_repacks_are_refused_by_name_and_never_written_in_place(tmp_path):
+    from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+
+    config = Qwen3MoeConfig(
+        hidden_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2,
+        head_dim=32, intermediate_size=96, moe_intermediate_size=32, num_experts=4,
+        num_experts_per_tok=2, vocab_size=104, max_position_embeddings=128)
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    cfg = make_config(tmp_path, layout=Layout(world_size=2, trainer_ranks=1), dtype="float32")
+    for refusals in run_ranks(2, stream_refusals, cfg, timeout_s=240):
+        assert "stream.mode is traced" in refusals["traced"]
+        for text in refusals.values():
+            assert "rank 1: model.layers.0.mlp.experts.routed_experts.w2_weight" in text
+            assert "qkv_proj" not in text
+        assert "vLLM's own reload of the weights that it already holds" in refusals["auto"]
