@@ -1,0 +1,215 @@
+"""A checkpoint on disk: its folder, the manifest that proves it whole, safe reading.
+
+    OUTPUT_DIR/checkpoints/step_20/         complete: the name appears by one rename
+        manifest.json                       step, config, layout, size and sha256 of every file
+        policy/                             weights and optimizer state (DCP), sharded
+        rollouts_RANK.pt, rng_RANK.pt       what each rank adds
+    OUTPUT_DIR/checkpoints/step_30.partial/ being written, or left by a run that was killed
+    OUTPUT_DIR/checkpoints/step_10.damaged/ found unusable and set aside
+
+Nothing here unpickles arbitrary objects: a checkpoint may come from somebody else.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import pickle
+import re
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata
+
+NAME = "manifest.json"
+POLICY = "policy"
+_FORMAT = 1
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """What a manifest says about one file."""
+
+    size: int  # bytes
+    sha256: str  # hex
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What one checkpoint is and which files it has."""
+
+    step: int
+    """Training steps done; also the policy version."""
+    config: dict[str, Any]
+    """Flattened config of the run that wrote it."""
+    model: str
+    """Folder (absolute) or hub name that config and tokenizer come from."""
+    tokenizer: str
+    """The same for the tokenizer."""
+    rollout_ranks: tuple[int, ...]
+    """Ranks that saved rollouts made ahead."""
+    files: dict[str, FileEntry]
+    """Path within the checkpoint -> size and digest."""
+
+
+def checkpoints_folder(output_dir: str | Path) -> Path:
+    """Return where a run keeps its checkpoints."""
+    return Path(output_dir) / "checkpoints"
+
+
+def step_folder(root: Path, step: int) -> Path:
+    """Return the folder of the complete checkpoint of one step."""
+    return root / f"step_{step}"
+
+
+def complete_checkpoints(root: Path) -> list[Path]:
+    """Return the checkpoint folders under `root` that were completed, newest first."""
+    found = [path for path in root.glob("step_*") if path.is_dir() and step_of(path) >= 0]
+    return sorted(found, key=step_of, reverse=True)
+
+
+def step_of(folder: Path) -> int:
+    """Return the step in a complete checkpoint's name, -1 for any other name."""
+    match = re.fullmatch(r"step_(\d+)", folder.name)
+    return int(match[1]) if match else -1
+
+
+def partial_checkpoints(root: Path) -> list[Path]:
+    """Return the folders of saves that never finished."""
+    return sorted(root.glob("step_*.partial"))
+
+
+def file_entry(path: Path) -> FileEntry:
+    """Read one file and return its size and digest."""
+    with path.open("rb") as f:
+        return FileEntry(path.stat().st_size, hashlib.file_digest(f, "sha256").hexdigest())
+
+
+def write_file(path: Path, content: bytes) -> None:
+    """Write a file and wait until the disk has it. Raises: OSError."""
+    with path.open("wb") as f:
+        f.write(content)
+        f.flush()
+        os.fsync(f.fileno())
+
+
+def sync_folder(path: Path) -> None:
+    """Wait until the disk has the folder's entries. Raises: OSError."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Write the manifest, with a digest of itself. Raises: OSError."""
+    body = asdict(manifest) | {"format": _FORMAT}
+    text = json.dumps({"sha256": _digest(body), **body}, indent=1)
+    write_file(folder / NAME, text.encode())
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Read and check the manifest of one checkpoint.
+
+    Raises: ValueError naming the file and what is wrong with it.
+    """
+    path = folder / NAME
+    if not path.is_file():
+        raise ValueError(f"{path} is missing")
+    try:
+        body = json.loads(path.read_bytes())
+        written = body.pop("sha256")
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise ValueError(f"{path} is not a manifest ({error})") from error
+    if written != _digest(body):
+        raise ValueError(f"{path} does not match its own sha256: it was changed or damaged")
+    if body.pop("format") != _FORMAT:
+        raise ValueError(f"{path} is of another format than {_FORMAT}; use the version that "
+                         "wrote it")
+    body["files"] = {name: FileEntry(**entry) for name, entry in body["files"].items()}
+    body["rollout_ranks"] = tuple(body["rollout_ranks"])
+    return Manifest(**body)
+
+
+def plain(value: Any) -> Any:
+    """Return a value as JSON gives it back: tuples become lists."""
+    return json.loads(json.dumps(value))
+
+
+def _digest(body: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+
+
+def damages(
+    folder: Path, manifest: Manifest, *, part: int = 0, num_parts: int = 1, digests: bool = True
+) -> list[str]:
+    """Return what is wrong with a checkpoint's files, one line each.
+
+    Args:
+        folder, manifest: of the checkpoint.
+        part, num_parts: look only at this share of the files, so that ranks divide the work.
+        digests: read the contents too, not just the sizes.
+    """
+    problems = []
+    for name in sorted(manifest.files)[part::num_parts]:
+        path, entry = folder / name, manifest.files[name]
+        if not path.is_file():
+            problems.append(f"{path} is missing")
+        elif path.stat().st_size != entry.size:
+            problems.append(f"{path} has {path.stat().st_size} bytes, the manifest says "
+                            f"{entry.size}: it was truncated or changed")
+        elif digests and file_entry(path) != entry:
+            problems.append(f"{path} does not match the manifest's sha256: it was changed or "
+                            "damaged on disk")
+    return problems
+
+
+class TensorReader(FileSystemReader):
+    """DCP's reader, with an unpickler that makes nothing but DCP's own plain records.
+
+    DCP pickles its index, and `pickle.load` would run whatever a stranger's file says.
+    """
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Return the index of tensors. Raises: ValueError when the file holds anything else."""
+        path = Path(self.path) / ".metadata"
+        try:
+            with path.open("rb") as f:
+                metadata = _IndexUnpickler(f).load()
+        except (pickle.UnpicklingError, EOFError, AttributeError, IndexError) as error:
+            raise ValueError(f"{path} is not an index of tensors: {error}") from error
+        if not isinstance(metadata, Metadata):
+            raise ValueError(f"{path} holds a {type(metadata).__name__}, not an index of tensors")
+        return metadata
+
+
+_INDEX_CLASSES = {
+    "torch.distributed.checkpoint.metadata": {
+        "Metadata", "TensorStorageMetadata", "TensorProperties", "_MEM_FORMAT_ENCODING",
+        "ChunkStorageMetadata", "MetadataIndex", "StorageMeta",
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.serialization": {"_get_layout"},
+    "torch": {"Size"},
+    "pathlib": {"PosixPath", "PurePosixPath"},
+    "pathlib._local": {"PosixPath", "PurePosixPath"},
+}
+
+
+class _IndexUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        """Return a class of DCP's index, or refuse."""
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if is_dtype or name in _INDEX_CLASSES.get(module, ()):
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no index needs")
+
+
+def load_plain(path: Path) -> dict[str, Any]:
+    """Read a dictionary of tensors and plain values, and nothing that could run code."""
+    return torch.load(path, map_location="cpu", weights_only=True)

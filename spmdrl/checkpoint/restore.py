@@ -1,0 +1,221 @@
+"""Resuming: find the newest whole checkpoint that this run may go on from, and load it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+
+from spmdrl.checkpoint import manifest as disk
+from spmdrl.checkpoint.state import Saved, SavedSource, set_rng_state, tensor_leaves
+from spmdrl.comm import gather_objects
+from spmdrl.config import Config, flatten
+from spmdrl.world import World
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class TrainState:
+    """Where training starts."""
+
+    step: int
+    """Steps already done; 0 when fresh."""
+    resumed_from: str = ""
+    """Checkpoint folder; empty when fresh."""
+
+
+def restore(cfg: Config, world: World, *, policy: Saved, source: SavedSource) -> TrainState:
+    """Fill policy and source from the checkpoint that `checkpoint.resume` asks for.
+
+    A damaged checkpoint is named, set aside as `.damaged`, and the one before it is used. The
+    layout may differ from the one that wrote it.
+
+    Args:
+        cfg, world: of this job; every rank calls.
+        policy: its tensors are written in place (trainer ranks).
+        source: gets the rollouts that were made ahead.
+    Returns: step 0 when there is nothing to resume.
+    Raises: ValueError when the checkpoint asked for does not exist, none is whole, the config
+        differs in what shapes the result, or the model is another one.
+    """
+    candidates, problem = _from_rank_0(world, lambda: candidate_folders(cfg))
+    if problem:
+        raise ValueError(problem)
+    damaged: dict[Path, str] = {}
+    for folder in candidates:
+        content, problem = _checked(folder, world)
+        if content is not None:
+            _check_config(content, cfg, folder=folder, is_speaker=world.rank == 0)
+            _load(folder, content, cfg=cfg, world=world, policy=policy, source=source)
+            _clear(cfg, damaged, is_speaker=world.rank == 0)
+            return TrainState(content.step, str(folder))
+        damaged[folder] = problem
+        if world.rank == 0:
+            log.warning("checkpoint %s cannot be used: %s", folder, problem)
+    if damaged:
+        lines = "\n".join(f"  {folder}: {problem}" for folder, problem in damaged.items())
+        raise ValueError(f"no checkpoint can be used:\n{lines}\nGive another by "
+                         "checkpoint.resume, or start afresh in another output_dir")
+    _clear(cfg, {}, is_speaker=world.rank == 0)
+    return TrainState(0)
+
+
+def candidate_folders(cfg: Config) -> tuple[list[Path], str]:
+    """Return the checkpoints to try, newest first, and what is wrong with the request."""
+    root, resume = disk.checkpoints_folder(cfg.output_dir), cfg.checkpoint.resume
+    found = disk.complete_checkpoints(root)
+    if resume == "auto":
+        return found, ""
+    if resume == "never":
+        if not found:
+            return [], ""
+        return [], (f"checkpoint.resume is never, but {found[0]} exists; resume it with `auto`, "
+                    "or set another output_dir")
+    path = Path(resume)
+    if not (path / disk.NAME).is_file():
+        inside = disk.complete_checkpoints(path) or disk.complete_checkpoints(
+            disk.checkpoints_folder(path))
+        hint = f"; did you mean {inside[0]}?" if inside else ""
+        return [], (f"checkpoint.resume: {path} has no {disk.NAME}, so it is not a complete "
+                    f"checkpoint{hint}")
+    content, problem = _manifest_or_problem(path)
+    if content is not None and found and disk.step_of(found[0]) > content.step:
+        return [], (
+            f"checkpoint.resume: {path} is of step {content.step}, older than {found[0]}; going "
+            "on from it would mix two histories in one output_dir. Set another output_dir, move "
+            "the newer ones away, or resume with `auto`"
+        )
+    return [path], ""
+
+
+def _checked(folder: Path, world: World) -> tuple[disk.Manifest | None, str]:
+    """Verify a checkpoint, each rank reading its share of the files."""
+    content, problem = _from_rank_0(world, lambda: _manifest_or_problem(folder))
+    if content is None:
+        return None, problem
+    with world.watch.wait("verify checkpoint", content.step):
+        mine = disk.damages(folder, content, part=world.rank, num_parts=world.world_size)
+        problems = sum(gather_objects(mine, group=world.control), [])
+    return (None, "; ".join(problems)) if problems else (content, "")
+
+
+def _manifest_or_problem(folder: Path) -> tuple[disk.Manifest | None, str]:
+    try:
+        return disk.read_manifest(folder), ""
+    except ValueError as error:
+        return None, str(error)
+
+
+def _check_config(content: disk.Manifest, cfg: Config, *, folder: Path, is_speaker: bool) -> None:
+    differences = config_differences(content.config, cfg)
+    if not differences:
+        return
+    text = f"the config differs from that of {folder}:\n" + "\n".join(
+        f"  {difference}" for difference in differences)
+    if not cfg.checkpoint.allow_config_change:
+        raise ValueError(f"{text}\nSet the old values, or go on with the new ones by "
+                         "--checkpoint.allow-config-change, or start in another output_dir")
+    if is_speaker:
+        log.warning("%s\nallowed by checkpoint.allow_config_change", text)
+
+
+def _load(
+    folder: Path, content: disk.Manifest, *, cfg: Config, world: World, policy: Saved,
+    source: SavedSource,
+) -> None:
+    state: dict[str, Any] = {}
+    reader, problems = disk.TensorReader(folder / disk.POLICY), []
+    if world.is_trainer:
+        state = policy.state_dict()
+        problems = _tensor_differences(reader, tensor_leaves(state))
+    with world.watch.wait("compare tensors", content.step):
+        shared = gather_objects(problems, group=world.control)
+    problems = next((p for p in shared if p), [])
+    if problems:
+        raise ValueError(f"{folder} does not hold this model: " + "; ".join(problems))
+    with world.watch.wait("load checkpoint", content.step):
+        if world.is_trainer:
+            dcp.load(tensor_leaves(state), storage_reader=reader,
+                     process_group=world.trainer_control)
+            policy.load_state_dict(state)
+    held = [disk.load_plain(folder / f"rollouts_{r}.pt") for r in content.rollout_ranks]
+    source.load_state_dict(held, content.step)
+    # On another layout there is no rank that the saved generators would belong to.
+    if not any(line.startswith("layout.") for line in _differences(content.config, cfg)):
+        set_rng_state(disk.load_plain(folder / f"rng_{world.rank}.pt"))
+
+
+def _clear(cfg: Config, damaged: dict[Path, str], *, is_speaker: bool) -> None:
+    """Set aside what cannot be used, so that its step's name is free again."""
+    if not is_speaker:
+        return
+    for folder in damaged:
+        aside = folder.with_name(folder.name + ".damaged")
+        shutil.rmtree(aside, ignore_errors=True)
+        os.rename(folder, aside)
+    for partial in disk.partial_checkpoints(disk.checkpoints_folder(cfg.output_dir)):
+        log.warning("removing %s: the job that wrote it ended before it was complete", partial)
+        shutil.rmtree(partial)
+
+
+def _from_rank_0(world: World, function: Callable[[], T]) -> T:
+    with world.watch.wait("find checkpoint", -1):
+        return gather_objects(function() if world.rank == 0 else None, group=world.control)[0]
+
+
+# --------------------------------------------------------------------------- comparing
+
+# Fields that change where, how fast or how long a run goes, or what it shows: not its result.
+_FREE = (
+    "output_dir", "steps", "dry_run", "layout.", "stream.", "checkpoint.", "evaluate.", "report.",
+    "data.eval", "data.eval_size", "rewards.workers", "rewards.timeout_s",
+    "engine.gpu_memory_frac", "engine.cpu_kv_cache_gib", "engine.max_num_seqs",
+    "engine.max_batched_tokens", "engine.enforce_eager", "engine.prefix_caching",
+    "model.activation_checkpointing", "model.head_chunk_tokens", "batch.tokens_per_microbatch",
+)
+
+
+def config_differences(saved: dict[str, Any], cfg: Config) -> list[str]:
+    """Return the fields that shape the result and differ, one line each with both values.
+
+    Args:
+        saved: flattened config of the checkpoint. A field it does not know had its default.
+        cfg: the present config.
+    """
+    # A decaying learning rate is a function of the number of steps.
+    free = [name for name in _FREE if name != "steps" or cfg.optimizer.schedule == "constant"]
+    return [
+        difference for difference in _differences(saved, cfg)
+        if not any(difference.startswith(name if name.endswith(".") else f"{name}:")
+                   for name in free)
+    ]
+
+
+def _differences(saved: dict[str, Any], cfg: Config) -> list[str]:
+    now, old = disk.plain(flatten(cfg)), disk.plain(flatten(Config()) | saved)
+    return [f"{name}: {old[name]!r} in the checkpoint, {now.get(name, 'unknown')!r} now"
+            for name in old if name not in now or old[name] != now[name]]
+
+
+def _tensor_differences(reader: disk.TensorReader, tensors: dict[str, Tensor]) -> list[str]:
+    try:
+        index = reader.read_metadata().state_dict_metadata
+    except ValueError as error:
+        return [str(error)]
+    saved = {name: tuple(entry.size) for name, entry in index.items()}
+    own = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    problems = [f"{name} has shape {saved[name]} there, {own[name]} here"
+                for name in own if name in saved and saved[name] != own[name]]
+    for names, where in ((saved.keys() - own.keys(), "there"), (own.keys() - saved.keys(), "here")):
+        if names:
+            problems.append(f"{len(names)} tensors only {where}, e.g. {min(names)}")
+    return problems[:8]

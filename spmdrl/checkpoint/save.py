@@ -1,0 +1,253 @@
+"""Saving: copy the state, write beside the training, complete by one rename.
+
+Every rank calls the same methods at the same steps. At the next step boundary where all ranks
+have written, rank 0 writes the manifest and renames `step_N.partial` to `step_N`. A job killed
+at any moment leaves complete checkpoints, or a `.partial` folder that nobody reads.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import io
+import logging
+import os
+import shutil
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+
+from spmdrl.checkpoint import manifest as disk
+from spmdrl.checkpoint.state import Saved, SavedSource, rng_state, tensor_leaves
+from spmdrl.comm import gather_objects
+from spmdrl.config import Config, flatten
+from spmdrl.world import World
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    files: dict[str, disk.FileEntry]
+    problem: str = ""
+    is_disk: bool = True  # the disk's fault, which a later save may not meet
+
+
+@dataclass(frozen=True)
+class _Pending:
+    step: int
+    written: Future[_Outcome]
+    rollout_ranks: tuple[int, ...]
+    began: float
+
+
+class Saver:
+    """Saves one job. Every method is called by every rank, in one order.
+
+    Args:
+        cfg: output_dir, steps and the checkpoint section say when and where.
+        world: ranks, and the two gloo groups; `trainer_control` is used by the writing thread
+            and must be left alone while a save is under way.
+    """
+
+    def __init__(self, cfg: Config, world: World):
+        self.cfg, self.world = cfg, world
+        self.root = disk.checkpoints_folder(cfg.output_dir)
+        self._pending: _Pending | None = None
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="spmdrl-checkpoint")
+
+    def maybe_save(
+        self, step: int, policy: Saved, source: SavedSource, *, stop: bool = False
+    ) -> None:
+        """Save when `checkpoint.every_steps` divides `step`, after the last step, or on `stop`.
+
+        Blocks for a copy of the state; writing goes on beside training. The last save of a
+        job is waited for. A full disk costs that checkpoint: it is reported, removed, and the
+        run goes on.
+
+        Args:
+            step: training steps done.
+            stop: this is the last call of the job (a signal arrived).
+        Raises: RuntimeError when the last save fails, or any for another reason than the disk.
+        """
+        self._settle()
+        is_last = stop or step == self.cfg.steps
+        every = self.cfg.checkpoint.every_steps
+        if not is_last and (every == 0 or step % every):
+            return
+        self._settle(wait=True)
+        self._begin(step, policy, source, is_last=is_last)
+        if is_last:
+            self.finish()
+
+    def finish(self) -> None:
+        """Wait until the save under way is complete. Raises: RuntimeError when it failed."""
+        self._settle(wait=True, must_succeed=True)
+
+    def _begin(self, step: int, policy: Saved, source: SavedSource, *, is_last: bool) -> None:
+        began, partial = time.monotonic(), self._partial(step)
+        held = source.state_dict()
+        with self.world.watch.wait("begin checkpoint", step):
+            problem = _os_error(_make_folder, partial) if self.world.rank == 0 else ""
+            shared = gather_objects((problem, held is not None), group=self.world.control)
+        if shared[0][0]:
+            self._give_up(step, shared[0][0], is_fatal=is_last)
+            return
+        tensors: Future | None = None
+        with self.world.watch.phase("copy checkpoint", step):
+            extra = {f"rng_{self.world.rank}.pt": _packed(rng_state())}
+            if held is not None:
+                extra[f"rollouts_{self.world.rank}.pt"] = _packed(held)
+            if self.world.is_trainer:
+                # Returns once the tensors are copied to memory of its own.
+                tensors = dcp.async_save(
+                    tensor_leaves(policy.state_dict()),
+                    storage_writer=_TensorWriter(partial / disk.POLICY),
+                    process_group=self.world.trainer_control,
+                )
+        written = self._writer.submit(_write, partial, self.world.rank, tensors=tensors,
+                                      extra=extra)
+        ranks = tuple(rank for rank, (_, holds) in enumerate(shared) if holds)
+        self._pending = _Pending(step, written, ranks, began)
+
+    def _settle(self, *, wait: bool = False, must_succeed: bool = False) -> None:
+        pending = self._pending
+        if pending is None:
+            return
+        with self.world.watch.wait("checkpoint", pending.step):
+            if wait:
+                concurrent.futures.wait([pending.written])
+            mine = pending.written.result() if pending.written.done() else None
+            outcomes = gather_objects(mine, group=self.world.control)
+            if None in outcomes:
+                return
+            failed = [f"rank {r}: {o.problem}" for r, o in enumerate(outcomes) if o.problem]
+            if not failed:
+                complete = self.world.rank == 0 and _os_error(self._complete, pending, outcomes)
+                shared = gather_objects(complete, group=self.world.control)
+                failed = [f"rank 0: {shared[0]}"] if shared[0] else []
+        self._pending = None
+        if failed:
+            is_fatal = must_succeed or not all(o.is_disk for o in outcomes)
+            self._give_up(pending.step, "; ".join(dict.fromkeys(failed)), is_fatal=is_fatal)
+
+    def _complete(self, pending: _Pending, outcomes: list[_Outcome]) -> None:
+        partial = self._partial(pending.step)
+        files = {name: entry for o in outcomes for name, entry in o.files.items()}
+        content = self._manifest(pending, files)
+        missing = disk.damages(partial, content, digests=False)
+        if missing:
+            raise OSError(f"{missing[0]}; output_dir must be on a file system that every rank "
+                          "shares")
+        disk.write_manifest(partial, content)
+        disk.sync_folder(partial / disk.POLICY)
+        disk.sync_folder(partial)
+        final = disk.step_folder(self.root, pending.step)
+        os.rename(partial, final)
+        disk.sync_folder(self.root)
+        size = sum(entry.size for entry in files.values())
+        log.info("saved %s (%.1f MB, %.1f s)", final, size / 1e6, time.monotonic() - pending.began)
+        problem = _os_error(self._prune)
+        if problem:
+            log.warning("an old checkpoint could not be removed: %s", problem)
+
+    def _prune(self) -> None:
+        for old in disk.complete_checkpoints(self.root)[self.cfg.checkpoint.keep_last :]:
+            # Renamed first, so that a kill in the middle leaves nothing that looks complete.
+            doomed = old.with_name(old.name + ".partial")
+            os.rename(old, doomed)
+            shutil.rmtree(doomed)
+
+    def _manifest(self, pending: _Pending, files: dict[str, disk.FileEntry]) -> disk.Manifest:
+        model = self.cfg.model
+        return disk.Manifest(
+            step=pending.step, config=disk.plain(flatten(self.cfg)), model=_absolute(model.path),
+            tokenizer=_absolute(model.tokenizer or model.path),
+            rollout_ranks=pending.rollout_ranks, files=files,
+        )
+
+    def _give_up(self, step: int, problem: str, *, is_fatal: bool) -> None:
+        kept = disk.complete_checkpoints(self.root)
+        text = (f"checkpoint of step {step} could not be written: {problem}. "
+                f"Newest complete checkpoint: {kept[0] if kept else 'none'}. Free disk space or "
+                "set output_dir elsewhere")
+        if self.world.rank == 0:
+            shutil.rmtree(self._partial(step), ignore_errors=True)
+        if is_fatal:
+            raise RuntimeError(text)
+        if self.world.rank == 0:
+            log.warning("%s; training goes on", text)
+
+    def _partial(self, step: int) -> Path:
+        final = disk.step_folder(self.root, step)
+        return final.with_name(final.name + ".partial")
+
+
+def _write(
+    partial: Path, rank: int, *, tensors: Future | None, extra: dict[str, bytes]
+) -> _Outcome:
+    """Run in the writing thread: finish this rank's files and return their digests."""
+    try:
+        if tensors is not None:
+            tensors.result()
+        for name, content in extra.items():
+            disk.write_file(partial / name, content)
+        # DCP numbers its files by rank in the trainer group, which starts at rank 0.
+        own = [*partial.glob(f"{disk.POLICY}/__{rank}_*.distcp")] if tensors is not None else []
+        own += [partial / disk.POLICY / ".metadata"] if rank == 0 else []
+        own += [partial / name for name in extra]
+        return _Outcome({str(p.relative_to(partial)): disk.file_entry(p) for p in own})
+    except BaseException as error:  # DCP's CheckpointException is no Exception
+        causes = [error]
+        if isinstance(error, dcp.api.CheckpointException):
+            causes = [cause for cause, _ in error.failures.values()]
+        text = "; ".join(dict.fromkeys(f"{type(c).__name__}: {c}" for c in causes))
+        return _Outcome({}, text, is_disk=all(isinstance(c, OSError) for c in causes))
+
+
+class _TensorWriter(dcp.FileSystemWriter):
+    """DCP's writer, which lets the disk's own error through.
+
+    On a full disk torch.save reports a broken zip file, with the OSError only as its context.
+    """
+
+    def write_data(self, plan: Any, planner: Any) -> Any:
+        """Write this rank's tensors. Raises: OSError as the disk gave it."""
+        try:
+            return super().write_data(plan, planner)
+        except RuntimeError as error:
+            cause: BaseException | None = error
+            while cause is not None and not isinstance(cause, OSError):
+                cause = cause.__cause__ or cause.__context__
+            raise (cause or error) from None
+
+
+def _make_folder(path: Path) -> None:
+    shutil.rmtree(path, ignore_errors=True)
+    (path / disk.POLICY).mkdir(parents=True)
+
+
+def _os_error(function: Callable[..., None], *args: Any) -> str:
+    """Call a function and return its OSError as text, "" if it had none."""
+    try:
+        function(*args)
+    except OSError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def _packed(state: dict[str, Any]) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    buffer.seek(0)
+    torch.load(buffer, weights_only=True)  # refuse now what no resume could read
+    return buffer.getvalue()
+
+
+def _absolute(model: str) -> str:
+    return str(Path(model).resolve()) if Path(model).is_dir() else model

@@ -1,0 +1,64 @@
+"""What a checkpoint holds: the parts that have state, and that state as tensors."""
+
+from __future__ import annotations
+
+import random
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+
+class Saved(Protocol):
+    """What a checkpoint needs of the policy."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the live tensors, nested by name."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take up what `state_dict` returned, its tensors filled anew."""
+
+
+class SavedSource(Protocol):
+    """What a checkpoint needs of the source of rollouts."""
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """Return tensors and plain values; None where this rank holds nothing."""
+
+    def load_state_dict(self, states: list[dict[str, Any]], step: int) -> None:
+        """Take up what all ranks held."""
+
+
+def tensor_leaves(state: dict[str, Any], prefix: str = "") -> dict[str, Tensor]:
+    """Return the tensors of a nested state as {dotted name: tensor}, the same objects.
+
+    `param_groups` follow from the config and are left out. Raises: AssertionError on any other
+    value that is not a tensor, since it would be lost.
+    """
+    leaves: dict[str, Tensor] = {}
+    for key, value in state.items():
+        name = f"{prefix}{key}"
+        if key == "param_groups":
+            continue
+        if isinstance(value, dict):
+            leaves |= tensor_leaves(value, f"{name}.")
+        else:
+            assert isinstance(value, Tensor), f"{name} is a {type(value).__name__}, not a tensor"
+            leaves[name] = value
+    return leaves
+
+
+def rng_state() -> dict[str, Any]:
+    """Return this process's random generators, for code that does not key its draws."""
+    state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
+    if torch.cuda.is_initialized():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def set_rng_state(state: dict[str, Any]) -> None:
+    """Take up what `rng_state` returned."""
+    torch.set_rng_state(state["torch"])
+    random.setstate(state["python"])
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])

@@ -1,0 +1,193 @@
+"""Write a checkpoint as a Hugging Face folder that transformers and vLLM load.
+
+    python -m spmdrl.export runs/demo --out exported
+    python -m spmdrl.export runs/demo/checkpoints/step_40 --out exported --dtype bfloat16
+
+One process, whatever layout wrote the checkpoint; memory is that of one output file.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import warnings
+from pathlib import Path
+from typing import Annotated, Literal
+
+import torch
+import torch.distributed.checkpoint as dcp
+import tyro
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from spmdrl.checkpoint import manifest as disk
+
+_PREFIX = "model."  # the policy's part of a checkpoint, before the tensors' own names
+_SMALL_FILES = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "*.py")
+
+
+def export(
+    checkpoint: Annotated[Path, tyro.conf.Positional],
+    *,
+    out: Path,
+    dtype: Literal["auto", "bfloat16", "float32"] = "auto",
+    max_shard_gib: float = 4.0,
+    model: str = "",
+    tokenizer: str = "",
+) -> Path:
+    """Write the policy of a checkpoint into a Hugging Face folder.
+
+    Args:
+        checkpoint: a checkpoint folder, or a run's folder to take its newest whole one.
+        out: folder to write; must be new or empty.
+        dtype: of the floating-point weights; `auto` takes that of the model trained from.
+        max_shard_gib: largest weight file, GiB; a tensor above it gets a file of its own.
+        model: folder or hub name for config.json, where the one in the checkpoint has moved.
+        tokenizer: the same for the tokenizer's files.
+    Returns: the folder.
+    Raises: ValueError when there is no whole checkpoint, `out` is taken, or the model's small
+        files cannot be found.
+    """
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ValueError(f"--out {out} exists and is not empty; give a new folder")
+    if not max_shard_gib > 0:
+        raise ValueError(f"--max-shard-gib must be above 0, got {max_shard_gib}")
+    folder, content = _whole_checkpoint(checkpoint)
+    made = out.with_name(out.name + ".partial")
+    shutil.rmtree(made, ignore_errors=True)
+    made.mkdir(parents=True)
+    model = model or content.model
+    _copy_small_files(model, made, flag="--model")
+    _copy_small_files(tokenizer or (content.tokenizer if model == content.model else model), made,
+                      flag="--tokenizer", skip=("config.json", "generation_config.json"))
+    cast = _set_dtype(made / "config.json", dtype)
+    _write_weights(folder / disk.POLICY, made, dtype=cast, limit=int(max_shard_gib * 2**30))
+    if out.is_dir():
+        out.rmdir()
+    os.rename(made, out)
+    return out
+
+
+def _whole_checkpoint(path: Path) -> tuple[Path, disk.Manifest]:
+    candidates = [path]
+    if not (path / disk.NAME).is_file():
+        candidates = disk.complete_checkpoints(disk.checkpoints_folder(path))
+        candidates = candidates or disk.complete_checkpoints(path)
+    problems = []
+    for folder in candidates:
+        try:
+            content = disk.read_manifest(folder)
+            damages = disk.damages(folder, content)
+        except ValueError as error:
+            damages = [str(error)]
+        if not damages:
+            return folder, content
+        problems += damages
+        warnings.warn(f"{folder} cannot be used: {'; '.join(damages)}", stacklevel=2)
+    raise ValueError(f"{path} is no whole checkpoint and no run that has one"
+                     + "".join(f"\n  {problem}" for problem in problems))
+
+
+def _copy_small_files(
+    name: str, target: Path, *, flag: str, skip: tuple[str, ...] = ()
+) -> None:
+    source = Path(name)
+    if not source.is_dir():
+        source = _from_hub(name, flag=flag)
+    if flag == "--model" and not (source / "config.json").is_file():
+        raise ValueError(f"{source} has no config.json; give the model's folder by {flag}")
+    for pattern in _SMALL_FILES:
+        for path in sorted(source.glob(pattern)):
+            if path.name not in skip and not path.name.endswith(".index.json"):
+                shutil.copyfile(path, target / path.name)
+
+
+def _from_hub(name: str, *, flag: str) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=list(_SMALL_FILES)))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        raise ValueError(f"{name} is neither a folder here nor a hub name in reach: {error}; "
+                         f"say by {flag} where it is now") from error
+
+
+def _set_dtype(path: Path, dtype: str) -> torch.dtype:
+    """Write the dtype of the weights into config.json and return it."""
+    config = json.loads(path.read_text())
+    key = "torch_dtype" if "torch_dtype" in config else "dtype"  # older files have the former
+    if dtype == "auto":
+        dtype = config.get(key) or "float32"
+    config[key] = dtype
+    path.write_text(json.dumps(config, indent=2) + "\n")
+    cast = getattr(torch, dtype, None)
+    if not isinstance(cast, torch.dtype) or not cast.is_floating_point:
+        raise ValueError(f"config.json names the dtype {dtype!r}; choose one by --dtype")
+    return cast
+
+
+def _write_weights(source: Path, target: Path, *, dtype: torch.dtype, limit: int) -> None:
+    index = disk.TensorReader(source).read_metadata().state_dict_metadata
+    entries = {name: entry for name, entry in index.items() if name.startswith(_PREFIX)}
+    sizes = {name: _out_bytes(entry, dtype) for name, entry in entries.items()}
+    shards = _shards(sizes, limit=limit)
+    places: dict[str, str] = {}
+    for number, names in enumerate(shards, start=1):
+        file = "model.safetensors"
+        if len(shards) > 1:
+            file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        tensors = _read(source, {name: entries[name] for name in names})
+        content = {name.removeprefix(_PREFIX): _cast(tensors.pop(name), dtype) for name in names}
+        save_file(content, target / file, metadata={"format": "pt"})
+        places |= dict.fromkeys(content, file)
+    if len(shards) > 1:
+        text = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": places}
+        (target / "model.safetensors.index.json").write_text(json.dumps(text, indent=2) + "\n")
+
+
+def _out_bytes(entry: TensorStorageMetadata, dtype: torch.dtype) -> int:
+    kept = entry.properties.dtype
+    return math.prod(entry.size) * (dtype if kept.is_floating_point else kept).itemsize
+
+
+def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+
+def _shards(sizes: dict[str, int], *, limit: int) -> list[list[str]]:
+    """Cut names, in order, into lists of at most `limit` bytes."""
+    shards: list[list[str]] = [[]]
+    used = 0
+    for name, size in sizes.items():
+        if shards[-1] and used + size > limit:
+            shards.append([])
+            used = 0
+        shards[-1].append(name)
+        used += size
+    return shards
+
+
+def _read(source: Path, entries: dict[str, TensorStorageMetadata]) -> dict[str, Tensor]:
+    tensors = {name: torch.empty(entry.size, dtype=entry.properties.dtype)
+               for name, entry in entries.items()}
+    with warnings.catch_warnings():
+        # DCP warns that there is one process only, which is the point here.
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        dcp.load(tensors, storage_reader=disk.TensorReader(source), no_dist=True)
+    return tensors
+
+
+def main() -> None:
+    """Run from the command line."""
+    try:
+        print(tyro.cli(export, prog="python -m spmdrl.export"))
+    except ValueError as error:
+        raise SystemExit(f"export: {error}") from error
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,173 @@
+"""Export to a Hugging Face folder from any layout, and asking that folder."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoint_runs import SmallSource, config
+from ranks import run_ranks
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from spmdrl.ask import ask
+from spmdrl.checkpoint import Checkpointer
+from spmdrl.checkpoint import manifest as disk
+from spmdrl.config import Config
+from spmdrl.create_model import create_model
+from spmdrl.export import export
+from spmdrl.world import World
+
+
+def _nudged(cfg: Config) -> dict[str, bytes]:
+    """Save a policy that differs from its folder, and return its whole tensors."""
+    from spmdrl.policy.policy import Policy
+
+    world = World.start(cfg)
+    policy = Policy(cfg, world)
+    state = policy.state_dict()
+    for k, (_, tensor) in enumerate(sorted(state["model"].items())):
+        tensor.mul_(1.0 + 0.01 * k)
+    Checkpointer(cfg, world).maybe_save(1, policy, SmallSource(world), stop=True)
+    whole = {name: tensor.full_tensor().numpy().tobytes()
+             for name, tensor in policy.state_dict()["model"].items()}
+    world.close()
+    return whole
+
+
+@pytest.fixture(scope="module", params=["untied", "tied"])
+def run(request, tmp_path_factory) -> tuple[Path, dict[str, bytes]]:
+    """A run of dp_shard x tp = 2 x 2 (tied: 1 x 2) ranks, and the whole tensors it saved."""
+    folder = tmp_path_factory.mktemp("run")
+    model = create_model(folder / "model", hidden_size=64, layers=2, heads=2, kv_heads=2,
+                         intermediate=96, tied=request.param == "tied")
+    ranks = 2 if request.param == "tied" else 4
+    cfg = config(folder / "out", world_size=ranks, tp=2, model=str(model))
+    return folder / "out", run_ranks(ranks, _nudged, cfg)[0]
+
+
+# Of the two kinds of run, the first is enough.
+once = pytest.mark.parametrize("run", ["untied"], indirect=True)
+
+
+def test_an_export_loads_in_transformers_bit_equal_and_in_several_files(run, tmp_path):
+    folder, whole = run
+    out = export(folder, out=tmp_path / "out", max_shard_gib=60_000 / 2**30)
+    files = sorted(out.glob("*.safetensors"))
+    assert len(files) > 2 and files[0].name == f"model-00001-of-{len(files):05d}.safetensors"
+    model, report = AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
+    assert not report["missing_keys"] and not report["unexpected_keys"], report
+    assert model.dtype == torch.float32
+    loaded = dict(model.named_parameters())
+    assert loaded.keys() == whole.keys()
+    for name, content in whole.items():
+        assert loaded[name].detach().numpy().tobytes() == content, name
+    assert AutoTokenizer.from_pretrained(out).decode(
+        AutoTokenizer.from_pretrained(out)("12+3=")["input_ids"]) == "12+3="
+
+
+def test_an_export_in_bfloat16_is_the_cast_of_the_masters_in_one_file(run, tmp_path):
+    folder, whole = run
+    export(folder / "checkpoints/step_1", out=tmp_path / "out", dtype="bfloat16")
+    assert [p.name for p in (tmp_path / "out").glob("*.safetensors")] == ["model.safetensors"]
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert model.dtype == torch.bfloat16
+    for name, tensor in model.named_parameters():
+        master = torch.frombuffer(bytearray(whole[name]), dtype=torch.float32)
+        assert torch.equal(tensor.flatten(), master.bfloat16()), name
+
+
+@once
+def test_an_export_is_refused_with_the_reason(run, tmp_path):
+    folder, _ = run
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken/file").touch()
+    with pytest.raises(ValueError, match="not empty"):
+        export(folder, out=tmp_path / "taken")
+    with pytest.raises(ValueError, match="no whole checkpoint"):
+        export(tmp_path / "nothing", out=tmp_path / "out")
+    with pytest.raises(ValueError, match="--model"):
+        export(folder, out=tmp_path / "out", model=str(tmp_path / "taken"))
+    moved = disk.read_manifest(folder / "checkpoints/step_1")
+    copy = tmp_path / "step_1"
+    (copy / "policy").mkdir(parents=True)
+    disk.write_manifest(copy, dataclasses.replace(moved, model="/no/such/folder", files={}))
+    with pytest.raises(ValueError, match="--model"):
+        export(copy, out=tmp_path / "out")
+    disk.write_manifest(copy, moved)
+    with pytest.warns(UserWarning, match="cannot be used"), \
+            pytest.raises(ValueError, match="is missing"):
+        export(copy, out=tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@once
+def test_vllm_answers_as_transformers_does_from_an_export(run, tmp_path):
+    pytest.importorskip("vllm")
+    out = export(run[0], out=tmp_path / "out")
+    program = (
+        "import sys, vllm\n"
+        "llm = vllm.LLM(sys.argv[1], dtype='float32', max_model_len=64, enforce_eager=True,\n"
+        "               kv_cache_memory_bytes=2**26, disable_log_stats=True)\n"
+        "params = vllm.SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)\n"
+        "print('TOKENS', *llm.generate('12+34=', params)[0].outputs[0].token_ids)\n"
+    )
+    env = dict(os.environ, VLLM_ENABLE_V1_MULTIPROCESSING="0", TORCHDYNAMO_DISABLE="1",
+               OMP_NUM_THREADS="1")
+    done = subprocess.run([sys.executable, "-c", program, str(out)], capture_output=True,
+                          text=True, timeout=200, check=False, env=env)
+    assert done.returncode == 0, done.stderr[-3000:]
+    answered = re.search(r"^TOKENS (.*)$", done.stdout, re.MULTILINE)[1].split()
+    tokens = AutoTokenizer.from_pretrained(out)("12+34=", return_tensors="pt")
+    model = AutoModelForCausalLM.from_pretrained(out)
+    expected = model.generate(**tokens, max_new_tokens=6, min_new_tokens=6, do_sample=False)
+    assert [int(t) for t in answered] == expected[0, tokens["input_ids"].shape[1]:].tolist()
+
+
+@once
+def test_the_two_commands_export_a_run_and_ask_the_folder(run, tmp_path):
+    folder, _ = run
+    out = tmp_path / "out"
+    for command in (
+        ["spmdrl.export", str(folder), "--out", str(out)],
+        ["spmdrl.ask", str(out), "--task", "task:addition", "--task-option", "digits=2", "-n", "3",
+         "--max-response-tokens", "4"],
+    ):
+        done = subprocess.run([sys.executable, "-m", *command], capture_output=True, text=True,
+                              timeout=120, check=False)
+        assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert len(lines) == 4 and re.match(r"\d\d\+\d\d=  ->  .*\(reward 0; right: \d+\)", lines[0])
+    assert lines[-1] == "mean reward 0.000 over 3 problems"
+
+
+def test_asking_refuses_bad_input(tiny_model, tmp_path):
+    with pytest.raises(ValueError, match="config.json"):
+        ask(tmp_path)
+    with pytest.raises(ValueError, match="NAME=VALUE"):
+        ask(tiny_model, task_option=("digits",))
+    with pytest.raises(ValueError, match="did you mean digits"):
+        ask(tiny_model, task_option=("digit=3",))
+    with pytest.raises(ValueError, match="at least 1"):
+        ask(tiny_model, num_problems=0)
+
+
+@once
+def test_older_config_files_keep_their_name_of_the_dtype(run, tmp_path):
+    folder, _ = run
+    source = Path(disk.read_manifest(folder / "checkpoints/step_1").model)
+    old = tmp_path / "old"
+    old.mkdir()
+    fields = json.loads((source / "config.json").read_text())
+    fields["torch_dtype"] = fields.pop("dtype")
+    (old / "config.json").write_text(json.dumps(fields))
+    export(folder, out=tmp_path / "out", model=str(old), tokenizer=str(source), dtype="bfloat16")
+    written = json.loads((tmp_path / "out/config.json").read_text())
+    assert written["torch_dtype"] == "bfloat16" and "dtype" not in written
+    assert (tmp_path / "out/tokenizer.json").is_file()
