@@ -40,7 +40,7 @@ test: venv
 demo: venv
 	rm -rf $(RUN)
 	@echo '== 1/6 a small random model and its tokenizer'
-	$(BIN)/python -m spmdrl.create_model $(RUN)/init --seed $(SEED)
+	$(BIN)/python -m spmdrl.create_model $(RUN)/init --initializer-std 0.088 --seed $(SEED)
 	@echo '== 2/6 supervised warm start: both ranks train'
 	$(TORCHRUN) train.py --config configs/demo_sft.yaml --seed $(SEED) \
 	  --model.path $(RUN)/init --output-dir $(RUN)/sft
@@ -51,7 +51,7 @@ demo: venv
 	@echo '== 4/6 export a Hugging Face folder'
 	$(BIN)/python -m spmdrl.export $(RUN)/grpo --out $(RUN)/model
 	@echo '== 5/6 ask the exported model, by plain transformers'
-	$(BIN)/python -m spmdrl.ask $(RUN)/model --task task:addition -n 5 --task-option digits=3
+	$(BIN)/python -m spmdrl.ask $(RUN)/model --task task:addition -n 5 --task-option digits=2
 	@echo '== 6/6 draw the reward'
 	$(BIN)/python -m spmdrl.report.curves $(RUN)/grpo --out $(RUN)/reward.png
 	@echo

@@ -70,12 +70,19 @@ class Addition:
 
     Options: `digits`, digits of each number; `subtraction`, make half of the problems
     differences (never negative); `partial`, reward the share of right digits, counted from
-    the right, instead of 1 for the exact answer and 0 otherwise.
+    the right, instead of 1 for the exact answer and 0 otherwise; `mistakes`, the share of
+    training rows whose demonstration (`completion`, for supervised training) is one too high,
+    while `answer` stays right: imperfect demonstrations that rewards can improve on.
     """
 
-    OPTIONS = {"digits": int, "subtraction": bool, "partial": bool}
+    OPTIONS = {"digits": int, "subtraction": bool, "partial": bool, "mistakes": float}
 
-    def __init__(self, *, digits: int = 3, subtraction: bool = False, partial: bool = False):
+    def __init__(self, *, digits: int = 3, subtraction: bool = False, partial: bool = False,
+                 mistakes: float = 0.0):
+        if not 0.0 <= mistakes <= 1.0:
+            raise ValueError(f"data.task_options.mistakes: must be a share from 0 to 1, got "
+                             f"{mistakes}")
+        self.mistakes = mistakes
         if not 1 <= digits <= 100:
             raise ValueError(f"data.task_options.digits: must be from 1 to 100, got {digits}")
         self.digits, self.subtraction, self.partial = digits, subtraction, partial
@@ -92,8 +99,12 @@ class Addition:
             if _split_of(f"{small}{sign}{large}") == split:
                 break
         if sign == "-":
-            return self._row(f"{large}-{small}=", large - small)
-        return self._row(f"{a}+{b}=", a + b)
+            row = self._row(f"{large}-{small}=", large - small)
+        else:
+            row = self._row(f"{a}+{b}=", a + b)
+        if self.mistakes and split == "train" and draw.random() < self.mistakes:
+            row["completion"] = str(int(row["answer"]) + 1)
+        return row
 
     def _row(self, prompt: str, answer: int) -> dict:
         return {"prompt": prompt, "answer": str(answer), "data_source": "task:addition"}

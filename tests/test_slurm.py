@@ -1,0 +1,184 @@
+"""The world and the sbatch files under a real one-node Slurm on loopback."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+NODE = ROOT / "tests" / "slurm_node.sh"
+SBATCH_FILES = sorted(ROOT.glob("slurm/*.sbatch"))
+# What a node of two CPU ranks has instead of eight GPUs; everything else is the file's own.
+SMALL = ["--nodes=1", "--ntasks-per-node=2", "--gpus-per-node=0", "--cpus-per-task=1"]
+
+pytestmark = [pytest.mark.slurm, pytest.mark.slow]
+
+# Two ranks that find each other, as train.py starts; prints what the collective gave.
+WORLD_PROGRAM = """
+import torch, torch.distributed as dist
+from spmdrl.config import Config, Layout
+from spmdrl.world import World
+world = World.start(Config(layout=Layout(world_size=2, trainer_ranks=1, device="cpu")))
+total = torch.tensor(world.rank + 1)
+dist.all_reduce(total)
+print(f"rank {world.rank} trainer {world.is_trainer} engine {world.is_inference} sum {int(total)}")
+world.close()
+"""
+
+# Stands for train.py where only the sbatch file is under test: the first attempt works for 40 s
+# at least and until it is asked to stop, the second finds nothing left to do.
+STOPPABLE_PROGRAM = """
+import os, signal, sys, time
+asked, started = [], time.monotonic()
+signal.signal(signal.SIGUSR1, lambda *_: asked.append("USR1"))
+print("flags", sys.argv[1:], "threads", os.environ["OMP_NUM_THREADS"], flush=True)
+is_first = os.environ.get("SLURM_RESTART_COUNT", "0") == "0"
+while is_first and (not asked or time.monotonic() < started + 40):
+    assert time.monotonic() < started + 150, "no signal came"
+    time.sleep(0.1)
+print("asked", asked)
+"""
+
+FAILING_PROGRAM = """
+import os, sys, time
+time.sleep(0 if os.environ["SLURM_PROCID"] == "1" else 100)
+sys.exit(7)
+"""
+
+
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """Environment for Slurm's commands, with a node behind it that goes away afterwards."""
+    folder = tmp_path_factory.mktemp("slurm")
+    env = {k: v for k, v in os.environ.items()
+           if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK") and not k.startswith("SLURM_")}
+    env |= dict(SLURM_CONF=str(folder / "slurm.conf"), PYTHON=sys.executable,
+                PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1")
+    started = subprocess.run(["bash", NODE, "start", folder], capture_output=True, text=True,
+                             timeout=90)
+    try:
+        assert started.returncode == 0, started.stdout + started.stderr
+        yield env
+    finally:
+        pids = [int(path.read_text()) for path in folder.glob("*.pid")]
+        subprocess.run(["bash", NODE, "stop", folder], timeout=90, check=True)
+        left = [pid for pid in pids if Path(f"/proc/{pid}").exists()]
+        assert not left, f"daemons of the test's Slurm still run: {left}"
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A folder to submit from: the repository's slurm/, configs/ and train.py, no runs."""
+    for name in ("slurm", "configs"):
+        shutil.copytree(ROOT / name, tmp_path / name)
+    shutil.copy(ROOT / "train.py", tmp_path)
+    return tmp_path
+
+
+def _run(command: list[str], env: dict[str, str], cwd: Path, *, timeout_s: float) -> str:
+    done = subprocess.run(command, env=env, cwd=cwd, capture_output=True, text=True,
+                          timeout=timeout_s)
+    assert done.returncode == 0, f"{command} gave {done.returncode}:\n{done.stdout}{done.stderr}"
+    return done.stdout
+
+
+def _submit(env: dict[str, str], cwd: Path, *, options: list[str], flags: list[str]) -> str:
+    file = str(cwd / "slurm" / "single_node.sbatch")
+    command = ["sbatch", "--parsable", *SMALL, *options, file, *flags]
+    return _run(command, env, cwd, timeout_s=30).strip()
+
+
+def _wait_for_end(job: str, env: dict[str, str], cwd: Path, *, timeout_s: float) -> str:
+    """Return the job's final state; fail with all its output when time is up."""
+    deadline, state = time.monotonic() + timeout_s, "UNKNOWN"
+    while time.monotonic() < deadline:
+        shown = _run(["scontrol", "show", "job", job], env, cwd, timeout_s=30)
+        state = re.search(r"JobState=(\w+)", shown).group(1)
+        if state in ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL"):
+            return state
+        time.sleep(0.5)
+    raise AssertionError(f"job {job} is {state} after {timeout_s} s:\n{_output(cwd)}")
+
+
+def _output(cwd: Path) -> str:
+    files = [*cwd.glob("slurm-*.out"), *sorted(cwd.glob("runs/slurm/*/*/*.out"))]
+    return "\n".join(f"--- {file.relative_to(cwd)}\n{file.read_text()}" for file in files)
+
+
+def test_ranks_find_each_other_from_slurms_own_variables(
+    slurm: dict[str, str], tmp_path: Path
+) -> None:
+    command = ["srun", "--ntasks=2", "--kill-on-bad-exit=1", sys.executable, "-c", WORLD_PROGRAM]
+    out = _run(command, slurm, tmp_path, timeout_s=120)
+    lines = sorted(line for line in out.splitlines() if line.startswith("rank"))
+    assert lines == ["rank 0 trainer True engine False sum 3",
+                     "rank 1 trainer False engine True sum 3"], out
+
+
+@pytest.mark.parametrize("file", SBATCH_FILES, ids=lambda file: file.stem)
+def test_slurm_accepts_the_file(file: Path, slurm: dict[str, str], checkout: Path) -> None:
+    _run(["sbatch", "--test-only", *SMALL, str(file)], slurm, checkout, timeout_s=30)
+
+
+def test_job_out_of_time_is_asked_to_stop_and_queued_again(
+    slurm: dict[str, str], checkout: Path
+) -> None:
+    (checkout / "train.py").write_text(STOPPABLE_PROGRAM)
+    # Of five minutes, the signal comes in the first one; "out of time" is when 30 s have gone,
+    # which the first attempt stays and the second does not.
+    shared = checkout / "slurm" / "attempt.sh"
+    shared.write_text(shared.read_text().replace("SPARE_S=240", "SPARE_S=270"))
+    job = _submit(slurm, checkout, options=["--time=5", "--signal=USR1@290"],
+                  flags=["--config", "a file.yaml", "--steps", "3"])
+    state = _wait_for_end(job, slurm, checkout, timeout_s=200)
+    assert state == "COMPLETED", _output(checkout)
+    logs = checkout / "runs" / "slurm" / f"spmdrl-{job}"
+    flags = "flags ['--config', 'a file.yaml', '--steps', '3'] threads 1"
+    for rank in range(2):
+        first = (logs / "attempt_0" / f"rank_{rank}.out").read_text().splitlines()
+        again = (logs / "attempt_1" / f"rank_{rank}.out").read_text().splitlines()
+        assert first == [flags, "asked ['USR1']"], _output(checkout)
+        assert again == [flags, "asked []"], _output(checkout)
+    text = (checkout / f"slurm-spmdrl-{job}.out").read_text()
+    assert "attempt 0" in text and "attempt 1" in text, "the second attempt must append"
+
+
+def test_failing_rank_ends_the_job_which_is_not_queued_again(
+    slurm: dict[str, str], checkout: Path
+) -> None:
+    (checkout / "train.py").write_text(FAILING_PROGRAM)
+    job = _submit(slurm, checkout, options=[], flags=[])
+    assert _wait_for_end(job, slurm, checkout, timeout_s=60) == "FAILED", _output(checkout)
+    assert not list(checkout.glob("runs/slurm/*/attempt_1"))
+
+
+def test_submitting_from_elsewhere_says_where_to_submit_from(
+    slurm: dict[str, str], checkout: Path
+) -> None:
+    (checkout / "train.py").unlink()
+    job = _submit(slurm, checkout, options=[], flags=[])
+    assert _wait_for_end(job, slurm, checkout, timeout_s=60) == "FAILED"
+    assert "submit from the repository root" in _output(checkout)
+
+
+def test_train_runs_from_the_sbatch_file(
+    slurm: dict[str, str], checkout: Path, tiny_model: Path
+) -> None:
+    out = checkout / "out"
+    job = _submit(slurm, checkout, options=[], flags=[
+        "--config", "configs/demo_sft.yaml", "--steps", "3", "--model.path", str(tiny_model),
+        "--output-dir", str(out), "--batch.prompts-per-step", "16",
+    ])
+    state = _wait_for_end(job, slurm, checkout, timeout_s=240)
+    assert state == "COMPLETED", _output(checkout)
+    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [0, 1, 2], rows

@@ -1,0 +1,203 @@
+"""The program end to end, as a user starts it: training, resume, faults, bad input."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+
+import pytest
+import runs
+from runs import ROOT, TINY, kill_all, metrics, run, start, wait_for_step
+
+from spmdrl.create_model import create_model
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> str:
+    folder = tmp_path_factory.mktemp("model") / "start"
+    create_model(folder, hidden_size=64, layers=2)
+    return str(folder)
+
+
+def rl(model: str, folder, **flags) -> dict:
+    return {"model.path": model, "output-dir": folder} | TINY["rl"] | flags
+
+
+def final_weights(folder) -> dict:
+    """Return {name: tensor} of the newest checkpoint's model and optimizer state."""
+    import torch
+    from torch.distributed.checkpoint import FileSystemReader
+    from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
+
+    newest = max(folder.glob("checkpoints/step_*"), key=lambda p: int(p.name.split("_")[1]))
+    tree = _load_state_dict_from_keys(storage_reader=FileSystemReader(newest))
+    flat = {}
+
+    def walk(prefix, node):
+        if isinstance(node, dict):
+            for key, value in node.items():
+                walk(f"{prefix}.{key}", value)
+        elif isinstance(node, torch.Tensor):
+            flat[prefix] = node
+
+    walk("", tree)
+    assert flat
+    return {"newest": newest.name} | flat
+
+
+def assert_same_end(a, b) -> None:
+    import torch
+
+    first, second = final_weights(a), final_weights(b)
+    assert first.keys() == second.keys() and first.pop("newest") == second.pop("newest")
+    for name, value in first.items():
+        assert torch.equal(value, second[name]), f"{name} differs"
+    logged = [[(r["step"], r["reward/mean"], r["policy/loss"]) for r in metrics(f)]
+              for f in (a, b)]
+    assert logged[0] == logged[1]
+
+
+def test_warm_start_export_and_grpo_in_one_chain(model, tmp_path):
+    import subprocess
+    import sys
+
+    warm = tmp_path / "sft"
+    run("demo_sft.yaml", 2, **TINY["sft"], **{"model.path": model, "output-dir": warm, "steps": 4})
+    losses = [row["policy/loss"] for row in metrics(warm)]
+    assert len(losses) == 4 and losses[-1] < losses[0]
+    exported = tmp_path / "warm"
+    subprocess.run([sys.executable, "-m", "spmdrl.export", str(warm), "--out", str(exported)],
+                   check=True, timeout=120, cwd=ROOT)
+    out = tmp_path / "grpo"
+    finished = run("demo_grpo.yaml", 2, **rl(str(exported), out, steps=3) | {
+        "evaluate.every-steps": 2, "report.table-every": 1, "data.eval-size": 8,
+        "report.tracker": "mlflow"})
+    rows = metrics(out)
+    assert [row["step"] for row in rows] == [0, 1, 2]
+    assert rows[0]["policy/staleness"] == 0 and rows[2]["policy/staleness"] == 1  # lag 1
+    assert all(row["sync/bytes"] > 0 and row["policy/mismatch_k3"] < 1e-3 for row in rows)
+    every = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in every if "eval/reward" in row] == [0, 2, 3]
+    assert (out / "config.yaml").exists() and (out / "environment.json").exists()
+    assert len(list((out / "logs").glob("*/rank_*.log"))) == 2
+    assert "gap" in finished.output  # the start-up probe is printed
+
+
+@pytest.mark.parametrize("placement, lag", [
+    ("split", 0), ("split", 1), ("colocated", 0), ("colocated", 1),
+])
+def test_a_killed_and_resumed_run_ends_bit_identical(placement, lag, model, tmp_path):
+    flags = {"layout.placement": placement, "lag": lag, "steps": 5, "checkpoint.every-steps": 2,
+             "checkpoint.keep-last": 9}
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    run("demo_grpo.yaml", 2, **rl(model, whole, **flags))
+    process = start("demo_grpo.yaml", 2, **rl(model, killed, **flags))
+    wait_for_step(process, killed, 2, timeout_s=120)
+    kill_all(process)
+    process.communicate()
+    left = [p.name for p in killed.glob("checkpoints/step_*")]
+    assert left and "step_000005" not in left and "step_5" not in left, left
+    resumed = run("demo_grpo.yaml", 2, **rl(model, killed, **flags))
+    assert "resume" in resumed.output
+    assert_same_end(whole, killed)
+
+
+def test_sigterm_saves_before_leaving_and_the_run_goes_on_from_there(model, tmp_path):
+    flags = rl(model, tmp_path, steps=400)
+    process = start("demo_grpo.yaml", 2, **flags)
+    wait_for_step(process, tmp_path, 1, timeout_s=120)
+    process.send_signal(signal.SIGTERM)
+    runs.finish(process, timeout_s=60)
+    (saved,) = tmp_path.glob("checkpoints/step_*")
+    step = int(saved.name.split("_")[1])
+    assert 1 < step < 400
+    run("demo_grpo.yaml", 2, **flags | {"steps": step + 1})
+    assert metrics(tmp_path)[-1]["step"] == step
+
+
+def test_a_checkpoint_resumes_on_another_layout(model, tmp_path):
+    run("demo_grpo.yaml", 2, **rl(model, tmp_path, steps=2, **{"layout.placement": "split"}))
+    run("demo_grpo.yaml", 3, **rl(model, tmp_path, steps=4, **{
+        "layout.placement": "split", "layout.trainer-ranks": 2}))
+    assert [row["step"] for row in metrics(tmp_path)] == [0, 1, 2, 3]
+
+
+def test_a_killed_rank_is_named_and_ends_the_run(model, tmp_path):
+    import psutil
+
+    process = start("demo_grpo.yaml", 2, **rl(model, tmp_path, steps=4000))
+    wait_for_step(process, tmp_path, 1, timeout_s=120)
+    ranks = [p for p in psutil.Process(process.pid).children() if "train.py" in p.cmdline()[-1] or
+             any("train.py" in part for part in p.cmdline())]
+    victim = next(p for p in ranks if p.environ()["RANK"] == "1")
+    victim.kill()
+    began = time.monotonic()
+    finished = runs.finish(process, timeout_s=90)
+    assert finished.status != 0
+    assert time.monotonic() - began < 60
+    logs = "".join(p.read_text() for p in (tmp_path / "logs").glob("*/rank_0.log"))
+    assert "rank 1 is missing" in finished.output + logs, finished.output[-4000:]
+
+
+REWARDS = '''
+import time, math
+def raising(prompts, completions, **columns): raise KeyError("no such column")
+def hanging(prompts, completions, **columns): time.sleep(1000)
+def nan(prompts, completions, **columns): return [math.nan]
+def text(prompts, completions, **columns): return ["good"]
+def odd(prompts, completions, **columns):
+    if len(completions[0]) % 2: raise ValueError("odd")
+    return [1.0]
+'''
+
+
+@pytest.mark.parametrize("function, says", [
+    ("raising", "no such column"), ("hanging", "timeout"), ("nan", "nan"), ("text", "'good'"),
+])
+def test_a_failing_reward_ends_the_run_by_name(function, says, model, tmp_path):
+    (tmp_path / "r.py").write_text(REWARDS)
+    finished = run("demo_grpo.yaml", 2, status=1, **rl(model, tmp_path / "out", steps=2) | {
+        "rewards.functions": f"{tmp_path / 'r.py'}:{function}", "rewards.timeout-s": 1.0})
+    assert says in finished.output and "Mend the reward function" in finished.output
+
+
+def test_failing_rewards_can_be_dropped_and_are_counted(model, tmp_path):
+    (tmp_path / "r.py").write_text(REWARDS)
+    run("demo_grpo.yaml", 2, **rl(model, tmp_path / "out", steps=3) | {
+        "rewards.functions": f"{tmp_path / 'r.py'}:odd", "rewards.on-failure": "drop"})
+    rows = metrics(tmp_path / "out")
+    assert sum(row["rollout/failed_rewards"] for row in rows) > 0
+    assert all(row["reward/mean"] == 1.0 for row in rows)
+
+
+@pytest.mark.parametrize("flags, says", [
+    ({"model.path": "nowhere/at/all"}, "nowhere/at/all"),
+    ({"data.train": "missing.jsonl", "rewards.functions": "r:f"}, "missing.jsonl"),
+    ({"data.max-prompt-tokens": 3}, "max_prompt_tokens"),
+    ({"data.max-prompt-tokens": 4096, "batch.tokens-per-microbatch": 9000}, "4096"),
+])
+def test_bad_input_is_refused_with_what_and_where(flags, says, model, tmp_path):
+    finished = run("demo_grpo.yaml", 2, status=2, **rl(model, tmp_path) | flags)
+    assert says in finished.output
+    assert "Traceback" not in finished.output.split("ChildFailedError")[0], finished.output
+
+
+def test_resuming_with_another_config_is_refused_with_the_difference(model, tmp_path):
+    run("demo_grpo.yaml", 2, **rl(model, tmp_path, steps=1))
+    changed = rl(model, tmp_path, steps=2) | {"optimizer.lr": 0.5}
+    finished = run("demo_grpo.yaml", 2, status=2, **changed)
+    assert "optimizer.lr" in finished.output and "0.5" in finished.output
+
+
+def test_dry_run_needs_no_launcher_and_no_weights(model, tmp_path):
+    import subprocess
+    import sys
+
+    for config in sorted((ROOT / "configs").glob("*.yaml")):
+        out = subprocess.run(
+            [sys.executable, str(ROOT / "train.py"), "--config", str(config), "--dry-run",
+             "--model.path", model], capture_output=True, text=True, timeout=120)
+        assert out.returncode == 0, f"{config.name}:\n{out.stdout}{out.stderr}"
+        for part in ("sequences per step", "micro-batches", "rank 0", "parameters"):
+            assert part in out.stdout

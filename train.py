@@ -1,0 +1,93 @@
+"""The program that every rank runs: `torchrun train.py --config FILE`, or `srun python train.py`.
+
+Ranks [0, trainer_ranks) hold shards of the policy, the others an in-process vLLM engine (or
+every rank both, in turns: `placement: colocated`). There is no driver: each rank walks through
+the same lines. Lines marked `# meets` can wait for ranks of the other role; nothing else can.
+They stand at the top level of the loop, where every rank executes them in the same order.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+
+from spmdrl import config, dry_run
+from spmdrl.config import Config
+
+
+def train(cfg: Config) -> int:
+    """Run the experiment to its end, or to a requested stop, and return the exit status."""
+    from spmdrl.algorithms.advantages import advantages_of
+    from spmdrl.checkpoint import Checkpointer
+    from spmdrl.data.prompts import load_tokenizer
+    from spmdrl.engine.vllm import Engine
+    from spmdrl.evaluate import evaluate
+    from spmdrl.exchange import exchange
+    from spmdrl.policy import Policy
+    from spmdrl.report import Report
+    from spmdrl.rollout.metrics import batch_sums
+    from spmdrl.rollout.source import make_source
+    from spmdrl.sync.stream import WeightStream
+    from spmdrl.types import add_sums
+    from spmdrl.world import World
+
+    world = World.start(cfg)
+    report = Report(cfg, world)
+    tokenizer = load_tokenizer(cfg)
+    engine = Engine(cfg, world)  # inference ranks: a vLLM engine; others: nothing
+    source = make_source(cfg, world, engine=engine, tokenizer=tokenizer)
+    policy = Policy(cfg, world)  # trainer ranks: shards; others: nothing
+    stream = WeightStream(policy, engine, world)  # meets
+    checkpoints = Checkpointer(cfg, world)
+    state = checkpoints.restore(policy, source)  # meets
+    first_push = stream.push(version=state.step)  # meets: proves the path before step one
+    probe = stream.probe(source.probe_tokens())  # meets: engine and trainer agree, or stop
+    report.start(dry_run.derived(cfg), step=state.step, sums=add_sums(first_push, probe))
+    report.evaluation(state.step, evaluate(source, world, step=state.step))  # meets
+    world.started()
+
+    is_stopping = False
+    for step in range(state.step, cfg.steps):
+        source.generate(until=step)
+        batch = exchange(source.take(step), world, step=step)  # meets: rollouts to trainers
+        source.generate(until=step + cfg.lag)  # lag > 0: overlaps with the update
+        advantages = advantages_of(batch, cfg)
+        updated = policy.update(batch, advantages, step=step)
+        pushed = stream.push(version=step + 1)  # meets: shards to engines
+        report.step(step, add_sums(batch_sums(batch), updated, pushed),
+                    seconds=world.watch.take_seconds(), samples=batch.samples)
+        report.evaluation(step + 1, evaluate(source, world, step=step + 1))  # meets
+        is_stopping = world.agree_to_stop(step)  # meets: SIGTERM anywhere stops all
+        checkpoints.maybe_save(step + 1, policy, source, stop=is_stopping)  # meets
+        if is_stopping:
+            break
+
+    checkpoints.finish()  # meets
+    report.close("stopped" if is_stopping else "finished")
+    source.close()
+    engine.close()  # meets
+    world.close()  # meets
+    return 0
+
+
+def main() -> int:
+    """Parse, refuse what is wrong with its reasons, and train."""
+    cfg = config.parse()
+    if cfg.dry_run:
+        return dry_run.show(cfg)
+    try:
+        return train(cfg)
+    except ValueError as error:  # the user's to mend: the message says how
+        print(f"[rank {os.environ.get('RANK', '?')}] {error}", file=sys.stderr, flush=True)
+        return 2
+    except Exception:
+        traceback.print_exc()
+        return 1
+
+
+if __name__ == "__main__":
+    status = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)  # peers may be gone: no thread or group of theirs may keep this process
