@@ -35,8 +35,8 @@ def train(cfg: Config) -> int:
     world = World.start(cfg)
     report = Report(cfg, world)
     tokenizer = load_tokenizer(cfg)
+    source = make_source(cfg, world, tokenizer=tokenizer)  # leaders of replicas: reward workers
     engine = Engine(cfg, world)  # inference ranks: a vLLM engine; others: nothing
-    source = make_source(cfg, world, engine=engine, tokenizer=tokenizer)
     policy = Policy(cfg, world)  # trainer ranks: shards; others: nothing
     stream = WeightStream(policy, engine, world)  # meets
     checkpoints = Checkpointer(cfg, world)
@@ -44,20 +44,22 @@ def train(cfg: Config) -> int:
     first_push = stream.push(version=state.step)  # meets: proves the path before step one
     probe = stream.probe(source.probe_tokens())  # meets: engine and trainer agree, or stop
     report.start(dry_run.derived(cfg), step=state.step, sums=add_sums(first_push, probe))
-    report.evaluation(state.step, evaluate(source, world, step=state.step))  # meets
+    evaluated = evaluate(source, engine, world=world, step=state.step)  # meets
+    report.evaluation(state.step, evaluated)
     world.started()
 
     is_stopping = False
     for step in range(state.step, cfg.steps):
-        source.generate(until=step)
+        source.generate(engine, until=step)
         batch = exchange(source.take(step), world, step=step)  # meets: rollouts to trainers
-        source.generate(until=step + cfg.lag)  # lag > 0: overlaps with the update
+        source.generate(engine, until=step + cfg.lag)  # lag > 0: overlaps with the update
         advantages = advantages_of(batch, cfg)
         updated = policy.update(batch, advantages, step=step)
         pushed = stream.push(version=step + 1)  # meets: shards to engines
         report.step(step, add_sums(batch_sums(batch), updated, pushed),
                     seconds=world.watch.take_seconds(), samples=batch.samples)
-        report.evaluation(step + 1, evaluate(source, world, step=step + 1))  # meets
+        evaluated = evaluate(source, engine, world=world, step=step + 1)  # meets
+        report.evaluation(step + 1, evaluated)
         is_stopping = world.agree_to_stop(step)  # meets: SIGTERM anywhere stops all
         checkpoints.maybe_save(step + 1, policy, source, stop=is_stopping)  # meets
         if is_stopping:

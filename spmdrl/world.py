@@ -80,7 +80,10 @@ class World:
     control: dist.ProcessGroup
     """gloo group over all ranks, for small messages."""
     trainer_control: dist.ProcessGroup
-    """gloo group over the trainer ranks, for checkpoints."""
+    """gloo group over the trainer ranks, for the few numbers of an update."""
+    saving: dist.ProcessGroup
+    """gloo group over the trainer ranks for the thread that writes checkpoints and nothing else:
+    two threads in one group would meet each other's collectives."""
     mesh: DeviceMesh | None
     """Trainer mesh with axes MESH_AXES; None on ranks that do not train."""
     stop_requested: bool = field(default=False)
@@ -111,11 +114,12 @@ class World:
         with watch.wait("create groups", -1):
             control = dist.new_group(backend="gloo", timeout=timeout)
             trainer_control = dist.new_group(trainer_ranks(cfg), backend="gloo", timeout=timeout)
+            saving = dist.new_group(trainer_ranks(cfg), backend="gloo", timeout=timeout)
             mesh = DeviceMesh(device.type, torch.tensor(trainer_ranks(cfg)).view(mesh_shape(cfg)),
                               mesh_dim_names=MESH_AXES)
         world = cls(cfg=cfg, rank=launch.rank, world_size=launch.world_size,
                     local_rank=launch.local_rank, device=device, watch=watch, control=control,
-                    trainer_control=trainer_control,
+                    trainer_control=trainer_control, saving=saving,
                     mesh=mesh if launch.rank in trainer_ranks(cfg) else None)
         world._check_same_config()
         world._catch_signals()

@@ -145,7 +145,7 @@ def _load(
     with world.watch.wait("load checkpoint", content.step):
         if world.is_trainer:
             dcp.load(tensor_leaves(state), storage_reader=reader,
-                     process_group=world.trainer_control)
+                     process_group=world.saving)
             policy.load_state_dict(state)
     held = [disk.load_plain(folder / f"rollouts_{r}.pt") for r in content.rollout_ranks]
     source.load_state_dict(held, content.step)

@@ -51,7 +51,7 @@ class Saver:
 
     Args:
         cfg: output_dir, steps and the checkpoint section say when and where.
-        world: ranks, and the two gloo groups; `trainer_control` is used by the writing thread
+        world: ranks, and the gloo groups; `saving` is used by the writing thread
             and must be left alone while a save is under way.
     """
 
@@ -108,7 +108,7 @@ class Saver:
                 tensors = dcp.async_save(
                     tensor_leaves(policy.state_dict()),
                     storage_writer=_TensorWriter(partial / disk.POLICY),
-                    process_group=self.world.trainer_control,
+                    process_group=self.world.saving,
                 )
         written = self._writer.submit(_write, partial, self.world.rank, tensors=tensors,
                                       extra=extra)

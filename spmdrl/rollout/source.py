@@ -31,8 +31,8 @@ _PROBE_PROMPTS = 16
 class Source(Protocol):
     """What the loop asks of a source."""
 
-    def generate(self, *, until: int) -> None:
-        """Make this rank's share of all batches up to step `until`."""
+    def generate(self, engine: EngineProtocol, *, until: int) -> None:
+        """Make this rank's share of all batches up to step `until`, with the engine's weights."""
 
     def take(self, step: int) -> Rollouts:
         """Hand over this rank's share of the batch of `step`."""
@@ -40,8 +40,8 @@ class Source(Protocol):
     def probe_tokens(self) -> list[tuple[int, ...]]:
         """Return a few sequences for engine and trainer to score; the same on every rank."""
 
-    def evaluate(self, step: int) -> Sums:
-        """Return this rank's share of the eval/ sums for the current weights."""
+    def evaluate(self, engine: EngineProtocol, *, step: int) -> Sums:
+        """Return this rank's share of the eval/ sums for the engine's weights."""
 
     def state_dict(self) -> dict[str, Any] | None:
         """Return what was made ahead and not yet taken; None where nothing is held."""
@@ -53,9 +53,7 @@ class Source(Protocol):
         """End worker processes."""
 
 
-def make_source(
-    cfg: Config, world: World, *, engine: EngineProtocol, tokenizer: PreTrainedTokenizerBase
-) -> Source:
+def make_source(cfg: Config, world: World, *, tokenizer: PreTrainedTokenizerBase) -> Source:
     """Return the source that the config's objective asks for.
 
     Raises: ValueError when prompts and responses do not fit the model's context or vocabulary,
@@ -65,7 +63,7 @@ def make_source(
     if cfg.algorithm.objective == "sft":
         source = RowSource(cfg, world, tokenizer=tokenizer)
     else:
-        source = RolloutSource(cfg, world, engine=engine, tokenizer=tokenizer)
+        source = RolloutSource(cfg, world, tokenizer=tokenizer)
     source.check_context(max_positions=hf.max_position_embeddings, vocab_size=hf.vocab_size)
     return source
 
@@ -73,11 +71,8 @@ def make_source(
 class RolloutSource:
     """Prompts answered by this rank's engine replica and rewarded by its leader's workers."""
 
-    def __init__(
-        self, cfg: Config, world: World, *, engine: EngineProtocol,
-        tokenizer: PreTrainedTokenizerBase,
-    ):
-        self.cfg, self.world, self.engine, self.tokenizer = cfg, world, engine, tokenizer
+    def __init__(self, cfg: Config, world: World, *, tokenizer: PreTrainedTokenizerBase):
+        self.cfg, self.world, self.tokenizer = cfg, world, tokenizer
         self.prompts = PromptSource(cfg, tokenizer)
         self.is_leader = world.inference_tp_rank == 0
         self.pool = RewardPool(cfg) if self.is_leader else None
@@ -89,7 +84,7 @@ class RolloutSource:
         eos = tokenizer.eos_token_id
         self._stops = tuple(cfg.sampling.stop_token_ids) + ((eos,) if eos is not None else ())
 
-    def generate(self, *, until: int) -> None:
+    def generate(self, engine: EngineProtocol, *, until: int) -> None:
         """Sample this replica's prompts of every step up to `until` with the current weights.
 
         Raises: RuntimeError naming the sample when a reward fails under on_failure=fail.
@@ -97,7 +92,7 @@ class RolloutSource:
         while self._next <= min(until, self.cfg.steps - 1):
             if self.world.is_inference:
                 with self.world.watch.phase("generate", self._next):
-                    self._ahead[self._next] = self._sample(self._next)
+                    self._ahead[self._next] = self._sample(engine, self._next)
             self._next += 1
 
     def take(self, step: int) -> Rollouts:
@@ -109,14 +104,14 @@ class RolloutSource:
         prompts = self.prompts.at(0)[:_PROBE_PROMPTS]
         return [p.tokens for p in prompts if len(p.tokens) > 1]
 
-    def evaluate(self, step: int) -> Sums:
+    def evaluate(self, engine: EngineProtocol, *, step: int) -> Sums:
         """Sample the held-out prompts and return eval/ sums of this replica's share."""
         if not self.world.is_inference:
             return {}
         cfg, prompts = self.cfg, self._mine(self.prompts.eval())
         draw = self._draw(step, purpose="eval", samples=cfg.evaluate.samples,
                           temperature=cfg.evaluate.temperature)
-        samples = burst(self.engine, prompts, draw=draw, tokenizer=self.tokenizer,
+        samples = burst(engine, prompts, draw=draw, tokenizer=self.tokenizer,
                         pool=self.pool)
         valid = [s for s in samples if s.reward.value is not None]
         return {
@@ -159,14 +154,14 @@ class RolloutSource:
             is_seeded=self.cfg.engine.seed_per_request, stop_token_ids=self._stops,
         )
 
-    def _sample(self, step: int) -> Rollouts:
+    def _sample(self, engine: EngineProtocol, step: int) -> Rollouts:
         cfg, began = self.cfg, time.perf_counter()
         # A burst starts from an empty prefix cache, so that its numbers are a function of
         # weights and step alone and a resumed run repeats them.
-        self.engine.weights_changed(self.engine.version)
+        engine.weights_changed(engine.version)
         draw = self._draw(step, purpose="train", samples=cfg.batch.group_size,
                           temperature=cfg.sampling.temperature)
-        samples = burst(self.engine, self._mine(self.prompts.at(step)), draw=draw,
+        samples = burst(engine, self._mine(self.prompts.at(step)), draw=draw,
                         tokenizer=self.tokenizer, pool=self.pool)
         if not self.is_leader:
             return empty_rollouts()
@@ -174,7 +169,7 @@ class RolloutSource:
             _raise_on_failure(samples, step)
         sums = _sums(samples, is_first=self.world.replica == 0)
         sums["time/generate"] = (time.perf_counter() - began, 1)
-        return pack(samples, version=self.engine.version, sums=sums,
+        return pack(samples, version=engine.version, sums=sums,
                     num_shown=4 if self.world.replica == 0 else 0)
 
 
@@ -186,7 +181,7 @@ class RowSource:
         self.rows = SupervisedSource(cfg, tokenizer)
         self.check_context = self.rows.check_context
 
-    def generate(self, *, until: int) -> None:
+    def generate(self, engine: EngineProtocol, *, until: int) -> None:
         """Do nothing: rows are at hand."""
 
     def take(self, step: int) -> Rollouts:
@@ -201,7 +196,7 @@ class RowSource:
         """Return nothing: there is no engine to compare with."""
         return []
 
-    def evaluate(self, step: int) -> Sums:
+    def evaluate(self, engine: EngineProtocol, *, step: int) -> Sums:
         """Return nothing: there is no engine to sample with."""
         return {}
 
