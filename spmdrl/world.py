@@ -124,6 +124,7 @@ class World:
         world._check_same_config()
         world._catch_signals()
         if cfg.deterministic:
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS asks for it
             torch.use_deterministic_algorithms(True, warn_only=True)
         return world
 

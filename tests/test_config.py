@@ -83,6 +83,15 @@ def test_flags_override_the_file(tmp_path):
     assert (cfg.steps, cfg.batch.group_size, cfg.data.size) == (7, 3, 10)
 
 
+def test_method_options_are_given_as_one_mapping(tmp_path):
+    own = config.Algorithm(loss_options={"clip_low": 0.1})
+    path = write(tmp_path, config.dump(good(algorithm=own)))
+    cfg = config.parse(["--config", str(path), "--algorithm.loss", "cispo",
+                        "--algorithm.loss-options", "{ratio_high: 4.0}"])
+    assert cfg.algorithm.loss_options == {"ratio_high": 4.0}
+    assert config.parse(["--config", str(path)]).algorithm.loss_options == {"clip_low": 0.1}
+
+
 def test_impossible_layouts_spell_out_the_arithmetic():
     def layout_problems(**fields):
         return "\n".join(config.validate(good(layout=Layout(**fields))))

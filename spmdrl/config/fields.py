@@ -3,9 +3,31 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal, Union
+from typing import Annotated, Literal, Union
 
-Options = dict[str, Union[bool, int, float, str]]
+import tyro
+import yaml
+
+
+def _options_of(words: list[str]) -> dict:
+    options = yaml.safe_load(words[0])
+    if not isinstance(options, dict):
+        raise ValueError(f"expected a mapping such as '{{name: 1.5}}', got {words[0]!r}")
+    return options
+
+
+def _text_of(options: dict) -> list[str]:
+    return [yaml.safe_dump(options, default_flow_style=True, width=1000).strip()]
+
+
+Options = Annotated[
+    dict[str, Union[bool, int, float, str]],
+    # As one YAML mapping: tyro would offer only the keys that the file already has.
+    tyro.constructors.PrimitiveConstructorSpec(
+        nargs=1, metavar="{NAME: VALUE}", instance_from_str=_options_of,
+        is_instance=lambda value: isinstance(value, dict), str_from_instance=_text_of,
+    ),
+]
 
 
 @dataclass(frozen=True)

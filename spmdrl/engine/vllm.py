@@ -202,6 +202,7 @@ def _build(cfg: Config, world: World) -> Any:
         enable_prefix_caching=cfg.engine.prefix_caching,
         logprobs_mode="processed_logprobs",  # of the distribution sampled from
         disable_log_stats=True,
+        use_tqdm_on_load=False,
     )
     return LLMEngine.from_engine_args(args)
 
