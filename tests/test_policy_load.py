@@ -89,7 +89,7 @@ def test_a_model_with_a_vision_tower_is_refused(tmp_path):
 
 def _shards(cfg: Config, folder: str) -> dict:
     from spmdrl.policy import Policy
-    from spmdrl.policy.load import local_box
+    from spmdrl.sync.shards import held_boxes
     from spmdrl.world import World
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -102,14 +102,16 @@ def _shards(cfg: Config, folder: str) -> dict:
     assert list(shards) == list(policy.names())
     held = 0
     for name, parameter in shards.items():
-        start, shape = local_box(parameter)
         local = parameter.detach().to_local()
         expected = compute_local_shape_and_global_offset(
             parameter.shape, parameter.device_mesh, parameter.placements)
-        if local.numel():
-            assert (tuple(expected[0]), tuple(expected[1])) == (shape, start), name
-        box = tuple(slice(s, s + n) for s, n in zip(start, shape))
-        assert torch.equal(local, tensors[name][box]), f"rank {world.rank}: {name} differs"
+        boxes = held_boxes(name, parameter)
+        assert len(boxes) == (1 if local.numel() else 0), name
+        for box, view in boxes:
+            assert (tuple(expected[0]), tuple(expected[1])) == (box.shape, box.start), name
+            part = tuple(slice(s, s + n) for s, n in zip(box.start, box.shape))
+            assert view.shape == local.shape and torch.equal(view, local), name
+            assert torch.equal(local, tensors[name][part]), f"rank {world.rank}: {name} differs"
         held += local.numel()
     scores = policy.score([[5, 6, 7, 8], [9, 10]])
     names = set(shards)

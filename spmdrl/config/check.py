@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 
 from spmdrl.config.fields import Config, inference_ranks, trainer_ranks
+from spmdrl.data.tasks import is_generated
 
 
 def validate(cfg: Config) -> list[str]:
@@ -81,8 +82,7 @@ def _range_problems(cfg: Config) -> list[str]:
     for name in ("model.path", "data.train"):
         if not operator.attrgetter(name)(cfg):
             problems.append(f"{name}: is required and empty")
-    generated = cfg.data.train.startswith(("task:", "reasoning_gym:"))
-    if generated and not cfg.data.size:
+    if is_generated(cfg.data.train) and not cfg.data.size:
         problems.append(f"data.size: a generated task ({cfg.data.train}) has no size of its own; "
                         "set how many problems to make")
     longest = cfg.data.max_prompt_tokens + cfg.sampling.max_response_tokens
@@ -107,10 +107,9 @@ def _method_problems(cfg: Config) -> list[str]:
     if rewards.weights and len(rewards.weights) != len(rewards.functions):
         problems.append(f"rewards.weights: {len(rewards.weights)} weights for "
                         f"{len(rewards.functions)} functions")
-    generated = cfg.data.train.startswith(("task:", "reasoning_gym:"))
     if cfg.algorithm.objective == "sft":
         return problems
-    if not rewards.functions and not generated:
+    if not rewards.functions and not is_generated(cfg.data.train):
         problems.append("rewards.functions: is empty and data.train is not a generated task with "
                         "a grader of its own; name at least one reward function")
     chosen = cfg.algorithm

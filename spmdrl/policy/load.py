@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from spmdrl.config import Config, Model
+from spmdrl.sync.shards import held_boxes
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 
@@ -100,30 +100,6 @@ def build_meta_model(model: Model, *, attention: str = "eager") -> nn.Module:
 def checkpoint_shapes(cfg: Config) -> dict[str, torch.Size]:
     """Return {name in the safetensors files: shape} of a model; tied weights appear once."""
     return {name: p.shape for name, p in build_meta_model(cfg.model).named_parameters()}
-
-
-def local_box(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return (start, shape) of this rank's part within the whole tensor.
-
-    Serves DTensors that are sharded by tp first and by dp_shard within the tp part, which is
-    always one contiguous box. A plain tensor is its own box.
-    """
-    start, shape = [0] * tensor.dim(), list(tensor.shape)
-    if not isinstance(tensor, DTensor):
-        return tuple(start), tuple(shape)
-    mesh, placements = tensor.device_mesh, tensor.placements
-    coordinate = mesh.get_coordinate()
-    assert coordinate is not None, "this rank is outside the tensor's mesh"
-    # A _StridedShard says that a later mesh axis (tp) cut the same dim before this one did.
-    cuts = [(not type(p) is Shard, axis) for axis, p in enumerate(placements)
-            if not isinstance(p, Replicate)]
-    for _, axis in sorted(cuts):
-        dim, parts = placements[axis].dim, mesh.size(axis)
-        step = -(-shape[dim] // parts)
-        begin = min(coordinate[axis] * step, shape[dim])
-        start[dim] += begin
-        shape[dim] = min(step, shape[dim] - begin)
-    return tuple(start), tuple(shape)
 
 
 class CheckpointReader:
@@ -216,11 +192,8 @@ def read_parameters(reader: CheckpointReader, parameters: dict[str, Tensor]) -> 
         parameters: {name in the files: DTensor or Tensor with storage}.
     """
     for name, parameter in parameters.items():
-        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-        start, shape = local_box(parameter)
-        assert tuple(local.shape) == shape, (name, tuple(local.shape), start, shape)
-        if local.numel():
-            local.copy_(reader.read(name, start=start, shape=shape))
+        for box, view in held_boxes(name, parameter):
+            view.copy_(reader.read(name, start=box.start, shape=box.shape))
 
 
 @torch.no_grad()
