@@ -55,12 +55,12 @@ def train(cfg: Config) -> int:
         source.generate(engine, until=step + cfg.lag)  # lag > 0: overlaps with the update
         advantages = advantages_of(batch, cfg)
         updated = policy.update(batch, advantages, step=step)
+        is_stopping = world.agree_to_stop(step)  # meets: SIGTERM anywhere stops all
         pushed = stream.push(version=step + 1)  # meets: shards to engines
         report.step(step, add_sums(batch_sums(batch), updated, pushed),
                     seconds=world.watch.take_seconds(), samples=batch.samples)
         evaluated = evaluate(source, engine, world=world, step=step + 1)  # meets
         report.evaluation(step + 1, evaluated)
-        is_stopping = world.agree_to_stop(step)  # meets: SIGTERM anywhere stops all
         checkpoints.maybe_save(step + 1, policy, source, stop=is_stopping)  # meets
         if is_stopping:
             break

@@ -11,14 +11,17 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import pickle
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
 EXIT_CODE = 13
 _BEAT_S = 1.0
@@ -169,11 +172,36 @@ def _first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {(str(error).splitlines() or ['(no text)'])[0]}"
 
 
+def all_gather(parts: Tensor, own: Tensor, *, group: dist.ProcessGroup) -> None:
+    """Fill `parts` with every rank's `own`, in rank order of `group`; all of one size."""
+    # torch 2.13 renamed it; 2.11 knows only the old name.
+    new = getattr(dist, "all_gather_single", None)
+    (new or dist.all_gather_into_tensor)(parts, own, group=group)
+
+
 def gather_objects(value: Any, *, group: dist.ProcessGroup) -> list[Any]:
     """Return every rank's small picklable value, in rank order of `group` (a gloo group)."""
-    values: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(values, value, group=group)
-    return values
+    payload = pickle.dumps(value)
+    return list(map(pickle.loads, gather_bytes(payload, gather_sizes(payload, group=group),
+                                               group=group)))
+
+
+def gather_sizes(payload: bytes, *, group: dist.ProcessGroup) -> list[int]:
+    """Return the length of every rank's payload: the first half of a gather, which waits."""
+    sizes = torch.empty(dist.get_world_size(group), dtype=torch.int64)
+    all_gather(sizes, torch.tensor([len(payload)]), group=group)
+    return sizes.tolist()
+
+
+def gather_bytes(
+    payload: bytes, sizes: Sequence[int], *, group: dist.ProcessGroup
+) -> list[bytes]:
+    """Return every rank's payload, in rank order of `group`: the second half of a gather."""
+    padded = torch.zeros(max(sizes), dtype=torch.uint8)
+    padded[:len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+    gathered = torch.empty(len(sizes) * max(sizes), dtype=torch.uint8)
+    all_gather(gathered, padded, group=group)
+    return [row[:size].numpy().tobytes() for row, size in zip(gathered.chunk(len(sizes)), sizes)]
 
 
 def store_timeout(seconds: float) -> timedelta:

@@ -6,13 +6,14 @@ N sequences of one rank, T packed tokens, R ranks.
 
 from __future__ import annotations
 
+import pickle
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from spmdrl.comm import gather_objects
+from spmdrl.comm import gather_bytes, gather_sizes
 from spmdrl.data.partition import Plan, partition
 from spmdrl.types import Batch, Microbatch, Rollouts, Scalars, Sums, add_sums
 from spmdrl.world import World
@@ -68,13 +69,15 @@ def _gather(rollouts: Rollouts, world: World, *, step: int) -> _Table:
     """Gather everyone's scalars, sums and samples, and sort the sequences."""
     own = rollouts.scalars
     integers = torch.stack([getattr(own, name).long() for name in _INTEGERS], dim=1)
+    payload = pickle.dumps((integers.numpy(), own.rewards.double().numpy(), rollouts.sums,
+                            rollouts.samples))
     with world.watch.wait("await rollouts", step):  # timed apart: the other role's work
-        dist.barrier(group=world.control)
+        sizes = gather_sizes(payload, group=world.control)
     with world.watch.wait("exchange scalars", step):
-        parts = gather_objects((len(own), rollouts.sums, rollouts.samples), group=world.control)
-        counts = [count for count, _, _ in parts]
-        integers = _all_gather_rows(integers, counts=counts, group=world.control)
-        rewards = _all_gather_rows(own.rewards.double(), counts=counts, group=world.control)
+        payloads = gather_bytes(payload, sizes, group=world.control)
+    tables, rewards, sums, samples = zip(*map(pickle.loads, payloads))
+    counts = [len(table) for table in tables]
+    integers = torch.cat([torch.from_numpy(table) for table in tables])
     num_samples = int(integers[:, 3].max()) + 1 if len(integers) else 1
     order = torch.argsort(integers[:, 2] * num_samples + integers[:, 3], stable=True)
     columns = dict(zip(_INTEGERS, integers[order].unbind(1)))
@@ -82,21 +85,11 @@ def _gather(rollouts: Rollouts, world: World, *, step: int) -> _Table:
     ranks = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
     positions = torch.cat([torch.arange(count) for count in counts])
     return _Table(
-        scalars=Scalars(rewards=rewards[order], **columns), sources=ranks[order],
-        positions=positions[order], sums=add_sums(*[sums for _, sums, _ in parts]),
-        samples=tuple(sample for _, _, samples in parts for sample in samples),
+        scalars=Scalars(rewards=torch.cat([torch.from_numpy(r) for r in rewards])[order],
+                        **columns),
+        sources=ranks[order], positions=positions[order], sums=add_sums(*sums),
+        samples=tuple(sample for part in samples for sample in part),
     )
-
-
-def _all_gather_rows(
-    rows: Tensor, *, counts: list[int], group: dist.ProcessGroup
-) -> Tensor:
-    """Concatenate every rank's rows in rank order; `counts` says how many each one has."""
-    padded = rows.new_zeros(max(counts), *rows.shape[1:])
-    padded[: len(rows)] = rows
-    gathered = [torch.empty_like(padded) for _ in counts]
-    dist.all_gather(gathered, padded, group=group)
-    return torch.cat([part[:count] for part, count in zip(gathered, counts)])
 
 
 def _check(table: _Table, *, step: int) -> None:
@@ -141,7 +134,7 @@ class _Local:
 def _move(
     rollouts: Rollouts, table: _Table, *, plan: Plan, world: World, step: int
 ) -> _Local:
-    """Send each sequence to all ranks of its dp index: one all-to-all per dtype."""
+    """Send each sequence to all ranks of its dp index: one all-to-all."""
     lengths, dp_ids = table.scalars.lengths, plan.dp_ids
     dp_of_rank = [world.dp_index(r) if r in world.trainer_ranks else -1
                   for r in range(world.world_size)]
@@ -151,20 +144,21 @@ def _move(
     from_rank = [torch.nonzero(arriving & (table.sources == r)).flatten()
                  for r in range(world.world_size)]
     order = _token_order(rollouts.cu_seqlens, table.positions[torch.cat(to_rank)])
-    # One int64 payload: the token, and its version (-1 or more) with the mask as lowest bit.
+    # One payload of 12 bytes per token: id, version (-1 or more) with the mask as lowest bit,
+    # and the logprob's bits.
     marks = (rollouts.policy_versions + 1) * 2 + rollouts.response_mask.long()
-    integers = torch.stack([rollouts.tokens, marks], dim=1)[order]
+    payload = torch.stack([rollouts.tokens.int(), marks.int(),
+                           rollouts.rollout_logprobs.float().view(torch.int32)], dim=1)[order]
     sizes = dict(input_split_sizes=[int(lengths[rows].sum()) for rows in to_rank],
                  output_split_sizes=[int(lengths[rows].sum()) for rows in from_rank])
     with world.watch.wait("exchange tokens", step):
-        integers = _all_to_all(integers, device=world.device, sizes=sizes)
-        logprobs = _all_to_all(rollouts.rollout_logprobs.float()[order], device=world.device,
-                               sizes=sizes)
+        payload = _all_to_all(payload, device=world.device, sizes=sizes)
     rows = torch.cat(from_rank)
     starts = lengths[rows].cumsum(0) - lengths[rows]
-    tokens, marks = integers.unbind(1)
-    return _Local(tokens=tokens, versions=marks // 2 - 1, response_mask=marks % 2 == 1,
-                  rollout_logprobs=logprobs, starts=dict(zip(rows.tolist(), starts.tolist())))
+    tokens, marks, logprobs = payload.t().contiguous()
+    return _Local(tokens=tokens.long(), versions=(marks // 2 - 1).long(),
+                  response_mask=marks % 2 == 1, rollout_logprobs=logprobs.view(torch.float32),
+                  starts=dict(zip(rows.tolist(), starts.tolist())))
 
 
 def _token_order(cu_seqlens: Tensor, positions: Tensor) -> Tensor:

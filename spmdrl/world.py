@@ -185,8 +185,8 @@ class World:
         self.watch.timeout_s = self.cfg.layout.wait_timeout_s
 
     def agree_to_stop(self, step: int) -> bool:
-        """Return on all ranks whether any rank was asked to stop."""
-        with self.watch.wait("agree to stop", step):
+        """Return on all ranks, once all are here, whether any rank was asked to stop."""
+        with self.watch.wait("await peers", step):
             flag = torch.tensor(int(self.stop_requested))
             dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self.control)
         return bool(flag)

@@ -124,7 +124,7 @@ def test_metrics_are_written_at_every_step_with_aliases(tmp_path: Path, group: A
     report.close("finished")
     assert [row["step"] for row in rows] == [0, 1, 2]
     assert rows[0]["reward/mean"] == rows[0]["reward"] == 0.5
-    assert rows[0]["time/agree_to_stop"] == 0.001 and rows[0]["mem/rss_gib"] > 0
+    assert rows[0]["time/await_peers"] == 0.001 and rows[0]["mem/rss_gib"] > 0
     assert read_rows(tmp_path / "metrics.jsonl")[3]["eval/reward"] == 0.4
     assert len(read_rows(tmp_path / "metrics.jsonl")) == 4
 

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 _ALIGN = 16  # bytes; blocks start at a multiple of it, so that any dtype can view them
 _SPREAD_BYTES = 16 * 2**10  # pieces above this are spread over all their holders
 _OVERLAP_BUCKETS = 16  # a push below one bucket is still cut, to overlap its stages
-_OVERLAP_BYTES = 8 * 2**20  # ... into buckets of about this: below it, calls outweigh overlap
+_OVERLAP_BYTES = 16 * 2**20  # ... into buckets of about this: below it, calls outweigh overlap
 
 
 @dataclass(frozen=True, order=True)

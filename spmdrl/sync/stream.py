@@ -12,7 +12,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from spmdrl.comm import gather_objects
@@ -93,14 +92,13 @@ class WeightStream:
 
         Args:
             version: of the policy; the engines are told it, and drop their cached prefixes.
-        Returns: sync/bytes, sync/seconds and sync/gb_per_s (1e9 bytes), this rank's clock; the
-            bytes are those that leave the trainers of the whole world.
+        Returns: sync/bytes, sync/seconds and sync/gb_per_s (1e9 bytes), by this rank's clock,
+            which should start when the peers are there too (`World.agree_to_stop` sees to
+            that); the bytes are those that leave the trainers of the whole world.
         Raises: RuntimeError on every rank when a checksum differs, or an engine's loader fails.
         """
         if self.mode == "idle":
             return {}
-        with self._world.watch.wait("await peers", version):  # timed apart: not the stream's
-            dist.barrier(group=self._world.control)
         began = time.perf_counter()
         with self._world.watch.wait("push", version):
             self._hold()

@@ -1,22 +1,26 @@
-"""Execute a plan: pack, one all-to-all per bucket, gather among replicas, unpack in place.
+"""Execute a plan: pack, send, gather among replicas, unpack in place, bucket after bucket.
 
-All copies are listed once, when the transfer is built; a run is `copy_`, `all_to_all_single`
-and `copy_`. While bucket k travels, k + 1 is packed and queued behind it; while k + 1 travels,
-k is unpacked. Two send and two receive buckets exist.
+All copies and messages are listed once, when the transfer is built. A large piece is a message
+of its own, and a side whose live memory already is that message (contiguous, in the engine's
+dtype) sends from it or receives into it; small pieces, casts and strided views go through a
+buffer. While bucket k travels, k + 1 is packed and queued behind it; while k + 1 travels, k is
+unpacked. Two send and two receive buffers exist.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from spmdrl.comm import all_gather
 from spmdrl.sync.plan import Box, Piece, Plan, Receiver, Route
 from spmdrl.sync.shards import narrow
 
-Copies = tuple[list[Tensor], list[Tensor]]  # (to, from), pairwise the same shapes
+_MESSAGE_BYTES = 128 * 2**10  # smaller pieces are joined up to here, larger ones travel alone
 
 
 def make_gather_groups(plan: Plan) -> dict[tuple[int, ...], dist.ProcessGroup]:
@@ -30,8 +34,8 @@ class Transfer:
 
     Args:
         plan: the same on every rank.
-        rank: of the default group, over which the buckets travel.
-        device: of the buckets.
+        rank: of the default group, over which the messages travel.
+        device: of the buffers.
         source: gives this rank's live view of a box of a checkpoint tensor.
         targets: per want of this rank, the live view to write; empty where nothing is wanted.
         groups: from make_gather_groups.
@@ -41,110 +45,161 @@ class Transfer:
                  source: Callable[[str, Box], Tensor], targets: Sequence[Tensor],
                  groups: dict[tuple[int, ...], dist.ProcessGroup]):
         self._plan, self._rank = plan, rank
-        self._send_split = plan.split_bytes(rank)
-        self._receive_split = [0] * plan.world_size
-        for route in plan.routes:
-            if rank in route.targets:
-                self._receive_split[route.source] += route.block_bytes(plan.num_buckets)
+        self._source, self._targets = source, targets
         mine = [r for r in plan.receivers if rank in r.ranks]
-        self._receiver = mine[0] if mine else None
-        self._group = groups.get(self._receiver.ranks) if self._receiver else None
-        replicas = len(self._receiver.ranks) if self._receiver else 0
-        self._part = max((plan.part_bytes(r) for r in self._receiver.ranks), default=0) \
-            if self._receiver else 0
-        own = self._receiver.ranks.index(rank) * self._part if self._receiver else 0
-        self._send, self._receive, self._own = [], [], []
+        self._receiver = mine[0] if mine else Receiver((), ())
+        ranks = self._receiver.ranks
+        self._group = groups.get(ranks)
+        self._part = max((plan.part_bytes(r) for r in ranks), default=0)
+        self._sent, self._received = [], []
         for _ in range(min(2, plan.num_buckets)):
-            self._send.append(_bytes(sum(self._send_split), device))
-            self._receive.append(_bytes(replicas * self._part, device))
-            self._own.append(self._receive[-1][own:own + self._part])
-        self._packs = [self._pack_list(k, source) for k in range(plan.num_buckets)]
-        self._unpacks = [self._unpack_list(k, targets) for k in range(plan.num_buckets)]
+            self._sent.append(_bytes(sum(plan.split_bytes(rank)), device))
+            self._received.append(_bytes(len(ranks) * self._part, device))
+        self._buckets = [self._list(k) for k in range(plan.num_buckets)]
 
     def run(self) -> None:
         """Move everything once. Every rank must call it; returns when this rank's part is done."""
-        if not self._plan.routes:
-            return
         last, travelling = self._plan.num_buckets - 1, []
         with torch.no_grad():
             for k in range(last + 2):
                 if k <= last:
-                    _copy(self._packs[k])
-                    travelling.append(self._exchange(k))  # queued behind k - 1
+                    self._buckets[k].pack.run()
+                    travelling.append(self._buckets[k].start())  # queued behind k - 1
                 if k >= 1:
-                    self._take(k - 1, travelling.pop(0))
+                    self._finish(k - 1, travelling.pop(0))
 
-    def _take(self, bucket: int, travelling: dist.Work) -> None:
-        travelling.wait()
+    def _finish(self, index: int, travelling: Sequence[dist.Work]) -> None:
+        for work in travelling:
+            work.wait()
         if self._group is not None:
-            _gather(self._receive[bucket % 2], self._own[bucket % 2], group=self._group)
-        _copy(self._unpacks[bucket])
+            parts = self._received[index % 2]
+            begin = self._receiver.ranks.index(self._rank) * self._part
+            all_gather(parts, parts[begin:begin + self._part], group=self._group)
+        self._buckets[index].unpack.run()
 
-    def _exchange(self, bucket: int) -> dist.Work:
-        taken = sum(self._receive_split)
-        return dist.all_to_all_single(
-            self._own[bucket % 2][:taken], self._send[bucket % 2],
-            self._receive_split, self._send_split, async_op=True)
+    # ---------------------------------------------------------------- what to do, listed once
 
-    def _pack_list(self, bucket: int, source: Callable[[str, Box], Tensor]) -> Copies:
-        to, begin = ([], []), 0
-        buffer = self._send[bucket % 2]
+    def _list(self, index: int) -> _Bucket:
+        bucket = _Bucket()
+        # For this rank's own messages to itself, see _list_received.
+        begin = 0
         for target in range(self._plan.world_size):
             for route in self._plan.routes:
-                if route.source != self._rank or target not in route.targets:
-                    continue
-                receiver = self._plan.receivers[route.receiver]
-                for piece, view in self._blocks(
-                        route, target=target, buffer=buffer[begin:], bucket=bucket):
-                    to[0].append(view)
-                    to[1].append(source(receiver.wants[piece.want].name, piece.box))
-                begin += route.block_bytes(self._plan.num_buckets)
-        return to
-
-    def _unpack_list(self, bucket: int, targets: Sequence[Tensor]) -> Copies:
-        copies: Copies = ([], [])
-        receiver = self._receiver
-        if receiver is None:
-            return copies
-        for i, rank in enumerate(receiver.ranks):
+                if route.source == self._rank and target in route.targets:
+                    end = begin + route.block_bytes(self._plan.num_buckets)
+                    if target != self._rank:
+                        self._list_sent(bucket, route, target=target, index=index,
+                                        block=self._sent[index % 2][begin:end])
+                    begin = end
+        for i, rank in enumerate(self._receiver.ranks):
             begin = i * self._part
-            # Within a part the blocks stand in the order of their sources, as they arrive.
             for route in self._plan.routes:
-                if rank not in route.targets:
-                    continue
-                buffer = self._receive[bucket % 2][begin:]
-                for piece, view in self._blocks(
-                        route, target=rank, buffer=buffer, bucket=bucket):
-                    want = receiver.wants[piece.want]
-                    copies[0].append(narrow(targets[piece.want], outer=want.box, part=piece.box))
-                    copies[1].append(view)
-                begin += route.block_bytes(self._plan.num_buckets)
-        return copies
+                if rank in route.targets:
+                    end = begin + route.block_bytes(self._plan.num_buckets)
+                    self._list_received(bucket, route, target=rank, index=index,
+                                        block=self._received[index % 2][begin:end])
+                    begin = end
+        return bucket
 
-    def _blocks(self, route: Route, *, target: int, buffer: Tensor, bucket: int
-                ) -> list[tuple[Piece, Tensor]]:
-        wants, at, placed = self._plan.receivers[route.receiver].wants, 0, []
-        for piece in route.slice(bucket, target=target, num_buckets=self._plan.num_buckets):
-            want = wants[piece.want]
-            size = piece.box.numel * want.itemsize
-            flat = buffer[at:at + size].view(getattr(torch, want.dtype))
-            placed.append((piece, flat.view(piece.box.shape)))
-            at += size
-        return placed
+    def _list_sent(self, bucket: _Bucket, route: Route, *, target: int, index: int,
+                   block: Tensor) -> None:
+        for message in self._messages(route, target=target, index=index, block=block):
+            live = self._live(message, route)
+            if not message.is_like(live):
+                bucket.pack.add(message.views, live)
+            bucket.operations.append(dist.P2POp(dist.isend, message.wire(live), target))
+
+    def _list_received(self, bucket: _Bucket, route: Route, *, target: int, index: int,
+                       block: Tensor) -> None:
+        wants = self._receiver.wants
+        is_alone = self._group is None  # else other replicas take it from this one's buffer
+        for message in self._messages(route, target=target, index=index, block=block):
+            live = [narrow(self._targets[p.want], outer=wants[p.want].box, part=p.box)
+                    for p in message.pieces]
+            from_self = route.source == self._rank
+            if from_self:
+                bucket.pack.add(live if is_alone else message.views, self._live(message, route))
+            elif target == self._rank:
+                wire = message.wire(live if is_alone else ())
+                bucket.operations.append(dist.P2POp(dist.irecv, wire, route.source))
+            if not (is_alone and (from_self or message.is_like(live))):
+                bucket.unpack.add(live, message.views)
+
+    def _live(self, message: _Message, route: Route) -> list[Tensor]:
+        wants = self._plan.receivers[route.receiver].wants
+        return [self._source(wants[piece.want].name, piece.box) for piece in message.pieces]
+
+    def _messages(self, route: Route, *, target: int, index: int, block: Tensor
+                  ) -> Iterator[_Message]:
+        """Yield what `target` gets in one bucket; the same cuts on both sides."""
+        wants, message, end = self._plan.receivers[route.receiver].wants, None, 0
+        for piece in route.slice(index, target=target, num_buckets=self._plan.num_buckets):
+            want, begin = wants[piece.want], end
+            end = begin + piece.box.numel * want.itemsize
+            if message is None or end - message.begin > _MESSAGE_BYTES:
+                if message is not None:
+                    yield message
+                message = _Message(block, begin)
+            message.add(piece, end, dtype=getattr(torch, want.dtype))
+        if message is not None:
+            yield message
 
 
-def _gather(parts: Tensor, own: Tensor, *, group: dist.ProcessGroup) -> None:
-    # torch 2.13 renamed it; 2.11 knows only the old name.
-    new = getattr(dist, "all_gather_single", None)
-    (new or dist.all_gather_into_tensor)(parts, own, group=group)
+class _Message:
+    """Pieces that travel together, and their places in a buffer, back to back."""
+
+    def __init__(self, block: Tensor, begin: int):
+        self._block, self.begin, self._end = block, begin, begin
+        self.pieces: list[Piece] = []
+        self.views: list[Tensor] = []
+
+    def add(self, piece: Piece, end: int, *, dtype: torch.dtype) -> None:
+        flat = self._block[self._end:end].view(dtype)
+        self.pieces.append(piece)
+        self.views.append(flat.view(piece.box.shape))
+        self._end = end
+
+    def is_like(self, live: Sequence[Tensor]) -> bool:
+        """Return whether the live memory of the pieces already is the message."""
+        return (len(live) == 1 and live[0].is_contiguous()
+                and live[0].dtype == self.views[0].dtype)
+
+    def wire(self, live: Sequence[Tensor]) -> Tensor:
+        """Return the bytes to send from or receive into: the live memory if it can be."""
+        if self.is_like(live):
+            return live[0].flatten().view(torch.uint8)
+        return self._block[self.begin:self._end]
+
+
+class _Copies:
+    """Pairs of tensors of the same shape."""
+
+    def __init__(self) -> None:
+        self._to: list[Tensor] = []
+        self._of: list[Tensor] = []
+
+    def add(self, to: Sequence[Tensor], of: Sequence[Tensor]) -> None:
+        self._to += to
+        self._of += of
+
+    def run(self) -> None:
+        if self._to:
+            # One call for the list: per-tensor copy_ from Python cost 3 us each on the CPU,
+            # and a kernel launch each on CUDA.
+            torch._foreach_copy_(self._to, self._of)
+
+
+@dataclass
+class _Bucket:
+    """What one rank does for one bucket."""
+
+    pack: _Copies = field(default_factory=_Copies)
+    operations: list[dist.P2POp] = field(default_factory=list)
+    unpack: _Copies = field(default_factory=_Copies)
+
+    def start(self) -> Sequence[dist.Work]:
+        return dist.batch_isend_irecv(self.operations) if self.operations else ()
 
 
 def _bytes(size: int, device: torch.device) -> Tensor:
     return torch.empty(size, dtype=torch.uint8, device=device)
-
-
-def _copy(copies: Copies) -> None:
-    if copies[0]:
-        # One call for the list: per-tensor copy_ from Python cost 3 us each on the CPU, and a
-        # kernel launch each on CUDA.
-        torch._foreach_copy_(copies[0], copies[1])
