@@ -18,8 +18,8 @@ from spmdrl.config import Config
 
 def train(cfg: Config) -> int:
     """Run the experiment to its end, or to a requested stop, and return the exit status."""
-    from spmdrl.algorithms.advantages import advantages_of
     from spmdrl.checkpoint import Checkpointer
+    from spmdrl.credit import advantages_of
     from spmdrl.data.prompts import load_tokenizer
     from spmdrl.engine.vllm import Engine
     from spmdrl.evaluate import evaluate
@@ -53,7 +53,8 @@ def train(cfg: Config) -> int:
         source.generate(engine, until=step)
         batch = exchange(source.take(step), world, step=step)  # meets: rollouts to trainers
         source.generate(engine, until=step + cfg.lag)  # lag > 0: overlaps with the update
-        advantages = advantages_of(batch, cfg)
+        batch = policy.annotate(batch, step=step)  # reference, old logprobs: if a method asks
+        advantages = advantages_of(batch, cfg, world, step=step)
         updated = policy.update(batch, advantages, step=step)
         is_stopping = world.agree_to_stop(step)  # meets: SIGTERM anywhere stops all
         pushed = stream.push(version=step + 1)  # meets: shards to engines

@@ -106,3 +106,14 @@ class Batch:
     update_ids: Tensor  # [S] int64, which of the updates a sequence belongs to
     sums: Sums = field(default_factory=dict)  # whole world's rollout/ and reward/ metrics
     samples: tuple[dict, ...] = ()
+    columns: tuple[tuple[dict[str, Tensor], ...], ...] = ()
+    """[updates][M], {name: [T]}: what `Policy.annotate` found; empty where it is not needed."""
+
+
+@dataclass(frozen=True)
+class Advantages:
+    """Of every token of a batch's micro-batches; empty off the trainers."""
+
+    tokens: tuple[tuple[Tensor, ...], ...]  # [updates][M] of [T] float64
+    returns: tuple[tuple[Tensor, ...], ...] = ()  # the same, targets of a value model
+    sums: Sums = field(default_factory=dict)  # metrics of this rank

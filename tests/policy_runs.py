@@ -9,6 +9,7 @@ from torch import Tensor
 
 from spmdrl.config import Algorithm, Config, Layout, Model, Optimizer, Sampling
 from spmdrl.config import Batch as BatchConfig
+from spmdrl.credit import per_token
 from spmdrl.types import Batch, Microbatch, Scalars
 
 LENGTHS = (9, 5, 16, 12, 7, 2, 20, 11)
@@ -55,6 +56,13 @@ def scalars() -> Scalars:
 def advantages() -> Tensor:
     """One per sequence, both signs."""
     return torch.linspace(-1.0, 1.5, len(LENGTHS)).double()
+
+
+def update(policy: object, own: Batch, *, step: int, values: Tensor | None = None) -> dict:
+    """Annotate and update as train.py does, with given advantages per sequence."""
+    values = advantages() if values is None else values
+    own = policy.annotate(own, step=step)
+    return policy.update(own, per_token(own, values), step=step)
 
 
 def microbatch(ids: list[int]) -> Microbatch:
@@ -105,7 +113,7 @@ def train(cfg: Config, steps: int = 2) -> dict:
     world = World.start(cfg)
     policy = Policy(cfg, world)
     own = batch(world.dp_index(world.rank), world.dp_size, updates=cfg.batch.updates_per_step)
-    sums = [policy.update(own, advantages(), step=step) for step in range(steps)]
+    sums = [update(policy, own, step=step) for step in range(steps)]
     whole = full_parameters(policy)
     world.close()
     return {"sums": sums, "parameters": whole}

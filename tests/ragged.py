@@ -20,6 +20,17 @@ class Ragged:
     advantages: Tensor
     loss_mask: Tensor
     cu_seqlens: Tensor
+    policy_versions: Tensor | None = None  # [T] int64; all fresh unless given
+    token_keys: Tensor | None = None  # [T] int64; positions unless given
+
+    version = torch.tensor(9)  # being trained; no field: it is no column
+
+    def __post_init__(self) -> None:
+        count = len(self.logprobs)
+        if self.policy_versions is None:
+            self.policy_versions = torch.full((count,), int(self.version))
+        if self.token_keys is None:
+            self.token_keys = torch.arange(count)
 
     def inputs(self) -> dict[str, Tensor]:
         """Return the tensors by the names that methods ask for."""
@@ -45,12 +56,16 @@ def ragged(seed: int, *, drift: float = 0.4) -> Ragged:
     mask[:4] = False  # the second sequence: masked whole
     mask[4] = True
     per_sequence = torch.randn(len(lengths), generator=g, dtype=torch.float64)
-    return Ragged(
+    case = Ragged(
         logprobs=(old + drift * normal()).requires_grad_(), old_logprobs=old,
         rollout_logprobs=old + drift * normal(),
         advantages=per_sequence.repeat_interleave(lengths), loss_mask=mask,
         cu_seqlens=torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]).int(),
     )
+    versions = int(case.version) - torch.randint(0, 4, (num_tokens,), generator=g)
+    case.policy_versions = torch.where(mask, versions, -1)
+    case.token_keys = torch.arange(num_tokens) * 1_000_003 + seed
+    return case
 
 
 def scalars(seed: int, *, num_groups: int = 6) -> Scalars:

@@ -11,18 +11,34 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ragged import scalars
 
-from spmdrl.algorithms import registry
-from spmdrl.algorithms.advantages import advantages_of, grpo, max_rl, opo, reinforce, rloo
+from spmdrl.algorithms import advantages, registry
+from spmdrl.algorithms.advantages import (
+    gdpo, grpo, max_rl, opo, pass_at_k, reinforce, remax, rloo)
+from spmdrl.credit import sequence_advantages
 from spmdrl.config import Algorithm, Config
 from spmdrl.types import Batch, Scalars
 
-GROUP_BASED = [n for n in registry.names("advantage") if registry.needs_group(n)]
+GROUP_BASED = [n for n in advantages.__all__ if registry.needs_group(n)]
 SHIFT_INVARIANT = [n for n in GROUP_BASED if n != "max_rl"]
+CENTRED = ["grpo", "dr_grpo", "rloo", "lite_ppo", "max_rl", "gpg", "gdpo"]
+WEIGHTS = (1.0, 0.3)
 
 
 def run(name: str, batch: Scalars, **options: float) -> torch.Tensor:
-    inputs = {n: getattr(batch, n) for n in registry.INPUTS["advantage"]}
+    inputs = {n: v for n, v in vars(batch).items() if n in registry.INPUTS["advantage"]}
+    inputs |= {"reward_parts": parts_of(batch), "greedy_rewards": greedy_of(batch)}
     return registry.call(registry.get("advantage", name), inputs, options)
+
+
+def parts_of(batch: Scalars) -> torch.Tensor:
+    """Two reward functions that agree on which samples differ: [S, 2]."""
+    return torch.stack([batch.rewards, 2 * batch.rewards], dim=1)
+
+
+def greedy_of(batch: Scalars) -> torch.Tensor:
+    """A greedy reward per prompt, none for some: [S]."""
+    greedy = (batch.group_ids % 4).double() / 4
+    return torch.where(batch.group_ids % 5 == 4, torch.nan, greedy)
 
 
 # ---------------------------------------------------------------- plain-loop references
@@ -39,6 +55,10 @@ def reference(name: str, batch: Scalars) -> list[float]:
     everyone = [i for i in range(len(rewards)) if valid[i]]
     if name == "reinforce":
         return [rewards[i] if valid[i] else 0.0 for i in range(len(rewards))]
+    if name == "remax":
+        greedy = greedy_of(batch).tolist()
+        return [rewards[i] - greedy[i] if valid[i] and not math.isnan(greedy[i]) else 0.0
+                for i in range(len(rewards))]
     members = {g: [i for i in everyone if groups[i] == g] for g in set(groups)}
     usable = {g: m for g, m in members.items() if len(m) >= 2}
     varied = {g: m for g, m in usable.items() if len({rewards[i] for i in m}) > 1}
@@ -60,8 +80,14 @@ def reference(name: str, batch: Scalars) -> list[float]:
                 / sum(len(v) for v in varied.values()),
                 "opo": lambda: rewards[i]
                 - math.fsum(lengths[j] * rewards[j] for j in m) / weight,
+                "pass_at_k": lambda: max(0.0, rewards[i] - max(others)),
+                "gdpo": lambda: 3 * (rewards[i] - mean) / pstd(own),  # both parts alike
                 "reinforce_plus_plus_baseline": lambda: rewards[i] - mean,
             }[name]()
+    if name == "gdpo":
+        counted = [i for m in usable.values() for i in m]
+        std = pstd([out[i] for i in counted])
+        out = [a / (std + 1e-6) for a in out]
     if name == "reinforce_plus_plus_baseline":
         counted = [i for m in usable.values() for i in m]
         tokens = [out[i] for i in counted for _ in range(lengths[i])]
@@ -71,7 +97,7 @@ def reference(name: str, batch: Scalars) -> list[float]:
     return out
 
 
-@pytest.mark.parametrize("name", registry.names("advantage"))
+@pytest.mark.parametrize("name", advantages.__all__)
 @pytest.mark.parametrize("seed", range(8))
 def test_advantage_equals_a_plain_loop(name: str, seed: int) -> None:
     batch = scalars(seed)
@@ -82,7 +108,7 @@ def test_advantage_equals_a_plain_loop(name: str, seed: int) -> None:
         if name == "opo":
             assert run(name, batch).isfinite().all()
             return
-    got = run(name, batch)
+    got = run(name, batch, **({"part_weights": (1.0, 2.0)} if name == "gdpo" else {}))
     assert got.dtype == torch.float64
     expected = torch.tensor(reference(name, batch), dtype=torch.float64)
     assert (got - expected).abs().max() < 1e-10
@@ -113,16 +139,16 @@ def batch_of(groups: list[list[float]], *, first_length: int = 3) -> Scalars:
 
 @pytest.mark.parametrize("name", SHIFT_INVARIANT)
 @given(groups=groups_of_rewards, constant=st.floats(-100, 100))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_a_constant_added_to_the_rewards_changes_nothing(name, groups, constant) -> None:
     batch = batch_of(groups)
     moved = dataclasses.replace(batch, rewards=batch.rewards + constant)
     assert torch.allclose(run(name, batch), run(name, moved), rtol=1e-8, atol=1e-10)
 
 
-@pytest.mark.parametrize("name", registry.names("advantage"))
+@pytest.mark.parametrize("name", advantages.__all__)
 @given(groups=groups_of_rewards, seed=st.integers(0, 1000))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_permuting_sequences_permutes_advantages(name, groups, seed) -> None:
     if name == "max_rl":
         groups = [[abs(r) for r in g] for g in groups]
@@ -134,7 +160,7 @@ def test_permuting_sequences_permutes_advantages(name, groups, seed) -> None:
 
 @pytest.mark.parametrize("name", GROUP_BASED)
 @given(rewards=st.lists(st.floats(0, 1), min_size=1, max_size=6))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_groups_of_one_get_zero_and_do_not_touch_others(name, rewards) -> None:
     assert (run(name, batch_of([[r] for r in rewards])) == 0).all()
     others = run(name, batch_of([[0.0, 1.0]]))
@@ -149,6 +175,133 @@ def test_equal_rewards_give_exactly_zero(name: str, value: float) -> None:
     assert (run(name, batch_of([[value] * 7, [value] * 3])) == 0).all()
     almost = [value] * 7 + [value * (1 + 4e-16)]
     assert (run(name, batch_of([almost])) == 0).all()
+
+
+@pytest.mark.parametrize("name", CENTRED)
+@given(groups=groups_of_rewards)
+@settings(max_examples=25, deadline=None)
+def test_advantages_of_a_group_add_up_to_zero(name, groups) -> None:
+    batch = batch_of([[abs(r) for r in g] for g in groups])
+    got = run(name, batch)
+    sums = torch.zeros(len(groups), dtype=torch.float64).index_add(0, batch.group_ids, got)
+    assert (sums.abs() <= 1e-9 * (1 + got.abs().max())).all()
+
+
+@given(groups=groups_of_rewards)
+@settings(max_examples=25, deadline=None)
+def test_advantages_are_bounded(groups) -> None:
+    batch = batch_of(groups)
+    sizes = torch.tensor([len(g) for g in groups for _ in g], dtype=torch.float64)
+    assert (run("grpo", batch).abs() <= (sizes - 1).sqrt() + 1e-9).all()
+    lead = run("pass_at_k", batch)
+    spans = torch.tensor([max(g) - min(g) for g in groups for _ in g], dtype=torch.float64)
+    assert ((lead >= 0) & (lead <= spans)).all()
+    assert run("gdpo", batch).square().mean() <= 1 + 1e-9
+
+
+@given(rows=st.lists(st.tuples(st.integers(-4, 4), st.integers(-4, 4)), min_size=2, max_size=7),
+       constants=st.tuples(st.floats(-50, 50), st.floats(-50, 50)),
+       factors=st.tuples(st.floats(0.1, 10), st.floats(0.1, 10)))
+@settings(max_examples=25, deadline=None)
+def test_gdpo_ignores_the_offset_and_unit_of_each_reward_function(rows, constants, factors) -> None:
+    parts = torch.tensor(rows, dtype=torch.float64) / 4
+    batch = batch_of([[0.0] * len(rows)])
+    args = dict(group_ids=batch.group_ids, is_valid=batch.is_valid, part_weights=WEIGHTS)
+    moved = parts * torch.tensor(factors, dtype=torch.float64) + torch.tensor(constants).double()
+    assert torch.allclose(gdpo(parts, **args), gdpo(moved, **args), rtol=1e-8, atol=1e-8)
+
+
+# ---------------------------------------------------------------- more than one reward
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_gdpo_equals_a_plain_loop(seed: int) -> None:
+    batch = scalars(seed)
+    g = torch.Generator().manual_seed(seed)
+    second = torch.rand(len(batch), generator=g, dtype=torch.float64).round(decimals=1)
+    columns = [batch.rewards.tolist(), second.tolist()]
+    valid, groups = batch.is_valid.tolist(), batch.group_ids.tolist()
+    out, counted = [0.0] * len(batch), []
+    for group in set(groups):
+        members = [i for i in range(len(batch)) if valid[i] and groups[i] == group]
+        counted += members if len(members) >= 2 else []
+        for weight, column in zip(WEIGHTS, columns):
+            own = [column[i] for i in members]
+            if len(set(own)) > 1:
+                for i in members:
+                    out[i] += weight * (column[i] - math.fsum(own) / len(own)) / pstd(own)
+    std = pstd([out[i] for i in counted])
+    got = gdpo(torch.tensor(columns, dtype=torch.float64).T, batch.group_ids,
+               is_valid=batch.is_valid, part_weights=WEIGHTS)
+    expected = torch.tensor([a / (std + 1e-6) for a in out], dtype=torch.float64)
+    assert (got - expected).abs().max() < 1e-10
+
+
+def test_gdpo_tells_apart_what_one_sum_of_rewards_confuses() -> None:
+    parts = torch.tensor([[0.0, 0.0], [0.0, 1.0], [1.0, 0.0], [1.0, 0.0]], dtype=torch.float64)
+    batch = batch_of([[0.0] * 4])
+    got = gdpo(parts, batch.group_ids, is_valid=batch.is_valid)
+    assert got[1] != got[2]  # both rewards add up to 1
+    assert got[2] == got[3]
+
+
+def test_gdpo_does_not_blow_up_parts_that_cancel_out() -> None:
+    first = torch.tensor([0.1, 0.7, 0.3, 0.9], dtype=torch.float64)
+    batch = batch_of([[0.0] * 4])
+    for factor in (1.0, 1 / 3, 7.0):
+        parts = torch.stack([first, 0.3 - factor * first], dim=1)
+        assert (gdpo(parts, batch.group_ids, is_valid=batch.is_valid) == 0).all()
+
+
+def test_gdpo_refuses_a_wrong_number_of_weights() -> None:
+    batch = batch_of([[1.0, 0.0]])
+    with pytest.raises(ValueError, match="3 weights for 2 reward functions"):
+        gdpo(parts_of(batch), batch.group_ids, is_valid=batch.is_valid, part_weights=[1, 2, 3])
+
+
+# ---------------------------------------------------------------- pass at k, greedy baseline
+
+
+def test_pass_at_k_credits_the_best_sample_by_its_lead() -> None:
+    batch = batch_of([[0.2, 1.0, 0.7], [0.5, 0.5, 0.1], [0.9]])
+    assert run("pass_at_k", batch).tolist() == [0.0, pytest.approx(0.3), 0.0] + [0.0] * 4
+    scaled = pass_at_k(batch.rewards, batch.group_ids, is_valid=batch.is_valid, scale="std")
+    assert scaled[1].item() == pytest.approx(0.3 / (pstd([0.2, 1.0, 0.7]) + 1e-6))
+
+
+def test_pass_at_k_takes_a_lead_at_rounding_level_for_a_tie() -> None:
+    assert (run("pass_at_k", batch_of([[0.3, 0.1 + 0.2, 0.0]])) == 0).all()
+
+
+def test_pass_at_k_looks_at_valid_samples_alone() -> None:
+    batch = dataclasses.replace(batch_of([[-1.0, -3.0, 9.0]]),
+                                is_valid=torch.tensor([True, True, False]))
+    assert run("pass_at_k", batch).tolist() == [2.0, 0.0, 0.0]
+
+
+def test_remax_gives_zero_without_a_greedy_sample_and_for_an_equal_one() -> None:
+    rewards = torch.tensor([1.0, 1.0, 0.3, float("nan")], dtype=torch.float64)
+    greedy = torch.tensor([0.25, float("nan"), 0.1 + 0.2, 0.5], dtype=torch.float64)
+    got = remax(rewards, greedy, is_valid=torch.tensor([True, True, True, False]))
+    assert got.tolist() == [0.75, 0.0, 0.0, 0.0]
+    with pytest.raises(ValueError, match="is inf"):
+        remax(rewards[:1], torch.tensor([math.inf]), is_valid=torch.tensor([True]))
+
+
+@pytest.mark.parametrize("name", advantages.__all__)
+def test_float32_rewards_give_the_same_up_to_their_precision(name: str) -> None:
+    batch = scalars(2)
+    rough = dataclasses.replace(batch, rewards=batch.rewards.float())
+    got = run(name, rough)
+    assert got.dtype == torch.float64
+    assert (got - run(name, batch)).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("name", advantages.__all__)
+def test_a_batch_without_sequences_has_no_advantages(name: str) -> None:
+    batch = scalars(0)
+    empty = Scalars(**{k: v[:0] for k, v in vars(batch).items()})
+    assert run(name, empty).shape == (0,)
 
 
 # ---------------------------------------------------------------- traps
@@ -166,11 +319,12 @@ def test_a_winner_among_equal_losers_is_not_blown_up_by_rounding() -> None:
 
 
 def test_samples_that_are_not_valid_enter_no_statistic() -> None:
-    batch = batch_of([[1.0, 0.0, 5.0], [1.0, 0.0]])
+    batch = dataclasses.replace(batch_of([[1.0, 0.0, 5.0], [1.0, 0.0]]),
+                                group_ids=torch.tensor([1, 1, 1, 5, 5]))
     rewards = batch.rewards.clone()
     rewards[2] = float("nan")
     is_valid = torch.tensor([True, True, False, True, True])
-    for name in registry.names("advantage"):
+    for name in advantages.__all__:
         got = run(name, dataclasses.replace(batch, rewards=rewards, is_valid=is_valid,
                                             response_lengths=torch.full((5,), 4)))
         assert got[2] == 0 and torch.allclose(got[:2], got[3:])
@@ -212,12 +366,10 @@ def test_advantages_of_a_batch_follow_the_config() -> None:
     batch = Batch(scalars=batch_of([[1.0, 0.0]]), updates=(),
                   update_ids=torch.zeros(2, dtype=torch.int64))
     rl = Config(algorithm=Algorithm(advantage="dr_grpo"))
-    assert advantages_of(batch, rl).tolist() == [0.5, -0.5]
-    sft = Config(algorithm=Algorithm(objective="sft"))
-    assert advantages_of(batch, sft).tolist() == [0.0, 0.0]
+    assert sequence_advantages(batch, rl).tolist() == [0.5, -0.5]
     own = Config(algorithm=Algorithm(advantage="test_algorithms_advantages:of_the_wrong_shape"))
     with pytest.raises(ValueError, match=r"gave shape \(1,\)"):
-        advantages_of(batch, own)
+        sequence_advantages(batch, own)
 
 
 def of_the_wrong_shape(rewards: torch.Tensor) -> torch.Tensor:

@@ -10,17 +10,40 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ragged import Ragged, ragged
 
-from spmdrl.algorithms import registry
-from spmdrl.algorithms.mismatch import mismatch_stats
+from spmdrl.algorithms import corrections, registry
+from spmdrl.algorithms.mismatch import (
+    NUM_GAP_BINS,
+    gap_histogram,
+    gap_max,
+    gap_quantile,
+    mismatch_stats,
+)
 
 LEVELS = ("token", "sequence", "geometric")
 OPTIONS = {"tis": dict(upper=1.3), "mis": dict(lower=0.6, upper=1.6),
            "icepop": dict(lower=0.7, upper=1.4)}
 CASES = [(name, level) for name in OPTIONS for level in LEVELS]
+DROPPING = [
+    ("sequence_mask", dict(level="geometric", lower=0.85, upper=1.2)),
+    ("sequence_mask", dict(level="sequence", lower=0.5, upper=3.0)),
+    ("seq_mask_tis", dict(lower=0.85, upper=1.2, token_upper=1.1)),
+    ("veto", dict(lower=0.5, upper=2.0)), ("veto", {}),
+    ("opsm", dict(delta=0.05)), ("opsm", {}),
+    ("vaco", dict(bound=0.1, upper=1.5)), ("vaco", dict(bound=5.0)),
+]
 
 
 def call(name: str, case: Ragged, **options) -> tuple[torch.Tensor, dict]:
-    return registry.call(registry.get("correction", name), case.inputs(), options)
+    inputs = case.inputs()
+    if name == "vaco":
+        inputs |= corrections.vaco.statistics(**columns(case))
+    return registry.call(getattr(corrections, name), inputs, options)
+
+
+def columns(case: Ragged) -> dict[str, torch.Tensor]:
+    """Return the loss tokens alone, by name, as a method's statistics see them."""
+    return {name: getattr(case, name)[case.loss_mask]
+            for name in ("old_logprobs", "rollout_logprobs")}
 
 
 def reference(name: str, case: Ragged, level: str, options: dict) -> list[float]:
@@ -49,6 +72,99 @@ def test_weights_equal_a_plain_loop(name: str, level: str, seed: int) -> None:
     assert (weights - expected).abs().max() < 1e-10
     assert torch.isclose(stats["policy/correction_weight"][0], expected.sum())
     assert stats["policy/correction_weight"][1] == case.loss_mask.sum()
+
+
+def dropping_reference(name: str, case: Ragged, options: dict) -> list[float]:
+    old, mu, adv = (x.tolist() for x in (case.old_logprobs, case.rollout_logprobs,
+                                         case.advantages))
+    log = [o - m if math.isfinite(m) else 0.0 for o, m in zip(old, mu)]
+    out = [0.0] * len(old)
+    tokens = [t for t in range(len(old)) if case.loss_mask[t]]
+    gap = sum(abs(math.exp(log[t]) - 1) for t in tokens) / len(tokens)
+    for row in case.rows():
+        kept = [t for t in row if case.loss_mask[t]]
+        total = sum(log[t] for t in kept)
+        mean = total / max(len(kept), 1)
+        for t in kept:
+            rho = math.exp(log[t])
+            if name in ("sequence_mask", "seq_mask_tis"):
+                level = math.exp(total if options.get("level") == "sequence" else mean)
+                keep = options["lower"] <= level <= options["upper"]
+                weight = min(rho, options["token_upper"]) if name == "seq_mask_tis" else 1.0
+            elif name == "veto":
+                low, high = options.get("lower", 1e-4), options.get("upper", 1e2)
+                keep, weight = all(low <= math.exp(log[u]) <= high for u in kept), 1.0
+            elif name == "opsm":
+                keep, weight = not (adv[t] < 0 and -mean > options.get("delta", 1e-4)), 1.0
+            else:
+                keep = gap <= options["bound"] or adv[t] * (rho - 1) <= 0
+                weight = min(rho, options.get("upper", 2.0))
+            out[t] = weight if keep else 0.0
+    return out
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("name, options", DROPPING)
+def test_dropping_weights_equal_a_plain_loop(name: str, options: dict, seed: int) -> None:
+    case = ragged(seed)
+    case.rollout_logprobs[4] = math.nan
+    weights, stats = call(name, case, **options)
+    expected = torch.tensor(dropping_reference(name, case, options), dtype=torch.float64)
+    assert (weights - expected).abs().max() < 1e-10
+    assert torch.isclose(stats["policy/correction_weight"][0], expected.sum())
+    assert stats["policy/correction_cut_frac"][1] == case.loss_mask.sum()
+    assert stats["policy/correction_cut_frac"][0] >= (expected[case.loss_mask] == 0).sum()
+    single = Ragged(**{k: v.detach().float() if v.is_floating_point() else v
+                       for k, v in vars(case).items()})
+    weights, _ = call(name, single, **options)
+    assert weights.dtype == torch.float32 and (weights - expected).abs().max() < 1e-5
+
+
+def test_dropping_options_of_these_tests_do_drop_something_and_not_everything() -> None:
+    for name, options in DROPPING:
+        found = [call(name, ragged(seed), **options)[0][ragged(seed).loss_mask] > 0
+                 for seed in range(6)]
+        has_strict_bounds = name != "veto" or options
+        assert torch.cat(found).any()
+        assert not torch.cat(found).all() or not has_strict_bounds or options == dict(bound=5.0)
+
+
+@pytest.mark.parametrize("name, options", DROPPING)
+@given(seed=st.integers(0, 10_000))
+@settings(max_examples=10, deadline=None)
+def test_dropping_weights_are_constants_and_ignore_masked_tokens(name, options, seed) -> None:
+    case, dirty = ragged(seed), ragged(seed)
+    for tensor, garbage in ((dirty.old_logprobs, math.nan), (dirty.advantages, math.nan),
+                            (dirty.rollout_logprobs, -math.inf)):
+        tensor[~dirty.loss_mask] = garbage
+    dirty.old_logprobs.requires_grad_()
+    (got, stats), (clean, clean_stats) = (call(name, c, **options) for c in (dirty, case))
+    assert not got.requires_grad and torch.equal(got, clean) and stats == clean_stats
+    assert (got[~case.loss_mask] == 0).all()
+
+
+@pytest.mark.parametrize("name, options", DROPPING)
+@given(seed=st.integers(0, 10_000))
+@settings(max_examples=6, deadline=None)
+def test_dropping_does_not_depend_on_packing_or_micro_batches(name, options, seed) -> None:
+    case = ragged(seed)
+    inputs = corrections.vaco.statistics(**columns(case)) if name == "vaco" else {}
+    whole, _ = registry.call(getattr(corrections, name), case.inputs() | inputs, options)
+    rows = case.rows()
+    for s in torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed)).tolist():
+        part = {k: v[rows[s].start : rows[s].stop] for k, v in case.inputs().items()
+                if k != "cu_seqlens"}
+        part["cu_seqlens"] = torch.tensor([0, len(rows[s])], dtype=torch.int32)
+        weights, _ = registry.call(getattr(corrections, name), part | inputs, options)
+        assert torch.equal(weights, whole[rows[s].start : rows[s].stop])
+
+
+@pytest.mark.parametrize("name", ["sequence_mask", "seq_mask_tis", "veto", "opsm", "vaco"])
+def test_equal_policies_drop_nothing(name: str) -> None:
+    case = ragged(2, drift=0.0)
+    weights, stats = call(name, case)
+    assert torch.equal(weights, case.loss_mask.double())
+    assert stats["policy/correction_cut_frac"][0] == 0
 
 
 @pytest.mark.parametrize("name, level", CASES)
@@ -101,6 +217,75 @@ def test_levels_see_the_token_the_product_and_the_geometric_mean() -> None:
     assert found == pytest.approx(dict(token=2.0, sequence=4.0, geometric=2.0))
 
 
+def test_a_kept_sequence_has_weight_one_under_a_mask_and_rho_under_mis() -> None:
+    case = two_tokens([1.5, 1.5])
+    assert call("sequence_mask", case, lower=0.5, upper=2.0)[0].tolist() == [1.0, 1.0]
+    kept = call("mis", case, level="geometric", lower=0.5, upper=2.0)[0]
+    assert kept.tolist() == pytest.approx([1.5, 1.5])
+
+
+def test_sequence_masks_bound_rho_and_not_its_inverse() -> None:
+    for level, rho in (("geometric", 3.0), ("sequence", 9.0)):
+        case = two_tokens([3.0, 3.0])
+        for name in ("sequence_mask",) + ("seq_mask_tis",) * (level == "geometric"):
+            options = dict(level=level) if name == "sequence_mask" else {}
+            inside, _ = call(name, case, lower=0.5, upper=rho + 0.01, **options)
+            outside, _ = call(name, case, lower=1 / rho - 0.01, upper=rho - 0.01, **options)
+            assert (inside > 0).all() and (outside == 0).all()
+
+
+def test_one_outlier_vetoes_its_sequence_and_no_other() -> None:
+    case = two_tokens([1.0, 150.0, 1.0, 5e-5, 1.0, 90.0])
+    case.cu_seqlens = torch.tensor([0, 2, 4, 4, 6], dtype=torch.int32)
+    weights, stats = call("veto", case)
+    assert weights.tolist() == [0.0, 0.0, 0.0, 0.0, 1.0, 1.0]
+    assert float(stats["policy/correction_cut_frac"][0]) == 4
+
+
+def test_an_outlier_off_the_loss_mask_vetoes_nothing() -> None:
+    case = two_tokens([1.0, 1e6])
+    case.loss_mask[1] = False
+    assert call("veto", case)[0].tolist() == [1.0, 0.0]
+    case = two_tokens([0.3, 0.3])
+    case.loss_mask[1] = False
+    assert call("veto", case, lower=0.0, upper=0.5)[0].tolist() == [1.0, 0.0]
+
+
+def test_opsm_keeps_positive_advantages_and_drift_the_other_way() -> None:
+    for rho, advantage, kept in ((0.5, -1.0, 0.0), (0.5, 1.0, 1.0), (2.0, -1.0, 1.0),
+                                 (0.5, 0.0, 1.0)):
+        case = two_tokens([rho, rho])
+        case.advantages = torch.full((2,), advantage, dtype=torch.float64)
+        assert call("opsm", case, delta=0.1)[0].tolist() == [kept, kept]
+
+
+def test_vaco_drops_what_moves_away_only_while_the_batch_is_too_far() -> None:
+    case = two_tokens([1.5, 1.5, 0.5, 0.5, 1.0])
+    case.advantages = torch.tensor([1.0, -1.0, 1.0, -1.0, 1.0], dtype=torch.float64)
+    assert float(corrections.vaco.statistics(**columns(case))["mean_ratio_gap"]) == (
+        pytest.approx(0.4))
+    assert call("vaco", case, bound=0.3)[0].tolist() == pytest.approx([0, 1.5, 0.5, 0, 1])
+    assert call("vaco", case, bound=0.5)[0].tolist() == pytest.approx([1.5, 1.5, 0.5, 0.5, 1])
+
+
+@given(seed=st.integers(0, 10_000))
+@settings(max_examples=15, deadline=None)
+def test_vaco_statistics_do_not_depend_on_the_order_of_tokens(seed) -> None:
+    found = columns(ragged(seed))
+    order = torch.randperm(len(found["old_logprobs"]), generator=torch.Generator().manual_seed(3))
+    permuted = {name: column[order] for name, column in found.items()}
+    assert corrections.vaco.statistics(**found) == corrections.vaco.statistics(**permuted)
+
+
+def test_vaco_statistics_count_a_missing_engine_logprob_as_ratio_one() -> None:
+    case = two_tokens([3.0, 3.0])
+    case.rollout_logprobs[0] = math.nan
+    assert float(corrections.vaco.statistics(**columns(case))["mean_ratio_gap"]) == (
+        pytest.approx(1.0))
+    case.loss_mask[:] = False
+    assert float(corrections.vaco.statistics(**columns(case))["mean_ratio_gap"]) == 0
+
+
 def test_huge_ratios_stay_finite() -> None:
     case = two_tokens([1.0, 1.0])
     case.rollout_logprobs -= 5000.0
@@ -114,6 +299,12 @@ def test_values_out_of_range_are_refused() -> None:
         ("tis", dict(upper=0.0), "upper: must be above 0"),
         ("mis", dict(lower=2.0, upper=1.0), "0 <= lower < upper, got 2.0, 1.0"),
         ("tis", dict(level="tokens"), "level: must be token, sequence or geometric"),
+        ("sequence_mask", dict(level="token"), "level: must be sequence or geometric"),
+        ("sequence_mask", dict(lower=2.0), "0 <= lower < upper, got 2.0, 1.01"),
+        ("seq_mask_tis", dict(token_upper=0.0), "token_upper: must be above 0"),
+        ("veto", dict(lower=-1.0), "0 <= lower < upper, got -1.0"),
+        ("opsm", dict(delta=-0.1), "delta: must be at least 0"),
+        ("vaco", dict(bound=0.0), "bound, upper: must be above 0"),
     ):
         with pytest.raises(ValueError, match=message):
             call(name, case, **options)
@@ -146,6 +337,7 @@ def test_mismatch_metrics_equal_plain_loops(seed: int) -> None:
         "policy/mismatch_ess": n / sum(r * r for r in rho),
         "policy/mismatch_seq_k1": sum(sum(m - o for o, m in p) / len(p) for p in pairs)
         / len(pairs),
+        "policy/mismatch_outside_frac": sum(not 0.5 <= r <= 2 for r in rho) / n,
         "policy/mismatch_nan_frac": 0.0,
     }
     assert values(case) == pytest.approx(expected, abs=1e-10)
@@ -168,3 +360,55 @@ def test_engine_logprobs_that_are_not_finite_count_as_ratio_one_and_are_counted(
     assert found["policy/mismatch_nan_frac"] == 0.5
     assert found["policy/mismatch_ratio"] == pytest.approx(1.5)
     assert call("tis", case)[0].tolist() == pytest.approx([2.0, 1.0, 1.0, 2.0])
+
+
+# ---------------------------------------------------------------- gap histogram
+
+
+def gaps(case: Ragged) -> list[float]:
+    pairs = zip(case.old_logprobs.tolist(), case.rollout_logprobs.tolist(), case.loss_mask)
+    return sorted(abs(math.exp(o) - math.exp(m)) for o, m, kept in pairs if kept)
+
+
+def histogram(case: Ragged) -> torch.Tensor:
+    return gap_histogram(case.old_logprobs, case.rollout_logprobs, loss_mask=case.loss_mask)
+
+
+@given(seeds=st.lists(st.integers(0, 10_000), min_size=1, max_size=6),
+       drift=st.sampled_from([1e-4, 1e-2, 0.4, 3.0]), frac=st.floats(0.01, 1.0))
+@settings(max_examples=30, deadline=None)
+def test_histograms_add_up_and_give_the_quantile_and_the_maximum(seeds, drift, frac) -> None:
+    cases = [ragged(seed, drift=drift) for seed in seeds]
+    for case in cases:
+        case.rollout_logprobs.clamp_(max=0.0)  # a probability
+    total = sum(histogram(case) for case in cases)
+    flat = sorted(gap for case in cases for gap in gaps(case))
+    assert total.shape == (NUM_GAP_BINS,) and float(total.sum()) == len(flat)
+    rank = max(1, math.ceil(frac * len(flat) - 1e-9))
+    found, exact = float(gap_quantile(total, frac)), flat[rank - 1]
+    assert abs(found - exact) <= 0.024 * exact + 1e-8
+    assert flat[-1] * (1 - 1e-9) <= float(gap_max(total)) <= 1.048 * flat[-1] + 1e-8
+
+
+def test_p999_ignores_one_outlier_in_ten_thousand_and_the_maximum_shows_it() -> None:
+    case = two_tokens([1.001] * 9999 + [2.0])
+    total = histogram(case)
+    assert float(gap_quantile(total, 0.999)) == pytest.approx(0.001 * math.exp(-1), rel=0.024)
+    assert float(gap_max(total)) == pytest.approx(math.exp(-1), rel=0.048)
+
+
+def test_histogram_counts_what_is_not_finite_and_nothing_off_the_mask() -> None:
+    case = two_tokens([1.0, 1.0, 1.0, 1.0])
+    case.old_logprobs[0], case.rollout_logprobs[1] = math.nan, math.nan
+    case.old_logprobs[2] = math.inf
+    case.loss_mask[3] = False
+    case.old_logprobs[3] = math.nan
+    total = histogram(case)
+    assert total.sum() == 3 and total[-1] == 2 and total[0] == 1
+
+
+def test_an_empty_histogram_reads_zero_and_a_share_out_of_range_is_refused() -> None:
+    empty = torch.zeros(NUM_GAP_BINS, dtype=torch.float64)
+    assert float(gap_max(empty)) == float(gap_quantile(empty, 0.999)) == 0
+    with pytest.raises(ValueError, match="frac: must be in"):
+        gap_quantile(empty, 0.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import typing
 
 import pytest
 import torch
@@ -103,7 +104,7 @@ def test_segment_helpers_handle_empty_sequences() -> None:
 
 
 def test_every_built_in_method_passes_its_own_check() -> None:
-    for kind in ("advantage", "loss", "correction"):
+    for kind in typing.get_args(registry.Kind):
         for name in registry.names(kind):
             assert registry.problems(kind, name, {}) == []
             assert registry.get(kind, name).__doc__
@@ -169,4 +170,4 @@ def test_call_refuses_missing_inputs_and_unknown_options() -> None:
     with pytest.raises(ValueError, match="asks for group_ids, is_valid; available: rewards"):
         registry.call(function, {"rewards": torch.ones(1)}, {})
     with pytest.raises(ValueError, match="no option 'eps'"):
-        registry.call(function, registry._trial_inputs("advantage"), {"eps": 1.0})
+        registry.call(function, registry.trial_inputs("advantage"), {"eps": 1.0})

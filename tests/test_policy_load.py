@@ -170,7 +170,7 @@ def test_heads_that_do_not_divide_by_tp_are_refused_on_all_ranks(tmp_path):
 
 def _beside_an_engine(cfg: Config, broken: Config) -> dict:
     from spmdrl.policy import Policy
-    from spmdrl.types import Batch
+    from spmdrl.types import Advantages, Batch
     from spmdrl.world import World
 
     world = World.start(cfg)
@@ -180,7 +180,8 @@ def _beside_an_engine(cfg: Config, broken: Config) -> dict:
               "score": policy.score([[5, 6]])}
     if not world.is_trainer:
         nothing = Batch(scalars=None, updates=(), update_ids=empty)
-        result["update"] = policy.update(nothing, empty, step=0)
+        assert policy.annotate(nothing, step=0) is nothing
+        result["update"] = policy.update(nothing, Advantages(()), step=0)
         result["state"] = policy.state_dict()
     try:
         Policy(broken, world)

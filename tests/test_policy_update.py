@@ -9,7 +9,7 @@ from pathlib import Path
 import policy_runs
 import pytest
 import torch
-from policy_runs import advantages, batch, config, full_parameters, scalars, train
+from policy_runs import advantages, batch, config, full_parameters, scalars, train, update
 from ranks import run_ranks
 
 from spmdrl.config import Config, Optimizer
@@ -79,7 +79,7 @@ def _loss_by_hand(cfg: Config, world: object, policy_class: type) -> dict:
     policy = policy_class(cfg, world)
     own = batch(0, 1)
     logprobs = policy.logprobs(own)
-    sums = policy.update(own, advantages(), step=0)
+    sums = update(policy, own, step=0)
     return {"logprobs": logprobs, "sums": sums}
 
 
@@ -107,7 +107,7 @@ def _twice(cfg: Config, world: object, policy_class: type) -> list[dict]:
     for is_on in (False, True):
         model = replace(cfg.model, activation_checkpointing=is_on)
         policy = policy_class(replace(cfg, model=model), world)
-        sums = [policy.update(batch(0, 1), advantages(), step=s) for s in range(2)]
+        sums = [update(policy, batch(0, 1), step=s) for s in range(2)]
         results.append({"sums": sums, "parameters": full_parameters(policy)})
     return results
 
@@ -119,14 +119,14 @@ def test_activation_checkpointing_changes_no_value(tmp_path):
 
 def _supervised(cfg: Config, world: object, policy_class: type) -> dict:
     policy = policy_class(cfg, world)
-    losses = [policy.update(batch(0, 1), torch.zeros(8).double(), step=s)["policy/loss"][0]
+    losses = [update(policy, batch(0, 1), step=s)["policy/loss"][0]
               for s in range(15)]
     return {"losses": losses, "pointers": _same_storage(policy)}
 
 
 def _same_storage(policy: object) -> bool:
     before = [p.detach().to_local().data_ptr() for p in policy.named_shards().values()]
-    policy.update(batch(0, 1), torch.zeros(8).double(), step=0)
+    update(policy, batch(0, 1), step=0)
     policy.score([[5, 6, 7]])
     return before == [p.detach().to_local().data_ptr() for p in policy.named_shards().values()]
 
@@ -148,11 +148,11 @@ def _spoil(cfg: Config) -> dict:
     own, before = batch(world.dp_index(world.rank), world.dp_size), full_parameters(policy)
     values = advantages()
     values[-1] = math.nan  # the sequence of the last dp rank
-    skipped = policy.update(own, values, step=3)
+    skipped = update(policy, own, step=3, values=values)
     kept = all(torch.equal(before[n], p) for n, p in full_parameters(policy).items())
     moments = policy.state_dict()["optimizer"]
     clean = not any(m.to_local().any() for m in moments["exp_avg"].values())
-    good = policy.update(own, advantages(), step=4)
+    good = update(policy, own, step=4)
     moved = any(not torch.equal(before[n], p) for n, p in full_parameters(policy).items())
     world.close()
     return {"skipped": skipped, "kept": kept and clean, "good": good, "moved": moved}
@@ -180,17 +180,17 @@ def _round_trip(cfg: Config) -> bool:
     world = World.start(cfg)
     policy = Policy(cfg, world)
     own = batch(world.dp_index(world.rank), world.dp_size)
-    policy.update(own, advantages(), step=0)
+    update(policy, own, step=0)
     state = policy.state_dict()
     saved = {key: {n: t.clone() for n, t in part.items()} for key, part in (
         ("model", state["model"]), ("exp_avg", state["optimizer"]["exp_avg"]),
         ("exp_avg_sq", state["optimizer"]["exp_avg_sq"]))}
     updates = state["optimizer"]["updates"].clone()
-    first = policy.update(own, advantages(), step=1)
+    first = update(policy, own, step=1)
     after = full_parameters(policy)
     policy.load_state_dict({"model": saved.pop("model"),
                             "optimizer": saved | {"updates": updates}})
-    second = policy.update(own, advantages(), step=1)
+    second = update(policy, own, step=1)
     again = full_parameters(policy)
     world.close()
     return first == second and all(torch.equal(after[n], again[n]) for n in after)

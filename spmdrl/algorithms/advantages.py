@@ -10,41 +10,16 @@ Raises everywhere: ValueError for a valid reward that is not finite.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
 
-from spmdrl.algorithms import registry
-from spmdrl.algorithms.groups import group_rewards
-from spmdrl.types import Batch
+from spmdrl.algorithms.groups import ROUNDING, group_rewards
 
-if TYPE_CHECKING:  # a name in a signature; algorithms depend on `types` alone
-    from spmdrl.config import Config
-
-__all__ = ["grpo", "dr_grpo", "rloo", "lite_ppo", "max_rl", "gpg", "opo",
-           "reinforce_plus_plus_baseline", "reinforce"]  # the methods, for the registry
-
-
-def advantages_of(batch: Batch, cfg: Config) -> Tensor:
-    """Compute the configured advantage of every sequence of the batch.
-
-    Returns: [S] float64, in the order of batch.scalars, equal on every rank; zeros for the
-        sft objective, whose loss has no advantage.
-    Raises: ValueError for a result of a method of one's own that is not [S] finite numbers.
-    """
-    chosen, scalars = cfg.algorithm, batch.scalars
-    if chosen.objective == "sft":
-        return torch.zeros(len(scalars), dtype=torch.float64)
-    inputs = {name: getattr(scalars, name) for name in registry.INPUTS["advantage"]}
-    method = registry.get("advantage", chosen.advantage)
-    advantages = registry.call(method, inputs, chosen.advantage_options).double()
-    if advantages.shape != (len(scalars),) or not advantages.isfinite().all():
-        raise ValueError(f"algorithm.advantage: {chosen.advantage} gave shape "
-                         f"{tuple(advantages.shape)} with "
-                         f"{int((~advantages.isfinite()).sum())} values that are not finite; "
-                         f"expected ({len(scalars)},), all finite")
-    return advantages
+__all__ = ["grpo", "dr_grpo", "rloo", "lite_ppo", "max_rl", "gpg", "opo", "pass_at_k", "gdpo",
+           "reinforce_plus_plus_baseline", "remax", "reinforce"]  # the methods, for the registry
 
 
 def grpo(
@@ -137,6 +112,71 @@ def opo(
     return groups.centred(groups.means + shift)
 
 
+def pass_at_k(
+    rewards: Tensor, group_ids: Tensor, *, is_valid: Tensor,
+    scale: Literal["none", "std"] = "none", std_eps: float = 1e-6,
+) -> Tensor:
+    """Credit the group's best sample alone, by its lead: best - second best, others 0.
+
+    With k the group's size this is what the best of k loses without that sample. Two best
+    samples that tie get 0.
+
+    Args:
+        scale: `std` divides by sigma_g + std_eps.
+    Source: arXiv 2503.19595, the leave-one-out baseline of the max objective. Also invariant
+        under adding a constant per group.
+    """
+    _check_eps(std_eps)
+    groups = group_rewards(rewards, group_ids, is_valid=is_valid)
+    best = groups.max(groups.rewards)
+    is_best = is_valid & groups.has_spread[groups.index] & (groups.rewards == best[groups.index])
+    below = torch.where(is_best, -torch.inf, groups.rewards)
+    second = torch.where(groups.sum(is_best.double()) > 1, best, groups.max(below))
+    lead = best - second
+    leads = lead > ROUNDING * torch.maximum(best.abs(), second.abs())
+    lead = torch.where(leads, lead, 0.0)
+    if scale == "std":
+        lead = lead / (groups.stds + std_eps)
+    return torch.where(is_best, lead[groups.index], 0.0)
+
+
+def gdpo(
+    reward_parts: Tensor, group_ids: Tensor, *, is_valid: Tensor,
+    part_weights: Sequence[float] = (), std_eps: float = 1e-6,
+) -> Tensor:
+    """Standardise each reward function in its group, add them up, scale by the batch.
+
+    A = sum_k w_k (R_k - mu_gk) / sigma_gk, then A / (sigma_A + std_eps) with sigma_A over all
+    valid samples of the batch in groups of two or more. The mean of A is 0 as it stands.
+
+    Args:
+        reward_parts: [S, K] float64, each reward function's own value, without its weight.
+        part_weights: K weights; empty for 1 each.
+    Raises: ValueError for a valid part that is not finite or a number of weights other than K.
+    Source: arXiv 2601.05242; sigma_gk needs no eps, as equal rewards give 0. Also invariant
+        under adding a constant to one part of a group, or scaling it by a factor above 0.
+    """
+    _check_eps(std_eps)
+    if reward_parts.dim() != 2:
+        raise ValueError(f"reward_parts {tuple(reward_parts.shape)} must have the shape [S, K]")
+    num_parts = reward_parts.shape[1]
+    weights = list(part_weights) or [1.0] * num_parts
+    if len(weights) != num_parts:
+        raise ValueError(f"part_weights: {len(weights)} weights for {num_parts} reward functions")
+    total = torch.zeros(len(group_ids), dtype=torch.float64)
+    size = torch.zeros_like(total)
+    counted = is_valid
+    for weight, part in zip(weights, reward_parts.unbind(1), strict=True):
+        groups = group_rewards(part, group_ids, is_valid=is_valid)
+        stds = torch.where(groups.has_spread, groups.stds, 1.0)
+        term = weight * groups.centred() / stds[groups.index]
+        total, size = total + term, size + term.abs()
+        counted = is_valid & (groups.counts >= 2)[groups.index]
+    total = torch.where(total.abs() > ROUNDING * size, total, 0.0)  # parts that cancel out
+    std = (total.square().sum() / counted.sum().clamp(min=1)).sqrt()
+    return total / (std + std_eps)
+
+
 def reinforce_plus_plus_baseline(
     rewards: Tensor, group_ids: Tensor, *, is_valid: Tensor, response_lengths: Tensor,
     std_eps: float = 1e-8,
@@ -161,6 +201,23 @@ def reinforce_plus_plus_baseline(
     # All tokens on one value: there is no scale to whiten by, only round-off.
     has_scale = len(centred) > 0 and bool(std > 2.0**-40 * centred.abs().max())
     return centred / (std + std_eps) if has_scale else torch.zeros_like(centred)
+
+
+def remax(rewards: Tensor, greedy_rewards: Tensor, *, is_valid: Tensor) -> Tensor:
+    """Subtract the reward of the prompt's greedy sample: R - R(greedy).
+
+    Args:
+        greedy_rewards: [S] float64, task units; NaN where the prompt has no greedy sample,
+            which gives 0.
+    Raises: ValueError for an infinite greedy reward of a valid sample.
+    Source: arXiv 2310.10505. Also invariant under adding a constant per prompt to both.
+    """
+    compared = is_valid & ~greedy_rewards.isnan()
+    own = reinforce(rewards, is_valid=is_valid)
+    baselines = reinforce(greedy_rewards, is_valid=compared)
+    gap = own - baselines
+    differs = gap.abs() > ROUNDING * torch.maximum(own.abs(), baselines.abs())
+    return torch.where(compared & differs, gap, 0.0)
 
 
 def reinforce(rewards: Tensor, *, is_valid: Tensor) -> Tensor:

@@ -4,6 +4,8 @@ rho = pi_old / mu, with mu as sampled. All bounds are bounds on rho itself. `lev
 rho a token gets: `token` its own; `sequence` the product over its sequence's loss tokens;
 `geometric` their geometric mean exp(mean log rho). Log-ratios are clamped to +-20 after the
 sum. A token whose rollout logprob is not finite counts as rho = 1 (`mismatch` counts them).
+Some weigh (tis), some drop and leave the rest at weight 1 (sequence_mask, veto, opsm), the
+others do both.
 
 Each returns [T] weights, detached, 0 where `loss_mask` is False, in the dtype of
 `old_logprobs`, and stats as losses do. The weights multiply a loss's terms; the counts that
@@ -20,7 +22,8 @@ from torch import Tensor
 
 from spmdrl.algorithms.reduce import per_token, sequence_mean, sequence_sum
 
-__all__ = ["none", "tis", "mis", "icepop"]
+__all__ = ["none", "tis", "mis", "icepop", "sequence_mask", "seq_mask_tis", "veto", "opsm",
+           "vaco"]
 
 Level = Literal["token", "sequence", "geometric"]
 Stats = dict[str, tuple[Tensor, Tensor]]
@@ -50,7 +53,7 @@ def tis(
         raise ValueError(f"upper: must be above 0, got {upper}")
     rho = _ratio(old_logprobs, rollout_logprobs, loss_mask=loss_mask, cu_seqlens=cu_seqlens,
                  level=level)
-    return _finish(rho.clamp(max=upper), rho, loss_mask=loss_mask, like=old_logprobs)
+    return _finish(rho.clamp(max=upper), rho > upper, loss_mask=loss_mask, like=old_logprobs)
 
 
 def mis(
@@ -90,16 +93,162 @@ def icepop(
                          cu_seqlens=cu_seqlens, level=level, lower=lower, upper=upper)
 
 
+def sequence_mask(
+    old_logprobs: Tensor, rollout_logprobs: Tensor, *, loss_mask: Tensor, cu_seqlens: Tensor,
+    level: Literal["sequence", "geometric"] = "geometric", lower: float = 0.99,
+    upper: float = 1.01,
+) -> tuple[Tensor, Stats]:
+    """Drop whole sequences: weight 1 if the sequence's rho is inside [lower, upper], else 0.
+
+    Args:
+        old_logprobs, rollout_logprobs: [T] float, nats.
+        loss_mask: [T] bool. cu_seqlens: [S+1] int32.
+        level: which rho, the product or the geometric mean. lower, upper: bounds, inclusive.
+    Returns: weights [T] and stats.
+    Raises: ValueError for bounds or a level out of range.
+    Source: Liu et al. 2025, geometric sequence masking (yingru.notion.site); bounds as
+        SkyRL advises for the geometric mean. The product wants wider ones.
+    """
+    if level == "token":
+        raise ValueError("level: must be sequence or geometric, got 'token'")
+    rho = _ratio(old_logprobs, rollout_logprobs, loss_mask=loss_mask, cu_seqlens=cu_seqlens,
+                 level=level)
+    kept = _inside(rho, lower, upper)
+    return _finish(kept.double(), ~kept, loss_mask=loss_mask, like=old_logprobs)
+
+
+def seq_mask_tis(
+    old_logprobs: Tensor, rollout_logprobs: Tensor, *, loss_mask: Tensor, cu_seqlens: Tensor,
+    lower: float = 0.99, upper: float = 1.01, token_upper: float = 2.0,
+) -> tuple[Tensor, Stats]:
+    """Drop sequences by their geometric rho, truncate the rest: min(rho_t, token_upper).
+
+    Args:
+        old_logprobs, rollout_logprobs: [T] float, nats.
+        loss_mask: [T] bool. cu_seqlens: [S+1] int32.
+        lower, upper: bounds on the geometric mean, inclusive. token_upper: largest weight.
+    Returns: weights [T] and stats.
+    Raises: ValueError for bounds out of range.
+    Source: `sequence_mask` times `tis`.
+    """
+    kept, _ = sequence_mask(old_logprobs, rollout_logprobs, loss_mask=loss_mask,
+                            cu_seqlens=cu_seqlens, lower=lower, upper=upper)
+    if not token_upper > 0:
+        raise ValueError(f"token_upper: must be above 0, got {token_upper}")
+    rho = _ratio(old_logprobs, rollout_logprobs, loss_mask=loss_mask, cu_seqlens=cu_seqlens,
+                 level="token")
+    weights = torch.where(kept > 0, rho.clamp(max=token_upper), 0.0)
+    return _finish(weights, weights != rho, loss_mask=loss_mask, like=old_logprobs)
+
+
+def veto(
+    old_logprobs: Tensor, rollout_logprobs: Tensor, *, loss_mask: Tensor, cu_seqlens: Tensor,
+    lower: float = 1e-4, upper: float = 1e2,
+) -> tuple[Tensor, Stats]:
+    """Drop a sequence if one of its loss tokens has rho outside [lower, upper]; else weight 1.
+
+    Args:
+        old_logprobs, rollout_logprobs: [T] float, nats.
+        loss_mask: [T] bool. cu_seqlens: [S+1] int32.
+        lower, upper: bounds on a token's rho, inclusive.
+    Returns: weights [T] and stats.
+    Raises: ValueError for bounds out of range.
+    Source: Liu et al. 2025, outlier veto (yingru.notion.site).
+    """
+    rho = _ratio(old_logprobs, rollout_logprobs, loss_mask=loss_mask, cu_seqlens=cu_seqlens,
+                 level="token")
+    outside = sequence_sum(loss_mask & ~_inside(rho, lower, upper), cu_seqlens)
+    kept = per_token(outside == 0, cu_seqlens, num_tokens=rho.numel())
+    return _finish(kept.double(), ~kept, loss_mask=loss_mask, like=old_logprobs)
+
+
+def opsm(
+    old_logprobs: Tensor, rollout_logprobs: Tensor, *, advantages: Tensor, loss_mask: Tensor,
+    cu_seqlens: Tensor, delta: float = 1e-4,
+) -> tuple[Tensor, Stats]:
+    """Drop off-policy sequences with a negative advantage; weight 1 for the others.
+
+    Dropped where A < 0 and the sequence's mean log mu - log pi_old is above delta, that is
+    where its geometric rho is below exp(-delta).
+
+    Args:
+        old_logprobs, rollout_logprobs: [T] float, nats.
+        advantages: [T] float. loss_mask: [T] bool. cu_seqlens: [S+1] int32.
+        delta: nats per token, at least 0.
+    Returns: weights [T] and stats.
+    Raises: ValueError for a negative delta.
+    Source: arXiv 2512.02556 (DeepSeek-V3.2, off-policy sequence masking). Deviation: pi_old,
+        once per batch, where the paper has the current policy at each update.
+    """
+    if not delta >= 0:
+        raise ValueError(f"delta: must be at least 0, got {delta}")
+    log_ratio = log_rho(old_logprobs, rollout_logprobs, loss_mask=loss_mask)
+    drift = per_token(-sequence_mean(log_ratio, cu_seqlens, loss_mask=loss_mask), cu_seqlens,
+                      num_tokens=log_ratio.numel())
+    dropped = (advantages.detach() < 0) & (drift > delta)
+    return _finish((~dropped).double(), dropped, loss_mask=loss_mask, like=old_logprobs)
+
+
+def vaco(
+    old_logprobs: Tensor, rollout_logprobs: Tensor, *, advantages: Tensor, loss_mask: Tensor,
+    mean_ratio_gap: Tensor, bound: float = 0.2, upper: float = 2.0,
+) -> tuple[Tensor, Stats]:
+    """Drop the tokens that push pi further from mu, while the two are too far apart.
+
+    With the batch's mean |rho - 1| (twice the total variation) above `bound`, tokens with
+    A (rho - 1) > 0 get 0. All others get min(rho, upper).
+
+    Args:
+        old_logprobs, rollout_logprobs: [T] float, nats.
+        advantages: [T] float. loss_mask: [T] bool.
+        mean_ratio_gap: [] float64, of the whole batch, from `vaco_statistics`.
+        bound: on mean_ratio_gap, above 0. upper: largest weight, above 0.
+    Returns: weights [T] and stats.
+    Raises: ValueError for bounds out of range.
+    Source: arXiv 2603.01365 (VACO), the filter alone. Deviations: pi_old, once per batch,
+        where the paper has the current policy; weights truncated at `upper`.
+    """
+    if not (bound > 0 and upper > 0):
+        raise ValueError(f"bound, upper: must be above 0, got {bound}, {upper}")
+    rho = log_rho(old_logprobs, rollout_logprobs, loss_mask=loss_mask).clamp(-20.0, 20.0).exp()
+    pushes = advantages.detach() * (rho - 1) > 0
+    dropped = pushes & (mean_ratio_gap.detach() > bound)
+    weights = torch.where(dropped, 0.0, rho.clamp(max=upper))
+    return _finish(weights, weights != rho, loss_mask=loss_mask, like=old_logprobs)
+
+
+def vaco_statistics(old_logprobs: Tensor, rollout_logprobs: Tensor) -> dict[str, Tensor]:
+    """Measure how far the trainer's policy is from the one that sampled, for `vaco`.
+
+    Args:
+        old_logprobs, rollout_logprobs: [N] float, nats, loss tokens of the whole batch (all
+            ranks).
+    Returns: mean_ratio_gap [] float64: mean |rho - 1|, 0 without tokens.
+    Invariant under: permuting the columns, bit for bit.
+    """
+    everything = torch.ones_like(old_logprobs, dtype=torch.bool)
+    rho = log_rho(old_logprobs, rollout_logprobs, loss_mask=everything).clamp(-20.0, 20.0).exp()
+    gaps = (rho - 1).abs().sort().values  # sorted, so that the order cannot change the sum
+    return {"mean_ratio_gap": gaps.sum() / max(len(gaps), 1)}
+
+
+vaco.statistics = vaco_statistics  # type: ignore[attr-defined]
+
+
+def _inside(rho: Tensor, lower: float, upper: float) -> Tensor:
+    if not 0 <= lower < upper:
+        raise ValueError(f"lower, upper: must be 0 <= lower < upper, got {lower}, {upper}")
+    return (rho >= lower) & (rho <= upper)
+
+
 def _masked_ratio(
     old_logprobs: Tensor, rollout_logprobs: Tensor, *, loss_mask: Tensor, cu_seqlens: Tensor,
     level: Level, lower: float, upper: float,
 ) -> tuple[Tensor, Stats]:
-    if not 0 <= lower < upper:
-        raise ValueError(f"lower, upper: must be 0 <= lower < upper, got {lower}, {upper}")
     rho = _ratio(old_logprobs, rollout_logprobs, loss_mask=loss_mask, cu_seqlens=cu_seqlens,
                  level=level)
-    weights = torch.where((rho >= lower) & (rho <= upper), rho, 0.0)
-    return _finish(weights, rho, loss_mask=loss_mask, like=old_logprobs)
+    weights = torch.where(_inside(rho, lower, upper), rho, 0.0)
+    return _finish(weights, weights != rho, loss_mask=loss_mask, like=old_logprobs)
 
 
 def log_rho(old_logprobs: Tensor, rollout_logprobs: Tensor, *, loss_mask: Tensor) -> Tensor:
@@ -129,12 +278,12 @@ def _ratio(
 
 
 def _finish(
-    weights: Tensor, rho: Tensor, *, loss_mask: Tensor, like: Tensor
+    weights: Tensor, is_cut: Tensor, *, loss_mask: Tensor, like: Tensor
 ) -> tuple[Tensor, Stats]:
     weights = torch.where(loss_mask, weights, 0.0)
     count = loss_mask.double().sum()
     stats = {
         "policy/correction_weight": (weights.sum(), count),
-        "policy/correction_cut_frac": ((loss_mask & (weights != rho)).double().sum(), count),
+        "policy/correction_cut_frac": ((loss_mask & is_cut).double().sum(), count),
     }
     return weights.to(like.dtype), stats

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-_ROUNDING = 2.0**-40  # relative spread below which float64 rewards count as equal
+ROUNDING = 2.0**-40  # relative spread below which float64 rewards count as equal
 
 
 @dataclass(frozen=True)
@@ -25,6 +25,14 @@ class Groups:
     def sum(self, values: Tensor) -> Tensor:
         """Sum [S] float64 values within each group: [G]."""
         return torch.zeros_like(self.counts).index_add(0, self.index, values)
+
+    def max(self, values: Tensor) -> Tensor:
+        """Return the largest of [S] float64 values over each group's valid samples: [G].
+
+        -inf for a group without one.
+        """
+        values = torch.where(self.is_valid, values, -torch.inf)
+        return _largest(values, self.index, len(self.counts))
 
     def centred(self, baselines: Tensor | None = None) -> Tensor:
         """Return reward minus its group's baseline (default: the mean): [S] float64.
@@ -53,7 +61,7 @@ def group_rewards(rewards: Tensor, group_ids: Tensor, *, is_valid: Tensor) -> Gr
         raise ValueError(f"reward of sequence {row} (group {int(group_ids[row])}) is "
                          f"{float(rewards[row])}; rewards must be finite")
     ids, index = torch.unique(group_ids, return_inverse=True)
-    empty = torch.zeros(len(ids), dtype=torch.float64)
+    empty = torch.zeros(len(ids), dtype=torch.float64, device=rewards.device)
 
     def total(values: Tensor) -> Tensor:
         return empty.index_add(0, index, values)
@@ -64,10 +72,13 @@ def group_rewards(rewards: Tensor, group_ids: Tensor, *, is_valid: Tensor) -> Gr
     means = total(rewards) / divisor
     means = means + total(valid * (rewards - means[index])) / divisor  # second pass: round-off
     stds = (total(valid * (rewards - means[index]) ** 2) / divisor).sqrt()
-    far = torch.where(is_valid, rewards, -torch.inf)
-    high = (empty - torch.inf).scatter_reduce(0, index, far, "amax")
-    near = torch.where(is_valid, rewards, torch.inf)
-    low = (empty + torch.inf).scatter_reduce(0, index, near, "amin")
-    has_spread = (counts >= 2) & (high - low > _ROUNDING * torch.maximum(high.abs(), low.abs()))
+    high = _largest(torch.where(is_valid, rewards, -torch.inf), index, len(ids))
+    low = -_largest(torch.where(is_valid, -rewards, -torch.inf), index, len(ids))
+    has_spread = (counts >= 2) & (high - low > ROUNDING * torch.maximum(high.abs(), low.abs()))
     return Groups(index=index, rewards=rewards, is_valid=is_valid, counts=counts, means=means,
                   stds=torch.where(has_spread, stds, 0.0), has_spread=has_spread)
+
+
+def _largest(values: Tensor, index: Tensor, num_groups: int) -> Tensor:
+    start = torch.full((num_groups,), -torch.inf, dtype=torch.float64, device=values.device)
+    return start.scatter_reduce(0, index, values, "amax")

@@ -2,6 +2,9 @@
 
 rho = pi_old / mu on tokens sampled from mu. Tokens off the loss mask enter nothing, and a
 sequence without loss tokens enters no mean over sequences.
+
+Quantiles and the maximum of |pi_old - mu| do not add up over micro-batches and ranks; counts
+in fixed bins do. `gap_histogram` counts, `gap_quantile` and `gap_max` read the sum.
 """
 
 from __future__ import annotations
@@ -13,6 +16,9 @@ from spmdrl.algorithms.corrections import log_rho
 from spmdrl.algorithms.reduce import sequence_mean, sequence_sum
 
 Stats = dict[str, tuple[Tensor, Tensor]]
+_BINS_PER_DECADE = 50  # a bin's upper edge is 4.7 % above its lower one
+_DECADES = 8  # gaps from 1e-8 to 1
+NUM_GAP_BINS = 1 + _BINS_PER_DECADE * _DECADES  # the first one: below 1e-8
 
 
 def mismatch_stats(
@@ -32,14 +38,13 @@ def mismatch_stats(
         policy/mismatch_ratio: rho per token; 1 in expectation.
         policy/mismatch_ess: 1 / mean(rho^2), the effective share of samples (rho has mean 1).
         policy/mismatch_seq_k1: mean -log rho within a sequence, averaged over sequences.
+        policy/mismatch_outside_frac: share of tokens with rho outside [0.5, 2].
         policy/mismatch_nan_frac: share of tokens whose engine logprob was not finite; they
             count as rho = 1.
     """
     log_ratio = log_rho(old_logprobs, rollout_logprobs, loss_mask=loss_mask)
     rho = log_ratio.clamp(-20.0, 20.0).exp()
-    finite = loss_mask & rollout_logprobs.isfinite()
-    old, rollout = old_logprobs.detach().double(), rollout_logprobs.detach().double()
-    gap = torch.where(finite, old.exp() - rollout.exp(), 0.0).abs()
+    gap = _gap(old_logprobs, rollout_logprobs, loss_mask=loss_mask)
     count = loss_mask.double().sum()
     has_tokens = sequence_sum(loss_mask, cu_seqlens) > 0
     by_sequence = -sequence_mean(log_ratio, cu_seqlens, loss_mask=loss_mask)
@@ -55,5 +60,66 @@ def mismatch_stats(
         "policy/mismatch_ratio": (total(rho), count),
         "policy/mismatch_ess": (count, total(rho**2)),
         "policy/mismatch_seq_k1": (by_sequence.sum(), has_tokens.double().sum()),
+        "policy/mismatch_outside_frac": (total(((rho < 0.5) | (rho > 2)).double()), count),
         "policy/mismatch_nan_frac": (total((~rollout_logprobs.isfinite()).double()), count),
     }
+
+
+def gap_histogram(
+    old_logprobs: Tensor, rollout_logprobs: Tensor, *, loss_mask: Tensor
+) -> Tensor:
+    """Count the loss tokens of one micro-batch by their gap |pi_old - mu|.
+
+    Args:
+        old_logprobs, rollout_logprobs: [T] float, nats. loss_mask: [T] bool.
+    Returns: [NUM_GAP_BINS] float64, tokens; add up over micro-batches and dp ranks. Bin 0
+        holds gaps below 1e-8, bin i those in 10^((i-1)/50 - 8) to 10^(i/50 - 8), the last one
+        also all above (a trainer logprob that is NaN counts there). Tokens whose engine
+        logprob is not finite have gap 0.
+    """
+    gap = _gap(old_logprobs, rollout_logprobs, loss_mask=loss_mask)
+    # Kept in range as floats: the integer that an infinity converts to is undefined.
+    position = ((gap.log10() + _DECADES) * _BINS_PER_DECADE).floor() + 1
+    position = position.nan_to_num(nan=NUM_GAP_BINS).clamp(0, NUM_GAP_BINS - 1).long()
+    bins = torch.zeros(NUM_GAP_BINS, dtype=torch.float64, device=gap.device)
+    return bins.index_add(0, position, loss_mask.double())
+
+
+def gap_quantile(histogram: Tensor, frac: float) -> Tensor:
+    """Read a quantile of the gap from a sum of `gap_histogram`.
+
+    Args:
+        histogram: [NUM_GAP_BINS] float64, tokens. frac: share of tokens at or below, in (0, 1].
+    Returns: [] float64: within 2.4 % of the smallest gap that `frac` of the tokens do not
+        exceed; 0 if that is below 1e-8 or there are no tokens.
+    Raises: ValueError for a frac out of range.
+    """
+    if not 0 < frac <= 1:
+        raise ValueError(f"frac: must be in (0, 1], got {frac}")
+    return _bin_value(_bin_at(histogram, frac), within=0.5)
+
+
+def gap_max(histogram: Tensor) -> Tensor:
+    """Read an upper bound of the largest gap from a sum of `gap_histogram`.
+
+    Args:
+        histogram: [NUM_GAP_BINS] float64, tokens.
+    Returns: [] float64: at least the maximum and at most 4.8 % above it; 0 if no gap reaches
+        1e-8 or there are no tokens.
+    """
+    return _bin_value(_bin_at(histogram, 1.0), within=1.0)
+
+
+def _bin_at(histogram: Tensor, frac: float) -> Tensor:
+    reached = histogram.cumsum(0) >= frac * histogram.sum()
+    return reached.double().argmax()  # the first bin of those that reach it
+
+
+def _bin_value(position: Tensor, *, within: float) -> Tensor:
+    exponent = (position.double() - 1 + within) / _BINS_PER_DECADE - _DECADES
+    return torch.where(position == 0, 0.0, 10.0**exponent)
+
+
+def _gap(old_logprobs: Tensor, rollout_logprobs: Tensor, *, loss_mask: Tensor) -> Tensor:
+    old, rollout = old_logprobs.detach().double(), rollout_logprobs.detach().double()
+    return torch.where(loss_mask & rollout.isfinite(), old.exp() - rollout.exp(), 0.0).abs()

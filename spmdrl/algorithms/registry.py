@@ -18,28 +18,36 @@ from typing import Any, Literal, Union
 import torch
 from torch import Tensor
 
-Kind = Literal["advantage", "loss", "correction"]
+Kind = Literal["advantage", "loss", "correction", "kl"]
 
 _MODULES = {
-    "advantage": "spmdrl.algorithms.advantages",
-    "loss": "spmdrl.algorithms.losses",
-    "correction": "spmdrl.algorithms.corrections",
+    "advantage": ("spmdrl.algorithms.advantages", "spmdrl.algorithms.token_advantages"),
+    "loss": ("spmdrl.algorithms.losses",),
+    "correction": ("spmdrl.algorithms.corrections",),
+    "kl": ("spmdrl.algorithms.kl",),
 }
 
+_PER_TOKEN = ("loss_mask", "cu_seqlens", "old_logprobs", "rollout_logprobs")
 INPUTS: dict[str, tuple[str, ...]] = {
-    "advantage": ("rewards", "group_ids", "sample_ids", "is_valid", "is_truncated", "lengths",
-                  "response_lengths"),
-    "loss": ("logprobs", "old_logprobs", "rollout_logprobs", "advantages", "loss_mask",
-             "cu_seqlens", "entropy"),
-    "correction": ("old_logprobs", "rollout_logprobs", "loss_mask", "cu_seqlens"),
+    "advantage": ("rewards", "reward_parts", "greedy_rewards", "group_ids", "sample_ids",
+                  "is_valid", "is_truncated", "lengths", "response_lengths"),
+    "token_advantage": (*_PER_TOKEN, "rewards", "kl_rewards", "ref_logprobs",
+                        "teacher_logprobs", "values"),
+    "loss": (*_PER_TOKEN, "logprobs", "advantages", "entropy", "ref_logprobs",
+             "teacher_logprobs", "policy_versions", "version", "token_keys"),
+    "correction": (*_PER_TOKEN, "advantages"),
+    "kl": (*_PER_TOKEN, "logprobs", "ref_logprobs"),
 }
-"""What a method of each kind may ask for: [S] tensors of `types.Scalars` for an advantage,
-[T] tensors of one micro-batch (and `cu_seqlens` [S+1]) for the others."""
+"""What a method of each kind may ask for. Advantages that ask for `cu_seqlens` are computed per
+token, on one micro-batch, from [T] tensors and `rewards` [S] of its sequences; the others get
+[S] tensors of `types.Scalars`, the whole batch. The rest get [T] tensors of one micro-batch,
+`cu_seqlens` [S+1], and the scalars that their own `statistics` gives."""
 
 
 def names(kind: Kind) -> tuple[str, ...]:
     """Return the built-in method names of a kind."""
-    return tuple(importlib.import_module(_MODULES[kind]).__all__)
+    return tuple(name for module in _MODULES[kind]
+                 for name in importlib.import_module(module).__all__)
 
 
 def get(kind: Kind, name: str) -> Callable[..., Any]:
@@ -52,7 +60,10 @@ def get(kind: Kind, name: str) -> Callable[..., Any]:
     if name not in names(kind):
         raise ValueError(f"unknown {kind} {name!r}{_nearest(name, names(kind))}; or name a "
                          "function of your own as module:function")
-    return getattr(importlib.import_module(_MODULES[kind]), name)
+    for module in map(importlib.import_module, _MODULES[kind]):
+        if name in module.__all__:
+            return getattr(module, name)
+    raise AssertionError(name)
 
 
 def _import(name: str) -> Callable[..., Any]:
@@ -90,6 +101,16 @@ def options_of(function: Callable[..., Any]) -> dict[str, Any]:
 def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
     packed = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     return [p for p in inspect.signature(function).parameters.values() if p.kind not in packed]
+
+
+def is_per_token(advantage: Callable[..., Any]) -> bool:
+    """Return whether an advantage is computed per token, on one micro-batch."""
+    return "cu_seqlens" in inputs_of(advantage)
+
+
+def statistics_of(function: Callable[..., Any]) -> Callable[..., dict[str, Tensor]] | None:
+    """Return the function that gives a method its whole-batch scalars, if it has one."""
+    return getattr(function, "statistics", None)
 
 
 def needs_group(name: str) -> bool:
@@ -137,10 +158,12 @@ def problems(kind: Kind, name: str, options: Mapping[str, Any]) -> list[str]:
         function = get(kind, name)
     except ValueError as error:
         return [f": {error}"]
-    strange = [n for n in inputs_of(function) if n not in INPUTS[kind]]
-    if strange:
+    offered = trial_inputs(kind, is_per_token=kind == "advantage" and is_per_token(function))
+    companion = statistics_of(function)
+    strange = [n for n in inputs_of(function) if n not in offered]
+    if strange and companion is None:
         return [f": {name} has the parameter {strange[0]!r} without a default, which is no input "
-                f"of an {kind} method; known: {', '.join(INPUTS[kind])}"]
+                f"of an {kind} method; known: {', '.join(offered)}"]
     found = []
     for option, value in options.items():
         text = _option_problem(function, option, value)
@@ -169,31 +192,59 @@ def _option_problem(function: Callable[..., Any], option: str, value: Any) -> st
 def _trial_problems(
     kind: Kind, function: Callable[..., Any], options: Mapping[str, Any]
 ) -> list[str]:
+    per_token = kind == "advantage" and is_per_token(function)
     try:
-        result = call(function, _trial_inputs(kind), options)
+        inputs = trial_inputs(kind, is_per_token=per_token)
+        inputs |= call_statistics(function, inputs, options)
+        result = call(function, inputs, options)
     except Exception as error:  # whatever a function of the user's own raises
         prefix = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
         return [f"_options: {prefix}{error}"]
-    tensor = result
-    if kind != "advantage":
-        if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], dict)):
-            return [f": {function.__name__} must return ([T] tensor, stats dict), got "
+    tensor, what = result, "a tensor"
+    if kind in ("loss", "correction") or per_token:
+        second = "returns or None" if per_token else "stats dict"
+        if not (isinstance(result, tuple) and len(result) == 2
+                and (per_token or isinstance(result[1], dict))):
+            return [f": {function.__name__} must return ([T] tensor, {second}), got "
                     f"{type(result).__name__}"]
-        tensor = result[0]
+        tensor, what = result[0], "as its first value a tensor"
     if not isinstance(tensor, Tensor) or tensor.shape != (2,):
         shape = tuple(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
-        return [f": {function.__name__} must return a tensor of one value per "
-                f"{'sequence' if kind == 'advantage' else 'token'}, got {shape} for 2"]
+        each = "sequence" if kind == "advantage" and not per_token else "token"
+        return [f": {function.__name__} must return {what} of one value per {each}, got {shape} "
+                "for 2"]
     return []
 
 
-def _trial_inputs(kind: Kind) -> dict[str, Tensor]:
+def call_statistics(
+    function: Callable[..., Any], columns: Mapping[str, Tensor], options: Mapping[str, Any]
+) -> dict[str, Tensor]:
+    """Return the whole-batch scalars that a method asks for, from [N] columns by name.
+
+    The companion gets those of the method's options that it has; {} for a method without one.
+    """
+    companion = statistics_of(function)
+    if companion is None:
+        return {}
+    known = options_of(companion)
+    return call(companion, columns, {k: v for k, v in options.items() if k in known})
+
+
+def trial_inputs(kind: Kind, *, is_per_token: bool = False) -> dict[str, Tensor]:
+    """Return all that a method of a kind may ask for, for two one-token sequences."""
     ones, yes = torch.ones(2, dtype=torch.int64), torch.ones(2, dtype=torch.bool)
-    if kind == "advantage":
-        return dict(rewards=torch.tensor([1.0, 0.0], dtype=torch.float64), group_ids=0 * ones,
-                    sample_ids=torch.arange(2), is_valid=yes, is_truncated=~yes, lengths=2 * ones,
-                    response_lengths=ones)
+    rewards = torch.tensor([1.0, 0.0], dtype=torch.float64)
+    if kind == "advantage" and not is_per_token:
+        return dict(
+            rewards=rewards, reward_parts=rewards[:, None], greedy_rewards=0 * rewards,
+            group_ids=0 * ones, sample_ids=torch.arange(2), is_valid=yes, is_truncated=~yes,
+            lengths=2 * ones, response_lengths=ones)
     zeros = torch.zeros(2)
-    return dict(logprobs=zeros.clone().requires_grad_(), old_logprobs=zeros,
-                rollout_logprobs=zeros, advantages=torch.tensor([1.0, -1.0]), loss_mask=yes,
-                cu_seqlens=torch.arange(3, dtype=torch.int32), entropy=zeros)
+    values = dict(
+        rewards=rewards, kl_rewards=zeros, values=zeros, teacher_logprobs=zeros,
+        ref_logprobs=zeros, old_logprobs=zeros, rollout_logprobs=zeros, loss_mask=yes,
+        cu_seqlens=torch.arange(3, dtype=torch.int32), advantages=torch.tensor([1.0, -1.0]),
+        logprobs=zeros.clone().requires_grad_(), entropy=zeros, policy_versions=0 * ones,
+        version=ones[0], token_keys=torch.arange(2))
+    wanted = INPUTS["token_advantage" if is_per_token else kind]
+    return {name: values[name] for name in wanted}

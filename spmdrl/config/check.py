@@ -64,7 +64,7 @@ def _range_problems(cfg: Config) -> list[str]:
         "optimizer.lr": 0, "engine.max_num_seqs": 1, "engine.max_batched_tokens": 1,
         "stream.bucket_bytes": 1024, "stream.verify_every": 0, "rewards.workers": 1,
         "checkpoint.every_steps": 0, "checkpoint.keep_last": 1, "evaluate.every_steps": 0,
-        "evaluate.samples": 1, "evaluate.temperature": 0, "report.table_every": 1,
+        "evaluate.samples": 1, "evaluate.temperature": 0, "algorithm.kl_coef": 0, "report.table_every": 1,
         "report.samples_every": 0, "layout.wait_timeout_s": 1, "layout.startup_timeout_s": 1,
     }
     for name, low in at_least.items():
@@ -117,8 +117,11 @@ def _method_problems(cfg: Config) -> list[str]:
         ("advantage", chosen.advantage, chosen.advantage_options),
         ("loss", chosen.loss, chosen.loss_options),
         ("correction", chosen.correction, chosen.correction_options),
+        ("kl", chosen.kl, chosen.kl_options),
     ):
         problems += [f"algorithm.{kind}{text}" for text in registry.problems(kind, name, options)]
+    if not problems:
+        problems += _combination_problems(cfg)
     if cfg.batch.group_size == 1 and registry.needs_group(chosen.advantage):
         problems.append(
             f"batch.group_size: 1 with advantage {chosen.advantage}, whose baseline is the other "
@@ -130,4 +133,28 @@ def _method_problems(cfg: Config) -> list[str]:
             f"updates_per_step {cfg.batch.updates_per_step} = "
             f"{cfg.batch.prompts_per_step / cfg.batch.updates_per_step:g} prompts, not whole"
         )
+    return problems
+
+
+def _combination_problems(cfg: Config) -> list[str]:
+    """Return what is wrong with methods that are each right by themselves."""
+    from spmdrl.algorithms import registry
+
+    problems, chosen = [], cfg.algorithm
+    loss, advantage = (registry.get(kind, getattr(chosen, kind)) for kind in ("loss", "advantage"))
+    if "rollout_logprobs" in registry.inputs_of(loss) and chosen.correction != "none":
+        problems.append(
+            f"algorithm.correction: {chosen.correction} with the loss {chosen.loss}, which weighs "
+            "by pi / mu itself: the engine would be corrected for twice; set it to none"
+        )
+    if chosen.kl == "k1" and chosen.kl_coef and chosen.kl_in == "loss" and not (
+            chosen.kl_options.get("unbiased")):
+        problems.append(
+            "algorithm.kl: k1 in the loss has an expected gradient of 0, no penalty at all; take "
+            "k2 or k3, set kl_options {unbiased: true}, or kl_in: reward"
+        )
+    asked = registry.inputs_of(loss) + registry.inputs_of(advantage)
+    if "teacher_logprobs" in asked and not cfg.model.teacher:
+        problems.append(f"model.teacher: is empty, and {chosen.advantage} / {chosen.loss} follows "
+                        "a teacher; name a model")
     return problems

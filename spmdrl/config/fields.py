@@ -66,6 +66,11 @@ class Model:
     """Local Hugging Face folder, or a hub name. Required."""
     tokenizer: str = ""
     """Folder or hub name of the tokenizer; empty means the model's own."""
+    reference: str = ""
+    """Frozen policy that KL terms and preference losses compare with; empty means `path`, the
+    policy as training began. Loaded, sharded like the policy, only if a method needs it."""
+    teacher: str = ""
+    """Model that distillation follows; it must share the policy's tokenizer."""
     compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Dtype of forward and backward. Master weights and optimizer state stay float32."""
     attention: Literal["auto", "varlen", "flash", "padded"] = "auto"
@@ -158,6 +163,14 @@ class Algorithm:
     """Engine/trainer mismatch weights: `tis`, `mis`, `icepop`, or `none`."""
     correction_options: Options = field(default_factory=dict)
     """Its keyword options, e.g. {level: token, upper: 2.0}."""
+    kl: str = "k3"
+    """Estimator of the KL to the reference: `k1`, `k2` or `k3`."""
+    kl_options: Options = field(default_factory=dict)
+    """Its keyword options, e.g. {unbiased: true}."""
+    kl_coef: float = 0.0
+    """Weight of the KL to `model.reference`, per token in nats; 0 needs no reference."""
+    kl_in: Literal["loss", "reward"] = "loss"
+    """Whether the KL is a term of the loss, or taken off the rewards (where k1 is usual)."""
     entropy_coef: float = 0.0
     """Weight of the entropy bonus, per token in nats."""
     mask_truncated: bool = False

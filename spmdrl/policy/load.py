@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from spmdrl.config import Config, Model
 from spmdrl.sync.shards import held_boxes
 
+SCALAR_HEAD = "score.weight"
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
@@ -74,27 +75,35 @@ def model_folder(path: str) -> Path:
         raise ValueError(f"model.path: cannot fetch the weights of {path}: {error}") from error
 
 
-def build_meta_model(model: Model, *, attention: str = "eager") -> nn.Module:
+def build_meta_model(
+    model: Model, *, attention: str = "eager", is_scalar: bool = False
+) -> nn.Module:
     """Build a model's modules without storage, tied weights tied.
 
     Args:
         model: the config's model section.
         attention: name in transformers' attention interface.
-    Returns: a transformers causal LM, all parameters float32 on the meta device.
-    Raises: ValueError for a missing folder or an architecture that is no causal LM.
+        is_scalar: with a head `score` of one output instead of the vocabulary's.
+    Returns: a transformers causal LM, or sequence classifier, all parameters float32 on the
+        meta device.
+    Raises: ValueError for a missing folder or an architecture that has no such form.
     """
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
     config = load_hf_config(model.path, trust_remote_code=model.trust_remote_code)
+    kind = AutoModelForSequenceClassification if is_scalar else AutoModelForCausalLM
+    if is_scalar:
+        config.num_labels = 1
     with torch.device("meta"):
         try:
-            return AutoModelForCausalLM.from_config(
+            return kind.from_config(
                 config, dtype=torch.float32, attn_implementation=attention,
                 trust_remote_code=model.trust_remote_code,
             )
         except ValueError as error:
+            what = "sequence classifier" if is_scalar else "causal language model"
             raise ValueError(f"model.path: cannot build {config.model_type} of {model.path} as a "
-                             f"causal language model: {error}") from error
+                             f"{what}: {error}") from error
 
 
 def checkpoint_shapes(cfg: Config) -> dict[str, torch.Size]:
@@ -187,12 +196,17 @@ def check_names(
 def read_parameters(reader: CheckpointReader, parameters: dict[str, Tensor]) -> None:
     """Fill each parameter's local part from the files, cast to the parameter's dtype.
 
+    A scalar head that the files do not have starts at zero: every value is 0 at first.
+
     Args:
         reader: the files, checked by `check_names`.
         parameters: {name in the files: DTensor or Tensor with storage}.
     """
     for name, parameter in parameters.items():
         for box, view in held_boxes(name, parameter):
+            if name == SCALAR_HEAD and name not in reader.names():
+                view.zero_()
+                continue
             view.copy_(reader.read(name, start=box.start, shape=box.shape))
 
 

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from spmdrl.algorithms import reduce, registry
+from spmdrl.algorithms.kl import kl_stats
 from spmdrl.algorithms.mismatch import mismatch_stats
+from spmdrl.comm import gather_objects
 from spmdrl.config import Config
 from spmdrl.policy.attention import make_packing
 from spmdrl.policy.scorer import Scoring
-from spmdrl.types import Batch, Microbatch
+from spmdrl.types import Advantages, Batch, Microbatch
+from spmdrl.world import World
 
 Stats = dict[str, tuple[Tensor, Tensor]]
 
@@ -26,18 +29,19 @@ class Job:
     scoring: Scoring
     loss_mask: Tensor  # [T] bool
     weights: Tensor  # [T] float64, of each token's term in the loss
-    advantages: Tensor  # [T] float32
     num_tokens: int  # 0 for a dummy
+    columns: Mapping[str, Tensor]  # [T] each: advantages, and what annotate found
 
 
 def make_jobs(
-    batch: Batch, advantages: Tensor, *, cfg: Config, device: torch.device, padded: bool
+    batch: Batch, advantages: Advantages | None, *, cfg: Config, device: torch.device,
+    padded: bool,
 ) -> list[list[Job]]:
     """Prepare every micro-batch of a step, so that nothing waits for the device later.
 
     Args:
-        batch: as exchanged.
-        advantages: [S] float64, by row of the batch's scalars.
+        batch: as exchanged, and annotated where the methods need it.
+        advantages: of its tokens; None for a pass that only scores.
         padded: attention pads on this device.
     Returns: [updates][micro-batches].
     Raises: ValueError when a sequence's first token is marked as a response.
@@ -51,12 +55,23 @@ def make_jobs(
             scalars, own, aggregation=cfg.algorithm.aggregation,
             max_response_tokens=cfg.sampling.max_response_tokens,
         )
-        per_sequence = torch.stack([weights.cpu(), advantages.cpu().double(), own.cpu().double()])
+        per_sequence = torch.stack([weights.cpu(), own.cpu().double()])
         # A dummy's sequence id is -1: the zeros in the last column.
-        per_sequence = torch.cat([per_sequence, per_sequence.new_zeros(3, 1)], dim=1)
-        jobs.append([_make_job(m, per_sequence, device=device, padded=padded)
-                     for m in microbatches])
+        per_sequence = torch.cat([per_sequence, per_sequence.new_zeros(2, 1)], dim=1)
+        jobs.append([
+            _make_job(m, per_sequence, device=device, padded=padded,
+                      columns=_columns(batch, advantages, update=update, index=i))
+            for i, m in enumerate(microbatches)])
     return jobs
+
+
+def _columns(
+    batch: Batch, advantages: Advantages | None, *, update: int, index: int
+) -> dict[str, Tensor]:
+    columns = dict(batch.columns[update][index]) if batch.columns else {}
+    if advantages is not None:
+        columns["advantages"] = advantages.tokens[update][index].float()
+    return columns
 
 
 def on_host(microbatch: Microbatch) -> Microbatch:
@@ -66,11 +81,12 @@ def on_host(microbatch: Microbatch) -> Microbatch:
 
 
 def _make_job(
-    microbatch: Microbatch, per_sequence: Tensor, *, device: torch.device, padded: bool
+    microbatch: Microbatch, per_sequence: Tensor, *, device: torch.device, padded: bool,
+    columns: Mapping[str, Tensor],
 ) -> Job:
     host = on_host(microbatch)
     lengths = host.cu_seqlens.diff().long()
-    weights, advantages, in_loss = per_sequence[:, host.sequence_ids].repeat_interleave(
+    weights, in_loss = per_sequence[:, host.sequence_ids].repeat_interleave(
         lengths, dim=1, output_size=host.tokens.numel())
     loss_mask = host.response_mask & (in_loss > 0)
     is_real = host.sequence_ids >= 0
@@ -79,7 +95,8 @@ def _make_job(
         scoring=make_scoring(host.tokens, lengths.tolist(), mask=loss_mask, device=device,
                              padded=padded, position_ids=host.position_ids),
         loss_mask=loss_mask.to(device), weights=weights.to(device),
-        advantages=advantages.float().to(device), num_tokens=int(lengths[is_real].sum()),
+        num_tokens=int(lengths[is_real].sum()),
+        columns={name: column.to(device) for name, column in columns.items()},
     )
 
 
@@ -112,53 +129,128 @@ def spread(values: Tensor, scoring: Scoring) -> Tensor:
     return values.new_zeros(scoring.tokens.shape).index_copy(0, scoring.scored, values)
 
 
-class Objective:
-    """The loss that a config names.
+def needed_columns(cfg: Config) -> set[str]:
+    """Return the per-token columns that the configured methods need from `Policy.annotate`."""
+    chosen = cfg.algorithm
+    if chosen.objective != "rl":
+        return set()
+    methods = [registry.get(kind, getattr(chosen, kind))
+               for kind in ("loss", "correction", "advantage")]
+    companions = [c for c in map(registry.statistics_of, methods) if c is not None]
+    asked = {name for m in (*methods, *companions) for name in registry.inputs_of(m)}
+    needed = asked & {"ref_logprobs", "teacher_logprobs", "values"}
+    if chosen.kl_coef:
+        needed.add("ref_logprobs")
+    # With one update the current logprobs are the old ones, unless something before the update
+    # wants them.
+    before = companions or "old_logprobs" in registry.inputs_of(methods[2]) or (
+        chosen.kl_coef and chosen.kl_in == "reward")
+    if before or cfg.batch.updates_per_step > 1:
+        needed.add("old_logprobs")
+    return needed
 
-    Raises: ValueError for an unknown loss or correction.
+
+class Objective:
+    """The loss that a config names: its terms, correction, KL and entropy bonus.
+
+    Raises: ValueError for an unknown method.
     """
 
     def __init__(self, cfg: Config):
-        algorithm = cfg.algorithm
+        algorithm = self._algorithm = cfg.algorithm
         self.is_rl = algorithm.objective == "rl"
-        self.entropy_coef = algorithm.entropy_coef
         self._loss = registry.get("loss", algorithm.loss if self.is_rl else "sft")
         self._loss_options = algorithm.loss_options if self.is_rl else {}
         self._correction = registry.get("correction", algorithm.correction)
         self._correction_options = algorithm.correction_options
+        self._kl = registry.get("kl", algorithm.kl)
+        self.columns = needed_columns(cfg)
+        self._wants_keys = "token_keys" in registry.inputs_of(self._loss)
+
+    def statistics(self, jobs: Sequence[Sequence[Job]], *, world: World) -> dict[str, Tensor]:
+        """Return the whole-batch scalars that loss and correction ask for, by name.
+
+        Trainer ranks gather the columns of all loss tokens; {} when no method asks.
+        """
+        found: dict[str, Tensor] = {}
+        for method, options in ((self._loss, self._loss_options),
+                                (self._correction, self._correction_options)):
+            companion = registry.statistics_of(method)
+            if companion is None or not self.is_rl:
+                continue
+            wanted = registry.inputs_of(companion)
+            own = [torch.stack([_column(job, name)[job.loss_mask].double() for name in wanted])
+                   for update in jobs for job in update]
+            columns = gather_columns(torch.cat(own, dim=1), world=world)
+            found |= registry.call_statistics(method, dict(zip(wanted, columns)), options)
+        return {name: value.to(world.device) for name, value in found.items()}
 
     def __call__(
-        self, job: Job, logprobs: Tensor, *, entropy: Tensor, old_logprobs: Tensor | None,
-        step: int,
+        self, job: Job, logprobs: Tensor, *, entropy: Tensor, step: int,
+        statistics: Mapping[str, Tensor],
     ) -> tuple[Tensor, Stats]:
         """Return one micro-batch's share of the loss and its metrics.
 
         Args:
             logprobs, entropy: [N] float32 of the scored positions, nats.
-            old_logprobs: [T] float32; None means that they are the current ones.
-            step: policy version that is being trained, for the staleness.
+            step: policy version that is being trained.
+            statistics: of the whole batch, as `statistics` returned.
         Returns: [] float64 share (shares of all micro-batches and dp ranks add up to the
             loss) and {metric: (numerator, denominator)}.
         Invariant under: dp size, micro-batching, packing order.
         """
         logprobs, entropy = spread(logprobs, job.scoring), spread(entropy, job.scoring)
         batch, mask = job.microbatch, job.loss_mask
-        old = logprobs.detach() if old_logprobs is None else old_logprobs
         inputs = {
-            "logprobs": logprobs, "old_logprobs": old, "rollout_logprobs": batch.rollout_logprobs,
-            "advantages": job.advantages, "loss_mask": mask, "cu_seqlens": batch.cu_seqlens,
-            "entropy": entropy,
+            # Without a pass of their own the old logprobs are the current ones.
+            "old_logprobs": logprobs.detach(), **job.columns, **statistics,
+            "logprobs": logprobs, "rollout_logprobs": batch.rollout_logprobs,
+            "loss_mask": mask, "cu_seqlens": batch.cu_seqlens, "entropy": entropy,
+            "policy_versions": batch.policy_versions,
+            "version": torch.tensor(step, device=mask.device),
         }
+        if self._wants_keys:
+            inputs["token_keys"] = _token_keys(batch, step=step)
         terms, stats = registry.call(self._loss, inputs, self._loss_options)
         count = mask.sum()
         stats = {**stats, "policy/entropy": (entropy.detach().double().sum(), count)}
         if self.is_rl:
+            old = inputs["old_logprobs"]
             weights, own = registry.call(self._correction, inputs, self._correction_options)
             terms = terms * weights.detach()
             stats |= own | mismatch_stats(old, batch.rollout_logprobs, loss_mask=mask,
                                           cu_seqlens=batch.cu_seqlens)
             age = torch.where(mask, step - batch.policy_versions, 0)
             stats["policy/staleness"] = (age.sum(), count)
-        if self.entropy_coef:
-            terms = terms - self.entropy_coef * entropy
+        if "ref_logprobs" in inputs:
+            stats |= kl_stats(logprobs, inputs["ref_logprobs"], loss_mask=mask)
+        algorithm = self._algorithm
+        if self.is_rl and algorithm.kl_coef and algorithm.kl_in == "loss":
+            terms = terms + algorithm.kl_coef * registry.call(self._kl, inputs,
+                                                              algorithm.kl_options)
+        if algorithm.entropy_coef:
+            terms = terms - algorithm.entropy_coef * entropy
         return (terms.double() * job.weights).sum(), stats
+
+
+def _column(job: Job, name: str) -> Tensor:
+    if name == "entropy":
+        return job.columns["old_entropy"]
+    return job.columns[name] if name in job.columns else getattr(job.microbatch, name)
+
+
+def _token_keys(batch: Microbatch, *, step: int) -> Tensor:
+    """Return [T] int64, one key per token of the run, whatever the layout."""
+    rows = batch.sequence_ids.repeat_interleave(
+        batch.cu_seqlens.diff().long(), output_size=batch.tokens.numel())
+    return (((step << 20) + rows) << 22) + batch.position_ids
+
+
+def gather_columns(own: Tensor, *, world: World) -> Tensor:
+    """Concatenate [C, n] columns of all trainer ranks' loss tokens: [C, N] on the CPU.
+
+    Tensor-parallel ranks of one dp index hold the same tokens, which count once.
+    """
+    is_first = world.mesh.get_local_rank("tp") == 0
+    parts = gather_objects(own.cpu().numpy() if is_first else None, group=world.trainer_control)
+    return torch.cat([torch.from_numpy(p) for p in parts if p is not None], dim=1)

@@ -66,3 +66,23 @@ class Scorer(nn.Module):
             weight = weight.to_local()
         before = hidden.index_select(0, work.scored - 1)
         return logprobs_and_entropy(before, weight, targets=work.targets, options=options)
+
+
+class Valuer(nn.Module):
+    """A transformers base model and a scalar head: one number after each token.
+
+    Args:
+        hf_model: a transformers sequence classifier with one label, whose head is `score`.
+    """
+
+    def __init__(self, hf_model: nn.Module):
+        super().__init__()
+        self.base, self.score = hf_model.base_model, hf_model.score
+
+    def forward(self, work: Scoring) -> Tensor:
+        """Return the value after each token: [T] float32."""
+        hidden = self.base(
+            input_ids=work.tokens[None], position_ids=work.position_ids[None],
+            attention_mask=None, use_cache=False, packing=work.packing,
+        ).last_hidden_state[0]
+        return self.score(hidden).float().sum(-1)  # not a view, which FSDP2 warns of

@@ -129,8 +129,7 @@ def apply_tp(hf_model: nn.Module, mesh: DeviceMesh) -> dict[str, str]:
         elif style is not None:
             _apply_style(module, style, name=name, mesh=mesh)
     head, embedding = hf_model.get_output_embeddings(), hf_model.get_input_embeddings()
-    is_tied = head.weight is embedding.weight or _is_tied(hf_model)
-    if not is_tied:
+    if head is not None and not (head.weight is embedding.weight or _is_tied(hf_model)):
         _shard(head, "weight", dim=0, name="lm_head", mesh=mesh)
     return {
         name: "partial" if name in partial else "replicated"

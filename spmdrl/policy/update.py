@@ -96,7 +96,7 @@ def dump_skipped(
     folder.mkdir(parents=True, exist_ok=True)
     microbatches = [vars(on_host(job.microbatch)) | {
         "loss_mask": job.loss_mask.cpu(), "weights": job.weights.cpu(),
-        "advantages": job.advantages.cpu()} for job in jobs]
+        **{name: column.cpu() for name, column in job.columns.items()}} for job in jobs]
     torch.save({"step": step, "update": update, "loss": outcome.loss,
                 "grad_norm": outcome.grad_norm, "microbatches": microbatches}, folder / name)
     log.warning("step %d update %d: loss %g, gradient norm %g: not finite, update skipped on all "

@@ -1,0 +1,148 @@
+"""Distillation losses: a divergence between teacher and student at each token.
+
+P is the teacher's distribution of the next token, Q the student's; gradients go to Q alone.
+
+    forward  KL(P || Q)    covers what the teacher does
+    reverse  KL(Q || P)    keeps to what the teacher would do
+    mixed    (1 - beta) forward + beta reverse
+    jsd      beta KL(P || M) + (1 - beta) KL(Q || M) with M = beta P + (1 - beta) Q
+
+The jsd itself vanishes at beta 0 and 1. Divided by beta it tends to the forward KL at 0, by
+1 - beta to the reverse KL at 1; `jsd` is these at exactly 0 and 1. Between them nothing is
+divided. An outcome of probability 0 on the side that weighs it counts 0; one that only the
+other side rules out gives infinity, which stays visible.
+
+`loss_mask` [T] bool: where it is False term and gradient are exactly 0, whatever the inputs
+hold there. Terms are nats, at least 0 up to rounding, not divided by anything.
+Invariant under: dp size, micro-batching, packing order, padding.
+Source: arXiv 2306.13649 (GKD), eq. 1 for the jsd; at 0 and 1 as in TRL.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from spmdrl.algorithms.preference.shared import log1mexp
+
+__all__ = ["divergence", "distill_topk"]
+
+Stats = dict[str, tuple[Tensor, Tensor]]
+Kind = Literal["forward", "reverse", "mixed", "jsd"]
+_MAX_LOG_MASS = -1e-7  # float32 cannot tell a sum of probabilities from 1 any closer
+
+
+def divergence(
+    student_logits: Tensor, teacher_logits: Tensor, *, loss_mask: Tensor, kind: Kind = "forward",
+    beta: float = 0.5, temperature: float = 1.0,
+) -> tuple[Tensor, Stats]:
+    """Compare student and teacher over the whole vocabulary.
+
+    Args:
+        student_logits, teacher_logits: [T, V] float, not normalised. V vocabulary.
+        loss_mask: [T] bool.
+        kind: which divergence. beta: of mixed and jsd, in [0, 1].
+        temperature: divides both logits, above 0. Terms are not scaled back by its square.
+    Returns: terms [T], nats, in the dtype of `student_logits` and at least float32, and
+        stats: policy/distill, the term per loss token.
+    Raises: ValueError for an option out of range.
+    """
+    _check_options(kind, beta)
+    if not temperature > 0:
+        raise ValueError(f"temperature: must be above 0, got {temperature}")
+    # Loss tokens alone: at [T, V] the copy costs less than the softmaxes of all the others.
+    rows = loss_mask.nonzero().squeeze(1)
+    dtype = torch.promote_types(student_logits.dtype, torch.float32)
+    student = (student_logits[rows].to(dtype) / temperature).log_softmax(-1)
+    teacher = (teacher_logits.detach()[rows].to(dtype) / temperature).log_softmax(-1)
+    found = _divergence(teacher, student, kind=kind, beta=beta)
+    terms = found.new_zeros(loss_mask.shape).index_put((rows,), found)
+    return terms, {"policy/distill": _mean(terms, loss_mask)}
+
+
+def distill_topk(
+    student_logprobs_at_ids: Tensor, teacher_logprobs: Tensor, *, loss_mask: Tensor,
+    kind: Kind = "forward", beta: float = 0.5, tail: Literal["bucket", "renormalise"] = "bucket",
+) -> tuple[Tensor, Stats]:
+    """Compare student and teacher on the K tokens that the teacher reported.
+
+    Args:
+        student_logprobs_at_ids, teacher_logprobs: [T, K] float, nats: logprobs in the whole
+            vocabulary of the same K distinct ids; -inf in both for a slot not used.
+        loss_mask: [T] bool.
+        kind: which divergence. beta: of mixed and jsd, in [0, 1].
+        tail: what becomes of the rest of the vocabulary: `bucket` one more outcome on both
+            sides, so that probability which the student puts there counts; `renormalise`
+            leave it out and scale both sides to sum 1, blind to what it holds.
+    Returns: terms [T], nats, in the dtype of the student's, and stats per loss token:
+        policy/distill, the term; policy/distill_teacher_mass and
+        policy/distill_student_mass, probability of the K ids.
+    Raises: ValueError for an option out of range.
+    Source: the bucket merges outcomes, which makes forward, reverse, mixed and jsd at most
+        those of the whole vocabulary, and 0 if these are. A mass above exp(-1e-7) counts as
+        that. Computed in float64: the bucket is a difference from 1.
+    """
+    _check_options(kind, beta)
+    if tail not in ("bucket", "renormalise"):
+        raise ValueError(f"tail: must be bucket or renormalise, got {tail!r}")
+    num_ids = student_logprobs_at_ids.shape[1]
+    filler = -math.log(num_ids + 1)  # any distribution will do off the mask
+    mask = loss_mask[:, None]
+    student = torch.where(mask, student_logprobs_at_ids, filler).double()
+    teacher = torch.where(mask, teacher_logprobs.detach(), filler).double()
+    student_mass, teacher_mass = student.logsumexp(-1), teacher.logsumexp(-1)
+    if tail == "bucket":
+        student, teacher = _with_rest(student, student_mass), _with_rest(teacher, teacher_mass)
+    else:
+        student, teacher = student - student_mass[:, None], teacher - teacher_mass[:, None]
+    terms = torch.where(loss_mask, _divergence(teacher, student, kind=kind, beta=beta), 0.0)
+    stats = {
+        "policy/distill": _mean(terms, loss_mask),
+        "policy/distill_teacher_mass": _mean(teacher_mass.exp(), loss_mask),
+        "policy/distill_student_mass": _mean(student_mass.exp(), loss_mask),
+    }
+    return terms.to(student_logprobs_at_ids.dtype), stats
+
+
+def _with_rest(logprobs: Tensor, log_mass: Tensor) -> Tensor:
+    rest = log1mexp(log_mass.clamp(max=_MAX_LOG_MASS))
+    return torch.cat([logprobs, rest[:, None]], dim=-1)
+
+
+def _divergence(teacher: Tensor, student: Tensor, *, kind: Kind, beta: float) -> Tensor:
+    """Return [T] from normalised logprobs [T, outcomes]."""
+    if kind == "forward" or (beta == 0 and kind in ("mixed", "jsd")):
+        return _kl(teacher, student)
+    if kind == "reverse" or (beta == 1 and kind in ("mixed", "jsd")):
+        return _kl(student, teacher)
+    if kind == "mixed":
+        return (1 - beta) * _kl(teacher, student) + beta * _kl(student, teacher)
+    # Where neither has probability, logaddexp of two -inf would give a gradient of NaN.
+    neither = teacher.isneginf() & student.isneginf()
+    shares = (torch.where(neither, 0.0, teacher) + math.log(beta),
+              torch.where(neither, 0.0, student) + math.log1p(-beta))
+    middle = torch.logaddexp(*shares)
+    return beta * _kl(teacher, middle) + (1 - beta) * _kl(student, middle)
+
+
+def _kl(log_p: Tensor, log_q: Tensor) -> Tensor:
+    """Return KL(p || q) over the last dim; 0 log 0 is 0, in the gradient too."""
+    p = log_p.exp()
+    absent = p == 0
+    ratio = torch.where(absent, 0.0, log_p) - torch.where(absent, 0.0, log_q)
+    return (p * ratio).sum(-1)
+
+
+def _mean(values: Tensor, loss_mask: Tensor) -> tuple[Tensor, Tensor]:
+    kept = torch.where(loss_mask, values.detach(), 0.0)
+    return kept.double().sum(), loss_mask.double().sum()
+
+
+def _check_options(kind: str, beta: float) -> None:
+    if kind not in ("forward", "reverse", "mixed", "jsd"):
+        raise ValueError(f"kind: must be forward, reverse, mixed or jsd, got {kind!r}")
+    if not 0 <= beta <= 1:
+        raise ValueError(f"beta: must be in [0, 1], got {beta}")

@@ -1,0 +1,86 @@
+"""Tools that act on the policy's entropy. T packed tokens, N loss tokens of the whole batch."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from spmdrl.algorithms.losses.common import Stats, check_share, masked_mean, with_statistics
+
+__all__ = ["top_entropy", "adaptive_entropy_coef"]
+
+
+def top_entropy_statistics(entropy: Tensor, *, keep_frac: float = 0.2) -> dict[str, Tensor]:
+    """Find the entropy that the top share of the batch's loss tokens reaches.
+
+    Args:
+        entropy: [N] float, nats, loss tokens of the whole batch.
+        keep_frac: share to keep, rounded up to whole tokens.
+    Returns: entropy_cut [] float64, nats; -inf for an empty batch.
+    Raises: ValueError for a share out of range.
+    Invariant under: permuting the column.
+    """
+    check_share(keep_frac=keep_frac)
+    entropy = entropy.detach().double()
+    if not len(entropy):
+        return {"entropy_cut": entropy.new_tensor(float("-inf"))}
+    # The slack is for products such as 0.07 * 100, which is a little more than 7.
+    count = min(max(math.ceil(keep_frac * len(entropy) - 1e-9), 1), len(entropy))
+    return {"entropy_cut": entropy.topk(count).values[-1]}
+
+
+@with_statistics(top_entropy_statistics)
+def top_entropy(
+    entropy: Tensor, *, loss_mask: Tensor, entropy_cut: Tensor, keep_frac: float = 0.2
+) -> tuple[Tensor, Stats]:
+    """Keep the tokens of high entropy, where a response takes its turns: weight 1, else 0.
+
+    Args:
+        entropy: [T] float, nats, of the policy's distribution at each token.
+        loss_mask: [T] bool.
+        entropy_cut: [] float64, nats, of top_entropy_statistics: tokens at or above it stay, all
+            that are equal to it included.
+        keep_frac: share of the loss tokens to keep, in (0, 1]; acts through entropy_cut.
+    Returns: weights [T], detached, in the dtype of `entropy`, 0 off the loss mask, which
+        multiply a loss's terms while the counts that divide the loss stay; and stats.
+    Raises: ValueError for a share out of range.
+    Source: arXiv 2506.01939. Deviations: the cut is over the whole batch rather than a
+        micro-batch, and of the batch's start; the divisor stays, so that the gradient of a
+        kept token does not depend on how many are kept.
+    Invariant under: dp size, micro-batching, packing order, padding.
+    """
+    check_share(keep_frac=keep_frac)
+    dropped = loss_mask & (entropy.detach().double() < entropy_cut)
+    stats = {"policy/low_entropy_frac": masked_mean(dropped.double(), loss_mask)}
+    return (loss_mask & ~dropped).to(entropy.dtype), stats
+
+
+def adaptive_entropy_coef(
+    coef: float, *, entropy: float, target: float, delta: float, lower: float = 0.0,
+    upper: float = 1.0,
+) -> tuple[float, float]:
+    """Move the entropy bonus's coefficient one step towards the target entropy.
+
+    Args:
+        coef: current coefficient. entropy: measured mean, nats. An entropy that is not finite
+            (a skipped update) leaves the coefficient where it is and applies none.
+        target: nats. delta: size of a step. lower, upper: bounds on the coefficient.
+    Returns: the next coefficient, to be carried on (up by delta below the target, down above
+        it), and the one to apply, which is 0 while the entropy is above the target.
+    Raises: ValueError for a target, delta or bounds out of range.
+    Source: arXiv 2505.22312 (Skywork-OR1), adaptive entropy control. The upper bound is ours,
+        so that a bonus that does not help cannot grow without end.
+    """
+    if not math.isfinite(target):
+        raise ValueError(f"target: must be finite, got {target}")
+    if not (delta > 0 and math.isfinite(delta)):
+        raise ValueError(f"delta: must be above 0, got {delta}")
+    if not 0 <= lower <= upper:
+        raise ValueError(f"lower, upper: must be 0 <= lower <= upper, got {lower}, {upper}")
+    if not math.isfinite(entropy):
+        return coef, 0.0
+    step = delta if entropy < target else -delta if entropy > target else 0.0
+    coef = min(max(coef + step, lower), upper)
+    return coef, coef if entropy <= target else 0.0

@@ -1,0 +1,120 @@
+"""Estimates of KL(pi || pi_ref), per token, from tokens that the policy sampled.
+
+d = log pi - log pi_ref at the sampled token and r = pi / pi_old, both clamped to +-20 in log.
+Given its prefix, a token sampled from pi has the KL as the expected d, and the KL's gradient
+as the expected d * grad log pi. As a loss, without a ratio, that is what each one has:
+
+    estimate          value           expected gradient for tokens sampled from pi
+    k1 = d            unbiased        0: grad log pi has mean 0. No penalty at all.
+    k2 = d^2 / 2      biased          the KL's
+    k3 = e^-d + d - 1 unbiased, >= 0  that of KL(pi_ref || pi), the other direction
+
+Those expectations need tokens from pi itself. `unbiased=True` weighs with r, for tokens from
+pi_old, and makes the expected gradient the KL's for all three: k1 and k3 times a live r
+(gradient r (d + 1) and r d, times grad log pi), k2 times a detached r (gradient r d; a live r
+would add r k2). So k3 has the right value and the least noise. Gradients are of each token's
+KL at the prefix as sampled: they leave out how a token changes the KL of later ones. For
+that, put the KL in the reward: there no gradient flows, and k1 is the estimate to take.
+
+`loss_mask` [T] bool: where it is False term and gradient are exactly 0, whatever stands there.
+Invariant under: dp size, micro-batching, packing order, padding.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["k1", "k2", "k3"]
+
+Stats = dict[str, tuple[Tensor, Tensor]]
+_MAX_LOG_RATIO = 20.0  # as in the losses: exp(20) = 5e8
+
+
+def k1(
+    logprobs: Tensor, ref_logprobs: Tensor, *, old_logprobs: Tensor, loss_mask: Tensor,
+    unbiased: bool = False,
+) -> Tensor:
+    """Estimate the KL by the log-ratio: d, or r d. As a loss it needs `unbiased`.
+
+    Args:
+        logprobs: [T] float, nats. ref_logprobs: [T] float, nats, the reference policy's.
+        old_logprobs: [T] float, nats, of the policy that sampled; used if unbiased.
+        loss_mask: [T] bool.
+        unbiased: multiply by r = pi / pi_old, live: gradient r (d + 1) grad log pi.
+    Returns: terms [T], nats, in the dtype of `logprobs`. Negative for some tokens.
+    Source: Schulman 2020, joschu.net/blog/kl-approx.html.
+    """
+    terms = _log_ratio(logprobs, ref_logprobs, loss_mask)
+    if unbiased:
+        terms = terms * _log_ratio(logprobs, old_logprobs, loss_mask).exp()
+    return _keep(terms, loss_mask)
+
+
+def k2(
+    logprobs: Tensor, ref_logprobs: Tensor, *, old_logprobs: Tensor, loss_mask: Tensor,
+    unbiased: bool = False,
+) -> Tensor:
+    """Estimate the KL by half the squared log-ratio: d^2 / 2, or sg(r) d^2 / 2.
+
+    Args:
+        logprobs: [T] float, nats. ref_logprobs: [T] float, nats, the reference policy's.
+        old_logprobs: [T] float, nats, of the policy that sampled; used if unbiased.
+        loss_mask: [T] bool.
+        unbiased: multiply by r = pi / pi_old, detached: gradient r d grad log pi. The value
+            stays biased: it is second order in pi - pi_ref alone.
+    Returns: terms [T], nats, in the dtype of `logprobs`, at least 0.
+    Source: Schulman 2020, joschu.net/blog/kl-approx.html; 2501.03262 as a loss.
+    """
+    terms = _log_ratio(logprobs, ref_logprobs, loss_mask) ** 2 / 2
+    if unbiased:
+        terms = terms * _log_ratio(logprobs, old_logprobs, loss_mask).exp().detach()
+    return _keep(terms, loss_mask)
+
+
+def k3(
+    logprobs: Tensor, ref_logprobs: Tensor, *, old_logprobs: Tensor, loss_mask: Tensor,
+    unbiased: bool = False,
+) -> Tensor:
+    """Estimate the KL without a negative term: e^-d + d - 1, or r times that.
+
+    Args:
+        logprobs: [T] float, nats. ref_logprobs: [T] float, nats, the reference policy's.
+        old_logprobs: [T] float, nats, of the policy that sampled; used if unbiased.
+        loss_mask: [T] bool.
+        unbiased: multiply by r = pi / pi_old, live: gradient r d grad log pi.
+    Returns: terms [T], nats, in the dtype of `logprobs`, at least 0.
+    Source: Schulman 2020, joschu.net/blog/kl-approx.html; 2402.03300 eq. 4 as a loss;
+        2512.02556 for `unbiased`.
+    """
+    difference = _log_ratio(logprobs, ref_logprobs, loss_mask)
+    # expm1: e^-d - 1 loses all digits near d = 0, where most tokens are.
+    terms = torch.expm1(-difference) + difference
+    if unbiased:
+        terms = terms * _log_ratio(logprobs, old_logprobs, loss_mask).exp()
+    return _keep(terms, loss_mask)
+
+
+def kl_stats(logprobs: Tensor, ref_logprobs: Tensor, *, loss_mask: Tensor) -> Stats:
+    """Measure the distance from the reference on one micro-batch.
+
+    Args:
+        logprobs, ref_logprobs: [T] float, nats. loss_mask: [T] bool.
+    Returns: {name: (numerator, denominator)}, detached float64 scalars that add up over
+        micro-batches and dp ranks: policy/kl_ref (k1) and policy/kl_ref_k3, nats per token.
+    """
+    inputs = (logprobs.detach().double(), ref_logprobs.detach().double())
+    count = loss_mask.double().sum()
+    terms = {"policy/kl_ref": k1, "policy/kl_ref_k3": k3}
+    return {name: (k(*inputs, old_logprobs=inputs[0], loss_mask=loss_mask).sum(), count)
+            for name, k in terms.items()}
+
+
+def _keep(values: Tensor, loss_mask: Tensor) -> Tensor:
+    # where, not a product: NaN * 0 is NaN, and so would be the gradient.
+    return torch.where(loss_mask, values, 0.0)
+
+
+def _log_ratio(logprobs: Tensor, other: Tensor, loss_mask: Tensor) -> Tensor:
+    difference = _keep(logprobs - other.detach(), loss_mask)
+    return difference.clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)

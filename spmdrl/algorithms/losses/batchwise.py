@@ -1,0 +1,251 @@
+"""Losses that choose tokens by a statistic of the whole batch. T packed tokens, N loss tokens.
+
+The statistic is a scalar input, worked out once per batch by the method's `statistics` from
+pi_old and the same for every rank, micro-batch and update. The quantity that is held against
+it is the token's own: of pi_old in m2po, of the current pi in clip_cov and kl_cov. That the
+statistic stays at the batch's start while pi moves is our deviation from the papers, which
+take it anew from each mini-batch and so depend on the layout.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from spmdrl.algorithms.losses.common import (
+    Stats,
+    check_clip,
+    check_not_negative,
+    check_positive,
+    check_share,
+    clip_stats,
+    clipped_surrogate,
+    dropped_stats,
+    keep,
+    log_ratio,
+    masked_mean,
+    ratio_stats,
+    rollout_log_ratio,
+    rollout_stats,
+    sampled_logprobs,
+    with_statistics,
+)
+
+
+def m2po_statistics(
+    old_logprobs: Tensor, rollout_logprobs: Tensor, *, threshold: float = 0.04
+) -> dict[str, Tensor]:
+    """Find the largest squared log-ratio that may stay, so that their mean is in bounds.
+
+    Args:
+        old_logprobs, rollout_logprobs: [N] float, nats, loss tokens of the whole batch.
+        threshold: bound on the mean of (log pi_old - log mu)^2 over the tokens kept, nats^2.
+    Returns: m2_cut [] float64: tokens with a larger square are dropped. Equal squares stay or
+        go together; -1 when even the smallest is too large, inf for an empty batch.
+    Raises: ValueError for a threshold that is not above 0.
+    Invariant under: permuting the columns.
+    """
+    check_positive(threshold=threshold)
+    squares = _squared_log_rho(old_logprobs, rollout_logprobs).sort().values
+    if not len(squares):
+        return {"m2_cut": squares.new_tensor(float("inf"))}
+    means = squares.cumsum(0) / torch.arange(1, len(squares) + 1, device=squares.device)
+    is_last_of_equals = torch.cat([squares[1:] != squares[:-1], means.new_ones(1).bool()])
+    may_stay = is_last_of_equals & (means <= threshold)
+    return {"m2_cut": torch.where(may_stay, squares, -1.0).max()}
+
+
+@with_statistics(m2po_statistics)
+def m2po(
+    logprobs: Tensor, old_logprobs: Tensor, rollout_logprobs: Tensor, *, advantages: Tensor,
+    loss_mask: Tensor, m2_cut: Tensor, threshold: float = 0.04,
+) -> tuple[Tensor, Stats]:
+    """Return -w A without the batch's outliers in (log pi_old - log mu)^2.
+
+    The largest squares of the batch are dropped until the mean of the rest is at most
+    `threshold`. w = pi / mu already corrects for the engine; take no correction besides.
+
+    Args:
+        logprobs, old_logprobs, rollout_logprobs: [T] float, nats.
+        advantages: [T] float. loss_mask: [T] bool.
+        m2_cut: [] float64, nats^2, of m2po_statistics.
+        threshold: bound on the mean square of the tokens kept, above 0; acts through m2_cut.
+    Returns: terms [T] and stats.
+    Raises: ValueError for a threshold that is not above 0.
+    Source: arXiv 2510.01161 (M2PO), which squares the current log w; the log-ratio at the
+        batch's start is AReaL's reading. The reference code keeps one token at least.
+    Invariant under: dp size, micro-batching, packing order, padding.
+    """
+    check_positive(threshold=threshold)
+    dropped = loss_mask & (_squared_log_rho(old_logprobs, rollout_logprobs) > m2_cut)
+    log_w = rollout_log_ratio(logprobs, rollout_logprobs, loss_mask)
+    terms = keep(-log_w.exp() * keep(advantages.detach(), loss_mask), loss_mask & ~dropped)
+    return terms, rollout_stats(log_w, loss_mask) | dropped_stats(dropped, loss_mask)
+
+
+def _squared_log_rho(old_logprobs: Tensor, rollout_logprobs: Tensor) -> Tensor:
+    sampled = sampled_logprobs(old_logprobs, rollout_logprobs)
+    return (old_logprobs.detach().double() - sampled.double()).square()
+
+
+def clip_cov_statistics(
+    old_logprobs: Tensor, advantages: Tensor, *, select_frac: float = 2e-4, cov_low: float = 1.0,
+    cov_high: float = 5.0,
+) -> dict[str, Tensor]:
+    """Find the means of the covariance and the chance of a candidate to be selected.
+
+    Args:
+        old_logprobs, advantages: [N] float, loss tokens of the whole batch.
+        select_frac: share of all loss tokens to select. cov_low, cov_high: as in clip_cov.
+    Returns: mean_advantage, mean_logprob (nats) and select_probability, [] float64.
+    Raises: ValueError for options out of range.
+    Invariant under: permuting the columns.
+    """
+    _check_select(select_frac, cov_low=cov_low, cov_high=cov_high)
+    mean_advantage, mean_logprob = _mean(advantages), _mean(old_logprobs)
+    covariance = _covariance(old_logprobs, advantages, mean_logprob, mean_advantage)
+    candidates = ((covariance > cov_low) & (covariance < cov_high)).sum()
+    wanted = max(select_frac * len(covariance), 1.0)
+    chance = (wanted / candidates.double().clamp(min=1)).clamp(max=1)
+    return {"mean_advantage": mean_advantage, "mean_logprob": mean_logprob,
+            "select_probability": chance}
+
+
+@with_statistics(clip_cov_statistics)
+def clip_cov(
+    logprobs: Tensor, old_logprobs: Tensor, *, advantages: Tensor, loss_mask: Tensor,
+    token_keys: Tensor, version: Tensor, mean_advantage: Tensor, mean_logprob: Tensor,
+    select_probability: Tensor, clip_low: float = 0.2, clip_high: float = 0.2,
+    select_frac: float = 2e-4, cov_low: float = 1.0, cov_high: float = 5.0,
+) -> tuple[Tensor, Stats]:
+    """Clip as ppo_clip, and drop a few tokens of high covariance, which use up entropy.
+
+    Candidates are tokens with c = (A - mean A)(log pi - mean log pi) inside (cov_low,
+    cov_high) that the ratio does not clip. Each is dropped with the probability at which
+    `select_frac` of all loss tokens, and one at least, are dropped in expectation.
+
+    Args:
+        logprobs, old_logprobs: [T] float, nats.
+        advantages: [T] float. loss_mask: [T] bool.
+        token_keys: [T] int64, unique in the batch. version: [] int64, the one being trained.
+            A hash of both is the token's lot, on every layout the same.
+        mean_advantage, mean_logprob, select_probability: [] float64, of clip_cov_statistics.
+        clip_low, clip_high: distances from 1 of the bounds on the ratio.
+        select_frac: share of the loss tokens to drop, in (0, 1]; acts through
+            select_probability. cov_low, cov_high: open bounds on c, in nats times advantage.
+    Returns: terms [T] and stats.
+    Raises: ValueError for options out of range.
+    Source: arXiv 2505.22617 (Clip-Cov); deviation: the paper's exact count is ours in
+        expectation, over the candidates at the batch's start.
+    Invariant under: dp size, micro-batching, packing order, padding.
+    """
+    check_clip(clip_low, clip_high)
+    _check_select(select_frac, cov_low=cov_low, cov_high=cov_high)
+    covariance = _covariance(logprobs, advantages, mean_logprob, mean_advantage)
+    advantages = keep(advantages.detach(), loss_mask)
+    ratio = log_ratio(logprobs, old_logprobs, loss_mask).exp()
+    surrogate, low, high = clipped_surrogate(ratio, advantages, clip_low=clip_low,
+                                             clip_high=clip_high)
+    is_candidate = (covariance > cov_low) & (covariance < cov_high) & ~low & ~high
+    dropped = loss_mask & is_candidate & (lots(token_keys, version) < select_probability)
+    stats = ratio_stats(ratio, loss_mask) | clip_stats(loss_mask, low=low, high=high)
+    return keep(-surrogate, loss_mask & ~dropped), stats | dropped_stats(dropped, loss_mask)
+
+
+def kl_cov_statistics(
+    old_logprobs: Tensor, advantages: Tensor, *, select_frac: float = 2e-3
+) -> dict[str, Tensor]:
+    """Find the means of the covariance and the value above which its top share lies.
+
+    Args:
+        old_logprobs, advantages: [N] float, loss tokens of the whole batch.
+        select_frac: share of all loss tokens to select, one token at least.
+    Returns: mean_advantage, mean_logprob (nats) and cov_cut, [] float64: tokens with a larger
+        covariance are selected, never more than asked for. Equals at the edge are all left
+        out, so that a batch of one advantage selects none.
+    Raises: ValueError for a share out of range.
+    Invariant under: permuting the columns.
+    """
+    check_share(select_frac=select_frac)
+    mean_advantage, mean_logprob = _mean(advantages), _mean(old_logprobs)
+    covariance = _covariance(old_logprobs, advantages, mean_logprob, mean_advantage)
+    count = max(1, int(select_frac * len(covariance)))
+    if count < len(covariance):
+        cut = covariance.topk(count + 1).values[-1]
+    else:
+        cut = covariance.new_tensor(float("-inf"))
+    return {"mean_advantage": mean_advantage, "mean_logprob": mean_logprob, "cov_cut": cut}
+
+
+@with_statistics(kl_cov_statistics)
+def kl_cov(
+    logprobs: Tensor, old_logprobs: Tensor, *, advantages: Tensor, loss_mask: Tensor,
+    mean_advantage: Tensor, mean_logprob: Tensor, cov_cut: Tensor, select_frac: float = 2e-3,
+    kl_coef: float = 1.0,
+) -> tuple[Tensor, Stats]:
+    """Return -r A, plus kl_coef |log r| on the few tokens of highest covariance.
+
+    The covariance is c = (A - mean A)(log pi - mean log pi). There is no clip. At the batch's
+    start exactly the top share is held back; later, every token whose c has grown above the
+    cut.
+
+    Args:
+        logprobs, old_logprobs: [T] float, nats.
+        advantages: [T] float. loss_mask: [T] bool.
+        mean_advantage, mean_logprob, cov_cut: [] float64, of kl_cov_statistics.
+        select_frac: share of the loss tokens that are held back, in (0, 1]; acts through
+            cov_cut. kl_coef: strength, per nat, at least 0.
+    Returns: terms [T] and stats; `policy/kl_cov_frac` is the share of tokens held back.
+    Raises: ValueError for options out of range.
+    Source: arXiv 2505.22617 (KL-Cov).
+    Invariant under: dp size, micro-batching, packing order, padding.
+    """
+    check_share(select_frac=select_frac)
+    check_not_negative(kl_coef=kl_coef)
+    covariance = _covariance(logprobs, advantages, mean_logprob, mean_advantage)
+    selected = loss_mask & (covariance > cov_cut)
+    log_r = log_ratio(logprobs, old_logprobs, loss_mask)
+    ratio = log_r.exp()
+    terms = -ratio * keep(advantages.detach(), loss_mask)
+    terms = terms + kl_coef * keep(log_r.abs(), selected)
+    stats = ratio_stats(ratio, loss_mask)
+    stats["policy/kl_cov_frac"] = masked_mean(selected.double(), loss_mask)
+    return keep(terms, loss_mask), stats
+
+
+def lots(token_keys: Tensor, version: Tensor) -> Tensor:
+    """Draw a number in [0, 1) for each token from its key and the version: [T] float64.
+
+    splitmix64's finaliser, twice: the version moves to a far part of its sequence, so that
+    tokens with the same keys get other lots in the next step.
+    """
+    bits = _mix(_mix(version.long()) + token_keys.long())
+    return (bits >> 11 & (1 << 53) - 1).double() * 2.0**-53
+
+
+def _mix(bits: Tensor) -> Tensor:
+    # Constants of 2**64 arithmetic, which int64 tensors do modulo wrap-around; their shift
+    # keeps the sign, so that the mask makes it a logical one.
+    bits = bits + (0x9E3779B97F4A7C15 - (1 << 64))
+    bits = (bits ^ (bits >> 30 & (1 << 34) - 1)) * (0xBF58476D1CE4E5B9 - (1 << 64))
+    bits = (bits ^ (bits >> 27 & (1 << 37) - 1)) * (0x94D049BB133111EB - (1 << 64))
+    return bits ^ (bits >> 31 & (1 << 33) - 1)
+
+
+def _mean(values: Tensor) -> Tensor:
+    # Sorted first: sums of floats depend on their order.
+    return values.detach().double().sort().values.sum() / max(values.numel(), 1)
+
+
+def _covariance(
+    logprobs: Tensor, advantages: Tensor, mean_logprob: Tensor, mean_advantage: Tensor
+) -> Tensor:
+    """Return each token's share of the covariance of A and log pi, float64, detached."""
+    surprise = logprobs.detach().double() - mean_logprob
+    return (advantages.detach().double() - mean_advantage) * surprise
+
+
+def _check_select(select_frac: float, *, cov_low: float, cov_high: float) -> None:
+    check_share(select_frac=select_frac)
+    if not cov_low < cov_high:
+        raise ValueError(f"cov_low, cov_high: must be low < high, got {cov_low}, {cov_high}")

@@ -1,0 +1,185 @@
+"""Losses whose ratio belongs to a whole sequence. T packed tokens, S sequences.
+
+Each gives every loss token its sequence's term. How the tokens then weigh is the aggregation's
+part: `seq_mean_token_mean` for gspo, gspo_token and gmpo, `seq_mean_token_sum` for luspo.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from spmdrl.algorithms.losses.common import (
+    MAX_LOG_RATIO,
+    Stats,
+    check_clip,
+    check_not_negative,
+    check_positive,
+    clip_stats,
+    clipped_surrogate,
+    keep,
+    log_ratio,
+    masked_mean,
+    ratio_stats,
+    rollout_log_ratio,
+    rollout_stats,
+)
+from spmdrl.algorithms.reduce import per_token, sequence_mean, sequence_sum
+
+
+def gspo(
+    logprobs: Tensor, old_logprobs: Tensor, *, advantages: Tensor, loss_mask: Tensor,
+    cu_seqlens: Tensor, clip_low: float = 3e-4, clip_high: float = 4e-4,
+) -> tuple[Tensor, Stats]:
+    """Clip the sequence's ratio s = exp(mean_t log r_t): -min(s A, clip(s) A) at each token.
+
+    With aggregation `seq_mean_token_mean` this is the paper's objective.
+
+    Args:
+        logprobs, old_logprobs: [T] float, nats.
+        advantages: [T] float, one value per sequence. loss_mask: [T] bool.
+        cu_seqlens: [S+1] int32.
+        clip_low, clip_high: distances from 1 of the bounds on s.
+    Returns: terms [T] and stats; the ratio in the stats is s, counted per token.
+    Raises: ValueError for bounds out of range.
+    Source: arXiv 2507.18071 (GSPO).
+    Invariant under: dp size, micro-batching, packing order, padding.
+    """
+    ratio = _mean_ratio(logprobs, old_logprobs, loss_mask=loss_mask, cu_seqlens=cu_seqlens)
+    return _clipped(ratio, advantages, loss_mask=loss_mask, clip_low=clip_low,
+                    clip_high=clip_high)
+
+
+def gspo_token(
+    logprobs: Tensor, old_logprobs: Tensor, *, advantages: Tensor, loss_mask: Tensor,
+    cu_seqlens: Tensor, clip_low: float = 3e-4, clip_high: float = 4e-4,
+) -> tuple[Tensor, Stats]:
+    """Clip as gspo, with each token's own gradient: s_t = sg(s) pi_t / sg(pi_t).
+
+    Equal to gspo, value and gradient, where A is one value per sequence; advantages may differ
+    within a sequence here.
+
+    Args:
+        logprobs, old_logprobs: [T] float, nats.
+        advantages: [T] float. loss_mask: [T] bool. cu_seqlens: [S+1] int32.
+        clip_low, clip_high: distances from 1 of the bounds on s.
+    Returns: terms [T] and stats; the ratio in the stats is s, counted per token.
+    Raises: ValueError for bounds out of range.
+    Source: arXiv 2507.18071 (GSPO-token). Equality with gspo holds under an aggregation that
+        weighs a sequence's tokens alike.
+    Invariant under: dp size, micro-batching, packing order, padding.
+    """
+    ratio = _mean_ratio(logprobs.detach(), old_logprobs, loss_mask=loss_mask,
+                        cu_seqlens=cu_seqlens)
+    ratio = ratio * keep(logprobs - logprobs.detach(), loss_mask).exp()
+    return _clipped(ratio, advantages, loss_mask=loss_mask, clip_low=clip_low,
+                    clip_high=clip_high)
+
+
+def luspo(
+    logprobs: Tensor, old_logprobs: Tensor, *, advantages: Tensor, loss_mask: Tensor,
+    cu_seqlens: Tensor, clip_low: float = 3e-4, clip_high: float = 4e-4,
+) -> tuple[Tensor, Stats]:
+    """Weigh gspo's sequence term by the length: -min(s A, clip(s) A) at each token, summed.
+
+    The terms are gspo's: it is the aggregation `seq_mean_token_sum` that multiplies by |y| and
+    takes away the bias by length. Under `seq_mean_token_mean` this is gspo.
+
+    Args:
+        logprobs, old_logprobs: [T] float, nats.
+        advantages: [T] float, one value per sequence. loss_mask: [T] bool.
+        cu_seqlens: [S+1] int32.
+        clip_low, clip_high: distances from 1 of the bounds on s.
+    Returns: terms [T] and stats; the ratio in the stats is s, counted per token.
+    Raises: ValueError for bounds out of range.
+    Source: arXiv 2602.05261 (LUSPO); bounds as in gspo.
+    Invariant under: dp size, micro-batching, packing order, padding.
+    """
+    return gspo(logprobs, old_logprobs, advantages=advantages, loss_mask=loss_mask,
+                cu_seqlens=cu_seqlens, clip_low=clip_low, clip_high=clip_high)
+
+
+def gmpo(
+    logprobs: Tensor, old_logprobs: Tensor, *, advantages: Tensor, loss_mask: Tensor,
+    cu_seqlens: Tensor, clip_low: float = 0.4, clip_high: float = 0.4,
+) -> tuple[Tensor, Stats]:
+    """Clip each token's log-ratio on its harmful side, then take their geometric mean.
+
+    The term is -A exp(mean_t l_t), with l_t = min(log r_t, clip_high) where A > 0,
+    max(log r_t, -clip_low) where A < 0 and log r_t where A = 0.
+
+    Args:
+        logprobs, old_logprobs: [T] float, nats.
+        advantages: [T] float, one value per sequence. loss_mask: [T] bool.
+        cu_seqlens: [S+1] int32.
+        clip_low, clip_high: bounds on log r, nats, at least 0.
+    Returns: terms [T] and stats; the ratio in the stats is each token's own.
+    Raises: ValueError for bounds out of range.
+    Source: arXiv 2507.20673 (GMPO), with aggregation `seq_mean_token_mean`.
+    Invariant under: dp size, micro-batching, packing order, padding.
+    """
+    check_not_negative(clip_low=clip_low, clip_high=clip_high)
+    advantages = keep(advantages.detach(), loss_mask)
+    log_r = log_ratio(logprobs, old_logprobs, loss_mask)
+    high = (advantages > 0) & (log_r > clip_high)
+    low = (advantages < 0) & (log_r < -clip_low)
+    clipped = log_r.masked_fill(high, clip_high).masked_fill(low, -clip_low)
+    mean = sequence_mean(clipped, cu_seqlens, loss_mask=loss_mask)
+    ratio = per_token(mean.exp().to(logprobs.dtype), cu_seqlens, num_tokens=logprobs.numel())
+    stats = ratio_stats(log_r.exp(), loss_mask) | clip_stats(loss_mask, low=low, high=high)
+    return keep(-ratio * advantages, loss_mask), stats
+
+
+def vespo(
+    logprobs: Tensor, rollout_logprobs: Tensor, *, advantages: Tensor, loss_mask: Tensor,
+    cu_seqlens: Tensor, k_pos: float = 2.0, lambda_pos: float = 3.0, k_neg: float = 3.0,
+    lambda_neg: float = 2.0,
+) -> tuple[Tensor, Stats]:
+    """Shape the sequence's weight softly: -sg(phi(W)) A log pi, phi = W^k exp(lambda (1 - W)).
+
+    W is the product of w = pi / mu over the sequence's loss tokens; phi(1) = 1. It already
+    corrects for the engine; take no correction besides.
+
+    Args:
+        logprobs, rollout_logprobs: [T] float, nats. Trainer's and engine's.
+        advantages: [T] float. loss_mask: [T] bool. cu_seqlens: [S+1] int32.
+        k_pos, lambda_pos: shape for A >= 0: k at least 0, lambda above 0.
+        k_neg, lambda_neg: shape for A < 0.
+    Returns: terms [T] and stats; `policy/sequence_weight` is the mean of phi over tokens.
+    Raises: ValueError for a k or lambda out of range.
+    Source: arXiv 2602.10693 (VESPO), appendix I. log W is clamped to +-20 after the sum.
+    Invariant under: dp size, micro-batching, packing order, padding.
+    """
+    check_not_negative(k_pos=k_pos, k_neg=k_neg)
+    check_positive(lambda_pos=lambda_pos, lambda_neg=lambda_neg)
+    advantages = keep(advantages.detach(), loss_mask)
+    token_log_w = rollout_log_ratio(logprobs, rollout_logprobs, loss_mask).detach()
+    log_w = sequence_sum(token_log_w, cu_seqlens).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    log_w = per_token(log_w, cu_seqlens, num_tokens=logprobs.numel())
+    is_negative = advantages < 0
+    k = torch.full_like(log_w, k_pos).masked_fill(is_negative, k_neg)
+    rate = torch.full_like(log_w, lambda_pos).masked_fill(is_negative, lambda_neg)
+    weight = (k * log_w - rate * torch.expm1(log_w)).exp()
+    factor = (weight * advantages).to(logprobs.dtype)
+    stats = rollout_stats(token_log_w, loss_mask)
+    stats["policy/sequence_weight"] = masked_mean(weight, loss_mask)
+    return keep(-factor * keep(logprobs, loss_mask), loss_mask), stats
+
+
+def _mean_ratio(
+    logprobs: Tensor, old_logprobs: Tensor, *, loss_mask: Tensor, cu_seqlens: Tensor
+) -> Tensor:
+    mean = sequence_mean(log_ratio(logprobs, old_logprobs, loss_mask), cu_seqlens,
+                         loss_mask=loss_mask)
+    return per_token(mean.exp().to(logprobs.dtype), cu_seqlens, num_tokens=logprobs.numel())
+
+
+def _clipped(
+    ratio: Tensor, advantages: Tensor, *, loss_mask: Tensor, clip_low: float, clip_high: float
+) -> tuple[Tensor, Stats]:
+    check_clip(clip_low, clip_high)
+    advantages = keep(advantages.detach(), loss_mask)
+    surrogate, low, high = clipped_surrogate(ratio, advantages, clip_low=clip_low,
+                                             clip_high=clip_high)
+    stats = ratio_stats(ratio, loss_mask) | clip_stats(loss_mask, low=low, high=high)
+    return keep(-surrogate, loss_mask), stats

@@ -1,0 +1,159 @@
+"""Shaping: rewards before they become advantages, which groups to keep, the KL coefficient.
+
+Functions of rewards take and return [S] tensors, the result float64, task units, with no
+other sample's part in it: invariant under everything that moves samples about. A reward that
+is not finite stays as it is, for the advantage to refuse by name.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from spmdrl.algorithms.groups import Groups
+
+
+def overlong_penalty(
+    rewards: Tensor, response_lengths: Tensor, *, max_response_tokens: int, buffer_tokens: int,
+    penalty: float = 1.0,
+) -> Tensor:
+    """Take off up to `penalty` along the last stretch of the length limit.
+
+    0 up to max_response_tokens - buffer_tokens, then linear, `penalty` from the limit on.
+
+    Args:
+        rewards: [S] float, task units. response_lengths: [S] int64, tokens.
+        max_response_tokens: L. buffer_tokens: c, in [1, L].
+        penalty: task units, at least 0.
+    Returns: [S] float64.
+    Raises: ValueError for an option out of range.
+    Source: arXiv 2503.14476 eq. 13 (soft overlong punishment).
+    """
+    if not 1 <= buffer_tokens <= max_response_tokens:
+        raise ValueError(f"buffer_tokens: must be in [1, max_response_tokens = "
+                         f"{max_response_tokens}], got {buffer_tokens}")
+    if not penalty >= 0:
+        raise ValueError(f"penalty: must be at least 0, got {penalty}")
+    excess = response_lengths.double() - (max_response_tokens - buffer_tokens)
+    return rewards.double() - penalty * (excess / buffer_tokens).clamp(0, 1)
+
+
+def stop_properly(
+    rewards: Tensor, is_truncated: Tensor, *, factor: float = 1.0, penalty: float = 0.0
+) -> Tensor:
+    """Lower the reward of responses that were cut at the length limit: factor R - penalty.
+
+    Args:
+        rewards: [S] float, task units. is_truncated: [S] bool.
+        factor: in [0, 1]; leaves a negative reward as it is, which it would raise.
+        penalty: task units, at least 0.
+    Returns: [S] float64.
+    Raises: ValueError for an option out of range.
+    Source: NeMo-RL's stop_properly_penalty_coef (factor) for positive rewards.
+    """
+    if not 0 <= factor <= 1:
+        raise ValueError(f"factor: must be in [0, 1], got {factor}")
+    if not penalty >= 0:
+        raise ValueError(f"penalty: must be at least 0, got {penalty}")
+    rewards = rewards.double()
+    lowered = torch.minimum(rewards, factor * rewards) - penalty
+    return torch.where(is_truncated, lowered, rewards)
+
+
+def scale_and_clamp(
+    rewards: Tensor, *, shift: float = 0.0, scale: float = 1.0, low: float = -math.inf,
+    high: float = math.inf,
+) -> Tensor:
+    """Return clamp(scale (R + shift), low, high).
+
+    Args:
+        rewards: [S] float, task units.
+        shift, low, high: task units. scale: finite.
+    Returns: [S] float64.
+    Raises: ValueError unless low < high and shift and scale are finite.
+    """
+    if not low < high:
+        raise ValueError(f"low, high: must be low < high, got {low}, {high}")
+    if not (math.isfinite(shift) and math.isfinite(scale)):
+        raise ValueError(f"shift, scale: must be finite, got {shift}, {scale}")
+    scaled = scale * (rewards.double() + shift)
+    return torch.where(scaled.isfinite(), scaled.clamp(low, high), scaled)
+
+
+def has_signal(groups: Groups) -> Tensor:
+    """Return which groups dynamic sampling keeps: two valid samples or more that differ.
+
+    Args:
+        groups: `groups.group_rewards` of the batch, of G groups.
+    Returns: [G] bool. For rewards of 0 and 1: neither all wrong nor all right.
+    Source: arXiv 2503.14476 eq. 11 (DAPO); rewards equal up to rounding count as equal.
+    """
+    return groups.has_spread
+
+
+def pass_at_k_estimate(num_samples: int, num_correct: int, k: int) -> float:
+    """Estimate without bias how often at least one of k samples is right.
+
+    1 - C(n - c, k) / C(n, k), the mean over all subsets of k of the n samples; in whole
+    numbers, so that the result is the nearest float.
+
+    Raises: ValueError unless 0 <= num_correct <= num_samples and 1 <= k <= num_samples.
+    Source: arXiv 2107.03374 eq. 1.
+    """
+    if not 0 <= num_correct <= num_samples:
+        raise ValueError(f"num_correct: must be in [0, num_samples = {num_samples}], got "
+                         f"{num_correct}")
+    _check_k(k, num_samples)
+    subsets = math.comb(num_samples, k)
+    return (subsets - math.comb(num_samples - num_correct, k)) / subsets
+
+
+def best_at_k_estimate(rewards: Sequence[float], k: int) -> float:
+    """Estimate without bias the best reward of k samples: the mean over all subsets of k.
+
+    For rewards of 0 and 1 it is `pass_at_k_estimate`.
+
+    Raises: ValueError unless 1 <= k <= number of rewards.
+    """
+    _check_k(k, len(rewards))
+    subsets = math.comb(len(rewards), k)
+    # The i-th smallest (from 0) is the best of C(i, k - 1) subsets.
+    return math.fsum(reward * (math.comb(i, k - 1) / subsets)
+                     for i, reward in enumerate(sorted(rewards)))
+
+
+def _check_k(k: int, num_samples: int) -> None:
+    if not 1 <= k <= num_samples:
+        raise ValueError(f"k: must be in [1, {num_samples}], the number of samples, got {k}")
+
+
+def adaptive_kl_coef(
+    coef: float, *, kl: float, target: float, horizon: float, num_samples: int
+) -> float:
+    """Move the KL coefficient toward the one that holds the KL at its target.
+
+    coef (1 + e num_samples / horizon), with e = kl / target - 1 clipped to +-0.2.
+
+    Args:
+        coef: in use, task units per nat. kl: measured with it, nats per token or sequence.
+        target: in the unit of kl, above 0.
+        horizon: samples over which the coefficient may change by a fifth.
+        num_samples: sequences since the last call.
+    Returns: the next coefficient, above 0 if coef is.
+    Raises: ValueError for a kl that is not finite, target or horizon not above 0, a negative
+        coef, or num_samples so many that the coefficient could reach 0.
+    Source: arXiv 1909.08593 section 2.2 (Ziegler et al.), in the form of lvwerra/trl.
+    """
+    if not math.isfinite(kl):
+        raise ValueError(f"kl: must be finite, got {kl}")
+    if not (coef >= 0 and target > 0 and horizon > 0):
+        raise ValueError(f"coef, target, horizon: must be at least 0, above 0 and above 0, got "
+                         f"{coef}, {target}, {horizon}")
+    if not 0 <= num_samples < 5 * horizon:
+        raise ValueError(f"horizon: {horizon} is too short for {num_samples} samples a step: the "
+                         f"coefficient could reach 0; use more than {num_samples / 5:g}")
+    error = min(max(kl / target - 1, -0.2), 0.2)
+    return coef * (1 + error * num_samples / horizon)

@@ -1,0 +1,249 @@
+"""Advantages: one number per token, computed on one packed micro-batch.
+
+A sequence is never split, so whatever runs along a response is known here; parts that need
+other samples of the batch come in as inputs (`token_baselines`). All inputs are aligned with
+the packed tokens [T] or the micro-batch's sequences [S]:
+
+    rewards [S] float64, task units     kl_rewards [T] float, task units: -beta k per token
+    values [T] float, task units, of the state before the token
+    *_logprobs [T] float, nats          loss_mask [T] bool, holes between turns allowed
+    episode_advantages [S] float64, from a method of `advantages`, over the whole batch
+
+Each method returns (advantages [T] float64, returns [T] float64 or None), detached, exactly 0
+off the loss mask whatever the inputs hold there. `returns` are the targets of a value model.
+Raises everywhere: ValueError for a reward that is not finite, of a sequence with loss tokens.
+Invariant under: micro-batching, packing order, padding; dp size. Shape letters: S sequences,
+T packed tokens, P prompts, L positions in a response.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from spmdrl.algorithms.groups import ROUNDING
+from spmdrl.algorithms.loss_tokens import discounted_sums, loss_tokens
+from spmdrl.algorithms.token_baselines import rewards_to_go, token_rewards
+
+# The methods, for the registry. prime, gigpo and otb are for import only: they need a process
+# reward model, anchor states or squared probabilities, which the program does not supply.
+__all__ = ["gae", "reinforce_plus_plus", "distill"]
+
+Result = tuple[Tensor, Tensor | None]
+
+
+def whitened(method: Callable[..., Result]) -> Callable[..., Result]:
+    """Mark a method whose result is to be whitened over all loss tokens of the global batch."""
+    method.whitened = True
+    return method
+
+
+@whitened
+def gae(
+    rewards: Tensor, values: Tensor, *, kl_rewards: Tensor, loss_mask: Tensor,
+    cu_seqlens: Tensor, gamma: float = 1.0, lam: float = 0.95, value_lam: float = 1.0,
+    length_alpha: float = 0.0,
+) -> Result:
+    """Estimate advantages with a value model: A_t = sum_k (gamma lam)^k delta_(t+k).
+
+    delta_t = r_t + gamma V_(t+1) - V_t, with V 0 behind the last token and the reward at it.
+
+    Args:
+        gamma: discount per token, in [0, 1].
+        lam: of the advantages, in [0, 1]; nearer 1 is less bias, more variance.
+        value_lam: of the returns, in [0, 1]; 1 makes them the discounted rewards to come.
+        length_alpha: above 0, lam is 1 - 1 / (length_alpha |y|), at least 0, for a response
+            of |y| loss tokens; 0 is off.
+    Returns: unwhitened advantages, and returns A(value_lam) + V.
+    Raises: ValueError for an option out of range.
+    Source: arXiv 1506.02438 eq. 16; 2503.01491 (value_lam, VC-PPO); 2504.05118 (length_alpha
+        0.05, VAPO; clamped at 0, where its formula is negative).
+    """
+    for name, option in (("gamma", gamma), ("lam", lam), ("value_lam", value_lam)):
+        if not 0 <= option <= 1:
+            raise ValueError(f"{name}: must be in [0, 1], got {option}")
+    if not length_alpha >= 0:
+        raise ValueError(f"length_alpha: must be at least 0 (0 is off), got {length_alpha}")
+    tokens = loss_tokens(loss_mask, cu_seqlens)
+    before = tokens.take(values)
+    deltas = token_rewards(rewards, kl_rewards, tokens) + gamma * tokens.next(before) - before
+    decay = torch.full_like(deltas, gamma * lam)
+    if length_alpha:
+        lengths = tokens.spread(tokens.counts).double()
+        decay = gamma * (1 - 1 / (length_alpha * lengths)).clamp(min=0)
+    advantages = discounted_sums(deltas, discounts=decay, last=tokens.last)
+    returns = before + discounted_sums(deltas, discounts=gamma * value_lam, last=tokens.last)
+    return tokens.put(advantages), tokens.put(returns)
+
+
+@whitened
+def reinforce_plus_plus(
+    rewards: Tensor, kl_rewards: Tensor, *, loss_mask: Tensor, cu_seqlens: Tensor
+) -> Result:
+    """Sum the rewards to come: R plus the KL rewards from this token on, undiscounted.
+
+    Returns: unwhitened advantages, None.
+    Source: arXiv 2501.03262 (REINFORCE++).
+    """
+    tokens = loss_tokens(loss_mask, cu_seqlens)
+    return tokens.put(rewards_to_go(rewards, kl_rewards, tokens)), None
+
+
+def distill(
+    old_logprobs: Tensor, teacher_logprobs: Tensor, *, loss_mask: Tensor, cu_seqlens: Tensor,
+    max_gap: float = 20.0,
+) -> Result:
+    """Follow a teacher on one's own samples: A_t = log pi_T - log pi_old.
+
+    In expectation it is minus KL(pi_old || pi_T) at each token.
+
+    Args:
+        max_gap: nats; the advantage is clamped to +- this (a teacher that gives the token
+            probability 0 has -inf).
+    Raises: ValueError for max_gap not above 0.
+    Source: arXiv 2306.08543, 2306.13649 (on-policy distillation, sampled reverse KL).
+    """
+    if not max_gap > 0:
+        raise ValueError(f"max_gap: must be above 0, got {max_gap}")
+    tokens = loss_tokens(loss_mask, cu_seqlens)
+    gap = tokens.take(teacher_logprobs) - tokens.take(old_logprobs)
+    return tokens.put(gap.clamp(-max_gap, max_gap)), None
+
+
+def prime(
+    prm_logprobs: Tensor, ref_logprobs: Tensor, *, process_baselines: Tensor,
+    episode_advantages: Tensor, loss_mask: Tensor, cu_seqlens: Tensor, beta: float = 0.05,
+    gamma: float = 1.0,
+) -> Result:
+    """Add implicit process rewards to the outcome: A + sum_(s>=t) gamma^(s-t) (r_s - b).
+
+    r_t = beta (log pi_phi - log pi_ref) of an implicit process reward model phi.
+
+    Args:
+        prm_logprobs, ref_logprobs: [T] float, nats. phi's, and its reference's.
+        process_baselines: [S] float64, b: mean r of the prompt's other samples
+            (`token_baselines.leave_one_out_means`, over the whole batch); NaN where there is
+            none, which leaves the outcome alone.
+        episode_advantages: [S] float64, `rloo` in the paper.
+        beta: task units per nat; the same as in the baselines. gamma: in [0, 1].
+    Raises: ValueError for gamma out of range.
+    Source: arXiv 2502.01456 (PRIME), advantage by leave-one-out.
+    """
+    if not 0 <= gamma <= 1:
+        raise ValueError(f"gamma: must be in [0, 1], got {gamma}")
+    tokens = loss_tokens(loss_mask, cu_seqlens)
+    process = beta * (tokens.take(prm_logprobs) - tokens.take(ref_logprobs))
+    baselines = tokens.spread(process_baselines.double())
+    process = torch.where(baselines.isnan(), 0.0, process - baselines)
+    to_come = discounted_sums(process, discounts=gamma, last=tokens.last)
+    return tokens.put(tokens.spread(episode_advantages.double()) + to_come), None
+
+
+def gigpo(
+    episode_advantages: Tensor, step_advantages: Tensor, *, loss_mask: Tensor,
+    cu_seqlens: Tensor, step_weight: float = 1.0,
+) -> Result:
+    """Add the advantage of the turn to that of the episode: A_E + step_weight A_S.
+
+    Args:
+        episode_advantages: [S] float64: `grpo` or `dr_grpo` in the paper.
+        step_advantages: [T] float64, of the token's turn among the turns of the prompt that
+            answer the same state (`token_baselines.step_advantages`, over the whole batch,
+            spread by `loss_tokens.Turns.per_token`).
+        step_weight: at least 0.
+    Raises: ValueError for a negative step_weight.
+    Source: arXiv 2505.10978 (GiGPO).
+    """
+    if not step_weight >= 0:
+        raise ValueError(f"step_weight: must be at least 0, got {step_weight}")
+    tokens = loss_tokens(loss_mask, cu_seqlens)
+    total = tokens.spread(episode_advantages.double())
+    return tokens.put(total + step_weight * tokens.take(step_advantages)), None
+
+
+def otb(
+    rewards: Tensor, otb_totals: Tensor, *, group_ids: Tensor, kl_rewards: Tensor,
+    loss_mask: Tensor, cu_seqlens: Tensor,
+) -> Result:
+    """Subtract the optimal token baseline: G_t - sum(G_t W_t) / sum(W_t) over the prompt.
+
+    0 where one sample alone reaches the position, where the returns there are equal, and
+    where all weights are 0 (every token so far was certain, and has no gradient).
+
+    Args:
+        otb_totals: [2, P, L] float64, `token_baselines.otb_sums` added up over the batch.
+        group_ids: [S] int64 in [0, P).
+    Source: arXiv 2602.07078; deviation: 0 in the tail of the longest response.
+    """
+    tokens = loss_tokens(loss_mask, cu_seqlens)
+    groups = tokens.spread(group_ids.to(loss_mask.device))
+    weight, weighted = otb_totals[:, groups, tokens.position]
+    returns = rewards_to_go(rewards, kl_rewards, tokens)
+    gap = returns - weighted / torch.where(weight > 0, weight, 1.0)
+    counted = (weight > 0) & (gap.abs() > ROUNDING * returns.abs())
+    return tokens.put(torch.where(counted, gap, 0.0)), None
+
+
+# --------------------------------------------------------------------------- whitening
+
+
+def moment_sums(advantages: Tensor, loss_mask: Tensor) -> Tensor:
+    """Count the loss tokens and take mean and squared deviations of their advantages.
+
+    Args:
+        advantages: [T] float64. loss_mask: [T] bool.
+    Returns: [3] float64: count, mean, sum of squared deviations from that mean.
+        `combine_moments` merges those of micro-batches and dp ranks.
+    """
+    kept = torch.where(loss_mask, advantages, 0.0).double()
+    count = loss_mask.double().sum()
+    mean = kept.sum() / count.clamp(min=1)
+    deviations = torch.where(loss_mask, kept - mean, 0.0)
+    mean = mean + deviations.sum() / count.clamp(min=1)  # second pass: round-off
+    squares = torch.where(loss_mask, kept - mean, 0.0).square().sum()
+    return torch.stack([count, mean, squares])
+
+
+def combine_moments(parts: Tensor) -> Tensor:
+    """Merge moments, as if all their tokens had been in one micro-batch.
+
+    Args:
+        parts: [R, 3] float64, `moment_sums` of R micro-batches or ranks, in one order
+            everywhere. A part without tokens counts for nothing.
+    Returns: [3] float64: count, mean, sum of squared deviations.
+    Source: Chan, Golub and LeVeque 1979, parallel variance.
+    """
+    counts, means, squares = parts.double().unbind(1)
+    total = counts.sum()
+    anchor = (counts * means).sum() / total.clamp(min=1)
+    mean = anchor + (counts * (means - anchor)).sum() / total.clamp(min=1)
+    between = (counts * (means - mean).square()).sum()
+    return torch.stack([total, mean, squares.sum() + between])
+
+
+def mean_and_std(moments: Tensor) -> tuple[Tensor, Tensor]:
+    """Return mean and population standard deviation of [3] moments; 0, 0 without tokens."""
+    count, mean, squares = moments
+    return mean, (squares / count.clamp(min=1)).sqrt()
+
+
+def whiten(
+    advantages: Tensor, *, loss_mask: Tensor, mean: Tensor, std: Tensor, eps: float = 1e-8
+) -> Tensor:
+    """Shift and scale loss tokens to mean 0 and spread 1: (A - mean) / (std + eps).
+
+    Args:
+        advantages: [T] float64. loss_mask: [T] bool.
+        mean, std: [] float64, of all loss tokens of the global batch (`mean_and_std`).
+        eps: above 0.
+    Returns: [T] float64, 0 off the loss mask, and everywhere if all tokens have one value up
+        to rounding.
+    Raises: ValueError for eps not above 0.
+    """
+    if not eps > 0:
+        raise ValueError(f"eps: must be above 0, got {eps}")
+    mean, std = torch.as_tensor(mean), torch.as_tensor(std)
+    has_scale = std > ROUNDING * mean.abs()
+    return torch.where(loss_mask & has_scale, (advantages - mean) / (std + eps), 0.0)

@@ -1,0 +1,146 @@
+"""What per-token advantages need from the whole batch, before any micro-batch is trained.
+
+Each part comes as a function of one micro-batch, whose results are gathered or added up over
+micro-batches and dp ranks, and where needed a function of the gathered whole:
+
+    prime   implicit_reward_means, gathered [S]  ->  leave_one_out_means [S]
+    gigpo   loss_tokens.turn_returns, gathered [U]  ->  step_advantages [U]
+    otb     otb_sums, added up [2, P, L]
+
+`leave_one_out_means` and `step_advantages` give a sample without others to compare with NaN
+(no baseline) and 0. Shape letters: S sequences, T packed tokens, U turns, P prompts, L
+positions in a response.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from spmdrl.algorithms.groups import group_rewards
+from spmdrl.algorithms.loss_tokens import LossTokens, discounted_sums, loss_tokens
+from spmdrl.algorithms.reduce import sequence_mean
+
+
+def implicit_reward_means(
+    prm_logprobs: Tensor, ref_logprobs: Tensor, *, loss_mask: Tensor, cu_seqlens: Tensor,
+    beta: float = 0.05,
+) -> Tensor:
+    """Average each sequence's implicit process rewards r_t = beta (log pi_phi - log pi_ref).
+
+    Args:
+        prm_logprobs, ref_logprobs: [T] float, nats. Process reward model and its reference.
+        loss_mask: [T] bool. cu_seqlens: [S+1] int32.
+        beta: scale of the reward, task units per nat.
+    Returns: [S] float64, task units; 0 without loss tokens.
+    Source: arXiv 2502.01456 (PRIME).
+    """
+    gap = prm_logprobs.detach().double() - ref_logprobs.detach().double()
+    return beta * sequence_mean(gap, cu_seqlens, loss_mask=loss_mask)
+
+
+def leave_one_out_means(values: Tensor, group_ids: Tensor, *, is_valid: Tensor) -> Tensor:
+    """Average the values of the group's other valid samples.
+
+    Args:
+        values: [S] float64 of the whole batch. group_ids: [S] int64.
+        is_valid: [S] bool; leave out sequences without loss tokens here.
+    Returns: [S] float64; NaN where the sample or all others are not valid.
+    Raises: ValueError for a valid value that is not finite.
+    Source: arXiv 2402.14740, 2502.01456.
+    """
+    groups = group_rewards(values, group_ids, is_valid=is_valid)
+    means = groups.means[groups.index]  # around the mean: no cancellation
+    others = (groups.counts - 1)[groups.index]
+    means = means + (means - groups.rewards) / others.clamp(min=1)
+    return torch.where(is_valid & (others >= 1), means, torch.nan)
+
+
+def step_advantages(
+    returns: Tensor, *, group_ids: Tensor, anchor_ids: Tensor,
+    scale: Literal["none", "std"] = "std", std_eps: float = 1e-6,
+) -> Tensor:
+    """Standardise the returns of a prompt's turns that answer one state.
+
+    Args:
+        returns: [U] float64, `loss_tokens.turn_returns` of all turns of the whole batch.
+        group_ids: [U] int64, prompt of each turn. anchor_ids: [U] int64; -1: none.
+        scale: `std` divides by the population standard deviation + std_eps, `none` centres.
+    Returns: [U] float64; exactly 0 without an anchor, for a state met once or equal returns.
+    Raises: ValueError for a return that is not finite.
+    Source: arXiv 2505.10978 (GiGPO), the step advantage; deviation: the full group's
+        standard deviation, not the sample form.
+    Invariant under: permuting turns; adding a constant per state.
+    """
+    pairs = torch.stack([group_ids, anchor_ids], dim=1)
+    _, states = torch.unique(pairs, dim=0, return_inverse=True)
+    groups = group_rewards(returns, states, is_valid=anchor_ids >= 0)
+    centred = groups.centred()
+    return centred / (groups.stds + std_eps)[groups.index] if scale == "std" else centred
+
+
+def otb_sums(
+    rewards: Tensor, old_logprobs: Tensor, *, square_probs: Tensor, kl_rewards: Tensor,
+    loss_mask: Tensor, cu_seqlens: Tensor, group_ids: Tensor, num_groups: int, num_positions: int,
+) -> Tensor:
+    """Sum weights and weighted returns of a prompt's samples at each response position.
+
+    W_t = sum over the tokens up to t of 1 - 2 pi + sum_v pi_v^2, the squared length of the
+    gradient of log pi by the logits; G_t the rewards from t on.
+
+    Args:
+        rewards: [S] float64, task units. old_logprobs: [T] float, nats.
+        square_probs: [T] float, sum over the vocabulary of pi^2.
+        kl_rewards: [T] float, task units. loss_mask: [T] bool. cu_seqlens: [S+1] int32.
+        group_ids: [S] int64 in [0, num_groups). num_groups: P of the whole batch.
+        num_positions: L, most loss tokens of any response.
+    Returns: [2, P, L] float64: sum of W and sum of G W over the samples that reach the
+        position. Add up over micro-batches and dp ranks.
+    Source: arXiv 2602.07078 (optimal token baseline).
+    Invariant under: micro-batching, packing order.
+    """
+    tokens = loss_tokens(loss_mask, cu_seqlens)
+    probs = tokens.take(old_logprobs).exp()
+    energy = (1 - 2 * probs + tokens.take(square_probs)).clamp(min=0)
+    weights = _sums_so_far(energy, tokens)
+    returns = rewards_to_go(rewards, kl_rewards, tokens)
+    table = torch.zeros(2, num_groups * num_positions, dtype=torch.float64,
+                        device=returns.device)
+    cells = tokens.spread(group_ids.to(returns.device)) * num_positions + tokens.position
+    table = table.index_add(1, cells, torch.stack([weights, returns * weights]))
+    return table.view(2, num_groups, num_positions)
+
+
+def rewards_to_go(rewards: Tensor, kl_rewards: Tensor, tokens: LossTokens) -> Tensor:
+    """Sum what each loss token still earns: its KL rewards from here on and the reward.
+
+    Args:
+        rewards: [S] float64, task units. kl_rewards: [T] float, task units.
+    Returns: [N] float64.
+    Raises: ValueError for a reward of a sequence with loss tokens that is not finite.
+    """
+    return discounted_sums(token_rewards(rewards, kl_rewards, tokens), discounts=1.0,
+                           last=tokens.last)
+
+
+def token_rewards(rewards: Tensor, kl_rewards: Tensor, tokens: LossTokens) -> Tensor:
+    """Return the KL reward of each loss token, plus the reward at the last: [N] float64.
+
+    Raises: ValueError for a reward of a sequence with loss tokens that is not finite.
+    """
+    rewards = torch.where(tokens.counts > 0, rewards.detach().double(), 0.0)
+    finite = rewards.isfinite()
+    if not finite.all():
+        row = int((~finite).nonzero()[0])
+        raise ValueError(f"reward of sequence {row} of the micro-batch is {float(rewards[row])}; "
+                         "rewards must be finite")
+    return tokens.take(kl_rewards) + tokens.at_last(rewards)
+
+
+def _sums_so_far(values: Tensor, tokens: LossTokens) -> Tensor:
+    # [N] -> [N], inclusive: the sum from here on of the reversed order.
+    firsts = torch.arange(len(values), device=values.device) - tokens.position
+    last = (len(values) - 1 - firsts).flip(0)
+    return discounted_sums(values.flip(0), discounts=1.0, last=last).flip(0)

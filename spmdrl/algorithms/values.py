@@ -1,0 +1,107 @@
+"""The value model's loss and how well its values explain the returns.
+
+Conventions of `losses`: `loss_mask` [T] bool, where it is False terms and gradients are
+exactly 0 whatever the inputs hold there; terms are not divided by anything; stats are
+{name: (numerator, denominator)}, detached float64 sums over loss tokens, which add up over
+micro-batches and dp ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+__all__ = ["value_loss"]
+
+Stats = dict[str, tuple[Tensor, Tensor]]
+_ROUNDING = 2.0**-40  # variance / mean square below which returns count as equal
+
+
+def value_loss(
+    values: Tensor, old_values: Tensor, *, returns: Tensor, loss_mask: Tensor, clip: float = 0.2
+) -> tuple[Tensor, Stats]:
+    """Clip the change of the value: max((V - R)^2, (clip(V, V_old +- clip) - R)^2) / 2.
+
+    Args:
+        values: [T] float, task units. Current, with gradient.
+        old_values: [T] float, task units. At batch preparation.
+        returns: [T] float, task units. Targets.
+        loss_mask: [T] bool.
+        clip: largest change that the loss rewards, task units; 0 is off.
+    Returns: terms [T] in the dtype of `values`, and stats: value/mean, value/clip_frac and
+        those of `explained_variance_sums` for old_values, which made the advantages.
+    Raises: ValueError for a negative clip.
+    Source: Schulman et al. 2017, PPO (openai/baselines ppo2), value clipping.
+    Invariant under: dp size, micro-batching, packing order, padding.
+    """
+    if not clip >= 0:
+        raise ValueError(f"clip: must be at least 0 (0 is off), got {clip}")
+    kept = _keep(values, loss_mask)
+    old = _keep(old_values.detach(), loss_mask).to(values.dtype)
+    targets = _keep(returns.detach(), loss_mask).to(values.dtype)
+    squares = (kept - targets).square()
+    is_clipped = torch.zeros_like(loss_mask)
+    if clip:
+        clipped = (torch.clamp(kept, old - clip, old + clip) - targets).square()
+        is_clipped = clipped.detach() > squares.detach()
+        squares = torch.maximum(squares, clipped)
+    stats = {
+        "value/mean": _masked_mean(values, loss_mask),
+        "value/clip_frac": _masked_mean(is_clipped, loss_mask),
+        **explained_variance_sums(old_values, returns, loss_mask=loss_mask),
+    }
+    return _keep(0.5 * squares, loss_mask), stats
+
+
+def explained_variance_sums(values: Tensor, returns: Tensor, *, loss_mask: Tensor) -> Stats:
+    """Sum what `explained_variance` needs, over one micro-batch.
+
+    Args:
+        values, returns: [T] float, task units. loss_mask: [T] bool.
+    Returns: value/returns, value/returns_square, value/error and value/error_square, with
+        the error returns - values.
+    """
+    targets = returns.detach().double()
+    errors = targets - values.detach().double()
+    return {
+        "value/returns": _masked_mean(targets, loss_mask),
+        "value/returns_square": _masked_mean(targets.square(), loss_mask),
+        "value/error": _masked_mean(errors, loss_mask),
+        "value/error_square": _masked_mean(errors.square(), loss_mask),
+    }
+
+
+def explained_variance(sums: Mapping[str, tuple[Tensor | float, Tensor | float]]) -> float:
+    """Return 1 - Var(returns - values) / Var(returns) over all tokens that were added up.
+
+    Args:
+        sums: with the names of `explained_variance_sums`, added up pairwise.
+    Returns: share of the returns' variance that the values explain, at most 1, negative when
+        they are worse than a constant; NaN without tokens or when all returns are equal (a
+        spread below 1e-6 of their size).
+    Source: as logged by openai/baselines; population variances.
+    """
+    count = float(sums["value/returns"][1])
+    if not count:
+        return float("nan")
+
+    def moments(name: str) -> tuple[float, float]:
+        mean = float(sums[name][0]) / count
+        square = float(sums[f"{name}_square"][0]) / count
+        return max(square - mean * mean, 0.0), square
+
+    variance, square = moments("value/returns")
+    if not variance > _ROUNDING * square:
+        return float("nan")
+    return 1 - moments("value/error")[0] / variance
+
+
+def _keep(values: Tensor, loss_mask: Tensor) -> Tensor:
+    # where, not a product: NaN * 0 is NaN, and so would be the gradient.
+    return torch.where(loss_mask, values, 0.0)
+
+
+def _masked_mean(values: Tensor, loss_mask: Tensor) -> tuple[Tensor, Tensor]:
+    return _keep(values.detach().double(), loss_mask).sum(), loss_mask.double().sum()

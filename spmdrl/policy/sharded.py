@@ -1,0 +1,164 @@
+"""One transformers model over the trainer mesh: this rank's shards and a packed forward pass.
+
+The policy is one; so are a reference, a teacher, a value model and a reward model, each with
+the same sharding, and each loaded without any rank holding it whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from spmdrl.config import Config
+from spmdrl.policy import parallelize, tensor_parallel
+from spmdrl.policy.attention import pick_attention, register_attention
+from spmdrl.policy.load import (
+    SCALAR_HEAD, CheckpointReader, build_meta_model, check_names, compute_buffers, model_folder,
+    read_parameters,
+)
+from spmdrl.policy.objective import make_scoring, spread
+from spmdrl.policy.scorer import Scorer, Scoring, Valuer
+from spmdrl.world import World
+
+
+class ShardedModel:
+    """A causal LM or a scalar-valued one, built, sharded and loaded on the trainer ranks.
+
+    Args:
+        cfg, world: the config and this rank's view of the job.
+        path: folder or hub name of the weights.
+        is_trained: False for a model that only scores: its parameters are kept in the compute
+            dtype and have no gradients.
+        is_scalar: with a head of one output per token (`values`) instead of the vocabulary's
+            (`forward`, `columns`, `score`); zero at first if the files are a causal LM's.
+    Raises: ValueError when the model cannot be loaded or laid out.
+    """
+
+    def __init__(self, cfg: Config, world: World, *, path: str, is_trained: bool,
+                 is_scalar: bool = False):
+        self.cfg, self.world = cfg, world
+        model = replace(cfg.model, path=path)
+        dtype = getattr(torch, model.compute_dtype)
+        register_attention()
+        self.hf_model = hf_model = build_meta_model(model, is_scalar=is_scalar)
+        self._names = [name for name, _ in hf_model.named_parameters()]
+        shapes = {name: p.shape for name, p in hf_model.named_parameters()}
+        if not is_trained:
+            for parameter in hf_model.parameters():
+                parameter.data, parameter.requires_grad = parameter.data.to(dtype), False
+        attention = pick_attention(
+            model.attention, device=world.device, dtype=dtype,
+            has_softcap=getattr(hf_model.config, "attn_logit_softcapping", None) is not None,
+        )
+        self.is_padded = attention == "padded"
+        hf_model.set_attn_implementation(f"spmdrl_{attention}")
+        reader = CheckpointReader(model_folder(path))
+        if is_scalar and SCALAR_HEAD not in reader.names():
+            shapes.pop(SCALAR_HEAD)
+        check_names(reader, shapes, may_be_extra=_may_be_extra(hf_model, is_scalar=is_scalar))
+        self._parallelize(hf_model, dtype=dtype)
+        self.scorer.to_empty(device=world.device)
+        self.scorer.eval()  # no dropout: current and old logprobs must come out alike
+        read_parameters(reader, self.named_shards())
+        compute_buffers(hf_model)
+
+    def _parallelize(self, hf_model: nn.Module, *, dtype: torch.dtype) -> None:
+        cfg, mesh = self.cfg, self.world.mesh
+        self.whole: dict[str, str] = {}  # parameters that every tp rank holds whole
+        tp_group = None
+        if cfg.model.liger and self.world.device.type == "cuda":
+            parallelize.apply_liger(hf_model)
+        if mesh["tp"].size() > 1:
+            self.whole = tensor_parallel.apply_tp(hf_model, mesh["tp"])
+            head = hf_model.get_output_embeddings()
+            if hf_model.config.tie_word_embeddings:
+                head = hf_model.get_input_embeddings()
+            is_split = head is not None and hasattr(head.weight, "placements")
+            tp_group = mesh["tp"].get_group() if is_split else None
+        if cfg.model.activation_checkpointing:
+            parallelize.apply_activation_checkpointing(hf_model)
+        hf_blocks = [getattr(parent, name) for parent, name in parallelize.blocks(hf_model)]
+        if cfg.model.compile:
+            parallelize.apply_compile(hf_blocks)
+        self.scorer = Valuer(hf_model) if hasattr(hf_model, "score") else Scorer(
+            hf_model, chunk_tokens=cfg.model.head_chunk_tokens, tp_group=tp_group,
+            temperature=cfg.sampling.temperature if cfg.algorithm.objective == "rl" else 1.0,
+        )
+        self._prefix = f"{hf_model.base_model_prefix}."
+        parallelize.apply_fsdp(self.scorer, hf_blocks, mesh=mesh, dtype=dtype)
+
+    def named_shards(self) -> dict[str, Tensor]:
+        """Return {name in the safetensors files: live parameter}, tied weights once.
+
+        DTensors over (dp_replicate,) dp_shard and tp; their storage stays the same for life.
+        """
+        named = {}
+        for name, parameter in self.scorer.named_parameters():
+            name = parallelize.plain_name(name)
+            name = self._prefix + name[5:] if name.startswith("base.") else name
+            named[name] = parameter
+        return {name: named[name] for name in self._names}
+
+    def forward(self, work: Scoring) -> tuple[Tensor, Tensor]:
+        """Return logprobs and entropy of the scored tokens: each [N] float32, nats."""
+        return self.scorer(work, self.scorer.head_options)
+
+    def values(self, work: Scoring) -> Tensor:
+        """Return the value of the state after each token: [T] float32."""
+        return self.scorer(work)
+
+    @torch.no_grad()
+    def columns(self, works: Sequence[Scoring]) -> list[tuple[Tensor, Tensor]]:
+        """Score packed rows without gradients.
+
+        Returns: per row, logprobs and entropy as [T] float32 nats, 0 where nothing is scored.
+        """
+        scored = [tuple(spread(values, work) for values in self.forward(work))
+                  for work in works]
+        parallelize.reshard(self.scorer)
+        return scored
+
+    @torch.no_grad()
+    def score(self, tokens: Sequence[Sequence[int]]) -> list[Tensor]:
+        """Score plain sequences at temperature 1; every trainer rank must call with the same.
+
+        Returns: per sequence [len] float32 natural logprobs on the CPU; the first is 0.
+        """
+        scored: list[Tensor] = []
+        options = replace(self.scorer.head_options, temperature=1.0)
+        for rows in _packs(tokens, self.cfg.batch.tokens_per_microbatch):
+            lengths = [len(row) for row in rows]
+            positions = torch.cat([torch.arange(n) for n in lengths])
+            work = make_scoring(
+                torch.tensor([t for row in rows for t in row]), lengths, mask=positions > 0,
+                position_ids=positions, device=self.world.device, padded=self.is_padded,
+            )
+            logprobs, _ = self.scorer(work, options)
+            scored += spread(logprobs, work).cpu().split(lengths)
+        parallelize.reshard(self.scorer)
+        return scored
+
+
+def _may_be_extra(hf_model: nn.Module, *, is_scalar: bool) -> list[str]:
+    """Names a file may hold besides: what transformers ignores, and a tied head's copy."""
+    patterns = list(getattr(hf_model, "_keys_to_ignore_on_load_unexpected", None) or ())
+    patterns.append(r"rotary_emb\.inv_freq$")  # stored by old versions, computed by us
+    if hf_model.config.tie_word_embeddings or is_scalar:
+        patterns.append(r"^lm_head\.weight$")
+    return patterns
+
+
+def _packs(tokens: Sequence[Sequence[int]], budget: int) -> list[list[Sequence[int]]]:
+    """Split sequences into runs of at most `budget` tokens, each at least one sequence."""
+    packs: list[list[Sequence[int]]] = []
+    room = 0
+    for row in tokens:
+        if not packs or len(row) > room:
+            packs.append([])
+            room = budget
+        packs[-1].append(row)
+        room -= len(row)
+    return packs

@@ -1,0 +1,118 @@
+"""A sharded model with its optimizer: micro-batches in, one optimizer step out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from spmdrl.config import Config, Optimizer
+from spmdrl.policy import tensor_parallel
+from spmdrl.policy.objective import Job, Stats
+from spmdrl.policy.optimizer import AdamW, copies, learning_rate, local_part, square_sum
+from spmdrl.policy.sharded import ShardedModel
+from spmdrl.policy.update import Outcome, Totals, clip_gradients, dump_skipped, exchange_totals
+from spmdrl.types import Sums
+from spmdrl.world import World
+
+LossOf = Callable[[Job], tuple[Tensor, Stats]]
+"""One micro-batch's share of the loss, a [] tensor with a graph, and its metrics."""
+
+
+class Trainee:
+    """Trains one sharded model, on the trainer ranks.
+
+    Args:
+        model: with trainable parameters.
+        cfg, world: the config and this rank's view of the job.
+        options: of the optimizer.
+        name: first part of the metrics' names: `policy` or `value`.
+    """
+
+    def __init__(self, model: ShardedModel, *, cfg: Config, world: World, options: Optimizer,
+                 name: str = "policy"):
+        self.model, self.cfg, self.world, self.options = model, cfg, world, options
+        self.name = name
+        shards = model.named_shards()
+        embedding = model.hf_model.get_input_embeddings().weight
+        self.optimizer = AdamW(
+            shards, options=options,
+            no_decay={name for name, p in shards.items() if p is embedding},
+        )
+        trainers = len(world.trainer_ranks)
+        self._copies = {name: copies(p, num_trainers=trainers) for name, p in shards.items()}
+        # tp ranks of one dp index see the same batch: the first speaks for all of them.
+        self._counts = world.mesh.get_local_rank("tp") == 0
+
+    def take_step(self, jobs: Sequence[Job], loss_of: LossOf, *, step: int, number: int) -> Sums:
+        """Run all micro-batches of one update and move the parameters.
+
+        An update whose loss or gradient norm is not finite is skipped on all ranks together,
+        counted, and its micro-batches are saved under output_dir/skipped.
+
+        Args:
+            jobs: this rank's micro-batches; every trainer rank has equally many.
+            loss_of: called once per job, in order.
+            step: training step, for the schedule. number: of the update within the step.
+        Returns: sums over all trainer ranks, equal on each of them.
+        """
+        totals = Totals()
+        for index, job in enumerate(jobs):
+            self.model.scorer.set_requires_all_reduce(index == len(jobs) - 1)
+            loss, stats = loss_of(job)
+            # FSDP2 averages gradients over the dp ranks; the loss is a sum.
+            (loss * self.world.dp_size).backward()
+            totals.add(job, loss, stats)
+        gradients = self.optimizer.gradients()
+        if self.model.whole:
+            tensor_parallel.sum_replicated_gradients(
+                gradients, self.model.whole, group=self.world.mesh["tp"].get_group())
+        outcome = exchange_totals(
+            totals, square_sum(gradients, self._copies), counts=self._counts,
+            group=self.world.trainer_control,
+        )
+        lr = learning_rate(self.options, step, steps=self.cfg.steps)
+        if outcome.is_finite:
+            clip_gradients(list(gradients.values()), norm=outcome.grad_norm,
+                           max_norm=self.options.max_grad_norm)
+            self.optimizer.step(gradients, lr=lr)
+        else:
+            dump_skipped(jobs, outcome, folder=Path(self.cfg.output_dir) / "skipped", step=step,
+                         update=number, rank=self.world.rank)
+        self.optimizer.zero_grad()
+        return self._sums(outcome, lr=lr, is_first=number == 0)
+
+    def state_dict(self) -> dict[str, object]:
+        """Return model and optimizer state as nested dicts of DTensors that share live storage.
+
+        Names are those of the safetensors files. Loading into the tensors in place restores
+        them up to the optimizer's update count, which `load_state_dict` sets.
+        """
+        model = {name: p.detach() for name, p in self.model.named_shards().items()}
+        return {"model": model, "optimizer": self.optimizer.state_dict()}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
+        """Restore what `state_dict` returned, after it was loaded onto this layout."""
+        for name, parameter in self.model.named_shards().items():
+            local, source = local_part(parameter), local_part(state["model"][name])
+            if local.data_ptr() != source.data_ptr():
+                local.copy_(source)
+        self.optimizer.load_state_dict(state["optimizer"])
+
+    def _sums(self, outcome: Outcome, *, lr: float, is_first: bool) -> Sums:
+        once = float(is_first)  # the denominator of what is a total over the step's updates
+        is_finite, name = outcome.is_finite, self.name
+        sums: Sums = {
+            f"{name}/lr": (lr, 1.0), f"{name}/skipped_updates": (float(not is_finite), once),
+        }
+        if name == "policy":
+            trained = outcome.num_tokens if is_finite else 0.0
+            sums["perf/trained_tokens"] = (trained, once)
+        if not is_finite:
+            return sums
+        return outcome.stats | sums | {
+            f"{name}/loss": (outcome.loss, 1.0), f"{name}/grad_norm": (outcome.grad_norm, 1.0),
+        }
