@@ -59,7 +59,8 @@ def test_a_free_part_must_be_there(name: str) -> None:
 
 
 def test_every_entry_of_the_glossary_is_filled_and_prefixed() -> None:
-    prefixes = {"rollout", "reward", "policy", "loss", "sync", "time", "perf", "mem", "data",
+    prefixes = {"rollout", "reward", "policy", "value", "preference", "reward_model", "loss",
+                "sync", "time", "perf", "mem", "data",
                 "eval"}
     for name, metric in GLOSSARY.items():
         assert name.split("/")[0] in prefixes, name
