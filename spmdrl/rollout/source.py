@@ -1,4 +1,4 @@
-"""Sources of batches, behind one interface: sampled rollouts (RL) and dataset rows (SFT).
+"""Sources of batches, behind one interface: rollouts sampled here, dataset rows in `rows`.
 
 A source works ahead: `generate(until=k)` makes sure that this rank's share of the batches up
 to step k exists, `take(k)` hands one over. Only inference ranks generate; nothing here waits
@@ -11,18 +11,17 @@ import dataclasses
 import time
 from typing import Any, Protocol
 
-import torch
-from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from spmdrl.config import Config
-from spmdrl.data.offline import SupervisedSource
 from spmdrl.data.prompts import PromptSource
 from spmdrl.engine.protocol import EngineProtocol
 from spmdrl.policy.load import load_hf_config
 from spmdrl.rewards.pool import RewardPool
 from spmdrl.rollout.burst import Draw, Sample, burst
-from spmdrl.types import Prompt, Rollouts, Scalars, Sums, add_sums
+from spmdrl.rollout.packing import concat_rollouts, empty_rollouts, pack, rollouts_from_dict
+from spmdrl.rollout.rows import RowSource
+from spmdrl.types import Prompt, Rollouts, Sums
 from spmdrl.world import World
 
 _PROBE_PROMPTS = 16
@@ -60,7 +59,7 @@ def make_source(cfg: Config, world: World, *, tokenizer: PreTrainedTokenizerBase
         or a reward function cannot be used.
     """
     hf = load_hf_config(cfg.model.path, trust_remote_code=cfg.model.trust_remote_code)
-    if cfg.algorithm.objective == "sft":
+    if cfg.algorithm.objective != "rl":
         source = RowSource(cfg, world, tokenizer=tokenizer)
     else:
         source = RolloutSource(cfg, world, tokenizer=tokenizer)
@@ -171,131 +170,6 @@ class RolloutSource:
         sums["time/generate"] = (time.perf_counter() - began, 1)
         return pack(samples, version=engine.version, sums=sums,
                     num_shown=4 if self.world.replica == 0 else 0)
-
-
-class RowSource:
-    """Supervised rows, cut to this rank's share; the first tp rank of each dp index supplies."""
-
-    def __init__(self, cfg: Config, world: World, *, tokenizer: PreTrainedTokenizerBase):
-        self.world = world
-        self.rows = SupervisedSource(cfg, tokenizer)
-        self.check_context = self.rows.check_context
-
-    def generate(self, engine: EngineProtocol, *, until: int) -> None:
-        """Do nothing: rows are at hand."""
-
-    def take(self, step: int) -> Rollouts:
-        """Return this rank's rows of `step`."""
-        world = self.world
-        if not world.is_trainer or world.rank % world.cfg.layout.tp:
-            return empty_rollouts()
-        rows = list(enumerate(self.rows.rows_at(step)))
-        return pack_rows(rows[world.dp_index(world.rank) :: world.dp_size], version=step)
-
-    def probe_tokens(self) -> list[tuple[int, ...]]:
-        """Return nothing: there is no engine to compare with."""
-        return []
-
-    def evaluate(self, engine: EngineProtocol, *, step: int) -> Sums:
-        """Return nothing: there is no engine to sample with."""
-        return {}
-
-    def state_dict(self) -> dict[str, Any] | None:
-        """Return None: rows are a function of the step."""
-        return None
-
-    def load_state_dict(self, states: list[dict[str, Any]], step: int) -> None:
-        """Do nothing: rows are a function of the step."""
-
-    def close(self) -> None:
-        """Do nothing."""
-
-
-# --------------------------------------------------------------------------- packing
-
-
-def pack(samples: list[Sample], *, version: int, sums: Sums, num_shown: int) -> Rollouts:
-    """Pack samples into flat tensors. A failed reward becomes is_valid = False, reward 0."""
-    tokens, mask, logprobs, versions = [], [], [], []
-    for s in samples:
-        prompt, response = len(s.prompt.tokens), len(s.completion.tokens)
-        tokens += [*s.prompt.tokens, *s.completion.tokens]
-        mask += [False] * prompt + [True] * response
-        logprobs += [0.0] * prompt + list(s.completion.logprobs)
-        versions += [-1] * prompt + [version] * response
-    lengths = [len(s.prompt.tokens) + len(s.completion.tokens) for s in samples]
-    scalars = Scalars(
-        lengths=_ints(lengths),
-        response_lengths=_ints([len(s.completion.tokens) for s in samples]),
-        group_ids=_ints([s.slot for s in samples]), sample_ids=_ints([s.sample for s in samples]),
-        rewards=torch.tensor([s.reward.value or 0.0 for s in samples], dtype=torch.float64),
-        is_truncated=torch.tensor([s.completion.is_truncated for s in samples], dtype=torch.bool),
-        is_valid=torch.tensor([s.reward.value is not None for s in samples], dtype=torch.bool),
-        min_versions=_ints([version] * len(samples)),
-    )
-    shown = tuple({"prompt": s.prompt.text, "response": s.text, "reward": s.reward.value}
-                  for s in samples[:num_shown])
-    return Rollouts(
-        tokens=_ints(tokens), response_mask=torch.tensor(mask, dtype=torch.bool),
-        rollout_logprobs=torch.tensor(logprobs, dtype=torch.float32),
-        policy_versions=_ints(versions), cu_seqlens=_cumulative(lengths), scalars=scalars,
-        sums=sums, samples=shown,
-    )
-
-
-def pack_rows(rows: list[tuple[int, tuple[list[int], list[bool]]]], *, version: int) -> Rollouts:
-    """Pack supervised (slot, (tokens, response_mask)) rows as rollouts with reward 0."""
-    lengths = [len(tokens) for _, (tokens, _) in rows]
-    mask = torch.tensor([m for _, (_, row) in rows for m in row], dtype=torch.bool)
-    count = len(rows)
-    return Rollouts(
-        tokens=_ints([t for _, (row, _) in rows for t in row]), response_mask=mask,
-        rollout_logprobs=torch.zeros(mask.numel()),
-        policy_versions=torch.where(mask, version, -1), cu_seqlens=_cumulative(lengths),
-        scalars=Scalars(
-            lengths=_ints(lengths),
-            response_lengths=_ints([sum(row) for _, (_, row) in rows]),
-            group_ids=_ints([slot for slot, _ in rows]), sample_ids=_ints([0] * count),
-            rewards=torch.zeros(count, dtype=torch.float64),
-            is_truncated=torch.zeros(count, dtype=torch.bool),
-            is_valid=torch.ones(count, dtype=torch.bool), min_versions=_ints([version] * count),
-        ),
-    )
-
-
-def empty_rollouts() -> Rollouts:
-    """Return the rollouts of a rank that made none."""
-    return pack([], version=0, sums={}, num_shown=0)
-
-
-def concat_rollouts(parts: list[Rollouts]) -> Rollouts:
-    """Return all sequences of several Rollouts in one."""
-    packed = {
-        name: torch.cat([getattr(p, name) for p in parts])
-        for name in ("tokens", "response_mask", "rollout_logprobs", "policy_versions")
-    }
-    scalars = Scalars(**{
-        f.name: torch.cat([getattr(p.scalars, f.name) for p in parts])
-        for f in dataclasses.fields(Scalars)
-    })
-    return Rollouts(**packed, cu_seqlens=_cumulative(scalars.lengths.tolist()), scalars=scalars,
-                    sums=add_sums(*(p.sums for p in parts)),
-                    samples=tuple(s for p in parts for s in p.samples))
-
-
-def rollouts_from_dict(tree: dict[str, Any]) -> Rollouts:
-    """Undo dataclasses.asdict."""
-    return Rollouts(**{**tree, "scalars": Scalars(**tree["scalars"]),
-                       "sums": {k: tuple(v) for k, v in tree["sums"].items()},
-                       "samples": tuple(tree["samples"])})
-
-
-def _ints(values: list[int]) -> Tensor:
-    return torch.tensor(values, dtype=torch.int64)
-
-
-def _cumulative(lengths: list[int]) -> Tensor:
-    return torch.cat([_ints([0]), _ints(lengths).cumsum(0)])
 
 
 # --------------------------------------------------------------------------- rewards
