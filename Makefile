@@ -22,6 +22,7 @@ venv: .venv/installed
 .venv/installed: requirements/cpu.txt pyproject.toml
 	@$(PYTHON) -c 'import sys; v = sys.version.split()[0]; sys.version_info >= (3, 11) or \
 	  sys.exit("$(PYTHON) is Python " + v + "; the pinned packages need 3.11: PYTHON=python3.11")'
+	@echo 'installing into .venv: about 3 GB, about 2 minutes'
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --no-deps -r requirements/cpu.txt
 	@# Where the index offers torch only as its CUDA build, that build cannot start without its

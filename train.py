@@ -2,21 +2,26 @@
 
 Ranks [0, trainer_ranks) hold shards of the policy, the others an in-process vLLM engine (or
 every rank both, in turns: `placement: colocated`). There is no driver: each rank walks through
-the same lines. Lines marked `# meets` can wait for ranks of the other role; nothing else can.
-They stand at the top level of the loop, where every rank executes them in the same order.
+the same lines. Lines marked `# meets` can wait for ranks of the other role; between them trainers
+wait for trainers alone (annotate, advantages_of, update), and the ranks of one engine for each
+other (generate). All stand at the top level, where every rank executes them in the same order.
 """
 
 from __future__ import annotations
 
 import os
+import signal
 import sys
-import traceback
+from typing import TYPE_CHECKING
 
 from spmdrl import config, dry_run
 from spmdrl.config import Config
 
+if TYPE_CHECKING:
+    from spmdrl.world import World
 
-def train(cfg: Config) -> int:
+
+def train(cfg: Config, world: World) -> int:
     """Run the experiment to its end, or to a requested stop, and return the exit status."""
     from spmdrl.checkpoint import Checkpointer
     from spmdrl.credit import advantages_of
@@ -30,15 +35,13 @@ def train(cfg: Config) -> int:
     from spmdrl.rollout.source import make_source
     from spmdrl.sync.stream import WeightStream
     from spmdrl.types import add_sums
-    from spmdrl.world import World
 
-    world = World.start(cfg)
-    report = Report(cfg, world)
+    report = Report(cfg, world)  # meets: one folder for the logs
     tokenizer = load_tokenizer(cfg)
     source = make_source(cfg, world, tokenizer=tokenizer)  # leaders of replicas: reward workers
-    engine = Engine(cfg, world)  # inference ranks: a vLLM engine; others: nothing
-    policy = Policy(cfg, world)  # trainer ranks: shards; others: nothing
-    stream = WeightStream(policy, engine, world)  # meets
+    engine = Engine(cfg, world)  # meets; inference ranks: a vLLM engine; others: nothing
+    policy = Policy(cfg, world)  # meets; trainer ranks: shards; others: nothing
+    stream = WeightStream(policy, engine, world)  # meets: which slice goes to whom
     checkpoints = Checkpointer(cfg, world)
     state = checkpoints.restore(policy, source)  # meets
     first_push = stream.push(version=state.step)  # meets: proves the path before step one
@@ -76,17 +79,22 @@ def train(cfg: Config) -> int:
 
 def main() -> int:
     """Parse, refuse what is wrong with its reasons, and train."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during imports: no traceback
     cfg = config.parse()
     if cfg.dry_run:
         return dry_run.show(cfg)
+    from spmdrl.checkpoint.restore import already_finished
+    from spmdrl.world import World, ended
+
+    world = None
     try:
-        return train(cfg)
-    except ValueError as error:  # the user's to mend: the message says how
-        print(f"[rank {os.environ.get('RANK', '?')}] {error}", file=sys.stderr, flush=True)
-        return 2
-    except Exception:
-        traceback.print_exc()
-        return 1
+        world = World.start(cfg)  # meets
+        if already_finished(cfg, world):
+            world.close()
+            return 0
+        return train(cfg, world)
+    except Exception as error:
+        return ended(error, world)  # says why, here and to the other ranks
 
 
 if __name__ == "__main__":

@@ -54,7 +54,10 @@ def sequence_advantages(batch: Batch, cfg: Config) -> Tensor:
     """
     chosen, scalars = cfg.algorithm, batch.scalars
     method = registry.get("advantage", chosen.advantage)
-    advantages = registry.call(method, vars(scalars), chosen.advantage_options).double()
+    options = dict(chosen.advantage_options)
+    if "part_weights" in registry.options_of(method) and cfg.rewards.weights:
+        options["part_weights"] = cfg.rewards.weights
+    advantages = registry.call(method, vars(scalars), options).double()
     if advantages.shape != (len(scalars),) or not advantages.isfinite().all():
         raise ValueError(f"algorithm.advantage: {chosen.advantage} gave shape "
                          f"{tuple(advantages.shape)} with "
@@ -112,6 +115,8 @@ def _whiten(advantages: Sequence[Tensor], masks: Sequence[Tensor], *, world: Wor
     is_first = world.mesh.get_local_rank("tp") == 0
     parts = gather_objects(own.cpu() if is_first else None, group=world.trainer_control)
     mean, std = mean_and_std(combine_moments(torch.cat([p for p in parts if p is not None])))
+    if not (mean.isfinite() and std.isfinite()):
+        return list(advantages)  # as they are: the update is skipped on all ranks, and counted
     mean, std = mean.to(own.device), std.to(own.device)
     return [whiten(a, loss_mask=m, mean=mean, std=std) for a, m in zip(advantages, masks)]
 

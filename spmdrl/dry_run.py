@@ -2,58 +2,141 @@
 
 from __future__ import annotations
 
+import importlib.util
+import inspect
 import sys
+from collections.abc import Iterator
+from pathlib import Path
 
 from spmdrl import config
 from spmdrl.config import Config, inference_ranks, trainer_ranks
+from spmdrl.config.fields import trains_on_pairs
+from spmdrl.data.rows import ground_truth_of, read_rows
+from spmdrl.data.tasks import is_generated, make_task
 
+_TRL_GIVEN = {"prompts", "completions", "completion_ids", "log_metric", "log_extra"}
 _DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
 
 
 def show(cfg: Config) -> int:
     """Print resolved config, derived sizes, mesh map and stream size; return the exit status.
 
-    Needs the model's config.json, no weights, no launcher and no second process.
+    Needs the model's config.json, no weights, no launcher and no second process. Data and reward
+    functions are opened as far as that is quick: the first row, the import.
     """
     print(config.dump(cfg))
     for title, pairs in (("derived", derived(cfg)), ("mesh", mesh_map(cfg))):
         print(f"{title}:")
         for name, value in pairs.items():
             print(f"  {name:<28} {value}")
+    found = list(problems(cfg))
     try:
-        sizes = stream_size(cfg)
+        print("stream:", *(f"  {k:<28} {v}" for k, v in stream_size(cfg).items()), sep="\n")
     except ValueError as error:
-        print(f"stream: cannot tell: {error}", file=sys.stderr)
-        return 2
-    print("stream:")
-    for name, value in sizes.items():
-        print(f"  {name:<28} {value}")
-    return 0
+        found.insert(0, str(error))
+    sys.stdout.flush()
+    for problem in dict.fromkeys(found):
+        print(f"problem: {problem}", file=sys.stderr)
+    return 2 if found else 0
+
+
+# --------------------------------------------------------------------------- what would fail
+
+
+def problems(cfg: Config) -> Iterator[str]:
+    """Yield what a run would stumble over at its start: data, tokenizer, reward functions."""
+    from spmdrl.data.prompts import load_tokenizer
+
+    rows = {}
+    for field, spec in (("data.train", cfg.data.train), ("data.eval", cfg.data.eval)):
+        try:
+            rows[field] = _first_row(cfg, spec) if spec else None
+        except ValueError as error:
+            yield f"{field}: {error}"
+    try:
+        load_tokenizer(cfg)
+    except ValueError as error:
+        yield str(error)
+    for spec in cfg.rewards.functions if cfg.algorithm.objective == "rl" else ():
+        try:
+            _check_reward(spec, rows.get("data.train"))
+        except (ValueError, SystemExit) as error:  # a module of the user's may exit
+            yield str(error) or f"rewards.functions: importing {spec!r} exits"
+
+
+def _first_row(cfg: Config, spec: str) -> dict | None:
+    """Return the first row; None of a hub dataset, which would have to be fetched."""
+    if is_generated(spec):
+        task = make_task(spec, cfg.data.task_options, size=max(1, cfg.data.size))
+        return task.row(cfg.seed, 0, split="train")
+    from spmdrl.algorithms import registry
+
+    is_file = Path(spec).suffix in (".jsonl", ".json", ".parquet")
+    if not is_file and importlib.util.find_spec("datasets"):
+        return None
+    need = {"rl": "prompt", "sft": "example"}.get(cfg.algorithm.objective, "pair")
+    if cfg.algorithm.objective == "preference" and registry.is_unpaired(
+            registry.get("preference", cfg.algorithm.loss)):
+        need = "label"
+    return read_rows(spec, size=1, need=need)[0]
+
+
+def _check_reward(spec: str, row: dict | None) -> None:
+    """Raises: ValueError when a function cannot be used, or asks for what a row does not have."""
+    from spmdrl.rewards.signatures import import_function, load_reward
+
+    load_reward(spec)
+    parameters = inspect.signature(import_function(spec)).parameters.values()
+    named = [p for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
+    required = {p.name for p in named if p.default is p.empty}
+    if row is None:
+        return
+    if "ground_truth" in required and "solution_str" in {p.name for p in named}:
+        try:
+            ground_truth_of(row)
+        except ValueError as error:
+            raise ValueError(f"rewards.functions: {spec} asks for ground_truth, and in the first "
+                             f"row of data.train {error}") from None
+    elif "completions" in {p.name for p in named}:
+        absent = required - set(row) - _TRL_GIVEN
+        if absent:
+            raise ValueError(f"rewards.functions: {spec} asks for {', '.join(sorted(absent))}; the "
+                             f"first row of data.train has {', '.join(map(str, row))}")
+
+
+# --------------------------------------------------------------------------- what follows
 
 
 def derived(cfg: Config) -> dict[str, str]:
     """Return the arithmetic that follows from a config, as {name: text with its formula}."""
     batch, trainers, engines = cfg.batch, trainer_ranks(cfg), inference_ranks(cfg)
     dp = len(trainers) // cfg.layout.tp
-    group = batch.group_size if cfg.algorithm.objective == "rl" else 1
+    is_rl = cfg.algorithm.objective == "rl"
+    group = batch.group_size if is_rl else 2 if trains_on_pairs(cfg) else 1
     sequences = batch.prompts_per_step * group
     longest = cfg.data.max_prompt_tokens + cfg.sampling.max_response_tokens
     pairs = {
-        "sequences per step": f"{batch.prompts_per_step} prompts * {group} = {sequences}",
+        "sequences per step": f"{batch.prompts_per_step} {'prompts' if is_rl else 'rows'} * "
+                              f"{group} = {sequences}",
         "optimizer steps per step": f"{batch.updates_per_step}, of about "
-                                    f"{sequences / batch.updates_per_step:g} sequences",
+                                    f"{sequences / batch.updates_per_step:.0f} sequences",
         "tokens per step": f"at most {sequences} * {longest} = {sequences * longest:,}",
-        "sequences per dp rank": f"{sequences} / {dp} = {sequences / dp:g}",
+        "sequences per dp rank": _share(sequences, dp),
         "micro-batches per dp rank": _microbatches(sequences, longest, dp=dp, cfg=cfg),
-        "steps of generation ahead": f"{cfg.lag}",
     }
     if engines:
+        pairs["steps of generation ahead"] = f"{cfg.lag}"
         replicas = len(engines) // cfg.layout.inference_tp
-        pairs["prompts per engine replica"] = (
-            f"{batch.prompts_per_step} / {replicas} = {batch.prompts_per_step / replicas:g}")
+        pairs["prompts per engine replica"] = _share(batch.prompts_per_step, replicas)
+        rounds = -(-sequences // (replicas * cfg.engine.max_num_seqs))
         pairs["engine rounds per step"] = (
-            f"{sequences / replicas:g} sequences / {cfg.engine.max_num_seqs} at a time")
+            f"{rounds}: {sequences / replicas:.0f} sequences, {cfg.engine.max_num_seqs} at a time")
     return pairs
+
+
+def _share(total: int, parts: int) -> str:
+    about = "" if total % parts == 0 else "about "
+    return f"{total} / {parts} = {about}{total / parts:.0f}"
 
 
 def _microbatches(sequences: int, longest: int, *, dp: int, cfg: Config) -> str:
@@ -103,5 +186,6 @@ def stream_size(cfg: Config) -> dict[str, str]:
         buckets = max(1, -(-count * item // tp // cfg.stream.bucket_bytes))
         pairs["bytes per push"] = (f"{count:,} * {item} = {count * item:,} out of the trainers, "
                                    f"about {count * item // tp:,} into each engine rank")
-        pairs["buckets"] = f"about {buckets} of {cfg.stream.bucket_bytes:,} bytes"
+        pairs["buckets"] = (f"about {buckets} of {cfg.stream.bucket_bytes:,} bytes" if buckets > 1
+                            else f"1 (they may hold {cfg.stream.bucket_bytes:,} bytes)")
     return pairs

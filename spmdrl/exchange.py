@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from spmdrl.comm import gather_bytes, gather_sizes
+from spmdrl.config.fields import trains_on_pairs
 from spmdrl.data.partition import Plan, partition
 from spmdrl.types import Batch, Microbatch, Rollouts, Scalars, Sums, add_sums
 from spmdrl.world import World
@@ -21,6 +22,7 @@ from spmdrl.world import World
 _INTEGERS = ("lengths", "response_lengths", "group_ids", "sample_ids", "min_versions",
              "is_truncated", "is_valid")
 _BOOLEANS = ("is_truncated", "is_valid")
+_FLOATS = ("rewards", "greedy_rewards", "reward_parts")
 
 
 @dataclass(frozen=True)
@@ -45,9 +47,9 @@ def exchange(rollouts: Rollouts, world: World, *, step: int) -> Batch:
             held by exactly one rank.
         step: for the names of the waits.
     Returns: the Batch; micro-batch tensors on world.device, scalars on the CPU.
-    Raises, on all ranks alike: RuntimeError for a (group, sample) held twice, or no sequence
-        at all; ValueError for a valid reward that is not finite, a sequence without tokens,
-        or one longer than batch.tokens_per_microbatch.
+    Raises, on all ranks alike: RuntimeError for a (group, sample) held twice, no sequence at
+        all, or none that is valid; ValueError for a valid reward that is not finite, a sequence
+        without tokens, or one longer than batch.tokens_per_microbatch.
     """
     assert torch.equal(rollouts.cu_seqlens.diff(), rollouts.scalars.lengths)
     table = _gather(rollouts, world, step=step)
@@ -56,6 +58,7 @@ def exchange(rollouts: Rollouts, world: World, *, step: int) -> Batch:
     plan = partition(
         table.scalars.lengths, group_ids=table.scalars.group_ids, dp_size=world.dp_size,
         tokens_per_microbatch=cfg.tokens_per_microbatch, num_updates=cfg.updates_per_step,
+        whole_groups=trains_on_pairs(world.cfg),
     )
     local = _move(rollouts, table, plan=plan, world=world, step=step)
     return Batch(scalars=table.scalars, updates=_cut(local, table, plan=plan, world=world),
@@ -69,26 +72,28 @@ def _gather(rollouts: Rollouts, world: World, *, step: int) -> _Table:
     """Gather everyone's scalars, sums and samples, and sort the sequences."""
     own = rollouts.scalars
     integers = torch.stack([getattr(own, name).long() for name in _INTEGERS], dim=1)
-    payload = pickle.dumps((integers.numpy(), own.rewards.double().numpy(), rollouts.sums,
-                            rollouts.samples))
+    floats = {name: getattr(own, name).double().numpy() for name in _FLOATS}
+    payload = pickle.dumps((integers.numpy(), floats, rollouts.sums, rollouts.samples))
     with world.watch.wait("await rollouts", step):  # timed apart: the other role's work
         sizes = gather_sizes(payload, group=world.control)
     with world.watch.wait("exchange scalars", step):
         payloads = gather_bytes(payload, sizes, group=world.control)
-    tables, rewards, sums, samples = zip(*map(pickle.loads, payloads))
+    tables, floats, sums, samples = zip(*map(pickle.loads, payloads))
     counts = [len(table) for table in tables]
     integers = torch.cat([torch.from_numpy(table) for table in tables])
     num_samples = int(integers[:, 3].max()) + 1 if len(integers) else 1
     order = torch.argsort(integers[:, 2] * num_samples + integers[:, 3], stable=True)
     columns = dict(zip(_INTEGERS, integers[order].unbind(1)))
     columns |= {name: columns[name].bool() for name in _BOOLEANS}
+    # A rank without sequences need not know the number of reward functions.
+    filled = [part for part in floats if len(part["rewards"])] or floats[:1]
+    columns |= {name: torch.cat([torch.from_numpy(part[name]) for part in filled])[order]
+                for name in _FLOATS}
     ranks = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
     positions = torch.cat([torch.arange(count) for count in counts])
     return _Table(
-        scalars=Scalars(rewards=torch.cat([torch.from_numpy(r) for r in rewards])[order],
-                        **columns),
-        sources=ranks[order], positions=positions[order], sums=add_sums(*sums),
-        samples=tuple(sample for part in samples for sample in part),
+        scalars=Scalars(**columns), sources=ranks[order], positions=positions[order],
+        sums=add_sums(*sums), samples=tuple(sample for part in samples for sample in part),
     )
 
 
@@ -106,6 +111,10 @@ def _check(table: _Table, *, step: int) -> None:
         row = int(same.nonzero()[0])
         raise RuntimeError(f"{name(row)} was handed over twice, again by rank "
                            f"{int(table.sources[row + 1])}; each sequence must have one holder")
+    if not scalars.is_valid.any():
+        raise RuntimeError(f"step {step}: the reward of all {len(scalars)} samples failed, which "
+                           "leaves nothing to train on; warnings above and in the ranks' logs "
+                           "name the first of each replica. Mend the reward function")
     bad = scalars.is_valid & ~scalars.rewards.isfinite()
     if bad.any():
         row = int(bad.nonzero()[0])

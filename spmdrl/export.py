@@ -3,7 +3,8 @@
     python -m spmdrl.export runs/demo --out exported
     python -m spmdrl.export runs/demo/checkpoints/step_40 --out exported --dtype bfloat16
 
-One process, whatever layout wrote the checkpoint; memory is that of one output file.
+One process, whatever layout wrote the checkpoint; memory is that of one output file. A reward
+model becomes a sequence classifier of one label.
 """
 
 from __future__ import annotations
@@ -22,8 +23,10 @@ import tyro
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from transformers import AutoTokenizer
 
 from spmdrl.checkpoint import manifest as disk
+from spmdrl.policy.load import SCALAR_HEAD
 
 _PREFIX = "model."  # the policy's part of a checkpoint, before the tensors' own names
 _SMALL_FILES = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "*.py")
@@ -64,6 +67,8 @@ def export(
     _copy_small_files(tokenizer or (content.tokenizer if model == content.model else model), made,
                       flag="--tokenizer", skip=("config.json", "generation_config.json"))
     cast = _set_dtype(made / "config.json", dtype)
+    if _PREFIX + SCALAR_HEAD in _tensors(folder / disk.POLICY):
+        _make_classifier(made)
     _write_weights(folder / disk.POLICY, made, dtype=cast, limit=int(max_shard_gib * 2**30))
     if out.is_dir():
         out.rmdir()
@@ -130,9 +135,34 @@ def _set_dtype(path: Path, dtype: str) -> torch.dtype:
     return cast
 
 
+def _tensors(source: Path) -> dict[str, TensorStorageMetadata]:
+    """Return what is known of every tensor in a checkpoint's policy folder, by name."""
+    return disk.TensorReader(source).read_metadata().state_dict_metadata
+
+
+def _make_classifier(folder: Path) -> None:
+    """Let config.json say that the model is a sequence classifier of one label.
+
+    transformers takes the score after the last token that is not padding, so padding must not
+    be a token that ends a sequence: then it is the tokenizer's own, or none, which allows one
+    sequence at a time.
+    """
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    config["architectures"] = [name.replace("ForCausalLM", "ForSequenceClassification")
+                               for name in config.get("architectures") or ()]
+    config |= {"num_labels": 1, "id2label": {"0": "score"}, "label2id": {"score": 0}}
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    ends = config.get("eos_token_id")
+    ends = {tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])}
+    candidates = (config.get("pad_token_id"), tokenizer.pad_token_id)
+    config["pad_token_id"] = next((i for i in candidates if i is not None and i not in ends), None)
+    path.write_text(json.dumps(config, indent=2) + "\n")
+
+
 def _write_weights(source: Path, target: Path, *, dtype: torch.dtype, limit: int) -> None:
-    index = disk.TensorReader(source).read_metadata().state_dict_metadata
-    entries = {name: entry for name, entry in index.items() if name.startswith(_PREFIX)}
+    entries = {name: entry for name, entry in _tensors(source).items()
+               if name.startswith(_PREFIX)}
     sizes = {name: _out_bytes(entry, dtype) for name, entry in entries.items()}
     shards = _shards(sizes, limit=limit)
     places: dict[str, str] = {}

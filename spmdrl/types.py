@@ -7,7 +7,8 @@ token that it scores: `logprobs[t]` is log p(tokens[t] | tokens before t of its 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
 
 import torch
 from torch import Tensor
@@ -52,13 +53,33 @@ class Scalars:
     response_lengths: Tensor  # [S] int64, sampled tokens
     group_ids: Tensor  # [S] int64, position of the prompt within the step's batch
     sample_ids: Tensor  # [S] int64, sample within the group
-    rewards: Tensor  # [S] float64, task units
+    rewards: Tensor  # [S] float64, task units, after rewards.shaping
     is_truncated: Tensor  # [S] bool, cut at max_response_tokens
     is_valid: Tensor  # [S] bool, False: reward failed under on_failure=drop
     min_versions: Tensor  # [S] int64, oldest policy version among the sampled tokens
+    reward_parts: Tensor | None = None
+    """[S, K] float64, each reward function's own value: no weight, no shaping; 0 where it does
+    not apply. Always there: left out, the rewards [S, 1]."""
+    greedy_rewards: Tensor | None = None
+    """[S] float64, reward of the prompt's greedy response, shaped; NaN where there is none.
+    Always there: left out, all NaN."""
+
+    def __post_init__(self) -> None:
+        if self.reward_parts is None:
+            object.__setattr__(self, "reward_parts", self.rewards.double()[:, None])
+        if self.greedy_rewards is None:
+            none = torch.full_like(self.rewards, torch.nan, dtype=torch.float64)
+            object.__setattr__(self, "greedy_rewards", none)
 
     def __len__(self) -> int:
         return self.lengths.numel()
+
+    @classmethod
+    def concat(cls, parts: Sequence["Scalars"]) -> "Scalars":
+        """Join at least one, in order. One without sequences need not know K."""
+        filled = [part for part in parts if len(part)] or parts[:1]
+        return cls(**{f.name: torch.cat([getattr(part, f.name) for part in filled])
+                      for f in fields(cls)})
 
 
 @dataclass(frozen=True)

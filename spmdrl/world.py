@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import re
 import signal
 import socket
+import sys
+import threading
+import time
+import traceback
 from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from spmdrl.comm import Watch, gather_objects, store_timeout
+from spmdrl.comm import PeersMissing, Watch, first_line, gather_objects, store_timeout
 from spmdrl.config import Config, flatten, inference_ranks, trainer_ranks
 
 MESH_AXES = ("dp_replicate", "dp_shard", "tp")
+_TOLD_CHARS = 2000
+_ONE_KEY_PRESS_S = 1.0  # terminal and launcher may both pass on the same Ctrl-C
 
 
 @dataclass(frozen=True)
@@ -87,7 +95,9 @@ class World:
     mesh: DeviceMesh | None
     """Trainer mesh with axes MESH_AXES; None on ranks that do not train."""
     stop_requested: bool = field(default=False)
-    """SIGTERM or SIGUSR1 arrived: save at the next step boundary, then leave."""
+    """A signal asked for it: save at the next step boundary, then leave."""
+    is_started: bool = field(default=False)
+    """Start-up is over: there is progress to save."""
 
     @classmethod
     def start(cls, cfg: Config) -> "World":
@@ -109,8 +119,10 @@ class World:
             device_id=device if device.type == "cuda" else None,
         )
         store = dist.distributed_c10d._get_default_store().clone()
+        # torchrun keeps the store in its own process, srun has rank 0 keep it.
+        is_host = launch.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
         watch = Watch(store, rank=launch.rank, world_size=launch.world_size,
-                      timeout_s=cfg.layout.startup_timeout_s)
+                      timeout_s=cfg.layout.startup_timeout_s, hosts_store=is_host)
         with watch.wait("create groups", -1):
             control = dist.new_group(backend="gloo", timeout=timeout)
             trainer_control = dist.new_group(trainer_ranks(cfg), backend="gloo", timeout=timeout)
@@ -181,8 +193,9 @@ class World:
     # ---------------------------------------------------------------- life
 
     def started(self) -> None:
-        """Say that start-up is over: from here on waits have the short deadline."""
+        """Say that start-up is over: waits have the short deadline, a signal saves first."""
         self.watch.timeout_s = self.cfg.layout.wait_timeout_s
+        self.is_started = True
 
     def agree_to_stop(self, step: int) -> bool:
         """Return on all ranks, once all are here, whether any rank was asked to stop."""
@@ -211,21 +224,118 @@ class World:
                     "every rank must be started with the same config file and flags"
                 )
 
-    def _catch_signals(self) -> None:
-        def request(_signal: int, _frame: object) -> None:
-            self.stop_requested = True
+    # ---------------------------------------------------------------- signals
 
-        signal.signal(signal.SIGTERM, request)
-        signal.signal(signal.SIGUSR1, request)  # Slurm's --signal=USR1@N
+    def _catch_signals(self) -> None:
+        """Have a thread act on SIGINT, SIGTERM and SIGUSR1 as they arrive.
+
+        Python runs handlers in the main thread, which may stand in a collective for minutes;
+        the wake-up descriptor is written at once.
+        """
+        read, write = os.pipe()
+        os.set_blocking(write, False)
+        signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+        # A forked child's signals are not ours.
+        os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+            signal.signal(number, lambda *_: None)
+        threading.Thread(target=self._obey_signals, args=(read,), daemon=True,
+                         name="spmdrl-signals").start()
+
+    def _obey_signals(self, pipe: int) -> None:
+        first_at = None
+        while received := os.read(pipe, 1):
+            number, now = signal.Signals(received[0]), time.monotonic()
+            if number == signal.SIGUSR1:  # Slurm's --signal=USR1@N
+                self.stop_requested = True
+            elif number not in (signal.SIGINT, signal.SIGTERM):
+                continue
+            elif first_at is None:
+                first_at = now
+                self._first_signal(number)
+            elif now - first_at > _ONE_KEY_PRESS_S:
+                self._leave_at_once(number, "the second signal")
+
+    def _first_signal(self, number: signal.Signals) -> None:
+        if self.watch.is_ending:
+            return
+        cause = self.watch.peer_error()
+        if cause:  # the launcher ends us because of a peer
+            self.watch.leave_after_peer(cause)
+        elif not self.is_started:
+            self._leave_at_once(number, "nothing to save before the first step")
+        else:
+            self.stop_requested = True
+            if self.rank == 0:
+                print(f"[rank 0] {number.name}: this step is finished and saved, then the run "
+                      "stops; a second signal ends it at once", file=sys.stderr, flush=True)
+
+    def _leave_at_once(self, number: signal.Signals, why: str) -> None:
+        try:
+            if self.rank == 0:
+                print(f"[rank 0] {number.name}: ends at once ({why})", file=sys.stderr, flush=True)
+            if self.watch.claim_ending():
+                self.watch.close_early("stopped")
+        finally:
+            os._exit(128 + number)
+
+
+def ended(error: Exception, world: World | None) -> int:
+    """Say why this rank ends, to people, to the launcher and to the other ranks.
+
+    Args:
+        error: what was raised. Of a ValueError (the user's to mend) and of missing peers the
+            message is shown, of anything else the traceback too.
+        world: None when it was not reached.
+    Returns: the exit status.
+    """
+    rank, text = os.environ.get("RANK", "?") if world is None else world.rank, first_line(error)
+    if not isinstance(error, PeersMissing):
+        _tell_launcher(f"{type(error).__name__}: {error}"[:_TOLD_CHARS])
+    if world is not None:
+        world.watch.claim_ending(wait=True)
+        if not isinstance(error, PeersMissing) and not world.watch.claim_cause(text):
+            print(f"[rank {rank}] ends for the same reason", file=sys.stderr, flush=True)
+            return 1
+    if isinstance(error, (ValueError, PeersMissing)):
+        print(f"[rank {rank}] {error}", file=sys.stderr, flush=True)
+    else:
+        traceback.print_exception(error)
+        print(f"[rank {rank}] ended with {text}", file=sys.stderr, flush=True)
+    if world is not None:
+        world.watch.close_early("failed")
+        if not isinstance(error, PeersMissing):
+            world.watch.tell_end(text)
+    return 2 if isinstance(error, ValueError) else 1
+
+
+def _tell_launcher(text: str) -> None:
+    """Leave the reason where torchrun looks for it: it closes its own report with it."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path:
+        extra = {"py_callstack": text, "timestamp": str(int(time.time()))}
+        with contextlib.suppress(OSError):  # the reason was printed already
+            with open(path, "w") as file:
+                json.dump({"message": {"message": text, "extraInfo": extra}}, file)
 
 
 def _check_launch(cfg: Config, launch: Launch) -> None:
     if launch.world_size != cfg.layout.world_size:
         raise ValueError(
             f"layout.world_size is {cfg.layout.world_size}, but {launch.launcher} started "
-            f"{launch.world_size} ranks; start {cfg.layout.world_size} or set "
-            f"--layout.world-size {launch.world_size}"
+            f"{launch.world_size} ranks; start {cfg.layout.world_size} or {_other_way(cfg, launch)}"
         )
+
+
+def _other_way(cfg: Config, launch: Launch) -> str:
+    size = launch.world_size
+    if cfg.layout.placement != "split" or size > cfg.layout.trainer_ranks:
+        return f"set --layout.world-size {size}"
+    if size > 1:
+        return (f"set --layout.world-size {size} --layout.trainer-ranks {size // 2}, so that "
+                "split placement leaves ranks to generate")
+    return (f"set --layout.world-size {size} --layout.placement colocated: split placement needs "
+            "a rank that trains and one that generates")
 
 
 def pick_device(cfg: Config, local_rank: int) -> torch.device:

@@ -18,6 +18,9 @@ from spmdrl.report.report import Report
 class FreeWatch:
     """Waits that need no watching: there is one rank."""
 
+    def __init__(self) -> None:
+        self.before_exit: list[Any] = []
+
     @contextlib.contextmanager
     def wait(self, name: str, step: int) -> Iterator[None]:
         """Do nothing around the block."""

@@ -115,7 +115,28 @@ def test_senseless_combinations_are_refused():
     assert "data.eval is empty" in problems(evaluate=config.Evaluate(every_steps=2))
     assert "has no size of its own" in problems(data=config.Data(train="task:addition"))
     assert "name at least one reward function" in problems(data=config.Data(train="x.jsonl"))
-    assert "rl runs `split` or `colocated`" in problems(layout=Layout(placement="offline"))
+    assert "rl `split` or `colocated`" in problems(layout=Layout(placement="offline"))
+
+
+def test_combinations_of_methods_are_refused():
+    def problems(layout=Layout(), model=config.Model(path="m"), **algorithm):
+        changed = good(algorithm=config.Algorithm(**algorithm), layout=layout, model=model)
+        return "\n".join(config.validate(changed))
+
+    assert "the engine would be corrected for twice" in problems(loss="dppo_tv")
+    assert problems(loss="dppo_tv", correction="none") == ""
+    assert "expected gradient of 0" in problems(kl="k1", kl_coef=0.1)
+    assert problems(kl="k1", kl_coef=0.1, kl_in="reward") == ""
+    assert "model.teacher: is empty" in problems(advantage="distill")
+    offline = Layout(placement="offline")
+    assert "model.teacher: is empty" in problems(layout=offline, objective="distill",
+                                                 loss="divergence")
+    assert "which is a method of the kind loss" in problems(layout=offline, objective="preference",
+                                                            loss="ppo_clip")
+    split = Layout(placement="offline", world_size=2, tp=2)
+    assert "the whole vocabulary on each rank" in problems(
+        layout=split, objective="distill", loss="divergence",
+        model=config.Model(path="m", teacher="t"))
 
 
 def test_method_and_option_names_are_checked():

@@ -49,6 +49,9 @@ def rollouts(keys: list[tuple[int, int]], **changes) -> Rollouts:
         response_lengths=torch.tensor([p["response"] for p in parts], dtype=torch.int64),
         rewards=groups + samples / 3.0, is_truncated=samples == 2,
         is_valid=(groups + samples) % 4 != 3, min_versions=groups * 0,
+        # Two reward functions; a rank without sequences does not know how many there are.
+        reward_parts=torch.stack([groups / 3.0, samples / 5.0], dim=1).double() if keys else None,
+        greedy_rewards=groups.double() / 7,
     )
 
     def flat(name: str, dtype: torch.dtype) -> torch.Tensor:
@@ -166,6 +169,7 @@ def check_delivery(results: list[tuple[ExchangedBatch, int]], cfg: Config) -> No
 FAULTS = {
     "nan": "ValueError: reward of group 2 sample 0 (from rank 1, step 7) is nan",
     "nan, not valid": "accepted",
+    "none valid": "RuntimeError: step 7: the reward of all 12 samples failed",
     "twice": "RuntimeError: group 1 sample 2 (from rank 0, step 7) was handed over twice, "
              "again by rank 1",
     "nothing": "RuntimeError: step 7: no rank handed over a single sequence",
@@ -182,6 +186,8 @@ def faulty(world: World, fault: str) -> Rollouts:
             (s.group_ids == 2) & (s.sample_ids == 0), torch.nan, s.rewards))
     if fault == "nan, not valid":
         return rollouts(mine, rewards=lambda s: torch.where(s.is_valid, s.rewards, torch.nan))
+    if fault == "none valid":
+        return rollouts(mine, is_valid=lambda s: torch.zeros_like(s.is_valid))
     if fault == "empty":
         none = rollouts([(0, 0)] if mine else [])
         zeros = {name: getattr(none, name)[:0] for name in

@@ -63,6 +63,47 @@ def test_dp_ranks_carry_nearly_the_same_tokens(lengths, dp_size) -> None:
     assert (loads.max() - loads.min()) <= 0.1 * loads.mean()
 
 
+@given(
+    sizes=st.lists(st.lists(st.integers(1, 40), min_size=1, max_size=3), min_size=1, max_size=30),
+    dp_size=st.integers(1, 4), num_updates=st.integers(1, 3), budget=st.integers(120, 300),
+)
+@settings(max_examples=100, deadline=None)
+def test_whole_groups_share_a_micro_batch_within_the_budget(
+    sizes, dp_size, num_updates, budget
+) -> None:
+    lengths = [n for group in sizes for n in group]
+    ids = torch.tensor([7 * g for g, group in enumerate(sizes) for _ in group])
+    mixed = torch.randperm(len(lengths), generator=torch.Generator().manual_seed(len(lengths)))
+    lengths, ids = torch.tensor(lengths)[mixed], ids[mixed]
+    options = dict(dp_size=dp_size, num_updates=num_updates, tokens_per_microbatch=budget)
+    plan = partition(lengths, group_ids=ids, whole_groups=True, **options)
+    places = torch.stack([plan.update_ids, plan.dp_ids, plan.microbatch_ids], dim=1)
+    assert all(len(places[ids == g].unique(dim=0)) == 1 for g in ids.unique())
+    for place in places.unique(dim=0):
+        assert int(lengths[(places == place).all(dim=1)].sum()) <= budget
+    assert torch.equal(plan.update_ids, partition(lengths, group_ids=ids, **options).update_ids)
+    for update, count in enumerate(plan.num_microbatches):
+        assert max(plan.microbatch_ids[plan.update_ids == update].tolist(), default=-1) < count
+
+
+@given(lengths=st.lists(st.integers(1, 100), min_size=1, max_size=40), dp_size=st.integers(1, 4))
+@settings(max_examples=50, deadline=None)
+def test_groups_of_one_are_placed_as_sequences_are(lengths, dp_size) -> None:
+    ids, options = torch.arange(len(lengths)), dict(dp_size=dp_size, tokens_per_microbatch=128)
+    plans = [partition(torch.tensor(lengths), group_ids=ids, whole_groups=whole, **options)
+             for whole in (False, True)]
+    assert torch.equal(plans[0].dp_ids, plans[1].dp_ids)
+    assert torch.equal(plans[0].microbatch_ids, plans[1].microbatch_ids)
+
+
+def test_a_whole_group_above_the_budget_is_refused_with_its_sizes() -> None:
+    lengths, ids = torch.tensor([60, 10, 50]), torch.tensor([4, 2, 4])
+    with pytest.raises(ValueError, match=r"tokens_per_microbatch: the 2 sequences of group 4, .* "
+                                         r"60 \+ 50 = 110 tokens, above .* 100; .* least 110"):
+        partition(lengths, group_ids=ids, dp_size=1, tokens_per_microbatch=100, whole_groups=True)
+    partition(lengths, group_ids=ids, dp_size=1, tokens_per_microbatch=100)
+
+
 def test_no_more_micro_batches_than_the_tokens_need_when_they_fit_evenly() -> None:
     assert cut([10] * 40, dp_size=2).num_microbatches == (2,)
     assert cut([10] * 41, dp_size=2).num_microbatches == (3,)

@@ -73,7 +73,7 @@ def test_packed_logprobs_and_gradients_equal_plain_transformers(architecture, tm
     folder = _folder(architecture, tmp_path)
     expected, model = _reference(folder)
     scorer, work = _scorer(folder), _work(_rows())
-    logprobs, _ = scorer(work, scorer.head_options)
+    logprobs, _ = scorer(work)
     torch.testing.assert_close(logprobs.double(), torch.cat(expected), rtol=1e-5, atol=1e-5)
     signs = torch.cos(torch.arange(logprobs.numel()).double())
     (logprobs.double() * signs).sum().backward()
@@ -92,7 +92,7 @@ def test_packing_order_changes_no_score(tmp_path):
         scores = []
         for chosen in (rows, [rows[i] for i in order]):
             work = _work(chosen)
-            values = spread(scorer(work, scorer.head_options)[0], work)
+            values = spread(scorer(work)[0], work)
             scores.append(values.split([len(row) for row in chosen]))
     for at, index in enumerate(order):
         torch.testing.assert_close(scores[1][at], scores[0][index], rtol=1e-5, atol=1e-6)

@@ -89,7 +89,7 @@ def test_a_model_with_a_vision_tower_is_refused(tmp_path):
 
 def _shards(cfg: Config, folder: str) -> dict:
     from spmdrl.policy import Policy
-    from spmdrl.sync.shards import held_boxes
+    from spmdrl.shards import held_boxes
     from spmdrl.world import World
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 

@@ -153,6 +153,17 @@ def test_a_resumed_run_takes_out_the_rows_it_writes_again(
     assert "resumed at step 4 of 10" in capsys.readouterr().out
 
 
+def test_a_start_from_nothing_over_earlier_metrics_says_so(
+    tmp_path: Path, group: Any, capsys: pytest.CaptureFixture
+) -> None:
+    report = open_report(config(tmp_path), group)
+    record_steps(report, 0, 2)
+    report.close("stopped")
+    assert "no checkpoint" not in capsys.readouterr().out
+    open_report(config(tmp_path), group).close("stopped")
+    assert "10 steps, no checkpoint, starting at step 0" in capsys.readouterr().out
+
+
 def test_numbers_that_are_not_finite_leave_valid_json(tmp_path: Path, group: Any) -> None:
     report = open_report(config(tmp_path), group)
     report.step(0, {"policy/loss": (float("nan"), 1)}, seconds={})

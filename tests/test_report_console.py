@@ -52,11 +52,13 @@ def test_the_table_is_readable_at_100_columns(
     record_steps(report, 0, 200)
     report.close("finished")
     lines = capsys.readouterr().out.splitlines()
-    header = next(line for line in lines if line.strip().startswith("step "))
+    header = next(line for line in lines if line.strip().startswith("done "))
     rows = [line for line in lines if line.strip()[:3].strip().isdigit()]
-    for title in ("reward", "length", "KL", "entropy", "clip", "gen s", "upd s", "push s",
+    for title in ("reward", "length", "KL", "entropy", "gen s", "upd s", "push s",
                   "tok/s", "left"):
         assert title in header
+    assert "clip" not in header  # one update per step: nothing moves that could be clipped
+    assert "done: steps done; each row: means over the 5 steps since the row before" in lines
     assert len(rows) == 41  # the first step, then every 5
     assert {len(line) for line in [header, *rows]} == {len(header)}
     assert len(header) <= console.WIDTH
@@ -85,8 +87,15 @@ def test_supervised_runs_have_a_table_of_their_own(
                          seconds={"update": 0.1})
     report.close("finished")
     out = capsys.readouterr().out
-    assert "loss" in out and "2.500" in out and "clip" not in out
+    assert "loss" in out and "2.500" in out and "clip" not in out and "eval" not in out
+    assert "entropy" not in out  # no value, no column
     assert values["perf/tokens_per_s"] == pytest.approx(1000 / values["perf/step_s"])
+
+
+def test_a_column_comes_with_its_first_value() -> None:
+    columns = console.table_columns("rl", spark=str)
+    titles = [c.title for c in console.with_values(columns, {"step", "policy/clip_frac"})]
+    assert titles == ["done", "trend", "clip", "left"]
 
 
 class Terminal(io.StringIO):
@@ -160,9 +169,10 @@ def test_the_probe_of_engine_against_trainer_is_printed_and_recorded(
     cfg = config(tmp_path)
     report = Report(cfg, SmallWorld(cfg, group))
     report.start({}, step=0, sums={"sync/bytes": (4_000_000, 1), "sync/gb_per_s": (1.5, 1),
-                                   "sync/probe_gap": (0.016, 10)})
+                                   "sync/probe_gap": (0.016, 10),
+                                   "sync/probe_gap_max": (1.2e-6, 1)})
     report.close("finished")
     out = capsys.readouterr().out
     assert "first push of the weights: 4,000,000 bytes, 1.500 GB/s" in out
-    assert "probe_gap 0.0016 (mean allowed: 0.1)" in out
+    assert "probe_gap 0.0016, probe_gap_max 1.2e-06 (mean allowed: 0.1)" in out
     assert read_rows(tmp_path / "metrics.jsonl")[0]["sync/probe_gap"] == pytest.approx(0.0016)

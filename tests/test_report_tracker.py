@@ -81,6 +81,22 @@ def check_artifacts(client: Any, run_id: str, *, folder: Path) -> None:
     assert len(read_rows(folder / "metrics.jsonl")) == 10
 
 
+@pytest.mark.parametrize("ending, status", [("failed", "FAILED"), ("stopped", "KILLED")])
+def test_a_run_that_ends_early_is_not_left_running(
+    ending: str, status: str, tmp_path: Path
+) -> None:
+    cfg = config(tmp_path, tracker="mlflow", experiment="tests")
+    with one_rank() as group:
+        world = SmallWorld(cfg, group)
+        report = Report(cfg, world)
+        report.start({}, step=0)
+        record_steps(report, 0, 1)
+        for close in world.watch.before_exit:  # what a rank does before os._exit
+            close(ending)
+        assert client_of(tmp_path).get_run(run_id_of(tmp_path)).info.status == status
+        report.close("failed")
+
+
 def test_a_fresh_start_in_the_same_folder_is_a_new_mlflow_run(tmp_path: Path) -> None:
     ids = []
     for resume in (False, True, False):

@@ -209,6 +209,16 @@ def test_poll_does_not_wait(functions):
         assert wait_until(lambda: bool(pool.poll()))
 
 
+def test_results_come_one_by_one_and_end_with_the_last(functions):
+    with pool_of(functions, timeout_s=1.0) as pool:
+        for key, text in enumerate(["ab", "hang", "abc"]):
+            submit(pool, key, text)
+        found = [(r.key, r.value, len(pool)) for r in pool.results()]
+        assert list(pool.results()) == []
+    assert [(key, value) for key, value, _ in found] == [(0, 2.0), (1, None), (2, 3.0)]
+    assert found[0][2] > 0  # the first did not wait for the one that hangs
+
+
 def test_signals_for_the_whole_job_do_not_end_a_worker(functions):
     with pool_of(functions) as pool:
         pool.start()

@@ -9,7 +9,8 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from spmdrl.sync.plan import Box, Plan, Want, make_plan
+from spmdrl.shards import Box
+from spmdrl.sync.plan import Plan, Want, make_plan
 from spmdrl.sync.prove import checksum
 
 DTYPES = {"bfloat16": 2, "float32": 4}

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ranks import run_ranks
-from spmdrl.sync.plan import Box
+from spmdrl.shards import Box, held_boxes
 from spmdrl.sync.trace import trace_loader
 
 F32 = torch.float32
@@ -121,8 +121,6 @@ def check_held_boxes(mesh_shape: tuple[int, int, int]) -> list[str]:
     from torch.distributed.tensor import Shard, distribute_tensor
     from torch.distributed.tensor.parallel import (
         ColwiseParallel, RowwiseParallel, parallelize_module)
-
-    from spmdrl.sync.shards import held_boxes
 
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=("dp_replicate", "dp_shard", "tp"))

@@ -164,14 +164,28 @@ def odd(prompts, completions, **columns):
 '''
 
 
-@pytest.mark.parametrize("function, says", [
-    ("raising", "no such column"), ("hanging", "timeout"), ("nan", "nan"), ("text", "'good'"),
+# What else a reward may do wrong is in test_rewards_pool.py and test_rollout_inputs.py.
+@pytest.mark.parametrize("function, every, says", [
+    ("raising", 0, ("step 0: the reward of data row", "no such column")),
+    ("hanging", 1, ("evaluation after 0 steps: the reward of data row", "timeout after 1.")),
 ])
-def test_a_failing_reward_ends_the_run_by_name(function, says, model, tmp_path):
+def test_a_failing_reward_ends_the_run_by_name(function, every, says, model, tmp_path):
     (tmp_path / "r.py").write_text(REWARDS)
     finished = run("demo_grpo.yaml", 2, status=1, **rl(model, tmp_path / "out", steps=2) | {
-        "rewards.functions": f"{tmp_path / 'r.py'}:{function}", "rewards.timeout-s": 1.0})
-    assert says in finished.output and "Mend the reward function" in finished.output
+        "rewards.functions": f"{tmp_path / 'r.py'}:{function}", "rewards.timeout-s": 1.0,
+        "evaluate.every-steps": every})
+    for part in (*says, "Mend the reward function"):
+        assert part in finished.output
+
+
+def test_a_step_whose_rewards_all_failed_ends_a_run_that_drops_failures(model, tmp_path):
+    (tmp_path / "r.py").write_text(REWARDS)
+    finished = run("demo_grpo.yaml", 2, status=1, **rl(model, tmp_path / "out", steps=2) | {
+        "rewards.functions": f"{tmp_path / 'r.py'}:raising", "rewards.on-failure": "drop",
+        "evaluate.every-steps": 1})
+    for part in ("evaluation after 0 steps: the reward of all 256 samples of this replica failed",
+                 "no such column", "step 0: the reward of all 32 samples failed, which leaves"):
+        assert part in finished.output
 
 
 def test_failing_rewards_can_be_dropped_and_are_counted(model, tmp_path):

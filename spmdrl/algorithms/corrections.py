@@ -30,7 +30,10 @@ Stats = dict[str, tuple[Tensor, Tensor]]
 
 
 def none(old_logprobs: Tensor, *, loss_mask: Tensor) -> tuple[Tensor, Stats]:
-    """Return weight 1 for every loss token: [T], and no stats."""
+    """Return weight 1 for every loss token: [T], and no stats.
+
+    Source: the plain objective; right where engine and trainer agree, or a loss corrects itself.
+    """
     return loss_mask.to(old_logprobs.dtype), {}
 
 

@@ -28,7 +28,9 @@ from torch import Tensor
 
 from spmdrl.algorithms.preference.shared import log1mexp
 
-__all__ = ["divergence", "distill_topk"]
+# The methods, for the registry. distill_topk is for import: a teacher in the same program gives
+# its whole distribution.
+__all__ = ["divergence"]
 
 Stats = dict[str, tuple[Tensor, Tensor]]
 Kind = Literal["forward", "reverse", "mixed", "jsd"]
@@ -49,6 +51,7 @@ def divergence(
     Returns: terms [T], nats, in the dtype of `student_logits` and at least float32, and
         stats: policy/distill, the term per loss token.
     Raises: ValueError for an option out of range.
+    Source: arXiv 2306.13649 (GKD) eq. 1 and 2; 1503.02531 for forward.
     """
     _check_options(kind, beta)
     if not temperature > 0:

@@ -4,10 +4,13 @@ rho = pi_old / mu on tokens sampled from mu. Tokens off the loss mask enter noth
 sequence without loss tokens enters no mean over sequences.
 
 Quantiles and the maximum of |pi_old - mu| do not add up over micro-batches and ranks; counts
-in fixed bins do. `gap_histogram` counts, `gap_quantile` and `gap_max` read the sum.
+in fixed bins do. `gap_histogram` counts, `gap_quantile` and `gap_max` read the sum, and
+`gap_sums` makes metrics of it. `correction_advice` says when the distance is too large.
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -18,6 +21,8 @@ from spmdrl.algorithms.reduce import sequence_mean, sequence_sum
 Stats = dict[str, tuple[Tensor, Tensor]]
 _BINS_PER_DECADE = 50  # a bin's upper edge is 4.7 % above its lower one
 _DECADES = 8  # gaps from 1e-8 to 1
+MIN_ESS, MAX_OUTSIDE_FRAC = 0.5, 0.05
+"""Bounds of `correction_advice`, shares of the loss tokens."""
 NUM_GAP_BINS = 1 + _BINS_PER_DECADE * _DECADES  # the first one: below 1e-8
 
 
@@ -108,6 +113,51 @@ def gap_max(histogram: Tensor) -> Tensor:
         1e-8 or there are no tokens.
     """
     return _bin_value(_bin_at(histogram, 1.0), within=1.0)
+
+
+def gap_sums(histogram: Tensor) -> dict[str, tuple[float, float]]:
+    """Return the gap's metrics of one update from the sum over all trainer ranks.
+
+    Args:
+        histogram: [NUM_GAP_BINS] float64, tokens, `gap_histogram` added up.
+    Returns: {metric: (value, 1)}; nothing without tokens. Over several updates of a step they
+        average.
+    """
+    if not histogram.sum() > 0:
+        return {}
+    return {
+        "policy/mismatch_prob_diff_p999": (float(gap_quantile(histogram, 0.999)), 1.0),
+        "policy/mismatch_prob_diff_max": (float(gap_max(histogram)), 1.0),
+    }
+
+
+def correction_advice(metrics: Mapping[str, float], correction: str, lag: int) -> str:
+    """Say what to change when the engine's policy is too far from the trainer's.
+
+    Too far is an effective share of the samples below one half, or more than one ratio in
+    twenty outside [0.5, 2]: the update then rests on few tokens, whatever the correction.
+
+    Args:
+        metrics: of one step, by name. A metric that is not there is fine.
+        correction: algorithm.correction. lag: steps.
+    Returns: a sentence or two for people; empty when all is well.
+    """
+    ess = metrics.get("policy/mismatch_ess", 1.0)
+    outside = metrics.get("policy/mismatch_outside_frac", 0.0)
+    if ess >= MIN_ESS and outside <= MAX_OUTSIDE_FRAC:
+        return ""
+    if lag:
+        source = f"lower lag below {lag}, optimizer.lr or batch.updates_per_step"
+    else:  # both hold the same weights
+        source = ("look for what computes differently: set engine.dtype and model.compute_dtype "
+                  "to one dtype and compare with sync/probe_gap")
+    masks = "set algorithm.correction to icepop or mis, which leave such tokens out"
+    remedies = {"none": f"{masks} (unless the loss weighs by pi / mu itself), and {source}",
+                "tis": f"{masks}, and {source}"}
+    return (f"policy/mismatch_ess {ess:.2f} (healthy from {MIN_ESS}), "
+            f"policy/mismatch_outside_frac {outside:.3f} (healthy to {MAX_OUTSIDE_FRAC}): the "
+            f"correction {correction!r} is not enough for lag {lag}. To mend it, "
+            f"{remedies.get(correction, source)}.")
 
 
 def _bin_at(histogram: Tensor, frac: float) -> Tensor:

@@ -18,15 +18,20 @@ from typing import Any, Literal, Union
 import torch
 from torch import Tensor
 
-Kind = Literal["advantage", "loss", "correction", "kl"]
+Kind = Literal["advantage", "loss", "correction", "kl", "preference", "reward_model",
+               "distillation"]
 
-_MODULES = {
+MODULES = {
     "advantage": ("spmdrl.algorithms.advantages", "spmdrl.algorithms.token_advantages"),
     "loss": ("spmdrl.algorithms.losses",),
     "correction": ("spmdrl.algorithms.corrections",),
     "kl": ("spmdrl.algorithms.kl",),
+    "preference": ("spmdrl.algorithms.preference",),
+    "reward_model": ("spmdrl.algorithms.reward_model",),
+    "distillation": ("spmdrl.algorithms.distillation",),
 }
 
+_PAIR_LENGTHS = ("chosen_lengths", "rejected_lengths")
 _PER_TOKEN = ("loss_mask", "cu_seqlens", "old_logprobs", "rollout_logprobs")
 INPUTS: dict[str, tuple[str, ...]] = {
     "advantage": ("rewards", "reward_parts", "greedy_rewards", "group_ids", "sample_ids",
@@ -37,16 +42,23 @@ INPUTS: dict[str, tuple[str, ...]] = {
              "teacher_logprobs", "policy_versions", "version", "token_keys"),
     "correction": (*_PER_TOKEN, "advantages"),
     "kl": (*_PER_TOKEN, "logprobs", "ref_logprobs"),
+    "preference": (*_PAIR_LENGTHS, "chosen_logps", "rejected_logps", "ref_chosen_logps",
+                   "ref_rejected_logps", "margins", "mean_log_ratio"),
+    "unpaired_preference": ("logps", "ref_logps", "is_chosen", "lengths", "kl"),
+    "reward_model": (*_PAIR_LENGTHS, "chosen_scores", "rejected_scores", "margins"),
+    "distillation": ("student_logits", "teacher_logits", "loss_mask"),
 }
 """What a method of each kind may ask for. Advantages that ask for `cu_seqlens` are computed per
 token, on one micro-batch, from [T] tensors and `rewards` [S] of its sequences; the others get
-[S] tensors of `types.Scalars`, the whole batch. The rest get [T] tensors of one micro-batch,
-`cu_seqlens` [S+1], and the scalars that their own `statistics` gives."""
+[S] tensors of `types.Scalars`, the whole batch. Preference losses and those of reward models get
+one number per pair, [P], of one micro-batch, and [] scalars of the whole batch; those that ask
+for `is_chosen` get single responses. Distillation losses get [T, V] logits of both sides. The rest get [T] tensors of one micro-batch, `cu_seqlens`
+[S+1], and the scalars that their own `statistics` gives."""
 
 
 def names(kind: Kind) -> tuple[str, ...]:
     """Return the built-in method names of a kind."""
-    return tuple(name for module in _MODULES[kind]
+    return tuple(name for module in MODULES[kind]
                  for name in importlib.import_module(module).__all__)
 
 
@@ -58,9 +70,13 @@ def get(kind: Kind, name: str) -> Callable[..., Any]:
     if ":" in name:
         return _import(name)
     if name not in names(kind):
-        raise ValueError(f"unknown {kind} {name!r}{_nearest(name, names(kind))}; or name a "
-                         "function of your own as module:function")
-    for module in map(importlib.import_module, _MODULES[kind]):
+        other = [k for k in MODULES if k != kind and name in names(k)]
+        hint = _nearest(name, names(kind))
+        if other:
+            hint = f", which is a method of the kind {other[0]}; known: {', '.join(names(kind))}"
+        raise ValueError(f"unknown {kind} {name!r}{hint}; or name a function of your own as "
+                         "module:function")
+    for module in map(importlib.import_module, MODULES[kind]):
         if name in module.__all__:
             return getattr(module, name)
     raise AssertionError(name)
@@ -106,6 +122,11 @@ def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
 def is_per_token(advantage: Callable[..., Any]) -> bool:
     """Return whether an advantage is computed per token, on one micro-batch."""
     return "cu_seqlens" in inputs_of(advantage)
+
+
+def is_unpaired(preference: Callable[..., Any]) -> bool:
+    """Return whether a preference loss judges single responses, labelled good or bad."""
+    return "is_chosen" in inputs_of(preference)
 
 
 def statistics_of(function: Callable[..., Any]) -> Callable[..., dict[str, Tensor]] | None:
@@ -158,7 +179,7 @@ def problems(kind: Kind, name: str, options: Mapping[str, Any]) -> list[str]:
         function = get(kind, name)
     except ValueError as error:
         return [f": {error}"]
-    offered = trial_inputs(kind, is_per_token=kind == "advantage" and is_per_token(function))
+    offered = _offered(kind, function)
     companion = statistics_of(function)
     strange = [n for n in inputs_of(function) if n not in offered]
     if strange and companion is None:
@@ -189,19 +210,41 @@ def _option_problem(function: Callable[..., Any], option: str, value: Any) -> st
     return f"expected {' or '.join(a.__name__ for a in accepted)}, got {value!r}"
 
 
+def _offered(kind: Kind, function: Callable[..., Any]) -> dict[str, Tensor]:
+    """Return the trial inputs of the form that a method asks for."""
+    if kind == "preference" or kind == "reward_model":
+        unpaired = kind == "preference" and is_unpaired(function)
+        wanted = INPUTS["unpaired_preference" if unpaired else kind]
+        return {name: _trial_of_pair(name) for name in wanted}
+    return trial_inputs(kind, is_per_token=kind == "advantage" and is_per_token(function))
+
+
+def _trial_of_pair(name: str) -> Tensor:
+    """Return an input of a loss on pairs, for two pairs of one-token responses."""
+    if name in ("kl", "mean_log_ratio"):
+        return torch.tensor(0.0, dtype=torch.float64)
+    if name.endswith("lengths"):
+        return torch.ones(2, dtype=torch.int64)
+    if name == "is_chosen":
+        return torch.tensor([True, False])
+    values = torch.tensor([-1.0, -2.0], dtype=torch.float64)
+    return values if name.startswith(("ref_", "margins")) else values.requires_grad_()
+
+
 def _trial_problems(
     kind: Kind, function: Callable[..., Any], options: Mapping[str, Any]
 ) -> list[str]:
     per_token = kind == "advantage" and is_per_token(function)
     try:
-        inputs = trial_inputs(kind, is_per_token=per_token)
+        inputs = _offered(kind, function)
         inputs |= call_statistics(function, inputs, options)
         result = call(function, inputs, options)
     except Exception as error:  # whatever a function of the user's own raises
         prefix = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
         return [f"_options: {prefix}{error}"]
     tensor, what = result, "a tensor"
-    if kind in ("loss", "correction") or per_token:
+    of_pairs = kind in ("preference", "reward_model")
+    if kind in ("loss", "correction", "distillation") or per_token or of_pairs:
         second = "returns or None" if per_token else "stats dict"
         if not (isinstance(result, tuple) and len(result) == 2
                 and (per_token or isinstance(result[1], dict))):
@@ -211,6 +254,7 @@ def _trial_problems(
     if not isinstance(tensor, Tensor) or tensor.shape != (2,):
         shape = tuple(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
         each = "sequence" if kind == "advantage" and not per_token else "token"
+        each = "pair or response" if of_pairs else each
         return [f": {function.__name__} must return {what} of one value per {each}, got {shape} "
                 "for 2"]
     return []
@@ -245,6 +289,7 @@ def trial_inputs(kind: Kind, *, is_per_token: bool = False) -> dict[str, Tensor]
         ref_logprobs=zeros, old_logprobs=zeros, rollout_logprobs=zeros, loss_mask=yes,
         cu_seqlens=torch.arange(3, dtype=torch.int32), advantages=torch.tensor([1.0, -1.0]),
         logprobs=zeros.clone().requires_grad_(), entropy=zeros, policy_versions=0 * ones,
-        version=ones[0], token_keys=torch.arange(2))
+        version=ones[0], token_keys=torch.arange(2), student_logits=zeros[:, None].repeat(1, 3),
+        teacher_logits=zeros[:, None].repeat(1, 3))
     wanted = INPUTS["token_advantage" if is_per_token else kind]
     return {name: values[name] for name in wanted}

@@ -7,13 +7,77 @@ is not finite stays as it is, for the advantage to refuse by name.
 
 from __future__ import annotations
 
+import difflib
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from spmdrl.algorithms.groups import Groups
+
+
+SHAPING: dict[str, float] = {
+    "overlong_tokens": 0, "overlong_penalty": 1.0, "truncated_factor": 1.0,
+    "truncated_penalty": 0.0, "shift": 0.0, "scale": 1.0, "clamp_low": -math.inf,
+    "clamp_high": math.inf,
+}
+"""Options of `shape` with the values that change nothing (0 overlong_tokens: no penalty)."""
+
+
+def shape(
+    rewards: Tensor, response_lengths: Tensor, is_truncated: Tensor, *, max_response_tokens: int,
+    options: Mapping[str, float],
+) -> Tensor:
+    """Apply what `rewards.shaping` asks for: penalties first, then shift, scale and clamp.
+
+    Args:
+        rewards: [S] float, task units; NaN stays NaN. response_lengths: [S] int64, tokens.
+        is_truncated: [S] bool. max_response_tokens: the length limit.
+        options: out of SHAPING. overlong_tokens, overlong_penalty: buffer and penalty of
+            `overlong_penalty`. truncated_factor, truncated_penalty: of `stop_properly`. shift,
+            scale, clamp_low, clamp_high: of `scale_and_clamp`.
+    Returns: [S] float64.
+    Raises: ValueError for an option out of range, which `shaping_problems` names better.
+    """
+    chosen = SHAPING | dict(options)
+    if chosen["overlong_tokens"]:
+        rewards = overlong_penalty(
+            rewards, response_lengths, max_response_tokens=max_response_tokens,
+            buffer_tokens=int(chosen["overlong_tokens"]), penalty=chosen["overlong_penalty"])
+    rewards = stop_properly(rewards, is_truncated, factor=chosen["truncated_factor"],
+                            penalty=chosen["truncated_penalty"])
+    return scale_and_clamp(rewards, shift=chosen["shift"], scale=chosen["scale"],
+                           low=chosen["clamp_low"], high=chosen["clamp_high"])
+
+
+def shaping_problems(options: Mapping[str, Any], *, max_response_tokens: int) -> list[str]:
+    """Return what is wrong with the options of `shape`, each as `name: what, value seen`."""
+    for name, value in options.items():
+        if name not in SHAPING:
+            near = difflib.get_close_matches(name, SHAPING, n=1)
+            guess = f"; did you mean {near[0]}?" if near else ""
+            return [f"{name}: no such option{guess}; known: {', '.join(SHAPING)}"]
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            return [f"{name}: expected a number, got {value!r}"]
+    if "overlong_penalty" in options and not options.get("overlong_tokens"):
+        return ["overlong_penalty: needs overlong_tokens, the buffer that it acts in"]
+    chosen = SHAPING | dict(options)
+    tokens, low, high = (chosen[k] for k in ("overlong_tokens", "clamp_low", "clamp_high"))
+    in_range = {
+        "overlong_tokens": (0 <= tokens <= max_response_tokens and tokens == int(tokens),
+                            f"a whole number from 0 to sampling.max_response_tokens = "
+                            f"{max_response_tokens}"),
+        "overlong_penalty": (0 <= chosen["overlong_penalty"] < math.inf, "finite, at least 0"),
+        "truncated_factor": (0 <= chosen["truncated_factor"] <= 1, "from 0 to 1"),
+        "truncated_penalty": (0 <= chosen["truncated_penalty"] < math.inf, "finite, at least 0"),
+        "shift": (math.isfinite(chosen["shift"]), "finite"),
+        "scale": (math.isfinite(chosen["scale"]) and chosen["scale"] != 0, "finite and not 0"),
+        "clamp_low": (low < high, f"below clamp_high = {high}"),
+    }
+    return [f"{name}: must be {what}, got {chosen[name]}"
+            for name, (ok, what) in in_range.items() if not ok]
 
 
 def overlong_penalty(
@@ -74,6 +138,7 @@ def scale_and_clamp(
         shift, low, high: task units. scale: finite.
     Returns: [S] float64.
     Raises: ValueError unless low < high and shift and scale are finite.
+    Source: common practice; a linear map and bounds.
     """
     if not low < high:
         raise ValueError(f"low, high: must be low < high, got {low}, {high}")

@@ -69,6 +69,30 @@ def restore(cfg: Config, world: World, *, policy: Saved, source: SavedSource) ->
     return TrainState(0)
 
 
+def already_finished(cfg: Config, world: World) -> bool:
+    """Return on all ranks whether this very run has done all its steps; rank 0 says so.
+
+    Asked before any engine is built. Whatever is unusual (damage, another config) returns False,
+    and `restore` deals with it.
+    """
+    done = _from_rank_0(world, lambda: _finished_steps(cfg))
+    if done and world.rank == 0:
+        more = "" if cfg.optimizer.schedule == "constant" else (
+            " and allow that the schedule changes, by --checkpoint.allow-config-change,")
+        print(f"{cfg.output_dir}: already finished: {done} of {cfg.steps} steps; raise --steps"
+              f"{more} to go on", flush=True)
+    return done > 0
+
+
+def _finished_steps(cfg: Config) -> int:
+    folders, _ = candidate_folders(cfg)
+    content = _manifest_or_problem(folders[0])[0] if folders else None
+    if content is None or content.step < cfg.steps:
+        return 0
+    is_whole = not disk.damages(folders[0], content, digests=False)
+    return content.step if is_whole and not config_differences(content.config, cfg) else 0
+
+
 def candidate_folders(cfg: Config) -> tuple[list[Path], str]:
     """Return the checkpoints to try, newest first, and what is wrong with the request."""
     root, resume = disk.checkpoints_folder(cfg.output_dir), cfg.checkpoint.resume

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 
-from spmdrl.config.fields import Config, inference_ranks, trainer_ranks
+from spmdrl.config.fields import Config, inference_ranks, trainer_ranks, trains_on_pairs
 from spmdrl.data.tasks import is_generated
 
 
@@ -46,10 +46,11 @@ def _layout_problems(cfg: Config) -> list[str]:
             f"over all ranks from 0, so trainer_ranks {trainers} must be a multiple of "
             f"inference_tp {layout.inference_tp} (got {trainers / layout.inference_tp:g})"
         )
-    if (layout.placement == "offline") != (cfg.algorithm.objective == "sft"):
+    if (layout.placement == "offline") != (cfg.algorithm.objective != "rl"):
         problems.append(
-            f"layout.placement: {layout.placement} with objective {cfg.algorithm.objective}; "
-            "sft runs `offline` (no engine), rl runs `split` or `colocated`"
+            f"layout.placement: {layout.placement} with objective {cfg.algorithm.objective}; sft, "
+            "preference, reward_model and distill run `offline` (no engine), rl `split` or "
+            "`colocated`"
         )
     return problems
 
@@ -61,10 +62,12 @@ def _range_problems(cfg: Config) -> list[str]:
         "batch.tokens_per_microbatch": 1, "batch.updates_per_step": 1, "data.size": 0,
         "data.eval_size": 0, "data.max_prompt_tokens": 1, "sampling.max_response_tokens": 1,
         "model.head_chunk_tokens": 1, "optimizer.warmup_steps": 0, "optimizer.max_grad_norm": 0,
-        "optimizer.lr": 0, "engine.max_num_seqs": 1, "engine.max_batched_tokens": 1,
+        "optimizer.lr": 0, "critic.lr": 0, "critic.warmup_steps": 0,
+        "engine.max_num_seqs": 1, "engine.max_batched_tokens": 1,
         "stream.bucket_bytes": 1024, "stream.verify_every": 0, "rewards.workers": 1,
         "checkpoint.every_steps": 0, "checkpoint.keep_last": 1, "evaluate.every_steps": 0,
-        "evaluate.samples": 1, "evaluate.temperature": 0, "algorithm.kl_coef": 0, "report.table_every": 1,
+        "evaluate.samples": 1, "evaluate.temperature": 0, "algorithm.kl_coef": 0,
+        "report.table_every": 1,
         "report.samples_every": 0, "layout.wait_timeout_s": 1, "layout.startup_timeout_s": 1,
     }
     for name, low in at_least.items():
@@ -93,6 +96,13 @@ def _range_problems(cfg: Config) -> list[str]:
             f"sampling.max_response_tokens {cfg.sampling.max_response_tokens} = {longest}, so "
             "one sequence may not fit; raise it or lower those"
         )
+    if trains_on_pairs(cfg) and cfg.batch.tokens_per_microbatch < 2 * longest:
+        problems.append(
+            f"batch.tokens_per_microbatch: {cfg.batch.tokens_per_microbatch} is below 2 * "
+            f"(data.max_prompt_tokens {cfg.data.max_prompt_tokens} + sampling.max_response_tokens "
+            f"{cfg.sampling.max_response_tokens}) = {2 * longest}, so one pair, which stays "
+            "together, may not fit; raise it or lower those"
+        )
     if cfg.evaluate.every_steps and not cfg.data.eval:
         problems.append(f"evaluate.every_steps: {cfg.evaluate.every_steps}, but data.eval is "
                         "empty; name held-out rows")
@@ -109,6 +119,8 @@ def _method_problems(cfg: Config) -> list[str]:
                         f"{len(rewards.functions)} functions")
     if cfg.algorithm.objective == "sft":
         return problems
+    if cfg.algorithm.objective != "rl":
+        return problems + _offline_problems(cfg)
     if not rewards.functions and not is_generated(cfg.data.train):
         problems.append("rewards.functions: is empty and data.train is not a generated task with "
                         "a grader of its own; name at least one reward function")
@@ -122,6 +134,7 @@ def _method_problems(cfg: Config) -> list[str]:
         problems += [f"algorithm.{kind}{text}" for text in registry.problems(kind, name, options)]
     if not problems:
         problems += _combination_problems(cfg)
+    problems += _shaping_problems(cfg)
     if cfg.batch.group_size == 1 and registry.needs_group(chosen.advantage):
         problems.append(
             f"batch.group_size: 1 with advantage {chosen.advantage}, whose baseline is the other "
@@ -134,6 +147,36 @@ def _method_problems(cfg: Config) -> list[str]:
             f"{cfg.batch.prompts_per_step / cfg.batch.updates_per_step:g} prompts, not whole"
         )
     return problems
+
+
+def _offline_problems(cfg: Config) -> list[str]:
+    """Return what is wrong with the method of an offline objective other than sft."""
+    from spmdrl.algorithms import registry
+
+    chosen = cfg.algorithm
+    is_distilled = chosen.objective == "distill"
+    kind = "distillation" if is_distilled else chosen.objective
+    found = registry.problems(kind, chosen.loss, chosen.loss_options)
+    problems = [f"algorithm.loss{text}" for text in found]
+    for name in ("kl_coef", "entropy_coef"):
+        if getattr(chosen, name):
+            problems.append(f"algorithm.{name}: {getattr(chosen, name)} has no effect under the "
+                            f"objective {chosen.objective}; set it to 0")
+    if is_distilled and not cfg.model.teacher:
+        problems.append("model.teacher: is empty, and the objective distill follows a teacher; "
+                        "name a model")
+    if is_distilled and cfg.layout.tp > 1:
+        problems.append(f"layout.tp: {cfg.layout.tp} with the objective distill, which needs the "
+                        "whole vocabulary on each rank; set it to 1")
+    return problems
+
+
+def _shaping_problems(cfg: Config) -> list[str]:
+    from spmdrl.algorithms.shaping import shaping_problems
+
+    limit = cfg.sampling.max_response_tokens
+    found = shaping_problems(cfg.rewards.shaping, max_response_tokens=limit)
+    return [f"rewards.shaping.{problem}" for problem in found]
 
 
 def _combination_problems(cfg: Config) -> list[str]:
@@ -157,4 +200,34 @@ def _combination_problems(cfg: Config) -> list[str]:
     if "teacher_logprobs" in asked and not cfg.model.teacher:
         problems.append(f"model.teacher: is empty, and {chosen.advantage} / {chosen.loss} follows "
                         "a teacher; name a model")
+    if "reward_parts" in asked and "rewards" not in asked:
+        # Both change the rewards alone, and would do nothing without a word.
+        if cfg.rewards.shaping:
+            problems.append(f"rewards.shaping: the advantage {chosen.advantage} reads the reward "
+                            "functions one by one, which are not shaped; empty it")
+        if chosen.kl_coef and chosen.kl_in == "reward":
+            problems.append(f"algorithm.kl_in: reward with the advantage {chosen.advantage}, which "
+                            "reads the reward functions one by one; set it to loss")
+    if "values" in asked:
+        problems += _critic_problems(cfg)
+    return problems
+
+
+def _critic_problems(cfg: Config) -> list[str]:
+    """Return what is wrong with the value model; only asked where the advantage wants one."""
+    from spmdrl.algorithms import registry
+
+    problems, chosen = [], cfg.algorithm
+    if cfg.critic.warmup_steps >= cfg.steps:
+        problems.append(
+            f"critic.warmup_steps: {cfg.critic.warmup_steps} of steps {cfg.steps} leaves none "
+            "that trains the policy; lower it or raise steps"
+        )
+    advantage = registry.get("advantage", chosen.advantage)
+    trial = registry.trial_inputs("advantage", is_per_token=True)
+    if registry.call(advantage, trial, chosen.advantage_options)[1] is None:
+        problems.append(
+            f"algorithm.advantage: {chosen.advantage} asks for values and returns None as their "
+            "targets; return (advantages, returns)"
+        )
     return problems

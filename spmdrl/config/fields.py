@@ -144,14 +144,18 @@ class Sampling:
 class Algorithm:
     """The objective: names from `spmdrl.algorithms`, or `module:function` of your own."""
 
-    objective: Literal["rl", "sft"] = "rl"
-    """`rl` samples and rewards; `sft` fits the rows' responses."""
+    objective: Literal["rl", "sft", "preference", "reward_model", "distill"] = "rl"
+    """`rl` samples and rewards; `sft` fits the rows' responses; `preference` compares the
+    chosen and rejected responses of rows; `reward_model` trains a scalar head on such pairs;
+    `distill` follows `model.teacher` on the rows' responses."""
     advantage: str = "grpo"
     """Advantage estimator."""
     advantage_options: Options = field(default_factory=dict)
     """Its keyword options."""
     loss: str = "ppo_clip"
-    """Policy loss. The sft objective uses `sft`."""
+    """Policy loss. `sft` uses `sft`; `preference` needs one of its own: dpo, kto, simpo, orpo,
+    cpo, sppo, nca, apo_zero, apo_down, bco; `reward_model` takes bradley_terry, `distill`
+    divergence."""
     loss_options: Options = field(default_factory=dict)
     """Its keyword options, e.g. {clip_low: 0.2, clip_high: 0.28}."""
     aggregation: Literal[
@@ -197,6 +201,21 @@ class Optimizer:
     """Final learning rate as a fraction of lr (linear and cosine)."""
     max_grad_norm: float = 1.0
     """Global gradient-norm bound; 0 switches clipping off."""
+
+
+@dataclass(frozen=True)
+class Critic:
+    """The value model of an advantage that asks for values (`gae`): sharded like the policy,
+    trained beside it with the rest of `optimizer`. Ignored, warm-up too, under any other."""
+
+    path: str = ""
+    """Folder or hub name it starts from: a causal LM or a model with a scalar head, with the
+    policy's tokenizer. Empty means model.path. A head that is not there starts at zero."""
+    lr: float = 1e-5
+    """Peak learning rate. Ten times the policy's default: the head starts from nothing."""
+    warmup_steps: int = 0
+    """First steps that train the value model alone, since advantages of a model that knows
+    nothing mislead. The policy's schedule counts them; its metrics are absent in them."""
 
 
 @dataclass(frozen=True)
@@ -252,7 +271,11 @@ class Rewards:
     """Wall-clock seconds for one sample; then its worker is killed and replaced."""
     on_failure: Literal["fail", "drop"] = "fail"
     """A reward that raises, hangs or is not a finite number: end the run, or drop the sample
-    (counted, its group keeps the rest)."""
+    (counted, its group keeps the rest; a step that drops all samples ends the run)."""
+    shaping: Options = field(default_factory=dict)
+    """What becomes of a reward before training, not in evaluation: options of
+    `algorithms/shaping.py`, e.g. {overlong_tokens: 128, overlong_penalty: 1.0,
+    truncated_penalty: 0.5, scale: 1.0, clamp_low: -1.0}."""
 
 
 @dataclass(frozen=True)
@@ -326,12 +349,18 @@ class Config:
     sampling: Sampling = field(default_factory=Sampling)
     algorithm: Algorithm = field(default_factory=Algorithm)
     optimizer: Optimizer = field(default_factory=Optimizer)
+    critic: Critic = field(default_factory=Critic)
     engine: Engine = field(default_factory=Engine)
     stream: Stream = field(default_factory=Stream)
     rewards: Rewards = field(default_factory=Rewards)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     evaluate: Evaluate = field(default_factory=Evaluate)
     report: Report = field(default_factory=Report)
+
+
+def trains_on_pairs(cfg: Config) -> bool:
+    """Return whether a row of data is two sequences that train together."""
+    return cfg.algorithm.objective in ("preference", "reward_model")
 
 
 def trainer_ranks(cfg: Config) -> list[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import signal
 import sys
 import types
 import typing
@@ -25,6 +26,8 @@ def parse(argv: list[str] | None = None) -> Config:
     Returns: the Config, valid as far as can be told without starting anything.
     Raises: SystemExit(2) with every problem listed, one per line.
     """
+    if argv is None and {"-h", "--help", "--dry-run"} & set(sys.argv):
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `... --help | head` ends without a word
     argv = list(sys.argv[1:] if argv is None else argv)
     path, rest = _take_config_flag(argv)
     try:
@@ -32,13 +35,34 @@ def parse(argv: list[str] | None = None) -> Config:
     except ValueError as error:
         _exit(str(error))
     cfg = tyro.cli(
-        Config, default=default, args=rest, prog="train.py",
-        description="Train by the config file given with --config FILE; flags override it.",
+        Config, default=default, args=rest, prog="train.py --config FILE",
+        description="--config FILE\n"
+                    "    YAML file to start from, e.g. one of configs/. Every option below is a\n"
+                    "    field of it and overrides it; the defaults shown are the file's.",
     )
-    problems = validate(cfg)
+    problems = validate(cfg) + ([] if cfg.dry_run else _missing_models(cfg))
     if problems:
         _exit(_problem_list(f"config {path or '(defaults and flags)'}", problems))
     return cfg
+
+
+def _missing_models(cfg: Config) -> list[str]:
+    model = cfg.model
+    named = {"model.path": model.path, "model.tokenizer": model.tokenizer,
+             "model.reference": model.reference, "model.teacher": model.teacher}
+    return [f"{field}: folder {path} does not exist (looked from {Path.cwd()})"
+            for field, path in named.items() if is_missing_folder(path)]
+
+
+def is_missing_folder(path: str) -> bool:
+    """Return whether a model's name can only be a folder, and there is none.
+
+    A hub name is `owner/name`, so `runs/mine` is a folder where `runs` is one.
+    """
+    if not path or Path(path).expanduser().is_dir():
+        return False
+    looks_local = path.startswith(("/", ".", "~")) or path.count("/") > 1 or path.endswith("/")
+    return looks_local or ("/" in path and Path(path).parent.is_dir())
 
 
 def _take_config_flag(argv: list[str]) -> tuple[str, list[str]]:

@@ -1,4 +1,4 @@
-"""Supervised rows as (tokens, response_mask): what to imitate, marked on token ids.
+"""Rows of the offline objectives as (tokens, response_mask): responses marked on token ids.
 
 A row is rendered turn by turn, the way it is generated: the text up to a response, then the
 response. Each longer text must begin with the shorter one, so a response is the ids that its
@@ -9,19 +9,57 @@ to write.
 from __future__ import annotations
 
 import functools
-from typing import Any
+import hashlib
+from dataclasses import dataclass
+from typing import Any, Protocol
 
+import torch
 from transformers import PreTrainedTokenizerBase
 
+from spmdrl.algorithms import registry
+from spmdrl.algorithms.preference.unpaired import mismatched
 from spmdrl.config import Config
 from spmdrl.data.prompts import (
     Order, apply_template, check_context, encode_plain, encode_prompt, load_rows, overlong_text,
     usable_rows,
 )
-from spmdrl.data.rows import Messages
+from spmdrl.data.rows import Messages, label_of, pair_of
 
 Example = tuple[list[int], list[bool]]
 _CACHED_ROWS = 16384
+
+
+@dataclass(frozen=True)
+class Unit:
+    """The sequences of one row, which train together."""
+
+    examples: tuple[Example, ...]
+    """One to imitate; or (chosen, rejected); or (own, mismatched), see LabelledSource."""
+    rewards: tuple[float, ...]
+    """Per sequence: the margin of a pair, or the label 1 or 0, at the first; else 0."""
+
+
+class OfflineSource(Protocol):
+    """What `RowSource` asks of a source of rows."""
+
+    def units_at(self, step: int) -> list[Unit]:
+        """Return the rows of `step`, the same on every rank."""
+
+    def check_context(self, max_positions: int, *, vocab_size: int | None = None) -> None:
+        """Raise ValueError unless the longest sequence fits the model."""
+
+
+def offline_source(cfg: Config, tokenizer: PreTrainedTokenizerBase) -> OfflineSource:
+    """Return the source of rows that an offline objective trains on.
+
+    Raises: ValueError for data that cannot be used; see the sources.
+    """
+    if cfg.algorithm.objective == "sft":
+        return SupervisedSource(cfg, tokenizer)
+    if cfg.algorithm.objective == "preference" and registry.is_unpaired(
+            registry.get("preference", cfg.algorithm.loss)):
+        return LabelledSource(cfg, tokenizer)
+    return PairSource(cfg, tokenizer)
 
 
 class SupervisedSource:
@@ -52,6 +90,10 @@ class SupervisedSource:
         """Return the (tokens, response_mask) pairs of `step`, the same on every rank."""
         return [self._fitting(self._kept[i]) for i in self.order.at(step)]
 
+    def units_at(self, step: int) -> list[Unit]:
+        """Return the rows of `step`, each as one sequence."""
+        return [Unit((example,), (0.0,)) for example in self.rows_at(step)]
+
     def check_context(self, max_positions: int, *, vocab_size: int | None = None) -> None:
         """Check that the longest sequence fits the model; see `prompts.check_context`."""
         check_context(self.cfg, self.tokenizer, max_positions=max_positions,
@@ -67,6 +109,111 @@ class SupervisedSource:
     def _encode(self, index: int) -> Example:
         return encode_example(self.rows[index], self.tokenizer,
                               template=self.cfg.data.chat_template, where=self.rows.where(index))
+
+
+class PairSource:
+    """Pairs of responses to compare, a function of (seed, step).
+
+    Raises (on construction): ValueError for unreadable or empty data, a row that is no pair
+        (file and line; see `rows.pair_of`) or cannot be rendered, or one with a side above
+        max_prompt_tokens + max_response_tokens under overlong_prompts=error.
+    """
+
+    need = "pair"
+
+    def __init__(self, cfg: Config, tokenizer: PreTrainedTokenizerBase):
+        self.cfg, self.tokenizer = cfg, tokenizer
+        self.rows = load_rows(cfg, split="train", need=self.need)
+        self._limit = cfg.data.max_prompt_tokens + cfg.sampling.max_response_tokens
+        self._field = "data.max_prompt_tokens + sampling.max_response_tokens"
+        self._unit = functools.lru_cache(maxsize=_CACHED_ROWS)(self._encode)
+        self._unit(0)
+        self._kept, self.num_dropped = usable_rows(
+            self.rows, measure=lambda i: _longest(self._unit(i)), limit=self._limit,
+            overlong=cfg.data.overlong_prompts, field=self._field)
+        self.order = Order(len(self._kept), per_step=cfg.batch.prompts_per_step, seed=cfg.seed,
+                           shuffle=cfg.data.shuffle)
+
+    def units_at(self, step: int) -> list[Unit]:
+        """Return the pairs of `step`, (chosen, rejected), the same on every rank."""
+        return [self._fitting(self._kept[i]) for i in self.order.at(step)]
+
+    def check_context(self, max_positions: int, *, vocab_size: int | None = None) -> None:
+        """Check that the longest sequence fits the model; see `prompts.check_context`."""
+        check_context(self.cfg, self.tokenizer, max_positions=max_positions,
+                      vocab_size=vocab_size)
+
+    def _fitting(self, index: int) -> Unit:
+        unit = self._unit(index)
+        if _longest(unit) > self._limit:
+            raise ValueError(overlong_text(self.rows.where(index), _longest(unit),
+                                           limit=self._limit, field=self._field))
+        return unit
+
+    def _encode(self, index: int) -> Unit:
+        where = self.rows.where(index)
+        prompt, chosen, rejected, margin = pair_of(self.rows[index], place=where)
+        sides = tuple(self._example(index, prompt, side) for side in (chosen, rejected))
+        return Unit(sides, (margin, 0.0))
+
+    def _example(self, index: int, prompt: str | Messages, response: str | Messages) -> Example:
+        row = {"prompt": prompt, "completion": response, "tools": self.rows[index].get("tools")}
+        return encode_example(row, self.tokenizer, template=self.cfg.data.chat_template,
+                              where=self.rows.where(index))
+
+
+class LabelledSource(PairSource):
+    """Single responses marked good or bad, each with one that belongs to another prompt.
+
+    A unit is the row's own sequence, whose reward is the label, and its prompt with the
+    response of another row of the step, for KTO's KL. That response is cut where the sequence
+    would exceed the longest allowed.
+
+    Raises (on construction): ValueError as PairSource; see `rows.label_of`.
+    """
+
+    need = "label"
+
+    def units_at(self, step: int) -> list[Unit]:
+        """Return the rows of `step`, (own, mismatched), the same on every rank.
+
+        Raises: ValueError when all rows of the step have one prompt.
+        """
+        own = super().units_at(step)
+        split = [_split(unit.examples[0]) for unit in own]
+        try:
+            others = mismatched(torch.tensor([_key(given) for given, _, _ in split]))
+        except ValueError as error:
+            raise ValueError(f"data.train, step {step}: {error}") from error
+        units = []
+        for unit, (given, _, _), other in zip(own, split, others.tolist()):
+            room = self._limit - len(given)
+            _, reply, mask = split[other]
+            example = (given + reply[:room], [False] * len(given) + mask[:room])
+            units.append(Unit((*unit.examples, example), (*unit.rewards, 0.0)))
+        return units
+
+    def _encode(self, index: int) -> Unit:
+        row = self.rows[index]
+        label = label_of(row, place=self.rows.where(index))
+        return Unit((self._example(index, row["prompt"], row["completion"]),), (float(label),))
+
+
+def _longest(unit: Unit) -> int:
+    return max(len(tokens) for tokens, _ in unit.examples)
+
+
+def _split(example: Example) -> tuple[list[int], list[int], list[bool]]:
+    """Return the tokens before the first response token, those from it on, and their mask."""
+    tokens, mask = example
+    first = mask.index(True)
+    return tokens[:first], tokens[first:], mask[first:]
+
+
+def _key(tokens: list[int]) -> int:
+    """Return a number of 63 bits that tells prompts apart."""
+    digest = hashlib.blake2b(repr(tokens).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1
 
 
 def encode_example(

@@ -34,14 +34,14 @@ class Plan:
 
 def partition(
     lengths: Tensor, *, group_ids: Tensor, dp_size: int, tokens_per_microbatch: int,
-    num_updates: int = 1, quadratic_tokens: int = _QUADRATIC_TOKENS,
+    num_updates: int = 1, quadratic_tokens: int = _QUADRATIC_TOKENS, whole_groups: bool = False,
 ) -> Plan:
     """Assign sequences to updates, dp ranks and micro-batches.
 
-    Whole groups go to updates in the order of their ids. Within an update, sequences go
-    longest first to the micro-batch with the least cost (length + length^2 /
-    quadratic_tokens) that has room; the k-th micro-batches of all ranks, which run at the same
-    time, are of neighbouring cost.
+    Whole groups go to updates in the order of their ids. Within an update, units (sequences,
+    or whole groups) go longest first to the micro-batch with the least cost (length + length^2
+    / quadratic_tokens of each sequence) that has room; the k-th micro-batches of all ranks,
+    which run at the same time, are of neighbouring cost.
 
     Args:
         lengths: [S] int64, tokens. group_ids: [S] int64.
@@ -49,34 +49,54 @@ def partition(
         tokens_per_microbatch: budget of one micro-batch, tokens.
         num_updates: mini-batches with an optimizer step each.
         quadratic_tokens: length at which the quadratic cost equals the linear one, tokens.
-    Raises: ValueError when a sequence is longer than the budget.
+        whole_groups: keep the sequences of a group in one micro-batch.
+    Raises: ValueError when a sequence, or a group that is to stay whole, is longer than the
+        budget.
     """
-    longest = int(lengths.max()) if lengths.numel() else 0
-    if longest > tokens_per_microbatch:
-        row = int(lengths.argmax())
-        raise ValueError(
-            f"batch.tokens_per_microbatch: a sequence of group {int(group_ids[row])} has {longest} "
-            f"tokens, above the budget of {tokens_per_microbatch}; raise it to at least {longest}"
-        )
     ids, index = torch.unique(group_ids, return_inverse=True)
+    unit_of = index if whole_groups else torch.arange(len(lengths))  # [S]
+    num_units = len(ids) if whole_groups else len(lengths)
+    unit_lengths = lengths.new_zeros(num_units).index_add(0, unit_of, lengths)
+    _check_budget(lengths, unit_lengths, unit_of=unit_of, group_ids=group_ids,
+                  budget=tokens_per_microbatch)
+    costs = lengths * quadratic_tokens + lengths * lengths
+    unit_costs = costs.new_zeros(num_units).index_add(0, unit_of, costs)
     update_ids = index * num_updates // max(len(ids), 1)
-    dp_ids, microbatch_ids = torch.zeros_like(lengths), torch.zeros_like(lengths)
+    unit_updates = update_ids.new_zeros(num_units).index_copy(0, unit_of, update_ids)
+    unit_dp, unit_microbatch = torch.zeros_like(unit_lengths), torch.zeros_like(unit_lengths)
     counts = []
     for update in range(num_updates):
-        rows = torch.nonzero(update_ids == update).flatten()
-        bins = _pack(lengths[rows].tolist(), dp_size=dp_size, budget=tokens_per_microbatch,
-                     quadratic=quadratic_tokens)
+        units = torch.nonzero(unit_updates == update).flatten()
+        bins = _pack(unit_lengths[units].tolist(), unit_costs[units].tolist(), dp_size=dp_size,
+                     budget=tokens_per_microbatch)
         counts.append(len(bins) // dp_size)
         for position, members in enumerate(bins):
-            chosen = rows[members]
-            microbatch_ids[chosen], dp_ids[chosen] = position // dp_size, position % dp_size
-    return Plan(update_ids=update_ids, dp_ids=dp_ids, microbatch_ids=microbatch_ids,
-                num_microbatches=tuple(counts))
+            chosen = units[members]
+            unit_microbatch[chosen], unit_dp[chosen] = position // dp_size, position % dp_size
+    return Plan(update_ids=update_ids, dp_ids=unit_dp[unit_of],
+                microbatch_ids=unit_microbatch[unit_of], num_microbatches=tuple(counts))
 
 
-def _pack(lengths: list[int], *, dp_size: int, budget: int, quadratic: int) -> list[list[int]]:
+def _check_budget(
+    lengths: Tensor, unit_lengths: Tensor, *, unit_of: Tensor, group_ids: Tensor, budget: int
+) -> None:
+    longest = int(unit_lengths.max()) if unit_lengths.numel() else 0
+    if longest <= budget:
+        return
+    rows = torch.nonzero(unit_of == unit_lengths.argmax()).flatten()
+    group, sizes = int(group_ids[rows[0]]), lengths[rows].tolist()
+    what = f"a sequence of group {group} has {longest} tokens"
+    if len(sizes) > 1:
+        what = (f"the {len(sizes)} sequences of group {group}, which stay together, have "
+                f"{' + '.join(map(str, sizes))} = {longest} tokens")
+    raise ValueError(f"batch.tokens_per_microbatch: {what}, above the budget of {budget}; raise "
+                     f"it to at least {longest}")
+
+
+def _pack(
+    lengths: list[int], costs: list[int], *, dp_size: int, budget: int
+) -> list[list[int]]:
     """Return M * dp_size bins of positions; entry k * dp_size + d is micro-batch k of rank d."""
-    costs = [n * quadratic + n * n for n in lengths]
     num_bins = dp_size * max(1, -(-sum(lengths) // (budget * dp_size)))
     while (bins := _fill(lengths, costs, num_bins=num_bins, budget=budget)) is None:
         num_bins += dp_size  # ends at the latest with one bin per sequence

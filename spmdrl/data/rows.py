@@ -2,19 +2,22 @@
 
 Accepted columns: verl's (`prompt`, `data_source`, `reward_model`, ...), TRL's (`prompt` plus
 anything), OpenAI's (`messages`), and for supervised training `prompt` with `completion` or
-`answer`, or `text`. Nothing heavy is imported: reward workers read rows through this module.
+`answer`, or `text`. For preferences: TRL's `prompt`, `chosen`, `rejected` (`prompt` may be left
+out, see `pair_of`; optional `margin`), or `prompt`, `completion`, `label`. Nothing heavy is
+imported: reward workers read rows through this module.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import json
+import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 Messages = list[dict[str, Any]]
-Need = Literal["prompt", "example"]
+Need = Literal["prompt", "example", "pair", "label"]
 _SUFFIXES = (".jsonl", ".json", ".parquet")
 
 
@@ -44,7 +47,8 @@ def read_rows(spec: str, *, size: int = 0, need: Need = "prompt") -> Rows:
             NAME:CONFIG:SPLIT (split `train` by default).
         size: rows to take from the start, at most; 0 takes all.
         need: `prompt` checks that each row has something to generate from, `example` that it
-            has something to imitate.
+            has something to imitate, `pair` that it has two responses to compare, `label` one
+            that is marked good or bad.
     Raises: ValueError naming file and line (parquet, hub: row) of the first bad row; when the
         file does not exist, cannot be read, or holds no rows.
     """
@@ -136,9 +140,16 @@ def _hub_rows(spec: str, path: Path) -> Iterator[tuple[str, Any]]:
 def _check_row(row: Any, *, place: str, need: Need) -> None:
     if not isinstance(row, dict):
         raise ValueError(f"{place}: a row is a JSON object with columns, got {row!r:.80}")
-    for column in ("prompt", "completion", "messages"):
+    compared = ("chosen", "rejected") if need == "pair" else ()
+    for column in ("prompt", "completion", "messages", *compared):
         if isinstance(row.get(column), list):
             row[column] = _checked_messages(row[column], place=f"{place}: column {column!r}")
+    if need == "pair":
+        pair_of(row, place=place)
+        return
+    if need == "label":
+        label_of(row, place=place)
+        return
     if need == "example" and (row.get("text") or has_target(row)):
         return
     if need == "example":
@@ -192,6 +203,82 @@ def has_target(row: dict) -> bool:
     return any(m["role"] == "assistant" for m in row.get("messages") or [])
 
 
+def pair_of(
+    row: dict, *, place: str
+) -> tuple[str | Messages, str | Messages, str | Messages, float]:
+    """Return the prompt of a row, its chosen and rejected responses, and the margin.
+
+    Whole conversations in `chosen` and `rejected` (their first turn is not the assistant's),
+    and a row without `prompt`, give their common beginning as the prompt: turns, or text up to
+    the first difference, a space before it counting as part of the responses. This is TRL's
+    implicit prompt.
+
+    Args:
+        place: origin of the row, for error messages.
+    Raises: ValueError when a column is missing, a response is empty, or both are the same.
+    """
+    chosen, rejected = (_text_or_messages(row, c, place=place) for c in ("chosen", "rejected"))
+    if type(chosen) is not type(rejected):
+        raise ValueError(f"{place}: `chosen` is {_kind(chosen)}, `rejected` {_kind(rejected)}; "
+                         "both must be of one form")
+    if chosen == rejected:
+        raise ValueError(f"{place}: `chosen` and `rejected` are equal, so neither is better")
+    is_whole = isinstance(chosen, list) and chosen[0]["role"] != "assistant"
+    if is_whole or not row.get("prompt"):
+        prompt = chosen[:_common(chosen, rejected)]
+        chosen, rejected = chosen[len(prompt):], rejected[len(prompt):]
+        if not prompt:
+            raise ValueError(f"{place}: there is no `prompt`, and `chosen` and `rejected` do not "
+                             "begin alike; a pair answers one prompt")
+    else:
+        prompt = _text_or_messages(row, "prompt", place=place)
+    for column, response in (("chosen", chosen), ("rejected", rejected)):
+        if not response:
+            raise ValueError(f"{place}: `{column}` is empty after the prompt that the two share")
+    margin = row.get("margin")
+    if margin is not None and not (type(margin) in (int, float) and math.isfinite(margin)):
+        raise ValueError(f"{place}: `margin` must be a number, got {margin!r:.60}")
+    return prompt, chosen, rejected, float(margin or 0.0)
+
+
+def label_of(row: dict, *, place: str) -> bool:
+    """Return whether the `completion` of a row is a good one.
+
+    Raises: ValueError when `prompt`, `completion` or `label` is missing or unusable.
+    """
+    for column in ("prompt", "completion"):
+        _text_or_messages(row, column, place=place)
+    label = row.get("label")
+    if type(label) is not bool and not (type(label) is int and label in (0, 1)):
+        raise ValueError(f"{place}: `label` must be true (a good response) or false, got "
+                         f"{label!r:.60}; columns: {', '.join(map(str, row))}")
+    return bool(label)
+
+
+def _text_or_messages(row: dict, column: str, *, place: str) -> str | Messages:
+    value = row.get(column)
+    if value is None:
+        raise ValueError(
+            f"{place}: the row has no column `{column}`; preference pairs have `prompt`, `chosen` "
+            "and `rejected`, labelled responses `prompt`, `completion` and `label`; this one has "
+            f"columns {', '.join(map(str, row)) or '(none)'}"
+        )
+    if not isinstance(value, (str, list)) or not value:
+        raise ValueError(f"{place}: `{column}` must be text or messages and not empty, got "
+                         f"{value!r:.60}")
+    return value
+
+
+def _kind(value: str | Messages) -> str:
+    return "text" if isinstance(value, str) else "a list of messages"
+
+
+def _common(a: str | Messages, b: str | Messages) -> int:
+    """Return how many first characters or messages are the same, without a last space."""
+    count = next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
+    return count - 1 if count and a[count - 1] == " " else count
+
+
 def ground_truth_of(row: dict) -> Any:
     """Return the reference answer: verl's reward_model.ground_truth, `ground_truth`, `answer`.
 
@@ -210,7 +297,8 @@ def ground_truth_of(row: dict) -> Any:
 def text_bytes(row: dict) -> int:
     """Return an upper bound on the tokens of a row under a tokenizer whose tokens cover at
     least one byte each: its UTF-8 bytes plus allowances for special tokens and templates."""
-    columns = [row.get(c) for c in ("prompt", "messages", "completion", "answer", "text", "tools")]
+    names = ("prompt", "messages", "completion", "answer", "text", "tools", "chosen", "rejected")
+    columns = [row.get(c) for c in names]
     total = 512  # a template's own system prompt
     for value in columns:
         if isinstance(value, str):

@@ -118,6 +118,30 @@ class Addition:
         return same / max(len(given), len(right))
 
 
+class AdditionPairs(Addition):
+    """Addition with answers to compare: `chosen` is right, `rejected` wrong in one digit.
+
+    For preference losses and reward models; for those on single responses, `completion` is one
+    of the two by a coin, and `label` says whether it is the right one. Options: as Addition,
+    but `mistakes` is the share of rows whose `rejected` is one too high instead.
+    """
+
+    def row(self, seed: int, index: int, *, split: Split) -> dict:
+        """Return problem `index`; see the class."""
+        row = super().row(seed, index, split=split)
+        draw = random.Random(f"pair/{seed}/{split}/{index}")
+        chosen = row["answer"]
+        rejected = str(int(chosen) + 1)
+        if draw.random() >= self.mistakes:
+            at = draw.randrange(len(chosen))
+            digits = "123456789" if at == 0 and len(chosen) > 1 else "0123456789"
+            rejected = chosen[:at] + draw.choice(digits.replace(chosen[at], "")) + chosen[at + 1:]
+        label = draw.random() < 0.5
+        return row | {"chosen": chosen, "rejected": rejected, "label": label,
+                      "completion": chosen if label else rejected,
+                      "data_source": "task:addition_pairs"}
+
+
 class ReasoningGym:
     """A dataset of the reasoning-gym package, with that dataset's own grader."""
 
@@ -172,7 +196,7 @@ def _split_of(problem: str) -> Split:
     return "train" if int.from_bytes(digest, "big") % _HELD_OUT_ONE_IN else "eval"
 
 
-_TASKS = {"addition": Addition}
+_TASKS = {"addition": Addition, "addition_pairs": AdditionPairs}
 
 
 class GeneratedRows(Sequence):

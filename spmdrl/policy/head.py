@@ -55,8 +55,8 @@ class _Head(torch.autograd.Function):
         local = targets - rank * weight.shape[0]
         logprobs = torch.empty(hidden.shape[0], dtype=torch.float32, device=hidden.device)
         entropy, log_total = torch.empty_like(logprobs), torch.empty_like(logprobs)
-        for part in _chunks(hidden.shape[0], options.chunk_tokens):
-            logits = _logits(hidden[part], weight, options)
+        for part in chunks(hidden.shape[0], options.chunk_tokens):
+            logits = scaled_logits(hidden[part], weight, options)
             logprobs[part], entropy[part], log_total[part] = _summarize(
                 logits, local[part], options)
         ctx.save_for_backward(hidden, weight, local, log_total, entropy)
@@ -69,8 +69,8 @@ class _Head(torch.autograd.Function):
         options = ctx.options
         grad_hidden = torch.empty_like(hidden)
         grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
-        for part in _chunks(hidden.shape[0], options.chunk_tokens):
-            logits = _logits(hidden[part], weight, options)
+        for part in chunks(hidden.shape[0], options.chunk_tokens):
+            logits = scaled_logits(hidden[part], weight, options)
             grad = _grad_logits(
                 logits, local[part], log_total=log_total[part], entropy=entropy[part],
                 grad_logprobs=grad_logprobs[part], grad_entropy=grad_entropy[part],
@@ -86,17 +86,18 @@ class _Head(torch.autograd.Function):
         return grad_hidden, grad_weight.to(weight.dtype), None, None
 
 
-def _chunks(count: int, size: int) -> list[slice]:
+def chunks(count: int, size: int) -> list[slice]:
+    """Cut `count` positions into runs of at most `size`."""
     return [slice(start, min(start + size, count)) for start in range(0, count, size)]
 
 
-def _logits(hidden: Tensor, weight: Tensor, options: HeadOptions) -> Tensor:
-    """Return this rank's [n, V] float32 logits over temperature."""
+def scaled_logits(hidden: Tensor, weight: Tensor, options: HeadOptions) -> Tensor:
+    """Return [n, V] float32 logits over temperature, of this rank's part of the vocabulary."""
     logits = (hidden @ weight.t()).float()
     if options.scale != 1.0:
         logits.mul_(options.scale)
     if options.softcap is not None:
-        logits.div_(options.softcap).tanh_().mul_(options.softcap)
+        logits = logits.div_(options.softcap).tanh_() * options.softcap  # tanh keeps its output
     if options.temperature != 1.0:
         logits.div_(options.temperature)
     return logits

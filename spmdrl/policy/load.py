@@ -7,6 +7,7 @@ rank reads only its own slices of the safetensors files.
 from __future__ import annotations
 
 import json
+import logging
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -17,7 +18,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from spmdrl.config import Config, Model
-from spmdrl.sync.shards import held_boxes
+from spmdrl.config.read import is_missing_folder
+from spmdrl.shards import held_boxes
 
 SCALAR_HEAD = "score.weight"
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -37,8 +39,11 @@ def load_hf_config(path: str, *, trust_remote_code: bool = False) -> Any:
     if folder.is_dir() and not (folder / "config.json").is_file():
         raise ValueError(f"model.path: folder {path} has no config.json; is it a Hugging Face "
                          f"model folder? it holds {_some(p.name for p in folder.iterdir())}")
-    if not folder.is_dir() and _looks_local(path):
-        raise ValueError(f"model.path: folder {path} does not exist")
+    if is_missing_folder(path):
+        raise ValueError(f"model.path: folder {path} does not exist (looked from "
+                         f"{Path.cwd()})")
+    # A hub that cannot be reached is tried for a minute; the last failure says all there is.
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     except Exception as error:  # transformers raises many kinds, all of them mean the same here
@@ -48,10 +53,6 @@ def load_hf_config(path: str, *, trust_remote_code: bool = False) -> Any:
         raise ValueError(f"model.path: {path} is a {config.model_type} with a vision tower; only "
                          "text models can be trained")
     return config
-
-
-def _looks_local(path: str) -> bool:
-    return path.startswith(("/", ".", "~")) or path.count("/") > 1 or path.endswith("/")
 
 
 def _some(names: Iterable[str], limit: int = 8) -> str:

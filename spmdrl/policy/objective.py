@@ -4,19 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from spmdrl.algorithms import reduce, registry
 from spmdrl.algorithms.kl import kl_stats
-from spmdrl.algorithms.mismatch import mismatch_stats
+from spmdrl.algorithms.mismatch import gap_histogram, mismatch_stats
 from spmdrl.comm import gather_objects
 from spmdrl.config import Config
 from spmdrl.policy.attention import make_packing
 from spmdrl.policy.scorer import Scoring
 from spmdrl.types import Advantages, Batch, Microbatch
 from spmdrl.world import World
+
+if TYPE_CHECKING:
+    from spmdrl.policy.sharded import ShardedModel
 
 Stats = dict[str, tuple[Tensor, Tensor]]
 
@@ -30,7 +34,8 @@ class Job:
     loss_mask: Tensor  # [T] bool
     weights: Tensor  # [T] float64, of each token's term in the loss
     num_tokens: int  # 0 for a dummy
-    columns: Mapping[str, Tensor]  # [T] each: advantages, and what annotate found
+    token_weight: float  # 1 / loss tokens of this update on all ranks; 1 without any
+    columns: Mapping[str, Tensor]  # [T] each: advantages, returns, what annotate found
 
 
 def make_jobs(
@@ -60,6 +65,7 @@ def make_jobs(
         per_sequence = torch.cat([per_sequence, per_sequence.new_zeros(2, 1)], dim=1)
         jobs.append([
             _make_job(m, per_sequence, device=device, padded=padded,
+                      token_weight=1.0 / max(1, int(own.sum())),
                       columns=_columns(batch, advantages, update=update, index=i))
             for i, m in enumerate(microbatches)])
     return jobs
@@ -71,6 +77,8 @@ def _columns(
     columns = dict(batch.columns[update][index]) if batch.columns else {}
     if advantages is not None:
         columns["advantages"] = advantages.tokens[update][index].float()
+        if advantages.returns:
+            columns["returns"] = advantages.returns[update][index].float()
     return columns
 
 
@@ -82,7 +90,7 @@ def on_host(microbatch: Microbatch) -> Microbatch:
 
 def _make_job(
     microbatch: Microbatch, per_sequence: Tensor, *, device: torch.device, padded: bool,
-    columns: Mapping[str, Tensor],
+    token_weight: float, columns: Mapping[str, Tensor],
 ) -> Job:
     host = on_host(microbatch)
     lengths = host.cu_seqlens.diff().long()
@@ -95,7 +103,7 @@ def _make_job(
         scoring=make_scoring(host.tokens, lengths.tolist(), mask=loss_mask, device=device,
                              padded=padded, position_ids=host.position_ids),
         loss_mask=loss_mask.to(device), weights=weights.to(device),
-        num_tokens=int(lengths[is_real].sum()),
+        num_tokens=int(lengths[is_real].sum()), token_weight=token_weight,
         columns={name: column.to(device) for name, column in columns.items()},
     )
 
@@ -186,20 +194,19 @@ class Objective:
         return {name: value.to(world.device) for name, value in found.items()}
 
     def __call__(
-        self, job: Job, logprobs: Tensor, *, entropy: Tensor, step: int,
-        statistics: Mapping[str, Tensor],
+        self, model: ShardedModel, job: Job, *, step: int, statistics: Mapping[str, Tensor]
     ) -> tuple[Tensor, Stats]:
-        """Return one micro-batch's share of the loss and its metrics.
+        """Run one micro-batch forward and return its share of the loss and its metrics.
 
         Args:
-            logprobs, entropy: [N] float32 of the scored positions, nats.
+            model: in training.
             step: policy version that is being trained.
             statistics: of the whole batch, as `statistics` returned.
         Returns: [] float64 share (shares of all micro-batches and dp ranks add up to the
             loss) and {metric: (numerator, denominator)}.
         Invariant under: dp size, micro-batching, packing order.
         """
-        logprobs, entropy = spread(logprobs, job.scoring), spread(entropy, job.scoring)
+        logprobs, entropy = (spread(v, job.scoring) for v in model.forward(job.scoring))
         batch, mask = job.microbatch, job.loss_mask
         inputs = {
             # Without a pass of their own the old logprobs are the current ones.
@@ -220,6 +227,8 @@ class Objective:
             terms = terms * weights.detach()
             stats |= own | mismatch_stats(old, batch.rollout_logprobs, loss_mask=mask,
                                           cu_seqlens=batch.cu_seqlens)
+            gaps = gap_histogram(old, batch.rollout_logprobs, loss_mask=mask)
+            stats["gap_histogram"] = (gaps, torch.zeros_like(gaps))  # quantiles follow from it
             age = torch.where(mask, step - batch.policy_versions, 0)
             stats["policy/staleness"] = (age.sum(), count)
         if "ref_logprobs" in inputs:

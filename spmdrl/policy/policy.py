@@ -1,4 +1,4 @@
-"""The policy of this rank, and the models that only score beside it; or nothing."""
+"""The policy of this rank, the value model and the models that only score; or nothing."""
 
 from __future__ import annotations
 
@@ -10,8 +10,11 @@ from torch import Tensor
 
 from spmdrl.comm import gather_objects
 from spmdrl.config import Config
+from spmdrl.policy.critic import Critic
 from spmdrl.policy.load import build_meta_model
-from spmdrl.policy.objective import Job, Objective, make_jobs
+from spmdrl.policy.objective import Job, Stats, make_jobs
+from spmdrl.policy.objectives import make_objective
+from spmdrl.policy.pairs import with_pairs
 from spmdrl.policy.sharded import ShardedModel
 from spmdrl.policy.trainee import Trainee
 from spmdrl.types import Advantages, Batch, Sums, add_sums
@@ -30,6 +33,7 @@ class Policy:
     def __init__(self, cfg: Config, world: World):
         self.cfg, self.world = cfg, world
         self.trainee: Trainee | None = None
+        self.critic: Critic | None = None
         problem = None
         try:
             self._build()
@@ -43,12 +47,14 @@ class Policy:
 
     def _build(self) -> None:
         cfg, world = self.cfg, self.world
-        hf_model = build_meta_model(cfg.model)
+        self._is_scalar = cfg.algorithm.objective == "reward_model"
+        hf_model = build_meta_model(cfg.model, is_scalar=self._is_scalar)
         self._names = {n: (p.shape, p.dtype) for n, p in hf_model.named_parameters()}
         if not world.is_trainer:
             return
-        self._objective = Objective(cfg)
-        self._model = ShardedModel(cfg, world, path=cfg.model.path, is_trained=True)
+        self._objective = make_objective(cfg, world)
+        self._model = ShardedModel(cfg, world, path=cfg.model.path, is_trained=True,
+                                   is_scalar=self._is_scalar)
         self._scorers = {
             column: ShardedModel(cfg, world, path=path, is_trained=False)
             for column, path in (("ref_logprobs", cfg.model.reference or cfg.model.path),
@@ -57,6 +63,8 @@ class Policy:
         }
         self.trainee = Trainee(self._model, cfg=cfg, world=world, options=cfg.optimizer)
         self.optimizer = self.trainee.optimizer
+        if "values" in self._objective.columns:
+            self.critic = Critic(cfg, world, policy=self._model)
 
     # ---------------------------------------------------------------- names and state
 
@@ -73,13 +81,19 @@ class Policy:
         return self._model.named_shards() if self.trainee else {}
 
     def state_dict(self) -> dict[str, object]:
-        """Return what a checkpoint keeps, by name, sharing live storage; see Trainee."""
-        return self.trainee.state_dict() if self.trainee else {}
+        """Return what a checkpoint keeps, by name, sharing live storage; see Trainee.
+
+        The value model's part, where there is one, is under `critic`.
+        """
+        state = self.trainee.state_dict() if self.trainee else {}
+        return state | {"critic": self.critic.state_dict()} if self.critic else state
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Restore what `state_dict` returned, after it was loaded onto this layout."""
         if self.trainee:
             self.trainee.load_state_dict(state)
+        if self.critic:
+            self.critic.load_state_dict(state["critic"])
 
     # ---------------------------------------------------------------- scoring
 
@@ -87,11 +101,11 @@ class Policy:
         """Add the per-token columns that the configured methods ask for; call on every rank.
 
         Each is one forward pass over the batch: `old_logprobs` (with `old_entropy`) of the
-        policy before its update, `ref_logprobs` of the reference, `teacher_logprobs`. Trainer
-        ranks meet each other in it.
+        policy before its update, `ref_logprobs` of the reference, `teacher_logprobs`, and
+        `values`, task units, of the state before each token. Trainer ranks meet each other.
 
-        Returns: the batch with columns, [T] float32 nats, 0 off the loss mask; as it was where
-            nothing is asked for.
+        Returns: the batch with columns, [T] float32 (nats), 0 off the loss mask; as it was
+            where nothing is asked for.
         """
         if self.trainee is None or not self._objective.columns:
             return batch
@@ -105,6 +119,9 @@ class Policy:
             for column, model in self._scorers.items():
                 for row, (logprobs, _) in zip(found, model.columns(works)):
                     row[column] = logprobs
+            if self.critic:
+                for row, values in zip(found, self.critic.columns(works)):
+                    row["values"] = values
         rows = iter(found)
         return replace(batch, columns=tuple(tuple(next(rows) for _ in update) for update in jobs))
 
@@ -130,33 +147,41 @@ class Policy:
             return self._model.score(tokens)
 
     def _jobs(self, batch: Batch, advantages: Advantages | None = None) -> list[list[Job]]:
+        batch = with_pairs(batch, self.cfg)
         return make_jobs(batch, advantages, cfg=self.cfg, device=self.world.device,
                          padded=self._model.is_padded)
 
     # ---------------------------------------------------------------- training
 
     def update(self, batch: Batch, advantages: Advantages, *, step: int) -> Sums:
-        """Take the batch's optimizer steps; call on every rank.
+        """Take the batch's optimizer steps, the value model's too; call on every rank.
 
         Args:
             batch: as exchanged and annotated; on trainers every update has the same number of
                 micro-batches.
             advantages: of its tokens.
-            step: training step, for the schedule.
-        Returns: policy/, loss/ and perf/ sums over all trainer ranks, equal on each of them;
-            {} elsewhere.
+            step: training step, for the schedules. Before critic.warmup_steps the policy
+                stands still, and its sums are absent.
+        Returns: policy/, loss/, value/ and perf/ sums over all trainer ranks, equal on each of
+            them; {} elsewhere.
         """
         if self.trainee is None:
             return {}
         with self.world.watch.wait("update", step):
             jobs = self._jobs(batch, advantages)
-            statistics = self._objective.statistics(jobs, world=self.world)
+            if self.critic is None:
+                return self._update(jobs, step=step)
+            values = self.critic.update(jobs, step=step)
+            if step < self.cfg.critic.warmup_steps:
+                return values
+            return values | self._update(jobs, step=step)
 
-            def loss_of(job: Job) -> tuple[Tensor, dict]:
-                logprobs, entropy = self._model.forward(job.scoring)
-                return self._objective(job, logprobs, entropy=entropy, step=step,
-                                       statistics=statistics)
+    def _update(self, jobs: Sequence[Sequence[Job]], *, step: int) -> Sums:
+        statistics = self._objective.statistics(jobs, world=self.world)
 
-            return add_sums(*[
-                self.trainee.take_step(update, loss_of, step=step, number=number)
-                for number, update in enumerate(jobs)])
+        def loss_of(job: Job) -> tuple[Tensor, Stats]:
+            return self._objective(self._model, job, step=step, statistics=statistics)
+
+        return add_sums(*[
+            self.trainee.take_step(update, loss_of, step=step, number=number)
+            for number, update in enumerate(jobs)])

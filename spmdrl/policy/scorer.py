@@ -1,8 +1,10 @@
-"""The module that FSDP2 sees as its root: tokens in, logprobs and entropy out."""
+"""The modules that FSDP2 sees as its roots: tokens in; logprobs, or values, out."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -10,6 +12,9 @@ from torch.distributed.tensor import DTensor
 
 from spmdrl.policy.attention import Packing
 from spmdrl.policy.head import HeadOptions, logprobs_and_entropy
+
+
+Head = Callable[[Tensor, Tensor], Any]
 
 
 @dataclass(frozen=True)
@@ -55,8 +60,13 @@ class Scorer(nn.Module):
             softcap=getattr(config, "final_logit_softcapping", None),
         )
 
-    def forward(self, work: Scoring, options: HeadOptions) -> tuple[Tensor, Tensor]:
-        """Return logprobs and entropy of the scored tokens, each [N] float32, nats."""
+    def forward(self, work: Scoring, head: Head | None = None) -> Any:
+        """Return logprobs and entropy of the scored tokens, each [N] float32, nats.
+
+        Args:
+            head: what to make of the states instead. It gets the state before each scored
+                token, [N, H], and the rows of the vocabulary that this rank has, [V, H].
+        """
         hidden = self.base(
             input_ids=work.tokens[None], position_ids=work.position_ids[None],
             attention_mask=None, use_cache=False, packing=work.packing,
@@ -65,7 +75,10 @@ class Scorer(nn.Module):
         if isinstance(weight, DTensor):
             weight = weight.to_local()
         before = hidden.index_select(0, work.scored - 1)
-        return logprobs_and_entropy(before, weight, targets=work.targets, options=options)
+        if head is not None:
+            return head(before, weight)
+        return logprobs_and_entropy(before, weight, targets=work.targets,
+                                    options=self.head_options)
 
 
 class Valuer(nn.Module):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from spmdrl.config import Config
 from spmdrl.policy import parallelize, tensor_parallel
 from spmdrl.policy.attention import pick_attention, register_attention
+from spmdrl.policy.head import logprobs_and_entropy
 from spmdrl.policy.load import (
     SCALAR_HEAD, CheckpointReader, build_meta_model, check_names, compute_buffers, model_folder,
     read_parameters,
@@ -104,7 +106,7 @@ class ShardedModel:
 
     def forward(self, work: Scoring) -> tuple[Tensor, Tensor]:
         """Return logprobs and entropy of the scored tokens: each [N] float32, nats."""
-        return self.scorer(work, self.scorer.head_options)
+        return self.scorer(work)
 
     def values(self, work: Scoring) -> Tensor:
         """Return the value of the state after each token: [T] float32."""
@@ -136,7 +138,8 @@ class ShardedModel:
                 torch.tensor([t for row in rows for t in row]), lengths, mask=positions > 0,
                 position_ids=positions, device=self.world.device, padded=self.is_padded,
             )
-            logprobs, _ = self.scorer(work, options)
+            head = partial(logprobs_and_entropy, targets=work.targets, options=options)
+            logprobs, _ = self.scorer(work, head)
             scored += spread(logprobs, work).cpu().split(lengths)
         parallelize.reshard(self.scorer)
         return scored

@@ -50,7 +50,7 @@ class Trainee:
         """Run all micro-batches of one update and move the parameters.
 
         An update whose loss or gradient norm is not finite is skipped on all ranks together,
-        counted, and its micro-batches are saved under output_dir/skipped.
+        counted, and its micro-batches are saved under output_dir/skipped (skipped_value).
 
         Args:
             jobs: this rank's micro-batches; every trainer rank has equally many.
@@ -79,7 +79,8 @@ class Trainee:
                            max_norm=self.options.max_grad_norm)
             self.optimizer.step(gradients, lr=lr)
         else:
-            dump_skipped(jobs, outcome, folder=Path(self.cfg.output_dir) / "skipped", step=step,
+            folder = "skipped" if self.name == "policy" else f"skipped_{self.name}"
+            dump_skipped(jobs, outcome, folder=Path(self.cfg.output_dir) / folder, step=step,
                          update=number, rank=self.world.rank)
         self.optimizer.zero_grad()
         return self._sums(outcome, lr=lr, is_first=number == 0)

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from spmdrl.algorithms.mismatch import gap_sums
 from spmdrl.policy.objective import Job, Stats, on_host
 
 log = logging.getLogger(__name__)
@@ -36,12 +37,14 @@ class Totals:
     def pack(self, norm_share: Tensor, *, counts: bool) -> Tensor:
         """Return [square norm, loss, tokens, pairs by name] float64 on the CPU.
 
+        A pair is two numbers, or two rows of as many (`gap_histogram`).
+
         Args:
             norm_share: [] float64, this rank's share of the squared gradient norm.
             counts: False on tp ranks whose batch another rank reports.
         """
         # One stack and one copy to the host per optimizer step.
-        pairs = [torch.stack(self.stats[name]).sum(0) for name in sorted(self.stats)]
+        pairs = [torch.stack(self.stats[name]).sum(0).flatten() for name in sorted(self.stats)]
         loss = torch.stack(self.loss).sum().double()[None]
         own = torch.cat([loss, loss.new_full((1,), self.num_tokens), *pairs])
         own = own if counts else torch.zeros_like(own)
@@ -73,10 +76,16 @@ def exchange_totals(
     """
     packed = totals.pack(norm_share, counts=counts)
     dist.all_reduce(packed, group=group)
-    square, loss, num_tokens, *rest = packed.tolist()
-    pairs = zip(sorted(totals.stats), zip(rest[::2], rest[1::2]))
+    square, loss, num_tokens = packed[:3].tolist()
+    names = sorted(totals.stats)
+    parts = packed[3:].split([totals.stats[name][0].numel() for name in names])
+    found = {name: part.view(2, -1) for name, part in zip(names, parts)}
+    histogram = found.pop("gap_histogram", None)
+    stats = {name: tuple(pair.flatten().tolist()) for name, pair in found.items()}
+    if histogram is not None:
+        stats |= gap_sums(histogram[0])
     return Outcome(grad_norm=math.sqrt(square) if square >= 0 else math.nan, loss=loss,
-                   num_tokens=num_tokens, stats=dict(pairs))
+                   num_tokens=num_tokens, stats=stats)
 
 
 def clip_gradients(gradients: Sequence[Tensor], *, norm: float, max_norm: float) -> None:

@@ -116,34 +116,50 @@ class Column(NamedTuple):
     title: str
     width: int
     text: Callable[[Values], str]
+    metric: str = ""
+    """The one it shows, where it is worth no column without a value."""
 
 
 def _metric(name: str, *, width: int) -> Callable[[Values], str]:
     return lambda values: number(values.get(name), width=width)
 
 
-def table_columns(objective: str, *, spark: Callable[[], str]) -> list[Column]:
-    """Return the columns for an objective (`rl` or `sft`); `spark` draws the second one's trend.
+def table_columns(
+    objective: str, *, spark: Callable[[], str], has_ratio: bool = True
+) -> list[Column]:
+    """Return the columns for an objective: `rl`, or one that fits rows.
 
+    Args:
+        spark: draws the trend of the metric in the second column.
+        has_ratio: whether the policy moves between sampling and loss: else nothing is clipped.
     The widths leave a row within WIDTH characters.
     """
     trend = Column("trend", 10, lambda _: spark().ljust(10))
-    if objective == "sft":
-        named = [("loss", "policy/loss", 9), trend, ("eval rew.", "eval/reward", 9),
-                 ("entropy", "policy/entropy", 8), ("grad norm", "policy/grad_norm", 9),
-                 ("lr", "policy/lr", 8), ("update s", "time/update", 8)]
+    if objective != "rl":
+        named = [("loss", "policy/loss", 9), trend, ("entropy", "policy/entropy", 8),
+                 ("accuracy", "preference/accuracy", 8),
+                 ("accuracy", "reward_model/accuracy", 8),
+                 ("grad norm", "policy/grad_norm", 9), ("lr", "policy/lr", 8),
+                 ("update s", "time/update", 8)]
     else:
         named = [("reward", "reward/mean", 7), trend, ("length", "rollout/response_length", 7),
                  ("KL e/t", "policy/mismatch_k3", 8), ("entropy", "policy/entropy", 7),
                  ("clip", "policy/clip_frac", 7), ("gen s", "time/generate", 7),
                  ("upd s", "time/update", 7), ("push s", "time/push", 7)]
-    middle = [c if isinstance(c, Column) else Column(c[0], c[2], _metric(c[1], width=c[2]))
+        if not has_ratio:
+            named = [c for c in named if c[0] != "clip"]
+    middle = [c if isinstance(c, Column) else Column(c[0], c[2], _metric(c[1], width=c[2]), c[1])
               for c in named]
     return [
-        Column("step", 6, lambda values: f"{int(values['step']):>6}"), *middle,
-        Column("tok/s", 7, _metric("perf/tokens_per_s", width=7)),
+        Column("done", 6, lambda values: f"{int(values['step']):>6}"), *middle,
+        Column("tok/s", 7, _metric("perf/tokens_per_s", width=7), "perf/tokens_per_s"),
         Column("left", 6, lambda values: duration(values.get("left_s")).rjust(6)),
     ]
+
+
+def with_values(columns: Sequence[Column], seen: set[str]) -> list[Column]:
+    """Return the columns but those whose metric has had no value yet."""
+    return [c for c in columns if not c.metric or c.metric in seen]
 
 
 def header(columns: Sequence[Column]) -> str:
@@ -165,6 +181,8 @@ class Console:
     def __init__(self, *, stream: TextIO | None = None):
         self._stream = stream
         self._rows = 0
+        self._seen: set[str] = set()
+        self._shown: list[Column] = []
         self._live = ""
         self._lock = threading.RLock()  # the tracker's thread logs too
 
@@ -187,13 +205,24 @@ class Console:
         with self._lock:
             self._write(f"{self._erase()}{text}\n{self._live}")
 
-    def table_row(self, columns: Sequence[Column], values: Values) -> bool:
-        """Write a row, under a header where one is due; return whether one was."""
+    def table_row(self, columns: Sequence[Column], values: Values, *, every: int = 1) -> bool:
+        """Write a row, under a header where one is due; return whether one was.
+
+        Args:
+            values: of the steps since the row before.
+            every: steps between two rows.
+        """
         is_due = self._rows % _HEADER_EVERY == 0
+        self._seen |= values.keys()
+        if not self._rows:
+            self.line("done: steps done; each row: "
+                      + (f"means over the {every} steps since the row before" if every > 1
+                         else "one step"))
         if is_due:
-            self.line(header(columns))
+            self._shown = with_values(columns, self._seen)
+            self.line(header(self._shown))
         self._rows += 1
-        self.line(row(columns, values))
+        self.line(row(self._shown, values))
         return is_due
 
     def progress(self, text: str) -> None:

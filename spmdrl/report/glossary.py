@@ -29,7 +29,10 @@ _SHARE = "share"
 
 GLOSSARY: dict[str, Metric] = {
     # ---- what the samples earned
-    "reward/mean": _M("task units", "mean", "valid samples", "reward of sampled responses"),
+    "reward/mean": _M("task units", "mean", "valid samples",
+                      "reward of sampled responses, after rewards.shaping"),
+    "reward/mean_raw": _M("task units", "mean", "valid samples",
+                          "the same before rewards.shaping; absent where nothing is shaped"),
     "reward/std": _M("task units", "root of the mean within-group variance (population form)",
                      "groups of at least 2 valid samples", "how much samples of a prompt differ"),
     "reward/zero_spread_groups_frac": _M(
@@ -48,6 +51,12 @@ GLOSSARY: dict[str, Metric] = {
     "rollout/truncated_frac": _M(_SHARE, "mean", "samples",
                                  "responses cut at sampling.max_response_tokens"),
     "rollout/failed_rewards": _M("samples", "total", "-", "samples left out: reward failed"),
+    "rollout/greedy_reward": _M("task units", "mean", "prompts whose greedy response was rewarded",
+                                "reward of greedy responses, unshaped: baselines of `remax`, in "
+                                "no other metric"),
+    "rollout/failed_greedy_rewards": _M("prompts", "total", "-",
+                                        "greedy responses whose reward failed: their prompts' "
+                                        "advantages are 0"),
     "rollout/samples": _M("samples", "total", "-", "responses in the step's batch"),
     "rollout/logprob": _M("nats", "mean", "sampled tokens",
                           "engine's log-probability of a sampled token"),
@@ -100,14 +109,14 @@ GLOSSARY: dict[str, Metric] = {
                                    "implicit reward"),
     "preference/rejected_reward": _M("as the loss says", "mean", "rejected responses",
                                      "implicit reward"),
-    "preference/chosen_logprob": _M("nats", "mean of sums over tokens", "chosen responses",
-                                    "log-probability of a response"),
-    "preference/rejected_logprob": _M("nats", "mean of sums over tokens", "rejected responses",
-                                      "log-probability of a response"),
+    "preference/chosen_logprob": _M("nats", "mean of means over tokens", "chosen responses",
+                                    "log-probability of a token"),
+    "preference/rejected_logprob": _M("nats", "mean of means over tokens", "rejected responses",
+                                      "log-probability of a token"),
     "preference/nll": _M("nats", "mean of means over tokens", "chosen responses",
                          "negative log-likelihood (cpo, orpo)"),
-    "preference/log_ratio": _M("as the loss says", "mean", "responses",
-                               "beta times the log-ratio to the reference (bco)"),
+    "preference/log_ratio": _M("nats", "mean", "responses",
+                               "log-ratio to the reference (bco)"),
     "preference/kl": _M("nats", "mean, at least 0", "mismatched pairs",
                         "KL to the reference that kto compares with"),
     "reward_model/accuracy": _M(_SHARE, "mean, ties count one half", "pairs",
@@ -116,7 +125,7 @@ GLOSSARY: dict[str, Metric] = {
     "reward_model/chosen_score": _M("score", "mean", "pairs", "of the chosen response"),
     "reward_model/rejected_score": _M("score", "mean", "pairs", "of the rejected response"),
     # ---- the value model of PPO
-    "value/loss": _M("task units squared", "half the mean square, clipped", "loss tokens",
+    "value/loss": _M("task units squared", "half the mean square", "loss tokens",
                      "value loss"),
     "value/grad_norm": _M("1", "mean", "updates", "global gradient norm before clipping"),
     "value/lr": _M("1", "mean", "updates", "learning rate of the value model"),
@@ -146,7 +155,13 @@ GLOSSARY: dict[str, Metric] = {
                              "KL(engine to trainer), never negative; healthy below 1e-3"),
     "policy/mismatch_prob_diff": _M("probability", "mean of |exp(old) - exp(rollout)|",
                                     "loss tokens", "below 0.005 healthy, above 0.01 broken"),
-    "policy/mismatch_prob_diff_max": _M("probability", "max", "updates", "worst token"),
+    "policy/mismatch_prob_diff_p999": _M("probability", "0.999 quantile of |exp(old) - "
+                                         "exp(rollout)|, within 2.4 %, mean over updates",
+                                         "loss tokens of the world", "one token in a thousand "
+                                         "differs by more"),
+    "policy/mismatch_prob_diff_max": _M("probability", "max of |exp(old) - exp(rollout)|, up to "
+                                        "4.8 % above it, mean over updates",
+                                        "loss tokens of the world", "worst token"),
     "policy/mismatch_logprob_diff": _M("nats", "mean of |d|", "loss tokens",
                                        "absolute log-probability gap"),
     "policy/mismatch_logprob_diff_max": _M("nats", "max of |d|", "updates", "worst token"),
@@ -324,6 +339,11 @@ def page() -> str:
         "entropy are natural (nats). Names in `<...>` stand for a function's or a phase's name.",
         "Means marked `updates` or `steps` are over those of one step. `report.aliases` emits "
         "the names", "in the last columns besides ours.", "",
+        "A row of `metrics.jsonl` with `step` k, counted from 0, is the step that turned the",
+        "weights after k steps into those after k + 1. A row with `eval/` metrics and `step` k is",
+        "of the weights after k steps, so it comes before the training row of the same `step`.",
+        "MLflow has the same numbers. The console counts steps done: its row `done` 10 ends with",
+        "`step` 9, and is the mean over the steps since the row before.", "",
         "| metric | unit | estimator | denominator | meaning | verl | TRL |",
         "|---|---|---|---|---|---|---|",
     ]

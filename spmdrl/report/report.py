@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from spmdrl.algorithms.mismatch import correction_advice
+from spmdrl.comm import Ending
 from spmdrl.config import Config, flatten
 from spmdrl.report import console as text
 from spmdrl.report.console import Console
@@ -34,6 +36,7 @@ BESIDE_PHASES = ("evaluate", "gather evaluation", "begin checkpoint", "copy chec
 """Phases between two steps: not part of a step's `perf/other_frac` and `perf/tokens_per_s`."""
 
 _SAMPLES_SHOWN = 3
+_ABANDON_S = 15.0  # torchrun kills after 30 s
 _SAMPLE_ROWS_TRACKED, _CELL_CHARS = 200, 4000  # the tracker's table is rewritten each time
 
 
@@ -59,10 +62,14 @@ class Report:
         self._trend: list[float] = []
         self._step_seconds: list[float] = []
         self._window: Sums = {}
+        self._has_advised = False
         self._first: dict[str, float] = {}
         self._last: dict[str, float] = {}
         self._last_at = time.perf_counter()
-        self._columns = text.table_columns(cfg.algorithm.objective, spark=self._spark)
+        self._columns = text.table_columns(
+            cfg.algorithm.objective, spark=self._spark,
+            has_ratio=cfg.batch.updates_per_step > 1)
+        world.watch.before_exit.append(self._abandon)
 
     # ---------------------------------------------------------------- start
 
@@ -87,7 +94,7 @@ class Report:
     def _start(self, derived: Mapping[str, Any], *, step: int) -> None:
         environment = save_environment(self.cfg, folder=self.folder,
                                        attempt_folder=self.attempt_folder)
-        self._rewind(step)
+        dropped = self._rewind(step)
         if self.cfg.report.tracker == "mlflow":
             self._tracker = self._open_tracker(environment, step=step)
             pairs = flatten(self.cfg) | {f"derived.{name}": v for name, v in derived.items()}
@@ -97,6 +104,7 @@ class Report:
             f"{self.folder}: {self.cfg.algorithm.objective}, {layout.placement} on "
             f"{layout.world_size} ranks, {self.attempt_folder.name}, "
             + (f"resumed at step {step} of {self.cfg.steps}" if step else f"{self.cfg.steps} steps")
+            + (", no checkpoint, starting at step 0" if dropped and not step else "")
         )
         self.console.line(text.pairs_text(dict(derived)))
         if self._tracker:
@@ -113,7 +121,8 @@ class Report:
                               + (f", {speed:.3f} GB/s" if speed is not None else ""))
         probe = {k: v for k, v in values.items() if k.startswith("sync/probe")}
         if probe:
-            gaps = ", ".join(f"{k.removeprefix('sync/')} {v:.4f}" for k, v in probe.items())
+            gaps = ", ".join(f"{k.removeprefix('sync/')} {v:.{'4f' if v >= 1e-3 else '1e'}}"
+                             for k, v in probe.items())
             self.console.line(f"engine against trainer, |logprob| gap in nats: {gaps} "
                               f"(mean allowed: {self.cfg.stream.max_logprob_gap})")
             self._write(step, probe)
@@ -128,16 +137,19 @@ class Report:
             report.mlflow_uri, folder=self.folder, experiment=report.experiment,
             run_name=report.run_name or self.folder.resolve().name, resume=step > 0, tags=tags)
 
-    def _rewind(self, step: int) -> None:
+    def _rewind(self, step: int) -> int:
+        """Take out what this attempt writes again; return the number of metrics rows."""
         # An evaluation at step k is of the weights after k steps, which a checkpoint at k
         # already counts as done; a training row k is of the step that comes next.
         def is_past(row: dict[str, Any]) -> bool:
             is_evaluation = any(name.startswith("eval/") for name in row)
             return row["step"] < step or (is_evaluation and row["step"] == step)
 
+        num_dropped = 0
         for file in (self._metrics, self._samples):
             removed = self.attempt_folder / f"removed_{file.path.name}"
             dropped = file.keep(is_past if step else lambda row: False, removed=removed)
+            num_dropped += dropped if file is self._metrics else 0
             if dropped:
                 log.warning("%s: %d rows from step %d on belong to an earlier attempt; moved to %s",
                             file.path, dropped, step, removed)
@@ -148,6 +160,7 @@ class Report:
             self._first = dict(rows[0]) if rows else {}
         for row in read_rows(self._samples.path) if self._samples.path.exists() else []:
             self._track_sample(row)
+        return num_dropped
 
     # ---------------------------------------------------------------- each step
 
@@ -179,9 +192,16 @@ class Report:
         self._first, self._last = self._first or values, values
         if self._trend_metric() in values:
             self._trend.append(values[self._trend_metric()])
+        self._advise(step, values)
         self._show(step)
         self._show_samples(step, samples)
         return values
+
+    def _advise(self, step: int, values: Mapping[str, float]) -> None:
+        advice = correction_advice(values, self.cfg.algorithm.correction, self.cfg.lag)
+        if advice and not self._has_advised:
+            self._has_advised = True
+            log.warning("step %d: %s", step, advice)
 
     def _derived_sums(self, sums: Sums) -> Sums:
         """Return the metrics that follow from others, in a form that adds up over steps."""
@@ -222,7 +242,7 @@ class Report:
             if left_s is not None:
                 values["left_s"] = left_s
             self._window = {}
-            had_header = self.console.table_row(self._columns, values)
+            had_header = self.console.table_row(self._columns, values, every=report.table_every)
             if had_header and not self.console.is_live:
                 self.console.line(line)
         self.console.progress(line)
@@ -231,7 +251,7 @@ class Report:
         return text.sparkline(self._trend, width=10, blocks=self.console.blocks())
 
     def _trend_metric(self) -> str:
-        return "policy/loss" if self.cfg.algorithm.objective == "sft" else "reward/mean"
+        return "reward/mean" if self.cfg.algorithm.objective == "rl" else "policy/loss"
 
     def _show_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
         every = self.cfg.report.samples_every
@@ -273,6 +293,11 @@ class Report:
             self._close_outputs(status)
         self._log.close()
 
+    def _abandon(self, ending: Ending) -> None:
+        """Give the tracker's run its status: the process ends before the run is done."""
+        if self._tracker:
+            self._tracker.close(ending, timeout_s=_ABANDON_S)
+
     def _close_outputs(self, status: Status) -> None:
         picture = self.folder / "curves.png"
         rows = read_rows(self._metrics.path) if self._metrics.path.exists() else []
@@ -285,7 +310,7 @@ class Report:
         name = self._trend_metric()
         if name in self._first and name in self._last:
             self.console.line(f"{status}: {name} {self._first[name]:.3f} in the first step, "
-                              f"{self._last[name]:.3f} in the last")
+                              f"{self._last[name]:.3f} in the last (of these single steps)")
         self.console.line(f"metrics and logs: {self._metrics.path}, {self.attempt_folder}")
         if has_picture:
             self.console.line(f"curves: {picture}")

@@ -219,6 +219,8 @@ class MlflowTracker:
         from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
         from mlflow.tracking import MlflowClient
 
+        if self._is_own_store:
+            self._create_store()
         client = MlflowClient(self.uri)
         self.run_id = self.run_id or self._known_run(client) or self._new_run(client)
         client.update_run(self.run_id, status="RUNNING")
@@ -229,6 +231,17 @@ class MlflowTracker:
             tracking_uri=self.uri)
         self._monitor.start()
         self._client = client
+
+    def _create_store(self) -> None:
+        # Under another name until it is whole: a process that ends while MLflow makes its tables
+        # would leave a file that MLflow refuses ever after.
+        from mlflow.tracking import MlflowClient
+
+        path, partial = self._folder / "mlflow.db", self._folder / "mlflow.db.partial"
+        if not path.exists():
+            partial.unlink(missing_ok=True)
+            MlflowClient(f"sqlite:///{partial.resolve()}")
+            partial.rename(path)
 
     def _known_run(self, client: Any) -> str | None:
         from mlflow.exceptions import MlflowException

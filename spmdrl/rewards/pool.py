@@ -11,7 +11,7 @@ import pickle
 import select
 import time
 from collections import deque
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -45,8 +45,8 @@ class RewardResult:
 
 
 class RewardPool:
-    """Reward workers of one engine replica. For one thread; nothing in it blocks but `start`
-    and `drain`, both bounded.
+    """Reward workers of one engine replica. For one thread; nothing in it blocks but
+    `start`, `results` and `drain`, all bounded.
 
     Args:
         cfg: rewards.*, and data.* for the graders of generated tasks.
@@ -125,6 +125,14 @@ class RewardPool:
             self._wait()
             self._pump()
         return self.poll()
+
+    def results(self) -> Iterator[RewardResult]:
+        """Yield the results not yet polled, each as soon as it is there, until every submitted
+        sample is scored. Raises as `poll`."""
+        yield from self.poll()
+        while len(self):
+            self._wait()
+            yield from self.poll()
 
     def close(self) -> None:
         """End all workers; samples not scored yet are dropped."""

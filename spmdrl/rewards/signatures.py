@@ -12,7 +12,7 @@ import inspect
 import math
 import numbers
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -90,6 +90,13 @@ def load_reward(spec: str) -> Reward:
     if callable(prepare):
         prepare()
     return reward
+
+
+def part_names(specs: Sequence[str]) -> tuple[str, ...]:
+    """Return one name per reward function: its own, with its position where two share one."""
+    names = [spec.rpartition(":")[2] for spec in specs]
+    return tuple(name if names.count(name) == 1 else f"{name}_{i}"
+                 for i, name in enumerate(names))
 
 
 def import_function(spec: str) -> Callable:

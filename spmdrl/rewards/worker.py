@@ -22,7 +22,9 @@ from dataclasses import dataclass
 from typing import Any, BinaryIO
 
 from spmdrl.data.tasks import make_task
-from spmdrl.rewards.signatures import BadValue, Reward, Sample, Score, adapt, load_reward
+from spmdrl.rewards.signatures import (
+    BadValue, Reward, Sample, Score, adapt, load_reward, part_names,
+)
 
 _HEADER = struct.Struct("<I")
 _MAX_MESSAGE_CHARS = 2000
@@ -88,11 +90,9 @@ class Scorer:
 
     def __init__(self, setup: Setup):
         self._weights = setup.weights
-        names = [spec.rpartition(":")[2] for spec in setup.functions]
+        names = part_names(setup.functions)
         self._rewards: dict[str, Reward] = {
-            name if names.count(name) == 1 else f"{name}_{i}": load_reward(spec)
-            for i, (name, spec) in enumerate(zip(names, setup.functions))
-        }
+            name: load_reward(spec) for name, spec in zip(names, setup.functions)}
         self._tasks = {
             spec: (spec.rpartition(":")[2],
                    adapt(make_task(spec, setup.task_options).score_answer, spec=spec))

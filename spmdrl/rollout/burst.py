@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from transformers import PreTrainedTokenizerBase
@@ -11,6 +11,9 @@ from transformers import PreTrainedTokenizerBase
 from spmdrl.engine.protocol import Completion, EngineProtocol, Request
 from spmdrl.rewards.pool import RewardPool, RewardResult
 from spmdrl.types import Prompt
+
+GREEDY = -1
+"""Position in its group of a prompt's greedy response: a baseline, never trained on."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +30,10 @@ class Draw:
     temperature: float
     is_seeded: bool
     stop_token_ids: tuple[int, ...]
+    has_greedy: bool = False
+    """Draw one more response per prompt at temperature 0."""
+    must_score: bool = True
+    """The first reward that fails ends the burst."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +43,7 @@ class Sample:
     slot: int
     """Position of the prompt in the step's batch."""
     sample: int
-    """Position within the prompt's group."""
+    """Position within the prompt's group, or GREEDY."""
     prompt: Prompt
     completion: Completion
     text: str
@@ -48,8 +55,15 @@ class Sample:
 class _Open:
     """Bookkeeping of one burst on a replica's leader."""
 
+    draw: Draw
+    where: dict[str, tuple[int, int, Prompt]] = field(default_factory=dict)
+    """By key: slot, sample and prompt."""
     done: dict[str, tuple[Completion, str]] = field(default_factory=dict)
     rewards: dict[str, RewardResult] = field(default_factory=dict)
+
+    def sample(self, key: str) -> Sample:
+        """Return a sample that is finished and rewarded."""
+        return Sample(*self.where[key], *self.done[key], self.rewards[key])
 
 
 def sample_seed(draw: Draw, slot: int, sample: int) -> int:
@@ -73,38 +87,69 @@ def burst(
         draw: sampling settings.
         pool: the leader's reward workers; None on followers.
     Returns: samples ordered by (slot, sample); empty on followers.
+    Raises: RuntimeError naming the sample as soon as a reward fails, if draw.must_score. What
+        the engine has not finished is left in it: the run ends.
     """
-    where: dict[str, tuple[int, int, Prompt]] = {}
+    state = _Open(draw)
     for slot, prompt in prompts:
-        for sample in range(draw.samples):
-            key = f"{draw.purpose}-{draw.step}-{slot}-{sample}"
-            where[key] = (slot, sample, prompt)
-            engine.add(Request(
-                key=key, prompt=prompt.tokens, max_tokens=draw.max_tokens,
-                temperature=draw.temperature, stop_token_ids=draw.stop_token_ids,
-                seed=sample_seed(draw, slot, sample) if draw.is_seeded else None,
-            ))
-    state = _Open()
+        for sample in range(GREEDY if draw.has_greedy else 0, draw.samples):
+            request = _request(draw, slot=slot, sample=sample, prompt=prompt)
+            state.where[request.key] = (slot, sample, prompt)
+            engine.add(request)
     while engine.is_busy:
         finished = engine.step()
-        if pool is not None and finished:
-            _submit(finished, where, tokenizer=tokenizer, pool=pool, state=state)
+        if pool is not None:
+            _submit(finished, tokenizer=tokenizer, pool=pool, state=state)
+            _accept(pool.poll(), state=state)
     if pool is None:
         return []
-    state.rewards |= {result.key: result for result in pool.drain()}
-    samples = [
-        Sample(*where[key], *state.done[key], state.rewards[key]) for key in where
-    ]
-    return sorted(samples, key=lambda s: (s.slot, s.sample))
+    _accept(pool.results(), state=state)
+    return sorted(map(state.sample, state.where), key=lambda s: (s.slot, s.sample))
+
+
+def _request(draw: Draw, *, slot: int, sample: int, prompt: Prompt) -> Request:
+    is_drawn = draw.is_seeded and sample != GREEDY
+    name = "greedy" if sample == GREEDY else sample
+    return Request(
+        key=f"{draw.purpose}-{draw.step}-{slot}-{name}", prompt=prompt.tokens,
+        max_tokens=draw.max_tokens, temperature=0.0 if sample == GREEDY else draw.temperature,
+        stop_token_ids=draw.stop_token_ids,
+        seed=sample_seed(draw, slot, sample) if is_drawn else None,
+    )
 
 
 def _submit(
-    finished: list[Completion], where: dict[str, tuple[int, int, Prompt]], *,
-    tokenizer: PreTrainedTokenizerBase, pool: RewardPool, state: _Open,
+    finished: list[Completion], *, tokenizer: PreTrainedTokenizerBase, pool: RewardPool,
+    state: _Open,
 ) -> None:
+    if not finished:
+        return
     texts = tokenizer.batch_decode([c.tokens for c in finished], skip_special_tokens=True)
     for completion, text in zip(finished, texts):
         state.done[completion.key] = (completion, text)
-        pool.submit(completion.key, prompt=where[completion.key][2], response_text=text,
+        pool.submit(completion.key, prompt=state.where[completion.key][2], response_text=text,
                     response_tokens=list(completion.tokens), truncated=completion.is_truncated)
-    state.rewards |= {result.key: result for result in pool.poll()}
+
+
+def _accept(results: Iterable[RewardResult], *, state: _Open) -> None:
+    for result in results:
+        state.rewards[result.key] = result
+        if result.failure and state.draw.must_score:
+            raise RuntimeError(
+                f"{place(state.draw)}: {failure_text(state.sample(result.key))}\nThis is the first "
+                "reward that failed; more may follow. Mend the reward function, or set "
+                "rewards.on_failure=drop to leave such samples out")
+
+
+def place(draw: Draw) -> str:
+    """Return where in the run a burst is, for messages."""
+    is_eval = draw.purpose == "eval"
+    return f"evaluation after {draw.step} steps" if is_eval else f"step {draw.step}"
+
+
+def failure_text(sample: Sample) -> str:
+    """Say which sample's reward failed and how."""
+    which = "the greedy sample" if sample.sample == GREEDY else f"sample {sample.sample}"
+    reward = sample.reward
+    return (f"the reward of data row {sample.prompt.index}, {which} failed: {reward.failure} after "
+            f"{reward.seconds:.1f} s: {reward.message}\n  response: {sample.text[:200]!r}")

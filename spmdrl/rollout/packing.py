@@ -2,19 +2,36 @@
 
 from __future__ import annotations
 
-import dataclasses
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from spmdrl.rollout.burst import Sample
+from spmdrl.algorithms.shaping import shape
+from spmdrl.config.fields import Options
+from spmdrl.rewards.pool import RewardResult
+from spmdrl.rollout.burst import GREEDY, Sample
 from spmdrl.types import Rollouts, Scalars, Sums, add_sums
 
 
+def pack(
+    samples: Sequence[Sample], *, version: int, sums: Sums, num_shown: int,
+    part_names: Sequence[str] = (), shaping: Options | None = None, max_response_tokens: int = 0,
+) -> Rollouts:
+    """Pack samples into flat tensors. A failed reward becomes is_valid = False, reward 0.
 
-def pack(samples: list[Sample], *, version: int, sums: Sums, num_shown: int) -> Rollouts:
-    """Pack samples into flat tensors. A failed reward becomes is_valid = False, reward 0."""
+    Args:
+        samples: greedy ones are not packed: their rewards become greedy_rewards.
+        version: policy version that sampled.
+        part_names: of the reward functions, K of them; empty for one task's grader.
+        shaping: rewards.shaping, with max_response_tokens as its length limit.
+    """
+    rewards = shaped_rewards(samples, shaping=shaping or {}, limit=max_response_tokens)
+    greedy = {s.slot: r for s, r in zip(samples, rewards) if s.sample == GREEDY}
+    kept = [(s, r) for s, r in zip(samples, rewards) if s.sample != GREEDY]
+    samples = [s for s, _ in kept]
     tokens, mask, logprobs, versions = [], [], [], []
     for s in samples:
         prompt, response = len(s.prompt.tokens), len(s.completion.tokens)
@@ -23,23 +40,53 @@ def pack(samples: list[Sample], *, version: int, sums: Sums, num_shown: int) -> 
         logprobs += [0.0] * prompt + list(s.completion.logprobs)
         versions += [-1] * prompt + [version] * response
     lengths = [len(s.prompt.tokens) + len(s.completion.tokens) for s in samples]
+    is_valid = [s.reward.value is not None for s in samples]
     scalars = Scalars(
         lengths=ints(lengths),
         response_lengths=ints([len(s.completion.tokens) for s in samples]),
         group_ids=ints([s.slot for s in samples]), sample_ids=ints([s.sample for s in samples]),
-        rewards=torch.tensor([s.reward.value or 0.0 for s in samples], dtype=torch.float64),
+        rewards=doubles([r if ok else 0.0 for (_, r), ok in zip(kept, is_valid)]),
         is_truncated=torch.tensor([s.completion.is_truncated for s in samples], dtype=torch.bool),
-        is_valid=torch.tensor([s.reward.value is not None for s in samples], dtype=torch.bool),
+        is_valid=torch.tensor(is_valid, dtype=torch.bool),
         min_versions=ints([version] * len(samples)),
+        reward_parts=doubles([_parts(s.reward, part_names) for s in samples]).view(
+            len(samples), len(part_names) or 1),
+        greedy_rewards=doubles([greedy.get(s.slot, math.nan) for s in samples]),
     )
     shown = tuple({"prompt": s.prompt.text, "response": s.text, "reward": s.reward.value}
-                  for s in samples[:num_shown])
+                  for s in _shown(samples)[:num_shown])
     return Rollouts(
         tokens=ints(tokens), response_mask=torch.tensor(mask, dtype=torch.bool),
         rollout_logprobs=torch.tensor(logprobs, dtype=torch.float32),
         policy_versions=ints(versions), cu_seqlens=cumulative(lengths), scalars=scalars,
         sums=sums, samples=shown,
     )
+
+
+def _shown(samples: Sequence[Sample]) -> list[Sample]:
+    """Return the first sample of each prompt, behind one without reward if there is any."""
+    firsts = {s.slot: s for s in reversed(samples)}
+    wrong = next((s for s in samples if s.reward.value is not None and s.reward.value <= 0), None)
+    rest = [firsts[slot] for slot in sorted(firsts) if wrong is None or slot != wrong.slot]
+    return rest if wrong is None else [wrong, *rest]
+
+
+def shaped_rewards(samples: Sequence[Sample], *, shaping: Options, limit: int) -> list[float]:
+    """Return each sample's reward after shaping, task units; NaN where it failed."""
+    values = [math.nan if s.reward.value is None else s.reward.value for s in samples]
+    if not shaping:
+        return values
+    return shape(
+        doubles(values), ints([len(s.completion.tokens) for s in samples]),
+        torch.tensor([s.completion.is_truncated for s in samples], dtype=torch.bool),
+        max_response_tokens=limit, options=shaping).tolist()
+
+
+def _parts(result: RewardResult, names: Sequence[str]) -> list[float]:
+    """Return the value of each function, 0 where it does not apply or failed: K numbers."""
+    if not names:
+        return [result.value or 0.0]
+    return [result.parts.get(name, 0.0) for name in names]
 
 
 def empty_rollouts() -> Rollouts:
@@ -53,10 +100,7 @@ def concat_rollouts(parts: list[Rollouts]) -> Rollouts:
         name: torch.cat([getattr(p, name) for p in parts])
         for name in ("tokens", "response_mask", "rollout_logprobs", "policy_versions")
     }
-    scalars = Scalars(**{
-        f.name: torch.cat([getattr(p.scalars, f.name) for p in parts])
-        for f in dataclasses.fields(Scalars)
-    })
+    scalars = Scalars.concat([p.scalars for p in parts])
     return Rollouts(**packed, cu_seqlens=cumulative(scalars.lengths.tolist()), scalars=scalars,
                     sums=add_sums(*(p.sums for p in parts)),
                     samples=tuple(s for p in parts for s in p.samples))
@@ -72,6 +116,11 @@ def rollouts_from_dict(tree: dict[str, Any]) -> Rollouts:
 def ints(values: list[int]) -> Tensor:
     """Return [n] int64."""
     return torch.tensor(values, dtype=torch.int64)
+
+
+def doubles(values: Sequence[float] | Sequence[Sequence[float]]) -> Tensor:
+    """Return [n] or [n, k] float64."""
+    return torch.tensor(values, dtype=torch.float64)
 
 
 def cumulative(lengths: list[int]) -> Tensor:

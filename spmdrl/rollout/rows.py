@@ -8,19 +8,22 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from spmdrl.config import Config
-from spmdrl.data.offline import SupervisedSource
+from spmdrl.data.offline import Unit, offline_source
 from spmdrl.engine.protocol import EngineProtocol
-from spmdrl.rollout.packing import cumulative, empty_rollouts, ints
+from spmdrl.rollout.packing import cumulative, doubles, empty_rollouts, ints
 from spmdrl.types import Rollouts, Scalars, Sums
 from spmdrl.world import World
 
 
 class RowSource:
-    """Supervised rows, cut to this rank's share; the first tp rank of each dp index supplies."""
+    """Rows to train on, cut to this rank's share; the first tp rank of each dp index supplies.
+
+    The sequences of a row are one group: one to imitate, or a pair.
+    """
 
     def __init__(self, cfg: Config, world: World, *, tokenizer: PreTrainedTokenizerBase):
         self.world = world
-        self.rows = SupervisedSource(cfg, tokenizer)
+        self.rows = offline_source(cfg, tokenizer)
         self.check_context = self.rows.check_context
 
     def generate(self, engine: EngineProtocol, *, until: int) -> None:
@@ -31,8 +34,8 @@ class RowSource:
         world = self.world
         if not world.is_trainer or world.rank % world.cfg.layout.tp:
             return empty_rollouts()
-        rows = list(enumerate(self.rows.rows_at(step)))
-        return pack_rows(rows[world.dp_index(world.rank) :: world.dp_size], version=step)
+        units = list(enumerate(self.rows.units_at(step)))
+        return pack_units(units[world.dp_index(world.rank) :: world.dp_size], version=step)
 
     def probe_tokens(self) -> list[tuple[int, ...]]:
         """Return nothing: there is no engine to compare with."""
@@ -53,20 +56,21 @@ class RowSource:
         """Do nothing."""
 
 
-def pack_rows(rows: list[tuple[int, tuple[list[int], list[bool]]]], *, version: int) -> Rollouts:
-    """Pack supervised (slot, (tokens, response_mask)) rows as rollouts with reward 0."""
-    lengths = [len(tokens) for _, (tokens, _) in rows]
-    mask = torch.tensor([m for _, (_, row) in rows for m in row], dtype=torch.bool)
-    count = len(rows)
+def pack_units(units: list[tuple[int, Unit]], *, version: int) -> Rollouts:
+    """Pack (slot, unit) as rollouts: slot is the group, the place within the unit the sample."""
+    rows = [(slot, sample, tokens, mask, reward) for slot, unit in units
+            for sample, ((tokens, mask), reward) in enumerate(zip(unit.examples, unit.rewards))]
+    slots, samples, tokens, masks, rewards = zip(*rows) if rows else [()] * 5
+    lengths, count = [len(t) for t in tokens], len(rows)
+    mask = torch.tensor([m for row in masks for m in row], dtype=torch.bool)
     return Rollouts(
-        tokens=ints([t for _, (row, _) in rows for t in row]), response_mask=mask,
+        tokens=ints([t for row in tokens for t in row]), response_mask=mask,
         rollout_logprobs=torch.zeros(mask.numel()),
         policy_versions=torch.where(mask, version, -1), cu_seqlens=cumulative(lengths),
         scalars=Scalars(
-            lengths=ints(lengths),
-            response_lengths=ints([sum(row) for _, (_, row) in rows]),
-            group_ids=ints([slot for slot, _ in rows]), sample_ids=ints([0] * count),
-            rewards=torch.zeros(count, dtype=torch.float64),
+            lengths=ints(lengths), response_lengths=ints([sum(row) for row in masks]),
+            group_ids=ints(list(slots)), sample_ids=ints(list(samples)),
+            rewards=doubles(list(rewards)),
             is_truncated=torch.zeros(count, dtype=torch.bool),
             is_valid=torch.ones(count, dtype=torch.bool), min_versions=ints([version] * count),
         ),

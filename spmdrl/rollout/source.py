@@ -8,21 +8,26 @@ for another role.
 from __future__ import annotations
 
 import dataclasses
+import logging
 import time
 from typing import Any, Protocol
 
 from transformers import PreTrainedTokenizerBase
 
+from spmdrl.algorithms import registry
 from spmdrl.config import Config
 from spmdrl.data.prompts import PromptSource
 from spmdrl.engine.protocol import EngineProtocol
 from spmdrl.policy.load import load_hf_config
 from spmdrl.rewards.pool import RewardPool
-from spmdrl.rollout.burst import Draw, Sample, burst
+from spmdrl.rewards.signatures import part_names
+from spmdrl.rollout.burst import GREEDY, Draw, Sample, burst, failure_text, place
 from spmdrl.rollout.packing import concat_rollouts, empty_rollouts, pack, rollouts_from_dict
 from spmdrl.rollout.rows import RowSource
 from spmdrl.types import Prompt, Rollouts, Sums
 from spmdrl.world import World
+
+log = logging.getLogger(__name__)
 
 _PROBE_PROMPTS = 16
 
@@ -78,6 +83,8 @@ class RolloutSource:
         if self.pool is not None:
             self.pool.start()  # an unusable reward function is refused now
         self.check_context = self.prompts.check_context
+        advantage = registry.get("advantage", cfg.algorithm.advantage)
+        self._has_greedy = "greedy_rewards" in registry.inputs_of(advantage)
         self._ahead: dict[int, Rollouts] = {}
         self._next = 0
         eos = tokenizer.eos_token_id
@@ -104,7 +111,10 @@ class RolloutSource:
         return [p.tokens for p in prompts if len(p.tokens) > 1]
 
     def evaluate(self, engine: EngineProtocol, *, step: int) -> Sums:
-        """Sample the held-out prompts and return eval/ sums of this replica's share."""
+        """Sample the held-out prompts and return eval/ sums of this replica's share.
+
+        Rewards are as the functions give them, without rewards.shaping. Raises as `generate`.
+        """
         if not self.world.is_inference:
             return {}
         cfg, prompts = self.cfg, self._mine(self.prompts.eval())
@@ -112,6 +122,7 @@ class RolloutSource:
                           temperature=cfg.evaluate.temperature)
         samples = burst(engine, prompts, draw=draw, tokenizer=self.tokenizer,
                         pool=self.pool)
+        _warn_if_all_failed(samples, draw)
         valid = [s for s in samples if s.reward.value is not None]
         return {
             "eval/reward": (sum(s.reward.value for s in valid), len(valid)),
@@ -151,6 +162,8 @@ class RolloutSource:
             seed=self.cfg.seed, step=step, purpose=purpose, samples=samples,
             max_tokens=self.cfg.sampling.max_response_tokens, temperature=temperature,
             is_seeded=self.cfg.engine.seed_per_request, stop_token_ids=self._stops,
+            has_greedy=self._has_greedy and purpose == "train",
+            must_score=self.cfg.rewards.on_failure == "fail",
         )
 
     def _sample(self, engine: EngineProtocol, step: int) -> Rollouts:
@@ -164,27 +177,39 @@ class RolloutSource:
                         tokenizer=self.tokenizer, pool=self.pool)
         if not self.is_leader:
             return empty_rollouts()
-        if cfg.rewards.on_failure == "fail":
-            _raise_on_failure(samples, step)
-        sums = _sums(samples, is_first=self.world.replica == 0)
+        drawn = [s for s in samples if s.sample != GREEDY]
+        _warn_if_all_failed(drawn, draw)
+        is_first = self.world.replica == 0
+        sums = _sums(drawn, is_first=is_first)
+        if self._has_greedy:
+            sums |= _greedy_sums([s for s in samples if s.sample == GREEDY], is_first=is_first)
+        if cfg.rewards.shaping:
+            sums["reward/mean_raw"] = _mean_reward(drawn)
         sums["time/generate"] = (time.perf_counter() - began, 1)
-        return pack(samples, version=engine.version, sums=sums,
-                    num_shown=4 if self.world.replica == 0 else 0)
+        return pack(samples, version=engine.version, sums=sums, num_shown=4 if is_first else 0,
+                    part_names=part_names(cfg.rewards.functions), shaping=cfg.rewards.shaping,
+                    max_response_tokens=cfg.sampling.max_response_tokens)
 
 
 # --------------------------------------------------------------------------- rewards
 
 
-def _raise_on_failure(samples: list[Sample], step: int) -> None:
-    failed = [s for s in samples if s.reward.failure]
-    if failed:
-        s = failed[0]
-        raise RuntimeError(
-            f"step {step}: the reward of {len(failed)} of {len(samples)} samples failed. First: "
-            f"data row {s.prompt.index}, sample {s.sample}: {s.reward.failure} after "
-            f"{s.reward.seconds:.1f} s: {s.reward.message}\n  response: {s.text[:200]!r}\n"
-            "Mend the reward function, or set rewards.on_failure=drop to leave such samples out"
-        )
+def _warn_if_all_failed(samples: list[Sample], draw: Draw) -> None:
+    if samples and all(s.reward.failure for s in samples):
+        log.warning("%s: the reward of all %d samples of this replica failed and they are left out "
+                    "(rewards.on_failure=drop). First: %s", place(draw), len(samples),
+                    failure_text(samples[0]))
+
+
+def _mean_reward(samples: list[Sample]) -> tuple[float, float]:
+    values = [s.reward.value for s in samples if s.reward.value is not None]
+    return sum(values), len(values)
+
+
+def _greedy_sums(samples: list[Sample], *, is_first: bool) -> Sums:
+    total, count = _mean_reward(samples)
+    return {"rollout/greedy_reward": (total, count),
+            "rollout/failed_greedy_rewards": (len(samples) - count, 1 if is_first else 0)}
 
 
 def _sums(samples: list[Sample], *, is_first: bool) -> Sums:

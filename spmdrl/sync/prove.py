@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from spmdrl.policy.load import CheckpointReader
-from spmdrl.sync.plan import Box
+from spmdrl.shards import Box
 from spmdrl.sync.trace import Copy
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -17,11 +17,11 @@ from torch import Tensor
 from spmdrl.comm import gather_objects
 from spmdrl.engine.protocol import EngineProtocol
 from spmdrl.policy.load import CheckpointReader, model_folder
-from spmdrl.sync.plan import Box, Plan, Want, make_plan
+from spmdrl.shards import Box, Held, addresses
+from spmdrl.sync.plan import Plan, Want, make_plan
 from spmdrl.sync.prove import (
     checksum, checksum_problems, layout_problems, parameter_checksums,
 )
-from spmdrl.sync.shards import Held, addresses
 from spmdrl.sync.trace import Copy, trace_loader
 from spmdrl.sync.transfer import Transfer, make_gather_groups
 from spmdrl.types import Sums
@@ -79,7 +79,7 @@ class WeightStream:
             self.plans = plan(gather_objects(self._held.boxes(), group=world.control))
             self._groups = make_gather_groups(self.plans[0])
         self._pointers = self._engine_pointers()
-        log.info("weight stream: %s, %d bytes in %d buckets", self.mode, self.nbytes,
+        log.info("weight stream: %s, %d bytes, buckets: %d", self.mode, self.nbytes,
                  sum(plan.num_buckets for plan in self.plans))
 
     @property

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from spmdrl.sync.plan import Box
+from spmdrl.shards import Box
 
 aten = torch.ops.aten
 

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from spmdrl.comm import all_gather
-from spmdrl.sync.plan import Box, Piece, Plan, Receiver, Route
-from spmdrl.sync.shards import narrow
+from spmdrl.shards import Box, narrow
+from spmdrl.sync.plan import Piece, Plan, Receiver, Route
 
 _MESSAGE_BYTES = 128 * 2**10  # smaller pieces are joined up to here, larger ones travel alone
 

@@ -1,16 +1,83 @@
-"""Which boxes of a checkpoint tensor a trainer rank holds, and where they lie in its memory."""
+"""Rectangular parts of checkpoint tensors: which ones a rank holds, and where in its memory.
+
+Loading reads them from files, the weight stream sends them to engines.
+"""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from spmdrl.sync.plan import Box
+
+@dataclass(frozen=True, order=True)
+class Box:
+    """A rectangular part of a tensor."""
+
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        """Elements inside."""
+        return math.prod(self.shape)
+
+    def intersect(self, other: "Box") -> "Box | None":
+        """Return the common part, or None when there is none."""
+        start = tuple(map(max, self.start, other.start))
+        stop = tuple(
+            min(a + n, b + m)
+            for a, n, b, m in zip(self.start, self.shape, other.start, other.shape)
+        )
+        shape = tuple(e - s for s, e in zip(start, stop))
+        return Box(start, shape) if all(n > 0 for n in shape) else None
+
+    def minus(self, hole: "Box") -> list["Box"]:
+        """Return disjoint boxes that cover this one except `hole`."""
+        hole = self.intersect(hole)
+        if hole is None:
+            return [self]
+        rest, start, shape = [], list(self.start), list(self.shape)
+        for dim in range(len(shape)):
+            below = hole.start[dim] - start[dim]
+            above = start[dim] + shape[dim] - hole.start[dim] - hole.shape[dim]
+            for at, size in ((start[dim], below),
+                             (hole.start[dim] + hole.shape[dim], above)):
+                if size:
+                    rest.append(Box((*start[:dim], at, *start[dim + 1:]),
+                                    (*shape[:dim], size, *shape[dim + 1:])))
+            start[dim], shape[dim] = hole.start[dim], hole.shape[dim]
+        return rest
+
+    def span(self, first: int, last: int) -> Iterator["Box"]:
+        """Yield boxes that make up elements [first, last) in row-major order, in that order."""
+        if first >= last:
+            return
+        if last - first == self.numel:
+            yield self
+            return
+        row = math.prod(self.shape[1:])
+        low, high = first // row, (last - 1) // row
+        if low == high:
+            yield from self._row(low, first=first - low * row, last=last - low * row)
+            return
+        if first % row:
+            yield from self._row(low, first=first - low * row, last=row)
+        full, end = -(-first // row), last // row
+        if end > full:
+            yield Box((self.start[0] + full, *self.start[1:]), (end - full, *self.shape[1:]))
+        if last % row:
+            yield from self._row(end, first=0, last=last - end * row)
+
+    def _row(self, index: int, *, first: int, last: int) -> Iterator["Box"]:
+        for part in Box(self.start[1:], self.shape[1:]).span(first, last):
+            yield Box((self.start[0] + index, *part.start), (1, *part.shape))
 
 
 def held_boxes(name: str, tensor: Tensor) -> list[tuple[Box, Tensor]]:

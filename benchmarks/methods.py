@@ -1,0 +1,91 @@
+"""Train the demo's warm model by several methods and tabulate the held-out reward.
+
+    make demo                           # once: leaves runs/demo/warm
+    python benchmarks/methods.py        # about a minute a method on two cores
+    python benchmarks/methods.py --only gspo --only cispo --steps 150
+
+Each method is the demo's GRPO config with other flags, in a run of its own under runs/methods.
+Prints a Markdown table; draws the curves of all runs into runs/methods/curves.png.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+
+ROOT = Path(__file__).resolve().parents[1]
+METHODS: dict[str, dict[str, str]] = {
+    "grpo": {},
+    "dr_grpo": {"algorithm.advantage": "dr_grpo",
+                "algorithm.aggregation": "seq_mean_token_sum_norm"},
+    "rloo": {"algorithm.advantage": "rloo", "algorithm.loss": "reinforce",
+             "algorithm.loss-options": "{}"},
+    "reinforce_plus_plus": {"algorithm.advantage": "reinforce_plus_plus",
+                            "algorithm.kl": "k1", "algorithm.kl-in": "reward",
+                            "algorithm.kl-coef": "0.001"},
+    "gspo": {"algorithm.loss": "gspo", "algorithm.aggregation": "seq_mean_token_mean",
+             "algorithm.loss-options": "{clip_low: 3.0e-3, clip_high: 4.0e-3}",
+             "batch.updates-per-step": "2"},
+    "cispo": {"algorithm.loss": "cispo", "algorithm.loss-options": "{}",
+              "batch.updates-per-step": "2"},
+    "dapo": {"batch.updates-per-step": "2", "algorithm.mask-truncated": "True"},
+    "ppo": {"config": "demo_ppo.yaml"},
+}
+
+
+@dataclass(frozen=True)
+class Options:
+    """What to run."""
+
+    warm: str = "runs/demo/warm"
+    """Hugging Face folder that every method starts from."""
+    steps: int = 75
+    """Training steps of each method."""
+    only: tuple[str, ...] = ()
+    """Methods to run; empty means all."""
+
+
+def train(name: str, options: Options, folder: Path) -> None:
+    """Run one method to its end."""
+    flags = dict(METHODS[name])
+    config = flags.pop("config", "demo_grpo.yaml")
+    flags |= {"model.path": options.warm, "output-dir": str(folder), "steps": str(options.steps),
+              "checkpoint.resume": "never", "report.tracker": "none"}
+    subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+         "train.py", "--config", f"configs/{config}",
+         *[word for key, value in flags.items() for word in (f"--{key}", value)]],
+        cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+
+
+def curve(folder: Path) -> dict[int, float]:
+    """Return {steps done: held-out reward}."""
+    rows = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return {row["step"]: row["eval/reward"] for row in rows if "eval/reward" in row}
+
+
+def main(options: Options) -> None:
+    """Run, and print as the runs end."""
+    folders = {name: ROOT / "runs" / "methods" / name for name in options.only or METHODS}
+    header_printed = False
+    for name, folder in folders.items():
+        if folder.exists():
+            sys.exit(f"{folder} exists; remove it to run {name} again")
+        train(name, options, folder)
+        rewards = curve(folder)
+        if not header_printed:
+            print("| method | " + " | ".join(map(str, rewards)) + " |")
+            print("| --- |" + " --- |" * len(rewards))
+            header_printed = True
+        print(f"| {name} | " + " | ".join(f"{v:.3f}" for v in rewards.values()) + " |", flush=True)
+    subprocess.run([sys.executable, "-m", "spmdrl.report.curves", *map(str, folders.values()),
+                    "--out", str(ROOT / "runs" / "methods" / "curves.png")], check=True, cwd=ROOT)
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Options))

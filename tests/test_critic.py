@@ -1,0 +1,337 @@
+"""The value model beside the policy: any mesh like one process, warm-up, resume, whole runs."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import shutil
+from pathlib import Path
+
+import pytest
+import runs
+import torch
+from policy_runs import LENGTHS, batch, config
+from ranks import run_ranks
+from safetensors import safe_open
+from test_train import REWARDS, assert_same_end, final_weights
+
+from spmdrl import config as configs
+from spmdrl.config import Config
+from spmdrl.create_model import create_model
+from spmdrl.export import export
+
+
+def _model(where: Path, name: str = "start", **options: object) -> Path:
+    return create_model(where / name, architecture="qwen3", hidden_size=32, layers=2, heads=4,
+                        kv_heads=2, intermediate=48, **options)
+
+
+def _config(folder: Path, out: Path, *, critic: dict | None = None, **options: object) -> Config:
+    cfg = config(folder, out, **{"advantage": "gae"} | options)
+    return dataclasses.replace(
+        cfg, critic=dataclasses.replace(cfg.critic, **{"lr": 2e-2} | (critic or {})))
+
+
+def _batch(cfg: Config, world: object) -> object:
+    own = batch(world.dp_index(world.rank), world.dp_size, updates=cfg.batch.updates_per_step)
+    rewards = torch.linspace(0, 1, len(LENGTHS)).double().cos()
+    return dataclasses.replace(own, scalars=dataclasses.replace(own.scalars, rewards=rewards))
+
+
+def _step(policy: object, own: object, *, step: int) -> tuple[object, object, dict]:
+    """As train.py does: annotate, credit, update."""
+    from spmdrl.credit import advantages_of
+
+    annotated = policy.annotate(own, step=step)
+    advantages = advantages_of(annotated, policy.cfg, policy.world, step=step)
+    return annotated, advantages, policy.update(annotated, advantages, step=step)
+
+
+def _by_sequence(own: object, parts: tuple) -> dict[int, torch.Tensor]:
+    """Return {sequence: its tokens' numbers} of this rank."""
+    found = {}
+    for micro, values in zip(sum(own.updates, ()), sum(parts, ())):
+        for row, piece in zip(micro.sequence_ids.tolist(),
+                              values.split(micro.cu_seqlens.diff().tolist())):
+            if row >= 0:
+                found[row] = piece
+    return found
+
+
+class _NoSource:
+    """Nothing is made ahead."""
+
+    def state_dict(self) -> None:
+        return None
+
+    def load_state_dict(self, states: list, step: int) -> None:
+        assert states == []
+
+
+def _train(cfg: Config, steps: int = 3, restored: Path | None = None) -> dict:
+    """Take steps; return sums, whole parameters of both models, and the last step's credit.
+
+    Saves at the end, or takes up the checkpoint `restored` and goes on from it twice; and
+    takes steps with another policy of the same world, that has a warm-up.
+    """
+    from spmdrl.checkpoint import Checkpointer
+    from spmdrl.policy import Policy
+    from spmdrl.world import World
+
+    world = World.start(cfg)
+    policy = Policy(cfg, world)
+    own, sums = _batch(cfg, world), []
+    for step in range(steps):
+        annotated, advantages, updated = _step(policy, own, step=step)
+        sums.append(updated)
+    values = tuple(tuple(m["values"] for m in u) for u in annotated.columns)
+    result = {
+        "sums": sums, "state": _whole_state(policy), "values": _by_sequence(own, values),
+        "returns": _by_sequence(own, advantages.returns),
+        "advantages": _by_sequence(own, advantages.tokens),
+    }
+    if restored is None:
+        saver = Checkpointer(dataclasses.replace(cfg, steps=steps), world)
+        saver.maybe_save(steps, policy, _NoSource())
+        saver.finish()
+    else:
+        result["resumed"] = []
+        for _ in range(2):
+            resume = dataclasses.replace(cfg.checkpoint, resume=str(restored))
+            loader = Checkpointer(dataclasses.replace(cfg, checkpoint=resume), world)
+            assert loader.restore(policy, _NoSource()).step == steps
+            before = _whole_state(policy)
+            updated = _step(policy, own, step=steps)[2]
+            result["resumed"].append((before, updated, _whole_state(policy)))
+        result["warm_up"] = _warm_up(cfg, world, own)
+    world.close()
+    return result
+
+
+def _whole_state(policy: object) -> dict[str, torch.Tensor]:
+    """Gather everything that a checkpoint keeps; all trainer ranks take part."""
+    from spmdrl.checkpoint.state import tensor_leaves
+
+    return {name: (t.full_tensor() if hasattr(t, "full_tensor") else t).clone()
+            for name, t in tensor_leaves(policy.state_dict()).items()}
+
+
+def _warm_up(cfg: Config, world: object, own: object) -> list[tuple[dict, dict]]:
+    """Return sums and state after each of three steps, two of them warm-up."""
+    from spmdrl.policy import Policy
+
+    critic = dataclasses.replace(cfg.critic, warmup_steps=2)
+    policy = Policy(dataclasses.replace(cfg, critic=critic), world)
+    found = [({}, _whole_state(policy))]
+    for step in range(3):
+        sums = _step(policy, own, step=step)[2]
+        found.append((sums, _whole_state(policy)))
+    return found
+
+
+def _assert_same_sums(ours: list, reference: list, what: str) -> None:
+    for step, (a, b) in enumerate(zip(ours, reference, strict=True)):
+        assert a.keys() == b.keys()
+        for name, (x, n) in b.items():
+            assert a[name][1] == pytest.approx(n, rel=1e-6), (what, step, name)
+            assert math.isclose(a[name][0], x, rel_tol=1e-4, abs_tol=2e-5 * max(1.0, n)), (
+                what, step, name, a[name], (x, n))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return _model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def one(folder, tmp_path_factory) -> dict:
+    out = tmp_path_factory.mktemp("one")
+    result = run_ranks(1, _train, _config(folder, out, updates=2))[0]
+    return result | {"checkpoint": out / "checkpoints" / "step_3"}
+
+
+@pytest.fixture(scope="module", params=[{}, {"tp": 2}], ids=["dp", "tp"])
+def two(request, folder, one, tmp_path_factory) -> list[dict]:
+    cfg = _config(folder, tmp_path_factory.mktemp("two"), world_size=2, updates=2, **request.param)
+    return run_ranks(2, _train, cfg, 3, one["checkpoint"])
+
+
+def test_every_mesh_trains_both_models_like_one_process(two, one):
+    for rank, ours in enumerate(two):
+        _assert_same_sums(ours["sums"], one["sums"], f"rank {rank}")
+        assert ours["state"].keys() == one["state"].keys()
+        for name, expected in one["state"].items():
+            torch.testing.assert_close(ours["state"][name], expected, rtol=1e-4, atol=5e-6,
+                                       msg=lambda m, n=name: f"{n}: {m}")
+        for kind in ("values", "advantages", "returns"):  # advantages: whitened over all ranks
+            for row, tokens in ours[kind].items():
+                torch.testing.assert_close(tokens, one[kind][row], rtol=1e-4, atol=1e-5)
+
+
+def test_a_checkpoint_of_one_process_goes_on_bit_identical(two, one):
+    assert {n.split(".")[0] for n in one["state"]} == {"model", "optimizer", "critic"}
+    for ours in two:
+        first, again = ours["resumed"]
+        for before, _, _ in (first, again):
+            assert before.keys() == one["state"].keys()
+            assert all(torch.equal(before[n], t) for n, t in one["state"].items())
+        assert first[1] == again[1]
+        assert all(torch.equal(first[2][n], t) for n, t in again[2].items())
+        assert not torch.equal(first[0]["critic.model.score.weight"],
+                               first[2]["critic.model.score.weight"])
+
+
+def test_warm_up_trains_the_value_model_alone(two):
+    for ours in two:
+        start = ours["warm_up"][0][1]
+        own = [name for name in start if not name.startswith("critic.")]
+        for step, (sums, state) in enumerate(ours["warm_up"][1:]):
+            is_warm = step < 2
+            assert all(torch.equal(state[n], start[n]) for n in own) == is_warm
+            assert ("policy/loss" in sums) != is_warm and sums["value/loss"][0] > 0
+            assert state["critic.optimizer.updates"] == 2 * (step + 1)
+            assert not torch.equal(state["critic.model.score.weight"],
+                                   ours["warm_up"][step][1]["critic.model.score.weight"])
+
+
+def test_values_and_metrics_of_one_process_are_what_they_say(one):
+    head = one["state"]["critic.model.score.weight"]
+    assert head.shape == (1, 32) and head.any(), "the head started at zero and never moved"
+    values, returns = (
+        torch.cat([tokens for _, tokens in sorted(one[name].items())]).double()
+        for name in ("values", "returns"))
+    mask = torch.cat([torch.arange(n) >= (n + 2) // 3 for n in LENGTHS])
+    rows = torch.arange(len(LENGTHS)).repeat_interleave(torch.tensor(LENGTHS))
+    kept = mask & (rows != 4)  # an invalid sequence
+    assert not values[~kept].any() and not returns[~kept].any() and values[kept].all()
+    rewards = torch.linspace(0, 1, len(LENGTHS)).double().cos()
+    torch.testing.assert_close(returns[kept], rewards[rows[kept]], rtol=1e-6, atol=1e-6)
+    errors = (returns - values)[kept]
+    explained = float(1 - errors.var(correction=0) / returns[kept].var(correction=0))
+    last = one["sums"][-1]
+    assert last["value/explained_variance"] == (pytest.approx(explained, rel=1e-6), 1.0)
+    assert last["value/mean"][1] == int(kept.sum())
+    assert one["sums"][0]["value/error_square"][0] > last["value/error_square"][0], "no learning"
+    tokens = torch.cat([tokens for _, tokens in sorted(one["advantages"].items())])
+    assert not tokens[~kept].any()
+    assert abs(float(tokens[kept].mean())) < 1e-6
+    assert float(tokens[kept].std(correction=0)) == pytest.approx(1, abs=1e-6)
+
+
+def _alone(cfg: Config, missing: str) -> dict:
+    """Checks that need no second rank, in one start of the world."""
+    from spmdrl.policy import Policy
+    from spmdrl.world import World
+
+    world = World.start(cfg)
+    policy = Policy(cfg, world)
+    own = _batch(cfg, world)
+    sums = [_step(policy, own, step=step)[2] for step in range(30)]
+    jobs = [job for update in policy._jobs(own) for job in update]
+    with torch.no_grad():
+        after = [policy.critic.model.values(job.scoring) for job in jobs]
+    before = policy.critic.columns([job.scoring for job in jobs])
+    policy.critic.columns = lambda works: [w.tokens * math.nan for w in works]
+    kept = _whole_state(policy)
+    spoiled = _step(policy, own, step=30)[2]
+    assert all(torch.equal(t, kept[name]) for name, t in _whole_state(policy).items())
+    cfg = dataclasses.replace(cfg, critic=dataclasses.replace(cfg.critic, path=missing))
+    with pytest.raises(ValueError, match="^critic.path: .*" + missing):
+        Policy(cfg, world)
+    # Under any other advantage the section is ignored.
+    algorithm = dataclasses.replace(cfg.algorithm, advantage="grpo")
+    assert Policy(dataclasses.replace(cfg, algorithm=algorithm), world).critic is None
+    world.close()
+    return {"sums": sums, "after": after, "before": before, "spoiled": spoiled,
+            "masks": [job.loss_mask for job in jobs]}
+
+
+@pytest.fixture(scope="module")
+def found(folder, tmp_path_factory) -> dict:
+    # Whatever the policy's aggregation: each state counts once.
+    cfg = _config(folder, tmp_path_factory.mktemp("alone"), aggregation="seq_mean_token_sum",
+                  critic={"lr": 8e-3})
+    return run_ranks(1, _alone, cfg, "./nowhere")[0] | {"folder": Path(cfg.output_dir)}
+
+
+def test_values_that_are_not_finite_skip_the_updates_of_both_models(found):
+    for name in ("policy", "value"):
+        assert found["spoiled"][f"{name}/skipped_updates"] == (1.0, 1.0)
+        assert f"{name}/loss" not in found["spoiled"]
+    for folder in ("skipped", "skipped_value"):
+        assert (found["folder"] / folder / "step_30_rank_0.pt").is_file()
+
+
+def test_value_loss_is_a_mean_over_tokens_and_values_come_before_their_token(found):
+    rewards = torch.linspace(0, 1, len(LENGTHS)).double().cos()
+    counts = [n - (n + 2) // 3 for n in LENGTHS]
+    squares = [0.5 * float(r) ** 2 * n for i, (r, n) in enumerate(zip(rewards, counts)) if i != 4]
+    total = sum(n for i, n in enumerate(counts) if i != 4)
+    assert found["sums"][0]["value/loss"][0] == pytest.approx(sum(squares) / total, rel=1e-6)
+    for after, before, mask in zip(found["after"], found["before"], found["masks"]):
+        at = mask.nonzero()[:, 0]
+        assert torch.equal(before[at], after[at - 1]) and after[at - 1].any()
+    explained = [sums["value/explained_variance"][0] for sums in found["sums"]]
+    assert explained[0] == pytest.approx(0, abs=1e-6) and explained[-1] > 0.6, explained
+
+
+def test_bad_values_of_the_section_are_reported():
+    good = Config(model=configs.Model(path="m"), data=configs.Data(train="task:addition", size=10),
+                  algorithm=configs.Algorithm(advantage="gae"))
+    assert configs.validate(good) == []
+    for field, value in (("lr", -1.0), ("warmup_steps", -1), ("warmup_steps", good.steps)):
+        bad = dataclasses.replace(good, critic=dataclasses.replace(good.critic, **{field: value}))
+        (problem,) = configs.validate(bad)
+        assert problem.startswith(f"critic.{field}: ") and str(value) in problem
+    # One prompt, one sample: there is no group whose mean would be the baseline.
+    assert configs.validate(dataclasses.replace(good, batch=configs.Batch(group_size=1))) == []
+
+
+# --------------------------------------------------------------------------- whole runs
+
+
+@pytest.fixture(scope="module")
+def start_model(tmp_path_factory) -> str:
+    return str(create_model(tmp_path_factory.mktemp("model") / "start", hidden_size=64, layers=2,
+                            heads=2, kv_heads=1))
+
+
+@pytest.fixture(scope="module")
+def rewards(tmp_path_factory) -> str:
+    path = tmp_path_factory.mktemp("rewards") / "r.py"
+    path.write_text(REWARDS)
+    return f"{path}:varied"  # so that every step moves the weights
+
+
+def test_ppo_resumes_bit_identical_and_exports_the_policy_alone(start_model, rewards, tmp_path):
+    flags = runs.TINY["rl"] | {
+        "model.path": start_model, "critic.warmup-steps": 1, "rewards.functions": rewards}
+    whole, part = tmp_path / "whole", tmp_path / "part"
+    flags |= {"steps": 3, "checkpoint.every-steps": 2, "checkpoint.keep-last": 9}
+    runs.run("demo_ppo.yaml", 2, **flags | {"output-dir": whole})
+    shutil.copytree(whole, part)
+    shutil.rmtree(part / "checkpoints" / "step_3")
+    runs.run("demo_ppo.yaml", 2, **flags | {"output-dir": part})
+    assert_same_end(whole, part)
+    parts = {".".join(name.split(".")[1:3]) for name in final_weights(part)}
+    assert {"critic.model", "critic.optimizer"} < parts
+    rows = runs.metrics(whole)
+    assert [row["step"] for row in rows] == [1, 2]  # the first is warm-up
+    assert all(row["value/loss"] > 0 and row["value/explained_variance"] <= 1 for row in rows)
+    exported = export(whole, out=tmp_path / "model")
+    with safe_open(exported / "model.safetensors", framework="pt") as file:
+        assert "score.weight" not in file.keys()
+        assert set(file.keys()) == set(safe_open(Path(start_model) / "model.safetensors",
+                                                 framework="pt").keys())
+
+
+def test_reinforce_plus_plus_runs_with_the_kl_in_its_reward(start_model, rewards, tmp_path):
+    runs.run("demo_grpo.yaml", 1, **runs.TINY["rl"] | {
+        "layout.placement": "colocated", "model.path": start_model, "output-dir": tmp_path,
+        "steps": 2, "lag": 0,
+        "rewards.functions": rewards, "algorithm.advantage": "reinforce_plus_plus",
+        "algorithm.kl": "k1", "algorithm.kl-coef": 0.05, "algorithm.kl-in": "reward",
+        "batch.group-size": 1})
+    rows = runs.metrics(tmp_path)
+    assert len(rows) == 2 and all(row["policy/grad_norm"] > 0 for row in rows)
+    assert rows[0]["policy/kl_ref"] == 0 and rows[1]["policy/kl_ref"] != 0

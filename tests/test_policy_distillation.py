@@ -1,0 +1,86 @@
+"""Distillation on the rows' tokens: against plain transformers, on every layout, and learning."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from policy_runs import batch, config, full_parameters, sequence, update
+from ranks import run_ranks
+
+from spmdrl.config import Config
+from spmdrl.create_model import create_model
+
+
+def _model(where: Path, name: str, **options: object) -> Path:
+    return create_model(where / name, architecture="qwen3", hidden_size=32, layers=2, heads=4,
+                        kv_heads=2, intermediate=48, **options)
+
+
+def _cfg(where: Path, student: Path, teacher: Path, *, world_size: int = 1, **options) -> Config:
+    cfg = config(student, where, world_size=world_size, objective="distill", loss="divergence",
+                 loss_options=options, model={"teacher": str(teacher)})
+    return replace(cfg, optimizer=replace(cfg.optimizer, max_grad_norm=0.0))
+
+
+def _train(cfg: Config, steps: int) -> dict:
+    from spmdrl.policy import Policy
+    from spmdrl.world import World
+
+    world = World.start(cfg)
+    policy = Policy(cfg, world)
+    own = batch(world.dp_index(world.rank), world.dp_size)
+    sums = [update(policy, own, step=step) for step in range(steps)]
+    whole = full_parameters(policy)
+    world.close()
+    return {"sums": sums, "parameters": whole}
+
+
+def _by_transformers(student: Path, teacher: Path, *, kind: str) -> float:
+    """Return the mean KL per response token, from full logits and a plain sum."""
+    from transformers import AutoModelForCausalLM
+
+    models = [AutoModelForCausalLM.from_pretrained(p, dtype=torch.float32).eval()
+              for p in (student, teacher)]
+    total, count = 0.0, 0
+    for micro in batch(0, 1).updates[0]:
+        for at, index in enumerate(micro.sequence_ids.tolist()):
+            if index == 4:  # not valid
+                continue
+            row, begin = sequence(index), int(micro.cu_seqlens[at])
+            with torch.no_grad():
+                q, p = (torch.log_softmax(m(row[None]).logits[0].double(), -1) for m in models)
+            q, p = (p, q) if kind == "reverse" else (q, p)
+            for t in range(1, len(row)):
+                if micro.response_mask[begin + t]:
+                    total += float((p[t - 1].exp() * (p[t - 1] - q[t - 1])).sum())
+                    count += 1
+    return total / count
+
+
+@pytest.mark.parametrize("kind", ["forward", "reverse"])
+def test_the_loss_is_the_kl_of_plain_transformers_and_falls_alike_on_two_ranks(kind, tmp_path):
+    student, teacher = _model(tmp_path, "student"), _model(
+        tmp_path, "teacher", seed=3, initializer_std=0.3)
+    one = run_ranks(1, _train, _cfg(tmp_path, student, teacher, kind=kind), 4)[0]
+    losses = [sums["policy/loss"][0] for sums in one["sums"]]
+    assert losses[0] == pytest.approx(_by_transformers(student, teacher, kind=kind), rel=1e-4)
+    assert losses[-1] < 0.9 * losses[0], losses
+    for ours in run_ranks(2, _train, _cfg(tmp_path, student, teacher, world_size=2, kind=kind), 4):
+        for a, b in zip(ours["sums"], one["sums"]):
+            assert math.isclose(a["policy/loss"][0], b["policy/loss"][0], rel_tol=1e-5)
+        for name, expected in one["parameters"].items():
+            torch.testing.assert_close(ours["parameters"][name], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_teacher_with_another_vocabulary_is_refused(tmp_path):
+    student = _model(tmp_path, "student")
+    teacher = _model(tmp_path, "other")
+    described = json.loads((teacher / "config.json").read_text())
+    (teacher / "config.json").write_text(json.dumps(described | {"vocab_size": 200}))
+    with pytest.raises(AssertionError, match="model.teacher: has a vocabulary of"):
+        run_ranks(1, _train, _cfg(tmp_path, student, teacher), 1)

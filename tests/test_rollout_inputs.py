@@ -1,0 +1,309 @@
+"""What a burst hands to training: parts, greedy baselines, shaped rewards, failures by name."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import logging
+import math
+import time
+
+import pytest
+import torch
+from report_world import config as report_config
+from report_world import group, open_report, record_steps  # noqa: F401
+from runs import TINY, metrics, run
+
+from spmdrl import config
+from spmdrl.algorithms.mismatch import NUM_GAP_BINS, correction_advice, gap_max, gap_sums
+from spmdrl.algorithms.shaping import SHAPING, shape, shaping_problems
+from spmdrl.config import Config
+from spmdrl.create_model import create_model
+from spmdrl.engine.protocol import Completion, Request
+from spmdrl.rewards.pool import RewardPool, RewardResult
+from spmdrl.rollout import source
+from spmdrl.rollout.burst import GREEDY, Draw, Sample, burst
+from spmdrl.rollout.packing import concat_rollouts, empty_rollouts, pack, rollouts_from_dict
+from spmdrl.types import Prompt, Scalars
+
+DRAW = Draw(seed=3, step=7, purpose="train", samples=3, max_tokens=9, temperature=0.8,
+            is_seeded=True, stop_token_ids=(1,))
+PROMPTS = [(slot, Prompt(index=40 + slot, tokens=(slot, 2), text="q", row={"prompt": "q"}))
+           for slot in (4, 0)]
+
+
+class Engine:
+    """Finishes two requests per step, the last one first."""
+
+    def __init__(self):
+        self.seen: list[Request] = []
+        self.open: list[Request] = []
+
+    def add(self, request: Request) -> None:
+        self.seen.append(request)
+        self.open.append(request)
+
+    @property
+    def is_busy(self) -> bool:
+        return bool(self.open)
+
+    def step(self) -> list[Completion]:
+        return [Completion(r.key, (7, 1), (-0.5, -0.25), is_truncated=r.temperature == 0)
+                for r in (self.open.pop() for _ in range(min(2, len(self.open))))]
+
+
+class Tokenizer:
+    def batch_decode(self, rows, *, skip_special_tokens):
+        return ["text"] * len(rows)
+
+
+class Pool:
+    """Scores at once: a sample whose key ends in one of `bad` fails."""
+
+    def __init__(self, *bad: str):
+        self.bad, self.waiting = bad, []
+
+    def submit(self, key, **_):
+        failed = dict(failure="error", message="KeyError: 'lost'", seconds=0.5)
+        bad = any(key.endswith(end) for end in self.bad)
+        self.waiting.append(RewardResult(key, None, **failed) if bad else RewardResult(key, 1.0))
+
+    def poll(self):
+        done, self.waiting = self.waiting, []
+        return done
+
+    results = poll
+
+
+def draw_all(pool, **changes) -> tuple[list[Sample], Engine]:
+    engine = Engine()
+    samples = burst(engine, PROMPTS, draw=dataclasses.replace(DRAW, **changes),
+                    tokenizer=Tokenizer(), pool=pool)
+    return samples, engine
+
+
+# ---------------------------------------------------------------- the burst
+
+
+def test_the_greedy_sample_is_one_more_request_and_changes_no_other():
+    plain, without = draw_all(Pool())
+    samples, engine = draw_all(Pool(), has_greedy=True)
+    assert [(s.slot, s.sample) for s in samples] == [
+        (slot, i) for slot in (0, 4) for i in (GREEDY, 0, 1, 2)]
+    greedy = [r for r in engine.seen if r.temperature == 0]
+    assert len(greedy) == 2 and all(r.seed is None for r in greedy)
+    assert [r for r in engine.seen if r.temperature] == without.seen
+    assert [s for s in samples if s.sample != GREEDY] == plain
+
+
+@pytest.mark.parametrize("purpose, place", [
+    ("train", "step 7: "), ("eval", "evaluation after 7 steps: ")])
+def test_the_first_failed_reward_ends_the_burst_by_name(purpose, place):
+    engine = Engine()
+    with pytest.raises(RuntimeError) as caught:
+        burst(engine, PROMPTS, draw=dataclasses.replace(DRAW, purpose=purpose),
+              tokenizer=Tokenizer(), pool=Pool("-0-1"))
+    assert str(caught.value).startswith(
+        f"{place}the reward of data row 40, sample 1 failed: error after 0.5 s: KeyError: 'lost'\n"
+        "  response: 'text'\n")
+    assert "more may follow. Mend the reward function, or set rewards.on_failure=drop" in str(
+        caught.value)
+    assert len(engine.open) == 4  # it did not wait for the engine
+
+
+def test_a_failed_greedy_reward_is_named_as_such_and_can_be_dropped():
+    with pytest.raises(RuntimeError, match="data row 44, the greedy sample failed"):
+        draw_all(Pool("4-greedy"), has_greedy=True)
+    samples, _ = draw_all(Pool("4-greedy", "0-2"), has_greedy=True, must_score=False)
+    assert [(s.slot, s.sample) for s in samples if s.reward.failure] == [(0, 2), (4, GREEDY)]
+    scalars = pack(samples, version=0, sums={}, num_shown=0).scalars
+    assert scalars.greedy_rewards[:3].tolist() == [1.0] * 3
+    assert scalars.greedy_rewards[3:].isnan().all()
+    assert scalars.is_valid.tolist() == [True, True, False, True, True, True]
+
+
+def test_a_hanging_reward_is_waited_for_once_not_once_per_sample(tmp_path):
+    (tmp_path / "r.py").write_text("import time\ndef f(completions, **row): time.sleep(100)\n")
+    rewards = config.Rewards(functions=(f"{tmp_path}/r.py:f",), timeout_s=0.5)
+    with RewardPool(Config(rewards=rewards)) as pool:
+        pool.start()
+        began = time.monotonic()
+        with pytest.raises(RuntimeError, match="timeout after 0.5"):
+            draw_all(pool, samples=16)
+        assert time.monotonic() - began < 8  # 32 samples: 16 s
+
+
+def test_a_burst_without_one_good_reward_is_warned_about_once(caplog):
+    caplog.set_level(logging.WARNING)
+    samples, _ = draw_all(Pool("0-2"), must_score=False)
+    source._warn_if_all_failed(samples, DRAW)
+    assert not caplog.records
+    samples, _ = draw_all(Pool(""), must_score=False)
+    source._warn_if_all_failed(samples, DRAW)
+    (record,) = caplog.records
+    for part in ("step 7", "all 6 samples", "data row 40, sample 0", "KeyError: 'lost'"):
+        assert part in record.getMessage()
+
+
+# ---------------------------------------------------------------- packing
+
+
+def sample(slot: int, number: int, value: float | None, *, length: int = 2, **parts) -> Sample:
+    ids = tuple(range(length))
+    return Sample(slot, number, PROMPTS[0][1],
+                  Completion("k", ids, (-0.5,) * length, is_truncated=length > 4), "text",
+                  RewardResult("k", value, parts=parts,
+                               failure=None if value is not None else "error"))
+
+
+SAMPLES = [sample(0, GREEDY, 0.5, length=5, right=0.5), sample(0, 0, 1.5, right=1.0, format=1.0),
+           sample(0, 1, 1.0, length=5, right=1.0), sample(1, 0, None, right=1.0)]
+
+
+def test_parts_and_greedy_rewards_are_columns_of_the_sampled_sequences():
+    scalars = pack(SAMPLES, version=2, sums={}, num_shown=0,
+                   part_names=("format", "right")).scalars
+    assert scalars.reward_parts.tolist() == [[1.0, 1.0], [0.0, 1.0], [0.0, 1.0]]
+    assert scalars.greedy_rewards.tolist()[:2] == [0.5, 0.5]
+    assert math.isnan(scalars.greedy_rewards[2])  # this prompt has none
+    assert scalars.rewards.tolist() == [1.5, 1.0, 0.0]
+    assert scalars.is_valid.tolist() == [True, True, False]
+    assert len(scalars) == 3 and int(scalars.lengths.sum()) == 4 + 7 + 4
+    one = pack(SAMPLES, version=2, sums={}, num_shown=0).scalars  # one task's grader
+    assert one.reward_parts.tolist() == [[1.5], [1.0], [0.0]]
+
+
+def test_shaping_changes_rewards_and_baselines_but_no_part_and_no_failed_sample():
+    shaping = {"overlong_tokens": 2, "overlong_penalty": 0.5, "truncated_penalty": 0.25,
+               "shift": 1.0}
+    scalars = pack(SAMPLES, version=2, sums={}, num_shown=0, part_names=("right",),
+                   shaping=shaping, max_response_tokens=6).scalars
+    assert scalars.rewards.tolist() == [2.5, 1.5, 0.0]  # 1.0 - 0.5 / 2 - 0.25 + 1.0
+    assert scalars.greedy_rewards.tolist()[:2] == [1.0, 1.0]
+    assert scalars.reward_parts.tolist() == [[1.0], [1.0], [1.0]]
+
+
+def test_rollouts_keep_their_new_columns_through_a_checkpoint():
+    made = pack(SAMPLES, version=2, sums={}, num_shown=1, part_names=("format", "right"))
+    file = io.BytesIO()
+    torch.save(dataclasses.asdict(made), file)
+    file.seek(0)
+    loaded = rollouts_from_dict(torch.load(file, weights_only=False))
+    joined = concat_rollouts([empty_rollouts(), loaded, empty_rollouts()])
+    for name, values in vars(made.scalars).items():
+        torch.testing.assert_close(getattr(joined.scalars, name), values, rtol=0, atol=0,
+                                   equal_nan=True)
+    assert len(concat_rollouts([empty_rollouts(), empty_rollouts()])) == 0
+
+
+def test_scalars_made_without_the_new_columns_have_them_all_the_same():
+    made = pack(SAMPLES, version=2, sums={}, num_shown=0).scalars
+    old = {k: v for k, v in vars(made).items() if k not in ("reward_parts", "greedy_rewards")}
+    scalars = Scalars(**old)  # as in a checkpoint of an earlier version
+    assert torch.equal(scalars.reward_parts, scalars.rewards[:, None])
+    assert scalars.greedy_rewards.shape == (3,) and scalars.greedy_rewards.isnan().all()
+    moved = dataclasses.replace(made, rewards=made.rewards + 1)
+    assert torch.equal(moved.reward_parts, made.reward_parts)
+
+
+# ---------------------------------------------------------------- options of shaping
+
+
+def test_shaping_goes_penalties_scale_clamp():
+    rewards, lengths = torch.tensor([1.0, 1.0, -1.0, math.nan]), torch.tensor([2, 10, 10, 9])
+    cut = torch.tensor([False, True, True, False])
+    got = shape(rewards, lengths, cut, max_response_tokens=10, options={
+        "overlong_tokens": 4, "truncated_factor": 0.5, "truncated_penalty": 0.25, "scale": 2.0,
+        "clamp_low": -3.0})
+    assert got.tolist()[:3] == [2.0, -0.5, -3.0] and math.isnan(got[3])
+    assert shape(rewards, lengths, cut, max_response_tokens=10, options={})[:3].tolist() == [
+        1.0, 1.0, -1.0]
+    assert shaping_problems(SHAPING | {"overlong_tokens": 1}, max_response_tokens=10) == []
+
+
+@pytest.mark.parametrize("options, says", [
+    ({"overlong_token": 4}, "overlong_token: no such option; did you mean overlong_tokens?"),
+    ({"scale": "2"}, "scale: expected a number, got '2'"),
+    ({"clamp_low": True}, "clamp_low: expected a number, got True"),
+    ({"overlong_tokens": 17}, "overlong_tokens: must be a whole number from 0 to "
+                              "sampling.max_response_tokens = 16, got 17"),
+    ({"overlong_penalty": 2.0}, "overlong_penalty: needs overlong_tokens"),
+    ({"truncated_factor": 2}, "truncated_factor: must be from 0 to 1, got 2"),
+    ({"truncated_penalty": math.nan}, "truncated_penalty: must be finite, at least 0, got nan"),
+    ({"scale": 0}, "scale: must be finite and not 0, got 0"),
+    ({"clamp_low": 1, "clamp_high": 1}, "clamp_low: must be below clamp_high = 1, got 1"),
+])
+def test_shaping_that_cannot_be_meant_is_refused_by_the_config(options, says):
+    cfg = Config(rewards=config.Rewards(shaping=options),
+                 sampling=config.Sampling(max_response_tokens=16))
+    assert any(p.startswith(f"rewards.shaping.{says}") for p in config.validate(cfg))
+
+
+def test_what_reads_parts_alone_refuses_what_changes_the_sum():
+    data = config.Data(train="task:addition", size=9)
+    cfg = Config(model=config.Model(path="m"), data=data,
+                 rewards=config.Rewards(shaping={"scale": 2.0}))
+    assert config.validate(cfg) == []
+    gdpo = config.Algorithm(advantage="gdpo", kl_coef=0.1, kl_in="reward")
+    found = config.validate(dataclasses.replace(cfg, algorithm=gdpo))
+    assert [p.split(":")[0] for p in found] == ["rewards.shaping", "algorithm.kl_in"]
+
+
+# ---------------------------------------------------------------- engine against trainer
+
+
+def advice(correction: str, lag: int, *, ess: float = 0.9, outside: float = 0.0) -> str:
+    return correction_advice({"policy/mismatch_ess": ess, "policy/mismatch_outside_frac": outside},
+                             correction, lag)
+
+
+def test_the_advice_comes_when_the_correction_rests_on_few_tokens():
+    assert advice("tis", 1, ess=0.5, outside=0.05) == ""
+    assert correction_advice({}, "tis", 1) == ""
+    for text in (advice("tis", 3, ess=0.4), advice("tis", 3, outside=0.06)):
+        for part in ("'tis' is not enough for lag 3", "icepop or mis", "lower lag below 3"):
+            assert part in text
+    assert "unless the loss weighs by pi / mu" in advice("none", 1, ess=0.1)
+    assert "icepop" not in advice("mis", 1, ess=0.1)
+    assert "engine.dtype" in advice("tis", 0, ess=0.1) and "lower lag" not in advice(
+        "tis", 0, ess=0.1)
+    assert "mismatch_ess nan" in advice("tis", 1, ess=math.nan)
+
+
+def test_a_run_warns_once_of_a_correction_that_is_not_enough(group, tmp_path, caplog):
+    report = open_report(report_config(tmp_path), group)
+    record_steps(report, 0, 2)
+    for step in (2, 3):
+        report.step(step, {"policy/mismatch_ess": (30, 100)}, seconds={})
+    report.close("finished")
+    (text,) = [r.getMessage() for r in caplog.records if "not enough" in r.getMessage()]
+    assert text.startswith("step 2: policy/mismatch_ess 0.30 (healthy from 0.5)")
+
+
+def test_gap_metrics_come_from_the_sum_of_all_ranks():
+    histogram = torch.zeros(NUM_GAP_BINS, dtype=torch.float64)
+    assert gap_sums(histogram) == {}
+    histogram[300], histogram[350] = 998.0, 2.0
+    found = gap_sums(histogram)
+    assert found["policy/mismatch_prob_diff_max"] == (float(gap_max(histogram)), 1.0)
+    assert found["policy/mismatch_prob_diff_p999"][0] == pytest.approx(0.1, rel=0.05)
+
+
+# ---------------------------------------------------------------- the whole program
+
+
+def test_remax_trains_on_sampled_responses_with_greedy_baselines(tmp_path):
+    (tmp_path / "r.py").write_text(
+        "def varied(completions, **row): return [sum(map(ord, completions[0])) % 7 / 7]\n"
+        "def short(completions, **row): return [float(len(completions[0]) < 6)]\n")
+    model = create_model(tmp_path / "model", hidden_size=64, layers=2, heads=2, kv_heads=1)
+    run("demo_grpo.yaml", 2, **TINY["rl"], **{
+        "model.path": model, "output-dir": tmp_path / "out", "steps": 2,
+        "rewards.shaping": "{scale: 2.0, shift: 1.0}", "algorithm.advantage": "remax"},
+        **{"rewards.functions": f"{tmp_path}/r.py:varied"})
+    rows = metrics(tmp_path / "out")
+    assert len(rows) == 2
+    for row in rows:
+        assert row["rollout/samples"] == 32 and row["rollout/failed_greedy_rewards"] == 0
+        assert 0 <= row["rollout/greedy_reward"] <= 1 and row["policy/grad_norm"] > 0
+        assert row["reward/mean"] == pytest.approx(2 * (row["reward/mean_raw"] + 1))

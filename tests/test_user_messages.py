@@ -1,0 +1,240 @@
+"""What a person is told when something is wrong, stops, or is done already."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import runs
+from ranks import free_port, launch_env
+from report_world import SmallWorld, group  # noqa: F401
+from runs import ROOT, TINY, metrics, run, start, wait_for_step
+
+from spmdrl import dry_run
+from spmdrl.ask import ask
+from spmdrl.checkpoint import manifest as disk
+from spmdrl.checkpoint.restore import already_finished
+from spmdrl.config import Config, Data, Layout, Model, Rewards, flatten
+from spmdrl.config.read import is_missing_folder
+from spmdrl.world import Launch, _check_launch
+
+RANK = """
+import os, sys, time
+from datetime import timedelta
+import torch.distributed as dist
+from spmdrl.config import Config, Layout
+from spmdrl.world import World, ended
+
+def work(world):
+    if mode == "start-up":
+        block()
+    if mode == "signals":
+        world.started()
+        block()
+    if mode == "same":
+        raise ValueError("data.train: no such file")
+    with world.watch.phase("build engine", -1):
+        if world.rank == 1:
+            raise RuntimeError("out of memory\\nand more lines")
+        time.sleep(100)
+
+def block():
+    # In C, where a Python signal handler does not run.
+    print("blocked", flush=True)
+    dist.distributed_c10d._get_default_store().wait(["never"], timedelta(seconds=100))
+
+mode, size = sys.argv[1], int(os.environ["WORLD_SIZE"])
+world = World.start(Config(layout=Layout(world_size=size, placement="colocated", device="cpu")))
+world.watch.before_exit.append(lambda ending: print("closed as", ending, flush=True))
+try:
+    work(world)
+    status = 0
+except Exception as error:
+    status = ended(error, world)
+sys.stdout.flush()
+os._exit(status)
+"""
+
+
+def start_ranks(mode: str, size: int) -> list[subprocess.Popen]:
+    port = free_port()
+    return [
+        subprocess.Popen([sys.executable, "-c", RANK, mode], text=True, stdout=subprocess.PIPE,
+                         stderr=subprocess.PIPE, cwd=ROOT,
+                         env=os.environ | launch_env(rank, size, port) | {"PYTHONPATH": str(ROOT)})
+        for rank in range(size)
+    ]
+
+
+def texts_of(processes: list[subprocess.Popen]) -> list[str]:
+    try:
+        return ["".join(process.communicate(timeout=90)) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+
+
+def test_a_rank_that_raises_is_quoted_by_the_others_which_end_quietly() -> None:
+    processes, began = start_ranks("raise", 2), time.monotonic()
+    zero, one = texts_of(processes)
+    assert time.monotonic() - began < 80  # not the 100 s that rank 0 would have slept
+    assert "Traceback" in one and "[rank 1] ended with RuntimeError: out of memory" in one
+    assert "[rank 0] ends in 'build engine' at step -1: rank 1 ended with RuntimeError: " \
+           "out of memory\n" in zero
+    assert "Traceback" not in zero
+    assert "closed as failed" in zero and "closed as failed" in one
+    assert all(process.returncode != 0 for process in processes)
+
+
+def test_what_all_ranks_say_is_said_once() -> None:
+    text = "".join(texts_of(start_ranks("same", 2)))
+    assert text.count("data.train: no such file") in (1, 2) and "Traceback" not in text
+    assert "ends for the same reason" in text or "rank 0 ended with" in text or (
+        "rank 1 ended with" in text)
+
+
+def test_a_signal_in_start_up_ends_a_blocked_rank_at_once() -> None:
+    (process,) = start_ranks("start-up", 1)
+    assert process.stdout.readline() == "blocked\n"
+    process.send_signal(signal.SIGTERM)
+    began = time.monotonic()
+    (text,) = texts_of([process])
+    assert process.returncode == 128 + signal.SIGTERM and time.monotonic() - began < 10
+    assert "nothing to save before the first step" in text and "closed as stopped" in text
+
+
+def test_the_first_ctrl_c_asks_for_a_stop_and_the_second_ends_at_once() -> None:
+    (process,) = start_ranks("signals", 1)
+    assert process.stdout.readline() == "blocked\n"
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.2)
+    process.send_signal(signal.SIGINT)  # the same key press, passed on twice
+    time.sleep(1.5)
+    assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    (text,) = texts_of([process])
+    assert process.returncode == 128 + signal.SIGINT
+    assert "this step is finished and saved" in text and "the second signal" in text
+
+
+def test_ctrl_c_saves_and_a_finished_run_is_not_built_again(tiny_model: Path,
+                                                            tmp_path: Path) -> None:
+    flags = TINY["sft"] | {"model.path": tiny_model, "output-dir": tmp_path,
+                          "optimizer.schedule": "constant"}
+    process = start("demo_sft.yaml", 2, **flags, steps=4000)
+    wait_for_step(process, tmp_path, 1, timeout_s=120)
+    process.send_signal(signal.SIGINT)
+    stopped = runs.finish(process, timeout_s=60)
+    (saved,) = tmp_path.glob("checkpoints/step_*")
+    done = disk.step_of(saved)
+    assert done == len(metrics(tmp_path)) and "SIGINT" in stopped.output
+    assert "KeyboardInterrupt" not in stopped.output
+    again = run("demo_sft.yaml", 2, **flags, steps=done)
+    assert f"already finished: {done} of {done} steps; raise --steps" in again.output
+    assert not (tmp_path / "logs" / "attempt_2").exists()
+
+
+# --------------------------------------------------------------------------- without ranks
+
+
+def test_only_a_whole_checkpoint_of_the_same_run_counts_as_finished(
+    tmp_path: Path, group: Any, capsys: pytest.CaptureFixture
+) -> None:
+    cfg = Config(output_dir=str(tmp_path), steps=5)
+    world = SmallWorld(cfg, group)
+    assert not already_finished(cfg, world)
+    folder = disk.step_folder(disk.checkpoints_folder(tmp_path), 5)
+    folder.mkdir(parents=True)
+    assert not already_finished(cfg, world)  # no manifest
+    disk.write_manifest(folder, disk.Manifest(
+        step=5, config=disk.plain(flatten(cfg)), model="m", tokenizer="m", rollout_ranks=(),
+        files={}))
+    assert already_finished(cfg, world)
+    assert "5 of 5 steps; raise --steps" in capsys.readouterr().out
+    assert not already_finished(dataclasses.replace(cfg, steps=6), world)
+    assert not already_finished(dataclasses.replace(cfg, seed=1), world)
+
+
+def test_a_name_under_a_folder_that_exists_is_no_hub_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs" / "there").mkdir(parents=True)
+    for name in ("runs/nope", "./a", "a/b/c"):
+        assert is_missing_folder(name)
+    assert not is_missing_folder("runs/there")
+    assert not is_missing_folder("Qwen/Qwen3-0.6B") and not is_missing_folder("gpt2")
+
+
+@pytest.mark.parametrize("layout, size, says", [
+    (dict(world_size=2), 1, "--layout.world-size 1 --layout.placement colocated"),
+    (dict(world_size=8, trainer_ranks=4), 4, "--layout.world-size 4 --layout.trainer-ranks 2"),
+    (dict(world_size=8, trainer_ranks=4), 6, "set --layout.world-size 6"),
+    (dict(world_size=2, placement="colocated"), 1, "set --layout.world-size 1"),
+])
+def test_the_layout_that_is_proposed_can_be_had(layout: dict, size: int, says: str) -> None:
+    cfg = Config(layout=Layout(**layout))
+    with pytest.raises(ValueError) as error:
+        _check_launch(cfg, Launch(0, size, 0, "a", 1, "torchrun"))
+    assert says in str(error.value)
+
+
+def test_a_dry_run_finds_what_a_run_would_stumble_over(tiny_model: Path, tmp_path: Path) -> None:
+    data, code = tmp_path / "rows.jsonl", tmp_path / "r.py"
+    data.write_text('{"prompt": "1+1="}\n')
+    code.write_text("import sys\n"
+                    "def fine(prompts, completions, **columns): return [1.0]\n"
+                    "def column(prompts, completions, level): return [1.0]\n"
+                    "def truth(data_source, solution_str, ground_truth): return 1.0\n")
+    (tmp_path / "broken.py").write_text("import not_installed_anywhere\n")
+
+    def found(*functions: str, **changed: Any) -> str:
+        cfg = Config(model=Model(path=str(tiny_model)), rewards=Rewards(functions=functions),
+                     data=Data(**dict(train=str(data)) | changed))
+        return "\n".join(dry_run.problems(cfg))
+
+    assert found(f"{code}:fine") == ""
+    assert "asks for level" in found(f"{code}:column")
+    assert "asks for ground_truth" in found(f"{code}:truth")
+    assert "not_installed_anywhere" in found(f"{tmp_path}/broken.py:f")
+    assert "data.eval: " in found(f"{code}:fine", eval="nowhere.jsonl")
+    assert "unknown task" in found(train="task:additon", size=4)
+
+
+def test_derived_numbers_are_whole() -> None:
+    cfg = Config(data=Data(train="task:addition"),
+                 layout=Layout(world_size=8, trainer_ranks=6))
+    cfg = dataclasses.replace(cfg, batch=dataclasses.replace(
+        cfg.batch, prompts_per_step=128, group_size=8))
+    derived = dry_run.derived(cfg)
+    assert derived["sequences per dp rank"] == "1024 / 6 = about 171"
+    sft = dataclasses.replace(cfg, layout=Layout(placement="offline"),
+                              algorithm=dataclasses.replace(cfg.algorithm, objective="sft"))
+    assert "steps of generation ahead" not in dry_run.derived(sft)
+
+
+def test_help_names_the_config_file_and_may_be_cut_short() -> None:
+    done = subprocess.run(f"{sys.executable} train.py --help | head -3", shell=True, text=True,
+                          capture_output=True, cwd=ROOT, timeout=60)
+    assert "--config FILE" in done.stdout and done.stderr == ""
+
+
+def test_ask_takes_texts_and_rows_and_hints_at_the_options_of_a_task(
+    tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"prompt": "1+1=", "answer": "2"}\n{"prompt": "5+5="}\n')
+    assert ask(tiny_model, prompt=("3+4=",), data=str(path), max_response_tokens=2) is None
+    out = capsys.readouterr().out
+    assert "3+4=  ->" in out and "5+5=  ->" in out and out.count("right: 2") == 1
+    assert ask(tiny_model, num_problems=2, max_response_tokens=2) == 0.0
+    assert "--task-option digits=2" in capsys.readouterr().out
+    ask(tiny_model, num_problems=1, max_response_tokens=2, task_option=("digits=2",))
+    assert "--task-option" not in capsys.readouterr().out
