@@ -149,3 +149,18 @@ def test_importing_the_config_is_light():
     code = ("import sys, spmdrl.config; bad = [m for m in ('torch.distributed', 'torch', 'vllm') "
             "if m in sys.modules]; sys.exit(str(bad) if bad else 0)")
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_an_old_logprob_pass_is_made_only_for_methods_that_need_one():
+    from spmdrl.policy.objective import needed_columns
+
+    def columns(updates=2, **algorithm):
+        return needed_columns(good(algorithm=config.Algorithm(**algorithm),
+                                   batch=config.Batch(updates_per_step=updates)))
+
+    assert columns(updates=1) == set() and columns() == {"old_logprobs"}
+    assert columns(loss="dppo_tv", correction="none") == set()
+    assert columns(updates=1, loss="kl_cov") == {"old_logprobs"}
+    assert columns(updates=1, kl_coef=0.1) == {"ref_logprobs"}
+    assert columns(updates=1, kl_coef=0.1, kl_in="reward") == {"ref_logprobs", "old_logprobs"}
+    assert columns(updates=1, advantage="gae") == {"values"}

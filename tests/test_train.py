@@ -109,9 +109,9 @@ def test_a_killed_and_resumed_run_ends_bit_identical(placement, lag, model, tmp_
 def test_saving_at_every_step_never_meets_the_update(model, tmp_path):
     # The writing thread and the update both use collectives of the trainer ranks at once.
     run("demo_sft.yaml", 2, **TINY["sft"], **{
-        "model.path": model, "output-dir": tmp_path, "steps": 60, "checkpoint.every-steps": 1})
-    assert [row["step"] for row in metrics(tmp_path)] == list(range(60))
-    assert max(int(p.name.split("_")[1]) for p in tmp_path.glob("checkpoints/step_*")) == 60
+        "model.path": model, "output-dir": tmp_path, "steps": 30, "checkpoint.every-steps": 1})
+    assert [row["step"] for row in metrics(tmp_path)] == list(range(30))
+    assert max(int(p.name.split("_")[1]) for p in tmp_path.glob("checkpoints/step_*")) == 30
 
 
 def test_sigterm_saves_before_leaving_and_the_run_goes_on_from_there(model, tmp_path):
@@ -127,8 +127,11 @@ def test_sigterm_saves_before_leaving_and_the_run_goes_on_from_there(model, tmp_
     assert metrics(tmp_path)[-1]["step"] == step
 
 
-def test_a_checkpoint_resumes_on_another_layout(model, tmp_path):
+def test_a_checkpoint_resumes_on_another_layout_but_not_with_another_config(model, tmp_path):
     run("demo_grpo.yaml", 2, **rl(model, tmp_path, steps=2, **{"layout.placement": "split"}))
+    changed = rl(model, tmp_path, steps=4) | {"optimizer.lr": 0.5}
+    refused = run("demo_grpo.yaml", 2, status=2, **changed)
+    assert "optimizer.lr" in refused.output and "0.5" in refused.output
     run("demo_grpo.yaml", 3, **rl(model, tmp_path, steps=4, **{
         "layout.placement": "split", "layout.trainer-ranks": 2}))
     assert [row["step"] for row in metrics(tmp_path)] == [0, 1, 2, 3]
@@ -178,16 +181,6 @@ def test_a_failing_reward_ends_the_run_by_name(function, every, says, model, tmp
         assert part in finished.output
 
 
-def test_a_step_whose_rewards_all_failed_ends_a_run_that_drops_failures(model, tmp_path):
-    (tmp_path / "r.py").write_text(REWARDS)
-    finished = run("demo_grpo.yaml", 2, status=1, **rl(model, tmp_path / "out", steps=2) | {
-        "rewards.functions": f"{tmp_path / 'r.py'}:raising", "rewards.on-failure": "drop",
-        "evaluate.every-steps": 1})
-    for part in ("evaluation after 0 steps: the reward of all 256 samples of this replica failed",
-                 "no such column", "step 0: the reward of all 32 samples failed, which leaves"):
-        assert part in finished.output
-
-
 def test_failing_rewards_can_be_dropped_and_are_counted(model, tmp_path):
     (tmp_path / "r.py").write_text(REWARDS)
     run("demo_grpo.yaml", 2, **rl(model, tmp_path / "out", steps=3) | {
@@ -210,21 +203,12 @@ def test_bad_input_is_refused_with_what_and_where(flags, says, model, tmp_path):
     assert "Traceback" not in ours, finished.output
 
 
-def test_resuming_with_another_config_is_refused_with_the_difference(model, tmp_path):
-    run("demo_grpo.yaml", 2, **rl(model, tmp_path, steps=1))
-    changed = rl(model, tmp_path, steps=2) | {"optimizer.lr": 0.5}
-    finished = run("demo_grpo.yaml", 2, status=2, **changed)
-    assert "optimizer.lr" in finished.output and "0.5" in finished.output
+def test_dry_run_needs_no_launcher_and_no_weights(model, capsys):
+    from spmdrl import config, dry_run
 
-
-def test_dry_run_needs_no_launcher_and_no_weights(model, tmp_path):
-    import subprocess
-    import sys
-
-    for config in sorted((ROOT / "configs").glob("*.yaml")):
-        out = subprocess.run(
-            [sys.executable, str(ROOT / "train.py"), "--config", str(config), "--dry-run",
-             "--model.path", model], capture_output=True, text=True, timeout=120)
-        assert out.returncode == 0, f"{config.name}:\n{out.stdout}{out.stderr}"
+    for path in sorted((ROOT / "configs").glob("*.yaml")):
+        cfg = config.parse(["--config", str(path), "--dry-run", "--model.path", model])
+        assert dry_run.show(cfg) == 0, path.name
+        shown = capsys.readouterr().out
         for part in ("sequences per step", "micro-batches", "rank 0", "parameters"):
-            assert part in out.stdout
+            assert part in shown, path.name

@@ -164,7 +164,9 @@ class Algorithm:
     ] = "token_mean"
     """How per-token terms become one number; all denominators are global."""
     correction: str = "tis"
-    """Engine/trainer mismatch weights: `tis`, `mis`, `icepop`, or `none`."""
+    """Engine/trainer mismatch weights, or `none`. `tis` (each token's ratio cut at 2) serves lag
+    0 and 1; for longer lags take `icepop` or `mis`, which leave far tokens out. The log warns
+    when the measured ratios say that the choice is not enough."""
     correction_options: Options = field(default_factory=dict)
     """Its keyword options, e.g. {level: token, upper: 2.0}."""
     kl: str = "k3"

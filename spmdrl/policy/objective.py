@@ -150,10 +150,11 @@ def needed_columns(cfg: Config) -> set[str]:
     if chosen.kl_coef:
         needed.add("ref_logprobs")
     # With one update the current logprobs are the old ones, unless something before the update
-    # wants them.
+    # wants them. A loss that is anchored at the engine's policy asks for none at all.
     before = companions or "old_logprobs" in registry.inputs_of(methods[2]) or (
         chosen.kl_coef and chosen.kl_in == "reward")
-    if before or cfg.batch.updates_per_step > 1:
+    anchored = "old_logprobs" in registry.inputs_of(methods[0]) or chosen.correction != "none"
+    if before or (anchored and cfg.batch.updates_per_step > 1):
         needed.add("old_logprobs")
     return needed
 
