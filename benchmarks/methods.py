@@ -33,7 +33,7 @@ METHODS: dict[str, dict[str, str]] = {
              "batch.updates-per-step": "2"},
     "cispo": {"algorithm.loss": "cispo", "algorithm.loss-options": "{}",
               "batch.updates-per-step": "2"},
-    "dapo": {"batch.updates-per-step": "2", "algorithm.mask-truncated": "True"},
+    "dapo": {"batch.updates-per-step": "2", "rewards.shaping": "{overlong_tokens: 2}"},
     "ppo": {"config": "demo_ppo.yaml"},
 }
 

@@ -46,7 +46,7 @@ def apply_liger(hf_model: nn.Module) -> None:
         from liger_kernel.transformers import _apply_liger_kernel_to_instance
     except ImportError as error:
         raise ValueError(f"model.liger: liger-kernel cannot be imported ({error}); install it or "
-                         "set --model.liger False") from error
+                         "set --model.no-liger") from error
     _apply_liger_kernel_to_instance(
         model=hf_model, rope=True, rms_norm=True, swiglu=True, geglu=True,
         cross_entropy=False, fused_linear_cross_entropy=False,
