@@ -25,10 +25,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["k1", "k2", "k3"]
+from spmdrl.algorithms.losses.common import Stats, keep, log_ratio
 
-Stats = dict[str, tuple[Tensor, Tensor]]
-_MAX_LOG_RATIO = 20.0  # as in the losses: exp(20) = 5e8
+__all__ = ["k1", "k2", "k3"]
 
 
 def k1(
@@ -45,10 +44,10 @@ def k1(
     Returns: terms [T], nats, in the dtype of `logprobs`. Negative for some tokens.
     Source: Schulman 2020, joschu.net/blog/kl-approx.html.
     """
-    terms = _log_ratio(logprobs, ref_logprobs, loss_mask)
+    terms = log_ratio(logprobs, ref_logprobs, loss_mask)
     if unbiased:
-        terms = terms * _log_ratio(logprobs, old_logprobs, loss_mask).exp()
-    return _keep(terms, loss_mask)
+        terms = terms * log_ratio(logprobs, old_logprobs, loss_mask).exp()
+    return keep(terms, loss_mask)
 
 
 def k2(
@@ -66,10 +65,10 @@ def k2(
     Returns: terms [T], nats, in the dtype of `logprobs`, at least 0.
     Source: Schulman 2020, joschu.net/blog/kl-approx.html; 2501.03262 as a loss.
     """
-    terms = _log_ratio(logprobs, ref_logprobs, loss_mask) ** 2 / 2
+    terms = log_ratio(logprobs, ref_logprobs, loss_mask) ** 2 / 2
     if unbiased:
-        terms = terms * _log_ratio(logprobs, old_logprobs, loss_mask).exp().detach()
-    return _keep(terms, loss_mask)
+        terms = terms * log_ratio(logprobs, old_logprobs, loss_mask).exp().detach()
+    return keep(terms, loss_mask)
 
 
 def k3(
@@ -87,12 +86,12 @@ def k3(
     Source: Schulman 2020, joschu.net/blog/kl-approx.html; 2402.03300 eq. 4 as a loss;
         2512.02556 for `unbiased`.
     """
-    difference = _log_ratio(logprobs, ref_logprobs, loss_mask)
+    difference = log_ratio(logprobs, ref_logprobs, loss_mask)
     # expm1: e^-d - 1 loses all digits near d = 0, where most tokens are.
     terms = torch.expm1(-difference) + difference
     if unbiased:
-        terms = terms * _log_ratio(logprobs, old_logprobs, loss_mask).exp()
-    return _keep(terms, loss_mask)
+        terms = terms * log_ratio(logprobs, old_logprobs, loss_mask).exp()
+    return keep(terms, loss_mask)
 
 
 def kl_stats(logprobs: Tensor, ref_logprobs: Tensor, *, loss_mask: Tensor) -> Stats:
@@ -108,13 +107,3 @@ def kl_stats(logprobs: Tensor, ref_logprobs: Tensor, *, loss_mask: Tensor) -> St
     terms = {"policy/kl_ref": k1, "policy/kl_ref_k3": k3}
     return {name: (k(*inputs, old_logprobs=inputs[0], loss_mask=loss_mask).sum(), count)
             for name, k in terms.items()}
-
-
-def _keep(values: Tensor, loss_mask: Tensor) -> Tensor:
-    # where, not a product: NaN * 0 is NaN, and so would be the gradient.
-    return torch.where(loss_mask, values, 0.0)
-
-
-def _log_ratio(logprobs: Tensor, other: Tensor, loss_mask: Tensor) -> Tensor:
-    difference = _keep(logprobs - other.detach(), loss_mask)
-    return difference.clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)

@@ -13,9 +13,10 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from spmdrl.algorithms.losses.common import Stats, keep, masked_mean
+
 __all__ = ["value_loss"]
 
-Stats = dict[str, tuple[Tensor, Tensor]]
 _ROUNDING = 2.0**-40  # variance / mean square below which returns count as equal
 
 
@@ -38,9 +39,9 @@ def value_loss(
     """
     if not clip >= 0:
         raise ValueError(f"clip: must be at least 0 (0 is off), got {clip}")
-    kept = _keep(values, loss_mask)
-    old = _keep(old_values.detach(), loss_mask).to(values.dtype)
-    targets = _keep(returns.detach(), loss_mask).to(values.dtype)
+    kept = keep(values, loss_mask)
+    old = keep(old_values.detach(), loss_mask).to(values.dtype)
+    targets = keep(returns.detach(), loss_mask).to(values.dtype)
     squares = (kept - targets).square()
     is_clipped = torch.zeros_like(loss_mask)
     if clip:
@@ -48,11 +49,11 @@ def value_loss(
         is_clipped = clipped.detach() > squares.detach()
         squares = torch.maximum(squares, clipped)
     stats = {
-        "value/mean": _masked_mean(values, loss_mask),
-        "value/clip_frac": _masked_mean(is_clipped, loss_mask),
+        "value/mean": masked_mean(values, loss_mask),
+        "value/clip_frac": masked_mean(is_clipped, loss_mask),
         **explained_variance_sums(old_values, returns, loss_mask=loss_mask),
     }
-    return _keep(0.5 * squares, loss_mask), stats
+    return keep(0.5 * squares, loss_mask), stats
 
 
 def explained_variance_sums(values: Tensor, returns: Tensor, *, loss_mask: Tensor) -> Stats:
@@ -66,10 +67,10 @@ def explained_variance_sums(values: Tensor, returns: Tensor, *, loss_mask: Tenso
     targets = returns.detach().double()
     errors = targets - values.detach().double()
     return {
-        "value/returns": _masked_mean(targets, loss_mask),
-        "value/returns_square": _masked_mean(targets.square(), loss_mask),
-        "value/error": _masked_mean(errors, loss_mask),
-        "value/error_square": _masked_mean(errors.square(), loss_mask),
+        "value/returns": masked_mean(targets, loss_mask),
+        "value/returns_square": masked_mean(targets.square(), loss_mask),
+        "value/error": masked_mean(errors, loss_mask),
+        "value/error_square": masked_mean(errors.square(), loss_mask),
     }
 
 
@@ -96,12 +97,3 @@ def explained_variance(sums: Mapping[str, tuple[Tensor | float, Tensor | float]]
     if not variance > _ROUNDING * square:
         return float("nan")
     return 1 - moments("value/error")[0] / variance
-
-
-def _keep(values: Tensor, loss_mask: Tensor) -> Tensor:
-    # where, not a product: NaN * 0 is NaN, and so would be the gradient.
-    return torch.where(loss_mask, values, 0.0)
-
-
-def _masked_mean(values: Tensor, loss_mask: Tensor) -> tuple[Tensor, Tensor]:
-    return _keep(values.detach().double(), loss_mask).sum(), loss_mask.double().sum()
