@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy
 import pytest
 
 from spmdrl.rewards import graders
-from spmdrl.rewards.signatures import BadValue, Sample, adapt, finite
+from spmdrl.rewards.signatures import BadValue, Sample, Score, adapt, finite, part_names
 from spmdrl.rewards.worker import Scorer, Setup, pack_message, unpack_messages
 
 ROW = {"prompt": "2+2=", "data_source": "d", "reward_model": {"ground_truth": "4"},
@@ -105,8 +107,9 @@ def test_functions_combine_by_weight_and_none_leaves_one_out(tmp_path):
         "def huge(completions): return [1e308]\n")
 
     def scored(*names, weights):
-        functions = tuple(f"{tmp_path}/r.py:{n}" for n in names)
-        setup = Setup(functions=functions, weights=weights, tasks=(), task_options={})
+        specs = [f"{tmp_path}/r.py:{n}" for n in names]
+        setup = Setup(functions=dict(zip(part_names(specs), specs)), weights=weights, tasks=(),
+                      task_options={})
         return Scorer(setup).score(1, Sample(ROW, "4", [], False))
 
     got = scored("a", "b", "none", weights=(1.0, 0.5, 9.0))
@@ -159,3 +162,38 @@ def test_math_sees_equality_behind_notation():
     assert graders.math("d", "so it is $\\boxed{\\frac{1}{2}}$", "\\frac{1}{2}") == 1.0
     assert graders.math("d", "I say 7", "8") == 0.0
     assert graders.math("d", "nothing", "8") == 0.0
+
+
+# --------------------------------------------------------------------------- as others write them
+
+
+def test_functions_in_the_styles_of_verl_trl_and_reasoning_gym_run_as_they_are():
+    def gsm8k(solution_str, ground_truth, method="strict", format_score=0.0, score=1.0):
+        assert method == "strict"
+        found = re.findall(r"#### (\-?[0-9\.\,]+)", solution_str)
+        return (score if found[-1] == ground_truth else format_score) if found else 0
+
+    def by_source(data_source, solution_str, ground_truth, extra_info):
+        assert data_source == "d" and extra_info == {"k": 1}
+        return {"score": 1.0, "acc": True, "pred": "4"}
+
+    def accuracy_reward(completions: list[list[dict[str, str]]], solution: list[str], **kwargs):
+        contents = [completion[0]["content"] for completion in completions]
+        return [float(s in c) if s else None for c, s in zip(contents, solution)]
+
+    def reward_func(prompts, completions, completion_ids, trainer_state=None, **kwargs):
+        return [float(len(ids)) for ids in completion_ids]
+
+    assert score(gsm8k, "#### 4") == Score(1.0) and score(gsm8k, "4") == Score(0.0)
+    assert score(by_source) == Score(1.0, {"acc": 1.0}, {"pred": "4"})
+    talk = {"prompt": [{"role": "user", "content": "x"}], "solution": "4"}
+    assert score(accuracy_reward, "is 4", talk).value == 1.0
+    assert score(accuracy_reward, "is 4", talk | {"solution": ""}).value is None
+    assert score(reward_func).value == 2.0
+
+    reasoning_gym = pytest.importorskip("reasoning_gym")
+    for name in ("leg_counting", "countdown", "letter_jumble"):
+        data = reasoning_gym.create_dataset(name, size=1, seed=0)
+        right = adapt(data.score_answer, spec=name)(Sample(data[0], data[0]["answer"], [], False))
+        wrong = adapt(data.score_answer, spec=name)(Sample(data[0], "no idea", [], False))
+        assert right.value == 1.0 > wrong.value

@@ -1,75 +1,143 @@
-"""Ready-made reward functions, in verl's signature: 1.0 for right, 0.0 for wrong.
+"""Ready-made reward functions, named in rewards.functions as `spmdrl.rewards.graders:NAME`.
 
-The reference answer comes from the row's `reward_model.ground_truth`, `ground_truth` or
-`answer`.
+    exact         1 if the answer equals the reference as text
+    numeric       1 if its last number equals the reference's
+    math          1 if it is mathematically equal, by math-verify
+    code          tests passed by a program in the response, in a sandbox
+    think_format  1 for `<think>...</think> answer`
+    matches       1 if the whole response matches a regular expression
+    length        1 within a range of tokens, less outside
+
+The reference answer comes from the row's `reward_model.ground_truth`, `ground_truth` or `answer`.
+Keyword-only parameters are options. To set them, bind them in a file of your own:
+
+    # my_rewards.py
+    from functools import partial
+    from spmdrl.rewards import graders
+    boxed_number = partial(graders.numeric, where="boxed", tolerance=1e-3)
+
+    --rewards.functions my_rewards.py:boxed_number
 """
 
 from __future__ import annotations
 
+import functools
 import logging
 import re
 from typing import Any
 
-_NUMBER = re.compile(
-    r"[-+]?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?(?:[eE][-+]?\d+)?|[-+]?\.\d+")
-_THINK = re.compile(r"\s*<think>(?:(?!</?think>).)*</think>\s*(?!\s)(?:(?!</?think>).)+", re.DOTALL)
+from spmdrl.rewards.answers import boxed, find_answer, last_number, reference_answer
+from spmdrl.rewards.forked import run_forked
+from spmdrl.rewards.programs import code
+
+__all__ = ["code", "exact", "length", "matches", "math", "numeric", "think_format"]
+
+_THINK = r"\s*<think>(?:(?!</?think>).)*</think>\s*(?!\s)(?:(?!</?think>).)+"
+
+_PLAIN = re.compile(r"-?(?:\\[dt]?frac)?[\d{},./ -]{1,40}")  # no power, no factorial
 
 
 def exact(
-    data_source: str | None, solution_str: str, ground_truth: Any, extra_info: dict | None = None
+    data_source: str | None, solution_str: str, ground_truth: Any, extra_info: dict | None = None,
+    *, where: str = "all", ignore_case: bool = False,
 ) -> float:
-    """Reward a response that equals the reference, apart from space around it."""
-    return float(solution_str.strip() == str(ground_truth).strip())
+    """Reward an answer that equals the reference, apart from space around it.
+
+    Args:
+        where: the answer is `all` of the response, or stands in its last `boxed`, after its last
+            #### (`hashes`) or in its last <answer> (`tag`); the reference is then read so too
+            where it has such marks.
+        ignore_case: compare without case.
+    """
+    given = find_answer(solution_str, where=where)
+    right = str(ground_truth).strip() if where == "all" else reference_answer(ground_truth)
+    if given is None:
+        return 0.0
+    if ignore_case:
+        given, right = given.casefold(), right.casefold()
+    return float(given == right)
 
 
 def numeric(
-    data_source: str | None, solution_str: str, ground_truth: Any, extra_info: dict | None = None
+    data_source: str | None, solution_str: str, ground_truth: Any, extra_info: dict | None = None,
+    *, where: str = "all", tolerance: float = 1e-6,
 ) -> float:
-    """Reward a response whose last number equals the reference's last number (to 1e-6).
+    """Reward an answer whose last number equals the reference's last number.
 
-    Thousands separators are read (`1,234`), and so are references like GSM8K's `... #### 72`.
+    Read are thousands separators (1,234), exponents, fractions (3/4, \\frac{3}{4}) and percent;
+    50% equals 50% and, where only one of the two has the sign, 0.5 and 50. References may be like
+    GSM8K's `... #### 72`.
 
+    Args:
+        where: as of `exact`.
+        tolerance: of the difference, relative to the reference, or to 1 if that is less.
     Raises: ValueError when the reference holds no number.
     """
-    right = _last_number(str(ground_truth))
+    right = last_number(reference_answer(ground_truth))
     if right is None:
         raise ValueError(f"the reference answer {ground_truth!r:.80} holds no number")
-    given = _last_number(solution_str)
-    return float(given is not None and abs(given - right) <= 1e-6 * max(1.0, abs(right)))
-
-
-def _last_number(text: str) -> float | None:
-    found = _NUMBER.findall(text)
-    return float(found[-1].replace(",", "")) if found else None
+    answer = find_answer(solution_str, where=where)
+    given = None if answer is None else last_number(answer)
+    return float(given is not None and given.equals(right, tolerance=tolerance))
 
 
 def math(
-    data_source: str | None, solution_str: str, ground_truth: Any, extra_info: dict | None = None
+    data_source: str | None, solution_str: str, ground_truth: Any, extra_info: dict | None = None,
+    *, where: str = "all", timeout_s: float = 5.0,
 ) -> float:
-    """Reward a response that is mathematically equal to the reference, by math-verify.
+    """Reward an answer that is mathematically equal to the reference, by math-verify.
 
-    Both may hold LaTeX (`\\boxed{...}` comes first) or plain expressions.
+    Both may hold LaTeX (`\\boxed{...}` comes first) or plain expressions. A response that takes
+    too long or too much memory to compare (9^9^9^9) is wrong: it is read in a process of its own.
 
-    Raises: ValueError when the reference cannot be read as mathematics.
+    Args:
+        where: as of `exact`; `all` lets math-verify find it.
+        timeout_s: wall-clock seconds for one response; keep it below rewards.timeout_s.
+    Raises: ValueError when the reference cannot be read as mathematics, or math-verify is absent.
     """
-    import math_verify
+    right = _read_reference(str(ground_truth))
+    given = find_answer(solution_str, where=where)
+    if given is None:
+        return 0.0
+    if where != "all":
+        given = f"\\boxed{{{given}}}"
+    if given.count("\\boxed") == 1 and _PLAIN.fullmatch(boxed(given) or ""):
+        return float(_is_equal(right, f"\\boxed{{{boxed(given)}}}"))  # 2 ms; forked 10
+    return float(run_forked(lambda: _is_equal(right, given), timeout_s=timeout_s) is True)
 
-    # Its own timeouts use SIGALRM and are not needed: the worker has a deadline.
-    text = str(ground_truth)
-    right = math_verify.parse(text, parsing_timeout=None)
+
+@functools.lru_cache(maxsize=1024)  # the samples of a group have one
+def _read_reference(text: str) -> tuple:
+    parse = _math_verify().parse
+    right = parse(text, parsing_timeout=None)
     if not right and "\\" in text and "$" not in text:
-        right = math_verify.parse(f"${text}$", parsing_timeout=None)
+        right = parse(f"${text}$", parsing_timeout=None)
     if not right:
         raise ValueError(f"the reference answer {text!r:.80} cannot be read as mathematics")
-    given = math_verify.parse(solution_str, parsing_timeout=None)
-    return float(math_verify.verify(right, given, timeout_seconds=None))
+    return tuple(right)
 
 
-def _prepare_math() -> None:
+def _is_equal(right: tuple, given: str) -> bool:
+    verifier = _math_verify()
+    # Its own timeouts use SIGALRM, which does not end a long power.
+    return verifier.verify(
+        list(right), verifier.parse(given, parsing_timeout=None), timeout_seconds=None)
+
+
+def _math_verify() -> Any:
+    try:
+        import math_verify
+    except ImportError as error:
+        raise ValueError(f"the grader `math` needs math-verify ({error}): "
+                         "pip install 'math-verify[antlr4_13_2]'") from None
+    return math_verify
+
+
+def _prepare_math(**_: Any) -> None:
     # The first use imports sympy and its grammars: seconds that are not the sample's.
     # math-verify warns that its timeouts are off, once per process.
     logging.getLogger("math_verify").setLevel(logging.ERROR)
-    math(None, "$\\frac{1}{2}$", "0.5")
+    _is_equal(_read_reference("0.5"), "$\\frac{1}{2}$")
 
 
 math.prepare = _prepare_math
@@ -80,4 +148,33 @@ def think_format(
     extra_info: dict | None = None,
 ) -> float:
     """Reward a response of the form `<think>...</think> answer`, each tag once."""
-    return float(_THINK.fullmatch(solution_str) is not None)
+    return matches(data_source, solution_str, pattern=_THINK)
+
+
+def matches(
+    data_source: str | None, solution_str: str, ground_truth: Any = None,
+    extra_info: dict | None = None, *, pattern: str,
+) -> float:
+    """Reward a response that matches a regular expression as a whole; `.` is any character.
+
+    Args:
+        pattern: to be bound, as the head of this file shows.
+    """
+    return float(re.fullmatch(pattern, solution_str, re.DOTALL) is not None)
+
+
+def length(
+    completions: list, completion_ids: list[list[int]], *, min_tokens: int = 0,
+    max_tokens: int | None = None, slack_tokens: int = 0,
+) -> list[float]:
+    """Reward responses of at least `min_tokens` and at most `max_tokens` sampled tokens with 1.
+
+    Outside the reward falls to 0 in a straight line over `slack_tokens`, at once if that is 0.
+    `rewards.shaping` has penalties for overlong responses besides.
+    """
+    rewards = []
+    for tokens in completion_ids:
+        over = 0 if max_tokens is None else len(tokens) - max_tokens
+        away = max(0, min_tokens - len(tokens), over)
+        rewards.append(max(0.0, 1.0 - away / (slack_tokens + 1)) if away <= slack_tokens else 0.0)
+    return rewards

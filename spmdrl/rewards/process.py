@@ -1,4 +1,4 @@
-"""One reward worker process as its parent sees it: pipes, queue, deadline, death."""
+"""One worker process as its parent sees it: pipes, queue, deadline, death."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any
 
-from spmdrl.rewards.worker import Scored, Setup, pack_message, unpack_messages
+from spmdrl.rewards.worker import Done, Setup, pack_message, unpack_messages
 
 # The child imports from where we import, installed or not, from any working directory.
 _START = ("import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
@@ -28,11 +28,13 @@ _WINDOW_S = 0.25
 
 @dataclass
 class Job:
-    """One submitted sample."""
+    """One submitted job."""
 
     number: int
     """Order of submission."""
     key: Hashable
+    kind: type
+    """Sample, Open or Respond."""
     frame: bytes
     """The message to the worker."""
     sent: float | None = None
@@ -40,10 +42,10 @@ class Job:
 
 
 class WorkerProcess:
-    """A child that scores jobs in order.
+    """A child that does jobs in order.
 
-    The child leads a process group of its own, so that killing it takes along what reward
-    functions started.
+    The child leads a process group of its own, so that killing it takes along what the
+    jobs started.
     """
 
     def __init__(self, setup: Setup):
@@ -62,6 +64,7 @@ class WorkerProcess:
         self._pipe_bytes = fcntl.fcntl(self.process.stdout.fileno(), fcntl.F_GETPIPE_SZ)
         self.started = time.monotonic()
         self.is_ready, self.refusal = False, ""
+        self.facts: dict[str, Any] = {}  # what it said of itself when it was ready
         self.jobs: deque[Job] = deque()
         self._unsent: deque[tuple[Job | None, memoryview]] = deque()
         self._inbox = bytearray()
@@ -101,7 +104,7 @@ class WorkerProcess:
         except BrokenPipeError:  # it died; `exit_code` tells
             self._unsent.clear()
 
-    def receive(self) -> list[Scored]:
+    def receive(self) -> list[Done]:
         """Return the results that have arrived."""
         taken = 0
         with contextlib.suppress(BlockingIOError):
@@ -110,7 +113,7 @@ class WorkerProcess:
                 taken += len(data)
         results = []
         for message in unpack_messages(self._inbox):
-            if isinstance(message, Scored):
+            if isinstance(message, Done):
                 results.append(message)
                 self._begin = message.finished
                 mean = message.seconds if self._mean_s is None else self._mean_s
@@ -127,7 +130,7 @@ class WorkerProcess:
         if word == "refused":
             self.refusal = value
         else:
-            self.is_ready, self._begin = True, value
+            self.is_ready, (self._begin, self.facts) = True, value
 
     def running_s(self) -> float:
         """Return how long the job at the head has been running, seconds; 0 for none."""

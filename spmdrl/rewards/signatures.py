@@ -6,24 +6,23 @@ Runs inside a reward worker, so it imports nothing heavy.
 from __future__ import annotations
 
 import contextlib
-import importlib
-import importlib.util
+import functools
 import inspect
 import math
 import numbers
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from types import ModuleType
+from pathlib import PurePath
 from typing import Any
 
 from spmdrl.data.rows import ground_truth_of, prompt_of
+from spmdrl.imports import import_object
 
 KNOWN_SIGNATURES = """\
   verl           compute_score(data_source, solution_str, ground_truth, extra_info=None)
   TRL            f(prompts, completions, **columns) -> one value per completion
   reasoning-gym  score_answer(answer, entry)"""
+_MODEL = "model:"
 _VERL_GIVEN = {"data_source", "solution_str", "ground_truth", "extra_info"}
 _TRL_MISSING = {"trainer_state", "environments"}
 _MAX_EXTRA_CHARS = 500
@@ -76,8 +75,9 @@ class _Parameters:
 def load_reward(spec: str) -> Reward:
     """Import a reward function and adapt it to one call per sample.
 
-    A function may carry an attribute `prepare`, a function without arguments that is called
-    once per worker before any deadline runs: for slow imports, or files to read.
+    A function may carry an attribute `prepare`, a function that is called once per worker before
+    any deadline runs: for slow imports, or files to read. It gets no arguments, or those that
+    functools.partial bound.
 
     Args:
         spec: `module:function` or `path/file.py:function`.
@@ -86,17 +86,34 @@ def load_reward(spec: str) -> Reward:
     """
     function = import_function(spec)
     reward = adapt(function, spec=spec)
-    prepare = getattr(function, "prepare", None)
+    is_bound = isinstance(function, functools.partial)
+    prepare = getattr(function.func if is_bound else function, "prepare", None)
     if callable(prepare):
-        prepare()
+        prepare(**(function.keywords if is_bound else {}))
     return reward
 
 
+def reward_models(specs: Sequence[str]) -> dict[int, str]:
+    """Return {position: folder or hub name} of the entries `model:PATH`.
+
+    Trainer ranks score with these, see `policy.reward_model`; workers have the other entries.
+    """
+    return {i: spec.removeprefix(_MODEL) for i, spec in enumerate(specs)
+            if spec.startswith(_MODEL)}
+
+
 def part_names(specs: Sequence[str]) -> tuple[str, ...]:
-    """Return one name per reward function: its own, with its position where two share one."""
-    names = [spec.rpartition(":")[2] for spec in specs]
+    """Return one name per entry: the function's, the task's or the model folder's own, with its
+    position where two share one."""
+    names = [_own_name(spec) for spec in specs]
     return tuple(name if names.count(name) == 1 else f"{name}_{i}"
                  for i, name in enumerate(names))
+
+
+def _own_name(spec: str) -> str:
+    if spec.startswith(_MODEL):
+        return PurePath(spec.removeprefix(_MODEL)).name or "model"
+    return spec.rpartition(":")[2]
 
 
 def import_function(spec: str) -> Callable:
@@ -104,34 +121,7 @@ def import_function(spec: str) -> Callable:
 
     Raises: ValueError when module, file or function does not exist, or importing fails.
     """
-    place, colon, name = spec.rpartition(":")
-    if not colon or not place or not name:
-        raise ValueError(f"rewards.functions: {spec!r} must be `module:function` or "
-                         "`path/file.py:function`")
-    try:
-        module = _import_file(place) if place.endswith(".py") else importlib.import_module(place)
-    except Exception as error:  # importing runs the user's code, which can raise anything
-        raise ValueError(f"rewards.functions: importing {place!r} failed: "
-                         f"{type(error).__name__}: {error}") from error
-    function = getattr(module, name, None)
-    if not callable(function):
-        own = [n for n, v in vars(module).items() if inspect.isfunction(v) and n[0] != "_"]
-        raise ValueError(f"rewards.functions: {place!r} has no function {name!r}; it has "
-                         f"{', '.join(own) or 'none'}")
-    return function
-
-
-def _import_file(place: str) -> ModuleType:
-    path = Path(place).expanduser().resolve()
-    if not path.is_file():
-        raise FileNotFoundError(f"no such file (looked from {Path.cwd()})")
-    name = f"spmdrl_reward_{path.stem}"
-    spec = importlib.util.spec_from_file_location(name, path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    sys.path.append(str(path.parent))  # a file may import its neighbours, as a script may
-    spec.loader.exec_module(module)
-    return module
+    return import_object(spec, kind="function", field="rewards.functions")
 
 
 def adapt(function: Callable, *, spec: str) -> Reward:
@@ -145,7 +135,7 @@ def adapt(function: Callable, *, spec: str) -> Reward:
         return lambda sample: _call_verl(function, sample, wanted=wanted)
     if {"answer", "entry"} <= wanted.names:
         _refuse(wanted.required - {"answer", "entry"}, spec)
-        return lambda sample: Score(finite(_ran(function(answer=sample.text, entry=sample.row))))
+        return lambda sample: Score(finite(ran(function(answer=sample.text, entry=sample.row))))
     if "completions" in wanted.names:
         _refuse(wanted.required & _TRL_MISSING, spec)
         return lambda sample: _call_trl(function, sample, wanted=wanted)
@@ -182,7 +172,7 @@ def _call_verl(function: Callable, sample: Sample, *, wanted: _Parameters) -> Sc
     else:  # a format check, say: it can do without
         with contextlib.suppress(ValueError):
             given["ground_truth"] = ground_truth_of(row)
-    result = _ran(function(**wanted.select(given)))
+    result = ran(function(**wanted.select(given)))
     if not isinstance(result, dict):
         return Score(finite(result))
     if "score" not in result:
@@ -208,7 +198,7 @@ def _call_trl(function: Callable, sample: Sample, *, wanted: _Parameters) -> Sco
     if absent:
         raise ValueError(f"the function asks for column {sorted(absent)[0]!r}, the row has "
                          f"{', '.join(map(str, row))}")
-    result = _ran(function(**wanted.select(given)))
+    result = ran(function(**wanted.select(given)))
     is_list = isinstance(result, (list, tuple)) or getattr(result, "ndim", 0) == 1
     values = list(result) if is_list else []
     if len(values) != 1:
@@ -217,7 +207,8 @@ def _call_trl(function: Callable, sample: Sample, *, wanted: _Parameters) -> Sco
     return score
 
 
-def _ran(result: Any) -> Any:
+def ran(result: Any) -> Any:
+    """Return a result, awaited in an event loop of its own if it asks for that."""
     if not inspect.isawaitable(result):
         return result
     import asyncio

@@ -1,10 +1,11 @@
-"""The reward worker: reads samples from stdin, writes one result each to stdout.
+"""The worker: reads jobs from stdin, writes one result each to stdout.
 
     python -m spmdrl.rewards.worker
 
-A message is a 4-byte little-endian length and a pickle. The first one in is a Setup, the
-first one out ("ready", seconds) or ("refused", message). Then samples and results, one by
-one, in order. The process is light (no torch) and ends with its parent: see `_die_with`.
+It scores samples, and opens and plays episodes of the run's environment. A message is a 4-byte
+little-endian length and a pickle. The first one in is a Setup, the first one out ("ready",
+(seconds, facts)) or ("refused", message). Then jobs and results, one by one, in order. The
+process is light (no torch) and ends with its parent: see `_die_with`.
 """
 
 from __future__ import annotations
@@ -18,46 +19,89 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, BinaryIO
+from dataclasses import dataclass, field, replace
+from typing import Any, BinaryIO, Literal
 
-from spmdrl.data.tasks import make_task
-from spmdrl.rewards.signatures import (
-    BadValue, Reward, Sample, Score, adapt, load_reward, part_names,
-)
+from spmdrl.data.tasks import is_generated, make_task
+from spmdrl.environments.protocol import Response, Turn
+from spmdrl.environments.serve import EnvironmentServer
+from spmdrl.rewards.signatures import BadValue, Reward, Sample, Score, adapt, load_reward
 
 _HEADER = struct.Struct("<I")
 _MAX_MESSAGE_CHARS = 2000
+Failure = Literal["timeout", "error", "bad_value"]
 
 
 @dataclass(frozen=True)
 class Setup:
-    """What a worker scores with."""
+    """What a worker scores and plays with."""
 
-    functions: tuple[str, ...]
-    """`module:function` or `path/file.py:function`."""
+    functions: dict[str, str]
+    """{name: `module:function`, `path/file.py:function`, or a generated task for its grader}."""
     weights: tuple[float, ...]
     """One per function."""
     tasks: tuple[str, ...]
     """Generated tasks whose own graders are used when there are no functions."""
     task_options: dict[str, Any]
-    """Keyword options of those tasks."""
+    """Keyword options of generated tasks."""
+    has_models: bool = False
+    """Reward models score the samples too, elsewhere: no function need apply to a row."""
+    environment: dict[str, Any] = field(default_factory=dict)
+    """The name of an environment and its options; empty for none."""
+
+    @property
+    def names(self) -> list[str]:
+        """Return what is loaded, for messages."""
+        return [*(self.functions.values() or self.tasks), *filter(None, [
+            self.environment.get("name")])]
 
 
 @dataclass(frozen=True)
-class Scored:
-    """The result of one sample, as it travels back."""
+class Open:
+    """A job: begin an episode."""
+
+    row: dict
+    seed: int
+
+
+@dataclass(frozen=True)
+class Respond:
+    """A job: play a turn of an episode."""
+
+    environment: bytes
+    """The pickled environment, as the last turn left it."""
+    response: Response
+
+
+@dataclass(frozen=True)
+class Done:
+    """What became of a job, as it travels back."""
 
     id: int
     finished: float
     """Clock of time.monotonic(), which all processes of a machine share."""
     seconds: float
+    failure: Failure | None
+    message: str
+
+
+@dataclass(frozen=True)
+class Scored(Done):
+    """The result of one sample."""
+
     value: float | None
     parts: dict[str, float]
     metrics: dict[str, float]
     extras: dict[str, str]
-    failure: str | None
-    message: str
+
+
+@dataclass(frozen=True)
+class Moved(Done):
+    """The result of an Open or a Respond that did not fail."""
+
+    environment: bytes
+    """The pickled environment as it is now; empty when the episode is done."""
+    turn: Turn
 
 
 def pack_message(value: Any) -> bytes:
@@ -90,19 +134,17 @@ class Scorer:
 
     def __init__(self, setup: Setup):
         self._weights = setup.weights
-        names = part_names(setup.functions)
+        self._least = 0.0 if setup.has_models or setup.environment else None
         self._rewards: dict[str, Reward] = {
-            name: load_reward(spec) for name, spec in zip(names, setup.functions)}
+            name: self._grader(spec, setup) if is_generated(spec) else load_reward(spec)
+            for name, spec in setup.functions.items()}
         self._tasks = {
-            spec: (spec.rpartition(":")[2],
-                   adapt(make_task(spec, setup.task_options).score_answer, spec=spec))
-            for spec in setup.tasks
-        }
+            spec: (spec.rpartition(":")[2], self._grader(spec, setup)) for spec in setup.tasks}
 
     def score(self, id: int, sample: Sample) -> Scored:
         """Return the result of one sample; whatever the functions do is part of it."""
         began, parts = time.monotonic(), {}
-        total, failure, message = Score(), None, ""
+        total, failure, message = Score(self._least), None, ""
         for name, weight, reward in self._applicable(sample):
             try:
                 score = reward(sample)
@@ -129,9 +171,14 @@ class Scorer:
             extras=total.extras, failure=failure, message=message[:_MAX_MESSAGE_CHARS],
         )
 
+    def _grader(self, spec: str, setup: Setup) -> Reward:
+        return adapt(make_task(spec, setup.task_options).score_answer, spec=spec)
+
     def _applicable(self, sample: Sample) -> list[tuple[str, float, Reward]]:
         if self._rewards:
             return [(n, w, r) for (n, r), w in zip(self._rewards.items(), self._weights)]
+        if not self._tasks:  # the environment's rewards are all there are
+            return []
         name, reward = self._tasks[sample.row["data_source"]]
         return [(name, 1.0, reward)]
 
@@ -140,6 +187,49 @@ def _describe(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
     return f"{type(error).__name__}: {error}{where}"
+
+
+# --------------------------------------------------------------------------- all jobs
+
+
+class Server:
+    """Does every kind of job.
+
+    Raises (on construction): ValueError for what cannot be loaded.
+    """
+
+    def __init__(self, setup: Setup):
+        self._environments = EnvironmentServer(setup.environment) if setup.environment else None
+        if self._environments is not None and not self._environments.is_graded:
+            # A generated task is here to make the rows; its environment knows what they are worth.
+            setup = replace(setup, tasks=())
+        self._scorer = Scorer(setup)
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """Return what the parent may want to know of what was loaded."""
+        if self._environments is None:
+            return {}
+        return {"tools": self._environments.tools, "tool_parser": self._environments.tool_parser}
+
+    def serve(self, id: int, work: Sample | Open | Respond) -> Done:
+        """Do a job; whatever the user's code does is part of the result."""
+        if isinstance(work, Sample):
+            return self._scorer.score(id, work)
+        began, failure = time.monotonic(), "error"
+        try:
+            if isinstance(work, Open):
+                environment, turn = self._environments.open(work.row, seed=work.seed)
+            else:
+                environment, turn = self._environments.turn(work.environment, work.response)
+            finished = time.monotonic()
+            return Moved(id, finished, finished - began, None, "", environment, turn)
+        except BadValue as error:
+            failure, message = "bad_value", str(error)
+        except BaseException as error:  # SystemExit too: user code may call sys.exit
+            message = _describe(error)
+        finished = time.monotonic()
+        return Done(id, finished, finished - began, failure, message[:_MAX_MESSAGE_CHARS])
 
 
 # --------------------------------------------------------------------------- process
@@ -160,15 +250,14 @@ def main(life_fd: int = -1) -> None:
     source, write = _take_pipes()
     setup = _read(source)
     try:
-        scorer = Scorer(setup)
+        server = Server(setup)
     except BaseException as error:  # sys.exit in a user's module too
         text = str(error) if isinstance(error, ValueError) else _describe(error)
         write(pack_message(("refused", text)))
         return
-    write(pack_message(("ready", time.monotonic())))
+    write(pack_message(("ready", (time.monotonic(), server.facts))))
     while (message := _read(source)) is not None:
-        id, sample = message
-        write(pack_message(scorer.score(id, sample)))
+        write(pack_message(server.serve(*message)))
 
 
 def _die_with(life_fd: int) -> None:

@@ -1,0 +1,112 @@
+"""Find what a config names in the user's files: reward functions, environments, tools."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from difflib import get_close_matches
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+def import_object(
+    spec: str, *, field: str, kind: str, known: Mapping[str, str] | None = None
+) -> Callable[..., Any]:
+    """Return what a short name, `module:NAME` or `path/file.py:NAME` stands for.
+
+    Args:
+        field: where it was given, for messages.
+        kind: what NAME is, for messages: `Class`, `function`.
+        known: {short name: `module:NAME`}.
+    Raises: ValueError when it does not exist, or importing it fails.
+    """
+    known = known or {}
+    place, colon, name = known.get(spec, spec).rpartition(":")
+    if not colon or not place or not name:
+        names = f", or a known name{nearest(spec, known)}" if known else ""
+        raise ValueError(f"{field}: {spec!r} must be `module:{kind}` or `path/file.py:{kind}`"
+                         f"{names}")
+    try:
+        module = import_file(place) if place.endswith(".py") else importlib.import_module(place)
+    except Exception as error:  # importing runs the user's code, which can raise anything
+        raise ValueError(f"{field}: importing {place!r} failed: "
+                         f"{type(error).__name__}: {error}") from error
+    found = getattr(module, name, None)
+    if not callable(found):
+        own = [n for n, v in vars(module).items()
+               if n[0] != "_" and getattr(v, "__module__", "") == module.__name__ and callable(v)]
+        raise ValueError(f"{field}: {place!r} has no {kind.lower()} {name!r}; it has "
+                         f"{', '.join(own) or 'none'}")
+    return found
+
+
+def import_file(place: str) -> ModuleType:
+    """Import a Python file under a name of its own, so that its classes can be pickled.
+
+    Raises: FileNotFoundError; whatever the file raises.
+    """
+    path = Path(place).expanduser().resolve()
+    if not path.is_file():
+        raise FileNotFoundError(f"no such file (looked from {Path.cwd()})")
+    name = f"spmdrl_user_{path.stem}"
+    while (loaded := sys.modules.get(name)) is not None:
+        if loaded.__file__ == str(path):
+            return loaded  # a second copy's classes would not be those that were pickled
+        name += "_"
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    sys.path.append(str(path.parent))  # a file may import its neighbours, as a script may
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]  # half of it is no module
+        raise
+    return module
+
+
+def construct(make: Callable[..., Any], options: Mapping[str, Any], *, field: str) -> Any:
+    """Call a class or function with keyword options.
+
+    Raises: ValueError naming the nearest option for one that it has not, one that is missing,
+        or what its constructor refuses.
+    """
+    parameters = _parameters(make)
+    kinds = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    names = [n for n, p in parameters.items() if p.kind in kinds]
+    if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        for option in options:
+            if option not in names:
+                raise ValueError(f"{field}.{option}: unknown option of {_name_of(make)}"
+                                 f"{nearest(option, names)}")
+    for name in names:
+        if parameters[name].default is inspect.Parameter.empty and name not in options:
+            raise ValueError(f"{field}.{name}: {_name_of(make)} needs this option")
+    try:
+        return make(**options)
+    except ValueError as error:
+        raise ValueError(f"{field}: {_name_of(make)}: {error}") from error
+    except Exception as error:
+        raise ValueError(f"{field}: {_name_of(make)} with {dict(options)} raised "
+                         f"{type(error).__name__}: {error}") from error
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Return `; did you mean X?`, or the known names when none is near."""
+    known = list(known)
+    near = get_close_matches(name, known, n=1, cutoff=0.5)
+    return f"; did you mean {near[0]}?" if near else f"; known: {', '.join(known) or 'none'}"
+
+
+def _parameters(make: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    try:
+        return inspect.signature(make).parameters
+    except (TypeError, ValueError):  # some callables written in C tell nothing
+        return {}
+
+
+def _name_of(make: Callable[..., Any]) -> str:
+    return getattr(make, "__qualname__", repr(make))

@@ -1,0 +1,198 @@
+"""Ask a model behind an HTTP endpoint for JSON: deadline, retries, rate limit, cache.
+
+Standard library only. One Endpoint belongs to one reward worker, which asks for one sample at a
+time: throughput is rewards.workers divided by the endpoint's latency, and a rate limit of N
+requests/s lets N times workers times engine replicas through.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import http.client
+import json
+import os
+import random
+import sqlite3
+import time
+import urllib.error
+import urllib.request
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+_RETRIED = {408, 425, 429, 500, 502, 503, 504, 529}
+_MAX_REPLY_BYTES = 16 << 20
+_MAX_REMEMBERED = 10_000
+_MAX_BACKOFF_S = 8.0
+
+
+class EndpointError(RuntimeError):
+    """The endpoint gave no usable reply in time: a failure of the reward, which is no zero."""
+
+
+class _NoRedirects(urllib.request.HTTPRedirectHandler):
+    def redirect_request(self, *args: Any) -> None:
+        return None  # it would carry the key to another host
+
+
+class Endpoint:
+    """One URL that takes and returns JSON.
+
+    Args:
+        url: http or https.
+        api_key_env: environment variable that holds the key, sent as `Authorization: Bearer`;
+            empty sends none.
+        timeout_s: wall-clock seconds of one request.
+        total_s: of all tries and waits for one sample; keep it below rewards.timeout_s.
+        retries: further requests after one that failed in a way that may pass: no connection, a
+            timeout, status 408, 425, 429, 5xx, a reply that cannot be read. Waits double from
+            `backoff_s`, with jitter; `Retry-After` is obeyed.
+        requests_per_s: at most, of this worker; 0 for no limit.
+        cache: "" for none, `memory`, or the path of a SQLite file that all workers and later
+            runs share (on a local disk). Keyed by URL and request.
+    Raises: ValueError for arguments.
+    """
+
+    def __init__(
+        self, url: str, *, api_key_env: str = "", timeout_s: float = 6.0, total_s: float = 8.0,
+        retries: int = 4, backoff_s: float = 0.5, requests_per_s: float = 0.0, cache: str = "",
+    ):
+        if not url.startswith(("http://", "https://")):
+            raise ValueError(f"url: expected http://... or https://..., got {url!r}")
+        if not 0 < timeout_s <= total_s:
+            raise ValueError(f"timeout_s: must be in (0, total_s = {total_s}], got {timeout_s}")
+        for name, value in (("retries", retries), ("backoff_s", backoff_s),
+                            ("requests_per_s", requests_per_s)):
+            if value < 0:
+                raise ValueError(f"{name}: must be 0 or more, got {value}")
+        self.url, self._api_key_env = url, api_key_env
+        self._timeout_s, self._total_s = timeout_s, total_s
+        self._retries, self._backoff_s = retries, backoff_s
+        self._interval_s = 1 / requests_per_s if requests_per_s else 0.0
+        self._next = 0.0
+        self._cache = _Cache(cache)
+        self._opener = urllib.request.build_opener(_NoRedirects)
+
+    def prepare(self) -> None:
+        """Check what can be checked without a request. Raises: ValueError."""
+        self._headers()
+
+    def ask(self, body: Mapping[str, Any], *, read: Callable[[Any], T]) -> T:
+        """Send a request and return what `read` makes of the reply.
+
+        Args:
+            read: takes the decoded JSON; raises ValueError, KeyError, IndexError or TypeError for
+                a reply that is worth asking again for. Only what it can read is cached.
+        Raises: EndpointError when no try gave a reply in time; ValueError without the key.
+        """
+        data = json.dumps(body, sort_keys=True).encode()
+        key = hashlib.sha256(self.url.encode() + b"\n" + data).hexdigest()
+        if (kept := self._cache.get(key)) is not None:
+            return read(json.loads(kept))
+        headers = self._headers()
+        end, failure = time.monotonic() + self._total_s, "no time for a request"
+        for attempt in range(self._retries + 1):
+            if not self._wait_for_turn(end):
+                break
+            try:
+                request = urllib.request.Request(self.url, data=data, headers=headers)
+                text = self._reply(request, end=min(end, time.monotonic() + self._timeout_s))
+                value = read(json.loads(text))
+                self._cache.put(key, text)
+                return value
+            except urllib.error.HTTPError as error:
+                failure, after = _described(error), error.headers.get("Retry-After")
+                if error.code not in _RETRIED:
+                    raise EndpointError(f"{self.url}: {failure}") from None
+            except (OSError, http.client.HTTPException) as error:
+                failure, after = f"{type(error).__name__}: {error}", None
+            except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+                failure, after = f"unusable reply: {type(error).__name__}: {error}", None
+            wait_s = self._backoff(attempt, after)
+            if attempt == self._retries or time.monotonic() + wait_s >= end:
+                break
+            time.sleep(wait_s)
+        raise EndpointError(f"{self.url}: no usable reply in {attempt + 1} of "
+                            f"{self._retries + 1} tries within {self._total_s:g} s; last: "
+                            f"{failure[:500]}")
+
+    def _wait_for_turn(self, end: float) -> bool:
+        now = time.monotonic()
+        turn = max(now, self._next)
+        if turn >= end:
+            return False
+        self._next = turn + self._interval_s
+        time.sleep(turn - now)
+        return True
+
+    def _backoff(self, attempt: int, after: str | None) -> float:
+        wait_s = min(_MAX_BACKOFF_S, self._backoff_s * 2**attempt) * random.uniform(0.5, 1.0)
+        try:
+            return max(wait_s, float(after or 0))
+        except ValueError:  # a date
+            return wait_s
+
+    def _reply(self, request: urllib.request.Request, *, end: float) -> str:
+        with self._opener.open(request, timeout=max(0.001, end - time.monotonic())) as reply:
+            parts, size = [], 0
+            while part := reply.read1(65536):
+                parts.append(part)
+                size += len(part)
+                if time.monotonic() > end:  # the socket's own timeout is per piece
+                    raise TimeoutError(f"the reply was not complete after {self._timeout_s:g} s")
+                if size > _MAX_REPLY_BYTES:
+                    raise ValueError(f"more than {_MAX_REPLY_BYTES} bytes")
+        return b"".join(parts).decode()
+
+    def _headers(self) -> dict[str, str]:
+        headers = {"Content-Type": "application/json"}
+        if self._api_key_env:
+            key = os.environ.get(self._api_key_env)
+            if not key:
+                raise ValueError(f"api_key_env: the environment variable {self._api_key_env} is "
+                                 "not set here; export it where the job starts")
+            headers["Authorization"] = f"Bearer {key}"
+        return headers
+
+
+def _described(error: urllib.error.HTTPError) -> str:
+    with error:
+        try:
+            body = error.read(300).decode("utf-8", "replace")
+        except OSError:
+            body = ""
+    return f"status {error.code} {error.reason}: {body}"
+
+
+class _Cache:
+    """Replies by key: nowhere, in memory, or in a file."""
+
+    def __init__(self, place: str):
+        self._place = place
+        self._kept: OrderedDict[str, str] = OrderedDict()
+        self._file: sqlite3.Connection | None = None
+
+    def get(self, key: str) -> str | None:
+        if self._place in ("", "memory"):
+            return self._kept.get(key)
+        row = self._open().execute("SELECT reply FROM replies WHERE key = ?", (key,)).fetchone()
+        return row[0] if row else None
+
+    def put(self, key: str, reply: str) -> None:
+        if self._place == "memory":
+            self._kept[key] = reply
+            if len(self._kept) > _MAX_REMEMBERED:
+                self._kept.popitem(last=False)
+        elif self._place:
+            with self._open() as file:
+                file.execute("INSERT OR REPLACE INTO replies VALUES (?, ?)", (key, reply))
+
+    def _open(self) -> sqlite3.Connection:
+        if self._file is None:  # here, so that each process has its own
+            self._file = sqlite3.connect(self._place, timeout=5.0)
+            with self._file as file:
+                file.execute("CREATE TABLE IF NOT EXISTS replies "
+                             "(key TEXT PRIMARY KEY, reply TEXT)")
+        return self._file

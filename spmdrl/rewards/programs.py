@@ -1,0 +1,227 @@
+"""The grader of programs: tests passed by the code in a response, run in the sandbox."""
+
+from __future__ import annotations
+
+import json
+import math
+import secrets
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from decimal import Decimal, InvalidOperation
+from typing import Any, Literal
+
+from spmdrl.rewards.answers import fenced_code
+from spmdrl.sandbox import protection, run_python
+
+_SHAPES = """\
+  {"inputs": [...], "outputs": [...]}                  stdin and stdout (APPS, PRIME)
+  the same with "fn_name": NAME                        arguments and result of a function
+  [{"input": ..., "output": ...}, ...]                 the same, one by one (LiveCodeBench)
+  ["assert f(1) == 2", ...], {"assert_case": [...]}    assertions (MBPP)
+  a program                                            that raises when a test fails; with
+                                                       extra_info.entry_point it has check(f)
+all but the program also as JSON"""
+# The response's code cannot be kept from reading the mark, only from passing by leaving early.
+_ASSERTING = """\
+import os, sys
+mark, names = sys.stdin.read(), {"__name__": "solution"}
+for file in ("solution.py", "test.py"):
+    exec(compile(open(file).read(), file, "exec"), names)
+sys.stdout.flush()
+os.write(1, mark.encode())
+"""
+_CALLING = """\
+import json, sys
+given, names = json.loads(sys.stdin.read()), {"__name__": "solution"}
+exec(compile(open("solution.py").read(), "solution.py", "exec"), names)
+name = given["name"]
+function = names[name] if name in names else getattr(names["Solution"](), name)
+print("\\n" + given["mark"] + json.dumps(function(*given["arguments"])))
+"""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One test."""
+
+    kind: Literal["stdin", "call", "assert"]
+    given: Any
+    """Standard input; arguments; the program that tests."""
+    expected: Any = None
+    """Standard output; the function's result."""
+    name: str = ""
+    """Of the function."""
+
+
+def code(
+    data_source: str | None, solution_str: str, ground_truth: Any, extra_info: dict | None = None,
+    *, score: str = "all", timeout_s: float = 4.0, total_s: float = 8.0, memory_mb: int = 512,
+    packages: Sequence[str] = (), needs_fence: bool = False, allow_unprotected: bool = False,
+) -> dict[str, Any]:
+    """Run the last ``` block of a response (without one: all of it) against the reference's tests.
+
+    Each test is a program of its own in the sandbox, see `spmdrl.sandbox`. Output is compared
+    outside of it: equal lines, apart from space at their ends, or equal numbers in them. Of
+    assertions only the sandbox's process knows whether they held, and code that is out to cheat
+    can say so falsely; prefer input and output.
+
+    Args:
+        ground_truth: the tests, in a shape of APPS, PRIME, LiveCodeBench, MBPP or HumanEval.
+        score: `all` gives 1 if every test passes (and stops at the first that does not),
+            `fraction` the share that passes.
+        timeout_s: wall-clock seconds of one test; one that takes longer has failed.
+        total_s: of all tests; those without time left have failed. Keep it below
+            rewards.timeout_s, which is a failure of the reward.
+        memory_mb: address space of each process, MiB.
+        packages: folders that programs may import from.
+        needs_fence: a response without a ``` block gets 0.
+        allow_unprotected: run without isolation where the system permits none.
+    Returns: score; `timed_out`, 1 if a test ran out of time; `why`, of the first that failed.
+    Raises: ValueError for tests of unknown shape; NotProtected or LaunchError when the sandbox
+        cannot run: a failure of the reward, which is no zero.
+    """
+    if score not in ("all", "fraction"):
+        raise ValueError(f"score: expected all or fraction, got {score!r}")
+    cases = read_cases(ground_truth, entry_point=(extra_info or {}).get("entry_point"))
+    program = fenced_code(solution_str)
+    if program is None:
+        if needs_fence:
+            return {"score": 0.0, "timed_out": 0.0, "why": "no ``` block"}
+        program = solution_str
+    end = time.monotonic() + total_s
+    passed, timed_out, why = 0, False, ""
+    for number, case in enumerate(cases):
+        left = min(timeout_s, end - time.monotonic())
+        failure = "timeout" if left <= 0 else _failure(
+            program, case, timeout_s=left, memory_mb=memory_mb, packages=packages,
+            allow_unprotected=allow_unprotected)
+        passed += not failure
+        timed_out |= failure == "timeout"
+        why = why or (f"test {number}: {failure}" if failure else "")
+        if failure and (score == "all" or left <= 0):
+            break
+    value = float(passed == len(cases)) if score == "all" else passed / len(cases)
+    return {"score": value, "timed_out": float(timed_out), "why": why}
+
+
+def _prepare(*, allow_unprotected: bool = False, **_: Any) -> None:
+    found = protection()
+    if not found.is_enough and not allow_unprotected:
+        raise ValueError(f"the grader `code`: {found.text}. To run the code all the same, bind "
+                         "allow_unprotected=True")
+
+
+code.prepare = _prepare
+
+
+# --------------------------------------------------------------------------- one test
+
+
+def _failure(program: str, case: Case, **options: Any) -> str:
+    """Return why the program fails a test; empty if it passes."""
+    if case.kind == "stdin":
+        got = run_python(program, stdin=case.given, **options)
+        return _status(got) or ("" if _same_output(got.stdout, case.expected) else "wrong output")
+    mark, files = secrets.token_hex(16), {"solution.py": program}
+    if case.kind == "assert":
+        got = run_python(_ASSERTING, stdin=mark, files=files | {"test.py": case.given}, **options)
+        return _status(got) or ("" if got.stdout.endswith(mark) else "left early")
+    asked = json.dumps({"mark": mark, "name": case.name, "arguments": case.given})
+    got = run_python(_CALLING, stdin=asked, files=files, **options)
+    if failure := _status(got):
+        return failure
+    try:
+        result = json.loads(got.stdout.rpartition(mark)[2])
+    except (ValueError, RecursionError):
+        return "no result"
+    # Some sets wrap each result into a list.
+    wrapped = isinstance(case.expected, list) and len(case.expected) == 1
+    right = _same(result, case.expected) or wrapped and _same(result, case.expected[0])
+    return "" if right else "wrong result"
+
+
+def _status(got: Any) -> str:
+    if got.status == "error":
+        return got.stderr.strip().rpartition("\n")[2][:200] or f"exit status {got.exit_code}"
+    return "" if got.status == "ok" else got.status
+
+
+def _same(result: Any, expected: Any) -> bool:
+    numbers = all(type(v) in (int, float) for v in (result, expected))
+    return math.isclose(result, expected, rel_tol=1e-9) if numbers else result == expected
+
+
+def _same_output(given: str, expected: str) -> bool:
+    ours, theirs = (
+        [line.strip() for line in text.strip().splitlines()] for text in (given, expected))
+    return len(ours) == len(theirs) and all(
+        a == b or _numbers(a) == _numbers(b) is not None for a, b in zip(ours, theirs))
+
+
+def _numbers(line: str) -> list[Decimal] | None:
+    try:
+        return [Decimal(word) for word in line.split()]
+    except InvalidOperation:
+        return None
+
+
+# --------------------------------------------------------------------------- reading tests
+
+
+def read_cases(ground_truth: Any, *, entry_point: str | None = None) -> list[Case]:
+    """Return the tests of a reference.
+
+    Args:
+        entry_point: for HumanEval: the function that the program's `check` gets.
+    Raises: ValueError showing the known shapes for any other, and for none at all.
+    """
+    tests = _from_json(ground_truth)
+    if isinstance(tests, str) and tests.strip():
+        return [Case("assert", tests + (f"\ncheck({entry_point})\n" if entry_point else ""))]
+    cases = None
+    if isinstance(tests, dict) and {"inputs", "outputs"} <= tests.keys():
+        inputs, outputs = tests["inputs"], tests["outputs"]
+        if len(inputs) != len(outputs):
+            raise ValueError(f"the tests have {len(inputs)} inputs and {len(outputs)} outputs")
+        name = tests.get("fn_name") or ""
+        cases = [_pair(i, o, name) for i, o in zip(inputs, outputs)]
+    elif isinstance(tests, dict) and "assert_case" in tests:
+        cases = [Case("assert", test) for test in tests["assert_case"]]
+    elif isinstance(tests, (list, tuple)) and all(isinstance(t, str) for t in tests):
+        cases = [Case("assert", test) for test in tests]
+    elif isinstance(tests, (list, tuple)) and all(
+            isinstance(t, dict) and {"input", "output"} <= t.keys() for t in tests):
+        cases = [_pair(t["input"], t["output"], _name_of(t)) for t in tests]
+    if not cases:
+        raise ValueError(f"the tests {ground_truth!r:.80} have none of the known shapes, or there "
+                         f"are none:\n{_SHAPES}")
+    return cases
+
+
+def _from_json(ground_truth: Any) -> Any:
+    if hasattr(ground_truth, "tolist"):  # parquet may give arrays
+        return ground_truth.tolist()
+    if isinstance(ground_truth, str) and ground_truth.lstrip()[:1] in ("{", "["):
+        try:
+            return json.loads(ground_truth)
+        except ValueError as error:
+            raise ValueError(f"the tests {ground_truth!r:.80} look like JSON and are not: {error}"
+                             ) from None
+    return ground_truth
+
+
+def _name_of(test: dict) -> str:
+    meta = test.get("metadata")
+    return test.get("fn_name") or (meta or {}).get("func_name") or ""
+
+
+def _pair(given: Any, expected: Any, name: str) -> Case:
+    if not name:
+        joined = ["\n".join(map(str, v)) if isinstance(v, list) else str(v)
+                  for v in (given, expected)]
+        return Case("stdin", *joined)
+    if isinstance(given, str):  # LiveCodeBench: one argument in JSON on each line
+        given, expected = [json.loads(line) for line in given.splitlines()], json.loads(expected)
+    # As it comes back: keys are texts, tuples lists.
+    return Case("call", json.loads(json.dumps(given)), json.loads(json.dumps(expected)), name)

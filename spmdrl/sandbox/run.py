@@ -1,0 +1,54 @@
+"""The one call: run_python."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from spmdrl.sandbox.process import Result, launch
+from spmdrl.sandbox.ways import chosen_way
+
+_LEAST_MEMORY_MB = 64
+
+
+class NotProtected(RuntimeError):
+    """This machine cannot keep a program from files or network."""
+
+
+def run_python(
+    code: str, *, stdin: str = "", timeout_s: float, memory_mb: int = 512,
+    files: Mapping[str, str | bytes] | None = None, packages: Sequence[str] = (),
+    processes: int = 8, files_mb: int = 64, output_bytes: int = 1_000_000,
+    allow_unprotected: bool = False,
+) -> Result:
+    """Run a program as `main.py` of an empty folder and return what became of it.
+
+    It sees the standard library, an environment of a few harmless names (PYTHONHASHSEED is 0) and
+    the given files. Whatever it starts is gone when this returns. Thread-safe.
+
+    Args:
+        code: the program.
+        stdin: what it reads.
+        timeout_s: wall-clock seconds from its first instruction; then it is killed.
+        memory_mb: address space of each process, MiB.
+        files: {relative path: content}, put beside it before it starts.
+        packages: folders that it may import from, such as one of site-packages; readable to it.
+        processes: processes and threads that it may have at once.
+        files_mb: size of each file, MiB; with namespaces also of all together.
+        output_bytes: of stdout and of stderr; a program that writes more is killed.
+        allow_unprotected: run although files or network cannot be shut off here.
+    Raises: NotProtected; LaunchError when the sandbox could not be set up or was killed from
+        outside: nothing is known of the program then; ValueError for arguments.
+    """
+    for name, value, least in (("timeout_s", timeout_s, 0), ("output_bytes", output_bytes, 0),
+                               ("memory_mb", memory_mb, _LEAST_MEMORY_MB - 1),
+                               ("processes", processes, 0), ("files_mb", files_mb, 0)):
+        if not least < value < math.inf:
+            raise ValueError(f"{name}: must be above {least}, got {value!r}")
+    way, found = chosen_way()
+    if not found.is_enough and not allow_unprotected:
+        raise NotProtected(f"{found.text}. To run the code all the same, with the rights of this "
+                           "user, pass allow_unprotected=True")
+    return launch(code, way=way, stdin=stdin, timeout_s=timeout_s, memory_mb=memory_mb,
+                  files=files, packages=packages, processes=processes, files_mb=files_mb,
+                  output_bytes=output_bytes)

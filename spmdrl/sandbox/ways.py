@@ -1,0 +1,161 @@
+"""What this machine permits: each way to contain a program is tried once, by a program."""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+import tempfile
+from dataclasses import dataclass
+
+from spmdrl.sandbox.process import LaunchError, Way, launch
+from spmdrl.sandbox.seccomp import seccomp_filter
+
+_PROBE_S = 20.0
+# It tries what it should not be able to do and prints what it could.
+_PROBE = """
+import os, sys
+planted, processes, parent = sys.stdin.read().splitlines()
+processes, parent = int(processes), int(parent)
+can = []
+try:
+    open(planted).close()
+    can.append("files")
+except OSError:
+    pass
+try:
+    import socket
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as one:
+        one.connect(("127.0.0.1", 9))
+    can.append("network")
+except OSError:
+    pass
+try:
+    os.kill(parent, 0)
+    can.append("signals")
+except OSError:
+    pass
+try:
+    for _ in range(processes + 1):
+        if os.fork() == 0:
+            import time
+            time.sleep(10)
+            os._exit(0)
+    can.append("processes")
+except OSError:
+    pass
+print(",".join(can))
+"""
+
+
+@dataclass(frozen=True)
+class Protection:
+    """What holds for a program in the sandbox on this machine."""
+
+    killed_on_deadline: bool
+    """It and all it started are gone at its deadline."""
+    no_network: bool
+    """It has no sockets."""
+    no_files: bool
+    """It reads nothing but the Python installation and its own folder."""
+    no_signals: bool
+    """It reaches no process outside."""
+    process_limit: bool
+    """The number of its processes is limited; else only the time and memory of each."""
+    limits: bool
+    """Of processor time, memory, file size and open files, each process by itself."""
+    own_pids: bool
+    """It sees no processes but its own, and they die with ours even if we are killed."""
+    system_call_filter: bool
+    """seccomp refuses what programs do not need."""
+    text: str
+    """In words: the way that was found, or what is missing and how to get it."""
+
+    @property
+    def is_enough(self) -> bool:
+        """Whether code that nobody has read may run."""
+        return self.killed_on_deadline and self.no_network and self.no_files and self.no_signals
+
+
+def protection() -> Protection:
+    """Return what this machine permits; tried at the first call, which takes 0.1 s or so."""
+    return chosen_way()[1]
+
+
+@functools.cache
+def chosen_way() -> tuple[Way, Protection]:
+    """Return the first way that is enough, else the one that gives the most."""
+    if sys.platform != "linux":
+        return Way(), _nothing(f"the sandbox needs Linux, this is {sys.platform}")
+    failed = []
+    for name, way in ways():
+        try:
+            found = tried(way, name=name)
+        except LaunchError as error:
+            failed.append((name, str(error)))
+            continue
+        if found.is_enough:
+            return way, found
+        failed.append((name, f"works, but a program in it can still use {_open_doors(found)}"))
+    return _weakest(failed)
+
+
+def ways() -> list[tuple[str, Way]]:
+    """Return the ways that may be enough, by name, the best first."""
+    inside, beside = seccomp_filter(has_own_pids=True), seccomp_filter(has_own_pids=False)
+    root = os.geteuid() == 0
+    ways = [("namespaces of root", Way(namespaces=True, new_net=True, drop_uid=True,
+                                       seccomp=inside))] if root else []
+    ways += [
+        ("user namespaces", Way(namespaces=True, new_user=True, new_net=True, seccomp=inside)),
+        ("user namespaces without seccomp", Way(namespaces=True, new_user=True, new_net=True)),
+        ("Landlock and seccomp", Way(drop_uid=root, landlock=True, seccomp=beside)),
+    ]
+    return ways
+
+
+def _weakest(failed: list[tuple[str, str]]) -> tuple[Way, Protection]:
+    reasons = "; ".join(f"{name}: {why}" for name, why in failed)
+    text = ("this machine permits no isolation of files and network (" + reasons + "). One of "
+            "these is enough: unprivileged user namespaces (sysctl user.max_user_namespaces, "
+            "kernel.unprivileged_userns_clone=1, kernel.apparmor_restrict_unprivileged_userns=0), "
+            "a container with the capability SYS_ADMIN, or Linux 5.13 with Landlock and seccomp "
+            "and a Python installation that other users may read")
+    beside, root = seccomp_filter(has_own_pids=False), os.geteuid() == 0
+    for way in (Way(drop_uid=root, seccomp=beside), Way(drop_uid=root), Way(seccomp=beside),
+                Way()):
+        try:
+            return way, tried(way, name=text)
+        except LaunchError:
+            continue
+    return Way(), _nothing(text)
+
+
+def _nothing(text: str) -> Protection:
+    return Protection(False, False, False, False, False, False, False, False, text)
+
+
+def tried(way: Way, *, name: str) -> Protection:
+    """Return what holds in this way; found out by a program that tries. Raises: LaunchError."""
+    processes = 2
+    with tempfile.NamedTemporaryFile("w", prefix="spmdrl_probe_") as planted:
+        os.chmod(planted.name, 0o644)
+        asked = f"{planted.name}\n{processes}\n{os.getpid()}\n"
+        done = launch(_PROBE, way=way, stdin=asked, timeout_s=_PROBE_S, processes=processes)
+    if done.status != "ok":
+        raise LaunchError(f"the probe ended with {done.status} {done.exit_code}: "
+                          f"{done.stderr.strip()[-300:]}")
+    can = done.stdout.strip().split(",")
+    # What was tried may have failed for another reason: the means must be there too.
+    return Protection(
+        killed_on_deadline=True,
+        no_network="network" not in can and (way.new_net or bool(way.seccomp)),
+        no_files="files" not in can and (way.namespaces or way.landlock),
+        no_signals="signals" not in can and (way.namespaces or bool(way.seccomp)),
+        process_limit="processes" not in can, limits=True, own_pids=way.namespaces,
+        system_call_filter=bool(way.seccomp), text=name)
+
+
+def _open_doors(found: Protection) -> str:
+    doors = {"network": found.no_network, "files": found.no_files, "signals": found.no_signals}
+    return ", ".join(name for name, is_shut in doors.items() if not is_shut)

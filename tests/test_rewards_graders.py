@@ -1,0 +1,244 @@
+"""The ready-made graders: what they read, what they pass, what they refuse."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from functools import partial
+
+import pytest
+
+from spmdrl.config import Config, Data, Rewards
+from spmdrl.rewards import graders
+from spmdrl.rewards.answers import boxed, fenced_code, last_number
+from spmdrl.rewards.pool import RewardPool
+from spmdrl.rewards.programs import read_cases
+from spmdrl.rewards.signatures import Sample, adapt, load_reward
+from spmdrl.sandbox import protection
+from spmdrl.types import Prompt
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def graded(function, text, truth=None, **row):
+    sample = Sample({"prompt": "q", "answer": truth} | row, text, [1] * len(text), False)
+    return adapt(function, spec="f")(sample).value
+
+
+# --------------------------------------------------------------------------- answers
+
+
+@pytest.mark.parametrize(("text", "truth", "value"), [
+    ("3/4", "0.75", 1.0), ("so $\\frac{3}{4}$", "0.75", 1.0), ("-\\dfrac{1}{2}", "-0.5", 1.0),
+    ("0.75", "3/4", 1.0), ("1/0", "1", 0.0), ("3 / 4", "\\frac34", 0.0),
+    ("50%", "50%", 1.0), ("50%", "0.5", 1.0), ("0.5", "50%", 1.0), ("50", "50\\%", 1.0),
+    ("50%", "50", 1.0), ("0.5%", "50%", 0.0), ("0.5", "50", 0.0), ("5000%", "50%", 0.0),
+    ("$1,234.50", "1234.5", 1.0), ("1,234,567", "1234567", 1.0), ("12{,}345", "12,345", 1.0),
+    ("10-5", "5", 1.0), ("x=-5", "-5", 1.0), ("(-5)", "-5", 1.0), ("\u22125", "-5", 1.0),
+    ("1.5e-3", "0.0015", 1.0), ("2.", "2", 1.0), ("1e999", "1", 0.0), ("", "1", 0.0),
+    ("72", "She sold 48/2 = 24. 48+24 = 72.\n#### 72", 1.0), ("7", "so \\boxed{7} of 9", 1.0),
+])
+def test_numeric_reads_numbers_as_people_write_them(text, truth, value):
+    assert graded(graders.numeric, text, truth) == value
+
+
+@pytest.mark.parametrize(("where", "text", "value"), [
+    ("boxed", "\\boxed{3} or \\boxed{\\text{it is } 7}", 1.0), ("boxed", "7", 0.0),
+    ("boxed", "\\boxed{7", 0.0), ("hashes", "9 #### 7\nand 8", 1.0), ("hashes", "7", 0.0),
+    ("tag", "<answer>1</answer><answer> 7 </answer> 8", 1.0), ("tag", "<answer>7", 0.0),
+])
+def test_the_answer_is_looked_for_where_it_should_stand(where, text, value):
+    assert graded(partial(graders.numeric, where=where), text, "7") == value
+
+
+def test_options_of_graders_hold_and_wrong_ones_are_refused():
+    assert graded(partial(graders.numeric, tolerance=0.01), "3.14", "3.1416") == 1.0
+    assert graded(graders.numeric, "3.14", "3.1416") == 0.0
+    assert graded(partial(graders.exact, where="boxed"), "\\boxed{x^{2}}", "so \\boxed{x^{2}}") == 1
+    assert graded(partial(graders.exact, where="tag", ignore_case=True),
+                  "<answer>Paris</answer>", "PARIS") == 1.0
+    assert graded(graders.exact, "Paris", "PARIS") == 0.0
+    with pytest.raises(ValueError, match="where: expected one of all, boxed, hashes, tag"):
+        graded(partial(graders.exact, where="box"), "x", "x")
+
+
+def test_braces_are_matched_and_fences_found():
+    assert boxed("\\boxed{a{b}c} \\fbox{d}") == "d" and boxed("\\boxed{a{b}c}") == "a{b}c"
+    assert boxed("\\boxed{{a}") is None
+    assert fenced_code("```\na\n```\ntext\n```python\nb\n```") == "b\n"
+    assert fenced_code("```py\nc") == "c" and fenced_code("c") is None
+
+
+def test_long_responses_are_read_in_linear_time():
+    began = time.monotonic()
+    for text in ("1" * 200_000, "1,111" * 40_000, "1/" * 100_000, "\\frac{" * 30_000, "-" * 200_000,
+                 "\\boxed{" * 30_000, "```" * 60_000, "<answer>" * 25_000):
+        last_number(text)
+        boxed(text)
+        graded(graders.think_format, text)
+        fenced_code(text)
+    assert time.monotonic() - began < 10
+
+
+def test_format_and_length_rewards():
+    form = partial(graders.matches, pattern=r"A.*B\s*")
+    assert (graded(form, "A\nB \n"), graded(form, "AB!")) == (1.0, 0.0)
+    with pytest.raises(ValueError, match="requires pattern"):
+        adapt(graders.matches, spec="f")
+    short = partial(graders.length, min_tokens=2, max_tokens=4, slack_tokens=3)
+    assert [graded(short, "x" * n) for n in range(10)] == [
+        0.5, 0.75, 1.0, 1.0, 1.0, 0.75, 0.5, 0.25, 0.0, 0.0]
+    strict = partial(graders.length, max_tokens=1)
+    assert [graded(strict, "x" * n) for n in range(4)] == [1.0, 1.0, 0.0, 0.0]
+
+
+# --------------------------------------------------------------------------- mathematics
+
+
+@pytest.mark.parametrize(("text", "truth", "value"), [
+    ("\\boxed{(1,2)}", "$(1, 2)$", 1.0), ("x = 3", "3", 1.0),
+    ("\\boxed{2\\sqrt{2}}", "\\sqrt{8}", 1.0), ("\\boxed{-\\frac{1}{2}}", "$-0.5$", 1.0),
+    ("$\\{2,1\\}$", "$\\{1,2\\}$", 1.0), ("\\boxed{x+1}", "$x+2$", 0.0),
+])
+def test_math_compares_expressions(text, truth, value):
+    pytest.importorskip("math_verify")
+    assert graded(graders.math, text, truth) == value
+
+
+def test_a_response_that_cannot_be_computed_is_wrong_and_costs_its_time_only():
+    pytest.importorskip("math_verify")
+    graders.math.prepare()
+    began = time.monotonic()
+    assert graded(partial(graders.math, timeout_s=1.0), "\\boxed{9^{9^{9^{9}}}}", "$3$") == 0.0
+    assert time.monotonic() - began < 10
+    assert graded(partial(graders.math, where="hashes"), "#### \\frac{1}{2}", "$0.5$") == 1.0
+    with pytest.raises(ValueError, match="cannot be read as mathematics"):
+        graded(graders.math, "3", "")
+
+
+# --------------------------------------------------------------------------- programs
+
+needs_sandbox = pytest.mark.skipif(not protection().is_enough, reason=protection().text)
+ADD = "Sure:\n```python\na, b = map(int, input().split())\nprint(a + b)\n```\nDone."
+DOUBLE = "```python\ndef double(x):\n    print('noise')\n    return x * 2\n```"
+SUMS = {"inputs": ["1 2", "3 4\n"], "outputs": ["3\n", "7"]}
+
+
+@needs_sandbox
+@pytest.mark.parametrize(("text", "truth", "value"), [
+    (ADD, SUMS, 1.0), (ADD, json.dumps(SUMS), 1.0),
+    (ADD, [{"input": "1 2", "output": "3"}], 1.0),
+    (ADD.replace("a + b", "3"), SUMS, 0.0),
+    ("print(input())", {"inputs": ["1.50 x"], "outputs": ["1.50 x"]}, 1.0),
+    ("print('1.50 2 ')", {"inputs": [""], "outputs": ["1.5 2.0"]}, 1.0),
+    ("print('1.50 y')", {"inputs": [""], "outputs": ["1.5 y"]}, 0.0),
+    (DOUBLE, {"inputs": [[2], [[1]]], "outputs": [4, [1, 1]], "fn_name": "double"}, 1.0),
+    (DOUBLE, {"inputs": [[2]], "outputs": [[4]], "fn_name": "double"}, 1.0),
+    (DOUBLE, {"inputs": [[2]], "outputs": [5], "fn_name": "double"}, 0.0),
+    (DOUBLE, {"inputs": [[2]], "outputs": [4], "fn_name": "missing"}, 0.0),
+    ("class Solution:\n    def f(self, a, b): return (a, b)",
+     [{"input": "1\n[2]", "output": "[1, [2]]", "metadata": {"func_name": "f"}}], 1.0),
+    (DOUBLE, ["assert double(2) == 4", "assert double('a') == 'aa'"], 1.0),
+    (DOUBLE, {"assert_case": ["assert double(2) == 5"]}, 0.0),
+    ("```\nimport os\nos._exit(0)\n```", ["assert False"], 0.0),
+    ("import sys; sys.exit()", ["assert False"], 0.0),
+    ("def f(:", SUMS, 0.0), ("", SUMS, 0.0),
+])
+def test_programs_are_graded_by_tests_of_every_known_shape(text, truth, value):
+    assert graded(graders.code, text, truth) == value
+
+
+@needs_sandbox
+def test_humaneval_programs_check_the_entry_point():
+    truth = "def check(candidate):\n    assert candidate(2) == 4\n"
+    assert graded(graders.code, DOUBLE, truth, extra_info={"entry_point": "double"}) == 1.0
+    assert graded(graders.code, DOUBLE.replace("* 2", "* 3"), truth,
+                  extra_info={"entry_point": "double"}) == 0.0
+
+
+@needs_sandbox
+def test_a_case_that_times_out_has_failed_and_the_others_count():
+    slow = "n = int(input())\nwhile n == 2: pass\nprint(n)"
+    truth = {"inputs": ["1", "2", "3"], "outputs": ["1", "2", "3"]}
+    began = time.monotonic()
+    share = partial(graders.code, score="fraction", timeout_s=0.8)
+    got = share("d", slow, truth)
+    assert (got["score"], got["timed_out"], got["why"]) == (2 / 3, 1.0, "test 1: timeout")
+    got = graders.code("d", slow, truth, timeout_s=0.8)
+    assert (got["score"], got["why"]) == (0.0, "test 1: timeout")
+    # What comes after the time of all tests has failed too.
+    got = share("d", "while True: pass", truth, total_s=1.0)
+    assert (got["score"], got["timed_out"]) == (0.0, 1.0)
+    assert time.monotonic() - began < 30
+    got = graders.code("d", "plain text", truth, needs_fence=True)
+    assert (got["score"], got["why"]) == (0.0, "no ``` block")
+
+
+@pytest.mark.parametrize("truth", [
+    {}, [], "", 7, {"inputs": ["1"]}, {"inputs": [], "outputs": []}, [1],
+    {"inputs": ["1"], "outputs": []}, "[]"])
+def test_tests_of_unknown_shape_are_refused(truth):
+    with pytest.raises(ValueError, match="known shapes|inputs and"):
+        read_cases(truth)
+
+
+@needs_sandbox
+def test_graders_run_by_name_in_the_pool_and_options_are_bound_in_a_file(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "from functools import partial\nfrom spmdrl.rewards import graders\n"
+        "half = partial(graders.code, score='fraction', allow_unprotected=True)\n"
+        "close = partial(graders.numeric, tolerance=0.1)\n"
+        "short = partial(graders.length, max_tokens=100)\n")
+    functions = ("spmdrl.rewards.graders:code", f"{tmp_path}/mine.py:half",
+                 f"{tmp_path}/mine.py:short")
+    truth = {"inputs": ["1 2", "3 5"], "outputs": ["3", "7"]}
+    cfg = Config(data=Data(train="rows.jsonl"), rewards=Rewards(functions=functions, timeout_s=30))
+    with RewardPool(cfg) as pool:
+        pool.start()
+        prompt = Prompt(index=0, tokens=(1,), text="q", row={"prompt": "q", "answer": truth})
+        pool.submit(0, prompt=prompt, response_text=ADD, response_tokens=[1], truncated=False)
+        bad = Prompt(index=1, tokens=(1,), text="q", row={"prompt": "q", "answer": "{]"})
+        pool.submit(1, prompt=bad, response_text=ADD, response_tokens=[1], truncated=False)
+        first, second = pool.drain()
+    assert first.parts == {"code": 0.0, "half": 0.5, "short": 1.0}, first
+    assert first.metrics["half/timed_out"] == 0.0 and first.extras["code/why"] == (
+        "test 1: wrong output")
+    assert (second.value, second.failure) == (None, "error") and "not" in second.message
+
+
+def test_a_sandbox_that_cannot_run_fails_the_reward_and_is_no_zero(tmp_path):
+    """The real sandbox, in a worker from which the kernel's means were taken."""
+    if os.uname().machine != "x86_64":
+        pytest.skip("the numbers of the calls below are those of x86_64")
+    (tmp_path / "mine.py").write_text(
+        "import struct\nfrom functools import partial\nfrom spmdrl.rewards import graders\n"
+        "from spmdrl.sandbox import launcher\n"
+        "lines = [(32, 0, 0, 0), (21, 0, 1, 272), (6, 0, 0, 0x50001), (21, 0, 1, 444),\n"
+        "         (6, 0, 0, 0x50001), (6, 0, 0, 0x7FFF0000)]\n"
+        "launcher._call('prctl', 38, 1, 0, 0, 0)\n"
+        "launcher._filter_calls(b''.join(struct.pack('<HBBI', *line) for line in lines))\n"
+        "def late(data_source, solution_str, ground_truth): return graders.code("
+        "data_source, solution_str, ground_truth)\n"
+        "strict = graders.code\n")
+
+    def pool_of(name):
+        return RewardPool(Config(data=Data(train="rows.jsonl"), rewards=Rewards(
+            functions=(f"{tmp_path}/mine.py:{name}",), timeout_s=30)))
+
+    with pool_of("late") as pool:
+        prompt = Prompt(index=0, tokens=(1,), text="q", row={"prompt": "q", "answer": SUMS})
+        pool.submit(0, prompt=prompt, response_text=ADD, response_tokens=[1], truncated=False)
+        got, = pool.drain()
+    assert (got.value, got.failure) == (None, "error")
+    assert "NotProtected: this machine permits no isolation" in got.message
+    with pool_of("strict") as pool, pytest.raises(ValueError, match="bind allow_unprotected=True"):
+        pool.start()
+
+
+def test_math_verify_missing_is_said_at_the_start(monkeypatch):
+    monkeypatch.setitem(sys.modules, "math_verify", None)
+    graders._read_reference.cache_clear()
+    with pytest.raises(ValueError, match="needs math-verify.*pip install"):
+        load_reward("spmdrl.rewards.graders:math")
