@@ -142,6 +142,53 @@ class AdditionPairs(Addition):
                       "data_source": "task:addition_pairs"}
 
 
+class GuessNumber:
+    """Secrets for the game of environments.guess_number. As a task without that environment it is
+    a guess in the dark.
+
+    Options: `low`, `high`, smallest and largest secret; `prompt`, the question, which may hold
+    `{low}` and `{high}`; `width`, if above 0, gives every problem a range of its own, of at least
+    so many of the numbers, and a problem is then a range with a secret: the secrets held out of
+    one range are asked for in others, so that no number can be learned to be never right.
+    """
+
+    OPTIONS = {"low": int, "high": int, "prompt": str, "width": int}
+
+    def __init__(self, *, low: int = 1, high: int = 100, width: int = 0,
+                 prompt: str = "Guess my number from {low} to {high}."):
+        if high - low < 4:
+            raise ValueError("data.task_options.high: must be at least low + 4, so that some "
+                             f"secrets can be held out, got {low} and {high}")
+        if width and not 2 <= width <= high - low + 1:
+            raise ValueError("data.task_options.width: must be 0, or from 2 to high - low + 1 = "
+                             f"{high - low + 1}, got {width}")
+        self.low, self.high, self.width, self.prompt = low, high, width, prompt
+        try:
+            prompt.format(low=low, high=high)
+        except (KeyError, IndexError, ValueError) as error:
+            raise ValueError(f"data.task_options.prompt: {prompt!r} may hold {{low}} and {{high}} "
+                             f"only: {type(error).__name__}: {error}") from error
+
+    def row(self, seed: int, index: int, *, split: Split) -> dict:
+        """Return problem `index`; see the class."""
+        draw = random.Random(f"{seed}/{split}/{index}")
+        low, high = self.low, self.high
+        for _ in range(_TRIES):
+            if self.width:
+                size = draw.randint(self.width, self.high - self.low + 1)
+                low = draw.randint(self.low, self.high - size + 1)
+                high = low + size - 1
+            secret = draw.randint(low, high)
+            if _split_of(f"{low}-{high}: {secret}" if self.width else str(secret)) == split:
+                break
+        return {"prompt": self.prompt.format(low=low, high=high), "answer": str(secret),
+                "data_source": "task:guess_number"}
+
+    def score_answer(self, answer: str, entry: dict) -> float:
+        """Return 1.0 for the secret, else 0.0."""
+        return float(answer.strip() == entry["answer"])
+
+
 class ReasoningGym:
     """A dataset of the reasoning-gym package, with that dataset's own grader."""
 
@@ -196,7 +243,7 @@ def _split_of(problem: str) -> Split:
     return "train" if int.from_bytes(digest, "big") % _HELD_OUT_ONE_IN else "eval"
 
 
-_TASKS = {"addition": Addition, "addition_pairs": AdditionPairs}
+_TASKS = {"addition": Addition, "addition_pairs": AdditionPairs, "guess_number": GuessNumber}
 
 
 class GeneratedRows(Sequence):

@@ -1,0 +1,49 @@
+"""vLLM's parsers of tool calls, without its server."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+from transformers import PreTrainedTokenizerBase
+
+from spmdrl.environments.protocol import ToolCall
+
+
+def vllm_parser(
+    name: str, tokenizer: PreTrainedTokenizerBase
+) -> Callable[[str], tuple[ToolCall, ...]]:
+    """Return one of vLLM's parsers as a function of a response's text.
+
+    They take a call that they cannot read for plain text, so malformed calls are not told from
+    answers. Importing them takes seconds: for engine ranks.
+
+    Args:
+        name: as in `vllm serve --tool-call-parser`.
+    Raises: ValueError for an unknown name, a tokenizer without the format's special tokens, or
+        where vLLM is missing.
+    """
+    try:
+        from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+        from vllm.tool_parsers import ToolParserManager
+
+        parser = ToolParserManager.get_tool_parser(name)(tokenizer)
+    except (KeyError, ImportError, RuntimeError, ValueError) as error:
+        raise ValueError(f"tool parser vllm:{name}: {type(error).__name__}: {error}") from error
+    request = ChatCompletionRequest(model="", messages=[])
+
+    def parse(text: str) -> tuple[ToolCall, ...]:
+        found = parser.extract_tool_calls(text, request)
+        return tuple(_call_of(c.function.name, c.function.arguments) for c in found.tool_calls)
+
+    return parse
+
+
+def _call_of(name: str, arguments: str) -> ToolCall:
+    try:
+        value = json.loads(arguments)
+    except json.JSONDecodeError as error:
+        return ToolCall(name, {}, error=f"arguments are not valid JSON ({error})")
+    if not isinstance(value, dict):
+        return ToolCall(name, {}, error="arguments must be a JSON object")
+    return ToolCall(name, value)

@@ -1,0 +1,1 @@
+"""Environments: what answers the policy between its turns, and tools that it may call."""

@@ -1,0 +1,137 @@
+"""Environments of other makes behind this protocol: graded tasks, and gym-like ones."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+from collections.abc import Callable
+from typing import Any
+
+from spmdrl.data.tasks import Task, make_task
+from spmdrl.imports import construct, import_object
+from spmdrl.rewards.signatures import ran
+from spmdrl.environments.protocol import Message, Response, Turn, opening_messages
+
+
+class TaskEnvironment:
+    """A generated task as an environment of one turn: the prompt, and the task's own grader.
+
+    Args:
+        task: `task:NAME` or `reasoning_gym:NAME`, as in data.train; the rows must be its.
+        **options: of the task, as in data.task_options.
+    """
+
+    def __init__(self, *, task: str, **options: Any):
+        if ":" not in task:
+            raise ValueError(f"task: expected task:NAME or reasoning_gym:NAME, got {task!r}")
+        self.task, self._options, self.row = task, json.dumps(options), {}
+        _task(task, self._options)
+
+    def reset(self, row: dict) -> list[Message]:
+        """Open with the row's prompt."""
+        if row.get("data_source") != self.task:
+            raise ValueError(f"the row's data_source is {row.get('data_source')!r}, the "
+                             f"environment grades {self.task}; set data.train to it")
+        self.row = row
+        return opening_messages(row)
+
+    def step(self, response: Response) -> Turn:
+        """Grade the response."""
+        score = _task(self.task, self._options).score_answer(response.text, self.row)
+        return Turn(is_done=True, reward=score)
+
+
+@functools.lru_cache(maxsize=8)
+def _task(spec: str, options: str) -> Task:
+    return make_task(spec, json.loads(options))
+
+
+class GymEnvironment:
+    """An environment in the manner of gymnasium, whose observations and actions become text.
+
+    It must have `reset(seed=...) -> (observation, info)` and `step(action) -> (observation,
+    reward, terminated, truncated, info)`, and pickle, as most without a window do. The samples
+    of a group start from one seed: the row's `seed`, or one drawn from its prompt. Numbers in the
+    last `info` become metrics.
+
+    Args:
+        env: `module:Class` or `path/file.py:Class`, or a function that makes it, for instance
+            `gymnasium:make` with env_options {id: FrozenLake-v1}.
+        env_options: its keyword options.
+        action: how a response becomes an action: `text`, `int` or `float` (the last one in the
+            response), or `module:function` of the text. A response without one is answered by
+            an error text and costs a turn.
+        show: `module:function` that turns an observation into text; str() by default.
+        max_turns: responses per episode.
+    """
+
+    def __init__(
+        self, *, env: str, env_options: dict[str, Any] | None = None, action: str = "text",
+        show: str = "", max_turns: int = 16,
+    ):
+        if max_turns < 1:
+            raise ValueError(f"max_turns: must be at least 1, got {max_turns}")
+        self._action, self._show = action, show
+        _reader(action)
+        _shower(show)
+        make = import_object(env, kind="Class", field="env")
+        self.env = construct(make, env_options or {}, field="env_options")
+        self.max_turns, self.turns = max_turns, 0
+
+    def reset(self, row: dict) -> list[Message]:
+        """Open with the row's prompt and the first observation."""
+        messages = opening_messages(row)
+        seed = row.get("seed")
+        if seed is None:
+            text = json.dumps(messages, sort_keys=True, default=str)
+            digest = hashlib.blake2b(text.encode(), digest_size=4).digest()
+            seed = int.from_bytes(digest, "big") >> 1
+        observation, _ = ran(self.env.reset(seed=int(seed)))
+        shown = _shower(self._show)(observation)
+        if messages[-1]["role"] == "user":
+            messages[-1] = dict(messages[-1], content=f"{messages[-1]['content']}\n\n{shown}")
+            return messages
+        return [*messages, {"role": "user", "content": shown}]
+
+    def step(self, response: Response) -> Turn:
+        """Act, and show what came of it."""
+        self.turns += 1
+        is_last = self.turns >= self.max_turns or response.is_truncated
+        try:
+            action = _reader(self._action)(response.text)
+        except ValueError as error:
+            return self._turn(str(error), reward=0.0, is_done=is_last, info={"bad_actions": 1.0})
+        observation, reward, terminated, truncated, info = ran(self.env.step(action))
+        is_done = bool(terminated or truncated) or is_last
+        numbers = {name: float(value) for name, value in info.items()
+                   if isinstance(value, (bool, int, float))}
+        return self._turn(_shower(self._show)(observation), reward=float(reward), is_done=is_done,
+                          info=numbers if is_done else {})
+
+    def _turn(self, text: str, *, reward: float, is_done: bool, info: dict[str, float]) -> Turn:
+        messages = [] if is_done else [{"role": "user", "content": text}]
+        ended = {"turns": float(self.turns)} if is_done else {}
+        return Turn(messages=messages, is_done=is_done, reward=reward, info=info | ended)
+
+
+def _reader(name: str) -> Callable[[str], Any]:
+    if name == "text":
+        return str.strip
+    if name in ("int", "float"):
+        return functools.partial(_last_number, kind=int if name == "int" else float)
+    known = dict.fromkeys(("text", "int", "float"), "")
+    return import_object(name, known=known, kind="function", field="action")
+
+
+def _last_number(text: str, *, kind: type) -> int | float:
+    for word in reversed(text.replace(",", " ").split()):
+        try:
+            return kind(word.strip("().;:!*'\"[]"))
+        except ValueError:
+            continue
+    raise ValueError(f"expected a number ({kind.__name__}) as the action")
+
+
+def _shower(name: str) -> Callable[[Any], str]:
+    return import_object(name, kind="function", field="show") if name else str

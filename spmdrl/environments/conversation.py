@@ -1,0 +1,221 @@
+"""Conversations as token ids that are never computed twice.
+
+What the engine sampled stays as it was sampled, for ever; what the environment says is tokenised
+once and appended. So the ids that the policy is trained on are those that it saw and wrote, and
+the prefix of every turn is the whole of the last one, which the engine has cached.
+
+The chat template says how turns are joined. It is asked about a small stand-in conversation (a
+user turn, a reply, the new messages): what it puts behind the reply is what is appended behind
+the sampled ids. Three rules follow:
+
+1. A reply that ended by one of the stop tokens is closed by it; one that did not (cut, or
+   stopped otherwise) gets the template's own closing.
+2. A template that trims a reply does not trim here: what was sampled stays.
+3. A template that rewrites earlier turns (Qwen 3 and others drop the reasoning of all but the
+   last, Mistral's moves the tools to the last user turn) would show the model something else
+   than what was sampled. That is found at start and refused, or, with `rewrites: keep` in
+   rollout.environment, the conversation goes on from what was sampled as if the template had
+   left it alone.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any, Literal
+
+from transformers import PreTrainedTokenizerBase
+
+from spmdrl.data.prompts import apply_template, render
+from spmdrl.engine.protocol import Completion
+from spmdrl.environments.protocol import Message, Response
+from spmdrl.environments.tool_calls import Parser, make_parser
+
+_REPLY = "spmdrl-stands-for-the-reply"
+_WHERE = "rollout.environment"
+_SHOWN_CHARS = 60
+_CACHED_OPENINGS = 256
+_KEEP = ("rollout.environment {rewrites: keep} goes on from the tokens as sampled (whoever uses "
+         "the model later with this template shows it something else); or give the tokenizer a "
+         "template that leaves earlier turns alone")
+
+
+class Chat:
+    """Turns messages into ids to append, and sampled ids into responses.
+
+    Args:
+        tokenizer: with a chat template.
+        stop_token_ids: ids that end a response in the engine.
+        tools: descriptions of the tools, for the template.
+        parser: reads tool calls; None for no tools.
+        rewrites: what to do about a template that changes earlier turns, see the module.
+    Raises (on construction): ValueError when there is no template, when it closes a reply by
+        something that does not stop the engine, or when it rewrites earlier turns: with what
+        it makes of them.
+    """
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, *, stop_token_ids: Collection[int],
+        tools: list[dict] | None = None, parser: Parser | None = None,
+        rewrites: Literal["refuse", "keep"] = "refuse",
+    ):
+        self.tokenizer, self.tools, self._parser = tokenizer, tools or None, parser
+        self._stops = frozenset(stop_token_ids)
+        # The samples of a group open alike, and openings are the long texts.
+        self._encoded_opening = functools.lru_cache(maxsize=_CACHED_OPENINGS)(self._encode)
+        if rewrites not in ("refuse", "keep"):
+            raise ValueError(f"rollout.environment.rewrites: must be refuse or keep, got "
+                             f"{rewrites!r}")
+        self._check_closing()
+        kinds = _probes(has_tools=bool(tools))
+        for messages in kinds:
+            self._check_answer(messages)
+        if rewrites == "refuse":
+            for head in self._heads():
+                for messages in kinds:
+                    self._check_rewriting(head, messages)
+
+    def opening(self, messages: list[Message]) -> list[int]:
+        """Return the ids of an opened conversation, the head of the policy's turn included.
+
+        A final assistant message is not closed: the policy continues it.
+        Raises: ValueError when the template refuses the messages.
+        """
+        return list(self._encoded_opening(self._opening_text(messages, tools=self.tools)))
+
+    def observed(self, sampled: Sequence[int], messages: list[Message]) -> list[int]:
+        """Return the ids to append behind what the policy sampled, up to its next turn.
+
+        Args:
+            sampled: ids of the turn, as the engine gave them.
+            messages: what the environment answered.
+        Raises: ValueError when the template refuses the messages.
+        """
+        tokens = self._encode(self._joint(messages))
+        is_closed = bool(sampled) and sampled[-1] in self._stops
+        return tokens[1:] if is_closed else tokens
+
+    def responses(self, completions: Iterable[Completion]) -> list[Response]:
+        """Return finished turns as environments get them, decoded together."""
+        completions = list(completions)
+        bodies = [c.tokens[:-1] if c.tokens and c.tokens[-1] in self._stops else c.tokens
+                  for c in completions]
+        texts = self.tokenizer.batch_decode(bodies, skip_special_tokens=True)
+        if self._parser is None:
+            return [Response(text, is_truncated=c.is_truncated)
+                    for text, c in zip(texts, completions)]
+        # The marks of a call are special tokens in some vocabularies.
+        marked = self.tokenizer.batch_decode(bodies, skip_special_tokens=False)
+        return [Response(text, self._parser(raw), c.is_truncated)
+                for text, raw, c in zip(texts, marked, completions)]
+
+    # ---------------------------------------------------------------- what the template does
+
+    def _encode(self, text: str) -> list[int]:
+        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    def _opening_text(self, messages: list[Message], *, tools: list[dict] | None) -> str:
+        return render(messages, self.tokenizer, template="auto", tools=tools, where=_WHERE,
+                      opens_reply=messages[-1]["role"] != "assistant")
+
+    def _rendered(self, messages: list[Message], **options: Any) -> str:
+        return apply_template(messages, self.tokenizer, where=_WHERE, tools=None, **options)
+
+    def _joint(self, messages: list[Message]) -> str:
+        """Return the text between a reply and the next one, the reply's closing included."""
+        text = self._rendered([*_stand_in(), *messages], add_generation_prompt=True)
+        before, mark, after = text.partition(_REPLY)
+        if not mark:
+            raise ValueError(f"{_WHERE}: the chat template leaves a reply out when "
+                             f"{_roles(messages)} follow, so nothing can be appended to it")
+        return after
+
+    def _check_closing(self) -> None:
+        closing = self._rendered(_stand_in()).partition(_REPLY)[2]
+        tokens = self._encode(closing)
+        if tokens and tokens[0] in self._stops:
+            return
+        names = self.tokenizer.convert_ids_to_tokens(sorted(self._stops))
+        shown = self.tokenizer.convert_ids_to_tokens(tokens[:1]) or ["nothing"]
+        raise ValueError(
+            f"{_WHERE}: the chat template closes a reply by {closing[:_SHOWN_CHARS]!r}, whose "
+            f"first token {shown[0]!r} does not stop the engine (it stops at "
+            f"{', '.join(map(repr, names))}); the policy would write the other side's turns too. "
+            f"Add it to sampling.stop_token_ids"
+            + (f": {tokens[0]}" if tokens else ", or use a chat template that closes replies"))
+
+    def _check_answer(self, messages: list[Message]) -> None:
+        try:
+            self._joint(messages)
+        except ValueError as error:
+            raise ValueError(f"{error}\nThat was a reply answered by {_roles(messages)}. A "
+                             "template without tool messages takes the environment `tools` with "
+                             "reply_role=user") from None
+
+    def _heads(self) -> list[list[Message]]:
+        user = [{"role": "user", "content": "begin"}]
+        system = [{"role": "system", "content": "rules"}, *user]
+        try:
+            self._opening_text(system, tools=self.tools)
+        except ValueError:  # Gemma's has no system turn: an environment cannot use one either
+            return [user]
+        return [user, system]
+
+    def _check_rewriting(self, head: list[Message], messages: list[Message]) -> None:
+        """Compare a conversation as it is kept here with the template's rendering of it."""
+        replies = ["first", "<think>\nwhy\n</think>\n\nsecond", "third"]
+        kept, whole = self._opening_text(head, tools=self.tools), list(head)
+        for reply in replies:
+            kept += reply + self._joint(messages)
+            whole += [{"role": "assistant", "content": reply}, *messages]
+        try:
+            theirs = self._opening_text(whole, tools=self.tools)
+        except ValueError as error:
+            raise ValueError(f"{error}\nThat was a conversation of replies, each answered by "
+                             f"{_roles(messages)}. {_KEEP}") from None
+        if kept != theirs:
+            raise ValueError(_difference(kept, theirs, messages))
+
+
+def make_chat(
+    options: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, *,
+    stop_token_ids: Collection[int], tools: list[dict], tool_parser: str,
+) -> Chat:
+    """Make the Chat of a run.
+
+    Args:
+        options: rollout.environment, of which `rewrites` is for this.
+        stop_token_ids: ids that end a response in the engine.
+        tools, tool_parser: of the environment, as RewardPool has them after `start`.
+    Raises: ValueError as Chat and make_parser.
+    """
+    parser = make_parser(tool_parser, tokenizer) if tool_parser else None
+    return Chat(tokenizer, stop_token_ids=stop_token_ids, tools=tools, parser=parser,
+                rewrites=options.get("rewrites", "refuse"))
+
+
+def _probes(*, has_tools: bool) -> list[list[Message]]:
+    """Return what an environment may answer, one of each kind."""
+    user = [{"role": "user", "content": "more"}]
+    if not has_tools:
+        return [user]
+    tool = {"role": "tool", "name": "probe", "content": "more", "tool_call_id": "call00001"}
+    return [user, [tool], [tool, dict(tool, tool_call_id="call00002")]]
+
+
+def _stand_in() -> list[Message]:
+    return [{"role": "user", "content": "begin"}, {"role": "assistant", "content": _REPLY}]
+
+
+def _roles(messages: list[Message]) -> str:
+    return " and ".join(f"a {m['role']} message" for m in messages)
+
+
+def _difference(kept: str, theirs: str, messages: list[Message]) -> str:
+    at = len(os.path.commonprefix([kept, theirs]))
+    begin = max(0, at - _SHOWN_CHARS // 2)
+    ours, other = (t[begin : at + _SHOWN_CHARS] for t in (kept, theirs))
+    return (f"{_WHERE}: the chat template rewrites earlier turns once {_roles(messages)} follow: "
+            f"what read\n  {ours!r}\nbecomes\n  {other!r}\nThe policy would be shown what it did "
+            f"not sample. {_KEEP}")

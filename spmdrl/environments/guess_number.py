@@ -1,0 +1,68 @@
+"""A number guessing game of several turns."""
+
+from __future__ import annotations
+
+import random
+import re
+
+from spmdrl.environments.protocol import Message, Response, Turn, opening_messages
+
+_NUMBER = re.compile(r"-?\d+")
+
+
+class GuessNumber:
+    """The policy guesses a number and is told whether the secret is higher or lower.
+
+    The last whole number of a response is the guess. The reward is 1 for the first guess being
+    right, `turn_cost` less for each further turn, and 0 for none being right.
+
+    The rows: `task:guess_number` makes them. Any other row with a prompt does: `answer` is the
+    secret if it is there, else the secret is drawn from the prompt, so that all samples of a
+    group look for the same number.
+
+    Args:
+        low: smallest secret. high: largest secret. For rows without an answer.
+        max_turns: guesses per episode.
+        turn_cost: of each turn after the first; at most 1 / max_turns.
+    """
+
+    def __init__(
+        self, *, low: int = 1, high: int = 100, max_turns: int = 8, turn_cost: float = 0.05
+    ):
+        if low >= high:
+            raise ValueError(f"low: must be below high, got {low} and {high}")
+        if max_turns < 1:
+            raise ValueError(f"max_turns: must be at least 1, got {max_turns}")
+        if not 0 <= turn_cost * max_turns <= 1:
+            raise ValueError(f"turn_cost: must be from 0 to 1 / max_turns = {1 / max_turns:g}, so "
+                             f"that a late success is worth more than none, got {turn_cost}")
+        self.low, self.high, self.max_turns, self.turn_cost = low, high, max_turns, turn_cost
+        self.secret, self.turns = low, 0
+
+    def reset(self, row: dict) -> list[Message]:
+        """Choose the secret and open with the row's prompt."""
+        messages = opening_messages(row)
+        if row.get("answer") not in (None, ""):
+            self.secret = int(row["answer"])
+        else:
+            draw = random.Random(str(messages[-1]["content"]))
+            self.secret = draw.randint(self.low, self.high)
+        return messages
+
+    def step(self, response: Response) -> Turn:
+        """Compare the guess with the secret; info has `solved` and, at the end, `turns`."""
+        self.turns += 1
+        found = _NUMBER.findall(response.text)
+        guess = int(found[-1][:20]) if found else None
+        if guess == self.secret and not response.is_truncated:
+            return self._end(reward=1.0 - self.turn_cost * (self.turns - 1), solved=1.0)
+        if self.turns >= self.max_turns or response.is_truncated:
+            return self._end(reward=0.0, solved=0.0)
+        if guess is None:
+            answer = "no number"
+        else:
+            answer = "higher" if guess < self.secret else "lower"
+        return Turn(messages=[{"role": "user", "content": answer}])
+
+    def _end(self, *, reward: float, solved: float) -> Turn:
+        return Turn(is_done=True, reward=reward, info={"solved": solved, "turns": self.turns})

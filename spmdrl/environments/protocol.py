@@ -1,0 +1,100 @@
+"""What an environment is: it opens a conversation, and answers one response at a time.
+
+An environment object lives for one episode and is PICKLED AFTER EVERY CALL. It travels with each
+turn to whichever worker process is free, so that a killed worker costs one episode and nothing
+else, any worker can serve any turn, and unfinished episodes go into a checkpoint as bytes. So:
+
+- keep only the episode's own state in attributes: text, numbers, plain containers, objects that
+  pickle. No open file, socket, lock, thread, generator, lambda or event loop;
+- keep what is large and never changes (a corpus, a compiled grammar) out of them: in a module
+  variable or behind `functools.cache`, filled by `prepare`;
+- do not rely on the identity of objects or on module variables that a turn changed.
+
+What does not pickle is refused, with the attribute's name: at start if the constructor puts it
+there, else as a failure of its episode.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+Message = dict[str, Any]
+"""{"role": ..., "content": text}, and what else the chat template knows (`name`, ...)."""
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """One call that the policy wrote."""
+
+    name: str
+    """Empty when it could not be read."""
+    arguments: dict[str, Any]
+    error: str = ""
+    """Why it cannot be read; empty for a call that can."""
+
+
+@dataclass(frozen=True)
+class Response:
+    """What the policy sampled in one turn."""
+
+    text: str
+    """Decoded, special tokens left out."""
+    tool_calls: tuple[ToolCall, ...] = ()
+    """Read from the text by the run's tool-call parser, in order; malformed ones included."""
+    is_truncated: bool = False
+    """Cut at a length limit: no further turn of the policy follows, whatever is answered."""
+
+
+@dataclass(frozen=True)
+class Turn:
+    """An environment's answer to one response."""
+
+    messages: list[Message] = field(default_factory=list)
+    """To append before the policy goes on: user or tool messages, at least one. Of a turn that
+    is done nobody would read them, and they are dropped."""
+    is_done: bool = False
+    reward: float = 0.0
+    """Added to the episode's reward."""
+    info: dict[str, float] = field(default_factory=dict)
+    """Numbers that become metrics."""
+
+
+class Environment(Protocol):
+    """One episode. Made by calling the class (or a function) with the run's options; `reset`
+    comes once, then `step` until a turn is done. Both may be `async`; each call then runs in an
+    event loop of its own.
+
+    Optional: `prepare()`, called once per worker before any deadline runs, for slow imports and
+    files to read; `tools`, a list of tool descriptions for the chat template, the same for all
+    episodes; `tool_parser`, which format of tool calls to read (see `tool_calls`; `auto` if there
+    are tools, else none); `is_graded`, whether the grader of a generated task scores the last
+    response (default False: the task then only makes the rows; what rewards.functions names
+    always scores it).
+    """
+
+    def reset(self, row: dict) -> list[Message]:
+        """Open the conversation. With a parameter `seed` it is also given the episode's seed,
+        a 63-bit integer that is the same in a resumed run.
+
+        Args:
+            row: the data row, see `data.rows`.
+        Returns: messages up to the policy's first turn; may be the row's own prompt, see
+            `opening_messages`.
+        """
+
+    def step(self, response: Response) -> Turn:
+        """Answer a response. A truncated one should end the episode: it cannot go on."""
+
+
+def opening_messages(row: dict) -> list[Message]:
+    """Return a row's own prompt as messages.
+
+    Raises: ValueError when the row has none.
+    """
+    from spmdrl.data.rows import prompt_of
+
+    prompt = prompt_of(row)
+    if not prompt:
+        raise ValueError(f"the row has no prompt; it has {', '.join(map(str, row))}")
+    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)

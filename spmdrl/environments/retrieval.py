@@ -1,0 +1,113 @@
+"""Search in a local corpus: BM25 over a JSONL file."""
+
+from __future__ import annotations
+
+import functools
+import heapq
+import json
+import math
+import re
+from array import array
+from collections import Counter, defaultdict
+from pathlib import Path
+
+_WORD = re.compile(r"\w+")
+_K1, _B = 1.2, 0.75
+
+
+class Index:
+    """An inverted index with BM25 scores.
+
+    Source: Robertson and Zaragoza 2009, "The probabilistic relevance framework", eq. 3.15, with
+    k1 = 1.2, b = 0.75 and the idf of Lucene, log(1 + (N - n + 0.5) / (n + 0.5)), which is never
+    negative.
+
+    Args:
+        texts: one per document.
+    """
+
+    def __init__(self, texts: list[str]):
+        self._documents: dict[str, array] = defaultdict(lambda: array("L"))
+        self._counts: dict[str, array] = defaultdict(lambda: array("L"))
+        lengths = []
+        for i, text in enumerate(texts):
+            words = Counter(_words(text))
+            lengths.append(sum(words.values()))
+            for word, count in words.items():
+                self._documents[word].append(i)
+                self._counts[word].append(count)
+        mean = sum(lengths) / max(1, len(lengths)) or 1.0
+        self._penalty = [_K1 * (1 - _B + _B * length / mean) for length in lengths]
+
+    def search(self, query: str, *, count: int) -> list[tuple[int, float]]:
+        """Return up to `count` (document, score) pairs, best first; equal ones in order."""
+        scores: dict[int, float] = defaultdict(float)
+        total = len(self._penalty)
+        for word in sorted(set(_words(query)) & self._documents.keys()):
+            found = self._documents[word]
+            idf = math.log(1 + (total - len(found) + 0.5) / (len(found) + 0.5))
+            for i, times in zip(found, self._counts[word]):
+                scores[i] += idf * times * (_K1 + 1) / (times + self._penalty[i])
+        return heapq.nsmallest(count, scores.items(), key=lambda pair: (-pair[1], pair[0]))
+
+
+def _words(text: str) -> list[str]:
+    return _WORD.findall(text.lower())
+
+
+class Search:
+    """The tool `search`: returns the passages of a corpus that match a query best.
+
+    Args:
+        corpus: a JSONL file whose rows have `text`, and `title` if they like. Every worker
+            process holds it in memory.
+        results: passages per query.
+        max_chars: longest passage shown.
+    """
+
+    name = "search"
+
+    def __init__(self, *, corpus: str, results: int = 3, max_chars: int = 600):
+        if not Path(corpus).expanduser().is_file():
+            raise ValueError(f"corpus: no such file {corpus!r} (looked from {Path.cwd()})")
+        if results < 1 or max_chars < 1:
+            raise ValueError(f"results and max_chars: must be at least 1, got {results}, "
+                             f"{max_chars}")
+        self.corpus, self.results, self.max_chars = corpus, results, max_chars
+
+    def prepare(self) -> None:
+        """Read the corpus and index it."""
+        _corpus(self.corpus)
+
+    def __call__(self, query: str) -> str:
+        """Search a collection of texts and return the passages that match best.
+
+        Args:
+            query: A few words to look for.
+        """
+        titles, texts, index = _corpus(self.corpus)
+        found = index.search(query, count=self.results)
+        if not found:
+            return "No passage matches."
+        shown = [f"[{n}] {titles[i]}{texts[i][: self.max_chars]}"
+                 for n, (i, _) in enumerate(found, start=1)]
+        return "\n\n".join(shown)
+
+
+@functools.lru_cache(maxsize=4)
+def _corpus(place: str) -> tuple[list[str], list[str], Index]:
+    titles, texts = [], []
+    with Path(place).expanduser().open(encoding="utf-8") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+                texts.append(str(row["text"]))
+            except (json.JSONDecodeError, KeyError, TypeError) as error:
+                raise ValueError(f"{place}:{number}: expected a JSON object with `text`: "
+                                 f"{type(error).__name__}: {error}") from None
+            titles.append(f"{row['title']}: " if row.get("title") else "")
+    if not texts:
+        raise ValueError(f"{place}: the corpus is empty")
+    return titles, texts, Index([t + x for t, x in zip(titles, texts)])

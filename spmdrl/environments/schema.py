@@ -1,0 +1,142 @@
+"""Descriptions of typed Python functions for chat templates, and checks of arguments.
+
+The descriptions are those of `transformers.utils.get_json_schema` (a test compares them), which
+imports torch: too heavy for worker processes.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import re
+import types
+from collections.abc import Callable
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from spmdrl.imports import nearest
+
+_TYPES = {int: "integer", float: "number", str: "string", bool: "boolean", type(None): "null",
+          list: "array", dict: "object"}
+_CHECKS: dict[str, Callable[[Any], bool]] = {
+    "integer": lambda v: isinstance(v, int) and not isinstance(v, bool),
+    "number": lambda v: isinstance(v, (int, float)) and not isinstance(v, bool)
+    and math.isfinite(v),
+    "string": lambda v: isinstance(v, str),
+    "boolean": lambda v: isinstance(v, bool),
+    "null": lambda v: v is None,
+    "array": lambda v: isinstance(v, list),
+    "object": lambda v: isinstance(v, dict),
+}
+_SECTION = re.compile(r"\n\s*(Args|Returns|Raises):", re.IGNORECASE)
+_ARGUMENT = re.compile(r"\s*(\w+):\s*(.*)")
+
+
+def describe(function: Callable[..., Any], *, name: str = "") -> dict[str, Any]:
+    """Return a function's description for a chat template.
+
+    Args:
+        function: with type hints and a docstring whose `Args:` describe each parameter.
+        name: to show instead of the function's own.
+    Raises: ValueError naming the parameter without hint or description, or the missing
+        docstring: the policy knows of a tool what this says and nothing else.
+    """
+    name = name or function.__name__
+    doc = inspect.getdoc(function)
+    if not doc:
+        raise ValueError(f"tool {name}: has no docstring; the policy is told what it says")
+    summary, told = _read_docstring(doc)
+    hints = get_type_hints(function)
+    properties, required = {}, []
+    for parameter in inspect.signature(function).parameters.values():
+        place = f"tool {name}, parameter {parameter.name}"
+        if parameter.name not in hints:
+            raise ValueError(f"{place}: has no type hint")
+        if parameter.name not in told:
+            raise ValueError(f"{place}: is not described under `Args:` of the docstring")
+        properties[parameter.name] = _schema_of(hints[parameter.name], place=place) | {
+            "description": told[parameter.name]}
+        if parameter.default is inspect.Parameter.empty:
+            required.append(parameter.name)
+    parameters: dict[str, Any] = {"type": "object", "properties": properties}
+    if required:
+        parameters["required"] = required
+    return {"type": "function",
+            "function": {"name": name, "description": summary, "parameters": parameters}}
+
+
+def _read_docstring(doc: str) -> tuple[str, dict[str, str]]:
+    """Return the text before the sections, and {parameter: description}."""
+    pieces = _SECTION.split(doc)
+    told: dict[str, str] = {}
+    for title, body in zip(pieces[1::2], pieces[2::2]):
+        if title != "Args":
+            continue
+        lines = [line for line in body.splitlines() if line.strip()]
+        margin = min((len(line) - len(line.lstrip()) for line in lines), default=0)
+        last = ""
+        for line in lines:
+            found = _ARGUMENT.fullmatch(line)
+            if found and len(line) - len(line.lstrip()) == margin:
+                last = found[1]
+                told[last] = found[2].strip()
+            elif last:
+                told[last] += " " + line.strip()
+    return pieces[0].strip(), told
+
+
+def _schema_of(hint: Any, *, place: str) -> dict[str, Any]:
+    if hint is Any:
+        return {}
+    if hint in _TYPES:
+        return {"type": _TYPES[hint]}
+    origin, given = get_origin(hint), get_args(hint)
+    if origin is Literal:
+        kinds = {_TYPES.get(type(value)) for value in given}
+        if len(kinds) == 1 and None not in kinds:
+            return {"type": kinds.pop(), "enum": list(given)}
+    if origin is list:
+        return {"type": "array", "items": _schema_of(given[0], place=place)}
+    if origin is dict:
+        return {"type": "object", "additionalProperties": _schema_of(given[1], place=place)}
+    if origin in (Union, types.UnionType):
+        some = [_schema_of(part, place=place) for part in given if part is not type(None)]
+        schema = some[0] if len(some) == 1 else (
+            {"type": sorted(s["type"] for s in some)} if all(set(s) == {"type"} for s in some)
+            else {"anyOf": some})
+        return schema | ({"nullable": True} if type(None) in given else {})
+    raise ValueError(f"{place}: type {hint} cannot be described to a model; use str, int, float, "
+                     "bool, list, dict, Literal, or unions of these")
+
+
+def argument_problem(arguments: dict[str, Any], schema: dict[str, Any]) -> str:
+    """Return why arguments do not fit a description's `parameters`; empty when they do."""
+    properties = schema["properties"]
+    for name in arguments:
+        if name not in properties:
+            return f"unknown argument {name!r}{nearest(name, properties)}"
+    for name in schema.get("required", ()):
+        if name not in arguments:
+            return f"argument {name!r} is missing"
+    for name, value in arguments.items():
+        problem = _value_problem(value, properties[name])
+        if problem:
+            return f"argument {name!r}: {problem}"
+    return ""
+
+
+def _value_problem(value: Any, schema: dict[str, Any]) -> str:
+    if value is None and schema.get("nullable"):
+        return ""
+    if "anyOf" in schema:
+        problems = [_value_problem(value, part) for part in schema["anyOf"]]
+        return "" if "" in problems else " or ".join(problems)
+    kinds = schema.get("type", ())
+    kinds = [kinds] if isinstance(kinds, str) else kinds
+    if kinds and not any(_CHECKS[kind](value) for kind in kinds):
+        return f"expected {' or '.join(kinds)}, got {value!r:.60}"
+    if "enum" in schema and value not in schema["enum"]:
+        return f"must be one of {', '.join(map(repr, schema['enum']))}, got {value!r:.60}"
+    inner = schema.get("items") if isinstance(value, list) else schema.get("additionalProperties")
+    parts = value if isinstance(value, list) else (
+        value.values() if isinstance(value, dict) else ())
+    return next(filter(None, (_value_problem(part, inner) for part in parts)), "") if inner else ""

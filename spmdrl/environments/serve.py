@@ -1,0 +1,214 @@
+"""Serve environments in a worker process: bytes in, one turn, bytes out."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import pickle
+from collections.abc import Mapping
+from typing import Any
+
+from spmdrl.imports import construct, import_object, nearest
+from spmdrl.rewards.signatures import BadValue, finite, ran
+from spmdrl.environments.protocol import Message, Response, Turn
+
+FIELD = "rollout.environment"
+_HERE = "spmdrl.environments."
+BUILT_IN = {
+    "tools": f"{_HERE}tools:ToolEnvironment",
+    "guess_number": f"{_HERE}guess_number:GuessNumber",
+    "task": f"{_HERE}adapters:TaskEnvironment",
+    "gym": f"{_HERE}adapters:GymEnvironment",
+    "verifiers": f"{_HERE}verifiers:VerifiersEnvironment",
+}
+"""Environments that come with the program, by their short names."""
+_RESERVED = ("name", "rewrites")  # `rewrites` is for the conversation
+_MAX_BYTES = 16 * 2**20
+"""Largest pickled environment. It is sent twice in every turn: beyond this the pipes would be
+what a run waits for."""
+_ROLES = ("user", "tool", "system")
+_DEPTH = 4
+
+
+class BadTurn(BadValue):
+    """An environment returned something that cannot be used."""
+
+
+def environment_problems(options: Mapping[str, Any]) -> list[str]:
+    """Return what is wrong with rollout.environment, as far as it shows without importing.
+
+    Returns: `field: what, value seen` each; none for an empty mapping.
+    """
+    problems, name = [], options.get("name")
+    if not options:
+        return problems
+    if not isinstance(name, str) or not name:
+        problems.append(f"{FIELD}.name: expected the name of an environment ({', '.join(BUILT_IN)},"
+                        f" `module:Class` or `path/file.py:Class`), got {name!r}")
+    elif ":" not in name and name not in BUILT_IN:
+        problems.append(f"{FIELD}.name: unknown name {name!r}{nearest(name, BUILT_IN)}; or give "
+                        "`module:Class` or `path/file.py:Class`")
+    if options.get("rewrites", "refuse") not in ("refuse", "keep"):
+        problems.append(f"{FIELD}.rewrites: must be refuse or keep, got {options['rewrites']!r}")
+    return problems
+
+
+def check_environment(options: Mapping[str, Any], row: dict) -> None:
+    """Load an environment and open one episode here, as a worker will.
+
+    Raises: ValueError when that fails.
+    """
+    server = EnvironmentServer(options)
+    try:
+        server.open(row, seed=0)
+    except Exception as error:  # the user's code
+        raise ValueError(f"{FIELD}: {options['name']} cannot open the first row of data.train: "
+                         f"{type(error).__name__}: {error}") from error
+
+
+class EnvironmentServer:
+    """Opens episodes of one environment and plays their turns.
+
+    Args:
+        options: rollout.environment: `name`, `rewrites` (see `conversation`), and the keyword
+            options of its constructor. The name is one of BUILT_IN, `module:Class` or
+            `path/file.py:Class`.
+    Raises (on construction): ValueError for an unknown name or option, an environment without
+        `reset` and `step`, or one that does not pickle.
+    """
+
+    def __init__(self, options: Mapping[str, Any]):
+        for problem in environment_problems(options):
+            raise ValueError(problem)
+        name = options["name"]
+        self._make = import_object(name, known=BUILT_IN, kind="Class", field=f"{FIELD}.name")
+        self._options = {k: v for k, v in options.items() if k not in _RESERVED}
+        first = construct(self._make, self._options, field=FIELD)
+        for method in ("reset", "step"):
+            if not callable(getattr(first, method, None)):
+                raise ValueError(f"{FIELD}.name: {name} makes a {type(first).__name__}, which has "
+                                 f"no method `{method}`; see spmdrl/environments/protocol.py")
+        try:
+            pack(first)
+        except BadTurn as error:
+            raise ValueError(f"{FIELD}.name: {name}: {error}") from error
+        prepare = getattr(first, "prepare", None)
+        if callable(prepare):
+            prepare()
+        self.tools = _checked_tools(getattr(first, "tools", None), name=name)
+        self.tool_parser = str(getattr(first, "tool_parser", "auto" if self.tools else ""))
+        self.is_graded = bool(getattr(first, "is_graded", False))
+        self._wants_seed = "seed" in inspect.signature(first.reset).parameters
+
+    def open(self, row: dict, *, seed: int) -> tuple[bytes, Turn]:
+        """Begin an episode.
+
+        Returns: the pickled environment, and a turn with the opening messages.
+        Raises: BadTurn, or whatever the environment raises.
+        """
+        environment = self._make(**self._options)
+        given = {"seed": seed} if self._wants_seed else {}
+        messages = ran(environment.reset(row, **given))
+        turn = Turn(messages=_checked_messages(messages, roles=(*_ROLES, "assistant")))
+        return pack(environment), turn
+
+    def turn(self, environment: bytes, response: Response) -> tuple[bytes, Turn]:
+        """Play one turn.
+
+        Returns: the pickled environment, empty when the episode is done, and its answer.
+        Raises: BadTurn, or whatever the environment raises.
+        """
+        live = pickle.loads(environment)
+        turn = checked_turn(ran(live.step(response)))
+        return b"" if turn.is_done else pack(live), turn
+
+
+def pack(environment: Any) -> bytes:
+    """Pickle an environment.
+
+    Raises: BadTurn naming the attribute that cannot be pickled, or the largest one above 16 MiB.
+    """
+    try:
+        data = pickle.dumps(environment, protocol=pickle.HIGHEST_PROTOCOL)
+    except Exception as error:  # __reduce__ and __getstate__ are the user's code
+        place = _culprit(environment, type(environment).__name__, depth=_DEPTH)
+        raise BadTurn(f"{place} cannot be pickled ({type(error).__name__}: {error}), and an "
+                      "environment travels with every turn; keep such things in a module "
+                      "variable or make them anew when used") from error
+    if len(data) > _MAX_BYTES:
+        sizes = {name: len(pickle.dumps(value)) for name, value in _parts(environment).items()}
+        largest = max(sizes, key=sizes.get, default="")
+        raise BadTurn(f"{type(environment).__name__} pickles to {len(data)} bytes, above "
+                      f"{_MAX_BYTES}; most of it is {largest!r}. It travels with every turn: keep "
+                      "large constant things in a module variable, filled by `prepare`")
+    return data
+
+
+def _culprit(value: Any, place: str, *, depth: int) -> str:
+    """Return the place of the innermost thing that does not pickle, e.g. `Game.client._lock`."""
+    for name, part in _parts(value).items() if depth else ():
+        try:
+            pickle.dumps(part, protocol=pickle.HIGHEST_PROTOCOL)
+        except Exception:  # as in `pack`
+            inner = f"{place}.{name}" if isinstance(name, str) and not isinstance(
+                value, Mapping) else f"{place}[{name!r}]"
+            return _culprit(part, inner, depth=depth - 1)
+    return f"{place} ({type(value).__name__})"
+
+
+def _parts(value: Any) -> dict[Any, Any]:
+    if isinstance(value, Mapping):
+        return dict(value)
+    if isinstance(value, (list, tuple)):
+        return dict(enumerate(value))
+    if isinstance(value, type) or inspect.isroutine(value):  # these go by name, or not at all
+        return {}
+    return dict(getattr(value, "__dict__", {}))
+
+
+def checked_turn(turn: Any) -> Turn:
+    """Return a turn whose fields are what they should be.
+
+    Raises: BadTurn saying which is not.
+    """
+    if not isinstance(turn, Turn):
+        raise BadTurn(f"`step` must return a Turn, got {turn!r:.100} ({type(turn).__name__})")
+    numbers = {"reward": turn.reward} | {f"info[{k!r}]": v for k, v in turn.info.items()}
+    for name, value in numbers.items():
+        try:
+            numbers[name] = finite(value)
+        except BadValue as error:
+            raise BadTurn(f"{name}: {error}") from None
+    reward, *values = numbers.values()
+    is_done = bool(turn.is_done)
+    messages = [] if is_done else _checked_messages(turn.messages, roles=_ROLES)
+    return Turn(messages=messages, is_done=is_done, reward=reward,
+                info=dict(zip(map(str, turn.info), values)))
+
+
+def _checked_messages(messages: Any, *, roles: tuple[str, ...]) -> list[Message]:
+    if not isinstance(messages, (list, tuple)) or not messages:
+        raise BadTurn(f"messages must be a list of at least one message, got {messages!r:.100}; "
+                      "without one the policy would answer itself")
+    for i, message in enumerate(messages):
+        if not isinstance(message, dict) or not isinstance(message.get("content"), str):
+            raise BadTurn(f"messages[{i}]: expected a dict with `role` and `content` (text), got "
+                          f"{message!r:.100}")
+        if message.get("role") not in roles:
+            raise BadTurn(f"messages[{i}]: role {message.get('role')!r} must be one of "
+                          f"{', '.join(roles)}; the assistant's turns are the policy's")
+    try:
+        # Plain values only: the other side does not import the user's modules.
+        return json.loads(json.dumps(messages))
+    except (TypeError, ValueError) as error:
+        raise BadTurn(f"messages must hold plain values (text, numbers, lists): {error}") from None
+
+
+def _checked_tools(tools: Any, *, name: str) -> list[dict[str, Any]]:
+    tools = list(tools or [])
+    try:
+        json.dumps(tools)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{FIELD}.name: {name}: its `tools` must be descriptions for the chat "
+                         f"template, see environments/schema.py: {error}") from error
+    return tools

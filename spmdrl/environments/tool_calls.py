@@ -1,0 +1,112 @@
+"""Read the tool calls out of what the policy sampled. Runs on the engine's leader.
+
+The formats of Hermes and Qwen, and of Llama 3, are read here: vLLM's parsers for them take a
+malformed call for plain text and log a traceback for each, and a policy that is still learning
+writes many. All other formats are vLLM's own parsers, by name.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from spmdrl.imports import nearest
+from spmdrl.environments.protocol import ToolCall
+
+Parser = Callable[[str], tuple[ToolCall, ...]]
+"""From a response's text, special tokens included but for the one that ended it."""
+
+_HERMES = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
+_PYTHON_TAG = "<|python_tag|>"
+_VLLM = "vllm:"
+
+
+def make_parser(name: str, tokenizer: PreTrainedTokenizerBase) -> Parser:
+    """Return the parser of a format.
+
+    Args:
+        name: `hermes` (also Qwen 2.5 and 3), `llama3`, `vllm:NAME` for one of vLLM's own, or
+            `auto`: the one whose markers stand in the chat template.
+    Raises: ValueError for an unknown name, or when `auto` recognises nothing.
+    """
+    if name == "auto":
+        name = _recognised(tokenizer)
+    if name.startswith(_VLLM):
+        from spmdrl.engine.tool_parsers import vllm_parser
+
+        return vllm_parser(name.removeprefix(_VLLM), tokenizer)
+    if name not in _PARSERS:
+        raise ValueError(f"tool parser: unknown name {name!r}{nearest(name, [*_PARSERS, 'auto'])}; "
+                         "or vllm:NAME for one of vLLM's")
+    return _PARSERS[name]
+
+
+def _recognised(tokenizer: PreTrainedTokenizerBase) -> str:
+    template = str(tokenizer.chat_template or "")
+    # Qwen3-Coder writes XML between the same tags.
+    if "<tool_call>" in template and "<function=" not in template:
+        return "hermes"
+    if _PYTHON_TAG in template or '{"name": function name, "parameters"' in template:
+        return "llama3"
+    raise ValueError("tool parser: auto knows the formats of Hermes/Qwen and Llama 3, and the "
+                     "chat template shows neither; name one: hermes, llama3, vllm:NAME")
+
+
+def hermes(text: str) -> tuple[ToolCall, ...]:
+    """Read `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, any number of them.
+
+    What stands outside the tags is no call. The last call may lack its closing tag.
+    """
+    if "<tool_call>" not in text:
+        return ()
+    return tuple(_call_of_json(found.strip()) for found in _HERMES.findall(text))
+
+
+def llama3(text: str) -> tuple[ToolCall, ...]:
+    """Read `{"name": ..., "parameters": {...}}`, several separated by `;`, a python tag before.
+
+    JSON objects with a name and arguments are calls wherever they stand. A response that begins
+    like a call and holds none is a malformed one.
+    """
+    calls, at, decoder = [], 0, json.JSONDecoder()
+    while (at := text.find("{", at)) >= 0:
+        try:
+            value, at = decoder.raw_decode(text, at)
+        except (json.JSONDecodeError, RecursionError):
+            at += 1
+            continue
+        if "name" in value and ("parameters" in value or "arguments" in value):
+            calls.append(_call_of(value))
+    begin = text.lstrip()
+    if not calls and begin.startswith((_PYTHON_TAG, '{"name"', "{'name'")):
+        return (_call_of_json(begin.removeprefix(_PYTHON_TAG).strip()),)
+    return tuple(calls)
+
+
+def _call_of_json(text: str) -> ToolCall:
+    try:
+        value = json.loads(text)
+    except (json.JSONDecodeError, RecursionError) as error:
+        return ToolCall("", {}, error=f"not valid JSON ({error}): {text[:100]}")
+    return _call_of(value)
+
+
+def _call_of(value: Any) -> ToolCall:
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+        return ToolCall("", {}, error='expected a JSON object with "name" and "arguments"')
+    arguments = value.get("arguments", value.get("parameters", {}))
+    if isinstance(arguments, str):  # as OpenAI's API has them
+        try:
+            arguments = json.loads(arguments)
+        except json.JSONDecodeError:
+            arguments = None
+    if not isinstance(arguments, dict):
+        return ToolCall(value["name"], {}, error='"arguments" must be a JSON object')
+    return ToolCall(value["name"], arguments)
+
+
+_PARSERS: dict[str, Parser] = {"hermes": hermes, "llama3": llama3}

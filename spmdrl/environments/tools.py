@@ -1,0 +1,210 @@
+"""Tools that the policy calls between its turns, and the environment that runs them."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from spmdrl.imports import construct, import_object
+from spmdrl.rewards.signatures import ran
+from spmdrl.environments.protocol import Message, Response, ToolCall, Turn, opening_messages
+from spmdrl.environments.schema import argument_problem, describe
+
+_HERE = "spmdrl.environments."
+BUILT_IN = {
+    "calculator": f"{_HERE}calculator:calculator",
+    "search": f"{_HERE}retrieval:Search",
+    "python": f"{_HERE}python_tool:Python",
+}
+"""Tools that come with the program, by their short names."""
+_REPLY_ROLES = ("tool", "user")
+_TOLD = """You may call these tools:
+{}
+To call one, write <tool_call>{{"name": ..., "arguments": {{...}}}}</tool_call>. The next message \
+holds what it returned.
+
+"""
+
+
+class BrokenTool(Exception):
+    """Raised by a tool that cannot work, through no fault of the call: the episode fails."""
+
+
+@dataclass(frozen=True)
+class Tool:
+    """A function that the policy may call."""
+
+    name: str
+    call: Callable[..., Any]
+    description: dict[str, Any]
+    """For the chat template, see `schema.describe`."""
+    prepare: Callable[[], None] | None = None
+    """Called once per worker before any deadline runs."""
+
+    def run(self, call: ToolCall) -> tuple[str, bool]:
+        """Return the result as text, and whether the call was good.
+
+        Raises: BrokenTool. What else the tool raises is the policy's to read.
+        """
+        problem = argument_problem(call.arguments, self.description["function"]["parameters"])
+        if problem:
+            return f"Error: {self.name}: {problem}", False
+        try:
+            result = ran(self.call(**call.arguments))
+        except BrokenTool:
+            raise
+        except Exception as error:  # user code; see above
+            return f"Error: {self.name}: {type(error).__name__}: {error}", False
+        return result if isinstance(result, str) else _as_json(result), True
+
+
+def make_tools(specs: Iterable[str] | Mapping[str, Mapping[str, Any]]) -> dict[str, Tool]:
+    """Make tools from what the config names.
+
+    Args:
+        specs: names of BUILT_IN, `module:NAME` or `path/file.py:NAME`; as a mapping, with
+            options for those that are classes. A class is made once per worker process and its
+            `__call__` is the tool, under the class attribute `name` or the class's own name.
+    Returns: {name: tool}.
+    Raises: ValueError for an unknown name or option, or a function without type hints or
+        descriptions.
+    """
+    options = specs if isinstance(specs, Mapping) else dict.fromkeys(specs, {})
+    tools = [_make_tool(spec, dict(given or {})) for spec, given in options.items()]
+    names = [tool.name for tool in tools]
+    if twice := {name for name in names if names.count(name) > 1}:
+        raise ValueError(f"tools: {', '.join(options)} hold two of the name {twice.pop()!r}")
+    return dict(zip(names, tools))
+
+
+def _make_tool(spec: str, options: dict[str, Any]) -> Tool:
+    made = import_object(spec, known=BUILT_IN, kind="function", field="tools")
+    if not inspect.isclass(made):
+        if options:
+            raise ValueError(f"tools.{spec}: is a function and takes no options, got {options}")
+        return Tool(made.__name__, made, describe(made), getattr(made, "prepare", None))
+    live = construct(made, options, field=f"tools.{spec}")
+    name = getattr(live, "name", made.__name__)
+    return Tool(name, live, describe(live.__call__, name=name), getattr(live, "prepare", None))
+
+
+@functools.lru_cache(maxsize=8)
+def _tools_of(key: str) -> dict[str, Tool]:
+    # Tools may be large (a corpus) and do not travel with episodes: one set per process.
+    return make_tools(json.loads(key))
+
+
+class ToolEnvironment:
+    """Runs the tools that the policy calls, until a response calls none.
+
+    That last response is what the run's reward functions score. A malformed call, unknown tool,
+    wrong argument or a tool that raises is answered by an error text, so that the policy can
+    mend it, and counted. Subclass it and override `run` for tools with a state of their own.
+
+    Args:
+        tools: see `make_tools`; or the names in one text, `calculator, my_tools.py:weather`.
+        max_turns: responses per episode; a call in the last one is not run.
+        max_result_chars: a longer result is cut, and says so.
+        parser: format of the calls, see `tool_calls.make_parser`.
+        reply_role: `tool`, or `user` for chat templates that know no tools: then the first
+            user message says what they are and how to call them (as Hermes does), and all
+            results of a turn stand in one user message.
+    """
+
+    is_graded = True
+
+    def __init__(
+        self, *, tools: str | Iterable[str] | Mapping[str, Mapping[str, Any]],
+        max_turns: int = 8, max_result_chars: int = 2000, parser: str = "auto",
+        reply_role: str = "tool",
+    ):
+        if isinstance(tools, str):
+            tools = [name.strip() for name in tools.split(",") if name.strip()]
+        if not tools:
+            raise ValueError("tools: expected names (`a, b` or a list), or a mapping from names "
+                             f"to options; known: {', '.join(BUILT_IN)}")
+        if max_turns < 1:
+            raise ValueError(f"max_turns: must be at least 1, got {max_turns}")
+        if max_result_chars < 100:
+            raise ValueError(f"max_result_chars: must be at least 100, got {max_result_chars}")
+        if reply_role not in _REPLY_ROLES:
+            raise ValueError(f"reply_role: must be tool or user, got {reply_role!r}")
+        self._key = json.dumps(dict(tools) if isinstance(tools, Mapping) else list(tools))
+        self.max_turns, self.max_result_chars = max_turns, max_result_chars
+        self.reply_role, self.turns, self.calls = reply_role, 0, 0
+        is_told = reply_role == "user"
+        self.tool_parser = "hermes" if is_told and parser == "auto" else parser
+        descriptions = [tool.description for tool in _tools_of(self._key).values()]
+        self._preface = _TOLD.format("\n".join(map(json.dumps, descriptions))) if is_told else ""
+
+    @property
+    def tools(self) -> list[dict[str, Any]]:
+        """Return the descriptions for the chat template; none where the first message has them."""
+        tools = _tools_of(self._key).values()
+        return [] if self._preface else [tool.description for tool in tools]
+
+    def prepare(self) -> None:
+        """Let every tool read its files."""
+        for tool in _tools_of(self._key).values():
+            if tool.prepare is not None:
+                tool.prepare()
+
+    def reset(self, row: dict) -> list[Message]:
+        """Open with the row's prompt."""
+        messages = opening_messages(row)
+        at = next((i for i, m in enumerate(messages) if m["role"] == "user"), None)
+        if self._preface and at is not None:
+            messages[at] = dict(messages[at], content=self._preface + messages[at]["content"])
+        return messages
+
+    def step(self, response: Response) -> Turn:
+        """Run the calls of a response.
+
+        Returns: a Turn whose info counts this turn's `tool_calls`, the `malformed_calls` and
+            `tool_errors` among them, and at the end `out_of_turns`, 1 when the last response
+            still called.
+        """
+        self.turns += 1
+        calls = response.tool_calls
+        if not calls or response.is_truncated or self.turns >= self.max_turns:
+            return Turn(is_done=True, info={"out_of_turns": float(bool(calls))})
+        answers = [self._answer(call) for call in calls]
+        return Turn(messages=self._messages([text for text, _ in answers], calls), info={
+            "tool_calls": len(calls),
+            "malformed_calls": sum(bool(call.error) for call in calls),
+            "tool_errors": sum(not ok for (_, ok), c in zip(answers, calls) if not c.error)})
+
+    def run(self, call: ToolCall) -> tuple[str, bool]:
+        """Run one well-formed call; return its result as text, and whether it was good."""
+        tools = _tools_of(self._key)
+        if call.name not in tools:
+            return f"Error: there is no tool {call.name!r}; there are {', '.join(tools)}", False
+        return tools[call.name].run(call)
+
+    def _answer(self, call: ToolCall) -> tuple[str, bool]:
+        if call.error:
+            return f"Error: the tool call cannot be read: {call.error}", False
+        text, is_good = self.run(call)
+        if len(text) > self.max_result_chars:
+            cut = len(text) - self.max_result_chars
+            text = f"{text[: self.max_result_chars]}\n[{cut} more characters left out]"
+        return text, is_good
+
+    def _messages(self, texts: list[str], calls: tuple[ToolCall, ...]) -> list[Message]:
+        if self.reply_role == "user":
+            return [{"role": "user", "content": "\n\n".join(texts)}]
+        messages = []
+        for text, call in zip(texts, calls):
+            self.calls += 1
+            # Nine characters: Mistral's templates refuse other lengths.
+            messages.append({"role": "tool", "name": call.name or "unknown", "content": text,
+                             "tool_call_id": f"call{self.calls % 10**5:05d}"})
+        return messages
+
+
+def _as_json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, default=str)

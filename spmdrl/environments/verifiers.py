@@ -1,0 +1,169 @@
+"""Environments of the `verifiers` package, and those written like them, as far as documented.
+
+What is used of one (none of it imported here): `setup_state(state)`, `env_response(messages,
+state)`, `is_completed`, `system_prompt`, `oai_tools`, and `rubric` with `funcs` and `weights`, or
+with `rubrics` of that kind. Sync or async. Both of the documented forms are
+served: `env_response` returns messages, or messages and state; `is_completed` takes the state,
+or messages and state. Reward functions get by name what they ask for among prompt, completion,
+answer, state, task, info and parser.
+
+Not used: its own client and rollout loop, datasets (rows come from data.train), judges that call
+other models through the loop's client, and reward functions of whole groups.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import json
+import time
+from collections.abc import Callable
+from typing import Any
+
+from spmdrl.imports import construct, import_object
+from spmdrl.rewards.signatures import ran
+from spmdrl.environments.protocol import Message, Response, Turn, opening_messages
+
+_GROUP_PARAMETERS = {"prompts", "completions", "answers", "states", "tasks", "infos"}
+
+
+class VerifiersEnvironment:
+    """An episode of a verifiers environment; what it keeps is the state and the conversation.
+
+    Args:
+        load: `module:function` or `path/file.py:function` that returns the environment, by
+            that package's habit `MODULE:load_environment`. Called once per worker process.
+        load_options: its keyword options.
+        max_turns: responses per episode; 0 leaves the end to the environment.
+    """
+
+    def __init__(
+        self, *, load: str, load_options: dict[str, Any] | None = None, max_turns: int = 0
+    ):
+        if max_turns < 0:
+            raise ValueError(f"max_turns: must be at least 0, got {max_turns}")
+        self.load, self.max_turns = load, max_turns
+        self._options = json.dumps(load_options or {}, sort_keys=True)
+        self.state: dict[str, Any] = {}
+        live = self._live()
+        if not _reward_funcs(live.rubric):
+            raise ValueError(f"load: {load} has a rubric without reward functions")
+        for function, _ in _reward_funcs(live.rubric):
+            grouped = _GROUP_PARAMETERS & set(inspect.signature(function).parameters)
+            if grouped:
+                raise ValueError(f"load: reward function {_name_of(function)} asks for "
+                                 f"{', '.join(sorted(grouped))} of a whole group, which is not "
+                                 "at hand while one episode runs")
+
+    @property
+    def tools(self) -> list[dict[str, Any]]:
+        """Return the environment's tool descriptions."""
+        return list(getattr(self._live(), "oai_tools", None) or [])
+
+    def reset(self, row: dict) -> list[Message]:
+        """Set the state up and open with the row's prompt."""
+        live, prompt = self._live(), opening_messages(row)
+        rules = getattr(live, "system_prompt", None)
+        if rules and prompt[0]["role"] != "system":
+            prompt = [{"role": "system", "content": rules}, *prompt]
+        info = row.get("info") or {}
+        self.state = {
+            "prompt": prompt, "completion": [], "answer": row.get("answer", ""),
+            "task": row.get("task", "default"), "turn": 0, "responses": [], "trajectory": [],
+            "info": json.loads(info) if isinstance(info, str) else info, "input": row,
+            "timing": {"start_time": time.time(), "generation_ms": 0.0, "total_ms": 0.0},
+            "error": None, "final_env_response": None,
+        }
+        if hasattr(live, "setup_state"):
+            self.state = ran(live.setup_state(self.state)) or self.state
+        return prompt
+
+    def step(self, response: Response) -> Turn:
+        """Let the environment answer, or score the episode by its rubric at the end."""
+        live, state = self._live(), self.state
+        state["completion"].append(_assistant_message(response, turn=state["turn"]))
+        # The documented stop conditions count turns by either of these.
+        state["turn"] += 1
+        state["trajectory"].append({"prompt": None, "completion": state["completion"][-1:]})
+        is_last = response.is_truncated or 0 < self.max_turns <= state["turn"]
+        if is_last or self._is_completed():
+            return self._scored()
+        messages = [*state["prompt"], *state["completion"]]
+        answer = ran(live.env_response(messages, state))
+        if isinstance(answer, tuple):
+            answer, self.state = answer
+        if isinstance(answer, str):
+            answer = [{"role": "user", "content": answer}]
+        self.state["completion"] += answer
+        # An environment may find in answering that it is over.
+        if not answer or self.state.get("final_env_response") is not None:
+            return self._scored()
+        return Turn(messages=list(answer))
+
+    def _is_completed(self) -> bool:
+        method = getattr(self._live(), "is_completed", None)
+        if method is None:
+            return False
+        wanted = [p for p in inspect.signature(method).parameters.values()
+                  if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+        messages = [*self.state["prompt"], *self.state["completion"]]
+        given = (messages, self.state) if len(wanted) > 1 else (self.state,)
+        return bool(ran(method(*given)))
+
+    def _scored(self) -> Turn:
+        live, state = self._live(), self.state
+        given = {name: state.get(name) for name in ("prompt", "completion", "answer", "task",
+                                                    "info")}
+        given |= getattr(live.rubric, "class_objects", {}) | {"state": state}
+        given.setdefault("parser", getattr(live.rubric, "parser", getattr(live, "parser", None)))
+        reward, info = 0.0, {"turns": float(state["turn"])}
+        for function, weight in _reward_funcs(live.rubric):
+            value = float(ran(function(**_selected(function, given))))
+            info[_name_of(function)] = value
+            reward += weight * value
+        return Turn(is_done=True, reward=reward, info=info)
+
+    def _live(self) -> Any:
+        return _loaded(self.load, self._options)
+
+
+@functools.lru_cache(maxsize=4)
+def _loaded(load: str, options: str) -> Any:
+    # It holds datasets, clients, and what else does not travel: one per process.
+    make = import_object(load, kind="function", field="load")
+    live = construct(make, json.loads(options), field="load_options")
+    for name in ("env_response", "rubric"):
+        if not hasattr(live, name):
+            raise ValueError(f"load: {load} returned a {type(live).__name__}, which has no "
+                             f"`{name}`; an environment of turns has it")
+    return live
+
+
+def _reward_funcs(rubric: Any) -> list[tuple[Callable[..., Any], float]]:
+    """Return the functions of a rubric, or of a group of them, with their weights."""
+    if hasattr(rubric, "rubrics"):
+        return [pair for part in rubric.rubrics for pair in _reward_funcs(part)]
+    functions = list(rubric.funcs)
+    weights = list(getattr(rubric, "weights", None) or [1.0] * len(functions))
+    return list(zip(functions, weights))
+
+
+def _selected(function: Callable[..., Any], given: dict[str, Any]) -> dict[str, Any]:
+    parameters = inspect.signature(function).parameters
+    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        return given
+    return {name: value for name, value in given.items() if name in parameters}
+
+
+def _name_of(function: Callable[..., Any]) -> str:
+    return getattr(function, "__name__", type(function).__name__)
+
+
+def _assistant_message(response: Response, *, turn: int) -> Message:
+    message: Message = {"role": "assistant", "content": response.text}
+    if response.tool_calls:
+        message["tool_calls"] = [
+            {"id": f"call{turn}_{i}", "type": "function", "function": {
+                "name": call.name, "arguments": json.dumps(call.arguments)}}
+            for i, call in enumerate(response.tool_calls)]
+    return message

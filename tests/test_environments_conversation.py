@@ -1,0 +1,257 @@
+"""What the policy sampled is never tokenised again, and the template's words stand around it."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+from chat_templates import GEMMA, QWEN, QWEN3, chat_tokenizer
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from spmdrl.create_model import character_tokenizer
+from spmdrl.engine.protocol import Completion
+from spmdrl.environments.conversation import Chat, make_chat
+from spmdrl.environments.protocol import ToolCall
+from spmdrl.environments.tool_calls import hermes, make_parser
+from spmdrl.environments.tools import make_tools
+from spmdrl.rollout.episode import Response
+
+FAMILIES = ("qwen", "llama3", "gemma")
+TOOLS = [tool.description for tool in make_tools(["calculator"]).values()]
+
+
+@functools.cache
+def chat_of(family, tools=False):
+    tokenizer = chat_tokenizer(family)
+    return Chat(tokenizer, stop_token_ids=[tokenizer.eos_token_id], tools=TOOLS if tools else None)
+
+
+def completion(tokens, *, is_truncated=False):
+    made = {"key": "k", "tokens": tuple(tokens), "logprobs": (-1.0,) * len(tokens),
+            "is_truncated": is_truncated}
+    if "versions" in Completion.__dataclass_fields__:
+        made["versions"] = (3,) * len(tokens)
+    return Completion(**made)
+
+
+# --------------------------------------------------------------------------- properties
+
+words = st.text(st.characters(blacklist_categories=("Cs",)), min_size=1, max_size=30)
+user = words.map(lambda text: [{"role": "user", "content": text}])
+tool = words.map(lambda text: {"role": "tool", "name": "calculator", "content": text})
+turn_ends = st.sampled_from(["stopped", "cut", "empty"])
+
+
+def conversations(family):
+    answers = user if family == "gemma" else user | st.lists(tool, min_size=1, max_size=3)
+    head = user if family == "gemma" else user | user.map(
+        lambda m: [{"role": "system", "content": "rules"}, *m])
+    # Any ids of the vocabulary: a policy samples splits that no tokenizer would make.
+    sampled = st.lists(st.integers(0, 255), max_size=12)
+    return st.tuples(head, st.lists(st.tuples(sampled, turn_ends, answers), max_size=4))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("with_tools", [False, True])
+def test_ids_decode_to_the_templates_rendering_and_samples_are_untouched(family, with_tools):
+    if family == "gemma" and with_tools:
+        pytest.skip("this family has no tool turns")
+    chat = chat_of(family, with_tools)
+    end = chat.tokenizer.eos_token_id
+
+    @settings(max_examples=80, deadline=None)
+    @given(conversations(family))
+    def check(conversation):
+        head, turns = conversation
+        prompt, response, whole, drawn = chat.opening(head), Response(), list(head), []
+        for n, (sampled, how, answer) in enumerate(turns):
+            tokens = [*([] if how == "empty" else sampled), *([end] if how != "cut" else [])]
+            drawn.append((len(response.tokens), tokens))
+            response.sampled(completion(tokens, is_truncated=how == "cut"))
+            response.observed(chat.observed(tokens, answer))
+            whole += [{"role": "assistant", "content": f"reply-number-{n}"}, *answer]
+        rendered = chat.tokenizer.apply_chat_template(
+            whole, tools=TOOLS if with_tools else None, tokenize=False,
+            add_generation_prompt=True)
+        decode = chat.tokenizer.decode
+        for n, (_, tokens) in enumerate(drawn):
+            reply = decode([t for t in tokens if t != end])
+            rendered = rendered.replace(f"reply-number-{n}", f"{n}\ufffd{reply}\ufffd{n}", 1)
+        # Cut between replies, since bytes of a reply that are no UTF-8 decode as a whole.
+        assert _decoded(chat, prompt, response, drawn) == rendered
+        marked = [t for t, is_sampled in zip(response.tokens, response.is_sampled) if is_sampled]
+        assert marked == [t for _, tokens in drawn for t in tokens]
+        for start, tokens in drawn:
+            assert response.tokens[start : start + len(tokens)] == tokens
+            assert response.is_sampled[start : start + len(tokens)] == [True] * len(tokens)
+
+    check()
+
+
+def _decoded(chat, prompt, response, drawn):
+    """Decode a conversation piece by piece, marking the replies as the test does."""
+    decode, end = chat.tokenizer.decode, chat.tokenizer.eos_token_id
+    text, at = decode(prompt), 0
+    for n, (start, tokens) in enumerate(drawn):
+        stop = start + len(tokens)
+        is_closed = tokens[-1:] == [end]
+        text += decode(response.tokens[at:start])
+        text += f"{n}\ufffd{decode(tokens[: len(tokens) - is_closed])}\ufffd{n}"
+        text += decode([end]) if is_closed else ""
+        at = stop
+    return text + decode(response.tokens[at:])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_ids_are_those_of_the_whole_text_where_the_policy_splits_as_the_tokenizer_does(family):
+    chat = chat_of(family)
+    end = chat.tokenizer.eos_token_id
+    head, answer = [{"role": "user", "content": "in the end"}], [
+        {"role": "user", "content": "the other, then"}]
+    reply = "then on"
+    tokens = chat.opening(head)
+    for _ in range(3):
+        sampled = [*chat.tokenizer(reply, add_special_tokens=False)["input_ids"], end]
+        tokens += sampled + chat.observed(sampled, answer)
+    turns = [{"role": "assistant", "content": reply}, *answer]
+    text = chat.tokenizer.apply_chat_template(
+        [*head, *turns * 3], tokenize=False, add_generation_prompt=True)
+    assert tokens == chat.tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def test_a_turn_that_ended_by_another_stop_token_is_closed_by_it():
+    tokenizer = chat_tokenizer("llama3")
+    eom = tokenizer.convert_tokens_to_ids("<|eom_id|>")
+    chat = Chat(tokenizer, stop_token_ids=[tokenizer.eos_token_id, eom])
+    answer = [{"role": "tool", "content": "7"}]
+    assert chat.observed([5, eom], answer) == chat.observed([5, tokenizer.eos_token_id], answer)
+    assert chat.observed([5], answer) == [tokenizer.eos_token_id, *chat.observed([eom], answer)]
+
+
+def test_a_final_assistant_message_is_continued():
+    chat = chat_of("qwen")
+    opened = chat.opening([{"role": "user", "content": "q"},
+                           {"role": "assistant", "content": "So"}])
+    assert chat.tokenizer.decode(opened).endswith("<|im_start|>assistant\nSo")
+
+
+def test_the_character_tokenizer_of_the_demos_serves():
+    words = character_tokenizer(chat_template=True)
+    chat = Chat(words, stop_token_ids=[words.eos_token_id])
+    tokens = chat.opening([{"role": "user", "content": "go"}])
+    tokens += [words.eos_token_id] + chat.observed([words.eos_token_id], [
+        {"role": "user", "content": "higher"}])
+    assert words.decode(tokens) == ("<|im_start|>user\ngo<eos>\n<|im_start|>assistant\n<eos>\n"
+                                    "<|im_start|>user\nhigher<eos>\n<|im_start|>assistant\n")
+
+
+# --------------------------------------------------------------------------- refusals
+
+
+def refusal(tokenizer, **options):
+    stops = options.pop("stops", [tokenizer.eos_token_id])
+    with pytest.raises(ValueError) as caught:
+        Chat(tokenizer, stop_token_ids=stops, **options)
+    return str(caught.value)
+
+
+def test_a_template_that_strips_reasoning_is_refused_with_what_it_strips():
+    message = refusal(chat_tokenizer("qwen", template=QWEN3))
+    assert "rewrites earlier turns" in message and "{rewrites: keep}" in message
+    ours, theirs = message.split("becomes")
+    assert "<think>" in ours and "<think>" not in theirs.split("The policy")[0]
+
+
+def test_a_template_that_moves_the_tools_is_refused_only_with_tools():
+    words = chat_tokenizer("mistral")
+    Chat(words, stop_token_ids=[words.eos_token_id])
+    assert "[AVAILABLE_TOOLS]" in refusal(words, tools=TOOLS)
+
+
+def test_kept_conversations_go_on_from_what_was_sampled():
+    words = chat_tokenizer("qwen", template=QWEN3)
+    chat = Chat(words, stop_token_ids=[words.eos_token_id], rewrites="keep")
+    plain = chat_of("qwen")
+    more = [{"role": "user", "content": "more"}]
+    assert chat.opening(more) == plain.opening(more)
+    sampled = [1, 2, words.eos_token_id]
+    assert chat.observed(sampled, more) == plain.observed(sampled, more)
+    words = chat_tokenizer("mistral")
+    chat = Chat(words, stop_token_ids=[words.eos_token_id], tools=TOOLS, rewrites="keep")
+    assert "[AVAILABLE_TOOLS]" in words.decode(chat.opening(more))
+    assert words.decode(chat.observed([1], more)) == "</s>[INST]more[/INST]"
+
+
+def test_a_template_that_forgets_replies_is_refused():
+    template = QWEN.replace("or message.role == 'assistant'",
+                            "or loop.last and messages | length < 3")
+    assert "leaves a reply out" in refusal(chat_tokenizer("qwen", template=template))
+
+
+def test_a_reply_must_close_by_a_token_that_stops_the_engine():
+    words = chat_tokenizer("qwen")
+    message = refusal(words, stops=[words.bos_token_id])
+    assert f"sampling.stop_token_ids: {words.eos_token_id}" in message
+    assert "'<|im_end|>'" in message and "'<|endoftext|>'" in message
+
+
+def test_missing_templates_and_refused_roles_say_so():
+    assert "has none" in refusal(character_tokenizer())
+    message = refusal(chat_tokenizer("gemma"), tools=TOOLS)
+    assert "must alternate" in message and "reply_role" in message
+    chat = chat_of("gemma")
+    with pytest.raises(ValueError, match="must alternate"):
+        chat.opening([{"role": "user", "content": "a"}, {"role": "user", "content": "b"}])
+    with pytest.raises(ValueError, match="must alternate"):
+        chat.observed([1], [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}])
+    assert GEMMA == chat.tokenizer.chat_template  # the conversation above is the template's limit
+
+
+def test_a_run_says_how_to_treat_rewriting_in_its_config():
+    words = chat_tokenizer("qwen", template=QWEN3)
+    given = {"stop_token_ids": [words.eos_token_id], "tools": TOOLS, "tool_parser": "auto"}
+    assert make_chat({"name": "tools", "rewrites": "keep"}, words, **given).tools == TOOLS
+    for options, text in (({"name": "tools"}, "<think>"),
+                          ({"rewrites": "kep"}, "must be refuse or keep, got 'kep'")):
+        with pytest.raises(ValueError, match=text):
+            make_chat(options, words, **given)
+
+
+# --------------------------------------------------------------------------- responses
+
+
+def test_responses_have_text_without_and_calls_with_special_tokens():
+    words = chat_tokenizer("llama3")
+    chat = Chat(words, stop_token_ids=[words.eos_token_id], tools=TOOLS,
+                parser=make_parser("auto", words))
+    text = '<|python_tag|>{"name": "calculator", "parameters": {"expression": "1+1"}}<|eot_id|>'
+    tokens = words(text, add_special_tokens=False)["input_ids"]
+    found, cut = chat.responses([completion(tokens), completion([1, 2], is_truncated=True)])
+    assert found.text == '{"name": "calculator", "parameters": {"expression": "1+1"}}'
+    assert found.tool_calls == (ToolCall("calculator", {"expression": "1+1"}),)
+    assert not found.is_truncated and cut.is_truncated and cut.tool_calls == ()
+
+
+def test_the_parser_is_told_from_the_template():
+    assert make_parser("auto", chat_tokenizer("qwen")) is hermes
+    with pytest.raises(ValueError, match="name one"):
+        make_parser("auto", chat_tokenizer("gemma"))
+    with pytest.raises(ValueError, match="did you mean hermes"):
+        make_parser("hermse", chat_tokenizer("gemma"))
+
+
+def test_calls_are_read_as_vllm_reads_them():
+    words = chat_tokenizer("llama3")
+    ours = {name: make_parser(name, words) for name in ("hermes", "llama3")}
+    theirs = {"hermes": make_parser("vllm:hermes", words),
+              "llama3": make_parser("vllm:llama3_json", words)}
+    one = '{"name": "f", "arguments": {"a": [1, {"b": null}]}}'
+    two = '{"name": "g", "arguments": {}}'
+    for text in ("just text", f"Well. <tool_call>\n{one}\n</tool_call>",
+                 f"<tool_call>{one}</tool_call>\n<tool_call>{two}", f"{one}; {two}",
+                 f"<|python_tag|>{one.replace('arguments', 'parameters')}", f"So: {one} and so on"):
+        for name in ours:
+            assert ours[name](text) == theirs[name](text), (name, text)
+    with pytest.raises(ValueError, match="vllm:nothing"):
+        make_parser("vllm:nothing", words)
