@@ -1,4 +1,4 @@
-"""What a burst hands to training: parts, greedy baselines, shaped rewards, failures by name."""
+"""What generation hands to training: parts, greedy baselines, shaped rewards, failures by name."""
 
 from __future__ import annotations
 
@@ -21,15 +21,17 @@ from spmdrl.config import Config
 from spmdrl.create_model import create_model
 from spmdrl.engine.protocol import Completion, Request
 from spmdrl.rewards.pool import RewardPool, RewardResult
-from spmdrl.rollout import source
-from spmdrl.rollout.burst import GREEDY, Draw, Sample, burst
+from spmdrl.rollout.episode import GREEDY, Draw, Group, Response, Sample
+from spmdrl.rollout.loop import Loop
 from spmdrl.rollout.packing import concat_rollouts, empty_rollouts, pack, rollouts_from_dict
+from spmdrl.rollout.sums import warn_if_all_failed
 from spmdrl.types import Prompt, Scalars
 
-DRAW = Draw(seed=3, step=7, purpose="train", samples=3, max_tokens=9, temperature=0.8,
+DRAW = Draw(seed=3, purpose="train", samples=3, max_tokens=9, temperature=0.8,
             is_seeded=True, stop_token_ids=(1,))
 PROMPTS = [(slot, Prompt(index=40 + slot, tokens=(slot, 2), text="q", row={"prompt": "q"}))
            for slot in (4, 0)]
+GROUPS = [Group(0, 7, 4, PROMPTS[0][1], version=2, draw=DRAW)]
 
 
 class Engine:
@@ -48,7 +50,7 @@ class Engine:
         return bool(self.open)
 
     def step(self) -> list[Completion]:
-        return [Completion(r.key, (7, 1), (-0.5, -0.25), is_truncated=r.temperature == 0)
+        return [Completion(r.key, (7, 1), (-0.5, -0.25), r.temperature == 0, versions=(2, 2))
                 for r in (self.open.pop() for _ in range(min(2, len(self.open))))]
 
 
@@ -72,17 +74,31 @@ class Pool:
         done, self.waiting = self.waiting, []
         return done
 
-    results = poll
 
 
-def draw_all(pool, **changes) -> tuple[list[Sample], Engine]:
-    engine = Engine()
-    samples = burst(engine, PROMPTS, draw=dataclasses.replace(DRAW, **changes),
-                    tokenizer=Tokenizer(), pool=pool)
-    return samples, engine
+class Link:
+    """Of a replica of one rank."""
+
+    def step(self, requests) -> None:
+        pass
 
 
-# ---------------------------------------------------------------- the burst
+def draw_all(pool, *, engine: Engine | None = None, **changes) -> tuple[list[Sample], Engine]:
+    engine = engine or Engine()
+    loop = Loop(tokenizer=Tokenizer(), pool=pool, link=Link())
+    draw = dataclasses.replace(DRAW, **changes)
+    groups = [Group(number, 7, slot, prompt, version=2, draw=draw)
+              for number, (slot, prompt) in enumerate(PROMPTS)]
+    for group in groups:
+        loop.admit(group)
+    while loop.is_busy:
+        loop.tick(engine)
+    assert all(group.is_complete for group in groups)
+    found = [group.samples[i] for group in groups for i in group.positions]
+    return sorted(found, key=lambda s: (s.slot, s.sample)), engine
+
+
+# ---------------------------------------------------------------- the loop
 
 
 def test_the_greedy_sample_is_one_more_request_and_changes_no_other():
@@ -98,11 +114,10 @@ def test_the_greedy_sample_is_one_more_request_and_changes_no_other():
 
 @pytest.mark.parametrize("purpose, place", [
     ("train", "step 7: "), ("eval", "evaluation after 7 steps: ")])
-def test_the_first_failed_reward_ends_the_burst_by_name(purpose, place):
+def test_the_first_failed_reward_ends_generation_by_name(purpose, place):
     engine = Engine()
     with pytest.raises(RuntimeError) as caught:
-        burst(engine, PROMPTS, draw=dataclasses.replace(DRAW, purpose=purpose),
-              tokenizer=Tokenizer(), pool=Pool("-0-1"))
+        draw_all(Pool("-0-1"), engine=engine, purpose=purpose)
     assert str(caught.value).startswith(
         f"{place}the reward of data row 40, sample 1 failed: error after 0.5 s: KeyError: 'lost'\n"
         "  response: 'text'\n")
@@ -116,7 +131,7 @@ def test_a_failed_greedy_reward_is_named_as_such_and_can_be_dropped():
         draw_all(Pool("4-greedy"), has_greedy=True)
     samples, _ = draw_all(Pool("4-greedy", "0-2"), has_greedy=True, must_score=False)
     assert [(s.slot, s.sample) for s in samples if s.reward.failure] == [(0, 2), (4, GREEDY)]
-    scalars = pack(samples, version=0, sums={}, num_shown=0).scalars
+    scalars = pack(samples, sums={}, num_shown=0).scalars
     assert scalars.greedy_rewards[:3].tolist() == [1.0] * 3
     assert scalars.greedy_rewards[3:].isnan().all()
     assert scalars.is_valid.tolist() == [True, True, False, True, True, True]
@@ -133,13 +148,13 @@ def test_a_hanging_reward_is_waited_for_once_not_once_per_sample(tmp_path):
         assert time.monotonic() - began < 8  # 32 samples: 16 s
 
 
-def test_a_burst_without_one_good_reward_is_warned_about_once(caplog):
+def test_a_replica_without_one_good_reward_is_warned_about_once(caplog):
     caplog.set_level(logging.WARNING)
     samples, _ = draw_all(Pool("0-2"), must_score=False)
-    source._warn_if_all_failed(samples, DRAW)
+    warn_if_all_failed(samples, GROUPS)
     assert not caplog.records
     samples, _ = draw_all(Pool(""), must_score=False)
-    source._warn_if_all_failed(samples, DRAW)
+    warn_if_all_failed(samples, GROUPS)
     (record,) = caplog.records
     for part in ("step 7", "all 6 samples", "data row 40, sample 0", "KeyError: 'lost'"):
         assert part in record.getMessage()
@@ -148,10 +163,16 @@ def test_a_burst_without_one_good_reward_is_warned_about_once(caplog):
 # ---------------------------------------------------------------- packing
 
 
+def response(length: int) -> Response:
+    drawn = Response()
+    drawn.sampled(Completion("k", tuple(range(length)), (-0.5,) * length, length > 4,
+                             versions=(2,) * length))
+    return drawn
+
+
 def sample(slot: int, number: int, value: float | None, *, length: int = 2, **parts) -> Sample:
-    ids = tuple(range(length))
     return Sample(slot, number, PROMPTS[0][1],
-                  Completion("k", ids, (-0.5,) * length, is_truncated=length > 4), "text",
+                  response(length), "text",
                   RewardResult("k", value, parts=parts,
                                failure=None if value is not None else "error"))
 
@@ -161,7 +182,7 @@ SAMPLES = [sample(0, GREEDY, 0.5, length=5, right=0.5), sample(0, 0, 1.5, right=
 
 
 def test_parts_and_greedy_rewards_are_columns_of_the_sampled_sequences():
-    scalars = pack(SAMPLES, version=2, sums={}, num_shown=0,
+    scalars = pack(SAMPLES, sums={}, num_shown=0,
                    part_names=("format", "right")).scalars
     assert scalars.reward_parts.tolist() == [[1.0, 1.0], [0.0, 1.0], [0.0, 1.0]]
     assert scalars.greedy_rewards.tolist()[:2] == [0.5, 0.5]
@@ -169,14 +190,14 @@ def test_parts_and_greedy_rewards_are_columns_of_the_sampled_sequences():
     assert scalars.rewards.tolist() == [1.5, 1.0, 0.0]
     assert scalars.is_valid.tolist() == [True, True, False]
     assert len(scalars) == 3 and int(scalars.lengths.sum()) == 4 + 7 + 4
-    one = pack(SAMPLES, version=2, sums={}, num_shown=0).scalars  # one task's grader
+    one = pack(SAMPLES, sums={}, num_shown=0).scalars  # one task's grader
     assert one.reward_parts.tolist() == [[1.5], [1.0], [0.0]]
 
 
 def test_shaping_changes_rewards_and_baselines_but_no_part_and_no_failed_sample():
     shaping = {"overlong_tokens": 2, "overlong_penalty": 0.5, "truncated_penalty": 0.25,
                "shift": 1.0}
-    scalars = pack(SAMPLES, version=2, sums={}, num_shown=0, part_names=("right",),
+    scalars = pack(SAMPLES, sums={}, num_shown=0, part_names=("right",),
                    shaping=shaping, max_response_tokens=6).scalars
     assert scalars.rewards.tolist() == [2.5, 1.5, 0.0]  # 1.0 - 0.5 / 2 - 0.25 + 1.0
     assert scalars.greedy_rewards.tolist()[:2] == [1.0, 1.0]
@@ -184,7 +205,7 @@ def test_shaping_changes_rewards_and_baselines_but_no_part_and_no_failed_sample(
 
 
 def test_rollouts_keep_their_new_columns_through_a_checkpoint():
-    made = pack(SAMPLES, version=2, sums={}, num_shown=1, part_names=("format", "right"))
+    made = pack(SAMPLES, sums={}, num_shown=1, part_names=("format", "right"))
     file = io.BytesIO()
     torch.save(dataclasses.asdict(made), file)
     file.seek(0)
@@ -197,7 +218,7 @@ def test_rollouts_keep_their_new_columns_through_a_checkpoint():
 
 
 def test_scalars_made_without_the_new_columns_have_them_all_the_same():
-    made = pack(SAMPLES, version=2, sums={}, num_shown=0).scalars
+    made = pack(SAMPLES, sums={}, num_shown=0).scalars
     old = {k: v for k, v in vars(made).items() if k not in ("reward_parts", "greedy_rewards")}
     scalars = Scalars(**old)  # as in a checkpoint of an earlier version
     assert torch.equal(scalars.reward_parts, scalars.rewards[:, None])

@@ -1,4 +1,4 @@
-"""Metrics of a batch that follow from its scalars: the same numbers on every rank."""
+"""Metrics of a batch that follow from its scalars: the same numbers on every trainer rank."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from spmdrl.types import Batch, Sums, add_sums
 
 
 def batch_sums(batch: Batch) -> Sums:
-    """Return reward/, rollout/, data/ and perf/ sums of a whole batch.
+    """Return reward/, rollout/, data/ and perf/ sums of a whole batch, as annotated.
 
+    Off the trainers a batch has not got the part of reward models, and neither have its sums.
     Rewards count valid samples only. `reward/std` is the root of the mean within-group
     variance (population form) over groups of at least two valid samples.
     """

@@ -4,57 +4,99 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from spmdrl.algorithms.shaping import shape
+from spmdrl.config import Config
 from spmdrl.config.fields import Options
 from spmdrl.rewards.pool import RewardResult
-from spmdrl.rollout.burst import GREEDY, Sample
+from spmdrl.rewards.signatures import part_names, reward_models
+from spmdrl.rollout.episode import GREEDY, Group, Sample
+from spmdrl.rollout.sums import mean_reward, step_sums, warn_if_all_failed
 from spmdrl.types import Rollouts, Scalars, Sums, add_sums
 
 
+def pack_step(
+    groups: Sequence[Group], cfg: Config, *, is_first: bool, seconds: float, idle_s: float,
+    dropped: Sequence[Group], num_carried: int,
+) -> Rollouts:
+    """Pack a replica's share of a step, with its metrics.
+
+    Args:
+        groups: complete, each with the slot that it takes in the step's batch.
+        is_first: the replica that counts for the denominator of what adds up over replicas, and
+            shows a few samples.
+        seconds: of generation that went into it; idle_s: of them, without work for the engine.
+        dropped: groups without a spread of rewards that were replaced.
+        num_carried: groups that stay under way for later steps.
+    """
+    samples = [replace(group.samples[i], slot=group.slot)
+               for group in groups for i in sorted(group.samples)]
+    drawn = [s for s in samples if s.sample != GREEDY]
+    warn_if_all_failed(drawn, groups)
+    one = int(is_first)
+    has_models = bool(reward_models(cfg.rewards.functions))
+    sums = step_sums(samples, is_first=is_first)
+    if cfg.rewards.shaping and not has_models:
+        sums["reward/mean_raw"] = mean_reward(drawn)
+    if cfg.rollout.schedule:
+        sums["rollout/dropped_groups"] = (len(dropped), one)
+        sums["rollout/carried_groups"] = (num_carried, one)
+    sums["time/generate"] = (seconds, 1)
+    sums["time/engine_idle"] = (idle_s, 1)
+    return pack(samples, sums=sums, num_shown=4 if is_first else 0,
+                part_names=part_names(cfg.rewards.functions), shaping=cfg.rewards.shaping,
+                max_response_tokens=cfg.sampling.max_response_tokens, is_partial=has_models)
+
+
 def pack(
-    samples: Sequence[Sample], *, version: int, sums: Sums, num_shown: int,
-    part_names: Sequence[str] = (), shaping: Options | None = None, max_response_tokens: int = 0,
+    samples: Sequence[Sample], *, sums: Sums, num_shown: int, part_names: Sequence[str] = (),
+    shaping: Options | None = None, max_response_tokens: int = 0, is_partial: bool = False,
 ) -> Rollouts:
     """Pack samples into flat tensors. A failed reward becomes is_valid = False, reward 0.
 
     Args:
         samples: greedy ones are not packed: their rewards become greedy_rewards.
-        version: policy version that sampled.
         part_names: of the reward functions, K of them; empty for one task's grader.
         shaping: rewards.shaping, with max_response_tokens as its length limit.
+        is_partial: trainers add the part of reward models, and shape. The shown samples say
+            which they are, so that they can be given their whole reward.
     """
+    if is_partial:
+        shaping = {}
     rewards = shaped_rewards(samples, shaping=shaping or {}, limit=max_response_tokens)
     greedy = {s.slot: r for s, r in zip(samples, rewards) if s.sample == GREEDY}
     kept = [(s, r) for s, r in zip(samples, rewards) if s.sample != GREEDY]
     samples = [s for s, _ in kept]
     tokens, mask, logprobs, versions = [], [], [], []
     for s in samples:
-        prompt, response = len(s.prompt.tokens), len(s.completion.tokens)
-        tokens += [*s.prompt.tokens, *s.completion.tokens]
-        mask += [False] * prompt + [True] * response
-        logprobs += [0.0] * prompt + list(s.completion.logprobs)
-        versions += [-1] * prompt + [version] * response
-    lengths = [len(s.prompt.tokens) + len(s.completion.tokens) for s in samples]
+        prompt, response = len(s.prompt.tokens), s.response
+        tokens += [*s.prompt.tokens, *response.tokens]
+        mask += [False] * prompt + response.is_sampled
+        logprobs += [0.0] * prompt + response.logprobs
+        versions += [-1] * prompt + response.versions
+    lengths = [len(s.prompt.tokens) + len(s.response.tokens) for s in samples]
     is_valid = [s.reward.value is not None for s in samples]
     scalars = Scalars(
-        lengths=ints(lengths),
-        response_lengths=ints([len(s.completion.tokens) for s in samples]),
+        lengths=ints(lengths), response_lengths=ints([s.response.num_sampled for s in samples]),
         group_ids=ints([s.slot for s in samples]), sample_ids=ints([s.sample for s in samples]),
         rewards=doubles([r if ok else 0.0 for (_, r), ok in zip(kept, is_valid)]),
-        is_truncated=torch.tensor([s.completion.is_truncated for s in samples], dtype=torch.bool),
+        is_truncated=torch.tensor([s.response.is_truncated for s in samples], dtype=torch.bool),
         is_valid=torch.tensor(is_valid, dtype=torch.bool),
-        min_versions=ints([version] * len(samples)),
+        min_versions=ints([min((v for v in s.response.versions if v >= 0), default=-1)
+                           for s in samples]),
         reward_parts=doubles([_parts(s.reward, part_names) for s in samples]).view(
             len(samples), len(part_names) or 1),
         greedy_rewards=doubles([greedy.get(s.slot, math.nan) for s in samples]),
     )
-    shown = tuple({"prompt": s.prompt.text, "response": s.text, "reward": s.reward.value}
-                  for s in _shown(samples)[:num_shown])
+    shown = tuple(
+        {"prompt": s.prompt.text, "response": s.text, "reward": s.reward.value}
+        | ({"group": s.slot, "sample": s.sample} if is_partial else {})
+        for s in _shown(samples)[:num_shown])
     return Rollouts(
         tokens=ints(tokens), response_mask=torch.tensor(mask, dtype=torch.bool),
         rollout_logprobs=torch.tensor(logprobs, dtype=torch.float32),
@@ -77,8 +119,8 @@ def shaped_rewards(samples: Sequence[Sample], *, shaping: Options, limit: int) -
     if not shaping:
         return values
     return shape(
-        doubles(values), ints([len(s.completion.tokens) for s in samples]),
-        torch.tensor([s.completion.is_truncated for s in samples], dtype=torch.bool),
+        doubles(values), ints([s.response.num_sampled for s in samples]),
+        torch.tensor([s.response.is_truncated for s in samples], dtype=torch.bool),
         max_response_tokens=limit, options=shaping).tolist()
 
 
@@ -91,7 +133,7 @@ def _parts(result: RewardResult, names: Sequence[str]) -> list[float]:
 
 def empty_rollouts() -> Rollouts:
     """Return the rollouts of a rank that made none."""
-    return pack([], version=0, sums={}, num_shown=0)
+    return pack([], sums={}, num_shown=0)
 
 
 def concat_rollouts(parts: list[Rollouts]) -> Rollouts:

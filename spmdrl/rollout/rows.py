@@ -10,8 +10,9 @@ from transformers import PreTrainedTokenizerBase
 from spmdrl.config import Config
 from spmdrl.data.offline import Unit, offline_source
 from spmdrl.engine.protocol import EngineProtocol
+from spmdrl.rollout.outcomes import Outcome
 from spmdrl.rollout.packing import cumulative, doubles, empty_rollouts, ints
-from spmdrl.types import Rollouts, Scalars, Sums
+from spmdrl.types import Rollouts, Scalars
 from spmdrl.world import World
 
 
@@ -41,9 +42,9 @@ class RowSource:
         """Return nothing: there is no engine to compare with."""
         return []
 
-    def evaluate(self, engine: EngineProtocol, *, step: int) -> Sums:
+    def evaluate(self, engine: EngineProtocol, *, step: int) -> list[Outcome]:
         """Return nothing: there is no engine to sample with."""
-        return {}
+        return []
 
     def state_dict(self) -> dict[str, Any] | None:
         """Return None: rows are a function of the step."""

@@ -1,0 +1,145 @@
+"""Compare schedules of generation on a long-tailed workload: sequences per second of each.
+
+    python benchmarks/schedules.py --model runs/demo/warm
+
+One trainer and one engine rank (torchrun is started for every schedule). Response lengths are
+drawn from a lognormal distribution, cut at the limit, whatever the model would say: they are a
+function of the sample alone, so all schedules do the same work. Rewards are a generated task's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import math
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+
+ROOT = Path(__file__).resolve().parent.parent
+SCHEDULES: dict[str, dict[str, str]] = {
+    "lag 0": {"lag": "0"},
+    "lag 1": {"lag": "1"},
+    "in-flight, lag 1": {"lag": "1", "rollout.schedule": "{in_flight: true}"},
+    "in-flight, lag 2": {"lag": "2", "rollout.schedule": "{in_flight: true}"},
+    "in-flight, lag 2, cache kept": {
+        "lag": "2", "rollout.schedule": "{in_flight: true, kv_cache: keep}"},
+    "partial (over_sample 1.5), lag 0": {"lag": "0", "rollout.schedule": "{over_sample: 1.5}"},
+    "partial (over_sample 1.5), in-flight, lag 1": {
+        "lag": "1", "rollout.schedule": "{over_sample: 1.5, in_flight: true}"},
+}
+
+
+@dataclass(frozen=True)
+class Options:
+    """What to run."""
+
+    model: Path = Path("runs/demo/warm")
+    """Folder of a small model, e.g. the demo's."""
+    steps: int = 20
+    first: int = 4
+    """First step that counts: those before it warm up."""
+    prompts: int = 32
+    group_size: int = 4
+    limit: int = 256
+    """Longest response in tokens."""
+    median: float = 32.0
+    """Median length in tokens; the logarithm's standard deviation is 1."""
+    rounds: int = 2
+    """Times to run every schedule; the best is reported."""
+    only: str = ""
+    """Part of a schedule's name, to run that alone."""
+
+
+def main(options: Options) -> None:
+    """Run all schedules, in turns, and print a table."""
+    found: dict[str, list[dict]] = {name: [] for name in SCHEDULES if options.only in name}
+    for _ in range(options.rounds):
+        for name in found:
+            found[name].append(_run(options, SCHEDULES[name]))
+            last = found[name][-1]
+            print(f"{name}: {last['sequences_per_s']:.1f} sequences/s", file=sys.stderr)
+    best = {name: max(runs, key=lambda r: r["sequences_per_s"]) for name, runs in found.items()}
+    base = best.get("lag 0", next(iter(best.values())))["sequences_per_s"]
+    print("| schedule | sequences/s | of lag 0 | step s | generate s | update s | staleness | "
+          "length |")
+    print("| --- | --- | --- | --- | --- | --- | --- | --- |")
+    for name, row in best.items():
+        print(f"| {name} | {row['sequences_per_s']:.1f} | {row['sequences_per_s'] / base:.2f} | "
+              f"{row['step_s']:.3f} | {row['generate_s']:.3f} | {row['update_s']:.3f} | "
+              f"{row['staleness']:.2f} | {row['length']:.1f} |")
+
+
+def _run(options: Options, flags: dict[str, str]) -> dict[str, float]:
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone",
+                   "--nproc-per-node", "2", __file__, "--worker", json.dumps(
+                       dataclasses.asdict(options) | {"model": str(options.model)}),
+                   *(word for k, v in flags.items() for word in (f"--{k}", v)),
+                   "--output-dir", folder]
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True,
+                              timeout=600)
+        if done.returncode:
+            raise RuntimeError(done.stdout[-2000:] + done.stderr[-4000:])
+        rows = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").open()]
+    rows = [row for row in rows if "perf/step_s" in row and row["step"] >= options.first]
+
+    def mean(name: str) -> float:
+        return statistics.fmean(row.get(name, 0.0) for row in rows)
+
+    per_step = options.prompts * options.group_size
+    return {"sequences_per_s": per_step / mean("perf/step_s"), "step_s": mean("perf/step_s"),
+            "generate_s": mean("time/generate"), "update_s": mean("time/update"),
+            "staleness": mean("policy/staleness"), "length": mean("rollout/response_length")}
+
+
+def work(options: dict, flags: list[str]) -> int:
+    """Train as train.py does, with an engine whose responses have given lengths."""
+    import vllm
+
+    import spmdrl.engine.vllm as vllm_engine
+    from spmdrl.engine.protocol import Request
+
+    class LongTailed(vllm_engine.Engine):
+        """Draws to a length of its own choice, and stops for nothing else."""
+
+        def add(self, request: Request) -> None:
+            key = request.key.split("@")[0]  # the same for every part of a response
+            drawn = random.Random(key).lognormvariate(math.log(options["median"]), 1.0)
+            length = max(1, min(int(drawn), options["limit"]))
+            left = length - (options["limit"] - request.max_tokens)
+            super().add(dataclasses.replace(request, max_tokens=max(1, left), stop_token_ids=()))
+
+    vllm_engine.Engine = LongTailed
+    vllm.SamplingParams = functools.partial(vllm.SamplingParams, ignore_eos=True)
+    size = options["prompts"] * options["group_size"]
+    sys.argv = ["train.py", "--config", str(ROOT / "configs" / "demo_grpo.yaml"),
+                "--model.path", options["model"], "--steps", str(options["steps"]),
+                "--sampling.max-response-tokens", str(options["limit"]),
+                "--batch.prompts-per-step", str(options["prompts"]),
+                "--batch.group-size", str(options["group_size"]),
+                "--engine.max-num-seqs", str(size), "--evaluate.every-steps", "0",
+                "--checkpoint.every-steps", "0", "--report.tracker", "none",
+                "--optimizer.lr", "1e-6", *flags]
+    sys.path.insert(0, str(ROOT))
+    import train
+
+    return train.main()
+
+
+if __name__ == "__main__":
+    if "--worker" in sys.argv:
+        at = sys.argv.index("--worker")
+        status = work(json.loads(sys.argv[at + 1]), sys.argv[at + 2 :])
+        sys.stdout.flush()
+        os._exit(status)
+    main(tyro.cli(Options))

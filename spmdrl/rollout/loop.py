@@ -1,0 +1,208 @@
+"""The generation loop of one replica: episodes, each at one stage at a time.
+
+    draw -> score -> finished                          without an environment
+    open -> draw -> answer -> draw -> ... -> score     with one
+
+The engine draws; worker processes do the rest. Neither waits for the other: a tick is one engine
+step, and whatever the workers have by then.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from transformers import PreTrainedTokenizerBase
+
+from spmdrl.engine.protocol import Completion, EngineProtocol
+from spmdrl.environments.conversation import Chat
+from spmdrl.rewards.pool import RewardPool, RewardResult, TurnResult
+from spmdrl.rollout.episode import Episode, Group, Sample, failure_text, place, sample_seed
+from spmdrl.rollout.link import Link
+
+ENVIRONMENT = "environment"
+"""Name of the environment's rewards among a sample's parts."""
+
+
+class Loop:
+    """Episodes under way on a replica; the leader alone has one.
+
+    Args:
+        tokenizer: decodes responses for the reward functions.
+        pool: worker processes, of rewards and environments.
+        link: to the replica's other ranks.
+        chat: joins the turns of episodes; None where every response is final.
+    """
+
+    def __init__(self, *, tokenizer: PreTrainedTokenizerBase, pool: RewardPool, link: Link,
+                 chat: Chat | None = None):
+        self.tokenizer, self.pool, self.link, self.chat = tokenizer, pool, link, chat
+        self.idle_s = 0.0
+        """Seconds that the engine had nothing to do because workers had."""
+        self._to_draw: list[Episode] = []
+        self._drawing: dict[str, Episode] = {}  # by request
+        self._outside: dict[str, Episode] = {}  # with the workers, by key
+
+    def admit(self, group: Group) -> None:
+        """Start all samples of a group that are not finished."""
+        for sample in group.positions:
+            if sample not in group.samples:
+                self.go_on(Episode(group, sample, stage="open" if self.chat else "draw"))
+
+    def go_on(self, episode: Episode) -> None:
+        """Start an episode, or take it up where it was left."""
+        if episode.stage == "draw":
+            self._to_draw.append(episode)
+        elif episode.stage == "open":
+            self._outside[episode.key] = episode
+            self.pool.open(episode.key, row=episode.group.prompt.row,
+                           seed=sample_seed(episode.group, episode.sample))
+        elif episode.stage == "answer":
+            self._answer([episode])
+        else:
+            self._score([episode])
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether any episode is unfinished."""
+        return bool(self._to_draw or self._drawing or self._outside)
+
+    def unfinished(self, engine: EngineProtocol) -> list[Episode]:
+        """Return a copy of every episode that is not finished, with what was drawn so far."""
+        found = [episode.copy() for episode in (*self._to_draw, *self._outside.values())]
+        for completion in engine.unfinished():
+            if completion.key in self._drawing:
+                episode = self._drawing[completion.key].copy()
+                episode.response.sampled(completion)
+                found.append(episode)
+        return found
+
+    def tick(self, engine: EngineProtocol) -> list[Group]:
+        """Take one engine step, or wait for workers where the engine has nothing to do.
+
+        Returns: groups whose last sample finished.
+        Raises: RuntimeError naming the sample as soon as a reward fails, if draw.must_score.
+        """
+        new, self._to_draw = self._to_draw, []
+        if new or engine.is_busy:
+            requests = [episode.request() for episode in new]
+            self.link.step(requests)
+            for request in requests:
+                engine.add(request)
+            self._drawing |= {episode.request_key: episode for episode in new}
+            self._drawn(engine.step())
+        else:
+            began = time.perf_counter()
+            self.pool.wait()
+            self.idle_s += time.perf_counter() - began
+        return self._returned(self.pool.poll())
+
+    # ---------------------------------------------------------------- from stage to stage
+
+    def _drawn(self, completions: Sequence[Completion]) -> None:
+        """Move what the engine finished on to its environment, or its reward."""
+        episodes = [self._drawing.pop(completion.key) for completion in completions]
+        for episode, completion in zip(episodes, completions):
+            episode.response.sampled(completion)
+            episode.response.turns += 1
+        if not episodes:
+            return
+        if self.chat:
+            self._answer(episodes)
+        else:
+            for episode, text in zip(episodes, self._texts(e.response.tokens for e in episodes)):
+                episode.text = text
+            self._score(episodes)
+
+    def _answer(self, episodes: Sequence[Episode]) -> None:
+        responses = self.chat.responses([episode.turn for episode in episodes])
+        for episode, response in zip(episodes, responses):
+            episode.stage, episode.text = "answer", response.text
+            self._outside[episode.key] = episode
+            self.pool.turn(episode.key, environment=episode.environment, response=response)
+
+    def _score(self, episodes: Sequence[Episode]) -> None:
+        for episode in episodes:
+            episode.stage = "score"
+            self._outside[episode.key] = episode
+            self.pool.submit(
+                episode.key, prompt=episode.group.prompt, response_text=episode.text,
+                response_tokens=list(episode.turn.tokens),
+                truncated=episode.response.is_truncated)
+
+    def _returned(self, results: Iterable[RewardResult | TurnResult]) -> list[Group]:
+        """Take what the workers have done; return the groups that are complete now."""
+        complete = []
+        for result in results:
+            episode = self._outside.pop(result.key)
+            if isinstance(result, TurnResult) and not result.failure:
+                failed = self._take_turn(episode, result)
+            elif isinstance(result, TurnResult):
+                failed = _failure(result, result.message)
+            else:
+                failed = _with_environment(result, episode) if self.chat else result
+            if failed is not None and self._finish(episode, failed).is_complete:
+                complete.append(episode.group)
+        return complete
+
+    def _take_turn(self, episode: Episode, result: TurnResult) -> RewardResult | None:
+        """Go on with an opening, or with an answer; return why that fails, if it does."""
+        episode.environment = result.environment
+        episode.earned += result.reward
+        for name, value in result.info.items():
+            episode.info[name] = episode.info.get(name, 0.0) + value
+        is_opening, response = episode.stage == "open", episode.response
+        if not is_opening and (result.is_done or response.is_truncated):
+            self._score([episode])
+            return None
+        try:
+            tokens = (self.chat.opening(list(result.messages)) if is_opening else
+                      self.chat.observed(episode.turn.tokens, list(result.messages)))
+        except ValueError as error:
+            return _failure(result, str(error))
+        if is_opening:
+            episode.opening = tokens
+        elif len(response.tokens) + len(tokens) >= episode.group.draw.max_tokens:
+            response.is_truncated = True  # no room for another turn
+            self._score([episode])
+            return None
+        else:
+            response.observed(tokens)
+            episode.turn_start = len(response.tokens)
+        episode.stage = "draw"
+        self._to_draw.append(episode)
+        return None
+
+    def _finish(self, episode: Episode, reward: RewardResult) -> Group:
+        group, text = episode.group, episode.text
+        prompt = group.prompt
+        if self.chat:
+            opening, text = self._texts([episode.opening, episode.response.tokens])
+            prompt = replace(prompt, tokens=episode.prompt, text=opening)
+        sample = Sample(group.slot, episode.sample, prompt, episode.response, text, reward)
+        group.samples[episode.sample] = sample
+        if reward.failure and group.draw.must_score:
+            raise RuntimeError(
+                f"{place(group)}: {failure_text(sample)}\nThis is the first reward that "
+                "failed; more may follow. Mend the reward function, or set "
+                "rewards.on_failure=drop to leave such samples out")
+        return group
+
+    def _texts(self, rows: Iterable[Sequence[int]]) -> list[str]:
+        return self.tokenizer.batch_decode(list(rows), skip_special_tokens=True)
+
+
+def _failure(result: TurnResult, message: str) -> RewardResult:
+    return RewardResult(result.key, None, seconds=result.seconds,
+                        failure=result.failure or "error", message=f"environment: {message}")
+
+
+def _with_environment(result: RewardResult, episode: Episode) -> RewardResult:
+    """Add the environment's rewards to the score of the end."""
+    if result.value is None:
+        return result
+    return replace(result, value=result.value + episode.earned,
+                   parts={ENVIRONMENT: episode.earned} | result.parts,
+                   metrics=result.metrics | {
+                       f"{ENVIRONMENT}/{name}": value for name, value in episode.info.items()})

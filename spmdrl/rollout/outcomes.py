@@ -1,0 +1,203 @@
+"""What held-out samples say of a policy: estimates over problems, with their intervals.
+
+P problems, n samples of each. Samples of one problem are alike, so the problem is the unit: a
+mean is over problems, and its interval comes from how much problems differ.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from spmdrl.algorithms.shaping import best_at_k_estimate, pass_at_k_estimate
+from spmdrl.rollout.episode import Sample
+from spmdrl.types import Sums
+
+RIGHT_AT = 1.0
+"""A sample is right from this reward on: full marks of a verifiable reward."""
+_ROUNDING = 1e-9  # weights such as 0.7 + 0.2 + 0.1 add up to just below 1
+_Z95 = 1.96
+_ANSWER = "pred"  # verl's name
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What the samples of one held-out problem came to."""
+
+    index: int
+    """Position of the row in data.eval."""
+    source: str
+    """Its `data_source`; empty where the row has none."""
+    rewards: tuple[float, ...]
+    """Of the samples whose reward did not fail, in order."""
+    answers: tuple[str, ...]
+    """What a reward function extracted from them, as `pred`; empty where one has none."""
+    lengths: tuple[int, ...]
+    """Sampled tokens of every sample."""
+    num_truncated: int
+    """Samples cut at the length limit."""
+    parts: dict[str, tuple[float, ...]] = field(default_factory=dict)
+    """Reward functions where there are several, and what they report besides: by name, one
+    number for each sample that has it."""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A mean over problems."""
+
+    mean: float
+    half_width: float | None
+    """Of the 95% interval: 1.96 standard errors of the mean over problems (normal; arXiv
+    2411.00640). 0 where all came out alike, which says little; None for one problem."""
+    num_problems: int
+
+
+def outcomes_of(samples: Iterable[Sample]) -> list[Outcome]:
+    """Group samples by problem, in the order of the rows."""
+    by_index: dict[int, list[Sample]] = defaultdict(list)
+    for sample in samples:
+        by_index[sample.prompt.index].append(sample)
+    return [_outcome(by_index[index]) for index in sorted(by_index)]
+
+
+def _outcome(samples: Sequence[Sample]) -> Outcome:
+    prompt = samples[0].prompt
+    valid = [s.reward for s in samples if s.reward.value is not None]
+    answers = tuple(filter(None, (_answer(r.extras | r.metrics) for r in valid)))
+    parts: dict[str, list[float]] = defaultdict(list)
+    for reward in valid:
+        own = reward.parts if len(reward.parts) > 1 else {}
+        for name, value in (own | reward.metrics).items():
+            if not _is_answer(name):
+                parts[name].append(value)
+    return Outcome(
+        index=prompt.index, source=str(prompt.row.get("data_source") or ""),
+        rewards=tuple(r.value for r in valid),
+        answers=answers if len(answers) == len(valid) else (),
+        lengths=tuple(s.response.num_sampled for s in samples),
+        num_truncated=sum(s.response.is_truncated for s in samples),
+        parts={name: tuple(values) for name, values in parts.items()})
+
+
+def _answer(reported: dict[str, object]) -> str:
+    """Return the extracted answer, of the first function that reports one; empty for none."""
+    return next((str(value) for name, value in reported.items() if _is_answer(name)), "")
+
+
+def _is_answer(name: str) -> bool:
+    return name.rpartition("/")[2] == _ANSWER  # with several functions: FUNCTION/pred
+
+
+# --------------------------------------------------------------------------- estimates
+
+
+def summarize(
+    outcomes: Sequence[Outcome], *, samples: int, right_at: float = RIGHT_AT
+) -> dict[str, Estimate]:
+    """Estimate what a policy does on problems of this kind.
+
+    A problem counts in an estimate if it has the samples that it needs: failed rewards leave
+    fewer.
+
+    Args:
+        outcomes: of P problems.
+        samples: n, drawn of each problem.
+        right_at: a sample is right whose reward is at least this, task units. Rewards between
+            are wrong for pass@k and maj@n; `reward` and best@k take them as they are.
+    Returns: {name: estimate}, without those that no problem counts in. `reward` (avg@n);
+        `pass_at_K` and `best_at_K`, a right sample and the best reward among K, without bias, for
+        K = 1, 2, 4, ... and n; `maj_at_n`: the most frequent answer is right (equally frequent
+        ones count by halves); `response_length`, tokens; `truncated_frac`, `failed_frac`.
+    """
+    found = {"reward": _over(outcomes, lambda o: _mean(o.rewards) if o.rewards else None)}
+    for k in _sizes(samples):
+        found[f"pass_at_{k}"] = _over(outcomes, lambda o: None if len(o.rewards) < k else (
+            pass_at_k_estimate(len(o.rewards), sum(_rights(o, right_at)), k)))
+    for k in _sizes(samples):
+        found[f"best_at_{k}"] = _over(outcomes, lambda o: None if len(o.rewards) < k else (
+            best_at_k_estimate(o.rewards, k)))
+    found |= {
+        f"maj_at_{samples}": _over(outcomes, lambda o: None if len(o.answers) < samples else (
+            _majority(o.answers, _rights(o, right_at)))),
+        "response_length": _over(outcomes, lambda o: _mean(o.lengths)),
+        "truncated_frac": _over(outcomes, lambda o: o.num_truncated / len(o.lengths)),
+        "failed_frac": _over(outcomes, lambda o: 1 - len(o.rewards) / len(o.lengths)),
+    }
+    return {name: estimate for name, estimate in found.items() if estimate}
+
+
+def by_source(outcomes: Sequence[Outcome]) -> dict[str, list[Outcome]]:
+    """Return the outcomes by `data_source`, in alphabetical order."""
+    sources: dict[str, list[Outcome]] = {name: [] for name in sorted({o.source for o in outcomes})}
+    for outcome in outcomes:
+        sources[outcome.source].append(outcome)
+    return sources
+
+
+def part_means(outcomes: Sequence[Outcome]) -> dict[str, float]:
+    """Return the mean over samples of each number that reward functions gave by name."""
+    values: dict[str, list[float]] = defaultdict(list)
+    for outcome in outcomes:
+        for name, own in outcome.parts.items():
+            values[name] += own
+    return {name: _mean(own) for name, own in sorted(values.items())}
+
+
+def eval_sums(outcomes: Sequence[Outcome], *, samples: int) -> Sums:
+    """Return the eval/ metrics of the loop: of all problems, and little of each source.
+
+    Args:
+        outcomes: of all replicas; none gives none.
+        samples: drawn of each problem.
+    """
+    found = summarize(outcomes, samples=samples)
+    names = [name for name in found if not name.startswith("best_at_")]
+    if samples == 1:  # at one sample these say what the reward says
+        names = [name for name in names if not name.startswith(("pass_at_", "maj_at_"))]
+    sums: Sums = {}
+    for name in names:
+        sums[f"eval/{name}"] = (found[name].mean, 1)
+        if name == "reward" and found[name].half_width is not None:
+            sums["eval/reward_ci95"] = (found[name].half_width, 1)
+    sums |= {f"eval/{name}/mean": (mean, 1) for name, mean in part_means(outcomes).items()}
+    sources = by_source(outcomes)
+    for source, own in sources.items() if len(sources) > 1 else ():
+        of_source = summarize(own, samples=samples)
+        for name in ("reward", f"pass_at_{samples}") if samples > 1 else ("reward",):
+            if name in of_source:
+                short = name.replace(f"_{samples}", "_n")
+                sums[f"eval/{source or 'none'}/{short}"] = (of_source[name].mean, 1)
+    return sums
+
+
+def _sizes(samples: int) -> list[int]:
+    return [2**i for i in range(samples.bit_length()) if 2**i < samples] + [samples]
+
+
+def _rights(outcome: Outcome, right_at: float) -> list[bool]:
+    return [reward >= right_at - _ROUNDING for reward in outcome.rewards]
+
+
+def _majority(answers: Sequence[str], rights: Sequence[bool]) -> float:
+    votes = Counter(answers)
+    first = [answer for answer, count in votes.items() if count == max(votes.values())]
+    # A grader may judge one answer in two ways, by what stands around it: its mean.
+    return _mean([_mean([right for given, right in zip(answers, rights) if given == answer])
+                  for answer in first])
+
+
+def _over(outcomes: Sequence[Outcome], value: Callable[[Outcome], float | None]) -> Estimate | None:
+    values = [v for v in map(value, outcomes) if v is not None]
+    if not values:
+        return None
+    mean, count = _mean(values), len(values)
+    if count == 1:
+        return Estimate(mean, None, 1)
+    variance = math.fsum((v - mean) ** 2 for v in values) / (count - 1)
+    return Estimate(mean, _Z95 * math.sqrt(variance / count), count)
+
+
+def _mean(values: Sequence[float]) -> float:
+    return math.fsum(values) / len(values)

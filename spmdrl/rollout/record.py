@@ -1,0 +1,354 @@
+"""Recorded rollouts: what was sampled and rewarded, one parquet file per step and replica.
+
+`Recorder` writes, `read_rollouts` and `read_table` read; docs/rollouts.md describes the columns.
+A file appears whole, under its name, or not at all. A run that repeats a step replaces its files.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pyarrow as pa
+import pyarrow.parquet as parquet
+import torch
+from torch import Tensor
+
+from spmdrl.config import Config, flatten
+from spmdrl.rewards.signatures import part_names, reward_models
+from spmdrl.rollout.episode import GREEDY, Group, Sample
+from spmdrl.rollout.packing import cumulative, empty_rollouts
+from spmdrl.types import Rollouts, Scalars, add_sums
+
+FORMAT = 1
+FOLDER = "rollouts"
+"""Of the files, in a run's output_dir."""
+KEPT_FIELDS = ("batch.prompts_per_step", "batch.group_size", "sampling.temperature",
+               "rewards.functions", "rewards.weights", "rewards.shaping")
+"""Fields of the config that the recorded numbers already contain."""
+_HEADER = b"spmdrl"
+_NAME = re.compile(r"step_(\d+)_replica_(\d+)_of_(\d+)\.parquet")
+
+_SCHEMA = pa.schema([
+    ("step", pa.int64()), ("group", pa.int64()), ("sample", pa.int64()), ("row", pa.int64()),
+    ("prompt", pa.string()), ("response", pa.string()),
+    ("reward", pa.float64()), ("raw_reward", pa.float64()),
+    ("reward_parts", pa.list_(pa.float64())), ("greedy_reward", pa.float64()),
+    ("is_valid", pa.bool_()), ("is_truncated", pa.bool_()), ("failure", pa.string()),
+    ("length", pa.int64()), ("response_length", pa.int64()), ("turns", pa.int64()),
+    ("min_version", pa.int64()),
+    ("tokens", pa.list_(pa.int32())), ("response_mask", pa.list_(pa.bool_())),
+    ("rollout_logprobs", pa.list_(pa.float32())), ("policy_versions", pa.list_(pa.int32())),
+])
+_TOKEN_COLUMNS = {"tokens": torch.int64, "response_mask": torch.bool,
+                  "rollout_logprobs": torch.float32, "policy_versions": torch.int64}
+SEQUENCE_COLUMNS = tuple(name for name in _SCHEMA.names if name not in _TOKEN_COLUMNS)
+"""All but those with a value per token."""
+
+
+class Recorder:
+    """Writes a replica's share of every N-th step; the replica's leader has one.
+
+    Raises (on construction): ValueError when the folder cannot be written to.
+    """
+
+    def __init__(self, cfg: Config, *, replica: int, num_replicas: int):
+        self.cfg, self.every = cfg, cfg.rollout.record["every"]
+        self.replica, self.num_replicas = replica, num_replicas
+        self.folder = Path(cfg.output_dir) / FOLDER
+        probe = self.folder / f".replica_{replica}.partial"
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            probe.write_bytes(b"")
+            probe.unlink()
+        except OSError as error:
+            raise ValueError(f"rollout.record: {self.folder} cannot be written to: {error}; set "
+                             "another output_dir, or leave rollout.record out") from error
+
+    def record(self, step: int, groups: Sequence[Group], share: Rollouts) -> None:
+        """Write a share, if its step is one of those to record.
+
+        Args:
+            groups: as they were packed, each with its slot in the step's batch.
+            share: what they were packed to.
+        Raises: RuntimeError when it cannot be written; nothing is left of it then.
+        """
+        if step % self.every:
+            return
+        name = f"step_{step:06d}_replica_{self.replica}_of_{self.num_replicas}.parquet"
+        header = {
+            "format": FORMAT, "step": step, "replica": self.replica,
+            "replicas": self.num_replicas, "model": self.cfg.model.path, "seed": self.cfg.seed,
+            "lag": self.cfg.lag, "part_names": part_names(self.cfg.rewards.functions),
+            "is_partial": bool(reward_models(self.cfg.rewards.functions)),
+            "config": kept_fields(self.cfg), "sums": share.sums, "shown": share.samples,
+        }
+        partial = self.folder / f".{name}.partial"
+        try:
+            _write(partial, _table(step, groups, share), header)
+            self._remove_other_layouts(step)
+            os.replace(partial, self.folder / name)
+        except OSError as error:
+            partial.unlink(missing_ok=True)
+            raise RuntimeError(
+                f"step {step}: its rollouts cannot be recorded as {self.folder / name}: {error}; "
+                "make room and resume, or resume without rollout.record") from error
+
+    def _remove_other_layouts(self, step: int) -> None:
+        """Take away files of this step that an attempt with other replicas wrote."""
+        for path in self.folder.glob(f"step_{step:06d}_replica_*.parquet"):
+            found = _NAME.fullmatch(path.name)
+            if found and int(found[3]) != self.num_replicas:
+                path.unlink(missing_ok=True)
+
+
+def kept_fields(cfg: Config) -> dict[str, Any]:
+    """Return KEPT_FIELDS of a config as JSON has them."""
+    flat = flatten(cfg)
+    return json.loads(json.dumps({name: flat[name] for name in KEPT_FIELDS}))
+
+
+def _write(path: Path, table: pa.Table, header: dict[str, Any]) -> None:
+    """Write a table whose rows are sorted by group, each group a row group of the file."""
+    table = table.replace_schema_metadata({_HEADER: json.dumps(header)})
+    groups = table["group"].to_numpy()
+    starts = [0, *(numpy.flatnonzero(numpy.diff(groups)) + 1).tolist(), len(groups)]
+    with path.open("wb") as file:
+        with parquet.ParquetWriter(file, table.schema, compression="zstd") as writer:
+            for start, end in zip(starts, starts[1:]):
+                if end > start:
+                    writer.write_table(table.slice(start, end - start))
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _table(step: int, groups: Sequence[Group], share: Rollouts) -> pa.Table:
+    """Return the share's sequences, and the greedy ones before those of their group."""
+    drawn = [s for group in groups for s in _placed(group) if s.sample != GREEDY]
+    greedy = [s for group in groups for s in _placed(group) if s.sample == GREEDY]
+    scalars = share.scalars
+    assert [(s.slot, s.sample) for s in drawn] == list(zip(
+        scalars.group_ids.tolist(), scalars.sample_ids.tolist()))
+    offsets = pa.array(share.cu_seqlens.numpy().astype(numpy.int32))
+    columns = _texts(step, drawn) | {
+        "reward": scalars.rewards.numpy(), "greedy_reward": scalars.greedy_rewards.numpy(),
+        "reward_parts": scalars.reward_parts.tolist(), "is_valid": scalars.is_valid.numpy(),
+        "is_truncated": scalars.is_truncated.numpy(), "length": scalars.lengths.numpy(),
+        "response_length": scalars.response_lengths.numpy(),
+        "min_version": scalars.min_versions.numpy(),
+    }
+    for name in _TOKEN_COLUMNS:
+        kind = _SCHEMA.field(name).type
+        values = pa.array(getattr(share, name).numpy()).cast(kind.value_type)
+        columns[name] = pa.ListArray.from_arrays(offsets, values, type=kind)
+    found = dict(zip(scalars.group_ids.tolist(), scalars.greedy_rewards.tolist()))
+    num_parts = scalars.reward_parts.shape[1]
+    table = pa.concat_tables([pa.table(columns, schema=_SCHEMA),
+                              _greedy_table(step, greedy, found, num_parts)])
+    return table.sort_by([("group", "ascending"), ("sample", "ascending")])
+
+
+def _placed(group: Group) -> list[Sample]:
+    """Return a group's samples in order, with the slot that the group takes in its step."""
+    return [replace(group.samples[i], slot=group.slot) for i in sorted(group.samples)]
+
+
+def _texts(step: int, samples: Sequence[Sample]) -> dict[str, Any]:
+    """Return the columns that a sample has and its packed form has not."""
+    return {
+        "step": [step] * len(samples), "group": [s.slot for s in samples],
+        "sample": [s.sample for s in samples], "row": [s.prompt.index for s in samples],
+        "prompt": [s.prompt.text for s in samples], "response": [s.text for s in samples],
+        "raw_reward": [s.reward.value for s in samples],
+        "failure": [f"{s.reward.failure}: {s.reward.message}" if s.reward.failure else None
+                    for s in samples],
+        "turns": [s.response.turns for s in samples],
+    }
+
+
+def _greedy_table(
+    step: int, samples: Sequence[Sample], rewards: dict[int, float], num_parts: int
+) -> pa.Table:
+    prompts, responses = [s.prompt.tokens for s in samples], [s.response for s in samples]
+    lengths = [len(p) for p in prompts]
+    own = [rewards.get(s.slot, numpy.nan) for s in samples]
+    columns = _texts(step, samples) | {
+        "reward": own, "greedy_reward": own, "reward_parts": [[0.0] * num_parts] * len(samples),
+        "is_valid": [s.reward.value is not None for s in samples],
+        "is_truncated": [r.is_truncated for r in responses],
+        "length": [n + len(r.tokens) for n, r in zip(lengths, responses)],
+        "response_length": [r.num_sampled for r in responses],
+        "min_version": [min((v for v in r.versions if v >= 0), default=-1) for r in responses],
+        "tokens": [[*p, *r.tokens] for p, r in zip(prompts, responses)],
+        "response_mask": [[False] * n + r.is_sampled for n, r in zip(lengths, responses)],
+        "rollout_logprobs": [[0.0] * n + r.logprobs for n, r in zip(lengths, responses)],
+        "policy_versions": [[-1] * n + r.versions for n, r in zip(lengths, responses)],
+    }
+    return pa.table(columns, schema=_SCHEMA)
+
+
+# --------------------------------------------------------------------------- reading
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """The steps that a folder holds."""
+
+    folder: Path
+    steps: dict[int, tuple[Path, ...]]
+    """Step -> its files, one per replica; whole steps only, ascending."""
+
+    def files_of(self, step: int) -> tuple[Path, ...]:
+        """Return the files of a step. Raises: ValueError naming the steps that are there."""
+        if step not in self.steps:
+            raise ValueError(f"{self.folder}: step {step} was not recorded; there are steps "
+                             f"{ranges(self.steps)}")
+        return self.steps[step]
+
+
+def find_recorded(path: str | Path) -> Recorded:
+    """Return what a folder of rollouts, or a run's output_dir with one, holds.
+
+    Raises: ValueError when there is none, or no step is whole.
+    """
+    path = Path(path).expanduser()
+    folder = path / FOLDER if (path / FOLDER).is_dir() else path
+    if not folder.is_dir():
+        raise ValueError(f"{path} is not a folder (looked from {Path.cwd()}); name a run's "
+                         f"output_dir or its folder {FOLDER}")
+    found: dict[int, dict[int, dict[int, Path]]] = {}
+    for file in sorted(folder.iterdir()):
+        if parts := _NAME.fullmatch(file.name):
+            step, replica, count = map(int, parts.groups())
+            found.setdefault(step, {}).setdefault(count, {})[replica] = file
+    steps = {}
+    for step in sorted(found):
+        for count, files in found[step].items():
+            if sorted(files) == list(range(count)):
+                steps[step] = tuple(files[replica] for replica in range(count))
+    if not steps:
+        names = [file.name for one in found.values() for files in one.values()
+                 for file in files.values()]
+        raise ValueError(f"{folder} holds no whole step of recorded rollouts"
+                         + (f", only {names[0]}" if names else "")
+                         + "; a run with rollout.record {every: 1} writes them")
+    return Recorded(folder, steps)
+
+
+def ranges(steps: Collection[int]) -> str:
+    """Return steps for people, with what lies evenly between put together: `0 to 20 by 5`."""
+    left, texts = sorted(steps), []
+    while left:
+        gap = left[1] - left[0] if len(left) > 1 else 0
+        count = 1
+        while count < len(left) and left[count] - left[count - 1] == gap:
+            count += 1
+        if count < 3:
+            count = 1
+        by = f" by {gap}" if gap > 1 else ""
+        texts.append(f"{left[0]}" if count == 1 else f"{left[0]} to {left[count - 1]}{by}")
+        left = left[count:]
+    return ", ".join(texts)
+
+
+def read_header(path: Path) -> dict[str, Any]:
+    """Return what a file says of itself. Raises: ValueError when it cannot be read."""
+    return _header_of(_open(path), path)
+
+
+def read_table(
+    path: Path, *, columns: Sequence[str] | None = None, group: int | None = None
+) -> pa.Table:
+    """Return the rows of a file, or those of one group, greedy ones too.
+
+    Raises: ValueError when the file cannot be read.
+    """
+    file = _open(path)
+    try:
+        places = range(file.num_row_groups)
+        if group is not None:
+            at = _SCHEMA.names.index("group")
+            places = [i for i in places
+                      if file.metadata.row_group(i).column(at).statistics.min == group]
+        return file.read_row_groups(list(places), columns=list(columns) if columns else None)
+    except (pa.ArrowException, OSError) as error:
+        raise _unreadable(path, error) from error
+
+
+def read_rollouts(files: Sequence[Path], *, part: int, num_parts: int) -> Rollouts:
+    """Return one of `num_parts` shares of a step, whole groups each, as they were sampled.
+
+    The metrics and the shown samples are in share 0; times of the recorded run are left out.
+
+    Raises: ValueError when a file cannot be read.
+    """
+    tables, sums, shown, number = [], [], (), 0
+    for path in files:
+        file = _open(path)
+        header, count = _header_of(file, path), file.num_row_groups
+        mine = [i for i in range(count) if (number + i) % num_parts == part]
+        number += count
+        try:
+            tables.append(file.read_row_groups(mine))
+        except (pa.ArrowException, OSError) as error:
+            raise _unreadable(path, error) from error
+        if part == 0:
+            sums.append({name: tuple(pair) for name, pair in header["sums"].items()
+                         if not name.startswith("time/")})
+            shown += tuple(header["shown"])
+    table = pa.concat_tables(tables)
+    table = table.filter(pa.array(table["sample"].to_numpy() != GREEDY, type=pa.bool_()))
+    return replace(_packed(table), sums=add_sums(*sums), samples=shown)
+
+
+def _packed(table: pa.Table) -> Rollouts:
+    if not table.num_rows:
+        return empty_rollouts()
+    tokens = {name: _tensor(table[name].combine_chunks().flatten(), kind)
+              for name, kind in _TOKEN_COLUMNS.items()}
+    scalars = scalars_of(table)
+    return Rollouts(**tokens, cu_seqlens=cumulative(scalars.lengths.tolist()), scalars=scalars)
+
+
+def scalars_of(table: pa.Table) -> Scalars:
+    """Return the numbers per sequence of a table, in its order; greedy rows are not left out."""
+    def of(name: str) -> Tensor:
+        return _tensor(table[name].combine_chunks())
+
+    parts = _tensor(table["reward_parts"].combine_chunks().flatten())
+    return Scalars(
+        lengths=of("length"), response_lengths=of("response_length"), group_ids=of("group"),
+        sample_ids=of("sample"), rewards=of("reward"), is_truncated=of("is_truncated"),
+        is_valid=of("is_valid"), min_versions=of("min_version"),
+        reward_parts=parts.view(table.num_rows, -1), greedy_rewards=of("greedy_reward"))
+
+
+def _tensor(column: pa.Array, kind: torch.dtype | None = None) -> Tensor:
+    values = torch.from_numpy(column.to_numpy(zero_copy_only=False).copy())
+    return values if kind is None else values.to(kind)
+
+
+def _open(path: Path) -> parquet.ParquetFile:
+    try:
+        return parquet.ParquetFile(path)
+    except (pa.ArrowException, OSError) as error:
+        raise _unreadable(path, error) from error
+
+
+def _header_of(file: parquet.ParquetFile, path: Path) -> dict[str, Any]:
+    text = (file.schema_arrow.metadata or {}).get(_HEADER)
+    header = json.loads(text) if text else {}
+    if header.get("format") != FORMAT:
+        raise ValueError(f"{path}: is of format {header.get('format', 'unknown')}, this program "
+                         f"reads format {FORMAT}; record anew")
+    return header
+
+
+def _unreadable(path: Path, error: Exception) -> ValueError:
+    return ValueError(f"{path}: cannot be read as recorded rollouts: {error}")

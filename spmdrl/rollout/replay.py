@@ -1,0 +1,118 @@
+"""Batches from recorded rollouts: what one run sampled trains another, without an engine."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+from spmdrl.config import Config
+from spmdrl.config.fields import replay_folder
+from spmdrl.engine.protocol import EngineProtocol
+from spmdrl.rollout.outcomes import Outcome
+from spmdrl.rollout.packing import empty_rollouts
+from spmdrl.rollout.record import (
+    Recorded, find_recorded, kept_fields, ranges, read_header, read_rollouts,
+)
+from spmdrl.types import Rollouts
+from spmdrl.world import World
+
+log = logging.getLogger(__name__)
+
+
+class ReplaySource:
+    """The recorded batch of every step; the first tp rank of each dp index reads its share.
+
+    Raises (on construction): ValueError as `check_recorded`.
+    """
+
+    def __init__(self, cfg: Config, world: World):
+        self.cfg, self.world = cfg, world
+        self.recorded = check_recorded(cfg)
+        if cfg.evaluate.every_steps and world.rank == 0:
+            log.warning("evaluation is left out: a replay has no engine to sample with; evaluate "
+                        "a checkpoint by `python -m spmdrl.evaluate`")
+        self._max_positions = self._vocab_size = 0
+
+    def check_context(self, max_positions: int, *, vocab_size: int) -> None:
+        """Take up the model's limits, which every step is held against."""
+        self._max_positions, self._vocab_size = max_positions, vocab_size
+
+    def generate(self, engine: EngineProtocol, *, until: int) -> None:
+        """Do nothing: the rollouts are recorded."""
+
+    def take(self, step: int) -> Rollouts:
+        """Return this rank's part of the recorded batch.
+
+        Raises: ValueError when the step was not recorded, its file cannot be read, or the
+            model cannot take it.
+        """
+        world = self.world
+        files = self.recorded.files_of(step)
+        if world.rank % world.cfg.layout.tp:
+            return empty_rollouts()
+        _check_fields(self.cfg, files[0])
+        rollouts = read_rollouts(files, part=world.dp_index(world.rank), num_parts=world.dp_size)
+        if len(rollouts):
+            self._check(rollouts, step)
+        return rollouts
+
+    def _check(self, rollouts: Rollouts, step: int) -> None:
+        longest, highest = int(rollouts.scalars.lengths.max()), int(rollouts.tokens.max())
+        if longest > self._max_positions:
+            raise ValueError(f"{self.recorded.folder}: step {step} has a sequence of {longest} "
+                             f"tokens, above the model's context of {self._max_positions}")
+        if highest >= self._vocab_size:
+            raise ValueError(f"{self.recorded.folder}: step {step} has the token {highest}, and "
+                             f"the model's embedding {self._vocab_size} rows; it was recorded "
+                             "with another tokenizer")
+
+    def probe_tokens(self) -> list[tuple[int, ...]]:
+        """Return nothing: there is no engine to compare with."""
+        return []
+
+    def evaluate(self, engine: EngineProtocol, *, step: int) -> list[Outcome]:
+        """Return nothing: there is no engine to sample with."""
+        return []
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """Return None: a batch is a function of the step."""
+        return None
+
+    def load_state_dict(self, states: list[dict[str, Any]], step: int) -> None:
+        """Do nothing: a batch is a function of the step."""
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+def check_recorded(cfg: Config) -> Recorded:
+    """Return the recorded rollouts that a config names.
+
+    Raises: ValueError when a step up to the last is not there, or the config differs in what
+        the recorded numbers contain.
+    """
+    try:
+        recorded = find_recorded(replay_folder(cfg))
+    except ValueError as error:
+        raise ValueError(f"rollout.record.replay: {error}") from error
+    steps = recorded.steps
+    # A resumed run starts at a later step than 0: those before the first may be missing.
+    missing = sorted(set(range(min(steps), cfg.steps)) - set(steps))
+    if missing or min(steps) >= cfg.steps:
+        raise ValueError(
+            f"rollout.record.replay: {recorded.folder} has steps {ranges(steps)}; not recorded, "
+            f"of steps {cfg.steps}: {ranges(missing or range(cfg.steps))}. Lower steps, or "
+            "record every step")
+    _check_fields(cfg, recorded.files_of(min(steps))[0])
+    return recorded
+
+
+def _check_fields(cfg: Config, path: Path) -> None:
+    old, now = read_header(path)["config"], kept_fields(cfg)
+    differing = [f"{name}: {old[name]!r} there, {now[name]!r} now"
+                 for name in now if old[name] != now[name]]
+    if differing:
+        raise ValueError(f"{path} holds rollouts of other values, which its numbers contain:\n  "
+                         + "\n  ".join(differing)
+                         + "\nSet these fields as they were, or record anew")

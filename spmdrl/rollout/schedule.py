@@ -1,0 +1,166 @@
+"""When a replica admits prompts and when a step's share is complete: pure functions.
+
+Groups of a replica are numbered in the order in which they are admitted. A step takes `quota`
+of them. Without over-sampling it takes the next `quota` in order; with it, up to
+`lookahead` > quota groups are under way for one step, the first `quota` that are complete make
+the step, and the others go on into later ones. Either way no token is more than
+`max_staleness` steps old when it is trained on.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from spmdrl.config.fields import Config, replay_folder
+from spmdrl.rewards.signatures import reward_models
+
+SCHEDULE: dict[str, Any] = {
+    "in_flight": False, "kv_cache": "recompute", "over_sample": 1.0, "max_staleness": None,
+    "dynamic": 0}
+"""What rollout.schedule may hold, with the values that change nothing."""
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What a schedule allows."""
+
+    quota: int
+    """Groups that a step takes from this replica."""
+    lookahead: int
+    """Groups under way for one step, at least quota."""
+    max_staleness: int
+    """Steps from the version that a token may come from to the one that trains on it."""
+
+
+def make_rules(quota: int, *, over_sample: float, lag: int, max_staleness: int | None) -> Rules:
+    """Return the rules of a replica.
+
+    Args:
+        quota: groups that a step takes from this replica; may be 0.
+        over_sample: groups under way per group of a step, at least 1.
+        lag: steps that generation runs ahead.
+        max_staleness: steps; None takes the least that works.
+    """
+    least = least_staleness(over_sample, lag=lag)
+    return Rules(quota, lookahead=math.ceil(over_sample * quota),
+                 max_staleness=least if max_staleness is None else max_staleness)
+
+
+def least_staleness(over_sample: float, *, lag: int) -> int:
+    """Return the smallest bound on staleness under which every group that is admitted for a
+    step can be trained on: its step is at most `lag` ahead, and over-sampling puts it behind up
+    to over_sample - 1 steps' groups more."""
+    return lag + math.ceil(over_sample) - 1
+
+
+def num_to_admit(
+    rules: Rules, waiting: int, *, next_step: int, last_step: int, version: int
+) -> int:
+    """Count the groups to admit now.
+
+    Args:
+        waiting: groups that are under way or complete, and in no step yet.
+        next_step: first step whose share is not complete. last_step: last one wanted.
+        version: of the engine's weights.
+    Returns: how many; never one that could not be trained on within max_staleness steps.
+    """
+    steps = last_step - next_step + 1
+    if steps <= 0 or not rules.quota:
+        return 0
+    wanted = rules.quota * (steps - 1) + rules.lookahead
+    # The k-th that waits is trained on by step next_step + k // quota at the latest.
+    limit = rules.quota * (rules.max_staleness + version - next_step + 1)
+    return max(0, min(wanted, limit) - waiting)
+
+
+def closing(
+    rules: Rules, versions: Mapping[int, int], *, complete: Collection[int], step: int
+) -> list[int] | None:
+    """Choose the groups of a step, if it can be closed now.
+
+    Args:
+        versions: {number: version at admission} of all groups that wait. Numbers and versions
+            rise together.
+        complete: numbers of those that are complete.
+        step: the first step without its share.
+    Returns: `quota` numbers in order, or None while too few are complete, or while leaving the
+        others for later steps would make one of them too old.
+    """
+    order = sorted(versions)
+    ready = [n for n in order[: rules.lookahead] if n in complete]
+    if len(ready) < rules.quota:
+        return None
+    chosen = ready[: rules.quota]
+    left = [n for n in order if n not in set(chosen)]
+    # Taken in order, the k-th that is left is trained on at step + 1 + k // quota.
+    fits = all(step + 1 + k // rules.quota <= versions[n] + rules.max_staleness
+               for k, n in enumerate(left))
+    return chosen if fits else None
+
+
+# --------------------------------------------------------------------------- the config
+
+
+def schedule_of(cfg: Config) -> dict[str, Any]:
+    """Return all options of rollout.schedule."""
+    return SCHEDULE | cfg.rollout.schedule
+
+
+def schedule_problems(cfg: Config) -> list[str]:
+    """Return what is wrong with rollout.schedule, each as `name: what, value seen`."""
+    for name in cfg.rollout.schedule:
+        if name not in SCHEDULE:
+            near = difflib.get_close_matches(name, SCHEDULE, n=1)
+            guess = f"did you mean {near[0]}?" if near else f"known: {', '.join(SCHEDULE)}"
+            return [f"{name}: unknown option; {guess}"]
+    if not cfg.rollout.schedule or replay_folder(cfg):
+        return []
+    if cfg.algorithm.objective != "rl":
+        return [f"{next(iter(cfg.rollout.schedule))}: the objective {cfg.algorithm.objective} "
+                "samples nothing; leave it out"]
+    chosen = schedule_of(cfg)
+    problems = [*_number_problems(chosen), *_in_flight_problems(cfg, chosen)]
+    if problems:
+        return problems
+    least = least_staleness(chosen["over_sample"], lag=cfg.lag)
+    if chosen["max_staleness"] is not None and chosen["max_staleness"] < least:
+        problems.append(f"max_staleness: {chosen['max_staleness']} is below lag {cfg.lag} + "
+                        f"ceil(over_sample {chosen['over_sample']:g}) - 1 = {least}: groups "
+                        "that are under way could not all be trained on in time")
+    if chosen["dynamic"] and cfg.batch.group_size == 1:
+        problems.append("dynamic: with batch.group_size 1 no group has a spread of rewards")
+    if chosen["dynamic"] and reward_models(cfg.rewards.functions):
+        problems.append("dynamic: the spread of a group's rewards is not known where prompts are "
+                        "drawn, since rewards.functions names a model; leave it out")
+    return problems
+
+
+def _number_problems(chosen: Mapping[str, Any]) -> list[str]:
+    problems, over, stale = [], chosen["over_sample"], chosen["max_staleness"]
+    if isinstance(over, bool) or not isinstance(over, (int, float)) or not 1 <= over < math.inf:
+        problems.append(f"over_sample: must be a number of at least 1, got {over!r}")
+    if stale is not None and (type(stale) is not int or stale < 0):
+        problems.append(f"max_staleness: must be a whole number of steps, got {stale!r}")
+    if type(chosen["dynamic"]) is not int or chosen["dynamic"] < 0 or chosen["dynamic"] == 1:
+        problems.append(f"dynamic: must be a whole number of at least 2, or 0 for off, got "
+                        f"{chosen['dynamic']!r}")
+    return problems
+
+
+def _in_flight_problems(cfg: Config, chosen: Mapping[str, Any]) -> list[str]:
+    problems = []
+    if chosen["kv_cache"] not in ("keep", "recompute"):
+        problems.append(f"kv_cache: expected keep or recompute, got {chosen['kv_cache']!r}")
+    if not isinstance(chosen["in_flight"], bool):
+        problems.append(f"in_flight: expected true or false, got {chosen['in_flight']!r}")
+    elif chosen["in_flight"] and cfg.layout.placement != "split":
+        problems.append(f"in_flight: with layout.placement {cfg.layout.placement} nothing is "
+                        "sampled while the policy trains; take split, or leave it out")
+    elif chosen["in_flight"] and not cfg.lag:
+        problems.append("in_flight: with lag 0 nothing is sampled while the policy trains; set "
+                        "lag to 1 or more")
+    return problems

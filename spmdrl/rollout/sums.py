@@ -1,0 +1,73 @@
+"""Metrics of rollouts that only the replica knows which made them, as sums."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import torch
+
+from spmdrl.algorithms.groups import group_rewards
+from spmdrl.rollout.episode import GREEDY, Group, Sample, failure_text, place
+from spmdrl.types import Sums
+
+log = logging.getLogger(__name__)
+
+
+def warn_if_all_failed(samples: Sequence[Sample], groups: Sequence[Group]) -> None:
+    """Warn where no sample of a replica has a reward."""
+    if samples and all(s.reward.failure for s in samples):
+        log.warning("%s: the reward of all %d samples of this replica failed and they are left out "
+                    "(rewards.on_failure=drop). First: %s", place(groups[0]), len(samples),
+                    failure_text(samples[0]))
+
+
+def has_spread(samples: Sequence[Sample]) -> bool:
+    """Whether the rewards of a group's samples differ by more than rounding."""
+    values = [s.reward.value for s in samples if s.reward.value is not None]
+    rewards = torch.tensor(values, dtype=torch.float64)
+    found = group_rewards(rewards, torch.zeros(len(values), dtype=torch.int64),
+                          is_valid=torch.ones(len(values), dtype=torch.bool))
+    return bool(found.has_spread.any())
+
+
+def mean_reward(samples: Sequence[Sample]) -> tuple[float, float]:
+    """Return sum and number of the rewards that did not fail, task units."""
+    values = [s.reward.value for s in samples if s.reward.value is not None]
+    return sum(values), len(values)
+
+
+def step_sums(samples: Sequence[Sample], *, is_first: bool) -> Sums:
+    """Return the rollout/ and reward/ sums of one replica's share of a step.
+
+    Args:
+        is_first: the replica that counts for the denominator of what adds up over replicas.
+    """
+    greedy = [s for s in samples if s.sample == GREEDY]
+    samples = [s for s in samples if s.sample != GREEDY]
+    count, one = len(samples), 1 if is_first else 0  # counts add up over replicas: n / 1
+    sums: Sums = {
+        "rollout/response_length": (sum(s.response.num_sampled for s in samples), count),
+        "rollout/prompt_length": (sum(len(s.prompt.tokens) for s in samples), count),
+        "rollout/truncated_frac": (sum(s.response.is_truncated for s in samples), count),
+        "rollout/failed_rewards": (sum(s.reward.value is None for s in samples), one),
+        "reward/timeouts": (sum(s.reward.failure == "timeout" for s in samples), one),
+        "reward/errors": (
+            sum(s.reward.failure in ("error", "bad_value") for s in samples), one),
+        "reward/seconds": (sum(s.reward.seconds for s in samples), count),
+    }
+    for s in samples:
+        for name, value in s.reward.parts.items():
+            total, seen = sums.get(f"reward/{name}/mean", (0.0, 0))
+            sums[f"reward/{name}/mean"] = (total + value, seen + 1)
+        for name, value in s.reward.metrics.items():
+            if name.startswith("environment/"):
+                total, seen = sums.get(name, (0.0, 0))
+                sums[name] = (total + value, seen + 1)
+    if any(s.response.turns > 1 for s in samples):
+        sums["rollout/turns"] = (sum(s.response.turns for s in samples), count)
+    if greedy:
+        total, count = mean_reward(greedy)
+        sums["rollout/greedy_reward"] = (total, count)
+        sums["rollout/failed_greedy_rewards"] = (len(greedy) - count, one)
+    return sums

@@ -1,0 +1,242 @@
+"""Held-out evaluation: the estimates, in the loop, and of runs, checkpoints and models alone."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import shutil
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from ranks import run_ranks
+from runs import ROOT
+
+from spmdrl import config
+from spmdrl.config import Config
+from spmdrl.create_model import create_model
+from spmdrl.evaluate import parse, table
+from spmdrl.export import export
+from spmdrl.report.glossary import values_of
+from spmdrl.rewards.pool import RewardResult
+from spmdrl.rollout.episode import Response, Sample
+from spmdrl.rollout.outcomes import Outcome, eval_sums, outcomes_of, summarize
+from spmdrl.types import Prompt
+
+
+def outcome(index: int, rewards, *, source: str = "", answers=(), failed: int = 0) -> Outcome:
+    return Outcome(index, source, tuple(rewards), tuple(answers),
+                   lengths=(3,) * (len(rewards) + failed), num_truncated=1)
+
+
+OUTCOMES = [outcome(0, (1, 0, 0, 0), source="a"), outcome(1, (0, 0, 0, 0), source="b"),
+            outcome(2, (1, 0.5, 1, 1.5), source="b")]
+
+
+@pytest.mark.parametrize("k", [1, 2, 4])
+def test_pass_and_best_at_k_are_means_over_all_subsets(k):
+    found = summarize(OUTCOMES, samples=4)
+    best = [[max(some) for some in itertools.combinations(o.rewards, k)] for o in OUTCOMES]
+    for name, right in ((f"pass_at_{k}", lambda r: r >= 1), (f"best_at_{k}", float)):
+        means = [statistics.mean(map(float, map(right, own))) for own in best]
+        assert found[name].mean == pytest.approx(statistics.mean(means), abs=1e-12)
+        spread = 1.96 * statistics.stdev(means) / len(means) ** 0.5
+        assert found[name].half_width == pytest.approx(spread, abs=1e-12)
+        assert found[name].num_problems == 3
+
+
+def test_sizes_are_powers_of_two_and_the_number_of_samples():
+    names = [name for name in summarize([outcome(0, [1] * 6)], samples=6) if "pass" in name]
+    assert names == ["pass_at_1", "pass_at_2", "pass_at_4", "pass_at_6"]
+    assert [n for n in summarize([outcome(0, [1])], samples=1) if "pass" in n] == ["pass_at_1"]
+
+
+def test_right_begins_at_the_threshold_up_to_rounding():
+    for rewards, right_at, passes in (((0.7 + 0.2 + 0.1, 0.0), 1.0, 0.5), ((0.99, 0.0), 1.0, 0.0),
+                                      ((0.99, 0.5), 0.5, 1.0), ((2.0, -1.0), 1.0, 0.5)):
+        found = summarize([outcome(0, rewards)], samples=2, right_at=right_at)
+        assert found["pass_at_1"].mean == passes, (rewards, right_at)
+
+
+def test_a_problem_counts_where_it_has_samples_enough():
+    some = [outcome(0, (1, 1)), outcome(1, (0,), failed=1), outcome(2, (), failed=2)]
+    found = summarize(some, samples=2)
+    counts = {name: estimate.num_problems for name, estimate in found.items()}
+    assert counts == {"reward": 2, "pass_at_1": 2, "pass_at_2": 1, "best_at_1": 2, "best_at_2": 1,
+                      "response_length": 3, "truncated_frac": 3, "failed_frac": 3}
+    assert found["reward"].mean == 0.5 and found["failed_frac"].mean == 0.5
+    assert found["pass_at_2"].half_width is None
+
+
+@pytest.mark.parametrize("answers, rewards, share", [
+    ("4454", (1, 1, 0, 1), 1.0), ("4555", (1, 0, 0, 0), 0.0), ("4455", (1, 1, 0, 0), 0.5),
+    ("4567", (1, 0, 0, 0), 0.25), ("4445", (1, 1, 0, 0), 2 / 3),
+])
+def test_maj_is_of_the_most_frequent_answer(answers, rewards, share):
+    found = summarize([outcome(0, rewards, answers=answers)], samples=4)
+    assert found["maj_at_4"].mean == pytest.approx(share)
+    assert "maj_at_4" not in summarize([outcome(0, rewards)], samples=4)
+
+
+def test_the_loop_reports_every_source_and_only_names_of_the_glossary():
+    values = values_of(eval_sums(OUTCOMES, samples=4))
+    assert values["eval/a/reward"] == 0.25 and values["eval/b/reward"] == 0.5
+    assert values["eval/b/pass_at_n"] == 0.5 and values["eval/pass_at_4"] == pytest.approx(2 / 3)
+    assert values["eval/reward"] == pytest.approx(1.25 / 3) and values["eval/reward_ci95"] > 0
+    one = values_of(eval_sums([outcome(0, (1,)), outcome(1, (0,))], samples=1))
+    assert sorted(one) == [f"eval/{name}" for name in (
+        "failed_frac", "response_length", "reward", "reward_ci95", "truncated_frac")]
+    assert eval_sums([], samples=4) == {}
+
+
+def _sample(index: int, position: int, reward: RewardResult) -> Sample:
+    prompt = Prompt(index, (1,), "q", {"prompt": "q", "data_source": "s"})
+    response = Response([1, 2], [True] * 2, [0.0] * 2, [0] * 2, is_truncated=position == 0)
+    return Sample(0, position, prompt, response, "", reward)
+
+
+def test_answers_and_numbers_come_from_what_reward_functions_report():
+    def reward(value, **reported) -> RewardResult:
+        return RewardResult("k", value, parts={"f": value or 0.0, "g": 0.5}, **reported)
+
+    samples = [
+        _sample(7, 0, reward(1.0, extras={"f/pred": "42"}, metrics={"f/acc": 1.0})),
+        _sample(7, 1, reward(0.0, metrics={"f/pred": 41.0, "f/acc": 0.0})),
+        _sample(3, 0, reward(1.0, extras={"f/pred": "42"})), _sample(3, 1, reward(None))]
+    first, second = outcomes_of(samples)
+    assert (first.index, first.rewards, first.answers) == (3, (1.0,), ("42",))
+    assert (second.source, second.rewards, second.answers) == ("s", (1.0, 0.0), ("42", "41.0"))
+    assert second.parts == {"f": (1.0, 0.0), "g": (0.5, 0.5), "f/acc": (1.0, 0.0)}
+    assert second.lengths == (2, 2) and second.num_truncated == 1
+    values = values_of(eval_sums([first, second], samples=2))
+    assert values["eval/f/acc/mean"] == 0.5 and values["eval/maj_at_2"] == 0.5
+
+
+def test_the_table_says_what_right_means_where_rewards_are_not_0_or_1():
+    text = table(OUTCOMES, samples=4, right_at=2.0)
+    assert "best@4" in text and "right from 2 on" in text and "no sample is right" in text
+    text = table(OUTCOMES[:2], samples=4, right_at=1.0)
+    assert "best@4" not in text and "no sample is right" not in text
+    assert [line.split()[0] for line in text.splitlines()[:4]] == ["data", "all", "a", "b"]
+
+
+# --------------------------------------------------------------------------- by itself
+
+REWARDS = '''
+def grade(data_source, solution_str, ground_truth, extra_info=None):
+    pred = str(len(solution_str) % 3)
+    return {"score": float(pred == ground_truth), "pred": pred}
+'''
+STEPS = 2
+
+
+def _trained(cfg: Config) -> None:
+    from spmdrl.world import World
+    from train import train
+
+    train(cfg, World.start(cfg))
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> Path:
+    """The folder of a run on one rank that evaluated its last weights."""
+    from transformers import AutoTokenizer
+
+    where = tmp_path_factory.mktemp("evaluate")
+    model = create_model(where / "start", hidden_size=64, layers=1, heads=2, kv_heads=1,
+                         intermediate=48, max_positions=64)
+    digits = AutoTokenizer.from_pretrained(model).convert_tokens_to_ids(list("0123456789"))
+    (where / "r.py").write_text(REWARDS)
+    rows = [{"prompt": f"{i}+{i}=", "data_source": "odd" if i % 2 else "even",
+             "ground_truth": str(i % 3)} for i in range(10, 22)]
+    (where / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    cfg = Config(
+        output_dir=str(where / "run"), steps=STEPS,
+        layout=config.Layout(placement="colocated", world_size=1, device="cpu"),
+        model=config.Model(path=str(model), compute_dtype="float32"),
+        data=config.Data(train="task:addition", size=100, task_options={"digits": 2},
+                         eval=str(where / "rows.jsonl"), max_prompt_tokens=8),
+        batch=config.Batch(prompts_per_step=4, group_size=4, tokens_per_microbatch=128),
+        sampling=config.Sampling(max_response_tokens=8, stop_token_ids=tuple(digits)),
+        optimizer=config.Optimizer(lr=1e-3),
+        engine=config.Engine(dtype="float32", cpu_kv_cache_gib=0.1, max_num_seqs=64),
+        rewards=config.Rewards(functions=(f"{where / 'r.py'}:grade_any",)),
+        evaluate=config.Evaluate(every_steps=STEPS, samples=4),
+        report=config.Report(tracker="none"),
+    )
+    (where / "r.py").write_text(REWARDS + (
+        "\ndef grade_any(data_source, solution_str, ground_truth='0', extra_info=None):\n"
+        "    return grade(data_source, solution_str, str(ground_truth)[-1:])\n"))
+    run_ranks(1, _trained, cfg)
+    return where / "run"
+
+
+def _evaluated(launcher: list[str], *arguments: str) -> tuple[dict, str]:
+    out = arguments[arguments.index("--out") + 1]
+    done = subprocess.run([sys.executable, *launcher, "-m", "spmdrl.evaluate", *arguments],
+                          cwd=ROOT, text=True, timeout=200, capture_output=True)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return json.loads(Path(out).read_text()), done.stdout
+
+
+def test_a_run_and_its_model_give_what_the_loop_measured_on_any_ranks(run, tmp_path):
+    rows = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    first, looped = [row for row in rows if "eval/reward" in row]
+    assert (first["step"], looped["step"]) == (0, STEPS)
+    of_run, printed = _evaluated(
+        ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"],
+        str(run), "--out", str(tmp_path / "run.json"))
+    assert of_run["step"] == STEPS and len(of_run["problems"]) == 12
+    assert 0 < of_run["all"]["reward"]["mean"] < 1
+    names = {f"eval/{name}": name for name in of_run["all"] if not name.startswith("best")}
+    assert {"eval/pass_at_1", "eval/pass_at_2", "eval/pass_at_4", "eval/maj_at_4"} <= names.keys()
+    for theirs, name in names.items():
+        assert of_run["all"][name]["mean"] == pytest.approx(looped[theirs], abs=1e-12), name
+    for source in ("odd", "even"):
+        own = of_run["sources"][source]
+        assert own["pass_at_4"]["mean"] == pytest.approx(looped[f"eval/{source}/pass_at_n"])
+    assert "pass@4" in printed and "maj@4" in printed and " ±" in printed
+
+    # A model's folder counts as step 0, by which the loop's first samples were keyed too.
+    of_model, _ = _evaluated([], str(run.parent / "start"), "--config", str(run / "config.yaml"),
+                             "--out", str(tmp_path / "model.json"))
+    assert of_model["step"] == 0
+    for theirs, name in names.items():
+        assert of_model["all"][name]["mean"] == pytest.approx(first[theirs], abs=1e-12), name
+
+
+def test_folders_are_told_apart(run, tiny_model, tmp_path):
+    flags = ["--data.eval", "task:addition", "--data.max-prompt-tokens", "8"]
+    for path in (run, run / "checkpoints", run / f"checkpoints/step_{STEPS}"):
+        request = parse([str(path), "--evaluate.samples", "2"], world_size=3)
+        assert request.is_checkpoint and request.cfg.evaluate.samples == 2
+        assert request.cfg.layout.world_size == 3 and request.cfg.engine.dtype == "float32"
+        assert request.cfg.data.eval.endswith("rows.jsonl") and request.right_at == 1
+    for folder in (tiny_model, export(run, out=tmp_path / "exported")):
+        request = parse([str(folder), *flags, "--right-at", "0.5"], world_size=1)
+        assert not request.is_checkpoint and request.right_at == 0.5
+        assert request.out == Path(f"evaluation_{folder.name}.json")
+    assert not parse(["owner/name", *flags], world_size=1).is_checkpoint
+
+
+def test_what_cannot_be_evaluated_is_refused_with_the_reason(run, tiny_model, tmp_path, capsys):
+    shutil.copytree(run / f"checkpoints/step_{STEPS}", tmp_path / "far/from/its/run")
+    for arguments, says in (
+        ([str(tmp_path / "far/from/its/run")], "give one by --config"),
+        ([], "the first argument"), (["--data.eval", "x"], "the first argument"),
+        ([str(tmp_path)], "neither config.json"), ([str(tmp_path / "gone")], "does not exist"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            parse(arguments, world_size=1)
+    for arguments, says in (
+        ([str(tiny_model)], "data.eval: is empty"),
+        ([str(tiny_model), "--data.eval", "rows.jsonl"], "rewards.functions: is empty"),
+        ([str(tiny_model), "--data.eval", "task:addition", "--data.eval-size", "0"],
+         "data.eval_size"),
+        ([str(run), "--layout.inference-tp", "2"], "inference_tp"),
+    ):
+        with pytest.raises(SystemExit):
+            parse(arguments, world_size=1)
+        assert says in capsys.readouterr().err, arguments

@@ -1,0 +1,251 @@
+"""Rollouts on real vLLM: groups that go on over steps, checkpoints and new weights."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+
+import pytest
+import torch
+from ranks import run_ranks
+from runs import TINY, metrics, run
+
+from spmdrl import config
+from spmdrl.config import Config, Layout
+from spmdrl.create_model import create_model
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> str:
+    folder = tmp_path_factory.mktemp("model") / "init"
+    create_model(folder, hidden_size=64, layers=2, heads=2, kv_heads=2, intermediate=96,
+                 initializer_std=0.2)
+    return str(folder)
+
+
+def source_config(model: str, schedule: dict, **rest) -> Config:
+    return dataclasses.replace(Config(
+        layout=Layout(placement="colocated", world_size=1, device="cpu"),
+        model=config.Model(path=model), steps=4,
+        data=config.Data(train="task:addition", size=64, max_prompt_tokens=24),
+        batch=config.Batch(prompts_per_step=4, group_size=3),
+        sampling=config.Sampling(max_response_tokens=40),
+        # Few at a time, so that one is half drawn whenever a step is complete.
+        engine=config.Engine(dtype="float32", cpu_kv_cache_gib=0.1, max_num_seqs=2),
+        rollout=config.Rollout(schedule=schedule),
+    ), **rest)
+
+
+def over_sampled(cfg: Config) -> dict:
+    """Close a step early, save what is under way, and go on elsewhere on newer weights."""
+    from spmdrl.data.prompts import load_tokenizer
+    from spmdrl.engine.vllm import Engine
+    from spmdrl.rollout.source import make_source
+    from spmdrl.world import World
+
+    world = World.start(cfg)
+    engine = Engine(cfg, world)
+    source = make_source(cfg, world, tokenizer=load_tokenizer(cfg))
+    engine.weights_changed(0)
+    source.generate(engine, until=0)
+    first, state = source.take(0), source.state_dict()
+    under_way = {group["slot"]: group for group in state["waiting"]}
+    while engine.is_busy:  # as if the process had ended: nobody takes what it goes on to draw
+        engine.step()
+    source.close()
+    resumed = make_source(cfg, world, tokenizer=load_tokenizer(cfg))
+    resumed.load_state_dict([state], 1)
+    engine.weights_changed(1)
+    resumed.generate(engine, until=1)
+    second = resumed.take(1)
+    keys = [(group.step, group.slot) for group in resumed._waiting.values()]
+    resumed.close()
+    engine.close()
+    world.close()
+    return {"first": first, "under_way": under_way, "second": second, "left": keys,
+            "position": state["position"]}
+
+
+def test_groups_that_a_step_left_behind_go_on_after_a_resume(model):
+    (found,) = run_ranks(1, over_sampled, source_config(model, {"over_sample": 2.0}))
+    first, second = found["first"], found["second"]
+    assert len(first) == len(second) == 12 and found["position"] == 8
+    assert set(first.policy_versions[first.response_mask].tolist()) == {0}
+    assert first.sums["rollout/carried_groups"] == (4, 1)
+    under_way = found["under_way"]
+    assert len(under_way) == 4
+    partial = [e for group in under_way.values() for e in group["episodes"]]
+    assert partial, "nothing was unfinished: the case is not tested"
+    drawn = [e for e in partial if e["response"]["tokens"]]
+    assert drawn and all(set(e["response"]["versions"]) == {0} for e in drawn)
+    # Each goes on from exactly what it had, with the version that drew it.
+    responses = [second.tokens[a:b][second.response_mask[a:b]].tolist()
+                 for a, b in zip(second.cu_seqlens, second.cu_seqlens[1:])]
+    versions = [second.policy_versions[a:b][second.response_mask[a:b]].tolist()
+                for a, b in zip(second.cu_seqlens, second.cu_seqlens[1:])]
+    for episode in drawn:
+        tokens, count = episode["response"]["tokens"], len(episode["response"]["tokens"])
+        at = [i for i, response in enumerate(responses) if response[:count] == tokens]
+        assert at, "a sequence under way was lost"
+        assert any(versions[i][:count] == [0] * count for i in at)
+    assert any(set(v) == {0, 1} for v in versions)
+    # Step 1 must take the old groups, lest they get too old; the new ones stay.
+    assert sorted(found["left"]) == [(2, slot) for slot in range(4)]
+    assert second.scalars.min_versions.tolist() == [min(v) for v in versions]
+
+
+def dynamic(cfg: Config) -> tuple:
+    from spmdrl.data.prompts import load_tokenizer
+    from spmdrl.engine.vllm import Engine
+    from spmdrl.rollout.source import make_source
+    from spmdrl.world import World
+
+    world = World.start(cfg)
+    engine = Engine(cfg, world)
+    source = make_source(cfg, world, tokenizer=load_tokenizer(cfg))
+    engine.weights_changed(0)
+    source.generate(engine, until=0)
+    rollouts = source.take(0)
+    source._schedule["dynamic"] = 2
+    source.pool.close()
+    source.pool._is_closed, source.pool._num_workers = False, 0  # every reward is 0
+    engine.weights_changed(1)
+    with pytest.raises(RuntimeError) as caught:
+        source.generate(engine, until=1)
+    engine.close()
+    world.close()
+    return rollouts, str(caught.value)
+
+
+def test_dynamic_sampling_replaces_groups_without_spread_up_to_a_limit(model, tmp_path):
+    (tmp_path / "r.py").write_text(
+        "def even(completions, **row):\n    return [float(len(c) % 3 == 0) for c in completions]\n")
+    cfg = source_config(
+        model, {"dynamic": 50}, rewards=config.Rewards(functions=(f"{tmp_path}/r.py:even",)))
+    ((rollouts, error),) = run_ranks(1, dynamic, cfg)
+    rewards = rollouts.scalars.rewards.view(4, 3)
+    assert (rewards.std(dim=1) > 0).all()
+    assert rollouts.scalars.group_ids.tolist() == [g for g in range(4) for _ in range(3)]
+    dropped, _ = rollouts.sums["rollout/dropped_groups"]
+    assert dropped > 0
+    for part in ("step 1", "rollout.schedule.dynamic 2 is used up", "groups had the same reward",
+                 "raise batch.group_size"):
+        assert part in error
+
+
+@pytest.mark.parametrize("schedule, says", [
+    ({"over_sampel": 2}, "over_sampel: unknown option; did you mean over_sample?"),
+    ({"over_sample": 0.5}, "over_sample: must be a number of at least 1, got 0.5"),
+    ({"in_flight": "yes"}, "in_flight: expected true or false, got 'yes'"),
+    ({"in_flight": True}, "in_flight: with layout.placement colocated"),
+    ({"kv_cache": "drop"}, "kv_cache: expected keep or recompute, got 'drop'"),
+    ({"over_sample": 2.5, "max_staleness": 1}, "max_staleness: 1 is below lag 0 + ceil("),
+    ({"dynamic": 1}, "dynamic: must be a whole number of at least 2, or 0 for off, got 1"),
+])
+def test_a_schedule_that_cannot_be_is_refused(schedule, says, model):
+    problems = config.validate(source_config(model, schedule))
+    assert [p for p in problems if p.startswith(f"rollout.schedule.{says}")], problems
+
+
+@pytest.mark.parametrize("ranks, layout", [
+    (2, {}), (4, {"layout.trainer-ranks": 2, "layout.inference-tp": 2})])
+def test_in_flight_updates_train_and_resume(ranks, layout, model, tmp_path):
+    """Engines take weights in the middle of sequences, on one rank and on two that must agree."""
+    flags = TINY["rl"] | layout | {
+        "model.path": model, "output-dir": tmp_path, "lag": 2, "sampling.max-response-tokens": 64,
+        "checkpoint.every-steps": 1, "evaluate.every-steps": 2, "data.eval-size": 4,
+        "batch.tokens-per-microbatch": 1024, "algorithm.correction": "none",
+        "rollout.schedule": "{in_flight: true, over_sample: 1.5}"}
+    run("demo_grpo.yaml", ranks, **flags | {"steps": 4})
+    shutil.rmtree(tmp_path / "checkpoints" / "step_4")
+    run("demo_grpo.yaml", ranks, **flags | {"steps": 4})
+    rows = metrics(tmp_path)
+    assert [row["step"] for row in rows] == [0, 1, 2, 3]
+    assert all(torch.tensor(row["policy/loss"]).isfinite() for row in rows)
+    assert max(row["policy/staleness"] for row in rows) > 0
+    assert max(row["policy/staleness"] for row in rows) <= 3  # lag 2, over-sampled by one step
+    assert any(row["rollout/carried_groups"] for row in rows)
+
+
+def played(cfg: Config) -> dict:
+    """Play a step of episodes of several turns; say what the engine was asked and what it drew."""
+    from spmdrl.data.prompts import load_tokenizer
+    from spmdrl.engine.vllm import Engine
+    from spmdrl.rollout.source import make_source
+    from spmdrl.world import World
+
+    world = World.start(cfg)
+    engine = Engine(cfg, world)
+    seen: dict[str, list] = {}
+    add, step = engine.add, engine.step
+
+    def spied_add(request):
+        seen[request.key] = [request.prompt]
+        add(request)
+
+    def spied_step():
+        finished = step()
+        for completion in finished:
+            seen[completion.key].append(completion.tokens)
+        return finished
+
+    engine.add, engine.step = spied_add, spied_step
+    source = make_source(cfg, world, tokenizer=load_tokenizer(cfg))
+    engine.weights_changed(0)
+    source.generate(engine, until=0)
+    found = {"rollouts": source.take(0), "seen": seen, "eval": source.evaluate(engine, step=0)}
+    source.close()
+    engine.close()
+    world.close()
+    return found
+
+
+def test_the_turns_of_an_episode_are_the_tokens_that_the_engine_saw_and_drew(tmp_path):
+    folder = create_model(tmp_path / "chat", hidden_size=64, layers=2, heads=2, kv_heads=2,
+                          intermediate=96, initializer_std=0.2, chat_template=True)
+    cfg = source_config(
+        str(folder), {}, rollout=config.Rollout(environment={"name": "guess_number"}),
+        data=config.Data(train="task:guess_number", eval="task:guess_number", size=64, eval_size=3,
+                         task_options={"low": 1, "high": 9}, max_prompt_tokens=64),
+        sampling=config.Sampling(max_response_tokens=160, temperature=1.0),
+        batch=config.Batch(prompts_per_step=4, group_size=3),
+        engine=config.Engine(dtype="float32", cpu_kv_cache_gib=0.1, max_num_seqs=12))
+    assert not [p for p in config.validate(cfg) if p.startswith("rollout")]
+    (found,) = run_ranks(1, played, cfg)
+    rollouts, seen = found["rollouts"], found["seen"]
+    assert len(rollouts) == 12 and len(found["eval"]) == 3
+    several = 0
+    for i, (a, b) in enumerate(zip(rollouts.cu_seqlens, rollouts.cu_seqlens[1:])):
+        tokens, mask = rollouts.tokens[a:b].tolist(), rollouts.response_mask[a:b].tolist()
+        group, sample = rollouts.scalars.group_ids[i], rollouts.scalars.sample_ids[i]
+        turns = sorted((v for k, v in seen.items()
+                        if k.startswith(f"train-0-{group}-{sample}@")), key=lambda v: len(v[0]))
+        several += len(turns) > 1
+        drawn = [False] * len(tokens)
+        for prompt, completion in turns:
+            begin = len(prompt)
+            assert tuple(tokens[:begin]) == prompt, "the engine saw other tokens"
+            assert tuple(tokens[begin : begin + len(completion)]) == completion
+            drawn[begin : begin + len(completion)] = [True] * len(completion)
+        assert drawn == mask
+        assert rollouts.scalars.response_lengths[i] == sum(mask)
+        versions = rollouts.policy_versions[a:b]
+        assert (versions[rollouts.response_mask[a:b]] == 0).all()
+        assert (versions[~rollouts.response_mask[a:b]] == -1).all()
+    assert several >= 2, "no episode had a second turn: the case is not tested"
+    assert rollouts.sums["rollout/turns"][0] > 12
+
+
+def test_an_environment_that_fails_ends_the_run_by_name(tmp_path):
+    folder = create_model(tmp_path / "chat", hidden_size=64, layers=2, heads=2, kv_heads=2,
+                          intermediate=96, initializer_std=0.2, chat_template=True)
+    (tmp_path / "env.py").write_text(
+        "class Broken:\n"
+        "    def reset(self, row):\n        return [{'role': 'user', 'content': row['prompt']}]\n"
+        "    def step(self, response):\n        raise KeyError('lost')\n")
+    finished = run("demo_grpo.yaml", 2, status=1, **TINY["rl"] | {
+        "model.path": folder, "output-dir": tmp_path / "out", "steps": 1,
+        "rollout.environment": f"{{name: '{tmp_path}/env.py:Broken'}}",
+        "data.max-prompt-tokens": 64})
+    assert "environment: KeyError: 'lost'" in finished.output
+    assert "step 0: the reward of data row" in finished.output

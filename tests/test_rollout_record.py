@@ -1,0 +1,354 @@
+"""Recorded rollouts: what comes back, what is refused, replays, and the viewer."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import resource
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from runs import TINY, metrics, run
+from test_train import assert_same_end
+
+from spmdrl import config, dry_run
+from spmdrl.checkpoint.restore import config_differences
+from spmdrl.config import Config, Data, Layout, Rewards
+from spmdrl.config.fields import Algorithm, Batch, Report, Rollout, Sampling
+from spmdrl.create_model import create_model
+from spmdrl.report import rollouts as viewer
+from spmdrl.rewards.pool import RewardResult
+from spmdrl.rollout.episode import GREEDY, Draw, Group, Response, Sample
+from spmdrl.rollout.packing import pack_step
+from spmdrl.rollout.record import (
+    Recorder, find_recorded, ranges, read_header, read_rollouts, read_table,
+)
+from spmdrl.rollout.replay import ReplaySource, check_recorded
+from spmdrl.types import Prompt, Rollouts, Scalars
+
+NO_ENGINE = dict(placement="offline", world_size=1, device="cpu")
+
+
+def config_of(folder: Path, *, record: dict, **rest) -> Config:
+    base = Config(
+        output_dir=str(folder), steps=3, data=Data(train="task:addition", size=100),
+        model=config.Model(path="./somewhere"),
+        batch=Batch(prompts_per_step=4, group_size=2), sampling=Sampling(max_response_tokens=8),
+        rewards=Rewards(functions=("r.py:right", "r.py:brief"), weights=(1.0, 0.5),
+                        shaping={"scale": 2.0}),
+        rollout=Rollout(record=record))
+    return dataclasses.replace(base, **rest)
+
+
+def group_of(slot: int, *, has_greedy: bool = False) -> Group:
+    """A group of two: one whose reward failed, and one of two turns with tokens between."""
+    prompt = Prompt(100 + slot, (5, 6, 7 + slot), f"what is <{slot}>?\n", {})
+    draw = Draw(0, "train", 2, 8, 1.0, True, (), has_greedy=has_greedy)
+    group = Group(slot, 0, slot, prompt, 0, draw)
+    broken = Response([11], [True], [-0.1], [2], False, 1)
+    group.samples[0] = Sample(slot, 0, prompt, broken, "no", RewardResult(
+        "k", None if slot else -1.0, {} if slot else {"right": -1.0}, {}, {}, 0.1,
+        "error" if slot else None, "KeyError: x" if slot else ""))
+    two_turns = Response([1, 2, 9, 3], [True, True, False, True], [-0.5, -2.0 - slot, 0.0, -1 / 3],
+                         [1, 1, -1, 2], True, 2)
+    group.samples[1] = Sample(slot, 1, prompt, two_turns, "a <b> & c", RewardResult(
+        "k", 0.1 + slot, {"right": slot, "brief": 0.2}))
+    if has_greedy:
+        group.samples[GREEDY] = Sample(slot, GREEDY, prompt, Response([4], [True], [-0.25], [2]),
+                                       "greedy", RewardResult("k", 0.75))
+    return group
+
+
+def record(cfg: Config, step: int, slots: range, *, replica: int = 0, replicas: int = 1,
+           has_greedy: bool = False) -> Rollouts:
+    groups = [group_of(slot, has_greedy=has_greedy) for slot in slots]
+    share = pack_step(groups, cfg, is_first=replica == 0, seconds=1.5, idle_s=0.5, dropped=[],
+                      num_carried=0)
+    recorder = Recorder(cfg, replica=replica, num_replicas=replicas)
+    recorder.record(step, groups, share)
+    return share
+
+
+def assert_same_rollouts(a: Rollouts, b: Rollouts) -> None:
+    for name in ("tokens", "response_mask", "rollout_logprobs", "policy_versions", "cu_seqlens"):
+        left, right = getattr(a, name), getattr(b, name)
+        assert left.dtype == right.dtype and torch.equal(left, right), name
+    for field in dataclasses.fields(Scalars):
+        left, right = getattr(a.scalars, field.name), getattr(b.scalars, field.name)
+        torch.testing.assert_close(left, right, rtol=0, atol=0, equal_nan=True, msg=field.name)
+
+
+# --------------------------------------------------------------------------- files
+
+
+@pytest.mark.parametrize("has_greedy", [False, True])
+def test_a_share_comes_back_bit_by_bit(has_greedy, tmp_path):
+    cfg = config_of(tmp_path, record={"every": 1})
+    share = record(cfg, 2, range(4), has_greedy=has_greedy)
+    files = find_recorded(tmp_path).files_of(2)
+    back = read_rollouts(files, part=0, num_parts=1)
+    assert_same_rollouts(share, back)
+    assert back.samples == share.samples and back.samples[0]["prompt"] == "what is <0>?\n"
+    assert back.sums == {k: v for k, v in share.sums.items() if not k.startswith("time/")}
+    assert "rollout/truncated_frac" in back.sums and "time/generate" in share.sums
+    rows = read_table(files[0], group=3).to_pylist()
+    assert [row["sample"] for row in rows] == ([GREEDY] if has_greedy else []) + [0, 1]
+    assert all(row["row"] == 103 and row["prompt"] == "what is <3>?\n" for row in rows)
+    failed, good = rows[-2:]
+    assert failed["failure"] == "error: KeyError: x" and failed["raw_reward"] is None
+    assert good["raw_reward"] == 3.1 and good["reward"] == 6.2 and good["turns"] == 2
+    assert good["response"] == "a <b> & c" and good["reward_parts"] == [3.0, 0.2]
+    assert math.isnan(good["greedy_reward"]) != has_greedy
+    if has_greedy:
+        assert rows[0]["tokens"] == [5, 6, 10, 4] and rows[0]["reward"] == 1.5
+        assert rows[0]["response_mask"] == [False] * 3 + [True]
+
+
+def test_any_number_of_ranks_reads_each_group_once(tmp_path):
+    cfg = config_of(tmp_path, record={"every": 1})
+    shares = [record(cfg, 0, range(replica, 5, 2), replica=replica, replicas=2)
+              for replica in range(2)]
+    files = find_recorded(tmp_path / "rollouts").files_of(0)
+    assert len(files) == 2
+    for num_parts in (1, 2, 3, 7):
+        parts = [read_rollouts(files, part=i, num_parts=num_parts) for i in range(num_parts)]
+        groups = [set(part.scalars.group_ids.tolist()) for part in parts]
+        assert sorted(g for own in groups for g in own) == list(range(5))
+        assert sum(len(part) for part in parts) == 10
+        assert max(map(len, groups)) - min(map(len, groups)) <= 1
+        lengths = {name: sum(part.sums.get(name, (0, 0))[0] for part in parts)
+                   for name in ("rollout/response_length", "rollout/failed_rewards")}
+        assert lengths == {name: sum(share.sums[name][0] for share in shares) for name in lengths}
+
+
+def test_steps_are_replaced_whole_and_only_every_nth_is_kept(tmp_path):
+    cfg = config_of(tmp_path, record={"every": 2})
+    for step in range(5):
+        for replica in range(2):
+            record(cfg, step, range(replica, 4, 2), replica=replica, replicas=2)
+    assert list(find_recorded(tmp_path).steps) == [0, 2, 4]
+    record(cfg, 2, range(1))  # resumed with one replica
+    found = find_recorded(tmp_path)
+    assert [path.name for path in found.files_of(2)] == ["step_000002_replica_0_of_1.parquet"]
+    assert len(read_rollouts(found.files_of(2), part=0, num_parts=1)) == 2
+    assert not list(found.folder.glob(".*")), "partial files are left"
+    found.files_of(4)[1].unlink()
+    assert list(find_recorded(tmp_path).steps) == [0, 2]
+    with pytest.raises(ValueError, match="step 4 was not recorded; there are steps 0, 2"):
+        find_recorded(tmp_path).files_of(4)
+    assert ranges([0, 5, 10, 15, 16, 18, 19, 20]) == "0 to 15 by 5, 16, 18 to 20"
+
+
+def test_a_full_disk_ends_the_run_and_leaves_nothing(tmp_path):
+    cfg = config_of(tmp_path, record={"every": 1})
+    record(cfg, 0, range(4))
+    before = find_recorded(tmp_path).files_of(0)[0].read_bytes()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2000, hard))  # a write beyond fails
+        with pytest.raises(RuntimeError, match="step 0: its rollouts cannot be .*make room"):
+            record(cfg, 0, range(4))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert [path.read_bytes() for path in (tmp_path / "rollouts").iterdir()] == [before]
+
+
+def test_a_folder_that_cannot_be_written_to_is_refused_at_start(tmp_path):
+    (tmp_path / "rollouts").write_text("a file where the folder should be")
+    with pytest.raises(ValueError, match="rollout.record: .*rollouts cannot be written to"):
+        Recorder(config_of(tmp_path, record={"every": 1}), replica=0, num_replicas=1)
+
+
+# --------------------------------------------------------------------------- the config
+
+
+@pytest.mark.parametrize("record, rest, says", [
+    ({"evry": 1}, {}, "evry: unknown option; did you mean every?"),
+    ({"every": 0}, {}, "every: expected a number of steps"),
+    ({"every": True}, {}, "every: expected a number of steps"),
+    ({"replay": ""}, {}, "replay: expected a run's output_dir"),
+    ({"replay": "elsewhere", "every": 1}, {}, "every: 1 with replay elsewhere"),
+    ({"replay": "runs/a"}, {}, "replay: runs/a is of this very output_dir"),
+    ({"replay": "runs/a/rollouts"}, {}, "replay: runs/a/rollouts is of this very output_dir"),
+    ({"every": 1}, {"algorithm": Algorithm(objective="sft")}, "the objective sft samples nothing"),
+    ({"replay": "elsewhere"}, {}, "layout.placement: split with objective rl"),
+    ({}, {"layout": Layout(**NO_ENGINE)}, "layout.placement: offline with objective rl"),
+    ({}, {"report": Report(console={"table_every": 0})}, "table_every: expected .* 1 or more"),
+    ({}, {"report": Report(console={"table": 1})}, "table: unknown option; did you mean table_e"),
+])
+def test_options_that_cannot_be_are_refused(record, rest, says):
+    import re
+
+    problems = config.validate(config_of(Path("runs/a"), record=record, **rest))
+    assert re.search(says, "\n".join(problems)), problems
+
+
+def test_a_replay_needs_no_engine_and_its_schedule_does_nothing():
+    cfg = config_of(Path("runs/b"), record={"replay": "runs/a"}, layout=Layout(**NO_ENGINE), lag=1)
+    cfg = dataclasses.replace(cfg, rollout=dataclasses.replace(
+        cfg.rollout, schedule={"in_flight": True, "dynamic": 4}))
+    assert config.validate(cfg) == []
+    saved = config.flatten(cfg) | {"rollout.record": {"replay": "runs/other"}}
+    assert config_differences(saved, cfg) == [
+        "rollout.record: {'replay': 'runs/other'} in the checkpoint, {'replay': 'runs/a'} now"]
+    recording = dataclasses.replace(cfg, rollout=Rollout(record={"every": 3}))
+    silent = dataclasses.replace(cfg, rollout=Rollout())
+    assert config_differences(config.flatten(recording), silent) == []
+
+
+# --------------------------------------------------------------------------- replays
+
+
+def replay_config(folder: Path, recorded: Path, **rest) -> Config:
+    return config_of(folder, record={"replay": str(recorded)}, layout=Layout(**NO_ENGINE), **rest)
+
+
+def replay_source(cfg: Config) -> ReplaySource:
+    world = SimpleNamespace(cfg=cfg, rank=0, dp_size=1, dp_index=lambda rank: 0)
+    return ReplaySource(cfg, world)
+
+
+def test_what_a_replay_cannot_train_on_is_refused_by_name(tmp_path):
+    live = config_of(tmp_path / "live", record={"every": 1})
+    for step in (0, 1, 3):
+        record(live, step, range(4))
+    cfg = replay_config(tmp_path / "again", tmp_path / "live", steps=2)
+    assert list(check_recorded(cfg).steps) == [0, 1, 3]
+    refused = {
+        "not recorded, of steps 4: 2": dict(steps=4),
+        r"not recorded, of steps 6: 2, 4, 5": dict(steps=6),
+        "batch.group_size: 2 there, 3 now": dict(batch=Batch(prompts_per_step=4, group_size=3)),
+        "rewards.shaping: {'scale': 2.0} there, {} now": dict(
+            rewards=dataclasses.replace(cfg.rewards, shaping={})),
+    }
+    for says, changed in refused.items():
+        with pytest.raises(ValueError, match=says):
+            check_recorded(dataclasses.replace(cfg, **changed))
+    with pytest.raises(ValueError, match="rollout.record.replay: .*nowhere is not a folder"):
+        check_recorded(replay_config(tmp_path / "again", tmp_path / "nowhere"))
+    (tmp_path / "empty").mkdir()
+    found = list(dry_run.problems(replay_config(tmp_path / "again", tmp_path / "empty")))
+    assert "empty holds no whole step of recorded rollouts" in found[0]
+
+    source = replay_source(cfg)
+    source.check_context(max_positions=7, vocab_size=12)
+    assert len(source.take(0)) == 8
+    source.check_context(max_positions=6, vocab_size=12)
+    with pytest.raises(ValueError, match="step 0 has a sequence of 7 tokens, above .* 6"):
+        source.take(0)
+    source.check_context(max_positions=7, vocab_size=11)
+    with pytest.raises(ValueError, match="the token 11, and the model's embedding 11 rows"):
+        source.take(0)
+    with pytest.raises(ValueError, match="step 2 was not recorded; there are steps 0, 1, 3"):
+        source.take(2)
+    file = source.recorded.files_of(1)[0]
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(ValueError, match="step_000001_.*cannot be read as recorded rollouts"):
+        source.take(1)
+
+
+REWARD = """
+def varied(prompts, completions, **columns): return [sum(map(ord, c)) % 7 / 7 for c in completions]
+"""
+
+
+def test_a_replay_ends_bit_equal_to_the_live_run(tmp_path):
+    model = tmp_path / "model"
+    create_model(model, hidden_size=64, layers=2, heads=2, kv_heads=1)
+    (tmp_path / "r.py").write_text(REWARD)  # varied: every step must move the weights
+    live, again = tmp_path / "live", tmp_path / "again"
+    flags = TINY["rl"] | {"model.path": model, "steps": 3, "lag": 1,
+                          "rewards.functions": f"{tmp_path / 'r.py'}:varied"}
+    run("demo_grpo.yaml", 2, **flags | {"output-dir": live, "rollout.record": "{every: 1}"})
+    finished = run("demo_grpo.yaml", 1, **flags | {
+        "output-dir": again, "layout.placement": "offline", "evaluate.every-steps": 2,
+        "rollout.record": f"{{replay: {live}}}"})
+    assert "evaluation is left out: a replay has no engine" in finished.output
+    assert_same_end(live, again)
+    rows = [metrics(folder) for folder in (live, again)]
+    assert [row["policy/staleness"] for row in rows[1]] == [0, 1, 1]
+    for name in ("rollout/response_length", "policy/mismatch_k3", "policy/grad_norm"):
+        assert [row[name] for row in rows[0]] == [row[name] for row in rows[1]], name
+    assert not (again / "rollouts").exists()
+    header = read_header(find_recorded(live).files_of(2)[0])
+    assert header["step"] == 2 and header["lag"] == 1 and header["model"] == str(model)
+
+
+# --------------------------------------------------------------------------- the viewer
+
+
+@pytest.fixture
+def shown(tmp_path) -> Path:
+    """A run's folder with two recorded steps and its config."""
+    cfg = config_of(tmp_path, record={"every": 1}, algorithm=Algorithm(advantage="rloo"))
+    for step in (0, 1):
+        record(cfg, step, range(4), has_greedy=True)
+    (tmp_path / "config.yaml").write_text(config.dump(cfg))
+    return tmp_path
+
+
+def test_the_viewer_lists_steps_groups_and_one_group(shown, capsys):
+    assert viewer.main([str(shown)]) == 0
+    assert capsys.readouterr().out.splitlines()[2].split()[:2] == ["0", "1"]
+    assert viewer.main([str(shown), "--step", "1", "--sort", "reward", "--limit", "3"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines[1:4]] == ["3", "2", "1"]
+    assert lines[1].split()[:5] == ["3", "103", "2", "6.200", "0.000"]
+    assert lines[4] == "... 1 more: --limit 4"
+    assert viewer.main([str(shown), "--step", "1", "--sort", "spread"]) == 0
+    assert capsys.readouterr().out.splitlines()[1].split()[0] == "0"  # the others have one reward
+    assert viewer.main([str(shown), "--step", "1", "--group", "0", "--tokens"]) == 0
+    out = capsys.readouterr().out
+    assert "greedy, reward 1.5, before shaping 0.75, 1 tokens" in out
+    # Leave one out: the rewards after shaping are -2 and 0.2.
+    assert "sample 0, reward -2, before shaping -1, right -1, brief 0, advantage -2.2, " in out
+    assert "right 0, brief 0.2, advantage 2.2, 3 tokens, cut, 2 turns" in out
+    assert "tokens are shown as ids: no tokenizer can be loaded from './somewhere'" in out
+    lines = [line.split() for line in out.splitlines()]
+    assert ["4", "2", "-2.0000", "1"] in lines and ["5", "9", "-", "-", "(not", "sampled)"] in lines
+    assert viewer.main([str(shown), "--step", "0", "--group", "3"]) == 0
+    assert "reward failed (error: KeyError: x)" in capsys.readouterr().out
+
+
+def test_the_viewer_writes_a_page(shown, capsys, tmp_path):
+    page = tmp_path / "group.html"
+    asked = [str(shown), "--step", "1", "--group", "0", "--html", str(page)]
+    create_model(tmp_path / "model", hidden_size=64, layers=1, heads=2, kv_heads=1)
+    assert viewer.main([*asked, "--tokenizer", str(tmp_path / "model")]) == 0
+    text = page.read_text()
+    assert "what is &lt;0&gt;?" in text and "<script" not in text and "http" not in text
+    assert text.count("rgba(0, 150, 60, 0.600)") == 3 and text.count("rgba(210, 40, 40") == 1
+    assert 'title="id 2, logprob -2.0000, version 1, advantage 2.2"' in text
+    assert text.count('<span class="other">') == 1 and "tokens are shown as ids" not in text
+    assert viewer.main([*asked, "--color", "logprob"]) == 0
+    assert "rgba(220, 120, 0, 0.240)" in page.read_text()  # 0.6 * 2 / 5
+    (shown / "config.yaml").unlink()
+    assert viewer.main([*asked, "--color", "advantage"]) == 2
+    error = capsys.readouterr().err
+    assert "advantages are not available" in error and "config.yaml does not exist" in error
+
+
+def test_the_viewer_says_why_it_knows_no_advantages(shown, capsys):
+    path, cfg = shown / "config.yaml", config.load_yaml(shown / "config.yaml")
+    for algorithm, says in (
+        (Algorithm(advantage="gae"), "gae gives each token its own, and they are not recorded"),
+        (Algorithm(kl_coef=0.1, kl_in="reward"), "the KL in the rewards"),
+        (Algorithm(advantage="grp"), "grp"),
+    ):
+        path.write_text(config.dump(dataclasses.replace(cfg, algorithm=algorithm)))
+        assert viewer.main([str(shown), "--step", "1", "--group", "0"]) == 0
+        out = capsys.readouterr().out
+        assert "advantages are not available: " in out and says in out and ", advantage" not in out
+
+
+@pytest.mark.parametrize("words, says", [
+    (["--step", "7"], "step 7 was not recorded; there are steps 0, 1"),
+    (["--step", "1", "--group", "9"], "has no group 9; it has groups 0 to 3"),
+])
+def test_the_viewer_names_what_is_there(words, says, shown, capsys):
+    assert viewer.main([str(shown), *words]) == 2
+    assert says in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        viewer.main([str(shown), "--group", "1"])
