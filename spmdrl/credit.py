@@ -7,7 +7,7 @@ method needs the whole batch's tokens.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from spmdrl.algorithms import reduce, registry
+from spmdrl.algorithms.kl import estimator_options
 from spmdrl.algorithms.token_advantages import (
     combine_moments, mean_and_std, moment_sums, whiten,
 )
@@ -90,22 +91,63 @@ def _spread(values: Tensor, microbatch: Microbatch) -> Tensor:
 def _of_tokens(batch: Batch, cfg: Config, world: World) -> Advantages:
     chosen = cfg.algorithm
     method = registry.get("advantage", chosen.advantage)
-    kept = _loss_masks(batch, cfg)
-    rewards = torch.cat([batch.scalars.rewards, torch.zeros(1, dtype=torch.float64)])
+    inputs = _inputs(batch, cfg)
+    totals, per_sequence = _whole_batch(method, inputs, batch=batch, cfg=cfg, world=world)
     found = []
-    for microbatch, columns, mask in _microbatches(batch, kept):
-        rows = microbatch.sequence_ids
-        inputs = {**columns, "rewards": rewards.to(rows.device)[rows], "loss_mask": mask,
-                  "cu_seqlens": microbatch.cu_seqlens,
-                  "rollout_logprobs": microbatch.rollout_logprobs,
-                  "kl_rewards": _kl_rewards(columns, mask, cfg=cfg)}
-        found.append(registry.call(method, inputs, chosen.advantage_options))
+    for one in inputs:
+        own = {name: values[one["sequence_ids"]] for name, values in per_sequence.items()}
+        found.append(registry.call(method, one | totals | own, chosen.advantage_options))
     advantages = [tokens for tokens, _ in found]
     if getattr(method, "whitened", False):
-        advantages = _whiten(advantages, [mask for *_, mask in _microbatches(batch, kept)],
-                             world=world)
+        advantages = _whiten(advantages, [one["loss_mask"] for one in inputs], world=world)
     returns = [r for _, r in found if r is not None]
     return Advantages(_nested(advantages, batch), _nested(returns, batch) if returns else ())
+
+
+def _inputs(batch: Batch, cfg: Config) -> list[dict[str, Tensor]]:
+    """Return all that a method may ask for of each micro-batch, by name."""
+    scalars = batch.scalars
+    rewards = torch.cat([scalars.rewards, scalars.rewards.new_zeros(1)])  # a dummy's row is -1
+    groups = torch.cat([scalars.group_ids, scalars.group_ids.new_zeros(1)])
+    found = []
+    for microbatch, columns, mask in _microbatches(batch, _loss_lengths(batch, cfg)):
+        rows = microbatch.sequence_ids
+        found.append({
+            **columns, "rewards": rewards.to(rows.device)[rows],
+            "group_ids": groups.to(rows.device)[rows], "sequence_ids": rows, "loss_mask": mask,
+            "cu_seqlens": microbatch.cu_seqlens, "rollout_logprobs": microbatch.rollout_logprobs,
+            "kl_rewards": _kl_rewards(columns, mask, batch=batch, cfg=cfg)})
+    return found
+
+
+def _whole_batch(
+    method: Callable[..., object], inputs: Sequence[dict[str, Tensor]], *, batch: Batch,
+    cfg: Config, world: World,
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return what a method asks for of the whole batch: sums, and [B, ...] per sequence.
+
+    See `token_baselines.with_totals`. Trainers meet for each sum.
+    """
+    if not registry.companions_of(method):
+        return {}, {}
+    options, lengths = cfg.algorithm.advantage_options, _loss_lengths(batch, cfg)
+    sizes = {"num_sequences": len(lengths), "num_groups": int(batch.scalars.group_ids.max()) + 1,
+             "num_positions": int(lengths.max())}
+    totals = registry.call_totals(method, [one | sizes for one in inputs], options)
+    totals = {name: _over_trainers(totals[name], world) for name in sorted(totals)}
+    known = vars(batch.scalars) | totals | {"loss_lengths": lengths}
+    per_sequence = registry.call_per_sequence(method, known, options)
+    device = inputs[0]["loss_mask"].device
+    return tuple({name: value.to(device) for name, value in part.items()}
+                 for part in (totals, per_sequence))
+
+
+def _over_trainers(own: Tensor, world: World) -> Tensor:
+    """Add up over all trainer ranks, on the CPU; tp ranks of one dp index count once."""
+    is_first = world.mesh.get_local_rank("tp") == 0
+    total = own.cpu() if is_first else torch.zeros_like(own, device="cpu")
+    dist.all_reduce(total, group=world.trainer_control)
+    return total
 
 
 def _whiten(advantages: Sequence[Tensor], masks: Sequence[Tensor], *, world: World
@@ -121,14 +163,14 @@ def _whiten(advantages: Sequence[Tensor], masks: Sequence[Tensor], *, world: Wor
     return [whiten(a, loss_mask=m, mean=mean, std=std) for a, m in zip(advantages, masks)]
 
 
-def _loss_masks(batch: Batch, cfg: Config) -> Tensor:
-    """Return [S+1] bool: whether a sequence is in the loss; False at the end, for dummies."""
-    lengths = reduce.loss_lengths(batch.scalars, mask_truncated=cfg.algorithm.mask_truncated)
-    return torch.cat([lengths > 0, torch.zeros(1, dtype=torch.bool)])
+def _loss_lengths(batch: Batch, cfg: Config) -> Tensor:
+    """Return [S] int64, tokens of each sequence that are in the loss."""
+    return reduce.loss_lengths(batch.scalars, mask_truncated=cfg.algorithm.mask_truncated)
 
 
-def _microbatches(batch: Batch, kept: Tensor) -> list[tuple[Microbatch, dict, Tensor]]:
+def _microbatches(batch: Batch, lengths: Tensor) -> list[tuple[Microbatch, dict, Tensor]]:
     """Return every micro-batch with its columns and its loss mask [T]."""
+    kept = torch.cat([lengths > 0, torch.zeros(1, dtype=torch.bool)])  # a dummy's row is -1
     flat = []
     for u, update in enumerate(batch.updates):
         for m, microbatch in enumerate(update):
@@ -146,7 +188,9 @@ def _nested(flat: Sequence[Tensor], batch: Batch) -> tuple[tuple[Tensor, ...], .
 # --------------------------------------------------------------------------- KL in the reward
 
 
-def _kl_rewards(columns: dict[str, Tensor], mask: Tensor, *, cfg: Config) -> Tensor:
+def _kl_rewards(
+    columns: dict[str, Tensor], mask: Tensor, *, batch: Batch, cfg: Config
+) -> Tensor:
     """Return -kl_coef times the KL estimate of each token: [T]; zeros when that is off."""
     chosen = cfg.algorithm
     if not chosen.kl_coef or chosen.kl_in != "reward":
@@ -154,17 +198,16 @@ def _kl_rewards(columns: dict[str, Tensor], mask: Tensor, *, cfg: Config) -> Ten
     old = columns["old_logprobs"]
     inputs = {"logprobs": old, "old_logprobs": old, "ref_logprobs": columns["ref_logprobs"],
               "loss_mask": mask}
-    return -chosen.kl_coef * registry.call(registry.get("kl", chosen.kl), inputs,
-                                           chosen.kl_options)
+    return -batch.kl_coef * registry.call(registry.get("kl", chosen.kl), inputs,
+                                          estimator_options(chosen.kl_options))
 
 
 def _with_kl(batch: Batch, cfg: Config, world: World) -> Batch:
     """Return the batch with each sequence's KL rewards added to its reward, on all trainers."""
     total = torch.zeros(len(batch.scalars) + 1, dtype=torch.float64)
-    if world.mesh.get_local_rank("tp") == 0:
-        for microbatch, columns, mask in _microbatches(batch, _loss_masks(batch, cfg)):
-            kl = reduce.sequence_sum(_kl_rewards(columns, mask, cfg=cfg), microbatch.cu_seqlens)
-            total[microbatch.sequence_ids.cpu()] += kl.cpu()
-    dist.all_reduce(total, group=world.trainer_control)
-    rewards = batch.scalars.rewards + total[:-1]
+    for microbatch, columns, mask in _microbatches(batch, _loss_lengths(batch, cfg)):
+        kl = _kl_rewards(columns, mask, batch=batch, cfg=cfg)
+        kl = reduce.sequence_sum(kl, microbatch.cu_seqlens)
+        total[microbatch.sequence_ids.cpu()] += kl.cpu()
+    rewards = batch.scalars.rewards + _over_trainers(total, world)[:-1]
     return replace(batch, scalars=replace(batch.scalars, rewards=rewards))

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spmdrl.algorithms.distillation import distill_topk, divergence
+from spmdrl.algorithms.distillation import distill_topk, divergence, topk_divergence
 
 KINDS = [("forward", 0.5), ("reverse", 0.5), ("mixed", 0.3), ("mixed", 0.0), ("mixed", 1.0),
          ("jsd", 0.5), ("jsd", 0.1), ("jsd", 0.0), ("jsd", 1.0)]
@@ -122,7 +122,7 @@ def test_full_vocabulary_equals_a_plain_loop(kind: str, beta: float, seed: int) 
 def test_topk_equals_a_plain_loop(kind: str, beta: float, tail: str, seed: int) -> None:
     for dtype, tolerance in ((torch.float64, 1e-10), (torch.float32, 1e-5)):
         case = topk(seed, dtype=dtype)
-        terms, stats = distill_topk(case[0], case[1], loss_mask=case[2], kind=kind, beta=beta,
+        terms, stats = topk_divergence(case[0], case[1], loss_mask=case[2], kind=kind, beta=beta,
                                     tail=tail)
         assert terms.dtype == dtype
         check(terms, case, topk_reference(case, kind, beta, tail), tolerance)
@@ -135,7 +135,7 @@ def test_topk_equals_a_plain_loop(kind: str, beta: float, tail: str, seed: int) 
 
 
 def both(case: Case, kind: str, beta: float, *, full: bool) -> torch.Tensor:
-    function = divergence if full else distill_topk
+    function = divergence if full else topk_divergence
     return function(case[0], case[1], loss_mask=case[2], kind=kind, beta=beta)[0]
 
 
@@ -220,8 +220,8 @@ def test_the_bucket_punishes_probability_outside_the_teachers_ids_and_renormalis
     teacher = torch.tensor([[0.6, 0.3]], dtype=torch.float64).log()
     student = (torch.tensor([[0.06, 0.03]], dtype=torch.float64).log()).requires_grad_()
     mask = torch.tensor([True])
-    seen, stats = distill_topk(student, teacher, loss_mask=mask)
-    blind, _ = distill_topk(student, teacher, loss_mask=mask, tail="renormalise")
+    seen, stats = topk_divergence(student, teacher, loss_mask=mask)
+    blind, _ = topk_divergence(student, teacher, loss_mask=mask, tail="renormalise")
     assert seen.item() == pytest.approx(0.9 * math.log(10) + 0.1 * math.log(0.1 / 0.91))
     assert abs(blind.item()) < 1e-15
     assert float(stats["policy/distill_student_mass"][0]) == pytest.approx(0.09)
@@ -273,7 +273,7 @@ def test_the_teacher_gets_no_gradient_and_bfloat16_is_computed_in_float32() -> N
     student, teacher, mask = logits(2)
     teacher.requires_grad_()
     divergence(student, teacher, loss_mask=mask)[0].sum().backward()
-    distill_topk(student, teacher, loss_mask=mask)[0].sum().backward()
+    topk_divergence(student, teacher, loss_mask=mask)[0].sum().backward()
     assert teacher.grad is None
     half = divergence(student.bfloat16(), teacher.bfloat16(), loss_mask=mask)[0]
     exact = divergence(student.bfloat16().double(), teacher.bfloat16().double(), loss_mask=mask)[0]
@@ -286,8 +286,37 @@ def test_options_out_of_range_are_refused() -> None:
         (divergence, dict(kind="forwards"), "kind: must be forward, reverse, mixed or jsd"),
         (divergence, dict(beta=1.5), "beta: must be in"),
         (divergence, dict(temperature=0.0), "temperature: must be above 0"),
-        (distill_topk, dict(tail="drop"), "tail: must be bucket or renormalise"),
-        (distill_topk, dict(beta=-0.1), "beta: must be in"),
+        (topk_divergence, dict(tail="drop"), "tail: must be bucket or renormalise"),
+        (topk_divergence, dict(beta=-0.1), "beta: must be in"),
     ):
         with pytest.raises(ValueError, match=message):
             function(student, teacher, loss_mask=mask, **options)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_teachers_top_tokens_come_from_its_logits(dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    student, teacher = (2 * torch.randn(2, 7, 12, generator=generator)).to(dtype)
+    mask = torch.arange(7) != 3
+    logprobs = [x.float().log_softmax(-1) for x in (student, teacher)]
+    for k in (1, 4, 12, 50):
+        ids = logprobs[1].topk(min(k, 12)).indices
+        expected, stats = topk_divergence(*(x.gather(-1, ids) for x in logprobs), loss_mask=mask,
+                                          kind="reverse", tail="bucket")
+        terms, ours = distill_topk(student, teacher, loss_mask=mask, k=k, kind="reverse")
+        torch.testing.assert_close(terms, expected, rtol=1e-5, atol=1e-5)
+        assert {name: float(n) for name, (_, n) in ours.items()} == {
+            name: 6.0 for name in stats}
+    with pytest.raises(ValueError, match="^k: must be at least 1, got 0"):
+        distill_topk(student, teacher, loss_mask=mask, k=0)
+
+
+def test_off_the_mask_the_top_tokens_give_no_gradient_whatever_stands_there() -> None:
+    student = torch.randn(3, 9, generator=torch.Generator().manual_seed(1))
+    student[1] = math.nan
+    student.requires_grad_()
+    teacher = torch.randn(3, 9, generator=torch.Generator().manual_seed(2))
+    teacher[1] = math.nan
+    terms, _ = distill_topk(student, teacher, loss_mask=torch.tensor([True, False, True]), k=4)
+    terms.sum().backward()
+    assert terms[1] == 0 and not student.grad[1].any() and student.grad[0].any()

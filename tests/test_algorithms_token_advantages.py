@@ -12,6 +12,7 @@ from ragged import ragged
 from torch import Tensor
 
 from spmdrl.algorithms import token_advantages, token_baselines
+from spmdrl.algorithms.advantages import rloo
 from spmdrl.algorithms.loss_tokens import discounted_sums, loss_tokens, turn_returns
 from spmdrl.algorithms.token_advantages import (
     combine_moments, distill, gae, gigpo, mean_and_std, moment_sums, otb, prime,
@@ -58,9 +59,9 @@ def pick(batch: Columns, *names: str) -> Columns:
 
 def otb_totals(batch: Columns) -> Tensor:
     names = ("old_logprobs", "square_probs", "kl_rewards", "group_ids", "rewards")
-    return token_baselines.otb_sums(
+    return token_baselines.otb_totals(
         **pick(batch, *names), num_groups=int(batch["group_ids"].max()) + 1,
-        num_positions=batch["loss_mask"].numel())
+        num_positions=batch["loss_mask"].numel())["otb_totals"]
 
 
 METHODS = {
@@ -71,7 +72,7 @@ METHODS = {
     "reinforce_plus_plus": lambda b: reinforce_plus_plus(**pick(b, "rewards", "kl_rewards")),
     "distill": lambda b: distill(**pick(b, "old_logprobs", "teacher_logprobs"), max_gap=1.5),
     "prime": lambda b: prime(**pick(b, "prm_logprobs", "ref_logprobs", "process_baselines",
-                                    "episode_advantages"), gamma=0.9),
+                                    "episode_advantages", "rewards"), gamma=0.9),
     "gigpo": lambda b: gigpo(**pick(b, "episode_advantages", "step_advantages"),
                              step_weight=0.7),
     "otb": lambda b: otb(**pick(b, "rewards", "group_ids", "kl_rewards", "otb_totals")),
@@ -155,7 +156,7 @@ def test_token_advantage_equals_a_plain_loop(name: str, seed: int) -> None:
     batch = everything(seed)
     got, returns = METHODS[name](batch)
     assert got.dtype == torch.float64 and got.shape == batch["loss_mask"].shape
-    assert (returns is None) == (not name.startswith("gae"))
+    assert (returns is None) == (not name.startswith(("gae", "prime")))
     loops = [reference(name, batch, row, tokens) for row, tokens in enumerate(responses(batch))]
     expected = torch.tensor([a for loop in loops for a in loop], dtype=torch.float64)
     assert (got[batch["loss_mask"]] - expected).abs().max() < 1e-10
@@ -291,6 +292,32 @@ def test_process_baselines_equal_a_plain_loop(seed: int) -> None:
             assert got[i].isnan()
 
 
+@pytest.mark.parametrize("seed", SEEDS)
+def test_process_rewards_come_to_the_rows_of_the_batch(seed: int) -> None:
+    batch = columns(seed)
+    names, count = ("prm_logprobs", "ref_logprobs"), len(batch["cu_seqlens"]) - 1
+    means = token_baselines.implicit_reward_means(**pick(batch, *names))
+    totals = []
+    for rows in ([4, 0, 7], [2, 3], [1], [6, 5]):
+        ids = torch.tensor([row if responses(batch)[row] else -1 for row in rows])
+        totals.append(token_baselines.prime_totals(
+            **pick(select(batch, rows), *names), sequence_ids=ids, num_sequences=count))
+    totals = sum(part["implicit_means"] for part in totals)
+    assert torch.allclose(totals, means, atol=1e-12)
+    lengths = torch.tensor([len(row) for row in responses(batch)])
+    is_valid = torch.arange(count) != 5
+    rewards = torch.where(is_valid, torch.linspace(0, 1, count).double(), 7.0)
+    given = dict(group_ids=batch["group_ids"], is_valid=is_valid)
+    got = token_baselines.prime_baselines(means, rewards, loss_lengths=lengths, **given)
+    assert torch.equal(got["episode_advantages"], rloo(rewards, **given))
+    expected = token_baselines.leave_one_out_means(
+        means, batch["group_ids"], is_valid=is_valid & (lengths > 0))
+    torch.testing.assert_close(got["process_baselines"], expected, equal_nan=True, rtol=0, atol=0)
+    with pytest.raises(ValueError, match=r"in \[0, 1\], got 1.5 \(sequence 2, group 1\)"):
+        token_baselines.prime_baselines(means, rewards.index_fill(0, torch.tensor(2), 1.5),
+                                        loss_lengths=lengths, **given)
+
+
 @given(rewards=st.lists(st.floats(-3, 3), min_size=2, max_size=6))
 @settings(max_examples=25, deadline=None)
 def test_leave_one_out_means_rebuild_the_group_mean(rewards) -> None:
@@ -355,7 +382,7 @@ def test_sums_of_the_token_baseline_add_up_over_micro_batches(seed: int) -> None
     sizes = dict(num_groups=int(batch["group_ids"].max()) + 1,
                  num_positions=batch["loss_mask"].numel())
     names = ("old_logprobs", "square_probs", "kl_rewards", "group_ids", "rewards")
-    parts = [token_baselines.otb_sums(**pick(select(batch, rows), *names), **sizes)
+    parts = [token_baselines.otb_totals(**pick(select(batch, rows), *names), **sizes)["otb_totals"]
              for rows in ([4, 0, 7], [2, 3], [1], [6, 5])]
     assert torch.allclose(sum(parts), otb_totals(batch), atol=1e-12)
 
@@ -469,10 +496,10 @@ def test_a_sample_alone_at_a_position_has_no_token_baseline() -> None:
 
     def run(rewards: list[float]) -> Tensor:
         own = batch | {"rewards": torch.tensor(rewards, dtype=torch.float64)}
-        totals = token_baselines.otb_sums(
+        totals = token_baselines.otb_totals(
             old_logprobs=torch.full((5,), math.log(0.7)), square_probs=torch.full((5,), 0.53),
             num_groups=1, num_positions=3, **own)
-        return otb(otb_totals=totals, **own)[0]
+        return otb(**totals, **own)[0]
 
     for reward in (0.1, 1 / 3, 0.7, -1e6):
         got = run([1.0, reward])
@@ -486,9 +513,9 @@ def test_tokens_that_were_certain_have_no_token_baseline() -> None:
     batch = dict(rewards=torch.tensor([1.0, 0.0]).double(), kl_rewards=torch.zeros(2),
                  loss_mask=torch.ones(2, dtype=torch.bool), group_ids=torch.tensor([0, 0]),
                  cu_seqlens=torch.tensor([0, 1, 2], dtype=torch.int32))
-    totals = token_baselines.otb_sums(old_logprobs=torch.zeros(2), square_probs=torch.ones(2),
-                                      num_groups=1, num_positions=1, **batch)
-    assert otb(otb_totals=totals, **batch)[0].tolist() == [0.0, 0.0]
+    totals = token_baselines.otb_totals(old_logprobs=torch.zeros(2), square_probs=torch.ones(2),
+                                        num_groups=1, num_positions=1, **batch)
+    assert otb(**totals, **batch)[0].tolist() == [0.0, 0.0]
 
 
 def test_a_teacher_that_forbids_a_token_gives_a_finite_advantage() -> None:
@@ -500,7 +527,7 @@ def test_a_teacher_that_forbids_a_token_gives_a_finite_advantage() -> None:
 
 def test_a_process_baseline_that_is_missing_leaves_the_outcome() -> None:
     got, _ = prime(torch.tensor([-1.0, -2.0]), torch.tensor([-3.0, -1.0]),
-                   process_baselines=torch.tensor([math.nan]),
+                   rewards=torch.tensor([1.0]), process_baselines=torch.tensor([math.nan]),
                    episode_advantages=torch.tensor([0.75]), beta=1.0,
                    loss_mask=torch.ones(2, dtype=torch.bool),
                    cu_seqlens=torch.tensor([0, 2], dtype=torch.int32))
@@ -533,7 +560,7 @@ def test_other_options_out_of_range_are_refused() -> None:
         turn_returns(**pick(batch, "turn_rewards", "anchor_ids"), gamma=1.5)
     with pytest.raises(ValueError, match="gamma"):
         prime(**pick(batch, "prm_logprobs", "ref_logprobs", "process_baselines",
-                     "episode_advantages"), gamma=-1.0)
+                     "episode_advantages", "rewards"), gamma=-1.0)
 
 
 def test_every_response_token_has_one_place() -> None:

@@ -229,9 +229,10 @@ def _alone(cfg: Config, missing: str) -> dict:
     sums = [_step(policy, own, step=step)[2] for step in range(30)]
     jobs = [job for update in policy._jobs(own) for job in update]
     with torch.no_grad():
-        after = [policy.critic.model.values(job.scoring) for job in jobs]
-    before = policy.critic.columns([job.scoring for job in jobs])
-    policy.critic.columns = lambda works: [w.tokens * math.nan for w in works]
+        after = [policy.companions["critic"].model.values(job.scoring) for job in jobs]
+    critic = policy.companions["critic"]
+    before = [row["values"] for row in critic.columns([job.scoring for job in jobs])]
+    critic.columns = lambda works: [{"values": w.tokens * math.nan} for w in works]
     kept = _whole_state(policy)
     spoiled = _step(policy, own, step=30)[2]
     assert all(torch.equal(t, kept[name]) for name, t in _whole_state(policy).items())
@@ -240,7 +241,7 @@ def _alone(cfg: Config, missing: str) -> dict:
         Policy(cfg, world)
     # Under any other advantage the section is ignored.
     algorithm = dataclasses.replace(cfg.algorithm, advantage="grpo")
-    assert Policy(dataclasses.replace(cfg, algorithm=algorithm), world).critic is None
+    assert Policy(dataclasses.replace(cfg, algorithm=algorithm), world).companions == {}
     world.close()
     return {"sums": sums, "after": after, "before": before, "spoiled": spoiled,
             "masks": [job.loss_mask for job in jobs]}

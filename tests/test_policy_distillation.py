@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import replace
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from policy_runs import batch, config, full_parameters, sequence, update
 from ranks import run_ranks
+from torch import Tensor
 
 from spmdrl.config import Config
 from spmdrl.create_model import create_model
@@ -21,8 +23,9 @@ def _model(where: Path, name: str, **options: object) -> Path:
                         kv_heads=2, intermediate=48, **options)
 
 
-def _cfg(where: Path, student: Path, teacher: Path, *, world_size: int = 1, **options) -> Config:
-    cfg = config(student, where, world_size=world_size, objective="distill", loss="divergence",
+def _cfg(where: Path, student: Path, teacher: Path, *, world_size: int = 1, tp: int = 1,
+         loss: str = "divergence", **options) -> Config:
+    cfg = config(student, where, world_size=world_size, tp=tp, objective="distill", loss=loss,
                  loss_options=options, model={"teacher": str(teacher)})
     return replace(cfg, optimizer=replace(cfg.optimizer, max_grad_norm=0.0))
 
@@ -40,8 +43,19 @@ def _train(cfg: Config, steps: int) -> dict:
     return {"sums": sums, "parameters": whole}
 
 
-def _by_transformers(student: Path, teacher: Path, *, kind: str) -> float:
-    """Return the mean KL per response token, from full logits and a plain sum."""
+def _kl(p: Tensor, q: Tensor) -> float:
+    return float((p.exp() * (p - q)).sum())
+
+
+def _top(p: Tensor, q: Tensor, k: int) -> float:
+    """Return KL(p || q) over p's k most likely tokens and one outcome for the rest."""
+    ids = p.argsort(descending=True)
+    p, q = (torch.cat([x[ids[:k]], x[ids[k:]].exp().sum().log()[None]]) for x in (p, q))
+    return _kl(p, q)
+
+
+def _by_transformers(student: Path, teacher: Path, compare: Callable) -> float:
+    """Return the mean of `compare` per response token, from full logits and a plain sum."""
     from transformers import AutoModelForCausalLM
 
     models = [AutoModelForCausalLM.from_pretrained(p, dtype=torch.float32).eval()
@@ -54,27 +68,41 @@ def _by_transformers(student: Path, teacher: Path, *, kind: str) -> float:
             row, begin = sequence(index), int(micro.cu_seqlens[at])
             with torch.no_grad():
                 q, p = (torch.log_softmax(m(row[None]).logits[0].double(), -1) for m in models)
-            q, p = (p, q) if kind == "reverse" else (q, p)
             for t in range(1, len(row)):
                 if micro.response_mask[begin + t]:
-                    total += float((p[t - 1].exp() * (p[t - 1] - q[t - 1])).sum())
+                    total += compare(p[t - 1], q[t - 1])
                     count += 1
     return total / count
 
 
-@pytest.mark.parametrize("kind", ["forward", "reverse"])
-def test_the_loss_is_the_kl_of_plain_transformers_and_falls_alike_on_two_ranks(kind, tmp_path):
+CASES = {
+    "forward": (dict(kind="forward"), lambda p, q: _kl(p, q)),
+    "reverse": (dict(kind="reverse"), lambda p, q: _kl(q, p)),
+    "top": (dict(loss="distill_topk", k=5), lambda p, q: _top(p, q, 5)),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_loss_is_that_of_plain_transformers_and_falls_alike_on_every_layout(case, tmp_path):
+    options, compare = CASES[case]
     student, teacher = _model(tmp_path, "student"), _model(
         tmp_path, "teacher", seed=3, initializer_std=0.3)
-    one = run_ranks(1, _train, _cfg(tmp_path, student, teacher, kind=kind), 4)[0]
+    one = run_ranks(1, _train, _cfg(tmp_path, student, teacher, **options), 4)[0]
     losses = [sums["policy/loss"][0] for sums in one["sums"]]
-    assert losses[0] == pytest.approx(_by_transformers(student, teacher, kind=kind), rel=1e-4)
+    assert losses[0] == pytest.approx(_by_transformers(student, teacher, compare), rel=1e-4)
     assert losses[-1] < 0.9 * losses[0], losses
-    for ours in run_ranks(2, _train, _cfg(tmp_path, student, teacher, world_size=2, kind=kind), 4):
-        for a, b in zip(ours["sums"], one["sums"]):
-            assert math.isclose(a["policy/loss"][0], b["policy/loss"][0], rel_tol=1e-5)
-        for name, expected in one["parameters"].items():
-            torch.testing.assert_close(ours["parameters"][name], expected, rtol=1e-4, atol=1e-5)
+    for layout in ({}, {"tp": 2}):
+        cfg = _cfg(tmp_path, student, teacher, world_size=2, **layout, **options)
+        for ours in run_ranks(2, _train, cfg, 4):
+            for a, b in zip(ours["sums"], one["sums"]):
+                assert a.keys() == b.keys()
+                for name in ("policy/loss", "policy/distill", "policy/grad_norm"):
+                    assert math.isclose(a[name][0], b[name][0], rel_tol=1e-5), (layout, name)
+            for name, expected in one["parameters"].items():
+                torch.testing.assert_close(ours["parameters"][name], expected, rtol=1e-4,
+                                           atol=1e-5)
+    has_mass = "policy/distill_teacher_mass" in one["sums"][0]
+    assert has_mass == (case == "top")
 
 
 def test_a_teacher_with_another_vocabulary_is_refused(tmp_path):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from ranks import run_ranks
 
-from spmdrl.policy.head import HeadOptions, logprobs_and_entropy
+from spmdrl.policy.head import HeadOptions, logprobs_and_entropy, with_square_probs
 
 N, H, V = 13, 8, 24
 
@@ -30,7 +30,8 @@ def _reference(options: HeadOptions) -> tuple[torch.Tensor, ...]:
     logprobs = logp.gather(1, targets[:, None])[:, 0]
     entropy = -(logp.exp() * logp).sum(-1)
     (logprobs * upstream[0] + entropy * upstream[1]).sum().backward()
-    return logprobs.detach(), entropy.detach(), hidden.grad, weight.grad
+    squares = logp.exp().square().sum(-1)
+    return logprobs.detach(), entropy.detach(), hidden.grad, weight.grad, squares.detach()
 
 
 def _ours(options: HeadOptions, rows: slice = slice(None)) -> tuple[torch.Tensor, ...]:
@@ -39,12 +40,14 @@ def _ours(options: HeadOptions, rows: slice = slice(None)) -> tuple[torch.Tensor
     weight = weight[rows].clone().requires_grad_()
     logprobs, entropy = logprobs_and_entropy(hidden, weight, targets=targets, options=options)
     (logprobs * upstream[0] + entropy * upstream[1]).sum().backward()
-    return logprobs.detach(), entropy.detach(), hidden.grad, weight.grad
+    again = with_square_probs(hidden, weight, targets=targets, options=options)
+    assert torch.equal(again[0], logprobs) and torch.equal(again[1], entropy)
+    return logprobs.detach(), entropy.detach(), hidden.grad, weight.grad, again[2]
 
 
 def _assert_equal(ours: tuple[torch.Tensor, ...], reference: tuple[torch.Tensor, ...]) -> None:
-    names = ("logprobs", "entropy", "grad hidden", "grad weight")
-    for name, a, b in zip(names, ours, reference):
+    names = ("logprobs", "entropy", "grad hidden", "grad weight", "squared probabilities")
+    for name, a, b in zip(names, ours, reference, strict=True):
         gap = (a.double() - b).abs().max().item()
         assert gap < 2e-5, f"{name}: max difference {gap}"
 
@@ -101,8 +104,9 @@ def _half_vocabulary() -> bool:
     for softcap in (None, 2.0):
         options = HeadOptions(chunk_tokens=5, temperature=0.7, softcap=softcap,
                               group=dist.group.WORLD)
-        logprobs, entropy, grad_hidden, grad_weight = _reference(options)
-        _assert_equal(_ours(options, rows), (logprobs, entropy, grad_hidden, grad_weight[rows]))
+        logprobs, entropy, grad_hidden, grad_weight, squares = _reference(options)
+        _assert_equal(_ours(options, rows),
+                      (logprobs, entropy, grad_hidden, grad_weight[rows], squares))
     dist.destroy_process_group()
     return True
 

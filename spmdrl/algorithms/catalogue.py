@@ -21,9 +21,10 @@ _TITLES = {
     "distillation": ("Distillation", "`algorithm.loss` of the objective `distill`"),
 }
 BY_IMPORT = {  # functions with no name in the config: module -> names
-    "spmdrl.algorithms.token_advantages": ("prime", "gigpo", "otb"),
+    "spmdrl.algorithms.token_advantages": ("gigpo",),
     "spmdrl.algorithms.values": ("value_loss",),
-    "spmdrl.algorithms.distillation": ("distill_topk",),
+    "spmdrl.algorithms.process_reward": ("outcome_loss",),
+    "spmdrl.algorithms.distillation": ("topk_divergence",),
     "spmdrl.algorithms.entropy": ("top_entropy", "adaptive_entropy_coef"),
     "spmdrl.algorithms.shaping": ("overlong_penalty", "stop_properly", "scale_and_clamp",
                                   "pass_at_k_estimate", "adaptive_kl_coef"),
@@ -44,7 +45,10 @@ def page() -> str:
             lines += ["", f"## {title}", "", f"Named by {field}.", "", *_table(methods)]
     methods = [(name, getattr(importlib.import_module(module), name))
                for module, names in BY_IMPORT.items() for name in names]
-    lines += ["", "## By import", "", *_table(methods, show_module=True)]
+    lines += ["", "## By import", "", "Some of these act in the program through other fields: "
+              "those of `shaping` by", "`rewards.shaping` and `algorithm.kl_options`, those of "
+              "`entropy` by `algorithm.entropy_options`,", "`value_loss` and `outcome_loss` by the "
+              "section `critic`.", "", *_table(methods, show_module=True)]
     return "\n".join(lines) + "\n"
 
 

@@ -28,9 +28,7 @@ from torch import Tensor
 
 from spmdrl.algorithms.preference.shared import log1mexp
 
-# The methods, for the registry. distill_topk is for import: a teacher in the same program gives
-# its whole distribution.
-__all__ = ["divergence"]
+__all__ = ["divergence", "distill_topk"]  # the methods, for the registry
 
 Stats = dict[str, tuple[Tensor, Tensor]]
 Kind = Literal["forward", "reverse", "mixed", "jsd"]
@@ -67,6 +65,34 @@ def divergence(
 
 
 def distill_topk(
+    student_logits: Tensor, teacher_logits: Tensor, *, loss_mask: Tensor, k: int = 64,
+    kind: Kind = "forward", beta: float = 0.5, tail: Literal["bucket", "renormalise"] = "bucket",
+) -> tuple[Tensor, Stats]:
+    """Compare student and teacher on the k most likely tokens of the teacher.
+
+    Args:
+        student_logits, teacher_logits: [T, V] float, not normalised. V vocabulary.
+        loss_mask: [T] bool.
+        k: tokens to compare on, at least 1; V of them if there are fewer.
+        kind, beta, tail: as in `topk_divergence`.
+    Returns: terms and stats as of `topk_divergence`.
+    Raises: ValueError for an option out of range.
+    Source: `topk_divergence`, on a teacher in the program instead of a report of its logprobs.
+    """
+    if k < 1:
+        raise ValueError(f"k: must be at least 1, got {k}")
+    rows = loss_mask.nonzero().squeeze(1)  # as in `divergence`
+    dtype = torch.promote_types(student_logits.dtype, torch.float32)
+    student, teacher = student_logits[rows].to(dtype), teacher_logits.detach()[rows].to(dtype)
+    top, ids = teacher.topk(min(k, teacher.shape[-1]), dim=-1)
+    at_ids = student.gather(-1, ids) - student.logsumexp(-1, keepdim=True)
+    found, stats = topk_divergence(
+        at_ids, top - teacher.logsumexp(-1, keepdim=True), kind=kind, beta=beta, tail=tail,
+        loss_mask=torch.ones_like(rows, dtype=torch.bool))
+    return found.new_zeros(loss_mask.shape).index_put((rows,), found), stats
+
+
+def topk_divergence(
     student_logprobs_at_ids: Tensor, teacher_logprobs: Tensor, *, loss_mask: Tensor,
     kind: Kind = "forward", beta: float = 0.5, tail: Literal["bucket", "renormalise"] = "bucket",
 ) -> tuple[Tensor, Stats]:

@@ -12,7 +12,7 @@ import importlib
 import inspect
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, Union
 
 import torch
@@ -31,13 +31,15 @@ MODULES = {
     "distillation": ("spmdrl.algorithms.distillation",),
 }
 
+_TRIAL_PLACES = {"sequence_ids": torch.arange(2), "num_sequences": 2, "num_groups": 1,
+                 "num_positions": 1}
 _PAIR_LENGTHS = ("chosen_lengths", "rejected_lengths")
 _PER_TOKEN = ("loss_mask", "cu_seqlens", "old_logprobs", "rollout_logprobs")
 INPUTS: dict[str, tuple[str, ...]] = {
     "advantage": ("rewards", "reward_parts", "greedy_rewards", "group_ids", "sample_ids",
                   "is_valid", "is_truncated", "lengths", "response_lengths"),
-    "token_advantage": (*_PER_TOKEN, "rewards", "kl_rewards", "ref_logprobs",
-                        "teacher_logprobs", "values"),
+    "token_advantage": (*_PER_TOKEN, "rewards", "group_ids", "kl_rewards", "ref_logprobs",
+                        "teacher_logprobs", "values", "prm_logprobs", "square_probs"),
     "loss": (*_PER_TOKEN, "logprobs", "advantages", "entropy", "ref_logprobs",
              "teacher_logprobs", "policy_versions", "version", "token_keys"),
     "correction": (*_PER_TOKEN, "advantages"),
@@ -49,11 +51,12 @@ INPUTS: dict[str, tuple[str, ...]] = {
     "distillation": ("student_logits", "teacher_logits", "loss_mask"),
 }
 """What a method of each kind may ask for. Advantages that ask for `cu_seqlens` are computed per
-token, on one micro-batch, from [T] tensors and `rewards` [S] of its sequences; the others get
-[S] tensors of `types.Scalars`, the whole batch. Preference losses and those of reward models get
-one number per pair, [P], of one micro-batch, and [] scalars of the whole batch; those that ask
-for `is_chosen` get single responses. Distillation losses get [T, V] logits of both sides. The rest get [T] tensors of one micro-batch, `cu_seqlens`
-[S+1], and the scalars that their own `statistics` gives."""
+token, on one micro-batch, from [T] tensors, `rewards` and `group_ids` [S] of its sequences, and
+what their own `with_totals` gives; the others get [S] tensors of `types.Scalars`, the whole
+batch. Preference losses and those of reward models get one number per pair, [P], of one
+micro-batch, and [] scalars of the whole batch; those that ask for `is_chosen` get single
+responses. Distillation losses get [T, V] logits of both sides. The rest get [T] tensors of one
+micro-batch, `cu_seqlens` [S+1], and the scalars that their own `statistics` gives."""
 
 
 def names(kind: Kind) -> tuple[str, ...]:
@@ -134,17 +137,28 @@ def statistics_of(function: Callable[..., Any]) -> Callable[..., dict[str, Tenso
     return getattr(function, "statistics", None)
 
 
+def companions_of(function: Callable[..., Any]) -> list[Callable[..., dict[str, Tensor]]]:
+    """Return the functions that give a method its whole-batch inputs, in the order of calls."""
+    known = (getattr(function, name, None) for name in ("statistics", "totals", "per_sequence"))
+    return [companion for companion in known if companion is not None]
+
+
+def asked_by(function: Callable[..., Any]) -> set[str]:
+    """Return the names of all that a method and its companions ask for."""
+    return {name for each in (function, *companions_of(function)) for name in inputs_of(each)}
+
+
 def needs_group(name: str) -> bool:
     """Return whether an advantage uses the other samples of a prompt as its baseline.
 
-    It does if it asks for `group_ids`. False for a name that cannot be found, which `problems`
-    reports.
+    It does if it, or a companion of it, asks for `group_ids`. False for a name that cannot be
+    found, which `problems` reports.
     """
     try:
         function = get("advantage", name)
     except ValueError:
         return False
-    return "group_ids" in inputs_of(function)
+    return "group_ids" in asked_by(function)
 
 
 def call(
@@ -180,9 +194,8 @@ def problems(kind: Kind, name: str, options: Mapping[str, Any]) -> list[str]:
     except ValueError as error:
         return [f": {error}"]
     offered = _offered(kind, function)
-    companion = statistics_of(function)
     strange = [n for n in inputs_of(function) if n not in offered]
-    if strange and companion is None:
+    if strange and not companions_of(function):
         return [f": {name} has the parameter {strange[0]!r} without a default, which is no input "
                 f"of an {kind} method; known: {', '.join(offered)}"]
     found = []
@@ -236,9 +249,7 @@ def _trial_problems(
 ) -> list[str]:
     per_token = kind == "advantage" and is_per_token(function)
     try:
-        inputs = _offered(kind, function)
-        inputs |= call_statistics(function, inputs, options)
-        result = call(function, inputs, options)
+        result = _trial(kind, function, options)
     except Exception as error:  # whatever a function of the user's own raises
         prefix = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
         return [f"_options: {prefix}{error}"]
@@ -260,18 +271,64 @@ def _trial_problems(
     return []
 
 
+def trial_of_advantage(function: Callable[..., Any], options: Mapping[str, Any]) -> Any:
+    """Return what an advantage gives for the trial's two one-token sequences."""
+    return _trial("advantage", function, options)
+
+
+def _trial(kind: Kind, function: Callable[..., Any], options: Mapping[str, Any]) -> Any:
+    inputs = _offered(kind, function)
+    inputs |= call_statistics(function, inputs, options)
+    if kind == "advantage":
+        inputs |= call_totals(function, [inputs | _TRIAL_PLACES], options)
+        scalars = trial_inputs("advantage") | {"loss_lengths": torch.ones(2, dtype=torch.int64)}
+        inputs |= call_per_sequence(function, scalars | inputs, options)
+    return call(function, inputs, options)
+
+
 def call_statistics(
     function: Callable[..., Any], columns: Mapping[str, Tensor], options: Mapping[str, Any]
 ) -> dict[str, Tensor]:
     """Return the whole-batch scalars that a method asks for, from [N] columns by name.
 
-    The companion gets those of the method's options that it has; {} for a method without one.
+    {} for a method without such a companion.
     """
-    companion = statistics_of(function)
+    return _call_companion(statistics_of(function), columns, options)
+
+
+def call_totals(
+    function: Callable[..., Any], microbatches: Sequence[Mapping[str, Any]],
+    options: Mapping[str, Any],
+) -> dict[str, Tensor]:
+    """Return this rank's share of the sums over the whole batch that an advantage asks for.
+
+    Args:
+        microbatches: inputs of each, with those of `token_baselines.with_totals`.
+    Returns: {name: sum over the micro-batches}; {} for a method without such a companion.
+    """
+    found: dict[str, Tensor] = {}
+    for inputs in microbatches:
+        part = _call_companion(getattr(function, "totals", None), inputs, options)
+        found = {name: found[name] + value if found else value for name, value in part.items()}
+    return found
+
+
+def call_per_sequence(
+    function: Callable[..., Any], inputs: Mapping[str, Tensor], options: Mapping[str, Any]
+) -> dict[str, Tensor]:
+    """Return {name: [B, ...]}: what an advantage asks for per sequence of the whole batch."""
+    return _call_companion(getattr(function, "per_sequence", None), inputs, options)
+
+
+def _call_companion(
+    companion: Callable[..., dict[str, Tensor]] | None, inputs: Mapping[str, Any],
+    options: Mapping[str, Any],
+) -> dict[str, Tensor]:
+    """Call a companion with those of the method's options that it has; {} without one."""
     if companion is None:
         return {}
     known = options_of(companion)
-    return call(companion, columns, {k: v for k, v in options.items() if k in known})
+    return call(companion, inputs, {k: v for k, v in options.items() if k in known})
 
 
 def trial_inputs(kind: Kind, *, is_per_token: bool = False) -> dict[str, Tensor]:
@@ -286,6 +343,7 @@ def trial_inputs(kind: Kind, *, is_per_token: bool = False) -> dict[str, Tensor]
     zeros = torch.zeros(2)
     values = dict(
         rewards=rewards, kl_rewards=zeros, values=zeros, teacher_logprobs=zeros,
+        group_ids=0 * ones, prm_logprobs=zeros, square_probs=zeros,
         ref_logprobs=zeros, old_logprobs=zeros, rollout_logprobs=zeros, loss_mask=yes,
         cu_seqlens=torch.arange(3, dtype=torch.int32), advantages=torch.tensor([1.0, -1.0]),
         logprobs=zeros.clone().requires_grad_(), entropy=zeros, policy_versions=0 * ones,

@@ -195,6 +195,38 @@ def _check_k(k: int, num_samples: int) -> None:
         raise ValueError(f"k: must be in [1, {num_samples}], the number of samples, got {k}")
 
 
+KL_CONTROLLER = ("target", "horizon")
+"""Options of `adaptive_kl_coef`, in `algorithm.kl_options` beside those of the estimator."""
+
+
+def kl_controller_problems(
+    options: Mapping[str, Any], *, kl_coef: float, num_samples: int
+) -> list[str]:
+    """Return what is wrong with target and horizon, each as `name: what, value seen`.
+
+    Args:
+        options: algorithm.kl_options. kl_coef: at the start. num_samples: sequences of a step.
+    """
+    chosen = {name: options[name] for name in KL_CONTROLLER if name in options}
+    if not chosen:
+        return []
+    for name, value in chosen.items():
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            return [f"{name}: expected a number, got {value!r}"]
+    missing = [name for name in KL_CONTROLLER if name not in chosen]
+    if missing:
+        return [f"{missing[0]}: is missing; a KL that is held at a target takes both target, "
+                "nats per token, and horizon, samples"]
+    if not kl_coef > 0:
+        return [f"target: {chosen['target']} with algorithm.kl_coef {kl_coef}, which is what is "
+                "moved toward the target and never leaves 0; set it above 0"]
+    try:
+        adaptive_kl_coef(kl_coef, kl=0.0, num_samples=num_samples, **chosen)
+    except ValueError as error:
+        return [str(error)]
+    return []
+
+
 def adaptive_kl_coef(
     coef: float, *, kl: float, target: float, horizon: float, num_samples: int
 ) -> float:

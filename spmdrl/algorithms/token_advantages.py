@@ -1,8 +1,8 @@
 """Advantages: one number per token, computed on one packed micro-batch.
 
 A sequence is never split, so whatever runs along a response is known here; parts that need
-other samples of the batch come in as inputs (`token_baselines`). All inputs are aligned with
-the packed tokens [T] or the micro-batch's sequences [S]:
+other samples of the batch come in as inputs (`token_baselines.with_totals`). All inputs are
+aligned with the packed tokens [T] or the micro-batch's sequences [S]:
 
     rewards [S] float64, task units     kl_rewards [T] float, task units: -beta k per token
     values [T] float, task units, of the state before the token
@@ -25,11 +25,13 @@ from torch import Tensor
 
 from spmdrl.algorithms.groups import ROUNDING
 from spmdrl.algorithms.loss_tokens import discounted_sums, loss_tokens
-from spmdrl.algorithms.token_baselines import rewards_to_go, token_rewards
+from spmdrl.algorithms.token_baselines import (
+    otb_totals, prime_baselines, prime_totals, rewards_to_go, token_rewards, with_totals,
+)
 
-# The methods, for the registry. prime, gigpo and otb are for import only: they need a process
-# reward model, anchor states or squared probabilities, which the program does not supply.
-__all__ = ["gae", "reinforce_plus_plus", "distill"]
+# The methods, for the registry. gigpo is for import only: it needs anchor states, which the
+# program does not supply.
+__all__ = ["gae", "reinforce_plus_plus", "distill", "prime", "otb"]
 
 Result = tuple[Tensor, Tensor | None]
 
@@ -112,24 +114,30 @@ def distill(
     return tokens.put(gap.clamp(-max_gap, max_gap)), None
 
 
+@with_totals(prime_totals, prime_baselines)
 def prime(
-    prm_logprobs: Tensor, ref_logprobs: Tensor, *, process_baselines: Tensor,
+    prm_logprobs: Tensor, ref_logprobs: Tensor, *, rewards: Tensor, process_baselines: Tensor,
     episode_advantages: Tensor, loss_mask: Tensor, cu_seqlens: Tensor, beta: float = 0.05,
     gamma: float = 1.0,
 ) -> Result:
     """Add implicit process rewards to the outcome: A + sum_(s>=t) gamma^(s-t) (r_s - b).
 
-    r_t = beta (log pi_phi - log pi_ref) of an implicit process reward model phi.
+    r_t = beta (log pi_phi - log pi_ref) of an implicit process reward model phi, which the
+    program trains beside the policy (section `critic`) on the outcomes.
 
     Args:
-        prm_logprobs, ref_logprobs: [T] float, nats. phi's, and its reference's.
-        process_baselines: [S] float64, b: mean r of the prompt's other samples
-            (`token_baselines.leave_one_out_means`, over the whole batch); NaN where there is
-            none, which leaves the outcome alone.
-        episode_advantages: [S] float64, `rloo` in the paper.
-        beta: task units per nat; the same as in the baselines. gamma: in [0, 1].
+        prm_logprobs, ref_logprobs: [T] float, nats. phi's before its update on this batch, and
+            its reference's (model.reference).
+        rewards: [S] float64, outcomes in [0, 1].
+        process_baselines: [S] float64, b: mean r of the prompt's other samples; NaN where there
+            is none, which leaves the outcome alone.
+        episode_advantages: [S] float64, `rloo` of the outcomes, as in the paper.
+        beta: task units per nat; the same in the baselines and in phi's loss.
+        gamma: in [0, 1].
+    Returns: advantages, and the outcome at each loss token, which phi is trained on.
     Raises: ValueError for gamma out of range.
-    Source: arXiv 2502.01456 (PRIME), advantage by leave-one-out.
+    Source: arXiv 2502.01456 eq. 5 (PRIME), advantage by leave-one-out; phi's rewards from before
+        its update on the batch, as in its Algorithm 1.
     """
     if not 0 <= gamma <= 1:
         raise ValueError(f"gamma: must be in [0, 1], got {gamma}")
@@ -138,7 +146,8 @@ def prime(
     baselines = tokens.spread(process_baselines.double())
     process = torch.where(baselines.isnan(), 0.0, process - baselines)
     to_come = discounted_sums(process, discounts=gamma, last=tokens.last)
-    return tokens.put(tokens.spread(episode_advantages.double()) + to_come), None
+    advantages = tokens.spread(episode_advantages.double()) + to_come
+    return tokens.put(advantages), tokens.put(tokens.spread(rewards.double()))
 
 
 def gigpo(
@@ -163,6 +172,7 @@ def gigpo(
     return tokens.put(total + step_weight * tokens.take(step_advantages)), None
 
 
+@with_totals(otb_totals)
 def otb(
     rewards: Tensor, otb_totals: Tensor, *, group_ids: Tensor, kl_rewards: Tensor,
     loss_mask: Tensor, cu_seqlens: Tensor,
@@ -173,7 +183,7 @@ def otb(
     where all weights are 0 (every token so far was certain, and has no gradient).
 
     Args:
-        otb_totals: [2, P, L] float64, `token_baselines.otb_sums` added up over the batch.
+        otb_totals: [2, P, L] float64, `token_baselines.otb_totals` added up over the batch.
         group_ids: [S] int64 in [0, P).
     Source: arXiv 2602.07078; deviation: 0 in the tail of the longest response.
     """

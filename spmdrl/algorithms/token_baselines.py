@@ -1,27 +1,57 @@
 """What per-token advantages need from the whole batch, before any micro-batch is trained.
 
-Each part comes as a function of one micro-batch, whose results are gathered or added up over
-micro-batches and dp ranks, and where needed a function of the gathered whole:
+A method says so by `with_totals`: tables with one place per sequence, or per prompt and
+position, that are added up over micro-batches and dp ranks, and numbers per sequence that
+follow from them:
 
-    prime   implicit_reward_means, gathered [S]  ->  leave_one_out_means [S]
-    gigpo   loss_tokens.turn_returns, gathered [U]  ->  step_advantages [U]
-    otb     otb_sums, added up [2, P, L]
+    otb     otb_totals [2, P, L]
+    prime   prime_totals [B]  ->  prime_baselines [B]
+    gigpo   loss_tokens.turn_returns in a table [B, turns]  ->  step_advantages
 
 `leave_one_out_means` and `step_advantages` give a sample without others to compare with NaN
-(no baseline) and 0. Shape letters: S sequences, T packed tokens, U turns, P prompts, L
-positions in a response.
+(no baseline) and 0. Shape letters: S sequences of a micro-batch, B of the whole batch, T packed
+tokens, U turns, P prompts, L positions in a response.
 """
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Callable
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
 
+from spmdrl.algorithms.advantages import rloo
 from spmdrl.algorithms.groups import group_rewards
 from spmdrl.algorithms.loss_tokens import LossTokens, discounted_sums, loss_tokens
 from spmdrl.algorithms.reduce import sequence_mean
+
+Companion = Callable[..., dict[str, Tensor]]
+Advantage = TypeVar("Advantage", bound=Callable[..., Any])
+
+
+def with_totals(
+    totals: Companion, per_sequence: Companion | None = None
+) -> Callable[[Advantage], Advantage]:
+    """Attach the functions that give a per-token advantage its whole-batch inputs.
+
+    Both get, by name, what they ask for, and those of the method's options that they have.
+
+    Args:
+        totals: of one micro-batch: {name: tensor} of one shape on every micro-batch, to be added
+            up over the micro-batches of all dp ranks. It may ask for what the method may, and
+            for `sequence_ids` [S] int64, rows in the whole batch (-1: a dummy without tokens),
+            and the numbers `num_sequences` B, `num_groups` P, `num_positions` L, most loss
+            tokens of a response. The method gets the sums by name, whole.
+        per_sequence: of the whole batch, from those sums, the [B] tensors of `types.Scalars` and
+            `loss_lengths` [B] int64, loss tokens: {name: [B, ...]}. The method gets by name the
+            rows of its micro-batch's sequences.
+    """
+    def attach(function: Advantage) -> Advantage:
+        function.totals = totals  # type: ignore[attr-defined]
+        function.per_sequence = per_sequence  # type: ignore[attr-defined]
+        return function
+    return attach
 
 
 def implicit_reward_means(
@@ -39,6 +69,52 @@ def implicit_reward_means(
     """
     gap = prm_logprobs.detach().double() - ref_logprobs.detach().double()
     return beta * sequence_mean(gap, cu_seqlens, loss_mask=loss_mask)
+
+
+def prime_totals(
+    prm_logprobs: Tensor, ref_logprobs: Tensor, *, loss_mask: Tensor, cu_seqlens: Tensor,
+    sequence_ids: Tensor, num_sequences: int, beta: float = 0.05,
+) -> dict[str, Tensor]:
+    """Put each sequence's mean implicit process reward at its row of the whole batch.
+
+    Args:
+        sequence_ids: [S] int64, rows; those of sequences without loss tokens are not read.
+        num_sequences: B. The others: as in `implicit_reward_means`.
+    Returns: implicit_means [B] float64, task units, 0 for sequences elsewhere.
+    """
+    means = implicit_reward_means(prm_logprobs, ref_logprobs, loss_mask=loss_mask,
+                                  cu_seqlens=cu_seqlens, beta=beta)
+    present = loss_tokens(loss_mask, cu_seqlens).counts > 0
+    table = means.new_zeros(num_sequences)
+    return {"implicit_means": table.index_copy(0, sequence_ids[present], means[present])}
+
+
+def prime_baselines(
+    implicit_means: Tensor, rewards: Tensor, *, group_ids: Tensor, is_valid: Tensor,
+    loss_lengths: Tensor,
+) -> dict[str, Tensor]:
+    """Compare each sequence with the prompt's others, by process rewards and by outcome.
+
+    Args:
+        implicit_means: [B] float64, of `prime_totals`. rewards: [B] float64, the outcomes.
+        group_ids: [B] int64. is_valid: [B] bool. loss_lengths: [B] int64, tokens.
+    Returns: process_baselines [B] float64, by `leave_one_out_means` over sequences with loss
+        tokens, and episode_advantages [B] float64, by `rloo`.
+    Raises: ValueError for a valid reward outside [0, 1]: it is a label that the process reward
+        model is trained on.
+    Source: arXiv 2502.01456 eq. 5 (PRIME).
+    """
+    outside = is_valid & ~((rewards >= 0) & (rewards <= 1))
+    if outside.any():
+        row = int(outside.nonzero()[0])
+        raise ValueError(f"algorithm.advantage: prime trains its process reward model on the "
+                         f"rewards as labels, which must be in [0, 1], got "
+                         f"{float(rewards[row])} (sequence {row}, group {int(group_ids[row])}); "
+                         "scale and clamp them by rewards.shaping")
+    has_tokens = is_valid & (loss_lengths > 0)
+    return {"process_baselines": leave_one_out_means(implicit_means, group_ids,
+                                                     is_valid=has_tokens),
+            "episode_advantages": rloo(rewards, group_ids, is_valid=is_valid)}
 
 
 def leave_one_out_means(values: Tensor, group_ids: Tensor, *, is_valid: Tensor) -> Tensor:
@@ -81,10 +157,10 @@ def step_advantages(
     return centred / (groups.stds + std_eps)[groups.index] if scale == "std" else centred
 
 
-def otb_sums(
+def otb_totals(
     rewards: Tensor, old_logprobs: Tensor, *, square_probs: Tensor, kl_rewards: Tensor,
     loss_mask: Tensor, cu_seqlens: Tensor, group_ids: Tensor, num_groups: int, num_positions: int,
-) -> Tensor:
+) -> dict[str, Tensor]:
     """Sum weights and weighted returns of a prompt's samples at each response position.
 
     W_t = sum over the tokens up to t of 1 - 2 pi + sum_v pi_v^2, the squared length of the
@@ -96,8 +172,8 @@ def otb_sums(
         kl_rewards: [T] float, task units. loss_mask: [T] bool. cu_seqlens: [S+1] int32.
         group_ids: [S] int64 in [0, num_groups). num_groups: P of the whole batch.
         num_positions: L, most loss tokens of any response.
-    Returns: [2, P, L] float64: sum of W and sum of G W over the samples that reach the
-        position. Add up over micro-batches and dp ranks.
+    Returns: otb_totals [2, P, L] float64: sum of W and sum of G W over the samples that reach
+        the position.
     Source: arXiv 2602.07078 (optimal token baseline).
     Invariant under: micro-batching, packing order.
     """
@@ -110,7 +186,7 @@ def otb_sums(
                         device=returns.device)
     cells = tokens.spread(group_ids.to(returns.device)) * num_positions + tokens.position
     table = table.index_add(1, cells, torch.stack([weights, returns * weights]))
-    return table.view(2, num_groups, num_positions)
+    return {"otb_totals": table.view(2, num_groups, num_positions)}
 
 
 def rewards_to_go(rewards: Tensor, kl_rewards: Tensor, tokens: LossTokens) -> Tensor:

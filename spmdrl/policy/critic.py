@@ -39,18 +39,18 @@ class Critic:
                                       is_trained=True, is_scalar=True)
         except ValueError as error:
             raise ValueError(f"critic.path: the value model cannot be made: {error}") from error
-        _check_fit(self.model, policy)
+        check_fit(self.model, policy)
         self.trainee = Trainee(self.model, cfg=cfg, world=world, name="value",
                                options=replace(cfg.optimizer, lr=cfg.critic.lr))
 
     @torch.no_grad()
-    def columns(self, works: Sequence[Scoring]) -> list[Tensor]:
+    def columns(self, works: Sequence[Scoring]) -> list[dict[str, Tensor]]:
         """Value packed rows without gradients.
 
-        Returns: per row, [T] float32 task units: the value of the state before each scored
-            token, 0 elsewhere.
+        Returns: per row, `values` [T] float32 task units: the value of the state before each
+            scored token, 0 elsewhere.
         """
-        found = [self._values(work) for work in works]
+        found = [{"values": self._values(work)} for work in works]
         reshard(self.model.scorer)
         return found
 
@@ -71,6 +71,9 @@ class Critic:
             if math.isfinite(explained):
                 sums["value/explained_variance"] = (explained, 1.0)
         return sums
+
+    def follow(self, policy: ShardedModel, *, step: int) -> None:
+        """Do nothing: the value model learns by itself."""
 
     def state_dict(self) -> dict[str, object]:
         """Return what a checkpoint keeps, by name, sharing live storage; see Trainee."""
@@ -94,11 +97,12 @@ class Critic:
         return spread(after.index_select(0, work.scored - 1), work)
 
 
-def _check_fit(model: ShardedModel, policy: ShardedModel) -> None:
+def check_fit(model: ShardedModel, policy: ShardedModel) -> None:
+    """Raise ValueError for a model of the section `critic` that cannot read the policy's rows."""
     rows, needed = (m.hf_model.get_input_embeddings().weight.shape[0] for m in (model, policy))
     if rows < needed:
-        raise ValueError(f"critic.path: the value model embeds {rows} tokens, fewer than the "
+        raise ValueError(f"critic.path: the model embeds {rows} tokens, fewer than the "
                          f"policy's {needed}; take one with the policy's tokenizer")
     if model.is_padded != policy.is_padded:
-        raise ValueError("critic.path: policy and value model need different attention (one has "
+        raise ValueError("critic.path: it and the policy need different attention (one has "
                          "a softcap); set model.attention to padded")

@@ -1,7 +1,8 @@
 """Distillation on the rows' own tokens: a divergence between two whole distributions.
 
 Logits of policy and teacher exist for one chunk of positions at a time, in the backward pass
-too, so memory is that of the two models' states.
+too, so memory is that of the two models' states. Tensor-parallel ranks, which each have a part
+of the vocabulary, gather a chunk's logits and compute the same divergence.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from spmdrl.policy.head import HeadOptions, chunks, scaled_logits
 from spmdrl.policy.load import load_hf_config
 from spmdrl.policy.objective import Job, Stats, spread
 from spmdrl.policy.sharded import ShardedModel
+from spmdrl.policy.tensor_parallel import enter, gather_last
 from spmdrl.world import World
 
 
@@ -55,28 +57,37 @@ class Distillation:
         """
         with torch.no_grad():
             theirs = self._teacher(job.scoring, lambda *states: states)
-        terms = model.scorer(job.scoring, partial(self._terms, *theirs, model.scorer.head_options))
-        terms = spread(terms, job.scoring)
-        count = job.loss_mask.double().sum()
-        stats = {"policy/distill": (terms.detach().double().sum(), count)}
-        return (terms.double() * job.weights).sum(), stats
+        terms, stats = model.scorer(
+            job.scoring, partial(self._terms, *theirs, model.scorer.head_options))
+        return (spread(terms, job.scoring).double() * job.weights).sum(), stats
 
     def _terms(self, states: Tensor, teacher_weight: Tensor, options: HeadOptions,
-               hidden: Tensor, weight: Tensor) -> Tensor:
-        """Return the divergence at each scored token: [N] float32 nats."""
-        found = [hidden.new_zeros(0, dtype=torch.float32)]
-        for part in chunks(len(hidden), options.chunk_tokens):
-            found.append(checkpoint(self._chunk, hidden[part], weight, states[part],
+               hidden: Tensor, weight: Tensor) -> tuple[Tensor, Stats]:
+        """Return the divergence at each scored token, [N] float32 nats, and its metrics."""
+        terms, stats = [], []
+        # One chunk without positions, if there is none: parameters must be in the graph and
+        # metrics in the totals of every rank, so that collectives match.
+        for part in chunks(len(hidden), options.chunk_tokens) or [slice(0, 0)]:
+            found, own = checkpoint(self._chunk, hidden[part], weight, states[part],
                                     teacher_weight, options, use_reentrant=False,
-                                    preserve_rng_state=False))
-        # Without a scored token the parameters must be in the graph still: collectives match.
-        return torch.cat(found) + 0.0 * (hidden.sum() + weight.sum())
+                                    preserve_rng_state=False)
+            terms.append(found)
+            stats.append(own)
+        total = {name: tuple(map(sum, zip(*(own[name] for own in stats)))) for name in stats[0]}
+        return torch.cat(terms), total
 
     def _chunk(self, hidden: Tensor, weight: Tensor, states: Tensor, teacher_weight: Tensor,
-               options: HeadOptions) -> Tensor:
+               options: HeadOptions) -> tuple[Tensor, Stats]:
         with torch.no_grad():
-            teacher = scaled_logits(states, teacher_weight, self._teacher.head_options)
-        inputs = {"student_logits": scaled_logits(hidden, weight, options),
+            teacher = _whole_logits(states, teacher_weight, self._teacher.head_options)
+        inputs = {"student_logits": _whole_logits(hidden, weight, options),
                   "teacher_logits": teacher,
                   "loss_mask": torch.ones(len(hidden), dtype=torch.bool, device=hidden.device)}
-        return registry.call(self._loss, inputs, self._options)[0]
+        return registry.call(self._loss, inputs, self._options)
+
+
+def _whole_logits(hidden: Tensor, weight: Tensor, options: HeadOptions) -> Tensor:
+    """Return [n, V] float32 logits of the whole vocabulary, equal on every rank of the group."""
+    if options.group is None:
+        return scaled_logits(hidden, weight, options)
+    return gather_last(scaled_logits(enter(hidden, options.group), weight, options), options.group)

@@ -47,18 +47,26 @@ def logprobs_and_entropy(
     return _Head.apply(hidden, weight, targets, options)
 
 
+@torch.no_grad()
+def with_square_probs(
+    hidden: Tensor, weight: Tensor, *, targets: Tensor, options: HeadOptions
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return logprobs and entropy as `logprobs_and_entropy`, and sum_v pi_v^2: [N] float32 each.
+
+    Args: as there. Without gradients.
+    Invariant under: chunk_tokens, the number of ranks in the group (to rounding).
+    """
+    logprobs, entropy, _, squares = _scores(hidden, weight, _local(targets, weight, options),
+                                            options, squares=True)
+    return logprobs, entropy, squares
+
+
 class _Head(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden: Tensor, weight: Tensor, targets: Tensor,
                 options: HeadOptions) -> tuple[Tensor, Tensor]:
-        rank = 0 if options.group is None else dist.get_rank(options.group)
-        local = targets - rank * weight.shape[0]
-        logprobs = torch.empty(hidden.shape[0], dtype=torch.float32, device=hidden.device)
-        entropy, log_total = torch.empty_like(logprobs), torch.empty_like(logprobs)
-        for part in chunks(hidden.shape[0], options.chunk_tokens):
-            logits = scaled_logits(hidden[part], weight, options)
-            logprobs[part], entropy[part], log_total[part] = _summarize(
-                logits, local[part], options)
+        local = _local(targets, weight, options)
+        logprobs, entropy, log_total = _scores(hidden, weight, local, options)
         ctx.save_for_backward(hidden, weight, local, log_total, entropy)
         ctx.options = options
         return logprobs, entropy
@@ -86,6 +94,27 @@ class _Head(torch.autograd.Function):
         return grad_hidden, grad_weight.to(weight.dtype), None, None
 
 
+def _local(targets: Tensor, weight: Tensor, options: HeadOptions) -> Tensor:
+    """Return targets counted from the first row that this rank has."""
+    rank = 0 if options.group is None else dist.get_rank(options.group)
+    return targets - rank * weight.shape[0]
+
+
+def _scores(
+    hidden: Tensor, weight: Tensor, local: Tensor, options: HeadOptions, *, squares: bool = False
+) -> list[Tensor]:
+    """Return what `_summarize` does for all positions, chunk by chunk: [N] float32 each."""
+    count = hidden.shape[0]
+    found = [torch.empty(count, dtype=torch.float32, device=hidden.device)
+             for _ in range(3 + squares)]
+    for part in chunks(count, options.chunk_tokens):
+        logits = scaled_logits(hidden[part], weight, options)
+        for whole, values in zip(found, _summarize(logits, local[part], options,
+                                                   squares=squares)):
+            whole[part] = values
+    return found
+
+
 def chunks(count: int, size: int) -> list[slice]:
     """Cut `count` positions into runs of at most `size`."""
     return [slice(start, min(start + size, count)) for start in range(0, count, size)]
@@ -104,9 +133,12 @@ def scaled_logits(hidden: Tensor, weight: Tensor, options: HeadOptions) -> Tenso
 
 
 def _summarize(
-    logits: Tensor, local: Tensor, options: HeadOptions
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return logprobs, entropy and log of the partition function, each [n] float32."""
+    logits: Tensor, local: Tensor, options: HeadOptions, *, squares: bool
+) -> tuple[Tensor, ...]:
+    """Return logprobs, entropy and log of the partition function, each [n] float32.
+
+    Where asked, also the sum of squared probabilities.
+    """
     group = options.group
     top = logits.amax(dim=-1)
     if group is not None:
@@ -116,13 +148,16 @@ def _summarize(
     target = logits.gather(1, at[:, None])[:, 0] * is_own
     shifted = logits - top[:, None]
     weights = shifted.exp()
-    # [3, n]: sum of exp, sum of exp * shifted logit, the target's logit.
-    sums = torch.stack([weights.sum(-1), weights.mul_(shifted).sum(-1), target])
+    # vector_norm: a square would be one more [n, V].
+    square = [torch.linalg.vector_norm(weights, dim=-1).square()] if squares else []
+    # [3 or 4, n]: sum of exp, sum of exp * shifted logit, the target's logit, sum of exp^2.
+    sums = torch.stack([weights.sum(-1), weights.mul_(shifted).sum(-1), target, *square])
     if group is not None:
         dist.all_reduce(sums, group=group)
-    total, moment, target = sums
+    total, moment, target, *square = sums
     log_total = total.log() + top
-    return target - log_total, total.log() - moment / total, log_total
+    return (target - log_total, total.log() - moment / total, log_total,
+            *(value / total.square() for value in square))
 
 
 def _grad_logits(

@@ -108,8 +108,9 @@ def build_meta_model(
 
 
 def checkpoint_shapes(cfg: Config) -> dict[str, torch.Size]:
-    """Return {name in the safetensors files: shape} of a model; tied weights appear once."""
-    return {name: p.shape for name, p in build_meta_model(cfg.model).named_parameters()}
+    """Return {name in the safetensors files: shape} of the policy; tied weights appear once."""
+    model = build_meta_model(cfg.model, is_scalar=cfg.algorithm.objective == "reward_model")
+    return {name: p.shape for name, p in model.named_parameters()}
 
 
 class CheckpointReader:
@@ -148,6 +149,10 @@ class CheckpointReader:
     def names(self) -> set[str]:
         """Return the names of all tensors."""
         return set(self._file_of)
+
+    def files(self) -> set[str]:
+        """Return the names of the files that hold them."""
+        return set(self._file_of.values())
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return a tensor's shape, read from the file's header."""
@@ -193,6 +198,16 @@ def check_names(
                          + "; ".join(problems))
 
 
+def may_be_extra(hf_model: nn.Module, *, is_scalar: bool) -> list[str]:
+    """Return regular expressions of the names that a file may hold besides the model's
+    parameters: what transformers ignores, and a tied head's copy."""
+    patterns = list(getattr(hf_model, "_keys_to_ignore_on_load_unexpected", None) or ())
+    patterns.append(r"rotary_emb\.inv_freq$")  # stored by old versions, computed by us
+    if hf_model.config.tie_word_embeddings or is_scalar:
+        patterns.append(r"^lm_head\.weight$")
+    return patterns
+
+
 @torch.no_grad()
 def read_parameters(reader: CheckpointReader, parameters: dict[str, Tensor]) -> None:
     """Fill each parameter's local part from the files, cast to the parameter's dtype.
@@ -235,3 +250,30 @@ def compute_buffers(hf_model: nn.Module) -> None:
                     f"model: buffer {name}.{key} of {type(module).__name__} is computed in a way "
                     "that loading on the meta device does not know; this model cannot be trained"
                 )
+
+
+def load_whole_model(
+    model: Model, *, attention: str, dtype: torch.dtype, device: torch.device
+) -> nn.Module:
+    """Build a causal LM with all its weights on this rank, for inference alone.
+
+    Args:
+        model: the config's model section; `path` is read.
+        attention: name in transformers' attention interface.
+        dtype: of the parameters; buffers stay as the model makes them.
+        device: of parameters and buffers.
+    Raises: ValueError when the files do not fit the model, or cannot be read.
+    """
+    hf_model = build_meta_model(model, attention=attention)
+    shapes = {name: p.shape for name, p in hf_model.named_parameters()}
+    reader = CheckpointReader(model_folder(model.path))
+    check_names(reader, shapes, may_be_extra=may_be_extra(hf_model, is_scalar=False))
+    for parameter in hf_model.parameters():
+        parameter.requires_grad = False
+        parameter.data = parameter.data.to(dtype)
+    hf_model.to_empty(device=device)
+    hf_model.tie_weights()  # to_empty gave tied parameters a storage each
+    assert [name for name, _ in hf_model.named_parameters()] == list(shapes)
+    read_parameters(reader, dict(hf_model.named_parameters()))
+    compute_buffers(hf_model)
+    return hf_model.eval()

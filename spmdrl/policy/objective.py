@@ -10,11 +10,13 @@ import torch
 from torch import Tensor
 
 from spmdrl.algorithms import reduce, registry
-from spmdrl.algorithms.kl import kl_stats
+from spmdrl.algorithms.entropy import FILTER, top_entropy
+from spmdrl.algorithms.kl import estimator_options, kl_stats
 from spmdrl.algorithms.mismatch import gap_histogram, mismatch_stats
 from spmdrl.comm import gather_objects
 from spmdrl.config import Config
 from spmdrl.policy.attention import make_packing
+from spmdrl.policy.controllers import Coefficients
 from spmdrl.policy.scorer import Scoring
 from spmdrl.types import Advantages, Batch, Microbatch
 from spmdrl.world import World
@@ -35,6 +37,7 @@ class Job:
     weights: Tensor  # [T] float64, of each token's term in the loss
     num_tokens: int  # 0 for a dummy
     token_weight: float  # 1 / loss tokens of this update on all ranks; 1 without any
+    sequence_weight: float  # 1 / sequences of this update that have loss tokens; 1 without any
     columns: Mapping[str, Tensor]  # [T] each: advantages, returns, what annotate found
 
 
@@ -66,6 +69,7 @@ def make_jobs(
         jobs.append([
             _make_job(m, per_sequence, device=device, padded=padded,
                       token_weight=1.0 / max(1, int(own.sum())),
+                      sequence_weight=1.0 / max(1, int((own > 0).sum())),
                       columns=_columns(batch, advantages, update=update, index=i))
             for i, m in enumerate(microbatches)])
     return jobs
@@ -90,7 +94,7 @@ def on_host(microbatch: Microbatch) -> Microbatch:
 
 def _make_job(
     microbatch: Microbatch, per_sequence: Tensor, *, device: torch.device, padded: bool,
-    token_weight: float, columns: Mapping[str, Tensor],
+    token_weight: float, sequence_weight: float, columns: Mapping[str, Tensor],
 ) -> Job:
     host = on_host(microbatch)
     lengths = host.cu_seqlens.diff().long()
@@ -104,6 +108,7 @@ def _make_job(
                              padded=padded, position_ids=host.position_ids),
         loss_mask=loss_mask.to(device), weights=weights.to(device),
         num_tokens=int(lengths[is_real].sum()), token_weight=token_weight,
+        sequence_weight=sequence_weight,
         columns={name: column.to(device) for name, column in columns.items()},
     )
 
@@ -144,15 +149,15 @@ def needed_columns(cfg: Config) -> set[str]:
         return set()
     methods = [registry.get(kind, getattr(chosen, kind))
                for kind in ("loss", "correction", "advantage")]
-    companions = [c for c in map(registry.statistics_of, methods) if c is not None]
-    asked = {name for m in (*methods, *companions) for name in registry.inputs_of(m)}
-    needed = asked & {"ref_logprobs", "teacher_logprobs", "values"}
+    needed = set().union(*map(registry.asked_by, methods)) & {
+        "ref_logprobs", "teacher_logprobs", "values", "prm_logprobs", "square_probs"}
     if chosen.kl_coef:
         needed.add("ref_logprobs")
     # With one update the current logprobs are the old ones, unless something before the update
     # wants them. A loss that is anchored at the engine's policy asks for none at all.
-    before = companions or "old_logprobs" in registry.inputs_of(methods[2]) or (
-        chosen.kl_coef and chosen.kl_in == "reward")
+    before = (any(map(registry.statistics_of, methods)) or "keep_frac" in chosen.entropy_options
+              or "old_logprobs" in registry.asked_by(methods[2])
+              or (chosen.kl_coef and chosen.kl_in == "reward") or "square_probs" in needed)
     anchored = "old_logprobs" in registry.inputs_of(methods[0]) or chosen.correction != "none"
     if before or (anchored and cfg.batch.updates_per_step > 1):
         needed.add("old_logprobs")
@@ -162,28 +167,38 @@ def needed_columns(cfg: Config) -> set[str]:
 class Objective:
     """The loss that a config names: its terms, correction, KL and entropy bonus.
 
+    Args:
+        cfg: the config.
+        coefficients: of KL and entropy bonus; read anew at each call.
     Raises: ValueError for an unknown method.
     """
 
-    def __init__(self, cfg: Config):
+    def __init__(self, cfg: Config, coefficients: Coefficients):
         algorithm = self._algorithm = cfg.algorithm
+        self._coefficients = coefficients
         self.is_rl = algorithm.objective == "rl"
         self._loss = registry.get("loss", algorithm.loss if self.is_rl else "sft")
         self._loss_options = algorithm.loss_options if self.is_rl else {}
         self._correction = registry.get("correction", algorithm.correction)
         self._correction_options = algorithm.correction_options
         self._kl = registry.get("kl", algorithm.kl)
+        self._kl_options = estimator_options(algorithm.kl_options)
+        self._filter_options = {name: algorithm.entropy_options[name] for name in FILTER
+                                if name in algorithm.entropy_options}
         self.columns = needed_columns(cfg)
         self._wants_keys = "token_keys" in registry.inputs_of(self._loss)
 
     def statistics(self, jobs: Sequence[Sequence[Job]], *, world: World) -> dict[str, Tensor]:
-        """Return the whole-batch scalars that loss and correction ask for, by name.
+        """Return the whole-batch scalars that loss, correction and filter ask for, by name.
 
         Trainer ranks gather the columns of all loss tokens; {} when no method asks.
         """
         found: dict[str, Tensor] = {}
-        for method, options in ((self._loss, self._loss_options),
-                                (self._correction, self._correction_options)):
+        methods = [(self._loss, self._loss_options),
+                   (self._correction, self._correction_options)]
+        if self._filter_options:
+            methods.append((top_entropy, self._filter_options))
+        for method, options in methods:
             companion = registry.statistics_of(method)
             if companion is None or not self.is_rl:
                 continue
@@ -226,6 +241,10 @@ class Objective:
             old = inputs["old_logprobs"]
             weights, own = registry.call(self._correction, inputs, self._correction_options)
             terms = terms * weights.detach()
+            if self._filter_options:
+                at_start = inputs | {"entropy": job.columns["old_entropy"]}
+                kept, filtered = registry.call(top_entropy, at_start, self._filter_options)
+                terms, stats = terms * kept, stats | filtered
             stats |= own | mismatch_stats(old, batch.rollout_logprobs, loss_mask=mask,
                                           cu_seqlens=batch.cu_seqlens)
             gaps = gap_histogram(old, batch.rollout_logprobs, loss_mask=mask)
@@ -234,12 +253,11 @@ class Objective:
             stats["policy/staleness"] = (age.sum(), count)
         if "ref_logprobs" in inputs:
             stats |= kl_stats(logprobs, inputs["ref_logprobs"], loss_mask=mask)
-        algorithm = self._algorithm
-        if self.is_rl and algorithm.kl_coef and algorithm.kl_in == "loss":
-            terms = terms + algorithm.kl_coef * registry.call(self._kl, inputs,
-                                                              algorithm.kl_options)
-        if algorithm.entropy_coef:
-            terms = terms - algorithm.entropy_coef * entropy
+        coefficients = self._coefficients
+        if self.is_rl and coefficients.kl and self._algorithm.kl_in == "loss":
+            terms = terms + coefficients.kl * registry.call(self._kl, inputs, self._kl_options)
+        if coefficients.entropy:
+            terms = terms - coefficients.entropy * entropy
         return (terms.double() * job.weights).sum(), stats
 
 

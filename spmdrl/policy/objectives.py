@@ -9,6 +9,7 @@ from torch import Tensor
 
 from spmdrl.config import Config
 from spmdrl.config.fields import trains_on_pairs
+from spmdrl.policy.controllers import Coefficients
 from spmdrl.policy.distillation import Distillation
 from spmdrl.policy.objective import Job, Objective, Stats
 from spmdrl.policy.pairs import PairObjective
@@ -31,13 +32,15 @@ class AnyObjective(Protocol):
         """Run one micro-batch forward; return its share of the loss and its metrics."""
 
 
-def make_objective(cfg: Config, world: World) -> AnyObjective:
+def make_objective(cfg: Config, world: World, *, coefficients: Coefficients) -> AnyObjective:
     """Return the objective that a config names, on a trainer rank.
 
+    Args:
+        coefficients: of KL and entropy bonus, which the policy moves from step to step.
     Raises: ValueError for an unknown method, or a teacher that cannot be loaded.
     """
     if trains_on_pairs(cfg):
         return PairObjective(cfg)
     if cfg.algorithm.objective == "distill":
         return Distillation(cfg, world)
-    return Objective(cfg)
+    return Objective(cfg, coefficients)

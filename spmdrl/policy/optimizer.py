@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
 from spmdrl.config import Optimizer
+from spmdrl.config.options import ADAMW, LEARNING_RATE
 
 
 def learning_rate(options: Optimizer, step: int, *, steps: int) -> float:
@@ -24,14 +25,16 @@ def learning_rate(options: Optimizer, step: int, *, steps: int) -> float:
         step: from 0.
         steps: of the whole run.
     """
-    if step < options.warmup_steps:
-        return options.lr * (step + 1) / options.warmup_steps
+    own = LEARNING_RATE | options.schedule_options
+    warmup_steps, min_lr_frac = own["warmup_steps"], own["min_lr_frac"]
+    if step < warmup_steps:
+        return options.lr * (step + 1) / warmup_steps
     if options.schedule == "constant":
         return options.lr
-    done = (step - options.warmup_steps) / max(1, steps - options.warmup_steps)
+    done = (step - warmup_steps) / max(1, steps - warmup_steps)
     done = min(1.0, done)
     left = 1 - done if options.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * done))
-    return options.lr * (options.min_lr_frac + (1 - options.min_lr_frac) * left)
+    return options.lr * (min_lr_frac + (1 - min_lr_frac) * left)
 
 
 def local_part(tensor: Tensor) -> Tensor:
@@ -75,7 +78,7 @@ class AdamW:
     Args:
         parameters: {name: DTensor or Tensor}, float32; storage is updated in place.
         no_decay: names excluded from weight decay besides the tensors of fewer than two dims.
-        options: betas, eps, decay.
+        options: the config's optimizer section.
     """
 
     def __init__(self, parameters: Mapping[str, Tensor], *, no_decay: set[str],
@@ -89,9 +92,10 @@ class AdamW:
             {"params": [self.local[n] for n in self.local if n not in decays],
              "weight_decay": 0.0},
         ]
+        own = ADAMW | options.options
         self._adamw = torch.optim.AdamW(
-            [g for g in groups if g["params"]], lr=options.lr, betas=options.betas,
-            eps=options.eps, fused=True,
+            [g for g in groups if g["params"]], lr=options.lr,
+            betas=(own["beta1"], own["beta2"]), eps=own["eps"], fused=True,
         )
         for tensor in self.local.values():  # from the start, so that a checkpoint has them
             self._adamw.state[tensor] = {

@@ -1,4 +1,4 @@
-"""The policy of this rank, the value model and the models that only score; or nothing."""
+"""The policy of this rank and the models beside it; or nothing."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ from torch import Tensor
 
 from spmdrl.comm import gather_objects
 from spmdrl.config import Config
-from spmdrl.policy.critic import Critic
+from spmdrl.policy.companions import Companion, make_companions
+from spmdrl.policy.controllers import Coefficients
 from spmdrl.policy.load import build_meta_model
 from spmdrl.policy.objective import Job, Stats, make_jobs
 from spmdrl.policy.objectives import make_objective
 from spmdrl.policy.pairs import with_pairs
+from spmdrl.policy.reward_model import RewardModels
 from spmdrl.policy.sharded import ShardedModel
 from spmdrl.policy.trainee import Trainee
 from spmdrl.types import Advantages, Batch, Sums, add_sums
@@ -33,7 +35,7 @@ class Policy:
     def __init__(self, cfg: Config, world: World):
         self.cfg, self.world = cfg, world
         self.trainee: Trainee | None = None
-        self.critic: Critic | None = None
+        self.companions: dict[str, Companion] = {}
         problem = None
         try:
             self._build()
@@ -52,19 +54,15 @@ class Policy:
         self._names = {n: (p.shape, p.dtype) for n, p in hf_model.named_parameters()}
         if not world.is_trainer:
             return
-        self._objective = make_objective(cfg, world)
+        self._coefficients = Coefficients(cfg)
+        self._objective = make_objective(cfg, world, coefficients=self._coefficients)
         self._model = ShardedModel(cfg, world, path=cfg.model.path, is_trained=True,
                                    is_scalar=self._is_scalar)
-        self._scorers = {
-            column: ShardedModel(cfg, world, path=path, is_trained=False)
-            for column, path in (("ref_logprobs", cfg.model.reference or cfg.model.path),
-                                 ("teacher_logprobs", cfg.model.teacher))
-            if column in self._objective.columns
-        }
         self.trainee = Trainee(self._model, cfg=cfg, world=world, options=cfg.optimizer)
         self.optimizer = self.trainee.optimizer
-        if "values" in self._objective.columns:
-            self.critic = Critic(cfg, world, policy=self._model)
+        self.companions = make_companions(cfg, world, policy=self._model,
+                                          columns=self._objective.columns)
+        self._reward_models = RewardModels(cfg, world)
 
     # ---------------------------------------------------------------- names and state
 
@@ -83,47 +81,60 @@ class Policy:
     def state_dict(self) -> dict[str, object]:
         """Return what a checkpoint keeps, by name, sharing live storage; see Trainee.
 
-        The value model's part, where there is one, is under `critic`.
+        The parts of companions that change, such as the value model, are under their names, and
+        coefficients that move under `coefficients`.
         """
         state = self.trainee.state_dict() if self.trainee else {}
-        return state | {"critic": self.critic.state_dict()} if self.critic else state
+        parts = {name: part.state_dict() for name, part in self._parts().items()}
+        return state | {name: part for name, part in parts.items() if part}
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Restore what `state_dict` returned, after it was loaded onto this layout."""
         if self.trainee:
             self.trainee.load_state_dict(state)
-        if self.critic:
-            self.critic.load_state_dict(state["critic"])
+        for name, part in self._parts().items():
+            if name in state:
+                part.load_state_dict(state[name])
+
+    def _parts(self) -> dict[str, Companion | Coefficients]:
+        return self.companions | ({"coefficients": self._coefficients} if self.trainee else {})
 
     # ---------------------------------------------------------------- scoring
 
     def annotate(self, batch: Batch, *, step: int) -> Batch:
-        """Add the per-token columns that the configured methods ask for; call on every rank.
+        """Add what the configured methods ask for besides; call on every rank.
 
-        Each is one forward pass over the batch: `old_logprobs` (with `old_entropy`) of the
-        policy before its update, `ref_logprobs` of the reference, `teacher_logprobs`, and
-        `values`, task units, of the state before each token. Trainer ranks meet each other.
+        The scores of reward models go into the rewards, see `reward_model.with_scores`; the rest
+        are per-token columns. Each model takes one forward pass over the batch: `old_logprobs`
+        (with `old_entropy` and, if asked for, `square_probs`) of the policy before its update,
+        `ref_logprobs` of the reference, `teacher_logprobs`, `prm_logprobs`, and `values`, task
+        units, of the state before each token. Trainer ranks meet each other.
 
         Returns: the batch with columns, [T] float32 (nats), 0 off the loss mask; as it was
-            where nothing is asked for.
+            where nothing is asked for. Off the trainers as it was.
+        Raises: ValueError, on all trainer ranks, for a score that is not finite under
+            rewards.on_failure=fail.
         """
-        if self.trainee is None or not self._objective.columns:
+        if self.trainee is None:
+            return batch
+        # First: a score that fails may take its sample out of the loss.
+        batch = self._reward_models.add_to(batch, step=step)
+        if not self._objective.columns:
             return batch
         with self.world.watch.wait("annotate", step):
             jobs = self._jobs(batch)
             works = [job.scoring for update in jobs for job in update]
             found: list[dict[str, Tensor]] = [{} for _ in works]
             if "old_logprobs" in self._objective.columns:
-                for row, (logprobs, entropy) in zip(found, self._model.columns(works)):
-                    row |= {"old_logprobs": logprobs, "old_entropy": entropy}
-            for column, model in self._scorers.items():
-                for row, (logprobs, _) in zip(found, model.columns(works)):
-                    row[column] = logprobs
-            if self.critic:
-                for row, values in zip(found, self.critic.columns(works)):
-                    row["values"] = values
+                own = self._model.columns(works, squares="square_probs" in self._objective.columns)
+                for row, values in zip(found, own):
+                    row |= dict(zip(("old_logprobs", "old_entropy", "square_probs"), values))
+            for companion in self.companions.values():
+                for row, columns in zip(found, companion.columns(works)):
+                    row |= columns
         rows = iter(found)
-        return replace(batch, columns=tuple(tuple(next(rows) for _ in update) for update in jobs))
+        columns = tuple(tuple(next(rows) for _ in update) for update in jobs)
+        return replace(batch, columns=columns, kl_coef=self._coefficients.kl)
 
     def logprobs(self, batch: Batch, *, step: int = -1) -> list[Tensor]:
         """Score a batch's loss tokens without gradients.
@@ -154,7 +165,7 @@ class Policy:
     # ---------------------------------------------------------------- training
 
     def update(self, batch: Batch, advantages: Advantages, *, step: int) -> Sums:
-        """Take the batch's optimizer steps, the value model's too; call on every rank.
+        """Take the batch's optimizer steps, those of companions too; call on every rank.
 
         Args:
             batch: as exchanged and annotated; on trainers every update has the same number of
@@ -162,19 +173,26 @@ class Policy:
             advantages: of its tokens.
             step: training step, for the schedules. Before critic.warmup_steps the policy
                 stands still, and its sums are absent.
-        Returns: policy/, loss/, value/ and perf/ sums over all trainer ranks, equal on each of
-            them; {} elsewhere.
+        Returns: policy/, loss/, value/ or prm/ and perf/ sums over all trainer ranks, equal on
+            each of them; {} elsewhere.
         """
         if self.trainee is None:
             return {}
         with self.world.watch.wait("update", step):
             jobs = self._jobs(batch, advantages)
-            if self.critic is None:
-                return self._update(jobs, step=step)
-            values = self.critic.update(jobs, step=step)
-            if step < self.cfg.critic.warmup_steps:
-                return values
-            return values | self._update(jobs, step=step)
+            sums = add_sums(*[c.update(jobs, step=step) for c in self.companions.values()])
+            if not self._stands_still(step):
+                sums |= self._update(jobs, step=step)
+                sums |= self._coefficients.move(sums, num_samples=len(batch.scalars))
+            for companion in self.companions.values():
+                companion.follow(self._model, step=step)
+            self.world.announce_updated(step)  # engines that sample meanwhile may pause for us
+            return sums
+
+    def _stands_still(self, step: int) -> bool:
+        """Whether the model of the section `critic` is to train alone for now."""
+        is_there = not self.companions.keys().isdisjoint(("critic", "prm"))
+        return is_there and step < self.cfg.critic.warmup_steps
 
     def _update(self, jobs: Sequence[Sequence[Job]], *, step: int) -> Sums:
         statistics = self._objective.statistics(jobs, world=self.world)

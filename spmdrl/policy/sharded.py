@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from spmdrl.config import Config
 from spmdrl.policy import parallelize, tensor_parallel
 from spmdrl.policy.attention import pick_attention, register_attention
-from spmdrl.policy.head import logprobs_and_entropy
+from spmdrl.policy.head import logprobs_and_entropy, with_square_probs
 from spmdrl.policy.load import (
-    SCALAR_HEAD, CheckpointReader, build_meta_model, check_names, compute_buffers, model_folder,
-    read_parameters,
+    SCALAR_HEAD, CheckpointReader, build_meta_model, check_names, compute_buffers, may_be_extra,
+    model_folder, read_parameters,
 )
 from spmdrl.policy.objective import make_scoring, spread
 from spmdrl.policy.scorer import Scorer, Scoring, Valuer
@@ -32,15 +32,15 @@ class ShardedModel:
     Args:
         cfg, world: the config and this rank's view of the job.
         path: folder or hub name of the weights.
-        is_trained: False for a model that only scores: its parameters are kept in the compute
-            dtype and have no gradients.
+        is_trained: False for a model that only scores: its parameters have no gradients and are
+            kept in the compute dtype, unless `is_float32`.
         is_scalar: with a head of one output per token (`values`) instead of the vocabulary's
             (`forward`, `columns`, `score`); zero at first if the files are a causal LM's.
     Raises: ValueError when the model cannot be loaded or laid out.
     """
 
     def __init__(self, cfg: Config, world: World, *, path: str, is_trained: bool,
-                 is_scalar: bool = False):
+                 is_scalar: bool = False, is_float32: bool = False):
         self.cfg, self.world = cfg, world
         model = replace(cfg.model, path=path)
         dtype = getattr(torch, model.compute_dtype)
@@ -50,7 +50,8 @@ class ShardedModel:
         shapes = {name: p.shape for name, p in hf_model.named_parameters()}
         if not is_trained:
             for parameter in hf_model.parameters():
-                parameter.data, parameter.requires_grad = parameter.data.to(dtype), False
+                parameter.requires_grad = False
+                parameter.data = parameter.data if is_float32 else parameter.data.to(dtype)
         attention = pick_attention(
             model.attention, device=world.device, dtype=dtype,
             has_softcap=getattr(hf_model.config, "attn_logit_softcapping", None) is not None,
@@ -60,7 +61,7 @@ class ShardedModel:
         reader = CheckpointReader(model_folder(path))
         if is_scalar and SCALAR_HEAD not in reader.names():
             shapes.pop(SCALAR_HEAD)
-        check_names(reader, shapes, may_be_extra=_may_be_extra(hf_model, is_scalar=is_scalar))
+        check_names(reader, shapes, may_be_extra=may_be_extra(hf_model, is_scalar=is_scalar))
         self._parallelize(hf_model, dtype=dtype)
         self.scorer.to_empty(device=world.device)
         self.scorer.eval()  # no dropout: current and old logprobs must come out alike
@@ -87,7 +88,7 @@ class ShardedModel:
             parallelize.apply_compile(hf_blocks)
         self.scorer = Valuer(hf_model) if hasattr(hf_model, "score") else Scorer(
             hf_model, chunk_tokens=cfg.model.head_chunk_tokens, tp_group=tp_group,
-            temperature=cfg.sampling.temperature if cfg.algorithm.objective == "rl" else 1.0,
+            temperature=scoring_temperature(cfg),
         )
         self._prefix = f"{hf_model.base_model_prefix}."
         parallelize.apply_fsdp(self.scorer, hf_blocks, mesh=mesh, dtype=dtype)
@@ -113,13 +114,20 @@ class ShardedModel:
         return self.scorer(work)
 
     @torch.no_grad()
-    def columns(self, works: Sequence[Scoring]) -> list[tuple[Tensor, Tensor]]:
+    def columns(self, works: Sequence[Scoring], *, squares: bool = False
+                ) -> list[tuple[Tensor, ...]]:
         """Score packed rows without gradients.
 
-        Returns: per row, logprobs and entropy as [T] float32 nats, 0 where nothing is scored.
+        Args:
+            squares: also add up the squared probabilities of the vocabulary.
+        Returns: per row, logprobs and entropy as [T] float32 nats, 0 where nothing is scored,
+            and the sums of squares where asked.
         """
-        scored = [tuple(spread(values, work) for values in self.forward(work))
-                  for work in works]
+        scored = []
+        for work in works:
+            head = partial(with_square_probs, targets=work.targets,
+                           options=self.scorer.head_options) if squares else None
+            scored.append(tuple(spread(values, work) for values in self.scorer(work, head)))
         parallelize.reshard(self.scorer)
         return scored
 
@@ -131,7 +139,7 @@ class ShardedModel:
         """
         scored: list[Tensor] = []
         options = replace(self.scorer.head_options, temperature=1.0)
-        for rows in _packs(tokens, self.cfg.batch.tokens_per_microbatch):
+        for rows in packs(tokens, self.cfg.batch.tokens_per_microbatch):
             lengths = [len(row) for row in rows]
             positions = torch.cat([torch.arange(n) for n in lengths])
             work = make_scoring(
@@ -145,16 +153,12 @@ class ShardedModel:
         return scored
 
 
-def _may_be_extra(hf_model: nn.Module, *, is_scalar: bool) -> list[str]:
-    """Names a file may hold besides: what transformers ignores, and a tied head's copy."""
-    patterns = list(getattr(hf_model, "_keys_to_ignore_on_load_unexpected", None) or ())
-    patterns.append(r"rotary_emb\.inv_freq$")  # stored by old versions, computed by us
-    if hf_model.config.tie_word_embeddings or is_scalar:
-        patterns.append(r"^lm_head\.weight$")
-    return patterns
+def scoring_temperature(cfg: Config) -> float:
+    """Return the temperature of the distribution that is scored: that of the samples, or 1."""
+    return cfg.sampling.temperature if cfg.algorithm.objective == "rl" else 1.0
 
 
-def _packs(tokens: Sequence[Sequence[int]], budget: int) -> list[list[Sequence[int]]]:
+def packs(tokens: Sequence[Sequence[int]], budget: int) -> list[list[Sequence[int]]]:
     """Split sequences into runs of at most `budget` tokens, each at least one sequence."""
     packs: list[list[Sequence[int]]] = []
     room = 0

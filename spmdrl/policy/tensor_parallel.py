@@ -65,6 +65,16 @@ class _Gather(torch.autograd.Function):
         return _own_part(grad, ctx.group), None
 
 
+def enter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return x, equal on all ranks, for use with local weights: its gradients are summed."""
+    return _Enter.apply(x, group)
+
+
+def gather_last(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Join the ranks' equal parts of the last dim, to compute the same from it on every rank."""
+    return _Gather.apply(x, group)
+
+
 class _Split(torch.autograd.Function):
     """The whole last dim to this rank's part; the gradient is gathered."""
 

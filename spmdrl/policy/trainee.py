@@ -28,7 +28,7 @@ class Trainee:
         model: with trainable parameters.
         cfg, world: the config and this rank's view of the job.
         options: of the optimizer.
-        name: first part of the metrics' names: `policy` or `value`.
+        name: first part of the metrics' names: `policy`, `value` or `prm`.
     """
 
     def __init__(self, model: ShardedModel, *, cfg: Config, world: World, options: Optimizer,

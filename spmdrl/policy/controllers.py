@@ -1,0 +1,79 @@
+"""The weights of entropy bonus and KL over the steps: fixed, or moved toward a target."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from spmdrl.algorithms import entropy
+from spmdrl.algorithms.shaping import KL_CONTROLLER, adaptive_kl_coef
+from spmdrl.config import Config
+from spmdrl.types import Sums
+
+
+class Coefficients:
+    """What multiplies the entropy bonus and the KL in the step at hand.
+
+    They stay at algorithm.entropy_coef and algorithm.kl_coef unless entropy_options or kl_options
+    name a target. Then they move after every step, by what the step's sums over all trainer
+    ranks say, so that they are equal on each of them, and a checkpoint keeps them.
+
+    Args:
+        cfg: the config.
+    """
+
+    def __init__(self, cfg: Config):
+        chosen = cfg.algorithm
+        self.kl = chosen.kl_coef
+        self.entropy = chosen.entropy_coef
+        self._carried = chosen.entropy_coef  # goes on moving while `entropy` is off
+        self._kl_options = {name: chosen.kl_options[name] for name in KL_CONTROLLER
+                            if name in chosen.kl_options}
+        self._entropy_options = {name: chosen.entropy_options[name] for name in entropy.CONTROLLER
+                                 if name in chosen.entropy_options}
+
+    def move(self, sums: Sums, *, num_samples: int) -> Sums:
+        """Take the next step's coefficients from what this step measured.
+
+        Args:
+            sums: of the step's updates, over all trainer ranks: policy/entropy and, for the KL,
+                policy/kl_ref; absent when every update was skipped.
+            num_samples: sequences of the step.
+        Returns: policy/entropy_coef and policy/kl_coef as used in this step; {} for fixed ones.
+        """
+        used: Sums = {}
+        if self._entropy_options:
+            used["policy/entropy_coef"] = (self.entropy, 1.0)
+            self._carried, self.entropy = entropy.adaptive_entropy_coef(
+                self._carried, entropy=_mean(sums, "policy/entropy"), **self._entropy_options)
+        if self._kl_options:
+            used["policy/kl_coef"] = (self.kl, 1.0)
+            kl = _mean(sums, "policy/kl_ref")
+            if math.isfinite(kl):
+                self.kl = adaptive_kl_coef(self.kl, kl=kl, num_samples=num_samples,
+                                           **self._kl_options)
+        return used
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return what a checkpoint keeps: copies, float64; {} for fixed coefficients."""
+        state = {}
+        if self._entropy_options:
+            state["entropy"] = torch.tensor([self._carried, self.entropy], dtype=torch.float64)
+        if self._kl_options:
+            state["kl"] = torch.tensor(self.kl, dtype=torch.float64)
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Restore what `state_dict` returned."""
+        if "entropy" in state:
+            self._carried, self.entropy = state["entropy"].tolist()
+        if "kl" in state:
+            self.kl = float(state["kl"])
+
+
+def _mean(sums: Sums, name: str) -> float:
+    total, count = sums.get(name, (math.nan, 0.0))
+    return total / count if count else math.nan

@@ -1,0 +1,86 @@
+"""The implicit process reward model of PRIME: a second language model, trained on outcomes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from torch import Tensor
+
+from spmdrl.algorithms import registry
+from spmdrl.algorithms.process_reward import outcome_loss
+from spmdrl.algorithms.reduce import sequence_sum
+from spmdrl.config import Config
+from spmdrl.policy.critic import check_fit
+from spmdrl.policy.objective import Job, Stats, spread
+from spmdrl.policy.scorer import Scoring
+from spmdrl.policy.sharded import ShardedModel
+from spmdrl.policy.trainee import Trainee
+from spmdrl.types import Sums, add_sums
+from spmdrl.world import World
+
+
+class ProcessRewardModel:
+    """A causal LM, with its optimizer, whose log-ratio to the reference predicts the outcome.
+
+    Its logprobs of a batch come from before its update on that batch, which saves a second
+    forward pass: Algorithm 1 of arXiv 2502.01456.
+
+    Args:
+        cfg, world: the config and this rank's view of the job. `beta` is the advantage's.
+        policy: whose packed rows it reads.
+    Raises: ValueError when the model cannot be loaded or laid out, or cannot read those rows.
+    """
+
+    def __init__(self, cfg: Config, world: World, *, policy: ShardedModel):
+        try:
+            self.model = ShardedModel(cfg, world, path=cfg.critic.path or cfg.model.path,
+                                      is_trained=True)
+        except ValueError as error:
+            raise ValueError("critic.path: the process reward model cannot be made: "
+                             f"{error}") from error
+        check_fit(self.model, policy)
+        self.trainee = Trainee(self.model, cfg=cfg, world=world, name="prm",
+                               options=replace(cfg.optimizer, lr=cfg.critic.lr))
+        chosen = cfg.algorithm
+        known = registry.options_of(outcome_loss) | registry.options_of(
+            registry.get("advantage", chosen.advantage)) | chosen.advantage_options
+        self._beta = known["beta"]
+
+    def columns(self, works: Sequence[Scoring]) -> list[dict[str, Tensor]]:
+        """Score packed rows: per row, `prm_logprobs` [T] float32, nats, 0 off the scored."""
+        return [{"prm_logprobs": logprobs} for logprobs, _ in self.model.columns(works)]
+
+    def update(self, jobs: Sequence[Sequence[Job]], *, step: int) -> Sums:
+        """Take an optimizer step for each of the batch's updates.
+
+        Args:
+            jobs: [updates][micro-batches], with the columns `ref_logprobs` and `returns`: the
+                sequence's outcome, in [0, 1], at each of its loss tokens.
+            step: training step, for the schedule.
+        Returns: prm/ sums over all trainer ranks, equal on each of them.
+        """
+        return add_sums(*[self.trainee.take_step(update, self._loss, step=step, number=number)
+                          for number, update in enumerate(jobs)])
+
+    def follow(self, policy: ShardedModel, *, step: int) -> None:
+        """Do nothing: it learns by itself."""
+
+    def state_dict(self) -> dict[str, object]:
+        """Return what a checkpoint keeps, by name, sharing live storage; see Trainee."""
+        return self.trainee.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
+        """Restore what `state_dict` returned, after it was loaded onto this layout."""
+        self.trainee.load_state_dict(state)
+
+    def _loss(self, job: Job) -> tuple[Tensor, Stats]:
+        logprobs, _ = self.model.forward(job.scoring)
+        cu_seqlens = job.microbatch.cu_seqlens
+        counts = sequence_sum(job.loss_mask, cu_seqlens).clamp(min=1)
+        outcomes = sequence_sum(job.columns["returns"], cu_seqlens) / counts
+        terms, stats = outcome_loss(
+            spread(logprobs, job.scoring), job.columns["ref_logprobs"], outcomes=outcomes,
+            loss_mask=job.loss_mask, cu_seqlens=cu_seqlens, beta=self._beta)
+        # Every sequence counts the same, whatever the policy's aggregation.
+        return terms.sum() * job.sequence_weight, stats

@@ -1,0 +1,227 @@
+"""A reference that follows the policy: the mix, its dtype, every mesh, resume; bad options."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from policy_runs import batch, config, full_parameters, update
+from ranks import run_ranks
+from runs import ROOT, TINY
+from test_train import assert_same_end, final_weights
+
+from spmdrl import config as configs
+from spmdrl.config import Config, Layout
+from spmdrl.create_model import create_model
+
+MIXES = {"soft": {"sync_every": 2, "sync_mix": 0.3}, "hard": {"sync_every": 2}}
+STEPS = 5
+LAYOUTS = {"one": {}, "dp": dict(world_size=2), "tp": dict(world_size=2, tp=2),
+           "replicate": dict(world_size=2, dp_replicate=2)}
+
+
+def _model(where: Path, name: str = "start", **options: object) -> Path:
+    return create_model(where / name, architecture="qwen3", hidden_size=32, layers=2, heads=4,
+                        kv_heads=2, intermediate=48, **options)
+
+
+def _config(folder: Path, out: Path, mix: str, *, model: dict | None = None,
+            **options: object) -> Config:
+    chosen = {"reference_options": MIXES[mix]} | (model or {})
+    return config(folder, out, kl_coef=0.5, model=chosen, **options)
+
+
+def _reference(policy: object) -> dict[str, torch.Tensor]:
+    found = policy.companions["reference"].model.named_shards()
+    return {n: p.full_tensor().clone() for n, p in found.items()}
+
+
+def _follow(configs_of: dict[str, Config]) -> dict[str, dict]:
+    """Train under each config; return policy and reference after each step, and their columns."""
+    from spmdrl.policy import Policy
+    from spmdrl.world import World
+
+    world = World.start(next(iter(configs_of.values())))
+    found = {}
+    for name, cfg in configs_of.items():
+        policy = Policy(cfg, world)
+        own = batch(world.dp_index(world.rank), world.dp_size)
+        policies, references = [full_parameters(policy)], [_reference(policy)]
+        for step in range(STEPS):
+            update(policy, own, step=step)
+            policies.append(full_parameters(policy))
+            references.append(_reference(policy))
+            if step == 3:  # of the policy as it is now: a sync has just been
+                scored, columns = policy.logprobs(own), policy.annotate(own, step=4).columns[0]
+                same = all(torch.equal(a, b["ref_logprobs"]) for a, b in zip(scored, columns))
+        found[name] = {"policies": policies, "references": references, "is_policy": same}
+    world.close()
+    return found
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_reference_is_the_mix_of_the_paper_on_every_mesh(layout, tmp_path):
+    tied = layout in ("dp", "tp")
+    folder = _model(tmp_path, tied=tied)
+    other = _model(tmp_path, "other", seed=7, tied=tied)
+    wanted = {mix: _config(folder, tmp_path, mix, model={
+        "reference": str(other), "reference_options": MIXES[mix]}, **LAYOUTS[layout])
+        for mix in MIXES}
+    for result in run_ranks(LAYOUTS[layout].get("world_size", 1), _follow, wanted):
+        for mix, found in result.items():
+            share = MIXES[mix].get("sync_mix", 1.0)
+            expected = {n: t.double() for n, t in found["references"][0].items()}
+            for done in range(1, STEPS + 1):
+                policy, reference = found["policies"][done], found["references"][done]
+                assert policy.keys() == reference.keys() == expected.keys()
+                if done % 2 == 0:
+                    expected = {n: share * policy[n].double() + (1 - share) * t
+                                for n, t in expected.items()}
+                for name, value in expected.items():
+                    torch.testing.assert_close(reference[name].double(), value, rtol=0, atol=1e-7)
+                still = found["references"][done - 1]
+                if done % 2:
+                    assert all(torch.equal(reference[n], still[n]) for n in still)
+                else:
+                    assert any(not torch.equal(reference[n], still[n]) for n in still)
+            assert found["is_policy"] == (mix == "hard")
+
+
+def _dtypes(cfg: Config) -> dict[str, object]:
+    """In bfloat16: what the reference is kept in, and whether small shares add up in it."""
+    from spmdrl.policy import Policy
+    from spmdrl.world import World
+
+    world, found = World.start(cfg), {}
+    for mix, options in {"hard": {"sync_every": 1}, "soft": {"sync_every": 1, "sync_mix": 0.001},
+                         }.items():
+        model = dataclasses.replace(cfg.model, reference_options=options)
+        policy = Policy(dataclasses.replace(cfg, model=model), world)
+        reference = policy.companions["reference"]
+        own, before = batch(0, 1), _reference(policy)
+        update(policy, own, step=0)
+        for step in range(1, 200):
+            reference.follow(policy._model, step=step)
+        after, target = _reference(policy), full_parameters(policy)
+        name = next(n for n in after if n.endswith("q_proj.weight"))
+        found[mix] = (after[name].dtype,
+                      float((after[name] - before[name]).norm()
+                            / (target[name] - before[name]).norm()))
+        assert all(torch.isfinite(c["ref_logprobs"]).all()
+                   for c in policy.annotate(own, step=1).columns[0])
+    world.close()
+    return found
+
+
+def test_a_mixed_reference_is_kept_in_float32_so_that_small_shares_add_up(tmp_path):
+    cfg = _config(_model(tmp_path), tmp_path, "hard", model={"compute_dtype": "bfloat16"})
+    found = run_ranks(1, _dtypes, cfg)[0]
+    assert found["hard"][0] == torch.bfloat16 and found["soft"][0] == torch.float32
+    assert found["soft"][1] == pytest.approx(1 - 0.999 ** 200, rel=1e-2)
+
+
+def _refused(cfg: Config) -> str:
+    from spmdrl.policy import Policy
+    from spmdrl.world import World
+
+    world = World.start(cfg)
+    with pytest.raises(ValueError) as caught:
+        Policy(cfg, world)
+    world.close()
+    return str(caught.value)
+
+
+def test_a_reference_of_another_form_cannot_follow(tmp_path):
+    other = create_model(tmp_path / "other", architecture="qwen3", hidden_size=32, layers=1,
+                         heads=4, kv_heads=2, intermediate=48)
+    cfg = _config(_model(tmp_path), tmp_path, "hard", model={
+        "reference": str(other), "reference_options": MIXES["hard"]})
+    text = run_ranks(1, _refused, cfg)[0]
+    assert "model.reference_options: sync_every 2" in text and "layers.1" in text, text
+
+
+def test_options_are_checked_by_name_range_and_use():
+    def problems(options: dict, **algorithm: object) -> str:
+        offline = algorithm.get("objective", "rl") != "rl"
+        return "\n".join(configs.validate(Config(
+            model=configs.Model(path="m", reference_options=options),
+            data=configs.Data(train="task:addition_pairs" if offline else "task:addition", size=9),
+            layout=Layout(placement="offline" if offline else "split"),
+            algorithm=configs.Algorithm(**algorithm))))
+
+    kl, dpo = dict(kl_coef=0.1), dict(objective="preference", loss="dpo")
+    assert problems({"sync_every": 5, "sync_mix": 0.6}, **kl) == ""
+    assert problems({"sync_every": 5}, **dpo) == problems({"cache": True}, **dpo) == ""
+    assert problems({"cache": "a/folder"}, **dpo) == ""
+    for options, method, words in (
+        ({"sync_evry": 5}, kl, ["sync_evry: unknown option; did you mean sync_every?"]),
+        ({"sync_every": 2.5}, kl, ["sync_every: expected a number of steps", "2.5"]),
+        ({"sync_every": -1}, kl, ["sync_every", "-1"]),
+        ({"sync_every": True}, kl, ["sync_every", "True"]),
+        ({"sync_every": 5, "sync_mix": 0}, kl, ["sync_mix: must be in (0, 1]", "got 0"]),
+        ({"sync_every": 5, "sync_mix": 1.5}, kl, ["sync_mix: must be in (0, 1]", "1.5"]),
+        ({"sync_mix": 0.5}, kl, ["sync_mix: 0.5 without sync_every"]),
+        ({"cache": 3}, dpo, ["cache: expected true, false or a folder, got 3"]),
+        ({"cache": True, "sync_every": 5}, dpo, ["cache: True with sync_every 5"]),
+        ({"cache": True}, kl, ["cache: with the objective rl", "sampled anew"]),
+        ({"sync_every": 5}, {}, ["sync_every: kl_coef 0.0 uses no reference"]),
+        ({"sync_every": 5}, dpo | {"loss": "simpo"}, ["the loss simpo uses no reference"]),
+        ({"cache": True}, dict(objective="sft"), ["the objective sft uses no reference"]),
+        ({"cache": True}, dpo | {"loss": "kto"}, ["the loss kto puts each response to another"]),
+    ):
+        found = problems(options, **method)
+        assert found.startswith("model.reference_options."), (options, found)
+        for word in words:
+            assert word in found, (options, found)
+
+
+# --------------------------------------------------------------------------- whole runs
+
+
+def _run(argv: list[str], killed_after: str) -> list[int]:
+    """Run train.py in this process, killed once a checkpoint is there; return the steps taken."""
+    from spmdrl.policy import Policy
+    from spmdrl.world import World
+
+    sys.path.insert(0, str(ROOT))
+    from train import train
+
+    cfg, steps, update = configs.parse(argv), [], Policy.update
+
+    def counted(self: Policy, *args: object, step: int) -> dict:
+        if killed_after and Path(cfg.output_dir, "checkpoints", killed_after).is_dir():
+            os.kill(os.getpid(), signal.SIGKILL)
+        steps.append(step)
+        return update(self, *args, step=step)
+
+    Policy.update = counted
+    train(cfg, World.start(cfg))
+    return steps
+
+
+@pytest.mark.parametrize("name, options", [
+    ("dpo", ["--model.reference-options", "{sync_every: 2, sync_mix: 0.5}"]),
+    ("reward_model", [])])
+def test_a_killed_and_resumed_offline_run_ends_bit_identical(name, options, tmp_path):
+    model = create_model(tmp_path / "start", hidden_size=32, layers=2, heads=2, kv_heads=1)
+    flags = TINY["sft"] | {"model.path": model, "optimizer.lr": 1e-2, "steps": 9,
+                           "checkpoint.every-steps": 3, "checkpoint.keep-last": 9}
+
+    def go(out: Path, killed_after: str = "", **changes: object) -> list[int]:
+        pairs = (flags | {"output-dir": out} | changes).items()
+        argv = ["--config", str(ROOT / "configs" / f"demo_{name}.yaml"), *options]
+        argv += [word for key, value in pairs for word in (f"--{key}", str(value))]
+        return run_ranks(2, _run, argv, killed_after)[0]
+
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    with pytest.raises(AssertionError, match="died without a result"):
+        go(killed, "step_3", steps=4000)  # one sync before the checkpoint, some after it
+    assert go(killed)[0] in (3, 6) and go(whole) == list(range(9))
+    assert_same_end(whole, killed)
+    parts = {part.split(".")[1] for part in final_weights(whole) if part != "newest"}
+    assert ("reference" in parts) == (name == "dpo"), parts

@@ -1,0 +1,421 @@
+"""A trained reward model as a reward: scores of any mesh, shaping, failures, refusals, a run."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from policy_runs import LENGTHS, batch, config, sequence
+from ranks import run_ranks
+from runs import ROOT, TINY, metrics, run
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+
+from spmdrl import config as configs
+from spmdrl import dry_run
+from spmdrl.algorithms.shaping import shape
+from spmdrl.config import Config, Data, Rewards
+from spmdrl.create_model import create_model
+from spmdrl.export import export
+from spmdrl.policy.reward_model import check_reward_model, with_scores
+from spmdrl.rewards.pool import RewardPool, RewardResult
+from spmdrl.rewards.signatures import part_names, reward_models
+from spmdrl.rollout.episode import Response, Sample
+from spmdrl.rollout.metrics import batch_sums
+from spmdrl.rollout.packing import pack
+from spmdrl.types import Batch, Prompt, Scalars
+
+SHAPING = {"truncated_penalty": 0.25, "scale": 2.0, "shift": 0.5}
+WEIGHTS = (1.0, 0.5, -2.0)
+OWN = torch.linspace(0, 1, len(LENGTHS)).double().cos()  # what a function gave each sequence
+SPOILED = int(sequence(2)[3])
+
+
+def _policy(where: Path, **options: object) -> Path:
+    return create_model(where, hidden_size=32, layers=2, heads=4, kv_heads=2, intermediate=48,
+                        **options)
+
+
+def _classifier(where: Path, policy: Path, *, seed: int, labels: int = 1,
+                spoiled: int | None = None, **changes: object) -> Path:
+    """Write a sequence classifier as transformers does, its scores well apart."""
+    hf = AutoModelForCausalLM.from_pretrained(policy).config
+    hf.num_labels, hf.architectures = labels, None
+    for name, value in changes.items():
+        setattr(hf, name, value)
+    torch.manual_seed(seed)
+    model = AutoModelForSequenceClassification.from_config(hf)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(std=0.2)
+        if spoiled is not None:
+            model.get_input_embeddings().weight[spoiled] = math.nan
+    model.save_pretrained(where)
+    AutoTokenizer.from_pretrained(policy).save_pretrained(where)
+    return where
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> dict[str, Path]:
+    at = tmp_path_factory.mktemp("models")
+    policy = _policy(at / "policy")
+    return {
+        "policy": policy, "good": _classifier(at / "good", policy, seed=1),
+        "other": _classifier(at / "other", policy, seed=2),
+        "spoiled": _classifier(at / "spoiled", policy, seed=1, spoiled=SPOILED),
+        "two": _classifier(at / "two", policy, seed=1, labels=2),
+        "short": _classifier(at / "short", policy, seed=1, max_position_embeddings=16),
+        "few": _classifier(at / "few", policy, seed=1, vocab_size=64),
+    }
+
+
+def _scores(folder: Path, rows: list[list[int]]) -> torch.Tensor:
+    """Score each sequence by itself with transformers: [S] float64."""
+    model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():
+        return torch.cat([model(torch.tensor([row])).logits[:, 0] for row in rows]).double()
+
+
+def _config(folders: dict, out: Path, *models: str, on_failure: str = "fail",
+            shaping: dict | None = None, **options: object) -> Config:
+    functions = ("r.py:f", *(f"model:{folders[name]}" for name in models))
+    cfg = config(folders["policy"], out, **options)
+    return dataclasses.replace(
+        cfg, sampling=dataclasses.replace(cfg.sampling, max_response_tokens=64),
+        data=Data(max_prompt_tokens=64),
+        rewards=Rewards(functions=functions, weights=WEIGHTS[: len(functions)],
+                        shaping=shaping or {}, on_failure=on_failure))
+
+
+def _batch(cfg: Config, world: object) -> Batch:
+    """As exchanged: the function's rewards, unshaped, and an empty column for each model."""
+    own = batch(world.dp_index(world.rank), world.dp_size)
+    valid = own.scalars.is_valid
+    parts = torch.zeros(len(LENGTHS), len(cfg.rewards.functions), dtype=torch.float64)
+    parts[:, 0] = torch.where(valid, OWN, 0.0)
+    scalars = dataclasses.replace(own.scalars, rewards=parts[:, 0].clone(), reward_parts=parts)
+    samples = ({"prompt": "p", "response": "r", "reward": float(parts[3, 0]), "group": 1,
+                "sample": 1},)
+    return dataclasses.replace(own, scalars=scalars, samples=samples)
+
+
+def _annotate(cfgs: list[Config]) -> list[Batch | str]:
+    """Annotate with each config in one world: the batch, or the error's text."""
+    from spmdrl.policy import Policy
+    from spmdrl.world import World
+
+    world, found = World.start(cfgs[0]), []
+    for cfg in cfgs:
+        try:
+            policy = Policy(cfg, world)
+            assert "reward_model" not in str(policy.state_dict().keys())
+            done = policy.annotate(_batch(cfg, world), step=3)
+            assert len(done.columns) == 1 and "old_logprobs" in done.columns[0][0]
+            found.append(dataclasses.replace(done, updates=(), columns=()))
+        except ValueError as error:
+            found.append(str(error))
+    world.close()
+    return found
+
+
+@pytest.fixture(scope="module", params=[
+    {}, {"world_size": 2}, {"world_size": 2, "tp": 2}, {"world_size": 2, "dp_replicate": 2}],
+    ids=["one", "dp", "tp", "replicas"])
+def annotated(request, folders, tmp_path_factory) -> list[list]:
+    """Per rank: what became of the batch under each of four configs."""
+    out = tmp_path_factory.mktemp("run")
+    options = {"kl_coef": 0.1, "kl_in": "reward"} | request.param  # old logprobs are asked for
+    cfgs = [
+        _config(folders, out, "good", "other", shaping=SHAPING, **options),
+        _config(folders, out, "spoiled", on_failure="drop", **options),
+        _config(folders, out, "spoiled", **options),
+        _config(folders, out, "policy", **options),
+    ]
+    return run_ranks(request.param.get("world_size", 1), _annotate, cfgs)
+
+
+def test_scores_of_any_mesh_are_those_of_transformers(annotated, folders):
+    rows = [sequence(i).tolist() for i in range(len(LENGTHS))]
+    first, second = (_scores(folders[name], rows) for name in ("good", "other"))
+    assert float(first.std()) > 0.1, "scores too alike to tell a mistake"
+    for done, *_ in annotated:
+        valid = done.scalars.is_valid
+        assert valid.tolist() == [i != 4 for i in range(len(LENGTHS))]
+        parts = done.scalars.reward_parts
+        torch.testing.assert_close(parts[:, 1], first, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(parts[:, 2], second, rtol=1e-4, atol=1e-5)
+        raw = torch.where(valid, OWN, 0.0) + 0.5 * first - 2.0 * second
+        total = shape(raw, done.scalars.response_lengths, done.scalars.is_truncated,
+                      max_response_tokens=64, options=SHAPING)
+        expected = torch.where(valid, total, 0.0)
+        torch.testing.assert_close(done.scalars.rewards, expected, rtol=1e-4, atol=1e-5)
+        (sample,) = done.samples
+        assert sample.keys() == {"prompt", "response", "reward", "reward/good", "reward/other"}
+        assert sample["reward"] == pytest.approx(float(raw[3]), rel=1e-4)
+        assert sample["reward/good"] == pytest.approx(float(first[3]), rel=1e-4)
+        sums = batch_sums(done)
+        for name, values in (("mean", expected), ("mean_raw", raw), ("good/mean", first),
+                             ("other/mean", second)):
+            total, count = sums[f"reward/{name}"]
+            assert (total, count) == (pytest.approx(float(values[valid].sum()), rel=1e-4), 7)
+        pairs = expected.view(-1, 2)[[0, 1, 3]]  # group 2 has one valid sample
+        spread = math.sqrt(float(pairs.var(dim=1, correction=0).mean()))
+        assert sums["reward/std"] == (pytest.approx(spread, rel=1e-4), 1)
+
+
+def test_every_rank_has_the_same_rewards_to_the_bit(annotated):
+    for mine in annotated[1:]:
+        for ours, theirs in zip(mine[:2], annotated[0][:2]):
+            assert torch.equal(ours.scalars.rewards, theirs.scalars.rewards)
+            assert torch.equal(ours.scalars.reward_parts, theirs.scalars.reward_parts)
+
+
+def test_scores_that_are_not_finite_follow_on_failure(annotated, folders):
+    rows = [sequence(i).tolist() for i in range(len(LENGTHS))]
+    bad = [SPOILED in row for row in rows]
+    assert bad[2] and not all(bad[i] for i in (0, 1, 3)), "choose another token"
+    lost = sum(b for i, b in enumerate(bad) if i != 4)
+    first = next(i for i, b in enumerate(bad) if b and i != 4)
+    right = _scores(folders["good"], rows)
+    for _, dropped, failed, _ in annotated:
+        assert dropped.scalars.is_valid.tolist() == [i != 4 and not b for i, b in enumerate(bad)]
+        assert not dropped.scalars.rewards[2] and dropped.scalars.rewards.isfinite().all()
+        assert dropped.scalars.reward_parts.isfinite().all()
+        kept = dropped.scalars.is_valid
+        torch.testing.assert_close(dropped.scalars.rewards[kept], (OWN + 0.5 * right)[kept],
+                                   rtol=1e-4, atol=1e-5)
+        assert dropped.sums["rollout/failed_rewards"][0] == lost
+        assert dropped.sums["reward/errors"][0] == lost
+        assert f"step 3: the reward of group {first // 2}, sample {first % 2} (" in failed
+        assert f"model:{folders['spoiled']} of rewards.functions gave nan" in failed
+        assert "rewards.on_failure=drop" in failed
+
+
+def test_a_causal_lm_is_refused_at_start_on_every_rank(annotated, folders):
+    for *_, refused in annotated:
+        assert refused.startswith(f"rewards.functions: model:{folders['policy']} cannot be a "
+                                  "reward: its weights have no score.weight")
+
+
+def test_without_a_sample_left_the_run_ends():
+    scalars = Scalars(**{name: torch.zeros(2, dtype=torch.int64) for name in (
+        "lengths", "response_lengths", "group_ids", "sample_ids", "min_versions")},
+        rewards=torch.zeros(2).double(), is_truncated=torch.zeros(2, dtype=torch.bool),
+        is_valid=torch.tensor([True, False]))
+    cfg = Config(rewards=Rewards(functions=("model:m",), on_failure="drop"))
+    made = Batch(scalars=scalars, updates=(), update_ids=torch.zeros(2))
+    with pytest.raises(RuntimeError, match="step 5: no sample is left.* 1 scores"):
+        with_scores(made, {0: torch.tensor([math.inf, 0.0]).double()}, cfg=cfg, step=5)
+
+
+# --------------------------------------------------------------------------- what does not fit
+
+
+def _tokenizer_of(folder: Path, out: Path) -> Path:
+    """Copy a model folder with two characters of its tokenizer exchanged."""
+    import shutil
+
+    shutil.copytree(folder, out)
+    path = out / "tokenizer.json"
+    tree = json.loads(path.read_text())
+    vocabulary = tree["model"]["vocab"]
+    vocabulary["3"], vocabulary["7"] = vocabulary["7"], vocabulary["3"]
+    path.write_text(json.dumps(tree))
+    return out
+
+
+@pytest.mark.parametrize(("name", "says"), [
+    ("policy", "no trained reward model"), ("few", "embeds 64 tokens, fewer than the policy's"),
+    ("two", r"has shape \[2, 32\]; a reward is one number"),
+    ("short", "sequences of up to 16 tokens, and .* is 128"),
+])
+def test_models_that_cannot_be_a_reward_are_refused(folders, tmp_path, name, says):
+    cfg = _config(folders, tmp_path, name)
+    with pytest.raises(ValueError, match=says):
+        check_reward_model(cfg, str(folders[name]), folder=folders[name])
+    check_reward_model(cfg, str(folders["good"]), folder=folders["good"])
+
+
+def test_another_tokenizer_of_the_same_size_is_refused(folders, tmp_path):
+    other = _tokenizer_of(folders["good"], tmp_path / "exchanged")
+    with pytest.raises(ValueError, match="2 of .* tokens differ, e.g. .* is '3' to the policy"):
+        check_reward_model(_config(folders, tmp_path, "good"), str(other), folder=other)
+
+
+def _good(functions: tuple[str, ...], **changes: object) -> Config:
+    return dataclasses.replace(Config(
+        model=configs.Model(path="m"), rewards=Rewards(functions=functions),
+        data=Data(train="task:addition", eval="task:addition", size=10)), **changes)
+
+
+def test_combinations_that_cannot_work_are_refused():
+    def problems(*functions: str, **changes: object) -> str:
+        return "\n".join(configs.validate(_good(functions, **changes)))
+
+    assert problems("task:addition", "model:x") == "" == problems("model:x", "model:y")
+    assert "`model:` names no folder" in problems("model:")
+    evaluate = configs.Evaluate(every_steps=2)
+    assert "held-out problems would have no reward" in problems("model:x", evaluate=evaluate)
+    assert problems("task:addition", "model:x", evaluate=evaluate) == ""
+    remax = configs.Algorithm(advantage="remax")
+    assert "needs the reward of greedy ones" in problems("model:x", algorithm=remax)
+    assert problems("r:f", algorithm=remax) == ""
+    assert "grades problems of its own" in problems("reasoning_gym:chain_sum")
+
+
+def test_a_missing_folder_is_refused_before_anything_starts(folders, capsys):
+    with pytest.raises(SystemExit):
+        configs.parse(["--config", str(ROOT / "configs" / "demo_grpo.yaml"), "--model.path",
+                       str(folders["policy"]), "--rewards.functions", "task:addition",
+                       "model:./nowhere"])
+    assert "rewards.functions: folder ./nowhere does not exist" in capsys.readouterr().err
+
+
+def test_a_dry_run_opens_reward_models(folders, capsys):
+    def show(name: str) -> int:
+        return dry_run.show(configs.parse([
+            "--dry-run", "--config", str(ROOT / "configs" / "demo_grpo.yaml"), "--model.path",
+            str(folders["policy"]), "--rewards.functions", "task:addition",
+            f"model:{folders[name]}"]))
+
+    assert show("good") == 0
+    model = AutoModelForSequenceClassification.from_pretrained(folders["good"])
+    count = sum(p.numel() for p in model.parameters())
+    assert f"reward model:{folders['good']}: {count:,} parameters" in capsys.readouterr().out
+    assert show("policy") == 2
+    assert "no trained reward model" in capsys.readouterr().err
+
+
+def test_a_dry_run_counts_a_policy_with_a_scalar_head(folders, capsys):
+    cfg = configs.load_yaml(ROOT / "configs" / "demo_reward_model.yaml")
+    cfg = dataclasses.replace(cfg, model=dataclasses.replace(
+        cfg.model, path=str(folders["policy"])))
+    model = AutoModelForSequenceClassification.from_pretrained(folders["good"])
+    count = sum(p.numel() for p in model.parameters())
+    assert dry_run.stream_size(cfg)["parameters"].startswith(f"{count:,} in ")
+
+
+# --------------------------------------------------------------------------- beside functions
+
+
+def test_names_and_positions_of_models():
+    specs = ("a.py:f", "model:runs/x/scorer", "b.py:f", "model:me/scorer/", "model:.", "task:add")
+    assert reward_models(specs) == {1: "runs/x/scorer", 3: "me/scorer/", 4: "."}
+    assert part_names(specs) == ("f_0", "scorer_1", "f_2", "scorer_3", "model", "add")
+
+
+def _pooled(cfg: Config, texts: list[str]) -> tuple[RewardPool, list[RewardResult]]:
+    with RewardPool(cfg) as pool:
+        pool.start()
+        started = len(pool._workers)
+        for key, text in enumerate(texts):
+            prompt = Prompt(index=0, tokens=(1,), text="q", row={
+                "prompt": "q", "answer": "12", "data_source": "task:addition"})
+            pool.submit(key, prompt=prompt, response_text=text, response_tokens=[1],
+                        truncated=False)
+        return started, pool.drain()
+
+
+def test_workers_score_the_functions_and_leave_the_models_out(tmp_path):
+    (tmp_path / "r.py").write_text("def f(completions, **row): return [2.0]\n"
+                                   "def none(completions, **row): return [None]\n")
+    functions = (f"{tmp_path}/r.py:f", "model:x", f"{tmp_path}/r.py:f", "task:addition")
+    cfg = _good(functions)
+    cfg = dataclasses.replace(cfg, rewards=dataclasses.replace(
+        cfg.rewards, weights=(1.0, 7.0, 0.5, 10.0)))
+    _, (right, wrong) = _pooled(cfg, ["12", "13"])
+    assert right.value == 13.0 and wrong.value == 3.0
+    assert right.parts == {"f_0": 2.0, "f_2": 2.0, "addition": 1.0}
+    _, (alone,) = _pooled(_good((f"{tmp_path}/r.py:none", "model:x")), ["12"])
+    assert alone.value == 0.0 and not alone.failure  # the model applies to every row
+
+
+def test_models_alone_need_no_worker():
+    started, results = _pooled(_good(("model:x",)), ["12", "13"])
+    assert started == 0 and [r.key for r in results] == [0, 1]
+    assert all(r.value == 0.0 and not r.failure and r.parts == {} for r in results)
+
+
+def test_what_is_packed_for_a_model_is_not_shaped_and_says_which_sample_it_is():
+    sample = Sample(4, 1, Prompt(0, (5, 6), "q", {}), Response([7], [True], [-0.5], [0], True), "t",
+                    RewardResult("k", 1.0, parts={"f": 1.0}))
+    made = pack([sample], sums={}, num_shown=1, part_names=("f", "scorer"),
+                shaping={"scale": 3.0}, max_response_tokens=8, is_partial=True)
+    assert made.scalars.rewards.tolist() == [1.0]
+    assert made.scalars.reward_parts.tolist() == [[1.0, 0.0]]
+    assert (made.samples[0]["group"], made.samples[0]["sample"]) == (4, 1)
+
+
+# --------------------------------------------------------------------------- a whole run
+
+
+def _train_scorer(cfg: Config) -> None:
+    """Train a reward model as train.py does, in this process alone, and save it."""
+    from spmdrl.checkpoint import Checkpointer
+    from spmdrl.credit import advantages_of
+    from spmdrl.data.prompts import load_tokenizer
+    from spmdrl.exchange import exchange
+    from spmdrl.policy import Policy
+    from spmdrl.rollout.rows import RowSource
+    from spmdrl.world import World
+
+    world = World.start(cfg)
+    policy, source = Policy(cfg, world), RowSource(cfg, world, tokenizer=load_tokenizer(cfg))
+    for step in range(cfg.steps):
+        own = policy.annotate(exchange(source.take(step), world, step=step), step=step)
+        policy.update(own, advantages_of(own, cfg, world, step=step), step=step)
+    saver = Checkpointer(cfg, world)
+    saver.maybe_save(cfg.steps, policy, source)
+    saver.finish()
+    world.close()
+
+
+def test_a_trained_and_exported_reward_model_is_a_reward(tmp_path):
+    model = create_model(tmp_path / "model", hidden_size=64, layers=2, heads=2, kv_heads=1)
+    cfg = configs.load_yaml(ROOT / "configs" / "demo_reward_model.yaml")
+    run_ranks(1, _train_scorer, dataclasses.replace(
+        cfg, steps=8, output_dir=str(tmp_path / "rm"),
+        layout=dataclasses.replace(cfg.layout, world_size=1, device="cpu"),
+        model=dataclasses.replace(cfg.model, path=str(model)),
+        batch=dataclasses.replace(cfg.batch, prompts_per_step=16),
+        optimizer=dataclasses.replace(cfg.optimizer, lr=3e-3)))
+    scorer = export(tmp_path / "rm", out=tmp_path / "scorer")
+    tree = yaml.safe_load((ROOT / "configs" / "demo_grpo.yaml").read_text())
+    tree["rewards"] = {"functions": ["task:addition", f"model:{scorer}"], "weights": [1.0, 0.5],
+                       "shaping": {"scale": 2.0}}
+    (tmp_path / "grpo.yaml").write_text(yaml.safe_dump(tree))
+    out = tmp_path / "grpo"
+    finished = run(str(tmp_path / "grpo.yaml"), 2, **TINY["rl"] | {
+        "model.path": model, "output-dir": out, "steps": 3,
+        "evaluate.every-steps": 3, "data.eval-size": 4, "report.console": "{samples_every: 1}"})
+    rows = metrics(out)
+    assert len(rows) == 3
+    for row in rows:
+        raw = row["reward/addition/mean"] + 0.5 * row["reward/scorer/mean"]
+        assert row["reward/mean_raw"] == pytest.approx(raw, abs=1e-9)
+        assert row["reward/mean"] == pytest.approx(2 * raw, abs=1e-9)
+        assert row["reward/std"] > 0 and row["policy/grad_norm"] > 0, "the model made no difference"
+        assert row["time/reward_model"] > 0
+    assert "reward models, which score on the trainers, are no part of eval/reward" in (
+        finished.output + "".join(p.read_text() for p in (out / "logs").glob("*/rank_*.log")))
+    _assert_samples_have_the_models_score(out / "samples.jsonl", scorer, max_tokens=8)
+
+
+def _assert_samples_have_the_models_score(path: Path, scorer: Path, *, max_tokens: int) -> None:
+    """Those whose tokens follow from their text: cut at the limit, no special token among them."""
+    tokenizer = AutoTokenizer.from_pretrained(scorer)
+    samples, known = [json.loads(line) for line in path.read_text().splitlines()], []
+    for sample in samples:
+        response = tokenizer.encode(sample["response"], add_special_tokens=False)
+        if len(response) == max_tokens:
+            prompt = tokenizer.encode(sample["prompt"], add_special_tokens=False)
+            known.append((prompt + response, sample))
+    assert known and "group" not in samples[0]
+    for score, (_, sample) in zip(_scores(scorer, [row for row, _ in known]).tolist(), known):
+        assert sample["reward/scorer"] == pytest.approx(score, rel=1e-3, abs=1e-4)
+        assert sample["reward"] == pytest.approx(0.5 * score, rel=1e-3, abs=1e-4)
