@@ -1,6 +1,6 @@
 """The program that every rank runs: `torchrun train.py --config FILE`, or `srun python train.py`.
 
-Ranks [0, trainer_ranks) hold shards of the policy, the others an in-process vLLM engine (or
+Ranks [0, trainer_ranks) hold shards of the policy, the others an in-process engine (or
 every rank both, in turns: `placement: colocated`). There is no driver: each rank walks through
 the same lines. Lines marked `# meets` can wait for ranks of the other role; between them trainers
 wait for trainers alone (annotate, advantages_of, update), and the ranks of one engine for each
@@ -26,7 +26,7 @@ def train(cfg: Config, world: World) -> int:
     from spmdrl.checkpoint import Checkpointer
     from spmdrl.credit import advantages_of
     from spmdrl.data.prompts import load_tokenizer
-    from spmdrl.engine.vllm import Engine
+    from spmdrl.engine import make_engine
     from spmdrl.evaluate import evaluate
     from spmdrl.exchange import exchange
     from spmdrl.policy import Policy
@@ -39,7 +39,7 @@ def train(cfg: Config, world: World) -> int:
     report = Report(cfg, world)  # meets: one folder for the logs
     tokenizer = load_tokenizer(cfg)
     source = make_source(cfg, world, tokenizer=tokenizer)  # leaders of replicas: reward workers
-    engine = Engine(cfg, world)  # meets; inference ranks: a vLLM engine; others: nothing
+    engine = make_engine(cfg, world)  # meets; inference ranks: an engine; others: nothing
     policy = Policy(cfg, world)  # meets; trainer ranks: shards; others: nothing
     stream = WeightStream(policy, engine, world)  # meets: which slice goes to whom
     checkpoints = Checkpointer(cfg, world)

@@ -29,11 +29,18 @@ _SPECIAL = ("<pad>", "<bos>", "<eos>", "<unk>", "<|im_start|>")
 _CHARACTERS = (
     string.digits + string.ascii_lowercase + string.ascii_uppercase + string.punctuation + " \n\t"
 )
-# A turn ends with <eos>, so that a chat model stops by the same token as a plain one.
+# A turn ends with <eos>, so that a chat model stops by the same token as a plain one. Tools are
+# told by their signatures alone: each character of a full description would be a token.
 _CHAT_TEMPLATE = (
+    "{% if tools %}{{ '<|im_start|>tools\n' }}{% for tool in tools %}"
+    "{{ tool['function']['name'] + '(' }}"
+    "{{ tool['function']['parameters']['properties'] | join(', ') + ')' }}"
+    "{% if not loop.last %}{{ '\n' }}{% endif %}{% endfor %}{{ '<eos>\n' }}{% endif %}"
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}"
-    "{% if message['role'] == 'assistant' %}"
-    "{% generation %}{{ message['content'] + '<eos>' }}{% endgeneration %}"
+    "{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] or '' }}"
+    "{% for call in message['tool_calls'] or [] %}{{ '<tool_call>' }}"
+    "{{ {'name': call['function']['name'], 'arguments': call['function']['arguments']} | tojson }}"
+    "{{ '</tool_call>' }}{% endfor %}{{ '<eos>' }}{% endgeneration %}"
     "{% else %}{{ message['content'] + '<eos>' }}{% endif %}{{ '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import inspect
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from spmdrl import config
 from spmdrl.config import Config, inference_ranks, trainer_ranks
-from spmdrl.config.fields import trains_on_pairs
+from spmdrl.config.fields import replay_folder, trains_on_pairs
 from spmdrl.data.rows import ground_truth_of, read_rows
 from spmdrl.data.tasks import is_generated, make_task
+from spmdrl.environments.serve import check_environment
+from spmdrl.rewards.signatures import reward_models
 
 _TRL_GIVEN = {"prompts", "completions", "completion_ids", "log_metric", "log_extra"}
 _DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
@@ -30,6 +34,8 @@ def show(cfg: Config) -> int:
         for name, value in pairs.items():
             print(f"  {name:<28} {value}")
     found = list(problems(cfg))
+    for spec, size in reward_model_sizes(cfg).items():
+        print(f"reward {spec}: {size}")
     try:
         print("stream:", *(f"  {k:<28} {v}" for k, v in stream_size(cfg).items()), sep="\n")
     except ValueError as error:
@@ -47,6 +53,9 @@ def problems(cfg: Config) -> Iterator[str]:
     """Yield what a run would stumble over at its start: data, tokenizer, reward functions."""
     from spmdrl.data.prompts import load_tokenizer
 
+    if replay_folder(cfg):
+        yield from _replay_problems(cfg)
+        return
     rows = {}
     for field, spec in (("data.train", cfg.data.train), ("data.eval", cfg.data.eval)):
         try:
@@ -57,11 +66,28 @@ def problems(cfg: Config) -> Iterator[str]:
         load_tokenizer(cfg)
     except ValueError as error:
         yield str(error)
+    if cfg.rollout.environment and rows.get("data.train"):
+        try:
+            check_environment(cfg.rollout.environment, rows["data.train"])
+        except ValueError as error:
+            yield str(error)
     for spec in cfg.rewards.functions if cfg.algorithm.objective == "rl" else ():
         try:
-            _check_reward(spec, rows.get("data.train"))
+            _check_reward(spec, rows.get("data.train"), cfg=cfg)
         except (ValueError, SystemExit) as error:  # a module of the user's may exit
             yield str(error) or f"rewards.functions: importing {spec!r} exits"
+
+
+def _replay_problems(cfg: Config) -> Iterator[str]:
+    """Yield what is wrong with recorded rollouts: of data and rewards they need nothing else."""
+    from spmdrl.data.prompts import load_tokenizer
+    from spmdrl.rollout.replay import check_recorded
+
+    for check in (check_recorded, load_tokenizer):
+        try:
+            check(cfg)
+        except ValueError as error:
+            yield str(error)
 
 
 def _first_row(cfg: Config, spec: str) -> dict | None:
@@ -81,10 +107,15 @@ def _first_row(cfg: Config, spec: str) -> dict | None:
     return read_rows(spec, size=1, need=need)[0]
 
 
-def _check_reward(spec: str, row: dict | None) -> None:
-    """Raises: ValueError when a function cannot be used, or asks for what a row does not have."""
+def _check_reward(spec: str, row: dict | None, *, cfg: Config) -> None:
+    """Raises: ValueError when a function or model cannot be used, or asks for what a row does
+    not have."""
     from spmdrl.rewards.signatures import import_function, load_reward
 
+    if is_generated(spec):
+        return  # made with the first row of data.train
+    for path in reward_models([spec]).values():
+        return _check_reward_model(path, cfg=cfg)
     load_reward(spec)
     parameters = inspect.signature(import_function(spec)).parameters.values()
     named = [p for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
@@ -102,6 +133,16 @@ def _check_reward(spec: str, row: dict | None) -> None:
         if absent:
             raise ValueError(f"rewards.functions: {spec} asks for {', '.join(sorted(absent))}; the "
                              f"first row of data.train has {', '.join(map(str, row))}")
+
+
+def _check_reward_model(path: str, *, cfg: Config) -> None:
+    from spmdrl.policy.reward_model import check_reward_model
+
+    folder = Path(path)  # the files of a hub model would have to be fetched
+    try:
+        check_reward_model(cfg, path, folder=folder if folder.is_dir() else None)
+    except ValueError as error:
+        raise ValueError(f"rewards.functions: model:{path} cannot be a reward: {error}") from None
 
 
 # --------------------------------------------------------------------------- what follows
@@ -167,6 +208,24 @@ def mesh_map(cfg: Config) -> dict[str, str]:
             roles.append(f"generates replica={i // itp} tp={i % itp}")
         pairs[f"rank {rank}"] = "; ".join(roles)
     return pairs
+
+
+def reward_model_sizes(cfg: Config) -> dict[str, str]:
+    """Return what each reward model that can be built amounts to, by its rewards.functions."""
+    models = reward_models(cfg.rewards.functions) if cfg.algorithm.objective == "rl" else {}
+    if not models:
+        return {}
+    from spmdrl.policy.load import build_meta_model
+
+    sizes, trainers = {}, len(trainer_ranks(cfg))
+    item = _DTYPE_BYTES[cfg.model.compute_dtype]
+    for path in models.values():
+        with contextlib.suppress(ValueError):  # `problems` says it
+            model = build_meta_model(replace(cfg.model, path=path), is_scalar=True)
+            count = sum(p.numel() for p in model.parameters())
+            sizes[f"model:{path}"] = (f"{count:,} parameters, scored with on the trainers, about "
+                                      f"{count * item // trainers:,} bytes on each")
+    return sizes
 
 
 def stream_size(cfg: Config) -> dict[str, str]:

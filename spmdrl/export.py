@@ -58,7 +58,7 @@ def export(
         raise ValueError(f"--out {out} exists and is not empty; give a new folder")
     if not max_shard_gib > 0:
         raise ValueError(f"--max-shard-gib must be above 0, got {max_shard_gib}")
-    folder, content = _whole_checkpoint(checkpoint)
+    folder, content = whole_checkpoint(checkpoint)
     made = out.with_name(out.name + ".partial")
     shutil.rmtree(made, ignore_errors=True)
     made.mkdir(parents=True)
@@ -76,7 +76,11 @@ def export(
     return out
 
 
-def _whole_checkpoint(path: Path) -> tuple[Path, disk.Manifest]:
+def whole_checkpoint(path: Path) -> tuple[Path, disk.Manifest]:
+    """Return a checkpoint's folder and manifest: `path` itself, or the newest whole one of a run.
+
+    Raises: ValueError when there is none, saying what is wrong with each that is there.
+    """
     candidates = [path]
     if not (path / disk.NAME).is_file():
         candidates = disk.complete_checkpoints(disk.checkpoints_folder(path))

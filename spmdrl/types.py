@@ -53,7 +53,9 @@ class Scalars:
     response_lengths: Tensor  # [S] int64, sampled tokens
     group_ids: Tensor  # [S] int64, position of the prompt within the step's batch
     sample_ids: Tensor  # [S] int64, sample within the group
-    rewards: Tensor  # [S] float64, task units, after rewards.shaping
+    rewards: Tensor
+    """[S] float64, task units, after rewards.shaping. Without the part of reward models, and
+    not shaped, before `Policy.annotate` where there are any."""
     is_truncated: Tensor  # [S] bool, cut at max_response_tokens
     is_valid: Tensor  # [S] bool, False: reward failed under on_failure=drop
     min_versions: Tensor  # [S] int64, oldest policy version among the sampled tokens
@@ -93,7 +95,9 @@ class Rollouts:
     cu_seqlens: Tensor  # [S+1] int64
     scalars: Scalars  # of these sequences, same order
     sums: Sums = field(default_factory=dict)  # this rank's share of rollout/ and reward/ metrics
-    samples: tuple[dict, ...] = ()  # a few rendered {prompt, response, reward} for people
+    samples: tuple[dict, ...] = ()
+    """A few rendered {prompt, response, reward} for people; with {group, sample} where a reward
+    model is still to add its part."""
 
     def __len__(self) -> int:
         return self.cu_seqlens.numel() - 1
@@ -129,6 +133,8 @@ class Batch:
     samples: tuple[dict, ...] = ()
     columns: tuple[tuple[dict[str, Tensor], ...], ...] = ()
     """[updates][M], {name: [T]}: what `Policy.annotate` found; empty where it is not needed."""
+    kl_coef: float = 0.0
+    """Weight of a KL in the reward at this step, in task units per nat; set by `annotate`."""
 
 
 @dataclass(frozen=True)

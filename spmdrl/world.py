@@ -13,6 +13,7 @@ import threading
 import time
 import traceback
 from dataclasses import dataclass, field
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -61,6 +62,17 @@ def read_launch(env: dict[str, str] | None = None) -> Launch:
     )
 
 
+def launch_alone() -> None:
+    """Where no launcher set its variables, set those of a job of one rank on a free port."""
+    if {"RANK", "SLURM_PROCID"} & os.environ.keys():
+        return
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1",
+                      MASTER_PORT=port)
+
+
 def first_host(nodelist: str) -> str:
     """Return the first host of a Slurm node list: `gpu[003-007,9],x` gives `gpu003`."""
     match = re.match(r"([^,\[]+)(?:\[([^\],-]+)[^\]]*\]([^,\[]*))?", nodelist)
@@ -94,6 +106,10 @@ class World:
     two threads in one group would meet each other's collectives."""
     mesh: DeviceMesh | None
     """Trainer mesh with axes MESH_AXES; None on ranks that do not train."""
+    store: dist.Store
+    """Key-value store of the job, for what a rank may learn without waiting for it."""
+    replica_control: dist.ProcessGroup | None = None
+    """gloo group over the ranks of this rank's engine replica; None where that is one rank."""
     stop_requested: bool = field(default=False)
     """A signal asked for it: save at the next step boundary, then leave."""
     is_started: bool = field(default=False)
@@ -127,11 +143,13 @@ class World:
             control = dist.new_group(backend="gloo", timeout=timeout)
             trainer_control = dist.new_group(trainer_ranks(cfg), backend="gloo", timeout=timeout)
             saving = dist.new_group(trainer_ranks(cfg), backend="gloo", timeout=timeout)
+            replica_control = _replica_group(cfg, launch.rank, timeout=timeout)
             mesh = DeviceMesh(device.type, torch.tensor(trainer_ranks(cfg)).view(mesh_shape(cfg)),
                               mesh_dim_names=MESH_AXES)
         world = cls(cfg=cfg, rank=launch.rank, world_size=launch.world_size,
                     local_rank=launch.local_rank, device=device, watch=watch, control=control,
-                    trainer_control=trainer_control, saving=saving,
+                    trainer_control=trainer_control, saving=saving, store=store.clone(),
+                    replica_control=replica_control,
                     mesh=mesh if launch.rank in trainer_ranks(cfg) else None)
         world._check_same_config()
         world._catch_signals()
@@ -196,6 +214,16 @@ class World:
         """Say that start-up is over: waits have the short deadline, a signal saves first."""
         self.watch.timeout_s = self.cfg.layout.wait_timeout_s
         self.is_started = True
+
+    def announce_updated(self, step: int) -> None:
+        """Let every rank know, whenever it looks, that the trainers are done with `step`."""
+        if self.rank == self.trainer_ranks[0]:
+            self.store.set(f"updated/{step}", "")
+            self.store.delete_key(f"updated/{step - 2}")
+
+    def is_updated(self, step: int) -> bool:
+        """Whether the trainers are done with `step`; one look at the store, about 0.1 ms."""
+        return self.store.check([f"updated/{step}"])
 
     def agree_to_stop(self, step: int) -> bool:
         """Return on all ranks, once all are here, whether any rank was asked to stop."""
@@ -317,6 +345,18 @@ def _tell_launcher(text: str) -> None:
         with contextlib.suppress(OSError):  # the reason was printed already
             with open(path, "w") as file:
                 json.dump({"message": {"message": text, "extraInfo": extra}}, file)
+
+
+def _replica_group(cfg: Config, rank: int, *, timeout: timedelta) -> dist.ProcessGroup | None:
+    """Return the gloo group of this rank's engine replica; every rank helps to create all."""
+    size, own = cfg.layout.inference_tp, None
+    if size == 1:
+        return None
+    ranks = inference_ranks(cfg)
+    for first in range(0, len(ranks), size):
+        group = dist.new_group(ranks[first : first + size], backend="gloo", timeout=timeout)
+        own = group if rank in ranks[first : first + size] else own
+    return own
 
 
 def _check_launch(cfg: Config, launch: Launch) -> None:

@@ -43,7 +43,7 @@ def test_fields_stay_under_one_hundred_and_each_has_a_docstring():
 
 
 def test_dump_reads_back_equal(tmp_path):
-    cfg = good(optimizer=config.Optimizer(lr=3e-7, betas=(0.8, 0.99)))
+    cfg = good(optimizer=config.Optimizer(lr=3e-7, options={"eps": 1e-7}))
     assert config.load_yaml(write(tmp_path, config.dump(cfg))) == cfg
 
 
@@ -128,21 +128,117 @@ def test_combinations_of_methods_are_refused():
     assert "expected gradient of 0" in problems(kl="k1", kl_coef=0.1)
     assert problems(kl="k1", kl_coef=0.1, kl_in="reward") == ""
     assert "model.teacher: is empty" in problems(advantage="distill")
+    for advantage in ("prime", "distill"):
+        assert "has no place for a KL in the reward" in problems(
+            advantage=advantage, kl="k1", kl_coef=0.1, kl_in="reward")
+    assert problems(advantage="otb", kl="k1", kl_coef=0.1, kl_in="reward") == ""
     offline = Layout(placement="offline")
     assert "model.teacher: is empty" in problems(layout=offline, objective="distill",
                                                  loss="divergence")
     assert "which is a method of the kind loss" in problems(layout=offline, objective="preference",
                                                             loss="ppo_clip")
-    split = Layout(placement="offline", world_size=2, tp=2)
-    assert "the whole vocabulary on each rank" in problems(
-        layout=split, objective="distill", loss="divergence",
-        model=config.Model(path="m", teacher="t"))
+
+
+def test_coefficients_that_move_are_checked():
+    def problems(**algorithm):
+        placement = "colocated" if algorithm.get("objective", "rl") == "rl" else "offline"
+        return "\n".join(config.validate(good(
+            algorithm=config.Algorithm(**algorithm), layout=Layout(placement=placement),
+            model=config.Model(path="m", teacher="t"))))
+
+    def entropy(coef=0.0, **options):
+        return problems(entropy_coef=coef, entropy_options=options)
+
+    def kl(coef=0.1, **options):
+        return problems(kl_coef=coef, kl_options=options)
+
+    assert entropy(keep_frac=0.2, target=0.3, delta=0.005) == ""
+    assert entropy(0.1, target=1, delta=0.1, lower=0.05, upper=0.2) == ""
+    place = "algorithm.entropy_options."
+    assert entropy(keep_fra=0.2) == (f"{place}keep_fra: no such option; did you mean keep_frac?; "
+                                     "known: keep_frac, target, delta, lower, upper")
+    assert entropy(keep_frac="all") == f"{place}keep_frac: expected a number, got 'all'"
+    assert entropy(keep_frac=1.5).startswith(f"{place}keep_frac: a share, must be above 0")
+    assert entropy(target=0.3).startswith(f"{place}delta: is missing")
+    assert entropy(upper=0.3).startswith(f"{place}target: is missing")
+    assert entropy(target=0.3, delta=0).startswith(f"{place}delta: must be above 0, got 0")
+    assert "entropy_coef starts at 0.5, outside [0.0, 0.2]" in entropy(
+        0.5, target=0.3, delta=0.1, upper=0.2)
+    place = "algorithm.kl_options."
+    assert kl(target=0.02, horizon=10000) == kl(target=0.02, horizon=1e4, unbiased=True) == ""
+    assert kl(target=0.02).startswith(f"{place}horizon: is missing")
+    assert kl(horizon=9.0).startswith(f"{place}target: is missing")
+    assert kl(target="low", horizon=9).startswith(f"{place}target: expected a number, got 'low'")
+    assert kl(0.0, target=0.02, horizon=1e4).startswith(
+        f"{place}target: 0.02 with algorithm.kl_coef 0.0")
+    assert kl(target=0.02, horizon=10).startswith(
+        f"{place}horizon: 10 is too short for 512 samples a step")
+    for objective, loss in (("sft", "sft"), ("distill", "divergence"), ("preference", "dpo")):
+        found = problems(objective=objective, loss=loss, entropy_options={"keep_frac": 0.2},
+                         kl_options={"target": 0.1})
+        assert "algorithm.entropy_options.keep_frac: has no effect under the objective" in found
+        assert "algorithm.kl_options.target: has no effect under the objective" in found
 
 
 def test_method_and_option_names_are_checked():
     wrong = config.Algorithm(advantage="grop", loss_options={"clip_lo": 0.1})
     text = "\n".join(config.validate(good(algorithm=wrong)))
     assert "grpo" in text and "clip_low" in text
+
+
+def test_options_of_the_optimizer_are_checked(tmp_path):
+    def problems(text: str) -> str:
+        return "\n".join(config.validate(good(optimizer=config.load_yaml(
+            write(tmp_path, f"optimizer: {{options: {text}}}")).optimizer)))
+
+    assert problems("{beta1: 0.8, beta2: 0, eps: 1e-8}") == ""  # to YAML, 1e-8 is a text
+    assert "options.beta3: unknown option of AdamW; did you mean" in problems("{beta3: 1}")
+    assert "optimizer.options.eps: must be above 0, got 0" in problems("{eps: 0}")
+    assert "optimizer.options.beta2: must be in [0, 1), got 1.0" in problems("{beta2: 1.0}")
+    assert "optimizer.options.beta1: expected a number, got 'high'" in problems("{beta1: high}")
+    assert "optimizer.options.beta1: expected a number, got True" in problems("{beta1: true}")
+
+
+def test_options_of_the_schedule_are_checked():
+    def problems(**options):
+        return "\n".join(config.validate(good(
+            optimizer=config.Optimizer(schedule_options=options))))
+
+    assert problems(warmup_steps=10, min_lr_frac=0) == problems() == ""
+    place = "optimizer.schedule_options."
+    assert problems(warmup=10) == f"{place}warmup: unknown option; did you mean warmup_steps?"
+    assert problems(warmup_steps=-1) == (
+        f"{place}warmup_steps: expected a number of steps, 0 or more, got -1")
+    assert "got 0.5" in problems(warmup_steps=0.5) and "got True" in problems(warmup_steps=True)
+    assert problems(min_lr_frac=2) == f"{place}min_lr_frac: expected a fraction from 0 to 1, got 2"
+
+
+def test_the_transformers_engine_is_one_rank_and_takes_no_options_of_vllm():
+    cfg = good(layout=config.Layout(world_size=4, trainer_ranks=2, inference_tp=2),
+               engine=config.Engine(kind="transformers", options={"enforce_eager": True}))
+    tp, options = config.validate(cfg)
+    assert tp.startswith("layout.inference_tp: 2 with engine.kind transformers, whose engine holds "
+                         "the whole model on one rank")
+    assert options.startswith("engine.options.enforce_eager: is an argument of vLLM's engine")
+
+
+def test_options_of_the_engine_are_names_of_vllm_that_are_not_set_here():
+    from spmdrl.config.options import ENGINE_ARGUMENTS, engine_argument_names
+    from spmdrl.engine.vllm import _own_arguments
+
+    def problems(**options):
+        return "\n".join(config.validate(good(engine=config.Engine(options=options))))
+
+    assert problems(enforce_eager=True, enable_prefix_caching=False) == ""
+    assert "engine.options.enforce_eagr: the vLLM that is installed has no such engine argument; " \
+        "did you mean enforce_eager?" in problems(enforce_eagr=True)
+    assert "engine.options.max_num_seqs: is set by engine.max_num_seqs" in problems(max_num_seqs=4)
+    assert "engine.options.load_format: cannot be changed" in problems(load_format="dummy")
+    known = config.flatten(Config())
+    for field in filter(None, ENGINE_ARGUMENTS.values()):
+        assert all(part in known for part in field.split(" + ")), field
+    own = {*_own_arguments(good(), on_cpu=True), "distributed_executor_backend"}
+    assert own <= ENGINE_ARGUMENTS.keys() <= set(engine_argument_names())
 
 
 def test_importing_the_config_is_light():
@@ -164,3 +260,6 @@ def test_an_old_logprob_pass_is_made_only_for_methods_that_need_one():
     assert columns(updates=1, kl_coef=0.1) == {"ref_logprobs"}
     assert columns(updates=1, kl_coef=0.1, kl_in="reward") == {"ref_logprobs", "old_logprobs"}
     assert columns(updates=1, advantage="gae") == {"values"}
+    assert columns(updates=1, advantage="otb") == {"square_probs", "old_logprobs"}
+    assert columns(updates=1, advantage="prime") == {"prm_logprobs", "ref_logprobs"}
+    assert columns(updates=1, entropy_options={"keep_frac": 0.2}) == {"old_logprobs"}

@@ -1,6 +1,9 @@
-"""The engine adapter on real vLLM: what it samples, what it says of it, and where it runs."""
+"""Both engines, really run: what they sample, what they say of it, and where they run."""
 
 from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,11 +16,13 @@ from spmdrl.engine.protocol import Request
 PROMPTS = ((5, 6, 7, 8), (9, 10, 11, 12, 13), (5, 6, 7, 8))
 
 
-def engine_config(model: str, **layout) -> Config:
+def engine_config(model: str, *, kind: str = "vllm", options: dict | None = None,
+                  **layout) -> Config:
     return Config(
         layout=Layout(device="cpu", **layout), model=config.Model(path=model),
         data=config.Data(max_prompt_tokens=48), sampling=config.Sampling(max_response_tokens=16),
-        engine=config.Engine(dtype="float32", cpu_kv_cache_gib=0.1),
+        engine=config.Engine(kind=kind, dtype="float32", cpu_kv_cache_gib=0.1, max_num_seqs=8,
+                             options=options or {}),
     )
 
 
@@ -31,48 +36,134 @@ def draw(engine, order, *, temperature=1.0, max_tokens=12, stop=()):
     return done
 
 
-def on_engine(cfg: Config) -> dict | None:
-    from spmdrl.engine.vllm import Engine
+def most_under_way(engine) -> int:
+    """Queue more than fit; return the most that had tokens and were unfinished after a step."""
+    for i in range(12):
+        engine.add(Request(f"many-{i}", PROMPTS[i % 3], 4, 1.0, i, ()))
+    most = 0
+    while engine.is_busy:
+        engine.step()
+        most = max(most, sum(bool(c.tokens) for c in engine.unfinished()))
+    return most
+
+
+def swap(engine, *, mode: str, folders: tuple[str, str]) -> dict:
+    """Exchange the weights in the middle of sequences; they are the old ones again at the end."""
+    from safetensors.torch import load_file
+
+    rollout = config.Rollout(schedule={"kv_cache": mode})
+    engine.cfg = dataclasses.replace(engine.cfg, rollout=rollout)
+    engine.weights_changed(7)
+    for i in range(6):
+        # The last two come later, and share the prompt of one that is under way.
+        engine.add(Request(f"{mode}-{i}", PROMPTS[i % 3], 12 - i, 1.0, 100 + i, ()))
+    done: dict = {}
+    for _ in range(4):
+        done |= {c.key: c for c in engine.step()}
+    partial = {c.key: c for c in engine.unfinished()}
+    for version, folder in ((8, folders[0]), (9, folders[1])):
+        engine.reload_weights(load_file(f"{folder}/model.safetensors").items())
+        engine.weights_changed(version)
+        engine.add(Request(f"{mode}-{version}", PROMPTS[0], 5, 1.0, version, ()))
+        for _ in range(3):
+            done |= {c.key: c for c in engine.step()}
+    while engine.is_busy:
+        done |= {c.key: c for c in engine.step()}
+    return {"partial": partial, "done": done}
+
+
+def vllm_details(engine) -> dict:
+    from vllm.engine.arg_utils import EngineArgs
+
+    from spmdrl.config.options import engine_argument_names
+
+    names = {f.name for f in dataclasses.fields(EngineArgs) if not f.name.startswith("_")}
+    assert set(engine_argument_names()) == names
+    return {"caches": engine._llm.vllm_config.cache_config.enable_prefix_caching}
+
+
+def on_engine(cfg: Config, other: str = "") -> dict | None:
+    from spmdrl.engine import make_engine
     from spmdrl.world import World
 
     world = World.start(cfg)
     before = torch.random.get_rng_state()
-    engine = Engine(cfg, world)
+    engine = make_engine(cfg, world)
     assert torch.equal(before, torch.random.get_rng_state()), "the engine moved our generator"
     found = None
     if world.is_inference:
         warm = draw(engine, range(12), temperature=0.7)
         found = {
             "forward": draw(engine, range(12)), "backward": draw(engine, reversed(range(12))),
+            "alone": draw(engine, [7]), "most": most_under_way(engine),
             "warm": warm, "greedy": draw(engine, range(3), temperature=0.0),
-            "scored": [engine.score([PROMPTS[int(k) % 3] + c.tokens])[0]
-                       for k, c in sorted(warm.items())],
+            "scored": engine.score([PROMPTS[int(k) % 3] + c.tokens
+                                    for k, c in sorted(warm.items())]),
         }
+        if cfg.engine.kind == "vllm":
+            found |= vllm_details(engine)
         stop = found["greedy"]["0"].tokens[2]
         found["stopped"] = draw(engine, [0], temperature=0.0, stop=(stop,))["0"]
-        engine.add(Request("gone", PROMPTS[0], 12, 1.0, 1, ()))
-        engine.abort(["gone"])
-        assert not engine.is_busy
         engine.weights_changed(3)
         assert engine.version == 3
+        if other:
+            found["swapped"] = {
+                mode: swap(engine, mode=mode, folders=(other, cfg.model.path))
+                for mode in ("recompute", "keep")}
     engine.close()
     world.close()
     return found
 
 
 @pytest.fixture(scope="module")
-def found(tiny_model) -> dict:
-    trainer, generator = run_ranks(
-        2, on_engine, engine_config(str(tiny_model), placement="split", world_size=2))
+def other_model(tiny_model, tmp_path_factory) -> Path:
+    """The tiny model with other weights."""
+    import shutil
+
+    from safetensors.torch import load_file, save_file
+
+    folder = tmp_path_factory.mktemp("models") / "other"
+    shutil.copytree(tiny_model, folder)
+    weights = load_file(folder / "model.safetensors")
+    noise = torch.Generator().manual_seed(0)
+    save_file({n: w + 0.1 * torch.randn(w.shape, generator=noise) for n, w in weights.items()},
+              folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def found_by(kind: str, tiny_model: Path, other_model: Path) -> dict:
+    cfg = engine_config(str(tiny_model), kind=kind, placement="split", world_size=2)
+    trainer, generator = run_ranks(2, on_engine, cfg, str(other_model))
     assert trainer is None
     return generator
 
 
-def test_samples_do_not_depend_on_request_order(found):
+@pytest.fixture(scope="module")
+def vllm_found(tiny_model, other_model) -> dict:
+    return found_by("vllm", tiny_model, other_model)
+
+
+@pytest.fixture(scope="module")
+def transformers_found(tiny_model, other_model) -> dict:
+    return found_by("transformers", tiny_model, other_model)
+
+
+@pytest.fixture(scope="module", params=["vllm", "transformers"])
+def found(request) -> dict:
+    return request.getfixturevalue(f"{request.param}_found")
+
+
+def test_samples_do_not_depend_on_what_else_is_drawn(found):
     for key, completion in found["forward"].items():
-        assert found["backward"][key].tokens == completion.tokens
+        for other in (found["backward"][key], found["alone"].get(key, completion)):
+            assert other.tokens == completion.tokens
+            assert other.logprobs == pytest.approx(completion.logprobs, abs=1e-5)
     # different seeds of the same prompt differ
     assert found["forward"]["0"].tokens != found["forward"]["3"].tokens
+
+
+def test_no_more_sequences_are_under_way_than_max_num_seqs(found):
+    assert found["most"] == 8
 
 
 def test_logprobs_are_those_of_the_distribution_sampled_from(found, tiny_model):
@@ -91,16 +182,71 @@ def test_logprobs_are_those_of_the_distribution_sampled_from(found, tiny_model):
             assert torch.allclose(got, want, atol=2e-4), (got - want).abs().max()
 
 
+def logprobs_of(folder: Path, key: str, completion) -> torch.Tensor:
+    """What transformers says of a completion's tokens."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    number = int(key.split("-")[1])
+    prompt = PROMPTS[number % 3 if number < 6 else 0]
+    with torch.no_grad():
+        logits = model(torch.tensor([prompt + completion.tokens])).logits[0].float()
+    logprobs = torch.log_softmax(logits, -1)[len(prompt) - 1 : -1]
+    return logprobs.gather(1, torch.tensor(completion.tokens)[:, None])[:, 0]
+
+
+def test_each_token_carries_the_version_that_sampled_it(found, tiny_model, other_model):
+    swapped = found["swapped"]["recompute"]
+    mixed = 0
+    for key, completion in swapped["done"].items():
+        number = int(key.split("-")[1])
+        assert list(completion.versions) == sorted(completion.versions)
+        assert set(completion.versions) <= ({7, 8, 9} if number < 6 else {number, 9})
+        assert len(completion.versions) == len(completion.tokens) == len(completion.logprobs)
+        mixed += len(set(completion.versions)) == 3
+        by_model = {folder: logprobs_of(folder, key, completion)
+                    for folder in (tiny_model, other_model)}
+        for i, version in enumerate(completion.versions):
+            own = by_model[other_model if version == 8 else tiny_model][i]
+            assert abs(own - completion.logprobs[i]) < 2e-4, (key, i, version)
+    assert mixed >= 4
+    # What was drawn before the exchange is kept, as it was seen then.
+    for key, partial in swapped["partial"].items():
+        done, count = swapped["done"][key], len(partial.tokens)
+        assert count >= 3 and set(partial.versions) == {7} and not partial.is_truncated
+        assert done.tokens[:count] == partial.tokens
+        assert done.logprobs[:count] == partial.logprobs
+
+
+def test_a_kept_cache_serves_unfinished_sequences_and_no_new_one(found, tiny_model, other_model):
+    swapped = found["swapped"]["keep"]
+    gaps = []
+    for key, completion in swapped["done"].items():
+        is_new = int(key.split("-")[1]) > 6
+        for version, folder in ((8, other_model), (9, tiny_model)):
+            own = logprobs_of(folder, key, completion)
+            at = [i for i, v in enumerate(completion.versions) if v == version]
+            gap = [abs(float(own[i]) - completion.logprobs[i]) for i in at]
+            if is_new and set(completion.versions) == {version}:
+                assert max(gap) < 2e-4, "a new sequence used what older weights computed"
+            elif not is_new:
+                gaps += gap
+    assert max(gaps) > 1e-2, "the cache was made anew"
+
+
 def test_finish_reasons_and_the_stop_token_are_kept(found):
     assert all(c.is_truncated and len(c.tokens) == 12 for c in found["greedy"].values())
     assert not found["stopped"].is_truncated
     assert found["stopped"].tokens == found["greedy"]["0"].tokens[: len(found["stopped"].tokens)]
 
 
-def test_tensor_parallel_ranks_agree_with_each_other_and_with_one_rank(found, tiny_model):
+def test_tensor_parallel_ranks_agree_with_each_other_and_with_one_rank(vllm_found, tiny_model):
+    found = vllm_found
     layout = dict(placement="split", world_size=4, trainer_ranks=2, inference_tp=2)
-    results = run_ranks(4, on_engine, engine_config(str(tiny_model), **layout))
+    options = {"enable_prefix_caching": False, "enforce_eager": False}
+    results = run_ranks(4, on_engine, engine_config(str(tiny_model), options=options, **layout))
     assert results[:2] == [None, None]
+    assert found["caches"] and not results[2]["caches"], "engine.options reach vLLM"
     for part in ("forward", "greedy"):
         assert {k: c.tokens for k, c in results[2][part].items()} == {
             k: c.tokens for k, c in results[3][part].items()}

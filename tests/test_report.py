@@ -59,9 +59,8 @@ def test_a_free_part_must_be_there(name: str) -> None:
 
 
 def test_every_entry_of_the_glossary_is_filled_and_prefixed() -> None:
-    prefixes = {"rollout", "reward", "policy", "value", "preference", "reward_model", "loss",
-                "sync", "time", "perf", "mem", "data",
-                "eval"}
+    prefixes = {"rollout", "reward", "policy", "value", "prm", "preference", "reward_model",
+                "loss", "sync", "time", "perf", "mem", "data", "eval", "environment"}
     for name, metric in GLOSSARY.items():
         assert name.split("/")[0] in prefixes, name
         assert all(metric), name

@@ -137,7 +137,7 @@ def test_a_tracker_that_is_down_is_said_once_and_stops_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     uri = f"http://127.0.0.1:{free_port()}"
-    cfg = config(tmp_path, tracker="mlflow", mlflow_uri=uri)
+    cfg = config(tmp_path, tracker="mlflow", mlflow={"uri": uri})
     with one_rank() as group:
         report = Report(cfg, SmallWorld(cfg, group))
         report.start({}, step=0)

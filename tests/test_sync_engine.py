@@ -1,4 +1,4 @@
-"""The weight stream with real vLLM engines, real DTensor shards and real processes."""
+"""The weight stream with real engines, real DTensor shards and real processes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from spmdrl.config import Config, Data, Engine, Layout, Model, Sampling, Stream
 PROMPTS = [[5, 9, 12, 7, 30, 21], [1, 8, 40, 41, 42, 8, 9, 3, 17]]
 
 
-def make_config(folder: Path, *, layout: Layout, dtype: str = "bfloat16",
+def make_config(folder: Path, *, layout: Layout, dtype: str = "bfloat16", kind: str = "vllm",
                 stream: Stream | None = None) -> Config:
     """Return a config of a small world on this machine."""
     return Config(
@@ -25,7 +25,7 @@ def make_config(folder: Path, *, layout: Layout, dtype: str = "bfloat16",
         model=Model(path=str(folder), compute_dtype="float32"),
         data=Data(train="task:addition", size=8, max_prompt_tokens=32),
         sampling=Sampling(max_response_tokens=32),
-        engine=Engine(dtype=dtype, cpu_kv_cache_gib=0.05, max_num_seqs=8,
+        engine=Engine(kind=kind, dtype=dtype, cpu_kv_cache_gib=0.05, max_num_seqs=8,
                       max_batched_tokens=256),
         stream=stream or Stream(bucket_bytes=64 * 2**10, verify_every=1),
     )
@@ -47,24 +47,24 @@ def whole_state(policy: Any, world: Any) -> dict[str, Tensor]:
     return {n: torch.from_numpy(a) for n, a in first.items()}
 
 
-def parameters_loaded_by_vllm(model: torch.nn.Module, state: dict[str, Tensor]) -> list[Tensor]:
-    """Return the engine's parameters after vLLM's own loader wrote `state` over rubbish."""
+def parameters_loaded(engine: Any, state: dict[str, Tensor]) -> list[Tensor]:
+    """Return the engine's parameters after its own loader wrote `state` over rubbish."""
     with torch.no_grad():
-        for p in model.parameters():
+        for p in engine.model.parameters():
             p.fill_(7.0)
-        model.load_weights(iter(state.items()))
-    return [p.detach().clone() for p in model.parameters()]
+        engine.load_weights(iter(state.items()))
+    return [p.detach().clone() for p in engine.model.parameters()]
 
 
 def push_and_compare(cfg: Config, also_reload: bool) -> dict[str, Any]:
-    """Push changed weights and hold every engine parameter against vLLM's own loading of them."""
-    from spmdrl.engine.vllm import Engine as VllmEngine
+    """Push changed weights and hold every engine parameter against its own loading of them."""
+    from spmdrl.engine import make_engine
     from spmdrl.policy import Policy
     from spmdrl.sync.stream import WeightStream
     from spmdrl.world import World
 
     world = World.start(cfg)
-    engine, policy = VllmEngine(cfg, world), Policy(cfg, world)
+    engine, policy = make_engine(cfg, world), Policy(cfg, world)
     stream = WeightStream(policy, engine, world)
     if also_reload:
         reloading = WeightStream(policy, engine, with_mode(world, "reload"))
@@ -82,7 +82,7 @@ def push_and_compare(cfg: Config, also_reload: bool) -> dict[str, Any]:
         seen.append([p.detach().clone() for p in own.values()])
         if world.is_inference:
             assert engine.version == version
-            right = parameters_loaded_by_vllm(engine.model, state)
+            right = parameters_loaded(engine, state)
             found["differing"] += [(version, n) for n, a, b in zip(own, seen[-1], right)
                                    if not torch.equal(a, b)]
             found["checked"] += len(own)
@@ -183,6 +183,8 @@ LAYOUTS = {
                                  "float32", {"tied": True}),
     "colocated_2": (Layout(placement="colocated", world_size=2), "gemma3", "float32",
                     {"tied": True}),
+    "transformers_split_2_2": (Layout(world_size=4, trainer_ranks=2), "qwen2", "bfloat16",
+                               {"tied": True}),
     "colocated_4_tp2_tp2": (Layout(placement="colocated", world_size=4, tp=2, inference_tp=2),
                             "qwen3", "bfloat16", {}),
 }
@@ -193,8 +195,9 @@ def test_engines_hold_the_trainers_weights_bit_for_bit_after_each_push(case, tmp
     layout, architecture, dtype, fields = LAYOUTS[case]
     folder = make_folder(tmp_path, architecture, **fields)
     also_reload = case == "split_2_2_tp2"
+    kind = "transformers" if case.startswith("transformers") else "vllm"
     results = run_ranks(layout.world_size, push_and_compare,
-                        make_config(folder, layout=layout, dtype=dtype), also_reload,
+                        make_config(folder, layout=layout, dtype=dtype, kind=kind), also_reload,
                         timeout_s=300)
     is_colocated = layout.placement == "colocated"
     engines = results[0 if is_colocated else layout.trainer_ranks:]

@@ -31,7 +31,7 @@ class Loader(nn.Module):
 def replay(model: nn.Module, weights: dict[str, Tensor]) -> tuple[list[Tensor], list[str]]:
     """Trace, then do the traced copies by hand; return the parameters and the reasons."""
     names = {n: (tuple(w.shape), w.dtype) for n, w in weights.items()}
-    trace = trace_loader(model, names)
+    trace = trace_loader(model, names, load=model.load_weights)
     assert all(bool((p == 7).all()) for p in model.parameters()), "tracing wrote something"
     for copy in trace.copies:
         at = tuple(slice(a, a + n) for a, n in zip(copy.box.start, copy.box.shape))
@@ -73,7 +73,7 @@ def test_padding_and_tied_parameters_count_as_covered():
     model = Loader(load, table=(8, 2))
     model.head = nn.Module()
     model.head.weight = model.table
-    trace = trace_loader(model, {"table": ((5, 2), F32)})
+    trace = trace_loader(model, {"table": ((5, 2), F32)}, load=model.load_weights)
     assert trace.reasons == [] and [c.box for c in trace.copies] == [Box((0, 0), (5, 2))]
 
 
@@ -81,7 +81,7 @@ def reasons_of(load: Any, **shapes: tuple[int, ...]) -> str:
     """Return why a loader of one or two parameters cannot be traced."""
     model = Loader(load, **shapes)
     names = {n: (s, F32) for n, s in shapes.items()}
-    return "\n".join(trace_loader(model, names).reasons)
+    return "\n".join(trace_loader(model, names, load=model.load_weights).reasons)
 
 
 def test_reasons_name_the_parameter_and_what_is_wrong_with_it():
@@ -110,7 +110,7 @@ def test_a_tensor_made_from_weights_after_loading_is_a_reason():
     model = Loader(lambda p, w: p["a"].data.copy_(w["a"]), a=(4, 2))
     model.absorbed = torch.zeros(4, 2)
     assert "absorbed: is a [4, 2] tensor made after loading" in "".join(
-        trace_loader(model, {"a": ((4, 2), F32)}).reasons)
+        trace_loader(model, {"a": ((4, 2), F32)}, load=model.load_weights).reasons)
 
 
 def check_held_boxes(mesh_shape: tuple[int, int, int]) -> list[str]:

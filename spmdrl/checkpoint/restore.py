@@ -203,8 +203,8 @@ _FREE = (
     "output_dir", "steps", "dry_run", "layout.", "stream.", "checkpoint.", "evaluate.", "report.",
     "data.eval", "data.eval_size", "rewards.workers", "rewards.timeout_s",
     "engine.gpu_memory_frac", "engine.cpu_kv_cache_gib", "engine.max_num_seqs",
-    "engine.max_batched_tokens", "engine.enforce_eager", "engine.prefix_caching",
-    "model.activation_checkpointing", "model.head_chunk_tokens", "batch.tokens_per_microbatch",
+    "engine.max_batched_tokens", "model.activation_checkpointing", "model.head_chunk_tokens",
+    "batch.tokens_per_microbatch",
 )
 
 
@@ -225,9 +225,16 @@ def config_differences(saved: dict[str, Any], cfg: Config) -> list[str]:
 
 
 def _differences(saved: dict[str, Any], cfg: Config) -> list[str]:
-    now, old = disk.plain(flatten(cfg)), disk.plain(flatten(Config()) | saved)
+    now, old = (_without_recording(disk.plain(flat))
+                for flat in (flatten(cfg), flatten(Config()) | saved))
     return [f"{name}: {old[name]!r} in the checkpoint, {now.get(name, 'unknown')!r} now"
             for name in old if name not in now or old[name] != now[name]]
+
+
+def _without_recording(flat: dict[str, Any]) -> dict[str, Any]:
+    """Return a config without what it records: only what it replays shapes the result."""
+    record = flat["rollout.record"]
+    return flat | {"rollout.record": {k: v for k, v in record.items() if k != "every"}}
 
 
 def _tensor_differences(reader: disk.TensorReader, tensors: dict[str, Tensor]) -> list[str]:

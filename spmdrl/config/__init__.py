@@ -8,12 +8,12 @@ what is wrong with one. Importing this package pulls in neither torch nor vllm, 
 from spmdrl.config.check import validate
 from spmdrl.config.fields import (
     Algorithm, Batch, Checkpoint, Config, Critic, Data, Engine, Evaluate, Layout, Model, Optimizer,
-    Options, Report, Rewards, Sampling, Stream, inference_ranks, trainer_ranks,
+    Options, Report, Rewards, Rollout, Sampling, Stream, inference_ranks, trainer_ranks,
 )
 from spmdrl.config.read import dump, flatten, from_dict, load_yaml, parse
 
 __all__ = [
     "Algorithm", "Batch", "Checkpoint", "Config", "Critic", "Data", "Engine", "Evaluate", "Layout",
-    "Model", "Optimizer", "Options", "Report", "Rewards", "Sampling", "Stream", "dump", "flatten",
+    "Model", "Optimizer", "Options", "Report", "Rewards", "Rollout", "Sampling", "Stream", "dump", "flatten",
     "from_dict", "inference_ranks", "load_yaml", "parse", "trainer_ranks", "validate",
 ]

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import operator
 
-from spmdrl.config.fields import Config, inference_ranks, trainer_ranks, trains_on_pairs
+from spmdrl.config.fields import (
+    Config, inference_ranks, replay_folder, trainer_ranks, trains_on_pairs,
+)
+from spmdrl.config.options import option_problems
 from spmdrl.data.tasks import is_generated
+from spmdrl.environments.serve import environment_problems
+from spmdrl.rewards.signatures import reward_models
 
 
 def validate(cfg: Config) -> list[str]:
     """Return every problem of a config as `field: what, value seen, what to do`."""
     return [
         *_layout_problems(cfg), *_range_problems(cfg), *_method_problems(cfg),
+        *option_problems(cfg),
     ]
 
 
@@ -40,17 +46,23 @@ def _layout_problems(cfg: Config) -> list[str]:
             f"layout.inference_tp: {engines} inference ranks / inference_tp "
             f"{layout.inference_tp} = {engines / layout.inference_tp:g} replicas, not whole"
         )
+    if cfg.engine.kind == "transformers" and layout.inference_tp > 1:
+        problems.append(
+            f"layout.inference_tp: {layout.inference_tp} with engine.kind transformers, whose "
+            "engine holds the whole model on one rank; set it to 1, or take vllm"
+        )
     if layout.placement == "split" and trainers % layout.inference_tp:
         problems.append(
             f"layout.trainer_ranks: vLLM lays tensor-parallel groups of {layout.inference_tp} "
             f"over all ranks from 0, so trainer_ranks {trainers} must be a multiple of "
             f"inference_tp {layout.inference_tp} (got {trainers / layout.inference_tp:g})"
         )
-    if (layout.placement == "offline") != (cfg.algorithm.objective != "rl"):
+    samples = cfg.algorithm.objective == "rl" and not replay_folder(cfg)
+    if (layout.placement == "offline") == samples:
         problems.append(
             f"layout.placement: {layout.placement} with objective {cfg.algorithm.objective}; sft, "
-            "preference, reward_model and distill run `offline` (no engine), rl `split` or "
-            "`colocated`"
+            "preference, reward_model, distill, and rl by rollout.record.replay, run `offline` (no "
+            "engine), else rl `split` or `colocated`"
         )
     return problems
 
@@ -61,14 +73,13 @@ def _range_problems(cfg: Config) -> list[str]:
         "steps": 1, "lag": 0, "batch.prompts_per_step": 1, "batch.group_size": 1,
         "batch.tokens_per_microbatch": 1, "batch.updates_per_step": 1, "data.size": 0,
         "data.eval_size": 0, "data.max_prompt_tokens": 1, "sampling.max_response_tokens": 1,
-        "model.head_chunk_tokens": 1, "optimizer.warmup_steps": 0, "optimizer.max_grad_norm": 0,
+        "model.head_chunk_tokens": 1, "optimizer.max_grad_norm": 0,
         "optimizer.lr": 0, "critic.lr": 0, "critic.warmup_steps": 0,
         "engine.max_num_seqs": 1, "engine.max_batched_tokens": 1,
         "stream.bucket_bytes": 1024, "stream.verify_every": 0, "rewards.workers": 1,
         "checkpoint.every_steps": 0, "checkpoint.keep_last": 1, "evaluate.every_steps": 0,
         "evaluate.samples": 1, "evaluate.temperature": 0, "algorithm.kl_coef": 0,
-        "report.table_every": 1,
-        "report.samples_every": 0, "layout.wait_timeout_s": 1, "layout.startup_timeout_s": 1,
+        "layout.wait_timeout_s": 1, "layout.startup_timeout_s": 1,
     }
     for name, low in at_least.items():
         value = operator.attrgetter(name)(cfg)
@@ -111,17 +122,23 @@ def _range_problems(cfg: Config) -> list[str]:
 
 def _method_problems(cfg: Config) -> list[str]:
     from spmdrl.algorithms import registry
+    from spmdrl.algorithms.kl import estimator_options
 
     problems = []
     rewards = cfg.rewards
     if rewards.weights and len(rewards.weights) != len(rewards.functions):
         problems.append(f"rewards.weights: {len(rewards.weights)} weights for "
                         f"{len(rewards.functions)} functions")
+    problems += _coefficient_problems(cfg)
     if cfg.algorithm.objective == "sft":
         return problems
     if cfg.algorithm.objective != "rl":
+        if cfg.rollout.environment:
+            problems.append(f"rollout.environment: the objective {cfg.algorithm.objective} samples "
+                            "nothing; empty it")
         return problems + _offline_problems(cfg)
-    if not rewards.functions and not is_generated(cfg.data.train):
+    environment = cfg.rollout.environment
+    if not rewards.functions and not environment and not is_generated(cfg.data.train):
         problems.append("rewards.functions: is empty and data.train is not a generated task with "
                         "a grader of its own; name at least one reward function")
     chosen = cfg.algorithm
@@ -129,12 +146,12 @@ def _method_problems(cfg: Config) -> list[str]:
         ("advantage", chosen.advantage, chosen.advantage_options),
         ("loss", chosen.loss, chosen.loss_options),
         ("correction", chosen.correction, chosen.correction_options),
-        ("kl", chosen.kl, chosen.kl_options),
+        ("kl", chosen.kl, estimator_options(chosen.kl_options)),
     ):
         problems += [f"algorithm.{kind}{text}" for text in registry.problems(kind, name, options)]
     if not problems:
         problems += _combination_problems(cfg)
-    problems += _shaping_problems(cfg)
+    problems += _reward_problems(cfg)
     if cfg.batch.group_size == 1 and registry.needs_group(chosen.advantage):
         problems.append(
             f"batch.group_size: 1 with advantage {chosen.advantage}, whose baseline is the other "
@@ -165,18 +182,47 @@ def _offline_problems(cfg: Config) -> list[str]:
     if is_distilled and not cfg.model.teacher:
         problems.append("model.teacher: is empty, and the objective distill follows a teacher; "
                         "name a model")
-    if is_distilled and cfg.layout.tp > 1:
-        problems.append(f"layout.tp: {cfg.layout.tp} with the objective distill, which needs the "
-                        "whole vocabulary on each rank; set it to 1")
     return problems
 
 
-def _shaping_problems(cfg: Config) -> list[str]:
+def _coefficient_problems(cfg: Config) -> list[str]:
+    """Return what is wrong with the options that move the weights of entropy and KL."""
+    from spmdrl.algorithms.entropy import entropy_problems
+    from spmdrl.algorithms.shaping import KL_CONTROLLER, kl_controller_problems
+
+    chosen = cfg.algorithm
+    moved = {"entropy_options": list(chosen.entropy_options),
+             "kl_options": [name for name in KL_CONTROLLER if name in chosen.kl_options]}
+    if chosen.objective != "rl":
+        return [f"algorithm.{field}.{names[0]}: has no effect under the objective "
+                f"{chosen.objective}, only under rl; take it out"
+                for field, names in moved.items() if names]
+    entropy = entropy_problems(chosen.entropy_options, entropy_coef=chosen.entropy_coef)
+    kl = kl_controller_problems(chosen.kl_options, kl_coef=chosen.kl_coef,
+                                num_samples=cfg.batch.prompts_per_step * cfg.batch.group_size)
+    return [*(f"algorithm.entropy_options.{problem}" for problem in entropy),
+            *(f"algorithm.kl_options.{problem}" for problem in kl)]
+
+
+def _reward_problems(cfg: Config) -> list[str]:
     from spmdrl.algorithms.shaping import shaping_problems
 
-    limit = cfg.sampling.max_response_tokens
-    found = shaping_problems(cfg.rewards.shaping, max_response_tokens=limit)
-    return [f"rewards.shaping.{problem}" for problem in found]
+    limit, functions = cfg.sampling.max_response_tokens, cfg.rewards.functions
+    problems = [f"rewards.shaping.{problem}" for problem in shaping_problems(
+        cfg.rewards.shaping, max_response_tokens=limit)]
+    for spec in filter(is_generated, functions):
+        if spec not in (cfg.data.train, cfg.data.eval):
+            problems.append(f"rewards.functions: {spec} grades problems of its own, and data.train "
+                            f"is {cfg.data.train}; name it there, or another reward function")
+    models = reward_models(functions)
+    if "" in models.values():
+        problems.append("rewards.functions: `model:` names no folder; write model:PATH")
+    if models and len(models) == len(functions) and cfg.evaluate.every_steps:
+        problems.append(
+            f"rewards.functions: all {len(models)} are models, which score in training alone, so "
+            "held-out problems would have no reward; add a reward function, or set "
+            f"evaluate.every_steps to 0 (it is {cfg.evaluate.every_steps})")
+    return problems
 
 
 def _combination_problems(cfg: Config) -> list[str]:
@@ -208,13 +254,21 @@ def _combination_problems(cfg: Config) -> list[str]:
         if chosen.kl_coef and chosen.kl_in == "reward":
             problems.append(f"algorithm.kl_in: reward with the advantage {chosen.advantage}, which "
                             "reads the reward functions one by one; set it to loss")
-    if "values" in asked:
+    if "greedy_rewards" in asked and reward_models(cfg.rewards.functions):
+        problems.append(f"rewards.functions: has a model, which scores sampled responses alone, "
+                        f"and the advantage {chosen.advantage} needs the reward of greedy ones; "
+                        "take another advantage, or functions only")
+    if chosen.kl_coef and chosen.kl_in == "reward" and registry.is_per_token(advantage) and (
+            "kl_rewards" not in asked):
+        problems.append(f"algorithm.kl_in: reward with the advantage {chosen.advantage}, which has "
+                        "no place for a KL in the reward; set it to loss")
+    if "values" in asked or "prm_logprobs" in asked:
         problems += _critic_problems(cfg)
     return problems
 
 
 def _critic_problems(cfg: Config) -> list[str]:
-    """Return what is wrong with the value model; only asked where the advantage wants one."""
+    """Return what is wrong with the section `critic`, asked where the advantage uses it."""
     from spmdrl.algorithms import registry
 
     problems, chosen = [], cfg.algorithm
@@ -224,10 +278,9 @@ def _critic_problems(cfg: Config) -> list[str]:
             "that trains the policy; lower it or raise steps"
         )
     advantage = registry.get("advantage", chosen.advantage)
-    trial = registry.trial_inputs("advantage", is_per_token=True)
-    if registry.call(advantage, trial, chosen.advantage_options)[1] is None:
+    if registry.trial_of_advantage(advantage, chosen.advantage_options)[1] is None:
         problems.append(
-            f"algorithm.advantage: {chosen.advantage} asks for values and returns None as their "
-            "targets; return (advantages, returns)"
+            f"algorithm.advantage: {chosen.advantage} asks for a model that is trained beside the "
+            "policy and returns None as its targets; return (advantages, returns)"
         )
     return problems

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
-from typing import Annotated, Literal, Union
+from typing import Annotated, Any, Literal, Union
 
 import tyro
 import yaml
@@ -13,21 +14,26 @@ def _options_of(words: list[str]) -> dict:
     options = yaml.safe_load(words[0])
     if not isinstance(options, dict):
         raise ValueError(f"expected a mapping such as '{{name: 1.5}}', got {words[0]!r}")
-    return options
+    return {name: option_value(value) for name, value in options.items()}
+
+
+def option_value(value: Any) -> Any:
+    """Return an option as it is meant: YAML 1.1 reads 1e-8 as text, for want of a dot."""
+    is_number = isinstance(value, str) and re.fullmatch(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+", value)
+    return float(value) if is_number else value
 
 
 def _text_of(options: dict) -> list[str]:
     return [yaml.safe_dump(options, default_flow_style=True, width=1000).strip()]
 
 
-Options = Annotated[
-    dict[str, Union[bool, int, float, str]],
-    # As one YAML mapping: tyro would offer only the keys that the file already has.
-    tyro.constructors.PrimitiveConstructorSpec(
-        nargs=1, metavar="{NAME: VALUE}", instance_from_str=_options_of,
-        is_instance=lambda value: isinstance(value, dict), str_from_instance=_text_of,
-    ),
-]
+# As one YAML mapping: tyro would offer only the keys that the file already has.
+_mapping = tyro.constructors.PrimitiveConstructorSpec(
+    nargs=1, metavar="{NAME: VALUE}", instance_from_str=_options_of,
+    is_instance=lambda value: isinstance(value, dict), str_from_instance=_text_of,
+)
+Options = Annotated[dict[str, Union[bool, int, float, str]], _mapping]
+NestedOptions = Annotated[dict[str, Any], _mapping]
 
 
 @dataclass(frozen=True)
@@ -36,7 +42,8 @@ class Layout:
 
     placement: Literal["split", "colocated", "offline"] = "split"
     """`split`: ranks [0, trainer_ranks) train, the others generate. `colocated`: every rank
-    does both in turns. `offline`: every rank trains on a dataset, no engine is built."""
+    does both in turns. `offline`: every rank trains on a dataset, or on recorded rollouts; no
+    engine is built."""
     world_size: int = 2
     """Number of ranks. Must equal what the launcher started; written down here so that a
     layout can be checked without starting one."""
@@ -67,10 +74,17 @@ class Model:
     tokenizer: str = ""
     """Folder or hub name of the tokenizer; empty means the model's own."""
     reference: str = ""
-    """Frozen policy that KL terms and preference losses compare with; empty means `path`, the
-    policy as training began. Loaded, sharded like the policy, only if a method needs it."""
+    """Policy that KL terms and preference losses compare with, frozen unless reference_options
+    say otherwise; empty means `path`, the policy as training began. Loaded, sharded like the
+    policy, only if a method needs it."""
     teacher: str = ""
     """Model that distillation follows; it must share the policy's tokenizer."""
+    reference_options: Options = field(default_factory=dict)
+    """What becomes of the reference. {sync_every: 100, sync_mix: 0.6}: every 100 steps it takes
+    0.6 of the policy and keeps 0.4 of itself (TR-DPO; sync_mix is 1 if left out: it becomes the
+    policy). {cache: true}, offline: its logprobs of all rows are found once, before training,
+    and read from output_dir/reference_logprobs; the reference is freed. {cache: FOLDER} keeps
+    them there, for other runs with the same reference to use."""
     compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Dtype of forward and backward. Master weights and optimizer state stay float32."""
     attention: Literal["auto", "varlen", "flash", "padded"] = "auto"
@@ -155,7 +169,7 @@ class Algorithm:
     loss: str = "ppo_clip"
     """Policy loss. `sft` uses `sft`; `preference` needs one of its own: dpo, kto, simpo, orpo,
     cpo, sppo, nca, apo_zero, apo_down, bco; `reward_model` takes bradley_terry, `distill`
-    divergence."""
+    divergence or distill_topk."""
     loss_options: Options = field(default_factory=dict)
     """Its keyword options, e.g. {clip_low: 0.2, clip_high: 0.28}."""
     aggregation: Literal[
@@ -172,13 +186,20 @@ class Algorithm:
     kl: str = "k3"
     """Estimator of the KL to the reference: `k1`, `k2` or `k3`."""
     kl_options: Options = field(default_factory=dict)
-    """Its keyword options, e.g. {unbiased: true}."""
+    """Its keyword options, e.g. {unbiased: true}. Beside them {target: 0.01, horizon: 10000}
+    holds the KL at 0.01 nats per token: kl_coef, the first value, moves after each step, by at
+    most a fifth per 10000 samples."""
     kl_coef: float = 0.0
     """Weight of the KL to `model.reference`, per token in nats; 0 needs no reference."""
     kl_in: Literal["loss", "reward"] = "loss"
     """Whether the KL is a term of the loss, or taken off the rewards (where k1 is usual)."""
     entropy_coef: float = 0.0
     """Weight of the entropy bonus, per token in nats."""
+    entropy_options: Options = field(default_factory=dict)
+    """{keep_frac: 0.2}: only the fifth of the batch's tokens with the highest entropy enters the
+    policy loss. {target: 0.2, delta: 0.005, lower: 0, upper: 0.1}: entropy_coef, the first
+    value, moves by delta after each step, up while the entropy is below target; above it there
+    is no bonus. Both may be given."""
     mask_truncated: bool = False
     """Leave responses cut at max_response_tokens out of the loss (DAPO overlong filter)."""
 
@@ -189,41 +210,45 @@ class Optimizer:
 
     lr: float = 1e-6
     """Peak learning rate."""
-    betas: tuple[float, float] = (0.9, 0.95)
-    """AdamW momentum coefficients."""
-    eps: float = 1e-8
-    """AdamW epsilon."""
+    options: Options = field(default_factory=dict)
+    """AdamW's own, where they differ from {beta1: 0.9, beta2: 0.95, eps: 1e-8}."""
     weight_decay: float = 0.0
     """Decoupled decay, on matrices only (norms, biases and embeddings excluded)."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Shape after warm-up."""
-    warmup_steps: int = 0
-    """Steps of linear warm-up from 0."""
-    min_lr_frac: float = 0.1
-    """Final learning rate as a fraction of lr (linear and cosine)."""
+    schedule_options: Options = field(default_factory=dict)
+    """{warmup_steps: 10}: steps of linear warm-up from 0, none if left out. {min_lr_frac: 0.1}:
+    final learning rate as a fraction of lr, under linear and cosine; 0.1 if left out."""
     max_grad_norm: float = 1.0
     """Global gradient-norm bound; 0 switches clipping off."""
 
 
 @dataclass(frozen=True)
 class Critic:
-    """The value model of an advantage that asks for values (`gae`): sharded like the policy,
-    trained beside it with the rest of `optimizer`. Ignored, warm-up too, under any other."""
+    """The model that an advantage asks for and that is trained beside the policy, sharded like
+    it, with the rest of `optimizer`: the value model of `gae`, which learns the returns, or the
+    implicit process reward model of `prime`, which learns the outcomes. Ignored, warm-up too,
+    under an advantage that asks for neither."""
 
     path: str = ""
-    """Folder or hub name it starts from: a causal LM or a model with a scalar head, with the
-    policy's tokenizer. Empty means model.path. A head that is not there starts at zero."""
+    """Folder or hub name it starts from: a causal LM with the policy's tokenizer, or for `gae`
+    a model with a scalar head. Empty means model.path. A head that is not there starts at
+    zero."""
     lr: float = 1e-5
-    """Peak learning rate. Ten times the policy's default: the head starts from nothing."""
+    """Peak learning rate. Ten times the policy's default: a head starts from nothing. `prime`
+    has none; its paper takes 1e-6."""
     warmup_steps: int = 0
-    """First steps that train the value model alone, since advantages of a model that knows
-    nothing mislead. The policy's schedule counts them; its metrics are absent in them."""
+    """First steps that train this model alone, since advantages of a model that knows nothing
+    mislead. The policy's schedule counts them; its metrics are absent in them."""
 
 
 @dataclass(frozen=True)
 class Engine:
-    """The vLLM engine of an inference rank."""
+    """The engine of an inference rank."""
 
+    kind: Literal["vllm", "transformers"] = "vllm"
+    """`transformers` generates with the model's own modules, one rank to an engine, where vLLM
+    does not run."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Dtype of the engine's weights; trainer shards are cast to it by the sender."""
     gpu_memory_frac: float = 0.85
@@ -231,16 +256,17 @@ class Engine:
     cpu_kv_cache_gib: float = 0.5
     """KV cache size on the CPU, GiB per rank."""
     max_num_seqs: int = 256
-    """Sequences decoded together in one replica."""
+    """Sequences decoded together in one replica; fewer where the KV cache has no room. To
+    `transformers` every sequence is as long as prompt and response may be."""
     max_batched_tokens: int = 8192
     """Token budget of one engine step."""
-    enforce_eager: bool = False
-    """Switch CUDA graphs and compilation off (the CPU always runs eagerly)."""
-    prefix_caching: bool = True
-    """Share the prefill of a prompt's samples."""
+    options: Options = field(default_factory=dict)
+    """Further arguments of vLLM's engine alone, by their names in `EngineArgs`, e.g.
+    {enforce_eager: true} (no CUDA graphs and no compilation; always so on the CPU) or
+    {enable_prefix_caching: false} (by default the samples of a prompt share its prefill)."""
     seed_per_request: bool = True
     """Key every sample by (seed, step, prompt, sample): same tokens whatever rank draws them.
-    Costs about 8% of throughput at 256 sequences."""
+    Costs vLLM about 8% of throughput at 256 sequences, and `transformers` nothing."""
 
 
 @dataclass(frozen=True)
@@ -251,7 +277,7 @@ class Stream:
     """Bytes of one bucket; extra memory is two buckets in flight per rank and role."""
     mode: Literal["auto", "traced", "reload"] = "auto"
     """`traced` writes slices in place and refuses what it cannot prove; `reload` sends whole
-    tensors through vLLM's layerwise loader; `auto` traces and falls back, saying why."""
+    tensors through the engine's own loader; `auto` traces and falls back, saying why."""
     verify_every: int = 0
     """Compare per-chunk checksums every N pushes; 0 means after the first push only."""
     max_logprob_gap: float = 0.1
@@ -259,11 +285,40 @@ class Stream:
 
 
 @dataclass(frozen=True)
+class Rollout:
+    """How responses come about beyond one answer per prompt and one burst per step."""
+
+    schedule: Options = field(default_factory=dict)
+    """Departures from "a step samples its prompts to the end". {in_flight: true}, with lag 1 or
+    more and split placement: engines take new weights between two tokens as soon as the trainers
+    are done, and go on; every token keeps the version that sampled it. {over_sample: 1.5}: half
+    as many groups more are under way than a step needs; the first that are complete make it, the
+    others go on into the next steps. For both, {kv_cache: keep} leaves the cache of unfinished
+    sequences as older weights made it, instead of making a new one. {max_staleness: 2}: steps
+    that a token may be old; the least that the rest needs if left out. {dynamic: 4}: groups
+    whose rewards are all the same are replaced (DAPO); the run ends with an error when a step has
+    sampled 4 times its groups and is not full."""
+    environment: NestedOptions = field(default_factory=dict)
+    """What answers the policy, for episodes of several turns: the name (built in: tools,
+    guess_number, task, gym, verifiers; or `module:Class`, `path/file.py:Class`) and its options,
+    e.g. {name: guess_number, high: 20}; see docs/environments.md. Empty: every response is
+    final. A turn has rewards.timeout_s; {rewrites: keep} is for chat templates that would change
+    earlier turns. sampling.max_response_tokens bounds a whole episode behind its opening."""
+    record: Options = field(default_factory=dict)
+    """{every: 10}: every 10th step's rollouts, with prompts, texts, logprobs and rewards, are kept
+    in output_dir/rollouts, see docs/rollouts.md. {replay: FOLDER}: train on those that another
+    run recorded, under placement `offline`: nothing is sampled, rewarded or evaluated."""
+
+
+@dataclass(frozen=True)
 class Rewards:
     """Reward functions and the processes that run them."""
 
     functions: tuple[str, ...] = ()
-    """`module:function` or `path/file.py:function`, in verl's or TRL's signature. Empty means
+    """Each `module:function` or `path/file.py:function`, in verl's or TRL's signature; a
+    generated task (`task:addition`), for its grader; or `model:PATH`, a reward model with a
+    scalar head and the policy's tokenizer: its reward is the value after the last token. Models
+    are sharded like the policy, on the trainer ranks; evaluation leaves them out. Empty means
     the generated task's own grader."""
     weights: tuple[float, ...] = ()
     """One weight per function; empty means 1 each."""
@@ -313,18 +368,14 @@ class Report:
 
     tracker: Literal["mlflow", "none"] = "mlflow"
     """`metrics.jsonl` is always written besides."""
-    mlflow_uri: str = ""
-    """Tracking URI; empty means a SQLite file in output_dir."""
-    experiment: str = "spmdrl"
-    """MLflow experiment name."""
-    run_name: str = ""
-    """MLflow run name; empty means the name of output_dir."""
+    mlflow: Options = field(default_factory=dict)
+    """Where MLflow writes: {uri: http://host:5000, experiment: sums, run_name: first}. Left out:
+    a SQLite file in output_dir, `spmdrl`, and the name of output_dir."""
     aliases: Literal["none", "verl", "trl"] = "none"
     """Emit verl's or TRL's metric names besides ours, to overlay on their dashboards."""
-    table_every: int = 5
-    """Steps between two rows of the console table."""
-    samples_every: int = 0
-    """Steps between printed sample responses; 0 prints none."""
+    console: Options = field(default_factory=dict)
+    """What is printed while it runs. {table_every: 5}: steps between two rows of the table.
+    {samples_every: 50}: steps between printed sample responses; 0, if left out, prints none."""
 
 
 @dataclass(frozen=True)
@@ -354,6 +405,7 @@ class Config:
     critic: Critic = field(default_factory=Critic)
     engine: Engine = field(default_factory=Engine)
     stream: Stream = field(default_factory=Stream)
+    rollout: Rollout = field(default_factory=Rollout)
     rewards: Rewards = field(default_factory=Rewards)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     evaluate: Evaluate = field(default_factory=Evaluate)
@@ -363,6 +415,11 @@ class Config:
 def trains_on_pairs(cfg: Config) -> bool:
     """Return whether a row of data is two sequences that train together."""
     return cfg.algorithm.objective in ("preference", "reward_model")
+
+
+def replay_folder(cfg: Config) -> str:
+    """Return where recorded rollouts to train on are; empty for a run that samples its own."""
+    return str(cfg.rollout.record.get("replay", ""))
 
 
 def trainer_ranks(cfg: Config) -> list[int]:

@@ -15,7 +15,8 @@ import tyro
 import yaml
 
 from spmdrl.config.check import validate
-from spmdrl.config.fields import Config
+from spmdrl.config.fields import Config, option_value
+from spmdrl.rewards.signatures import reward_models
 
 
 def parse(argv: list[str] | None = None) -> Config:
@@ -29,29 +30,52 @@ def parse(argv: list[str] | None = None) -> Config:
     if argv is None and {"-h", "--help", "--dry-run"} & set(sys.argv):
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `... --help | head` ends without a word
     argv = list(sys.argv[1:] if argv is None else argv)
+    cfg = read(argv, prog="train.py --config FILE")
+    refuse(validate(cfg) + ([] if cfg.dry_run else _missing_models(cfg)),
+           of=_take_config_flag(argv)[0])
+    return cfg
+
+
+def read(argv: list[str], *, prog: str, about: str = "") -> Config:
+    """Read `--config FILE` and command-line overrides; the values are not checked yet.
+
+    Args:
+        argv: arguments without the program name.
+        prog, about: of the help.
+    Raises: SystemExit(2) as `parse`.
+    """
     path, rest = _take_config_flag(argv)
     try:
         default = load_yaml(path) if path else Config()
     except ValueError as error:
         _exit(str(error))
-    cfg = tyro.cli(
-        Config, default=default, args=rest, prog="train.py --config FILE",
-        description="--config FILE\n"
+    return tyro.cli(
+        Config, default=default, args=rest, prog=prog,
+        description=f"{about}--config FILE\n"
                     "    YAML file to start from, e.g. one of configs/. Every option below is a\n"
                     "    field of it and overrides it; the defaults shown are the file's.",
     )
-    problems = validate(cfg) + ([] if cfg.dry_run else _missing_models(cfg))
+
+
+def refuse(problems: list[str], *, of: str) -> None:
+    """Print the problems of a config, one per line, and exit with 2; return if there are none.
+
+    Args:
+        of: the config's file; empty for none.
+    """
     if problems:
-        _exit(_problem_list(f"config {path or '(defaults and flags)'}", problems))
-    return cfg
+        _exit(_problem_list(f"config {of or '(defaults and flags)'}", problems))
 
 
 def _missing_models(cfg: Config) -> list[str]:
     model = cfg.model
     named = {"model.path": model.path, "model.tokenizer": model.tokenizer,
              "model.reference": model.reference, "model.teacher": model.teacher}
+    pairs = [*named.items()]
+    if cfg.algorithm.objective == "rl":
+        pairs += [("rewards.functions", p) for p in reward_models(cfg.rewards.functions).values()]
     return [f"{field}: folder {path} does not exist (looked from {Path.cwd()})"
-            for field, path in named.items() if is_missing_folder(path)]
+            for field, path in pairs if is_missing_folder(path)]
 
 
 def is_missing_folder(path: str) -> bool:
@@ -146,6 +170,8 @@ def _nearest(key: str, cls: type) -> str:
 
 
 def _convert(value: Any, hint: Any) -> Any:
+    if hint is Any:
+        return value
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin is Literal:
         if value in args and type(value) in {type(a) for a in args}:
@@ -167,7 +193,7 @@ def _convert(value: Any, hint: Any) -> Any:
         return {str(k): _convert(v, args[1]) for k, v in value.items()}
     if origin in (Union, types.UnionType):
         if type(value) in args:
-            return value
+            return option_value(value)
         raise ValueError(f"expected a plain number, string or bool, got {value!r}")
     if hint is float and isinstance(value, (int, str)) and not isinstance(value, bool):
         try:

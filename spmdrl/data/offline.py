@@ -136,19 +136,28 @@ class PairSource:
 
     def units_at(self, step: int) -> list[Unit]:
         """Return the pairs of `step`, (chosen, rejected), the same on every rank."""
-        return [self._fitting(self._kept[i]) for i in self.order.at(step)]
+        return [self.unit(self._kept[i]) for i in self.order.at(step)]
 
-    def check_context(self, max_positions: int, *, vocab_size: int | None = None) -> None:
-        """Check that the longest sequence fits the model; see `prompts.check_context`."""
-        check_context(self.cfg, self.tokenizer, max_positions=max_positions,
-                      vocab_size=vocab_size)
+    def rows_of_run(self) -> list[int]:
+        """Return which rows the run's steps take, ascending: all, unless it ends before."""
+        places, steps = set(), 0
+        while len(places) < self.order.num_rows and steps < self.cfg.steps:
+            places.update(self.order.at(steps))
+            steps += 1
+        return [self._kept[i] for i in sorted(places)]
 
-    def _fitting(self, index: int) -> Unit:
+    def unit(self, index: int) -> Unit:
+        """Return a row's sequences. Raises: ValueError, as on construction."""
         unit = self._unit(index)
         if _longest(unit) > self._limit:
             raise ValueError(overlong_text(self.rows.where(index), _longest(unit),
                                            limit=self._limit, field=self._field))
         return unit
+
+    def check_context(self, max_positions: int, *, vocab_size: int | None = None) -> None:
+        """Check that the longest sequence fits the model; see `prompts.check_context`."""
+        check_context(self.cfg, self.tokenizer, max_positions=max_positions,
+                      vocab_size=vocab_size)
 
     def _encode(self, index: int) -> Unit:
         where = self.rows.where(index)

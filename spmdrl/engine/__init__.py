@@ -1,1 +1,22 @@
 """Engines: what generates. `protocol` says what the rest of the program may ask of one."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from spmdrl.config import Config
+    from spmdrl.engine.protocol import EngineProtocol
+    from spmdrl.world import World
+
+
+def make_engine(cfg: Config, world: World) -> EngineProtocol:
+    """Build the engine of `engine.kind`; every rank calls it, at the same place.
+
+    Raises: ValueError when vLLM is asked for and missing, or the model cannot be built.
+    """
+    if cfg.engine.kind == "transformers":
+        from spmdrl.engine.transformers import Engine
+    else:
+        from spmdrl.engine.vllm import Engine
+    return Engine(cfg, world)

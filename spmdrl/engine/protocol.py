@@ -30,7 +30,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Completion:
-    """One finished sample."""
+    """What was drawn for one request."""
 
     key: str
     tokens: tuple[int, ...]
@@ -39,6 +39,8 @@ class Completion:
     """Natural log-probability of each sampled id under the distribution it was drawn from."""
     is_truncated: bool
     """Cut at max_tokens (or at the context's end) instead of stopping by itself."""
+    versions: tuple[int, ...]
+    """Policy version of the weights that drew each."""
 
 
 class EngineProtocol(Protocol):
@@ -66,17 +68,23 @@ class EngineProtocol(Protocol):
     def is_busy(self) -> bool:
         """Whether requests are unfinished."""
 
-    def abort(self, keys: Iterable[str]) -> None:
-        """Drop unfinished requests."""
+    def unfinished(self) -> list[Completion]:
+        """Return what was drawn so far for the requests that go on, is_truncated False."""
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
         """Return per sequence [len] float32 natural logprobs at temperature 1; first is 0."""
 
     def weights_changed(self, version: int) -> None:
-        """Forget everything computed from older weights and take `version` as the new one."""
+        """Take `version` as that of the weights. New requests share nothing that older weights
+        computed; unfinished ones go on, from a KV cache that is kept or computed anew as
+        rollout.schedule says."""
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Copy whole tensors by checkpoint name into the live model. The weight stream watches
+        it once, to learn which slice goes where."""
 
     def reload_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Load whole tensors by checkpoint name through the engine's own loader."""
+        """Load whole tensors by checkpoint name, with whatever the engine makes of them."""
 
     def close(self) -> None:
         """Free the engine. On every rank, before the process group goes."""

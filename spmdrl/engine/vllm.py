@@ -24,7 +24,8 @@ from spmdrl.world import World
 
 INSTALL_HINT = (
     "vLLM is not importable: {error}. On a GPU machine `pip install vllm==0.32.0`; on the CPU "
-    "use the pinned list in requirements/cpu.txt (see the README)."
+    "use the pinned list in requirements/cpu.txt (see the README). Where vLLM does not run, set "
+    "engine.kind to transformers, which needs nothing more."
 )
 
 
@@ -46,6 +47,8 @@ class Engine:
         self.dtype = getattr(torch, cfg.engine.dtype)
         self.version = -1
         self._llm: Any = None
+        # {request: [(tokens drawn when these weights were replaced, their version)]}
+        self._replaced: dict[str, list[tuple[int, int]]] = {}
         self._has_groups = bool(world.inference_ranks)
         if not self._has_groups:
             return
@@ -71,20 +74,43 @@ class Engine:
             stop_token_ids=list(request.stop_token_ids), logprobs=0, flat_logprobs=True,
             detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY,
         )
-        self._llm.add_request(request.key, {"prompt_token_ids": list(request.prompt)}, params)
+        # The salt keeps it from prefixes that older weights computed for unfinished requests.
+        prompt = {"prompt_token_ids": list(request.prompt), "cache_salt": str(self.version)}
+        self._llm.add_request(request.key, prompt, params)
 
     def step(self) -> list[Completion]:
         """Run one scheduling step and return what finished in it."""
-        return [_completion(output) for output in self._llm.step() if output.finished]
+        found = []
+        for output in self._llm.step():
+            if output.finished:
+                sample = output.outputs[0]
+                found.append(self._completion(
+                    output.request_id, sample.token_ids, sample.logprobs.logprobs,
+                    is_truncated=sample.finish_reason == "length"))
+                self._replaced.pop(output.request_id, None)
+        return found
+
+    def unfinished(self) -> list[Completion]:
+        """Return what was drawn so far for the requests that go on, is_truncated False."""
+        return [self._completion(state.external_req_id, state.detokenizer.output_token_ids,
+                                 state.logprobs_processor.logprobs.logprobs, is_truncated=False)
+                for state in self._requests()]
+
+    def _requests(self) -> Iterable[Any]:
+        return self._llm.output_processor.request_states.values()
+
+    def _completion(self, key: str, tokens: Sequence[int], logprobs: Sequence[float], *,
+                    is_truncated: bool) -> Completion:
+        versions: list[int] = []
+        for count, version in self._replaced.get(key, ()):
+            versions += [version] * (count - len(versions))
+        versions += [self.version] * (len(tokens) - len(versions))
+        return Completion(key, tuple(tokens), tuple(logprobs), is_truncated, tuple(versions))
 
     @property
     def is_busy(self) -> bool:
         """Whether requests are unfinished."""
         return self._llm.has_unfinished_requests()
-
-    def abort(self, keys: Iterable[str]) -> None:
-        """Drop unfinished requests."""
-        self._llm.abort_request(list(keys))
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
         """Return per sequence [len] float32 natural logprobs at temperature 1; first is 0.
@@ -94,7 +120,7 @@ class Engine:
         from vllm import SamplingParams
 
         if self.is_busy:
-            raise RuntimeError("score() while requests are unfinished; finish or abort them")
+            raise RuntimeError("score() while requests are unfinished; finish them first")
         params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0,
                                 detokenize=False)
         for i, tokens in enumerate(sequences):
@@ -120,10 +146,23 @@ class Engine:
         return self._llm.model_executor.driver_worker.worker.model_runner
 
     def weights_changed(self, version: int) -> None:
-        """Forget cached prefixes of older weights and take `version` as the new one."""
+        """Take `version` as that of the weights. Prefixes of older weights are not used again;
+        unfinished requests keep their KV cache, or compute it anew, as rollout.schedule says."""
+        if self._llm is not None and version != self.version:
+            for state in self._requests():
+                drawn = len(state.detokenizer.output_token_ids)
+                self._replaced.setdefault(state.external_req_id, []).append((drawn, self.version))
         self.version = version
-        if self._llm is not None:
+        if self._llm is None:
+            return
+        if not self.is_busy:
             self._llm.reset_prefix_cache()
+        elif self.cfg.rollout.schedule.get("kv_cache") != "keep":
+            self._llm.reset_prefix_cache(reset_running_requests=True)
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Copy whole tensors by checkpoint name into the live model, by vLLM's loader for it."""
+        self.model.load_weights(weights)
 
     def reload_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Load whole tensors by checkpoint name through vLLM's layerwise reloading."""
@@ -185,26 +224,35 @@ def _build(cfg: Config, world: World) -> Any:
     on_cpu = world.device.type == "cpu"
     if on_cpu:
         _keep_linear_weights_live()
-    args = EngineArgs(
+    options = {"enable_prefix_caching": True} | cfg.engine.options
+    if on_cpu:
+        options["enforce_eager"] = True
+    return LLMEngine.from_engine_args(EngineArgs(
+        distributed_executor_backend=_executor_class(), **_own_arguments(cfg, on_cpu=on_cpu),
+        **options))
+
+
+def _own_arguments(cfg: Config, *, on_cpu: bool) -> dict[str, Any]:
+    """Return the arguments that engine.options may not hold; see config/options.py."""
+    return dict(
         model=cfg.model.path,
         skip_tokenizer_init=True,  # token ids in, token ids out
         trust_remote_code=cfg.model.trust_remote_code,
         dtype=cfg.engine.dtype,
         seed=cfg.seed,
         tensor_parallel_size=cfg.layout.inference_tp,
-        distributed_executor_backend=_executor_class(),
         max_model_len=cfg.data.max_prompt_tokens + cfg.sampling.max_response_tokens,
         max_num_seqs=cfg.engine.max_num_seqs,
         max_num_batched_tokens=max(cfg.engine.max_batched_tokens, cfg.engine.max_num_seqs),
         gpu_memory_utilization=cfg.engine.gpu_memory_frac,
         kv_cache_memory_bytes=int(cfg.engine.cpu_kv_cache_gib * 2**30) if on_cpu else None,
-        enforce_eager=cfg.engine.enforce_eager or on_cpu,
-        enable_prefix_caching=cfg.engine.prefix_caching,
+        # With it a step is under way while its predecessor's tokens are handed out, and weights
+        # could not be exchanged between two steps.
+        async_scheduling=False if cfg.rollout.schedule else None,
         logprobs_mode="processed_logprobs",  # of the distribution sampled from
         disable_log_stats=True,
         use_tqdm_on_load=False,
     )
-    return LLMEngine.from_engine_args(args)
 
 
 def _executor_class() -> type:
@@ -246,11 +294,3 @@ def _rng_kept() -> Iterator[None]:
     """vLLM seeds the process's generators; the trainer in the same process keeps its own."""
     with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
         yield
-
-
-def _completion(output: Any) -> Completion:
-    sample = output.outputs[0]
-    return Completion(
-        key=output.request_id, tokens=tuple(sample.token_ids),
-        logprobs=tuple(sample.logprobs.logprobs), is_truncated=sample.finish_reason == "length",
-    )

@@ -43,7 +43,8 @@ GLOSSARY: dict[str, Metric] = {
                         "rewards that raised or were not a finite number"),
     "reward/seconds": _M("s", "mean", "samples", "wall time of one reward in its worker"),
     "reward/<name>/mean": _M("task units", "mean", "samples that have it",
-                             "one reward function, or one number that it reports besides"),
+                             "one reward function or model, or one number that it reports "
+                             "besides"),
     # ---- what the engines produced
     "rollout/response_length": _M("tokens", "mean", "samples", "sampled tokens of a response"),
     "rollout/response_length_max": _M("tokens", "max", "steps", "longest response"),
@@ -57,7 +58,17 @@ GLOSSARY: dict[str, Metric] = {
     "rollout/failed_greedy_rewards": _M("prompts", "total", "-",
                                         "greedy responses whose reward failed: their prompts' "
                                         "advantages are 0"),
+    "rollout/turns": _M("turns", "mean", "samples", "turns of the policy, in a step where a sample "
+                        "has more than one"),
+    "environment/<name>": _M("see the environment", "mean", "samples that have it",
+                             "what rollout.environment reports, added up over an episode's turns"),
     "rollout/samples": _M("samples", "total", "-", "responses in the step's batch"),
+    "rollout/dropped_groups": _M("groups", "total", "-", "groups without a spread of rewards that "
+                                 "others took the place of, since the last step (dynamic)"),
+    "rollout/carried_groups": _M("groups", "total", "-", "groups under way or complete that stay "
+                                 "for later steps"),
+    "time/engine_idle": _M("s", "mean", "replicas", "part of time/generate in which the engine "
+                           "had nothing to do, since rewards or environments were outstanding"),
     "rollout/logprob": _M("nats", "mean", "sampled tokens",
                           "engine's log-probability of a sampled token"),
     # ---- the update
@@ -89,6 +100,10 @@ GLOSSARY: dict[str, Metric] = {
     "policy/kl_cov_frac": _M(_SHARE, "mean", "loss tokens",
                              "tokens that kl_cov holds back by a KL"),
     "policy/sequence_weight": _M("1", "mean", "loss tokens", "vespo's weight of a sequence"),
+    "policy/entropy_coef": _M("1", "mean", "steps", "weight of the entropy bonus in this step, "
+                              "moved toward entropy_options.target"),
+    "policy/kl_coef": _M("1", "mean", "steps", "weight of the KL in this step, moved toward "
+                         "kl_options.target"),
     "policy/low_entropy_frac": _M(_SHARE, "mean", "loss tokens",
                                   "tokens below the entropy that top_entropy asks for"),
     "policy/kl_ref": _M("nats", "k1: logprobs - ref_logprobs", "loss tokens",
@@ -139,6 +154,16 @@ GLOSSARY: dict[str, Metric] = {
     "value/explained_variance": _M("1", "1 - Var(returns - values) / Var(returns)",
                                    "loss tokens of the world", "1 is a perfect value model, 0 "
                                    "one no better than the mean"),
+    # ---- the process reward model of PRIME
+    "prm/loss": _M("nats", "cross-entropy with the outcome", "sequences with loss tokens",
+                   "loss of the process reward model; ln 2 knows nothing"),
+    "prm/grad_norm": _M("1", "mean", "updates", "global gradient norm before clipping"),
+    "prm/lr": _M("1", "mean", "updates", "learning rate of the process reward model"),
+    "prm/skipped_updates": _M("updates", "total", "-", "as policy/skipped_updates"),
+    "prm/accuracy": _M(_SHARE, "mean", "sequences with loss tokens",
+                       "outcomes on the predicted side of one half, before the update"),
+    "prm/score": _M("task units", "mean", "sequences with loss tokens",
+                    "summed process rewards: beta times the log-ratio to the reference"),
     "policy/skipped_updates": _M("updates", "total", "-",
                                  "updates skipped on all ranks: loss or gradient not finite"),
     "policy/staleness": _M("versions", "mean", "sampled tokens",
@@ -212,14 +237,33 @@ GLOSSARY: dict[str, Metric] = {
     "data/epoch": _M("epochs", "mean", "steps", "passes over the training rows so far"),
     "data/dropped_prompts": _M("rows", "total", "-", "rows left out as longer than "
                                "data.max_prompt_tokens"),
-    "eval/reward": _M("task units", "mean", "valid held-out samples",
-                      "reward on held-out rows, at evaluate.temperature"),
+    "eval/reward": _M("task units", "mean of the means over a problem's samples (avg@n)",
+                      "held-out problems with a valid sample",
+                      "reward on held-out rows, at evaluate.temperature; of functions alone: "
+                      "reward models are left out"),
+    "eval/reward_ci95": _M("task units", "1.96 standard errors of the mean over problems",
+                           "steps", "half-width of the 95% interval of eval/reward; absent for a "
+                           "single problem"),
+    "eval/pass_at_<k>": _M(_SHARE, "1 - C(n - c, k) / C(n, k) with c right of n samples, mean",
+                           "held-out problems with k valid samples", "at least one of k samples "
+                           "has a reward of at least 1; k is 1, 2, 4, ... and evaluate.samples, "
+                           "absent where that is 1"),
+    "eval/maj_at_<n>": _M(_SHARE, "mean; equally frequent answers share",
+                          "held-out problems with n valid samples", "the most frequent answer has "
+                          "a reward of at least 1; where a reward function reports the answer as "
+                          "`pred`"),
     "eval/response_length": _M("tokens", "mean", "held-out samples", "sampled tokens"),
     "eval/truncated_frac": _M(_SHARE, "mean", "held-out samples", "responses cut"),
     "eval/failed_frac": _M(_SHARE, "mean", "held-out samples", "rewards that failed"),
     "eval/loss": _M("nats", "mean", "held-out loss tokens", "negative log-likelihood (sft)"),
     "eval/<name>/mean": _M("task units", "mean", "held-out samples that have it",
-                           "one reward function, or one number that it reports besides"),
+                           "one of several reward functions, or one number that they report "
+                           "besides"),
+    "eval/<source>/reward": _M("task units", "as eval/reward", "problems of one data_source",
+                               "where held-out rows are of several"),
+    "eval/<source>/pass_at_n": _M(_SHARE, "as eval/pass_at_<k>, k = evaluate.samples",
+                                  "problems of one data_source", "where held-out rows are of "
+                                  "several"),
 }
 
 ALIASES: dict[str, dict[str, str]] = {

@@ -15,6 +15,7 @@ import torch
 from spmdrl.algorithms.mismatch import correction_advice
 from spmdrl.comm import Ending
 from spmdrl.config import Config, flatten
+from spmdrl.config.options import CONSOLE, MLFLOW
 from spmdrl.report import console as text
 from spmdrl.report.console import Console
 from spmdrl.report.curves import draw
@@ -53,6 +54,7 @@ class Report:
         self.folder = Path(cfg.output_dir)
         self.attempt_folder = agree_attempt_folder(world)
         self.console = Console()
+        self._console_options = CONSOLE | cfg.report.console
         self._log = RankLog(self.attempt_folder / f"rank_{world.rank}.log", rank=world.rank,
                             console=self.console)
         self._metrics = JsonLines(self.folder / "metrics.jsonl")
@@ -132,10 +134,10 @@ class Report:
         tags = {"mlflow.source.name": Path(environment["command"][0]).name}
         if git:
             tags["mlflow.source.git.commit"] = git["commit"]
-        report = self.cfg.report
+        chosen = MLFLOW | {"run_name": self.folder.resolve().name} | self.cfg.report.mlflow
         return MlflowTracker(
-            report.mlflow_uri, folder=self.folder, experiment=report.experiment,
-            run_name=report.run_name or self.folder.resolve().name, resume=step > 0, tags=tags)
+            str(chosen["uri"]), folder=self.folder, experiment=str(chosen["experiment"]),
+            run_name=str(chosen["run_name"]), resume=step > 0, tags=tags)
 
     def _rewind(self, step: int) -> int:
         """Take out what this attempt writes again; return the number of metrics rows."""
@@ -233,16 +235,16 @@ class Report:
             self._tracker.metrics(step, values)
 
     def _show(self, step: int) -> None:
-        done, report = step + 1, self.cfg.report
+        done, every = step + 1, self._console_options["table_every"]
         left_s = text.time_left(self._step_seconds, self.cfg.steps - done)
         line = text.progress_line(done, self.cfg.steps, left_s=left_s,
                                   step_s=self._step_seconds[-1])
-        if done % report.table_every == 0 or done == self.cfg.steps or done == 1:
+        if done % every == 0 or done == self.cfg.steps or done == 1:
             values = values_of(self._window) | {"step": done}
             if left_s is not None:
                 values["left_s"] = left_s
             self._window = {}
-            had_header = self.console.table_row(self._columns, values, every=report.table_every)
+            had_header = self.console.table_row(self._columns, values, every=every)
             if had_header and not self.console.is_live:
                 self.console.line(line)
         self.console.progress(line)
@@ -254,11 +256,11 @@ class Report:
         return "reward/mean" if self.cfg.algorithm.objective == "rl" else "policy/loss"
 
     def _show_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
-        every = self.cfg.report.samples_every
+        every = self._console_options["samples_every"]
         if every and step % every == 0:
             for sample in samples[:_SAMPLES_SHOWN]:
                 self.console.line(text.sample_text(dict(sample)))
-        if not samples or step % (every or self.cfg.report.table_every):
+        if not samples or step % (every or self._console_options["table_every"]):
             return
         for sample in samples:
             self._samples.append({"step": step, **sample})

@@ -192,7 +192,7 @@ class WeightStream:
     def _trace(self) -> tuple[list[Copy], list[str]]:
         if not self._world.is_inference or self._cfg.mode == "reload":
             return [], []
-        trace = trace_loader(self._engine.model, self._names)
+        trace = trace_loader(self._engine.model, self._names, load=self._engine.load_weights)
         if trace.reasons:
             return [], trace.reasons
         reader = CheckpointReader(model_folder(self._world.cfg.model.path))

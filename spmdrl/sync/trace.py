@@ -1,6 +1,6 @@
-"""Find out where vLLM's loader puts each slice of each checkpoint tensor, by watching it once.
+"""Find out where an engine's loader puts each slice of each checkpoint tensor, by watching it once.
 
-The model's own `load_weights` runs with a placeholder (a meta tensor) per checkpoint name,
+The engine's own `load_weights` runs with a placeholder (a meta tensor) per checkpoint name,
 under a dispatch mode that keeps every write from happening and notes it instead: from which
 box of which placeholder, into which view of which parameter. That holds for any architecture
 and any tensor-parallel rank, without a table of fused layers.
@@ -9,7 +9,7 @@ and any tensor-parallel rank, without a table of fused layers.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,13 +41,16 @@ class Trace:
     """Why these copies would not make up the whole model; each names an engine parameter."""
 
 
-def trace_loader(model: nn.Module, names: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
-                 ) -> Trace:
-    """Trace `model.load_weights` for checkpoint tensors of the given names; writes nothing.
+def trace_loader(
+    model: nn.Module, names: Mapping[str, tuple[tuple[int, ...], torch.dtype]], *,
+    load: Callable[[Iterator[tuple[str, Tensor]]], object],
+) -> Trace:
+    """Trace an engine's `load_weights` for checkpoint tensors of the given names; writes nothing.
 
     Args:
-        model: a live vLLM model (one tensor-parallel rank of it).
+        model: an engine's live model (one tensor-parallel rank of it).
         names: checkpoint name -> (shape, dtype) of every tensor that will be sent.
+        load: copies whole tensors by checkpoint name into that model.
     Returns: the copies and, when they do not cover every element of every parameter exactly
         once or the loader computes with the tensors, the reasons.
     """
@@ -56,7 +59,7 @@ def trace_loader(model: nn.Module, names: Mapping[str, tuple[tuple[int, ...], to
     watcher = _Watcher(model, placeholders)
     try:
         with torch.no_grad(), watcher:
-            model.load_weights(iter(placeholders.items()))
+            load(iter(placeholders.items()))
     except Exception as error:  # anything a model's loader may do; falling back is the answer
         text = (str(error).splitlines() or ["(no text)"])[0]
         watcher.trace.reasons.append(

@@ -1,0 +1,118 @@
+"""Time both engines on the same requests, in one process, one after the other in each round.
+
+    python benchmarks/engines.py runs/demo/warm
+    python benchmarks/engines.py runs/demo/warm --rounds 9 --dtype bfloat16
+
+Two loads: 512 sequences of the demo (two-digit sums, 8 samples of each of 64 prompts, which the
+model ends itself after some 4 tokens), and 64 sequences of 128 tokens. Each round has seeds of its
+own, the same for both engines; the first round warms up and is not counted. Prints medians of
+sampled tokens per second and one line of JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import tyro
+
+from spmdrl import config
+from spmdrl.config import Config
+from spmdrl.engine import make_engine
+from spmdrl.engine.protocol import EngineProtocol, Request
+from spmdrl.world import World, launch_alone
+
+LOADS = {"512 of about 4": (64, 8, 8), "64 of 128": (64, 1, 128)}
+"""{name: (prompts, samples of each, longest response)}"""
+
+
+@dataclass(frozen=True)
+class Options:
+    """What to measure."""
+
+    model: Annotated[Path, tyro.conf.Positional]
+    """Folder of a model with a character tokenizer."""
+    dtype: str = "float32"
+    """Dtype of the engines."""
+    rounds: int = 5
+    """Timed rounds of each load; the median counts."""
+
+
+def make_config(options: Options, kind: str) -> Config:
+    """Return the config of one engine."""
+    return Config(
+        layout=config.Layout(placement="colocated", world_size=1, device="cpu"),
+        model=config.Model(path=str(options.model)),
+        data=config.Data(max_prompt_tokens=16), sampling=config.Sampling(max_response_tokens=128),
+        engine=config.Engine(kind=kind, dtype=options.dtype, max_num_seqs=512,
+                             cpu_kv_cache_gib=1.0),
+    )
+
+
+def requests(options: Options, load: str, seed: int) -> list[Request]:
+    """Return the requests of one round."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(options.model)
+    num_prompts, samples, longest = LOADS[load]
+    stop = (tokenizer.eos_token_id,) if samples > 1 else ()
+    prompts = [tuple(tokenizer(f"{10 + i}+{90 - i}=")["input_ids"]) for i in range(num_prompts)]
+    return [Request(f"{i}-{k}", prompt, longest, 1.0, 1000003 * seed + 512 * i + k, stop)
+            for i, prompt in enumerate(prompts) for k in range(samples)]
+
+
+def timed(engine: EngineProtocol, asked: list[Request]) -> tuple[float, int]:
+    """Return the seconds and the sampled tokens of one round."""
+    engine.weights_changed(0)  # as in training: no prefix of the last round
+    began, tokens = time.perf_counter(), 0
+    for request in asked:
+        engine.add(request)
+    while engine.is_busy:
+        tokens += sum(len(done.tokens) for done in engine.step())
+    return time.perf_counter() - began, tokens
+
+
+def measure(options: Options) -> dict[str, Any]:
+    """Return per load and engine the tokens per second of each round."""
+    world = World.start(make_config(options, "vllm"))
+    engines = {kind: make_engine(make_config(options, kind), world)
+               for kind in ("vllm", "transformers")}
+    found: dict[str, Any] = {}
+    for load in LOADS:
+        rates: dict[str, list[float]] = {kind: [] for kind in engines}
+        for seed in range(options.rounds + 1):
+            asked = requests(options, load, seed)
+            for kind, engine in engines.items():
+                seconds, tokens = timed(engine, asked)
+                rates[kind] += [tokens / seconds] if seed else []
+        found[load] = rates
+    for engine in engines.values():
+        engine.close()
+    world.close()
+    return found
+
+
+def main() -> None:
+    """Measure, print."""
+    options = tyro.cli(Options, description=__doc__)
+    launch_alone()
+    found = measure(options)
+    print(f"{'sequences, tokens':<20}{'vllm':>12}{'transformers':>14}{'ratio':>8}")
+    for load, rates in found.items():
+        vllm, own = (statistics.median(rates[kind]) for kind in ("vllm", "transformers"))
+        print(f"{load:<20}{vllm:>12.0f}{own:>14.0f}{own / vllm:>8.2f}")
+    print(json.dumps({"torch": torch.__version__, "threads": torch.get_num_threads(),
+                      "dtype": options.dtype, "tokens_per_s": found}))
+
+
+if __name__ == "__main__":
+    main()
+    sys.stdout.flush()
+    os._exit(0)

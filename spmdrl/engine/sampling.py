@@ -1,0 +1,69 @@
+"""Drawing tokens, each by one number that its request's seed and its own position give.
+
+No generator has a state: what a request draws does not depend on what is drawn beside it.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+# splitmix64 (Steele, Lea and Flood 2014), as signed 64-bit numbers; products wrap mod 2^64.
+_GOLDEN, _A, _B = -7046029254386353131, -4658895280553007687, -7723592293110705685
+_ELEMENTS_AT_ONCE = 2**24  # of logits: bounds the temporaries of a draw, 24 bytes for each
+_UNIT = 2.0**52  # a probability of 1 as a whole number
+
+
+def numbers(seeds: Tensor, positions: Tensor) -> Tensor:
+    """Return a number in [0, 1) for each pair.
+
+    Args:
+        seeds: [N] int64.
+        positions: [N] int64, of the token in its response.
+    Returns: [N] float64, multiples of 2^-53.
+    """
+    mixed = _mix(_mix(seeds) + (positions + 1) * _GOLDEN)
+    return _shifted(mixed, 11).double() * 2.0**-53
+
+
+def _mix(x: Tensor) -> Tensor:
+    x = (x ^ _shifted(x, 30)) * _A
+    x = (x ^ _shifted(x, 27)) * _B
+    return x ^ _shifted(x, 31)
+
+
+def _shifted(x: Tensor, by: int) -> Tensor:
+    """Shift as unsigned numbers."""
+    return (x >> by) & (2 ** (64 - by) - 1)
+
+
+def draw(logits: Tensor, *, temperatures: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
+    """Draw a token from each row by inverting its cumulative distribution.
+
+    Args:
+        logits: [N, V], any float dtype.
+        temperatures: [N] float32; 0 takes the likeliest token.
+        at: [N] float64 in [0, 1), where in the distribution to look.
+    Returns: tokens [N] int64; their natural logprobs [N] float32 under softmax(logits /
+        temperature), or softmax(logits) for temperature 0.
+    """
+    rows = max(1, _ELEMENTS_AT_ONCE // logits.shape[-1])
+    parts = [_draw(*part) for part in zip(logits.split(rows), temperatures.split(rows),
+                                          at.split(rows))]
+    tokens, logprobs = zip(*parts)
+    return torch.cat(tokens), torch.cat(logprobs)
+
+
+def _draw(logits: Tensor, temperatures: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
+    is_greedy = temperatures == 0
+    scale = torch.where(is_greedy, 1.0, temperatures)
+    logprobs = torch.log_softmax(logits.float() / scale[:, None], dim=-1)
+    # Whole numbers, whose sums do not depend on the order of summation.
+    ends = (logprobs.exp().double() * _UNIT).long().cumsum(dim=-1)
+    total = ends[:, -1]
+    wanted = torch.minimum((at * total).long(), total - 1)
+    tokens = torch.searchsorted(ends, wanted[:, None], right=True)[:, 0]
+    tokens = torch.where(is_greedy, logprobs.argmax(dim=-1), tokens)
+    # A row of NaN has no total: any token that exists, and its logprob tells.
+    tokens = tokens.clamp(0, logits.shape[-1] - 1)
+    return tokens, logprobs.gather(1, tokens[:, None])[:, 0]

@@ -1,0 +1,76 @@
+"""One group of recorded rollouts as an HTML page that needs nothing else."""
+
+from __future__ import annotations
+
+from html import escape
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from spmdrl.report.rollouts import Answer, View
+
+_FAINTEST_NATS = -5.0
+"""A token this unlikely, or less, has the strongest colour."""
+_STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; margin: 2em auto; max-width: 60em; color: #222; }
+pre { white-space: pre-wrap; overflow-wrap: anywhere; margin: .3em 0 1.2em; padding: .7em;
+      border: 1px solid #ddd; border-radius: 4px; font: 14px/1.6 ui-monospace, monospace; }
+h2 { font-size: 1em; margin: 0; }
+.other { color: #777; font-style: italic; }
+.note { color: #a40; }
+"""
+
+
+def page(view: View, *, color: str = "") -> str:
+    """Return a group as a page: each token with its colour, and its numbers under the pointer.
+
+    Args:
+        color: `advantage` (green above 0, red below, by the group's largest) or `logprob` (the
+            less likely, the stronger); empty takes the advantage where it is known.
+    Raises: ValueError when colours by advantage are asked for and it is not known.
+    """
+    known = [abs(one.advantage) for one in view.sequences if one.advantage is not None]
+    if color == "advantage" and not known:
+        raise ValueError(f"--color advantage: {'; '.join(view.notes)}; take --color logprob")
+    color = color or ("advantage" if known else "logprob")
+    legend = (f"green: advantage above 0, red: below; strongest at {max(known):.4g}"
+              if color == "advantage" else
+              f"the less likely a token, the stronger; strongest at {_FAINTEST_NATS:g} nats")
+    title = f"step {view.step}, group {view.group}"
+    first = view.sequences[0].row
+    body = [f"<h1>{title}</h1>", f"<p>data row {first['row']}; {escape(legend)}; grey: not "
+            "sampled by the policy. Point at a token for its numbers.</p>",
+            *(f'<p class="note">{escape(note)}</p>' for note in view.notes),
+            "<h2>prompt</h2>", f"<pre>{escape(first['prompt'])}</pre>"]
+    for one in view.sequences:
+        body += _response(one, view, color=color, largest=max(known, default=0.0))
+    return (f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
+            f"<title>{title}</title><style>{_STYLE}</style></head>\n<body>\n"
+            + "\n".join(body) + "\n</body></html>\n")
+
+
+def _response(one: Answer, view: View, *, color: str, largest: float) -> list[str]:
+    from spmdrl.report.rollouts import title
+
+    spans = [_token(one, at, color=color, largest=largest)
+             for at in range(one.start, len(one.row["tokens"]))]
+    return [f"<h2>{escape(title(one, view.header['part_names']))}</h2>",
+            f"<pre>{''.join(spans)}</pre>"]
+
+
+def _token(one: Answer, at: int, *, color: str, largest: float) -> str:
+    row = one.row
+    text = escape(one.pieces[at]) if one.pieces else f"{row['tokens'][at]} "
+    if not row["response_mask"][at]:
+        return f'<span class="other">{text}</span>'
+    logprob = row["rollout_logprobs"][at]
+    numbers = f"id {row['tokens'][at]}, logprob {logprob:.4f}, version {row['policy_versions'][at]}"
+    if one.advantage is not None:
+        numbers += f", advantage {one.advantage:.4g}"
+    if color == "logprob":
+        hue, strength = "220, 120, 0", min(1.0, logprob / _FAINTEST_NATS)
+    else:
+        advantage = one.advantage or 0.0
+        hue = "210, 40, 40" if advantage < 0 else "0, 150, 60"
+        strength = abs(advantage) / largest if largest else 0.0
+    return (f'<span style="background: rgba({hue}, {0.6 * max(0.0, strength):.3f})" '
+            f'title="{escape(numbers)}">{text}</span>')

@@ -1,0 +1,232 @@
+"""What is the transformers engine's own: its draws, its attention, and training without vLLM."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from ranks import run_ranks
+
+from spmdrl import config
+from spmdrl.config import Config
+from spmdrl.create_model import create_model
+from spmdrl.engine.protocol import Request
+from spmdrl.engine.sampling import draw, numbers
+
+
+# --------------------------------------------------------------------------- draws
+
+
+def test_numbers_are_uniform_and_differ_by_seed_and_position():
+    seeds = torch.tensor([0, 1, 2**62, 2**63 - 1, -1]).repeat_interleave(20000)
+    at = numbers(seeds, torch.arange(20000).repeat(5))
+    assert at.dtype == torch.float64 and bool(((at >= 0) & (at < 1)).all())
+    assert len(at.unique()) == len(at)
+    for one in at.view(5, -1):
+        counts = torch.histc(one.float(), 20, 0.0, 1.0)
+        assert float(((counts - 1000) ** 2 / 1000).sum()) < 50  # chi-square of 19: p < 2e-4
+    neighbours = torch.corrcoef(at.view(5, -1))
+    assert float((neighbours - torch.eye(5)).abs().max()) < 0.04
+
+
+def test_draws_follow_the_distribution_of_each_rows_temperature():
+    logits = torch.tensor([2.0, 0.0, -1.0, 1.0, float("-inf"), -30.0])
+    count = 40000
+    for temperature in (0.5, 1.0, 3.0):
+        at = numbers(torch.full((count,), 7), torch.arange(count))
+        tokens, logprobs = draw(logits.expand(count, -1), at=at,
+                                temperatures=torch.full((count,), temperature))
+        want = torch.softmax(logits.double() / temperature, 0)
+        got = torch.bincount(tokens, minlength=6) / count
+        assert float((got - want).abs().max()) < 0.01
+        assert torch.allclose(logprobs.double(), want.log()[tokens], atol=1e-6)
+    mixed, logprobs = draw(logits.expand(3, -1), temperatures=torch.tensor([0.0, 1.0, 1.0]),
+                           at=torch.tensor([0.999, 0.0, 1 - 2.0**-53], dtype=torch.float64))
+    assert mixed.tolist() == [0, 0, 5]  # greedy; the two ends of the distribution
+    assert float(logprobs[0]) == pytest.approx(float(torch.log_softmax(logits, 0)[0]))
+
+
+# --------------------------------------------------------------------------- the model
+
+
+def engine_config(model: Path | str, **engine) -> Config:
+    return Config(
+        layout=config.Layout(placement="colocated", world_size=1, device="cpu"),
+        model=config.Model(path=str(model), head_chunk_tokens=40),
+        data=config.Data(max_prompt_tokens=24), sampling=config.Sampling(max_response_tokens=20),
+        engine=config.Engine(**({"kind": "transformers", "dtype": "float32"} | engine)),
+    )
+
+
+PROMPTS = [tuple(range(10, 10 + n)) for n in (1, 24, 7, 7, 3, 15)]
+
+
+def draws_of(folders: dict[str, str]) -> dict[str, tuple]:
+    """Return per model what a crowd of unequal sequences drew, and its scores."""
+    from spmdrl.engine.transformers import Engine
+    from spmdrl.world import World
+
+    world, found = World.start(engine_config(next(iter(folders.values())))), {}
+    for name, folder in folders.items():
+        engine = Engine(engine_config(folder, max_num_seqs=4, max_batched_tokens=16), world)
+        for i, prompt in enumerate(PROMPTS):
+            engine.add(Request(str(i), prompt, 20 - i, 1.0, i, ()))
+        with pytest.raises(RuntimeError, match="unfinished"):
+            engine.score([PROMPTS[1]])
+        done = {}
+        while engine.is_busy:
+            done |= {c.key: c for c in engine.step()}
+        rows = [prompt + done[str(i)].tokens for i, prompt in enumerate(PROMPTS)]
+        found[name] = rows, [done[str(i)].logprobs for i in range(len(rows))], engine.score(rows)
+        engine.close()
+    world.close()
+    return found
+
+
+def test_attention_over_the_cache_is_that_of_the_plain_model(tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    # Windows and soft caps smaller than what these sequences and scores come to.
+    narrow = {"qwen2": {}, "mistral": {"sliding_window": 5}, "gemma3": {"sliding_window": 4},
+              "gemma2": {"sliding_window": 4, "attn_logit_softcapping": 0.5,
+                         "query_pre_attn_scalar": 1}}
+    for name, fields in narrow.items():
+        create_model(tmp_path / name, architecture=name, hidden_size=64, layers=2, heads=4,
+                     kv_heads=2, intermediate=48, initializer_std=0.08)
+        file = tmp_path / name / "config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | fields))
+    (found,) = run_ranks(1, draws_of, {name: str(tmp_path / name) for name in narrow})
+    for name, (rows, logprobs, scores) in found.items():
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype=torch.float32,
+                                                     attn_implementation="eager")
+        for row, prompt, drawn, score in zip(rows, PROMPTS, logprobs, scores):
+            with torch.no_grad():
+                plain = model(torch.tensor([row])).logits[0].log_softmax(-1)[:-1]
+            want = plain.gather(1, torch.tensor(row)[1:, None])[:, 0]
+            assert float(score[0]) == 0
+            assert torch.allclose(score[1:], want, atol=1e-4), name
+            assert torch.allclose(torch.tensor(drawn), want[len(prompt) - 1:], atol=1e-4), name
+
+
+def refusals(model: str) -> dict[str, str]:
+    from spmdrl.engine import make_engine
+    from spmdrl.world import World
+
+    world, found = World.start(engine_config(model)), {}
+    engine = make_engine(engine_config(model), world)
+    with torch.no_grad():
+        engine.model.get_input_embeddings().weight[9] = math.nan
+
+    def step():
+        engine.add(Request("odd", (9,), 4, 1.0, 0, ()))
+        engine.step()
+
+    sys.modules["vllm"] = None  # as where it is not installed
+    for name, call in {
+        "long": lambda: engine.add(Request("a", (5,) * 44, 1, 1.0, 0, ())),
+        "empty": lambda: engine.add(Request("a", (), 1, 1.0, 0, ())),
+        "name": lambda: engine.load_weights([("other.weight", torch.zeros(1))]),
+        "room": lambda: make_engine(engine_config(model, cpu_kv_cache_gib=1e-6), world),
+        "vllm": lambda: make_engine(engine_config(model, kind="vllm"), world),
+        "nan": step,
+    }.items():
+        with pytest.raises((ValueError, RuntimeError)) as caught:
+            call()
+        found[name] = str(caught.value)
+    engine.close()
+    world.close()
+    return found
+
+
+def test_what_cannot_be_done_is_refused_with_the_reason(tiny_model):
+    (found,) = run_ranks(1, refusals, str(tiny_model))
+    assert "a prompt of 44 tokens; from 1 to 43" in found["long"]
+    assert "a prompt of 0 tokens" in found["empty"]
+    assert "no parameter other.weight" in found["name"]
+    assert found["room"].startswith("engine.cpu_kv_cache_gib: 1e-06 leaves 1,073 bytes")
+    assert "pip install vllm" in found["vllm"] and "engine.kind to transformers" in found["vllm"]
+    assert "request odd: the logits of token 0 are not all numbers" in found["nan"]
+
+
+# --------------------------------------------------------------------------- training
+
+
+def _train(*configs: Config) -> None:
+    import train
+    from spmdrl.report import report
+    from spmdrl.world import World
+
+    class Lasting(World):
+        """One that several runs take part in."""
+
+        def close(self) -> None:
+            pass
+
+    sys.modules["vllm"] = None  # any import of it fails
+    report.draw = lambda *runs, **options: False  # the picture at the end takes seconds
+    world = Lasting.start(configs[0])
+    for cfg in configs:
+        assert train.train(cfg, dataclasses.replace(world, cfg=cfg)) == 0
+    World.close(world)
+
+
+def _run_config(model: Path, out: Path, **fields) -> Config:
+    (model.parent / "r.py").write_text(
+        "def varied(prompts, completions, **columns):\n"
+        "    return [sum(map(ord, c)) % 11 / 11 for c in completions]\n")
+    return Config(
+        output_dir=str(out), model=config.Model(path=str(model), compute_dtype="float32"),
+        data=config.Data(train="task:addition", eval="task:addition", size=1000, eval_size=8,
+                         task_options={"digits": 2}, max_prompt_tokens=8),
+        batch=config.Batch(prompts_per_step=4, group_size=4, tokens_per_microbatch=128),
+        sampling=config.Sampling(max_response_tokens=8),
+        optimizer=config.Optimizer(lr=1e-3),
+        engine=config.Engine(kind="transformers", dtype="float32", max_num_seqs=12),
+        stream=config.Stream(mode="traced", verify_every=1, max_logprob_gap=1e-4),
+        rewards=config.Rewards(functions=(f"{model.parent / 'r.py'}:varied",)),
+        report=config.Report(tracker="none"), **fields)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    return create_model(tmp_path_factory.mktemp("model") / "start", hidden_size=64, layers=1,
+                        heads=2, kv_heads=1, intermediate=48, max_positions=64)
+
+
+def _rows(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("schedule", [{}, {"in_flight": True, "kv_cache": "keep"}])
+def test_three_steps_without_vllm_while_another_rank_trains(schedule, model, tmp_path):
+    cfg = _run_config(
+        model, tmp_path / "run", steps=3, lag=1, evaluate=config.Evaluate(every_steps=2),
+        rollout=config.Rollout(schedule=schedule),
+        layout=config.Layout(world_size=2, device="cpu", wait_timeout_s=60))
+    assert config.validate(cfg) == []
+    run_ranks(2, _train, cfg, timeout_s=100)
+    rows = _rows(tmp_path / "run")
+    steps = [row for row in rows if "policy/loss" in row]
+    assert [row["step"] for row in steps] == [0, 1, 2]
+    assert [row["step"] for row in rows if "eval/reward" in row] == [0, 2, 3]
+    assert all(row["policy/grad_norm"] > 0 and row["sync/bytes"] > 0 for row in steps)
+    assert steps[0]["policy/mismatch_k3"] < 1e-8 < steps[2]["policy/mismatch_k3"]
+    assert steps[0]["policy/staleness"] == 0 < steps[2]["policy/staleness"] <= 1
+
+
+def test_a_run_that_both_trains_and_generates_resumes_to_the_same_end(model, tmp_path):
+    def cfg(out: str, steps: int) -> Config:
+        return _run_config(model, tmp_path / out, steps=steps, layout=config.Layout(
+            placement="colocated", world_size=1, device="cpu"))
+
+    run_ranks(1, _train, cfg("whole", 3), cfg("parts", 2), cfg("parts", 3), timeout_s=100)
+    whole, parts = ([row for row in _rows(tmp_path / out) if "policy/loss" in row]
+                    for out in ("whole", "parts"))
+    for one, other in zip(whole, parts, strict=True):
+        assert one["policy/loss"] == other["policy/loss"] and one["policy/mismatch_k3"] < 1e-8
+        assert one["policy/grad_norm"] == other["policy/grad_norm"] > 0

@@ -1,0 +1,225 @@
+"""Every named method, and a few known mixtures, takes three steps of train.py's own loop.
+
+One process runs them one after the other, with one real vLLM engine. A method that is added to
+the registry takes part by its name alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import traceback
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+from safetensors.torch import load_file
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
+
+from spmdrl import config
+from spmdrl.algorithms import registry
+from spmdrl.config import Algorithm, Config
+from spmdrl.create_model import create_model
+from spmdrl.world import World
+
+STEPS = 3
+# Differ within a group; one in some ten samples cannot be rewarded and is left out.
+REWARDS = '''
+def spread(prompts, completions, **columns):
+    value = sum(map(ord, completions[0])) % 11
+    if value == 10:
+        raise ValueError("no reward")
+    return [value / 10]
+def length(prompts, completions, **columns): return [len(completions[0]) % 3]
+'''
+# A model that knows nothing seldom ends a response: let every digit end one.
+DIGITS = "0123456789"
+MIXTURES: dict[str, dict[str, Any]] = {
+    "sft": {"objective": "sft"},
+    "dapo": {"loss_options": {"clip_low": 0.2, "clip_high": 0.28}, "mask_truncated": True,
+             "shaping": {"overlong_tokens": 3}},
+    "ppo": {"advantage": "gae", "kl": "k1", "kl_coef": 0.05, "kl_in": "reward"},
+    "gdpo of two rewards": {"advantage": "gdpo", "functions": ("spread", "length")},
+    "remax with an entropy bonus": {"advantage": "remax", "entropy_coef": 0.01},
+    "top entropy and moving coefficients": {
+        "entropy_options": {"keep_frac": 0.5, "target": 1.0, "delta": 0.01}, "kl_coef": 0.1,
+        "kl_options": {"target": 0.01, "horizon": 100}},
+    "top entropy tokens": {"entropy_options": {"keep_frac": 0.2}},
+    "adaptive entropy bonus": {"entropy_coef": 0.01, "entropy_options": {
+        "target": 9.0, "delta": 0.005, "lower": 0.0, "upper": 0.1}},
+    "adaptive kl": {"kl_coef": 0.1, "kl_options": {"target": 0.01, "horizon": 1000}},
+    "a reference that follows": {"kl_coef": 0.1, "reference_options": {
+        "sync_every": 2, "sync_mix": 0.6}},
+    "dpo of a cached reference": {"objective": "preference", "loss": "dpo",
+                                  "reference_options": {"cache": True}},
+    "decoupled_ppo one step behind": {"loss": "decoupled_ppo", "correction": "none", "lag": 1},
+    **{f"kl {name} off the reward of {advantage}": {
+        "advantage": advantage, "kl": name, "kl_coef": 0.1, "kl_in": "reward"}
+       for name in registry.names("kl") for advantage in ("grpo", "reinforce_plus_plus")},
+}
+
+
+def methods() -> dict[str, dict[str, Any]]:
+    """Return {name: settings} of every method of the registry, and of the mixtures."""
+    found = {}
+    for name in registry.names("loss"):
+        corrects = "rollout_logprobs" in registry.inputs_of(registry.get("loss", name))
+        found[f"loss {name}"] = {"loss": name, "correction": "none" if corrects else "tis"}
+    for kind in ("advantage", "correction"):
+        found |= {f"{kind} {name}": {kind: name} for name in registry.names(kind)}
+    for name in registry.names("kl"):
+        # k1 alone has no gradient on average, and is refused.
+        found[f"kl {name}"] = {"kl": name, "kl_coef": 0.1, "kl_options": {"unbiased": True}}
+    for kind in ("preference", "reward_model", "distillation"):
+        objective = "distill" if kind == "distillation" else kind
+        found |= {f"{kind} {name}": {"objective": objective, "loss": name}
+                  for name in registry.names(kind)}
+    return found | MIXTURES
+
+
+METHODS = methods()
+
+
+def _config(where: Path, name: str, settings: dict[str, Any]) -> Config:
+    settings = dict(settings)
+    functions, lag = settings.pop("functions", ("spread",)), settings.pop("lag", 0)
+    reference = settings.pop("reference_options", {})
+    shaping, is_rl = settings.pop("shaping", {}), settings.get("objective", "rl") == "rl"
+    return Config(
+        output_dir=str(where / "runs" / name.replace(" ", "_")), steps=STEPS, lag=lag,
+        layout=config.Layout(placement="colocated" if is_rl else "offline", world_size=1,
+                             device="cpu", startup_timeout_s=90, wait_timeout_s=60),
+        model=config.Model(path=str(where / "start"), teacher=str(where / "teacher"),
+                           compute_dtype="float32", reference_options=reference),
+        data=config.Data(train="task:addition" if is_rl else "task:addition_pairs", size=1000,
+                         task_options={"digits": 2}, max_prompt_tokens=8),
+        batch=config.Batch(prompts_per_step=4, group_size=4, tokens_per_microbatch=128,
+                           updates_per_step=2 if is_rl else 1),
+        sampling=config.Sampling(max_response_tokens=8, stop_token_ids=_digits(where)),
+        algorithm=Algorithm(**settings),
+        optimizer=config.Optimizer(lr=1e-3), critic=config.Critic(lr=1e-3),
+        engine=config.Engine(dtype="float32", cpu_kv_cache_gib=0.1, max_num_seqs=32),
+        stream=config.Stream(mode="traced"),
+        rewards=config.Rewards(functions=tuple(f"{where / 'r.py'}:{f}" for f in functions)
+                               if is_rl else (), shaping=shaping, on_failure="drop"),
+        report=config.Report(tracker="none"),
+    )
+
+
+def _digits(where: Path) -> tuple[int, ...]:
+    from transformers import AutoTokenizer
+
+    return tuple(AutoTokenizer.from_pretrained(where / "start").convert_tokens_to_ids(list(DIGITS)))
+
+
+class _World(World):
+    """A world that one run after the other takes part in."""
+
+    def close(self) -> None:
+        pass
+
+
+class _Engines:
+    """Stands where make_engine finds `Engine`: gives every run the same real engine, as built.
+
+    Building it is 10 s of each start. The first push of a run writes that run's weights into it,
+    and the loop's own proofs compare them.
+    """
+
+    def __init__(self) -> None:
+        from spmdrl.engine.vllm import Engine
+
+        self._make, self._engine, self._weights = Engine, None, []
+        self.close = lambda: None
+
+    def __call__(self, cfg: Config, world: World) -> Any:
+        if not world.inference_ranks:
+            return self._make(cfg, world)
+        if self._engine is None:
+            self._engine = self._make(cfg, world)
+            self._weights = [p.detach().clone() for p in self._engine.model.parameters()]
+            self.close, self._engine.close = self._engine.close, lambda: None
+        for live, first in zip(self._engine.model.parameters(), self._weights):
+            live.data.copy_(first)
+        self._engine.cfg, self._engine.world = cfg, world
+        self._engine.weights_changed(-1)
+        return self._engine
+
+
+def _run_all(configs: dict[str, Config]) -> dict[str, str]:
+    """Run each config by `train.train`; return the traceback of each that raised."""
+    import train
+    from spmdrl.engine import vllm
+    from spmdrl.report import report
+
+    vllm.Engine = engines = _Engines()
+    report.draw = lambda *runs, **options: False  # the picture at the end: half of a run's time
+    world, failures = _World.start(next(iter(configs.values()))), {}
+    for name, cfg in configs.items():
+        try:
+            train.train(cfg, dataclasses.replace(world, cfg=cfg))
+        except Exception:
+            failures[name] = traceback.format_exc()
+    engines.close()
+    World.close(world)
+    return failures
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory) -> tuple[Path, dict[str, str]]:
+    """The folder of all runs, and what failed in which."""
+    where = tmp_path_factory.mktemp("methods")
+    (where / "r.py").write_text(REWARDS)
+    for name, seed in (("start", 0), ("teacher", 5)):
+        create_model(where / name, hidden_size=64, layers=1, heads=2, kv_heads=1,
+                     intermediate=48, max_positions=64, seed=seed)
+    configs = {name: _config(where, name, settings) for name, settings in METHODS.items()}
+    problems = {name: found for name, cfg in configs.items() if (found := config.validate(cfg))}
+    assert not problems
+    (failures,) = run_ranks(1, _run_all, configs, timeout_s=280)
+    return where, failures
+
+
+def _saved_model(folder: Path) -> dict[str, torch.Tensor]:
+    reader = FileSystemReader(folder / f"checkpoints/step_{STEPS}/policy")
+    tree = _load_state_dict_from_keys(storage_reader=reader)
+    return {name.removeprefix("model."): value for name, value in tree.items()
+            if name.startswith("model.")}
+
+
+def _check_that_pushes_arrive(settings: dict[str, Any], gaps: list[float]) -> None:
+    """Check the KL between the engine that sampled and the trainer before its update."""
+    loss = registry.get("loss", settings.get("loss", "ppo_clip"))
+    if "lag" in settings:  # the weights of one step ago
+        assert gaps[0] < 1e-6 < min(gaps[1:])
+    elif "old_logprobs" in registry.inputs_of(loss):
+        assert max(gaps) < 1e-6
+    else:  # measured during the step's two updates
+        assert max(gaps) < 1e-3
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is unavailable")
+@pytest.mark.parametrize("name", METHODS)
+def test_three_steps_train_the_policy(name, ran):
+    where, failures = ran
+    assert name not in failures, failures[name]
+    folder = where / "runs" / name.replace(" ", "_")
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    rows = [row for row in rows if "policy/loss" in row]
+    assert [row["step"] for row in rows] == list(range(STEPS))
+    for row in rows:
+        assert row["policy/loss"] is not None and math.isfinite(row["policy/loss"])
+        assert row["policy/skipped_updates"] == 0 and row["policy/grad_norm"] > 0
+    if METHODS[name].get("objective", "rl") == "rl":
+        assert all(row["reward/std"] > 0 for row in rows)
+        assert sum(row["rollout/failed_rewards"] for row in rows) > 0
+        _check_that_pushes_arrive(METHODS[name], [row["policy/mismatch_k3"] for row in rows])
+    before = load_file(where / "start" / "model.safetensors")
+    after = _saved_model(folder)
+    compared = before.keys() & after.keys()
+    assert len(compared) >= len(before) - 1  # a reward model has no language head
+    assert not [key for key in compared if torch.equal(before[key], after[key])]
