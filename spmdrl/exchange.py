@@ -16,13 +16,13 @@ from torch import Tensor
 from spmdrl.comm import gather_bytes, gather_sizes
 from spmdrl.config.fields import trains_on_pairs
 from spmdrl.data.partition import Plan, partition
-from spmdrl.types import Batch, Microbatch, Rollouts, Scalars, Sums, add_sums
+from spmdrl.types import Batch, Microbatch, Rollouts, Scalars, Sums, add_sums, join_turns
 from spmdrl.world import World
 
 _INTEGERS = ("lengths", "response_lengths", "group_ids", "sample_ids", "min_versions",
              "is_truncated", "is_valid")
 _BOOLEANS = ("is_truncated", "is_valid")
-_FLOATS = ("rewards", "greedy_rewards", "reward_parts")
+_FLOATS = ("rewards", "greedy_rewards", "reward_parts", "turns")
 
 
 @dataclass(frozen=True)
@@ -87,8 +87,9 @@ def _gather(rollouts: Rollouts, world: World, *, step: int) -> _Table:
     columns |= {name: columns[name].bool() for name in _BOOLEANS}
     # A rank without sequences need not know the number of reward functions.
     filled = [part for part in floats if len(part["rewards"])] or floats[:1]
-    columns |= {name: torch.cat([torch.from_numpy(part[name]) for part in filled])[order]
-                for name in _FLOATS}
+    for name in _FLOATS:
+        column = [torch.from_numpy(part[name]) for part in filled]
+        columns[name] = (join_turns(column) if name == "turns" else torch.cat(column))[order]
     ranks = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
     positions = torch.cat([torch.arange(count) for count in counts])
     return _Table(

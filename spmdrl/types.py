@@ -66,12 +66,20 @@ class Scalars:
     """[S] float64, reward of the prompt's greedy response, shaped; NaN where there is none.
     Always there: left out, all NaN."""
 
+    turns: Tensor | None = None
+    """[S, U, 2] float64, of each turn of the policy: its reward from the environment, task units,
+    and the number of the state that it answers (-1: no state is known). Sequences with fewer
+    than U turns have state -2 behind them. Always there: left out, one turn without a state."""
+
     def __post_init__(self) -> None:
         if self.reward_parts is None:
             object.__setattr__(self, "reward_parts", self.rewards.double()[:, None])
         if self.greedy_rewards is None:
             none = torch.full_like(self.rewards, torch.nan, dtype=torch.float64)
             object.__setattr__(self, "greedy_rewards", none)
+        if self.turns is None:
+            one = torch.tensor([[0.0, -1.0]], dtype=torch.float64)
+            object.__setattr__(self, "turns", one.repeat(len(self), 1, 1))
 
     def __len__(self) -> int:
         return self.lengths.numel()
@@ -80,8 +88,17 @@ class Scalars:
     def concat(cls, parts: Sequence["Scalars"]) -> "Scalars":
         """Join at least one, in order. One without sequences need not know K."""
         filled = [part for part in parts if len(part)] or parts[:1]
-        return cls(**{f.name: torch.cat([getattr(part, f.name) for part in filled])
-                      for f in fields(cls)})
+        joined = {f.name: torch.cat([getattr(part, f.name) for part in filled])
+                  for f in fields(cls) if f.name != "turns"}
+        return cls(**joined, turns=join_turns([part.turns for part in filled]))
+
+
+def join_turns(parts: Sequence[Tensor]) -> Tensor:
+    """Join [S, U, 2] turns of Scalars whose U differ, in order."""
+    most = max(part.shape[1] for part in parts)
+    none = torch.tensor([0.0, -2.0], dtype=torch.float64)
+    return torch.cat([torch.cat([part, none.expand(len(part), most - part.shape[1], 2)], dim=1)
+                      for part in parts])
 
 
 @dataclass(frozen=True)

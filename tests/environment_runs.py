@@ -19,11 +19,11 @@ def play(
     server: EnvironmentServer, row: dict, texts: list[str], *, read: Any = None
 ) -> list[Turn]:
     """Play an episode; return its turns. The environment is pickled in between."""
-    environment, _ = server.open(row, seed=0)
+    environment, _, _ = server.open(row, seed=0)
     turns = []
     for text in texts:
         calls = read(text) if read else ()
-        environment, turn = server.turn(environment, Response(text, calls))
+        environment, turn, _ = server.turn(environment, Response(text, calls))
         turns.append(turn)
         if turn.is_done:
             assert environment == b""

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from spmdrl.algorithms import token_advantages, token_baselines
 from spmdrl.algorithms.advantages import rloo
-from spmdrl.algorithms.loss_tokens import discounted_sums, loss_tokens, turn_returns
+from spmdrl.algorithms.advantages import dr_grpo, grpo
+from spmdrl.algorithms.loss_tokens import discounted_sums, loss_tokens
 from spmdrl.algorithms.token_advantages import (
     combine_moments, distill, gae, gigpo, mean_and_std, moment_sums, otb, prime,
     reinforce_plus_plus, whiten)
@@ -21,7 +22,7 @@ from spmdrl.algorithms.token_advantages import (
 Columns = dict[str, Tensor]
 SEEDS = range(6)
 TOKEN_COLUMNS = ("values", "kl_rewards", "old_logprobs", "teacher_logprobs", "prm_logprobs",
-                 "ref_logprobs", "square_probs", "step_advantages", "turn_rewards")
+                 "ref_logprobs", "square_probs")
 
 
 def columns(seed: int, *, dtype: torch.dtype = torch.float64) -> Columns:
@@ -37,7 +38,7 @@ def columns(seed: int, *, dtype: torch.dtype = torch.float64) -> Columns:
     probs = out["old_logprobs"].exp()
     out["square_probs"] = probs**2 + (1 - probs)**2 * torch.rand(num_tokens, generator=g)
     out = {n: torch.where(mask, v, torch.nan).to(dtype) for n, v in out.items()}
-    out["anchor_ids"] = torch.randint(-1, 3, (num_tokens,), generator=g)
+    out["step_table"] = torch.randn(num_sequences, num_tokens, generator=g, dtype=torch.float64)
     for name in ("rewards", "episode_advantages", "process_baselines"):
         out[name] = torch.randn(num_sequences, generator=g, dtype=torch.float64)
     out["process_baselines"][3] = torch.nan
@@ -73,8 +74,7 @@ METHODS = {
     "distill": lambda b: distill(**pick(b, "old_logprobs", "teacher_logprobs"), max_gap=1.5),
     "prime": lambda b: prime(**pick(b, "prm_logprobs", "ref_logprobs", "process_baselines",
                                     "episode_advantages", "rewards"), gamma=0.9),
-    "gigpo": lambda b: gigpo(**pick(b, "episode_advantages", "step_advantages"),
-                             step_weight=0.7),
+    "gigpo": lambda b: gigpo(**pick(b, "episode_advantages", "step_table"), step_weight=0.7),
     "otb": lambda b: otb(**pick(b, "rewards", "group_ids", "kl_rewards", "otb_totals")),
 }
 
@@ -138,8 +138,9 @@ def reference(name: str, batch: Columns, row: int, tokens: list[int]) -> list[fl
         gaps = [at(batch, "teacher_logprobs")[t] - at(batch, "old_logprobs")[t] for t in tokens]
         return [min(max(gap, -1.5), 1.5) for gap in gaps]
     if name == "gigpo":
-        return [at(batch, "episode_advantages")[row] + 0.7 * at(batch, "step_advantages")[t]
-                for t in tokens]
+        runs = [sum(b - a > 1 for a, b in zip(tokens[:i], tokens[1 : i + 1])) for i in range(n)]
+        return [at(batch, "episode_advantages")[row] + 0.7 * at(batch, "step_table")[row][run]
+                for run in runs]
     if name == "otb":
         return otb_loop(batch, row)
     base = at(batch, "process_baselines")[row]
@@ -191,7 +192,7 @@ def select(batch: Columns, order: list[int]) -> Columns:
     cu = batch["cu_seqlens"].tolist()
     tokens = [t for row in order for t in range(cu[row], cu[row + 1])]
     lengths = torch.tensor([0] + [cu[row + 1] - cu[row] for row in order])
-    by_row = ("rewards", "episode_advantages", "process_baselines", "group_ids")
+    by_row = ("rewards", "episode_advantages", "process_baselines", "group_ids", "step_table")
     out = {n: v[order] if n in by_row else v[tokens] for n, v in batch.items()
            if n not in ("cu_seqlens", "otb_totals")}
     out["cu_seqlens"] = lengths.cumsum(0).int()
@@ -217,7 +218,7 @@ def test_packing_order_and_micro_batching_change_nothing(name, seed, cuts, shuff
             assert part is None or torch.allclose(part, full[places], rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", [m for m in METHODS if m != "gigpo"])  # holes part its turns
 def test_holes_in_a_response_are_stepped_over(name: str) -> None:
     batch = everything(2)
     kept = batch["loss_mask"]
@@ -328,29 +329,48 @@ def test_leave_one_out_means_rebuild_the_group_mean(rewards) -> None:
     assert torch.allclose(got * (len(values) - 1) + values, values.sum(), atol=1e-9)
 
 
+@pytest.mark.parametrize("scale", ["none", "std"])
 @pytest.mark.parametrize("seed", SEEDS)
-def test_turn_returns_equal_a_plain_loop(seed: int) -> None:
-    batch = columns(seed)
-    turns = turn_returns(**pick(batch, "turn_rewards", "anchor_ids"), gamma=0.9)
-    rewards, anchors = at(batch, "turn_rewards"), batch["anchor_ids"].tolist()
-    found: list[tuple[int, int, float]] = []
-    of_token: dict[int, float] = {}
-    for row, tokens in enumerate(responses(batch)):
-        spans: list[list[int]] = []
-        for before, t in zip([None, *tokens], tokens):
-            new = before is None or t != before + 1 or anchors[t] != anchors[before]
-            spans = [*spans, [t]] if new else [*spans[:-1], [*spans[-1], t]]
-        ahead, out = 0.0, []
-        for span in reversed(spans):
-            ahead = math.fsum(rewards[t] for t in span) + 0.9 * ahead
-            out.append((row, anchors[span[0]], ahead))
-            of_token |= dict.fromkeys(span, ahead)
-        found += out[::-1]
-    assert turns.sequence.tolist() == [row for row, _, _ in found]
-    assert turns.anchor_ids.tolist() == [anchor for _, anchor, _ in found]
-    assert turns.returns.tolist() == pytest.approx([r for _, _, r in found], abs=1e-10)
-    spread = turns.per_token(turns.returns).tolist()
-    assert spread == pytest.approx([of_token.get(t, 0.0) for t in range(len(spread))], abs=1e-10)
+def test_gigpo_steps_equal_a_plain_loop(seed: int, scale: str) -> None:
+    g = torch.Generator().manual_seed(seed)
+    rewards = torch.rand(9, generator=g, dtype=torch.float64).round(decimals=1)
+    groups, is_valid = torch.arange(9) // 3, torch.arange(9) != 4
+    turns = torch.zeros(9, 4, 2, dtype=torch.float64)
+    turns[..., 0] = torch.rand(9, 4, generator=g, dtype=torch.float64).round(decimals=1)
+    turns[..., 1] = torch.randint(-1, 3, (9, 4), generator=g)
+    counts = [int(n) for n in torch.randint(1, 5, (9,), generator=g)]
+    for row, count in enumerate(counts):
+        turns[row, count:] = torch.tensor([0.0, token_baselines.NO_TURN])
+    got = token_baselines.gigpo_steps(turns, rewards, group_ids=groups, is_valid=is_valid,
+                                      gamma=0.9, scale=scale)
+    returns: dict[tuple[int, int], float] = {}
+    for row, count in enumerate(counts):
+        own, ahead = turns[row, :count, 0].tolist(), 0.0
+        own[-1] += rewards[row].item() - math.fsum(own)
+        for k in reversed(range(count)):
+            returns[row, k] = ahead = own[k] + 0.9 * ahead
+    for row, k in ((i, j) for i in range(9) for j in range(4)):
+        state = turns[row, k, 1].item()
+        same = [returns[i, j] for i, j in returns if is_valid[i] and groups[i] == groups[row]
+                and turns[i, j, 1].item() == state]
+        if not is_valid[row] or state < 0 or len(same) == 1:
+            assert got["step_table"][row, k] == 0
+            continue
+        mean = math.fsum(same) / len(same)
+        spread = math.sqrt(math.fsum((r - mean) ** 2 for r in same) / len(same))
+        expected = returns[row, k] - mean
+        if spread > 1e-9:
+            expected /= spread + 1e-6 if scale == "std" else 1.0
+            assert got["step_table"][row, k].item() == pytest.approx(expected, abs=1e-9)
+    episode = grpo if scale == "std" else dr_grpo
+    assert torch.equal(got["episode_advantages"], episode(rewards, groups, is_valid=is_valid))
+
+
+def test_gigpo_without_a_single_state_is_refused() -> None:
+    turns = torch.tensor([[[0.0, -1.0]], [[0.0, -1.0]]], dtype=torch.float64)
+    with pytest.raises(ValueError, match="no turn has one; give rollout.environment a method"):
+        token_baselines.gigpo_steps(turns, torch.tensor([1.0, 0.0]),
+                                    group_ids=torch.zeros(2).long(), is_valid=torch.ones(2, dtype=torch.bool))
 
 
 @pytest.mark.parametrize("scale", ["none", "std"])
@@ -391,13 +411,12 @@ def test_gigpo_from_turns_to_tokens() -> None:
     # Two episodes of a prompt meet state 7 first; then 8 and 9, seen once each.
     mask = torch.tensor([True, True, False, True, True, False, True])
     batch = dict(loss_mask=mask, cu_seqlens=torch.tensor([0, 4, 7], dtype=torch.int32))
-    turns = turn_returns(torch.tensor([0.0, 0, 0, 1, 0, 0, 0]), gamma=0.5,
-                         anchor_ids=torch.tensor([7, 7, -1, 8, 7, -1, 9]), **batch)
-    assert turns.returns.tolist() == [0.5, 1.0, 0.0, 0.0]
-    steps = token_baselines.step_advantages(
-        turns.returns, group_ids=torch.zeros(4, dtype=torch.int64), anchor_ids=turns.anchor_ids,
-        scale="none")
-    got, _ = gigpo(torch.tensor([0.5, -0.5]), turns.per_token(steps), step_weight=2.0, **batch)
+    turns = torch.tensor([[[0.0, 7], [0.0, 8]], [[0.0, 7], [0.0, 9]]], dtype=torch.float64)
+    found = token_baselines.gigpo_steps(
+        turns, torch.tensor([1.0, 0.0], dtype=torch.float64), gamma=0.5, scale="none",
+        group_ids=torch.zeros(2, dtype=torch.int64), is_valid=torch.ones(2, dtype=torch.bool))
+    assert found["step_table"].tolist() == [[0.25, 0.0], [-0.25, 0.0]]
+    got, _ = gigpo(**found, step_weight=2.0, **batch)
     assert got.tolist() == [1.0, 1.0, 0.0, 0.5, -1.0, 0.0, -0.5]
 
 
@@ -555,9 +574,10 @@ def test_other_options_out_of_range_are_refused() -> None:
     with pytest.raises(ValueError, match="max_gap"):
         distill(**pick(batch, "old_logprobs", "teacher_logprobs"), max_gap=0.0)
     with pytest.raises(ValueError, match="step_weight"):
-        gigpo(**pick(batch, "episode_advantages", "step_advantages"), step_weight=-1.0)
+        gigpo(**pick(batch, "episode_advantages", "step_table"), step_weight=-1.0)
     with pytest.raises(ValueError, match="gamma"):
-        turn_returns(**pick(batch, "turn_rewards", "anchor_ids"), gamma=1.5)
+        token_baselines.gigpo_steps(torch.zeros(1, 1, 2), torch.zeros(1), gamma=1.5,
+                                    group_ids=torch.zeros(1).long(), is_valid=torch.ones(1).bool())
     with pytest.raises(ValueError, match="gamma"):
         prime(**pick(batch, "prm_logprobs", "ref_logprobs", "process_baselines",
                      "episode_advantages", "rewards"), gamma=-1.0)

@@ -126,6 +126,9 @@ def test_combinations_of_methods_are_refused():
     assert "the engine would be corrected for twice" in problems(loss="dppo_tv")
     assert problems(loss="dppo_tv", correction="none") == ""
     assert "expected gradient of 0" in problems(kl="k1", kl_coef=0.1)
+    assert "take seq_mean_token_mean" in problems(loss="gspo")
+    assert problems(loss="gspo", aggregation="seq_mean_token_mean") == ""
+    assert "name an environment" in problems(advantage="gigpo")
     assert problems(kl="k1", kl_coef=0.1, kl_in="reward") == ""
     assert "model.teacher: is empty" in problems(advantage="distill")
     for advantage in ("prime", "distill"):

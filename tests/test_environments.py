@@ -143,12 +143,13 @@ def test_async_environments_and_seeds_are_served(tmp_path):
                 return Turn([{"role": "user", "content": f"{self.seed} {self.count}"}])
     """))
     server = served(f"{tmp_path}/async_env.py:Slow", start=3)
-    opened, turn = server.open(ROW, seed=41)
+    opened, turn, state = server.open(ROW, seed=41)
+    assert state == -1  # it names none
     assert turn.messages == [{"role": "user", "content": ROW["prompt"]}]
     first = server.turn(opened, Response("a"))
     again = server.turn(opened, Response("a"))
     second = server.turn(first[0], Response("b"))
-    assert [turn.messages[0]["content"] for _, turn in (first, again, second)] == [
+    assert [turn.messages[0]["content"] for _, turn, _ in (first, again, second)] == [
         "41 4", "41 4", "41 5"]
 
 
@@ -157,13 +158,14 @@ def test_guessing_by_halves_wins_and_earns_more_for_fewer_turns():
     rewards = {}
     for index in range(60):
         row, low, high = rows.row(0, index, split="train"), 1, 100
-        (environment, turn), turns = server.open(row, seed=0), 0
+        (environment, turn, state), turns = server.open(row, seed=0), 0
+        assert state == server.open(row, seed=1)[2] >= 0
         while not turn.is_done:
             if turns:
                 word = turn.messages[0]["content"]
                 low, high = (guess + 1, high) if word == "higher" else (low, guess - 1)
             guess, turns = (low + high) // 2, turns + 1
-            environment, turn = server.turn(environment, Response(f"Is it {guess}?"))
+            environment, turn, state = server.turn(environment, Response(f"Is it {guess}?"))
         assert turn.info == {"solved": 1.0, "turns": turns}
         rewards[turns] = turn.reward
     assert max(rewards) <= 7
@@ -232,7 +234,7 @@ def test_gym_like_environments_are_played_in_words(tmp_path):
     place.write_text(GYM)
     server = served("gym", env=f"{place}:Walk", env_options={"goal": 4}, action="int",
                     show=f"{place}:words", max_turns=5)
-    environment, turn = server.open({"prompt": "Go to 4."}, seed=0)
+    environment, turn, _ = server.open({"prompt": "Go to 4."}, seed=0)
     assert turn.messages == [{"role": "user", "content": "Go to 4.\n\nYou are at 0."}]
     same = pickle.loads(server.open({"prompt": "Go to 4."}, seed=1)[0])
     assert same.env.noise == pickle.loads(environment).env.noise

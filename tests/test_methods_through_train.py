@@ -36,6 +36,20 @@ def spread(prompts, completions, **columns):
     return [value / 10]
 def length(prompts, completions, **columns): return [len(completions[0]) % 3]
 '''
+# Two turns, whose states a prompt's samples share.
+GAME = '''
+from spmdrl.environments.protocol import Turn
+class Game:
+    turns = 0
+    def reset(self, row):
+        return [{"role": "user", "content": row["prompt"]}]
+    def step(self, response):
+        self.turns += 1
+        return Turn([{"role": "user", "content": "?"}], is_done=self.turns == 2,
+                    reward=len(response.text) % 3)
+    def state(self):
+        return self.turns
+'''
 # A model that knows nothing seldom ends a response: let every digit end one.
 DIGITS = "0123456789"
 MIXTURES: dict[str, dict[str, Any]] = {
@@ -69,8 +83,13 @@ def methods() -> dict[str, dict[str, Any]]:
     for name in registry.names("loss"):
         corrects = "rollout_logprobs" in registry.inputs_of(registry.get("loss", name))
         found[f"loss {name}"] = {"loss": name, "correction": "none" if corrects else "tis"}
+        if allowed := getattr(registry.get("loss", name), "aggregations", ()):
+            found[f"loss {name}"]["aggregation"] = allowed[0]
     for kind in ("advantage", "correction"):
         found |= {f"{kind} {name}": {kind: name} for name in registry.names(kind)}
+    for name in registry.names("advantage"):
+        if "turns" in registry.asked_by(registry.get("advantage", name)):
+            found[f"advantage {name}"]["environment"] = True
     for name in registry.names("kl"):
         # k1 alone has no gradient on average, and is refused.
         found[f"kl {name}"] = {"kl": name, "kl_coef": 0.1, "kl_options": {"unbiased": True}}
@@ -88,6 +107,9 @@ def _config(where: Path, name: str, settings: dict[str, Any]) -> Config:
     settings = dict(settings)
     functions, lag = settings.pop("functions", ("spread",)), settings.pop("lag", 0)
     reference = settings.pop("reference_options", {})
+    has_turns = settings.pop("environment", False)
+    game = {"name": f"{where / 'game.py'}:Game"} if has_turns else {}
+    longest = 64 if has_turns else 8
     shaping, is_rl = settings.pop("shaping", {}), settings.get("objective", "rl") == "rl"
     return Config(
         output_dir=str(where / "runs" / name.replace(" ", "_")), steps=STEPS, lag=lag,
@@ -96,10 +118,11 @@ def _config(where: Path, name: str, settings: dict[str, Any]) -> Config:
         model=config.Model(path=str(where / "start"), teacher=str(where / "teacher"),
                            compute_dtype="float32", reference_options=reference),
         data=config.Data(train="task:addition" if is_rl else "task:addition_pairs", size=1000,
-                         task_options={"digits": 2}, max_prompt_tokens=8),
-        batch=config.Batch(prompts_per_step=4, group_size=4, tokens_per_microbatch=128,
+                         task_options={"digits": 2}, max_prompt_tokens=112 - longest),
+        batch=config.Batch(prompts_per_step=4, group_size=4, tokens_per_microbatch=224,
                            updates_per_step=2 if is_rl else 1),
-        sampling=config.Sampling(max_response_tokens=8, stop_token_ids=_digits(where)),
+        rollout=config.Rollout(environment=game),
+        sampling=config.Sampling(max_response_tokens=longest, stop_token_ids=_digits(where)),
         algorithm=Algorithm(**settings),
         optimizer=config.Optimizer(lr=1e-3), critic=config.Critic(lr=1e-3),
         engine=config.Engine(dtype="float32", cpu_kv_cache_gib=0.1, max_num_seqs=32),
@@ -174,9 +197,10 @@ def ran(tmp_path_factory) -> tuple[Path, dict[str, str]]:
     """The folder of all runs, and what failed in which."""
     where = tmp_path_factory.mktemp("methods")
     (where / "r.py").write_text(REWARDS)
+    (where / "game.py").write_text(GAME)
     for name, seed in (("start", 0), ("teacher", 5)):
         create_model(where / name, hidden_size=64, layers=1, heads=2, kv_heads=1,
-                     intermediate=48, max_positions=64, seed=seed)
+                     intermediate=48, max_positions=128, seed=seed, chat_template=True)
     configs = {name: _config(where, name, settings) for name, settings in METHODS.items()}
     problems = {name: found for name, cfg in configs.items() if (found := config.validate(cfg))}
     assert not problems

@@ -21,7 +21,6 @@ _TITLES = {
     "distillation": ("Distillation", "`algorithm.loss` of the objective `distill`"),
 }
 BY_IMPORT = {  # functions with no name in the config: module -> names
-    "spmdrl.algorithms.token_advantages": ("gigpo",),
     "spmdrl.algorithms.values": ("value_loss",),
     "spmdrl.algorithms.process_reward": ("outcome_loss",),
     "spmdrl.algorithms.distillation": ("topk_divergence",),

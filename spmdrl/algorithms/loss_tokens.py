@@ -26,6 +26,15 @@ class LossTokens:
     counts: Tensor  # [S] int64, loss tokens of each sequence
     num_tokens: int  # T
 
+    @property
+    def turn(self) -> Tensor:
+        """Return the number of each loss token's run within its sequence: [N] int64, from 0."""
+        starts = torch.ones_like(self.position)
+        starts[1:] = ((self.index.diff() > 1) | (self.sequence.diff() > 0)).long()
+        runs = starts.cumsum(0)
+        first = self.last - self.counts[self.sequence] + 1
+        return runs - runs[first]
+
     def take(self, values: Tensor) -> Tensor:
         """Return [T] values at the loss tokens: [N] float64, detached."""
         return values.detach()[self.index].double()
@@ -92,52 +101,3 @@ def discounted_sums(values: Tensor, *, discounts: Tensor | float, last: Tensor) 
         sums = sums + discounts * ahead
         discounts, reach = discounts.square(), 2 * reach
     return sums
-
-
-@dataclass(frozen=True)
-class Turns:
-    """The turns of a micro-batch in order: runs of loss tokens that answer one state. U turns."""
-
-    tokens: LossTokens
-    turn: Tensor  # [N] int64, turn of each loss token
-    sequence: Tensor  # [U] int64
-    anchor_ids: Tensor  # [U] int64, state that the turn answers; -1: none
-    returns: Tensor  # [U] float64, discounted reward from this turn on
-
-    def per_token(self, values: Tensor) -> Tensor:
-        """Repeat [U] values for each token of their turn: [T], exactly 0 off the loss mask."""
-        return self.tokens.put(values[self.turn])
-
-
-def turn_returns(
-    turn_rewards: Tensor, *, anchor_ids: Tensor, loss_mask: Tensor, cu_seqlens: Tensor,
-    gamma: float = 0.95,
-) -> Turns:
-    """Discount the rewards of each sequence's turns: R_k = r_k + gamma R_(k+1).
-
-    A turn is a run of adjacent loss tokens with one anchor.
-
-    Args:
-        turn_rewards: [T] float, task units. Reward of a turn, on any one of its loss tokens
-            (or shared among them); outcome included, at the last turn. 0 elsewhere.
-        anchor_ids: [T] int64, equal for turns that answer the same state; -1: none.
-        loss_mask: [T] bool. cu_seqlens: [S+1] int32.
-        gamma: discount per turn, in [0, 1].
-    Raises: ValueError for gamma out of range.
-    Source: arXiv 2505.10978 (GiGPO), the step return.
-    Invariant under: micro-batching, packing order.
-    """
-    if not 0 <= gamma <= 1:
-        raise ValueError(f"gamma: must be in [0, 1], got {gamma}")
-    tokens = loss_tokens(loss_mask, cu_seqlens)
-    anchors = anchor_ids[tokens.index]
-    starts = tokens.position == 0
-    starts[1:] |= (tokens.index.diff() > 1) | (anchors.diff() != 0)
-    turn = starts.long().cumsum(0) - 1
-    sequence = tokens.sequence[starts]
-    rewards = torch.zeros(len(sequence), dtype=torch.float64, device=turn.device)
-    rewards = rewards.index_add(0, turn, tokens.take(turn_rewards))
-    _, _, last = _runs(sequence, num_sequences=len(tokens.counts))
-    returns = discounted_sums(rewards, discounts=gamma, last=last)
-    return Turns(tokens=tokens, turn=turn, sequence=sequence, anchor_ids=anchors[starts],
-                 returns=returns)

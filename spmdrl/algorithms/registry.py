@@ -37,7 +37,7 @@ _PAIR_LENGTHS = ("chosen_lengths", "rejected_lengths")
 _PER_TOKEN = ("loss_mask", "cu_seqlens", "old_logprobs", "rollout_logprobs")
 INPUTS: dict[str, tuple[str, ...]] = {
     "advantage": ("rewards", "reward_parts", "greedy_rewards", "group_ids", "sample_ids",
-                  "is_valid", "is_truncated", "lengths", "response_lengths"),
+                  "is_valid", "is_truncated", "lengths", "response_lengths", "turns"),
     "token_advantage": (*_PER_TOKEN, "rewards", "group_ids", "kl_rewards", "ref_logprobs",
                         "teacher_logprobs", "values", "prm_logprobs", "square_probs"),
     "loss": (*_PER_TOKEN, "logprobs", "advantages", "entropy", "ref_logprobs",
@@ -339,7 +339,7 @@ def trial_inputs(kind: Kind, *, is_per_token: bool = False) -> dict[str, Tensor]
         return dict(
             rewards=rewards, reward_parts=rewards[:, None], greedy_rewards=0 * rewards,
             group_ids=0 * ones, sample_ids=torch.arange(2), is_valid=yes, is_truncated=~yes,
-            lengths=2 * ones, response_lengths=ones)
+            lengths=2 * ones, response_lengths=ones, turns=torch.zeros(2, 1, 2).double())
     zeros = torch.zeros(2)
     values = dict(
         rewards=rewards, kl_rewards=zeros, values=zeros, teacher_logprobs=zeros,

@@ -19,6 +19,7 @@ T packed tokens, P prompts, L positions in a response.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -26,12 +27,12 @@ from torch import Tensor
 from spmdrl.algorithms.groups import ROUNDING
 from spmdrl.algorithms.loss_tokens import discounted_sums, loss_tokens
 from spmdrl.algorithms.token_baselines import (
-    otb_totals, prime_baselines, prime_totals, rewards_to_go, token_rewards, with_totals,
+    gigpo_steps, no_totals, otb_totals, prime_baselines, prime_totals, rewards_to_go, token_rewards,
+    with_totals,
 )
 
-# The methods, for the registry. gigpo is for import only: it needs anchor states, which the
-# program does not supply.
-__all__ = ["gae", "reinforce_plus_plus", "distill", "prime", "otb"]
+# The methods, for the registry.
+__all__ = ["gae", "reinforce_plus_plus", "distill", "prime", "gigpo", "otb"]
 
 Result = tuple[Tensor, Tensor | None]
 
@@ -150,26 +151,29 @@ def prime(
     return tokens.put(advantages), tokens.put(tokens.spread(rewards.double()))
 
 
+@with_totals(no_totals, gigpo_steps)
 def gigpo(
-    episode_advantages: Tensor, step_advantages: Tensor, *, loss_mask: Tensor,
-    cu_seqlens: Tensor, step_weight: float = 1.0,
+    step_table: Tensor, episode_advantages: Tensor, *, loss_mask: Tensor, cu_seqlens: Tensor,
+    step_weight: float = 1.0, gamma: float = 0.95, scale: Literal["none", "std"] = "std",
+    std_eps: float = 1e-6,
 ) -> Result:
     """Add the advantage of the turn to that of the episode: A_E + step_weight A_S.
 
+    A turn is a run of adjacent loss tokens; what an environment says lies between two.
+
     Args:
-        episode_advantages: [S] float64: `grpo` or `dr_grpo` in the paper.
-        step_advantages: [T] float64, of the token's turn among the turns of the prompt that
-            answer the same state (`token_baselines.step_advantages`, over the whole batch,
-            spread by `loss_tokens.Turns.per_token`).
-        step_weight: at least 0.
+        step_table: [S, U] float64, advantage of each turn among those of the prompt that answer
+            the same state (`token_baselines.gigpo_steps`).
+        episode_advantages: [S] float64: `grpo`, or `dr_grpo` with scale `none`.
+        step_weight: at least 0. gamma, scale, std_eps: of `gigpo_steps`, through which they act.
     Raises: ValueError for a negative step_weight.
     Source: arXiv 2505.10978 (GiGPO).
     """
     if not step_weight >= 0:
         raise ValueError(f"step_weight: must be at least 0, got {step_weight}")
     tokens = loss_tokens(loss_mask, cu_seqlens)
-    total = tokens.spread(episode_advantages.double())
-    return tokens.put(total + step_weight * tokens.take(step_advantages)), None
+    steps = step_table.to(tokens.index.device).double()[tokens.sequence, tokens.turn]
+    return tokens.put(tokens.spread(episode_advantages.double()) + step_weight * steps), None
 
 
 @with_totals(otb_totals)

@@ -6,11 +6,11 @@ follow from them:
 
     otb     otb_totals [2, P, L]
     prime   prime_totals [B]  ->  prime_baselines [B]
-    gigpo   loss_tokens.turn_returns in a table [B, turns]  ->  step_advantages
+    gigpo   (turns of the scalars)  ->  step_table [B, U]
 
 `leave_one_out_means` and `step_advantages` give a sample without others to compare with NaN
 (no baseline) and 0. Shape letters: S sequences of a micro-batch, B of the whole batch, T packed
-tokens, U turns, P prompts, L positions in a response.
+tokens, U turns of a sequence at most, P prompts, L positions in a response.
 """
 
 from __future__ import annotations
@@ -21,11 +21,13 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor
 
-from spmdrl.algorithms.advantages import rloo
+from spmdrl.algorithms.advantages import dr_grpo, grpo, rloo
 from spmdrl.algorithms.groups import group_rewards
 from spmdrl.algorithms.loss_tokens import LossTokens, discounted_sums, loss_tokens
 from spmdrl.algorithms.reduce import sequence_mean
 
+NO_TURN = -2
+"""State of a turn that a sequence has not got; -1 is a turn without a state."""
 Companion = Callable[..., dict[str, Tensor]]
 Advantage = TypeVar("Advantage", bound=Callable[..., Any])
 
@@ -134,6 +136,49 @@ def leave_one_out_means(values: Tensor, group_ids: Tensor, *, is_valid: Tensor) 
     return torch.where(is_valid & (others >= 1), means, torch.nan)
 
 
+def no_totals() -> dict[str, Tensor]:
+    """Return nothing: the method's whole-batch inputs follow from the scalars."""
+    return {}
+
+
+def gigpo_steps(
+    turns: Tensor, rewards: Tensor, *, group_ids: Tensor, is_valid: Tensor, gamma: float = 0.95,
+    scale: Literal["none", "std"] = "std", std_eps: float = 1e-6,
+) -> dict[str, Tensor]:
+    """Compare each turn with the prompt's others that answer the same state.
+
+    Args:
+        turns: [B, U, 2] float64, of `types.Scalars`: reward and state of each turn.
+        rewards: [B] float64, task units. What the turns have not earned counts for the last.
+        group_ids: [B] int64. is_valid: [B] bool.
+        gamma: discount per turn, in [0, 1]. scale, std_eps: of `step_advantages`.
+    Returns: step_table [B, U] float64, `step_advantages` of the returns R_k = r_k + gamma
+        R_(k+1); and episode_advantages [B] float64, `grpo`, or `dr_grpo` with scale `none`.
+    Raises: ValueError for gamma out of range, or where no turn of the batch has a state.
+    Source: arXiv 2505.10978 (GiGPO).
+    """
+    if not 0 <= gamma <= 1:
+        raise ValueError(f"gamma: must be in [0, 1], got {gamma}")
+    own, states = turns[..., 0].clone(), turns[..., 1]
+    exists = (states > NO_TURN) & is_valid[:, None]
+    if exists.any() and not (states[exists] >= 0).any():
+        raise ValueError("algorithm.advantage: gigpo compares turns that answer the same state, "
+                         "and no turn has one; give rollout.environment a method `state`, or "
+                         "take another advantage")
+    rows = torch.arange(len(own), device=own.device)
+    last = (exists.sum(dim=1) - 1).clamp(min=0)
+    own[rows, last] += torch.where(exists.any(dim=1), rewards - own.sum(dim=1), 0.0)
+    for k in range(own.shape[1] - 2, -1, -1):
+        own[:, k] += gamma * own[:, k + 1]
+    groups = group_ids[:, None].expand_as(states)
+    table = torch.zeros_like(own)
+    table[exists] = step_advantages(own[exists], group_ids=groups[exists], scale=scale,
+                                    anchor_ids=states[exists].long(), std_eps=std_eps)
+    episodes = (dr_grpo(rewards, group_ids, is_valid=is_valid) if scale == "none" else
+                grpo(rewards, group_ids, is_valid=is_valid, std_eps=std_eps))
+    return {"step_table": table, "episode_advantages": episodes}
+
+
 def step_advantages(
     returns: Tensor, *, group_ids: Tensor, anchor_ids: Tensor,
     scale: Literal["none", "std"] = "std", std_eps: float = 1e-6,
@@ -141,10 +186,10 @@ def step_advantages(
     """Standardise the returns of a prompt's turns that answer one state.
 
     Args:
-        returns: [U] float64, `loss_tokens.turn_returns` of all turns of the whole batch.
-        group_ids: [U] int64, prompt of each turn. anchor_ids: [U] int64; -1: none.
+        returns: [N] float64, discounted rewards from each turn on, of the whole batch.
+        group_ids: [N] int64, prompt of each turn. anchor_ids: [N] int64; -1: none.
         scale: `std` divides by the population standard deviation + std_eps, `none` centres.
-    Returns: [U] float64; exactly 0 without an anchor, for a state met once or equal returns.
+    Returns: [N] float64; exactly 0 without an anchor, for a state met once or equal returns.
     Raises: ValueError for a return that is not finite.
     Source: arXiv 2505.10978 (GiGPO), the step advantage; deviation: the full group's
         standard deviation, not the sample form.

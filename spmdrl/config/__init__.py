@@ -14,6 +14,6 @@ from spmdrl.config.read import dump, flatten, from_dict, load_yaml, parse
 
 __all__ = [
     "Algorithm", "Batch", "Checkpoint", "Config", "Critic", "Data", "Engine", "Evaluate", "Layout",
-    "Model", "Optimizer", "Options", "Report", "Rewards", "Rollout", "Sampling", "Stream", "dump", "flatten",
-    "from_dict", "inference_ranks", "load_yaml", "parse", "trainer_ranks", "validate",
+    "Model", "Optimizer", "Options", "Report", "Rewards", "Rollout", "Sampling", "Stream", "dump",
+    "flatten", "from_dict", "inference_ranks", "load_yaml", "parse", "trainer_ranks", "validate",
 ]

@@ -242,7 +242,15 @@ def _combination_problems(cfg: Config) -> list[str]:
             "algorithm.kl: k1 in the loss has an expected gradient of 0, no penalty at all; take "
             "k2 or k3, set kl_options {unbiased: true}, or kl_in: reward"
         )
+    allowed = getattr(loss, "aggregations", (chosen.aggregation,))
+    if chosen.aggregation not in allowed:
+        problems.append(f"algorithm.aggregation: {chosen.aggregation} with the loss {chosen.loss}, "
+                        "whose terms are of whole sequences, would not be its paper's objective; "
+                        f"take {' or '.join(allowed)}")
     asked = registry.inputs_of(loss) + registry.inputs_of(advantage)
+    if "turns" in registry.asked_by(advantage) and not cfg.rollout.environment:
+        problems.append(f"rollout.environment: is empty, and the advantage {chosen.advantage} "
+                        "compares turns that answer the same state; name an environment")
     if "teacher_logprobs" in asked and not cfg.model.teacher:
         problems.append(f"model.teacher: is empty, and {chosen.advantage} / {chosen.loss} follows "
                         "a teacher; name a model")

@@ -147,24 +147,21 @@ class GuessNumber:
     a guess in the dark.
 
     Options: `low`, `high`, smallest and largest secret; `prompt`, the question, which may hold
-    `{low}` and `{high}`; `width`, if above 0, gives every problem a range of its own, of at least
-    so many of the numbers, and a problem is then a range with a secret: the secrets held out of
-    one range are asked for in others, so that no number can be learned to be never right.
+    `{low}` and `{high}`; `held_out`, false lets evaluations have all secrets too: new draws of
+    them, of which a policy can know nothing before the first hint. With secrets held out of a
+    small range, a policy that trains for long learns never to guess those.
     """
 
-    OPTIONS = {"low": int, "high": int, "prompt": str, "width": int}
+    OPTIONS = {"low": int, "high": int, "prompt": str, "held_out": bool}
 
-    def __init__(self, *, low: int = 1, high: int = 100, width: int = 0,
+    def __init__(self, *, low: int = 1, high: int = 100, held_out: bool = True,
                  prompt: str = "Guess my number from {low} to {high}."):
         if high - low < 4:
             raise ValueError("data.task_options.high: must be at least low + 4, so that some "
                              f"secrets can be held out, got {low} and {high}")
-        if width and not 2 <= width <= high - low + 1:
-            raise ValueError("data.task_options.width: must be 0, or from 2 to high - low + 1 = "
-                             f"{high - low + 1}, got {width}")
-        self.low, self.high, self.width, self.prompt = low, high, width, prompt
+        self.low, self.high, self.held_out = low, high, held_out
         try:
-            prompt.format(low=low, high=high)
+            self.prompt = prompt.format(low=low, high=high)
         except (KeyError, IndexError, ValueError) as error:
             raise ValueError(f"data.task_options.prompt: {prompt!r} may hold {{low}} and {{high}} "
                              f"only: {type(error).__name__}: {error}") from error
@@ -172,17 +169,11 @@ class GuessNumber:
     def row(self, seed: int, index: int, *, split: Split) -> dict:
         """Return problem `index`; see the class."""
         draw = random.Random(f"{seed}/{split}/{index}")
-        low, high = self.low, self.high
         for _ in range(_TRIES):
-            if self.width:
-                size = draw.randint(self.width, self.high - self.low + 1)
-                low = draw.randint(self.low, self.high - size + 1)
-                high = low + size - 1
-            secret = draw.randint(low, high)
-            if _split_of(f"{low}-{high}: {secret}" if self.width else str(secret)) == split:
+            secret = draw.randint(self.low, self.high)
+            if not self.held_out or _split_of(str(secret)) == split:
                 break
-        return {"prompt": self.prompt.format(low=low, high=high), "answer": str(secret),
-                "data_source": "task:guess_number"}
+        return {"prompt": self.prompt, "answer": str(secret), "data_source": "task:guess_number"}
 
     def score_answer(self, answer: str, entry: dict) -> float:
         """Return 1.0 for the secret, else 0.0."""

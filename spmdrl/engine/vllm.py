@@ -226,7 +226,9 @@ def _build(cfg: Config, world: World) -> Any:
         _keep_linear_weights_live()
     options = {"enable_prefix_caching": True} | cfg.engine.options
     if on_cpu:
-        options["enforce_eager"] = True
+        # A prompt computed in parts has the draw behind each part but the last taken back, and
+        # vLLM cannot take back that of a seeded request here: CPU generators have no offset.
+        options |= {"enforce_eager": True, "enable_chunked_prefill": False}
     return LLMEngine.from_engine_args(EngineArgs(
         distributed_executor_backend=_executor_class(), **_own_arguments(cfg, on_cpu=on_cpu),
         **options))
@@ -234,6 +236,8 @@ def _build(cfg: Config, world: World) -> Any:
 
 def _own_arguments(cfg: Config, *, on_cpu: bool) -> dict[str, Any]:
     """Return the arguments that engine.options may not hold; see config/options.py."""
+    longest = cfg.data.max_prompt_tokens + cfg.sampling.max_response_tokens
+    tokens_per_step = max(cfg.engine.max_batched_tokens, cfg.engine.max_num_seqs)
     return dict(
         model=cfg.model.path,
         skip_tokenizer_init=True,  # token ids in, token ids out
@@ -241,9 +245,10 @@ def _own_arguments(cfg: Config, *, on_cpu: bool) -> dict[str, Any]:
         dtype=cfg.engine.dtype,
         seed=cfg.seed,
         tensor_parallel_size=cfg.layout.inference_tp,
-        max_model_len=cfg.data.max_prompt_tokens + cfg.sampling.max_response_tokens,
+        max_model_len=longest,
         max_num_seqs=cfg.engine.max_num_seqs,
-        max_num_batched_tokens=max(cfg.engine.max_batched_tokens, cfg.engine.max_num_seqs),
+        # On the CPU no prompt is computed in parts (see _build), so a step must hold one whole.
+        max_num_batched_tokens=max(tokens_per_step, longest) if on_cpu else tokens_per_step,
         gpu_memory_utilization=cfg.engine.gpu_memory_frac,
         kv_cache_memory_bytes=int(cfg.engine.cpu_kv_cache_gib * 2**30) if on_cpu else None,
         # With it a step is under way while its predecessor's tokens are handed out, and weights

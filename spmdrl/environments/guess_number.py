@@ -38,6 +38,7 @@ class GuessNumber:
                              f"that a late success is worth more than none, got {turn_cost}")
         self.low, self.high, self.max_turns, self.turn_cost = low, high, max_turns, turn_cost
         self.secret, self.turns = low, 0
+        self.known = (low, high)  # bounds that the answers have told
 
     def reset(self, row: dict) -> list[Message]:
         """Choose the secret and open with the row's prompt."""
@@ -62,7 +63,14 @@ class GuessNumber:
             answer = "no number"
         else:
             answer = "higher" if guess < self.secret else "lower"
+            low, high = self.known
+            self.known = ((max(low, guess + 1), high) if guess < self.secret
+                          else (low, min(high, guess - 1)))
         return Turn(messages=[{"role": "user", "content": answer}])
+
+    def state(self) -> str:
+        """Name what the player can know: turns played, and the numbers that are left."""
+        return f"{self.turns} {self.known}"
 
     def _end(self, *, reward: float, solved: float) -> Turn:
         return Turn(is_done=True, reward=reward, info={"solved": solved, "turns": self.turns})

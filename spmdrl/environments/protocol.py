@@ -68,7 +68,9 @@ class Environment(Protocol):
     Optional: `prepare()`, called once per worker before any deadline runs, for slow imports and
     files to read; `tools`, a list of tool descriptions for the chat template, the same for all
     episodes; `tool_parser`, which format of tool calls to read (see `tool_calls`; `auto` if there
-    are tools, else none); `is_graded`, whether the grader of a generated task scores the last
+    are tools, else none); `state()`, a text that names the state the episode is
+    in, the same wherever nothing that matters differs (the advantage `gigpo` compares turns that
+    answer one state); `is_graded`, whether the grader of a generated task scores the last
     response (default False: the task then only makes the rows; what rewards.functions names
     always scores it).
     """

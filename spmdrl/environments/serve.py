@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 import json
 import pickle
@@ -100,27 +101,40 @@ class EnvironmentServer:
         self.is_graded = bool(getattr(first, "is_graded", False))
         self._wants_seed = "seed" in inspect.signature(first.reset).parameters
 
-    def open(self, row: dict, *, seed: int) -> tuple[bytes, Turn]:
+    def open(self, row: dict, *, seed: int) -> tuple[bytes, Turn, int]:
         """Begin an episode.
 
-        Returns: the pickled environment, and a turn with the opening messages.
+        Returns: the pickled environment, a turn with the opening messages, and the number of the
+            state, the same for equal states everywhere; -1 where the environment names none.
         Raises: BadTurn, or whatever the environment raises.
         """
         environment = self._make(**self._options)
         given = {"seed": seed} if self._wants_seed else {}
         messages = ran(environment.reset(row, **given))
         turn = Turn(messages=_checked_messages(messages, roles=(*_ROLES, "assistant")))
-        return pack(environment), turn
+        return pack(environment), turn, _state_of(environment)
 
-    def turn(self, environment: bytes, response: Response) -> tuple[bytes, Turn]:
+    def turn(self, environment: bytes, response: Response) -> tuple[bytes, Turn, int]:
         """Play one turn.
 
-        Returns: the pickled environment, empty when the episode is done, and its answer.
+        Returns: the pickled environment, empty when the episode is done, its answer, and the
+            number of the state, as `open` gives it.
         Raises: BadTurn, or whatever the environment raises.
         """
         live = pickle.loads(environment)
         turn = checked_turn(ran(live.step(response)))
-        return b"" if turn.is_done else pack(live), turn
+        if turn.is_done:
+            return b"", turn, -1
+        return pack(live), turn, _state_of(live)
+
+
+def _state_of(environment: Any) -> int:
+    """Return a number of 48 bits for what `state()` says, which float64 holds exactly."""
+    name = getattr(environment, "state", None)
+    if not callable(name):
+        return -1
+    digest = hashlib.blake2b(str(ran(name())).encode(), digest_size=6).digest()
+    return int.from_bytes(digest, "big")
 
 
 def pack(environment: Any) -> bytes:

@@ -54,6 +54,8 @@ class TurnResult:
     """Of this turn: to be added to the episode's."""
     info: dict[str, float] = field(default_factory=dict)
     """Numbers for metrics."""
+    state: int = -1
+    """Number of the state that the episode is in now; -1 where the environment names none."""
     seconds: float = 0.0
     failure: Failure | None = None
     """The episode cannot go on, and what it earned so far should not count."""
@@ -175,6 +177,6 @@ def _result(job: Job, done: Done) -> RewardResult | TurnResult:
     if isinstance(done, Moved):
         turn = done.turn
         return TurnResult(job.key, done.environment, tuple(turn.messages), turn.is_done,
-                          turn.reward, turn.info, **common)
+                          turn.reward, turn.info, done.state, **common)
     return RewardResult(job.key, None, **common) if job.kind is Sample else TurnResult(
         job.key, **common)

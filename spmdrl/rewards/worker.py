@@ -102,6 +102,8 @@ class Moved(Done):
     environment: bytes
     """The pickled environment as it is now; empty when the episode is done."""
     turn: Turn
+    state: int
+    """See `EnvironmentServer`."""
 
 
 def pack_message(value: Any) -> bytes:
@@ -219,11 +221,11 @@ class Server:
         began, failure = time.monotonic(), "error"
         try:
             if isinstance(work, Open):
-                environment, turn = self._environments.open(work.row, seed=work.seed)
+                moved = self._environments.open(work.row, seed=work.seed)
             else:
-                environment, turn = self._environments.turn(work.environment, work.response)
+                moved = self._environments.turn(work.environment, work.response)
             finished = time.monotonic()
-            return Moved(id, finished, finished - began, None, "", environment, turn)
+            return Moved(id, finished, finished - began, None, "", *moved)
         except BadValue as error:
             failure, message = "bad_value", str(error)
         except BaseException as error:  # SystemExit too: user code may call sys.exit

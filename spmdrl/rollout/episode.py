@@ -48,8 +48,15 @@ class Response:
     """Policy version that sampled each token; -1 for an environment's."""
     is_truncated: bool = False
     """The last turn was cut at the length limit."""
-    turns: int = 0
-    """Finished turns of the policy."""
+    states: list[int] = field(default_factory=list)
+    """Of each finished turn of the policy: number of the state that it answers; -1 for none."""
+    earned: list[float] = field(default_factory=list)
+    """Of each finished turn: its reward from the environment, task units."""
+
+    @property
+    def turns(self) -> int:
+        """Return how many turns of the policy are finished."""
+        return len(self.states)
 
     @property
     def num_sampled(self) -> int:
@@ -142,8 +149,8 @@ class Episode:
     """Where in the response the policy's latest turn begins."""
     text: str = ""
     """The latest turn, decoded."""
-    earned: float = 0.0
-    """Rewards of the environment so far, task units."""
+    state: int = -1
+    """Number of the state that the next turn answers; -1 for none."""
     info: dict[str, float] = field(default_factory=dict)
     """What the environment reported besides, added up over turns."""
 

@@ -105,7 +105,8 @@ class Loop:
         episodes = [self._drawing.pop(completion.key) for completion in completions]
         for episode, completion in zip(episodes, completions):
             episode.response.sampled(completion)
-            episode.response.turns += 1
+            episode.response.states.append(episode.state)
+            episode.response.earned.append(0.0)
         if not episodes:
             return
         if self.chat:
@@ -149,10 +150,12 @@ class Loop:
     def _take_turn(self, episode: Episode, result: TurnResult) -> RewardResult | None:
         """Go on with an opening, or with an answer; return why that fails, if it does."""
         episode.environment = result.environment
-        episode.earned += result.reward
+        episode.state = result.state
         for name, value in result.info.items():
             episode.info[name] = episode.info.get(name, 0.0) + value
         is_opening, response = episode.stage == "open", episode.response
+        if not is_opening:
+            response.earned[-1] = result.reward
         if not is_opening and (result.is_done or response.is_truncated):
             self._score([episode])
             return None
@@ -202,7 +205,8 @@ def _with_environment(result: RewardResult, episode: Episode) -> RewardResult:
     """Add the environment's rewards to the score of the end."""
     if result.value is None:
         return result
-    return replace(result, value=result.value + episode.earned,
-                   parts={ENVIRONMENT: episode.earned} | result.parts,
+    earned = sum(episode.response.earned)
+    return replace(result, value=result.value + earned,
+                   parts={ENVIRONMENT: earned} | result.parts,
                    metrics=result.metrics | {
                        f"{ENVIRONMENT}/{name}": value for name, value in episode.info.items()})

@@ -17,7 +17,7 @@ from spmdrl.rewards.pool import RewardResult
 from spmdrl.rewards.signatures import part_names, reward_models
 from spmdrl.rollout.episode import GREEDY, Group, Sample
 from spmdrl.rollout.sums import mean_reward, step_sums, warn_if_all_failed
-from spmdrl.types import Rollouts, Scalars, Sums, add_sums
+from spmdrl.types import Rollouts, Scalars, Sums, add_sums, join_turns
 
 
 def pack_step(
@@ -92,6 +92,8 @@ def pack(
         reward_parts=doubles([_parts(s.reward, part_names) for s in samples]).view(
             len(samples), len(part_names) or 1),
         greedy_rewards=doubles([greedy.get(s.slot, math.nan) for s in samples]),
+        turns=join_turns([turns_of(s.response.earned, s.response.states) for s in samples])
+        if samples else None,
     )
     shown = tuple(
         {"prompt": s.prompt.text, "response": s.text, "reward": s.reward.value}
@@ -103,6 +105,11 @@ def pack(
         policy_versions=ints(versions), cu_seqlens=cumulative(lengths), scalars=scalars,
         sums=sums, samples=shown,
     )
+
+
+def turns_of(earned: Sequence[float], states: Sequence[int]) -> Tensor:
+    """Return one sequence's turns for `Scalars.turns`: [1, U, 2] float64."""
+    return doubles([*zip(earned, states)] or [(0.0, -1)])[None]
 
 
 def _shown(samples: Sequence[Sample]) -> list[Sample]:

@@ -23,8 +23,8 @@ from torch import Tensor
 from spmdrl.config import Config, flatten
 from spmdrl.rewards.signatures import part_names, reward_models
 from spmdrl.rollout.episode import GREEDY, Group, Sample
-from spmdrl.rollout.packing import cumulative, empty_rollouts
-from spmdrl.types import Rollouts, Scalars, add_sums
+from spmdrl.rollout.packing import cumulative, empty_rollouts, turns_of
+from spmdrl.types import Rollouts, Scalars, add_sums, join_turns
 
 FORMAT = 1
 FOLDER = "rollouts"
@@ -43,6 +43,7 @@ _SCHEMA = pa.schema([
     ("is_valid", pa.bool_()), ("is_truncated", pa.bool_()), ("failure", pa.string()),
     ("length", pa.int64()), ("response_length", pa.int64()), ("turns", pa.int64()),
     ("min_version", pa.int64()),
+    ("turn_rewards", pa.list_(pa.float64())), ("turn_states", pa.list_(pa.int64())),
     ("tokens", pa.list_(pa.int32())), ("response_mask", pa.list_(pa.bool_())),
     ("rollout_logprobs", pa.list_(pa.float32())), ("policy_versions", pa.list_(pa.int32())),
 ])
@@ -169,6 +170,8 @@ def _texts(step: int, samples: Sequence[Sample]) -> dict[str, Any]:
         "failure": [f"{s.reward.failure}: {s.reward.message}" if s.reward.failure else None
                     for s in samples],
         "turns": [s.response.turns for s in samples],
+        "turn_rewards": [s.response.earned for s in samples],
+        "turn_states": [s.response.states for s in samples],
     }
 
 
@@ -322,11 +325,14 @@ def scalars_of(table: pa.Table) -> Scalars:
         return _tensor(table[name].combine_chunks())
 
     parts = _tensor(table["reward_parts"].combine_chunks().flatten())
+    turns = [turns_of(*of_row) for of_row in zip(
+        table["turn_rewards"].to_pylist(), table["turn_states"].to_pylist())]
     return Scalars(
         lengths=of("length"), response_lengths=of("response_length"), group_ids=of("group"),
         sample_ids=of("sample"), rewards=of("reward"), is_truncated=of("is_truncated"),
         is_valid=of("is_valid"), min_versions=of("min_version"),
-        reward_parts=parts.view(table.num_rows, -1), greedy_rewards=of("greedy_reward"))
+        reward_parts=parts.view(table.num_rows, -1), greedy_rewards=of("greedy_reward"),
+        turns=join_turns(turns))
 
 
 def _tensor(column: pa.Array, kind: torch.dtype | None = None) -> Tensor:

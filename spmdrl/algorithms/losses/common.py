@@ -15,6 +15,18 @@ Loss = TypeVar("Loss", bound=Callable[..., Any])
 MAX_LOG_RATIO = 20.0  # exp(20) = 5e8: beyond it one token decides the whole gradient
 
 
+def aggregated_by(*names: str) -> Callable[[Loss], Loss]:
+    """Say which aggregations make a method the objective of its paper; others are refused.
+
+    For methods whose terms are a sequence's, which an aggregation over tokens would weigh by
+    its length.
+    """
+    def attach(function: Loss) -> Loss:
+        function.aggregations = names  # type: ignore[attr-defined]
+        return function
+    return attach
+
+
 def with_statistics(companion: Callable[..., dict[str, Tensor]]) -> Callable[[Loss], Loss]:
     """Attach, as `statistics`, the function that gives a method its whole-batch scalars.
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from spmdrl.algorithms.losses.common import (
     MAX_LOG_RATIO,
     Stats,
+    aggregated_by,
     check_clip,
     check_not_negative,
     check_positive,
@@ -27,6 +28,7 @@ from spmdrl.algorithms.losses.common import (
 from spmdrl.algorithms.reduce import per_token, sequence_mean, sequence_sum
 
 
+@aggregated_by("seq_mean_token_mean")
 def gspo(
     logprobs: Tensor, old_logprobs: Tensor, *, advantages: Tensor, loss_mask: Tensor,
     cu_seqlens: Tensor, clip_low: float = 3e-4, clip_high: float = 4e-4,
@@ -50,6 +52,7 @@ def gspo(
                     clip_high=clip_high)
 
 
+@aggregated_by("seq_mean_token_mean")
 def gspo_token(
     logprobs: Tensor, old_logprobs: Tensor, *, advantages: Tensor, loss_mask: Tensor,
     cu_seqlens: Tensor, clip_low: float = 3e-4, clip_high: float = 4e-4,
@@ -76,6 +79,7 @@ def gspo_token(
                     clip_high=clip_high)
 
 
+@aggregated_by("seq_mean_token_sum", "seq_mean_token_sum_norm")
 def luspo(
     logprobs: Tensor, old_logprobs: Tensor, *, advantages: Tensor, loss_mask: Tensor,
     cu_seqlens: Tensor, clip_low: float = 3e-4, clip_high: float = 4e-4,
@@ -99,6 +103,7 @@ def luspo(
                 cu_seqlens=cu_seqlens, clip_low=clip_low, clip_high=clip_high)
 
 
+@aggregated_by("seq_mean_token_mean")
 def gmpo(
     logprobs: Tensor, old_logprobs: Tensor, *, advantages: Tensor, loss_mask: Tensor,
     cu_seqlens: Tensor, clip_low: float = 0.4, clip_high: float = 0.4,

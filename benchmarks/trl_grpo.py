@@ -1,0 +1,113 @@
+"""The workload of schedules.py in TRL's GRPOTrainer: sequences per second.
+
+    pip install trl accelerate datasets            # or --target FOLDER, and PYTHONPATH=FOLDER
+    python benchmarks/trl_grpo.py --model runs/demo/warm --threads 2
+
+One process that has all cores generates with transformers and trains in turns, as TRL does without
+a vLLM server. Response lengths follow the same distribution as there: a logits processor forbids
+the end of sequence before a response's length and forces it there.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+import random
+import statistics
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+
+
+@dataclass(frozen=True)
+class Options:
+    """What to run; the defaults are those of schedules.py."""
+
+    model: Path = Path("runs/demo/warm")
+    steps: int = 14
+    first: int = 4
+    prompts: int = 32
+    group_size: int = 4
+    limit: int = 256
+    median: float = 32.0
+    threads: int = 2
+    sequences_per_device_batch: int = 128
+    """Of one forward and backward pass; smaller ones accumulate."""
+
+
+def main(options: Options) -> None:
+    """Train, and print the mean over the steps from `first` on."""
+    os.environ["OMP_NUM_THREADS"] = str(options.threads)
+    import torch
+    from datasets import Dataset
+    from transformers import LogitsProcessor, LogitsProcessorList, TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer
+
+    from spmdrl.data.tasks import make_task
+
+    torch.set_num_threads(options.threads)
+    task = make_task("task:addition", {"digits": 2}, size=20000)
+    rows = [task.row(0, i, split="train") for i in range(options.steps * options.prompts)]
+    answers = {row["prompt"]: row for row in rows}
+    lengths: list[float] = []
+    ends: list[float] = []
+
+    class Lengths(LogitsProcessor):
+        """Ends each row of a batch at a length of its own."""
+
+        def __init__(self, count: int, prompt: int, eos: int, draw: random.Random):
+            drawn = (draw.lognormvariate(math.log(options.median), 1.0) for _ in range(count))
+            self.lengths = torch.tensor([max(1, min(int(n), options.limit)) for n in drawn])
+            self.prompt, self.eos = prompt, eos
+
+        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            is_end = self.lengths <= input_ids.shape[1] - self.prompt + 1
+            scores[:, self.eos] = torch.where(is_end, 0.0, -math.inf)
+            others = torch.ones_like(scores, dtype=torch.bool)
+            others[:, self.eos] = False
+            return scores.masked_fill(is_end[:, None] & others, -math.inf)
+
+    class Clock(TrainerCallback):
+        def on_step_end(self, args, state, control, **_):
+            ends.append(time.perf_counter())
+
+    def reward(prompts, completions, **_):
+        return [float(task.score_answer(c, answers[p])) for p, c in zip(prompts, completions)]
+
+    size = options.prompts * options.group_size
+    accumulation = size // options.sequences_per_device_batch
+    trainer = GRPOTrainer(
+        model=str(options.model), reward_funcs=reward,
+        train_dataset=Dataset.from_list([{"prompt": row["prompt"]} for row in rows]),
+        callbacks=[Clock()],
+        args=GRPOConfig(
+            output_dir="/tmp/trl_grpo", use_cpu=True, bf16=False, beta=0.0, learning_rate=1e-6,
+            per_device_train_batch_size=options.sequences_per_device_batch,
+            gradient_accumulation_steps=accumulation, num_generations=options.group_size,
+            max_completion_length=options.limit, max_steps=options.steps, report_to=[],
+            save_strategy="no", logging_steps=1000, disable_tqdm=True,
+            gradient_checkpointing=False, model_init_kwargs={"dtype": "float32"}),
+    )
+    draw, generate = random.Random(0), trainer.model.generate
+
+    @functools.wraps(generate)
+    def generate_to_lengths(*args, **kwargs):
+        ids = kwargs["input_ids"] if "input_ids" in kwargs else args[0]
+        forced = Lengths(len(ids), ids.shape[1], trainer.processing_class.eos_token_id, draw)
+        lengths.extend(forced.lengths.tolist())
+        return generate(*args, logits_processor=LogitsProcessorList([forced]), **kwargs)
+
+    trainer.model.generate = generate_to_lengths
+    trainer.train()
+    counted = ends[options.first - 1:]
+    seconds = statistics.fmean(b - a for a, b in zip(counted, counted[1:]))
+    print(f"TRL: {size / seconds:.1f} sequences/s, {seconds:.3f} s a step, mean length "
+          f"{statistics.fmean(lengths):.1f}, {options.threads} threads, "
+          f"{options.sequences_per_device_batch} sequences per device batch")
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Options))
