@@ -40,7 +40,7 @@ class Options:
     """JSONL file; its folder is made when missing."""
     count: int = 20000
     """Conversations."""
-    careless: float = 0.8
+    careless: float = 0.5
     """Share of guesses that ignore the hints, or of sums that are not given to the calculator."""
     slips: float = 0.8
     """tools: share of the sums done in the head that come out wrong."""

@@ -370,7 +370,8 @@ def test_gigpo_without_a_single_state_is_refused() -> None:
     turns = torch.tensor([[[0.0, -1.0]], [[0.0, -1.0]]], dtype=torch.float64)
     with pytest.raises(ValueError, match="no turn has one; give rollout.environment a method"):
         token_baselines.gigpo_steps(turns, torch.tensor([1.0, 0.0]),
-                                    group_ids=torch.zeros(2).long(), is_valid=torch.ones(2, dtype=torch.bool))
+                                    group_ids=torch.zeros(2).long(),
+                                    is_valid=torch.ones(2, dtype=torch.bool))
 
 
 @pytest.mark.parametrize("scale", ["none", "std"])

@@ -47,17 +47,18 @@ def group_of(slot: int, *, has_greedy: bool = False) -> Group:
     prompt = Prompt(100 + slot, (5, 6, 7 + slot), f"what is <{slot}>?\n", {})
     draw = Draw(0, "train", 2, 8, 1.0, True, (), has_greedy=has_greedy)
     group = Group(slot, 0, slot, prompt, 0, draw)
-    broken = Response([11], [True], [-0.1], [2], False, 1)
+    broken = Response([11], [True], [-0.1], [2], False, [-1], [0.0])
     group.samples[0] = Sample(slot, 0, prompt, broken, "no", RewardResult(
         "k", None if slot else -1.0, {} if slot else {"right": -1.0}, {}, {}, 0.1,
         "error" if slot else None, "KeyError: x" if slot else ""))
     two_turns = Response([1, 2, 9, 3], [True, True, False, True], [-0.5, -2.0 - slot, 0.0, -1 / 3],
-                         [1, 1, -1, 2], True, 2)
+                         [1, 1, -1, 2], True, [2**47, 7], [0.25, -1.0])
     group.samples[1] = Sample(slot, 1, prompt, two_turns, "a <b> & c", RewardResult(
         "k", 0.1 + slot, {"right": slot, "brief": 0.2}))
     if has_greedy:
-        group.samples[GREEDY] = Sample(slot, GREEDY, prompt, Response([4], [True], [-0.25], [2]),
-                                       "greedy", RewardResult("k", 0.75))
+        greedy = Response([4], [True], [-0.25], [2], False, [-1], [0.0])
+        group.samples[GREEDY] = Sample(slot, GREEDY, prompt, greedy, "greedy",
+                                       RewardResult("k", 0.75))
     return group
 
 
