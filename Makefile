@@ -1,4 +1,5 @@
 # make demo    install, warm up, train by GRPO, evaluate, export; results in runs/demo
+# make game    warm up and train on a game of several turns: runs/game; make tools: a calculator
 # make test    install, run the whole suite
 # make venv    install only, into .venv
 # make clean   remove .venv and caches; runs/ stays
@@ -14,7 +15,7 @@ RUN    := runs/demo$(if $(filter-out 0,$(SEED)),_seed$(SEED))
 export OMP_NUM_THREADS ?= 1
 TORCHRUN := $(BIN)/torchrun --standalone --nproc-per-node 2
 
-.PHONY: venv test demo clean
+.PHONY: venv test demo game tools clean
 
 venv: .venv/installed
 
@@ -61,6 +62,18 @@ demo: venv
 	@echo '  $(RUN)/model                the trained model, a Hugging Face folder'
 	@echo '  $(RUN)/grpo/metrics.jsonl   every metric of every step'
 	@echo '  $(BIN)/mlflow ui --backend-store-uri sqlite:///$(RUN)/grpo/mlflow.db'
+
+# An environment: careless conversations, a warm start on them, GRPO on the environment's reward.
+game: LAYERS := 2
+tools: LAYERS := 4
+game tools: venv
+	rm -rf runs/$@
+	$(BIN)/python -m spmdrl.create_model runs/$@/init --chat-template --layers $(LAYERS) \
+	  --initializer-std 0.088
+	$(BIN)/python benchmarks/demonstrations.py configs/demo_$@.yaml runs/$@/demonstrations.jsonl
+	$(TORCHRUN) train.py --config configs/demo_$@_sft.yaml
+	$(BIN)/python -m spmdrl.export runs/$@/sft --out runs/$@/warm
+	$(TORCHRUN) train.py --config configs/demo_$@.yaml
 
 clean:
 	rm -rf .venv build *.egg-info .pytest_cache .hypothesis

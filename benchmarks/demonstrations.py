@@ -2,12 +2,12 @@
 
     python benchmarks/demonstrations.py configs/demo_game.yaml runs/game/demonstrations.jsonl
 
-The rows (training problems only) and the environment are those of the config, and the
-environment itself answers each turn, so the policy later meets what it was shown. The players
-leave something to be learned from rewards:
+Rows (of the training split) and environment are those of the config, and the environment itself
+answers each turn, so the policy later meets what it was shown. The players leave something to be
+learned from rewards:
 
-- guess_number: guesses at random within the range, mostly without regard for the hints;
-- tools: computes most sums in the head, and then mostly wrongly; the others by the calculator.
+- guess_number: guesses at random within the range, half of the time without regard for the hints;
+- tools: computes half of the sums in the head, mostly wrongly, the others by the calculator.
 """
 
 from __future__ import annotations
@@ -89,13 +89,13 @@ def as_message(response: Response) -> Message:
 
 def conversation(server: EnvironmentServer, row: dict, player: Player) -> list[Message]:
     """Play one episode to its end and return all its messages."""
-    environment, turn = server.open(row, seed=0)
+    environment, turn, _ = server.open(row, seed=0)
     messages: list[Message] = []
     while not turn.is_done:
         messages += turn.messages
         response = player(messages, row)
         messages.append(as_message(response))
-        environment, turn = server.turn(environment, response)
+        environment, turn, _ = server.turn(environment, response)
     return messages
 
 

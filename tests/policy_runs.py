@@ -32,7 +32,7 @@ def config(
         sampling=Sampling(temperature=0.8),
         algorithm=Algorithm(objective=objective, **algorithm),
         # A large eps keeps Adam's step smooth in the gradient, so that layouts can be compared.
-        optimizer=Optimizer(lr=1e-2, options={"eps": 1e-3}, weight_decay=0.1,
+        optimizer=Optimizer(lr=1e-2, options={"eps": 1e-3, "weight_decay": 0.1},
                             max_grad_norm=0.2),
     )
 

@@ -73,6 +73,23 @@ def test_chat_template_marks_assistant_text_and_ends_turns_with_eos() -> None:
     assert character_tokenizer().chat_template is None
 
 
+def test_chat_template_shows_tools_by_signature_and_calls_as_hermes_writes_them() -> None:
+    from spmdrl.environments.tool_calls import make_parser
+    from spmdrl.environments.tools import make_tools
+
+    tools = [tool.description for tool in make_tools(["calculator"]).values()]
+    call = {"name": "calculator", "arguments": {"expression": "1+1"}}
+    turns = [{"role": "user", "content": "1+1="},
+             {"role": "assistant", "tool_calls": [{"type": "function", "function": call}]},
+             {"role": "tool", "content": "2"}]
+    text = WORDS.apply_chat_template(turns, tools=tools, tokenize=False)
+    assert text == ("<|im_start|>tools\ncalculator(expression)<eos>\n<|im_start|>user\n1+1=<eos>\n"
+                    '<|im_start|>assistant\n<tool_call>{"name": "calculator", "arguments": '
+                    '{"expression": "1+1"}}</tool_call><eos>\n<|im_start|>tool\n2<eos>\n')
+    (read,) = make_parser("auto", WORDS)(text)
+    assert (read.name, read.arguments) == (call["name"], call["arguments"])
+
+
 def _digest(folder: Path) -> str:
     return hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
 

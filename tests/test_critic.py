@@ -236,6 +236,13 @@ def _alone(cfg: Config, missing: str) -> dict:
     kept = _whole_state(policy)
     spoiled = _step(policy, own, step=30)[2]
     assert all(torch.equal(t, kept[name]) for name, t in _whole_state(policy).items())
+    # The second update of a batch finds values that the first has moved further than the clip.
+    clips = {}
+    for clip in (0.0, 1e-6):
+        two = dataclasses.replace(cfg, batch=dataclasses.replace(cfg.batch, updates_per_step=2),
+                                  critic=dataclasses.replace(cfg.critic, clip=clip))
+        share, of = _step(Policy(two, world), _batch(two, world), step=0)[2]["value/clip_frac"]
+        clips[clip] = share / of
     cfg = dataclasses.replace(cfg, critic=dataclasses.replace(cfg.critic, path=missing))
     with pytest.raises(ValueError, match="^critic.path: .*" + missing):
         Policy(cfg, world)
@@ -243,7 +250,7 @@ def _alone(cfg: Config, missing: str) -> dict:
     algorithm = dataclasses.replace(cfg.algorithm, advantage="grpo")
     assert Policy(dataclasses.replace(cfg, algorithm=algorithm), world).companions == {}
     world.close()
-    return {"sums": sums, "after": after, "before": before, "spoiled": spoiled,
+    return {"clips": clips, "sums": sums, "after": after, "before": before, "spoiled": spoiled,
             "masks": [job.loss_mask for job in jobs]}
 
 
@@ -253,6 +260,10 @@ def found(folder, tmp_path_factory) -> dict:
     cfg = _config(folder, tmp_path_factory.mktemp("alone"), aggregation="seq_mean_token_sum",
                   critic={"lr": 8e-3})
     return run_ranks(1, _alone, cfg, "./nowhere")[0] | {"folder": Path(cfg.output_dir)}
+
+
+def test_values_move_no_further_than_the_clip_in_a_batch(found):
+    assert found["clips"][0.0] == 0.0 < found["clips"][1e-6] <= 0.5
 
 
 def test_values_that_are_not_finite_skip_the_updates_of_both_models(found):
@@ -280,7 +291,7 @@ def test_bad_values_of_the_section_are_reported():
     good = Config(model=configs.Model(path="m"), data=configs.Data(train="task:addition", size=10),
                   algorithm=configs.Algorithm(advantage="gae"))
     assert configs.validate(good) == []
-    for field, value in (("lr", -1.0), ("warmup_steps", -1), ("warmup_steps", good.steps)):
+    for field, value in (("lr", -1.0), ("clip", -1.0), ("warmup_steps", -1), ("warmup_steps", good.steps)):
         bad = dataclasses.replace(good, critic=dataclasses.replace(good.critic, **{field: value}))
         (problem,) = configs.validate(bad)
         assert problem.startswith(f"critic.{field}: ") and str(value) in problem

@@ -14,6 +14,7 @@ from spmdrl.config import Config, Layout
 from spmdrl.engine.protocol import Request
 
 PROMPTS = ((5, 6, 7, 8), (9, 10, 11, 12, 13), (5, 6, 7, 8))
+LONG = tuple(tuple(range(5 + i, 45 + i)) for i in range(6))  # one and a half fit into a step
 
 
 def engine_config(model: str, *, kind: str = "vllm", options: dict | None = None,
@@ -22,7 +23,7 @@ def engine_config(model: str, *, kind: str = "vllm", options: dict | None = None
         layout=Layout(device="cpu", **layout), model=config.Model(path=model),
         data=config.Data(max_prompt_tokens=48), sampling=config.Sampling(max_response_tokens=16),
         engine=config.Engine(kind=kind, dtype="float32", cpu_kv_cache_gib=0.1, max_num_seqs=8,
-                             options=options or {}),
+                             max_batched_tokens=60, options=options or {}),
     )
 
 
@@ -30,6 +31,16 @@ def draw(engine, order, *, temperature=1.0, max_tokens=12, stop=()):
     for i in order:
         engine.add(Request(key=str(i), prompt=PROMPTS[i % 3], max_tokens=max_tokens,
                            temperature=temperature, seed=100 + i, stop_token_ids=stop))
+    done = {}
+    while engine.is_busy:
+        done |= {c.key: c for c in engine.step()}
+    return done
+
+
+def crowd(engine, order) -> dict:
+    """Draw seeded behind prompts that do not fit into one step together."""
+    for i in order:
+        engine.add(Request(f"long-{i}", LONG[i], 8, 1.0, 100 + i, ()))
     done = {}
     while engine.is_busy:
         done |= {c.key: c for c in engine.step()}
@@ -95,6 +106,7 @@ def on_engine(cfg: Config, other: str = "") -> dict | None:
         warm = draw(engine, range(12), temperature=0.7)
         found = {
             "forward": draw(engine, range(12)), "backward": draw(engine, reversed(range(12))),
+            "crowd": crowd(engine, range(6)), "single": crowd(engine, [3]),
             "alone": draw(engine, [7]), "most": most_under_way(engine),
             "warm": warm, "greedy": draw(engine, range(3), temperature=0.0),
             "scored": engine.score([PROMPTS[int(k) % 3] + c.tokens
@@ -160,6 +172,13 @@ def test_samples_do_not_depend_on_what_else_is_drawn(found):
             assert other.logprobs == pytest.approx(completion.logprobs, abs=1e-5)
     # different seeds of the same prompt differ
     assert found["forward"]["0"].tokens != found["forward"]["3"].tokens
+
+
+def test_seeded_samples_do_not_depend_on_how_prompts_are_cut_into_steps(found):
+    (key, single), = found["single"].items()
+    assert len(found["crowd"]) == len(LONG)
+    assert found["crowd"][key].tokens == single.tokens
+    assert found["crowd"][key].logprobs == pytest.approx(single.logprobs, abs=1e-5)
 
 
 def test_no_more_sequences_are_under_way_than_max_num_seqs(found):

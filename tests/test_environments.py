@@ -189,6 +189,9 @@ def test_secrets_of_the_task_are_split_between_training_and_evaluation():
     train, held_out = ({task.row(0, i, split=s)["answer"] for i in range(300)}
                        for s in ("train", "eval"))
     assert train and held_out and not train & held_out
+    task = make_task("task:guess_number", {"low": 1, "high": 9, "held_out": False})
+    for split in ("train", "eval"):
+        assert len({task.row(0, i, split=split)["answer"] for i in range(300)}) == 9
 
 
 # --------------------------------------------------------------------------- adapters

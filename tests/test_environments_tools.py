@@ -19,6 +19,8 @@ from spmdrl.environments.schema import argument_problem, describe
 from spmdrl.environments.tool_calls import hermes, llama3
 from spmdrl.environments.tools import BrokenTool, ToolEnvironment, make_tools
 
+NO_CALLS = {"tool_calls": 0, "malformed_calls": 0, "tool_errors": 0}
+
 # --------------------------------------------------------------------------- tool environment
 
 
@@ -35,7 +37,7 @@ def test_calls_are_run_until_a_response_has_none():
         {"role": "tool", "name": "calculator", "content": "5", "tool_call_id": "call00001"},
         {"role": "tool", "name": "calculator", "content": "6", "tool_call_id": "call00002"}]
     assert turns[0].info == {"tool_calls": 2, "malformed_calls": 0, "tool_errors": 0}
-    assert turns[1] == Turn(is_done=True, info={"out_of_turns": 0.0})
+    assert turns[1] == Turn(is_done=True, info=NO_CALLS | {"out_of_turns": 0.0})
 
 
 def test_malformed_and_failing_calls_are_answered_and_counted():
@@ -76,7 +78,7 @@ def test_turns_and_results_are_bounded(tmp_path):
     text = hermes_call("long", n=150)
     turns = play(server, ROW, [text, text], read=hermes)
     assert turns[0].messages[0]["content"] == "x" * 100 + "\n[50 more characters left out]"
-    assert turns[1].is_done and turns[1].info == {"out_of_turns": 1.0}
+    assert turns[1].is_done and turns[1].info == NO_CALLS | {"out_of_turns": 1.0}
 
 
 def test_tools_do_not_travel_with_the_episode(tmp_path):

@@ -52,7 +52,7 @@ def config(
         sampling=Sampling(max_response_tokens=16),
         algorithm=Algorithm(objective=objective, loss=loss, loss_options=options),
         # A large eps keeps Adam's step smooth in the gradient, so that layouts can be compared.
-        optimizer=Optimizer(lr=1e-2, options={"eps": 1e-3}, weight_decay=0.1,
+        optimizer=Optimizer(lr=1e-2, options={"eps": 1e-3, "weight_decay": 0.1},
                             max_grad_norm=0.5),
     )
 

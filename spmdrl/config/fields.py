@@ -211,9 +211,8 @@ class Optimizer:
     lr: float = 1e-6
     """Peak learning rate."""
     options: Options = field(default_factory=dict)
-    """AdamW's own, where they differ from {beta1: 0.9, beta2: 0.95, eps: 1e-8}."""
-    weight_decay: float = 0.0
-    """Decoupled decay, on matrices only (norms, biases and embeddings excluded)."""
+    """AdamW's own, where they differ from {beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0}.
+    The decay is decoupled, and of matrices only (norms, biases and embeddings excluded)."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Shape after warm-up."""
     schedule_options: Options = field(default_factory=dict)
@@ -237,6 +236,10 @@ class Critic:
     lr: float = 1e-5
     """Peak learning rate. Ten times the policy's default: a head starts from nothing. `prime`
     has none; its paper takes 1e-6."""
+    clip: float = 0.0
+    """Most that `gae`'s value of a state may move in the updates of one batch, task units (PPO's
+    value clipping). 0 clips nothing: in task units no one number suits all rewards, it acts only
+    above one update per batch, and arXiv 2006.05990 finds that it hurts."""
     warmup_steps: int = 0
     """First steps that train this model alone, since advantages of a model that knows nothing
     mislead. The policy's schedule counts them; its metrics are absent in them."""

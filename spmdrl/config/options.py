@@ -12,7 +12,7 @@ from typing import Any
 
 from spmdrl.config.fields import Config, trains_on_pairs
 
-ADAMW: dict[str, float] = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8}
+ADAMW: dict[str, float] = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.0}
 """What optimizer.options may hold, with the defaults."""
 LEARNING_RATE: dict[str, float] = {"warmup_steps": 0, "min_lr_frac": 0.1}
 """What optimizer.schedule_options may hold, with the defaults."""

@@ -22,6 +22,7 @@ BUILT_IN = {
 }
 """Tools that come with the program, by their short names."""
 _REPLY_ROLES = ("tool", "user")
+_COUNTS = ("tool_calls", "malformed_calls", "tool_errors")
 _TOLD = """You may call these tools:
 {}
 To call one, write <tool_call>{{"name": ..., "arguments": {{...}}}}</tool_call>. The next message \
@@ -171,12 +172,14 @@ class ToolEnvironment:
         self.turns += 1
         calls = response.tool_calls
         if not calls or response.is_truncated or self.turns >= self.max_turns:
-            return Turn(is_done=True, info={"out_of_turns": float(bool(calls))})
+            # The counts of all turns are added up, and an episode without a call counts as 0.
+            return Turn(is_done=True, info=dict.fromkeys(_COUNTS, 0.0) | {
+                "out_of_turns": float(bool(calls))})
         answers = [self._answer(call) for call in calls]
-        return Turn(messages=self._messages([text for text, _ in answers], calls), info={
-            "tool_calls": len(calls),
-            "malformed_calls": sum(bool(call.error) for call in calls),
-            "tool_errors": sum(not ok for (_, ok), c in zip(answers, calls) if not c.error)})
+        counts = (len(calls), sum(bool(call.error) for call in calls),
+                  sum(not ok for (_, ok), call in zip(answers, calls) if not call.error))
+        return Turn(messages=self._messages([text for text, _ in answers], calls),
+                    info=dict(zip(_COUNTS, counts)))
 
     def run(self, call: ToolCall) -> tuple[str, bool]:
         """Run one well-formed call; return its result as text, and whether it was good."""

@@ -19,10 +19,6 @@ from spmdrl.policy.trainee import Trainee
 from spmdrl.types import Sums, add_sums
 from spmdrl.world import World
 
-# Off: PPO's clip is in task units, so no one number suits all rewards, and it acts only above one
-# update per batch. arXiv 2006.05990 (advantage estimation) finds that it hurts.
-_CLIP = 0.0
-
 
 class Critic:
     """A value model and its optimizer, on the trainer ranks.
@@ -42,6 +38,7 @@ class Critic:
         check_fit(self.model, policy)
         self.trainee = Trainee(self.model, cfg=cfg, world=world, name="value",
                                options=replace(cfg.optimizer, lr=cfg.critic.lr))
+        self._clip = cfg.critic.clip
 
     @torch.no_grad()
     def columns(self, works: Sequence[Scoring]) -> list[dict[str, Tensor]]:
@@ -88,7 +85,7 @@ class Critic:
         # the regression another scale, or long responses less say in it.
         terms, stats = value_loss(
             self._values(job.scoring), job.columns["values"], returns=job.columns["returns"],
-            loss_mask=job.loss_mask, clip=_CLIP)
+            loss_mask=job.loss_mask, clip=self._clip)
         return terms.double().sum() * job.token_weight, stats
 
     def _values(self, work: Scoring) -> Tensor:

@@ -86,13 +86,13 @@ class AdamW:
         self.parameters = dict(parameters)
         self.local = {name: local_part(p) for name, p in parameters.items()}
         decays = {n for n, p in parameters.items() if p.dim() >= 2 and n not in no_decay}
+        own = ADAMW | options.options
         groups = [
             {"params": [self.local[n] for n in self.local if n in decays],
-             "weight_decay": options.weight_decay},
+             "weight_decay": own["weight_decay"]},
             {"params": [self.local[n] for n in self.local if n not in decays],
              "weight_decay": 0.0},
         ]
-        own = ADAMW | options.options
         self._adamw = torch.optim.AdamW(
             [g for g in groups if g["params"]], lr=options.lr,
             betas=(own["beta1"], own["beta2"]), eps=own["eps"], fused=True,
