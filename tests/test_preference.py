@@ -179,7 +179,7 @@ def test_objective_loss_and_placement_must_fit():
     assert "did you mean beta" in problems(bta=1.0)
     assert "one pair, which stays together, may not fit" in problems(budget=40)
     split = replace(config("x"), layout=Layout(placement="split"))
-    assert "reward_model and distill run `offline`" in "\n".join(configs.validate(split))
+    assert "with objective preference; sft, preference" in "\n".join(configs.validate(split))
 
 
 @pytest.mark.parametrize(("loss", "columns"), [

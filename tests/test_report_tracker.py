@@ -40,7 +40,7 @@ def run_id_of(folder: Path) -> str:
 
 def test_a_run_can_be_read_back_from_mlflow_and_is_continued_on_resume(tmp_path: Path) -> None:
     folder = tmp_path / "my_run"
-    cfg = config(folder, steps=8, tracker="mlflow", experiment="tests", aliases="verl")
+    cfg = config(folder, steps=8, tracker="mlflow", mlflow={"experiment": "tests"}, aliases="verl")
     with one_rank() as group:
         report = Report(cfg, SmallWorld(cfg, group))
         report.start({"sequences per step": "64 * 8 = 512"}, step=0)
@@ -85,7 +85,7 @@ def check_artifacts(client: Any, run_id: str, *, folder: Path) -> None:
 def test_a_run_that_ends_early_is_not_left_running(
     ending: str, status: str, tmp_path: Path
 ) -> None:
-    cfg = config(tmp_path, tracker="mlflow", experiment="tests")
+    cfg = config(tmp_path, tracker="mlflow", mlflow={"experiment": "tests"})
     with one_rank() as group:
         world = SmallWorld(cfg, group)
         report = Report(cfg, world)

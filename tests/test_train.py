@@ -85,12 +85,13 @@ def test_warm_start_export_and_grpo_in_one_chain(model, tmp_path):
     assert "gap" in finished.output  # the start-up probe is printed
 
 
-@pytest.mark.parametrize("placement, lag", [
-    ("split", 0), ("split", 1), ("colocated", 0), ("colocated", 1),
+@pytest.mark.parametrize("placement, lag, engine", [
+    ("split", 0, "transformers"), ("split", 1, "vllm"), ("colocated", 0, "vllm"),
+    ("colocated", 1, "transformers"),
 ])
-def test_a_killed_and_resumed_run_ends_bit_identical(placement, lag, model, tmp_path):
+def test_a_killed_and_resumed_run_ends_bit_identical(placement, lag, engine, model, tmp_path):
     flags = {"layout.placement": placement, "lag": lag, "steps": 5, "checkpoint.every-steps": 2,
-             "checkpoint.keep-last": 9}
+             "checkpoint.keep-last": 9, "engine.kind": engine}
     (tmp_path / "r.py").write_text(REWARDS)  # varied rewards: every step must move the weights
     flags["rewards.functions"] = f"{tmp_path / 'r.py'}:varied"
     whole, killed = tmp_path / "whole", tmp_path / "killed"
@@ -203,11 +204,18 @@ def test_bad_input_is_refused_with_what_and_where(flags, says, model, tmp_path):
     assert "Traceback" not in ours, finished.output
 
 
-def test_dry_run_needs_no_launcher_and_no_weights(model, capsys):
+def test_dry_run_needs_no_launcher_and_no_weights(tmp_path, capsys):
     from spmdrl import config, dry_run
+    from spmdrl.create_model import create_model
 
+    model = str(create_model(tmp_path / "chat", chat_template=True))
+    talk = [{"role": "user", "content": "1-9?"}, {"role": "assistant", "content": "5"}]
+    demonstrations = tmp_path / "demonstrations.jsonl"  # a step before makes them
+    demonstrations.write_text(json.dumps({"messages": talk}) + "\n")
     for path in sorted((ROOT / "configs").glob("*.yaml")):
-        cfg = config.parse(["--config", str(path), "--dry-run", "--model.path", model])
+        made = "demonstrations.jsonl" in path.read_text()
+        cfg = config.parse(["--config", str(path), "--dry-run", "--model.path", model,
+                            *(["--data.train", str(demonstrations)] if made else [])])
         assert dry_run.show(cfg) == 0, path.name
         shown = capsys.readouterr().out
         for part in ("sequences per step", "micro-batches", "rank 0", "parameters"):
