@@ -39,8 +39,8 @@ SCHEDULES: dict[str, dict[str, str]] = {
 
 
 @dataclass(frozen=True)
-class Options:
-    """What to run."""
+class Workload:
+    """What is sampled and trained on."""
 
     model: Path = Path("runs/demo/warm")
     """Folder of a small model, e.g. the demo's."""
@@ -53,6 +53,17 @@ class Options:
     """Longest response in tokens."""
     median: float = 32.0
     """Median length in tokens; the logarithm's standard deviation is 1."""
+
+    def length(self, draw: random.Random) -> int:
+        """Return how long a response is to be, tokens."""
+        drawn = draw.lognormvariate(math.log(self.median), 1.0)
+        return max(1, min(int(drawn), self.limit))
+
+
+@dataclass(frozen=True)
+class Options(Workload):
+    """What to run."""
+
     rounds: int = 2
     """Times to run every schedule; the best is reported."""
     only: str = ""
@@ -102,7 +113,7 @@ def _run(options: Options, flags: dict[str, str]) -> dict[str, float]:
             "staleness": mean("policy/staleness"), "length": mean("rollout/response_length")}
 
 
-def work(options: dict, flags: list[str]) -> int:
+def work(options: Workload, flags: list[str]) -> int:
     """Train as train.py does, with an engine whose responses have given lengths."""
     import vllm
 
@@ -114,19 +125,17 @@ def work(options: dict, flags: list[str]) -> int:
 
         def add(self, request: Request) -> None:
             key = request.key.split("@")[0]  # the same for every part of a response
-            drawn = random.Random(key).lognormvariate(math.log(options["median"]), 1.0)
-            length = max(1, min(int(drawn), options["limit"]))
-            left = length - (options["limit"] - request.max_tokens)
+            left = options.length(random.Random(key)) - (options.limit - request.max_tokens)
             super().add(dataclasses.replace(request, max_tokens=max(1, left), stop_token_ids=()))
 
     vllm_engine.Engine = LongTailed
     vllm.SamplingParams = functools.partial(vllm.SamplingParams, ignore_eos=True)
-    size = options["prompts"] * options["group_size"]
+    size = options.prompts * options.group_size
     sys.argv = ["train.py", "--config", str(ROOT / "configs" / "demo_grpo.yaml"),
-                "--model.path", options["model"], "--steps", str(options["steps"]),
-                "--sampling.max-response-tokens", str(options["limit"]),
-                "--batch.prompts-per-step", str(options["prompts"]),
-                "--batch.group-size", str(options["group_size"]),
+                "--model.path", str(options.model), "--steps", str(options.steps),
+                "--sampling.max-response-tokens", str(options.limit),
+                "--batch.prompts-per-step", str(options.prompts),
+                "--batch.group-size", str(options.group_size),
                 "--engine.max-num-seqs", str(size), "--evaluate.every-steps", "0",
                 "--checkpoint.every-steps", "0", "--report.tracker", "none",
                 "--optimizer.lr", "1e-6", *flags]
@@ -139,7 +148,7 @@ def work(options: dict, flags: list[str]) -> int:
 if __name__ == "__main__":
     if "--worker" in sys.argv:
         at = sys.argv.index("--worker")
-        status = work(json.loads(sys.argv[at + 1]), sys.argv[at + 2 :])
+        status = work(Options(**json.loads(sys.argv[at + 1])), sys.argv[at + 2 :])
         sys.stdout.flush()
         os._exit(status)
     main(tyro.cli(Options))

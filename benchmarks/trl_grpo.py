@@ -15,24 +15,19 @@ import math
 import os
 import random
 import statistics
+import tempfile
 import time
 from dataclasses import dataclass
-from pathlib import Path
 
 import tyro
 
+from schedules import Workload
+
 
 @dataclass(frozen=True)
-class Options:
-    """What to run; the defaults are those of schedules.py."""
+class Options(Workload):
+    """What to run."""
 
-    model: Path = Path("runs/demo/warm")
-    steps: int = 14
-    first: int = 4
-    prompts: int = 32
-    group_size: int = 4
-    limit: int = 256
-    median: float = 32.0
     threads: int = 2
     sequences_per_device_batch: int = 128
     """Of one forward and backward pass; smaller ones accumulate."""
@@ -59,8 +54,7 @@ def main(options: Options) -> None:
         """Ends each row of a batch at a length of its own."""
 
         def __init__(self, count: int, prompt: int, eos: int, draw: random.Random):
-            drawn = (draw.lognormvariate(math.log(options.median), 1.0) for _ in range(count))
-            self.lengths = torch.tensor([max(1, min(int(n), options.limit)) for n in drawn])
+            self.lengths = torch.tensor([options.length(draw) for _ in range(count)])
             self.prompt, self.eos = prompt, eos
 
         def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
@@ -84,7 +78,7 @@ def main(options: Options) -> None:
         train_dataset=Dataset.from_list([{"prompt": row["prompt"]} for row in rows]),
         callbacks=[Clock()],
         args=GRPOConfig(
-            output_dir="/tmp/trl_grpo", use_cpu=True, bf16=False, beta=0.0, learning_rate=1e-6,
+            output_dir=tempfile.mkdtemp(), use_cpu=True, bf16=False, beta=0.0, learning_rate=1e-6,
             per_device_train_batch_size=options.sequences_per_device_batch,
             gradient_accumulation_steps=accumulation, num_generations=options.group_size,
             max_completion_length=options.limit, max_steps=options.steps, report_to=[],

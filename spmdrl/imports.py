@@ -12,6 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+
 def import_object(
     spec: str, *, field: str, kind: str, known: Mapping[str, str] | None = None
 ) -> Callable[..., Any]:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import shutil
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -36,8 +39,9 @@ def source_config(model: str, schedule: dict, **rest) -> Config:
     ), **rest)
 
 
-def over_sampled(cfg: Config) -> dict:
-    """Close a step early, save what is under way, and go on elsewhere on newer weights."""
+@contextlib.contextmanager
+def replica(cfg: Config) -> Iterator[tuple]:
+    """An engine with weights of version 0, and a function that makes a source for it."""
     from spmdrl.data.prompts import load_tokenizer
     from spmdrl.engine.vllm import Engine
     from spmdrl.rollout.source import make_source
@@ -45,23 +49,29 @@ def over_sampled(cfg: Config) -> dict:
 
     world = World.start(cfg)
     engine = Engine(cfg, world)
-    source = make_source(cfg, world, tokenizer=load_tokenizer(cfg))
     engine.weights_changed(0)
-    source.generate(engine, until=0)
-    first, state = source.take(0), source.state_dict()
-    under_way = {group["slot"]: group for group in state["waiting"]}
-    while engine.is_busy:  # as if the process had ended: nobody takes what it goes on to draw
-        engine.step()
-    source.close()
-    resumed = make_source(cfg, world, tokenizer=load_tokenizer(cfg))
-    resumed.load_state_dict([state], 1)
-    engine.weights_changed(1)
-    resumed.generate(engine, until=1)
-    second = resumed.take(1)
-    keys = [(group.step, group.slot) for group in resumed._waiting.values()]
-    resumed.close()
+    yield engine, functools.partial(make_source, cfg, world, tokenizer=load_tokenizer(cfg))
     engine.close()
     world.close()
+
+
+def over_sampled(cfg: Config) -> dict:
+    """Close a step early, save what is under way, and go on elsewhere on newer weights."""
+    with replica(cfg) as (engine, make_source):
+        source = make_source()
+        source.generate(engine, until=0)
+        first, state = source.take(0), source.state_dict()
+        under_way = {group["slot"]: group for group in state["waiting"]}
+        while engine.is_busy:  # as if the process had ended: nobody takes what it goes on to draw
+            engine.step()
+        source.close()
+        resumed = make_source()
+        resumed.load_state_dict([state], 1)
+        engine.weights_changed(1)
+        resumed.generate(engine, until=1)
+        second = resumed.take(1)
+        keys = [(group.step, group.slot) for group in resumed._waiting.values()]
+        resumed.close()
     return {"first": first, "under_way": under_way, "second": second, "left": keys,
             "position": state["position"]}
 
@@ -95,25 +105,16 @@ def test_groups_that_a_step_left_behind_go_on_after_a_resume(model):
 
 
 def dynamic(cfg: Config) -> tuple:
-    from spmdrl.data.prompts import load_tokenizer
-    from spmdrl.engine.vllm import Engine
-    from spmdrl.rollout.source import make_source
-    from spmdrl.world import World
-
-    world = World.start(cfg)
-    engine = Engine(cfg, world)
-    source = make_source(cfg, world, tokenizer=load_tokenizer(cfg))
-    engine.weights_changed(0)
-    source.generate(engine, until=0)
-    rollouts = source.take(0)
-    source._schedule["dynamic"] = 2
-    source.pool.close()
-    source.pool._is_closed, source.pool._num_workers = False, 0  # every reward is 0
-    engine.weights_changed(1)
-    with pytest.raises(RuntimeError) as caught:
-        source.generate(engine, until=1)
-    engine.close()
-    world.close()
+    with replica(cfg) as (engine, make_source):
+        source = make_source()
+        source.generate(engine, until=0)
+        rollouts = source.take(0)
+        source._schedule["dynamic"] = 2
+        source.pool.close()
+        source.pool._is_closed, source.pool._num_workers = False, 0  # every reward is 0
+        engine.weights_changed(1)
+        with pytest.raises(RuntimeError) as caught:
+            source.generate(engine, until=1)
     return rollouts, str(caught.value)
 
 
@@ -168,34 +169,25 @@ def test_in_flight_updates_train_and_resume(model, tmp_path):
 
 def played(cfg: Config) -> dict:
     """Play a step of episodes of several turns; say what the engine was asked and what it drew."""
-    from spmdrl.data.prompts import load_tokenizer
-    from spmdrl.engine.vllm import Engine
-    from spmdrl.rollout.source import make_source
-    from spmdrl.world import World
-
-    world = World.start(cfg)
-    engine = Engine(cfg, world)
     seen: dict[str, list] = {}
-    add, step = engine.add, engine.step
+    with replica(cfg) as (engine, make_source):
+        add, step = engine.add, engine.step
 
-    def spied_add(request):
-        seen[request.key] = [request.prompt]
-        add(request)
+        def spied_add(request):
+            seen[request.key] = [request.prompt]
+            add(request)
 
-    def spied_step():
-        finished = step()
-        for completion in finished:
-            seen[completion.key].append(completion.tokens)
-        return finished
+        def spied_step():
+            finished = step()
+            for completion in finished:
+                seen[completion.key].append(completion.tokens)
+            return finished
 
-    engine.add, engine.step = spied_add, spied_step
-    source = make_source(cfg, world, tokenizer=load_tokenizer(cfg))
-    engine.weights_changed(0)
-    source.generate(engine, until=0)
-    found = {"rollouts": source.take(0), "seen": seen, "eval": source.evaluate(engine, step=0)}
-    source.close()
-    engine.close()
-    world.close()
+        engine.add, engine.step = spied_add, spied_step
+        source = make_source()
+        source.generate(engine, until=0)
+        found = {"rollouts": source.take(0), "seen": seen, "eval": source.evaluate(engine, step=0)}
+        source.close()
     return found
 
 

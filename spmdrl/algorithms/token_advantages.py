@@ -27,7 +27,7 @@ from torch import Tensor
 from spmdrl.algorithms.groups import ROUNDING
 from spmdrl.algorithms.loss_tokens import discounted_sums, loss_tokens
 from spmdrl.algorithms.token_baselines import (
-    gigpo_steps, no_totals, otb_totals, prime_baselines, prime_totals, rewards_to_go, token_rewards,
+    gigpo_steps, otb_totals, prime_baselines, prime_totals, rewards_to_go, token_rewards,
     with_totals,
 )
 
@@ -151,7 +151,7 @@ def prime(
     return tokens.put(advantages), tokens.put(tokens.spread(rewards.double()))
 
 
-@with_totals(no_totals, gigpo_steps)
+@with_totals(None, gigpo_steps)
 def gigpo(
     step_table: Tensor, episode_advantages: Tensor, *, loss_mask: Tensor, cu_seqlens: Tensor,
     step_weight: float = 1.0, gamma: float = 0.95, scale: Literal["none", "std"] = "std",

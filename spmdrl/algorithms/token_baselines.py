@@ -33,14 +33,14 @@ Advantage = TypeVar("Advantage", bound=Callable[..., Any])
 
 
 def with_totals(
-    totals: Companion, per_sequence: Companion | None = None
+    totals: Companion | None, per_sequence: Companion | None = None
 ) -> Callable[[Advantage], Advantage]:
     """Attach the functions that give a per-token advantage its whole-batch inputs.
 
     Both get, by name, what they ask for, and those of the method's options that they have.
 
     Args:
-        totals: of one micro-batch: {name: tensor} of one shape on every micro-batch, to be added
+        totals: None where the scalars tell all; else of one micro-batch: {name: tensor} of one shape on every micro-batch, to be added
             up over the micro-batches of all dp ranks. It may ask for what the method may, and
             for `sequence_ids` [S] int64, rows in the whole batch (-1: a dummy without tokens),
             and the numbers `num_sequences` B, `num_groups` P, `num_positions` L, most loss
@@ -134,11 +134,6 @@ def leave_one_out_means(values: Tensor, group_ids: Tensor, *, is_valid: Tensor) 
     others = (groups.counts - 1)[groups.index]
     means = means + (means - groups.rewards) / others.clamp(min=1)
     return torch.where(is_valid & (others >= 1), means, torch.nan)
-
-
-def no_totals() -> dict[str, Tensor]:
-    """Return nothing: the method's whole-batch inputs follow from the scalars."""
-    return {}
 
 
 def gigpo_steps(

@@ -6,11 +6,12 @@ import ast
 import difflib
 import importlib.util
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from spmdrl.config.fields import Config, trains_on_pairs
+from spmdrl.imports import nearest
 
 ADAMW: dict[str, float] = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.0}
 """What optimizer.options may hold, with the defaults."""
@@ -53,7 +54,7 @@ def _adamw_problems(cfg: Config) -> list[str]:
     for name, value in options.items():
         place = f"optimizer.options.{name}"
         if name not in ADAMW:
-            problems.append(f"{place}: unknown option of AdamW{_nearest(name, ADAMW)}")
+            problems.append(f"{place}: unknown option of AdamW{nearest(name, ADAMW)}")
         elif not _is_number(value):
             problems.append(f"{place}: expected a number, got {value!r}")
         elif name == "eps" and not 0 < value < math.inf:
@@ -68,7 +69,7 @@ def _learning_rate_problems(cfg: Config) -> list[str]:
     for name, value in options.items():
         place = f"optimizer.schedule_options.{name}"
         if name not in LEARNING_RATE:
-            problems.append(f"{place}: unknown option{_nearest(name, LEARNING_RATE)}")
+            problems.append(f"{place}: unknown option{nearest(name, LEARNING_RATE)}")
         elif name == "warmup_steps" and (type(value) is not int or value < 0):
             problems.append(f"{place}: expected a number of steps, 0 or more, got {value!r}")
         elif name == "min_lr_frac" and not (_is_number(value) and 0 <= value <= 1):
@@ -122,7 +123,7 @@ def engine_argument_names() -> tuple[str, ...]:
 
 def _reference_problems(cfg: Config) -> list[str]:
     options = cfg.model.reference_options
-    problems = [f"{name}: unknown option{_nearest(name, REFERENCE)}"
+    problems = [f"{name}: unknown option{nearest(name, REFERENCE)}"
                 for name in options if name not in REFERENCE]
     if not problems:
         problems = _value_problems(REFERENCE | options, options)
@@ -190,7 +191,7 @@ def _schedule_problems(cfg: Config) -> list[str]:
 
 def _mlflow_problems(cfg: Config) -> list[str]:
     known = (*MLFLOW, "run_name")
-    return [f"report.mlflow.{name}: unknown option{_nearest(name, known)}"
+    return [f"report.mlflow.{name}: unknown option{nearest(name, known)}"
             for name in cfg.report.mlflow if name not in known]
 
 
@@ -199,7 +200,7 @@ def _console_problems(cfg: Config) -> list[str]:
     for name, value in cfg.report.console.items():
         least = 1 if name == "table_every" else 0
         if name not in CONSOLE:
-            problems.append(f"report.console.{name}: unknown option{_nearest(name, CONSOLE)}")
+            problems.append(f"report.console.{name}: unknown option{nearest(name, CONSOLE)}")
         elif type(value) is not int or value < least:
             problems.append(f"report.console.{name}: expected a number of steps, {least} or more, "
                             f"got {value!r}")
@@ -208,7 +209,7 @@ def _console_problems(cfg: Config) -> list[str]:
 
 def _record_problems(cfg: Config) -> list[str]:
     options, problems = cfg.rollout.record, []
-    problems += [f"{name}: unknown option{_nearest(name, RECORD)}"
+    problems += [f"{name}: unknown option{nearest(name, RECORD)}"
                  for name in options if name not in RECORD]
     every, folder = options.get("every", 1), options.get("replay", "runs")
     if type(every) is not int or every < 1:
@@ -231,8 +232,3 @@ def _record_problems(cfg: Config) -> list[str]:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-def _nearest(name: str, known: Iterable[str]) -> str:
-    near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
-    return f"; did you mean {near[0]}?" if near else f"; known: {', '.join(known)}"

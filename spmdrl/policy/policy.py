@@ -186,7 +186,8 @@ class Policy:
                 sums |= self._coefficients.move(sums, num_samples=len(batch.scalars))
             for companion in self.companions.values():
                 companion.follow(self._model, step=step)
-            self.world.announce_updated(step)  # engines that sample meanwhile may pause for us
+            if self.cfg.rollout.schedule.get("in_flight"):
+                self.world.announce_updated(step)  # engines pause between two tokens
             return sums
 
     def _stands_still(self, step: int) -> bool:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 
 from torch import Tensor
 
@@ -11,16 +10,14 @@ from spmdrl.algorithms import registry
 from spmdrl.algorithms.process_reward import outcome_loss
 from spmdrl.algorithms.reduce import sequence_sum
 from spmdrl.config import Config
-from spmdrl.policy.critic import check_fit
+from spmdrl.policy.learner import Learner
 from spmdrl.policy.objective import Job, Stats, spread
 from spmdrl.policy.scorer import Scoring
 from spmdrl.policy.sharded import ShardedModel
-from spmdrl.policy.trainee import Trainee
-from spmdrl.types import Sums, add_sums
 from spmdrl.world import World
 
 
-class ProcessRewardModel:
+class ProcessRewardModel(Learner):
     """A causal LM, with its optimizer, whose log-ratio to the reference predicts the outcome.
 
     Its logprobs of a batch come from before its update on that batch, which saves a second
@@ -33,15 +30,8 @@ class ProcessRewardModel:
     """
 
     def __init__(self, cfg: Config, world: World, *, policy: ShardedModel):
-        try:
-            self.model = ShardedModel(cfg, world, path=cfg.critic.path or cfg.model.path,
-                                      is_trained=True)
-        except ValueError as error:
-            raise ValueError("critic.path: the process reward model cannot be made: "
-                             f"{error}") from error
-        check_fit(self.model, policy)
-        self.trainee = Trainee(self.model, cfg=cfg, world=world, name="prm",
-                               options=replace(cfg.optimizer, lr=cfg.critic.lr))
+        super().__init__(cfg, world, policy=policy, name="prm", what="process reward model",
+                         is_scalar=False)
         chosen = cfg.algorithm
         known = registry.options_of(outcome_loss) | registry.options_of(
             registry.get("advantage", chosen.advantage)) | chosen.advantage_options
@@ -51,30 +41,8 @@ class ProcessRewardModel:
         """Score packed rows: per row, `prm_logprobs` [T] float32, nats, 0 off the scored."""
         return [{"prm_logprobs": logprobs} for logprobs, _ in self.model.columns(works)]
 
-    def update(self, jobs: Sequence[Sequence[Job]], *, step: int) -> Sums:
-        """Take an optimizer step for each of the batch's updates.
-
-        Args:
-            jobs: [updates][micro-batches], with the columns `ref_logprobs` and `returns`: the
-                sequence's outcome, in [0, 1], at each of its loss tokens.
-            step: training step, for the schedule.
-        Returns: prm/ sums over all trainer ranks, equal on each of them.
-        """
-        return add_sums(*[self.trainee.take_step(update, self._loss, step=step, number=number)
-                          for number, update in enumerate(jobs)])
-
-    def follow(self, policy: ShardedModel, *, step: int) -> None:
-        """Do nothing: it learns by itself."""
-
-    def state_dict(self) -> dict[str, object]:
-        """Return what a checkpoint keeps, by name, sharing live storage; see Trainee."""
-        return self.trainee.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, object]) -> None:
-        """Restore what `state_dict` returned, after it was loaded onto this layout."""
-        self.trainee.load_state_dict(state)
-
     def _loss(self, job: Job) -> tuple[Tensor, Stats]:
+        # The column `returns` has the sequence's outcome, in [0, 1], at each of its loss tokens.
         logprobs, _ = self.model.forward(job.scoring)
         cu_seqlens = job.microbatch.cu_seqlens
         counts = sequence_sum(job.loss_mask, cu_seqlens).clamp(min=1)

@@ -109,15 +109,11 @@ class Synced(Frozen):
 
     def state_dict(self) -> dict[str, object]:
         """Return the parameters by name, as Trainee does, sharing live storage."""
-        return {"model": {n: p.detach() for n, p in self.model.named_shards().items()}}
+        return {"model": self.model.state_dict()}
 
-    @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Restore what `state_dict` returned, after it was loaded onto this layout."""
-        for name, parameter in self.model.named_shards().items():
-            own, source = local_part(parameter), local_part(state["model"][name])
-            if own.data_ptr() != source.data_ptr():
-                own.copy_(source)
+        self.model.load_state_dict(state["model"])
 
 
 class Cached(Untrained):

@@ -6,7 +6,7 @@ the same sharding, and each loaded without any rank holding it whole.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -22,6 +22,7 @@ from spmdrl.policy.load import (
     model_folder, read_parameters,
 )
 from spmdrl.policy.objective import make_scoring, spread
+from spmdrl.policy.optimizer import local_part
 from spmdrl.policy.scorer import Scorer, Scoring, Valuer
 from spmdrl.world import World
 
@@ -104,6 +105,18 @@ class ShardedModel:
             name = self._prefix + name[5:] if name.startswith("base.") else name
             named[name] = parameter
         return {name: named[name] for name in self._names}
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return what `named_shards` does, detached, sharing live storage."""
+        return {name: parameter.detach() for name, parameter in self.named_shards().items()}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Restore what `state_dict` returned, after it was loaded onto this layout."""
+        for name, parameter in self.named_shards().items():
+            own, source = local_part(parameter), local_part(state[name])
+            if own.data_ptr() != source.data_ptr():
+                own.copy_(source)
 
     def forward(self, work: Scoring) -> tuple[Tensor, Tensor]:
         """Return logprobs and entropy of the scored tokens: each [N] float32, nats."""

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from spmdrl.config import Config, Optimizer
 from spmdrl.policy import tensor_parallel
 from spmdrl.policy.objective import Job, Stats
-from spmdrl.policy.optimizer import AdamW, copies, learning_rate, local_part, square_sum
+from spmdrl.policy.optimizer import AdamW, copies, learning_rate, square_sum
 from spmdrl.policy.sharded import ShardedModel
 from spmdrl.policy.update import Outcome, Totals, clip_gradients, dump_skipped, exchange_totals
 from spmdrl.types import Sums
@@ -91,16 +90,11 @@ class Trainee:
         Names are those of the safetensors files. Loading into the tensors in place restores
         them up to the optimizer's update count, which `load_state_dict` sets.
         """
-        model = {name: p.detach() for name, p in self.model.named_shards().items()}
-        return {"model": model, "optimizer": self.optimizer.state_dict()}
+        return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
 
-    @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Restore what `state_dict` returned, after it was loaded onto this layout."""
-        for name, parameter in self.model.named_shards().items():
-            local, source = local_part(parameter), local_part(state["model"][name])
-            if local.data_ptr() != source.data_ptr():
-                local.copy_(source)
+        self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
 
     def _sums(self, outcome: Outcome, *, lr: float, is_first: bool) -> Sums:

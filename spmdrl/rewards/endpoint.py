@@ -181,6 +181,7 @@ class _Cache:
         return row[0] if row else None
 
     def put(self, key: str, reply: str) -> None:
+        """Keep a reply under its request's key; where there is no cache, do nothing."""
         if self._place == "memory":
             self._kept[key] = reply
             if len(self._kept) > _MAX_REMEMBERED:

@@ -108,6 +108,7 @@ def judge(
     rest = {"model": model, "temperature": 0, "max_tokens": 512} | dict(options or {})
 
     def body(prompt: Any, response: str, row: dict) -> dict:
+        """Return the request about one response."""
         def fill(place: re.Match) -> str:  # in one pass: a response may hold {reference}
             if place[1] == "reference":
                 return str(ground_truth_of(row))
@@ -117,6 +118,7 @@ def judge(
         return rest | {"messages": [*first, question]}
 
     def read(reply: Any) -> tuple[float, str]:
+        """Return the score in the judge's reply, and its text."""
         text = reply["choices"][0]["message"]["content"]
         found = list(pattern.finditer(text))
         if not found:
@@ -152,6 +154,7 @@ def reward_server(
     rest = {"model": model} | dict(options or {})
 
     def body(prompt: Any, response: str, row: dict) -> dict:
+        """Return the request about one response."""
         if kind == "score":
             return rest | {"text_1": _as_text(prompt), "text_2": response}
         if isinstance(prompt, str):

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import Any
 
 from spmdrl.config import Config
 from spmdrl.config.fields import replay_folder
-from spmdrl.engine.protocol import EngineProtocol
-from spmdrl.rollout.outcomes import Outcome
+from spmdrl.rollout.offline import OfflineSource
 from spmdrl.rollout.packing import empty_rollouts
 from spmdrl.rollout.record import (
     Recorded, find_recorded, kept_fields, ranges, read_header, read_rollouts,
@@ -20,7 +18,7 @@ from spmdrl.world import World
 log = logging.getLogger(__name__)
 
 
-class ReplaySource:
+class ReplaySource(OfflineSource):
     """The recorded batch of every step; the first tp rank of each dp index reads its share.
 
     Raises (on construction): ValueError as `check_recorded`.
@@ -37,9 +35,6 @@ class ReplaySource:
     def check_context(self, max_positions: int, *, vocab_size: int) -> None:
         """Take up the model's limits, which every step is held against."""
         self._max_positions, self._vocab_size = max_positions, vocab_size
-
-    def generate(self, engine: EngineProtocol, *, until: int) -> None:
-        """Do nothing: the rollouts are recorded."""
 
     def take(self, step: int) -> Rollouts:
         """Return this rank's part of the recorded batch.
@@ -66,24 +61,6 @@ class ReplaySource:
             raise ValueError(f"{self.recorded.folder}: step {step} has the token {highest}, and "
                              f"the model's embedding {self._vocab_size} rows; it was recorded "
                              "with another tokenizer")
-
-    def probe_tokens(self) -> list[tuple[int, ...]]:
-        """Return nothing: there is no engine to compare with."""
-        return []
-
-    def evaluate(self, engine: EngineProtocol, *, step: int) -> list[Outcome]:
-        """Return nothing: there is no engine to sample with."""
-        return []
-
-    def state_dict(self) -> dict[str, Any] | None:
-        """Return None: a batch is a function of the step."""
-        return None
-
-    def load_state_dict(self, states: list[dict[str, Any]], step: int) -> None:
-        """Do nothing: a batch is a function of the step."""
-
-    def close(self) -> None:
-        """Do nothing."""
 
 
 def check_recorded(cfg: Config) -> Recorded:

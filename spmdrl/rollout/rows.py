@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from spmdrl.config import Config
 from spmdrl.data.offline import Unit, offline_source
-from spmdrl.engine.protocol import EngineProtocol
-from spmdrl.rollout.outcomes import Outcome
+from spmdrl.rollout.offline import OfflineSource
 from spmdrl.rollout.packing import cumulative, doubles, empty_rollouts, ints
 from spmdrl.types import Rollouts, Scalars
 from spmdrl.world import World
 
 
-class RowSource:
+class RowSource(OfflineSource):
     """Rows to train on, cut to this rank's share; the first tp rank of each dp index supplies.
 
     The sequences of a row are one group: one to imitate, or a pair.
@@ -27,9 +24,6 @@ class RowSource:
         self.rows = offline_source(cfg, tokenizer)
         self.check_context = self.rows.check_context
 
-    def generate(self, engine: EngineProtocol, *, until: int) -> None:
-        """Do nothing: rows are at hand."""
-
     def take(self, step: int) -> Rollouts:
         """Return this rank's rows of `step`."""
         world = self.world
@@ -37,24 +31,6 @@ class RowSource:
             return empty_rollouts()
         units = list(enumerate(self.rows.units_at(step)))
         return pack_units(units[world.dp_index(world.rank) :: world.dp_size], version=step)
-
-    def probe_tokens(self) -> list[tuple[int, ...]]:
-        """Return nothing: there is no engine to compare with."""
-        return []
-
-    def evaluate(self, engine: EngineProtocol, *, step: int) -> list[Outcome]:
-        """Return nothing: there is no engine to sample with."""
-        return []
-
-    def state_dict(self) -> dict[str, Any] | None:
-        """Return None: rows are a function of the step."""
-        return None
-
-    def load_state_dict(self, states: list[dict[str, Any]], step: int) -> None:
-        """Do nothing: rows are a function of the step."""
-
-    def close(self) -> None:
-        """Do nothing."""
 
 
 def pack_units(units: list[tuple[int, Unit]], *, version: int) -> Rollouts:

@@ -9,13 +9,13 @@ the step, and the others go on into later ones. Either way no token is more than
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from spmdrl.config.fields import Config, replay_folder
+from spmdrl.imports import nearest
 from spmdrl.rewards.signatures import reward_models
 
 SCHEDULE: dict[str, Any] = {
@@ -114,9 +114,7 @@ def schedule_problems(cfg: Config) -> list[str]:
     """Return what is wrong with rollout.schedule, each as `name: what, value seen`."""
     for name in cfg.rollout.schedule:
         if name not in SCHEDULE:
-            near = difflib.get_close_matches(name, SCHEDULE, n=1)
-            guess = f"did you mean {near[0]}?" if near else f"known: {', '.join(SCHEDULE)}"
-            return [f"{name}: unknown option; {guess}"]
+            return [f"{name}: unknown option{nearest(name, SCHEDULE)}"]
     if not cfg.rollout.schedule or replay_folder(cfg):
         return []
     if cfg.algorithm.objective != "rl":
