@@ -266,3 +266,17 @@ def test_an_old_logprob_pass_is_made_only_for_methods_that_need_one():
     assert columns(updates=1, advantage="otb") == {"square_probs", "old_logprobs"}
     assert columns(updates=1, advantage="prime") == {"prm_logprobs", "ref_logprobs"}
     assert columns(updates=1, entropy_options={"keep_frac": 0.2}) == {"old_logprobs"}
+
+
+def test_options_of_kernels_and_memory_are_checked():
+    def problems(**fields):
+        return "\n".join(config.validate(good(model=config.Model(path="m", **fields))))
+
+    assert problems(kernels={"attention": "flash", "liger": False, "compile": True}) == ""
+    assert problems(memory={"activation_checkpointing": "full", "head_chunk_tokens": 100}) == ""
+    assert problems(kernels={"atention": "flash"}) == (
+        "model.kernels.atention: unknown option; did you mean attention?")
+    assert problems(kernels={"attention": "sdpa"}) == (
+        "model.kernels.attention: expected one of auto, varlen, flash, padded; got 'sdpa'")
+    assert "got True" in problems(memory={"activation_checkpointing": True})
+    assert "got -1" in problems(memory={"head_chunk_tokens": -1})

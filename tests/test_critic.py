@@ -120,7 +120,7 @@ def _warm_up(cfg: Config, world: object, own: object) -> list[tuple[dict, dict]]
     """Return sums and state after each of three steps, two of them warm-up."""
     from spmdrl.policy import Policy
 
-    critic = dataclasses.replace(cfg.critic, warmup_steps=2)
+    critic = dataclasses.replace(cfg.critic, options={"warmup_steps": 2})
     policy = Policy(dataclasses.replace(cfg, critic=critic), world)
     found = [({}, _whole_state(policy))]
     for step in range(3):
@@ -240,7 +240,7 @@ def _alone(cfg: Config, missing: str) -> dict:
     clips = {}
     for clip in (0.0, 1e-6):
         two = dataclasses.replace(cfg, batch=dataclasses.replace(cfg.batch, updates_per_step=2),
-                                  critic=dataclasses.replace(cfg.critic, clip=clip))
+                                  critic=dataclasses.replace(cfg.critic, options={"clip": clip}))
         share, of = _step(Policy(two, world), _batch(two, world), step=0)[2]["value/clip_frac"]
         clips[clip] = share / of
     cfg = dataclasses.replace(cfg, critic=dataclasses.replace(cfg.critic, path=missing))
@@ -291,10 +291,15 @@ def test_bad_values_of_the_section_are_reported():
     good = Config(model=configs.Model(path="m"), data=configs.Data(train="task:addition", size=10),
                   algorithm=configs.Algorithm(advantage="gae"))
     assert configs.validate(good) == []
-    for field, value in (("lr", -1.0), ("clip", -1.0), ("warmup_steps", -1), ("warmup_steps", good.steps)):
-        bad = dataclasses.replace(good, critic=dataclasses.replace(good.critic, **{field: value}))
+    for critic, place, value in (
+        ({"lr": -1.0}, "lr", -1.0), ({"options": {"clip": -1.0}}, "options.clip", -1.0),
+        ({"options": {"warmup_steps": -1}}, "options.warmup_steps", -1),
+        ({"options": {"warmup_steps": good.steps}}, "options.warmup_steps", good.steps),
+        ({"options": {"warmup": 1}}, "options.warmup", "did you mean warmup_steps?"),
+    ):
+        bad = dataclasses.replace(good, critic=dataclasses.replace(good.critic, **critic))
         (problem,) = configs.validate(bad)
-        assert problem.startswith(f"critic.{field}: ") and str(value) in problem
+        assert problem.startswith(f"critic.{place}: ") and str(value) in problem
     # One prompt, one sample: there is no group whose mean would be the baseline.
     assert configs.validate(dataclasses.replace(good, batch=configs.Batch(group_size=1))) == []
 
@@ -317,7 +322,7 @@ def rewards(tmp_path_factory) -> str:
 
 def test_ppo_resumes_bit_identical_and_exports_the_policy_alone(start_model, rewards, tmp_path):
     flags = runs.TINY["rl"] | {
-        "model.path": start_model, "critic.warmup-steps": 1, "rewards.functions": rewards}
+        "model.path": start_model, "critic.options": "{warmup_steps: 1}", "rewards.functions": rewards}
     whole, part = tmp_path / "whole", tmp_path / "part"
     flags |= {"steps": 3, "checkpoint.every-steps": 2, "checkpoint.keep-last": 9}
     runs.run("demo_ppo.yaml", 2, **flags | {"output-dir": whole})

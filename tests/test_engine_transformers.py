@@ -57,7 +57,7 @@ def test_draws_follow_the_distribution_of_each_rows_temperature():
 def engine_config(model: Path | str, **engine) -> Config:
     return Config(
         layout=config.Layout(placement="colocated", world_size=1, device="cpu"),
-        model=config.Model(path=str(model), head_chunk_tokens=40),
+        model=config.Model(path=str(model), memory={"head_chunk_tokens": 40}),
         data=config.Data(max_prompt_tokens=24), sampling=config.Sampling(max_response_tokens=20),
         engine=config.Engine(**({"kind": "transformers", "dtype": "float32"} | engine)),
     )

@@ -118,7 +118,7 @@ def test_kernels_are_refused_where_they_cannot_run():
     for wanted, device, dtype, softcap in (
         ("varlen", cpu, bf16, False), ("flash", cuda, f32, False), ("varlen", cuda, bf16, True),
     ):
-        with pytest.raises(ValueError, match="model.attention"):
+        with pytest.raises(ValueError, match="model.kernels.attention"):
             pick_attention(wanted, device=device, dtype=dtype, has_softcap=softcap)
 
 

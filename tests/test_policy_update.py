@@ -105,7 +105,7 @@ def _twice(cfg: Config, world: object, policy_class: type) -> list[dict]:
     """Train without and with activation checkpointing, in one world."""
     results = []
     for is_on in (False, True):
-        model = replace(cfg.model, activation_checkpointing=is_on)
+        model = replace(cfg.model, memory={"activation_checkpointing": "full" if is_on else "none"})
         policy = policy_class(replace(cfg, model=model), world)
         sums = [update(policy, batch(0, 1), step=s) for s in range(2)]
         results.append({"sums": sums, "parameters": full_parameters(policy)})

@@ -44,7 +44,7 @@ def config(
     """A float32 CPU config on pairs."""
     return Config(
         output_dir=str(out), steps=10, model=Model(
-            path=str(model), compute_dtype="float32", head_chunk_tokens=7),
+            path=str(model), compute_dtype="float32", memory={"head_chunk_tokens": 7}),
         layout=Layout(placement="offline", world_size=world_size, tp=tp, device="cpu",
                       startup_timeout_s=90, wait_timeout_s=60),
         data=Data(train=str(train), size=64, max_prompt_tokens=16),

@@ -203,8 +203,7 @@ _FREE = (
     "output_dir", "steps", "dry_run", "layout.", "stream.", "checkpoint.", "evaluate.", "report.",
     "data.eval", "data.eval_size", "rewards.workers", "rewards.timeout_s",
     "engine.gpu_memory_frac", "engine.cpu_kv_cache_gib", "engine.max_num_seqs",
-    "engine.max_batched_tokens", "model.activation_checkpointing", "model.head_chunk_tokens",
-    "batch.tokens_per_microbatch",
+    "engine.max_batched_tokens", "model.memory", "batch.tokens_per_microbatch",
 )
 
 

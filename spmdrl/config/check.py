@@ -73,8 +73,7 @@ def _range_problems(cfg: Config) -> list[str]:
         "steps": 1, "lag": 0, "batch.prompts_per_step": 1, "batch.group_size": 1,
         "batch.tokens_per_microbatch": 1, "batch.updates_per_step": 1, "data.size": 0,
         "data.eval_size": 0, "data.max_prompt_tokens": 1, "sampling.max_response_tokens": 1,
-        "model.head_chunk_tokens": 1, "optimizer.max_grad_norm": 0,
-        "optimizer.lr": 0, "critic.lr": 0, "critic.clip": 0, "critic.warmup_steps": 0,
+        "optimizer.max_grad_norm": 0, "optimizer.lr": 0, "critic.lr": 0,
         "engine.max_num_seqs": 1, "engine.max_batched_tokens": 1,
         "stream.bucket_bytes": 1024, "stream.verify_every": 0, "rewards.workers": 1,
         "checkpoint.every_steps": 0, "checkpoint.keep_last": 1, "evaluate.every_steps": 0,
@@ -280,9 +279,10 @@ def _critic_problems(cfg: Config) -> list[str]:
     from spmdrl.algorithms import registry
 
     problems, chosen = [], cfg.algorithm
-    if cfg.critic.warmup_steps >= cfg.steps:
+    warmup_steps = cfg.critic.options.get("warmup_steps", 0)
+    if warmup_steps >= cfg.steps:
         problems.append(
-            f"critic.warmup_steps: {cfg.critic.warmup_steps} of steps {cfg.steps} leaves none "
+            f"critic.options.warmup_steps: {warmup_steps} of steps {cfg.steps} leaves none "
             "that trains the policy; lower it or raise steps"
         )
     advantage = registry.get("advantage", chosen.advantage)

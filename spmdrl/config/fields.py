@@ -87,17 +87,17 @@ class Model:
     them there, for other runs with the same reference to use."""
     compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Dtype of forward and backward. Master weights and optimizer state stay float32."""
-    attention: Literal["auto", "varlen", "flash", "padded"] = "auto"
-    """Packed attention: torch `varlen_attn` or flash-attn (CUDA), or `padded` SDPA (any
-    device). `auto` takes varlen on CUDA and padded on the CPU."""
-    activation_checkpointing: bool = False
-    """Recompute each block in the backward pass: about a third more time, far less memory."""
-    liger: bool = True
-    """Use liger kernels for RMSNorm, RoPE and SwiGLU where the device is CUDA."""
-    compile: bool = False
-    """torch.compile each block. Pays on CUDA after a minute of compilation."""
-    head_chunk_tokens: int = 1024
-    """Positions whose logits exist at once in the logprob head. Memory = this * vocab * 4 B."""
+    kernels: Options = field(default_factory=dict)
+    """How it computes, where that differs from {attention: auto, liger: true, compile: false}.
+    attention: packed, by torch's `varlen` or by `flash` (flash-attn; both CUDA), or `padded` SDPA
+    (any device); auto is varlen on CUDA and padded on the CPU. liger: its kernels for RMSNorm,
+    RoPE and SwiGLU, on CUDA. compile: torch.compile each block, which pays on CUDA after a
+    minute."""
+    memory: Options = field(default_factory=dict)
+    """What is spared, where that differs from {activation_checkpointing: none,
+    head_chunk_tokens: 0}. activation_checkpointing: full recomputes each block in the backward
+    pass: about a third more time, far less memory. head_chunk_tokens: positions whose logits
+    exist at once, each vocabulary * 4 bytes; 0 takes as many as have 512 MiB."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model folder. Only for folders you trust."""
 
@@ -236,13 +236,13 @@ class Critic:
     lr: float = 1e-5
     """Peak learning rate. Ten times the policy's default: a head starts from nothing. `prime`
     has none; its paper takes 1e-6."""
-    clip: float = 0.0
-    """Most that `gae`'s value of a state may move in the updates of one batch, task units (PPO's
-    value clipping). 0 clips nothing: in task units no one number suits all rewards, it acts only
-    above one update per batch, and arXiv 2006.05990 finds that it hurts."""
-    warmup_steps: int = 0
-    """First steps that train this model alone, since advantages of a model that knows nothing
-    mislead. The policy's schedule counts them; its metrics are absent in them."""
+    options: Options = field(default_factory=dict)
+    """{warmup_steps: 10}: first steps that train this model alone, since advantages of a model
+    that knows nothing mislead; the policy's schedule counts them, its metrics are absent in them.
+    {clip: 0.2}: most that `gae`'s value of a state may move in the updates of one batch, task
+    units (PPO's value clipping). 0, if left out, clips nothing: in task units no one number suits
+    all rewards, it acts only above one update per batch, and arXiv 2006.05990 finds that it
+    hurts."""
 
 
 @dataclass(frozen=True)

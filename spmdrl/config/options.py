@@ -19,6 +19,12 @@ LEARNING_RATE: dict[str, float] = {"warmup_steps": 0, "min_lr_frac": 0.1}
 """What optimizer.schedule_options may hold, with the defaults."""
 REFERENCE: dict[str, Any] = {"sync_every": 0, "sync_mix": 1.0, "cache": False}
 """What model.reference_options may hold, with the values that change nothing."""
+KERNELS: dict[str, Any] = {"attention": "auto", "liger": True, "compile": False}
+"""What model.kernels may hold, with the defaults."""
+MEMORY: dict[str, Any] = {"activation_checkpointing": "none", "head_chunk_tokens": 0}
+"""What model.memory may hold, with the defaults."""
+CRITIC: dict[str, float] = {"clip": 0.0, "warmup_steps": 0}
+"""What critic.options may hold, with the defaults."""
 MLFLOW: dict[str, str] = {"uri": "", "experiment": "spmdrl"}
 """Defaults of report.mlflow, which may hold run_name besides; no uri: a file in output_dir."""
 CONSOLE: dict[str, int] = {"table_every": 5, "samples_every": 0}
@@ -44,9 +50,40 @@ trainers, in tokens and logprobs of the distribution that was sampled."""
 
 def option_problems(cfg: Config) -> list[str]:
     """Return what is wrong with these mappings, each as `field: what, value seen`."""
-    return [*_adamw_problems(cfg), *_learning_rate_problems(cfg), *_engine_problems(cfg),
-            *_reference_problems(cfg), *_schedule_problems(cfg), *_mlflow_problems(cfg),
-            *_console_problems(cfg), *_record_problems(cfg)]
+    return [*_model_problems(cfg), *_critic_problems(cfg), *_adamw_problems(cfg),
+            *_learning_rate_problems(cfg), *_engine_problems(cfg), *_reference_problems(cfg),
+            *_schedule_problems(cfg), *_mlflow_problems(cfg), *_console_problems(cfg),
+            *_record_problems(cfg)]
+
+
+def _model_problems(cfg: Config) -> list[str]:
+    choices = {"attention": ("auto", "varlen", "flash", "padded"), "liger": (True, False),
+               "compile": (True, False), "activation_checkpointing": ("none", "full")}
+    problems = []
+    for field, known in (("kernels", KERNELS), ("memory", MEMORY)):
+        for name, value in getattr(cfg.model, field).items():
+            place = f"model.{field}.{name}"
+            if name not in known:
+                problems.append(f"{place}: unknown option{nearest(name, known)}")
+            elif name in choices and value not in choices[name]:
+                these = ", ".join(str(c).lower() for c in choices[name])
+                problems.append(f"{place}: expected one of {these}; got {value!r}")
+            elif name == "head_chunk_tokens" and (type(value) is not int or value < 0):
+                problems.append(f"{place}: expected a number of positions, or 0; got {value!r}")
+    return problems
+
+
+def _critic_problems(cfg: Config) -> list[str]:
+    problems = []
+    for name, value in cfg.critic.options.items():
+        place = f"critic.options.{name}"
+        if name not in CRITIC:
+            problems.append(f"{place}: unknown option{nearest(name, CRITIC)}")
+        elif name == "clip" and not (_is_number(value) and value >= 0):
+            problems.append(f"{place}: expected a number, 0 or more, got {value!r}")
+        elif name == "warmup_steps" and (type(value) is not int or value < 0):
+            problems.append(f"{place}: expected a number of steps, 0 or more, got {value!r}")
+    return problems
 
 
 def _adamw_problems(cfg: Config) -> list[str]:

@@ -23,6 +23,7 @@ from spmdrl.engine.kv_cache import KVCache, Work, register_attention
 from spmdrl.engine.protocol import Completion, Request
 from spmdrl.engine.sampling import draw, numbers
 from spmdrl.policy.attention import Packing, make_packing, pick_attention
+from spmdrl.policy.head import head_chunk_tokens
 from spmdrl.policy.load import load_whole_model
 from spmdrl.policy.sharded import packs
 from spmdrl.world import World
@@ -266,7 +267,7 @@ class Engine:
         if self.is_busy:
             raise RuntimeError("score() while requests are unfinished; finish them first")
         scored: list[Tensor] = []
-        for rows in packs(sequences, self.cfg.model.head_chunk_tokens):
+        for rows in packs(sequences, head_chunk_tokens(self.cfg.model, self.model)):
             lengths = [len(row) for row in rows]
             tokens = [token for row in rows for token in row]
             positions = self._tensor([at for length in lengths for at in range(length)])

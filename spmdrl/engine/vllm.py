@@ -195,7 +195,7 @@ def _prepare_process(cfg: Config, world: World) -> None:
     if world.device.type == "cpu":
         os.environ["VLLM_DIST_IDENT"] = f"spmdrl-{os.environ['MASTER_PORT']}"
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-        if not cfg.model.compile:
+        if not cfg.model.kernels.get("compile"):
             # vLLM compiles a small logprob helper: 5 to 19 s at the first generation.
             os.environ["TORCHDYNAMO_DISABLE"] = "1"
     warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")

@@ -216,8 +216,8 @@ def varlen_attention(
         options["window_size"] = (-1 if sliding_window is None else sliding_window - 1, 0)
     elif sliding_window is not None and sliding_window < packing.max_seqlen:
         raise ValueError(
-            f"model.attention: varlen of torch {torch.__version__} has no sliding window and the "
-            f"model's is {sliding_window} tokens; set --model.attention flash or padded"
+            f"model.kernels.attention: varlen of torch {torch.__version__} has no sliding window "
+            f"and the model's is {sliding_window} tokens; set it to flash or padded"
         )
     else:
         options["is_causal"] = True
@@ -296,7 +296,7 @@ def register_attention() -> None:
 def pick_attention(
     wanted: str, *, device: torch.device, dtype: torch.dtype, has_softcap: bool
 ) -> str:
-    """Return the kernel for `model.attention`: padded, varlen or flash.
+    """Return the kernel for `model.kernels.attention`: padded, varlen or flash.
 
     Raises: ValueError when the one asked for cannot serve this device, dtype or model.
     """
@@ -305,10 +305,10 @@ def pick_attention(
         return "varlen" if fits_kernels and not has_softcap else "padded"
     if wanted != "padded" and not fits_kernels:
         raise ValueError(
-            f"model.attention: {wanted} needs CUDA and compute_dtype bfloat16, this run has "
-            f"{device.type} and {str(dtype).removeprefix('torch.')}; set it to auto or padded"
+            f"model.kernels.attention: {wanted} needs CUDA and compute_dtype bfloat16, this run "
+            f"has {device.type} and {str(dtype).removeprefix('torch.')}; set it to auto or padded"
         )
     if wanted == "varlen" and has_softcap:
-        raise ValueError("model.attention: varlen has no softcap and this model needs it; set "
-                         "it to flash, padded or auto")
+        raise ValueError("model.kernels.attention: varlen has no softcap and this model needs it; "
+                         "set it to flash, padded or auto")
     return wanted

@@ -31,7 +31,7 @@ class Critic(Learner):
     def __init__(self, cfg: Config, world: World, *, policy: ShardedModel):
         super().__init__(cfg, world, policy=policy, name="value", what="value model",
                          is_scalar=True)
-        self._clip = cfg.critic.clip
+        self._clip = float(cfg.critic.options.get("clip", 0))
 
     @torch.no_grad()
     def columns(self, works: Sequence[Scoring]) -> list[dict[str, Tensor]]:

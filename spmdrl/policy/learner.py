@@ -70,4 +70,4 @@ def _check_fit(model: ShardedModel, policy: ShardedModel) -> None:
                          f"policy's {needed}; take one with the policy's tokenizer")
     if model.is_padded != policy.is_padded:
         raise ValueError("critic.path: it and the policy need different attention (one has "
-                         "a softcap); set model.attention to padded")
+                         "a softcap); set model.kernels to {attention: padded}")

@@ -45,8 +45,8 @@ def apply_liger(hf_model: nn.Module) -> None:
     try:
         from liger_kernel.transformers import _apply_liger_kernel_to_instance
     except ImportError as error:
-        raise ValueError(f"model.liger: liger-kernel cannot be imported ({error}); install it or "
-                         "set --model.no-liger") from error
+        raise ValueError(f"model.kernels.liger: liger-kernel cannot be imported ({error}); install "
+                         "it or set liger to false") from error
     _apply_liger_kernel_to_instance(
         model=hf_model, rope=True, rms_norm=True, swiglu=True, geglu=True,
         cross_entropy=False, fused_linear_cross_entropy=False,

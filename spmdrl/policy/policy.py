@@ -171,7 +171,7 @@ class Policy:
             batch: as exchanged and annotated; on trainers every update has the same number of
                 micro-batches.
             advantages: of its tokens.
-            step: training step, for the schedules. Before critic.warmup_steps the policy
+            step: training step, for the schedules. Before critic.options.warmup_steps the policy
                 stands still, and its sums are absent.
         Returns: policy/, loss/, value/ or prm/ and perf/ sums over all trainer ranks, equal on
             each of them; {} elsewhere.
@@ -193,7 +193,7 @@ class Policy:
     def _stands_still(self, step: int) -> bool:
         """Whether the model of the section `critic` is to train alone for now."""
         is_there = not self.companions.keys().isdisjoint(("critic", "prm"))
-        return is_there and step < self.cfg.critic.warmup_steps
+        return is_there and step < self.cfg.critic.options.get("warmup_steps", 0)
 
     def _update(self, jobs: Sequence[Sequence[Job]], *, step: int) -> Sums:
         statistics = self._objective.statistics(jobs, world=self.world)

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from spmdrl.config import Config
+from spmdrl.config.options import KERNELS, MEMORY
 from spmdrl.policy import parallelize, tensor_parallel
 from spmdrl.policy.attention import pick_attention, register_attention
-from spmdrl.policy.head import logprobs_and_entropy, with_square_probs
+from spmdrl.policy.head import head_chunk_tokens, logprobs_and_entropy, with_square_probs
 from spmdrl.policy.load import (
     SCALAR_HEAD, CheckpointReader, build_meta_model, check_names, compute_buffers, may_be_extra,
     model_folder, read_parameters,
@@ -45,6 +46,7 @@ class ShardedModel:
         self.cfg, self.world = cfg, world
         model = replace(cfg.model, path=path)
         dtype = getattr(torch, model.compute_dtype)
+        kernels = KERNELS | model.kernels
         register_attention()
         self.hf_model = hf_model = build_meta_model(model, is_scalar=is_scalar)
         self._names = [name for name, _ in hf_model.named_parameters()]
@@ -54,7 +56,7 @@ class ShardedModel:
                 parameter.requires_grad = False
                 parameter.data = parameter.data if is_float32 else parameter.data.to(dtype)
         attention = pick_attention(
-            model.attention, device=world.device, dtype=dtype,
+            kernels["attention"], device=world.device, dtype=dtype,
             has_softcap=getattr(hf_model.config, "attn_logit_softcapping", None) is not None,
         )
         self.is_padded = attention == "padded"
@@ -71,9 +73,10 @@ class ShardedModel:
 
     def _parallelize(self, hf_model: nn.Module, *, dtype: torch.dtype) -> None:
         cfg, mesh = self.cfg, self.world.mesh
+        kernels, memory = KERNELS | cfg.model.kernels, MEMORY | cfg.model.memory
         self.whole: dict[str, str] = {}  # parameters that every tp rank holds whole
         tp_group = None
-        if cfg.model.liger and self.world.device.type == "cuda":
+        if kernels["liger"] and self.world.device.type == "cuda":
             parallelize.apply_liger(hf_model)
         if mesh["tp"].size() > 1:
             self.whole = tensor_parallel.apply_tp(hf_model, mesh["tp"])
@@ -82,13 +85,13 @@ class ShardedModel:
                 head = hf_model.get_input_embeddings()
             is_split = head is not None and hasattr(head.weight, "placements")
             tp_group = mesh["tp"].get_group() if is_split else None
-        if cfg.model.activation_checkpointing:
+        if memory["activation_checkpointing"] == "full":
             parallelize.apply_activation_checkpointing(hf_model)
         hf_blocks = [getattr(parent, name) for parent, name in parallelize.blocks(hf_model)]
-        if cfg.model.compile:
+        if kernels["compile"]:
             parallelize.apply_compile(hf_blocks)
         self.scorer = Valuer(hf_model) if hasattr(hf_model, "score") else Scorer(
-            hf_model, chunk_tokens=cfg.model.head_chunk_tokens, tp_group=tp_group,
+            hf_model, chunk_tokens=head_chunk_tokens(cfg.model, hf_model), tp_group=tp_group,
             temperature=scoring_temperature(cfg),
         )
         self._prefix = f"{hf_model.base_model_prefix}."
