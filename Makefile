@@ -36,7 +36,7 @@ venv: .venv/installed
 	touch $@
 
 test: venv
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 # Starts afresh: an earlier run of the same seed is removed.
 demo: venv

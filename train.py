@@ -49,12 +49,14 @@ def train(cfg: Config, world: World) -> int:
     report.start(dry_run.derived(cfg), step=state.step, sums=add_sums(first_push, probe))
     evaluated = evaluate(source, engine, world=world, step=state.step)  # meets
     report.evaluation(state.step, evaluated)
+    checkpoints.check(evaluated)  # what checkpoint.keep compares is measured
     world.started()
 
     is_stopping = False
     for step in range(state.step, cfg.steps):
         source.generate(engine, until=step)
         batch = exchange(source.take(step), world, step=step)  # meets: rollouts to trainers
+        source.observe(batch, step=step)  # lengths and pass rates, for the prompts to come
         source.generate(engine, until=step + cfg.lag)  # lag > 0: overlaps with the update
         batch = policy.annotate(batch, step=step)  # reference, old logprobs: if a method asks
         advantages = advantages_of(batch, cfg, world, step=step)
@@ -65,7 +67,8 @@ def train(cfg: Config, world: World) -> int:
                     seconds=world.watch.take_seconds(), samples=batch.samples)
         evaluated = evaluate(source, engine, world=world, step=step + 1)  # meets
         report.evaluation(step + 1, evaluated)
-        checkpoints.maybe_save(step + 1, policy, source, stop=is_stopping)  # meets
+        checkpoints.maybe_save(
+            step + 1, policy, source, evaluated=evaluated, stop=is_stopping)  # meets
         if is_stopping:
             break
 
@@ -84,10 +87,12 @@ def main() -> int:
     if cfg.dry_run:
         return dry_run.show(cfg)
     from spmdrl.checkpoint.restore import already_finished
+    from spmdrl.policy.fit import check_fit
     from spmdrl.world import World, ended
 
     world = None
     try:
+        check_fit(cfg)
         world = World.start(cfg)  # meets
         if already_finished(cfg, world):
             world.close()

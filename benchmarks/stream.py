@@ -26,7 +26,8 @@ import torch.distributed as dist
 import tyro
 
 from spmdrl.config import Config, Data, Engine, Layout, Model, Sampling, Stream
-from spmdrl.world import World, read_launch
+from spmdrl.launch import read_launch
+from spmdrl.world import World
 
 
 @dataclass(frozen=True)

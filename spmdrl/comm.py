@@ -52,6 +52,9 @@ class Watch:
         self.before_exit: list[Callable[[Ending], None]] = []
         """Called when the process ends before its work is done; each must be quick."""
         self.seconds: dict[str, float] = {}
+        """Per phase and wait, since `take_seconds`."""
+        self.totals: dict[str, float] = {}
+        """The same since the start."""
         self._store, self._lock, self._hosts_store = store, threading.Lock(), hosts_store
         self._ending = threading.Lock()  # taken once, by the thread that ends the process
         self._phase, self._step, self._since, self._waiting = "start", -1, time.time(), False
@@ -95,7 +98,8 @@ class Watch:
         finally:
             with self._lock:
                 self._phase, self._step, self._since, self._waiting = before
-            self.seconds[name] = self.seconds.get(name, 0.0) + time.time() - began
+            for seconds in (self.seconds, self.totals):
+                seconds[name] = seconds.get(name, 0.0) + time.time() - began
 
     def take_seconds(self) -> dict[str, float]:
         """Return seconds spent per phase and wait since the last call, and start anew."""

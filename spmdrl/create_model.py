@@ -20,7 +20,8 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-Architecture = Literal["qwen3", "qwen2", "llama", "gemma2", "gemma3", "mistral"]
+Architecture = Literal["qwen3", "qwen2", "llama", "gemma2", "gemma3", "mistral", "qwen3_moe",
+                       "mixtral", "deepseek_v3"]
 
 # gemma3 without its vision tower has a model type of its own.
 _MODEL_TYPES = {"gemma3": "gemma3_text"}
@@ -55,6 +56,7 @@ def create_model(
     heads: int = 4,
     kv_heads: int = 2,
     intermediate: int = 288,
+    moe_experts: int = 8,
     tokenizer: str = "characters",
     chat_template: bool = False,
     max_positions: int = 512,
@@ -75,7 +77,9 @@ def create_model(
         layers: number of blocks.
         heads: query heads per block; must divide hidden_size.
         kv_heads: key/value heads per block; must divide heads.
-        intermediate: width of the MLP.
+        intermediate: width of the MLP, or of each expert.
+        moe_experts: experts per layer of a mixture of experts (qwen3_moe, mixtral, deepseek_v3),
+            of which two serve each token; deepseek_v3 needs a multiple of 4. Others have none.
         tokenizer: `characters` (one token per ASCII character), or the folder or hub name of
             an existing tokenizer to take along.
         chat_template: give the character tokenizer a chat template.
@@ -114,6 +118,7 @@ def create_model(
         initializer_range=initializer_std,
         dtype="float32",
     )
+    sizes |= _mixture(architecture, experts=moe_experts, sizes=sizes)
     config = _make_config(architecture, sizes=sizes, words=words)
     model = _random_model(config, seed=seed)
     model.generation_config = GenerationConfig(
@@ -130,6 +135,27 @@ def _check_heads(hidden_size: int, *, heads: int, kv_heads: int) -> None:
         raise ValueError(f"hidden_size {hidden_size} is not a multiple of heads {heads}")
     if heads % kv_heads:
         raise ValueError(f"heads {heads} is not a multiple of kv_heads {kv_heads}")
+
+
+def _mixture(architecture: Architecture, *, experts: int, sizes: dict[str, Any]) -> dict[str, Any]:
+    """Return the further fields of a mixture of experts; none of a dense architecture."""
+    width, head = sizes["intermediate_size"], sizes["head_dim"]
+    if architecture == "qwen3_moe":
+        return dict(num_experts=experts, num_experts_per_tok=2, moe_intermediate_size=width,
+                    norm_topk_prob=True)
+    if architecture == "mixtral":
+        return dict(num_local_experts=experts, num_experts_per_tok=2, sliding_window=None)
+    if architecture != "deepseek_v3":
+        return {}
+    if experts % 4:
+        raise ValueError(f"moe_experts {experts} with deepseek_v3, which has four groups of "
+                         "experts here; take a multiple of 4")
+    return dict(n_routed_experts=experts, num_experts_per_tok=2, moe_intermediate_size=width,
+                n_group=4, topk_group=2, n_shared_experts=1, first_k_dense_replace=1,
+                topk_method="noaux_tc", scoring_func="sigmoid",  # as its own files say, for vLLM
+                q_lora_rank=sizes["hidden_size"] // 2, kv_lora_rank=sizes["hidden_size"] // 2,
+                qk_nope_head_dim=head, qk_rope_head_dim=head // 2, v_head_dim=head,
+                head_dim=head // 2, num_key_value_heads=sizes["num_attention_heads"])
 
 
 def _make_config(

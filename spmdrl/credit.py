@@ -143,8 +143,8 @@ def _whole_batch(
 
 
 def _over_trainers(own: Tensor, world: World) -> Tensor:
-    """Add up over all trainer ranks, on the CPU; tp ranks of one dp index count once."""
-    is_first = world.mesh.get_local_rank("tp") == 0
+    """Add up over all trainer ranks, on the CPU; ranks of one dp index count once."""
+    is_first = world.speaks_for_dp
     total = own.cpu() if is_first else torch.zeros_like(own, device="cpu")
     dist.all_reduce(total, group=world.trainer_control)
     return total
@@ -152,9 +152,9 @@ def _over_trainers(own: Tensor, world: World) -> Tensor:
 
 def _whiten(advantages: Sequence[Tensor], masks: Sequence[Tensor], *, world: World
             ) -> list[Tensor]:
-    """Whiten over the loss tokens of all trainer ranks; tp ranks of one dp index count once."""
+    """Whiten over the loss tokens of all trainer ranks; ranks of one dp index count once."""
     own = torch.stack([moment_sums(a, loss_mask=m) for a, m in zip(advantages, masks)])
-    is_first = world.mesh.get_local_rank("tp") == 0
+    is_first = world.speaks_for_dp
     parts = gather_objects(own.cpu() if is_first else None, group=world.trainer_control)
     mean, std = mean_and_std(combine_moments(torch.cat([p for p in parts if p is not None])))
     if not (mean.isfinite() and std.isfinite()):

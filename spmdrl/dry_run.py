@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import inspect
+import itertools
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -37,6 +38,8 @@ def show(cfg: Config) -> int:
     for spec, size in reward_model_sizes(cfg).items():
         print(f"reward {spec}: {size}")
     try:
+        if cfg.model.lora:
+            print(f"lora: {adapter_size(cfg)}")
         print("stream:", *(f"  {k:<28} {v}" for k, v in stream_size(cfg).items()), sep="\n")
     except ValueError as error:
         found.insert(0, str(error))
@@ -52,7 +55,9 @@ def show(cfg: Config) -> int:
 def problems(cfg: Config) -> Iterator[str]:
     """Yield what a run would stumble over at its start: data, tokenizer, reward functions."""
     from spmdrl.data.prompts import load_tokenizer
+    from spmdrl.policy.fit import fit_problems
 
+    yield from fit_problems(cfg)
     if replay_folder(cfg):
         yield from _replay_problems(cfg)
         return
@@ -151,7 +156,7 @@ def _check_reward_model(path: str, *, cfg: Config) -> None:
 def derived(cfg: Config) -> dict[str, str]:
     """Return the arithmetic that follows from a config, as {name: text with its formula}."""
     batch, trainers, engines = cfg.batch, trainer_ranks(cfg), inference_ranks(cfg)
-    dp = len(trainers) // cfg.layout.tp
+    dp = len(trainers) // (cfg.layout.cp * cfg.layout.tp)
     is_rl = cfg.algorithm.objective == "rl"
     group = batch.group_size if is_rl else 2 if trains_on_pairs(cfg) else 1
     sequences = batch.prompts_per_step * group
@@ -190,19 +195,20 @@ def _microbatches(sequences: int, longest: int, *, dp: int, cfg: Config) -> str:
 
 def mesh_map(cfg: Config) -> dict[str, str]:
     """Return {rank: its coordinates in each role}."""
-    from spmdrl.world import MESH_AXES, mesh_shape
+    from spmdrl.mesh import MESH_AXES, mesh_shape
 
-    replicate, shard, tp = mesh_shape(cfg)
+    shape = mesh_shape(cfg)
+    at = list(itertools.product(*map(range, shape)))  # of each trainer, in order
     engines, pairs = inference_ranks(cfg), {}
     pairs["trainer mesh"] = " x ".join(
-        f"{axis} {size}" for axis, size in zip(MESH_AXES, (replicate, shard, tp)))
+        f"{axis} {size}" for axis, size in zip(MESH_AXES, shape))
     itp = cfg.layout.inference_tp
     pairs["inference mesh"] = (f"replica {len(engines) // itp} x tp {itp}" if engines else "none")
     for rank in range(cfg.layout.world_size):
         roles = []
         if rank in trainer_ranks(cfg):
-            at = (rank // (shard * tp), rank // tp % shard, rank % tp)
-            roles.append("trains    " + " ".join(f"{a}={i}" for a, i in zip(MESH_AXES, at)))
+            roles.append("trains    " + " ".join(
+                f"{a}={i}" for a, i in zip(MESH_AXES, at[rank])))
         if rank in engines:
             i = engines.index(rank)
             roles.append(f"generates replica={i // itp} tp={i % itp}")
@@ -226,6 +232,22 @@ def reward_model_sizes(cfg: Config) -> dict[str, str]:
             sizes[f"model:{path}"] = (f"{count:,} parameters, scored with on the trainers, about "
                                       f"{count * item // trainers:,} bytes on each")
     return sizes
+
+
+def adapter_size(cfg: Config) -> str:
+    """Return what model.lora amounts to.
+
+    Raises: ValueError when its targets match nothing, or its path holds no adapter.
+    """
+    from spmdrl.policy.load import build_meta_model
+    from spmdrl.policy.lora import Adapters, lora_form
+
+    model = build_meta_model(cfg.model, is_scalar=cfg.algorithm.objective == "reward_model")
+    total = sum(p.numel() for p in model.parameters())
+    adapters = Adapters(model, lora_form(cfg.model.lora))
+    count = sum(model.get_parameter(name).numel() for name in adapters.names)
+    return (f"rank {adapters.form.rank} on {len(adapters.modules)} linear layers, {count:,} "
+            f"parameters beside the model's {total:,}")
 
 
 def stream_size(cfg: Config) -> dict[str, str]:

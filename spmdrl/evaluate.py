@@ -1,13 +1,15 @@
 """Held-out evaluation: inside the loop, and of a model, a run or a checkpoint by itself.
 
     python -m spmdrl.evaluate runs/demo/grpo --evaluate.samples 8
+    python -m spmdrl.evaluate runs/demo/grpo --which best
     python -m spmdrl.evaluate runs/demo/grpo/checkpoints/step_50
     python -m spmdrl.evaluate my_model --config configs/demo_grpo.yaml --right-at 0.5
     torchrun --nproc-per-node 4 -m spmdrl.evaluate my_model --config configs/gpu_split_8.yaml
 
 The first argument is a Hugging Face folder or hub name, a run's folder (its newest whole checkpoint
-is taken) or a checkpoint. Runs and checkpoints bring their own config; any field of it is a flag,
-as in train.py. Every rank generates, layout.inference_tp ranks to an engine.
+is taken, or its best one) or a checkpoint. Runs and checkpoints bring their own config; any field
+of it is a flag, as in train.py. Every rank generates, layout.inference_tp ranks to an engine. What
+is found is printed as a table, written as JSON, and added to the run's MLflow run if it has one.
 """
 
 from __future__ import annotations
@@ -30,20 +32,21 @@ from spmdrl.comm import gather_objects
 from spmdrl.config import Config
 from spmdrl.config.read import is_missing_folder, read, refuse
 from spmdrl.engine.protocol import EngineProtocol
+from spmdrl.launch import launch_alone, read_launch
 from spmdrl.rewards.signatures import reward_models
 from spmdrl.rollout.outcomes import (
-    RIGHT_AT, Estimate, Outcome, by_source, eval_sums, part_means, summarize,
+    RIGHT_AT, Estimate, Outcome, by_source, eval_sums, evaluation_file, part_means, summarize,
 )
 from spmdrl.rollout.source import Source, make_source
 from spmdrl.types import Sums
-from spmdrl.world import World, ended, launch_alone, read_launch
+from spmdrl.world import World, ended
 
 
 def evaluate(source: Source, engine: EngineProtocol, *, world: World, step: int) -> Sums:
     """Sample the held-out prompts with the current weights when `step` is due.
 
     Due are multiples of evaluate.every_steps and the last step. Every rank calls it; engine
-    replicas share the prompts.
+    replicas share the prompts. Rank 0 writes output_dir/evaluations/evaluation_STEP.json and .txt.
 
     Returns: eval/ sums over all replicas, equal on every rank; empty when not due.
     """
@@ -52,6 +55,9 @@ def evaluate(source: Source, engine: EngineProtocol, *, world: World, step: int)
     if not every or (step % every and step != cfg.steps):
         return {}
     outcomes = sample(source, engine, world=world, step=step)
+    if outcomes and world.rank == 0:
+        found = Result(step, outcomes)
+        write(evaluation_file(cfg.output_dir, step), cfg, found, model=cfg.output_dir)
     return eval_sums(outcomes, samples=cfg.evaluate.samples)
 
 
@@ -79,6 +85,8 @@ class Request:
     """JSON file to write."""
     right_at: float
     """Reward from which a sample is right, task units."""
+    which: str
+    """Which checkpoint of a run: `last` or `best`."""
     cfg: Config
     """What to evaluate with: colocated on all ranks, model.path still `model`."""
 
@@ -106,12 +114,15 @@ def parse(argv: Sequence[str], *, world_size: int) -> Request:
     own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     own.add_argument("--out", type=Path)
     own.add_argument("--right-at", type=float, default=RIGHT_AT)
+    own.add_argument("--which", choices=("last", "best"), default="last")
     chosen, rest = own.parse_known_args(argv[1:])
     model, has_config = argv[0], any(word.split("=")[0] == "--config" for word in rest)
     is_checkpoint = _is_checkpoint(model)
     file = "" if has_config or not is_checkpoint else str(_config_of(Path(model)))
     asked = read(["--config", file, *rest] if file else list(rest),
                  prog="python -m spmdrl.evaluate MODEL", about=f"{_HELP}\n")
+    if chosen.which == "best" and not is_checkpoint:
+        raise ValueError(f"--which best: {model} is a model, not a run that keeps its best one")
     if asked.algorithm.objective == "reward_model" and is_checkpoint:
         raise ValueError(f"{model} is a reward model, which answers nothing; evaluate a policy")
     if left_out := reward_models(asked.rewards.functions):
@@ -124,13 +135,15 @@ def parse(argv: Sequence[str], *, world_size: int) -> Request:
                      for p in config.validate(cfg)], of=file)
     name = Path(model).resolve().name if Path(model).exists() else model.replace("/", "_")
     return Request(model, is_checkpoint, chosen.out or Path(f"evaluation_{name}.json"),
-                   chosen.right_at, cfg)
+                   chosen.right_at, chosen.which, cfg)
 
 
 _HELP = """--out FILE
     JSON file to write; by default evaluation_MODEL.json in this folder.
 --right-at REWARD
-    reward from which a sample counts as right in pass@k and maj@n; by default 1."""
+    reward from which a sample counts as right in pass@k and maj@n; by default 1.
+--which {last,best}
+    of a run's checkpoints: the newest whole one, or the best by checkpoint.keep."""
 
 
 def _is_checkpoint(model: str) -> bool:
@@ -151,12 +164,16 @@ def _is_checkpoint(model: str) -> bool:
 
 def _config_of(path: Path) -> Path:
     """Return the config file of the run that `path`, it or a checkpoint of it, belongs to."""
-    places = [p / "config.yaml" for p in (path.resolve(), *path.resolve().parents[:2])]
-    found = [place for place in places if place.is_file()]
-    if not found:
+    folder = _run_folder(path)
+    if folder is None:
         raise ValueError(f"{path} lies in no run's folder: there is no config.yaml there or above; "
                          "give one by --config")
-    return found[0]
+    return folder / "config.yaml"
+
+
+def _run_folder(path: Path) -> Path | None:
+    places = (path.resolve(), *path.resolve().parents[:2])
+    return next((place for place in places if (place / "config.yaml").is_file()), None)
 
 
 def evaluation_config(cfg: Config, *, model: str, world_size: int) -> Config:
@@ -210,13 +227,14 @@ def _model_folder(request: Request, world: World) -> Iterator[tuple[str, int]]:
     if not request.is_checkpoint:
         yield request.model, 0
         return
+    from spmdrl.checkpoint.keep import named
     from spmdrl.export import export, whole_checkpoint
 
     with contextlib.ExitStack() as stack:
         made = ("", 0)
         with world.watch.wait("export checkpoint", -1):
             if world.rank == 0:
-                folder, content = whole_checkpoint(Path(request.model))
+                folder, content = whole_checkpoint(named(Path(request.model), request.which))
                 out = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "model"
                 # What the weight stream gives the engine: masters cast to its dtype.
                 export(folder, out=out, dtype=request.cfg.engine.dtype)
@@ -272,24 +290,54 @@ def _notes(outcomes: Sequence[Outcome], *, samples: int, right_at: float) -> lis
     return notes + [f"{name}: {mean:.3f}" for name, mean in part_means(outcomes).items()]
 
 
-def content(request: Request, result: Result) -> dict:
+def content(cfg: Config, result: Result, *, model: str, right_at: float = RIGHT_AT) -> dict:
     """Return all that was found as plain values for JSON."""
-    samples, outcomes = request.cfg.evaluate.samples, result.outcomes
+    samples, outcomes = cfg.evaluate.samples, result.outcomes
 
     def plain(own: Sequence[Outcome]) -> dict:
-        found = summarize(own, samples=samples, right_at=request.right_at)
+        found = summarize(own, samples=samples, right_at=right_at)
         return {name: asdict(estimate) for name, estimate in found.items()}
 
     return {
-        "model": request.model, "step": result.step, "data": request.cfg.data.eval,
-        "samples": samples, "temperature": request.cfg.evaluate.temperature,
-        "max_response_tokens": request.cfg.sampling.max_response_tokens,
-        "seed": request.cfg.seed, "right_at": request.right_at,
+        "model": model, "step": result.step, "data": cfg.data.eval,
+        "samples": samples, "temperature": cfg.evaluate.temperature,
+        "max_response_tokens": cfg.sampling.max_response_tokens,
+        "seed": cfg.seed, "right_at": right_at,
         "interval": "half_width: 95%, 1.96 standard errors of the mean over problems",
         "all": plain(outcomes), "parts": part_means(outcomes),
         "sources": {name: plain(own) for name, own in by_source(outcomes).items()},
         "problems": [asdict(outcome) for outcome in outcomes],
     }
+
+
+def write(
+    path: Path, cfg: Config, result: Result, *, model: str, right_at: float = RIGHT_AT
+) -> list[Path]:
+    """Write what was found as JSON to `path`, and the table beside it, as .txt."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    found = content(cfg, result, model=model, right_at=right_at)
+    path.write_text(json.dumps(found, indent=1) + "\n")
+    text = table(result.outcomes, samples=cfg.evaluate.samples, right_at=right_at)
+    path.with_suffix(".txt").write_text(text + "\n")
+    return [path, path.with_suffix(".txt")]
+
+
+def _show(request: Request, result: Result) -> None:
+    """Print the table, write the files, and add them to the MLflow run of a run's folder."""
+    from spmdrl.report.tracker import log_files
+
+    print(table(result.outcomes, samples=request.cfg.evaluate.samples, right_at=request.right_at))
+    files = write(request.out, request.cfg, result, model=request.model,
+                  right_at=request.right_at)
+    print(f"written to {' and '.join(map(str, files))}")
+    if not request.is_checkpoint:
+        return
+    try:
+        uri = log_files(_run_folder(Path(request.model)), files)
+    except Exception as error:  # a tracker that is down is no reason to fail: the files are there
+        print(f"MLflow did not take them: {type(error).__name__}: {error}", file=sys.stderr)
+    else:
+        print(f"and to MLflow at {uri}" if uri else "the run has no MLflow run to add them to")
 
 
 def main() -> int:
@@ -305,11 +353,7 @@ def main() -> int:
         world = World.start(request.cfg)
         result = run(request, world)
         if world.rank == 0:
-            print(table(result.outcomes, samples=request.cfg.evaluate.samples,
-                        right_at=request.right_at))
-            request.out.parent.mkdir(parents=True, exist_ok=True)
-            request.out.write_text(json.dumps(content(request, result), indent=1) + "\n")
-            print(f"written to {request.out}")
+            _show(request, result)
         world.close()
         return 0
     except Exception as error:

@@ -20,7 +20,7 @@ from spmdrl.types import Batch, Microbatch, Rollouts, Scalars, Sums, add_sums, j
 from spmdrl.world import World
 
 _INTEGERS = ("lengths", "response_lengths", "group_ids", "sample_ids", "min_versions",
-             "is_truncated", "is_valid")
+             "rows", "is_truncated", "is_valid")
 _BOOLEANS = ("is_truncated", "is_valid")
 _FLOATS = ("rewards", "greedy_rewards", "reward_parts", "turns")
 

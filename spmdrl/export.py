@@ -1,14 +1,18 @@
 """Write a checkpoint as a Hugging Face folder that transformers and vLLM load.
 
     python -m spmdrl.export runs/demo --out exported
+    python -m spmdrl.export runs/demo --which best --out exported
     python -m spmdrl.export runs/demo/checkpoints/step_40 --out exported --dtype bfloat16
+    python -m spmdrl.export runs/lora --out adapter --adapter
 
-One process, whatever layout wrote the checkpoint; memory is that of one output file. A reward
-model becomes a sequence classifier of one label.
+One process, whatever layout wrote the checkpoint; memory is that of one output file and one
+parameter. A reward model becomes a sequence classifier of one label. Adapters are merged into the
+weights that they were trained on, or with --adapter written by themselves, in PEFT's format.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -18,17 +22,20 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import torch
-import torch.distributed.checkpoint as dcp
 import tyro
 from safetensors.torch import save_file
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from transformers import AutoTokenizer
 
 from spmdrl.checkpoint import manifest as disk
-from spmdrl.policy.load import SCALAR_HEAD
+from spmdrl.checkpoint.keep import named
+from spmdrl.checkpoint.weights import SavedWeights
+from spmdrl.config import Model
+from spmdrl.policy.file_tensors import file_tensors
+from spmdrl.policy.load import SCALAR_HEAD, build_meta_model, model_folder
+from spmdrl.policy.lora_export import MergedWeights, export_adapter
+from spmdrl.shards import Box, Part, narrow
 
-_PREFIX = "model."  # the policy's part of a checkpoint, before the tensors' own names
 _SMALL_FILES = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "*.py")
 
 
@@ -36,20 +43,24 @@ def export(
     checkpoint: Annotated[Path, tyro.conf.Positional],
     *,
     out: Path,
+    which: Literal["last", "best"] = "last",
     dtype: Literal["auto", "bfloat16", "float32"] = "auto",
     max_shard_gib: float = 4.0,
     model: str = "",
     tokenizer: str = "",
+    adapter: bool = False,
 ) -> Path:
     """Write the policy of a checkpoint into a Hugging Face folder.
 
     Args:
         checkpoint: a checkpoint folder, or a run's folder to take its newest whole one.
         out: folder to write; must be new or empty.
+        which: of a run's checkpoints, its newest whole one, or the `best` by checkpoint.keep.
         dtype: of the floating-point weights; `auto` takes that of the model trained from.
         max_shard_gib: largest weight file, GiB; a tensor above it gets a file of its own.
         model: folder or hub name for config.json, where the one in the checkpoint has moved.
         tokenizer: the same for the tokenizer's files.
+        adapter: write the adapters alone, which `model` goes with, in PEFT's format.
     Returns: the folder.
     Raises: ValueError when there is no whole checkpoint, `out` is taken, or the model's small
         files cannot be found.
@@ -58,18 +69,31 @@ def export(
         raise ValueError(f"--out {out} exists and is not empty; give a new folder")
     if not max_shard_gib > 0:
         raise ValueError(f"--max-shard-gib must be above 0, got {max_shard_gib}")
-    folder, content = whole_checkpoint(checkpoint)
+    folder, content = whole_checkpoint(named(checkpoint, which))
     made = out.with_name(out.name + ".partial")
     shutil.rmtree(made, ignore_errors=True)
     made.mkdir(parents=True)
     model = model or content.model
+    if adapter:
+        export_adapter(SavedWeights(folder), made, base=model)
+        return _moved(made, out)
     _copy_small_files(model, made, flag="--model")
     _copy_small_files(tokenizer or (content.tokenizer if model == content.model else model), made,
                       flag="--tokenizer", skip=("config.json", "generation_config.json"))
     cast = _set_dtype(made / "config.json", dtype)
-    if _PREFIX + SCALAR_HEAD in _tensors(folder / disk.POLICY):
+    saved = SavedWeights(folder)
+    is_scalar = SCALAR_HEAD in saved.dtypes
+    if is_scalar:
         _make_classifier(made)
-    _write_weights(folder / disk.POLICY, made, dtype=cast, limit=int(max_shard_gib * 2**30))
+    trusts = bool(content.config.get("model.trust_remote_code"))
+    parts = file_tensors(build_meta_model(
+        Model(path=str(made), trust_remote_code=trusts), is_scalar=is_scalar))
+    weights = MergedWeights(saved, model_folder(model), parts) if saved.has_adapters else saved
+    _write_weights(weights, made, parts=parts, dtype=cast, limit=int(max_shard_gib * 2**30))
+    return _moved(made, out)
+
+
+def _moved(made: Path, out: Path) -> Path:
     if out.is_dir():
         out.rmdir()
     os.rename(made, out)
@@ -139,11 +163,6 @@ def _set_dtype(path: Path, dtype: str) -> torch.dtype:
     return cast
 
 
-def _tensors(source: Path) -> dict[str, TensorStorageMetadata]:
-    """Return what is known of every tensor in a checkpoint's policy folder, by name."""
-    return disk.TensorReader(source).read_metadata().state_dict_metadata
-
-
 def _make_classifier(folder: Path) -> None:
     """Let config.json say that the model is a sequence classifier of one label.
 
@@ -164,18 +183,27 @@ def _make_classifier(folder: Path) -> None:
     path.write_text(json.dumps(config, indent=2) + "\n")
 
 
-def _write_weights(source: Path, target: Path, *, dtype: torch.dtype, limit: int) -> None:
-    entries = {name: entry for name, entry in _tensors(source).items()
-               if name.startswith(_PREFIX)}
-    sizes = {name: _out_bytes(entry, dtype) for name, entry in entries.items()}
+def _write_weights(weights: SavedWeights | MergedWeights, target: Path, *, parts: dict[str, Part],
+                   dtype: torch.dtype, limit: int) -> None:
+    """Write every file tensor, cut from the checkpoint's tensors as `parts` says.
+
+    Raises: ValueError when the checkpoint's tensors are not those that config.json asks for.
+    """
+    kept = weights.dtypes
+    _check_fit(kept, parts)
+    sizes = {name: math.prod(part.shape) * _out_dtype(kept[part.tensor], dtype).itemsize
+             for name, part in parts.items()}
     shards = _shards(sizes, limit=limit)
     places: dict[str, str] = {}
     for number, names in enumerate(shards, start=1):
         file = "model.safetensors"
         if len(shards) > 1:
             file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        tensors = _read(source, {name: entries[name] for name in names})
-        content = {name.removeprefix(_PREFIX): _cast(tensors.pop(name), dtype) for name in names}
+        content: dict[str, Tensor] = {}
+        for live, own in itertools.groupby(names, key=lambda name: parts[name].tensor):
+            whole = weights.read(live)
+            cast = _out_dtype(kept[live], dtype)
+            content |= {name: _file_tensor(whole, parts[name], dtype=cast) for name in own}
         save_file(content, target / file, metadata={"format": "pt"})
         places |= dict.fromkeys(content, file)
     if len(shards) > 1:
@@ -183,13 +211,23 @@ def _write_weights(source: Path, target: Path, *, dtype: torch.dtype, limit: int
         (target / "model.safetensors.index.json").write_text(json.dumps(text, indent=2) + "\n")
 
 
-def _out_bytes(entry: TensorStorageMetadata, dtype: torch.dtype) -> int:
-    kept = entry.properties.dtype
-    return math.prod(entry.size) * (dtype if kept.is_floating_point else kept).itemsize
+def _check_fit(kept: dict[str, torch.dtype], parts: dict[str, Part]) -> None:
+    differing = sorted({part.tensor for part in parts.values()} ^ kept.keys())
+    if differing:
+        where = "checkpoint" if differing[0] in kept else "model of config.json"
+        raise ValueError(f"only the {where} has {differing[0]} ({len(differing)} tensors are in "
+                         "one alone); name the model that was trained from by --model")
 
 
-def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    return tensor.to(dtype) if tensor.is_floating_point() else tensor
+def _out_dtype(kept: torch.dtype, dtype: torch.dtype) -> torch.dtype:
+    return dtype if kept.is_floating_point else kept
+
+
+def _file_tensor(whole: Tensor, part: Part, *, dtype: torch.dtype) -> Tensor:
+    """Return a copy of the file tensor, contiguous."""
+    everything = Box((0,) * whole.dim(), tuple(whole.shape))
+    values = part.as_in_file(narrow(whole, outer=everything, part=part.box))
+    return torch.empty(part.shape, dtype=dtype).copy_(values)
 
 
 def _shards(sizes: dict[str, int], *, limit: int) -> list[list[str]]:
@@ -203,16 +241,6 @@ def _shards(sizes: dict[str, int], *, limit: int) -> list[list[str]]:
         shards[-1].append(name)
         used += size
     return shards
-
-
-def _read(source: Path, entries: dict[str, TensorStorageMetadata]) -> dict[str, Tensor]:
-    tensors = {name: torch.empty(entry.size, dtype=entry.properties.dtype)
-               for name, entry in entries.items()}
-    with warnings.catch_warnings():
-        # DCP warns that there is one process only, which is the point here.
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        dcp.load(tensors, storage_reader=disk.TensorReader(source), no_dist=True)
-    return tensors
 
 
 def main() -> None:

@@ -1,14 +1,20 @@
-"""Rectangular parts of checkpoint tensors: which ones a rank holds, and where in its memory.
+"""Rectangular parts of tensors: which ones a rank holds, and where in its memory.
 
-Loading reads them from files, the weight stream sends them to engines.
+Two kinds of names meet here. A live tensor is a parameter of the model, or a persistent buffer,
+under the name that the model has for it: the optimizer and checkpoints use these. A file tensor
+is what the safetensors files hold, under the name that they have for it: loading, the weight
+stream and export use those. A file tensor is a part of one live tensor: the whole of it, or, say,
+one expert's projection of the parameter in which transformers keeps those of all experts.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -138,23 +144,96 @@ def _runs(indices: Tensor) -> list[tuple[int, int, int]]:
     return [(int(indices[a]), a, b - a) for a, b in zip(edges, edges[1:])]
 
 
-class Held:
-    """A rank's boxes by checkpoint name, with lookup of the view that shows a given part."""
+@dataclass(frozen=True)
+class Part:
+    """Which part of which live tensor a file tensor is."""
 
-    def __init__(self, shards: Mapping[str, Tensor]):
+    tensor: str  # name of the live tensor
+    box: Box  # of it
+    dims: tuple[int, ...]  # the live dim of each dim of the file; the box has size 1 in the others
+
+    @classmethod
+    def whole(cls, name: str, shape: tuple[int, ...]) -> "Part":
+        """Return all of a live tensor, as it is."""
+        return cls(name, Box((0,) * len(shape), tuple(shape)), tuple(range(len(shape))))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the file tensor."""
+        return tuple(self.box.shape[dim] for dim in self.dims)
+
+    def in_file(self, held: Box) -> Box | None:
+        """Return the box of the file tensor that a box of the live tensor shows, if any."""
+        common = self.box.intersect(held)
+        if common is None:
+            return None
+        return Box(tuple(common.start[d] - self.box.start[d] for d in self.dims),
+                   tuple(common.shape[d] for d in self.dims))
+
+    def in_tensor(self, part: Box) -> Box:
+        """Return where a box of the file tensor lies in the live tensor."""
+        start, shape = list(self.box.start), [1] * len(self.box.shape)
+        for dim, at, size in zip(self.dims, part.start, part.shape):
+            start[dim] += at
+            shape[dim] = size
+        return Box(tuple(start), tuple(shape))
+
+    def as_in_file(self, values: Tensor) -> Tensor:
+        """Return a view of a box of the live tensor with the dims of the file tensor."""
+        others = [d for d in range(values.dim()) if d not in self.dims]
+        return values.permute(*self.dims, *others)[(..., *[0] * len(others))]
+
+
+Delta = Callable[[Box], Tensor]
+"""What to add to a box of a live tensor when it is sent: [box.shape], computed at each call."""
+
+
+@dataclass(frozen=True)
+class Value:
+    """A box of a file tensor on the rank that holds it: live memory, and what is added to it."""
+
+    live: Tensor  # a view of the live memory, with the dims of the file tensor
+    added: Callable[[], Tensor] | None = None  # of the same shape
+
+    def read(self) -> Tensor:
+        """Return the value: the live memory itself where nothing is added."""
+        return self.live if self.added is None else self.live + self.added()
+
+
+class Held:
+    """A rank's boxes of file tensors, with lookup of the value of a given part.
+
+    Args:
+        shards: {live name: this rank's shard}.
+        parts: {file name: the part of a live tensor that it is}.
+        deltas: {live name: what to add to it on reading}; the mapping may be replaced.
+    """
+
+    def __init__(self, shards: Mapping[str, Tensor], parts: Mapping[str, Part],
+                 deltas: Mapping[str, Delta] | None = None):
         self._views = {name: held_boxes(name, tensor) for name, tensor in shards.items()}
+        self._parts = {name: part for name, part in parts.items() if part.tensor in shards}
+        self.deltas = dict(deltas or {})
 
     def boxes(self) -> dict[str, tuple[Box, ...]]:
-        """Return what to tell the other ranks."""
-        return {name: tuple(box for box, _ in held if box.numel)
-                for name, held in self._views.items()}
+        """Return what to tell the other ranks: {file name: boxes of it}."""
+        return {
+            name: tuple(found for box, _ in self._views[part.tensor]
+                        if (found := part.in_file(box)) is not None and found.numel)
+            for name, part in self._parts.items()}
 
-    def view(self, name: str, part: Box) -> Tensor:
-        """Return the live view of `part`, which lies within one of this rank's boxes."""
-        for box, view in self._views[name]:
-            if box.intersect(part) == part:
-                return narrow(view, outer=box, part=part)
-        raise AssertionError(f"{name} {part} is not held here")
+    def value(self, name: str, box: Box) -> Value:
+        """Return what `box` holds, which lies within one of this rank's boxes of `name`."""
+        part = self._parts[name]
+        inside = part.in_tensor(box)
+        added = partial(self._added, part, inside) if part.tensor in self.deltas else None
+        for held, view in self._views[part.tensor]:
+            if held.intersect(inside) == inside:
+                return Value(part.as_in_file(narrow(view, outer=held, part=inside)), added)
+        raise AssertionError(f"{name} {box} is not held here")
+
+    def _added(self, part: Part, inside: Box) -> Tensor:
+        return part.as_in_file(self.deltas[part.tensor](inside))
 
 
 @torch.no_grad()
@@ -171,3 +250,45 @@ def narrow(view: Tensor, *, outer: Box, part: Box) -> Tensor:
         if length != view.shape[dim]:
             view = view.narrow(dim, at - begin, length)
     return view
+
+
+def extent(tensor: Tensor) -> int:
+    """Return the elements of storage between a tensor's first and its last."""
+    return sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride()))
+
+
+def box_within(view: Tensor, base: Tensor) -> Box | None:
+    """Return the box of `base` that `view` shows, or None when it shows anything else.
+
+    Args:
+        view: shares its storage with `base`; its dims may be permuted, merged or split.
+        base: a dense tensor (its dims in any memory order).
+    """
+    if view.numel() == 0 or base.numel() == 0:
+        return None
+    order = sorted((d for d in range(base.dim()) if base.shape[d] > 1),
+                   key=lambda d: -base.stride(d))
+    first = view.storage_offset() - base.storage_offset()
+    start, stop = [0] * base.dim(), [1] * base.dim()
+    low, high = first, first + extent(view)
+    for dim in order:
+        start[dim], low = divmod(low, base.stride(dim))
+        last, high = divmod(high, base.stride(dim))
+        stop[dim] = last + 1
+    shape = tuple(b - a for a, b in zip(start, stop))
+    if min(shape, default=1) < 1 or math.prod(shape) != view.numel():
+        return None
+    mine = _merged((view.shape[d], view.stride(d)) for d in range(view.dim()))
+    its = _merged((shape[d], base.stride(d)) for d in order)
+    return Box(tuple(start), shape) if mine == its else None
+
+
+def _merged(dims: Any) -> list[tuple[int, int]]:
+    """Return (size, stride) pairs, widest first, adjacent ones merged: how memory is walked."""
+    merged: list[tuple[int, int]] = []
+    for size, stride in sorted((d for d in dims if d[0] > 1), key=lambda d: -d[1]):
+        if merged and merged[-1][1] == size * stride:
+            merged[-1] = (merged[-1][0] * size, stride)
+        else:
+            merged.append((size, stride))
+    return merged

@@ -70,6 +70,9 @@ class Scalars:
     """[S, U, 2] float64, of each turn of the policy: its reward from the environment, task units,
     and the number of the state that it answers (-1: no state is known). Sequences with fewer
     than U turns have state -2 behind them. Always there: left out, one turn without a state."""
+    rows: Tensor | None = None
+    """[S] int64, position of the prompt's row in its data, as `Prompt.index`; -1 where it is not
+    known. Always there: left out, all -1."""
 
     def __post_init__(self) -> None:
         if self.reward_parts is None:
@@ -80,6 +83,8 @@ class Scalars:
         if self.turns is None:
             one = torch.tensor([[0.0, -1.0]], dtype=torch.float64)
             object.__setattr__(self, "turns", one.repeat(len(self), 1, 1))
+        if self.rows is None:
+            object.__setattr__(self, "rows", torch.full_like(self.lengths, -1))
 
     def __len__(self) -> int:
         return self.lengths.numel()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 import signal
 import socket
 import sys
@@ -21,70 +20,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from spmdrl.comm import PeersMissing, Watch, first_line, gather_objects, store_timeout
 from spmdrl.config import Config, flatten, inference_ranks, trainer_ranks
+from spmdrl.launch import Launch, read_launch
+from spmdrl.mesh import make_expert_mesh, make_meshes
 
-MESH_AXES = ("dp_replicate", "dp_shard", "tp")
 _TOLD_CHARS = 2000
 _ONE_KEY_PRESS_S = 1.0  # terminal and launcher may both pass on the same Ctrl-C
-
-
-@dataclass(frozen=True)
-class Launch:
-    """What the launcher (torchrun or srun) told this process."""
-
-    rank: int
-    world_size: int
-    local_rank: int
-    address: str
-    port: int
-    launcher: str
-
-
-def read_launch(env: dict[str, str] | None = None) -> Launch:
-    """Read rank and rendezvous from torchrun's variables, or else from Slurm's own.
-
-    Raises: ValueError when neither launcher set its variables.
-    """
-    env = dict(os.environ if env is None else env)
-    if "RANK" in env:
-        return Launch(int(env["RANK"]), int(env["WORLD_SIZE"]), int(env.get("LOCAL_RANK", 0)),
-                      env["MASTER_ADDR"], int(env["MASTER_PORT"]), "torchrun")
-    if "SLURM_PROCID" in env:
-        nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_NODELIST", "localhost")
-        job = int(env.get("SLURM_JOB_ID", 0)) * 64 + int(env.get("SLURM_STEP_ID", 0)) % 64
-        return Launch(int(env["SLURM_PROCID"]), int(env["SLURM_NTASKS"]),
-                      int(env.get("SLURM_LOCALID", 0)),
-                      env.get("MASTER_ADDR") or first_host(nodes),
-                      int(env.get("MASTER_PORT") or 20000 + job % 40000), "srun")
-    raise ValueError(
-        "no launcher: neither RANK (torchrun) nor SLURM_PROCID (srun) is set. Start with "
-        "`torchrun --nproc-per-node N train.py --config FILE` or `srun python train.py ...`; "
-        "`python train.py --config FILE --dry-run` needs no launcher"
-    )
-
-
-def launch_alone() -> None:
-    """Where no launcher set its variables, set those of a job of one rank on a free port."""
-    if {"RANK", "SLURM_PROCID"} & os.environ.keys():
-        return
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1",
-                      MASTER_PORT=port)
-
-
-def first_host(nodelist: str) -> str:
-    """Return the first host of a Slurm node list: `gpu[003-007,9],x` gives `gpu003`."""
-    match = re.match(r"([^,\[]+)(?:\[([^\],-]+)[^\]]*\]([^,\[]*))?", nodelist)
-    if not match:
-        raise ValueError(f"cannot read the Slurm node list {nodelist!r}; set MASTER_ADDR")
-    return "".join(part or "" for part in match.groups())
-
-
-def mesh_shape(cfg: Config) -> tuple[int, int, int]:
-    """Return the sizes of the trainer mesh in the order of MESH_AXES."""
-    layout, trainers = cfg.layout, len(trainer_ranks(cfg))
-    return layout.dp_replicate, trainers // (layout.dp_replicate * layout.tp), layout.tp
 
 
 @dataclass
@@ -106,6 +46,12 @@ class World:
     two threads in one group would meet each other's collectives."""
     mesh: DeviceMesh | None
     """Trainer mesh with axes MESH_AXES; None on ranks that do not train."""
+    sharding: DeviceMesh | None
+    """The same ranks with axes dp_replicate, fsdp (dp_shard and cp in one) and tp, over which
+    parameters are sharded; None on ranks that do not train."""
+    experts: DeviceMesh | None
+    """The same ranks with axes dp_replicate, efsdp, ep and tp, over which experts are sharded;
+    None on ranks that do not train, and without expert parallelism."""
     store: dist.Store
     """Key-value store of the job, for what a rank may learn without waiting for it."""
     replica_control: dist.ProcessGroup | None = None
@@ -144,13 +90,16 @@ class World:
             trainer_control = dist.new_group(trainer_ranks(cfg), backend="gloo", timeout=timeout)
             saving = dist.new_group(trainer_ranks(cfg), backend="gloo", timeout=timeout)
             replica_control = _replica_group(cfg, launch.rank, timeout=timeout)
-            mesh = DeviceMesh(device.type, torch.tensor(trainer_ranks(cfg)).view(mesh_shape(cfg)),
-                              mesh_dim_names=MESH_AXES)
+            mesh, sharding = make_meshes(cfg, device)
+            experts = make_expert_mesh(cfg, sharding)
+        is_trainer = launch.rank in trainer_ranks(cfg)
         world = cls(cfg=cfg, rank=launch.rank, world_size=launch.world_size,
                     local_rank=launch.local_rank, device=device, watch=watch, control=control,
                     trainer_control=trainer_control, saving=saving, store=store.clone(),
                     replica_control=replica_control,
-                    mesh=mesh if launch.rank in trainer_ranks(cfg) else None)
+                    mesh=mesh if is_trainer else None,
+                    sharding=sharding if is_trainer else None,
+                    experts=experts if is_trainer else None)
         world._check_same_config()
         world._catch_signals()
         if cfg.deterministic:
@@ -200,13 +149,24 @@ class World:
         return self.inference_ranks.index(self.rank) % self.cfg.layout.inference_tp
 
     @property
+    def ranks_per_dp(self) -> int:
+        """Trainer ranks that share a data-parallel index, and so a batch: cp * tp."""
+        return self.cfg.layout.cp * self.cfg.layout.tp
+
+    @property
     def dp_size(self) -> int:
-        """Data-parallel ranks: dp_replicate * dp_shard."""
-        return len(self.trainer_ranks) // self.cfg.layout.tp
+        """Parts that a batch is cut into: dp_replicate * dp_shard."""
+        return len(self.trainer_ranks) // self.ranks_per_dp
 
     def dp_index(self, rank: int) -> int:
-        """Return the data-parallel index of a trainer rank; tp ranks share one."""
-        return self.trainer_ranks.index(rank) // self.cfg.layout.tp
+        """Return the data-parallel index of a trainer rank; cp and tp ranks share one."""
+        return self.trainer_ranks.index(rank) // self.ranks_per_dp
+
+    @property
+    def speaks_for_dp(self) -> bool:
+        """Whether this rank is the first trainer of its data-parallel index: what all of them
+        know alike is counted there."""
+        return self.is_trainer and self.trainer_ranks.index(self.rank) % self.ranks_per_dp == 0
 
     # ---------------------------------------------------------------- life
 

@@ -23,16 +23,19 @@ from spmdrl.world import World
 
 
 def config(output_dir: Path | str, *, world_size: int = 1, trainers: int | None = None,
-           tp: int = 1, inference_tp: int = 1, steps: int = 100, every: int = 1, keep: int = 2,
+           cp: int = 1, tp: int = 1, inference_tp: int = 1, steps: int = 100, every: int = 1,
+           keep: int | dict = 2,
            resume: str = "auto", seed: int = 0, allow: bool = False, model: str = "") -> Config:
     """Return a config of a job with these ranks; without `trainers` all ranks train."""
     split = trainers is not None
     return Config(
         output_dir=str(output_dir), steps=steps, seed=seed, model=Model(path=model),
         layout=Layout(placement="split" if split else "offline", world_size=world_size,
-                      trainer_ranks=trainers or world_size, tp=tp, inference_tp=inference_tp,
-                      device="cpu", wait_timeout_s=60, startup_timeout_s=60),
-        checkpoint=Checkpoint(every_steps=every, keep_last=keep, resume=resume,
+                      trainer_ranks=trainers or world_size, cp=cp, tp=tp,
+                      inference_tp=inference_tp, device="cpu", wait_timeout_s=60,
+                      startup_timeout_s=60),
+        checkpoint=Checkpoint(every_steps=every, resume=resume,
+                              keep=keep if isinstance(keep, dict) else {"last": keep},
                               allow_config_change=allow),
     )
 
@@ -113,13 +116,19 @@ def start(cfg: Config) -> tuple[World, SmallPolicy, SmallSource, Checkpointer]:
     return world, SmallPolicy(world), SmallSource(world), Checkpointer(cfg, world)
 
 
-def save_steps(cfg: Config, steps: int) -> list[str]:
-    """Train and save at every step of one rank; return the state's digest after each."""
+def save_steps(cfg: Config, steps: int, rewards: dict[int, float] | None = None) -> list[str]:
+    """Train and save at every step of one rank; return the state's digest after each.
+
+    Args:
+        rewards: eval/reward by step, where it was evaluated.
+    """
     world, policy, source, checkpointer = start(cfg)
     digests = []
     for step in range(1, steps + 1):
         policy.update()
-        checkpointer.maybe_save(step, policy, source)
+        found = rewards.get(step) if rewards else None
+        checkpointer.maybe_save(step, policy, source, evaluated={} if found is None else {
+            "eval/reward": (found, 1)})
         digests.append(policy.digest())
     checkpointer.finish()
     world.close()

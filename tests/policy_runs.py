@@ -18,14 +18,15 @@ VOCABULARY = 96
 
 
 def config(
-    path: str | Path, out: str | Path, *, world_size: int = 1, dp_replicate: int = 1, tp: int = 1,
-    objective: str = "rl", updates: int = 1, model: dict | None = None, **algorithm: object,
+    path: str | Path, out: str | Path, *, world_size: int = 1, dp_replicate: int = 1, cp: int = 1,
+    tp: int = 1, objective: str = "rl", updates: int = 1, model: dict | None = None,
+    **algorithm: object,
 ) -> Config:
     """A float32 CPU config. `offline` placement: every rank trains, no engine is built."""
     return Config(
         output_dir=str(out), steps=10,
         layout=Layout(placement="offline", world_size=world_size, dp_replicate=dp_replicate,
-                      tp=tp, device="cpu", startup_timeout_s=90, wait_timeout_s=60),
+                      cp=cp, tp=tp, device="cpu", startup_timeout_s=90, wait_timeout_s=60),
         model=Model(path=str(path), **(
             {"compute_dtype": "float32", "memory": {"head_chunk_tokens": 7}} | (model or {}))),
         batch=BatchConfig(tokens_per_microbatch=64, updates_per_step=updates),

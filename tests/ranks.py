@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import pickle
 import queue
+import random
 import socket
 import time
 import traceback
@@ -19,10 +21,17 @@ PRELOADED = ["torch", "torch.distributed.fsdp", "torch.distributed.checkpoint",
 
 
 def free_port() -> int:
-    """Return a TCP port that was free a moment ago."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
+    """Return a TCP port that was free a moment ago.
+
+    Below those that the system deals out by itself, which any connection may take before the port
+    is used; and each of the processes that pytest-xdist starts has its own.
+    """
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % 16
+    while True:
+        port = 16000 + 1000 * worker + random.SystemRandom().randrange(1000)
+        with socket.socket() as s, contextlib.suppress(OSError):
+            s.bind(("127.0.0.1", port))
+            return port
 
 
 def launch_env(rank: int, world_size: int, port: int) -> dict[str, str]:

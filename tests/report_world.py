@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from spmdrl.config import Config
@@ -33,12 +34,13 @@ class FreeWatch:
 
 @dataclasses.dataclass
 class SmallWorld:
-    """The five attributes of a World that a Report reads."""
+    """The six attributes of a World that a Report reads."""
 
     cfg: Config
     control: Any
     rank: int = 0
     world_size: int = 1
+    device: torch.device = torch.device("cpu")
     watch: FreeWatch = dataclasses.field(default_factory=FreeWatch)
 
 

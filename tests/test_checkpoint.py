@@ -88,9 +88,13 @@ def _policy(cfg: Config, save: bool) -> dict[str, bytes]:
     return {name: tensor.numpy().tobytes() for name, tensor in whole.items()}
 
 
-@pytest.mark.parametrize("layout", [dict(world_size=1), dict(world_size=2, tp=2)], ids=str)
-def test_the_policy_resumes_bit_equal_on_another_layout(tmp_path, tiny_model, layout):
-    saved = run_ranks(2, _policy, config(tmp_path, world_size=2, model=str(tiny_model)), True)
+@pytest.mark.parametrize("on, layout", [
+    (dict(world_size=2), dict(world_size=1)), (dict(world_size=2), dict(world_size=2, tp=2)),
+    (dict(world_size=4, cp=2, tp=2), dict(world_size=2, cp=2)),
+], ids=str)
+def test_the_policy_resumes_bit_equal_on_another_layout(tmp_path, tiny_model, on, layout):
+    cfg = config(tmp_path, model=str(tiny_model), **on)
+    saved = run_ranks(on["world_size"], _policy, cfg, True)
     assert any("exp_avg_sq" in name for name in saved[0])
     cfg = config(tmp_path, model=str(tiny_model), **layout)
     for rank, state in enumerate(run_ranks(layout["world_size"], _policy, cfg, False)):

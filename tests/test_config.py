@@ -97,7 +97,7 @@ def test_impossible_layouts_spell_out_the_arithmetic():
         return "\n".join(config.validate(good(layout=Layout(**fields))))
 
     assert "leaves 0 ranks to generate" in layout_problems(world_size=2, trainer_ranks=2)
-    assert "3 trainer ranks do not divide by dp_replicate 1 * tp 2 = 2" in layout_problems(
+    assert "3 trainer ranks do not divide by dp_replicate 1 * cp 1 * tp 2 = 2" in layout_problems(
         world_size=4, trainer_ranks=3, tp=2)
     assert "3 inference ranks / inference_tp 2 = 1.5 replicas" in layout_problems(
         world_size=5, trainer_ranks=2, inference_tp=2)

@@ -388,7 +388,8 @@ def _resumed(cfg: Config) -> tuple[tuple, tuple]:
 def test_after_a_warm_up_of_the_process_reward_model_a_resumed_run_is_bit_identical(
         folders, tmp_path):
     cfg = _config("all at once", folders, tmp_path)
-    cfg = dataclasses.replace(cfg, critic=dataclasses.replace(cfg.critic, options={"warmup_steps": 1}))
+    critic = dataclasses.replace(cfg.critic, options={"warmup_steps": 1})
+    cfg = dataclasses.replace(cfg, critic=critic)
     (sums, state), (again, restored) = run_ranks(1, _resumed, cfg)[0]
     assert sums == again and state.keys() == restored.keys()
     assert all(torch.equal(restored[name], tensor) for name, tensor in state.items())

@@ -322,9 +322,10 @@ def rewards(tmp_path_factory) -> str:
 
 def test_ppo_resumes_bit_identical_and_exports_the_policy_alone(start_model, rewards, tmp_path):
     flags = runs.TINY["rl"] | {
-        "model.path": start_model, "critic.options": "{warmup_steps: 1}", "rewards.functions": rewards}
+        "model.path": start_model, "critic.options": "{warmup_steps: 1}",
+        "rewards.functions": rewards}
     whole, part = tmp_path / "whole", tmp_path / "part"
-    flags |= {"steps": 3, "checkpoint.every-steps": 2, "checkpoint.keep-last": 9}
+    flags |= {"steps": 3, "checkpoint.every-steps": 2, "checkpoint.keep": "{last: 9}"}
     runs.run("demo_ppo.yaml", 2, **flags | {"output-dir": whole})
     shutil.copytree(whole, part)
     shutil.rmtree(part / "checkpoints" / "step_3")

@@ -124,11 +124,6 @@ def test_the_table_says_what_right_means_where_rewards_are_not_0_or_1():
 
 # --------------------------------------------------------------------------- by itself
 
-REWARDS = '''
-def grade(data_source, solution_str, ground_truth, extra_info=None):
-    pred = str(len(solution_str) % 3)
-    return {"score": float(pred == ground_truth), "pred": pred}
-'''
 STEPS = 2
 
 
@@ -148,9 +143,8 @@ def run(tmp_path_factory) -> Path:
     model = create_model(where / "start", hidden_size=64, layers=1, heads=2, kv_heads=1,
                          intermediate=48, max_positions=64)
     digits = AutoTokenizer.from_pretrained(model).convert_tokens_to_ids(list("0123456789"))
-    (where / "r.py").write_text(REWARDS)
     rows = [{"prompt": f"{i}+{i}=", "data_source": "odd" if i % 2 else "even",
-             "ground_truth": str(i % 3)} for i in range(10, 22)]
+             "ground_truth": str(i % 10)} for i in range(10, 22)]
     (where / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     cfg = Config(
         output_dir=str(where / "run"), steps=STEPS,
@@ -159,16 +153,15 @@ def run(tmp_path_factory) -> Path:
         data=config.Data(train="task:addition", size=100, task_options={"digits": 2},
                          eval=str(where / "rows.jsonl"), max_prompt_tokens=8),
         batch=config.Batch(prompts_per_step=4, group_size=4, tokens_per_microbatch=128),
-        sampling=config.Sampling(max_response_tokens=8, stop_token_ids=tuple(digits)),
+        sampling=config.Sampling(max_response_tokens=24, stop_token_ids=tuple(digits)),
         optimizer=config.Optimizer(lr=1e-3),
-        engine=config.Engine(dtype="float32", cpu_kv_cache_gib=0.1, max_num_seqs=64),
-        rewards=config.Rewards(functions=(f"{where / 'r.py'}:grade_any",)),
+        engine=config.Engine(kind="transformers", dtype="float32", cpu_kv_cache_gib=0.1,
+                             max_num_seqs=64),
+        # The answer is the last number: the responses end with a digit.
+        rewards=config.Rewards(functions=("spmdrl.rewards.graders:numeric",)),
         evaluate=config.Evaluate(every_steps=STEPS, samples=4),
-        report=config.Report(tracker="none"),
+        checkpoint=config.Checkpoint(keep={"last": 1, "best": "eval/maj_at_4"}),
     )
-    (where / "r.py").write_text(REWARDS + (
-        "\ndef grade_any(data_source, solution_str, ground_truth='0', extra_info=None):\n"
-        "    return grade(data_source, solution_str, str(ground_truth)[-1:])\n"))
     run_ranks(1, _trained, cfg)
     return where / "run"
 
@@ -187,7 +180,7 @@ def test_a_run_and_its_model_give_what_the_loop_measured_on_any_ranks(run, tmp_p
     assert (first["step"], looped["step"]) == (0, STEPS)
     of_run, printed = _evaluated(
         ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"],
-        str(run), "--out", str(tmp_path / "run.json"))
+        str(run), "--which", "best", "--out", str(tmp_path / "run.json"))
     assert of_run["step"] == STEPS and len(of_run["problems"]) == 12
     assert 0 < of_run["all"]["reward"]["mean"] < 1
     names = {f"eval/{name}": name for name in of_run["all"] if not name.startswith("best")}
@@ -199,6 +192,31 @@ def test_a_run_and_its_model_give_what_the_loop_measured_on_any_ranks(run, tmp_p
         assert own["pass_at_4"]["mean"] == pytest.approx(looped[f"eval/{source}/pass_at_n"])
     assert "pass@4" in printed and "maj@4" in printed and " ±" in printed
 
+    # The votes of our own grader's answers, counted anew.
+    votes = []
+    for problem in of_run["problems"]:
+        answers, rewards = problem["answers"], problem["rewards"]
+        assert len(answers) == 4 and all(
+            (reward == 1) == (answer == str((problem["index"] + 10) % 10))
+            for answer, reward in zip(answers, rewards))
+        most = max(map(answers.count, answers))
+        ahead = {answer for answer in answers if answers.count(answer) == most}
+        votes.append(sum(rewards[answers.index(answer)] for answer in ahead) / len(ahead))
+    assert of_run["all"]["maj_at_4"]["mean"] == pytest.approx(statistics.mean(votes))
+    assert of_run["all"]["maj_at_4"]["half_width"] > 0
+    assert of_run["sources"]["odd"]["maj_at_4"]["mean"] == pytest.approx(
+        looped["eval/odd/maj_at_n"])
+
+    # The loop wrote the same, and MLflow has both.
+    own = json.loads((run / f"evaluations/evaluation_{STEPS}.json").read_text())
+    for part in ("all", "sources", "problems"):
+        assert own[part] == of_run[part], part
+    assert (run / f"evaluations/evaluation_{STEPS}.txt").read_text() in printed
+    assert "and to MLflow at sqlite:" in printed
+    names_there = {path.name for path in (run / "mlflow_artifacts").rglob("*.json")}
+    assert {"evaluation_0.json", f"evaluation_{STEPS}.json", "run.json"} <= names_there
+    assert (run / "checkpoints" / "best" / "manifest.json").is_file()
+
     # A model's folder counts as step 0, by which the loop's first samples were keyed too.
     of_model, _ = _evaluated([], str(run.parent / "start"), "--config", str(run / "config.yaml"),
                              "--out", str(tmp_path / "model.json"))
@@ -209,7 +227,11 @@ def test_a_run_and_its_model_give_what_the_loop_measured_on_any_ranks(run, tmp_p
 
 def test_folders_are_told_apart(run, tiny_model, tmp_path):
     flags = ["--data.eval", "task:addition", "--data.max-prompt-tokens", "8"]
-    for path in (run, run / "checkpoints", run / f"checkpoints/step_{STEPS}"):
+    assert parse([str(run), "--which", "best"], world_size=1).which == "best"
+    with pytest.raises(ValueError, match="--which best: .* is a model"):
+        parse([str(tiny_model), "--which", "best", *flags], world_size=1)
+    for path in (run, run / "checkpoints", run / "checkpoints/best",
+                 run / f"checkpoints/step_{STEPS}"):
         request = parse([str(path), "--evaluate.samples", "2"], world_size=3)
         assert request.is_checkpoint and request.cfg.evaluate.samples == 2
         assert request.cfg.layout.world_size == 3 and request.cfg.engine.dtype == "float32"

@@ -73,7 +73,7 @@ ALL = [(g, s) for g in range(4) for s in range(3)]
 def share(world: World, how: str) -> list[tuple[int, int]]:
     """Say which sequences this rank holds; only the leader of a replica holds any."""
     if world.cfg.layout.placement == "offline":
-        leads, index = world.mesh["tp"].get_local_rank() == 0, world.dp_index(world.rank)
+        leads, index = world.speaks_for_dp, world.dp_index(world.rank)
         count = world.dp_size
     else:
         leads, index, count = world.inference_tp_rank == 0, world.replica, world.num_replicas
@@ -121,6 +121,8 @@ LAYOUTS = [
     (lay("colocated", 2), {"updates_per_step": 4}),
     (lay("colocated", 4, tp=2, inference_tp=2), {}),
     (lay("offline", 2, tp=2), {}),
+    (lay("split", 4, trainer_ranks=3, cp=3), {}),
+    (lay("offline", 4, cp=2), {}),
 ]
 
 
@@ -158,8 +160,9 @@ def check_delivery(results: list[tuple[ExchangedBatch, int]], cfg: Config) -> No
                 assert (update_ids[found] == u).all()
                 rows += found
         arrived.setdefault(dp, []).append(rows)
-    for per_tp_rank in arrived.values():
-        assert len(per_tp_rank) == cfg.layout.tp and all(r == per_tp_rank[0] for r in per_tp_rank)
+    for per_rank in arrived.values():
+        assert len(per_rank) == cfg.layout.cp * cfg.layout.tp
+        assert all(r == per_rank[0] for r in per_rank)
     assert sorted(row for ranks in arrived.values() for row in ranks[0]) == list(range(len(ALL)))
 
 

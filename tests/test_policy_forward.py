@@ -11,8 +11,9 @@ import torch
 from spmdrl.config import Model
 from spmdrl.create_model import create_model
 from spmdrl.policy.attention import make_packing, pick_attention, register_attention
+from spmdrl.policy.file_tensors import file_tensors
 from spmdrl.policy.load import (
-    CheckpointReader, build_meta_model, compute_buffers, model_folder, read_parameters,
+    CheckpointReader, build_meta_model, compute_buffers, model_folder, read_tensors,
 )
 from spmdrl.policy.objective import make_scoring, spread
 from spmdrl.policy.scorer import Scorer, Scoring
@@ -37,10 +38,11 @@ def _folder(architecture: str, where: Path) -> Path:
 def _scorer(folder: Path) -> Scorer:
     register_attention()
     hf_model = build_meta_model(Model(path=str(folder)), attention="spmdrl_padded")
+    parts = file_tensors(hf_model)
     scorer = Scorer(hf_model, chunk_tokens=16, temperature=1.0, tp_group=None)
     scorer.to_empty(device="cpu")
     names = {n.replace("base.", "model."): p for n, p in scorer.named_parameters()}
-    read_parameters(CheckpointReader(model_folder(str(folder))), names)
+    read_tensors(CheckpointReader(model_folder(str(folder))), names, parts)
     compute_buffers(hf_model)
     return scorer.eval()
 

@@ -210,7 +210,7 @@ def _run(argv: list[str], killed_after: str) -> list[int]:
 def test_a_killed_and_resumed_offline_run_ends_bit_identical(name, options, tmp_path):
     model = create_model(tmp_path / "start", hidden_size=32, layers=2, heads=2, kv_heads=1)
     flags = TINY["sft"] | {"model.path": model, "optimizer.lr": 1e-2, "steps": 9,
-                           "checkpoint.every-steps": 3, "checkpoint.keep-last": 9}
+                           "checkpoint.every-steps": 3, "checkpoint.keep": "{last: 9}"}
 
     def go(out: Path, killed_after: str = "", **changes: object) -> list[int]:
         pairs = (flags | {"output-dir": out} | changes).items()

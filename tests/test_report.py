@@ -60,7 +60,7 @@ def test_a_free_part_must_be_there(name: str) -> None:
 
 def test_every_entry_of_the_glossary_is_filled_and_prefixed() -> None:
     prefixes = {"rollout", "reward", "policy", "value", "prm", "preference", "reward_model",
-                "loss", "sync", "time", "perf", "mem", "data", "eval", "environment"}
+                "loss", "sync", "time", "perf", "mem", "data", "eval", "environment", "<model>"}
     for name, metric in GLOSSARY.items():
         assert name.split("/")[0] in prefixes, name
         assert all(metric), name

@@ -94,6 +94,30 @@ def test_format_and_length_rewards():
     assert [graded(strict, "x" * n) for n in range(4)] == [1.0, 1.0, 0.0, 0.0]
 
 
+# --------------------------------------------------------------------------- their answers
+
+
+@pytest.mark.parametrize(("grader", "texts", "pred"), [
+    (graders.numeric, ("it is 1,234", "1234.0", "so 2468/2"), "1234"),
+    (graders.numeric, ("7%", "that is 7 %"), "7%"),
+    (partial(graders.numeric, where="boxed"), ("7", "\\boxed{none}"), "[INVALID]"),
+    (partial(graders.exact, where="tag", ignore_case=True),
+     ("<answer>PARIS</answer>", "a <answer> paris\n</answer>"), "paris"),
+    (graders.exact, ("", " "), "[INVALID]"),
+])
+def test_graders_report_the_answer_and_equal_ones_equally(grader, texts, pred):
+    assert {grader("d", text, "1234")["pred"] for text in texts} == {pred}
+
+
+def test_math_reports_the_answer_in_and_out_of_a_forked_process():
+    pytest.importorskip("math_verify")
+    texts = ("\\boxed{\\frac{1}{2}}", "I say $\\frac{2}{4}$, no: $\\frac{1}{2}$", "\\boxed{1/2}")
+    got = [graders.math("d", text, "$0.5$") for text in texts]
+    assert [(one["score"], one["pred"]) for one in got] == [(1.0, "1/2")] * 3
+    assert graders.math("d", "\\boxed{x+1}", "7") == {"score": 0.0, "pred": "x + 1"}
+    assert graders.math("d", "no idea", "7") == {"score": 0.0, "pred": "[INVALID]"}
+
+
 # --------------------------------------------------------------------------- mathematics
 
 

@@ -141,9 +141,9 @@ def test_the_deadline_holds_and_the_error_says_what_came_last(serve, bad, words)
     server = serve(bad)
     began = time.monotonic()
     with pytest.raises(EndpointError, match=words):
-        scored(judge(url=server.url, model="m", backoff_s=0.1, timeout_s=0.4, total_s=1.2,
+        scored(judge(url=server.url, model="m", backoff_s=0.1, timeout_s=0.8, total_s=2.0,
                      retries=50))
-    assert time.monotonic() - began < 4
+    assert time.monotonic() - began < 8
     assert 1 <= len(server.asked) < 20
 
 

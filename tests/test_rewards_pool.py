@@ -99,6 +99,11 @@ def group_members(group):
     return members
 
 
+def wait_until_gone(group):
+    """Wait until no process of a group lives: a killed one takes a moment."""
+    assert wait_until(lambda: not group_members(group)), f"{group_members(group)} live on"
+
+
 # --------------------------------------------------------------------------- failures
 
 
@@ -130,7 +135,7 @@ def test_a_hanging_sample_is_killed_with_its_group_at_the_deadline(functions, te
         began = time.monotonic()
         done = results(pool, ["ab", text, "abc"])
         took = time.monotonic() - began
-        assert not group_members(group)
+        wait_until_gone(group)
     assert [r.value for r in done] == [2.0, None, 3.0]
     assert (done[1].failure, done[1].message) == ("timeout", "no result within 1 s")
     assert 1.0 <= done[1].seconds < 15 and took < 20
@@ -209,14 +214,47 @@ def test_poll_does_not_wait(functions):
         assert wait_until(lambda: bool(pool.poll()))
 
 
-def test_results_come_one_by_one_and_end_with_the_last(functions):
-    with pool_of(functions, timeout_s=1.0) as pool:
-        for key, text in enumerate(["ab", "hang", "abc"]):
+def test_results_come_one_by_one_and_do_not_wait_for_one_that_hangs(functions):
+    with pool_of(functions, timeout_s=3.0) as pool:
+        for key, text in enumerate(["ab", "hang", "abc", "abcd"]):
             submit(pool, key, text)
-        found = [(r.key, r.value, len(pool)) for r in pool.results()]
+        pool.start()
+        began = time.monotonic()
+        found = [(r.key, r.value, time.monotonic() - began) for r in pool.results()]
         assert list(pool.results()) == []
-    assert [(key, value) for key, value, _ in found] == [(0, 2.0), (1, None), (2, 3.0)]
-    assert found[0][2] > 0  # the first did not wait for the one that hangs
+    # Both behind it were handed to its worker already: they came back, and another did them.
+    assert [(key, value) for key, value, _ in found] == [(0, 2.0), (2, 3.0), (3, 4.0), (1, None)]
+    assert found[2][2] < 2.5 < 3.0 < found[3][2]
+
+
+def test_jobs_behind_one_that_holds_the_interpreter_lock_are_done_after_its_deadline(functions):
+    with pool_of(functions, timeout_s=1.0) as pool:
+        done = results(pool, ["ab", "regex", "abc", "abcd"])
+    assert [r.value for r in done] == [2.0, None, 3.0, 4.0] and done[1].failure == "timeout"
+
+
+def test_stand_ins_and_spares_are_bounded_and_nothing_is_left(functions):
+    with pool_of(functions, workers=3, timeout_s=3.0) as pool:
+        pool.start()
+        results(pool, ["a"] * 20)
+        assert len(pool._workers) == 3  # nothing stands by before something fails
+        groups, most = set(), 0
+        for key in range(32):
+            submit(pool, key, ["hang", "exit", "segfault", "ab"][key % 4])
+        done = []
+        while len(pool):
+            done += pool.poll()
+            groups |= {worker.process.pid for worker in pool._workers}
+            most = max(most, len(pool._workers))
+            pool.wait()
+        done += pool.poll()
+    assert sorted((r.key, r.failure) for r in done) == [
+        (key, ["timeout", "error", "error", None][key % 4]) for key in range(32)]
+    assert 3 < most <= 3 + 3 + 2  # at work, standing in, spare
+    for group in groups:
+        wait_until_gone(group)
+    children = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()
+    assert not groups & set(map(int, children)), "a worker that ended was not reaped"
 
 
 def test_signals_for_the_whole_job_do_not_end_a_worker(functions):
@@ -327,6 +365,7 @@ def test_generated_tasks_bring_their_grader():
         done = pool.drain()
     assert [r.value for r in done] == [1.0, 1.0, 0.0]
     assert done[0].parts == {"addition": 1.0}
+    assert [r.extras for r in done] == [{"pred": "579"}, {"pred": "579"}, {"pred": "578"}]
 
 
 def test_reasoning_gym_is_graded_in_the_worker():

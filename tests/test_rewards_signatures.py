@@ -8,8 +8,9 @@ import numpy
 import pytest
 
 from spmdrl.rewards import graders
+from spmdrl.rewards.messages import Setup, pack_message, unpack_messages
+from spmdrl.rewards.scorer import Scorer
 from spmdrl.rewards.signatures import BadValue, Sample, Score, adapt, finite, part_names
-from spmdrl.rewards.worker import Scorer, Setup, pack_message, unpack_messages
 
 ROW = {"prompt": "2+2=", "data_source": "d", "reward_model": {"ground_truth": "4"},
        "extra_info": {"k": 1}, "level": 5}
@@ -139,7 +140,7 @@ def test_messages_survive_being_cut_anywhere():
     ("12345", "12345", 1.0), ("3.0000001", "3", 1.0), ("3.001", "3", 0.0),
 ])
 def test_numeric_compares_the_last_numbers(text, truth, value):
-    assert graders.numeric("d", text, truth) == value
+    assert graders.numeric("d", text, truth)["score"] == value
 
 
 def test_numeric_refuses_a_reference_without_a_number():
@@ -158,10 +159,10 @@ def test_think_format_wants_one_thought_and_an_answer(text, value):
 
 def test_math_sees_equality_behind_notation():
     pytest.importorskip("math_verify")
-    assert graders.math("d", "so it is $\\boxed{0.5}$", "$\\frac{1}{2}$") == 1.0
-    assert graders.math("d", "so it is $\\boxed{\\frac{1}{2}}$", "\\frac{1}{2}") == 1.0
-    assert graders.math("d", "I say 7", "8") == 0.0
-    assert graders.math("d", "nothing", "8") == 0.0
+    assert graders.math("d", "so it is $\\boxed{0.5}$", "$\\frac{1}{2}$")["score"] == 1.0
+    assert graders.math("d", "so it is $\\boxed{\\frac{1}{2}}$", "\\frac{1}{2}")["score"] == 1.0
+    assert graders.math("d", "I say 7", "8")["score"] == 0.0
+    assert graders.math("d", "nothing", "8")["score"] == 0.0
 
 
 # --------------------------------------------------------------------------- as others write them

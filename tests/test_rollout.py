@@ -73,13 +73,13 @@ def over_sampled(cfg: Config) -> dict:
         keys = [(group.step, group.slot) for group in resumed._waiting.values()]
         resumed.close()
     return {"first": first, "under_way": under_way, "second": second, "left": keys,
-            "position": state["position"]}
+            "opened": (state["opened"], state["left"])}
 
 
 def test_groups_that_a_step_left_behind_go_on_after_a_resume(model):
     (found,) = run_ranks(1, over_sampled, source_config(model, {"over_sample": 2.0}))
     first, second = found["first"], found["second"]
-    assert len(first) == len(second) == 12 and found["position"] == 8
+    assert len(first) == len(second) == 12 and found["opened"] == (2, {})
     assert set(first.policy_versions[first.response_mask].tolist()) == {0}
     assert first.sums["rollout/carried_groups"] == (4, 1)
     under_way = found["under_way"]

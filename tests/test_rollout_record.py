@@ -65,7 +65,7 @@ def group_of(slot: int, *, has_greedy: bool = False) -> Group:
 def record(cfg: Config, step: int, slots: range, *, replica: int = 0, replicas: int = 1,
            has_greedy: bool = False) -> Rollouts:
     groups = [group_of(slot, has_greedy=has_greedy) for slot in slots]
-    share = pack_step(groups, cfg, is_first=replica == 0, seconds=1.5, idle_s=0.5, dropped=[],
+    share = pack_step(groups, cfg, is_first=replica == 0, seconds=1.5, measured={}, dropped=[],
                       num_carried=0)
     recorder = Recorder(cfg, replica=replica, num_replicas=replicas)
     recorder.record(step, groups, share)
@@ -207,7 +207,8 @@ def replay_config(folder: Path, recorded: Path, **rest) -> Config:
 
 
 def replay_source(cfg: Config) -> ReplaySource:
-    world = SimpleNamespace(cfg=cfg, rank=0, dp_size=1, dp_index=lambda rank: 0)
+    world = SimpleNamespace(cfg=cfg, rank=0, dp_size=1, dp_index=lambda rank: 0,
+                            speaks_for_dp=True)
     return ReplaySource(cfg, world)
 
 

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spmdrl.rollout.schedule import Rules, closing, least_staleness, make_rules, num_to_admit
+from spmdrl.config.fields import Config, Rewards, Rollout
+from spmdrl.rollout.schedule import (
+    Rules, closing, least_staleness, make_rules, num_to_admit, schedule_of, schedule_problems,
+)
 
 
 @settings(max_examples=300, deadline=None)
@@ -70,3 +76,32 @@ def test_a_replica_without_a_share_admits_nothing_and_closes_at_once():
     rules = make_rules(0, over_sample=1.5, lag=1, max_staleness=None)
     assert num_to_admit(rules, 0, next_step=0, last_step=3, version=0) == 0
     assert closing(rules, {}, complete=(), step=0) == []
+
+
+def cfg_of(**schedule) -> Config:
+    return Config(rollout=Rollout(schedule=schedule), lag=1)
+
+
+@pytest.mark.parametrize("schedule, balance", [
+    ({}, "length"), ({"dynamic": 3}, "length"), ({"over_sample": 1.5}, "steal"),
+    ({"in_flight": True}, "steal"), ({"in_flight": True, "balance": "even"}, "even")])
+def test_work_is_taken_over_where_timing_decides_on_the_batch_anyway(schedule, balance):
+    assert schedule_of(cfg_of(**schedule))["balance"] == balance
+    assert not schedule_problems(cfg_of(**schedule))
+
+
+@pytest.mark.parametrize("schedule, says", [
+    ({"balance": "stael"}, "balance: expected one of even, length, steal, got 'stael'"),
+    ({"curriculum": 0}, "curriculum: must be in (0, 1], the share of their turns at which prompts"),
+    ({"curriculum": True}, "curriculum: must be in (0, 1]"),
+    ({"curriculum": 0.5, "dynamic": 2}, "curriculum: 0.5 with dynamic 2, which takes prompts "),
+])
+def test_a_balance_or_curriculum_that_cannot_be_is_refused(schedule, says):
+    (problem,) = schedule_problems(cfg_of(**schedule))
+    assert problem.startswith(says)
+
+
+def test_a_curriculum_needs_rewards_that_replicas_know():
+    cfg = dataclasses.replace(cfg_of(curriculum=0.5), rewards=Rewards(functions=("model:m",)))
+    (problem,) = schedule_problems(cfg)
+    assert problem.startswith("curriculum: 0.5, but pass rates are not known where prompts are")

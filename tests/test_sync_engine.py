@@ -13,6 +13,8 @@ from torch import Tensor
 
 from ranks import run_ranks
 from spmdrl.config import Config, Data, Engine, Layout, Model, Sampling, Stream
+from spmdrl.policy.optimizer import local_part
+from spmdrl.shards import Delta, Part
 
 PROMPTS = [[5, 9, 12, 7, 30, 21], [1, 8, 40, 41, 42, 8, 9, 3, 17]]
 
@@ -34,7 +36,7 @@ def make_config(folder: Path, *, layout: Layout, dtype: str = "bfloat16", kind: 
 def change(policy: Any, scale: float) -> None:
     """Change every weight, by a function of its value, so that all copies stay equal."""
     for p in policy.named_shards().values():
-        local = p.to_local().detach()
+        local = local_part(p)
         local.add_(scale * torch.sin(1000 * local + scale))
 
 
@@ -42,7 +44,8 @@ def whole_state(policy: Any, world: Any) -> dict[str, Tensor]:
     """Return the policy's full float32 state on every rank, assembled by torch."""
     from spmdrl.comm import gather_objects
 
-    mine = {n: p.full_tensor().detach().numpy() for n, p in policy.named_shards().items()}
+    mine = {n: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach().numpy()
+            for n, p in policy.named_shards().items()}
     first = gather_objects(mine if world.rank == 0 else None, group=world.control)[0]
     return {n: torch.from_numpy(a) for n, a in first.items()}
 
@@ -185,6 +188,8 @@ LAYOUTS = {
                     {"tied": True}),
     "transformers_split_2_2": (Layout(world_size=4, trainer_ranks=2), "qwen2", "bfloat16",
                                {"tied": True}),
+    "transformers_colocated_4_cp2_tp2": (
+        Layout(placement="colocated", world_size=4, cp=2, tp=2), "qwen3", "bfloat16", {}),
     "colocated_4_tp2_tp2": (Layout(placement="colocated", world_size=4, tp=2, inference_tp=2),
                             "qwen3", "bfloat16", {}),
 }
@@ -242,19 +247,33 @@ class FileShards:
     def named_shards(self) -> dict[str, Tensor]:
         return self.weights if self._is_trainer else {}
 
+    def parts(self) -> dict[str, Part]:
+        return {name: Part.whole(name, tuple(w.shape)) for name, w in self.weights.items()}
+
+    def deltas(self) -> dict[str, Delta]:
+        return {}
+
+
+def _raise(weights: object) -> None:
+    raise RuntimeError("the sizes differ")
+
 
 def stream_refusals(cfg: Config) -> dict[str, str]:
     """Return per mode why a stream into this engine is refused."""
-    from spmdrl.engine.vllm import Engine as VllmEngine
+    from spmdrl.engine import vllm
     from spmdrl.sync.stream import WeightStream
     from spmdrl.world import World
 
     world = World.start(cfg)
-    engine, policy = VllmEngine(cfg, world), FileShards(cfg.model.path, world.is_trainer)
+    vllm._keep_expert_weights_live = lambda: None  # as in a version that it does not serve
+    engine, policy = vllm.Engine(cfg, world), FileShards(cfg.model.path, world.is_trainer)
     refusals = {}
-    for mode in ("traced", "auto"):
+    reload = engine.reload_weights
+    for mode in ("traced", "failing", "auto"):
+        # It raises for DeepSeek-V3 on the CPU. Last comes its own, which changes the engine.
+        engine.reload_weights = reload if mode == "auto" else _raise
         try:
-            WeightStream(policy, engine, with_mode(world, mode))
+            WeightStream(policy, engine, with_mode(world, mode.replace("failing", "auto")))
         except ValueError as error:
             refusals[mode] = str(error)
     engine.close()
@@ -274,6 +293,9 @@ def test_weights_that_vllm_repacks_are_refused_by_name_and_never_written_in_plac
     cfg = make_config(tmp_path, layout=Layout(world_size=2, trainer_ranks=1), dtype="float32")
     for refusals in run_ranks(2, stream_refusals, cfg, timeout_s=240):
         assert "stream.mode is traced" in refusals["traced"]
+        failing = refusals.pop("failing")
+        assert "reload of the weights that it already holds fails" in failing
+        assert "rank 1: RuntimeError: the sizes differ" in failing
         for text in refusals.values():
             assert "rank 1: model.layers.0.mlp.experts.routed_experts.w2_weight" in text
             assert "qkv_proj" not in text

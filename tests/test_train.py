@@ -94,7 +94,7 @@ def test_warm_start_export_and_grpo_in_one_chain(model, tmp_path):
 ])
 def test_a_killed_and_resumed_run_ends_bit_identical(placement, lag, engine, model, tmp_path):
     flags = {"layout.placement": placement, "lag": lag, "steps": 5, "checkpoint.every-steps": 2,
-             "checkpoint.keep-last": 9, "engine.kind": engine}
+             "checkpoint.keep": "{last: 9}", "engine.kind": engine}
     (tmp_path / "r.py").write_text(REWARDS)  # varied rewards: every step must move the weights
     flags["rewards.functions"] = f"{tmp_path / 'r.py'}:varied"
     whole, killed = tmp_path / "whole", tmp_path / "killed"

@@ -10,8 +10,9 @@ import time
 import pytest
 from ranks import free_port, launch_env, run_ranks
 
-from spmdrl.config import Algorithm, Config, Layout
-from spmdrl.world import World, first_host, read_launch
+from spmdrl.config import Config, Layout
+from spmdrl.launch import first_host, read_launch
+from spmdrl.world import World
 
 
 def test_torchrun_and_slurm_variables_are_read():

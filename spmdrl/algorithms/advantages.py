@@ -11,7 +11,7 @@ Raises everywhere: ValueError for a valid reward that is not finite.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor

@@ -10,7 +10,6 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from spmdrl.algorithms.losses.common import Stats, check_share, masked_mean, with_statistics

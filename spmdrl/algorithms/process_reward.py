@@ -6,7 +6,6 @@ sequence has no loss tokens its term and gradient are exactly 0.
 
 from __future__ import annotations
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 

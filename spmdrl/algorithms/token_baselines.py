@@ -40,11 +40,12 @@ def with_totals(
     Both get, by name, what they ask for, and those of the method's options that they have.
 
     Args:
-        totals: None where the scalars tell all; else of one micro-batch: {name: tensor} of one shape on every micro-batch, to be added
-            up over the micro-batches of all dp ranks. It may ask for what the method may, and
-            for `sequence_ids` [S] int64, rows in the whole batch (-1: a dummy without tokens),
-            and the numbers `num_sequences` B, `num_groups` P, `num_positions` L, most loss
-            tokens of a response. The method gets the sums by name, whole.
+        totals: None where the scalars tell all; else of one micro-batch: {name: tensor} of one
+            shape on every micro-batch, to be added up over the micro-batches of all dp ranks. It
+            may ask for what the method may, and for `sequence_ids` [S] int64, rows in the whole
+            batch (-1: a dummy without tokens), and the numbers `num_sequences` B, `num_groups` P,
+            `num_positions` L, most loss tokens of a response. The method gets the sums by name,
+            whole.
         per_sequence: of the whole batch, from those sums, the [B] tensors of `types.Scalars` and
             `loss_lengths` [B] int64, loss tokens: {name: [B, ...]}. The method gets by name the
             rows of its micro-batch's sequences.

@@ -1,9 +1,10 @@
 """A checkpoint on disk: its folder, the manifest that proves it whole, safe reading.
 
     OUTPUT_DIR/checkpoints/step_20/         complete: the name appears by one rename
-        manifest.json                       step, config, layout, size and sha256 of every file
+        manifest.json                       step, config, evaluation, size and sha256 of every file
         policy/                             weights and optimizer state (DCP), sharded
         rollouts_RANK.pt, rng_RANK.pt       what each rank adds
+    OUTPUT_DIR/checkpoints/best             link to the best one, see `keep`
     OUTPUT_DIR/checkpoints/step_30.partial/ being written, or left by a run that was killed
     OUTPUT_DIR/checkpoints/step_10.damaged/ found unusable and set aside
 
@@ -17,7 +18,7 @@ import json
 import os
 import pickle
 import re
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,8 @@ class Manifest:
     """Ranks that saved rollouts made ahead."""
     files: dict[str, FileEntry]
     """Path within the checkpoint -> size and digest."""
+    evaluated: dict[str, float] = field(default_factory=dict)
+    """{metric: value} of the evaluation of these weights; empty where none was due."""
 
 
 def checkpoints_folder(output_dir: str | Path) -> Path:

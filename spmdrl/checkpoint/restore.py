@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
+from spmdrl.checkpoint import keep
 from spmdrl.checkpoint import manifest as disk
 from spmdrl.checkpoint.state import Saved, SavedSource, set_rng_state, tensor_leaves
 from spmdrl.comm import gather_objects
@@ -186,7 +187,10 @@ def _clear(cfg: Config, damaged: dict[Path, str], *, is_speaker: bool) -> None:
         aside = folder.with_name(folder.name + ".damaged")
         shutil.rmtree(aside, ignore_errors=True)
         os.rename(folder, aside)
-    for partial in disk.partial_checkpoints(disk.checkpoints_folder(cfg.output_dir)):
+    root = disk.checkpoints_folder(cfg.output_dir)
+    if root.is_dir():  # the best one may have been set aside, or be another by a new metric
+        keep.link_best(root, cfg.checkpoint.keep)
+    for partial in disk.partial_checkpoints(root):
         log.warning("removing %s: the job that wrote it ended before it was complete", partial)
         shutil.rmtree(partial)
 
@@ -245,6 +249,11 @@ def _tensor_differences(reader: disk.TensorReader, tensors: dict[str, Tensor]) -
     own = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     problems = [f"{name} has shape {saved[name]} there, {own[name]} here"
                 for name in own if name in saved and saved[name] != own[name]]
+    dtypes = {name: (index[name].properties.dtype, tensor.dtype)
+              for name, tensor in tensors.items() if name in index}
+    problems += [f"{name} is {there} there, {here} here; set model.memory.master_dtype and "
+                 "optimizer_dtype as they were"
+                 for name, (there, here) in dtypes.items() if there != here][:1]
     for names, where in ((saved.keys() - own.keys(), "there"), (own.keys() - saved.keys(), "here")):
         if names:
             problems.append(f"{len(names)} tensors only {where}, e.g. {min(names)}")

@@ -22,10 +22,13 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 
+from spmdrl.checkpoint import keep
 from spmdrl.checkpoint import manifest as disk
 from spmdrl.checkpoint.state import Saved, SavedSource, rng_state, tensor_leaves
 from spmdrl.comm import gather_objects
 from spmdrl.config import Config, flatten
+from spmdrl.report.glossary import clean_name, values_of
+from spmdrl.types import Sums
 from spmdrl.world import World
 
 log = logging.getLogger(__name__)
@@ -44,6 +47,7 @@ class _Pending:
     written: Future[_Outcome]
     rollout_ranks: tuple[int, ...]
     began: float
+    evaluated: dict[str, float]
 
 
 class Saver:
@@ -62,9 +66,11 @@ class Saver:
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="spmdrl-checkpoint")
 
     def maybe_save(
-        self, step: int, policy: Saved, source: SavedSource, *, stop: bool = False
+        self, step: int, policy: Saved, source: SavedSource, *, evaluated: Sums | None = None,
+        stop: bool = False,
     ) -> None:
-        """Save when `checkpoint.every_steps` divides `step`, after the last step, or on `stop`.
+        """Save when `checkpoint.every_steps` divides `step`, after the last step, on `stop`, or
+        when `checkpoint.keep.best` is better than in every checkpoint that there is.
 
         Blocks for a copy of the state; writing goes on beside training. The last save of a
         job is waited for. A full disk costs that checkpoint: it is reported, removed, and the
@@ -72,24 +78,45 @@ class Saver:
 
         Args:
             step: training steps done.
+            evaluated: the evaluation of these weights, equal on every rank; empty when not due.
             stop: this is the last call of the job (a signal arrived).
         Raises: RuntimeError when the last save fails, or any for another reason than the disk.
         """
         self._settle()
         is_last = stop or step == self.cfg.steps
-        every = self.cfg.checkpoint.every_steps
-        if not is_last and (every == 0 or step % every):
+        every, values = self.cfg.checkpoint.every_steps, _values(evaluated)
+        is_due = is_last or (every > 0 and step % every == 0)
+        if not is_due and not self._is_new_best(step, values):
             return
         self._settle(wait=True)
-        self._begin(step, policy, source, is_last=is_last)
+        self._begin(step, policy, source, evaluated=values, is_last=is_last)
         if is_last:
             self.finish()
+
+    def check(self, evaluated: Sums) -> None:
+        """Refuse a `checkpoint.keep.best` that the first evaluation did not measure.
+
+        Raises: ValueError naming the nearest metric.
+        """
+        keep.check_measured(self.cfg, _values(evaluated))
+
+    def _is_new_best(self, step: int, values: dict[str, float]) -> bool:
+        options = self.cfg.checkpoint.keep
+        if options.get("best") not in values:
+            return False
+        self._settle(wait=True)  # the save under way may hold the best so far
+        with self.world.watch.wait("checkpoint", step):
+            mine = self.world.rank == 0 and keep.is_new_best(self.root, options, values)
+            return gather_objects(mine, group=self.world.control)[0]
 
     def finish(self) -> None:
         """Wait until the save under way is complete. Raises: RuntimeError when it failed."""
         self._settle(wait=True, must_succeed=True)
 
-    def _begin(self, step: int, policy: Saved, source: SavedSource, *, is_last: bool) -> None:
+    def _begin(
+        self, step: int, policy: Saved, source: SavedSource, *, evaluated: dict[str, float],
+        is_last: bool,
+    ) -> None:
         began, partial = time.monotonic(), self._partial(step)
         held = source.state_dict()
         with self.world.watch.wait("begin checkpoint", step):
@@ -113,7 +140,7 @@ class Saver:
         written = self._writer.submit(_write, partial, self.world.rank, tensors=tensors,
                                       extra=extra)
         ranks = tuple(rank for rank, (_, holds) in enumerate(shared) if holds)
-        self._pending = _Pending(step, written, ranks, began)
+        self._pending = _Pending(step, written, ranks, began, evaluated)
 
     def _settle(self, *, wait: bool = False, must_succeed: bool = False) -> None:
         pending = self._pending
@@ -157,7 +184,12 @@ class Saver:
             log.warning("an old checkpoint could not be removed: %s", problem)
 
     def _prune(self) -> None:
-        for old in disk.complete_checkpoints(self.root)[self.cfg.checkpoint.keep_last :]:
+        options = self.cfg.checkpoint.keep
+        keep.link_best(self.root, options)  # first: it never names what is gone
+        stay = keep.kept(self.root, options)
+        for old in disk.complete_checkpoints(self.root):
+            if old in stay:
+                continue
             # Renamed first, so that a kill in the middle leaves nothing that looks complete.
             doomed = old.with_name(old.name + ".partial")
             os.rename(old, doomed)
@@ -168,7 +200,7 @@ class Saver:
         return disk.Manifest(
             step=pending.step, config=disk.plain(flatten(self.cfg)), model=_absolute(model.path),
             tokenizer=_absolute(model.tokenizer or model.path),
-            rollout_ranks=pending.rollout_ranks, files=files,
+            rollout_ranks=pending.rollout_ranks, files=files, evaluated=pending.evaluated,
         )
 
     def _give_up(self, step: int, problem: str, *, is_fatal: bool) -> None:
@@ -225,6 +257,10 @@ class _TensorWriter(dcp.FileSystemWriter):
             while cause is not None and not isinstance(cause, OSError):
                 cause = cause.__cause__ or cause.__context__
             raise (cause or error) from None
+
+
+def _values(evaluated: Sums | None) -> dict[str, float]:
+    return values_of({clean_name(name): pair for name, pair in (evaluated or {}).items()})
 
 
 def _make_folder(path: Path) -> None:

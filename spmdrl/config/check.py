@@ -9,7 +9,6 @@ from spmdrl.config.fields import (
 )
 from spmdrl.config.options import option_problems
 from spmdrl.data.tasks import is_generated
-from spmdrl.environments.serve import environment_problems
 from spmdrl.rewards.signatures import reward_models
 
 
@@ -24,7 +23,8 @@ def validate(cfg: Config) -> list[str]:
 def _layout_problems(cfg: Config) -> list[str]:
     layout, problems = cfg.layout, []
     trainers, engines = len(trainer_ranks(cfg)), len(inference_ranks(cfg))
-    for name in ("world_size", "trainer_ranks", "dp_replicate", "tp", "inference_tp"):
+    for name in ("world_size", "trainer_ranks", "dp_replicate", "cp", "ep", "tp",
+                 "inference_tp"):
         if getattr(layout, name) < 1:
             problems.append(f"layout.{name}: must be at least 1, got {getattr(layout, name)}")
     if problems:
@@ -35,11 +35,19 @@ def _layout_problems(cfg: Config) -> list[str]:
             f"trainer_ranks {trainers} leaves {layout.world_size - trainers} ranks to generate; "
             "lower trainer_ranks or start more ranks"
         )
-    fixed = layout.dp_replicate * layout.tp
+    fixed = layout.dp_replicate * layout.cp * layout.tp
     if trainers % fixed:
         problems.append(
             f"layout: {trainers} trainer ranks do not divide by dp_replicate {layout.dp_replicate}"
-            f" * tp {layout.tp} = {fixed}; {trainers} / {fixed} = {trainers / fixed:g} dp_shard"
+            f" * cp {layout.cp} * tp {layout.tp} = {fixed}; {trainers} / {fixed} = "
+            f"{trainers / fixed:g} dp_shard"
+        )
+    elif trainers // (layout.dp_replicate * layout.tp) % layout.ep:
+        shards = trainers // (layout.dp_replicate * layout.tp)
+        fitting = ", ".join(str(n) for n in range(1, shards + 1) if shards % n == 0)
+        problems.append(
+            f"layout.ep: {layout.ep} does not divide the {shards} ranks of dp_shard * cp; values "
+            f"that do: {fitting}"
         )
     if engines % layout.inference_tp:
         problems.append(
@@ -76,7 +84,7 @@ def _range_problems(cfg: Config) -> list[str]:
         "optimizer.max_grad_norm": 0, "optimizer.lr": 0, "critic.lr": 0,
         "engine.max_num_seqs": 1, "engine.max_batched_tokens": 1,
         "stream.bucket_bytes": 1024, "stream.verify_every": 0, "rewards.workers": 1,
-        "checkpoint.every_steps": 0, "checkpoint.keep_last": 1, "evaluate.every_steps": 0,
+        "checkpoint.every_steps": 0, "evaluate.every_steps": 0,
         "evaluate.samples": 1, "evaluate.temperature": 0, "algorithm.kl_coef": 0,
         "layout.wait_timeout_s": 1, "layout.startup_timeout_s": 1,
     }

@@ -51,9 +51,17 @@ class Layout:
     """Ranks that train under `split` placement. Ignored otherwise (all ranks train)."""
     dp_replicate: int = 1
     """Copies of the sharded policy (HSDP). The dp_shard axis takes the ranks that
-    dp_replicate and tp leave: dp_shard = trainers / (dp_replicate * tp)."""
+    dp_replicate, cp and tp leave: dp_shard = trainers / (dp_replicate * cp * tp)."""
+    cp: int = 1
+    """Context-parallel ranks: each computes a slice of every packed row, so that sequences may
+    be as long as these ranks together hold. They also share the shards of dp_shard."""
+    ep: int = 1
+    """Expert-parallel ranks of a mixture of experts, taken from the dp_shard * cp ranks: each has
+    some of the experts of a layer, and tokens travel to them. Must divide dp_shard * cp and the
+    number of experts."""
     tp: int = 1
-    """Tensor-parallel ranks of the policy, by the model's own plan."""
+    """Tensor-parallel ranks of the policy, by the model's own plan. Between attention and MLP they
+    shard the tokens (sequence parallelism) if blocks are those two and norms; else a log tells."""
     inference_tp: int = 1
     """Tensor-parallel ranks of one engine replica. Replicas = inference ranks / this."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -86,18 +94,44 @@ class Model:
     and read from output_dir/reference_logprobs; the reference is freed. {cache: FOLDER} keeps
     them there, for other runs with the same reference to use."""
     compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """Dtype of forward and backward. Master weights and optimizer state stay float32."""
+    """Dtype of forward and backward. Master weights and optimizer state are float32, unless
+    memory says otherwise."""
     kernels: Options = field(default_factory=dict)
-    """How it computes, where that differs from {attention: auto, liger: true, compile: false}.
-    attention: packed, by torch's `varlen` or by `flash` (flash-attn; both CUDA), or `padded` SDPA
-    (any device); auto is varlen on CUDA and padded on the CPU. liger: its kernels for RMSNorm,
-    RoPE and SwiGLU, on CUDA. compile: torch.compile each block, which pays on CUDA after a
-    minute."""
+    """How it computes, where that differs from {attention: auto, context: auto, liger: true,
+    compile: false}. attention: packed, by torch's `varlen` or by `flash` (flash-attn; both CUDA),
+    or `padded` SDPA (any device); auto is varlen on CUDA and padded on the CPU. context: how ranks
+    of layout.cp exchange in attention: `ulysses`, whole sequences of some heads, or `gather`, the
+    row's keys and values for a few heads at a time; auto is ulysses if cp divides the heads.
+    liger: its kernels for RMSNorm, RoPE and SwiGLU, on CUDA. compile: torch.compile each block,
+    which pays on CUDA after a minute."""
+    moe: Options = field(default_factory=dict)
+    """How the load of a mixture of experts is balanced in training; empty: not at all, by the
+    model's own router. {balance: aux, coef: 0.001}: by Switch's loss, over the global batch, for
+    one more forward pass per update. {balance: bias, rate: 0.001}: by the routers' correction bias,
+    for families that have one, such as deepseek_v3; it moves by rate after each update, up where
+    the load is below the mean."""
     memory: Options = field(default_factory=dict)
-    """What is spared, where that differs from {activation_checkpointing: none,
-    head_chunk_tokens: 0}. activation_checkpointing: full recomputes each block in the backward
-    pass: about a third more time, far less memory. head_chunk_tokens: positions whose logits
-    exist at once, each vocabulary * 4 bytes; 0 takes as many as have 512 MiB."""
+    """What is spared, where that differs from {activation_checkpointing: none, offload: none,
+    head_chunk_tokens: 0, master_dtype: float32, optimizer_dtype: float32}.
+    activation_checkpointing: full recomputes each block in the backward pass: about a third more
+    time, far less memory; selective keeps the products of its linear layers and its attention,
+    and recomputes what is cheap. offload: what waits in host memory while it is not needed:
+    activations (of blocks, for the backward pass), optimizer (AdamW's state; CUDA only) or all.
+    master_dtype: of the weights between updates, and of their gradients; in bfloat16 updates are
+    rounded stochastically, so that small ones are not lost. optimizer_dtype: of AdamW's two
+    moments; the update itself is float32. A weight with gradient and moments takes 16 bytes,
+    and 8 if both are bfloat16. head_chunk_tokens: positions whose logits exist at once, each
+    vocabulary * 4 bytes; 0 takes as many as have 512 MiB."""
+    lora: NestedOptions = field(default_factory=dict)
+    """Train low-rank adapters and nothing else (arXiv 2106.09685), e.g. {rank: 16}; empty trains
+    all weights. Left out: {rank: 16, alpha: 32, targets: all-linear, use_rslora: false, init:
+    kaiming}. targets: all linear layers of the blocks, or as PEFT's target_modules a list of
+    names (or their ends) or one regular expression. An update is scaled by alpha / rank, or by
+    alpha / sqrt(rank) under use_rslora. init of the A matrices: kaiming or gaussian; B starts at
+    zero. {path: FOLDER} starts from an adapter in PEFT's format, which says all the rest. The
+    model's own weights are frozen, in compute_dtype, and no part of checkpoints; engines get them
+    with the adapters merged in. Without model.reference the reference is the policy without its
+    adapters: no second model. The section critic trains in full."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model folder. Only for folders you trust."""
 
@@ -300,7 +334,13 @@ class Rollout:
     sequences as older weights made it, instead of making a new one. {max_staleness: 2}: steps
     that a token may be old; the least that the rest needs if left out. {dynamic: 4}: groups
     whose rewards are all the same are replaced (DAPO); the run ends with an error when a step has
-    sampled 4 times its groups and is not full."""
+    sampled 4 times its groups and is not full. {balance: length}: prompts are dealt out to engine
+    replicas so that their expected lengths add up alike (prompt, and what its row's responses
+    measured before); {balance: steal}: besides, a replica that is done early takes over prompts
+    of another; {balance: even}: by number alone. Left out, it is steal under in_flight and
+    over_sample, whose batches depend on timing anyway, and length otherwise. {curriculum: 0.25}:
+    prompts that were always or never solved (reward 1) when last sampled are taken at a quarter
+    of their turns."""
     environment: NestedOptions = field(default_factory=dict)
     """What answers the policy, for episodes of several turns: the name (built in: tools,
     guess_number, task, gym, verifiers; or `module:Class`, `path/file.py:Class`) and its options,
@@ -326,7 +366,8 @@ class Rewards:
     weights: tuple[float, ...] = ()
     """One weight per function; empty means 1 each."""
     workers: int = 1
-    """Worker processes per engine replica."""
+    """Worker processes per engine replica. Where some fail or are stuck, half as many stand by
+    and at most as many stand in."""
     timeout_s: float = 10.0
     """Wall-clock seconds for one sample; then its worker is killed and replaced."""
     on_failure: Literal["fail", "drop"] = "fail"
@@ -344,8 +385,10 @@ class Checkpoint:
 
     every_steps: int = 0
     """Save every N steps; 0 saves only at the end and on SIGTERM."""
-    keep_last: int = 2
-    """Complete checkpoints to keep."""
+    keep: Options = field(default_factory=lambda: {"last": 2})
+    """{last: 2}: the newest two stay; 2 if left out. {best: eval/reward}: so does the best by
+    this metric of the in-loop evaluation, the largest, or with {mode: min} the smallest; a new
+    best is saved when it is found, whatever every_steps says. Its name is checkpoints/best."""
     resume: str = "auto"
     """`auto` takes the newest complete checkpoint of output_dir, `never` starts afresh (and
     refuses an output_dir that has checkpoints), else the path of one checkpoint folder."""

@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from spmdrl.config.fields import Config, trains_on_pairs
+from spmdrl.config.lora import lora_problems
+from spmdrl.config.moe import moe_problems
 from spmdrl.imports import nearest
 
 ADAMW: dict[str, float] = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.0}
@@ -19,9 +21,12 @@ LEARNING_RATE: dict[str, float] = {"warmup_steps": 0, "min_lr_frac": 0.1}
 """What optimizer.schedule_options may hold, with the defaults."""
 REFERENCE: dict[str, Any] = {"sync_every": 0, "sync_mix": 1.0, "cache": False}
 """What model.reference_options may hold, with the values that change nothing."""
-KERNELS: dict[str, Any] = {"attention": "auto", "liger": True, "compile": False}
+KERNELS: dict[str, Any] = {"attention": "auto", "context": "auto", "liger": True,
+                           "compile": False}
 """What model.kernels may hold, with the defaults."""
-MEMORY: dict[str, Any] = {"activation_checkpointing": "none", "head_chunk_tokens": 0}
+MEMORY: dict[str, Any] = {
+    "activation_checkpointing": "none", "head_chunk_tokens": 0, "offload": "none",
+    "master_dtype": "float32", "optimizer_dtype": "float32"}
 """What model.memory may hold, with the defaults."""
 CRITIC: dict[str, float] = {"clip": 0.0, "warmup_steps": 0}
 """What critic.options may hold, with the defaults."""
@@ -53,12 +58,17 @@ def option_problems(cfg: Config) -> list[str]:
     return [*_model_problems(cfg), *_critic_problems(cfg), *_adamw_problems(cfg),
             *_learning_rate_problems(cfg), *_engine_problems(cfg), *_reference_problems(cfg),
             *_schedule_problems(cfg), *_mlflow_problems(cfg), *_console_problems(cfg),
-            *_record_problems(cfg)]
+            *_record_problems(cfg), *_keep_problems(cfg), *lora_problems(cfg), *moe_problems(cfg)]
 
 
 def _model_problems(cfg: Config) -> list[str]:
-    choices = {"attention": ("auto", "varlen", "flash", "padded"), "liger": (True, False),
-               "compile": (True, False), "activation_checkpointing": ("none", "full")}
+    choices = {"attention": ("auto", "varlen", "flash", "padded"),
+               "context": ("auto", "ulysses", "gather"), "liger": (True, False),
+               "compile": (True, False),
+               "activation_checkpointing": ("none", "selective", "full"),
+               "offload": ("none", "activations", "optimizer", "all"),
+               "master_dtype": ("float32", "bfloat16"),
+               "optimizer_dtype": ("float32", "bfloat16")}
     problems = []
     for field, known in (("kernels", KERNELS), ("memory", MEMORY)):
         for name, value in getattr(cfg.model, field).items():
@@ -70,6 +80,9 @@ def _model_problems(cfg: Config) -> list[str]:
                 problems.append(f"{place}: expected one of {these}; got {value!r}")
             elif name == "head_chunk_tokens" and (type(value) is not int or value < 0):
                 problems.append(f"{place}: expected a number of positions, or 0; got {value!r}")
+    if cfg.model.lora and cfg.model.memory.get("master_dtype") == "bfloat16":
+        problems.append("model.memory.master_dtype: bfloat16 with model.lora, whose adapters stay "
+                        "float32 and whose frozen weights are in model.compute_dtype; leave it out")
     return problems
 
 
@@ -224,6 +237,12 @@ def _schedule_problems(cfg: Config) -> list[str]:
     from spmdrl.rollout.schedule import schedule_problems
 
     return [f"rollout.schedule.{problem}" for problem in schedule_problems(cfg)]
+
+
+def _keep_problems(cfg: Config) -> list[str]:
+    from spmdrl.checkpoint.keep import keep_problems
+
+    return [f"checkpoint.keep.{problem}" for problem in keep_problems(cfg)]
 
 
 def _mlflow_problems(cfg: Config) -> list[str]:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
@@ -87,8 +87,12 @@ class Order:
     def at(self, step: int) -> list[int]:
         """Return the row positions of `step`."""
         begin = step * self.per_step
-        places = (divmod(k, self.num_rows) for k in range(begin, begin + self.per_step))
-        return [int(self._epoch(epoch)[i]) for epoch, i in places]
+        return [self.row(place) for place in range(begin, begin + self.per_step)]
+
+    def row(self, place: int) -> int:
+        """Return the row position at a place of the endless order of all epochs."""
+        epoch, i = divmod(place, self.num_rows)
+        return int(self._epoch(epoch)[i])
 
     def _permutation(self, epoch: int) -> Sequence[int]:
         if not self.shuffle:
@@ -149,15 +153,19 @@ class PromptSource:
         self._prompt = functools.lru_cache(maxsize=_CACHED_ROWS)(
             functools.partial(self._encode, self._train))
         self._prompt(0)
-        self._kept, self.num_dropped = self._usable(
+        self.kept, self.num_dropped = self._usable(
             self._train, measure=lambda i: len(self._tokens(self._train, i)[0]))
-        self.order = Order(len(self._kept), per_step=cfg.batch.prompts_per_step, seed=cfg.seed,
+        self.order = Order(len(self.kept), per_step=cfg.batch.prompts_per_step, seed=cfg.seed,
                            shuffle=cfg.data.shuffle)
         self._eval: list[Prompt] | None = None
 
     def at(self, step: int) -> list[Prompt]:
         """Return the prompts of `step`, the same on every rank."""
-        return [self._prompt(self._kept[i]) for i in self.order.at(step)]
+        return self.of(self.order.at(step))
+
+    def of(self, positions: Iterable[int]) -> list[Prompt]:
+        """Return the prompts at positions among the usable rows."""
+        return [self._prompt(self.kept[i]) for i in positions]
 
     def eval(self) -> list[Prompt]:
         """Return the held-out prompts, in the order of their source; empty without data.eval.

@@ -23,9 +23,11 @@ from spmdrl.engine.kv_cache import KVCache, Work, register_attention
 from spmdrl.engine.protocol import Completion, Request
 from spmdrl.engine.sampling import draw, numbers
 from spmdrl.policy.attention import Packing, make_packing, pick_attention
+from spmdrl.policy.file_tensors import file_tensors, live_tensors
 from spmdrl.policy.head import head_chunk_tokens
 from spmdrl.policy.load import load_whole_model
 from spmdrl.policy.sharded import packs
+from spmdrl.shards import Held
 from spmdrl.world import World
 
 log = logging.getLogger(__name__)
@@ -88,6 +90,7 @@ class Engine:
         register_attention()
         self._hf_model = load_whole_model(cfg.model, attention="spmdrl_cached", dtype=self.dtype,
                                           device=device)
+        self._held = Held(live_tensors(self._hf_model), file_tensors(self._hf_model))
         config = self._hf_model.config
         self._kernel = pick_attention(
             "auto", device=device, dtype=self.dtype,
@@ -298,18 +301,19 @@ class Engine:
 
     @torch.no_grad()
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Write whole tensors by checkpoint name into the live model: each is one parameter.
+        """Write whole tensors by checkpoint name into the live model.
 
         Raises: ValueError for a name that the model does not have.
         """
-        parameters = dict(self._hf_model.named_parameters())
+        boxes = self._held.boxes()
         for name, tensor in weights:
-            if name not in parameters:
-                raise ValueError(f"{type(self._hf_model).__name__} has no parameter {name}")
-            parameters[name].copy_(tensor)
+            if name not in boxes:
+                raise ValueError(f"{type(self._hf_model).__name__} has no tensor {name}")
+            (whole,) = boxes[name]
+            self._held.value(name, whole).live.copy_(tensor)
 
     reload_weights = load_weights
 
     def close(self) -> None:
         """Free the model and its cache."""
-        self._hf_model, self._cache = None, None
+        self._hf_model, self._held, self._cache = None, None, None

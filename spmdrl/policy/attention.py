@@ -1,7 +1,8 @@
 """Packed attention behind transformers' attention interface: one row of T tokens, S sequences.
 
-Shape letters: T packed tokens, R padded rows, B sequences of one padded group, L their padded
-length, Hq query heads, Hkv key/value heads, D head dim.
+Shape letters: T packed tokens, K packed keys (T of them, unless said otherwise), R padded rows, B
+sequences of one padded group, L their padded length, Hq query heads, Hkv key/value heads, D head
+dim.
 
 The model is called as one row [1, T]; a `Packing` travels down as a keyword argument and tells
 the attention where sequences begin. On the CPU (and wherever no varlen kernel applies) sequences
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -25,11 +26,14 @@ backward for 512 sequences of 16 tokens), and one padded group wastes little."""
 
 @dataclass(frozen=True)
 class Group:
-    """Rows [start, start + count * length) of the padded layout: `count` sequences."""
+    """Rows [start, start + count * length) of the padded queries, and their keys' likewise:
+    `count` sequences. Queries are the last tokens of a sequence whose keys are longer."""
 
-    start: int
     count: int
+    start: int
     length: int
+    key_start: int
+    key_length: int
 
 
 @dataclass(frozen=True)
@@ -41,55 +45,82 @@ class Packing:
     pad_index: Tensor  # [R] int64, packed position behind each padded row
     unpad_index: Tensor  # [T] int64, padded row of each packed position
     groups: tuple[Group, ...]
+    keys: Packing | None = None
+    """Of the keys, where they are not the queries' own tokens: its index tensors serve, not its
+    groups."""
+
+    @property
+    def of_keys(self) -> Packing:
+        """Where sequences begin among the keys."""
+        return self.keys or self
 
 
-def make_packing(lengths: Sequence[int], device: torch.device, *, padded: bool) -> Packing:
+def make_packing(
+    lengths: Sequence[int], device: torch.device, *, padded: bool,
+    key_lengths: Sequence[int] | None = None,
+) -> Packing:
     """Return the packing of sequences that lie one after another.
 
     Args:
         lengths: tokens per sequence, in packed order; each at least 1.
         device: of the index tensors.
         padded: build the padded layout, which varlen kernels do not need.
+        key_lengths: tokens of each sequence's keys, of which the last are its queries' own; None
+            where they are the same tokens.
     """
     count = torch.tensor(lengths, dtype=torch.int64)
-    cu_seqlens = F.pad(count.cumsum(0), (1, 0))
-    empty = torch.empty(0, dtype=torch.int64)
-    groups, pad_index, unpad_index = (), empty, empty
-    if padded:
-        groups, pad_index, unpad_index = _padded_layout(count, cu_seqlens)
-    return Packing(
-        cu_seqlens=cu_seqlens.to(torch.int32).to(device), max_seqlen=int(count.max()),
-        pad_index=pad_index.to(device), unpad_index=unpad_index.to(device), groups=groups,
-    )
+    others = count if key_lengths is None else torch.tensor(key_lengths, dtype=torch.int64)
+    members = _alike(count, others) if padded else []
+    starts, packing = _pack(count, members, device=device)
+    key_starts, keys = (starts, None) if key_lengths is None else _pack(
+        others, members, device=device)
+    groups = tuple(
+        Group(len(own), start=start, length=int(count[own].max()), key_start=key_start,
+              key_length=int(others[own].max()))
+        for own, start, key_start in zip(members, starts, key_starts))
+    return replace(packing, groups=groups, keys=keys)
 
 
-def _padded_layout(
-    lengths: Tensor, cu_seqlens: Tensor
-) -> tuple[tuple[Group, ...], Tensor, Tensor]:
+def _alike(lengths: Tensor, key_lengths: Tensor) -> list[Tensor]:
+    """Return groups of sequences of similar length; one with keys of its own length is alone."""
     order = torch.argsort(lengths, descending=True, stable=True)
-    groups: list[Group] = []
-    pads, rows_of, row = [], torch.empty(int(cu_seqlens[-1]), dtype=torch.int64), 0
-    begin = 0
-    ordered = lengths[order].tolist()
+    is_own = (lengths == key_lengths)[order]
+    groups = [*order[~is_own][:, None]]
+    order = order[is_own]
+    begin, ordered = 0, lengths[order].tolist()
     while begin < len(ordered):
-        length = ordered[begin]
-        shortest = 1 if length <= _SHORT // 2 else 0.75 * length
+        shortest = 1 if ordered[begin] <= _SHORT // 2 else 0.75 * ordered[begin]
         end = begin
         while end < len(ordered) and ordered[end] >= shortest:
             end += 1
-        members = order[begin:end]
-        columns = torch.arange(length)
+        groups.append(order[begin:end])
+        begin = end
+    return groups
+
+
+def _pack(
+    lengths: Tensor, groups: Sequence[Tensor], *, device: torch.device
+) -> tuple[list[int], Packing]:
+    """Return where each group's padded rows start, and the packing without its groups."""
+    cu_seqlens = F.pad(lengths.cumsum(0), (1, 0))
+    starts, row, empty = [], 0, torch.empty(0, dtype=torch.int64)
+    pads = [empty]
+    rows_of = torch.empty(int(cu_seqlens[-1]) if groups else 0, dtype=torch.int64)
+    for members in groups:
+        columns = torch.arange(int(lengths[members].max()))
         # Padding repeats the sequence's last token. Under a causal mask no real query sees a
         # later row, so no further mask is needed and padded rows get a zero gradient.
         inside = torch.minimum(columns[None], lengths[members][:, None] - 1)
         packed = cu_seqlens[members][:, None] + inside
-        padded_rows = row + torch.arange(len(members))[:, None] * length + columns
+        padded_rows = row + torch.arange(packed.numel()).view(packed.shape)
         is_real = columns[None] < lengths[members][:, None]
         rows_of[packed[is_real]] = padded_rows[is_real]
         pads.append(packed.reshape(-1))
-        groups.append(Group(row, len(members), length))
-        row, begin = row + len(members) * length, end
-    return tuple(groups), torch.cat(pads), rows_of
+        starts.append(row)
+        row += packed.numel()
+    return starts, Packing(
+        cu_seqlens=cu_seqlens.to(torch.int32).to(device), max_seqlen=int(lengths.max()),
+        pad_index=torch.cat(pads).to(device), unpad_index=rows_of.to(device), groups=())
 
 
 class _Pad(torch.autograd.Function):
@@ -130,36 +161,47 @@ def padded_attention(
     """Attend causally within each sequence, padding them inside this call only.
 
     Args:
-        query: [1, Hq, T, D]; key, value: [1, Hkv, T, D]. Compute dtype.
-        packing: of the T tokens, with its padded layout.
+        query: [1, Hq, T, D]; key: [1, Hkv, K, D]; value: [1, Hkv, K, Dv], of D or another head
+            dim. Compute dtype.
+        packing: of the T tokens and the K keys, with its padded layout.
         scaling: factor on the scores; None is D ** -0.5.
         sliding_window: tokens that a query sees, itself included; None is all.
         softcap: scores become softcap * tanh(scores / softcap).
         model_kwargs: whatever else the model hands to attention; the interface requires it.
-    Returns: [1, T, Hq, D] and None (no attention weights).
+    Returns: [1, T, Hq, Dv] and None (no attention weights).
     """
     _check_supported(module, attention_mask, dropout, s_aux)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    rows = [_Pad.apply(x[0].transpose(0, 1), packing) for x in (query, key, value)]
+    queries = _Pad.apply(query[0].transpose(0, 1), packing)
+    keys, values = (_Pad.apply(x[0].transpose(0, 1), packing.of_keys) for x in (key, value))
     outputs = []
     for group in packing.groups:
-        end = group.start + group.count * group.length
-        q, k, v = (x[group.start:end].unflatten(0, (group.count, group.length)) for x in rows)
+        q = _rows(queries, group.start, group.length, count=group.count)
+        k, v = (_rows(x, group.key_start, group.key_length, count=group.count)
+                for x in (keys, values))
         out = _attend(q, k, v, scale=scale, window=sliding_window, softcap=softcap)
         outputs.append(out.flatten(0, 1))
     padded = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
     return _Unpad.apply(padded, packing)[None], None
 
 
+def _rows(x: Tensor, start: int, length: int, *, count: int) -> Tensor:
+    return x[start:start + count * length].unflatten(0, (count, length))
+
+
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None, softcap: float | None
 ) -> Tensor:
-    """Attend causally over [B, L, H, D] rows of equal length; returns [B, L, Hq, D]."""
-    length = q.shape[1]
-    window = None if window is None or window >= length else window
-    if softcap is None and (length > _SHORT or q.is_cuda):
+    """Attend causally over [B, L, H, D] rows of equal length; returns [B, L, Hq, D].
+
+    Where keys are longer, the queries are their last tokens.
+    """
+    length, keys = q.shape[1], k.shape[1]
+    window = None if window is None or window >= keys else window
+    if softcap is None and (keys > _SHORT or q.is_cuda):
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        mask = None if window is None else _is_visible(length, window, q.device)
+        is_plain = window is None and length == keys
+        mask = None if is_plain else _is_visible(length, keys, window=window, device=q.device)
         out = F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale,
             enable_gqa=q.shape[1] != k.shape[1],
@@ -172,12 +214,12 @@ def _attend_by_matmul(
     q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None, softcap: float | None
 ) -> Tensor:
     batch, length, heads, dim = q.shape
-    kv_heads = k.shape[2]
+    keys, kv_heads = k.shape[1:3]
     shared = heads // kv_heads  # query heads that read one key/value head
     q = q.unflatten(2, (kv_heads, shared)).permute(0, 2, 3, 1, 4)
     q = q.reshape(batch * kv_heads, shared * length, dim)
-    k, v = (x.transpose(1, 2).reshape(batch * kv_heads, length, dim) for x in (k, v))
-    is_visible = _is_visible(length, window, q.device).repeat(shared, 1)
+    k, v = (x.transpose(1, 2).reshape(batch * kv_heads, keys, -1) for x in (k, v))
+    is_visible = _is_visible(length, keys, window=window, device=q.device).repeat(shared, 1)
     if softcap is None:
         bias = torch.zeros(is_visible.shape, dtype=q.dtype, device=q.device)
         bias.masked_fill_(~is_visible, float("-inf"))
@@ -186,13 +228,17 @@ def _attend_by_matmul(
         scores = torch.bmm(q, k.transpose(1, 2)) * scale
         scores = (torch.tanh(scores / softcap) * softcap).masked_fill(~is_visible, float("-inf"))
     weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(v.dtype)
-    out = torch.bmm(weights, v).view(batch, kv_heads, shared, length, dim)
-    return out.permute(0, 3, 1, 2, 4).reshape(batch, length, heads, dim)
+    out = torch.bmm(weights, v).view(batch, kv_heads, shared, length, -1)
+    return out.permute(0, 3, 1, 2, 4).reshape(batch, length, heads, -1)
 
 
-def _is_visible(length: int, window: int | None, device: torch.device) -> Tensor:
-    ones = torch.ones(length, length, dtype=torch.bool, device=device)
-    return ones.tril() if window is None else ones.tril().triu(1 - window)
+def _is_visible(
+    length: int, keys: int, *, window: int | None, device: torch.device
+) -> Tensor:
+    """Return [length, keys] bool: what the last `length` tokens see of all `keys`."""
+    before = keys - length
+    seen = torch.ones(length, keys, dtype=torch.bool, device=device).tril(before)
+    return seen if window is None else seen.triu(before + 1 - window)
 
 
 def varlen_attention(
@@ -214,7 +260,7 @@ def varlen_attention(
     options: dict[str, object] = {"scale": scaling}
     if "window_size" in known:
         options["window_size"] = (-1 if sliding_window is None else sliding_window - 1, 0)
-    elif sliding_window is not None and sliding_window < packing.max_seqlen:
+    elif sliding_window is not None and sliding_window < packing.of_keys.max_seqlen:
         raise ValueError(
             f"model.kernels.attention: varlen of torch {torch.__version__} has no sliding window "
             f"and the model's is {sliding_window} tokens; set it to flash or padded"
@@ -226,8 +272,16 @@ def varlen_attention(
             options["enable_gqa"] = True
         else:
             k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
-    cu, longest = packing.cu_seqlens, packing.max_seqlen
-    return varlen_attn(q, k, v, cu, cu, longest, longest, **options)[None], None
+    of_keys = packing.of_keys
+    out = varlen_attn(q, k, _widened(v, q), packing.cu_seqlens, of_keys.cu_seqlens,
+                      packing.max_seqlen, of_keys.max_seqlen, **options)
+    return out[None, ..., :v.shape[-1]], None
+
+
+def _widened(values: Tensor, query: Tensor) -> Tensor:
+    """Return values with zeros up to the head dim of the queries, as the kernels want."""
+    missing = query.shape[-1] - values.shape[-1]
+    return F.pad(values, (0, missing)) if missing else values
 
 
 def _varlen_parameters() -> set[str]:
@@ -250,13 +304,14 @@ def flash_attention(
 
     _check_supported(module, attention_mask, dropout, s_aux)
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    cu, longest = packing.cu_seqlens, packing.max_seqlen
+    of_keys = packing.of_keys
     out = flash_attn_varlen_func(
-        q, k, v, cu, cu, longest, longest, softmax_scale=scaling, causal=True,
+        q, k, _widened(v, q), packing.cu_seqlens, of_keys.cu_seqlens, packing.max_seqlen,
+        of_keys.max_seqlen, softmax_scale=scaling, causal=True,
         window_size=(-1, -1) if sliding_window is None else (sliding_window - 1, 0),
         softcap=softcap or 0.0, deterministic=torch.are_deterministic_algorithms_enabled(),
     )
-    return out[None], None
+    return out[None, ..., :v.shape[-1]], None
 
 
 def _check_supported(

@@ -56,14 +56,14 @@ class Distillation:
         Invariant under: dp size, micro-batching, packing order.
         """
         with torch.no_grad():
-            theirs = self._teacher(job.scoring, lambda *states: states)
-        terms, stats = model.scorer(
+            theirs = self._teacher(job.scoring, lambda *states, targets: states)
+        terms, stats = model.forward(
             job.scoring, partial(self._terms, *theirs, model.scorer.head_options))
         return (spread(terms, job.scoring).double() * job.weights).sum(), stats
 
     def _terms(self, states: Tensor, teacher_weight: Tensor, options: HeadOptions,
-               hidden: Tensor, weight: Tensor) -> tuple[Tensor, Stats]:
-        """Return the divergence at each scored token, [N] float32 nats, and its metrics."""
+               hidden: Tensor, weight: Tensor, *, targets: Tensor) -> tuple[Tensor, Stats]:
+        """Return the divergence at each scored token, [n] float32 nats, and its metrics."""
         terms, stats = [], []
         # One chunk without positions, if there is none: parameters must be in the graph and
         # metrics in the totals of every rank, so that collectives match.

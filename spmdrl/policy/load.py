@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,8 @@ from torch import Tensor, nn
 
 from spmdrl.config import Config, Model
 from spmdrl.config.read import is_missing_folder
-from spmdrl.shards import held_boxes
+from spmdrl.policy.file_tensors import file_tensors, live_tensors
+from spmdrl.shards import Held, Part
 
 SCALAR_HEAD = "score.weight"
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -110,7 +111,7 @@ def build_meta_model(
 def checkpoint_shapes(cfg: Config) -> dict[str, torch.Size]:
     """Return {name in the safetensors files: shape} of the policy; tied weights appear once."""
     model = build_meta_model(cfg.model, is_scalar=cfg.algorithm.objective == "reward_model")
-    return {name: p.shape for name, p in model.named_parameters()}
+    return {name: torch.Size(part.shape) for name, part in file_tensors(model).items()}
 
 
 class CheckpointReader:
@@ -174,13 +175,13 @@ class CheckpointReader:
 
 
 def check_names(
-    reader: CheckpointReader, shapes: dict[str, torch.Size], *, may_be_extra: Iterable[str]
+    reader: CheckpointReader, shapes: Mapping[str, tuple[int, ...]], *, may_be_extra: Iterable[str]
 ) -> None:
-    """Compare the files' tensors with the model's.
+    """Compare the files' tensors with those that the model is made of.
 
     Args:
         reader: the files.
-        shapes: {name: shape} that the model has.
+        shapes: {name in the files: shape} by the model.
         may_be_extra: regular expressions of names that a file may hold besides.
     Raises: ValueError naming every missing, extra or wrongly shaped tensor.
     """
@@ -209,21 +210,26 @@ def may_be_extra(hf_model: nn.Module, *, is_scalar: bool) -> list[str]:
 
 
 @torch.no_grad()
-def read_parameters(reader: CheckpointReader, parameters: dict[str, Tensor]) -> None:
-    """Fill each parameter's local part from the files, cast to the parameter's dtype.
+def read_tensors(
+    reader: CheckpointReader, tensors: Mapping[str, Tensor], parts: Mapping[str, Part]
+) -> None:
+    """Fill this rank's part of each live tensor from the files, cast to the tensor's dtype.
 
     A scalar head that the files do not have starts at zero: every value is 0 at first.
 
     Args:
         reader: the files, checked by `check_names`.
-        parameters: {name in the files: DTensor or Tensor with storage}.
+        tensors: {live name: DTensor or Tensor with storage}.
+        parts: {name in the files: part of a live tensor}, see file_tensors.py.
     """
-    for name, parameter in parameters.items():
-        for box, view in held_boxes(name, parameter):
-            if name == SCALAR_HEAD and name not in reader.names():
-                view.zero_()
+    held, names = Held(tensors, parts), reader.names()
+    for name, boxes in held.boxes().items():
+        for box in boxes:
+            live = held.value(name, box).live
+            if name == SCALAR_HEAD and name not in names:
+                live.zero_()
                 continue
-            view.copy_(reader.read(name, start=box.start, shape=box.shape))
+            live.copy_(reader.read(name, start=box.start, shape=box.shape))
 
 
 @torch.no_grad()
@@ -231,25 +237,30 @@ def compute_buffers(hf_model: nn.Module) -> None:
     """Give values to the buffers that no file holds (rotary frequencies, embedding scales).
 
     Args:
-        hf_model: the transformers model, buffers with storage and undefined values. Its own
-            `_init_weights` computes them; parameters are flagged so that it leaves them alone.
+        hf_model: the transformers model, these buffers with storage and undefined values. Its own
+            `_init_weights` computes them; what files hold is flagged so that it leaves it alone.
     Raises: ValueError naming a buffer that stayed without a value.
     """
-    for parameter in hf_model.parameters():
-        parameter._is_hf_initialized = True
+    for tensor in live_tensors(hf_model).values():
+        tensor._is_hf_initialized = True
     for name, module in hf_model.named_modules():
-        own = dict(module.named_buffers(recurse=False))
+        own = _computed_buffers(module)
         for buffer in own.values():
             if buffer.is_floating_point():
                 buffer.fill_(float("nan"))
         if own:
             hf_model._init_weights(module)
-        for key, buffer in module.named_buffers(recurse=False):
+        for key, buffer in _computed_buffers(module).items():
             if not buffer.is_floating_point() or bool(buffer.isnan().any()):
                 raise ValueError(
                     f"model: buffer {name}.{key} of {type(module).__name__} is computed in a way "
                     "that loading on the meta device does not know; this model cannot be trained"
                 )
+
+
+def _computed_buffers(module: nn.Module) -> dict[str, Tensor]:
+    return {name: buffer for name, buffer in module.named_buffers(recurse=False)
+            if name in module._non_persistent_buffers_set}
 
 
 def load_whole_model(
@@ -265,15 +276,16 @@ def load_whole_model(
     Raises: ValueError when the files do not fit the model, or cannot be read.
     """
     hf_model = build_meta_model(model, attention=attention)
-    shapes = {name: p.shape for name, p in hf_model.named_parameters()}
+    names, parts = list(live_tensors(hf_model)), file_tensors(hf_model)
     reader = CheckpointReader(model_folder(model.path))
-    check_names(reader, shapes, may_be_extra=may_be_extra(hf_model, is_scalar=False))
+    check_names(reader, {name: part.shape for name, part in parts.items()},
+                may_be_extra=may_be_extra(hf_model, is_scalar=False))
     for parameter in hf_model.parameters():
         parameter.requires_grad = False
         parameter.data = parameter.data.to(dtype)
     hf_model.to_empty(device=device)
     hf_model.tie_weights()  # to_empty gave tied parameters a storage each
-    assert [name for name, _ in hf_model.named_parameters()] == list(shapes)
-    read_parameters(reader, dict(hf_model.named_parameters()))
+    assert list(live_tensors(hf_model)) == names
+    read_tensors(reader, live_tensors(hf_model), parts)
     compute_buffers(hf_model)
     return hf_model.eval()

@@ -15,7 +15,7 @@ from spmdrl.algorithms.kl import estimator_options, kl_stats
 from spmdrl.algorithms.mismatch import gap_histogram, mismatch_stats
 from spmdrl.comm import gather_objects
 from spmdrl.config import Config
-from spmdrl.policy.attention import make_packing
+from spmdrl.policy.context_parallel import Slicing, make_slice
 from spmdrl.policy.controllers import Coefficients
 from spmdrl.policy.scorer import Scoring
 from spmdrl.types import Advantages, Batch, Microbatch
@@ -42,15 +42,14 @@ class Job:
 
 
 def make_jobs(
-    batch: Batch, advantages: Advantages | None, *, cfg: Config, device: torch.device,
-    padded: bool,
+    batch: Batch, advantages: Advantages | None, *, cfg: Config, model: ShardedModel
 ) -> list[list[Job]]:
     """Prepare every micro-batch of a step, so that nothing waits for the device later.
 
     Args:
         batch: as exchanged, and annotated where the methods need it.
         advantages: of its tokens; None for a pass that only scores.
-        padded: attention pads on this device.
+        model: that is to read them.
     Returns: [updates][micro-batches].
     Raises: ValueError when a sequence's first token is marked as a response.
     """
@@ -67,7 +66,7 @@ def make_jobs(
         # A dummy's sequence id is -1: the zeros in the last column.
         per_sequence = torch.cat([per_sequence, per_sequence.new_zeros(2, 1)], dim=1)
         jobs.append([
-            _make_job(m, per_sequence, device=device, padded=padded,
+            _make_job(m, per_sequence, model=model,
                       token_weight=1.0 / max(1, int(own.sum())),
                       sequence_weight=1.0 / max(1, int((own > 0).sum())),
                       columns=_columns(batch, advantages, update=update, index=i))
@@ -93,10 +92,10 @@ def on_host(microbatch: Microbatch) -> Microbatch:
 
 
 def _make_job(
-    microbatch: Microbatch, per_sequence: Tensor, *, device: torch.device, padded: bool,
-    token_weight: float, sequence_weight: float, columns: Mapping[str, Tensor],
+    microbatch: Microbatch, per_sequence: Tensor, *, model: ShardedModel, token_weight: float,
+    sequence_weight: float, columns: Mapping[str, Tensor],
 ) -> Job:
-    host = on_host(microbatch)
+    host, device = on_host(microbatch), model.world.device
     lengths = host.cu_seqlens.diff().long()
     weights, in_loss = per_sequence[:, host.sequence_ids].repeat_interleave(
         lengths, dim=1, output_size=host.tokens.numel())
@@ -104,8 +103,8 @@ def _make_job(
     is_real = host.sequence_ids >= 0
     return Job(
         microbatch=microbatch.to(device),
-        scoring=make_scoring(host.tokens, lengths.tolist(), mask=loss_mask, device=device,
-                             padded=padded, position_ids=host.position_ids),
+        scoring=model.scoring(host.tokens, lengths.tolist(), mask=loss_mask,
+                              position_ids=host.position_ids),
         loss_mask=loss_mask.to(device), weights=weights.to(device),
         num_tokens=int(lengths[is_real].sum()), token_weight=token_weight,
         sequence_weight=sequence_weight,
@@ -115,7 +114,7 @@ def _make_job(
 
 def make_scoring(
     tokens: Tensor, lengths: Sequence[int], *, mask: Tensor, position_ids: Tensor,
-    device: torch.device, padded: bool,
+    device: torch.device, padded: bool, slicing: Slicing = Slicing(),
 ) -> Scoring:
     """Return what the scorer needs to score the masked tokens of a packed row.
 
@@ -123,6 +122,9 @@ def make_scoring(
         tokens, position_ids: [T] int64 on the CPU.
         lengths: tokens per sequence.
         mask: [T] bool on the CPU.
+        device: of what is returned.
+        padded: attention pads.
+        slicing: which slice of the row this rank computes; all of it by default.
     Raises: ValueError when the mask holds a sequence's first token, which nothing predicts.
     """
     if bool((mask & (position_ids == 0)).any()):
@@ -130,10 +132,11 @@ def make_scoring(
         raise ValueError(f"response_mask holds the first token of a sequence (packed position "
                          f"{at}), which no token comes before; mask it out where rows are read")
     scored = mask.nonzero()[:, 0]
+    own = make_slice(tokens, lengths, position_ids=position_ids, scored=scored, device=device,
+                     padded=padded, slicing=slicing)
     return Scoring(
         tokens=tokens.to(device), position_ids=position_ids.to(device),
-        packing=make_packing(lengths, device, padded=padded),
-        scored=scored.to(device), targets=tokens[scored].to(device),
+        scored=scored.to(device), targets=tokens[scored].to(device), own=own,
     )
 
 
@@ -277,8 +280,8 @@ def _token_keys(batch: Microbatch, *, step: int) -> Tensor:
 def gather_columns(own: Tensor, *, world: World) -> Tensor:
     """Concatenate [C, n] columns of all trainer ranks' loss tokens: [C, N] on the CPU.
 
-    Tensor-parallel ranks of one dp index hold the same tokens, which count once.
+    Ranks of one dp index (cp, tp) hold the same tokens, which count once.
     """
-    is_first = world.mesh.get_local_rank("tp") == 0
+    is_first = world.speaks_for_dp
     parts = gather_objects(own.cpu().numpy() if is_first else None, group=world.trainer_control)
     return torch.cat([torch.from_numpy(p) for p in parts if p is not None], dim=1)

@@ -7,14 +7,23 @@ and one fused kernel serves parameters of any mesh.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from spmdrl.config import Optimizer
 from spmdrl.config.options import ADAMW, LEARNING_RATE
+from spmdrl.policy.rounding import stochastic_round
+from spmdrl.shards import held_boxes
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+_CHUNK = 2**24
+"""Elements that are converted, or brought from the host, at once: 64 MiB of each tensor."""
 
 
 def learning_rate(options: Optimizer, step: int, *, steps: int) -> float:
@@ -60,62 +69,117 @@ def square_sum(gradients: Mapping[str, Tensor], copies_of: Mapping[str, int]) ->
     hold counts once.
 
     Args:
-        gradients: {name: local float32 gradient}.
+        gradients: {name: local gradient}; their norms are taken in float32.
         copies_of: {name: ranks that hold the same part}.
     Returns: [] float64.
     """
     names = [name for name, g in gradients.items() if g.numel()]
     if not names:
         return torch.zeros((), dtype=torch.float64)
-    norms = torch.stack(torch._foreach_norm([gradients[name] for name in names])).double()
+    norms = torch.stack(torch._foreach_norm(
+        [gradients[name] for name in names], 2, torch.float32)).double()
     shares = torch.tensor([1.0 / copies_of[name] for name in names], dtype=torch.float64)
     return (norms.square() * shares.to(norms.device)).sum()
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """A run of one parameter's local elements, with the same of its moments; flat views."""
+
+    key: str  # of its random bits: name and place in the whole tensor
+    name: str
+    begin: int
+    parameter: Tensor
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+
+    def gradient(self, gradients: Mapping[str, Tensor]) -> Tensor:
+        """Return its part of the local gradients, [n] float32."""
+        flat = gradients[self.name].reshape(-1)
+        return flat[self.begin:self.begin + self.parameter.numel()].float()
 
 
 class AdamW:
     """AdamW over local shards, with state that is saved by parameter name.
 
+    The update is computed in float32 on the parameters' device, whatever the state is kept in
+    and wherever: what is kept elsewhere comes and goes in pieces. What is kept in bfloat16 is
+    rounded stochastically, keyed by update, name and place in the whole tensor, so that copies
+    of a part stay equal and a resumed run repeats the bits.
+
     Args:
-        parameters: {name: DTensor or Tensor}, float32; storage is updated in place.
+        parameters: {name: DTensor or Tensor}, float32 or bfloat16; updated in place.
         no_decay: names excluded from weight decay besides the tensors of fewer than two dims.
         options: the config's optimizer section.
+        dtype: of both moments, float32 or bfloat16.
+        is_on_host: keep the moments in (pinned) host memory.
+        key: of the random bits, with the rest: of the run and of the model in it.
     """
 
     def __init__(self, parameters: Mapping[str, Tensor], *, no_decay: set[str],
-                 options: Optimizer):
-        self.parameters = dict(parameters)
+                 options: Optimizer, dtype: torch.dtype = torch.float32,
+                 is_on_host: bool = False, key: str = ""):
+        self.parameters, self._key, self._own = dict(parameters), key, ADAMW | options.options
         self.local = {name: local_part(p) for name, p in parameters.items()}
+        self._device = next(iter(self.local.values())).device
+        self._is_away = is_on_host and self._device.type == "cuda"
+        place = {"device": "cpu", "pin_memory": True} if self._is_away else {
+            "device": self._device}
+        # From the start, so that a checkpoint has them.
+        self._moments = {moment: {name: torch.zeros(tensor.shape, dtype=dtype, **place)
+                                  for name, tensor in self.local.items()} for moment in MOMENTS}
+        self._updates = torch.zeros((), dtype=torch.float32, device=self._device)
         decays = {n for n, p in parameters.items() if p.dim() >= 2 and n not in no_decay}
-        own = ADAMW | options.options
-        groups = [
-            {"params": [self.local[n] for n in self.local if n in decays],
-             "weight_decay": own["weight_decay"]},
-            {"params": [self.local[n] for n in self.local if n not in decays],
-             "weight_decay": 0.0},
-        ]
-        self._adamw = torch.optim.AdamW(
-            [g for g in groups if g["params"]], lr=options.lr,
-            betas=(own["beta1"], own["beta2"]), eps=own["eps"], fused=True,
-        )
-        for tensor in self.local.values():  # from the start, so that a checkpoint has them
-            self._adamw.state[tensor] = {
-                "step": torch.zeros((), dtype=torch.float32, device=tensor.device),
-                "exp_avg": torch.zeros_like(tensor), "exp_avg_sq": torch.zeros_like(tensor),
-            }
+        dtypes = {dtype, *(tensor.dtype for tensor in self.local.values())}
+        # Without anything to convert there are no copies to bound: one kernel for all.
+        most = _CHUNK if self._is_away or dtypes != {torch.float32} else sys.maxsize
+        self._chunks = [
+            (decay, chunk) for decay, names in (
+                (self._own["weight_decay"], [n for n in self.local if n in decays]),
+                (0.0, [n for n in self.local if n not in decays]))
+            for chunk in _chunks([p for n in names for p in self._pieces(n, most=most)], most=most)]
+
+    def _pieces(self, name: str, *, most: int) -> Iterator[_Piece]:
+        start = [box.start for box, _ in held_boxes(name, self.parameters[name])]
+        flat = [t.view(-1) for t in (self.local[name], *(self._moments[m][name] for m in MOMENTS))]
+        for begin in range(0, flat[0].numel(), most):
+            yield _Piece(f"{name}/{start}/{begin}", name, begin,
+                         *(t[begin:begin + most] for t in flat))
 
     def gradients(self) -> dict[str, Tensor]:
         """Return {name: local gradient} of the parameters that have one."""
         return {n: local_part(p.grad) for n, p in self.parameters.items() if p.grad is not None}
 
+    @torch.no_grad()
     def step(self, gradients: Mapping[str, Tensor], *, lr: float) -> None:
         """Update the parameters in place."""
-        for name, tensor in self.local.items():
-            tensor.grad = gradients.get(name)
-        for group in self._adamw.param_groups:
-            group["lr"] = lr
-        self._adamw.step()
-        for tensor in self.local.values():
-            tensor.grad = None
+        self._updates += 1
+        key = f"{self._key}/{int(self._updates)}"
+        for decay, chunk in self._chunks:
+            self._update([piece for piece in chunk if piece.name in gradients], gradients,
+                         lr=lr, decay=decay, key=key)
+        if self._is_away:
+            torch.cuda.synchronize(self._device)  # a checkpoint may read the moments next
+
+    def _update(self, pieces: Sequence[_Piece], gradients: Mapping[str, Tensor], *, lr: float,
+                decay: float, key: str) -> None:
+        if not pieces:
+            return
+        kept = {part: [getattr(piece, part) for piece in pieces]
+                for part in ("parameter", *MOMENTS)}
+        own = {part: [t.to(self._device, torch.float32, non_blocking=True) for t in tensors]
+               for part, tensors in kept.items()}  # the very same tensors where nothing differs
+        torch._fused_adamw_(
+            own["parameter"], [piece.gradient(gradients) for piece in pieces], own["exp_avg"],
+            own["exp_avg_sq"], [], [self._updates] * len(pieces), lr=lr, beta1=self._own["beta1"],
+            beta2=self._own["beta2"], weight_decay=decay, eps=self._own["eps"], amsgrad=False,
+            maximize=False)
+        for part, tensors in kept.items():
+            for piece, tensor, value in zip(pieces, tensors, own[part]):
+                if tensor.dtype != value.dtype:
+                    value = stochastic_round(value, key=f"{key}/{part}/{piece.key}")
+                if tensor is not value:
+                    tensor.copy_(value, non_blocking=True)
 
     def zero_grad(self) -> None:
         """Drop the gradients."""
@@ -128,31 +192,39 @@ class AdamW:
         The tensors are laid out like the parameters (DTensors where those are) and share
         storage with the live state, so that loading in place restores it.
         """
-        state: dict[str, dict[str, Tensor] | Tensor] = {}
-        for key in ("exp_avg", "exp_avg_sq"):
-            state[key] = {
-                name: _like(p, self._adamw.state[self.local[name]][key])
-                for name, p in self.parameters.items()
-            }
-        first = next(iter(self.local.values()))
-        return state | {"updates": self._adamw.state[first]["step"].detach().clone()}
+        state: dict[str, dict[str, Tensor] | Tensor] = {
+            moment: {name: _like(self.parameters[name], local) for name, local in own.items()}
+            for moment, own in self._moments.items()}
+        return state | {"updates": self._updates.clone()}
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, Tensor] | Tensor]) -> None:
         """Restore what `state_dict` returned, on this layout."""
-        for name, local in self.local.items():
-            own = self._adamw.state[local]
-            for key in ("exp_avg", "exp_avg_sq"):
-                _copy(own[key], local_part(state[key][name]))
-            own["step"].fill_(float(state["updates"]))
+        for moment, own in self._moments.items():
+            for name, local in own.items():
+                _copy(local, local_part(state[moment][name]))
+        self._updates.fill_(float(state["updates"]))
+
+
+def _chunks(pieces: Sequence[_Piece], *, most: int) -> list[list[_Piece]]:
+    """Return runs of pieces of at most `most` elements together, each at least one piece."""
+    chunks: list[list[_Piece]] = []
+    room = 0
+    for piece in pieces:
+        if not chunks or piece.parameter.numel() > room:
+            chunks.append([])
+            room = most
+        chunks[-1].append(piece)
+        room -= piece.parameter.numel()
+    return chunks
 
 
 def _like(parameter: Tensor, local: Tensor) -> Tensor:
     if not isinstance(parameter, DTensor):
         return local
-    return DTensor.from_local(
-        local, parameter.device_mesh, parameter.placements, run_check=False,
-        shape=parameter.shape, stride=parameter.stride(),
-    )
+    # Not DTensor.from_local, which would move what is on the host to the mesh's device.
+    meta = TensorMeta(parameter.shape, parameter.stride(), local.dtype)
+    spec = DTensorSpec(parameter.device_mesh, parameter.placements, tensor_meta=meta)
+    return DTensor(local, spec, requires_grad=False)
 
 
 def _copy(target: Tensor, source: Tensor) -> None:

@@ -108,8 +108,8 @@ class PairObjective:
         own = torch.zeros(2, dtype=torch.float64)
         for job in (job for update in jobs for job in update):
             own += torch.stack(self._mean_parts(job)).cpu()
-        # Tensor-parallel ranks of one dp index hold the same pairs, which count once.
-        is_first = world.mesh.get_local_rank("tp") == 0
+        # Ranks of one dp index (cp, tp) hold the same pairs, which count once.
+        is_first = world.speaks_for_dp
         parts = gather_objects(own if is_first else None, group=world.trainer_control)
         total, count = sum(part for part in parts if part is not None)
         mean = (total / count.clamp(min=1)).to(world.device)

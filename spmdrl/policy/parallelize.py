@@ -1,21 +1,21 @@
 """Parallelism from outside the model, one function per axis, in this order:
-tp (tensor_parallel.py), activation checkpointing, compile, FSDP2."""
+tp (tensor_parallel.py), ep (moe.py), activation checkpointing (memory.py), compile, activations
+on the host (memory.py), FSDP2."""
 
 from __future__ import annotations
 
 import torch
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
-    CheckpointImpl, checkpoint_wrapper,
-)
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from spmdrl.policy import moe
 
 _WRAPPER = "_checkpoint_wrapped_module."
 
 
 def plain_name(name: str) -> str:
-    """Return a parameter's name without what activation checkpointing puts into it."""
+    """Return a parameter's name without what the wrappers of memory.py put into it."""
     return name.replace(_WRAPPER, "")
 
 
@@ -35,11 +35,15 @@ def blocks(hf_model: nn.Module) -> list[tuple[nn.Module, str]]:
     return found
 
 
-def apply_liger(hf_model: nn.Module) -> None:
+def apply_liger(hf_model: nn.Module, *, has_rope: bool) -> None:
     """Put liger's RMSNorm, RoPE and gated-MLP kernels into the model (CUDA only).
 
-    Its cross entropy stays out: logprobs come from our own head.
+    Its cross entropy stays out: logprobs come from our own head. So does its MLP where there are
+    experts: those are transformers' grouped matrix products.
 
+    Args:
+        has_rope: False leaves RoPE to the model. Liger's may write into the query and key that it
+            is given, which selective checkpointing keeps and would have rotated once more.
     Raises: ValueError when liger-kernel is not installed.
     """
     try:
@@ -47,20 +51,11 @@ def apply_liger(hf_model: nn.Module) -> None:
     except ImportError as error:
         raise ValueError(f"model.kernels.liger: liger-kernel cannot be imported ({error}); install "
                          "it or set liger to false") from error
+    is_dense = not moe.experts_modules(hf_model)
     _apply_liger_kernel_to_instance(
-        model=hf_model, rope=True, rms_norm=True, swiglu=True, geglu=True,
+        model=hf_model, rope=has_rope, rms_norm=True, swiglu=is_dense, geglu=is_dense,
         cross_entropy=False, fused_linear_cross_entropy=False,
     )
-
-
-def apply_activation_checkpointing(hf_model: nn.Module) -> None:
-    """Wrap every block so that its activations are recomputed in the backward pass."""
-    for parent, attribute in blocks(hf_model):
-        block = getattr(parent, attribute)
-        # Nothing random runs in a block (dropout is refused), so no RNG state is kept.
-        wrapped = checkpoint_wrapper(
-            block, checkpoint_impl=CheckpointImpl.NO_REENTRANT, preserve_rng_state=False)
-        setattr(parent, attribute, wrapped)
 
 
 def apply_compile(hf_blocks: list[nn.Module]) -> None:
@@ -70,26 +65,30 @@ def apply_compile(hf_blocks: list[nn.Module]) -> None:
 
 
 def apply_fsdp(
-    scorer: nn.Module, hf_blocks: list[nn.Module], *, mesh: DeviceMesh, dtype: torch.dtype
+    scorer: nn.Module, hf_blocks: list[nn.Module], *, mesh: DeviceMesh,
+    expert_mesh: DeviceMesh | None, dtype: torch.dtype,
 ) -> None:
-    """Shard every block, and the rest as one unit, over the data-parallel axes.
+    """Shard every block, and the rest as one unit, over the axes dp_replicate and fsdp.
 
-    Applied at size 1 too, so that one path serves every layout. Parameters stay float32 and
+    Applied at size 1 too, so that one path serves every layout. Parameters keep their dtype and
     are gathered in `dtype`; gradients are reduced in float32. FSDP2 averages gradients over
-    the data-parallel ranks: the loss is multiplied by their number to get sums.
+    the ranks of these axes: the loss is multiplied by their number to get sums.
 
     Args:
         scorer: the root module, on the meta device.
         hf_blocks: its transformer blocks.
-        mesh: the trainer mesh with axes dp_replicate, dp_shard, tp.
+        mesh: of the trainers, with axes dp_replicate, fsdp, tp (World.sharding).
+        expert_mesh: what `apply_ep` sharded experts over (World.experts); None: it did not.
         dtype: of forward and backward.
     """
     is_replicated = mesh["dp_replicate"].size() > 1
-    data_mesh = mesh["dp_replicate", "dp_shard"] if is_replicated else mesh["dp_shard"]
+    data_mesh = mesh["dp_replicate", "fsdp"] if is_replicated else mesh["fsdp"]
     # Inputs are ids and masks: there is nothing to cast, and float32 outputs must stay so.
     policy = MixedPrecisionPolicy(
         param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    is_sharded = mesh["dp_shard"].size() > 1
+    is_sharded = mesh["fsdp"].size() > 1
+    if expert_mesh is not None:
+        moe.shard_experts(scorer, mesh=expert_mesh, policy=policy)
     for block in hf_blocks:
         fully_shard(block, mesh=data_mesh, mp_policy=policy, reshard_after_forward=is_sharded)
     fully_shard(scorer, mesh=data_mesh, mp_policy=policy, reshard_after_forward=False)

@@ -10,15 +10,21 @@ from torch import Tensor
 
 from spmdrl.comm import gather_objects
 from spmdrl.config import Config
+from spmdrl.flops import countable_shape, trained_flops
 from spmdrl.policy.companions import Companion, make_companions
 from spmdrl.policy.controllers import Coefficients
-from spmdrl.policy.load import build_meta_model
+from spmdrl.policy.file_tensors import file_tensors, live_tensors
+from spmdrl.policy.load import build_meta_model, model_folder
+from spmdrl.policy.lora import lora_form
+from spmdrl.policy.lora_files import AdapterRecord
+from spmdrl.policy.lora_merge import deltas
 from spmdrl.policy.objective import Job, Stats, make_jobs
 from spmdrl.policy.objectives import make_objective
 from spmdrl.policy.pairs import with_pairs
 from spmdrl.policy.reward_model import RewardModels
 from spmdrl.policy.sharded import ShardedModel
 from spmdrl.policy.trainee import Trainee
+from spmdrl.shards import Delta, Part
 from spmdrl.types import Advantages, Batch, Sums, add_sums
 from spmdrl.world import World
 
@@ -36,6 +42,7 @@ class Policy:
         self.cfg, self.world = cfg, world
         self.trainee: Trainee | None = None
         self.companions: dict[str, Companion] = {}
+        self._records: dict[str, AdapterRecord] = {}
         problem = None
         try:
             self._build()
@@ -46,18 +53,25 @@ class Policy:
         for rank, text in enumerate(problems):
             if text:
                 raise ValueError(text if text in problems[:1] else f"rank {rank}: {text}")
+        if self.trainee and self._model.adapters:  # together: no rank has failed
+            self._records["lora"] = AdapterRecord(
+                self._model.adapters.form, model_folder(cfg.model.path), world)
 
     def _build(self) -> None:
         cfg, world = self.cfg, self.world
         self._is_scalar = cfg.algorithm.objective == "reward_model"
         hf_model = build_meta_model(cfg.model, is_scalar=self._is_scalar)
-        self._names = {n: (p.shape, p.dtype) for n, p in hf_model.named_parameters()}
+        live, self._parts_of_files = live_tensors(hf_model), file_tensors(hf_model)
+        self._names = {name: (torch.Size(part.shape), live[part.tensor].dtype)
+                       for name, part in self._parts_of_files.items()}
+        lora = lora_form(cfg.model.lora)
+        self._shape = countable_shape(hf_model)
         if not world.is_trainer:
             return
         self._coefficients = Coefficients(cfg)
         self._objective = make_objective(cfg, world, coefficients=self._coefficients)
         self._model = ShardedModel(cfg, world, path=cfg.model.path, is_trained=True,
-                                   is_scalar=self._is_scalar)
+                                   is_scalar=self._is_scalar, lora=lora)
         self.trainee = Trainee(self._model, cfg=cfg, world=world, options=cfg.optimizer)
         self.optimizer = self.trainee.optimizer
         self.companions = make_companions(cfg, world, policy=self._model,
@@ -70,19 +84,30 @@ class Policy:
         """Return {name in the safetensors files: (shape, float32)}, on every rank."""
         return dict(self._names)
 
-    def named_shards(self) -> dict[str, Tensor]:
-        """Return {name in the safetensors files: float32 master parameter}.
+    def parts(self) -> dict[str, Part]:
+        """Return {name in the safetensors files: part of a tensor of named_shards}, on every
+        rank."""
+        return dict(self._parts_of_files)
 
-        DTensors over (dp_replicate,) dp_shard and tp; tied weights once; {} off the trainers.
+    def named_shards(self) -> dict[str, Tensor]:
+        """Return {name: master parameter, or persistent buffer} by the model's own names.
+
+        DTensors over (dp_replicate,) fsdp and tp; tied weights once; {} off the trainers.
         The storage stays the same for the life of the policy and is updated in place.
         """
         return self._model.named_shards() if self.trainee else {}
 
+    def deltas(self) -> dict[str, Delta]:
+        """Return {name in named_shards: what adapters add to it when it is sent}. Trainer ranks
+        call it together, before each push."""
+        adapters = self._model.adapters if self.trainee else None
+        return deltas(adapters, self.named_shards()) if adapters else {}
+
     def state_dict(self) -> dict[str, object]:
         """Return what a checkpoint keeps, by name, sharing live storage; see Trainee.
 
-        The parts of companions that change, such as the value model, are under their names, and
-        coefficients that move under `coefficients`.
+        The parts of companions that change, such as the value model, are under their names,
+        coefficients that move under `coefficients`, and what adapters belong to under `lora`.
         """
         state = self.trainee.state_dict() if self.trainee else {}
         parts = {name: part.state_dict() for name, part in self._parts().items()}
@@ -96,8 +121,9 @@ class Policy:
             if name in state:
                 part.load_state_dict(state[name])
 
-    def _parts(self) -> dict[str, Companion | Coefficients]:
-        return self.companions | ({"coefficients": self._coefficients} if self.trainee else {})
+    def _parts(self) -> dict[str, Companion | Coefficients | AdapterRecord]:
+        coefficients = {"coefficients": self._coefficients} if self.trainee else {}
+        return self.companions | self._records | coefficients
 
     # ---------------------------------------------------------------- scoring
 
@@ -159,8 +185,7 @@ class Policy:
 
     def _jobs(self, batch: Batch, advantages: Advantages | None = None) -> list[list[Job]]:
         batch = with_pairs(batch, self.cfg)
-        return make_jobs(batch, advantages, cfg=self.cfg, device=self.world.device,
-                         padded=self._model.is_padded)
+        return make_jobs(batch, advantages, cfg=self.cfg, model=self._model)
 
     # ---------------------------------------------------------------- training
 
@@ -183,6 +208,10 @@ class Policy:
             sums = add_sums(*[c.update(jobs, step=step) for c in self.companions.values()])
             if not self._stands_still(step):
                 sums |= self._update(jobs, step=step)
+                sums |= trained_flops(
+                    self._shape, batch.scalars, has_head=not self._is_scalar,
+                    mask_truncated=self.cfg.algorithm.mask_truncated,
+                    trains_weights=not self.cfg.model.lora)
                 sums |= self._coefficients.move(sums, num_samples=len(batch.scalars))
             for companion in self.companions.values():
                 companion.follow(self._model, step=step)

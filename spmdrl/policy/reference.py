@@ -61,6 +61,22 @@ class Frozen(Untrained):
         return [{self._column: logprobs} for logprobs, _ in self.model.columns(works)]
 
 
+class WithoutAdapters(Untrained):
+    """The policy as it would be without its adapters: a reference that takes no memory.
+
+    Args:
+        policy: a model with adapters.
+    """
+
+    def __init__(self, policy: ShardedModel):
+        self._policy = policy
+
+    def columns(self, works: Sequence[Scoring]) -> list[dict[str, Tensor]]:
+        """Score packed rows: per row, ref_logprobs [T] float32, nats, 0 off the scored."""
+        with self._policy.adapters.off():
+            return [{"ref_logprobs": logprobs} for logprobs, _ in self._policy.columns(works)]
+
+
 class Synced(Frozen):
     """A reference that takes over a share of the policy every few steps.
 
@@ -105,7 +121,7 @@ class Synced(Frozen):
             if self._mix == 1:
                 own.copy_(other)
             else:
-                own.lerp_(other, self._mix)
+                own.lerp_(other.to(own.dtype), self._mix)
 
     def state_dict(self) -> dict[str, object]:
         """Return the parameters by name, as Trainee does, sharing live storage."""
@@ -136,6 +152,8 @@ def make_reference(cfg: Config, world: World, *, policy: ShardedModel) -> Compan
     path = cfg.model.reference or cfg.model.path
     if options["cache"]:
         return Cached(cfg, world, path=path)
+    if policy.adapters and not cfg.model.reference:
+        return WithoutAdapters(policy)
     if options["sync_every"]:
         return Synced(cfg, world, path=path, policy=policy, every=options["sync_every"],
                       mix=options["sync_mix"])

@@ -21,7 +21,6 @@ from spmdrl.config import Config
 from spmdrl.data.offline import PairSource, offline_source
 from spmdrl.data.prompts import load_tokenizer
 from spmdrl.policy.load import CheckpointReader, model_folder
-from spmdrl.policy.objective import make_scoring
 from spmdrl.policy.reference_table import (
     Table, other_parts, sequence_key, shared_table, table_file, write_table,
 )
@@ -70,7 +69,7 @@ def cached_logprobs(cfg: Config, world: World, *, path: str) -> Table:
     keys = hashlib.sha256(repr([s.key for s in own]).encode()).hexdigest()
     with world.watch.wait("count rows", -1):
         counts = gather_objects((num_own, len(own), keys), group=world.trainer_control)
-    counts = counts[:: cfg.layout.tp]  # tp ranks of one dp index have the same rows
+    counts = counts[:: world.ranks_per_dp]  # ranks of one dp index have the same rows
     rows, lacking = (sum(count[i] for count in counts) for i in range(2))
     if world.rank == 0:
         _say_start(file, parts, problem=problem, rows=rows, lacking=lacking)
@@ -201,7 +200,7 @@ def _compute(cfg: Config, world: World, own: Sequence[Row], *, path: str, file: 
         counts = gather_objects((len(rows), sum(len(s) for row in rows for s in row)),
                                 group=world.trainer_control)
     rounds = max(count for count, _ in counts)
-    progress = _Progress(sum(tokens for _, tokens in counts[:: cfg.layout.tp]))
+    progress = _Progress(sum(tokens for _, tokens in counts[:: world.ranks_per_dp]))
     if world.rank == 0 and done:
         log.info("reference logprobs: an earlier start has left %d sequences", len(done))
     rows += [[]] * (rounds - len(rows))  # all ranks meet in every forward pass
@@ -213,7 +212,7 @@ def _compute(cfg: Config, world: World, own: Sequence[Row], *, path: str, file: 
                                        _score(model, chunk)), group=world.trainer_control)
         if world.rank:
             continue
-        for tokens, part in everyone[:: cfg.layout.tp]:
+        for tokens, part in everyone[:: world.ranks_per_dp]:
             progress.done += tokens
             found |= {key: torch.from_numpy(values) for key, values in part.items()}
         progress.say()
@@ -247,11 +246,10 @@ def _score(model: ShardedModel, rows: Sequence[Sequence[Row]]) -> dict[int, nump
     for row in rows:
         lengths = [len(s) for s in row] or [1]
         dummy = torch.zeros(0 if row else 1, dtype=torch.int64)
-        works.append(make_scoring(
+        works.append(model.scoring(
             torch.cat([dummy, *(s.tokens.long() for s in row)]), lengths,
             mask=torch.cat([dummy.bool(), *(s.mask for s in row)]),
-            position_ids=torch.cat([torch.arange(n) for n in lengths]),
-            device=model.world.device, padded=model.is_padded))
+            position_ids=torch.cat([torch.arange(n) for n in lengths])))
     found = {}
     for row, (logprobs, _) in zip(rows, model.columns(works)):
         pieces = logprobs.cpu().split([len(s) for s in row]) if row else ()

@@ -18,7 +18,7 @@ from spmdrl.algorithms.shaping import shape
 from spmdrl.config import Config
 from spmdrl.data.prompts import load_tokenizer
 from spmdrl.policy.load import SCALAR_HEAD, CheckpointReader, load_hf_config, model_folder
-from spmdrl.policy.objective import make_scoring, on_host
+from spmdrl.policy.objective import on_host
 from spmdrl.policy.parallelize import reshard
 from spmdrl.policy.sharded import ShardedModel
 from spmdrl.rewards.signatures import part_names, reward_models
@@ -68,8 +68,8 @@ class RewardModels:
         scores = torch.zeros(len(batch.scalars) + 1, dtype=torch.float64)  # a dummy's row is -1
         for microbatch in (m for update in batch.updates for m in update):
             own = self._ends(model, microbatch)
-            # Tensor-parallel ranks of one dp index have the same sequences: they count once.
-            if self.world.mesh.get_local_rank("tp") == 0:
+            # Ranks of one dp index (cp, tp) have the same sequences: they count once.
+            if self.world.speaks_for_dp:
                 scores[microbatch.sequence_ids.cpu()] = own.double().cpu()
         reshard(model.scorer)
         return scores[:-1]
@@ -78,9 +78,9 @@ class RewardModels:
         """Return the value after the last token of each sequence: [s] float32."""
         host = on_host(microbatch)
         # Not the policy's packing: the two may need different attention.
-        work = make_scoring(
+        work = model.scoring(
             host.tokens, host.cu_seqlens.diff().tolist(), mask=torch.zeros_like(host.response_mask),
-            position_ids=host.position_ids, device=self.world.device, padded=model.is_padded)
+            position_ids=host.position_ids)
         ends = (host.cu_seqlens[1:].long() - 1).to(self.world.device)
         return model.values(work).index_select(0, ends)
 

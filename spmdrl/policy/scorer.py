@@ -10,11 +10,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from spmdrl.policy.attention import Packing
+from spmdrl.policy.context_parallel import RowSlice
 from spmdrl.policy.head import HeadOptions, logprobs_and_entropy
 
 
-Head = Callable[[Tensor, Tensor], Any]
+Head = Callable[..., Any]
+"""From the states before scored tokens [n, H], this rank's rows of the vocabulary [V, H] and, as
+`targets`, these tokens [n] to tensors [n, ...] and sums over them; see RowSlice.join_scored."""
 
 
 @dataclass(frozen=True)
@@ -23,9 +25,19 @@ class Scoring:
 
     tokens: Tensor  # [T] int64
     position_ids: Tensor  # [T] int64
-    packing: Packing
     scored: Tensor  # [N] int64, positions of the scored tokens; none is a sequence's first
     targets: Tensor  # [N] int64, the scored tokens
+    own: RowSlice
+    """What this rank computes of it."""
+
+    def join_scored(self, found: Any) -> Any:
+        """Return what a head made, for all N scored tokens; see RowSlice.join_scored."""
+        return self.own.join_scored(found, count=len(self.scored))
+
+    def join_tokens(self, values: Tensor) -> Tensor:
+        """Return [T, ...] of all tokens from [t, ...] of the slice's."""
+        whole = self.own.join(values, self.own.rows, count=self.own.row_length)
+        return whole[:len(self.tokens)]  # what the row was padded by is no token of anyone
 
 
 class Scorer(nn.Module):
@@ -61,24 +73,28 @@ class Scorer(nn.Module):
         )
 
     def forward(self, work: Scoring, head: Head | None = None) -> Any:
-        """Return logprobs and entropy of the scored tokens, each [N] float32, nats.
+        """Return logprobs and entropy of the slice's scored tokens, each [n] float32, nats.
 
         Args:
-            head: what to make of the states instead. It gets the state before each scored
-                token, [N, H], and the rows of the vocabulary that this rank has, [V, H].
+            head: what to make of the states instead.
         """
-        hidden = self.base(
-            input_ids=work.tokens[None], position_ids=work.position_ids[None],
-            attention_mask=None, use_cache=False, packing=work.packing,
-        ).last_hidden_state[0]
+        hidden, own = _states(self.base, work.own), work.own
         weight = self.base.get_input_embeddings().weight if self.is_tied else self.lm_head.weight
         if isinstance(weight, DTensor):
             weight = weight.to_local()
-        before = hidden.index_select(0, work.scored - 1)
+        before = hidden.index_select(0, own.before)
         if head is not None:
-            return head(before, weight)
-        return logprobs_and_entropy(before, weight, targets=work.targets,
+            return head(before, weight, targets=own.targets)
+        return logprobs_and_entropy(before, weight, targets=own.targets,
                                     options=self.head_options)
+
+
+def _states(base: nn.Module, own: RowSlice) -> Tensor:
+    """Return the last hidden states of the slice's tokens: [t, H]."""
+    return base(
+        input_ids=own.tokens[None], position_ids=own.position_ids[None], attention_mask=None,
+        use_cache=False, packing=own.packing,
+    ).last_hidden_state[0]
 
 
 class Valuer(nn.Module):
@@ -93,9 +109,6 @@ class Valuer(nn.Module):
         self.base, self.score = hf_model.base_model, hf_model.score
 
     def forward(self, work: Scoring) -> Tensor:
-        """Return the value after each token: [T] float32."""
-        hidden = self.base(
-            input_ids=work.tokens[None], position_ids=work.position_ids[None],
-            attention_mask=None, use_cache=False, packing=work.packing,
-        ).last_hidden_state[0]
-        return self.score(hidden).float().sum(-1)  # not a view, which FSDP2 warns of
+        """Return the value after each token of the slice: [t] float32."""
+        values = self.score(_states(self.base, work.own))
+        return values.float().sum(-1)  # not a view, which FSDP2 warns of

@@ -9,22 +9,26 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from spmdrl.config import Config
 from spmdrl.config.options import KERNELS, MEMORY
-from spmdrl.policy import parallelize, tensor_parallel
+from spmdrl.policy import memory, moe, parallelize, tensor_parallel
 from spmdrl.policy.attention import pick_attention, register_attention
+from spmdrl.policy.context_parallel import Slicing, pick_method, register_context_attention
+from spmdrl.policy.file_tensors import file_tensors, live_tensors
 from spmdrl.policy.head import head_chunk_tokens, logprobs_and_entropy, with_square_probs
 from spmdrl.policy.load import (
     SCALAR_HEAD, CheckpointReader, build_meta_model, check_names, compute_buffers, may_be_extra,
-    model_folder, read_parameters,
+    model_folder, read_tensors,
 )
+from spmdrl.policy.lora import Adapters, LoraForm, train_adapters_only
 from spmdrl.policy.objective import make_scoring, spread
 from spmdrl.policy.optimizer import local_part
-from spmdrl.policy.scorer import Scorer, Scoring, Valuer
+from spmdrl.policy.scorer import Head, Scorer, Scoring, Valuer
 from spmdrl.world import World
 
 
@@ -38,29 +42,45 @@ class ShardedModel:
             kept in the compute dtype, unless `is_float32`.
         is_scalar: with a head of one output per token (`values`) instead of the vocabulary's
             (`forward`, `columns`, `score`); zero at first if the files are a causal LM's.
+        lora: adapters that are trained instead of the weights; see lora.py.
     Raises: ValueError when the model cannot be loaded or laid out.
     """
 
     def __init__(self, cfg: Config, world: World, *, path: str, is_trained: bool,
-                 is_scalar: bool = False, is_float32: bool = False):
+                 is_scalar: bool = False, is_float32: bool = False,
+                 lora: LoraForm | None = None):
         self.cfg, self.world = cfg, world
         model = replace(cfg.model, path=path)
         dtype = getattr(torch, model.compute_dtype)
         kernels = KERNELS | model.kernels
         register_attention()
+        register_context_attention()
         self.hf_model = hf_model = build_meta_model(model, is_scalar=is_scalar)
-        self._names = [name for name, _ in hf_model.named_parameters()]
-        shapes = {name: p.shape for name, p in hf_model.named_parameters()}
+        self._names, self.parts = list(live_tensors(hf_model)), file_tensors(hf_model)
+        shapes = {name: part.shape for name, part in self.parts.items()}
         if not is_trained:
             for parameter in hf_model.parameters():
                 parameter.requires_grad = False
                 parameter.data = parameter.data if is_float32 else parameter.data.to(dtype)
+        self._changing = self._names
+        self.adapters = Adapters(hf_model, lora) if lora else None
+        if self.adapters:
+            self._names = [*self._names, *self.adapters.names]
+            self._changing = train_adapters_only(hf_model, self.adapters, dtype=dtype)
+        elif is_trained:
+            master = getattr(torch, (MEMORY | model.memory)["master_dtype"])
+            for parameter in hf_model.parameters():
+                parameter.data = parameter.data.to(master)
         attention = pick_attention(
             kernels["attention"], device=world.device, dtype=dtype,
             has_softcap=getattr(hf_model.config, "attn_logit_softcapping", None) is not None,
         )
         self.is_padded = attention == "padded"
-        hf_model.set_attn_implementation(f"spmdrl_{attention}")
+        self.slicing, method = self._slicing(), ""
+        if self.slicing.group is not None:
+            heads = hf_model.config.num_attention_heads // world.mesh["tp"].size()
+            method = "_" + pick_method(kernels["context"], heads=heads, size=self.slicing.size)
+        hf_model.set_attn_implementation(f"spmdrl_{attention}{method}")
         reader = CheckpointReader(model_folder(path))
         if is_scalar and SCALAR_HEAD not in reader.names():
             shapes.pop(SCALAR_HEAD)
@@ -68,16 +88,26 @@ class ShardedModel:
         self._parallelize(hf_model, dtype=dtype)
         self.scorer.to_empty(device=world.device)
         self.scorer.eval()  # no dropout: current and old logprobs must come out alike
-        read_parameters(reader, self.named_shards())
+        read_tensors(reader, self.named_shards(), self.parts)
+        if self.adapters:
+            self.adapters.fill(self.state_dict(), seed=cfg.seed)
         compute_buffers(hf_model)
+
+    def _slicing(self) -> Slicing:
+        mesh, tp = self.world.mesh["cp"], self.world.mesh["tp"].size()
+        if mesh.size() == 1:
+            return Slicing(multiple=tp)
+        return Slicing(mesh.get_group(), rank=mesh.get_local_rank(), size=mesh.size(),
+                       multiple=tp)
 
     def _parallelize(self, hf_model: nn.Module, *, dtype: torch.dtype) -> None:
         cfg, mesh = self.cfg, self.world.mesh
-        kernels, memory = KERNELS | cfg.model.kernels, MEMORY | cfg.model.memory
+        kernels, options = KERNELS | cfg.model.kernels, MEMORY | cfg.model.memory
         self.whole: dict[str, str] = {}  # parameters that every tp rank holds whole
         tp_group = None
         if kernels["liger"] and self.world.device.type == "cuda":
-            parallelize.apply_liger(hf_model)
+            parallelize.apply_liger(
+                hf_model, has_rope=options["activation_checkpointing"] != "selective")
         if mesh["tp"].size() > 1:
             self.whole = tensor_parallel.apply_tp(hf_model, mesh["tp"])
             head = hf_model.get_output_embeddings()
@@ -85,49 +115,71 @@ class ShardedModel:
                 head = hf_model.get_input_embeddings()
             is_split = head is not None and hasattr(head.weight, "placements")
             tp_group = mesh["tp"].get_group() if is_split else None
-        if memory["activation_checkpointing"] == "full":
-            parallelize.apply_activation_checkpointing(hf_model)
-        hf_blocks = [getattr(parent, name) for parent, name in parallelize.blocks(hf_model)]
+        if self.world.experts is not None:
+            moe.apply_ep(hf_model, self.world.experts["ep"])
+        blocks = parallelize.blocks(hf_model)
+        memory.checkpoint(blocks, options["activation_checkpointing"])
         if kernels["compile"]:
-            parallelize.apply_compile(hf_blocks)
+            parallelize.apply_compile([getattr(*place) for place in blocks])
+        if memory.has(options["offload"], "activations"):
+            memory.keep_on_host(blocks)
         self.scorer = Valuer(hf_model) if hasattr(hf_model, "score") else Scorer(
             hf_model, chunk_tokens=head_chunk_tokens(cfg.model, hf_model), tp_group=tp_group,
             temperature=scoring_temperature(cfg),
         )
         self._prefix = f"{hf_model.base_model_prefix}."
-        parallelize.apply_fsdp(self.scorer, hf_blocks, mesh=mesh, dtype=dtype)
+        parallelize.apply_fsdp(
+            self.scorer, [getattr(*place) for place in blocks], mesh=self.world.sharding,
+            expert_mesh=self.world.experts, dtype=dtype)
 
     def named_shards(self) -> dict[str, Tensor]:
-        """Return {name in the safetensors files: live parameter}, tied weights once.
+        """Return {name: live tensor}: parameters, tied ones once, and persistent buffers.
 
-        DTensors over (dp_replicate,) dp_shard and tp; their storage stays the same for life.
+        Those of adapters are named as their layer's, with lora_A.weight or lora_B.weight.
+
+        Parameters are DTensors over (dp_replicate,) fsdp and tp, buffers plain tensors that
+        every rank has; their storage stays the same for life. The tensors of the safetensors
+        files are parts of them, see `parts`.
         """
         named = {}
-        for name, parameter in self.scorer.named_parameters():
+        for name, tensor in live_tensors(self.scorer).items():
             name = parallelize.plain_name(name)
             name = self._prefix + name[5:] if name.startswith("base.") else name
-            named[name] = parameter
+            named[name] = tensor
         return {name: named[name] for name in self._names}
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return what `named_shards` does, detached, sharing live storage."""
-        return {name: parameter.detach() for name, parameter in self.named_shards().items()}
+        """Return what of `named_shards` may change, detached, sharing live storage: all of it, or
+        with adapters what is trained."""
+        shards = self.named_shards()
+        return {name: shards[name].detach() for name in self._changing}
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Restore what `state_dict` returned, after it was loaded onto this layout."""
-        for name, parameter in self.named_shards().items():
+        for name, parameter in self.state_dict().items():
             own, source = local_part(parameter), local_part(state[name])
             if own.data_ptr() != source.data_ptr():
                 own.copy_(source)
 
-    def forward(self, work: Scoring) -> tuple[Tensor, Tensor]:
-        """Return logprobs and entropy of the scored tokens: each [N] float32, nats."""
-        return self.scorer(work)
+    def scoring(self, tokens: Tensor, lengths: Sequence[int], *, mask: Tensor,
+                position_ids: Tensor) -> Scoring:
+        """Return what this model needs to score the masked tokens of a packed row; see
+        objective.make_scoring."""
+        return make_scoring(tokens, lengths, mask=mask, position_ids=position_ids,
+                            device=self.world.device, padded=self.is_padded, slicing=self.slicing)
+
+    def forward(self, work: Scoring, head: Head | None = None) -> Any:
+        """Return logprobs and entropy of the scored tokens: each [N] float32, nats.
+
+        Args:
+            head: what to make of the states instead; see scorer.Head.
+        """
+        return work.join_scored(self.scorer(work, head))
 
     def values(self, work: Scoring) -> Tensor:
         """Return the value of the state after each token: [T] float32."""
-        return self.scorer(work)
+        return work.join_tokens(self.scorer(work))
 
     @torch.no_grad()
     def columns(self, works: Sequence[Scoring], *, squares: bool = False
@@ -141,9 +193,9 @@ class ShardedModel:
         """
         scored = []
         for work in works:
-            head = partial(with_square_probs, targets=work.targets,
+            head = partial(with_square_probs,
                            options=self.scorer.head_options) if squares else None
-            scored.append(tuple(spread(values, work) for values in self.scorer(work, head)))
+            scored.append(tuple(spread(values, work) for values in self.forward(work, head)))
         parallelize.reshard(self.scorer)
         return scored
 
@@ -158,12 +210,9 @@ class ShardedModel:
         for rows in packs(tokens, self.cfg.batch.tokens_per_microbatch):
             lengths = [len(row) for row in rows]
             positions = torch.cat([torch.arange(n) for n in lengths])
-            work = make_scoring(
-                torch.tensor([t for row in rows for t in row]), lengths, mask=positions > 0,
-                position_ids=positions, device=self.world.device, padded=self.is_padded,
-            )
-            head = partial(logprobs_and_entropy, targets=work.targets, options=options)
-            logprobs, _ = self.scorer(work, head)
+            work = self.scoring(torch.tensor([t for row in rows for t in row]), lengths,
+                                mask=positions > 0, position_ids=positions)
+            logprobs, _ = self.forward(work, partial(logprobs_and_entropy, options=options))
             scored += spread(logprobs, work).cpu().split(lengths)
         parallelize.reshard(self.scorer)
         return scored

@@ -2,15 +2,18 @@
 
 Each style shards a module's weight over the tp axis (a DTensor) and computes with the local
 part, so that the matmuls never go through DTensor dispatch. Activations between a column-wise
-and a row-wise module are local to a rank; everywhere else they are replicated, and so are the
+and a row-wise module are local to a rank. Everywhere else they are those of own tokens
+(sequence_parallel.py) or, for models where that is not possible, replicated, and so are the
 gradients that come back.
 """
 
 from __future__ import annotations
 
 import functools
+import logging
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -19,7 +22,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from spmdrl.policy import sequence_parallel
+from spmdrl.policy.lora import plus_adapter
+
+log = logging.getLogger(__name__)
 Forward = Callable[[Tensor], Tensor]
+Edge = Callable[[Tensor, dist.ProcessGroup], Tensor]
 
 
 class _Enter(torch.autograd.Function):
@@ -99,6 +107,18 @@ def _own_part(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return x.chunk(dist.get_world_size(group), dim=-1)[dist.get_rank(group)].contiguous()
 
 
+@dataclass(frozen=True)
+class Edges:
+    """How activations come into column-wise layers, and leave row-wise ones."""
+
+    enter: Edge
+    leave: Edge
+
+
+REPLICATED = Edges(enter=_Enter.apply, leave=_Leave.apply)
+OWN_TOKENS = Edges(enter=sequence_parallel.same, leave=sequence_parallel.leave)
+
+
 def tp_plan(hf_model: nn.Module) -> dict[str, str]:
     """Return {module name pattern: style} of a transformers model, without its output head.
 
@@ -125,26 +145,41 @@ def apply_tp(hf_model: nn.Module, mesh: DeviceMesh) -> dict[str, str]:
         hf_model: a transformers causal LM on the meta device, changed in place.
         mesh: one-dimensional, the tp axis.
     Returns: {parameter name: "partial" or "replicated"} of the parameters that stay whole on
-        every tp rank: the gradient of a partial one covers this rank's heads only.
+        every tp rank: the gradient of a partial one covers this rank's heads or tokens only.
     Raises: ValueError for a style that is not known here, or for heads, features or a
         vocabulary that do not divide.
     """
     plan, size = tp_plan(hf_model), mesh.size()
     _check_heads(hf_model, size)
     partial: set[str] = set()
+    style_of = functools.partial(_style_of, plan=plan)
+    reason = sequence_parallel.why_not(hf_model, style_of)
+    if reason and dist.get_rank() == 0:
+        log.info("layout.tp: %s: hidden states are whole on every tensor-parallel rank: %s",
+                 type(hf_model).__name__, reason)
+    edges = REPLICATED if reason else OWN_TOKENS
+    styles = {name: style_of(name) for name, _ in hf_model.named_modules()}
     for name, module in hf_model.named_modules():
-        style = next((s for pattern, s in plan.items() if _matches(name, pattern)), None)
+        style = styles[name]
         if style == "replicated_with_grad_allreduce":
-            partial |= {f"{name}.{p}" for p, _ in module.named_parameters(recurse=False)}
+            is_linear = isinstance(module, nn.Linear)  # its adapter's matrices are of this kind too
+            partial |= {f"{name}.{p}" for p, _ in module.named_parameters(recurse=is_linear)}
         elif style is not None:
-            _apply_style(module, style, name=name, mesh=mesh)
+            _apply_style(module, style, name=name, mesh=mesh, edges=edges)
+            partial |= _shard_adapter(module, style, name=name, mesh=mesh)
     head, embedding = hf_model.get_output_embeddings(), hf_model.get_input_embeddings()
     if head is not None and not (head.weight is embedding.weight or _is_tied(hf_model)):
         _shard(head, "weight", dim=0, name="lm_head", mesh=mesh)
+    if not reason:
+        partial |= sequence_parallel.shard_tokens(hf_model, styles, mesh.get_group())
     return {
         name: "partial" if name in partial else "replicated"
         for name, p in hf_model.named_parameters() if not hasattr(p, "placements")
     }
+
+
+def _style_of(name: str, *, plan: Mapping[str, str]) -> str | None:
+    return next((s for pattern, s in plan.items() if _matches(name, pattern)), None)
 
 
 def _is_tied(hf_model: nn.Module) -> bool:
@@ -159,7 +194,9 @@ def _check_heads(hf_model: nn.Module, size: int) -> None:
             raise ValueError(f"layout.tp: {size} does not divide the model's {field} {count}")
 
 
-def _apply_style(module: nn.Module, style: str, *, name: str, mesh: DeviceMesh) -> None:
+def _apply_style(
+    module: nn.Module, style: str, *, name: str, mesh: DeviceMesh, edges: Edges
+) -> None:
     kinds = {"colwise": nn.Linear, "colwise_gather_output": nn.Linear, "rowwise": nn.Linear,
              "rowwise_split_input": nn.Linear, "embedding_rowwise": nn.Embedding}
     if style not in kinds or not isinstance(module, kinds[style]):
@@ -175,12 +212,15 @@ def _apply_style(module: nn.Module, style: str, *, name: str, mesh: DeviceMesh) 
     group = mesh.get_group()
     if style.startswith("colwise"):
         gathers = style == "colwise_gather_output"
-        module.forward = functools.partial(_colwise, module, group=group, gathers=gathers)
+        module.forward = functools.partial(
+            _colwise, module, group=group, gathers=gathers, enter=edges.enter)
     elif style.startswith("rowwise"):
         splits = style == "rowwise_split_input"
-        module.forward = functools.partial(_rowwise, module, group=group, splits=splits)
+        module.forward = functools.partial(
+            _rowwise, module, group=group, splits=splits, leave=edges.leave)
     else:
-        module.forward = functools.partial(_vocab_parallel, module, module.forward, group=group)
+        module.forward = functools.partial(
+            _vocab_parallel, module, module.forward, group=group, leave=edges.leave)
 
 
 def _shard(module: nn.Module, key: str, *, dim: int, name: str, mesh: DeviceMesh) -> None:
@@ -192,20 +232,41 @@ def _shard(module: nn.Module, key: str, *, dim: int, name: str, mesh: DeviceMesh
     setattr(module, key, nn.Parameter(sharded, requires_grad=whole.requires_grad))
 
 
-def _colwise(module: nn.Linear, x: Tensor, *, group: dist.ProcessGroup, gathers: bool) -> Tensor:
+def _shard_adapter(module: nn.Module, style: str, *, name: str, mesh: DeviceMesh) -> set[str]:
+    """Shard a layer's adapter as the layer is: B of a column-wise one, A of a row-wise one.
+
+    Returns: the name of the other matrix, which stays whole, if there is an adapter. Every rank
+        has a share of its gradient: of its own output features, or of its own input features.
+    """
+    if not hasattr(module, "lora_A"):
+        return set()
+    dim, split, whole = (1, "lora_A", "lora_B") if style.startswith("rowwise") else (
+        0, "lora_B", "lora_A")
+    _shard(getattr(module, split), "weight", dim=dim, name=f"{name}.{split}", mesh=mesh)
+    return {f"{name}.{whole}.weight"}
+
+
+def _colwise(
+    module: nn.Linear, x: Tensor, *, group: dist.ProcessGroup, gathers: bool, enter: Edge
+) -> Tensor:
     bias = None if module.bias is None else module.bias.to_local()
-    out = F.linear(_Enter.apply(x, group), module.weight.to_local(), bias)
+    x = enter(x, group)
+    out = plus_adapter(module, F.linear(x, module.weight.to_local(), bias), x=x)
     return _Gather.apply(out, group) if gathers else out
 
 
-def _rowwise(module: nn.Linear, x: Tensor, *, group: dist.ProcessGroup, splits: bool) -> Tensor:
+def _rowwise(
+    module: nn.Linear, x: Tensor, *, group: dist.ProcessGroup, splits: bool, leave: Edge
+) -> Tensor:
     x = _Split.apply(x, group) if splits else x
-    out = _Leave.apply(F.linear(x, module.weight.to_local()), group)
+    out = plus_adapter(module, F.linear(x, module.weight.to_local()), x=x)
+    out = leave(out, group)
     return out if module.bias is None else out + module.bias
 
 
 def _vocab_parallel(
-    module: nn.Embedding, forward: Forward, ids: Tensor, *, group: dist.ProcessGroup
+    module: nn.Embedding, forward: Forward, ids: Tensor, *, group: dist.ProcessGroup,
+    leave: Edge,
 ) -> Tensor:
     """Look up this rank's rows and add the ranks up; what the model does besides the lookup
     (Gemma scales it) is linear, so it commutes with the sum."""
@@ -221,7 +282,7 @@ def _vocab_parallel(
         out = forward((ids - first).clamp(0, local.shape[0] - 1))
     finally:
         module._parameters["weight"], module.padding_idx = whole, padding
-    return _Leave.apply(out * is_own[..., None], group)
+    return leave(out * is_own[..., None], group)
 
 
 def sum_replicated_gradients(

@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from spmdrl.config import Config, Optimizer
+from spmdrl.config.options import MEMORY
 from spmdrl.policy import tensor_parallel
+from spmdrl.policy.memory import check_offload, has
 from spmdrl.policy.objective import Job, Stats
 from spmdrl.policy.optimizer import AdamW, copies, learning_rate, square_sum
+from spmdrl.policy.router import Routers
 from spmdrl.policy.sharded import ShardedModel
 from spmdrl.policy.update import Outcome, Totals, clip_gradients, dump_skipped, exchange_totals
 from spmdrl.types import Sums
@@ -28,22 +32,28 @@ class Trainee:
         cfg, world: the config and this rank's view of the job.
         options: of the optimizer.
         name: first part of the metrics' names: `policy`, `value` or `prm`.
+    Raises: ValueError when model.memory.offload asks for what this device cannot do.
     """
 
     def __init__(self, model: ShardedModel, *, cfg: Config, world: World, options: Optimizer,
                  name: str = "policy"):
         self.model, self.cfg, self.world, self.options = model, cfg, world, options
         self.name = name
-        shards = model.named_shards()
+        shards = {name: p for name, p in model.named_shards().items() if p.requires_grad}
         embedding = model.hf_model.get_input_embeddings().weight
+        kept = MEMORY | cfg.model.memory
+        check_offload(kept["offload"], world.device)
         self.optimizer = AdamW(
             shards, options=options,
             no_decay={name for name, p in shards.items() if p is embedding},
+            dtype=getattr(torch, kept["optimizer_dtype"]), key=f"{cfg.seed}/{name}",
+            is_on_host=has(kept["offload"], "optimizer"),
         )
+        self.routers = Routers(model.hf_model, options=cfg.model.moe, world=world, name=name)
         trainers = len(world.trainer_ranks)
         self._copies = {name: copies(p, num_trainers=trainers) for name, p in shards.items()}
-        # tp ranks of one dp index see the same batch: the first speaks for all of them.
-        self._counts = world.mesh.get_local_rank("tp") == 0
+        # FSDP2 averages gradients over these ranks; the loss is a sum.
+        self._averaged = world.mesh.size() // world.mesh["tp"].size()
 
     def take_step(self, jobs: Sequence[Job], loss_of: LossOf, *, step: int, number: int) -> Sums:
         """Run all micro-batches of one update and move the parameters.
@@ -58,18 +68,19 @@ class Trainee:
         Returns: sums over all trainer ranks, equal on each of them.
         """
         totals = Totals()
+        self.routers.prepare(jobs, loss_of)
         for index, job in enumerate(jobs):
             self.model.scorer.set_requires_all_reduce(index == len(jobs) - 1)
-            loss, stats = loss_of(job)
-            # FSDP2 averages gradients over the dp ranks; the loss is a sum.
-            (loss * self.world.dp_size).backward()
+            with self.routers.watching(job):
+                loss, stats = loss_of(job)
+            ((loss + self.routers.take()) * self._averaged).backward()
             totals.add(job, loss, stats)
         gradients = self.optimizer.gradients()
         if self.model.whole:
             tensor_parallel.sum_replicated_gradients(
                 gradients, self.model.whole, group=self.world.mesh["tp"].get_group())
         outcome = exchange_totals(
-            totals, square_sum(gradients, self._copies), counts=self._counts,
+            totals, square_sum(gradients, self._copies), counts=self.world.speaks_for_dp,
             group=self.world.trainer_control,
         )
         lr = learning_rate(self.options, step, steps=self.cfg.steps)
@@ -82,12 +93,13 @@ class Trainee:
             dump_skipped(jobs, outcome, folder=Path(self.cfg.output_dir) / folder, step=step,
                          update=number, rank=self.world.rank)
         self.optimizer.zero_grad()
-        return self._sums(outcome, lr=lr, is_first=number == 0)
+        routed = self.routers.finish(is_taken=outcome.is_finite)
+        return self._sums(outcome, lr=lr, is_first=number == 0) | routed
 
     def state_dict(self) -> dict[str, object]:
         """Return model and optimizer state as nested dicts of DTensors that share live storage.
 
-        Names are those of the safetensors files. Loading into the tensors in place restores
+        Names are the model's own for its parameters. Loading into the tensors in place restores
         them up to the optimizer's update count, which `load_state_dict` sets.
         """
         return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}

@@ -41,7 +41,7 @@ class Totals:
 
         Args:
             norm_share: [] float64, this rank's share of the squared gradient norm.
-            counts: False on tp ranks whose batch another rank reports.
+            counts: False on ranks whose batch another one reports (World.speaks_for_dp).
         """
         # One stack and one copy to the host per optimizer step.
         pairs = [torch.stack(self.stats[name]).sum(0).flatten() for name in sorted(self.stats)]

@@ -67,8 +67,37 @@ GLOSSARY: dict[str, Metric] = {
                                  "others took the place of, since the last step (dynamic)"),
     "rollout/carried_groups": _M("groups", "total", "-", "groups under way or complete that stay "
                                  "for later steps"),
-    "time/engine_idle": _M("s", "mean", "replicas", "part of time/generate in which the engine "
-                           "had nothing to do, since rewards or environments were outstanding"),
+    "rollout/overlong_openings": _M("samples", "total", "-", "samples left out: the environment "
+                                    "opened with more than data.max_prompt_tokens; absent for "
+                                    "none"),
+    "time/engine_idle": _M("s", "mean", "replicas", "idle time of an engine from one step's share "
+                           "to the next, evaluation and checkpoints left out: its seconds, each "
+                           "counted by the share of places that are empty (places: what a share "
+                           "can fill, at most engine.max_num_seqs); the sum of the rows below"),
+    "time/engine_idle_tail": _M("s", "mean", "replicas", "of it: the last sequences are long"),
+    "time/engine_idle_reward": _M("s", "mean", "replicas",
+                                  "of it: nothing is left to do but to score"),
+    "time/engine_idle_environment": _M("s", "mean", "replicas",
+                                       "of it: an environment is to answer"),
+    "time/engine_idle_replicas": _M("s", "mean", "replicas", "of it: another replica has what is "
+                                    "missing"),
+    "time/engine_idle_exchange": _M("s", "mean", "replicas", "of it: rollouts go to the trainers"),
+    "time/engine_idle_update": _M("s", "mean", "replicas", "of it: the trainers are at work, or, "
+                                  "with lag above 0, another replica"),
+    "time/engine_idle_push": _M("s", "mean", "replicas", "of it: weights come in"),
+    "time/await_rollouts_sampling": _M(
+        "s", "time/await_rollouts * (1 - the shares below)", "steps", "the trainers' wait for "
+        "rollouts (split placement) while engines sampled; with the three rows below it adds up"),
+    "time/await_rollouts_tail": _M(
+        "s", "time/await_rollouts * engine_idle_tail / time/generate", "steps",
+        "the same, while engines were empty since the last sequences are long; wait and idle "
+        "time are taken to overlap in proportion"),
+    "time/await_rollouts_reward": _M(
+        "s", "time/await_rollouts * engine_idle_reward / time/generate", "steps",
+        "the same, while nothing was left to do but to score"),
+    "time/await_rollouts_environment": _M(
+        "s", "time/await_rollouts * engine_idle_environment / time/generate", "steps",
+        "the same, while environments were to answer"),
     "rollout/logprob": _M("nats", "mean", "sampled tokens",
                           "engine's log-probability of a sampled token"),
     # ---- the update
@@ -100,6 +129,17 @@ GLOSSARY: dict[str, Metric] = {
     "policy/kl_cov_frac": _M(_SHARE, "mean", "loss tokens",
                              "tokens that kl_cov holds back by a KL"),
     "policy/sequence_weight": _M("1", "mean", "loss tokens", "vespo's weight of a sequence"),
+    "<model>/router_max_load": _M(
+        "1", "largest load of an expert / mean load", "layers with experts * updates",
+        "how far the experts of a layer are from equal shares of (token, choice) pairs; 1 is "
+        "balanced. No token is dropped"),
+    "<model>/router_idle_experts_frac": _M(_SHARE, "mean", "experts of all layers * updates",
+                                          "experts that no token of the update chose"),
+    "<model>/router_entropy": _M("nats", "mean", "tokens * layers with experts",
+                                "entropy of the router's distribution over experts"),
+    "<model>/router_balance_loss": _M(
+        "1", "experts * sum of load shares * mean probabilities", "tokens * layers with experts",
+        "Switch's balancing loss of a layer, before model.moe.coef; 1 is balanced"),
     "policy/entropy_coef": _M("1", "mean", "steps", "weight of the entropy bonus in this step, "
                               "moved toward entropy_options.target"),
     "policy/kl_coef": _M("1", "mean", "steps", "weight of the KL in this step, moved toward "
@@ -222,6 +262,15 @@ GLOSSARY: dict[str, Metric] = {
     "perf/batch_tokens": _M("tokens", "total", "-", "prompt and sampled tokens in the batch"),
     "perf/trained_tokens": _M("tokens", "total", "-",
                               "tokens through forward and backward, prompts included"),
+    "perf/trainer_flops": _M("operations", "total", "-",
+                             "floating point operations of the policy's matmuls on real tokens, "
+                             "forward and backward; see spmdrl/flops.py"),
+    "perf/trainer_tflops_per_s": _M("TFLOP/s", "perf/trainer_flops / 1e12 / trainer ranks / "
+                                    "seconds", "seconds of time/update", "arithmetic of one "
+                                    "trainer rank, recomputation not counted"),
+    "perf/mfu": _M(_SHARE, "perf/trainer_tflops_per_s / peak of the device in bfloat16",
+                   "seconds of time/update", "model FLOPs utilisation in the update; absent where "
+                   "the peak is not known, as on the CPU"),
     "perf/tokens_per_s": _M("tokens/s", "generated (sft: trained) tokens / "
                             "(step - evaluate - checkpoint)", "-", "throughput of the whole job"),
     "perf/other_frac": _M(_SHARE, "1 - (generate + update + push) / "
@@ -235,6 +284,12 @@ GLOSSARY: dict[str, Metric] = {
     "data/groups_of_one": _M("groups", "total", "-", "groups left with one valid sample, whose "
                              "advantage is 0 under group baselines"),
     "data/epoch": _M("epochs", "mean", "steps", "passes over the training rows so far"),
+    "data/passed_over_prompts": _M("prompts", "total", "-", "prompts whose turn came and that were "
+                                   "passed over for this step, since they were always or never "
+                                   "solved (curriculum)"),
+    "data/settled_prompts_frac": _M(_SHARE, "mean", "rows that were sampled before", "rows that "
+                                    "were always or never solved when the step was planned "
+                                    "(curriculum)"),
     "data/dropped_prompts": _M("rows", "total", "-", "rows left out as longer than "
                                "data.max_prompt_tokens"),
     "eval/reward": _M("task units", "mean of the means over a problem's samples (avg@n)",
@@ -264,6 +319,8 @@ GLOSSARY: dict[str, Metric] = {
     "eval/<source>/pass_at_n": _M(_SHARE, "as eval/pass_at_<k>, k = evaluate.samples",
                                   "problems of one data_source", "where held-out rows are of "
                                   "several"),
+    "eval/<source>/maj_at_n": _M(_SHARE, "as eval/maj_at_<n>", "problems of one data_source",
+                                 "where held-out rows are of several"),
 }
 
 ALIASES: dict[str, dict[str, str]] = {

@@ -14,8 +14,9 @@ import torch
 
 from spmdrl.algorithms.mismatch import correction_advice
 from spmdrl.comm import Ending
-from spmdrl.config import Config, flatten
+from spmdrl.config import Config, flatten, trainer_ranks
 from spmdrl.config.options import CONSOLE, MLFLOW
+from spmdrl.flops import device_peak_flops, utilisation
 from spmdrl.report import console as text
 from spmdrl.report.console import Console
 from spmdrl.report.curves import draw
@@ -24,6 +25,8 @@ from spmdrl.report.glossary import clean_name, values_of, with_aliases
 from spmdrl.report.jsonl import JsonLines, read_rows
 from spmdrl.report.logs import RankLog, agree_attempt_folder
 from spmdrl.report.tracker import MlflowTracker, Status
+from spmdrl.rollout.outcomes import evaluation_file
+from spmdrl.rollout.idle import trainer_wait
 from spmdrl.types import Sums, add_sums
 from spmdrl.world import World
 
@@ -51,6 +54,7 @@ class Report:
     def __init__(self, cfg: Config, world: World):
         self.cfg, self.rank = cfg, world.rank
         self._watch = world.watch
+        self._peak_flops = device_peak_flops(world.device, dtype=cfg.model.compute_dtype)
         self.folder = Path(cfg.output_dir)
         self.attempt_folder = agree_attempt_folder(world)
         self.console = Console()
@@ -222,8 +226,12 @@ class Report:
             "perf/other_frac": (max(0.0, inside - work), max(0.0, inside)),
             "mem/rss_gib": (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, 1),
         }
+        if "time/engine_idle" in sums and layout.placement == "split":
+            own |= trainer_wait(of("time/await_rollouts"), generate, sums)
         if tokens:
             own["perf/tokens_per_s"] = (tokens, max(0.0, inside))
+        own |= utilisation(of("perf/trainer_flops"), update, ranks=len(trainer_ranks(self.cfg)),
+                           peak_flops=self._peak_flops)
         if torch.cuda.is_initialized():
             own["mem/cuda_gib"] = (torch.cuda.max_memory_allocated() / 2**30, 1)
         return own
@@ -281,6 +289,11 @@ class Report:
             return {}
         values = values_of({clean_name(name): pair for name, pair in sums.items()})
         self._write(step, values)
+        if self._tracker:
+            file = evaluation_file(self.folder, step)
+            for path in (file, file.with_suffix(".txt")):
+                if path.exists():
+                    self._tracker.artifact(path)
         shown = ", ".join(f"{name.removeprefix('eval/')} {text.number(v, width=6).strip()}"
                           for name, v in values.items())
         self.console.line(f"evaluation after {step} steps: {shown}")

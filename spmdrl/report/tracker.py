@@ -277,6 +277,24 @@ class MlflowTracker:
         self._client.set_terminated(self.run_id, _MLFLOW_STATUS[self._status])
 
 
+def log_files(folder: Path | None, files: list[Path]) -> str:
+    """Add files to the MLflow run that an output_dir remembers.
+
+    Returns: the tracking URI; empty where there is no such run.
+    Raises: whatever MLflow's client raises when it cannot take them.
+    """
+    if folder is None or not (folder / _RUN_FILE).is_file():
+        return ""
+    remembered = json.loads((folder / _RUN_FILE).read_text())
+    _import_mlflow()
+    from mlflow.tracking import MlflowClient
+
+    client = MlflowClient(remembered["uri"])
+    for path in files:
+        client.log_artifact(remembered["run_id"], str(path))
+    return remembered["uri"]
+
+
 def _clean(name: str) -> str:
     return re.sub(r"[^\w./ :-]", "_", name, flags=re.ASCII)[:250]
 

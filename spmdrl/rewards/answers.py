@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 # A sign after a digit or a name is a minus: 10-5.
 _DIGITS = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)"
@@ -35,6 +36,9 @@ class Number:
             mine.append(self.value * 100)
         limit = tolerance * max(1.0, abs(other.value))
         return any(abs(value - other.value) <= limit for value in mine)
+
+    def __str__(self) -> str:
+        return f"{self.value:.12g}{'%' * self.is_percent}"
 
 
 def last_number(text: str) -> Number | None:
@@ -92,6 +96,19 @@ def fenced_code(text: str) -> str | None:
 
 _FINDERS: dict[str, Callable[[str], str | None]] = {
     "all": str.strip, "boxed": boxed, "hashes": after_hashes, "tag": in_tag}
+
+
+NO_ANSWER = "[INVALID]"
+"""Reported for a response without an answer, as by verl: it takes part in a vote and is wrong."""
+
+
+def reported(score: float, *, pred: str | None) -> dict[str, Any]:
+    """Return verl's form of a reward: the score, and the answer that it is of as `pred`.
+
+    Args:
+        pred: written so that equal answers are equal texts; None or empty where none was found.
+    """
+    return {"score": score, "pred": pred or NO_ANSWER}
 
 
 def find_answer(text: str, *, where: str) -> str | None:

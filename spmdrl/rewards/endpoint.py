@@ -1,23 +1,25 @@
 """Ask a model behind an HTTP endpoint for JSON: deadline, retries, rate limit, cache.
 
-Standard library only. One Endpoint belongs to one reward worker, which asks for one sample at a
-time: throughput is rewards.workers divided by the endpoint's latency, and a rate limit of N
-requests/s lets N times workers times engine replicas through.
+Standard library only. One Endpoint belongs to one reward worker, whose threads may ask at once:
+throughput is rewards.workers times those threads divided by the endpoint's latency, and a rate
+limit of N requests/s lets N times workers times engine replicas through.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import http.client
 import json
 import os
 import random
 import sqlite3
+import threading
 import time
 import urllib.error
 import urllib.request
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -71,7 +73,8 @@ class Endpoint:
         self._timeout_s, self._total_s = timeout_s, total_s
         self._retries, self._backoff_s = retries, backoff_s
         self._interval_s = 1 / requests_per_s if requests_per_s else 0.0
-        self._next = 0.0
+        self._next, self._turns = 0.0, threading.Lock()
+        self._asking, self._asking_lock = {}, threading.Lock()  # what threads ask for, by key
         self._cache = _Cache(cache)
         self._opener = urllib.request.build_opener(_NoRedirects)
 
@@ -89,10 +92,37 @@ class Endpoint:
         """
         data = json.dumps(body, sort_keys=True).encode()
         key = hashlib.sha256(self.url.encode() + b"\n" + data).hexdigest()
-        if (kept := self._cache.get(key)) is not None:
-            return read(json.loads(kept))
-        headers = self._headers()
-        end, failure = time.monotonic() + self._total_s, "no time for a request"
+        end = time.monotonic() + self._total_s
+        with self._alone_with(key, end=end):  # equal requests are asked once
+            if (kept := self._cache.get(key)) is not None:
+                return read(json.loads(kept))
+            return self._asked(data, key, read=read, end=end)
+
+    @contextlib.contextmanager
+    def _alone_with(self, key: str, *, end: float) -> Iterator[None]:
+        """Keep other threads from asking the same, where an answer would be kept for them."""
+        if not self._cache.is_kept:
+            yield
+            return
+        with self._asking_lock:
+            lock, count = self._asking.get(key, (threading.Lock(), 0))
+            self._asking[key] = lock, count + 1
+        try:
+            if not lock.acquire(timeout=max(0.0, end - time.monotonic())):
+                raise EndpointError(f"{self.url}: an equal request got no usable reply within "
+                                    f"{self._total_s:g} s")
+            try:
+                yield
+            finally:
+                lock.release()
+        finally:
+            with self._asking_lock:
+                lock, count = self._asking.pop(key)
+                if count > 1:
+                    self._asking[key] = lock, count - 1
+
+    def _asked(self, data: bytes, key: str, *, read: Callable[[Any], T], end: float) -> T:
+        headers, failure = self._headers(), "no time for a request"
         for attempt in range(self._retries + 1):
             if not self._wait_for_turn(end):
                 break
@@ -119,11 +149,12 @@ class Endpoint:
                             f"{failure[:500]}")
 
     def _wait_for_turn(self, end: float) -> bool:
-        now = time.monotonic()
-        turn = max(now, self._next)
-        if turn >= end:
-            return False
-        self._next = turn + self._interval_s
+        with self._turns:
+            now = time.monotonic()
+            turn = max(now, self._next)
+            if turn >= end:
+                return False
+            self._next = turn + self._interval_s
         time.sleep(turn - now)
         return True
 
@@ -167,32 +198,42 @@ def _described(error: urllib.error.HTTPError) -> str:
 
 
 class _Cache:
-    """Replies by key: nowhere, in memory, or in a file."""
+    """Replies by key: nowhere, in memory, or in a file. For several threads."""
 
     def __init__(self, place: str):
         self._place = place
         self._kept: OrderedDict[str, str] = OrderedDict()
         self._file: sqlite3.Connection | None = None
+        self._lock = threading.Lock()
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether replies are kept at all."""
+        return bool(self._place)
 
     def get(self, key: str) -> str | None:
         if self._place in ("", "memory"):
             return self._kept.get(key)
-        row = self._open().execute("SELECT reply FROM replies WHERE key = ?", (key,)).fetchone()
+        with self._lock:
+            found = self._open().execute("SELECT reply FROM replies WHERE key = ?", (key,))
+            row = found.fetchone()
         return row[0] if row else None
 
     def put(self, key: str, reply: str) -> None:
         """Keep a reply under its request's key; where there is no cache, do nothing."""
-        if self._place == "memory":
-            self._kept[key] = reply
-            if len(self._kept) > _MAX_REMEMBERED:
-                self._kept.popitem(last=False)
-        elif self._place:
-            with self._open() as file:
-                file.execute("INSERT OR REPLACE INTO replies VALUES (?, ?)", (key, reply))
+        with self._lock:
+            if self._place == "memory":
+                self._kept[key] = reply
+                if len(self._kept) > _MAX_REMEMBERED:
+                    self._kept.popitem(last=False)
+            elif self._place:
+                with self._open() as file:
+                    file.execute("INSERT OR REPLACE INTO replies VALUES (?, ?)", (key, reply))
 
     def _open(self) -> sqlite3.Connection:
         if self._file is None:  # here, so that each process has its own
-            self._file = sqlite3.connect(self._place, timeout=5.0)
+            self._file = sqlite3.connect(
+                self._place, timeout=5.0, check_same_thread=False)
             with self._file as file:
                 file.execute("CREATE TABLE IF NOT EXISTS replies "
                              "(key TEXT PRIMARY KEY, reply TEXT)")

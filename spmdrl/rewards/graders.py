@@ -8,6 +8,8 @@
     matches       1 if the whole response matches a regular expression
     length        1 within a range of tokens, less outside
 
+The first three report the answer that they read as `pred`, beside the `score`: evaluations take
+votes among these (maj@n). A response without an answer reports `[INVALID]`, which is wrong.
 The reference answer comes from the row's `reward_model.ground_truth`, `ground_truth` or `answer`.
 Keyword-only parameters are options. To set them, bind them in a file of your own:
 
@@ -22,11 +24,14 @@ Keyword-only parameters are options. To set them, bind them in a file of your ow
 from __future__ import annotations
 
 import functools
+import json
 import logging
 import re
 from typing import Any
 
-from spmdrl.rewards.answers import boxed, find_answer, last_number, reference_answer
+from spmdrl.rewards.answers import (
+    boxed, find_answer, last_number, reference_answer, reported,
+)
 from spmdrl.rewards.forked import run_forked
 from spmdrl.rewards.programs import code
 
@@ -34,13 +39,14 @@ __all__ = ["code", "exact", "length", "matches", "math", "numeric", "think_forma
 
 _THINK = r"\s*<think>(?:(?!</?think>).)*</think>\s*(?!\s)(?:(?!</?think>).)+"
 
+_MAX_PRED_CHARS = 500
 _PLAIN = re.compile(r"-?(?:\\[dt]?frac)?[\d{},./ -]{1,40}")  # no power, no factorial
 
 
 def exact(
     data_source: str | None, solution_str: str, ground_truth: Any, extra_info: dict | None = None,
     *, where: str = "all", ignore_case: bool = False,
-) -> float:
+) -> dict[str, Any]:
     """Reward an answer that equals the reference, apart from space around it.
 
     Args:
@@ -51,17 +57,15 @@ def exact(
     """
     given = find_answer(solution_str, where=where)
     right = str(ground_truth).strip() if where == "all" else reference_answer(ground_truth)
-    if given is None:
-        return 0.0
-    if ignore_case:
+    if given is not None and ignore_case:
         given, right = given.casefold(), right.casefold()
-    return float(given == right)
+    return reported(float(given == right), pred=given)
 
 
 def numeric(
     data_source: str | None, solution_str: str, ground_truth: Any, extra_info: dict | None = None,
     *, where: str = "all", tolerance: float = 1e-6,
-) -> float:
+) -> dict[str, Any]:
     """Reward an answer whose last number equals the reference's last number.
 
     Read are thousands separators (1,234), exponents, fractions (3/4, \\frac{3}{4}) and percent;
@@ -78,13 +82,15 @@ def numeric(
         raise ValueError(f"the reference answer {ground_truth!r:.80} holds no number")
     answer = find_answer(solution_str, where=where)
     given = None if answer is None else last_number(answer)
-    return float(given is not None and given.equals(right, tolerance=tolerance))
+    if given is None:
+        return reported(0.0, pred=None)
+    return reported(float(given.equals(right, tolerance=tolerance)), pred=str(given))
 
 
 def math(
     data_source: str | None, solution_str: str, ground_truth: Any, extra_info: dict | None = None,
     *, where: str = "all", timeout_s: float = 5.0,
-) -> float:
+) -> dict[str, Any]:
     """Reward an answer that is mathematically equal to the reference, by math-verify.
 
     Both may hold LaTeX (`\\boxed{...}` comes first) or plain expressions. A response that takes
@@ -98,12 +104,15 @@ def math(
     right = _read_reference(str(ground_truth))
     given = find_answer(solution_str, where=where)
     if given is None:
-        return 0.0
+        return reported(0.0, pred=None)
     if where != "all":
         given = f"\\boxed{{{given}}}"
     if given.count("\\boxed") == 1 and _PLAIN.fullmatch(boxed(given) or ""):
-        return float(_is_equal(right, f"\\boxed{{{boxed(given)}}}"))  # 2 ms; forked 10
-    return float(run_forked(lambda: _is_equal(right, given), timeout_s=timeout_s) is True)
+        is_right, pred = _judged(right, f"\\boxed{{{boxed(given)}}}")  # 2 ms; forked 10
+        return reported(float(is_right), pred=pred)
+    text = run_forked(lambda: json.dumps(_judged(right, given)), timeout_s=timeout_s)
+    is_right, pred = (False, None) if text is None else json.loads(text)
+    return reported(float(is_right), pred=pred)
 
 
 @functools.lru_cache(maxsize=1024)  # the samples of a group have one
@@ -117,11 +126,14 @@ def _read_reference(text: str) -> tuple:
     return tuple(right)
 
 
-def _is_equal(right: tuple, given: str) -> bool:
+def _judged(right: tuple, given: str) -> tuple[bool, str]:
+    """Return whether a response is right, and its answer: empty where it has none."""
     verifier = _math_verify()
     # Its own timeouts use SIGALRM, which does not end a long power.
-    return verifier.verify(
-        list(right), verifier.parse(given, parsing_timeout=None), timeout_seconds=None)
+    read = verifier.parse(given, parsing_timeout=None)
+    is_right = verifier.verify(list(right), read, timeout_seconds=None)
+    # As sympy writes it: 1/2 for every way to write it as a fraction.
+    return is_right, str(read[0])[:_MAX_PRED_CHARS] if read else ""
 
 
 def _math_verify() -> Any:
@@ -137,7 +149,7 @@ def _prepare_math(**_: Any) -> None:
     # The first use imports sympy and its grammars: seconds that are not the sample's.
     # math-verify warns that its timeouts are off, once per process.
     logging.getLogger("math_verify").setLevel(logging.ERROR)
-    _is_equal(_read_reference("0.5"), "$\\frac{1}{2}$")
+    _judged(_read_reference("0.5"), "$\\frac{1}{2}$")
 
 
 math.prepare = _prepare_math

@@ -1,20 +1,28 @@
 """A queue of jobs over worker processes: whatever a job does, it ends, and alone.
 
 Every job ends in exactly one Done. One that raises, exits, crashes, hangs or returns nonsense
-costs itself and nothing else: its worker is replaced, and the jobs behind it go to another.
+costs itself and nothing else: its worker is replaced, and the jobs behind it go to another. Not at
+its deadline only: a worker whose job takes much longer than they do is stuck, gives back what is
+behind it, and another stands in for it until it is done or killed.
 """
 
 from __future__ import annotations
 
+import math
 import select
 import time
 from collections import deque
 from collections.abc import Hashable
 from typing import Any
 
+from spmdrl.rewards.messages import Done, Failure, Setup, pack_message
 from spmdrl.rewards.process import Job, WorkerProcess
-from spmdrl.rewards.worker import Done, Failure, Setup, pack_message
 
+_STUCK_TIMES, _STUCK_S = 4.0, 0.05
+"""A job is stuck that runs longer than this many times the mean, and this long."""
+_SPARE_SHARE = 0.5
+"""Workers beside those at work, started before they are needed, once one was replaced."""
+_SILENT_S = 1.0  # a worker that keeps its deadlines itself says so earlier
 _START_TIMEOUT_S = 300.0  # importing a user's module; may bring a large package from a slow disk
 
 
@@ -34,6 +42,8 @@ class JobQueue:
         self._waiting: deque[Job] = deque()
         self._done: list[tuple[Job, Done]] = []
         self._submitted = 0
+        self._mean_s: dict[type, float] = {}  # by kind of job
+        self._num_spares = 0
         self._is_closed = False
         self.facts: dict[str, Any] = {}
         """What the workers said of what they loaded; empty before `start`."""
@@ -90,7 +100,9 @@ class JobQueue:
             poller.register(worker.process.stdout, select.POLLIN)
             if worker.has_unsent:
                 poller.register(worker.process.stdin, select.POLLOUT)
-        left = [self._timeout_s - w.running_s() for w in self._workers if w.jobs]
+        left = [self._limit_s(w) - w.running_s() for w in self._workers if w.jobs]
+        left += [self._stuck_s(w) - w.running_s() for w in self._workers
+                 if w.jobs and not self._is_stuck(w)]
         poller.poll(1000 * max(0.001, min([0.5, *left])))
 
     def close(self) -> None:
@@ -107,19 +119,38 @@ class JobQueue:
         assert not self._is_closed, "the pool is closed"
         for worker in list(self._workers):
             self._collect(worker)
-        if self._waiting:
-            self._replenish(min(self._num_workers, len(self)))
+        if len(self):
+            self._replenish(min(self._num_workers, len(self)) + self._num_spares)
         self._hand_out()
 
     def _replenish(self, count: int) -> None:
+        """Have `count` workers beside those that are stuck, for which as many again stand in."""
+        count += min(sum(map(self._is_stuck, self._workers)), self._num_workers)
         while len(self._workers) < count:
             self._workers.append(WorkerProcess(self._setup))
+
+    def _limit_s(self, worker: WorkerProcess) -> float:
+        """Return how long a job may run before its worker is killed, seconds."""
+        return self._timeout_s + (_SILENT_S if worker.concurrency > 1 else 0.0)
+
+    def _stuck_s(self, worker: WorkerProcess) -> float:
+        """Return how long the job at the head may run before the worker is stuck, seconds."""
+        if worker.concurrency > 1 or not worker.jobs:
+            return float("inf")
+        mean = self._mean_s.get(next(iter(worker.jobs.values())).kind, self._timeout_s / 8)
+        return max(_STUCK_S, _STUCK_TIMES * mean)
+
+    def _is_stuck(self, worker: WorkerProcess) -> bool:
+        return worker.running_s() > self._stuck_s(worker)
 
     def _collect(self, worker: WorkerProcess) -> None:
         worker.flush()
         self._take(worker)
         self._check_start(worker)
-        if worker.running_s() > self._timeout_s:
+        if self._is_stuck(worker):
+            self._expect_faults()
+            worker.recall()
+        if worker.running_s() > self._limit_s(worker):
             self._replace(worker, failure="timeout",
                           message=f"no result within {self._timeout_s:g} s")
             return
@@ -131,15 +162,18 @@ class JobQueue:
                           message=f"the worker process ended with {how} at work")
 
     def _take(self, worker: WorkerProcess) -> None:
-        for done in worker.receive():
-            job = worker.jobs.popleft()
-            assert job.number == done.id, f"job {done.id} answered, {job.number} expected"
+        for job, done in worker.receive():
             # Late is late, whether or not we looked in time to kill it.
-            if done.seconds > self._timeout_s:
+            if done.seconds > self._timeout_s and done.failure != "timeout":
                 done = Done(done.id, done.finished, done.seconds, "timeout",
                             f"took {done.seconds:.2f} s, above rewards.timeout_s = "
                             f"{self._timeout_s:g}")
+            if done.failure is None:
+                mean = self._mean_s.get(job.kind, done.seconds)
+                self._mean_s[job.kind] = 0.95 * mean + 0.05 * done.seconds
             self._done.append((job, done))
+        returned, worker.returned = worker.returned, []
+        self._waiting.extendleft(reversed(returned))
 
     def _check_start(self, worker: WorkerProcess) -> None:
         if worker.refusal:
@@ -154,18 +188,25 @@ class JobQueue:
             raise RuntimeError(f"a worker process did not load {names} in {_START_TIMEOUT_S:g} s")
 
     def _replace(self, worker: WorkerProcess, *, failure: Failure, message: str) -> None:
-        seconds = worker.running_s()
+        seconds, suspects = worker.running_s(), worker.suspects()
         worker.kill()
         self._workers.remove(worker)
-        if worker.jobs:
-            job = worker.jobs.popleft()
+        self._expect_faults()
+        if len(suspects) == 1:
+            job = worker.jobs.pop(suspects[0].number)
             self._done.append((job, Done(job.number, time.monotonic(), seconds, failure, message)))
-        self._waiting.extendleft(reversed(worker.jobs))
+        for job in suspects:
+            job.is_alone = True
+        self._waiting.extendleft(reversed(worker.jobs.values()))
+
+    def _expect_faults(self) -> None:
+        self._num_spares = math.ceil(_SPARE_SHARE * self._num_workers)
 
     def _hand_out(self) -> None:
         ready = [w for w in self._workers if w.is_ready]
+        able = [w for w in ready if not self._is_stuck(w)][: self._num_workers]
         while self._waiting:
-            free = [w for w in ready if len(w.jobs) < w.window]
+            free = [w for w in able if w.has_room(self._waiting[0])]
             if not free:
                 break
             min(free, key=lambda w: len(w.jobs)).add(self._waiting.popleft())

@@ -44,13 +44,16 @@ _SCORE = r"(?i)score\**\s*[:=]\s*\**\s*(-?\d+(?:\.\d+)?)"
 class ServedReward:
     """A reward function in TRL's signature that asks an endpoint for each completion.
 
-    Made by `judge` and `reward_server`.
+    Made by `judge` and `reward_server`. A worker has `concurrency` samples under way.
     """
 
     def __init__(
         self, endpoint: Endpoint, *, body: Callable[[Any, str, dict], dict],
-        read: Callable[[Any], tuple[float, str]],
+        read: Callable[[Any], tuple[float, str]], concurrency: int,
     ):
+        if type(concurrency) is not int or concurrency < 1:
+            raise ValueError(f"concurrency: must be 1 or more requests, got {concurrency!r}")
+        self.concurrency = concurrency
         self._endpoint, self._body, self._read = endpoint, body, read
 
     def prepare(self) -> None:
@@ -80,7 +83,7 @@ class ServedReward:
 def judge(
     *, url: str, model: str, template: str = DEFAULT_TEMPLATE, system: str = "",
     score_pattern: str = _SCORE, low: float = 0.0, high: float = 10.0,
-    options: Mapping[str, Any] | None = None, **endpoint: Any,
+    options: Mapping[str, Any] | None = None, concurrency: int = 32, **endpoint: Any,
 ) -> ServedReward:
     """Make a reward of a chat model's written score.
 
@@ -93,6 +96,7 @@ def judge(
         score_pattern: regular expression whose first group is the score; its last match counts.
         low, high: the scale; the reward is 0 at `low`, 1 at `high`. A score outside is unusable.
         options: further keys of the request; {temperature: 0, max_tokens: 512} unless told.
+        concurrency: requests that one worker has under way at once.
         endpoint: api_key_env, timeout_s, total_s, retries, backoff_s, requests_per_s and cache of
             `Endpoint`. With a cache and temperature 0 one response gets one score.
     Raises: ValueError for arguments.
@@ -129,12 +133,12 @@ def judge(
         return (score - low) / (high - low), text
 
     return ServedReward(Endpoint(url.rstrip("/") + "/chat/completions", **endpoint),
-                        body=body, read=read)
+                        body=body, read=read, concurrency=concurrency)
 
 
 def reward_server(
     *, url: str, model: str, kind: str = "classify", class_index: int | None = None,
-    options: Mapping[str, Any] | None = None, **endpoint: Any,
+    options: Mapping[str, Any] | None = None, concurrency: int = 32, **endpoint: Any,
 ) -> ServedReward:
     """Make a reward of a model that vLLM serves (`vllm serve MODEL --runner pooling`).
 
@@ -146,7 +150,7 @@ def reward_server(
         class_index: which class's probability is the reward, where there are several.
         options: further keys of the request, such as {use_activation: false} for the logit
             instead of its sigmoid.
-        endpoint: as of `judge`.
+        concurrency, endpoint: as of `judge`.
     Raises: ValueError for arguments.
     """
     if kind not in ("classify", "score"):
@@ -168,7 +172,8 @@ def reward_server(
             raise ValueError(f"{value!r} is no finite number")
         return float(value), ""
 
-    return ServedReward(Endpoint(f"{url.rstrip('/')}/{kind}", **endpoint), body=body, read=read)
+    return ServedReward(Endpoint(f"{url.rstrip('/')}/{kind}", **endpoint),
+                        body=body, read=read, concurrency=concurrency)
 
 
 def _of_class(values: Sequence[float], index: int | None) -> float:

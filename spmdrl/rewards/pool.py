@@ -16,9 +16,9 @@ from spmdrl.config import Config
 from spmdrl.data.tasks import is_generated
 from spmdrl.environments.protocol import Message, Response
 from spmdrl.rewards.jobs import JobQueue
+from spmdrl.rewards.messages import Done, Failure, Moved, Open, Respond, Scored, Setup
 from spmdrl.rewards.process import Job
 from spmdrl.rewards.signatures import Sample, part_names, reward_models
-from spmdrl.rewards.worker import Done, Failure, Moved, Open, Respond, Scored, Setup
 from spmdrl.types import Prompt
 
 
@@ -85,7 +85,7 @@ class RewardPool(JobQueue):
         setup = Setup(
             functions={names[i]: rewards.functions[i] for i in own}, tasks=tasks,
             task_options=dict(cfg.data.task_options), weights=tuple(weights[i] for i in own),
-            has_models=bool(models), environment=environment)
+            has_models=bool(models), environment=environment, timeout_s=rewards.timeout_s)
         is_needed = bool(own or tasks or environment)
         super().__init__(setup, workers=rewards.workers if is_needed else 0,
                          timeout_s=rewards.timeout_s)

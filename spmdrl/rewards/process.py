@@ -15,7 +15,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any
 
-from spmdrl.rewards.worker import Done, Setup, pack_message, unpack_messages
+from spmdrl.rewards.messages import RECALL, Done, Setup, pack_message, unpack_messages
 
 # The child imports from where we import, installed or not, from any working directory.
 _START = ("import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
@@ -39,10 +39,15 @@ class Job:
     """The message to the worker."""
     sent: float | None = None
     """When its last byte went into the pipe, time.monotonic()."""
+    began: float | None = None
+    """When a worker that has several under way began it, time.monotonic()."""
+    is_alone: bool = False
+    """It was under way with others when their worker ended: whose fault that was shows when each
+    is done in a worker that does nothing else."""
 
 
 class WorkerProcess:
-    """A child that does jobs in order.
+    """A child that does jobs: in order, or, where its functions allow it, several at once.
 
     The child leads a process group of its own, so that killing it takes along what the
     jobs started.
@@ -65,26 +70,55 @@ class WorkerProcess:
         self.started = time.monotonic()
         self.is_ready, self.refusal = False, ""
         self.facts: dict[str, Any] = {}  # what it said of itself when it was ready
-        self.jobs: deque[Job] = deque()
+        self.jobs: dict[int, Job] = {}  # by number, in the order of handing over
+        self.returned: list[Job] = []  # that it gave back
         self._unsent: deque[tuple[Job | None, memoryview]] = deque()
         self._inbox = bytearray()
         self._begin = 0.0  # the job at the head cannot have begun before
         self._mean_s: float | None = None
+        self._is_recalled = False  # since its last result
         self._unsent.append((None, memoryview(pack_message(setup))))
         self.flush()
+
+    @property
+    def concurrency(self) -> int:
+        """Jobs that it has under way at once, known when it is ready."""
+        return self.facts.get("concurrency", 1)
 
     @property
     def window(self) -> int:
         """Jobs to hand over at once: a quarter of a second's worth, so that a slow function
         does not pile up jobs behind one worker."""
         mean = self._mean_s if self._mean_s is not None else _WINDOW_S / 16
-        return max(_MIN_WINDOW, min(_MAX_WINDOW, int(_WINDOW_S / max(mean, 1e-6))))
+        worth = int(_WINDOW_S * self.concurrency / max(mean, 1e-6))
+        return max(_MIN_WINDOW * self.concurrency, min(_MAX_WINDOW, worth))
+
+    def has_room(self, job: Job) -> bool:
+        """Return whether a job may be handed over now."""
+        if job.is_alone:
+            return not self.jobs
+        return len(self.jobs) < self.window and not any(j.is_alone for j in self.jobs.values())
+
+    def suspects(self) -> list[Job]:
+        """Return the jobs that may be at fault where it ended or stands still: those begun."""
+        begun = [job for job in self.jobs.values() if job.began is not None]
+        return begun if begun else list(self.jobs.values())[:1]
 
     def add(self, job: Job) -> None:
         """Queue a job."""
-        job.sent = None
-        self.jobs.append(job)
+        job.sent = job.began = None
+        self.jobs[job.number] = job
         self._unsent.append((job, memoryview(job.frame)))
+
+    def recall(self) -> None:
+        """Ask, once, for the jobs behind the one that it is stuck in; see `returned`.
+
+        It answers unless the job holds the interpreter lock.
+        """
+        if len(self.jobs) > 1 and not self._is_recalled:
+            self._is_recalled = True
+            self._unsent.append((None, memoryview(pack_message(RECALL))))
+            self.flush()
 
     def flush(self) -> None:
         """Write as much as the pipe takes."""
@@ -104,17 +138,19 @@ class WorkerProcess:
         except BrokenPipeError:  # it died; `exit_code` tells
             self._unsent.clear()
 
-    def receive(self) -> list[Done]:
-        """Return the results that have arrived."""
+    def receive(self) -> list[tuple[Job, Done]]:
+        """Return the jobs that are done, with their results."""
         taken = 0
         with contextlib.suppress(BlockingIOError):
             while data := os.read(self.process.stdout.fileno(), _READ_BYTES):
                 self._inbox += data
                 taken += len(data)
-        results = []
+        results: list[tuple[Job, Done]] = []
         for message in unpack_messages(self._inbox):
             if isinstance(message, Done):
-                results.append(message)
+                assert message.id in self.jobs, f"job {message.id} answered, it is not here"
+                results.append((self.jobs.pop(message.id), message))
+                self._is_recalled = False
                 self._begin = message.finished
                 mean = message.seconds if self._mean_s is None else self._mean_s
                 self._mean_s = 0.9 * mean + 0.1 * message.seconds
@@ -129,14 +165,23 @@ class WorkerProcess:
     def _greet(self, word: str, value: Any) -> None:
         if word == "refused":
             self.refusal = value
+        elif word == "began":
+            number, at = value
+            self.jobs[number].began = at
+        elif word == "returned":
+            self.returned += [self.jobs.pop(number) for number in value]
         else:
             self.is_ready, (self._begin, self.facts) = True, value
 
     def running_s(self) -> float:
-        """Return how long the job at the head has been running, seconds; 0 for none."""
-        if not self.jobs or self.jobs[0].sent is None:
+        """Return how long the job begun first has been running, seconds; 0 for none."""
+        if not self.jobs:
             return 0.0
-        return time.monotonic() - max(self._begin, self.jobs[0].sent)
+        head = next(iter(self.jobs.values()))
+        began = [job.began for job in self.jobs.values() if job.began is not None]
+        if not began and (self.concurrency > 1 or head.sent is None):
+            return 0.0
+        return time.monotonic() - (min(began) if began else max(self._begin, head.sent))
 
     @property
     def has_unsent(self) -> bool:

@@ -22,6 +22,8 @@ KNOWN_SIGNATURES = """\
   verl           compute_score(data_source, solution_str, ground_truth, extra_info=None)
   TRL            f(prompts, completions, **columns) -> one value per completion
   reasoning-gym  score_answer(answer, entry)"""
+ASYNC_CONCURRENCY = 32
+"""Calls of an `async def` function under way in one worker, unless it says otherwise."""
 _MODEL = "model:"
 _VERL_GIVEN = {"data_source", "solution_str", "ground_truth", "extra_info"}
 _TRL_MISSING = {"trainer_state", "environments"}
@@ -59,7 +61,23 @@ class Score:
             self.extras[name] = str(value)[:_MAX_EXTRA_CHARS]
 
 
-Reward = Callable[[Sample], Score]
+@dataclass(frozen=True)
+class Reward:
+    """A reward function of any signature: `reward(sample)` gives its Score."""
+
+    call: Callable[[Sample, Score], Any]
+    """Call the function; what it notes beside its result goes into the Score. The result may be
+    awaitable."""
+    read: Callable[[Any, Score], Score]
+    """Read the result. Raises: BadValue."""
+    concurrency: int = 1
+    """Samples that one worker may have under way; 1: one at a time, in the main thread."""
+    is_async: bool = False
+    """The result is awaitable, and calling takes no time."""
+
+    def __call__(self, sample: Sample) -> Score:
+        score = Score()
+        return self.read(ran(self.call(sample, score)), score)
 
 
 @dataclass(frozen=True)
@@ -77,7 +95,9 @@ def load_reward(spec: str) -> Reward:
 
     A function may carry an attribute `prepare`, a function that is called once per worker before
     any deadline runs: for slow imports, or files to read. It gets no arguments, or those that
-    functools.partial bound.
+    functools.partial bound. An attribute `concurrency`, a number, lets so many samples of a
+    worker be under way in threads: for functions that wait, and are safe in threads. `async def`
+    functions need none: they share one event loop per worker, ASYNC_CONCURRENCY at a time.
 
     Args:
         spec: `module:function` or `path/file.py:function`.
@@ -129,16 +149,19 @@ def adapt(function: Callable, *, spec: str) -> Reward:
 
     Raises: ValueError showing the known signatures when the parameter names fit none.
     """
-    wanted = _read_parameters(function)
+    wanted, call, read = _read_parameters(function), None, _read_one
     if {"solution_str", "ground_truth"} <= wanted.names:
         _refuse(wanted.required - _VERL_GIVEN, spec)
-        return lambda sample: _call_verl(function, sample, wanted=wanted)
-    if {"answer", "entry"} <= wanted.names:
+        call = functools.partial(_call_verl, function, wanted=wanted)
+    elif {"answer", "entry"} <= wanted.names:
         _refuse(wanted.required - {"answer", "entry"}, spec)
-        return lambda sample: Score(finite(ran(function(answer=sample.text, entry=sample.row))))
-    if "completions" in wanted.names:
+        call = functools.partial(_call_reasoning_gym, function)
+    elif "completions" in wanted.names:
         _refuse(wanted.required & _TRL_MISSING, spec)
-        return lambda sample: _call_trl(function, sample, wanted=wanted)
+        call, read = functools.partial(_call_trl, function, wanted=wanted), _read_list
+    if call is not None:
+        is_async = _is_async(function)
+        return Reward(call, read, _concurrency(function, is_async=is_async, spec=spec), is_async)
     shown = ", ".join(sorted(wanted.names)) or "none that can be read"
     raise ValueError(f"rewards.functions: {spec} has parameters ({shown}), which fit none of the "
                      f"known signatures:\n{KNOWN_SIGNATURES}")
@@ -163,7 +186,24 @@ def _refuse(unknown: frozenset[str], spec: str) -> None:
                          f"is not available here; give a default. Known:\n{KNOWN_SIGNATURES}")
 
 
-def _call_verl(function: Callable, sample: Sample, *, wanted: _Parameters) -> Score:
+def _is_async(function: Callable) -> bool:
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
+        getattr(function, "__call__", None))
+
+
+def _concurrency(function: Callable, *, is_async: bool, spec: str) -> int:
+    default = ASYNC_CONCURRENCY if is_async else 1
+    inner = function.func if isinstance(function, functools.partial) else function
+    chosen = getattr(function, "concurrency", getattr(inner, "concurrency", default))
+    if type(chosen) is not int or chosen < 1:
+        raise ValueError(f"rewards.functions: {spec} has concurrency {chosen!r}; expected the "
+                         "number of samples under way at once in a worker, 1 or more")
+    return chosen
+
+
+def _call_verl(
+    function: Callable, sample: Sample, score: Score, *, wanted: _Parameters
+) -> Any:
     row = sample.row
     given = {"data_source": row.get("data_source"), "solution_str": sample.text,
              "extra_info": row.get("extra_info")}
@@ -172,20 +212,29 @@ def _call_verl(function: Callable, sample: Sample, *, wanted: _Parameters) -> Sc
     else:  # a format check, say: it can do without
         with contextlib.suppress(ValueError):
             given["ground_truth"] = ground_truth_of(row)
-    result = ran(function(**wanted.select(given)))
+    return function(**wanted.select(given))
+
+
+def _call_reasoning_gym(function: Callable, sample: Sample, score: Score) -> Any:
+    return function(answer=sample.text, entry=sample.row)
+
+
+def _read_one(result: Any, score: Score) -> Score:
+    """Read a number, or verl's dict with `score`."""
     if not isinstance(result, dict):
-        return Score(finite(result))
+        score.value = finite(result)
+        return score
     if "score" not in result:
         raise BadValue(f"a dict without `score`: {result!r:.100}")
-    score = Score(finite(result["score"]))
+    score.value = finite(result["score"])
     for name, value in result.items():
         if name != "score":
             score.note(name, value)
     return score
 
 
-def _call_trl(function: Callable, sample: Sample, *, wanted: _Parameters) -> Score:
-    row, score, prompt = sample.row, Score(), prompt_of(sample.row)
+def _call_trl(function: Callable, sample: Sample, score: Score, *, wanted: _Parameters) -> Any:
+    row, prompt = sample.row, prompt_of(sample.row)
     is_chat = isinstance(prompt, list)
     reply = [{"role": "assistant", "content": sample.text}] if is_chat else sample.text
     columns = {k: [v] for k, v in row.items() if k not in ("prompt", "completion")}
@@ -198,7 +247,11 @@ def _call_trl(function: Callable, sample: Sample, *, wanted: _Parameters) -> Sco
     if absent:
         raise ValueError(f"the function asks for column {sorted(absent)[0]!r}, the row has "
                          f"{', '.join(map(str, row))}")
-    result = ran(function(**wanted.select(given)))
+    return function(**wanted.select(given))
+
+
+def _read_list(result: Any, score: Score) -> Score:
+    """Read TRL's list of one value."""
     is_list = isinstance(result, (list, tuple)) or getattr(result, "ndim", 0) == 1
     values = list(result) if is_list else []
     if len(values) != 1:

@@ -11,18 +11,32 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from transformers import PreTrainedTokenizerBase
 
 from spmdrl.engine.protocol import Completion, EngineProtocol
 from spmdrl.environments.conversation import Chat
+from spmdrl.rewards.messages import OVERLONG
 from spmdrl.rewards.pool import RewardPool, RewardResult, TurnResult
 from spmdrl.rollout.episode import Episode, Group, Sample, failure_text, place, sample_seed
+from spmdrl.rollout.idle import Idle
 from spmdrl.rollout.link import Link
 
 ENVIRONMENT = "environment"
 """Name of the environment's rewards among a sample's parts."""
+
+
+@dataclass(frozen=True)
+class Openings:
+    """How long what an environment says first may be."""
+
+    environment: str
+    """Its name, for messages."""
+    max_tokens: int
+    """data.max_prompt_tokens."""
+    is_dropped: bool = False
+    """A longer one costs its sample, and is counted; otherwise it ends the run."""
 
 
 class Loop:
@@ -33,13 +47,15 @@ class Loop:
         pool: worker processes, of rewards and environments.
         link: to the replica's other ranks.
         chat: joins the turns of episodes; None where every response is final.
+        openings: bounds what environments say first; None for no bound.
+        idle: takes the seconds in which the engine was not full.
     """
 
     def __init__(self, *, tokenizer: PreTrainedTokenizerBase, pool: RewardPool, link: Link,
-                 chat: Chat | None = None):
+                 chat: Chat | None = None, openings: Openings | None = None,
+                 idle: Idle | None = None):
         self.tokenizer, self.pool, self.link, self.chat = tokenizer, pool, link, chat
-        self.idle_s = 0.0
-        """Seconds that the engine had nothing to do because workers had."""
+        self.openings, self.idle = openings, idle or Idle()
         self._to_draw: list[Episode] = []
         self._drawing: dict[str, Episode] = {}  # by request
         self._outside: dict[str, Episode] = {}  # with the workers, by key
@@ -68,6 +84,14 @@ class Loop:
         """Whether any episode is unfinished."""
         return bool(self._to_draw or self._drawing or self._outside)
 
+    @property
+    def num_unsampled(self) -> int:
+        """Return how many episodes have turns to draw."""
+        return len(self._to_draw) + len(self._drawing) + self._num_playing()
+
+    def _num_playing(self) -> int:
+        return sum(episode.stage != "score" for episode in self._outside.values())
+
     def unfinished(self, engine: EngineProtocol) -> list[Episode]:
         """Return a copy of every episode that is not finished, with what was drawn so far."""
         found = [episode.copy() for episode in (*self._to_draw, *self._outside.values())]
@@ -82,20 +106,23 @@ class Loop:
         """Take one engine step, or wait for workers where the engine has nothing to do.
 
         Returns: groups whose last sample finished.
-        Raises: RuntimeError naming the sample as soon as a reward fails, if draw.must_score.
+        Raises: RuntimeError naming the sample as soon as a reward fails, if draw.must_score;
+            ValueError for an opening that is too long, unless such are dropped.
         """
         new, self._to_draw = self._to_draw, []
+        began, playing = time.perf_counter(), self._num_playing()
         if new or engine.is_busy:
             requests = [episode.request() for episode in new]
             self.link.step(requests)
             for request in requests:
                 engine.add(request)
             self._drawing |= {episode.request_key: episode for episode in new}
-            self._drawn(engine.step())
+            drawing, completions = len(self._drawing), engine.step()
+            self.idle.stepped(time.perf_counter() - began, drawing=drawing, playing=playing)
+            self._drawn(completions)
         else:
-            began = time.perf_counter()
             self.pool.wait()
-            self.idle_s += time.perf_counter() - began
+            self.idle.add("environment" if playing else "reward", time.perf_counter() - began)
         return self._returned(self.pool.poll())
 
     # ---------------------------------------------------------------- from stage to stage
@@ -165,6 +192,8 @@ class Loop:
         except ValueError as error:
             return _failure(result, str(error))
         if is_opening:
+            if self.openings and len(tokens) > self.openings.max_tokens:
+                return _overlong(result, episode, len(tokens), openings=self.openings)
             episode.opening = tokens
         elif len(response.tokens) + len(tokens) >= episode.group.draw.max_tokens:
             response.is_truncated = True  # no room for another turn
@@ -185,7 +214,7 @@ class Loop:
             prompt = replace(prompt, tokens=episode.prompt, text=opening)
         sample = Sample(group.slot, episode.sample, prompt, episode.response, text, reward)
         group.samples[episode.sample] = sample
-        if reward.failure and group.draw.must_score:
+        if reward.failure not in (None, OVERLONG) and group.draw.must_score:
             raise RuntimeError(
                 f"{place(group)}: {failure_text(sample)}\nThis is the first reward that "
                 "failed; more may follow. Mend the reward function, or set "
@@ -199,6 +228,20 @@ class Loop:
 def _failure(result: TurnResult, message: str) -> RewardResult:
     return RewardResult(result.key, None, seconds=result.seconds,
                         failure=result.failure or "error", message=f"environment: {message}")
+
+
+def _overlong(
+    result: TurnResult, episode: Episode, length: int, *, openings: Openings
+) -> RewardResult:
+    """Drop a sample whose opening is too long. Raises: ValueError where that ends the run."""
+    message = (f"rollout.environment {openings.environment}: what it opens data row "
+               f"{episode.group.prompt.index} with has {length} tokens, above "
+               f"data.max_prompt_tokens = {openings.max_tokens}")
+    if not openings.is_dropped:
+        raise ValueError(f"{message}; raise it, shorten the opening, or set "
+                         "data.overlong_prompts=drop to leave such samples out")
+    return RewardResult(result.key, None, seconds=result.seconds, failure=OVERLONG,
+                        message=message)
 
 
 def _with_environment(result: RewardResult, episode: Episode) -> RewardResult:

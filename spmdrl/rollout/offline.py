@@ -6,6 +6,7 @@ from typing import Any
 
 from spmdrl.engine.protocol import EngineProtocol
 from spmdrl.rollout.outcomes import Outcome
+from spmdrl.types import Batch
 
 
 class OfflineSource:
@@ -13,6 +14,9 @@ class OfflineSource:
 
     def generate(self, engine: EngineProtocol, *, until: int) -> None:
         """Do nothing: the batches are at hand."""
+
+    def observe(self, batch: Batch, *, step: int) -> None:
+        """Do nothing: no later batch depends on it."""
 
     def probe_tokens(self) -> list[tuple[int, ...]]:
         """Return nothing: there is no engine to compare with."""

@@ -10,6 +10,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from spmdrl.algorithms.shaping import best_at_k_estimate, pass_at_k_estimate
 from spmdrl.rollout.episode import Sample
@@ -112,10 +113,10 @@ def summarize(
         ones count by halves); `response_length`, tokens; `truncated_frac`, `failed_frac`.
     """
     found = {"reward": _over(outcomes, lambda o: _mean(o.rewards) if o.rewards else None)}
-    for k in _sizes(samples):
+    for k in sizes(samples):
         found[f"pass_at_{k}"] = _over(outcomes, lambda o: None if len(o.rewards) < k else (
             pass_at_k_estimate(len(o.rewards), sum(_rights(o, right_at)), k)))
-    for k in _sizes(samples):
+    for k in sizes(samples):
         found[f"best_at_{k}"] = _over(outcomes, lambda o: None if len(o.rewards) < k else (
             best_at_k_estimate(o.rewards, k)))
     found |= {
@@ -126,6 +127,11 @@ def summarize(
         "failed_frac": _over(outcomes, lambda o: 1 - len(o.rewards) / len(o.lengths)),
     }
     return {name: estimate for name, estimate in found.items() if estimate}
+
+
+def evaluation_file(output_dir: str | Path, step: int) -> Path:
+    """Return where the loop writes its evaluation of the weights after `step` steps."""
+    return Path(output_dir) / "evaluations" / f"evaluation_{step}.json"
 
 
 def by_source(outcomes: Sequence[Outcome]) -> dict[str, list[Outcome]]:
@@ -165,14 +171,16 @@ def eval_sums(outcomes: Sequence[Outcome], *, samples: int) -> Sums:
     sources = by_source(outcomes)
     for source, own in sources.items() if len(sources) > 1 else ():
         of_source = summarize(own, samples=samples)
-        for name in ("reward", f"pass_at_{samples}") if samples > 1 else ("reward",):
+        several = (f"pass_at_{samples}", f"maj_at_{samples}") if samples > 1 else ()
+        for name in ("reward", *several):
             if name in of_source:
                 short = name.replace(f"_{samples}", "_n")
                 sums[f"eval/{source or 'none'}/{short}"] = (of_source[name].mean, 1)
     return sums
 
 
-def _sizes(samples: int) -> list[int]:
+def sizes(samples: int) -> list[int]:
+    """Return the k of pass@k and best@k: powers of two, and the number of samples."""
     return [2**i for i in range(samples.bit_length()) if 2**i < samples] + [samples]
 
 

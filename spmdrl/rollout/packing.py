@@ -21,7 +21,7 @@ from spmdrl.types import Rollouts, Scalars, Sums, add_sums, join_turns
 
 
 def pack_step(
-    groups: Sequence[Group], cfg: Config, *, is_first: bool, seconds: float, idle_s: float,
+    groups: Sequence[Group], cfg: Config, *, is_first: bool, seconds: float, measured: Sums,
     dropped: Sequence[Group], num_carried: int,
 ) -> Rollouts:
     """Pack a replica's share of a step, with its metrics.
@@ -30,7 +30,8 @@ def pack_step(
         groups: complete, each with the slot that it takes in the step's batch.
         is_first: the replica that counts for the denominator of what adds up over replicas, and
             shows a few samples.
-        seconds: of generation that went into it; idle_s: of them, without work for the engine.
+        seconds: of generation that went into it.
+        measured: further metrics of it.
         dropped: groups without a spread of rewards that were replaced.
         num_carried: groups that stay under way for later steps.
     """
@@ -47,8 +48,7 @@ def pack_step(
         sums["rollout/dropped_groups"] = (len(dropped), one)
         sums["rollout/carried_groups"] = (num_carried, one)
     sums["time/generate"] = (seconds, 1)
-    sums["time/engine_idle"] = (idle_s, 1)
-    return pack(samples, sums=sums, num_shown=4 if is_first else 0,
+    return pack(samples, sums=sums | measured, num_shown=4 if is_first else 0,
                 part_names=part_names(cfg.rewards.functions), shaping=cfg.rewards.shaping,
                 max_response_tokens=cfg.sampling.max_response_tokens, is_partial=has_models)
 
@@ -94,6 +94,7 @@ def pack(
         greedy_rewards=doubles([greedy.get(s.slot, math.nan) for s in samples]),
         turns=join_turns([turns_of(s.response.earned, s.response.states) for s in samples])
         if samples else None,
+        rows=ints([s.prompt.index for s in samples]),
     )
     shown = tuple(
         {"prompt": s.prompt.text, "response": s.text, "reward": s.reward.value}

@@ -332,7 +332,7 @@ def scalars_of(table: pa.Table) -> Scalars:
         sample_ids=of("sample"), rewards=of("reward"), is_truncated=of("is_truncated"),
         is_valid=of("is_valid"), min_versions=of("min_version"),
         reward_parts=parts.view(table.num_rows, -1), greedy_rewards=of("greedy_reward"),
-        turns=join_turns(turns))
+        turns=join_turns(turns), rows=of("row"))
 
 
 def _tensor(column: pa.Array, kind: torch.dtype | None = None) -> Tensor:

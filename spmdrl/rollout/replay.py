@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 
 class ReplaySource(OfflineSource):
-    """The recorded batch of every step; the first tp rank of each dp index reads its share.
+    """The recorded batch of every step; the first rank of each dp index reads its share.
 
     Raises (on construction): ValueError as `check_recorded`.
     """
@@ -44,7 +44,7 @@ class ReplaySource(OfflineSource):
         """
         world = self.world
         files = self.recorded.files_of(step)
-        if world.rank % world.cfg.layout.tp:
+        if not world.speaks_for_dp:
             return empty_rollouts()
         _check_fields(self.cfg, files[0])
         rollouts = read_rollouts(files, part=world.dp_index(world.rank), num_parts=world.dp_size)

@@ -14,7 +14,7 @@ from spmdrl.world import World
 
 
 class RowSource(OfflineSource):
-    """Rows to train on, cut to this rank's share; the first tp rank of each dp index supplies.
+    """Rows to train on, cut to this rank's share; the first rank of each dp index supplies.
 
     The sequences of a row are one group: one to imitate, or a pair.
     """
@@ -27,7 +27,7 @@ class RowSource(OfflineSource):
     def take(self, step: int) -> Rollouts:
         """Return this rank's rows of `step`."""
         world = self.world
-        if not world.is_trainer or world.rank % world.cfg.layout.tp:
+        if not world.speaks_for_dp:
             return empty_rollouts()
         units = list(enumerate(self.rows.units_at(step)))
         return pack_units(units[world.dp_index(world.rank) :: world.dp_size], version=step)

@@ -20,8 +20,11 @@ from spmdrl.rewards.signatures import reward_models
 
 SCHEDULE: dict[str, Any] = {
     "in_flight": False, "kv_cache": "recompute", "over_sample": 1.0, "max_staleness": None,
-    "dynamic": 0}
+    "dynamic": 0, "balance": None, "curriculum": 1.0}
 """What rollout.schedule may hold, with the values that change nothing."""
+BALANCES = ("even", "length", "steal")
+"""How prompts come to engine replicas: by their number, dealt out by expected length, or so
+dealt out and then taken over by whoever is done early."""
 
 
 @dataclass(frozen=True)
@@ -102,12 +105,30 @@ def closing(
     return chosen if fits else None
 
 
+def horizon(chosen: Mapping[str, Any], *, lag: int) -> int:
+    """Return how many steps before its own a step's prompts may be asked for at the earliest.
+
+    Generation runs max(1, lag) steps ahead of what was gathered last, and over-sampling begins
+    on up to over_sample - 1 steps more. 0: there is no bound, since dynamic sampling takes as
+    many prompts as it needs; then nothing that was measured may decide on them.
+    """
+    if chosen["dynamic"]:
+        return 0
+    return max(1, lag) + math.ceil(chosen["over_sample"]) - 1
+
+
 # --------------------------------------------------------------------------- the config
 
 
 def schedule_of(cfg: Config) -> dict[str, Any]:
     """Return all options of rollout.schedule."""
-    return SCHEDULE | cfg.rollout.schedule
+    chosen = SCHEDULE | cfg.rollout.schedule
+    if chosen["balance"] is None:
+        # Which replica draws a sample decides the company that it is computed in, and so the
+        # last bits of its logits. Where timing decides on the batch anyway, nothing is lost.
+        is_timed = chosen["in_flight"] or chosen["over_sample"] > 1
+        chosen["balance"] = "steal" if is_timed else "length"
+    return chosen
 
 
 def schedule_problems(cfg: Config) -> list[str]:
@@ -120,8 +141,9 @@ def schedule_problems(cfg: Config) -> list[str]:
     if cfg.algorithm.objective != "rl":
         return [f"{next(iter(cfg.rollout.schedule))}: the objective {cfg.algorithm.objective} "
                 "samples nothing; leave it out"]
-    chosen = schedule_of(cfg)
-    problems = [*_number_problems(chosen), *_in_flight_problems(cfg, chosen)]
+    chosen = SCHEDULE | cfg.rollout.schedule
+    problems = [*_number_problems(chosen), *_in_flight_problems(cfg, chosen),
+                *_balance_problems(chosen), *_curriculum_problems(cfg, chosen)]
     if problems:
         return problems
     least = least_staleness(chosen["over_sample"], lag=cfg.lag)
@@ -162,3 +184,25 @@ def _in_flight_problems(cfg: Config, chosen: Mapping[str, Any]) -> list[str]:
         problems.append("in_flight: with lag 0 nothing is sampled while the policy trains; set "
                         "lag to 1 or more")
     return problems
+
+
+def _balance_problems(chosen: Mapping[str, Any]) -> list[str]:
+    if chosen["balance"] in (None, *BALANCES):
+        return []
+    return [f"balance: expected one of {', '.join(BALANCES)}, got {chosen['balance']!r}"]
+
+
+def _curriculum_problems(cfg: Config, chosen: Mapping[str, Any]) -> list[str]:
+    keep = chosen["curriculum"]
+    if isinstance(keep, bool) or not isinstance(keep, (int, float)) or not 0 < keep <= 1:
+        return [f"curriculum: must be in (0, 1], the share of their turns at which prompts that "
+                f"are always or never solved are taken, got {keep!r}"]
+    if keep == 1:
+        return []
+    if chosen["dynamic"]:
+        return [f"curriculum: {keep:g} with dynamic {chosen['dynamic']}, which takes prompts "
+                "before it is known what earlier steps measured; leave one of them out"]
+    if reward_models(cfg.rewards.functions):
+        return [f"curriculum: {keep:g}, but pass rates are not known where prompts are drawn, "
+                "since rewards.functions names a model; leave it out"]
+    return []

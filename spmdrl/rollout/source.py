@@ -18,7 +18,7 @@ from spmdrl.policy.load import load_hf_config
 from spmdrl.rollout.outcomes import Outcome
 from spmdrl.rollout.rows import RowSource
 from spmdrl.rollout.sampler import RolloutSource
-from spmdrl.types import Rollouts
+from spmdrl.types import Batch, Rollouts
 from spmdrl.world import World
 
 
@@ -30,6 +30,9 @@ class Source(Protocol):
 
     def take(self, step: int) -> Rollouts:
         """Hand over this rank's share of the batch of `step`."""
+
+    def observe(self, batch: Batch, *, step: int) -> None:
+        """Take in what the whole batch of `step` came to, for the choice of later prompts."""
 
     def probe_tokens(self) -> list[tuple[int, ...]]:
         """Return a few sequences for engine and trainer to score; the same on every rank."""

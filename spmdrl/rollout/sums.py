@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from spmdrl.algorithms.groups import group_rewards
+from spmdrl.rewards.messages import OVERLONG
 from spmdrl.rollout.episode import GREEDY, Group, Sample, failure_text, place
 from spmdrl.types import Sums
 
@@ -64,6 +65,9 @@ def step_sums(samples: Sequence[Sample], *, is_first: bool) -> Sums:
             if name.startswith("environment/"):
                 total, seen = sums.get(name, (0.0, 0))
                 sums[name] = (total + value, seen + 1)
+    overlong = sum(s.reward.failure == OVERLONG for s in samples)
+    if overlong:
+        sums["rollout/overlong_openings"] = (overlong, one)
     if any(s.response.turns > 1 for s in samples):
         sums["rollout/turns"] = (sum(s.response.turns for s in samples), count)
     if greedy:

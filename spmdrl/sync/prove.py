@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from spmdrl.policy.file_tensors import live_tensors
 from spmdrl.policy.load import CheckpointReader
 from spmdrl.shards import Box
 from spmdrl.sync.trace import Copy
@@ -44,10 +45,10 @@ def checksum(view: Tensor, box: Box, *, shape: Sequence[int]) -> int:
 
 
 def parameter_checksums(model: nn.Module) -> dict[str, int]:
-    """Return a checksum of each parameter of an engine's model."""
+    """Return a checksum of each parameter and persistent buffer of an engine's model."""
     return {
         name: checksum(p.detach(), Box((0,) * p.dim(), tuple(p.shape)), shape=tuple(p.shape))
-        for name, p in model.named_parameters()
+        for name, p in live_tensors(model).items()
     }
 
 

@@ -14,10 +14,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from spmdrl.comm import gather_objects
+from spmdrl.comm import first_line, gather_objects
 from spmdrl.engine.protocol import EngineProtocol
 from spmdrl.policy.load import CheckpointReader, model_folder
-from spmdrl.shards import Box, Held, addresses
+from spmdrl.shards import Box, Delta, Held, Part, addresses
 from spmdrl.sync.plan import Plan, Want, make_plan
 from spmdrl.sync.prove import (
     checksum, checksum_problems, layout_problems, parameter_checksums,
@@ -36,7 +36,14 @@ class Sender(Protocol):
     """What the stream asks of the policy."""
 
     def named_shards(self) -> Mapping[str, Tensor]:
-        """Return checkpoint name -> this rank's live shard (trainer ranks)."""
+        """Return live name -> this rank's live shard (trainer ranks)."""
+
+    def parts(self) -> Mapping[str, Part]:
+        """Return checkpoint name -> the part of a live tensor that it is (trainer ranks)."""
+
+    def deltas(self) -> Mapping[str, Delta]:
+        """Return live name -> what to add to it when it is sent, of the same names each time
+        (trainer ranks, together, before each push)."""
 
     def names(self) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]]:
         """Return checkpoint name -> (shape, dtype) of the whole tensor (every rank)."""
@@ -65,7 +72,7 @@ class WeightStream:
         self._cfg, self.mode = world.cfg.stream, "idle"
         self._pushes, self._copies, self.plans = 0, [], []
         self._transfer: Transfer | None = None
-        self._held, self._addresses = Held({}), ()
+        self._held, self._addresses = Held({}, {}), ()
         if not world.inference_ranks:
             return
         self._names = dict(policy.names())
@@ -134,7 +141,7 @@ class WeightStream:
         for route in plan.routes:
             for piece in route.pieces if route.source == rank else ():
                 key = (route.receiver, piece.want)
-                value = self._held.view(wants[key].name, piece.box)
+                value = self._held.value(wants[key].name, piece.box).read()
                 value = value.to(getattr(torch, wants[key].dtype))
                 sent[key] = sent.get(key, 0) + self._sum(value, name=wants[key].name,
                                                            box=piece.box)
@@ -182,12 +189,15 @@ class WeightStream:
     # ---------------------------------------------------------------- construction
 
     def _hold(self) -> None:
-        """Take the trainer's shards anew if they have moved (a restored checkpoint may)."""
+        """Take the trainer's shards anew if they have moved (a restored checkpoint may), and
+        what is to be added to them."""
         if not self._world.is_trainer:
             return
-        shards = self._policy.named_shards()
+        shards, deltas = self._policy.named_shards(), self._policy.deltas()
         if addresses(shards) != self._addresses:
-            self._held, self._addresses, self._transfer = Held(shards), addresses(shards), None
+            self._held = Held(shards, self._policy.parts())
+            self._addresses, self._transfer = addresses(shards), None
+        self._held.deltas = dict(deltas)
 
     def _trace(self) -> tuple[list[Copy], list[str]]:
         if not self._world.is_inference or self._cfg.mode == "reload":
@@ -216,25 +226,31 @@ class WeightStream:
     def _prove_reloading(self) -> None:
         """Have vLLM reload the very weights that the engine holds: nothing may change.
 
-        On the CPU vLLM 0.32 fails this for mixture-of-experts weights (seen with Qwen3-MoE).
+        On the CPU vLLM 0.32 fails this where it packs weights, as those of DeepSeek-V3's MLA.
         """
         problems = []
         if self._world.is_inference:
-            reader = CheckpointReader(model_folder(self._world.cfg.model.path))
-            before = parameter_checksums(self._engine.model)
+            problems = [f"rank {self._world.rank}: {line}" for line in self._changed_by_reload()]
+        gathered = gather_objects(problems, group=self._world.control)
+        lines = [line for own in gathered for line in own]
+        if lines:
+            raise ValueError(
+                "weight stream: no way to update this engine. Its weights cannot be written in "
+                "place, and vLLM's own reload of the weights that it already holds fails, or "
+                f"changes parameters:\n{_shown(lines)}\nUse engine.kind transformers, a model "
+                "without them, or another device or vLLM version")
+
+    def _changed_by_reload(self) -> list[str]:
+        reader = CheckpointReader(model_folder(self._world.cfg.model.path))
+        before = parameter_checksums(self._engine.model)
+        try:
             self._engine.reload_weights(
                 (name, reader.read(name, start=(0,) * len(shape), shape=tuple(shape)))
                 for name, (shape, _) in self._names.items())
-            after = parameter_checksums(self._engine.model)
-            problems = [f"rank {self._world.rank}: {n}" for n in before if before[n] != after[n]]
-        gathered = gather_objects(problems, group=self._world.control)
-        changed = [line for own in gathered for line in own]
-        if changed:
-            raise ValueError(
-                "weight stream: no way to update this engine. Its weights cannot be written in "
-                "place, and vLLM's own reload of the weights that it already holds changes "
-                f"these parameters:\n{_shown(changed)}\nUse a model without them, or another "
-                "device or vLLM version")
+        except Exception as error:  # anything that loading and repacking may do
+            return [first_line(error)]
+        after = parameter_checksums(self._engine.model)
+        return [name for name in before if before[name] != after[name]]
 
     def _traced_plan(self, holders: list[dict[str, tuple[Box, ...]]]) -> list[Plan]:
         wants = [Want(copy.name, copy.box, str(copy.view.dtype).removeprefix("torch."),
@@ -293,7 +309,7 @@ class WeightStream:
 
     def _make_transfer(self, plan: Plan, targets: Sequence[Tensor]) -> Transfer:
         return Transfer(plan, rank=self._world.rank, device=self._world.device,
-                        source=self._held.view, targets=targets, groups=self._groups)
+                        source=self._held.value, targets=targets, groups=self._groups)
 
     def _engine_pointers(self) -> tuple[int, ...]:
         if not self._world.is_inference:

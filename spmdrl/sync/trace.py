@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from spmdrl.shards import Box
+from spmdrl.policy.file_tensors import live_tensors
+from spmdrl.shards import Box, box_within, extent
 
 aten = torch.ops.aten
 
@@ -100,7 +101,9 @@ class _Watcher(TorchDispatchMode):
         self._computed: dict[int, str] = {}  # storage -> what it was computed by
         self._kept: list[Tensor] = []  # storages must outlive their ids
         self._scalars: dict[float, tuple[str, Box]] = {}
-        self._by_name = {name: parameter.data for name, parameter in model.named_parameters()}
+        # A loader may write persistent buffers too, but need not: some are of the engine's own.
+        self._by_name = {name: tensor.data for name, tensor in live_tensors(model).items()}
+        self._needed = {name for name, _ in model.named_parameters()}
         self._parameters: dict[int, list[tuple[str, Tensor]]] = {}
         for name, parameter in self._by_name.items():
             self._parameters.setdefault(_storage(parameter), []).append((name, parameter))
@@ -130,7 +133,7 @@ class _Watcher(TorchDispatchMode):
         first = args[0].storage_offset()
         for name, parameter in own:
             low = parameter.storage_offset()
-            if low <= first <= low + _extent(parameter):
+            if low <= first <= low + extent(parameter):
                 return name
         return own[0][0]
 
@@ -209,6 +212,8 @@ class _Watcher(TorchDispatchMode):
         reasons = [f"{name}: the loader replaces it by another tensor"
                    for name, p in model.named_parameters() if _storage(p) not in self._parameters]
         for name, parameter in self._by_name.items():
+            if name not in self._needed:
+                continue
             rest = [Box((0,) * parameter.dim(), tuple(parameter.shape))]
             for box in self._written.get(name, []) + self._filled.get(name, []):
                 rest = [part for old in rest for part in old.minus(box)]
@@ -218,44 +223,3 @@ class _Watcher(TorchDispatchMode):
                     f"{name}: {count} of {parameter.numel()} elements are not loaded from any "
                     f"checkpoint tensor, the first at {list(min(rest).start)}")
         return reasons
-
-
-def _extent(tensor: Tensor) -> int:
-    return sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride()))
-
-
-def box_within(view: Tensor, base: Tensor) -> Box | None:
-    """Return the box of `base` that `view` shows, or None when it shows anything else.
-
-    Args:
-        view: shares its storage with `base`; its dims may be permuted, merged or split.
-        base: a dense tensor (its dims in any memory order).
-    """
-    if view.numel() == 0 or base.numel() == 0:
-        return None
-    order = sorted((d for d in range(base.dim()) if base.shape[d] > 1),
-                   key=lambda d: -base.stride(d))
-    first = view.storage_offset() - base.storage_offset()
-    start, stop = [0] * base.dim(), [1] * base.dim()
-    low, high = first, first + _extent(view)
-    for dim in order:
-        start[dim], low = divmod(low, base.stride(dim))
-        last, high = divmod(high, base.stride(dim))
-        stop[dim] = last + 1
-    shape = tuple(b - a for a, b in zip(start, stop))
-    if min(shape, default=1) < 1 or math.prod(shape) != view.numel():
-        return None
-    mine = _merged((view.shape[d], view.stride(d)) for d in range(view.dim()))
-    its = _merged((shape[d], base.stride(d)) for d in order)
-    return Box(tuple(start), shape) if mine == its else None
-
-
-def _merged(dims: Any) -> list[tuple[int, int]]:
-    """Return (size, stride) pairs, widest first, adjacent ones merged: how memory is walked."""
-    merged: list[tuple[int, int]] = []
-    for size, stride in sorted((d for d in dims if d[0] > 1), key=lambda d: -d[1]):
-        if merged and merged[-1][1] == size * stride:
-            merged[-1] = (merged[-1][0] * size, stride)
-        else:
-            merged.append((size, stride))
-    return merged

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from spmdrl.comm import all_gather
-from spmdrl.shards import Box, narrow
+from spmdrl.shards import Box, Value, narrow
 from spmdrl.sync.plan import Piece, Plan, Receiver, Route
 
 _MESSAGE_BYTES = 128 * 2**10  # smaller pieces are joined up to here, larger ones travel alone
@@ -36,13 +36,13 @@ class Transfer:
         plan: the same on every rank.
         rank: of the default group, over which the messages travel.
         device: of the buffers.
-        source: gives this rank's live view of a box of a checkpoint tensor.
+        source: gives what this rank holds in a box of a checkpoint tensor.
         targets: per want of this rank, the live view to write; empty where nothing is wanted.
         groups: from make_gather_groups.
     """
 
     def __init__(self, plan: Plan, *, rank: int, device: torch.device,
-                 source: Callable[[str, Box], Tensor], targets: Sequence[Tensor],
+                 source: Callable[[str, Box], Value], targets: Sequence[Tensor],
                  groups: dict[tuple[int, ...], dist.ProcessGroup]):
         self._plan, self._rank = plan, rank
         self._source, self._targets = source, targets
@@ -104,9 +104,10 @@ class Transfer:
     def _list_sent(self, bucket: _Bucket, route: Route, *, target: int, index: int,
                    block: Tensor) -> None:
         for message in self._messages(route, target=target, index=index, block=block):
-            live = self._live(message, route)
+            values = self._values(message, route)
+            live = [value.live for value in values if value.added is None]
             if not message.is_like(live):
-                bucket.pack.add(message.views, live)
+                bucket.pack.add(message.views, values)
             bucket.operations.append(dist.P2POp(dist.isend, message.wire(live), target))
 
     def _list_received(self, bucket: _Bucket, route: Route, *, target: int, index: int,
@@ -118,14 +119,14 @@ class Transfer:
                     for p in message.pieces]
             from_self = route.source == self._rank
             if from_self:
-                bucket.pack.add(live if is_alone else message.views, self._live(message, route))
+                bucket.pack.add(live if is_alone else message.views, self._values(message, route))
             elif target == self._rank:
                 wire = message.wire(live if is_alone else ())
                 bucket.operations.append(dist.P2POp(dist.irecv, wire, route.source))
             if not (is_alone and (from_self or message.is_like(live))):
-                bucket.unpack.add(live, message.views)
+                bucket.unpack.add(live, [Value(view) for view in message.views])
 
-    def _live(self, message: _Message, route: Route) -> list[Tensor]:
+    def _values(self, message: _Message, route: Route) -> list[Value]:
         wants = self._plan.receivers[route.receiver].wants
         return [self._source(wants[piece.want].name, piece.box) for piece in message.pieces]
 
@@ -172,21 +173,28 @@ class _Message:
 
 
 class _Copies:
-    """Pairs of tensors of the same shape."""
+    """Tensors to write, and the values to write into them, of the same shapes."""
 
     def __init__(self) -> None:
         self._to: list[Tensor] = []
         self._of: list[Tensor] = []
+        self._computed: list[tuple[Tensor, Value]] = []
 
-    def add(self, to: Sequence[Tensor], of: Sequence[Tensor]) -> None:
-        self._to += to
-        self._of += of
+    def add(self, to: Sequence[Tensor], of: Sequence[Value]) -> None:
+        for target, value in zip(to, of, strict=True):
+            if value.added is None:
+                self._to.append(target)
+                self._of.append(value.live)
+            else:
+                self._computed.append((target, value))
 
     def run(self) -> None:
         if self._to:
             # One call for the list: per-tensor copy_ from Python cost 3 us each on the CPU,
             # and a kernel launch each on CUDA.
             torch._foreach_copy_(self._to, self._of)
+        for target, value in self._computed:
+            target.copy_(value.read())
 
 
 @dataclass

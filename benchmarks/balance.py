@@ -1,0 +1,193 @@
+"""Compare how prompts come to engine replicas on an uneven, long-tailed load.
+
+    python benchmarks/balance.py
+
+Every rank is a replica (colocated placement) with the transformers engine and a tiny random model.
+A step is sampled, and the step's time is that of the last replica, so the times are of generation
+alone. Some rows are long and the others short (lognormal about the row's own median), whatever
+the model would say; each sample's length is a function of its prompt and its place, so that all
+balances do the same work. All run in one start of the ranks, in turns, in each round.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+
+ROOT = Path(__file__).resolve().parent.parent
+CASES: dict[str, dict] = {
+    "even": {"balance": "even"},
+    "length": {"balance": "length"},
+    "steal": {"balance": "steal"},
+    "over_sample 1.5, even": {"over_sample": 1.5, "balance": "even"},
+    "over_sample 1.5, steal": {"over_sample": 1.5, "balance": "steal"},
+}
+
+
+@dataclass(frozen=True)
+class Options:
+    """What to run."""
+
+    replicas: int = 2
+    rows: int = 36
+    """Rows of the data: few, so that each is measured before it comes again."""
+    prompts: int = 12
+    """Prompts of a step."""
+    group_size: int = 4
+    seqs: int = 8
+    """Places of each engine."""
+    limit: int = 160
+    """Longest response in tokens."""
+    long_frac: float = 0.25
+    """Share of rows whose median is 96 tokens; of the others it is 8."""
+    epochs: int = 2
+    """Passes over the rows that count, after one that does not."""
+    rounds: int = 1
+    step_s: float = 0.015
+    """Least duration of an engine step: a stand-in for a device that is the replica's own, where
+    replicas share the cores."""
+
+
+def main(options: Options) -> None:
+    """Start the ranks, and print a table."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone",
+                   "--nproc-per-node", str(options.replicas), __file__, "--worker", folder,
+                   json.dumps(dataclasses.asdict(options))]
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True,
+                              timeout=900)
+        if done.returncode:
+            raise RuntimeError(done.stdout[-2000:] + done.stderr[-4000:])
+        found = json.loads((Path(folder) / "found.json").read_text())
+    base = statistics.median(found["even"]["seconds"])
+    print("| balance | median step s | of even | mean wait of a replica s | engine steps of the "
+          "busiest | its share of tokens |")
+    print("| --- | --- | --- | --- | --- | --- |")
+    for name, row in found.items():
+        seconds = statistics.median(row["seconds"])
+        print(f"| {name} | {seconds:.3f} | {seconds / base:.2f} | "
+              f"{statistics.fmean(row['waits']):.3f} | {statistics.fmean(row['steps']):.0f} | "
+              f"{statistics.fmean(row['shares']):.2f} |")
+
+
+def length_of(options: Options, prompt: tuple[int, ...], sample: str) -> int:
+    """Return how long a response is to be: a function of prompt and sample."""
+    median = 96 if random.Random(str(prompt)).random() < options.long_frac else 8
+    drawn = random.Random(f"{prompt}{sample}").lognormvariate(math.log(median), 0.5)
+    return max(1, min(int(drawn), options.limit))
+
+
+def work(folder: Path, options: Options) -> None:
+    """Generate, as one of the ranks."""
+    import torch
+    import torch.distributed as dist
+
+    from spmdrl import config
+    from spmdrl.data.prompts import load_tokenizer
+    from spmdrl.engine import make_engine
+    from spmdrl.world import World
+
+    rank = int(os.environ["RANK"])
+    model = folder / f"model_{rank}"
+    if not model.exists():
+        from spmdrl.create_model import create_model
+
+        torch.manual_seed(0)
+        create_model(model, hidden_size=32, layers=1, heads=2, kv_heads=2, intermediate=48)
+    os.chdir(folder)
+    cfg = config.Config(
+        layout=config.Layout(placement="colocated", world_size=options.replicas, device="cpu"),
+        model=config.Model(path=str(folder / "model_0")), steps=10**6,
+        data=config.Data(train="task:addition", size=options.rows, max_prompt_tokens=24),
+        batch=config.Batch(prompts_per_step=options.prompts, group_size=options.group_size),
+        sampling=config.Sampling(max_response_tokens=options.limit),
+        engine=config.Engine(kind="transformers", dtype="float32", max_num_seqs=options.seqs))
+    while not (folder / "model_0" / "tokenizer_config.json").exists():
+        time.sleep(0.1)
+    world = World.start(cfg)
+    engine, tokenizer = make_engine(cfg, world), load_tokenizer(cfg)
+    step, add = engine.step, engine.add
+
+    def timed_step():
+        engine.num_steps += 1
+        until = time.perf_counter() + options.step_s
+        done = step()
+        time.sleep(max(0.0, until - time.perf_counter()))
+        return done
+
+    def long_tailed(request):
+        prompt = request.prompt[: request.prompt.index(tokenizer.encode("=")[0]) + 1]
+        sample = request.key.split("@")[0].rsplit("-", 1)[1]
+        left = length_of(options, prompt, sample) - (len(request.prompt) - len(prompt))
+        add(dataclasses.replace(request, max_tokens=max(1, left), stop_token_ids=()))
+
+    engine.step, engine.add, engine.num_steps = timed_step, long_tailed, 0
+    found: dict[str, dict[str, list]] = {
+        name: {"seconds": [], "waits": [], "shares": [], "steps": []} for name in CASES}
+    for _ in range(options.rounds):
+        for name, schedule in CASES.items():
+            _run(dataclasses.replace(cfg, rollout=config.Rollout(schedule=schedule)), options,
+                 engine=engine, world=world, tokenizer=tokenizer, found=found[name])
+    if rank == 0:
+        (folder / "found.json").write_text(json.dumps(found))
+    dist.barrier(group=world.control)
+
+
+def _run(cfg, options: Options, *, engine, world, tokenizer, found) -> None:
+    """Sample an epoch to measure, and those that count."""
+    import torch.distributed as dist
+
+    from spmdrl.comm import gather_objects
+    from spmdrl.rollout.source import make_source
+    from spmdrl.types import Batch, Scalars
+
+    source = make_source(cfg, world, tokenizer=tokenizer)
+    per_epoch = options.rows // options.prompts
+    for k in range(per_epoch * (1 + options.epochs)):
+        engine.weights_changed(k)
+        dist.barrier(group=world.control)
+        began, engine.num_steps = time.perf_counter(), 0
+        source.generate(engine, until=k)
+        own = time.perf_counter() - began
+        share = source.take(k)
+        parts = gather_objects((own, engine.num_steps, share.scalars), group=world.control)
+        seconds, steps, scalars = zip(*parts)
+        batch = Batch(Scalars.concat(scalars), (), update_ids=None)
+        source.observe(batch, step=k)
+        if k >= per_epoch:
+            tokens = [int(part.response_lengths.sum()) for part in scalars]
+            idle = share.sums["time/engine_idle_replicas"][0]
+            waits = gather_objects(max(seconds) - own + idle, group=world.control)
+            found["seconds"].append(max(seconds))
+            found["waits"] += waits
+            found["steps"].append(max(steps))
+            found["shares"].append(max(tokens) / sum(tokens))
+    source.close()
+    while engine.is_busy:  # what over-sampling left under way
+        engine.step()
+    dist.barrier(group=world.control)
+    if world.rank == 0:
+        world.store.delete_key("rollout/book")
+    dist.barrier(group=world.control)
+
+
+if __name__ == "__main__":
+    if "--worker" in sys.argv:
+        at = sys.argv.index("--worker")
+        work(Path(sys.argv[at + 1]), Options(**json.loads(sys.argv[at + 2])))
+        sys.stdout.flush()
+        os._exit(0)
+    main(tyro.cli(Options))

@@ -1,0 +1,47 @@
+"""The policy's tensors in a checkpoint, read whole and one at a time, by one process."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+
+from spmdrl.checkpoint import manifest as disk
+
+_MODEL, _LORA = "model.", "lora."  # parts of a checkpoint, before the tensors' own names
+
+
+class SavedWeights:
+    """What a checkpoint holds of the policy, whatever layout wrote it.
+
+    Args:
+        checkpoint: its folder.
+    """
+
+    def __init__(self, checkpoint: Path):
+        self._folder = checkpoint / disk.POLICY
+        self._entries = disk.TensorReader(self._folder).read_metadata().state_dict_metadata
+        names = [name for name in self._entries if name.startswith(_MODEL)]
+        self.dtypes = {n.removeprefix(_MODEL): self._entries[n].properties.dtype for n in names}
+        """By name: of every parameter and persistent buffer that training may change."""
+        self.has_adapters = f"{_LORA}base" in self._entries
+
+    def read(self, name: str) -> Tensor:
+        """Return a tensor of the policy, whole, on the CPU."""
+        return self._read(_MODEL + name)
+
+    def record(self, name: str) -> Tensor:
+        """Return what is said of the adapters: alpha, use_rslora or base; see AdapterRecord."""
+        return self._read(_LORA + name)
+
+    def _read(self, key: str) -> Tensor:
+        entry = self._entries[key]
+        tensors = {key: torch.empty(entry.size, dtype=entry.properties.dtype)}
+        with warnings.catch_warnings():
+            # DCP warns that there is one process only, which is the point here.
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            dcp.load(tensors, storage_reader=disk.TensorReader(self._folder), no_dist=True)
+        return tensors[key]

@@ -1,0 +1,35 @@
+"""What GPUs can do at most, by their data sheets: rates that plans and utilisation refer to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One kind of GPU, in a node of its usual kind. Bandwidths are per GPU and direction."""
+
+    name: str
+    memory_gib: float  # that a process sees
+    flops: float  # dense bfloat16, 1/s
+    memory_bytes_per_s: float
+    node_bytes_per_s: float  # to the other GPUs of its node (NVLink)
+    network_bytes_per_s: float  # to other nodes
+
+
+GPUS: dict[str, Gpu] = {gpu.name: gpu for gpu in (
+    Gpu("A100", 79.0, 312e12, 2.04e12, 300e9, 25e9),  # SXM 80 GB, 8 x 200 Gb/s
+    Gpu("H100", 79.0, 989e12, 3.35e12, 450e9, 50e9),  # SXM 80 GB, 8 x 400 Gb/s
+    Gpu("H200", 139.0, 989e12, 4.8e12, 450e9, 50e9),  # SXM 141 GB, 8 x 400 Gb/s
+    Gpu("B200", 178.0, 2250e12, 8.0e12, 900e9, 50e9),  # SXM 180 GB, 8 x 400 Gb/s
+)}
+
+
+def known_gpu(device_name: str) -> Gpu | None:
+    """Return the table's entry for what `torch.cuda.get_device_name` says; None if it has none.
+
+    PCIe and half-size variants, which run at other clocks, have no entry.
+    """
+    if "PCIe" in device_name or "NVL" in device_name or "MIG" in device_name:
+        return None
+    return next((gpu for name, gpu in GPUS.items() if name in device_name), None)

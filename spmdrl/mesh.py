@@ -1,0 +1,39 @@
+"""The meshes of the trainer ranks: one for who works on what, others for who holds what."""
+
+from __future__ import annotations
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from spmdrl.config import Config, trainer_ranks
+
+MESH_AXES = ("dp_replicate", "dp_shard", "cp", "tp")
+
+
+def mesh_shape(cfg: Config) -> tuple[int, int, int, int]:
+    """Return the sizes of the trainer mesh in the order of MESH_AXES."""
+    layout, trainers = cfg.layout, len(trainer_ranks(cfg))
+    shards = trainers // (layout.dp_replicate * layout.cp * layout.tp)
+    return layout.dp_replicate, shards, layout.cp, layout.tp
+
+
+def make_meshes(cfg: Config, device: torch.device) -> tuple[DeviceMesh, DeviceMesh]:
+    """Return the trainer mesh with MESH_AXES, and with dp_shard and cp as one axis `fsdp`.
+
+    Parameters are sharded over the latter: ranks of one cp group hold different shards, though
+    they work on the same sequences. Every rank of the job must call, trainers or not.
+    """
+    replicate, shard, cp, tp = mesh_shape(cfg)
+    ranks = torch.tensor(trainer_ranks(cfg)).view(replicate, shard * cp, tp)
+    sharding = DeviceMesh(device.type, ranks, mesh_dim_names=("dp_replicate", "fsdp", "tp"))
+    # Both of one root, as DTensor asks of the meshes that shard one parameter.
+    return sharding._unflatten(1, (shard, cp), ("dp_shard", "cp")), sharding
+
+
+def make_expert_mesh(cfg: Config, sharding: DeviceMesh) -> DeviceMesh | None:
+    """Return `sharding` with its axis fsdp as two, efsdp and ep: neighbours have different
+    experts. None without expert parallelism. Every rank of the job must call, trainers or not."""
+    ep = cfg.layout.ep
+    if ep == 1:
+        return None
+    return sharding._unflatten(1, (sharding["fsdp"].size() // ep, ep), ("efsdp", "ep"))

@@ -1,0 +1,163 @@
+"""Bytes that a forward pass keeps for its backward pass, by formula.
+
+Shape letters: T packed tokens, R padded rows, H hidden, I width of a gated MLP, E experts. c is
+the size of an element of the compute dtype; norms and softmax compute in float32.
+
+Two kinds of kernels: plain torch with attention padded inside (the CPU, and what runs where no
+kernel fits), whose figures are compared with measurements by the tests, and varlen attention with
+liger's kernels (CUDA), whose figures are from the kernels' definitions and not measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+
+from spmdrl.model_shape import Attention, Block, ModelShape
+from spmdrl.policy.attention import Group, make_packing
+
+_SHORT = 64  # tokens; padded attention takes plain matmuls up to here
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """What computes the blocks."""
+
+    compute_bytes: int  # of one element
+    is_padded: bool  # attention pads inside
+    has_liger: bool  # fused norms, rotary embedding and gated MLP
+    recomputes: bool  # activation checkpointing full: each block keeps its input alone
+    is_selective: bool = False  # ... selective: besides, its products and its attention
+    on_host: bool = False  # what blocks keep waits in host memory
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What is kept on one rank, bytes."""
+
+    blocks: int  # all blocks, or their inputs
+    recomputed: int  # one block's, made again in the backward pass; 0 without recomputation
+    rest: int  # rotary tables, final norm, scored states
+
+    @property
+    def total(self) -> int:
+        """At its peak, when the backward pass begins."""
+        return self.blocks + self.recomputed + self.rest
+
+
+def padded_groups(lengths: Sequence[int]) -> tuple[Group, ...]:
+    """Return how padded attention groups sequences of these lengths."""
+    return make_packing(lengths, torch.device("cpu"), padded=True).groups
+
+
+def saved_bytes(
+    shape: ModelShape, kernels: Kernels, *, tokens: int, num_scored: int, tp: int = 1,
+    ep: int = 1, groups: tuple[Group, ...] = (),
+) -> Saved:
+    """Return what one micro-batch keeps on a rank.
+
+    Args:
+        tokens: that the rank works on.
+        num_scored: of them, those with a logprob.
+        tp: ranks that share heads, MLP and, between these, tokens.
+        ep: ranks that share experts; each is taken to compute as many rows as it has tokens for.
+        groups: of padded attention; needed if the kernels pad.
+    """
+    c = kernels.compute_bytes
+    each = [(_block_bytes(block, shape=shape, kernels=kernels, tokens=tokens, tp=tp,
+                          ep=ep, groups=groups), count) for block, count in shape.kinds]
+    tables = 2 * shape.rotary * tokens * shape.rotary_dims * c
+    norm = tokens * _norm_bytes(shape.hidden, kernels, is_gemma=shape.has_gemma_norms) // tp
+    rest = tables + norm + num_scored * (c * shape.hidden + 24)  # 24: indices, log total, entropy
+    largest = max(size for size, _ in each)
+    if kernels.on_host:  # a block's comes back when its backward pass begins
+        return Saved(0, largest, rest)
+    if not kernels.recomputes and not kernels.is_selective:
+        return Saved(sum(size * count for size, count in each), 0, rest)
+    inputs = len(shape.blocks) * tokens * shape.hidden * c // tp
+    if kernels.is_selective:
+        kept = [(tokens * c * _product_width(block, hidden=shape.hidden, tp=tp), count)
+                for block, count in shape.kinds]
+        inputs += sum(size * count for size, count in kept)
+        largest = max(0, largest - max(size for size, _ in kept))
+    return Saved(inputs, largest, rest)
+
+
+def _product_width(block: Block, *, hidden: int, tp: int) -> int:
+    """Return the elements per token of a block's products and of its attention's output."""
+    own, experts = block.attention, block.experts
+    width = (own.heads + own.kv_heads) * (own.qk_dim + own.v_dim) // tp
+    width += sum(own.latent) if own.latent else 0
+    width += 2 * hidden + 2 * block.intermediate // tp
+    if experts is not None:
+        width += experts.count + experts.top_k * (2 * experts.intermediate + hidden)
+    return width
+
+
+def _norm_bytes(width: int, kernels: Kernels, *, is_gemma: bool) -> int:
+    """Per row of an RMSNorm: its input in float32, one over the root, its normalised input."""
+    c = kernels.compute_bytes
+    if kernels.has_liger:
+        return c * width + 4  # the input itself and one over the root
+    return 4 * width + 4 + (4 if is_gemma else c) * width
+
+
+@lru_cache(maxsize=4096)
+def _block_bytes(
+    block: Block, *, shape: ModelShape, kernels: Kernels, tokens: int, tp: int, ep: int,
+    groups: tuple[Group, ...],
+) -> int:
+    c, hidden, is_gemma = kernels.compute_bytes, shape.hidden, shape.has_gemma_norms
+    # Norms are of own tokens under tp; what enters attention and MLP is gathered.
+    total = block.norms * tokens * _norm_bytes(hidden, kernels, is_gemma=is_gemma) // tp
+    total += 2 * tokens * hidden * c  # the inputs of attention and of the MLP
+    total += _attention_bytes(block.attention, kernels=kernels, tokens=tokens, tp=tp,
+                              groups=groups, is_gemma=is_gemma)
+    # Gate, its activation (liger computes it again), up, their product.
+    per_width = (3 if kernels.has_liger else 4) * c
+    total += tokens * block.intermediate * per_width // tp
+    if block.experts is not None:
+        experts, rows = block.experts, tokens * block.experts.top_k
+        total += tokens * 4 * experts.count  # the router's probabilities
+        # A row for each expert that a token goes to: input, gate and up, activation, product,
+        # output; its weight and where it belongs. With ep the output once more, back at home.
+        states = 3 if ep > 1 else 2
+        total += rows * (c * (states * hidden + 4 * experts.intermediate) + 24)
+    return total
+
+
+def _attention_bytes(
+    own: Attention, *, kernels: Kernels, tokens: int, tp: int, groups: tuple[Group, ...],
+    is_gemma: bool,
+) -> int:
+    c = kernels.compute_bytes
+    heads, kv_heads = max(1, own.heads // tp), max(1, own.kv_heads // tp)
+    total = 0
+    if own.has_qk_norm:
+        total += tokens * (heads + kv_heads) * _norm_bytes(own.qk_dim, kernels, is_gemma=is_gemma)
+    if own.latent is not None:
+        for rank in own.latent[:2]:  # norm of the latent, and the state that it becomes
+            total += tokens * (_norm_bytes(rank, kernels, is_gemma=is_gemma) + c * rank)
+    if kernels.is_padded:
+        total += tokens * heads * own.v_dim * c  # the output, out of the padded rows
+        return total + sum(_group_bytes(own, g, c=c, heads=heads, kv_heads=kv_heads)
+                           for g in groups)
+    # Query, key, value, output (the input of the next projection), log-sum-exp.
+    width = heads * (own.qk_dim + own.v_dim) + kv_heads * (own.qk_dim + own.v_dim)
+    return total + tokens * (width * c + 4 * heads)
+
+
+def _group_bytes(own: Attention, group: Group, *, c: int, heads: int, kv_heads: int) -> int:
+    rows, length = group.count * group.length, group.length
+    has_window = own.window is not None and own.window < length
+    operands = rows * c * (heads * own.qk_dim + kv_heads * (own.qk_dim + own.v_dim))
+    if own.has_softcap or length <= _SHORT:
+        scores = group.count * heads * length * length
+        softmax = scores * (4 if c == 4 else 4 + c)  # in float32, and once more to multiply
+        cap = scores * c + heads // kv_heads * length * length if own.has_softcap else 0
+        return operands + softmax + cap
+    mask = length * length * c if has_window else 0
+    return operands + rows * heads * (own.v_dim * c + 4) + mask  # output, log-sum-exp

@@ -1,0 +1,239 @@
+"""A layout's plan, and the layouts that a number of GPUs allows, best first."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+from spmdrl.plan.memory import (
+    USABLE_FRAC, Memory, engine_memory, most_tokens, trainer_memory,
+)
+from spmdrl.plan.seconds import Seconds, step_seconds
+from spmdrl.plan.setting import Axes, Rates, Run, axes_problems
+from spmdrl.plan.traffic import Flow, exchange_flow, push_flows, trainer_flows
+
+_POWERS = (1, 2, 4, 8, 16, 32, 64)
+_SHARED_FRACS = (0.3, 0.45, 0.6)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a layout amounts to."""
+
+    axes: Axes
+    tokens: int  # of a micro-batch
+    most_tokens: int  # largest micro-batch that fits; 0 when none does
+    trainer: Memory
+    engine: Memory | None
+    room: int  # bytes that a rank may use
+    engine_frac: float  # engine.gpu_memory_frac
+    flows: tuple[Flow, ...]
+    seconds: Seconds
+    problems: tuple[str, ...]  # why it cannot run
+
+    @property
+    def rank_bytes(self) -> int:
+        """Bytes of the fullest rank."""
+        engine = self.engine.total if self.engine else 0
+        if self.axes.placement == "colocated":
+            return self.trainer.total + engine
+        return max(self.trainer.total, engine)
+
+
+def make_plan(
+    run: Run, axes: Axes, *, rates: Rates, memory_bytes: int, tokens: int = 0
+) -> Plan:
+    """Plan one layout.
+
+    Args:
+        memory_bytes: of a rank's device.
+        tokens: budget of a micro-batch; 0 takes the run's.
+    """
+    tokens = tokens or run.microbatch_tokens
+    alone = replace(axes, inference_tp=1)  # what trainers hold does not depend on it
+    trainer = trainer_memory(run, alone, tokens=tokens)
+    engine, room = None, int(USABLE_FRAC * memory_bytes)
+    trainer_room = room
+    if axes.engines:
+        engine = engine_memory(run, axes, memory_bytes=memory_bytes)
+        if axes.placement == "colocated":
+            trainer_room = room - engine.total
+    seconds = step_seconds(run, axes, rates=rates, tokens=tokens,
+                           slots=engine.width if engine else 0)
+    flows = (*trainer_flows(run, axes, tokens=tokens), *push_flows(run, axes),
+             *([exchange_flow(run, axes)] if axes.engines else []))
+    found = Plan(axes, tokens, most_tokens(run, alone, room=trainer_room), trainer, engine,
+                 room, run.gpu_memory_frac, flows, seconds, ())
+    return replace(found, problems=tuple(_memory_problems(found, run, trainer_room=trainer_room)))
+
+
+def _memory_problems(plan: Plan, run: Run, *, trainer_room: int) -> Iterator[str]:
+    over = plan.trainer.total - trainer_room
+    if over > 0:
+        cause = max(plan.trainer.causes, key=lambda name: plan.trainer.causes[name])
+        beside = " beside the engine" if plan.axes.placement == "colocated" else ""
+        yield (f"a trainer rank needs {_gib(plan.trainer.total)}, {_gib(over)} more than the "
+               f"{_gib(max(0, trainer_room))} it may use{beside}; most of it is "
+               f"{cause} ({_gib(plan.trainer.causes[cause])})")
+    if plan.engine is not None and not plan.engine.sequences:
+        what = "engine.gpu_memory_frac" if run.on_gpu else "engine.cpu_kv_cache_gib"
+        yield (f"an engine rank has no room for one sequence of {run.longest} tokens beside "
+               f"{_gib(plan.engine.causes['engine weights'])} of weights; raise "
+               f"layout.inference_tp or {what}")
+
+
+def _gib(size: float) -> str:
+    return f"{size / 2**30:.1f} GiB"
+
+
+def remedies(
+    run: Run, plan: Plan, *, rates: Rates, memory_bytes: int
+) -> list[str]:
+    """Return changes of a config after which the layout fits: single ones, or else pairs."""
+    changes = list(_changes(run, plan))
+
+    def fits(*chosen: _Change) -> bool:
+        own, axes, tokens = run, plan.axes, plan.tokens
+        for change in chosen:
+            own = replace(own, **change.run)
+            axes = replace(axes, **change.axes, world_size=change.times * axes.world_size,
+                           trainers=change.times * axes.trainers)
+            tokens = change.tokens or tokens
+        return _divides(axes) and not any(axes_problems(axes, own)) and not make_plan(
+            own, axes, rates=rates, memory_bytes=memory_bytes, tokens=tokens).problems
+
+    single = _first_of_each([(c,) for c in changes if fits(c)])
+    if single:
+        return single
+    pairs = itertools.combinations(changes, 2)
+    return _first_of_each([pair for pair in pairs if pair[0].field != pair[1].field
+                           and fits(*pair)])
+
+
+@dataclass(frozen=True)
+class _Change:
+    field: str
+    value: str
+    run: dict[str, object] = field(default_factory=dict)
+    axes: dict[str, int] = field(default_factory=dict)
+    tokens: int = 0
+    times: int = 1  # as many ranks
+
+
+def _changes(run: Run, plan: Plan) -> Iterator[_Change]:
+    """Yield what may be changed, the least first within a field."""
+    axes = plan.axes
+    if plan.tokens > run.longest:
+        tokens = plan.most_tokens or run.longest
+        yield _Change("batch.tokens_per_microbatch", str(tokens), tokens=tokens)
+    if not run.kernels.recomputes:
+        kernels = replace(run.kernels, recomputes=True)
+        yield _Change("model.memory", "{activation_checkpointing: full}", {"kernels": kernels})
+    for name in ("tp", "cp", "ep", "inference_tp"):
+        for size in _POWERS[1:]:
+            if size > getattr(axes, name):
+                yield _Change(f"layout.{name}", str(size), axes={name: size})
+    if axes.dp_replicate > 1:
+        yield _Change("layout.dp_replicate", "1", axes={"dp_replicate": 1})
+    for factor in (2, 4, 8, 16):
+        yield _Change("layout.world_size", f"{factor * axes.world_size} (of each role "
+                      f"{factor} times as many)", times=factor)
+
+
+def _first_of_each(found: list[tuple[_Change, ...]]) -> list[str]:
+    """Return the first, and so least, change of each field or pair of fields."""
+    texts: dict[tuple[str, ...], str] = {}
+    for changes in found:
+        texts.setdefault(tuple(c.field for c in changes),
+                         " with ".join(f"{c.field} {c.value}" for c in changes))
+    return list(texts.values())
+
+
+def _divides(axes: Axes) -> bool:
+    inner = axes.dp_replicate * axes.cp * axes.tp
+    if not axes.trainers or axes.trainers % inner or axes.engines % axes.inference_tp:
+        return False
+    if axes.placement == "split" and axes.trainers % axes.inference_tp:
+        return False
+    return axes.ep == 1 or axes.fsdp % axes.ep == 0
+
+
+def layouts(run: Run, *, gpus: int, gpus_per_node: int) -> Iterator[Axes]:
+    """Yield the layouts of so many GPUs that a model and the program allow.
+
+    The trainers' tensor parallelism stays within a node, an engine's within four. Copies of the
+    shards are of whole nodes.
+    """
+    tps = [n for n in _POWERS if n <= min(gpus_per_node, gpus)]
+    engine_tps = [n for n in _POWERS if n <= min(4 * gpus_per_node, gpus)] if run.is_rl else [1]
+    experts = run.shape.num_experts
+    eps = [n for n in _POWERS if n == 1 or (experts and experts % n == 0 and n <= gpus)]
+    cps = [n for n in _POWERS if n == 1 or run.longest // n >= 2048]
+    for placement, trainers in _splits(run, gpus=gpus, gpus_per_node=gpus_per_node):
+        for replicate in _POWERS:
+            if replicate > 1 and trainers // replicate % gpus_per_node:
+                continue
+            for tp in tps:
+                for cp in cps:
+                    for ep in eps:
+                        for inference_tp in engine_tps:
+                            axes = Axes(placement, gpus, trainers, replicate, cp, tp, ep,
+                                        inference_tp)
+                            if _divides(axes) and not any(axes_problems(axes, run)):
+                                yield axes
+
+
+def _splits(run: Run, *, gpus: int, gpus_per_node: int) -> Iterator[tuple[str, int]]:
+    if not run.is_rl:
+        yield "offline", gpus
+        return
+    yield "colocated", gpus
+    unit = gpus_per_node if gpus >= 4 * gpus_per_node else max(1, gpus // 8)
+    eighths = {max(unit, gpus * i // 8 // unit * unit) for i in range(1, 8)}
+    for trainers in sorted(eighths):
+        if trainers < gpus:
+            yield "split", trainers
+
+
+def distinct(plans: list[Plan]) -> list[Plan]:
+    """Return the first plan of each split of the ranks between roles and into engines; without
+    engines, of each way to cut a model and its sequences."""
+    found: dict[tuple, Plan] = {}
+    for plan in plans:
+        axes = plan.axes
+        key = ((axes.placement, axes.trainers, axes.inference_tp) if axes.engines
+               else (axes.tp, axes.cp, axes.ep))
+        found.setdefault(key, plan)
+    return list(found.values())
+
+
+def best_plans(
+    run: Run, *, gpus: int, rates: Rates, memory_bytes: int, overlaps: bool
+) -> tuple[list[Plan], Plan | None]:
+    """Return the plans that fit, fastest step first, and of those that do not the nearest.
+
+    A micro-batch has the run's tokens, or as many as fit if these are fewer. Where the GPU is
+    shared by both roles, smaller parts of it for the engine are tried too.
+
+    Args:
+        overlaps: whether generation runs ahead under split placement (lag above 0).
+    """
+    found, nearest = [], None
+    for axes in layouts(run, gpus=gpus, gpus_per_node=rates.gpus_per_node):
+        is_shared = axes.placement == "colocated" and run.on_gpu
+        for frac in _SHARED_FRACS if is_shared else (run.gpu_memory_frac,):
+            own = replace(run, overlaps=overlaps and axes.placement == "split",
+                          gpu_memory_frac=min(frac, run.gpu_memory_frac))
+            plan = make_plan(own, axes, rates=rates, memory_bytes=memory_bytes)
+            if 0 < plan.most_tokens < plan.tokens:
+                plan = make_plan(own, axes, rates=rates, memory_bytes=memory_bytes,
+                                 tokens=plan.most_tokens)
+            if not plan.problems:
+                found.append(plan)
+            elif nearest is None or plan.rank_bytes < nearest.rank_bytes:
+                nearest = plan
+    # Of equally fast layouts the simpler one.
+    found.sort(key=lambda p: (round(p.seconds.step, 2), p.axes.tp * p.axes.cp * p.axes.ep,
+                              p.axes.dp_replicate, p.axes.inference_tp))
+    return found, nearest

@@ -1,0 +1,262 @@
+"""What a plan is made for: how ranks are laid out, what a run asks of them, what a GPU can do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from spmdrl.config import Config, inference_ranks, trainer_ranks
+from spmdrl.config.lora import ALL_LINEAR, LORA
+from spmdrl.config.options import KERNELS, MEMORY
+from spmdrl.hardware import GPUS, Gpu
+from spmdrl.model_shape import ModelShape
+from spmdrl.plan.activations import Kernels
+
+ITEM = {"bfloat16": 2, "float32": 4}
+
+
+@dataclass(frozen=True)
+class Axes:
+    """How the ranks of a job are laid out."""
+
+    placement: str
+    world_size: int
+    trainers: int
+    dp_replicate: int = 1
+    cp: int = 1
+    tp: int = 1
+    ep: int = 1
+    inference_tp: int = 1
+
+    @property
+    def fsdp(self) -> int:
+        """Ranks that share the shards of a parameter: dp_shard * cp."""
+        return self.trainers // (self.dp_replicate * self.tp)
+
+    @property
+    def dp_shard(self) -> int:
+        """What dp_replicate, cp and tp leave of the trainers."""
+        return self.fsdp // self.cp
+
+    @property
+    def dp_size(self) -> int:
+        """Parts that a batch is cut into."""
+        return self.dp_replicate * self.dp_shard
+
+    @property
+    def engines(self) -> int:
+        """Ranks that generate."""
+        return {"split": self.world_size - self.trainers, "offline": 0}.get(
+            self.placement, self.world_size)
+
+    @property
+    def replicas(self) -> int:
+        """Engines."""
+        return self.engines // self.inference_tp
+
+    def span(self, axis: str) -> int:
+        """Return over how many neighbouring ranks one group of an axis reaches; tp is innermost,
+        then cp, dp_shard, dp_replicate."""
+        inner = {"tp": 1, "cp": self.tp, "ep": self.tp, "fsdp": self.tp,
+                 "dp_replicate": self.tp * self.fsdp}
+        size = {"tp": self.tp, "cp": self.cp, "ep": self.ep, "fsdp": self.fsdp,
+                "dp_replicate": self.dp_replicate}
+        return inner[axis] * size[axis]
+
+
+def axes_of(cfg: Config) -> Axes:
+    """Return the layout that a config describes."""
+    layout = cfg.layout
+    return Axes(
+        placement=layout.placement, world_size=layout.world_size, trainers=len(trainer_ranks(cfg)),
+        dp_replicate=layout.dp_replicate, cp=layout.cp, tp=layout.tp,
+        ep=layout.ep, inference_tp=layout.inference_tp if inference_ranks(cfg)
+        else 1)
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a config asks for, whatever the layout."""
+
+    shape: ModelShape
+    kernels: Kernels
+    on_gpu: bool
+    master_bytes: int  # of a weight, and of its gradient
+    moment_bytes: int  # of AdamW's two moments on the device; 0 where they are on the host
+    is_rl: bool
+    overlaps: bool  # generation of a later batch beside the update
+    prompts: int  # per step
+    sequences: int  # per step
+    prompt_tokens: float  # mean
+    response_tokens: float  # mean
+    longest: int  # prompt and response, tokens
+    longest_response: int
+    microbatch_tokens: int  # budget of a dp rank
+    updates: int  # per step
+    forwards: int  # passes over a batch besides the training pass
+    frozen_models: int  # reference, teacher, reward models, as large as the policy
+    trained_models: int  # besides the policy: 1 with a critic
+    lora_rank: int  # 0 trains all weights
+    lora_targets: tuple[str, ...]  # ends of module names; empty is all linear layers
+    chunk_tokens: int  # positions whose logits exist at once
+    engine_kind: str
+    engine_bytes: int  # of one element of its weights and cache
+    max_num_seqs: int
+    max_batched_tokens: int
+    gpu_memory_frac: float
+    cpu_cache_bytes: int
+    bucket_bytes: int
+
+    @property
+    def tokens(self) -> float:
+        """Of a step, prompts and responses."""
+        return self.sequences * (self.prompt_tokens + self.response_tokens)
+
+
+def run_of(
+    cfg: Config, shape: ModelShape, *, on_gpu: bool, chunk_tokens: int, prompt_tokens: float,
+    response_tokens: float,
+) -> Run:
+    """Return what a config asks for.
+
+    Args:
+        shape: of the policy.
+        on_gpu: plan for CUDA's kernels.
+        chunk_tokens: positions whose logits exist at once, see policy.head.
+        prompt_tokens, response_tokens: means; 0 takes half of the longest that may come.
+    Raises: ValueError for an unknown method.
+    """
+    batch, is_rl = cfg.batch, cfg.algorithm.objective == "rl"
+    group = batch.group_size if is_rl else 1
+    longest_response = cfg.sampling.max_response_tokens
+    columns, is_pair = _columns(cfg)
+    lora = LORA | cfg.model.lora
+    targets = lora["targets"]
+    own_reference = "ref_logprobs" in columns and not (cfg.model.lora and not cfg.model.reference)
+    memory = MEMORY | cfg.model.memory
+    is_away = on_gpu and memory["offload"] in ("optimizer", "all")
+    return Run(
+        master_bytes=ITEM[memory["master_dtype"]],
+        moment_bytes=0 if is_away else 2 * ITEM[memory["optimizer_dtype"]],
+        shape=shape, kernels=_kernels(cfg, on_gpu=on_gpu), on_gpu=on_gpu, is_rl=is_rl,
+        overlaps=cfg.lag > 0 and cfg.layout.placement == "split",
+        prompts=batch.prompts_per_step,
+        sequences=batch.prompts_per_step * (2 if is_pair else group),
+        prompt_tokens=prompt_tokens or cfg.data.max_prompt_tokens / 2,
+        response_tokens=response_tokens or longest_response / 2,
+        longest=cfg.data.max_prompt_tokens + longest_response, longest_response=longest_response,
+        microbatch_tokens=batch.tokens_per_microbatch, updates=batch.updates_per_step,
+        forwards=len(columns & _PASSES),
+        frozen_models=own_reference + ("teacher_logprobs" in columns)
+        + (cfg.algorithm.objective == "distill"),
+        trained_models=int(not columns.isdisjoint({"values", "prm_logprobs"})),
+        lora_rank=lora["rank"] if cfg.model.lora else 0,
+        lora_targets=() if targets == ALL_LINEAR or isinstance(targets, str) else tuple(targets),
+        chunk_tokens=chunk_tokens, engine_kind=cfg.engine.kind,
+        engine_bytes=ITEM[cfg.engine.dtype], max_num_seqs=cfg.engine.max_num_seqs,
+        max_batched_tokens=cfg.engine.max_batched_tokens,
+        gpu_memory_frac=cfg.engine.gpu_memory_frac,
+        cpu_cache_bytes=int(cfg.engine.cpu_kv_cache_gib * 2**30),
+        bucket_bytes=cfg.stream.bucket_bytes)
+
+
+_PASSES = {"old_logprobs", "ref_logprobs", "teacher_logprobs", "values", "prm_logprobs"}
+
+
+def _columns(cfg: Config) -> tuple[set[str], bool]:
+    """Return the per-token columns that the methods need, and whether rows are pairs."""
+    from spmdrl.config.fields import trains_on_pairs
+    from spmdrl.policy.objective import needed_columns
+    from spmdrl.policy.pairs import PairObjective
+
+    is_pair = trains_on_pairs(cfg)
+    return set(PairObjective(cfg).columns if is_pair else needed_columns(cfg)), is_pair
+
+
+def _kernels(cfg: Config, *, on_gpu: bool) -> Kernels:
+    chosen, memory = KERNELS | cfg.model.kernels, MEMORY | cfg.model.memory
+    c = ITEM[cfg.model.compute_dtype]
+    is_padded = chosen["attention"] == "padded" or not (on_gpu and c == 2)
+    mode = memory["activation_checkpointing"]
+    return Kernels(compute_bytes=c, is_padded=is_padded, has_liger=on_gpu and chosen["liger"],
+                   recomputes=mode == "full", is_selective=mode == "selective",
+                   on_host=on_gpu and memory["offload"] in ("activations", "all"))
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What a GPU and its links reach in practice. Bandwidths are per GPU and direction."""
+
+    gpu: Gpu
+    gpus_per_node: int = 8
+    matmul_frac: float = 0.5  # of the peak, in training and prefill
+    memory_frac: float = 0.7  # of the bandwidth, in decoding
+    link_frac: float = 0.7  # of the bandwidth, in collectives
+    engine_step_s: float = 0.003  # an engine step's work on the host
+    collective_s: float = 20e-6  # before a collective's first byte
+
+    @property
+    def flops(self) -> float:
+        """Reached in matmuls, 1/s."""
+        return self.gpu.flops * self.matmul_frac
+
+    def link(self, span: int) -> float:
+        """Return the bandwidth within a group that reaches over `span` neighbouring ranks."""
+        is_within = span <= self.gpus_per_node
+        own = self.gpu.node_bytes_per_s if is_within else self.gpu.network_bytes_per_s
+        return own * self.link_frac
+
+
+def rates_of(name: str, **changed: float) -> Rates:
+    """Return the rates of a GPU of the table, with some fields of it replaced.
+
+    Raises: ValueError for a GPU that is not in the table.
+    """
+    if name not in GPUS:
+        raise ValueError(f"--gpu {name}: not in the table; known: {', '.join(GPUS)}; take the "
+                         "nearest and give its memory and rates by flags")
+    return Rates(replace(GPUS[name], **{k: v for k, v in changed.items() if v}))
+
+
+def axes_problems(axes: Axes, run: Run) -> Iterator[str]:
+    """Yield why a layout is none for this model, with the values that would do."""
+    shape = run.shape
+    own = shape.blocks[0].attention
+    if axes.tp > 1 and shape.tp_problem:
+        yield f"layout.tp {axes.tp}: {shape.tp_problem}; it must be 1"
+    elif axes.tp > 1:
+        dims = {"attention heads": own.heads, "key/value heads": own.kv_heads}
+        dims |= {f"dim {w.tp_dim} of {w.name}": w.shape[w.tp_dim]
+                 for weights in (*(b.weights for b, _ in shape.kinds), shape.root)
+                 for w in weights if w.tp_dim is not None}
+        yield from _undivided("layout.tp", axes.tp, dims=dims)
+    if axes.engines and axes.inference_tp > 1 and run.engine_kind == "transformers":
+        yield (f"layout.inference_tp {axes.inference_tp}: the transformers engine holds the whole "
+               "model on one rank; it must be 1")
+    elif axes.engines and axes.inference_tp > 1:
+        kv = own.kv_heads
+        yield from _undivided("layout.inference_tp", axes.inference_tp, dims={
+            "attention heads": own.heads, "MLP width": shape.blocks[0].intermediate or own.heads})
+        if kv % axes.inference_tp and axes.inference_tp % kv:
+            yield (f"layout.inference_tp {axes.inference_tp}: neither divides the {kv} key/value "
+                   "heads nor is a multiple of them")
+    if axes.ep > 1 and not shape.num_experts:
+        yield f"layout.ep {axes.ep}: the model has no experts; it must be 1"
+    elif axes.ep > 1:
+        yield from _undivided("layout.ep", axes.ep, dims={"experts": shape.num_experts,
+                                                          "dp_shard * cp ranks": axes.fsdp})
+
+
+def _undivided(field: str, size: int, *, dims: dict[str, int]) -> Iterator[str]:
+    wrong = {what: count for what, count in dims.items() if count % size}
+    if wrong:
+        what, count = next(iter(wrong.items()))
+        good = [n for n in range(1, min(dims.values()) + 1)
+                if all(count % n == 0 for count in dims.values())]
+        yield (f"{field} {size} does not divide {count} {what}; "
+               f"{', '.join(map(str, good))} would")
+
+
+def device_is_gpu(cfg: Config) -> bool:
+    """Return whether to plan for CUDA: what the config says; `auto` means it does."""
+    return cfg.layout.device != "cpu"

@@ -1,0 +1,122 @@
+"""Bytes that one rank sends in a step, by what sends them and over which link."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from spmdrl.model_shape import ModelShape
+from spmdrl.plan.memory import (
+    engine_weight_bytes, expert_shards_numel, lora_numel, shards_numel,
+)
+from spmdrl.plan.setting import Axes, Rates, Run
+
+_TOKEN_BYTES = 12  # id, marks and logprob, see exchange.py
+_TP_PASSES = 2
+"""All-reduces of a block's hidden states in a pass, for attention and for the MLP; with sequence
+parallelism each is a reduce-scatter and an all-gather, the same bytes."""
+
+
+@dataclass(frozen=True)
+class Flow:
+    """What one rank sends in one step."""
+
+    name: str
+    bytes: float
+    calls: float  # collectives
+    span: int  # neighbouring ranks that its group reaches over
+    hides: bool = False  # behind computation
+
+    def seconds(self, rates: Rates) -> float:
+        """Return the time it takes on its link, if nothing else is on it."""
+        return self.bytes / rates.link(self.span) + self.calls * rates.collective_s
+
+
+def microbatches(run: Run, axes: Axes, *, tokens: int) -> int:
+    """Return the micro-batches of a dp rank in one step, all updates together."""
+    each = run.tokens / axes.dp_size / run.updates
+    return run.updates * max(1, math.ceil(each / tokens))
+
+
+def trainer_flows(run: Run, axes: Axes, *, tokens: int) -> list[Flow]:
+    """Return what a trainer rank sends in annotation and update.
+
+    Args:
+        tokens: budget of a micro-batch.
+    """
+    shape = run.shape
+    c, count = run.kernels.compute_bytes, microbatches(run, axes, tokens=tokens)
+    blocks, passes = len(shape.blocks), 1 + run.forwards
+    again = 1 if run.kernels.recomputes else 0
+    own = run.tokens / axes.dp_size / axes.cp  # tokens of this rank in a step
+    state, n = shards_numel(shape, axes), axes.fsdp
+    trained = lora_numel(run, axes) if run.lora_rank else state
+    flows = []
+    if n > 1:
+        gathers = count * (2 + run.forwards)  # forward, backward; forward alone
+        apart = expert_shards_numel(shape, axes)  # gathered among the ranks that ep leaves
+        sent = (n - 1) * (state - apart) + (n // axes.ep - 1) * apart
+        flows.append(Flow("FSDP gathers", gathers * c * sent,
+                          gathers * blocks, axes.span("fsdp"), hides=True))
+        reduced = (n - 1) * trained if run.lora_rank else sent
+        flows.append(Flow("FSDP reduces", count * 4 * reduced, count * blocks,
+                          axes.span("fsdp"), hides=True))
+    if axes.dp_replicate > 1:
+        share = 2 * (axes.dp_replicate - 1) / axes.dp_replicate
+        flows.append(Flow("dp_replicate reduces", run.updates * share * 4 * trained,
+                          run.updates * blocks, axes.span("dp_replicate"), hides=True))
+    if axes.tp > 1:
+        times = _TP_PASSES * (passes + again + 1)
+        share = 2 * (axes.tp - 1) / axes.tp
+        flows.append(Flow("tp all-reduces", blocks * times * share * own * shape.hidden * c,
+                          blocks * times * count, axes.span("tp")))
+    if axes.cp > 1:
+        times = passes + again + 1
+        flows.append(Flow("cp exchanges", times * own * c * _context_width(shape, axes),
+                          2 * blocks * times * count, axes.span("cp")))
+    if axes.ep > 1:
+        times, share = passes + again + 1, (axes.ep - 1) / axes.ep
+        rows = own * sum(k * b.experts.top_k for b, k in shape.kinds if b.experts)
+        flows.append(Flow("ep exchanges", 2 * times * share * rows * shape.hidden * c,
+                          2 * blocks * times * count, axes.span("ep")))
+    return flows
+
+
+def _context_width(shape: ModelShape, axes: Axes) -> float:
+    """Return the elements that a token's attention sends over cp, all blocks: Ulysses moves
+    queries, keys, values and outputs once; where cp does not divide the heads, keys and values
+    go to all others."""
+    total = 0.0
+    for block, count in shape.kinds:
+        own = block.attention
+        keys = own.kv_heads * (own.qk_dim + own.v_dim)
+        if own.heads // axes.tp % axes.cp:
+            total += count * (axes.cp - 1) * keys / axes.tp
+        else:
+            queries = own.heads * (own.qk_dim + own.v_dim)
+            total += count * (axes.cp - 1) / axes.cp * (keys + queries) / axes.tp
+    return total
+
+
+def push_flows(run: Run, axes: Axes) -> list[Flow]:
+    """Return what a rank sends in a push of the weights: a trainer its part of a copy for each
+    tp rank of an engine, an engine rank its part to the other replicas."""
+    if not axes.engines:
+        return []
+    whole = engine_weight_bytes(run, axes)
+    flows = []
+    if axes.placement == "split":
+        flows.append(Flow("stream", whole * axes.inference_tp / axes.trainers, 1,
+                          axes.world_size))
+    if axes.replicas > 1:
+        share = (axes.replicas - 1) / axes.replicas
+        buckets = max(1, math.ceil(whole / run.bucket_bytes))
+        flows.append(Flow("stream among replicas", whole * share, buckets, axes.engines))
+    return flows
+
+
+def exchange_flow(run: Run, axes: Axes) -> Flow:
+    """Return what an engine rank sends of its rollouts to the trainers."""
+    copies = axes.cp * axes.tp
+    sent = run.tokens * _TOKEN_BYTES * copies / max(1, axes.replicas)
+    return Flow("rollouts", sent if axes.engines else 0, 1, axes.world_size)

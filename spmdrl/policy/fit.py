@@ -1,0 +1,108 @@
+"""Whether models fit the layout, known from their config.json before any group is created."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from typing import Any
+
+from spmdrl.config import Config
+from spmdrl.config.options import KERNELS
+from spmdrl.policy.load import load_hf_config
+from spmdrl.rewards.signatures import reward_models
+
+_CUT_BY_TP = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size")
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+_LAYERS = ("full_attention", "sliding_attention")  # of which packed attention knows all
+
+
+def check_fit(cfg: Config) -> None:
+    """Refuse models that an axis of the trainer mesh cannot divide.
+
+    Raises: ValueError with every problem.
+    """
+    problems = fit_problems(cfg)
+    if problems:
+        raise ValueError("\n".join(problems))
+
+
+def fit_problems(cfg: Config) -> list[str]:
+    """Return why models of a config do not fit its layout, each as `field: what, value seen`.
+
+    A model whose config.json cannot be read is passed over: who loads it says why.
+    """
+    layout, problems = cfg.layout, []
+    kernels = KERNELS | cfg.model.kernels
+    if layout.cp == layout.ep == layout.tp == 1 and not kernels["compile"]:
+        return []
+    named = {"model.path": cfg.model.path, "model.reference": cfg.model.reference,
+             "model.teacher": cfg.model.teacher, "critic.path": cfg.critic.path}
+    models = reward_models(cfg.rewards.functions).values()
+    named |= {f"rewards.functions model:{path}": path for path in models}
+    for field, path in named.items():
+        with contextlib.suppress(ValueError):
+            hf_config = load_hf_config(path, trust_remote_code=cfg.model.trust_remote_code)
+            problems += [f"{problem} ({field} {path})" for problem in misfits(
+                hf_config, cp=layout.cp, tp=layout.tp, context=kernels["context"])]
+            problems += [f"{problem} ({field} {path})" for problem in expert_misfits(
+                hf_config, ep=layout.ep, tp=layout.tp, compiles=kernels["compile"],
+                is_policy=field == "model.path")]
+    return problems
+
+
+def expert_misfits(
+    hf_config: Any, *, ep: int, tp: int, compiles: bool, is_policy: bool
+) -> list[str]:
+    """Return why the experts of a model cannot be dealt out, or compiled. Models beside the
+    policy may be dense under any ep."""
+    experts = next((number for name in _EXPERTS
+                    if isinstance(number := getattr(hf_config, name, None), int)), 0)
+    if not experts:
+        return [f"layout.ep: {ep} with a {hf_config.model_type}, which has no experts; set "
+                "layout.ep to 1"] if ep > 1 and is_policy else []
+    problems = []
+    if experts % ep:
+        problems.append(f"layout.ep: {ep} does not divide the {experts} experts; values that do: "
+                        f"{_divisors(experts)}")
+    if tp > 1:
+        problems.append(f"layout.tp: {tp} with a {hf_config.model_type}, whose experts tp does not "
+                        "cut; set layout.tp to 1 and layout.ep to more")
+    if compiles:  # inductor of torch 2.13 crashes in their backward pass on the CPU
+        problems.append(f"model.kernels.compile: true with a {hf_config.model_type}, whose experts "
+                        "cannot be compiled; set it to false")
+    return problems
+
+
+def misfits(hf_config: Any, *, cp: int, tp: int, context: str) -> list[str]:
+    """Return why a model cannot be cut along these axes.
+
+    Args:
+        hf_config: a transformers config.
+        context: model.kernels.context.
+    """
+    problems = []
+    sizes = {name: size for name in _CUT_BY_TP
+             if isinstance(size := getattr(hf_config, name, None), int)}
+    uncut = [f"{name} {size}" for name, size in sizes.items() if size % tp]
+    if uncut:
+        problems.append(f"layout.tp: {tp} does not divide {', '.join(uncut)}; values that divide "
+                        f"all that tp cuts: {_divisors(math.gcd(*sizes.values()))}")
+    if cp == 1:
+        return problems
+    heads = sizes.get("num_attention_heads")
+    others = sorted(set(getattr(hf_config, "layer_types", None) or ()) - set(_LAYERS))
+    if heads is None or others:
+        problems.append(
+            f"layout.cp: {cp} with a {hf_config.model_type}, whose layers "
+            + (f"({', '.join(others)}) " if others else "without attention heads ")
+            + "cannot be computed on slices of a sequence; set layout.cp to 1")
+    elif context == "ulysses" and not uncut and heads // tp % cp:
+        problems.append(
+            f"layout.cp: {cp} does not divide the {heads} / tp {tp} = {heads // tp} query heads "
+            f"that ulysses deals out; values that do: {_divisors(heads // tp)}; or set "
+            "model.kernels.context to auto, which gathers where heads do not divide")
+    return problems
+
+
+def _divisors(number: int) -> str:
+    return ", ".join(str(n) for n in range(1, min(number, 4096) + 1) if number % n == 0)

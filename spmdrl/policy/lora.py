@@ -1,0 +1,231 @@
+"""Low-rank adapters on the linear layers of a model, put there from outside.
+
+y = W x + scale * B A x, with A [r, in] and B [out, r]. A layer gets two children, lora_A and
+lora_B, so a parameter's name is PEFT's without its prefix, and FSDP2 and tensor parallelism treat
+them like any other. Source: arXiv 2106.09685, section 4.1; rank-stabilised scale: 2312.03732.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import logging
+import math
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from spmdrl.config.lora import ALL_LINEAR, LORA
+from spmdrl.policy.load import SCALAR_HEAD
+from spmdrl.policy.lora_files import AdapterFolder
+from spmdrl.policy.parallelize import blocks
+from spmdrl.shards import held_boxes
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class LoraForm:
+    """What adapters of a model are like."""
+
+    rank: int
+    alpha: float
+    targets: str | tuple[str, ...]
+    use_rslora: bool = False
+    init: str = "kaiming"
+    path: str = ""
+    """Folder that they start from; empty: from random numbers."""
+
+    @property
+    def scale(self) -> float:
+        """The factor of B A."""
+        return self.alpha / (math.sqrt(self.rank) if self.use_rslora else self.rank)
+
+
+def lora_form(options: Mapping[str, Any]) -> LoraForm | None:
+    """Return the form that `model.lora` asks for; None when it is empty: all weights train.
+
+    Raises: ValueError when its `path` holds no adapter, or one that cannot be trained here.
+    """
+    if not options:
+        return None
+    chosen = LORA | dict(options)
+    if chosen["path"]:
+        folder = AdapterFolder(Path(chosen["path"]))
+        return LoraForm(**folder.form, targets=folder.modules, path=chosen["path"])
+    targets = chosen["targets"]
+    return LoraForm(**chosen | {"targets": targets if isinstance(targets, str) else tuple(targets)})
+
+
+class Adapters:
+    """The adapters of one model, all on or all off.
+
+    Args:
+        hf_model: a transformers model on the meta device, changed in place: its linear layers that
+            are meant get float32 children lora_A and lora_B. Before tensor parallelism.
+        form: what they are like.
+    Raises: ValueError for targets that match no linear layer, with the names that exist.
+    """
+
+    def __init__(self, hf_model: nn.Module, form: LoraForm):
+        self.form, self.is_on = form, True
+        self.modules = targeted(hf_model, form.targets)
+        for module in self.modules.values():
+            module.lora_A = nn.Linear(module.in_features, form.rank, bias=False, device="meta")
+            module.lora_B = nn.Linear(form.rank, module.out_features, bias=False, device="meta")
+            module.adapters = self
+            module.forward = functools.partial(_adapted, module, module.forward)
+
+    @property
+    def names(self) -> list[str]:
+        """The parameters' names, those of their layers with lora_A.weight or lora_B.weight."""
+        return [f"{name}.{part}.weight" for name in self.modules for part in ("lora_A", "lora_B")]
+
+    @contextmanager
+    def off(self) -> Iterator[None]:
+        """Let the model compute what it would without adapters."""
+        self.is_on = False
+        try:
+            yield
+        finally:
+            self.is_on = True
+
+    @torch.no_grad()
+    def fill(self, shards: Mapping[str, Tensor], *, seed: int) -> None:
+        """Give this rank's shards their first values, the same on every layout.
+
+        Args:
+            shards: {name: DTensor or Tensor with storage}: the adapters, and a scalar head, which
+                only a file gives another value.
+            seed: keys the random numbers, together with the name.
+        Raises: ValueError when form.path does not hold these tensors.
+        """
+        folder = AdapterFolder(Path(self.form.path)) if self.form.path else None
+        if folder:
+            folder.check({name: tuple(shards[name].shape) for name in self.names})
+        for name, parameter in shards.items():
+            whole = self._first(name, parameter, folder=folder, seed=seed)
+            for box, view in held_boxes(name, parameter) if whole is not None else ():
+                view.copy_(whole[tuple(slice(s, s + n) for s, n in zip(box.start, box.shape))])
+
+    def _first(self, name: str, parameter: Tensor, *, folder: AdapterFolder | None, seed: int
+               ) -> Tensor | None:
+        if folder:
+            return folder.read(name)
+        if name.endswith("lora_A.weight"):
+            return initial_a(name, tuple(parameter.shape), init=self.form.init, seed=seed)
+        return torch.zeros(parameter.shape) if name.endswith("lora_B.weight") else None
+
+
+def targeted(hf_model: nn.Module, targets: str | tuple[str, ...]) -> dict[str, nn.Linear]:
+    """Return {name: linear layer} that `targets` mean; the output head is never one of them.
+
+    Args:
+        targets: `all-linear` for those of the blocks; a regular expression of whole names; or
+            names and ends of names, as PEFT's target_modules.
+    Raises: ValueError for an entry that matches none.
+    """
+    heads = (hf_model.get_output_embeddings(), getattr(hf_model, "score", None))
+    linear = {name: module for name, module in hf_model.named_modules()
+              if isinstance(module, nn.Linear) and all(module is not head for head in heads)}
+    if targets == ALL_LINEAR:
+        inside = {id(m) for parent, attribute in blocks(hf_model)
+                  for m in getattr(parent, attribute).modules()}
+        found = {name: module for name, module in linear.items() if id(module) in inside}
+        if not found:
+            raise _no_match(ALL_LINEAR, linear, hf_model)
+        if _fused(hf_model):
+            log.warning("model.lora.targets: all-linear leaves out what is no linear layer, such "
+                        "as fused experts: %s", ", ".join(_fused(hf_model)))
+        return found
+    if isinstance(targets, str):
+        matches = {targets: {name for name in linear if re.fullmatch(targets, name)}}
+    else:
+        matches = {t: {n for n in linear if n == t or n.endswith(f".{t}")} for t in targets}
+    for target, names in matches.items():
+        if not names:
+            raise _no_match(target, linear, hf_model)
+    wanted = set().union(*matches.values())
+    return {name: module for name, module in linear.items() if name in wanted}
+
+
+def _no_match(target: str, linear: Mapping[str, nn.Linear], hf_model: nn.Module) -> ValueError:
+    known = dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) for name in linear)
+    fused = ", ".join(_fused(hf_model))
+    return ValueError(
+        f"model.lora.targets: {target!r} matches no linear layer of {type(hf_model).__name__}; it "
+        f"has {', '.join(known) or 'none'}"
+        + (f"; fused experts and their like get none: {fused}" if fused else ""))
+
+
+def _fused(hf_model: nn.Module) -> list[str]:
+    """Return the parameters that are more than a matrix, for messages."""
+    return list(dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name)
+                              for name, p in hf_model.named_parameters() if p.dim() > 2))
+
+
+def train_adapters_only(
+    hf_model: nn.Module, adapters: Adapters, *, dtype: torch.dtype
+) -> list[str]:
+    """Freeze all but the adapters, and a scalar head, and keep what is frozen in `dtype`.
+
+    Frozen weights in the compute dtype are what a forward pass would see of float32 ones.
+
+    Returns: the names of what is trained.
+    """
+    names = {*adapters.names, SCALAR_HEAD}
+    for name, parameter in hf_model.named_parameters():
+        parameter.requires_grad = name in names
+        parameter.data = parameter.data if name in names else parameter.data.to(dtype)
+    trained = sum(p.numel() for p in hf_model.parameters() if p.requires_grad)
+    total = sum(p.numel() for p in hf_model.parameters())
+    log.info("lora: rank %d on %d linear layers: %d of %d parameters are trained",
+             adapters.form.rank, len(adapters.modules), trained, total)
+    return [name for name, parameter in hf_model.named_parameters() if parameter.requires_grad]
+
+
+def initial_a(name: str, shape: tuple[int, ...], *, init: str, seed: int) -> Tensor:
+    """Return the first value of an A matrix: [r, in] float32, a function of its arguments alone.
+
+    Args:
+        init: `kaiming`, uniform in +-1/sqrt(in), as PEFT and nn.Linear do; `gaussian`, of
+            standard deviation 1/r, as PEFT does.
+    """
+    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
+    if init == "gaussian":
+        return torch.empty(shape).normal_(std=1 / shape[0], generator=generator)
+    bound = 1 / math.sqrt(shape[1])
+    return torch.empty(shape).uniform_(-bound, bound, generator=generator)
+
+
+def plus_adapter(module: nn.Linear, out: Tensor, *, x: Tensor) -> Tensor:
+    """Add what a layer's adapter makes of x; `out` as it is where there is none, or it is off.
+
+    Under tensor parallelism x and out are local, and so is one of A and B: the term is a part of
+    the layer's output in the same way as `out`.
+
+    Args:
+        out: [.., out] = W x, and x [.., in], in the compute dtype.
+    """
+    adapters = getattr(module, "adapters", None)
+    if adapters is None or not adapters.is_on:
+        return out
+    a, b = _local(module.lora_A.weight), _local(module.lora_B.weight)
+    return out + F.linear(F.linear(x, a), b) * adapters.form.scale
+
+
+def _adapted(module: nn.Linear, forward: Any, x: Tensor) -> Tensor:
+    return plus_adapter(module, forward(x), x=x)
+
+
+def _local(weight: Tensor) -> Tensor:
+    return weight.to_local() if isinstance(weight, DTensor) else weight

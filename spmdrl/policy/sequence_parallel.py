@@ -1,0 +1,186 @@
+"""Sequence parallelism beside tensor parallelism: between attention and MLP, tokens are sharded.
+
+The sum that ends a row-wise layer leaves each tensor-parallel rank with the sums of its own tokens
+only, so norms and residuals are computed and kept once instead of on every rank; what enters
+attention or MLP is gathered, once for all of its projections. In bytes that is what tensor
+parallelism alone sends. Source: arXiv 2205.05198, section 4.2.2.
+
+Shape letters: T tokens of a slice of the packed row, a multiple of the R tensor-parallel ranks; H.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from spmdrl.policy.collectives import gathered, scattered_sum
+from spmdrl.policy.parallelize import blocks
+
+_PARTS = ("self_attn", "mlp")
+
+
+class _Enter(torch.autograd.Function):
+    """Own tokens to all; the gradients, of own heads or features, are added up."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _all_tokens(x, group)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+        return _added_own(grad, ctx.group), None
+
+
+class _Leave(torch.autograd.Function):
+    """Partial sums of all tokens to the sums of own ones."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _added_own(x, group)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+        return _all_tokens(grad, ctx.group), None
+
+
+class _Own(torch.autograd.Function):
+    """All tokens, the same on every rank, to own ones; every rank gets the gradient of all."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _own_tokens(x, group)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+        return _all_tokens(grad, ctx.group), None
+
+
+class _All(torch.autograd.Function):
+    """Own tokens to all, from which every rank computes the same."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _all_tokens(x, group)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+        return _own_tokens(grad, ctx.group), None
+
+
+def _all_tokens(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """[1, T/R, H] of each rank to [1, T, H]."""
+    return gathered(x[0], group).flatten(0, 1)[None]
+
+
+def _added_own(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """[1, T, H] of each rank to the sum over ranks of own tokens, [1, T/R, H]."""
+    return scattered_sum(x[0].unflatten(0, (dist.get_world_size(group), -1)), group)[None]
+
+
+def _own_tokens(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    return x.chunk(dist.get_world_size(group), dim=1)[dist.get_rank(group)].contiguous()
+
+
+def same(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return what enters a column-wise layer: all tokens are there already."""
+    return x
+
+
+def leave(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return own tokens' sums over ranks, [1, T/R, H], of partial ones [1, T, H]."""
+    return _Leave.apply(x, group)
+
+
+def why_not(hf_model: nn.Module, style_of: Callable[[str], str | None]) -> str:
+    """Return why a model's tokens cannot be sharded; empty if they can.
+
+    They can where a block is attention, MLP and norms; where all of attention's and MLP's matrices
+    are split, so that every rank has but a part of the gradient of what enters them; and where
+    around the blocks there are an embedding and a norm.
+
+    Args:
+        style_of: from a module's name to its style in the tensor-parallel plan.
+    """
+    names = {id(module): name for name, module in hf_model.named_modules()}
+    inside = {id(getattr(parent, attribute)) for parent, attribute in blocks(hf_model)}
+    for parent, attribute in blocks(hf_model):
+        block = getattr(parent, attribute)
+        for name, child in block.named_children():
+            where = f"{names[id(block)]}.{name}"
+            if name not in _PARTS and not _is_norm(child):
+                return f"{where} is neither attention, MLP nor norm"
+            for key, own in child.named_parameters() if name in _PARTS else ():
+                layer = f"{where}.{key.rpartition('.')[0]}"
+                if own.dim() > 1 and ".lora_" not in key and not _is_split(style_of(layer)):
+                    return f"{where}.{key} is not split"
+        if any(not hasattr(block, part) for part in _PARTS):
+            return f"{names[id(block)]} has no {' or no '.join(_PARTS)}"
+    embedding = hf_model.get_input_embeddings()
+    for name, child in hf_model.base_model.named_children():
+        holds_blocks = any(id(module) in inside for module in child.modules())
+        if child is not embedding and not holds_blocks and not _is_norm(child):
+            return f"{names[id(child)]} is neither embedding, blocks nor norm"
+    return ""
+
+
+def _is_norm(module: nn.Module) -> bool:
+    return all(own.dim() == 1 for own in module.parameters())
+
+
+def _is_split(style: str | None) -> bool:
+    return style is not None and style.startswith(("colwise", "rowwise"))
+
+
+def shard_tokens(hf_model: nn.Module, plan: Mapping[str, str | None],
+                 group: dist.ProcessGroup) -> set[str]:
+    """Have a model, sharded by tensor parallelism, keep own tokens between attention and MLP.
+
+    Args:
+        hf_model: one of which `why_not` says nothing, changed in place; its row-wise layers and
+            vocabulary-parallel embedding end in `leave`.
+        plan: {module name: style}.
+    Returns: the names of parameters that every rank has and that see its own tokens only: norms,
+        and what row-wise layers add to their sum.
+    """
+    partial = {f"{name}.bias" for name, style in plan.items()
+               if style is not None and style.startswith("rowwise")}
+    for parent, attribute in blocks(hf_model):
+        block = getattr(parent, attribute)
+        for part in _PARTS:
+            module = getattr(block, part)
+            module.forward = functools.partial(_entered, module.forward, group)
+    embedding = hf_model.get_input_embeddings()
+    if not hasattr(embedding.weight, "placements"):
+        embedding.forward = functools.partial(_cut, embedding.forward, group)
+    base = hf_model.base_model
+    base.forward = functools.partial(_gathered_output, base.forward, group)
+    outside = {id(p) for p in base.parameters()} - {id(p) for p in embedding.parameters()}
+    outside -= {id(p) for parent, attribute in blocks(hf_model) for part in _PARTS
+                for p in getattr(getattr(parent, attribute), part).parameters()}
+    return partial | {name for name, p in hf_model.named_parameters() if id(p) in outside}
+
+
+def _entered(forward: Callable, group: dist.ProcessGroup, *args: Any, **options: Any) -> Any:
+    if args:
+        return forward(_Enter.apply(args[0], group), *args[1:], **options)
+    states = _Enter.apply(options.pop("hidden_states"), group)
+    return forward(hidden_states=states, **options)
+
+
+def _cut(forward: Callable, group: dist.ProcessGroup, ids: Tensor) -> Tensor:
+    return _Own.apply(forward(ids), group)
+
+
+def _gathered_output(forward: Callable, group: dist.ProcessGroup, **options: Any) -> Any:
+    output = forward(**options)
+    output.last_hidden_state = _All.apply(output.last_hidden_state, group)
+    return output

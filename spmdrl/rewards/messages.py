@@ -1,0 +1,125 @@
+"""What passes between the pool and its workers.
+
+A message is a 4-byte little-endian length and a pickle. See `worker` for which come when.
+"""
+
+from __future__ import annotations
+
+import pickle
+import struct
+from dataclasses import dataclass, field
+from typing import Any, BinaryIO, Literal
+
+from spmdrl.environments.protocol import Response, Turn
+
+_HEADER = struct.Struct("<I")
+Failure = Literal["timeout", "error", "bad_value", "overlong"]
+OVERLONG: Failure = "overlong"
+"""The environment's opening was too long: nothing of the user's failed."""
+RECALL = "recall"
+"""A message to a worker that is stuck in a job: give back those behind it."""
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What a worker scores and plays with."""
+
+    functions: dict[str, str]
+    """{name: `module:function`, `path/file.py:function`, or a generated task for its grader}."""
+    weights: tuple[float, ...]
+    """One per function."""
+    tasks: tuple[str, ...]
+    """Generated tasks whose own graders are used when there are no functions."""
+    task_options: dict[str, Any]
+    """Keyword options of generated tasks."""
+    has_models: bool = False
+    """Reward models score the samples too, elsewhere: no function need apply to a row."""
+    environment: dict[str, Any] = field(default_factory=dict)
+    """The name of an environment and its options; empty for none."""
+    timeout_s: float = float("inf")
+    """Deadline of a sample, for functions that run beside others."""
+
+    @property
+    def names(self) -> list[str]:
+        """Return what is loaded, for messages."""
+        return [*(self.functions.values() or self.tasks), *filter(None, [
+            self.environment.get("name")])]
+
+
+@dataclass(frozen=True)
+class Open:
+    """A job: begin an episode."""
+
+    row: dict
+    seed: int
+
+
+@dataclass(frozen=True)
+class Respond:
+    """A job: play a turn of an episode."""
+
+    environment: bytes
+    """The pickled environment, as the last turn left it."""
+    response: Response
+
+
+@dataclass(frozen=True)
+class Done:
+    """What became of a job, as it travels back."""
+
+    id: int
+    finished: float
+    """Clock of time.monotonic(), which all processes of a machine share."""
+    seconds: float
+    failure: Failure | None
+    message: str
+
+
+@dataclass(frozen=True)
+class Scored(Done):
+    """The result of one sample."""
+
+    value: float | None
+    parts: dict[str, float]
+    metrics: dict[str, float]
+    extras: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Moved(Done):
+    """The result of an Open or a Respond that did not fail."""
+
+    environment: bytes
+    """The pickled environment as it is now; empty when the episode is done."""
+    turn: Turn
+    state: int
+    """See `EnvironmentServer`."""
+
+
+def pack_message(value: Any) -> bytes:
+    """Return a value as one message."""
+    data = pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
+    return _HEADER.pack(len(data)) + data
+
+
+def unpack_messages(buffer: bytearray) -> list[Any]:
+    """Take all whole messages out of the front of `buffer`."""
+    values, at = [], 0
+    while len(buffer) - at >= _HEADER.size:
+        end = at + _HEADER.size + _HEADER.unpack_from(buffer, at)[0]
+        if end > len(buffer):
+            break
+        values.append(pickle.loads(memoryview(buffer)[at + _HEADER.size : end]))
+        at = end
+    del buffer[:at]
+    return values
+
+
+def read_message(source: BinaryIO) -> Any:
+    """Wait for the next message; None at the end of file."""
+    header = source.read(_HEADER.size)
+    if len(header) < _HEADER.size:
+        return None
+    size = _HEADER.unpack(header)[0]
+    data = source.read(size)
+    return pickle.loads(data) if len(data) == size else None

@@ -1,0 +1,44 @@
+"""Prompts dealt out to engine replicas by how long they are expected to take."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+
+def deal(costs: Sequence[float], parts: int) -> list[list[int]]:
+    """Deal slots to parts so that counts are even, and sums of cost as even as that permits.
+
+    Longest first, each to the part with the smallest sum that has room (Graham 1969, with a
+    bound on the number). Costs that are all the same go round in turns: slot mod parts.
+
+    Args:
+        costs: of each slot, any unit; not negative.
+        parts: how many, at least 1.
+    Returns: the slots of each part, the costliest first.
+    """
+    sizes = [len(range(part, len(costs), parts)) for part in range(parts)]
+    dealt: list[list[int]] = [[] for _ in sizes]
+    sums = [0.0] * parts
+    for slot in sorted(range(len(costs)), key=lambda slot: (-costs[slot], slot)):
+        open_parts = [part for part in range(parts) if len(dealt[part]) < sizes[part]]
+        part = min(open_parts, key=lambda part: (sums[part], len(dealt[part]), part))
+        dealt[part].append(slot)
+        sums[part] += costs[slot]
+    return dealt
+
+
+def deal_again(
+    left: Mapping[int, Sequence[int]], *, costs_of: Mapping[int, Sequence[float]], parts: int
+) -> dict[int, list[list[int]]]:
+    """Deal what is left of some steps to another number of parts.
+
+    Args:
+        left: {step: slots}. costs_of: {step: cost of each of its slots}.
+    """
+    found = {}
+    for step in sorted(left):
+        slots = sorted(left[step])
+        dealt = deal([costs_of[step][slot] for slot in slots], parts)
+        if slots:
+            found[step] = [[slots[i] for i in part] for part in dealt]
+    return found

@@ -1,0 +1,111 @@
+"""What the replicas of a checkpoint had under way, shared out over those of this job."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from spmdrl.rollout.balance import deal, deal_again
+from spmdrl.rollout.book import Book
+
+
+@dataclass(frozen=True)
+class Share:
+    """A replica's place among those that share out prompts."""
+
+    replica: int
+    replicas: int
+    is_shared: bool
+    """One book is kept by all of them."""
+
+    @property
+    def part(self) -> int:
+        """Return the replica's part in its book."""
+        return self.replica if self.is_shared else 0
+
+    @property
+    def keepers(self) -> int:
+        """Return how many replicas write in its book."""
+        return self.replicas if self.is_shared else 1
+
+    def own(self, parts: list[list[int]]) -> list[list[int]]:
+        """Return the parts that stand in its book, of all replicas'."""
+        return parts if self.is_shared else [parts[self.replica]]
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """Where a replica goes on."""
+
+    book: Book
+    """Its own, or the same on all that share it."""
+    groups: list[tuple[int, dict[str, Any]]]
+    """(number in the book, plain group) of those that are this replica's to finish."""
+    states: list[dict[str, Any]]
+    """Of which what was made ahead is this replica's."""
+
+
+def resumed(
+    states: Sequence[dict[str, Any]], *, step: int, share: Share,
+    costs_of: Callable[[int], Sequence[float]],
+) -> Resumed:
+    """Return where a replica goes on: every group that was under way has one replica again.
+
+    Under the same replicas each takes up its own; otherwise groups and prompts that nobody had
+    come to are dealt out anew.
+
+    Args:
+        states: of the checkpoint's replicas, in their order.
+        step: that the checkpoint was written at.
+        costs_of: expected cost of each prompt of a step.
+    """
+    is_same = len(states) == share.replicas and all(
+        state["is_shared"] == share.is_shared for state in states)
+    if is_same and not share.is_shared:
+        states = states[share.replica :][:1]
+    groups = _in_order(states)
+    if not is_same and not share.is_shared:
+        groups = groups[share.replica :: share.replicas]
+    book = Book(
+        next=max([step, *(state["next"] for state in states)]), number=len(groups),
+        opened=max(state["opened"] for state in states),
+        waiting={number: (plain["version"], plain["step"], plain["slot"])
+                 for number, (_, plain) in enumerate(groups)})
+    if is_same:
+        book.left = {k: [list(part) for part in parts] for k, parts in states[0]["left"].items()}
+    else:
+        left = _left(states, opened=book.opened, costs_of=costs_of)
+        again = deal_again(left, costs_of={k: costs_of(k) for k in left}, parts=share.replicas)
+        book.left = {k: own for k, parts in again.items() if any(own := share.own(parts))}
+
+    def is_mine(number: int, at: int) -> bool:
+        if not share.is_shared:
+            return True
+        return at == share.replica if is_same else number % share.replicas == share.replica
+
+    mine = [(number, plain) for number, (at, plain) in enumerate(groups) if is_mine(number, at)]
+    ahead = states if len(states) == 1 and is_same else states[share.replica :: share.replicas]
+    return Resumed(book, mine, list(ahead))
+
+
+def _in_order(states: Sequence[dict[str, Any]]) -> list[tuple[int, dict[str, Any]]]:
+    """Return (replica, group) in the order of admission: numbers rise with versions."""
+    groups = [(at, plain) for at, state in enumerate(states) for plain in state["waiting"]]
+    return sorted(groups, key=lambda group: (group[1]["version"], group[1]["number"], group[0]))
+
+
+def _left(
+    states: Sequence[dict[str, Any]], *, opened: int, costs_of: Callable[[int], Sequence[float]]
+) -> dict[int, list[int]]:
+    """Return the slots of opened steps that nobody had taken. Replicas that kept a book each may
+    have come to different steps."""
+    left: dict[int, list[int]] = {}
+    for replica, state in enumerate(states):
+        if state["is_shared"] and replica:
+            break  # the same book again
+        for step, parts in state["left"].items():
+            left.setdefault(step, []).extend(slot for part in parts for slot in part)
+        for step in range(state["opened"], opened):
+            left.setdefault(step, []).extend(deal(costs_of(step), len(states))[replica])
+    return left

@@ -1,0 +1,230 @@
+"""Measurements on real ranks that the planner's tests compare with its figures."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import policy_runs
+
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {}, "qwen2": {}, "qwen3": {}, "mistral": {"sliding_window": 32},
+    "gemma2": {"sliding_window": 32, "query_pre_attn_scalar": 16,
+               "layer_types": ["sliding_attention", "full_attention"]},
+    "gemma3_text": {"sliding_window": 32, "query_pre_attn_scalar": 16,
+                    "layer_types": ["sliding_attention", "full_attention"]},
+    "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48},
+}
+
+
+def tiny_config(family: str, **sizes: Any) -> Any:
+    """Return the transformers config of a model of some ten thousand parameters."""
+    from transformers import AutoConfig
+
+    return AutoConfig.for_model(family, **dict(
+        hidden_size=64, intermediate_size=160, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, vocab_size=104, max_position_embeddings=512,
+        tie_word_embeddings="gemma" in family) | FAMILIES[family] | sizes)
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of storages that operations have made and that are still there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._storages: dict[int, weakref.ref] = {}
+        self.peak = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor) and tensor.device.type == "cpu":
+                storage = tensor.untyped_storage()
+                self._storages[id(storage)] = weakref.ref(storage)
+        self.peak = max(self.peak, self.now())
+        return result
+
+    def now(self) -> int:
+        """Return the bytes that are alive."""
+        alive = 0
+        for key, reference in list(self._storages.items()):
+            storage = reference()
+            if storage is None:
+                del self._storages[key]
+            else:
+                alive += storage.nbytes()
+        return alive
+
+
+def write_model(folder: Path, family: str, **sizes: Any) -> str:
+    """Write a random float32 model of the given shape."""
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(tiny_config(family, **sizes), dtype=torch.float32)
+    model.save_pretrained(folder)
+    return str(folder)
+
+
+def scoring(lengths: list[int], *, first_scored: int, vocab: int) -> Any:
+    """Return a packed row of sequences whose first tokens are prompts."""
+    from spmdrl.policy.objective import make_scoring
+
+    positions = torch.cat([torch.arange(n) for n in lengths])
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(vocab, (sum(lengths),), generator=generator)
+    return make_scoring(tokens, lengths, mask=positions >= first_scored, position_ids=positions,
+                        device=torch.device("cpu"), padded=True)
+
+
+def saved_bytes(model: Any, work: Any) -> int:
+    """Return the bytes of distinct storages, parameters apart, that a forward pass keeps for its
+    backward pass, what activation checkpointing keeps besides included."""
+    model.forward(work)[0].sum().backward()  # FSDP sets itself up
+    for parameter in model.scorer.parameters():
+        parameter.grad = None
+    gathered = _gathered_storages(model)
+    kept: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        kept[storage.data_ptr()] = storage.nbytes()
+        held.append(tensor)
+        return tensor
+
+    held: list[Tensor] = []
+
+    def keep_inputs(module: Any, args: tuple, kwargs: dict) -> None:
+        for value in tree_leaves((args, kwargs)):
+            if isinstance(value, Tensor) and value.is_floating_point():
+                pack(value)  # checkpointing holds on to them, which no hook sees
+
+    hooks = [m.register_forward_pre_hook(keep_inputs, with_kwargs=True)
+             for m in model.scorer.modules() if type(m).__name__ == "FSDPCheckpointWrapper"]
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        logprobs, _ = model.forward(work)
+    for hook in hooks:
+        hook.remove()
+    gathered |= _gathered_storages(model)
+    total = sum(n for pointer, n in kept.items() if pointer not in gathered)
+    logprobs.sum().backward()
+    for parameter in model.scorer.parameters():
+        parameter.grad = None
+    return total
+
+
+def _gathered_storages(model: Any) -> set[int]:
+    from torch.distributed.fsdp import FSDPModule
+
+    found = set()
+    for module in model.scorer.modules():
+        if isinstance(module, FSDPModule):
+            for parameter in module._get_fsdp_state()._fsdp_param_group.fsdp_params:
+                whole = getattr(parameter, "_unsharded_param", None)
+                if whole is not None:
+                    found.add(whole.untyped_storage().data_ptr())
+    return found
+
+
+def run_config(path: str, out: str, *, world_size: int, tp: int = 1, ep: int = 1, cp: int = 1,
+               dp_replicate: int = 1, recomputes: bool = False, dtype: str = "float32") -> Any:
+    """Return the config of a colocated run on the CPU with the transformers engine."""
+    cfg = policy_runs.config(
+        path, out, world_size=world_size, tp=tp, dp_replicate=dp_replicate,
+        model={"compute_dtype": dtype, "memory": {
+            "head_chunk_tokens": 64, "activation_checkpointing": "full" if recomputes else "none"}})
+    return replace(
+        cfg, layout=replace(cfg.layout, placement="colocated", ep=ep, cp=cp),
+        data=replace(cfg.data, max_prompt_tokens=20),
+        sampling=replace(cfg.sampling, max_response_tokens=80),
+        batch=replace(cfg.batch, tokens_per_microbatch=400),
+        engine=replace(cfg.engine, kind="transformers", dtype="bfloat16", max_num_seqs=7,
+                       cpu_kv_cache_gib=0.01))
+
+
+def hold(path: str, out: str, layout: dict[str, Any]) -> dict[str, int]:
+    """Build a trainer and an engine, take a backward pass, and return this rank's bytes."""
+    from spmdrl.engine import make_engine
+    from spmdrl.policy.optimizer import AdamW, local_part
+    from spmdrl.policy.sharded import ShardedModel
+    from spmdrl.world import World
+
+    cfg = run_config(path, out, **layout)
+    world = World.start(cfg)
+    engine = make_engine(cfg, world)
+    model = ShardedModel(cfg, world, path=path, is_trained=True)
+    shards = model.named_shards()
+    optimizer = AdamW(shards, no_decay=set(), options=cfg.optimizer)
+    vocab = model.hf_model.config.vocab_size
+    work = _work_of(model, [100, 100, 100, 100], first_scored=20, vocab=vocab)
+    for _ in range(2):  # the first pass sets FSDP up
+        model.forward(work)[0].sum().backward()
+    gradients = optimizer.gradients()
+    state = optimizer.state_dict()
+    moments = [local_part(t) for key in ("exp_avg", "exp_avg_sq") for t in state[key].values()]
+    found = {
+        "weights": sum(local_part(p).nbytes for p in shards.values()),
+        "gradients": sum(g.nbytes for g in gradients.values()),
+        "optimizer": sum(t.nbytes for t in moments),
+        "engine weights": sum(p.nbytes for p in engine.model.parameters()),
+        "KV cache": engine._cache.nbytes, "slots": engine._cache.num_slots,
+    }
+    gc.collect()
+    with LiveBytes() as live:
+        model.forward(work)[0].sum().backward()
+    found["working"] = live.peak  # besides weights, gradients and optimizer state
+    engine.close()
+    world.close()
+    return found
+
+
+def _work_of(model: Any, lengths: list[int], *, first_scored: int, vocab: int) -> Any:
+    positions = torch.cat([torch.arange(n) for n in lengths])
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(vocab, (sum(lengths),), generator=generator)
+    return model.scoring(tokens, lengths, mask=positions >= first_scored, position_ids=positions)
+
+
+def saved_by_family(folders: dict[str, str], out: str, cases: list[tuple]) -> list[int]:
+    """Return what a forward pass keeps, bytes, for (family, dtype, recomputes, lengths)."""
+    from spmdrl.policy.sharded import ShardedModel
+    from spmdrl.world import World
+
+    def own(family: str, dtype: str, recomputes: bool) -> Any:
+        cfg = run_config(folders[family], out, world_size=1, dtype=dtype, recomputes=recomputes)
+        return replace(cfg, layout=replace(cfg.layout, placement="offline"))
+
+    world, found = World.start(own(cases[0][0], "float32", False)), []
+    for family, dtype, recomputes, lengths in cases:
+        model = ShardedModel(own(family, dtype, recomputes), world, path=folders[family],
+                             is_trained=True)
+        found.append(saved_bytes(model, scoring(lengths, first_scored=3, vocab=104)))
+    world.close()
+    return found
+
+
+def vllm_holds(path: str, out: str) -> dict[str, int]:
+    """Return the bytes of a vLLM engine's rank, one of two that share it."""
+    from spmdrl.engine import make_engine
+    from spmdrl.world import World
+
+    cfg = run_config(path, out, world_size=2)
+    cfg = replace(cfg, layout=replace(cfg.layout, inference_tp=2),
+                  engine=replace(cfg.engine, kind="vllm"))
+    world = World.start(cfg)
+    engine = make_engine(cfg, world)
+    cache = engine._runner.kv_caches
+    found = {"engine weights": sum(p.nbytes for p in engine.model.parameters()),
+             "KV cache": sum(t.nbytes for t in cache)}
+    engine.close()
+    world.close()
+    return found

@@ -1,0 +1,282 @@
+"""Context parallelism: slices of a row, attention over them, scores, and models that do not fit."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from policy_runs import config
+from ranks import launch_env, run_ranks
+from torch import Tensor
+
+from spmdrl.config import Config
+from spmdrl.policy import context_parallel
+from spmdrl.policy.attention import KERNELS, make_packing, padded_attention
+from spmdrl.policy.context_parallel import (
+    METHODS, Slicing, by_rank, chunk_spans, in_row_order, make_slice, pick_method,
+)
+from spmdrl.policy.fit import misfits
+
+CPU, SIZE = torch.device("cpu"), 4
+LENGTHS = (37, 1, 150, 9, 2, 71, 14)  # 284 tokens, padded to 288: chunks of 36
+CASES = {  # (query heads, key/value heads, window, softcap)
+    "one key head": (4, 1, None, None), "grouped": (8, 2, 20, None), "all heads": (8, 8, None, 0.7),
+    "uneven": (6, 3, None, None), "uneven, window, softcap": (3, 3, 50, 0.7),
+}
+
+
+class _Module:
+    is_causal = True
+
+
+# --------------------------------------------------------------------------- slices
+
+
+def _fake_group() -> dist.ProcessGroup:
+    return object()  # make_slice only passes it on
+
+
+def _slices(lengths: tuple[int, ...], size: int, *, multiple: int = 1) -> list:
+    positions = torch.cat([torch.arange(n) for n in lengths])
+    tokens = torch.arange(sum(lengths)) + 1
+    scored = (positions > 0).nonzero()[:, 0][::2]
+    return [make_slice(tokens, lengths, position_ids=positions, scored=scored, device=CPU,
+                       padded=True, slicing=Slicing(_fake_group(), rank, size, multiple))
+            for rank in range(size)], scored
+
+
+@pytest.mark.parametrize("size, multiple", [(2, 1), (4, 1), (3, 2)])
+@pytest.mark.parametrize("lengths", [LENGTHS, (1,), (5, 3), (400,)])
+def test_slices_hold_each_token_and_each_scored_one_once(lengths, size, multiple):
+    parts, scored = _slices(lengths, size, multiple=multiple)
+    rows, total = torch.cat([p.rows for p in parts]), parts[0].row_length
+    assert sorted(rows.tolist()) == list(range(total))
+    assert total % (2 * size * multiple) == 0 and total - sum(lengths) < 2 * size * multiple
+    tokens = torch.cat([p.tokens for p in parts])[rows.argsort()]
+    assert tokens.tolist() == [*range(1, sum(lengths) + 1), *[0] * (total - sum(lengths))]
+    assert sorted(torch.cat([p.scored for p in parts]).tolist()) == list(range(len(scored)))
+    for part in parts:
+        assert torch.equal(part.rows[part.before] + 1, scored[part.scored])
+        assert torch.equal(part.targets, scored[part.scored] + 1)  # tokens count from 1
+
+
+def test_ranks_have_equal_work_on_one_long_sequence():
+    pairs = [sum(at + 1 for span in chunk_spans(480, rank=rank, size=SIZE) for at in range(*span))
+             for rank in range(SIZE)]
+    assert pairs == [480 * 481 // 2 // SIZE] * SIZE
+
+
+def test_rows_are_put_together_from_slices_and_cut_again():
+    row = torch.arange(3 * 16 * 2).view(3, 16, 2)
+    slices = by_rank(row, size=SIZE)
+    for rank in range(SIZE):
+        at = torch.cat([torch.arange(*span) for span in chunk_spans(16, rank=rank, size=SIZE)])
+        assert torch.equal(slices[rank], row[:, at])
+    assert torch.equal(in_row_order(slices), row)
+
+
+def _attend_by_mask(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, *, softcap: float | None
+                    ) -> Tensor:
+    """[1, H, T, D] and [T, K] bool, in float64: softmax over what a query sees."""
+    shared = q.shape[1] // k.shape[1]
+    k, v = (x.repeat_interleave(shared, dim=1).double() for x in (k, v))
+    scores = q.double() @ k.transpose(2, 3) * q.shape[-1] ** -0.5
+    scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
+    weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
+    return (weights @ v).transpose(1, 2)
+
+
+def _last_tokens(window: int | None) -> tuple[list[int], list[int], list[Tensor], Tensor]:
+    """Return lengths of queries and keys; q, k, v; and which keys a query sees."""
+    lengths, key_lengths = [5, 3, 80, 1, 3], [120, 3, 80, 4, 3]
+    generator = torch.Generator().manual_seed(0)
+    drawn = [torch.randn(1, heads, n, 32, generator=generator)
+             for heads, n in ((4, sum(lengths)), (2, sum(key_lengths)), (2, sum(key_lengths)))]
+    of_query = torch.arange(5).repeat_interleave(torch.tensor(lengths))
+    of_key = torch.arange(5).repeat_interleave(torch.tensor(key_lengths))
+    at_query = torch.cat([torch.arange(m - n, m) for n, m in zip(lengths, key_lengths)])
+    at_key = torch.cat([torch.arange(m) for m in key_lengths])
+    behind = at_query[:, None] - at_key
+    seen = (of_query[:, None] == of_key) & (behind >= 0)
+    return lengths, key_lengths, drawn, seen & (behind < (window or 10**6))
+
+
+@pytest.mark.parametrize("window", [None, 3, 70])
+@pytest.mark.parametrize("softcap", [None, 0.7])
+def test_queries_may_be_the_last_tokens_of_their_keys(window, softcap):
+    lengths, key_lengths, drawn, seen = _last_tokens(window)
+    packing = make_packing(lengths, CPU, padded=True, key_lengths=key_lengths)
+    out, _ = padded_attention(_Module(), *drawn, None, packing=packing, sliding_window=window,
+                              softcap=softcap)
+    expected = _attend_by_mask(*drawn, seen, softcap=softcap)
+    torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("window", [None, 3, 70])
+@pytest.mark.parametrize("kernel", ["varlen", "flash"])
+def test_so_it_is_with_the_kernels_of_cuda(kernel, window):
+    if kernel == "flash":
+        pytest.importorskip("flash_attn")
+    lengths, key_lengths, drawn, seen = _last_tokens(window)
+    device = torch.device("cuda")
+    drawn = [x.to(device, torch.bfloat16) for x in drawn]
+    packing = make_packing(lengths, device, padded=False, key_lengths=key_lengths)
+    out, _ = KERNELS[kernel](_Module(), *drawn, None, packing=packing, sliding_window=window)
+    expected = _attend_by_mask(*drawn, seen.to(device), softcap=None)
+    torch.testing.assert_close(out.double(), expected, rtol=2e-2, atol=2e-2)
+
+
+# --------------------------------------------------------------------------- attention, scores
+
+
+def _attention_gaps(rank: int, group: dist.ProcessGroup) -> dict[tuple[str, str], float]:
+    """Return {(case, method): largest difference of outputs and gradients from whole rows'}."""
+    tokens = torch.zeros(sum(LENGTHS), dtype=torch.int64)
+    positions = torch.cat([torch.arange(n) for n in LENGTHS])
+    own = make_slice(tokens, LENGTHS, position_ids=positions, scored=torch.tensor([1]), device=CPU,
+                     padded=True, slicing=Slicing(group, rank, SIZE))
+    gaps = {}
+    for case, (heads, kv_heads, window, softcap) in CASES.items():
+        drawn = torch.Generator().manual_seed(len(case))
+        sizes = (heads, kv_heads, kv_heads, heads)
+        *whole, signs = (torch.randn(1, n, own.row_length, 8, generator=drawn) for n in sizes)
+        leaves = [x.requires_grad_() for x in whole]
+        options = {"sliding_window": window, "softcap": softcap}
+        out, _ = padded_attention(_Module(), *leaves, None, packing=own.packing.whole, **options)
+        (out * signs.transpose(1, 2)).sum().backward()
+        for method, attend in METHODS.items():
+            if method == "ulysses" and heads % SIZE:
+                continue
+            parts = [x.detach()[:, :, own.rows].requires_grad_() for x in leaves]
+            ours, _ = attend(_Module(), *parts, None, packing=own.packing,
+                             kernel=padded_attention, **options)
+            (ours * signs[:, :, own.rows].transpose(1, 2)).sum().backward()
+            pairs = [(ours, out[:, own.rows])]
+            pairs += [(part.grad, x.grad[:, :, own.rows]) for part, x in zip(parts, leaves)]
+            gaps[case, method] = max(
+                float((a - b).abs().max() / b.abs().max()) for a, b in pairs)
+    return gaps
+
+
+def _most_gathered(rank: int, group: dist.ProcessGroup) -> float:
+    """Return the most keys or values gathered at a time, over those of the own slice."""
+    sizes, gathered = [], context_parallel.gathered
+
+    def counted(own: Tensor, group: dist.ProcessGroup) -> Tensor:
+        sizes.append(gathered(own, group).numel())
+        return gathered(own, group)
+
+    own = make_slice(torch.zeros(64, dtype=torch.int64), [64], position_ids=torch.arange(64),
+                     scored=torch.tensor([1]), device=CPU, padded=True,
+                     slicing=Slicing(group, rank, SIZE))
+    q, k, v = (torch.randn(1, 8, 16, 4, requires_grad=True) for _ in range(3))
+    context_parallel.gathered = counted
+    try:
+        METHODS["gather"](_Module(), q, k, v, None, packing=own.packing,
+                          kernel=padded_attention)[0].sum().backward()
+    finally:
+        context_parallel.gathered = gathered
+    assert len(sizes) == 2 * SIZE * 2  # keys and values; forward and again in the backward pass
+    return max(sizes) / k.numel()
+
+
+def _on_ranks(cfg: Config, rows: list[list[int]]) -> dict:
+    from spmdrl.policy import Policy
+    from spmdrl.world import World
+
+    world = World.start(cfg)
+    cp = world.mesh["cp"]
+    found = {"gaps": _attention_gaps(cp.get_local_rank(), cp.get_group()),
+             "gathered": _most_gathered(cp.get_local_rank(), cp.get_group()),
+             "dp": (world.dp_index(world.rank), world.dp_size, world.speaks_for_dp)}
+    found["scores"] = Policy(cfg, world).score(rows)
+    world.close()
+    return found
+
+
+@pytest.fixture(scope="module")
+def found(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
+    cfg = config(tiny_model, tmp_path_factory.mktemp("cp"), world_size=SIZE, cp=SIZE)
+    return run_ranks(SIZE, _on_ranks, cfg, _rows())
+
+
+def _rows() -> list[list[int]]:
+    drawn = torch.Generator().manual_seed(2)
+    return [torch.randint(5, 90, (n,), generator=drawn).tolist() for n in (3, 50, 17, 64, 2)]
+
+
+def test_attention_over_slices_is_that_over_whole_rows(found):
+    for rank, result in enumerate(found):
+        assert len(result["gaps"]) == len(CASES) + 3  # ulysses where heads divide
+        for case, gap in result["gaps"].items():
+            assert gap < 1e-5, f"rank {rank}: {case} is off by {gap:.2g}"
+
+
+def test_no_more_keys_are_gathered_at_a_time_than_a_slice_has(found):
+    assert [result["gathered"] for result in found] == [1.0] * SIZE
+
+
+def test_cp_ranks_share_one_batch(found):
+    assert [result["dp"] for result in found] == [(0, 1, rank == 0) for rank in range(SIZE)]
+
+
+def test_scores_under_cp_are_those_of_plain_transformers(found, tiny_model):
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).eval()
+    for at, row in enumerate(_rows()):
+        row = torch.tensor(row)
+        with torch.no_grad():
+            logp = torch.log_softmax(model(row[None]).logits[0], -1)
+        expected = torch.cat([torch.zeros(1), logp[:-1].gather(1, row[1:, None])[:, 0]])
+        for result in found:
+            torch.testing.assert_close(result["scores"][at], expected, rtol=1e-5, atol=1e-5)
+
+
+# --------------------------------------------------------------------------- what does not fit
+
+
+def _hf(**fields: object) -> SimpleNamespace:
+    return SimpleNamespace(**{
+        "model_type": "qwen3", "num_attention_heads": 12, "num_key_value_heads": 4,
+        "intermediate_size": 96, "vocab_size": 64} | fields)
+
+
+def test_what_an_axis_does_not_divide_is_named_with_values_that_do():
+    assert misfits(_hf(), cp=8, tp=4, context="auto") == []
+    (problem,) = misfits(_hf(), cp=1, tp=3, context="auto")
+    assert "layout.tp: 3 does not divide num_key_value_heads 4, vocab_size 64" in problem
+    assert problem.endswith("1, 2, 4")
+    (problem,) = misfits(_hf(), cp=4, tp=2, context="ulysses")
+    assert "layout.cp: 4 does not divide the 12 / tp 2 = 6" in problem and "1, 2, 3, 6;" in problem
+    (problem,) = misfits(_hf(layer_types=["linear_attention", "full_attention"]), cp=2, tp=1,
+                         context="auto")
+    assert "layout.cp: 2 with a qwen3, whose layers (linear_attention)" in problem
+
+
+def test_the_method_follows_the_heads():
+    assert pick_method("auto", heads=8, size=4) == "ulysses"
+    assert pick_method("auto", heads=6, size=4) == "gather"
+    assert pick_method("gather", heads=8, size=4) == "gather"
+    with pytest.raises(ValueError, match="layout.cp 4 does not divide the 6"):
+        pick_method("ulysses", heads=6, size=4)
+
+
+def test_a_model_that_does_not_fit_is_refused_before_any_group_exists(tiny_model, tmp_path):
+    root = Path(__file__).parent.parent
+    # One process of two: would it wait for its peer, it would not end.
+    ended = subprocess.run(
+        [sys.executable, "train.py", "--config", "configs/demo_sft.yaml", "--output-dir",
+         str(tmp_path), "--model.path", str(tiny_model), "--layout.world-size", "4",
+         "--layout.cp", "4", "--model.kernels", "{context: ulysses}"],
+        cwd=root, env=os.environ | launch_env(0, 4, 1), capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 2, ended.stderr
+    assert "layout.cp: 4 does not divide the 2 / tp 1 = 2 query heads" in ended.stderr
+    assert f"model.path {tiny_model}" in ended.stderr

@@ -1,0 +1,111 @@
+"""Floating point operations against torch's own counter, and the metrics made of them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from plan_runs import FAMILIES, scoring, tiny_config
+from spmdrl.flops import forward_flops, trained_flops, training_flops, utilisation, visible_pairs
+from spmdrl.hardware import GPUS, known_gpu
+from spmdrl.model_shape import model_shape
+from spmdrl.policy.attention import register_attention
+from spmdrl.policy.scorer import Scorer
+from spmdrl.report.glossary import lookup, values_of
+from spmdrl.types import Scalars
+
+LENGTHS = [48, 48, 48]
+"""Equal, so that nothing is padded, and short, so that attention is plain matmuls: the counter
+knows no CPU attention kernel."""
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_a_forward_pass_has_as_many_operations_as_torch_counts(family):
+    from transformers import AutoModelForCausalLM
+
+    register_attention()
+    config = tiny_config(family)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.set_attn_implementation("spmdrl_padded")
+    if hasattr(config, "num_local_experts"):
+        model.set_experts_implementation("eager")  # the counter knows no grouped matmul
+    scorer = Scorer(model, chunk_tokens=29, temperature=1.0, tp_group=None)
+    work = scoring(LENGTHS, first_scored=11, vocab=config.vocab_size)
+    own = forward_flops(model_shape(model), lengths=torch.tensor(LENGTHS),
+                        num_scored=sum(LENGTHS) - 11 * len(LENGTHS))
+    with FlopCounterMode(display=False) as counter:
+        scorer(work)
+    # Padded attention computes the masked half of the scores too, and those out of a window.
+    square = _square_attention(model, LENGTHS)
+    assert counter.get_total_flops() == own.blocks + own.head + square
+    if "sliding_window" not in FAMILIES[family]:
+        assert square == 2 * own.attention
+
+
+def test_a_backward_pass_has_twice_the_operations_of_a_forward_pass():
+    from transformers import AutoModelForCausalLM
+
+    register_attention()
+    model = AutoModelForCausalLM.from_config(tiny_config("qwen3"), dtype=torch.float32)
+    model.set_attn_implementation("spmdrl_padded")
+    scorer = Scorer(model, chunk_tokens=29, temperature=1.0, tp_group=None)
+    work = scoring(LENGTHS, first_scored=11, vocab=104)
+    with FlopCounterMode(display=False) as forward:
+        states = scorer(work, lambda before, weight, targets: before)
+    with FlopCounterMode(display=False) as backward:
+        states.sum().backward()
+    assert backward.get_total_flops() == 2 * forward.get_total_flops()
+    shape, lengths = model_shape(model), torch.tensor(LENGTHS)
+    own = forward_flops(shape, lengths=lengths, num_scored=0)
+    assert forward.get_total_flops() == own.blocks + 2 * own.attention
+    assert training_flops(shape, lengths=lengths, num_scored=7) == (
+        3 * own.total + 3 * 2 * 7 * 104 * 64)
+    assert training_flops(shape, lengths=lengths, num_scored=7, trains_weights=False) == (
+        2 * own.blocks + 3 * own.attention + 2 * 2 * 7 * 104 * 64)
+
+
+def _square_attention(model, lengths: list[int]) -> int:
+    config = model.config
+    width = config.num_attention_heads * config.head_dim * 2
+    return sum(2 * width * n * n for n in lengths) * config.num_hidden_layers
+
+
+@pytest.mark.parametrize("window", [None, 1, 7, 400])
+def test_pairs_are_those_of_a_causal_band(window):
+    lengths = [1, 6, 7, 8, 300]
+    seen = sum(min(i + 1, window or n) for n in lengths for i in range(n))
+    pairs = visible_pairs(torch.tensor(lengths), window=window)
+    # Half of the square leaves out half of the diagonal.
+    diagonal = sum(min(n, window or n) for n in lengths) / 2
+    assert pairs == pytest.approx(seen - diagonal)
+
+
+def test_flops_of_a_step_count_every_token_and_score_the_loss_tokens():
+    from transformers import AutoModelForCausalLM
+
+    shape = model_shape(AutoModelForCausalLM.from_config(tiny_config("llama")))
+    flags = torch.arange(4)
+    scalars = Scalars(
+        lengths=torch.tensor([10, 20, 30, 40]), response_lengths=torch.tensor([4, 8, 12, 16]),
+        group_ids=flags // 2, sample_ids=flags % 2, rewards=torch.zeros(4).double(),
+        is_truncated=flags == 3, is_valid=flags != 0, min_versions=torch.zeros_like(flags))
+    asked = dict(mask_truncated=True, has_head=True, trains_weights=True)
+    sums = trained_flops(shape, scalars, **asked)
+    expected = training_flops(shape, lengths=scalars.lengths, num_scored=8 + 12)
+    assert sums == {"perf/trainer_flops": (expected, 1.0)}
+    without = trained_flops(shape, scalars, **asked | {"has_head": False})
+    assert without["perf/trainer_flops"][0] == expected - 3 * 2 * 20 * 104 * 64
+    assert trained_flops(None, scalars, **asked) == {}
+
+
+def test_utilisation_is_a_share_of_the_peak_where_that_is_known():
+    sums = utilisation(6e15, 2.0, ranks=4, peak_flops=1e15)
+    assert values_of(sums) == {"perf/trainer_tflops_per_s": 750.0, "perf/mfu": 0.75}
+    assert list(utilisation(6e15, 2.0, ranks=4, peak_flops=None)) == ["perf/trainer_tflops_per_s"]
+    assert utilisation(0.0, 2.0, ranks=4, peak_flops=1e15) == {}
+    assert lookup("perf/mfu").unit == "share" and lookup("perf/trainer_flops")
+    assert known_gpu("NVIDIA H100 80GB HBM3") is GPUS["H100"]
+    assert known_gpu("NVIDIA H100 PCIe") is None and known_gpu("Tesla V100") is None
+
+

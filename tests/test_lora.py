@@ -1,0 +1,357 @@
+"""Low-rank adapters: values, gradients, memory, the reference, what engines get, restarts."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoint_runs import SmallSource
+from peft import PeftModel
+from policy_runs import batch, config, full_parameters, scalars, sequence, update
+from ranks import run_ranks
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from spmdrl.config import Config, Model
+from spmdrl.create_model import create_model
+from spmdrl.export import export
+from spmdrl.policy.load import build_meta_model
+from spmdrl.policy.lora import Adapters, initial_a, lora_form
+from spmdrl.policy.lora_files import write_adapter
+
+LORA = {"rank": 3, "alpha": 12}  # 3 rows of A are not even over 2 ranks
+
+
+def _model(where: Path, name: str = "model", **options: object) -> Path:
+    return create_model(where / name, hidden_size=32, layers=2, heads=4, kv_heads=2,
+                        intermediate=48, **options)
+
+
+def _config(folder: Path, out: Path, *, lora: dict | None = None, model: dict | None = None,
+            **options: object) -> Config:
+    return config(folder, out, model={"lora": lora or LORA} | (model or {}), **options)
+
+
+def _spread(name: str, shape: tuple[int, ...]) -> Tensor:
+    """Values for a B matrix, which starts at zero: the same on every layout."""
+    return initial_a(name, shape, init="kaiming", seed=5) * 0.1
+
+
+@torch.no_grad()
+def _set_b(policy: object) -> None:
+    from spmdrl.shards import held_boxes
+
+    for name, tensor in policy.state_dict()["model"].items():
+        if name.endswith("lora_B.weight"):
+            for box, view in held_boxes(name, tensor):
+                part = tuple(slice(s, s + n) for s, n in zip(box.start, box.shape))
+                view.copy_(_spread(name, tuple(tensor.shape))[part])
+
+
+# --------------------------------------------------------------------------- one process
+
+
+def _one(cfg: Config) -> dict:
+    """All that one start of one rank can show."""
+    from spmdrl.policy import Policy
+    from spmdrl.policy.reference import Frozen
+    from spmdrl.world import World
+
+    world, own = World.start(cfg), batch(0, 1)
+    policy = Policy(cfg, world)
+    before, found = full_parameters(policy), {}
+    found["first"] = policy.annotate(own, step=0).columns[0]
+    _set_b(policy)
+    found["b_set"] = {n: t for n, t in full_parameters(policy).items() if "lora" in n}
+    works = [job.scoring for job in policy._jobs(own)[0]]
+    rows = [policy._model.forward(work)[0] for work in works]
+    sum((torch.linspace(-1, 2, len(row)) * row).sum() for row in rows).backward()
+    found["logprobs"] = [row.detach() for row in rows]
+    found["gradients"] = {n: p.grad.full_tensor() for n, p in policy.named_shards().items()
+                          if p.grad is not None}
+    policy.optimizer.zero_grad()
+    found["sums"] = update(policy, own, step=0)
+    frozen = Frozen(cfg, world, path=cfg.model.path, column="ref_logprobs").columns(works)
+    found["second"] = list(zip(policy.annotate(own, step=1).columns[0], frozen))
+    found["moved"] = {n for n, p in full_parameters(policy).items()
+                      if not torch.equal(p, before[n])}
+    moments = policy.state_dict()["optimizer"]
+    found["bytes"] = sum(t.to_local().nbytes for key in ("exp_avg", "exp_avg_sq")
+                         for t in moments[key].values())
+    half = replace(cfg, model=replace(cfg.model, compute_dtype="bfloat16"))
+    policy = Policy(half, world)
+    _set_b(policy)
+    found["half"] = update(policy, own, step=0)
+    found["dtypes"] = {n: p.dtype for n, p in policy.named_shards().items()}
+    world.close()
+    return found
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory) -> tuple[Path, dict]:
+    folder = _model(tmp_path_factory.mktemp("one"))
+    model = {"memory": {"activation_checkpointing": "full"}}
+    cfg = _config(folder, folder.parent / "out", model=model, kl_coef=0.1, kl_in="reward", kl="k1")
+    return folder, run_ranks(1, _one, cfg)[0]
+
+
+def test_logprobs_and_gradients_are_those_of_peft(one, tmp_path):
+    folder, found = one
+    write_adapter(tmp_path, found["b_set"], rank=3, alpha=12, use_rslora=False, base=str(folder))
+    model = PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(folder), tmp_path, is_trainable=True)
+    total = torch.zeros(())
+    for row, micro in zip(found["logprobs"], batch(0, 1).updates[0]):
+        own = []
+        for index in (i for i in micro.sequence_ids.tolist() if scalars().is_valid[i]):
+            tokens = sequence(index)
+            logits = model(tokens[None]).logits[0, :-1] / 0.8
+            logprobs = logits.log_softmax(-1).gather(1, tokens[1:, None])[:, 0]
+            own.append(logprobs[(len(tokens) + 2) // 3 - 1:])
+        own = torch.cat(own)
+        torch.testing.assert_close(row, own, rtol=1e-5, atol=1e-5)
+        total = total + (torch.linspace(-1, 2, len(own)) * own).sum()
+    total.backward()
+    theirs = {n.removeprefix("base_model.model.").replace(".default", ""): p.grad
+              for n, p in model.named_parameters() if p.requires_grad}
+    assert theirs.keys() == found["gradients"].keys() and len(theirs) == 2 * 7 * 2
+    for name, gradient in theirs.items():
+        atol = 1e-5 * float(gradient.abs().max())
+        torch.testing.assert_close(found["gradients"][name], gradient, rtol=0, atol=atol,
+                                   msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_the_reference_is_the_policy_without_adapters_and_no_second_model(one):
+    _, found = one
+    for row in found["first"]:  # B is zero
+        assert torch.equal(row["old_logprobs"], row["ref_logprobs"])
+        assert row["ref_logprobs"].abs().sum() > 0
+    for row, frozen in found["second"]:
+        assert torch.equal(row["ref_logprobs"], frozen["ref_logprobs"])
+        assert not torch.equal(row["ref_logprobs"], row["old_logprobs"])
+
+
+def test_only_adapters_move_have_state_and_stay_float32(one):
+    folder, found = one
+    adapters = set(found["b_set"])
+    assert found["moved"] == adapters
+    assert found["bytes"] == 2 * sum(t.numel() * 4 for t in found["b_set"].values())
+    assert {dtype for n, dtype in found["dtypes"].items() if n in adapters} == {torch.float32}
+    assert {dtype for n, dtype in found["dtypes"].items() if n not in adapters} == {torch.bfloat16}
+    norms = [sums["policy/grad_norm"][0] for sums in (found["sums"], found["half"])]
+    assert norms[1] == pytest.approx(norms[0], rel=0.1)  # gathered in bfloat16, reduced in float32
+
+
+# --------------------------------------------------------------------------- many ranks
+
+
+def _save(cfg: Config) -> dict:
+    """Train on dp_shard x tp = 2 x 2, save, and read all boxes as the stream does."""
+    from spmdrl.checkpoint import Checkpointer
+    from spmdrl.policy import Policy
+    from spmdrl.shards import Box, Held
+    from spmdrl.world import World
+
+    world = World.start(cfg)
+    policy = Policy(cfg, world)
+    own = batch(world.dp_index(world.rank), world.dp_size)
+    for step in range(2):
+        update(policy, own, step=step)
+    Checkpointer(cfg, world).maybe_save(1, policy, SmallSource(world), stop=True)
+    held = Held(policy.named_shards(), policy.parts(), policy.deltas())
+    values = []
+    for name, boxes in held.boxes().items():
+        for box in boxes:
+            values.append((name, box, held.value(name, box).read()))
+            if box.numel > 4:  # a part of a row
+                at = Box(tuple(a + n // 2 for a, n in zip(box.start, box.shape)),
+                         (1,) * len(box.shape))
+                values.append((name, at, held.value(name, at).read()))
+    state = _whole(policy)
+    world.close()
+    return {"values": values, "state": state}
+
+
+def _whole(policy: object) -> dict[str, Tensor]:
+    from spmdrl.checkpoint.state import tensor_leaves
+
+    leaves = tensor_leaves(policy.state_dict())
+    whole = {n: t.full_tensor() if hasattr(t, "full_tensor") else t for n, t in leaves.items()}
+    return {n: t.clone() for n, t in whole.items()} | {
+        f"live {n}": t for n, t in full_parameters(policy).items()}
+
+
+def _resume(cfgs: dict[str, Config]) -> dict[str, object]:
+    """Restore under each config: the whole state, or why not."""
+    from spmdrl.checkpoint import Checkpointer
+    from spmdrl.policy import Policy
+    from spmdrl.world import World
+
+    world, found = World.start(next(iter(cfgs.values()))), {}
+    for name, cfg in cfgs.items():
+        policy = Policy(cfg, world)
+        try:
+            Checkpointer(cfg, world).restore(policy, SmallSource(world))
+        except ValueError as error:
+            found[name] = str(error)
+            continue
+        found[name] = _whole(policy)
+    world.close()
+    return found
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory) -> tuple[Config, list[dict]]:
+    where = tmp_path_factory.mktemp("saved")
+    cfg = _config(_model(where), where / "out", world_size=4, tp=2,
+                  lora=LORA | {"use_rslora": True})
+    return cfg, run_ranks(4, _save, cfg)
+
+
+def _merged(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """W + scale * B A by loops over the rank, in the order that engines get it."""
+    found = {}
+    for name, tensor in state.items():
+        if not name.startswith("live ") or "lora" in name:
+            continue
+        layer = name.removesuffix(".weight")
+        if f"{layer}.lora_A.weight" in state:
+            a, b = state[f"{layer}.lora_A.weight"], state[f"{layer}.lora_B.weight"]
+            delta = torch.zeros_like(tensor)
+            for k in range(3):
+                delta = delta + (12 / 3 ** 0.5 * b[:, k])[:, None] * a[k][None]
+            assert delta.abs().max() > 1e-3, f"{name}: the test wants an adapter that matters"
+            tensor = tensor + delta
+        found[name.removeprefix("live ")] = tensor
+    return found
+
+
+def test_what_is_sent_is_merged_bit_by_bit_wherever_it_is_cut(saved):
+    _, ranks = saved
+    expected = _merged(ranks[0]["state"])
+    covered = {name: torch.zeros_like(t) for name, t in expected.items()}
+    for found in ranks:
+        for name, box, value in found["values"]:
+            part = tuple(slice(s, s + n) for s, n in zip(box.start, box.shape))
+            assert value.dtype == torch.float32 and torch.equal(value, expected[name][part]), name
+            covered[name][part] = 1
+    assert all(bool(t.all()) for t in covered.values())
+
+
+def test_a_checkpoint_of_adapters_resumes_on_another_layout_and_no_other_base(saved, tmp_path):
+    cfg, ranks = saved
+    other = tmp_path / "other"
+    shutil.copytree(cfg.model.path, other)
+    weights = load_file(other / "model.safetensors")
+    weights["model.norm.weight"] *= 1.5
+    save_file(weights, other / "model.safetensors", metadata={"format": "pt"})
+    allow = replace(cfg.checkpoint, allow_config_change=True)
+    two = replace(cfg, layout=replace(cfg.layout, world_size=2))
+    cfgs = {"tp": two,
+            "dp": replace(two, layout=replace(two.layout, tp=1)),
+            "base": replace(two, checkpoint=allow, model=replace(cfg.model, path=str(other))),
+            "alpha": replace(two, checkpoint=allow, model=replace(
+                cfg.model, lora=cfg.model.lora | {"alpha": 13})),
+            "full": replace(two, checkpoint=allow, model=replace(cfg.model, lora={})),
+            "config": replace(two, model=replace(cfg.model, lora=LORA))}
+    for found in run_ranks(2, _resume, cfgs):
+        for name in ("tp", "dp"):
+            expected = ranks[0]["state"]
+            assert found[name].keys() == expected.keys()
+            for key, tensor in expected.items():
+                assert torch.equal(found[name][key], tensor), f"{name}: {key}"
+        assert "other weights than" in found["base"] and str(other) in found["base"]
+        assert "have alpha 12" in found["alpha"] and "has 13" in found["alpha"]
+        assert "tensors only" in found["full"]
+        assert "model.lora" in found["config"]
+
+
+def test_an_export_merges_or_is_peft_s_own(saved, tmp_path):
+    cfg, ranks = saved
+    export(Path(cfg.output_dir), out=tmp_path / "merged")
+    for name, tensor in load_file(tmp_path / "merged" / "model.safetensors").items():
+        assert torch.equal(tensor, _merged(ranks[0]["state"])[name]), name
+    export(Path(cfg.output_dir), out=tmp_path / "adapter", adapter=True)
+    base = AutoModelForCausalLM.from_pretrained(cfg.model.path)
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    tokens = torch.randint(5, 90, (2, 20), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        plain = base(tokens).logits
+        theirs = PeftModel.from_pretrained(base, tmp_path / "adapter")(tokens).logits
+        ours = merged(tokens).logits
+    torch.testing.assert_close(theirs, ours, rtol=1e-5, atol=1e-5)
+    assert (plain - ours).abs().max() > 1e-2
+    with pytest.raises(ValueError, match="--model"):
+        export(Path(cfg.output_dir), out=tmp_path / "no", model=str(_model(tmp_path, seed=1)))
+    # What starts from it, starts with its very numbers.
+    form = lora_form({"path": str(tmp_path / "adapter")})
+    assert (form.rank, form.alpha, form.use_rslora) == (3, 12, True)
+    hf_model = build_meta_model(Model(path=cfg.model.path))
+    adapters = Adapters(hf_model, form)
+    assert len(adapters.modules) == 14
+    shards = {name: torch.empty(hf_model.get_parameter(name).shape) for name in adapters.names}
+    adapters.fill(shards, seed=1)
+    for name, tensor in shards.items():
+        assert torch.equal(tensor, ranks[0]["state"][f"model.{name}"]), name
+
+
+def _reward_model(cfg: Config) -> dict[str, Tensor]:
+    """Save adapters with a scalar head, which trains in full."""
+    from spmdrl.checkpoint import Checkpointer
+    from spmdrl.policy import Policy
+    from spmdrl.world import World
+
+    world = World.start(cfg)
+    policy = Policy(cfg, world)
+    _set_b(policy)
+    with torch.no_grad():
+        head = policy.state_dict()["model"]["score.weight"].to_local()
+        head.copy_(torch.linspace(-1, 1, head.numel()).view_as(head))
+    Checkpointer(cfg, world).maybe_save(1, policy, SmallSource(world), stop=True)
+    world.close()
+    return {n: t.full_tensor() for n, t in policy.state_dict()["model"].items()}
+
+
+def test_a_reward_model_keeps_its_head_with_its_adapters(tmp_path):
+    cfg = _config(_model(tmp_path), tmp_path / "out", objective="reward_model",
+                  loss="bradley_terry")
+    state = run_ranks(1, _reward_model, cfg)[0]
+    merged = export(tmp_path / "out", out=tmp_path / "merged")
+    adapter = export(tmp_path / "out", out=tmp_path / "adapter", adapter=True)
+    ours = AutoModelForSequenceClassification.from_pretrained(merged)
+    assert torch.equal(ours.score.weight, state["score.weight"])
+    base = AutoModelForSequenceClassification.from_pretrained(cfg.model.path, num_labels=1)
+    base.config.pad_token_id = ours.config.pad_token_id
+    tokens = torch.randint(8, 90, (2, 20), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        theirs = PeftModel.from_pretrained(base, adapter)(tokens).logits
+        torch.testing.assert_close(theirs, ours(tokens).logits, rtol=1e-5, atol=1e-5)
+    assert theirs.abs().max() > 0.1
+
+
+def _loaded_by_vllm(folder: Path, layer: str) -> Tensor:
+    """Return scale * B A of a layer as vLLM's loader has it."""
+    from vllm.config.lora import LoRAConfig
+    from vllm.lora.lora_model import LoRAModel
+    from vllm.lora.peft_helper import PEFTHelper
+
+    helper = PEFTHelper.from_local_dir(str(folder), max_position_embeddings=256)
+    helper.validate_legal(LoRAConfig(max_lora_rank=8))
+    loaded = LoRAModel.from_local_checkpoint(
+        str(folder), {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"},
+        helper, device="cpu", dtype=torch.float32)
+    found = loaded.loras[layer]
+    return found.lora_b @ found.lora_a * found.scaling
+
+
+def test_vllm_s_loader_takes_an_exported_adapter(saved, tmp_path):
+    cfg, ranks = saved
+    out = export(Path(cfg.output_dir), out=tmp_path / "adapter", adapter=True)
+    layer = "model.layers.1.mlp.down_proj"
+    product = run_ranks(1, _loaded_by_vllm, out, layer)[0]
+    a, b = (ranks[0]["state"][f"live {layer}.{part}.weight"] for part in ("lora_A", "lora_B"))
+    torch.testing.assert_close(product, b @ a * 12 / 3 ** 0.5, rtol=1e-5, atol=1e-6)

@@ -1,0 +1,115 @@
+"""What model.lora may say: first values, targets as PEFT's, what is refused and how."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from policy_runs import config
+
+from spmdrl.config import Model
+from spmdrl.config.check import validate
+from spmdrl.create_model import create_model
+from spmdrl.policy.load import build_meta_model
+from spmdrl.policy.lora import Adapters, LoraForm, initial_a, lora_form, targeted
+from spmdrl.policy.lora_files import write_adapter
+
+
+def test_a_matrices_start_as_pefts_do_keyed_by_seed_and_name():
+    a = initial_a("x.lora_A.weight", (64, 256), init="kaiming", seed=0)
+    assert float(a.abs().max()) <= 1 / 16 and float(a.std()) == pytest.approx(
+        1 / 16 / 3 ** 0.5, rel=0.02)
+    wide = initial_a("x.lora_A.weight", (64, 256), init="gaussian", seed=0)
+    assert float(wide.std()) == pytest.approx(1 / 64, rel=0.02)
+    again = initial_a("x.lora_A.weight", (64, 256), init="kaiming", seed=0)
+    assert torch.equal(a, again)
+    for name, seed in (("y.lora_A.weight", 0), ("x.lora_A.weight", 1)):
+        assert not torch.equal(a, initial_a(name, (64, 256), init="kaiming", seed=seed))
+
+
+@pytest.mark.parametrize("targets, count", [
+    ("all-linear", 14), (("q_proj",), 2), (("layers.0.mlp.up_proj", "o_proj"), 3),
+    (r".*\.1\..*(q|v)_proj", 2),
+])
+def test_targets_are_read_as_peft_reads_them(targets, count, tiny_model):
+    hf_model = build_meta_model(Model(path=str(tiny_model)))
+    ours = set(targeted(hf_model, targets))
+    asked = list(targets) if isinstance(targets, tuple) else targets
+    theirs = get_peft_model(hf_model, LoraConfig(target_modules=asked, task_type="CAUSAL_LM"))
+    names = {re.sub(r"^base_model\.model\.|\.lora_A\.default$", "", n)
+             for n, _ in theirs.named_modules() if n.endswith("lora_A.default")}
+    assert ours == names and len(ours) == count
+
+
+@pytest.mark.parametrize("targets", [("q_proj", "query"), ("lm_head",), ".*embed.*", ("proj",)])
+def test_targets_that_match_nothing_are_refused_with_the_names_that_exist(targets, tiny_model):
+    hf_model = build_meta_model(Model(path=str(tiny_model)))
+    wrong = targets if isinstance(targets, str) else targets[-1]
+    with pytest.raises(ValueError, match=re.escape(repr(wrong))) as raised:
+        targeted(hf_model, targets)
+    assert "model.layers.*.self_attn.q_proj" in str(raised.value)
+
+
+@pytest.mark.parametrize("lora, says", [
+    ({"rank": 0}, "model.lora.rank: expected a number, 1 or more, got 0"),
+    ({"rank": True}, "model.lora.rank"), ({"alpha": -1}, "model.lora.alpha"),
+    ({"r": 8}, "PEFT's r is rank here"), ({"rnk": 8}, "did you mean rank?"),
+    ({"dropout": 0.1}, "there is none"), ({"lora_dropout": 0.0}, "there is none"),
+    ({"targets": []}, "model.lora.targets"), ({"targets": "(q"}, "model.lora.targets"),
+    ({"targets": [1]}, "model.lora.targets"), ({"init": "pissa"}, "kaiming or gaussian"),
+    ({"use_rslora": 1}, "true or false"), ({"path": ""}, "model.lora.path"),
+    ({"path": "x", "rank": 4}, "model.lora.rank: 4 with path x"),
+])
+def test_wrong_options_are_refused(lora, says, tmp_path):
+    cfg = config(tmp_path, tmp_path, model={"lora": lora})
+    assert any(says in problem for problem in validate(cfg)), validate(cfg)
+
+
+def test_a_reference_that_follows_is_refused(tmp_path):
+    model = {"lora": {"rank": 4}, "reference_options": {"sync_every": 2}}
+    problems = validate(config(tmp_path, tmp_path, model=model, kl_coef=0.1))
+    assert any("sync_every: 2 with model.lora" in problem for problem in problems)
+
+
+@pytest.mark.parametrize("change, says", [
+    ({"use_dora": True}, "use_dora"), ({"r": "8"}, "no LoRA adapter"),
+    ({"peft_type": "IA3"}, "no LoRA adapter"), ({"init_lora_weights": "pissa_niter_4"}, "pissa"),
+    ({"rank_pattern": {"q_proj": 4}}, "rank_pattern"), (None, "PEFT's save_pretrained"),
+])
+def test_adapters_that_compute_something_else_are_refused(change, says, tmp_path):
+    write_adapter(tmp_path, {"x.lora_A.weight": torch.ones(2, 4), "x.lora_B.weight": torch.ones(
+        3, 2)}, rank=2, alpha=4, use_rslora=False, base="")
+    file = tmp_path / "adapter_config.json"
+    if change is None:
+        file.unlink()
+    else:
+        file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    with pytest.raises(ValueError, match=says):
+        lora_form({"path": str(tmp_path)})
+
+
+def test_an_adapter_of_another_model_is_refused(tiny_model, tmp_path):
+    form = LoraForm(rank=2, alpha=4, targets=("q_proj",))
+    hf_model = build_meta_model(Model(path=str(tiny_model)))
+    names = Adapters(hf_model, form).names
+    tensors = {n: torch.ones(hf_model.get_parameter(n).shape) for n in names}
+    tensors[names[0]] = torch.ones(2, 7)
+    write_adapter(tmp_path, tensors, rank=2, alpha=4, use_rslora=False, base="")
+    hf_model = build_meta_model(Model(path=str(tiny_model)))
+    adapters = Adapters(hf_model, lora_form({"path": str(tmp_path)}))
+    with pytest.raises(ValueError, match=r"lora_A.weight has shape \[2, 7\] there, \[2, 64\]"):
+        adapters.fill({n: torch.empty(hf_model.get_parameter(n).shape) for n in names}, seed=0)
+
+
+def test_fused_experts_get_no_adapters_and_the_log_says_so(tmp_path, caplog):
+    folder = create_model(tmp_path, architecture="qwen3_moe", hidden_size=32, layers=2, heads=4,
+                          kv_heads=2, intermediate=24)
+    hf_model = build_meta_model(Model(path=str(folder)))
+    found = targeted(hf_model, "all-linear")
+    assert {name.rpartition(".")[2] for name in found} == {"q_proj", "k_proj", "v_proj", "o_proj"}
+    assert "model.layers.*.mlp.experts.gate_up_proj" in caplog.text
+    with pytest.raises(ValueError, match="fused experts .* model.layers.*.mlp.experts.down_proj"):
+        targeted(hf_model, ("experts.down_proj",))

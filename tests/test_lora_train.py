@@ -1,0 +1,60 @@
+"""GRPO of adapters by the program, as a user starts it: it improves, and goes on bit by bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from runs import TINY, kill_all, metrics, run, start, wait_for_step
+from test_train import assert_same_end
+
+from spmdrl.config import Model
+from spmdrl.create_model import create_model
+from spmdrl.policy.load import build_meta_model
+from spmdrl.policy.lora import Adapters, LoraForm, initial_a
+from spmdrl.policy.lora_files import write_adapter
+
+REWARD = """
+def digits(data_source, solution_str, ground_truth, extra_info=None):
+    return sum(c.isdigit() for c in solution_str) / max(1, len(solution_str))
+"""
+
+
+def _random_adapter(model: Path, out: Path) -> Path:
+    """An adapter whose B is not zero: engines do not have the weights that training begins with."""
+    hf_model = build_meta_model(Model(path=str(model)))
+    names = Adapters(hf_model, LoraForm(rank=8, alpha=32, targets="all-linear")).names
+    out.mkdir()
+    tensors = {n: 0.1 * initial_a(n, tuple(hf_model.get_parameter(n).shape), init="kaiming", seed=5)
+               for n in names}
+    write_adapter(out, tensors, rank=8, alpha=32, use_rslora=False, base=str(model))
+    return out
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_grpo_of_adapters_improves_and_a_killed_run_ends_bit_identical(tmp_path):
+    (tmp_path / "r.py").write_text(REWARD)
+    begin = create_model(tmp_path / "model", hidden_size=64, layers=2, heads=2, kv_heads=1,
+                         initializer_std=0.1)
+    flags = TINY["rl"] | {
+        "model.path": begin, "model.lora": f"{{path: {_random_adapter(begin, tmp_path / 'a')}}}",
+        "engine.kind": "transformers", "rewards.functions": f"{tmp_path / 'r.py'}:digits",
+        "optimizer.lr": 0.01, "lag": 0, "algorithm.kl-coef": 1e-3, "batch.prompts-per-step": 16,
+        "batch.group-size": 8, "engine.max-num-seqs": 128, "stream.verify-every": 4, "steps": 10,
+        "checkpoint.every-steps": 3}
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    run("demo_grpo.yaml", 2, **flags | {"output-dir": whole})
+    rows = metrics(whole)
+    rewards = [row["reward/mean"] for row in rows]
+    assert sum(rewards[-3:]) > sum(rewards[:3]) + 0.3, rewards
+    assert rows[-1]["policy/kl_ref_k3"] > rows[0]["policy/kl_ref_k3"] > 0
+    assert max(row["policy/mismatch_k3"] for row in rows) < 1e-6  # engines have what is trained
+    process = start("demo_grpo.yaml", 2, **flags | {"output-dir": killed})
+    wait_for_step(process, killed, 4, timeout_s=120)
+    kill_all(process)
+    process.communicate()
+    assert not (killed / "checkpoints/step_10").exists()
+    # What goes through the engine's own loader is the same.
+    run("demo_grpo.yaml", 2, **flags | {"output-dir": killed, "stream.mode": "reload"})
+    assert_same_end(whole, killed)

@@ -1,0 +1,138 @@
+"""Mixtures of experts: what the files' tensors are, and scores and gradients as transformers'."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from test_policy_forward import _reference, _rows, _work
+from torch import nn
+
+from spmdrl.config import Model
+from spmdrl.create_model import create_model
+from spmdrl.policy.attention import register_attention
+from spmdrl.policy.file_tensors import file_tensors, live_tensors
+from spmdrl.policy.load import (
+    CheckpointReader, build_meta_model, check_names, compute_buffers, load_whole_model,
+    model_folder, read_tensors,
+)
+from spmdrl.policy.scorer import Scorer
+from spmdrl.shards import Box, Held, Part
+
+FAMILIES = ("qwen3_moe", "mixtral", "deepseek_v3")
+EXPERT = {"qwen3_moe": "model.layers.1.mlp.experts.5.up_proj.weight",
+          "mixtral": "model.layers.1.block_sparse_moe.experts.5.w3.weight",
+          "deepseek_v3": "model.layers.1.mlp.experts.5.up_proj.weight"}
+HIDDEN, WIDTH = 32, 24
+
+
+def make_moe(where: Path, family: str, **options: object) -> Path:
+    """A tiny mixture of eight experts, whose routers tell tokens apart."""
+    folder = create_model(where / family, architecture=family, **{
+        "hidden_size": HIDDEN, "layers": 2, "heads": 4, "kv_heads": 2, "intermediate": WIDTH,
+        "initializer_std": 0.1} | options)
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    for name, tensor in tensors.items():
+        if name.endswith("e_score_correction_bias"):  # large enough to change the choice
+            order = torch.randperm(len(tensor), generator=torch.Generator().manual_seed(1))
+            tensors[name] = torch.linspace(-0.3, 0.3, len(tensor))[order]
+    save_file(tensors, file, metadata={"format": "pt"})
+    return folder
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+           ) -> tuple[str, Path]:
+    return request.param, make_moe(tmp_path_factory.mktemp("moe"), request.param)
+
+
+def test_each_file_tensor_is_the_part_that_transformers_makes_of_it(family):
+    from transformers import AutoModelForCausalLM
+
+    name, folder = family
+    tensors = load_file(folder / "model.safetensors")
+    parts = file_tensors(build_meta_model(Model(path=str(folder))))
+    assert parts.keys() == tensors.keys()
+    expert = parts[EXPERT[name]]
+    assert expert.tensor == "model.layers.1.mlp.experts.gate_up_proj"
+    assert expert.box == Box((5, WIDTH, 0), (1, WIDTH, HIDDEN)) and expert.dims == (1, 2)
+    theirs = live_tensors(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32))
+    held = Held(theirs, parts)
+    for key, part in parts.items():
+        whole = Box((0,) * len(part.shape), part.shape)
+        assert held.boxes()[key] == (whole,)
+        assert torch.equal(held.value(key, whole).read(), tensors[key]), key
+    ours = load_whole_model(Model(path=str(folder)), attention="eager", dtype=torch.float32,
+                            device=torch.device("cpu"))
+    for key, tensor in live_tensors(ours).items():
+        assert torch.equal(tensor, theirs[key]), key
+
+
+def test_scores_and_gradients_are_those_of_plain_transformers(family):
+    _, folder = family
+    expected, model = _reference(folder)
+    register_attention()
+    hf_model = build_meta_model(Model(path=str(folder)), attention="spmdrl_padded")
+    parts = file_tensors(hf_model)
+    reader = CheckpointReader(model_folder(str(folder)))
+    check_names(reader, {name: part.shape for name, part in parts.items()}, may_be_extra=[])
+    hf_model.to_empty(device="cpu")
+    read_tensors(reader, live_tensors(hf_model), parts)
+    compute_buffers(hf_model)
+    scorer = Scorer(hf_model, chunk_tokens=16, temperature=1.0, tp_group=None).eval()
+    logprobs, _ = scorer(_work(_rows()))
+    torch.testing.assert_close(logprobs.double(), torch.cat(expected), rtol=1e-5, atol=1e-5)
+    signs = torch.cos(torch.arange(logprobs.numel()).double())
+    (logprobs.double() * signs).sum().backward()
+    (torch.cat(expected) * signs).sum().backward()
+    theirs = dict(model.named_parameters())
+    assert theirs.keys() == dict(hf_model.named_parameters()).keys()
+    for name, parameter in hf_model.named_parameters():
+        grad = theirs[name].grad
+        gap = (parameter.grad - grad).abs().max().item()
+        assert gap <= 1e-5 * max(1.0, grad.abs().max().item()), f"{name}: differs by {gap}"
+
+
+def test_a_value_may_be_computed_when_it_is_read_and_is_that_of_its_box():
+    generator = torch.Generator().manual_seed(2)
+    base, a, b = (torch.randn(*shape, generator=generator)
+                  for shape in ((4, 6, 10), (4, 6, 2), (4, 2, 10)))
+    parts = {f"expert.{e}": Part("fused", Box((e, 3, 0), (1, 3, 10)), (2, 1)) for e in range(4)}
+
+    def delta(box: Box) -> torch.Tensor:
+        e, i, h = (slice(s, s + n) for s, n in zip(box.start, box.shape))
+        return b[e].new_tensor(0.5) * a[e, i] @ b[e, :, h]
+
+    held = Held({"fused": base}, parts, {"fused": delta})
+    whole = base + 0.5 * a @ b
+    part = Box((4, 1), (5, 2))
+    value = held.value("expert.2", part)
+    expected = whole[2, 3:].T[4:9, 1:3]
+    torch.testing.assert_close(value.read(), expected)
+    a.mul_(3.0)  # the value follows what it is computed from
+    torch.testing.assert_close(value.read(), (base + 0.5 * a @ b)[2, 3:].T[4:9, 1:3])
+    assert value.live.data_ptr() == base[2, 3 + 1, 4].data_ptr()
+
+
+def test_weights_that_are_computed_on_saving_are_refused_by_name(tmp_path, monkeypatch):
+    from transformers import conversion_mapping
+    from transformers.core_model_loading import Interleave, WeightConverter
+
+    model = build_meta_model(Model(path=str(make_moe(tmp_path, "qwen3_moe"))))
+    converter = WeightConverter(
+        source_patterns="mlp.experts.mixed", target_patterns="mlp.experts.gate_up_proj",
+        operations=[Interleave(dim=1)])
+    monkeypatch.setitem(conversion_mapping._checkpoint_conversion_mapping_cache, "qwen3_moe",
+                        [converter])
+    with pytest.raises(ValueError, match="qwen3_moe.*model.layers.0.mlp.experts.mixed is computed"):
+        file_tensors(model)
+
+
+def test_a_dense_model_is_the_plain_case(tiny_model):
+    model = build_meta_model(Model(path=str(tiny_model)))
+    assert isinstance(model, nn.Module)
+    for name, part in file_tensors(model).items():
+        assert part == Part.whole(name, tuple(model.get_parameter(name).shape))

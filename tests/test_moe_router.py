@@ -1,0 +1,229 @@
+"""The routers of a mixture of experts in training: what is measured, how load is balanced, and that
+their state is kept. That nothing of it depends on the layout, test_parity_grid.py shows."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from policy_runs import LENGTHS, batch, config, full_parameters, sequence, update
+from ranks import run_ranks
+from test_moe import make_moe
+from torch import Tensor
+
+from spmdrl import config as configs
+from spmdrl.config import Checkpoint, Config
+from spmdrl.export import export
+from spmdrl.policy.file_tensors import live_tensors
+from spmdrl.policy.fit import fit_problems
+
+COEF, RATE, EXPERTS, CHOICES = 0.3, 0.02, 8, 2
+
+
+def _hooked(folder: Path) -> tuple[torch.nn.Module, list[list[tuple[Tensor, Tensor]]]]:
+    """Run plain transformers over the batch: per layer and sequence, the router's logits and the
+    experts that it chose."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager").eval()
+    layers = [m.gate for m in model.modules() if hasattr(m, "gate") and hasattr(m, "experts")]
+    seen: list[list[tuple[Tensor, Tensor]]] = [[] for _ in layers]
+    for at, gate in enumerate(layers):
+        gate.register_forward_hook(lambda _, __, out, at=at: seen[at].append((out[0], out[2])))
+    for index in range(len(LENGTHS)):
+        model(sequence(index)[None])
+    return model, seen
+
+
+def _expected(seen: list[list[tuple[Tensor, Tensor]]]) -> dict[str, Tensor]:
+    """The loss and the metrics, written from their definitions in float64."""
+    loss, entropies, counts = torch.zeros((), dtype=torch.float64), [], []
+    for layer in seen:
+        logits = torch.cat([logits for logits, _ in layer]).double()
+        chosen = torch.cat([chosen for _, chosen in layer])
+        count = torch.tensor([(chosen == e).sum().item() for e in range(EXPERTS)]).double()
+        probs = logits.softmax(-1)
+        loss = loss + EXPERTS * (count / count.sum() * probs.mean(0)).sum()
+        entropies.append(-(probs * probs.log()).sum(-1).mean())
+        counts.append(count)
+    loads = torch.stack(counts)
+    return {"loss": loss, "entropy": torch.stack(entropies).mean(), "counts": loads,
+            "max_load": (loads.amax(1) / loads.mean(1)).mean(),
+            "idle": (loads == 0).double().mean()}
+
+
+def _one_step(cfg: Config) -> dict:
+    """An update whose only gradient is of the balancing loss: all advantages are 0."""
+    from spmdrl.policy import Policy
+    from spmdrl.world import World
+
+    world = World.start(cfg)
+    policy, gradients = Policy(cfg, world), {}
+    step = policy.optimizer.step
+
+    def take(found: dict[str, Tensor], *, lr: float) -> None:
+        gradients.update({name: g.clone() for name, g in found.items()})
+        step(found, lr=lr)
+
+    policy.optimizer.step = take
+    sums = update(policy, batch(0, 1), step=0, values=torch.zeros(len(LENGTHS)).double())
+    after = full_parameters(policy)
+    world.close()
+    return {"sums": sums, "gradients": gradients, "after": after}
+
+
+def _config(folder: Path, out: Path, **options: object) -> Config:
+    cfg = config(folder, out, model={"compute_dtype": "float32", "moe": options})
+    return replace(cfg, optimizer=replace(cfg.optimizer, max_grad_norm=0.0))
+
+
+def test_the_balancing_loss_its_gradient_and_the_metrics_are_those_of_their_definitions(tmp_path):
+    folder = make_moe(tmp_path, "qwen3_moe")
+    model, seen = _hooked(folder)
+    expected = _expected(seen)
+    (found,) = run_ranks(1, _one_step, _config(folder, tmp_path, balance="aux", coef=COEF))
+    metrics = {name: total / count for name, (total, count) in found["sums"].items() if count}
+    for name, value in (("router_balance_loss", expected["loss"] / len(seen)),
+                        ("router_entropy", expected["entropy"]),
+                        ("router_max_load", expected["max_load"]),
+                        ("router_idle_experts_frac", expected["idle"])):
+        assert metrics[f"policy/{name}"] == pytest.approx(value.item(), rel=1e-6, abs=1e-9), name
+    (COEF * expected["loss"]).backward()
+    seen_gradient = 0.0
+    for name, parameter in model.named_parameters():
+        grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        gap = (found["gradients"][name] - grad).abs().max().item()
+        assert gap <= 1e-5 * max(0.1, grad.abs().max().item()), f"{name}: differs by {gap}"
+        seen_gradient = max(seen_gradient, grad.abs().max().item())
+    assert seen_gradient > 1e-3, "the balancing loss should have a gradient to compare"
+
+
+def test_the_correction_bias_moves_by_the_sign_of_the_load_error(tmp_path):
+    folder = make_moe(tmp_path, "deepseek_v3")
+    model, seen = _hooked(folder)
+    counts = _expected(seen)["counts"]
+    assert counts.sum() == CHOICES * sum(LENGTHS)
+    (found,) = run_ranks(1, _one_step, _config(folder, tmp_path, balance="bias", rate=RATE))
+    ((name, bias),) = [(n, b) for n, b in live_tensors(model).items() if n.endswith("_bias")]
+    expected = bias + RATE * torch.sign(counts.mean() - counts[0]).float()
+    assert torch.equal(found["after"][name], expected)
+    assert (expected != bias).sum() >= EXPERTS - 2
+    total, count = found["sums"]["policy/router_max_load"]
+    assert total / count == pytest.approx(float(counts.max() / counts.mean()))
+
+
+def _save(cfg: Config) -> dict[str, Tensor]:
+    from checkpoint_runs import SmallSource
+    from spmdrl.checkpoint import Checkpointer
+    from spmdrl.policy import Policy
+    from spmdrl.world import World
+
+    world = World.start(cfg)
+    policy = Policy(cfg, world)
+    update(policy, batch(world.dp_index(world.rank), world.dp_size), step=0)
+    Checkpointer(cfg, world).maybe_save(1, policy, SmallSource(world), stop=True)
+    whole = full_parameters(policy)
+    world.close()
+    return whole
+
+
+def _restore(cfg: Config, missing: list[dict]) -> tuple[dict[str, Tensor], list[str]]:
+    from checkpoint_runs import SmallSource
+    from spmdrl.checkpoint import Checkpointer
+    from spmdrl.policy import Policy
+    from spmdrl.world import World
+
+    world = World.start(cfg)
+    policy = Policy(cfg, world)
+    Checkpointer(cfg, world).restore(policy, SmallSource(world))
+    whole, refusals = full_parameters(policy), []
+    for model in missing:
+        try:
+            Policy(replace(cfg, model=replace(cfg.model, **model)), world)
+        except ValueError as error:
+            refusals.append(str(error))
+    world.close()
+    return whole, refusals
+
+
+def test_experts_and_biases_survive_a_resume_on_another_layout_and_an_export(tmp_path, tiny_model):
+    from transformers import AutoModelForCausalLM
+
+    folder = make_moe(tmp_path, "deepseek_v3")
+    cfg = _config(folder, tmp_path / "out", balance="bias", rate=RATE)
+    cfg = replace(cfg, checkpoint=Checkpoint(every_steps=1))
+    two = replace(cfg, layout=replace(cfg.layout, world_size=2, ep=2))
+    saved, _ = run_ranks(2, _save, two)
+    others = [{"path": str(tiny_model)}, {"path": str(make_moe(tmp_path, "mixtral"))},
+              {"moe": {"balance": "aux"}}]
+    restored, refusals = run_ranks(1, _restore, cfg, others)[0]
+    assert "with a qwen3, which has no experts; leave it out" in refusals[0]
+    assert "which a mixtral does not have; take aux" in refusals[1]
+    assert "take bias" in refusals[2] and len(refusals) == 3
+    start = dict(live_tensors(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)))
+    assert restored.keys() == saved.keys() == start.keys()
+    for name, tensor in saved.items():
+        assert torch.equal(restored[name], tensor), name
+        assert not torch.equal(start[name], tensor), f"{name} should have been trained"
+    # Files of 20 kB, so that the experts of a layer are cut.
+    out = export(tmp_path / "out", out=tmp_path / "exported", max_shard_gib=20_000 / 2**30)
+    assert len(list(out.glob("*.safetensors"))) > 3
+    exported, report = AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
+    assert not report["missing_keys"] and not report["unexpected_keys"], report
+    for name, tensor in live_tensors(exported).items():
+        assert torch.equal(tensor, saved[name]), name
+
+
+def _refusal(cfg: Config) -> str:
+    from spmdrl.policy import Policy
+    from spmdrl.world import World
+
+    try:
+        Policy(cfg, World.start(cfg))
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_experts_that_do_not_divide_and_dense_models_are_refused_with_values_that_work(
+        tmp_path, tiny_model):
+    three = config(make_moe(tmp_path, "qwen3_moe", moe_experts=3), tmp_path, world_size=2)
+    three = replace(three, layout=replace(three.layout, ep=2))
+    dense = replace(three, model=replace(three.model, path=str(tiny_model)))
+    for text in run_ranks(2, _refusal, three):
+        assert "layout.ep: 2 does not divide the 3 experts" in text
+        assert "values that do: 1, 3" in text
+    (problem,) = fit_problems(dense)
+    assert problem.startswith("layout.ep: 2 with a qwen3, which has no experts; set layout.ep to 1")
+    (problem,) = fit_problems(replace(three, layout=replace(three.layout, ep=1, tp=2)))
+    assert problem.startswith("layout.tp: 2 with a qwen3_moe, whose experts tp does not cut; set")
+    compiled = replace(three, layout=replace(three.layout, ep=1), model=replace(
+        three.model, kernels={"compile": True}))
+    (problem,) = fit_problems(compiled)
+    assert problem.startswith("model.kernels.compile: true with a qwen3_moe, whose experts cannot")
+    plain = replace(compiled, model=replace(compiled.model, path=dense.model.path))
+    assert fit_problems(plain) == []
+
+
+def test_options_of_the_section_are_checked():
+    good = Config(model=configs.Model(path="m"), data=configs.Data(train="task:addition", size=10))
+
+    def problems(**moe: object) -> str:
+        return "\n".join(configs.validate(replace(good, model=replace(good.model, moe=moe))))
+
+    assert problems() == problems(balance="aux", coef=0.1) == problems(balance="none") == ""
+    assert problems(balance="bias", rate=0.1) == ""
+    assert problems(balanse="aux") == (
+        "model.moe.balanse: unknown option; did you mean balance?")
+    assert problems(balance="loss") == (
+        "model.moe.balance: expected one of none, aux, bias; got 'loss'")
+    assert problems(balance="aux", coef=0) == (
+        "model.moe.coef: expected a number above 0, got 0")
+    assert problems(coef=0.1) == (
+        "model.moe.coef: is an option of balance aux, and balance is none; take it out")
+    layout = replace(good.layout, world_size=8, trainer_ranks=6, cp=2, ep=4)
+    assert configs.validate(replace(good, layout=layout)) == [
+        "layout.ep: 4 does not divide the 6 ranks of dp_shard * cp; values that do: 1, 2, 3, 6"]

@@ -1,0 +1,275 @@
+"""Every mesh trains like one process: loss, gradients, their norm and the parameters, by cells.
+
+A cell is a row (a model, an objective, options) on a mesh. One start of four ranks runs all of
+them: the groups of a mesh are made anew within the same job. The reference of a row is the same
+two steps on one rank of that job, in float32.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from policy_runs import LENGTHS, config, microbatch, scalars
+from ranks import run_ranks
+from torch import Tensor
+
+from spmdrl.config import Batch as BatchConfig
+from spmdrl.config import Config, Layout
+from spmdrl.create_model import create_model
+from spmdrl.types import Batch
+
+RANKS, STEPS = 4, 2
+MESHES = {  # (dp_replicate, dp_shard, cp, tp)
+    "shard4": (1, 4, 1, 1), "replicate2 shard2": (2, 2, 1, 1), "cp4": (1, 1, 4, 1),
+    "tp4": (1, 1, 1, 4), "shard2 cp2": (1, 2, 2, 1), "shard2 tp2": (1, 2, 1, 2),
+    "cp2 tp2": (1, 1, 2, 2), "replicate2 cp2": (2, 1, 2, 1), "replicate2 tp2": (2, 1, 1, 2),
+}
+EXPERT_MESHES = {  # and ep, of dp_shard * cp
+    "shard4 ep4": (1, 4, 1, 1, 4), "shard4 ep2": (1, 4, 1, 1, 2), "cp2 ep2": (1, 2, 2, 1, 2),
+    "replicate2 ep2": (2, 2, 1, 1, 2),
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """What is trained, and on which meshes by default."""
+
+    meshes: tuple[str, ...]
+    architecture: str = "qwen3"
+    model: dict[str, Any] = field(default_factory=dict)
+    """Arguments of create_model, where they differ."""
+    hf_config: dict[str, Any] = field(default_factory=dict)
+    """Fields of config.json, where they differ."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Arguments of policy_runs.config."""
+
+
+_UNEVEN = {"hidden_size": 48, "heads": 6, "kv_heads": 3}  # neither cp 4 nor cp 2 * tp 2 divides
+ROWS = {
+    "qwen3": Row(("shard4", "replicate2 shard2", "cp4", "shard2 cp2", "cp2 tp2", "replicate2 tp2")),
+    "qwen3, uneven heads": Row(("cp4",), model=_UNEVEN),
+    "qwen3, gather": Row(
+        ("cp2 tp2", "replicate2 cp2"), options={"model": {"kernels": {"context": "gather"}}}),
+    "qwen2, tied, checkpointing": Row(
+        ("cp2 tp2", "shard2 tp2"), architecture="qwen2", model={"tied": True},
+        options={"model": {"memory": {"activation_checkpointing": "full"}}}),
+    "llama": Row(("cp4", "shard2 tp2", "tp4"), architecture="llama", model={"kv_heads": 4}),
+    "gemma2": Row(  # caps low enough, and a window short enough, to matter
+        ("shard2 cp2", "cp2 tp2"), architecture="gemma2", hf_config={
+            "sliding_window": 6, "attn_logit_softcapping": 0.5, "final_logit_softcapping": 1.0}),
+    "gemma2, gather, checkpointing": Row(
+        ("cp4",), architecture="gemma2", model=_UNEVEN, hf_config={
+            "sliding_window": 6, "attn_logit_softcapping": 0.5},
+        options={"model": {"memory": {"activation_checkpointing": "full"}}}),
+    "mistral": Row(("replicate2 cp2",), architecture="mistral", hf_config={"sliding_window": 6}),
+    "dpo": Row(("cp2 tp2", "shard2 cp2"), options={"objective": "preference", "loss": "dpo"}),
+    "critic": Row(("cp2 tp2", "shard2 cp2"), options={"advantage": "gae"}),
+    "reward model": Row(
+        ("cp2 tp2",), options={"objective": "reward_model", "loss": "bradley_terry"}),
+    "sft": Row(("replicate2 cp2",), options={"objective": "sft"}),
+    "distillation": Row(
+        ("cp2 tp2",), options={"objective": "distill", "loss": "divergence"}),
+    "prime": Row(("cp4",), options={"advantage": "prime"}),
+    "lora": Row(("shard2 tp2", "cp2 tp2", "replicate2 tp2"), options={
+        "kl_coef": 0.1, "model": {"lora": {"rank": 3, "alpha": 12}}}),
+    "lora, qwen2, checkpointing": Row(
+        ("shard2 tp2",), architecture="qwen2", options={"model": {
+            "lora": {"targets": ["q_proj", "o_proj"], "use_rslora": True},
+            "memory": {"activation_checkpointing": "full"}}}),
+    "lora, reward model": Row(("shard2 tp2",), options={
+        "objective": "reward_model", "loss": "bradley_terry", "model": {"lora": {"rank": 4}}}),
+    "lora, deepseek_v3": Row(  # adapters on attention, shared experts and dense layers
+        ("cp2 ep2",), architecture="deepseek_v3", model={"initializer_std": 0.1},
+        options={"model": {"lora": {"rank": 3}}}),
+    "qwen3_moe": Row(("shard4 ep4",), architecture="qwen3_moe", model={"initializer_std": 0.1}),
+    "qwen3_moe, fewer experts than ranks": Row(  # each is cut by rows
+        ("shard4 ep2",), architecture="qwen3_moe",
+        model={"initializer_std": 0.1, "moe_experts": 2}),
+    "qwen3_moe, balancing loss": Row(
+        ("shard4", "cp2 ep2"), architecture="qwen3_moe", model={"initializer_std": 0.1},
+        options={"model": {"moe": {"balance": "aux", "coef": 0.5}}}),
+    "mixtral, checkpointing": Row(
+        ("shard4 ep2",), architecture="mixtral", model={"initializer_std": 0.1},
+        options={"model": {"memory": {"activation_checkpointing": "full"},
+                           "moe": {"balance": "aux", "coef": 0.5}}}),
+    "deepseek_v3, balancing bias": Row(
+        ("cp2 ep2", "replicate2 ep2"), architecture="deepseek_v3", model={"initializer_std": 0.1},
+        options={"model": {"moe": {"balance": "bias", "rate": 0.02}}}),
+}
+DEFAULT = [(row, mesh) for row in ROWS for mesh in ROWS[row].meshes]
+REST = [(name, mesh) for name, row in ROWS.items() for mesh, axes in MESHES.items()
+        if mesh not in row.meshes and not EXPERT_MESHES.keys() & set(row.meshes)
+        and row.model.get("kv_heads", 2) % axes[3] == 0]
+
+
+# --------------------------------------------------------------------------- one cell
+
+
+def _layout(mesh: tuple[int, ...]) -> Layout:
+    replicate, shard, cp, tp, ep = (*mesh, 1)[:5]
+    trainers = replicate * shard * cp * tp
+    return Layout(placement="offline" if trainers == RANKS else "split", world_size=RANKS,
+                  trainer_ranks=trainers, dp_replicate=replicate, cp=cp, tp=tp, ep=ep,
+                  device="cpu", startup_timeout_s=120, wait_timeout_s=60)
+
+
+def _world(base: Any, cfg: Config) -> Any:
+    """The running job's world under another layout."""
+    from spmdrl.config import trainer_ranks
+    from spmdrl.mesh import make_expert_mesh, make_meshes
+
+    mesh, sharding = make_meshes(cfg, base.device)
+    experts = make_expert_mesh(cfg, sharding)
+    group = dist.new_group(trainer_ranks(cfg), backend="gloo")
+    is_trainer = base.rank in trainer_ranks(cfg)
+    return replace(base, cfg=cfg, trainer_control=group, mesh=mesh if is_trainer else None,
+                   sharding=sharding if is_trainer else None,
+                   experts=experts if is_trainer else None)
+
+
+def _batch(dp_index: int, dp_size: int) -> Batch:
+    """Pairs of sequences, dealt out over ranks, in two micro-batches; some are dummies."""
+    pairs = list(range(len(LENGTHS) // 2))[dp_index::dp_size]
+    half = -(-len(pairs) // 2)
+    cuts = [[i for pair in part for i in (2 * pair, 2 * pair + 1)]
+            for part in (pairs[:half], pairs[half:])]
+    rewards = torch.linspace(0, 3, len(LENGTHS)).double().cos() / 2 + 0.5
+    return Batch(scalars=replace(scalars(), rewards=rewards),
+                 updates=(tuple(microbatch(cut) for cut in cuts),),
+                 update_ids=torch.zeros(len(LENGTHS), dtype=torch.int64))
+
+
+def _whole(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: (t.full_tensor() if hasattr(t, "full_tensor") else t).detach().clone()
+            for name, t in tensors.items()}
+
+
+def _watch(trainee: Any, kept: list[dict[str, Tensor]]) -> None:
+    """Keep the gradients, as whole tensors, that the optimizer gets."""
+    from spmdrl.policy.optimizer import _like
+
+    step, parameters = trainee.optimizer.step, trainee.optimizer.parameters
+
+    def take(gradients: dict[str, Tensor], *, lr: float) -> None:
+        kept.append(_whole({n: _like(parameters[n], g) for n, g in gradients.items()}))
+        step(gradients, lr=lr)
+
+    trainee.optimizer.step = take
+
+
+def _train(cfg: Config, base: Any) -> dict[str, Any] | None:
+    """Take the steps; None on a rank that does not train."""
+    from spmdrl.credit import advantages_of
+    from spmdrl.policy import Policy
+
+    world = _world(base, cfg)
+    policy = Policy(cfg, world)
+    if not world.is_trainer:
+        return None
+    parts = {"policy": policy.trainee} | {
+        name: part.trainee for name, part in policy.companions.items() if hasattr(part, "trainee")}
+    gradients: dict[str, list] = {name: [] for name in parts}
+    for name, trainee in parts.items():
+        _watch(trainee, gradients[name])
+    own, sums = _batch(world.dp_index(world.rank), world.dp_size), []
+    for step in range(STEPS):
+        annotated = policy.annotate(own, step=step)
+        advantages = advantages_of(annotated, cfg, world, step=step)
+        sums.append(policy.update(annotated, advantages, step=step))
+    tensors = {f"{name}, step {step}, gradient of {n}": g for name, found in gradients.items()
+               for step, grads in enumerate(found) for n, g in grads.items()}
+    for name, trainee in parts.items():
+        tensors |= {f"{name}, {n}": p for n, p in _whole(trainee.model.named_shards()).items()}
+    return {"sums": sums, "tensors": tensors}
+
+
+def _gaps(ours: dict[str, Any], reference: dict[str, Any]) -> list[str]:
+    """Return what is further from the reference than rounding explains."""
+    found = []
+    if ours["tensors"].keys() != reference["tensors"].keys():
+        return [f"other tensors: {ours['tensors'].keys() ^ reference['tensors'].keys()}"]
+    for step, (a, b) in enumerate(zip(ours["sums"], reference["sums"])):
+        if a.keys() != b.keys():
+            return [f"other metrics: {a.keys() ^ b.keys()}"]
+        for name, (total, count) in b.items():
+            gap = abs(a[name][0] - total)
+            if gap > 1e-5 * max(abs(total), abs(count), 1e-3) or a[name][1] != pytest.approx(
+                    count, rel=1e-5):
+                found.append(f"step {step}: {name} is {a[name]}, not {(total, count)}")
+    for name, expected in reference["tensors"].items():
+        gap = float((ours["tensors"][name] - expected).abs().max())
+        # Some gradients are 0 but for rounding, such as that of a key's bias.
+        if not gap <= 1e-5 * float(expected.abs().max()) + 1e-7:
+            found.append(f"{name}: off by {gap:.2g} of {float(expected.abs().max()):.2g}")
+    return found
+
+
+def _run_cells(cfgs: dict[str, Config], cells: list[tuple[str, str]]) -> dict[tuple, list[str]]:
+    """Train all cells in one job; return what is wrong with each, on every rank."""
+    from spmdrl.world import World
+
+    base = World.start(replace(next(iter(cfgs.values())), layout=_layout((1, RANKS, 1, 1))))
+    wrong: dict[tuple, list[str]] = {}
+    for row in dict.fromkeys(row for row, _ in cells):
+        reference = [_train(replace(cfgs[row], layout=_layout((1, 1, 1, 1))), base)]
+        dist.broadcast_object_list(reference, src=0, group=base.control)
+        for mesh in (mesh for r, mesh in cells if r == row):
+            began = time.monotonic()
+            layout = _layout((MESHES | EXPERT_MESHES)[mesh])
+            ours = _train(replace(cfgs[row], layout=layout), base)
+            wrong[row, mesh] = _gaps(ours, reference[0])
+            if base.rank == 0:
+                print(f"{row} on {mesh}: {time.monotonic() - began:.1f} s", flush=True)
+    base.close()
+    return wrong
+
+
+def _results(where: Path, cells: list[tuple[str, str]]) -> dict[tuple, list[str]]:
+    """Return {cell: what is wrong with it on any rank}."""
+    rows = dict.fromkeys(row for row, _ in cells)
+    cfgs = {name: _config(where / str(index), ROWS[name]) for index, name in enumerate(rows)}
+    ranks = run_ranks(RANKS, _run_cells, cfgs, cells, timeout_s=120 + 8 * len(cells))
+    return {cell: [f"rank {rank}: {text}" for rank, found in enumerate(ranks)
+                   for text in found[cell]] for cell in cells}
+
+
+def _config(where: Path, row: Row) -> Config:
+    sizes = {"hidden_size": 32, "layers": 2, "heads": 4, "kv_heads": 2, "intermediate": 48}
+    folder = create_model(where / "model", architecture=row.architecture, **sizes | row.model)
+    teacher = create_model(where / "teacher", **sizes, seed=1)
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | row.hf_config))
+    options = dict(row.options)
+    model = {"teacher": str(teacher)} if options.get("objective") == "distill" else {}
+    return replace(
+        config(folder, where, **options | {"model": options.get("model", {}) | model}),
+        batch=BatchConfig(group_size=2, tokens_per_microbatch=64))
+
+
+@pytest.fixture(scope="module")
+def rest(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple, list[str]]:
+    return _results(tmp_path_factory.mktemp("rest"), REST)
+
+
+@pytest.fixture(scope="module")
+def default(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple, list[str]]:
+    return _results(tmp_path_factory.mktemp("grid"), DEFAULT)
+
+
+@pytest.mark.parametrize("cell", DEFAULT, ids=" on ".join)
+def test_a_mesh_trains_like_one_process(cell, default):
+    assert not default[cell], "\n".join(default[cell][:12])
+
+
+@pytest.mark.grid
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("cell", REST, ids=" on ".join)
+def test_every_other_mesh_does_too(cell, rest):
+    assert not rest[cell], "\n".join(rest[cell][:12])

@@ -1,0 +1,211 @@
+"""The planner's answers: layouts, refusals, traffic, seconds, and the page with examples."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from runs import ROOT
+from spmdrl.config import Config, Model
+from spmdrl.model_shape import ModelShape, model_shape
+from spmdrl.plan.__main__ import SHAPES, main
+from spmdrl.plan.examples import examples, output
+from spmdrl.plan.memory import cache_bytes_per_token
+from spmdrl.plan.search import best_plans, layouts, make_plan
+from spmdrl.plan.seconds import step_seconds
+from spmdrl.plan.setting import Axes, Run, axes_problems, rates_of, run_of
+from spmdrl.plan.traffic import Flow, push_flows, trainer_flows
+from spmdrl.policy.load import build_meta_model
+
+PARAMETERS = {"qwen3-8b": (8.19, 7.57), "qwen3-32b": (32.8, 32.0), "qwen3-30b-a3b": (30.5, 3.04),
+              "qwen3-235b-a22b": (235.1, 21.6), "deepseek-v3": (671.0, 36.6)}
+"""As their makers say, in billions: all, and those that a token meets (without its embedding)."""
+GIB = 2**30
+
+
+@pytest.fixture(scope="module")
+def shapes():
+    return {name: model_shape(build_meta_model(Model(path=str(SHAPES / name))))
+            for name in PARAMETERS}
+
+
+def _run(shape: ModelShape, **changed: object) -> Run:
+    own = run_of(Config(), shape, on_gpu=True, chunk_tokens=1024, prompt_tokens=512,
+                 response_tokens=1024)
+    return replace(own, kernels=replace(own.kernels, recomputes=True), longest=4096,
+                   longest_response=3072, **changed)
+
+
+def test_shapes_are_those_of_the_published_models(shapes):
+    assert {p.name for p in SHAPES.iterdir()} == set(PARAMETERS)
+    for name, (total, active) in PARAMETERS.items():
+        assert shapes[name].numel / 1e9 == pytest.approx(total, rel=2e-3)
+        assert shapes[name].active_numel / 1e9 == pytest.approx(active, rel=5e-3)
+    one = Axes("split", 2, 1)
+    # 2 * 36 layers * 8 heads * 128 * 2 bytes; the latent of 512 + 64 in 61 layers, 2 bytes.
+    assert cache_bytes_per_token(_run(shapes["qwen3-8b"]), one) == 147456
+    assert cache_bytes_per_token(_run(shapes["deepseek-v3"]), one) == 70272
+
+
+def test_a_layout_that_does_not_divide_is_refused_with_those_that_do(shapes, capsys):
+    status = main(["--shape", "qwen3-8b", "--layout.world-size", "32", "--layout.trainer-ranks",
+                   "16", "--layout.tp", "16", "--top", "0"])
+    error = capsys.readouterr().err
+    assert status == 2 and "layout.tp 16 does not divide 8 key/value heads" in error
+    assert "1, 2, 4, 8 would" in error
+    found = list(axes_problems(Axes("split", 32, 16, ep=3), _run(shapes["qwen3-30b-a3b"])))
+    assert len(found) == 1 and "layout.ep 3 does not divide 128 experts" in found[0]
+    assert "1, 2, 4, 8, 16 would" in found[0]
+    assert "no experts" in next(axes_problems(Axes("split", 32, 16, ep=2),
+                                              _run(shapes["qwen3-8b"])))
+    status = main(["--shape", "qwen3-8b", "--layout.world-size", "8", "--layout.trainer-ranks",
+                   "6", "--layout.tp", "4"])
+    assert status == 2 and "6 trainer ranks do not divide" in capsys.readouterr().err
+
+
+def test_what_does_not_fit_says_cause_amount_and_cure(capsys):
+    arguments = ["--shape", "qwen3-8b", "--layout.world-size", "4", "--layout.trainer-ranks", "2",
+                 "--top", "0", "--gpu", "H200", "--gpu-memory-gib", "140"]
+    assert main(arguments) == 1
+    printed = capsys.readouterr()
+    needs, over = (float(x) for x in (printed.err.split("needs ")[1].split()[0],
+                                      printed.err.split("GiB, ")[1].split()[0]))
+    assert over == pytest.approx(needs - 0.95 * 140, abs=0.11)
+    assert "most of it is activations" in printed.err
+    assert "would fit: " in printed.err
+    assert "model.memory {activation_checkpointing: full}" in printed.err
+    cured = [*arguments, "--model.memory", "{activation_checkpointing: full}"]
+    assert main(cured) == 0 and not capsys.readouterr().err
+    status = main(["--shape", "deepseek-v3", "--gpus", "8"])
+    assert status == 1 and "no layout of 8 ranks fits" in capsys.readouterr().err
+
+
+def test_output_for_programs_adds_up(capsys):
+    assert main(["--shape", "qwen3-8b", "--gpus", "8", "--json", "--lag", "1"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    plan = found["plan"]
+    assert plan == found["best"][0] and plan["problems"] == []
+    assert plan["layout"]["world_size"] == 8
+    assert sum(plan["trainer_bytes"].values()) <= plan["room_bytes"] == int(.95 * int(79 * GIB))
+    steps = [p["seconds"]["step"] for p in found["best"]]
+    assert steps == sorted(steps)
+
+
+def test_wrong_flags_are_refused(capsys):
+    assert main(["--shape", "qwen3-8b", "--gpu", "H1000"]) == 2
+    assert "known: A100, H100, H200, B200" in capsys.readouterr().err
+    assert main(["--shape", "nowhere/at/all"]) == 2
+    assert "nowhere/at/all" in capsys.readouterr().err
+
+
+# --------------------------------------------------------------------------- traffic and time
+
+
+def test_fsdp_moves_what_its_collectives_move(shapes):
+    shape = shapes["qwen3-8b"]
+    run = _run(shape, sequences=64, microbatch_tokens=16384)
+    flows = {f.name: f for f in trainer_flows(run, Axes("split", 32, 16), tokens=16384)}
+    # 64 * 1536 tokens over 16 ranks: one micro-batch. Shards are all 16 times smaller.
+    shard = shape.numel / 16
+    assert flows["FSDP gathers"].bytes == pytest.approx(2 * 15 * 2 * shard, rel=1e-4)
+    assert flows["FSDP reduces"].bytes == pytest.approx(15 * 4 * shard, rel=1e-4)
+    assert flows["FSDP gathers"].span == 16 and flows["FSDP gathers"].hides
+    both = {f.name: f for f in trainer_flows(
+        run, Axes("split", 32, 16, dp_replicate=2, tp=2), tokens=16384)}
+    assert both["dp_replicate reduces"].span == 16 and both["FSDP gathers"].span == 8
+    assert both["tp all-reduces"].span == 2 and not both["tp all-reduces"].hides
+    # A ring all-reduce over two ranks sends the tensor once: two in each pass.
+    tokens = 64 * 1536 / 8
+    assert both["tp all-reduces"].bytes == 36 * 6 * tokens * 4096 * 2
+
+
+def test_experts_travel_less_under_ep_and_tokens_travel_instead(shapes):
+    run = _run(shapes["qwen3-30b-a3b"])
+    one, eight = ({f.name: f.bytes for f in trainer_flows(
+        run, Axes("split", 64, 32, ep=ep), tokens=16384)} for ep in (1, 8))
+    assert "ep exchanges" not in one
+    assert eight["FSDP gathers"] < 0.2 * one["FSDP gathers"]
+    own = run.tokens / 32  # forward, again, backward; there and back; 7 of 8 rows leave
+    assert eight["ep exchanges"] == pytest.approx(
+        3 * 2 * 7 / 8 * own * 48 * 8 * 2048 * 2)
+
+
+def test_a_push_leaves_the_trainers_once_for_all_replicas(shapes):
+    shape = shapes["qwen3-8b"]
+    flows = {f.name: f.bytes for f in push_flows(_run(shape), Axes("split", 8, 4))}
+    assert flows["stream"] == pytest.approx(2 * shape.numel / 4, rel=1e-3)
+    assert flows["stream among replicas"] == pytest.approx(2 * shape.numel * 3 / 4, rel=1e-3)
+
+
+def test_links_within_a_node_are_those_of_the_node():
+    rates = rates_of("H100")
+    within, across = (Flow("x", 1e9, 0, span).seconds(rates) for span in (8, 9))
+    assert within == pytest.approx(1e9 / (450e9 * 0.7))
+    assert across == pytest.approx(1e9 / (50e9 * 0.7))
+    assert rates_of("H100", memory_gib=80).gpu.memory_gib == 80
+
+
+def test_seconds_follow_from_rates(shapes):
+    shape, rates = shapes["qwen3-8b"], rates_of("H100")
+    run = _run(shape)
+    axes = Axes("split", 8, 4)
+    own = step_seconds(run, axes, rates=rates, tokens=16384, slots=256)
+    faster = replace(rates, gpu=replace(rates.gpu, memory_bytes_per_s=1e15))
+    decoded = step_seconds(run, axes, rates=faster, tokens=16384, slots=256)
+    assert decoded.generate < own.generate and "reading weights" in own.limits["generate"]
+    # 6 * parameters * tokens and a third more for recomputation; attention comes on top.
+    floor = 8 * (shape.active_numel - shape.vocab * shape.hidden) * run.tokens / 4 / rates.flops
+    assert floor < own.update < 1.35 * floor
+    beside = step_seconds(replace(run, overlaps=True), axes, rates=rates, tokens=16384,
+                          slots=256)
+    assert own.step == pytest.approx(own.generate + own.update + own.push)
+    assert beside.step == pytest.approx(max(own.generate, own.update) + own.push)
+
+
+# --------------------------------------------------------------------------- search
+
+
+def test_every_layout_of_the_search_is_one_that_the_config_takes(shapes):
+    from spmdrl.config.check import validate
+
+    for name in ("qwen3-8b", "qwen3-30b-a3b"):
+        found = list(layouts(_run(shapes[name]), gpus=16, gpus_per_node=8))
+        assert len(set(found)) == len(found) > 20
+        assert {a.placement for a in found} == {"split", "colocated"}
+        for axes in found:
+            layout = replace(
+                Config().layout, placement=axes.placement, world_size=16,
+                trainer_ranks=axes.trainers, dp_replicate=axes.dp_replicate, cp=axes.cp,
+                tp=axes.tp, ep=axes.ep, inference_tp=axes.inference_tp)
+            problems = validate(replace(Config(), layout=layout))
+            assert not [p for p in problems if p.startswith("layout")], (axes, problems)
+    assert any(a.ep > 1 for a in found) and not any(a.tp > 1 for a in found)
+
+
+def test_the_best_layout_fits_and_none_that_fits_is_faster(shapes):
+    run, rates = _run(shapes["qwen3-8b"]), rates_of("H100")
+    best, nearest = best_plans(run, gpus=8, rates=rates, memory_bytes=79 * GIB,
+                               overlaps=True)
+    assert best and all(not p.problems and p.rank_bytes <= p.room for p in best)
+    assert nearest is not None and nearest.problems
+    for trainers in (2, 4, 6):
+        plan = make_plan(replace(run, overlaps=True), Axes("split", 8, trainers),
+                         rates=rates, memory_bytes=79 * GIB)
+        assert plan.problems or plan.seconds.step >= best[0].seconds.step - 0.01
+
+
+def test_the_page_shows_what_the_commands_print():
+    found = examples((ROOT / "docs" / "planning.md").read_text())
+    assert len(found) == 6
+    for command, shown in (found[0], found[-1]):
+        assert output(command) == shown, (
+            "run `python -m spmdrl.plan.examples docs/planning.md`")
+
+
+def test_a_folder_with_a_config_is_enough(tmp_path: Path, capsys):
+    (tmp_path / "config.json").write_text((SHAPES / "qwen3-8b" / "config.json").read_text())
+    assert main(["--shape", str(tmp_path), "--gpus", "8", "--top", "1"]) == 0
+    assert "8.19 G parameters" in capsys.readouterr().out

@@ -1,0 +1,178 @@
+"""The planner's bytes against what real ranks hold, and against arithmetic done by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from plan_runs import (
+    FAMILIES, hold, run_config, saved_by_family, tiny_config, vllm_holds, write_model,
+)
+from ranks import run_ranks
+from spmdrl.model_shape import ModelShape, model_shape
+from spmdrl.plan.activations import Kernels, padded_groups, saved_bytes
+from spmdrl.plan.memory import (
+    cache_bytes_per_token, engine_memory, engine_weight_bytes, most_tokens, shards_numel,
+    trainer_memory,
+)
+from spmdrl.plan.setting import Axes, Run, axes_of, run_of
+
+_WIDE = dict(hidden_size=128, intermediate_size=512, num_hidden_layers=4, head_dim=32,
+             vocab_size=1000)
+
+
+def _shape(family: str, **sizes: object) -> ModelShape:
+    from transformers import AutoModelForCausalLM
+
+    return model_shape(AutoModelForCausalLM.from_config(tiny_config(family, **sizes)))
+
+
+def _run(cfg: object, shape: ModelShape) -> Run:
+    # The measured row: sequences of 20 + 80 tokens.
+    return run_of(cfg, shape, on_gpu=False, chunk_tokens=64, prompt_tokens=20, response_tokens=80)
+
+
+@pytest.mark.parametrize("family, layout", [
+    ("qwen3", dict(world_size=2, dtype="bfloat16")),
+    ("qwen3", dict(world_size=2, tp=2, recomputes=True)),
+    ("qwen3_moe", dict(world_size=2, ep=2, dtype="bfloat16", recomputes=True)),
+    ("gemma2", dict(world_size=3)),
+], ids=["fsdp", "tp", "ep", "uneven"])
+def test_ranks_hold_what_the_plan_says(family, layout, tmp_path):
+    sizes = _WIDE if family != "gemma2" else {}
+    path = write_model(tmp_path / "model", family, **sizes)
+    cfg = run_config(path, str(tmp_path / "out"), **layout)
+    shape, axes = _shape(family, **sizes), axes_of(cfg)
+    run = _run(cfg, shape)
+    engine = engine_memory(run, axes, memory_bytes=0)
+    plan = trainer_memory(run, axes)
+    for rank, held in enumerate(run_ranks(layout["world_size"], hold, path, str(tmp_path / "out"),
+                                          layout)):
+        numel = shards_numel(shape, axes, index=rank // axes.tp)
+        assert held["weights"] == 4 * numel, (rank, held["weights"] / 4, numel)
+        assert held["gradients"] == 4 * numel and held["optimizer"] == 8 * numel
+        assert held["engine weights"] == engine.causes["engine weights"]
+        assert held["KV cache"] == engine.causes["KV cache"]
+        assert held["slots"] == engine.sequences == 7
+        if rank == 0:
+            assert [plan.causes[name] for name in ("weights", "gradients", "optimizer")] == [
+                4 * numel, 4 * numel, 8 * numel]
+            working = sum(size for name, size in plan.causes.items() if name not in (
+                "weights", "gradients", "optimizer", "stream buckets"))
+            total = 16 * numel + working
+            assert total == pytest.approx(16 * numel + held["working"], rel=0.1), (
+                f"planned {working} beside weights, gradients and optimizer {plan.moment}, "
+                f"measured {held['working']}")
+
+
+def test_a_forward_pass_keeps_what_the_plan_says(tmp_path):
+    folders = {f: write_model(tmp_path / f, f) for f in FAMILIES}
+    cases = [(family, dtype, recomputes, lengths)
+             for family in FAMILIES for dtype, recomputes, lengths in (
+                 ("bfloat16", False, [120, 90, 33, 20, 7]), ("float32", False, [20, 19, 18, 17]),
+                 ("bfloat16", True, [100, 90, 80]))]
+    measured = run_ranks(1, saved_by_family, folders, str(tmp_path), cases, timeout_s=240)[0]
+    for (family, dtype, recomputes, lengths), found in zip(cases, measured):
+        kernels = Kernels(compute_bytes=4 if dtype == "float32" else 2, is_padded=True,
+                          has_liger=False, recomputes=recomputes)
+        own = saved_bytes(_shape(family), kernels, tokens=sum(lengths),
+                          num_scored=sum(lengths) - 3 * len(lengths),
+                          groups=padded_groups(lengths))
+        planned = own.blocks + own.rest  # what is made again is not there yet
+        assert planned == pytest.approx(found, rel=0.05), (family, dtype, recomputes, lengths)
+
+
+def test_a_vllm_engine_holds_what_the_plan_says(tmp_path):
+    pytest.importorskip("vllm")
+    sizes = dict(hidden_size=128, head_dim=32, vocab_size=1000)
+    path = write_model(tmp_path / "model", "qwen3", **sizes)
+    cfg = run_config(path, str(tmp_path / "out"), world_size=2)
+    axes = replace(axes_of(cfg), inference_tp=2)
+    run = replace(_run(cfg, _shape("qwen3", **sizes)), engine_kind="vllm")
+    engine = engine_memory(run, axes, memory_bytes=0)
+    for held in run_ranks(2, vllm_holds, path, str(tmp_path / "out")):
+        assert held["engine weights"] == engine.causes["engine weights"]
+        assert held["KV cache"] == engine.causes["KV cache"]
+
+
+# --------------------------------------------------------------------------- by hand
+
+
+def _gpu_run(cfg: object, shape: ModelShape, **changed: object) -> Run:
+    return replace(run_of(cfg, shape, on_gpu=True, chunk_tokens=64, prompt_tokens=20,
+                          response_tokens=80), **changed)
+
+
+def test_kernels_on_cuda_keep_what_their_definitions_say():
+    # By hand, per token: two norms keep their input and a float32; the inputs of the projections;
+    # query, key, value and output; log-sum-exp of each head; gate, up and product.
+    shape, c, tokens = _shape("llama"), 2, 1000
+    block = 2 * (64 * c + 4) + 2 * 64 * c + (2 * 64 + 2 * 32) * c + 4 * 4 + 3 * 160 * c
+    rest = 2 * 16 * c + 64 * c + 4
+    kernels = Kernels(compute_bytes=2, is_padded=False, has_liger=True, recomputes=False)
+    own = saved_bytes(shape, kernels, tokens=tokens, num_scored=0)
+    assert own.total == tokens * (2 * block + rest)
+    again = saved_bytes(shape, replace(kernels, recomputes=True), tokens=tokens, num_scored=0)
+    assert again.blocks == tokens * 2 * 64 * c and again.recomputed == tokens * block
+
+
+@pytest.mark.parametrize("tp, expected", [(1, 2 * 2 * 2 * 2 * 16), (2, 2 * 2 * 2 * 16),
+                                          (4, 2 * 2 * 2 * 16)])
+def test_key_value_heads_are_shared_out_and_then_repeated(tp, expected):
+    run = _gpu_run(run_config("m", "o", world_size=8), _shape("llama"), engine_kind="vllm")
+    axes = Axes("colocated", 8, 8, inference_tp=tp)
+    assert cache_bytes_per_token(run, axes) == expected  # bytes, bfloat16
+
+
+def test_the_engine_gets_its_part_of_a_gpu_and_the_cache_the_rest():
+    shape = _shape("llama", vocab_size=1000)
+    run = _gpu_run(run_config("m", "o", world_size=1), shape, engine_kind="vllm",
+                   gpu_memory_frac=0.5)
+    engine = engine_memory(run, Axes("split", 2, 1), memory_bytes=16 * 2**30)
+    used = sum(size for name, size in engine.causes.items() if name != "stream buckets")
+    block = 16 * cache_bytes_per_token(run, Axes("split", 2, 1))
+    assert 0 <= 8 * 2**30 - used < block
+    # 1000 rows become 1024; two tables.
+    assert engine_weight_bytes(run, Axes("split", 2, 1)) == 2 * (
+        shape.numel + 2 * 24 * shape.hidden)
+
+
+def test_adapters_alone_have_gradients_and_state():
+    cfg = run_config("m", "o", world_size=4, dtype="bfloat16")
+    cfg = replace(cfg, model=replace(cfg.model, lora={"rank": 4}))
+    shape, axes = _shape("llama"), Axes("colocated", 4, 4)
+    plan = trainer_memory(_gpu_run(cfg, shape), axes)
+    outs = [(64, 64), (32, 64), (32, 64), (64, 64), (160, 64), (160, 64), (64, 160)]
+    adapters = 2 * sum(4 * (a + b) for a, b in outs) // 4
+    assert plan.causes["gradients"] == 4 * adapters
+    assert plan.causes["optimizer"] == 8 * adapters
+    assert plan.causes["weights"] == 4 * adapters + 2 * shards_numel(shape, axes)
+
+
+def test_the_largest_microbatch_is_the_largest():
+    run = _gpu_run(run_config("m", "o", world_size=2), _shape("llama"), microbatch_tokens=512)
+    axes = Axes("split", 4, 2)
+    room = 2 * 2**30
+    most = most_tokens(run, axes, room=room)
+    assert trainer_memory(run, axes, tokens=most).total <= room
+    assert trainer_memory(run, axes, tokens=most + 256).total > room
+    assert most_tokens(run, axes, room=2**20) == 0
+
+
+def test_options_of_memory_spare_what_they_say():
+    def planned(**memory: object) -> dict[str, int]:
+        cfg = run_config("m", "o", world_size=4, dtype="bfloat16")
+        cfg = replace(cfg, model=replace(cfg.model, memory=memory))
+        return dict(trainer_memory(_gpu_run(cfg, shape), Axes("colocated", 4, 4)).causes)
+
+    shape = _shape("llama", num_hidden_layers=8)
+    own = planned()
+    small = planned(master_dtype="bfloat16", optimizer_dtype="bfloat16")
+    for name in ("weights", "gradients", "optimizer"):
+        assert 2 * small[name] == own[name]
+    assert "optimizer" not in planned(offload="optimizer")
+    modes = [planned(activation_checkpointing=mode)["activations"]
+             for mode in ("none", "selective", "full")]
+    assert modes[0] > 1.2 * modes[1] and modes[1] > 2 * modes[2]
+    assert planned(offload="activations")["activations"] < modes[2]

@@ -1,0 +1,194 @@
+"""Functions that wait: many samples under way in one worker, each with its own deadline."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+from test_rewards_judge import says, serve  # noqa: F401
+from test_rewards_pool import pool_of, results
+
+from spmdrl.rewards.judge import judge
+from spmdrl.rewards.signatures import Sample, adapt
+
+pytestmark = pytest.mark.timeout(60)
+WAITING = '''
+import asyncio, os, re, time
+under_way = most = 0
+
+async def waits(completions, **columns):
+    word, _, rest = completions[0].partition(" ")
+    if word == "hang":
+        try:
+            await asyncio.sleep(1000)
+        except asyncio.CancelledError:  # does not listen
+            await asyncio.sleep(1000)
+    if word == "raise":
+        raise KeyError("lost")
+    if word == "sysexit":
+        raise SystemExit(3)
+    if word == "blocks":  # all others too
+        time.sleep(1000)
+    await asyncio.sleep(0.2)
+    return [float(os.getpid())] if word == "pid" else [float(len(completions[0]))]
+
+def in_threads(solution_str, ground_truth):
+    word = solution_str.partition(" ")[0]
+    if word == "exit":
+        time.sleep(0.1)
+        os._exit(7)
+    if word == "regex":
+        re.match(r"(a+)+$", "a" * 60 + "b")
+    if word == "hang":
+        time.sleep(1000)
+    time.sleep(0.2)
+    return {"score": float(len(solution_str)), "pred": solution_str}
+
+in_threads.concurrency = 8
+
+def one_at_a_time(solution_str, ground_truth):
+    global under_way, most
+    under_way += 1
+    most = max(most, under_way)
+    time.sleep(0.01)
+    under_way -= 1
+    return {"score": 100.0, "most": most}
+
+def wrong(completions):
+    return [1.0]
+
+wrong.concurrency = "many"
+'''
+
+
+@pytest.fixture
+def place(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text(WAITING)
+    return path
+
+
+def timed(pool, texts):
+    pool.start()
+    began = time.monotonic()
+    done = results(pool, texts)
+    return done, time.monotonic() - began
+
+
+@pytest.mark.parametrize(("name", "concurrency"), [("waits", 32), ("in_threads", 8)])
+def test_n_samples_take_their_time_divided_by_the_concurrency(place, name, concurrency):
+    texts = ["x" * n for n in range(64)]
+    with pool_of(f"{place}:{name}") as pool:
+        done, took_s = timed(pool, texts)
+        assert len(pool._workers) == 1
+    assert [r.value for r in done] == [float(n) for n in range(64)]
+    ideal_s = 64 * 0.2 / concurrency
+    assert ideal_s * 0.95 < took_s < ideal_s + 2, took_s  # one by one: 12.8 s
+
+
+@pytest.mark.parametrize(("name", "bad", "failure", "words"), [
+    ("waits", "hang", "timeout", "no result within 1.5 s"), ("waits", "raise", "error", "lost"),
+    ("waits", "sysexit", "error", "SystemExit"), ("waits", "blocks", "timeout", "no result"),
+    ("in_threads", "hang", "timeout", "no result within 1.5 s"),
+    ("in_threads", "exit", "error", "exit code 7"),
+    ("in_threads", "regex", "timeout", "no result"),
+])
+def test_a_failing_sample_costs_only_itself_whoever_was_under_way(
+        place, name, bad, failure, words):
+    texts = [bad if n == 4 else "x" * n for n in range(12)]
+    with pool_of(f"{place}:{name}", timeout_s=1.5) as pool:
+        done, took_s = timed(pool, texts)
+    assert [r.failure for r in done] == [failure if n == 4 else None for n in range(12)], done
+    assert [r.value for r in done] == [None if n == 4 else float(n) for n in range(12)]
+    assert words in done[4].message and took_s < 12
+
+
+def test_every_call_that_hangs_is_a_timeout_and_they_pass_at_once(place):
+    with pool_of(f"{place}:waits", timeout_s=1.0) as pool:
+        pool.start()
+        worker = pool._workers[0].process.pid
+        done, took_s = timed(pool, ["hang"] * 20 + ["pid"] * 4)
+    assert [r.failure for r in done] == ["timeout"] * 20 + [None] * 4
+    assert all(1.0 <= r.seconds < 2.5 for r in done[:20])
+    assert took_s < 4 and {r.value for r in done[20:]} == {float(worker)}  # nothing was killed
+
+
+def test_functions_that_allow_one_at_a_time_get_that_beside_others(place):
+    with pool_of(f"{place}:one_at_a_time", f"{place}:waits", f"{place}:in_threads",
+                 weights=(1.0, 1.0, 0.0)) as pool:
+        done, took_s = timed(pool, ["x" * n for n in range(24)])
+    assert [r.value for r in done] == [100.0 + n for n in range(24)]
+    assert {r.metrics["one_at_a_time/most"] for r in done} == {1.0}
+    assert done[3].parts == {"one_at_a_time": 100.0, "waits": 3.0, "in_threads": 3.0}
+    assert done[3].extras == {"in_threads/pred": "xxx"}
+    assert took_s < 24 * 0.4 / 8 + 3  # as many as the one that allows least; one by one: 9.8 s
+
+
+def test_a_concurrency_that_is_no_number_is_refused(place):
+    with pool_of(f"{place}:wrong") as pool, pytest.raises(ValueError, match="'many'; expected"):
+        pool.start()
+    with pytest.raises(ValueError, match="concurrency: must be 1 or more"):
+        judge(url="http://x", model="m", concurrency=0)
+
+
+# ------------------------------------------------------------------ a judge
+
+
+def slow(text, *, seconds, seen):
+    """Answer after a while, noting how many requests are under way."""
+    lock = threading.Lock()
+
+    def reply(body):
+        with lock:
+            seen["now"] = seen.get("now", 0) + 1
+            seen["most"] = max(seen.get("most", 0), seen["now"])
+        time.sleep(seconds)
+        with lock:
+            seen["now"] -= 1
+        return says(text)
+
+    return reply
+
+
+def test_a_worker_has_so_many_requests_under_way_as_the_judge_says(serve, tmp_path):  # noqa: F811
+    seen: dict = {}
+    server = serve(slow("Score: 8", seconds=0.25, seen=seen))
+    (tmp_path / "mine.py").write_text(
+        "from spmdrl.rewards.judge import judge\n"
+        f"score = judge(url={server.url!r}, model='m', concurrency=8)\n")
+    with pool_of(f"{tmp_path}/mine.py:score") as pool:
+        done, took_s = timed(pool, [str(n) for n in range(48)])
+    assert {r.value for r in done} == {0.8} and len(server.asked) == 48
+    assert seen["most"] == 8
+    assert 48 * 0.25 / 8 <= took_s < 48 * 0.25 / 8 + 2, took_s  # one by one: 12 s
+
+
+def ask_at_once(reward, texts):
+    """Ask from as many threads; return the values in order."""
+    values = [None] * len(texts)
+
+    def ask(n):
+        sample = Sample({"prompt": "q"}, texts[n], [1], False)
+        values[n] = adapt(reward, spec="f")(sample).value
+
+    threads = [threading.Thread(target=ask, args=(n,)) for n in range(len(texts))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return values
+
+
+def test_rate_limit_and_cache_hold_for_all_threads_together(serve, tmp_path):  # noqa: F811
+    server = serve(says("Score: 5"))
+    limited = judge(url=server.url, model="m", requests_per_s=20)
+    assert ask_at_once(limited, [str(n) for n in range(12)]) == [0.5] * 12
+    times = sorted(asked[3] for asked in server.asked)
+    assert len(times) == 12 and times[-1] - times[0] >= 11 / 20 - 0.05
+    for cache in ("memory", str(tmp_path / "kept.sqlite")):
+        seen: dict = {}
+        server = serve(slow("Score: 5", seconds=0.2, seen=seen))
+        kept = judge(url=server.url, model="m", cache=cache)
+        assert ask_at_once(kept, ["a"] * 6 + ["b"] * 6) == [0.5] * 12
+        assert len(server.asked) == 2, "equal requests are asked once"

@@ -1,0 +1,243 @@
+"""Who samples what: every prompt once, steps full, whoever is fast, killed or resumed."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import random
+
+import pytest
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from spmdrl.rollout.balance import deal, deal_again
+from spmdrl.rollout.book import Book, OwnBook, SharedBook, finish, take_tickets
+from spmdrl.rollout.resume import Share, resumed
+from spmdrl.rollout.schedule import horizon, make_rules
+
+COSTS = st.lists(st.integers(0, 50), min_size=1, max_size=24)
+
+
+# --------------------------------------------------------------------------- dealing
+
+
+@given(costs=COSTS, parts=st.integers(1, 6))
+def test_prompts_are_dealt_evenly_by_number_and_the_longest_first(costs, parts):
+    dealt = deal(costs, parts)
+    assert sorted(slot for part in dealt for slot in part) == list(range(len(costs)))
+    assert [len(part) for part in dealt] == [
+        len(range(part, len(costs), parts)) for part in range(parts)]
+    for part in dealt:
+        assert [costs[slot] for slot in part] == sorted((costs[s] for s in part), reverse=True)
+
+
+@given(count=st.integers(1, 24), parts=st.integers(1, 6), cost=st.sampled_from([0.0, 0.1, 7.0]))
+def test_prompts_that_are_all_alike_go_round_in_turns(count, parts, cost):
+    assert deal([cost] * count, parts) == [list(range(p, count, parts)) for p in range(parts)]
+
+
+@given(costs=COSTS, parts=st.integers(1, 4))
+def test_no_replica_expects_more_than_one_prompt_above_the_even_share(costs, parts):
+    """Graham's argument holds until a part is full; parts differ by one prompt at most."""
+    sums = [sum(costs[slot] for slot in part) for part in deal(costs, parts)]
+    assert max(sums) <= sum(costs) / parts + 2 * max(costs)
+
+
+def test_a_long_tail_is_spread():
+    costs = [100, 1, 90, 1, 80, 1, 70, 1]  # in turns, replica 0 gets all of it
+    sums = [sum(costs[slot] for slot in part) for part in deal(costs, 2)]
+    assert sorted(sums) == [172, 172]
+    again = deal_again({3: [0, 2, 5]}, costs_of={3: costs}, parts=2)
+    assert again == {3: [[0, 5], [2]]}
+    assert deal_again({3: []}, costs_of={3: costs}, parts=2) == {}
+
+
+# --------------------------------------------------------------------------- one book for all
+
+
+class Replica:
+    """What a replica does with a book: take, sample in any order, tell."""
+
+    def __init__(self, book, rules, *, share: Share, costs):
+        self.book, self.rules, self.share, self.costs = book, rules, share, costs
+        self.running: dict[int, tuple[int, int]] = {}
+        self.done: list[int] = []
+        self.versions: dict[int, int] = {}
+        self.next = book.read().next
+
+    def turn(self, version: int, *, last: int, most: int) -> dict[int, dict[int, int]]:
+        """As RolloutSource._keep_book; returns this replica's share of steps that closed."""
+        complete = tuple(self.done)
+
+        def change(book: Book):
+            for step in [step for step in book.closed if step < version]:
+                del book.closed[step]
+            finish(book, self.rules, complete=complete, dropped=(), last=last, slots_of=self.slots)
+            tickets = take_tickets(book, self.rules, part=self.share.part, most=most, last=last,
+                                   version=version, deal=self.deal)
+            return tickets, dict(book.closed)
+
+        tickets, closed = self.book.update(change)
+        self.done = []
+        for number, step, slot in tickets:
+            self.running[number], self.versions[number] = (step, slot), version
+        own = {step: {n: slot for n, slot in groups.items() if n in self.versions}
+               for step, groups in closed.items() if step >= self.next}
+        self.next = max([self.next, *(step + 1 for step in own)])
+        return own
+
+    def deal(self, step: int) -> list[list[int]]:
+        return self.share.own(deal(self.costs, self.share.replicas))
+
+    def slots(self, step: int) -> list[int]:
+        count = len(self.costs)
+        return list(range(count)) if self.share.is_shared else self.deal(step)[0]
+
+
+@settings(max_examples=150, deadline=None)
+@given(seed=st.integers(0, 2**32), replicas=st.integers(1, 3), prompts=st.integers(1, 6),
+       over=st.sampled_from([1.0, 1.5, 2.0]), lag=st.integers(0, 2), is_shared=st.booleans())
+def test_every_prompt_is_sampled_once_and_every_step_full_whoever_is_fast(
+        seed, replicas, prompts, over, lag, is_shared):
+    """Replicas act in any order, some never until they must; in the end nothing is missing."""
+    store, steps, chance = dist.HashStore(), 4, random.Random(seed)
+    costs = [chance.randrange(10) for _ in range(prompts)]
+    crew = []
+    for i in range(replicas):
+        share = Share(i, replicas, is_shared)
+        quota = prompts if is_shared else len(range(i, prompts, replicas))
+        rules = make_rules(quota, over_sample=over, lag=lag, max_staleness=None)
+        book = SharedBook(store, initial=Book(), writer=i) if is_shared else OwnBook(Book())
+        crew.append(Replica(book, rules, share=share, costs=costs))
+    sampled, batches = [], {step: {} for step in range(steps)}
+    for version in range(steps):
+        for last in (version, min(version + lag, steps - 1)):
+            while any(r.next <= last for r in crew):
+                late = [r for r in crew if r.next <= last]
+                replica = chance.choice(late)
+                before = set(replica.running)
+                closed = replica.turn(version, last=last, most=chance.randint(1, 4))
+                sampled += [replica.running[n] for n in set(replica.running) - before]
+                for step, groups in closed.items():
+                    for number, slot in groups.items():
+                        assert slot not in batches[step], "two groups have one slot"
+                        batches[step][slot] = replica.versions[number]
+                        assert step - replica.versions[number] <= replica.rules.max_staleness
+                for number in sorted(replica.running):
+                    if chance.random() < 0.5:
+                        del replica.running[number]
+                        replica.done.append(number)
+    assert len(sampled) == len(set(sampled)), "a prompt was sampled twice"
+    for step in range(steps):
+        assert sorted(batches[step]) == list(range(prompts))
+    if over == 1:
+        assert set(sampled) == {(step, slot) for step in range(steps) for slot in range(prompts)}
+
+
+def test_a_replica_that_is_done_takes_the_shortest_of_another():
+    book, rules = Book(), make_rules(6, over_sample=1, lag=0, max_staleness=None)
+    costs = [6, 5, 4, 3, 2, 1]
+    take = functools.partial(take_tickets, book, rules, last=0, version=0,
+                             deal=lambda step: deal(costs, 2))
+    assert [t.slot for t in take(part=0, most=3)] == [0, 3, 4]
+    assert book.left == {0: [[], [1, 2, 5]]}
+    assert [t.slot for t in take(part=0, most=1)] == [5]
+    assert [t.slot for t in take(part=1, most=9)] == [1, 2]
+    assert not book.left and not take(part=1, most=9)
+
+
+def test_a_plain_step_keeps_its_prompts_in_their_slots_whoever_drew_them():
+    book, rules = Book(), make_rules(4, over_sample=1, lag=0, max_staleness=None)
+    tickets = [t for part in (1, 0, 1, 1) for t in take_tickets(
+        book, rules, part=part, most=1, last=0, version=0, deal=lambda step: deal([0] * 4, 2))]
+    finish(book, rules, complete=[3, 1, 0, 2], dropped=(), last=0, slots_of=lambda step: range(4))
+    assert book.closed == {0: {t.number: t.slot for t in tickets}}
+
+
+def test_two_that_write_at_once_lose_nothing():
+    store = dist.HashStore()
+    one, two = (SharedBook(store, initial=Book(), writer=i) for i in range(2))
+    tries = []
+
+    def add(book: Book) -> int:
+        book.number += 1
+        return book.number
+
+    def late(book: Book) -> int:
+        if not tries:
+            two.update(add)  # in the midst of the other's change
+        tries.append(book.number)
+        return add(book)
+
+    assert one.update(late) == 2 and tries == [0, 1]
+    assert one.read() == two.read() == dataclasses.replace(Book(), number=2)
+    assert not one.is_changed() and not two.is_changed()
+    two.update(lambda book: None)
+    assert not one.is_changed(), "nothing was changed"
+    two.update(add)
+    assert one.is_changed()
+
+
+# --------------------------------------------------------------------------- resume
+
+
+@settings(max_examples=100, deadline=None)
+@given(data=st.data(), before=st.integers(1, 3), after=st.integers(1, 3),
+       was_shared=st.booleans(), is_shared=st.booleans())
+def test_nothing_is_lost_or_doubled_on_another_number_of_replicas(
+        data, before, after, was_shared, is_shared):
+    prompts, costs = 6, [5, 0, 3, 3, 9, 1]
+    store, states, taken = dist.HashStore(), [], set()
+    crew = []
+    for i in range(before):
+        share = Share(i, before, was_shared)
+        rules = make_rules(prompts if was_shared else len(range(i, prompts, before)),
+                           over_sample=3.0, lag=0, max_staleness=None)
+        book = SharedBook(store, initial=Book(), writer=i) if was_shared else OwnBook(Book())
+        crew.append(Replica(book, rules, share=share, costs=costs))
+    for replica in crew:  # they come to different steps, as dynamic sampling lets them
+        for _ in range(data.draw(st.integers(0, 4))):
+            replica.turn(0, last=0, most=data.draw(st.integers(0, 3)))
+            taken |= set(replica.running.values())
+    for replica in crew:
+        book = replica.book.read()
+        states.append({
+            "is_shared": was_shared, "next": book.next, "opened": book.opened, "left": book.left,
+            "waiting": [{"version": replica.versions[n], "number": n, "step": step, "slot": slot}
+                        for n, (step, slot) in replica.running.items()]})
+    found = [resumed(states, step=0, share=Share(i, after, is_shared), costs_of=lambda _: costs)
+             for i in range(after)]
+    groups = [(g["step"], g["slot"]) for one in found for _, g in one.groups]
+    assert sorted(groups) == sorted(taken)
+    for one in found:
+        for number, group in one.groups:
+            assert one.book.waiting[number] == (0, group["step"], group["slot"])
+    books = [found[0].book] if is_shared else [one.book for one in found]
+    assert all(one.book == books[0] for one in found) or not is_shared
+    left = [(step, slot) for book in books for step, parts in book.left.items()
+            for part in parts for slot in part]
+    opened = max(book.opened for book in books)
+    for i, book in enumerate(books):  # steps that this one has yet to open
+        left += [(k, s) for k in range(book.opened, opened) for s in deal(costs, after)[i]]
+    assert sorted([*left, *taken]) == [(k, s) for k in range(opened) for s in range(prompts)]
+
+
+@pytest.mark.parametrize("lag, over, steps", [(0, 1.0, 1), (1, 1.0, 1), (2, 1.0, 2), (1, 1.5, 2),
+                                              (0, 2.0, 2), (2, 2.5, 4)])
+def test_no_prompt_is_asked_for_before_its_step_was_planned(lag, over, steps):
+    """Admission at its most eager, by the rules, against the bound that plans rely on."""
+    assert horizon({"dynamic": 0, "over_sample": over}, lag=lag) == steps
+    assert horizon({"dynamic": 4, "over_sample": over}, lag=lag) == 0
+    prompts, book = 4, Book()
+    rules = make_rules(prompts, over_sample=over, lag=lag, max_staleness=None)
+    latest = 0
+    for version in range(5):
+        for observed, last in ((version - 1, version), (version, version + lag)):
+            while book.next <= last:
+                tickets = take_tickets(book, rules, part=0, most=99, last=last, version=version,
+                                       deal=lambda step: [list(range(prompts))])
+                latest = max([latest, *(t.step - observed for t in tickets)])
+                finish(book, rules, complete=[t.number for t in tickets], dropped=(), last=last,
+                       slots_of=lambda step: range(prompts))
+    assert latest <= steps
