@@ -18,7 +18,7 @@ from typing import Any
 from spmdrl.rewards.messages import Done, Failure, Setup, pack_message
 from spmdrl.rewards.process import Job, WorkerProcess
 
-_STUCK_TIMES, _STUCK_S = 4.0, 0.05
+_STUCK_TIMES, _STUCK_S = 4.0, 0.2
 """A job is stuck that runs longer than this many times the mean, and this long."""
 _SPARE_SHARE = 0.5
 """Workers beside those at work, started before they are needed, once one was replaced."""
