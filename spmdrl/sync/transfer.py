@@ -105,7 +105,8 @@ class Transfer:
                    block: Tensor) -> None:
         for message in self._messages(route, target=target, index=index, block=block):
             values = self._values(message, route)
-            live = [value.live for value in values if value.added is None]
+            is_plain = all(value.added is None for value in values)
+            live = [value.live for value in values] if is_plain else []
             if not message.is_like(live):
                 bucket.pack.add(message.views, values)
             bucket.operations.append(dist.P2POp(dist.isend, message.wire(live), target))
