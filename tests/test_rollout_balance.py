@@ -259,7 +259,7 @@ class Env:
         return Turn([] if done else [{"role": "user", "content": "on"}], is_done=done)
 
 class Slow(Env):
-    wait = 0.2
+    wait = 0.4
 
 class Long(Env):
     def reset(self, row):
@@ -326,10 +326,12 @@ def test_a_slow_reward_a_slow_environment_and_a_long_response_are_told_apart(mod
         assert sum(own.values()) == pytest.approx(causes["all"])
         assert causes["all"] <= causes["generate"] * (1 + 1e-6)  # no step came before
         assert max(own, key=own.get) == name, found
-    # Four rewards of 0.4 s on four workers; two turns of 0.2 s each of four episodes.
+    # Four rewards, or answers, of 0.4 s on four workers. Its token limit ends each response, so an
+    # episode has one turn.
     assert 0.4 <= found["reward"]["reward"]
     assert 0.4 <= found["environment"]["environment"]
     assert found["tail"]["environment"] == found["reward"]["environment"] == 0
+    assert found["environment"]["reward"] < 0.2
     # 21 steps of 10 ms and more in which two of four places are empty.
     assert 0.1 <= found["tail"]["tail"]
     assert found["tail"]["reward"] < found["tail"]["tail"]

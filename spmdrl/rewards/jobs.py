@@ -95,6 +95,7 @@ class JobQueue:
 
     def wait(self) -> None:
         """Sleep until a worker has something for us, or a deadline may have passed."""
+        self._hand_out()  # what was put since the last look would wait as long as we do
         poller = select.poll()  # not select(), which fails for descriptors above 1023
         for worker in self._workers:
             poller.register(worker.process.stdout, select.POLLIN)
