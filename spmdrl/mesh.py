@@ -36,4 +36,5 @@ def make_expert_mesh(cfg: Config, sharding: DeviceMesh) -> DeviceMesh | None:
     ep = cfg.layout.ep
     if ep == 1:
         return None
-    return sharding._unflatten(1, (sharding["fsdp"].size() // ep, ep), ("efsdp", "ep"))
+    # Not sharding["fsdp"].size(), which ranks outside the mesh cannot ask for.
+    return sharding._unflatten(1, (sharding.size(1) // ep, ep), ("efsdp", "ep"))

@@ -1,0 +1,44 @@
+"""One job of four trainer ranks under one mesh after another, without starting it anew."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch.distributed as dist
+
+from spmdrl.config import Config, Layout
+
+TRAINERS = 4
+MESHES = {  # (dp_replicate, dp_shard, cp, tp)
+    "shard4": (1, 4, 1, 1), "replicate2 shard2": (2, 2, 1, 1), "cp4": (1, 1, 4, 1),
+    "tp4": (1, 1, 1, 4), "shard2 cp2": (1, 2, 2, 1), "shard2 tp2": (1, 2, 1, 2),
+    "cp2 tp2": (1, 1, 2, 2), "replicate2 cp2": (2, 1, 2, 1), "replicate2 tp2": (2, 1, 1, 2),
+}
+EXPERT_MESHES = {  # and ep, of dp_shard * cp
+    "shard4 ep4": (1, 4, 1, 1, 4), "shard4 ep2": (1, 4, 1, 1, 2), "cp2 ep2": (1, 2, 2, 1, 2),
+    "replicate2 ep2": (2, 2, 1, 1, 2),
+}
+
+
+def layout_of(mesh: str, *, inference_tp: int = 0) -> Layout:
+    """Return a layout whose trainers have this mesh; beside them one engine, or none at 0."""
+    replicate, _, cp, tp, ep = (*(MESHES | EXPERT_MESHES)[mesh], 1)[:5]
+    return Layout(placement="split" if inference_tp else "offline",
+                  world_size=TRAINERS + inference_tp, trainer_ranks=TRAINERS,
+                  inference_tp=max(1, inference_tp), dp_replicate=replicate, cp=cp, tp=tp, ep=ep,
+                  device="cpu", startup_timeout_s=150, wait_timeout_s=90)
+
+
+def world_under(base: Any, cfg: Config) -> Any:
+    """Return the running job's world under another layout of the same ranks; on every rank."""
+    from spmdrl.config import trainer_ranks
+    from spmdrl.mesh import make_expert_mesh, make_meshes
+
+    mesh, sharding = make_meshes(cfg, base.device)
+    experts = make_expert_mesh(cfg, sharding)
+    group = dist.new_group(trainer_ranks(cfg), backend="gloo")
+    if base.rank not in trainer_ranks(cfg):
+        mesh = sharding = experts = None
+    return replace(base, cfg=cfg, trainer_control=group, mesh=mesh, sharding=sharding,
+                   experts=experts)

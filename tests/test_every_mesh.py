@@ -1,0 +1,147 @@
+"""Weights and checkpoints of every mesh of four trainer ranks, in one job each."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoint_runs import SmallSource
+from meshes import EXPERT_MESHES, MESHES, TRAINERS, layout_of, world_under
+from policy_runs import config
+from ranks import run_ranks
+from test_moe import make_moe
+from test_moe_engines import in_files
+from test_sync_engine import (
+    change, make_config, make_folder, parameters, parameters_loaded, whole_state,
+)
+from torch import Tensor
+
+from spmdrl.checkpoint.state import tensor_leaves
+from spmdrl.config import Checkpoint, Config
+
+# --------------------------------------------------------------------------- pushes
+
+
+def push_from_each(cfgs: dict[str, Config]) -> dict[str, dict[str, Any]]:
+    """Push changed weights into one engine from each mesh in turn."""
+    from safetensors.torch import load_file
+
+    from spmdrl.engine import make_engine
+    from spmdrl.policy import Policy
+    from spmdrl.sync.stream import WeightStream
+    from spmdrl.world import World
+
+    first = next(iter(cfgs.values()))
+    base = World.start(first)
+    engine = make_engine(first, base)
+    weights = load_file(Path(first.model.path) / "model.safetensors")
+    found = {}
+    for number, (mesh, cfg) in enumerate(cfgs.items()):
+        world = world_under(base, cfg)
+        started = parameters_loaded(engine, weights) if world.is_inference else []
+        policy = Policy(cfg, world)
+        stream = WeightStream(policy, engine, world)
+        change(policy, 0.02 * (number + 1))
+        stream.push(number + 1)
+        state = whole_state(policy, world)
+        own = {n: p.detach().clone() for n, p in parameters(engine, world).items()}
+        right = parameters_loaded(engine, in_files(state, policy)) if world.is_inference else []
+        found[mesh] = {
+            "mode": stream.mode, "checked": len(own),
+            "differing": [n for (n, a), b in zip(own.items(), right) if not torch.equal(a, b)],
+            "stale": [n for (n, a), b in zip(own.items(), started) if torch.equal(a, b)]}
+    engine.close()
+    base.close()
+    return found
+
+
+_grid = pytest.mark.grid
+
+
+@pytest.mark.parametrize("family, inference_tp", [
+    ("dense", 2), ("experts", 1), pytest.param("dense", 1, marks=_grid),
+    pytest.param("experts", 2, marks=_grid)])
+def test_a_push_from_every_mesh_is_bit_equal(family, inference_tp, tmp_path):
+    sizes = dict(hidden_size=128, intermediate=64)
+    folder = (make_folder(tmp_path, "qwen3", kv_heads=4) if family == "dense" else
+              make_moe(tmp_path, "qwen3_moe", **sizes))
+    meshes = MESHES if family == "dense" else EXPERT_MESHES
+    dtype = "bfloat16" if inference_tp == 1 else "float32"
+    cfgs = {mesh: make_config(folder, layout=layout_of(mesh, inference_tp=inference_tp),
+                              dtype=dtype) for mesh in meshes}
+    results = run_ranks(TRAINERS + inference_tp, push_from_each, cfgs, timeout_s=400)
+    for rank, of_meshes in enumerate(results):
+        for mesh, found in of_meshes.items():
+            where = f"rank {rank}, {mesh}"
+            assert found["mode"] == "traced", where
+            assert found["differing"] == [] and found["stale"] == [], where
+            assert (found["checked"] > 10) == (rank >= TRAINERS), where
+
+
+# --------------------------------------------------------------------------- checkpoints
+
+
+def relay(cfgs: dict[str, Config]) -> list[dict[str, Tensor]]:
+    """Save on the first mesh, and on each next what was restored there.
+
+    Returns: the whole state on each mesh, the same on every rank.
+    """
+    from spmdrl.checkpoint import Checkpointer
+    from spmdrl.policy import Policy
+    from spmdrl.world import World
+
+    base, states = World.start(next(iter(cfgs.values()))), []
+    for step, cfg in enumerate(cfgs.values(), start=1):
+        world = world_under(base, cfg)
+        policy, source = Policy(cfg, world), SmallSource(world)
+        checkpoints = Checkpointer(cfg, world)
+        if step == 1:
+            _move(policy)
+        else:
+            assert checkpoints.restore(policy, source).step == step - 1
+        states.append({name: (t.full_tensor() if hasattr(t, "full_tensor") else t).clone()
+                       for name, t in tensor_leaves(policy.state_dict()).items()})
+        checkpoints.maybe_save(step, policy, source, stop=True)
+        checkpoints.finish()
+    base.close()
+    return states
+
+
+def _move(policy: Any) -> None:
+    """Take optimizer steps by gradients that do not depend on the layout."""
+    companions = [c.trainee for c in policy.companions.values() if hasattr(c, "trainee")]
+    for trainee in (policy.trainee, *companions):
+        for times in (1, 2):
+            gradients = {n: (local + 1).sin() * times
+                         for n, local in trainee.optimizer.local.items()}
+            trainee.optimizer.step(gradients, lr=1e-2)
+
+
+STATES = {  # family, options of policy_runs.config
+    "a value model": ("dense", {"advantage": "gae"}),
+    "adapters": ("dense", {"model": {"lora": {"rank": 4}}}),
+    "bfloat16": ("dense", {"model": {"memory": {
+        "master_dtype": "bfloat16", "optimizer_dtype": "bfloat16"}}}),
+    "experts": ("deepseek_v3", {"model": {"moe": {"balance": "bias", "rate": 0.02}}}),
+}
+
+
+@pytest.mark.parametrize("kind", list(STATES))
+def test_a_checkpoint_goes_through_every_mesh_unchanged(kind, tmp_path):
+    family, options = STATES[kind]
+    folder = (make_folder(tmp_path, "qwen3", hidden_size=32, kv_heads=4) if family == "dense" else
+              make_moe(tmp_path, family))
+    meshes = [*(MESHES if family == "dense" else EXPERT_MESHES)]
+    base = config(folder, tmp_path / "out", **options)
+    cfgs = {mesh: replace(base, steps=100, layout=layout_of(mesh),
+                          checkpoint=Checkpoint(every_steps=1)) for mesh in meshes}
+    for rank, states in enumerate(run_ranks(TRAINERS, relay, cfgs, timeout_s=240)):
+        for mesh, state in zip(meshes, states):
+            assert state.keys() == states[0].keys()
+            assert [n for n in state if not torch.equal(state[n], states[0][n])] == [], (
+                f"rank {rank}, {mesh}")
+        moments = [t for n, t in states[0].items() if "exp_avg" in n]
+        assert moments and all(float(t.abs().max()) > 0 for t in moments)
