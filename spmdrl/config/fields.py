@@ -300,7 +300,9 @@ class Engine:
     options: Options = field(default_factory=dict)
     """Further arguments of vLLM's engine alone, by their names in `EngineArgs`, e.g.
     {enforce_eager: true} (no CUDA graphs and no compilation; always so on the CPU) or
-    {enable_prefix_caching: false} (by default the samples of a prompt share its prefill)."""
+    {enable_prefix_caching: false} (by default the samples of a prompt share its prefill).
+    {quantization: fp8_per_channel} makes an engine of another precision of the weights sent; the
+    gap to the trainers then needs algorithm.correction, and a higher stream.max_logprob_gap."""
     seed_per_request: bool = True
     """Key every sample by (seed, step, prompt, sample): same tokens whatever rank draws them.
     Costs vLLM about 8% of throughput at 256 sequences, and `transformers` nothing."""

@@ -183,8 +183,15 @@ class WeightStream:
                 f"nats on average (largest {float(gaps.max()):.4g}), more than "
                 f"stream.max_logprob_gap {limit:g}; mean logprob {float(engine.mean()):.4f} by "
                 f"the engine, {float(trainer.mean()):.4f} by the trainer. The two do not compute "
-                "the same model: compare dtypes and attention settings, or raise the limit")
+                f"the same model: {self._suspects()}")
         return {"sync/probe_gap": (float(gaps.sum()), float(gaps.numel()))}
+
+    def _suspects(self) -> str:
+        kind = self._world.cfg.engine.options.get("quantization")
+        if kind:
+            return (f"engine.options quantization {kind} may be all of it; then raise the limit, "
+                    "and keep an algorithm.correction")
+        return "compare dtypes and attention settings, or raise the limit"
 
     # ---------------------------------------------------------------- construction
 
