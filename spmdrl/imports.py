@@ -102,6 +102,11 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return f"; did you mean {near[0]}?" if near else f"; known: {', '.join(known) or 'none'}"
 
 
+def divisors(number: int) -> str:
+    """Return the values up to 4096 that divide a number, for messages: `1, 2, 3, 6`."""
+    return ", ".join(str(n) for n in range(1, min(number, 4096) + 1) if number % n == 0)
+
+
 def _parameters(make: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
     try:
         return inspect.signature(make).parameters

@@ -167,22 +167,23 @@ def _attention_gaps(rank: int, group: dist.ProcessGroup) -> dict[tuple[str, str]
 
 def _most_gathered(rank: int, group: dist.ProcessGroup) -> float:
     """Return the most keys or values gathered at a time, over those of the own slice."""
-    sizes, gathered = [], context_parallel.gathered
+    sizes, gather = [], context_parallel._gather
 
     def counted(own: Tensor, group: dist.ProcessGroup) -> Tensor:
-        sizes.append(gathered(own, group).numel())
-        return gathered(own, group)
+        parts = gather(own, group)
+        sizes.append(parts.numel())
+        return parts
 
     own = make_slice(torch.zeros(64, dtype=torch.int64), [64], position_ids=torch.arange(64),
                      scored=torch.tensor([1]), device=CPU, padded=True,
                      slicing=Slicing(group, rank, SIZE))
     q, k, v = (torch.randn(1, 8, 16, 4, requires_grad=True) for _ in range(3))
-    context_parallel.gathered = counted
+    context_parallel._gather = counted
     try:
         METHODS["gather"](_Module(), q, k, v, None, packing=own.packing,
                           kernel=padded_attention)[0].sum().backward()
     finally:
-        context_parallel.gathered = gathered
+        context_parallel._gather = gather
     assert len(sizes) == 2 * SIZE * 2  # keys and values; forward and again in the backward pass
     return max(sizes) / k.numel()
 

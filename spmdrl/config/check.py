@@ -9,6 +9,7 @@ from spmdrl.config.fields import (
 )
 from spmdrl.config.options import option_problems
 from spmdrl.data.tasks import is_generated
+from spmdrl.imports import divisors
 from spmdrl.rewards.signatures import reward_models
 
 
@@ -44,10 +45,9 @@ def _layout_problems(cfg: Config) -> list[str]:
         )
     elif trainers // (layout.dp_replicate * layout.tp) % layout.ep:
         shards = trainers // (layout.dp_replicate * layout.tp)
-        fitting = ", ".join(str(n) for n in range(1, shards + 1) if shards % n == 0)
         problems.append(
             f"layout.ep: {layout.ep} does not divide the {shards} ranks of dp_shard * cp; values "
-            f"that do: {fitting}"
+            f"that do: {divisors(shards)}"
         )
     if engines % layout.inference_tp:
         problems.append(

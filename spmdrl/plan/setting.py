@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -9,6 +10,7 @@ from spmdrl.config import Config, inference_ranks, trainer_ranks
 from spmdrl.config.lora import ALL_LINEAR, LORA
 from spmdrl.config.options import KERNELS, MEMORY
 from spmdrl.hardware import GPUS, Gpu
+from spmdrl.imports import divisors
 from spmdrl.model_shape import ModelShape
 from spmdrl.plan.activations import Kernels
 
@@ -251,10 +253,8 @@ def _undivided(field: str, size: int, *, dims: dict[str, int]) -> Iterator[str]:
     wrong = {what: count for what, count in dims.items() if count % size}
     if wrong:
         what, count = next(iter(wrong.items()))
-        good = [n for n in range(1, min(dims.values()) + 1)
-                if all(count % n == 0 for count in dims.values())]
         yield (f"{field} {size} does not divide {count} {what}; "
-               f"{', '.join(map(str, good))} would")
+               f"{divisors(math.gcd(*dims.values()))} would")
 
 
 def device_is_gpu(cfg: Config) -> bool:

@@ -1,10 +1,49 @@
-"""The two exchanges of equal parts that parallel attention is made of. R ranks of a group."""
+"""Exchanges among the R ranks of a group, and exchanges whose gradient is another exchange."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+Exchange = Callable[[Tensor, dist.ProcessGroup], Tensor]
+"""From each rank's tensor to another, over a group."""
+
+
+class _WithGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, group: dist.ProcessGroup, forward: Exchange,
+                backward: Exchange) -> Tensor:
+        ctx.group, ctx.exchange = group, backward
+        return forward(x, group)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return ctx.exchange(grad, ctx.group), None, None, None
+
+
+def with_gradient(forward: Exchange, backward: Exchange) -> Exchange:
+    """Return `forward` as a function that autograd knows: the gradient of what goes in is
+    `backward` of the gradient of what comes out. Neither may change its tensor in place."""
+    def exchange(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        return _WithGradient.apply(x, group, forward, backward)
+
+    return exchange
+
+
+def same(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return what comes in."""
+    return x.view_as(x)
+
+
+def added(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return the sum over ranks, on each of them."""
+    # A copy: autograd may hand the same tensor to another consumer.
+    total = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, group=group)
+    return total
 
 
 def gathered(own: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -30,7 +30,9 @@ from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 
 from spmdrl.policy.attention import KERNELS, Packing, make_packing
-from spmdrl.policy.collectives import gathered, scattered_sum, swapped
+from spmdrl.policy.collectives import (
+    added, gathered, scattered_sum, swapped, with_gradient,
+)
 
 Kernel = Callable[..., tuple[Tensor, None]]
 
@@ -95,7 +97,8 @@ class RowSlice:
         The gradient of the own values is that of their places: every rank computes the same from
         what it gets, and is to have its share of the parameters' gradient.
         """
-        return values if self.group is None else _Join.apply(values, at, count, self.group)
+        return values if self.group is None else _join(
+            values, at, count=count, group=self.group)
 
     def join_scored(self, found: Any, *, count: int) -> Any:
         """Join what a head made of the n states: tensors [n, ...] become [count, ...], in any
@@ -103,7 +106,7 @@ class RowSlice:
         def whole(value: Tensor) -> Tensor:
             if value.dim():
                 return self.join(value, self.scored, count=count)
-            return value if self.group is None else _added(value, self.group)
+            return value if self.group is None else added(value.detach(), self.group)
 
         return tree_map(whole, found)
 
@@ -168,53 +171,21 @@ def _chunk(
 # --------------------------------------------------------------------------- collectives
 
 
-class _Join(torch.autograd.Function):
+def _join(values: Tensor, at: Tensor, *, count: int, group: dist.ProcessGroup) -> Tensor:
     """Every rank's values at their places of one tensor; see RowSlice.join."""
-
-    @staticmethod
-    def forward(ctx, values: Tensor, at: Tensor, count: int, group: dist.ProcessGroup) -> Tensor:
-        ctx.save_for_backward(at)
-        whole = values.new_zeros(count, *values.shape[1:]).index_copy_(0, at, values)
+    def place(own: Tensor, group: dist.ProcessGroup) -> Tensor:
+        whole = own.new_zeros(count, *own.shape[1:]).index_copy_(0, at, own)
         dist.all_reduce(whole, group=group)
         return whole
 
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        (at,) = ctx.saved_tensors
-        return grad.index_select(0, at), None, None, None
+    return with_gradient(place, lambda grad, _: grad.index_select(0, at))(values, group)
 
 
-def _added(value: Tensor, group: dist.ProcessGroup) -> Tensor:
-    total = value.detach().clone()
-    dist.all_reduce(total, group=group)
-    return total
-
-
-class _Swap(torch.autograd.Function):
-    """[R, ...]: block r goes to rank r, and the block of rank r comes to place r. The gradient
-    goes the same way back."""
-
-    @staticmethod
-    def forward(ctx, blocks: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return swapped(blocks, group)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
-        return swapped(grad, ctx.group), None
-
-
-class _Gather(torch.autograd.Function):
-    """A rank's [...] to all ranks' [R, ...]; the ranks' gradients are added up."""
-
-    @staticmethod
-    def forward(ctx, own: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return gathered(own, group)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
-        return scattered_sum(grad, ctx.group), None
+_swap = with_gradient(swapped, swapped)
+"""[R, ...]: block r goes to rank r, and the block of rank r comes to place r. The gradient goes
+the same way back."""
+_gather = with_gradient(gathered, scattered_sum)
+"""A rank's [...] to all ranks' [R, ...]; the ranks' gradients are added up."""
 
 
 def in_row_order(slices: Tensor) -> Tensor:
@@ -248,11 +219,11 @@ def ulysses_attention(
     group, size = packing.group, dist.get_world_size(packing.group)
     copies = math.lcm(key.shape[1], size) // key.shape[1]
     key, value = (x.repeat_interleave(copies, dim=1) if copies > 1 else x for x in (key, value))
-    heads = (in_row_order(_Swap.apply(x[0].unflatten(0, (size, -1)), group))[None]
+    heads = (in_row_order(_swap(x[0].unflatten(0, (size, -1)), group))[None]
              for x in (query, key, value))
     out, _ = kernel(module, *heads, attention_mask, packing=packing.whole, **options)
     slices = by_rank(out[0].transpose(0, 1), size=size)
-    return _Swap.apply(slices, group).flatten(0, 1).transpose(0, 1)[None], None
+    return _swap(slices, group).flatten(0, 1).transpose(0, 1)[None], None
 
 
 def gathered_attention(
@@ -284,7 +255,7 @@ def _attend_gathered(
     attention_mask: Tensor | None, packing: SlicedPacking, kernel: Kernel,
     options: dict[str, object],
 ) -> Tensor:
-    keys, values = (in_row_order(_Gather.apply(x[0], packing.group))[None] for x in (key, value))
+    keys, values = (in_row_order(_gather(x[0], packing.group))[None] for x in (key, value))
     outputs = []
     for own, chunk in zip(query.chunk(2, dim=2), packing.chunks):
         seen = slice(chunk.first_key, chunk.end)

@@ -8,6 +8,7 @@ from typing import Any
 
 from spmdrl.config import Config
 from spmdrl.config.options import KERNELS
+from spmdrl.imports import divisors
 from spmdrl.policy.load import load_hf_config
 from spmdrl.rewards.signatures import reward_models
 
@@ -63,7 +64,7 @@ def expert_misfits(
     problems = []
     if experts % ep:
         problems.append(f"layout.ep: {ep} does not divide the {experts} experts; values that do: "
-                        f"{_divisors(experts)}")
+                        f"{divisors(experts)}")
     if tp > 1:
         problems.append(f"layout.tp: {tp} with a {hf_config.model_type}, whose experts tp does not "
                         "cut; set layout.tp to 1 and layout.ep to more")
@@ -86,7 +87,7 @@ def misfits(hf_config: Any, *, cp: int, tp: int, context: str) -> list[str]:
     uncut = [f"{name} {size}" for name, size in sizes.items() if size % tp]
     if uncut:
         problems.append(f"layout.tp: {tp} does not divide {', '.join(uncut)}; values that divide "
-                        f"all that tp cuts: {_divisors(math.gcd(*sizes.values()))}")
+                        f"all that tp cuts: {divisors(math.gcd(*sizes.values()))}")
     if cp == 1:
         return problems
     heads = sizes.get("num_attention_heads")
@@ -99,10 +100,6 @@ def misfits(hf_config: Any, *, cp: int, tp: int, context: str) -> list[str]:
     elif context == "ulysses" and not uncut and heads // tp % cp:
         problems.append(
             f"layout.cp: {cp} does not divide the {heads} / tp {tp} = {heads // tp} query heads "
-            f"that ulysses deals out; values that do: {_divisors(heads // tp)}; or set "
+            f"that ulysses deals out; values that do: {divisors(heads // tp)}; or set "
             "model.kernels.context to auto, which gathers where heads do not divide")
     return problems
-
-
-def _divisors(number: int) -> str:
-    return ", ".join(str(n) for n in range(1, min(number, 4096) + 1) if number % n == 0)

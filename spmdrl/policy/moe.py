@@ -12,7 +12,7 @@ rows that this rank's experts compute, H hidden.
 
 from __future__ import annotations
 
-import functools
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +21,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from spmdrl.imports import divisors
+from spmdrl.policy.collectives import with_gradient
 
 
 def experts_modules(hf_model: nn.Module) -> dict[str, nn.Module]:
@@ -43,13 +46,12 @@ def apply_ep(hf_model: nn.Module, mesh: DeviceMesh) -> None:
     for name, experts in experts_modules(hf_model).items():
         number = experts.num_experts
         if number % size:
-            fitting = ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)
             raise ValueError(f"layout.ep: {size} does not divide the {number} experts of {name}; "
-                             f"values that do: {fitting}")
+                             f"values that do: {divisors(number)}")
         for key, whole in list(experts.named_parameters(recurse=False)):
             sharded = distribute_tensor(whole.detach(), mesh, [Shard(0)], src_data_rank=None)
             setattr(experts, key, nn.Parameter(sharded, requires_grad=whole.requires_grad))
-        experts.forward = functools.partial(_forward, experts, group=mesh.get_group())
+        experts.forward = partial(_forward, experts, group=mesh.get_group())
 
 
 def shard_experts(
@@ -67,7 +69,7 @@ def shard_experts(
     for experts in experts_modules(hf_model).values():
         local = experts.num_experts // mesh["ep"].size()
         fully_shard(experts, mesh=data_mesh, mp_policy=policy, reshard_after_forward=shards > 1,
-                    shard_placement_fn=functools.partial(
+                    shard_placement_fn=partial(
                         _placement, num_local=local, shards=shards))
 
 
@@ -130,32 +132,24 @@ def _forward(experts: nn.Module, hidden_states: Tensor, top_k_index: Tensor,
     here, there = received.sum(1).tolist(), sent.sum(1).tolist()
     own = torch.arange(local, device=chosen.device).repeat(ranks)
     index = own.repeat_interleave(received.flatten(), output_size=sum(here))[:, None]  # [S, 1]
-    rows = _Exchange.apply(hidden_states[order // num_chosen], here, there, group)
+    rows = _travel(hidden_states[order // num_chosen], here=here, there=there, group=group)
     ones = rows.new_ones(index.shape)
     rows = grouped_mm_experts_forward(_LocalExperts(experts, ranks), rows, index, ones)
-    rows = _Exchange.apply(rows, there, here, group)
+    rows = _travel(rows, here=there, there=here, group=group)
     rows = rows[torch.sort(order).indices]  # back from the order of experts to that of tokens
     weighted = rows.view(num_tokens, num_chosen, -1) * top_k_weights[..., None]
     return weighted.sum(dim=1).to(hidden_states.dtype)
 
 
-class _Exchange(torch.autograd.Function):
-    """All-to-all of rows; the gradient goes the same ways back."""
-
-    @staticmethod
-    def forward(ctx, rows: Tensor, here: list[int], there: list[int],
-                group: dist.ProcessGroup) -> Tensor:
-        ctx.sizes, ctx.group = (here, there), group
-        return _exchanged(rows, here=here, there=there, group=group)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        here, there = ctx.sizes
-        return _exchanged(grad, here=there, there=here, group=ctx.group), None, None, None
+def _travel(rows: Tensor, *, here: list[int], there: list[int],
+            group: dist.ProcessGroup) -> Tensor:
+    """Exchange rows, whose gradient goes the same ways back."""
+    return with_gradient(partial(_exchanged, here=here, there=there),
+                         partial(_exchanged, here=there, there=here))(rows, group)
 
 
-def _exchanged(rows: Tensor, *, here: list[int], there: list[int],
-               group: dist.ProcessGroup) -> Tensor:
+def _exchanged(rows: Tensor, group: dist.ProcessGroup, *, here: list[int],
+               there: list[int]) -> Tensor:
     """Return [sum(here), H]: `here` rows from each rank, for `there` rows to each."""
     received = rows.new_empty(sum(here), rows.shape[1])
     dist.all_to_all_single(received, rows.contiguous(), here, there, group=group)

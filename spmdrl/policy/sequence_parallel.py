@@ -14,66 +14,13 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from spmdrl.policy.collectives import gathered, scattered_sum
+from spmdrl.policy.collectives import gathered, scattered_sum, with_gradient
 from spmdrl.policy.parallelize import blocks
 
 _PARTS = ("self_attn", "mlp")
-
-
-class _Enter(torch.autograd.Function):
-    """Own tokens to all; the gradients, of own heads or features, are added up."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _all_tokens(x, group)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
-        return _added_own(grad, ctx.group), None
-
-
-class _Leave(torch.autograd.Function):
-    """Partial sums of all tokens to the sums of own ones."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _added_own(x, group)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
-        return _all_tokens(grad, ctx.group), None
-
-
-class _Own(torch.autograd.Function):
-    """All tokens, the same on every rank, to own ones; every rank gets the gradient of all."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _own_tokens(x, group)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
-        return _all_tokens(grad, ctx.group), None
-
-
-class _All(torch.autograd.Function):
-    """Own tokens to all, from which every rank computes the same."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _all_tokens(x, group)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
-        return _own_tokens(grad, ctx.group), None
 
 
 def _all_tokens(x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -90,14 +37,14 @@ def _own_tokens(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return x.chunk(dist.get_world_size(group), dim=1)[dist.get_rank(group)].contiguous()
 
 
-def same(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return what enters a column-wise layer: all tokens are there already."""
-    return x
-
-
-def leave(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return own tokens' sums over ranks, [1, T/R, H], of partial ones [1, T, H]."""
-    return _Leave.apply(x, group)
+_enter = with_gradient(_all_tokens, _added_own)
+"""Own tokens to all; the gradients, of own heads or features, are added up."""
+leave = with_gradient(_added_own, _all_tokens)
+"""Partial sums of all tokens, [1, T, H], to the sums of own ones, [1, T/R, H]."""
+_own = with_gradient(_own_tokens, _all_tokens)
+"""All tokens, the same on every rank, to own ones; every rank gets the gradient of all."""
+_all = with_gradient(_all_tokens, _own_tokens)
+"""Own tokens to all, from which every rank computes the same."""
 
 
 def why_not(hf_model: nn.Module, style_of: Callable[[str], str | None]) -> str:
@@ -171,16 +118,16 @@ def shard_tokens(hf_model: nn.Module, plan: Mapping[str, str | None],
 
 def _entered(forward: Callable, group: dist.ProcessGroup, *args: Any, **options: Any) -> Any:
     if args:
-        return forward(_Enter.apply(args[0], group), *args[1:], **options)
-    states = _Enter.apply(options.pop("hidden_states"), group)
+        return forward(_enter(args[0], group), *args[1:], **options)
+    states = _enter(options.pop("hidden_states"), group)
     return forward(hidden_states=states, **options)
 
 
 def _cut(forward: Callable, group: dist.ProcessGroup, ids: Tensor) -> Tensor:
-    return _Own.apply(forward(ids), group)
+    return _own(forward(ids), group)
 
 
 def _gathered_output(forward: Callable, group: dist.ProcessGroup, **options: Any) -> Any:
     output = forward(**options)
-    output.last_hidden_state = _All.apply(output.last_hidden_state, group)
+    output.last_hidden_state = _all(output.last_hidden_state, group)
     return output

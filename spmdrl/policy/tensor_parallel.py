@@ -23,100 +23,42 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from spmdrl.policy import sequence_parallel
+from spmdrl.policy.collectives import Exchange, added, gathered, same, with_gradient
 from spmdrl.policy.lora import plus_adapter
 
 log = logging.getLogger(__name__)
 Forward = Callable[[Tensor], Tensor]
-Edge = Callable[[Tensor, dist.ProcessGroup], Tensor]
-
-
-class _Enter(torch.autograd.Function):
-    """Replicated to local: the gradient is the sum over ranks."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
-        # A copy: autograd may hand the same tensor to another consumer.
-        grad = grad.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(grad, group=ctx.group)
-        return grad, None
-
-
-class _Leave(torch.autograd.Function):
-    """Partial to replicated: the sum over ranks; every rank's part has the same gradient."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        x = x.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(x, group=group)
-        return x
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None
-
-
-class _Gather(torch.autograd.Function):
-    """Local parts of the last dim to the whole; the gradient is this rank's part."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _gathered(x, group)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
-        return _own_part(grad, ctx.group), None
-
-
-def enter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return x, equal on all ranks, for use with local weights: its gradients are summed."""
-    return _Enter.apply(x, group)
-
-
-def gather_last(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Join the ranks' equal parts of the last dim, to compute the same from it on every rank."""
-    return _Gather.apply(x, group)
-
-
-class _Split(torch.autograd.Function):
-    """The whole last dim to this rank's part; the gradient is gathered."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _own_part(x, group)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
-        return _gathered(grad, ctx.group), None
 
 
 def _gathered(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    x = x.contiguous()
-    parts = [torch.empty_like(x) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(parts, x, group=group)
-    return torch.cat(parts, dim=-1)
+    return torch.cat(gathered(x, group).unbind(0), dim=-1)
 
 
 def _own_part(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return x.chunk(dist.get_world_size(group), dim=-1)[dist.get_rank(group)].contiguous()
 
 
+enter = with_gradient(same, added)
+"""What is equal on all ranks, for use with local weights: the gradients are added up."""
+_leave = with_gradient(added, same)
+"""Partial sums to their sum over ranks, of which every rank's part has the same gradient."""
+gather_last = with_gradient(_gathered, _own_part)
+"""The ranks' equal parts of the last dim to the whole, to compute the same from it on every rank;
+the gradient is this rank's part."""
+_split = with_gradient(_own_part, _gathered)
+"""The whole last dim to this rank's part; the gradient is gathered."""
+
+
 @dataclass(frozen=True)
 class Edges:
     """How activations come into column-wise layers, and leave row-wise ones."""
 
-    enter: Edge
-    leave: Edge
+    enter: Exchange
+    leave: Exchange
 
 
-REPLICATED = Edges(enter=_Enter.apply, leave=_Leave.apply)
-OWN_TOKENS = Edges(enter=sequence_parallel.same, leave=sequence_parallel.leave)
+REPLICATED = Edges(enter=enter, leave=_leave)
+OWN_TOKENS = Edges(enter=same, leave=sequence_parallel.leave)
 
 
 def tp_plan(hf_model: nn.Module) -> dict[str, str]:
@@ -247,18 +189,18 @@ def _shard_adapter(module: nn.Module, style: str, *, name: str, mesh: DeviceMesh
 
 
 def _colwise(
-    module: nn.Linear, x: Tensor, *, group: dist.ProcessGroup, gathers: bool, enter: Edge
+    module: nn.Linear, x: Tensor, *, group: dist.ProcessGroup, gathers: bool, enter: Exchange
 ) -> Tensor:
     bias = None if module.bias is None else module.bias.to_local()
     x = enter(x, group)
     out = plus_adapter(module, F.linear(x, module.weight.to_local(), bias), x=x)
-    return _Gather.apply(out, group) if gathers else out
+    return gather_last(out, group) if gathers else out
 
 
 def _rowwise(
-    module: nn.Linear, x: Tensor, *, group: dist.ProcessGroup, splits: bool, leave: Edge
+    module: nn.Linear, x: Tensor, *, group: dist.ProcessGroup, splits: bool, leave: Exchange
 ) -> Tensor:
-    x = _Split.apply(x, group) if splits else x
+    x = _split(x, group) if splits else x
     out = plus_adapter(module, F.linear(x, module.weight.to_local()), x=x)
     out = leave(out, group)
     return out if module.bias is None else out + module.bias
@@ -266,7 +208,7 @@ def _rowwise(
 
 def _vocab_parallel(
     module: nn.Embedding, forward: Forward, ids: Tensor, *, group: dist.ProcessGroup,
-    leave: Edge,
+    leave: Exchange,
 ) -> Tensor:
     """Look up this rank's rows and add the ranks up; what the model does besides the lookup
     (Gemma scales it) is linear, so it commutes with the sum."""
