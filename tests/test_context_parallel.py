@@ -22,6 +22,7 @@ from spmdrl.policy.context_parallel import (
     METHODS, Slicing, by_rank, chunk_spans, in_row_order, make_slice, pick_method,
 )
 from spmdrl.policy.fit import misfits
+from spmdrl.policy.ring_attention import DENSE, FLASH, Block, plan_rounds
 
 CPU, SIZE = torch.device("cpu"), 4
 LENGTHS = (37, 1, 150, 9, 2, 71, 14)  # 284 tokens, padded to 288: chunks of 36
@@ -215,7 +216,7 @@ def _rows() -> list[list[int]]:
 
 def test_attention_over_slices_is_that_over_whole_rows(found):
     for rank, result in enumerate(found):
-        assert len(result["gaps"]) == len(CASES) + 3  # ulysses where heads divide
+        assert len(result["gaps"]) == 2 * len(CASES) + 3  # ulysses where heads divide
         for case, gap in result["gaps"].items():
             assert gap < 1e-5, f"rank {rank}: {case} is off by {gap:.2g}"
 
@@ -239,6 +240,58 @@ def test_scores_under_cp_are_those_of_plain_transformers(found, tiny_model):
         expected = torch.cat([torch.zeros(1), logp[:-1].gather(1, row[1:, None])[:, 0]])
         for result in found:
             torch.testing.assert_close(result["scores"][at], expected, rtol=1e-5, atol=1e-5)
+
+
+# --------------------------------------------------------------------------- the ring's plan
+
+
+def _rounds(lengths: tuple[int, ...], size: int) -> list[tuple[tuple[Block, ...], ...]]:
+    total = sum(lengths)
+    return [plan_rounds(lengths, lambda r: chunk_spans(total, rank=r, size=size), rank=rank,
+                        size=size, device=CPU) for rank in range(size)]
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("lengths", [(96,), (1,) * 96, (37, 1, 50, 8), (11, 12, 1, 72), (95, 1)])
+def test_each_pair_that_sees_each_other_is_in_one_block(lengths, size):
+    total = sum(lengths)
+    of = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+    visible, met = (of[:, None] == of).tril().int(), torch.zeros(total, total, dtype=torch.int32)
+    for rank, rounds in enumerate(_rounds(lengths, size)):
+        rows = [torch.cat([torch.arange(*span) for span in chunk_spans(total, rank=r, size=size)])
+                for r in range(size)]
+        for turn, blocks in enumerate(rounds):
+            for block in blocks:
+                queries, keys = rows[rank][block.queries], rows[(rank - turn) % size][block.keys]
+                seen = block.is_visible()
+                met[queries[:, None], keys] += 1 if seen is None else seen.int()
+    assert torch.equal(met, visible)
+
+
+def test_ranks_have_equal_work_in_each_round():
+    work = [[sum((b.queries.stop - b.queries.start) * (b.keys.stop - b.keys.start)
+                 for b in blocks) for blocks in rounds] for rounds in _rounds((480,), SIZE)]
+    # A diagonal block counts whole here; on every rank the first round has two of them.
+    assert work == [[3 * 60 * 60] + [2 * 60 * 60] * (SIZE - 1)] * SIZE
+
+
+@pytest.mark.gpu
+def test_a_block_of_the_ring_by_flash_attention_is_that_by_matrix_products():
+    device, scale = torch.device("cuda"), 0.3
+    drawn = torch.Generator(device).manual_seed(0)
+    q, k, v, grad = (torch.randn(96, heads, dim, generator=drawn, device=device).bfloat16()
+                     for heads, dim in ((4, 32), (2, 32), (2, 16), (4, 16)))
+    rounds = plan_rounds((30, 70, 92), lambda r: chunk_spans(192, rank=r, size=2), rank=1, size=2,
+                         device=device)
+    for block in (block for blocks in rounds for block in blocks):
+        parts = q[block.queries], k[block.keys], v[block.keys]
+        results = []
+        for forward, backward in (DENSE, FLASH):
+            out, lse = forward(*parts, block, scale=scale)
+            grads = backward(grad[block.queries], *parts, out.bfloat16(), lse, block, scale=scale)
+            results.append((out, lse, *grads))
+        for ours, right in zip(*results):
+            torch.testing.assert_close(ours, right, rtol=2e-2, atol=2e-2)
 
 
 # --------------------------------------------------------------------------- what does not fit
@@ -266,6 +319,7 @@ def test_the_method_follows_the_heads():
     assert pick_method("auto", heads=8, size=4) == "ulysses"
     assert pick_method("auto", heads=6, size=4) == "gather"
     assert pick_method("gather", heads=8, size=4) == "gather"
+    assert pick_method("ring", heads=8, size=4) == "ring"
     with pytest.raises(ValueError, match="layout.cp 4 does not divide the 6"):
         pick_method("ulysses", heads=6, size=4)
 

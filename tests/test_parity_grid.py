@@ -57,6 +57,12 @@ ROWS = {
     "qwen3, uneven heads": Row(("cp4",), model=_UNEVEN),
     "qwen3, gather": Row(
         ("cp2 tp2", "replicate2 cp2"), options={"model": {"kernels": {"context": "gather"}}}),
+    "qwen3, ring": Row(
+        ("cp4", "shard2 cp2"), model=_UNEVEN, options={"model": {"kernels": {"context": "ring"}}}),
+    "deepseek_v3, ring, checkpointing": Row(  # values with another head dim than keys
+        ("cp2 ep2",), architecture="deepseek_v3", model={"initializer_std": 0.1},
+        options={"model": {"kernels": {"context": "ring"},
+                           "memory": {"activation_checkpointing": "full"}}}),
     "qwen2, tied, checkpointing": Row(
         ("cp2 tp2", "shard2 tp2"), architecture="qwen2", model={"tied": True},
         options={"model": {"memory": {"activation_checkpointing": "full"}}}),

@@ -100,8 +100,9 @@ class Model:
     """How it computes, where that differs from {attention: auto, context: auto, liger: true,
     compile: false}. attention: packed, by torch's `varlen` or by `flash` (flash-attn; both CUDA),
     or `padded` SDPA (any device); auto is varlen on CUDA and padded on the CPU. context: how ranks
-    of layout.cp exchange in attention: `ulysses`, whole sequences of some heads, or `gather`, the
-    row's keys and values for a few heads at a time; auto is ulysses if cp divides the heads.
+    of layout.cp exchange in attention: `ulysses`, whole sequences of some heads; `gather`, the
+    row's keys and values for a few heads at a time; `ring`, keys and values from rank to rank; auto
+    is ulysses if cp divides the heads, and gather if not.
     liger: its kernels for RMSNorm, RoPE and SwiGLU, on CUDA. compile: torch.compile each block,
     which pays on CUDA after a minute."""
     moe: Options = field(default_factory=dict)

@@ -63,7 +63,7 @@ def option_problems(cfg: Config) -> list[str]:
 
 def _model_problems(cfg: Config) -> list[str]:
     choices = {"attention": ("auto", "varlen", "flash", "padded"),
-               "context": ("auto", "ulysses", "gather"), "liger": (True, False),
+               "context": ("auto", "ulysses", "gather", "ring"), "liger": (True, False),
                "compile": (True, False),
                "activation_checkpointing": ("none", "selective", "full"),
                "offload": ("none", "activations", "optimizer", "all"),

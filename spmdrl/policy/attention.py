@@ -170,7 +170,7 @@ def padded_attention(
         model_kwargs: whatever else the model hands to attention; the interface requires it.
     Returns: [1, T, Hq, Dv] and None (no attention weights).
     """
-    _check_supported(module, attention_mask, dropout, s_aux)
+    check_supported(module, attention_mask, dropout, s_aux)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     queries = _Pad.apply(query[0].transpose(0, 1), packing)
     keys, values = (_Pad.apply(x[0].transpose(0, 1), packing.of_keys) for x in (key, value))
@@ -253,7 +253,7 @@ def varlen_attention(
     """
     from torch.nn.attention.varlen import varlen_attn
 
-    _check_supported(module, attention_mask, dropout, s_aux)
+    check_supported(module, attention_mask, dropout, s_aux)
     assert softcap is None, "pick_attention never pairs varlen with softcap"
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     known = _varlen_parameters()
@@ -302,7 +302,7 @@ def flash_attention(
     """
     from flash_attn import flash_attn_varlen_func
 
-    _check_supported(module, attention_mask, dropout, s_aux)
+    check_supported(module, attention_mask, dropout, s_aux)
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     of_keys = packing.of_keys
     out = flash_attn_varlen_func(
@@ -314,7 +314,7 @@ def flash_attention(
     return out[None, ..., :v.shape[-1]], None
 
 
-def _check_supported(
+def check_supported(
     module: nn.Module, attention_mask: Tensor | None, dropout: float, s_aux: Tensor | None
 ) -> None:
     """Refuse what packed attention would silently leave out."""

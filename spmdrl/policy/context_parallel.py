@@ -2,13 +2,15 @@
 
 A row of T tokens is padded by an own sequence, in no loss, to 2 * size chunks of C tokens; rank r
 has chunks r and 2 * size - 1 - r, so that under a causal mask all ranks have about the same work.
-Everything but attention acts on tokens one by one. Attention exchanges, in one of two ways:
+Everything but attention acts on tokens one by one. Attention exchanges, in one of three ways:
 
 - ulysses: all tokens of some heads for some tokens of all heads, and back (arXiv 2309.14509). Each
   rank then has whole sequences, and any kernel serves. Query heads must divide by the ranks.
 - gather: own queries meet the keys and values of the whole row, which are gathered for a few heads
   at a time and again in the backward pass, so that at no time more of them are there than the own
   slice has of all heads (arXiv 2407.21783, section 3.3.2). Any number of heads.
+- ring: keys and values go round the ranks, while each attends to those that it has (arXiv
+  2310.01889; ring_attention.py). Any number of heads, and no more than two slices of keys.
 
 Shape letters: T tokens of the padded row, t of a slice, C of a chunk, R ranks, H heads, D head
 dim, N scored tokens of the row, n of those whose state before is in the slice.
@@ -29,7 +31,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 
-from spmdrl.policy.attention import KERNELS, Packing, make_packing
+from spmdrl.policy import ring_attention as ring
+from spmdrl.policy.attention import KERNELS, Packing, check_supported, make_packing, padded_attention
 from spmdrl.policy.collectives import (
     added, gathered, scattered_sum, swapped, with_gradient,
 )
@@ -74,6 +77,8 @@ class SlicedPacking:
     group: dist.ProcessGroup
     whole: Packing
     chunks: tuple[Chunk, Chunk]
+    rounds: ring.Rounds
+    """What ring attention does in which round."""
 
 
 @dataclass(frozen=True)
@@ -135,8 +140,10 @@ def make_slice(
     if slicing.group is not None:
         spans = chunk_spans(len(row), rank=slicing.rank, size=slicing.size)
         rows = torch.cat([torch.arange(begin, end) for begin, end in spans])
-        packing = SlicedPacking(slicing.group, whole, tuple(
-            _chunk(span, lengths, device=device, padded=padded) for span in spans))
+        chunks = tuple(_chunk(span, lengths, device=device, padded=padded) for span in spans)
+        packing = SlicedPacking(slicing.group, whole, chunks, ring.plan_rounds(
+            lengths, lambda rank: chunk_spans(len(row), rank=rank, size=slicing.size), rank=slicing.rank,
+            size=slicing.size, device=device))
     place = torch.full((len(row),), -1).index_copy(0, rows, torch.arange(len(rows)))[scored - 1]
     own = (place >= 0).nonzero()[:, 0]
     return RowSlice(
@@ -265,7 +272,38 @@ def _attend_gathered(
     return torch.cat(outputs, dim=1)
 
 
-METHODS = {"ulysses": ulysses_attention, "gather": gathered_attention}
+def ring_attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
+    *, packing: SlicedPacking, kernel: Kernel, scaling: float | None = None, dropout: float = 0.0,
+    sliding_window: int | None = None, softcap: float | None = None, s_aux: Tensor | None = None,
+    **model_kwargs: object,
+) -> tuple[Tensor, None]:
+    """Attend with own queries to keys that go round the ranks.
+
+    Layers with a sliding window or a softcap gather instead, which their kernels can.
+
+    Args:
+        query: [1, Hq, t, D]; key: [1, Hkv, t, D]; value: [1, Hkv, t, Dv].
+        kernel: of KERNELS; `padded` stands for matrix products in float32, the others for torch's
+            flash attention.
+        scaling: factor on the scores; None is D ** -0.5.
+        model_kwargs: whatever else the model hands to attention.
+    Returns: [1, t, Hq, Dv] and None.
+    """
+    if sliding_window is not None or softcap is not None:
+        return gathered_attention(
+            module, query, key, value, attention_mask, packing=packing, kernel=kernel,
+            scaling=scaling, dropout=dropout, sliding_window=sliding_window, softcap=softcap,
+            s_aux=s_aux)
+    check_supported(module, attention_mask, dropout, s_aux)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    out = ring.Ring.apply(
+        *(x[0].transpose(0, 1).contiguous() for x in (query, key, value)), packing.rounds,
+        packing.group, ring.DENSE if kernel is padded_attention else ring.FLASH, scale)
+    return out[None], None
+
+
+METHODS = {"ulysses": ulysses_attention, "gather": gathered_attention, "ring": ring_attention}
 
 
 def register_context_attention() -> None:
@@ -279,7 +317,7 @@ def register_context_attention() -> None:
 
 
 def pick_method(wanted: str, *, heads: int, size: int) -> str:
-    """Return the method for `model.kernels.context`: ulysses or gather.
+    """Return the method for `model.kernels.context`: ulysses, gather or ring.
 
     Args:
         heads: query heads of one tensor-parallel rank. size: of the context-parallel group.

@@ -1,0 +1,269 @@
+"""Ring attention: keys and values go round the ranks while each attends to those that it has.
+
+In each of R rounds a rank's queries meet the keys of one rank's slice, and what they get is merged
+with what they had by the log of the softmax's sum; meanwhile these keys are on their way to the
+next rank. In the backward pass they go round again, followed by their gradients, which are at home
+after R rounds. At most two slices of keys and values are here at a time, for any number of heads.
+
+A block is a part of a slice's queries and of a slice's keys between which all is visible (one
+sequence's tokens, keys first), or the same tokens on both sides, of several sequences, under a
+causal mask. With zigzag slices every rank has as much to do in each round as the others.
+
+Source: arXiv 2310.01889, section 3; merging: 2205.14135, section 3.1.
+
+Shape letters: t tokens of a slice, n queries and m keys of a block, S its sequences, R ranks; Hq
+query and Hkv key heads, G = Hq / Hkv; D head dim of queries and keys, Dv of values.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+Spans = tuple[tuple[int, int], tuple[int, int]]
+"""[begin, end) in a row of the two chunks of a slice."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """Rows of the own slice's queries, and of a slice's keys that they see."""
+
+    queries: slice
+    keys: slice
+    is_causal: bool
+    """The same tokens on both sides, each sequence under a causal mask; else all is visible."""
+    cu_seqlens: tuple[Tensor, Tensor]  # [S+1] int32 each, of the queries and of the keys
+    longest: tuple[int, int]  # tokens of the longest sequence, likewise
+
+    @property
+    def _of_sequence(self) -> tuple[Tensor, ...]:
+        """Which sequence each query and each key is of."""
+        return tuple(
+            torch.arange(len(ends) - 1, device=ends.device).repeat_interleave(
+                ends.diff(), output_size=rows.stop - rows.start)
+            for ends, rows in zip(self.cu_seqlens, (self.queries, self.keys)))
+
+    def is_visible(self) -> Tensor | None:
+        """Return [n, m] bool, what a query sees; None where it sees all."""
+        if not self.is_causal:
+            return None
+        of_query, of_key = self._of_sequence
+        return (of_query[:, None] == of_key).tril()
+
+
+Rounds = tuple[tuple[Block, ...], ...]
+
+
+def plan_rounds(
+    lengths: Sequence[int], spans_of: Callable[[int], Spans], *, rank: int, size: int,
+    device: torch.device,
+) -> Rounds:
+    """Return the blocks of each round: in round i, the keys are those of rank (rank - i) % size.
+
+    Args:
+        lengths: tokens of a row's sequences, in order.
+        spans_of: from a rank to the chunks of its slice.
+        device: of the index tensors.
+    """
+    ends = list(accumulate(lengths))
+    rounds = []
+    for turn in range(size):
+        theirs = spans_of((rank - turn) % size)
+        found = (_block(own, keys, at=(i, j), ends=ends, device=device)
+                 for i, own in enumerate(spans_of(rank)) for j, keys in enumerate(theirs))
+        rounds.append(tuple(block for block in found if block is not None))
+    return tuple(rounds)
+
+
+def _block(
+    own: tuple[int, int], keys: tuple[int, int], *, at: tuple[int, int], ends: Sequence[int],
+    device: torch.device,
+) -> Block | None:
+    """Return the block of two chunks, the at[0]-th and at[1]-th of their slices, if there is one.
+
+    Where the keys' chunk is before the queries', one sequence at most reaches into both.
+    """
+    chunk = own[1] - own[0]
+    first = bisect_right(ends, own[0])  # the sequence of the first query
+    if own == keys:
+        inside = [end - own[0] for end in ends[first:] if end < own[1]] + [chunk]
+        sizes = [b - a for a, b in zip([0, *inside], inside)]
+        begin, num_queries = keys[0], chunk
+    else:
+        begin = max(keys[0], ends[first - 1] if first else 0)
+        if begin >= keys[1] or keys[0] > own[0]:
+            return None
+        num_queries = min(own[1], ends[first]) - own[0]
+        sizes = [num_queries]
+    num_keys = keys[1] - begin
+    of_queries = torch.tensor([0, *accumulate(sizes)], dtype=torch.int32).to(device)
+    of_keys = of_queries if own == keys else torch.tensor(
+        [0, num_keys], dtype=torch.int32).to(device)
+    rows = slice(at[0] * chunk, at[0] * chunk + num_queries)
+    return Block(rows, slice((at[1] + 1) * chunk - num_keys, (at[1] + 1) * chunk), own == keys,
+                 (of_queries, of_keys), (max(sizes), max(sizes) if own == keys else num_keys))
+
+
+# --------------------------------------------------------------------------- one block
+
+
+def dense_forward(q: Tensor, k: Tensor, v: Tensor, block: Block, *, scale: float
+                  ) -> tuple[Tensor, Tensor]:
+    """Attend within a block by matrix products in float32; any device.
+
+    Args:
+        q: [n, Hq, D]. k: [m, Hkv, D]. v: [m, Hkv, Dv].
+    Returns: [n, Hq, Dv] float32, and the logs of the softmax's sums: [n, Hq] float32.
+    """
+    scores = _scores(q, k, block, scale=scale)
+    lse = torch.logsumexp(scores, dim=-1)
+    out = torch.einsum("hgnm,mhd->nhgd", (scores - lse[..., None]).exp(), v.float())
+    return out.flatten(1, 2), lse.flatten(0, 1).transpose(0, 1)
+
+
+def dense_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block: Block, *,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of q, k and v, float32, of a block of a larger softmax.
+
+    Args:
+        grad, out: [n, Hq, Dv], of all blocks together. lse: [n, Hq] likewise.
+    Source: arXiv 2205.14135, appendix B.2.
+    """
+    heads = (k.shape[1], -1)
+    lse, delta = (x.transpose(0, 1).unflatten(0, heads)[..., None]
+                  for x in (lse, (grad.float() * out.float()).sum(-1)))
+    weights = (_scores(q, k, block, scale=scale) - lse).exp()  # [Hkv, G, n, m]
+    grad = grad.float().unflatten(1, heads)
+    of_scores = weights * (torch.einsum("nhgd,mhd->hgnm", grad, v.float()) - delta) * scale
+    of_q = torch.einsum("hgnm,mhd->nhgd", of_scores, k.float()).flatten(1, 2)
+    of_k = torch.einsum("hgnm,nhgd->mhd", of_scores, q.float().unflatten(1, heads))
+    return of_q, of_k, torch.einsum("hgnm,nhgd->mhd", weights, grad)
+
+
+def _scores(q: Tensor, k: Tensor, block: Block, *, scale: float) -> Tensor:
+    """Return [Hkv, G, n, m] float32, -inf where a query does not see a key."""
+    own = q.float().unflatten(1, (k.shape[1], -1))
+    scores = torch.einsum("nhgd,mhd->hgnm", own, k.float()) * scale
+    seen = block.is_visible()
+    return scores if seen is None else scores.masked_fill(~seen, float("-inf"))
+
+
+def flash_forward(q: Tensor, k: Tensor, v: Tensor, block: Block, *, scale: float
+                  ) -> tuple[Tensor, Tensor]:
+    """As `dense_forward`, by torch's flash attention (CUDA, bfloat16)."""
+    out, lse, *_ = torch.ops.aten._flash_attention_forward(
+        q, k, _widened(v, k), *block.cu_seqlens, *block.longest, 0.0, block.is_causal, False,
+        scale=scale)
+    return out[..., :v.shape[-1]].float(), lse.transpose(0, 1)
+
+
+def flash_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block: Block, *,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As `dense_backward`, by torch's flash attention (CUDA, bfloat16)."""
+    no_dropout = torch.zeros(2, dtype=torch.uint64, device=q.device)
+    found = torch.ops.aten._flash_attention_backward(
+        _widened(grad, q), q, k, _widened(v, k), _widened(out, q), lse.transpose(0, 1).contiguous(),
+        *block.cu_seqlens, *block.longest, 0.0, block.is_causal, no_dropout,
+        torch.empty(0, device=q.device), scale=scale)
+    of_q, of_k, of_v = (x.float() for x in found)
+    return of_q, of_k, of_v[..., :v.shape[-1]]
+
+
+def _widened(values: Tensor, to: Tensor) -> Tensor:
+    return F.pad(values, (0, to.shape[-1] - values.shape[-1])).contiguous()
+
+
+DENSE, FLASH = (dense_forward, dense_backward), (flash_forward, flash_backward)
+
+
+# --------------------------------------------------------------------------- the ring
+
+
+class _Arriving:
+    """A tensor that goes to the next rank, and the previous rank's, which comes."""
+
+    def __init__(self, leaving: Tensor, group: dist.ProcessGroup):
+        rank, size = dist.get_rank(group), dist.get_world_size(group)
+        self._leaving = leaving.contiguous()  # kept until it has left
+        self._tensor = torch.empty_like(self._leaving)
+        self._works = dist.batch_isend_irecv([
+            dist.P2POp(dist.isend, self._leaving, group=group, group_peer=(rank + 1) % size),
+            dist.P2POp(dist.irecv, self._tensor, group=group, group_peer=(rank - 1) % size)])
+
+    def wait(self) -> Tensor:
+        """Return what came."""
+        for work in self._works:
+            work.wait()
+        return self._tensor
+
+
+class Ring(torch.autograd.Function):
+    """Attention of own queries over all ranks' keys; see the module."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, rounds: Rounds,
+                group: dist.ProcessGroup, kernel: tuple[Callable, Callable], scale: float
+                ) -> Tensor:
+        """Return [t, Hq, Dv] from q [t, Hq, D], k [t, Hkv, D] and v [t, Hkv, Dv]."""
+        out = q.new_zeros(*q.shape[:2], v.shape[-1], dtype=torch.float32)
+        lse = out.new_full(q.shape[:2], float("-inf"))
+        here = torch.cat([k, v], dim=-1)
+        for turn, blocks in enumerate(rounds):
+            next_ones = _Arriving(here, group) if turn + 1 < len(rounds) else None
+            keys, values = here.split([k.shape[-1], v.shape[-1]], dim=-1)
+            for block in blocks:
+                part = kernel[0](q[block.queries], keys[block.keys], values[block.keys], block,
+                                 scale=scale)
+                _merge(out[block.queries], lse[block.queries], *part)
+            here = next_ones.wait() if next_ones else here
+        out = out.to(q.dtype)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.rounds, ctx.group, ctx.kernel, ctx.scale = rounds, group, kernel, scale
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of q, k and v."""
+        q, k, v, out, lse = ctx.saved_tensors
+        grad, of_q = grad.contiguous(), torch.zeros_like(q, dtype=torch.float32)
+        here, following = torch.cat([k, v], dim=-1), None
+        for turn, blocks in enumerate(ctx.rounds):
+            next_ones = _Arriving(here, ctx.group) if turn + 1 < len(ctx.rounds) else None
+            keys, values = here.split([k.shape[-1], v.shape[-1]], dim=-1)
+            of_here = torch.zeros_like(here, dtype=torch.float32)
+            for block in blocks:
+                rows = block.queries
+                parts = ctx.kernel[1](
+                    grad[rows], q[rows], keys[block.keys], values[block.keys], out[rows],
+                    lse[rows], block, scale=ctx.scale)
+                of_q[rows] += parts[0]
+                of_here[block.keys] += torch.cat(parts[1:], dim=-1)
+            if following:  # what other ranks found for these keys
+                of_here += following.wait()
+            following = _Arriving(of_here, ctx.group)
+            here = next_ones.wait() if next_ones else here
+        of_k, of_v = following.wait().split([k.shape[-1], v.shape[-1]], dim=-1)
+        return of_q.to(q.dtype), of_k.to(k.dtype), of_v.to(v.dtype), None, None, None, None
+
+
+def _merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
+    """Merge a block's result into [n, Hq, Dv] and [n, Hq], in place.
+
+    The first round has each query's own token, so that no sum is empty from then on.
+    """
+    total = torch.logaddexp(lse, part_lse)
+    out *= (lse - total).exp()[..., None]
+    out += part * (part_lse - total).exp()[..., None]
+    lse.copy_(total)
