@@ -17,7 +17,6 @@ import math
 import os
 import random
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -25,8 +24,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import tyro
+from start import torchrun
 
-ROOT = Path(__file__).resolve().parent.parent
 CASES: dict[str, dict] = {
     "even": {"balance": "even"},
     "length": {"balance": "length"},
@@ -63,14 +62,8 @@ class Options:
 def main(options: Options) -> None:
     """Start the ranks, and print a table."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone",
-                   "--nproc-per-node", str(options.replicas), __file__, "--worker", folder,
-                   json.dumps(dataclasses.asdict(options))]
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-        done = subprocess.run(command, env=environment, capture_output=True, text=True,
-                              timeout=900)
-        if done.returncode:
-            raise RuntimeError(done.stdout[-2000:] + done.stderr[-4000:])
+        torchrun(options.replicas, Path(__file__).resolve(), "--worker", folder,
+                 json.dumps(dataclasses.asdict(options)), timeout_s=900)
         found = json.loads((Path(folder) / "found.json").read_text())
     base = statistics.median(found["even"]["seconds"])
     print("| balance | median step s | of even | mean wait of a replica s | engine steps of the "

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import tyro
+from start import ROOT, as_flags, torchrun
 
-ROOT = Path(__file__).resolve().parents[1]
 METHODS: dict[str, dict[str, str]] = {
     "grpo": {},
     "dr_grpo": {"algorithm.advantage": "dr_grpo",
@@ -58,11 +58,7 @@ def train(name: str, options: Options, folder: Path) -> None:
     config = flags.pop("config", "demo_grpo.yaml")
     flags |= {"model.path": options.warm, "output-dir": str(folder), "steps": str(options.steps),
               "checkpoint.resume": "never", "report.tracker": "none"}
-    subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
-         "train.py", "--config", f"configs/{config}",
-         *[word for key, value in flags.items() for word in (f"--{key}", value)]],
-        cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+    torchrun(2, "train.py", "--config", f"configs/{config}", *as_flags(flags), timeout_s=3600)
 
 
 def curve(folder: Path) -> dict[int, float]:

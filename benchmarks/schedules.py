@@ -16,15 +16,14 @@ import math
 import os
 import random
 import statistics
-import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
 import tyro
+from start import ROOT, as_flags, torchrun
 
-ROOT = Path(__file__).resolve().parent.parent
 SCHEDULES: dict[str, dict[str, str]] = {
     "lag 0": {"lag": "0"},
     "lag 1": {"lag": "1"},
@@ -91,16 +90,9 @@ def main(options: Options) -> None:
 
 def _run(options: Options, flags: dict[str, str]) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone",
-                   "--nproc-per-node", "2", __file__, "--worker", json.dumps(
-                       dataclasses.asdict(options) | {"model": str(options.model)}),
-                   *(word for k, v in flags.items() for word in (f"--{k}", v)),
-                   "--output-dir", folder]
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-        done = subprocess.run(command, env=environment, capture_output=True, text=True,
-                              timeout=600)
-        if done.returncode:
-            raise RuntimeError(done.stdout[-2000:] + done.stderr[-4000:])
+        workload = dataclasses.asdict(options) | {"model": str(options.model.resolve())}
+        torchrun(2, Path(__file__).resolve(), "--worker", json.dumps(workload),
+                 *as_flags(flags), "--output-dir", folder, timeout_s=600)
         rows = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").open()]
     rows = [row for row in rows if "perf/step_s" in row and row["step"] >= options.first]
 

@@ -28,6 +28,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from spmdrl import config
+from spmdrl.algorithms.shaping import RIGHT_AT
 from spmdrl.comm import gather_objects
 from spmdrl.config import Config
 from spmdrl.config.read import is_missing_folder, read, refuse
@@ -35,7 +36,7 @@ from spmdrl.engine.protocol import EngineProtocol
 from spmdrl.launch import launch_alone, read_launch
 from spmdrl.rewards.signatures import reward_models
 from spmdrl.rollout.outcomes import (
-    RIGHT_AT, Estimate, Outcome, by_source, eval_sums, evaluation_file, part_means, summarize,
+    Estimate, Outcome, by_source, eval_sums, evaluation_file, part_means, summarize,
 )
 from spmdrl.rollout.source import Source, make_source
 from spmdrl.types import Sums

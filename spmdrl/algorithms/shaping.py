@@ -17,13 +17,17 @@ from torch import Tensor
 
 from spmdrl.algorithms.groups import Groups
 
-
 SHAPING: dict[str, float] = {
     "overlong_tokens": 0, "overlong_penalty": 1.0, "truncated_factor": 1.0,
     "truncated_penalty": 0.0, "shift": 0.0, "scale": 1.0, "clamp_low": -math.inf,
     "clamp_high": math.inf,
 }
 """Options of `shape` with the values that change nothing (0 overlong_tokens: no penalty)."""
+
+RIGHT_AT = 1.0
+"""A sample is right from this reward on: full marks of a verifiable reward."""
+ROUNDING = 1e-9
+"""What a reward may be short of that: weights such as 0.7 + 0.2 + 0.1 add up to just below 1."""
 
 
 def shape(

@@ -15,11 +15,10 @@ from typing import Any
 
 import torch
 
+from spmdrl.algorithms.shaping import RIGHT_AT, ROUNDING
 from spmdrl.data.prompts import Order
 from spmdrl.types import Scalars
 
-RIGHT_AT = 1.0 - 1e-9
-"""A sample is right from a reward of 1 on; weights such as 0.7 + 0.2 + 0.1 round below it."""
 _SETTLED_MARGIN = 0.05
 _NEW = 0.5  # share of a new visit in a running mean: a row is seen a few times in a run
 
@@ -54,7 +53,7 @@ class Measured:
     def observe(self, scalars: Scalars) -> None:
         """Take in a batch, group after group."""
         groups: dict[int, list[tuple[int, int, bool, bool]]] = {}
-        columns = (scalars.rows, scalars.response_lengths, scalars.rewards >= RIGHT_AT,
+        columns = (scalars.rows, scalars.response_lengths, scalars.rewards >= RIGHT_AT - ROUNDING,
                    scalars.is_valid)
         for group, *sample in zip(scalars.group_ids.tolist(), *(c.tolist() for c in columns)):
             groups.setdefault(group, []).append(tuple(sample))

@@ -12,13 +12,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from spmdrl.algorithms.shaping import best_at_k_estimate, pass_at_k_estimate
+from spmdrl.algorithms.shaping import (
+    RIGHT_AT, ROUNDING, best_at_k_estimate, pass_at_k_estimate,
+)
 from spmdrl.rollout.episode import Sample
 from spmdrl.types import Sums
 
-RIGHT_AT = 1.0
-"""A sample is right from this reward on: full marks of a verifiable reward."""
-_ROUNDING = 1e-9  # weights such as 0.7 + 0.2 + 0.1 add up to just below 1
 _Z95 = 1.96
 _ANSWER = "pred"  # verl's name
 
@@ -185,7 +184,7 @@ def sizes(samples: int) -> list[int]:
 
 
 def _rights(outcome: Outcome, right_at: float) -> list[bool]:
-    return [reward >= right_at - _ROUNDING for reward in outcome.rewards]
+    return [reward >= right_at - ROUNDING for reward in outcome.rewards]
 
 
 def _majority(answers: Sequence[str], rights: Sequence[bool]) -> float:
