@@ -44,9 +44,11 @@ def train(cfg: Config, world: World) -> int:
     stream = WeightStream(policy, engine, world)  # meets: which slice goes to whom
     checkpoints = Checkpointer(cfg, world)
     state = checkpoints.restore(policy, source)  # meets
+    policy.size_microbatches(known=state.found_tokens)  # meets: if the config leaves it open
     first_push = stream.push(version=state.step)  # meets: proves the path before step one
     probe = stream.probe(source.probe_tokens())  # meets: engine and trainer agree, or stop
-    report.start(dry_run.derived(cfg), step=state.step, sums=add_sums(first_push, probe))
+    report.start(dry_run.derived(cfg, tokens=world.tokens_per_microbatch), step=state.step,
+                 sums=add_sums(first_push, probe))
     evaluated = evaluate(source, engine, world=world, step=state.step)  # meets
     report.evaluation(state.step, evaluated)
     checkpoints.check(evaluated)  # what checkpoint.keep compares is measured

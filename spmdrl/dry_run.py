@@ -13,7 +13,9 @@ from pathlib import Path
 
 from spmdrl import config
 from spmdrl.config import Config, inference_ranks, trainer_ranks
-from spmdrl.config.fields import replay_folder, trains_on_pairs
+from spmdrl.config.fields import (
+    least_tokens, replay_folder, trains_on_pairs, useful_tokens,
+)
 from spmdrl.data.rows import ground_truth_of, read_rows
 from spmdrl.data.tasks import is_generated, make_task
 from spmdrl.environments.serve import check_environment
@@ -153,8 +155,12 @@ def _check_reward_model(path: str, *, cfg: Config) -> None:
 # --------------------------------------------------------------------------- what follows
 
 
-def derived(cfg: Config) -> dict[str, str]:
-    """Return the arithmetic that follows from a config, as {name: text with its formula}."""
+def derived(cfg: Config, *, tokens: int = 0) -> dict[str, str]:
+    """Return the arithmetic that follows from a config, as {name: text with its formula}.
+
+    Args:
+        tokens: of a micro-batch, if the config leaves them open and they are known.
+    """
     batch, trainers, engines = cfg.batch, trainer_ranks(cfg), inference_ranks(cfg)
     dp = len(trainers) // (cfg.layout.cp * cfg.layout.tp)
     is_rl = cfg.algorithm.objective == "rl"
@@ -168,7 +174,7 @@ def derived(cfg: Config) -> dict[str, str]:
                                     f"{sequences / batch.updates_per_step:.0f} sequences",
         "tokens per step": f"at most {sequences} * {longest} = {sequences * longest:,}",
         "sequences per dp rank": _share(sequences, dp),
-        "micro-batches per dp rank": _microbatches(sequences, longest, dp=dp, cfg=cfg),
+        "micro-batches per dp rank": _microbatches(sequences, longest, dp=dp, cfg=cfg, found=tokens),
     }
     if engines:
         pairs["steps of generation ahead"] = f"{cfg.lag}"
@@ -185,12 +191,15 @@ def _share(total: int, parts: int) -> str:
     return f"{total} / {parts} = {about}{total / parts:.0f}"
 
 
-def _microbatches(sequences: int, longest: int, *, dp: int, cfg: Config) -> str:
-    tokens = sequences * longest / dp / cfg.batch.updates_per_step
-    most = max(1, -(-int(tokens) // cfg.batch.tokens_per_microbatch))
-    return (f"at most about {most} of {cfg.batch.tokens_per_microbatch} tokens"
-            + (f", for each of {cfg.batch.updates_per_step} updates"
-               if cfg.batch.updates_per_step > 1 else ""))
+def _microbatches(sequences: int, longest: int, *, dp: int, cfg: Config, found: int) -> str:
+    budget = cfg.batch.tokens_per_microbatch
+    updates = cfg.batch.updates_per_step
+    if not (budget or found):
+        return (f"auto: of {least_tokens(cfg)} to {useful_tokens(cfg)} tokens, as many as fit; "
+                "found at start (python -m spmdrl.plan estimates it)")
+    most = max(1, -(-int(sequences * longest / dp / updates) // (budget or found)))
+    return (f"at most about {most} of {budget or found} tokens" + ("" if budget else ", as found")
+            + (f", for each of {updates} updates" if updates > 1 else ""))
 
 
 def mesh_map(cfg: Config) -> dict[str, str]:

@@ -57,7 +57,7 @@ def exchange(rollouts: Rollouts, world: World, *, step: int) -> Batch:
     cfg = world.cfg.batch
     plan = partition(
         table.scalars.lengths, group_ids=table.scalars.group_ids, dp_size=world.dp_size,
-        tokens_per_microbatch=cfg.tokens_per_microbatch, num_updates=cfg.updates_per_step,
+        tokens_per_microbatch=world.tokens_per_microbatch, num_updates=cfg.updates_per_step,
         whole_groups=trains_on_pairs(world.cfg),
     )
     local = _move(rollouts, table, plan=plan, world=world, step=step)

@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from spmdrl.comm import PeersMissing, Watch, first_line, gather_objects, store_timeout
 from spmdrl.config import Config, flatten, inference_ranks, trainer_ranks
+from spmdrl.config.fields import least_tokens
 from spmdrl.launch import Launch, read_launch
 from spmdrl.mesh import make_expert_mesh, make_meshes
 
@@ -60,6 +61,8 @@ class World:
     """A signal asked for it: save at the next step boundary, then leave."""
     is_started: bool = field(default=False)
     """Start-up is over: there is progress to save."""
+    found_tokens: int = field(default=0)
+    """What was found for batch.tokens_per_microbatch 0, the same on every rank; 0 before."""
 
     @classmethod
     def start(cls, cfg: Config) -> "World":
@@ -161,6 +164,12 @@ class World:
     def dp_index(self, rank: int) -> int:
         """Return the data-parallel index of a trainer rank; cp and tp ranks share one."""
         return self.trainer_ranks.index(rank) // self.ranks_per_dp
+
+    @property
+    def tokens_per_microbatch(self) -> int:
+        """Token budget of a micro-batch: the config's, or what was found where that is 0, and
+        before it is found the least that there may be."""
+        return self.cfg.batch.tokens_per_microbatch or self.found_tokens or least_tokens(self.cfg)
 
     @property
     def speaks_for_dp(self) -> bool:

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import gc
-import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import policy_runs
+from spmdrl.policy.live_bytes import LiveBytes
 
 
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -34,35 +33,6 @@ def tiny_config(family: str, **sizes: Any) -> Any:
         hidden_size=64, intermediate_size=160, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, head_dim=16, vocab_size=104, max_position_embeddings=512,
         tie_word_embeddings="gemma" in family) | FAMILIES[family] | sizes)
-
-
-class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of storages that operations have made and that are still there."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._storages: dict[int, weakref.ref] = {}
-        self.peak = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, Tensor) and tensor.device.type == "cpu":
-                storage = tensor.untyped_storage()
-                self._storages[id(storage)] = weakref.ref(storage)
-        self.peak = max(self.peak, self.now())
-        return result
-
-    def now(self) -> int:
-        """Return the bytes that are alive."""
-        alive = 0
-        for key, reference in list(self._storages.items()):
-            storage = reference()
-            if storage is None:
-                del self._storages[key]
-            else:
-                alive += storage.nbytes()
-        return alive
 
 
 def write_model(folder: Path, family: str, **sizes: Any) -> str:

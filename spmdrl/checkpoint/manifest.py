@@ -57,6 +57,8 @@ class Manifest:
     """Path within the checkpoint -> size and digest."""
     evaluated: dict[str, float] = field(default_factory=dict)
     """{metric: value} of the evaluation of these weights; empty where none was due."""
+    found_tokens: int = 0
+    """What was found for batch.tokens_per_microbatch 0; 0 where the config says a number."""
 
 
 def checkpoints_folder(output_dir: str | Path) -> Path:

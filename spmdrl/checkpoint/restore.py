@@ -32,6 +32,9 @@ class TrainState:
     """Steps already done; 0 when fresh."""
     resumed_from: str = ""
     """Checkpoint folder; empty when fresh."""
+    found_tokens: int = 0
+    """What was found for batch.tokens_per_microbatch 0, under a config that takes as much memory;
+    0: to be found anew."""
 
 
 def restore(cfg: Config, world: World, *, policy: Saved, source: SavedSource) -> TrainState:
@@ -58,7 +61,7 @@ def restore(cfg: Config, world: World, *, policy: Saved, source: SavedSource) ->
             _check_config(content, cfg, folder=folder, is_speaker=world.rank == 0)
             _load(folder, content, cfg=cfg, world=world, policy=policy, source=source)
             _clear(cfg, damaged, is_speaker=world.rank == 0)
-            return TrainState(content.step, str(folder))
+            return TrainState(content.step, str(folder), _found_tokens(content, cfg))
         damaged[folder] = problem
         if world.rank == 0:
             log.warning("checkpoint %s cannot be used: %s", folder, problem)
@@ -179,6 +182,14 @@ def _load(
         set_rng_state(disk.load_plain(folder / f"rng_{world.rank}.pt"))
 
 
+def _found_tokens(content: disk.Manifest, cfg: Config) -> int:
+    """Return the found size of a micro-batch, which repeats the last bits; 0 where other fields
+    than those of the run's course differ: it might not fit, or more might."""
+    differing = {line.split(":")[0] for line in _differences(content.config, cfg)}
+    matters = [name for name in differing if name.startswith(_MATTERS)]
+    return 0 if matters else content.found_tokens
+
+
 def _clear(cfg: Config, damaged: dict[Path, str], *, is_speaker: bool) -> None:
     """Set aside what cannot be used, so that its step's name is free again."""
     if not is_speaker:
@@ -209,6 +220,10 @@ _FREE = (
     "engine.gpu_memory_frac", "engine.cpu_kv_cache_gib", "engine.max_num_seqs",
     "engine.max_batched_tokens", "model.memory", "batch.tokens_per_microbatch",
 )
+
+# What a micro-batch of so many tokens takes depends on these.
+_MATTERS = ("layout.", "model.", "batch.", "data.max_prompt_tokens", "sampling.max_response",
+            "algorithm.", "critic.", "engine.", "stream.bucket_bytes")
 
 
 def config_differences(saved: dict[str, Any], cfg: Config) -> list[str]:

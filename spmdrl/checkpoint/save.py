@@ -201,6 +201,7 @@ class Saver:
             step=pending.step, config=disk.plain(flatten(self.cfg)), model=_absolute(model.path),
             tokenizer=_absolute(model.tokenizer or model.path),
             rollout_ranks=pending.rollout_ranks, files=files, evaluated=pending.evaluated,
+            found_tokens=self.world.found_tokens,
         )
 
     def _give_up(self, step: int, problem: str, *, is_fatal: bool) -> None:

@@ -79,7 +79,7 @@ def _range_problems(cfg: Config) -> list[str]:
     problems = []
     at_least = {
         "steps": 1, "lag": 0, "batch.prompts_per_step": 1, "batch.group_size": 1,
-        "batch.tokens_per_microbatch": 1, "batch.updates_per_step": 1, "data.size": 0,
+        "batch.tokens_per_microbatch": 0, "batch.updates_per_step": 1, "data.size": 0,
         "data.eval_size": 0, "data.max_prompt_tokens": 1, "sampling.max_response_tokens": 1,
         "optimizer.max_grad_norm": 0, "optimizer.lr": 0, "critic.lr": 0,
         "engine.max_num_seqs": 1, "engine.max_batched_tokens": 1,
@@ -107,16 +107,17 @@ def _range_problems(cfg: Config) -> list[str]:
         problems.append(f"data.size: a generated task ({cfg.data.train}) has no size of its own; "
                         "set how many problems to make")
     longest = cfg.data.max_prompt_tokens + cfg.sampling.max_response_tokens
-    if cfg.algorithm.objective == "rl" and cfg.batch.tokens_per_microbatch < longest:
+    budget = cfg.batch.tokens_per_microbatch  # 0: found at start, no less than it must be
+    if budget and cfg.algorithm.objective == "rl" and budget < longest:
         problems.append(
-            f"batch.tokens_per_microbatch: {cfg.batch.tokens_per_microbatch} is below "
+            f"batch.tokens_per_microbatch: {budget} is below "
             f"data.max_prompt_tokens {cfg.data.max_prompt_tokens} + "
             f"sampling.max_response_tokens {cfg.sampling.max_response_tokens} = {longest}, so "
             "one sequence may not fit; raise it or lower those"
         )
-    if trains_on_pairs(cfg) and cfg.batch.tokens_per_microbatch < 2 * longest:
+    if budget and trains_on_pairs(cfg) and budget < 2 * longest:
         problems.append(
-            f"batch.tokens_per_microbatch: {cfg.batch.tokens_per_microbatch} is below 2 * "
+            f"batch.tokens_per_microbatch: {budget} is below 2 * "
             f"(data.max_prompt_tokens {cfg.data.max_prompt_tokens} + sampling.max_response_tokens "
             f"{cfg.sampling.max_response_tokens}) = {2 * longest}, so one pair, which stays "
             "together, may not fit; raise it or lower those"

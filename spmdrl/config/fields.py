@@ -171,7 +171,9 @@ class Batch:
     group_size: int = 8
     """Responses sampled per prompt."""
     tokens_per_microbatch: int = 16384
-    """Token budget of one forward pass on one dp rank. At least the longest sequence."""
+    """Token budget of one forward pass on one dp rank. At least the longest sequence. 0: found
+    before the first step, by forward and backward passes over rows of growing size, as many as
+    leave a tenth of the free memory; a resumed run repeats it on the same layout and model."""
     updates_per_step: int = 1
     """Optimizer steps per batch (mini-batches). Above 1, old logprobs get a pass of their
     own; at 1 they are the current ones and the ratio is exactly 1."""
@@ -464,6 +466,21 @@ class Config:
 def trains_on_pairs(cfg: Config) -> bool:
     """Return whether a row of data is two sequences that train together."""
     return cfg.algorithm.objective in ("preference", "reward_model")
+
+
+def least_tokens(cfg: Config) -> int:
+    """Return the tokens of the longest sequence, or pair of them: a micro-batch must hold it."""
+    longest = cfg.data.max_prompt_tokens + cfg.sampling.max_response_tokens
+    return 2 * longest if trains_on_pairs(cfg) else longest
+
+
+def useful_tokens(cfg: Config) -> int:
+    """Return the tokens of a dp rank's share of one update, were all its sequences the longest:
+    a larger micro-batch would stay empty."""
+    layout, batch = cfg.layout, cfg.batch
+    rows = batch.prompts_per_step * (batch.group_size if cfg.algorithm.objective == "rl" else 1)
+    parts = len(trainer_ranks(cfg)) // (layout.cp * layout.tp) * batch.updates_per_step
+    return -(-rows // max(1, parts)) * least_tokens(cfg)
 
 
 def replay_folder(cfg: Config) -> str:

@@ -74,10 +74,10 @@ class SupervisedSource:
     def __init__(self, cfg: Config, tokenizer: PreTrainedTokenizerBase):
         self.cfg, self.tokenizer = cfg, tokenizer
         self.rows = load_rows(cfg, split="train", need="example")
+        longest = cfg.data.max_prompt_tokens + cfg.sampling.max_response_tokens
         self._limit, self._field = min(
-            (cfg.data.max_prompt_tokens + cfg.sampling.max_response_tokens,
-             "data.max_prompt_tokens + sampling.max_response_tokens"),
-            (cfg.batch.tokens_per_microbatch, "batch.tokens_per_microbatch"))
+            (longest, "data.max_prompt_tokens + sampling.max_response_tokens"),
+            (cfg.batch.tokens_per_microbatch or longest, "batch.tokens_per_microbatch"))
         self._example = functools.lru_cache(maxsize=_CACHED_ROWS)(self._encode)
         self._example(0)
         self._kept, self.num_dropped = usable_rows(

@@ -48,23 +48,25 @@ def make_plan(
 
     Args:
         memory_bytes: of a rank's device.
-        tokens: budget of a micro-batch; 0 takes the run's.
+        tokens: budget of a micro-batch; 0 takes the run's, and where that is left open as many
+            as fit and an update can fill.
     """
-    tokens = tokens or run.microbatch_tokens
     alone = replace(axes, inference_tp=1)  # what trainers hold does not depend on it
-    trainer = trainer_memory(run, alone, tokens=tokens)
     engine, room = None, int(USABLE_FRAC * memory_bytes)
     trainer_room = room
     if axes.engines:
         engine = engine_memory(run, axes, memory_bytes=memory_bytes)
         if axes.placement == "colocated":
             trainer_room = room - engine.total
+    most = most_tokens(run, alone, room=trainer_room)
+    tokens = tokens or run.microbatch_tokens or min(
+        max(most, run.longest), -(-run.sequences // (axes.dp_size * run.updates)) * run.longest)
+    trainer = trainer_memory(run, alone, tokens=tokens)
     seconds = step_seconds(run, axes, rates=rates, tokens=tokens,
                            slots=engine.width if engine else 0)
     flows = (*trainer_flows(run, axes, tokens=tokens), *push_flows(run, axes),
              *([exchange_flow(run, axes)] if axes.engines else []))
-    found = Plan(axes, tokens, most_tokens(run, alone, room=trainer_room), trainer, engine,
-                 room, run.gpu_memory_frac, flows, seconds, ())
+    found = Plan(axes, tokens, most, trainer, engine, room, run.gpu_memory_frac, flows, seconds, ())
     return replace(found, problems=tuple(_memory_problems(found, run, trainer_room=trainer_room)))
 
 

@@ -93,7 +93,7 @@ class Run:
     response_tokens: float  # mean
     longest: int  # prompt and response, tokens
     longest_response: int
-    microbatch_tokens: int  # budget of a dp rank
+    microbatch_tokens: int  # budget of a dp rank; 0: as many as fit
     updates: int  # per step
     forwards: int  # passes over a batch besides the training pass
     frozen_models: int  # reference, teacher, reward models, as large as the policy

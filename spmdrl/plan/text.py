@@ -64,7 +64,8 @@ def layout_text(axes: Axes) -> str:
 
 def _memory_lines(plan: Plan, run: Run) -> Iterator[str]:
     yield f"Memory of a rank, GiB (of {plan.room / _GIB:.1f} that it may use)"
-    own = f"trainer, {plan.trainer.moment}, micro-batch of {plan.tokens} tokens"
+    auto = "" if run.microbatch_tokens else " (auto)"
+    own = f"trainer, {plan.trainer.moment}, micro-batch of {plan.tokens} tokens{auto}"
     yield from _cause_lines(own, plan.trainer)
     if plan.engine is not None:
         yield from _cause_lines("engine", plan.engine)

@@ -48,6 +48,10 @@ class Learner:
         return add_sums(*[self.trainee.take_step(update, self._loss, step=step, number=number)
                           for number, update in enumerate(jobs)])
 
+    def rehearse(self, jobs: Sequence[Job]) -> None:
+        """Run the micro-batches of an update and drop what comes of it; see Trainee."""
+        self.trainee.rehearse(jobs, self._loss)
+
     def follow(self, policy: ShardedModel, *, step: int) -> None:
         """Do nothing: it learns by itself."""
 

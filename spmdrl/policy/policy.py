@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -14,19 +15,23 @@ from spmdrl.flops import countable_shape, trained_flops
 from spmdrl.policy.companions import Companion, make_companions
 from spmdrl.policy.controllers import Coefficients
 from spmdrl.policy.file_tensors import file_tensors, live_tensors
+from spmdrl.policy.learner import Learner
 from spmdrl.policy.load import build_meta_model, model_folder
 from spmdrl.policy.lora import lora_form
 from spmdrl.policy.lora_files import AdapterRecord
 from spmdrl.policy.lora_merge import deltas
+from spmdrl.policy.microbatch import find_tokens
 from spmdrl.policy.objective import Job, Stats, make_jobs
 from spmdrl.policy.objectives import make_objective
 from spmdrl.policy.pairs import with_pairs
 from spmdrl.policy.reward_model import RewardModels
 from spmdrl.policy.sharded import ShardedModel
-from spmdrl.policy.trainee import Trainee
+from spmdrl.policy.trainee import LossOf, Trainee
 from spmdrl.shards import Delta, Part
 from spmdrl.types import Advantages, Batch, Sums, add_sums
 from spmdrl.world import World
+
+log = logging.getLogger(__name__)
 
 
 class Policy:
@@ -66,6 +71,7 @@ class Policy:
                        for name, part in self._parts_of_files.items()}
         lora = lora_form(cfg.model.lora)
         self._shape = countable_shape(hf_model)
+        self._vocab = hf_model.get_input_embeddings().weight.shape[0]
         if not world.is_trainer:
             return
         self._coefficients = Coefficients(cfg)
@@ -189,6 +195,32 @@ class Policy:
 
     # ---------------------------------------------------------------- training
 
+    def size_microbatches(self, *, known: int = 0) -> None:
+        """Find the token budget of a micro-batch where the config leaves it open, by 0, and make
+        it the world's; call on every rank, once what is to be trained was loaded.
+
+        Args:
+            known: what a checkpoint says was found; nothing is tried then.
+        Raises: see microbatch.find_tokens.
+        """
+        world = self.world
+        if self.cfg.batch.tokens_per_microbatch:
+            return
+        with world.watch.wait("size micro-batches", -1):
+            world.found_tokens = known or find_tokens(
+                self._rehearse, world, vocab=self._vocab,
+                columns=self._objective.columns if self.trainee else ())
+        if world.rank == 0:
+            log.info("micro-batches of %d tokens (batch.tokens_per_microbatch: 0%s)",
+                     world.found_tokens, ", as the checkpoint says" if known else "")
+
+    def _rehearse(self, batch: Batch, advantages: Advantages) -> None:
+        jobs = self._jobs(batch, advantages)
+        for companion in self.companions.values():
+            if isinstance(companion, Learner):
+                companion.rehearse(jobs[0])
+        self.trainee.rehearse(jobs[0], self._loss_of(jobs, step=0))
+
     def update(self, batch: Batch, advantages: Advantages, *, step: int) -> Sums:
         """Take the batch's optimizer steps, those of companions too; call on every rank.
 
@@ -225,11 +257,15 @@ class Policy:
         return is_there and step < self.cfg.critic.options.get("warmup_steps", 0)
 
     def _update(self, jobs: Sequence[Sequence[Job]], *, step: int) -> Sums:
+        loss_of = self._loss_of(jobs, step=step)
+        return add_sums(*[
+            self.trainee.take_step(update, loss_of, step=step, number=number)
+            for number, update in enumerate(jobs)])
+
+    def _loss_of(self, jobs: Sequence[Sequence[Job]], *, step: int) -> LossOf:
         statistics = self._objective.statistics(jobs, world=self.world)
 
         def loss_of(job: Job) -> tuple[Tensor, Stats]:
             return self._objective(self._model, job, step=step, statistics=statistics)
 
-        return add_sums(*[
-            self.trainee.take_step(update, loss_of, step=step, number=number)
-            for number, update in enumerate(jobs)])
+        return loss_of

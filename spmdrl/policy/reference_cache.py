@@ -194,7 +194,7 @@ def _compute(cfg: Config, world: World, own: Sequence[Row], *, path: str, file: 
     model = _together(lambda: ShardedModel(cfg, world, path=path, is_trained=False), world)
     known, began = shared_table(file, parts, world)[0], time.monotonic()
     done = set(known.keys.tolist())
-    rows = [row for row in packs(own, cfg.batch.tokens_per_microbatch)
+    rows = [row for row in packs(own, world.tokens_per_microbatch)
             if any(s.key not in done for s in row)]
     with world.watch.wait("count rows", -1):
         counts = gather_objects((len(rows), sum(len(s) for row in rows for s in row)),

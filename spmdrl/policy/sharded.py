@@ -207,7 +207,7 @@ class ShardedModel:
         """
         scored: list[Tensor] = []
         options = replace(self.scorer.head_options, temperature=1.0)
-        for rows in packs(tokens, self.cfg.batch.tokens_per_microbatch):
+        for rows in packs(tokens, self.world.tokens_per_microbatch):
             lengths = [len(row) for row in rows]
             positions = torch.cat([torch.arange(n) for n in lengths])
             work = self.scoring(torch.tensor([t for row in rows for t in row]), lengths,

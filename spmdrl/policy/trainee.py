@@ -67,14 +67,7 @@ class Trainee:
             step: training step, for the schedule. number: of the update within the step.
         Returns: sums over all trainer ranks, equal on each of them.
         """
-        totals = Totals()
-        self.routers.prepare(jobs, loss_of)
-        for index, job in enumerate(jobs):
-            self.model.scorer.set_requires_all_reduce(index == len(jobs) - 1)
-            with self.routers.watching(job):
-                loss, stats = loss_of(job)
-            ((loss + self.routers.take()) * self._averaged).backward()
-            totals.add(job, loss, stats)
+        totals = self._accumulate(jobs, loss_of)
         gradients = self.optimizer.gradients()
         if self.model.whole:
             tensor_parallel.sum_replicated_gradients(
@@ -95,6 +88,25 @@ class Trainee:
         self.optimizer.zero_grad()
         routed = self.routers.finish(is_taken=outcome.is_finite)
         return self._sums(outcome, lr=lr, is_first=number == 0) | routed
+
+    def _accumulate(self, jobs: Sequence[Job], loss_of: LossOf) -> Totals:
+        """Run all micro-batches forward and backward; gradients add up in the parameters."""
+        totals = Totals()
+        self.routers.prepare(jobs, loss_of)
+        for index, job in enumerate(jobs):
+            self.model.scorer.set_requires_all_reduce(index == len(jobs) - 1)
+            with self.routers.watching(job):
+                loss, stats = loss_of(job)
+            ((loss + self.routers.take()) * self._averaged).backward()
+            totals.add(job, loss, stats)
+        return totals
+
+    def rehearse(self, jobs: Sequence[Job], loss_of: LossOf) -> None:
+        """Run micro-batches as `take_step` does, and drop gradients and metrics: nothing of the
+        model, its optimizer and its routers is changed."""
+        self._accumulate(jobs, loss_of)
+        self.optimizer.zero_grad()
+        self.routers.finish(is_taken=False)
 
     def state_dict(self) -> dict[str, object]:
         """Return model and optimizer state as nested dicts of DTensors that share live storage.

@@ -1,0 +1,94 @@
+"""How many bytes a stretch of work takes at most, on either kind of device."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+_CGROUPS = (("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+            ("/sys/fs/cgroup/memory/memory.limit_in_bytes",
+             "/sys/fs/cgroup/memory/memory.usage_in_bytes"))
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of host storages that operations have made and that are still there.
+
+    Every operation is looked at: for models that the CPU can train, not for speed.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._storages: dict[int, weakref.ref] = {}
+        self.peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor) and tensor.device.type == "cpu":
+                storage = tensor.untyped_storage()
+                self._storages[id(storage)] = weakref.ref(storage)
+        self.peak = max(self.peak, self.now())
+        return result
+
+    def now(self) -> int:
+        """Return the bytes that are alive; FSDP2 empties storages that it keeps."""
+        alive = 0
+        for key, reference in list(self._storages.items()):
+            storage = reference()
+            if storage is None:
+                del self._storages[key]
+            else:
+                alive += storage.nbytes()
+        return alive
+
+
+@dataclass
+class Peak:
+    """What a stretch of work took at most, besides what was there before."""
+
+    bytes: int = 0
+
+
+@contextmanager
+def peak_bytes(device: torch.device) -> Iterator[Peak]:
+    """Measure the stretch inside; its `bytes` are there when it ends."""
+    found = Peak()
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        yield found
+        torch.cuda.synchronize(device)
+        found.bytes = torch.cuda.max_memory_allocated(device) - before
+        return
+    with LiveBytes() as live:
+        yield found
+    found.bytes = live.peak
+
+
+def free_bytes(device: torch.device) -> int:
+    """Return what may still be taken: of the GPU, or of the host by all its processes."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()  # what torch keeps for later is free too
+        return torch.cuda.mem_get_info(device)[0]
+    available = next(int(line.split()[1]) * 1024
+                     for line in Path("/proc/meminfo").read_text().splitlines()
+                     if line.startswith("MemAvailable:"))
+    for limit, usage in _CGROUPS:  # a container may have less than its host
+        if Path(limit).exists() and Path(limit).read_text().strip().isdigit():
+            room = int(Path(limit).read_text()) - int(Path(usage).read_text())
+            available = min(available, max(0, room))
+    return available

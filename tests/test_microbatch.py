@@ -1,0 +1,221 @@
+"""batch.tokens_per_microbatch 0: what is found fits, is the largest, and changes nothing else."""
+
+from __future__ import annotations
+
+import random
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from policy_runs import advantages, batch, config, full_parameters
+from ranks import run_ranks
+from runs import TINY, metrics, run
+from test_train import REWARDS, assert_same_end
+
+from spmdrl.config import Config, parse
+from spmdrl.config.check import validate
+from spmdrl.config.fields import least_tokens, useful_tokens
+from spmdrl.create_model import create_model
+from spmdrl.credit import per_token
+from spmdrl.policy.microbatch import Point, fitting_tokens
+from spmdrl.policy.optimizer import local_part
+from spmdrl.policy.router import BIAS
+from spmdrl.types import Advantages
+
+
+def _model(where: Path) -> Path:
+    return create_model(where / "model", hidden_size=32, layers=2, heads=4, kv_heads=2,
+                        intermediate=48)
+
+
+def _config(where: Path, **options: object) -> Config:
+    cfg = config(_model(where), where / "run", **options)
+    return replace(
+        cfg, data=replace(cfg.data, max_prompt_tokens=40),
+        sampling=replace(cfg.sampling, max_response_tokens=60),
+        batch=replace(cfg.batch, tokens_per_microbatch=0, prompts_per_step=100, group_size=8))
+
+
+# ------------------------------------------------------------------ arithmetic
+
+
+def test_a_line_through_two_peaks_says_what_fits():
+    points = Point(100, 3000), Point(200, 5000)  # 1000 + 20 * tokens
+    assert fitting_tokens(*points, room=21000, most=10**6) == 1000
+    assert fitting_tokens(*points, room=21000, most=700) == 700
+    assert fitting_tokens(*points, room=900, most=700) == 0
+    flat = Point(100, 3000), Point(200, 3000)
+    assert fitting_tokens(*flat, room=3000, most=700) == 700
+    assert fitting_tokens(*flat, room=2999, most=700) == 0
+
+
+def test_bounds_follow_from_the_config(tmp_path):
+    cfg = _config(tmp_path, world_size=4, tp=2, updates=2)
+    assert least_tokens(cfg) == 100
+    assert useful_tokens(cfg) == 100 * 8 // 2 // 2 * 100  # samples, dp, updates, tokens
+    pairs = replace(cfg, algorithm=replace(cfg.algorithm, objective="preference"))
+    assert least_tokens(pairs) == 200 and useful_tokens(pairs) == 100 // 2 // 2 * 200
+
+
+# ------------------------------------------------------------------ real ranks
+
+
+def _update(policy: object, world: object) -> dict:
+    own = policy.annotate(batch(world.dp_index(world.rank), world.dp_size), step=0)
+    tokens = per_token(own, advantages()).tokens
+    return policy.update(own, Advantages(tokens, returns=tokens), step=0)
+
+
+def _find(cfg: Config, room: int) -> dict:
+    """Find the size with so many bytes free on the last rank; look at what is left behind."""
+    from spmdrl.policy import Policy, microbatch
+    from spmdrl.policy.live_bytes import peak_bytes
+    from spmdrl.world import World
+
+    world = World.start(cfg)
+    policy = Policy(cfg, world)
+    is_last = world.rank == world.world_size - 1
+    # Shared by the ranks of this machine.
+    microbatch.free_bytes = lambda device: world.world_size * (room if is_last else 10 * room)
+    before = full_parameters(policy), policy.optimizer.state_dict()["updates"].clone()
+    random_state = torch.get_rng_state(), random.getstate()
+    assert world.tokens_per_microbatch == least_tokens(cfg)
+    policy.size_microbatches()
+    found = world.tokens_per_microbatch
+    assert torch.equal(torch.get_rng_state(), random_state[0])
+    assert random.getstate() == random_state[1]
+    assert not policy.optimizer.gradients()
+    assert float(policy.optimizer.state_dict()["updates"]) == float(before[1]) == 0
+    after = full_parameters(policy)
+    assert all(torch.equal(after[name], value) for name, value in before[0].items())
+    peaks = {}
+    for tokens in (found, found + 400):
+        rows = microbatch.make_rows(
+            world, count=tokens // 100, length=100, vocab=96,
+            columns=policy._objective.columns)
+        with peak_bytes(world.device) as peak:
+            policy._rehearse(*rows)
+        peaks[tokens] = peak.bytes
+    sums = _update(policy, world)
+    parameters = full_parameters(policy)
+    other = Policy(cfg, world)  # which tries nothing
+    assert sums == _update(other, world)
+    assert all(torch.equal(parameters[n], p) for n, p in full_parameters(other).items())
+    world.close()
+    return {"found": found, "peaks": peaks}
+
+
+@pytest.mark.parametrize("options", [
+    {}, {"advantage": "gae", "kl_coef": 0.01}, {"world_size": 2},
+    {"world_size": 2, "model": {"memory": {"activation_checkpointing": "full"}}},
+], ids=["one", "critic, reference", "two", "checkpointing"])
+def test_what_is_found_fits_and_400_tokens_more_do_not(options, tmp_path):
+    cfg = _config(tmp_path, **options)
+    room = 8 * 2**20
+    results = run_ranks(cfg.layout.world_size, _find, cfg, room)
+    assert len({r["found"] for r in results}) == 1
+    found, peaks = results[-1]["found"], results[-1]["peaks"]
+    assert 500 < found < useful_tokens(cfg) and found % 256 == 0
+    assert peaks[found] <= 0.9 * room < peaks[found + 400], (found, peaks)
+
+
+def _refused(cfg: Config, room: int) -> str:
+    from spmdrl.policy import Policy, microbatch
+    from spmdrl.world import World
+
+    world = World.start(cfg)
+    policy = Policy(cfg, world)
+    microbatch.free_bytes = lambda device: room * (2 if world.rank else 20)
+    try:
+        policy.size_microbatches()
+    except ValueError as error:
+        return str(error)
+    finally:
+        world.close()
+    return f"accepted {world.tokens_per_microbatch}"
+
+
+def test_too_little_memory_for_one_sequence_is_refused_on_all_ranks(tmp_path):
+    for text in run_ranks(2, _refused, _config(tmp_path, world_size=2), 2**18):
+        assert text.startswith("batch.tokens_per_microbatch: 0, and not even the longest sequence, "
+                               "100 tokens")
+        lacking = re.search(r"about ([\d.e-]+) GiB, .* memory ([\d.e-]+) GiB .*; ([\d.e-]+) GiB",
+                            text)
+        assert lacking and float(lacking[3]) > 0, text
+
+
+def test_pairs_stay_together_and_a_router_is_left_alone(tmp_path):
+    cfg = _config(tmp_path, objective="preference", loss="dpo")
+    cfg = replace(cfg, batch=replace(cfg.batch, prompts_per_step=3))
+    found = run_ranks(1, _found, cfg)[0]
+    assert found["tokens"] == useful_tokens(cfg) == 3 * 200
+    folder = create_model(tmp_path / "moe", architecture="deepseek_v3", hidden_size=32, layers=2,
+                          heads=4, kv_heads=4, intermediate=16)
+    cfg = _config(tmp_path, world_size=2)
+    cfg = replace(cfg, layout=replace(cfg.layout, ep=2),
+                  batch=replace(cfg.batch, prompts_per_step=4),
+                  model=replace(cfg.model, path=str(folder), moe={"balance": "bias"}))
+    for found in run_ranks(2, _found, cfg):
+        assert found["tokens"] == 4 * 8 // 2 * 100
+
+
+def _found(cfg: Config) -> dict:
+    from spmdrl.policy import Policy
+    from spmdrl.world import World
+
+    world = World.start(cfg)
+    policy = Policy(cfg, world)
+    model = policy.state_dict()["model"]
+    before = {name: local_part(tensor).clone() for name, tensor in model.items()}
+    policy.size_microbatches()
+    after = policy.state_dict()["model"]
+    assert all(torch.equal(local_part(after[name]), before[name]) for name in after)
+    if cfg.model.moe:
+        assert any(BIAS in name for name in after), "routers have a bias that could have moved"
+        assert _update(Policy(cfg, world), world) == _update(policy, world)
+    world.close()
+    return {"tokens": world.tokens_per_microbatch}
+
+
+# ------------------------------------------------------------------ the program
+
+
+def test_a_run_that_finds_its_size_equals_one_that_is_given_it_and_resumes(tmp_path):
+    model = create_model(tmp_path / "start", hidden_size=32, layers=2, heads=2, kv_heads=1)
+    flags = TINY["rl"] | {
+        "model.path": model, "engine.kind": "transformers", "layout.placement": "colocated",
+        "lag": 0, "steps": 2, "checkpoint.every-steps": 1, "checkpoint.keep": "{last: 9}"}
+    (tmp_path / "r.py").write_text(REWARDS)  # varied rewards: every step must move the weights
+    flags["rewards.functions"] = f"{tmp_path / 'r.py'}:varied"
+    auto, given = tmp_path / "auto", tmp_path / "given"
+    open_, steps = {"output-dir": auto, "batch.tokens-per-microbatch": 0}, {"steps": 1}
+    finished = run("demo_grpo.yaml", 2, **flags | open_ | steps)
+    tokens = int(re.search(r"of (\d+) tokens, as found", finished.output)[1])
+    resumed = run("demo_grpo.yaml", 2, **flags | open_)
+    assert f"of {tokens} tokens, as found" in resumed.output
+    log = (auto / "logs" / "attempt_2" / "rank_0.log").read_text()
+    assert f"micro-batches of {tokens} tokens (batch.tokens_per_microbatch: 0, as the ch" in log
+    assert "at its peak" not in log, "nothing was tried again"
+    run("demo_grpo.yaml", 2, **flags | {
+        "output-dir": given, "batch.tokens-per-microbatch": tokens})
+    assert_same_end(auto, given)
+    assert len(metrics(given)) == 2
+
+
+def test_the_dry_run_and_the_planner_say_auto(capsys, tmp_path):
+    from spmdrl.dry_run import derived
+    from spmdrl.plan.__main__ import main
+
+    cfg = parse(["--config", "configs/gpu_split_8.yaml", "--batch.tokens-per-microbatch", "0"])
+    assert not [p for p in validate(cfg) if "tokens_per_microbatch" in p]
+    text = derived(cfg)["micro-batches per dp rank"]
+    assert text.startswith(f"auto: of {least_tokens(cfg)} to {useful_tokens(cfg)} tokens")
+    assert "as found" in derived(cfg, tokens=5000)["micro-batches per dp rank"]
+    shape = ["--config", "configs/gpu_split_8.yaml", "--shape", "qwen3-8b", "--top", "0"]
+    assert main([*shape, "--batch.tokens-per-microbatch", "0"]) == 0
+    out = capsys.readouterr().out
+    most = re.search(r"largest tokens_per_microbatch that fits: (\d+)", out)[1]
+    assert re.search(r"micro-batch of (\d+) tokens \(auto\)", out)[1] == str(
+        min(int(most), useful_tokens(cfg)))
