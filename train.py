@@ -44,6 +44,7 @@ def train(cfg: Config, world: World) -> int:
     stream = WeightStream(policy, engine, world)  # meets: which slice goes to whom
     checkpoints = Checkpointer(cfg, world)
     state = checkpoints.restore(policy, source)  # meets
+    stream.release()  # colocated: the engines' memory is the trainers', until the next push
     policy.size_microbatches(known=state.found_tokens)  # meets: if the config leaves it open
     first_push = stream.push(version=state.step)  # meets: proves the path before step one
     probe = stream.probe(source.probe_tokens())  # meets: engine and trainer agree, or stop
@@ -60,6 +61,7 @@ def train(cfg: Config, world: World) -> int:
         batch = exchange(source.take(step), world, step=step)  # meets: rollouts to trainers
         source.observe(batch, step=step)  # lengths and pass rates, for the prompts to come
         source.generate(engine, until=step + cfg.lag)  # lag > 0: overlaps with the update
+        stream.release()  # colocated: the engines' memory is the update's, until the push
         batch = policy.annotate(batch, step=step)  # reference, old logprobs: if a method asks
         advantages = advantages_of(batch, cfg, world, step=step)
         updated = policy.update(batch, advantages, step=step)

@@ -292,7 +292,10 @@ class Engine:
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Dtype of the engine's weights; trainer shards are cast to it by the sender."""
     gpu_memory_frac: float = 0.85
-    """Share of GPU memory for weights and KV cache (split); CUDA only."""
+    """Share of GPU memory for weights and KV cache; CUDA only. Colocated, the engine has it while
+    it generates, beside the trainers' weights and optimizer state: leave room for these. During
+    updates it sleeps (vLLM with options {enable_sleep_mode: true}, the default there; transformers
+    frees its cache), unless requests are unfinished (over_sample), and its memory is theirs."""
     cpu_kv_cache_gib: float = 0.5
     """KV cache size on the CPU, GiB per rank."""
     max_num_seqs: int = 256

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -85,6 +85,26 @@ class EngineProtocol(Protocol):
 
     def reload_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Load whole tensors by checkpoint name, with whatever the engine makes of them."""
+
+    @property
+    def can_sleep(self) -> bool:
+        """Whether its memory can be had for a while; see handover.py."""
+
+    def sleep(self, *, keeps_weights: bool) -> None:
+        """Free the KV cache, and the weights or a part of them, until `wake`. No request is
+        unfinished, and none comes meanwhile.
+
+        Args:
+            keeps_weights: they must be what they were after `wake`; else they are written anew.
+        """
+
+    def wake(self, part: Literal["weights", "cache"]) -> None:
+        """Take back the memory of the weights, and then of the KV cache, which is empty. Weights
+        have the addresses that they had."""
+
+    def held_bytes(self) -> int:
+        """Return the bytes in use: on CUDA of the whole device, by whomever; on the CPU those of
+        weights and KV cache."""
 
     def close(self) -> None:
         """Free the engine. On every rank, before the process group goes."""

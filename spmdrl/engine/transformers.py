@@ -13,6 +13,7 @@ import logging
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -25,6 +26,7 @@ from spmdrl.engine.sampling import draw, numbers
 from spmdrl.policy.attention import Packing, make_packing, pick_attention
 from spmdrl.policy.file_tensors import file_tensors, live_tensors
 from spmdrl.policy.head import head_chunk_tokens
+from spmdrl.policy.live_bytes import device_bytes
 from spmdrl.policy.load import load_whole_model
 from spmdrl.policy.sharded import packs
 from spmdrl.shards import Held
@@ -313,6 +315,26 @@ class Engine:
             self._held.value(name, whole).live.copy_(tensor)
 
     reload_weights = load_weights
+
+    # ---------------------------------------------------------------- sleep
+
+    can_sleep = True
+
+    def sleep(self, *, keeps_weights: bool) -> None:
+        """Free the KV cache. Weights stay: they are memory like any other here."""
+        self._num_slots = self._cache.num_slots
+        self._cache = self._cache.resized(0, self._longest)
+
+    def wake(self, part: Literal["weights", "cache"]) -> None:
+        """Make a new cache."""
+        if part == "cache":
+            self._cache = self._cache.resized(self._num_slots, self._longest)
+
+    def held_bytes(self) -> int:
+        """Return the bytes in use, see EngineProtocol."""
+        if self.world.device.type == "cuda":
+            return device_bytes(self.world.device)
+        return self._cache.nbytes + sum(t.nbytes for t in live_tensors(self._hf_model).values())
 
     def close(self) -> None:
         """Free the model and its cache."""

@@ -12,7 +12,7 @@ import logging
 import os
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,10 @@ from torch import Tensor, nn
 
 from spmdrl.config import Config
 from spmdrl.engine.protocol import Completion, Request
+from spmdrl.policy.live_bytes import device_bytes
 from spmdrl.world import World
+
+log = logging.getLogger(__name__)
 
 INSTALL_HINT = (
     "vLLM is not importable: {error}. On a GPU machine `pip install vllm==0.32.0`; on the CPU "
@@ -49,6 +52,7 @@ class Engine:
         self._llm: Any = None
         # {request: [(tokens drawn when these weights were replaced, their version)]}
         self._replaced: dict[str, list[tuple[int, int]]] = {}
+        self._unregistered: list[tuple[Tensor, Tensor]] = []  # live, and kept while it sleeps
         self._has_groups = bool(world.inference_ranks)
         if not self._has_groups:
             return
@@ -168,6 +172,39 @@ class Engine:
         """Load whole tensors by checkpoint name through vLLM's layerwise reloading."""
         self._runner.reload_weights(weights_iterator=weights)
 
+    # ---------------------------------------------------------------- sleep
+
+    @property
+    def can_sleep(self) -> bool:
+        """Whether vLLM's sleep mode is on: on CUDA, unless engine.options says otherwise. vLLM has
+        none on the CPU."""
+        return self._llm is not None and self._llm.vllm_config.model_config.enable_sleep_mode
+
+    def sleep(self, *, keeps_weights: bool) -> None:
+        """Unmap the KV cache and the weights, which keep their addresses.
+
+        Weights that are written anew anyway are dropped (level 2): a host copy (level 1) takes as
+        much pinned memory and goes over the bus twice in each step. vLLM keeps the buffers
+        through level 2 itself; tensors that modules hold without registering them are kept here.
+        """
+        self._unregistered = [] if keeps_weights else [
+            (tensor, tensor.cpu()) for tensor in _unregistered_tensors(self.model)]
+        self._llm.sleep(1 if keeps_weights else 2)
+
+    def wake(self, part: Literal["weights", "cache"]) -> None:
+        """Map memory to the weights, and then to the KV cache."""
+        self._llm.wake_up(["weights" if part == "weights" else "kv_cache"])
+        if part == "weights":
+            for tensor, kept in self._unregistered:
+                tensor.copy_(kept)
+            self._unregistered = []
+
+    def held_bytes(self) -> int:
+        """Return the bytes in use, see EngineProtocol."""
+        if self.world.device.type == "cuda":
+            return device_bytes(self.world.device)
+        return sum(t.nbytes for t in (*self.model.parameters(), *self._runner.kv_caches))
+
     def close(self) -> None:
         """Free the engine and vLLM's groups. On every rank, before the process group goes."""
         if not self._has_groups:
@@ -225,7 +262,12 @@ def _build(cfg: Config, world: World) -> Any:
     if on_cpu:
         _keep_linear_weights_live()
         _keep_expert_weights_live()
-    options = {"enable_prefix_caching": True} | cfg.engine.options
+    is_shared = cfg.layout.placement == "colocated"
+    options = {"enable_prefix_caching": True,
+               "enable_sleep_mode": is_shared and not on_cpu} | cfg.engine.options
+    if is_shared and on_cpu:
+        log.info("vLLM has no sleep mode on the CPU: its KV cache, engine.cpu_kv_cache_gib %g, "
+                 "stays during updates", cfg.engine.cpu_kv_cache_gib)
     if on_cpu:
         # A prompt computed in parts has the draw behind each part but the last taken back, and
         # vLLM cannot take back that of a seeded request here: CPU generators have no offset.
@@ -259,6 +301,19 @@ def _own_arguments(cfg: Config, *, on_cpu: bool) -> dict[str, Any]:
         disable_log_stats=True,
         use_tqdm_on_load=False,
     )
+
+
+def _unregistered_tensors(model: nn.Module) -> list[Tensor]:
+    """Return the device tensors that modules hold as plain attributes, the KV cache left out."""
+    known = {id(t) for t in (*model.parameters(), *model.buffers())}
+    found: dict[int, Tensor] = {}
+    for module in model.modules():
+        for name, value in vars(module).items():
+            values = value if isinstance(value, (list, tuple)) else (value,)
+            for tensor in values if name != "kv_cache" else ():
+                if isinstance(tensor, Tensor) and tensor.is_cuda and id(tensor) not in known:
+                    found[id(tensor)] = tensor
+    return list(found.values())
 
 
 def _executor_class() -> type:

@@ -33,6 +33,7 @@ class Memory:
     moment: str = ""  # when that is
     sequences: int = 0  # of the longest kind that the KV cache holds
     width: int = 0  # sequences of mean length that are decoded together
+    resting: int = 0  # what stays while the other role of a colocated rank works
 
     @property
     def total(self) -> int:
@@ -141,7 +142,8 @@ def trainer_memory(run: Run, axes: Axes, *, tokens: int = 0) -> Memory:
         causes["stream buckets"] = 2 * min(run.bucket_bytes, state * run.engine_bytes)
     if run.on_gpu:
         causes["CUDA context"] = CUDA_CONTEXT
-    return Memory({name: size for name, size in causes.items() if size}, moment)
+    resting = sum(causes[name] for name in ("weights", "optimizer", "other models"))
+    return Memory({name: size for name, size in causes.items() if size}, moment, resting=resting)
 
 
 def _saved(run: Run, axes: Axes, *, tokens: int) -> Saved:
@@ -314,7 +316,12 @@ def engine_memory(run: Run, axes: Axes, *, memory_bytes: int) -> Memory:
     causes["KV cache"] = used
     if axes.placement != "offline":
         causes["stream buckets"] = 2 * min(run.bucket_bytes, weights)
-    return Memory(causes, "while it generates", sequences, width)
+    resting = sum(causes.values())
+    if run.engine_sleeps and run.engine_kind == "vllm":
+        resting = CUDA_GRAPHS  # CUDA's context is the process's own, and counted with the trainer
+    elif run.engine_sleeps:
+        resting -= used
+    return Memory(causes, "while it generates", sequences, width, resting)
 
 
 def _cache(room: int, run: Run, *, per_token: int) -> tuple[int, int, int]:

@@ -14,7 +14,7 @@ from spmdrl.plan.setting import Axes, Rates, Run, axes_problems
 from spmdrl.plan.traffic import Flow, exchange_flow, push_flows, trainer_flows
 
 _POWERS = (1, 2, 4, 8, 16, 32, 64)
-_SHARED_FRACS = (0.3, 0.45, 0.6)
+_SHARED_FRACS = (0.3, 0.45, 0.6, 0.75)
 
 
 @dataclass(frozen=True)
@@ -35,10 +35,12 @@ class Plan:
     @property
     def rank_bytes(self) -> int:
         """Bytes of the fullest rank."""
-        engine = self.engine.total if self.engine else 0
-        if self.axes.placement == "colocated":
-            return self.trainer.total + engine
-        return max(self.trainer.total, engine)
+        if self.engine is None:
+            return self.trainer.total
+        if self.axes.placement == "colocated":  # each beside what is left of the other
+            return max(self.trainer.total + self.engine.resting,
+                       self.engine.total + self.trainer.resting)
+        return max(self.trainer.total, self.engine.total)
 
 
 def make_plan(
@@ -57,7 +59,7 @@ def make_plan(
     if axes.engines:
         engine = engine_memory(run, axes, memory_bytes=memory_bytes)
         if axes.placement == "colocated":
-            trainer_room = room - engine.total
+            trainer_room = room - engine.resting
     most = most_tokens(run, alone, room=trainer_room)
     tokens = tokens or run.microbatch_tokens or min(
         max(most, run.longest), -(-run.sequences // (axes.dp_size * run.updates)) * run.longest)
@@ -78,6 +80,11 @@ def _memory_problems(plan: Plan, run: Run, *, trainer_room: int) -> Iterator[str
         yield (f"a trainer rank needs {_gib(plan.trainer.total)}, {_gib(over)} more than the "
                f"{_gib(max(0, trainer_room))} it may use{beside}; most of it is "
                f"{cause} ({_gib(plan.trainer.causes[cause])})")
+    short = plan.engine.total + plan.trainer.resting - plan.room if plan.engine else 0
+    if plan.axes.placement == "colocated" and run.on_gpu and short > 0:
+        yield (f"an engine rank needs {_gib(plan.engine.total)}, {_gib(short)} more than the "
+               f"{_gib(max(0, plan.room - plan.trainer.resting))} that the trainer's weights and "
+               "optimizer state leave it; lower engine.gpu_memory_frac")
     if plan.engine is not None and not plan.engine.sequences:
         what = "engine.gpu_memory_frac" if run.on_gpu else "engine.cpu_kv_cache_gib"
         yield (f"an engine rank has no room for one sequence of {run.longest} tokens beside "

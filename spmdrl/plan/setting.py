@@ -13,6 +13,7 @@ from spmdrl.hardware import GPUS, Gpu
 from spmdrl.imports import divisors
 from spmdrl.model_shape import ModelShape
 from spmdrl.plan.activations import Kernels
+from spmdrl.rollout.schedule import schedule_of
 
 ITEM = {"bfloat16": 2, "float32": 4}
 
@@ -102,6 +103,7 @@ class Run:
     lora_targets: tuple[str, ...]  # ends of module names; empty is all linear layers
     chunk_tokens: int  # positions whose logits exist at once
     engine_kind: str
+    engine_sleeps: bool  # its memory is lent to the update, colocated
     engine_bytes: int  # of one element of its weights and cache
     max_num_seqs: int
     max_batched_tokens: int
@@ -155,11 +157,21 @@ def run_of(
         lora_rank=lora["rank"] if cfg.model.lora else 0,
         lora_targets=() if targets == ALL_LINEAR or isinstance(targets, str) else tuple(targets),
         chunk_tokens=chunk_tokens, engine_kind=cfg.engine.kind,
+        engine_sleeps=_engine_sleeps(cfg, on_gpu=on_gpu),
         engine_bytes=ITEM[cfg.engine.dtype], max_num_seqs=cfg.engine.max_num_seqs,
         max_batched_tokens=cfg.engine.max_batched_tokens,
         gpu_memory_frac=cfg.engine.gpu_memory_frac,
         cpu_cache_bytes=int(cfg.engine.cpu_kv_cache_gib * 2**30),
         bucket_bytes=cfg.stream.bucket_bytes)
+
+
+def _engine_sleeps(cfg: Config, *, on_gpu: bool) -> bool:
+    """Return whether handover.py can put an engine to sleep: not with requests left over."""
+    if schedule_of(cfg)["over_sample"] > 1:
+        return False
+    if cfg.engine.kind == "transformers":
+        return True
+    return on_gpu and cfg.engine.options.get("enable_sleep_mode", True)
 
 
 _PASSES = {"old_logprobs", "ref_logprobs", "teacher_logprobs", "values", "prm_logprobs"}

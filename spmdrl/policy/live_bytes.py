@@ -79,11 +79,9 @@ def peak_bytes(device: torch.device) -> Iterator[Peak]:
 
 def free_bytes(device: torch.device) -> int:
     """Return what may still be taken: of the GPU, or of the host by all its processes."""
-    gc.collect()
     if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        torch.cuda.empty_cache()  # what torch keeps for later is free too
-        return torch.cuda.mem_get_info(device)[0]
+        return torch.cuda.mem_get_info(device)[1] - device_bytes(device)
+    gc.collect()
     available = next(int(line.split()[1]) * 1024
                      for line in Path("/proc/meminfo").read_text().splitlines()
                      if line.startswith("MemAvailable:"))
@@ -92,3 +90,12 @@ def free_bytes(device: torch.device) -> int:
             room = int(Path(limit).read_text()) - int(Path(usage).read_text())
             available = min(available, max(0, room))
     return available
+
+
+def device_bytes(device: torch.device) -> int:
+    """Return the bytes of a GPU that are in use, by whomever."""
+    gc.collect()
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()  # what torch keeps for later is free too
+    free, total = torch.cuda.mem_get_info(device)
+    return total - free

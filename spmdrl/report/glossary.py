@@ -278,6 +278,12 @@ GLOSSARY: dict[str, Metric] = {
                           "overlap", "-",
                           "wall time outside the work, as rank 0 sees it"),
     "mem/rss_gib": _M("GiB", "peak so far", "-", "resident memory of rank 0's process"),
+    "mem/engine_freed_gib": _M("GiB", "mean", "pushes", "memory that rank 0's engine gave up while "
+                               "it slept, by the device's count (on the CPU, its cache's); absent "
+                               "where it stays awake"),
+    "mem/after_wake_gib": _M("GiB", "mean", "pushes", "memory in use on rank 0's device after its "
+                             "engine woke, by whomever (on the CPU, by the engine); a run ends if "
+                             "it grows by 5% (and 0.5 GiB)"),
     "mem/cuda_gib": _M("GiB", "peak so far", "-", "CUDA memory that torch allocated on rank 0"),
     # ---- data and evaluation
     "data/groups": _M("groups", "total", "-", "prompts in the step's batch"),

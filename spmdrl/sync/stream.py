@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from spmdrl.comm import first_line, gather_objects
+from spmdrl.engine.handover import Handover
 from spmdrl.engine.protocol import EngineProtocol
 from spmdrl.policy.load import CheckpointReader, model_folder
 from spmdrl.shards import Box, Delta, Held, Part, addresses
@@ -86,6 +87,7 @@ class WeightStream:
             self.plans = plan(gather_objects(self._held.boxes(), group=world.control))
             self._groups = make_gather_groups(self.plans[0])
         self._pointers = self._engine_pointers()
+        self._handover = Handover(engine, world)
         log.info("weight stream: %s, %d bytes, buckets: %d", self.mode, self.nbytes,
                  sum(plan.num_buckets for plan in self.plans))
 
@@ -94,12 +96,18 @@ class WeightStream:
         """Bytes that leave the trainers in one push, all of them together."""
         return sum(plan.nbytes for plan in self.plans)
 
+    def release(self) -> None:
+        """Lend the engine's memory, which nothing needs until the next push; see Handover."""
+        if self.mode != "idle":
+            # What is traced is written to the last element in each push.
+            self._handover.release(keeps_weights=self.mode != "traced")
+
     def push(self, version: int) -> Sums:
         """Write the policy's weights into every engine, in the engines' dtype.
 
         Args:
             version: of the policy; the engines are told it, and drop their cached prefixes.
-        Returns: sync/bytes, sync/seconds and sync/gb_per_s (1e9 bytes), by this rank's clock,
+        Returns: what Handover.wake_cache does, sync/bytes, sync/seconds and sync/gb_per_s (1e9 bytes), by this rank's clock,
             which should start when the peers are there too (`World.agree_to_stop` sees to
             that); the bytes are those that leave the trainers of the whole world.
         Raises: RuntimeError on every rank when a checksum differs, or an engine's loader fails.
@@ -108,11 +116,13 @@ class WeightStream:
             return {}
         began = time.perf_counter()
         with self._world.watch.wait("push", version):
+            self._handover.wake_weights()
             self._hold()
             if self.mode == "traced":
                 self._push_traced()
             else:
                 self._push_reloaded()
+            woken = self._handover.wake_cache()
             if self._world.device.type == "cuda":
                 torch.cuda.synchronize(self._world.device)
         seconds = time.perf_counter() - began
@@ -122,7 +132,7 @@ class WeightStream:
         every = self._cfg.verify_every
         if self._pushes == 1 or (every and self._pushes % every == 0):
             self.verify(version)
-        return {"sync/bytes": (float(self.nbytes), 1.0), "sync/seconds": (seconds, 1.0),
+        return woken | {"sync/bytes": (float(self.nbytes), 1.0), "sync/seconds": (seconds, 1.0),
                 "sync/gb_per_s": (self.nbytes / 1e9, seconds)}
 
     def verify(self, version: int) -> None:
