@@ -106,12 +106,14 @@ def _gathered_storages(model: Any) -> set[int]:
 
 
 def run_config(path: str, out: str, *, world_size: int, tp: int = 1, ep: int = 1, cp: int = 1,
-               dp_replicate: int = 1, recomputes: bool = False, dtype: str = "float32") -> Any:
+               dp_replicate: int = 1, recomputes: bool = False, dtype: str = "float32",
+               context: str = "auto", memory: dict[str, Any] | None = None) -> Any:
     """Return the config of a colocated run on the CPU with the transformers engine."""
     cfg = policy_runs.config(
         path, out, world_size=world_size, tp=tp, dp_replicate=dp_replicate,
-        model={"compute_dtype": dtype, "memory": {
-            "head_chunk_tokens": 64, "activation_checkpointing": "full" if recomputes else "none"}})
+        model={"compute_dtype": dtype, "kernels": {"context": context}, "memory": {
+            "head_chunk_tokens": 64, "activation_checkpointing": "full" if recomputes else "none",
+            **(memory or {})}})
     return replace(
         cfg, layout=replace(cfg.layout, placement="colocated", ep=ep, cp=cp),
         data=replace(cfg.data, max_prompt_tokens=20),

@@ -26,7 +26,8 @@ KERNELS: dict[str, Any] = {"attention": "auto", "context": "auto", "liger": True
 """What model.kernels may hold, with the defaults."""
 MEMORY: dict[str, Any] = {
     "activation_checkpointing": "none", "head_chunk_tokens": 0, "offload": "none",
-    "master_dtype": "float32", "optimizer_dtype": "float32"}
+    "master_dtype": "float32", "optimizer_dtype": "float32", "reshard": "auto", "reduce": "each",
+    "prefetch": "auto"}
 """What model.memory may hold, with the defaults."""
 CRITIC: dict[str, float] = {"clip": 0.0, "warmup_steps": 0}
 """What critic.options may hold, with the defaults."""
@@ -68,7 +69,8 @@ def _model_problems(cfg: Config) -> list[str]:
                "activation_checkpointing": ("none", "selective", "full"),
                "offload": ("none", "activations", "optimizer", "all"),
                "master_dtype": ("float32", "bfloat16"),
-               "optimizer_dtype": ("float32", "bfloat16")}
+               "optimizer_dtype": ("float32", "bfloat16"),
+               "reshard": ("auto", "always", "never"), "reduce": ("each", "last")}
     problems = []
     for field, known in (("kernels", KERNELS), ("memory", MEMORY)):
         for name, value in getattr(cfg.model, field).items():
@@ -80,6 +82,8 @@ def _model_problems(cfg: Config) -> list[str]:
                 problems.append(f"{place}: expected one of {these}; got {value!r}")
             elif name == "head_chunk_tokens" and (type(value) is not int or value < 0):
                 problems.append(f"{place}: expected a number of positions, or 0; got {value!r}")
+            elif name == "prefetch" and value != "auto" and (type(value) is not int or value < 0):
+                problems.append(f"{place}: expected a number of blocks, or auto; got {value!r}")
     if cfg.model.lora and cfg.model.memory.get("master_dtype") == "bfloat16":
         problems.append("model.memory.master_dtype: bfloat16 with model.lora, whose adapters stay "
                         "float32 and whose frozen weights are in model.compute_dtype; leave it out")

@@ -128,6 +128,7 @@ def trainer_memory(run: Run, axes: Axes, *, tokens: int = 0) -> Memory:
         "gradients": master * trained,
         "optimizer": run.moment_bytes * trained,
         "other models": critic + run.frozen_models * c * state,
+        "gradients to be reduced": _unreduced(run, axes),
     }
     moments = {
         "where the head's backward pass begins": _at_head(run, axes, saved=saved),
@@ -144,6 +145,19 @@ def trainer_memory(run: Run, axes: Axes, *, tokens: int = 0) -> Memory:
         causes["CUDA context"] = CUDA_CONTEXT
     resting = sum(causes[name] for name in ("weights", "optimizer", "other models"))
     return Memory({name: size for name, size in causes.items() if size}, moment, resting=resting)
+
+
+def _unreduced(run: Run, axes: Axes) -> int:
+    """Return the bytes of what micro-batches add up before it is reduced, float32."""
+    if not run.reduces_last:
+        return 0
+    if run.lora_rank:
+        return _ADAPTER * lora_numel(run, axes) * axes.fsdp
+    return 4 * (_gathered(run.shape.root, axes) + _blocks_numel(run.shape, axes))
+
+
+def _blocks_numel(shape: ModelShape, axes: Axes) -> int:
+    return sum(count * _gathered(block.weights, axes) for block, count in shape.kinds)
 
 
 def _saved(run: Run, axes: Axes, *, tokens: int) -> Saved:
@@ -165,11 +179,11 @@ def _largest(shape: ModelShape, axes: Axes) -> int:
 
 def _kept(run: Run, axes: Axes) -> int:
     """Return the bytes that stay gathered through a micro-batch: the root's weights, and all
-    blocks' where a rank holds them whole."""
+    blocks' where a rank holds them whole or does not let go of them."""
     shape = run.shape
     numel = _gathered(shape.root, axes)
-    if axes.fsdp == 1:
-        numel += sum(count * _gathered(block.weights, axes) for block, count in shape.kinds)
+    if axes.fsdp == 1 or run.reshard == "never":
+        numel += _blocks_numel(shape, axes)
     return numel * run.kernels.compute_bytes
 
 
@@ -187,8 +201,10 @@ def _at_head(run: Run, axes: Axes, *, saved: Saved) -> dict[str, int]:
     # The weight's gradient in float32; in bfloat16 also a chunk's share, or the sum.
     gradient = rows * shape.hidden * (4 + (c if c < 4 else 0))
     gradient = 0 if run.lora_rank else gradient
+    last = c * _gathered(shape.blocks[-1].weights, axes) if (
+        axes.fsdp > 1 and run.reshard == "auto") else 0
     return {"activations": saved.blocks + saved.rest, "head": logits + gradient,
-            "gathered by FSDP": _kept(run, axes)}
+            "gathered by FSDP": _kept(run, axes) + last}
 
 
 def _at_last_block(
@@ -198,7 +214,9 @@ def _at_last_block(
     c, numel = run.kernels.compute_bytes, _largest(shape, axes)
     # Gathered: this block and the next, on its way in one piece. Of the block before, gradients
     # and their float32 copy are still being reduced; the head's gradient waits for the end.
-    gathered = _kept(run, axes) + (3 * c * numel if axes.fsdp > 1 else 0)
+    gathered = _kept(run, axes)
+    if axes.fsdp > 1 and run.reshard != "never":
+        gathered += (3 + max(0, run.ahead - 1)) * c * numel
     reduced = 0 if run.lora_rank or c == 4 else (c + 4) * numel
     head = 0 if run.lora_rank else c * _head_rows(shape, axes) * shape.hidden
     return {"activations": saved.total + _working(shape, axes, c=c, tokens=tokens), "head": head,

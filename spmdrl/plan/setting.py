@@ -85,6 +85,9 @@ class Run:
     kernels: Kernels
     on_gpu: bool
     master_bytes: int  # of a weight, and of its gradient
+    reshard: str  # model.memory.reshard
+    reduces_last: bool  # gradients of all micro-batches at once
+    ahead: int  # blocks whose weights are asked for early
     moment_bytes: int  # of AdamW's two moments on the device; 0 where they are on the host
     is_rl: bool
     overlaps: bool  # generation of a later batch beside the update
@@ -140,7 +143,9 @@ def run_of(
     memory = MEMORY | cfg.model.memory
     is_away = on_gpu and memory["offload"] in ("optimizer", "all")
     return Run(
-        master_bytes=ITEM[memory["master_dtype"]],
+        master_bytes=ITEM[memory["master_dtype"]], reshard=memory["reshard"],
+        reduces_last=memory["reduce"] == "last",
+        ahead=0 if memory["prefetch"] == "auto" else memory["prefetch"],
         moment_bytes=0 if is_away else 2 * ITEM[memory["optimizer_dtype"]],
         shape=shape, kernels=_kernels(cfg, on_gpu=on_gpu), on_gpu=on_gpu, is_rl=is_rl,
         overlaps=cfg.lag > 0 and cfg.layout.placement == "split",

@@ -53,13 +53,15 @@ def trainer_flows(run: Run, axes: Axes, *, tokens: int) -> list[Flow]:
     trained = lora_numel(run, axes) if run.lora_rank else state
     flows = []
     if n > 1:
-        gathers = count * (2 + run.forwards)  # forward, backward; forward alone
+        # Forward, backward unless what was gathered is still there; forward alone.
+        gathers = count * ((1 if run.reshard == "never" else 2) + run.forwards)
         apart = expert_shards_numel(shape, axes)  # gathered among the ranks that ep leaves
         sent = (n - 1) * (state - apart) + (n // axes.ep - 1) * apart
         flows.append(Flow("FSDP gathers", gathers * c * sent,
                           gathers * blocks, axes.span("fsdp"), hides=True))
         reduced = (n - 1) * trained if run.lora_rank else sent
-        flows.append(Flow("FSDP reduces", count * 4 * reduced, count * blocks,
+        times = run.updates if run.reduces_last else count
+        flows.append(Flow("FSDP reduces", times * 4 * reduced, times * blocks,
                           axes.span("fsdp"), hides=True))
     if axes.dp_replicate > 1:
         share = 2 * (axes.dp_replicate - 1) / axes.dp_replicate

@@ -7,7 +7,7 @@ gather and free weights, run neither inside a recomputation nor under the hooks 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from spmdrl.policy.optimizer import local_part
+from spmdrl.world import World
 
 Places = Sequence[tuple[nn.Module, str]]
 """(parent, attribute) of every block, first to last."""
@@ -87,6 +88,18 @@ def keep_on_host(places: Places) -> None:
 def has(offload: str, what: str) -> bool:
     """Return whether model.memory.offload names `what`: activations or optimizer."""
     return offload in (what, "all")
+
+
+def blocks_ahead(options: Mapping[str, Any], world: World) -> int:
+    """Return how many blocks ask for their weights ahead of time: model.memory.prefetch.
+
+    `auto` is 1 with experts on other ranks on CUDA: there the host waits, in each block, for the
+    numbers of rows that it gets, and could not ask for the next block meanwhile. Elsewhere FSDP2
+    asks early enough by itself.
+    """
+    if options["prefetch"] != "auto":
+        return options["prefetch"]
+    return int(world.experts is not None and world.device.type == "cuda")
 
 
 def check_offload(offload: str, device: torch.device) -> None:

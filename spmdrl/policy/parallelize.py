@@ -4,6 +4,8 @@ on the host (memory.py), FSDP2."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -64,9 +66,21 @@ def apply_compile(hf_blocks: list[nn.Module]) -> None:
         block.compile(dynamic=True)
 
 
+@dataclass(frozen=True)
+class Gathering:
+    """When FSDP2 gathers weights and lets go of them; of no value, only time and memory."""
+
+    reshard: str = "auto"
+    """`always`: a block's weights are freed after its forward pass and gathered again for the
+    backward pass. `auto`: not the last block's, whose backward pass comes next. `never`."""
+    ahead: int = 0
+    """Blocks that are asked for before they are needed; 0 leaves it to FSDP2, which asks for the
+    next one as soon as the host gets there."""
+
+
 def apply_fsdp(
     scorer: nn.Module, hf_blocks: list[nn.Module], *, mesh: DeviceMesh,
-    expert_mesh: DeviceMesh | None, dtype: torch.dtype,
+    expert_mesh: DeviceMesh | None, dtype: torch.dtype, gathering: Gathering = Gathering(),
 ) -> None:
     """Shard every block, and the rest as one unit, over the axes dp_replicate and fsdp.
 
@@ -76,10 +90,11 @@ def apply_fsdp(
 
     Args:
         scorer: the root module, on the meta device.
-        hf_blocks: its transformer blocks.
+        hf_blocks: its transformer blocks, first to last.
         mesh: of the trainers, with axes dp_replicate, fsdp, tp (World.sharding).
         expert_mesh: what `apply_ep` sharded experts over (World.experts); None: it did not.
         dtype: of forward and backward.
+        gathering: of the blocks; the rest stays gathered from forward to backward pass.
     """
     is_replicated = mesh["dp_replicate"].size() > 1
     data_mesh = mesh["dp_replicate", "fsdp"] if is_replicated else mesh["fsdp"]
@@ -92,6 +107,25 @@ def apply_fsdp(
     for block in hf_blocks:
         fully_shard(block, mesh=data_mesh, mp_policy=policy, reshard_after_forward=is_sharded)
     fully_shard(scorer, mesh=data_mesh, mp_policy=policy, reshard_after_forward=False)
+    kept = {"auto": hf_blocks[-1:], "always": [], "never": hf_blocks}[gathering.reshard]
+    for block in kept:  # with its experts
+        block.set_reshard_after_forward(False)
+    _ask_ahead(scorer, hf_blocks, ahead=gathering.ahead)
+
+
+def _ask_ahead(scorer: nn.Module, hf_blocks: list[nn.Module], *, ahead: int) -> None:
+    """Have every block ask for the weights of the `ahead` blocks that come next, in either pass,
+    and for those of its own experts: the host may wait for their numbers of rows in between."""
+    if not ahead:
+        return
+    units = [[m for m in block.modules() if isinstance(m, FSDPModule)] for block in hf_blocks]
+    scorer.set_modules_to_forward_prefetch([m for unit in units[:ahead] for m in unit])
+    for index, unit in enumerate(units):
+        following = units[index + 1:index + 1 + ahead]
+        before = units[max(0, index - ahead):index][::-1]
+        for others, ask in ((following, unit[0].set_modules_to_forward_prefetch),
+                            (before, unit[0].set_modules_to_backward_prefetch)):
+            ask([*unit[1:], *(m for other in others for m in other)])
 
 
 def reshard(scorer: nn.Module) -> None:

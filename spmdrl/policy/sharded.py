@@ -130,7 +130,8 @@ class ShardedModel:
         self._prefix = f"{hf_model.base_model_prefix}."
         parallelize.apply_fsdp(
             self.scorer, [getattr(*place) for place in blocks], mesh=self.world.sharding,
-            expert_mesh=self.world.experts, dtype=dtype)
+            expert_mesh=self.world.experts, dtype=dtype, gathering=parallelize.Gathering(
+                options["reshard"], ahead=memory.blocks_ahead(options, self.world)))
 
     def named_shards(self) -> dict[str, Tensor]:
         """Return {name: live tensor}: parameters, tied ones once, and persistent buffers.

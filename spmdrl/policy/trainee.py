@@ -50,6 +50,7 @@ class Trainee:
             is_on_host=has(kept["offload"], "optimizer"),
         )
         self.routers = Routers(model.hf_model, options=cfg.model.moe, world=world, name=name)
+        self._reduces_last = kept["reduce"] == "last"
         trainers = len(world.trainer_ranks)
         self._copies = {name: copies(p, num_trainers=trainers) for name, p in shards.items()}
         # FSDP2 averages gradients over these ranks; the loss is a sum.
@@ -94,12 +95,20 @@ class Trainee:
         totals = Totals()
         self.routers.prepare(jobs, loss_of)
         for index, job in enumerate(jobs):
-            self.model.scorer.set_requires_all_reduce(index == len(jobs) - 1)
+            self._reduce(is_last=index == len(jobs) - 1)
             with self.routers.watching(job):
                 loss, stats = loss_of(job)
             ((loss + self.routers.take()) * self._averaged).backward()
             totals.add(job, loss, stats)
         return totals
+
+    def _reduce(self, *, is_last: bool) -> None:
+        """Say whether FSDP2 reduces the gradients of the next backward pass, over shards and over
+        copies of them: the latter in the last one, where all is added up."""
+        if self._reduces_last:
+            self.model.scorer.set_requires_gradient_sync(is_last)
+        else:
+            self.model.scorer.set_requires_all_reduce(is_last)
 
     def rehearse(self, jobs: Sequence[Job], loss_of: LossOf) -> None:
         """Run micro-batches as `take_step` does, and drop gradients and metrics: nothing of the

@@ -1,0 +1,163 @@
+"""When FSDP2 gathers weights and reduces gradients changes traffic and memory, not what is found."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from policy_runs import batch, config, update
+from ranks import run_ranks
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from spmdrl.config import Config
+from spmdrl.config.options import MEMORY, option_problems
+from spmdrl.create_model import create_model
+from spmdrl.policy.memory import blocks_ahead
+
+LAYERS = 3
+WAYS = {
+    "auto": {}, "always": {"reshard": "always"}, "never": {"reshard": "never"},
+    "last": {"reduce": "last"}, "never, last": {"reshard": "never", "reduce": "last"},
+    "prefetch 1": {"prefetch": 1}, "prefetch 2": {"prefetch": 2, "reshard": "always"},
+    "full, prefetch 1": {"activation_checkpointing": "full", "prefetch": 1},
+}
+
+
+class Collectives(TorchDispatchMode):
+    """Counts collectives by the name of their operation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "c10d":
+            self.counts[func._schema.name.removeprefix("c10d::").strip("_")] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def _unreduced_bytes(policy: object) -> int:
+    """Bytes of gradients that FSDP2 has not reduced yet."""
+    from torch.distributed.fsdp import FSDPModule
+
+    found = 0
+    for module in policy.trainee.model.scorer.modules():
+        if isinstance(module, FSDPModule):
+            for group in module._get_fsdp_state()._fsdp_param_groups:
+                kept = [p.unsharded_accumulated_grad if p.unsharded_accumulated_grad is not None
+                        else getattr(p, "_unsharded_param", torch.empty(0)).grad
+                        for p in group.fsdp_params]
+                found += sum(gradient.nbytes for gradient in kept if gradient is not None)
+    return found
+
+
+def _in_all_ways(cfg: Config) -> dict[str, dict]:
+    from spmdrl.policy import Policy
+    from spmdrl.world import World
+
+    world, found = World.start(cfg), {}
+    for way, memory in WAYS.items():
+        policy = Policy(replace(cfg, model=replace(
+            cfg.model, memory=cfg.model.memory | memory)), world)
+        own = batch(world.dp_index(world.rank), world.dp_size)
+        gradients: dict[str, Tensor] = {}
+        take, waiting = policy.optimizer.step, []
+        jobs = policy._jobs(own)
+
+        def step(found: dict[str, Tensor], *, lr: float) -> None:
+            gradients.update({name: g.clone() for name, g in found.items()})
+            take(found, lr=lr)
+
+        policy.optimizer.step = step
+        reduce = policy.trainee._reduce
+
+        def watch(*, is_last: bool) -> None:
+            waiting.append(_unreduced_bytes(policy))
+            reduce(is_last=is_last)
+
+        policy.trainee._reduce = watch
+        with Collectives() as seen:
+            sums = [update(policy, own, step=0)]
+        first = dict(gradients)
+        sums.append(update(policy, own, step=1))
+        found[way] = {"counts": dict(seen.counts), "first": first, "second": dict(gradients),
+                      "sums": sums, "jobs": len(jobs[0]), "waiting": waiting[1],
+                      "numel": sum(p.numel() for p in policy.named_shards().values())}
+    world.close()
+    return found
+
+
+def _assert_alike(found: dict[str, dict]) -> None:
+    plain = found["auto"]
+    for way, one in found.items():
+        for which in ("first", "second"):
+            assert one[which].keys() == plain[which].keys()
+            for name, gradient in plain[which].items():
+                if "last" in way:  # sums are in another order
+                    torch.testing.assert_close(one[which][name], gradient, rtol=1e-5, atol=1e-6)
+                else:
+                    assert torch.equal(one[which][name], gradient), (way, name)
+        assert one["sums"][0]["policy/grad_norm"] == pytest.approx(
+            plain["sums"][0]["policy/grad_norm"], rel=1e-6)
+        assert one["sums"][1]["policy/loss"] == pytest.approx(
+            plain["sums"][1]["policy/loss"], rel=1e-4, abs=1e-6), way
+
+
+def _counts(found: dict[str, dict], kind: str) -> dict[str, int]:
+    return {way: one["counts"].get(kind, 0) for way, one in found.items()}
+
+
+def test_fewer_collectives_and_the_same_gradients(tmp_path):
+    model = create_model(tmp_path / "model", hidden_size=32, layers=LAYERS, heads=4, kv_heads=2,
+                         intermediate=48)
+    for found in run_ranks(2, _in_all_ways, config(model, tmp_path, world_size=2)):
+        _assert_alike(found)
+        jobs = found["auto"]["jobs"]
+        assert jobs == 2
+        gathers, reduces = (_counts(found, k) for k in ("allgather_base", "reduce_scatter_base"))
+        # The root once; each block forward and, unless its weights are still there, backward.
+        assert gathers["always"] == gathers["prefetch 2"] == jobs * (1 + 2 * LAYERS)
+        assert gathers["auto"] == gathers["last"] == gathers["prefetch 1"] == jobs * 2 * LAYERS
+        assert gathers["never"] == gathers["never, last"] == jobs * (1 + LAYERS)
+        for way, count in reduces.items():
+            assert count == (1 if "last" in way else jobs) * (1 + LAYERS), way
+            held = 4 * found[way]["numel"] if "last" in way else 0
+            assert found[way]["waiting"] == held, "float32 of every weight, before the last"
+
+
+def test_nor_do_copies_and_experts_of_their_own_shards(tmp_path):
+    model = create_model(tmp_path / "moe", architecture="qwen3_moe", hidden_size=32, layers=2,
+                         heads=4, kv_heads=2, intermediate=16)
+    cfg = config(model, tmp_path, world_size=4, dp_replicate=2)
+    cfg = replace(cfg, layout=replace(cfg.layout, ep=2))
+    for found in run_ranks(4, _in_all_ways, cfg):
+        _assert_alike(found)
+        counts = _counts(found, "reduce_scatter_base")
+        assert counts["last"] * found["auto"]["jobs"] == counts["auto"] > 0
+        # Over copies gradients are reduced once per update in any way.
+        assert len(set(_counts(found, "allreduce").values())) == 1
+
+
+@pytest.mark.parametrize("memory, expected", [
+    ({"reshard": "sometimes"}, "reshard: expected one of auto, always, never; got 'sometimes'"),
+    ({"reduce": "first"}, "model.memory.reduce: expected one of each, last; got 'first'"),
+    ({"prefetch": -1}, "model.memory.prefetch: expected a number of blocks, or auto; got -1"),
+    ({"prefetch": True}, "model.memory.prefetch: expected a number of blocks, or auto; got True"),
+])
+def test_unknown_ways_are_refused(memory, expected, tmp_path):
+    problems = option_problems(config("model", tmp_path, model={"memory": memory}))
+    assert any(expected in problem for problem in problems), problems
+
+
+def test_blocks_are_asked_for_ahead_where_the_host_waits_within_them():
+    class Place:
+        device, experts = torch.device("cuda"), object()
+
+    assert blocks_ahead(MEMORY, Place) == 1
+    assert blocks_ahead(MEMORY | {"prefetch": 0}, Place) == 0
+    Place.device = torch.device("cpu")
+    assert blocks_ahead(MEMORY, Place) == 0 and blocks_ahead(MEMORY | {"prefetch": 3}, Place) == 3
