@@ -18,7 +18,7 @@ from spmdrl.config import Config, Optimizer
 from spmdrl.config.options import option_problems
 from spmdrl.create_model import create_model
 from spmdrl.policy import optimizer
-from spmdrl.policy.memory import check_offload
+from spmdrl.policy.memory import check_offload, has, move_buffers
 from spmdrl.policy.optimizer import AdamW, local_part
 from spmdrl.policy.rounding import stochastic_round
 
@@ -308,8 +308,36 @@ def test_bfloat16_masters_are_refused_where_only_adapters_train(tmp_path):
                for problem in option_problems(cfg))
 
 
+def test_parameters_are_not_offloaded_beside_adapters(tmp_path):
+    cfg = config("model", tmp_path, model={"memory": {"offload": "parameters"}, "lora": {"rank": 2}})
+    assert any("model.memory.offload: parameters with model.lora" in problem
+               for problem in option_problems(cfg))
+
+
+def test_what_is_named_goes_to_the_host():
+    named = {offload: {what for what in ("activations", "optimizer", "parameters")
+                       if has(offload, what)}
+             for offload in ("none", "activations", "optimizer", "all", "parameters")}
+    assert named == {"none": set(), "activations": {"activations"}, "optimizer": {"optimizer"},
+                     "all": {"activations", "optimizer"}, "parameters": {"parameters", "optimizer"}}
+
+
+def test_buffers_get_another_device_and_keep_what_they_are():
+    root = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    root[0].register_buffer("kept", torch.ones(3))
+    root[0].register_buffer("computed", torch.ones(4), persistent=False)
+    move_buffers(root, torch.device("meta"))
+    assert {n: (b.device.type, b.shape[0]) for n, b in root.named_buffers()} == {
+        "0.kept": ("meta", 3), "0.computed": ("meta", 4)}
+    assert "0.kept" in root.state_dict() and "0.computed" not in root.state_dict()
+    assert {p.device.type for p in root.parameters()} == {"cpu"}
+
+
 def test_an_optimizer_is_offloaded_from_cuda_alone():
     check_offload("activations", torch.device("cpu"))
     check_offload("all", torch.device("cuda"))
+    check_offload("parameters", torch.device("cuda"))
     with pytest.raises(ValueError, match="offload: all on device cpu: nothing to offload"):
         check_offload("all", torch.device("cpu"))
+    with pytest.raises(ValueError, match="parameters on device cpu: nothing to offload, the param"):
+        check_offload("parameters", torch.device("cpu"))

@@ -172,6 +172,7 @@ def test_options_of_memory_spare_what_they_say():
     for name in ("weights", "gradients", "optimizer"):
         assert 2 * small[name] == own[name]
     assert "optimizer" not in planned(offload="optimizer")
+    assert planned(offload="parameters").keys() & {"weights", "gradients", "optimizer"} == set()
     modes = [planned(activation_checkpointing=mode)["activations"]
              for mode in ("none", "selective", "full")]
     assert modes[0] > 1.2 * modes[1] and modes[1] > 2 * modes[2]

@@ -118,7 +118,9 @@ class Model:
     activation_checkpointing: full recomputes each block in the backward pass: about a third more
     time, far less memory; selective keeps the products of its linear layers and its attention,
     and recomputes what is cheap. offload: what waits in host memory while it is not needed:
-    activations (of blocks, for the backward pass), optimizer (AdamW's state; CUDA only) or all.
+    activations (of blocks, for the backward pass), optimizer (AdamW's state; CUDA only), all (both)
+    or parameters (shards, gradients and AdamW's state, by FSDP2's CPUOffloadPolicy; CUDA only):
+    each block's weights then come over the bus for each pass.
     master_dtype: of the weights between updates, and of their gradients; in bfloat16 updates are
     rounded stochastically, so that small ones are not lost. optimizer_dtype: of AdamW's two
     moments; the update itself is float32. A weight with gradient and moments takes 16 bytes,

@@ -67,7 +67,7 @@ def _model_problems(cfg: Config) -> list[str]:
                "context": ("auto", "ulysses", "gather", "ring"), "liger": (True, False),
                "compile": (True, False),
                "activation_checkpointing": ("none", "selective", "full"),
-               "offload": ("none", "activations", "optimizer", "all"),
+               "offload": ("none", "activations", "optimizer", "all", "parameters"),
                "master_dtype": ("float32", "bfloat16"),
                "optimizer_dtype": ("float32", "bfloat16"),
                "reshard": ("auto", "always", "never"), "reduce": ("each", "last")}
@@ -84,6 +84,9 @@ def _model_problems(cfg: Config) -> list[str]:
                 problems.append(f"{place}: expected a number of positions, or 0; got {value!r}")
             elif name == "prefetch" and value != "auto" and (type(value) is not int or value < 0):
                 problems.append(f"{place}: expected a number of blocks, or auto; got {value!r}")
+    if cfg.model.lora and cfg.model.memory.get("offload") == "parameters":
+        problems.append("model.memory.offload: parameters with model.lora, whose adapters are small "
+                        "and merged on the device for every push; take optimizer or activations")
     if cfg.model.lora and cfg.model.memory.get("master_dtype") == "bfloat16":
         problems.append("model.memory.master_dtype: bfloat16 with model.lora, whose adapters stay "
                         "float32 and whose frozen weights are in model.compute_dtype; leave it out")

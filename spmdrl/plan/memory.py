@@ -127,7 +127,7 @@ def trainer_memory(run: Run, axes: Axes, *, tokens: int = 0) -> Memory:
         "weights": c * state + master * trained if run.lora_rank else master * state,
         "gradients": master * trained,
         "optimizer": run.moment_bytes * trained,
-        "other models": critic + run.frozen_models * c * state,
+        "other models": critic + run.frozen_models * c * state * run.holds_weights,
         "gradients to be reduced": _unreduced(run, axes),
     }
     moments = {

@@ -13,6 +13,7 @@ from spmdrl.hardware import GPUS, Gpu
 from spmdrl.imports import divisors
 from spmdrl.model_shape import ModelShape
 from spmdrl.plan.activations import Kernels
+from spmdrl.policy.memory import has
 from spmdrl.rollout.schedule import schedule_of
 
 ITEM = {"bfloat16": 2, "float32": 4}
@@ -84,7 +85,8 @@ class Run:
     shape: ModelShape
     kernels: Kernels
     on_gpu: bool
-    master_bytes: int  # of a weight, and of its gradient
+    master_bytes: int  # of a weight, and of its gradient; 0 where they are on the host
+    holds_weights: bool  # on the device; else models' shards are on the host
     reshard: str  # model.memory.reshard
     reduces_last: bool  # gradients of all micro-batches at once
     ahead: int  # blocks whose weights are asked for early
@@ -141,9 +143,11 @@ def run_of(
     targets = lora["targets"]
     own_reference = "ref_logprobs" in columns and not (cfg.model.lora and not cfg.model.reference)
     memory = MEMORY | cfg.model.memory
-    is_away = on_gpu and memory["offload"] in ("optimizer", "all")
+    is_away = on_gpu and has(memory["offload"], "optimizer")
+    holds_weights = not (on_gpu and has(memory["offload"], "parameters"))
     return Run(
-        master_bytes=ITEM[memory["master_dtype"]], reshard=memory["reshard"],
+        master_bytes=ITEM[memory["master_dtype"]] if holds_weights else 0,
+        holds_weights=holds_weights, reshard=memory["reshard"],
         reduces_last=memory["reduce"] == "last",
         ahead=0 if memory["prefetch"] == "auto" else memory["prefetch"],
         moment_bytes=0 if is_away else 2 * ITEM[memory["optimizer_dtype"]],

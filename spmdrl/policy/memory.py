@@ -86,8 +86,10 @@ def keep_on_host(places: Places) -> None:
 
 
 def has(offload: str, what: str) -> bool:
-    """Return whether model.memory.offload names `what`: activations or optimizer."""
-    return offload in (what, "all")
+    """Return whether model.memory.offload names `what`: activations, optimizer or parameters,
+    whose optimizer state is on the host with them."""
+    named = {"all": ("activations", "optimizer"), "parameters": ("parameters", "optimizer")}
+    return what in named.get(offload, (offload,))
 
 
 def blocks_ahead(options: Mapping[str, Any], world: World) -> int:
@@ -103,13 +105,22 @@ def blocks_ahead(options: Mapping[str, Any], world: World) -> int:
 
 
 def check_offload(offload: str, device: torch.device) -> None:
-    """Refuse to take an optimizer's state to the host where it is already.
+    """Refuse to take parameters, or an optimizer's state, to the host where they are already.
 
     Raises: ValueError on any device but CUDA.
     """
     if has(offload, "optimizer") and device.type != "cuda":
+        what = ("parameters and the optimizer's state are" if has(offload, "parameters") else
+                "optimizer's state is")
         raise ValueError(f"model.memory.offload: {offload} on device {device.type}: nothing to "
-                         "offload, the optimizer's state is in host memory anyway; leave it out")
+                         f"offload, the {what} in host memory anyway; leave it out")
+
+
+def move_buffers(root: nn.Module, device: torch.device) -> None:
+    """Give the buffers of a model storage on another device than its parameters have."""
+    for module in root.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, torch.empty_like(buffer, device=device))
 
 
 class _OnHost(ActivationWrapper):

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from spmdrl.imports import divisors
@@ -55,20 +55,21 @@ def apply_ep(hf_model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def shard_experts(
-    hf_model: nn.Module, *, mesh: DeviceMesh, policy: MixedPrecisionPolicy
+    hf_model: nn.Module, *, mesh: DeviceMesh, policy: MixedPrecisionPolicy, offload: OffloadPolicy
 ) -> None:
     """Shard what `apply_ep` left of the experts over the ranks that hold the same ones: a unit per
     layer, before the blocks around them.
 
     Args:
         mesh: of the trainers, with axes dp_replicate, efsdp, ep, tp (World.experts).
-        policy: of the blocks.
+        policy, offload: of the blocks.
     """
     is_replicated, shards = mesh["dp_replicate"].size() > 1, mesh["efsdp"].size()
     data_mesh = mesh["dp_replicate", "efsdp"] if is_replicated else mesh["efsdp"]
     for experts in experts_modules(hf_model).values():
         local = experts.num_experts // mesh["ep"].size()
-        fully_shard(experts, mesh=data_mesh, mp_policy=policy, reshard_after_forward=shards > 1,
+        fully_shard(experts, mesh=data_mesh, mp_policy=policy, offload_policy=offload,
+                    reshard_after_forward=shards > 1,
                     shard_placement_fn=partial(
                         _placement, num_local=local, shards=shards))
 

@@ -113,15 +113,17 @@ class AdamW:
         options: the config's optimizer section.
         dtype: of both moments, float32 or bfloat16.
         is_on_host: keep the moments in (pinned) host memory.
+        device: that computes the update; None for that of the parameters, which may be on the host
+            instead, with their gradients.
         key: of the random bits, with the rest: of the run and of the model in it.
     """
 
     def __init__(self, parameters: Mapping[str, Tensor], *, no_decay: set[str],
                  options: Optimizer, dtype: torch.dtype = torch.float32,
-                 is_on_host: bool = False, key: str = ""):
+                 is_on_host: bool = False, device: torch.device | None = None, key: str = ""):
         self.parameters, self._key, self._own = dict(parameters), key, ADAMW | options.options
         self.local = {name: local_part(p) for name, p in parameters.items()}
-        self._device = next(iter(self.local.values())).device
+        self._device = device or next(iter(self.local.values())).device
         self._is_away = is_on_host and self._device.type == "cuda"
         place = {"device": "cpu", "pin_memory": True} if self._is_away else {
             "device": self._device}
@@ -170,8 +172,8 @@ class AdamW:
         own = {part: [t.to(self._device, torch.float32, non_blocking=True) for t in tensors]
                for part, tensors in kept.items()}  # the very same tensors where nothing differs
         torch._fused_adamw_(
-            own["parameter"], [piece.gradient(gradients) for piece in pieces], own["exp_avg"],
-            own["exp_avg_sq"], [], [self._updates] * len(pieces), lr=lr, beta1=self._own["beta1"],
+            own["parameter"], [piece.gradient(gradients).to(self._device) for piece in pieces],
+            own["exp_avg"], own["exp_avg_sq"], [], [self._updates] * len(pieces), lr=lr, beta1=self._own["beta1"],
             beta2=self._own["beta2"], weight_decay=decay, eps=self._own["eps"], amsgrad=False,
             maximize=False)
         for part, tensors in kept.items():

@@ -9,7 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard,
+)
 
 from spmdrl.policy import moe
 
@@ -81,6 +83,7 @@ class Gathering:
 def apply_fsdp(
     scorer: nn.Module, hf_blocks: list[nn.Module], *, mesh: DeviceMesh,
     expert_mesh: DeviceMesh | None, dtype: torch.dtype, gathering: Gathering = Gathering(),
+    is_on_host: bool = False,
 ) -> None:
     """Shard every block, and the rest as one unit, over the axes dp_replicate and fsdp.
 
@@ -95,18 +98,23 @@ def apply_fsdp(
         expert_mesh: what `apply_ep` sharded experts over (World.experts); None: it did not.
         dtype: of forward and backward.
         gathering: of the blocks; the rest stays gathered from forward to backward pass.
+        is_on_host: shards and their gradients are in pinned host memory, where the model is to be
+            given storage; what is gathered is on the mesh's device (CUDA).
     """
     is_replicated = mesh["dp_replicate"].size() > 1
     data_mesh = mesh["dp_replicate", "fsdp"] if is_replicated else mesh["fsdp"]
     # Inputs are ids and masks: there is nothing to cast, and float32 outputs must stay so.
     policy = MixedPrecisionPolicy(
         param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    offload = CPUOffloadPolicy(pin_memory=True) if is_on_host else OffloadPolicy()
     is_sharded = mesh["fsdp"].size() > 1
     if expert_mesh is not None:
-        moe.shard_experts(scorer, mesh=expert_mesh, policy=policy)
+        moe.shard_experts(scorer, mesh=expert_mesh, policy=policy, offload=offload)
     for block in hf_blocks:
-        fully_shard(block, mesh=data_mesh, mp_policy=policy, reshard_after_forward=is_sharded)
-    fully_shard(scorer, mesh=data_mesh, mp_policy=policy, reshard_after_forward=False)
+        fully_shard(block, mesh=data_mesh, mp_policy=policy, offload_policy=offload,
+                    reshard_after_forward=is_sharded)
+    fully_shard(scorer, mesh=data_mesh, mp_policy=policy, offload_policy=offload,
+                reshard_after_forward=False)
     kept = {"auto": hf_blocks[-1:], "always": [], "never": hf_blocks}[gathering.reshard]
     for block in kept:  # with its experts
         block.set_reshard_after_forward(False)

@@ -86,12 +86,22 @@ class ShardedModel:
             shapes.pop(SCALAR_HEAD)
         check_names(reader, shapes, may_be_extra=may_be_extra(hf_model, is_scalar=is_scalar))
         self._parallelize(hf_model, dtype=dtype)
-        self.scorer.to_empty(device=world.device)
+        self._give_storage()
         self.scorer.eval()  # no dropout: current and old logprobs must come out alike
         read_tensors(reader, self.named_shards(), self.parts)
         if self.adapters:
             self.adapters.fill(self.state_dict(), seed=cfg.seed)
         compute_buffers(hf_model)
+
+    def _give_storage(self) -> None:
+        """Give parameters and buffers storage, on the meta device until here."""
+        options, device = MEMORY | self.cfg.model.memory, self.world.device
+        memory.check_offload(options["offload"], device)
+        if memory.has(options["offload"], "parameters"):
+            self.scorer.to_empty(device="cpu")  # FSDP2 pins them
+            memory.move_buffers(self.scorer, device)
+        else:
+            self.scorer.to_empty(device=device)
 
     def _slicing(self) -> Slicing:
         mesh, tp = self.world.mesh["cp"], self.world.mesh["tp"].size()
@@ -131,7 +141,8 @@ class ShardedModel:
         parallelize.apply_fsdp(
             self.scorer, [getattr(*place) for place in blocks], mesh=self.world.sharding,
             expert_mesh=self.world.experts, dtype=dtype, gathering=parallelize.Gathering(
-                options["reshard"], ahead=memory.blocks_ahead(options, self.world)))
+                options["reshard"], ahead=memory.blocks_ahead(options, self.world)),
+            is_on_host=memory.has(options["offload"], "parameters"))
 
     def named_shards(self) -> dict[str, Tensor]:
         """Return {name: live tensor}: parameters, tied ones once, and persistent buffers.

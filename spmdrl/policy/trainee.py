@@ -47,7 +47,7 @@ class Trainee:
             shards, options=options,
             no_decay={name for name, p in shards.items() if p is embedding},
             dtype=getattr(torch, kept["optimizer_dtype"]), key=f"{cfg.seed}/{name}",
-            is_on_host=has(kept["offload"], "optimizer"),
+            is_on_host=has(kept["offload"], "optimizer"), device=world.device,
         )
         self.routers = Routers(model.hf_model, options=cfg.model.moe, world=world, name=name)
         self._reduces_last = kept["reduce"] == "last"
@@ -71,8 +71,7 @@ class Trainee:
         totals = self._accumulate(jobs, loss_of)
         gradients = self.optimizer.gradients()
         if self.model.whole:
-            tensor_parallel.sum_replicated_gradients(
-                gradients, self.model.whole, group=self.world.mesh["tp"].get_group())
+            self._sum_whole(gradients)
         outcome = exchange_totals(
             totals, square_sum(gradients, self._copies), counts=self.world.speaks_for_dp,
             group=self.world.trainer_control,
@@ -101,6 +100,17 @@ class Trainee:
             ((loss + self.routers.take()) * self._averaged).backward()
             totals.add(job, loss, stats)
         return totals
+
+    def _sum_whole(self, gradients: Mapping[str, Tensor]) -> None:
+        """Make the gradients of what every tp rank holds whole right, in place. They may be on the
+        host, and the ranks' collectives are not."""
+        there = {name: gradients[name].to(self.world.device)
+                 for name in self.model.whole if name in gradients}
+        tensor_parallel.sum_replicated_gradients(
+            there, self.model.whole, group=self.world.mesh["tp"].get_group())
+        for name, gradient in there.items():
+            if gradient is not gradients[name]:
+                gradients[name].copy_(gradient)
 
     def _reduce(self, *, is_last: bool) -> None:
         """Say whether FSDP2 reduces the gradients of the next backward pass, over shards and over

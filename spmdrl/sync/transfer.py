@@ -164,7 +164,8 @@ class _Message:
     def is_like(self, live: Sequence[Tensor]) -> bool:
         """Return whether the live memory of the pieces already is the message."""
         return (len(live) == 1 and live[0].is_contiguous()
-                and live[0].dtype == self.views[0].dtype)
+                and live[0].dtype == self.views[0].dtype
+                and live[0].device == self.views[0].device)  # shards may be on the host
 
     def wire(self, live: Sequence[Tensor]) -> Tensor:
         """Return the bytes to send from or receive into: the live memory if it can be."""
