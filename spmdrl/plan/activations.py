@@ -10,6 +10,7 @@ liger's kernels (CUDA), whose figures are from the kernels' definitions and not 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -53,22 +54,31 @@ def padded_groups(lengths: Sequence[int]) -> tuple[Group, ...]:
     return make_packing(lengths, torch.device("cpu"), padded=True).groups
 
 
+@dataclass(frozen=True)
+class Cut:
+    """How the work on a row is shared out."""
+
+    tp: int = 1  # ranks that share heads, MLP and, between these, tokens
+    ep: int = 1  # ... experts; each is taken to compute as many rows as it has tokens for
+    cp: int = 1  # ... the row's tokens
+    method: str = ""  # of attention under cp: ulysses or gather
+
+
 def saved_bytes(
-    shape: ModelShape, kernels: Kernels, *, tokens: int, num_scored: int, tp: int = 1,
-    ep: int = 1, groups: tuple[Group, ...] = (),
+    shape: ModelShape, kernels: Kernels, *, tokens: int, num_scored: int, cut: Cut = Cut(),
+    groups: tuple[Group, ...] = (),
 ) -> Saved:
     """Return what one micro-batch keeps on a rank.
 
     Args:
         tokens: that the rank works on.
         num_scored: of them, those with a logprob.
-        tp: ranks that share heads, MLP and, between these, tokens.
-        ep: ranks that share experts; each is taken to compute as many rows as it has tokens for.
-        groups: of padded attention; needed if the kernels pad.
+        cut: among whom.
+        groups: of padded attention, of the whole row; needed if the kernels pad.
     """
-    c = kernels.compute_bytes
-    each = [(_block_bytes(block, shape=shape, kernels=kernels, tokens=tokens, tp=tp,
-                          ep=ep, groups=groups), count) for block, count in shape.kinds]
+    c, tp = kernels.compute_bytes, cut.tp
+    each = [(_block_bytes(block, shape=shape, kernels=kernels, tokens=tokens, cut=cut,
+                          groups=groups), count) for block, count in shape.kinds]
     tables = 2 * shape.rotary * tokens * shape.rotary_dims * c
     norm = tokens * _norm_bytes(shape.hidden, kernels, is_gemma=shape.has_gemma_norms) // tp
     rest = tables + norm + num_scored * (c * shape.hidden + 24)  # 24: indices, log total, entropy
@@ -107,47 +117,81 @@ def _norm_bytes(width: int, kernels: Kernels, *, is_gemma: bool) -> int:
 
 @lru_cache(maxsize=4096)
 def _block_bytes(
-    block: Block, *, shape: ModelShape, kernels: Kernels, tokens: int, tp: int, ep: int,
+    block: Block, *, shape: ModelShape, kernels: Kernels, tokens: int, cut: Cut,
     groups: tuple[Group, ...],
 ) -> int:
     c, hidden, is_gemma = kernels.compute_bytes, shape.hidden, shape.has_gemma_norms
+    tp = cut.tp
     # Norms are of own tokens under tp; what enters attention and MLP is gathered.
     total = block.norms * tokens * _norm_bytes(hidden, kernels, is_gemma=is_gemma) // tp
     total += 2 * tokens * hidden * c  # the inputs of attention and of the MLP
-    total += _attention_bytes(block.attention, kernels=kernels, tokens=tokens, tp=tp,
+    total += _attention_bytes(block.attention, kernels=kernels, tokens=tokens, cut=cut,
                               groups=groups, is_gemma=is_gemma)
+    return total + mlp_bytes(block, kernels=kernels, tokens=tokens, hidden=hidden, cut=cut)
+
+
+def mlp_bytes(block: Block, *, kernels: Kernels, tokens: int, hidden: int, cut: Cut) -> int:
+    """Return what is kept of a block's MLP, or of its experts, besides their input."""
+    c = kernels.compute_bytes
     # Gate, its activation (liger computes it again), up, their product.
     per_width = (3 if kernels.has_liger else 4) * c
-    total += tokens * block.intermediate * per_width // tp
+    total = tokens * block.intermediate * per_width // cut.tp
     if block.experts is not None:
         experts, rows = block.experts, tokens * block.experts.top_k
         total += tokens * 4 * experts.count  # the router's probabilities
         # A row for each expert that a token goes to: input, gate and up, activation, product,
         # output; its weight and where it belongs. With ep the output once more, back at home.
-        states = 3 if ep > 1 else 2
+        states = 3 if cut.ep > 1 else 2
         total += rows * (c * (states * hidden + 4 * experts.intermediate) + 24)
     return total
 
 
 def _attention_bytes(
-    own: Attention, *, kernels: Kernels, tokens: int, tp: int, groups: tuple[Group, ...],
+    own: Attention, *, kernels: Kernels, tokens: int, cut: Cut, groups: tuple[Group, ...],
     is_gemma: bool,
 ) -> int:
     c = kernels.compute_bytes
-    heads, kv_heads = max(1, own.heads // tp), max(1, own.kv_heads // tp)
+    heads, kv_heads = max(1, own.heads // cut.tp), max(1, own.kv_heads // cut.tp)
     total = 0
     if own.has_qk_norm:
         total += tokens * (heads + kv_heads) * _norm_bytes(own.qk_dim, kernels, is_gemma=is_gemma)
     if own.latent is not None:
         for rank in own.latent[:2]:  # norm of the latent, and the state that it becomes
             total += tokens * (_norm_bytes(rank, kernels, is_gemma=is_gemma) + c * rank)
+    if cut.method == "gather":  # computed again in the backward pass: query, key, value; output
+        return total + tokens * c * (heads + kv_heads) * (own.qk_dim + own.v_dim)
+    if kernels.is_padded or cut.method:  # the output, out of the padded rows or swapped back
+        total += tokens * heads * own.v_dim * c
+    if cut.method:  # ulysses: some heads of the whole row; keys and values may be repeated
+        tokens, heads = tokens * cut.cp, heads // cut.cp
+        kv_heads = math.lcm(kv_heads, cut.cp) // cut.cp
     if kernels.is_padded:
-        total += tokens * heads * own.v_dim * c  # the output, out of the padded rows
         return total + sum(_group_bytes(own, g, c=c, heads=heads, kv_heads=kv_heads)
                            for g in groups)
     # Query, key, value, output (the input of the next projection), log-sum-exp.
     width = heads * (own.qk_dim + own.v_dim) + kv_heads * (own.qk_dim + own.v_dim)
     return total + tokens * (width * c + 4 * heads)
+
+
+def exchange_bytes(own: Attention, *, kernels: Kernels, tokens: int, cut: Cut) -> int:
+    """Return what attention's exchange over cp holds at once, at most: in the backward pass.
+
+    ulysses: the gradient of its output, as it is sent, and as it arrives. gather: for the key and
+    value heads of one turn, the row's keys and values as they arrive and in order, and the
+    gradients of both; queries and output of the heads that read them are computed again.
+
+    Args:
+        tokens: of the rank's slice.
+    """
+    c = kernels.compute_bytes
+    heads, kv_heads = max(1, own.heads // cut.tp), max(1, own.kv_heads // cut.tp)
+    if cut.method == "ulysses":
+        return 3 * tokens * c * heads * own.v_dim
+    if cut.method == "gather":
+        turn = -(-kv_heads // cut.cp)
+        widths = 4 * cut.cp * turn + heads // kv_heads * turn
+        return tokens * c * widths * (own.qk_dim + own.v_dim)
+    return 0
 
 
 def _group_bytes(own: Attention, group: Group, *, c: int, heads: int, kv_heads: int) -> int:

@@ -13,7 +13,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from spmdrl.model_shape import Block, ModelShape, Weight
-from spmdrl.plan.activations import Saved, padded_groups, saved_bytes
+from spmdrl.plan.activations import (
+    Cut, Saved, exchange_bytes, mlp_bytes, padded_groups, saved_bytes,
+)
 from spmdrl.plan.setting import Axes, Run
 
 CUDA_CONTEXT = int(1.5 * 2**30)
@@ -165,11 +167,21 @@ def _saved(run: Run, axes: Axes, *, tokens: int) -> Saved:
     share = run.response_tokens / (run.prompt_tokens + run.response_tokens)
     groups = ()
     if run.kernels.is_padded:
-        longest = min(run.longest, tokens)
-        lengths = [longest] * (tokens // longest) + [tokens % longest] * (tokens % longest > 0)
+        row = tokens * axes.cp
+        longest = min(run.longest, row)
+        lengths = [longest] * (row // longest) + [row % longest] * (row % longest > 0)
         groups = padded_groups(lengths)
-    return saved_bytes(shape, run.kernels, tokens=tokens, tp=axes.tp, ep=axes.ep, groups=groups,
+    return saved_bytes(shape, run.kernels, tokens=tokens, groups=groups, cut=cut_of(run, axes),
                        num_scored=int(tokens * share))
+
+
+def cut_of(run: Run, axes: Axes) -> Cut:
+    """Return how a layout shares out the work on a row."""
+    if axes.cp == 1:
+        return Cut(axes.tp, axes.ep)
+    heads = min(block.attention.heads for block, _ in run.shape.kinds) // axes.tp
+    is_gathered = run.context == "gather" or heads % axes.cp
+    return Cut(axes.tp, axes.ep, axes.cp, "gather" if is_gathered else "ulysses")
 
 
 def _largest(shape: ModelShape, axes: Axes) -> int:
@@ -219,17 +231,24 @@ def _at_last_block(
         gathered += (3 + max(0, run.ahead - 1)) * c * numel
     reduced = 0 if run.lora_rank or c == 4 else (c + 4) * numel
     head = 0 if run.lora_rank else c * _head_rows(shape, axes) * shape.hidden
-    return {"activations": saved.total + _working(shape, axes, c=c, tokens=tokens), "head": head,
+    return {"activations": saved.total + _working(run, axes, tokens=tokens), "head": head,
             "gathered by FSDP": gathered, "gradients on their way": reduced}
 
 
-def _working(shape: ModelShape, axes: Axes, *, c: int, tokens: int) -> int:
+def _working(run: Run, axes: Axes, *, tokens: int) -> int:
     """Return what a block's backward pass makes before it drops as much: gradients of the MLP's
-    product and of its factors, and of the residual stream."""
+    product and of its factors, and of the residual stream; or, when what the MLP kept is gone,
+    what attention exchanges over cp."""
+    shape, c, cut = run.shape, run.kernels.compute_bytes, cut_of(run, axes)
     widths = [b.intermediate // axes.tp
               + (b.experts.top_k * b.experts.intermediate if b.experts else 0)
               for b, _ in shape.kinds]
-    return tokens * (2 * c * max(widths) + (4 + c) * shape.hidden)
+    stream = tokens * (4 + c) * shape.hidden
+    exchanged = max(
+        exchange_bytes(b.attention, kernels=run.kernels, tokens=tokens, cut=cut)
+        - mlp_bytes(b, kernels=run.kernels, tokens=tokens, hidden=shape.hidden, cut=cut)
+        for b, _ in shape.kinds)
+    return stream + max(tokens * 2 * c * max(widths), exchanged)
 
 
 def _at_end(run: Run, axes: Axes) -> dict[str, int]:

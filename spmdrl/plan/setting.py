@@ -85,6 +85,7 @@ class Run:
     shape: ModelShape
     kernels: Kernels
     on_gpu: bool
+    context: str  # model.kernels.context
     master_bytes: int  # of a weight, and of its gradient; 0 where they are on the host
     holds_weights: bool  # on the device; else models' shards are on the host
     reshard: str  # model.memory.reshard
@@ -148,6 +149,7 @@ def run_of(
     return Run(
         master_bytes=ITEM[memory["master_dtype"]] if holds_weights else 0,
         holds_weights=holds_weights, reshard=memory["reshard"],
+        context=(KERNELS | cfg.model.kernels)["context"],
         reduces_last=memory["reduce"] == "last",
         ahead=0 if memory["prefetch"] == "auto" else memory["prefetch"],
         moment_bytes=0 if is_away else 2 * ITEM[memory["optimizer_dtype"]],

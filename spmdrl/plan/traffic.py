@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from spmdrl.model_shape import ModelShape
 from spmdrl.plan.memory import (
-    engine_weight_bytes, expert_shards_numel, lora_numel, shards_numel,
+    cut_of, engine_weight_bytes, expert_shards_numel, lora_numel, shards_numel,
 )
 from spmdrl.plan.setting import Axes, Rates, Run
 
@@ -74,7 +74,7 @@ def trainer_flows(run: Run, axes: Axes, *, tokens: int) -> list[Flow]:
                           blocks * times * count, axes.span("tp")))
     if axes.cp > 1:
         times = passes + again + 1
-        flows.append(Flow("cp exchanges", times * own * c * _context_width(shape, axes),
+        flows.append(Flow("cp exchanges", times * own * c * _context_width(run, axes),
                           2 * blocks * times * count, axes.span("cp")))
     if axes.ep > 1:
         times, share = passes + again + 1, (axes.ep - 1) / axes.ep
@@ -84,15 +84,15 @@ def trainer_flows(run: Run, axes: Axes, *, tokens: int) -> list[Flow]:
     return flows
 
 
-def _context_width(shape: ModelShape, axes: Axes) -> float:
+def _context_width(run: Run, axes: Axes) -> float:
     """Return the elements that a token's attention sends over cp, all blocks: Ulysses moves
     queries, keys, values and outputs once; where cp does not divide the heads, keys and values
     go to all others."""
     total = 0.0
-    for block, count in shape.kinds:
+    for block, count in run.shape.kinds:
         own = block.attention
         keys = own.kv_heads * (own.qk_dim + own.v_dim)
-        if own.heads // axes.tp % axes.cp:
+        if cut_of(run, axes).method == "gather":
             total += count * (axes.cp - 1) * keys / axes.tp
         else:
             queries = own.heads * (own.qk_dim + own.v_dim)
