@@ -61,7 +61,7 @@ class Cut:
     tp: int = 1  # ranks that share heads, MLP and, between these, tokens
     ep: int = 1  # ... experts; each is taken to compute as many rows as it has tokens for
     cp: int = 1  # ... the row's tokens
-    method: str = ""  # of attention under cp: ulysses or gather
+    method: str = ""  # of attention under cp: ulysses, gather or ring
 
 
 def saved_bytes(
@@ -158,8 +158,9 @@ def _attention_bytes(
     if own.latent is not None:
         for rank in own.latent[:2]:  # norm of the latent, and the state that it becomes
             total += tokens * (_norm_bytes(rank, kernels, is_gemma=is_gemma) + c * rank)
-    if cut.method == "gather":  # computed again in the backward pass: query, key, value; output
-        return total + tokens * c * (heads + kv_heads) * (own.qk_dim + own.v_dim)
+    if cut.method in ("gather", "ring"):  # query, key, value; output; the ring's log-sum-exp
+        sums = 4 * tokens * heads if cut.method == "ring" else 0
+        return total + sums + tokens * c * (heads + kv_heads) * (own.qk_dim + own.v_dim)
     if kernels.is_padded or cut.method:  # the output, out of the padded rows or swapped back
         total += tokens * heads * own.v_dim * c
     if cut.method:  # ulysses: some heads of the whole row; keys and values may be repeated
@@ -178,7 +179,8 @@ def exchange_bytes(own: Attention, *, kernels: Kernels, tokens: int, cut: Cut) -
 
     ulysses: the gradient of its output, as it is sent, and as it arrives. gather: for the key and
     value heads of one turn, the row's keys and values as they arrive and in order, and the
-    gradients of both; queries and output of the heads that read them are computed again.
+    gradients of both; queries and output of the heads that read them are computed again. ring: two
+    slices of keys and values, and of their gradients; the gradients of queries and output.
 
     Args:
         tokens: of the rank's slice.
@@ -191,6 +193,8 @@ def exchange_bytes(own: Attention, *, kernels: Kernels, tokens: int, cut: Cut) -
         turn = -(-kv_heads // cut.cp)
         widths = 4 * cut.cp * turn + heads // kv_heads * turn
         return tokens * c * widths * (own.qk_dim + own.v_dim)
+    if cut.method == "ring":
+        return tokens * c * (4 * kv_heads + heads) * (own.qk_dim + own.v_dim)
     return 0
 
 

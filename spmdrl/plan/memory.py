@@ -180,8 +180,9 @@ def cut_of(run: Run, axes: Axes) -> Cut:
     if axes.cp == 1:
         return Cut(axes.tp, axes.ep)
     heads = min(block.attention.heads for block, _ in run.shape.kinds) // axes.tp
-    is_gathered = run.context == "gather" or heads % axes.cp
-    return Cut(axes.tp, axes.ep, axes.cp, "gather" if is_gathered else "ulysses")
+    fitting = "gather" if heads % axes.cp else "ulysses"
+    method = fitting if run.context in ("auto", "ulysses") else run.context
+    return Cut(axes.tp, axes.ep, axes.cp, method)
 
 
 def _largest(shape: ModelShape, axes: Axes) -> int:

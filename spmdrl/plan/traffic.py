@@ -92,7 +92,7 @@ def _context_width(run: Run, axes: Axes) -> float:
     for block, count in run.shape.kinds:
         own = block.attention
         keys = own.kv_heads * (own.qk_dim + own.v_dim)
-        if cut_of(run, axes).method == "gather":
+        if cut_of(run, axes).method != "ulysses":
             total += count * (axes.cp - 1) * keys / axes.tp
         else:
             queries = own.heads * (own.qk_dim + own.v_dim)
