@@ -187,6 +187,10 @@ def test_options_of_memory_spare_what_they_say():
     small = planned(master_dtype="bfloat16", optimizer_dtype="bfloat16")
     for name in ("weights", "gradients", "optimizer"):
         assert 2 * small[name] == own[name]
+    eight = planned(optimizer_dtype="int8")
+    assert eight["optimizer"] == pytest.approx(own["optimizer"] / 4 * (1 + 4 / 256), abs=1)
+    assert planned(reduce="last")["gradients to be reduced"] == 4 * shape.numel
+    assert planned(reshard="never")["gathered by FSDP"] == 2 * shape.numel
     assert "optimizer" not in planned(offload="optimizer")
     assert planned(offload="parameters").keys() & {"weights", "gradients", "optimizer"} == set()
     modes = [planned(activation_checkpointing=mode)["activations"]

@@ -123,7 +123,8 @@ class Model:
     each block's weights then come over the bus for each pass.
     master_dtype: of the weights between updates, and of their gradients; in bfloat16 updates are
     rounded stochastically, so that small ones are not lost. optimizer_dtype: of AdamW's two
-    moments; the update itself is float32. A weight with gradient and moments takes 16 bytes,
+    moments, float32, bfloat16 or int8: torchao's blocks of 256 elements in 8 bits, of tensors of
+    4096 elements or more (pip install torchao); the update itself is float32. A weight with gradient and moments takes 16 bytes,
     and 8 if both are bfloat16. head_chunk_tokens: positions whose logits exist at once, each
     vocabulary * 4 bytes; 0 takes as many as have 512 MiB. reshard: whether a block's weights,
     gathered by FSDP2 in compute_dtype, are freed between forward and backward pass: `always`,

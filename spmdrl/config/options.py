@@ -69,7 +69,7 @@ def _model_problems(cfg: Config) -> list[str]:
                "activation_checkpointing": ("none", "selective", "full"),
                "offload": ("none", "activations", "optimizer", "all", "parameters"),
                "master_dtype": ("float32", "bfloat16"),
-               "optimizer_dtype": ("float32", "bfloat16"),
+               "optimizer_dtype": ("float32", "bfloat16", "int8"),
                "reshard": ("auto", "always", "never"), "reduce": ("each", "last")}
     problems = []
     for field, known in (("kernels", KERNELS), ("memory", MEMORY)):
@@ -84,6 +84,10 @@ def _model_problems(cfg: Config) -> list[str]:
                 problems.append(f"{place}: expected a number of positions, or 0; got {value!r}")
             elif name == "prefetch" and value != "auto" and (type(value) is not int or value < 0):
                 problems.append(f"{place}: expected a number of blocks, or auto; got {value!r}")
+    if (cfg.model.memory.get("optimizer_dtype") == "int8"
+            and importlib.util.find_spec("torchao") is None):
+        problems.append("model.memory.optimizer_dtype: int8 takes its quantisation from torchao, "
+                        "which is not installed: pip install --no-deps torchao==0.18.0")
     if cfg.model.lora and cfg.model.memory.get("offload") == "parameters":
         problems.append("model.memory.offload: parameters with model.lora, whose adapters are small "
                         "and merged on the device for every push; take optimizer or activations")

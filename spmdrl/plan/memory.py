@@ -124,11 +124,11 @@ def trainer_memory(run: Run, axes: Axes, *, tokens: int = 0) -> Memory:
     state = shards_numel(shape, axes)
     trained = lora_numel(run, axes) if run.lora_rank else state
     master = _ADAPTER if run.lora_rank else run.master_bytes
-    critic = run.trained_models * state * (2 * run.master_bytes + run.moment_bytes)
+    critic = int(run.trained_models * state * (2 * run.master_bytes + run.moment_bytes))
     causes = {
         "weights": c * state + master * trained if run.lora_rank else master * state,
         "gradients": master * trained,
-        "optimizer": run.moment_bytes * trained,
+        "optimizer": int(run.moment_bytes * trained),
         "other models": critic + run.frozen_models * c * state * run.holds_weights,
         "gradients to be reduced": _unreduced(run, axes),
     }

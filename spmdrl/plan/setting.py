@@ -17,6 +17,8 @@ from spmdrl.policy.memory import has
 from spmdrl.rollout.schedule import schedule_of
 
 ITEM = {"bfloat16": 2, "float32": 4}
+MOMENT = ITEM | {"int8": 1 + 4 / 256}
+"""Bytes of an element of AdamW's moments; in 8 bits with its share of the block's scale."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +93,7 @@ class Run:
     reshard: str  # model.memory.reshard
     reduces_last: bool  # gradients of all micro-batches at once
     ahead: int  # blocks whose weights are asked for early
-    moment_bytes: int  # of AdamW's two moments on the device; 0 where they are on the host
+    moment_bytes: float  # of AdamW's two moments on the device; 0 where they are on the host
     is_rl: bool
     overlaps: bool  # generation of a later batch beside the update
     prompts: int  # per step
@@ -152,7 +154,7 @@ def run_of(
         context=(KERNELS | cfg.model.kernels)["context"],
         reduces_last=memory["reduce"] == "last",
         ahead=0 if memory["prefetch"] == "auto" else memory["prefetch"],
-        moment_bytes=0 if is_away else 2 * ITEM[memory["optimizer_dtype"]],
+        moment_bytes=0 if is_away else 2 * MOMENT[memory["optimizer_dtype"]],
         shape=shape, kernels=_kernels(cfg, on_gpu=on_gpu), on_gpu=on_gpu, is_rl=is_rl,
         overlaps=cfg.lag > 0 and cfg.layout.placement == "split",
         prompts=batch.prompts_per_step,

@@ -18,6 +18,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from spmdrl.config import Optimizer
 from spmdrl.config.options import ADAMW, LEARNING_RATE
+from spmdrl.policy.eight_bits import LEAST, Quantised
 from spmdrl.policy.rounding import stochastic_round
 from spmdrl.shards import held_boxes
 
@@ -90,8 +91,8 @@ class _Piece:
     name: str
     begin: int
     parameter: Tensor
-    exp_avg: Tensor
-    exp_avg_sq: Tensor
+    exp_avg: Tensor | Quantised
+    exp_avg_sq: Tensor | Quantised
 
     def gradient(self, gradients: Mapping[str, Tensor]) -> Tensor:
         """Return its part of the local gradients, [n] float32."""
@@ -111,7 +112,7 @@ class AdamW:
         parameters: {name: DTensor or Tensor}, float32 or bfloat16; updated in place.
         no_decay: names excluded from weight decay besides the tensors of fewer than two dims.
         options: the config's optimizer section.
-        dtype: of both moments, float32 or bfloat16.
+        dtype: of both moments: float32, bfloat16, or int8 for blocks of 8 bits (eight_bits.py).
         is_on_host: keep the moments in (pinned) host memory.
         device: that computes the update; None for that of the parameters, which may be on the host
             instead, with their gradients.
@@ -128,7 +129,8 @@ class AdamW:
         place = {"device": "cpu", "pin_memory": True} if self._is_away else {
             "device": self._device}
         # From the start, so that a checkpoint has them.
-        self._moments = {moment: {name: torch.zeros(tensor.shape, dtype=dtype, **place)
+        self._moments = {moment: {name: _zeros(parameters[name], tensor, dtype=dtype, place=place,
+                                               is_signed=moment == MOMENTS[0])
                                   for name, tensor in self.local.items()} for moment in MOMENTS}
         self._updates = torch.zeros((), dtype=torch.float32, device=self._device)
         decays = {n for n, p in parameters.items() if p.dim() >= 2 and n not in no_decay}
@@ -143,10 +145,10 @@ class AdamW:
 
     def _pieces(self, name: str, *, most: int) -> Iterator[_Piece]:
         start = [box.start for box, _ in held_boxes(name, self.parameters[name])]
-        flat = [t.view(-1) for t in (self.local[name], *(self._moments[m][name] for m in MOMENTS))]
-        for begin in range(0, flat[0].numel(), most):
+        kept = self.local[name], *(self._moments[m][name] for m in MOMENTS)
+        for begin in range(0, kept[0].numel(), most):
             yield _Piece(f"{name}/{start}/{begin}", name, begin,
-                         *(t[begin:begin + most] for t in flat))
+                         *(_run(t, begin, count=most) for t in kept))
 
     def gradients(self) -> dict[str, Tensor]:
         """Return {name: local gradient} of the parameters that have one."""
@@ -192,19 +194,51 @@ class AdamW:
         """Return {exp_avg: {name: ..}, exp_avg_sq: {name: ..}, updates: []}.
 
         The tensors are laid out like the parameters (DTensors where those are) and share
-        storage with the live state, so that loading in place restores it.
+        storage with the live state, so that loading in place restores it. Of moments in 8 bits
+        these are the codes; each element's scale is beside them, under exp_avg_scales and so on,
+        a copy on the host: any layout can read them, and the same one restores all bits.
         """
-        state: dict[str, dict[str, Tensor] | Tensor] = {
-            moment: {name: _like(self.parameters[name], local) for name, local in own.items()}
-            for moment, own in self._moments.items()}
+        state: dict[str, dict[str, Tensor] | Tensor] = {}
+        for moment, own in self._moments.items():
+            scales = {}
+            state[moment] = {name: self._like(name, t) for name, t in own.items()
+                             if isinstance(t, Tensor)}
+            for name, kept in own.items():
+                if isinstance(kept, Quantised):
+                    state[moment][name] = self._like(name, kept.codes[:kept.count])
+                    scales[name] = self._like(name, kept.scale_of_each())
+            state |= {f"{moment}_scales": scales} if scales else {}
         return state | {"updates": self._updates.clone()}
+
+    def _like(self, name: str, kept: Tensor) -> Tensor:
+        return _like(self.parameters[name], kept.view(self.local[name].shape))
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, Tensor] | Tensor]) -> None:
         """Restore what `state_dict` returned, on this layout."""
         for moment, own in self._moments.items():
-            for name, local in own.items():
-                _copy(local, local_part(state[moment][name]))
+            for name, kept in own.items():
+                saved = local_part(state[moment][name])
+                if isinstance(kept, Quantised):
+                    _copy(kept.codes[:kept.count], saved.flatten())
+                    kept.take_scales(local_part(state[f"{moment}_scales"][name]).flatten())
+                else:
+                    _copy(kept, saved)
         self._updates.fill_(float(state["updates"]))
+
+
+def _zeros(parameter: Tensor, local: Tensor, *, dtype: torch.dtype, is_signed: bool,
+           place: Mapping[str, object]) -> Tensor | Quantised:
+    if dtype != torch.int8:
+        return torch.zeros(local.shape, dtype=dtype, **place)
+    if parameter.numel() < LEAST:  # of the whole tensor, so that all layouts agree
+        return torch.zeros(local.shape, dtype=torch.float32, **place)
+    return Quantised.zeros(local.numel(), is_signed=is_signed, **place)
+
+
+def _run(kept: Tensor | Quantised, begin: int, *, count: int) -> Tensor | Quantised:
+    if isinstance(kept, Quantised):
+        return kept.part(begin, count)
+    return kept.view(-1)[begin:begin + count]
 
 
 def _chunks(pieces: Sequence[_Piece], *, most: int) -> list[list[_Piece]]:

@@ -1,0 +1,170 @@
+"""Moments in 8 bits: torchao's updates, near float32's, resumed bit for bit or on other layouts."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoint_runs import SmallSource
+from policy_runs import batch, config, update
+from ranks import run_ranks
+from torch import Tensor
+
+from spmdrl.config import Config, Optimizer
+from spmdrl.config.options import option_problems
+from spmdrl.create_model import create_model
+from spmdrl.policy import optimizer
+from spmdrl.policy.optimizer import AdamW, local_part
+
+EIGHT = {"optimizer_dtype": "int8"}
+needs_torchao = pytest.mark.skipif(importlib.util.find_spec("torchao") is None,
+                                   reason="torchao is not installed")
+
+
+def _model(where: Path) -> Path:
+    return create_model(where / "model", hidden_size=64, layers=2, heads=2, kv_heads=2,
+                        intermediate=96)
+
+
+def _tensors() -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return {"w": torch.randn(96, 100, generator=generator), "norm": torch.ones(64)}
+
+
+def _gradients(parameters: dict[str, Tensor], step: int) -> dict[str, Tensor]:
+    return {name: (p * (step + 1)).sin() * 10.0 ** (step % 3 - 1) for name, p in parameters.items()}
+
+
+@needs_torchao
+def test_updates_are_those_of_torchaos_adamw(monkeypatch):
+    from torchao.optim import AdamW8bit
+
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)  # its step, as it is
+    mine = {n: p[:96, :96].contiguous() if p.dim() > 1 else p for n, p in _tensors().items()}
+    theirs = {name: torch.nn.Parameter(p.clone()) for name, p in mine.items()}
+    monkeypatch.setattr(optimizer, "_CHUNK", 1024)  # in pieces
+    ours = AdamW(mine, no_decay=set(), options=Optimizer(
+        options={"beta2": 0.999, "weight_decay": 0.1}), dtype=torch.int8)
+    torchaos = AdamW8bit(
+        [{"params": [theirs["w"]], "weight_decay": 0.1},
+         {"params": [theirs["norm"]], "weight_decay": 0.0}], lr=1e-2, betas=(0.9, 0.999))
+    for step in range(5):
+        gradients = _gradients(mine, step)
+        for name, p in theirs.items():
+            p.grad = gradients[name].clone()
+        ours.step(gradients, lr=1e-2)
+        torchaos.step()
+        for name, p in theirs.items():
+            torch.testing.assert_close(mine[name], p.detach(), rtol=1e-5, atol=1e-6)
+    state = ours.state_dict()
+    codes = torchaos.state[theirs["w"]]["exp_avg"].codes
+    assert state["exp_avg"]["w"].dtype == torch.uint8
+    assert (state["exp_avg"]["w"].flatten() == codes.flatten()).float().mean() > 0.999
+    assert state["exp_avg"]["norm"].dtype == torch.float32  # few elements
+
+
+@needs_torchao
+def test_scales_cut_otherwise_keep_the_values_nearly_and_alike_cut_exactly():
+    from spmdrl.policy.eight_bits import BLOCK, Quantised
+
+    values = torch.randn(1000, generator=torch.Generator().manual_seed(1)).cumsum(0)
+    for is_signed, own in ((True, values), (False, values.square())):
+        whole = Quantised.zeros(1000, is_signed=is_signed)
+        whole.copy_(own)
+        read, each = whole.to(own.device, torch.float32), whole.scale_of_each()
+        largest = torch.cat([b.abs().max().expand(len(b)) for b in own.split(BLOCK)])
+        assert ((read - own).abs() <= 0.05 * largest).all()
+        again = Quantised.zeros(1000, is_signed=is_signed)
+        again.codes[:1000].copy_(whole.codes[:1000])
+        again.take_scales(each)
+        assert torch.equal(again.scales, whole.scales)
+        assert torch.equal(again.to(own.device, torch.float32), read)
+        part = Quantised.zeros(600, is_signed=is_signed)  # of another layout: from 300 to 900
+        part.codes[:600].copy_(whole.codes[300:900])
+        part.take_scales(each[300:900])
+        found = part.to(own.device, torch.float32)
+        assert not torch.equal(found, read[300:900])
+        assert ((found - read[300:900]).abs() <= 0.03 * read.abs().max()).all()
+
+
+def _train(cfg: Config) -> dict[str, dict]:
+    from spmdrl.policy import Policy
+    from spmdrl.world import World
+
+    world, found = World.start(cfg), {}
+    for name, memory in {"float32": {}, "int8": EIGHT}.items():
+        policy = Policy(replace(cfg, model=replace(cfg.model, memory=memory)), world)
+        losses = [update(policy, batch(0, 1), step=s)["policy/loss"][0] for s in range(15)]
+        kept = [t for own in policy.optimizer._moments.values() for t in own.values()]
+        found[name] = {"losses": losses, "bytes": sum(
+            t.nbytes if isinstance(t, Tensor) else t.codes.nbytes + t.scales.nbytes for t in kept)}
+    found["large"] = sum(p.numel() for p in policy.named_shards().values() if p.numel() >= 4096)
+    found["small"] = sum(p.numel() for p in policy.named_shards().values() if p.numel() < 4096)
+    world.close()
+    return found
+
+
+@needs_torchao
+def test_a_model_learns_as_with_float32_moments_in_a_quarter_of_their_bytes(tmp_path):
+    found = run_ranks(1, _train, config(_model(tmp_path), tmp_path, objective="sft"))[0]
+    full, eight = found["float32"], found["int8"]
+    assert full["bytes"] == 8 * (found["large"] + found["small"])
+    # Blocks are filled up: at most one more for each of some twenty tensors and two moments.
+    least = 2 * (1 + 4 / 256) * found["large"] + 8 * found["small"]
+    assert least <= eight["bytes"] <= least + 40 * 260 and eight["bytes"] < 0.4 * full["bytes"]
+    assert eight["losses"] != full["losses"] and full["losses"][-1] < 0.7 * full["losses"][0]
+    for ours, theirs in zip(eight["losses"], full["losses"]):
+        assert ours == pytest.approx(theirs, rel=0.03)
+
+
+def _resumed(cfg: Config, save: bool) -> dict[str, Tensor]:
+    """Take three updates, with a checkpoint after two; or the third one from that checkpoint."""
+    from spmdrl.checkpoint import Checkpointer
+    from spmdrl.policy import Policy
+    from spmdrl.world import World
+
+    world = World.start(cfg)
+    policy, source, checkpointer = Policy(cfg, world), SmallSource(world), Checkpointer(cfg, world)
+    own = batch(world.dp_index(world.rank), world.dp_size)
+    if save:
+        for step in range(2):
+            update(policy, own, step=step)
+        checkpointer.maybe_save(2, policy, source, stop=True)
+    else:
+        assert checkpointer.restore(policy, source).step == 2
+    moments = {f"{key}/{name}": (kept if isinstance(kept, Tensor) else kept.to(
+        world.device, torch.float32)).clone()
+        for key, part in policy.optimizer._moments.items() for name, kept in part.items()}
+    update(policy, own, step=2)
+    local = {name: local_part(p).clone() for name, p in policy.named_shards().items()}
+    world.close()
+    return local | moments
+
+
+@needs_torchao
+def test_a_resumed_run_repeats_the_bits_and_another_layout_reads_it(tmp_path):
+    cfg = config(_model(tmp_path), tmp_path / "run", world_size=2, model={"memory": EIGHT})
+    straight, resumed = (run_ranks(2, _resumed, cfg, save) for save in (True, False))
+    for before, after in zip(straight, resumed):
+        assert before.keys() == after.keys()
+        assert all(torch.equal(before[name], after[name]) for name in before)
+    alone = config(cfg.model.path, tmp_path / "run", model={"memory": EIGHT})
+    (whole,) = run_ranks(1, _resumed, alone, False)
+    for name in straight[0]:
+        parts = torch.cat([part[name].flatten() for part in straight])
+        own = whole[name].flatten()
+        if "/" not in name:  # weights, after one more update of nearly the same moments
+            torch.testing.assert_close(own, parts, rtol=0.05, atol=5e-3)
+            continue
+        assert ((own - parts).abs() <= 0.03 * parts.abs().max()).all(), name
+
+
+def test_it_is_refused_with_the_command_where_torchao_is_missing(tmp_path, monkeypatch):
+    cfg = config("model", tmp_path, model={"memory": EIGHT})
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert any("pip install --no-deps torchao==0.18.0" in p for p in option_problems(cfg))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    assert not option_problems(cfg)
