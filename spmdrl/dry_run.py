@@ -174,7 +174,8 @@ def derived(cfg: Config, *, tokens: int = 0) -> dict[str, str]:
                                     f"{sequences / batch.updates_per_step:.0f} sequences",
         "tokens per step": f"at most {sequences} * {longest} = {sequences * longest:,}",
         "sequences per dp rank": _share(sequences, dp),
-        "micro-batches per dp rank": _microbatches(sequences, longest, dp=dp, cfg=cfg, found=tokens),
+        "micro-batches per dp rank": _microbatches(
+            sequences, longest, dp=dp, cfg=cfg, found=tokens),
     }
     if engines:
         pairs["steps of generation ahead"] = f"{cfg.lag}"

@@ -1,4 +1,4 @@
-"""When FSDP2 gathers weights and reduces gradients changes traffic and memory, not what is found."""
+"""When FSDP2 gathers weights and reduces gradients changes traffic and memory, not results."""
 
 from __future__ import annotations
 

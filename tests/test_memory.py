@@ -309,7 +309,8 @@ def test_bfloat16_masters_are_refused_where_only_adapters_train(tmp_path):
 
 
 def test_parameters_are_not_offloaded_beside_adapters(tmp_path):
-    cfg = config("model", tmp_path, model={"memory": {"offload": "parameters"}, "lora": {"rank": 2}})
+    cfg = config("model", tmp_path, model={
+        "memory": {"offload": "parameters"}, "lora": {"rank": 2}})
     assert any("model.memory.offload: parameters with model.lora" in problem
                for problem in option_problems(cfg))
 

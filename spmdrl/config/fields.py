@@ -113,28 +113,27 @@ class Model:
     the load is below the mean."""
     memory: Options = field(default_factory=dict)
     """What is spared, where that differs from {activation_checkpointing: none, offload: none,
-    head_chunk_tokens: 0, master_dtype: float32, optimizer_dtype: float32, reshard: auto,
-    reduce: each, prefetch: auto}.
-    activation_checkpointing: full recomputes each block in the backward pass: about a third more
-    time, far less memory; selective keeps the products of its linear layers and its attention,
-    and recomputes what is cheap. offload: what waits in host memory while it is not needed:
-    activations (of blocks, for the backward pass), optimizer (AdamW's state; CUDA only), all (both)
-    or parameters (shards, gradients and AdamW's state, by FSDP2's CPUOffloadPolicy; CUDA only):
-    each block's weights then come over the bus for each pass.
+    head_chunk_tokens: 0, master_dtype: float32, optimizer_dtype: float32, reshard: auto, reduce:
+    each, prefetch: auto}. activation_checkpointing: full recomputes each block in the backward
+    pass: about a third more time, far less memory; selective keeps the products of its linear
+    layers and its attention, and recomputes what is cheap. offload: what waits in host memory while
+    it is not needed: activations (of blocks, for the backward pass), optimizer (AdamW's state; CUDA
+    only), all (both) or parameters (shards, gradients and AdamW's state, by FSDP2's
+    CPUOffloadPolicy; CUDA only): each block's weights then come over the bus for each pass.
     master_dtype: of the weights between updates, and of their gradients; in bfloat16 updates are
     rounded stochastically, so that small ones are not lost. optimizer_dtype: of AdamW's two
     moments, float32, bfloat16 or int8: torchao's blocks of 256 elements in 8 bits, of tensors of
-    4096 elements or more (pip install torchao); the update itself is float32. A weight with gradient and moments takes 16 bytes,
-    and 8 if both are bfloat16. head_chunk_tokens: positions whose logits exist at once, each
-    vocabulary * 4 bytes; 0 takes as many as have 512 MiB. reshard: whether a block's weights,
-    gathered by FSDP2 in compute_dtype, are freed between forward and backward pass: `always`,
-    `auto` (not the last block's, which are needed next) or `never`, which gathers them once per
-    micro-batch instead of twice and has the whole model on each rank meanwhile. reduce: `each`
-    micro-batch's gradients go to their shards, or the `last` one's with all before: one reduction
-    per update for a float32 of every weight on each rank (tp and ep divide them). prefetch: blocks
-    whose weights are asked for ahead, in memory for as many more; auto is 1 on CUDA with ep, whose
-    host waits within a block, and 0, FSDP2's own order, elsewhere. None of these three changes
-    what is computed; under `last` sums are in another order."""
+    4096 elements or more (pip install torchao); the update itself is float32. A weight with
+    gradient and moments takes 16 bytes, and 8 if both are bfloat16. head_chunk_tokens: positions
+    whose logits exist at once, each vocabulary * 4 bytes; 0 takes as many as have 512 MiB. reshard:
+    whether a block's weights, gathered by FSDP2 in compute_dtype, are freed between forward and
+    backward pass: `always`, `auto` (not the last block's, which are needed next) or `never`, which
+    gathers them once per micro-batch instead of twice and has the whole model on each rank
+    meanwhile. reduce: `each` micro-batch's gradients go to their shards, or the `last` one's with
+    all before: one reduction per update for a float32 of every weight on each rank (tp and ep
+    divide them). prefetch: blocks whose weights are asked for ahead, in memory for as many more;
+    auto is 1 on CUDA with ep, whose host waits within a block, and 0, FSDP2's own order, elsewhere.
+    None of these three changes what is computed; under `last` sums are in another order."""
     lora: NestedOptions = field(default_factory=dict)
     """Train low-rank adapters and nothing else (arXiv 2106.09685), e.g. {rank: 16}; empty trains
     all weights. Left out: {rank: 16, alpha: 32, targets: all-linear, use_rslora: false, init:

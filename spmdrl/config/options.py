@@ -89,8 +89,9 @@ def _model_problems(cfg: Config) -> list[str]:
         problems.append("model.memory.optimizer_dtype: int8 takes its quantisation from torchao, "
                         "which is not installed: pip install --no-deps torchao==0.18.0")
     if cfg.model.lora and cfg.model.memory.get("offload") == "parameters":
-        problems.append("model.memory.offload: parameters with model.lora, whose adapters are small "
-                        "and merged on the device for every push; take optimizer or activations")
+        problems.append("model.memory.offload: parameters with model.lora, whose adapters are "
+                        "small and merged on the device for every push; take optimizer or "
+                        "activations")
     if cfg.model.lora and cfg.model.memory.get("master_dtype") == "bfloat16":
         problems.append("model.memory.master_dtype: bfloat16 with model.lora, whose adapters stay "
                         "float32 and whose frozen weights are in model.compute_dtype; leave it out")

@@ -102,8 +102,9 @@ def find_tokens(
         columns, vocab: see `make_rows`.
     Returns: at least the longest sequence (pair), at most an update's share of a dp rank; above
         the former a multiple of 256, unless it is the latter. The same on every rank.
-    Raises: ValueError, on all ranks together, when not even the longest sequence (pair) fits. RuntimeError
-        on one rank when it ran out of a GPU's memory in the middle, of which peers are told.
+    Raises: ValueError, on all ranks together, when not even the longest sequence (pair) fits;
+        RuntimeError, on one rank, when it ran out of a GPU's memory in the middle, of which the
+        others are told.
     """
     hosts = gather_objects(socket.gethostname(), group=world.control)
     shares = 1 if world.device.type == "cuda" else Counter(hosts)[hosts[world.rank]]

@@ -175,9 +175,9 @@ class AdamW:
                for part, tensors in kept.items()}  # the very same tensors where nothing differs
         torch._fused_adamw_(
             own["parameter"], [piece.gradient(gradients).to(self._device) for piece in pieces],
-            own["exp_avg"], own["exp_avg_sq"], [], [self._updates] * len(pieces), lr=lr, beta1=self._own["beta1"],
-            beta2=self._own["beta2"], weight_decay=decay, eps=self._own["eps"], amsgrad=False,
-            maximize=False)
+            own["exp_avg"], own["exp_avg_sq"], [], [self._updates] * len(pieces), lr=lr,
+            beta1=self._own["beta1"], beta2=self._own["beta2"], weight_decay=decay,
+            eps=self._own["eps"], amsgrad=False, maximize=False)
         for part, tensors in kept.items():
             for piece, tensor, value in zip(pieces, tensors, own[part]):
                 if tensor.dtype != value.dtype:

@@ -107,9 +107,10 @@ class WeightStream:
 
         Args:
             version: of the policy; the engines are told it, and drop their cached prefixes.
-        Returns: what Handover.wake_cache does, sync/bytes, sync/seconds and sync/gb_per_s (1e9 bytes), by this rank's clock,
-            which should start when the peers are there too (`World.agree_to_stop` sees to
-            that); the bytes are those that leave the trainers of the whole world.
+        Returns: what Handover.wake_cache does, sync/bytes, sync/seconds and sync/gb_per_s (1e9
+            bytes), by this rank's clock, which should start when the peers are there too
+            (`World.agree_to_stop` sees to that); the bytes are those that leave the trainers of the
+            whole world.
         Raises: RuntimeError on every rank when a checksum differs, or an engine's loader fails.
         """
         if self.mode == "idle":
