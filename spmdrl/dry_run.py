@@ -256,8 +256,7 @@ def adapter_size(cfg: Config) -> str:
     total = sum(p.numel() for p in model.parameters())
     adapters = Adapters(model, lora_form(cfg.model.lora))
     count = sum(model.get_parameter(name).numel() for name in adapters.names)
-    return (f"rank {adapters.form.rank} on {len(adapters.modules)} linear layers, {count:,} "
-            f"parameters beside the model's {total:,}")
+    return f"{adapters.summary()}, {count:,} parameters beside the model's {total:,}"
 
 
 def stream_size(cfg: Config) -> dict[str, str]:

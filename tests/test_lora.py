@@ -46,7 +46,7 @@ def _set_b(policy: object) -> None:
     from spmdrl.shards import held_boxes
 
     for name, tensor in policy.state_dict()["model"].items():
-        if name.endswith("lora_B.weight"):
+        if "lora_B" in name:
             for box, view in held_boxes(name, tensor):
                 part = tuple(slice(s, s + n) for s, n in zip(box.start, box.shape))
                 view.copy_(_spread(name, tuple(tensor.shape))[part])
@@ -212,18 +212,19 @@ def saved(tmp_path_factory) -> tuple[Config, list[dict]]:
     return cfg, run_ranks(4, _save, cfg)
 
 
-def _merged(state: dict[str, Tensor]) -> dict[str, Tensor]:
+def _merged(state: dict[str, Tensor], *, scale: float = 12 / 3 ** 0.5) -> dict[str, Tensor]:
     """W + scale * B A by loops over the rank, in the order that engines get it."""
     found = {}
     for name, tensor in state.items():
         if not name.startswith("live ") or "lora" in name:
             continue
         layer = name.removesuffix(".weight")
-        if f"{layer}.lora_A.weight" in state:
-            a, b = state[f"{layer}.lora_A.weight"], state[f"{layer}.lora_B.weight"]
+        matrix = f"{layer}.lora_%s.weight" if layer != name else f"{name}_lora_%s"  # of experts
+        if matrix % "A" in state:
+            a, b = state[matrix % "A"], state[matrix % "B"]
             delta = torch.zeros_like(tensor)
-            for k in range(3):
-                delta = delta + (12 / 3 ** 0.5 * b[:, k])[:, None] * a[k][None]
+            for k in range(a.shape[-2]):
+                delta = delta + (scale * b[..., k])[..., None] * a[..., k, None, :]
             assert delta.abs().max() > 1e-3, f"{name}: the test wants an adapter that matters"
             tensor = tensor + delta
         found[name.removeprefix("live ")] = tensor
@@ -292,7 +293,7 @@ def test_an_export_merges_or_is_peft_s_own(saved, tmp_path):
     assert (form.rank, form.alpha, form.use_rslora) == (3, 12, True)
     hf_model = build_meta_model(Model(path=cfg.model.path))
     adapters = Adapters(hf_model, form)
-    assert len(adapters.modules) == 14
+    assert len(adapters.targets) == 14
     shards = {name: torch.empty(hf_model.get_parameter(name).shape) for name in adapters.names}
     adapters.fill(shards, seed=1)
     for name, tensor in shards.items():

@@ -104,12 +104,35 @@ def test_an_adapter_of_another_model_is_refused(tiny_model, tmp_path):
         adapters.fill({n: torch.empty(hf_model.get_parameter(n).shape) for n in names}, seed=0)
 
 
-def test_fused_experts_get_no_adapters_and_the_log_says_so(tmp_path, caplog):
-    folder = create_model(tmp_path, architecture="qwen3_moe", hidden_size=32, layers=2, heads=4,
+def _mixture(where) -> torch.nn.Module:
+    folder = create_model(where, architecture="qwen3_moe", hidden_size=32, layers=2, heads=4,
                           kv_heads=2, intermediate=24)
-    hf_model = build_meta_model(Model(path=str(folder)))
-    found = targeted(hf_model, "all-linear")
-    assert {name.rpartition(".")[2] for name in found} == {"q_proj", "k_proj", "v_proj", "o_proj"}
+    return build_meta_model(Model(path=str(folder)))
+
+
+_ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
+_EXPERTS = {"gate_up_proj", "down_proj"}
+
+
+@pytest.mark.parametrize("targets, ends, count", [
+    ("all-linear", _ATTENTION | _EXPERTS, 12), (("experts",), _EXPERTS, 4),
+    (("experts.down_proj",), {"down_proj"}, 2), (("q_proj", "down_proj"), {"q_proj", "down_proj"}, 4),
+    (r".*\.1\.mlp\.experts", _EXPERTS, 2), (r".*\.1\..*(q_proj|gate_up_proj)", {
+        "q_proj", "gate_up_proj"}, 2),
+])
+def test_experts_are_targets_by_their_parameters_names_or_the_module_s(
+        targets, ends, count, tmp_path, caplog):
+    found = targeted(_mixture(tmp_path), targets)
+    assert {name.rpartition(".")[2] for name in found} == ends and len(found) == count
+    assert not caplog.text
+
+
+def test_experts_that_are_kept_otherwise_get_none_and_the_log_says_so(tmp_path, caplog):
+    hf_model = _mixture(tmp_path)
+    for module in hf_model.modules():
+        if hasattr(module, "is_transposed"):
+            module.is_transposed = True
+    assert {n.rpartition(".")[2] for n in targeted(hf_model, "all-linear")} == _ATTENTION
     assert "model.layers.*.mlp.experts.gate_up_proj" in caplog.text
-    with pytest.raises(ValueError, match="fused experts .* model.layers.*.mlp.experts.down_proj"):
+    with pytest.raises(ValueError, match="gets none: .* model.layers.*.mlp.experts.down_proj"):
         targeted(hf_model, ("experts.down_proj",))

@@ -91,9 +91,17 @@ ROWS = {
             "memory": {"activation_checkpointing": "full"}}}),
     "lora, reward model": Row(("shard2 tp2",), options={
         "objective": "reward_model", "loss": "bradley_terry", "model": {"lora": {"rank": 4}}}),
-    "lora, deepseek_v3": Row(  # adapters on attention, shared experts and dense layers
+    "lora, deepseek_v3": Row(  # adapters on attention, dense layers and all experts
         ("cp2 ep2",), architecture="deepseek_v3", model={"initializer_std": 0.1},
         options={"model": {"lora": {"rank": 3}}}),
+    "lora, qwen3_moe, experts": Row(
+        ("shard4 ep2", "cp2 ep2"), architecture="qwen3_moe", model={"initializer_std": 0.1},
+        options={"kl_coef": 0.1, "model": {
+            "lora": {"rank": 3, "alpha": 12}, "memory": {"activation_checkpointing": "full"}}}),
+    "lora, qwen3_moe, fewer experts than ranks": Row(
+        ("shard4 ep2",), architecture="qwen3_moe",
+        model={"initializer_std": 0.1, "moe_experts": 2},
+        options={"model": {"lora": {"rank": 3, "targets": ["experts"]}}}),
     "qwen3_moe": Row(("shard4 ep4",), architecture="qwen3_moe", model={"initializer_std": 0.1}),
     "qwen3_moe, fewer experts than ranks": Row(  # each is cut by rows
         ("shard4 ep2",), architecture="qwen3_moe",

@@ -1,8 +1,10 @@
-"""Low-rank adapters on the linear layers of a model, put there from outside.
+"""Low-rank adapters on the linear layers and the experts of a model, put there from outside.
 
 y = W x + scale * B A x, with A [r, in] and B [out, r]. A layer gets two children, lora_A and
 lora_B, so a parameter's name is PEFT's without its prefix, and FSDP2 and tensor parallelism treat
-them like any other. Source: arXiv 2106.09685, section 4.1; rank-stabilised scale: 2312.03732.
+them like any other. Fused experts, [E, out, in], get A [E, r, in] and B [E, out, r] beside each of
+their parameters, so that whatever shards experts shards these alike; see lora_experts.py.
+Source: arXiv 2106.09685, section 4.1; rank-stabilised scale: 2312.03732.
 """
 
 from __future__ import annotations
@@ -25,7 +27,9 @@ from torch.distributed.tensor import DTensor
 
 from spmdrl.config.lora import ALL_LINEAR, LORA
 from spmdrl.policy.load import SCALAR_HEAD
+from spmdrl.policy.lora_experts import adaptable, add_to_experts
 from spmdrl.policy.lora_files import AdapterFolder
+from spmdrl.policy.moe import experts_modules
 from spmdrl.policy.parallelize import blocks
 from spmdrl.shards import held_boxes
 
@@ -60,9 +64,17 @@ def lora_form(options: Mapping[str, Any]) -> LoraForm | None:
     chosen = LORA | dict(options)
     if chosen["path"]:
         folder = AdapterFolder(Path(chosen["path"]))
-        return LoraForm(**folder.form, targets=folder.modules, path=chosen["path"])
+        return LoraForm(**folder.form, targets=folder.targets, path=chosen["path"])
     targets = chosen["targets"]
     return LoraForm(**chosen | {"targets": targets if isinstance(targets, str) else tuple(targets)})
+
+
+def pair_names(weight: str) -> tuple[str, str]:
+    """Return the names of the matrices A and B of a live tensor `weight`."""
+    layer = weight.removesuffix(".weight")
+    if layer == weight:  # fused experts
+        return f"{weight}_lora_A", f"{weight}_lora_B"
+    return f"{layer}.lora_A.weight", f"{layer}.lora_B.weight"
 
 
 class Adapters:
@@ -70,24 +82,40 @@ class Adapters:
 
     Args:
         hf_model: a transformers model on the meta device, changed in place: its linear layers that
-            are meant get float32 children lora_A and lora_B. Before tensor parallelism.
+            are meant get float32 children lora_A and lora_B, its experts parameters such as
+            gate_up_proj_lora_A. Before tensor and expert parallelism.
         form: what they are like.
-    Raises: ValueError for targets that match no linear layer, with the names that exist.
+    Raises: ValueError for targets that match nothing, with the names that exist.
     """
 
     def __init__(self, hf_model: nn.Module, form: LoraForm):
         self.form, self.is_on = form, True
-        self.modules = targeted(hf_model, form.targets)
-        for module in self.modules.values():
-            module.lora_A = nn.Linear(module.in_features, form.rank, bias=False, device="meta")
-            module.lora_B = nn.Linear(form.rank, module.out_features, bias=False, device="meta")
+        self.targets = targeted(hf_model, form.targets)
+        for module, key in self.targets.values():
+            if key == "weight":
+                module.lora_A = nn.Linear(module.in_features, form.rank, bias=False, device="meta")
+                module.lora_B = nn.Linear(form.rank, module.out_features, bias=False, device="meta")
+                module.forward = functools.partial(_adapted, module, module.forward)
+            else:
+                add_to_experts(module, key, rank=form.rank)
             module.adapters = self
-            module.forward = functools.partial(_adapted, module, module.forward)
+        self.weights = [name if key != "weight" else f"{name}.weight"
+                        for name, (_, key) in self.targets.items()]
+        """Names of the live tensors that have adapters."""
+        self._matrices = {name: part for weight in self.weights
+                          for part, name in zip("AB", pair_names(weight))}
 
     @property
     def names(self) -> list[str]:
-        """The parameters' names, those of their layers with lora_A.weight or lora_B.weight."""
-        return [f"{name}.{part}.weight" for name in self.modules for part in ("lora_A", "lora_B")]
+        """The parameters' names, see pair_names."""
+        return list(self._matrices)
+
+    def summary(self) -> str:
+        """Return rank and number, for messages."""
+        experts = sum(key != "weight" for _, key in self.targets.values())
+        places = [f"{len(self.targets) - experts} linear layers"]
+        places += [f"{experts} parameters of experts"] if experts else []
+        return f"rank {self.form.rank} on {' and '.join(places)}"
 
     @contextmanager
     def off(self) -> Iterator[None]:
@@ -120,56 +148,71 @@ class Adapters:
                ) -> Tensor | None:
         if folder:
             return folder.read(name)
-        if name.endswith("lora_A.weight"):
+        part = self._matrices.get(name)
+        if part == "A":
             return initial_a(name, tuple(parameter.shape), init=self.form.init, seed=seed)
-        return torch.zeros(parameter.shape) if name.endswith("lora_B.weight") else None
+        return torch.zeros(parameter.shape) if part == "B" else None
 
 
-def targeted(hf_model: nn.Module, targets: str | tuple[str, ...]) -> dict[str, nn.Linear]:
-    """Return {name: linear layer} that `targets` mean; the output head is never one of them.
+Targets = dict[str, tuple[nn.Module, str]]
+"""{name: (module, its parameter)}: a linear layer by its own name, with `weight`; a parameter of
+fused experts by the parameter's name."""
+
+
+def targeted(hf_model: nn.Module, targets: str | tuple[str, ...]) -> Targets:
+    """Return the linear layers and experts that `targets` mean; the output head is never one.
 
     Args:
         targets: `all-linear` for those of the blocks; a regular expression of whole names; or
-            names and ends of names, as PEFT's target_modules.
+            names and ends of names, as PEFT's target_modules and target_parameters. A module of
+            experts stands for all its parameters.
     Raises: ValueError for an entry that matches none.
     """
     heads = (hf_model.get_output_embeddings(), getattr(hf_model, "score", None))
-    linear = {name: module for name, module in hf_model.named_modules()
-              if isinstance(module, nn.Linear) and all(module is not head for head in heads)}
+    known: Targets = {name: (module, "weight") for name, module in hf_model.named_modules()
+                      if isinstance(module, nn.Linear) and all(module is not h for h in heads)}
+    experts = {f"{name}.{key}": (module, key) for name, module in experts_modules(hf_model).items()
+               for key in adaptable(module)}
+    known |= experts
     if targets == ALL_LINEAR:
         inside = {id(m) for parent, attribute in blocks(hf_model)
                   for m in getattr(parent, attribute).modules()}
-        found = {name: module for name, module in linear.items() if id(module) in inside}
+        found = {name: place for name, place in known.items() if id(place[0]) in inside}
         if not found:
-            raise _no_match(ALL_LINEAR, linear, hf_model)
-        if _fused(hf_model):
-            log.warning("model.lora.targets: all-linear leaves out what is no linear layer, such "
-                        "as fused experts: %s", ", ".join(_fused(hf_model)))
+            raise _no_match(ALL_LINEAR, known, hf_model)
+        if rest := _others(hf_model, known):
+            log.warning("model.lora.targets: all-linear leaves out what is neither a linear layer "
+                        "nor experts that transformers computes fused: %s", ", ".join(rest))
         return found
+    names = {name: {name, name.rpartition(".")[0]} if name in experts else {name}
+             for name in known}
     if isinstance(targets, str):
-        matches = {targets: {name for name in linear if re.fullmatch(targets, name)}}
+        matches = {targets: {name for name, own in names.items()
+                             if any(re.fullmatch(targets, n) for n in own)}}
     else:
-        matches = {t: {n for n in linear if n == t or n.endswith(f".{t}")} for t in targets}
-    for target, names in matches.items():
-        if not names:
-            raise _no_match(target, linear, hf_model)
+        matches = {t: {name for name, own in names.items()
+                       if any(n == t or n.endswith(f".{t}") for n in own)} for t in targets}
+    for target, hits in matches.items():
+        if not hits:
+            raise _no_match(target, known, hf_model)
     wanted = set().union(*matches.values())
-    return {name: module for name, module in linear.items() if name in wanted}
+    return {name: place for name, place in known.items() if name in wanted}
 
 
-def _no_match(target: str, linear: Mapping[str, nn.Linear], hf_model: nn.Module) -> ValueError:
-    known = dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) for name in linear)
-    fused = ", ".join(_fused(hf_model))
+def _no_match(target: str, known: Targets, hf_model: nn.Module) -> ValueError:
+    names = dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) for name in known)
+    rest = ", ".join(_others(hf_model, known))
     return ValueError(
-        f"model.lora.targets: {target!r} matches no linear layer of {type(hf_model).__name__}; it "
-        f"has {', '.join(known) or 'none'}"
-        + (f"; fused experts and their like get none: {fused}" if fused else ""))
+        f"model.lora.targets: {target!r} matches no linear layer of {type(hf_model).__name__}, and "
+        f"no parameter of its experts; it has {', '.join(names) or 'none'}"
+        + (f"; what is no matrix gets none: {rest}" if rest else ""))
 
 
-def _fused(hf_model: nn.Module) -> list[str]:
-    """Return the parameters that are more than a matrix, for messages."""
+def _others(hf_model: nn.Module, known: Targets) -> list[str]:
+    """Return the parameters that are more than a matrix, and cannot be adapted, for messages."""
     return list(dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name)
-                              for name, p in hf_model.named_parameters() if p.dim() > 2))
+                              for name, p in hf_model.named_parameters()
+                              if p.dim() > 2 and name not in known))
 
 
 def train_adapters_only(
@@ -187,13 +230,13 @@ def train_adapters_only(
         parameter.data = parameter.data if name in names else parameter.data.to(dtype)
     trained = sum(p.numel() for p in hf_model.parameters() if p.requires_grad)
     total = sum(p.numel() for p in hf_model.parameters())
-    log.info("lora: rank %d on %d linear layers: %d of %d parameters are trained",
-             adapters.form.rank, len(adapters.modules), trained, total)
+    log.info("lora: %s: %d of %d parameters are trained", adapters.summary(), trained, total)
     return [name for name, parameter in hf_model.named_parameters() if parameter.requires_grad]
 
 
 def initial_a(name: str, shape: tuple[int, ...], *, init: str, seed: int) -> Tensor:
-    """Return the first value of an A matrix: [r, in] float32, a function of its arguments alone.
+    """Return the first value of an A: [r, in] or, of experts, [E, r, in] float32; a function of
+    its arguments alone.
 
     Args:
         init: `kaiming`, uniform in +-1/sqrt(in), as PEFT and nn.Linear do; `gaussian`, of
@@ -202,8 +245,8 @@ def initial_a(name: str, shape: tuple[int, ...], *, init: str, seed: int) -> Ten
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
     if init == "gaussian":
-        return torch.empty(shape).normal_(std=1 / shape[0], generator=generator)
-    bound = 1 / math.sqrt(shape[1])
+        return torch.empty(shape).normal_(std=1 / shape[-2], generator=generator)
+    bound = 1 / math.sqrt(shape[-1])
     return torch.empty(shape).uniform_(-bound, bound, generator=generator)
 
 

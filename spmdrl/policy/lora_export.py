@@ -11,7 +11,8 @@ from torch import Tensor
 
 from spmdrl.checkpoint.weights import SavedWeights
 from spmdrl.policy.load import CheckpointReader
-from spmdrl.policy.lora_files import base_digest, file_digest, write_adapter
+from spmdrl.policy.lora import pair_names
+from spmdrl.policy.lora_files import LAYER_A, base_digest, file_digest, write_adapter
 from spmdrl.policy.lora_merge import low_rank_product
 from spmdrl.shards import Box, Part, narrow
 
@@ -41,10 +42,10 @@ class MergedWeights:
             return self._saved.read(name)
         own = {file: part for file, part in self._parts.items() if part.tensor == name}
         whole = self._from_files(own)
-        layer = name.removesuffix(".weight")
-        if f"{layer}.lora_A.weight" in self._saved.dtypes:
-            a, b = (self._saved.read(f"{layer}.{part}.weight") for part in ("lora_A", "lora_B"))
-            whole += low_rank_product(b, a, scale=self._scale(rank=a.shape[0]))
+        names = pair_names(name)
+        if names[0] in self._saved.dtypes:
+            a, b = (self._saved.read(part) for part in names)
+            whole += low_rank_product(b, a, scale=self._scale(rank=a.shape[-2]))
         return whole
 
     def _from_files(self, parts: Mapping[str, Part]) -> Tensor:
@@ -74,6 +75,6 @@ def export_adapter(saved: SavedWeights, out: Path, *, base: str) -> None:
         raise ValueError("--adapter: the checkpoint has whole weights, since the run had no "
                          "model.lora; leave the flag out")
     tensors = {name: saved.read(name) for name in saved.dtypes}
-    rank = next(t.shape[0] for name, t in tensors.items() if name.endswith("lora_A.weight"))
+    rank = next(t.shape[-2] for name, t in tensors.items() if LAYER_A.search(name))
     write_adapter(out, tensors, rank=rank, alpha=float(saved.record("alpha")),
                   use_rslora=bool(saved.record("use_rslora")), base=base)

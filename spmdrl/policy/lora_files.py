@@ -1,10 +1,19 @@
-"""Adapters on disk in PEFT's format: adapter_config.json and adapter_model.safetensors."""
+"""Adapters on disk in PEFT's format: adapter_config.json and adapter_model.safetensors.
+
+Those of a linear layer are there as here. Those of a parameter of fused experts, which PEFT lists
+in `target_parameters`, are matrices there: A [E r, in], expert after expert, and B [out, r E], the
+experts side by side within each of the r. They are named by their module alone. Where several of
+its parameters have some, PEFT wraps the module once for each, in the order of the parameters: the
+last one's are named by the module, the one's before by `base_layer` of it, and so on.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,18 +24,21 @@ from torch import Tensor
 
 from spmdrl.comm import gather_objects
 from spmdrl.policy.load import CheckpointReader
+from spmdrl.policy.lora_experts import EXPERT_PARAMETERS
 
 if TYPE_CHECKING:
     from spmdrl.policy.lora import LoraForm
     from spmdrl.world import World
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-_PREFIX = "base_model.model."
+_PREFIX, _WRAPPED = "base_model.model.", ".base_layer"
+LAYER_A = re.compile(r"\.lora_A\.weight$|_lora_A$")
+"""The end of the name of an A matrix, of a linear layer or of experts."""
 # Features of PEFT that change what an adapter computes, with the values that switch them off.
 _OFF: dict[str, tuple] = {
     "use_dora": (False,), "bias": ("none",), "lora_bias": (False,), "fan_in_fan_out": (False,),
     "rank_pattern": ({},), "alpha_pattern": ({},), "layer_replication": (None,),
-    "trainable_token_indices": (None,), "target_parameters": (None, []), "use_qalora": (False,),
+    "trainable_token_indices": (None,), "use_qalora": (False,),
     "use_bdlora": (None,), "alora_invocation_tokens": (None,),
     "modules_to_save": (None, [], ["score"], ["classifier", "score"]),
 }
@@ -34,8 +46,46 @@ _OFF: dict[str, tuple] = {
 _CHANGING_INITS = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 
+@dataclass(frozen=True)
+class _Place:
+    """Where a matrix is in the file: its name there, and whose it is."""
+
+    file: str
+    expert_part: str = ""  # A or B of experts; empty: of a linear layer, as it is
+
+    def shape(self, there: Sequence[int], *, rank: int) -> tuple[int, ...]:
+        """Return the shape here of a matrix that has the shape `there` in the file."""
+        if self.expert_part == "A":
+            return there[0] // rank, rank, there[1]
+        return (there[1] // rank, there[0], rank) if self.expert_part else tuple(there)
+
+    def from_file(self, matrix: Tensor, *, rank: int) -> Tensor:
+        """Return [E, r, in] of [E r, in], [E, out, r] of [out, r E]; others as they are."""
+        if self.expert_part == "A":
+            return matrix.reshape(-1, rank, matrix.shape[1])
+        if self.expert_part == "B":
+            return matrix.reshape(matrix.shape[0], rank, -1).permute(2, 0, 1)
+        return matrix
+
+    def to_file(self, matrix: Tensor) -> Tensor:
+        """Undo `from_file`."""
+        if self.expert_part == "A":
+            return matrix.flatten(0, 1)
+        return matrix.permute(1, 2, 0).flatten(1) if self.expert_part else matrix
+
+
+def _expert_places(module: str, keys: Iterable[str]) -> dict[str, _Place]:
+    """Return {name here: place in the file} of all matrices of one module of experts."""
+    places, where = {}, f"{_PREFIX}{module}"
+    for key in sorted(keys, key=EXPERT_PARAMETERS.index, reverse=True):
+        places |= {f"{module}.{key}_lora_{part}": _Place(f"{where}.lora_{part}.weight", part)
+                   for part in "AB"}
+        where += _WRAPPED
+    return places
+
+
 class AdapterFolder:
-    """One adapter of linear layers, with plain A and B matrices of one rank.
+    """One adapter of linear layers and experts, with plain A and B matrices of one rank.
 
     Raises: ValueError when the folder holds no such adapter.
     """
@@ -50,10 +100,28 @@ class AdapterFolder:
             self._file = safe_open(folder / WEIGHTS, framework="pt")
         except (SafetensorError, OSError) as error:
             raise ValueError(f"model.lora.path: cannot read {folder / WEIGHTS}: {error}") from error
-        self._names = {name.removeprefix(_PREFIX): name for name in self._file.keys()}
-        self.modules = tuple(sorted(name.removesuffix(".lora_A.weight") for name in self._names
-                                    if name.endswith(".lora_A.weight")))
-        """Full names of the layers that have adapters."""
+        self._places = self._find(config.get("target_parameters") or [])
+        self.targets = tuple(sorted(LAYER_A.sub("", name) for name in self._places
+                                    if LAYER_A.search(name)))
+        """Full names of the linear layers, and of the experts' parameters, that have adapters."""
+
+    def _find(self, target_parameters: Sequence[str]) -> dict[str, _Place]:
+        """Return {name here: place} of all tensors of the file."""
+        left, places = set(self._file.keys()), {}
+        wanted = [target.rpartition(".") for target in target_parameters]
+        modules = {re.sub(r"\.lora_[AB]\.weight$", "", name.removeprefix(_PREFIX)).replace(
+            _WRAPPED, "") for name in left}
+        for module in sorted(modules):
+            keys = {key for end, _, key in wanted if f".{module}".endswith(f".{end}")}
+            if not keys:
+                continue
+            if not keys <= set(EXPERT_PARAMETERS):
+                raise ValueError(f"model.lora.path: the adapter in {self.folder} is of parameters "
+                                 f"{sorted(keys)} of {module}; only {', '.join(EXPERT_PARAMETERS)} "
+                                 "of fused experts can have one here")
+            places |= _expert_places(module, keys)
+        left -= {place.file for place in places.values()}
+        return places | {name.removeprefix(_PREFIX): _Place(name) for name in left}
 
     def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """Compare with the adapters that a model has.
@@ -62,12 +130,16 @@ class AdapterFolder:
             shapes: {name: shape} of all A and B matrices.
         Raises: ValueError naming what is missing, extra or of another shape.
         """
+        there = set(self._file.keys())
+        own = {name: place for name, place in self._places.items() if place.file in there}
         problems = [f"{len(names)} tensors {what}, e.g. {min(names)}" for names, what in (
-            (shapes.keys() - self._names.keys(), "are missing"),
-            (self._names.keys() - shapes.keys() - {"score.weight"}, "do not belong to the model"),
+            (shapes.keys() - own.keys(), "are missing"),
+            (own.keys() - shapes.keys() - {"score.weight"}, "do not belong to the model"),
         ) if names]
-        for name in sorted(shapes.keys() & self._names.keys()):
-            found = tuple(self._file.get_slice(self._names[name]).get_shape())
+        for name in sorted(shapes.keys() & own.keys()):
+            place = own[name]
+            found = place.shape(self._file.get_slice(place.file).get_shape(),
+                                rank=self.form["rank"])
             if found != shapes[name]:
                 problems.append(f"{name} has shape {list(found)} there, {list(shapes[name])} here")
         if problems:
@@ -76,7 +148,10 @@ class AdapterFolder:
 
     def read(self, name: str) -> Tensor | None:
         """Return a tensor whole, on the CPU; None where there is none of this name."""
-        return self._file.get_tensor(self._names[name]) if name in self._names else None
+        place = self._places.get(name)
+        if place is None:
+            return None
+        return place.from_file(self._file.get_tensor(place.file), rank=self.form["rank"])
 
     def _config(self) -> dict[str, Any]:
         path = self.folder / CONFIG
@@ -111,22 +186,34 @@ def write_adapter(
     """Write an adapter, and a scalar head if there is one, as PEFT does.
 
     Args:
-        tensors: {name of the parameter: CPU tensor}: A and B matrices, score.weight.
+        tensors: {name of the parameter: CPU tensor}: A and B matrices as lora.pair_names names
+            them, score.weight.
         base: folder or hub name of the model that it belongs to.
     """
-    modules = sorted(name.removesuffix(".lora_A.weight") for name in tensors
-                     if name.endswith(".lora_A.weight"))
+    targets = sorted(LAYER_A.sub("", name) for name in tensors if LAYER_A.search(name))
+    experts: dict[str, list[str]] = {}
+    for name in targets:
+        if f"{name}_lora_A" in tensors:
+            module, _, key = name.rpartition(".")
+            experts.setdefault(module, []).append(key)
+    places = {name: _Place(_PREFIX + name) for name in tensors}
+    for module, keys in experts.items():
+        places |= _expert_places(module, keys)
     has_head = "score.weight" in tensors
     config = {
         "peft_type": "LORA", "task_type": "SEQ_CLS" if has_head else "CAUSAL_LM",
         "base_model_name_or_path": base, "r": rank, "use_rslora": use_rslora,
         "lora_alpha": int(alpha) if float(alpha).is_integer() else alpha,
         # Full names: ends of names could match more than was trained.
-        "target_modules": modules, "modules_to_save": ["score"] if has_head else None,
+        "target_modules": [name for name in targets if f"{name}_lora_A" not in tensors],
+        "target_parameters": [f"{module}.{key}" for module, keys in experts.items()
+                              for key in keys] or None,
+        "modules_to_save": ["score"] if has_head else None,
         "lora_dropout": 0.0, "bias": "none", "fan_in_fan_out": False, "inference_mode": True,
     }
     (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
-    save_file({_PREFIX + name: tensor.contiguous() for name, tensor in tensors.items()},
+    save_file({places[name].file: places[name].to_file(tensor).contiguous()
+               for name, tensor in tensors.items()},
               folder / WEIGHTS, metadata={"format": "pt"})
 
 

@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from spmdrl.imports import divisors
 from spmdrl.policy.collectives import with_gradient
+from spmdrl.policy.lora_experts import compute_experts
 
 
 def experts_modules(hf_model: nn.Module) -> dict[str, nn.Module]:
@@ -121,8 +122,6 @@ def _forward(experts: nn.Module, hidden_states: Tensor, top_k_index: Tensor,
         group: of the ep axis.
     Returns: [T, H].
     """
-    from transformers.integrations.moe import grouped_mm_experts_forward
-
     num_tokens, num_chosen = top_k_index.shape
     ranks, local = dist.get_world_size(group), experts.num_experts // dist.get_world_size(group)
     chosen = top_k_index.reshape(-1)  # [T * K]
@@ -135,7 +134,7 @@ def _forward(experts: nn.Module, hidden_states: Tensor, top_k_index: Tensor,
     index = own.repeat_interleave(received.flatten(), output_size=sum(here))[:, None]  # [S, 1]
     rows = _travel(hidden_states[order // num_chosen], here=here, there=there, group=group)
     ones = rows.new_ones(index.shape)
-    rows = grouped_mm_experts_forward(_LocalExperts(experts, ranks), rows, index, ones)
+    rows = compute_experts(_LocalExperts(experts, ranks), rows, index, ones)
     rows = _travel(rows, here=there, there=here, group=group)
     rows = rows[torch.sort(order).indices]  # back from the order of experts to that of tokens
     weighted = rows.view(num_tokens, num_chosen, -1) * top_k_weights[..., None]

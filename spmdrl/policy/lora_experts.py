@@ -1,0 +1,102 @@
+"""Adapters of fused experts: per expert scale * B A x, by grouped products of their own.
+
+transformers computes a layer's experts by grouped matrix products over tokens sorted by expert. The
+low-rank term goes the same way, with the same sorting: per token r (in + out) multiplications, and
+nothing of the weights' size. Giving those functions W + scale * B A instead would make a copy of
+all experts of a layer, and in the backward pass a gradient of that copy, whatever the rank.
+
+Shape letters: T tokens, K experts per token, S = T K, E experts of this rank, r rank.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+EXPERT_PARAMETERS = ("gate_up_proj", "up_proj", "down_proj")
+"""What transformers' experts functions multiply by, in the order in which modules have them, which
+is the order in which PEFT nests the adapters of one module."""
+
+_ALIGN = 8
+"""Grouped products want rows of 16 bytes on CUDA: the rank is filled up to this with zeros."""
+
+
+def adaptable(experts: nn.Module) -> list[str]:
+    """Return the names of the parameters, [E, out, in], that can have adapters; [] for experts
+    that are kept otherwise, as [E, in, out]."""
+    own = [name for name, p in experts.named_parameters(recurse=False) if p.dim() == 3]
+    is_known = own == [name for name in EXPERT_PARAMETERS if name in own]
+    return own if is_known and not getattr(experts, "is_transposed", True) else []
+
+
+def add_to_experts(experts: nn.Module, key: str, *, rank: int) -> None:
+    """Give the parameter `key` A [E, r, in] and B [E, out, r], float32 on the meta device, and
+    have the module compute with them."""
+    number, out_features, in_features = getattr(experts, key).shape
+    for part, shape in (("A", (number, rank, in_features)), ("B", (number, out_features, rank))):
+        matrix = nn.Parameter(torch.empty(shape, dtype=torch.float32, device="meta"))
+        experts.register_parameter(f"{key}_lora_{part}", matrix)
+    if not hasattr(experts, "adapters"):
+        experts.forward = functools.partial(_adapted, experts, experts.forward)
+
+
+def _adapted(experts: nn.Module, forward: Any, hidden_states: Tensor, top_k_index: Tensor,
+             top_k_weights: Tensor) -> Tensor:
+    if not experts.adapters.is_on:
+        return forward(hidden_states, top_k_index, top_k_weights)
+    return _with_adapters(experts, hidden_states, top_k_index, top_k_weights)
+
+
+def compute_experts(experts: Any, hidden_states: Tensor, top_k_index: Tensor,
+                    top_k_weights: Tensor) -> Tensor:
+    """Compute what transformers' grouped experts do, with the adapters where there are some.
+
+    Args:
+        experts: what these functions read of a module of experts.
+        hidden_states: [T, H]. top_k_index, top_k_weights: [T, K].
+    Returns: [T, H].
+    """
+    from transformers.integrations.moe import grouped_mm_experts_forward
+
+    adapters = getattr(experts, "adapters", None)
+    is_plain = adapters is None or not adapters.is_on
+    compute = grouped_mm_experts_forward if is_plain else _with_adapters
+    return compute(experts, hidden_states, top_k_index, top_k_weights)
+
+
+def _with_adapters(experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+                   ) -> Tensor:
+    """Compute as `grouped_mm_experts_forward` does: where B is zero, the same bits come out."""
+    shape = (*top_k_index.shape, hidden_states.shape[1])
+    ids, order = torch.sort(top_k_index.reshape(-1))
+    # histc takes floats alone on the CPU, whole numbers alone on CUDA when deterministic.
+    countable = ids.float() if ids.device.type == "cpu" else ids.int()
+    counts = torch.histc(countable, bins=experts.num_experts, min=0, max=experts.num_experts - 1)
+    offsets = torch.cumsum(counts, dim=0, dtype=torch.int32)
+    first = "gate_up_proj" if experts.has_gate else "up_proj"
+    rows = _linear(experts, first, hidden_states[order // shape[1]], ids=ids, offsets=offsets)
+    rows = experts._apply_gate(rows) if experts.has_gate else experts.act_fn(rows)
+    rows = _linear(experts, "down_proj", rows, ids=ids, offsets=offsets)
+    rows = rows * top_k_weights.reshape(-1)[order][:, None]
+    rows = rows[torch.sort(order).indices]
+    return rows.view(shape).sum(dim=1).to(hidden_states.dtype)
+
+
+def _linear(experts: Any, key: str, x: Tensor, *, ids: Tensor, offsets: Tensor) -> Tensor:
+    """Return [S, out] of x [S, in], which is sorted by expert `ids`: W x, and what is added."""
+    from transformers.integrations.moe import _grouped_linear
+
+    bias = getattr(experts, f"{key}_bias")[ids] if experts.has_bias else None
+    out = _grouped_linear(x, getattr(experts, key), offsets, bias=bias)
+    a = getattr(experts, f"{key}_lora_A", None)
+    if a is None:
+        return out
+    b = getattr(experts, f"{key}_lora_B")
+    filling = -a.shape[1] % _ALIGN
+    a, b = F.pad(a, (0, 0, 0, filling)), F.pad(b, (0, filling))
+    low = _grouped_linear(_grouped_linear(x, a, offsets), b, offsets)
+    return out + low * experts.adapters.form.scale
