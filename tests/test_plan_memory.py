@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from transformers import AutoModelForCausalLM
 
 from plan_runs import (
     FAMILIES, hold, run_config, saved_by_family, tiny_config, vllm_holds, write_model,
@@ -18,14 +19,13 @@ from spmdrl.plan.memory import (
     trainer_memory,
 )
 from spmdrl.plan.setting import Axes, Run, axes_of, run_of
+from spmdrl.policy.lora import Adapters, LoraForm, adapter_numel
 
 _WIDE = dict(hidden_size=128, intermediate_size=512, num_hidden_layers=4, head_dim=32,
              vocab_size=1000)
 
 
 def _shape(family: str, **sizes: object) -> ModelShape:
-    from transformers import AutoModelForCausalLM
-
     return model_shape(AutoModelForCausalLM.from_config(tiny_config(family, **sizes)))
 
 
@@ -158,12 +158,27 @@ def test_adapters_alone_have_gradients_and_state():
     cfg = run_config("m", "o", world_size=4, dtype="bfloat16")
     cfg = replace(cfg, model=replace(cfg.model, lora={"rank": 4}))
     shape, axes = _shape("llama"), Axes("colocated", 4, 4)
-    plan = trainer_memory(_gpu_run(cfg, shape), axes)
+    form = LoraForm(rank=4, alpha=8, targets="all-linear")
+    numel = adapter_numel(AutoModelForCausalLM.from_config(tiny_config("llama")), form)
+    plan = trainer_memory(_gpu_run(cfg, shape, lora_numel=numel), axes)
     outs = [(64, 64), (32, 64), (32, 64), (64, 64), (160, 64), (160, 64), (64, 160)]
     adapters = 2 * sum(4 * (a + b) for a, b in outs) // 4
     assert plan.causes["gradients"] == 4 * adapters
     assert plan.causes["optimizer"] == 8 * adapters
     assert plan.causes["weights"] == 4 * adapters + 2 * shards_numel(shape, axes)
+
+
+@pytest.mark.parametrize("targets, numel", [
+    (("experts",), 2 * 8 * 4 * (64 + 2 * 48 + 48 + 64)), (r".*\.0\..*q_proj", 4 * (64 + 64)),
+])
+def test_adapters_are_counted_as_their_targets_say(targets, numel):
+    hf_model = AutoModelForCausalLM.from_config(tiny_config("qwen3_moe"))
+    form = LoraForm(rank=4, alpha=8, targets=targets)
+    assert adapter_numel(hf_model, form) == numel
+    before = {n for n, _ in hf_model.named_parameters()}
+    made = Adapters(hf_model, form).names
+    assert sum(hf_model.get_parameter(n).numel() for n in made) == numel
+    assert not before & set(made)
 
 
 def test_the_largest_microbatch_is_the_largest():

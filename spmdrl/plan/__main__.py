@@ -105,11 +105,14 @@ def ask(own: argparse.Namespace, rest: list[str]) -> Question:
         _refuse_layout(cfg)
     from spmdrl.policy.head import head_chunk_tokens
     from spmdrl.policy.load import build_meta_model
+    from spmdrl.policy.lora import adapter_numel, lora_form
 
     hf_model = build_meta_model(cfg.model)
     shape = model_shape(hf_model, name=Path(cfg.model.path).name)
+    lora = lora_form(cfg.model.lora)
     run = run_of(cfg, shape, on_gpu=device_is_gpu(cfg), prompt_tokens=own.prompt_tokens,
                  response_tokens=own.response_tokens,
+                 lora_numel=adapter_numel(hf_model, lora) if lora else 0,
                  chunk_tokens=head_chunk_tokens(cfg.model, hf_model))
     return Question(cfg, run, rates, int(rates.gpu.memory_gib * 2**30), own.gpus)
 

@@ -98,13 +98,7 @@ def expert_shards_numel(shape: ModelShape, axes: Axes) -> int:
 
 def lora_numel(run: Run, axes: Axes) -> int:
     """Return the elements of the adapters that a rank holds."""
-    shape = run.shape
-    def own(block: Block) -> int:
-        return sum(
-            run.lora_rank * (w.shape[0] + w.shape[1]) for w in block.weights
-            if len(w.shape) == 2 and not w.is_expert and w.name.endswith(".weight")
-            and (not run.lora_targets or w.name.removesuffix(".weight").endswith(run.lora_targets)))
-    return -(-sum(count * own(block) for block, count in shape.kinds) // axes.fsdp)
+    return -(-run.lora_numel // axes.fsdp)
 
 
 # --------------------------------------------------------------------------- trainers

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from spmdrl.config import Config, inference_ranks, trainer_ranks
-from spmdrl.config.lora import ALL_LINEAR, LORA
+from spmdrl.config.lora import LORA
 from spmdrl.config.options import KERNELS, MEMORY
 from spmdrl.hardware import GPUS, Gpu
 from spmdrl.imports import divisors
@@ -108,7 +108,7 @@ class Run:
     frozen_models: int  # reference, teacher, reward models, as large as the policy
     trained_models: int  # besides the policy: 1 with a critic
     lora_rank: int  # 0 trains all weights
-    lora_targets: tuple[str, ...]  # ends of module names; empty is all linear layers
+    lora_numel: int  # elements of all adapters
     chunk_tokens: int  # positions whose logits exist at once
     engine_kind: str
     engine_sleeps: bool  # its memory is lent to the update, colocated
@@ -127,7 +127,7 @@ class Run:
 
 def run_of(
     cfg: Config, shape: ModelShape, *, on_gpu: bool, chunk_tokens: int, prompt_tokens: float,
-    response_tokens: float,
+    response_tokens: float, lora_numel: int = 0,
 ) -> Run:
     """Return what a config asks for.
 
@@ -136,6 +136,7 @@ def run_of(
         on_gpu: plan for CUDA's kernels.
         chunk_tokens: positions whose logits exist at once, see policy.head.
         prompt_tokens, response_tokens: means; 0 takes half of the longest that may come.
+        lora_numel: elements of all adapters, see lora.adapter_numel.
     Raises: ValueError for an unknown method.
     """
     batch, is_rl = cfg.batch, cfg.algorithm.objective == "rl"
@@ -143,7 +144,6 @@ def run_of(
     longest_response = cfg.sampling.max_response_tokens
     columns, is_pair = _columns(cfg)
     lora = LORA | cfg.model.lora
-    targets = lora["targets"]
     own_reference = "ref_logprobs" in columns and not (cfg.model.lora and not cfg.model.reference)
     memory = MEMORY | cfg.model.memory
     is_away = on_gpu and has(memory["offload"], "optimizer")
@@ -168,7 +168,7 @@ def run_of(
         + (cfg.algorithm.objective == "distill"),
         trained_models=int(not columns.isdisjoint({"values", "prm_logprobs"})),
         lora_rank=lora["rank"] if cfg.model.lora else 0,
-        lora_targets=() if targets == ALL_LINEAR or isinstance(targets, str) else tuple(targets),
+        lora_numel=lora_numel,
         chunk_tokens=chunk_tokens, engine_kind=cfg.engine.kind,
         engine_sleeps=_engine_sleeps(cfg, on_gpu=on_gpu),
         engine_bytes=ITEM[cfg.engine.dtype], max_num_seqs=cfg.engine.max_num_seqs,

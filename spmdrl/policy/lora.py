@@ -199,6 +199,16 @@ def targeted(hf_model: nn.Module, targets: str | tuple[str, ...]) -> Targets:
     return {name: place for name, place in known.items() if name in wanted}
 
 
+def adapter_numel(hf_model: nn.Module, form: LoraForm) -> int:
+    """Return the elements of all adapters that a model would get; it stays as it is.
+
+    Raises: ValueError as `targeted` does.
+    """
+    shapes = [getattr(module, key).shape for module, key in targeted(
+        hf_model, form.targets).values()]
+    return form.rank * sum(math.prod(shape[:-2]) * sum(shape[-2:]) for shape in shapes)
+
+
 def _no_match(target: str, known: Targets, hf_model: nn.Module) -> ValueError:
     names = dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) for name in known)
     rest = ", ".join(_others(hf_model, known))
