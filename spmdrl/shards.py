@@ -190,14 +190,21 @@ Delta = Callable[[Box], Tensor]
 
 @dataclass(frozen=True)
 class Value:
-    """A box of a file tensor on the rank that holds it: live memory, and what is added to it."""
+    """A box of a file tensor on the rank that holds it: live memory, and what is made of it."""
 
     live: Tensor  # a view of the live memory, with the dims of the file tensor
     added: Callable[[], Tensor] | None = None  # of the same shape
+    factor: float = 1.0
+
+    @property
+    def is_live(self) -> bool:
+        """Whether the live memory itself is the value."""
+        return self.added is None and self.factor == 1
 
     def read(self) -> Tensor:
-        """Return the value: the live memory itself where nothing is added."""
-        return self.live if self.added is None else self.live + self.added()
+        """Return the value: the live memory itself where it is."""
+        value = self.live if self.added is None else self.live + self.added()
+        return value if self.factor == 1 else value * self.factor
 
 
 class Held:
@@ -207,13 +214,15 @@ class Held:
         shards: {live name: this rank's shard}.
         parts: {file name: the part of a live tensor that it is}.
         deltas: {live name: what to add to it on reading}; the mapping may be replaced.
+        factors: {live name: what to multiply it with on reading}; 1 where it is not named.
     """
 
     def __init__(self, shards: Mapping[str, Tensor], parts: Mapping[str, Part],
-                 deltas: Mapping[str, Delta] | None = None):
+                 deltas: Mapping[str, Delta] | None = None,
+                 factors: Mapping[str, float] | None = None):
         self._views = {name: held_boxes(name, tensor) for name, tensor in shards.items()}
         self._parts = {name: part for name, part in parts.items() if part.tensor in shards}
-        self.deltas = dict(deltas or {})
+        self.deltas, self._factors = dict(deltas or {}), dict(factors or {})
 
     def boxes(self) -> dict[str, tuple[Box, ...]]:
         """Return what to tell the other ranks: {file name: boxes of it}."""
@@ -229,7 +238,8 @@ class Held:
         added = partial(self._added, part, inside) if part.tensor in self.deltas else None
         for held, view in self._views[part.tensor]:
             if held.intersect(inside) == inside:
-                return Value(part.as_in_file(narrow(view, outer=held, part=inside)), added)
+                return Value(part.as_in_file(narrow(view, outer=held, part=inside)), added,
+                             self._factors.get(part.tensor, 1.0))
         raise AssertionError(f"{name} {box} is not held here")
 
     def _added(self, part: Part, inside: Box) -> Tensor:

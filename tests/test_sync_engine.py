@@ -253,6 +253,9 @@ class FileShards:
     def deltas(self) -> dict[str, Delta]:
         return {}
 
+    def adapter(self) -> None:
+        return None
+
 
 def _raise(weights: object) -> None:
     raise RuntimeError("the sizes differ")

@@ -11,11 +11,13 @@ from spmdrl.imports import nearest
 
 ALL_LINEAR = "all-linear"
 LORA: dict[str, Any] = {"rank": 16, "alpha": 32, "targets": ALL_LINEAR, "use_rslora": False,
-                        "init": "kaiming", "path": ""}
+                        "init": "kaiming", "path": "", "push": "merged"}
 """What model.lora may hold, with the defaults that hold when it is not empty."""
 _PEFT_NAMES = {"r": "rank", "lora_alpha": "alpha", "target_modules": "targets",
                "init_lora_weights": "init"}
 _INITS = ("kaiming", "gaussian")
+_PUSHES = ("merged", "adapter")
+_MAX_RANK = 512  # of vLLM's adapters
 
 
 def lora_problems(cfg: Config) -> list[str]:
@@ -26,7 +28,8 @@ def lora_problems(cfg: Config) -> list[str]:
     folder = options.get("path")
     problems += [f"model.lora.{name}: {value!r} with path {folder}: the adapter there says it; "
                  "leave one of them out" for name, value in options.items()
-                 if folder and name in LORA and name != "path"]
+                 if folder and name in LORA and name not in ("path", "push")]
+    problems += _push_problems(cfg) if options.get("push") == "adapter" else []
     every = cfg.model.reference_options.get("sync_every")
     if options and every and not cfg.model.reference:
         problems.append(
@@ -36,6 +39,20 @@ def lora_problems(cfg: Config) -> list[str]:
         problems.append(
             f"model.reference_options.sync_every: {every} with model.lora: adapters cannot be "
             "mixed into a reference; leave one of them out")
+    return problems
+
+
+def _push_problems(cfg: Config) -> list[str]:
+    problems, rank = [], cfg.model.lora.get("rank", 0)
+    if cfg.engine.kind != "vllm":
+        problems.append(f"model.lora.push: adapter with engine.kind {cfg.engine.kind}: only vllm "
+                        "computes with adapters of its own; take merged")
+    if cfg.stream.mode == "reload":
+        problems.append("model.lora.push: adapter with stream.mode reload: adapters are written in "
+                        "place; take auto, or push merged")
+    if type(rank) is int and rank > _MAX_RANK:
+        problems.append(f"model.lora.push: adapter with rank {rank}: vLLM has adapters up to rank "
+                        f"{_MAX_RANK}; take merged")
     return problems
 
 
@@ -56,6 +73,7 @@ def _problems_of(name: str, value: Any) -> list[str]:
         "use_rslora": (isinstance(value, bool), "true or false"),
         "init": (value in _INITS, " or ".join(_INITS)),
         "path": (isinstance(value, str) and value, "a folder with an adapter in PEFT's format"),
+        "push": (value in _PUSHES, " or ".join(_PUSHES)),
     }[name]
     return [] if is_right else [f"{place}: expected {expected}, got {value!r}"]
 

@@ -47,6 +47,8 @@ ENGINE_ARGUMENTS: dict[str, str] = {
     "max_model_len": "data.max_prompt_tokens + sampling.max_response_tokens",
     "distributed_executor_backend": "", "logprobs_mode": "", "skip_tokenizer_init": "",
     "async_scheduling": "rollout.schedule", "disable_log_stats": "", "use_tqdm_on_load": "",
+    "enable_lora": "model.lora", "max_lora_rank": "model.lora", "max_loras": "",
+    "max_cpu_loras": "", "lora_target_modules": "model.lora", "lora_dtype": "engine.dtype",
     "load_format": "", "pipeline_parallel_size": "", "data_parallel_size": "",
 }
 """Arguments of vLLM's engine that are set here, with the field that does it. Where there is none

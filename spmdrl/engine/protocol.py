@@ -108,3 +108,14 @@ class EngineProtocol(Protocol):
 
     def close(self) -> None:
         """Free the engine. On every rank, before the process group goes."""
+
+
+class AdapterEngine(EngineProtocol, Protocol):
+    """An engine that computes with the policy's adapters itself."""
+
+    def adapter(self, names: Iterable[str]) -> nn.Module:
+        """Return the live memory of the adapters that matrices of these names (as
+        lora.pair_names) go into, as parameters; 0 where nothing is written."""
+
+    def load_adapter(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Copy whole A [r, in] and scale * B [out, r] by name into it."""

@@ -2,7 +2,7 @@
 
 Serves vLLM 0.24 to 0.33. Everything this program knows of vLLM's internals stands here:
 how its groups are laid out, how its executor is told its rank, and the one patch that the
-CPU build needs.
+CPU build needs; but for its LoRA, see vllm_adapter.py.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from spmdrl.config import Config
 from spmdrl.engine.protocol import Completion, Request
+from spmdrl.engine.vllm_adapter import AdapterSlot, lora_arguments
 from spmdrl.policy.live_bytes import device_bytes
 from spmdrl.world import World
 
@@ -50,6 +51,7 @@ class Engine:
         self.dtype = getattr(torch, cfg.engine.dtype)
         self.version = -1
         self._llm: Any = None
+        self._slot: AdapterSlot | None = None
         # {request: [(tokens drawn when these weights were replaced, their version)]}
         self._replaced: dict[str, list[tuple[int, int]]] = {}
         self._unregistered: list[tuple[Tensor, Tensor]] = []  # live, and kept while it sleeps
@@ -63,6 +65,8 @@ class Engine:
             if world.is_inference:
                 with _rng_kept():
                     self._llm = _build(cfg, world)
+                    if cfg.model.lora.get("push") == "adapter":
+                        self._slot = AdapterSlot(self._runner)
         with world.watch.wait("engines built", -1):
             dist.barrier(group=world.control)
 
@@ -80,7 +84,7 @@ class Engine:
         )
         # The salt keeps it from prefixes that older weights computed for unfinished requests.
         prompt = {"prompt_token_ids": list(request.prompt), "cache_salt": str(self.version)}
-        self._llm.add_request(request.key, prompt, params)
+        self._llm.add_request(request.key, prompt, params, lora_request=self._lora)
 
     def step(self) -> list[Completion]:
         """Run one scheduling step and return what finished in it."""
@@ -128,7 +132,8 @@ class Engine:
         params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0,
                                 detokenize=False)
         for i, tokens in enumerate(sequences):
-            self._llm.add_request(f"score-{i}", {"prompt_token_ids": list(tokens)}, params)
+            self._llm.add_request(f"score-{i}", {"prompt_token_ids": list(tokens)}, params,
+                                  lora_request=self._lora)
         scored: dict[str, Tensor] = {}
         while self.is_busy:
             for output in self._llm.step():
@@ -166,7 +171,20 @@ class Engine:
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Copy whole tensors by checkpoint name into the live model, by vLLM's loader for it."""
-        self.model.load_weights(weights)
+        with self._slot.left_out() if self._slot else contextlib.nullcontext():
+            self.model.load_weights(weights)
+
+    @property
+    def _lora(self) -> Any:
+        return self._slot.request if self._slot else None
+
+    def adapter(self, names: Iterable[str]) -> nn.Module:
+        """Return the live memory that matrices of these names go into; see AdapterEngine."""
+        return self._slot.memory(names)
+
+    def load_adapter(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Copy whole matrices A and scale * B by name into that memory."""
+        self._slot.load(weights)
 
     def reload_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Load whole tensors by checkpoint name through vLLM's layerwise reloading."""
@@ -216,7 +234,7 @@ class Engine:
             if self._llm is not None:
                 # The executor's shutdown destroys vLLM's groups itself, and with them the
                 # default process group, which World still needs: free only what is the model's.
-                self._llm = None
+                self._llm = self._slot = None
             parallel_state.destroy_model_parallel()
             dist.barrier(group=self.world.control)
         self._has_groups = False
@@ -273,7 +291,8 @@ def _build(cfg: Config, world: World) -> Any:
         # vLLM cannot take back that of a seeded request here: CPU generators have no offset.
         options |= {"enforce_eager": True, "enable_chunked_prefill": False}
     return LLMEngine.from_engine_args(EngineArgs(
-        distributed_executor_backend=_executor_class(), **_own_arguments(cfg, on_cpu=on_cpu),
+        distributed_executor_backend=_executor_class(), **lora_arguments(cfg),
+        **_own_arguments(cfg, on_cpu=on_cpu),
         **options))
 
 

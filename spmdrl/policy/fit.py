@@ -32,10 +32,10 @@ def fit_problems(cfg: Config) -> list[str]:
 
     A model whose config.json cannot be read is passed over: who loads it says why.
     """
-    layout, problems = cfg.layout, []
+    layout, problems = cfg.layout, push_misfits(cfg)
     kernels = KERNELS | cfg.model.kernels
     if layout.cp == layout.ep == layout.tp == 1 and not kernels["compile"]:
-        return []
+        return problems
     named = {"model.path": cfg.model.path, "model.reference": cfg.model.reference,
              "model.teacher": cfg.model.teacher, "critic.path": cfg.critic.path}
     models = reward_models(cfg.rewards.functions).values()
@@ -51,13 +51,26 @@ def fit_problems(cfg: Config) -> list[str]:
     return problems
 
 
+def push_misfits(cfg: Config) -> list[str]:
+    """Return why the policy's adapters cannot be those of an engine."""
+    if cfg.model.lora.get("push") == "adapter":
+        with contextlib.suppress(ValueError):
+            hf_config = load_hf_config(
+                cfg.model.path, trust_remote_code=cfg.model.trust_remote_code)
+            if _num_experts(hf_config):
+                # On the CPU there is no Triton, and the path is not proved on CUDA.
+                return [f"model.lora.push: adapter with a {hf_config.model_type}: with LoRA of its "
+                        "own vLLM computes experts by Triton kernels only; take merged "
+                        f"(model.path {cfg.model.path})"]
+    return []
+
+
 def expert_misfits(
     hf_config: Any, *, ep: int, tp: int, compiles: bool, is_policy: bool
 ) -> list[str]:
     """Return why the experts of a model cannot be dealt out, or compiled. Models beside the
     policy may be dense under any ep."""
-    experts = next((number for name in _EXPERTS
-                    if isinstance(number := getattr(hf_config, name, None), int)), 0)
+    experts = _num_experts(hf_config)
     if not experts:
         return [f"layout.ep: {ep} with a {hf_config.model_type}, which has no experts; set "
                 "layout.ep to 1"] if ep > 1 and is_policy else []
@@ -72,6 +85,11 @@ def expert_misfits(
         problems.append(f"model.kernels.compile: true with a {hf_config.model_type}, whose experts "
                         "cannot be compiled; set it to false")
     return problems
+
+
+def _num_experts(hf_config: Any) -> int:
+    return next((number for name in _EXPERTS
+                 if isinstance(number := getattr(hf_config, name, None), int)), 0)
 
 
 def misfits(hf_config: Any, *, cp: int, tp: int, context: str) -> list[str]:

@@ -54,6 +54,14 @@ class LoraForm:
         return self.alpha / (math.sqrt(self.rank) if self.use_rslora else self.rank)
 
 
+@dataclass(frozen=True)
+class SentAdapter:
+    """Adapters that engines compute with themselves: A and scale * B travel, in their dtype."""
+
+    shapes: Mapping[str, tuple[int, ...]]  # by name, of all matrices
+    factors: Mapping[str, float]  # by name of each B: the scale
+
+
 def lora_form(options: Mapping[str, Any]) -> LoraForm | None:
     """Return the form that `model.lora` asks for; None when it is empty: all weights train.
 
@@ -62,6 +70,7 @@ def lora_form(options: Mapping[str, Any]) -> LoraForm | None:
     if not options:
         return None
     chosen = LORA | dict(options)
+    del chosen["push"]
     if chosen["path"]:
         folder = AdapterFolder(Path(chosen["path"]))
         return LoraForm(**folder.form, targets=folder.targets, path=chosen["path"])
@@ -99,8 +108,7 @@ class Adapters:
             else:
                 add_to_experts(module, key, rank=form.rank)
             module.adapters = self
-        self.weights = [name if key != "weight" else f"{name}.weight"
-                        for name, (_, key) in self.targets.items()]
+        self.weights = [_weight_name(name, key) for name, (_, key) in self.targets.items()]
         """Names of the live tensors that have adapters."""
         self._matrices = {name: part for weight in self.weights
                           for part, name in zip("AB", pair_names(weight))}
@@ -159,6 +167,10 @@ Targets = dict[str, tuple[nn.Module, str]]
 fused experts by the parameter's name."""
 
 
+def _weight_name(target: str, key: str) -> str:
+    return f"{target}.weight" if key == "weight" else target
+
+
 def targeted(hf_model: nn.Module, targets: str | tuple[str, ...]) -> Targets:
     """Return the linear layers and experts that `targets` mean; the output head is never one.
 
@@ -199,14 +211,36 @@ def targeted(hf_model: nn.Module, targets: str | tuple[str, ...]) -> Targets:
     return {name: place for name, place in known.items() if name in wanted}
 
 
-def adapter_numel(hf_model: nn.Module, form: LoraForm) -> int:
-    """Return the elements of all adapters that a model would get; it stays as it is.
+def adapter_shapes(hf_model: nn.Module, form: LoraForm) -> dict[str, tuple[int, ...]]:
+    """Return {name: shape} of the matrices A and B that a model would get; it stays as it is.
 
     Raises: ValueError as `targeted` does.
     """
-    shapes = [getattr(module, key).shape for module, key in targeted(
-        hf_model, form.targets).values()]
-    return form.rank * sum(math.prod(shape[:-2]) * sum(shape[-2:]) for shape in shapes)
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, (module, key) in targeted(hf_model, form.targets).items():
+        *experts, rows, columns = getattr(module, key).shape
+        a, b = pair_names(_weight_name(name, key))
+        shapes |= {a: (*experts, form.rank, columns), b: (*experts, rows, form.rank)}
+    return shapes
+
+
+def sent_adapter(hf_model: nn.Module, options: Mapping[str, Any]) -> SentAdapter | None:
+    """Return what engines get of adapters under `push: adapter`; None where weights are merged.
+
+    Args:
+        options: model.lora.
+    Raises: ValueError as `lora_form` and `targeted` do.
+    """
+    form = lora_form(options)
+    if form is None or (LORA | dict(options))["push"] != "adapter":
+        return None
+    shapes = adapter_shapes(hf_model, form)
+    return SentAdapter(shapes, {name: form.scale for name in shapes if "lora_B" in name})
+
+
+def adapter_numel(hf_model: nn.Module, form: LoraForm) -> int:
+    """Return the elements of all adapters that a model would get. Raises: as `targeted`."""
+    return sum(math.prod(shape) for shape in adapter_shapes(hf_model, form).values())
 
 
 def _no_match(target: str, known: Targets, hf_model: nn.Module) -> ValueError:

@@ -17,7 +17,7 @@ from spmdrl.policy.controllers import Coefficients
 from spmdrl.policy.file_tensors import file_tensors, live_tensors
 from spmdrl.policy.learner import Learner
 from spmdrl.policy.load import build_meta_model, model_folder
-from spmdrl.policy.lora import lora_form
+from spmdrl.policy.lora import SentAdapter, lora_form, sent_adapter
 from spmdrl.policy.lora_files import AdapterRecord
 from spmdrl.policy.lora_merge import deltas
 from spmdrl.policy.microbatch import find_tokens
@@ -72,6 +72,7 @@ class Policy:
         lora = lora_form(cfg.model.lora)
         self._shape = countable_shape(hf_model)
         self._vocab = hf_model.get_input_embeddings().weight.shape[0]
+        self._sent = sent_adapter(hf_model, cfg.model.lora)
         if not world.is_trainer:
             return
         self._coefficients = Coefficients(cfg)
@@ -104,10 +105,15 @@ class Policy:
         return self._model.named_shards() if self.trainee else {}
 
     def deltas(self) -> dict[str, Delta]:
-        """Return {name in named_shards: what adapters add to it when it is sent}. Trainer ranks
-        call it together, before each push."""
-        adapters = self._model.adapters if self.trainee else None
+        """Return {name in named_shards: what adapters add to it when it is sent}, {} where they
+        travel by themselves. Trainer ranks call it together, before each push."""
+        adapters = self._model.adapters if self.trainee and not self._sent else None
         return deltas(adapters, self.named_shards()) if adapters else {}
+
+    def adapter(self) -> SentAdapter | None:
+        """Return what travels instead of merged weights under model.lora.push: adapter, on every
+        rank; its matrices are in `named_shards`."""
+        return self._sent
 
     def state_dict(self) -> dict[str, object]:
         """Return what a checkpoint keeps, by name, sharing live storage; see Trainee.

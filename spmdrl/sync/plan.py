@@ -19,6 +19,8 @@ import bisect
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
+
 from spmdrl.shards import Box
 
 _ALIGN = 16  # bytes; blocks start at a multiple of it, so that any dtype can view them
@@ -35,6 +37,11 @@ class Want:
     box: Box
     dtype: str  # torch name, e.g. "bfloat16"
     itemsize: int  # bytes of one element of that dtype
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """The dtype itself."""
+        return getattr(torch, self.dtype)
 
 
 @dataclass(frozen=True)

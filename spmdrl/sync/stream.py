@@ -18,12 +18,13 @@ from spmdrl.comm import first_line, gather_objects
 from spmdrl.engine.handover import Handover
 from spmdrl.engine.protocol import EngineProtocol
 from spmdrl.policy.load import CheckpointReader, model_folder
+from spmdrl.policy.lora import SentAdapter
 from spmdrl.shards import Box, Delta, Held, Part, addresses
+from spmdrl.sync.adapter import AdapterPush
 from spmdrl.sync.plan import Plan, Want, make_plan
-from spmdrl.sync.prove import (
-    checksum, checksum_problems, layout_problems, parameter_checksums,
-)
+from spmdrl.sync.prove import layout_problems, parameter_checksums
 from spmdrl.sync.trace import Copy, trace_loader
+from spmdrl.sync.traced import TracedTensors
 from spmdrl.sync.transfer import Transfer, make_gather_groups
 from spmdrl.types import Sums
 from spmdrl.world import World
@@ -45,6 +46,9 @@ class Sender(Protocol):
     def deltas(self) -> Mapping[str, Delta]:
         """Return live name -> what to add to it when it is sent, of the same names each time
         (trainer ranks, together, before each push)."""
+
+    def adapter(self) -> SentAdapter | None:
+        """Return the adapters that travel by themselves, if they do (every rank)."""
 
     def names(self) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]]:
         """Return checkpoint name -> (shape, dtype) of the whole tensor (every rank)."""
@@ -71,21 +75,28 @@ class WeightStream:
     def __init__(self, policy: Sender, engine: EngineProtocol, world: World):
         self._policy, self._engine, self._world = policy, engine, world
         self._cfg, self.mode = world.cfg.stream, "idle"
-        self._pushes, self._copies, self.plans = 0, [], []
-        self._transfer: Transfer | None = None
+        self._pushes, self.plans = 0, []
+        self._weights: TracedTensors | None = None
+        self._adapter: AdapterPush | None = None
         self._held, self._addresses = Held({}, {}), ()
         if not world.inference_ranks:
             return
         self._names = dict(policy.names())
         self._hold()
         with world.watch.wait("plan stream", -1):
-            self._copies, reasons = self._trace()
+            copies, reasons = self._trace()
             self.mode = self._agree_on_mode(reasons)
-            if self.mode == "reload":
+            if self.mode == "traced":
+                self._weights = TracedTensors(
+                    world, shapes={name: shape for name, (shape, _) in self._names.items()},
+                    copies=copies, held=self._held)
+                self.plans = [self._weights.plan]
+            else:
                 self._prove_reloading()
-            plan = self._traced_plan if self.mode == "traced" else self._reload_plans
-            self.plans = plan(gather_objects(self._held.boxes(), group=world.control))
-            self._groups = make_gather_groups(self.plans[0])
+                self.plans = self._reload_plans(
+                    gather_objects(self._held.boxes(), group=world.control))
+                self._groups = make_gather_groups(self.plans[0])
+            self._adapter = self._plan_adapter()
         self._pointers = self._engine_pointers()
         self._handover = Handover(engine, world)
         log.info("weight stream: %s, %d bytes, buckets: %d", self.mode, self.nbytes,
@@ -93,14 +104,21 @@ class WeightStream:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that leave the trainers in one push, all of them together."""
+        """Bytes that leave the trainers in one push, all of them together; where adapters travel
+        by themselves, in one after the first."""
+        return self._adapter.nbytes if self._adapter else self._weight_bytes
+
+    @property
+    def _weight_bytes(self) -> int:
         return sum(plan.nbytes for plan in self.plans)
 
     def release(self) -> None:
         """Lend the engine's memory, which nothing needs until the next push; see Handover."""
         if self.mode != "idle":
-            # What is traced is written to the last element in each push.
-            self._handover.release(keeps_weights=self.mode != "traced")
+            # What is traced is written to the last element in each push, but for the weights under
+            # adapters that travel by themselves.
+            is_whole = self.mode == "traced" and self._adapter is None
+            self._handover.release(keeps_weights=not is_whole)
 
     def push(self, version: int) -> Sums:
         """Write the policy's weights into every engine, in the engines' dtype.
@@ -115,14 +133,17 @@ class WeightStream:
         """
         if self.mode == "idle":
             return {}
-        began = time.perf_counter()
+        began, nbytes = time.perf_counter(), self.nbytes
         with self._world.watch.wait("push", version):
             self._handover.wake_weights()
-            self._hold()
-            if self.mode == "traced":
-                self._push_traced()
+            if self._adapter is None:
+                self._push_weights()
             else:
-                self._push_reloaded()
+                if not self._pushes:  # they stay as they are
+                    self._push_weights()
+                    self._weights.release()
+                    nbytes += self._weight_bytes
+                self._adapter.push(self._policy.named_shards())
             woken = self._handover.wake_cache()
             if self._world.device.type == "cuda":
                 torch.cuda.synchronize(self._world.device)
@@ -133,8 +154,8 @@ class WeightStream:
         every = self._cfg.verify_every
         if self._pushes == 1 or (every and self._pushes % every == 0):
             self.verify(version)
-        return woken | {"sync/bytes": (float(self.nbytes), 1.0), "sync/seconds": (seconds, 1.0),
-                "sync/gb_per_s": (self.nbytes / 1e9, seconds)}
+        return woken | {"sync/bytes": (float(nbytes), 1.0), "sync/seconds": (seconds, 1.0),
+                        "sync/gb_per_s": (nbytes / 1e9, seconds)}
 
     def verify(self, version: int) -> None:
         """Compare checksums of what trainers hold with what engines hold, slice by slice.
@@ -143,27 +164,12 @@ class WeightStream:
 
         Raises: RuntimeError on every rank, naming engine, checkpoint tensor and both sums.
         """
-        if self.mode != "traced":
+        if self._weights is None:
             return
-        plan, rank = self.plans[0], self._world.rank
-        wants = {(i, j): want for i, receiver in enumerate(plan.receivers)
-                 for j, want in enumerate(receiver.wants)}
-        sent: dict[tuple[int, int], int] = {}
-        for route in plan.routes:
-            for piece in route.pieces if route.source == rank else ():
-                key = (route.receiver, piece.want)
-                value = self._held.value(wants[key].name, piece.box).read()
-                value = value.to(getattr(torch, wants[key].dtype))
-                sent[key] = sent.get(key, 0) + self._sum(value, name=wants[key].name,
-                                                           box=piece.box)
-        held = {(i, j): self._sum(copy.view, name=copy.name, box=copy.box)
-                for i, receiver in enumerate(plan.receivers) if rank in receiver.ranks
-                for j, copy in enumerate(self._copies)}
         with self._world.watch.wait("verify push", version):
-            both = gather_objects((sent, held), group=self._world.control)
-        _raise_if(checksum_problems([s for s, _ in both], [h for _, h in both],
-                                    names={key: want.name for key, want in wants.items()}),
-                  f"push {version}: engine weights differ from the trainers'")
+            problems = self._weights.differences()
+            problems += self._adapter.differences() if self._adapter else []
+        _raise_if(problems, f"push {version}: engine weights differ from the trainers'")
 
     def probe(self, sequences: Sequence[Sequence[int]], *, version: int = 0) -> Sums:
         """Score token sequences by engines and trainers and compare.
@@ -214,7 +220,9 @@ class WeightStream:
         shards, deltas = self._policy.named_shards(), self._policy.deltas()
         if addresses(shards) != self._addresses:
             self._held = Held(shards, self._policy.parts())
-            self._addresses, self._transfer = addresses(shards), None
+            self._addresses = addresses(shards)
+            if self._weights:
+                self._weights.hold(self._held)
         self._held.deltas = dict(deltas)
 
     def _trace(self) -> tuple[list[Copy], list[str]]:
@@ -270,11 +278,15 @@ class WeightStream:
         after = parameter_checksums(self._engine.model)
         return [name for name in before if before[name] != after[name]]
 
-    def _traced_plan(self, holders: list[dict[str, tuple[Box, ...]]]) -> list[Plan]:
-        wants = [Want(copy.name, copy.box, str(copy.view.dtype).removeprefix("torch."),
-                      copy.view.element_size()) for copy in self._copies]
-        gathered = gather_objects(wants, group=self._world.control)
-        return [make_plan(holders, gathered, bucket_bytes=self._cfg.bucket_bytes)]
+    def _plan_adapter(self) -> AdapterPush | None:
+        sent = self._policy.adapter()
+        if sent is None:
+            return None
+        if self._weights is None:
+            raise ValueError("model.lora.push: adapter, but this engine's weights cannot be "
+                             "written in place (the log says why); push merged")
+        return AdapterPush(sent, self._policy.named_shards(), engine=self._engine,
+                           world=self._world)
 
     def _reload_plans(self, holders: list[dict[str, tuple[Box, ...]]]) -> list[Plan]:
         """Plan whole tensors to every inference rank, a bucket's worth of names at a time."""
@@ -295,11 +307,12 @@ class WeightStream:
 
     # ---------------------------------------------------------------- moving
 
-    def _push_traced(self) -> None:
-        if self._transfer is None:
-            self._transfer = self._make_transfer(
-                self.plans[0], [copy.view for copy in self._copies])
-        self._transfer.run()
+    def _push_weights(self) -> None:
+        self._hold()
+        if self._weights is None:
+            self._push_reloaded()
+            return
+        self._weights.move()
         assert self._engine_pointers() == self._pointers, "an engine's parameters have moved"
 
     def _push_reloaded(self) -> None:
@@ -322,20 +335,14 @@ class WeightStream:
             # New memory each time: vLLM keeps tensors until their layer is complete.
             whole = [torch.empty(want.box.shape, dtype=getattr(torch, want.dtype), device=device)
                      for want in wants]
-            self._make_transfer(plan, whole).run()
+            Transfer(plan, rank=self._world.rank, device=device, source=self._held.value,
+                     targets=whole, groups=self._groups).run()
             yield from zip([want.name for want in wants], whole)
-
-    def _make_transfer(self, plan: Plan, targets: Sequence[Tensor]) -> Transfer:
-        return Transfer(plan, rank=self._world.rank, device=self._world.device,
-                        source=self._held.value, targets=targets, groups=self._groups)
 
     def _engine_pointers(self) -> tuple[int, ...]:
         if not self._world.is_inference:
             return ()
         return tuple(p.data_ptr() for p in self._engine.model.parameters())
-
-    def _sum(self, view: Tensor, *, name: str, box: Box) -> int:
-        return checksum(view, box, shape=self._names[name][0])
 
 
 def _flat(scores: Sequence[Tensor]) -> Tensor:

@@ -148,13 +148,18 @@ class _Watcher(TorchDispatchMode):
         elif func is aten.fill_.Scalar and args[1] in self._scalars:
             source, box = self._scalars[args[1]]
             self._note(Copy(source, box, name, args[0].reshape(box.shape)), inside)
-        elif func in (aten.fill_.Scalar, aten.zero_.default):
+        elif func in (aten.fill_.Scalar, aten.zero_.default) or self._is_constant(func, args):
             self._filled.setdefault(name, []).append(inside)
             if any(inside.intersect(box) for box in self._written.get(name, ())):
                 self._refuse(name, f"{func} overwrites what was loaded")
         else:
             made = self._computed.get(_storage(args[1])) if func is aten.copy_.default else None
             self._refuse(name, f"is written from {made}" if made else f"is changed by {func}")
+
+    def _is_constant(self, func: Any, args: Any) -> bool:
+        """Whether this is `part[i] = number`, of no checkpoint tensor."""
+        known = self._sources.keys() | self._computed.keys()
+        return func is aten.fill_.Tensor and _storage(args[1]) not in known
 
     def _copy(self, target: Tensor, source: Tensor, *, name: str, inside: Box) -> None:
         key, whole = self._sources[_storage(source)]

@@ -105,7 +105,7 @@ class Transfer:
                    block: Tensor) -> None:
         for message in self._messages(route, target=target, index=index, block=block):
             values = self._values(message, route)
-            is_plain = all(value.added is None for value in values)
+            is_plain = all(value.is_live for value in values)
             live = [value.live for value in values] if is_plain else []
             if not message.is_like(live):
                 bucket.pack.add(message.views, values)
@@ -184,7 +184,7 @@ class _Copies:
 
     def add(self, to: Sequence[Tensor], of: Sequence[Value]) -> None:
         for target, value in zip(to, of, strict=True):
-            if value.added is None:
+            if value.is_live:
                 self._to.append(target)
                 self._of.append(value.live)
             else:

@@ -1,0 +1,99 @@
+"""The policy's adapter as a LoRA of vLLM's own, which is written in place.
+
+One LoRA of zeros is registered, and takes vLLM's only slot for good; every request names it.
+vLLM keeps the matrices of a slot stacked per layer, [slots, 1, rank or out, in or rank], in the
+engine's dtype, and multiplies x by A and by B with no scale: B comes scaled. Everything that this
+program knows of vLLM's LoRA stands here. Serves vLLM 0.32 and 0.33.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from typing import Any, get_args
+
+from torch import Tensor, nn
+
+from spmdrl.config import Config
+from spmdrl.policy.load import build_meta_model
+from spmdrl.policy.lora import lora_form, pair_names, targeted
+
+_ID = 1
+
+
+def lora_arguments(cfg: Config) -> dict[str, Any]:
+    """Return the arguments of vLLM's engine for `model.lora.push: adapter`; {} without it.
+
+    Only layers named like targets get memory for adapters. That leaves out the head: with it,
+    vLLM's CPU build cannot give logprobs of prompts.
+    """
+    if cfg.model.lora.get("push") != "adapter":
+        return {}
+    from vllm.config.lora import MaxLoRARanks
+
+    form = lora_form(cfg.model.lora)
+    names = targeted(build_meta_model(cfg.model), form.targets)
+    return dict(
+        enable_lora=True, max_loras=1, max_cpu_loras=1,
+        max_lora_rank=min(rank for rank in get_args(MaxLoRARanks) if rank >= form.rank),
+        lora_target_modules=sorted({name.rpartition(".")[2] for name in names}))
+
+
+class AdapterSlot:
+    """The slot of one engine.
+
+    Args:
+        runner: vLLM's model runner, which was built with `lora_arguments`.
+    """
+
+    def __init__(self, runner: Any):
+        from vllm.lora.request import LoRARequest
+
+        self._model, self._manager = runner.get_model(), runner.lora_manager._adapter_manager
+        # The path is never read: the id is known.
+        self.request = LoRARequest("policy", _ID, "/written/by/the/trainers")
+        runner.lora_manager.add_dummy_lora(self.request, rank=1)  # all zero
+        self._manager.activate_adapter(_ID)
+        self._manager.pin_adapter(_ID)
+        self._slot = self._manager.lora_index_to_id.index(_ID)
+
+    def memory(self, names: Iterable[str]) -> nn.Module:
+        """Return what matrices of these names go into; see protocol.AdapterEngine."""
+        wanted, found = set(names), nn.Module()
+        for layer, module in self._manager.modules.items():
+            if not any(wanted.intersection(pair) for pair in self._pairs(layer)):
+                continue
+            for part in ("lora_a_stacked", "lora_b_stacked"):
+                for index, stacked in enumerate(getattr(module, part)):
+                    key = f"{layer}.{part}.{index}".replace(".", "/")
+                    found.register_parameter(key, nn.Parameter(stacked, requires_grad=False))
+        return found
+
+    def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Copy whole matrices by name, as vLLM does for a LoRA from a folder."""
+        tensors = dict(weights)
+        for layer, module in self._manager.modules.items():
+            pairs = [(tensors.get(a), tensors.get(b)) for a, b in self._pairs(layer)]
+            if all(a is None for a, _ in pairs):
+                continue
+            a, b = ([pair[part] for pair in pairs] for part in (0, 1))
+            is_packed = layer in self._manager.packed_modules
+            module.set_lora(self._slot, *((a, b) if is_packed else (a[0], b[0])))
+
+    def _pairs(self, layer: str) -> list[tuple[str, str]]:
+        """Return the names of A and B of each layer of the checkpoint that this one fuses."""
+        return [pair_names(f"{name}.weight")
+                for name in self._manager.packed_modules.get(layer) or [layer]]
+
+    @contextlib.contextmanager
+    def left_out(self) -> Iterator[None]:
+        """Give the model its own layers back, without which its `load_weights` finds nothing."""
+        places = [(self._model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2],
+                   module) for name, module in self._manager.modules.items()]
+        for parent, key, module in places:
+            setattr(parent, key, module.base_layer)
+        try:
+            yield
+        finally:
+            for parent, key, module in places:
+                setattr(parent, key, module)
