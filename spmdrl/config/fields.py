@@ -137,12 +137,14 @@ class Model:
     lora: NestedOptions = field(default_factory=dict)
     """Train low-rank adapters and nothing else (arXiv 2106.09685), e.g. {rank: 16}; empty trains
     all weights. Left out: {rank: 16, alpha: 32, targets: all-linear, use_rslora: false, init:
-    kaiming}. targets: all linear layers of the blocks, or as PEFT's target_modules a list of
-    names (or their ends) or one regular expression. An update is scaled by alpha / rank, or by
+    kaiming, push: merged}. targets: all linear layers of the blocks and all their experts, or as
+    PEFT's target_modules and target_parameters a list of names (or their ends: experts,
+    down_proj) or one regular expression. An update is scaled by alpha / rank, or by
     alpha / sqrt(rank) under use_rslora. init of the A matrices: kaiming or gaussian; B starts at
-    zero. {path: FOLDER} starts from an adapter in PEFT's format, which says all the rest. The
-    model's own weights are frozen, in compute_dtype, and no part of checkpoints; engines get them
-    with the adapters merged in. Without model.reference the reference is the policy without its
+    zero. {path: FOLDER} starts from an adapter in PEFT's format, which says all the rest but push.
+    The model's own weights are frozen, in compute_dtype, and no part of checkpoints. push: merged
+    sends engines the weights with the adapters in them at each step; adapter sends them the weights
+    once and then A and B alone, with which vLLM computes itself (not of mixtures). Without model.reference the reference is the policy without its
     adapters: no second model. The section critic trains in full."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model folder. Only for folders you trust."""
