@@ -6,6 +6,7 @@ import contextlib
 import importlib.util
 import inspect
 import itertools
+import math
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -264,7 +265,8 @@ def stream_size(cfg: Config) -> dict[str, str]:
 
     Raises: ValueError when the model folder cannot be read.
     """
-    from spmdrl.policy.load import checkpoint_shapes
+    from spmdrl.policy.load import build_meta_model, checkpoint_shapes
+    from spmdrl.policy.lora import sent_adapter
 
     shapes = checkpoint_shapes(cfg)
     count = sum(shape.numel() for shape in shapes.values())
@@ -276,6 +278,10 @@ def stream_size(cfg: Config) -> dict[str, str]:
         buckets = max(1, -(-count * item // tp // cfg.stream.bucket_bytes))
         pairs["bytes per push"] = (f"{count:,} * {item} = {count * item:,} out of the trainers, "
                                    f"about {count * item // tp:,} into each engine rank")
+        if sent := sent_adapter(build_meta_model(cfg.model), cfg.model.lora):
+            matrices = sum(math.prod(shape) for shape in sent.shapes.values())
+            pairs["bytes per later push"] = (f"{matrices:,} * {item} = {matrices * item:,} for "
+                                             "each whole engine: adapters alone")
         pairs["buckets"] = (f"about {buckets} of {cfg.stream.bucket_bytes:,} bytes" if buckets > 1
                             else f"1 (they may hold {cfg.stream.bucket_bytes:,} bytes)")
     return pairs

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,13 +10,19 @@ import torch
 from ranks import run_ranks
 from test_lora import _merged, _set_b
 from test_moe import make_moe
-from test_sync_engine import PROMPTS, behaviour, make_config, parameters_loaded, whole_state
+from test_sync_engine import PROMPTS, make_config, parameters_loaded, whole_state
 from torch import Tensor
 
 from spmdrl.config import Config, Layout
 from spmdrl.config.check import validate
 from spmdrl.create_model import create_model
+from spmdrl.dry_run import stream_size
+from spmdrl.model_shape import model_shape
+from spmdrl.plan.setting import axes_of, run_of
+from spmdrl.plan.traffic import push_flows
 from spmdrl.policy.fit import fit_problems
+from spmdrl.policy.load import build_meta_model
+from spmdrl.policy.lora import adapter_numel, lora_form
 from spmdrl.policy.optimizer import local_part
 from spmdrl.shards import Held
 
@@ -127,10 +132,8 @@ def test_engines_compute_with_adapters_of_their_own_bit_for_bit(case, tmp_path):
             assert number == 28 and nonzero > 0
 
 
-@pytest.mark.parametrize("targets, problem", [
-    (["q_proj", "down_proj"], ""), ("all-linear", ""),
-], ids=["some", "all"])
-def test_what_engines_sample_is_what_trainers_score(targets, problem, tmp_path):
+@pytest.mark.parametrize("targets", [["q_proj", "down_proj"], "all-linear"], ids=["some", "all"])
+def test_what_engines_sample_is_what_trainers_score(targets, tmp_path):
     folder = create_model(tmp_path / "m", hidden_size=128, layers=2, heads=4, kv_heads=2,
                           intermediate=96)
     cfg = make_config(folder, layout=Layout(placement="colocated", world_size=1), dtype="float32")
@@ -198,6 +201,20 @@ def test_pushes_that_cannot_be_are_refused(change, says, tmp_path):
     for section, fields in change.items():
         cfg = replace(cfg, **{section: replace(getattr(cfg, section), **fields)})
     assert any(says in problem for problem in validate(cfg)), validate(cfg)
+
+
+def test_the_dry_run_and_the_planner_say_what_travels(tmp_path):
+    folder = create_model(tmp_path / "m", hidden_size=128, layers=2, heads=4, kv_heads=2,
+                          intermediate=96)
+    cfg = make_config(folder, layout=Layout(world_size=3, trainer_ranks=1))
+    own = replace(cfg, model=replace(cfg.model, lora=LORA | {"push": "adapter"}))
+    numel = 2 * 3 * (2 * (128 + 128) + 2 * (128 + 64) + 3 * (128 + 96))
+    assert stream_size(own)["bytes per later push"].startswith(f"{numel:,} * 2 = {2 * numel:,} ")
+    assert "bytes per later push" not in stream_size(cfg)
+    hf_model = build_meta_model(cfg.model)
+    run = run_of(own, model_shape(hf_model), on_gpu=False, chunk_tokens=64, prompt_tokens=8,
+                 response_tokens=8, lora_numel=adapter_numel(hf_model, lora_form(LORA)))
+    assert push_flows(run, axes_of(own))[0].bytes == 2 * numel
 
 
 def test_mixtures_are_refused_before_any_engine_is_built(tmp_path):

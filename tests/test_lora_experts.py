@@ -9,10 +9,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from peft import LoraConfig, PeftModel, get_peft_model
-from policy_runs import config, full_parameters
+from policy_runs import batch, config, full_parameters, update
 from ranks import run_ranks
 from safetensors.torch import load_file
-from test_lora import _merged, _resume, _save
+from test_lora import _merged, _resume, _save, _set_b
 from test_moe import make_moe
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
@@ -169,6 +169,46 @@ def _read(folder: Path, cfg: Config) -> dict[str, Tensor]:
     shards = {name: torch.empty(hf_model.get_parameter(name).shape) for name in adapters.names}
     adapters.fill(shards, seed=1)
     return shards
+
+
+def _norms(cfgs: list[Config]) -> list[dict]:
+    """The first update's norms under each config, with the dtypes of what is trained and not."""
+    from spmdrl.policy import Policy
+    from spmdrl.world import World
+
+    world, found = World.start(cfgs[0]), []
+    for cfg in cfgs:
+        policy = Policy(cfg, world)
+        _set_b(policy)
+        own = batch(world.dp_index(world.rank), world.dp_size)
+        sums = update(policy, own, step=0)
+        shards = policy.named_shards()
+        experts = {n: p.dtype for n, p in shards.items() if ".experts." in n}
+        found.append({"norm": sums["policy/grad_norm"][0],
+                      "own": {d for n, d in experts.items() if "lora" in n},
+                      "frozen": {d for n, d in experts.items() if "lora" not in n},
+                      "same": _equals_reference(policy, own)})
+    world.close()
+    return found
+
+
+def _equals_reference(policy: object, own: object) -> list[bool]:
+    """Whether the reference is the policy as it is with adapters, per row."""
+    return [bool(torch.equal(row["old_logprobs"], row["ref_logprobs"]))
+            for row in policy.annotate(own, step=1).columns[0]]
+
+
+def test_experts_adapters_stay_float32_and_are_gathered_in_the_compute_dtype(tmp_path):
+    folder = make_moe(tmp_path, "qwen3_moe")
+    full = config(folder, tmp_path / "out", world_size=2, kl_coef=0.1, kl_in="reward", kl="k1",
+                  model={"lora": {"rank": RANK, "targets": ["experts"]}})
+    full = replace(full, layout=replace(full.layout, ep=2))
+    half = replace(full, model=replace(full.model, compute_dtype="bfloat16"))
+    for first, second in run_ranks(2, _norms, [full, half]):
+        assert second["norm"] == pytest.approx(first["norm"], rel=0.1) and first["norm"] > 0
+        assert first["own"] == second["own"] == {torch.float32}
+        assert first["frozen"] == {torch.float32} and second["frozen"] == {torch.bfloat16}
+        assert not all(first["same"])  # one row may have no tokens in the loss
 
 
 # --------------------------------------------------------------------------- PEFT's own

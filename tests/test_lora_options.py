@@ -116,7 +116,8 @@ _EXPERTS = {"gate_up_proj", "down_proj"}
 
 @pytest.mark.parametrize("targets, ends, count", [
     ("all-linear", _ATTENTION | _EXPERTS, 12), (("experts",), _EXPERTS, 4),
-    (("experts.down_proj",), {"down_proj"}, 2), (("q_proj", "down_proj"), {"q_proj", "down_proj"}, 4),
+    (("experts.down_proj",), {"down_proj"}, 2),
+    (("q_proj", "down_proj"), {"q_proj", "down_proj"}, 4),
     (r".*\.1\.mlp\.experts", _EXPERTS, 2), (r".*\.1\..*(q_proj|gate_up_proj)", {
         "q_proj", "gate_up_proj"}, 2),
 ])

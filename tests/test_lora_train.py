@@ -58,3 +58,26 @@ def test_grpo_of_adapters_improves_and_a_killed_run_ends_bit_identical(tmp_path)
     # What goes through the engine's own loader is the same.
     run("demo_grpo.yaml", 2, **flags | {"output-dir": killed, "stream.mode": "reload"})
     assert_same_end(whole, killed)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_vllm_draws_with_adapters_of_its_own_as_it_does_with_merged_weights(tmp_path):
+    (tmp_path / "r.py").write_text(REWARD)
+    begin = create_model(tmp_path / "model", hidden_size=64, layers=2, heads=2, kv_heads=1,
+                         initializer_std=0.1)
+    rows = {}
+    for push in ("merged", "adapter"):
+        out = tmp_path / push
+        run("demo_grpo.yaml", 2, timeout_s=400, **TINY["rl"] | {
+            "model.path": begin, "model.lora": f"{{rank: 8, push: {push}}}",
+            "rewards.functions": f"{tmp_path / 'r.py'}:digits", "optimizer.lr": 0.01, "lag": 0,
+            "stream.verify-every": 1, "steps": 4, "checkpoint.every-steps": 0,
+            "output-dir": out})
+        rows[push] = metrics(out)
+        assert max(abs(row["policy/mismatch_k1"]) for row in rows[push]) < 1e-4
+    for merged, own in zip(rows["merged"], rows["adapter"], strict=True):
+        assert own["sync/bytes"] < merged["sync/bytes"] / 3
+    # The same seeds, and weights that differ by rounding: at first the same samples.
+    assert rows["adapter"][0]["reward/mean"] == rows["merged"][0]["reward/mean"]
+    assert rows["adapter"][-1]["policy/grad_norm"] > 0

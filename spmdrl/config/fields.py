@@ -144,8 +144,9 @@ class Model:
     zero. {path: FOLDER} starts from an adapter in PEFT's format, which says all the rest but push.
     The model's own weights are frozen, in compute_dtype, and no part of checkpoints. push: merged
     sends engines the weights with the adapters in them at each step; adapter sends them the weights
-    once and then A and B alone, with which vLLM computes itself (not of mixtures). Without model.reference the reference is the policy without its
-    adapters: no second model. The section critic trains in full."""
+    once and then A and B alone, with which vLLM computes itself (not of mixtures). Without
+    model.reference the reference is the policy without its adapters: no second model. The section
+    critic trains in full."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model folder. Only for folders you trust."""
 

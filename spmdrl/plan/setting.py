@@ -109,6 +109,7 @@ class Run:
     trained_models: int  # besides the policy: 1 with a critic
     lora_rank: int  # 0 trains all weights
     lora_numel: int  # elements of all adapters
+    pushes_adapter: bool  # they alone travel to the engines, which compute with them
     chunk_tokens: int  # positions whose logits exist at once
     engine_kind: str
     engine_sleeps: bool  # its memory is lent to the update, colocated
@@ -169,6 +170,7 @@ def run_of(
         trained_models=int(not columns.isdisjoint({"values", "prm_logprobs"})),
         lora_rank=lora["rank"] if cfg.model.lora else 0,
         lora_numel=lora_numel,
+        pushes_adapter=bool(cfg.model.lora) and lora["push"] == "adapter",
         chunk_tokens=chunk_tokens, engine_kind=cfg.engine.kind,
         engine_sleeps=_engine_sleeps(cfg, on_gpu=on_gpu),
         engine_bytes=ITEM[cfg.engine.dtype], max_num_seqs=cfg.engine.max_num_seqs,

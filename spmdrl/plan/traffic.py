@@ -106,6 +106,8 @@ def push_flows(run: Run, axes: Axes) -> list[Flow]:
     if not axes.engines:
         return []
     whole = engine_weight_bytes(run, axes)
+    if run.pushes_adapter:  # of a layer that tp cuts, every rank has one matrix whole
+        whole = run.engine_bytes * run.lora_numel
     flows = []
     if axes.placement == "split":
         flows.append(Flow("stream", whole * axes.inference_tp / axes.trainers, 1,

@@ -44,8 +44,9 @@ class AdapterPush:
         gathered = gather_objects(reasons, group=world.control)
         lines = [f"rank {rank}: {line}" for rank, own in enumerate(gathered) for line in own]
         if lines:
-            raise ValueError("model.lora.push: adapter, but this engine cannot take the adapters; "
-                             "push merged, or choose other targets\n  - " + "\n  - ".join(lines[:8]))
+            raise ValueError(
+                "model.lora.push: adapter, but this engine cannot take the adapters; push merged, "
+                "or choose other targets\n  - " + "\n  - ".join(lines[:8]))
         self._addresses = addresses(self._own(shards))
         self._tensors = TracedTensors(world, shapes=sent.shapes, copies=copies,
                                       held=self._hold(shards))
