@@ -34,6 +34,8 @@ class _Table:
     positions: Tensor  # [S] int64, its position there
     sums: Sums
     samples: tuple[dict, ...]
+    routes: Tensor | None
+    """[0, L, K]: of what shape and dtype the tokens' routes are; None where nobody has any."""
 
 
 def exchange(rollouts: Rollouts, world: World, *, step: int) -> Batch:
@@ -73,12 +75,13 @@ def _gather(rollouts: Rollouts, world: World, *, step: int) -> _Table:
     own = rollouts.scalars
     integers = torch.stack([getattr(own, name).long() for name in _INTEGERS], dim=1)
     floats = {name: getattr(own, name).double().numpy() for name in _FLOATS}
-    payload = pickle.dumps((integers.numpy(), floats, rollouts.sums, rollouts.samples))
+    routes = None if rollouts.routes is None else rollouts.routes[:0].numpy()
+    payload = pickle.dumps((integers.numpy(), floats, rollouts.sums, rollouts.samples, routes))
     with world.watch.wait("await rollouts", step):  # timed apart: the other role's work
         sizes = gather_sizes(payload, group=world.control)
     with world.watch.wait("exchange scalars", step):
         payloads = gather_bytes(payload, sizes, group=world.control)
-    tables, floats, sums, samples = zip(*map(pickle.loads, payloads))
+    tables, floats, sums, samples, routes = zip(*map(pickle.loads, payloads))
     counts = [len(table) for table in tables]
     integers = torch.cat([torch.from_numpy(table) for table in tables])
     num_samples = int(integers[:, 3].max()) + 1 if len(integers) else 1
@@ -95,6 +98,7 @@ def _gather(rollouts: Rollouts, world: World, *, step: int) -> _Table:
     return _Table(
         scalars=Scalars(**columns), sources=ranks[order], positions=positions[order],
         sums=add_sums(*sums), samples=tuple(sample for part in samples for sample in part),
+        routes=next((torch.from_numpy(part) for part in routes if part is not None), None),
     )
 
 
@@ -139,12 +143,13 @@ class _Local:
     response_mask: Tensor  # [T] bool
     rollout_logprobs: Tensor  # [T] float32
     starts: dict[int, int]  # row in the scalars -> first token here
+    routes: Tensor | None  # [T, L, K]
 
 
 def _move(
     rollouts: Rollouts, table: _Table, *, plan: Plan, world: World, step: int
 ) -> _Local:
-    """Send each sequence to all ranks of its dp index: one all-to-all."""
+    """Send each sequence to all ranks of its dp index: one all-to-all, and one for routes."""
     lengths, dp_ids = table.scalars.lengths, plan.dp_ids
     dp_of_rank = [world.dp_index(r) if r in world.trainer_ranks else -1
                   for r in range(world.world_size)]
@@ -163,12 +168,29 @@ def _move(
                  output_split_sizes=[int(lengths[rows].sum()) for rows in from_rank])
     with world.watch.wait("exchange tokens", step):
         payload = _all_to_all(payload, device=world.device, sizes=sizes)
+        routes = _move_routes(rollouts, table, order=order, device=world.device, sizes=sizes)
     rows = torch.cat(from_rank)
     starts = lengths[rows].cumsum(0) - lengths[rows]
     tokens, marks, logprobs = payload.t().contiguous()
     return _Local(tokens=tokens.long(), versions=(marks // 2 - 1).long(),
                   response_mask=marks % 2 == 1, rollout_logprobs=logprobs.view(torch.float32),
-                  starts=dict(zip(rows.tolist(), starts.tolist())))
+                  starts=dict(zip(rows.tolist(), starts.tolist())), routes=routes)
+
+
+def _move_routes(
+    rollouts: Rollouts, table: _Table, *, order: Tensor, device: torch.device,
+    sizes: dict[str, list[int]],
+) -> Tensor | None:
+    """Send the tokens' routes the way of the tokens, in their own dtype: most of a token's bytes."""
+    form = table.routes
+    if form is None:
+        return None
+    own = rollouts.routes
+    if own is None:  # such as samples that were under way when replay was switched on
+        own = form.new_full((len(rollouts.tokens), *form.shape[1:]), -1)
+    payload = own[order].flatten(1).contiguous().view(torch.uint8)
+    received = _all_to_all(payload, device=device, sizes=sizes)
+    return received.view(form.dtype).unflatten(1, form.shape[1:])
 
 
 def _token_order(cu_seqlens: Tensor, positions: Tensor) -> Tensor:
@@ -228,6 +250,7 @@ def _microbatch(local: _Local, rows: Tensor, *, lengths: Tensor) -> Microbatch:
         rollout_logprobs=local.rollout_logprobs[order],
         policy_versions=local.versions[order],
         sequence_ids=rows.to(device),
+        routes=None if local.routes is None else local.routes[order],
     )
 
 

@@ -106,6 +106,24 @@ def join_turns(parts: Sequence[Tensor]) -> Tensor:
                       for part in parts])
 
 
+def join_routes(parts: Sequence[Tensor | None], lengths: Sequence[int]) -> Tensor | None:
+    """Join the routes of consecutive tokens, [n, L, K] each.
+
+    Args:
+        parts: of as many tokens as `lengths` says, or of the first of them; None for none.
+    Returns: [sum(lengths), L, K], -1 where a part says nothing; None where all parts are None.
+    """
+    known = [part for part in parts if part is not None]
+    if not known:
+        return None
+    joined, at = known[0].new_full((sum(lengths), *known[0].shape[1:]), -1), 0
+    for part, length in zip(parts, lengths):
+        if part is not None:
+            joined[at:at + len(part)] = part
+        at += length
+    return joined
+
+
 @dataclass(frozen=True)
 class Rollouts:
     """Finished sequences held by one rank. Ranks that generate nothing hold zero sequences."""
@@ -120,6 +138,9 @@ class Rollouts:
     samples: tuple[dict, ...] = ()
     """A few rendered {prompt, response, reward} for people; with {group, sample} where a reward
     model is still to add its part."""
+    routes: Tensor | None = None
+    """[T, L, K] int8 or int16, the K experts of each token in each of L layers with experts, as
+    the engine chose them; -1 where it did not say. None without model.moe.replay."""
 
     def __len__(self) -> int:
         return self.cu_seqlens.numel() - 1
@@ -137,10 +158,12 @@ class Microbatch:
     rollout_logprobs: Tensor  # [T] float32, nats
     policy_versions: Tensor  # [T] int64
     sequence_ids: Tensor  # [S] int64, row of each sequence in the batch's Scalars; -1 dummy
+    routes: Tensor | None = None  # [T, L, K], as in Rollouts; None in a dummy too
 
     def to(self, device: torch.device) -> "Microbatch":
         """Return the same micro-batch on `device`."""
-        moved = {k: v.to(device, non_blocking=True) for k, v in vars(self).items()}
+        moved = {k: v if v is None else v.to(device, non_blocking=True)
+                 for k, v in vars(self).items()}
         return Microbatch(**moved)
 
 

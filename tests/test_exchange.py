@@ -8,7 +8,7 @@ import pytest
 import torch
 from ranks import run_ranks
 
-from spmdrl.config import Algorithm, Batch, Config, Layout
+from spmdrl.config import Algorithm, Batch, Config, Layout, inference_ranks
 from spmdrl.exchange import exchange
 from spmdrl.types import Batch as ExchangedBatch
 from spmdrl.types import Rollouts, Scalars
@@ -134,7 +134,57 @@ def test_every_sequence_arrives_whole_at_one_dp_index(layout, sizes) -> None:
         check_delivery([(batches[i], dp) for batches, dp in results], cfg)
     for (spread, single), _ in results:  # the batch does not depend on who generated what
         for one, other in zip(sum(spread.updates, ()), sum(single.updates, ()), strict=True):
-            assert all(torch.equal(a, b) for a, b in zip(vars(one).values(), vars(other).values()))
+            own, others = dict(vars(one)), dict(vars(other))
+            assert own.pop("routes") is None and others.pop("routes") is None
+            assert all(torch.equal(a, b) for a, b in zip(own.values(), others.values()))
+
+
+def routes_of(group: int, sample: int, dtype: torch.dtype) -> torch.Tensor:
+    """Three layers of two experts, of all tokens but the last."""
+    n = len(sequence(group, sample)["tokens"])
+    routes = (torch.arange(n * 6).view(n, 3, 2) * (group + 2) + sample) % 120
+    routes[-1] = -1
+    return (routes + 200 * (routes >= 0) * (dtype == torch.int16)).to(dtype)
+
+
+def deliver_routes(cfg: Config, dtype: torch.dtype) -> tuple[list[ExchangedBatch], int]:
+    """Exchange with routes everywhere, and where the leader with the lowest rank has none."""
+    world, batches = World.start(cfg), []
+    for silent in (-1, inference_ranks(cfg)[0]):
+        mine = share(world, "spread")
+        own = rollouts(mine)
+        if mine and world.rank != silent:
+            parts = [routes_of(*key, dtype) for key in mine]
+            own = dataclasses.replace(own, routes=torch.cat(parts))
+        batches.append(exchange(own, world, step=3))
+    dp = world.dp_index(world.rank) if world.is_trainer else -1
+    world.close()
+    return batches, dp
+
+
+@pytest.mark.parametrize("layout, dtype", [
+    (lay("split", 4, trainer_ranks=2), torch.int16), (lay("colocated", 2), torch.int8),
+    (lay("colocated", 4, cp=2, inference_tp=2), torch.int8)])
+def test_routes_arrive_with_their_tokens(layout, dtype) -> None:
+    results = run_ranks(layout.world_size, deliver_routes, config(layout), dtype)
+    for which in range(2):
+        check_delivery([(batches[which], dp) for batches, dp in results], config(layout))
+        known, unknown = 0, 0
+        for batches, dp in results:
+            scalars = batches[which].scalars
+            for mb in sum(batches[which].updates, ()):
+                ids, cu = mb.sequence_ids.tolist(), mb.cu_seqlens.tolist()
+                if ids == [-1]:
+                    assert mb.routes is None
+                    continue
+                for row, a, b in zip(ids, cu, cu[1:]):
+                    made = routes_of(int(scalars.group_ids[row]), int(scalars.sample_ids[row]),
+                                     dtype)
+                    is_unknown = bool((mb.routes[a:b] == -1).all())
+                    assert mb.routes.dtype == dtype
+                    assert is_unknown or torch.equal(mb.routes[a:b], made)
+                    known, unknown = known + (not is_unknown), unknown + is_unknown
+        assert known > 0 and (unknown > 0) == (which == 1)
 
 
 def check_delivery(results: list[tuple[ExchangedBatch, int]], cfg: Config) -> None:

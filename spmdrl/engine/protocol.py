@@ -41,6 +41,16 @@ class Completion:
     """Cut at max_tokens (or at the context's end) instead of stopping by itself."""
     versions: tuple[int, ...]
     """Policy version of the weights that drew each."""
+    routes: Tensor | None = None
+    """[n, L, K] int8 or int16: the K experts of each of L layers with experts that the request's
+    first n tokens went to, prompt included. n is all but the last token, which the engine never
+    read; fewer for a request that is unfinished. A token keeps the route of its first computation.
+    None without model.moe.replay."""
+
+
+def route_dtype(num_experts: int) -> torch.dtype:
+    """Return the narrowest dtype that holds the index of an expert, and -1."""
+    return torch.int8 if num_experts <= 128 else torch.int16
 
 
 class EngineProtocol(Protocol):

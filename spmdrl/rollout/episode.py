@@ -7,6 +7,9 @@ import hashlib
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+import torch
+from torch import Tensor
+
 from spmdrl.engine.protocol import Completion, Request
 from spmdrl.rewards.pool import RewardResult
 from spmdrl.types import Prompt
@@ -52,6 +55,8 @@ class Response:
     """Of each finished turn of the policy: number of the state that it answers; -1 for none."""
     earned: list[float] = field(default_factory=list)
     """Of each finished turn: its reward from the environment, task units."""
+    routes: Tensor | None = None
+    """[n, L, K] of prompt and response, as the engine chose them; see Completion."""
 
     @property
     def turns(self) -> int:
@@ -71,6 +76,11 @@ class Response:
         self.logprobs += completion.logprobs
         self.versions += completion.versions
         self.is_truncated = completion.is_truncated
+        if completion.routes is not None:
+            # A turn computes what came before it anew, or finds it in the cache. It was drawn with
+            # the routes of then.
+            old = completion.routes[:0] if self.routes is None else self.routes
+            self.routes = torch.cat([old, completion.routes[len(old):]])
 
     def observed(self, tokens: list[int]) -> None:
         """Append what an environment said."""

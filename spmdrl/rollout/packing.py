@@ -17,7 +17,7 @@ from spmdrl.rewards.pool import RewardResult
 from spmdrl.rewards.signatures import part_names, reward_models
 from spmdrl.rollout.episode import GREEDY, Group, Sample
 from spmdrl.rollout.sums import mean_reward, step_sums, warn_if_all_failed
-from spmdrl.types import Rollouts, Scalars, Sums, add_sums, join_turns
+from spmdrl.types import Rollouts, Scalars, Sums, add_sums, join_routes, join_turns
 
 
 def pack_step(
@@ -104,7 +104,7 @@ def pack(
         tokens=ints(tokens), response_mask=torch.tensor(mask, dtype=torch.bool),
         rollout_logprobs=torch.tensor(logprobs, dtype=torch.float32),
         policy_versions=ints(versions), cu_seqlens=cumulative(lengths), scalars=scalars,
-        sums=sums, samples=shown,
+        sums=sums, samples=shown, routes=join_routes([s.response.routes for s in samples], lengths),
     )
 
 
@@ -153,7 +153,8 @@ def concat_rollouts(parts: list[Rollouts]) -> Rollouts:
     scalars = Scalars.concat([p.scalars for p in parts])
     return Rollouts(**packed, cu_seqlens=cumulative(scalars.lengths.tolist()), scalars=scalars,
                     sums=add_sums(*(p.sums for p in parts)),
-                    samples=tuple(s for p in parts for s in p.samples))
+                    samples=tuple(s for p in parts for s in p.samples),
+                    routes=join_routes([p.routes for p in parts], [len(p.tokens) for p in parts]))
 
 
 def rollouts_from_dict(tree: dict[str, Any]) -> Rollouts:
