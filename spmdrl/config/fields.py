@@ -106,11 +106,13 @@ class Model:
     liger: its kernels for RMSNorm, RoPE and SwiGLU, on CUDA. compile: torch.compile each block,
     which pays on CUDA after a minute."""
     moe: Options = field(default_factory=dict)
-    """How the load of a mixture of experts is balanced in training; empty: not at all, by the
-    model's own router. {balance: aux, coef: 0.001}: by Switch's loss, over the global batch, for
-    one more forward pass per update. {balance: bias, rate: 0.001}: by the routers' correction bias,
-    for families that have one, such as deepseek_v3; it moves by rate after each update, up where
-    the load is below the mean."""
+    """What the routers of a mixture of experts do in training; empty: the load is not balanced, and
+    they choose by themselves. {balance: aux, coef: 0.001}: balanced by Switch's loss, over the
+    global batch, for one more forward pass per update. {balance: bias, rate: 0.001}: by the
+    routers' correction bias, for families that have one, such as deepseek_v3; it moves by rate
+    after each update, up where the load is below the mean. replay: true, with any balance: the
+    engine's choice of experts is recorded, and made again in the trainer's passes over the
+    samples (docs/moe.md)."""
     memory: Options = field(default_factory=dict)
     """What is spared, where that differs from {activation_checkpointing: none, offload: none,
     head_chunk_tokens: 0, master_dtype: float32, optimizer_dtype: float32, reshard: auto, reduce:

@@ -95,6 +95,8 @@ class RowSlice:
     row_length: int  # T
     group: dist.ProcessGroup | None
     """Ranks that have the other slices; None where there are none."""
+    routes: Tensor | None = None
+    """[t, L, K], experts to replay, -1 where the routers choose; None: they choose everywhere."""
 
     def join(self, values: Tensor, at: Tensor, *, count: int) -> Tensor:
         """Return all ranks' values, the same on each: [count, ...] from the own ones [n, ...].
@@ -118,7 +120,7 @@ class RowSlice:
 
 def make_slice(
     tokens: Tensor, lengths: Sequence[int], *, position_ids: Tensor, scored: Tensor,
-    device: torch.device, padded: bool, slicing: Slicing,
+    device: torch.device, padded: bool, slicing: Slicing, routes: Tensor | None = None,
 ) -> RowSlice:
     """Return a rank's slice of a packed row.
 
@@ -129,6 +131,7 @@ def make_slice(
         device: of the tensors.
         padded: attention pads.
         slicing: which slice.
+        routes: [row, L, K] on the CPU, to be replayed; None for none.
     """
     missing = -len(tokens) % slicing.unit
     if missing:
@@ -146,10 +149,14 @@ def make_slice(
             size=slicing.size, device=device))
     place = torch.full((len(row),), -1).index_copy(0, rows, torch.arange(len(rows)))[scored - 1]
     own = (place >= 0).nonzero()[:, 0]
+    if routes is not None:
+        # By the rows whose tokens this rank's routers see.
+        routes = F.pad(routes, (0, 0, 0, 0, 0, missing), value=-1)[rows].to(device)
     return RowSlice(
         tokens=row[rows].to(device), position_ids=position_ids[rows].to(device), packing=packing,
         rows=rows.to(device), before=place[own].to(device), scored=own.to(device),
-        targets=row[scored[own]].to(device), row_length=len(row), group=slicing.group)
+        targets=row[scored[own]].to(device), row_length=len(row), group=slicing.group,
+        routes=routes)
 
 
 def chunk_spans(length: int, *, rank: int, size: int) -> tuple[tuple[int, int], tuple[int, int]]:

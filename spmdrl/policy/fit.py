@@ -10,6 +10,7 @@ from spmdrl.config import Config
 from spmdrl.config.options import KERNELS
 from spmdrl.imports import divisors
 from spmdrl.policy.load import load_hf_config
+from spmdrl.policy.router_replay import WEIGHTS, unknown_router
 from spmdrl.rewards.signatures import reward_models
 
 _CUT_BY_TP = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size")
@@ -32,7 +33,7 @@ def fit_problems(cfg: Config) -> list[str]:
 
     A model whose config.json cannot be read is passed over: who loads it says why.
     """
-    layout, problems = cfg.layout, push_misfits(cfg)
+    layout, problems = cfg.layout, push_misfits(cfg) + replay_misfits(cfg)
     kernels = KERNELS | cfg.model.kernels
     if layout.cp == layout.ep == layout.tp == 1 and not kernels["compile"]:
         return problems
@@ -62,6 +63,22 @@ def push_misfits(cfg: Config) -> list[str]:
                 return [f"model.lora.push: adapter with a {hf_config.model_type}: with LoRA of its "
                         "own vLLM computes experts by Triton kernels only; take merged "
                         f"(model.path {cfg.model.path})"]
+    return []
+
+
+def replay_misfits(cfg: Config) -> list[str]:
+    """Return why the routes of model.path cannot be replayed, if they are to be."""
+    if not cfg.model.moe.get("replay"):
+        return []
+    try:
+        hf_config = load_hf_config(cfg.model.path, trust_remote_code=cfg.model.trust_remote_code)
+    except ValueError:
+        return []
+    if not _num_experts(hf_config):
+        return [f"model.moe.replay: true with a {hf_config.model_type}, which has no experts "
+                f"(model.path {cfg.model.path}); take it out"]
+    if hf_config.model_type not in WEIGHTS:
+        return [f"{unknown_router(hf_config.model_type)} (model.path {cfg.model.path})"]
     return []
 
 

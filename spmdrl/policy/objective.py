@@ -88,7 +88,8 @@ def _columns(
 def on_host(microbatch: Microbatch) -> Microbatch:
     """Return a micro-batch on the CPU, its values there when this returns."""
     # Not Microbatch.to: its copies do not block, and from a GPU they may land later.
-    return Microbatch(**{name: tensor.cpu() for name, tensor in vars(microbatch).items()})
+    return Microbatch(**{name: tensor if tensor is None else tensor.cpu()
+                         for name, tensor in vars(microbatch).items()})
 
 
 def _make_job(
@@ -104,7 +105,7 @@ def _make_job(
     return Job(
         microbatch=microbatch.to(device),
         scoring=model.scoring(host.tokens, lengths.tolist(), mask=loss_mask,
-                              position_ids=host.position_ids),
+                              position_ids=host.position_ids, routes=host.routes),
         loss_mask=loss_mask.to(device), weights=weights.to(device),
         num_tokens=int(lengths[is_real].sum()), token_weight=token_weight,
         sequence_weight=sequence_weight,
@@ -115,6 +116,7 @@ def _make_job(
 def make_scoring(
     tokens: Tensor, lengths: Sequence[int], *, mask: Tensor, position_ids: Tensor,
     device: torch.device, padded: bool, slicing: Slicing = Slicing(),
+    routes: Tensor | None = None,
 ) -> Scoring:
     """Return what the scorer needs to score the masked tokens of a packed row.
 
@@ -125,6 +127,7 @@ def make_scoring(
         device: of what is returned.
         padded: attention pads.
         slicing: which slice of the row this rank computes; all of it by default.
+        routes: [T, L, K] on the CPU, to be replayed; None for none.
     Raises: ValueError when the mask holds a sequence's first token, which nothing predicts.
     """
     if bool((mask & (position_ids == 0)).any()):
@@ -133,7 +136,7 @@ def make_scoring(
                          f"{at}), which no token comes before; mask it out where rows are read")
     scored = mask.nonzero()[:, 0]
     own = make_slice(tokens, lengths, position_ids=position_ids, scored=scored, device=device,
-                     padded=padded, slicing=slicing)
+                     padded=padded, slicing=slicing, routes=routes)
     return Scoring(
         tokens=tokens.to(device), position_ids=position_ids.to(device),
         scored=scored.to(device), targets=tokens[scored].to(device), own=own,

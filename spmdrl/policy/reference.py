@@ -73,6 +73,8 @@ class WithoutAdapters(Untrained):
 
     def columns(self, works: Sequence[Scoring]) -> list[dict[str, Tensor]]:
         """Score packed rows: per row, ref_logprobs [T] float32, nats, 0 off the scored."""
+        # A reference chooses its experts by itself, in whichever form it is kept.
+        works = [work.without_routes() for work in works]
         with self._policy.adapters.off():
             return [{"ref_logprobs": logprobs} for logprobs, _ in self._policy.columns(works)]
 

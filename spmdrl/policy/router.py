@@ -1,6 +1,7 @@
 """What the routers of a mixture of experts do in training: counted, and kept in balance.
 
-The model's own routers choose; hooks look on. A token counts once per layer, on the rank that
+The model's own routers choose, unless the engine's choices are replayed (router_replay.py); hooks
+look on. A token counts once per layer, on the rank that
 computes it; what pads a row counts nowhere. No token is dropped, whatever the load.
 
 Shape letters: L layers with experts, E experts of each, t tokens of this rank's slice of a row, K
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 from spmdrl.config.moe import MOE
 from spmdrl.policy.moe import experts_modules
 from spmdrl.policy.objective import Job
+from spmdrl.policy.router_replay import RouterReplay
 from spmdrl.types import Sums
 from spmdrl.world import World
 
@@ -53,14 +55,15 @@ class Routers:
 
     Args:
         hf_model: the transformers model, whatever was made of its parameters.
+        scorer: the module that its forward passes begin with.
         options: the config's model.moe.
         world: this rank's view of the job.
         name: first part of the metrics' names.
     Raises: ValueError when the options are for experts or routers that the model does not have.
     """
 
-    def __init__(self, hf_model: nn.Module, *, options: Mapping[str, Any], world: World,
-                 name: str):
+    def __init__(self, hf_model: nn.Module, *, scorer: nn.Module, options: Mapping[str, Any],
+                 world: World, name: str):
         own = MOE | dict(options)
         self._balance, self._coef, self._rate = own["balance"], own["coef"], own["rate"]
         self._world, self._name, self._layers = world, name, _layers(hf_model)
@@ -68,10 +71,15 @@ class Routers:
             raise ValueError(f"model.moe: {dict(options)} with a {hf_model.config.model_type}, "
                              "which has no experts; leave it out")
         _check_balance(hf_model, self._layers, balance=self._balance)
+        # A value model's experts are not those that the engine chose from.
+        self._replay = RouterReplay(
+            scorer, [layer.router for layer in self._layers],
+            model_type=hf_model.config.model_type) if own["replay"] and name == "policy" else None
         self._is_real: Tensor | None = None  # [t] bool, of the forward pass that is watched
         self._is_watching = False
         self._shares: Tensor | None = None  # [L, E] float64, under `aux`
         self._num_tokens = 1.0  # of the update, in the whole world
+        self._replayed: Sequence[Tensor] = ()  # see RouterReplay.seen
         for layer in self._layers:
             layer.experts.register_forward_pre_hook(self._counter(layer), with_kwargs=True)
             if layer.router is not None:
@@ -82,8 +90,9 @@ class Routers:
         shape = (len(self._layers), max((x.experts.num_experts for x in self._layers), default=0))
         zeros = torch.zeros(*shape, dtype=torch.float64, device=self._world.device)
         self._counts = zeros
-        # Entropy, balancing loss and tokens, each summed over tokens and layers.
-        self._sums = zeros.new_zeros(3)
+        # Entropy, balancing loss, tokens, those with other experts than the router's own choice
+        # and those with recorded ones, each summed over tokens and layers.
+        self._sums = zeros.new_zeros(5)
 
     # ---------------------------------------------------------------- looking on
 
@@ -96,10 +105,14 @@ class Routers:
         self._is_real, self._is_watching = job.scoring.own.rows < num_real, True
         for layer in self._layers:
             layer.counts, layer.logits = [], []
+        if self._replay:
+            self._replay.seen = []
         try:
             yield
         finally:
             self._is_watching = False
+            if self._replay:
+                self._replayed, self._replay.seen = self._replay.seen, None
 
     def _counter(self, layer: _Layer) -> Callable[..., None]:
         def count(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
@@ -165,6 +178,8 @@ class Routers:
             return 0.0
         self._counts += self._watched_counts()
         self._sums[2] += self._is_real.sum() * len(self._layers)
+        for pair in self._replayed:
+            self._sums[3:] += pair
         loss = self._sums.new_zeros(())
         for index, layer in enumerate(self._layers):
             for logits in layer.logits:
@@ -193,7 +208,7 @@ class Routers:
         if self._balance == "bias" and is_taken:
             for layer, error in zip(self._layers, mean - counts):
                 layer.bias += self._rate * error.sign().to(layer.bias)
-        entropy, loss, tokens = sums.tolist()
+        entropy, loss, tokens, others, recorded = sums.tolist()
         loads = counts.amax(dim=1) / mean[:, 0].clamp(min=1)
         found = {
             "router_max_load": (float(loads.sum()), float(len(loads))),
@@ -203,6 +218,9 @@ class Routers:
             found["router_entropy"] = (entropy, tokens)
         if self._shares is not None:
             found["router_balance_loss"] = (loss, tokens)
+        if self._replay:
+            found["router_disagreement"] = (others, recorded)
+            found["router_replayed_frac"] = (recorded, tokens)
         return {f"{self._name}/{name}": pair for name, pair in found.items()}
 
     def _over_ranks(self) -> tuple[Tensor, Tensor]:
@@ -210,7 +228,8 @@ class Routers:
         packed = torch.cat([self._counts.flatten(), self._sums]).cpu()
         dist.all_reduce(packed, group=self._world.trainer_control)
         packed = packed.to(self._counts.device)
-        return packed[:-3].view_as(self._counts), packed[-3:]
+        split = self._counts.numel()
+        return packed[:split].view_as(self._counts), packed[split:]
 
 
 # --------------------------------------------------------------------------- construction

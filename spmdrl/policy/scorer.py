@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch.distributed as dist
@@ -33,6 +33,10 @@ class Scoring:
     def join_scored(self, found: Any) -> Any:
         """Return what a head made, for all N scored tokens; see RowSlice.join_scored."""
         return self.own.join_scored(found, count=len(self.scored))
+
+    def without_routes(self) -> "Scoring":
+        """Return the same, with the model's own routers to choose the experts."""
+        return replace(self, own=replace(self.own, routes=None))
 
     def join_tokens(self, values: Tensor) -> Tensor:
         """Return [T, ...] of all tokens from [t, ...] of the slice's."""

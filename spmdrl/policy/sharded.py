@@ -175,11 +175,12 @@ class ShardedModel:
                 own.copy_(source)
 
     def scoring(self, tokens: Tensor, lengths: Sequence[int], *, mask: Tensor,
-                position_ids: Tensor) -> Scoring:
+                position_ids: Tensor, routes: Tensor | None = None) -> Scoring:
         """Return what this model needs to score the masked tokens of a packed row; see
         objective.make_scoring."""
         return make_scoring(tokens, lengths, mask=mask, position_ids=position_ids,
-                            device=self.world.device, padded=self.is_padded, slicing=self.slicing)
+                            device=self.world.device, padded=self.is_padded, slicing=self.slicing,
+                            routes=routes)
 
     def forward(self, work: Scoring, head: Head | None = None) -> Any:
         """Return logprobs and entropy of the scored tokens: each [N] float32, nats.

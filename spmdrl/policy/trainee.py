@@ -49,7 +49,8 @@ class Trainee:
             dtype=getattr(torch, kept["optimizer_dtype"]), key=f"{cfg.seed}/{name}",
             is_on_host=has(kept["offload"], "optimizer"), device=world.device,
         )
-        self.routers = Routers(model.hf_model, options=cfg.model.moe, world=world, name=name)
+        self.routers = Routers(model.hf_model, scorer=model.scorer, options=cfg.model.moe,
+                               world=world, name=name)
         self._reduces_last = kept["reduce"] == "last"
         trainers = len(world.trainer_ranks)
         self._copies = {name: copies(p, num_trainers=trainers) for name, p in shards.items()}

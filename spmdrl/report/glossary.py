@@ -140,6 +140,14 @@ GLOSSARY: dict[str, Metric] = {
     "<model>/router_balance_loss": _M(
         "1", "experts * sum of load shares * mean probabilities", "tokens * layers with experts",
         "Switch's balancing loss of a layer, before model.moe.coef; 1 is balanced"),
+    "policy/router_disagreement": _M(
+        _SHARE, "mean", "tokens * layers with a recorded route",
+        "the trainer's router would have chosen other experts than the engine's, which were "
+        "replayed (model.moe.replay)"),
+    "policy/router_replayed_frac": _M(
+        _SHARE, "mean", "tokens * layers with experts",
+        "a route of the engine was replayed; the rest, such as each sequence's last token, was "
+        "routed by the trainer"),
     "policy/entropy_coef": _M("1", "mean", "steps", "weight of the entropy bonus in this step, "
                               "moved toward entropy_options.target"),
     "policy/kl_coef": _M("1", "mean", "steps", "weight of the KL in this step, moved toward "
