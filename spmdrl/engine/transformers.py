@@ -13,7 +13,7 @@ import logging
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -21,13 +21,14 @@ from torch import Tensor, nn
 
 from spmdrl.config import Config
 from spmdrl.engine.kv_cache import KVCache, Work, register_attention
-from spmdrl.engine.protocol import Completion, Request
+from spmdrl.engine.protocol import Completion, Request, route_dtype
 from spmdrl.engine.sampling import draw, numbers
 from spmdrl.policy.attention import Packing, make_packing, pick_attention
 from spmdrl.policy.file_tensors import file_tensors, live_tensors
 from spmdrl.policy.head import head_chunk_tokens
 from spmdrl.policy.live_bytes import device_bytes
 from spmdrl.policy.load import load_whole_model
+from spmdrl.policy.moe import experts_modules
 from spmdrl.policy.sharded import packs
 from spmdrl.shards import Held
 from spmdrl.world import World
@@ -44,6 +45,8 @@ class _Sequence:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+    routes: list[Tensor] = field(default_factory=list)
+    """[n, L, K] of consecutive tokens from the first on, under model.moe.replay."""
 
     @property
     def all_tokens(self) -> tuple[int, ...]:
@@ -59,7 +62,31 @@ class _Sequence:
 
     def completion(self, *, is_truncated: bool) -> Completion:
         return Completion(self.request.key, tuple(self.tokens), tuple(self.logprobs), is_truncated,
-                          tuple(self.versions))
+                          tuple(self.versions), torch.cat(self.routes) if self.routes else None)
+
+    def went(self, routes: Tensor, *, first: int) -> None:
+        """Take the routes [n, L, K] of the tokens from `first` on; those of tokens that are
+        computed anew are not taken."""
+        known = sum(map(len, self.routes))
+        self.routes.append(routes[known - first:].clone())
+
+
+class _Routes:
+    """What the routers of a model chose in the latest forward pass over a row."""
+
+    def __init__(self, hf_model: nn.Module):
+        layers = list(experts_modules(hf_model).values())
+        self._dtype = route_dtype(max(experts.num_experts for experts in layers))
+        self._chosen: deque[Tensor] = deque(maxlen=len(layers))  # [t, K] of each
+        for experts in layers:
+            experts.register_forward_pre_hook(self._take, with_kwargs=True)
+
+    def _take(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        self._chosen.append(args[1] if len(args) > 1 else kwargs["top_k_index"])
+
+    def read(self) -> Tensor:
+        """Return the routes of the row's tokens, [t, L, K] on the CPU."""
+        return torch.stack(tuple(self._chosen), dim=1).to(self._dtype).cpu()
 
 
 class Engine:
@@ -79,6 +106,7 @@ class Engine:
         self._waiting: deque[_Sequence] = deque()
         self._running: list[_Sequence] = []  # the i-th has slot i
         self._hf_model: nn.Module | None = None
+        self._routes: _Routes | None = None
         if not world.inference_ranks:
             return
         with world.watch.phase("build engine", -1):
@@ -93,6 +121,8 @@ class Engine:
         self._hf_model = load_whole_model(cfg.model, attention="spmdrl_cached", dtype=self.dtype,
                                           device=device)
         self._held = Held(live_tensors(self._hf_model), file_tensors(self._hf_model))
+        if cfg.model.moe.get("replay"):
+            self._routes = _Routes(self._hf_model)
         config = self._hf_model.config
         self._kernel = pick_attention(
             "auto", device=device, dtype=self.dtype,
@@ -201,7 +231,13 @@ class Engine:
             self._cache, self._kernel, packing=self._packing([len(own) for own in prompts]),
             num_prompt_tokens=num, kept=where, slots=self._tensor([*range(old), *slots]),
             positions=at[where], lengths=self._tensor(lengths), longest=max(lengths, default=0))
-        return self._logits(tokens, at, work=work, wanted=self._tensor([*row, *last]))
+        logits = self._logits(tokens, at, work=work, wanted=self._tensor([*row, *last]))
+        if self._routes:
+            found = self._routes.read()
+            for sequence, end in zip(sequences, (*row, *last)):
+                count = 1 if end >= num else sequence.num_tokens
+                sequence.went(found[end + 1 - count:end + 1], first=sequence.num_tokens - count)
+        return logits
 
     def _logits(self, tokens: Sequence[int], positions: Tensor, *, work: Work, wanted: Tensor
                 ) -> Tensor:

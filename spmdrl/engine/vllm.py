@@ -1,8 +1,8 @@
 """vLLM inside the process: its groups over the whole world, an engine per inference rank.
 
 Serves vLLM 0.24 to 0.33. Everything this program knows of vLLM's internals stands here:
-how its groups are laid out, how its executor is told its rank, and the one patch that the
-CPU build needs; but for its LoRA, see vllm_adapter.py.
+how its groups are laid out, how its executor is told its rank, and the patches that the CPU
+build needs; but for its LoRA, see vllm_adapter.py, and its routers, see vllm_routes.py.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from spmdrl.config import Config
 from spmdrl.engine.protocol import Completion, Request
 from spmdrl.engine.vllm_adapter import AdapterSlot, lora_arguments
+from spmdrl.engine.vllm_routes import Routes, make_routes, route_arguments
 from spmdrl.policy.live_bytes import device_bytes
 from spmdrl.world import World
 
@@ -55,6 +56,7 @@ class Engine:
         # {request: [(tokens drawn when these weights were replaced, their version)]}
         self._replaced: dict[str, list[tuple[int, int]]] = {}
         self._unregistered: list[tuple[Tensor, Tensor]] = []  # live, and kept while it sleeps
+        self._routes: Routes | None = None  # under model.moe.replay
         self._has_groups = bool(world.inference_ranks)
         if not self._has_groups:
             return
@@ -67,6 +69,8 @@ class Engine:
                     self._llm = _build(cfg, world)
                     if cfg.model.lora.get("push") == "adapter":
                         self._slot = AdapterSlot(self._runner)
+                    if cfg.model.moe.get("replay"):
+                        self._routes = make_routes(self._llm, on_cpu=world.device.type == "cpu")
         with world.watch.wait("engines built", -1):
             dist.barrier(group=world.control)
 
@@ -84,7 +88,10 @@ class Engine:
         )
         # The salt keeps it from prefixes that older weights computed for unfinished requests.
         prompt = {"prompt_token_ids": list(request.prompt), "cache_salt": str(self.version)}
-        self._llm.add_request(request.key, prompt, params, lora_request=self._lora)
+        request_id = self._llm.add_request(
+            request.key, prompt, params, lora_request=self._lora)
+        if self._routes:
+            self._routes.added(request.key, request_id)
 
     def step(self) -> list[Completion]:
         """Run one scheduling step and return what finished in it."""
@@ -94,26 +101,29 @@ class Engine:
                 sample = output.outputs[0]
                 found.append(self._completion(
                     output.request_id, sample.token_ids, sample.logprobs.logprobs,
-                    is_truncated=sample.finish_reason == "length"))
+                    is_truncated=sample.finish_reason == "length",
+                    routes=self._routes and self._routes.finished(output.request_id, output)))
                 self._replaced.pop(output.request_id, None)
         return found
 
     def unfinished(self) -> list[Completion]:
         """Return what was drawn so far for the requests that go on, is_truncated False."""
         return [self._completion(state.external_req_id, state.detokenizer.output_token_ids,
-                                 state.logprobs_processor.logprobs.logprobs, is_truncated=False)
+                                 state.logprobs_processor.logprobs.logprobs, is_truncated=False,
+                                 routes=self._routes and self._routes.unfinished(state))
                 for state in self._requests()]
 
     def _requests(self) -> Iterable[Any]:
         return self._llm.output_processor.request_states.values()
 
     def _completion(self, key: str, tokens: Sequence[int], logprobs: Sequence[float], *,
-                    is_truncated: bool) -> Completion:
+                    is_truncated: bool, routes: Tensor | None) -> Completion:
         versions: list[int] = []
         for count, version in self._replaced.get(key, ()):
             versions += [version] * (count - len(versions))
         versions += [self.version] * (len(tokens) - len(versions))
-        return Completion(key, tuple(tokens), tuple(logprobs), is_truncated, tuple(versions))
+        return Completion(key, tuple(tokens), tuple(logprobs), is_truncated, tuple(versions),
+                          routes)
 
     @property
     def is_busy(self) -> bool:
@@ -161,6 +171,8 @@ class Engine:
             for state in self._requests():
                 drawn = len(state.detokenizer.output_token_ids)
                 self._replaced.setdefault(state.external_req_id, []).append((drawn, self.version))
+                if self._routes:
+                    self._routes.keep(state)
         self.version = version
         if self._llm is None:
             return
@@ -300,6 +312,7 @@ def _own_arguments(cfg: Config, *, on_cpu: bool) -> dict[str, Any]:
     """Return the arguments that engine.options may not hold; see config/options.py."""
     longest = cfg.data.max_prompt_tokens + cfg.sampling.max_response_tokens
     tokens_per_step = max(cfg.engine.max_batched_tokens, cfg.engine.max_num_seqs)
+    recorded = route_arguments(on_cpu=on_cpu) if cfg.model.moe.get("replay") else {}
     return dict(
         model=cfg.model.path,
         skip_tokenizer_init=True,  # token ids in, token ids out
@@ -319,7 +332,7 @@ def _own_arguments(cfg: Config, *, on_cpu: bool) -> dict[str, Any]:
         logprobs_mode="processed_logprobs",  # of the distribution sampled from
         disable_log_stats=True,
         use_tqdm_on_load=False,
-    )
+    ) | recorded
 
 
 def _unregistered_tensors(model: nn.Module) -> list[Tensor]:

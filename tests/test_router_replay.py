@@ -1,0 +1,186 @@
+"""Routes that engines record, carried to the trainers and replayed there."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+from test_moe import make_moe
+from torch import Tensor
+
+from spmdrl import config
+from spmdrl.config import Config
+from spmdrl.engine.protocol import Completion, Request
+
+LAYERS, EXPERTS, CHOICES = 2, 8, 2
+SIZES = {"hidden_size": 128, "intermediate": 48}  # that vLLM takes on the CPU
+SHARED = tuple(range(20, 60))  # longer than a block of the cache
+PROMPTS = (SHARED + (5,), (7, 8, 9), SHARED + (6, 4), (11,), SHARED, (7, 8, 9), SHARED + (5,))
+
+
+def engine_config(model: Path, *, kind: str, dtype: str = "float32", tp: int = 1, **engine: object
+                  ) -> Config:
+    return Config(
+        layout=config.Layout(placement="colocated", world_size=tp, inference_tp=tp, device="cpu"),
+        model=config.Model(path=str(model), moe={"replay": True}),
+        data=config.Data(max_prompt_tokens=48), sampling=config.Sampling(max_response_tokens=80),
+        engine=config.Engine(kind=kind, dtype=dtype, cpu_kv_cache_gib=0.01, max_num_seqs=4,
+                             max_batched_tokens=128, **engine))
+
+
+def own_routes(model: Any, tokens: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """What plain transformers chooses for a sequence, [n, L, K] sorted, and by how much the last
+    chosen expert is ahead of the next, [n, L] in logits."""
+    seen: list[tuple[Tensor, Tensor]] = []
+    hooks = [m.gate.register_forward_hook(lambda _, __, out: seen.append((out[0], out[2])))
+             for m in model.modules() if hasattr(m, "gate") and hasattr(m, "experts")]
+    with torch.no_grad():
+        model(torch.tensor([tokens]))
+    for hook in hooks:
+        hook.remove()
+    top = torch.stack([logits.topk(CHOICES + 1).values for logits, _ in seen], dim=1)
+    chosen = torch.stack([index for _, index in seen], dim=1)
+    return chosen.sort(dim=-1).values, top[..., -2] - top[..., -1]
+
+
+def differing(folder: Path, rows: dict[str, tuple[tuple[int, ...], Tensor]], *, margin: float
+              ) -> list[str]:
+    """Say where routes that were recorded are not those of plain transformers, ties left out."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager").eval()
+    found = []
+    for name, (tokens, routes) in rows.items():
+        want, ahead = own_routes(model, tokens[:len(routes)])
+        is_other = (routes.long().sort(dim=-1).values != want).any(-1) & (ahead > margin)
+        found += [f"{name} at {at}" for at in is_other.nonzero().tolist()]
+    return found
+
+
+# --------------------------------------------------------------------------- recording
+
+
+def watch_cache(engine: Any) -> list[int]:
+    """Note how many tokens of each finished request vLLM found in its cache."""
+    step, found = engine._llm.step, []
+
+    def watched() -> list[Any]:
+        outputs = step()
+        found.extend(output.num_cached_tokens for output in outputs if output.finished)
+        return outputs
+
+    engine._llm.step = watched
+    return found
+
+
+def drain(engine: Any, found: dict[str, Completion]) -> None:
+    while engine.is_busy:
+        found |= {c.key: c for c in engine.step()}
+
+
+def recorded(cfg: Config) -> dict[str, Any] | None:
+    """A crowd that shares prefixes; a second turn; weights told to have changed in the middle."""
+    from spmdrl.engine import make_engine
+    from spmdrl.world import World
+
+    world = World.start(cfg)
+    engine = make_engine(cfg, world)
+    cached = watch_cache(engine) if cfg.engine.kind == "vllm" else [SHARED]
+    prompts = {str(i): prompt for i, prompt in enumerate(PROMPTS)}
+    for i, prompt in enumerate(PROMPTS):
+        engine.add(Request(str(i), prompt, 6 + i, 1.0, i, ()))
+    done: dict[str, Completion] = {}
+    drain(engine, done)
+    turn = PROMPTS[0] + done["0"].tokens + (3, 4, 5)
+    prompts["turn"] = turn
+    engine.add(Request("turn", turn, 5, 1.0, 9, ()))
+    drain(engine, done)
+    for mode in ("keep", "recompute"):
+        schedule = {"kv_cache": mode}
+        engine.cfg = dataclasses.replace(cfg, rollout=config.Rollout(schedule=schedule))
+        for i in range(3):
+            prompts[f"{mode}-{i}"] = PROMPTS[i]
+            engine.add(Request(f"{mode}-{i}", PROMPTS[i], 12, 1.0, 20 + i, ()))
+        for _ in range(5):
+            done |= {c.key: c for c in engine.step()}
+        before = {c.key: c for c in engine.unfinished()}
+        engine.weights_changed(engine.version + 1)
+        again = {c.key: c for c in engine.unfinished()}
+        drain(engine, done)
+        for key, part in before.items():
+            count = len(prompts[key]) + len(part.tokens) - 1
+            assert len(part.tokens) == 5 and part.routes.shape[0] == count, part
+            assert torch.equal(again[key].routes, part.routes)
+            assert torch.equal(done[key].routes[:count], part.routes)
+    engine.score([PROMPTS[0], PROMPTS[1]])
+    engine.add(Request("last", PROMPTS[1], 3, 1.0, 0, ()))
+    prompts["last"] = PROMPTS[1]
+    drain(engine, done)
+    engine.close()
+    world.close()
+    return {"rows": {k: (prompts[k] + c.tokens, c.routes) for k, c in done.items()},
+            "cached": cached, "logprobs": {k: c.logprobs for k, c in done.items()}}
+
+
+ENGINES = {  # kind, family, tp
+    "vllm": ("vllm", "qwen3_moe", 1), "vllm tp2": ("vllm", "mixtral", 2),
+    "transformers": ("transformers", "qwen3_moe", 1),
+    "transformers, sigmoids": ("transformers", "deepseek_v3", 1)}
+
+
+@pytest.mark.parametrize("case", list(ENGINES))
+def test_engines_record_the_experts_of_every_token_but_the_last(case, tmp_path):
+    kind, family, tp = ENGINES[case]
+    folder = make_moe(tmp_path, family, **(SIZES if kind == "vllm" else {}))
+    options = {"block_size": 32} if kind == "vllm" else {}
+    cfg = engine_config(folder, kind=kind, tp=tp, options=options)
+    results = run_ranks(tp, recorded, cfg, timeout_s=300)
+    layers = 1 if family == "deepseek_v3" else LAYERS
+    for result in results:  # every tensor-parallel rank sees the same
+        assert len(result["rows"]) == len(PROMPTS) + 8
+        assert any(result["cached"]), "no prompt was found in the cache"
+        for key, (tokens, routes) in result["rows"].items():
+            assert routes.dtype == torch.int8 and routes.shape == (
+                len(tokens) - 1, layers, CHOICES), key
+            assert bool((routes >= 0).all()) and bool((routes < EXPERTS).all()), key
+        assert differing(folder, result["rows"], margin=1e-4) == []
+    spread = torch.cat([routes.flatten() for _, routes in results[0]["rows"].values()])
+    assert len(spread.unique()) > 2 * CHOICES, "the routes should not all be the same"
+
+
+def crowded(cfg: Config) -> dict[str, Any]:
+    """More sequences than the KV cache can hold to their end."""
+    from spmdrl.engine import make_engine
+    from spmdrl.world import World
+
+    world = World.start(cfg)
+    engine = make_engine(cfg, world)
+    prompts = {str(i): PROMPTS[1] + (30 + i,) for i in range(4)}
+    for key, prompt in prompts.items():
+        engine.add(Request(key, prompt, 76, 1.0, int(key), ()))
+    done: dict[str, Completion] = {}
+    preempted = 0
+    while engine.is_busy:
+        done |= {c.key: c for c in engine.step()}
+        scheduler = engine._llm.engine_core.engine_core.scheduler
+        preempted = max(preempted, max((r.num_preemptions for r in scheduler.requests.values()),
+                                       default=0))
+    engine.close()
+    world.close()
+    return {"preempted": preempted,
+            "rows": {k: (prompts[k] + c.tokens, c.routes) for k, c in done.items()}}
+
+
+def test_a_sequence_that_vllm_preempts_keeps_its_routes(tmp_path):
+    folder = make_moe(tmp_path, "qwen3_moe", **SIZES)
+    cfg = engine_config(folder, kind="vllm", options={
+        "num_gpu_blocks_override": 8, "block_size": 32})
+    (found,) = run_ranks(1, crowded, cfg, timeout_s=200)
+    assert found["preempted"] > 0
+    assert differing(folder, found["rows"], margin=1e-4) == []
