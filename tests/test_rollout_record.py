@@ -251,6 +251,41 @@ def test_what_a_replay_cannot_train_on_is_refused_by_name(tmp_path):
         source.take(1)
 
 
+def test_the_engines_routes_come_back_and_a_run_that_needs_them_is_refused_without(tmp_path):
+    groups = [group_of(slot, has_greedy=True) for slot in range(3)]
+    made = {}
+    for group in groups[:2]:  # the last group has none
+        for sample in group.drawn:
+            tokens = len(sample.prompt.tokens) + len(sample.response.tokens)
+            routes = (torch.arange((tokens - 1) * 6) * (sample.slot + 3) % 120).view(-1, 3, 2)
+            sample.response.routes = made[sample.slot, sample.sample] = routes.to(torch.int8)
+    cfg = config_of(tmp_path / "live", record={"every": 1}, steps=1)
+    share = pack_step(groups, cfg, is_first=True, seconds=1.5, measured={}, dropped=[],
+                      num_carried=0)
+    Recorder(cfg, replica=0, num_replicas=1).record(0, groups, share)
+    replay = dataclasses.replace(
+        replay_config(tmp_path / "again", tmp_path / "live", steps=1),
+        model=config.Model(path="./somewhere", moe={"replay": True}))
+    source = replay_source(replay)
+    source.check_context(max_positions=7, vocab_size=12)
+    back = source.take(0)
+    assert_same_rollouts(share, back)
+    assert back.routes.dtype == torch.int8 and torch.equal(back.routes, share.routes)
+    starts = back.cu_seqlens.tolist()
+    for key, a, b in zip(zip(back.scalars.group_ids.tolist(), back.scalars.sample_ids.tolist()),
+                         starts, starts[1:]):
+        own = back.routes[a:b]
+        assert bool((own[-1] == -1).all()) and torch.equal(
+            own[:-1], made.get(key, torch.full_like(own[:-1], -1)))
+    off = replay_source(dataclasses.replace(replay, model=config.Model(path="./somewhere")))
+    off.check_context(max_positions=7, vocab_size=12)
+    assert off.take(0).routes is None
+    record(config_of(tmp_path / "without", record={"every": 1}), 0, range(4))
+    with pytest.raises(ValueError, match="model.moe.replay: .* was recorded without the engine's"):
+        check_recorded(dataclasses.replace(
+            replay, rollout=Rollout(record={"replay": str(tmp_path / "without")})))
+
+
 REWARD = """
 def varied(prompts, completions, **columns): return [sum(map(ord, c)) % 7 / 7 for c in completions]
 """

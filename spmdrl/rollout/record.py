@@ -24,7 +24,7 @@ from spmdrl.config import Config, flatten
 from spmdrl.rewards.signatures import part_names, reward_models
 from spmdrl.rollout.episode import GREEDY, Group, Sample
 from spmdrl.rollout.packing import cumulative, empty_rollouts, turns_of
-from spmdrl.types import Rollouts, Scalars, add_sums, join_turns
+from spmdrl.types import Rollouts, Scalars, add_sums, join_routes, join_turns
 
 FORMAT = 1
 FOLDER = "rollouts"
@@ -49,6 +49,8 @@ _SCHEMA = pa.schema([
 ])
 _TOKEN_COLUMNS = {"tokens": torch.int64, "response_mask": torch.bool,
                   "rollout_logprobs": torch.float32, "policy_versions": torch.int64}
+_ROUTES = pa.field("routes", pa.large_list(pa.int16()))
+"""Of a run with model.moe.replay: [n, L, K] of a sequence, flat; L and K are in the header."""
 SEQUENCE_COLUMNS = tuple(name for name in _SCHEMA.names if name not in _TOKEN_COLUMNS)
 """All but those with a value per token."""
 
@@ -90,6 +92,8 @@ class Recorder:
             "is_partial": bool(reward_models(self.cfg.rewards.functions)),
             "config": kept_fields(self.cfg), "sums": share.sums, "shown": share.samples,
         }
+        if share.routes is not None:
+            header["routes"] = [*share.routes.shape[1:], str(share.routes.dtype)[6:]]
         partial = self.folder / f".{name}.partial"
         try:
             _write(partial, _table(step, groups, share), header)
@@ -150,8 +154,16 @@ def _table(step: int, groups: Sequence[Group], share: Rollouts) -> pa.Table:
         columns[name] = pa.ListArray.from_arrays(offsets, values, type=kind)
     found = dict(zip(scalars.group_ids.tolist(), scalars.greedy_rewards.tolist()))
     num_parts = scalars.reward_parts.shape[1]
-    table = pa.concat_tables([pa.table(columns, schema=_SCHEMA),
-                              _greedy_table(step, greedy, found, num_parts)])
+    own = pa.table(columns, schema=_SCHEMA)
+    if share.routes is not None:
+        per_token = share.routes[0].numel() if len(share.routes) else 0
+        ends = pa.array((share.cu_seqlens * per_token).numpy())
+        flat = pa.array(share.routes.short().flatten().numpy())
+        own = own.append_column(
+            _ROUTES, pa.LargeListArray.from_arrays(ends, flat, type=_ROUTES.type))
+    # What a table has not is null in its rows: the greedy ones have no routes.
+    table = pa.concat_tables([own, _greedy_table(step, greedy, found, num_parts)],
+                             promote_options="default")
     return table.sort_by([("group", "ascending"), ("sample", "ascending")])
 
 
@@ -291,7 +303,7 @@ def read_rollouts(files: Sequence[Path], *, part: int, num_parts: int) -> Rollou
 
     Raises: ValueError when a file cannot be read.
     """
-    tables, sums, shown, number = [], [], (), 0
+    tables, sums, shown, number, form = [], [], (), 0, None
     for path in files:
         file = _open(path)
         header, count = _header_of(file, path), file.num_row_groups
@@ -301,22 +313,35 @@ def read_rollouts(files: Sequence[Path], *, part: int, num_parts: int) -> Rollou
             tables.append(file.read_row_groups(mine))
         except (pa.ArrowException, OSError) as error:
             raise _unreadable(path, error) from error
+        form = header.get("routes", form)
         if part == 0:
             sums.append({name: tuple(pair) for name, pair in header["sums"].items()
                          if not name.startswith("time/")})
             shown += tuple(header["shown"])
-    table = pa.concat_tables(tables)
+    table = pa.concat_tables(tables, promote_options="default")
     table = table.filter(pa.array(table["sample"].to_numpy() != GREEDY, type=pa.bool_()))
-    return replace(_packed(table), sums=add_sums(*sums), samples=shown)
+    return replace(_packed(table, form), sums=add_sums(*sums), samples=shown)
 
 
-def _packed(table: pa.Table) -> Rollouts:
+def _packed(table: pa.Table, form: Sequence[Any] | None) -> Rollouts:
+    """Return a table's sequences.
+
+    Args:
+        form: of the routes, (L, K, name of the dtype); None where none were recorded.
+    """
     if not table.num_rows:
         return empty_rollouts()
     tokens = {name: _tensor(table[name].combine_chunks().flatten(), kind)
               for name, kind in _TOKEN_COLUMNS.items()}
-    scalars = scalars_of(table)
-    return Rollouts(**tokens, cu_seqlens=cumulative(scalars.lengths.tolist()), scalars=scalars)
+    scalars, routes = scalars_of(table), None
+    if form is not None:
+        layers, chosen, kind = form
+        routes = join_routes(
+            [None if own is None else torch.tensor(own, dtype=getattr(torch, kind)).view(
+                -1, layers, chosen) for own in table["routes"].to_pylist()],
+            scalars.lengths.tolist())
+    return Rollouts(**tokens, cu_seqlens=cumulative(scalars.lengths.tolist()), scalars=scalars,
+                    routes=routes)
 
 
 def scalars_of(table: pa.Table) -> Scalars:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 
 from spmdrl.config import Config
@@ -31,6 +32,7 @@ class ReplaySource(OfflineSource):
             log.warning("evaluation is left out: a replay has no engine to sample with; evaluate "
                         "a checkpoint by `python -m spmdrl.evaluate`")
         self._max_positions = self._vocab_size = 0
+        self._replays_routes = bool(cfg.model.moe.get("replay"))
 
     def check_context(self, max_positions: int, *, vocab_size: int) -> None:
         """Take up the model's limits, which every step is held against."""
@@ -50,7 +52,8 @@ class ReplaySource(OfflineSource):
         rollouts = read_rollouts(files, part=world.dp_index(world.rank), num_parts=world.dp_size)
         if len(rollouts):
             self._check(rollouts, step)
-        return rollouts
+        # Without replay the trainer's own routers choose.
+        return rollouts if self._replays_routes else replace(rollouts, routes=None)
 
     def _check(self, rollouts: Rollouts, step: int) -> None:
         longest, highest = int(rollouts.scalars.lengths.max()), int(rollouts.tokens.max())
@@ -81,7 +84,11 @@ def check_recorded(cfg: Config) -> Recorded:
             f"rollout.record.replay: {recorded.folder} has steps {ranges(steps)}; not recorded, "
             f"of steps {cfg.steps}: {ranges(missing or range(cfg.steps))}. Lower steps, or "
             "record every step")
-    _check_fields(cfg, recorded.files_of(min(steps))[0])
+    first = recorded.files_of(min(steps))[0]
+    _check_fields(cfg, first)
+    if cfg.model.moe.get("replay") and "routes" not in read_header(first):
+        raise ValueError(f"model.moe.replay: {first} was recorded without the engine's routes, by "
+                         "a run that had model.moe.replay off; set it to false, or record anew")
     return recorded
 
 
