@@ -181,7 +181,7 @@ def _move_routes(
     rollouts: Rollouts, table: _Table, *, order: Tensor, device: torch.device,
     sizes: dict[str, list[int]],
 ) -> Tensor | None:
-    """Send the tokens' routes the way of the tokens, in their own dtype: most of a token's bytes."""
+    """Send the tokens' routes the way of the tokens, in their own dtype."""
     form = table.routes
     if form is None:
         return None

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import replace
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from ranks import run_ranks
+from runs import ROOT
 from test_moe import make_moe
 from torch import Tensor
 
@@ -152,6 +153,24 @@ def test_engines_record_the_experts_of_every_token_but_the_last(case, tmp_path):
         assert differing(folder, result["rows"], margin=1e-4) == []
     spread = torch.cat([routes.flatten() for _, routes in results[0]["rows"].values()])
     assert len(spread.unique()) > 2 * CHOICES, "the routes should not all be the same"
+
+
+def gaps_of(folder: Path) -> dict[str, Any]:
+    """The benchmark's figures, of few samples."""
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    from router_replay import Options, measure
+
+    return measure(Options(folder, samples=12, trainer_dtypes=("float32",)))
+
+
+def test_replay_closes_the_gap_that_other_experts_open(tmp_path):
+    folder = make_moe(tmp_path, "qwen3_moe", hidden_size=128, intermediate=96, layers=4,
+                      moe_experts=32)
+    (found,) = run_ranks(1, gaps_of, folder, timeout_s=250)
+    own, replayed = found["float32"]["own choice"], found["float32"]["replayed"]
+    assert found["tokens"] > 300 and found["float32"]["disagreement"] > 0.003
+    assert replayed["mean"] < 0.5 * own["mean"], found
+    assert replayed["largest"] < 0.3 < own["largest"], found
 
 
 def crowded(cfg: Config) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Recorded routes in the trainer: the experts are those, the weights and gradients the trainer's."""
+"""Recorded routes in the trainer: the experts are those, weights and gradients the trainer's."""
 
 from __future__ import annotations
 

@@ -1,0 +1,114 @@
+"""Router replay in whole runs: killed and resumed, in a game of several turns, in flight."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy
+import pytest
+import yaml
+from runs import ROOT, TINY, kill_all, metrics, run, start, wait_for_step
+from test_train import assert_same_end
+
+from spmdrl.create_model import create_model
+from spmdrl.rollout.record import find_recorded, read_header, read_table
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return create_model(tmp_path_factory.mktemp("model") / "moe", architecture="qwen3_moe",
+                        hidden_size=128, layers=2, heads=4, kv_heads=2, intermediate=48,
+                        initializer_std=0.1, chat_template=True)
+
+
+REWARD = """
+def varied(prompts, completions, **columns): return [sum(map(ord, c)) % 7 / 7 for c in completions]
+"""
+
+
+def flags_of(model: Path, out: Path, **flags: object) -> dict[str, object]:
+    return TINY["rl"] | {
+        "model.path": model, "output-dir": out, "model.moe": "{replay: true}",
+        "layout.placement": "split", "layout.trainer-ranks": 2, "layout.ep": 2,
+        "rollout.record": "{every: 1}", "rewards.functions": f"{out.parent / 'r.py'}:varied",
+        "evaluate.every-steps": 0, "lag": 0} | flags
+
+
+def check_recorded(out: Path, steps: int) -> list[dict]:
+    """Every token of every sequence but the last has a route; return the sequences."""
+    rows = []
+    for step in range(steps):
+        for path in find_recorded(out).files_of(step):
+            assert read_header(path)["routes"] == [2, 2, "int8"]
+            rows += read_table(path).to_pylist()
+    for row in rows:
+        routes = numpy.array(row["routes"]).reshape(-1, 2, 2)
+        assert len(routes) == row["length"] > 1
+        assert (routes[:-1] >= 0).all() and (routes[-1] == -1).all() and routes.max() < 8
+    return rows
+
+
+def check_metrics(out: Path, rows: list[dict]) -> None:
+    for logged in metrics(out):
+        own = [row["length"] for row in rows if row["step"] == logged["step"]]
+        # Each sequence's last token is all that the trainer routes itself.
+        assert logged["policy/router_replayed_frac"] == pytest.approx(1 - len(own) / sum(own))
+        assert 0 <= logged["policy/router_disagreement"] < 0.2
+
+
+@pytest.mark.timeout(600)
+def test_a_killed_and_resumed_run_with_replay_ends_bit_identical(model, tmp_path):
+    (tmp_path / "r.py").write_text(REWARD)
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+
+    def flags(out: Path) -> dict[str, object]:
+        return flags_of(model, out, **{  # with lag 1 a checkpoint holds a batch that was made ahead
+            "engine.kind": "transformers", "engine.dtype": "bfloat16", "steps": 5, "lag": 1,
+            "layout.trainer-ranks": 1, "layout.ep": 1, "checkpoint.every-steps": 1,
+            "checkpoint.keep": "{last: 9}", "batch.updates-per-step": 2})
+
+    run("demo_grpo.yaml", 2, timeout_s=200, **flags(whole))
+    check_metrics(whole, check_recorded(whole, 5))
+    assert any(logged["policy/router_disagreement"] > 0 for logged in metrics(whole))
+    process = start("demo_grpo.yaml", 2, **flags(killed))
+    wait_for_step(process, killed, 2, timeout_s=200)
+    kill_all(process)
+    process.communicate()
+    resumed = run("demo_grpo.yaml", 2, timeout_s=200, **flags(killed))
+    assert "resume" in resumed.output
+    assert_same_end(whole, killed)
+
+
+@pytest.mark.timeout(600)
+def test_turns_of_a_game_are_replayed_as_one_sequence(model, tmp_path):
+    (tmp_path / "r.py").write_text(REWARD)
+    game, out = yaml.safe_load((ROOT / "configs" / "demo_game.yaml").read_text()), tmp_path / "out"
+    # A third of the vocabulary ends a turn, so that random play has several.
+    game["sampling"] |= {"stop_token_ids": list(range(10, 42)), "max_response_tokens": 60}
+    game["batch"] |= {"tokens_per_microbatch": 512}
+    file = tmp_path / "game.yaml"
+    file.write_text(yaml.safe_dump(game))
+    flags = flags_of(model, out, **{"engine.kind": "vllm", "engine.dtype": "bfloat16"})
+    run(str(file), 3, timeout_s=200, **flags, steps=2)
+    resumed = run(str(file), 3, timeout_s=200, **flags, steps=3)
+    assert "resume" in resumed.output
+    rows = check_recorded(out, 3)
+    assert sum(row["turns"] >= 2 for row in rows) > len(rows) / 2
+    assert any(not all(row["response_mask"][row["response_mask"].index(True):]) for row in rows)
+    check_metrics(out, rows)
+
+
+@pytest.mark.timeout(600)
+def test_samples_that_are_carried_over_updates_and_a_resume_keep_their_routes(model, tmp_path):
+    (tmp_path / "r.py").write_text(REWARD)
+    out = tmp_path / "out"
+    flags = flags_of(model, out, **{
+        "engine.kind": "vllm", "engine.dtype": "bfloat16", "lag": 1,
+        "rollout.schedule": "{in_flight: true, over_sample: 1.5, max_staleness: 3}",
+        "sampling.max-response-tokens": 40, "checkpoint.every-steps": 2})
+    run("demo_grpo.yaml", 3, timeout_s=200, **flags, steps=4)
+    run("demo_grpo.yaml", 3, timeout_s=200, **flags, steps=8)
+    rows = check_recorded(out, 8)
+    mixed = [row for row in rows if len({v for v in row["policy_versions"] if v >= 0}) > 1]
+    assert mixed, "no sample was drawn by several policies"
+    check_metrics(out, rows)
