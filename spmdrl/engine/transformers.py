@@ -47,6 +47,7 @@ class _Sequence:
     versions: list[int] = field(default_factory=list)
     routes: list[Tensor] = field(default_factory=list)
     """[n, L, K] of consecutive tokens from the first on, under model.moe.replay."""
+    num_routed: int = 0
 
     @property
     def all_tokens(self) -> tuple[int, ...]:
@@ -67,8 +68,9 @@ class _Sequence:
     def went(self, routes: Tensor, *, first: int) -> None:
         """Take the routes [n, L, K] of the tokens from `first` on; those of tokens that are
         computed anew are not taken."""
-        known = sum(map(len, self.routes))
-        self.routes.append(routes[known - first:].clone())
+        if first + len(routes) > self.num_routed:
+            self.routes.append(routes[self.num_routed - first:].clone())
+            self.num_routed = first + len(routes)
 
 
 class _Routes:
