@@ -30,11 +30,16 @@ def make_meshes(cfg: Config, device: torch.device) -> tuple[DeviceMesh, DeviceMe
     return sharding._unflatten(1, (shard, cp), ("dp_shard", "cp")), sharding
 
 
-def make_expert_mesh(cfg: Config, sharding: DeviceMesh) -> DeviceMesh | None:
-    """Return `sharding` with its axis fsdp as two, efsdp and ep: neighbours have different
-    experts. None without expert parallelism. Every rank of the job must call, trainers or not."""
+def make_expert_mesh(cfg: Config, device: torch.device) -> DeviceMesh | None:
+    """Return the trainers with axes dp_replicate, efsdp and ep, over which experts are sharded.
+
+    All ranks of a replica have different tokens, tp ranks too (sequence_parallel.py), so experts
+    are cut over all of them: neighbours have different experts. None where neither ep nor tp asks
+    for it. Every rank of the job must call, trainers or not.
+    """
+    replicate, _, _, tp = mesh_shape(cfg)
     ep = cfg.layout.ep
-    if ep == 1:
+    if ep == tp == 1:
         return None
-    # Not sharding["fsdp"].size(), which ranks outside the mesh cannot ask for.
-    return sharding._unflatten(1, (sharding.size(1) // ep, ep), ("efsdp", "ep"))
+    ranks = torch.tensor(trainer_ranks(cfg)).view(replicate, -1, ep)
+    return DeviceMesh(device.type, ranks, mesh_dim_names=("dp_replicate", "efsdp", "ep"))

@@ -7,19 +7,13 @@ alike are equal and hashable: what is computed for one serves all of them.
 from __future__ import annotations
 
 import math
-import re
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 from torch import nn
 
-TP_DIMS: dict[str, int | None] = {
-    "colwise": 0, "colwise_gather_output": 0, "embedding_rowwise": 0,
-    "rowwise": 1, "rowwise_split_input": 1, "replicated_with_grad_allreduce": None,
-}
-"""Dim of a weight that each style of a tensor-parallel plan shards; see tensor_parallel.py."""
-
+from spmdrl.tp_plan import SPLIT_DIMS, style_problems, tp_styles
 
 @dataclass(frozen=True)
 class Weight:
@@ -136,14 +130,14 @@ def model_shape(hf_model: nn.Module, *, name: str = "") -> ModelShape:
     if not modules:
         raise ValueError(f"model: {type(hf_model).__name__} names no blocks "
                          f"(_no_split_modules = {sorted(kinds)})")
-    plan = dict(getattr(hf_model, "_tp_plan", None) or {})
+    styles = tp_styles(hf_model)
     prefixes = tuple(f"{n}." for n, _ in modules)
     embedding = hf_model.get_input_embeddings().weight
     head = hf_model.get_output_embeddings()
     is_tied = head is None or bool(config.tie_word_embeddings)
     root = [
         Weight(n, tuple(p.shape), 0 if head is not None and p is head.weight and not is_tied
-               else _tp_dim(n, plan))
+               else _tp_dim(n, styles))
         for n, p in hf_model.named_parameters() if not n.startswith(prefixes)]
     rotary = [m for m in hf_model.modules() if type(m).__name__.endswith("RotaryEmbedding")]
     tables = [b for m in rotary for n, b in m.named_buffers(recurse=False)
@@ -152,35 +146,19 @@ def model_shape(hf_model: nn.Module, *, name: str = "") -> ModelShape:
         name=name or config.model_type, hidden=embedding.shape[1], vocab=embedding.shape[0],
         is_tied=is_tied, has_gemma_norms="gemma" in type(modules[0][1]).__name__.lower(),
         rotary=len(tables), rotary_dims=2 * tables[0].numel() if tables else 0,
-        blocks=tuple(_block(n, m, plan=plan, config=config) for n, m in modules),
-        root=tuple(root), tp_problem=_tp_problem(plan, hf_model))
+        blocks=tuple(_block(n, m, styles=styles, config=config) for n, m in modules),
+        root=tuple(root), tp_problem=next(style_problems(hf_model, styles), ""))
 
 
-def _tp_dim(name: str, plan: dict[str, str]) -> int | None:
-    """Return the dim of a parameter that the model's plan shards."""
+def _tp_dim(name: str, styles: dict[str, str]) -> int | None:
+    """Return the dim of a parameter that tensor parallelism shards."""
     module, _, kind = name.rpartition(".")
-    for candidate in (name, module):
-        style = plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", candidate))
-        if style is not None:
-            dim = TP_DIMS.get(style)
-            return None if kind == "bias" and dim == 1 else dim
-    return None
+    style = styles.get(name, styles.get(module))
+    dim = None if style is None else SPLIT_DIMS.get(style)
+    return None if kind == "bias" and dim == 1 else dim
 
 
-def _tp_problem(plan: dict[str, str], hf_model: nn.Module) -> str:
-    own = {k: s for k, s in plan.items() if k != "lm_head"}
-    if not own:
-        return f"{type(hf_model).__name__} has no tensor-parallel plan of its own"
-    names = {re.sub(r"\.\d+(?=\.|$)", ".*", n) for n, _ in hf_model.named_modules()}
-    names |= {re.sub(r"\.\d+(?=\.|$)", ".*", n) for n, _ in hf_model.named_parameters()}
-    for pattern, style in own.items():
-        if style not in TP_DIMS and pattern in names:
-            return (f"the plan of {type(hf_model).__name__} gives {pattern} the style {style}, "
-                    "which is not supported")
-    return ""
-
-
-def _block(name: str, module: nn.Module, *, plan: dict[str, str], config: Any) -> Block:
+def _block(name: str, module: nn.Module, *, styles: dict[str, str], config: Any) -> Block:
     mlp = getattr(module, "mlp", None) or getattr(module, "feed_forward", None)
     attention = getattr(module, "self_attn", None)
     if mlp is None or attention is None:
@@ -195,7 +173,7 @@ def _block(name: str, module: nn.Module, *, plan: dict[str, str], config: Any) -
            if type(c).__name__.endswith("Norm") and tuple(c.weight.shape) == (hidden,)]
     return Block(
         weights=tuple(
-            Weight(n, tuple(p.shape), _tp_dim(f"{name}.{n}", plan), is_expert=".experts." in n)
+            Weight(n, tuple(p.shape), _tp_dim(f"{name}.{n}", styles), is_expert=".experts." in n)
             for n, p in module.named_parameters()),
         attention=_attention(attention, config=config), norms=len(own),
         intermediate=0 if dense is None else _intermediate(dense),

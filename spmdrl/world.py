@@ -51,8 +51,8 @@ class World:
     """The same ranks with axes dp_replicate, fsdp (dp_shard and cp in one) and tp, over which
     parameters are sharded; None on ranks that do not train."""
     experts: DeviceMesh | None
-    """The same ranks with axes dp_replicate, efsdp, ep and tp, over which experts are sharded;
-    None on ranks that do not train, and without expert parallelism."""
+    """The same ranks with axes dp_replicate, efsdp and ep, over which experts are sharded; None on
+    ranks that do not train, and without expert or tensor parallelism."""
     store: dist.Store
     """Key-value store of the job, for what a rank may learn without waiting for it."""
     replica_control: dist.ProcessGroup | None = None
@@ -94,7 +94,7 @@ class World:
             saving = dist.new_group(trainer_ranks(cfg), backend="gloo", timeout=timeout)
             replica_control = _replica_group(cfg, launch.rank, timeout=timeout)
             mesh, sharding = make_meshes(cfg, device)
-            experts = make_expert_mesh(cfg, sharding)
+            experts = make_expert_mesh(cfg, device)
         is_trainer = launch.rank in trainer_ranks(cfg)
         world = cls(cfg=cfg, rank=launch.rank, world_size=launch.world_size,
                     local_rank=launch.local_rank, device=device, watch=watch, control=control,

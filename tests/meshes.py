@@ -15,10 +15,15 @@ MESHES = {  # (dp_replicate, dp_shard, cp, tp)
     "tp4": (1, 1, 1, 4), "shard2 cp2": (1, 2, 2, 1), "shard2 tp2": (1, 2, 1, 2),
     "cp2 tp2": (1, 1, 2, 2), "replicate2 cp2": (2, 1, 2, 1), "replicate2 tp2": (2, 1, 1, 2),
 }
-EXPERT_MESHES = {  # and ep, of dp_shard * cp
+EXPERT_MESHES = {  # and ep, of dp_shard * cp * tp
     "shard4 ep4": (1, 4, 1, 1, 4), "shard4 ep2": (1, 4, 1, 1, 2), "cp2 ep2": (1, 2, 2, 1, 2),
-    "replicate2 ep2": (2, 2, 1, 1, 2),
+    "replicate2 ep2": (2, 2, 1, 1, 2), "tp4 ep4": (1, 1, 1, 4, 4),
+    "shard2 tp2 ep2": (1, 2, 1, 2, 2), "cp2 tp2 ep4": (1, 1, 2, 2, 4),
+    "replicate2 tp2 ep2": (2, 1, 1, 2, 2),
 }
+ALONE = Layout(placement="split", world_size=TRAINERS, trainer_ranks=1, device="cpu",
+               startup_timeout_s=150, wait_timeout_s=90)
+"""One of the same ranks trains, and nothing else happens."""
 
 
 def layout_of(mesh: str, *, inference_tp: int = 0) -> Layout:
@@ -32,13 +37,24 @@ def layout_of(mesh: str, *, inference_tp: int = 0) -> Layout:
 
 def world_under(base: Any, cfg: Config) -> Any:
     """Return the running job's world under another layout of the same ranks; on every rank."""
+    if cfg.layout not in _made:
+        _made[cfg.layout] = _groups(base, cfg)
+    mesh, sharding, experts, group = _made[cfg.layout]
+    return replace(base, cfg=cfg, trainer_control=group, mesh=mesh, sharding=sharding,
+                   experts=experts)
+
+
+_made: dict[Layout, tuple[Any, ...]] = {}
+"""Of this job: every group has threads, and those of a hundred meshes keep a machine busy."""
+
+
+def _groups(base: Any, cfg: Config) -> tuple[Any, ...]:
     from spmdrl.config import trainer_ranks
     from spmdrl.mesh import make_expert_mesh, make_meshes
 
     mesh, sharding = make_meshes(cfg, base.device)
-    experts = make_expert_mesh(cfg, sharding)
+    experts = make_expert_mesh(cfg, base.device)
     group = dist.new_group(trainer_ranks(cfg), backend="gloo")
     if base.rank not in trainer_ranks(cfg):
         mesh = sharding = experts = None
-    return replace(base, cfg=cfg, trainer_control=group, mesh=mesh, sharding=sharding,
-                   experts=experts)
+    return mesh, sharding, experts, group

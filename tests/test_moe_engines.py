@@ -17,7 +17,8 @@ from spmdrl.config import Config, Layout
 from spmdrl.shards import Held
 
 CASES = {  # engine, family, dtype, layout
-    "vllm": ("vllm", "qwen3_moe", "float32", Layout(world_size=3, trainer_ranks=2, ep=2)),
+    "vllm": ("vllm", "qwen3_moe", "float32", Layout(
+        world_size=3, trainer_ranks=2, tp=2, ep=2)),
     "vllm_tp2": ("vllm", "mixtral", "bfloat16", Layout(
         placement="colocated", world_size=2, inference_tp=2)),
     "transformers": ("transformers", "deepseek_v3", "float32", Layout(

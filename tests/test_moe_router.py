@@ -198,14 +198,26 @@ def test_experts_that_do_not_divide_and_dense_models_are_refused_with_values_tha
         assert "values that do: 1, 3" in text
     (problem,) = fit_problems(dense)
     assert problem.startswith("layout.ep: 2 with a qwen3, which has no experts; set layout.ep to 1")
-    (problem,) = fit_problems(replace(three, layout=replace(three.layout, ep=1, tp=2)))
-    assert problem.startswith("layout.tp: 2 with a qwen3_moe, whose experts tp does not cut; set")
     compiled = replace(three, layout=replace(three.layout, ep=1), model=replace(
         three.model, kernels={"compile": True}))
     (problem,) = fit_problems(compiled)
     assert problem.startswith("model.kernels.compile: true with a qwen3_moe, whose experts cannot")
     plain = replace(compiled, model=replace(compiled.model, path=dense.model.path))
     assert fit_problems(plain) == []
+
+
+def test_tp_must_divide_what_it_cuts_and_leaves_experts_whole(tmp_path):
+    def problems(family: str, *, tp: int) -> list[str]:
+        folder = make_moe(tmp_path, family, intermediate=25)
+        return fit_problems(config(folder, tmp_path, world_size=tp, tp=tp))
+
+    assert problems("qwen3_moe", tp=2) == []  # every layer has experts
+    (problem,) = problems("qwen3_moe", tp=3)
+    assert problem.startswith("layout.tp: 3 does not divide num_attention_heads 4, "
+                              "num_key_value_heads 2, vocab_size 104; values that divide all that "
+                              "tp cuts: 1, 2 (")
+    (problem,) = problems("deepseek_v3", tp=2)  # its first layer has an MLP
+    assert problem.startswith("layout.tp: 2 does not divide intermediate_size 25; values")
 
 
 def test_options_of_the_section_are_checked():
@@ -226,4 +238,7 @@ def test_options_of_the_section_are_checked():
         "model.moe.coef: is an option of balance aux, and balance is none; take it out")
     layout = replace(good.layout, world_size=8, trainer_ranks=6, cp=2, ep=4)
     assert configs.validate(replace(good, layout=layout)) == [
-        "layout.ep: 4 does not divide the 6 ranks of dp_shard * cp; values that do: 1, 2, 3, 6"]
+        "layout.ep: 4 does not divide the 6 ranks of dp_shard * cp * tp; values that do: "
+        "1, 2, 3, 6"]
+    across = replace(layout, cp=1, tp=2, ep=6)
+    assert configs.validate(replace(good, layout=across)) == []

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from meshes import ALONE, EXPERT_MESHES, MESHES, TRAINERS, layout_of, world_under
 from policy_runs import LENGTHS, config, microbatch, scalars
 from ranks import run_ranks
 from torch import Tensor
@@ -25,16 +26,7 @@ from spmdrl.config import Config, Layout
 from spmdrl.create_model import create_model
 from spmdrl.types import Batch
 
-RANKS, STEPS = 4, 2
-MESHES = {  # (dp_replicate, dp_shard, cp, tp)
-    "shard4": (1, 4, 1, 1), "replicate2 shard2": (2, 2, 1, 1), "cp4": (1, 1, 4, 1),
-    "tp4": (1, 1, 1, 4), "shard2 cp2": (1, 2, 2, 1), "shard2 tp2": (1, 2, 1, 2),
-    "cp2 tp2": (1, 1, 2, 2), "replicate2 cp2": (2, 1, 2, 1), "replicate2 tp2": (2, 1, 1, 2),
-}
-EXPERT_MESHES = {  # and ep, of dp_shard * cp
-    "shard4 ep4": (1, 4, 1, 1, 4), "shard4 ep2": (1, 4, 1, 1, 2), "cp2 ep2": (1, 2, 2, 1, 2),
-    "replicate2 ep2": (2, 2, 1, 1, 2),
-}
+RANKS, STEPS = TRAINERS, 2
 
 
 @dataclass(frozen=True)
@@ -66,7 +58,7 @@ ROWS = {
     "qwen2, tied, checkpointing": Row(
         ("cp2 tp2", "shard2 tp2"), architecture="qwen2", model={"tied": True},
         options={"model": {"memory": {"activation_checkpointing": "full"}}}),
-    "llama": Row(("cp4", "shard2 tp2", "tp4"), architecture="llama", model={"kv_heads": 4}),
+    "llama": Row(("shard2 tp2", "tp4"), architecture="llama", model={"kv_heads": 4}),
     "gemma2": Row(  # caps low enough, and a window short enough, to matter
         ("shard2 cp2", "cp2 tp2"), architecture="gemma2", hf_config={
             "sliding_window": 6, "attn_logit_softcapping": 0.5, "final_logit_softcapping": 1.0}),
@@ -75,7 +67,7 @@ ROWS = {
             "sliding_window": 6, "attn_logit_softcapping": 0.5},
         options={"model": {"memory": {"activation_checkpointing": "full"}}}),
     "mistral": Row(("replicate2 cp2",), architecture="mistral", hf_config={"sliding_window": 6}),
-    "dpo": Row(("cp2 tp2", "shard2 cp2"), options={"objective": "preference", "loss": "dpo"}),
+    "dpo": Row(("cp2 tp2",), options={"objective": "preference", "loss": "dpo"}),
     "critic": Row(("cp2 tp2", "shard2 cp2"), options={"advantage": "gae"}),
     "reward model": Row(
         ("cp2 tp2",), options={"objective": "reward_model", "loss": "bradley_terry"}),
@@ -92,60 +84,51 @@ ROWS = {
     "lora, reward model": Row(("shard2 tp2",), options={
         "objective": "reward_model", "loss": "bradley_terry", "model": {"lora": {"rank": 4}}}),
     "lora, deepseek_v3": Row(  # adapters on attention, dense layers and all experts
-        ("cp2 ep2",), architecture="deepseek_v3", model={"initializer_std": 0.1},
+        ("shard2 tp2 ep2",), architecture="deepseek_v3", model={"initializer_std": 0.1},
         options={"model": {"lora": {"rank": 3}}}),
     "lora, qwen3_moe, experts": Row(
-        ("shard4 ep2", "cp2 ep2"), architecture="qwen3_moe", model={"initializer_std": 0.1},
+        ("cp2 ep2", "replicate2 tp2"), architecture="qwen3_moe", model={"initializer_std": 0.1},
         options={"kl_coef": 0.1, "model": {
             "lora": {"rank": 3, "alpha": 12}, "memory": {"activation_checkpointing": "full"}}}),
     "lora, qwen3_moe, fewer experts than ranks": Row(
         ("shard4 ep2",), architecture="qwen3_moe",
         model={"initializer_std": 0.1, "moe_experts": 2},
         options={"model": {"lora": {"rank": 3, "targets": ["experts"]}}}),
-    "qwen3_moe": Row(("shard4 ep4",), architecture="qwen3_moe", model={"initializer_std": 0.1}),
+    "qwen3_moe": Row(
+        ("shard4 ep4", "cp2 tp2 ep4", "shard2 tp2"), architecture="qwen3_moe",
+        model={"initializer_std": 0.1}),
     "qwen3_moe, fewer experts than ranks": Row(  # each is cut by rows
         ("shard4 ep2",), architecture="qwen3_moe",
         model={"initializer_std": 0.1, "moe_experts": 2}),
     "qwen3_moe, balancing loss": Row(
-        ("shard4", "cp2 ep2"), architecture="qwen3_moe", model={"initializer_std": 0.1},
+        ("shard4", "shard2 tp2 ep2"), architecture="qwen3_moe", model={"initializer_std": 0.1},
         options={"model": {"moe": {"balance": "aux", "coef": 0.5}}}),
     "mixtral, checkpointing": Row(
-        ("shard4 ep2",), architecture="mixtral", model={"initializer_std": 0.1},
+        ("replicate2 tp2 ep2",), architecture="mixtral", model={"initializer_std": 0.1},
         options={"model": {"memory": {"activation_checkpointing": "full"},
                            "moe": {"balance": "aux", "coef": 0.5}}}),
     "deepseek_v3, balancing bias": Row(
-        ("cp2 ep2", "replicate2 ep2"), architecture="deepseek_v3", model={"initializer_std": 0.1},
+        ("cp2 ep2", "tp4 ep4"), architecture="deepseek_v3", model={"initializer_std": 0.1},
         options={"model": {"moe": {"balance": "bias", "rate": 0.02}}}),
 }
 DEFAULT = [(row, mesh) for row in ROWS for mesh in ROWS[row].meshes]
-REST = [(name, mesh) for name, row in ROWS.items() for mesh, axes in MESHES.items()
-        if mesh not in row.meshes and not EXPERT_MESHES.keys() & set(row.meshes)
-        and row.model.get("kv_heads", 2) % axes[3] == 0]
+_MIXTURES = ("qwen3_moe", "mixtral", "deepseek_v3")
+
+
+def _fits(row: Row, axes: tuple[int, ...]) -> bool:
+    """Whether heads and experts divide; latent attention has as many heads of each kind."""
+    tp, ep = (*axes, 1)[3:5]
+    heads = 4 if row.architecture == "deepseek_v3" else row.model.get("kv_heads", 2)
+    experts = row.model.get("moe_experts", 8) if row.architecture in _MIXTURES else 1
+    return heads % tp == 0 and experts % ep == 0
+
+
+REST = [(name, mesh) for name, row in ROWS.items()
+        for mesh, axes in (MESHES | EXPERT_MESHES).items()
+        if mesh not in row.meshes and _fits(row, axes)]
 
 
 # --------------------------------------------------------------------------- one cell
-
-
-def _layout(mesh: tuple[int, ...]) -> Layout:
-    replicate, shard, cp, tp, ep = (*mesh, 1)[:5]
-    trainers = replicate * shard * cp * tp
-    return Layout(placement="offline" if trainers == RANKS else "split", world_size=RANKS,
-                  trainer_ranks=trainers, dp_replicate=replicate, cp=cp, tp=tp, ep=ep,
-                  device="cpu", startup_timeout_s=120, wait_timeout_s=60)
-
-
-def _world(base: Any, cfg: Config) -> Any:
-    """The running job's world under another layout."""
-    from spmdrl.config import trainer_ranks
-    from spmdrl.mesh import make_expert_mesh, make_meshes
-
-    mesh, sharding = make_meshes(cfg, base.device)
-    experts = make_expert_mesh(cfg, sharding)
-    group = dist.new_group(trainer_ranks(cfg), backend="gloo")
-    is_trainer = base.rank in trainer_ranks(cfg)
-    return replace(base, cfg=cfg, trainer_control=group, mesh=mesh if is_trainer else None,
-                   sharding=sharding if is_trainer else None,
-                   experts=experts if is_trainer else None)
 
 
 def _batch(dp_index: int, dp_size: int) -> Batch:
@@ -183,7 +166,7 @@ def _train(cfg: Config, base: Any) -> dict[str, Any] | None:
     from spmdrl.credit import advantages_of
     from spmdrl.policy import Policy
 
-    world = _world(base, cfg)
+    world = world_under(base, cfg)
     policy = Policy(cfg, world)
     if not world.is_trainer:
         return None
@@ -229,15 +212,14 @@ def _run_cells(cfgs: dict[str, Config], cells: list[tuple[str, str]]) -> dict[tu
     """Train all cells in one job; return what is wrong with each, on every rank."""
     from spmdrl.world import World
 
-    base = World.start(replace(next(iter(cfgs.values())), layout=_layout((1, RANKS, 1, 1))))
+    base = World.start(replace(next(iter(cfgs.values())), layout=layout_of("shard4")))
     wrong: dict[tuple, list[str]] = {}
     for row in dict.fromkeys(row for row, _ in cells):
-        reference = [_train(replace(cfgs[row], layout=_layout((1, 1, 1, 1))), base)]
+        reference = [_train(replace(cfgs[row], layout=ALONE), base)]
         dist.broadcast_object_list(reference, src=0, group=base.control)
         for mesh in (mesh for r, mesh in cells if r == row):
             began = time.monotonic()
-            layout = _layout((MESHES | EXPERT_MESHES)[mesh])
-            ours = _train(replace(cfgs[row], layout=layout), base)
+            ours = _train(replace(cfgs[row], layout=layout_of(mesh)), base)
             wrong[row, mesh] = _gaps(ours, reference[0])
             if base.rank == 0:
                 print(f"{row} on {mesh}: {time.monotonic() - began:.1f} s", flush=True)

@@ -9,7 +9,8 @@ from ranks import run_ranks
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from spmdrl.config import Config
-from spmdrl.policy import sequence_parallel, tensor_parallel
+from spmdrl.policy import sequence_parallel
+from spmdrl.tp_plan import tp_styles
 
 ROWS = [[5, 9, 12, 7, 30, 21, 8], [1, 8, 40, 41]]  # 11 tokens, padded to 12 under tp 2
 
@@ -32,14 +33,14 @@ def _on_ranks(cfg: Config) -> dict:
     from spmdrl.world import World
 
     base = World.start(cfg)
-    mesh = grid._layout(grid.MESHES["shard2 tp2"])
+    mesh = grid.layout_of("shard2 tp2")
     cfg = grid.replace(cfg, layout=mesh)
-    reference = [grid._train(grid.replace(cfg, layout=grid._layout((1, 1, 1, 1))), base)]
+    reference = [grid._train(grid.replace(cfg, layout=grid.ALONE), base)]
     torch.distributed.broadcast_object_list(reference, src=0, group=base.control)
     found, why_not = {}, sequence_parallel.why_not
     for name, reason in (("sharded", why_not), ("whole", lambda *_: "asked for by the test")):
         sequence_parallel.why_not = reason
-        world = grid._world(base, cfg)
+        world = grid.world_under(base, cfg)
         found[name] = (_tokens_between(Policy(cfg, world)),
                        grid._gaps(grid._train(cfg, base), reference[0]))
     sequence_parallel.why_not = why_not
@@ -50,7 +51,7 @@ def _on_ranks(cfg: Config) -> dict:
 @pytest.mark.parametrize("row", ["qwen2, tied, checkpointing", "gemma2"])
 def test_tokens_are_sharded_between_layers_and_training_is_the_same(row, tmp_path):
     cfg = grid._config(tmp_path, grid.ROWS[row])
-    cfg = grid.replace(cfg, layout=grid._layout(grid.MESHES["shard4"]))
+    cfg = grid.replace(cfg, layout=grid.layout_of("shard4"))
     for rank, found in enumerate(run_ranks(grid.RANKS, _on_ranks, cfg)):
         assert found["sharded"] == ({6}, []), f"rank {rank}"
         assert found["whole"] == ({12}, []), f"rank {rank}"
@@ -60,22 +61,19 @@ def _reason(kind: str, **options: object) -> str:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(
             kind, num_hidden_layers=2, **options))
-    plan = tensor_parallel.tp_plan(model)
-    return sequence_parallel.why_not(
-        model, lambda name: tensor_parallel._style_of(name, plan=plan))
+    return sequence_parallel.why_not(model, tp_styles(model))
 
 
 @pytest.mark.parametrize("kind", [
     "qwen2", "qwen3", "llama", "gemma2", "gemma3_text", "mistral", "phi3", "olmo2", "cohere",
-    "granite",
+    "granite", "qwen3_moe", "qwen2_moe", "mixtral", "olmoe", "deepseek_v2", "deepseek_v3",
+    "glm4_moe",
 ])
 def test_families_of_attention_and_mlp_shard_their_tokens(kind):
     assert _reason(kind) == ""
 
 
 @pytest.mark.parametrize("kind, says", [
-    ("qwen3_moe", "mlp.experts.gate_up_proj is not split"),
-    ("deepseek_v3", "self_attn.q_a_proj.weight is not split"),
     ("gpt_neox", "gpt_neox.layers.0.attention is neither attention, MLP nor norm"),
 ])
 def test_others_say_why_they_do_not(kind, says):

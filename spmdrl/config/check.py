@@ -43,11 +43,11 @@ def _layout_problems(cfg: Config) -> list[str]:
             f" * cp {layout.cp} * tp {layout.tp} = {fixed}; {trainers} / {fixed} = "
             f"{trainers / fixed:g} dp_shard"
         )
-    elif trainers // (layout.dp_replicate * layout.tp) % layout.ep:
-        shards = trainers // (layout.dp_replicate * layout.tp)
+    elif trainers // layout.dp_replicate % layout.ep:
+        ranks = trainers // layout.dp_replicate
         problems.append(
-            f"layout.ep: {layout.ep} does not divide the {shards} ranks of dp_shard * cp; values "
-            f"that do: {divisors(shards)}"
+            f"layout.ep: {layout.ep} does not divide the {ranks} ranks of dp_shard * cp * tp; "
+            f"values that do: {divisors(ranks)}"
         )
     if engines % layout.inference_tp:
         problems.append(

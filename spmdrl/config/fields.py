@@ -56,12 +56,13 @@ class Layout:
     """Context-parallel ranks: each computes a slice of every packed row, so that sequences may
     be as long as these ranks together hold. They also share the shards of dp_shard."""
     ep: int = 1
-    """Expert-parallel ranks of a mixture of experts, taken from the dp_shard * cp ranks: each has
-    some of the experts of a layer, and tokens travel to them. Must divide dp_shard * cp and the
-    number of experts."""
+    """Expert-parallel ranks of a mixture of experts, taken from the dp_shard * cp * tp ranks: each
+    has some of the experts of a layer, and tokens travel to them. Must divide dp_shard * cp * tp
+    and the number of experts."""
     tp: int = 1
     """Tensor-parallel ranks of the policy, by the model's own plan. Between attention and MLP they
-    shard the tokens (sequence parallelism) if blocks are those two and norms; else a log tells."""
+    shard the tokens (sequence parallelism) if blocks are those two and norms; else a log tells.
+    Experts are not split by it: each rank sends its own tokens to them, see ep."""
     inference_tp: int = 1
     """Tensor-parallel ranks of one engine replica. Replicas = inference ranks / this."""
     device: Literal["auto", "cpu", "cuda"] = "auto"

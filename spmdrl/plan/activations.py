@@ -103,7 +103,7 @@ def _product_width(block: Block, *, hidden: int, tp: int) -> int:
     width += sum(own.latent) if own.latent else 0
     width += 2 * hidden + 2 * block.intermediate // tp
     if experts is not None:
-        width += experts.count + experts.top_k * (2 * experts.intermediate + hidden)
+        width += (experts.count + experts.top_k * (2 * experts.intermediate + hidden)) // tp
     return width
 
 
@@ -122,9 +122,10 @@ def _block_bytes(
 ) -> int:
     c, hidden, is_gemma = kernels.compute_bytes, shape.hidden, shape.has_gemma_norms
     tp = cut.tp
-    # Norms are of own tokens under tp; what enters attention and MLP is gathered.
+    # Norms and experts are of own tokens under tp; what enters attention and MLP is gathered.
     total = block.norms * tokens * _norm_bytes(hidden, kernels, is_gemma=is_gemma) // tp
-    total += 2 * tokens * hidden * c  # the inputs of attention and of the MLP
+    total += tokens * hidden * c  # the input of attention, and that of the MLP
+    total += tokens * hidden * c // (tp if block.experts else 1)
     total += _attention_bytes(block.attention, kernels=kernels, tokens=tokens, cut=cut,
                               groups=groups, is_gemma=is_gemma)
     return total + mlp_bytes(block, kernels=kernels, tokens=tokens, hidden=hidden, cut=cut)
@@ -137,8 +138,8 @@ def mlp_bytes(block: Block, *, kernels: Kernels, tokens: int, hidden: int, cut: 
     per_width = (3 if kernels.has_liger else 4) * c
     total = tokens * block.intermediate * per_width // cut.tp
     if block.experts is not None:
-        experts, rows = block.experts, tokens * block.experts.top_k
-        total += tokens * 4 * experts.count  # the router's probabilities
+        experts, rows = block.experts, tokens * block.experts.top_k // cut.tp
+        total += tokens * 4 * experts.count // cut.tp  # the router's probabilities
         # A row for each expert that a token goes to: input, gate and up, activation, product,
         # output; its weight and where it belongs. With ep the output once more, back at home.
         states = 3 if cut.ep > 1 else 2

@@ -47,16 +47,16 @@ class Memory:
 
 
 def shard_numel(weight: Weight, axes: Axes, *, index: int = 0) -> int:
-    """Return the elements of a weight that rank `index` of its fsdp group holds.
+    """Return the elements of a weight that rank `index` of its replica holds.
 
     FSDP2 cuts the first dim into equal runs of rows, the last ones shorter or empty; the second
     one of experts that are fewer than the ranks (see moe.py).
     """
     shape, group = _local_shape(weight, axes)
-    if axes.ep > 1 and weight.is_expert:
-        index //= axes.ep
-        if shape[0] < group and len(shape) > 1 and shape[1] % group == 0:
-            return math.prod(shape) // group
+    is_apart = weight.is_expert and axes.ep * axes.tp > 1
+    index //= axes.ep if is_apart else axes.tp
+    if is_apart and shape[0] < group and len(shape) > 1 and shape[1] % group == 0:
+        return math.prod(shape) // group
     each = -(-shape[0] // group)
     rows = max(0, min(each, shape[0] - each * index))
     return rows * math.prod(shape[1:])
@@ -64,13 +64,13 @@ def shard_numel(weight: Weight, axes: Axes, *, index: int = 0) -> int:
 
 def _local_shape(weight: Weight, axes: Axes) -> tuple[list[int], int]:
     """Return a weight's shape after tp and ep, and how many ranks share its shards."""
-    shape, group = list(weight.shape) or [1], axes.fsdp
+    shape = list(weight.shape) or [1]
+    if weight.is_expert:
+        shape[0] //= axes.ep
+        return shape, axes.replica // axes.ep
     if axes.tp > 1 and weight.tp_dim is not None:
         shape[weight.tp_dim] //= axes.tp
-    if axes.ep > 1 and weight.is_expert:
-        shape[0] //= axes.ep
-        group //= axes.ep
-    return shape, group
+    return shape, axes.fsdp
 
 
 def _gathered(weights: Iterable[Weight], axes: Axes) -> int:
@@ -83,14 +83,14 @@ def _sharded(weights: tuple[Weight, ...], axes: Axes, *, index: int = 0) -> int:
 
 
 def shards_numel(shape: ModelShape, axes: Axes, *, index: int = 0) -> int:
-    """Return the elements of the whole model that rank `index` of its fsdp group holds."""
+    """Return the elements of the whole model that rank `index` of its replica holds."""
     return _sharded(shape.root, axes, index=index) + sum(
         count * _sharded(block.weights, axes, index=index) for block, count in shape.kinds)
 
 
 def expert_shards_numel(shape: ModelShape, axes: Axes) -> int:
-    """Return how many of these are of experts that an ep axis has taken apart."""
-    if axes.ep == 1:
+    """Return how many of these are of experts that are sharded over other ranks."""
+    if axes.ep * axes.tp == 1:
         return 0
     return sum(count * _sharded(tuple(w for w in block.weights if w.is_expert), axes)
                for block, count in shape.kinds)
@@ -184,13 +184,19 @@ def _largest(shape: ModelShape, axes: Axes) -> int:
     return max(_gathered(block.weights, axes) for block, _ in shape.kinds)
 
 
+def _shared(block: Block, axes: Axes) -> int:
+    """Return how many of a block's elements are gathered from other ranks."""
+    return _gathered([w for w in block.weights if _local_shape(w, axes)[1] > 1], axes)
+
+
 def _kept(run: Run, axes: Axes) -> int:
-    """Return the bytes that stay gathered through a micro-batch: the root's weights, and all
-    blocks' where a rank holds them whole or does not let go of them."""
+    """Return the bytes that stay gathered through a micro-batch: the root's weights, and those of
+    blocks that no other rank has a shard of, or that are not let go of."""
     shape = run.shape
     numel = _gathered(shape.root, axes)
-    if axes.fsdp == 1 or run.reshard == "never":
-        numel += _blocks_numel(shape, axes)
+    for block, count in shape.kinds:
+        numel += count * _gathered(block.weights, axes)
+        numel -= 0 if run.reshard == "never" else count * _shared(block, axes)
     return numel * run.kernels.compute_bytes
 
 
@@ -208,8 +214,7 @@ def _at_head(run: Run, axes: Axes, *, saved: Saved) -> dict[str, int]:
     # The weight's gradient in float32; in bfloat16 also a chunk's share, or the sum.
     gradient = rows * shape.hidden * (4 + (c if c < 4 else 0))
     gradient = 0 if run.lora_rank else gradient
-    last = c * _gathered(shape.blocks[-1].weights, axes) if (
-        axes.fsdp > 1 and run.reshard == "auto") else 0
+    last = c * _shared(shape.blocks[-1], axes) if run.reshard == "auto" else 0
     return {"activations": saved.blocks + saved.rest, "head": logits + gradient,
             "gathered by FSDP": _kept(run, axes) + last}
 
@@ -222,8 +227,9 @@ def _at_last_block(
     # Gathered: this block and the next, on its way in one piece. Of the block before, gradients
     # and their float32 copy are still being reduced; the head's gradient waits for the end.
     gathered = _kept(run, axes)
-    if axes.fsdp > 1 and run.reshard != "never":
-        gathered += (3 + max(0, run.ahead - 1)) * c * numel
+    if run.reshard != "never":
+        most = max(_shared(block, axes) for block, _ in shape.kinds)
+        gathered += (3 + max(0, run.ahead - 1)) * c * most
     reduced = 0 if run.lora_rank or c == 4 else (c + 4) * numel
     head = 0 if run.lora_rank else c * _head_rows(shape, axes) * shape.hidden
     return {"activations": saved.total + _working(run, axes, tokens=tokens), "head": head,
@@ -236,7 +242,7 @@ def _working(run: Run, axes: Axes, *, tokens: int) -> int:
     what attention exchanges over cp."""
     shape, c, cut = run.shape, run.kernels.compute_bytes, cut_of(run, axes)
     widths = [b.intermediate // axes.tp
-              + (b.experts.top_k * b.experts.intermediate if b.experts else 0)
+              + (b.experts.top_k * b.experts.intermediate // axes.tp if b.experts else 0)
               for b, _ in shape.kinds]
     stream = tokens * (4 + c) * shape.hidden
     exchanged = max(

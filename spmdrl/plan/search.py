@@ -165,7 +165,7 @@ def _divides(axes: Axes) -> bool:
         return False
     if axes.placement == "split" and axes.trainers % axes.inference_tp:
         return False
-    return axes.ep == 1 or axes.fsdp % axes.ep == 0
+    return axes.replica % axes.ep == 0
 
 
 def layouts(run: Run, *, gpus: int, gpus_per_node: int) -> Iterator[Axes]:

@@ -40,6 +40,11 @@ class Axes:
         return self.trainers // (self.dp_replicate * self.tp)
 
     @property
+    def replica(self) -> int:
+        """Ranks that hold a copy of the model together, experts cut over all of them."""
+        return self.fsdp * self.tp
+
+    @property
     def dp_shard(self) -> int:
         """What dp_replicate, cp and tp leave of the trainers."""
         return self.fsdp // self.cp
@@ -63,7 +68,7 @@ class Axes:
     def span(self, axis: str) -> int:
         """Return over how many neighbouring ranks one group of an axis reaches; tp is innermost,
         then cp, dp_shard, dp_replicate."""
-        inner = {"tp": 1, "cp": self.tp, "ep": self.tp, "fsdp": self.tp,
+        inner = {"tp": 1, "cp": self.tp, "ep": 1, "fsdp": self.tp,
                  "dp_replicate": self.tp * self.fsdp}
         size = {"tp": self.tp, "cp": self.cp, "ep": self.ep, "fsdp": self.fsdp,
                 "dp_replicate": self.dp_replicate}
@@ -273,7 +278,7 @@ def axes_problems(axes: Axes, run: Run) -> Iterator[str]:
         yield f"layout.ep {axes.ep}: the model has no experts; it must be 1"
     elif axes.ep > 1:
         yield from _undivided("layout.ep", axes.ep, dims={"experts": shape.num_experts,
-                                                          "dp_shard * cp ranks": axes.fsdp})
+                                                          "dp_shard * cp * tp ranks": axes.replica})
 
 
 def _undivided(field: str, size: int, *, dims: dict[str, int]) -> Iterator[str]:

@@ -12,9 +12,6 @@ from spmdrl.plan.memory import (
 from spmdrl.plan.setting import Axes, Rates, Run
 
 _TOKEN_BYTES = 12  # id, marks and logprob, see exchange.py
-_TP_PASSES = 2
-"""All-reduces of a block's hidden states in a pass, for attention and for the MLP; with sequence
-parallelism each is a reduce-scatter and an all-gather, the same bytes."""
 
 
 @dataclass(frozen=True)
@@ -52,11 +49,11 @@ def trainer_flows(run: Run, axes: Axes, *, tokens: int) -> list[Flow]:
     state, n = shards_numel(shape, axes), axes.fsdp
     trained = lora_numel(run, axes) if run.lora_rank else state
     flows = []
-    if n > 1:
+    apart = expert_shards_numel(shape, axes)  # gathered among the ranks that ep leaves
+    sent = (n - 1) * (state - apart) + (axes.replica // axes.ep - 1) * apart
+    if sent:
         # Forward, backward unless what was gathered is still there; forward alone.
         gathers = count * ((1 if run.reshard == "never" else 2) + run.forwards)
-        apart = expert_shards_numel(shape, axes)  # gathered among the ranks that ep leaves
-        sent = (n - 1) * (state - apart) + (n // axes.ep - 1) * apart
         flows.append(Flow("FSDP gathers", gathers * c * sent,
                           gathers * blocks, axes.span("fsdp"), hides=True))
         reduced = (n - 1) * trained if run.lora_rank else sent
@@ -68,20 +65,26 @@ def trainer_flows(run: Run, axes: Axes, *, tokens: int) -> list[Flow]:
         flows.append(Flow("dp_replicate reduces", run.updates * share * 4 * trained,
                           run.updates * blocks, axes.span("dp_replicate"), hides=True))
     if axes.tp > 1:
-        times = _TP_PASSES * (passes + again + 1)
+        times = _tp_passes(shape) * (passes + again + 1)
         share = 2 * (axes.tp - 1) / axes.tp
-        flows.append(Flow("tp all-reduces", blocks * times * share * own * shape.hidden * c,
-                          blocks * times * count, axes.span("tp")))
+        flows.append(Flow("tp all-reduces", times * share * own * shape.hidden * c,
+                          times * count, axes.span("tp")))
     if axes.cp > 1:
         times = passes + again + 1
         flows.append(Flow("cp exchanges", times * own * c * _context_width(run, axes),
                           2 * blocks * times * count, axes.span("cp")))
     if axes.ep > 1:
         times, share = passes + again + 1, (axes.ep - 1) / axes.ep
-        rows = own * sum(k * b.experts.top_k for b, k in shape.kinds if b.experts)
+        rows = own / axes.tp * sum(k * b.experts.top_k for b, k in shape.kinds if b.experts)
         flows.append(Flow("ep exchanges", 2 * times * share * rows * shape.hidden * c,
                           2 * blocks * times * count, axes.span("ep")))
     return flows
+
+
+def _tp_passes(shape: ModelShape) -> int:
+    """Return the all-reduces of hidden states in a pass, for attention and for each MLP; with
+    sequence parallelism each is a reduce-scatter and an all-gather, the same bytes."""
+    return sum(count * (1 if block.experts else 2) for block, count in shape.kinds)
 
 
 def _context_width(run: Run, axes: Axes) -> float:

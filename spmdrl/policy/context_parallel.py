@@ -53,6 +53,8 @@ class Slicing:
     size: int = 1
     multiple: int = 1
     """Ranks among which a slice is cut once more, in equal parts."""
+    part: int = 0
+    """Which of these parts is this rank's."""
 
     @property
     def unit(self) -> int:
@@ -89,6 +91,7 @@ class RowSlice:
     position_ids: Tensor  # [t] int64
     packing: Packing | SlicedPacking
     rows: Tensor  # [t] int64, where in the row they are
+    kept: Tensor  # [t / R] int64, the part of `rows` that a tp rank keeps between layers
     before: Tensor  # [n] int64, places in the slice whose next token is scored
     scored: Tensor  # [n] int64, which of the N scored tokens those are
     targets: Tensor  # [n] int64, these tokens
@@ -149,14 +152,15 @@ def make_slice(
             size=slicing.size, device=device))
     place = torch.full((len(row),), -1).index_copy(0, rows, torch.arange(len(rows)))[scored - 1]
     own = (place >= 0).nonzero()[:, 0]
+    kept = rows.chunk(slicing.multiple)[slicing.part]
     if routes is not None:
         # By the rows whose tokens this rank's routers see.
-        routes = F.pad(routes, (0, 0, 0, 0, 0, missing), value=-1)[rows].to(device)
+        routes = F.pad(routes, (0, 0, 0, 0, 0, missing), value=-1)[kept].to(device)
     return RowSlice(
         tokens=row[rows].to(device), position_ids=position_ids[rows].to(device), packing=packing,
-        rows=rows.to(device), before=place[own].to(device), scored=own.to(device),
-        targets=row[scored[own]].to(device), row_length=len(row), group=slicing.group,
-        routes=routes)
+        rows=rows.to(device), kept=kept.to(device), before=place[own].to(device),
+        scored=own.to(device), targets=row[scored[own]].to(device), row_length=len(row),
+        group=slicing.group, routes=routes)
 
 
 def chunk_spans(length: int, *, rank: int, size: int) -> tuple[tuple[int, int], tuple[int, int]]:

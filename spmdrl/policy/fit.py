@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import math
+from dataclasses import replace
 from typing import Any
 
-from spmdrl.config import Config
+from spmdrl.config import Config, Model
 from spmdrl.config.options import KERNELS
 from spmdrl.imports import divisors
-from spmdrl.policy.load import load_hf_config
+from spmdrl.policy.load import build_meta_model, load_hf_config
+from spmdrl.policy.parallelize import blocks
 from spmdrl.policy.router_replay import WEIGHTS, unknown_router
+from spmdrl.policy.tensor_parallel import why_never
 from spmdrl.rewards.signatures import reward_models
+from spmdrl.tp_plan import heads_fields, mixtures
 
-_CUT_BY_TP = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size")
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _LAYERS = ("full_attention", "sliding_attention")  # of which packed attention knows all
 
@@ -44,10 +47,17 @@ def fit_problems(cfg: Config) -> list[str]:
     for field, path in named.items():
         with contextlib.suppress(ValueError):
             hf_config = load_hf_config(path, trust_remote_code=cfg.model.trust_remote_code)
+            never, has_mlp = "", True
+            if layout.tp > 1:
+                never, has_mlp = _under_tp(replace(cfg.model, path=path))
+            if never:
+                problems.append(f"layout.tp: {layout.tp} with a {hf_config.model_type}: {never}; "
+                                f"set layout.tp to 1 ({field} {path})")
             problems += [f"{problem} ({field} {path})" for problem in misfits(
-                hf_config, cp=layout.cp, tp=layout.tp, context=kernels["context"])]
+                hf_config, cp=layout.cp, tp=layout.tp, context=kernels["context"],
+                has_mlp=has_mlp)]
             problems += [f"{problem} ({field} {path})" for problem in expert_misfits(
-                hf_config, ep=layout.ep, tp=layout.tp, compiles=kernels["compile"],
+                hf_config, ep=layout.ep, compiles=kernels["compile"],
                 is_policy=field == "model.path")]
     return problems
 
@@ -82,8 +92,17 @@ def replay_misfits(cfg: Config) -> list[str]:
     return []
 
 
+def _under_tp(model: Model) -> tuple[str, bool]:
+    """Return why a model cannot be tensor-parallel, and whether tp cuts the MLP of some layer."""
+    try:
+        hf_model = build_meta_model(model)
+        return why_never(hf_model), len(mixtures(hf_model)) < len(blocks(hf_model))
+    except ValueError:  # who loads it says why
+        return "", True
+
+
 def expert_misfits(
-    hf_config: Any, *, ep: int, tp: int, compiles: bool, is_policy: bool
+    hf_config: Any, *, ep: int, compiles: bool, is_policy: bool
 ) -> list[str]:
     """Return why the experts of a model cannot be dealt out, or compiled. Models beside the
     policy may be dense under any ep."""
@@ -95,9 +114,6 @@ def expert_misfits(
     if experts % ep:
         problems.append(f"layout.ep: {ep} does not divide the {experts} experts; values that do: "
                         f"{divisors(experts)}")
-    if tp > 1:
-        problems.append(f"layout.tp: {tp} with a {hf_config.model_type}, whose experts tp does not "
-                        "cut; set layout.tp to 1 and layout.ep to more")
     if compiles:  # inductor of torch 2.13 crashes in their backward pass on the CPU
         problems.append(f"model.kernels.compile: true with a {hf_config.model_type}, whose experts "
                         "cannot be compiled; set it to false")
@@ -109,15 +125,19 @@ def _num_experts(hf_config: Any) -> int:
                  if isinstance(number := getattr(hf_config, name, None), int)), 0)
 
 
-def misfits(hf_config: Any, *, cp: int, tp: int, context: str) -> list[str]:
+def misfits(
+    hf_config: Any, *, cp: int, tp: int, context: str, has_mlp: bool = True
+) -> list[str]:
     """Return why a model cannot be cut along these axes.
 
     Args:
         hf_config: a transformers config.
         context: model.kernels.context.
+        has_mlp: some layer has an MLP that is no mixture of experts.
     """
     problems = []
-    sizes = {name: size for name in _CUT_BY_TP
+    cut = (*heads_fields(hf_config), *(("intermediate_size",) if has_mlp else ()), "vocab_size")
+    sizes = {name: size for name in cut
              if isinstance(size := getattr(hf_config, name, None), int)}
     uncut = [f"{name} {size}" for name, size in sizes.items() if size % tp]
     if uncut:

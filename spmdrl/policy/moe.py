@@ -1,7 +1,8 @@
 """Expert parallelism: each rank of an ep group has some experts, and tokens travel to them.
 
 transformers' own modules compute. Of a layer's experts, which are fused parameters [E, ...], a rank
-holds E / ep, sharded again by FSDP2 over the ranks that ep leaves. In the forward pass each copy of
+holds E / ep, sharded again by FSDP2 over the ranks that ep leaves of a replica, its tp ranks
+included. In the forward pass each copy of
 a token goes to the rank that has its expert and the result comes back, by two all-to-alls whose
 sizes are exchanged first; no token is dropped. What is to be sent is ordered by expert, so that the
 same tokens give the same sums.
@@ -25,13 +26,20 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from spmdrl.imports import divisors
 from spmdrl.policy.collectives import with_gradient
 from spmdrl.policy.lora_experts import compute_experts
+from spmdrl.tp_plan import is_experts
 
 
 def experts_modules(hf_model: nn.Module) -> dict[str, nn.Module]:
     """Return {name: module} of what transformers' experts functions compute: one per layer of
     experts, first to last; {} for a dense model."""
     return {name: module for name, module in hf_model.named_modules()
-            if hasattr(module, "_apply_gate") and hasattr(module, "num_experts")}
+            if is_experts(module)}
+
+
+def experts_parameters(hf_model: nn.Module) -> set[str]:
+    """Return the names of the experts' parameters, which are sharded apart from all others."""
+    return {f"{name}.{key}" for name, experts in experts_modules(hf_model).items()
+            for key, _ in experts.named_parameters()}
 
 
 def apply_ep(hf_model: nn.Module, mesh: DeviceMesh) -> None:
@@ -62,7 +70,7 @@ def shard_experts(
     layer, before the blocks around them.
 
     Args:
-        mesh: of the trainers, with axes dp_replicate, efsdp, ep, tp (World.experts).
+        mesh: of the trainers, with axes dp_replicate, efsdp, ep (World.experts).
         policy, offload: of the blocks.
     """
     is_replicated, shards = mesh["dp_replicate"].size() > 1, mesh["efsdp"].size()
@@ -85,32 +93,12 @@ class _LocalExperts:
     """What transformers' experts functions read of an experts module, for this rank's part."""
 
     def __init__(self, experts: nn.Module, ranks: int):
-        self._experts, self._ranks = experts, ranks
+        self._experts = experts
         self.num_experts = experts.num_experts // ranks
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._experts, name)
-        if not isinstance(value, DTensor):
-            return value
-        return _OfGroup.apply(value.to_local(), self._ranks)
-
-
-class _OfGroup(torch.autograd.Function):
-    """Weights whose gradient is of the tokens of all ep ranks: divided by their number.
-
-    FSDP2 averages gradients over the ranks that have the same weights, here fewer than elsewhere
-    by that factor; so one factor on the loss is right for both. (Its own factor, torch 2.13 applies
-    twice where there is one such rank.)
-    """
-
-    @staticmethod
-    def forward(ctx, weights: Tensor, ranks: int) -> Tensor:
-        ctx.ranks = ranks
-        return weights.view_as(weights)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
-        return grad / ctx.ranks, None
+        return value.to_local() if isinstance(value, DTensor) else value
 
 
 def _forward(experts: nn.Module, hidden_states: Tensor, top_k_index: Tensor,

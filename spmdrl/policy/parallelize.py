@@ -95,7 +95,8 @@ def apply_fsdp(
         scorer: the root module, on the meta device.
         hf_blocks: its transformer blocks, first to last.
         mesh: of the trainers, with axes dp_replicate, fsdp, tp (World.sharding).
-        expert_mesh: what `apply_ep` sharded experts over (World.experts); None: it did not.
+        expert_mesh: for experts, with axes dp_replicate, efsdp and ep (World.experts); None: as all
+            else.
         dtype: of forward and backward.
         gathering: of the blocks; the rest stays gathered from forward to backward pass.
         is_on_host: shards and their gradients are in pinned host memory, where the model is to be

@@ -4,8 +4,8 @@ The model's own routers choose, unless the engine's choices are replayed (router
 look on. A token counts once per layer, on the rank that
 computes it; what pads a row counts nowhere. No token is dropped, whatever the load.
 
-Shape letters: L layers with experts, E experts of each, t tokens of this rank's slice of a row, K
-experts per token.
+Shape letters: L layers with experts, E experts of each, t tokens of a row that this rank keeps
+between layers, K experts per token.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class Routers:
         that activation checkpointing repeats, count nowhere."""
         # A dummy micro-batch has one token, which nobody sampled.
         num_real = len(job.scoring.tokens) if job.num_tokens else 0
-        self._is_real, self._is_watching = job.scoring.own.rows < num_real, True
+        self._is_real, self._is_watching = job.scoring.own.kept < num_real, True
         for layer in self._layers:
             layer.counts, layer.logits = [], []
         if self._replay:

@@ -3,7 +3,8 @@
 The sum that ends a row-wise layer leaves each tensor-parallel rank with the sums of its own tokens
 only, so norms and residuals are computed and kept once instead of on every rank; what enters
 attention or MLP is gathered, once for all of its projections. In bytes that is what tensor
-parallelism alone sends. Source: arXiv 2205.05198, section 4.2.2.
+parallelism alone sends. Source: arXiv 2205.05198, section 4.2.2. A mixture of experts is computed
+for own tokens, with a router and shared experts that every rank has whole.
 
 Shape letters: T tokens of a slice of the packed row, a multiple of the R tensor-parallel ranks; H.
 """
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 
 from spmdrl.policy.collectives import gathered, scattered_sum, with_gradient
 from spmdrl.policy.parallelize import blocks
+from spmdrl.tp_plan import PARTIAL, mixtures
 
 _PARTS = ("self_attn", "mlp")
 
@@ -47,29 +49,34 @@ _all = with_gradient(_all_tokens, _own_tokens)
 """Own tokens to all, from which every rank computes the same."""
 
 
-def why_not(hf_model: nn.Module, style_of: Callable[[str], str | None]) -> str:
+def why_not(hf_model: nn.Module, styles: Mapping[str, str]) -> str:
     """Return why a model's tokens cannot be sharded; empty if they can.
 
-    They can where a block is attention, MLP and norms; where all of attention's and MLP's matrices
-    are split, so that every rank has but a part of the gradient of what enters them; and where
-    around the blocks there are an embedding and a norm.
+    They can where a block is attention, MLP or mixture of experts, and norms; where all matrices
+    of attention and MLP are split, or their gradients added up, so that every rank has but a part
+    of the gradient of what enters; and where around the blocks there are an embedding and a norm.
 
     Args:
-        style_of: from a module's name to its style in the tensor-parallel plan.
+        styles: what `tp_plan.tp_styles` returned.
     """
     names = {id(module): name for name, module in hf_model.named_modules()}
     inside = {id(getattr(parent, attribute)) for parent, attribute in blocks(hf_model)}
+    apart = mixtures(hf_model)
     for parent, attribute in blocks(hf_model):
         block = getattr(parent, attribute)
         for name, child in block.named_children():
             where = f"{names[id(block)]}.{name}"
+            if where in apart:
+                continue
             if name not in _PARTS and not _is_norm(child):
                 return f"{where} is neither attention, MLP nor norm"
             for key, own in child.named_parameters() if name in _PARTS else ():
-                layer = f"{where}.{key.rpartition('.')[0]}"
-                if own.dim() > 1 and ".lora_" not in key and not _is_split(style_of(layer)):
+                style = styles.get(f"{where}.{key.rpartition('.')[0]}")
+                if own.dim() > 1 and ".lora_" not in key and not _is_split(style):
                     return f"{where}.{key} is not split"
-        if any(not hasattr(block, part) for part in _PARTS):
+        parts = [part for part in _PARTS if hasattr(block, part)]
+        has_mixture = any(f"{names[id(block)]}.{n}" in apart for n, _ in block.named_children())
+        if len(parts) + (has_mixture and "mlp" not in parts) < len(_PARTS):
             return f"{names[id(block)]} has no {' or no '.join(_PARTS)}"
     embedding = hf_model.get_input_embeddings()
     for name, child in hf_model.base_model.named_children():
@@ -84,36 +91,36 @@ def _is_norm(module: nn.Module) -> bool:
 
 
 def _is_split(style: str | None) -> bool:
-    return style is not None and style.startswith(("colwise", "rowwise"))
+    return style is not None and (style == PARTIAL or style.startswith(("colwise", "rowwise")))
 
 
-def shard_tokens(hf_model: nn.Module, plan: Mapping[str, str | None],
+def shard_tokens(hf_model: nn.Module, styles: Mapping[str, str],
                  group: dist.ProcessGroup) -> set[str]:
     """Have a model, sharded by tensor parallelism, keep own tokens between attention and MLP.
 
     Args:
         hf_model: one of which `why_not` says nothing, changed in place; its row-wise layers and
             vocabulary-parallel embedding end in `leave`.
-        plan: {module name: style}.
+        styles: what `tp_plan.tp_styles` returned.
     Returns: the names of parameters that every rank has and that see its own tokens only: norms,
-        and what row-wise layers add to their sum.
+        what row-wise layers add to their sum, and what is with experts.
     """
-    partial = {f"{name}.bias" for name, style in plan.items()
-               if style is not None and style.startswith("rowwise")}
+    partial = {f"{name}.bias" for name, style in styles.items() if style.startswith("rowwise")}
+    embedding, base = hf_model.get_input_embeddings(), hf_model.base_model
+    whole, apart = {id(p) for p in embedding.parameters()}, mixtures(hf_model).values()
     for parent, attribute in blocks(hf_model):
         block = getattr(parent, attribute)
         for part in _PARTS:
-            module = getattr(block, part)
+            module = getattr(block, part, None)
+            if module is None or any(module is mixture for mixture in apart):
+                continue
             module.forward = functools.partial(_entered, module.forward, group)
-    embedding = hf_model.get_input_embeddings()
+            whole |= {id(p) for p in module.parameters()}
     if not hasattr(embedding.weight, "placements"):
         embedding.forward = functools.partial(_cut, embedding.forward, group)
-    base = hf_model.base_model
     base.forward = functools.partial(_gathered_output, base.forward, group)
-    outside = {id(p) for p in base.parameters()} - {id(p) for p in embedding.parameters()}
-    outside -= {id(p) for parent, attribute in blocks(hf_model) for part in _PARTS
-                for p in getattr(getattr(parent, attribute), part).parameters()}
-    return partial | {name for name, p in hf_model.named_parameters() if id(p) in outside}
+    own = {id(p) for p in base.parameters()} - whole
+    return partial | {name for name, p in hf_model.named_parameters() if id(p) in own}
 
 
 def _entered(forward: Callable, group: dist.ProcessGroup, *args: Any, **options: Any) -> Any:

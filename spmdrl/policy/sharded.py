@@ -104,11 +104,12 @@ class ShardedModel:
             self.scorer.to_empty(device=device)
 
     def _slicing(self) -> Slicing:
-        mesh, tp = self.world.mesh["cp"], self.world.mesh["tp"].size()
+        mesh, tp = self.world.mesh["cp"], self.world.mesh["tp"]
+        whole = Slicing(multiple=tp.size(), part=tp.get_local_rank())
         if mesh.size() == 1:
-            return Slicing(multiple=tp)
-        return Slicing(mesh.get_group(), rank=mesh.get_local_rank(), size=mesh.size(),
-                       multiple=tp)
+            return whole
+        return replace(whole, group=mesh.get_group(), rank=mesh.get_local_rank(),
+                       size=mesh.size())
 
     def _parallelize(self, hf_model: nn.Module, *, dtype: torch.dtype) -> None:
         cfg, mesh = self.cfg, self.world.mesh
@@ -125,7 +126,8 @@ class ShardedModel:
                 head = hf_model.get_input_embeddings()
             is_split = head is not None and hasattr(head.weight, "placements")
             tp_group = mesh["tp"].get_group() if is_split else None
-        if self.world.experts is not None:
+        self._experts = moe.experts_parameters(hf_model)
+        if cfg.layout.ep > 1:
             moe.apply_ep(hf_model, self.world.experts["ep"])
         blocks = parallelize.blocks(hf_model)
         memory.checkpoint(blocks, options["activation_checkpointing"])
@@ -143,6 +145,29 @@ class ShardedModel:
             expert_mesh=self.world.experts, dtype=dtype, gathering=parallelize.Gathering(
                 options["reshard"], ahead=memory.blocks_ahead(options, self.world)),
             is_on_host=memory.has(options["offload"], "parameters"))
+
+    def complete(self, gradients: Mapping[str, Tensor]) -> None:
+        """Make what FSDP2 left of the gradients those of the sum over all ranks, in place.
+
+        FSDP2 averages over the ranks that share a parameter's shards, and the loss is multiplied
+        by the number of those that share most parameters'.
+
+        Args:
+            gradients: {parameter name: local float32 gradient}, of one update.
+        """
+        own = [gradients[name] for name in self._experts if name in gradients]
+        if own and self.world.experts is not None:
+            torch._foreach_mul_(own, self.world.experts.size(1) / self.world.sharding.size(1))
+        if not self.whole:
+            return
+        # They may be on the host, and the ranks' collectives are not.
+        there = {name: gradients[name].to(self.world.device)
+                 for name in self.whole if name in gradients}
+        tensor_parallel.sum_replicated_gradients(
+            there, self.whole, group=self.world.mesh["tp"].get_group())
+        for name, gradient in there.items():
+            if gradient is not gradients[name]:
+                gradients[name].copy_(gradient)
 
     def named_shards(self) -> dict[str, Tensor]:
         """Return {name: live tensor}: parameters, tied ones once, and persistent buffers.

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -25,6 +24,10 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from spmdrl.policy import sequence_parallel
 from spmdrl.policy.collectives import Exchange, added, gathered, same, with_gradient
 from spmdrl.policy.lora import plus_adapter
+from spmdrl.policy.moe import experts_parameters
+from spmdrl.tp_plan import (
+    PARTIAL, heads_fields, is_latent, mixtures, style_problems, tp_styles,
+)
 
 log = logging.getLogger(__name__)
 Forward = Callable[[Tensor], Tensor]
@@ -61,23 +64,16 @@ REPLICATED = Edges(enter=enter, leave=_leave)
 OWN_TOKENS = Edges(enter=same, leave=sequence_parallel.leave)
 
 
-def tp_plan(hf_model: nn.Module) -> dict[str, str]:
-    """Return {module name pattern: style} of a transformers model, without its output head.
-
-    Raises: ValueError when the model has no plan.
-    """
-    plan = dict(getattr(hf_model, "_tp_plan", None) or {})
-    head = hf_model.get_output_embeddings()
-    plan = {k: v for k, v in plan.items() if not any(
-        m is head for n, m in hf_model.named_modules() if _matches(n, k))}
-    if not plan:
-        raise ValueError(f"layout.tp: {type(hf_model).__name__} has no tensor-parallel plan of "
-                         "its own; set layout.tp to 1")
-    return plan
-
-
-def _matches(name: str, pattern: str) -> bool:
-    return re.sub(r"\.\d+(?=\.|$)", ".*", name) == pattern
+def why_never(hf_model: nn.Module) -> str:
+    """Return why a model cannot be tensor-parallel, over however many ranks; empty if it can."""
+    styles, kind = tp_styles(hf_model), type(hf_model).__name__
+    problem = next(style_problems(hf_model, styles), "")
+    needs_own = mixtures(hf_model) or any(is_latent(module) for module in hf_model.modules())
+    if problem or not needs_own:
+        return problem
+    reason = sequence_parallel.why_not(hf_model, styles)
+    return reason and (f"experts and latent attention need tokens sharded between layers, which "
+                       f"cannot be done with {kind}: {reason}")
 
 
 def apply_tp(hf_model: nn.Module, mesh: DeviceMesh) -> dict[str, str]:
@@ -88,22 +84,23 @@ def apply_tp(hf_model: nn.Module, mesh: DeviceMesh) -> dict[str, str]:
         mesh: one-dimensional, the tp axis.
     Returns: {parameter name: "partial" or "replicated"} of the parameters that stay whole on
         every tp rank: the gradient of a partial one covers this rank's heads or tokens only.
-    Raises: ValueError for a style that is not known here, or for heads, features or a
-        vocabulary that do not divide.
+        Experts are not among them: they are cut elsewhere (moe.py).
+    Raises: ValueError for a model without a plan, a style that is not known here, heads, features
+        or a vocabulary that do not divide, or experts in a model whose tokens cannot be sharded.
     """
-    plan, size = tp_plan(hf_model), mesh.size()
-    _check_heads(hf_model, size)
-    partial: set[str] = set()
-    style_of = functools.partial(_style_of, plan=plan)
-    reason = sequence_parallel.why_not(hf_model, style_of)
+    if problem := why_never(hf_model):
+        raise ValueError(f"layout.tp: {problem}; set layout.tp to 1")
+    _check_heads(hf_model, mesh.size())
+    styles = tp_styles(hf_model)
+    reason = sequence_parallel.why_not(hf_model, styles)
     if reason and dist.get_rank() == 0:
         log.info("layout.tp: %s: hidden states are whole on every tensor-parallel rank: %s",
                  type(hf_model).__name__, reason)
     edges = REPLICATED if reason else OWN_TOKENS
-    styles = {name: style_of(name) for name, _ in hf_model.named_modules()}
+    partial: set[str] = set()
     for name, module in hf_model.named_modules():
-        style = styles[name]
-        if style == "replicated_with_grad_allreduce":
+        style = styles.get(name)
+        if style == PARTIAL:
             is_linear = isinstance(module, nn.Linear)  # its adapter's matrices are of this kind too
             partial |= {f"{name}.{p}" for p, _ in module.named_parameters(recurse=is_linear)}
         elif style is not None:
@@ -114,14 +111,12 @@ def apply_tp(hf_model: nn.Module, mesh: DeviceMesh) -> dict[str, str]:
         _shard(head, "weight", dim=0, name="lm_head", mesh=mesh)
     if not reason:
         partial |= sequence_parallel.shard_tokens(hf_model, styles, mesh.get_group())
+    elsewhere = experts_parameters(hf_model)
     return {
         name: "partial" if name in partial else "replicated"
-        for name, p in hf_model.named_parameters() if not hasattr(p, "placements")
+        for name, p in hf_model.named_parameters()
+        if not hasattr(p, "placements") and name not in elsewhere
     }
-
-
-def _style_of(name: str, *, plan: Mapping[str, str]) -> str | None:
-    return next((s for pattern, s in plan.items() if _matches(name, pattern)), None)
 
 
 def _is_tied(hf_model: nn.Module) -> bool:
@@ -130,7 +125,7 @@ def _is_tied(hf_model: nn.Module) -> bool:
 
 def _check_heads(hf_model: nn.Module, size: int) -> None:
     config = hf_model.config
-    for field in ("num_attention_heads", "num_key_value_heads"):
+    for field in heads_fields(config):
         count = getattr(config, field, None)
         if count is not None and count % size:
             raise ValueError(f"layout.tp: {size} does not divide the model's {field} {count}")
@@ -139,14 +134,11 @@ def _check_heads(hf_model: nn.Module, size: int) -> None:
 def _apply_style(
     module: nn.Module, style: str, *, name: str, mesh: DeviceMesh, edges: Edges
 ) -> None:
-    kinds = {"colwise": nn.Linear, "colwise_gather_output": nn.Linear, "rowwise": nn.Linear,
-             "rowwise_split_input": nn.Linear, "embedding_rowwise": nn.Embedding}
-    if style not in kinds or not isinstance(module, kinds[style]):
+    kind = nn.Embedding if style == "embedding_rowwise" else nn.Linear
+    if not isinstance(module, kind):
         raise ValueError(
             f"layout.tp: module {name} ({type(module).__name__}) has the tensor-parallel style "
-            f"{style!r}, which is not supported; known: {', '.join(kinds)}, "
-            "replicated_with_grad_allreduce; set layout.tp to 1"
-        )
+            f"{style!r}, which is for {kind.__name__} modules; set layout.tp to 1")
     dim = 1 if style.startswith("rowwise") else 0
     _shard(module, "weight", dim=dim, name=name, mesh=mesh)
     if dim == 0 and getattr(module, "bias", None) is not None:

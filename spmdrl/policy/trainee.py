@@ -10,7 +10,6 @@ from torch import Tensor
 
 from spmdrl.config import Config, Optimizer
 from spmdrl.config.options import MEMORY
-from spmdrl.policy import tensor_parallel
 from spmdrl.policy.memory import check_offload, has
 from spmdrl.policy.objective import Job, Stats
 from spmdrl.policy.optimizer import AdamW, copies, learning_rate, square_sum
@@ -71,8 +70,7 @@ class Trainee:
         """
         totals = self._accumulate(jobs, loss_of)
         gradients = self.optimizer.gradients()
-        if self.model.whole:
-            self._sum_whole(gradients)
+        self.model.complete(gradients)
         outcome = exchange_totals(
             totals, square_sum(gradients, self._copies), counts=self.world.speaks_for_dp,
             group=self.world.trainer_control,
@@ -101,17 +99,6 @@ class Trainee:
             ((loss + self.routers.take()) * self._averaged).backward()
             totals.add(job, loss, stats)
         return totals
-
-    def _sum_whole(self, gradients: Mapping[str, Tensor]) -> None:
-        """Make the gradients of what every tp rank holds whole right, in place. They may be on the
-        host, and the ranks' collectives are not."""
-        there = {name: gradients[name].to(self.world.device)
-                 for name in self.model.whole if name in gradients}
-        tensor_parallel.sum_replicated_gradients(
-            there, self.model.whole, group=self.world.mesh["tp"].get_group())
-        for name, gradient in there.items():
-            if gradient is not gradients[name]:
-                gradients[name].copy_(gradient)
 
     def _reduce(self, *, is_last: bool) -> None:
         """Say whether FSDP2 reduces the gradients of the next backward pass, over shards and over

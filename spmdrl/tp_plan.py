@@ -1,0 +1,83 @@
+"""What tensor parallelism makes of each part of a model: its style, read off the model.
+
+transformers' models have a plan of their own, {name pattern: style}. Two things are added: latent
+attention (DeepSeek's), of which some plans say nothing, is split by heads; and a mixture of
+experts is left alone, since each rank computes it for its own tokens.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import nn
+
+PARTIAL = "replicated_with_grad_allreduce"
+"""Style of what every rank has whole, for its own heads: gradients are added up."""
+SPLIT_DIMS: dict[str, int | None] = {
+    "colwise": 0, "colwise_gather_output": 0, "embedding_rowwise": 0,
+    "rowwise": 1, "rowwise_split_input": 1, PARTIAL: None,
+}
+"""Dim of a weight that each style shards; None: none."""
+_LATENT = {"q_proj": "colwise", "q_b_proj": "colwise", "kv_b_proj": "colwise", "o_proj": "rowwise"}
+"""Of latent attention's parts; the others make what all heads share (arXiv 2405.04434, 2.1)."""
+
+
+def is_experts(module: nn.Module) -> bool:
+    """Return whether a module is the experts of a layer, computed by transformers' functions."""
+    return hasattr(module, "_apply_gate") and hasattr(module, "num_experts")
+
+
+def is_latent(module: nn.Module) -> bool:
+    """Return whether a module is latent attention."""
+    return hasattr(module, "kv_b_proj") and hasattr(module, "kv_a_proj_with_mqa")
+
+
+def mixtures(hf_model: nn.Module) -> dict[str, nn.Module]:
+    """Return {name: module} of the parts of blocks that hold experts, routers and shared experts
+    included; {} of a dense model."""
+    kinds = set(getattr(hf_model, "_no_split_modules", None) or ())
+    return {f"{name}.{own}": child for name, block in hf_model.named_modules()
+            if type(block).__name__ in kinds for own, child in block.named_children()
+            if any(is_experts(module) for module in child.modules())}
+
+
+def tp_styles(hf_model: nn.Module) -> dict[str, str]:
+    """Return {name: style} of a transformers model's modules and parameters that have one.
+
+    The output head has none here: whether it is split depends on whether it is the embedding.
+    """
+    plan = {**(getattr(hf_model, "_tp_plan", None) or {}), **_latent_plan(hf_model)}
+    head, inside = hf_model.get_output_embeddings(), tuple(f"{n}." for n in mixtures(hf_model))
+    places = [n for n, m in hf_model.named_modules() if m is not head]
+    places += [n for n, _ in hf_model.named_parameters()]
+    return {name: plan[_pattern(name)] for name in places
+            if _pattern(name) in plan and not name.startswith(inside)}
+
+
+def _pattern(name: str) -> str:
+    return re.sub(r"\.\d+(?=\.|$)", ".*", name)
+
+
+def _latent_plan(hf_model: nn.Module) -> dict[str, str]:
+    return {_pattern(f"{name}.{own}"): _LATENT.get(own, PARTIAL)
+            for name, module in hf_model.named_modules() if is_latent(module)
+            for own, child in module.named_children() if any(True for _ in child.parameters())}
+
+
+def style_problems(hf_model: nn.Module, styles: Mapping[str, str]) -> Iterator[str]:
+    """Yield why a model cannot be tensor-parallel, as far as its plan tells."""
+    if not styles:
+        yield f"{type(hf_model).__name__} has no tensor-parallel plan of its own"
+    known = {name: style for name, style in styles.items() if style not in SPLIT_DIMS}
+    for name, style in known.items():
+        yield (f"the plan of {type(hf_model).__name__} gives {name} the style {style}, which is "
+               f"not supported; known: {', '.join(SPLIT_DIMS)}")
+
+
+def heads_fields(hf_config: Any) -> tuple[str, ...]:
+    """Return the fields of a transformers config that count heads which tp deals out: latent
+    attention has no key/value heads of its own."""
+    fields = ("num_attention_heads", "num_key_value_heads")
+    return fields[:1] if getattr(hf_config, "kv_lora_rank", None) else fields

@@ -1,0 +1,83 @@
+"""What tensor parallelism makes of each module, for dense models, latent attention, experts."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from policy_runs import config
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from spmdrl.model_shape import model_shape
+from spmdrl.policy import sequence_parallel, tensor_parallel
+from spmdrl.policy.fit import fit_problems
+from spmdrl.tp_plan import PARTIAL, mixtures, style_problems, tp_styles
+
+
+def _model(kind: str, **options: object) -> torch.nn.Module:
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(AutoConfig.for_model(
+            kind, num_hidden_layers=2, **options))
+
+
+def test_a_dense_model_has_the_styles_of_its_own_plan():
+    styles = tp_styles(_model("qwen3"))
+    own = {"q_proj": "colwise", "k_proj": "colwise", "v_proj": "colwise", "o_proj": "rowwise",
+           "q_norm": PARTIAL, "k_norm": PARTIAL}
+    mlp = {"gate_proj": "colwise", "up_proj": "colwise", "down_proj": "rowwise"}
+    assert styles == {
+        f"model.layers.{i}.{part}.{name}": style for i in range(2)
+        for part, names in (("self_attn", own), ("mlp", mlp)) for name, style in names.items()}
+
+
+def test_latent_attention_is_split_by_heads_and_a_mixture_is_left_alone():
+    for kind in ("deepseek_v3", "deepseek_v2"):  # with no plan for it, and with one
+        model = _model(kind, first_k_dense_replace=1)
+        styles = tp_styles(model)
+        assert list(mixtures(model)) == ["model.layers.1.mlp"], kind
+        inside = {name.removeprefix("model.layers.1."): style for name, style in styles.items()
+                  if name.startswith("model.layers.1.")}
+        assert inside == {f"self_attn.{name}": style for name, style in {
+            "q_a_proj": PARTIAL, "q_a_layernorm": PARTIAL, "q_b_proj": "colwise",
+            "kv_a_proj_with_mqa": PARTIAL, "kv_a_layernorm": PARTIAL, "kv_b_proj": "colwise",
+            "o_proj": "rowwise"}.items()}, kind
+        assert styles["model.layers.0.mlp.down_proj"] == "rowwise"
+        assert not list(style_problems(model, styles))
+        dims = {w.name: w.tp_dim for w in model_shape(model).blocks[1].weights}
+        assert dims["self_attn.kv_b_proj.weight"] == 0 and dims["self_attn.o_proj.weight"] == 1
+        assert {dim for name, dim in dims.items() if name.startswith("mlp.")} == {None}
+
+
+def test_a_plan_that_is_missing_or_has_an_unknown_style_is_named():
+    model = _model("qwen2")
+    model._tp_plan = {"model.layers.*.mlp.up_proj": "sideways"}
+    first, second = style_problems(model, tp_styles(model))
+    assert first.startswith("the plan of Qwen2ForCausalLM gives model.layers.0.mlp.up_proj the "
+                            "style sideways, which is not supported; known: colwise,")
+    assert "layers.1" in second and model_shape(model).tp_problem == first
+    model._tp_plan = {}
+    (problem,) = style_problems(model, tp_styles(model))
+    assert problem == "Qwen2ForCausalLM has no tensor-parallel plan of its own"
+
+
+def test_experts_and_latent_attention_are_refused_where_tokens_cannot_be_sharded():
+    model = _model("qwen3_next")
+    assert tensor_parallel.why_never(model) == (
+        "experts and latent attention need tokens sharded between layers, which cannot be done "
+        "with Qwen3NextForCausalLM: model.layers.0.linear_attn is neither attention, MLP nor norm")
+    assert tensor_parallel.why_never(_model("deepseek_v3")) == ""
+    whole = _model("gpt_neox")  # dense: it has all tokens on every rank, if it has a plan
+    whole._tp_plan = {"gpt_neox.layers.*.mlp.dense_h_to_4h": "colwise"}
+    assert sequence_parallel.why_not(whole, tp_styles(whole)) != ""
+    assert tensor_parallel.why_never(whole) == ""
+
+
+@pytest.mark.parametrize("kind, says", [
+    ("gpt_oss", "GptOssForCausalLM has no tensor-parallel plan of its own"),
+    ("qwen3_next", "experts and latent attention need tokens sharded between layers"),
+])
+def test_such_models_are_refused_from_their_config_alone(kind, says, tmp_path):
+    AutoConfig.for_model(kind, num_hidden_layers=2).save_pretrained(tmp_path)
+    problems = fit_problems(config(tmp_path, tmp_path, world_size=2, tp=2))
+    (problem,) = [p for p in problems if says in p]
+    assert problem.startswith(f"layout.tp: 2 with a {kind}: {says}")
+    assert problem.endswith(f"; set layout.tp to 1 (model.path {tmp_path})")
