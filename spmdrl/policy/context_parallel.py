@@ -99,7 +99,8 @@ class RowSlice:
     group: dist.ProcessGroup | None
     """Ranks that have the other slices; None where there are none."""
     routes: Tensor | None = None
-    """[t, L, K], experts to replay, -1 where the routers choose; None: they choose everywhere."""
+    """[t / R, L, K], experts of `kept` to replay, -1 where the routers choose; None: they choose
+    everywhere."""
 
     def join(self, values: Tensor, at: Tensor, *, count: int) -> Tensor:
         """Return all ranks' values, the same on each: [count, ...] from the own ones [n, ...].
