@@ -35,8 +35,14 @@ venv: .venv/installed
 	$(BIN)/python -c 'import torch, transformers, vllm'
 	touch $@
 
-test: venv
+test: venv .venv/torchao
 	$(BIN)/python -m pytest -n 2 --dist loadfile
+
+# For the tests of model.memory {optimizer_dtype: int8}. Beside the environment, not in it, since
+# transformers imports torchao wherever it is found, with warnings, in each rank of each run.
+.venv/torchao: .venv/installed
+	$(BIN)/pip install --quiet --no-deps --target $@ "$$(grep -o 'torchao==[0-9.]*' pyproject.toml)"
+	touch $@
 
 # Starts afresh: an earlier run of the same seed is removed.
 demo: venv

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,8 +21,9 @@ from spmdrl.policy import optimizer
 from spmdrl.policy.optimizer import AdamW, local_part
 
 EIGHT = {"optimizer_dtype": "int8"}
+sys.path.append(str(Path(sys.prefix) / "torchao"))  # where `make test` puts it; ranks inherit it
 needs_torchao = pytest.mark.skipif(importlib.util.find_spec("torchao") is None,
-                                   reason="torchao is not installed")
+                                   reason="torchao is not installed: make .venv/torchao")
 
 
 def _model(where: Path) -> Path:
