@@ -223,7 +223,7 @@ def _config(folder: Path, out: Path, family: str, **layout: int) -> Config:
     moe = {"replay": True} | ({"balance": "bias", "rate": 0.02} if family == "deepseek_v3" else
                               {"balance": "aux", "coef": 0.2})
     cfg = config(folder, out, world_size=layout.get("world_size", 1), cp=layout.get("cp", 1),
-                 kl_coef=0.1, correction="tis",
+                 tp=layout.get("tp", 1), kl_coef=0.1, correction="tis",
                  model={"moe": moe, "memory": {"activation_checkpointing": "full"}})
     return replace(cfg, layout=replace(cfg.layout, ep=layout.get("ep", 1)),
                    batch=replace(cfg.batch, updates_per_step=1))
@@ -240,7 +240,8 @@ def test_every_mesh_replays_like_one_process(family, tmp_path):
         others, known = sums["policy/router_disagreement"]
         # Random routes are the router's own with a probability of 1 / 28.
         assert known == recorded and 0.8 < others / known < 1
-    for layout in ({"world_size": 4, "cp": 2, "ep": 2}, {"world_size": 2, "ep": 2}):
+    for layout in ({"world_size": 4, "cp": 2, "ep": 2}, {"world_size": 2, "ep": 2},
+                   {"world_size": 2, "tp": 2}):
         results = run_ranks(layout["world_size"], trained,
                             _config(folder, tmp_path, family, **layout), layers)
         for result in results:
