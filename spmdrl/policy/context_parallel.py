@@ -32,7 +32,9 @@ from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 
 from spmdrl.policy import ring_attention as ring
-from spmdrl.policy.attention import KERNELS, Packing, check_supported, make_packing, padded_attention
+from spmdrl.policy.attention import (
+    KERNELS, Packing, check_supported, make_packing, padded_attention,
+)
 from spmdrl.policy.collectives import (
     added, gathered, scattered_sum, swapped, with_gradient,
 )
@@ -149,8 +151,8 @@ def make_slice(
         rows = torch.cat([torch.arange(begin, end) for begin, end in spans])
         chunks = tuple(_chunk(span, lengths, device=device, padded=padded) for span in spans)
         packing = SlicedPacking(slicing.group, whole, chunks, ring.plan_rounds(
-            lengths, lambda rank: chunk_spans(len(row), rank=rank, size=slicing.size), rank=slicing.rank,
-            size=slicing.size, device=device))
+            lengths, lambda rank: chunk_spans(len(row), rank=rank, size=slicing.size),
+            rank=slicing.rank, size=slicing.size, device=device))
     place = torch.full((len(row),), -1).index_copy(0, rows, torch.arange(len(rows)))[scored - 1]
     own = (place >= 0).nonzero()[:, 0]
     kept = rows.chunk(slicing.multiple)[slicing.part]
