@@ -74,8 +74,9 @@ def export(
     shutil.rmtree(made, ignore_errors=True)
     made.mkdir(parents=True)
     model = model or content.model
+    trusts = bool(content.config.get("model.trust_remote_code"))
     if adapter:
-        export_adapter(SavedWeights(folder), made, base=model)
+        export_adapter(SavedWeights(folder), made, base=model, trust_remote_code=trusts)
         return _moved(made, out)
     _copy_small_files(model, made, flag="--model")
     _copy_small_files(tokenizer or (content.tokenizer if model == content.model else model), made,
@@ -85,7 +86,6 @@ def export(
     is_scalar = SCALAR_HEAD in saved.dtypes
     if is_scalar:
         _make_classifier(made)
-    trusts = bool(content.config.get("model.trust_remote_code"))
     parts = file_tensors(build_meta_model(
         Model(path=str(made), trust_remote_code=trusts), is_scalar=is_scalar))
     weights = MergedWeights(saved, model_folder(model), parts) if saved.has_adapters else saved

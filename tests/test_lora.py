@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoint_runs import SmallSource
-from peft import PeftModel
+from peft import LoraConfig, PeftModel, get_peft_model
 from policy_runs import batch, config, full_parameters, scalars, sequence, update
 from ranks import run_ranks
 from safetensors.torch import load_file, save_file
@@ -208,7 +208,7 @@ def _resume(cfgs: dict[str, Config]) -> dict[str, object]:
 def saved(tmp_path_factory) -> tuple[Config, list[dict]]:
     where = tmp_path_factory.mktemp("saved")
     cfg = _config(_model(where), where / "out", world_size=4, tp=2,
-                  lora=LORA | {"use_rslora": True})
+                  lora=LORA | {"use_rslora": True, "targets": ".*(_proj|embed_tokens)"})
     return cfg, run_ranks(4, _save, cfg)
 
 
@@ -293,11 +293,58 @@ def test_an_export_merges_or_is_peft_s_own(saved, tmp_path):
     assert (form.rank, form.alpha, form.use_rslora) == (3, 12, True)
     hf_model = build_meta_model(Model(path=cfg.model.path))
     adapters = Adapters(hf_model, form)
-    assert len(adapters.targets) == 14
+    assert len(adapters.targets) == 15  # the embedding is one
     shards = {name: torch.empty(hf_model.get_parameter(name).shape) for name in adapters.names}
     adapters.fill(shards, seed=1)
     for name, tensor in shards.items():
         assert torch.equal(tensor, ranks[0]["state"][f"model.{name}"]), name
+
+
+def test_an_embedding_of_pefts_is_read_without_the_weight_under_it(tmp_path):
+    folder = _model(tmp_path)
+    torch.manual_seed(0)
+    theirs = get_peft_model(AutoModelForCausalLM.from_pretrained(folder), LoraConfig(
+        r=3, lora_alpha=12, target_modules=["embed_tokens", "q_proj"]))
+    for name, parameter in theirs.named_parameters():
+        torch.nn.init.normal_(parameter, std=0.3) if "lora_" in name else None
+    theirs.save_pretrained(tmp_path / "with")
+    theirs.save_pretrained(tmp_path / "without", save_embedding_layers=False)
+    form = lora_form({"path": str(tmp_path / "without")})
+    own = _config(folder, tmp_path / "out", lora={"path": str(tmp_path / "without")})
+    (scores,) = run_ranks(1, _scores, own)
+    with torch.no_grad():
+        logprobs = theirs(_tokens()).logits[0].log_softmax(-1)
+    expected = logprobs[:-1].gather(1, _tokens()[0, 1:, None])[:, 0]
+    torch.testing.assert_close(scores[1:], expected, rtol=1e-5, atol=1e-5)
+    hf_model = build_meta_model(Model(path=str(folder)))
+    adapters = Adapters(hf_model, replace(form, path=str(tmp_path / "with")))
+    shards = {name: torch.empty(hf_model.get_parameter(name).shape) for name in adapters.names}
+    with pytest.raises(ValueError, match="embed_tokens.*save_embedding_layers is False"):
+        adapters.fill(shards, seed=1)
+
+
+def _tokens() -> Tensor:
+    return torch.randint(5, 90, (1, 20), generator=torch.Generator().manual_seed(0))
+
+
+def _scores(cfg: Config) -> Tensor:
+    from spmdrl.policy import Policy
+    from spmdrl.world import World
+
+    world = World.start(cfg)
+    (scores,) = Policy(cfg, world).score(_tokens().tolist())
+    world.close()
+    return scores
+
+
+@pytest.mark.parametrize("architecture, tied, reason", [
+    ("qwen2", True, "is the output head too"), ("gemma3", False, "Gemma3TextScaledWordEmbedding")])
+def test_an_embedding_that_can_have_no_adapter_is_refused(architecture, tied, reason, tmp_path):
+    folder = create_model(tmp_path, architecture=architecture, hidden_size=32, layers=1, heads=4,
+                          kv_heads=2, intermediate=48, tied=tied)
+    hf_model = build_meta_model(Model(path=str(folder)))
+    with pytest.raises(ValueError, match=f"model.embed_tokens of .* {reason}"):
+        Adapters(hf_model, lora_form({"targets": ["embed_tokens"]}))
 
 
 def _reward_model(cfg: Config) -> dict[str, Tensor]:
@@ -349,10 +396,13 @@ def _loaded_by_vllm(folder: Path, layer: str) -> Tensor:
     return found.lora_b @ found.lora_a * found.scaling
 
 
-def test_vllm_s_loader_takes_an_exported_adapter(saved, tmp_path):
-    cfg, ranks = saved
-    out = export(Path(cfg.output_dir), out=tmp_path / "adapter", adapter=True)
+def test_vllm_s_loader_takes_an_adapter_of_layers(saved, tmp_path):
+    _, ranks = saved
+    layers = {name.removeprefix("model."): t for name, t in ranks[0]["state"].items()
+              if name.startswith("model.") and "lora_" in name and "embed_tokens" not in name}
+    assert len(layers) == 28
+    write_adapter(tmp_path, layers, rank=3, alpha=12, use_rslora=True, base="")
     layer = "model.layers.1.mlp.down_proj"
-    product = run_ranks(1, _loaded_by_vllm, out, layer)[0]
+    product = run_ranks(1, _loaded_by_vllm, tmp_path, layer)[0]
     a, b = (ranks[0]["state"][f"live {layer}.{part}.weight"] for part in ("lora_A", "lora_B"))
     torch.testing.assert_close(product, b @ a * 12 / 3 ** 0.5, rtol=1e-5, atol=1e-6)

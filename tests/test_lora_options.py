@@ -13,6 +13,7 @@ from policy_runs import config
 from spmdrl.config import Model
 from spmdrl.config.check import validate
 from spmdrl.create_model import create_model
+from spmdrl.policy.fit import fit_problems
 from spmdrl.policy.load import build_meta_model
 from spmdrl.policy.lora import Adapters, LoraForm, initial_a, lora_form, targeted
 from spmdrl.policy.lora_files import write_adapter
@@ -44,7 +45,7 @@ def test_targets_are_read_as_peft_reads_them(targets, count, tiny_model):
     assert ours == names and len(ours) == count
 
 
-@pytest.mark.parametrize("targets", [("q_proj", "query"), ("lm_head",), ".*embed.*", ("proj",)])
+@pytest.mark.parametrize("targets", [("q_proj", "query"), ("lm_head",), ".*lm_head.*", ("proj",)])
 def test_targets_that_match_nothing_are_refused_with_the_names_that_exist(targets, tiny_model):
     hf_model = build_meta_model(Model(path=str(tiny_model)))
     wrong = targets if isinstance(targets, str) else targets[-1]
@@ -137,3 +138,10 @@ def test_experts_that_are_kept_otherwise_get_none_and_the_log_says_so(tmp_path, 
     assert "model.layers.*.mlp.experts.gate_up_proj" in caplog.text
     with pytest.raises(ValueError, match="gets none: .* model.layers.*.mlp.experts.down_proj"):
         targeted(hf_model, ("experts.down_proj",))
+
+
+@pytest.mark.parametrize("targets, problems", [(["q_proj"], 0), (["q_proj", "embed_tokens"], 1)])
+def test_an_embedding_s_adapter_does_not_travel_by_itself(targets, problems, tiny_model, tmp_path):
+    cfg = config(tiny_model, tmp_path, model={"lora": {"targets": targets, "push": "adapter"}})
+    found = fit_problems(cfg)
+    assert len(found) == problems and all("name the embedding" in text for text in found)

@@ -77,6 +77,8 @@ ROWS = {
     "prime": Row(("cp4",), options={"advantage": "prime"}),
     "lora": Row(("shard2 tp2", "cp2 tp2", "replicate2 tp2"), options={
         "kl_coef": 0.1, "model": {"lora": {"rank": 3, "alpha": 12}}}),
+    "lora, embedding": Row(("cp2 tp2",), options={"model": {"lora": {
+        "rank": 3, "targets": ["embed_tokens", "down_proj"]}}}),
     "lora, qwen2, checkpointing": Row(
         ("shard2 tp2",), architecture="qwen2", options={"model": {
             "lora": {"targets": ["q_proj", "o_proj"], "use_rslora": True},

@@ -142,7 +142,7 @@ class Model:
     all weights. Left out: {rank: 16, alpha: 32, targets: all-linear, use_rslora: false, init:
     kaiming, push: merged}. targets: all linear layers of the blocks and all their experts, or as
     PEFT's target_modules and target_parameters a list of names (or their ends: experts,
-    down_proj) or one regular expression. An update is scaled by alpha / rank, or by
+    down_proj, embed_tokens) or one regular expression. An update is scaled by alpha / rank, or by
     alpha / sqrt(rank) under use_rslora. init of the A matrices: kaiming or gaussian; B starts at
     zero. {path: FOLDER} starts from an adapter in PEFT's format, which says all the rest but push.
     The model's own weights are frozen, in compute_dtype, and no part of checkpoints. push: merged

@@ -11,6 +11,7 @@ from spmdrl.config import Config, Model
 from spmdrl.config.options import KERNELS
 from spmdrl.imports import divisors
 from spmdrl.policy.load import build_meta_model, load_hf_config
+from spmdrl.policy.lora import has_embedding, lora_form
 from spmdrl.policy.parallelize import blocks
 from spmdrl.policy.router_replay import WEIGHTS, unknown_router
 from spmdrl.policy.tensor_parallel import why_never
@@ -66,6 +67,9 @@ def push_misfits(cfg: Config) -> list[str]:
     """Return why the policy's adapters cannot be those of an engine."""
     if cfg.model.lora.get("push") == "adapter":
         with contextlib.suppress(ValueError):
+            if has_embedding(build_meta_model(cfg.model), lora_form(cfg.model.lora)):
+                return ["model.lora.push: adapter with targets that name the embedding, of which "
+                        "vLLM takes no adapter; take merged, or leave it out"]
             hf_config = load_hf_config(
                 cfg.model.path, trust_remote_code=cfg.model.trust_remote_code)
             if _num_experts(hf_config):

@@ -1,9 +1,11 @@
-"""Low-rank adapters on the linear layers and the experts of a model, put there from outside.
+"""Low-rank adapters on the linear layers, experts and embedding of a model, put there from outside.
 
 y = W x + scale * B A x, with A [r, in] and B [out, r]. A layer gets two children, lora_A and
 lora_B, so a parameter's name is PEFT's without its prefix, and FSDP2 and tensor parallelism treat
 them like any other. Fused experts, [E, out, in], get A [E, r, in] and B [E, out, r] beside each of
-their parameters, so that whatever shards experts shards these alike; see lora_experts.py.
+their parameters, so that whatever shards experts shards these alike; see lora_experts.py. An
+embedding [V, H] gets those of a linear layer with as many output features as there are tokens, of
+which a token takes its row: A [r, H] and B [V, r].
 Source: arXiv 2106.09685, section 4.1; rank-stabilised scale: 2312.03732.
 """
 
@@ -90,9 +92,9 @@ class Adapters:
     """The adapters of one model, all on or all off.
 
     Args:
-        hf_model: a transformers model on the meta device, changed in place: its linear layers that
-            are meant get float32 children lora_A and lora_B, its experts parameters such as
-            gate_up_proj_lora_A. Before tensor and expert parallelism.
+        hf_model: a transformers model on the meta device, changed in place: its linear layers and
+            embedding, if they are meant, get float32 children lora_A and lora_B, its experts
+            parameters such as gate_up_proj_lora_A. Before tensor and expert parallelism.
         form: what they are like.
     Raises: ValueError for targets that match nothing, with the names that exist.
     """
@@ -102,9 +104,11 @@ class Adapters:
         self.targets = targeted(hf_model, form.targets)
         for module, key in self.targets.values():
             if key == "weight":
-                module.lora_A = nn.Linear(module.in_features, form.rank, bias=False, device="meta")
-                module.lora_B = nn.Linear(form.rank, module.out_features, bias=False, device="meta")
-                module.forward = functools.partial(_adapted, module, module.forward)
+                rows, columns = module.weight.shape
+                module.lora_A = nn.Linear(columns, form.rank, bias=False, device="meta")
+                module.lora_B = nn.Linear(form.rank, rows, bias=False, device="meta")
+                adapted = _adapted if isinstance(module, nn.Linear) else _adapted_rows
+                module.forward = functools.partial(adapted, module, module.forward)
             else:
                 add_to_experts(module, key, rank=form.rank)
             module.adapters = self
@@ -121,8 +125,10 @@ class Adapters:
     def summary(self) -> str:
         """Return rank and number, for messages."""
         experts = sum(key != "weight" for _, key in self.targets.values())
-        places = [f"{len(self.targets) - experts} linear layers"]
-        places += [f"{experts} parameters of experts"] if experts else []
+        embeddings = sum(isinstance(module, nn.Embedding) for module, _ in self.targets.values())
+        places = [f"{len(self.targets) - experts - embeddings} linear layers",
+                  *([f"{experts} parameters of experts"] if experts else []),
+                  *(["the embedding"] if embeddings else [])]
         return f"rank {self.form.rank} on {' and '.join(places)}"
 
     @contextmanager
@@ -163,8 +169,8 @@ class Adapters:
 
 
 Targets = dict[str, tuple[nn.Module, str]]
-"""{name: (module, its parameter)}: a linear layer by its own name, with `weight`; a parameter of
-fused experts by the parameter's name."""
+"""{name: (module, its parameter)}: a linear layer or the embedding by its own name, with `weight`;
+a parameter of fused experts by the parameter's name."""
 
 
 def _weight_name(target: str, key: str) -> str:
@@ -172,20 +178,22 @@ def _weight_name(target: str, key: str) -> str:
 
 
 def targeted(hf_model: nn.Module, targets: str | tuple[str, ...]) -> Targets:
-    """Return the linear layers and experts that `targets` mean; the output head is never one.
+    """Return the linear layers, experts and embedding that `targets` mean; never the output head.
 
     Args:
-        targets: `all-linear` for those of the blocks; a regular expression of whole names; or
-            names and ends of names, as PEFT's target_modules and target_parameters. A module of
-            experts stands for all its parameters.
-    Raises: ValueError for an entry that matches none.
+        targets: `all-linear` for the layers and experts of the blocks; a regular expression of
+            whole names; or names and ends of names, as PEFT's target_modules and
+            target_parameters. A module of experts stands for all its parameters.
+    Raises: ValueError for an entry that matches none, and for an embedding that cannot have one.
     """
     heads = (hf_model.get_output_embeddings(), getattr(hf_model, "score", None))
     known: Targets = {name: (module, "weight") for name, module in hf_model.named_modules()
                       if isinstance(module, nn.Linear) and all(module is not h for h in heads)}
     experts = {f"{name}.{key}": (module, key) for name, module in experts_modules(hf_model).items()
                for key in adaptable(module)}
-    known |= experts
+    embedding = hf_model.get_input_embeddings()
+    known |= experts | {name: (module, "weight") for name, module in hf_model.named_modules()
+                        if module is embedding}
     if targets == ALL_LINEAR:
         inside = {id(m) for parent, attribute in blocks(hf_model)
                   for m in getattr(parent, attribute).modules()}
@@ -208,7 +216,26 @@ def targeted(hf_model: nn.Module, targets: str | tuple[str, ...]) -> Targets:
         if not hits:
             raise _no_match(target, known, hf_model)
     wanted = set().union(*matches.values())
-    return {name: place for name, place in known.items() if name in wanted}
+    found = {name: place for name, place in known.items() if name in wanted}
+    for name, (module, _) in found.items():
+        if module is embedding and (problem := _why_no_rows(hf_model)):
+            raise ValueError(f"model.lora.targets: {name} of {type(hf_model).__name__} {problem}; "
+                             "leave it out")
+    return found
+
+
+def _why_no_rows(hf_model: nn.Module) -> str:
+    """Return why the embedding can have no adapter; empty if it can."""
+    if hf_model.config.tie_word_embeddings:
+        return "is the output head too, which an adapter of the embedding alone would part from it"
+    kind = type(hf_model.get_input_embeddings())
+    return "" if kind is nn.Embedding else f"is a {kind.__name__}, which does more than look up"
+
+
+def has_embedding(hf_model: nn.Module, form: LoraForm) -> bool:
+    """Return whether the embedding is to have an adapter. Raises: as `targeted`."""
+    return any(isinstance(module, nn.Embedding)
+               for module, _ in targeted(hf_model, form.targets).values())
 
 
 def adapter_shapes(hf_model: nn.Module, form: LoraForm) -> dict[str, tuple[int, ...]]:
@@ -312,6 +339,16 @@ def plus_adapter(module: nn.Linear, out: Tensor, *, x: Tensor) -> Tensor:
 
 def _adapted(module: nn.Linear, forward: Any, x: Tensor) -> Tensor:
     return plus_adapter(module, forward(x), x=x)
+
+
+def _adapted_rows(module: nn.Embedding, forward: Any, ids: Tensor) -> Tensor:
+    """Add the rows of B A to those of the weight, [.., H] from ids [..]; of own rows under tp."""
+    out, adapters = forward(ids), module.adapters
+    if not adapters.is_on:
+        return out
+    a, b = _local(module.lora_A.weight), _local(module.lora_B.weight)
+    rows = F.embedding(ids, b, padding_idx=module.padding_idx)
+    return out + F.linear(rows, a.t()) * adapters.form.scale
 
 
 def _local(weight: Tensor) -> Tensor:

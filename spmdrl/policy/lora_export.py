@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from spmdrl.checkpoint.weights import SavedWeights
-from spmdrl.policy.load import CheckpointReader
+from spmdrl.config import Model
+from spmdrl.policy.load import CheckpointReader, build_meta_model
 from spmdrl.policy.lora import pair_names
 from spmdrl.policy.lora_files import LAYER_A, base_digest, file_digest, write_adapter
 from spmdrl.policy.lora_merge import low_rank_product
@@ -63,12 +64,15 @@ class MergedWeights:
         return alpha / (math.sqrt(rank) if is_root else rank)
 
 
-def export_adapter(saved: SavedWeights, out: Path, *, base: str) -> None:
+def export_adapter(
+    saved: SavedWeights, out: Path, *, base: str, trust_remote_code: bool = False
+) -> None:
     """Write the adapters of a checkpoint as PEFT does, in float32.
 
     Args:
         out: an existing folder.
         base: folder or hub name of the weights that they were trained on.
+        trust_remote_code: run Python code that comes with `base`.
     Raises: ValueError when the checkpoint has none.
     """
     if not saved.has_adapters:
@@ -77,4 +81,11 @@ def export_adapter(saved: SavedWeights, out: Path, *, base: str) -> None:
     tensors = {name: saved.read(name) for name in saved.dtypes}
     rank = next(t.shape[-2] for name, t in tensors.items() if LAYER_A.search(name))
     write_adapter(out, tensors, rank=rank, alpha=float(saved.record("alpha")),
-                  use_rslora=bool(saved.record("use_rslora")), base=base)
+                  use_rslora=bool(saved.record("use_rslora")), base=base,
+                  embedding=_embedding_name(Model(path=base, trust_remote_code=trust_remote_code)))
+
+
+def _embedding_name(model: Model) -> str:
+    hf_model = build_meta_model(model)
+    embedding = hf_model.get_input_embeddings()
+    return next(name for name, module in hf_model.named_modules() if module is embedding)

@@ -1,6 +1,7 @@
 """Adapters on disk in PEFT's format: adapter_config.json and adapter_model.safetensors.
 
-Those of a linear layer are there as here. Those of a parameter of fused experts, which PEFT lists
+Those of a linear layer are there as here; those of an embedding transposed, A [r, V] (here B) and
+B [H, r] (here A). Those of a parameter of fused experts, which PEFT lists
 in `target_parameters`, are matrices there: A [E r, in], expert after expert, and B [out, r E], the
 experts side by side within each of the r. They are named by their module alone. Where several of
 its parameters have some, PEFT wraps the module once for each, in the order of the parameters: the
@@ -33,7 +34,9 @@ if TYPE_CHECKING:
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX, _WRAPPED = "base_model.model.", ".base_layer"
 LAYER_A = re.compile(r"\.lora_A\.weight$|_lora_A$")
-"""The end of the name of an A matrix, of a linear layer or of experts."""
+"""The end of the name of an A matrix, of a linear layer, an embedding or experts."""
+_OF_EMBEDDING = {"lora_B.weight": "lora_embedding_A", "lora_A.weight": "lora_embedding_B"}
+"""Names here and in the file."""
 # Features of PEFT that change what an adapter computes, with the values that switch them off.
 _OFF: dict[str, tuple] = {
     "use_dora": (False,), "bias": ("none",), "lora_bias": (False,), "fan_in_fan_out": (False,),
@@ -52,15 +55,21 @@ class _Place:
 
     file: str
     expert_part: str = ""  # A or B of experts; empty: of a linear layer, as it is
+    is_transposed: bool = False  # of an embedding
 
     def shape(self, there: Sequence[int], *, rank: int) -> tuple[int, ...]:
         """Return the shape here of a matrix that has the shape `there` in the file."""
+        if self.is_transposed:
+            return tuple(there[::-1])
         if self.expert_part == "A":
             return there[0] // rank, rank, there[1]
         return (there[1] // rank, there[0], rank) if self.expert_part else tuple(there)
 
     def from_file(self, matrix: Tensor, *, rank: int) -> Tensor:
-        """Return [E, r, in] of [E r, in], [E, out, r] of [out, r E]; others as they are."""
+        """Return [E, r, in] of [E r, in], [E, out, r] of [out, r E]; an embedding's transposed,
+        others as they are."""
+        if self.is_transposed:
+            return matrix.t()
         if self.expert_part == "A":
             return matrix.reshape(-1, rank, matrix.shape[1])
         if self.expert_part == "B":
@@ -69,6 +78,8 @@ class _Place:
 
     def to_file(self, matrix: Tensor) -> Tensor:
         """Undo `from_file`."""
+        if self.is_transposed:
+            return matrix.t()
         if self.expert_part == "A":
             return matrix.flatten(0, 1)
         return matrix.permute(1, 2, 0).flatten(1) if self.expert_part else matrix
@@ -85,7 +96,7 @@ def _expert_places(module: str, keys: Iterable[str]) -> dict[str, _Place]:
 
 
 class AdapterFolder:
-    """One adapter of linear layers and experts, with plain A and B matrices of one rank.
+    """One adapter of linear layers, experts and an embedding: plain A and B matrices of one rank.
 
     Raises: ValueError when the folder holds no such adapter.
     """
@@ -121,6 +132,12 @@ class AdapterFolder:
                                  "of fused experts can have one here")
             places |= _expert_places(module, keys)
         left -= {place.file for place in places.values()}
+        for name in sorted(left):
+            module, _, end = name.removeprefix(_PREFIX).rpartition(".")
+            for own, there in _OF_EMBEDDING.items():
+                if end == there:
+                    places[f"{module}.{own}"] = _Place(name, is_transposed=True)
+                    left.discard(name)
         return places | {name.removeprefix(_PREFIX): _Place(name) for name in left}
 
     def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
@@ -143,8 +160,11 @@ class AdapterFolder:
             if found != shapes[name]:
                 problems.append(f"{name} has shape {list(found)} there, {list(shapes[name])} here")
         if problems:
+            hint = any(place.is_transposed for place in self._places.values())
             raise ValueError(f"model.lora.path: the adapter in {self.folder} does not fit the "
-                             f"model: {'; '.join(problems[:8])}")
+                             f"model: {'; '.join(problems[:8])}" + (
+                                 ". Of an embedding PEFT saves the weight under the adapter too, "
+                                 "unless save_embedding_layers is False" if hint else ""))
 
     def read(self, name: str) -> Tensor | None:
         """Return a tensor whole, on the CPU; None where there is none of this name."""
@@ -181,7 +201,7 @@ class AdapterFolder:
 
 def write_adapter(
     folder: Path, tensors: Mapping[str, Tensor], *, rank: int, alpha: float, use_rslora: bool,
-    base: str,
+    base: str, embedding: str = "",
 ) -> None:
     """Write an adapter, and a scalar head if there is one, as PEFT does.
 
@@ -189,6 +209,7 @@ def write_adapter(
         tensors: {name of the parameter: CPU tensor}: A and B matrices as lora.pair_names names
             them, score.weight.
         base: folder or hub name of the model that it belongs to.
+        embedding: name of its embedding, which may have an adapter.
     """
     targets = sorted(LAYER_A.sub("", name) for name in tensors if LAYER_A.search(name))
     experts: dict[str, list[str]] = {}
@@ -197,6 +218,8 @@ def write_adapter(
             module, _, key = name.rpartition(".")
             experts.setdefault(module, []).append(key)
     places = {name: _Place(_PREFIX + name) for name in tensors}
+    places |= {f"{embedding}.{own}": _Place(f"{_PREFIX}{embedding}.{there}", is_transposed=True)
+               for own, there in _OF_EMBEDDING.items() if f"{embedding}.{own}" in tensors}
     for module, keys in experts.items():
         places |= _expert_places(module, keys)
     has_head = "score.weight" in tensors
