@@ -1,8 +1,9 @@
 """What tensor parallelism makes of each part of a model: its style, read off the model.
 
-transformers' models have a plan of their own, {name pattern: style}. Two things are added: latent
-attention (DeepSeek's), of which some plans say nothing, is split by heads; and a mixture of
-experts is left alone, since each rank computes it for its own tokens.
+transformers' models have a plan of their own, {name pattern: style}. Three things are added: latent
+attention (DeepSeek's), of which some plans say nothing, is split by heads; so are norms of queries
+and keys by head, which some plans forget; and a mixture of experts is left alone, since each rank
+computes it for its own tokens.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ def tp_styles(hf_model: nn.Module) -> dict[str, str]:
 
     The output head has none here: whether it is split depends on whether it is the embedding.
     """
-    plan = {**(getattr(hf_model, "_tp_plan", None) or {}), **_latent_plan(hf_model)}
+    own = dict(getattr(hf_model, "_tp_plan", None) or {})
+    plan = {**_norms_plan(hf_model, own), **own, **_latent_plan(hf_model)}
     head, inside = hf_model.get_output_embeddings(), tuple(f"{n}." for n in mixtures(hf_model))
     places = [n for n, m in hf_model.named_modules() if m is not head]
     places += [n for n, _ in hf_model.named_parameters()]
@@ -58,6 +60,14 @@ def tp_styles(hf_model: nn.Module) -> dict[str, str]:
 
 def _pattern(name: str) -> str:
     return re.sub(r"\.\d+(?=\.|$)", ".*", name)
+
+
+def _norms_plan(hf_model: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
+    """Return the styles of norms in attention whose queries come out by head, a rank's own."""
+    return {_pattern(f"{name}.{own}"): PARTIAL for name, module in hf_model.named_modules()
+            if plan.get(_pattern(f"{name}.q_proj")) == "colwise"
+            for own, child in module.named_children()
+            if (shapes := [p.dim() for p in child.parameters()]) and max(shapes) == 1}
 
 
 def _latent_plan(hf_model: nn.Module) -> dict[str, str]:
@@ -70,8 +80,8 @@ def style_problems(hf_model: nn.Module, styles: Mapping[str, str]) -> Iterator[s
     """Yield why a model cannot be tensor-parallel, as far as its plan tells."""
     if not styles:
         yield f"{type(hf_model).__name__} has no tensor-parallel plan of its own"
-    known = {name: style for name, style in styles.items() if style not in SPLIT_DIMS}
-    for name, style in known.items():
+    unknown = {name: style for name, style in styles.items() if style not in SPLIT_DIMS}
+    for name, style in unknown.items():
         yield (f"the plan of {type(hf_model).__name__} gives {name} the style {style}, which is "
                f"not supported; known: {', '.join(SPLIT_DIMS)}")
 

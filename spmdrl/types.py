@@ -119,6 +119,7 @@ def join_routes(parts: Sequence[Tensor | None], lengths: Sequence[int]) -> Tenso
     joined, at = known[0].new_full((sum(lengths), *known[0].shape[1:]), -1), 0
     for part, length in zip(parts, lengths):
         if part is not None:
+            assert len(part) <= length, f"routes of {len(part)} tokens, where {length} are"
             joined[at:at + len(part)] = part
         at += length
     return joined

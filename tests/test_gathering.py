@@ -13,7 +13,7 @@ from ranks import run_ranks
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from spmdrl.config import Config
+from spmdrl.config import Config, Layout
 from spmdrl.config.options import MEMORY, option_problems
 from spmdrl.create_model import create_model
 from spmdrl.policy.memory import blocks_ahead
@@ -155,9 +155,12 @@ def test_unknown_ways_are_refused(memory, expected, tmp_path):
 
 def test_blocks_are_asked_for_ahead_where_the_host_waits_within_them():
     class Place:
-        device, experts = torch.device("cuda"), object()
+        device, cfg = torch.device("cuda"), Config(layout=Layout(ep=2))
 
     assert blocks_ahead(MEMORY, Place) == 1
     assert blocks_ahead(MEMORY | {"prefetch": 0}, Place) == 0
+    Place.cfg = Config(layout=Layout(tp=2))
+    assert blocks_ahead(MEMORY, Place) == 0
+    Place.cfg = Config(layout=Layout(ep=2))
     Place.device = torch.device("cpu")
     assert blocks_ahead(MEMORY, Place) == 0 and blocks_ahead(MEMORY | {"prefetch": 3}, Place) == 3

@@ -29,6 +29,18 @@ def test_a_dense_model_has_the_styles_of_its_own_plan():
         for part, names in (("self_attn", own), ("mlp", mlp)) for name, style in names.items()}
 
 
+@pytest.mark.parametrize("kind, norms", [
+    ("glm4_moe", {"q_norm": PARTIAL, "k_norm": PARTIAL}),  # its plan forgets them
+    ("olmo2", {}),  # over all heads, which its plan gathers first
+    ("llama", {}),
+])
+def test_norms_of_a_ranks_own_heads_have_a_part_of_their_gradient(kind, norms):
+    styles = tp_styles(_model(kind, **({"use_qk_norm": True} if kind == "glm4_moe" else {})))
+    found = {name.rpartition(".")[2]: style for name, style in styles.items()
+             if name.startswith("model.layers.1.self_attn.") and "norm" in name}
+    assert found == norms
+
+
 def test_latent_attention_is_split_by_heads_and_a_mixture_is_left_alone():
     for kind in ("deepseek_v3", "deepseek_v2"):  # with no plan for it, and with one
         model = _model(kind, first_k_dense_replace=1)

@@ -186,7 +186,10 @@ def _found_tokens(content: disk.Manifest, cfg: Config) -> int:
     """Return the found size of a micro-batch, which repeats the last bits; 0 where other fields
     than those of the run's course differ: it might not fit, or more might."""
     differing = {line.split(":")[0] for line in _differences(content.config, cfg)}
-    matters = [name for name in differing if name.startswith(_MATTERS)]
+    matters = sorted(name for name in differing - {*_PATIENCE} if name.startswith(_MATTERS))
+    if matters and content.found_tokens:
+        log.info("the size of a micro-batch is found anew, since these differ: %s",
+                 ", ".join(matters))
     return 0 if matters else content.found_tokens
 
 
@@ -223,7 +226,8 @@ _FREE = (
 
 # What a micro-batch of so many tokens takes depends on these.
 _MATTERS = ("layout.", "model.", "batch.", "data.max_prompt_tokens", "sampling.max_response",
-            "algorithm.", "critic.", "engine.", "stream.bucket_bytes")
+            "algorithm.", "critic.", "engine.", "stream.bucket_bytes", "rollout.schedule")
+_PATIENCE = ("layout.startup_timeout_s", "layout.wait_timeout_s")
 
 
 def config_differences(saved: dict[str, Any], cfg: Config) -> list[str]:

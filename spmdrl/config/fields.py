@@ -126,16 +126,17 @@ class Model:
     master_dtype: of the weights between updates, and of their gradients; in bfloat16 updates are
     rounded stochastically, so that small ones are not lost. optimizer_dtype: of AdamW's two
     moments, float32, bfloat16 or int8: torchao's blocks of 256 elements in 8 bits, of tensors of
-    4096 elements or more (pip install torchao); the update itself is float32. A weight with
-    gradient and moments takes 16 bytes, and 8 if both are bfloat16. head_chunk_tokens: positions
-    whose logits exist at once, each vocabulary * 4 bytes; 0 takes as many as have 512 MiB. reshard:
-    whether a block's weights, gathered by FSDP2 in compute_dtype, are freed between forward and
-    backward pass: `always`, `auto` (not the last block's, which are needed next) or `never`, which
-    gathers them once per micro-batch instead of twice and has the whole model on each rank
-    meanwhile. reduce: `each` micro-batch's gradients go to their shards, or the `last` one's with
-    all before: one reduction per update for a float32 of every weight on each rank (tp and ep
-    divide them). prefetch: blocks whose weights are asked for ahead, in memory for as many more;
-    auto is 1 on CUDA with ep, whose host waits within a block, and 0, FSDP2's own order, elsewhere.
+    4096 elements or more (pip install --no-deps torchao==0.18.0); the update itself is float32. A
+    weight with gradient and moments takes 16 bytes, and 8 if both are bfloat16. head_chunk_tokens:
+    positions whose logits exist at once, each vocabulary * 4 bytes; 0 takes as many as have 512
+    MiB. reshard: whether a block's weights, gathered by FSDP2 in compute_dtype, are freed between
+    forward and backward pass: `always`, `auto` (not the last block's, which are needed next) or
+    `never`, which gathers them once per micro-batch instead of twice and has the whole model on
+    each rank meanwhile. reduce: `each` micro-batch's gradients go to their shards, or the `last`
+    one's with all before: one reduction per update for a float32 of every weight on each rank (tp
+    and ep divide them). prefetch: blocks whose weights are asked for ahead, in memory for as many
+    more; auto is 1 on CUDA with ep, whose host waits within a block, and 0, FSDP2's own order,
+    elsewhere.
     None of these three changes what is computed; under `last` sums are in another order."""
     lora: NestedOptions = field(default_factory=dict)
     """Train low-rank adapters and nothing else (arXiv 2106.09685), e.g. {rank: 16}; empty trains

@@ -17,7 +17,8 @@ _PEFT_NAMES = {"r": "rank", "lora_alpha": "alpha", "target_modules": "targets",
                "init_lora_weights": "init"}
 _INITS = ("kaiming", "gaussian")
 _PUSHES = ("merged", "adapter")
-_MAX_RANK = 512  # of vLLM's adapters
+MAX_RANK = 512
+"""Of vLLM's adapters."""
 
 
 def lora_problems(cfg: Config) -> list[str]:
@@ -47,12 +48,15 @@ def _push_problems(cfg: Config) -> list[str]:
     if cfg.engine.kind != "vllm":
         problems.append(f"model.lora.push: adapter with engine.kind {cfg.engine.kind}: only vllm "
                         "computes with adapters of its own; take merged")
+    if cfg.layout.placement == "offline":
+        problems.append("model.lora.push: adapter under placement offline, where there is no "
+                        "engine to push to; leave it out")
     if cfg.stream.mode == "reload":
         problems.append("model.lora.push: adapter with stream.mode reload: adapters are written in "
                         "place; take auto, or push merged")
-    if type(rank) is int and rank > _MAX_RANK:
+    if type(rank) is int and rank > MAX_RANK:
         problems.append(f"model.lora.push: adapter with rank {rank}: vLLM has adapters up to rank "
-                        f"{_MAX_RANK}; take merged")
+                        f"{MAX_RANK}; take merged")
     return problems
 
 

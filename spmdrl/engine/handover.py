@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 
 from spmdrl.engine.protocol import EngineProtocol
+from spmdrl.rollout.schedule import schedule_of
 from spmdrl.types import Sums
 from spmdrl.world import World
 
@@ -26,14 +27,20 @@ class Handover:
 
     Args:
         engine: of this rank.
-        world: the job; anything but colocated placement leaves the engine awake.
+        world: the job; anything but colocated placement leaves the engine awake, and so does
+            over-sampling, which leaves requests unfinished from step to step.
     """
 
     def __init__(self, engine: EngineProtocol, world: World):
         self._engine = engine
         self._sleeps = (world.cfg.layout.placement == "colocated" and world.is_inference
                         and engine.can_sleep)
-        self._is_asleep, self._has_warned = False, False
+        if self._sleeps and schedule_of(world.cfg)["over_sample"] > 1:
+            log.warning("the engine stays awake during updates, and keeps its memory, since "
+                        "rollout.schedule.over_sample leaves requests unfinished")
+            self._sleeps = False
+        self._kind = world.cfg.engine.kind
+        self._is_asleep = False
         self._freed = self._wakes = self._level = 0
 
     def release(self, *, keeps_weights: bool) -> None:
@@ -43,22 +50,19 @@ class Handover:
             keeps_weights: what the next push writes is not all that there is.
         Raises: RuntimeError when the device has no more memory than before.
         """
-        if not self._sleeps or self._is_asleep:
-            return
-        if self._engine.is_busy:
-            if not self._has_warned:
-                log.warning("the engine stays awake, and keeps its memory, while requests are "
-                            "unfinished (rollout.schedule.over_sample)")
-            self._has_warned = True
+        if not self._sleeps or self._is_asleep or self._engine.is_busy:
             return
         before = self._engine.held_bytes()
         self._engine.sleep(keeps_weights=keeps_weights)
         self._is_asleep, self._freed = True, before - self._engine.held_bytes()
         if self._freed <= 0:
+            hint = ("Set engine.options {enable_sleep_mode: false} and lower "
+                    "engine.gpu_memory_frac" if self._kind == "vllm" else
+                    "Raise engine.max_num_seqs: so small a cache shares pages with other memory")
             raise RuntimeError(
                 f"the engine sleeps, and {-self._freed / _GIB:.3g} GiB more are in use than the "
-                f"{before / _GIB:.3g} GiB before: nothing was handed over. Set engine.options "
-                "{enable_sleep_mode: false} and lower engine.gpu_memory_frac")
+                f"{before / _GIB:.3g} GiB before: nothing was handed over, unless another process "
+                f"took it at this moment. {hint}")
 
     def wake_weights(self) -> None:
         """Give the weights their memory, at the addresses that they had; to be written anew."""
@@ -85,7 +89,8 @@ class Handover:
                 f"memory grows: {level / _GIB:.4g} GiB are in use after the engine woke for the "
                 f"{self._wakes}th time, {grown / _GIB:.3g} GiB more than the "
                 f"{self._level / _GIB:.4g} GiB after the second (allowed: {margin / _GIB:.3g} "
-                "GiB). Something of the update is not given back; lower "
-                "batch.tokens_per_microbatch if a step needs more, else find what is kept")
+                "GiB). Something of the update is not given back, or another process is on this "
+                "device; lower batch.tokens_per_microbatch if a step needs more, else find what is "
+                "kept")
         return {"mem/engine_freed_gib": (self._freed / _GIB, 1.0),
                 "mem/after_wake_gib": (level / _GIB, 1.0)}

@@ -336,16 +336,25 @@ def _own_arguments(cfg: Config, *, on_cpu: bool) -> dict[str, Any]:
 
 
 def _unregistered_tensors(model: nn.Module) -> list[Tensor]:
-    """Return the device tensors that modules hold as plain attributes, the KV cache left out."""
-    known = {id(t) for t in (*model.parameters(), *model.buffers())}
+    """Return the device tensors that modules hold as plain attributes, or hold objects that do,
+    the KV cache left out."""
     found: dict[int, Tensor] = {}
     for module in model.modules():
-        for name, value in vars(module).items():
-            values = value if isinstance(value, (list, tuple)) else (value,)
-            for tensor in values if name != "kv_cache" else ():
-                if isinstance(tensor, Tensor) and tensor.is_cuda and id(tensor) not in known:
+        for held in _held(module):
+            for tensor in (held, *([] if isinstance(held, Tensor) else _held(held))):
+                if isinstance(tensor, Tensor) and tensor.is_cuda:
                     found[id(tensor)] = tensor
-    return list(found.values())
+    known = {id(t) for t in (*model.parameters(), *model.buffers())}
+    return [tensor for key, tensor in found.items() if key not in known]
+
+
+def _held(thing: Any) -> Iterator[Any]:
+    """Yield what the attributes of an object are, or contain."""
+    for name, value in getattr(thing, "__dict__", {}).items():
+        if name == "kv_cache" or isinstance(value, nn.Module):
+            continue
+        value = [*value.values()] if isinstance(value, dict) else value
+        yield from value if isinstance(value, (list, tuple)) else (value,)
 
 
 def _executor_class() -> type:

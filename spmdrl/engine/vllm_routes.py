@@ -85,7 +85,7 @@ class _BySlot:
                              "attention's window, and the routes of these tokens with them; set "
                              "it to false, or engine.kind to transformers")
         at, group = groups[0]
-        self._batch, self._group, self._attention = runner.input_batch, at, group.layer_names[0]
+        self._group, self._attention = at, group.layer_names[0]
         self._runner = runner
         self._place = {layer: place for place, layer in enumerate(layers)}
         chosen = runner.vllm_config.model_config.get_num_experts_per_tok()
@@ -114,11 +114,7 @@ class _BySlot:
         routes = self._so_far(key, count)
         del self._ids[key]
         self._kept.pop(key, None)
-        if routes is None or len(routes) != count or bool((routes < 0).any()):
-            known = 0 if routes is None else int((routes >= 0).flatten(1).all(dim=1).sum())
-            raise RuntimeError(f"request {key}: vLLM's routers were seen to choose experts for "
-                               f"{known} of its {count} tokens; set model.moe.replay to false")
-        return routes
+        return _checked(key, routes, count=count)
 
     def unfinished(self, state: Any) -> Tensor | None:
         drawn = len(state.detokenizer.output_token_ids)
@@ -144,6 +140,15 @@ class _BySlot:
         return found if kept is None else torch.cat([kept, found])
 
 
+def _checked(key: str, routes: Tensor | None, *, count: int) -> Tensor:
+    """Return routes of `count` tokens. Raises: RuntimeError when these are not."""
+    if routes is None or len(routes) != count or bool((routes < 0).any()):
+        known = 0 if routes is None else int((routes >= 0).flatten(1).all(dim=1).sum())
+        raise RuntimeError(f"request {key}: vLLM's routers were seen to choose experts for "
+                           f"{known} of its {count} tokens; set model.moe.replay to false")
+    return routes
+
+
 class _Returned:
     """Routes that vLLM itself returns, of all layers, for those with experts."""
 
@@ -154,7 +159,10 @@ class _Returned:
         """Do nothing: vLLM hands them over with the request."""
 
     def finished(self, key: str, output: Any) -> Tensor:
-        return self._ours(output.outputs[0].routed_experts)
+        sample = output.outputs[0]
+        routes = None if sample.routed_experts is None else self._ours(sample.routed_experts)
+        return _checked(key, routes,
+                        count=len(output.prompt_token_ids) + len(sample.token_ids) - 1)
 
     def unfinished(self, state: Any) -> Tensor | None:
         chunks = [torch.from_numpy(chunk.astype("int32")) for chunk in state.routed_experts_chunks]

@@ -262,11 +262,11 @@ def _at_end(run: Run, axes: Axes) -> dict[str, int]:
 @lru_cache(maxsize=4096)
 def most_tokens(run: Run, axes: Axes, *, room: int) -> int:
     """Return the largest tokens_per_microbatch, in steps of 256, whose peak is within `room`
-    bytes; the longest sequence's where no step above it is; 0 when that is not either."""
+    bytes; the longest sequence's (or pair's) where no step above it is; 0 when that is not."""
     def fits(tokens: int) -> bool:
         return trainer_memory(run, axes, tokens=tokens).total <= room
 
-    step, least = 256, max(run.longest, axes.cp)
+    step, least = 256, max(run.least, axes.cp)
     if not fits(least):
         return 0
     low = high = -(-least // step)  # in steps

@@ -62,7 +62,7 @@ def make_plan(
             trainer_room = room - engine.resting
     most = most_tokens(run, alone, room=trainer_room)
     tokens = tokens or run.microbatch_tokens or min(
-        max(most, run.longest), -(-run.sequences // (axes.dp_size * run.updates)) * run.longest)
+        max(most, run.least), -(-run.sequences // (axes.dp_size * run.updates)) * run.longest)
     trainer = trainer_memory(run, alone, tokens=tokens)
     seconds = step_seconds(run, axes, rates=rates, tokens=tokens,
                            slots=engine.width if engine else 0)
@@ -133,8 +133,8 @@ class _Change:
 def _changes(run: Run, plan: Plan) -> Iterator[_Change]:
     """Yield what may be changed, the least first within a field."""
     axes = plan.axes
-    if plan.tokens > run.longest:
-        tokens = plan.most_tokens or run.longest
+    if plan.tokens > run.least:
+        tokens = plan.most_tokens or run.least
         yield _Change("batch.tokens_per_microbatch", str(tokens), tokens=tokens)
     if not run.kernels.recomputes:
         kernels = replace(run.kernels, recomputes=True)

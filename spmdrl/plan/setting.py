@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from spmdrl.config import Config, inference_ranks, trainer_ranks
+from spmdrl.config.fields import least_tokens
 from spmdrl.config.lora import LORA
 from spmdrl.config.options import KERNELS, MEMORY
 from spmdrl.hardware import GPUS, Gpu
@@ -106,6 +107,7 @@ class Run:
     prompt_tokens: float  # mean
     response_tokens: float  # mean
     longest: int  # prompt and response, tokens
+    least: int  # tokens of a micro-batch that holds the longest sequence, or pair
     longest_response: int
     microbatch_tokens: int  # budget of a dp rank; 0: as many as fit
     updates: int  # per step
@@ -167,7 +169,8 @@ def run_of(
         sequences=batch.prompts_per_step * (2 if is_pair else group),
         prompt_tokens=prompt_tokens or cfg.data.max_prompt_tokens / 2,
         response_tokens=response_tokens or longest_response / 2,
-        longest=cfg.data.max_prompt_tokens + longest_response, longest_response=longest_response,
+        longest=cfg.data.max_prompt_tokens + longest_response, least=least_tokens(cfg),
+        longest_response=longest_response,
         microbatch_tokens=batch.tokens_per_microbatch, updates=batch.updates_per_step,
         forwards=len(columns & _PASSES),
         frozen_models=own_reference + ("teacher_logprobs" in columns)

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from spmdrl.config import Config, Model
+from spmdrl.config.lora import MAX_RANK
 from spmdrl.config.options import KERNELS
 from spmdrl.imports import divisors
 from spmdrl.policy.load import build_meta_model, load_hf_config
@@ -67,7 +68,11 @@ def push_misfits(cfg: Config) -> list[str]:
     """Return why the policy's adapters cannot be those of an engine."""
     if cfg.model.lora.get("push") == "adapter":
         with contextlib.suppress(ValueError):
-            if has_embedding(build_meta_model(cfg.model), lora_form(cfg.model.lora)):
+            form = lora_form(cfg.model.lora)
+            if form.rank > MAX_RANK:  # of a folder
+                return [f"model.lora.push: adapter with rank {form.rank} of {form.path}: vLLM has "
+                        f"adapters up to rank {MAX_RANK}; take merged"]
+            if has_embedding(build_meta_model(cfg.model), form):
                 return ["model.lora.push: adapter with targets that name the embedding, of which "
                         "vLLM takes no adapter; take merged, or leave it out"]
             hf_config = load_hf_config(

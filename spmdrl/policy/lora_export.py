@@ -86,6 +86,10 @@ def export_adapter(
 
 
 def _embedding_name(model: Model) -> str:
-    hf_model = build_meta_model(model)
+    try:
+        hf_model = build_meta_model(model)
+    except ValueError as error:
+        raise ValueError("--adapter needs the config of the weights under the adapters; name "
+                         f"them by --model: {error}") from error
     embedding = hf_model.get_input_embeddings()
     return next(name for name, module in hf_model.named_modules() if module is embedding)

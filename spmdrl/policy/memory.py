@@ -42,7 +42,8 @@ KEPT = frozenset({
 Every product of a linear layer, not every second one: which are the second ones depends on the
 order in which a model calls its layers, and half of the products is what the mode is there to
 spare. Batched products (bmm, baddbmm) are attention over short sequences: cheap, and their scores
-are the largest tensors of all. Collectives write in place and are run again.
+are the largest tensors of all. Collectives write in place and are run again, and so is the whole
+of ring attention, which is one of its exchanges with the rest.
 """
 
 _LEAST_BYTES = 1024
@@ -101,7 +102,7 @@ def blocks_ahead(options: Mapping[str, Any], world: World) -> int:
     """
     if options["prefetch"] != "auto":
         return options["prefetch"]
-    return int(world.experts is not None and world.device.type == "cuda")
+    return int(world.cfg.layout.ep > 1 and world.device.type == "cuda")
 
 
 def check_offload(offload: str, device: torch.device) -> None:

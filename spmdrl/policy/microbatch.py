@@ -153,7 +153,9 @@ class _Probe:
 
     def _fitting(self, points: list[Point]) -> int:
         """Return what the last two points say, the least of all trainer ranks'."""
-        own = fitting_tokens(*points[-2:], room=self._room, most=self._most)
+        before, last = points[-2:]
+        own = self._least if last.tokens == before.tokens else fitting_tokens(
+            before, last, room=self._room, most=self._most)
         return int(-self._most_of(-own))
 
     def _check(self, needed: float) -> None:

@@ -101,6 +101,14 @@ class _LocalExperts:
         return value.to_local() if isinstance(value, DTensor) else value
 
 
+def counts(chosen: Tensor, number: int) -> Tensor:
+    """Return how often each of `number` experts is chosen, [number], without a wait for the device
+    and deterministically, as transformers does; what is out of range counts nowhere."""
+    # histc takes floats alone on the CPU, whole numbers alone on CUDA when deterministic.
+    countable = chosen.float() if chosen.device.type == "cpu" else chosen.int()
+    return torch.histc(countable.flatten(), bins=number, min=0, max=number - 1)
+
+
 def _forward(experts: nn.Module, hidden_states: Tensor, top_k_index: Tensor,
              top_k_weights: Tensor, *, group: dist.ProcessGroup) -> Tensor:
     """Compute what the module itself would with all experts here.
@@ -114,10 +122,10 @@ def _forward(experts: nn.Module, hidden_states: Tensor, top_k_index: Tensor,
     ranks, local = dist.get_world_size(group), experts.num_experts // dist.get_world_size(group)
     chosen = top_k_index.reshape(-1)  # [T * K]
     order = torch.sort(chosen, stable=True).indices
-    sent = torch.bincount(chosen, minlength=experts.num_experts).view(ranks, local)
+    sent = counts(chosen, experts.num_experts).long().view(ranks, local)
     received = torch.empty_like(sent)  # [R, E / R]: rows by the rank they come from, and expert
     dist.all_to_all_single(received, sent, group=group)
-    here, there = received.sum(1).tolist(), sent.sum(1).tolist()
+    here, there = torch.stack([received.sum(1), sent.sum(1)]).tolist()  # the one wait
     own = torch.arange(local, device=chosen.device).repeat(ranks)
     index = own.repeat_interleave(received.flatten(), output_size=sum(here))[:, None]  # [S, 1]
     rows = _travel(hidden_states[order // num_chosen], here=here, there=there, group=group)

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from spmdrl.config.moe import MOE
-from spmdrl.policy.moe import experts_modules
+from spmdrl.policy.moe import counts, experts_modules
 from spmdrl.policy.objective import Job
 from spmdrl.policy.router_replay import RouterReplay
 from spmdrl.types import Sums
@@ -120,11 +120,8 @@ class Routers:
                 return
             index = args[1] if len(args) > 1 else kwargs["top_k_index"]  # [t, K]
             number = module.num_experts
-            # transformers' way to count: no wait for the device, and deterministic. `number` is
-            # out of range and counts nowhere.
-            chosen = torch.where(self._is_real[:, None], index, number).flatten()
-            chosen = chosen.int() if chosen.is_cuda else chosen.float()
-            layer.counts.append(torch.histc(chosen, bins=number, min=0, max=number - 1).double())
+            chosen = torch.where(self._is_real[:, None], index, number)  # out of range: nowhere
+            layer.counts.append(counts(chosen, number).double())
 
         return count
 

@@ -336,9 +336,12 @@ def _packed(table: pa.Table, form: Sequence[Any] | None) -> Rollouts:
     scalars, routes = scalars_of(table), None
     if form is not None:
         layers, chosen, kind = form
+        column = table["routes"].combine_chunks()
+        sizes = column.value_lengths().fill_null(0).to_pylist()
+        parts = _tensor(column.flatten(), getattr(torch, kind)).split(sizes)
         routes = join_routes(
-            [None if own is None else torch.tensor(own, dtype=getattr(torch, kind)).view(
-                -1, layers, chosen) for own in table["routes"].to_pylist()],
+            [own.view(-1, layers, chosen) if is_known else None
+             for own, is_known in zip(parts, column.is_valid().to_pylist())],
             scalars.lengths.tolist())
     return Rollouts(**tokens, cu_seqlens=cumulative(scalars.lengths.tolist()), scalars=scalars,
                     routes=routes)

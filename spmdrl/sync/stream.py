@@ -115,9 +115,10 @@ class WeightStream:
     def release(self) -> None:
         """Lend the engine's memory, which nothing needs until the next push; see Handover."""
         if self.mode != "idle":
-            # What is traced is written to the last element in each push, but for the weights under
-            # adapters that travel by themselves.
-            is_whole = self.mode == "traced" and self._adapter is None
+            # A traced push writes every weight that counts (not what pads a vocabulary), but for
+            # those under adapters that travel by themselves, and those of a model that drafts.
+            is_whole = (self.mode == "traced" and self._adapter is None
+                        and "speculative_config" not in self._world.cfg.engine.options)
             self._handover.release(keeps_weights=not is_whole)
 
     def push(self, version: int) -> Sums:
