@@ -62,8 +62,8 @@ _grid = pytest.mark.grid
 
 
 @pytest.mark.parametrize("family, inference_tp", [
-    ("dense", 2), ("experts", 1), pytest.param("dense", 1, marks=_grid),
-    pytest.param("experts", 2, marks=_grid)])
+    ("dense", 2), *(pytest.param(*case, marks=_grid) for case in (
+        ("dense", 1), ("experts", 1), ("experts", 2)))])
 def test_a_push_from_every_mesh_is_bit_equal(family, inference_tp, tmp_path):
     sizes = dict(hidden_size=128, intermediate=64, kv_heads=4)
     folder = (make_folder(tmp_path, "qwen3", kv_heads=4) if family == "dense" else
@@ -129,7 +129,9 @@ STATES = {  # family, options of policy_runs.config
 }
 
 
-@pytest.mark.parametrize("kind", list(STATES))
+@pytest.mark.parametrize("kind", [
+    "a value model", "experts", *(pytest.param(kind, marks=_grid) for kind in (
+        "adapters", "bfloat16"))])
 def test_a_checkpoint_goes_through_every_mesh_unchanged(kind, tmp_path):
     family, options = STATES[kind]
     folder = (make_folder(tmp_path, "qwen3", hidden_size=32, kv_heads=4) if family == "dense" else
