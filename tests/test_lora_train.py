@@ -62,6 +62,7 @@ def test_grpo_of_adapters_improves_and_a_killed_run_ends_bit_identical(tmp_path)
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
+@pytest.mark.grid
 def test_vllm_draws_with_adapters_of_its_own_as_it_does_with_merged_weights(tmp_path):
     (tmp_path / "r.py").write_text(REWARD)
     begin = create_model(tmp_path / "model", hidden_size=64, layers=2, heads=2, kv_heads=1,
