@@ -143,3 +143,20 @@ def restored(cfg: Config) -> tuple[int, str, str, Any]:
     result = state.step, Path(state.resumed_from).name, policy.digest(), source.loaded
     world.close()
     return result
+
+
+def after_two_updates(cfg: Config, world: World, *, save: bool) -> tuple[Any, Any]:
+    """Return a real policy that has taken two updates, and its batch: it took them now, and saved
+    a checkpoint, or it is restored from that."""
+    from policy_runs import batch, update
+    from spmdrl.policy import Policy
+
+    policy, source, checkpointer = Policy(cfg, world), SmallSource(world), Checkpointer(cfg, world)
+    own = batch(world.dp_index(world.rank), world.dp_size)
+    if save:
+        for step in range(2):
+            update(policy, own, step=step)
+        checkpointer.maybe_save(2, policy, source, stop=True)
+    else:
+        assert checkpointer.restore(policy, source).step == 2
+    return policy, own

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoint_runs import SmallSource
+from checkpoint_runs import after_two_updates
 from policy_runs import batch, config, update
 from ranks import run_ranks
 from torch import Tensor
@@ -124,19 +124,10 @@ def test_a_model_learns_as_with_float32_moments_in_a_quarter_of_their_bytes(tmp_
 
 def _resumed(cfg: Config, save: bool) -> dict[str, Tensor]:
     """Take three updates, with a checkpoint after two; or the third one from that checkpoint."""
-    from spmdrl.checkpoint import Checkpointer
-    from spmdrl.policy import Policy
     from spmdrl.world import World
 
     world = World.start(cfg)
-    policy, source, checkpointer = Policy(cfg, world), SmallSource(world), Checkpointer(cfg, world)
-    own = batch(world.dp_index(world.rank), world.dp_size)
-    if save:
-        for step in range(2):
-            update(policy, own, step=step)
-        checkpointer.maybe_save(2, policy, source, stop=True)
-    else:
-        assert checkpointer.restore(policy, source).step == 2
+    policy, own = after_two_updates(cfg, world, save=save)
     moments = {f"{key}/{name}": (kept if isinstance(kept, Tensor) else kept.to(
         world.device, torch.float32)).clone()
         for key, part in policy.optimizer._moments.items() for name, kept in part.items()}

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoint_runs import SmallSource
+from checkpoint_runs import SmallSource, after_two_updates
 from policy_runs import batch, config, full_parameters, update
 from ranks import run_ranks
 from torch import Tensor
@@ -261,17 +261,11 @@ def _resumed(cfg: Config, save: bool) -> dict[str, Tensor]:
     from spmdrl.world import World
 
     world = World.start(cfg)
-    policy, source, checkpointer = Policy(cfg, world), SmallSource(world), Checkpointer(cfg, world)
-    own = batch(world.dp_index(world.rank), world.dp_size)
-    if save:
-        for step in range(2):
-            update(policy, own, step=step)
-        checkpointer.maybe_save(2, policy, source, stop=True)
-    else:
+    if not save:
         other = _with(cfg, {"master_dtype": "bfloat16"})
         with pytest.raises(ValueError, match="exp_avg.* is torch.bfloat16 there, torch.float32"):
-            Checkpointer(other, world).restore(Policy(other, world), source)
-        assert checkpointer.restore(policy, source).step == 2
+            Checkpointer(other, world).restore(Policy(other, world), SmallSource(world))
+    policy, own = after_two_updates(cfg, world, save=save)
     update(policy, own, step=2)
     local = {name: local_part(p).clone() for name, p in policy.named_shards().items()}
     world.close()

@@ -51,6 +51,14 @@ def _adapted(experts: nn.Module, forward: Any, hidden_states: Tensor, top_k_inde
     return _with_adapters(experts, hidden_states, top_k_index, top_k_weights)
 
 
+def counts(chosen: Tensor, number: int) -> Tensor:
+    """Return how often each of `number` experts is chosen, [number], without a wait for the device
+    and deterministically, as transformers does; what is out of range counts nowhere."""
+    # histc takes floats alone on the CPU, whole numbers alone on CUDA when deterministic.
+    countable = chosen.float() if chosen.device.type == "cpu" else chosen.int()
+    return torch.histc(countable.flatten(), bins=number, min=0, max=number - 1)
+
+
 def compute_experts(experts: Any, hidden_states: Tensor, top_k_index: Tensor,
                     top_k_weights: Tensor) -> Tensor:
     """Compute what transformers' grouped experts do, with the adapters where there are some.
@@ -73,10 +81,7 @@ def _with_adapters(experts: Any, hidden_states: Tensor, top_k_index: Tensor, top
     """Compute as `grouped_mm_experts_forward` does: where B is zero, the same bits come out."""
     shape = (*top_k_index.shape, hidden_states.shape[1])
     ids, order = torch.sort(top_k_index.reshape(-1))
-    # histc takes floats alone on the CPU, whole numbers alone on CUDA when deterministic.
-    countable = ids.float() if ids.device.type == "cpu" else ids.int()
-    counts = torch.histc(countable, bins=experts.num_experts, min=0, max=experts.num_experts - 1)
-    offsets = torch.cumsum(counts, dim=0, dtype=torch.int32)
+    offsets = torch.cumsum(counts(ids, experts.num_experts), dim=0, dtype=torch.int32)
     first = "gate_up_proj" if experts.has_gate else "up_proj"
     rows = _linear(experts, first, hidden_states[order // shape[1]], ids=ids, offsets=offsets)
     rows = experts._apply_gate(rows) if experts.has_gate else experts.act_fn(rows)

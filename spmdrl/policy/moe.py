@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from spmdrl.imports import divisors
 from spmdrl.policy.collectives import with_gradient
-from spmdrl.policy.lora_experts import compute_experts
+from spmdrl.policy.lora_experts import compute_experts, counts
 from spmdrl.tp_plan import is_experts
 
 
@@ -99,14 +99,6 @@ class _LocalExperts:
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._experts, name)
         return value.to_local() if isinstance(value, DTensor) else value
-
-
-def counts(chosen: Tensor, number: int) -> Tensor:
-    """Return how often each of `number` experts is chosen, [number], without a wait for the device
-    and deterministically, as transformers does; what is out of range counts nowhere."""
-    # histc takes floats alone on the CPU, whole numbers alone on CUDA when deterministic.
-    countable = chosen.float() if chosen.device.type == "cpu" else chosen.int()
-    return torch.histc(countable.flatten(), bins=number, min=0, max=number - 1)
 
 
 def _forward(experts: nn.Module, hidden_states: Tensor, top_k_index: Tensor,

@@ -20,7 +20,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from spmdrl.config.moe import MOE
-from spmdrl.policy.moe import counts, experts_modules
+from spmdrl.policy.lora_experts import counts
+from spmdrl.policy.moe import experts_modules
 from spmdrl.policy.objective import Job
 from spmdrl.policy.router_replay import RouterReplay
 from spmdrl.types import Sums
