@@ -1,15 +1,22 @@
-"""Run train.py as a user does: torchrun in a process of its own, with a deadline."""
+"""Run train.py as users do, to its end or to a fault, with a deadline."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-import signal
+import runpy
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import psutil
+from ranks import fork_rank, free_port, launch_env
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = dict(  # flags that make any demo config small enough for a test
@@ -28,52 +35,99 @@ class Finished:
     output: str
 
 
-def command(config: str, world_size: int, **flags) -> list[str]:
-    """Return the torchrun command line; flag names are dotted fields."""
+@dataclass
+class Run:
+    """A run that may be under way."""
+
+    pids: list[int]
+    """Of the launcher, or of the ranks if there is none."""
+    poll: Callable[[], int | None]
+    """Returns the exit status, the worst of all ranks', or None while one runs."""
+    printed: Path
+    """What all of them write."""
+
+
+def arguments(config: str, world_size: int, **flags: Any) -> list[str]:
+    """Return what follows the interpreter; flag names are dotted fields."""
     pairs = [x for k, v in flags.items() for x in (f"--{k}", str(v))]
-    return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node",
-            str(world_size), str(ROOT / "train.py"), "--config", str(ROOT / "configs" / config),
+    return [str(ROOT / "train.py"), "--config", str(ROOT / "configs" / config),
             "--layout.world-size", str(world_size), *pairs]
 
 
-def start(config: str, world_size: int, **flags) -> subprocess.Popen:
-    """Start a run in a session of its own, so that `kill_all` reaches every rank."""
-    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    return subprocess.Popen(command(config, world_size, **flags), env=env, cwd=ROOT, text=True,
-                            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                            start_new_session=True)
+def start(config: str, world_size: int, **flags: Any) -> Run:
+    """Start ranks that no launcher watches: each is told its place, as srun tells it."""
+    printed, port = _file(), free_port()
+    processes = [
+        fork_rank(os.environ | launch_env(rank, world_size, port), _be_rank,
+                  arguments(config, world_size, **flags), printed)
+        for rank in range(world_size)]
+
+    def poll() -> int | None:
+        states = [process.exitcode for process in processes]
+        return None if None in states else max(states, key=abs)
+
+    return Run([process.pid for process in processes], poll, printed)
 
 
-def finish(process: subprocess.Popen, *, timeout_s: float) -> Finished:
+def _be_rank(argv: list[str], printed: Path) -> None:
+    """Become `python train.py`, writing to a file."""
+    file = os.open(printed, os.O_WRONLY | os.O_APPEND)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    os.chdir(ROOT)
+    sys.argv, sys.path[0] = argv, str(ROOT)
+    runpy.run_path(argv[0], run_name="__main__")
+
+
+def torchrun(config: str, world_size: int, **flags: Any) -> Run:
+    """Start a run as the README does, with a launcher and fresh processes."""
+    printed = _file()
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node",
+               str(world_size), *arguments(config, world_size, **flags)]
+    with open(printed, "a") as out:
+        process = subprocess.Popen(
+            command, env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}, cwd=ROOT,
+            stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
+    return Run([process.pid], process.poll, printed)
+
+
+def finish(run: Run, *, timeout_s: float) -> Finished:
     """Wait for the end, or kill everything and fail."""
+    deadline = time.monotonic() + timeout_s
     try:
-        output, _ = process.communicate(timeout=timeout_s)
-    except subprocess.TimeoutExpired:
-        kill_all(process)
-        output, _ = process.communicate()
-        raise AssertionError(f"still running after {timeout_s} s:\n{output[-6000:]}") from None
-    return Finished(process.returncode, output)
+        while run.poll() is None:
+            assert time.monotonic() < deadline, (
+                f"still running after {timeout_s} s:\n{read(run)[-6000:]}")
+            time.sleep(0.05)
+        return Finished(run.poll(), read(run))
+    finally:
+        kill_all(run)
 
 
-def run(config: str, world_size: int, *, timeout_s: float = 180, status: int = 0,
-        **flags) -> Finished:
+def run(config: str, world_size: int, *, by: Callable[..., Run] = start, timeout_s: float = 180,
+        status: int = 0, **flags: Any) -> Finished:
     """Run to the end and check the exit status (0: success, else just failure)."""
-    finished = finish(start(config, world_size, **flags), timeout_s=timeout_s)
+    finished = finish(by(config, world_size, **flags), timeout_s=timeout_s)
     assert (finished.status == 0) == (status == 0), finished.output[-8000:]
     return finished
 
 
-def kill_all(process: subprocess.Popen) -> None:
-    """SIGKILL the launcher and every rank, which torchrun starts in sessions of their own."""
-    import psutil
+def read(run: Run) -> str:
+    """Return what was printed so far."""
+    return run.printed.read_text(errors="replace")
 
-    family = [psutil.Process(process.pid)]
-    family += family[0].children(recursive=True)
-    for member in family:
-        try:
-            member.send_signal(signal.SIGKILL)
-        except psutil.NoSuchProcess:
-            pass
+
+def kill_all(run: Run) -> None:
+    """SIGKILL the launcher and every rank, which torchrun starts in sessions of their own."""
+    for pid in run.pids if run.poll() is None else ():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            root = psutil.Process(pid)
+            for member in [root, *root.children(recursive=True)]:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    member.kill()
+    while run.poll() is None:
+        time.sleep(0.05)
+    run.printed.unlink(missing_ok=True)
 
 
 def metrics(folder: Path) -> list[dict]:
@@ -83,10 +137,16 @@ def metrics(folder: Path) -> list[dict]:
     return [row for row in rows if "policy/loss" in row]
 
 
-def wait_for_step(process: subprocess.Popen, folder: Path, step: int, *, timeout_s: float) -> None:
+def wait_for_step(run: Run, folder: Path, step: int, *, timeout_s: float) -> None:
     """Return when metrics.jsonl has a row of `step`; fail when the run ends before."""
     deadline = time.monotonic() + timeout_s
     while not any(row["step"] >= step for row in metrics(folder)):
-        assert process.poll() is None, f"ended early:\n{process.communicate()[0][-6000:]}"
+        assert run.poll() is None, f"ended early:\n{read(run)[-6000:]}"
         assert time.monotonic() < deadline, f"step {step} not reached in {timeout_s} s"
         time.sleep(0.1)
+
+
+def _file() -> Path:
+    file, name = tempfile.mkstemp(prefix="spmdrl-", suffix=".log")
+    os.close(file)
+    return Path(name)

@@ -113,6 +113,12 @@ def test_attention_over_the_cache_is_that_of_the_plain_model(tmp_path):
             assert torch.allclose(torch.tensor(drawn), want[len(prompt) - 1:], atol=1e-4), name
 
 
+def forbid_vllm() -> None:
+    """Make any import of it fail, as where it is not installed."""
+    for name in {"vllm", *(name for name in sys.modules if name.startswith("vllm."))}:
+        sys.modules[name] = None
+
+
 def refusals(model: str) -> dict[str, str]:
     from spmdrl.engine import make_engine
     from spmdrl.world import World
@@ -126,7 +132,7 @@ def refusals(model: str) -> dict[str, str]:
         engine.add(Request("odd", (9,), 4, 1.0, 0, ()))
         engine.step()
 
-    sys.modules["vllm"] = None  # as where it is not installed
+    forbid_vllm()
     for name, call in {
         "long": lambda: engine.add(Request("a", (5,) * 44, 1, 1.0, 0, ())),
         "empty": lambda: engine.add(Request("a", (), 1, 1.0, 0, ())),
@@ -167,7 +173,7 @@ def _train(*configs: Config) -> None:
         def close(self) -> None:
             pass
 
-    sys.modules["vllm"] = None  # any import of it fails
+    forbid_vllm()
     report.draw = lambda *runs, **options: False  # the picture at the end takes seconds
     world = Lasting.start(configs[0])
     for cfg in configs:

@@ -50,10 +50,9 @@ def test_grpo_of_adapters_improves_and_a_killed_run_ends_bit_identical(tmp_path)
     assert sum(rewards[-3:]) > sum(rewards[:3]) + 0.3, rewards
     assert rows[-1]["policy/kl_ref_k3"] > rows[0]["policy/kl_ref_k3"] > 0
     assert max(row["policy/mismatch_k3"] for row in rows) < 1e-6  # engines have what is trained
-    process = start("demo_grpo.yaml", 2, **flags | {"output-dir": killed})
-    wait_for_step(process, killed, 4, timeout_s=120)
-    kill_all(process)
-    process.communicate()
+    under_way = start("demo_grpo.yaml", 2, **flags | {"output-dir": killed})
+    wait_for_step(under_way, killed, 4, timeout_s=120)
+    kill_all(under_way)
     assert not (killed / "checkpoints/step_10").exists()
     # What goes through the engine's own loader is the same.
     run("demo_grpo.yaml", 2, **flags | {"output-dir": killed, "stream.mode": "reload"})

@@ -71,10 +71,9 @@ def test_a_killed_and_resumed_run_with_replay_ends_bit_identical(model, tmp_path
     run("demo_grpo.yaml", 2, timeout_s=200, **flags(whole))
     check_metrics(whole, check_recorded(whole, 5))
     assert any(logged["policy/router_disagreement"] > 0 for logged in metrics(whole))
-    process = start("demo_grpo.yaml", 2, **flags(killed))
-    wait_for_step(process, killed, 2, timeout_s=200)
-    kill_all(process)
-    process.communicate()
+    under_way = start("demo_grpo.yaml", 2, **flags(killed))
+    wait_for_step(under_way, killed, 2, timeout_s=200)
+    kill_all(under_way)
     resumed = run("demo_grpo.yaml", 2, timeout_s=200, **flags(killed))
     assert "resume" in resumed.output
     assert_same_end(whole, killed)

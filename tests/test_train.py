@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import time
 
 import pytest
-import runs
-from runs import ROOT, TINY, kill_all, metrics, run, start, wait_for_step
+from runs import ROOT, TINY, finish, kill_all, metrics, run, start, torchrun, wait_for_step
 
 from spmdrl.create_model import create_model
 
@@ -66,14 +66,15 @@ def test_warm_start_export_and_grpo_in_one_chain(model, tmp_path):
     import sys
 
     warm = tmp_path / "sft"
-    run("demo_sft.yaml", 2, **TINY["sft"], **{"model.path": model, "output-dir": warm, "steps": 4})
+    run("demo_sft.yaml", 2, by=torchrun, **TINY["sft"], **{
+        "model.path": model, "output-dir": warm, "steps": 4})
     losses = [row["policy/loss"] for row in metrics(warm)]
     assert len(losses) == 4 and losses[-1] < losses[0]
     exported = tmp_path / "warm"
     subprocess.run([sys.executable, "-m", "spmdrl.export", str(warm), "--out", str(exported)],
                    check=True, timeout=120, cwd=ROOT)
     out = tmp_path / "grpo"
-    finished = run("demo_grpo.yaml", 2, **rl(str(exported), out, steps=3) | {
+    finished = run("demo_grpo.yaml", 2, by=torchrun, **rl(str(exported), out, steps=3) | {
         "engine.kind": "vllm",
         "evaluate.every-steps": 2, "report.console": "{table_every: 1}", "data.eval-size": 8,
         "report.tracker": "mlflow"})
@@ -99,10 +100,9 @@ def test_a_killed_and_resumed_run_ends_bit_identical(placement, lag, engine, mod
     flags["rewards.functions"] = f"{tmp_path / 'r.py'}:varied"
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     run("demo_grpo.yaml", 2, **rl(model, whole, **flags))
-    process = start("demo_grpo.yaml", 2, **rl(model, killed, **flags))
-    wait_for_step(process, killed, 2, timeout_s=120)
-    kill_all(process)
-    process.communicate()
+    under_way = start("demo_grpo.yaml", 2, **rl(model, killed, **flags))
+    wait_for_step(under_way, killed, 2, timeout_s=120)
+    kill_all(under_way)
     left = [p.name for p in killed.glob("checkpoints/step_*")]
     assert left and "step_000005" not in left and "step_5" not in left, left
     resumed = run("demo_grpo.yaml", 2, **rl(model, killed, **flags))
@@ -120,10 +120,10 @@ def test_saving_at_every_step_never_meets_the_update(model, tmp_path):
 
 def test_sigterm_saves_before_leaving_and_the_run_goes_on_from_there(model, tmp_path):
     flags = rl(model, tmp_path, steps=400)
-    process = start("demo_grpo.yaml", 2, **flags)
-    wait_for_step(process, tmp_path, 1, timeout_s=120)
-    process.send_signal(signal.SIGTERM)
-    runs.finish(process, timeout_s=60)
+    under_way = torchrun("demo_grpo.yaml", 2, **flags)
+    wait_for_step(under_way, tmp_path, 1, timeout_s=120)
+    os.kill(under_way.pids[0], signal.SIGTERM)
+    finish(under_way, timeout_s=60)
     (saved,) = tmp_path.glob("checkpoints/step_*")
     step = int(saved.name.split("_")[1])
     assert 1 < step < 400
@@ -144,14 +144,14 @@ def test_a_checkpoint_resumes_on_another_layout_but_not_with_another_config(mode
 def test_a_killed_rank_is_named_and_ends_the_run(model, tmp_path):
     import psutil
 
-    process = start("demo_grpo.yaml", 2, **rl(model, tmp_path, steps=4000))
-    wait_for_step(process, tmp_path, 1, timeout_s=120)
-    ranks = [p for p in psutil.Process(process.pid).children() if "train.py" in p.cmdline()[-1] or
-             any("train.py" in part for part in p.cmdline())]
+    under_way = torchrun("demo_grpo.yaml", 2, **rl(model, tmp_path, steps=4000))
+    wait_for_step(under_way, tmp_path, 1, timeout_s=120)
+    ranks = [p for p in psutil.Process(under_way.pids[0]).children()
+             if any("train.py" in part for part in p.cmdline())]
     victim = next(p for p in ranks if p.environ()["RANK"] == "1")
     victim.kill()
     began = time.monotonic()
-    finished = runs.finish(process, timeout_s=90)
+    finished = finish(under_way, timeout_s=90)
     assert finished.status != 0
     assert time.monotonic() - began < 60
     logs = "".join(p.read_text() for p in (tmp_path / "logs").glob("*/rank_0.log"))
@@ -194,14 +194,14 @@ def test_failing_rewards_can_be_dropped_and_are_counted(model, tmp_path):
     assert all(row["reward/mean"] == 1.0 for row in rows)
 
 
-@pytest.mark.parametrize("flags, says", [
-    ({"model.path": "nowhere/at/all"}, "nowhere/at/all"),
-    ({"data.train": "missing.jsonl", "rewards.functions": "r:f"}, "missing.jsonl"),
-    ({"data.max-prompt-tokens": 3}, "max_prompt_tokens"),
-    ({"data.max-prompt-tokens": 4096, "batch.tokens-per-microbatch": 9000}, "4096"),
+@pytest.mark.parametrize("by, flags, says", [
+    (torchrun, {"model.path": "nowhere/at/all"}, "nowhere/at/all"),
+    (start, {"data.train": "missing.jsonl", "rewards.functions": "r:f"}, "missing.jsonl"),
+    (start, {"data.max-prompt-tokens": 3}, "max_prompt_tokens"),
+    (start, {"data.max-prompt-tokens": 4096, "batch.tokens-per-microbatch": 9000}, "4096"),
 ])
-def test_bad_input_is_refused_with_what_and_where(flags, says, model, tmp_path):
-    finished = run("demo_grpo.yaml", 2, status=2, **rl(model, tmp_path) | flags)
+def test_bad_input_is_refused_with_what_and_where(by, flags, says, model, tmp_path):
+    finished = run("demo_grpo.yaml", 2, by=by, status=2, **rl(model, tmp_path) | flags)
     assert says in finished.output
     ours = finished.output.split("torch/distributed/elastic")[0]
     assert "Traceback" not in ours, finished.output

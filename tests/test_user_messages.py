@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import runs
 from ranks import free_port, launch_env
 from report_world import SmallWorld, group  # noqa: F401
-from runs import ROOT, TINY, metrics, run, start, wait_for_step
+from runs import ROOT, TINY, finish, metrics, run, torchrun, wait_for_step
 
 from spmdrl import dry_run
 from spmdrl.ask import ask
@@ -129,10 +128,10 @@ def test_ctrl_c_saves_and_a_finished_run_is_not_built_again(tiny_model: Path,
                                                             tmp_path: Path) -> None:
     flags = TINY["sft"] | {"model.path": tiny_model, "output-dir": tmp_path,
                           "optimizer.schedule": "constant"}
-    process = start("demo_sft.yaml", 2, **flags, steps=4000)
-    wait_for_step(process, tmp_path, 1, timeout_s=120)
-    process.send_signal(signal.SIGINT)
-    stopped = runs.finish(process, timeout_s=60)
+    under_way = torchrun("demo_sft.yaml", 2, **flags, steps=4000)
+    wait_for_step(under_way, tmp_path, 1, timeout_s=120)
+    os.kill(under_way.pids[0], signal.SIGINT)
+    stopped = finish(under_way, timeout_s=60)
     (saved,) = tmp_path.glob("checkpoints/step_*")
     done = disk.step_of(saved)
     assert done == len(metrics(tmp_path)) and "SIGINT" in stopped.output
