@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pickle
 import random
 import re
 import signal
@@ -21,7 +22,7 @@ from spmdrl.rewards.pool import RewardPool
 from spmdrl.types import Prompt
 
 FUNCTIONS = '''
-import os, re, subprocess, sys, time
+import os, pathlib, re, subprocess, sys, time
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     word, _, rest = solution_str.partition(" ")
@@ -42,6 +43,8 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
         time.sleep(1000)
     if word == "slow":
         time.sleep(float(rest))
+    while word == "until" and not pathlib.Path(rest).exists():
+        time.sleep(0.02)
     if word == "print":
         print("x" * 100000)
         os.write(1, b"raw bytes on descriptor 1")
@@ -82,7 +85,7 @@ def results(pool, texts):
     return drained
 
 
-def wait_until(condition, timeout_s=20.0):
+def wait_until(condition, timeout_s=100.0):
     deadline = time.monotonic() + timeout_s
     while not (value := condition()) and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -130,33 +133,47 @@ def test_a_failing_sample_is_reported_and_costs_only_itself(functions, text, fai
 
 @pytest.mark.parametrize("text", ["hang", "regex", "child"])
 def test_a_hanging_sample_is_killed_with_its_group_at_the_deadline(functions, text):
-    with pool_of(functions, timeout_s=1.0) as pool:
+    with pool_of(functions, timeout_s=3.0) as pool:
         pool.start()
         group = pool._workers[0].process.pid
-        began = time.monotonic()
         done = results(pool, ["ab", text, "abc"])
-        took = time.monotonic() - began
         wait_until_gone(group)
     assert [r.value for r in done] == [2.0, None, 3.0]
-    assert (done[1].failure, done[1].message) == ("timeout", "no result within 1 s")
-    assert 1.0 <= done[1].seconds < 15 and took < 20
+    assert (done[1].failure, done[1].message) == ("timeout", "no result within 3 s")
+    assert 3.0 <= done[1].seconds < 100  # of 1000, or for ever
 
 
 def test_a_late_result_is_a_timeout_even_when_nobody_looked_in_time(functions):
-    with pool_of(functions, timeout_s=0.5) as pool:
+    with pool_of(functions, timeout_s=2.0) as pool:
         pool.start()
-        submit(pool, "a", "slow 1.0")
+        submit(pool, "a", "slow 2.5")
         submit(pool, "b", "xy")
         pool.poll()
-        time.sleep(2.5)
+        time.sleep(4)
         done = {r.key: r for r in pool.drain()}
     assert done["a"].failure == "timeout" and done["a"].value is None
     assert done["b"].value == 2.0
 
 
+def test_a_result_that_comes_while_the_rank_stands_still_is_no_timeout(functions, monkeypatch):
+    check = RewardPool._check_start
+
+    def stand_still(pool, worker):  # after its results were taken, before its time is looked at
+        if worker.jobs:
+            time.sleep(3.0)
+        check(pool, worker)
+
+    with pool_of(functions, timeout_s=2.5) as pool:
+        pool.start()
+        submit(pool, 0, "slow 0.5")
+        pool.poll()
+        monkeypatch.setattr(RewardPool, "_check_start", stand_still)
+        assert [(r.value, r.failure) for r in pool.drain()] == [(8.0, None)]
+
+
 def test_samples_waiting_in_the_queue_do_not_use_up_their_deadline(functions):
-    with pool_of(functions, timeout_s=1.5) as pool:
-        done = results(pool, ["slow 0.4"] * 6)
+    with pool_of(functions, timeout_s=4.0) as pool:
+        done = results(pool, ["slow 0.8"] * 6)
     assert [r.failure for r in done] == [None] * 6
 
 
@@ -204,42 +221,44 @@ def test_results_do_not_depend_on_order_or_number_of_workers(functions):
     assert outcome(order, 2) == first
 
 
-def test_poll_does_not_wait(functions):
+def test_poll_does_not_wait(functions, tmp_path):
+    gate = tmp_path / "gate"
     with pool_of(functions) as pool:
         pool.start()
-        submit(pool, 0, "slow 3")
-        began = time.monotonic()
+        submit(pool, 0, f"until {gate}")
         assert pool.poll() == []
-        assert time.monotonic() - began < 1.0
         assert len(pool) == 1
+        gate.touch()
         assert wait_until(lambda: bool(pool.poll()))
 
 
-def test_results_come_one_by_one_and_do_not_wait_for_one_that_hangs(functions):
-    with pool_of(functions, timeout_s=3.0) as pool:
-        for key, text in enumerate(["ab", "hang", "abc", "abcd"]):
+def test_results_come_one_by_one_and_do_not_wait_for_one_that_hangs(functions, tmp_path):
+    gate = tmp_path / "gate"
+    with pool_of(functions, timeout_s=100.0) as pool:
+        for key, text in enumerate(["ab", f"until {gate}", "abc", "abcd"]):
             submit(pool, key, text)
         pool.start()
-        began = time.monotonic()
-        found = [(r.key, r.value, time.monotonic() - began) for r in pool.results()]
-        assert list(pool.results()) == []
-    # Both behind it were handed to its worker already: they came back, and another did them.
-    assert [(key, value) for key, value, _ in found] == [(0, 2.0), (2, 3.0), (3, 4.0), (1, None)]
-    assert found[2][2] < 2.5 < 3.0 < found[3][2]
+        coming = pool.results()
+        # Both behind it were handed to its worker already: they come back, and another does them.
+        assert [(r.key, r.value) for r in (next(coming) for _ in range(3))] == [
+            (0, 2.0), (2, 3.0), (3, 4.0)]
+        gate.touch()
+        assert [r.key for r in coming] == [1] and list(pool.results()) == []
 
 
 def test_jobs_behind_one_that_holds_the_interpreter_lock_are_done_after_its_deadline(functions):
-    with pool_of(functions, timeout_s=1.0) as pool:
+    with pool_of(functions, timeout_s=3.0) as pool:
         done = results(pool, ["ab", "regex", "abc", "abcd"])
     assert [r.value for r in done] == [2.0, None, 3.0, 4.0] and done[1].failure == "timeout"
 
 
 def test_stand_ins_and_spares_are_bounded_and_nothing_is_left(functions, monkeypatch):
-    monkeypatch.setattr(jobs, "_STUCK_S", 1.0)  # a busy machine stalls shorter than that
-    with pool_of(functions, workers=3, timeout_s=3.0) as pool:
+    monkeypatch.setattr(jobs, "_STUCK_S", 100.0)  # whatever a busy machine does, nothing is
+    with pool_of(functions, workers=3, timeout_s=4.0) as pool:
         pool.start()
         results(pool, ["a"] * 20)
         assert len(pool._workers) == 3  # nothing stands by before something fails
+        monkeypatch.setattr(jobs, "_STUCK_S", 1.0)
         groups, most = set(), 0
         for key in range(32):
             submit(pool, key, ["hang", "exit", "segfault", "ab"][key % 4])
@@ -292,14 +311,24 @@ def test_several_workers_share_slow_samples(functions):
     assert len({r.parts["pid"] for r in done}) == 2
 
 
-def test_two_thousand_cheap_samples_a_second_go_through_one_worker():
+def pickled_s(count):
+    """Return the seconds that this machine, as busy as it is, takes to pickle so many samples."""
+    row, began = {"prompt": "q", "answer": "1"}, time.monotonic()
+    for number in range(count):
+        pickle.loads(pickle.dumps((number, row, "1", [1, 2], False)))
+    return time.monotonic() - began
+
+
+def test_thousands_of_cheap_samples_a_second_go_through_one_worker():
     with pool_of("spmdrl.rewards.graders:exact") as pool:
         pool.start()
-        began = time.monotonic()
+        yardstick_s, began = pickled_s(100_000), time.monotonic()
         done = results(pool, ["1"] * 10000)
-        rate = len(done) / (time.monotonic() - began)
+        took_s = time.monotonic() - began
+        yardstick_s = max(yardstick_s, pickled_s(100_000))
     assert {r.value for r in done} == {1.0}
-    assert rate > 2000, f"{rate:.0f} results/s"  # 12,000 on a quiet core
+    print(f"{len(done) / took_s:.0f} results/s, {took_s / yardstick_s:.1f} yardsticks")
+    assert took_s < 12 * yardstick_s + 3, (took_s, yardstick_s)  # 3 on a quiet machine
 
 
 # --------------------------------------------------------------------------- start and end

@@ -145,13 +145,14 @@ class JobQueue:
         return worker.running_s() > self._stuck_s(worker)
 
     def _collect(self, worker: WorkerProcess) -> None:
+        looked = time.monotonic()  # what `_take` does not find was not done by then
         worker.flush()
         self._take(worker)
         self._check_start(worker)
         if self._is_stuck(worker):
             self._expect_faults()
             worker.recall()
-        if worker.running_s() > self._limit_s(worker):
+        if worker.running_s(looked) > self._limit_s(worker):
             self._replace(worker, failure="timeout",
                           message=f"no result within {self._timeout_s:g} s")
             return

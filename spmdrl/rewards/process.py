@@ -173,15 +173,20 @@ class WorkerProcess:
         else:
             self.is_ready, (self._begin, self.facts) = True, value
 
-    def running_s(self) -> float:
-        """Return how long the job begun first has been running, seconds; 0 for none."""
+    def running_s(self, at: float | None = None) -> float:
+        """Return how long the job begun first has been running, seconds; 0 for none.
+
+        Args:
+            at: when, time.monotonic(); now by default.
+        """
         if not self.jobs:
             return 0.0
         head = next(iter(self.jobs.values()))
         began = [job.began for job in self.jobs.values() if job.began is not None]
         if not began and (self.concurrency > 1 or head.sent is None):
             return 0.0
-        return time.monotonic() - (min(began) if began else max(self._begin, head.sent))
+        now = time.monotonic() if at is None else at
+        return now - (min(began) if began else max(self._begin, head.sent))
 
     @property
     def has_unsent(self) -> bool:
