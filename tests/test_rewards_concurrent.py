@@ -9,13 +9,15 @@ import pytest
 from test_rewards_judge import says, serve  # noqa: F401
 from test_rewards_pool import pool_of, results
 
+from spmdrl.rewards import jobs
 from spmdrl.rewards.judge import judge
 from spmdrl.rewards.signatures import Sample, adapt
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(300)
 WAITING = '''
-import asyncio, os, re, time
-under_way = most = 0
+import asyncio, os, re, threading, time
+under_way = most = now = peak = 0
+all_of_us, threads = asyncio.Barrier(32), threading.Barrier(8)
 
 async def waits(completions, **columns):
     word, _, rest = completions[0].partition(" ")
@@ -47,6 +49,29 @@ def in_threads(solution_str, ground_truth):
 
 in_threads.concurrency = 8
 
+# These two come back when so many are under way at once; they say how many were at most.
+async def together(solution_str, ground_truth):
+    global now, peak
+    now += 1
+    peak = max(peak, now)
+    await all_of_us.wait()
+    now -= 1
+    return {"score": float(len(solution_str)), "peak": peak}
+
+counting = threading.Lock()
+
+def together_in_threads(solution_str, ground_truth):
+    global now, peak
+    with counting:
+        now += 1
+        peak = max(peak, now)
+    threads.wait()
+    with counting:
+        now -= 1
+    return {"score": float(len(solution_str)), "peak": peak, "pred": solution_str}
+
+together_in_threads.concurrency = 8
+
 def one_at_a_time(solution_str, ground_truth):
     global under_way, most
     under_way += 1
@@ -69,60 +94,56 @@ def place(tmp_path):
     return path
 
 
-def timed(pool, texts):
-    pool.start()
-    began = time.monotonic()
-    done = results(pool, texts)
-    return done, time.monotonic() - began
-
-
-@pytest.mark.parametrize(("name", "concurrency"), [("waits", 32), ("in_threads", 8)])
-def test_n_samples_take_their_time_divided_by_the_concurrency(place, name, concurrency):
+@pytest.mark.parametrize(("name", "concurrency"), [("together", 32), ("together_in_threads", 8)])
+def test_as_many_samples_are_under_way_as_the_concurrency(place, name, concurrency):
     texts = ["x" * n for n in range(64)]
     with pool_of(f"{place}:{name}") as pool:
-        done, took_s = timed(pool, texts)
+        done = results(pool, texts)
         assert len(pool._workers) == 1
-    assert [r.value for r in done] == [float(n) for n in range(64)]
-    ideal_s = 64 * 0.2 / concurrency
-    assert ideal_s * 0.95 < took_s < ideal_s + 2, took_s  # one by one: 12.8 s
+    assert [r.value for r in done] == [float(n) for n in range(64)], done
+    assert max(r.metrics["peak"] for r in done) == concurrency
 
 
 @pytest.mark.parametrize(("name", "bad", "failure", "words"), [
-    ("waits", "hang", "timeout", "no result within 1.5 s"), ("waits", "raise", "error", "lost"),
+    ("waits", "hang", "timeout", "no result within 4 s"), ("waits", "raise", "error", "lost"),
     ("waits", "sysexit", "error", "SystemExit"), ("waits", "blocks", "timeout", "no result"),
-    ("in_threads", "hang", "timeout", "no result within 1.5 s"),
+    ("in_threads", "hang", "timeout", "no result within 4 s"),
     ("in_threads", "exit", "error", "exit code 7"),
     ("in_threads", "regex", "timeout", "no result"),
 ])
 def test_a_failing_sample_costs_only_itself_whoever_was_under_way(
         place, name, bad, failure, words):
     texts = [bad if n == 4 else "x" * n for n in range(12)]
-    with pool_of(f"{place}:{name}", timeout_s=1.5) as pool:
-        done, took_s = timed(pool, texts)
+    with pool_of(f"{place}:{name}", timeout_s=4.0) as pool:
+        done = results(pool, texts)
     assert [r.failure for r in done] == [failure if n == 4 else None for n in range(12)], done
     assert [r.value for r in done] == [None if n == 4 else float(n) for n in range(12)]
-    assert words in done[4].message and took_s < 12
+    assert words in done[4].message
 
 
-def test_every_call_that_hangs_is_a_timeout_and_they_pass_at_once(place):
-    with pool_of(f"{place}:waits", timeout_s=1.0) as pool:
+def test_every_call_that_hangs_is_a_timeout_and_they_pass_at_once(place, monkeypatch):
+    monkeypatch.setattr(jobs, "_SILENT_S", 20.0)  # a busy machine may keep the worker waiting
+    with pool_of(f"{place}:waits", timeout_s=4.0) as pool:
         pool.start()
-        worker = pool._workers[0].process.pid
-        done, took_s = timed(pool, ["hang"] * 20 + ["pid"] * 4)
+        worker, began = pool._workers[0].process.pid, time.monotonic()
+        done = results(pool, ["hang"] * 20 + ["pid"] * 4)
+        took_s = time.monotonic() - began
     assert [r.failure for r in done] == ["timeout"] * 20 + [None] * 4
-    assert all(1.0 <= r.seconds < 2.5 for r in done[:20])
-    assert took_s < 4 and {r.value for r in done[20:]} == {float(worker)}  # nothing was killed
+    assert all(r.seconds >= 4.0 for r in done[:20])
+    assert took_s < 40  # one by one: 80 s
+    assert {r.value for r in done[20:]} == {float(worker)}  # nothing was killed
 
 
 def test_functions_that_allow_one_at_a_time_get_that_beside_others(place):
-    with pool_of(f"{place}:one_at_a_time", f"{place}:waits", f"{place}:in_threads",
+    with pool_of(f"{place}:one_at_a_time", f"{place}:waits", f"{place}:together_in_threads",
                  weights=(1.0, 1.0, 0.0)) as pool:
-        done, took_s = timed(pool, ["x" * n for n in range(24)])
+        done = results(pool, ["x" * n for n in range(24)])
     assert [r.value for r in done] == [100.0 + n for n in range(24)]
     assert {r.metrics["one_at_a_time/most"] for r in done} == {1.0}
-    assert done[3].parts == {"one_at_a_time": 100.0, "waits": 3.0, "in_threads": 3.0}
-    assert done[3].extras == {"in_threads/pred": "xxx"}
-    assert took_s < 24 * 0.4 / 8 + 3  # as many as the one that allows least; one by one: 9.8 s
+    assert done[3].parts == {"one_at_a_time": 100.0, "waits": 3.0, "together_in_threads": 3.0}
+    assert done[3].extras == {"together_in_threads/pred": "xxx"}
+    # As many as the one that allows least.
+    assert max(r.metrics["together_in_threads/peak"] for r in done) == 8
 
 
 def test_a_concurrency_that_is_no_number_is_refused(place):
@@ -135,15 +156,15 @@ def test_a_concurrency_that_is_no_number_is_refused(place):
 # ------------------------------------------------------------------ a judge
 
 
-def slow(text, *, seconds, seen):
-    """Answer after a while, noting how many requests are under way."""
-    lock = threading.Lock()
+def together(text, *, count, seen):
+    """Answer when so many requests are under way, noting how many were at most."""
+    lock, all_of_us = threading.Lock(), threading.Barrier(count)
 
     def reply(body):
         with lock:
             seen["now"] = seen.get("now", 0) + 1
             seen["most"] = max(seen.get("most", 0), seen["now"])
-        time.sleep(seconds)
+        all_of_us.wait(200)
         with lock:
             seen["now"] -= 1
         return says(text)
@@ -153,15 +174,15 @@ def slow(text, *, seconds, seen):
 
 def test_a_worker_has_so_many_requests_under_way_as_the_judge_says(serve, tmp_path):  # noqa: F811
     seen: dict = {}
-    server = serve(slow("Score: 8", seconds=0.25, seen=seen))
+    server = serve(together("Score: 8", count=8, seen=seen))
     (tmp_path / "mine.py").write_text(
         "from spmdrl.rewards.judge import judge\n"
-        f"score = judge(url={server.url!r}, model='m', concurrency=8)\n")
-    with pool_of(f"{tmp_path}/mine.py:score") as pool:
-        done, took_s = timed(pool, [str(n) for n in range(48)])
+        f"score = judge(url={server.url!r}, model='m', concurrency=8, timeout_s=100, "
+        "total_s=100)\n")
+    with pool_of(f"{tmp_path}/mine.py:score", timeout_s=100.0) as pool:
+        done = results(pool, [str(n) for n in range(48)])
     assert {r.value for r in done} == {0.8} and len(server.asked) == 48
     assert seen["most"] == 8
-    assert 48 * 0.25 / 8 <= took_s < 48 * 0.25 / 8 + 2, took_s  # one by one: 12 s
 
 
 def ask_at_once(reward, texts):
@@ -182,13 +203,15 @@ def ask_at_once(reward, texts):
 
 def test_rate_limit_and_cache_hold_for_all_threads_together(serve, tmp_path):  # noqa: F811
     server = serve(says("Score: 5"))
-    limited = judge(url=server.url, model="m", requests_per_s=20)
+    patient = {"timeout_s": 100, "total_s": 100}
+    limited = judge(url=server.url, model="m", requests_per_s=20, **patient)
+    began = time.monotonic()
     assert ask_at_once(limited, [str(n) for n in range(12)]) == [0.5] * 12
-    times = sorted(asked[3] for asked in server.asked)
-    assert len(times) == 12 and times[-1] - times[0] >= 11 / 20 - 0.05
+    # Not from the first request's arrival, which may have been late.
+    times = [asked[3] - began for asked in server.asked]
+    assert len(times) == 12 and max(times) >= 11 / 20
     for cache in ("memory", str(tmp_path / "kept.sqlite")):
-        seen: dict = {}
-        server = serve(slow("Score: 5", seconds=0.2, seen=seen))
-        kept = judge(url=server.url, model="m", cache=cache)
+        server = serve(lambda body: time.sleep(0.2) or says("Score: 5"))
+        kept = judge(url=server.url, model="m", cache=cache, **patient)
         assert ask_at_once(kept, ["a"] * 6 + ["b"] * 6) == [0.5] * 12
         assert len(server.asked) == 2, "equal requests are asked once"

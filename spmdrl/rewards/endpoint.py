@@ -137,7 +137,10 @@ class Endpoint:
                 if error.code not in _RETRIED:
                     raise EndpointError(f"{self.url}: {failure}") from None
             except (OSError, http.client.HTTPException) as error:
-                failure, after = f"{type(error).__name__}: {error}", None
+                said, after = f"{type(error).__name__}: {error}", None
+                # A try that ended for want of time says less than what came before it.
+                is_cut = attempt > 0 and time.monotonic() >= end
+                failure = f"{failure}; then {said}" if is_cut else said
             except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
                 failure, after = f"unusable reply: {type(error).__name__}: {error}", None
             wait_s = self._backoff(attempt, after)
