@@ -6,6 +6,8 @@ import dataclasses
 import re
 import shutil
 import time
+from collections.abc import Callable
+from datetime import timedelta
 
 import pytest
 import torch
@@ -51,7 +53,8 @@ def responses(rollouts) -> dict[tuple[int, int], tuple[list[int], list[int]]]:
 
 
 def shared_out(cfg: Config) -> dict:
-    """Sample under each balance, replica 0 slowly; save unfinished work and go on from it."""
+    """Sample under each balance, replica 0 slowly where that matters (`_paced`); save unfinished
+    work and go on from it."""
     from spmdrl.data.prompts import load_tokenizer
     from spmdrl.engine import make_engine
     from spmdrl.rollout.source import make_source
@@ -60,16 +63,11 @@ def shared_out(cfg: Config) -> dict:
     world = World.start(cfg)
     engine, tokenizer = make_engine(cfg, world), load_tokenizer(cfg)
     step, found = engine.step, {}
-
-    def slow_step():
-        time.sleep(0.02 if world.rank == 0 else 0.0)
-        return step()
-
-    engine.step = slow_step
     for balance in ("even", "length", "steal"):
         source = make_source(_with(cfg, balance=balance), world, tokenizer=tokenizer)
         engine.weights_changed(0)
         dist.barrier(group=world.control)
+        engine.step = _paced(step, engine, world, balance)
         source.generate(engine, until=0)
         found[balance] = source.take(0)
         source.close()
@@ -77,7 +75,10 @@ def shared_out(cfg: Config) -> dict:
     over = _with(cfg, over_sample=2.0)
     source = make_source(over, world, tokenizer=tokenizer)
     dist.barrier(group=world.control)
+    engine.step = _paced(step, engine, world, "over")
     source.generate(engine, until=0)
+    world.store.set(f"over/left by {world.rank}", "")
+    engine.step = step
     dist.barrier(group=world.control)
     found["over"], found["state"] = source.take(0), source.state_dict()
     source.close()
@@ -90,6 +91,36 @@ def shared_out(cfg: Config) -> dict:
     engine.close()
     world.close()
     return found
+
+
+def _paced(step: Callable, engine, world, balance: str) -> Callable:
+    """Return the engine's step, with pauses of replica 0 that no machine's pace can undo.
+
+    steal: both begin a group, then replica 1 draws four before replica 0 goes on.
+    over: replica 0 draws a group and the beginning of another; then replica 1 closes the step.
+    """
+    store, num_drawn = world.store, 0
+
+    def await_(key: str) -> None:
+        store.wait([key], timedelta(seconds=200))
+
+    def paced() -> list:
+        nonlocal num_drawn
+        if balance == "steal":
+            store.set(f"steal/begun by {world.rank}", "")
+            await_("steal/begun by 0" if world.rank else "steal/four groups")
+        elif world.rank:
+            await_("over/halfway")
+        elif num_drawn >= 2 and any(len(c.tokens) > 1 for c in engine.unfinished()):
+            store.set("over/halfway", "")
+            await_("over/left by 1")
+        completions = step()
+        num_drawn += len(completions)
+        if balance == "steal" and world.rank and num_drawn >= 8:
+            store.set("steal/four groups", "")
+        return completions
+
+    return paced if balance in ("steal", "over") else step
 
 
 def _forget(world) -> None:
@@ -164,7 +195,6 @@ def test_replicas_share_out_prompts_and_their_number_changes_no_token(replicas):
         if balance != "steal":
             assert len(one) == len(two) == 6
     assert {g for g, _ in responses(first["even"])} == {0, 2, 4}
-    # The slow replica draws 50 tokens a second for each place, the other hundreds.
     assert 0 < len(first["steal"]) < len(second["steal"])
 
 
@@ -242,7 +272,7 @@ import time
 from spmdrl.environments.protocol import Turn
 
 def slow(completions, **row):
-    time.sleep(0.4)
+    time.sleep(2.5)
     return [1.0 for _ in completions]
 
 def fast(completions, **row):
@@ -259,7 +289,7 @@ class Env:
         return Turn([] if done else [{"role": "user", "content": "on"}], is_done=done)
 
 class Slow(Env):
-    wait = 0.4
+    wait = 2.5
 
 class Long(Env):
     def reset(self, row):
@@ -286,7 +316,7 @@ def idle_by_cause(cases: dict[str, Config]) -> dict[str, dict[str, float]]:
                 is_long = long and sequence.request.key.startswith("train-0-0-")
                 sequence.request = dataclasses.replace(
                     sequence.request, stop_token_ids=(), max_tokens=24 if is_long else 3)
-            time.sleep(0.01)
+            time.sleep(0.12)
             return step()
 
         engine.step = uneven_step
@@ -326,14 +356,14 @@ def test_a_slow_reward_a_slow_environment_and_a_long_response_are_told_apart(mod
         assert sum(own.values()) == pytest.approx(causes["all"])
         assert causes["all"] <= causes["generate"] * (1 + 1e-6)  # no step came before
         assert max(own, key=own.get) == name, found
-    # Four rewards, or answers, of 0.4 s on four workers. Its token limit ends each response, so an
+    # Four rewards, or answers, of 2.5 s on four workers. Its token limit ends each response, so an
     # episode has one turn.
-    assert 0.4 <= found["reward"]["reward"]
-    assert 0.4 <= found["environment"]["environment"]
+    assert 1.5 <= found["reward"]["reward"]
+    assert 1.5 <= found["environment"]["environment"]
     assert found["tail"]["environment"] == found["reward"]["environment"] == 0
-    assert found["environment"]["reward"] < 0.2
-    # 21 steps of 10 ms and more in which two of four places are empty.
-    assert 0.1 <= found["tail"]["tail"]
+    assert found["environment"]["reward"] < 2.0
+    # 21 steps of 120 ms and more in which two of four places are empty.
+    assert 1.2 <= found["tail"]["tail"]
     assert found["tail"]["reward"] < found["tail"]["tail"]
 
 
