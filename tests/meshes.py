@@ -22,7 +22,7 @@ EXPERT_MESHES = {  # and ep, of dp_shard * cp * tp
     "replicate2 tp2 ep2": (2, 1, 1, 2, 2),
 }
 ALONE = Layout(placement="split", world_size=TRAINERS, trainer_ranks=1, device="cpu",
-               startup_timeout_s=150, wait_timeout_s=90)
+               startup_timeout_s=300, wait_timeout_s=200)
 """One of the same ranks trains, and nothing else happens."""
 
 
@@ -32,7 +32,7 @@ def layout_of(mesh: str, *, inference_tp: int = 0) -> Layout:
     return Layout(placement="split" if inference_tp else "offline",
                   world_size=TRAINERS + inference_tp, trainer_ranks=TRAINERS,
                   inference_tp=max(1, inference_tp), dp_replicate=replicate, cp=cp, tp=tp, ep=ep,
-                  device="cpu", startup_timeout_s=150, wait_timeout_s=90)
+                  device="cpu", startup_timeout_s=300, wait_timeout_s=200)
 
 
 def world_under(base: Any, cfg: Config) -> Any:

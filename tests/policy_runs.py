@@ -26,7 +26,7 @@ def config(
     return Config(
         output_dir=str(out), steps=10,
         layout=Layout(placement="offline", world_size=world_size, dp_replicate=dp_replicate,
-                      cp=cp, tp=tp, device="cpu", startup_timeout_s=90, wait_timeout_s=60),
+                      cp=cp, tp=tp, device="cpu", startup_timeout_s=300, wait_timeout_s=200),
         model=Model(path=str(path), **(
             {"compute_dtype": "float32", "memory": {"head_chunk_tokens": 7}} | (model or {}))),
         batch=BatchConfig(tokens_per_microbatch=64, updates_per_step=updates),

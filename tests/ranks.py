@@ -73,12 +73,19 @@ def _return(target: Callable, args: tuple, results: Any, rank: int) -> None:
         os._exit(0)  # leftover group threads of a failed rank must not keep the process
 
 
-def run_ranks(world_size: int, target: Callable, *args: Any, timeout_s: float = 120.0) -> list[Any]:
+def _killed(processes: list[Any]) -> str:
+    # A rank that raises ends with status 0.
+    found = [r for r, p in enumerate(processes) if p.exitcode]
+    return f"ranks {found} died without a result" if found else ""
+
+
+def run_ranks(world_size: int, target: Callable, *args: Any, timeout_s: float = 600.0) -> list[Any]:
     """Run `target(*args)` (module-level, picklable) in `world_size` fresh processes.
 
     The target starts torch.distributed itself (env:// variables are set) and returns a
     picklable value. Returns the values in rank order. Raises AssertionError with the rank's
-    traceback when one fails, or when the deadline passes; all processes are gone either way.
+    traceback when one fails, or when the deadline passes, and naming those that died without a
+    word, whatever their peers said of it before; all processes are gone either way.
     """
     results, port = multiprocessing.get_context("forkserver").Queue(), free_port()
     processes = [
@@ -99,7 +106,7 @@ def run_ranks(world_size: int, target: Callable, *args: Any, timeout_s: float = 
                     time.sleep(0.5)
                     assert not results.empty(), f"ranks {lost} died without a result"
                 continue
-            assert error is None, f"rank {rank} failed:\n{error}"
+            assert error is None, f"rank {rank} failed:\n{error}{_killed(processes)}"
             values[rank] = value
         return [pickle.loads(values[r]) for r in range(world_size)]
     finally:

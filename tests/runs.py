@@ -104,7 +104,7 @@ def finish(run: Run, *, timeout_s: float) -> Finished:
         kill_all(run)
 
 
-def run(config: str, world_size: int, *, by: Callable[..., Run] = start, timeout_s: float = 180,
+def run(config: str, world_size: int, *, by: Callable[..., Run] = start, timeout_s: float = 400,
         status: int = 0, **flags: Any) -> Finished:
     """Run to the end and check the exit status (0: success, else just failure)."""
     finished = finish(by(config, world_size, **flags), timeout_s=timeout_s)
@@ -133,16 +133,24 @@ def kill_all(run: Run) -> None:
 def metrics(folder: Path) -> list[dict]:
     """Return the rows of a run's metrics.jsonl that report a training step."""
     path = Path(folder) / "metrics.jsonl"
-    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    text = path.read_text() if path.exists() else ""
+    rows = map(json.loads, text.rpartition("\n")[0].splitlines())  # whole lines: it may be written
     return [row for row in rows if "policy/loss" in row]
 
 
 def wait_for_step(run: Run, folder: Path, step: int, *, timeout_s: float) -> None:
     """Return when metrics.jsonl has a row of `step`; fail when the run ends before."""
+    wait_for(run, lambda: any(row["step"] >= step for row in metrics(folder)),
+             f"step {step} not reached", timeout_s=timeout_s)
+
+
+def wait_for(run: Run, condition: Callable[[], bool], otherwise: str, *,
+             timeout_s: float) -> None:
+    """Return when a condition holds; fail when the run ends before."""
     deadline = time.monotonic() + timeout_s
-    while not any(row["step"] >= step for row in metrics(folder)):
+    while not condition():
         assert run.poll() is None, f"ended early:\n{read(run)[-6000:]}"
-        assert time.monotonic() < deadline, f"step {step} not reached in {timeout_s} s"
+        assert time.monotonic() < deadline, f"{otherwise} in {timeout_s} s"
         time.sleep(0.1)
 
 

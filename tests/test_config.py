@@ -247,7 +247,7 @@ def test_options_of_the_engine_are_names_of_vllm_that_are_not_set_here():
 def test_importing_the_config_is_light():
     code = ("import sys, spmdrl.config; bad = [m for m in ('torch.distributed', 'torch', 'vllm') "
             "if m in sys.modules]; sys.exit(str(bad) if bad else 0)")
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
 
 
 def test_an_old_logprob_pass_is_made_only_for_methods_that_need_one():

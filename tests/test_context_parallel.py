@@ -331,7 +331,7 @@ def test_a_model_that_does_not_fit_is_refused_before_any_group_exists(tiny_model
         [sys.executable, "train.py", "--config", "configs/demo_sft.yaml", "--output-dir",
          str(tmp_path), "--model.path", str(tiny_model), "--layout.world-size", "4",
          "--layout.cp", "4", "--model.kernels", "{context: ulysses}"],
-        cwd=root, env=os.environ | launch_env(0, 4, 1), capture_output=True, text=True, timeout=60)
+        cwd=root, env=os.environ | launch_env(0, 4, 1), capture_output=True, text=True, timeout=300)
     assert ended.returncode == 2, ended.stderr
     assert "layout.cp: 4 does not divide the 2 / tp 1 = 2 query heads" in ended.stderr
     assert f"model.path {tiny_model}" in ended.stderr

@@ -132,7 +132,7 @@ def test_impossible_shapes_are_refused_before_writing(
 def test_command_line_makes_a_tied_model_with_a_template(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "spmdrl.create_model", str(tmp_path / "m"), "--layers", "1",
                "--architecture", "qwen2", "--tied", "True", "--chat-template"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert json.loads((tmp_path / "m" / "config.json").read_text())["tie_word_embeddings"]
     assert AutoTokenizer.from_pretrained(tmp_path / "m").chat_template

@@ -213,9 +213,9 @@ def test_three_steps_without_vllm_while_another_rank_trains(schedule, model, tmp
     cfg = _run_config(
         model, tmp_path / "run", steps=3, lag=1, evaluate=config.Evaluate(every_steps=2),
         rollout=config.Rollout(schedule=schedule),
-        layout=config.Layout(world_size=2, device="cpu", wait_timeout_s=60))
+        layout=config.Layout(world_size=2, device="cpu", wait_timeout_s=200))
     assert config.validate(cfg) == []
-    run_ranks(2, _train, cfg, timeout_s=100)
+    run_ranks(2, _train, cfg)
     rows = _rows(tmp_path / "run")
     steps = [row for row in rows if "policy/loss" in row]
     assert [row["step"] for row in steps] == [0, 1, 2]
@@ -230,7 +230,7 @@ def test_a_run_that_both_trains_and_generates_resumes_to_the_same_end(model, tmp
         return _run_config(model, tmp_path / out, steps=steps, layout=config.Layout(
             placement="colocated", world_size=1, device="cpu"))
 
-    run_ranks(1, _train, cfg("whole", 3), cfg("parts", 2), cfg("parts", 3), timeout_s=100)
+    run_ranks(1, _train, cfg("whole", 3), cfg("parts", 2), cfg("parts", 3))
     whole, parts = ([row for row in _rows(tmp_path / out) if "policy/loss" in row]
                     for out in ("whole", "parts"))
     for one, other in zip(whole, parts, strict=True):

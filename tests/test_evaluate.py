@@ -169,7 +169,7 @@ def run(tmp_path_factory) -> Path:
 def _evaluated(launcher: list[str], *arguments: str) -> tuple[dict, str]:
     out = arguments[arguments.index("--out") + 1]
     done = subprocess.run([sys.executable, *launcher, "-m", "spmdrl.evaluate", *arguments],
-                          cwd=ROOT, text=True, timeout=200, capture_output=True)
+                          cwd=ROOT, text=True, timeout=300, capture_output=True)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return json.loads(Path(out).read_text()), done.stdout
 

@@ -72,7 +72,7 @@ def test_a_push_from_every_mesh_is_bit_equal(family, inference_tp, tmp_path):
     dtype = "bfloat16" if inference_tp == 1 else "float32"
     cfgs = {mesh: make_config(folder, layout=layout_of(mesh, inference_tp=inference_tp),
                               dtype=dtype) for mesh in meshes}
-    results = run_ranks(TRAINERS + inference_tp, push_from_each, cfgs, timeout_s=400)
+    results = run_ranks(TRAINERS + inference_tp, push_from_each, cfgs)
     for rank, of_meshes in enumerate(results):
         for mesh, found in of_meshes.items():
             where = f"rank {rank}, {mesh}"
@@ -140,7 +140,7 @@ def test_a_checkpoint_goes_through_every_mesh_unchanged(kind, tmp_path):
     base = config(folder, tmp_path / "out", **options)
     cfgs = {mesh: replace(base, steps=100, layout=layout_of(mesh),
                           checkpoint=Checkpoint(every_steps=1)) for mesh in meshes}
-    for rank, states in enumerate(run_ranks(TRAINERS, relay, cfgs, timeout_s=240)):
+    for rank, states in enumerate(run_ranks(TRAINERS, relay, cfgs)):
         for mesh, state in zip(meshes, states):
             assert state.keys() == states[0].keys()
             assert [n for n in state if not torch.equal(state[n], states[0][n])] == [], (

@@ -22,8 +22,8 @@ def config(layout: Layout, **batch: int) -> Config:
 
 
 def lay(placement: str, world_size: int, **sizes: int) -> Layout:
-    return Layout(placement=placement, world_size=world_size, device="cpu", wait_timeout_s=60,
-                  startup_timeout_s=60, **sizes)
+    return Layout(placement=placement, world_size=world_size, device="cpu", wait_timeout_s=200,
+                  startup_timeout_s=300, **sizes)
 
 
 def sequence(group: int, sample: int) -> dict:

@@ -121,7 +121,7 @@ def test_vllm_answers_as_transformers_does_from_an_export(run, tmp_path):
     env = dict(os.environ, VLLM_ENABLE_V1_MULTIPROCESSING="0", TORCHDYNAMO_DISABLE="1",
                OMP_NUM_THREADS="1")
     done = subprocess.run([sys.executable, "-c", program, str(out)], capture_output=True,
-                          text=True, timeout=200, check=False, env=env)
+                          text=True, timeout=300, check=False, env=env)
     assert done.returncode == 0, done.stderr[-3000:]
     answered = re.search(r"^TOKENS (.*)$", done.stdout, re.MULTILINE)[1].split()
     tokens = AutoTokenizer.from_pretrained(out)("12+34=", return_tensors="pt")
@@ -140,7 +140,7 @@ def test_the_two_commands_export_a_run_and_ask_the_folder(run, tmp_path):
          "--max-response-tokens", "4"],
     ):
         done = subprocess.run([sys.executable, "-m", *command], capture_output=True, text=True,
-                              timeout=120, check=False)
+                              timeout=300, check=False)
         assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert len(lines) == 4 and re.match(r"\d\d\+\d\d=  ->  .*\(reward 0; right: \d+\)", lines[0])

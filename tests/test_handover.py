@@ -27,7 +27,7 @@ def _config(where: Path, *, world_size: int = 1, cache_gib: float = 0.02, **engi
     return Config(
         output_dir=str(where / "run"), steps=10,
         layout=config.Layout(placement="colocated", world_size=world_size, device="cpu",
-                             startup_timeout_s=90, wait_timeout_s=60),
+                             startup_timeout_s=300, wait_timeout_s=200),
         model=config.Model(path=str(model), compute_dtype="float32"),
         data=config.Data(max_prompt_tokens=16), sampling=config.Sampling(max_response_tokens=16),
         batch=config.Batch(tokens_per_microbatch=64),

@@ -113,7 +113,7 @@ def test_engines_compute_with_adapters_of_their_own_bit_for_bit(case, tmp_path):
                           intermediate=96)
     cfg = make_config(folder, layout=layout, dtype=dtype)
     cfg = replace(cfg, model=replace(cfg.model, lora=LORA | {"push": "adapter"}))
-    results = run_ranks(layout.world_size, _push, cfg, timeout_s=300)
+    results = run_ranks(layout.world_size, _push, cfg)
     limit = 1e-4 if dtype == "float32" else 0.05
     item = 4 if dtype == "float32" else 2
     q, kv, out = 128 + 128, 128 + 64, 128 + 96
@@ -141,7 +141,7 @@ def test_what_engines_sample_is_what_trainers_score(targets, tmp_path):
     cfg = make_config(folder, layout=Layout(placement="colocated", world_size=1), dtype="float32")
     cfg = replace(cfg, model=replace(cfg.model, lora=LORA | {"push": "adapter",
                                                              "targets": targets}))
-    of = run_ranks(1, _sample, cfg, timeout_s=300)[0]
+    of = run_ranks(1, _sample, cfg)[0]
     assert of["gap"] < 1e-3 and of["sampled"] == 8 and of["moved"] > 0.05, of
 
 
@@ -183,7 +183,7 @@ def test_engines_get_experts_with_their_adapters_merged_in(tmp_path):
     layout = Layout(world_size=3, trainer_ranks=2, ep=2)
     cfg = make_config(folder, layout=layout, dtype="float32")
     cfg = replace(cfg, model=replace(cfg.model, lora=LORA))
-    for rank, result in enumerate(run_ranks(3, _push, cfg, timeout_s=300)):
+    for rank, result in enumerate(run_ranks(3, _push, cfg)):
         assert result["mode"] == "traced" and result["differing"] == [], f"rank {rank}"
         for probe in result["probes"]:
             gap, count = probe["sync/probe_gap"]

@@ -114,7 +114,7 @@ def _config(where: Path, name: str, settings: dict[str, Any]) -> Config:
     return Config(
         output_dir=str(where / "runs" / name.replace(" ", "_")), steps=STEPS, lag=lag,
         layout=config.Layout(placement="colocated" if is_rl else "offline", world_size=1,
-                             device="cpu", startup_timeout_s=90, wait_timeout_s=60),
+                             device="cpu", startup_timeout_s=300, wait_timeout_s=200),
         model=config.Model(path=str(where / "start"), teacher=str(where / "teacher"),
                            compute_dtype="float32", reference_options=reference),
         data=config.Data(train="task:addition" if is_rl else "task:addition_pairs", size=1000,
@@ -204,7 +204,7 @@ def ran(tmp_path_factory) -> tuple[Path, dict[str, str]]:
     configs = {name: _config(where, name, settings) for name, settings in METHODS.items()}
     problems = {name: found for name, cfg in configs.items() if (found := config.validate(cfg))}
     assert not problems
-    (failures,) = run_ranks(1, _run_all, configs, timeout_s=280)
+    (failures,) = run_ranks(1, _run_all, configs)
     return where, failures
 
 

@@ -67,7 +67,7 @@ def test_engines_hold_the_trainers_experts_and_agree_on_logprobs(case, tmp_path)
     sizes = {"hidden_size": 128, "intermediate": 48} if kind == "vllm" else {}
     folder = make_moe(tmp_path, family, **sizes)
     cfg = make_config(folder, layout=layout, dtype=dtype, kind=kind)
-    results = run_ranks(layout.world_size, push_and_compare, cfg, timeout_s=300)
+    results = run_ranks(layout.world_size, push_and_compare, cfg)
     limit = 1e-4 if dtype == "float32" else 0.1
     for rank, result in enumerate(results):
         assert result["mode"] == "traced" and result["differing"] == [], f"rank {rank}"

@@ -89,7 +89,7 @@ def test_a_forward_pass_keeps_what_the_plan_says(tmp_path):
              for family in FAMILIES for dtype, recomputes, lengths in (
                  ("bfloat16", False, [120, 90, 33, 20, 7]), ("float32", False, [20, 19, 18, 17]),
                  ("bfloat16", True, [100, 90, 80]))]
-    measured = run_ranks(1, saved_by_family, folders, str(tmp_path), cases, timeout_s=240)[0]
+    measured = run_ranks(1, saved_by_family, folders, str(tmp_path), cases)[0]
     for (family, dtype, recomputes, lengths), found in zip(cases, measured):
         kernels = Kernels(compute_bytes=4 if dtype == "float32" else 2, is_padded=True,
                           has_liger=False, recomputes=recomputes)

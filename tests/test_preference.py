@@ -46,7 +46,7 @@ def config(
         output_dir=str(out), steps=10, model=Model(
             path=str(model), compute_dtype="float32", memory={"head_chunk_tokens": 7}),
         layout=Layout(placement="offline", world_size=world_size, tp=tp, device="cpu",
-                      startup_timeout_s=90, wait_timeout_s=60),
+                      startup_timeout_s=300, wait_timeout_s=200),
         data=Data(train=str(train), size=64, max_prompt_tokens=16),
         batch=Batch(prompts_per_step=rows, tokens_per_microbatch=budget),
         sampling=Sampling(max_response_tokens=16),

@@ -74,7 +74,7 @@ def test_an_fp8_engine_holds_after_a_push_what_a_fresh_one_makes_of_the_weights(
             (pushed / file.name).write_text(file.read_text())
     assert json.loads((pushed / "config.json").read_text())["model_type"] == "qwen3"
     cfg = _config(folder, limit=0.3, inference_tp=inference_tp)
-    after = run_ranks(cfg.layout.world_size, _push, cfg, str(pushed), timeout_s=240)
+    after = run_ranks(cfg.layout.world_size, _push, cfg, str(pushed))
     fresh = run_ranks(cfg.layout.world_size, _push, replace(
         cfg, model=replace(cfg.model, path=str(pushed))), None, timeout_s=240)
     for rank, (own, right) in enumerate(zip(after, fresh)):

@@ -141,7 +141,7 @@ def test_engines_record_the_experts_of_every_token_but_the_last(case, tmp_path):
     folder = make_moe(tmp_path, family, **(SIZES if kind == "vllm" else {}))
     options = {"block_size": 32} if kind == "vllm" else {}
     cfg = engine_config(folder, kind=kind, tp=tp, options=options)
-    results = run_ranks(tp, recorded, cfg, timeout_s=300)
+    results = run_ranks(tp, recorded, cfg)
     layers = 1 if family == "deepseek_v3" else LAYERS
     for result in results:  # every tensor-parallel rank sees the same
         assert len(result["rows"]) == len(PROMPTS) + 8
@@ -166,7 +166,7 @@ def gaps_of(folder: Path) -> dict[str, Any]:
 def test_replay_closes_the_gap_that_other_experts_open(tmp_path):
     folder = make_moe(tmp_path, "qwen3_moe", hidden_size=128, intermediate=96, layers=4,
                       moe_experts=32)
-    (found,) = run_ranks(1, gaps_of, folder, timeout_s=250)
+    (found,) = run_ranks(1, gaps_of, folder)
     own, replayed = found["float32"]["own choice"], found["float32"]["replayed"]
     assert found["tokens"] > 300 and found["float32"]["disagreement"] > 0.003
     assert replayed["mean"] < 0.5 * own["mean"], found
@@ -200,6 +200,6 @@ def test_a_sequence_that_vllm_preempts_keeps_its_routes(tmp_path):
     folder = make_moe(tmp_path, "qwen3_moe", **SIZES)
     cfg = engine_config(folder, kind="vllm", options={
         "num_gpu_blocks_override": 8, "block_size": 32})
-    (found,) = run_ranks(1, crowded, cfg, timeout_s=200)
+    (found,) = run_ranks(1, crowded, cfg)
     assert found["preempted"] > 0
     assert differing(folder, found["rows"], margin=1e-4) == []

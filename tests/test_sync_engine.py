@@ -23,7 +23,7 @@ def make_config(folder: Path, *, layout: Layout, dtype: str = "bfloat16", kind: 
                 stream: Stream | None = None) -> Config:
     """Return a config of a small world on this machine."""
     return Config(
-        layout=replace(layout, device="cpu", wait_timeout_s=90, startup_timeout_s=150),
+        layout=replace(layout, device="cpu", wait_timeout_s=200, startup_timeout_s=300),
         model=Model(path=str(folder), compute_dtype="float32"),
         data=Data(train="task:addition", size=8, max_prompt_tokens=32),
         sampling=Sampling(max_response_tokens=32),
@@ -202,8 +202,7 @@ def test_engines_hold_the_trainers_weights_bit_for_bit_after_each_push(case, tmp
     also_reload = case == "split_2_2_tp2"
     kind = "transformers" if case.startswith("transformers") else "vllm"
     results = run_ranks(layout.world_size, push_and_compare,
-                        make_config(folder, layout=layout, dtype=dtype, kind=kind), also_reload,
-                        timeout_s=300)
+                        make_config(folder, layout=layout, dtype=dtype, kind=kind), also_reload)
     is_colocated = layout.placement == "colocated"
     engines = results[0 if is_colocated else layout.trainer_ranks:]
     for rank, result in enumerate(results):
@@ -294,7 +293,7 @@ def test_weights_that_vllm_repacks_are_refused_by_name_and_never_written_in_plac
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     cfg = make_config(tmp_path, layout=Layout(world_size=2, trainer_ranks=1), dtype="float32")
-    for refusals in run_ranks(2, stream_refusals, cfg, timeout_s=240):
+    for refusals in run_ranks(2, stream_refusals, cfg):
         assert "stream.mode is traced" in refusals["traced"]
         failing = refusals.pop("failing")
         assert "reload of the weights that it already holds fails" in failing

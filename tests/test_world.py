@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 
 import pytest
 from ranks import free_port, launch_env, run_ranks
@@ -102,13 +101,14 @@ from spmdrl.world import World
 world = World.start(Config(layout=Layout(world_size=3, trainer_ranks=2, device="cpu",
                                          wait_timeout_s=4)))
 world.started()
-print("started", flush=True)
 fault = sys.argv[1]
 if world.rank == 2:
     with world.watch.phase("generate", 7):
+        dist.barrier(group=world.control)  # the others know where this rank is
         if fault == "stall":
-            time.sleep(60)
+            time.sleep(1000)
         os._exit(9)
+dist.barrier(group=world.control)
 try:
     with world.watch.wait("exchange", 7):
         dist.barrier(group=world.control)
@@ -125,7 +125,7 @@ def test_a_stalled_or_dead_rank_is_named_in_time(fault, says, tmp_path):
     root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     script = tmp_path / "waiter.py"
     script.write_text(WAITER.format(root=root))
-    port, began = free_port(), time.monotonic()
+    port = free_port()
     processes = [
         subprocess.Popen([sys.executable, str(script), fault], text=True,
                          env=os.environ | launch_env(rank, 3, port),
@@ -134,11 +134,10 @@ def test_a_stalled_or_dead_rank_is_named_in_time(fault, says, tmp_path):
     ]
     try:
         for rank, process in enumerate(processes[:2]):
-            _, err = process.communicate(timeout=60)
+            _, err = process.communicate(timeout=200)  # in time: rank 2 sleeps for 1000 s
             assert process.returncode in (1, 13), err
             assert f"rank {rank} waited" in err and "'exchange' at step 7" in err, err
             assert says in err and "'generate' at step 7" in err, err
-        assert time.monotonic() - began < 55
     finally:
         for process in processes:
             process.kill()
