@@ -138,14 +138,14 @@ def test_a_failed_greedy_reward_is_named_as_such_and_can_be_dropped():
 
 
 def test_a_hanging_reward_is_waited_for_once_not_once_per_sample(tmp_path):
-    (tmp_path / "r.py").write_text("import time\ndef f(completions, **row): time.sleep(100)\n")
-    rewards = config.Rewards(functions=(f"{tmp_path}/r.py:f",), timeout_s=0.5)
+    (tmp_path / "r.py").write_text("import time\ndef f(completions, **row): time.sleep(1000)\n")
+    rewards = config.Rewards(functions=(f"{tmp_path}/r.py:f",), timeout_s=3.0)
     with RewardPool(Config(rewards=rewards)) as pool:
         pool.start()
         began = time.monotonic()
-        with pytest.raises(RuntimeError, match="timeout after 0.5"):
+        with pytest.raises(RuntimeError, match="timeout after "):
             draw_all(pool, samples=16)
-        assert time.monotonic() - began < 8  # 32 samples: 16 s
+        assert time.monotonic() - began < 40  # 32 samples: 96 s
 
 
 def test_a_replica_without_one_good_reward_is_warned_about_once(caplog):
