@@ -249,19 +249,21 @@ def test_the_calculator_computes(expression, value):
     "1,000 +", "sqrt(-1)", "2**4000*2**4000", "lambda: 1", "max(*[1])", "f(x=1)",
 ])
 def test_the_calculator_refuses_at_once(expression):
-    began = time.perf_counter()
+    began = time.thread_time()
     with pytest.raises((ValueError, ArithmeticError, TypeError)):
         calculator(expression)
-    assert time.perf_counter() - began < 0.5
+    assert time.thread_time() - began < 0.5
 
 
-@settings(max_examples=300, deadline=500)
+@settings(max_examples=300, deadline=None)
 @given(st.text(alphabet="0123456789+-*/().%^, esqrtround", max_size=60))
 def test_no_expression_takes_long_or_raises_anything_else(expression):
+    began = time.thread_time()
     try:
         calculator(expression)
     except (ValueError, ArithmeticError, TypeError):
         pass
+    assert time.thread_time() - began < 0.5
 
 
 def test_bm25_scores_are_those_of_the_formula():
@@ -303,16 +305,16 @@ def test_programs_run_in_the_sandbox():
 
     if not protection().is_enough:
         pytest.skip(protection().text)
-    tool = make_tools({"python": {"timeout_s": 1.0}})["python"]
-    tool.prepare()
 
-    def run(code):
+    def run(code, *, timeout_s=30.0):
+        tool = make_tools({"python": {"timeout_s": timeout_s}})["python"]
+        tool.prepare()
         return tool.run(ToolCall("python", {"code": code}))[0]
 
     assert run("print(6 * 7)") == "42"
     assert run("x = 1") == "[no output]"
     assert run("print(1)\n1/0").startswith("1\nTraceback") and "ZeroDivisionError" in run("1/0")
-    assert run("print('a')\nwhile True: pass") == "[stopped after 1 s]"
+    assert run("print('a')\nwhile True: pass", timeout_s=1.0) == "[stopped after 1 s]"
     assert "Error" in run(f"open({__file__!r})")
 
 
