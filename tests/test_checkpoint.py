@@ -105,36 +105,34 @@ def test_the_policy_resumes_bit_equal_on_another_layout(tmp_path, tiny_model, on
 # ------------------------------------------------------------------ asynchrony
 
 
-def _mutates_after_save(cfg: Config) -> tuple[str, float, float]:
+def _mutates_after_save(cfg: Config) -> str:
     world, policy, source, checkpointer = start(cfg)
     policy.update()
     digest = policy.digest()
-    sync = os.fsync
+    sync, disk_is_free = os.fsync, threading.Event()
 
     def slow_sync(handle: int) -> None:
-        time.sleep(1.0)  # a slow disk
+        if not disk_is_free.wait(100):
+            raise OSError("the disk is not free before the save returns")
         sync(handle)
 
     os.fsync = slow_sync
-    began = time.monotonic()
     checkpointer.maybe_save(1, policy, source)
-    blocked_s = time.monotonic() - began
     policy.update(3)
     source.ahead[3]["tokens"].zero_()
     assert names(Path(cfg.output_dir)) == ["step_1.partial"], "complete before it was written"
+    disk_is_free.set()
     checkpointer.finish()
     os.fsync = sync
     world.close()
-    return digest, blocked_s, time.monotonic() - began
+    return digest
 
 
 def test_saving_does_not_block_and_later_updates_do_not_reach_the_file(tmp_path):
     layout = dict(world_size=3, trainers=2)
     results = run_ranks(3, _mutates_after_save, config(tmp_path, **layout))
-    for rank, (_, blocked_s, whole_s) in enumerate(results):
-        assert whole_s > 2.0 and blocked_s < 0.5 * whole_s, f"rank {rank}: {blocked_s}, {whole_s}"
     after = run_ranks(3, restored, config(tmp_path, **layout))
-    assert after[0][2] == after[1][2] == results[0][0]
+    assert after[0][2] == after[1][2] == results[0]
     states, step = after[0][3]
     assert step == 1 and states[0]["ahead"][3]["tokens"].tolist() == [20, 21, 22, 23, 24]
 
@@ -188,7 +186,7 @@ def _killed_at(cfg: Config, point: str) -> None:
     if point == "writing":
         threading.Thread(target=_die_when_written, daemon=True,
                          args=(Path(cfg.output_dir) / "checkpoints/step_2.partial", die)).start()
-        os.fsync = lambda handle: time.sleep(30)  # bytes are there, the disk is not done
+        os.fsync = lambda handle: time.sleep(1000)  # bytes are there, the disk is not done
     elif point == "manifest":
         disk.write_manifest = die
     elif point == "rename":
