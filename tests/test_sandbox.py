@@ -19,9 +19,9 @@ from spmdrl.sandbox import LaunchError, protection, run_python, ways
 from spmdrl.sandbox.process import Way, launch
 from spmdrl.sandbox.seccomp import seccomp_filter
 
-pytestmark = [pytest.mark.timeout(60),
+pytestmark = [pytest.mark.timeout(300),
               pytest.mark.skipif(not protection().is_enough, reason=protection().text)]
-SLACK_S = 15.0  # the machine may be busy; a program that escapes would sleep for 60
+SLACK_S = 40.0  # the machine may be busy; a program that escapes would sleep for 60
 
 
 # Inherited by all that a program starts, and seen from outside: whose process it is.
@@ -170,7 +170,7 @@ def test_endless_output_is_cut_while_it_is_read(stream):
 
 
 def test_output_before_the_deadline_is_kept():
-    got = run("print('early', flush=True)\nimport time; time.sleep(60)", timeout_s=1.0)
+    got = run("print('early', flush=True)\nimport time; time.sleep(60)", timeout_s=5.0)
     assert (got.status, got.stdout) == ("timeout", "early\n")
 
 
@@ -225,17 +225,23 @@ def test_a_flood_of_processes_stops_at_the_limit():
 
 def test_zombies_are_reaped():
     got = run("""
-        import os
+        import os, time
+        def fork():
+            while True:
+                try:
+                    return os.fork()
+                except BlockingIOError:  # the reaper may be slow
+                    time.sleep(0.01)
         for _ in range(150):
-            pid = os.fork()  # of children of its own, which it does not wait for, at most 4
+            pid = fork()
             if pid == 0:
-                if os.fork() == 0:
+                if fork() == 0:
                     os._exit(0)
                 os._exit(0)
             os.waitpid(pid, 0)
         print("done")
-    """, processes=16)
-    # Orphans that nobody reaps would reach the limit.
+    """, processes=16, timeout_s=30)
+    # Orphans that nobody reaps would reach the limit, and stay.
     assert (got.status, got.stdout) == ("ok", "done\n"), got
 
 
@@ -475,7 +481,7 @@ def test_each_way_that_works_here_keeps_what_it_says(name, way, tmp_path):
                     os._exit(0)
             print(open("mine").read(), os.listdir("."), flush=True)
             time.sleep(60)
-        """), way=way, timeout_s=2.0, files_mb=MARK_MB)
+        """), way=way, timeout_s=5.0, files_mb=MARK_MB)
         with pytest.raises(TimeoutError):
             server.accept()
     assert (got.status, got.stdout) == ("timeout", "x ['main.py', 'mine']\n") or (
@@ -508,7 +514,7 @@ def test_a_machine_that_permits_no_isolation_is_refused_unless_told():
     path = [str(Path(__file__).parent.parent), *sys.path]
     program = FORBIDDING.format(path=path, calls=[unshare, 444])  # and Landlock
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True,
-                          timeout=50)
+                          timeout=300)
     first, last = done.stdout.strip().rsplit("\n", 1)
     assert first.startswith("refused: this machine permits no isolation"), done
     for words in ("unshare: Operation not permitted", "max_user_namespaces", "SYS_ADMIN",
@@ -530,7 +536,7 @@ def test_programs_die_with_the_process_that_ran_them(body):
 
 
 def test_signals_for_the_whole_job_do_not_end_a_program():
-    parent = subprocess.Popen([sys.executable, "-c", launching("import time; time.sleep(1)")],
+    parent = subprocess.Popen([sys.executable, "-c", launching("import time; time.sleep(5)")],
                               stdout=subprocess.PIPE, text=True)
     assert wait_until(lambda: children(only_programs=True))
     launchers = set(children(parent.pid)) - set(children(only_programs=True))
@@ -538,10 +544,10 @@ def test_signals_for_the_whole_job_do_not_end_a_program():
     for pid in launchers:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
             os.kill(pid, number)
-    assert parent.communicate(timeout=40)[0] == "ok\n"
+    assert parent.communicate(timeout=200)[0] == "ok\n"
 
 
-def wait_until(condition, timeout_s=20.0):
+def wait_until(condition, timeout_s=100.0):
     deadline = time.monotonic() + timeout_s
     while not (value := condition()) and time.monotonic() < deadline:
         time.sleep(0.02)
