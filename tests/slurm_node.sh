@@ -10,10 +10,17 @@ export SLURM_CONF=$folder/slurm.conf
 
 free_ports() {
   python3 - <<'PY'
-import socket
-a, b = socket.socket(), socket.socket()
-a.bind(("127.0.0.1", 0)); b.bind(("127.0.0.1", 0))
-print(a.getsockname()[1], b.getsockname()[1])
+import random, socket
+# Below those that any connection may take at any time.
+found = []
+while len(found) < 2:
+    one = socket.socket()
+    try:
+        one.bind(("127.0.0.1", random.randrange(12000, 16000)))
+        found.append(one)
+    except OSError:
+        pass
+print(*(one.getsockname()[1] for one in found))
 PY
 }
 
@@ -62,11 +69,11 @@ start() {
     --seed-file="$folder/munged.seed"
   slurmctld
   slurmd
-  for _ in $(seq 60); do
+  for _ in $(seq 240); do
     if sinfo --noheader --format=%T 2>/dev/null | grep -q '^idle'; then return; fi
     sleep 0.5
   done
-  echo "the node did not become idle within 30 s" >&2
+  echo "the node did not become idle within 120 s" >&2
   tail -n 20 "$folder"/*.log >&2
   return 1
 }

@@ -43,14 +43,14 @@ signal.signal(signal.SIGUSR1, lambda *_: asked.append("USR1"))
 print("flags", sys.argv[1:], "threads", os.environ["OMP_NUM_THREADS"], flush=True)
 is_first = os.environ.get("SLURM_RESTART_COUNT", "0") == "0"
 while is_first and (not asked or time.monotonic() < started + 40):
-    assert time.monotonic() < started + 150, "no signal came"
+    assert time.monotonic() < started + 280, "no signal came"
     time.sleep(0.1)
 print("asked", asked)
 """
 
 FAILING_PROGRAM = """
 import os, sys, time
-time.sleep(0 if os.environ["SLURM_PROCID"] == "1" else 100)
+time.sleep(0 if os.environ["SLURM_PROCID"] == "1" else 1000)
 sys.exit(7)
 """
 
@@ -64,13 +64,13 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
     env |= dict(SLURM_CONF=str(folder / "slurm.conf"), PYTHON=sys.executable,
                 PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1")
     started = subprocess.run(["bash", NODE, "start", folder], capture_output=True, text=True,
-                             timeout=90)
+                             timeout=300)
     try:
         assert started.returncode == 0, started.stdout + started.stderr
         yield env
     finally:
         pids = [int(path.read_text()) for path in folder.glob("*.pid")]
-        subprocess.run(["bash", NODE, "stop", folder], timeout=90, check=True)
+        subprocess.run(["bash", NODE, "stop", folder], timeout=300, check=True)
         left = [pid for pid in pids if Path(f"/proc/{pid}").exists()]
         assert not left, f"daemons of the test's Slurm still run: {left}"
 
@@ -94,14 +94,14 @@ def _run(command: list[str], env: dict[str, str], cwd: Path, *, timeout_s: float
 def _submit(env: dict[str, str], cwd: Path, *, options: list[str], flags: list[str]) -> str:
     file = str(cwd / "slurm" / "single_node.sbatch")
     command = ["sbatch", "--parsable", *SMALL, *options, file, *flags]
-    return _run(command, env, cwd, timeout_s=30).strip()
+    return _run(command, env, cwd, timeout_s=200).strip()
 
 
 def _wait_for_end(job: str, env: dict[str, str], cwd: Path, *, timeout_s: float) -> str:
     """Return the job's final state; fail with all its output when time is up."""
     deadline, state = time.monotonic() + timeout_s, "UNKNOWN"
     while time.monotonic() < deadline:
-        shown = _run(["scontrol", "show", "job", job], env, cwd, timeout_s=30)
+        shown = _run(["scontrol", "show", "job", job], env, cwd, timeout_s=200)
         state = re.search(r"JobState=(\w+)", shown).group(1)
         if state in ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL"):
             return state
@@ -118,7 +118,7 @@ def test_ranks_find_each_other_from_slurms_own_variables(
     slurm: dict[str, str], tmp_path: Path
 ) -> None:
     command = ["srun", "--ntasks=2", "--kill-on-bad-exit=1", sys.executable, "-c", WORLD_PROGRAM]
-    out = _run(command, slurm, tmp_path, timeout_s=120)
+    out = _run(command, slurm, tmp_path, timeout_s=300)
     lines = sorted(line for line in out.splitlines() if line.startswith("rank"))
     assert lines == ["rank 0 trainer True engine False sum 3",
                      "rank 1 trainer False engine True sum 3"], out
@@ -126,7 +126,7 @@ def test_ranks_find_each_other_from_slurms_own_variables(
 
 @pytest.mark.parametrize("file", SBATCH_FILES, ids=lambda file: file.stem)
 def test_slurm_accepts_the_file(file: Path, slurm: dict[str, str], checkout: Path) -> None:
-    _run(["sbatch", "--test-only", *SMALL, str(file)], slurm, checkout, timeout_s=30)
+    _run(["sbatch", "--test-only", *SMALL, str(file)], slurm, checkout, timeout_s=200)
 
 
 def test_job_out_of_time_is_asked_to_stop_and_queued_again(
@@ -139,7 +139,7 @@ def test_job_out_of_time_is_asked_to_stop_and_queued_again(
     shared.write_text(shared.read_text().replace("SPARE_S=240", "SPARE_S=270"))
     job = _submit(slurm, checkout, options=["--time=5", "--signal=USR1@290"],
                   flags=["--config", "a file.yaml", "--steps", "3"])
-    state = _wait_for_end(job, slurm, checkout, timeout_s=200)
+    state = _wait_for_end(job, slurm, checkout, timeout_s=400)
     assert state == "COMPLETED", _output(checkout)
     logs = checkout / "runs" / "slurm" / f"spmdrl-{job}"
     flags = "flags ['--config', 'a file.yaml', '--steps', '3'] threads 1"
@@ -157,7 +157,7 @@ def test_failing_rank_ends_the_job_which_is_not_queued_again(
 ) -> None:
     (checkout / "train.py").write_text(FAILING_PROGRAM)
     job = _submit(slurm, checkout, options=[], flags=[])
-    assert _wait_for_end(job, slurm, checkout, timeout_s=60) == "FAILED", _output(checkout)
+    assert _wait_for_end(job, slurm, checkout, timeout_s=200) == "FAILED", _output(checkout)
     assert not list(checkout.glob("runs/slurm/*/attempt_1"))
 
 
@@ -166,7 +166,7 @@ def test_submitting_from_elsewhere_says_where_to_submit_from(
 ) -> None:
     (checkout / "train.py").unlink()
     job = _submit(slurm, checkout, options=[], flags=[])
-    assert _wait_for_end(job, slurm, checkout, timeout_s=60) == "FAILED"
+    assert _wait_for_end(job, slurm, checkout, timeout_s=200) == "FAILED"
     assert "submit from the repository root" in _output(checkout)
 
 
@@ -178,7 +178,7 @@ def test_train_runs_from_the_sbatch_file(
         "--config", "configs/demo_sft.yaml", "--steps", "3", "--model.path", str(tiny_model),
         "--output-dir", str(out), "--batch.prompts-per-step", "16",
     ])
-    state = _wait_for_end(job, slurm, checkout, timeout_s=240)
+    state = _wait_for_end(job, slurm, checkout, timeout_s=400)
     assert state == "COMPLETED", _output(checkout)
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [0, 1, 2], rows
