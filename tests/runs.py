@@ -117,6 +117,33 @@ def read(run: Run) -> str:
     return run.printed.read_text(errors="replace")
 
 
+HELD = """
+import pathlib, time
+def wait_to_be_killed():
+    hold = pathlib.Path(__file__).with_name("hold")
+    while hold.exists() and pathlib.Path(hold.read_text()).exists(): time.sleep(0.1)
+"""
+"""To begin a file of rewards with, which call it; see `run_killed`."""
+
+
+def run_killed(config: str, world_size: int, *, rewards: Path, step: int, hold: int,
+               timeout_s: float = 300, **flags: Any) -> None:
+    """Kill a run that has saved the checkpoint of `step` and gone on from there.
+
+    Its rewards wait when the checkpoint of a later step, `hold`, stands, so that it does not come
+    to its end first. Give the whole run the same rewards.timeout-s, a long one.
+    """
+    folder, held = Path(flags["output-dir"]), rewards.with_name("hold")
+    saved = folder / "checkpoints" / f"step_{step}"
+    held.write_text(str(saved.with_name(f"step_{hold}")))
+    under_way = start(config, world_size, **flags)
+    wait_for_step(under_way, folder, step, timeout_s=timeout_s)
+    wait_for(under_way, saved.exists, f"{saved.name} is not saved", timeout_s=timeout_s)
+    kill_all(under_way)
+    held.unlink()
+    assert saved.exists() and not saved.with_name(f"step_{flags['steps']}").exists()
+
+
 def kill_all(run: Run) -> None:
     """SIGKILL the launcher and every rank, which torchrun starts in sessions of their own."""
     for pid in run.pids if run.poll() is None else ():

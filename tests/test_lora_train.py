@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from runs import TINY, kill_all, metrics, run, start, wait_for_step
+from runs import HELD, TINY, metrics, run, run_killed
 from test_train import assert_same_end
 
 from spmdrl.config import Model
@@ -14,8 +14,9 @@ from spmdrl.policy.load import build_meta_model
 from spmdrl.policy.lora import Adapters, LoraForm, initial_a
 from spmdrl.policy.lora_files import write_adapter
 
-REWARD = """
+REWARD = HELD + """
 def digits(data_source, solution_str, ground_truth, extra_info=None):
+    wait_to_be_killed()
     return sum(c.isdigit() for c in solution_str) / max(1, len(solution_str))
 """
 
@@ -42,7 +43,7 @@ def test_grpo_of_adapters_improves_and_a_killed_run_ends_bit_identical(tmp_path)
         "engine.kind": "transformers", "rewards.functions": f"{tmp_path / 'r.py'}:digits",
         "optimizer.lr": 0.01, "lag": 0, "algorithm.kl-coef": 1e-3, "batch.prompts-per-step": 16,
         "batch.group-size": 8, "engine.max-num-seqs": 128, "stream.verify-every": 4, "steps": 10,
-        "checkpoint.every-steps": 3}
+        "checkpoint.every-steps": 3, "rewards.timeout-s": 300}
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     run("demo_grpo.yaml", 2, **flags | {"output-dir": whole})
     rows = metrics(whole)
@@ -50,10 +51,8 @@ def test_grpo_of_adapters_improves_and_a_killed_run_ends_bit_identical(tmp_path)
     assert sum(rewards[-3:]) > sum(rewards[:3]) + 0.3, rewards
     assert rows[-1]["policy/kl_ref_k3"] > rows[0]["policy/kl_ref_k3"] > 0
     assert max(row["policy/mismatch_k3"] for row in rows) < 1e-6  # engines have what is trained
-    under_way = start("demo_grpo.yaml", 2, **flags | {"output-dir": killed})
-    wait_for_step(under_way, killed, 4, timeout_s=300)
-    kill_all(under_way)
-    assert not (killed / "checkpoints/step_10").exists()
+    run_killed("demo_grpo.yaml", 2, rewards=tmp_path / "r.py", step=3, hold=6, **flags | {
+        "output-dir": killed})
     # What goes through the engine's own loader is the same.
     run("demo_grpo.yaml", 2, **flags | {"output-dir": killed, "stream.mode": "reload"})
     assert_same_end(whole, killed)
@@ -61,7 +60,6 @@ def test_grpo_of_adapters_improves_and_a_killed_run_ends_bit_identical(tmp_path)
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.grid
 def test_vllm_draws_with_adapters_of_its_own_as_it_does_with_merged_weights(tmp_path):
     (tmp_path / "r.py").write_text(REWARD)
     begin = create_model(tmp_path / "model", hidden_size=64, layers=2, heads=2, kv_heads=1,

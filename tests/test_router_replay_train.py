@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy
 import pytest
 import yaml
-from runs import ROOT, TINY, kill_all, metrics, run, start, wait_for_step
+from runs import HELD, ROOT, TINY, metrics, run, run_killed
 from test_train import assert_same_end
 
 from spmdrl.create_model import create_model
@@ -21,8 +21,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
                         initializer_std=0.1, chat_template=True)
 
 
-REWARD = """
-def varied(prompts, completions, **columns): return [sum(map(ord, c)) % 7 / 7 for c in completions]
+REWARD = HELD + """
+def varied(prompts, completions, **columns):
+    wait_to_be_killed()
+    return [sum(map(ord, c)) % 7 / 7 for c in completions]
 """
 
 
@@ -56,29 +58,26 @@ def check_metrics(out: Path, rows: list[dict]) -> None:
         assert 0 <= logged["policy/router_disagreement"] < 0.2
 
 
-@pytest.mark.grid
 def test_a_killed_and_resumed_run_with_replay_ends_bit_identical(model, tmp_path):
     (tmp_path / "r.py").write_text(REWARD)
     whole, killed = tmp_path / "whole", tmp_path / "killed"
 
     def flags(out: Path) -> dict[str, object]:
         return flags_of(model, out, **{  # with lag 1 a checkpoint holds a batch that was made ahead
-            "engine.kind": "transformers", "engine.dtype": "bfloat16", "steps": 5, "lag": 1,
+            "engine.kind": "transformers", "engine.dtype": "bfloat16", "steps": 6, "lag": 1,
             "layout.trainer-ranks": 1, "layout.ep": 1, "checkpoint.every-steps": 1,
-            "checkpoint.keep": "{last: 9}", "batch.updates-per-step": 2})
+            "checkpoint.keep": "{last: 9}", "batch.updates-per-step": 2,
+            "rewards.timeout-s": 300})
 
     run("demo_grpo.yaml", 2, **flags(whole))
-    check_metrics(whole, check_recorded(whole, 5))
+    check_metrics(whole, check_recorded(whole, 6))
     assert any(logged["policy/router_disagreement"] > 0 for logged in metrics(whole))
-    under_way = start("demo_grpo.yaml", 2, **flags(killed))
-    wait_for_step(under_way, killed, 2, timeout_s=300)
-    kill_all(under_way)
+    run_killed("demo_grpo.yaml", 2, rewards=tmp_path / "r.py", step=1, hold=3, **flags(killed))
     resumed = run("demo_grpo.yaml", 2, **flags(killed))
     assert "resume" in resumed.output
     assert_same_end(whole, killed)
 
 
-@pytest.mark.grid
 def test_turns_of_a_game_are_replayed_as_one_sequence(model, tmp_path):
     (tmp_path / "r.py").write_text(REWARD)
     game, out = yaml.safe_load((ROOT / "configs" / "demo_game.yaml").read_text()), tmp_path / "out"

@@ -9,7 +9,7 @@ import time
 
 import pytest
 from runs import (
-    ROOT, TINY, finish, kill_all, metrics, run, start, torchrun, wait_for, wait_for_step,
+    HELD, ROOT, TINY, finish, metrics, run, run_killed, start, torchrun, wait_for_step,
 )
 
 from spmdrl.create_model import create_model
@@ -102,14 +102,8 @@ def test_a_killed_and_resumed_run_ends_bit_identical(placement, lag, engine, mod
     flags["rewards.functions"] = f"{tmp_path / 'r.py'}:varied"
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     run("demo_grpo.yaml", 2, **rl(model, whole, **flags))
-    saved = killed / "checkpoints" / "step_2"
-    (tmp_path / "hold").write_text(str(saved))
-    under_way = start("demo_grpo.yaml", 2, **rl(model, killed, **flags))
-    wait_for_step(under_way, killed, 2, timeout_s=300)
-    wait_for(under_way, saved.exists, "step_2 is not saved", timeout_s=300)
-    kill_all(under_way)
-    (tmp_path / "hold").unlink()
-    assert saved.exists() and not (killed / "checkpoints" / "step_7").exists()
+    run_killed("demo_grpo.yaml", 2, rewards=tmp_path / "r.py", step=2, hold=4,
+               **rl(model, killed, **flags))
     resumed = run("demo_grpo.yaml", 2, **rl(model, killed, **flags))
     assert "resume" in resumed.output
     assert_same_end(whole, killed)
@@ -163,15 +157,14 @@ def test_a_killed_rank_is_named_and_ends_the_run(model, tmp_path):
     assert "rank 1 is missing" in finished.output + logs, finished.output[-4000:]
 
 
-REWARDS = '''
-import pathlib, time, math
+REWARDS = HELD + '''
+import math
 def raising(prompts, completions, **columns): raise KeyError("no such column")
 def hanging(prompts, completions, **columns): time.sleep(1000)
 def nan(prompts, completions, **columns): return [math.nan]
 def text(prompts, completions, **columns): return ["good"]
 def varied(prompts, completions, **columns):
-    hold = pathlib.Path(__file__).with_name("hold")  # no further than this checkpoint
-    while hold.exists() and pathlib.Path(hold.read_text()).exists(): time.sleep(0.1)
+    wait_to_be_killed()
     return [sum(map(ord, completions[0])) % 7 / 7]
 def odd(prompts, completions, **columns):
     if len(completions[0]) % 2: raise ValueError("odd")
