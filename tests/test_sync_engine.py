@@ -267,7 +267,7 @@ def stream_refusals(cfg: Config) -> dict[str, str]:
     from spmdrl.world import World
 
     world = World.start(cfg)
-    vllm._keep_expert_weights_live = lambda: None  # as in a version that it does not serve
+    vllm.keep_expert_weights_live = lambda: None  # as in a version that it does not serve
     engine, policy = vllm.Engine(cfg, world), FileShards(cfg.model.path, world.is_trainer)
     refusals = {}
     reload = engine.reload_weights

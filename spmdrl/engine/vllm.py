@@ -1,8 +1,8 @@
 """vLLM inside the process: its groups over the whole world, an engine per inference rank.
 
 Serves vLLM 0.24 to 0.33. Everything this program knows of vLLM's internals stands here:
-how its groups are laid out, how its executor is told its rank, and the patches that the CPU
-build needs; but for its LoRA, see vllm_adapter.py, and its routers, see vllm_routes.py.
+how its groups are laid out, and how its executor is told its rank; but for what its CPU build
+needs, see vllm_cpu.py, its LoRA, see vllm_adapter.py, and its routers, see vllm_routes.py.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from spmdrl.config import Config
 from spmdrl.engine.protocol import Completion, Request
 from spmdrl.engine.vllm_adapter import AdapterSlot, lora_arguments
+from spmdrl.engine.vllm_cpu import keep_expert_weights_live, keep_linear_weights_live
 from spmdrl.engine.vllm_routes import Routes, make_routes, route_arguments
 from spmdrl.policy.live_bytes import device_bytes
 from spmdrl.world import World
@@ -290,8 +291,8 @@ def _build(cfg: Config, world: World) -> Any:
 
     on_cpu = world.device.type == "cpu"
     if on_cpu:
-        _keep_linear_weights_live()
-        _keep_expert_weights_live()
+        keep_linear_weights_live()
+        keep_expert_weights_live()
     is_shared = cfg.layout.placement == "colocated"
     options = {"enable_prefix_caching": True,
                "enable_sleep_mode": is_shared and not on_cpu} | cfg.engine.options
@@ -375,70 +376,6 @@ def _executor_class() -> type:
             return smallest.tolist()
 
     return InWorldExecutor
-
-
-def _keep_linear_weights_live() -> None:
-    """Stop vLLM's CPU build from packing linear weights into copies and freeing the originals.
-
-    With packed copies an update in place finds empty tensors. Costs under 3% of throughput.
-    Serves vLLM 0.24 to 0.33; can go when vLLM offers unpacked CPU linears by an option.
-    """
-    from vllm.model_executor.layers import utils
-
-    def unpacked(layer: nn.Module, remove_weight: bool) -> None:
-        layer.cpu_linear = nn.functional.linear
-
-    utils.dispatch_cpu_unquantized_gemm = unpacked
-
-
-def _keep_expert_weights_live() -> None:
-    """Have vLLM's CPU build compute experts from their weights as they were loaded.
-
-    It packs them into storage of the same shape, and its reload (0.32.0) leaves the new ones
-    unpacked, so that neither a write in place nor a reload would be right. Serves vLLM 0.32 and
-    0.33; without that module the proof of layout refuses. Can go when vLLM offers unpacked experts
-    by an option.
-    """
-    try:
-        from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
-    except ImportError:
-        return
-
-    def keep(self: Any, layer: nn.Module) -> None:
-        self._use_zentorch = False
-
-    CPUUnquantizedExperts.process_weights_after_loading = keep
-    CPUUnquantizedExperts.apply = _apply_experts
-
-
-def _apply_experts(
-    self: Any, *, output: Tensor, hidden_states: Tensor, w1: Tensor, w2: Tensor,
-    topk_weights: Tensor, topk_ids: Tensor, activation: Any, apply_router_weight_on_input: bool,
-    **others: Any,
-) -> None:
-    """Write the experts' weighted sum into output, [T, H], as `CPUUnquantizedExperts.apply` does.
-
-    w1: [E, 2 I, H], gate before up. w2: [E, H, I]. topk_weights, topk_ids: [T, K]. others: what
-    vLLM hands over besides, for kernels that need it.
-    """
-    from vllm.model_executor.layers.fused_moe.activation import apply_moe_activation
-
-    num_tokens, num_chosen = topk_ids.shape
-    ids, order = torch.sort(topk_ids.flatten().long(), stable=True)
-    rows = hidden_states[order // num_chosen]
-    parts = []
-    for index, part in enumerate(rows.split(torch.bincount(ids, minlength=len(w1)).tolist())):
-        bias1, bias2 = (b if b is None else b[index] for b in (self.w1_bias, self.w2_bias))
-        gate_up = nn.functional.linear(part, w1[index], bias1)
-        inner = gate_up.new_empty(len(part), w2.shape[2])
-        if len(part):
-            apply_moe_activation(activation, inner, gate_up)
-        parts.append(nn.functional.linear(inner, w2[index], bias2))
-    computed = torch.empty_like(rows).index_copy_(0, order, torch.cat(parts))
-    computed = computed.view(num_tokens, num_chosen, -1)
-    if not apply_router_weight_on_input:  # else the rows came weighted
-        computed = computed * topk_weights[..., None]
-    output.copy_(computed.sum(dim=1))
 
 
 @contextlib.contextmanager
