@@ -4,10 +4,13 @@
     python -m spmdrl.export runs/demo --which best --out exported
     python -m spmdrl.export runs/demo/checkpoints/step_40 --out exported --dtype bfloat16
     python -m spmdrl.export runs/lora --out adapter --adapter
+    torchrun --nproc-per-node 4 -m spmdrl.export runs/demo --out exported
 
-One process, whatever layout wrote the checkpoint; memory is that of one output file and one
-parameter. A reward model becomes a sequence classifier of one label. Adapters are merged into the
-weights that they were trained on, or with --adapter written by themselves, in PEFT's format.
+One process, or as many as torchrun or srun starts, which then share the weight files, on a disk
+that all of them see; whatever layout wrote the checkpoint. The folder is the same. Memory of each
+is that of one output file and one parameter. A reward model becomes a sequence classifier of one
+label. Adapters are merged into the weights that they were trained on, or with --adapter written by
+themselves, in PEFT's format.
 """
 
 from __future__ import annotations
@@ -18,10 +21,14 @@ import math
 import os
 import shutil
 import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeVar
 
 import torch
+import torch.distributed as dist
 import tyro
 from safetensors.torch import save_file
 from torch import Tensor
@@ -30,12 +37,16 @@ from transformers import AutoTokenizer
 from spmdrl.checkpoint import manifest as disk
 from spmdrl.checkpoint.keep import named
 from spmdrl.checkpoint.weights import SavedWeights
+from spmdrl.comm import gather_objects
 from spmdrl.config import Model
+from spmdrl.launch import read_launch
 from spmdrl.policy.file_tensors import file_tensors
 from spmdrl.policy.load import SCALAR_HEAD, build_meta_model, model_folder
 from spmdrl.policy.lora_export import MergedWeights, export_adapter
 from spmdrl.shards import Box, Part, narrow
 
+T = TypeVar("T")
+_WAIT = timedelta(hours=2)  # for the slowest rank's files; one that dies is noticed at once
 _SMALL_FILES = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "*.py")
 
 
@@ -65,32 +76,94 @@ def export(
     Raises: ValueError when there is no whole checkpoint, `out` is taken, or the model's small
         files cannot be found.
     """
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ValueError(f"--out {out} exists and is not empty; give a new folder")
+    ranks = Ranks.here()
     if not max_shard_gib > 0:
         raise ValueError(f"--max-shard-gib must be above 0, got {max_shard_gib}")
-    folder, content = whole_checkpoint(named(checkpoint, which))
     made = out.with_name(out.name + ".partial")
-    shutil.rmtree(made, ignore_errors=True)
-    made.mkdir(parents=True)
+
+    def begin() -> tuple[Path, disk.Manifest]:
+        if out.exists() and (not out.is_dir() or any(out.iterdir())):
+            raise ValueError(f"--out {out} exists and is not empty; give a new folder")
+        found = whole_checkpoint(named(checkpoint, which))
+        shutil.rmtree(made, ignore_errors=True)
+        made.mkdir(parents=True)
+        return found
+
+    folder, content = ranks.first(begin)
     model = model or content.model
     trusts = bool(content.config.get("model.trust_remote_code"))
     if adapter:
-        export_adapter(SavedWeights(folder), made, base=model, trust_remote_code=trusts)
-        return _moved(made, out)
-    _copy_small_files(model, made, flag="--model")
-    _copy_small_files(tokenizer or (content.tokenizer if model == content.model else model), made,
-                      flag="--tokenizer", skip=("config.json", "generation_config.json"))
-    cast = _set_dtype(made / "config.json", dtype)
+        ranks.first(lambda: export_adapter(SavedWeights(folder), made, base=model,
+                                           trust_remote_code=trusts))
+        return ranks.first(lambda: _moved(made, out))
+
+    def describe() -> torch.dtype:
+        _copy_small_files(model, made, flag="--model")
+        _copy_small_files(tokenizer or (content.tokenizer if model == content.model else model),
+                          made, flag="--tokenizer", skip=("config.json", "generation_config.json"))
+        return _set_dtype(made / "config.json", dtype)
+
+    cast = ranks.first(describe)
     saved = SavedWeights(folder)
     is_scalar = SCALAR_HEAD in saved.dtypes
     if is_scalar:
-        _make_classifier(made)
-    parts = file_tensors(build_meta_model(
-        Model(path=str(made), trust_remote_code=trusts), is_scalar=is_scalar))
-    weights = MergedWeights(saved, model_folder(model), parts) if saved.has_adapters else saved
-    _write_weights(weights, made, parts=parts, dtype=cast, limit=int(max_shard_gib * 2**30))
-    return _moved(made, out)
+        ranks.first(lambda: _make_classifier(made))
+
+    def write() -> None:
+        parts = file_tensors(build_meta_model(
+            Model(path=str(made), trust_remote_code=trusts), is_scalar=is_scalar))
+        weights = MergedWeights(saved, model_folder(model), parts) if saved.has_adapters else saved
+        _write_weights(weights, made, parts=parts, dtype=cast, limit=int(max_shard_gib * 2**30),
+                       ranks=ranks)
+
+    ranks.all(write)
+    return ranks.first(lambda: _moved(made, out))
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process among those that write one folder together."""
+
+    rank: int = 0
+    size: int = 1
+
+    @classmethod
+    def here(cls) -> Ranks:
+        """Return what torchrun or srun started, joined by a gloo group; else one process.
+
+        Within an allocation of Slurm, but not under srun, this is one process.
+        """
+        is_launched = "RANK" in os.environ or "SLURM_STEP_NUM_TASKS" in os.environ
+        launch = read_launch() if is_launched else None
+        if launch is None or launch.world_size == 1:
+            return cls()
+        if not dist.is_initialized():
+            os.environ.update(RANK=str(launch.rank), WORLD_SIZE=str(launch.world_size),
+                              MASTER_ADDR=launch.address, MASTER_PORT=str(launch.port))
+            dist.init_process_group("gloo", init_method="env://", timeout=_WAIT)
+        return cls(launch.rank, launch.world_size)
+
+    def first(self, work: Callable[[], T]) -> T:
+        """Return on every rank what `work` returns on the first. Raises: as it does, on all."""
+        return self._shared(work if self.rank == 0 else lambda: None)[0]
+
+    def all(self, work: Callable[[], None]) -> None:
+        """Have every rank work. Raises: ValueError on all of them where it does on one."""
+        self._shared(work)
+
+    def _shared(self, work: Callable[[], T]) -> list[T]:
+        if self.size == 1:
+            return [work()]
+        result, problem = None, ""
+        try:
+            result = work()
+        except ValueError as error:
+            problem = str(error)
+        found = gather_objects((result, problem), group=dist.group.WORLD)
+        problem = next((text for _, text in found if text), "")
+        if problem:
+            raise ValueError(problem)
+        return [result for result, _ in found]
 
 
 def _moved(made: Path, out: Path) -> Path:
@@ -184,8 +257,9 @@ def _make_classifier(folder: Path) -> None:
 
 
 def _write_weights(weights: SavedWeights | MergedWeights, target: Path, *, parts: dict[str, Part],
-                   dtype: torch.dtype, limit: int) -> None:
-    """Write every file tensor, cut from the checkpoint's tensors as `parts` says.
+                   dtype: torch.dtype, limit: int, ranks: Ranks) -> None:
+    """Write every file tensor, cut from the checkpoint's tensors as `parts` says; of the files
+    every rank writes its share, and the first one the index.
 
     Raises: ValueError when the checkpoint's tensors are not those that config.json asks for.
     """
@@ -199,14 +273,16 @@ def _write_weights(weights: SavedWeights | MergedWeights, target: Path, *, parts
         file = "model.safetensors"
         if len(shards) > 1:
             file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        places |= dict.fromkeys(names, file)
+        if number % ranks.size != ranks.rank:
+            continue
         content: dict[str, Tensor] = {}
         for live, own in itertools.groupby(names, key=lambda name: parts[name].tensor):
             whole = weights.read(live)
             cast = _out_dtype(kept[live], dtype)
             content |= {name: _file_tensor(whole, parts[name], dtype=cast) for name in own}
         save_file(content, target / file, metadata={"format": "pt"})
-        places |= dict.fromkeys(content, file)
-    if len(shards) > 1:
+    if len(shards) > 1 and ranks.rank == 0:
         text = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": places}
         (target / "model.safetensors.index.json").write_text(json.dumps(text, indent=2) + "\n")
 
@@ -244,11 +320,16 @@ def _shards(sizes: dict[str, int], *, limit: int) -> list[list[str]]:
 
 
 def main() -> None:
-    """Run from the command line."""
+    """Run from the command line; where several ranks do, the first one speaks."""
+    is_first = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"
     try:
-        print(tyro.cli(export, prog="python -m spmdrl.export"))
+        folder = tyro.cli(export, prog="python -m spmdrl.export")
     except ValueError as error:
-        raise SystemExit(f"export: {error}") from error
+        raise SystemExit(f"export: {error}" if is_first else 1) from error
+    if is_first:
+        print(folder)
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -147,6 +147,29 @@ def test_the_two_commands_export_a_run_and_ask_the_folder(run, tmp_path):
     assert lines[-1] == "mean reward 0.000 over 3 problems"
 
 
+def _exported(folder: Path, out: Path) -> str:
+    try:
+        return str(export(folder, out=out, max_shard_gib=60_000 / 2**30))
+    except ValueError as error:
+        return f"refused: {error}"
+
+
+@once
+def test_several_ranks_write_the_folder_that_one_does(run, tmp_path):
+    folder, _ = run
+    alone = export(folder, out=tmp_path / "alone", max_shard_gib=60_000 / 2**30)
+    together = tmp_path / "together"
+    assert run_ranks(3, _exported, folder, together) == [str(together)] * 3
+    names = sorted(p.name for p in alone.iterdir())
+    assert len([name for name in names if name.endswith(".safetensors")]) >= 3
+    assert sorted(p.name for p in together.iterdir()) == names
+    for name in names:
+        assert (together / name).read_bytes() == (alone / name).read_bytes(), name
+    # What one rank finds wrong ends all of them.
+    assert all(text.startswith("refused: --out") and "not empty" in text
+               for text in run_ranks(2, _exported, folder, together))
+
+
 def test_asking_refuses_bad_input(tiny_model, tmp_path):
     with pytest.raises(ValueError, match="config.json"):
         ask(tmp_path)
