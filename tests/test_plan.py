@@ -101,6 +101,33 @@ def test_wrong_flags_are_refused(capsys):
     assert "nowhere/at/all" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("arguments, says", [
+    (["--model.memory", "{activation_checkpoint: full}"], "did you mean activation_checkpointing"),
+    (["--model.memory", "{optimizer_dtype: int4}"], "expected one of float32, bfloat16, int8"),
+    (["--model.lora", "{rnk: 4}"], "model.lora.rnk: unknown option; did you mean rank?"),
+    (["--model.lora", "{targets: [query]}"], "'query' matches no linear layer"),
+    (["--engine.gpu-memory-frac", "1.5"], "engine.gpu_memory_frac: must be in (0, 1), got 1.5"),
+])
+@pytest.mark.parametrize("layout", [[], ["--gpus", "8"]], ids=["own layout", "search"])
+def test_fields_that_would_not_run_are_not_planned_with(arguments, says, layout, capsys):
+    assert main(["--shape", "qwen3-8b", *layout, *arguments]) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_heads_that_ulysses_cannot_deal_out_are_refused(capsys):
+    layout = ["--shape", "qwen3-8b", "--layout.world-size", "6", "--layout.trainer-ranks", "3",
+              "--layout.cp", "3", "--top", "0", "--model.memory", "{activation_checkpointing: full}"]
+    main(layout)
+    assert "layout.cp" not in capsys.readouterr().err
+    assert main([*layout, "--model.kernels", "{context: ulysses}"]) == 2
+    assert "layout.cp 3 does not divide the 32 / tp 1 = 32 query heads" in capsys.readouterr().err
+
+
+def test_moments_in_8_bits_are_planned_where_torchao_is_not_installed(capsys):
+    assert main(["--shape", "qwen3-8b", "--gpus", "8", "--top", "1", "--model.memory",
+                 "{optimizer_dtype: int8, activation_checkpointing: full}"]) == 0
+
+
 # --------------------------------------------------------------------------- traffic and time
 
 

@@ -101,8 +101,7 @@ def ask(own: argparse.Namespace, rest: list[str]) -> Question:
                  node_bytes_per_s=own.node_gb_per_s * 1e9,
                  network_bytes_per_s=own.network_gb_per_s * 1e9),
         gpus_per_node=own.gpus_per_node, matmul_frac=own.matmul_frac)
-    if not own.gpus:
-        _refuse_layout(cfg)
+    _refuse(cfg, has_layout=not own.gpus)
     from spmdrl.policy.head import head_chunk_tokens
     from spmdrl.policy.load import build_meta_model
     from spmdrl.policy.lora import adapter_numel, lora_form
@@ -117,8 +116,22 @@ def ask(own: argparse.Namespace, rest: list[str]) -> Question:
     return Question(cfg, run, rates, int(rates.gpu.memory_gib * 2**30), own.gpus)
 
 
-def _refuse_layout(cfg: Config) -> None:
-    problems = [p for p in validate(cfg) if p.startswith(("layout", "batch.tokens_per"))]
+_PLANNED = ("batch.", "engine.", "model.kernels", "model.lora", "model.memory", "model.moe",
+            "sampling.", "stream.")
+"""What a plan's figures follow from, besides the layout; of the rest it needs nothing."""
+_NEEDS_TORCHAO = "model.memory.optimizer_dtype: int8 takes"
+
+
+def _refuse(cfg: Config, *, has_layout: bool) -> None:
+    """Raises: ValueError for what is wrong with the fields that are planned with.
+
+    Args:
+        has_layout: that of the config is planned, not looked for.
+    """
+    names = (*_PLANNED, "layout") if has_layout else _PLANNED
+    # Where a plan is made, nothing of the run has to be installed.
+    problems = [p for p in validate(cfg)
+                if p.startswith(names) and not p.startswith(_NEEDS_TORCHAO)]
     if problems:
         raise ValueError("\n".join(problems))
 

@@ -267,6 +267,10 @@ def axes_problems(axes: Axes, run: Run) -> Iterator[str]:
                  for weights in (*(b.weights for b, _ in shape.kinds), shape.root)
                  for w in weights if w.tp_dim is not None}
         yield from _undivided("layout.tp", axes.tp, dims=dims)
+    heads = own.heads // axes.tp
+    if run.context == "ulysses" and not own.heads % axes.tp and heads % axes.cp:
+        yield (f"layout.cp {axes.cp} does not divide the {own.heads} / tp {axes.tp} = {heads} "
+               f"query heads that model.kernels.context ulysses deals out; {divisors(heads)} would")
     if axes.engines and axes.inference_tp > 1 and run.engine_kind == "transformers":
         yield (f"layout.inference_tp {axes.inference_tp}: the transformers engine holds the whole "
                "model on one rank; it must be 1")
