@@ -105,6 +105,23 @@ def test_an_adapter_of_another_model_is_refused(tiny_model, tmp_path):
         adapters.fill({n: torch.empty(hf_model.get_parameter(n).shape) for n in names}, seed=0)
 
 
+def test_adapters_that_cannot_be_are_refused_from_the_config_alone(tiny_model, tmp_path):
+    def problems(**lora: object) -> list[str]:
+        return fit_problems(config(tiny_model, tmp_path, model={"lora": lora}))
+
+    assert problems(rank=4) == [] and problems(targets=["q_proj"]) == []
+    (text,) = problems(targets=["q_proj", "query"])
+    assert text.startswith("model.lora.targets: 'query' matches no linear layer")
+    (text,) = problems(path=str(tmp_path / "nothing"))
+    assert text.startswith("model.lora.path: cannot read")
+    names = ("model.layers.0.self_attn.q_proj.lora_A.weight",
+             "model.layers.0.self_attn.q_proj.lora_B.weight")
+    write_adapter(tmp_path, dict(zip(names, (torch.ones(2, 7), torch.ones(64, 2)))), rank=2,
+                  alpha=4, use_rslora=False, base="")
+    (text,) = problems(path=str(tmp_path))
+    assert "does not fit the model" in text and "has shape [2, 7] there" in text
+
+
 def _mixture(where) -> torch.nn.Module:
     folder = create_model(where, architecture="qwen3_moe", hidden_size=32, layers=2, heads=4,
                           kv_heads=2, intermediate=24)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from policy_runs import config
@@ -9,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from spmdrl.model_shape import model_shape
 from spmdrl.policy import sequence_parallel, tensor_parallel
-from spmdrl.policy.fit import fit_problems
+from spmdrl.policy.fit import fit_problems, inference_misfits
 from spmdrl.tp_plan import PARTIAL, mixtures, style_problems, tp_styles
 
 
@@ -93,3 +95,29 @@ def test_such_models_are_refused_from_their_config_alone(kind, says, tmp_path):
     (problem,) = [p for p in problems if says in p]
     assert problem.startswith(f"layout.tp: 2 with a {kind}: {says}")
     assert problem.endswith(f"; set layout.tp to 1 (model.path {tmp_path})")
+
+
+@pytest.mark.parametrize("fields, tp, says", [
+    (dict(), 4, ""), (dict(), 8, ""),  # 2 key/value heads: ranks hold the same ones
+    (dict(num_attention_heads=6), 4, "does not divide num_attention_heads 6; values that suit the "
+                                     "model: 1, 2"),
+    (dict(num_attention_heads=12, num_key_value_heads=3, intermediate_size=48), 2,
+     "does not divide num_key_value_heads 3, nor is it a multiple; values that suit the model: 1"),
+    (dict(intermediate_size=50), 4, "does not divide intermediate_size 50; values"),
+    (dict(num_attention_heads=6, intermediate_size=48), 3, "does not divide padded vocab_size 128"),
+])
+def test_an_engine_s_ranks_must_divide_what_vllm_cuts(fields, tp, says):
+    hf_config = AutoConfig.for_model("qwen3", **dict(
+        num_attention_heads=8, num_key_value_heads=2, intermediate_size=64, vocab_size=104) | fields)
+    found = inference_misfits(hf_config, tp=tp)
+    assert ([text for text in found if says in text] if says else not found), found
+    if says:
+        assert found[0].startswith(f"layout.inference_tp: {tp} does not divide ")
+
+
+def test_the_engine_s_ranks_count_where_there_is_an_engine_of_vllm_s(tiny_model, tmp_path):
+    cfg = config(tiny_model, tmp_path, world_size=6)
+    layout = replace(cfg.layout, placement="colocated", inference_tp=3)
+    (problem,) = fit_problems(replace(cfg, layout=layout))
+    assert problem.startswith("layout.inference_tp: 3 does not divide num_attention_heads")
+    assert fit_problems(replace(cfg, layout=replace(layout, placement="offline"))) == []

@@ -5,14 +5,16 @@ from __future__ import annotations
 import contextlib
 import math
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
-from spmdrl.config import Config, Model
+from spmdrl.config import Config, Model, inference_ranks
 from spmdrl.config.lora import MAX_RANK
 from spmdrl.config.options import KERNELS
 from spmdrl.imports import divisors
 from spmdrl.policy.load import build_meta_model, load_hf_config
-from spmdrl.policy.lora import has_embedding, lora_form
+from spmdrl.policy.lora import adapter_shapes, has_embedding, lora_form
+from spmdrl.policy.lora_files import AdapterFolder
 from spmdrl.policy.parallelize import blocks
 from spmdrl.policy.router_replay import WEIGHTS, unknown_router
 from spmdrl.policy.tensor_parallel import why_never
@@ -24,7 +26,7 @@ _LAYERS = ("full_attention", "sliding_attention")  # of which packed attention k
 
 
 def check_fit(cfg: Config) -> None:
-    """Refuse models that an axis of the trainer mesh cannot divide.
+    """Refuse models that an axis of either mesh cannot divide, and adapters that cannot be.
 
     Raises: ValueError with every problem.
     """
@@ -38,7 +40,9 @@ def fit_problems(cfg: Config) -> list[str]:
 
     A model whose config.json cannot be read is passed over: who loads it says why.
     """
-    layout, problems = cfg.layout, push_misfits(cfg) + replay_misfits(cfg)
+    layout = cfg.layout
+    problems = [*adapter_misfits(cfg), *push_misfits(cfg), *replay_misfits(cfg),
+                *engine_misfits(cfg)]
     kernels = KERNELS | cfg.model.kernels
     if layout.cp == layout.ep == layout.tp == 1 and not kernels["compile"]:
         return problems
@@ -62,6 +66,66 @@ def fit_problems(cfg: Config) -> list[str]:
                 hf_config, ep=layout.ep, compiles=kernels["compile"],
                 is_policy=field == "model.path")]
     return problems
+
+
+def adapter_misfits(cfg: Config) -> list[str]:
+    """Return why the policy can have no such adapters: targets that match nothing, a folder that
+    holds none, or one of another model."""
+    if not cfg.model.lora:
+        return []
+    try:
+        hf_model = build_meta_model(
+            cfg.model, is_scalar=cfg.algorithm.objective == "reward_model")
+    except ValueError:
+        return []
+    try:
+        form = lora_form(cfg.model.lora)
+        shapes = adapter_shapes(hf_model, form)
+        if form.path:
+            AdapterFolder(Path(form.path)).check(shapes)
+    except ValueError as error:
+        return [str(error)]
+    return []
+
+
+def engine_misfits(cfg: Config) -> list[str]:
+    """Return why vLLM cannot cut the policy over layout.inference_tp."""
+    tp = cfg.layout.inference_tp
+    if tp == 1 or not inference_ranks(cfg) or cfg.engine.kind != "vllm":
+        return []
+    try:
+        hf_config = load_hf_config(cfg.model.path, trust_remote_code=cfg.model.trust_remote_code)
+    except ValueError:
+        return []
+    return [f"{problem} (model.path {cfg.model.path})"
+            for problem in inference_misfits(hf_config, tp=tp)]
+
+
+def inference_misfits(hf_config: Any, *, tp: int) -> list[str]:
+    """Return why vLLM cannot cut a model: its ranks may hold the same key/value heads, but share
+    out all else that is cut, of the vocabulary a multiple of 64 rows."""
+    heads, kv_heads, width, vocab = (getattr(hf_config, name, None) for name in (
+        "num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size"))
+    if not isinstance(heads, int):
+        return []
+    whole = {"num_attention_heads": heads}
+    if isinstance(width, int) and not _num_experts(hf_config):
+        whole["intermediate_size"] = width
+    if isinstance(vocab, int):
+        whole["padded vocab_size"] = -(-vocab // 64) * 64
+    shared = {"num_key_value_heads": kv_heads} if isinstance(kv_heads, int) and (
+        "num_key_value_heads" in heads_fields(hf_config)) else {}
+
+    def unsuited(size: int) -> list[str]:
+        return [*(f"{name} {count}" for name, count in whole.items() if count % size),
+                *(f"{name} {count}, nor is it a multiple" for name, count in shared.items()
+                  if count % size and size % count)]
+
+    if not unsuited(tp):
+        return []
+    fitting = ", ".join(str(size) for size in range(1, heads + 1) if not unsuited(size))
+    return [f"layout.inference_tp: {tp} does not divide {', '.join(unsuited(tp))}; values that "
+            f"suit the model: {fitting}"]
 
 
 def push_misfits(cfg: Config) -> list[str]:
