@@ -267,7 +267,7 @@ def test_a_checkpoint_of_adapters_resumes_on_another_layout_and_no_other_base(sa
                 assert torch.equal(found[name][key], tensor), f"{name}: {key}"
         assert "other weights than" in found["base"] and str(other) in found["base"]
         assert "have alpha 12" in found["alpha"] and "has 13" in found["alpha"]
-        assert "tensors only" in found["full"]
+        assert "only there: lora." in found["full"] or "only there: model." in found["full"]
         assert "model.lora" in found["config"]
 
 

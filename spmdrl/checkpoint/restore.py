@@ -275,5 +275,6 @@ def _tensor_differences(reader: disk.TensorReader, tensors: dict[str, Tensor]) -
                  for name, (there, here) in dtypes.items() if there != here][:1]
     for names, where in ((saved.keys() - own.keys(), "there"), (own.keys() - saved.keys(), "here")):
         if names:
-            problems.append(f"{len(names)} tensors only {where}, e.g. {min(names)}")
+            more = f" and {len(names) - 8} more" if len(names) > 8 else ""
+            problems.append(f"only {where}: {', '.join(sorted(names)[:8])}{more}")
     return problems[:8]
