@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from spmdrl.config import Config, Model
 from spmdrl.create_model import create_model
+from spmdrl.policy.fit import check_fit, fit_problems
 from spmdrl.policy.load import (
     CheckpointReader, build_meta_model, check_names, checkpoint_shapes, load_hf_config,
 )
@@ -69,6 +70,25 @@ def test_missing_extra_and_misshapen_tensors_are_all_named(tmp_path):
     assert "missing: model.layers.1.mlp.up_proj.weight" in text
     assert "not part of the model: model.layers.0.mlp.oops.weight" in text
     assert "model.norm.weight has shape [31] in the file, [32] by config.json" in text
+
+
+def test_weights_that_do_not_fit_are_refused_before_anything_is_started(tmp_path):
+    folder = _make(tmp_path)
+    cfg = config(folder, tmp_path)
+    scalar = replace(cfg, algorithm=replace(cfg.algorithm, objective="reward_model"))
+    for fine in (cfg, scalar):
+        check_fit(fine)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.oops.weight"] = tensors.pop("model.layers.1.mlp.up_proj.weight")
+    save_file(tensors, folder / "model.safetensors")
+    for wrong in (cfg, scalar):
+        with pytest.raises(ValueError, match="missing: model.layers.1.mlp.up_proj.weight; not part "
+                                             "of the model: model.oops.weight"):
+            check_fit(wrong)
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match="neither model.safetensors"):
+        check_fit(cfg)
+    assert fit_problems(cfg) == []  # which needs no weights
 
 
 def test_tied_weights_appear_once(tmp_path):

@@ -12,7 +12,10 @@ from spmdrl.config import Config, Model, inference_ranks
 from spmdrl.config.lora import MAX_RANK
 from spmdrl.config.options import KERNELS
 from spmdrl.imports import divisors
-from spmdrl.policy.load import build_meta_model, load_hf_config
+from spmdrl.policy.file_tensors import file_tensors
+from spmdrl.policy.load import (
+    SCALAR_HEAD, CheckpointReader, build_meta_model, check_names, load_hf_config, may_be_extra,
+)
 from spmdrl.policy.lora import adapter_shapes, has_embedding, lora_form
 from spmdrl.policy.lora_files import AdapterFolder
 from spmdrl.policy.parallelize import blocks
@@ -28,9 +31,10 @@ _LAYERS = ("full_attention", "sliding_attention")  # of which packed attention k
 def check_fit(cfg: Config) -> None:
     """Refuse models that an axis of either mesh cannot divide, and adapters that cannot be.
 
-    Raises: ValueError with every problem.
+    Raises: ValueError with every problem; where there is none, for weights that lack tensors of the
+        policy or have others.
     """
-    problems = fit_problems(cfg)
+    problems = fit_problems(cfg) or weights_misfits(cfg)
     if problems:
         raise ValueError("\n".join(problems))
 
@@ -66,6 +70,24 @@ def fit_problems(cfg: Config) -> list[str]:
                 hf_config, ep=layout.ep, compiles=kernels["compile"],
                 is_policy=field == "model.path")]
     return problems
+
+
+def weights_misfits(cfg: Config) -> list[str]:
+    """Return what the policy's files lack or have too much, if they are here; of a hub model they
+    would have to be fetched. Engines say less of it, and come first."""
+    folder, is_scalar = Path(cfg.model.path), cfg.algorithm.objective == "reward_model"
+    if not folder.is_dir():
+        return []
+    try:
+        hf_model = build_meta_model(cfg.model, is_scalar=is_scalar)
+        shapes = {name: part.shape for name, part in file_tensors(hf_model).items()}
+        reader = CheckpointReader(folder)
+        if is_scalar and SCALAR_HEAD not in reader.names():
+            shapes.pop(SCALAR_HEAD)
+        check_names(reader, shapes, may_be_extra=may_be_extra(hf_model, is_scalar=is_scalar))
+    except ValueError as error:
+        return [str(error)]
+    return []
 
 
 def adapter_misfits(cfg: Config) -> list[str]:
