@@ -128,6 +128,18 @@ def test_moments_in_8_bits_are_planned_where_torchao_is_not_installed(capsys):
                  "{optimizer_dtype: int8, activation_checkpointing: full}"]) == 0
 
 
+@pytest.mark.parametrize("flag, value, says", [
+    ("--response-tokens", "600", "at most sampling.max_response_tokens 512"),
+    ("--prompt-tokens", "-1", "at most data.max_prompt_tokens 1024"),
+    ("--matmul-frac", "0", "in (0, 1]"), ("--tflops", "-5", "a number above 0"),
+    ("--gpu-memory-gib", "nan", "a number above 0"),
+])
+def test_numbers_that_cannot_be_are_refused(flag, value, says, capsys):
+    assert main(["--shape", "qwen3-8b", "--gpus", "8", flag, value]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(flag) and says in error
+
+
 # --------------------------------------------------------------------------- traffic and time
 
 

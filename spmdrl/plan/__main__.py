@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import math
 import signal
 import sys
 from dataclasses import dataclass, replace
@@ -92,9 +93,7 @@ def ask(own: argparse.Namespace, rest: list[str]) -> Question:
     if own.shape:
         folder = SHAPES / own.shape if (SHAPES / own.shape).is_dir() else Path(own.shape)
         cfg = replace(cfg, model=replace(cfg.model, path=str(folder)))
-    if own.gpus < 0 or own.gpus_per_node < 1:
-        raise ValueError(f"--gpus {own.gpus}, --gpus-per-node {own.gpus_per_node}: expected "
-                         "numbers of GPUs")
+    _check_flags(own, cfg)
     rates = replace(
         rates_of(own.gpu, memory_gib=own.gpu_memory_gib, flops=own.tflops * 1e12,
                  memory_bytes_per_s=own.memory_gb_per_s * 1e9,
@@ -114,6 +113,27 @@ def ask(own: argparse.Namespace, rest: list[str]) -> Question:
                  lora_numel=adapter_numel(hf_model, lora) if lora else 0,
                  chunk_tokens=head_chunk_tokens(cfg.model, hf_model))
     return Question(cfg, run, rates, int(rates.gpu.memory_gib * 2**30), own.gpus)
+
+
+def _check_flags(own: argparse.Namespace, cfg: Config) -> None:
+    if own.gpus < 0 or own.gpus_per_node < 1:
+        raise ValueError(f"--gpus {own.gpus}, --gpus-per-node {own.gpus_per_node}: expected "
+                         "numbers of GPUs")
+    if not 0 < own.matmul_frac <= 1:
+        raise ValueError(f"--matmul-frac {own.matmul_frac:g}: expected a fraction, in (0, 1]")
+    for flag in ("gpu_memory_gib", "tflops", "memory_gb_per_s", "node_gb_per_s",
+                 "network_gb_per_s"):
+        if not 0 <= getattr(own, flag) < math.inf:
+            raise ValueError(f"--{flag.replace('_', '-')} {getattr(own, flag):g}: expected a "
+                             "number above 0, or 0 for the table's")
+    for flag, mean, field, most in (
+        ("--prompt-tokens", own.prompt_tokens, "data.max_prompt_tokens",
+         cfg.data.max_prompt_tokens),
+        ("--response-tokens", own.response_tokens, "sampling.max_response_tokens",
+         cfg.sampling.max_response_tokens)):
+        if not 0 <= mean <= most:
+            raise ValueError(f"{flag} {mean:g}: expected a mean length of at most {field} {most}, "
+                             "or 0 for half of it; raise that if sequences are longer")
 
 
 _PLANNED = ("batch.", "engine.", "model.kernels", "model.lora", "model.memory", "model.moe",
@@ -168,7 +188,9 @@ def _refusal(question: Question, plan: Plan) -> list[str]:
     changes = remedies(question.run, plan, rates=question.rates,
                        memory_bytes=question.memory_bytes)
     lines.append(f"would fit: {'; or '.join(changes)}" if changes else
-                 "neither one change nor two are enough; --gpus N looks for a layout of N ranks")
+                 "neither one change nor two are enough; "
+                 + ("take more GPUs, or GPUs with more memory" if question.gpus else
+                    "--gpus N looks for a layout of N ranks"))
     if question.gpus:
         lines.append(f"no layout of {question.gpus} ranks fits; the nearest is shown: "
                      f"{layout_text(plan.axes)}")
