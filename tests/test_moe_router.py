@@ -206,6 +206,19 @@ def test_experts_that_do_not_divide_and_dense_models_are_refused_with_values_tha
     assert fit_problems(plain) == []
 
 
+@pytest.mark.parametrize("family, balance, says", [
+    ("qwen3_moe", "bias", "bias moves the routers' e_score_correction_bias, which a qwen3_moe"),
+    ("deepseek_v3", "aux", "aux, whose loss is on softmax probabilities, with a deepseek_v3"),
+    ("dense", "aux", "model.moe.balance: aux with a qwen3, which has no experts"),
+    ("deepseek_v3", "bias", ""), ("qwen3_moe", "aux", ""),
+])
+def test_a_balance_that_cannot_be_is_refused_from_the_config_alone(
+        family, balance, says, tmp_path, tiny_model):
+    folder = tiny_model if family == "dense" else make_moe(tmp_path, family)
+    found = fit_problems(config(folder, tmp_path, model={"moe": {"balance": balance}}))
+    assert (says in found[0]) if says else found == []
+
+
 def test_tp_must_divide_what_it_cuts_and_leaves_experts_whole(tmp_path):
     def problems(family: str, *, tp: int) -> list[str]:
         folder = make_moe(tmp_path, family, intermediate=25)

@@ -19,6 +19,7 @@ from spmdrl.policy.load import (
 from spmdrl.policy.lora import adapter_shapes, has_embedding, lora_form
 from spmdrl.policy.lora_files import AdapterFolder
 from spmdrl.policy.parallelize import blocks
+from spmdrl.policy.router import check_balance
 from spmdrl.policy.router_replay import WEIGHTS, unknown_router
 from spmdrl.policy.tensor_parallel import why_never
 from spmdrl.rewards.signatures import reward_models
@@ -46,7 +47,7 @@ def fit_problems(cfg: Config) -> list[str]:
     """
     layout = cfg.layout
     problems = [*adapter_misfits(cfg), *push_misfits(cfg), *replay_misfits(cfg),
-                *engine_misfits(cfg)]
+                *balance_misfits(cfg), *engine_misfits(cfg)]
     kernels = KERNELS | cfg.model.kernels
     if layout.cp == layout.ep == layout.tp == 1 and not kernels["compile"]:
         return problems
@@ -184,6 +185,22 @@ def replay_misfits(cfg: Config) -> list[str]:
                 f"(model.path {cfg.model.path}); take it out"]
     if hf_config.model_type not in WEIGHTS:
         return [f"{unknown_router(hf_config.model_type)} (model.path {cfg.model.path})"]
+    return []
+
+
+def balance_misfits(cfg: Config) -> list[str]:
+    """Return why the load of the policy's experts cannot be balanced in the way that is asked."""
+    balance = cfg.model.moe.get("balance", "none")
+    if balance == "none":
+        return []
+    try:
+        hf_model = build_meta_model(cfg.model)
+    except ValueError:  # who loads it says why
+        return []
+    try:
+        check_balance(hf_model, balance=balance)
+    except ValueError as error:
+        return [f"{error} (model.path {cfg.model.path})"]
     return []
 
 

@@ -247,6 +247,20 @@ def _layers(hf_model: nn.Module) -> list[_Layer]:
     return [_Layer(*one) for one in zip(experts, routers, biases)]
 
 
+def check_balance(hf_model: nn.Module, *, balance: str) -> None:
+    """Refuse model.moe.balance for a policy that has no experts, or no such routers.
+
+    Args:
+        hf_model: as it was built, on any device.
+    Raises: ValueError.
+    """
+    layers = _layers(hf_model)
+    if balance != "none" and not layers:
+        raise ValueError(f"model.moe.balance: {balance} with a {hf_model.config.model_type}, which "
+                         "has no experts; leave it out")
+    _check_balance(hf_model, layers, balance=balance)
+
+
 def _check_balance(hf_model: nn.Module, layers: Sequence[_Layer], *, balance: str) -> None:
     kind = hf_model.config.model_type
     if balance == "bias" and any(layer.bias is None for layer in layers):
