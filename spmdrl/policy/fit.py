@@ -191,7 +191,7 @@ def replay_misfits(cfg: Config) -> list[str]:
 def balance_misfits(cfg: Config) -> list[str]:
     """Return why the load of the policy's experts cannot be balanced in the way that is asked."""
     balance = cfg.model.moe.get("balance", "none")
-    if balance == "none":
+    if balance == "none" or replay_misfits(cfg):  # which says that there are no experts, too
         return []
     try:
         hf_model = build_meta_model(cfg.model)
