@@ -116,7 +116,8 @@ def test_fields_that_would_not_run_are_not_planned_with(arguments, says, layout,
 
 def test_heads_that_ulysses_cannot_deal_out_are_refused(capsys):
     layout = ["--shape", "qwen3-8b", "--layout.world-size", "6", "--layout.trainer-ranks", "3",
-              "--layout.cp", "3", "--top", "0", "--model.memory", "{activation_checkpointing: full}"]
+              "--layout.cp", "3", "--top", "0",
+              "--model.memory", "{activation_checkpointing: full}"]
     main(layout)
     assert "layout.cp" not in capsys.readouterr().err
     assert main([*layout, "--model.kernels", "{context: ulysses}"]) == 2

@@ -108,7 +108,8 @@ def test_such_models_are_refused_from_their_config_alone(kind, says, tmp_path):
 ])
 def test_an_engine_s_ranks_must_divide_what_vllm_cuts(fields, tp, says):
     hf_config = AutoConfig.for_model("qwen3", **dict(
-        num_attention_heads=8, num_key_value_heads=2, intermediate_size=64, vocab_size=104) | fields)
+        num_attention_heads=8, num_key_value_heads=2, intermediate_size=64, vocab_size=104
+    ) | fields)
     found = inference_misfits(hf_config, tp=tp)
     assert ([text for text in found if says in text] if says else not found), found
     if says:
