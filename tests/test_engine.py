@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -259,12 +261,16 @@ def test_finish_reasons_and_the_stop_token_are_kept(found):
     assert found["stopped"].tokens == found["greedy"]["0"].tokens[: len(found["stopped"].tokens)]
 
 
-def test_tensor_parallel_ranks_agree_with_each_other_and_with_one_rank(vllm_found, tiny_model):
+def test_tensor_parallel_ranks_agree_with_each_other_and_with_one_rank(
+    vllm_found, tiny_model, monkeypatch
+):
+    sockets = tempfile.TemporaryDirectory()  # tmp_path is too long for one
+    monkeypatch.setenv("VLLM_RPC_BASE_PATH", sockets.name)
     found = vllm_found
     layout = dict(placement="split", world_size=4, trainer_ranks=2, inference_tp=2)
     options = {"enable_prefix_caching": False, "enforce_eager": False}
     results = run_ranks(4, on_engine, engine_config(str(tiny_model), options=options, **layout))
-    assert results[:2] == [None, None]
+    assert results[:2] == [None, None] and not os.listdir(sockets.name)
     assert found["caches"] and not results[2]["caches"], "engine.options reach vLLM"
     for part in ("forward", "greedy"):
         assert {k: c.tokens for k, c in results[2][part].items()} == {

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import tempfile
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal
@@ -62,8 +63,12 @@ class Engine:
         if not self._has_groups:
             return
         _prepare_process(cfg, world)
+        # Not in TMPDIR, which can be long: a socket's path may have 107 characters.
+        self._sockets = tempfile.TemporaryDirectory(
+            prefix="spmdrl-", dir=os.environ.get("VLLM_RPC_BASE_PATH", "/tmp"))
         with world.watch.wait("create engine groups", -1):
-            _create_groups(cfg, world)
+            with _set("VLLM_RPC_BASE_PATH", self._sockets.name):
+                _create_groups(cfg, world)
         with world.watch.phase("build engine", -1):
             if world.is_inference:
                 with _rng_kept():
@@ -250,6 +255,7 @@ class Engine:
                 self._llm = self._slot = None
             parallel_state.destroy_model_parallel()
             dist.barrier(group=self.world.control)
+        self._sockets.cleanup()  # of a replica's message queues: their files stay when they close
         self._has_groups = False
 
 
@@ -376,6 +382,20 @@ def _executor_class() -> type:
             return smallest.tolist()
 
     return InWorldExecutor
+
+
+@contextlib.contextmanager
+def _set(name: str, value: str) -> Iterator[None]:
+    """Set an environment variable for a while."""
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
 
 
 @contextlib.contextmanager
