@@ -15,6 +15,7 @@ themselves, in PEFT's format.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import math
@@ -60,6 +61,7 @@ def export(
     model: str = "",
     tokenizer: str = "",
     adapter: bool = False,
+    is_shared: tyro.conf.Suppress[bool] = False,
 ) -> Path:
     """Write the policy of a checkpoint into a Hugging Face folder.
 
@@ -72,11 +74,12 @@ def export(
         model: folder or hub name for config.json, where the one in the checkpoint has moved.
         tokenizer: the same for the tokenizer's files.
         adapter: write the adapters alone, which `model` goes with, in PEFT's format.
+        is_shared: every rank that torchrun or srun started calls this, and writes its share.
     Returns: the folder.
     Raises: ValueError when there is no whole checkpoint, `out` is taken, or the model's small
         files cannot be found.
     """
-    ranks = Ranks.here()
+    ranks = Ranks.here() if is_shared else Ranks()
     if not max_shard_gib > 0:
         raise ValueError(f"--max-shard-gib must be above 0, got {max_shard_gib}")
     made = out.with_name(out.name + ".partial")
@@ -323,7 +326,7 @@ def main() -> None:
     """Run from the command line; where several ranks do, the first one speaks."""
     is_first = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"
     try:
-        folder = tyro.cli(export, prog="python -m spmdrl.export")
+        folder = tyro.cli(functools.partial(export, is_shared=True), prog="python -m spmdrl.export")
     except ValueError as error:
         raise SystemExit(f"export: {error}" if is_first else 1) from error
     if is_first:

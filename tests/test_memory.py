@@ -14,10 +14,11 @@ from ranks import run_ranks
 from torch import Tensor
 from torch.utils.checkpoint import _VersionWrapper
 
-from spmdrl.config import Config, Optimizer
+from spmdrl.config import Config, Layout, Model, Optimizer
 from spmdrl.config.options import option_problems
 from spmdrl.create_model import create_model
 from spmdrl.policy import optimizer
+from spmdrl.policy.fit import check_fit
 from spmdrl.policy.memory import check_offload, has, move_buffers
 from spmdrl.policy.optimizer import AdamW, local_part
 from spmdrl.policy.rounding import stochastic_round
@@ -336,3 +337,6 @@ def test_an_optimizer_is_offloaded_from_cuda_alone():
         check_offload("all", torch.device("cpu"))
     with pytest.raises(ValueError, match="parameters on device cpu: nothing to offload, the param"):
         check_offload("parameters", torch.device("cpu"))
+    cfg = Config(layout=Layout(device="cpu"), model=Model(memory={"offload": "optimizer"}))
+    with pytest.raises(ValueError, match="offload: optimizer on device cpu: nothing to offload"):
+        check_fit(cfg)  # before anything is started

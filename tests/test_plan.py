@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -81,6 +82,13 @@ def test_what_does_not_fit_says_cause_amount_and_cure(capsys):
     assert main(cured) == 0 and not capsys.readouterr().err
     status = main(["--shape", "deepseek-v3", "--gpus", "8"])
     assert status == 1 and "no layout of 8 ranks fits" in capsys.readouterr().err
+    assert main(["--shape", "qwen3-8b", "--gpus", "8", "--gpu-memory-gib", "4"]) == 1
+    found = capsys.readouterr().err  # nothing is left for engines, whatever their share
+    for needs, over, room in re.findall(r"needs ([\d.]+) GiB, ([\d.]+) GiB more than the ([\d.]+)",
+                                        found):
+        assert float(over) == pytest.approx(float(needs) - float(room), abs=0.11)
+    assert "GiB more than the 0.0 GiB that the trainer's" in found
+    assert "gpu_memory_frac" not in found
 
 
 def test_output_for_programs_adds_up(capsys):

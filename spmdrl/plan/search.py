@@ -73,23 +73,28 @@ def make_plan(
 
 
 def _memory_problems(plan: Plan, run: Run, *, trainer_room: int) -> Iterator[str]:
-    over = plan.trainer.total - trainer_room
+    left = max(0, trainer_room)
+    over = plan.trainer.total - left
     if over > 0:
         cause = max(plan.trainer.causes, key=lambda name: plan.trainer.causes[name])
         beside = " beside the engine" if plan.axes.placement == "colocated" else ""
         yield (f"a trainer rank needs {_gib(plan.trainer.total)}, {_gib(over)} more than the "
-               f"{_gib(max(0, trainer_room))} it may use{beside}; most of it is "
+               f"{_gib(left)} it may use{beside}; most of it is "
                f"{cause} ({_gib(plan.trainer.causes[cause])})")
-    short = plan.engine.total + plan.trainer.resting - plan.room if plan.engine else 0
-    if plan.axes.placement == "colocated" and run.on_gpu and short > 0:
+    if plan.engine is None:
+        return
+    left = max(0, plan.room - plan.trainer.resting)
+    short = plan.engine.total - left
+    is_short = plan.axes.placement == "colocated" and run.on_gpu and short > 0
+    if is_short:
+        cure = "; lower engine.gpu_memory_frac" if plan.engine.sequences and left else ""
         yield (f"an engine rank needs {_gib(plan.engine.total)}, {_gib(short)} more than the "
-               f"{_gib(max(0, plan.room - plan.trainer.resting))} that the trainer's weights and "
-               "optimizer state leave it; lower engine.gpu_memory_frac")
-    if plan.engine is not None and not plan.engine.sequences:
+               f"{_gib(left)} that the trainer's weights and optimizer state leave it{cure}")
+    if not plan.engine.sequences:
         what = "engine.gpu_memory_frac" if run.on_gpu else "engine.cpu_kv_cache_gib"
         yield (f"an engine rank has no room for one sequence of {run.longest} tokens beside "
                f"{_gib(plan.engine.causes['engine weights'])} of weights; raise "
-               f"layout.inference_tp or {what}")
+               f"layout.inference_tp{'' if is_short else f' or {what}'}")
 
 
 def _gib(size: float) -> str:

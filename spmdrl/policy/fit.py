@@ -8,9 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from spmdrl.config import Config, Model, inference_ranks
 from spmdrl.config.lora import MAX_RANK
-from spmdrl.config.options import KERNELS
+from spmdrl.config.options import KERNELS, MEMORY
 from spmdrl.imports import divisors
 from spmdrl.policy.file_tensors import file_tensors
 from spmdrl.policy.load import (
@@ -18,6 +20,7 @@ from spmdrl.policy.load import (
 )
 from spmdrl.policy.lora import adapter_shapes, has_embedding, lora_form
 from spmdrl.policy.lora_files import AdapterFolder
+from spmdrl.policy.memory import check_offload
 from spmdrl.policy.parallelize import blocks
 from spmdrl.policy.router import check_balance
 from spmdrl.policy.router_replay import WEIGHTS, unknown_router
@@ -35,7 +38,7 @@ def check_fit(cfg: Config) -> None:
     Raises: ValueError with every problem; where there is none, for weights that lack tensors of the
         policy or have others.
     """
-    problems = fit_problems(cfg) or weights_misfits(cfg)
+    problems = [*fit_problems(cfg), *_offload_misfits(cfg)] or weights_misfits(cfg)
     if problems:
         raise ValueError("\n".join(problems))
 
@@ -71,6 +74,17 @@ def fit_problems(cfg: Config) -> list[str]:
                 hf_config, ep=layout.ep, compiles=kernels["compile"],
                 is_policy=field == "model.path")]
     return problems
+
+
+def _offload_misfits(cfg: Config) -> list[str]:
+    """Return why nothing can be offloaded here, where the run is about to start."""
+    if cfg.layout.device == "cuda" or (cfg.layout.device == "auto" and torch.cuda.device_count()):
+        return []
+    try:
+        check_offload((MEMORY | cfg.model.memory)["offload"], torch.device("cpu"))
+    except ValueError as error:
+        return [str(error)]
+    return []
 
 
 def weights_misfits(cfg: Config) -> list[str]:
