@@ -149,7 +149,7 @@ def test_the_two_commands_export_a_run_and_ask_the_folder(run, tmp_path):
 
 def _exported(folder: Path, out: Path) -> str:
     try:
-        return str(export(folder, out=out, max_shard_gib=60_000 / 2**30))
+        return str(export(folder, out=out, max_shard_gib=60_000 / 2**30, is_shared=True))
     except ValueError as error:
         return f"refused: {error}"
 

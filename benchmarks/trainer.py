@@ -1,0 +1,192 @@
+"""Compare the trainer's update with a bare hand-written loop, on one device, in one process.
+
+    python benchmarks/trainer.py                                    # a small model on the CPU
+    python benchmarks/trainer.py --device cuda --model Qwen/Qwen3-1.7B --compute-dtype bfloat16 \\
+        --rows 4 --length 2048 --kernels '{liger: true, compile: true}'
+
+Both take policy-gradient steps on the same full rows of equal length, of which the first quarter is
+a prompt, with AdamW and a clipped gradient norm. The bare loop gives transformers a [rows, length]
+batch, which needs no packing, under autocast where --compute-dtype asks for it, and computes all
+logits at once. Ours packs the rows, computes as `train.py` does, and reports its metrics. They go
+in turns, and the ratio is the median over the rounds of one round's. Prints a Markdown table.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+import tyro
+import yaml
+from torch import Tensor
+
+from spmdrl.config import Batch as BatchConfig
+from spmdrl.config import Config, Data, Layout, Model, Optimizer, Sampling
+from spmdrl.create_model import create_model
+from spmdrl.credit import per_token
+from spmdrl.flops import training_flops
+from spmdrl.hardware import known_gpu
+from spmdrl.launch import launch_alone
+from spmdrl.model_shape import model_shape
+from spmdrl.policy import Policy
+from spmdrl.policy.load import build_meta_model
+from spmdrl.types import Batch, Microbatch, Scalars
+from spmdrl.world import World
+
+LR, MAX_NORM = 1e-5, 1.0
+
+
+@dataclass(frozen=True)
+class Options:
+    """What to run."""
+
+    model: str = ""
+    """Hugging Face folder or hub name; empty makes a Qwen3 of `hidden` and `layers`."""
+    hidden: int = 256
+    layers: int = 4
+    rows: int = 8
+    """Rows of a step; all are one micro-batch."""
+    length: int = 256
+    """Tokens of a row."""
+    rounds: int = 9
+    """Steps of each that count, after two that do not."""
+    device: Literal["cpu", "cuda"] = "cpu"
+    compute_dtype: Literal["float32", "bfloat16"] = "float32"
+    kernels: str = "{}"
+    """model.kernels of ours, as JSON or YAML."""
+
+
+def bare(options: Options, path: str, tokens: Tensor, advantages: Tensor) -> Callable[[], None]:
+    """Return one step of a loop as one writes it by hand."""
+    from transformers import AutoModelForCausalLM
+
+    device, prompt = tokens.device, options.length // 4
+    model = AutoModelForCausalLM.from_pretrained(
+        path, dtype=torch.float32, attn_implementation="sdpa").to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
+    cast = (torch.autocast(device.type, torch.bfloat16) if options.compute_dtype == "bfloat16"
+            else contextlib.nullcontext())
+
+    def step() -> None:
+        with cast:
+            logits = model(tokens, use_cache=False).logits
+        logprobs = logits[:, :-1].float().log_softmax(-1)
+        chosen = logprobs.gather(-1, tokens[:, 1:, None])[..., 0][:, prompt - 1:]
+        ratio = (chosen - chosen.detach()).exp()
+        (-(ratio * advantages[:, None]).mean()).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def ours(policy: Policy, tokens: Tensor, advantages: Tensor) -> Callable[[], None]:
+    """Return one step of the trainer, from a batch on the host."""
+    rows, length = tokens.shape
+    mask = (torch.arange(length) >= length // 4).repeat(rows)
+    one = torch.ones(rows, dtype=torch.int64)
+    packed = Microbatch(
+        tokens=tokens.flatten().cpu(), position_ids=torch.arange(length).repeat(rows),
+        cu_seqlens=torch.arange(0, rows * length + 1, length, dtype=torch.int32),
+        response_mask=mask, rollout_logprobs=torch.where(mask, -1.0, 0.0),
+        policy_versions=torch.where(mask, 0, -1), sequence_ids=torch.arange(rows))
+    scalars = Scalars(
+        lengths=length * one, response_lengths=(length - length // 4) * one,
+        group_ids=torch.arange(rows), sample_ids=0 * one, rewards=one.double(),
+        is_truncated=one == 0, is_valid=one == 1, min_versions=0 * one)
+    batch = Batch(scalars=scalars, updates=((packed,),), update_ids=0 * one)
+    weights = advantages.double().cpu()
+    steps = itertools.count()
+
+    def step() -> None:
+        number = next(steps)
+        annotated = policy.annotate(batch, step=number)
+        policy.update(annotated, per_token(annotated, weights), step=number)
+
+    return step
+
+
+def config_of(options: Options, path: str, out: str) -> Config:
+    """Return what train.py would be given, but for data and engines."""
+    prompt = options.length // 4
+    return Config(
+        output_dir=out, steps=1000,
+        layout=Layout(placement="offline", world_size=1, device=options.device),
+        model=Model(path=path, compute_dtype=options.compute_dtype,
+                    kernels=yaml.safe_load(options.kernels)),
+        data=Data(max_prompt_tokens=prompt),
+        sampling=Sampling(max_response_tokens=options.length - prompt),
+        batch=BatchConfig(tokens_per_microbatch=options.rows * options.length),
+        optimizer=Optimizer(lr=LR, schedule="constant", max_grad_norm=MAX_NORM))
+
+
+def seconds(step: Callable[[], None], device: torch.device) -> float:
+    """Return how long one step takes, everything that it put on the device done."""
+    began = time.perf_counter()
+    step()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - began
+
+
+def main(options: Options) -> None:
+    """Time both, in turns."""
+    with tempfile.TemporaryDirectory() as scratch:
+        path = options.model or str(create_model(
+            Path(scratch) / "model", hidden_size=options.hidden, layers=options.layers,
+            heads=options.hidden // 64, kv_heads=options.hidden // 64,
+            intermediate=3 * options.hidden, max_positions=options.length))
+        launch_alone()
+        cfg = config_of(options, path, scratch)
+        world = World.start(cfg)
+        generator = torch.Generator().manual_seed(0)
+        tokens = torch.randint(8, 96, (options.rows, options.length), generator=generator)
+        advantages = torch.randn(options.rows, generator=generator)
+        tokens, advantages = tokens.to(world.device), advantages.to(world.device)
+        policy = Policy(cfg, world)
+        steps = {"bare loop": bare(options, path, tokens, advantages),
+                 "spmdrl": ours(policy, tokens, advantages)}
+        found: dict[str, list[float]] = {name: [] for name in steps}
+        for turn in range(options.rounds + 2):
+            for name, step in steps.items():
+                took = seconds(step, world.device)
+                if turn >= 2:
+                    found[name].append(took)
+            print(f"round {turn + 1} of {options.rounds + 2}", file=sys.stderr, flush=True)
+        show(options, path, found)
+        world.close()
+
+
+def show(options: Options, path: str, found: dict[str, list[float]]) -> None:
+    """Print the table."""
+    lengths = torch.full((options.rows,), options.length)
+    shape = model_shape(build_meta_model(Model(path=path)))
+    flops = training_flops(shape, lengths=lengths,
+                           num_scored=options.rows * (options.length - options.length // 4))
+    gpu = known_gpu(torch.cuda.get_device_name()) if options.device == "cuda" else None
+    print(f"{shape.numel / 1e6:.1f} M parameters, {options.rows} rows of {options.length} tokens, "
+          f"{options.compute_dtype}, {options.device}, torch {torch.__version__}, kernels "
+          f"{options.kernels}\n\n| | s/step | tokens/s | TFLOP/s | MFU |\n"
+          "| --- | --- | --- | --- | --- |")
+    for name, took in found.items():
+        median = statistics.median(took)
+        share = f"{flops / median / gpu.flops:.3f}" if gpu else "-"
+        print(f"| {name} | {median:.4f} | {options.rows * options.length / median:.0f} | "
+              f"{flops / median / 1e12:.4f} | {share} |")
+    ratios = [a / b for a, b in zip(found["bare loop"], found["spmdrl"])]
+    print(f"\nspmdrl's tokens/s are {statistics.median(ratios):.3f} of the bare loop's "
+          f"({min(ratios):.3f} to {max(ratios):.3f} in single rounds)")
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Options))
