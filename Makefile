@@ -48,20 +48,20 @@ test: venv .venv/torchao
 demo: venv
 	rm -rf $(RUN)
 	@echo '== 1/6 a small random model and its tokenizer'
-	$(BIN)/python -m spmdrl.create_model $(RUN)/init --initializer-std 0.088 --seed $(SEED)
+	$(BIN)/python -m spmdrl create_model $(RUN)/init --initializer-std 0.088 --seed $(SEED)
 	@echo '== 2/6 supervised warm start: both ranks train'
 	$(TORCHRUN) train.py --config configs/demo_sft.yaml --seed $(SEED) \
 	  --model.path $(RUN)/init --output-dir $(RUN)/sft
-	$(BIN)/python -m spmdrl.export $(RUN)/sft --out $(RUN)/warm
+	$(BIN)/python -m spmdrl export $(RUN)/sft --out $(RUN)/warm
 	@echo '== 3/6 GRPO: rank 0 trains, rank 1 generates'
 	$(TORCHRUN) train.py --config configs/demo_grpo.yaml --seed $(SEED) \
 	  --model.path $(RUN)/warm --output-dir $(RUN)/grpo
 	@echo '== 4/6 export a Hugging Face folder'
-	$(BIN)/python -m spmdrl.export $(RUN)/grpo --out $(RUN)/model
+	$(BIN)/python -m spmdrl export $(RUN)/grpo --out $(RUN)/model
 	@echo '== 5/6 ask the exported model, by plain transformers'
-	$(BIN)/python -m spmdrl.ask $(RUN)/model --task task:addition -n 5 --task-option digits=2
+	$(BIN)/python -m spmdrl ask $(RUN)/model --task task:addition -n 5 --task-option digits=2
 	@echo '== 6/6 draw the reward'
-	$(BIN)/python -m spmdrl.report.curves $(RUN)/grpo --out $(RUN)/reward.png
+	$(BIN)/python -m spmdrl curves $(RUN)/grpo --out $(RUN)/reward.png
 	@echo
 	@echo 'Results:'
 	@echo '  $(RUN)/reward.png           reward over the steps'
@@ -74,11 +74,11 @@ game: LAYERS := 2
 tools: LAYERS := 4
 game tools: venv
 	rm -rf runs/$@
-	$(BIN)/python -m spmdrl.create_model runs/$@/init --chat-template --layers $(LAYERS) \
+	$(BIN)/python -m spmdrl create_model runs/$@/init --chat-template --layers $(LAYERS) \
 	  --initializer-std 0.088
 	$(BIN)/python benchmarks/demonstrations.py configs/demo_$@.yaml runs/$@/demonstrations.jsonl
 	$(TORCHRUN) train.py --config configs/demo_$@_sft.yaml
-	$(BIN)/python -m spmdrl.export runs/$@/sft --out runs/$@/warm
+	$(BIN)/python -m spmdrl export runs/$@/sft --out runs/$@/warm
 	$(TORCHRUN) train.py --config configs/demo_$@.yaml
 
 clean:

@@ -14,7 +14,8 @@ import signal
 import sys
 from typing import TYPE_CHECKING
 
-from spmdrl import config, dry_run
+from spmdrl import config
+from spmdrl.check import dry_run
 from spmdrl.config import Config
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ def train(cfg: Config, world: World) -> int:
     from spmdrl.engine import make_engine
     from spmdrl.evaluate import evaluate
     from spmdrl.exchange import exchange
-    from spmdrl.policy import Policy
+    from spmdrl.train.trainer import Policy
     from spmdrl.report import Report
     from spmdrl.rollout.metrics import batch_sums
     from spmdrl.rollout.source import make_source
@@ -91,8 +92,8 @@ def main() -> int:
     if cfg.dry_run:
         return dry_run.show(cfg)
     from spmdrl.checkpoint.restore import already_finished
-    from spmdrl.policy.fit import check_fit
-    from spmdrl.world import World, ended
+    from spmdrl.check.fit import check_fit
+    from spmdrl.world.world import World, ended
 
     world = None
     try:

@@ -96,7 +96,7 @@ def work(folder: Path, options: Options) -> None:
     rank = int(os.environ["RANK"])
     model = folder / f"model_{rank}"
     if not model.exists():
-        from spmdrl.create_model import create_model
+        from spmdrl.commands.create_model import create_model
 
         torch.manual_seed(0)
         create_model(model, hidden_size=32, layers=1, heads=2, kv_heads=2, intermediate=48)
@@ -143,7 +143,7 @@ def _run(cfg, options: Options, *, engine, world, tokenizer, found) -> None:
     """Sample an epoch to measure, and those that count."""
     import torch.distributed as dist
 
-    from spmdrl.comm import gather_objects
+    from spmdrl.world.comm import gather_objects
     from spmdrl.rollout.source import make_source
     from spmdrl.types import Batch, Scalars
 

@@ -27,7 +27,7 @@ from spmdrl import config
 from spmdrl.config import Config
 from spmdrl.engine import make_engine
 from spmdrl.engine.protocol import EngineProtocol, Request
-from spmdrl.launch import launch_alone
+from spmdrl.world.launch import launch_alone
 from spmdrl.world import World
 
 LOADS = {"512 of about 4": (64, 8, 8), "64 of 128": (64, 1, 128)}

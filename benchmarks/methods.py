@@ -81,7 +81,7 @@ def main(options: Options) -> None:
             print("| --- |" + " --- |" * len(rewards))
             header_printed = True
         print(f"| {name} | " + " | ".join(f"{v:.3f}" for v in rewards.values()) + " |", flush=True)
-    subprocess.run([sys.executable, "-m", "spmdrl.report.curves", *map(str, folders.values()),
+    subprocess.run([sys.executable, "-m", "spmdrl", "curves", *map(str, folders.values()),
                     "--out", str(ROOT / "runs" / "methods" / "curves.png")], check=True, cwd=ROOT)
 
 

@@ -27,7 +27,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from spmdrl.config import Config, Data, Rewards
-from spmdrl.rewards.pool import RewardPool
+from spmdrl.workers.pool import RewardPool
 from spmdrl.types import Prompt
 
 KINDS = ("hang", "crash", "type", "slow")

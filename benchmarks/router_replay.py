@@ -1,6 +1,6 @@
 """Measure how far engine and trainer are apart on a mixture of experts, with and without replay.
 
-    python -m spmdrl.create_model runs/moe --architecture qwen3_moe --hidden-size 256 --layers 6 \\
+    python -m spmdrl create_model runs/moe --architecture qwen3_moe --hidden-size 256 --layers 6 \\
         --heads 4 --moe-experts 32 --initializer-std 0.0625
     python benchmarks/router_replay.py runs/moe
 
@@ -29,8 +29,8 @@ from spmdrl.credit import per_token
 from spmdrl.engine import make_engine
 from spmdrl.engine.protocol import Completion, EngineProtocol, Request
 from spmdrl.exchange import exchange
-from spmdrl.launch import launch_alone
-from spmdrl.policy import Policy
+from spmdrl.world.launch import launch_alone
+from spmdrl.train.trainer import Policy
 from spmdrl.rollout.packing import cumulative
 from spmdrl.types import Batch, Rollouts, Scalars, join_routes
 from spmdrl.world import World

@@ -26,7 +26,7 @@ import torch.distributed as dist
 import tyro
 
 from spmdrl.config import Config, Data, Engine, Layout, Model, Sampling, Stream
-from spmdrl.launch import read_launch
+from spmdrl.world.launch import read_launch
 from spmdrl.world import World
 
 
@@ -66,7 +66,7 @@ def make_config(options: Options, *, world_size: int, folder: Path) -> Config:
 
 def make_model(folder: Path, *, megabytes: int, itemsize: int) -> None:
     """Write a Qwen3 of about the asked size."""
-    from spmdrl.create_model import create_model
+    from spmdrl.commands.create_model import create_model
 
     hidden, intermediate = 768, 2048
     block = 2.5 * hidden**2 + 3 * hidden * intermediate  # half as many kv heads
@@ -101,7 +101,7 @@ def plain_exchange(stream: object, world: World) -> object:
 def measure(options: Options, cfg: Config, *, folder: Path) -> dict:
     """Run all rounds and return what was found."""
     from spmdrl.engine.vllm import Engine as VllmEngine
-    from spmdrl.policy import Policy
+    from spmdrl.train.trainer import Policy
     from spmdrl.sync.stream import WeightStream
 
     world = World.start(cfg)

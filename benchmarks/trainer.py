@@ -31,14 +31,14 @@ from torch import Tensor
 
 from spmdrl.config import Batch as BatchConfig
 from spmdrl.config import Config, Data, Layout, Model, Optimizer, Sampling
-from spmdrl.create_model import create_model
+from spmdrl.commands.create_model import create_model
 from spmdrl.credit import per_token
-from spmdrl.flops import training_flops
-from spmdrl.hardware import known_gpu
-from spmdrl.launch import launch_alone
-from spmdrl.model_shape import model_shape
-from spmdrl.policy import Policy
-from spmdrl.policy.load import build_meta_model
+from spmdrl.model.flops import training_flops
+from spmdrl.world.hardware import known_gpu
+from spmdrl.world.launch import launch_alone
+from spmdrl.model.shape import model_shape
+from spmdrl.train.trainer import Policy
+from spmdrl.model.load import build_meta_model
 from spmdrl.types import Batch, Microbatch, Scalars
 from spmdrl.world import World
 

@@ -19,7 +19,7 @@ from spmdrl.algorithms.kl import estimator_options
 from spmdrl.algorithms.token_advantages import (
     combine_moments, mean_and_std, moment_sums, whiten,
 )
-from spmdrl.comm import gather_objects
+from spmdrl.world.comm import gather_objects
 from spmdrl.config import Config
 from spmdrl.types import Advantages, Batch, Microbatch
 from spmdrl.world import World

@@ -1,10 +1,10 @@
 """Held-out evaluation: inside the loop, and of a model, a run or a checkpoint by itself.
 
-    python -m spmdrl.evaluate runs/demo/grpo --evaluate.samples 8
-    python -m spmdrl.evaluate runs/demo/grpo --which best
-    python -m spmdrl.evaluate runs/demo/grpo/checkpoints/step_50
-    python -m spmdrl.evaluate my_model --config configs/demo_grpo.yaml --right-at 0.5
-    torchrun --nproc-per-node 4 -m spmdrl.evaluate my_model --config configs/gpu_split_8.yaml
+    python -m spmdrl evaluate runs/demo/grpo --evaluate.samples 8
+    python -m spmdrl evaluate runs/demo/grpo --which best
+    python -m spmdrl evaluate runs/demo/grpo/checkpoints/step_50
+    python -m spmdrl evaluate my_model --config configs/demo_grpo.yaml --right-at 0.5
+    torchrun --nproc-per-node 4 -m spmdrl evaluate my_model --config configs/gpu_split_8.yaml
 
 The first argument is a Hugging Face folder or hub name, a run's folder (its newest whole checkpoint
 is taken, or its best one) or a checkpoint. Runs and checkpoints bring their own config; any field
@@ -29,18 +29,18 @@ from pathlib import Path
 
 from spmdrl import config
 from spmdrl.algorithms.shaping import RIGHT_AT
-from spmdrl.comm import gather_objects
+from spmdrl.world.comm import gather_objects
 from spmdrl.config import Config
 from spmdrl.config.read import is_missing_folder, read, refuse
 from spmdrl.engine.protocol import EngineProtocol
-from spmdrl.launch import launch_alone, read_launch
+from spmdrl.world.launch import launch_alone, read_launch
 from spmdrl.rewards.signatures import reward_models
 from spmdrl.rollout.outcomes import (
     Estimate, Outcome, by_source, eval_sums, evaluation_file, part_means, summarize,
 )
 from spmdrl.rollout.source import Source, make_source
 from spmdrl.types import Sums
-from spmdrl.world import World, ended
+from spmdrl.world.world import World, ended
 
 
 def evaluate(source: Source, engine: EngineProtocol, *, world: World, step: int) -> Sums:
@@ -109,7 +109,7 @@ def parse(argv: Sequence[str], *, world_size: int) -> Request:
     """
     if not argv or argv[0].startswith("-"):
         if {"-h", "--help"} & set(argv):
-            read(["--help"], prog="python -m spmdrl.evaluate MODEL", about=f"{_HELP}\n")
+            read(["--help"], prog="python -m spmdrl evaluate MODEL", about=f"{_HELP}\n")
         raise ValueError("the first argument is what to evaluate: a model's folder or hub name, a "
                          "run's folder, or a checkpoint")
     own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
@@ -121,7 +121,7 @@ def parse(argv: Sequence[str], *, world_size: int) -> Request:
     is_checkpoint = _is_checkpoint(model)
     file = "" if has_config or not is_checkpoint else str(_config_of(Path(model)))
     asked = read(["--config", file, *rest] if file else list(rest),
-                 prog="python -m spmdrl.evaluate MODEL", about=f"{_HELP}\n")
+                 prog="python -m spmdrl evaluate MODEL", about=f"{_HELP}\n")
     if chosen.which == "best" and not is_checkpoint:
         raise ValueError(f"--which best: {model} is a model, not a run that keeps its best one")
     if asked.algorithm.objective == "reward_model" and is_checkpoint:
@@ -229,7 +229,7 @@ def _model_folder(request: Request, world: World) -> Iterator[tuple[str, int]]:
         yield request.model, 0
         return
     from spmdrl.checkpoint.keep import named
-    from spmdrl.export import export, whole_checkpoint
+    from spmdrl.commands.export import export, whole_checkpoint
 
     with contextlib.ExitStack() as stack:
         made = ("", 0)
@@ -244,7 +244,7 @@ def _model_folder(request: Request, world: World) -> Iterator[tuple[str, int]]:
         if not Path(made[0]).is_dir():
             raise ValueError(f"{socket.gethostname()} does not see {made[0]}, where rank 0 put the "
                              "model of the checkpoint; on several machines export it by "
-                             "spmdrl.export to a folder that all see, and evaluate that")
+                             "spmdrl.commands.export to a folder that all see, and evaluate that")
         yield made
 
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from spmdrl.comm import gather_bytes, gather_sizes
+from spmdrl.world.comm import gather_bytes, gather_sizes
 from spmdrl.config.fields import trains_on_pairs
 from spmdrl.data.partition import Plan, partition
 from spmdrl.types import Batch, Microbatch, Rollouts, Scalars, Sums, add_sums, join_turns

@@ -149,7 +149,7 @@ def after_two_updates(cfg: Config, world: World, *, save: bool) -> tuple[Any, An
     """Return a real policy that has taken two updates, and its batch: it took them now, and saved
     a checkpoint, or it is restored from that."""
     from policy_runs import batch, update
-    from spmdrl.policy import Policy
+    from spmdrl.train.trainer import Policy
 
     policy, source, checkpointer = Policy(cfg, world), SmallSource(world), Checkpointer(cfg, world)
     own = batch(world.dp_index(world.rank), world.dp_size)

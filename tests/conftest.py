@@ -47,7 +47,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a two-layer Qwen3 of 0.08 M parameters; read it, do not write to it."""
-    from spmdrl.create_model import create_model
+    from spmdrl.commands.create_model import create_model
 
     return create_model(
         tmp_path_factory.mktemp("tiny_model"), hidden_size=64, layers=2, heads=2, kv_heads=2,

@@ -50,7 +50,7 @@ _made: dict[Layout, tuple[Any, ...]] = {}
 
 def _groups(base: Any, cfg: Config) -> tuple[Any, ...]:
     from spmdrl.config import trainer_ranks
-    from spmdrl.mesh import make_expert_mesh, make_meshes
+    from spmdrl.world.mesh import make_expert_mesh, make_meshes
 
     mesh, sharding = make_meshes(cfg, base.device)
     experts = make_expert_mesh(cfg, base.device)

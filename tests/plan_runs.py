@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 import policy_runs
-from spmdrl.policy.live_bytes import LiveBytes
+from spmdrl.model.live_bytes import LiveBytes
 
 
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -47,7 +47,7 @@ def write_model(folder: Path, family: str, **sizes: Any) -> str:
 
 def scoring(lengths: list[int], *, first_scored: int, vocab: int) -> Any:
     """Return a packed row of sequences whose first tokens are prompts."""
-    from spmdrl.policy.objective import make_scoring
+    from spmdrl.train.objectives.rl import make_scoring
 
     positions = torch.cat([torch.arange(n) for n in lengths])
     generator = torch.Generator().manual_seed(1)
@@ -126,8 +126,8 @@ def run_config(path: str, out: str, *, world_size: int, tp: int = 1, ep: int = 1
 def hold(path: str, out: str, layout: dict[str, Any]) -> dict[str, int]:
     """Build a trainer and an engine, take a backward pass, and return this rank's bytes."""
     from spmdrl.engine import make_engine
-    from spmdrl.policy.optimizer import AdamW, local_part
-    from spmdrl.policy.sharded import ShardedModel
+    from spmdrl.train.optimizer import AdamW, local_part
+    from spmdrl.model.sharded import ShardedModel
     from spmdrl.world import World
 
     cfg = run_config(path, out, **layout)
@@ -168,7 +168,7 @@ def _work_of(model: Any, lengths: list[int], *, first_scored: int, vocab: int) -
 
 def saved_by_family(folders: dict[str, str], out: str, cases: list[tuple]) -> list[int]:
     """Return what a forward pass keeps, bytes, for (family, dtype, recomputes, lengths)."""
-    from spmdrl.policy.sharded import ShardedModel
+    from spmdrl.model.sharded import ShardedModel
     from spmdrl.world import World
 
     def own(family: str, dtype: str, recomputes: bool) -> Any:

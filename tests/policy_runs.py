@@ -109,7 +109,7 @@ def batch(dp_index: int, dp_size: int, *, updates: int = 1) -> Batch:
 
 def train(cfg: Config, steps: int = 2) -> dict:
     """Start a world, take steps on the batch, return sums and the whole parameters."""
-    from spmdrl.policy import Policy
+    from spmdrl.train.trainer import Policy
     from spmdrl.world import World
 
     world = World.start(cfg)

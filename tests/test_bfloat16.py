@@ -18,7 +18,7 @@ STEPS = 8
 
 def _both(critic: Config, rewarding: Config) -> dict[str, dict]:
     """Train a policy with its value model, and a reward model, in each dtype."""
-    from spmdrl.policy import Policy
+    from spmdrl.train.trainer import Policy
     from spmdrl.world import World
 
     world, found = World.start(critic), {}

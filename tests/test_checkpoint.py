@@ -71,7 +71,7 @@ def test_a_stop_saves_and_waits_although_no_save_was_due(tmp_path):
 
 
 def _policy(cfg: Config, save: bool) -> dict[str, bytes]:
-    from spmdrl.policy.policy import Policy
+    from spmdrl.train.trainer import Policy
 
     world = World.start(cfg)
     policy, source, checkpointer = Policy(cfg, world), SmallSource(world), Checkpointer(cfg, world)

@@ -226,7 +226,7 @@ def test_the_transformers_engine_is_one_rank_and_takes_no_options_of_vllm():
 
 
 def test_options_of_the_engine_are_names_of_vllm_that_are_not_set_here():
-    from spmdrl.config.options import ENGINE_ARGUMENTS, engine_argument_names
+    from spmdrl.check.options import ENGINE_ARGUMENTS, engine_argument_names
     from spmdrl.engine.vllm import _own_arguments
 
     def problems(**options):
@@ -251,7 +251,7 @@ def test_importing_the_config_is_light():
 
 
 def test_an_old_logprob_pass_is_made_only_for_methods_that_need_one():
-    from spmdrl.policy.objective import needed_columns
+    from spmdrl.train.objectives.rl import needed_columns
 
     def columns(updates=2, **algorithm):
         return needed_columns(good(algorithm=config.Algorithm(**algorithm),

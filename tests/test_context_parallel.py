@@ -16,13 +16,13 @@ from ranks import launch_env, run_ranks
 from torch import Tensor
 
 from spmdrl.config import Config
-from spmdrl.policy import context_parallel
-from spmdrl.policy.attention import KERNELS, make_packing, padded_attention
-from spmdrl.policy.context_parallel import (
+from spmdrl.model.parallel import context_parallel
+from spmdrl.model.attention import KERNELS, make_packing, padded_attention
+from spmdrl.model.parallel.context_parallel import (
     METHODS, Slicing, by_rank, chunk_spans, in_row_order, make_slice, pick_method,
 )
-from spmdrl.policy.fit import misfits
-from spmdrl.policy.ring_attention import DENSE, FLASH, Block, plan_rounds
+from spmdrl.check.fit import misfits
+from spmdrl.model.parallel.ring_attention import DENSE, FLASH, Block, plan_rounds
 
 CPU, SIZE = torch.device("cpu"), 4
 LENGTHS = (37, 1, 150, 9, 2, 71, 14)  # 284 tokens, padded to 288: chunks of 36
@@ -190,7 +190,7 @@ def _most_gathered(rank: int, group: dist.ProcessGroup) -> float:
 
 
 def _on_ranks(cfg: Config, rows: list[list[int]]) -> dict:
-    from spmdrl.policy import Policy
+    from spmdrl.train.trainer import Policy
     from spmdrl.world import World
 
     world = World.start(cfg)

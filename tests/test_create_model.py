@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from spmdrl.create_model import character_tokenizer, create_model
+from spmdrl.commands.create_model import character_tokenizer, create_model
 
 ARCHITECTURES = ("qwen3", "qwen2", "llama", "gemma2", "gemma3", "mistral")
 SMALL = dict(hidden_size=64, layers=2, heads=2, kv_heads=2, intermediate=96, max_positions=128)
@@ -130,7 +130,7 @@ def test_impossible_shapes_are_refused_before_writing(
 
 
 def test_command_line_makes_a_tied_model_with_a_template(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "spmdrl.create_model", str(tmp_path / "m"), "--layers", "1",
+    command = [sys.executable, "-m", "spmdrl", "create_model", str(tmp_path / "m"), "--layers", "1",
                "--architecture", "qwen2", "--tied", "True", "--chat-template"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr

@@ -19,7 +19,7 @@ from spmdrl.algorithms.loss_tokens import loss_tokens
 from spmdrl.algorithms.shaping import adaptive_kl_coef
 from spmdrl.algorithms.token_baselines import with_totals
 from spmdrl.config import Config
-from spmdrl.create_model import create_model
+from spmdrl.commands.create_model import create_model
 
 STEPS = 3
 BETA, GAMMA = 0.5, 0.9
@@ -100,7 +100,7 @@ def _whole_state(policy: object) -> dict[str, Tensor]:
 
 def _train(first: Config, configs: dict[str, Config]) -> dict[str, dict]:
     """Return of each case the step's sums, step 0's advantages by sequence, and the end state."""
-    from spmdrl.policy import Policy
+    from spmdrl.train.trainer import Policy
     from spmdrl.world import World
 
     world, found = World.start(first), {}
@@ -336,7 +336,7 @@ def test_a_moving_coefficient_acts_in_loss_and_reward(trained):
 def _in_the_reward(cfg: Config) -> list[Tensor]:
     """Return a sequence's advantage without KL, and with two coefficients."""
     from spmdrl.credit import advantages_of
-    from spmdrl.policy import Policy
+    from spmdrl.train.trainer import Policy
     from spmdrl.world import World
 
     world = World.start(cfg)
@@ -361,7 +361,7 @@ class _NoSource:
 def _resumed(cfg: Config) -> tuple[tuple, tuple]:
     """Train after a warm-up, save, and go on twice: without a stop, and from the checkpoint."""
     from spmdrl.checkpoint import Checkpointer
-    from spmdrl.policy import Policy
+    from spmdrl.train.trainer import Policy
     from spmdrl.world import World
 
     world = World.start(cfg)
@@ -406,7 +406,7 @@ def test_the_kl_in_the_reward_is_weighed_by_the_coefficient_of_the_step(folders,
 
 
 def _refused(cfg: Config) -> str:
-    from spmdrl.policy import Policy
+    from spmdrl.train.trainer import Policy
     from spmdrl.world import World
 
     world = World.start(cfg)

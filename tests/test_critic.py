@@ -17,8 +17,8 @@ from test_train import REWARDS, assert_same_end, final_weights
 
 from spmdrl import config as configs
 from spmdrl.config import Config
-from spmdrl.create_model import create_model
-from spmdrl.export import export
+from spmdrl.commands.create_model import create_model
+from spmdrl.commands.export import export
 
 
 def _model(where: Path, name: str = "start", **options: object) -> Path:
@@ -75,7 +75,7 @@ def _train(cfg: Config, steps: int = 3, restored: Path | None = None) -> dict:
     takes steps with another policy of the same world, that has a warm-up.
     """
     from spmdrl.checkpoint import Checkpointer
-    from spmdrl.policy import Policy
+    from spmdrl.train.trainer import Policy
     from spmdrl.world import World
 
     world = World.start(cfg)
@@ -118,7 +118,7 @@ def _whole_state(policy: object) -> dict[str, torch.Tensor]:
 
 def _warm_up(cfg: Config, world: object, own: object) -> list[tuple[dict, dict]]:
     """Return sums and state after each of three steps, two of them warm-up."""
-    from spmdrl.policy import Policy
+    from spmdrl.train.trainer import Policy
 
     critic = dataclasses.replace(cfg.critic, options={"warmup_steps": 2})
     policy = Policy(dataclasses.replace(cfg, critic=critic), world)
@@ -220,7 +220,7 @@ def test_values_and_metrics_of_one_process_are_what_they_say(one):
 
 def _alone(cfg: Config, missing: str) -> dict:
     """Checks that need no second rank, in one start of the world."""
-    from spmdrl.policy import Policy
+    from spmdrl.train.trainer import Policy
     from spmdrl.world import World
 
     world = World.start(cfg)

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spmdrl.data.plan import Measured, Planner, choose
+from spmdrl.data.prompt_order import Measured, Planner, choose
 from spmdrl.data.prompts import Order
 from spmdrl.types import Scalars
 

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spmdrl.config import Batch, Config, Data, Model, Sampling
-from spmdrl.create_model import character_tokenizer
-from spmdrl.data.offline import SupervisedSource, encode_example
+from spmdrl.commands.create_model import character_tokenizer
+from spmdrl.data.examples import SupervisedSource, encode_example
 from spmdrl.data.prompts import Order, PromptSource, check_context, load_tokenizer
 
 PLAIN, CHAT = character_tokenizer(), character_tokenizer(chat_template=True)

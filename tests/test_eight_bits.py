@@ -15,10 +15,10 @@ from ranks import run_ranks
 from torch import Tensor
 
 from spmdrl.config import Config, Optimizer
-from spmdrl.config.options import option_problems
-from spmdrl.create_model import create_model
-from spmdrl.policy import optimizer
-from spmdrl.policy.optimizer import AdamW, local_part
+from spmdrl.check.options import option_problems
+from spmdrl.commands.create_model import create_model
+from spmdrl.train import optimizer
+from spmdrl.train.optimizer import AdamW, local_part
 
 EIGHT = {"optimizer_dtype": "int8"}
 sys.path.append(str(Path(sys.prefix) / "torchao"))  # where `make test` puts it; ranks inherit it
@@ -70,7 +70,7 @@ def test_updates_are_those_of_torchaos_adamw(monkeypatch):
 
 @needs_torchao
 def test_scales_cut_otherwise_keep_the_values_nearly_and_alike_cut_exactly():
-    from spmdrl.policy.eight_bits import BLOCK, Quantised
+    from spmdrl.train.eight_bits import BLOCK, Quantised
 
     values = torch.randn(1000, generator=torch.Generator().manual_seed(1)).cumsum(0)
     for is_signed, own in ((True, values), (False, values.square())):
@@ -93,7 +93,7 @@ def test_scales_cut_otherwise_keep_the_values_nearly_and_alike_cut_exactly():
 
 
 def _train(cfg: Config) -> dict[str, dict]:
-    from spmdrl.policy import Policy
+    from spmdrl.train.trainer import Policy
     from spmdrl.world import World
 
     world, found = World.start(cfg), {}

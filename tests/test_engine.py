@@ -88,7 +88,7 @@ def swap(engine, *, mode: str, folders: tuple[str, str]) -> dict:
 def vllm_details(engine) -> dict:
     from vllm.engine.arg_utils import EngineArgs
 
-    from spmdrl.config.options import engine_argument_names
+    from spmdrl.check.options import engine_argument_names
 
     names = {f.name for f in dataclasses.fields(EngineArgs) if not f.name.startswith("_")}
     assert set(engine_argument_names()) == names

@@ -14,7 +14,7 @@ from ranks import run_ranks
 
 from spmdrl import config
 from spmdrl.config import Config
-from spmdrl.create_model import create_model
+from spmdrl.commands.create_model import create_model
 from spmdrl.engine.protocol import Request
 from spmdrl.engine.sampling import draw, numbers
 

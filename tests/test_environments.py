@@ -13,7 +13,7 @@ from environment_runs import ROW, play, served
 from spmdrl.data.tasks import make_task
 from spmdrl.environments.guess_number import GuessNumber
 from spmdrl.environments.protocol import Response, Turn
-from spmdrl.environments.serve import (
+from spmdrl.workers.serve import (
     BUILT_IN, BadTurn, check_environment, checked_turn, environment_problems, pack,
 )
 from spmdrl.imports import construct, import_object

@@ -9,9 +9,9 @@ from chat_templates import GEMMA, QWEN, QWEN3, chat_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spmdrl.create_model import character_tokenizer
+from spmdrl.commands.create_model import character_tokenizer
 from spmdrl.engine.protocol import Completion
-from spmdrl.environments.conversation import Chat, make_chat
+from spmdrl.rollout.conversation import Chat, make_chat
 from spmdrl.environments.protocol import ToolCall
 from spmdrl.environments.tool_calls import hermes, make_parser
 from spmdrl.environments.tools import make_tools

@@ -13,10 +13,10 @@ from chat_templates import chat_tokenizer
 
 from spmdrl.config import Config, Data, Rewards, Rollout
 from spmdrl.engine.protocol import Completion
-from spmdrl.environments.conversation import Chat
+from spmdrl.rollout.conversation import Chat
 from spmdrl.environments.protocol import Response
 from spmdrl.environments.tool_calls import hermes
-from spmdrl.rewards.pool import RewardPool, RewardResult, TurnResult
+from spmdrl.workers.pool import RewardPool, RewardResult, TurnResult
 from spmdrl.types import Prompt
 
 ENVIRONMENT = '''

@@ -16,11 +16,11 @@ from runs import ROOT
 
 from spmdrl import config
 from spmdrl.config import Config
-from spmdrl.create_model import create_model
+from spmdrl.commands.create_model import create_model
 from spmdrl.evaluate import parse, table
-from spmdrl.export import export
+from spmdrl.commands.export import export
 from spmdrl.report.glossary import values_of
-from spmdrl.rewards.pool import RewardResult
+from spmdrl.workers.pool import RewardResult
 from spmdrl.rollout.episode import Response, Sample
 from spmdrl.rollout.outcomes import Outcome, eval_sums, outcomes_of, summarize
 from spmdrl.types import Prompt
@@ -168,7 +168,7 @@ def run(tmp_path_factory) -> Path:
 
 def _evaluated(launcher: list[str], *arguments: str) -> tuple[dict, str]:
     out = arguments[arguments.index("--out") + 1]
-    done = subprocess.run([sys.executable, *launcher, "-m", "spmdrl.evaluate", *arguments],
+    done = subprocess.run([sys.executable, *launcher, "-m", "spmdrl", "evaluate", *arguments],
                           cwd=ROOT, text=True, timeout=300, capture_output=True)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return json.loads(Path(out).read_text()), done.stdout

@@ -30,7 +30,7 @@ def push_from_each(cfgs: dict[str, Config]) -> dict[str, dict[str, Any]]:
     from safetensors.torch import load_file
 
     from spmdrl.engine import make_engine
-    from spmdrl.policy import Policy
+    from spmdrl.train.trainer import Policy
     from spmdrl.sync.stream import WeightStream
     from spmdrl.world import World
 
@@ -92,7 +92,7 @@ def relay(cfgs: dict[str, Config]) -> list[dict[str, Tensor]]:
     Returns: the whole state on each mesh, the same on every rank.
     """
     from spmdrl.checkpoint import Checkpointer
-    from spmdrl.policy import Policy
+    from spmdrl.train.trainer import Policy
     from spmdrl.world import World
 
     base, states = World.start(next(iter(cfgs.values()))), []

@@ -16,18 +16,18 @@ from checkpoint_runs import SmallSource, config
 from ranks import run_ranks
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from spmdrl.ask import ask
+from spmdrl.commands.ask import ask
 from spmdrl.checkpoint import Checkpointer
 from spmdrl.checkpoint import manifest as disk
 from spmdrl.config import Config
-from spmdrl.create_model import create_model
-from spmdrl.export import export
+from spmdrl.commands.create_model import create_model
+from spmdrl.commands.export import export
 from spmdrl.world import World
 
 
 def _nudged(cfg: Config) -> dict[str, bytes]:
     """Save a policy that differs from its folder, and return its whole tensors."""
-    from spmdrl.policy.policy import Policy
+    from spmdrl.train.trainer import Policy
 
     world = World.start(cfg)
     policy = Policy(cfg, world)
@@ -135,8 +135,8 @@ def test_the_two_commands_export_a_run_and_ask_the_folder(run, tmp_path):
     folder, _ = run
     out = tmp_path / "out"
     for command in (
-        ["spmdrl.export", str(folder), "--out", str(out)],
-        ["spmdrl.ask", str(out), "--task", "task:addition", "--task-option", "digits=2", "-n", "3",
+        ["spmdrl.commands.export", str(folder), "--out", str(out)],
+        ["spmdrl.commands.ask", str(out), "--task", "task:addition", "--task-option", "digits=2", "-n", "3",
          "--max-response-tokens", "4"],
     ):
         done = subprocess.run([sys.executable, "-m", *command], capture_output=True, text=True,

@@ -7,11 +7,11 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from plan_runs import FAMILIES, scoring, tiny_config
-from spmdrl.flops import forward_flops, trained_flops, training_flops, utilisation, visible_pairs
-from spmdrl.hardware import GPUS, known_gpu
-from spmdrl.model_shape import model_shape
-from spmdrl.policy.attention import register_attention
-from spmdrl.policy.scorer import Scorer
+from spmdrl.model.flops import forward_flops, trained_flops, training_flops, utilisation, visible_pairs
+from spmdrl.world.hardware import GPUS, known_gpu
+from spmdrl.model.shape import model_shape
+from spmdrl.model.attention import register_attention
+from spmdrl.model.scorer import Scorer
 from spmdrl.report.glossary import lookup, values_of
 from spmdrl.types import Scalars
 

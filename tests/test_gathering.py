@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from spmdrl.config import Config, Layout
-from spmdrl.config.options import MEMORY, option_problems
-from spmdrl.create_model import create_model
-from spmdrl.policy.memory import blocks_ahead
+from spmdrl.check.options import MEMORY, option_problems
+from spmdrl.commands.create_model import create_model
+from spmdrl.model.parallel.recompute import blocks_ahead
 
 LAYERS = 3
 WAYS = {
@@ -56,7 +56,7 @@ def _unreduced_bytes(policy: object) -> int:
 
 
 def _in_all_ways(cfg: Config) -> dict[str, dict]:
-    from spmdrl.policy import Policy
+    from spmdrl.train.trainer import Policy
     from spmdrl.world import World
 
     world, found = World.start(cfg), {}

@@ -14,7 +14,7 @@ from runs import TINY, metrics, run
 
 from spmdrl import config
 from spmdrl.config import Config
-from spmdrl.create_model import create_model
+from spmdrl.commands.create_model import create_model
 from spmdrl.engine.protocol import Request
 
 PROMPTS = [tuple(range(10, 10 + n)) for n in (1, 14, 7, 7, 3)]
@@ -94,7 +94,7 @@ def test_a_sleeping_engine_frees_its_cache_and_draws_alike_after(tmp_path):
 
 def _steps(cfg: Config, sleeps: bool) -> dict:
     from spmdrl.engine import handover, make_engine
-    from spmdrl.policy import Policy
+    from spmdrl.train.trainer import Policy
     from spmdrl.sync.stream import WeightStream
     from spmdrl.world import World
 
@@ -213,7 +213,7 @@ def test_what_modules_hold_without_registering_it_is_found(tmp_path, monkeypatch
 
 def test_the_planner_lends_memory_from_role_to_role():
     from plan_runs import run_config, tiny_config
-    from spmdrl.model_shape import model_shape
+    from spmdrl.model.shape import model_shape
     from spmdrl.plan.search import make_plan
     from spmdrl.plan.setting import Axes, rates_of, run_of
     from transformers import AutoModelForCausalLM

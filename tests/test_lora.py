@@ -17,11 +17,11 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from spmdrl.config import Config, Model
-from spmdrl.create_model import create_model
-from spmdrl.export import export
-from spmdrl.policy.load import build_meta_model
-from spmdrl.policy.lora import Adapters, initial_a, lora_form
-from spmdrl.policy.lora_files import write_adapter
+from spmdrl.commands.create_model import create_model
+from spmdrl.commands.export import export
+from spmdrl.model.load import build_meta_model
+from spmdrl.model.lora.layers import Adapters, initial_a, lora_form
+from spmdrl.model.lora.files import write_adapter
 
 LORA = {"rank": 3, "alpha": 12}  # 3 rows of A are not even over 2 ranks
 
@@ -43,7 +43,7 @@ def _spread(name: str, shape: tuple[int, ...]) -> Tensor:
 
 @torch.no_grad()
 def _set_b(policy: object) -> None:
-    from spmdrl.shards import held_boxes
+    from spmdrl.model.shards import held_boxes
 
     for name, tensor in policy.state_dict()["model"].items():
         if "lora_B" in name:
@@ -57,8 +57,8 @@ def _set_b(policy: object) -> None:
 
 def _one(cfg: Config) -> dict:
     """All that one start of one rank can show."""
-    from spmdrl.policy import Policy
-    from spmdrl.policy.reference import Frozen
+    from spmdrl.train.trainer import Policy
+    from spmdrl.train.companions.reference import Frozen
     from spmdrl.world import World
 
     world, own = World.start(cfg), batch(0, 1)
@@ -152,8 +152,8 @@ def test_only_adapters_move_have_state_and_stay_float32(one):
 def _save(cfg: Config) -> dict:
     """Train on dp_shard x tp = 2 x 2, save, and read all boxes as the stream does."""
     from spmdrl.checkpoint import Checkpointer
-    from spmdrl.policy import Policy
-    from spmdrl.shards import Box, Held
+    from spmdrl.train.trainer import Policy
+    from spmdrl.model.shards import Box, Held
     from spmdrl.world import World
 
     world = World.start(cfg)
@@ -188,7 +188,7 @@ def _whole(policy: object) -> dict[str, Tensor]:
 def _resume(cfgs: dict[str, Config]) -> dict[str, object]:
     """Restore under each config: the whole state, or why not."""
     from spmdrl.checkpoint import Checkpointer
-    from spmdrl.policy import Policy
+    from spmdrl.train.trainer import Policy
     from spmdrl.world import World
 
     world, found = World.start(next(iter(cfgs.values()))), {}
@@ -328,7 +328,7 @@ def _tokens() -> Tensor:
 
 
 def _scores(cfg: Config) -> Tensor:
-    from spmdrl.policy import Policy
+    from spmdrl.train.trainer import Policy
     from spmdrl.world import World
 
     world = World.start(cfg)
@@ -350,7 +350,7 @@ def test_an_embedding_that_can_have_no_adapter_is_refused(architecture, tied, re
 def _reward_model(cfg: Config) -> dict[str, Tensor]:
     """Save adapters with a scalar head, which trains in full."""
     from spmdrl.checkpoint import Checkpointer
-    from spmdrl.policy import Policy
+    from spmdrl.train.trainer import Policy
     from spmdrl.world import World
 
     world = World.start(cfg)

@@ -14,17 +14,17 @@ from test_sync_engine import PROMPTS, make_config, parameters_loaded, whole_stat
 from torch import Tensor
 
 from spmdrl.config import Config, Layout
-from spmdrl.config.check import validate
-from spmdrl.create_model import create_model
-from spmdrl.dry_run import stream_size
-from spmdrl.model_shape import model_shape
+from spmdrl.check.settings import validate
+from spmdrl.commands.create_model import create_model
+from spmdrl.check.dry_run import stream_size
+from spmdrl.model.shape import model_shape
 from spmdrl.plan.setting import axes_of, run_of
 from spmdrl.plan.traffic import push_flows
-from spmdrl.policy.fit import fit_problems
-from spmdrl.policy.load import build_meta_model
-from spmdrl.policy.lora import adapter_numel, lora_form
-from spmdrl.policy.optimizer import local_part
-from spmdrl.shards import Held
+from spmdrl.check.fit import fit_problems
+from spmdrl.model.load import build_meta_model
+from spmdrl.model.lora.layers import adapter_numel, lora_form
+from spmdrl.train.optimizer import local_part
+from spmdrl.model.shards import Held
 
 LORA = {"rank": 3, "alpha": 12, "use_rslora": True}
 SCALE = 12 / 3 ** 0.5
@@ -52,7 +52,7 @@ def _slots(engine: Any, names: list[str]) -> dict[str, Tensor]:
 def _push(cfg: Config) -> dict[str, Any]:
     """Push adapters of three versions; hold vLLM's memory against its own loading of them."""
     from spmdrl.engine import make_engine
-    from spmdrl.policy import Policy
+    from spmdrl.train.trainer import Policy
     from spmdrl.sync.stream import WeightStream
     from spmdrl.world import World
 
@@ -147,7 +147,7 @@ def _sample(cfg: Config) -> dict[str, float]:
     """Sample after a push; score what was sampled by the trainer, with and without adapters."""
     from spmdrl.engine import make_engine
     from spmdrl.engine.protocol import Request
-    from spmdrl.policy import Policy
+    from spmdrl.train.trainer import Policy
     from spmdrl.sync.stream import WeightStream
     from spmdrl.world import World
 

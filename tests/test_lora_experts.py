@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from spmdrl.config import Config, Model
-from spmdrl.export import export
-from spmdrl.policy.file_tensors import file_tensors
-from spmdrl.policy.load import build_meta_model
-from spmdrl.policy.lora import Adapters, LoraForm, lora_form
-from spmdrl.shards import Held
+from spmdrl.commands.export import export
+from spmdrl.model.file_tensors import file_tensors
+from spmdrl.model.load import build_meta_model
+from spmdrl.model.lora.layers import Adapters, LoraForm, lora_form
+from spmdrl.model.shards import Held
 
 RANK, ALPHA = 3, 12
 CASES = {  # ranks, ep, experts, rank of the adapters
@@ -173,7 +173,7 @@ def _read(folder: Path, cfg: Config) -> dict[str, Tensor]:
 
 def _norms(cfgs: list[Config]) -> list[dict]:
     """The first update's norms under each config, with the dtypes of what is trained and not."""
-    from spmdrl.policy import Policy
+    from spmdrl.train.trainer import Policy
     from spmdrl.world import World
 
     world, found = World.start(cfgs[0]), []
@@ -215,7 +215,7 @@ def test_experts_adapters_stay_float32_and_are_gathered_in_the_compute_dtype(tmp
 
 
 def _scored(cfg: Config, tokens: list[list[int]]) -> tuple[list[Tensor], dict[str, Tensor]]:
-    from spmdrl.policy import Policy
+    from spmdrl.train.trainer import Policy
     from spmdrl.world import World
 
     world = World.start(cfg)

@@ -11,12 +11,12 @@ from peft import LoraConfig, get_peft_model
 from policy_runs import config
 
 from spmdrl.config import Model
-from spmdrl.config.check import validate
-from spmdrl.create_model import create_model
-from spmdrl.policy.fit import fit_problems
-from spmdrl.policy.load import build_meta_model
-from spmdrl.policy.lora import Adapters, LoraForm, initial_a, lora_form, targeted
-from spmdrl.policy.lora_files import write_adapter
+from spmdrl.check.settings import validate
+from spmdrl.commands.create_model import create_model
+from spmdrl.check.fit import fit_problems
+from spmdrl.model.load import build_meta_model
+from spmdrl.model.lora.layers import Adapters, LoraForm, initial_a, lora_form, targeted
+from spmdrl.model.lora.files import write_adapter
 
 
 def test_a_matrices_start_as_pefts_do_keyed_by_seed_and_name():

@@ -9,10 +9,10 @@ from runs import HELD, TINY, metrics, run, run_killed
 from test_train import assert_same_end
 
 from spmdrl.config import Model
-from spmdrl.create_model import create_model
-from spmdrl.policy.load import build_meta_model
-from spmdrl.policy.lora import Adapters, LoraForm, initial_a
-from spmdrl.policy.lora_files import write_adapter
+from spmdrl.commands.create_model import create_model
+from spmdrl.model.load import build_meta_model
+from spmdrl.model.lora.layers import Adapters, LoraForm, initial_a
+from spmdrl.model.lora.files import write_adapter
 
 REWARD = HELD + """
 def digits(data_source, solution_str, ground_truth, extra_info=None):

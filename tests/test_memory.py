@@ -15,13 +15,13 @@ from torch import Tensor
 from torch.utils.checkpoint import _VersionWrapper
 
 from spmdrl.config import Config, Layout, Model, Optimizer
-from spmdrl.config.options import option_problems
-from spmdrl.create_model import create_model
-from spmdrl.policy import optimizer
-from spmdrl.policy.fit import check_fit
-from spmdrl.policy.memory import check_offload, has, move_buffers
-from spmdrl.policy.optimizer import AdamW, local_part
-from spmdrl.policy.rounding import stochastic_round
+from spmdrl.check.options import option_problems
+from spmdrl.commands.create_model import create_model
+from spmdrl.train import optimizer
+from spmdrl.check.fit import check_fit
+from spmdrl.model.parallel.recompute import check_offload, has, move_buffers
+from spmdrl.train.optimizer import AdamW, local_part
+from spmdrl.train.rounding import stochastic_round
 
 WAYS = {
     "none": {}, "full": {"activation_checkpointing": "full"},
@@ -69,7 +69,7 @@ def _kept_bytes(policy: object) -> dict[str, int]:
 
 
 def _in_all_ways(cfg: Config) -> dict[str, dict]:
-    from spmdrl.policy import Policy
+    from spmdrl.train.trainer import Policy
     from spmdrl.world import World
 
     world, found = World.start(cfg), {}
@@ -220,7 +220,7 @@ def test_small_updates_of_bfloat16_weights_add_up():
 
 def _sft(cfg: Config) -> dict[str, dict]:
     """Train with all kept in float32 and in bfloat16; and what is refused on the CPU."""
-    from spmdrl.policy import Policy
+    from spmdrl.train.trainer import Policy
     from spmdrl.world import World
 
     world, found = World.start(cfg), {}
@@ -258,7 +258,7 @@ def test_bfloat16_takes_half_the_bytes_and_learns_alike(tmp_path):
 def _resumed(cfg: Config, save: bool) -> dict[str, Tensor]:
     """Take three updates, with a checkpoint after two; or the third one from that checkpoint."""
     from spmdrl.checkpoint import Checkpointer
-    from spmdrl.policy import Policy
+    from spmdrl.train.trainer import Policy
     from spmdrl.world import World
 
     world = World.start(cfg)

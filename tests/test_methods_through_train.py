@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from
 from spmdrl import config
 from spmdrl.algorithms import registry
 from spmdrl.config import Algorithm, Config
-from spmdrl.create_model import create_model
+from spmdrl.commands.create_model import create_model
 from spmdrl.world import World
 
 STEPS = 3

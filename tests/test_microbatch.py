@@ -15,13 +15,13 @@ from runs import TINY, metrics, run
 from test_train import REWARDS, assert_same_end
 
 from spmdrl.config import Config, parse
-from spmdrl.config.check import validate
+from spmdrl.check.settings import validate
 from spmdrl.config.fields import least_tokens, useful_tokens
-from spmdrl.create_model import create_model
+from spmdrl.commands.create_model import create_model
 from spmdrl.credit import per_token
-from spmdrl.policy.microbatch import Point, fitting_tokens
-from spmdrl.policy.optimizer import local_part
-from spmdrl.policy.router import BIAS
+from spmdrl.train.microbatch_size import Point, fitting_tokens
+from spmdrl.train.optimizer import local_part
+from spmdrl.train.router_balance import BIAS
 from spmdrl.types import Advantages
 
 
@@ -70,8 +70,9 @@ def _update(policy: object, world: object) -> dict:
 
 def _find(cfg: Config, room: int) -> dict:
     """Find the size with so many bytes free on the last rank; look at what is left behind."""
-    from spmdrl.policy import Policy, microbatch
-    from spmdrl.policy.live_bytes import peak_bytes
+    from spmdrl.train.trainer import Policy
+    from spmdrl.train import microbatch_size as microbatch
+    from spmdrl.model.live_bytes import peak_bytes
     from spmdrl.world import World
 
     world = World.start(cfg)
@@ -122,7 +123,8 @@ def test_what_is_found_fits_and_400_tokens_more_do_not(options, tmp_path):
 
 
 def _refused(cfg: Config, room: int) -> str:
-    from spmdrl.policy import Policy, microbatch
+    from spmdrl.train.trainer import Policy
+    from spmdrl.train import microbatch_size as microbatch
     from spmdrl.world import World
 
     world = World.start(cfg)
@@ -162,7 +164,7 @@ def test_pairs_stay_together_and_a_router_is_left_alone(tmp_path):
 
 
 def _found(cfg: Config) -> dict:
-    from spmdrl.policy import Policy
+    from spmdrl.train.trainer import Policy
     from spmdrl.world import World
 
     world = World.start(cfg)
@@ -205,8 +207,8 @@ def test_a_run_that_finds_its_size_equals_one_that_is_given_it_and_resumes(tmp_p
 
 
 def test_the_dry_run_and_the_planner_say_auto(capsys, tmp_path):
-    from spmdrl.dry_run import derived
-    from spmdrl.plan.__main__ import main
+    from spmdrl.check.dry_run import derived
+    from spmdrl.commands.plan import main
 
     cfg = parse(["--config", "configs/gpu_split_8.yaml", "--batch.tokens-per-microbatch", "0"])
     assert not [p for p in validate(cfg) if "tokens_per_microbatch" in p]

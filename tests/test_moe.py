@@ -11,15 +11,15 @@ from test_policy_forward import _reference, _rows, _work
 from torch import nn
 
 from spmdrl.config import Model
-from spmdrl.create_model import create_model
-from spmdrl.policy.attention import register_attention
-from spmdrl.policy.file_tensors import file_tensors, live_tensors
-from spmdrl.policy.load import (
+from spmdrl.commands.create_model import create_model
+from spmdrl.model.attention import register_attention
+from spmdrl.model.file_tensors import file_tensors, live_tensors
+from spmdrl.model.load import (
     CheckpointReader, build_meta_model, check_names, compute_buffers, load_whole_model,
     model_folder, read_tensors,
 )
-from spmdrl.policy.scorer import Scorer
-from spmdrl.shards import Box, Held, Part
+from spmdrl.model.scorer import Scorer
+from spmdrl.model.shards import Box, Held, Part
 
 FAMILIES = ("qwen3_moe", "mixtral", "deepseek_v3")
 EXPERT = {"qwen3_moe": "model.layers.1.mlp.experts.5.up_proj.weight",

@@ -14,7 +14,7 @@ from test_sync_engine import (
 from torch import Tensor
 
 from spmdrl.config import Config, Layout
-from spmdrl.shards import Held
+from spmdrl.model.shards import Held
 
 CASES = {  # engine, family, dtype, layout
     "vllm": ("vllm", "qwen3_moe", "float32", Layout(
@@ -35,7 +35,7 @@ def in_files(state: dict[str, Tensor], policy: Any) -> dict[str, Tensor]:
 def push_and_compare(cfg: Config) -> dict[str, Any]:
     """Push changed weights twice; hold the engine against its own loading of them."""
     from spmdrl.engine import make_engine
-    from spmdrl.policy import Policy
+    from spmdrl.train.trainer import Policy
     from spmdrl.sync.stream import WeightStream
     from spmdrl.world import World
 

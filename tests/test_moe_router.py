@@ -15,9 +15,9 @@ from torch import Tensor
 
 from spmdrl import config as configs
 from spmdrl.config import Checkpoint, Config
-from spmdrl.export import export
-from spmdrl.policy.file_tensors import live_tensors
-from spmdrl.policy.fit import fit_problems
+from spmdrl.commands.export import export
+from spmdrl.model.file_tensors import live_tensors
+from spmdrl.check.fit import fit_problems
 
 COEF, RATE, EXPERTS, CHOICES = 0.3, 0.02, 8, 2
 
@@ -57,7 +57,7 @@ def _expected(seen: list[list[tuple[Tensor, Tensor]]]) -> dict[str, Tensor]:
 
 def _one_step(cfg: Config) -> dict:
     """An update whose only gradient is of the balancing loss: all advantages are 0."""
-    from spmdrl.policy import Policy
+    from spmdrl.train.trainer import Policy
     from spmdrl.world import World
 
     world = World.start(cfg)
@@ -118,7 +118,7 @@ def test_the_correction_bias_moves_by_the_sign_of_the_load_error(tmp_path):
 def _save(cfg: Config) -> dict[str, Tensor]:
     from checkpoint_runs import SmallSource
     from spmdrl.checkpoint import Checkpointer
-    from spmdrl.policy import Policy
+    from spmdrl.train.trainer import Policy
     from spmdrl.world import World
 
     world = World.start(cfg)
@@ -133,7 +133,7 @@ def _save(cfg: Config) -> dict[str, Tensor]:
 def _restore(cfg: Config, missing: list[dict]) -> tuple[dict[str, Tensor], list[str]]:
     from checkpoint_runs import SmallSource
     from spmdrl.checkpoint import Checkpointer
-    from spmdrl.policy import Policy
+    from spmdrl.train.trainer import Policy
     from spmdrl.world import World
 
     world = World.start(cfg)
@@ -178,7 +178,7 @@ def test_experts_and_biases_survive_a_resume_on_another_layout_and_an_export(tmp
 
 
 def _refusal(cfg: Config) -> str:
-    from spmdrl.policy import Policy
+    from spmdrl.train.trainer import Policy
     from spmdrl.world import World
 
     try:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from spmdrl.config import Batch as BatchConfig
 from spmdrl.config import Config, Layout
-from spmdrl.create_model import create_model
+from spmdrl.commands.create_model import create_model
 from spmdrl.types import Batch
 
 RANKS, STEPS = TRAINERS, 2
@@ -152,7 +152,7 @@ def _whole(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def _watch(trainee: Any, kept: list[dict[str, Tensor]]) -> None:
     """Keep the gradients, as whole tensors, that the optimizer gets."""
-    from spmdrl.policy.optimizer import _like
+    from spmdrl.train.optimizer import _like
 
     step, parameters = trainee.optimizer.step, trainee.optimizer.parameters
 
@@ -166,7 +166,7 @@ def _watch(trainee: Any, kept: list[dict[str, Tensor]]) -> None:
 def _train(cfg: Config, base: Any) -> dict[str, Any] | None:
     """Take the steps; None on a rank that does not train."""
     from spmdrl.credit import advantages_of
-    from spmdrl.policy import Policy
+    from spmdrl.train.trainer import Policy
 
     world = world_under(base, cfg)
     policy = Policy(cfg, world)

@@ -11,15 +11,15 @@ import pytest
 
 from runs import ROOT
 from spmdrl.config import Config, Model
-from spmdrl.model_shape import ModelShape, model_shape
-from spmdrl.plan.__main__ import SHAPES, main
-from spmdrl.plan.examples import examples, output
+from spmdrl.model.shape import ModelShape, model_shape
+from spmdrl.commands.plan import SHAPES, main
+from spmdrl.commands.plan_examples import examples, output
 from spmdrl.plan.memory import cache_bytes_per_token
 from spmdrl.plan.search import best_plans, layouts, make_plan
 from spmdrl.plan.seconds import step_seconds
 from spmdrl.plan.setting import Axes, Run, axes_problems, rates_of, run_of
 from spmdrl.plan.traffic import Flow, push_flows, trainer_flows
-from spmdrl.policy.load import build_meta_model
+from spmdrl.model.load import build_meta_model
 
 PARAMETERS = {"qwen3-8b": (8.19, 7.57), "qwen3-32b": (32.8, 32.0), "qwen3-30b-a3b": (30.5, 3.04),
               "qwen3-235b-a22b": (235.1, 21.6), "deepseek-v3": (671.0, 36.6)}
@@ -217,7 +217,7 @@ def test_seconds_follow_from_rates(shapes):
 
 
 def test_every_layout_of_the_search_is_one_that_the_config_takes(shapes):
-    from spmdrl.config.check import validate
+    from spmdrl.check.settings import validate
 
     for name in ("qwen3-8b", "qwen3-30b-a3b"):
         found = list(layouts(_run(shapes[name]), gpus=16, gpus_per_node=8))
@@ -250,7 +250,7 @@ def test_the_page_shows_what_the_commands_print():
     assert len(found) == 6
     for command, shown in (found[0], found[-1]):
         assert output(command) == shown, (
-            "run `python -m spmdrl.plan.examples docs/planning.md`")
+            "run `python -m spmdrl plan_examples docs/planning.md`")
 
 
 def test_a_folder_with_a_config_is_enough(tmp_path: Path, capsys):

@@ -12,14 +12,14 @@ from plan_runs import (
     FAMILIES, hold, run_config, saved_by_family, tiny_config, vllm_holds, write_model,
 )
 from ranks import run_ranks
-from spmdrl.model_shape import ModelShape, model_shape
+from spmdrl.model.shape import ModelShape, model_shape
 from spmdrl.plan.activations import Kernels, padded_groups, saved_bytes
 from spmdrl.plan.memory import (
     cache_bytes_per_token, engine_memory, engine_weight_bytes, most_tokens, shards_numel,
     trainer_memory,
 )
 from spmdrl.plan.setting import Axes, Run, axes_of, run_of
-from spmdrl.policy.lora import Adapters, LoraForm, adapter_numel
+from spmdrl.model.lora.layers import Adapters, LoraForm, adapter_numel
 
 _WIDE = dict(hidden_size=128, intermediate_size=512, num_hidden_layers=4, head_dim=32,
              vocab_size=1000)

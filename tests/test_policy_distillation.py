@@ -15,7 +15,7 @@ from ranks import run_ranks
 from torch import Tensor
 
 from spmdrl.config import Config
-from spmdrl.create_model import create_model
+from spmdrl.commands.create_model import create_model
 
 
 def _model(where: Path, name: str, **options: object) -> Path:
@@ -31,7 +31,7 @@ def _cfg(where: Path, student: Path, teacher: Path, *, world_size: int = 1, tp: 
 
 
 def _train(cfg: Config, steps: int) -> dict:
-    from spmdrl.policy import Policy
+    from spmdrl.train.trainer import Policy
     from spmdrl.world import World
 
     world = World.start(cfg)

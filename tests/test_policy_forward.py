@@ -9,14 +9,14 @@ import pytest
 import torch
 
 from spmdrl.config import Model
-from spmdrl.create_model import create_model
-from spmdrl.policy.attention import make_packing, pick_attention, register_attention
-from spmdrl.policy.file_tensors import file_tensors
-from spmdrl.policy.load import (
+from spmdrl.commands.create_model import create_model
+from spmdrl.model.attention import make_packing, pick_attention, register_attention
+from spmdrl.model.file_tensors import file_tensors
+from spmdrl.model.load import (
     CheckpointReader, build_meta_model, compute_buffers, model_folder, read_tensors,
 )
-from spmdrl.policy.objective import make_scoring, spread
-from spmdrl.policy.scorer import Scorer, Scoring
+from spmdrl.train.objectives.rl import make_scoring, spread
+from spmdrl.model.scorer import Scorer, Scoring
 
 LENGTHS = (5, 70, 1, 33, 9, 90, 66)
 ARCHITECTURES = ("qwen3", "qwen2", "llama", "gemma2", "gemma3", "mistral")

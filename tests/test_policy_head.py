@@ -6,7 +6,7 @@ import pytest
 import torch
 from ranks import run_ranks
 
-from spmdrl.policy.head import HeadOptions, logprobs_and_entropy, with_square_probs
+from spmdrl.model.head import HeadOptions, logprobs_and_entropy, with_square_probs
 
 N, H, V = 13, 8, 24
 

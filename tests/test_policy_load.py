@@ -13,9 +13,9 @@ from ranks import run_ranks
 from safetensors.torch import load_file, save_file
 
 from spmdrl.config import Config, Model
-from spmdrl.create_model import create_model
-from spmdrl.policy.fit import check_fit, fit_problems
-from spmdrl.policy.load import (
+from spmdrl.commands.create_model import create_model
+from spmdrl.check.fit import check_fit, fit_problems
+from spmdrl.model.load import (
     CheckpointReader, build_meta_model, check_names, checkpoint_shapes, load_hf_config,
 )
 
@@ -108,8 +108,8 @@ def test_a_model_with_a_vision_tower_is_refused(tmp_path):
 
 
 def _shards(cfg: Config, folder: str) -> dict:
-    from spmdrl.policy import Policy
-    from spmdrl.shards import held_boxes
+    from spmdrl.train.trainer import Policy
+    from spmdrl.model.shards import held_boxes
     from spmdrl.world import World
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -168,7 +168,7 @@ def test_each_rank_holds_its_slices_of_the_files(architecture, tied, world_size,
 
 
 def _refused(cfg: Config) -> str:
-    from spmdrl.policy import Policy
+    from spmdrl.train.trainer import Policy
     from spmdrl.world import World
 
     world = World.start(cfg)
@@ -189,7 +189,7 @@ def test_heads_that_do_not_divide_by_tp_are_refused_on_all_ranks(tmp_path):
 
 
 def _beside_an_engine(cfg: Config, broken: Config) -> dict:
-    from spmdrl.policy import Policy
+    from spmdrl.train.trainer import Policy
     from spmdrl.types import Advantages, Batch
     from spmdrl.world import World
 

@@ -12,7 +12,7 @@ from policy_runs import LENGTHS, batch, config, full_parameters, update
 from ranks import run_ranks
 
 from spmdrl.config import Config
-from spmdrl.create_model import create_model
+from spmdrl.commands.create_model import create_model
 
 
 def _model(where: Path, name: str = "start", **options: object) -> Path:
@@ -32,7 +32,7 @@ def _train(first: Config, configs: dict[str, Config], steps: int = 2) -> dict[st
 
 def _train_one(cfg: Config, world: object, steps: int) -> dict:
     from spmdrl.credit import advantages_of
-    from spmdrl.policy import Policy
+    from spmdrl.train.trainer import Policy
 
     policy = Policy(cfg, world)
     own = batch(world.dp_index(world.rank), world.dp_size, updates=cfg.batch.updates_per_step)
@@ -98,7 +98,7 @@ def test_every_layout_trains_like_one_process(case, layout, trained):
 
 def _step_zero(cfg: Config) -> tuple[list, list]:
     """Return the columns of step 0, and whether the reference stays while the policy moves."""
-    from spmdrl.policy import Policy
+    from spmdrl.train.trainer import Policy
     from spmdrl.world import World
 
     world = World.start(cfg)

@@ -13,8 +13,8 @@ from policy_runs import advantages, batch, config, full_parameters, scalars, tra
 from ranks import run_ranks
 
 from spmdrl.config import Config, Optimizer
-from spmdrl.create_model import create_model
-from spmdrl.policy.optimizer import learning_rate
+from spmdrl.commands.create_model import create_model
+from spmdrl.train.optimizer import learning_rate
 
 
 def _model(where: Path, architecture: str = "qwen3", **options: object) -> Path:
@@ -66,7 +66,7 @@ def test_several_updates_with_entropy_bonus_do_not_depend_on_the_mesh(tmp_path):
 
 def _one_process(cfg: Config, which: str) -> object:
     """Checks that need no second rank, in one start of the world."""
-    from spmdrl.policy import Policy
+    from spmdrl.train.trainer import Policy
     from spmdrl.world import World
 
     world = World.start(cfg)
@@ -140,7 +140,7 @@ def test_supervised_loss_falls_and_storage_stays(tmp_path):
 
 def _spoil(cfg: Config) -> dict:
     """Rank 1 alone has a NaN advantage; then a good batch follows."""
-    from spmdrl.policy import Policy
+    from spmdrl.train.trainer import Policy
     from spmdrl.world import World
 
     world = World.start(cfg)
@@ -174,7 +174,7 @@ def test_a_non_finite_loss_is_skipped_on_all_ranks_counted_and_saved(tmp_path):
 
 def _round_trip(cfg: Config) -> bool:
     """Save after one update, take another; restore, take it again."""
-    from spmdrl.policy import Policy
+    from spmdrl.train.trainer import Policy
     from spmdrl.world import World
 
     world = World.start(cfg)

@@ -21,12 +21,12 @@ from transformers import AutoModelForSequenceClassification
 from spmdrl import config as configs
 from spmdrl.algorithms import registry
 from spmdrl.config import Algorithm, Batch, Config, Data, Layout, Model, Optimizer, Sampling
-from spmdrl.create_model import character_tokenizer, create_model
-from spmdrl.data.offline import LabelledSource, PairSource
+from spmdrl.commands.create_model import character_tokenizer, create_model
+from spmdrl.data.examples import LabelledSource, PairSource
 from spmdrl.data.rows import pair_of, read_rows
 from spmdrl.data.tasks import GeneratedRows
-from spmdrl.export import export
-from spmdrl.policy.pairs import PairObjective
+from spmdrl.commands.export import export
+from spmdrl.train.objectives.pairs import PairObjective
 
 PLAIN, CHAT = character_tokenizer(), character_tokenizer(chat_template=True)
 USER, GOOD, BAD = ({"role": role, "content": text} for role, text in (
@@ -206,7 +206,7 @@ def _batch(cfg: Config, world: object, *, step: int) -> object:
     """Read, pack, exchange: the batch of a step as train.py makes it."""
     from spmdrl.data.prompts import load_tokenizer
     from spmdrl.exchange import exchange
-    from spmdrl.rollout.rows import RowSource
+    from spmdrl.rollout.row_source import RowSource
 
     world.cfg = cfg
     source = RowSource(cfg, world, tokenizer=load_tokenizer(cfg))
@@ -216,7 +216,7 @@ def _batch(cfg: Config, world: object, *, step: int) -> object:
 def _train(cfg: Config, world: object, *, steps: int, policy: object = None) -> dict:
     """Take steps and return their sums and the whole parameters."""
     from spmdrl.credit import advantages_of
-    from spmdrl.policy import Policy
+    from spmdrl.train.trainer import Policy
 
     policy, sums = policy or Policy(cfg, world), []
     for step in range(steps):
@@ -265,7 +265,7 @@ def _by_hand(cfg: Config, world: object) -> tuple[float, float, dict]:
     One pair has a side that is not valid, so it is in nothing.
     """
     from spmdrl.credit import advantages_of
-    from spmdrl.policy import Policy
+    from spmdrl.train.trainer import Policy
 
     policy = Policy(cfg, world)
     _train(cfg, world, steps=2, policy=policy)
@@ -296,7 +296,7 @@ def _by_hand(cfg: Config, world: object) -> tuple[float, float, dict]:
 def _saved_scores(cfg: Config, world: object) -> list[tuple[list[int], float]]:
     """Train, save a checkpoint, and return token sequences with the policy's scores."""
     from spmdrl.checkpoint import Checkpointer
-    from spmdrl.policy import Policy
+    from spmdrl.train.trainer import Policy
 
     policy = Policy(cfg, world)
     _train(cfg, world, steps=3, policy=policy)

@@ -29,7 +29,7 @@ def _config(folder: Path, *, limit: float, inference_tp: int) -> Config:
 def _push(cfg: Config, target: str | None) -> dict[str, Any]:
     """Start an engine; with a target, push changed weights into it, and write them there."""
     from spmdrl.engine import make_engine
-    from spmdrl.policy import Policy
+    from spmdrl.train.trainer import Policy
     from spmdrl.sync.stream import WeightStream
     from spmdrl.world import World
 

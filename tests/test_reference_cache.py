@@ -17,8 +17,8 @@ from safetensors.torch import load_file, save_file
 from test_preference import NARROW, _batch, _train, config, jsonl, ragged
 
 from spmdrl.config import Config
-from spmdrl.create_model import create_model
-from spmdrl.data.offline import PairSource
+from spmdrl.commands.create_model import create_model
+from spmdrl.data.examples import PairSource
 from spmdrl.data.prompts import load_tokenizer
 
 NUM_ROWS, ROWS_PER_STEP = 24, 6
@@ -74,7 +74,9 @@ def _columns(policy: object, world: object, *, steps: int) -> list[torch.Tensor]
 
 def _compare(with_cache: Config, without: Config, *, unshared: Path | None = None) -> dict:
     """Columns and training with and without the cache; then what a second run says."""
-    from spmdrl.policy import Policy, reference_cache, reference_table
+    from spmdrl.train.trainer import Policy
+    from spmdrl.train.companions import reference_cache
+    from spmdrl.train.companions import reference_table
     from spmdrl.world import World
 
     world, said = World.start(with_cache), _Said()
@@ -142,7 +144,7 @@ def _unshared(with_cache: Config, without: Config, where: Path) -> dict:
 
 def _again(configs: dict[str, Config], damage: str) -> dict[str, tuple[str, float]]:
     """What each config in turn says, and how far its columns are from computed ones."""
-    from spmdrl.policy import Policy
+    from spmdrl.train.trainer import Policy
     from spmdrl.world import World
 
     world, said, found = World.start(next(iter(configs.values()))), _Said(), {}
@@ -205,7 +207,8 @@ def test_what_is_not_of_this_reference_and_these_rows_is_never_used(folder, tmp_
 
 def _interrupted(cfg: Config) -> list[str]:
     """Stop a run amid its computing, and say what the next one says; then a changed row."""
-    from spmdrl.policy import Policy, reference_cache
+    from spmdrl.train.trainer import Policy
+    from spmdrl.train.companions import reference_cache
     from spmdrl.world import World
 
     world, said = World.start(cfg), _Said()

@@ -17,7 +17,7 @@ from test_train import assert_same_end, final_weights
 
 from spmdrl import config as configs
 from spmdrl.config import Config, Layout
-from spmdrl.create_model import create_model
+from spmdrl.commands.create_model import create_model
 
 MIXES = {"soft": {"sync_every": 2, "sync_mix": 0.3}, "hard": {"sync_every": 2}}
 STEPS = 5
@@ -43,7 +43,7 @@ def _reference(policy: object) -> dict[str, torch.Tensor]:
 
 def _follow(configs_of: dict[str, Config]) -> dict[str, dict]:
     """Train under each config; return policy and reference after each step, and their columns."""
-    from spmdrl.policy import Policy
+    from spmdrl.train.trainer import Policy
     from spmdrl.world import World
 
     world = World.start(next(iter(configs_of.values())))
@@ -94,7 +94,7 @@ def test_the_reference_is_the_mix_of_the_paper_on_every_mesh(layout, tmp_path):
 
 def _dtypes(cfg: Config) -> dict[str, object]:
     """In bfloat16: what the reference is kept in, and whether small shares add up in it."""
-    from spmdrl.policy import Policy
+    from spmdrl.train.trainer import Policy
     from spmdrl.world import World
 
     world, found = World.start(cfg), {}
@@ -126,7 +126,7 @@ def test_a_mixed_reference_is_kept_in_float32_so_that_small_shares_add_up(tmp_pa
 
 
 def _refused(cfg: Config) -> str:
-    from spmdrl.policy import Policy
+    from spmdrl.train.trainer import Policy
     from spmdrl.world import World
 
     world = World.start(cfg)
@@ -185,7 +185,7 @@ def test_options_are_checked_by_name_range_and_use():
 
 def _run(argv: list[str], killed_after: str) -> list[int]:
     """Run train.py in this process, killed once a checkpoint is there; return the steps taken."""
-    from spmdrl.policy import Policy
+    from spmdrl.train.trainer import Policy
     from spmdrl.world import World
 
     sys.path.insert(0, str(ROOT))

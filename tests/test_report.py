@@ -15,7 +15,8 @@ from ranks import run_ranks
 from report_world import SmallWorld, config, group, open_report, record_steps  # noqa: F401
 
 from spmdrl.config import load_yaml
-from spmdrl.report import curves, glossary
+from spmdrl.report import glossary
+from spmdrl.commands import curves
 from spmdrl.report.glossary import GLOSSARY, values_of, with_aliases
 from spmdrl.report.jsonl import JsonLines, read_rows
 from spmdrl.report.report import Report

@@ -16,13 +16,13 @@ from runs import ROOT, TINY, metrics, run
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from spmdrl import config as configs
-from spmdrl import dry_run
+from spmdrl.check import dry_run
 from spmdrl.algorithms.shaping import shape
 from spmdrl.config import Config, Data, Rewards
-from spmdrl.create_model import create_model
-from spmdrl.export import export
-from spmdrl.policy.reward_model import check_reward_model, with_scores
-from spmdrl.rewards.pool import RewardPool, RewardResult
+from spmdrl.commands.create_model import create_model
+from spmdrl.commands.export import export
+from spmdrl.train.companions.model_rewards import check_reward_model, with_scores
+from spmdrl.workers.pool import RewardPool, RewardResult
 from spmdrl.rewards.signatures import part_names, reward_models
 from spmdrl.rollout.episode import Response, Sample
 from spmdrl.rollout.metrics import batch_sums
@@ -106,7 +106,7 @@ def _batch(cfg: Config, world: object) -> Batch:
 
 def _annotate(cfgs: list[Config]) -> list[Batch | str]:
     """Annotate with each config in one world: the batch, or the error's text."""
-    from spmdrl.policy import Policy
+    from spmdrl.train.trainer import Policy
     from spmdrl.world import World
 
     world, found = World.start(cfgs[0]), []
@@ -360,8 +360,8 @@ def _train_scorer(cfg: Config) -> None:
     from spmdrl.credit import advantages_of
     from spmdrl.data.prompts import load_tokenizer
     from spmdrl.exchange import exchange
-    from spmdrl.policy import Policy
-    from spmdrl.rollout.rows import RowSource
+    from spmdrl.train.trainer import Policy
+    from spmdrl.rollout.row_source import RowSource
     from spmdrl.world import World
 
     world = World.start(cfg)

@@ -9,7 +9,7 @@ import pytest
 from test_rewards_judge import says, serve  # noqa: F401
 from test_rewards_pool import pool_of, results
 
-from spmdrl.rewards import jobs
+from spmdrl.workers import jobs
 from spmdrl.rewards.judge import judge
 from spmdrl.rewards.signatures import Sample, adapt
 

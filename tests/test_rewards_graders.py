@@ -13,7 +13,7 @@ import pytest
 from spmdrl.config import Config, Data, Rewards
 from spmdrl.rewards import graders
 from spmdrl.rewards.answers import boxed, fenced_code, last_number
-from spmdrl.rewards.pool import RewardPool
+from spmdrl.workers.pool import RewardPool
 from spmdrl.rewards.programs import read_cases
 from spmdrl.rewards.signatures import Sample, adapt, load_reward
 from spmdrl.sandbox import protection

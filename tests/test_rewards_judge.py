@@ -15,7 +15,7 @@ import pytest
 from spmdrl.config import Config, Data, Rewards
 from spmdrl.rewards.endpoint import EndpointError
 from spmdrl.rewards.judge import judge, reward_server
-from spmdrl.rewards.pool import RewardPool
+from spmdrl.workers.pool import RewardPool
 from spmdrl.rewards.signatures import Sample, adapt
 from spmdrl.types import Prompt
 

@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 
 from spmdrl.config import Config, Data, Rewards
-from spmdrl.rewards import jobs
-from spmdrl.rewards.pool import RewardPool
+from spmdrl.workers import jobs
+from spmdrl.workers.pool import RewardPool
 from spmdrl.types import Prompt
 
 FUNCTIONS = '''

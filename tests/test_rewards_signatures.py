@@ -8,8 +8,8 @@ import numpy
 import pytest
 
 from spmdrl.rewards import graders
-from spmdrl.rewards.messages import Setup, pack_message, unpack_messages
-from spmdrl.rewards.scorer import Scorer
+from spmdrl.workers.messages import Setup, pack_message, unpack_messages
+from spmdrl.workers.scoring import Scorer
 from spmdrl.rewards.signatures import BadValue, Sample, Score, adapt, finite, part_names
 
 ROW = {"prompt": "2+2=", "data_source": "d", "reward_model": {"ground_truth": "4"},

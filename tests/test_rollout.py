@@ -15,7 +15,7 @@ from runs import TINY, metrics, run
 
 from spmdrl import config
 from spmdrl.config import Config, Layout
-from spmdrl.create_model import create_model
+from spmdrl.commands.create_model import create_model
 
 
 @pytest.fixture(scope="module")

@@ -18,9 +18,9 @@ from spmdrl import config
 from spmdrl.algorithms.mismatch import NUM_GAP_BINS, correction_advice, gap_max, gap_sums
 from spmdrl.algorithms.shaping import SHAPING, shape, shaping_problems
 from spmdrl.config import Config
-from spmdrl.create_model import create_model
+from spmdrl.commands.create_model import create_model
 from spmdrl.engine.protocol import Completion, Request
-from spmdrl.rewards.pool import RewardPool, RewardResult
+from spmdrl.workers.pool import RewardPool, RewardResult
 from spmdrl.rollout.episode import GREEDY, Draw, Group, Response, Sample
 from spmdrl.rollout.loop import Loop
 from spmdrl.rollout.packing import concat_rollouts, empty_rollouts, pack, rollouts_from_dict

@@ -13,19 +13,20 @@ import torch
 from runs import TINY, metrics, run
 from test_train import assert_same_end
 
-from spmdrl import config, dry_run
+from spmdrl import config
+from spmdrl.check import dry_run
 from spmdrl.checkpoint.restore import config_differences
 from spmdrl.config import Config, Data, Layout, Rewards
 from spmdrl.config.fields import Algorithm, Batch, Report, Rollout, Sampling
-from spmdrl.create_model import create_model
-from spmdrl.report import rollouts as viewer
-from spmdrl.rewards.pool import RewardResult
+from spmdrl.commands.create_model import create_model
+from spmdrl.commands import view as viewer
+from spmdrl.workers.pool import RewardResult
 from spmdrl.rollout.episode import GREEDY, Draw, Group, Response, Sample
 from spmdrl.rollout.packing import pack_step
 from spmdrl.rollout.record import (
     Recorder, find_recorded, ranges, read_header, read_rollouts, read_table,
 )
-from spmdrl.rollout.replay import ReplaySource, check_recorded
+from spmdrl.rollout.replay_source import ReplaySource, check_recorded
 from spmdrl.types import Prompt, Rollouts, Scalars
 
 NO_ENGINE = dict(placement="offline", world_size=1, device="cpu")

@@ -16,17 +16,18 @@ from torch import Tensor, nn
 
 from spmdrl import config as configs
 from spmdrl.config import Config
-from spmdrl.policy import memory, parallelize
-from spmdrl.policy.attention import register_attention
-from spmdrl.policy.file_tensors import file_tensors, live_tensors
-from spmdrl.policy.fit import fit_problems
-from spmdrl.policy.load import (
+from spmdrl.model.parallel import recompute as memory
+from spmdrl.model.parallel import fsdp as parallelize
+from spmdrl.model.attention import register_attention
+from spmdrl.model.file_tensors import file_tensors, live_tensors
+from spmdrl.check.fit import fit_problems
+from spmdrl.model.load import (
     CheckpointReader, build_meta_model, compute_buffers, model_folder, read_tensors,
 )
-from spmdrl.policy.moe import experts_modules
-from spmdrl.policy.objective import make_scoring
-from spmdrl.policy.router_replay import WEIGHTS, RouterReplay
-from spmdrl.policy.scorer import Scorer
+from spmdrl.model.parallel.expert_parallel import experts_modules
+from spmdrl.train.objectives.rl import make_scoring
+from spmdrl.model.router_replay import WEIGHTS, RouterReplay
+from spmdrl.model.scorer import Scorer
 from spmdrl.types import Batch
 
 EXPERTS, CHOICES = 8, 2
@@ -205,7 +206,7 @@ def routed_batch(dp_index: int, dp_size: int, layers: int) -> Batch:
 
 def trained(cfg: Config, layers: int) -> dict[str, Any]:
     """Take two steps with old logprobs and a reference; also score without replay."""
-    from spmdrl.policy import Policy
+    from spmdrl.train.trainer import Policy
     from spmdrl.world import World
 
     world = World.start(cfg)
@@ -276,7 +277,7 @@ def test_scores_and_the_reference_choose_their_experts_themselves(tmp_path):
 
 
 def annotated(cfg: Config) -> dict[str, Tensor]:
-    from spmdrl.policy import Policy
+    from spmdrl.train.trainer import Policy
     from spmdrl.world import World
 
     world = World.start(cfg)

@@ -10,7 +10,7 @@ import yaml
 from runs import HELD, ROOT, TINY, metrics, run, run_killed
 from test_train import assert_same_end
 
-from spmdrl.create_model import create_model
+from spmdrl.commands.create_model import create_model
 from spmdrl.rollout.record import find_recorded, read_header, read_table
 
 

@@ -9,8 +9,8 @@ from ranks import run_ranks
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from spmdrl.config import Config
-from spmdrl.policy import sequence_parallel
-from spmdrl.tp_plan import tp_styles
+from spmdrl.model.parallel import sequence_parallel
+from spmdrl.model.parallel.tp_plan import tp_styles
 
 ROWS = [[5, 9, 12, 7, 30, 21, 8], [1, 8, 40, 41]]  # 11 tokens, padded to 12 under tp 2
 
@@ -29,7 +29,7 @@ def _tokens_between(policy: object) -> set[int]:
 
 def _on_ranks(cfg: Config) -> dict:
     """Train with and without, and alone; return the gaps and the tokens between layers."""
-    from spmdrl.policy import Policy
+    from spmdrl.train.trainer import Policy
     from spmdrl.world import World
 
     base = World.start(cfg)

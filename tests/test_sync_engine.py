@@ -13,8 +13,8 @@ from torch import Tensor
 
 from ranks import run_ranks
 from spmdrl.config import Config, Data, Engine, Layout, Model, Sampling, Stream
-from spmdrl.policy.optimizer import local_part
-from spmdrl.shards import Delta, Part
+from spmdrl.train.optimizer import local_part
+from spmdrl.model.shards import Delta, Part
 
 PROMPTS = [[5, 9, 12, 7, 30, 21], [1, 8, 40, 41, 42, 8, 9, 3, 17]]
 
@@ -42,7 +42,7 @@ def change(policy: Any, scale: float) -> None:
 
 def whole_state(policy: Any, world: Any) -> dict[str, Tensor]:
     """Return the policy's full float32 state on every rank, assembled by torch."""
-    from spmdrl.comm import gather_objects
+    from spmdrl.world.comm import gather_objects
 
     mine = {n: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach().numpy()
             for n, p in policy.named_shards().items()}
@@ -62,7 +62,7 @@ def parameters_loaded(engine: Any, state: dict[str, Tensor]) -> list[Tensor]:
 def push_and_compare(cfg: Config, also_reload: bool) -> dict[str, Any]:
     """Push changed weights and hold every engine parameter against its own loading of them."""
     from spmdrl.engine import make_engine
-    from spmdrl.policy import Policy
+    from spmdrl.train.trainer import Policy
     from spmdrl.sync.stream import WeightStream
     from spmdrl.world import World
 
@@ -170,7 +170,7 @@ def reference_scores(model: torch.nn.Module, sequences: list[list[int]]) -> list
 
 def make_folder(tmp_path: Path, architecture: str, **fields: Any) -> Path:
     """Write a tiny model with several shards of weights."""
-    from spmdrl.create_model import create_model
+    from spmdrl.commands.create_model import create_model
 
     sizes = dict(hidden_size=128, layers=2, heads=4, kv_heads=2, intermediate=96)
     return create_model(tmp_path / architecture, architecture=architecture, seed=1,

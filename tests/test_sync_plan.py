@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from spmdrl.shards import Box
+from spmdrl.model.shards import Box
 from spmdrl.sync.plan import Plan, Want, make_plan
 from spmdrl.sync.prove import checksum
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ranks import run_ranks
-from spmdrl.shards import Box, held_boxes
+from spmdrl.model.shards import Box, held_boxes
 from spmdrl.sync.trace import trace_loader
 
 F32 = torch.float32

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from ranks import run_ranks
 
-from spmdrl.shards import Box, Value
+from spmdrl.model.shards import Box, Value
 from spmdrl.sync.plan import Want, make_plan
 from spmdrl.sync.transfer import Transfer
 

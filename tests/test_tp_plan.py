@@ -9,10 +9,11 @@ import torch
 from policy_runs import config
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from spmdrl.model_shape import model_shape
-from spmdrl.policy import sequence_parallel, tensor_parallel
-from spmdrl.policy.fit import fit_problems, inference_misfits
-from spmdrl.tp_plan import PARTIAL, mixtures, style_problems, tp_styles
+from spmdrl.model.shape import model_shape
+from spmdrl.model.parallel import sequence_parallel
+from spmdrl.model.parallel import tensor_parallel
+from spmdrl.check.fit import fit_problems, inference_misfits
+from spmdrl.model.parallel.tp_plan import PARTIAL, mixtures, style_problems, tp_styles
 
 
 def _model(kind: str, **options: object) -> torch.nn.Module:

@@ -12,7 +12,7 @@ from runs import (
     HELD, ROOT, TINY, finish, metrics, run, run_killed, start, torchrun, wait_for_step,
 )
 
-from spmdrl.create_model import create_model
+from spmdrl.commands.create_model import create_model
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +73,7 @@ def test_warm_start_export_and_grpo_in_one_chain(model, tmp_path):
     losses = [row["policy/loss"] for row in metrics(warm)]
     assert len(losses) == 4 and losses[-1] < losses[0]
     exported = tmp_path / "warm"
-    subprocess.run([sys.executable, "-m", "spmdrl.export", str(warm), "--out", str(exported)],
+    subprocess.run([sys.executable, "-m", "spmdrl", "export", str(warm), "--out", str(exported)],
                    check=True, timeout=300, cwd=ROOT)
     out = tmp_path / "grpo"
     finished = run("demo_grpo.yaml", 2, by=torchrun, **rl(str(exported), out, steps=3) | {
@@ -210,8 +210,9 @@ def test_bad_input_is_refused_with_what_and_where(by, flags, says, model, tmp_pa
 
 
 def test_dry_run_needs_no_launcher_and_no_weights(tmp_path, capsys):
-    from spmdrl import config, dry_run
-    from spmdrl.create_model import create_model
+    from spmdrl import config
+    from spmdrl.check import dry_run
+    from spmdrl.commands.create_model import create_model
 
     model = str(create_model(tmp_path / "chat", chat_template=True))
     talk = [{"role": "user", "content": "1-9?"}, {"role": "assistant", "content": "5"}]

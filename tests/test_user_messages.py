@@ -16,28 +16,28 @@ from ranks import free_port, launch_env
 from report_world import SmallWorld, group  # noqa: F401
 from runs import ROOT, TINY, finish, metrics, run, torchrun, wait_for_step
 
-from spmdrl import dry_run
-from spmdrl.ask import ask
+from spmdrl.check import dry_run
+from spmdrl.commands.ask import ask
 from spmdrl.checkpoint import manifest as disk
 from spmdrl.checkpoint.restore import already_finished
 from spmdrl.config import Config, Data, Layout, Model, Rewards, flatten
 from spmdrl.config.read import is_missing_folder
-from spmdrl.world import Launch, _check_launch
+from spmdrl.world.world import Launch, _check_launch
 
 RANK = """
 import os, sys, time
 from datetime import timedelta
-import spmdrl.world
+import spmdrl.world.world
 import torch.distributed as dist
 from spmdrl.config import Config, Layout
-from spmdrl.world import World, ended
+from spmdrl.world.world import World, ended
 
 def work(world):
     if mode == "start-up":
         block()
     if mode == "signals":
         world.started()
-        spmdrl.world.time = Clock()
+        spmdrl.world.world.time = Clock()
         block()
     if mode == "same":
         raise ValueError("data.train: no such file")

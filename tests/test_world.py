@@ -10,7 +10,7 @@ import pytest
 from ranks import free_port, launch_env, run_ranks
 
 from spmdrl.config import Config, Layout
-from spmdrl.launch import first_host, read_launch
+from spmdrl.world.launch import first_host, read_launch
 from spmdrl.world import World
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from spmdrl.checkpoint import keep
 from spmdrl.checkpoint import manifest as disk
 from spmdrl.checkpoint.state import Saved, SavedSource, set_rng_state, tensor_leaves
-from spmdrl.comm import gather_objects
+from spmdrl.world.comm import gather_objects
 from spmdrl.config import Config, flatten
 from spmdrl.world import World
 

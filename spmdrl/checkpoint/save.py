@@ -25,7 +25,7 @@ import torch.distributed.checkpoint as dcp
 from spmdrl.checkpoint import keep
 from spmdrl.checkpoint import manifest as disk
 from spmdrl.checkpoint.state import Saved, SavedSource, rng_state, tensor_leaves
-from spmdrl.comm import gather_objects
+from spmdrl.world.comm import gather_objects
 from spmdrl.config import Config, flatten
 from spmdrl.report.glossary import clean_name, values_of
 from spmdrl.types import Sums

@@ -5,7 +5,7 @@ what is wrong with one. Importing this package pulls in neither torch nor vllm, 
 `--help` and `--dry-run` answer at once.
 """
 
-from spmdrl.config.check import validate
+from spmdrl.check.settings import validate
 from spmdrl.config.fields import (
     Algorithm, Batch, Checkpoint, Config, Critic, Data, Engine, Evaluate, Layout, Model, Optimizer,
     Options, Report, Rewards, Rollout, Sampling, Stream, inference_ranks, trainer_ranks,

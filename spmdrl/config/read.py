@@ -14,7 +14,7 @@ from typing import Any, Literal, Union
 import tyro
 import yaml
 
-from spmdrl.config.check import validate
+from spmdrl.check.settings import validate
 from spmdrl.config.fields import Config, option_value
 from spmdrl.rewards.signatures import reward_models
 

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from spmdrl.policy.attention import KERNELS, Packing
+from spmdrl.model.attention import KERNELS, Packing
 
 
 class KVCache:

@@ -23,14 +23,14 @@ from spmdrl.config import Config
 from spmdrl.engine.kv_cache import KVCache, Work, register_attention
 from spmdrl.engine.protocol import Completion, Request, route_dtype
 from spmdrl.engine.sampling import draw, numbers
-from spmdrl.policy.attention import Packing, make_packing, pick_attention
-from spmdrl.policy.file_tensors import file_tensors, live_tensors
-from spmdrl.policy.head import head_chunk_tokens
-from spmdrl.policy.live_bytes import device_bytes
-from spmdrl.policy.load import load_whole_model
-from spmdrl.policy.moe import experts_modules
-from spmdrl.policy.sharded import packs
-from spmdrl.shards import Held
+from spmdrl.model.attention import Packing, make_packing, pick_attention
+from spmdrl.model.file_tensors import file_tensors, live_tensors
+from spmdrl.model.head import head_chunk_tokens
+from spmdrl.model.live_bytes import device_bytes
+from spmdrl.model.load import load_whole_model
+from spmdrl.model.parallel.expert_parallel import experts_modules
+from spmdrl.model.sharded import packs
+from spmdrl.model.shards import Held
 from spmdrl.world import World
 
 log = logging.getLogger(__name__)

@@ -24,7 +24,7 @@ from spmdrl.engine.protocol import Completion, Request
 from spmdrl.engine.vllm_adapter import AdapterSlot, lora_arguments
 from spmdrl.engine.vllm_cpu import keep_expert_weights_live, keep_linear_weights_live
 from spmdrl.engine.vllm_routes import Routes, make_routes, route_arguments
-from spmdrl.policy.live_bytes import device_bytes
+from spmdrl.model.live_bytes import device_bytes
 from spmdrl.world import World
 
 log = logging.getLogger(__name__)

@@ -15,8 +15,8 @@ from typing import Any, get_args
 from torch import Tensor, nn
 
 from spmdrl.config import Config
-from spmdrl.policy.load import build_meta_model
-from spmdrl.policy.lora import lora_form, pair_names, targeted
+from spmdrl.model.load import build_meta_model
+from spmdrl.model.lora.layers import lora_form, pair_names, targeted
 
 _ID = 1
 

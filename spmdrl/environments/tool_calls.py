@@ -36,7 +36,7 @@ def make_parser(name: str, tokenizer: PreTrainedTokenizerBase) -> Parser:
     if name == "auto":
         name = _recognised(tokenizer)
     if name.startswith(_VLLM):
-        from spmdrl.engine.tool_parsers import vllm_parser
+        from spmdrl.environments.tool_parsers import vllm_parser
 
         return vllm_parser(name.removeprefix(_VLLM), tokenizer)
     if name not in _PARSERS:

@@ -17,8 +17,8 @@ from functools import lru_cache
 
 import torch
 
-from spmdrl.model_shape import Attention, Block, ModelShape
-from spmdrl.policy.attention import Group, make_packing
+from spmdrl.model.shape import Attention, Block, ModelShape
+from spmdrl.model.attention import Group, make_packing
 
 _SHORT = 64  # tokens; padded attention takes plain matmuls up to here
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
-from spmdrl.model_shape import Block, ModelShape, Weight
+from spmdrl.model.shape import Block, ModelShape, Weight
 from spmdrl.plan.activations import (
     Cut, Saved, exchange_bytes, mlp_bytes, padded_groups, saved_bytes,
 )

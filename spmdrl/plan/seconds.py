@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
-from spmdrl.flops import forward_flops
-from spmdrl.model_shape import ModelShape
+from spmdrl.model.flops import forward_flops
+from spmdrl.model.shape import ModelShape
 from spmdrl.plan.memory import cache_bytes_per_token, engine_weight_bytes, shards_numel
 from spmdrl.plan.setting import Axes, Rates, Run
 from spmdrl.plan.traffic import exchange_flow, push_flows, trainer_flows

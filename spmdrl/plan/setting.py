@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 
 from spmdrl.config import Config, inference_ranks, trainer_ranks
 from spmdrl.config.fields import least_tokens
-from spmdrl.config.lora import LORA
-from spmdrl.config.options import KERNELS, MEMORY
-from spmdrl.hardware import GPUS, Gpu
+from spmdrl.check.lora import LORA
+from spmdrl.check.options import KERNELS, MEMORY
+from spmdrl.world.hardware import GPUS, Gpu
 from spmdrl.imports import divisors
-from spmdrl.model_shape import ModelShape
+from spmdrl.model.shape import ModelShape
 from spmdrl.plan.activations import Kernels
-from spmdrl.policy.memory import has
+from spmdrl.model.parallel.recompute import has
 from spmdrl.rollout.schedule import schedule_of
 
 ITEM = {"bfloat16": 2, "float32": 4}
@@ -203,8 +203,8 @@ _PASSES = {"old_logprobs", "ref_logprobs", "teacher_logprobs", "values", "prm_lo
 def _columns(cfg: Config) -> tuple[set[str], bool]:
     """Return the per-token columns that the methods need, and whether rows are pairs."""
     from spmdrl.config.fields import trains_on_pairs
-    from spmdrl.policy.objective import needed_columns
-    from spmdrl.policy.pairs import PairObjective
+    from spmdrl.train.objectives.rl import needed_columns
+    from spmdrl.train.objectives.pairs import PairObjective
 
     is_pair = trains_on_pairs(cfg)
     return set(PairObjective(cfg).columns if is_pair else needed_columns(cfg)), is_pair

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from spmdrl.model_shape import ModelShape
+from spmdrl.model.shape import ModelShape
 from spmdrl.plan.memory import (
     cut_of, engine_weight_bytes, expert_shards_numel, lora_numel, shards_numel,
 )

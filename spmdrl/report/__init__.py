@@ -1,6 +1,6 @@
 """What a person sees: metrics, console, tracker, log files, curves.
 
-`Report` is looked up on first use: `python -m spmdrl.report.curves` and the other small
+`Report` is looked up on first use: `python -m spmdrl curves` and the other small
 commands run without the packages that a training run needs.
 """
 

@@ -272,7 +272,7 @@ GLOSSARY: dict[str, Metric] = {
                               "tokens through forward and backward, prompts included"),
     "perf/trainer_flops": _M("operations", "total", "-",
                              "floating point operations of the policy's matmuls on real tokens, "
-                             "forward and backward; see spmdrl/flops.py"),
+                             "forward and backward; see spmdrl/model/flops.py"),
     "perf/trainer_tflops_per_s": _M("TFLOP/s", "perf/trainer_flops / 1e12 / trainer ranks / "
                                     "seconds", "seconds of time/update", "arithmetic of one "
                                     "trainer rank, recomputation not counted"),

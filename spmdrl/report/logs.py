@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import TextIO
 
-from spmdrl.comm import gather_objects
+from spmdrl.world.comm import gather_objects
 from spmdrl.report.console import Console
 from spmdrl.world import World
 

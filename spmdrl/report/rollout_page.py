@@ -6,7 +6,7 @@ from html import escape
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from spmdrl.report.rollouts import Answer, View
+    from spmdrl.commands.view import Answer, View
 
 _FAINTEST_NATS = -5.0
 """A token this unlikely, or less, has the strongest colour."""
@@ -49,7 +49,7 @@ def page(view: View, *, color: str = "") -> str:
 
 
 def _response(one: Answer, view: View, *, color: str, largest: float) -> list[str]:
-    from spmdrl.report.rollouts import title
+    from spmdrl.commands.view import title
 
     spans = [_token(one, at, color=color, largest=largest)
              for at in range(one.start, len(one.row["tokens"]))]

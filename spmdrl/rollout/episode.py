@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from spmdrl.engine.protocol import Completion, Request
-from spmdrl.rewards.pool import RewardResult
+from spmdrl.workers.pool import RewardResult
 from spmdrl.types import Prompt
 
 GREEDY = -1

@@ -16,9 +16,9 @@ from dataclasses import dataclass, replace
 from transformers import PreTrainedTokenizerBase
 
 from spmdrl.engine.protocol import Completion, EngineProtocol
-from spmdrl.environments.conversation import Chat
-from spmdrl.rewards.messages import OVERLONG
-from spmdrl.rewards.pool import RewardPool, RewardResult, TurnResult
+from spmdrl.rollout.conversation import Chat
+from spmdrl.workers.messages import OVERLONG
+from spmdrl.workers.pool import RewardPool, RewardResult, TurnResult
 from spmdrl.rollout.episode import Episode, Group, Sample, failure_text, place, sample_seed
 from spmdrl.rollout.idle import Idle
 from spmdrl.rollout.link import Link

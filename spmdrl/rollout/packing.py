@@ -13,7 +13,7 @@ from torch import Tensor
 from spmdrl.algorithms.shaping import shape
 from spmdrl.config import Config
 from spmdrl.config.fields import Options
-from spmdrl.rewards.pool import RewardResult
+from spmdrl.workers.pool import RewardResult
 from spmdrl.rewards.signatures import part_names, reward_models
 from spmdrl.rollout.episode import GREEDY, Group, Sample
 from spmdrl.rollout.sums import mean_reward, step_sums, warn_if_all_failed

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, fields, replace
 from typing import Any
 
-from spmdrl.rewards.pool import RewardResult
+from spmdrl.workers.pool import RewardResult
 from spmdrl.rollout.episode import Draw, Episode, Group, Response, Sample
 from spmdrl.types import Prompt
 

@@ -14,10 +14,10 @@ from transformers import PreTrainedTokenizerBase
 from spmdrl.config import Config
 from spmdrl.config.fields import replay_folder
 from spmdrl.engine.protocol import EngineProtocol
-from spmdrl.policy.load import load_hf_config
+from spmdrl.model.load import load_hf_config
 from spmdrl.rollout.outcomes import Outcome
-from spmdrl.rollout.rows import RowSource
-from spmdrl.rollout.sampler import RolloutSource
+from spmdrl.rollout.row_source import RowSource
+from spmdrl.rollout.sampled_source import RolloutSource
 from spmdrl.types import Batch, Rollouts
 from spmdrl.world import World
 
@@ -58,7 +58,7 @@ def make_source(cfg: Config, world: World, *, tokenizer: PreTrainedTokenizerBase
     """
     hf = load_hf_config(cfg.model.path, trust_remote_code=cfg.model.trust_remote_code)
     if replay_folder(cfg):
-        from spmdrl.rollout.replay import ReplaySource
+        from spmdrl.rollout.replay_source import ReplaySource
 
         source = ReplaySource(cfg, world)
     elif cfg.algorithm.objective != "rl":

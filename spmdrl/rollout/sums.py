@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from spmdrl.algorithms.groups import group_rewards
-from spmdrl.rewards.messages import OVERLONG
+from spmdrl.workers.messages import OVERLONG
 from spmdrl.rollout.episode import GREEDY, Group, Sample, failure_text, place
 from spmdrl.types import Sums
 

@@ -11,10 +11,10 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from spmdrl.comm import gather_objects
+from spmdrl.world.comm import gather_objects
 from spmdrl.engine.protocol import AdapterEngine
-from spmdrl.policy.lora import SentAdapter
-from spmdrl.shards import Held, Part, addresses
+from spmdrl.model.lora.layers import SentAdapter
+from spmdrl.model.shards import Held, Part, addresses
 from spmdrl.sync.trace import trace_loader
 from spmdrl.sync.traced import TracedTensors
 from spmdrl.world import World

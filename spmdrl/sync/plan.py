@@ -1,7 +1,7 @@
 """Which slice of which weight goes from whom to whom: a pure function of gathered metadata.
 
 Every rank computes the same plan from the same inputs. The words:
-- a box is a rectangular part (start, shape) of a checkpoint tensor (`spmdrl.shards`);
+- a box is a rectangular part (start, shape) of a checkpoint tensor (`spmdrl.model.shards`);
 - a want is a box that an inference rank needs, with the dtype it needs it in;
 - a receiver is a set of ranks with the same wants (the replicas of one tensor-parallel rank):
   each byte leaves the trainers once for all of them, a part to each, and they gather the parts;
@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 import torch
 
-from spmdrl.shards import Box
+from spmdrl.model.shards import Box
 
 _ALIGN = 16  # bytes; blocks start at a multiple of it, so that any dtype can view them
 _SPREAD_BYTES = 16 * 2**10  # pieces above this are spread over all their holders

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from spmdrl.policy.file_tensors import live_tensors
-from spmdrl.policy.load import CheckpointReader
-from spmdrl.shards import Box
+from spmdrl.model.file_tensors import live_tensors
+from spmdrl.model.load import CheckpointReader
+from spmdrl.model.shards import Box
 from spmdrl.sync.trace import Copy
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -14,12 +14,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from spmdrl.comm import first_line, gather_objects
+from spmdrl.world.comm import first_line, gather_objects
 from spmdrl.engine.handover import Handover
 from spmdrl.engine.protocol import EngineProtocol
-from spmdrl.policy.load import CheckpointReader, model_folder
-from spmdrl.policy.lora import SentAdapter
-from spmdrl.shards import Box, Delta, Held, Part, addresses
+from spmdrl.model.load import CheckpointReader, model_folder
+from spmdrl.model.lora.layers import SentAdapter
+from spmdrl.model.shards import Box, Delta, Held, Part, addresses
 from spmdrl.sync.adapter import AdapterPush
 from spmdrl.sync.plan import Plan, Want, make_plan
 from spmdrl.sync.prove import layout_problems, parameter_checksums

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from spmdrl.policy.file_tensors import live_tensors
-from spmdrl.shards import Box, box_within, extent
+from spmdrl.model.file_tensors import live_tensors
+from spmdrl.model.shards import Box, box_within, extent
 
 aten = torch.ops.aten
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from spmdrl.comm import gather_objects
-from spmdrl.shards import Held
+from spmdrl.world.comm import gather_objects
+from spmdrl.model.shards import Held
 from spmdrl.sync.plan import Want, make_plan
 from spmdrl.sync.prove import checksum, checksum_problems
 from spmdrl.sync.trace import Copy

@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from spmdrl.comm import all_gather
-from spmdrl.shards import Box, Value, narrow
+from spmdrl.world.comm import all_gather
+from spmdrl.model.shards import Box, Value, narrow
 from spmdrl.sync.plan import Piece, Plan, Receiver, Route
 
 _MESSAGE_BYTES = 128 * 2**10  # smaller pieces are joined up to here, larger ones travel alone

@@ -1,0 +1,41 @@
+"""`python -m spmdrl COMMAND ...`: run one of the commands; without one, list them."""
+
+from __future__ import annotations
+
+import ast
+import runpy
+import sys
+from difflib import get_close_matches
+from pathlib import Path
+
+_COMMANDS = {path.stem: path for path in sorted(Path(__file__).parent.glob("commands/[a-z]*.py"))}
+
+
+def main() -> int | None:
+    """Run the named command with the rest of the arguments; return 2 for one that is unknown."""
+    name = sys.argv[1].replace("-", "_") if len(sys.argv) > 1 else "help"
+    if name in _COMMANDS:
+        sys.argv[:2] = [f"python -m spmdrl {name}"]
+        runpy.run_module(f"spmdrl.commands.{name}", run_name="__main__")
+        return None
+    if name in ("help", "__help", "_h"):
+        print(_listed())
+        return 0
+    near = get_close_matches(name, _COMMANDS, n=1)
+    print(f"python -m spmdrl: no command {name!r}" + (f"; did you mean {near[0]}?" if near else "")
+          + "\n\n" + _listed(), file=sys.stderr)
+    return 2
+
+
+def _listed() -> str:
+    """Return each command with the first line of its docstring."""
+    texts = {name: ast.get_docstring(ast.parse(path.read_text())) for name, path in
+             _COMMANDS.items()}
+    width = max(map(len, texts))
+    lines = [f"  {name:{width}}  {(text or '').splitlines()[0]}" for name, text in texts.items()]
+    return "usage: python -m spmdrl COMMAND ...; --help after a command tells its options\n\n" + (
+        "\n".join(lines))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

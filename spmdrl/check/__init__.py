@@ -1,0 +1,1 @@
+"""All that is refused before a group exists, and the dry run."""

@@ -1,0 +1,139 @@
+"""Put questions to a Hugging Face folder, by plain transformers.
+
+    python -m spmdrl ask exported --task task:addition --task-option digits=2 -n 5
+    python -m spmdrl ask exported --prompt "12+34=" --prompt "7+8="
+    python -m spmdrl ask exported --data problems.jsonl -n 5
+
+Held-out problems of a generated task are graded; of rows with an answer it is shown besides.
+
+Nothing of the trainer takes part, so an answer here shows what was really exported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import tyro
+import yaml
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from spmdrl.data.prompts import encode_prompt
+from spmdrl.data.rows import Messages, ground_truth_of, prompt_of, read_rows
+from spmdrl.data.tasks import make_task
+
+
+def ask(
+    folder: Annotated[Path, tyro.conf.Positional],
+    *,
+    task: str = "task:addition",
+    task_option: tyro.conf.UseAppendAction[tuple[str, ...]] = (),
+    prompt: tyro.conf.UseAppendAction[tuple[str, ...]] = (),
+    data: str = "",
+    num_problems: Annotated[int, tyro.conf.arg(aliases=["-n"])] = 5,
+    max_response_tokens: int = 64,
+    temperature: float = 0.0,
+    seed: int = 0,
+) -> float | None:
+    """Print questions, the model's answers and, for a task, their rewards.
+
+    Args:
+        folder: Hugging Face folder, e.g. one that `spmdrl.commands.export` wrote.
+        task: a generated task, as in data.train; used without --prompt and --data.
+        task_option: an option of the task as NAME=VALUE; may be repeated.
+        prompt: a text to continue; may be repeated.
+        data: a JSONL or parquet file whose rows hold prompts, as in data.train.
+        num_problems: problems to ask, of the task's held-out ones or from the start of --data.
+        max_response_tokens: longest answer, tokens.
+        temperature: of sampling; 0 is greedy.
+        seed: of the problems and of sampling.
+    Returns: mean reward; None where nothing is graded.
+    Raises: ValueError for a folder, task, option or file that does not exist.
+    """
+    if not (folder / "config.json").is_file():
+        raise ValueError(f"{folder} is not a Hugging Face folder: it has no config.json")
+    if num_problems < 1:
+        raise ValueError(f"-n must be at least 1, got {num_problems}")
+    options, problems = _options(task_option), None
+    if prompt or data:
+        rows = [{"prompt": text} for text in prompt]
+        rows += read_rows(data, size=num_problems) if data else []
+    else:
+        problems = make_task(task, options, size=num_problems)
+        rows = [problems.row(seed, index, split="eval") for index in range(num_problems)]
+    torch.manual_seed(seed)
+    rewards = []
+    for row, answer in zip(rows, _answers(folder, rows, max_tokens=max_response_tokens,
+                                          temperature=temperature)):
+        if problems is None:
+            print(f"{_shown(prompt_of(row))}  ->  {answer}{_reference(row)}")
+            continue
+        rewards.append(problems.score_answer(answer, row))
+        print(f"{row['prompt']}  ->  {answer}  (reward {rewards[-1]:g}; right: {row['answer']})")
+    if not rewards:
+        return None
+    mean = sum(rewards) / len(rewards)
+    print(f"mean reward {mean:.3f} over {len(rewards)} problems")
+    if mean == 0 and not options:
+        print(f"All are wrong, and {task} was asked with its default options: was the model "
+              "trained with data.task_options? Give them, e.g. --task-option digits=2")
+    return mean
+
+
+def _answers(
+    folder: Path, rows: Sequence[dict], *, max_tokens: int, temperature: float
+) -> Iterator[str]:
+    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    for index, row in enumerate(rows):
+        tokens, _ = encode_prompt(prompt_of(row), tokenizer, template="auto",
+                                  tools=row.get("tools"), where=f"question {index}")
+        response = _response(model, tokens, max_tokens=max_tokens, temperature=temperature)
+        yield tokenizer.decode(response, skip_special_tokens=True)
+
+
+def _shown(prompt: str | Messages) -> str:
+    return prompt if isinstance(prompt, str) else str(prompt[-1].get("content"))
+
+
+def _reference(row: dict) -> str:
+    try:
+        return f"  (right: {ground_truth_of(row)})"
+    except ValueError:  # a row without a reference answer
+        return ""
+
+
+def _response(model: Any, tokens: list[int], *, max_tokens: int, temperature: float) -> list[int]:
+    sampling: dict[str, Any] = {"do_sample": False}
+    if temperature > 0:
+        # The policy's own distribution: no top-k or top-p of a generation config.
+        sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
+    ids = torch.tensor([tokens])
+    with torch.inference_mode():
+        output = model.generate(ids, attention_mask=torch.ones_like(ids),
+                                max_new_tokens=max_tokens, **sampling)
+    return output[0, len(tokens):].tolist()
+
+
+def _options(pairs: tuple[str, ...]) -> dict[str, Any]:
+    options = {}
+    for pair in pairs:
+        name, found, value = pair.partition("=")
+        if not found:
+            raise ValueError(f"--task-option {pair}: expected NAME=VALUE, e.g. digits=2")
+        options[name] = yaml.safe_load(value)
+    return options
+
+
+def main() -> None:
+    """Run from the command line."""
+    try:
+        tyro.cli(ask, prog="python -m spmdrl ask")
+    except ValueError as error:
+        raise SystemExit(f"ask: {error}") from error
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,226 @@
+"""Write a small random language model and its tokenizer into a Hugging Face folder.
+
+    python -m spmdrl create_model FOLDER --architecture qwen3 --hidden-size 128 --layers 4
+
+For demos and tests: what it writes is an ordinary folder that transformers and vLLM load.
+"""
+
+from __future__ import annotations
+
+import string
+import sys
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import torch
+import tyro
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+)
+
+Architecture = Literal["qwen3", "qwen2", "llama", "gemma2", "gemma3", "mistral", "qwen3_moe",
+                       "mixtral", "deepseek_v3"]
+
+# gemma3 without its vision tower has a model type of its own.
+_MODEL_TYPES = {"gemma3": "gemma3_text"}
+# Ids 0, 1, 2, ... in this order; then the characters; then filler up to a multiple of 8.
+_SPECIAL = ("<pad>", "<bos>", "<eos>", "<unk>", "<|im_start|>")
+_CHARACTERS = (
+    string.digits + string.ascii_lowercase + string.ascii_uppercase + string.punctuation + " \n\t"
+)
+# A turn ends with <eos>, so that a chat model stops by the same token as a plain one. Tools are
+# told by their signatures alone: each character of a full description would be a token.
+_CHAT_TEMPLATE = (
+    "{% if tools %}{{ '<|im_start|>tools\n' }}{% for tool in tools %}"
+    "{{ tool['function']['name'] + '(' }}"
+    "{{ tool['function']['parameters']['properties'] | join(', ') + ')' }}"
+    "{% if not loop.last %}{{ '\n' }}{% endif %}{% endfor %}{{ '<eos>\n' }}{% endif %}"
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}"
+    "{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] or '' }}"
+    "{% for call in message['tool_calls'] or [] %}{{ '<tool_call>' }}"
+    "{{ {'name': call['function']['name'], 'arguments': call['function']['arguments']} | tojson }}"
+    "{{ '</tool_call>' }}{% endfor %}{{ '<eos>' }}{% endgeneration %}"
+    "{% else %}{{ message['content'] + '<eos>' }}{% endif %}{{ '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+def create_model(
+    folder: Annotated[Path | str, tyro.conf.Positional],
+    *,
+    architecture: Architecture = "qwen3",
+    hidden_size: int = 128,
+    layers: int = 4,
+    heads: int = 4,
+    kv_heads: int = 2,
+    intermediate: int = 288,
+    moe_experts: int = 8,
+    tokenizer: str = "characters",
+    chat_template: bool = False,
+    max_positions: int = 512,
+    tied: bool | None = None,
+    max_shard_size: str = "5GB",
+    initializer_std: float = 0.02,
+    seed: int = 0,
+) -> Path:
+    """Write a model with random float32 weights, and its tokenizer, into a folder.
+
+    The defaults give a Qwen3 of 0.67 million parameters. The head dim is
+    hidden_size / heads; vLLM on the CPU takes 32, 64, 80, 96, 112, 128 and some larger ones.
+
+    Args:
+        folder: where to write; made when missing. Files of the same names are replaced.
+        architecture: model family.
+        hidden_size: width of the residual stream.
+        layers: number of blocks.
+        heads: query heads per block; must divide hidden_size.
+        kv_heads: key/value heads per block; must divide heads.
+        intermediate: width of the MLP, or of each expert.
+        moe_experts: experts per layer of a mixture of experts (qwen3_moe, mixtral, deepseek_v3),
+            of which two serve each token; deepseek_v3 needs a multiple of 4. Others have none.
+        tokenizer: `characters` (one token per ASCII character), or the folder or hub name of
+            an existing tokenizer to take along.
+        chat_template: give the character tokenizer a chat template.
+        max_positions: longest sequence in tokens.
+        tied: use the embedding as the output head; None does as the family does: Gemma's
+            models are tied, the others not.
+        max_shard_size: weights above this are cut into several files, e.g. `100KB`.
+        initializer_std: of the random weights. 0.02 suits wide models; one this narrow learns
+            faster from hidden_size ** -0.5.
+        seed: of the weights; the same seed gives the same bytes.
+    Returns: the folder.
+    Raises: ValueError when the head counts do not divide, or for an untied Gemma 2.
+    """
+    _check_heads(hidden_size, heads=heads, kv_heads=kv_heads)
+    if tied is None:
+        tied = architecture in ("gemma2", "gemma3")
+    if architecture == "gemma2" and not tied:
+        raise ValueError("tied False with gemma2: its output head is the embedding, vLLM has "
+                         "no other; leave tied out")
+    folder = Path(folder)
+    if tokenizer == "characters":
+        words = character_tokenizer(chat_template=chat_template)
+    else:
+        words = AutoTokenizer.from_pretrained(tokenizer)
+    sizes: dict[str, Any] = dict(
+        hidden_size=hidden_size,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=hidden_size // heads,
+        intermediate_size=intermediate,
+        max_position_embeddings=max_positions,
+        # A multiple of 8, so that a vocabulary-parallel head divides at tp 2, 4 and 8.
+        vocab_size=-(-len(words) // 8) * 8,
+        tie_word_embeddings=tied,
+        initializer_range=initializer_std,
+        dtype="float32",
+    )
+    sizes |= _mixture(architecture, experts=moe_experts, sizes=sizes)
+    config = _make_config(architecture, sizes=sizes, words=words)
+    model = _random_model(config, seed=seed)
+    model.generation_config = GenerationConfig(
+        pad_token_id=words.pad_token_id, eos_token_id=words.eos_token_id
+    )
+    folder.mkdir(parents=True, exist_ok=True)
+    model.save_pretrained(folder, max_shard_size=max_shard_size)
+    words.save_pretrained(folder)
+    return folder
+
+
+def _check_heads(hidden_size: int, *, heads: int, kv_heads: int) -> None:
+    if hidden_size % heads:
+        raise ValueError(f"hidden_size {hidden_size} is not a multiple of heads {heads}")
+    if heads % kv_heads:
+        raise ValueError(f"heads {heads} is not a multiple of kv_heads {kv_heads}")
+
+
+def _mixture(architecture: Architecture, *, experts: int, sizes: dict[str, Any]) -> dict[str, Any]:
+    """Return the further fields of a mixture of experts; none of a dense architecture."""
+    width, head = sizes["intermediate_size"], sizes["head_dim"]
+    if architecture == "qwen3_moe":
+        return dict(num_experts=experts, num_experts_per_tok=2, moe_intermediate_size=width,
+                    norm_topk_prob=True)
+    if architecture == "mixtral":
+        return dict(num_local_experts=experts, num_experts_per_tok=2, sliding_window=None)
+    if architecture != "deepseek_v3":
+        return {}
+    if experts % 4:
+        raise ValueError(f"moe_experts {experts} with deepseek_v3, which has four groups of "
+                         "experts here; take a multiple of 4")
+    return dict(n_routed_experts=experts, num_experts_per_tok=2, moe_intermediate_size=width,
+                n_group=4, topk_group=2, n_shared_experts=1, first_k_dense_replace=1,
+                topk_method="noaux_tc", scoring_func="sigmoid",  # as its own files say, for vLLM
+                q_lora_rank=sizes["hidden_size"] // 2, kv_lora_rank=sizes["hidden_size"] // 2,
+                qk_nope_head_dim=head, qk_rope_head_dim=head // 2, v_head_dim=head,
+                head_dim=head // 2, num_key_value_heads=sizes["num_attention_heads"])
+
+
+def _make_config(
+    architecture: Architecture, *, sizes: dict[str, Any], words: PreTrainedTokenizerBase
+) -> Any:
+    fields = dict(
+        sizes,
+        bos_token_id=words.bos_token_id,
+        eos_token_id=words.eos_token_id,
+        pad_token_id=words.pad_token_id,
+    )
+    if architecture in ("gemma2", "gemma3"):
+        # Both kinds of layer in a model of any depth, and a window that short texts leave:
+        # otherwise half of the attention code would never run at this size.
+        kinds = ("sliding_attention", "full_attention")
+        fields["layer_types"] = [kinds[i % 2] for i in range(sizes["num_hidden_layers"])]
+        fields["sliding_window"] = 32
+        fields["query_pre_attn_scalar"] = sizes["head_dim"]
+    return AutoConfig.for_model(_MODEL_TYPES.get(architecture, architecture), **fields)
+
+
+def _random_model(config: Any, *, seed: int) -> torch.nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        # Norms start at 1 and biases at 0; noise tells a misplaced one from the right one.
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.data += config.initializer_range * torch.randn_like(parameter)
+    return model
+
+
+def character_tokenizer(*, chat_template: bool = False) -> PreTrainedTokenizerFast:
+    """Make a tokenizer with one token for each printable ASCII character, newline and tab.
+
+    Any other character becomes `<unk>`. No token is added at the beginning or the end, and
+    decode(encode(text)) == text for text of these characters.
+
+    Args:
+        chat_template: attach a template whose turns read `<|im_start|>role NEWLINE text <eos>`.
+    Returns: a tokenizer with pad, bos, eos and unk tokens, its size a multiple of 8.
+    """
+    tokens = list(_SPECIAL) + list(_CHARACTERS)
+    fillers = [f"<reserved_{i}>" for i in range(-len(tokens) % 8)]
+    vocabulary = {token: i for i, token in enumerate(tokens + fillers)}
+    inner = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    inner.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
+    inner.decoder = decoders.Fuse()
+    words = PreTrainedTokenizerFast(
+        tokenizer_object=inner, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>",
+        unk_token="<unk>", extra_special_tokens=["<|im_start|>", *fillers],
+        clean_up_tokenization_spaces=False,
+    )
+    if chat_template:
+        words.chat_template = _CHAT_TEMPLATE
+    return words
+
+
+def main() -> None:
+    """Create the model that the command line describes and print its folder."""
+    try:
+        print(tyro.cli(create_model, prog="python -m spmdrl create_model"))
+    except ValueError as error:
+        sys.exit(f"create_model: {error}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,202 @@
+"""`python -m spmdrl plan --config FILE --gpus 64`: print a plan. Exit status 1: it cannot run."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import math
+import signal
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from spmdrl.config import Config
+from spmdrl.check.settings import validate
+from spmdrl.config.read import read
+from spmdrl.world.hardware import GPUS
+from spmdrl.model.shape import model_shape
+from spmdrl.plan.search import Plan, best_plans, distinct, make_plan, remedies
+from spmdrl.plan.setting import (
+    Rates, Run, axes_of, axes_problems, device_is_gpu, rates_of, run_of,
+)
+from spmdrl.plan.text import as_dict, layout_text, page
+
+SHAPES = Path(__file__).with_name("shapes")
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is asked: a run of a model, and what it runs on."""
+
+    cfg: Config
+    run: Run
+    rates: Rates
+    memory_bytes: int
+    gpus: int  # 0: the layout of the config
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Print the plan and return the exit status: 0, 1 when nothing fits, 2 for bad input."""
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    own, rest = _arguments(sys.argv[1:] if argv is None else argv)
+    try:
+        question = ask(own, rest)
+        plan, best = answer(question, top=own.top)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    if own.json:
+        print(json.dumps({"plan": as_dict(plan, rates=question.rates), "best": [
+            as_dict(other, rates=question.rates) for other in best]}, indent=2))
+    else:
+        print("\n".join(page(plan, best, run=question.run, rates=question.rates)))
+    sys.stdout.flush()
+    for line in _refusal(question, plan):
+        print(line, file=sys.stderr)
+    return 1 if plan.problems else 0
+
+
+def _arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    parser = argparse.ArgumentParser(
+        prog="python -m spmdrl plan", allow_abbrev=False,
+        description="What a config amounts to in memory, traffic and seconds. Besides these "
+                    "flags: --config FILE and any field of it, as for train.py.")
+    add = parser.add_argument
+    add("--gpus", type=int, default=0, metavar="N",
+        help="plan for the best layout of N ranks; left out: for the layout of the config")
+    add("--shape", default="", metavar="NAME",
+        help="a model by its shape, instead of model.path: a folder with a config.json, or "
+             + ", ".join(sorted(p.name for p in SHAPES.iterdir())))
+    add("--gpu", default="H100", help=f"of the table: {', '.join(GPUS)} (default H100)")
+    add("--gpu-memory-gib", type=float, default=0.0, metavar="GIB", help="instead of the table's")
+    add("--tflops", type=float, default=0.0, help="dense bfloat16, instead of the table's")
+    for name, what in (("memory", "of the GPU's memory"), ("node", "within a node"),
+                       ("network", "between nodes")):
+        add(f"--{name}-gb-per-s", type=float, default=0.0, metavar="GB/S",
+            help=f"{what}, per GPU and direction, instead of the table's")
+    add("--gpus-per-node", type=int, default=8)
+    add("--matmul-frac", type=float, default=0.5, help="of the peak that is reached (0.5)")
+    add("--prompt-tokens", type=float, default=0.0, help="mean; default half of the longest")
+    add("--response-tokens", type=float, default=0.0, help="mean; default half of the longest")
+    add("--top", type=int, default=5, help="layouts to compare (5); 0 looks for none")
+    add("--json", action="store_true", help="for programs: bytes and seconds")
+    return parser.parse_known_args(argv)
+
+
+def ask(own: argparse.Namespace, rest: list[str]) -> Question:
+    """Read the config and the model's shape.
+
+    Raises: ValueError for what cannot be planned; SystemExit(2) for fields that do not exist.
+    """
+    cfg = read(rest, prog="python -m spmdrl plan --config FILE") if rest else Config()
+    if own.shape:
+        folder = SHAPES / own.shape if (SHAPES / own.shape).is_dir() else Path(own.shape)
+        cfg = replace(cfg, model=replace(cfg.model, path=str(folder)))
+    _check_flags(own, cfg)
+    rates = replace(
+        rates_of(own.gpu, memory_gib=own.gpu_memory_gib, flops=own.tflops * 1e12,
+                 memory_bytes_per_s=own.memory_gb_per_s * 1e9,
+                 node_bytes_per_s=own.node_gb_per_s * 1e9,
+                 network_bytes_per_s=own.network_gb_per_s * 1e9),
+        gpus_per_node=own.gpus_per_node, matmul_frac=own.matmul_frac)
+    _refuse(cfg, has_layout=not own.gpus)
+    from spmdrl.model.head import head_chunk_tokens
+    from spmdrl.model.load import build_meta_model
+    from spmdrl.model.lora.layers import adapter_numel, lora_form
+
+    hf_model = build_meta_model(cfg.model)
+    shape = model_shape(hf_model, name=Path(cfg.model.path).name)
+    lora = lora_form(cfg.model.lora)
+    run = run_of(cfg, shape, on_gpu=device_is_gpu(cfg), prompt_tokens=own.prompt_tokens,
+                 response_tokens=own.response_tokens,
+                 lora_numel=adapter_numel(hf_model, lora) if lora else 0,
+                 chunk_tokens=head_chunk_tokens(cfg.model, hf_model))
+    return Question(cfg, run, rates, int(rates.gpu.memory_gib * 2**30), own.gpus)
+
+
+def _check_flags(own: argparse.Namespace, cfg: Config) -> None:
+    if own.gpus < 0 or own.gpus_per_node < 1:
+        raise ValueError(f"--gpus {own.gpus}, --gpus-per-node {own.gpus_per_node}: expected "
+                         "numbers of GPUs")
+    if not 0 < own.matmul_frac <= 1:
+        raise ValueError(f"--matmul-frac {own.matmul_frac:g}: expected a fraction, in (0, 1]")
+    for flag in ("gpu_memory_gib", "tflops", "memory_gb_per_s", "node_gb_per_s",
+                 "network_gb_per_s"):
+        if not 0 <= getattr(own, flag) < math.inf:
+            raise ValueError(f"--{flag.replace('_', '-')} {getattr(own, flag):g}: expected a "
+                             "number above 0, or 0 for the table's")
+    for flag, mean, field, most in (
+        ("--prompt-tokens", own.prompt_tokens, "data.max_prompt_tokens",
+         cfg.data.max_prompt_tokens),
+        ("--response-tokens", own.response_tokens, "sampling.max_response_tokens",
+         cfg.sampling.max_response_tokens)):
+        if not 0 <= mean <= most:
+            raise ValueError(f"{flag} {mean:g}: expected a mean length of at most {field} {most}, "
+                             "or 0 for half of it; raise that if sequences are longer")
+
+
+_PLANNED = ("batch.", "engine.", "model.kernels", "model.lora", "model.memory", "model.moe",
+            "sampling.", "stream.")
+"""What a plan's figures follow from, besides the layout; of the rest it needs nothing."""
+_NEEDS_TORCHAO = "model.memory.optimizer_dtype: int8 takes"
+
+
+def _refuse(cfg: Config, *, has_layout: bool) -> None:
+    """Raises: ValueError for what is wrong with the fields that are planned with.
+
+    Args:
+        has_layout: that of the config is planned, not looked for.
+    """
+    names = (*_PLANNED, "layout") if has_layout else _PLANNED
+    # Where a plan is made, nothing of the run has to be installed.
+    problems = [p for p in validate(cfg)
+                if p.startswith(names) and not p.startswith(_NEEDS_TORCHAO)]
+    if problems:
+        raise ValueError("\n".join(problems))
+
+
+def answer(question: Question, *, top: int) -> tuple[Plan, list[Plan]]:
+    """Return the plan of the config's layout, or of the best one, and the best few.
+
+    Raises: ValueError when an axis does not divide what it shards, or no layout fits.
+    """
+    run, rates, memory = question.run, question.rates, question.memory_bytes
+    own = axes_of(question.cfg)
+    if not question.gpus:
+        problems = list(axes_problems(own, run))
+        if problems:
+            raise ValueError("\n".join(problems))
+    best, nearest = [], None
+    if top or question.gpus:
+        best, nearest = best_plans(run, gpus=question.gpus or own.world_size, rates=rates,
+                          memory_bytes=memory, overlaps=question.cfg.lag > 0)
+    if not question.gpus:
+        return make_plan(run, own, rates=rates,
+                         memory_bytes=memory), distinct(best)[:top]
+    if not best and nearest is None:
+        raise ValueError(f"--gpus {question.gpus}: no layout of so many ranks suits the model and "
+                         "this kind of run; rl needs one at least")
+    return (best[0] if best else nearest), distinct(best)[:top]
+
+
+def _refusal(question: Question, plan: Plan) -> list[str]:
+    """Return why a plan cannot run and what to change; nothing when it can."""
+    if not plan.problems:
+        return []
+    lines = [f"does not fit: {problem}" for problem in plan.problems]
+    changes = remedies(question.run, plan, rates=question.rates,
+                       memory_bytes=question.memory_bytes)
+    lines.append(f"would fit: {'; or '.join(changes)}" if changes else
+                 "neither one change nor two are enough; "
+                 + ("take more GPUs, or GPUs with more memory" if question.gpus else
+                    "--gpus N looks for a layout of N ranks"))
+    if question.gpus:
+        lines.append(f"no layout of {question.gpus} ranks fits; the nearest is shown: "
+                     f"{layout_text(plan.axes)}")
+    return lines
+
+
+if __name__ == "__main__":
+    logging.disable(logging.WARNING)
+    sys.exit(main())

@@ -1,0 +1,40 @@
+"""Worked examples in a Markdown page: run each command of it and put in what it prints.
+
+`python -m spmdrl plan_examples docs/planning.md` brings the page up to date.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+import shlex
+import sys
+from pathlib import Path
+
+from spmdrl.commands.plan import main
+
+_EXAMPLE = re.compile(r"```\n\$ (python -m spmdrl\.plan .*?[^\\]\n)(.*?)```", re.DOTALL)
+
+
+def examples(text: str) -> list[tuple[str, str]]:
+    """Return (command, what stands below it) of every example."""
+    return _EXAMPLE.findall(text)
+
+
+def output(command: str) -> str:
+    """Return what a command of the page prints, refusals included."""
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        with contextlib.redirect_stderr(printed):
+            main(shlex.split(command.replace("\\\n", " "))[3:])
+    return printed.getvalue()
+
+
+def renewed(text: str) -> str:
+    """Return the page with new output."""
+    return _EXAMPLE.sub(lambda found: f"```\n$ {found[1]}{output(found[1])}```", text)
+
+
+if __name__ == "__main__":
+    for name in sys.argv[1:]:
+        Path(name).write_text(renewed(Path(name).read_text()))

@@ -1,0 +1,1 @@
+"""What a model is on this rank: files, shards, shapes and one packed forward pass."""

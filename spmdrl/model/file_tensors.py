@@ -1,0 +1,117 @@
+"""Which part of which live tensor of a model a tensor of its safetensors files is.
+
+transformers keeps some weights otherwise than the files do: the experts of a layer are one
+parameter, with gate and up projections joined, where files have a tensor per expert and
+projection. What it does to weights on saving is watched once, on placeholders, so that there is no
+table of families here, and a model without such weights is the plain case of the same path.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from spmdrl.model.shards import Part, box_within
+
+aten = torch.ops.aten
+
+
+def live_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """Return {name: tensor} of what a model is made of: its parameters, tied ones once, and its
+    persistent buffers (routers of the DeepSeek-V3 kind have one)."""
+    found = dict(module.named_parameters())
+    for path, child in module.named_modules():
+        for name, buffer in child.named_buffers(recurse=False):
+            if name not in child._non_persistent_buffers_set:
+                found[f"{path}.{name}" if path else name] = buffer
+    return found
+
+
+def file_tensors(hf_model: nn.Module) -> dict[str, Part]:
+    """Return {name in the safetensors files: part of a live tensor}, in the order of the model.
+
+    Args:
+        hf_model: a transformers model as it was built, on any device; nothing is read.
+    Raises: ValueError naming a tensor of the files that is no part of one live tensor, or a live
+        tensor that the files do not make up.
+    """
+    from transformers.core_model_loading import revert_weight_conversion
+
+    live = live_tensors(hf_model)
+    placeholders = {name: torch.empty(tensor.shape, device="meta") for name, tensor in live.items()}
+    by_storage = {_storage(tensor): name for name, tensor in placeholders.items()}
+    try:
+        with torch.no_grad(), _Views():
+            saved = revert_weight_conversion(hf_model, dict(placeholders))
+    except Exception as error:  # of any of transformers' conversions
+        raise _refused(hf_model, f"they cannot be followed ({error})") from error
+    parts: dict[str, Part] = {}
+    for name, tensor in saved.items():
+        own = by_storage.get(_storage(tensor))
+        part = own and _part(own, tensor, placeholders[own])
+        if not part:
+            raise _refused(hf_model, f"{name} is computed")
+        parts[name] = part
+    _check_whole(hf_model, parts, placeholders)
+    order = {name: index for index, name in enumerate(live)}
+    return dict(sorted(parts.items(), key=lambda item: (order[item[1].tensor], item[1].box)))
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+class _Views(TorchDispatchMode):
+    """Lets copies of a tensor be views of it, so that results show where they came from; those
+    that a view cannot be are of new storage."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (),
+                           kwargs: dict[str, Any] | None = None) -> Any:
+        if func is aten.clone.default:
+            return aten.alias.default(args[0])
+        if func is aten._unsafe_view.default:  # a reshape that had to copy
+            return torch.empty(args[1], device="meta")
+        return func(*args, **(kwargs or {}))
+
+
+def _part(name: str, view: Tensor, whole: Tensor) -> Part | None:
+    """Return what `view` shows of the live tensor `whole`, None when it is not a box of it."""
+    if view.dim() == whole.dim() and view.shape == whole.shape and view.stride() == whole.stride():
+        return Part.whole(name, tuple(whole.shape))
+    box = box_within(view, whole)
+    if box is None:
+        return None
+    left = list(range(whole.dim()))
+    dims: dict[int, int] = {}
+    # Dims of size 1 have no stride to be told by: they take what the others leave, in order.
+    for dim in sorted(range(view.dim()), key=lambda d: (view.shape[d] == 1, d)):
+        fitting = [d for d in left if box.shape[d] == view.shape[dim]
+                   and (view.shape[dim] == 1 or whole.stride(d) == view.stride(dim))]
+        if not fitting:
+            return None
+        dims[dim] = fitting[0]
+        left.remove(fitting[0])
+    if any(box.shape[d] != 1 for d in left):
+        return None
+    return Part(name, box, tuple(dims[d] for d in range(view.dim())))
+
+
+def _check_whole(hf_model: nn.Module, parts: dict[str, Part], live: dict[str, Tensor]) -> None:
+    counts = dict.fromkeys(live, 0)
+    for part in parts.values():
+        counts[part.tensor] += part.box.numel
+    for name, tensor in live.items():
+        if counts[name] != tensor.numel():
+            raise _refused(hf_model, f"those of {name} have {counts[name]} of its "
+                                     f"{tensor.numel()} elements")
+
+
+def _refused(hf_model: nn.Module, why: str) -> ValueError:
+    kind = getattr(hf_model.config, "model_type", type(hf_model).__name__)
+    return ValueError(
+        f"model.path: the tensors in the files of a {kind} are not parts of the parameters that "
+        f"transformers has for them: {why}. Such a model cannot be trained here; take one of a "
+        "family whose files are, such as qwen3_moe, mixtral or deepseek_v3")

@@ -1,0 +1,146 @@
+"""Floating point operations of a model on real tokens, and what share of a GPU's peak they are.
+
+A multiply-add counts as two. Counted are the matmuls that the mathematics asks for: weights times
+tokens (of experts, those that a token goes to), attention over the pairs of tokens that see each
+other, and the output head on scored positions only. Elementwise work, padding and recomputation
+(activation checkpointing, the head's logits in its backward pass) do not count.
+Source: arXiv 2204.02311, appendix B (model FLOPs utilisation); deviation: attention is causal
+here, so half of its pairs count.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from spmdrl.algorithms.reduce import loss_lengths
+from spmdrl.world.hardware import known_gpu
+from spmdrl.model.shape import ModelShape, model_shape
+from spmdrl.types import Scalars, Sums
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Flops:
+    """One forward pass, in floating point operations by where they happen."""
+
+    blocks: float  # linear layers, experts and routers
+    attention: float  # scores and their weighted sums
+    head: float  # logits
+
+    @property
+    def total(self) -> float:
+        """All of them."""
+        return self.blocks + self.attention + self.head
+
+
+def forward_flops(shape: ModelShape, *, lengths: Tensor, num_scored: int) -> Flops:
+    """Count a forward pass over sequences.
+
+    Args:
+        shape: of the model.
+        lengths: [S] tokens of each sequence, prompt and response.
+        num_scored: positions whose logits are computed, over all sequences.
+    """
+    tokens = int(lengths.sum())
+    attention = 0.0
+    for block, count in shape.kinds:
+        own = block.attention
+        per_pair = 2 * own.heads * (own.qk_dim + own.v_dim)
+        attention += count * per_pair * visible_pairs(lengths, window=own.window)
+    return Flops(
+        blocks=2.0 * tokens * sum(count * block.matmul_numel for block, count in shape.kinds),
+        attention=attention, head=2.0 * num_scored * shape.vocab * shape.hidden)
+
+
+def visible_pairs(lengths: Tensor, *, window: int | None) -> float:
+    """Return the (query, key) pairs under a causal mask: half of the squared length of each
+    sequence; under a sliding window, as many as the band has.
+
+    Args:
+        lengths: [S] tokens.
+        window: tokens that a query sees, itself included; None is all.
+    """
+    own = lengths.double()
+    seen = own if window is None else own.clamp(max=window)
+    return float((seen * own - seen.square() / 2).sum())
+
+
+def training_flops(
+    shape: ModelShape, *, lengths: Tensor, num_scored: int, trains_weights: bool = True
+) -> float:
+    """Count a forward and a backward pass over sequences.
+
+    A backward pass is two forward passes, a gradient of the inputs and one of the weights.
+
+    Args:
+        lengths, num_scored: as of `forward_flops`.
+        trains_weights: False with adapters, whose own few operations are left out: the weights
+            get no gradient.
+    """
+    own = forward_flops(shape, lengths=lengths, num_scored=num_scored)
+    times = 3 if trains_weights else 2
+    return times * (own.blocks + own.head) + 3 * own.attention
+
+
+# --------------------------------------------------------------------------- in a run
+
+
+def countable_shape(hf_model: nn.Module) -> ModelShape | None:
+    """Return the shape of a model; None, with a word in the log, where its build is unknown."""
+    try:
+        return model_shape(hf_model)
+    except ValueError as error:
+        log.info("perf/trainer_flops is not counted: %s", error)
+        return None
+
+
+def trained_flops(
+    shape: ModelShape | None, scalars: Scalars, *, mask_truncated: bool, has_head: bool,
+    trains_weights: bool,
+) -> Sums:
+    """Return perf/trainer_flops of a step: every sequence forward and backward once.
+
+    Args:
+        shape: None where the model cannot be counted.
+        scalars: of the whole batch, all ranks.
+        mask_truncated: responses that were cut are not scored.
+        has_head: over the vocabulary; False for a scalar one, which costs nothing to speak of.
+        trains_weights: False with adapters.
+    """
+    if shape is None:
+        return {}
+    scored = int(loss_lengths(scalars, mask_truncated=mask_truncated).sum()) if has_head else 0
+    flops = training_flops(shape, lengths=scalars.lengths, num_scored=scored,
+                           trains_weights=trains_weights)
+    return {"perf/trainer_flops": (flops, 1.0)}
+
+
+def utilisation(flops: float, seconds: float, *, ranks: int, peak_flops: float | None) -> Sums:
+    """Return perf/trainer_tflops_per_s and, where the peak is known, perf/mfu.
+
+    Args:
+        flops: of all trainer ranks together.
+        seconds: that the update took.
+        ranks: that trained.
+        peak_flops: of one rank's device, 1/s; None where it is not known.
+    """
+    if not flops or not seconds:
+        return {}
+    sums: Sums = {"perf/trainer_tflops_per_s": (flops / 1e12 / ranks, seconds)}
+    if peak_flops:
+        sums["perf/mfu"] = (flops / ranks / peak_flops, seconds)
+    return sums
+
+
+def device_peak_flops(device: torch.device, *, dtype: str) -> float | None:
+    """Return the peak of a device for matmuls in the compute dtype, 1/s; None where it is not
+    known: on the CPU, for GPUs that hardware.py does not list, in other dtypes than bfloat16."""
+    if device.type != "cuda" or dtype != "bfloat16":
+        return None
+    gpu = known_gpu(torch.cuda.get_device_name(device))
+    return gpu.flops if gpu else None

@@ -1,0 +1,195 @@
+"""The logprob head: from hidden states to logprobs and entropy without full logits.
+
+Shape letters: N scored positions, H hidden, V vocabulary (this rank's part of it under tp).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from spmdrl.config import Model
+from spmdrl.check.options import MEMORY
+
+
+@dataclass(frozen=True)
+class HeadOptions:
+    """How logits become a distribution."""
+
+    chunk_tokens: int
+    """Positions whose logits exist at once."""
+    temperature: float = 1.0
+    """Logits are divided by it."""
+    softcap: float | None = None
+    """Gemma's final softcap: logits become softcap * tanh(logits / softcap)."""
+    scale: float = 1.0
+    """Factor on the raw logits (Cohere's logit_scale, 1 / Granite's logits_scaling)."""
+    group: dist.ProcessGroup | None = None
+    """Ranks that hold the other parts of the vocabulary, in order of their rank; None when
+    this rank holds all of it."""
+
+
+def head_chunk_tokens(model: Model, hf_model: nn.Module) -> int:
+    """Return the positions whose logits may exist at once: as the config says, or as many as have
+    512 MiB in float32, within [256, 8192]: fewer starve the matmul, more gain nothing."""
+    rows = hf_model.get_input_embeddings().weight.shape[0]
+    chosen = (MEMORY | model.memory)["head_chunk_tokens"]
+    return chosen or max(256, min(8192, 512 * 2**20 // (4 * rows)))
+
+
+def logprobs_and_entropy(
+    hidden: Tensor, weight: Tensor, *, targets: Tensor, options: HeadOptions
+) -> tuple[Tensor, Tensor]:
+    """Score one target per position under softmax(logits / temperature).
+
+    Args:
+        hidden: [N, H] compute dtype. The state before each scored token. May be empty.
+        weight: [V, H] compute dtype. Rows of this rank's part of the vocabulary; parts are
+            equal in size and in the order of the ranks of `options.group`.
+        targets: [N] int64. Token ids in the whole vocabulary.
+        options: chunk size, temperature, softcap, group.
+    Returns: logprobs [N] float32 and entropy [N] float32, in nats; both differentiable in
+        hidden and weight, equal on every rank of the group.
+    Invariant under: chunk_tokens, the number of ranks in the group (to rounding).
+    """
+    return _Head.apply(hidden, weight, targets, options)
+
+
+@torch.no_grad()
+def with_square_probs(
+    hidden: Tensor, weight: Tensor, *, targets: Tensor, options: HeadOptions
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return logprobs and entropy as `logprobs_and_entropy`, and sum_v pi_v^2: [N] float32 each.
+
+    Args: as there. Without gradients.
+    Invariant under: chunk_tokens, the number of ranks in the group (to rounding).
+    """
+    logprobs, entropy, _, squares = _scores(hidden, weight, _local(targets, weight, options),
+                                            options, squares=True)
+    return logprobs, entropy, squares
+
+
+class _Head(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden: Tensor, weight: Tensor, targets: Tensor,
+                options: HeadOptions) -> tuple[Tensor, Tensor]:
+        local = _local(targets, weight, options)
+        logprobs, entropy, log_total = _scores(hidden, weight, local, options)
+        ctx.save_for_backward(hidden, weight, local, log_total, entropy)
+        ctx.options = options
+        return logprobs, entropy
+
+    @staticmethod
+    def backward(ctx, grad_logprobs: Tensor, grad_entropy: Tensor):
+        hidden, weight, local, log_total, entropy = ctx.saved_tensors
+        options = ctx.options
+        grad_hidden = torch.empty_like(hidden)
+        grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
+        for part in chunks(hidden.shape[0], options.chunk_tokens):
+            logits = scaled_logits(hidden[part], weight, options)
+            grad = _grad_logits(
+                logits, local[part], log_total=log_total[part], entropy=entropy[part],
+                grad_logprobs=grad_logprobs[part], grad_entropy=grad_entropy[part],
+                options=options,
+            ).to(weight.dtype)
+            torch.mm(grad, weight, out=grad_hidden[part])
+            if weight.dtype == torch.float32:
+                grad_weight.addmm_(grad.t(), hidden[part])
+            else:
+                grad_weight += grad.t() @ hidden[part]
+        if options.group is not None:
+            dist.all_reduce(grad_hidden, group=options.group)
+        return grad_hidden, grad_weight.to(weight.dtype), None, None
+
+
+def _local(targets: Tensor, weight: Tensor, options: HeadOptions) -> Tensor:
+    """Return targets counted from the first row that this rank has."""
+    rank = 0 if options.group is None else dist.get_rank(options.group)
+    return targets - rank * weight.shape[0]
+
+
+def _scores(
+    hidden: Tensor, weight: Tensor, local: Tensor, options: HeadOptions, *, squares: bool = False
+) -> list[Tensor]:
+    """Return what `_summarize` does for all positions, chunk by chunk: [N] float32 each."""
+    count = hidden.shape[0]
+    found = [torch.empty(count, dtype=torch.float32, device=hidden.device)
+             for _ in range(3 + squares)]
+    for part in chunks(count, options.chunk_tokens):
+        logits = scaled_logits(hidden[part], weight, options)
+        for whole, values in zip(found, _summarize(logits, local[part], options,
+                                                   squares=squares)):
+            whole[part] = values
+    return found
+
+
+def chunks(count: int, size: int) -> list[slice]:
+    """Cut `count` positions into runs of at most `size`."""
+    return [slice(start, min(start + size, count)) for start in range(0, count, size)]
+
+
+def scaled_logits(hidden: Tensor, weight: Tensor, options: HeadOptions) -> Tensor:
+    """Return [n, V] float32 logits over temperature, of this rank's part of the vocabulary."""
+    logits = (hidden @ weight.t()).float()
+    if options.scale != 1.0:
+        logits.mul_(options.scale)
+    if options.softcap is not None:
+        logits = logits.div_(options.softcap).tanh_() * options.softcap  # tanh keeps its output
+    if options.temperature != 1.0:
+        logits.div_(options.temperature)
+    return logits
+
+
+def _summarize(
+    logits: Tensor, local: Tensor, options: HeadOptions, *, squares: bool
+) -> tuple[Tensor, ...]:
+    """Return logprobs, entropy and log of the partition function, each [n] float32.
+
+    Where asked, also the sum of squared probabilities.
+    """
+    group = options.group
+    top = logits.amax(dim=-1)
+    if group is not None:
+        dist.all_reduce(top, op=dist.ReduceOp.MAX, group=group)
+    is_own = (local >= 0) & (local < logits.shape[1])
+    at = local.clamp(0, logits.shape[1] - 1)
+    target = logits.gather(1, at[:, None])[:, 0] * is_own
+    shifted = logits - top[:, None]
+    weights = shifted.exp()
+    # vector_norm: a square would be one more [n, V].
+    square = [torch.linalg.vector_norm(weights, dim=-1).square()] if squares else []
+    # [3 or 4, n]: sum of exp, sum of exp * shifted logit, the target's logit, sum of exp^2.
+    sums = torch.stack([weights.sum(-1), weights.mul_(shifted).sum(-1), target, *square])
+    if group is not None:
+        dist.all_reduce(sums, group=group)
+    total, moment, target, *square = sums
+    log_total = total.log() + top
+    return (target - log_total, total.log() - moment / total, log_total,
+            *(value / total.square() for value in square))
+
+
+def _grad_logits(
+    logits: Tensor, local: Tensor, *, log_total: Tensor, entropy: Tensor,
+    grad_logprobs: Tensor, grad_entropy: Tensor, options: HeadOptions,
+) -> Tensor:
+    """Return the [n, V] float32 gradient of the raw logits; overwrites `logits`.
+
+    With p = exp(z - log_total): d logprob/dz = onehot - p and
+    d entropy/dz = -p * (z - log_total + entropy).
+    """
+    if options.softcap is not None:
+        capped = logits * (options.temperature / options.softcap)
+        slope = capped.square_().neg_().add_(1)  # of softcap * tanh(x / softcap)
+    is_own = (local >= 0) & (local < logits.shape[1])
+    at = local.clamp(0, logits.shape[1] - 1)
+    logp = logits.sub_(log_total[:, None])
+    grad = logp.exp()
+    factor = logp.add_(entropy[:, None]).mul_(grad_entropy[:, None]).add_(grad_logprobs[:, None])
+    grad = grad.mul_(factor).neg_()
+    grad.scatter_add_(1, at[:, None], (grad_logprobs * is_own)[:, None])
+    if options.softcap is not None:
+        grad.mul_(slope)
+    return grad.mul_(options.scale / options.temperature)

@@ -1,0 +1,305 @@
+"""From a Hugging Face folder to parameters: the architecture on the meta device, then slices.
+
+No rank ever holds a whole model: the modules are built without storage, sharded, and then each
+rank reads only its own slices of the safetensors files.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from spmdrl.config import Config, Model
+from spmdrl.config.read import is_missing_folder
+from spmdrl.model.file_tensors import file_tensors, live_tensors
+from spmdrl.model.shards import Held, Part
+
+SCALAR_HEAD = "score.weight"
+_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
+
+
+def load_hf_config(path: str, *, trust_remote_code: bool = False) -> Any:
+    """Read a model's config.json from a local folder or the hub; no weights are touched.
+
+    Returns: the transformers PreTrainedConfig.
+    Raises: ValueError when the folder is missing or its config cannot be read.
+    """
+    from transformers import AutoConfig
+
+    if not path:
+        raise ValueError("model.path: is required and empty; name a folder or a hub model")
+    folder = Path(path)
+    if folder.is_dir() and not (folder / "config.json").is_file():
+        raise ValueError(f"model.path: folder {path} has no config.json; is it a Hugging Face "
+                         f"model folder? it holds {_some(p.name for p in folder.iterdir())}")
+    if is_missing_folder(path):
+        raise ValueError(f"model.path: folder {path} does not exist (looked from "
+                         f"{Path.cwd()})")
+    # A hub that cannot be reached is tried for a minute; the last failure says all there is.
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
+    try:
+        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    except Exception as error:  # transformers raises many kinds, all of them mean the same here
+        where = "unreadable" if folder.is_dir() else "neither a folder nor a hub model in reach"
+        raise ValueError(f"model.path: {path} is {where}: {error}") from error
+    if getattr(config, "vision_config", None) is not None:
+        raise ValueError(f"model.path: {path} is a {config.model_type} with a vision tower; only "
+                         "text models can be trained")
+    return config
+
+
+def _some(names: Iterable[str], limit: int = 8) -> str:
+    names = sorted(names)
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return (", ".join(names[:limit]) or "nothing") + more
+
+
+def model_folder(path: str) -> Path:
+    """Return the local folder of a model's weights, fetching a hub model into the cache.
+
+    Raises: ValueError when it is neither there nor to be had.
+    """
+    if Path(path).is_dir():
+        return Path(path)
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(path, allow_patterns=["*.safetensors", "*.json"]))
+    except Exception as error:  # network, access, unknown name: the person gets the hub's words
+        raise ValueError(f"model.path: cannot fetch the weights of {path}: {error}") from error
+
+
+def build_meta_model(
+    model: Model, *, attention: str = "eager", is_scalar: bool = False
+) -> nn.Module:
+    """Build a model's modules without storage, tied weights tied.
+
+    Args:
+        model: the config's model section.
+        attention: name in transformers' attention interface.
+        is_scalar: with a head `score` of one output instead of the vocabulary's.
+    Returns: a transformers causal LM, or sequence classifier, all parameters float32 on the
+        meta device.
+    Raises: ValueError for a missing folder or an architecture that has no such form.
+    """
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+    config = load_hf_config(model.path, trust_remote_code=model.trust_remote_code)
+    kind = AutoModelForSequenceClassification if is_scalar else AutoModelForCausalLM
+    if is_scalar:
+        config.num_labels = 1
+    with torch.device("meta"):
+        try:
+            return kind.from_config(
+                config, dtype=torch.float32, attn_implementation=attention,
+                trust_remote_code=model.trust_remote_code,
+            )
+        except ValueError as error:
+            what = "sequence classifier" if is_scalar else "causal language model"
+            raise ValueError(f"model.path: cannot build {config.model_type} of {model.path} as a "
+                             f"{what}: {error}") from error
+
+
+def checkpoint_shapes(cfg: Config) -> dict[str, torch.Size]:
+    """Return {name in the safetensors files: shape} of the policy; tied weights appear once."""
+    model = build_meta_model(cfg.model, is_scalar=cfg.algorithm.objective == "reward_model")
+    return {name: torch.Size(part.shape) for name, part in file_tensors(model).items()}
+
+
+class CheckpointReader:
+    """The tensors of a folder's safetensors files, read by slice.
+
+    Raises: ValueError when the folder has no safetensors weights or a file is unreadable.
+    """
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self._files: dict[str, Any] = {}
+        self._file_of = self._read_index()
+
+    def _read_index(self) -> dict[str, str]:
+        index = self.folder / _INDEX
+        if index.is_file():
+            try:
+                return json.loads(index.read_text())["weight_map"]
+            except (json.JSONDecodeError, KeyError) as error:
+                raise ValueError(f"model.path: {index} is not a weight index: {error!r}") from error
+        if not (self.folder / _SINGLE).is_file():
+            found = _some(p.name for p in self.folder.iterdir())
+            raise ValueError(f"model.path: {self.folder} has neither {_SINGLE} nor {_INDEX}, only "
+                             f"{found}; convert the weights to safetensors")
+        return dict.fromkeys(self._open(_SINGLE).keys(), _SINGLE)
+
+    def _open(self, file: str) -> Any:
+        if file not in self._files:
+            try:
+                self._files[file] = safe_open(self.folder / file, framework="pt")
+            except (SafetensorError, OSError) as error:
+                raise ValueError(f"model.path: cannot read {self.folder / file}: {error}; the "
+                                 "file is missing, cut short or corrupted") from error
+        return self._files[file]
+
+    def names(self) -> set[str]:
+        """Return the names of all tensors."""
+        return set(self._file_of)
+
+    def files(self) -> set[str]:
+        """Return the names of the files that hold them."""
+        return set(self._file_of.values())
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return a tensor's shape, read from the file's header."""
+        return tuple(self._slice(name).get_shape())
+
+    def read(self, name: str, *, start: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
+        """Return one box of a tensor, in the dtype of the file, on the CPU."""
+        box = tuple(slice(s, s + n) for s, n in zip(start, shape))
+        part = self._slice(name)
+        return part[box] if box else part[:]
+
+    def _slice(self, name: str) -> Any:
+        file = self._file_of[name]
+        try:
+            return self._open(file).get_slice(name)
+        except SafetensorError as error:
+            raise ValueError(f"model.path: {self.folder / file} does not hold {name}, which "
+                             f"{_INDEX} says it does: {error}") from error
+
+
+def check_names(
+    reader: CheckpointReader, shapes: Mapping[str, tuple[int, ...]], *, may_be_extra: Iterable[str]
+) -> None:
+    """Compare the files' tensors with those that the model is made of.
+
+    Args:
+        reader: the files.
+        shapes: {name in the files: shape} by the model.
+        may_be_extra: regular expressions of names that a file may hold besides.
+    Raises: ValueError naming every missing, extra or wrongly shaped tensor.
+    """
+    names, patterns = reader.names(), [re.compile(p) for p in may_be_extra]
+    problems = [f"missing: {_some(shapes.keys() - names)}"] if shapes.keys() - names else []
+    extra = {n for n in names - shapes.keys() if not any(p.search(n) for p in patterns)}
+    if extra:
+        problems.append(f"not part of the model: {_some(extra)}")
+    for name in sorted(shapes.keys() & names):
+        if reader.shape(name) != tuple(shapes[name]):
+            problems.append(f"{name} has shape {list(reader.shape(name))} in the file, "
+                            f"{list(shapes[name])} by config.json")
+    if problems:
+        raise ValueError(f"model.path: the weights in {reader.folder} do not fit its config.json: "
+                         + "; ".join(problems))
+
+
+def check_weights(
+    reader: CheckpointReader, hf_model: nn.Module, parts: Mapping[str, Part], *, is_scalar: bool
+) -> None:
+    """Compare the files' tensors with a model's, whose scalar head they may lack.
+
+    Args:
+        parts: of the model, see file_tensors.
+    Raises: ValueError, see check_names.
+    """
+    shapes = {name: part.shape for name, part in parts.items()}
+    if is_scalar and SCALAR_HEAD not in reader.names():
+        shapes.pop(SCALAR_HEAD)
+    check_names(reader, shapes, may_be_extra=may_be_extra(hf_model, is_scalar=is_scalar))
+
+
+def may_be_extra(hf_model: nn.Module, *, is_scalar: bool) -> list[str]:
+    """Return regular expressions of the names that a file may hold besides the model's
+    parameters: what transformers ignores, and a tied head's copy."""
+    patterns = list(getattr(hf_model, "_keys_to_ignore_on_load_unexpected", None) or ())
+    patterns.append(r"rotary_emb\.inv_freq$")  # stored by old versions, computed by us
+    if hf_model.config.tie_word_embeddings or is_scalar:
+        patterns.append(r"^lm_head\.weight$")
+    return patterns
+
+
+@torch.no_grad()
+def read_tensors(
+    reader: CheckpointReader, tensors: Mapping[str, Tensor], parts: Mapping[str, Part]
+) -> None:
+    """Fill this rank's part of each live tensor from the files, cast to the tensor's dtype.
+
+    A scalar head that the files do not have starts at zero: every value is 0 at first.
+
+    Args:
+        reader: the files, checked by `check_names`.
+        tensors: {live name: DTensor or Tensor with storage}.
+        parts: {name in the files: part of a live tensor}, see file_tensors.py.
+    """
+    held, names = Held(tensors, parts), reader.names()
+    for name, boxes in held.boxes().items():
+        for box in boxes:
+            live = held.value(name, box).live
+            if name == SCALAR_HEAD and name not in names:
+                live.zero_()
+                continue
+            live.copy_(reader.read(name, start=box.start, shape=box.shape))
+
+
+@torch.no_grad()
+def compute_buffers(hf_model: nn.Module) -> None:
+    """Give values to the buffers that no file holds (rotary frequencies, embedding scales).
+
+    Args:
+        hf_model: the transformers model, these buffers with storage and undefined values. Its own
+            `_init_weights` computes them; what files hold is flagged so that it leaves it alone.
+    Raises: ValueError naming a buffer that stayed without a value.
+    """
+    for tensor in live_tensors(hf_model).values():
+        tensor._is_hf_initialized = True
+    for name, module in hf_model.named_modules():
+        own = _computed_buffers(module)
+        for buffer in own.values():
+            if buffer.is_floating_point():
+                buffer.fill_(float("nan"))
+        if own:
+            hf_model._init_weights(module)
+        for key, buffer in _computed_buffers(module).items():
+            if not buffer.is_floating_point() or bool(buffer.isnan().any()):
+                raise ValueError(
+                    f"model: buffer {name}.{key} of {type(module).__name__} is computed in a way "
+                    "that loading on the meta device does not know; this model cannot be trained"
+                )
+
+
+def _computed_buffers(module: nn.Module) -> dict[str, Tensor]:
+    return {name: buffer for name, buffer in module.named_buffers(recurse=False)
+            if name in module._non_persistent_buffers_set}
+
+
+def load_whole_model(
+    model: Model, *, attention: str, dtype: torch.dtype, device: torch.device
+) -> nn.Module:
+    """Build a causal LM with all its weights on this rank, for inference alone.
+
+    Args:
+        model: the config's model section; `path` is read.
+        attention: name in transformers' attention interface.
+        dtype: of the parameters; buffers stay as the model makes them.
+        device: of parameters and buffers.
+    Raises: ValueError when the files do not fit the model, or cannot be read.
+    """
+    hf_model = build_meta_model(model, attention=attention)
+    names, parts = list(live_tensors(hf_model)), file_tensors(hf_model)
+    reader = CheckpointReader(model_folder(model.path))
+    check_weights(reader, hf_model, parts, is_scalar=False)
+    for parameter in hf_model.parameters():
+        parameter.requires_grad = False
+        parameter.data = parameter.data.to(dtype)
+    hf_model.to_empty(device=device)
+    hf_model.tie_weights()  # to_empty gave tied parameters a storage each
+    assert list(live_tensors(hf_model)) == names
+    read_tensors(reader, live_tensors(hf_model), parts)
+    compute_buffers(hf_model)
+    return hf_model.eval()

@@ -1,0 +1,1 @@
+"""Low-rank adapters: in the model, on disk, merged."""

@@ -1,0 +1,1 @@
+"""Parallelism from outside the model, one file per axis."""

@@ -1,0 +1,144 @@
+"""Expert parallelism: each rank of an ep group has some experts, and tokens travel to them.
+
+transformers' own modules compute. Of a layer's experts, which are fused parameters [E, ...], a rank
+holds E / ep, sharded again by FSDP2 over the ranks that ep leaves of a replica, its tp ranks
+included. In the forward pass each copy of
+a token goes to the rank that has its expert and the result comes back, by two all-to-alls whose
+sizes are exchanged first; no token is dropped. What is to be sent is ordered by expert, so that the
+same tokens give the same sums.
+
+Shape letters: T tokens of this rank, K experts per token, E experts, R ranks of the ep group, S
+rows that this rank's experts compute, H hidden.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from spmdrl.imports import divisors
+from spmdrl.model.parallel.collectives import with_gradient
+from spmdrl.model.lora.expert_adapters import compute_experts, counts
+from spmdrl.model.parallel.tp_plan import is_experts
+
+
+def experts_modules(hf_model: nn.Module) -> dict[str, nn.Module]:
+    """Return {name: module} of what transformers' experts functions compute: one per layer of
+    experts, first to last; {} for a dense model."""
+    return {name: module for name, module in hf_model.named_modules()
+            if is_experts(module)}
+
+
+def experts_parameters(hf_model: nn.Module) -> set[str]:
+    """Return the names of the experts' parameters, which are sharded apart from all others."""
+    return {f"{name}.{key}" for name, experts in experts_modules(hf_model).items()
+            for key, _ in experts.named_parameters()}
+
+
+def apply_ep(hf_model: nn.Module, mesh: DeviceMesh) -> None:
+    """Shard the experts of a meta model over the ep axis, and have tokens travel to them.
+
+    Args:
+        hf_model: a transformers model on the meta device, changed in place; a dense one, such as
+            the value model of a mixture, stays as it is.
+        mesh: one-dimensional, the ep axis.
+    Raises: ValueError for experts that do not divide.
+    """
+    size = mesh.size()
+    for name, experts in experts_modules(hf_model).items():
+        number = experts.num_experts
+        if number % size:
+            raise ValueError(f"layout.ep: {size} does not divide the {number} experts of {name}; "
+                             f"values that do: {divisors(number)}")
+        for key, whole in list(experts.named_parameters(recurse=False)):
+            sharded = distribute_tensor(whole.detach(), mesh, [Shard(0)], src_data_rank=None)
+            setattr(experts, key, nn.Parameter(sharded, requires_grad=whole.requires_grad))
+        experts.forward = partial(_forward, experts, group=mesh.get_group())
+
+
+def shard_experts(
+    hf_model: nn.Module, *, mesh: DeviceMesh, policy: MixedPrecisionPolicy, offload: OffloadPolicy
+) -> None:
+    """Shard what `apply_ep` left of the experts over the ranks that hold the same ones: a unit per
+    layer, before the blocks around them.
+
+    Args:
+        mesh: of the trainers, with axes dp_replicate, efsdp, ep (World.experts).
+        policy, offload: of the blocks.
+    """
+    is_replicated, shards = mesh["dp_replicate"].size() > 1, mesh["efsdp"].size()
+    data_mesh = mesh["dp_replicate", "efsdp"] if is_replicated else mesh["efsdp"]
+    for experts in experts_modules(hf_model).values():
+        local = experts.num_experts // mesh["ep"].size()
+        fully_shard(experts, mesh=data_mesh, mp_policy=policy, offload_policy=offload,
+                    reshard_after_forward=shards > 1,
+                    shard_placement_fn=partial(
+                        _placement, num_local=local, shards=shards))
+
+
+def _placement(parameter: Tensor, *, num_local: int, shards: int) -> Shard:
+    """Whole experts to each rank, or parts of each expert where there are fewer than ranks."""
+    by_rows = num_local < shards and parameter.dim() > 1 and parameter.shape[1] % shards == 0
+    return Shard(1 if by_rows else 0)
+
+
+class _LocalExperts:
+    """What transformers' experts functions read of an experts module, for this rank's part."""
+
+    def __init__(self, experts: nn.Module, ranks: int):
+        self._experts = experts
+        self.num_experts = experts.num_experts // ranks
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._experts, name)
+        return value.to_local() if isinstance(value, DTensor) else value
+
+
+def _forward(experts: nn.Module, hidden_states: Tensor, top_k_index: Tensor,
+             top_k_weights: Tensor, *, group: dist.ProcessGroup) -> Tensor:
+    """Compute what the module itself would with all experts here.
+
+    Args:
+        hidden_states: [T, H]. top_k_index, top_k_weights: [T, K].
+        group: of the ep axis.
+    Returns: [T, H].
+    """
+    num_tokens, num_chosen = top_k_index.shape
+    ranks, local = dist.get_world_size(group), experts.num_experts // dist.get_world_size(group)
+    chosen = top_k_index.reshape(-1)  # [T * K]
+    order = torch.sort(chosen, stable=True).indices
+    sent = counts(chosen, experts.num_experts).long().view(ranks, local)
+    received = torch.empty_like(sent)  # [R, E / R]: rows by the rank they come from, and expert
+    dist.all_to_all_single(received, sent, group=group)
+    here, there = torch.stack([received.sum(1), sent.sum(1)]).tolist()  # the one wait
+    own = torch.arange(local, device=chosen.device).repeat(ranks)
+    index = own.repeat_interleave(received.flatten(), output_size=sum(here))[:, None]  # [S, 1]
+    rows = _travel(hidden_states[order // num_chosen], here=here, there=there, group=group)
+    ones = rows.new_ones(index.shape)
+    rows = compute_experts(_LocalExperts(experts, ranks), rows, index, ones)
+    rows = _travel(rows, here=there, there=here, group=group)
+    rows = rows[torch.sort(order).indices]  # back from the order of experts to that of tokens
+    weighted = rows.view(num_tokens, num_chosen, -1) * top_k_weights[..., None]
+    return weighted.sum(dim=1).to(hidden_states.dtype)
+
+
+def _travel(rows: Tensor, *, here: list[int], there: list[int],
+            group: dist.ProcessGroup) -> Tensor:
+    """Exchange rows, whose gradient goes the same ways back."""
+    return with_gradient(partial(_exchanged, here=here, there=there),
+                         partial(_exchanged, here=there, there=here))(rows, group)
+
+
+def _exchanged(rows: Tensor, group: dist.ProcessGroup, *, here: list[int],
+               there: list[int]) -> Tensor:
+    """Return [sum(here), H]: `here` rows from each rank, for `there` rows to each."""
+    received = rows.new_empty(sum(here), rows.shape[1])
+    dist.all_to_all_single(received, rows.contiguous(), here, there, group=group)
+    return received

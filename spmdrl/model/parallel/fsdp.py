@@ -1,0 +1,144 @@
+"""Parallelism from outside the model, one function per axis, in this order:
+tp (tensor_parallel.py), ep (moe.py), activation checkpointing (memory.py), compile, activations
+on the host (memory.py), FSDP2."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard,
+)
+
+from spmdrl.model.parallel import expert_parallel as moe
+
+_WRAPPER = "_checkpoint_wrapped_module."
+
+
+def plain_name(name: str) -> str:
+    """Return a parameter's name without what the wrappers of memory.py put into it."""
+    return name.replace(_WRAPPER, "")
+
+
+def blocks(hf_model: nn.Module) -> list[tuple[nn.Module, str]]:
+    """Return (parent, attribute) of every transformer block, first to last.
+
+    Raises: ValueError when the model does not say what its blocks are.
+    """
+    kinds = set(getattr(hf_model, "_no_split_modules", None) or ())
+    found = [
+        (parent, attribute) for parent in hf_model.modules()
+        for attribute, child in parent.named_children() if type(child).__name__ in kinds
+    ]
+    if not found:
+        raise ValueError(f"model: {type(hf_model).__name__} names no blocks "
+                         f"(_no_split_modules = {sorted(kinds)}); it cannot be sharded")
+    return found
+
+
+def apply_liger(hf_model: nn.Module, *, has_rope: bool) -> None:
+    """Put liger's RMSNorm, RoPE and gated-MLP kernels into the model (CUDA only).
+
+    Its cross entropy stays out: logprobs come from our own head. So does its MLP where there are
+    experts: those are transformers' grouped matrix products.
+
+    Args:
+        has_rope: False leaves RoPE to the model. Liger's may write into the query and key that it
+            is given, which selective checkpointing keeps and would have rotated once more.
+    Raises: ValueError when liger-kernel is not installed.
+    """
+    try:
+        from liger_kernel.transformers import _apply_liger_kernel_to_instance
+    except ImportError as error:
+        raise ValueError(f"model.kernels.liger: liger-kernel cannot be imported ({error}); install "
+                         "it or set liger to false") from error
+    is_dense = not moe.experts_modules(hf_model)
+    _apply_liger_kernel_to_instance(
+        model=hf_model, rope=has_rope, rms_norm=True, swiglu=is_dense, geglu=is_dense,
+        cross_entropy=False, fused_linear_cross_entropy=False,
+    )
+
+
+def apply_compile(hf_blocks: list[nn.Module]) -> None:
+    """Compile every block in place; sequence packing makes shapes dynamic."""
+    for block in hf_blocks:
+        block.compile(dynamic=True)
+
+
+@dataclass(frozen=True)
+class Gathering:
+    """When FSDP2 gathers weights and lets go of them; of no value, only time and memory."""
+
+    reshard: str = "auto"
+    """`always`: a block's weights are freed after its forward pass and gathered again for the
+    backward pass. `auto`: not the last block's, whose backward pass comes next. `never`."""
+    ahead: int = 0
+    """Blocks that are asked for before they are needed; 0 leaves it to FSDP2, which asks for the
+    next one as soon as the host gets there."""
+
+
+def apply_fsdp(
+    scorer: nn.Module, hf_blocks: list[nn.Module], *, mesh: DeviceMesh,
+    expert_mesh: DeviceMesh | None, dtype: torch.dtype, gathering: Gathering = Gathering(),
+    is_on_host: bool = False,
+) -> None:
+    """Shard every block, and the rest as one unit, over the axes dp_replicate and fsdp.
+
+    Applied at size 1 too, so that one path serves every layout. Parameters keep their dtype and
+    are gathered in `dtype`; gradients are reduced in float32. FSDP2 averages gradients over
+    the ranks of these axes: the loss is multiplied by their number to get sums.
+
+    Args:
+        scorer: the root module, on the meta device.
+        hf_blocks: its transformer blocks, first to last.
+        mesh: of the trainers, with axes dp_replicate, fsdp, tp (World.sharding).
+        expert_mesh: for experts, with axes dp_replicate, efsdp and ep (World.experts); None: as all
+            else.
+        dtype: of forward and backward.
+        gathering: of the blocks; the rest stays gathered from forward to backward pass.
+        is_on_host: shards and their gradients are in pinned host memory, where the model is to be
+            given storage; what is gathered is on the mesh's device (CUDA).
+    """
+    is_replicated = mesh["dp_replicate"].size() > 1
+    data_mesh = mesh["dp_replicate", "fsdp"] if is_replicated else mesh["fsdp"]
+    # Inputs are ids and masks: there is nothing to cast, and float32 outputs must stay so.
+    policy = MixedPrecisionPolicy(
+        param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    offload = CPUOffloadPolicy(pin_memory=True) if is_on_host else OffloadPolicy()
+    is_sharded = mesh["fsdp"].size() > 1
+    if expert_mesh is not None:
+        moe.shard_experts(scorer, mesh=expert_mesh, policy=policy, offload=offload)
+    for block in hf_blocks:
+        fully_shard(block, mesh=data_mesh, mp_policy=policy, offload_policy=offload,
+                    reshard_after_forward=is_sharded)
+    fully_shard(scorer, mesh=data_mesh, mp_policy=policy, offload_policy=offload,
+                reshard_after_forward=False)
+    kept = {"auto": hf_blocks[-1:], "always": [], "never": hf_blocks}[gathering.reshard]
+    for block in kept:  # with its experts
+        block.set_reshard_after_forward(False)
+    _ask_ahead(scorer, hf_blocks, ahead=gathering.ahead)
+
+
+def _ask_ahead(scorer: nn.Module, hf_blocks: list[nn.Module], *, ahead: int) -> None:
+    """Have every block ask for the weights of the `ahead` blocks that come next, in either pass,
+    and for those of its own experts: the host may wait for their numbers of rows in between."""
+    if not ahead:
+        return
+    units = [[m for m in block.modules() if isinstance(m, FSDPModule)] for block in hf_blocks]
+    scorer.set_modules_to_forward_prefetch([m for unit in units[:ahead] for m in unit])
+    for index, unit in enumerate(units):
+        following = units[index + 1:index + 1 + ahead]
+        before = units[max(0, index - ahead):index][::-1]
+        for others, ask in ((following, unit[0].set_modules_to_forward_prefetch),
+                            (before, unit[0].set_modules_to_backward_prefetch)):
+            ask([*unit[1:], *(m for other in others for m in other)])
+
+
+def reshard(scorer: nn.Module) -> None:
+    """Free gathered parameters: after a forward pass that no backward pass follows."""
+    for module in scorer.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()

@@ -1,0 +1,196 @@
+"""What is spared of a block's activations: recomputed in the backward pass, or kept on the host.
+
+Both wrap blocks from outside and change no value. A block ends up as FSDP2(on the host(compiled(
+checkpointed(block)))): compile sees which products checkpointing keeps, and FSDP2's hooks, which
+gather and free weights, run neither inside a recomputation nor under the hooks that move tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    ActivationWrapper, CheckpointImpl, checkpoint_wrapper,
+)
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+from spmdrl.train.optimizer import local_part
+from spmdrl.world import World
+
+Places = Sequence[tuple[nn.Module, str]]
+"""(parent, attribute) of every block, first to last."""
+
+KEPT = frozenset({
+    "aten::mm", "aten::addmm", "aten::_grouped_mm",
+    "aten::_scaled_dot_product_flash_attention",
+    "aten::_scaled_dot_product_flash_attention_for_cpu",
+    "aten::_scaled_dot_product_efficient_attention",
+    "aten::_scaled_dot_product_cudnn_attention",
+    "torch_attn::_varlen_attn", "flash_attn::_flash_attn_varlen_forward",
+})
+"""Operations whose results selective checkpointing keeps: all that cost more than reading memory.
+
+Every product of a linear layer, not every second one: which are the second ones depends on the
+order in which a model calls its layers, and half of the products is what the mode is there to
+spare. Batched products (bmm, baddbmm) are attention over short sequences: cheap, and their scores
+are the largest tensors of all. Collectives write in place and are run again, and so is the whole
+of ring attention, which is one of its exchanges with the rest.
+"""
+
+_LEAST_BYTES = 1024
+"""Tensors below this stay on the device: a copy costs more than it frees."""
+
+
+def checkpoint(places: Places, mode: str) -> None:
+    """Wrap every block so that activations are recomputed in the backward pass.
+
+    Args:
+        places: of the blocks.
+        mode: `none`; `full`: a block keeps its input alone; `selective`: besides, what KEPT
+            names, so that only what is cheap is computed twice.
+    """
+    if mode == "none":
+        return
+    # Nothing random runs in a block (dropout is refused), so no RNG state is kept.
+    options: dict[str, Any] = {"preserve_rng_state": False}
+    if mode == "selective":
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
+    for parent, name in places:
+        setattr(parent, name, checkpoint_wrapper(
+            getattr(parent, name), checkpoint_impl=CheckpointImpl.NO_REENTRANT, **options))
+
+
+def _policy(context: Any, operation: Any, *args: Any, **options: Any) -> CheckpointPolicy:
+    schema = getattr(operation, "_schema", None)
+    is_kept = schema is not None and schema.name in KEPT
+    return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def keep_on_host(places: Places) -> None:
+    """Wrap every block so that what autograd saves in it waits on the host for the backward pass.
+
+    Weights stay where they are, and so do keyword arguments, which all blocks share. With full
+    checkpointing a block's input is all that moves. Copies run on the stream that computes: they
+    need no further synchronization, and their time adds to the step's.
+    """
+    for parent, name in places:
+        setattr(parent, name, _OnHost(getattr(parent, name)))
+
+
+def has(offload: str, what: str) -> bool:
+    """Return whether model.memory.offload names `what`: activations, optimizer or parameters,
+    whose optimizer state is on the host with them."""
+    named = {"all": ("activations", "optimizer"), "parameters": ("parameters", "optimizer")}
+    return what in named.get(offload, (offload,))
+
+
+def blocks_ahead(options: Mapping[str, Any], world: World) -> int:
+    """Return how many blocks ask for their weights ahead of time: model.memory.prefetch.
+
+    `auto` is 1 with experts on other ranks on CUDA: there the host waits, in each block, for the
+    numbers of rows that it gets, and could not ask for the next block meanwhile. Elsewhere FSDP2
+    asks early enough by itself.
+    """
+    if options["prefetch"] != "auto":
+        return options["prefetch"]
+    return int(world.cfg.layout.ep > 1 and world.device.type == "cuda")
+
+
+def check_offload(offload: str, device: torch.device) -> None:
+    """Refuse to take parameters, or an optimizer's state, to the host where they are already.
+
+    Raises: ValueError on any device but CUDA.
+    """
+    if has(offload, "optimizer") and device.type != "cuda":
+        what = ("parameters and the optimizer's state are" if has(offload, "parameters") else
+                "optimizer's state is")
+        raise ValueError(f"model.memory.offload: {offload} on device {device.type}: nothing to "
+                         f"offload, the {what} in host memory anyway; leave it out")
+
+
+def move_buffers(root: nn.Module, device: torch.device) -> None:
+    """Give the buffers of a model storage on another device than its parameters have."""
+    for module in root.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, torch.empty_like(buffer, device=device))
+
+
+class _OnHost(ActivationWrapper):
+    """A block whose saved tensors wait on the host."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the block."""
+        with _saving_to_host(self, shared=tree_leaves(kwargs)):
+            return self._checkpoint_wrapped_module(*args, **kwargs)
+
+
+@dataclass(frozen=True)
+class _Away:
+    """A view of a storage that is on the host: kernels may add up otherwise where strides differ,
+    so the tensor comes back with its own."""
+
+    storage: Tensor  # [bytes] uint8, on the host
+    device: torch.device
+    dtype: torch.dtype
+    view: tuple[int, torch.Size, tuple[int, ...]]  # offset, size, stride
+
+    def back(self) -> Tensor:
+        """Return the tensor, on its device."""
+        is_cuda = self.device.type == "cuda"
+        storage = self.storage.to(self.device, non_blocking=is_cuda).untyped_storage()
+        return torch.empty(0, dtype=self.dtype, device=self.device).set_(storage, *self.view)
+
+
+@contextmanager
+def _saving_to_host(block: nn.Module, *, shared: Sequence[Any]) -> Iterator[None]:
+    stays = {_storage(value) for value in shared if isinstance(value, Tensor)}
+    # A storage that several tensors share is copied once. It lives until the block has run, so
+    # that its identity is its own so long.
+    seen: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+
+    @torch.compiler.disable
+    def pack(tensor: Tensor) -> Tensor | _Away:
+        if isinstance(tensor, DTensor) or tensor.nbytes < _LEAST_BYTES:
+            return tensor
+        place = _storage(tensor)
+        key = (place, tensor._version)
+        if key not in seen:
+            # Asked anew each time: experts are gathered inside the block, by FSDP2 of their own.
+            if place in stays or any(_storage(p) == place for p in block.parameters()):
+                return tensor
+            seen[key] = (tensor, _to_host(tensor))
+        view = (tensor.storage_offset(), tensor.shape, tensor.stride())
+        return _Away(seen[key][1], tensor.device, tensor.dtype, view)
+
+    try:
+        with saved_tensors_hooks(pack, _back):
+            yield
+    finally:
+        seen.clear()
+
+
+def _storage(tensor: Tensor) -> int:
+    """Return the identity of a storage while it lives; FSDP2 frees and reuses its memory."""
+    return local_part(tensor).untyped_storage()._cdata
+
+
+def _to_host(tensor: Tensor) -> Tensor:
+    """Return a copy of all that the tensor's storage holds: [bytes] uint8, on the host."""
+    is_cuda = tensor.is_cuda  # pinned, or the copy would wait for all that was launched
+    whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+    host = torch.empty(whole.shape, dtype=torch.uint8, pin_memory=is_cuda)
+    return host.copy_(whole, non_blocking=is_cuda)
+
+
+@torch.compiler.disable
+def _back(saved: Tensor | _Away) -> Tensor:
+    return saved.back() if isinstance(saved, _Away) else saved

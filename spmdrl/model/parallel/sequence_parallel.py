@@ -1,0 +1,140 @@
+"""Sequence parallelism beside tensor parallelism: between attention and MLP, tokens are sharded.
+
+The sum that ends a row-wise layer leaves each tensor-parallel rank with the sums of its own tokens
+only, so norms and residuals are computed and kept once instead of on every rank; what enters
+attention or MLP is gathered, once for all of its projections. In bytes that is what tensor
+parallelism alone sends. Source: arXiv 2205.05198, section 4.2.2. A mixture of experts is computed
+for own tokens, with a router and shared experts that every rank has whole.
+
+Shape letters: T tokens of a slice of the packed row, a multiple of the R tensor-parallel ranks; H.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from spmdrl.model.parallel.collectives import gathered, scattered_sum, with_gradient
+from spmdrl.model.parallel.fsdp import blocks
+from spmdrl.model.parallel.tp_plan import PARTIAL, mixtures
+
+_PARTS = ("self_attn", "mlp")
+
+
+def _all_tokens(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """[1, T/R, H] of each rank to [1, T, H]."""
+    return gathered(x[0], group).flatten(0, 1)[None]
+
+
+def _added_own(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """[1, T, H] of each rank to the sum over ranks of own tokens, [1, T/R, H]."""
+    return scattered_sum(x[0].unflatten(0, (dist.get_world_size(group), -1)), group)[None]
+
+
+def _own_tokens(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    return x.chunk(dist.get_world_size(group), dim=1)[dist.get_rank(group)].contiguous()
+
+
+_enter = with_gradient(_all_tokens, _added_own)
+"""Own tokens to all; the gradients, of own heads or features, are added up."""
+leave = with_gradient(_added_own, _all_tokens)
+"""Partial sums of all tokens, [1, T, H], to the sums of own ones, [1, T/R, H]."""
+_own = with_gradient(_own_tokens, _all_tokens)
+"""All tokens, the same on every rank, to own ones; every rank gets the gradient of all."""
+_all = with_gradient(_all_tokens, _own_tokens)
+"""Own tokens to all, from which every rank computes the same."""
+
+
+def why_not(hf_model: nn.Module, styles: Mapping[str, str]) -> str:
+    """Return why a model's tokens cannot be sharded; empty if they can.
+
+    They can where a block is attention, MLP or mixture of experts, and norms; where all matrices
+    of attention and MLP are split, or their gradients added up, so that every rank has but a part
+    of the gradient of what enters; and where around the blocks there are an embedding and a norm.
+
+    Args:
+        styles: what `tp_plan.tp_styles` returned.
+    """
+    names = {id(module): name for name, module in hf_model.named_modules()}
+    inside = {id(getattr(parent, attribute)) for parent, attribute in blocks(hf_model)}
+    apart = mixtures(hf_model)
+    for parent, attribute in blocks(hf_model):
+        block = getattr(parent, attribute)
+        for name, child in block.named_children():
+            where = f"{names[id(block)]}.{name}"
+            if where in apart:
+                continue
+            if name not in _PARTS and not _is_norm(child):
+                return f"{where} is neither attention, MLP nor norm"
+            for key, own in child.named_parameters() if name in _PARTS else ():
+                style = styles.get(f"{where}.{key.rpartition('.')[0]}")
+                if own.dim() > 1 and ".lora_" not in key and not _is_split(style):
+                    return f"{where}.{key} is not split"
+        parts = [part for part in _PARTS if hasattr(block, part)]
+        has_mixture = any(f"{names[id(block)]}.{n}" in apart for n, _ in block.named_children())
+        if len(parts) + (has_mixture and "mlp" not in parts) < len(_PARTS):
+            return f"{names[id(block)]} has no {' or no '.join(_PARTS)}"
+    embedding = hf_model.get_input_embeddings()
+    for name, child in hf_model.base_model.named_children():
+        holds_blocks = any(id(module) in inside for module in child.modules())
+        if child is not embedding and not holds_blocks and not _is_norm(child):
+            return f"{names[id(child)]} is neither embedding, blocks nor norm"
+    return ""
+
+
+def _is_norm(module: nn.Module) -> bool:
+    return all(own.dim() == 1 for own in module.parameters())
+
+
+def _is_split(style: str | None) -> bool:
+    return style is not None and (style == PARTIAL or style.startswith(("colwise", "rowwise")))
+
+
+def shard_tokens(hf_model: nn.Module, styles: Mapping[str, str],
+                 group: dist.ProcessGroup) -> set[str]:
+    """Have a model, sharded by tensor parallelism, keep own tokens between attention and MLP.
+
+    Args:
+        hf_model: one of which `why_not` says nothing, changed in place; its row-wise layers and
+            vocabulary-parallel embedding end in `leave`.
+        styles: what `tp_plan.tp_styles` returned.
+    Returns: the names of parameters that every rank has and that see its own tokens only: norms,
+        what row-wise layers add to their sum, and what is with experts.
+    """
+    partial = {f"{name}.bias" for name, style in styles.items() if style.startswith("rowwise")}
+    embedding, base = hf_model.get_input_embeddings(), hf_model.base_model
+    whole, apart = {id(p) for p in embedding.parameters()}, mixtures(hf_model).values()
+    for parent, attribute in blocks(hf_model):
+        block = getattr(parent, attribute)
+        for part in _PARTS:
+            module = getattr(block, part, None)
+            if module is None or any(module is mixture for mixture in apart):
+                continue
+            module.forward = functools.partial(_entered, module.forward, group)
+            whole |= {id(p) for p in module.parameters()}
+    if not hasattr(embedding.weight, "placements"):
+        embedding.forward = functools.partial(_cut, embedding.forward, group)
+    base.forward = functools.partial(_gathered_output, base.forward, group)
+    own = {id(p) for p in base.parameters()} - whole
+    return partial | {name for name, p in hf_model.named_parameters() if id(p) in own}
+
+
+def _entered(forward: Callable, group: dist.ProcessGroup, *args: Any, **options: Any) -> Any:
+    if args:
+        return forward(_enter(args[0], group), *args[1:], **options)
+    states = _enter(options.pop("hidden_states"), group)
+    return forward(hidden_states=states, **options)
+
+
+def _cut(forward: Callable, group: dist.ProcessGroup, ids: Tensor) -> Tensor:
+    return _own(forward(ids), group)
+
+
+def _gathered_output(forward: Callable, group: dist.ProcessGroup, **options: Any) -> Any:
+    output = forward(**options)
+    output.last_hidden_state = _all(output.last_hidden_state, group)
+    return output

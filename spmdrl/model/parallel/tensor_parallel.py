@@ -1,0 +1,245 @@
+"""Tensor parallelism from a model's own plan: one style per entry, applied from outside.
+
+Each style shards a module's weight over the tp axis (a DTensor) and computes with the local
+part, so that the matmuls never go through DTensor dispatch. Activations between a column-wise
+and a row-wise module are local to a rank. Everywhere else they are those of own tokens
+(sequence_parallel.py) or, for models where that is not possible, replicated, and so are the
+gradients that come back.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from spmdrl.model.parallel import sequence_parallel
+from spmdrl.model.parallel.collectives import Exchange, added, gathered, same, with_gradient
+from spmdrl.model.lora.layers import plus_adapter
+from spmdrl.model.parallel.expert_parallel import experts_parameters
+from spmdrl.model.parallel.tp_plan import (
+    PARTIAL, heads_fields, is_latent, mixtures, style_problems, tp_styles,
+)
+
+log = logging.getLogger(__name__)
+Forward = Callable[[Tensor], Tensor]
+
+
+def _gathered(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    return torch.cat(gathered(x, group).unbind(0), dim=-1)
+
+
+def _own_part(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    return x.chunk(dist.get_world_size(group), dim=-1)[dist.get_rank(group)].contiguous()
+
+
+enter = with_gradient(same, added)
+"""What is equal on all ranks, for use with local weights: the gradients are added up."""
+_leave = with_gradient(added, same)
+"""Partial sums to their sum over ranks, of which every rank's part has the same gradient."""
+gather_last = with_gradient(_gathered, _own_part)
+"""The ranks' equal parts of the last dim to the whole, to compute the same from it on every rank;
+the gradient is this rank's part."""
+_split = with_gradient(_own_part, _gathered)
+"""The whole last dim to this rank's part; the gradient is gathered."""
+
+
+@dataclass(frozen=True)
+class Edges:
+    """How activations come into column-wise layers, and leave row-wise ones."""
+
+    enter: Exchange
+    leave: Exchange
+
+
+REPLICATED = Edges(enter=enter, leave=_leave)
+OWN_TOKENS = Edges(enter=same, leave=sequence_parallel.leave)
+
+
+def why_never(hf_model: nn.Module) -> str:
+    """Return why a model cannot be tensor-parallel, over however many ranks; empty if it can."""
+    styles, kind = tp_styles(hf_model), type(hf_model).__name__
+    problem = next(style_problems(hf_model, styles), "")
+    needs_own = mixtures(hf_model) or any(is_latent(module) for module in hf_model.modules())
+    if problem or not needs_own:
+        return problem
+    reason = sequence_parallel.why_not(hf_model, styles)
+    return reason and (f"experts and latent attention need tokens sharded between layers, which "
+                       f"cannot be done with {kind}: {reason}")
+
+
+def apply_tp(hf_model: nn.Module, mesh: DeviceMesh) -> dict[str, str]:
+    """Shard a meta model's modules over the tp axis by its own plan.
+
+    Args:
+        hf_model: a transformers causal LM on the meta device, changed in place.
+        mesh: one-dimensional, the tp axis.
+    Returns: {parameter name: "partial" or "replicated"} of the parameters that stay whole on
+        every tp rank: the gradient of a partial one covers this rank's heads or tokens only.
+        Experts are not among them: they are cut elsewhere (moe.py).
+    Raises: ValueError for a model without a plan, a style that is not known here, heads, features
+        or a vocabulary that do not divide, or experts in a model whose tokens cannot be sharded.
+    """
+    if problem := why_never(hf_model):
+        raise ValueError(f"layout.tp: {problem}; set layout.tp to 1")
+    _check_heads(hf_model, mesh.size())
+    styles = tp_styles(hf_model)
+    reason = sequence_parallel.why_not(hf_model, styles)
+    if reason and dist.get_rank() == 0:
+        log.info("layout.tp: %s: hidden states are whole on every tensor-parallel rank: %s",
+                 type(hf_model).__name__, reason)
+    edges = REPLICATED if reason else OWN_TOKENS
+    partial: set[str] = set()
+    for name, module in hf_model.named_modules():
+        style = styles.get(name)
+        if style == PARTIAL:
+            is_linear = isinstance(module, nn.Linear)  # its adapter's matrices are of this kind too
+            partial |= {f"{name}.{p}" for p, _ in module.named_parameters(recurse=is_linear)}
+        elif style is not None:
+            _apply_style(module, style, name=name, mesh=mesh, edges=edges)
+            partial |= _shard_adapter(module, style, name=name, mesh=mesh)
+    head, embedding = hf_model.get_output_embeddings(), hf_model.get_input_embeddings()
+    if head is not None and not (head.weight is embedding.weight or _is_tied(hf_model)):
+        _shard(head, "weight", dim=0, name="lm_head", mesh=mesh)
+    if not reason:
+        partial |= sequence_parallel.shard_tokens(hf_model, styles, mesh.get_group())
+    elsewhere = experts_parameters(hf_model)
+    return {
+        name: "partial" if name in partial else "replicated"
+        for name, p in hf_model.named_parameters()
+        if not hasattr(p, "placements") and name not in elsewhere
+    }
+
+
+def _is_tied(hf_model: nn.Module) -> bool:
+    return bool(getattr(hf_model.config, "tie_word_embeddings", False))
+
+
+def _check_heads(hf_model: nn.Module, size: int) -> None:
+    config = hf_model.config
+    for field in heads_fields(config):
+        count = getattr(config, field, None)
+        if count is not None and count % size:
+            raise ValueError(f"layout.tp: {size} does not divide the model's {field} {count}")
+
+
+def _apply_style(
+    module: nn.Module, style: str, *, name: str, mesh: DeviceMesh, edges: Edges
+) -> None:
+    kind = nn.Embedding if style == "embedding_rowwise" else nn.Linear
+    if not isinstance(module, kind):
+        raise ValueError(
+            f"layout.tp: module {name} ({type(module).__name__}) has the tensor-parallel style "
+            f"{style!r}, which is for {kind.__name__} modules; set layout.tp to 1")
+    dim = 1 if style.startswith("rowwise") else 0
+    _shard(module, "weight", dim=dim, name=name, mesh=mesh)
+    if dim == 0 and getattr(module, "bias", None) is not None:
+        _shard(module, "bias", dim=0, name=name, mesh=mesh)
+    group = mesh.get_group()
+    if style.startswith("colwise"):
+        gathers = style == "colwise_gather_output"
+        module.forward = functools.partial(
+            _colwise, module, group=group, gathers=gathers, enter=edges.enter)
+    elif style.startswith("rowwise"):
+        splits = style == "rowwise_split_input"
+        module.forward = functools.partial(
+            _rowwise, module, group=group, splits=splits, leave=edges.leave)
+    else:
+        module.forward = functools.partial(
+            _vocab_parallel, module, module.forward, group=group, leave=edges.leave)
+
+
+def _shard(module: nn.Module, key: str, *, dim: int, name: str, mesh: DeviceMesh) -> None:
+    whole = getattr(module, key)
+    if whole.shape[dim] % mesh.size():
+        raise ValueError(f"layout.tp: {mesh.size()} does not divide dim {dim} of {name}.{key}, "
+                         f"which has shape {list(whole.shape)}")
+    sharded = distribute_tensor(whole.detach(), mesh, [Shard(dim)], src_data_rank=None)
+    setattr(module, key, nn.Parameter(sharded, requires_grad=whole.requires_grad))
+
+
+def _shard_adapter(module: nn.Module, style: str, *, name: str, mesh: DeviceMesh) -> set[str]:
+    """Shard a layer's adapter as the layer is: B of a column-wise one, A of a row-wise one.
+
+    Returns: the name of the other matrix, which stays whole, if there is an adapter. Every rank
+        has a share of its gradient: of its own output features, or of its own input features.
+    """
+    if not hasattr(module, "lora_A"):
+        return set()
+    dim, split, whole = (1, "lora_A", "lora_B") if style.startswith("rowwise") else (
+        0, "lora_B", "lora_A")
+    _shard(getattr(module, split), "weight", dim=dim, name=f"{name}.{split}", mesh=mesh)
+    return {f"{name}.{whole}.weight"}
+
+
+def _colwise(
+    module: nn.Linear, x: Tensor, *, group: dist.ProcessGroup, gathers: bool, enter: Exchange
+) -> Tensor:
+    bias = None if module.bias is None else module.bias.to_local()
+    x = enter(x, group)
+    out = plus_adapter(module, F.linear(x, module.weight.to_local(), bias), x=x)
+    return gather_last(out, group) if gathers else out
+
+
+def _rowwise(
+    module: nn.Linear, x: Tensor, *, group: dist.ProcessGroup, splits: bool, leave: Exchange
+) -> Tensor:
+    x = _split(x, group) if splits else x
+    out = plus_adapter(module, F.linear(x, module.weight.to_local()), x=x)
+    out = leave(out, group)
+    return out if module.bias is None else out + module.bias
+
+
+def _vocab_parallel(
+    module: nn.Embedding, forward: Forward, ids: Tensor, *, group: dist.ProcessGroup,
+    leave: Exchange,
+) -> Tensor:
+    """Look up this rank's rows and add the ranks up; what the model does besides the lookup
+    (Gemma scales it) is linear, so it commutes with the sum."""
+    whole, padding = module.weight, module.padding_idx
+    local = whole.to_local()
+    first = dist.get_rank(group) * local.shape[0]
+    is_own = (ids >= first) & (ids < first + local.shape[0])
+    own_padding = None if padding is None else padding - first
+    if own_padding is not None and not 0 <= own_padding < local.shape[0]:
+        own_padding = None
+    module._parameters["weight"], module.padding_idx = local, own_padding
+    try:
+        out = forward((ids - first).clamp(0, local.shape[0] - 1))
+    finally:
+        module._parameters["weight"], module.padding_idx = whole, padding
+    return leave(out * is_own[..., None], group)
+
+
+def sum_replicated_gradients(
+    gradients: Mapping[str, Tensor], kinds: Mapping[str, str], *, group: dist.ProcessGroup
+) -> None:
+    """Make the gradients of whole parameters right and bit-equal on all tp ranks, in place.
+
+    A partial gradient is summed over the ranks; a replicated one is averaged, which changes
+    it by rounding only but keeps the copies from drifting apart. Once per update, in one
+    collective, instead of once per module and micro-batch.
+
+    Args:
+        gradients: {parameter name: local float32 gradient}.
+        kinds: what `apply_tp` returned.
+        group: of the tp axis.
+    """
+    chosen = [(gradients[name], kind) for name, kind in kinds.items() if name in gradients]
+    if not chosen:
+        return
+    flat = torch.cat([g.reshape(-1) for g, _ in chosen])
+    dist.all_reduce(flat, group=group)
+    size, at = dist.get_world_size(group), 0
+    for gradient, kind in chosen:
+        total = flat[at:at + gradient.numel()].view_as(gradient)
+        gradient.copy_(total if kind == "partial" else total / size)
+        at += gradient.numel()

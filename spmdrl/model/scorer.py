@@ -1,0 +1,118 @@
+"""The modules that FSDP2 sees as its roots: tokens in; logprobs, or values, out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from spmdrl.model.parallel.context_parallel import RowSlice
+from spmdrl.model.head import HeadOptions, logprobs_and_entropy
+
+
+Head = Callable[..., Any]
+"""From the states before scored tokens [n, H], this rank's rows of the vocabulary [V, H] and, as
+`targets`, these tokens [n] to tensors [n, ...] and sums over them; see RowSlice.join_scored."""
+
+
+@dataclass(frozen=True)
+class Scoring:
+    """One packed row and the positions of it to score. N scored positions, T tokens."""
+
+    tokens: Tensor  # [T] int64
+    position_ids: Tensor  # [T] int64
+    scored: Tensor  # [N] int64, positions of the scored tokens; none is a sequence's first
+    targets: Tensor  # [N] int64, the scored tokens
+    own: RowSlice
+    """What this rank computes of it."""
+
+    def join_scored(self, found: Any) -> Any:
+        """Return what a head made, for all N scored tokens; see RowSlice.join_scored."""
+        return self.own.join_scored(found, count=len(self.scored))
+
+    def without_routes(self) -> "Scoring":
+        """Return the same, with the model's own routers to choose the experts."""
+        return replace(self, own=replace(self.own, routes=None))
+
+    def join_tokens(self, values: Tensor) -> Tensor:
+        """Return [T, ...] of all tokens from [t, ...] of the slice's."""
+        whole = self.own.join(values, self.own.rows, count=self.own.row_length)
+        return whole[:len(self.tokens)]  # what the row was padded by is no token of anyone
+
+
+class Scorer(nn.Module):
+    """A transformers base model and an output head that never makes full logits.
+
+    Args:
+        hf_model: a transformers causal LM; its base model and head are used, its forward not.
+        chunk_tokens: positions whose logits exist at once.
+        temperature: of the distribution that is scored.
+        tp_group: ranks among which the head's rows are sharded; None when they are not.
+    Raises: ValueError for a head with a bias.
+    """
+
+    def __init__(
+        self, hf_model: nn.Module, *, chunk_tokens: int, temperature: float,
+        tp_group: dist.ProcessGroup | None,
+    ):
+        super().__init__()
+        head, embedding = hf_model.get_output_embeddings(), hf_model.get_input_embeddings()
+        if head is None or getattr(head, "bias", None) is not None:
+            raise ValueError(f"model: the output head of {type(hf_model).__name__} is missing or "
+                             "has a bias, which the logprob head does not support")
+        config = hf_model.config
+        self.is_tied = bool(config.tie_word_embeddings)
+        assert self.is_tied or head.weight is not embedding.weight
+        self.base = hf_model.base_model
+        self.lm_head = None if self.is_tied else head
+        scale = getattr(config, "logit_scale", None) or 1.0
+        scale /= getattr(config, "logits_scaling", None) or 1.0
+        self.head_options = HeadOptions(
+            chunk_tokens=chunk_tokens, temperature=temperature, group=tp_group, scale=scale,
+            softcap=getattr(config, "final_logit_softcapping", None),
+        )
+
+    def forward(self, work: Scoring, head: Head | None = None) -> Any:
+        """Return logprobs and entropy of the slice's scored tokens, each [n] float32, nats.
+
+        Args:
+            head: what to make of the states instead.
+        """
+        hidden, own = _states(self.base, work.own), work.own
+        weight = self.base.get_input_embeddings().weight if self.is_tied else self.lm_head.weight
+        if isinstance(weight, DTensor):
+            weight = weight.to_local()
+        before = hidden.index_select(0, own.before)
+        if head is not None:
+            return head(before, weight, targets=own.targets)
+        return logprobs_and_entropy(before, weight, targets=own.targets,
+                                    options=self.head_options)
+
+
+def _states(base: nn.Module, own: RowSlice) -> Tensor:
+    """Return the last hidden states of the slice's tokens: [t, H]."""
+    return base(
+        input_ids=own.tokens[None], position_ids=own.position_ids[None], attention_mask=None,
+        use_cache=False, packing=own.packing,
+    ).last_hidden_state[0]
+
+
+class Valuer(nn.Module):
+    """A transformers base model and a scalar head: one number after each token.
+
+    Args:
+        hf_model: a transformers sequence classifier with one label, whose head is `score`.
+    """
+
+    def __init__(self, hf_model: nn.Module):
+        super().__init__()
+        self.base, self.score = hf_model.base_model, hf_model.score
+
+    def forward(self, work: Scoring) -> Tensor:
+        """Return the value after each token of the slice: [t] float32."""
+        values = self.score(_states(self.base, work.own))
+        return values.float().sum(-1)  # not a view, which FSDP2 warns of

@@ -1,0 +1,216 @@
+"""What memory, traffic and arithmetic of a model follow from: its shapes, without its weights.
+
+Read off a transformers model on the meta device, so a config.json is enough. Blocks that look
+alike are equal and hashable: what is computed for one serves all of them.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from torch import nn
+
+from spmdrl.model.parallel.tp_plan import SPLIT_DIMS, style_problems, tp_styles
+
+@dataclass(frozen=True)
+class Weight:
+    """One parameter."""
+
+    name: str  # within its block
+    shape: tuple[int, ...]
+    tp_dim: int | None = None  # dim that tensor parallelism shards; None keeps it whole
+    is_expert: bool = False  # its first dim is the experts
+
+    @property
+    def numel(self) -> int:
+        """Elements of the whole parameter."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Attention:
+    """One block's attention."""
+
+    heads: int
+    kv_heads: int
+    qk_dim: int  # of one head's query and key
+    v_dim: int  # of one head's value
+    window: int | None  # tokens that a query sees, itself included
+    has_softcap: bool
+    has_qk_norm: bool
+    latent: tuple[int, int, int] | None = None
+    """Of latent attention: ranks of the query and of the key/value projection, rotary dims."""
+
+
+@dataclass(frozen=True)
+class Experts:
+    """One block's routed experts."""
+
+    count: int
+    top_k: int
+    intermediate: int
+
+
+@dataclass(frozen=True)
+class Block:
+    """One transformer block."""
+
+    weights: tuple[Weight, ...]
+    attention: Attention
+    norms: int  # over the hidden size
+    intermediate: int  # of the dense or shared gated MLP; 0 without one
+    experts: Experts | None = None
+
+    @cached_property
+    def numel(self) -> int:
+        """Parameters."""
+        return sum(weight.numel for weight in self.weights)
+
+    @cached_property
+    def matmul_numel(self) -> float:
+        """Weight elements that one token is multiplied with: top_k of the experts."""
+        dense = sum(w.numel for w in self.weights if len(w.shape) == 2 and not w.is_expert)
+        routed = sum(w.numel for w in self.weights if w.is_expert and len(w.shape) == 3)
+        return dense + (routed * self.experts.top_k / self.experts.count if self.experts else 0)
+
+
+@dataclass(frozen=True, eq=False)
+class ModelShape:
+    """A causal language model. Hashed by identity: its fields are many."""
+
+    name: str
+    hidden: int
+    vocab: int  # rows of the embedding
+    is_tied: bool
+    has_gemma_norms: bool  # they keep float32 where others go back to the compute dtype
+    rotary: int  # kinds of rotary tables, each of `rotary_dims`
+    rotary_dims: int
+    blocks: tuple[Block, ...]
+    root: tuple[Weight, ...]  # embedding, final norm, untied head
+    tp_problem: str  # why it cannot be tensor-parallel; empty when it can
+
+    @cached_property
+    def numel(self) -> int:
+        """Parameters in all, tied ones once."""
+        return sum(b.numel for b in self.blocks) + sum(w.numel for w in self.root)
+
+    @cached_property
+    def active_numel(self) -> float:
+        """Weight elements that a token meets in matmuls, the output head included."""
+        return sum(b.matmul_numel for b in self.blocks) + self.vocab * self.hidden
+
+    @cached_property
+    def kinds(self) -> tuple[tuple[Block, int], ...]:
+        """(block, how many look like it), in order of first appearance."""
+        counts: dict[Block, int] = {}
+        for block in self.blocks:
+            counts[block] = counts.get(block, 0) + 1
+        return tuple(counts.items())
+
+    @property
+    def num_experts(self) -> int:
+        """Routed experts of a block; 0 of a dense model."""
+        return max((b.experts.count for b in self.blocks if b.experts), default=0)
+
+
+def model_shape(hf_model: nn.Module, *, name: str = "") -> ModelShape:
+    """Describe a transformers causal LM, or scalar-headed model.
+
+    Args:
+        hf_model: on the meta device or any other.
+        name: for messages; empty means the model type.
+    Raises: ValueError for blocks of an unknown build, naming what is missing.
+    """
+    config = hf_model.config
+    kinds = set(getattr(hf_model, "_no_split_modules", None) or ())
+    modules = [(n, m) for n, m in hf_model.named_modules() if type(m).__name__ in kinds]
+    if not modules:
+        raise ValueError(f"model: {type(hf_model).__name__} names no blocks "
+                         f"(_no_split_modules = {sorted(kinds)})")
+    styles = tp_styles(hf_model)
+    prefixes = tuple(f"{n}." for n, _ in modules)
+    embedding = hf_model.get_input_embeddings().weight
+    head = hf_model.get_output_embeddings()
+    is_tied = head is None or bool(config.tie_word_embeddings)
+    root = [
+        Weight(n, tuple(p.shape), 0 if head is not None and p is head.weight and not is_tied
+               else _tp_dim(n, styles))
+        for n, p in hf_model.named_parameters() if not n.startswith(prefixes)]
+    rotary = [m for m in hf_model.modules() if type(m).__name__.endswith("RotaryEmbedding")]
+    tables = [b for m in rotary for n, b in m.named_buffers(recurse=False)
+              if n.endswith("inv_freq") and "original" not in n]
+    return ModelShape(
+        name=name or config.model_type, hidden=embedding.shape[1], vocab=embedding.shape[0],
+        is_tied=is_tied, has_gemma_norms="gemma" in type(modules[0][1]).__name__.lower(),
+        rotary=len(tables), rotary_dims=2 * tables[0].numel() if tables else 0,
+        blocks=tuple(_block(n, m, styles=styles, config=config) for n, m in modules),
+        root=tuple(root), tp_problem=next(style_problems(hf_model, styles), ""))
+
+
+def _tp_dim(name: str, styles: dict[str, str]) -> int | None:
+    """Return the dim of a parameter that tensor parallelism shards."""
+    module, _, kind = name.rpartition(".")
+    style = styles.get(name, styles.get(module))
+    dim = None if style is None else SPLIT_DIMS.get(style)
+    return None if kind == "bias" and dim == 1 else dim
+
+
+def _block(name: str, module: nn.Module, *, styles: dict[str, str], config: Any) -> Block:
+    mlp = getattr(module, "mlp", None) or getattr(module, "feed_forward", None)
+    attention = getattr(module, "self_attn", None)
+    if mlp is None or attention is None:
+        children = ", ".join(n for n, _ in module.named_children())
+        raise ValueError(f"model: a block of {type(module).__name__} has {children}; only blocks "
+                         "with self_attn and mlp are known")
+    experts = getattr(mlp, "experts", None)
+    shared = getattr(mlp, "shared_experts", None) or getattr(mlp, "shared_expert", None)
+    dense = shared if experts is not None else mlp
+    hidden = config.hidden_size
+    own = [c for _, c in module.named_children()
+           if type(c).__name__.endswith("Norm") and tuple(c.weight.shape) == (hidden,)]
+    return Block(
+        weights=tuple(
+            Weight(n, tuple(p.shape), _tp_dim(f"{name}.{n}", styles), is_expert=".experts." in n)
+            for n, p in module.named_parameters()),
+        attention=_attention(attention, config=config), norms=len(own),
+        intermediate=0 if dense is None else _intermediate(dense),
+        experts=None if experts is None else _experts(mlp, config=config))
+
+
+def _intermediate(mlp: nn.Module) -> int:
+    up = getattr(mlp, "up_proj", None)
+    if not isinstance(up, nn.Linear) or getattr(mlp, "gate_proj", None) is None:
+        raise ValueError(f"model: {type(mlp).__name__} has no gate_proj and up_proj; only gated "
+                         "MLPs are known")
+    return up.out_features
+
+
+def _experts(mlp: nn.Module, *, config: Any) -> Experts:
+    weight = next((p for n, p in mlp.experts.named_parameters() if p.dim() == 3), None)
+    if weight is None:
+        raise ValueError(f"model: {type(mlp.experts).__name__} holds its experts one by one; only "
+                         "weights of all experts in one tensor are known")
+    count = weight.shape[0]
+    return Experts(count=count, top_k=config.num_experts_per_tok,
+                   intermediate=config.moe_intermediate_size
+                   if hasattr(config, "moe_intermediate_size") else config.intermediate_size)
+
+
+def _attention(module: nn.Module, *, config: Any) -> Attention:
+    heads, softcap = config.num_attention_heads, getattr(config, "attn_logit_softcapping", None)
+    if hasattr(module, "kv_b_proj"):
+        return Attention(
+            heads=heads, kv_heads=heads, qk_dim=module.qk_head_dim, v_dim=module.v_head_dim,
+            window=None, has_softcap=softcap is not None, has_qk_norm=False,
+            latent=(module.q_lora_rank or 0, module.kv_lora_rank, module.qk_rope_head_dim))
+    if not hasattr(module, "q_proj"):
+        raise ValueError(f"model: {type(module).__name__} has no q_proj, k_proj and v_proj; only "
+                         "attention with these, or latent attention, is known")
+    return Attention(
+        heads=heads, kv_heads=config.num_key_value_heads, qk_dim=module.head_dim,
+        v_dim=module.head_dim,
+        window=getattr(module, "sliding_window", getattr(config, "sliding_window", None)),
+        has_softcap=softcap is not None, has_qk_norm=hasattr(module, "q_norm"))

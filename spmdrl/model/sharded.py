@@ -1,0 +1,273 @@
+"""One transformers model over the trainer mesh: this rank's shards and a packed forward pass.
+
+The policy is one; so are a reference, a teacher, a value model and a reward model, each with
+the same sharding, and each loaded without any rank holding it whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from spmdrl.config import Config
+from spmdrl.check.options import KERNELS, MEMORY
+from spmdrl.model.parallel import recompute as memory
+from spmdrl.model.parallel import expert_parallel as moe
+from spmdrl.model.parallel import fsdp as parallelize
+from spmdrl.model.parallel import tensor_parallel
+from spmdrl.model.attention import pick_attention, register_attention
+from spmdrl.model.parallel.context_parallel import Slicing, pick_method, register_context_attention
+from spmdrl.model.file_tensors import file_tensors, live_tensors
+from spmdrl.model.head import head_chunk_tokens, logprobs_and_entropy, with_square_probs
+from spmdrl.model.load import (
+    CheckpointReader, build_meta_model, check_weights, compute_buffers, model_folder, read_tensors,
+)
+from spmdrl.model.lora.layers import Adapters, LoraForm, train_adapters_only
+from spmdrl.train.objectives.rl import make_scoring, spread
+from spmdrl.train.optimizer import local_part
+from spmdrl.model.scorer import Head, Scorer, Scoring, Valuer
+from spmdrl.world import World
+
+
+class ShardedModel:
+    """A causal LM or a scalar-valued one, built, sharded and loaded on the trainer ranks.
+
+    Args:
+        cfg, world: the config and this rank's view of the job.
+        path: folder or hub name of the weights.
+        is_trained: False for a model that only scores: its parameters have no gradients and are
+            kept in the compute dtype, unless `is_float32`.
+        is_scalar: with a head of one output per token (`values`) instead of the vocabulary's
+            (`forward`, `columns`, `score`); zero at first if the files are a causal LM's.
+        lora: adapters that are trained instead of the weights; see lora.py.
+    Raises: ValueError when the model cannot be loaded or laid out.
+    """
+
+    def __init__(self, cfg: Config, world: World, *, path: str, is_trained: bool,
+                 is_scalar: bool = False, is_float32: bool = False,
+                 lora: LoraForm | None = None):
+        self.cfg, self.world = cfg, world
+        model = replace(cfg.model, path=path)
+        dtype = getattr(torch, model.compute_dtype)
+        kernels = KERNELS | model.kernels
+        register_attention()
+        register_context_attention()
+        self.hf_model = hf_model = build_meta_model(model, is_scalar=is_scalar)
+        self._names, self.parts = list(live_tensors(hf_model)), file_tensors(hf_model)
+        if not is_trained:
+            for parameter in hf_model.parameters():
+                parameter.requires_grad = False
+                parameter.data = parameter.data if is_float32 else parameter.data.to(dtype)
+        self._changing = self._names
+        self.adapters = Adapters(hf_model, lora) if lora else None
+        if self.adapters:
+            self._names = [*self._names, *self.adapters.names]
+            self._changing = train_adapters_only(hf_model, self.adapters, dtype=dtype)
+        elif is_trained:
+            master = getattr(torch, (MEMORY | model.memory)["master_dtype"])
+            for parameter in hf_model.parameters():
+                parameter.data = parameter.data.to(master)
+        attention = pick_attention(
+            kernels["attention"], device=world.device, dtype=dtype,
+            has_softcap=getattr(hf_model.config, "attn_logit_softcapping", None) is not None,
+        )
+        self.is_padded = attention == "padded"
+        self.slicing, method = self._slicing(), ""
+        if self.slicing.group is not None:
+            heads = hf_model.config.num_attention_heads // world.mesh["tp"].size()
+            method = "_" + pick_method(kernels["context"], heads=heads, size=self.slicing.size)
+        hf_model.set_attn_implementation(f"spmdrl_{attention}{method}")
+        reader = CheckpointReader(model_folder(path))
+        check_weights(reader, hf_model, self.parts, is_scalar=is_scalar)
+        self._parallelize(hf_model, dtype=dtype)
+        self._give_storage()
+        self.scorer.eval()  # no dropout: current and old logprobs must come out alike
+        read_tensors(reader, self.named_shards(), self.parts)
+        if self.adapters:
+            self.adapters.fill(self.state_dict(), seed=cfg.seed)
+        compute_buffers(hf_model)
+
+    def _give_storage(self) -> None:
+        """Give parameters and buffers storage, on the meta device until here."""
+        options, device = MEMORY | self.cfg.model.memory, self.world.device
+        memory.check_offload(options["offload"], device)
+        if memory.has(options["offload"], "parameters"):
+            self.scorer.to_empty(device="cpu")  # FSDP2 pins them
+            memory.move_buffers(self.scorer, device)
+        else:
+            self.scorer.to_empty(device=device)
+
+    def _slicing(self) -> Slicing:
+        mesh, tp = self.world.mesh["cp"], self.world.mesh["tp"]
+        whole = Slicing(multiple=tp.size(), part=tp.get_local_rank())
+        if mesh.size() == 1:
+            return whole
+        return replace(whole, group=mesh.get_group(), rank=mesh.get_local_rank(),
+                       size=mesh.size())
+
+    def _parallelize(self, hf_model: nn.Module, *, dtype: torch.dtype) -> None:
+        cfg, mesh = self.cfg, self.world.mesh
+        kernels, options = KERNELS | cfg.model.kernels, MEMORY | cfg.model.memory
+        self.whole: dict[str, str] = {}  # parameters that every tp rank holds whole
+        tp_group = None
+        if kernels["liger"] and self.world.device.type == "cuda":
+            parallelize.apply_liger(
+                hf_model, has_rope=options["activation_checkpointing"] != "selective")
+        if mesh["tp"].size() > 1:
+            self.whole = tensor_parallel.apply_tp(hf_model, mesh["tp"])
+            head = hf_model.get_output_embeddings()
+            if hf_model.config.tie_word_embeddings:
+                head = hf_model.get_input_embeddings()
+            is_split = head is not None and hasattr(head.weight, "placements")
+            tp_group = mesh["tp"].get_group() if is_split else None
+        self._experts = moe.experts_parameters(hf_model)
+        if cfg.layout.ep > 1:
+            moe.apply_ep(hf_model, self.world.experts["ep"])
+        blocks = parallelize.blocks(hf_model)
+        memory.checkpoint(blocks, options["activation_checkpointing"])
+        if kernels["compile"]:
+            parallelize.apply_compile([getattr(*place) for place in blocks])
+        if memory.has(options["offload"], "activations"):
+            memory.keep_on_host(blocks)
+        self.scorer = Valuer(hf_model) if hasattr(hf_model, "score") else Scorer(
+            hf_model, chunk_tokens=head_chunk_tokens(cfg.model, hf_model), tp_group=tp_group,
+            temperature=scoring_temperature(cfg),
+        )
+        self._prefix = f"{hf_model.base_model_prefix}."
+        parallelize.apply_fsdp(
+            self.scorer, [getattr(*place) for place in blocks], mesh=self.world.sharding,
+            expert_mesh=self.world.experts, dtype=dtype, gathering=parallelize.Gathering(
+                options["reshard"], ahead=memory.blocks_ahead(options, self.world)),
+            is_on_host=memory.has(options["offload"], "parameters"))
+
+    def complete(self, gradients: Mapping[str, Tensor]) -> None:
+        """Make what FSDP2 left of the gradients those of the sum over all ranks, in place.
+
+        FSDP2 averages over the ranks that share a parameter's shards, and the loss is multiplied
+        by the number of those that share most parameters'.
+
+        Args:
+            gradients: {parameter name: local float32 gradient}, of one update.
+        """
+        own = [gradients[name] for name in self._experts if name in gradients]
+        if own and self.world.experts is not None:
+            torch._foreach_mul_(own, self.world.experts.size(1) / self.world.sharding.size(1))
+        if not self.whole:
+            return
+        # They may be on the host, and the ranks' collectives are not.
+        there = {name: gradients[name].to(self.world.device)
+                 for name in self.whole if name in gradients}
+        tensor_parallel.sum_replicated_gradients(
+            there, self.whole, group=self.world.mesh["tp"].get_group())
+        for name, gradient in there.items():
+            if gradient is not gradients[name]:
+                gradients[name].copy_(gradient)
+
+    def named_shards(self) -> dict[str, Tensor]:
+        """Return {name: live tensor}: parameters, tied ones once, and persistent buffers.
+
+        Those of adapters are named as their layer's, with lora_A.weight or lora_B.weight.
+
+        Parameters are DTensors over (dp_replicate,) fsdp and tp, buffers plain tensors that
+        every rank has; their storage stays the same for life. The tensors of the safetensors
+        files are parts of them, see `parts`.
+        """
+        named = {}
+        for name, tensor in live_tensors(self.scorer).items():
+            name = parallelize.plain_name(name)
+            name = self._prefix + name[5:] if name.startswith("base.") else name
+            named[name] = tensor
+        return {name: named[name] for name in self._names}
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return what of `named_shards` may change, detached, sharing live storage: all of it, or
+        with adapters what is trained."""
+        shards = self.named_shards()
+        return {name: shards[name].detach() for name in self._changing}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Restore what `state_dict` returned, after it was loaded onto this layout."""
+        for name, parameter in self.state_dict().items():
+            own, source = local_part(parameter), local_part(state[name])
+            if own.data_ptr() != source.data_ptr():
+                own.copy_(source)
+
+    def scoring(self, tokens: Tensor, lengths: Sequence[int], *, mask: Tensor,
+                position_ids: Tensor, routes: Tensor | None = None) -> Scoring:
+        """Return what this model needs to score the masked tokens of a packed row; see
+        objective.make_scoring."""
+        return make_scoring(tokens, lengths, mask=mask, position_ids=position_ids,
+                            device=self.world.device, padded=self.is_padded, slicing=self.slicing,
+                            routes=routes)
+
+    def forward(self, work: Scoring, head: Head | None = None) -> Any:
+        """Return logprobs and entropy of the scored tokens: each [N] float32, nats.
+
+        Args:
+            head: what to make of the states instead; see scorer.Head.
+        """
+        return work.join_scored(self.scorer(work, head))
+
+    def values(self, work: Scoring) -> Tensor:
+        """Return the value of the state after each token: [T] float32."""
+        return work.join_tokens(self.scorer(work))
+
+    @torch.no_grad()
+    def columns(self, works: Sequence[Scoring], *, squares: bool = False
+                ) -> list[tuple[Tensor, ...]]:
+        """Score packed rows without gradients.
+
+        Args:
+            squares: also add up the squared probabilities of the vocabulary.
+        Returns: per row, logprobs and entropy as [T] float32 nats, 0 where nothing is scored,
+            and the sums of squares where asked.
+        """
+        scored = []
+        for work in works:
+            head = partial(with_square_probs,
+                           options=self.scorer.head_options) if squares else None
+            scored.append(tuple(spread(values, work) for values in self.forward(work, head)))
+        parallelize.reshard(self.scorer)
+        return scored
+
+    @torch.no_grad()
+    def score(self, tokens: Sequence[Sequence[int]]) -> list[Tensor]:
+        """Score plain sequences at temperature 1; every trainer rank must call with the same.
+
+        Returns: per sequence [len] float32 natural logprobs on the CPU; the first is 0.
+        """
+        scored: list[Tensor] = []
+        options = replace(self.scorer.head_options, temperature=1.0)
+        for rows in packs(tokens, self.world.tokens_per_microbatch):
+            lengths = [len(row) for row in rows]
+            positions = torch.cat([torch.arange(n) for n in lengths])
+            work = self.scoring(torch.tensor([t for row in rows for t in row]), lengths,
+                                mask=positions > 0, position_ids=positions)
+            logprobs, _ = self.forward(work, partial(logprobs_and_entropy, options=options))
+            scored += spread(logprobs, work).cpu().split(lengths)
+        parallelize.reshard(self.scorer)
+        return scored
+
+
+def scoring_temperature(cfg: Config) -> float:
+    """Return the temperature of the distribution that is scored: that of the samples, or 1."""
+    return cfg.sampling.temperature if cfg.algorithm.objective == "rl" else 1.0
+
+
+def packs(tokens: Sequence[Sequence[int]], budget: int) -> list[list[Sequence[int]]]:
+    """Split sequences into runs of at most `budget` tokens, each at least one sequence."""
+    packs: list[list[Sequence[int]]] = []
+    room = 0
+    for row in tokens:
+        if not packs or len(row) > room:
+            packs.append([])
+            room = budget
+        packs[-1].append(row)
+        room -= len(row)
+    return packs

@@ -1,0 +1,102 @@
+"""Batches from recorded rollouts: what one run sampled trains another, without an engine."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+
+from spmdrl.config import Config
+from spmdrl.config.fields import replay_folder
+from spmdrl.rollout.dataset_source import OfflineSource
+from spmdrl.rollout.packing import empty_rollouts
+from spmdrl.rollout.record import (
+    Recorded, find_recorded, kept_fields, ranges, read_header, read_rollouts,
+)
+from spmdrl.types import Rollouts
+from spmdrl.world import World
+
+log = logging.getLogger(__name__)
+
+
+class ReplaySource(OfflineSource):
+    """The recorded batch of every step; the first rank of each dp index reads its share.
+
+    Raises (on construction): ValueError as `check_recorded`.
+    """
+
+    def __init__(self, cfg: Config, world: World):
+        self.cfg, self.world = cfg, world
+        self.recorded = check_recorded(cfg)
+        if cfg.evaluate.every_steps and world.rank == 0:
+            log.warning("evaluation is left out: a replay has no engine to sample with; evaluate "
+                        "a checkpoint by `python -m spmdrl evaluate`")
+        self._max_positions = self._vocab_size = 0
+        self._replays_routes = bool(cfg.model.moe.get("replay"))
+
+    def check_context(self, max_positions: int, *, vocab_size: int) -> None:
+        """Take up the model's limits, which every step is held against."""
+        self._max_positions, self._vocab_size = max_positions, vocab_size
+
+    def take(self, step: int) -> Rollouts:
+        """Return this rank's part of the recorded batch.
+
+        Raises: ValueError when the step was not recorded, its file cannot be read, or the
+            model cannot take it.
+        """
+        world = self.world
+        files = self.recorded.files_of(step)
+        if not world.speaks_for_dp:
+            return empty_rollouts()
+        _check_fields(self.cfg, files[0])
+        rollouts = read_rollouts(files, part=world.dp_index(world.rank), num_parts=world.dp_size)
+        if len(rollouts):
+            self._check(rollouts, step)
+        # Without replay the trainer's own routers choose.
+        return rollouts if self._replays_routes else replace(rollouts, routes=None)
+
+    def _check(self, rollouts: Rollouts, step: int) -> None:
+        longest, highest = int(rollouts.scalars.lengths.max()), int(rollouts.tokens.max())
+        if longest > self._max_positions:
+            raise ValueError(f"{self.recorded.folder}: step {step} has a sequence of {longest} "
+                             f"tokens, above the model's context of {self._max_positions}")
+        if highest >= self._vocab_size:
+            raise ValueError(f"{self.recorded.folder}: step {step} has the token {highest}, and "
+                             f"the model's embedding {self._vocab_size} rows; it was recorded "
+                             "with another tokenizer")
+
+
+def check_recorded(cfg: Config) -> Recorded:
+    """Return the recorded rollouts that a config names.
+
+    Raises: ValueError when a step up to the last is not there, or the config differs in what
+        the recorded numbers contain.
+    """
+    try:
+        recorded = find_recorded(replay_folder(cfg))
+    except ValueError as error:
+        raise ValueError(f"rollout.record.replay: {error}") from error
+    steps = recorded.steps
+    # A resumed run starts at a later step than 0: those before the first may be missing.
+    missing = sorted(set(range(min(steps), cfg.steps)) - set(steps))
+    if missing or min(steps) >= cfg.steps:
+        raise ValueError(
+            f"rollout.record.replay: {recorded.folder} has steps {ranges(steps)}; not recorded, "
+            f"of steps {cfg.steps}: {ranges(missing or range(cfg.steps))}. Lower steps, or "
+            "record every step")
+    first = recorded.files_of(min(steps))[0]
+    _check_fields(cfg, first)
+    if cfg.model.moe.get("replay") and "routes" not in read_header(first):
+        raise ValueError(f"model.moe.replay: {first} was recorded without the engine's routes, by "
+                         "a run that had model.moe.replay off; set it to false, or record anew")
+    return recorded
+
+
+def _check_fields(cfg: Config, path: Path) -> None:
+    old, now = read_header(path)["config"], kept_fields(cfg)
+    differing = [f"{name}: {old[name]!r} there, {now[name]!r} now"
+                 for name in now if old[name] != now[name]]
+    if differing:
+        raise ValueError(f"{path} holds rollouts of other values, which its numbers contain:\n  "
+                         + "\n  ".join(differing)
+                         + "\nSet these fields as they were, or record anew")

@@ -1,0 +1,54 @@
+"""Dataset rows as batches (offline objectives): a function of the step, nothing is generated."""
+
+from __future__ import annotations
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from spmdrl.config import Config
+from spmdrl.data.examples import Unit, offline_source
+from spmdrl.rollout.dataset_source import OfflineSource
+from spmdrl.rollout.packing import cumulative, doubles, empty_rollouts, ints
+from spmdrl.types import Rollouts, Scalars
+from spmdrl.world import World
+
+
+class RowSource(OfflineSource):
+    """Rows to train on, cut to this rank's share; the first rank of each dp index supplies.
+
+    The sequences of a row are one group: one to imitate, or a pair.
+    """
+
+    def __init__(self, cfg: Config, world: World, *, tokenizer: PreTrainedTokenizerBase):
+        self.world = world
+        self.rows = offline_source(cfg, tokenizer)
+        self.check_context = self.rows.check_context
+
+    def take(self, step: int) -> Rollouts:
+        """Return this rank's rows of `step`."""
+        world = self.world
+        if not world.speaks_for_dp:
+            return empty_rollouts()
+        units = list(enumerate(self.rows.units_at(step)))
+        return pack_units(units[world.dp_index(world.rank) :: world.dp_size], version=step)
+
+
+def pack_units(units: list[tuple[int, Unit]], *, version: int) -> Rollouts:
+    """Pack (slot, unit) as rollouts: slot is the group, the place within the unit the sample."""
+    rows = [(slot, sample, tokens, mask, reward) for slot, unit in units
+            for sample, ((tokens, mask), reward) in enumerate(zip(unit.examples, unit.rewards))]
+    slots, samples, tokens, masks, rewards = zip(*rows) if rows else [()] * 5
+    lengths, count = [len(t) for t in tokens], len(rows)
+    mask = torch.tensor([m for row in masks for m in row], dtype=torch.bool)
+    return Rollouts(
+        tokens=ints([t for row in tokens for t in row]), response_mask=mask,
+        rollout_logprobs=torch.zeros(mask.numel()),
+        policy_versions=torch.where(mask, version, -1), cu_seqlens=cumulative(lengths),
+        scalars=Scalars(
+            lengths=ints(lengths), response_lengths=ints([sum(row) for row in masks]),
+            group_ids=ints(list(slots)), sample_ids=ints(list(samples)),
+            rewards=doubles(list(rewards)),
+            is_truncated=torch.zeros(count, dtype=torch.bool),
+            is_valid=torch.ones(count, dtype=torch.bool), min_versions=ints([version] * count),
+        ),
+    )

@@ -1,0 +1,1 @@
+"""Training: one optimizer step of the policy and of the models beside it."""

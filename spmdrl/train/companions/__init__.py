@@ -1,0 +1,1 @@
+"""The models beside the policy: references, teachers, value and reward models."""

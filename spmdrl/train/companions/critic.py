@@ -1,0 +1,71 @@
+"""The value model of PPO: a second sharded model, trained beside the policy."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from spmdrl.algorithms.values import explained_variance, value_loss
+from spmdrl.config import Config
+from spmdrl.train.companions.trained import Learner
+from spmdrl.train.objectives.rl import Job, Stats, spread
+from spmdrl.model.parallel.fsdp import reshard
+from spmdrl.model.scorer import Scoring
+from spmdrl.model.sharded import ShardedModel
+from spmdrl.types import Sums
+from spmdrl.world import World
+
+
+class Critic(Learner):
+    """A value model and its optimizer, on the trainer ranks.
+
+    Args:
+        cfg, world: the config and this rank's view of the job.
+        policy: whose packed rows it reads.
+    Raises: ValueError when the model cannot be loaded or laid out, or cannot read those rows.
+    """
+
+    def __init__(self, cfg: Config, world: World, *, policy: ShardedModel):
+        super().__init__(cfg, world, policy=policy, name="value", what="value model",
+                         is_scalar=True)
+        self._clip = float(cfg.critic.options.get("clip", 0))
+
+    @torch.no_grad()
+    def columns(self, works: Sequence[Scoring]) -> list[dict[str, Tensor]]:
+        """Value packed rows without gradients.
+
+        Returns: per row, `values` [T] float32 task units: the value of the state before each
+            scored token, 0 elsewhere.
+        """
+        found = [{"values": self._values(work)} for work in works]
+        reshard(self.model.scorer)
+        return found
+
+    def update(self, jobs: Sequence[Sequence[Job]], *, step: int) -> Sums:
+        """Take an optimizer step for each of the batch's updates; see Learner.
+
+        The jobs have the columns `values` (as `columns` gave them) and `returns`.
+        """
+        sums = super().update(jobs, step=step)
+        if "value/returns" in sums:  # not if every update was skipped
+            # Of the totals, since a ratio of variances does not add up over ranks.
+            explained = explained_variance(sums)
+            if math.isfinite(explained):
+                sums["value/explained_variance"] = (explained, 1.0)
+        return sums
+
+    def _loss(self, job: Job) -> tuple[Tensor, Stats]:
+        # Every state counts the same, whatever the policy's aggregation: its weights would give
+        # the regression another scale, or long responses less say in it.
+        terms, stats = value_loss(
+            self._values(job.scoring), job.columns["values"], returns=job.columns["returns"],
+            loss_mask=job.loss_mask, clip=self._clip)
+        return terms.double().sum() * job.token_weight, stats
+
+    def _values(self, work: Scoring) -> Tensor:
+        """Return [T] float32, the value before each scored token; with a graph, if enabled."""
+        after = self.model.values(work)  # [T], of the state after each token
+        return spread(after.index_select(0, work.scored - 1), work)

@@ -1,0 +1,219 @@
+"""Reward models: trained sequence classifiers whose scores are rewards, on the trainer ranks.
+
+A model among `rewards.functions` reads the sampled tokens as they are; the value after the last
+token of a sequence is its reward. S sequences, K reward functions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from spmdrl.algorithms.shaping import shape
+from spmdrl.config import Config
+from spmdrl.data.prompts import load_tokenizer
+from spmdrl.model.load import SCALAR_HEAD, CheckpointReader, load_hf_config, model_folder
+from spmdrl.train.objectives.rl import on_host
+from spmdrl.model.parallel.fsdp import reshard
+from spmdrl.model.sharded import ShardedModel
+from spmdrl.rewards.signatures import part_names, reward_models
+from spmdrl.types import Batch, Microbatch, Scalars, Sums, add_sums
+from spmdrl.world import World
+
+
+class RewardModels:
+    """The models among rewards.functions, sharded like the policy; possibly none.
+
+    Args:
+        cfg, world: the config and the view of a trainer rank.
+    Raises: ValueError naming the entry when a model cannot be used; see `check_reward_model`.
+    """
+
+    def __init__(self, cfg: Config, world: World):
+        self.cfg, self.world = cfg, world
+        named = reward_models(cfg.rewards.functions) if cfg.algorithm.objective == "rl" else {}
+        self._models: dict[int, ShardedModel] = {}
+        for position, path in named.items():
+            try:
+                check_reward_model(cfg, path, folder=model_folder(path))
+                self._models[position] = ShardedModel(cfg, world, path=path, is_trained=False,
+                                                      is_scalar=True)
+            except ValueError as error:
+                raise ValueError(f"rewards.functions: model:{path} cannot be a reward: "
+                                 f"{error}") from error
+
+    def add_to(self, batch: Batch, *, step: int) -> Batch:
+        """Score every sequence and make the scores a part of the rewards; see `with_scores`.
+
+        Args:
+            batch: as exchanged. Trainer ranks meet, each with its micro-batches.
+            step: for the names of waits and messages.
+        Returns: the batch, the same rewards on every trainer rank; as it was without models.
+        """
+        if not self._models:
+            return batch
+        with self.world.watch.wait("reward model", step):
+            found = torch.stack([self._scores(model, batch) for model in self._models.values()])
+            dist.all_reduce(found, group=self.world.trainer_control)
+        return with_scores(batch, dict(zip(self._models, found)), cfg=self.cfg, step=step)
+
+    @torch.no_grad()
+    def _scores(self, model: ShardedModel, batch: Batch) -> Tensor:
+        """Return [S] float64, task units, on the CPU: 0 for the sequences of other ranks."""
+        scores = torch.zeros(len(batch.scalars) + 1, dtype=torch.float64)  # a dummy's row is -1
+        for microbatch in (m for update in batch.updates for m in update):
+            own = self._ends(model, microbatch)
+            # Ranks of one dp index (cp, tp) have the same sequences: they count once.
+            if self.world.speaks_for_dp:
+                scores[microbatch.sequence_ids.cpu()] = own.double().cpu()
+        reshard(model.scorer)
+        return scores[:-1]
+
+    def _ends(self, model: ShardedModel, microbatch: Microbatch) -> Tensor:
+        """Return the value after the last token of each sequence: [s] float32."""
+        host = on_host(microbatch)
+        # Not the policy's packing: the two may need different attention.
+        work = model.scoring(
+            host.tokens, host.cu_seqlens.diff().tolist(), mask=torch.zeros_like(host.response_mask),
+            position_ids=host.position_ids)
+        ends = (host.cu_seqlens[1:].long() - 1).to(self.world.device)
+        return model.values(work).index_select(0, ends)
+
+
+def with_scores(batch: Batch, scores: dict[int, Tensor], *, cfg: Config, step: int) -> Batch:
+    """Add what reward models say to a batch: a function of its arguments alone.
+
+    A score takes its column of `reward_parts`, and weighted its part of `rewards`, which
+    rewards.shaping then acts on. Metrics and shown samples get it too. Scores that are not
+    finite end the run, or make the sample invalid, by rewards.on_failure.
+
+    Args:
+        batch: as exchanged, its rewards those of the other functions and not shaped.
+        scores: {position in rewards.functions: [S] float64, task units}.
+        step: for messages.
+    Raises: ValueError naming the sample for a score that is not finite under on_failure=fail;
+        RuntimeError when none is left; ValueError for samples made under other functions.
+    """
+    scalars, rewards = batch.scalars, cfg.rewards
+    num_parts, num_functions = scalars.reward_parts.shape[1], len(rewards.functions)
+    if num_parts != num_functions:
+        raise ValueError(f"step {step}: its samples were rewarded by {num_parts} functions before "
+                         f"the run was resumed, and rewards.functions now has {num_functions}; "
+                         "resume with the old ones, or start a run of its own")
+    names = part_names(rewards.functions)
+    weights = rewards.weights or (1.0,) * num_functions
+    is_finite = torch.stack(list(scores.values())).isfinite().all(dim=0)
+    num_failed = int((scalars.is_valid & ~is_finite).sum())
+    if num_failed and rewards.on_failure == "fail":
+        raise ValueError(_failure_text(scalars, scores, cfg=cfg, step=step))
+    is_valid = scalars.is_valid & is_finite
+    count = int(is_valid.sum())
+    if not count:
+        raise RuntimeError(f"step {step}: no sample is left to train on: {num_failed} scores of "
+                           "reward models are not finite; check the models of rewards.functions")
+    sums: Sums = {}
+    parts, total = scalars.reward_parts.clone(), scalars.rewards.clone()
+    for position, score in scores.items():
+        parts[:, position] = torch.where(score.isfinite(), score, 0.0)
+        total += weights[position] * parts[:, position]
+        sums[f"reward/{names[position]}/mean"] = (parts[is_valid, position].sum().item(), count)
+    raw = total
+    if rewards.shaping:
+        total = shape(total, scalars.response_lengths, scalars.is_truncated,
+                      max_response_tokens=cfg.sampling.max_response_tokens,
+                      options=rewards.shaping)
+        sums["reward/mean_raw"] = (raw[is_valid].sum().item(), count)
+    if num_failed:
+        sums |= {name: (num_failed, 0) for name in ("rollout/failed_rewards", "reward/errors")}
+    scalars = replace(scalars, reward_parts=parts, is_valid=is_valid,
+                      rewards=torch.where(is_valid, total, 0.0))
+    shown = {f"reward/{names[i]}": score for i, score in scores.items()}
+    return replace(batch, scalars=scalars, sums=add_sums(batch.sums, sums),
+                   samples=_with_rewards(batch.samples, scalars, rewards=raw, parts=shown))
+
+
+def _failure_text(
+    scalars: Scalars, scores: dict[int, Tensor], *, cfg: Config, step: int
+) -> str:
+    position, row = next((i, int(bad.nonzero()[0])) for i, score in scores.items()
+                         if (bad := scalars.is_valid & ~score.isfinite()).any())
+    return (f"step {step}: the reward of group {int(scalars.group_ids[row])}, sample "
+            f"{int(scalars.sample_ids[row])} ({int(scalars.lengths[row])} tokens) failed: "
+            f"{cfg.rewards.functions[position]} of rewards.functions gave "
+            f"{float(scores[position][row])}. Check the model's weights and model.compute_dtype, "
+            "or set rewards.on_failure=drop to leave such samples out")
+
+
+def _with_rewards(
+    samples: tuple[dict, ...], scalars: Scalars, *, rewards: Tensor, parts: dict[str, Tensor]
+) -> tuple[dict, ...]:
+    """Give shown samples their whole reward, unshaped, and what each model said of them."""
+    rows = {pair: row for row, pair in enumerate(
+        zip(scalars.group_ids.tolist(), scalars.sample_ids.tolist()))}
+    found = []
+    for sample in samples:
+        text = {k: v for k, v in sample.items() if k not in ("group", "sample")}
+        row = rows[sample["group"], sample["sample"]]
+        text["reward"] = float(rewards[row]) if scalars.is_valid[row] else None
+        found.append(text | {name: float(part[row]) for name, part in parts.items()})
+    return tuple(found)
+
+
+# --------------------------------------------------------------------------- what fits
+
+
+def check_reward_model(cfg: Config, path: str, *, folder: Path | None) -> None:
+    """Check what can be known of a reward model before its weights are read.
+
+    Args:
+        path: its folder or hub name.
+        folder: where its files are; None where they are not here yet: then only its config.json
+            is looked at.
+    Raises: ValueError for a model without config.json or weights, one without a trained scalar
+        head, or one that cannot read the policy's sequences: fewer tokens, shorter sequences,
+        or (where it has a tokenizer.json) another tokenizer.
+    """
+    hf, policy = (load_hf_config(p, trust_remote_code=cfg.model.trust_remote_code)
+                  for p in (path, cfg.model.path))
+    if hf.vocab_size < policy.vocab_size:
+        raise ValueError(f"it embeds {hf.vocab_size} tokens, fewer than the policy's "
+                         f"{policy.vocab_size}; take one with the policy's tokenizer")
+    longest = cfg.data.max_prompt_tokens + cfg.sampling.max_response_tokens
+    if hf.max_position_embeddings < longest:
+        raise ValueError(
+            f"it reads sequences of up to {hf.max_position_embeddings} tokens, and "
+            f"data.max_prompt_tokens + sampling.max_response_tokens is {longest}; lower those")
+    if folder is None:
+        return
+    reader = CheckpointReader(folder)
+    if SCALAR_HEAD not in reader.names():
+        raise ValueError(
+            f"its weights have no {SCALAR_HEAD}: it is no trained reward model, and a new head "
+            "would score everything 0. Train one (objective reward_model) and export it")
+    if reader.shape(SCALAR_HEAD)[0] != 1:
+        raise ValueError(f"its {SCALAR_HEAD} has shape {list(reader.shape(SCALAR_HEAD))}; a reward "
+                         "is one number, of a head with one row")
+    _check_tokenizer(cfg, folder)
+
+
+def _check_tokenizer(cfg: Config, folder: Path) -> None:
+    file = folder / "tokenizer.json"
+    if not file.is_file():
+        return
+    # Added tokens aside: of those, renamed ones do no harm.
+    theirs = Tokenizer.from_file(str(file)).get_vocab(with_added_tokens=False)
+    by_id = {index: token for token, index in theirs.items()}
+    ours = load_tokenizer(cfg).get_vocab()
+    other = sorted((index, token) for token, index in ours.items()
+                   if by_id.get(index, token) != token)
+    if other:
+        index, token = other[0]
+        raise ValueError(
+            f"its tokenizer is not the policy's: {len(other)} of {len(ours)} tokens differ, e.g. "
+            f"{index} is {token!r} to the policy and {by_id[index]!r} to it; take one that was "
+            "trained with the policy's tokenizer")

@@ -1,0 +1,54 @@
+"""The implicit process reward model of PRIME: a second language model, trained on outcomes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from spmdrl.algorithms import registry
+from spmdrl.algorithms.process_reward import outcome_loss
+from spmdrl.algorithms.reduce import sequence_sum
+from spmdrl.config import Config
+from spmdrl.train.companions.trained import Learner
+from spmdrl.train.objectives.rl import Job, Stats, spread
+from spmdrl.model.scorer import Scoring
+from spmdrl.model.sharded import ShardedModel
+from spmdrl.world import World
+
+
+class ProcessRewardModel(Learner):
+    """A causal LM, with its optimizer, whose log-ratio to the reference predicts the outcome.
+
+    Its logprobs of a batch come from before its update on that batch, which saves a second
+    forward pass: Algorithm 1 of arXiv 2502.01456.
+
+    Args:
+        cfg, world: the config and this rank's view of the job. `beta` is the advantage's.
+        policy: whose packed rows it reads.
+    Raises: ValueError when the model cannot be loaded or laid out, or cannot read those rows.
+    """
+
+    def __init__(self, cfg: Config, world: World, *, policy: ShardedModel):
+        super().__init__(cfg, world, policy=policy, name="prm", what="process reward model",
+                         is_scalar=False)
+        chosen = cfg.algorithm
+        known = registry.options_of(outcome_loss) | registry.options_of(
+            registry.get("advantage", chosen.advantage)) | chosen.advantage_options
+        self._beta = known["beta"]
+
+    def columns(self, works: Sequence[Scoring]) -> list[dict[str, Tensor]]:
+        """Score packed rows: per row, `prm_logprobs` [T] float32, nats, 0 off the scored."""
+        return [{"prm_logprobs": logprobs} for logprobs, _ in self.model.columns(works)]
+
+    def _loss(self, job: Job) -> tuple[Tensor, Stats]:
+        # The column `returns` has the sequence's outcome, in [0, 1], at each of its loss tokens.
+        logprobs, _ = self.model.forward(job.scoring)
+        cu_seqlens = job.microbatch.cu_seqlens
+        counts = sequence_sum(job.loss_mask, cu_seqlens).clamp(min=1)
+        outcomes = sequence_sum(job.columns["returns"], cu_seqlens) / counts
+        terms, stats = outcome_loss(
+            spread(logprobs, job.scoring), job.columns["ref_logprobs"], outcomes=outcomes,
+            loss_mask=job.loss_mask, cu_seqlens=cu_seqlens, beta=self._beta)
+        # Every sequence counts the same, whatever the policy's aggregation.
+        return terms.sum() * job.sequence_weight, stats

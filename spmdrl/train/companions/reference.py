@@ -1,0 +1,162 @@
+"""The models that score and are not trained: a teacher; a reference that stays, or follows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from spmdrl.config import Config
+from spmdrl.check.options import REFERENCE
+from spmdrl.train.objectives.rl import Job
+from spmdrl.train.optimizer import local_part
+from spmdrl.train.companions.reference_cache import cached_logprobs, look_up
+from spmdrl.model.scorer import Scoring
+from spmdrl.model.sharded import ShardedModel
+from spmdrl.types import Sums
+from spmdrl.world import World
+
+if TYPE_CHECKING:
+    from spmdrl.train.companions.protocol import Companion
+
+
+class Untrained:
+    """What a companion that learns nothing does: nothing."""
+
+    def update(self, jobs: Sequence[Sequence[Job]], *, step: int) -> Sums:
+        """Do nothing, and report nothing."""
+        return {}
+
+    def follow(self, policy: ShardedModel, *, step: int) -> None:
+        """Do nothing."""
+
+    def state_dict(self) -> dict[str, object]:
+        """Return {}: all of it is where it was read."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
+        """Do nothing."""
+
+
+class Frozen(Untrained):
+    """A causal LM that only scores: a reference or a teacher.
+
+    Args:
+        cfg, world: the config and this rank's view of the job.
+        path: folder or hub name of its weights.
+        column: name of its logprobs.
+        is_float32: keep its parameters so, whatever it computes in.
+    Raises: ValueError when the model cannot be loaded or laid out.
+    """
+
+    def __init__(self, cfg: Config, world: World, *, path: str, column: str,
+                 is_float32: bool = False):
+        self.model = ShardedModel(cfg, world, path=path, is_trained=False, is_float32=is_float32)
+        self._column = column
+
+    def columns(self, works: Sequence[Scoring]) -> list[dict[str, Tensor]]:
+        """Score packed rows: per row, its column [T] float32, nats, 0 off the scored tokens."""
+        return [{self._column: logprobs} for logprobs, _ in self.model.columns(works)]
+
+
+class WithoutAdapters(Untrained):
+    """The policy as it would be without its adapters: a reference that takes no memory.
+
+    Args:
+        policy: a model with adapters.
+    """
+
+    def __init__(self, policy: ShardedModel):
+        self._policy = policy
+
+    def columns(self, works: Sequence[Scoring]) -> list[dict[str, Tensor]]:
+        """Score packed rows: per row, ref_logprobs [T] float32, nats, 0 off the scored."""
+        # A reference chooses its experts by itself, in whichever form it is kept.
+        works = [work.without_routes() for work in works]
+        with self._policy.adapters.off():
+            return [{"ref_logprobs": logprobs} for logprobs, _ in self._policy.columns(works)]
+
+
+class Synced(Frozen):
+    """A reference that takes over a share of the policy every few steps.
+
+    reference <- mix * policy + (1 - mix) * reference after steps every, 2 * every, ... With a mix
+    of 1 it becomes the policy, and the compute dtype is all that is ever read of it. Below 1 it
+    is kept in float32: bfloat16 has 8 bits, so a reference in it would not move at all where
+    mix * (policy - reference) is under about 1/500 of a weight.
+
+    Args:
+        cfg, world: the config and this rank's view of the job.
+        path: folder or hub name that it starts from.
+        policy: whom it follows.
+        every: steps from one sync to the next, at least 1.
+        mix: the policy's share, in (0, 1].
+    Raises: ValueError when the model cannot be loaded, or is not of the policy's form.
+    Source: arXiv 2404.09656 (TR-DPO): its hard update, and with a mix below 1 the soft one.
+    """
+
+    def __init__(self, cfg: Config, world: World, *, path: str, policy: ShardedModel, every: int,
+                 mix: float):
+        super().__init__(cfg, world, path=path, column="ref_logprobs", is_float32=mix < 1)
+        self._every, self._mix = every, mix
+        own, other = ({name: tuple(p.shape) for name, p in model.named_shards().items()}
+                      for model in (self.model, policy))
+        differing = sorted(n for n in own.keys() | other.keys() if own.get(n) != other.get(n))
+        if differing:
+            name = differing[0]
+            raise ValueError(
+                f"model.reference_options: sync_every {every} with model.reference {path}, which "
+                f"is not of the policy's form: {name} is {own.get(name, 'missing')} there and "
+                f"{other.get(name, 'missing')} in the policy ({len(differing)} tensors differ); "
+                "take a model of the same architecture and size")
+
+    @torch.no_grad()
+    def follow(self, policy: ShardedModel, *, step: int) -> None:
+        """Sync if it is time, after the policy's update of `step` (from 0)."""
+        if (step + 1) % self._every:
+            return
+        theirs = policy.named_shards()  # in the same sharding: each rank mixes its own parts
+        for name, parameter in self.model.named_shards().items():
+            own, other = local_part(parameter), local_part(theirs[name])
+            if self._mix == 1:
+                own.copy_(other)
+            else:
+                own.lerp_(other.to(own.dtype), self._mix)
+
+    def state_dict(self) -> dict[str, object]:
+        """Return the parameters by name, as Trainee does, sharing live storage."""
+        return {"model": self.model.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
+        """Restore what `state_dict` returned, after it was loaded onto this layout."""
+        self.model.load_state_dict(state["model"])
+
+
+class Cached(Untrained):
+    """A reference of which only the logprobs of the run's rows are left; see reference_cache."""
+
+    def __init__(self, cfg: Config, world: World, *, path: str):
+        self._table = cached_logprobs(cfg, world, path=path)
+
+    def columns(self, works: Sequence[Scoring]) -> list[dict[str, Tensor]]:
+        """Look up packed rows: per row, ref_logprobs [T] float32, nats, 0 off the scored."""
+        return [{"ref_logprobs": look_up(self._table, work)} for work in works]
+
+
+def make_reference(cfg: Config, world: World, *, policy: ShardedModel) -> Companion:
+    """Return the reference in the form that model.reference_options ask for.
+
+    Raises: ValueError when it cannot be loaded or laid out, or its rows cannot be read.
+    """
+    options = REFERENCE | cfg.model.reference_options
+    path = cfg.model.reference or cfg.model.path
+    if options["cache"]:
+        return Cached(cfg, world, path=path)
+    if policy.adapters and not cfg.model.reference:
+        return WithoutAdapters(policy)
+    if options["sync_every"]:
+        return Synced(cfg, world, path=path, policy=policy, every=options["sync_every"],
+                      mix=options["sync_mix"])
+    return Frozen(cfg, world, path=path, column="ref_logprobs")

@@ -1,0 +1,263 @@
+"""The reference's logprobs of all rows, found once before training and looked up after that."""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import json
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import numpy
+import torch
+from torch import Tensor
+
+from spmdrl.world.comm import gather_objects, together
+from spmdrl.config import Config
+from spmdrl.data.examples import PairSource, offline_source
+from spmdrl.data.prompts import load_tokenizer
+from spmdrl.model.load import CheckpointReader, model_folder
+from spmdrl.train.companions.reference_table import (
+    Table, other_parts, sequence_key, shared_table, table_file, write_table,
+)
+from spmdrl.model.scorer import Scoring
+from spmdrl.model.sharded import ShardedModel, packs, scoring_temperature
+from spmdrl.world import World
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+_PACKS = 8  # rows of tokens_per_microbatch that a rank scores between two gathers
+_SAY_S, _SAVE_S = 10.0, 600.0  # between two lines of progress; between two saves on the way
+
+
+@dataclass(frozen=True)
+class Row:
+    """One sequence whose logprobs are to be found."""
+
+    key: int
+    tokens: Tensor  # [T] int32
+    mask: Tensor  # [T] bool, what is scored
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+
+def cached_logprobs(cfg: Config, world: World, *, path: str) -> Table:
+    """Return the reference's logprobs of every sequence that the run trains on.
+
+    What the file of this reference lacks is computed, each dp rank its share of the rows, and
+    added to it; if it lacks nothing, no model is loaded. They are what `ShardedModel.columns`
+    gives, up to rounding: other sequences lie beside them in a packed row.
+
+    Args:
+        cfg, world: the config and this rank's view of the job; every trainer rank calls.
+        path: folder or hub name of the reference.
+    Raises: ValueError, on all trainer ranks, when model or rows cannot be read; RuntimeError
+        when the file cannot be written.
+    """
+    parts = _parts(cfg, world, path=path)
+    choice = cfg.model.reference_options["cache"]
+    folder = Path(cfg.output_dir) / "reference_logprobs" if choice is True else Path(choice)
+    file = table_file(folder, parts)
+    table, problem = shared_table(file, parts, world)
+    own, num_own = _together(lambda: _missing(cfg, world, table), world)
+    keys = hashlib.sha256(repr([s.key for s in own]).encode()).hexdigest()
+    with world.watch.wait("count rows", -1):
+        counts = gather_objects((num_own, len(own), keys), group=world.trainer_control)
+    counts = counts[:: world.ranks_per_dp]  # ranks of one dp index have the same rows
+    rows, lacking = (sum(count[i] for count in counts) for i in range(2))
+    if world.rank == 0:
+        _say_start(file, parts, problem=problem, rows=rows, lacking=lacking)
+    if not lacking:
+        return table
+    # What is found on the way is kept apart: a run that is killed and started again lacks the
+    # same sequences, so it packs them alike and ends with the same bits.
+    aside = parts | {"unfinished": repr([count[2] for count in counts])}
+    filled = _compute(cfg, world, own, path=path, file=table_file(folder, aside), parts=aside)
+    gc.collect()  # the model's modules refer to each other
+    if world.device.type == "cuda":
+        torch.cuda.empty_cache()
+    if world.rank == 0:
+        write_table(file, table.joined(filled.pieces()), parts)
+        table_file(folder, aside).unlink(missing_ok=True)
+    return shared_table(file, parts, world)[0]
+
+
+def look_up(table: Table, work: Scoring) -> Tensor:
+    """Return the logprobs of a packed row: [T] float32 nats, 0 off the scored tokens.
+
+    Raises: RuntimeError for a sequence that is not in the table.
+    """
+    tokens, positions = work.tokens.cpu(), work.position_ids.cpu()
+    mask = torch.zeros(tokens.shape, dtype=torch.bool)
+    mask[work.scored.cpu()] = True
+    lengths = torch.diff((positions == 0).nonzero()[:, 0], append=torch.tensor([len(tokens)]))
+    found = torch.zeros(tokens.shape)
+    for row, own, values in zip(*(t.split(lengths.tolist()) for t in (tokens, mask, found))):
+        if not own.any():
+            continue
+        known = table.find(sequence_key(row, own))
+        if known is None:
+            raise RuntimeError(
+                f"a sequence of {len(row)} tokens, which begins {row[:8].tolist()}, is not among "
+                "the reference's logprobs: the rows of data.train have changed since the run "
+                "began; start it again, and it will compute what it lacks")
+        values[own] = known
+    return found.to(work.tokens.device)
+
+
+# --------------------------------------------------------------------------- what is needed
+
+
+def _parts(cfg: Config, world: World, *, path: str) -> dict[str, str]:
+    """Return all that the logprobs depend on besides the sequences, by name."""
+    def own() -> dict[str, str]:
+        folder = model_folder(path)
+        names = {*CheckpointReader(folder).files(), "config.json",
+                 *(p.name for p in folder.glob("*.py"))}
+        mine = sorted(names)[world.rank :: len(world.trainer_ranks)]
+        return {name: _file_digest(folder / name) for name in mine}
+
+    digests = _together(own, world)
+    with world.watch.wait("read the reference", -1):
+        every = gather_objects(digests, group=world.trainer_control)
+    files = sorted((name, digest) for part in every for name, digest in part.items())
+    return {"weights": hashlib.sha256(json.dumps(files).encode()).hexdigest(),
+            "compute dtype": cfg.model.compute_dtype,
+            "temperature": repr(float(scoring_temperature(cfg)))}
+
+
+def _file_digest(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise ValueError(f"model.reference: cannot read {path}: {error}") from error
+
+
+def _missing(cfg: Config, world: World, table: Table) -> tuple[list[Row], int]:
+    """Return the sequences of this dp rank's rows that the table lacks, longest first.
+
+    The longest come first so that too little memory shows at once.
+
+    Returns: them, and how many different sequences its rows have in all.
+    Raises: ValueError for rows that cannot be read.
+    """
+    source = offline_source(cfg, load_tokenizer(cfg))
+    assert isinstance(source, PairSource), "only losses on pairs ask for a reference"
+    known, found, seen = set(table.keys.tolist()), {}, set()
+    for index in source.rows_of_run()[world.dp_index(world.rank) :: world.dp_size]:
+        for tokens, mask in source.unit(index).examples:
+            row, own = torch.tensor(tokens), torch.tensor(mask)
+            if own[0]:
+                raise ValueError(f"{source.rows.where(index)}: the first token belongs to the "
+                                 "response, and nothing predicts it; the prompt is empty")
+            key = sequence_key(row, own)
+            seen.add(key)
+            if key not in known:
+                found[key] = Row(key, row.int(), own)
+    return sorted(found.values(), key=lambda s: (-len(s), s.key)), len(seen)
+
+
+def _say_start(file: Path, parts: Mapping[str, str], *, problem: str, rows: int,
+               lacking: int) -> None:
+    if problem:
+        log.warning("%s %s; its logprobs are computed anew", file, problem)
+    elif lacking == rows and (differing := other_parts(file, parts)):
+        log.info("reference logprobs: what %s holds is of another reference (other %s) and is not "
+                 "used", file.parent, ", ".join(differing))
+    if lacking:
+        log.info("reference logprobs: %d of %d sequences are to be computed, for %s", lacking,
+                 rows, file)
+    else:
+        log.info("reference logprobs: all %d sequences are in %s; no reference is loaded", rows,
+                 file)
+
+
+# --------------------------------------------------------------------------- computing
+
+
+def _compute(cfg: Config, world: World, own: Sequence[Row], *, path: str, file: Path,
+             parts: Mapping[str, str]) -> Table:
+    """Return the logprobs of all ranks' sequences; on rank 0, elsewhere what was known of them.
+
+    Args:
+        own: sequences of this dp rank, longest first.
+        path: of the reference, which is loaded here and gone after.
+        file, parts: what an earlier start has left, and where to save on the way.
+    """
+    model = _together(lambda: ShardedModel(cfg, world, path=path, is_trained=False), world)
+    known, began = shared_table(file, parts, world)[0], time.monotonic()
+    done = set(known.keys.tolist())
+    rows = [row for row in packs(own, world.tokens_per_microbatch)
+            if any(s.key not in done for s in row)]
+    with world.watch.wait("count rows", -1):
+        counts = gather_objects((len(rows), sum(len(s) for row in rows for s in row)),
+                                group=world.trainer_control)
+    rounds = max(count for count, _ in counts)
+    progress = _Progress(sum(tokens for _, tokens in counts[:: world.ranks_per_dp]))
+    if world.rank == 0 and done:
+        log.info("reference logprobs: an earlier start has left %d sequences", len(done))
+    rows += [[]] * (rounds - len(rows))  # all ranks meet in every forward pass
+    found, saved = {}, began
+    for begin in range(0, rounds, _PACKS):
+        chunk = rows[begin:begin + _PACKS]
+        with world.watch.wait("reference logprobs", -1):
+            everyone = gather_objects((sum(len(s) for row in chunk for s in row),
+                                       _score(model, chunk)), group=world.trainer_control)
+        if world.rank:
+            continue
+        for tokens, part in everyone[:: world.ranks_per_dp]:
+            progress.done += tokens
+            found |= {key: torch.from_numpy(values) for key, values in part.items()}
+        progress.say()
+        if time.monotonic() - saved > _SAVE_S and begin + _PACKS < rounds:
+            saved = time.monotonic()
+            write_table(file, known.joined(found), parts)
+    return known.joined(found)
+
+
+class _Progress:
+    """Says how far the computing is, and how long it will take."""
+
+    def __init__(self, num_tokens: int):
+        self.done, self._total = 0, num_tokens
+        self._began = self._said = time.monotonic()
+
+    def say(self) -> None:
+        """Log a line, if the last one is old or all is done."""
+        now, is_done = time.monotonic(), self.done == self._total
+        if now - self._said < _SAY_S and not is_done:
+            return
+        self._said, seconds = now, now - self._began
+        left = seconds * (self._total / self.done - 1)
+        log.info("reference logprobs: %s of %s tokens in %.0f s%s", f"{self.done:,}",
+                 f"{self._total:,}", seconds, "" if is_done else f", about {left:.0f} s left")
+
+
+def _score(model: ShardedModel, rows: Sequence[Sequence[Row]]) -> dict[int, numpy.ndarray]:
+    """Return {key: logprobs of the scored tokens} of packed rows; an empty one is a dummy."""
+    works = []
+    for row in rows:
+        lengths = [len(s) for s in row] or [1]
+        dummy = torch.zeros(0 if row else 1, dtype=torch.int64)
+        works.append(model.scoring(
+            torch.cat([dummy, *(s.tokens.long() for s in row)]), lengths,
+            mask=torch.cat([dummy.bool(), *(s.mask for s in row)]),
+            position_ids=torch.cat([torch.arange(n) for n in lengths])))
+    found = {}
+    for row, (logprobs, _) in zip(rows, model.columns(works)):
+        pieces = logprobs.cpu().split([len(s) for s in row]) if row else ()
+        found |= {s.key: piece[s.mask].numpy() for s, piece in zip(row, pieces)}
+    return found
+
+
+def _together(function: Callable[[], T], world: World) -> T:
+    """Return what a function of each trainer rank's own gives, or raise its error on all."""
+    return together(function, group=world.trainer_control,
+                    waiting=world.watch.wait("agree on the reference", -1))

@@ -1,0 +1,171 @@
+"""Logprobs of sequences on disk, found by what the sequences hold.
+
+N sequences, L scored tokens of all of them. A key is a hash of token ids and mask, so that rows,
+their order, template or tokenizer may change: what is no longer the same is not found.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from spmdrl.world.comm import gather_objects
+from spmdrl.world import World
+
+_NAMES = ("keys", "offsets", "values")
+
+
+@dataclass(frozen=True)
+class Table:
+    """The logprobs of N sequences at their scored tokens."""
+
+    keys: Tensor  # [N] int64, ascending
+    offsets: Tensor  # [N+1] int64, where each sequence's values begin
+    values: Tensor  # [L] float32, nats
+
+    def find(self, key: int) -> Tensor | None:
+        """Return a sequence's values in order of its scored tokens; None if it is not there."""
+        at = int(torch.searchsorted(self.keys, torch.tensor(key)))
+        if at == len(self.keys) or int(self.keys[at]) != key:
+            return None
+        return self.values[int(self.offsets[at]):int(self.offsets[at + 1])]
+
+    def joined(self, found: Mapping[int, Tensor]) -> Table:
+        """Return this table with the sequences of {key: values} in it too."""
+        pieces = dict(sorted((self.pieces() | dict(found)).items()))
+        lengths = torch.tensor([len(piece) for piece in pieces.values()], dtype=torch.int64)
+        return Table(
+            keys=torch.tensor(list(pieces), dtype=torch.int64),
+            offsets=torch.nn.functional.pad(lengths.cumsum(0), (1, 0)),
+            values=torch.cat([torch.zeros(0), *pieces.values()]))
+
+    def pieces(self) -> dict[int, Tensor]:
+        """Return {key: values} of every sequence."""
+        return dict(zip(self.keys.tolist(), self.values.split(self.offsets.diff().tolist())))
+
+    def digest(self) -> str:
+        """Return the sha256 of all that it holds."""
+        found = hashlib.sha256()
+        for name in _NAMES:
+            found.update(getattr(self, name).numpy())
+        return found.hexdigest()
+
+
+def empty_table() -> Table:
+    """Return a table without sequences."""
+    none = torch.zeros(0, dtype=torch.int64)
+    return Table(keys=none, offsets=torch.zeros(1, dtype=torch.int64), values=torch.zeros(0))
+
+
+def sequence_key(tokens: Tensor, mask: Tensor) -> int:
+    """Return the 64 bits that stand for a sequence.
+
+    Args:
+        tokens: [T] int64 on the CPU. mask: [T] bool, the tokens to score.
+    """
+    found = hashlib.blake2b(tokens.int().numpy().tobytes(), digest_size=8)
+    found.update(mask.numpy().tobytes())
+    return int.from_bytes(found.digest(), "big", signed=True)
+
+
+def table_file(folder: Path, parts: Mapping[str, str]) -> Path:
+    """Return the file of one reference.
+
+    Args:
+        parts: all that logprobs depend on besides the sequence, by name.
+    """
+    name = hashlib.sha256(json.dumps(dict(parts), sort_keys=True).encode()).hexdigest()[:16]
+    return folder / f"{name}.safetensors"
+
+
+def write_table(path: Path, table: Table, parts: Mapping[str, str]) -> None:
+    """Write a table, by one rename. Raises: RuntimeError when the disk refuses."""
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save_file({name: getattr(table, name) for name in _NAMES}, partial,
+                  metadata={**parts, "sha256": table.digest()})
+        partial.chmod(0o644)  # safetensors lets only the owner read
+        os.replace(partial, path)
+    except (OSError, SafetensorError) as error:
+        raise RuntimeError(f"the reference's logprobs cannot be written to {path}: {error}; free "
+                           "disk space, or name another folder by model.reference_options: "
+                           "{cache: FOLDER}") from error
+
+
+def read_table(path: Path, parts: Mapping[str, str]) -> tuple[Table | None, str]:
+    """Return a table and ""; or None and what is wrong with its file, "" if there is none."""
+    if not path.is_file():
+        return None, ""
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+            table = Table(**{name: file.get_tensor(name) for name in _NAMES})
+    except (OSError, SafetensorError) as error:
+        return None, f"cannot be read: {error}"
+    if {name: metadata.get(name) for name in parts} != dict(parts):
+        return None, "is of another reference than its name says"
+    if table.digest() != metadata.get("sha256"):
+        return None, "does not match its own sha256: it was changed or damaged"
+    return table, ""
+
+
+def other_parts(path: Path, parts: Mapping[str, str]) -> list[str]:
+    """Return in which parts the newest other table of the folder differs; [] if there is none."""
+    others = sorted((p for p in path.parent.glob("*.safetensors") if p != path),
+                    key=lambda p: p.stat().st_mtime)
+    for other in others[::-1]:
+        try:
+            with safe_open(other, framework="pt") as file:
+                metadata = file.metadata() or {}
+        except (OSError, SafetensorError):
+            continue  # whatever it is, it is none of ours
+        return [name for name, value in parts.items() if metadata.get(name) != value]
+    return []
+
+
+def shared_table(path: Path, parts: Mapping[str, str], world: World) -> tuple[Table, str]:
+    """Return on every trainer rank the table that rank 0 finds, empty if it finds none.
+
+    Ranks that see the same file read it themselves, and its pages are shared by those of one
+    machine; where some do not (output_dir is not shared), rank 0 sends it.
+
+    Returns: the table, and what is wrong with rank 0's file.
+    """
+    first = world.trainer_ranks[0]
+    table, problem = read_table(path, parts) if world.rank == first else (None, "")
+    sizes = (table.digest(), len(table.keys), len(table.values)) if table else ("", 0, 0)
+    with world.watch.wait("find reference logprobs", -1):
+        told = gather_objects((*sizes, problem), group=world.trainer_control)
+    digest, num_keys, num_values, problem = told[0]
+    if not digest:
+        return empty_table(), problem
+    if world.rank != first:
+        table, _ = read_table(path, parts)
+    with world.watch.wait("find reference logprobs", -1):
+        digests = gather_objects(table.digest() if table else "", group=world.trainer_control)
+    return (table if set(digests) == {digest} else
+            _sent(table, world, num_keys=num_keys, num_values=num_values)), ""
+
+
+def _sent(table: Table | None, world: World, *, num_keys: int, num_values: int) -> Table:
+    """Return rank 0's table on every trainer rank."""
+    if world.rank != world.trainer_ranks[0]:
+        table = Table(keys=torch.zeros(num_keys, dtype=torch.int64),
+                      offsets=torch.zeros(num_keys + 1, dtype=torch.int64),
+                      values=torch.zeros(num_values))
+    with world.watch.wait("send reference logprobs", -1):
+        for name in _NAMES:
+            dist.broadcast(getattr(table, name), src=world.trainer_ranks[0],
+                           group=world.trainer_control)
+    return table

@@ -1,0 +1,77 @@
+"""What the models of the section `critic` share: trained beside the policy, on its own rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from torch import Tensor
+
+from spmdrl.config import Config
+from spmdrl.train.objectives.rl import Job, Stats
+from spmdrl.model.sharded import ShardedModel
+from spmdrl.train.trained_model import Trainee
+from spmdrl.types import Sums, add_sums
+from spmdrl.world import World
+
+
+class Learner:
+    """A companion with its optimizer, on the trainer ranks.
+
+    Args:
+        cfg, world: the config and this rank's view of the job.
+        policy: whose packed rows it reads.
+        name: first part of its metrics' names. what: it is, for messages.
+        is_scalar: with a head of one output per token.
+    Raises: ValueError when the model cannot be loaded or laid out, or cannot read those rows.
+    """
+
+    def __init__(self, cfg: Config, world: World, *, policy: ShardedModel, name: str, what: str,
+                 is_scalar: bool):
+        try:
+            self.model = ShardedModel(cfg, world, path=cfg.critic.path or cfg.model.path,
+                                      is_trained=True, is_scalar=is_scalar)
+        except ValueError as error:
+            raise ValueError(f"critic.path: the {what} cannot be made: {error}") from error
+        _check_fit(self.model, policy)
+        self.trainee = Trainee(self.model, cfg=cfg, world=world, name=name,
+                               options=replace(cfg.optimizer, lr=cfg.critic.lr))
+
+    def update(self, jobs: Sequence[Sequence[Job]], *, step: int) -> Sums:
+        """Take an optimizer step for each of the batch's updates.
+
+        Args:
+            jobs: [updates][micro-batches], with the columns that the loss reads.
+            step: training step, for the schedule.
+        Returns: sums over all trainer ranks, equal on each of them.
+        """
+        return add_sums(*[self.trainee.take_step(update, self._loss, step=step, number=number)
+                          for number, update in enumerate(jobs)])
+
+    def rehearse(self, jobs: Sequence[Job]) -> None:
+        """Run the micro-batches of an update and drop what comes of it; see Trainee."""
+        self.trainee.rehearse(jobs, self._loss)
+
+    def follow(self, policy: ShardedModel, *, step: int) -> None:
+        """Do nothing: it learns by itself."""
+
+    def state_dict(self) -> dict[str, object]:
+        """Return what a checkpoint keeps, by name, sharing live storage; see Trainee."""
+        return self.trainee.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
+        """Restore what `state_dict` returned, after it was loaded onto this layout."""
+        self.trainee.load_state_dict(state)
+
+    def _loss(self, job: Job) -> tuple[Tensor, Stats]:
+        raise NotImplementedError
+
+
+def _check_fit(model: ShardedModel, policy: ShardedModel) -> None:
+    rows, needed = (m.hf_model.get_input_embeddings().weight.shape[0] for m in (model, policy))
+    if rows < needed:
+        raise ValueError(f"critic.path: the model embeds {rows} tokens, fewer than the "
+                         f"policy's {needed}; take one with the policy's tokenizer")
+    if model.is_padded != policy.is_padded:
+        raise ValueError("critic.path: it and the policy need different attention (one has "
+                         "a softcap); set model.kernels to {attention: padded}")

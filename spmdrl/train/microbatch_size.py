@@ -1,0 +1,196 @@
+"""How many tokens a micro-batch may have: found by forward and backward passes before training.
+
+Rows of growing size are trained on, and what they leave is dropped: gradients, metrics, the
+routers' counts and the random state are as before. A line through the last two peaks says how many
+tokens the free memory holds. Trainer ranks try the same sizes at the same time, since their
+collectives are matched, and the least of their answers serves all.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+from collections import Counter
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from spmdrl.world.comm import gather_objects
+from spmdrl.config.fields import least_tokens, trains_on_pairs, useful_tokens
+from spmdrl.model.live_bytes import free_bytes, peak_bytes
+from spmdrl.types import Advantages, Batch, Microbatch, Scalars
+from spmdrl.world import World
+
+log = logging.getLogger(__name__)
+
+ROOM_FRAC = 0.9
+"""Of the free memory that a micro-batch may take. The rest is for what is lost between blocks of
+the allocator, and for rows whose sequences, or tokens to experts, fall less evenly."""
+_STEP = 256  # tokens; what is found is rounded down to a multiple
+
+Rehearse = Callable[[Batch, Advantages], None]
+"""Trains on a batch and drops what comes of it."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """What was measured."""
+
+    tokens: int
+    bytes: int
+
+
+def line(first: Point, second: Point) -> tuple[float, float]:
+    """Return (a, b) of bytes = a + b * tokens through two points of different tokens."""
+    slope = (second.bytes - first.bytes) / (second.tokens - first.tokens)
+    return first.bytes - slope * first.tokens, slope
+
+
+def fitting_tokens(first: Point, second: Point, *, room: float, most: int) -> int:
+    """Return the tokens that `room` bytes hold by the line through two points, at most `most`."""
+    constant, slope = line(first, second)
+    if slope <= 0:
+        return most if second.bytes <= room else 0
+    return max(0, min(most, int((room - constant) / slope)))
+
+
+def make_rows(
+    world: World, *, count: int, length: int, columns: Collection[str], vocab: int
+) -> tuple[Batch, Advantages]:
+    """Return two equal micro-batches of `count` sequences, the same on every trainer rank.
+
+    Two, since the second one finds the gradients of the first. All tokens but a sequence's first
+    are in the loss, which takes most.
+
+    Args:
+        columns: that `Policy.annotate` would add; zeros here.
+    """
+    device, total, rows = world.device, count * length, 2 * count
+    ids = torch.arange(rows)
+    # Of a few thousand different tokens, in no order, so that routers spread them.
+    tokens = torch.arange(total, device=device) * 7919 % 65521 % vocab
+    positions = torch.arange(length, device=device).repeat(count)
+    is_sampled = positions > 0
+    scalars = Scalars(
+        lengths=torch.full((rows,), length), response_lengths=torch.full((rows,), length - 1),
+        group_ids=ids // 2, sample_ids=ids % 2, rewards=torch.zeros(rows, dtype=torch.float64),
+        is_truncated=torch.zeros(rows, dtype=torch.bool),
+        is_valid=torch.ones(rows, dtype=torch.bool), min_versions=torch.zeros_like(ids))
+    microbatches = tuple(Microbatch(
+        tokens=tokens, position_ids=positions,
+        cu_seqlens=torch.arange(0, total + 1, length, dtype=torch.int32, device=device),
+        response_mask=is_sampled, rollout_logprobs=torch.zeros(total, device=device),
+        policy_versions=is_sampled.long() - 1, sequence_ids=own.to(device))
+        for own in ids.split(count))
+    zeros = torch.zeros(total, device=device)
+    names = {*columns} | ({"old_entropy", "square_probs"} if "old_logprobs" in columns else set())
+    batch = Batch(scalars=scalars, updates=(microbatches,), update_ids=torch.zeros_like(ids),
+                  columns=(tuple(dict.fromkeys(names, zeros) for _ in microbatches),))
+    ones = tuple(zeros.double() + 1 for _ in microbatches)
+    return batch, Advantages((ones,), (tuple(map(torch.zeros_like, ones)),))
+
+
+def find_tokens(
+    rehearse: Rehearse, world: World, *, columns: Collection[str], vocab: int
+) -> int:
+    """Return the tokens of the largest micro-batch that fits; every rank of the job calls it.
+
+    Args:
+        rehearse: on trainer ranks; on others it is not called.
+        columns, vocab: see `make_rows`.
+    Returns: at least the longest sequence (pair), at most an update's share of a dp rank; above
+        the former a multiple of 256, unless it is the latter. The same on every rank.
+    Raises: ValueError, on all ranks together, when not even the longest sequence (pair) fits;
+        RuntimeError, on one rank, when it ran out of a GPU's memory in the middle, of which the
+        others are told.
+    """
+    hosts = gather_objects(socket.gethostname(), group=world.control)
+    shares = 1 if world.device.type == "cuda" else Counter(hosts)[hosts[world.rank]]
+    found, problem = 0, ""
+    if world.is_trainer:
+        with torch.random.fork_rng(devices=[world.device] if world.device.type == "cuda" else []):
+            probe = _Probe(rehearse, world, columns=columns, vocab=vocab, shares=shares)
+            try:
+                found = probe.run()
+            except ValueError as error:
+                problem = str(error)
+    answers = gather_objects((found, problem), group=world.control)
+    problem = next((text for _, text in answers if text), "")
+    if problem:
+        raise ValueError(problem)
+    return answers[world.trainer_ranks[0]][0]
+
+
+class _Probe:
+    """Tries rows on a trainer rank, in step with the others."""
+
+    def __init__(self, rehearse: Rehearse, world: World, *, columns: Collection[str],
+                 vocab: int, shares: int):
+        self._rehearse, self._world, self._shares = rehearse, world, shares
+        self._columns, self._vocab = columns, vocab
+        self._least, self._most = least_tokens(world.cfg), useful_tokens(world.cfg)
+        self._unit = 2 if trains_on_pairs(world.cfg) else 1
+        self._room = 0.0
+
+    def run(self) -> int:
+        """Return the tokens that fit on every trainer rank."""
+        longest = self._least // self._unit
+        # Small rows first: FSDP2 and the libraries set themselves up in them, and they say
+        # whether the longest sequence can be tried at all.
+        quarter, half = (self._measure(self._unit, max(2, longest // n)) for n in (4, 2))
+        self._room = ROOM_FRAC * free_bytes(self._world.device) / self._shares
+        constant, slope = line(quarter, half) if half.tokens > quarter.tokens else (half.bytes, 0)
+        self._check(constant + slope * self._least)
+        points = [half, self._measure(self._unit, longest)]
+        self._check(points[-1].bytes)
+        while points[-1].tokens < self._most and self._fitting(points) >= 2 * points[-1].tokens:
+            points.append(self._measure(2 * points[-1].tokens // longest, longest))
+        found = self._fitting(points)
+        found = found if found == self._most else found // _STEP * _STEP
+        return max(self._least, found)
+
+    def _fitting(self, points: list[Point]) -> int:
+        """Return what the last two points say, the least of all trainer ranks'."""
+        before, last = points[-2:]
+        own = self._least if last.tokens == before.tokens else fitting_tokens(
+            before, last, room=self._room, most=self._most)
+        return int(-self._most_of(-own))
+
+    def _check(self, needed: float) -> None:
+        """Raises: ValueError when the longest sequence (pair) does not fit on every rank."""
+        short = self._most_of(needed - self._room)
+        if short > 0:
+            what = "pair of sequences" if self._unit == 2 else "sequence"
+            raise ValueError(
+                f"batch.tokens_per_microbatch: 0, and not even the longest {what}, "
+                f"{self._least} tokens (data.max_prompt_tokens + sampling.max_response_tokens), "
+                f"fits: a forward and backward pass takes about {_gib(needed)}, and of the free "
+                f"memory {_gib(self._room)} may be used; {_gib(short)} are lacking on the "
+                "fullest trainer rank. Use model.memory {activation_checkpointing: full}, more "
+                "trainer ranks, layout.cp or tp, or shorter sequences")
+
+    def _most_of(self, own: float) -> float:
+        largest = torch.tensor(float(own), dtype=torch.float64)
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self._world.trainer_control)
+        return float(largest)
+
+    def _measure(self, count: int, length: int) -> Point:
+        rows = make_rows(self._world, count=count, length=length, columns=self._columns,
+                         vocab=self._vocab)
+        try:
+            with peak_bytes(self._world.device) as peak:
+                self._rehearse(*rows)
+        except torch.OutOfMemoryError as error:
+            raise RuntimeError(
+                f"batch.tokens_per_microbatch: 0, and {count * length} tokens (at least "
+                f"{self._least} have to fit) ran out of memory: {error}. Set a number, or use "
+                "model.memory {activation_checkpointing: full}") from error
+        found = Point(count * length, peak.bytes)
+        log.info("micro-batch of %d tokens: %s at its peak", found.tokens, _gib(found.bytes))
+        return found
+
+
+def _gib(size: float) -> str:
+    return f"{size / 2**30:.3g} GiB"

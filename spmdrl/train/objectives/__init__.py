@@ -1,0 +1,1 @@
+"""From micro-batches to a loss, one file per kind of objective."""

@@ -1,0 +1,93 @@
+"""Distillation on the rows' own tokens: a divergence between two whole distributions.
+
+Logits of policy and teacher exist for one chunk of positions at a time, in the backward pass
+too, so memory is that of the two models' states. Tensor-parallel ranks, which each have a part
+of the vocabulary, gather a chunk's logits and compute the same divergence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from spmdrl.algorithms import registry
+from spmdrl.config import Config
+from spmdrl.model.head import HeadOptions, chunks, scaled_logits
+from spmdrl.model.load import load_hf_config
+from spmdrl.train.objectives.rl import Job, Stats, spread
+from spmdrl.model.sharded import ShardedModel
+from spmdrl.model.parallel.tensor_parallel import enter, gather_last
+from spmdrl.world import World
+
+
+class Distillation:
+    """The distillation loss that a config names, with its teacher in the policy's sharding.
+
+    Raises: ValueError for an unknown method, or a teacher that cannot be loaded or has another
+        vocabulary.
+    """
+
+    def __init__(self, cfg: Config, world: World):
+        self.columns: set[str] = set()
+        self._loss = registry.get("distillation", cfg.algorithm.loss)
+        self._options = cfg.algorithm.loss_options
+        own, other = (load_hf_config(path, trust_remote_code=cfg.model.trust_remote_code).vocab_size
+                      for path in (cfg.model.path, cfg.model.teacher))
+        if own != other:
+            raise ValueError(f"model.teacher: has a vocabulary of {other}, the policy one of "
+                             f"{own}; distillation needs the same tokens on both sides")
+        self._teacher = ShardedModel(cfg, world, path=cfg.model.teacher, is_trained=False).scorer
+
+    def statistics(self, jobs: Sequence[Sequence[Job]], *, world: World) -> dict[str, Tensor]:
+        """Return nothing: no divergence asks for any."""
+        return {}
+
+    def __call__(
+        self, model: ShardedModel, job: Job, *, step: int, statistics: Mapping[str, Tensor]
+    ) -> tuple[Tensor, Stats]:
+        """Run both models forward and return one micro-batch's share of the loss.
+
+        Returns: [] float64 share (shares of all micro-batches and dp ranks add up to the
+            loss) and {metric: (numerator, denominator)}.
+        Invariant under: dp size, micro-batching, packing order.
+        """
+        with torch.no_grad():
+            theirs = self._teacher(job.scoring, lambda *states, targets: states)
+        terms, stats = model.forward(
+            job.scoring, partial(self._terms, *theirs, model.scorer.head_options))
+        return (spread(terms, job.scoring).double() * job.weights).sum(), stats
+
+    def _terms(self, states: Tensor, teacher_weight: Tensor, options: HeadOptions,
+               hidden: Tensor, weight: Tensor, *, targets: Tensor) -> tuple[Tensor, Stats]:
+        """Return the divergence at each scored token, [n] float32 nats, and its metrics."""
+        terms, stats = [], []
+        # One chunk without positions, if there is none: parameters must be in the graph and
+        # metrics in the totals of every rank, so that collectives match.
+        for part in chunks(len(hidden), options.chunk_tokens) or [slice(0, 0)]:
+            found, own = checkpoint(self._chunk, hidden[part], weight, states[part],
+                                    teacher_weight, options, use_reentrant=False,
+                                    preserve_rng_state=False)
+            terms.append(found)
+            stats.append(own)
+        total = {name: tuple(map(sum, zip(*(own[name] for own in stats)))) for name in stats[0]}
+        return torch.cat(terms), total
+
+    def _chunk(self, hidden: Tensor, weight: Tensor, states: Tensor, teacher_weight: Tensor,
+               options: HeadOptions) -> tuple[Tensor, Stats]:
+        with torch.no_grad():
+            teacher = _whole_logits(states, teacher_weight, self._teacher.head_options)
+        inputs = {"student_logits": _whole_logits(hidden, weight, options),
+                  "teacher_logits": teacher,
+                  "loss_mask": torch.ones(len(hidden), dtype=torch.bool, device=hidden.device)}
+        return registry.call(self._loss, inputs, self._options)
+
+
+def _whole_logits(hidden: Tensor, weight: Tensor, options: HeadOptions) -> Tensor:
+    """Return [n, V] float32 logits of the whole vocabulary, equal on every rank of the group."""
+    if options.group is None:
+        return scaled_logits(hidden, weight, options)
+    return gather_last(scaled_logits(enter(hidden, options.group), weight, options), options.group)

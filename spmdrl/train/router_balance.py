@@ -1,0 +1,274 @@
+"""What the routers of a mixture of experts do in training: counted, and kept in balance.
+
+The model's own routers choose, unless the engine's choices are replayed (router_replay.py); hooks
+look on. A token counts once per layer, on the rank that
+computes it; what pads a row counts nowhere. No token is dropped, whatever the load.
+
+Shape letters: L layers with experts, E experts of each, t tokens of a row that this rank keeps
+between layers, K experts per token.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from spmdrl.check.moe import MOE
+from spmdrl.model.lora.expert_adapters import counts
+from spmdrl.model.parallel.expert_parallel import experts_modules
+from spmdrl.train.objectives.rl import Job
+from spmdrl.model.router_replay import RouterReplay
+from spmdrl.types import Sums
+from spmdrl.world import World
+
+BIAS = "e_score_correction_bias"
+
+
+@dataclass
+class _Layer:
+    """A layer's modules, and what its hooks have seen of the micro-batch that is watched."""
+
+    experts: nn.Module
+    router: nn.Module | None
+    """Returns its logits [t, E] first; None where transformers does not say which module it is."""
+    bias: Tensor | None
+    """[E] float32, live: added to scores to choose, not to weight."""
+    counts: list[Tensor] = field(default_factory=list)  # [E] float64: (token, choice) pairs
+    logits: list[Tensor] = field(default_factory=list)  # [t, E], with a graph
+
+    def probs(self, logits: Tensor) -> Tensor:
+        """Return each expert's share of a token's favour, [t, E] float64."""
+        if self.bias is None:
+            return torch.softmax(logits.double(), dim=-1)
+        # Routers with a bias take sigmoids, made shares as in arXiv 2412.19437, equation 19.
+        scores = torch.sigmoid(logits.double())
+        return scores / scores.sum(dim=-1, keepdim=True)
+
+
+class Routers:
+    """The routers of one trained model; of a dense one, nothing.
+
+    Args:
+        hf_model: the transformers model, whatever was made of its parameters.
+        scorer: the module that its forward passes begin with.
+        options: the config's model.moe.
+        world: this rank's view of the job.
+        name: first part of the metrics' names.
+    Raises: ValueError when the options are for experts or routers that the model does not have.
+    """
+
+    def __init__(self, hf_model: nn.Module, *, scorer: nn.Module, options: Mapping[str, Any],
+                 world: World, name: str):
+        own = MOE | dict(options)
+        self._balance, self._coef, self._rate = own["balance"], own["coef"], own["rate"]
+        self._world, self._name, self._layers = world, name, _layers(hf_model)
+        if name == "policy" and options and not self._layers:
+            raise ValueError(f"model.moe: {dict(options)} with a {hf_model.config.model_type}, "
+                             "which has no experts; leave it out")
+        _check_balance(hf_model, self._layers, balance=self._balance)
+        # A value model's experts are not those that the engine chose from.
+        self._replay = RouterReplay(
+            scorer, [layer.router for layer in self._layers],
+            model_type=hf_model.config.model_type) if own["replay"] and name == "policy" else None
+        self._is_real: Tensor | None = None  # [t] bool, of the forward pass that is watched
+        self._is_watching = False
+        self._shares: Tensor | None = None  # [L, E] float64, under `aux`
+        self._num_tokens = 1.0  # of the update, in the whole world
+        self._replayed: Sequence[Tensor] = ()  # see RouterReplay.seen
+        for layer in self._layers:
+            layer.experts.register_forward_pre_hook(self._counter(layer), with_kwargs=True)
+            if layer.router is not None:
+                layer.router.register_forward_hook(self._keeper(layer))
+        self._clear()
+
+    def _clear(self) -> None:
+        shape = (len(self._layers), max((x.experts.num_experts for x in self._layers), default=0))
+        zeros = torch.zeros(*shape, dtype=torch.float64, device=self._world.device)
+        self._counts = zeros
+        # Entropy, balancing loss, tokens, those with other experts than the router's own choice
+        # and those with recorded ones, each summed over tokens and layers.
+        self._sums = zeros.new_zeros(5)
+
+    # ---------------------------------------------------------------- looking on
+
+    @contextlib.contextmanager
+    def watching(self, job: Job) -> Iterator[None]:
+        """Look on while a forward pass over a micro-batch runs. Passes outside, such as those
+        that activation checkpointing repeats, count nowhere."""
+        # A dummy micro-batch has one token, which nobody sampled.
+        num_real = len(job.scoring.tokens) if job.num_tokens else 0
+        self._is_real, self._is_watching = job.scoring.own.kept < num_real, True
+        for layer in self._layers:
+            layer.counts, layer.logits = [], []
+        if self._replay:
+            self._replay.seen = []
+        try:
+            yield
+        finally:
+            self._is_watching = False
+            if self._replay:
+                self._replayed, self._replay.seen = self._replay.seen, None
+
+    def _counter(self, layer: _Layer) -> Callable[..., None]:
+        def count(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+            if not self._is_watching:
+                return
+            index = args[1] if len(args) > 1 else kwargs["top_k_index"]  # [t, K]
+            number = module.num_experts
+            chosen = torch.where(self._is_real[:, None], index, number)  # out of range: nowhere
+            layer.counts.append(counts(chosen, number).double())
+
+        return count
+
+    def _keeper(self, layer: _Layer) -> Callable[..., None]:
+        def keep(module: nn.Module, args: tuple, output: tuple[Tensor, ...]) -> None:
+            # Nothing is computed here: activation checkpointing must see the same operations
+            # when it repeats the pass, which nobody watches.
+            if self._is_watching:
+                layer.logits.append(output[0])
+
+        return keep
+
+    def _watched_counts(self) -> Tensor:
+        return torch.stack([torch.stack(layer.counts).sum(0) for layer in self._layers])
+
+    # ---------------------------------------------------------------- an update
+
+    def prepare(self, jobs: Sequence[Job], forward: Callable[[Job], object]) -> None:
+        """Begin an update. Under `balance: aux`, find each expert's share of all its tokens,
+        which the loss weights with, by one more forward pass over them.
+
+        Args:
+            jobs: this rank's micro-batches. forward: runs the model over one.
+        """
+        self._clear()
+        if self._balance != "aux":
+            return
+        with torch.no_grad():
+            for job in jobs:
+                with self.watching(job):
+                    forward(job)
+                self._counts += self._watched_counts()
+                self._sums[2] += self._is_real.sum()
+        counts, sums = self._over_ranks()
+        self._shares = counts / counts.sum(dim=1, keepdim=True).clamp(min=1)
+        self._num_tokens = max(1.0, float(sums[2]))
+        self._clear()
+
+    def take(self) -> Tensor | float:
+        """Count what was seen of a micro-batch, and return its share of the balancing loss.
+
+        Returns: what to add to the loss, 0 without `balance: aux`. The shares of all micro-batches
+            and ranks, [] float64 with graphs, add up to coef * sum over layers of E * sum over
+            experts of f * P: f is an expert's share of the update's (token, choice) pairs, P its
+            mean probability over the update's tokens.
+        Source: arXiv 2101.03961, equations 4 to 6, with f over the global batch as in arXiv
+            2501.11873; pairs instead of first choices, where a token has several experts.
+        Invariant under: dp size, micro-batching, packing order.
+        """
+        if not self._layers:
+            return 0.0
+        self._counts += self._watched_counts()
+        self._sums[2] += self._is_real.sum() * len(self._layers)
+        for pair in self._replayed:
+            self._sums[3:] += pair
+        loss = self._sums.new_zeros(())
+        for index, layer in enumerate(self._layers):
+            for logits in layer.logits:
+                probs = layer.probs(logits) * self._is_real[:, None]
+                self._sums[0] += torch.special.entr(probs.detach()).sum()
+                if self._shares is not None:
+                    loss = loss + (probs.sum(0) * self._shares[index]).sum()
+            layer.counts, layer.logits = [], []
+        loss = loss * self._counts.shape[1]
+        self._sums[1] += loss.detach()
+        return 0.0 if self._shares is None else self._coef * loss / self._num_tokens
+
+    @torch.no_grad()
+    def finish(self, *, is_taken: bool) -> Sums:
+        """End an update: add up over the trainer ranks, and return metrics.
+
+        Under `balance: bias`, if the update is taken, the correction bias of an expert goes up by
+        `rate` where its load is below the mean, and down where it is above.
+
+        Source: arXiv 2408.15664, algorithm 1.
+        """
+        if not self._layers:
+            return {}
+        counts, sums = self._over_ranks()
+        mean = counts.mean(dim=1, keepdim=True)
+        if self._balance == "bias" and is_taken:
+            for layer, error in zip(self._layers, mean - counts):
+                layer.bias += self._rate * error.sign().to(layer.bias)
+        entropy, loss, tokens, others, recorded = sums.tolist()
+        loads = counts.amax(dim=1) / mean[:, 0].clamp(min=1)
+        found = {
+            "router_max_load": (float(loads.sum()), float(len(loads))),
+            "router_idle_experts_frac": (float((counts == 0).sum()), float(counts.numel())),
+        }
+        if all(layer.router is not None for layer in self._layers):
+            found["router_entropy"] = (entropy, tokens)
+        if self._shares is not None:
+            found["router_balance_loss"] = (loss, tokens)
+        if self._replay:
+            found["router_disagreement"] = (others, recorded)
+            found["router_replayed_frac"] = (recorded, tokens)
+        return {f"{self._name}/{name}": pair for name, pair in found.items()}
+
+    def _over_ranks(self) -> tuple[Tensor, Tensor]:
+        """Return counts and sums of all trainer ranks, which have different tokens."""
+        packed = torch.cat([self._counts.flatten(), self._sums]).cpu()
+        dist.all_reduce(packed, group=self._world.trainer_control)
+        packed = packed.to(self._counts.device)
+        split = self._counts.numel()
+        return packed[:split].view_as(self._counts), packed[split:]
+
+
+# --------------------------------------------------------------------------- construction
+
+
+def _layers(hf_model: nn.Module) -> list[_Layer]:
+    experts = list(experts_modules(hf_model).values())
+    recorders = getattr(hf_model.base_model, "_can_record_outputs", None) or {}
+    recorder = recorders.get("router_logits")
+    kind = getattr(recorder, "target_class", None)
+    found = [m for m in hf_model.modules() if kind is not None and type(m) is kind]
+    known = len(found) == len(experts) and getattr(recorder, "index", 0) == 0
+    routers = found if known else [None] * len(experts)
+    biases = [buffer for module in hf_model.modules()
+              for name, buffer in module.named_buffers(recurse=False) if name == BIAS]
+    biases = biases if len(biases) == len(experts) else [None] * len(experts)
+    return [_Layer(*one) for one in zip(experts, routers, biases)]
+
+
+def check_balance(hf_model: nn.Module, *, balance: str) -> None:
+    """Refuse model.moe.balance for a policy that has no experts, or no such routers.
+
+    Args:
+        hf_model: as it was built, on any device.
+    Raises: ValueError.
+    """
+    layers = _layers(hf_model)
+    if balance != "none" and not layers:
+        raise ValueError(f"model.moe.balance: {balance} with a {hf_model.config.model_type}, which "
+                         "has no experts; leave it out")
+    _check_balance(hf_model, layers, balance=balance)
+
+
+def _check_balance(hf_model: nn.Module, layers: Sequence[_Layer], *, balance: str) -> None:
+    kind = hf_model.config.model_type
+    if balance == "bias" and any(layer.bias is None for layer in layers):
+        raise ValueError(f"model.moe.balance: bias moves the routers' {BIAS}, which a {kind} does "
+                         "not have; take aux")
+    if balance == "aux" and any(layer.bias is not None for layer in layers):
+        raise ValueError(f"model.moe.balance: aux, whose loss is on softmax probabilities, with a "
+                         f"{kind}, whose routers have sigmoids and a {BIAS}; take bias")
+    if balance == "aux" and any(layer.router is None for layer in layers):
+        raise ValueError(f"model.moe.balance: aux needs the routers' logits, and transformers does "
+                         f"not say which modules of a {kind} return them; take none")

@@ -1,0 +1,114 @@
+"""One optimizer step: micro-batches forward and backward, one norm, one decision on all ranks."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from spmdrl.algorithms.mismatch import gap_sums
+from spmdrl.train.objectives.rl import Job, Stats, on_host
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class Totals:
+    """What one optimizer step adds up on the device, without a word to the host."""
+
+    loss: list[Tensor] = field(default_factory=list)
+    stats: dict[str, list[Tensor]] = field(default_factory=dict)
+    num_tokens: int = 0
+
+    def add(self, job: Job, loss: Tensor, stats: Stats) -> None:
+        """Add one micro-batch."""
+        self.loss.append(loss.detach())
+        self.num_tokens += job.num_tokens
+        for name, (numerator, denominator) in stats.items():
+            pair = torch.stack([numerator.detach().double(), denominator.detach().double()])
+            self.stats.setdefault(name, []).append(pair)
+
+    def pack(self, norm_share: Tensor, *, counts: bool) -> Tensor:
+        """Return [square norm, loss, tokens, pairs by name] float64 on the CPU.
+
+        A pair is two numbers, or two rows of as many (`gap_histogram`).
+
+        Args:
+            norm_share: [] float64, this rank's share of the squared gradient norm.
+            counts: False on ranks whose batch another one reports (World.speaks_for_dp).
+        """
+        # One stack and one copy to the host per optimizer step.
+        pairs = [torch.stack(self.stats[name]).sum(0).flatten() for name in sorted(self.stats)]
+        loss = torch.stack(self.loss).sum().double()[None]
+        own = torch.cat([loss, loss.new_full((1,), self.num_tokens), *pairs])
+        own = own if counts else torch.zeros_like(own)
+        return torch.cat([norm_share.to(own.device)[None], own]).cpu()
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What all trainer ranks know after the sums of an optimizer step were exchanged."""
+
+    grad_norm: float
+    loss: float
+    num_tokens: float
+    stats: dict[str, tuple[float, float]]
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether the step may be taken; the same on all trainer ranks."""
+        return math.isfinite(self.grad_norm) and math.isfinite(self.loss)
+
+
+def exchange_totals(
+    totals: Totals, norm_share: Tensor, *, counts: bool, group: dist.ProcessGroup
+) -> Outcome:
+    """Add the totals of all trainer ranks up, in one small collective.
+
+    Args:
+        group: gloo group of the trainer ranks.
+    """
+    packed = totals.pack(norm_share, counts=counts)
+    dist.all_reduce(packed, group=group)
+    square, loss, num_tokens = packed[:3].tolist()
+    names = sorted(totals.stats)
+    parts = packed[3:].split([totals.stats[name][0].numel() for name in names])
+    found = {name: part.view(2, -1) for name, part in zip(names, parts)}
+    histogram = found.pop("gap_histogram", None)
+    stats = {name: tuple(pair.flatten().tolist()) for name, pair in found.items()}
+    if histogram is not None:
+        stats |= gap_sums(histogram[0])
+    return Outcome(grad_norm=math.sqrt(square) if square >= 0 else math.nan, loss=loss,
+                   num_tokens=num_tokens, stats=stats)
+
+
+def clip_gradients(gradients: Sequence[Tensor], *, norm: float, max_norm: float) -> None:
+    """Scale gradients in place so that their global norm is at most `max_norm`; 0 is off."""
+    if max_norm and norm > max_norm:
+        torch._foreach_mul_(list(gradients), max_norm / norm)
+
+
+def dump_skipped(
+    jobs: Sequence[Job], outcome: Outcome, *, folder: Path, step: int, update: int, rank: int
+) -> Path:
+    """Save this rank's micro-batches of a step that was not taken, to look at later.
+
+    Returns: the file, `step_X_rank_R.pt` (with the update's number when there are several).
+    """
+    name = f"step_{step}_rank_{rank}.pt" if not update else f"step_{step}_{update}_rank_{rank}.pt"
+    folder.mkdir(parents=True, exist_ok=True)
+    microbatches = [vars(on_host(job.microbatch)) | {
+        "loss_mask": job.loss_mask.cpu(), "weights": job.weights.cpu(),
+        **{name: column.cpu() for name, column in job.columns.items()}} for job in jobs]
+    torch.save({"step": step, "update": update, "loss": outcome.loss,
+                "grad_norm": outcome.grad_norm, "microbatches": microbatches}, folder / name)
+    log.warning("step %d update %d: loss %g, gradient norm %g: not finite, update skipped on all "
+                "ranks; micro-batches saved to %s", step, update, outcome.loss,
+                outcome.grad_norm, folder / name)
+    return folder / name

@@ -1,0 +1,116 @@
+"""Several samples under way in one worker: functions that wait, for a judge say.
+
+The main thread takes jobs in order and runs what runs one at a time. What may run beside others
+goes to one event loop in a thread: `async def` functions as they are, the others in a thread each.
+A deadline is kept here, to the call: it is cancelled, or its thread left to itself, and no other
+sample notices. Where the whole process stands still, the parent ends it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from spmdrl.workers.messages import Done, pack_message
+from spmdrl.workers.scoring import Scorer, Scoring
+from spmdrl.rewards.signatures import Reward, Sample, Score
+from spmdrl.workers.worker import Server
+
+
+def serve_concurrently(
+    server: Server, take: Callable[[], Any], write: Callable[[bytes], None]
+) -> None:
+    """Serve jobs until there are no more.
+
+    Args:
+        take: waits for the next (id, work), None at the end.
+        write: sends a message; of any thread.
+    """
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, daemon=True).start()
+    slots = threading.Semaphore(server.scorer.concurrency)
+
+    async def finish(scoring: Scoring) -> None:
+        """Do the rest of a sample and send its result."""
+        try:
+            done = await _rest(server.scorer, scoring)
+        finally:
+            slots.release()
+        write(pack_message(done))
+
+    while True:
+        slots.acquire()
+        if (message := take()) is None:
+            return
+        id, work = message
+        write(pack_message(("began", (id, time.monotonic()))))
+        if isinstance(work, Sample):
+            asyncio.run_coroutine_threadsafe(finish(server.scorer.begin(id, work)), loop)
+        else:
+            write(pack_message(server.serve(id, work)))
+            slots.release()
+
+
+async def _rest(scorer: Scorer, scoring: Scoring) -> Done:
+    """Call what is left to call of a sample, within its deadline."""
+    task = asyncio.ensure_future(_call(scorer, scoring))
+    left_s = scoring.began + scorer.timeout_s - time.monotonic()
+    done, _ = await asyncio.wait({task}, timeout=max(0.0, min(left_s, 1e6)))
+    if done:
+        return scorer.result(scoring)
+    task.cancel()  # and not waited for: it may not listen
+    now = time.monotonic()
+    return Done(scoring.id, now, now - scoring.began, "timeout",
+                f"no result within {scorer.timeout_s:g} s")
+
+
+async def _call(scorer: Scorer, scoring: Scoring) -> None:
+    for name, reward in scorer.left(scoring):
+        try:
+            scoring.scores[name] = await _scored(reward, scoring.sample)
+        except asyncio.CancelledError as error:
+            scoring.blame(name, error)  # by user code; past the deadline nobody looks any more
+            return
+        except BaseException as error:  # SystemExit too: user code may call sys.exit
+            scoring.blame(name, error)
+            return
+
+
+async def _scored(reward: Reward, sample: Sample) -> Score:
+    score = Score()
+    call = reward.call if reward.is_async else _in_thread(reward.call)
+    result = await call(sample, score)
+    return reward.read(await result if inspect.isawaitable(result) else result, score)
+
+
+def _in_thread(function: Callable) -> Callable:
+    """Return a function that calls `function` in a thread of its own, to be awaited.
+
+    Not asyncio's pool: a call that hangs would keep a place there, and the process's end waiting.
+    """
+    async def call(*args: Any) -> Any:
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future = loop.create_future()
+
+        def settle(*outcome: Any) -> None:
+            if not future.done():  # cancelled
+                future.set_result(outcome)
+
+        def work() -> None:
+            try:
+                outcome = function(*args), None
+            except BaseException as error:  # raised again where it is awaited
+                outcome = None, error
+            loop.call_soon_threadsafe(settle, *outcome)
+
+        threading.Thread(target=work, daemon=True).start()
+        result, error = await future
+        if error is not None:
+            raise error
+        return result
+
+    return call

@@ -1,0 +1,216 @@
+"""A queue of jobs over worker processes: whatever a job does, it ends, and alone.
+
+Every job ends in exactly one Done. One that raises, exits, crashes, hangs or returns nonsense
+costs itself and nothing else: its worker is replaced, and the jobs behind it go to another. Not at
+its deadline only: a worker whose job takes much longer than they do is stuck, gives back what is
+behind it, and another stands in for it until it is done or killed.
+"""
+
+from __future__ import annotations
+
+import math
+import select
+import time
+from collections import deque
+from collections.abc import Hashable
+from typing import Any
+
+from spmdrl.workers.messages import Done, Failure, Setup, pack_message
+from spmdrl.workers.process import Job, WorkerProcess
+
+_STUCK_TIMES, _STUCK_S = 4.0, 0.2
+"""A job is stuck that runs longer than this many times the mean, and this long."""
+_SPARE_SHARE = 0.5
+"""Workers beside those at work, started before they are needed, once one was replaced."""
+_SILENT_S = 1.0  # a worker that keeps its deadlines itself says so earlier
+_START_TIMEOUT_S = 300.0  # importing a user's module; may bring a large package from a slow disk
+
+
+class JobQueue:
+    """Worker processes and the jobs that wait for them. For one thread; nothing in it blocks
+    but `start` and `wait`, both bounded.
+
+    Args:
+        setup: what each worker loads.
+        workers: processes.
+        timeout_s: deadline of each job, from its beginning.
+    """
+
+    def __init__(self, setup: Setup, *, workers: int, timeout_s: float):
+        self._setup, self._num_workers, self._timeout_s = setup, workers, timeout_s
+        self._workers: list[WorkerProcess] = []
+        self._waiting: deque[Job] = deque()
+        self._done: list[tuple[Job, Done]] = []
+        self._submitted = 0
+        self._mean_s: dict[type, float] = {}  # by kind of job
+        self._num_spares = 0
+        self._is_closed = False
+        self.facts: dict[str, Any] = {}
+        """What the workers said of what they loaded; empty before `start`."""
+
+    def __len__(self) -> int:
+        """Return how many jobs are submitted and not done yet."""
+        return len(self._waiting) + sum(len(w.jobs) for w in self._workers)
+
+    def start(self) -> None:
+        """Start the workers and wait until they have loaded what they serve.
+
+        Raises: ValueError when something cannot be loaded.
+        """
+        self._replenish(self._num_workers)
+        self._pump()
+        while not all(worker.is_ready for worker in self._workers):
+            self.wait()
+            self._pump()
+        if self._workers:
+            self.facts = self._workers[0].facts
+
+    def put(self, key: Hashable, work: Any) -> None:
+        """Queue a job.
+
+        Args:
+            key: goes with the result.
+            work: what a worker's `Server` understands.
+        Raises: pickle.PicklingError, TypeError or AttributeError when it cannot be sent.
+        """
+        frame = pack_message((self._submitted, work))
+        self._waiting.append(Job(self._submitted, key, type(work), frame))
+        self._submitted += 1
+
+    def take(self) -> list[tuple[Job, Done]]:
+        """Return what is done, in the order of submission, without waiting.
+
+        Raises: ValueError as `start`; RuntimeError when workers cannot be started again.
+        """
+        self._pump()
+        done, self._done = self._done, []
+        return sorted(done, key=lambda pair: pair[0].number)
+
+    def wait_for_all(self) -> None:
+        """Wait until every job is done. Raises as `take`."""
+        self._pump()
+        while len(self):
+            self.wait()
+            self._pump()
+
+    def wait(self) -> None:
+        """Sleep until a worker has something for us, or a deadline may have passed."""
+        self._hand_out()  # what was put since the last look would wait as long as we do
+        poller = select.poll()  # not select(), which fails for descriptors above 1023
+        for worker in self._workers:
+            poller.register(worker.process.stdout, select.POLLIN)
+            if worker.has_unsent:
+                poller.register(worker.process.stdin, select.POLLOUT)
+        left = [self._limit_s(w) - w.running_s() for w in self._workers if w.jobs]
+        left += [self._stuck_s(w) - w.running_s() for w in self._workers
+                 if w.jobs and not self._is_stuck(w)]
+        poller.poll(1000 * max(0.001, min([0.5, *left])))
+
+    def close(self) -> None:
+        """End all workers; jobs not done yet are dropped."""
+        self._is_closed = True
+        for worker in self._workers:
+            worker.close()
+        self._workers.clear()
+        self._waiting.clear()
+
+    # ---------------------------------------------------------------- one round
+
+    def _pump(self) -> None:
+        assert not self._is_closed, "the pool is closed"
+        for worker in list(self._workers):
+            self._collect(worker)
+        if len(self):
+            self._replenish(min(self._num_workers, len(self)) + self._num_spares)
+        self._hand_out()
+
+    def _replenish(self, count: int) -> None:
+        """Have `count` workers beside those that are stuck, for which as many again stand in."""
+        count += min(sum(map(self._is_stuck, self._workers)), self._num_workers)
+        while len(self._workers) < count:
+            self._workers.append(WorkerProcess(self._setup))
+
+    def _limit_s(self, worker: WorkerProcess) -> float:
+        """Return how long a job may run before its worker is killed, seconds."""
+        return self._timeout_s + (_SILENT_S if worker.concurrency > 1 else 0.0)
+
+    def _stuck_s(self, worker: WorkerProcess) -> float:
+        """Return how long the job at the head may run before the worker is stuck, seconds."""
+        if worker.concurrency > 1 or not worker.jobs:
+            return float("inf")
+        mean = self._mean_s.get(next(iter(worker.jobs.values())).kind, self._timeout_s / 8)
+        return max(_STUCK_S, _STUCK_TIMES * mean)
+
+    def _is_stuck(self, worker: WorkerProcess) -> bool:
+        return worker.running_s() > self._stuck_s(worker)
+
+    def _collect(self, worker: WorkerProcess) -> None:
+        looked = time.monotonic()  # what `_take` does not find was not done by then
+        worker.flush()
+        self._take(worker)
+        self._check_start(worker)
+        if self._is_stuck(worker):
+            self._expect_faults()
+            worker.recall()
+        if worker.running_s(looked) > self._limit_s(worker):
+            self._replace(worker, failure="timeout",
+                          message=f"no result within {self._timeout_s:g} s")
+            return
+        if worker.has_ended():
+            self._take(worker)  # what it wrote between our look and its end
+            code = worker.exit_code()
+            how = f"signal {-code}" if code < 0 else f"exit code {code}"
+            self._replace(worker, failure="error",
+                          message=f"the worker process ended with {how} at work")
+
+    def _take(self, worker: WorkerProcess) -> None:
+        for job, done in worker.receive():
+            # Late is late, whether or not we looked in time to kill it.
+            if done.seconds > self._timeout_s and done.failure != "timeout":
+                done = Done(done.id, done.finished, done.seconds, "timeout",
+                            f"took {done.seconds:.2f} s, above rewards.timeout_s = "
+                            f"{self._timeout_s:g}")
+            if done.failure is None:
+                mean = self._mean_s.get(job.kind, done.seconds)
+                self._mean_s[job.kind] = 0.95 * mean + 0.05 * done.seconds
+            self._done.append((job, done))
+        returned, worker.returned = worker.returned, []
+        self._waiting.extendleft(reversed(returned))
+
+    def _check_start(self, worker: WorkerProcess) -> None:
+        if worker.refusal:
+            raise ValueError(worker.refusal)
+        if worker.is_ready:
+            return
+        names = ", ".join(self._setup.names)
+        if worker.has_ended():
+            raise RuntimeError(f"a worker process ended with status {worker.exit_code()} while "
+                               f"loading {names}; its output above says why")
+        if time.monotonic() - worker.started > _START_TIMEOUT_S:
+            raise RuntimeError(f"a worker process did not load {names} in {_START_TIMEOUT_S:g} s")
+
+    def _replace(self, worker: WorkerProcess, *, failure: Failure, message: str) -> None:
+        seconds, suspects = worker.running_s(), worker.suspects()
+        worker.kill()
+        self._workers.remove(worker)
+        self._expect_faults()
+        if len(suspects) == 1:
+            job = worker.jobs.pop(suspects[0].number)
+            self._done.append((job, Done(job.number, time.monotonic(), seconds, failure, message)))
+        for job in suspects:
+            job.is_alone = True
+        self._waiting.extendleft(reversed(worker.jobs.values()))
+
+    def _expect_faults(self) -> None:
+        self._num_spares = math.ceil(_SPARE_SHARE * self._num_workers)
+
+    def _hand_out(self) -> None:
+        ready = [w for w in self._workers if w.is_ready]
+        able = [w for w in ready if not self._is_stuck(w)][: self._num_workers]
+        while self._waiting:
+            free = [w for w in able if w.has_room(self._waiting[0])]
+            if not free:
+                break
+            min(free, key=lambda w: len(w.jobs)).add(self._waiting.popleft())
+        for worker in ready:
+            worker.flush()

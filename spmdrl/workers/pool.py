@@ -1,0 +1,182 @@
+"""Score responses and play environments in worker processes: no user code can stall us.
+
+Every call ends in exactly one RewardResult or TurnResult. User code that raises, exits, crashes,
+hangs or returns nonsense costs its own sample or episode and nothing else: the worker is
+replaced and the calls behind it are served by another.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from spmdrl.config import Config
+from spmdrl.data.tasks import is_generated
+from spmdrl.environments.protocol import Message, Response
+from spmdrl.workers.jobs import JobQueue
+from spmdrl.workers.messages import Done, Failure, Moved, Open, Respond, Scored, Setup
+from spmdrl.workers.process import Job
+from spmdrl.rewards.signatures import Sample, part_names, reward_models
+from spmdrl.types import Prompt
+
+
+@dataclass(frozen=True)
+class RewardResult:
+    """What became of one submitted sample."""
+
+    key: Hashable
+    value: float | None
+    """Weighted sum of the functions, without reward models, 0 of none; None when it failed."""
+    parts: dict[str, float] = field(default_factory=dict)
+    """Unweighted value of each function that applies."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """Numbers that the functions reported besides."""
+    extras: dict[str, str] = field(default_factory=dict)
+    """Texts that the functions reported besides."""
+    seconds: float = 0.0
+    failure: Failure | None = None
+    message: str = ""
+
+
+@dataclass(frozen=True)
+class TurnResult:
+    """What became of one `open` or `turn`."""
+
+    key: Hashable
+    environment: bytes = b""
+    """The pickled environment, for the next `turn`; empty when the episode is done, or failed."""
+    messages: tuple[Message, ...] = ()
+    """To append; empty when the episode is done, or failed."""
+    is_done: bool = False
+    reward: float = 0.0
+    """Of this turn: to be added to the episode's."""
+    info: dict[str, float] = field(default_factory=dict)
+    """Numbers for metrics."""
+    state: int = -1
+    """Number of the state that the episode is in now; -1 where the environment names none."""
+    seconds: float = 0.0
+    failure: Failure | None = None
+    """The episode cannot go on, and what it earned so far should not count."""
+    message: str = ""
+
+
+class RewardPool(JobQueue):
+    """Worker processes of one engine replica. For one thread; nothing in it blocks but
+    `start`, `wait`, `results` and `drain`, all bounded. Where models are the only rewards it has
+    no workers, and every sample's value is 0. So is it where the environment's rewards are all.
+
+    Args:
+        cfg: rewards.*, rollout.environment, and data.* for the graders of generated tasks.
+    Raises (on construction): ValueError when there is nothing to score with.
+    """
+
+    def __init__(self, cfg: Config):
+        rewards, environment = cfg.rewards, dict(cfg.rollout.environment)
+        specs = dict.fromkeys(s for s in (cfg.data.train, cfg.data.eval) if is_generated(s))
+        tasks = () if rewards.functions else tuple(specs)
+        if not rewards.functions and not tasks and not environment:
+            raise ValueError("rewards.functions: is empty and no generated task brings a grader")
+        models = reward_models(rewards.functions)  # the trainers'
+        weights = rewards.weights or (1.0,) * len(rewards.functions)
+        own = [i for i in range(len(rewards.functions)) if i not in models]
+        names = part_names(rewards.functions)
+        setup = Setup(
+            functions={names[i]: rewards.functions[i] for i in own}, tasks=tasks,
+            task_options=dict(cfg.data.task_options), weights=tuple(weights[i] for i in own),
+            has_models=bool(models), environment=environment, timeout_s=rewards.timeout_s)
+        is_needed = bool(own or tasks or environment)
+        super().__init__(setup, workers=rewards.workers if is_needed else 0,
+                         timeout_s=rewards.timeout_s)
+        self._unscored: list[RewardResult] = []
+
+    def __enter__(self) -> "RewardPool":
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    @property
+    def tools(self) -> list[dict[str, Any]]:
+        """Return the environment's tool descriptions for the chat template, after `start`."""
+        return self.facts.get("tools", [])
+
+    @property
+    def tool_parser(self) -> str:
+        """Return the format of tool calls to read, after `start`; empty for none."""
+        return self.facts.get("tool_parser", "")
+
+    def submit(
+        self, key: Hashable, *, prompt: Prompt, response_text: str, response_tokens: list[int],
+        truncated: bool,
+    ) -> None:
+        """Hand in one response; its RewardResult comes out of `poll` or `drain` under `key`.
+
+        Raises: ValueError when the data row cannot be sent to another process.
+        """
+        if not self._num_workers:
+            self._unscored.append(RewardResult(key, 0.0))
+            return
+        sample = Sample(prompt.row, response_text, response_tokens, truncated)
+        self._send(key, sample, what=f"data row {prompt.index}")
+
+    def open(self, key: Hashable, *, row: dict, seed: int = 0) -> None:
+        """Begin an episode; its TurnResult comes out of `poll` or `drain` under `key`.
+
+        Args:
+            row: the data row.
+            seed: of the episode's randomness, for environments that ask for it.
+        Raises: ValueError when the data row cannot be sent to another process.
+        """
+        assert self._setup.environment, "rollout.environment is empty"
+        self._send(key, Open(row, seed), what="a data row")
+
+    def turn(self, key: Hashable, *, environment: bytes, response: Response) -> None:
+        """Play a turn; its TurnResult comes out of `poll` or `drain` under `key`.
+
+        Args:
+            environment: of the episode's last TurnResult.
+            response: what the policy sampled since.
+        """
+        self._send(key, Respond(environment, response), what="a response")
+
+    def poll(self) -> list[RewardResult | TurnResult]:
+        """Return the results that are there, without waiting.
+
+        Raises: ValueError as `start`; RuntimeError when workers cannot be started again.
+        """
+        unscored, self._unscored = self._unscored, []
+        return unscored + [_result(job, done) for job, done in self.take()]
+
+    def drain(self) -> list[RewardResult | TurnResult]:
+        """Wait for every call and return the results not yet polled, in the order of the calls.
+        Raises as `poll`."""
+        self.wait_for_all()
+        return self.poll()
+
+    def results(self) -> Iterator[RewardResult | TurnResult]:
+        """Yield the results not yet polled, each as soon as it is there, until every call is
+        served. Raises as `poll`."""
+        yield from self.poll()
+        while len(self):
+            self.wait()
+            yield from self.poll()
+
+    def _send(self, key: Hashable, work: Sample | Open | Respond, *, what: str) -> None:
+        try:
+            self.put(key, work)
+        except (pickle.PicklingError, TypeError, AttributeError) as error:
+            raise ValueError(f"{what} cannot be sent to a worker process: {error}") from error
+
+
+def _result(job: Job, done: Done) -> RewardResult | TurnResult:
+    common = {"seconds": done.seconds, "failure": done.failure, "message": done.message}
+    if isinstance(done, Scored):
+        return RewardResult(job.key, done.value, done.parts, done.metrics, done.extras, **common)
+    if isinstance(done, Moved):
+        turn = done.turn
+        return TurnResult(job.key, done.environment, tuple(turn.messages), turn.is_done,
+                          turn.reward, turn.info, done.state, **common)
+    return RewardResult(job.key, None, **common) if job.kind is Sample else TurnResult(
+        job.key, **common)

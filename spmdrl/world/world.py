@@ -1,0 +1,370 @@
+"""The world: one process group over all ranks, two roles, their meshes, start and teardown."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from spmdrl.world.comm import PeersMissing, Watch, first_line, gather_objects, store_timeout
+from spmdrl.config import Config, flatten, inference_ranks, trainer_ranks
+from spmdrl.config.fields import least_tokens
+from spmdrl.world.launch import Launch, read_launch
+from spmdrl.world.mesh import make_expert_mesh, make_meshes
+
+_TOLD_CHARS = 2000
+_ONE_KEY_PRESS_S = 1.0  # terminal and launcher may both pass on the same Ctrl-C
+
+
+@dataclass
+class World:
+    """One rank's view of the job. Made by `World.start`, ended by `close`."""
+
+    cfg: Config
+    rank: int
+    world_size: int
+    local_rank: int
+    device: torch.device
+    watch: Watch
+    control: dist.ProcessGroup
+    """gloo group over all ranks, for small messages."""
+    trainer_control: dist.ProcessGroup
+    """gloo group over the trainer ranks, for the few numbers of an update."""
+    saving: dist.ProcessGroup
+    """gloo group over the trainer ranks for the thread that writes checkpoints and nothing else:
+    two threads in one group would meet each other's collectives."""
+    mesh: DeviceMesh | None
+    """Trainer mesh with axes MESH_AXES; None on ranks that do not train."""
+    sharding: DeviceMesh | None
+    """The same ranks with axes dp_replicate, fsdp (dp_shard and cp in one) and tp, over which
+    parameters are sharded; None on ranks that do not train."""
+    experts: DeviceMesh | None
+    """The same ranks with axes dp_replicate, efsdp and ep, over which experts are sharded; None on
+    ranks that do not train, and without expert or tensor parallelism."""
+    store: dist.Store
+    """Key-value store of the job, for what a rank may learn without waiting for it."""
+    replica_control: dist.ProcessGroup | None = None
+    """gloo group over the ranks of this rank's engine replica; None where that is one rank."""
+    stop_requested: bool = field(default=False)
+    """A signal asked for it: save at the next step boundary, then leave."""
+    is_started: bool = field(default=False)
+    """Start-up is over: there is progress to save."""
+    found_tokens: int = field(default=0)
+    """What was found for batch.tokens_per_microbatch 0, the same on every rank; 0 before."""
+
+    @classmethod
+    def start(cls, cfg: Config) -> "World":
+        """Join the job and build all groups; every rank must call it with the same config.
+
+        Raises: ValueError, before any group exists, when the launcher's world does not match
+            the layout; RuntimeError when ranks do not have the same config.
+        """
+        launch = read_launch()
+        _check_launch(cfg, launch)
+        device = pick_device(cfg, launch.local_rank)
+        os.environ.update(RANK=str(launch.rank), WORLD_SIZE=str(launch.world_size),
+                          LOCAL_RANK=str(launch.local_rank), MASTER_ADDR=launch.address,
+                          MASTER_PORT=str(launch.port))
+        timeout = store_timeout(max(cfg.layout.wait_timeout_s, cfg.layout.startup_timeout_s))
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(
+            backend, init_method="env://", timeout=timeout,
+            device_id=device if device.type == "cuda" else None,
+        )
+        store = dist.distributed_c10d._get_default_store().clone()
+        # torchrun keeps the store in its own process, srun has rank 0 keep it.
+        is_host = launch.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        watch = Watch(store, rank=launch.rank, world_size=launch.world_size,
+                      timeout_s=cfg.layout.startup_timeout_s, hosts_store=is_host)
+        with watch.wait("create groups", -1):
+            control = dist.new_group(backend="gloo", timeout=timeout)
+            trainer_control = dist.new_group(trainer_ranks(cfg), backend="gloo", timeout=timeout)
+            saving = dist.new_group(trainer_ranks(cfg), backend="gloo", timeout=timeout)
+            replica_control = _replica_group(cfg, launch.rank, timeout=timeout)
+            mesh, sharding = make_meshes(cfg, device)
+            experts = make_expert_mesh(cfg, device)
+        is_trainer = launch.rank in trainer_ranks(cfg)
+        world = cls(cfg=cfg, rank=launch.rank, world_size=launch.world_size,
+                    local_rank=launch.local_rank, device=device, watch=watch, control=control,
+                    trainer_control=trainer_control, saving=saving, store=store.clone(),
+                    replica_control=replica_control,
+                    mesh=mesh if is_trainer else None,
+                    sharding=sharding if is_trainer else None,
+                    experts=experts if is_trainer else None)
+        world._check_same_config()
+        world._catch_signals()
+        if cfg.deterministic:
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS asks for it
+            torch.use_deterministic_algorithms(True, warn_only=True)
+        return world
+
+    # ---------------------------------------------------------------- roles
+
+    @property
+    def is_trainer(self) -> bool:
+        """Whether this rank holds a shard of the policy."""
+        return self.mesh is not None
+
+    @property
+    def is_inference(self) -> bool:
+        """Whether this rank holds (a tensor-parallel part of) an engine."""
+        return self.rank in self.inference_ranks
+
+    @property
+    def trainer_ranks(self) -> list[int]:
+        """Ranks that train, ascending."""
+        return trainer_ranks(self.cfg)
+
+    @property
+    def inference_ranks(self) -> list[int]:
+        """Ranks that generate, ascending."""
+        return inference_ranks(self.cfg)
+
+    @property
+    def num_replicas(self) -> int:
+        """Engine replicas in the job."""
+        return len(self.inference_ranks) // self.cfg.layout.inference_tp
+
+    @property
+    def replica(self) -> int:
+        """Index of this rank's engine replica; -1 where there is none."""
+        if not self.is_inference:
+            return -1
+        return self.inference_ranks.index(self.rank) // self.cfg.layout.inference_tp
+
+    @property
+    def inference_tp_rank(self) -> int:
+        """Position within the replica; -1 where there is none. 0 is the replica's leader."""
+        if not self.is_inference:
+            return -1
+        return self.inference_ranks.index(self.rank) % self.cfg.layout.inference_tp
+
+    @property
+    def ranks_per_dp(self) -> int:
+        """Trainer ranks that share a data-parallel index, and so a batch: cp * tp."""
+        return self.cfg.layout.cp * self.cfg.layout.tp
+
+    @property
+    def dp_size(self) -> int:
+        """Parts that a batch is cut into: dp_replicate * dp_shard."""
+        return len(self.trainer_ranks) // self.ranks_per_dp
+
+    def dp_index(self, rank: int) -> int:
+        """Return the data-parallel index of a trainer rank; cp and tp ranks share one."""
+        return self.trainer_ranks.index(rank) // self.ranks_per_dp
+
+    @property
+    def tokens_per_microbatch(self) -> int:
+        """Token budget of a micro-batch: the config's, or what was found where that is 0, and
+        before it is found the least that there may be."""
+        return self.cfg.batch.tokens_per_microbatch or self.found_tokens or least_tokens(self.cfg)
+
+    @property
+    def speaks_for_dp(self) -> bool:
+        """Whether this rank is the first trainer of its data-parallel index: what all of them
+        know alike is counted there."""
+        return self.is_trainer and self.trainer_ranks.index(self.rank) % self.ranks_per_dp == 0
+
+    # ---------------------------------------------------------------- life
+
+    def started(self) -> None:
+        """Say that start-up is over: waits have the short deadline, a signal saves first."""
+        self.watch.timeout_s = self.cfg.layout.wait_timeout_s
+        self.is_started = True
+
+    def announce_updated(self, step: int) -> None:
+        """Let every rank know, whenever it looks, that the trainers are done with `step`."""
+        if self.rank == self.trainer_ranks[0]:
+            self.store.set(f"updated/{step}", "")
+            self.store.delete_key(f"updated/{step - 2}")
+
+    def is_updated(self, step: int) -> bool:
+        """Whether the trainers are done with `step`; one look at the store, about 0.1 ms."""
+        return self.store.check([f"updated/{step}"])
+
+    def agree_to_stop(self, step: int) -> bool:
+        """Return on all ranks, once all are here, whether any rank was asked to stop."""
+        with self.watch.wait("await peers", step):
+            flag = torch.tensor(int(self.stop_requested))
+            dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self.control)
+        return bool(flag)
+
+    def close(self) -> None:
+        """Leave the job in step with the others. Engines must be closed before."""
+        with self.watch.wait("leave", -1):
+            dist.barrier(group=self.control)
+        self.watch.close()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    def _check_same_config(self) -> None:
+        with self.watch.wait("compare configs", -1):
+            configs = gather_objects(flatten(self.cfg), group=self.control)
+        for rank, other in enumerate(configs):
+            differing = [k for k, v in configs[0].items() if other[k] != v]
+            if differing:
+                name = differing[0]
+                raise RuntimeError(
+                    f"rank {rank} has {name} = {other[name]!r}, rank 0 has {configs[0][name]!r}; "
+                    "every rank must be started with the same config file and flags"
+                )
+
+    # ---------------------------------------------------------------- signals
+
+    def _catch_signals(self) -> None:
+        """Have a thread act on SIGINT, SIGTERM and SIGUSR1 as they arrive.
+
+        Python runs handlers in the main thread, which may stand in a collective for minutes;
+        the wake-up descriptor is written at once.
+        """
+        read, write = os.pipe()
+        os.set_blocking(write, False)
+        signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+        # A forked child's signals are not ours.
+        os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+            signal.signal(number, lambda *_: None)
+        threading.Thread(target=self._obey_signals, args=(read,), daemon=True,
+                         name="spmdrl-signals").start()
+
+    def _obey_signals(self, pipe: int) -> None:
+        first_at = None
+        while received := os.read(pipe, 1):
+            number, now = signal.Signals(received[0]), time.monotonic()
+            if number == signal.SIGUSR1:  # Slurm's --signal=USR1@N
+                self.stop_requested = True
+            elif number not in (signal.SIGINT, signal.SIGTERM):
+                continue
+            elif first_at is None:
+                first_at = now
+                self._first_signal(number)
+            elif now - first_at > _ONE_KEY_PRESS_S:
+                self._leave_at_once(number, "the second signal")
+
+    def _first_signal(self, number: signal.Signals) -> None:
+        if self.watch.is_ending:
+            return
+        cause = self.watch.peer_error()
+        if cause:  # the launcher ends us because of a peer
+            self.watch.leave_after_peer(cause)
+        elif not self.is_started:
+            self._leave_at_once(number, "nothing to save before the first step")
+        else:
+            self.stop_requested = True
+            if self.rank == 0:
+                print(f"[rank 0] {number.name}: this step is finished and saved, then the run "
+                      "stops; a second signal ends it at once", file=sys.stderr, flush=True)
+
+    def _leave_at_once(self, number: signal.Signals, why: str) -> None:
+        try:
+            if self.rank == 0:
+                print(f"[rank 0] {number.name}: ends at once ({why})", file=sys.stderr, flush=True)
+            if self.watch.claim_ending():
+                self.watch.close_early("stopped")
+        finally:
+            os._exit(128 + number)
+
+
+def ended(error: Exception, world: World | None) -> int:
+    """Say why this rank ends, to people, to the launcher and to the other ranks.
+
+    Args:
+        error: what was raised. Of a ValueError (the user's to mend) and of missing peers the
+            message is shown, of anything else the traceback too.
+        world: None when it was not reached.
+    Returns: the exit status.
+    """
+    rank, text = os.environ.get("RANK", "?") if world is None else world.rank, first_line(error)
+    if not isinstance(error, PeersMissing):
+        _tell_launcher(f"{type(error).__name__}: {error}"[:_TOLD_CHARS])
+    if world is not None:
+        world.watch.claim_ending(wait=True)
+        if not isinstance(error, PeersMissing) and not world.watch.claim_cause(text):
+            print(f"[rank {rank}] ends for the same reason", file=sys.stderr, flush=True)
+            return 1
+    if isinstance(error, (ValueError, PeersMissing)):
+        print(f"[rank {rank}] {error}", file=sys.stderr, flush=True)
+    else:
+        traceback.print_exception(error)
+        print(f"[rank {rank}] ended with {text}", file=sys.stderr, flush=True)
+    if world is not None:
+        world.watch.close_early("failed")
+        if not isinstance(error, PeersMissing):
+            world.watch.tell_end(text)
+    return 2 if isinstance(error, ValueError) else 1
+
+
+def _tell_launcher(text: str) -> None:
+    """Leave the reason where torchrun looks for it: it closes its own report with it."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path:
+        extra = {"py_callstack": text, "timestamp": str(int(time.time()))}
+        with contextlib.suppress(OSError):  # the reason was printed already
+            with open(path, "w") as file:
+                json.dump({"message": {"message": text, "extraInfo": extra}}, file)
+
+
+def _replica_group(cfg: Config, rank: int, *, timeout: timedelta) -> dist.ProcessGroup | None:
+    """Return the gloo group of this rank's engine replica; every rank helps to create all."""
+    size, own = cfg.layout.inference_tp, None
+    if size == 1:
+        return None
+    ranks = inference_ranks(cfg)
+    for first in range(0, len(ranks), size):
+        group = dist.new_group(ranks[first : first + size], backend="gloo", timeout=timeout)
+        own = group if rank in ranks[first : first + size] else own
+    return own
+
+
+def _check_launch(cfg: Config, launch: Launch) -> None:
+    if launch.world_size != cfg.layout.world_size:
+        raise ValueError(
+            f"layout.world_size is {cfg.layout.world_size}, but {launch.launcher} started "
+            f"{launch.world_size} ranks; start {cfg.layout.world_size} or {_other_way(cfg, launch)}"
+        )
+
+
+def _other_way(cfg: Config, launch: Launch) -> str:
+    size = launch.world_size
+    if cfg.layout.placement != "split" or size > cfg.layout.trainer_ranks:
+        return f"set --layout.world-size {size}"
+    if size > 1:
+        return (f"set --layout.world-size {size} --layout.trainer-ranks {size // 2}, so that "
+                "split placement leaves ranks to generate")
+    return (f"set --layout.world-size {size} --layout.placement colocated: split placement needs "
+            "a rank that trains and one that generates")
+
+
+def is_on_cpu(cfg: Config) -> bool:
+    """Return whether ranks on this machine take the CPU."""
+    kind = cfg.layout.device
+    return kind == "cpu" or (kind == "auto" and torch.cuda.device_count() == 0)
+
+
+def pick_device(cfg: Config, local_rank: int) -> torch.device:
+    """Return this rank's device.
+
+    Raises: ValueError when CUDA is asked for and this rank has no GPU.
+    """
+    if is_on_cpu(cfg):
+        return torch.device("cpu")
+    count = torch.cuda.device_count()
+    if local_rank >= count:
+        raise ValueError(
+            f"layout.device: rank with local rank {local_rank} on {socket.gethostname()} needs "
+            f"GPU {local_rank}, but {count} are visible; start {count} ranks per node"
+        )
+    torch.cuda.set_device(local_rank)
+    return torch.device("cuda", local_rank)
