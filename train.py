@@ -30,11 +30,11 @@ def train(cfg: Config, world: World) -> int:
     from spmdrl.engine import make_engine
     from spmdrl.evaluate import evaluate
     from spmdrl.exchange import exchange
-    from spmdrl.train.trainer import Policy
     from spmdrl.report import Report
     from spmdrl.rollout.metrics import batch_sums
     from spmdrl.rollout.source import make_source
     from spmdrl.sync.stream import WeightStream
+    from spmdrl.train.trainer import Policy
     from spmdrl.types import add_sums
 
     report = Report(cfg, world)  # meets: one folder for the logs
@@ -49,8 +49,11 @@ def train(cfg: Config, world: World) -> int:
     policy.size_microbatches(known=state.found_tokens)  # meets: if the config leaves it open
     first_push = stream.push(version=state.step)  # meets: proves the path before step one
     probe = stream.probe(source.probe_tokens())  # meets: engine and trainer agree, or stop
-    report.start(dry_run.derived(cfg, tokens=world.tokens_per_microbatch), step=state.step,
-                 sums=add_sums(first_push, probe))
+    report.start(
+        dry_run.derived(cfg, tokens=world.tokens_per_microbatch),
+        step=state.step,
+        sums=add_sums(first_push, probe),
+    )
     evaluated = evaluate(source, engine, world=world, step=state.step)  # meets
     report.evaluation(state.step, evaluated)
     checkpoints.check(evaluated)  # what checkpoint.keep compares is measured
@@ -68,12 +71,17 @@ def train(cfg: Config, world: World) -> int:
         updated = policy.update(batch, advantages, step=step)
         is_stopping = world.agree_to_stop(step)  # meets: SIGTERM anywhere stops all
         pushed = stream.push(version=step + 1)  # meets: shards to engines
-        report.step(step, add_sums(batch_sums(batch), updated, pushed),
-                    seconds=world.watch.take_seconds(), samples=batch.samples)
+        report.step(
+            step,
+            add_sums(batch_sums(batch), updated, pushed),
+            seconds=world.watch.take_seconds(),
+            samples=batch.samples,
+        )
         evaluated = evaluate(source, engine, world=world, step=step + 1)  # meets
         report.evaluation(step + 1, evaluated)
         checkpoints.maybe_save(
-            step + 1, policy, source, evaluated=evaluated, stop=is_stopping)  # meets
+            step + 1, policy, source, evaluated=evaluated, stop=is_stopping
+        )  # meets
         if is_stopping:
             break
 
@@ -91,8 +99,8 @@ def main() -> int:
     cfg = config.parse()
     if cfg.dry_run:
         return dry_run.show(cfg)
-    from spmdrl.checkpoint.restore import already_finished
     from spmdrl.check.fit import check_fit
+    from spmdrl.checkpoint.restore import already_finished
     from spmdrl.world.world import World, ended
 
     world = None

@@ -62,18 +62,28 @@ class Options:
 def main(options: Options) -> None:
     """Start the ranks, and print a table."""
     with tempfile.TemporaryDirectory() as folder:
-        torchrun(options.replicas, Path(__file__).resolve(), "--worker", folder,
-                 json.dumps(dataclasses.asdict(options)), timeout_s=900)
+        torchrun(
+            options.replicas,
+            Path(__file__).resolve(),
+            "--worker",
+            folder,
+            json.dumps(dataclasses.asdict(options)),
+            timeout_s=900,
+        )
         found = json.loads((Path(folder) / "found.json").read_text())
     base = statistics.median(found["even"]["seconds"])
-    print("| balance | median step s | of even | mean wait of a replica s | engine steps of the "
-          "busiest | its share of tokens |")
+    print(
+        "| balance | median step s | of even | mean wait of a replica s | engine steps of the "
+        "busiest | its share of tokens |"
+    )
     print("| --- | --- | --- | --- | --- | --- |")
     for name, row in found.items():
         seconds = statistics.median(row["seconds"])
-        print(f"| {name} | {seconds:.3f} | {seconds / base:.2f} | "
-              f"{statistics.fmean(row['waits']):.3f} | {statistics.fmean(row['steps']):.0f} | "
-              f"{statistics.fmean(row['shares']):.2f} |")
+        print(
+            f"| {name} | {seconds:.3f} | {seconds / base:.2f} | "
+            f"{statistics.fmean(row['waits']):.3f} | {statistics.fmean(row['steps']):.0f} | "
+            f"{statistics.fmean(row['shares']):.2f} |"
+        )
 
 
 def length_of(options: Options, prompt: tuple[int, ...], sample: str) -> int:
@@ -103,11 +113,13 @@ def work(folder: Path, options: Options) -> None:
     os.chdir(folder)
     cfg = config.Config(
         layout=config.Layout(placement="colocated", world_size=options.replicas, device="cpu"),
-        model=config.Model(path=str(folder / "model_0")), steps=10**6,
+        model=config.Model(path=str(folder / "model_0")),
+        steps=10**6,
         data=config.Data(train="task:addition", size=options.rows, max_prompt_tokens=24),
         batch=config.Batch(prompts_per_step=options.prompts, group_size=options.group_size),
         sampling=config.Sampling(max_response_tokens=options.limit),
-        engine=config.Engine(kind="transformers", dtype="float32", max_num_seqs=options.seqs))
+        engine=config.Engine(kind="transformers", dtype="float32", max_num_seqs=options.seqs),
+    )
     while not (folder / "model_0" / "tokenizer_config.json").exists():
         time.sleep(0.1)
     world = World.start(cfg)
@@ -129,11 +141,18 @@ def work(folder: Path, options: Options) -> None:
 
     engine.step, engine.add, engine.num_steps = timed_step, long_tailed, 0
     found: dict[str, dict[str, list]] = {
-        name: {"seconds": [], "waits": [], "shares": [], "steps": []} for name in CASES}
+        name: {"seconds": [], "waits": [], "shares": [], "steps": []} for name in CASES
+    }
     for _ in range(options.rounds):
         for name, schedule in CASES.items():
-            _run(dataclasses.replace(cfg, rollout=config.Rollout(schedule=schedule)), options,
-                 engine=engine, world=world, tokenizer=tokenizer, found=found[name])
+            _run(
+                dataclasses.replace(cfg, rollout=config.Rollout(schedule=schedule)),
+                options,
+                engine=engine,
+                world=world,
+                tokenizer=tokenizer,
+                found=found[name],
+            )
     if rank == 0:
         (folder / "found.json").write_text(json.dumps(found))
     dist.barrier(group=world.control)
@@ -143,9 +162,9 @@ def _run(cfg, options: Options, *, engine, world, tokenizer, found) -> None:
     """Sample an epoch to measure, and those that count."""
     import torch.distributed as dist
 
-    from spmdrl.world.comm import gather_objects
     from spmdrl.rollout.source import make_source
     from spmdrl.types import Batch, Scalars
+    from spmdrl.world.comm import gather_objects
 
     source = make_source(cfg, world, tokenizer=tokenizer)
     per_epoch = options.rows // options.prompts

@@ -27,14 +27,16 @@ class Options:
 def main(options: Options) -> None:
     """Print one line for each phase and wait, longest first."""
     lines = (options.run / "metrics.jsonl").read_text().splitlines()
-    rows = [row for row in map(json.loads, lines)
-            if "perf/step_s" in row and row["step"] >= options.first]
+    rows = [
+        row
+        for row in map(json.loads, lines)
+        if "perf/step_s" in row and row["step"] >= options.first
+    ]
 
     def mean(name: str) -> float:
         return statistics.fmean(row.get(name, 0.0) for row in rows)
 
-    print(f"{len(rows)} steps of {mean('perf/step_s'):.3f} s; "
-          f"other {mean('perf/other_frac'):.1%}")
+    print(f"{len(rows)} steps of {mean('perf/step_s'):.3f} s; other {mean('perf/other_frac'):.1%}")
     names = {name for row in rows for name in row if name.startswith("time/")}
     for name in sorted(names, key=mean, reverse=True):
         print(f"  {name.removeprefix('time/'):24}{1e3 * mean(name):9.1f} ms")

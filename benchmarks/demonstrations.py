@@ -49,6 +49,7 @@ class Options:
 
 def guesser(options: Options, draw: random.Random) -> Player:
     """Return a player of guess_number whose prompts hold the range as `{low}-{high}`."""
+
     def play(messages: list[Message], row: dict) -> Response:
         low, high = map(int, row["prompt"].rstrip("?").split("-"))
         if draw.random() >= options.careless:
@@ -58,11 +59,13 @@ def guesser(options: Options, draw: random.Random) -> Player:
                 else:
                     high = min(high, int(guess["content"]) - 1)
         return Response(str(draw.randint(low, high)))
+
     return play
 
 
 def reckoner(options: Options, draw: random.Random) -> Player:
     """Return a user of the calculator for rows such as `123+456=`, or a poor head for figures."""
+
     def play(messages: list[Message], row: dict) -> Response:
         if messages[-1]["role"] == "tool":
             return Response(messages[-1]["content"])
@@ -71,6 +74,7 @@ def reckoner(options: Options, draw: random.Random) -> Player:
             return Response("", (call,))
         error = draw.choice((-20, -10, -2, -1, 1, 2, 10, 20))
         return Response(str(int(row["answer"]) + (error if draw.random() < options.slips else 0)))
+
     return play
 
 
@@ -83,7 +87,8 @@ def as_message(response: Response) -> Message:
     if response.tool_calls:
         message["tool_calls"] = [
             {"type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-            for call in response.tool_calls]
+            for call in response.tool_calls
+        ]
     return message
 
 

@@ -27,8 +27,8 @@ from spmdrl import config
 from spmdrl.config import Config
 from spmdrl.engine import make_engine
 from spmdrl.engine.protocol import EngineProtocol, Request
-from spmdrl.world.launch import launch_alone
 from spmdrl.world import World
+from spmdrl.world.launch import launch_alone
 
 LOADS = {"512 of about 4": (64, 8, 8), "64 of 128": (64, 1, 128)}
 """{name: (prompts, samples of each, longest response)}"""
@@ -51,9 +51,11 @@ def make_config(options: Options, kind: str) -> Config:
     return Config(
         layout=config.Layout(placement="colocated", world_size=1, device="cpu"),
         model=config.Model(path=str(options.model)),
-        data=config.Data(max_prompt_tokens=16), sampling=config.Sampling(max_response_tokens=128),
-        engine=config.Engine(kind=kind, dtype=options.dtype, max_num_seqs=512,
-                             cpu_kv_cache_gib=1.0),
+        data=config.Data(max_prompt_tokens=16),
+        sampling=config.Sampling(max_response_tokens=128),
+        engine=config.Engine(
+            kind=kind, dtype=options.dtype, max_num_seqs=512, cpu_kv_cache_gib=1.0
+        ),
     )
 
 
@@ -65,8 +67,11 @@ def requests(options: Options, load: str, seed: int) -> list[Request]:
     num_prompts, samples, longest = LOADS[load]
     stop = (tokenizer.eos_token_id,) if samples > 1 else ()
     prompts = [tuple(tokenizer(f"{10 + i}+{90 - i}=")["input_ids"]) for i in range(num_prompts)]
-    return [Request(f"{i}-{k}", prompt, longest, 1.0, 1000003 * seed + 512 * i + k, stop)
-            for i, prompt in enumerate(prompts) for k in range(samples)]
+    return [
+        Request(f"{i}-{k}", prompt, longest, 1.0, 1000003 * seed + 512 * i + k, stop)
+        for i, prompt in enumerate(prompts)
+        for k in range(samples)
+    ]
 
 
 def timed(engine: EngineProtocol, asked: list[Request]) -> tuple[float, int]:
@@ -83,8 +88,9 @@ def timed(engine: EngineProtocol, asked: list[Request]) -> tuple[float, int]:
 def measure(options: Options) -> dict[str, Any]:
     """Return per load and engine the tokens per second of each round."""
     world = World.start(make_config(options, "vllm"))
-    engines = {kind: make_engine(make_config(options, kind), world)
-               for kind in ("vllm", "transformers")}
+    engines = {
+        kind: make_engine(make_config(options, kind), world) for kind in ("vllm", "transformers")
+    }
     found: dict[str, Any] = {}
     for load in LOADS:
         rates: dict[str, list[float]] = {kind: [] for kind in engines}
@@ -109,8 +115,16 @@ def main() -> None:
     for load, rates in found.items():
         vllm, own = (statistics.median(rates[kind]) for kind in ("vllm", "transformers"))
         print(f"{load:<20}{vllm:>12.0f}{own:>14.0f}{own / vllm:>8.2f}")
-    print(json.dumps({"torch": torch.__version__, "threads": torch.get_num_threads(),
-                      "dtype": options.dtype, "tokens_per_s": found}))
+    print(
+        json.dumps(
+            {
+                "torch": torch.__version__,
+                "threads": torch.get_num_threads(),
+                "dtype": options.dtype,
+                "tokens_per_s": found,
+            }
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -21,21 +21,38 @@ from start import ROOT, as_flags, torchrun
 
 METHODS: dict[str, dict[str, str]] = {
     "grpo": {},
-    "dr_grpo": {"algorithm.advantage": "dr_grpo",
-                "algorithm.aggregation": "seq_mean_token_sum_norm"},
-    "rloo": {"algorithm.advantage": "rloo", "algorithm.loss": "reinforce",
-             "algorithm.loss-options": "{}"},
-    "reinforce_plus_plus": {"algorithm.advantage": "reinforce_plus_plus",
-                            "algorithm.kl": "k1", "algorithm.kl-in": "reward",
-                            "algorithm.kl-coef": "0.001"},
-    "gspo": {"algorithm.loss": "gspo", "algorithm.aggregation": "seq_mean_token_mean",
-             "algorithm.loss-options": "{clip_low: 3.0e-3, clip_high: 4.0e-3}",
-             "batch.updates-per-step": "2"},
-    "cispo": {"algorithm.loss": "cispo", "algorithm.loss-options": "{}",
-              "batch.updates-per-step": "2"},
+    "dr_grpo": {
+        "algorithm.advantage": "dr_grpo",
+        "algorithm.aggregation": "seq_mean_token_sum_norm",
+    },
+    "rloo": {
+        "algorithm.advantage": "rloo",
+        "algorithm.loss": "reinforce",
+        "algorithm.loss-options": "{}",
+    },
+    "reinforce_plus_plus": {
+        "algorithm.advantage": "reinforce_plus_plus",
+        "algorithm.kl": "k1",
+        "algorithm.kl-in": "reward",
+        "algorithm.kl-coef": "0.001",
+    },
+    "gspo": {
+        "algorithm.loss": "gspo",
+        "algorithm.aggregation": "seq_mean_token_mean",
+        "algorithm.loss-options": "{clip_low: 3.0e-3, clip_high: 4.0e-3}",
+        "batch.updates-per-step": "2",
+    },
+    "cispo": {
+        "algorithm.loss": "cispo",
+        "algorithm.loss-options": "{}",
+        "batch.updates-per-step": "2",
+    },
     # Clip-higher is the demo's own. Late in training few groups have a spread.
-    "dapo": {"batch.updates-per-step": "2", "rewards.shaping": "{overlong_tokens: 2}",
-             "rollout.schedule": "{dynamic: 20}"},
+    "dapo": {
+        "batch.updates-per-step": "2",
+        "rewards.shaping": "{overlong_tokens: 2}",
+        "rollout.schedule": "{dynamic: 20}",
+    },
     "ppo": {"config": "demo_ppo.yaml"},
 }
 
@@ -56,8 +73,13 @@ def train(name: str, options: Options, folder: Path) -> None:
     """Run one method to its end."""
     flags = dict(METHODS[name])
     config = flags.pop("config", "demo_grpo.yaml")
-    flags |= {"model.path": options.warm, "output-dir": str(folder), "steps": str(options.steps),
-              "checkpoint.resume": "never", "report.tracker": "none"}
+    flags |= {
+        "model.path": options.warm,
+        "output-dir": str(folder),
+        "steps": str(options.steps),
+        "checkpoint.resume": "never",
+        "report.tracker": "none",
+    }
     torchrun(2, "train.py", "--config", f"configs/{config}", *as_flags(flags), timeout_s=3600)
 
 
@@ -81,8 +103,19 @@ def main(options: Options) -> None:
             print("| --- |" + " --- |" * len(rewards))
             header_printed = True
         print(f"| {name} | " + " | ".join(f"{v:.3f}" for v in rewards.values()) + " |", flush=True)
-    subprocess.run([sys.executable, "-m", "spmdrl", "curves", *map(str, folders.values()),
-                    "--out", str(ROOT / "runs" / "methods" / "curves.png")], check=True, cwd=ROOT)
+    subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "spmdrl",
+            "curves",
+            *map(str, folders.values()),
+            "--out",
+            str(ROOT / "runs" / "methods" / "curves.png"),
+        ],
+        check=True,
+        cwd=ROOT,
+    )
 
 
 if __name__ == "__main__":

@@ -27,8 +27,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from spmdrl.config import Config, Data, Rewards
-from spmdrl.workers.pool import RewardPool
 from spmdrl.types import Prompt
+from spmdrl.workers.pool import RewardPool
 
 KINDS = ("hang", "crash", "type", "slow")
 EXPECTED = {"normal": None, "slow": None, "hang": "timeout", "crash": "error", "type": "bad_value"}
@@ -66,8 +66,10 @@ def throughput(
     kinds, results, valued_s = kinds_of(args, faulty=faulty), [], 0.0
     cost_s = args.cost_ms / 1000
     slow_s = min(10 * cost_s, args.timeout_s / 2)
-    cfg = Config(data=Data(train="rows.jsonl"), rewards=Rewards(
-        functions=(functions,), workers=args.workers, timeout_s=args.timeout_s))
+    cfg = Config(
+        data=Data(train="rows.jsonl"),
+        rewards=Rewards(functions=(functions,), workers=args.workers, timeout_s=args.timeout_s),
+    )
     with RewardPool(cfg) as pool:
         pool.start()
         began = time.monotonic()
@@ -83,8 +85,13 @@ def throughput(
                 take(pool.poll())
                 time.sleep(0.001)
             prompt = Prompt(index=number, tokens=(1,), text="q", row={"prompt": "q", "answer": "1"})
-            pool.submit(number, prompt=prompt, truncated=False, response_tokens=[1],
-                        response_text=f"{kind} {slow_s if kind == 'slow' else cost_s}")
+            pool.submit(
+                number,
+                prompt=prompt,
+                truncated=False,
+                response_tokens=[1],
+                response_text=f"{kind} {slow_s if kind == 'slow' else cost_s}",
+            )
         take(pool.results())
         took_s = time.monotonic() - began
     check(kinds, results)
@@ -94,8 +101,11 @@ def throughput(
 def check(kinds: list[str], results: list) -> None:
     """Raise AssertionError unless each sample came back once as its kind says."""
     assert sorted(r.key for r in results) == list(range(len(kinds))), "samples lost or doubled"
-    wrong = [(kinds[r.key], r.failure, r.message) for r in results
-             if r.failure != EXPECTED[kinds[r.key]] or (r.value is None) != (r.failure is not None)]
+    wrong = [
+        (kinds[r.key], r.failure, r.message)
+        for r in results
+        if r.failure != EXPECTED[kinds[r.key]] or (r.value is None) != (r.failure is not None)
+    ]
     assert not wrong, f"{len(wrong)} samples ended otherwise: {wrong[:3]}"
 
 
@@ -110,18 +120,25 @@ def main() -> None:
     parser.add_argument("--load", type=float, default=0.5)
     args = parser.parse_args()
     counts = Counter(kinds_of(args, faulty=args.faulty))
-    print(f"{args.samples} samples of {args.cost_ms:g} ms, {dict(counts)}; {args.workers} workers, "
-          f"deadline {args.timeout_s:g} s")
+    print(
+        f"{args.samples} samples of {args.cost_ms:g} ms, {dict(counts)}; {args.workers} workers, "
+        f"deadline {args.timeout_s:g} s"
+    )
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "reward.py")
         path.write_text(REWARD)
         rates = {"at once": 0.0}
         for name in ("at once", f"paced at {args.load:g}"):
-            clean, faulty = (throughput(args, f"{path}:score", faulty=share, rate=rates[name])
-                             for share in (0.0, args.faulty))
-            print(f"| {name} | {clean[0]:.0f}/s clean | {faulty[0]:.0f}/s faulty | "
-                  f"{1 - faulty[0] / clean[0]:.1%} lost, {1 - faulty[1] / clean[1]:.1%} until the "
-                  "last value | all accounted for |", flush=True)
+            clean, faulty = (
+                throughput(args, f"{path}:score", faulty=share, rate=rates[name])
+                for share in (0.0, args.faulty)
+            )
+            print(
+                f"| {name} | {clean[0]:.0f}/s clean | {faulty[0]:.0f}/s faulty | "
+                f"{1 - faulty[0] / clean[0]:.1%} lost, {1 - faulty[1] / clean[1]:.1%} until the "
+                "last value | all accounted for |",
+                flush=True,
+            )
             rates[f"paced at {args.load:g}"] = args.load * clean[0]
 
 

@@ -29,11 +29,11 @@ from spmdrl.credit import per_token
 from spmdrl.engine import make_engine
 from spmdrl.engine.protocol import Completion, EngineProtocol, Request
 from spmdrl.exchange import exchange
-from spmdrl.world.launch import launch_alone
-from spmdrl.train.trainer import Policy
 from spmdrl.rollout.packing import cumulative
+from spmdrl.train.trainer import Policy
 from spmdrl.types import Batch, Rollouts, Scalars, join_routes
 from spmdrl.world import World
+from spmdrl.world.launch import launch_alone
 
 PROMPT, RESPONSE = 16, 112
 
@@ -54,15 +54,24 @@ class Options:
 def make_config(options: Options, compute_dtype: str) -> Config:
     """Return the config of the engine and of one trainer."""
     return Config(
-        layout=config.Layout(placement="colocated", world_size=1, device="cpu"), steps=1,
-        model=config.Model(path=str(options.model), compute_dtype=compute_dtype,
-                           moe={"replay": True}),
+        layout=config.Layout(placement="colocated", world_size=1, device="cpu"),
+        steps=1,
+        model=config.Model(
+            path=str(options.model), compute_dtype=compute_dtype, moe={"replay": True}
+        ),
         data=config.Data(max_prompt_tokens=PROMPT),
         sampling=config.Sampling(max_response_tokens=RESPONSE),
-        batch=config.Batch(prompts_per_step=options.samples, group_size=1,
-                           tokens_per_microbatch=4096),
-        engine=config.Engine(kind=options.engine, dtype=options.engine_dtype, max_num_seqs=64,
-                             max_batched_tokens=2048, cpu_kv_cache_gib=1.0))
+        batch=config.Batch(
+            prompts_per_step=options.samples, group_size=1, tokens_per_microbatch=4096
+        ),
+        engine=config.Engine(
+            kind=options.engine,
+            dtype=options.engine_dtype,
+            max_num_seqs=64,
+            max_batched_tokens=2048,
+            cpu_kv_cache_gib=1.0,
+        ),
+    )
 
 
 def sampled(
@@ -70,8 +79,10 @@ def sampled(
 ) -> tuple[list[tuple[int, ...]], list[Completion]]:
     """Return prompts, and what followed each."""
     generator = torch.Generator().manual_seed(0)
-    prompts = [tuple(torch.randint(8, 96, (PROMPT,), generator=generator).tolist())
-               for _ in range(options.samples)]
+    prompts = [
+        tuple(torch.randint(8, 96, (PROMPT,), generator=generator).tolist())
+        for _ in range(options.samples)
+    ]
     done: dict[str, Completion] = {}
     for i, prompt in enumerate(prompts):
         engine.add(Request(str(i), prompt, RESPONSE, 1.0, i, ()))
@@ -88,28 +99,42 @@ def packed(prompts: list[tuple[int, ...]], completions: list[Completion]) -> Rol
     logprobs = [x for c in completions for x in (*[0.0] * PROMPT, *c.logprobs)]
     tokens = [t for prompt, c in zip(prompts, completions) for t in (*prompt, *c.tokens)]
     scalars = Scalars(
-        lengths=lengths, response_lengths=drawn, group_ids=ids,
-        sample_ids=0 * ids, rewards=torch.zeros(len(ids)).double(), is_truncated=ids >= 0,
-        is_valid=ids >= 0, min_versions=0 * ids)
+        lengths=lengths,
+        response_lengths=drawn,
+        group_ids=ids,
+        sample_ids=0 * ids,
+        rewards=torch.zeros(len(ids)).double(),
+        is_truncated=ids >= 0,
+        is_valid=ids >= 0,
+        min_versions=0 * ids,
+    )
     return Rollouts(
-        tokens=torch.tensor(tokens), response_mask=mask, rollout_logprobs=torch.tensor(logprobs),
-        policy_versions=torch.where(mask, 0, -1), cu_seqlens=cumulative(lengths.tolist()),
+        tokens=torch.tensor(tokens),
+        response_mask=mask,
+        rollout_logprobs=torch.tensor(logprobs),
+        policy_versions=torch.where(mask, 0, -1),
+        cu_seqlens=cumulative(lengths.tolist()),
         scalars=scalars,
-        routes=join_routes([c.routes for c in completions], lengths.tolist()))
+        routes=join_routes([c.routes for c in completions], lengths.tolist()),
+    )
 
 
 def gaps(policy: Policy, batch: Batch) -> Tensor:
     """Return |engine's - trainer's| logprob of the sampled tokens, nats."""
     microbatches = [m for update in batch.updates for m in update]
-    found = [(own - m.rollout_logprobs)[m.response_mask].abs()
-             for m, own in zip(microbatches, policy.logprobs(batch))]
+    found = [
+        (own - m.rollout_logprobs)[m.response_mask].abs()
+        for m, own in zip(microbatches, policy.logprobs(batch))
+    ]
     return torch.cat(found).double()
 
 
 def without_routes(batch: Batch) -> Batch:
     """Return the same batch, nothing to replay."""
-    return replace(batch, updates=tuple(
-        tuple(replace(m, routes=None) for m in update) for update in batch.updates))
+    return replace(
+        batch,
+        updates=tuple(tuple(replace(m, routes=None) for m in update) for update in batch.updates),
+    )
 
 
 def measure(options: Options) -> dict[str, Any]:
@@ -125,11 +150,13 @@ def measure(options: Options) -> dict[str, Any]:
         row = found[dtype] = {}
         for name, own in (("own choice", without_routes(batch)), ("replayed", batch)):
             gap = gaps(policy, own)
-            row[name] = {"mean": float(gap.mean()), "largest": float(gap.max()),
-                         "q99": float(gap.quantile(0.99)),
-                         "above_0.1": float((gap > 0.1).double().mean())}
-        sums = policy.update(batch, per_token(batch, torch.zeros(options.samples).double()),
-                             step=0)
+            row[name] = {
+                "mean": float(gap.mean()),
+                "largest": float(gap.max()),
+                "q99": float(gap.quantile(0.99)),
+                "above_0.1": float((gap > 0.1).double().mean()),
+            }
+        sums = policy.update(batch, per_token(batch, torch.zeros(options.samples).double()), step=0)
         others, known = sums["policy/router_disagreement"]
         row["disagreement"] = others / known
     engine.close()
@@ -147,11 +174,21 @@ def main() -> None:
     for dtype in options.trainer_dtypes:
         for name in ("own choice", "replayed"):
             row = found[dtype][name]
-            print(f"{dtype:<10}{name:<12}{row['mean']:>10.5f}{row['q99']:>10.4f}"
-                  f"{row['largest']:>10.4f}{row['above_0.1']:>10.4f}")
+            print(
+                f"{dtype:<10}{name:<12}{row['mean']:>10.5f}{row['q99']:>10.4f}"
+                f"{row['largest']:>10.4f}{row['above_0.1']:>10.4f}"
+            )
         print(f"{dtype:<10}other experts than the engine's: {found[dtype]['disagreement']:.4f}")
-    print(json.dumps({"torch": torch.__version__, "threads": torch.get_num_threads(),
-                      "engine": [options.engine, options.engine_dtype], **found}))
+    print(
+        json.dumps(
+            {
+                "torch": torch.__version__,
+                "threads": torch.get_num_threads(),
+                "engine": [options.engine, options.engine_dtype],
+                **found,
+            }
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -30,10 +30,14 @@ SCHEDULES: dict[str, dict[str, str]] = {
     "in-flight, lag 1": {"lag": "1", "rollout.schedule": "{in_flight: true}"},
     "in-flight, lag 2": {"lag": "2", "rollout.schedule": "{in_flight: true}"},
     "in-flight, lag 2, cache kept": {
-        "lag": "2", "rollout.schedule": "{in_flight: true, kv_cache: keep}"},
+        "lag": "2",
+        "rollout.schedule": "{in_flight: true, kv_cache: keep}",
+    },
     "partial (over_sample 1.5), lag 0": {"lag": "0", "rollout.schedule": "{over_sample: 1.5}"},
     "partial (over_sample 1.5), in-flight, lag 1": {
-        "lag": "1", "rollout.schedule": "{over_sample: 1.5, in_flight: true}"},
+        "lag": "1",
+        "rollout.schedule": "{over_sample: 1.5, in_flight: true}",
+    },
 }
 
 
@@ -79,20 +83,32 @@ def main(options: Options) -> None:
             print(f"{name}: {last['sequences_per_s']:.1f} sequences/s", file=sys.stderr)
     best = {name: max(runs, key=lambda r: r["sequences_per_s"]) for name, runs in found.items()}
     base = best.get("lag 0", next(iter(best.values())))["sequences_per_s"]
-    print("| schedule | sequences/s | of lag 0 | step s | generate s | update s | staleness | "
-          "length |")
+    print(
+        "| schedule | sequences/s | of lag 0 | step s | generate s | update s | staleness | "
+        "length |"
+    )
     print("| --- | --- | --- | --- | --- | --- | --- | --- |")
     for name, row in best.items():
-        print(f"| {name} | {row['sequences_per_s']:.1f} | {row['sequences_per_s'] / base:.2f} | "
-              f"{row['step_s']:.3f} | {row['generate_s']:.3f} | {row['update_s']:.3f} | "
-              f"{row['staleness']:.2f} | {row['length']:.1f} |")
+        print(
+            f"| {name} | {row['sequences_per_s']:.1f} | {row['sequences_per_s'] / base:.2f} | "
+            f"{row['step_s']:.3f} | {row['generate_s']:.3f} | {row['update_s']:.3f} | "
+            f"{row['staleness']:.2f} | {row['length']:.1f} |"
+        )
 
 
 def _run(options: Options, flags: dict[str, str]) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
         workload = dataclasses.asdict(options) | {"model": str(options.model.resolve())}
-        torchrun(2, Path(__file__).resolve(), "--worker", json.dumps(workload),
-                 *as_flags(flags), "--output-dir", folder, timeout_s=600)
+        torchrun(
+            2,
+            Path(__file__).resolve(),
+            "--worker",
+            json.dumps(workload),
+            *as_flags(flags),
+            "--output-dir",
+            folder,
+            timeout_s=600,
+        )
         rows = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").open()]
     rows = [row for row in rows if "perf/step_s" in row and row["step"] >= options.first]
 
@@ -100,9 +116,14 @@ def _run(options: Options, flags: dict[str, str]) -> dict[str, float]:
         return statistics.fmean(row.get(name, 0.0) for row in rows)
 
     per_step = options.prompts * options.group_size
-    return {"sequences_per_s": per_step / mean("perf/step_s"), "step_s": mean("perf/step_s"),
-            "generate_s": mean("time/generate"), "update_s": mean("time/update"),
-            "staleness": mean("policy/staleness"), "length": mean("rollout/response_length")}
+    return {
+        "sequences_per_s": per_step / mean("perf/step_s"),
+        "step_s": mean("perf/step_s"),
+        "generate_s": mean("time/generate"),
+        "update_s": mean("time/update"),
+        "staleness": mean("policy/staleness"),
+        "length": mean("rollout/response_length"),
+    }
 
 
 def work(options: Workload, flags: list[str]) -> int:
@@ -123,14 +144,32 @@ def work(options: Workload, flags: list[str]) -> int:
     vllm_engine.Engine = LongTailed
     vllm.SamplingParams = functools.partial(vllm.SamplingParams, ignore_eos=True)
     size = options.prompts * options.group_size
-    sys.argv = ["train.py", "--config", str(ROOT / "configs" / "demo_grpo.yaml"),
-                "--model.path", str(options.model), "--steps", str(options.steps),
-                "--sampling.max-response-tokens", str(options.limit),
-                "--batch.prompts-per-step", str(options.prompts),
-                "--batch.group-size", str(options.group_size),
-                "--engine.max-num-seqs", str(size), "--evaluate.every-steps", "0",
-                "--checkpoint.every-steps", "0", "--report.tracker", "none",
-                "--optimizer.lr", "1e-6", *flags]
+    sys.argv = [
+        "train.py",
+        "--config",
+        str(ROOT / "configs" / "demo_grpo.yaml"),
+        "--model.path",
+        str(options.model),
+        "--steps",
+        str(options.steps),
+        "--sampling.max-response-tokens",
+        str(options.limit),
+        "--batch.prompts-per-step",
+        str(options.prompts),
+        "--batch.group-size",
+        str(options.group_size),
+        "--engine.max-num-seqs",
+        str(size),
+        "--evaluate.every-steps",
+        "0",
+        "--checkpoint.every-steps",
+        "0",
+        "--report.tracker",
+        "none",
+        "--optimizer.lr",
+        "1e-6",
+        *flags,
+    ]
     sys.path.insert(0, str(ROOT))
     import train
 

@@ -17,10 +17,22 @@ def torchrun(ranks: int, program: Path | str, *arguments: str, timeout_s: float)
     Raises: RuntimeError with the end of what it printed, when it fails.
     """
     done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node",
-         str(ranks), str(program), *arguments],
-        cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        capture_output=True, text=True, timeout=timeout_s)
+        [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            str(ranks),
+            str(program),
+            *arguments,
+        ],
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+    )
     if done.returncode:
         raise RuntimeError(done.stdout[-2000:] + done.stderr[-4000:])
 

@@ -26,8 +26,8 @@ import torch.distributed as dist
 import tyro
 
 from spmdrl.config import Config, Data, Engine, Layout, Model, Sampling, Stream
-from spmdrl.world.launch import read_launch
 from spmdrl.world import World
+from spmdrl.world.launch import read_launch
 
 
 @dataclass(frozen=True)
@@ -53,13 +53,18 @@ class Options:
 def make_config(options: Options, *, world_size: int, folder: Path) -> Config:
     """Return the config of the measured world."""
     return Config(
-        layout=Layout(world_size=world_size, trainer_ranks=options.trainer_ranks, tp=options.tp,
-                      inference_tp=options.inference_tp),
+        layout=Layout(
+            world_size=world_size,
+            trainer_ranks=options.trainer_ranks,
+            tp=options.tp,
+            inference_tp=options.inference_tp,
+        ),
         model=Model(path=str(folder)),
         data=Data(train="task:addition", size=1, max_prompt_tokens=64),
         sampling=Sampling(max_response_tokens=64),
-        engine=Engine(dtype=options.dtype, cpu_kv_cache_gib=0.1, max_num_seqs=4,
-                      max_batched_tokens=128),
+        engine=Engine(
+            dtype=options.dtype, cpu_kv_cache_gib=0.1, max_num_seqs=4, max_batched_tokens=128
+        ),
         stream=Stream(bucket_bytes=options.bucket_bytes, mode="traced"),
     )
 
@@ -71,8 +76,15 @@ def make_model(folder: Path, *, megabytes: int, itemsize: int) -> None:
     hidden, intermediate = 768, 2048
     block = 2.5 * hidden**2 + 3 * hidden * intermediate  # half as many kv heads
     layers = max(1, round(megabytes * 1e6 / itemsize / block))
-    create_model(folder, architecture="qwen3", hidden_size=hidden, layers=layers, heads=12,
-                 kv_heads=3, intermediate=intermediate)
+    create_model(
+        folder,
+        architecture="qwen3",
+        hidden_size=hidden,
+        layers=layers,
+        heads=12,
+        kv_heads=3,
+        intermediate=intermediate,
+    )
 
 
 def seconds_of(run: object, world: World) -> float:
@@ -90,8 +102,9 @@ def seconds_of(run: object, world: World) -> float:
 def plain_exchange(stream: object, world: World) -> object:
     """Return a function that runs one all-to-all of the bytes of one push."""
     plan = stream.plans[0]
-    rows = [[n * plan.num_buckets for n in plan.split_bytes(rank)]
-            for rank in range(world.world_size)]
+    rows = [
+        [n * plan.num_buckets for n in plan.split_bytes(rank)] for rank in range(world.world_size)
+    ]
     sent, taken = rows[world.rank], [row[world.rank] for row in rows]
     send = torch.ones(sum(sent), dtype=torch.uint8, device=world.device)
     receive = torch.zeros(sum(taken), dtype=torch.uint8, device=world.device)
@@ -101,13 +114,14 @@ def plain_exchange(stream: object, world: World) -> object:
 def measure(options: Options, cfg: Config, *, folder: Path) -> dict:
     """Run all rounds and return what was found."""
     from spmdrl.engine.vllm import Engine as VllmEngine
-    from spmdrl.train.trainer import Policy
     from spmdrl.sync.stream import WeightStream
+    from spmdrl.train.trainer import Policy
 
     world = World.start(cfg)
     if world.rank == 0:
-        make_model(folder, megabytes=options.megabytes,
-                   itemsize=getattr(torch, options.dtype).itemsize)
+        make_model(
+            folder, megabytes=options.megabytes, itemsize=getattr(torch, options.dtype).itemsize
+        )
     dist.barrier(group=world.control)
     engine, policy = VllmEngine(cfg, world), Policy(cfg, world)
     stream = WeightStream(policy, engine, world)
@@ -120,13 +134,18 @@ def measure(options: Options, cfg: Config, *, folder: Path) -> dict:
         plain_s.append(seconds_of(plain, world))
     gigabytes = stream.nbytes / 1e9
     found = {
-        **asdict(options), "world_size": world.world_size, "device": world.device.type,
-        "gigabytes": gigabytes, "buckets": stream.plans[0].num_buckets,
-        "push_s": statistics.median(push_s), "plain_s": statistics.median(plain_s),
+        **asdict(options),
+        "world_size": world.world_size,
+        "device": world.device.type,
+        "gigabytes": gigabytes,
+        "buckets": stream.plans[0].num_buckets,
+        "push_s": statistics.median(push_s),
+        "plain_s": statistics.median(plain_s),
         "push_gb_per_s": gigabytes / statistics.median(push_s),
         "plain_gb_per_s": gigabytes / statistics.median(plain_s),
         "ratio": statistics.median(plain_s) / statistics.median(push_s),
-        "push_best_s": min(push_s), "plain_best_s": min(plain_s),
+        "push_best_s": min(push_s),
+        "plain_best_s": min(plain_s),
         "ratio_of_bests": min(plain_s) / min(push_s),
     }
     engine.close()
@@ -140,8 +159,11 @@ def main() -> None:
     launch = read_launch()
     folder = Path(tempfile.gettempdir()) / f"spmdrl-stream-{launch.port}"
     try:
-        found = measure(options, make_config(options, world_size=launch.world_size,
-                                             folder=folder), folder=folder)
+        found = measure(
+            options,
+            make_config(options, world_size=launch.world_size, folder=folder),
+            folder=folder,
+        )
     finally:
         if launch.rank == 0:
             shutil.rmtree(folder, ignore_errors=True)
@@ -149,8 +171,10 @@ def main() -> None:
         print(f"{'':16}{'seconds':>10}{'GB/s':>10}")
         for name in ("push", "plain"):
             print(f"{name:16}{found[name + '_s']:10.4f}{found[name + '_gb_per_s']:10.3f}")
-        print(f"ratio {found['ratio']:.2f} (push / plain throughput, medians; of the best rounds "
-              f"{found['ratio_of_bests']:.2f})")
+        print(
+            f"ratio {found['ratio']:.2f} (push / plain throughput, medians; of the best rounds "
+            f"{found['ratio_of_bests']:.2f})"
+        )
         print(json.dumps(found))
         sys.stdout.flush()
 

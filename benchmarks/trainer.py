@@ -29,18 +29,18 @@ import tyro
 import yaml
 from torch import Tensor
 
+from spmdrl.commands.create_model import create_model
 from spmdrl.config import Batch as BatchConfig
 from spmdrl.config import Config, Data, Layout, Model, Optimizer, Sampling
-from spmdrl.commands.create_model import create_model
 from spmdrl.credit import per_token
 from spmdrl.model.flops import training_flops
-from spmdrl.world.hardware import known_gpu
-from spmdrl.world.launch import launch_alone
+from spmdrl.model.load import build_meta_model
 from spmdrl.model.shape import model_shape
 from spmdrl.train.trainer import Policy
-from spmdrl.model.load import build_meta_model
 from spmdrl.types import Batch, Microbatch, Scalars
 from spmdrl.world import World
+from spmdrl.world.hardware import known_gpu
+from spmdrl.world.launch import launch_alone
 
 LR, MAX_NORM = 1e-5, 1.0
 
@@ -71,16 +71,20 @@ def bare(options: Options, path: str, tokens: Tensor, advantages: Tensor) -> Cal
 
     device, prompt = tokens.device, options.length // 4
     model = AutoModelForCausalLM.from_pretrained(
-        path, dtype=torch.float32, attn_implementation="sdpa").to(device)
+        path, dtype=torch.float32, attn_implementation="sdpa"
+    ).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
-    cast = (torch.autocast(device.type, torch.bfloat16) if options.compute_dtype == "bfloat16"
-            else contextlib.nullcontext())
+    cast = (
+        torch.autocast(device.type, torch.bfloat16)
+        if options.compute_dtype == "bfloat16"
+        else contextlib.nullcontext()
+    )
 
     def step() -> None:
         with cast:
             logits = model(tokens, use_cache=False).logits
         logprobs = logits[:, :-1].float().log_softmax(-1)
-        chosen = logprobs.gather(-1, tokens[:, 1:, None])[..., 0][:, prompt - 1:]
+        chosen = logprobs.gather(-1, tokens[:, 1:, None])[..., 0][:, prompt - 1 :]
         ratio = (chosen - chosen.detach()).exp()
         (-(ratio * advantages[:, None]).mean()).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
@@ -96,14 +100,24 @@ def ours(policy: Policy, tokens: Tensor, advantages: Tensor) -> Callable[[], Non
     mask = (torch.arange(length) >= length // 4).repeat(rows)
     one = torch.ones(rows, dtype=torch.int64)
     packed = Microbatch(
-        tokens=tokens.flatten().cpu(), position_ids=torch.arange(length).repeat(rows),
+        tokens=tokens.flatten().cpu(),
+        position_ids=torch.arange(length).repeat(rows),
         cu_seqlens=torch.arange(0, rows * length + 1, length, dtype=torch.int32),
-        response_mask=mask, rollout_logprobs=torch.where(mask, -1.0, 0.0),
-        policy_versions=torch.where(mask, 0, -1), sequence_ids=torch.arange(rows))
+        response_mask=mask,
+        rollout_logprobs=torch.where(mask, -1.0, 0.0),
+        policy_versions=torch.where(mask, 0, -1),
+        sequence_ids=torch.arange(rows),
+    )
     scalars = Scalars(
-        lengths=length * one, response_lengths=(length - length // 4) * one,
-        group_ids=torch.arange(rows), sample_ids=0 * one, rewards=one.double(),
-        is_truncated=one == 0, is_valid=one == 1, min_versions=0 * one)
+        lengths=length * one,
+        response_lengths=(length - length // 4) * one,
+        group_ids=torch.arange(rows),
+        sample_ids=0 * one,
+        rewards=one.double(),
+        is_truncated=one == 0,
+        is_valid=one == 1,
+        min_versions=0 * one,
+    )
     batch = Batch(scalars=scalars, updates=((packed,),), update_ids=0 * one)
     weights = advantages.double().cpu()
     steps = itertools.count()
@@ -120,14 +134,17 @@ def config_of(options: Options, path: str, out: str) -> Config:
     """Return what train.py would be given, but for data and engines."""
     prompt = options.length // 4
     return Config(
-        output_dir=out, steps=1000,
+        output_dir=out,
+        steps=1000,
         layout=Layout(placement="offline", world_size=1, device=options.device),
-        model=Model(path=path, compute_dtype=options.compute_dtype,
-                    kernels=yaml.safe_load(options.kernels)),
+        model=Model(
+            path=path, compute_dtype=options.compute_dtype, kernels=yaml.safe_load(options.kernels)
+        ),
         data=Data(max_prompt_tokens=prompt),
         sampling=Sampling(max_response_tokens=options.length - prompt),
         batch=BatchConfig(tokens_per_microbatch=options.rows * options.length),
-        optimizer=Optimizer(lr=LR, schedule="constant", max_grad_norm=MAX_NORM))
+        optimizer=Optimizer(lr=LR, schedule="constant", max_grad_norm=MAX_NORM),
+    )
 
 
 def seconds(step: Callable[[], None], device: torch.device) -> float:
@@ -142,10 +159,17 @@ def seconds(step: Callable[[], None], device: torch.device) -> float:
 def main(options: Options) -> None:
     """Time both, in turns."""
     with tempfile.TemporaryDirectory() as scratch:
-        path = options.model or str(create_model(
-            Path(scratch) / "model", hidden_size=options.hidden, layers=options.layers,
-            heads=options.hidden // 64, kv_heads=options.hidden // 64,
-            intermediate=3 * options.hidden, max_positions=options.length))
+        path = options.model or str(
+            create_model(
+                Path(scratch) / "model",
+                hidden_size=options.hidden,
+                layers=options.layers,
+                heads=options.hidden // 64,
+                kv_heads=options.hidden // 64,
+                intermediate=3 * options.hidden,
+                max_positions=options.length,
+            )
+        )
         launch_alone()
         cfg = config_of(options, path, scratch)
         world = World.start(cfg)
@@ -154,8 +178,10 @@ def main(options: Options) -> None:
         advantages = torch.randn(options.rows, generator=generator)
         tokens, advantages = tokens.to(world.device), advantages.to(world.device)
         policy = Policy(cfg, world)
-        steps = {"bare loop": bare(options, path, tokens, advantages),
-                 "spmdrl": ours(policy, tokens, advantages)}
+        steps = {
+            "bare loop": bare(options, path, tokens, advantages),
+            "spmdrl": ours(policy, tokens, advantages),
+        }
         found: dict[str, list[float]] = {name: [] for name in steps}
         for turn in range(options.rounds + 2):
             for name, step in steps.items():
@@ -171,21 +197,28 @@ def show(options: Options, path: str, found: dict[str, list[float]]) -> None:
     """Print the table."""
     lengths = torch.full((options.rows,), options.length)
     shape = model_shape(build_meta_model(Model(path=path)))
-    flops = training_flops(shape, lengths=lengths,
-                           num_scored=options.rows * (options.length - options.length // 4))
+    flops = training_flops(
+        shape, lengths=lengths, num_scored=options.rows * (options.length - options.length // 4)
+    )
     gpu = known_gpu(torch.cuda.get_device_name()) if options.device == "cuda" else None
-    print(f"{shape.numel / 1e6:.1f} M parameters, {options.rows} rows of {options.length} tokens, "
-          f"{options.compute_dtype}, {options.device}, torch {torch.__version__}, kernels "
-          f"{options.kernels}\n\n| | s/step | tokens/s | TFLOP/s | MFU |\n"
-          "| --- | --- | --- | --- | --- |")
+    print(
+        f"{shape.numel / 1e6:.1f} M parameters, {options.rows} rows of {options.length} tokens, "
+        f"{options.compute_dtype}, {options.device}, torch {torch.__version__}, kernels "
+        f"{options.kernels}\n\n| | s/step | tokens/s | TFLOP/s | MFU |\n"
+        "| --- | --- | --- | --- | --- |"
+    )
     for name, took in found.items():
         median = statistics.median(took)
         share = f"{flops / median / gpu.flops:.3f}" if gpu else "-"
-        print(f"| {name} | {median:.4f} | {options.rows * options.length / median:.0f} | "
-              f"{flops / median / 1e12:.4f} | {share} |")
+        print(
+            f"| {name} | {median:.4f} | {options.rows * options.length / median:.0f} | "
+            f"{flops / median / 1e12:.4f} | {share} |"
+        )
     ratios = [a / b for a, b in zip(found["bare loop"], found["spmdrl"])]
-    print(f"\nspmdrl's tokens/s are {statistics.median(ratios):.3f} of the bare loop's "
-          f"({min(ratios):.3f} to {max(ratios):.3f} in single rounds)")
+    print(
+        f"\nspmdrl's tokens/s are {statistics.median(ratios):.3f} of the bare loop's "
+        f"({min(ratios):.3f} to {max(ratios):.3f} in single rounds)"
+    )
 
 
 if __name__ == "__main__":

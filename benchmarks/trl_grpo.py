@@ -20,7 +20,6 @@ import time
 from dataclasses import dataclass
 
 import tyro
-
 from schedules import Workload
 
 
@@ -74,16 +73,28 @@ def main(options: Options) -> None:
     size = options.prompts * options.group_size
     accumulation = size // options.sequences_per_device_batch
     trainer = GRPOTrainer(
-        model=str(options.model), reward_funcs=reward,
+        model=str(options.model),
+        reward_funcs=reward,
         train_dataset=Dataset.from_list([{"prompt": row["prompt"]} for row in rows]),
         callbacks=[Clock()],
         args=GRPOConfig(
-            output_dir=tempfile.mkdtemp(), use_cpu=True, bf16=False, beta=0.0, learning_rate=1e-6,
+            output_dir=tempfile.mkdtemp(),
+            use_cpu=True,
+            bf16=False,
+            beta=0.0,
+            learning_rate=1e-6,
             per_device_train_batch_size=options.sequences_per_device_batch,
-            gradient_accumulation_steps=accumulation, num_generations=options.group_size,
-            max_completion_length=options.limit, max_steps=options.steps, report_to=[],
-            save_strategy="no", logging_steps=1000, disable_tqdm=True,
-            gradient_checkpointing=False, model_init_kwargs={"dtype": "float32"}),
+            gradient_accumulation_steps=accumulation,
+            num_generations=options.group_size,
+            max_completion_length=options.limit,
+            max_steps=options.steps,
+            report_to=[],
+            save_strategy="no",
+            logging_steps=1000,
+            disable_tqdm=True,
+            gradient_checkpointing=False,
+            model_init_kwargs={"dtype": "float32"},
+        ),
     )
     draw, generate = random.Random(0), trainer.model.generate
 
@@ -96,11 +107,13 @@ def main(options: Options) -> None:
 
     trainer.model.generate = generate_to_lengths
     trainer.train()
-    counted = ends[options.first - 1:]
+    counted = ends[options.first - 1 :]
     seconds = statistics.fmean(b - a for a, b in zip(counted, counted[1:]))
-    print(f"TRL: {size / seconds:.1f} sequences/s, {seconds:.3f} s a step, mean length "
-          f"{statistics.fmean(lengths):.1f}, {options.threads} threads, "
-          f"{options.sequences_per_device_batch} sequences per device batch")
+    print(
+        f"TRL: {size / seconds:.1f} sequences/s, {seconds:.3f} s a step, mean length "
+        f"{statistics.fmean(lengths):.1f}, {options.threads} threads, "
+        f"{options.sequences_per_device_batch} sequences per device batch"
+    )
 
 
 if __name__ == "__main__":

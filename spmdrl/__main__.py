@@ -22,19 +22,26 @@ def main() -> int | None:
         print(_listed())
         return 0
     near = get_close_matches(name, _COMMANDS, n=1)
-    print(f"python -m spmdrl: no command {name!r}" + (f"; did you mean {near[0]}?" if near else "")
-          + "\n\n" + _listed(), file=sys.stderr)
+    print(
+        f"python -m spmdrl: no command {name!r}"
+        + (f"; did you mean {near[0]}?" if near else "")
+        + "\n\n"
+        + _listed(),
+        file=sys.stderr,
+    )
     return 2
 
 
 def _listed() -> str:
     """Return each command with the first line of its docstring."""
-    texts = {name: ast.get_docstring(ast.parse(path.read_text())) for name, path in
-             _COMMANDS.items()}
+    texts = {
+        name: ast.get_docstring(ast.parse(path.read_text())) for name, path in _COMMANDS.items()
+    }
     width = max(map(len, texts))
     lines = [f"  {name:{width}}  {(text or '').splitlines()[0]}" for name, text in texts.items()]
     return "usage: python -m spmdrl COMMAND ...; --help after a command tells its options\n\n" + (
-        "\n".join(lines))
+        "\n".join(lines)
+    )
 
 
 if __name__ == "__main__":

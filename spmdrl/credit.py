@@ -16,13 +16,11 @@ from torch import Tensor
 
 from spmdrl.algorithms import reduce, registry
 from spmdrl.algorithms.kl import estimator_options
-from spmdrl.algorithms.token_advantages import (
-    combine_moments, mean_and_std, moment_sums, whiten,
-)
-from spmdrl.world.comm import gather_objects
+from spmdrl.algorithms.token_advantages import combine_moments, mean_and_std, moment_sums, whiten
 from spmdrl.config import Config
 from spmdrl.types import Advantages, Batch, Microbatch
 from spmdrl.world import World
+from spmdrl.world.comm import gather_objects
 
 
 def advantages_of(batch: Batch, cfg: Config, world: World, *, step: int) -> Advantages:
@@ -60,10 +58,12 @@ def sequence_advantages(batch: Batch, cfg: Config) -> Tensor:
         options["part_weights"] = cfg.rewards.weights
     advantages = registry.call(method, vars(scalars), options).double()
     if advantages.shape != (len(scalars),) or not advantages.isfinite().all():
-        raise ValueError(f"algorithm.advantage: {chosen.advantage} gave shape "
-                         f"{tuple(advantages.shape)} with "
-                         f"{int((~advantages.isfinite()).sum())} values that are not finite; "
-                         f"expected ({len(scalars)},), all finite")
+        raise ValueError(
+            f"algorithm.advantage: {chosen.advantage} gave shape "
+            f"{tuple(advantages.shape)} with "
+            f"{int((~advantages.isfinite()).sum())} values that are not finite; "
+            f"expected ({len(scalars)},), all finite"
+        )
     return advantages
 
 
@@ -74,15 +74,18 @@ def per_token(batch: Batch, advantages: Tensor) -> Advantages:
         advantages: [S] float64, by row of the batch's scalars.
     """
     values = torch.cat([advantages.cpu(), advantages.new_zeros(1)])  # a dummy's row is -1
-    return Advantages(tuple(
-        tuple(_spread(values, microbatch) for microbatch in update)
-        for update in batch.updates))
+    return Advantages(
+        tuple(
+            tuple(_spread(values, microbatch) for microbatch in update) for update in batch.updates
+        )
+    )
 
 
 def _spread(values: Tensor, microbatch: Microbatch) -> Tensor:
     rows = microbatch.sequence_ids
-    return reduce.per_token(values.to(rows.device)[rows], microbatch.cu_seqlens,
-                            num_tokens=microbatch.tokens.numel())
+    return reduce.per_token(
+        values.to(rows.device)[rows], microbatch.cu_seqlens, num_tokens=microbatch.tokens.numel()
+    )
 
 
 # --------------------------------------------------------------------------- per token
@@ -112,17 +115,28 @@ def _inputs(batch: Batch, cfg: Config) -> list[dict[str, Tensor]]:
     found = []
     for microbatch, columns, mask in _microbatches(batch, _loss_lengths(batch, cfg)):
         rows = microbatch.sequence_ids
-        found.append({
-            **columns, "rewards": rewards.to(rows.device)[rows],
-            "group_ids": groups.to(rows.device)[rows], "sequence_ids": rows, "loss_mask": mask,
-            "cu_seqlens": microbatch.cu_seqlens, "rollout_logprobs": microbatch.rollout_logprobs,
-            "kl_rewards": _kl_rewards(columns, mask, batch=batch, cfg=cfg)})
+        found.append(
+            {
+                **columns,
+                "rewards": rewards.to(rows.device)[rows],
+                "group_ids": groups.to(rows.device)[rows],
+                "sequence_ids": rows,
+                "loss_mask": mask,
+                "cu_seqlens": microbatch.cu_seqlens,
+                "rollout_logprobs": microbatch.rollout_logprobs,
+                "kl_rewards": _kl_rewards(columns, mask, batch=batch, cfg=cfg),
+            }
+        )
     return found
 
 
 def _whole_batch(
-    method: Callable[..., object], inputs: Sequence[dict[str, Tensor]], *, batch: Batch,
-    cfg: Config, world: World,
+    method: Callable[..., object],
+    inputs: Sequence[dict[str, Tensor]],
+    *,
+    batch: Batch,
+    cfg: Config,
+    world: World,
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Return what a method asks for of the whole batch: sums, and [B, ...] per sequence.
 
@@ -131,15 +145,19 @@ def _whole_batch(
     if not registry.companions_of(method):
         return {}, {}
     options, lengths = cfg.algorithm.advantage_options, _loss_lengths(batch, cfg)
-    sizes = {"num_sequences": len(lengths), "num_groups": int(batch.scalars.group_ids.max()) + 1,
-             "num_positions": int(lengths.max())}
+    sizes = {
+        "num_sequences": len(lengths),
+        "num_groups": int(batch.scalars.group_ids.max()) + 1,
+        "num_positions": int(lengths.max()),
+    }
     totals = registry.call_totals(method, [one | sizes for one in inputs], options)
     totals = {name: _over_trainers(totals[name], world) for name in sorted(totals)}
     known = vars(batch.scalars) | totals | {"loss_lengths": lengths}
     per_sequence = registry.call_per_sequence(method, known, options)
     device = inputs[0]["loss_mask"].device
-    return tuple({name: value.to(device) for name, value in part.items()}
-                 for part in (totals, per_sequence))
+    return tuple(
+        {name: value.to(device) for name, value in part.items()} for part in (totals, per_sequence)
+    )
 
 
 def _over_trainers(own: Tensor, world: World) -> Tensor:
@@ -150,8 +168,7 @@ def _over_trainers(own: Tensor, world: World) -> Tensor:
     return total
 
 
-def _whiten(advantages: Sequence[Tensor], masks: Sequence[Tensor], *, world: World
-            ) -> list[Tensor]:
+def _whiten(advantages: Sequence[Tensor], masks: Sequence[Tensor], *, world: World) -> list[Tensor]:
     """Whiten over the loss tokens of all trainer ranks; ranks of one dp index count once."""
     own = torch.stack([moment_sums(a, loss_mask=m) for a, m in zip(advantages, masks)])
     is_first = world.speaks_for_dp
@@ -188,18 +205,21 @@ def _nested(flat: Sequence[Tensor], batch: Batch) -> tuple[tuple[Tensor, ...], .
 # --------------------------------------------------------------------------- KL in the reward
 
 
-def _kl_rewards(
-    columns: dict[str, Tensor], mask: Tensor, *, batch: Batch, cfg: Config
-) -> Tensor:
+def _kl_rewards(columns: dict[str, Tensor], mask: Tensor, *, batch: Batch, cfg: Config) -> Tensor:
     """Return -kl_coef times the KL estimate of each token: [T]; zeros when that is off."""
     chosen = cfg.algorithm
     if not chosen.kl_coef or chosen.kl_in != "reward":
         return torch.zeros(mask.shape, device=mask.device)
     old = columns["old_logprobs"]
-    inputs = {"logprobs": old, "old_logprobs": old, "ref_logprobs": columns["ref_logprobs"],
-              "loss_mask": mask}
-    return -batch.kl_coef * registry.call(registry.get("kl", chosen.kl), inputs,
-                                          estimator_options(chosen.kl_options))
+    inputs = {
+        "logprobs": old,
+        "old_logprobs": old,
+        "ref_logprobs": columns["ref_logprobs"],
+        "loss_mask": mask,
+    }
+    return -batch.kl_coef * registry.call(
+        registry.get("kl", chosen.kl), inputs, estimator_options(chosen.kl_options)
+    )
 
 
 def _with_kl(batch: Batch, cfg: Config, world: World) -> Batch:

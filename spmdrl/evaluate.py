@@ -29,17 +29,23 @@ from pathlib import Path
 
 from spmdrl import config
 from spmdrl.algorithms.shaping import RIGHT_AT
-from spmdrl.world.comm import gather_objects
 from spmdrl.config import Config
 from spmdrl.config.read import is_missing_folder, read, refuse
 from spmdrl.engine.protocol import EngineProtocol
-from spmdrl.world.launch import launch_alone, read_launch
 from spmdrl.rewards.signatures import reward_models
 from spmdrl.rollout.outcomes import (
-    Estimate, Outcome, by_source, eval_sums, evaluation_file, part_means, summarize,
+    Estimate,
+    Outcome,
+    by_source,
+    eval_sums,
+    evaluation_file,
+    part_means,
+    summarize,
 )
 from spmdrl.rollout.source import Source, make_source
 from spmdrl.types import Sums
+from spmdrl.world.comm import gather_objects
+from spmdrl.world.launch import launch_alone, read_launch
 from spmdrl.world.world import World, ended
 
 
@@ -110,8 +116,10 @@ def parse(argv: Sequence[str], *, world_size: int) -> Request:
     if not argv or argv[0].startswith("-"):
         if {"-h", "--help"} & set(argv):
             read(["--help"], prog="python -m spmdrl evaluate MODEL", about=f"{_HELP}\n")
-        raise ValueError("the first argument is what to evaluate: a model's folder or hub name, a "
-                         "run's folder, or a checkpoint")
+        raise ValueError(
+            "the first argument is what to evaluate: a model's folder or hub name, a "
+            "run's folder, or a checkpoint"
+        )
     own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     own.add_argument("--out", type=Path)
     own.add_argument("--right-at", type=float, default=RIGHT_AT)
@@ -120,23 +128,44 @@ def parse(argv: Sequence[str], *, world_size: int) -> Request:
     model, has_config = argv[0], any(word.split("=")[0] == "--config" for word in rest)
     is_checkpoint = _is_checkpoint(model)
     file = "" if has_config or not is_checkpoint else str(_config_of(Path(model)))
-    asked = read(["--config", file, *rest] if file else list(rest),
-                 prog="python -m spmdrl evaluate MODEL", about=f"{_HELP}\n")
+    asked = read(
+        ["--config", file, *rest] if file else list(rest),
+        prog="python -m spmdrl evaluate MODEL",
+        about=f"{_HELP}\n",
+    )
     if chosen.which == "best" and not is_checkpoint:
         raise ValueError(f"--which best: {model} is a model, not a run that keeps its best one")
     if asked.algorithm.objective == "reward_model" and is_checkpoint:
         raise ValueError(f"{model} is a reward model, which answers nothing; evaluate a policy")
     if left_out := reward_models(asked.rewards.functions):
-        print(f"reward models score in training alone and are left out: "
-              f"{', '.join(left_out.values())}", file=sys.stderr)
+        print(
+            f"reward models score in training alone and are left out: "
+            f"{', '.join(left_out.values())}",
+            file=sys.stderr,
+        )
     cfg = evaluation_config(asked, model=model, world_size=world_size)
-    empty = [] if cfg.data.eval else ["data.eval: is empty; name held-out rows, e.g. --data.eval "
-                                      "problems.jsonl"]
-    refuse(empty or [p.replace("data.train", "data.eval").replace("data.size", "data.eval_size")
-                     for p in config.validate(cfg)], of=file)
+    empty = (
+        []
+        if cfg.data.eval
+        else ["data.eval: is empty; name held-out rows, e.g. --data.eval problems.jsonl"]
+    )
+    refuse(
+        empty
+        or [
+            p.replace("data.train", "data.eval").replace("data.size", "data.eval_size")
+            for p in config.validate(cfg)
+        ],
+        of=file,
+    )
     name = Path(model).resolve().name if Path(model).exists() else model.replace("/", "_")
-    return Request(model, is_checkpoint, chosen.out or Path(f"evaluation_{name}.json"),
-                   chosen.right_at, chosen.which, cfg)
+    return Request(
+        model,
+        is_checkpoint,
+        chosen.out or Path(f"evaluation_{name}.json"),
+        chosen.right_at,
+        chosen.which,
+        cfg,
+    )
 
 
 _HELP = """--out FILE
@@ -153,12 +182,19 @@ def _is_checkpoint(model: str) -> bool:
     path = Path(model)
     if (path / "config.json").is_file():
         return False
-    if (path / disk.NAME).is_file() or (path / "config.yaml").is_file() or any(
-            disk.complete_checkpoints(p) for p in (path, disk.checkpoints_folder(path))):
+    if (
+        (path / disk.NAME).is_file()
+        or (path / "config.yaml").is_file()
+        or any(disk.complete_checkpoints(p) for p in (path, disk.checkpoints_folder(path)))
+    ):
         return True
     if path.is_dir() or is_missing_folder(model):
-        what = ("has neither config.json (a model) nor config.yaml (a run) nor manifest.json (a "
-                "checkpoint)" if path.is_dir() else f"does not exist (looked from {Path.cwd()})")
+        what = (
+            "has neither config.json (a model) nor config.yaml (a run) nor manifest.json (a "
+            "checkpoint)"
+            if path.is_dir()
+            else f"does not exist (looked from {Path.cwd()})"
+        )
         raise ValueError(f"{model} {what}")
     return False  # a hub name
 
@@ -167,8 +203,10 @@ def _config_of(path: Path) -> Path:
     """Return the config file of the run that `path`, it or a checkpoint of it, belongs to."""
     folder = _run_folder(path)
     if folder is None:
-        raise ValueError(f"{path} lies in no run's folder: there is no config.yaml there or above; "
-                         "give one by --config")
+        raise ValueError(
+            f"{path} lies in no run's folder: there is no config.yaml there or above; "
+            "give one by --config"
+        )
     return folder / "config.yaml"
 
 
@@ -183,21 +221,34 @@ def evaluation_config(cfg: Config, *, model: str, world_size: int) -> Config:
     functions, models = cfg.rewards.functions, reward_models(cfg.rewards.functions)
     kept = [i for i in range(len(functions)) if i not in models]  # models score on trainers
     return Config(
-        seed=cfg.seed, deterministic=cfg.deterministic, dry_run=cfg.dry_run, steps=1,
+        seed=cfg.seed,
+        deterministic=cfg.deterministic,
+        dry_run=cfg.dry_run,
+        steps=1,
         layout=config.Layout(
-            placement="colocated", world_size=world_size, inference_tp=layout.inference_tp,
-            device=layout.device, wait_timeout_s=layout.wait_timeout_s,
-            startup_timeout_s=layout.startup_timeout_s),
-        model=config.Model(path=model, tokenizer=cfg.model.tokenizer,
-                           trust_remote_code=cfg.model.trust_remote_code),
+            placement="colocated",
+            world_size=world_size,
+            inference_tp=layout.inference_tp,
+            device=layout.device,
+            wait_timeout_s=layout.wait_timeout_s,
+            startup_timeout_s=layout.startup_timeout_s,
+        ),
+        model=config.Model(
+            path=model, tokenizer=cfg.model.tokenizer, trust_remote_code=cfg.model.trust_remote_code
+        ),
         # The training rows are not needed, and may lie elsewhere.
         data=replace(cfg.data, train=cfg.data.eval, size=cfg.data.eval_size),
         batch=config.Batch(prompts_per_step=1, tokens_per_microbatch=longest),
-        sampling=cfg.sampling, engine=cfg.engine, evaluate=cfg.evaluate,
+        sampling=cfg.sampling,
+        engine=cfg.engine,
+        evaluate=cfg.evaluate,
         rollout=replace(cfg.rollout, schedule={}, record={}),
-        rewards=replace(cfg.rewards, shaping={}, functions=tuple(functions[i] for i in kept),
-                        weights=tuple(cfg.rewards.weights[i] for i in kept)
-                        if cfg.rewards.weights else ()),
+        rewards=replace(
+            cfg.rewards,
+            shaping={},
+            functions=tuple(functions[i] for i in kept),
+            weights=tuple(cfg.rewards.weights[i] for i in kept) if cfg.rewards.weights else (),
+        ),
     )
 
 
@@ -242,9 +293,11 @@ def _model_folder(request: Request, world: World) -> Iterator[tuple[str, int]]:
                 made = (str(out), content.step)
             made = gather_objects(made, group=world.control)[0]
         if not Path(made[0]).is_dir():
-            raise ValueError(f"{socket.gethostname()} does not see {made[0]}, where rank 0 put the "
-                             "model of the checkpoint; on several machines export it by "
-                             "spmdrl.commands.export to a folder that all see, and evaluate that")
+            raise ValueError(
+                f"{socket.gethostname()} does not see {made[0]}, where rank 0 put the "
+                "model of the checkpoint; on several machines export it by "
+                "spmdrl.commands.export to a folder that all see, and evaluate that"
+            )
         yield made
 
 
@@ -255,16 +308,25 @@ def table(outcomes: Sequence[Outcome], *, samples: int, right_at: float) -> str:
     """Return the estimates as text, one row for all problems and one per data source."""
     sources = by_source(outcomes)
     parts = {"all": list(outcomes)} | (
-        {name or "(none)": own for name, own in sources.items()} if len(sources) > 1 else {})
-    found = {name: summarize(own, samples=samples, right_at=right_at)
-             for name, own in parts.items()}
+        {name or "(none)": own for name, own in sources.items()} if len(sources) > 1 else {}
+    )
+    found = {
+        name: summarize(own, samples=samples, right_at=right_at) for name, own in parts.items()
+    }
     columns = [c for c in found["all"] if not c.startswith("best_at_") or not _is_binary(outcomes)]
     rows = [["data source", "problems", *(c.replace("_at_", "@") for c in columns)]]
-    rows += [[name, str(len(parts[name])), *(_cell(estimates.get(c)) for c in columns)]
-             for name, estimates in found.items()]
+    rows += [
+        [name, str(len(parts[name])), *(_cell(estimates.get(c)) for c in columns)]
+        for name, estimates in found.items()
+    ]
     widths = [max(map(len, column)) for column in zip(*rows)]
-    lines = ["  ".join(cell.ljust(w) if i == 0 else cell.rjust(w)
-                       for i, (cell, w) in enumerate(zip(row, widths))) for row in rows]
+    lines = [
+        "  ".join(
+            cell.ljust(w) if i == 0 else cell.rjust(w)
+            for i, (cell, w) in enumerate(zip(row, widths))
+        )
+        for row in rows
+    ]
     return "\n".join([*lines, *_notes(outcomes, samples=samples, right_at=right_at)])
 
 
@@ -280,12 +342,17 @@ def _cell(estimate: Estimate | None) -> str:
 
 
 def _notes(outcomes: Sequence[Outcome], *, samples: int, right_at: float) -> list[str]:
-    notes = ["", f"{samples} sample{'s' * (samples > 1)} of each problem; ± is the 95% interval, "
-             "1.96 standard errors over problems"]
+    notes = [
+        "",
+        f"{samples} sample{'s' * (samples > 1)} of each problem; ± is the 95% interval, "
+        "1.96 standard errors over problems",
+    ]
     best = max((reward for o in outcomes for reward in o.rewards), default=math.nan)
     if not _is_binary(outcomes):
-        notes.append(f"rewards are not all 0 or 1: a sample is right from {right_at:g} on "
-                     "(--right-at); best@k is the mean of the best reward among k")
+        notes.append(
+            f"rewards are not all 0 or 1: a sample is right from {right_at:g} on "
+            "(--right-at); best@k is the mean of the best reward among k"
+        )
     if best < right_at:
         notes.append(f"no sample is right: the largest reward is {best:g}")
     return notes + [f"{name}: {mean:.3f}" for name, mean in part_means(outcomes).items()]
@@ -300,12 +367,17 @@ def content(cfg: Config, result: Result, *, model: str, right_at: float = RIGHT_
         return {name: asdict(estimate) for name, estimate in found.items()}
 
     return {
-        "model": model, "step": result.step, "data": cfg.data.eval,
-        "samples": samples, "temperature": cfg.evaluate.temperature,
+        "model": model,
+        "step": result.step,
+        "data": cfg.data.eval,
+        "samples": samples,
+        "temperature": cfg.evaluate.temperature,
         "max_response_tokens": cfg.sampling.max_response_tokens,
-        "seed": cfg.seed, "right_at": right_at,
+        "seed": cfg.seed,
+        "right_at": right_at,
         "interval": "half_width: 95%, 1.96 standard errors of the mean over problems",
-        "all": plain(outcomes), "parts": part_means(outcomes),
+        "all": plain(outcomes),
+        "parts": part_means(outcomes),
         "sources": {name: plain(own) for name, own in by_source(outcomes).items()},
         "problems": [asdict(outcome) for outcome in outcomes],
     }
@@ -328,8 +400,7 @@ def _show(request: Request, result: Result) -> None:
     from spmdrl.report.tracker import log_files
 
     print(table(result.outcomes, samples=request.cfg.evaluate.samples, right_at=request.right_at))
-    files = write(request.out, request.cfg, result, model=request.model,
-                  right_at=request.right_at)
+    files = write(request.out, request.cfg, result, model=request.model, right_at=request.right_at)
     print(f"written to {' and '.join(map(str, files))}")
     if not request.is_checkpoint:
         return

@@ -13,14 +13,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from spmdrl.world.comm import gather_bytes, gather_sizes
 from spmdrl.config.fields import trains_on_pairs
 from spmdrl.data.partition import Plan, partition
 from spmdrl.types import Batch, Microbatch, Rollouts, Scalars, Sums, add_sums, join_turns
 from spmdrl.world import World
+from spmdrl.world.comm import gather_bytes, gather_sizes
 
-_INTEGERS = ("lengths", "response_lengths", "group_ids", "sample_ids", "min_versions",
-             "rows", "is_truncated", "is_valid")
+_INTEGERS = (
+    "lengths",
+    "response_lengths",
+    "group_ids",
+    "sample_ids",
+    "min_versions",
+    "rows",
+    "is_truncated",
+    "is_valid",
+)
 _BOOLEANS = ("is_truncated", "is_valid")
 _FLOATS = ("rewards", "greedy_rewards", "reward_parts", "turns")
 
@@ -58,13 +66,21 @@ def exchange(rollouts: Rollouts, world: World, *, step: int) -> Batch:
     _check(table, step=step)
     cfg = world.cfg.batch
     plan = partition(
-        table.scalars.lengths, group_ids=table.scalars.group_ids, dp_size=world.dp_size,
-        tokens_per_microbatch=world.tokens_per_microbatch, num_updates=cfg.updates_per_step,
+        table.scalars.lengths,
+        group_ids=table.scalars.group_ids,
+        dp_size=world.dp_size,
+        tokens_per_microbatch=world.tokens_per_microbatch,
+        num_updates=cfg.updates_per_step,
         whole_groups=trains_on_pairs(world.cfg),
     )
     local = _move(rollouts, table, plan=plan, world=world, step=step)
-    return Batch(scalars=table.scalars, updates=_cut(local, table, plan=plan, world=world),
-                 update_ids=plan.update_ids, sums=table.sums, samples=table.samples)
+    return Batch(
+        scalars=table.scalars,
+        updates=_cut(local, table, plan=plan, world=world),
+        update_ids=plan.update_ids,
+        sums=table.sums,
+        samples=table.samples,
+    )
 
 
 # --------------------------------------------------------------------------- the scalars
@@ -96,8 +112,11 @@ def _gather(rollouts: Rollouts, world: World, *, step: int) -> _Table:
     ranks = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
     positions = torch.cat([torch.arange(count) for count in counts])
     return _Table(
-        scalars=Scalars(**columns), sources=ranks[order], positions=positions[order],
-        sums=add_sums(*sums), samples=tuple(sample for part in samples for sample in part),
+        scalars=Scalars(**columns),
+        sources=ranks[order],
+        positions=positions[order],
+        sums=add_sums(*sums),
+        samples=tuple(sample for part in samples for sample in part),
         routes=next((torch.from_numpy(part) for part in routes if part is not None), None),
     )
 
@@ -108,27 +127,37 @@ def _check(table: _Table, *, step: int) -> None:
         raise RuntimeError(f"step {step}: no rank handed over a single sequence")
 
     def name(row: int) -> str:
-        return (f"group {int(scalars.group_ids[row])} sample {int(scalars.sample_ids[row])} "
-                f"(from rank {int(table.sources[row])}, step {step})")
+        return (
+            f"group {int(scalars.group_ids[row])} sample {int(scalars.sample_ids[row])} "
+            f"(from rank {int(table.sources[row])}, step {step})"
+        )
 
     same = (scalars.group_ids.diff() == 0) & (scalars.sample_ids.diff() == 0)
     if same.any():
         row = int(same.nonzero()[0])
-        raise RuntimeError(f"{name(row)} was handed over twice, again by rank "
-                           f"{int(table.sources[row + 1])}; each sequence must have one holder")
+        raise RuntimeError(
+            f"{name(row)} was handed over twice, again by rank "
+            f"{int(table.sources[row + 1])}; each sequence must have one holder"
+        )
     if not scalars.is_valid.any():
-        raise RuntimeError(f"step {step}: the reward of all {len(scalars)} samples failed, which "
-                           "leaves nothing to train on; warnings above and in the ranks' logs "
-                           "name the first of each replica. Mend the reward function")
+        raise RuntimeError(
+            f"step {step}: the reward of all {len(scalars)} samples failed, which "
+            "leaves nothing to train on; warnings above and in the ranks' logs "
+            "name the first of each replica. Mend the reward function"
+        )
     bad = scalars.is_valid & ~scalars.rewards.isfinite()
     if bad.any():
         row = int(bad.nonzero()[0])
-        raise ValueError(f"reward of {name(row)} is {float(scalars.rewards[row])}; rewards must "
-                         "be finite: check the reward function for this sample")
+        raise ValueError(
+            f"reward of {name(row)} is {float(scalars.rewards[row])}; rewards must "
+            "be finite: check the reward function for this sample"
+        )
     if (scalars.lengths < 1).any():
         row = int((scalars.lengths < 1).nonzero()[0])
-        raise ValueError(f"{name(row)} has {int(scalars.lengths[row])} tokens; prompt and "
-                         "response together need at least one")
+        raise ValueError(
+            f"{name(row)} has {int(scalars.lengths[row])} tokens; prompt and "
+            "response together need at least one"
+        )
 
 
 # --------------------------------------------------------------------------- the tokens
@@ -146,39 +175,52 @@ class _Local:
     routes: Tensor | None  # [T, L, K]
 
 
-def _move(
-    rollouts: Rollouts, table: _Table, *, plan: Plan, world: World, step: int
-) -> _Local:
+def _move(rollouts: Rollouts, table: _Table, *, plan: Plan, world: World, step: int) -> _Local:
     """Send each sequence to all ranks of its dp index: one all-to-all, and one for routes."""
     lengths, dp_ids = table.scalars.lengths, plan.dp_ids
-    dp_of_rank = [world.dp_index(r) if r in world.trainer_ranks else -1
-                  for r in range(world.world_size)]
+    dp_of_rank = [
+        world.dp_index(r) if r in world.trainer_ranks else -1 for r in range(world.world_size)
+    ]
     mine = table.sources == world.rank
     to_rank = [torch.nonzero(mine & (dp_ids == dp)).flatten() for dp in dp_of_rank]
     arriving = dp_ids == dp_of_rank[world.rank]
-    from_rank = [torch.nonzero(arriving & (table.sources == r)).flatten()
-                 for r in range(world.world_size)]
+    from_rank = [
+        torch.nonzero(arriving & (table.sources == r)).flatten() for r in range(world.world_size)
+    ]
     order = _token_order(rollouts.cu_seqlens, table.positions[torch.cat(to_rank)])
     # One payload of 12 bytes per token: id, version (-1 or more) with the mask as lowest bit,
     # and the logprob's bits.
     marks = (rollouts.policy_versions + 1) * 2 + rollouts.response_mask.long()
-    payload = torch.stack([rollouts.tokens.int(), marks.int(),
-                           rollouts.rollout_logprobs.float().view(torch.int32)], dim=1)[order]
-    sizes = dict(input_split_sizes=[int(lengths[rows].sum()) for rows in to_rank],
-                 output_split_sizes=[int(lengths[rows].sum()) for rows in from_rank])
+    payload = torch.stack(
+        [rollouts.tokens.int(), marks.int(), rollouts.rollout_logprobs.float().view(torch.int32)],
+        dim=1,
+    )[order]
+    sizes = dict(
+        input_split_sizes=[int(lengths[rows].sum()) for rows in to_rank],
+        output_split_sizes=[int(lengths[rows].sum()) for rows in from_rank],
+    )
     with world.watch.wait("exchange tokens", step):
         payload = _all_to_all(payload, device=world.device, sizes=sizes)
         routes = _move_routes(rollouts, table, order=order, device=world.device, sizes=sizes)
     rows = torch.cat(from_rank)
     starts = lengths[rows].cumsum(0) - lengths[rows]
     tokens, marks, logprobs = payload.t().contiguous()
-    return _Local(tokens=tokens.long(), versions=(marks // 2 - 1).long(),
-                  response_mask=marks % 2 == 1, rollout_logprobs=logprobs.view(torch.float32),
-                  starts=dict(zip(rows.tolist(), starts.tolist())), routes=routes)
+    return _Local(
+        tokens=tokens.long(),
+        versions=(marks // 2 - 1).long(),
+        response_mask=marks % 2 == 1,
+        rollout_logprobs=logprobs.view(torch.float32),
+        starts=dict(zip(rows.tolist(), starts.tolist())),
+        routes=routes,
+    )
 
 
 def _move_routes(
-    rollouts: Rollouts, table: _Table, *, order: Tensor, device: torch.device,
+    rollouts: Rollouts,
+    table: _Table,
+    *,
+    order: Tensor,
+    device: torch.device,
     sizes: dict[str, list[int]],
 ) -> Tensor | None:
     """Send the tokens' routes the way of the tokens, in their own dtype."""
@@ -205,9 +247,7 @@ def _ranges(starts: Tensor, lengths: Tensor) -> Tensor:
     return torch.arange(int(lengths.sum())) + offsets
 
 
-def _all_to_all(
-    payload: Tensor, *, device: torch.device, sizes: dict[str, list[int]]
-) -> Tensor:
+def _all_to_all(payload: Tensor, *, device: torch.device, sizes: dict[str, list[int]]) -> Tensor:
     payload = payload.to(device)
     received = payload.new_empty(sum(sizes["output_split_sizes"]), *payload.shape[1:])
     dist.all_to_all_single(received, payload, **sizes)
@@ -226,8 +266,9 @@ def _cut(
     dp_id = world.dp_index(world.rank)
     return tuple(
         tuple(
-            _microbatch(local, plan.rows(dp_id, update=update, microbatch=m),
-                        lengths=table.scalars.lengths)
+            _microbatch(
+                local, plan.rows(dp_id, update=update, microbatch=m), lengths=table.scalars.lengths
+            )
             for m in range(num_microbatches)
         )
         for update, num_microbatches in enumerate(plan.num_microbatches)
@@ -258,9 +299,11 @@ def dummy_microbatch(device: torch.device) -> Microbatch:
     """Return a micro-batch of one token that is in no loss, which keeps collectives matched."""
     zero = torch.zeros(1, dtype=torch.int64, device=device)
     return Microbatch(
-        tokens=zero, position_ids=zero.clone(),
+        tokens=zero,
+        position_ids=zero.clone(),
         cu_seqlens=torch.tensor([0, 1], dtype=torch.int32, device=device),
         response_mask=torch.zeros(1, dtype=torch.bool, device=device),
-        rollout_logprobs=torch.zeros(1, device=device), policy_versions=zero - 1,
+        rollout_logprobs=torch.zeros(1, device=device),
+        policy_versions=zero - 1,
         sequence_ids=zero - 1,
     )

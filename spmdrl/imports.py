@@ -28,19 +28,25 @@ def import_object(
     place, colon, name = known.get(spec, spec).rpartition(":")
     if not colon or not place or not name:
         names = f", or a known name{nearest(spec, known)}" if known else ""
-        raise ValueError(f"{field}: {spec!r} must be `module:{kind}` or `path/file.py:{kind}`"
-                         f"{names}")
+        raise ValueError(
+            f"{field}: {spec!r} must be `module:{kind}` or `path/file.py:{kind}`{names}"
+        )
     try:
         module = import_file(place) if place.endswith(".py") else importlib.import_module(place)
     except Exception as error:  # importing runs the user's code, which can raise anything
-        raise ValueError(f"{field}: importing {place!r} failed: "
-                         f"{type(error).__name__}: {error}") from error
+        raise ValueError(
+            f"{field}: importing {place!r} failed: {type(error).__name__}: {error}"
+        ) from error
     found = getattr(module, name, None)
     if not callable(found):
-        own = [n for n, v in vars(module).items()
-               if n[0] != "_" and getattr(v, "__module__", "") == module.__name__ and callable(v)]
-        raise ValueError(f"{field}: {place!r} has no {kind.lower()} {name!r}; it has "
-                         f"{', '.join(own) or 'none'}")
+        own = [
+            n
+            for n, v in vars(module).items()
+            if n[0] != "_" and getattr(v, "__module__", "") == module.__name__ and callable(v)
+        ]
+        raise ValueError(
+            f"{field}: {place!r} has no {kind.lower()} {name!r}; it has {', '.join(own) or 'none'}"
+        )
     return found
 
 
@@ -81,8 +87,9 @@ def construct(make: Callable[..., Any], options: Mapping[str, Any], *, field: st
     if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         for option in options:
             if option not in names:
-                raise ValueError(f"{field}.{option}: unknown option of {_name_of(make)}"
-                                 f"{nearest(option, names)}")
+                raise ValueError(
+                    f"{field}.{option}: unknown option of {_name_of(make)}{nearest(option, names)}"
+                )
     for name in names:
         if parameters[name].default is inspect.Parameter.empty and name not in options:
             raise ValueError(f"{field}.{name}: {_name_of(make)} needs this option")
@@ -91,8 +98,9 @@ def construct(make: Callable[..., Any], options: Mapping[str, Any], *, field: st
     except ValueError as error:
         raise ValueError(f"{field}: {_name_of(make)}: {error}") from error
     except Exception as error:
-        raise ValueError(f"{field}: {_name_of(make)} with {dict(options)} raised "
-                         f"{type(error).__name__}: {error}") from error
+        raise ValueError(
+            f"{field}: {_name_of(make)} with {dict(options)} raised {type(error).__name__}: {error}"
+        ) from error
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

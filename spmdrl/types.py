@@ -90,11 +90,14 @@ class Scalars:
         return self.lengths.numel()
 
     @classmethod
-    def concat(cls, parts: Sequence["Scalars"]) -> "Scalars":
+    def concat(cls, parts: Sequence[Scalars]) -> Scalars:
         """Join at least one, in order. One without sequences need not know K."""
         filled = [part for part in parts if len(part)] or parts[:1]
-        joined = {f.name: torch.cat([getattr(part, f.name) for part in filled])
-                  for f in fields(cls) if f.name != "turns"}
+        joined = {
+            f.name: torch.cat([getattr(part, f.name) for part in filled])
+            for f in fields(cls)
+            if f.name != "turns"
+        }
         return cls(**joined, turns=join_turns([part.turns for part in filled]))
 
 
@@ -102,8 +105,12 @@ def join_turns(parts: Sequence[Tensor]) -> Tensor:
     """Join [S, U, 2] turns of Scalars whose U differ, in order."""
     most = max(part.shape[1] for part in parts)
     none = torch.tensor([0.0, -2.0], dtype=torch.float64)
-    return torch.cat([torch.cat([part, none.expand(len(part), most - part.shape[1], 2)], dim=1)
-                      for part in parts])
+    return torch.cat(
+        [
+            torch.cat([part, none.expand(len(part), most - part.shape[1], 2)], dim=1)
+            for part in parts
+        ]
+    )
 
 
 def join_routes(parts: Sequence[Tensor | None], lengths: Sequence[int]) -> Tensor | None:
@@ -120,7 +127,7 @@ def join_routes(parts: Sequence[Tensor | None], lengths: Sequence[int]) -> Tenso
     for part, length in zip(parts, lengths):
         if part is not None:
             assert len(part) <= length, f"routes of {len(part)} tokens, where {length} are"
-            joined[at:at + len(part)] = part
+            joined[at : at + len(part)] = part
         at += length
     return joined
 
@@ -161,10 +168,11 @@ class Microbatch:
     sequence_ids: Tensor  # [S] int64, row of each sequence in the batch's Scalars; -1 dummy
     routes: Tensor | None = None  # [T, L, K], as in Rollouts; None in a dummy too
 
-    def to(self, device: torch.device) -> "Microbatch":
+    def to(self, device: torch.device) -> Microbatch:
         """Return the same micro-batch on `device`."""
-        moved = {k: v if v is None else v.to(device, non_blocking=True)
-                 for k, v in vars(self).items()}
+        moved = {
+            k: v if v is None else v.to(device, non_blocking=True) for k, v in vars(self).items()
+        }
         return Microbatch(**moved)
 
 

@@ -31,12 +31,15 @@ QWEN3 = QWEN.replace(
 {%- set ns = namespace(last=0) %}
 {%- for message in messages %}{%- if message.role == 'user' %}{%- set ns.last = loop.index0 %}
 {%- endif %}{%- endfor %}
-{%- for message in messages %}""").replace(
-    "{%- if message.role == 'user' or", """\
+{%- for message in messages %}""",
+).replace(
+    "{%- if message.role == 'user' or",
+    """\
 {%- if message.role == 'assistant' and loop.index0 < ns.last %}
 {{- '<|im_start|>assistant\\n' + message.content.split('</think>')[-1].lstrip('\\n')
     + '<|im_end|>\\n' }}
-{%- elif message.role == 'user' or""")
+{%- elif message.role == 'user' or""",
+)
 
 LLAMA3 = """\
 {{- bos_token }}{%- for message in messages %}
@@ -79,16 +82,40 @@ MISTRAL = """\
 
 _SPECIAL = {
     "qwen": ("<|endoftext|>", "<|im_end|>", "<|im_start|>"),
-    "llama3": ("<|begin_of_text|>", "<|eot_id|>", "<|start_header_id|>", "<|end_header_id|>",
-               "<|eom_id|>", "<|python_tag|>"),
+    "llama3": (
+        "<|begin_of_text|>",
+        "<|eot_id|>",
+        "<|start_header_id|>",
+        "<|end_header_id|>",
+        "<|eom_id|>",
+        "<|python_tag|>",
+    ),
     "gemma": ("<bos>", "<end_of_turn>", "<start_of_turn>"),
-    "mistral": ("<s>", "</s>", "[INST]", "[/INST]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]",
-                "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]"),
+    "mistral": (
+        "<s>",
+        "</s>",
+        "[INST]",
+        "[/INST]",
+        "[TOOL_RESULTS]",
+        "[/TOOL_RESULTS]",
+        "[AVAILABLE_TOOLS]",
+        "[/AVAILABLE_TOOLS]",
+    ),
 }
 TEMPLATES = {"qwen": QWEN, "llama3": LLAMA3, "gemma": GEMMA, "mistral": MISTRAL}
-_MERGES = [("t", "h"), ("th", "e"), ("i", "n"), ("\u0120", "the"), ("a", "n"), ("e", "r"),
-           ("o", "n"),
-           ("l", "l"), ("<", "t"), ("u", "s"), ("us", "er")]
+_MERGES = [
+    ("t", "h"),
+    ("th", "e"),
+    ("i", "n"),
+    ("\u0120", "the"),
+    ("a", "n"),
+    ("e", "r"),
+    ("o", "n"),
+    ("l", "l"),
+    ("<", "t"),
+    ("u", "s"),
+    ("us", "er"),
+]
 
 
 def chat_tokenizer(family: str, *, template: str = "") -> PreTrainedTokenizerFast:
@@ -103,7 +130,11 @@ def chat_tokenizer(family: str, *, template: str = "") -> PreTrainedTokenizerFas
     inner.decoder = decoders.ByteLevel()
     names = _SPECIAL[family]
     words = PreTrainedTokenizerFast(
-        tokenizer_object=inner, bos_token=names[0], eos_token=names[1],
-        extra_special_tokens=list(names[2:]), clean_up_tokenization_spaces=False)
+        tokenizer_object=inner,
+        bos_token=names[0],
+        eos_token=names[1],
+        extra_special_tokens=list(names[2:]),
+        clean_up_tokenization_spaces=False,
+    )
     words.chat_template = template or TEMPLATES[family]
     return words

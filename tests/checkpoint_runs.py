@@ -9,34 +9,60 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
-    get_model_state_dict, get_optimizer_state_dict, set_model_state_dict, set_optimizer_state_dict,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
 )
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel, RowwiseParallel, parallelize_module,
-)
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from spmdrl.checkpoint import Checkpointer
 from spmdrl.config import Checkpoint, Config, Layout, Model
 from spmdrl.world import World
 
 
-def config(output_dir: Path | str, *, world_size: int = 1, trainers: int | None = None,
-           cp: int = 1, tp: int = 1, inference_tp: int = 1, steps: int = 100, every: int = 1,
-           keep: int | dict = 2,
-           resume: str = "auto", seed: int = 0, allow: bool = False, model: str = "") -> Config:
+def config(
+    output_dir: Path | str,
+    *,
+    world_size: int = 1,
+    trainers: int | None = None,
+    cp: int = 1,
+    tp: int = 1,
+    inference_tp: int = 1,
+    steps: int = 100,
+    every: int = 1,
+    keep: int | dict = 2,
+    resume: str = "auto",
+    seed: int = 0,
+    allow: bool = False,
+    model: str = "",
+) -> Config:
     """Return a config of a job with these ranks; without `trainers` all ranks train."""
     split = trainers is not None
     return Config(
-        output_dir=str(output_dir), steps=steps, seed=seed, model=Model(path=model),
-        layout=Layout(placement="split" if split else "offline", world_size=world_size,
-                      trainer_ranks=trainers or world_size, cp=cp, tp=tp,
-                      inference_tp=inference_tp, device="cpu", wait_timeout_s=200,
-                      startup_timeout_s=300),
-        checkpoint=Checkpoint(every_steps=every, resume=resume,
-                              keep=keep if isinstance(keep, dict) else {"last": keep},
-                              allow_config_change=allow),
+        output_dir=str(output_dir),
+        steps=steps,
+        seed=seed,
+        model=Model(path=model),
+        layout=Layout(
+            placement="split" if split else "offline",
+            world_size=world_size,
+            trainer_ranks=trainers or world_size,
+            cp=cp,
+            tp=tp,
+            inference_tp=inference_tp,
+            device="cpu",
+            wait_timeout_s=200,
+            startup_timeout_s=300,
+        ),
+        checkpoint=Checkpoint(
+            every_steps=every,
+            resume=resume,
+            keep=keep if isinstance(keep, dict) else {"last": keep},
+            allow_config_change=allow,
+        ),
     )
 
 
@@ -49,10 +75,15 @@ class SmallPolicy:
             return
         torch.manual_seed(0)
         # 6 rows over 4 ranks: uneven shards.
-        self.model = nn.Sequential(nn.Linear(width, 6, bias=False), nn.ReLU(),
-                                   nn.Linear(6, width, bias=False), nn.LayerNorm(width))
-        parallelize_module(self.model, world.mesh["tp"],
-                           {"0": ColwiseParallel(), "2": RowwiseParallel()})
+        self.model = nn.Sequential(
+            nn.Linear(width, 6, bias=False),
+            nn.ReLU(),
+            nn.Linear(6, width, bias=False),
+            nn.LayerNorm(width),
+        )
+        parallelize_module(
+            self.model, world.mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()}
+        )
         fully_shard(self.model, mesh=world.mesh["dp_replicate", "dp_shard"])
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
 
@@ -66,8 +97,10 @@ class SmallPolicy:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the live shards."""
-        return {"model": get_model_state_dict(self.model),
-                "optimizer": get_optimizer_state_dict(self.model, self.optimizer)}
+        return {
+            "model": get_model_state_dict(self.model),
+            "optimizer": get_optimizer_state_dict(self.model, self.optimizer),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Put the shards back."""
@@ -98,8 +131,13 @@ class SmallSource:
     def __init__(self, world: World):
         self.world = world
         self.loaded: tuple[list[dict[str, Any]], int] | None = None
-        self.ahead = {3: {"tokens": torch.arange(5) + 10 * world.rank, "sums": {"a": (1.0, 2.0)},
-                          "samples": ({"prompt": "1+1="},)}}
+        self.ahead = {
+            3: {
+                "tokens": torch.arange(5) + 10 * world.rank,
+                "sums": {"a": (1.0, 2.0)},
+                "samples": ({"prompt": "1+1="},),
+            }
+        }
 
     def state_dict(self) -> dict[str, Any] | None:
         """Return what was made ahead."""
@@ -127,8 +165,9 @@ def save_steps(cfg: Config, steps: int, rewards: dict[int, float] | None = None)
     for step in range(1, steps + 1):
         policy.update()
         found = rewards.get(step) if rewards else None
-        checkpointer.maybe_save(step, policy, source, evaluated={} if found is None else {
-            "eval/reward": (found, 1)})
+        checkpointer.maybe_save(
+            step, policy, source, evaluated={} if found is None else {"eval/reward": (found, 1)}
+        )
         digests.append(policy.digest())
     checkpointer.finish()
     world.close()
@@ -149,6 +188,7 @@ def after_two_updates(cfg: Config, world: World, *, save: bool) -> tuple[Any, An
     """Return a real policy that has taken two updates, and its batch: it took them now, and saved
     a checkpoint, or it is restored from that."""
     from policy_runs import batch, update
+
     from spmdrl.train.trainer import Policy
 
     policy, source, checkpointer = Policy(cfg, world), SmallSource(world), Checkpointer(cfg, world)

@@ -11,8 +11,9 @@ from hypothesis import HealthCheck, settings
 
 # The same examples in every run, and a slow machine is no failure. To look for new ones:
 # HYPOTHESIS_PROFILE=default.
-settings.register_profile("suite", derandomize=True, deadline=None,
-                          suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile(
+    "suite", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "suite"))
 
 
@@ -50,6 +51,11 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from spmdrl.commands.create_model import create_model
 
     return create_model(
-        tmp_path_factory.mktemp("tiny_model"), hidden_size=64, layers=2, heads=2, kv_heads=2,
-        intermediate=96, max_positions=256,
+        tmp_path_factory.mktemp("tiny_model"),
+        hidden_size=64,
+        layers=2,
+        heads=2,
+        kv_heads=2,
+        intermediate=96,
+        max_positions=256,
     )

@@ -15,9 +15,7 @@ def served(name: str, **options: Any) -> EnvironmentServer:
     return EnvironmentServer({"name": name, **options})
 
 
-def play(
-    server: EnvironmentServer, row: dict, texts: list[str], *, read: Any = None
-) -> list[Turn]:
+def play(server: EnvironmentServer, row: dict, texts: list[str], *, read: Any = None) -> list[Turn]:
     """Play an episode; return its turns. The environment is pickled in between."""
     environment, _, _ = server.open(row, seed=0)
     turns = []

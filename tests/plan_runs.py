@@ -7,20 +7,28 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import policy_runs
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-import policy_runs
 from spmdrl.model.live_bytes import LiveBytes
 
-
 FAMILIES: dict[str, dict[str, Any]] = {
-    "llama": {}, "qwen2": {}, "qwen3": {}, "mistral": {"sliding_window": 32},
-    "gemma2": {"sliding_window": 32, "query_pre_attn_scalar": 16,
-               "layer_types": ["sliding_attention", "full_attention"]},
-    "gemma3_text": {"sliding_window": 32, "query_pre_attn_scalar": 16,
-                    "layer_types": ["sliding_attention", "full_attention"]},
+    "llama": {},
+    "qwen2": {},
+    "qwen3": {},
+    "mistral": {"sliding_window": 32},
+    "gemma2": {
+        "sliding_window": 32,
+        "query_pre_attn_scalar": 16,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
+    "gemma3_text": {
+        "sliding_window": 32,
+        "query_pre_attn_scalar": 16,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
     "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48},
 }
 
@@ -29,10 +37,22 @@ def tiny_config(family: str, **sizes: Any) -> Any:
     """Return the transformers config of a model of some ten thousand parameters."""
     from transformers import AutoConfig
 
-    return AutoConfig.for_model(family, **dict(
-        hidden_size=64, intermediate_size=160, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=16, vocab_size=104, max_position_embeddings=512,
-        tie_word_embeddings="gemma" in family) | FAMILIES[family] | sizes)
+    return AutoConfig.for_model(
+        family,
+        **dict(
+            hidden_size=64,
+            intermediate_size=160,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=16,
+            vocab_size=104,
+            max_position_embeddings=512,
+            tie_word_embeddings="gemma" in family,
+        )
+        | FAMILIES[family]
+        | sizes,
+    )
 
 
 def write_model(folder: Path, family: str, **sizes: Any) -> str:
@@ -52,8 +72,14 @@ def scoring(lengths: list[int], *, first_scored: int, vocab: int) -> Any:
     positions = torch.cat([torch.arange(n) for n in lengths])
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(vocab, (sum(lengths),), generator=generator)
-    return make_scoring(tokens, lengths, mask=positions >= first_scored, position_ids=positions,
-                        device=torch.device("cpu"), padded=True)
+    return make_scoring(
+        tokens,
+        lengths,
+        mask=positions >= first_scored,
+        position_ids=positions,
+        device=torch.device("cpu"),
+        padded=True,
+    )
 
 
 def saved_bytes(model: Any, work: Any) -> int:
@@ -78,8 +104,11 @@ def saved_bytes(model: Any, work: Any) -> int:
             if isinstance(value, Tensor) and value.is_floating_point():
                 pack(value)  # checkpointing holds on to them, which no hook sees
 
-    hooks = [m.register_forward_pre_hook(keep_inputs, with_kwargs=True)
-             for m in model.scorer.modules() if type(m).__name__ == "FSDPCheckpointWrapper"]
+    hooks = [
+        m.register_forward_pre_hook(keep_inputs, with_kwargs=True)
+        for m in model.scorer.modules()
+        if type(m).__name__ == "FSDPCheckpointWrapper"
+    ]
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         logprobs, _ = model.forward(work)
     for hook in hooks:
@@ -105,29 +134,54 @@ def _gathered_storages(model: Any) -> set[int]:
     return found
 
 
-def run_config(path: str, out: str, *, world_size: int, tp: int = 1, ep: int = 1, cp: int = 1,
-               dp_replicate: int = 1, recomputes: bool = False, dtype: str = "float32",
-               context: str = "auto", memory: dict[str, Any] | None = None) -> Any:
+def run_config(
+    path: str,
+    out: str,
+    *,
+    world_size: int,
+    tp: int = 1,
+    ep: int = 1,
+    cp: int = 1,
+    dp_replicate: int = 1,
+    recomputes: bool = False,
+    dtype: str = "float32",
+    context: str = "auto",
+    memory: dict[str, Any] | None = None,
+) -> Any:
     """Return the config of a colocated run on the CPU with the transformers engine."""
     cfg = policy_runs.config(
-        path, out, world_size=world_size, tp=tp, dp_replicate=dp_replicate,
-        model={"compute_dtype": dtype, "kernels": {"context": context}, "memory": {
-            "head_chunk_tokens": 64, "activation_checkpointing": "full" if recomputes else "none",
-            **(memory or {})}})
+        path,
+        out,
+        world_size=world_size,
+        tp=tp,
+        dp_replicate=dp_replicate,
+        model={
+            "compute_dtype": dtype,
+            "kernels": {"context": context},
+            "memory": {
+                "head_chunk_tokens": 64,
+                "activation_checkpointing": "full" if recomputes else "none",
+                **(memory or {}),
+            },
+        },
+    )
     return replace(
-        cfg, layout=replace(cfg.layout, placement="colocated", ep=ep, cp=cp),
+        cfg,
+        layout=replace(cfg.layout, placement="colocated", ep=ep, cp=cp),
         data=replace(cfg.data, max_prompt_tokens=20),
         sampling=replace(cfg.sampling, max_response_tokens=80),
         batch=replace(cfg.batch, tokens_per_microbatch=400),
-        engine=replace(cfg.engine, kind="transformers", dtype="bfloat16", max_num_seqs=7,
-                       cpu_kv_cache_gib=0.01))
+        engine=replace(
+            cfg.engine, kind="transformers", dtype="bfloat16", max_num_seqs=7, cpu_kv_cache_gib=0.01
+        ),
+    )
 
 
 def hold(path: str, out: str, layout: dict[str, Any]) -> dict[str, int]:
     """Build a trainer and an engine, take a backward pass, and return this rank's bytes."""
     from spmdrl.engine import make_engine
-    from spmdrl.train.optimizer import AdamW, local_part
     from spmdrl.model.sharded import ShardedModel
+    from spmdrl.train.optimizer import AdamW, local_part
     from spmdrl.world import World
 
     cfg = run_config(path, out, **layout)
@@ -148,7 +202,8 @@ def hold(path: str, out: str, layout: dict[str, Any]) -> dict[str, int]:
         "gradients": sum(g.nbytes for g in gradients.values()),
         "optimizer": sum(t.nbytes for t in moments),
         "engine weights": sum(p.nbytes for p in engine.model.parameters()),
-        "KV cache": engine._cache.nbytes, "slots": engine._cache.num_slots,
+        "KV cache": engine._cache.nbytes,
+        "slots": engine._cache.num_slots,
     }
     gc.collect()
     with LiveBytes() as live:
@@ -177,8 +232,9 @@ def saved_by_family(folders: dict[str, str], out: str, cases: list[tuple]) -> li
 
     world, found = World.start(own(cases[0][0], "float32", False)), []
     for family, dtype, recomputes, lengths in cases:
-        model = ShardedModel(own(family, dtype, recomputes), world, path=folders[family],
-                             is_trained=True)
+        model = ShardedModel(
+            own(family, dtype, recomputes), world, path=folders[family], is_trained=True
+        )
         found.append(saved_bytes(model, scoring(lengths, first_scored=3, vocab=104)))
     world.close()
     return found
@@ -190,13 +246,16 @@ def vllm_holds(path: str, out: str) -> dict[str, int]:
     from spmdrl.world import World
 
     cfg = run_config(path, out, world_size=2)
-    cfg = replace(cfg, layout=replace(cfg.layout, inference_tp=2),
-                  engine=replace(cfg.engine, kind="vllm"))
+    cfg = replace(
+        cfg, layout=replace(cfg.layout, inference_tp=2), engine=replace(cfg.engine, kind="vllm")
+    )
     world = World.start(cfg)
     engine = make_engine(cfg, world)
     cache = engine._runner.kv_caches
-    found = {"engine weights": sum(p.nbytes for p in engine.model.parameters()),
-             "KV cache": sum(t.nbytes for t in cache)}
+    found = {
+        "engine weights": sum(p.nbytes for p in engine.model.parameters()),
+        "KV cache": sum(t.nbytes for t in cache),
+    }
     engine.close()
     world.close()
     return found

@@ -18,23 +18,41 @@ VOCABULARY = 96
 
 
 def config(
-    path: str | Path, out: str | Path, *, world_size: int = 1, dp_replicate: int = 1, cp: int = 1,
-    tp: int = 1, objective: str = "rl", updates: int = 1, model: dict | None = None,
+    path: str | Path,
+    out: str | Path,
+    *,
+    world_size: int = 1,
+    dp_replicate: int = 1,
+    cp: int = 1,
+    tp: int = 1,
+    objective: str = "rl",
+    updates: int = 1,
+    model: dict | None = None,
     **algorithm: object,
 ) -> Config:
     """A float32 CPU config. `offline` placement: every rank trains, no engine is built."""
     return Config(
-        output_dir=str(out), steps=10,
-        layout=Layout(placement="offline", world_size=world_size, dp_replicate=dp_replicate,
-                      cp=cp, tp=tp, device="cpu", startup_timeout_s=300, wait_timeout_s=200),
-        model=Model(path=str(path), **(
-            {"compute_dtype": "float32", "memory": {"head_chunk_tokens": 7}} | (model or {}))),
+        output_dir=str(out),
+        steps=10,
+        layout=Layout(
+            placement="offline",
+            world_size=world_size,
+            dp_replicate=dp_replicate,
+            cp=cp,
+            tp=tp,
+            device="cpu",
+            startup_timeout_s=300,
+            wait_timeout_s=200,
+        ),
+        model=Model(
+            path=str(path),
+            **({"compute_dtype": "float32", "memory": {"head_chunk_tokens": 7}} | (model or {})),
+        ),
         batch=BatchConfig(tokens_per_microbatch=64, updates_per_step=updates),
         sampling=Sampling(temperature=0.8),
         algorithm=Algorithm(objective=objective, **algorithm),
         # A large eps keeps Adam's step smooth in the gradient, so that layouts can be compared.
-        optimizer=Optimizer(lr=1e-2, options={"eps": 1e-3, "weight_decay": 0.1},
-                            max_grad_norm=0.2),
+        optimizer=Optimizer(lr=1e-2, options={"eps": 1e-3, "weight_decay": 0.1}, max_grad_norm=0.2),
     )
 
 
@@ -49,9 +67,14 @@ def scalars() -> Scalars:
     count, lengths = len(LENGTHS), torch.tensor(LENGTHS)
     flags = torch.arange(count)
     return Scalars(
-        lengths=lengths, response_lengths=lengths - (lengths + 2) // 3,
-        group_ids=flags // 2, sample_ids=flags % 2, rewards=torch.zeros(count).double(),
-        is_truncated=flags == 6, is_valid=flags != 4, min_versions=torch.zeros_like(flags),
+        lengths=lengths,
+        response_lengths=lengths - (lengths + 2) // 3,
+        group_ids=flags // 2,
+        sample_ids=flags % 2,
+        rewards=torch.zeros(count).double(),
+        is_truncated=flags == 6,
+        is_valid=flags != 4,
+        min_versions=torch.zeros_like(flags),
     )
 
 
@@ -72,20 +95,29 @@ def microbatch(ids: list[int]) -> Microbatch:
     if not ids:
         zero = torch.zeros(1, dtype=torch.int64)
         return Microbatch(
-            tokens=zero, position_ids=zero, cu_seqlens=torch.tensor([0, 1], dtype=torch.int32),
-            response_mask=zero.bool(), rollout_logprobs=zero.float(), policy_versions=zero - 1,
-            sequence_ids=zero - 1)
+            tokens=zero,
+            position_ids=zero,
+            cu_seqlens=torch.tensor([0, 1], dtype=torch.int32),
+            response_mask=zero.bool(),
+            rollout_logprobs=zero.float(),
+            policy_versions=zero - 1,
+            sequence_ids=zero - 1,
+        )
     lengths = torch.tensor([LENGTHS[i] for i in ids])
     positions = torch.cat([torch.arange(n) for n in lengths])
     mask = torch.cat([torch.arange(n) >= (n + 2) // 3 for n in lengths])
     generator = torch.Generator().manual_seed(7)
     drawn = -3 - torch.rand(len(LENGTHS), max(LENGTHS), generator=generator)
-    drawn = torch.cat([drawn[i, :LENGTHS[i]] for i in ids])
+    drawn = torch.cat([drawn[i, : LENGTHS[i]] for i in ids])
     return Microbatch(
-        tokens=torch.cat([sequence(i) for i in ids]), position_ids=positions,
-        cu_seqlens=torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int(), response_mask=mask,
+        tokens=torch.cat([sequence(i) for i in ids]),
+        position_ids=positions,
+        cu_seqlens=torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int(),
+        response_mask=mask,
         rollout_logprobs=torch.where(mask, drawn, 0.0),
-        policy_versions=torch.where(mask, 0, -1), sequence_ids=torch.tensor(ids))
+        policy_versions=torch.where(mask, 0, -1),
+        sequence_ids=torch.tensor(ids),
+    )
 
 
 def batch(dp_index: int, dp_size: int, *, updates: int = 1) -> Batch:
@@ -123,5 +155,7 @@ def train(cfg: Config, steps: int = 2) -> dict:
 
 def full_parameters(policy: object) -> dict[str, Tensor]:
     """Gather every parameter; all trainer ranks take part."""
-    return {name: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach().clone()
-            for name, p in policy.named_shards().items()}
+    return {
+        name: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach().clone()
+        for name, p in policy.named_shards().items()
+    }

@@ -11,14 +11,14 @@ import os
 from unittest import mock
 
 # In this order: dynamo reads the variable below here, where a rank's model may be compiled ...
-import torch._dynamo
-import torch.distributed.checkpoint
-import torch.distributed.fsdp
-import torch.distributed.tensor.parallel
 import transformers.models.auto.modeling_auto
 import transformers.models.qwen3.modeling_qwen3  # noqa: F401
 
 # ... and vLLM's own helpers here, as engine/vllm.py has it.
-with mock.patch.dict(os.environ, TORCHDYNAMO_DISABLE="1", VLLM_LOGGING_LEVEL="ERROR",
-                     VLLM_NO_USAGE_STATS="1"), contextlib.suppress(ImportError):
+with (
+    mock.patch.dict(
+        os.environ, TORCHDYNAMO_DISABLE="1", VLLM_LOGGING_LEVEL="ERROR", VLLM_NO_USAGE_STATS="1"
+    ),
+    contextlib.suppress(ImportError),
+):
     import vllm.v1.engine.llm_engine  # noqa: F401

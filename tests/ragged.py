@@ -57,9 +57,11 @@ def ragged(seed: int, *, drift: float = 0.4) -> Ragged:
     mask[4] = True
     per_sequence = torch.randn(len(lengths), generator=g, dtype=torch.float64)
     case = Ragged(
-        logprobs=(old + drift * normal()).requires_grad_(), old_logprobs=old,
+        logprobs=(old + drift * normal()).requires_grad_(),
+        old_logprobs=old,
         rollout_logprobs=old + drift * normal(),
-        advantages=per_sequence.repeat_interleave(lengths), loss_mask=mask,
+        advantages=per_sequence.repeat_interleave(lengths),
+        loss_mask=mask,
         cu_seqlens=torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]).int(),
     )
     versions = int(case.version) - torch.randint(0, 4, (num_tokens,), generator=g)
@@ -80,8 +82,12 @@ def scalars(seed: int, *, num_groups: int = 6) -> Scalars:
     response_lengths = torch.randint(0, 20, (count,), generator=g)
     response_lengths[-1] = 5
     return Scalars(
-        lengths=response_lengths + 3, response_lengths=response_lengths, group_ids=group_ids,
-        sample_ids=torch.cat([torch.arange(size) for size in sizes]), rewards=rewards,
-        is_truncated=torch.rand(count, generator=g) < 0.2, is_valid=is_valid,
+        lengths=response_lengths + 3,
+        response_lengths=response_lengths,
+        group_ids=group_ids,
+        sample_ids=torch.cat([torch.arange(size) for size in sizes]),
+        rewards=rewards,
+        is_truncated=torch.rand(count, generator=g) < 0.2,
+        is_valid=is_valid,
         min_versions=torch.zeros(count, dtype=torch.int64),
     )

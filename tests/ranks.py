@@ -35,8 +35,14 @@ def free_port() -> int:
 
 def launch_env(rank: int, world_size: int, port: int) -> dict[str, str]:
     """Return the variables that torchrun would set for one rank on this machine."""
-    return dict(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank),
-                MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), OMP_NUM_THREADS="1")
+    return dict(
+        RANK=str(rank),
+        WORLD_SIZE=str(world_size),
+        LOCAL_RANK=str(rank),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        OMP_NUM_THREADS="1",
+    )
 
 
 def fork_rank(env: dict[str, str], target: Callable, *args: Any) -> BaseProcess:

@@ -78,10 +78,18 @@ def config(folder: Path, *, steps: int = 10, **report: Any) -> Config:
 def record_steps(report: Report, first: int, last: int, *, reward: float = 0.5) -> None:
     """Record steps [first, last) with plausible numbers."""
     for step in range(first, last):
-        report.step(step, {
-            "reward/mean": (reward * 512, 512), "rollout/response_length": (2200, 512),
-            "policy/mismatch_k3": (0.9, 2200), "policy/entropy": (1800.0, 2200),
-            "policy/clip_frac": (3, 2200), "perf/generated_tokens": (2200, 1),
-            "policy/loss": (0.01, 1), "policy/skipped_updates": (0, 1),
-        }, seconds={"generate": 0.31, "update": 0.28, "push": 0.02, "await peers": 0.001},
-            samples=({"prompt": "1+2=", "response": "3", "reward": 1.0},))
+        report.step(
+            step,
+            {
+                "reward/mean": (reward * 512, 512),
+                "rollout/response_length": (2200, 512),
+                "policy/mismatch_k3": (0.9, 2200),
+                "policy/entropy": (1800.0, 2200),
+                "policy/clip_frac": (3, 2200),
+                "perf/generated_tokens": (2200, 1),
+                "policy/loss": (0.01, 1),
+                "policy/skipped_updates": (0, 1),
+            },
+            seconds={"generate": 0.31, "update": 0.28, "push": 0.02, "await peers": 0.001},
+            samples=({"prompt": "1+2=", "response": "3", "reward": 1.0},),
+        )

@@ -21,9 +21,15 @@ from ranks import fork_rank, free_port, launch_env
 ROOT = Path(__file__).resolve().parent.parent
 TINY = dict(  # flags that make any demo config small enough for a test
     sft={"batch.prompts-per-step": 16, "report.tracker": "none", "layout.device": "cpu"},
-    rl={"batch.prompts-per-step": 8, "batch.group-size": 4, "report.tracker": "none",
-        "evaluate.every-steps": 0, "engine.cpu-kv-cache-gib": 0.1, "engine.max-num-seqs": 32,
-        "layout.device": "cpu"},
+    rl={
+        "batch.prompts-per-step": 8,
+        "batch.group-size": 4,
+        "report.tracker": "none",
+        "evaluate.every-steps": 0,
+        "engine.cpu-kv-cache-gib": 0.1,
+        "engine.max-num-seqs": 32,
+        "layout.device": "cpu",
+    },
 )
 
 
@@ -50,17 +56,28 @@ class Run:
 def arguments(config: str, world_size: int, **flags: Any) -> list[str]:
     """Return what follows the interpreter; flag names are dotted fields."""
     pairs = [x for k, v in flags.items() for x in (f"--{k}", str(v))]
-    return [str(ROOT / "train.py"), "--config", str(ROOT / "configs" / config),
-            "--layout.world-size", str(world_size), *pairs]
+    return [
+        str(ROOT / "train.py"),
+        "--config",
+        str(ROOT / "configs" / config),
+        "--layout.world-size",
+        str(world_size),
+        *pairs,
+    ]
 
 
 def start(config: str, world_size: int, **flags: Any) -> Run:
     """Start ranks that no launcher watches: each is told its place, as srun tells it."""
     printed, port = _file(), free_port()
     processes = [
-        fork_rank(os.environ | launch_env(rank, world_size, port), _be_rank,
-                  arguments(config, world_size, **flags), printed)
-        for rank in range(world_size)]
+        fork_rank(
+            os.environ | launch_env(rank, world_size, port),
+            _be_rank,
+            arguments(config, world_size, **flags),
+            printed,
+        )
+        for rank in range(world_size)
+    ]
 
     def poll() -> int | None:
         states = [process.exitcode for process in processes]
@@ -82,12 +99,24 @@ def _be_rank(argv: list[str], printed: Path) -> None:
 def torchrun(config: str, world_size: int, **flags: Any) -> Run:
     """Start a run as the README does, with a launcher and fresh processes."""
     printed = _file()
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node",
-               str(world_size), *arguments(config, world_size, **flags)]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        str(world_size),
+        *arguments(config, world_size, **flags),
+    ]
     with open(printed, "a") as out:
         process = subprocess.Popen(
-            command, env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}, cwd=ROOT,
-            stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
+            command,
+            env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+            cwd=ROOT,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
     return Run([process.pid], process.poll, printed)
 
 
@@ -97,15 +126,23 @@ def finish(run: Run, *, timeout_s: float) -> Finished:
     try:
         while run.poll() is None:
             assert time.monotonic() < deadline, (
-                f"still running after {timeout_s} s:\n{read(run)[-6000:]}")
+                f"still running after {timeout_s} s:\n{read(run)[-6000:]}"
+            )
             time.sleep(0.05)
         return Finished(run.poll(), read(run))
     finally:
         kill_all(run)
 
 
-def run(config: str, world_size: int, *, by: Callable[..., Run] = start, timeout_s: float = 400,
-        status: int = 0, **flags: Any) -> Finished:
+def run(
+    config: str,
+    world_size: int,
+    *,
+    by: Callable[..., Run] = start,
+    timeout_s: float = 400,
+    status: int = 0,
+    **flags: Any,
+) -> Finished:
     """Run to the end and check the exit status (0: success, else just failure)."""
     finished = finish(by(config, world_size, **flags), timeout_s=timeout_s)
     assert (finished.status == 0) == (status == 0), finished.output[-8000:]
@@ -126,8 +163,16 @@ def wait_to_be_killed():
 """To begin a file of rewards with, which call it; see `run_killed`."""
 
 
-def run_killed(config: str, world_size: int, *, rewards: Path, step: int, hold: int,
-               timeout_s: float = 300, **flags: Any) -> None:
+def run_killed(
+    config: str,
+    world_size: int,
+    *,
+    rewards: Path,
+    step: int,
+    hold: int,
+    timeout_s: float = 300,
+    **flags: Any,
+) -> None:
     """Kill a run that has saved the checkpoint of `step` and gone on from there.
 
     Its rewards wait when the checkpoint of a later step, `hold`, stands, so that it does not come
@@ -167,12 +212,15 @@ def metrics(folder: Path) -> list[dict]:
 
 def wait_for_step(run: Run, folder: Path, step: int, *, timeout_s: float) -> None:
     """Return when metrics.jsonl has a row of `step`; fail when the run ends before."""
-    wait_for(run, lambda: any(row["step"] >= step for row in metrics(folder)),
-             f"step {step} not reached", timeout_s=timeout_s)
+    wait_for(
+        run,
+        lambda: any(row["step"] >= step for row in metrics(folder)),
+        f"step {step} not reached",
+        timeout_s=timeout_s,
+    )
 
 
-def wait_for(run: Run, condition: Callable[[], bool], otherwise: str, *,
-             timeout_s: float) -> None:
+def wait_for(run: Run, condition: Callable[[], bool], otherwise: str, *, timeout_s: float) -> None:
     """Return when a condition holds; fail when the run ends before."""
     deadline = time.monotonic() + timeout_s
     while not condition():

@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 from ragged import scalars
 
 from spmdrl.algorithms import advantages, registry
-from spmdrl.algorithms.advantages import (
-    gdpo, grpo, max_rl, opo, pass_at_k, reinforce, remax, rloo)
-from spmdrl.credit import sequence_advantages
+from spmdrl.algorithms.advantages import gdpo, grpo, max_rl, opo, pass_at_k, reinforce, remax, rloo
 from spmdrl.config import Algorithm, Config
+from spmdrl.credit import sequence_advantages
 from spmdrl.types import Batch, Scalars
 
 GROUP_BASED = [n for n in advantages.__all__ if registry.needs_group(n)]
@@ -57,8 +56,10 @@ def reference(name: str, batch: Scalars) -> list[float]:
         return [rewards[i] if valid[i] else 0.0 for i in range(len(rewards))]
     if name == "remax":
         greedy = greedy_of(batch).tolist()
-        return [rewards[i] - greedy[i] if valid[i] and not math.isnan(greedy[i]) else 0.0
-                for i in range(len(rewards))]
+        return [
+            rewards[i] - greedy[i] if valid[i] and not math.isnan(greedy[i]) else 0.0
+            for i in range(len(rewards))
+        ]
     members = {g: [i for i in everyone if groups[i] == g] for g in set(groups)}
     usable = {g: m for g, m in members.items() if len(m) >= 2}
     varied = {g: m for g, m in usable.items() if len({rewards[i] for i in m}) > 1}
@@ -73,13 +74,14 @@ def reference(name: str, batch: Scalars) -> list[float]:
                 "grpo": lambda: (rewards[i] - mean) / (pstd(own) + 1e-6),
                 "dr_grpo": lambda: rewards[i] - mean,
                 "rloo": lambda: rewards[i] - math.fsum(others) / len(others),
-                "lite_ppo": lambda: (rewards[i] - mean)
-                / (pstd([rewards[j] for j in everyone]) + 1e-6),
+                "lite_ppo": lambda: (
+                    (rewards[i] - mean) / (pstd([rewards[j] for j in everyone]) + 1e-6)
+                ),
                 "max_rl": lambda: (rewards[i] - mean) / (mean + 1e-6),
-                "gpg": lambda: (rewards[i] - mean) * len(everyone)
-                / sum(len(v) for v in varied.values()),
-                "opo": lambda: rewards[i]
-                - math.fsum(lengths[j] * rewards[j] for j in m) / weight,
+                "gpg": lambda: (
+                    (rewards[i] - mean) * len(everyone) / sum(len(v) for v in varied.values())
+                ),
+                "opo": lambda: rewards[i] - math.fsum(lengths[j] * rewards[j] for j in m) / weight,
                 "pass_at_k": lambda: max(0.0, rewards[i] - max(others)),
                 "gdpo": lambda: 3 * (rewards[i] - mean) / pstd(own),  # both parts alike
                 "reinforce_plus_plus_baseline": lambda: rewards[i] - mean,
@@ -119,7 +121,8 @@ def test_advantage_equals_a_plain_loop(name: str, seed: int) -> None:
 
 groups_of_rewards = st.lists(
     st.lists(st.integers(-8, 8).map(lambda n: n / 4), min_size=1, max_size=6),
-    min_size=1, max_size=5,
+    min_size=1,
+    max_size=5,
 )
 
 
@@ -128,9 +131,11 @@ def batch_of(groups: list[list[float]], *, first_length: int = 3) -> Scalars:
     count = len(flat)
     lengths = torch.arange(count) % 5 + first_length
     return Scalars(
-        lengths=lengths + 2, response_lengths=lengths,
+        lengths=lengths + 2,
+        response_lengths=lengths,
         group_ids=torch.tensor([i for i, g in enumerate(groups) for _ in g]),
-        sample_ids=torch.tensor([i for g in groups for i in range(len(g))]), rewards=flat,
+        sample_ids=torch.tensor([i for g in groups for i in range(len(g))]),
+        rewards=flat,
         is_truncated=torch.zeros(count, dtype=torch.bool),
         is_valid=torch.ones(count, dtype=torch.bool),
         min_versions=torch.zeros(count, dtype=torch.int64),
@@ -199,9 +204,11 @@ def test_advantages_are_bounded(groups) -> None:
     assert run("gdpo", batch).square().mean() <= 1 + 1e-9
 
 
-@given(rows=st.lists(st.tuples(st.integers(-4, 4), st.integers(-4, 4)), min_size=2, max_size=7),
-       constants=st.tuples(st.floats(-50, 50), st.floats(-50, 50)),
-       factors=st.tuples(st.floats(0.1, 10), st.floats(0.1, 10)))
+@given(
+    rows=st.lists(st.tuples(st.integers(-4, 4), st.integers(-4, 4)), min_size=2, max_size=7),
+    constants=st.tuples(st.floats(-50, 50), st.floats(-50, 50)),
+    factors=st.tuples(st.floats(0.1, 10), st.floats(0.1, 10)),
+)
 @settings(max_examples=25, deadline=None)
 def test_gdpo_ignores_the_offset_and_unit_of_each_reward_function(rows, constants, factors) -> None:
     parts = torch.tensor(rows, dtype=torch.float64) / 4
@@ -231,8 +238,12 @@ def test_gdpo_equals_a_plain_loop(seed: int) -> None:
                 for i in members:
                     out[i] += weight * (column[i] - math.fsum(own) / len(own)) / pstd(own)
     std = pstd([out[i] for i in counted])
-    got = gdpo(torch.tensor(columns, dtype=torch.float64).T, batch.group_ids,
-               is_valid=batch.is_valid, part_weights=WEIGHTS)
+    got = gdpo(
+        torch.tensor(columns, dtype=torch.float64).T,
+        batch.group_ids,
+        is_valid=batch.is_valid,
+        part_weights=WEIGHTS,
+    )
     expected = torch.tensor([a / (std + 1e-6) for a in out], dtype=torch.float64)
     assert (got - expected).abs().max() < 1e-10
 
@@ -274,8 +285,9 @@ def test_pass_at_k_takes_a_lead_at_rounding_level_for_a_tie() -> None:
 
 
 def test_pass_at_k_looks_at_valid_samples_alone() -> None:
-    batch = dataclasses.replace(batch_of([[-1.0, -3.0, 9.0]]),
-                                is_valid=torch.tensor([True, True, False]))
+    batch = dataclasses.replace(
+        batch_of([[-1.0, -3.0, 9.0]]), is_valid=torch.tensor([True, True, False])
+    )
     assert run("pass_at_k", batch).tolist() == [2.0, 0.0, 0.0]
 
 
@@ -319,14 +331,19 @@ def test_a_winner_among_equal_losers_is_not_blown_up_by_rounding() -> None:
 
 
 def test_samples_that_are_not_valid_enter_no_statistic() -> None:
-    batch = dataclasses.replace(batch_of([[1.0, 0.0, 5.0], [1.0, 0.0]]),
-                                group_ids=torch.tensor([1, 1, 1, 5, 5]))
+    batch = dataclasses.replace(
+        batch_of([[1.0, 0.0, 5.0], [1.0, 0.0]]), group_ids=torch.tensor([1, 1, 1, 5, 5])
+    )
     rewards = batch.rewards.clone()
     rewards[2] = float("nan")
     is_valid = torch.tensor([True, True, False, True, True])
     for name in advantages.__all__:
-        got = run(name, dataclasses.replace(batch, rewards=rewards, is_valid=is_valid,
-                                            response_lengths=torch.full((5,), 4)))
+        got = run(
+            name,
+            dataclasses.replace(
+                batch, rewards=rewards, is_valid=is_valid, response_lengths=torch.full((5,), 4)
+            ),
+        )
         assert got[2] == 0 and torch.allclose(got[:2], got[3:])
 
 
@@ -350,8 +367,11 @@ def test_max_rl_refuses_negative_rewards() -> None:
 
 def test_shapes_that_differ_are_refused() -> None:
     with pytest.raises(ValueError, match="one shape"):
-        grpo(torch.ones(2), torch.zeros(3, dtype=torch.int64),
-             is_valid=torch.ones(2, dtype=torch.bool))
+        grpo(
+            torch.ones(2),
+            torch.zeros(3, dtype=torch.int64),
+            is_valid=torch.ones(2, dtype=torch.bool),
+        )
 
 
 def test_rloo_and_opo_have_zero_mean_in_their_own_measure() -> None:
@@ -363,8 +383,9 @@ def test_rloo_and_opo_have_zero_mean_in_their_own_measure() -> None:
 
 
 def test_advantages_of_a_batch_follow_the_config() -> None:
-    batch = Batch(scalars=batch_of([[1.0, 0.0]]), updates=(),
-                  update_ids=torch.zeros(2, dtype=torch.int64))
+    batch = Batch(
+        scalars=batch_of([[1.0, 0.0]]), updates=(), update_ids=torch.zeros(2, dtype=torch.int64)
+    )
     rl = Config(algorithm=Algorithm(advantage="dr_grpo"))
     assert sequence_advantages(batch, rl).tolist() == [0.5, -0.5]
     own = Config(algorithm=Algorithm(advantage="test_algorithms_advantages:of_the_wrong_shape"))
@@ -378,4 +399,6 @@ def of_the_wrong_shape(rewards: torch.Tensor) -> torch.Tensor:
 
 def test_plain_reinforce_keeps_the_reward() -> None:
     assert reinforce(torch.tensor([0.3, 2.0]), is_valid=torch.tensor([True, False])).tolist() == [
-        pytest.approx(0.3), 0.0]
+        pytest.approx(0.3),
+        0.0,
+    ]

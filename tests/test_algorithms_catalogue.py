@@ -18,7 +18,8 @@ PAGE = Path(__file__).parents[1] / "docs" / "algorithms.md"
 
 def test_the_page_of_methods_is_that_of_the_docstrings() -> None:
     assert PAGE.read_text() == catalogue.page(), (
-        "run `python -m spmdrl catalogue > docs/algorithms.md`")
+        "run `python -m spmdrl catalogue > docs/algorithms.md`"
+    )
 
 
 def test_every_method_of_every_kind_is_on_the_page() -> None:

@@ -20,16 +20,22 @@ from spmdrl.algorithms.mismatch import (
 )
 
 LEVELS = ("token", "sequence", "geometric")
-OPTIONS = {"tis": dict(upper=1.3), "mis": dict(lower=0.6, upper=1.6),
-           "icepop": dict(lower=0.7, upper=1.4)}
+OPTIONS = {
+    "tis": dict(upper=1.3),
+    "mis": dict(lower=0.6, upper=1.6),
+    "icepop": dict(lower=0.7, upper=1.4),
+}
 CASES = [(name, level) for name in OPTIONS for level in LEVELS]
 DROPPING = [
     ("sequence_mask", dict(level="geometric", lower=0.85, upper=1.2)),
     ("sequence_mask", dict(level="sequence", lower=0.5, upper=3.0)),
     ("seq_mask_tis", dict(lower=0.85, upper=1.2, token_upper=1.1)),
-    ("veto", dict(lower=0.5, upper=2.0)), ("veto", {}),
-    ("opsm", dict(delta=0.05)), ("opsm", {}),
-    ("vaco", dict(bound=0.1, upper=1.5)), ("vaco", dict(bound=5.0)),
+    ("veto", dict(lower=0.5, upper=2.0)),
+    ("veto", {}),
+    ("opsm", dict(delta=0.05)),
+    ("opsm", {}),
+    ("vaco", dict(bound=0.1, upper=1.5)),
+    ("vaco", dict(bound=5.0)),
 ]
 
 
@@ -42,8 +48,9 @@ def call(name: str, case: Ragged, **options) -> tuple[torch.Tensor, dict]:
 
 def columns(case: Ragged) -> dict[str, torch.Tensor]:
     """Return the loss tokens alone, by name, as a method's statistics see them."""
-    return {name: getattr(case, name)[case.loss_mask]
-            for name in ("old_logprobs", "rollout_logprobs")}
+    return {
+        name: getattr(case, name)[case.loss_mask] for name in ("old_logprobs", "rollout_logprobs")
+    }
 
 
 def reference(name: str, case: Ragged, level: str, options: dict) -> list[float]:
@@ -53,8 +60,13 @@ def reference(name: str, case: Ragged, level: str, options: dict) -> list[float]
         kept = [t for t in row if case.loss_mask[t]]
         logs = {t: old[t] - mu[t] if math.isfinite(mu[t]) else 0.0 for t in kept}
         for t in kept:
-            rho = math.exp({"token": logs[t], "sequence": sum(logs.values()),
-                            "geometric": sum(logs.values()) / len(kept)}[level])
+            rho = math.exp(
+                {
+                    "token": logs[t],
+                    "sequence": sum(logs.values()),
+                    "geometric": sum(logs.values()) / len(kept),
+                }[level]
+            )
             if name == "tis":
                 out[t] = min(rho, options["upper"])
             else:
@@ -75,8 +87,7 @@ def test_weights_equal_a_plain_loop(name: str, level: str, seed: int) -> None:
 
 
 def dropping_reference(name: str, case: Ragged, options: dict) -> list[float]:
-    old, mu, adv = (x.tolist() for x in (case.old_logprobs, case.rollout_logprobs,
-                                         case.advantages))
+    old, mu, adv = (x.tolist() for x in (case.old_logprobs, case.rollout_logprobs, case.advantages))
     log = [o - m if math.isfinite(m) else 0.0 for o, m in zip(old, mu)]
     out = [0.0] * len(old)
     tokens = [t for t in range(len(old)) if case.loss_mask[t]]
@@ -114,16 +125,18 @@ def test_dropping_weights_equal_a_plain_loop(name: str, options: dict, seed: int
     assert torch.isclose(stats["policy/correction_weight"][0], expected.sum())
     assert stats["policy/correction_cut_frac"][1] == case.loss_mask.sum()
     assert stats["policy/correction_cut_frac"][0] >= (expected[case.loss_mask] == 0).sum()
-    single = Ragged(**{k: v.detach().float() if v.is_floating_point() else v
-                       for k, v in vars(case).items()})
+    single = Ragged(
+        **{k: v.detach().float() if v.is_floating_point() else v for k, v in vars(case).items()}
+    )
     weights, _ = call(name, single, **options)
     assert weights.dtype == torch.float32 and (weights - expected).abs().max() < 1e-5
 
 
 def test_dropping_options_of_these_tests_do_drop_something_and_not_everything() -> None:
     for name, options in DROPPING:
-        found = [call(name, ragged(seed), **options)[0][ragged(seed).loss_mask] > 0
-                 for seed in range(6)]
+        found = [
+            call(name, ragged(seed), **options)[0][ragged(seed).loss_mask] > 0 for seed in range(6)
+        ]
         has_strict_bounds = name != "veto" or options
         assert torch.cat(found).any()
         assert not torch.cat(found).all() or not has_strict_bounds or options == dict(bound=5.0)
@@ -134,8 +147,11 @@ def test_dropping_options_of_these_tests_do_drop_something_and_not_everything() 
 @settings(max_examples=10, deadline=None)
 def test_dropping_weights_are_constants_and_ignore_masked_tokens(name, options, seed) -> None:
     case, dirty = ragged(seed), ragged(seed)
-    for tensor, garbage in ((dirty.old_logprobs, math.nan), (dirty.advantages, math.nan),
-                            (dirty.rollout_logprobs, -math.inf)):
+    for tensor, garbage in (
+        (dirty.old_logprobs, math.nan),
+        (dirty.advantages, math.nan),
+        (dirty.rollout_logprobs, -math.inf),
+    ):
         tensor[~dirty.loss_mask] = garbage
     dirty.old_logprobs.requires_grad_()
     (got, stats), (clean, clean_stats) = (call(name, c, **options) for c in (dirty, case))
@@ -152,8 +168,11 @@ def test_dropping_does_not_depend_on_packing_or_micro_batches(name, options, see
     whole, _ = registry.call(getattr(corrections, name), case.inputs() | inputs, options)
     rows = case.rows()
     for s in torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed)).tolist():
-        part = {k: v[rows[s].start : rows[s].stop] for k, v in case.inputs().items()
-                if k != "cu_seqlens"}
+        part = {
+            k: v[rows[s].start : rows[s].stop]
+            for k, v in case.inputs().items()
+            if k != "cu_seqlens"
+        }
         part["cu_seqlens"] = torch.tensor([0, len(rows[s])], dtype=torch.int32)
         weights, _ = registry.call(getattr(corrections, name), part | inputs, options)
         assert torch.equal(weights, whole[rows[s].start : rows[s].stop])
@@ -198,9 +217,14 @@ def test_none_is_one_on_the_mask() -> None:
 def two_tokens(rhos: list[float]) -> Ragged:
     old = torch.tensor(rhos, dtype=torch.float64).log() - 1
     mu = torch.full_like(old, -1)
-    return Ragged(logprobs=old, old_logprobs=old, rollout_logprobs=mu, advantages=mu,
-                  loss_mask=torch.ones(len(rhos), dtype=torch.bool),
-                  cu_seqlens=torch.tensor([0, len(rhos)], dtype=torch.int32))
+    return Ragged(
+        logprobs=old,
+        old_logprobs=old,
+        rollout_logprobs=mu,
+        advantages=mu,
+        loss_mask=torch.ones(len(rhos), dtype=torch.bool),
+        cu_seqlens=torch.tensor([0, len(rhos)], dtype=torch.int32),
+    )
 
 
 def test_bounds_are_on_rho_and_not_on_its_inverse() -> None:
@@ -252,8 +276,12 @@ def test_an_outlier_off_the_loss_mask_vetoes_nothing() -> None:
 
 
 def test_opsm_keeps_positive_advantages_and_drift_the_other_way() -> None:
-    for rho, advantage, kept in ((0.5, -1.0, 0.0), (0.5, 1.0, 1.0), (2.0, -1.0, 1.0),
-                                 (0.5, 0.0, 1.0)):
+    for rho, advantage, kept in (
+        (0.5, -1.0, 0.0),
+        (0.5, 1.0, 1.0),
+        (2.0, -1.0, 1.0),
+        (0.5, 0.0, 1.0),
+    ):
         case = two_tokens([rho, rho])
         case.advantages = torch.full((2,), advantage, dtype=torch.float64)
         assert call("opsm", case, delta=0.1)[0].tolist() == [kept, kept]
@@ -263,7 +291,8 @@ def test_vaco_drops_what_moves_away_only_while_the_batch_is_too_far() -> None:
     case = two_tokens([1.5, 1.5, 0.5, 0.5, 1.0])
     case.advantages = torch.tensor([1.0, -1.0, 1.0, -1.0, 1.0], dtype=torch.float64)
     assert float(corrections.vaco.statistics(**columns(case))["mean_ratio_gap"]) == (
-        pytest.approx(0.4))
+        pytest.approx(0.4)
+    )
     assert call("vaco", case, bound=0.3)[0].tolist() == pytest.approx([0, 1.5, 0.5, 0, 1])
     assert call("vaco", case, bound=0.5)[0].tolist() == pytest.approx([1.5, 1.5, 0.5, 0.5, 1])
 
@@ -281,7 +310,8 @@ def test_vaco_statistics_count_a_missing_engine_logprob_as_ratio_one() -> None:
     case = two_tokens([3.0, 3.0])
     case.rollout_logprobs[0] = math.nan
     assert float(corrections.vaco.statistics(**columns(case))["mean_ratio_gap"]) == (
-        pytest.approx(1.0))
+        pytest.approx(1.0)
+    )
     case.loss_mask[:] = False
     assert float(corrections.vaco.statistics(**columns(case))["mean_ratio_gap"]) == 0
 
@@ -314,16 +344,26 @@ def test_values_out_of_range_are_refused() -> None:
 
 
 def values(case: Ragged) -> dict[str, float]:
-    stats = mismatch_stats(case.old_logprobs, case.rollout_logprobs, loss_mask=case.loss_mask,
-                           cu_seqlens=case.cu_seqlens)
+    stats = mismatch_stats(
+        case.old_logprobs,
+        case.rollout_logprobs,
+        loss_mask=case.loss_mask,
+        cu_seqlens=case.cu_seqlens,
+    )
     return {k: float(n / d) for k, (n, d) in stats.items()}
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_mismatch_metrics_equal_plain_loops(seed: int) -> None:
     case = ragged(seed)
-    pairs = [[(case.old_logprobs[t].item(), case.rollout_logprobs[t].item())
-              for t in row if case.loss_mask[t]] for row in case.rows()]
+    pairs = [
+        [
+            (case.old_logprobs[t].item(), case.rollout_logprobs[t].item())
+            for t in row
+            if case.loss_mask[t]
+        ]
+        for row in case.rows()
+    ]
     pairs = [p for p in pairs if p]  # rows masked whole and empty ones enter nothing
     flat = [pair for p in pairs for pair in p]
     rho = [math.exp(o - m) for o, m in flat]
@@ -346,9 +386,14 @@ def test_mismatch_metrics_equal_plain_loops(seed: int) -> None:
 def test_fully_masked_rows_do_not_dilute_a_mean() -> None:
     case = two_tokens([0.5, 0.5])
     before = values(case)
-    padded = Ragged(**{k: torch.cat([v, torch.zeros_like(v)]) for k, v in vars(case).items()
-                       if k != "cu_seqlens"},
-                    cu_seqlens=torch.tensor([0, 2, 2, 3, 4], dtype=torch.int32))
+    padded = Ragged(
+        **{
+            k: torch.cat([v, torch.zeros_like(v)])
+            for k, v in vars(case).items()
+            if k != "cu_seqlens"
+        },
+        cu_seqlens=torch.tensor([0, 2, 2, 3, 4], dtype=torch.int32),
+    )
     assert values(padded) == before
     assert before["policy/mismatch_seq_k1"] == pytest.approx(math.log(2))
 
@@ -374,8 +419,11 @@ def histogram(case: Ragged) -> torch.Tensor:
     return gap_histogram(case.old_logprobs, case.rollout_logprobs, loss_mask=case.loss_mask)
 
 
-@given(seeds=st.lists(st.integers(0, 10_000), min_size=1, max_size=6),
-       drift=st.sampled_from([1e-4, 1e-2, 0.4, 3.0]), frac=st.floats(0.01, 1.0))
+@given(
+    seeds=st.lists(st.integers(0, 10_000), min_size=1, max_size=6),
+    drift=st.sampled_from([1e-4, 1e-2, 0.4, 3.0]),
+    frac=st.floats(0.01, 1.0),
+)
 @settings(max_examples=30, deadline=None)
 def test_histograms_add_up_and_give_the_quantile_and_the_maximum(seeds, drift, frac) -> None:
     cases = [ragged(seed, drift=drift) for seed in seeds]

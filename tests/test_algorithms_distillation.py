@@ -11,8 +11,17 @@ from hypothesis import strategies as st
 
 from spmdrl.algorithms.distillation import distill_topk, divergence, topk_divergence
 
-KINDS = [("forward", 0.5), ("reverse", 0.5), ("mixed", 0.3), ("mixed", 0.0), ("mixed", 1.0),
-         ("jsd", 0.5), ("jsd", 0.1), ("jsd", 0.0), ("jsd", 1.0)]
+KINDS = [
+    ("forward", 0.5),
+    ("reverse", 0.5),
+    ("mixed", 0.3),
+    ("mixed", 0.0),
+    ("mixed", 1.0),
+    ("jsd", 0.5),
+    ("jsd", 0.1),
+    ("jsd", 0.0),
+    ("jsd", 1.0),
+]
 Case = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
@@ -54,8 +63,10 @@ def slopes(p: list[float], q: list[float], kind: str, beta: float) -> list[float
     """Return the derivative by each q, all of them free."""
     if kind == "jsd" and 0 < beta < 1:
         m = [beta * a + (1 - beta) * b for a, b in zip(p, q)]
-        return [-beta * a / c * (1 - beta) + (1 - beta) * (math.log(b / c) + 1 - b / c * (1 - beta))
-                for a, b, c in zip(p, q, m)]
+        return [
+            -beta * a / c * (1 - beta) + (1 - beta) * (math.log(b / c) + 1 - b / c * (1 - beta))
+            for a, b, c in zip(p, q, m)
+        ]
     share = {"forward": 0.0, "reverse": 1.0}.get(kind, beta)
     return [-(1 - share) * a / b + share * (math.log(b / a) + 1) for a, b in zip(p, q)]
 
@@ -108,8 +119,9 @@ def test_full_vocabulary_equals_a_plain_loop(kind: str, beta: float, seed: int) 
     for dtype, tolerance in ((torch.float64, 1e-10), (torch.float32, 1e-5)):
         for temperature in (1.0, 2.5):
             case = logits(seed, dtype=dtype)
-            terms, stats = divergence(case[0], case[1], loss_mask=case[2], kind=kind, beta=beta,
-                                      temperature=temperature)
+            terms, stats = divergence(
+                case[0], case[1], loss_mask=case[2], kind=kind, beta=beta, temperature=temperature
+            )
             assert terms.dtype == dtype
             check(terms, case, full_reference(case, kind, beta, temperature), tolerance)
             assert torch.equal(stats["policy/distill"][0], terms.detach().double().sum())
@@ -122,8 +134,9 @@ def test_full_vocabulary_equals_a_plain_loop(kind: str, beta: float, seed: int) 
 def test_topk_equals_a_plain_loop(kind: str, beta: float, tail: str, seed: int) -> None:
     for dtype, tolerance in ((torch.float64, 1e-10), (torch.float32, 1e-5)):
         case = topk(seed, dtype=dtype)
-        terms, stats = topk_divergence(case[0], case[1], loss_mask=case[2], kind=kind, beta=beta,
-                                    tail=tail)
+        terms, stats = topk_divergence(
+            case[0], case[1], loss_mask=case[2], kind=kind, beta=beta, tail=tail
+        )
         assert terms.dtype == dtype
         check(terms, case, topk_reference(case, kind, beta, tail), tolerance)
         for side, x in (("student", case[0]), ("teacher", case[1])):
@@ -167,8 +180,10 @@ def test_permuting_and_splitting_tokens_changes_no_term(kind, beta, full, seed) 
     whole = both(case, kind, beta, full=full)
     assert (whole >= -1e-12).all()
     order = torch.randperm(len(whole), generator=torch.Generator().manual_seed(seed))
-    pieces = [both(tuple(x[members] for x in case), kind, beta, full=full)
-              for members in order.tensor_split(2)]
+    pieces = [
+        both(tuple(x[members] for x in case), kind, beta, full=full)
+        for members in order.tensor_split(2)
+    ]
     assert torch.allclose(torch.cat(pieces), whole[order], atol=1e-13, rtol=1e-12)
 
 
@@ -190,8 +205,11 @@ def test_the_bucket_is_a_lower_bound_and_exact_with_all_but_one_id(kind, beta, s
 @pytest.mark.parametrize("full", [True, False])
 @pytest.mark.parametrize("kind, beta", KINDS)
 def test_equal_distributions_give_zero_and_no_gradient(kind: str, beta: float, full: bool) -> None:
-    uniform = torch.zeros(3, 6, dtype=torch.float64) if full else (
-        torch.full((3, 4), -math.log(6), dtype=torch.float64))
+    uniform = (
+        torch.zeros(3, 6, dtype=torch.float64)
+        if full
+        else (torch.full((3, 4), -math.log(6), dtype=torch.float64))
+    )
     student = uniform.clone().requires_grad_()
     terms = both((student, uniform, torch.tensor([True, True, False])), kind, beta, full=full)
     (gradient,) = torch.autograd.grad(terms.sum(), student)
@@ -301,12 +319,12 @@ def test_the_teachers_top_tokens_come_from_its_logits(dtype) -> None:
     logprobs = [x.float().log_softmax(-1) for x in (student, teacher)]
     for k in (1, 4, 12, 50):
         ids = logprobs[1].topk(min(k, 12)).indices
-        expected, stats = topk_divergence(*(x.gather(-1, ids) for x in logprobs), loss_mask=mask,
-                                          kind="reverse", tail="bucket")
+        expected, stats = topk_divergence(
+            *(x.gather(-1, ids) for x in logprobs), loss_mask=mask, kind="reverse", tail="bucket"
+        )
         terms, ours = distill_topk(student, teacher, loss_mask=mask, k=k, kind="reverse")
         torch.testing.assert_close(terms, expected, rtol=1e-5, atol=1e-5)
-        assert {name: float(n) for name, (_, n) in ours.items()} == {
-            name: 6.0 for name in stats}
+        assert {name: float(n) for name, (_, n) in ours.items()} == {name: 6.0 for name in stats}
     with pytest.raises(ValueError, match="^k: must be at least 1, got 0"):
         distill_topk(student, teacher, loss_mask=mask, k=0)
 

@@ -18,8 +18,9 @@ FINITE = st.floats(0, 3).map(lambda x: round(x, 1))  # rounded: ties are common
 def weights(entropy: list[float], **options: float) -> list[float]:
     column = torch.tensor(entropy, dtype=torch.float64)
     cut = top_entropy.statistics(column, **options)
-    return top_entropy(column, loss_mask=torch.ones(len(column), dtype=torch.bool), **cut,
-                       **options)[0].tolist()
+    return top_entropy(
+        column, loss_mask=torch.ones(len(column), dtype=torch.bool), **cut, **options
+    )[0].tolist()
 
 
 @given(entropy=st.lists(FINITE, min_size=1, max_size=40), frac=st.floats(0.01, 1.0))
@@ -56,8 +57,11 @@ def test_masked_tokens_have_weight_zero_and_enter_no_count(garbage: float) -> No
 
 def test_an_entropy_that_is_not_a_number_is_not_dropped() -> None:
     entropy = torch.tensor([math.nan, 0.5])
-    found, _ = top_entropy(entropy, loss_mask=torch.ones(2, dtype=torch.bool),
-                           entropy_cut=torch.tensor(1.0, dtype=torch.float64))
+    found, _ = top_entropy(
+        entropy,
+        loss_mask=torch.ones(2, dtype=torch.bool),
+        entropy_cut=torch.tensor(1.0, dtype=torch.float64),
+    )
     assert found.tolist() == [1, 0]  # the update must see it
 
 
@@ -82,13 +86,18 @@ def test_the_coefficient_steps_towards_the_target_and_rests_above_it() -> None:
     assert path == [(0.01, 0.01), (0.02, 0.02), (0.01, 0.0), (0.01, 0.01), (0.02, 0.02)]
 
 
-@given(coef=st.floats(0, 0.05), entropy=st.floats(0, 1), lower=st.floats(0, 0.01),
-       upper=st.floats(0.02, 0.1))
+@given(
+    coef=st.floats(0, 0.05),
+    entropy=st.floats(0, 1),
+    lower=st.floats(0, 0.01),
+    upper=st.floats(0.02, 0.1),
+)
 @settings(max_examples=60, deadline=None)
 def test_the_coefficient_stays_in_bounds_and_moves_one_step(coef, entropy, lower, upper) -> None:
     coef = min(max(coef, lower), upper)
-    found, applied = adaptive_entropy_coef(coef, entropy=entropy, target=0.5, delta=5e-3,
-                                           lower=lower, upper=upper)
+    found, applied = adaptive_entropy_coef(
+        coef, entropy=entropy, target=0.5, delta=5e-3, lower=lower, upper=upper
+    )
     assert lower <= found <= upper and abs(found - coef) <= 5e-3 + 1e-15
     assert (found - coef) * (0.5 - entropy) >= 0
     assert applied == (found if entropy <= 0.5 else 0.0)
@@ -98,8 +107,10 @@ def test_an_entropy_that_is_not_finite_moves_nothing() -> None:
     assert adaptive_entropy_coef(0.03, entropy=math.nan, target=0.2, delta=0.01) == (0.03, 0.0)
 
 
-@pytest.mark.parametrize("option, value", [("target", math.nan), ("delta", 0.0), ("lower", -1.0),
-                                           ("lower", 2.0), ("upper", math.nan)])
+@pytest.mark.parametrize(
+    "option, value",
+    [("target", math.nan), ("delta", 0.0), ("lower", -1.0), ("lower", 2.0), ("upper", math.nan)],
+)
 def test_options_out_of_range_are_named(option: str, value: float) -> None:
     options = dict(entropy=0.1, target=0.2, delta=0.01) | {option: value}
     with pytest.raises(ValueError, match=f"{option}.*{value}"):

@@ -18,15 +18,22 @@ CASES = [(name, unbiased) for name in NAMES for unbiased in (False, True)]
 
 def call(name: str, case: Ragged, *, unbiased: bool) -> torch.Tensor:
     # The engine's logprobs stand for the reference's: a third policy near the other two.
-    return getattr(kl, name)(case.logprobs, case.rollout_logprobs, loss_mask=case.loss_mask,
-                             old_logprobs=case.old_logprobs, unbiased=unbiased)
+    return getattr(kl, name)(
+        case.logprobs,
+        case.rollout_logprobs,
+        loss_mask=case.loss_mask,
+        old_logprobs=case.old_logprobs,
+        unbiased=unbiased,
+    )
 
 
 def reference(name: str, case: Ragged, *, unbiased: bool) -> tuple[list[float], list[float]]:
     """Return terms and the gradient of their sum, one Python float at a time."""
     terms, grads = [], []
     for new, ref, old, kept in zip(
-        case.logprobs.tolist(), case.rollout_logprobs.tolist(), case.old_logprobs.tolist(),
+        case.logprobs.tolist(),
+        case.rollout_logprobs.tolist(),
+        case.old_logprobs.tolist(),
         case.loss_mask.tolist(),
     ):
         d, r = new - ref, math.exp(new - old) if unbiased else 1.0
@@ -40,8 +47,9 @@ def reference(name: str, case: Ragged, *, unbiased: bool) -> tuple[list[float], 
 
 
 def float32(case: Ragged) -> Ragged:
-    case = Ragged(**{k: v.detach().float() if v.is_floating_point() else v
-                     for k, v in vars(case).items()})
+    case = Ragged(
+        **{k: v.detach().float() if v.is_floating_point() else v for k, v in vars(case).items()}
+    )
     case.logprobs.requires_grad_()
     return case
 
@@ -73,8 +81,9 @@ def test_masked_tokens_have_zero_term_and_gradient_whatever_they_hold(
     (clean_gradient,) = torch.autograd.grad(expected.sum(), clean.logprobs)
     assert torch.equal(got, expected) and torch.equal(gradient, clean_gradient)
     assert (got[~clean.loss_mask] == 0).all() and (gradient[~clean.loss_mask] == 0).all()
-    stats = [kl.kl_stats(c.logprobs, c.rollout_logprobs, loss_mask=c.loss_mask)
-             for c in (dirty, clean)]
+    stats = [
+        kl.kl_stats(c.logprobs, c.rollout_logprobs, loss_mask=c.loss_mask) for c in (dirty, clean)
+    ]
     assert stats[0] == stats[1]
 
 
@@ -103,13 +112,22 @@ def expected(name: str, *, unbiased: bool, stale: bool) -> dict[str, torch.Tenso
     logits.requires_grad_()
     logprobs, ref = logits.log_softmax(0), ref.log_softmax(0)
     old = old.log_softmax(0) if stale else logprobs.detach()
-    terms = getattr(kl, name)(logprobs, ref, old_logprobs=old, unbiased=unbiased,
-                              loss_mask=torch.ones(7, dtype=torch.bool))
-    found = {"value": (old.exp() * terms).sum(),
-             "kl": (logprobs.exp() * (logprobs - ref)).sum(),
-             "other_kl": (ref.exp() * (ref - logprobs)).sum()}
-    return found | {f"{k}_gradient": torch.autograd.grad(v, logits, retain_graph=True)[0]
-                    for k, v in found.items()}
+    terms = getattr(kl, name)(
+        logprobs,
+        ref,
+        old_logprobs=old,
+        unbiased=unbiased,
+        loss_mask=torch.ones(7, dtype=torch.bool),
+    )
+    found = {
+        "value": (old.exp() * terms).sum(),
+        "kl": (logprobs.exp() * (logprobs - ref)).sum(),
+        "other_kl": (ref.exp() * (ref - logprobs)).sum(),
+    }
+    return found | {
+        f"{k}_gradient": torch.autograd.grad(v, logits, retain_graph=True)[0]
+        for k, v in found.items()
+    }
 
 
 def test_k1_as_a_loss_has_no_gradient_in_expectation() -> None:
@@ -141,8 +159,10 @@ def test_unbiased_has_the_gradient_of_the_kl_for_tokens_of_the_old_policy(name, 
 
 def test_unbiased_k2_and_k3_have_one_gradient_per_token() -> None:
     case = ragged(3)
-    one, other = (torch.autograd.grad(call(k, case, unbiased=True).sum(), case.logprobs)[0]
-                  for k in ("k2", "k3"))
+    one, other = (
+        torch.autograd.grad(call(k, case, unbiased=True).sum(), case.logprobs)[0]
+        for k in ("k2", "k3")
+    )
     assert torch.allclose(one, other, atol=1e-12)
 
 
@@ -161,7 +181,7 @@ def test_k3_keeps_its_sign_and_digits_near_zero_in_float32(unbiased: bool, gap: 
     new, ref = torch.tensor([gap]), torch.zeros(1)
     term = kl.k3(new, ref, old_logprobs=new, loss_mask=torch.tensor([True]), unbiased=unbiased)
     exact = math.expm1(-gap) + gap
-    assert 0 <= float(term) and float(term) == pytest.approx(exact, abs=2e-3 * abs(gap) ** 1.5)
+    assert float(term) >= 0 and float(term) == pytest.approx(exact, abs=2e-3 * abs(gap) ** 1.5)
 
 
 @pytest.mark.parametrize("name, unbiased", CASES)

@@ -18,13 +18,20 @@ from spmdrl.algorithms.losses import cispo, gspo, ppo_clip
 NAMES = registry.names("loss")
 SELECT = dict(select_frac=0.2, cov_low=0.0, cov_high=0.9)
 OPTIONS = {
-    "ppo_clip": [{}, dict(clip_low=0.1, clip_high=0.28), dict(dual_clip=1.5),
-                 dict(ratio_cap=1.6), dict(clip_low=0.2, dual_clip=3.0, ratio_cap=4.0)],
+    "ppo_clip": [
+        {},
+        dict(clip_low=0.1, clip_high=0.28),
+        dict(dual_clip=1.5),
+        dict(ratio_cap=1.6),
+        dict(clip_low=0.2, dual_clip=3.0, ratio_cap=4.0),
+    ],
     "sapo": [{}, dict(tau_pos=0.5, tau_neg=3.0)],
     "cispo": [{}, dict(ratio_low=0.8, ratio_high=1.2)],
-    "tis_pg": [{}, dict(upper=1.3)], "aipo": [{}, dict(upper=1.1)],
+    "tis_pg": [{}, dict(upper=1.3)],
+    "aipo": [{}, dict(upper=1.1)],
     "topr": [{}, dict(level="token", upper=1.2)],
-    "kimi": [{}, dict(level="token", tau=0.7)], "dro": [{}, dict(level="sequence", beta=0.3)],
+    "kimi": [{}, dict(level="token", tau=0.7)],
+    "dro": [{}, dict(level="sequence", beta=0.3)],
     "gspo": [{}, dict(clip_low=0.1, clip_high=0.1)],
     "gspo_token": [dict(clip_low=0.1, clip_high=0.1)],
     "luspo": [dict(clip_low=0.1, clip_high=0.1)],
@@ -35,8 +42,10 @@ OPTIONS = {
     "decoupled_ppo": [{}, dict(clip_low=0.1, weight_cap=1.3)],
     "a3po": [{}, dict(clip_high=0.1, weight_cap=1.1)],
     "m2po": [{}, dict(threshold=0.1)],
-    "clip_cov": [SELECT], "kl_cov": [dict(select_frac=0.2), dict(select_frac=0.5, kl_coef=3.0)],
-    "reinforce": [{}], "sft": [{}],
+    "clip_cov": [SELECT],
+    "kl_cov": [dict(select_frac=0.2), dict(select_frac=0.5, kl_coef=3.0)],
+    "reinforce": [{}],
+    "sft": [{}],
 }
 CASES = [(name, options) for name in NAMES for options in OPTIONS[name]]
 TO_MU = ("aipo", "topr", "dro", "vespo", "dppo_tv", "dppo_kl", "a3po", "m2po")
@@ -47,8 +56,7 @@ def statistics(name: str, case: Ragged, options: dict) -> dict[str, torch.Tensor
     companion = getattr(registry.get("loss", name), "statistics", None)
     if companion is None:
         return {}
-    columns = {k: v.detach()[case.loss_mask] for k, v in case.inputs().items()
-               if k != "cu_seqlens"}
+    columns = {k: v.detach()[case.loss_mask] for k, v in case.inputs().items() if k != "cu_seqlens"}
     known = inspect.signature(companion).parameters
     return registry.call(companion, columns, {k: v for k, v in options.items() if k in known})
 
@@ -76,8 +84,12 @@ def test_masked_tokens_have_zero_term_and_gradient_whatever_they_hold(
 ) -> None:
     clean, dirty = ragged(seed), ragged(seed)
     with torch.no_grad():
-        for tensor in (dirty.logprobs, dirty.old_logprobs, dirty.rollout_logprobs,
-                       dirty.advantages):
+        for tensor in (
+            dirty.logprobs,
+            dirty.old_logprobs,
+            dirty.rollout_logprobs,
+            dirty.advantages,
+        ):
             tensor[~dirty.loss_mask] = garbage
     terms, stats = call(name, dirty, **options)
     gradient = gradient_of(terms, dirty)
@@ -176,7 +188,8 @@ def one_token_each(ratios: list[float], advantages: list[float]) -> Ragged:
     logprobs = torch.tensor(ratios, dtype=torch.float64).log() - 1
     count = len(ratios)
     return Ragged(
-        logprobs=logprobs.requires_grad_(), old_logprobs=torch.full_like(logprobs, -1),
+        logprobs=logprobs.requires_grad_(),
+        old_logprobs=torch.full_like(logprobs, -1),
         rollout_logprobs=torch.full_like(logprobs, -1),
         advantages=torch.tensor(advantages, dtype=torch.float64),
         loss_mask=torch.ones(count, dtype=torch.bool),
@@ -216,10 +229,14 @@ def test_stats_are_detached_and_named_policy(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_dummy_micro_batch_gives_zero(name: str) -> None:
-    case = Ragged(**{k: torch.zeros(1, dtype=torch.float64, requires_grad=k == "logprobs")
-                     for k in ("logprobs", "old_logprobs", "rollout_logprobs", "advantages")},
-                  loss_mask=torch.zeros(1, dtype=torch.bool),
-                  cu_seqlens=torch.tensor([0, 1], dtype=torch.int32))
+    case = Ragged(
+        **{
+            k: torch.zeros(1, dtype=torch.float64, requires_grad=k == "logprobs")
+            for k in ("logprobs", "old_logprobs", "rollout_logprobs", "advantages")
+        },
+        loss_mask=torch.zeros(1, dtype=torch.bool),
+        cu_seqlens=torch.tensor([0, 1], dtype=torch.int32),
+    )
     terms, stats = call(name, case)
     terms.sum().backward()
     assert terms.tolist() == [0] and case.logprobs.grad.tolist() == [0]
@@ -244,18 +261,38 @@ def test_bounds_out_of_range_are_refused() -> None:
     raises("clip_low, clip_high", gspo, clip_high=-1.0)
 
 
-@pytest.mark.parametrize("name, option, value", [
-    ("sapo", "tau_pos", 0.0), ("sapo", "tau_neg", math.nan), ("tis_pg", "upper", -1.0),
-    ("aipo", "upper", 0.0), ("topr", "upper", 0.0), ("topr", "level", "row"),
-    ("kimi", "tau", -0.1), ("kimi", "level", "batch"), ("dro", "beta", math.nan),
-    ("dro", "level", ""), ("gspo_token", "clip_low", 2.0), ("luspo", "clip_low", -0.1),
-    ("gmpo", "clip_low", -0.4), ("gmpo", "clip_high", math.inf), ("vespo", "k_pos", -1.0),
-    ("vespo", "lambda_neg", 0.0), ("dppo_tv", "threshold_low", -0.1),
-    ("dppo_kl", "threshold_high", math.nan), ("decoupled_ppo", "clip_high", -1.0),
-    ("decoupled_ppo", "weight_cap", -1.0), ("a3po", "clip_low", 1.1),
-    ("a3po", "weight_cap", math.nan), ("m2po", "threshold", 0.0),
-    ("clip_cov", "select_frac", 0.0), ("clip_cov", "cov_low", 6.0),
-    ("clip_cov", "clip_low", 1.1), ("kl_cov", "select_frac", 1.1), ("kl_cov", "kl_coef", -1.0),
-])
+@pytest.mark.parametrize(
+    "name, option, value",
+    [
+        ("sapo", "tau_pos", 0.0),
+        ("sapo", "tau_neg", math.nan),
+        ("tis_pg", "upper", -1.0),
+        ("aipo", "upper", 0.0),
+        ("topr", "upper", 0.0),
+        ("topr", "level", "row"),
+        ("kimi", "tau", -0.1),
+        ("kimi", "level", "batch"),
+        ("dro", "beta", math.nan),
+        ("dro", "level", ""),
+        ("gspo_token", "clip_low", 2.0),
+        ("luspo", "clip_low", -0.1),
+        ("gmpo", "clip_low", -0.4),
+        ("gmpo", "clip_high", math.inf),
+        ("vespo", "k_pos", -1.0),
+        ("vespo", "lambda_neg", 0.0),
+        ("dppo_tv", "threshold_low", -0.1),
+        ("dppo_kl", "threshold_high", math.nan),
+        ("decoupled_ppo", "clip_high", -1.0),
+        ("decoupled_ppo", "weight_cap", -1.0),
+        ("a3po", "clip_low", 1.1),
+        ("a3po", "weight_cap", math.nan),
+        ("m2po", "threshold", 0.0),
+        ("clip_cov", "select_frac", 0.0),
+        ("clip_cov", "cov_low", 6.0),
+        ("clip_cov", "clip_low", 1.1),
+        ("kl_cov", "select_frac", 1.1),
+        ("kl_cov", "kl_coef", -1.0),
+    ],
+)
 def test_an_option_out_of_range_is_named_with_its_value(name, option, value) -> None:
     raises(f"{option}.*{value}", registry.get("loss", name), **{option: value})

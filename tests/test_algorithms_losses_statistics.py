@@ -15,8 +15,11 @@ from test_algorithms_losses_parity import lot
 from spmdrl.algorithms import registry
 from spmdrl.algorithms.losses import batchwise, clip_cov, kl_cov, m2po
 
-SCALARS = {m2po: ["m2_cut"], clip_cov: ["mean_advantage", "mean_logprob", "select_probability"],
-           kl_cov: ["mean_advantage", "mean_logprob", "cov_cut"]}
+SCALARS = {
+    m2po: ["m2_cut"],
+    clip_cov: ["mean_advantage", "mean_logprob", "select_probability"],
+    kl_cov: ["mean_advantage", "mean_logprob", "cov_cut"],
+}
 FINITE = st.integers(-8, 8).map(lambda x: x / 2)  # exact sums, and ties are common
 COLUMNS = st.lists(st.tuples(FINITE, FINITE, FINITE), min_size=0, max_size=40)
 TENTHS = FINITE.map(lambda x: x / 5)  # ties too, and sums that depend on the order
@@ -80,8 +83,9 @@ def test_m2po_keeps_tokens_whose_engine_logprob_is_not_finite() -> None:
 def test_kl_cov_selects_the_top_share_and_never_more(rows, frac) -> None:
     table = columns(rows)
     found = registry.call(kl_cov.statistics, table, dict(select_frac=frac))
-    covariance = ((table["advantages"] - found["mean_advantage"])
-                  * (table["old_logprobs"] - found["mean_logprob"]))
+    covariance = (table["advantages"] - found["mean_advantage"]) * (
+        table["old_logprobs"] - found["mean_logprob"]
+    )
     wanted = min(max(1, int(frac * len(rows))), len(rows))
     selected = covariance > found["cov_cut"]
     assert selected.sum() <= wanted
@@ -118,7 +122,8 @@ def test_clip_cov_drops_the_asked_share_at_ratio_one_and_leaves_the_rest() -> No
     assert (gradient == 0).sum() == dropped
     scalars = statistics("clip_cov", case, {})
     covariance = (case.advantages - scalars["mean_advantage"]) * (
-        case.old_logprobs - scalars["mean_logprob"])
+        case.old_logprobs - scalars["mean_logprob"]
+    )
     assert ((covariance > 1) & (covariance < 5))[gradient == 0].all()
 
 

@@ -12,20 +12,23 @@ from test_algorithms_losses import call, gradient_of, one_token_each
 from spmdrl.algorithms.losses import reinforce, sft
 
 
-@pytest.mark.parametrize("name, options, expected", [
-    ("ppo_clip", {}, [-0.5, 1.0, -2.4]),
-    ("decoupled_ppo", {}, [-0.5, 1.0, -2.4]),
-    ("a3po", {}, [-0.5, 1.0, -2.4]),
-    ("clip_cov", dict(cov_low=50.0, cov_high=60.0), [-0.5, 1.0, -2.4]),
-    ("gspo", dict(clip_low=0.2, clip_high=0.2), [-0.5, 1.0, -2.4]),
-    ("gspo_token", dict(clip_low=0.2, clip_high=0.2), [-0.5, 1.0, -2.4]),
-    ("luspo", dict(clip_low=0.2, clip_high=0.2), [-0.5, 1.0, -2.4]),
-    ("gmpo", dict(clip_low=-math.log(0.8), clip_high=math.log(1.2)), [-0.5, 1.0, -2.4]),
-    ("dppo_tv", dict(threshold_high=0.19), [-0.5, 1.0, -3.0]),  # 0.5 / e = 0.184
-    ("dppo_tv", dict(threshold_high=0.18), [-0.5, 1.0, 0.0]),
-    ("m2po", {}, [-0.5, 1.0, -3.0]),
-    ("kl_cov", dict(kl_coef=0.0), [-0.5, 1.0, -3.0]),
-])
+@pytest.mark.parametrize(
+    "name, options, expected",
+    [
+        ("ppo_clip", {}, [-0.5, 1.0, -2.4]),
+        ("decoupled_ppo", {}, [-0.5, 1.0, -2.4]),
+        ("a3po", {}, [-0.5, 1.0, -2.4]),
+        ("clip_cov", dict(cov_low=50.0, cov_high=60.0), [-0.5, 1.0, -2.4]),
+        ("gspo", dict(clip_low=0.2, clip_high=0.2), [-0.5, 1.0, -2.4]),
+        ("gspo_token", dict(clip_low=0.2, clip_high=0.2), [-0.5, 1.0, -2.4]),
+        ("luspo", dict(clip_low=0.2, clip_high=0.2), [-0.5, 1.0, -2.4]),
+        ("gmpo", dict(clip_low=-math.log(0.8), clip_high=math.log(1.2)), [-0.5, 1.0, -2.4]),
+        ("dppo_tv", dict(threshold_high=0.19), [-0.5, 1.0, -3.0]),  # 0.5 / e = 0.184
+        ("dppo_tv", dict(threshold_high=0.18), [-0.5, 1.0, 0.0]),
+        ("m2po", {}, [-0.5, 1.0, -3.0]),
+        ("kl_cov", dict(kl_coef=0.0), [-0.5, 1.0, -3.0]),
+    ],
+)
 def test_clip_table(name: str, options: dict, expected: list[float]) -> None:
     case = one_token_each([0.5, 1.0, 1.5], [1.0, -1.0, 2.0])
     terms, stats = call(name, case, **options)
@@ -141,8 +144,12 @@ def test_topr_leaves_positives_alone_and_takes_the_ratio_of_the_sequence() -> No
 
 def test_reinforce_and_sft_are_one_formula_at_advantage_one() -> None:
     case = ragged(5)
-    one, _ = reinforce(case.logprobs, case.old_logprobs, loss_mask=case.loss_mask,
-                       advantages=torch.ones_like(case.advantages))
+    one, _ = reinforce(
+        case.logprobs,
+        case.old_logprobs,
+        loss_mask=case.loss_mask,
+        advantages=torch.ones_like(case.advantages),
+    )
     other, stats = sft(case.logprobs, loss_mask=case.loss_mask)
     assert torch.equal(one, other)
     assert torch.isclose(stats["policy/nll"][0], other.sum())

@@ -17,15 +17,28 @@ from spmdrl.algorithms.reward_model import bradley_terry
 Pairs = dict[str, torch.Tensor]
 LN2 = 0.6931471805599453
 CASES = [
-    ("dpo", {}), ("dpo", dict(beta=0.3, label_smoothing=0.1)),
-    ("dpo", dict(variant="robust", label_smoothing=0.2)), ("dpo", dict(variant="hinge")),
-    ("dpo", dict(variant="ipo", beta=0.4)), ("dpo", dict(variant="norm", beta=2.0)),
+    ("dpo", {}),
+    ("dpo", dict(beta=0.3, label_smoothing=0.1)),
+    ("dpo", dict(variant="robust", label_smoothing=0.2)),
+    ("dpo", dict(variant="hinge")),
+    ("dpo", dict(variant="ipo", beta=0.4)),
+    ("dpo", dict(variant="norm", beta=2.0)),
     ("dpo", dict(variant="norm", beta=2.0, label_smoothing=0.3)),
-    ("simpo", {}), ("simpo", dict(beta=1.5, gamma=0.2)), ("orpo", {}),
-    ("orpo", dict(odds_weight=1.0)), ("cpo", {}), ("cpo", dict(beta=0.2, nll_weight=0.3)),
-    ("sppo", dict(beta=0.05)), ("nca", {}), ("apo_zero", {}), ("apo_down", dict(beta=0.3)),
-    ("bco", {}), ("kto", {}), ("kto", dict(beta=0.3, chosen_weight=1.3, rejected_weight=0.7)),
-    ("bradley_terry", {}), ("bradley_terry", dict(center_coef=0.02)),
+    ("simpo", {}),
+    ("simpo", dict(beta=1.5, gamma=0.2)),
+    ("orpo", {}),
+    ("orpo", dict(odds_weight=1.0)),
+    ("cpo", {}),
+    ("cpo", dict(beta=0.2, nll_weight=0.3)),
+    ("sppo", dict(beta=0.05)),
+    ("nca", {}),
+    ("apo_zero", {}),
+    ("apo_down", dict(beta=0.3)),
+    ("bco", {}),
+    ("kto", {}),
+    ("kto", dict(beta=0.3, chosen_weight=1.3, rejected_weight=0.7)),
+    ("bradley_terry", {}),
+    ("bradley_terry", dict(center_coef=0.02)),
 ]
 BATCH_SCALARS = ("mean_log_ratio", "kl")
 
@@ -45,8 +58,12 @@ def pairs(seed: int, *, count: int = 9, dtype: torch.dtype = torch.float64) -> P
     for side, of in (("chosen_", "chosen_"), ("rejected_", "rejected_"), ("", "")):
         new = -normal(0.5).abs() * case[of + "lengths"]
         case[side + "logps"], case[f"ref_{side}logps"] = new, new - normal(4.0)
-    case |= dict(is_chosen=torch.rand(count, generator=g) < 0.5, margins=normal(1.0).abs(),
-                 chosen_scores=normal(2.0), rejected_scores=normal(2.0))
+    case |= dict(
+        is_chosen=torch.rand(count, generator=g) < 0.5,
+        margins=normal(1.0).abs(),
+        chosen_scores=normal(2.0),
+        rejected_scores=normal(2.0),
+    )
     scalars = dict(mean_log_ratio=normal(1.0)[0], kl=normal(1.0)[0])
     case = {k: v.to(dtype) if v.is_floating_point() else v for k, v in case.items()} | scalars
     for name in ("chosen_logps", "rejected_logps", "logps", "chosen_scores", "rejected_scores"):
@@ -74,8 +91,11 @@ def gradients(name: str, terms: torch.Tensor, case: Pairs) -> tuple[torch.Tensor
 
 
 def kept(name: str, case: Pairs) -> torch.Tensor:
-    return case["lengths"] > 0 if name == "kto" else (
-        pairs_in_loss(case["chosen_lengths"], case["rejected_lengths"]))
+    return (
+        case["lengths"] > 0
+        if name == "kto"
+        else (pairs_in_loss(case["chosen_lengths"], case["rejected_lengths"]))
+    )
 
 
 # ---------------------------------------------------------------- references
@@ -91,9 +111,20 @@ def sigmoid(x: float) -> float:
 
 def one(name: str, case: dict, options: dict) -> tuple[float, tuple[float, ...]]:
     """Return one term and its slopes by the learned inputs, from the paper's formula."""
-    o = dict(beta={"simpo": 2.0}.get(name, 0.1), variant="sigmoid", label_smoothing=0.0, gamma=1.0,
-             nll_weight=1.0, odds_weight=0.1, chosen_weight=1.0, rejected_weight=1.0,
-             center_coef=0.0) | options
+    o = (
+        dict(
+            beta={"simpo": 2.0}.get(name, 0.1),
+            variant="sigmoid",
+            label_smoothing=0.0,
+            gamma=1.0,
+            nll_weight=1.0,
+            odds_weight=0.1,
+            chosen_weight=1.0,
+            rejected_weight=1.0,
+            center_coef=0.0,
+        )
+        | options
+    )
     b = o["beta"]
     if name == "kto":
         rho, z = case["logps"] - case["ref_logps"], max(case["kl"], 0.0)
@@ -120,18 +151,21 @@ def one(name: str, case: dict, options: dict) -> tuple[float, tuple[float, ...]]
         pw, pl, k = math.exp(lw / nw), math.exp(ll / nl), o["odds_weight"]
         x = math.log(pw / (1 - pw)) - math.log(pl / (1 - pl))
         s = k * sigmoid(-x)
-        return (-lw / nw - k * log_sigmoid(x),
-                (-1 / nw - s / (1 - pw) / nw, s / (1 - pl) / nl))
+        return (-lw / nw - k * log_sigmoid(x), (-1 / nw - s / (1 - pw) / nw, s / (1 - pl) / nl))
     if name == "sppo":
         c = 1 / (2 * b)
         return (rw - c) ** 2 + (rl + c) ** 2, (2 * (rw - c), 2 * (rl + c))
     x, y = b * rw, b * rl
     if name == "nca":
-        return (-log_sigmoid(x) - log_sigmoid(-x) / 2 - log_sigmoid(-y) / 2,
-                (b * (-sigmoid(-x) + sigmoid(x) / 2), b * sigmoid(y) / 2))
+        return (
+            -log_sigmoid(x) - log_sigmoid(-x) / 2 - log_sigmoid(-y) / 2,
+            (b * (-sigmoid(-x) + sigmoid(x) / 2), b * sigmoid(y) / 2),
+        )
     if name == "apo_zero":
-        return 1 - sigmoid(x) + sigmoid(y), (-b * sigmoid(x) * sigmoid(-x),
-                                             b * sigmoid(y) * sigmoid(-y))
+        return 1 - sigmoid(x) + sigmoid(y), (
+            -b * sigmoid(x) * sigmoid(-x),
+            b * sigmoid(y) * sigmoid(-y),
+        )
     if name == "apo_down":
         h = sigmoid(x - y) * sigmoid(y - x)
         return (sigmoid(x) + 1 - sigmoid(x - y), (b * (sigmoid(x) * sigmoid(-x) - h), b * h))
@@ -248,15 +282,24 @@ def test_log_ratios_of_thousands_of_nats_stay_finite(name: str, options: dict) -
 
 def at_reference(seed: int = 0) -> Pairs:
     case = pairs(seed)
-    return case | {k: v.detach().clone().requires_grad_() for k, v in (
-        ("chosen_logps", case["ref_chosen_logps"]), ("logps", case["ref_logps"]),
-        ("rejected_logps", case["ref_rejected_logps"]))}
+    return case | {
+        k: v.detach().clone().requires_grad_()
+        for k, v in (
+            ("chosen_logps", case["ref_chosen_logps"]),
+            ("logps", case["ref_logps"]),
+            ("rejected_logps", case["ref_rejected_logps"]),
+        )
+    }
 
 
 def test_dpo_at_the_reference_is_ln_2() -> None:
     case = at_reference()
-    for options in ({}, dict(variant="norm"), dict(label_smoothing=0.1),
-                    dict(variant="robust", label_smoothing=0.1)):
+    for options in (
+        {},
+        dict(variant="norm"),
+        dict(label_smoothing=0.1),
+        dict(variant="robust", label_smoothing=0.1),
+    ):
         terms, stats = call("dpo", case, options)
         assert terms[kept("dpo", case)].tolist() == pytest.approx([LN2] * 7, abs=1e-15)
     assert call("dpo", case, {})[0][2].item() == LN2
@@ -266,20 +309,28 @@ def test_dpo_at_the_reference_is_ln_2() -> None:
 def test_other_losses_at_the_reference() -> None:
     case = at_reference() | dict(mean_log_ratio=torch.tensor(0.0), kl=torch.tensor(0.0))
     for name, options, expected in (
-        ("nca", {}, 2 * LN2), ("bco", {}, 2 * LN2), ("apo_zero", {}, 1.0), ("apo_down", {}, 1.0),
-        ("dpo", dict(variant="hinge"), 1.0), ("dpo", dict(variant="ipo"), 25.0),
-        ("sppo", dict(beta=0.5), 2.0), ("kto", {}, 0.5),
+        ("nca", {}, 2 * LN2),
+        ("bco", {}, 2 * LN2),
+        ("apo_zero", {}, 1.0),
+        ("apo_down", {}, 1.0),
+        ("dpo", dict(variant="hinge"), 1.0),
+        ("dpo", dict(variant="ipo"), 25.0),
+        ("sppo", dict(beta=0.5), 2.0),
+        ("kto", {}, 0.5),
     ):
         terms, _ = call(name, case, options)
-        assert terms[kept(name, case)].tolist() == pytest.approx([expected] * len(
-            terms[kept(name, case)])), name
+        assert terms[kept(name, case)].tolist() == pytest.approx(
+            [expected] * len(terms[kept(name, case)])
+        ), name
 
 
 def test_robust_dpo_is_unbiased_under_flipped_labels() -> None:
     case = pairs(5)
-    swapped = case | {f"{a}{side}_{k}": case[f"{a}{other}_{k}"]
-                      for side, other in (("chosen", "rejected"), ("rejected", "chosen"))
-                      for a, k in (("", "logps"), ("ref_", "logps"), ("", "lengths"))}
+    swapped = case | {
+        f"{a}{side}_{k}": case[f"{a}{other}_{k}"]
+        for side, other in (("chosen", "rejected"), ("rejected", "chosen"))
+        for a, k in (("", "logps"), ("ref_", "logps"), ("", "lengths"))
+    }
     options = dict(variant="robust", label_smoothing=0.2)
     mixed = 0.8 * call("dpo", case, options)[0] + 0.2 * call("dpo", swapped, options)[0]
     assert torch.allclose(mixed, call("dpo", case, {})[0])
@@ -306,9 +357,12 @@ def test_cpo_and_orpo_nll_does_not_depend_on_the_micro_batch() -> None:
 def test_orpo_is_stable_from_certain_to_impossible(logp: float, dtype: torch.dtype) -> None:
     lengths = torch.ones(1, dtype=torch.int64)
     for w, l in ((logp, -1.0), (-1.0, logp)):
-        inputs = dict(chosen_logps=torch.tensor([w], dtype=dtype, requires_grad=True),
-                      rejected_logps=torch.tensor([l], dtype=dtype, requires_grad=True),
-                      chosen_lengths=lengths, rejected_lengths=lengths)
+        inputs = dict(
+            chosen_logps=torch.tensor([w], dtype=dtype, requires_grad=True),
+            rejected_logps=torch.tensor([l], dtype=dtype, requires_grad=True),
+            chosen_lengths=lengths,
+            rejected_lengths=lengths,
+        )
         terms, _ = registry.call(preference.orpo, inputs, dict(odds_weight=1.0))
         found = gradients("orpo", terms, inputs)
         assert terms.isfinite().all() and all(g.isfinite().all() for g in found)
@@ -342,8 +396,11 @@ def test_kto_kl_is_a_mean_over_sequences_with_tokens(seed) -> None:
     case = pairs(seed)
     case["ref_logps"][2] = math.nan
     numerator, denominator = kto_kl(case["logps"], case["ref_logps"], lengths=case["lengths"])
-    ratios = [a - b for a, b, n in zip(*(case[k].tolist() for k in (
-        "logps", "ref_logps", "lengths"))) if n]
+    ratios = [
+        a - b
+        for a, b, n in zip(*(case[k].tolist() for k in ("logps", "ref_logps", "lengths")))
+        if n
+    ]
     assert float(numerator / denominator) == pytest.approx(sum(ratios) / len(ratios))
     assert not numerator.requires_grad
 
@@ -366,32 +423,51 @@ def test_a_batch_of_one_prompt_has_no_mismatched_response() -> None:
 
 
 def test_stats_of_two_pairs_by_hand() -> None:
-    case = dict(chosen_logps=torch.tensor([-4.0, -6.0]), rejected_logps=torch.tensor([-9.0, -2.0]),
-                ref_chosen_logps=torch.tensor([-5.0, -5.0]),
-                ref_rejected_logps=torch.tensor([-5.0, -5.0]),
-                chosen_lengths=torch.tensor([2, 3]), rejected_lengths=torch.tensor([4, 1]))
+    case = dict(
+        chosen_logps=torch.tensor([-4.0, -6.0]),
+        rejected_logps=torch.tensor([-9.0, -2.0]),
+        ref_chosen_logps=torch.tensor([-5.0, -5.0]),
+        ref_rejected_logps=torch.tensor([-5.0, -5.0]),
+        chosen_lengths=torch.tensor([2, 3]),
+        rejected_lengths=torch.tensor([4, 1]),
+    )
     _, stats = call("dpo", case, dict(beta=0.5))
     assert {k: (float(n), float(d)) for k, (n, d) in stats.items()} == {
-        "preference/accuracy": (1, 2), "preference/margin": (0.5, 2),
-        "preference/chosen_reward": (0, 2), "preference/rejected_reward": (-0.5, 2),
-        "preference/chosen_logprob": (-10, 5), "preference/rejected_logprob": (-11, 5)}
+        "preference/accuracy": (1, 2),
+        "preference/margin": (0.5, 2),
+        "preference/chosen_reward": (0, 2),
+        "preference/rejected_reward": (-0.5, 2),
+        "preference/chosen_logprob": (-10, 5),
+        "preference/rejected_logprob": (-11, 5),
+    }
 
 
 def test_kto_stats_keep_the_two_labels_apart() -> None:
-    case = dict(logps=torch.tensor([-1.0, -4.0, -9.0]), ref_logps=torch.full((3,), -4.0),
-                is_chosen=torch.tensor([True, True, False]), lengths=torch.ones(3).long(),
-                kl=torch.tensor(0.5))
+    case = dict(
+        logps=torch.tensor([-1.0, -4.0, -9.0]),
+        ref_logps=torch.full((3,), -4.0),
+        is_chosen=torch.tensor([True, True, False]),
+        lengths=torch.ones(3).long(),
+        kl=torch.tensor(0.5),
+    )
     _, stats = call("kto", case, dict(beta=1.0))
     assert {k: (float(n), float(d)) for k, (n, d) in stats.items()} == {
-        "preference/accuracy": (2, 3), "preference/chosen_reward": (3, 2),
-        "preference/rejected_reward": (-5, 1), "preference/kl": (1.5, 3)}
+        "preference/accuracy": (2, 3),
+        "preference/chosen_reward": (3, 2),
+        "preference/rejected_reward": (-5, 1),
+        "preference/kl": (1.5, 3),
+    }
 
 
 def test_bradley_terry_is_ln_2_for_equal_scores_and_centring_pulls_to_zero() -> None:
     score = torch.tensor([3.0], dtype=torch.float64, requires_grad=True)
-    inputs = dict(chosen_scores=score, rejected_scores=score.detach().clone().requires_grad_(),
-                  margins=torch.zeros(1), chosen_lengths=torch.ones(1).long(),
-                  rejected_lengths=torch.ones(1).long())
+    inputs = dict(
+        chosen_scores=score,
+        rejected_scores=score.detach().clone().requires_grad_(),
+        margins=torch.zeros(1),
+        chosen_lengths=torch.ones(1).long(),
+        rejected_lengths=torch.ones(1).long(),
+    )
     terms, stats = registry.call(bradley_terry, inputs, {})
     assert terms.item() == LN2 and stats["reward_model/accuracy"] == (0.5, 1)
     terms, _ = registry.call(bradley_terry, inputs, dict(center_coef=0.01))
@@ -410,8 +486,11 @@ def test_a_logprob_that_is_not_a_number_is_not_hidden() -> None:
 def test_the_reference_gets_no_gradient() -> None:
     for name, options in CASES:
         case = pairs(1)
-        constants = [v.requires_grad_() for k, v in case.items()
-                     if v.is_floating_point() and k not in learned(name)]
+        constants = [
+            v.requires_grad_()
+            for k, v in case.items()
+            if v.is_floating_point() and k not in learned(name)
+        ]
         call(name, case, options)[0].sum().backward()
         assert all(v.grad is None for v in constants), name
 
@@ -419,8 +498,10 @@ def test_the_reference_gets_no_gradient() -> None:
 def test_bco_reports_the_mean_log_ratio_that_it_takes_as_its_zero() -> None:
     case = pairs(8)
     _, stats = call("bco", case, dict(beta=0.3))
-    total = sum((case[f"{side}_logps"] - case[f"ref_{side}_logps"]).detach()[2:].sum()
-                for side in ("chosen", "rejected"))
+    total = sum(
+        (case[f"{side}_logps"] - case[f"ref_{side}_logps"]).detach()[2:].sum()
+        for side in ("chosen", "rejected")
+    )
     assert float(stats["preference/log_ratio"][0]) == pytest.approx(float(total) / 2)
     assert stats["preference/log_ratio"][1] == 7
 

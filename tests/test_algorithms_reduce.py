@@ -13,7 +13,12 @@ from ragged import scalars
 
 from spmdrl.algorithms import registry
 from spmdrl.algorithms.reduce import (
-    AGGREGATIONS, loss_lengths, per_token, sequence_mean, sequence_sum, sequence_weights,
+    AGGREGATIONS,
+    loss_lengths,
+    per_token,
+    sequence_mean,
+    sequence_sum,
+    sequence_weights,
 )
 from spmdrl.types import Scalars
 
@@ -110,21 +115,34 @@ def test_every_built_in_method_passes_its_own_check() -> None:
             assert registry.get(kind, name).__doc__
 
 
-@pytest.mark.parametrize("kind, name, options, texts", [
-    ("loss", "ppo_clp", {}, [": unknown loss 'ppo_clp'; did you mean ppo_clip?"]),
-    ("loss", "ppo_clip", {"clip_lo": 0.1}, ["_options.clip_lo: unknown", "clip_low, clip_high"]),
-    ("loss", "ppo_clip", {"clip_low": "a"}, ["_options.clip_low: expected float, got 'a'"]),
-    ("loss", "ppo_clip", {"clip_low": True}, ["_options.clip_low: expected float, got True"]),
-    ("loss", "ppo_clip", {"clip_low": 2}, ["_options: clip_low, clip_high", "got 2, 0.2"]),
-    ("correction", "tis", {"level": "tokn"}, ["_options.level: 'tokn'", "did you mean token?"]),
-    ("advantage", "grpo", {"std_eps": 0.0}, ["_options: std_eps", "above 0, got 0.0"]),
-    ("advantage", "no_such_module:f", {}, [": cannot import 'no_such_module'"]),
-    ("advantage", "math:sqrtt", {}, [": math has no function 'sqrtt'", "did you mean sqrt?"]),
-    ("advantage", "test_algorithms_reduce:strange", {}, ["parameter 'prices'", "known: rewards"]),
-    ("advantage", "test_algorithms_reduce:scalar", {}, ["one value per sequence, got ()"]),
-    ("loss", "test_algorithms_reduce:bare", {}, ["must return ([T] tensor, stats dict)"]),
-    ("loss", "test_algorithms_reduce:failing", {}, ["_options: ZeroDivisionError"]),
-])
+@pytest.mark.parametrize(
+    "kind, name, options, texts",
+    [
+        ("loss", "ppo_clp", {}, [": unknown loss 'ppo_clp'; did you mean ppo_clip?"]),
+        (
+            "loss",
+            "ppo_clip",
+            {"clip_lo": 0.1},
+            ["_options.clip_lo: unknown", "clip_low, clip_high"],
+        ),
+        ("loss", "ppo_clip", {"clip_low": "a"}, ["_options.clip_low: expected float, got 'a'"]),
+        ("loss", "ppo_clip", {"clip_low": True}, ["_options.clip_low: expected float, got True"]),
+        ("loss", "ppo_clip", {"clip_low": 2}, ["_options: clip_low, clip_high", "got 2, 0.2"]),
+        ("correction", "tis", {"level": "tokn"}, ["_options.level: 'tokn'", "did you mean token?"]),
+        ("advantage", "grpo", {"std_eps": 0.0}, ["_options: std_eps", "above 0, got 0.0"]),
+        ("advantage", "no_such_module:f", {}, [": cannot import 'no_such_module'"]),
+        ("advantage", "math:sqrtt", {}, [": math has no function 'sqrtt'", "did you mean sqrt?"]),
+        (
+            "advantage",
+            "test_algorithms_reduce:strange",
+            {},
+            ["parameter 'prices'", "known: rewards"],
+        ),
+        ("advantage", "test_algorithms_reduce:scalar", {}, ["one value per sequence, got ()"]),
+        ("loss", "test_algorithms_reduce:bare", {}, ["must return ([T] tensor, stats dict)"]),
+        ("loss", "test_algorithms_reduce:failing", {}, ["_options: ZeroDivisionError"]),
+    ],
+)
 def test_a_wrong_choice_is_named_with_what_to_do(kind, name, options, texts) -> None:
     (problem,) = registry.problems(kind, name, options)
     assert problem.startswith((": ", "_options"))

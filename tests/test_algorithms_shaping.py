@@ -13,8 +13,14 @@ from ragged import scalars
 
 from spmdrl.algorithms.groups import group_rewards
 from spmdrl.algorithms.shaping import (
-    adaptive_kl_coef, best_at_k_estimate, has_signal, overlong_penalty, pass_at_k_estimate,
-    scale_and_clamp, stop_properly)
+    adaptive_kl_coef,
+    best_at_k_estimate,
+    has_signal,
+    overlong_penalty,
+    pass_at_k_estimate,
+    scale_and_clamp,
+    stop_properly,
+)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -30,39 +36,54 @@ def test_reward_shaping_equals_plain_loops(seed, dtype, tolerance) -> None:
         return ((15 - 6) - length) / 6 if length <= 15 else -1.0
 
     results = {
-        "overlong": overlong_penalty(rewards, batch.response_lengths, max_response_tokens=15,
-                                     buffer_tokens=6, penalty=0.5),
+        "overlong": overlong_penalty(
+            rewards, batch.response_lengths, max_response_tokens=15, buffer_tokens=6, penalty=0.5
+        ),
         "stop": stop_properly(rewards, batch.is_truncated, factor=0.25, penalty=0.1),
         "scale": scale_and_clamp(rewards, shift=-0.1, scale=3.0, low=-0.5, high=1.0),
     }
     for i, reward in enumerate((batch.rewards - 0.4).tolist()):
         lowered = (0.25 * reward if reward > 0 else reward) - 0.1
-        expected = {"overlong": reward + 0.5 * soft(lengths[i]),
-                    "stop": lowered if cut[i] else reward,
-                    "scale": min(max(3.0 * (reward - 0.1), -0.5), 1.0)}
+        expected = {
+            "overlong": reward + 0.5 * soft(lengths[i]),
+            "stop": lowered if cut[i] else reward,
+            "scale": min(max(3.0 * (reward - 0.1), -0.5), 1.0),
+        }
         for name, value in expected.items():
             assert results[name][i].item() == pytest.approx(value, abs=tolerance)
     assert all(r.dtype == torch.float64 for r in results.values())
 
 
 def test_the_overlong_penalty_at_its_corners() -> None:
-    got = overlong_penalty(torch.zeros(5), torch.tensor([0, 8, 10, 12, 99]),
-                           max_response_tokens=12, buffer_tokens=4)
+    got = overlong_penalty(
+        torch.zeros(5), torch.tensor([0, 8, 10, 12, 99]), max_response_tokens=12, buffer_tokens=4
+    )
     assert got.tolist() == [0.0, 0.0, -0.5, -1.0, -1.0]
 
 
-@given(lengths=st.lists(st.integers(0, 50), min_size=1, max_size=8),
-       limit=st.integers(1, 40), part=st.floats(0, 1), penalty=st.floats(0, 5))
+@given(
+    lengths=st.lists(st.integers(0, 50), min_size=1, max_size=8),
+    limit=st.integers(1, 40),
+    part=st.floats(0, 1),
+    penalty=st.floats(0, 5),
+)
 @settings(max_examples=40, deadline=None)
 def test_the_overlong_penalty_is_bounded_and_falls_with_length(lengths, limit, part, penalty):
-    got = overlong_penalty(torch.zeros(len(lengths)), torch.tensor(sorted(lengths)),
-                           max_response_tokens=limit, buffer_tokens=max(1, int(part * limit)),
-                           penalty=penalty)
+    got = overlong_penalty(
+        torch.zeros(len(lengths)),
+        torch.tensor(sorted(lengths)),
+        max_response_tokens=limit,
+        buffer_tokens=max(1, int(part * limit)),
+        penalty=penalty,
+    )
     assert ((got <= 0) & (got >= -penalty)).all() and (got.diff() <= 0).all()
 
 
-@given(rewards=st.lists(st.floats(-5, 5), min_size=1, max_size=6), factor=st.floats(0, 1),
-       penalty=st.floats(0, 2))
+@given(
+    rewards=st.lists(st.floats(-5, 5), min_size=1, max_size=6),
+    factor=st.floats(0, 1),
+    penalty=st.floats(0, 2),
+)
 @settings(max_examples=40, deadline=None)
 def test_a_truncated_response_never_gains(rewards, factor, penalty) -> None:
     before = torch.tensor(rewards, dtype=torch.float64)
@@ -79,8 +100,11 @@ def test_a_factor_does_not_reward_truncation_of_a_bad_answer() -> None:
 def test_rewards_that_are_not_finite_stay_visible() -> None:
     bad = torch.tensor([math.nan, math.inf, -math.inf])
     yes = torch.ones(3, dtype=torch.bool)
-    for got in (overlong_penalty(bad, torch.ones(3), max_response_tokens=2, buffer_tokens=1),
-                stop_properly(bad, yes, penalty=1.0), scale_and_clamp(bad, low=-1.0, high=1.0)):
+    for got in (
+        overlong_penalty(bad, torch.ones(3), max_response_tokens=2, buffer_tokens=1),
+        stop_properly(bad, yes, penalty=1.0),
+        scale_and_clamp(bad, low=-1.0, high=1.0),
+    ):
         assert not got.isfinite().any()
 
 
@@ -90,16 +114,21 @@ def test_a_group_has_signal_when_two_valid_rewards_differ(seed: int) -> None:
     groups = group_rewards(batch.rewards, batch.group_ids, is_valid=batch.is_valid)
     rewards, valid = batch.rewards.tolist(), batch.is_valid.tolist()
     ids = batch.group_ids.tolist()
-    expected = [len({rewards[i] for i in range(len(ids)) if ids[i] == g and valid[i]}) > 1
-                for g in sorted(set(ids))]
+    expected = [
+        len({rewards[i] for i in range(len(ids)) if ids[i] == g and valid[i]}) > 1
+        for g in sorted(set(ids))
+    ]
     assert has_signal(groups).tolist() == expected
     shifted = group_rewards(batch.rewards + 7.0, batch.group_ids, is_valid=batch.is_valid)
     assert has_signal(shifted).tolist() == expected
 
 
 def test_rewards_that_differ_by_rounding_carry_no_signal() -> None:
-    groups = group_rewards(torch.tensor([0.3, 0.1 + 0.2]).double(), torch.zeros(2).long(),
-                           is_valid=torch.ones(2, dtype=torch.bool))
+    groups = group_rewards(
+        torch.tensor([0.3, 0.1 + 0.2]).double(),
+        torch.zeros(2).long(),
+        is_valid=torch.ones(2, dtype=torch.bool),
+    )
     assert has_signal(groups).tolist() == [False]
 
 
@@ -148,9 +177,16 @@ def test_pass_at_k_of_many_samples_is_precise() -> None:
     assert pass_at_k_estimate(10**6, 1, 3) == 3 / 10**6
 
 
-@pytest.mark.parametrize("arguments, message", [
-    ((4, 5, 1), "num_correct"), ((4, -1, 1), "num_correct"), ((4, 1, 5), "k: must"),
-    ((4, 1, 0), "k: must"), ((0, 0, 1), "k: must")])
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ((4, 5, 1), "num_correct"),
+        ((4, -1, 1), "num_correct"),
+        ((4, 1, 5), "k: must"),
+        ((4, 1, 0), "k: must"),
+        ((0, 0, 1), "k: must"),
+    ],
+)
 def test_impossible_counts_are_refused(arguments, message) -> None:
     with pytest.raises(ValueError, match=message):
         pass_at_k_estimate(*arguments)
@@ -175,26 +211,37 @@ def test_the_kl_coefficient_never_turns_negative(coef, kl, num_samples) -> None:
     assert coef * (1 - change) - 1e-9 <= got <= coef * (1 + change) + 1e-9 and got >= 0
 
 
-@pytest.mark.parametrize("change, message", [
-    (dict(kl=math.nan), "kl: must be finite"), (dict(target=0.0), "coef, target, horizon"),
-    (dict(horizon=0.0), "coef, target, horizon"), (dict(coef=-1.0), "coef, target, horizon"),
-    (dict(num_samples=500), "horizon: 100 is too short for 500")])
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (dict(kl=math.nan), "kl: must be finite"),
+        (dict(target=0.0), "coef, target, horizon"),
+        (dict(horizon=0.0), "coef, target, horizon"),
+        (dict(coef=-1.0), "coef, target, horizon"),
+        (dict(num_samples=500), "horizon: 100 is too short for 500"),
+    ],
+)
 def test_a_kl_controller_out_of_range_is_refused(change, message) -> None:
     arguments = dict(coef=0.1, kl=0.1, target=0.1, horizon=100, num_samples=8) | change
     with pytest.raises(ValueError, match=message):
         adaptive_kl_coef(arguments.pop("coef"), **arguments)
 
 
-@pytest.mark.parametrize("call, message", [
-    (lambda r: overlong_penalty(r, r, max_response_tokens=4, buffer_tokens=5), "buffer_tokens"),
-    (lambda r: overlong_penalty(r, r, max_response_tokens=4, buffer_tokens=0), "buffer_tokens"),
-    (lambda r: overlong_penalty(r, r, max_response_tokens=4, buffer_tokens=1, penalty=-1.0),
-     "penalty"),
-    (lambda r: stop_properly(r, r > 0, factor=1.5), "factor"),
-    (lambda r: stop_properly(r, r > 0, penalty=-1.0), "penalty"),
-    (lambda r: scale_and_clamp(r, low=1.0, high=1.0), "low, high"),
-    (lambda r: scale_and_clamp(r, scale=math.inf), "shift, scale"),
-])
+@pytest.mark.parametrize(
+    "call, message",
+    [
+        (lambda r: overlong_penalty(r, r, max_response_tokens=4, buffer_tokens=5), "buffer_tokens"),
+        (lambda r: overlong_penalty(r, r, max_response_tokens=4, buffer_tokens=0), "buffer_tokens"),
+        (
+            lambda r: overlong_penalty(r, r, max_response_tokens=4, buffer_tokens=1, penalty=-1.0),
+            "penalty",
+        ),
+        (lambda r: stop_properly(r, r > 0, factor=1.5), "factor"),
+        (lambda r: stop_properly(r, r > 0, penalty=-1.0), "penalty"),
+        (lambda r: scale_and_clamp(r, low=1.0, high=1.0), "low, high"),
+        (lambda r: scale_and_clamp(r, scale=math.inf), "shift, scale"),
+    ],
+)
 def test_shaping_options_out_of_range_are_refused(call, message) -> None:
     with pytest.raises(ValueError, match=message):
         call(torch.ones(2))

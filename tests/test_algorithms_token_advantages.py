@@ -12,17 +12,32 @@ from ragged import ragged
 from torch import Tensor
 
 from spmdrl.algorithms import token_advantages, token_baselines
-from spmdrl.algorithms.advantages import rloo
-from spmdrl.algorithms.advantages import dr_grpo, grpo
+from spmdrl.algorithms.advantages import dr_grpo, grpo, rloo
 from spmdrl.algorithms.loss_tokens import discounted_sums, loss_tokens
 from spmdrl.algorithms.token_advantages import (
-    combine_moments, distill, gae, gigpo, mean_and_std, moment_sums, otb, prime,
-    reinforce_plus_plus, whiten)
+    combine_moments,
+    distill,
+    gae,
+    gigpo,
+    mean_and_std,
+    moment_sums,
+    otb,
+    prime,
+    reinforce_plus_plus,
+    whiten,
+)
 
 Columns = dict[str, Tensor]
 SEEDS = range(6)
-TOKEN_COLUMNS = ("values", "kl_rewards", "old_logprobs", "teacher_logprobs", "prm_logprobs",
-                 "ref_logprobs", "square_probs")
+TOKEN_COLUMNS = (
+    "values",
+    "kl_rewards",
+    "old_logprobs",
+    "teacher_logprobs",
+    "prm_logprobs",
+    "ref_logprobs",
+    "square_probs",
+)
 
 
 def columns(seed: int, *, dtype: torch.dtype = torch.float64) -> Columns:
@@ -31,12 +46,13 @@ def columns(seed: int, *, dtype: torch.dtype = torch.float64) -> Columns:
     g = torch.Generator().manual_seed(1000 + seed)
     mask, cu = base.loss_mask, base.cu_seqlens
     num_tokens, num_sequences = len(mask), len(cu) - 1
-    out = {name: torch.randn(num_tokens, generator=g, dtype=torch.float64)
-           for name in TOKEN_COLUMNS}
+    out = {
+        name: torch.randn(num_tokens, generator=g, dtype=torch.float64) for name in TOKEN_COLUMNS
+    }
     for name in ("old_logprobs", "teacher_logprobs", "prm_logprobs", "ref_logprobs"):
         out[name] = -out[name].abs() - 0.01
     probs = out["old_logprobs"].exp()
-    out["square_probs"] = probs**2 + (1 - probs)**2 * torch.rand(num_tokens, generator=g)
+    out["square_probs"] = probs**2 + (1 - probs) ** 2 * torch.rand(num_tokens, generator=g)
     out = {n: torch.where(mask, v, torch.nan).to(dtype) for n, v in out.items()}
     out["step_table"] = torch.randn(num_sequences, num_tokens, generator=g, dtype=torch.float64)
     for name in ("rewards", "episode_advantages", "process_baselines"):
@@ -61,19 +77,25 @@ def pick(batch: Columns, *names: str) -> Columns:
 def otb_totals(batch: Columns) -> Tensor:
     names = ("old_logprobs", "square_probs", "kl_rewards", "group_ids", "rewards")
     return token_baselines.otb_totals(
-        **pick(batch, *names), num_groups=int(batch["group_ids"].max()) + 1,
-        num_positions=batch["loss_mask"].numel())["otb_totals"]
+        **pick(batch, *names),
+        num_groups=int(batch["group_ids"].max()) + 1,
+        num_positions=batch["loss_mask"].numel(),
+    )["otb_totals"]
 
 
 METHODS = {
-    "gae": lambda b: gae(**pick(b, "rewards", "values", "kl_rewards"), gamma=0.9, lam=0.8,
-                         value_lam=0.95),
-    "gae_adaptive": lambda b: gae(**pick(b, "rewards", "values", "kl_rewards"),
-                                  length_alpha=0.5),
+    "gae": lambda b: gae(
+        **pick(b, "rewards", "values", "kl_rewards"), gamma=0.9, lam=0.8, value_lam=0.95
+    ),
+    "gae_adaptive": lambda b: gae(**pick(b, "rewards", "values", "kl_rewards"), length_alpha=0.5),
     "reinforce_plus_plus": lambda b: reinforce_plus_plus(**pick(b, "rewards", "kl_rewards")),
     "distill": lambda b: distill(**pick(b, "old_logprobs", "teacher_logprobs"), max_gap=1.5),
-    "prime": lambda b: prime(**pick(b, "prm_logprobs", "ref_logprobs", "process_baselines",
-                                    "episode_advantages", "rewards"), gamma=0.9),
+    "prime": lambda b: prime(
+        **pick(
+            b, "prm_logprobs", "ref_logprobs", "process_baselines", "episode_advantages", "rewards"
+        ),
+        gamma=0.9,
+    ),
     "gigpo": lambda b: gigpo(**pick(b, "episode_advantages", "step_table"), step_weight=0.7),
     "otb": lambda b: otb(**pick(b, "rewards", "group_ids", "kl_rewards", "otb_totals")),
 }
@@ -106,8 +128,7 @@ def gae_loop(
 
 def earned(batch: Columns, row: int, tokens: list[int]) -> list[float]:
     kl = at(batch, "kl_rewards")
-    return [at(batch, "rewards")[row] + math.fsum(kl[u] for u in tokens if u >= t)
-            for t in tokens]
+    return [at(batch, "rewards")[row] + math.fsum(kl[u] for u in tokens if u >= t) for t in tokens]
 
 
 def otb_loop(batch: Columns, row: int) -> list[float]:
@@ -139,16 +160,22 @@ def reference(name: str, batch: Columns, row: int, tokens: list[int]) -> list[fl
         return [min(max(gap, -1.5), 1.5) for gap in gaps]
     if name == "gigpo":
         runs = [sum(b - a > 1 for a, b in zip(tokens[:i], tokens[1 : i + 1])) for i in range(n)]
-        return [at(batch, "episode_advantages")[row] + 0.7 * at(batch, "step_table")[row][run]
-                for run in runs]
+        return [
+            at(batch, "episode_advantages")[row] + 0.7 * at(batch, "step_table")[row][run]
+            for run in runs
+        ]
     if name == "otb":
         return otb_loop(batch, row)
     base = at(batch, "process_baselines")[row]
-    own = [0.05 * (at(batch, "prm_logprobs")[t] - at(batch, "ref_logprobs")[t]) - base
-           for t in tokens]
+    own = [
+        0.05 * (at(batch, "prm_logprobs")[t] - at(batch, "ref_logprobs")[t]) - base for t in tokens
+    ]
     own = [0.0] * n if math.isnan(base) else own
-    return [at(batch, "episode_advantages")[row]
-            + math.fsum(0.9 ** (j - i) * own[j] for j in range(i, n)) for i in range(n)]
+    return [
+        at(batch, "episode_advantages")[row]
+        + math.fsum(0.9 ** (j - i) * own[j] for j in range(i, n))
+        for i in range(n)
+    ]
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -171,8 +198,9 @@ def test_the_returns_of_gae_have_their_own_lambda(seed: int) -> None:
     for row, tokens in enumerate(responses(batch)):
         loop = gae_loop(batch, row, tokens, gamma=0.9, lam=0.95)
         for t, advantage in zip(tokens, loop):
-            assert returns[t].item() == pytest.approx(batch["values"][t].item() + advantage,
-                                                      abs=1e-10)
+            assert returns[t].item() == pytest.approx(
+                batch["values"][t].item() + advantage, abs=1e-10
+            )
     assert (returns[~batch["loss_mask"]] == 0).all()
 
 
@@ -193,15 +221,21 @@ def select(batch: Columns, order: list[int]) -> Columns:
     tokens = [t for row in order for t in range(cu[row], cu[row + 1])]
     lengths = torch.tensor([0] + [cu[row + 1] - cu[row] for row in order])
     by_row = ("rewards", "episode_advantages", "process_baselines", "group_ids", "step_table")
-    out = {n: v[order] if n in by_row else v[tokens] for n, v in batch.items()
-           if n not in ("cu_seqlens", "otb_totals")}
+    out = {
+        n: v[order] if n in by_row else v[tokens]
+        for n, v in batch.items()
+        if n not in ("cu_seqlens", "otb_totals")
+    }
     out["cu_seqlens"] = lengths.cumsum(0).int()
     return out | {n: v for n, v in batch.items() if n == "otb_totals"}
 
 
 @pytest.mark.parametrize("name", METHODS)
-@given(seed=st.integers(0, 500), cuts=st.lists(st.integers(0, 8), max_size=3),
-       shuffle=st.randoms(use_true_random=False))
+@given(
+    seed=st.integers(0, 500),
+    cuts=st.lists(st.integers(0, 8), max_size=3),
+    shuffle=st.randoms(use_true_random=False),
+)
 @settings(max_examples=12, deadline=None)
 def test_packing_order_and_micro_batching_change_nothing(name, seed, cuts, shuffle) -> None:
     batch = everything(seed)
@@ -240,8 +274,10 @@ def test_a_micro_batch_without_loss_tokens_has_no_advantages(name: str) -> None:
 @pytest.mark.parametrize("name", METHODS)
 def test_advantages_carry_no_gradient(name: str) -> None:
     batch = everything(0)
-    batch = {n: v.clone().requires_grad_() if v.is_floating_point() and n in TOKEN_COLUMNS else v
-             for n, v in batch.items()}
+    batch = {
+        n: v.clone().requires_grad_() if v.is_floating_point() and n in TOKEN_COLUMNS else v
+        for n, v in batch.items()
+    }
     assert not any(r.requires_grad for r in METHODS[name](batch) if r is not None)
 
 
@@ -253,14 +289,19 @@ def test_distillation_is_bounded(seed: int, gap: float) -> None:
     assert (got.abs() <= gap).all()
 
 
-@given(counts=st.lists(st.integers(0, 40), min_size=1, max_size=5),
-       discount=st.sampled_from([0.0, 0.5, 0.99, 1.0]), seed=st.integers(0, 99))
+@given(
+    counts=st.lists(st.integers(0, 40), min_size=1, max_size=5),
+    discount=st.sampled_from([0.0, 0.5, 0.99, 1.0]),
+    seed=st.integers(0, 99),
+)
 @settings(max_examples=40, deadline=None)
 def test_discounted_sums_equal_the_recursion(counts, discount, seed) -> None:
     g = torch.Generator().manual_seed(seed)
     values = torch.randn(sum(counts), generator=g, dtype=torch.float64)
-    last = torch.tensor([sum(counts[: i + 1]) - 1 for i, n in enumerate(counts)
-                         for _ in range(n)], dtype=torch.int64)
+    last = torch.tensor(
+        [sum(counts[: i + 1]) - 1 for i, n in enumerate(counts) for _ in range(n)],
+        dtype=torch.int64,
+    )
     got = discounted_sums(values, discounts=discount, last=last)
     expected = values.tolist()
     for t in reversed(range(len(expected))):
@@ -278,15 +319,17 @@ def test_process_baselines_equal_a_plain_loop(seed: int) -> None:
     names = ("prm_logprobs", "ref_logprobs")
     means = token_baselines.implicit_reward_means(**pick(batch, *names), beta=0.2)
     rows = responses(batch)
-    own = [math.fsum(0.2 * (at(batch, names[0])[t] - at(batch, names[1])[t]) for t in row)
-           / max(len(row), 1) for row in rows]
+    own = [
+        math.fsum(0.2 * (at(batch, names[0])[t] - at(batch, names[1])[t]) for t in row)
+        / max(len(row), 1)
+        for row in rows
+    ]
     assert torch.allclose(means, torch.tensor(own, dtype=torch.float64), atol=1e-12)
     is_valid = torch.tensor([bool(row) for row in rows])
     got = token_baselines.leave_one_out_means(means, batch["group_ids"], is_valid=is_valid)
     groups = batch["group_ids"].tolist()
     for i in range(len(rows)):
-        others = [own[j] for j in range(len(rows)) if rows[j] and groups[j] == groups[i]
-                  and j != i]
+        others = [own[j] for j in range(len(rows)) if rows[j] and groups[j] == groups[i] and j != i]
         if rows[i] and others:
             assert got[i].item() == pytest.approx(math.fsum(others) / len(others), abs=1e-12)
         else:
@@ -301,8 +344,11 @@ def test_process_rewards_come_to_the_rows_of_the_batch(seed: int) -> None:
     totals = []
     for rows in ([4, 0, 7], [2, 3], [1], [6, 5]):
         ids = torch.tensor([row if responses(batch)[row] else -1 for row in rows])
-        totals.append(token_baselines.prime_totals(
-            **pick(select(batch, rows), *names), sequence_ids=ids, num_sequences=count))
+        totals.append(
+            token_baselines.prime_totals(
+                **pick(select(batch, rows), *names), sequence_ids=ids, num_sequences=count
+            )
+        )
     totals = sum(part["implicit_means"] for part in totals)
     assert torch.allclose(totals, means, atol=1e-12)
     lengths = torch.tensor([len(row) for row in responses(batch)])
@@ -312,11 +358,13 @@ def test_process_rewards_come_to_the_rows_of_the_batch(seed: int) -> None:
     got = token_baselines.prime_baselines(means, rewards, loss_lengths=lengths, **given)
     assert torch.equal(got["episode_advantages"], rloo(rewards, **given))
     expected = token_baselines.leave_one_out_means(
-        means, batch["group_ids"], is_valid=is_valid & (lengths > 0))
+        means, batch["group_ids"], is_valid=is_valid & (lengths > 0)
+    )
     torch.testing.assert_close(got["process_baselines"], expected, equal_nan=True, rtol=0, atol=0)
     with pytest.raises(ValueError, match=r"in \[0, 1\], got 1.5 \(sequence 2, group 1\)"):
-        token_baselines.prime_baselines(means, rewards.index_fill(0, torch.tensor(2), 1.5),
-                                        loss_lengths=lengths, **given)
+        token_baselines.prime_baselines(
+            means, rewards.index_fill(0, torch.tensor(2), 1.5), loss_lengths=lengths, **given
+        )
 
 
 @given(rewards=st.lists(st.floats(-3, 3), min_size=2, max_size=6))
@@ -341,8 +389,9 @@ def test_gigpo_steps_equal_a_plain_loop(seed: int, scale: str) -> None:
     counts = [int(n) for n in torch.randint(1, 5, (9,), generator=g)]
     for row, count in enumerate(counts):
         turns[row, count:] = torch.tensor([0.0, token_baselines.NO_TURN])
-    got = token_baselines.gigpo_steps(turns, rewards, group_ids=groups, is_valid=is_valid,
-                                      gamma=0.9, scale=scale)
+    got = token_baselines.gigpo_steps(
+        turns, rewards, group_ids=groups, is_valid=is_valid, gamma=0.9, scale=scale
+    )
     returns: dict[tuple[int, int], float] = {}
     for row, count in enumerate(counts):
         own, ahead = turns[row, :count, 0].tolist(), 0.0
@@ -351,8 +400,11 @@ def test_gigpo_steps_equal_a_plain_loop(seed: int, scale: str) -> None:
             returns[row, k] = ahead = own[k] + 0.9 * ahead
     for row, k in ((i, j) for i in range(9) for j in range(4)):
         state = turns[row, k, 1].item()
-        same = [returns[i, j] for i, j in returns if is_valid[i] and groups[i] == groups[row]
-                and turns[i, j, 1].item() == state]
+        same = [
+            returns[i, j]
+            for i, j in returns
+            if is_valid[i] and groups[i] == groups[row] and turns[i, j, 1].item() == state
+        ]
         if not is_valid[row] or state < 0 or len(same) == 1:
             assert got["step_table"][row, k] == 0
             continue
@@ -369,9 +421,12 @@ def test_gigpo_steps_equal_a_plain_loop(seed: int, scale: str) -> None:
 def test_gigpo_without_a_single_state_is_refused() -> None:
     turns = torch.tensor([[[0.0, -1.0]], [[0.0, -1.0]]], dtype=torch.float64)
     with pytest.raises(ValueError, match="no turn has one; give rollout.environment a method"):
-        token_baselines.gigpo_steps(turns, torch.tensor([1.0, 0.0]),
-                                    group_ids=torch.zeros(2).long(),
-                                    is_valid=torch.ones(2, dtype=torch.bool))
+        token_baselines.gigpo_steps(
+            turns,
+            torch.tensor([1.0, 0.0]),
+            group_ids=torch.zeros(2).long(),
+            is_valid=torch.ones(2, dtype=torch.bool),
+        )
 
 
 @pytest.mark.parametrize("scale", ["none", "std"])
@@ -381,8 +436,9 @@ def test_step_advantages_equal_a_plain_loop(seed: int, scale: str) -> None:
     returns = torch.rand(30, generator=g, dtype=torch.float64).round(decimals=1)
     groups = torch.randint(0, 3, (30,), generator=g)
     anchors = torch.randint(-1, 4, (30,), generator=g)
-    got = token_baselines.step_advantages(returns, group_ids=groups, anchor_ids=anchors,
-                                          scale=scale)
+    got = token_baselines.step_advantages(
+        returns, group_ids=groups, anchor_ids=anchors, scale=scale
+    )
     key = list(zip(groups.tolist(), anchors.tolist()))
     for i in range(30):
         same = [returns[j].item() for j in range(30) if key[j] == key[i]]
@@ -400,11 +456,14 @@ def test_step_advantages_equal_a_plain_loop(seed: int, scale: str) -> None:
 @pytest.mark.parametrize("seed", SEEDS)
 def test_sums_of_the_token_baseline_add_up_over_micro_batches(seed: int) -> None:
     batch = columns(seed)
-    sizes = dict(num_groups=int(batch["group_ids"].max()) + 1,
-                 num_positions=batch["loss_mask"].numel())
+    sizes = dict(
+        num_groups=int(batch["group_ids"].max()) + 1, num_positions=batch["loss_mask"].numel()
+    )
     names = ("old_logprobs", "square_probs", "kl_rewards", "group_ids", "rewards")
-    parts = [token_baselines.otb_totals(**pick(select(batch, rows), *names), **sizes)["otb_totals"]
-             for rows in ([4, 0, 7], [2, 3], [1], [6, 5])]
+    parts = [
+        token_baselines.otb_totals(**pick(select(batch, rows), *names), **sizes)["otb_totals"]
+        for rows in ([4, 0, 7], [2, 3], [1], [6, 5])
+    ]
     assert torch.allclose(sum(parts), otb_totals(batch), atol=1e-12)
 
 
@@ -414,8 +473,13 @@ def test_gigpo_from_turns_to_tokens() -> None:
     batch = dict(loss_mask=mask, cu_seqlens=torch.tensor([0, 4, 7], dtype=torch.int32))
     turns = torch.tensor([[[0.0, 7], [0.0, 8]], [[0.0, 7], [0.0, 9]]], dtype=torch.float64)
     found = token_baselines.gigpo_steps(
-        turns, torch.tensor([1.0, 0.0], dtype=torch.float64), gamma=0.5, scale="none",
-        group_ids=torch.zeros(2, dtype=torch.int64), is_valid=torch.ones(2, dtype=torch.bool))
+        turns,
+        torch.tensor([1.0, 0.0], dtype=torch.float64),
+        gamma=0.5,
+        scale="none",
+        group_ids=torch.zeros(2, dtype=torch.int64),
+        is_valid=torch.ones(2, dtype=torch.bool),
+    )
     assert found["step_table"].tolist() == [[0.25, 0.0], [-0.25, 0.0]]
     got, _ = gigpo(**found, step_weight=2.0, **batch)
     assert got.tolist() == [1.0, 1.0, 0.0, 0.5, -1.0, 0.0, -0.5]
@@ -424,8 +488,11 @@ def test_gigpo_from_turns_to_tokens() -> None:
 # ---------------------------------------------------------------- whitening
 
 
-@given(seed=st.integers(0, 300), shift=st.sampled_from([0.0, 1e3, -1e6]),
-       cuts=st.lists(st.integers(0, 12), max_size=4))
+@given(
+    seed=st.integers(0, 300),
+    shift=st.sampled_from([0.0, 1e3, -1e6]),
+    cuts=st.lists(st.integers(0, 12), max_size=4),
+)
 @settings(max_examples=30, deadline=None)
 def test_whitening_by_merged_moments_equals_whitening_in_one_piece(seed, shift, cuts) -> None:
     g = torch.Generator().manual_seed(seed)
@@ -433,8 +500,9 @@ def test_whitening_by_merged_moments_equals_whitening_in_one_piece(seed, shift, 
     mask[0] = mask[5] = True
     advantages = torch.where(mask, shift + torch.randn(12, generator=g).double(), torch.nan)
     edges = [0, *sorted(cuts), 12]
-    parts = torch.stack([moment_sums(advantages[a:b], loss_mask=mask[a:b])
-                         for a, b in zip(edges, edges[1:])])
+    parts = torch.stack(
+        [moment_sums(advantages[a:b], loss_mask=mask[a:b]) for a, b in zip(edges, edges[1:])]
+    )
     mean, std = mean_and_std(combine_moments(parts))
     kept = [a - shift for a in advantages[mask].tolist()]
     exact = math.fsum(kept) / len(kept)
@@ -453,8 +521,14 @@ def test_tokens_of_one_value_are_whitened_to_zero(value: float) -> None:
     mask = torch.ones(7, dtype=torch.bool)
     advantages = torch.full((7,), value, dtype=torch.float64)
     advantages[3] *= 1 + 4e-16
-    moments = combine_moments(torch.stack([moment_sums(advantages[:3], loss_mask=mask[:3]),
-                                           moment_sums(advantages[3:], loss_mask=mask[3:])]))
+    moments = combine_moments(
+        torch.stack(
+            [
+                moment_sums(advantages[:3], loss_mask=mask[:3]),
+                moment_sums(advantages[3:], loss_mask=mask[3:]),
+            ]
+        )
+    )
     mean, std = mean_and_std(moments)
     assert (whiten(advantages, loss_mask=mask, mean=mean, std=std) == 0).all()
 
@@ -464,13 +538,21 @@ def test_moments_without_tokens_are_zero() -> None:
     assert nothing.tolist() == [0.0, 0.0, 0.0]
     assert combine_moments(nothing.expand(2, 3)).tolist() == [0.0, 0.0, 0.0]
     with pytest.raises(ValueError, match="eps: must be above 0"):
-        whiten(torch.ones(1), loss_mask=torch.ones(1).bool(), mean=torch.ones(()),
-               std=torch.ones(()), eps=0.0)
+        whiten(
+            torch.ones(1),
+            loss_mask=torch.ones(1).bool(),
+            mean=torch.ones(()),
+            std=torch.ones(()),
+            eps=0.0,
+        )
 
 
 def test_methods_that_need_whitening_say_so() -> None:
-    marked = [n for n in token_advantages.__all__
-              if getattr(getattr(token_advantages, n), "whitened", False)]
+    marked = [
+        n
+        for n in token_advantages.__all__
+        if getattr(getattr(token_advantages, n), "whitened", False)
+    ]
     assert marked == ["gae", "reinforce_plus_plus"]
 
 
@@ -479,9 +561,14 @@ def test_methods_that_need_whitening_say_so() -> None:
 
 def one_response(rewards: float, values: list[float], **options: float) -> tuple[Tensor, Tensor]:
     n = len(values)
-    return gae(torch.tensor([rewards]), torch.tensor(values), kl_rewards=torch.zeros(n),
-               loss_mask=torch.ones(n, dtype=torch.bool),
-               cu_seqlens=torch.tensor([0, n], dtype=torch.int32), **options)
+    return gae(
+        torch.tensor([rewards]),
+        torch.tensor(values),
+        kl_rewards=torch.zeros(n),
+        loss_mask=torch.ones(n, dtype=torch.bool),
+        cu_seqlens=torch.tensor([0, n], dtype=torch.int32),
+        **options,
+    )
 
 
 def test_gae_at_the_ends_of_lambda() -> None:
@@ -504,21 +591,31 @@ def test_the_adaptive_lambda_of_a_short_response_is_clamped_at_zero() -> None:
 def test_the_reward_stands_at_the_last_loss_token_not_at_the_last_token() -> None:
     mask = torch.tensor([False, True, False, True, False])
     got, _ = reinforce_plus_plus(
-        torch.tensor([1.0]), torch.tensor([9.0, -0.25, 9.0, -0.5, 9.0]), loss_mask=mask,
-        cu_seqlens=torch.tensor([0, 5], dtype=torch.int32))
+        torch.tensor([1.0]),
+        torch.tensor([9.0, -0.25, 9.0, -0.5, 9.0]),
+        loss_mask=mask,
+        cu_seqlens=torch.tensor([0, 5], dtype=torch.int32),
+    )
     assert got.tolist() == [0.0, 0.25, 0.0, 0.5, 0.0]
 
 
 def test_a_sample_alone_at_a_position_has_no_token_baseline() -> None:
-    batch = dict(kl_rewards=torch.zeros(5), loss_mask=torch.ones(5, dtype=torch.bool),
-                 group_ids=torch.tensor([0, 0]),
-                 cu_seqlens=torch.tensor([0, 2, 5], dtype=torch.int32))
+    batch = dict(
+        kl_rewards=torch.zeros(5),
+        loss_mask=torch.ones(5, dtype=torch.bool),
+        group_ids=torch.tensor([0, 0]),
+        cu_seqlens=torch.tensor([0, 2, 5], dtype=torch.int32),
+    )
 
     def run(rewards: list[float]) -> Tensor:
         own = batch | {"rewards": torch.tensor(rewards, dtype=torch.float64)}
         totals = token_baselines.otb_totals(
-            old_logprobs=torch.full((5,), math.log(0.7)), square_probs=torch.full((5,), 0.53),
-            num_groups=1, num_positions=3, **own)
+            old_logprobs=torch.full((5,), math.log(0.7)),
+            square_probs=torch.full((5,), 0.53),
+            num_groups=1,
+            num_positions=3,
+            **own,
+        )
         return otb(**totals, **own)[0]
 
     for reward in (0.1, 1 / 3, 0.7, -1e6):
@@ -530,27 +627,44 @@ def test_a_sample_alone_at_a_position_has_no_token_baseline() -> None:
 
 
 def test_tokens_that_were_certain_have_no_token_baseline() -> None:
-    batch = dict(rewards=torch.tensor([1.0, 0.0]).double(), kl_rewards=torch.zeros(2),
-                 loss_mask=torch.ones(2, dtype=torch.bool), group_ids=torch.tensor([0, 0]),
-                 cu_seqlens=torch.tensor([0, 1, 2], dtype=torch.int32))
-    totals = token_baselines.otb_totals(old_logprobs=torch.zeros(2), square_probs=torch.ones(2),
-                                        num_groups=1, num_positions=1, **batch)
+    batch = dict(
+        rewards=torch.tensor([1.0, 0.0]).double(),
+        kl_rewards=torch.zeros(2),
+        loss_mask=torch.ones(2, dtype=torch.bool),
+        group_ids=torch.tensor([0, 0]),
+        cu_seqlens=torch.tensor([0, 1, 2], dtype=torch.int32),
+    )
+    totals = token_baselines.otb_totals(
+        old_logprobs=torch.zeros(2),
+        square_probs=torch.ones(2),
+        num_groups=1,
+        num_positions=1,
+        **batch,
+    )
     assert otb(**totals, **batch)[0].tolist() == [0.0, 0.0]
 
 
 def test_a_teacher_that_forbids_a_token_gives_a_finite_advantage() -> None:
-    got, _ = distill(torch.tensor([-1.0, -1.0]), torch.tensor([-math.inf, -0.5]),
-                     loss_mask=torch.ones(2, dtype=torch.bool),
-                     cu_seqlens=torch.tensor([0, 2], dtype=torch.int32))
+    got, _ = distill(
+        torch.tensor([-1.0, -1.0]),
+        torch.tensor([-math.inf, -0.5]),
+        loss_mask=torch.ones(2, dtype=torch.bool),
+        cu_seqlens=torch.tensor([0, 2], dtype=torch.int32),
+    )
     assert got.tolist() == [-20.0, 0.5]
 
 
 def test_a_process_baseline_that_is_missing_leaves_the_outcome() -> None:
-    got, _ = prime(torch.tensor([-1.0, -2.0]), torch.tensor([-3.0, -1.0]),
-                   rewards=torch.tensor([1.0]), process_baselines=torch.tensor([math.nan]),
-                   episode_advantages=torch.tensor([0.75]), beta=1.0,
-                   loss_mask=torch.ones(2, dtype=torch.bool),
-                   cu_seqlens=torch.tensor([0, 2], dtype=torch.int32))
+    got, _ = prime(
+        torch.tensor([-1.0, -2.0]),
+        torch.tensor([-3.0, -1.0]),
+        rewards=torch.tensor([1.0]),
+        process_baselines=torch.tensor([math.nan]),
+        episode_advantages=torch.tensor([0.75]),
+        beta=1.0,
+        loss_mask=torch.ones(2, dtype=torch.bool),
+        cu_seqlens=torch.tensor([0, 2], dtype=torch.int32),
+    )
     assert got.tolist() == [0.75, 0.75]
 
 
@@ -563,8 +677,9 @@ def test_a_reward_that_is_not_finite_is_refused(name: str) -> None:
         METHODS[name](batch | {"rewards": rewards})
 
 
-@pytest.mark.parametrize("option, value", [("gamma", 1.1), ("lam", -0.1), ("value_lam", 2.0),
-                                           ("length_alpha", -1.0)])
+@pytest.mark.parametrize(
+    "option, value", [("gamma", 1.1), ("lam", -0.1), ("value_lam", 2.0), ("length_alpha", -1.0)]
+)
 def test_options_out_of_range_are_refused_by_name(option: str, value: float) -> None:
     with pytest.raises(ValueError, match=f"^{option}: must be"):
         one_response(1.0, [0.0], **{option: value})
@@ -577,11 +692,25 @@ def test_other_options_out_of_range_are_refused() -> None:
     with pytest.raises(ValueError, match="step_weight"):
         gigpo(**pick(batch, "episode_advantages", "step_table"), step_weight=-1.0)
     with pytest.raises(ValueError, match="gamma"):
-        token_baselines.gigpo_steps(torch.zeros(1, 1, 2), torch.zeros(1), gamma=1.5,
-                                    group_ids=torch.zeros(1).long(), is_valid=torch.ones(1).bool())
+        token_baselines.gigpo_steps(
+            torch.zeros(1, 1, 2),
+            torch.zeros(1),
+            gamma=1.5,
+            group_ids=torch.zeros(1).long(),
+            is_valid=torch.ones(1).bool(),
+        )
     with pytest.raises(ValueError, match="gamma"):
-        prime(**pick(batch, "prm_logprobs", "ref_logprobs", "process_baselines",
-                     "episode_advantages", "rewards"), gamma=-1.0)
+        prime(
+            **pick(
+                batch,
+                "prm_logprobs",
+                "ref_logprobs",
+                "process_baselines",
+                "episode_advantages",
+                "rewards",
+            ),
+            gamma=-1.0,
+        )
 
 
 def test_every_response_token_has_one_place() -> None:

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from ragged import Ragged, ragged
 from torch import Tensor
 
-from spmdrl.algorithms.values import (
-    explained_variance, explained_variance_sums, value_loss)
+from spmdrl.algorithms.values import explained_variance, explained_variance_sums, value_loss
 
 
 def columns(seed: int, *, dtype: torch.dtype = torch.float64) -> tuple[dict[str, Tensor], Ragged]:
@@ -108,8 +107,9 @@ def test_the_clipped_loss_is_never_below_the_plain_one() -> None:
 
 def test_an_unmoved_value_gets_the_plain_gradient() -> None:
     values = torch.tensor([0.5], dtype=torch.float64, requires_grad=True)
-    terms, _ = value_loss(values, torch.tensor([0.5]), returns=torch.tensor([2.0]),
-                          loss_mask=torch.tensor([True]))
+    terms, _ = value_loss(
+        values, torch.tensor([0.5]), returns=torch.tensor([2.0]), loss_mask=torch.tensor([True])
+    )
     terms.sum().backward()
     assert values.grad.item() == -1.5  # not half of it: both branches of the max are equal
 
@@ -123,9 +123,11 @@ def test_a_negative_clip_is_refused() -> None:
 
 
 def sums_of(values: list[float], returns: list[float]) -> dict:
-    return explained_variance_sums(torch.tensor(values, dtype=torch.float64),
-                                   torch.tensor(returns, dtype=torch.float64),
-                                   loss_mask=torch.ones(len(values), dtype=torch.bool))
+    return explained_variance_sums(
+        torch.tensor(values, dtype=torch.float64),
+        torch.tensor(returns, dtype=torch.float64),
+        loss_mask=torch.ones(len(values), dtype=torch.bool),
+    )
 
 
 def variance(values: list[float]) -> float:
@@ -133,8 +135,10 @@ def variance(values: list[float]) -> float:
     return math.fsum((v - mean) ** 2 for v in values) / len(values)
 
 
-@given(rows=st.lists(st.tuples(st.floats(-5, 5), st.integers(-9, 9)), min_size=2, max_size=20),
-       cut=st.integers(0, 20))
+@given(
+    rows=st.lists(st.tuples(st.floats(-5, 5), st.integers(-9, 9)), min_size=2, max_size=20),
+    cut=st.integers(0, 20),
+)
 @settings(max_examples=40, deadline=None)
 def test_explained_variance_is_exact_over_ranks(rows, cut) -> None:
     values, returns = [float(v) for v, _ in rows], [float(r) for _, r in rows]
@@ -162,6 +166,7 @@ def test_explained_variance_of_known_cases() -> None:
 def test_the_loss_reports_how_the_old_values_explain_the_returns() -> None:
     batch, _ = columns(3)
     _, stats = value_loss(**batch)
-    alone = explained_variance_sums(batch["old_values"], batch["returns"],
-                                    loss_mask=batch["loss_mask"])
+    alone = explained_variance_sums(
+        batch["old_values"], batch["returns"], loss_mask=batch["loss_mask"]
+    )
     assert explained_variance(stats) == explained_variance(alone)

@@ -23,15 +23,18 @@ def _both(critic: Config, rewarding: Config) -> dict[str, dict]:
 
     world, found = World.start(critic), {}
     for dtype in ("float32", "bfloat16"):
-        value, reward = (dataclasses.replace(cfg, model=dataclasses.replace(
-            cfg.model, compute_dtype=dtype)) for cfg in (critic, rewarding))
+        value, reward = (
+            dataclasses.replace(cfg, model=dataclasses.replace(cfg.model, compute_dtype=dtype))
+            for cfg in (critic, rewarding)
+        )
         policy = Policy(value, world)
         own = test_critic._batch(value, world)
         steps = [test_critic._step(policy, own, step=step) for step in range(STEPS)]
         model = policy.companions["critic"].model
         columns = torch.cat([c["values"] for c in policy.annotate(own, step=STEPS).columns[0]])
         found[dtype] = {
-            "value": [sums for _, _, sums in steps], "values": columns,
+            "value": [sums for _, _, sums in steps],
+            "values": columns,
             "masters": {p.dtype for p in model.named_shards().values()},
             "reward": test_preference._train(reward, world, steps=STEPS)["sums"],
         }
@@ -46,8 +49,12 @@ def found(tmp_path_factory) -> dict[str, dict]:
     model = test_critic._model(where)
     critic = test_critic._config(model, where, critic={"lr": 8e-3})
     rewarding = test_preference.config(
-        test_preference.jsonl(where, test_preference.ragged()), model=model, out=where / "run",
-        objective="reward_model", loss="bradley_terry")
+        test_preference.jsonl(where, test_preference.ragged()),
+        model=model,
+        out=where / "run",
+        objective="reward_model",
+        loss="bradley_terry",
+    )
     return run_ranks(1, _both, critic, rewarding)[0]
 
 

@@ -34,9 +34,9 @@ def two_shards(tmp_path_factory) -> tuple[Path, str]:
     return folder, digests[0][2]
 
 
-@pytest.mark.parametrize("layout", [
-    dict(world_size=1), dict(world_size=4), dict(world_size=4, tp=2),
-], ids=str)
+@pytest.mark.parametrize(
+    "layout", [dict(world_size=1), dict(world_size=4), dict(world_size=4, tp=2)], ids=str
+)
 def test_a_checkpoint_of_two_shards_resumes_bit_equal_on_any_layout(two_shards, layout):
     folder, saved = two_shards
     results = run_ranks(layout["world_size"], restored, config(folder, **layout))
@@ -47,7 +47,7 @@ def test_a_checkpoint_of_two_shards_resumes_bit_equal_on_any_layout(two_shards, 
 
 def test_a_tensor_parallel_checkpoint_resumes_on_one_rank(tmp_path):
     digests = run_ranks(4, save_steps, config(tmp_path, world_size=4, tp=2), 2)
-    (step, _, digest, _), = run_ranks(1, restored, config(tmp_path))
+    ((step, _, digest, _),) = run_ranks(1, restored, config(tmp_path))
     assert step == 2 and digest == digests[0][1]
 
 
@@ -88,10 +88,14 @@ def _policy(cfg: Config, save: bool) -> dict[str, bytes]:
     return {name: tensor.numpy().tobytes() for name, tensor in whole.items()}
 
 
-@pytest.mark.parametrize("on, layout", [
-    (dict(world_size=2), dict(world_size=1)),
-    (dict(world_size=4, cp=2, tp=2), dict(world_size=2, cp=2)),
-], ids=str)
+@pytest.mark.parametrize(
+    "on, layout",
+    [
+        (dict(world_size=2), dict(world_size=1)),
+        (dict(world_size=4, cp=2, tp=2), dict(world_size=2, cp=2)),
+    ],
+    ids=str,
+)
 def test_the_policy_resumes_bit_equal_on_another_layout(tmp_path, tiny_model, on, layout):
     cfg = config(tmp_path, model=str(tiny_model), **on)
     saved = run_ranks(on["world_size"], _policy, cfg, True)
@@ -184,8 +188,11 @@ def _killed_at(cfg: Config, point: str) -> None:
 
     policy.update()
     if point == "writing":
-        threading.Thread(target=_die_when_written, daemon=True,
-                         args=(Path(cfg.output_dir) / "checkpoints/step_2.partial", die)).start()
+        threading.Thread(
+            target=_die_when_written,
+            daemon=True,
+            args=(Path(cfg.output_dir) / "checkpoints/step_2.partial", die),
+        ).start()
         os.fsync = lambda handle: time.sleep(1000)  # bytes are there, the disk is not done
     elif point == "manifest":
         disk.write_manifest = die

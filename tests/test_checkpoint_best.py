@@ -33,11 +33,12 @@ def best(output_dir: Path) -> str:
 def test_the_best_stays_beside_the_last_and_equal_ones_are_not_better(tmp_path, mode, stays):
     rewards = {2: 0.5, 3: 0.9, 5: 0.7, 7: float("nan"), 8: 0.9 if mode == "max" else 0.5}
     cfg = config(tmp_path, every=4, steps=8, keep=BEST | {"mode": mode})
-    digests, = run_ranks(1, save_steps, cfg, 8, rewards)
+    (digests,) = run_ranks(1, save_steps, cfg, 8, rewards)
     assert names(tmp_path) == ["best", stays, "step_8"] and best(tmp_path) == stays
     assert named(tmp_path, "best") == (tmp_path / "checkpoints" / stays).resolve()
     assert disk.read_manifest(named(tmp_path, "best")).evaluated == {
-        "eval/reward": rewards[int(stays[-1])]}
+        "eval/reward": rewards[int(stays[-1])]
+    }
     # Another run goes on from it by its name; the same run would mix two histories.
     there = str(tmp_path / "checkpoints" / "best")
     other = run_ranks(1, restored, config(tmp_path / "other", resume=there))
@@ -69,8 +70,10 @@ def test_a_resumed_run_knows_the_best_and_finds_new_ones_between_the_due_steps(t
     changed = dataclasses.replace(cfg.checkpoint, keep=BEST | {"mode": "min"})
     shutil.copytree(tmp_path / "checkpoints/step_6", tmp_path / "checkpoints/step_9")
     manifest = disk.read_manifest(tmp_path / "checkpoints/step_9")
-    disk.write_manifest(tmp_path / "checkpoints/step_9", dataclasses.replace(
-        manifest, step=9, evaluated={"eval/reward": 0.1}))
+    disk.write_manifest(
+        tmp_path / "checkpoints/step_9",
+        dataclasses.replace(manifest, step=9, evaluated={"eval/reward": 0.1}),
+    )
     run_ranks(2, restored, dataclasses.replace(cfg, checkpoint=changed))
     assert best(tmp_path) == "step_9"
 
@@ -93,9 +96,15 @@ def _dies(cfg: Config, function: str) -> None:
     checkpointer.finish()
 
 
-@pytest.mark.parametrize(("function", "whole"), [
-    ("write_manifest", "step_1"), ("rename", "step_1"), ("replace", "step_2"),
-    ("rmtree", "step_2")])
+@pytest.mark.parametrize(
+    ("function", "whole"),
+    [
+        ("write_manifest", "step_1"),
+        ("rename", "step_1"),
+        ("replace", "step_2"),
+        ("rmtree", "step_2"),
+    ],
+)
 def test_a_kill_at_any_moment_leaves_the_old_or_the_new_best(tmp_path, function, whole):
     cfg = config(tmp_path, keep=BEST)
     with pytest.raises(AssertionError, match="died without a result"):
@@ -118,9 +127,16 @@ def test_a_damaged_best_gives_its_name_to_the_next(tmp_path):
 
 
 def problems(keep: dict, **evaluate) -> str:
-    return "; ".join(configs.validate(Config(
-        model=Model(path="m"), data=Data(train="task:addition", size=10, eval="task:addition"),
-        checkpoint=Checkpoint(keep=keep), evaluate=Evaluate(**evaluate))))
+    return "; ".join(
+        configs.validate(
+            Config(
+                model=Model(path="m"),
+                data=Data(train="task:addition", size=10, eval="task:addition"),
+                checkpoint=Checkpoint(keep=keep),
+                evaluate=Evaluate(**evaluate),
+            )
+        )
+    )
 
 
 def test_what_cannot_be_kept_is_refused_with_the_nearest_name(tmp_path):
@@ -129,10 +145,13 @@ def test_what_cannot_be_kept_is_refused_with_the_nearest_name(tmp_path):
         assert not problems({"best": name, "mode": "min"}, every_steps=3, samples=4)
     for keep, says in (
         ({"best": "eval/rewrd"}, "did you mean eval/reward?"),
-        ({"best": "eval/pass_at_3"}, "not measured with evaluate.samples 4; did you mean "
-                                     "eval/pass_at_4?"),
+        (
+            {"best": "eval/pass_at_3"},
+            "not measured with evaluate.samples 4; did you mean eval/pass_at_4?",
+        ),
         ({"best": "reward/mean"}, "expected a metric of the evaluation"),
-        ({"last": 0}, "keep.last: expected"), ({"last": True}, "keep.last: expected"),
+        ({"last": 0}, "keep.last: expected"),
+        ({"last": True}, "keep.last: expected"),
         ({"bst": "eval/reward"}, "keep.bst: unknown option; did you mean best?"),
         ({"best": "eval/reward", "mode": "top"}, "expected max or min, got 'top'"),
         ({"mode": "min"}, "without best"),
@@ -160,5 +179,5 @@ def _checks(cfg: Config) -> str:
 
 
 def test_a_metric_that_the_first_evaluation_lacks_is_refused(tmp_path):
-    said, = run_ranks(1, _checks, config(tmp_path, keep={"best": "eval/maj_at_4"}))
+    (said,) = run_ranks(1, _checks, config(tmp_path, keep={"best": "eval/maj_at_4"}))
     assert "checkpoint.keep.best: the evaluation gives no eval/maj_at_4" in said

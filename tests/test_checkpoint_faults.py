@@ -114,8 +114,12 @@ def _refused(world: World, policy: SmallPolicy, source: SmallSource) -> list[str
     messages = []
     for folder in disk.complete_checkpoints(disk.checkpoints_folder(world.cfg.output_dir)):
         flip(folder)
-    for cfg in (world.cfg, dataclasses.replace(world.cfg, checkpoint=Checkpoint(
-            resume=f"{world.cfg.output_dir}/checkpoints/step_3"))):
+    for cfg in (
+        world.cfg,
+        dataclasses.replace(
+            world.cfg, checkpoint=Checkpoint(resume=f"{world.cfg.output_dir}/checkpoints/step_3")
+        ),
+    ):
         with pytest.raises(ValueError) as caught:
             Checkpointer(cfg, world).restore(policy, source)
         messages.append(str(caught.value))
@@ -175,8 +179,12 @@ def test_another_config_or_model_is_refused_on_all_ranks_with_the_difference(tmp
 def test_fields_that_do_not_shape_the_result_may_change():
     old, base = flatten(Config()), Config()
     free = dataclasses.replace(
-        base, output_dir="elsewhere", steps=7, checkpoint=Checkpoint(every_steps=3),
-        report=Report(tracker="none"), batch=Batch(tokens_per_microbatch=99),
+        base,
+        output_dir="elsewhere",
+        steps=7,
+        checkpoint=Checkpoint(every_steps=3),
+        report=Report(tracker="none"),
+        batch=Batch(tokens_per_microbatch=99),
         layout=dataclasses.replace(base.layout, world_size=8, tp=2),
     )
     assert config_differences(old, free) == []
@@ -191,7 +199,8 @@ def test_fields_that_came_or_went_since_the_checkpoint_are_compared_with_default
     assert config_differences(old, Config()) == []
     assert config_differences(old, Config(seed=1)) == ["seed: 0 in the checkpoint, 1 now"]
     assert config_differences(old | {"gone": 3}, Config()) == [
-        "gone: 3 in the checkpoint, 'unknown' now"]
+        "gone: 3 in the checkpoint, 'unknown' now"
+    ]
 
 
 # ------------------------------------------------------------------ resume modes
@@ -199,8 +208,10 @@ def test_fields_that_came_or_went_since_the_checkpoint_are_compared_with_default
 
 def make(folder: Path, step: int) -> Path:
     folder.mkdir(parents=True)
-    disk.write_manifest(folder, disk.Manifest(step=step, config={}, model="m", tokenizer="m",
-                                              rollout_ranks=(), files={}))
+    disk.write_manifest(
+        folder,
+        disk.Manifest(step=step, config={}, model="m", tokenizer="m", rollout_ranks=(), files={}),
+    )
     return folder
 
 

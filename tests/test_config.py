@@ -34,7 +34,8 @@ def test_fields_stay_under_one_hundred_and_each_has_a_docstring():
     def walk(cls):
         for f in dataclasses.fields(cls):
             if f.default_factory is not dataclasses.MISSING and dataclasses.is_dataclass(
-                    f.default_factory):
+                f.default_factory
+            ):
                 walk(f.default_factory)
             else:
                 assert get_field_docstring(cls, f.name, ()), f"{cls.__name__}.{f.name}"
@@ -60,8 +61,13 @@ def test_all_problems_of_a_file_are_reported_at_once(tmp_path):
     text = "steps: many\nlayout: {placement: splitt}\nbatch: {group_size: 2.5}\nseeed: 1\n"
     with pytest.raises(ValueError) as error:
         config.load_yaml(write(tmp_path, text))
-    for part in ("4 problems", "steps: expected int, got 'many'", "did you mean split?",
-                 "batch.group_size: expected int, got 2.5", "did you mean seed?"):
+    for part in (
+        "4 problems",
+        "steps: expected int, got 'many'",
+        "did you mean split?",
+        "batch.group_size: expected int, got 2.5",
+        "did you mean seed?",
+    ):
         assert part in str(error.value)
 
 
@@ -86,8 +92,16 @@ def test_flags_override_the_file(tmp_path):
 def test_method_options_are_given_as_one_mapping(tmp_path):
     own = config.Algorithm(loss_options={"clip_low": 0.1})
     path = write(tmp_path, config.dump(good(algorithm=own)))
-    cfg = config.parse(["--config", str(path), "--algorithm.loss", "cispo",
-                        "--algorithm.loss-options", "{ratio_high: 4.0}"])
+    cfg = config.parse(
+        [
+            "--config",
+            str(path),
+            "--algorithm.loss",
+            "cispo",
+            "--algorithm.loss-options",
+            "{ratio_high: 4.0}",
+        ]
+    )
     assert cfg.algorithm.loss_options == {"ratio_high": 4.0}
     assert config.parse(["--config", str(path)]).algorithm.loss_options == {"clip_low": 0.1}
 
@@ -98,11 +112,14 @@ def test_impossible_layouts_spell_out_the_arithmetic():
 
     assert "leaves 0 ranks to generate" in layout_problems(world_size=2, trainer_ranks=2)
     assert "3 trainer ranks do not divide by dp_replicate 1 * cp 1 * tp 2 = 2" in layout_problems(
-        world_size=4, trainer_ranks=3, tp=2)
+        world_size=4, trainer_ranks=3, tp=2
+    )
     assert "3 inference ranks / inference_tp 2 = 1.5 replicas" in layout_problems(
-        world_size=5, trainer_ranks=2, inference_tp=2)
+        world_size=5, trainer_ranks=2, inference_tp=2
+    )
     assert "must be a multiple of inference_tp 2" in layout_problems(
-        world_size=5, trainer_ranks=3, inference_tp=2)
+        world_size=5, trainer_ranks=3, inference_tp=2
+    )
     assert layout_problems(world_size=4, trainer_ranks=2, inference_tp=2, tp=2) == ""
 
 
@@ -133,21 +150,30 @@ def test_combinations_of_methods_are_refused():
     assert "model.teacher: is empty" in problems(advantage="distill")
     for advantage in ("prime", "distill"):
         assert "has no place for a KL in the reward" in problems(
-            advantage=advantage, kl="k1", kl_coef=0.1, kl_in="reward")
+            advantage=advantage, kl="k1", kl_coef=0.1, kl_in="reward"
+        )
     assert problems(advantage="otb", kl="k1", kl_coef=0.1, kl_in="reward") == ""
     offline = Layout(placement="offline")
-    assert "model.teacher: is empty" in problems(layout=offline, objective="distill",
-                                                 loss="divergence")
-    assert "which is a method of the kind loss" in problems(layout=offline, objective="preference",
-                                                            loss="ppo_clip")
+    assert "model.teacher: is empty" in problems(
+        layout=offline, objective="distill", loss="divergence"
+    )
+    assert "which is a method of the kind loss" in problems(
+        layout=offline, objective="preference", loss="ppo_clip"
+    )
 
 
 def test_coefficients_that_move_are_checked():
     def problems(**algorithm):
         placement = "colocated" if algorithm.get("objective", "rl") == "rl" else "offline"
-        return "\n".join(config.validate(good(
-            algorithm=config.Algorithm(**algorithm), layout=Layout(placement=placement),
-            model=config.Model(path="m", teacher="t"))))
+        return "\n".join(
+            config.validate(
+                good(
+                    algorithm=config.Algorithm(**algorithm),
+                    layout=Layout(placement=placement),
+                    model=config.Model(path="m", teacher="t"),
+                )
+            )
+        )
 
     def entropy(coef=0.0, **options):
         return problems(entropy_coef=coef, entropy_options=options)
@@ -158,27 +184,36 @@ def test_coefficients_that_move_are_checked():
     assert entropy(keep_frac=0.2, target=0.3, delta=0.005) == ""
     assert entropy(0.1, target=1, delta=0.1, lower=0.05, upper=0.2) == ""
     place = "algorithm.entropy_options."
-    assert entropy(keep_fra=0.2) == (f"{place}keep_fra: no such option; did you mean keep_frac?; "
-                                     "known: keep_frac, target, delta, lower, upper")
+    assert entropy(keep_fra=0.2) == (
+        f"{place}keep_fra: no such option; did you mean keep_frac?; "
+        "known: keep_frac, target, delta, lower, upper"
+    )
     assert entropy(keep_frac="all") == f"{place}keep_frac: expected a number, got 'all'"
     assert entropy(keep_frac=1.5).startswith(f"{place}keep_frac: a share, must be above 0")
     assert entropy(target=0.3).startswith(f"{place}delta: is missing")
     assert entropy(upper=0.3).startswith(f"{place}target: is missing")
     assert entropy(target=0.3, delta=0).startswith(f"{place}delta: must be above 0, got 0")
     assert "entropy_coef starts at 0.5, outside [0.0, 0.2]" in entropy(
-        0.5, target=0.3, delta=0.1, upper=0.2)
+        0.5, target=0.3, delta=0.1, upper=0.2
+    )
     place = "algorithm.kl_options."
     assert kl(target=0.02, horizon=10000) == kl(target=0.02, horizon=1e4, unbiased=True) == ""
     assert kl(target=0.02).startswith(f"{place}horizon: is missing")
     assert kl(horizon=9.0).startswith(f"{place}target: is missing")
     assert kl(target="low", horizon=9).startswith(f"{place}target: expected a number, got 'low'")
     assert kl(0.0, target=0.02, horizon=1e4).startswith(
-        f"{place}target: 0.02 with algorithm.kl_coef 0.0")
+        f"{place}target: 0.02 with algorithm.kl_coef 0.0"
+    )
     assert kl(target=0.02, horizon=10).startswith(
-        f"{place}horizon: 10 is too short for 512 samples a step")
+        f"{place}horizon: 10 is too short for 512 samples a step"
+    )
     for objective, loss in (("sft", "sft"), ("distill", "divergence"), ("preference", "dpo")):
-        found = problems(objective=objective, loss=loss, entropy_options={"keep_frac": 0.2},
-                         kl_options={"target": 0.1})
+        found = problems(
+            objective=objective,
+            loss=loss,
+            entropy_options={"keep_frac": 0.2},
+            kl_options={"target": 0.1},
+        )
         assert "algorithm.entropy_options.keep_frac: has no effect under the objective" in found
         assert "algorithm.kl_options.target: has no effect under the objective" in found
 
@@ -191,8 +226,15 @@ def test_method_and_option_names_are_checked():
 
 def test_options_of_the_optimizer_are_checked(tmp_path):
     def problems(text: str) -> str:
-        return "\n".join(config.validate(good(optimizer=config.load_yaml(
-            write(tmp_path, f"optimizer: {{options: {text}}}")).optimizer)))
+        return "\n".join(
+            config.validate(
+                good(
+                    optimizer=config.load_yaml(
+                        write(tmp_path, f"optimizer: {{options: {text}}}")
+                    ).optimizer
+                )
+            )
+        )
 
     assert problems("{beta1: 0.8, beta2: 0, eps: 1e-8}") == ""  # to YAML, 1e-8 is a text
     assert "options.beta3: unknown option of AdamW; did you mean" in problems("{beta3: 1}")
@@ -204,24 +246,30 @@ def test_options_of_the_optimizer_are_checked(tmp_path):
 
 def test_options_of_the_schedule_are_checked():
     def problems(**options):
-        return "\n".join(config.validate(good(
-            optimizer=config.Optimizer(schedule_options=options))))
+        return "\n".join(
+            config.validate(good(optimizer=config.Optimizer(schedule_options=options)))
+        )
 
     assert problems(warmup_steps=10, min_lr_frac=0) == problems() == ""
     place = "optimizer.schedule_options."
     assert problems(warmup=10) == f"{place}warmup: unknown option; did you mean warmup_steps?"
     assert problems(warmup_steps=-1) == (
-        f"{place}warmup_steps: expected a number of steps, 0 or more, got -1")
+        f"{place}warmup_steps: expected a number of steps, 0 or more, got -1"
+    )
     assert "got 0.5" in problems(warmup_steps=0.5) and "got True" in problems(warmup_steps=True)
     assert problems(min_lr_frac=2) == f"{place}min_lr_frac: expected a fraction from 0 to 1, got 2"
 
 
 def test_the_transformers_engine_is_one_rank_and_takes_no_options_of_vllm():
-    cfg = good(layout=config.Layout(world_size=4, trainer_ranks=2, inference_tp=2),
-               engine=config.Engine(kind="transformers", options={"enforce_eager": True}))
+    cfg = good(
+        layout=config.Layout(world_size=4, trainer_ranks=2, inference_tp=2),
+        engine=config.Engine(kind="transformers", options={"enforce_eager": True}),
+    )
     tp, options = config.validate(cfg)
-    assert tp.startswith("layout.inference_tp: 2 with engine.kind transformers, whose engine holds "
-                         "the whole model on one rank")
+    assert tp.startswith(
+        "layout.inference_tp: 2 with engine.kind transformers, whose engine holds "
+        "the whole model on one rank"
+    )
     assert options.startswith("engine.options.enforce_eager: is an argument of vLLM's engine")
 
 
@@ -233,8 +281,10 @@ def test_options_of_the_engine_are_names_of_vllm_that_are_not_set_here():
         return "\n".join(config.validate(good(engine=config.Engine(options=options))))
 
     assert problems(enforce_eager=True, enable_prefix_caching=False) == ""
-    assert "engine.options.enforce_eagr: the vLLM that is installed has no such engine argument; " \
+    assert (
+        "engine.options.enforce_eagr: the vLLM that is installed has no such engine argument; "
         "did you mean enforce_eager?" in problems(enforce_eagr=True)
+    )
     assert "engine.options.max_num_seqs: is set by engine.max_num_seqs" in problems(max_num_seqs=4)
     assert "engine.options.load_format: cannot be changed" in problems(load_format="dummy")
     known = config.flatten(Config())
@@ -245,8 +295,10 @@ def test_options_of_the_engine_are_names_of_vllm_that_are_not_set_here():
 
 
 def test_importing_the_config_is_light():
-    code = ("import sys, spmdrl.config; bad = [m for m in ('torch.distributed', 'torch', 'vllm') "
-            "if m in sys.modules]; sys.exit(str(bad) if bad else 0)")
+    code = (
+        "import sys, spmdrl.config; bad = [m for m in ('torch.distributed', 'torch', 'vllm') "
+        "if m in sys.modules]; sys.exit(str(bad) if bad else 0)"
+    )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
 
 
@@ -254,8 +306,12 @@ def test_an_old_logprob_pass_is_made_only_for_methods_that_need_one():
     from spmdrl.train.objectives.rl import needed_columns
 
     def columns(updates=2, **algorithm):
-        return needed_columns(good(algorithm=config.Algorithm(**algorithm),
-                                   batch=config.Batch(updates_per_step=updates)))
+        return needed_columns(
+            good(
+                algorithm=config.Algorithm(**algorithm),
+                batch=config.Batch(updates_per_step=updates),
+            )
+        )
 
     assert columns(updates=1) == set() and columns() == {"old_logprobs"}
     assert columns(loss="dppo_tv", correction="none") == set()
@@ -275,8 +331,10 @@ def test_options_of_kernels_and_memory_are_checked():
     assert problems(kernels={"attention": "flash", "liger": False, "compile": True}) == ""
     assert problems(memory={"activation_checkpointing": "full", "head_chunk_tokens": 100}) == ""
     assert problems(kernels={"atention": "flash"}) == (
-        "model.kernels.atention: unknown option; did you mean attention?")
+        "model.kernels.atention: unknown option; did you mean attention?"
+    )
     assert problems(kernels={"attention": "sdpa"}) == (
-        "model.kernels.attention: expected one of auto, varlen, flash, padded; got 'sdpa'")
+        "model.kernels.attention: expected one of auto, varlen, flash, padded; got 'sdpa'"
+    )
     assert "got True" in problems(memory={"activation_checkpointing": True})
     assert "got -1" in problems(memory={"head_chunk_tokens": -1})

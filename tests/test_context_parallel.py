@@ -15,20 +15,29 @@ from policy_runs import config
 from ranks import launch_env, run_ranks
 from torch import Tensor
 
-from spmdrl.config import Config
-from spmdrl.model.parallel import context_parallel
-from spmdrl.model.attention import KERNELS, make_packing, padded_attention
-from spmdrl.model.parallel.context_parallel import (
-    METHODS, Slicing, by_rank, chunk_spans, in_row_order, make_slice, pick_method,
-)
 from spmdrl.check.fit import misfits
+from spmdrl.config import Config
+from spmdrl.model.attention import KERNELS, make_packing, padded_attention
+from spmdrl.model.parallel import context_parallel
+from spmdrl.model.parallel.context_parallel import (
+    METHODS,
+    Slicing,
+    by_rank,
+    chunk_spans,
+    in_row_order,
+    make_slice,
+    pick_method,
+)
 from spmdrl.model.parallel.ring_attention import DENSE, FLASH, Block, plan_rounds
 
 CPU, SIZE = torch.device("cpu"), 4
 LENGTHS = (37, 1, 150, 9, 2, 71, 14)  # 284 tokens, padded to 288: chunks of 36
 CASES = {  # (query heads, key/value heads, window, softcap)
-    "one key head": (4, 1, None, None), "grouped": (8, 2, 20, None), "all heads": (8, 8, None, 0.7),
-    "uneven": (6, 3, None, None), "uneven, window, softcap": (3, 3, 50, 0.7),
+    "one key head": (4, 1, None, None),
+    "grouped": (8, 2, 20, None),
+    "all heads": (8, 8, None, 0.7),
+    "uneven": (6, 3, None, None),
+    "uneven, window, softcap": (3, 3, 50, 0.7),
 }
 
 
@@ -47,9 +56,18 @@ def _slices(lengths: tuple[int, ...], size: int, *, multiple: int = 1) -> list:
     positions = torch.cat([torch.arange(n) for n in lengths])
     tokens = torch.arange(sum(lengths)) + 1
     scored = (positions > 0).nonzero()[:, 0][::2]
-    return [make_slice(tokens, lengths, position_ids=positions, scored=scored, device=CPU,
-                       padded=True, slicing=Slicing(_fake_group(), rank, size, multiple))
-            for rank in range(size)], scored
+    return [
+        make_slice(
+            tokens,
+            lengths,
+            position_ids=positions,
+            scored=scored,
+            device=CPU,
+            padded=True,
+            slicing=Slicing(_fake_group(), rank, size, multiple),
+        )
+        for rank in range(size)
+    ], scored
 
 
 @pytest.mark.parametrize("size, multiple", [(2, 1), (4, 1), (3, 2)])
@@ -68,8 +86,10 @@ def test_slices_hold_each_token_and_each_scored_one_once(lengths, size, multiple
 
 
 def test_ranks_have_equal_work_on_one_long_sequence():
-    pairs = [sum(at + 1 for span in chunk_spans(480, rank=rank, size=SIZE) for at in range(*span))
-             for rank in range(SIZE)]
+    pairs = [
+        sum(at + 1 for span in chunk_spans(480, rank=rank, size=SIZE) for at in range(*span))
+        for rank in range(SIZE)
+    ]
     assert pairs == [480 * 481 // 2 // SIZE] * SIZE
 
 
@@ -82,8 +102,9 @@ def test_rows_are_put_together_from_slices_and_cut_again():
     assert torch.equal(in_row_order(slices), row)
 
 
-def _attend_by_mask(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, *, softcap: float | None
-                    ) -> Tensor:
+def _attend_by_mask(
+    q: Tensor, k: Tensor, v: Tensor, seen: Tensor, *, softcap: float | None
+) -> Tensor:
     """[1, H, T, D] and [T, K] bool, in float64: softmax over what a query sees."""
     shared = q.shape[1] // k.shape[1]
     k, v = (x.repeat_interleave(shared, dim=1).double() for x in (k, v))
@@ -97,8 +118,10 @@ def _last_tokens(window: int | None) -> tuple[list[int], list[int], list[Tensor]
     """Return lengths of queries and keys; q, k, v; and which keys a query sees."""
     lengths, key_lengths = [5, 3, 80, 1, 3], [120, 3, 80, 4, 3]
     generator = torch.Generator().manual_seed(0)
-    drawn = [torch.randn(1, heads, n, 32, generator=generator)
-             for heads, n in ((4, sum(lengths)), (2, sum(key_lengths)), (2, sum(key_lengths)))]
+    drawn = [
+        torch.randn(1, heads, n, 32, generator=generator)
+        for heads, n in ((4, sum(lengths)), (2, sum(key_lengths)), (2, sum(key_lengths)))
+    ]
     of_query = torch.arange(5).repeat_interleave(torch.tensor(lengths))
     of_key = torch.arange(5).repeat_interleave(torch.tensor(key_lengths))
     at_query = torch.cat([torch.arange(m - n, m) for n, m in zip(lengths, key_lengths)])
@@ -113,8 +136,9 @@ def _last_tokens(window: int | None) -> tuple[list[int], list[int], list[Tensor]
 def test_queries_may_be_the_last_tokens_of_their_keys(window, softcap):
     lengths, key_lengths, drawn, seen = _last_tokens(window)
     packing = make_packing(lengths, CPU, padded=True, key_lengths=key_lengths)
-    out, _ = padded_attention(_Module(), *drawn, None, packing=packing, sliding_window=window,
-                              softcap=softcap)
+    out, _ = padded_attention(
+        _Module(), *drawn, None, packing=packing, sliding_window=window, softcap=softcap
+    )
     expected = _attend_by_mask(*drawn, seen, softcap=softcap)
     torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
 
@@ -141,8 +165,15 @@ def _attention_gaps(rank: int, group: dist.ProcessGroup) -> dict[tuple[str, str]
     """Return {(case, method): largest difference of outputs and gradients from whole rows'}."""
     tokens = torch.zeros(sum(LENGTHS), dtype=torch.int64)
     positions = torch.cat([torch.arange(n) for n in LENGTHS])
-    own = make_slice(tokens, LENGTHS, position_ids=positions, scored=torch.tensor([1]), device=CPU,
-                     padded=True, slicing=Slicing(group, rank, SIZE))
+    own = make_slice(
+        tokens,
+        LENGTHS,
+        position_ids=positions,
+        scored=torch.tensor([1]),
+        device=CPU,
+        padded=True,
+        slicing=Slicing(group, rank, SIZE),
+    )
     gaps = {}
     for case, (heads, kv_heads, window, softcap) in CASES.items():
         drawn = torch.Generator().manual_seed(len(case))
@@ -156,13 +187,13 @@ def _attention_gaps(rank: int, group: dist.ProcessGroup) -> dict[tuple[str, str]
             if method == "ulysses" and heads % SIZE:
                 continue
             parts = [x.detach()[:, :, own.rows].requires_grad_() for x in leaves]
-            ours, _ = attend(_Module(), *parts, None, packing=own.packing,
-                             kernel=padded_attention, **options)
+            ours, _ = attend(
+                _Module(), *parts, None, packing=own.packing, kernel=padded_attention, **options
+            )
             (ours * signs[:, :, own.rows].transpose(1, 2)).sum().backward()
             pairs = [(ours, out[:, own.rows])]
             pairs += [(part.grad, x.grad[:, :, own.rows]) for part, x in zip(parts, leaves)]
-            gaps[case, method] = max(
-                float((a - b).abs().max() / b.abs().max()) for a, b in pairs)
+            gaps[case, method] = max(float((a - b).abs().max() / b.abs().max()) for a, b in pairs)
     return gaps
 
 
@@ -175,14 +206,21 @@ def _most_gathered(rank: int, group: dist.ProcessGroup) -> float:
         sizes.append(parts.numel())
         return parts
 
-    own = make_slice(torch.zeros(64, dtype=torch.int64), [64], position_ids=torch.arange(64),
-                     scored=torch.tensor([1]), device=CPU, padded=True,
-                     slicing=Slicing(group, rank, SIZE))
+    own = make_slice(
+        torch.zeros(64, dtype=torch.int64),
+        [64],
+        position_ids=torch.arange(64),
+        scored=torch.tensor([1]),
+        device=CPU,
+        padded=True,
+        slicing=Slicing(group, rank, SIZE),
+    )
     q, k, v = (torch.randn(1, 8, 16, 4, requires_grad=True) for _ in range(3))
     context_parallel._gather = counted
     try:
-        METHODS["gather"](_Module(), q, k, v, None, packing=own.packing,
-                          kernel=padded_attention)[0].sum().backward()
+        METHODS["gather"](_Module(), q, k, v, None, packing=own.packing, kernel=padded_attention)[
+            0
+        ].sum().backward()
     finally:
         context_parallel._gather = gather
     assert len(sizes) == 2 * SIZE * 2  # keys and values; forward and again in the backward pass
@@ -195,9 +233,11 @@ def _on_ranks(cfg: Config, rows: list[list[int]]) -> dict:
 
     world = World.start(cfg)
     cp = world.mesh["cp"]
-    found = {"gaps": _attention_gaps(cp.get_local_rank(), cp.get_group()),
-             "gathered": _most_gathered(cp.get_local_rank(), cp.get_group()),
-             "dp": (world.dp_index(world.rank), world.dp_size, world.speaks_for_dp)}
+    found = {
+        "gaps": _attention_gaps(cp.get_local_rank(), cp.get_group()),
+        "gathered": _most_gathered(cp.get_local_rank(), cp.get_group()),
+        "dp": (world.dp_index(world.rank), world.dp_size, world.speaks_for_dp),
+    }
     found["scores"] = Policy(cfg, world).score(rows)
     world.close()
     return found
@@ -247,8 +287,16 @@ def test_scores_under_cp_are_those_of_plain_transformers(found, tiny_model):
 
 def _rounds(lengths: tuple[int, ...], size: int) -> list[tuple[tuple[Block, ...], ...]]:
     total = sum(lengths)
-    return [plan_rounds(lengths, lambda r: chunk_spans(total, rank=r, size=size), rank=rank,
-                        size=size, device=CPU) for rank in range(size)]
+    return [
+        plan_rounds(
+            lengths,
+            lambda r: chunk_spans(total, rank=r, size=size),
+            rank=rank,
+            size=size,
+            device=CPU,
+        )
+        for rank in range(size)
+    ]
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
@@ -258,8 +306,10 @@ def test_each_pair_that_sees_each_other_is_in_one_block(lengths, size):
     of = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
     visible, met = (of[:, None] == of).tril().int(), torch.zeros(total, total, dtype=torch.int32)
     for rank, rounds in enumerate(_rounds(lengths, size)):
-        rows = [torch.cat([torch.arange(*span) for span in chunk_spans(total, rank=r, size=size)])
-                for r in range(size)]
+        rows = [
+            torch.cat([torch.arange(*span) for span in chunk_spans(total, rank=r, size=size)])
+            for r in range(size)
+        ]
         for turn, blocks in enumerate(rounds):
             for block in blocks:
                 queries, keys = rows[rank][block.queries], rows[(rank - turn) % size][block.keys]
@@ -269,8 +319,13 @@ def test_each_pair_that_sees_each_other_is_in_one_block(lengths, size):
 
 
 def test_ranks_have_equal_work_in_each_round():
-    work = [[sum((b.queries.stop - b.queries.start) * (b.keys.stop - b.keys.start)
-                 for b in blocks) for blocks in rounds] for rounds in _rounds((480,), SIZE)]
+    work = [
+        [
+            sum((b.queries.stop - b.queries.start) * (b.keys.stop - b.keys.start) for b in blocks)
+            for blocks in rounds
+        ]
+        for rounds in _rounds((480,), SIZE)
+    ]
     # A diagonal block counts whole here; on every rank the first round has two of them.
     assert work == [[3 * 60 * 60] + [2 * 60 * 60] * (SIZE - 1)] * SIZE
 
@@ -279,10 +334,13 @@ def test_ranks_have_equal_work_in_each_round():
 def test_a_block_of_the_ring_by_flash_attention_is_that_by_matrix_products():
     device, scale = torch.device("cuda"), 0.3
     drawn = torch.Generator(device).manual_seed(0)
-    q, k, v, grad = (torch.randn(96, heads, dim, generator=drawn, device=device).bfloat16()
-                     for heads, dim in ((4, 32), (2, 32), (2, 16), (4, 16)))
-    rounds = plan_rounds((30, 70, 92), lambda r: chunk_spans(192, rank=r, size=2), rank=1, size=2,
-                         device=device)
+    q, k, v, grad = (
+        torch.randn(96, heads, dim, generator=drawn, device=device).bfloat16()
+        for heads, dim in ((4, 32), (2, 32), (2, 16), (4, 16))
+    )
+    rounds = plan_rounds(
+        (30, 70, 92), lambda r: chunk_spans(192, rank=r, size=2), rank=1, size=2, device=device
+    )
     for block in (block for blocks in rounds for block in blocks):
         parts = q[block.queries], k[block.keys], v[block.keys]
         results = []
@@ -298,9 +356,16 @@ def test_a_block_of_the_ring_by_flash_attention_is_that_by_matrix_products():
 
 
 def _hf(**fields: object) -> SimpleNamespace:
-    return SimpleNamespace(**{
-        "model_type": "qwen3", "num_attention_heads": 12, "num_key_value_heads": 4,
-        "intermediate_size": 96, "vocab_size": 64} | fields)
+    return SimpleNamespace(
+        **{
+            "model_type": "qwen3",
+            "num_attention_heads": 12,
+            "num_key_value_heads": 4,
+            "intermediate_size": 96,
+            "vocab_size": 64,
+        }
+        | fields
+    )
 
 
 def test_what_an_axis_does_not_divide_is_named_with_values_that_do():
@@ -310,8 +375,9 @@ def test_what_an_axis_does_not_divide_is_named_with_values_that_do():
     assert problem.endswith("1, 2, 4")
     (problem,) = misfits(_hf(), cp=4, tp=2, context="ulysses")
     assert "layout.cp: 4 does not divide the 12 / tp 2 = 6" in problem and "1, 2, 3, 6;" in problem
-    (problem,) = misfits(_hf(layer_types=["linear_attention", "full_attention"]), cp=2, tp=1,
-                         context="auto")
+    (problem,) = misfits(
+        _hf(layer_types=["linear_attention", "full_attention"]), cp=2, tp=1, context="auto"
+    )
     assert "layout.cp: 2 with a qwen3, whose layers (linear_attention)" in problem
 
 
@@ -328,10 +394,28 @@ def test_a_model_that_does_not_fit_is_refused_before_any_group_exists(tiny_model
     root = Path(__file__).parent.parent
     # One process of two: would it wait for its peer, it would not end.
     ended = subprocess.run(
-        [sys.executable, "train.py", "--config", "configs/demo_sft.yaml", "--output-dir",
-         str(tmp_path), "--model.path", str(tiny_model), "--layout.world-size", "4",
-         "--layout.cp", "4", "--model.kernels", "{context: ulysses}"],
-        cwd=root, env=os.environ | launch_env(0, 4, 1), capture_output=True, text=True, timeout=300)
+        [
+            sys.executable,
+            "train.py",
+            "--config",
+            "configs/demo_sft.yaml",
+            "--output-dir",
+            str(tmp_path),
+            "--model.path",
+            str(tiny_model),
+            "--layout.world-size",
+            "4",
+            "--layout.cp",
+            "4",
+            "--model.kernels",
+            "{context: ulysses}",
+        ],
+        cwd=root,
+        env=os.environ | launch_env(0, 4, 1),
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
     assert ended.returncode == 2, ended.stderr
     assert "layout.cp: 4 does not divide the 2 / tp 1 = 2 query heads" in ended.stderr
     assert f"model.path {tiny_model}" in ended.stderr

@@ -79,13 +79,17 @@ def test_chat_template_shows_tools_by_signature_and_calls_as_hermes_writes_them(
 
     tools = [tool.description for tool in make_tools(["calculator"]).values()]
     call = {"name": "calculator", "arguments": {"expression": "1+1"}}
-    turns = [{"role": "user", "content": "1+1="},
-             {"role": "assistant", "tool_calls": [{"type": "function", "function": call}]},
-             {"role": "tool", "content": "2"}]
+    turns = [
+        {"role": "user", "content": "1+1="},
+        {"role": "assistant", "tool_calls": [{"type": "function", "function": call}]},
+        {"role": "tool", "content": "2"},
+    ]
     text = WORDS.apply_chat_template(turns, tools=tools, tokenize=False)
-    assert text == ("<|im_start|>tools\ncalculator(expression)<eos>\n<|im_start|>user\n1+1=<eos>\n"
-                    '<|im_start|>assistant\n<tool_call>{"name": "calculator", "arguments": '
-                    '{"expression": "1+1"}}</tool_call><eos>\n<|im_start|>tool\n2<eos>\n')
+    assert text == (
+        "<|im_start|>tools\ncalculator(expression)<eos>\n<|im_start|>user\n1+1=<eos>\n"
+        '<|im_start|>assistant\n<tool_call>{"name": "calculator", "arguments": '
+        '{"expression": "1+1"}}</tool_call><eos>\n<|im_start|>tool\n2<eos>\n'
+    )
     (read,) = make_parser("auto", WORDS)(text)
     assert (read.name, read.arguments) == (call["name"], call["arguments"])
 
@@ -116,11 +120,14 @@ def test_weights_can_be_cut_into_several_files(tmp_path: Path) -> None:
     assert len(set(index["weight_map"].values())) > 1
 
 
-@pytest.mark.parametrize("change, words", [
-    (dict(heads=3), "hidden_size 64 is not a multiple of heads 3"),
-    (dict(heads=4, kv_heads=3), "heads 4 is not a multiple of kv_heads 3"),
-    (dict(architecture="gemma2", tied=False), "tied False with gemma2"),
-])
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        (dict(heads=3), "hidden_size 64 is not a multiple of heads 3"),
+        (dict(heads=4, kv_heads=3), "heads 4 is not a multiple of kv_heads 3"),
+        (dict(architecture="gemma2", tied=False), "tied False with gemma2"),
+    ],
+)
 def test_impossible_shapes_are_refused_before_writing(
     change: dict, words: str, tmp_path: Path
 ) -> None:
@@ -130,8 +137,20 @@ def test_impossible_shapes_are_refused_before_writing(
 
 
 def test_command_line_makes_a_tied_model_with_a_template(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "spmdrl", "create_model", str(tmp_path / "m"), "--layers", "1",
-               "--architecture", "qwen2", "--tied", "True", "--chat-template"]
+    command = [
+        sys.executable,
+        "-m",
+        "spmdrl",
+        "create_model",
+        str(tmp_path / "m"),
+        "--layers",
+        "1",
+        "--architecture",
+        "qwen2",
+        "--tied",
+        "True",
+        "--chat-template",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert json.loads((tmp_path / "m" / "config.json").read_text())["tie_word_embeddings"]

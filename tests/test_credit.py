@@ -18,8 +18,8 @@ from spmdrl.algorithms.entropy import adaptive_entropy_coef
 from spmdrl.algorithms.loss_tokens import loss_tokens
 from spmdrl.algorithms.shaping import adaptive_kl_coef
 from spmdrl.algorithms.token_baselines import with_totals
-from spmdrl.config import Config
 from spmdrl.commands.create_model import create_model
+from spmdrl.config import Config
 
 STEPS = 3
 BETA, GAMMA = 0.5, 0.9
@@ -28,22 +28,41 @@ KL = {"target": 0.01, "horizon": 10.0}
 REWARDS = torch.linspace(0, 3, len(LENGTHS)).double().cos().square()
 CASES = {
     "otb": dict(advantage="otb", kl_coef=0.5, kl="k1", kl_in="reward"),
-    "prime": dict(advantage="prime", advantage_options={"beta": BETA, "gamma": GAMMA},
-                  mask_truncated=True),
+    "prime": dict(
+        advantage="prime", advantage_options={"beta": BETA, "gamma": GAMMA}, mask_truncated=True
+    ),
     "of one's own": dict(advantage="test_credit:by_position"),
     "top entropy": dict(advantage="rloo", correction="none", entropy_options={"keep_frac": 0.3}),
-    "moving": dict(advantage="rloo", updates=2, entropy_coef=0.01, entropy_options=ENTROPY,
-                   kl_coef=0.1, kl_options=KL),
-    "moving, in the reward": dict(advantage="rloo", kl_coef=0.1, kl="k1", kl_in="reward",
-                                  kl_options=KL),
-    "all at once": dict(advantage="prime", updates=2, entropy_coef=0.01, kl_coef=0.1,
-                        entropy_options=ENTROPY | {"keep_frac": 0.5}, kl_options=KL),
+    "moving": dict(
+        advantage="rloo",
+        updates=2,
+        entropy_coef=0.01,
+        entropy_options=ENTROPY,
+        kl_coef=0.1,
+        kl_options=KL,
+    ),
+    "moving, in the reward": dict(
+        advantage="rloo", kl_coef=0.1, kl="k1", kl_in="reward", kl_options=KL
+    ),
+    "all at once": dict(
+        advantage="prime",
+        updates=2,
+        entropy_coef=0.01,
+        kl_coef=0.1,
+        entropy_options=ENTROPY | {"keep_frac": 0.5},
+        kl_options=KL,
+    ),
 }
 
 
 def table(
-    old_logprobs: Tensor, *, loss_mask: Tensor, cu_seqlens: Tensor, sequence_ids: Tensor,
-    num_sequences: int, num_positions: int,
+    old_logprobs: Tensor,
+    *,
+    loss_mask: Tensor,
+    cu_seqlens: Tensor,
+    sequence_ids: Tensor,
+    num_sequences: int,
+    num_positions: int,
 ) -> dict[str, Tensor]:
     """Put the logprobs of a micro-batch at their places in the whole batch: [B, L]."""
     tokens = loss_tokens(loss_mask, cu_seqlens)
@@ -71,10 +90,12 @@ def misspelt(leads: Tensor, *, loss_mask: Tensor, cu_seqlens: Tensor) -> tuple[T
 
 
 def _config(case: str, folders: dict[str, str], out: Path, **layout: int) -> Config:
-    cfg = config(folders["start"], out, model={"reference": folders["reference"]}, **CASES[case],
-                 **layout)
+    cfg = config(
+        folders["start"], out, model={"reference": folders["reference"]}, **CASES[case], **layout
+    )
     return dataclasses.replace(
-        cfg, critic=dataclasses.replace(cfg.critic, path=folders["prm"], lr=2e-2))
+        cfg, critic=dataclasses.replace(cfg.critic, path=folders["prm"], lr=2e-2)
+    )
 
 
 def _batch(world: object, cfg: Config) -> object:
@@ -94,8 +115,10 @@ def _step(policy: object, own: object, *, step: int) -> tuple[object, object, di
 def _whole_state(policy: object) -> dict[str, Tensor]:
     from spmdrl.checkpoint.state import tensor_leaves
 
-    return {name: (t.full_tensor() if hasattr(t, "full_tensor") else t).clone()
-            for name, t in tensor_leaves(policy.state_dict()).items()}
+    return {
+        name: (t.full_tensor() if hasattr(t, "full_tensor") else t).clone()
+        for name, t in tensor_leaves(policy.state_dict()).items()
+    }
 
 
 def _train(first: Config, configs: dict[str, Config]) -> dict[str, dict]:
@@ -114,8 +137,12 @@ def _train(first: Config, configs: dict[str, Config]) -> dict[str, dict]:
                 for micro, tokens in zip(sum(own.updates, ()), sum(credit.tokens, ())):
                     pieces = tokens.split(micro.cu_seqlens.diff().tolist())
                     rows |= dict(zip(micro.sequence_ids.tolist(), pieces))
-        found[case] = {"sums": sums, "advantages": rows, "state": _whole_state(policy),
-                       "kl_coef": annotated.kl_coef}
+        found[case] = {
+            "sums": sums,
+            "advantages": rows,
+            "state": _whole_state(policy),
+            "kl_coef": annotated.kl_coef,
+        }
     world.close()
     return found
 
@@ -123,18 +150,33 @@ def _train(first: Config, configs: dict[str, Config]) -> dict[str, dict]:
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory) -> dict[str, str]:
     where = tmp_path_factory.mktemp("models")
-    return {name: str(create_model(
-        where / name, architecture="qwen3", hidden_size=32, layers=1, heads=4, kv_heads=2,
-        intermediate=48, seed=seed, initializer_std=0.2))
-        for name, seed in (("start", 0), ("reference", 7), ("prm", 9))}
+    return {
+        name: str(
+            create_model(
+                where / name,
+                architecture="qwen3",
+                hidden_size=32,
+                layers=1,
+                heads=4,
+                kv_heads=2,
+                intermediate=48,
+                seed=seed,
+                initializer_std=0.2,
+            )
+        )
+        for name, seed in (("start", 0), ("reference", 7), ("prm", 9))
+    }
 
 
 @pytest.fixture(scope="module")
 def trained(folders, tmp_path_factory) -> dict[str, list[dict]]:
     """Results of every case by layout, per rank."""
     where, results = tmp_path_factory.mktemp("credit"), {}
-    for name, layout in {"one": {}, "dp": dict(world_size=2), "tp": dict(world_size=2, tp=2)
-                         }.items():
+    for name, layout in {
+        "one": {},
+        "dp": dict(world_size=2),
+        "tp": dict(world_size=2, tp=2),
+    }.items():
         configs = {case: _config(case, folders, where, **layout) for case in CASES}
         results[name] = run_ranks(layout.get("world_size", 1), _train, configs["otb"], configs)
     return results
@@ -152,14 +194,22 @@ def test_every_layout_trains_like_one_process(case, layout, trained):
                     continue  # squares of large ratios: the rows are not the policy's own
                 assert a[name][1] == pytest.approx(n, rel=1e-6), name
                 assert math.isclose(a[name][0], x, rel_tol=2e-4, abs_tol=2e-5 * max(1, n)), (
-                    name, a[name], (x, n))
+                    name,
+                    a[name],
+                    (x, n),
+                )
         for row, tokens in ours["advantages"].items():
             if row >= 0:
                 torch.testing.assert_close(tokens, one["advantages"][row], rtol=1e-4, atol=1e-5)
         assert ours["state"].keys() == one["state"].keys()
         for name, expected in one["state"].items():
-            torch.testing.assert_close(ours["state"][name], expected, rtol=1e-4, atol=1e-5,
-                                       msg=lambda m, n=name: f"{n}: {m}")
+            torch.testing.assert_close(
+                ours["state"][name],
+                expected,
+                rtol=1e-4,
+                atol=1e-5,
+                msg=lambda m, n=name: f"{n}: {m}",
+            )
 
 
 # --------------------------------------------------------------------------- plain float64
@@ -175,14 +225,15 @@ def _model(folder: str) -> torch.nn.Module:
 def _distributions(folder: str, row: int) -> Tensor:
     """Return log pi of the response's tokens over the vocabulary: [L, V], with a graph."""
     tokens, begin = sequence(row), (LENGTHS[row] + 2) // 3
-    logits = _model(folder)(tokens[None]).logits[0, begin - 1:-1]
+    logits = _model(folder)(tokens[None]).logits[0, begin - 1 : -1]
     return (logits / 0.8).log_softmax(-1)
 
 
 def _logprobs(folder: str, row: int) -> Tensor:
     """Return log pi of the response's tokens: [L], with a graph."""
-    return _distributions(folder, row).gather(
-        1, sequence(row)[(LENGTHS[row] + 2) // 3:, None])[:, 0]
+    return _distributions(folder, row).gather(1, sequence(row)[(LENGTHS[row] + 2) // 3 :, None])[
+        :, 0
+    ]
 
 
 def _groups(row: int, rows: tuple[int, ...]) -> list[int]:
@@ -195,8 +246,9 @@ def _assert_advantages(trained: dict, case: str, expected: dict[int, Tensor]) ->
         for rank in ranks:
             for row, tokens in rank[case]["advantages"].items():
                 if row in expected:
-                    torch.testing.assert_close(tokens[(LENGTHS[row] + 2) // 3:], expected[row],
-                                               rtol=1e-4, atol=2e-5)
+                    torch.testing.assert_close(
+                        tokens[(LENGTHS[row] + 2) // 3 :], expected[row], rtol=1e-4, atol=2e-5
+                    )
                 elif row >= 0:
                     assert not tokens.any()
 
@@ -208,7 +260,7 @@ def test_the_optimal_token_baseline_is_that_of_a_plain_loop(trained, folders):
     for row in rows:
         log_pi, own = _distributions(folders["start"], row), _logprobs(folders["start"], row)
         energy = 1 - 2 * own.exp() + log_pi.exp().square().sum(-1)
-        weights[row] = [math.fsum(energy[:t + 1].tolist()) for t in range(len(energy))]
+        weights[row] = [math.fsum(energy[: t + 1].tolist()) for t in range(len(energy))]
         kl = -0.5 * (own - _logprobs(folders["reference"], row))
         returns[row] = [float(REWARDS[row]) + math.fsum(kl[t:].tolist()) for t in range(len(kl))]
     expected = {}
@@ -227,28 +279,39 @@ def test_the_optimal_token_baseline_is_that_of_a_plain_loop(trained, folders):
 @torch.no_grad()
 def test_the_advantages_of_prime_are_those_of_a_plain_loop(trained, folders):
     rows = (0, 1, 2, 3, 5, 7)  # 4 is not valid, 6 is truncated: no loss tokens
-    process = {row: BETA * (_logprobs(folders["prm"], row) - _logprobs(folders["reference"], row))
-               for row in rows}
+    process = {
+        row: BETA * (_logprobs(folders["prm"], row) - _logprobs(folders["reference"], row))
+        for row in rows
+    }
     expected = {}
     for row in rows:
         outcomes = [float(REWARDS[o]) for o in _groups(row, (*rows, 6)) if o != row]
         means = [float(process[o].mean()) for o in _groups(row, rows) if o != row]
         outcome = float(REWARDS[row]) - sum(outcomes) / len(outcomes) if outcomes else 0.0
         own = process[row] - sum(means) / len(means) if means else 0.0 * process[row]
-        expected[row] = torch.tensor([
-            outcome + sum(GAMMA ** (s - t) * float(own[s]) for s in range(t, len(own)))
-            for t in range(len(own))], dtype=torch.float64)
+        expected[row] = torch.tensor(
+            [
+                outcome + sum(GAMMA ** (s - t) * float(own[s]) for s in range(t, len(own)))
+                for t in range(len(own))
+            ],
+            dtype=torch.float64,
+        )
     _assert_advantages(trained, "prime", expected)
 
 
 def test_the_process_reward_model_learns_the_outcomes_by_cross_entropy(trained, folders):
     rows = (0, 1, 2, 3, 5, 7)
-    scores = {row: BETA * (_logprobs(folders["prm"], row)
-                           - _logprobs(folders["reference"], row).detach()).sum()
-              for row in rows}
+    scores = {
+        row: BETA
+        * (_logprobs(folders["prm"], row) - _logprobs(folders["reference"], row).detach()).sum()
+        for row in rows
+    }
     model = _model(folders["prm"])
-    loss = sum(-REWARDS[row] * scores[row].sigmoid().log()
-               - (1 - REWARDS[row]) * (1 - scores[row].sigmoid()).log() for row in rows) / len(rows)
+    loss = sum(
+        -REWARDS[row] * scores[row].sigmoid().log()
+        - (1 - REWARDS[row]) * (1 - scores[row].sigmoid()).log()
+        for row in rows
+    ) / len(rows)
     model.zero_grad()
     loss.backward()
     norm = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]).norm()
@@ -266,9 +329,16 @@ def test_the_process_reward_model_learns_the_outcomes_by_cross_entropy(trained, 
 def test_a_method_of_ones_own_gets_its_rows_of_the_whole_batch(trained, folders):
     rows = (0, 1, 2, 3, 5, 6, 7)
     own = {row: _logprobs(folders["start"], row).tolist() for row in rows} | {4: []}
-    expected = {row: torch.tensor([
-        value - math.fsum(own[o][t] for o in (row, row ^ 1) if t < len(own[o])) / 2
-        for t, value in enumerate(own[row])], dtype=torch.float64) for row in rows}
+    expected = {
+        row: torch.tensor(
+            [
+                value - math.fsum(own[o][t] for o in (row, row ^ 1) if t < len(own[o])) / 2
+                for t, value in enumerate(own[row])
+            ],
+            dtype=torch.float64,
+        )
+        for row in rows
+    }
     _assert_advantages(trained, "of one's own", expected)
 
 
@@ -286,9 +356,13 @@ def test_top_entropy_trains_the_tokens_of_the_highest_entropy_alone(trained, fol
     entropy = -(log_pi.exp() * log_pi).sum(-1).detach()
     count = math.ceil(0.3 * len(entropy))
     kept = entropy >= entropy.topk(count).values[-1]
-    advantages = torch.cat([
-        (REWARDS[row] - REWARDS[row ^ 1] if row != 5 else 0.0) * torch.ones(
-            LENGTHS[row] - (LENGTHS[row] + 2) // 3).double() for row in rows])
+    advantages = torch.cat(
+        [
+            (REWARDS[row] - REWARDS[row ^ 1] if row != 5 else 0.0)
+            * torch.ones(LENGTHS[row] - (LENGTHS[row] + 2) // 3).double()
+            for row in rows
+        ]
+    )
     own = torch.cat([_logprobs(folders["start"], row) for row in rows])
     model.zero_grad()
     (-(advantages * own)[kept].sum() / len(own)).backward()
@@ -297,7 +371,8 @@ def test_top_entropy_trains_the_tokens_of_the_highest_entropy_alone(trained, fol
         for sums in (rank["top entropy"]["sums"] for rank in ranks):
             assert sums[0]["policy/low_entropy_frac"] == (len(own) - count, len(own))
             assert sums[0]["policy/loss"][0] == pytest.approx(
-                float(-advantages[kept].sum() / len(own)), rel=1e-5)
+                float(-advantages[kept].sum() / len(own)), rel=1e-5
+            )
             assert sums[0]["policy/grad_norm"][0] == pytest.approx(float(norm), rel=1e-3)
 
 
@@ -318,9 +393,11 @@ def test_coefficients_follow_the_sums_of_all_ranks(trained):
             assert one["policy/entropy_coef"] == (applied, 1.0)
             assert one["policy/kl_coef"] == (kl, 1.0)
             carried, applied = adaptive_entropy_coef(
-                carried, entropy=_mean(one, "policy/entropy"), **ENTROPY)
-            kl = adaptive_kl_coef(kl, kl=_mean(one, "policy/kl_ref"), num_samples=len(LENGTHS),
-                                  **KL)
+                carried, entropy=_mean(one, "policy/entropy"), **ENTROPY
+            )
+            kl = adaptive_kl_coef(
+                kl, kl=_mean(one, "policy/kl_ref"), num_samples=len(LENGTHS), **KL
+            )
         assert kl > 0.1 and applied != 0.01
         state = ranks[0]["moving"]["state"]
         assert state["coefficients.entropy"].tolist() == [carried, applied]
@@ -342,8 +419,10 @@ def _in_the_reward(cfg: Config) -> list[Tensor]:
     world = World.start(cfg)
     annotated = Policy(cfg, world).annotate(_batch(world, cfg), step=0)
     assert annotated.kl_coef == cfg.algorithm.kl_coef
-    found = [advantages_of(dataclasses.replace(annotated, kl_coef=coef), cfg, world, step=0)
-             for coef in (0.0, 0.1, 0.4)]
+    found = [
+        advantages_of(dataclasses.replace(annotated, kl_coef=coef), cfg, world, step=0)
+        for coef in (0.0, 0.1, 0.4)
+    ]
     world.close()
     return [torch.cat(sum(each.tokens, ())) for each in found]
 
@@ -386,7 +465,8 @@ def _resumed(cfg: Config) -> tuple[tuple, tuple]:
 
 
 def test_after_a_warm_up_of_the_process_reward_model_a_resumed_run_is_bit_identical(
-        folders, tmp_path):
+    folders, tmp_path
+):
     cfg = _config("all at once", folders, tmp_path)
     critic = dataclasses.replace(cfg.critic, options={"warmup_steps": 1})
     cfg = dataclasses.replace(cfg, critic=critic)
@@ -400,7 +480,8 @@ def test_after_a_warm_up_of_the_process_reward_model_a_resumed_run_is_bit_identi
 
 def test_the_kl_in_the_reward_is_weighed_by_the_coefficient_of_the_step(folders, tmp_path):
     none, small, large = run_ranks(
-        1, _in_the_reward, _config("moving, in the reward", folders, tmp_path))[0]
+        1, _in_the_reward, _config("moving, in the reward", folders, tmp_path)
+    )[0]
     assert (small - none).abs().max() > 0.01
     torch.testing.assert_close(large - none, 4 * (small - none), rtol=1e-6, atol=1e-9)
 

@@ -16,20 +16,29 @@ from safetensors import safe_open
 from test_train import REWARDS, assert_same_end, final_weights
 
 from spmdrl import config as configs
-from spmdrl.config import Config
 from spmdrl.commands.create_model import create_model
 from spmdrl.commands.export import export
+from spmdrl.config import Config
 
 
 def _model(where: Path, name: str = "start", **options: object) -> Path:
-    return create_model(where / name, architecture="qwen3", hidden_size=32, layers=2, heads=4,
-                        kv_heads=2, intermediate=48, **options)
+    return create_model(
+        where / name,
+        architecture="qwen3",
+        hidden_size=32,
+        layers=2,
+        heads=4,
+        kv_heads=2,
+        intermediate=48,
+        **options,
+    )
 
 
 def _config(folder: Path, out: Path, *, critic: dict | None = None, **options: object) -> Config:
     cfg = config(folder, out, **{"advantage": "gae"} | options)
     return dataclasses.replace(
-        cfg, critic=dataclasses.replace(cfg.critic, **{"lr": 2e-2} | (critic or {})))
+        cfg, critic=dataclasses.replace(cfg.critic, **{"lr": 2e-2} | (critic or {}))
+    )
 
 
 def _batch(cfg: Config, world: object) -> object:
@@ -51,8 +60,9 @@ def _by_sequence(own: object, parts: tuple) -> dict[int, torch.Tensor]:
     """Return {sequence: its tokens' numbers} of this rank."""
     found = {}
     for micro, values in zip(sum(own.updates, ()), sum(parts, ())):
-        for row, piece in zip(micro.sequence_ids.tolist(),
-                              values.split(micro.cu_seqlens.diff().tolist())):
+        for row, piece in zip(
+            micro.sequence_ids.tolist(), values.split(micro.cu_seqlens.diff().tolist())
+        ):
             if row >= 0:
                 found[row] = piece
     return found
@@ -86,7 +96,9 @@ def _train(cfg: Config, steps: int = 3, restored: Path | None = None) -> dict:
         sums.append(updated)
     values = tuple(tuple(m["values"] for m in u) for u in annotated.columns)
     result = {
-        "sums": sums, "state": _whole_state(policy), "values": _by_sequence(own, values),
+        "sums": sums,
+        "state": _whole_state(policy),
+        "values": _by_sequence(own, values),
         "returns": _by_sequence(own, advantages.returns),
         "advantages": _by_sequence(own, advantages.tokens),
     }
@@ -112,8 +124,10 @@ def _whole_state(policy: object) -> dict[str, torch.Tensor]:
     """Gather everything that a checkpoint keeps; all trainer ranks take part."""
     from spmdrl.checkpoint.state import tensor_leaves
 
-    return {name: (t.full_tensor() if hasattr(t, "full_tensor") else t).clone()
-            for name, t in tensor_leaves(policy.state_dict()).items()}
+    return {
+        name: (t.full_tensor() if hasattr(t, "full_tensor") else t).clone()
+        for name, t in tensor_leaves(policy.state_dict()).items()
+    }
 
 
 def _warm_up(cfg: Config, world: object, own: object) -> list[tuple[dict, dict]]:
@@ -135,7 +149,12 @@ def _assert_same_sums(ours: list, reference: list, what: str) -> None:
         for name, (x, n) in b.items():
             assert a[name][1] == pytest.approx(n, rel=1e-6), (what, step, name)
             assert math.isclose(a[name][0], x, rel_tol=1e-4, abs_tol=2e-5 * max(1.0, n)), (
-                what, step, name, a[name], (x, n))
+                what,
+                step,
+                name,
+                a[name],
+                (x, n),
+            )
 
 
 @pytest.fixture(scope="module")
@@ -161,8 +180,13 @@ def test_every_mesh_trains_both_models_like_one_process(two, one):
         _assert_same_sums(ours["sums"], one["sums"], f"rank {rank}")
         assert ours["state"].keys() == one["state"].keys()
         for name, expected in one["state"].items():
-            torch.testing.assert_close(ours["state"][name], expected, rtol=1e-4, atol=5e-6,
-                                       msg=lambda m, n=name: f"{n}: {m}")
+            torch.testing.assert_close(
+                ours["state"][name],
+                expected,
+                rtol=1e-4,
+                atol=5e-6,
+                msg=lambda m, n=name: f"{n}: {m}",
+            )
         for kind in ("values", "advantages", "returns"):  # advantages: whitened over all ranks
             for row, tokens in ours[kind].items():
                 torch.testing.assert_close(tokens, one[kind][row], rtol=1e-4, atol=1e-5)
@@ -177,8 +201,9 @@ def test_a_checkpoint_of_one_process_goes_on_bit_identical(two, one):
             assert all(torch.equal(before[n], t) for n, t in one["state"].items())
         assert first[1] == again[1]
         assert all(torch.equal(first[2][n], t) for n, t in again[2].items())
-        assert not torch.equal(first[0]["critic.model.score.weight"],
-                               first[2]["critic.model.score.weight"])
+        assert not torch.equal(
+            first[0]["critic.model.score.weight"], first[2]["critic.model.score.weight"]
+        )
 
 
 def test_warm_up_trains_the_value_model_alone(two):
@@ -190,8 +215,10 @@ def test_warm_up_trains_the_value_model_alone(two):
             assert all(torch.equal(state[n], start[n]) for n in own) == is_warm
             assert ("policy/loss" in sums) != is_warm and sums["value/loss"][0] > 0
             assert state["critic.optimizer.updates"] == 2 * (step + 1)
-            assert not torch.equal(state["critic.model.score.weight"],
-                                   ours["warm_up"][step][1]["critic.model.score.weight"])
+            assert not torch.equal(
+                state["critic.model.score.weight"],
+                ours["warm_up"][step][1]["critic.model.score.weight"],
+            )
 
 
 def test_values_and_metrics_of_one_process_are_what_they_say(one):
@@ -199,7 +226,8 @@ def test_values_and_metrics_of_one_process_are_what_they_say(one):
     assert head.shape == (1, 32) and head.any(), "the head started at zero and never moved"
     values, returns = (
         torch.cat([tokens for _, tokens in sorted(one[name].items())]).double()
-        for name in ("values", "returns"))
+        for name in ("values", "returns")
+    )
     mask = torch.cat([torch.arange(n) >= (n + 2) // 3 for n in LENGTHS])
     rows = torch.arange(len(LENGTHS)).repeat_interleave(torch.tensor(LENGTHS))
     kept = mask & (rows != 4)  # an invalid sequence
@@ -239,8 +267,11 @@ def _alone(cfg: Config, missing: str) -> dict:
     # The second update of a batch finds values that the first has moved further than the clip.
     clips = {}
     for clip in (0.0, 1e-6):
-        two = dataclasses.replace(cfg, batch=dataclasses.replace(cfg.batch, updates_per_step=2),
-                                  critic=dataclasses.replace(cfg.critic, options={"clip": clip}))
+        two = dataclasses.replace(
+            cfg,
+            batch=dataclasses.replace(cfg.batch, updates_per_step=2),
+            critic=dataclasses.replace(cfg.critic, options={"clip": clip}),
+        )
         share, of = _step(Policy(two, world), _batch(two, world), step=0)[2]["value/clip_frac"]
         clips[clip] = share / of
     cfg = dataclasses.replace(cfg, critic=dataclasses.replace(cfg.critic, path=missing))
@@ -250,15 +281,25 @@ def _alone(cfg: Config, missing: str) -> dict:
     algorithm = dataclasses.replace(cfg.algorithm, advantage="grpo")
     assert Policy(dataclasses.replace(cfg, algorithm=algorithm), world).companions == {}
     world.close()
-    return {"clips": clips, "sums": sums, "after": after, "before": before, "spoiled": spoiled,
-            "masks": [job.loss_mask for job in jobs]}
+    return {
+        "clips": clips,
+        "sums": sums,
+        "after": after,
+        "before": before,
+        "spoiled": spoiled,
+        "masks": [job.loss_mask for job in jobs],
+    }
 
 
 @pytest.fixture(scope="module")
 def found(folder, tmp_path_factory) -> dict:
     # Whatever the policy's aggregation: each state counts once.
-    cfg = _config(folder, tmp_path_factory.mktemp("alone"), aggregation="seq_mean_token_sum",
-                  critic={"lr": 8e-3})
+    cfg = _config(
+        folder,
+        tmp_path_factory.mktemp("alone"),
+        aggregation="seq_mean_token_sum",
+        critic={"lr": 8e-3},
+    )
     return run_ranks(1, _alone, cfg, "./nowhere")[0] | {"folder": Path(cfg.output_dir)}
 
 
@@ -288,11 +329,15 @@ def test_value_loss_is_a_mean_over_tokens_and_values_come_before_their_token(fou
 
 
 def test_bad_values_of_the_section_are_reported():
-    good = Config(model=configs.Model(path="m"), data=configs.Data(train="task:addition", size=10),
-                  algorithm=configs.Algorithm(advantage="gae"))
+    good = Config(
+        model=configs.Model(path="m"),
+        data=configs.Data(train="task:addition", size=10),
+        algorithm=configs.Algorithm(advantage="gae"),
+    )
     assert configs.validate(good) == []
     for critic, place, value in (
-        ({"lr": -1.0}, "lr", -1.0), ({"options": {"clip": -1.0}}, "options.clip", -1.0),
+        ({"lr": -1.0}, "lr", -1.0),
+        ({"options": {"clip": -1.0}}, "options.clip", -1.0),
         ({"options": {"warmup_steps": -1}}, "options.warmup_steps", -1),
         ({"options": {"warmup_steps": good.steps}}, "options.warmup_steps", good.steps),
         ({"options": {"warmup": 1}}, "options.warmup", "did you mean warmup_steps?"),
@@ -309,8 +354,15 @@ def test_bad_values_of_the_section_are_reported():
 
 @pytest.fixture(scope="module")
 def start_model(tmp_path_factory) -> str:
-    return str(create_model(tmp_path_factory.mktemp("model") / "start", hidden_size=64, layers=2,
-                            heads=2, kv_heads=1))
+    return str(
+        create_model(
+            tmp_path_factory.mktemp("model") / "start",
+            hidden_size=64,
+            layers=2,
+            heads=2,
+            kv_heads=1,
+        )
+    )
 
 
 @pytest.fixture(scope="module")
@@ -322,8 +374,10 @@ def rewards(tmp_path_factory) -> str:
 
 def test_ppo_resumes_bit_identical_and_exports_the_policy_alone(start_model, rewards, tmp_path):
     flags = runs.TINY["rl"] | {
-        "model.path": start_model, "critic.options": "{warmup_steps: 1}",
-        "rewards.functions": rewards}
+        "model.path": start_model,
+        "critic.options": "{warmup_steps: 1}",
+        "rewards.functions": rewards,
+    }
     whole, part = tmp_path / "whole", tmp_path / "part"
     flags |= {"steps": 3, "checkpoint.every-steps": 2, "checkpoint.keep": "{last: 9}"}
     runs.run("demo_ppo.yaml", 2, **flags | {"output-dir": whole})
@@ -339,17 +393,30 @@ def test_ppo_resumes_bit_identical_and_exports_the_policy_alone(start_model, rew
     exported = export(whole, out=tmp_path / "model")
     with safe_open(exported / "model.safetensors", framework="pt") as file:
         assert "score.weight" not in file.keys()
-        assert set(file.keys()) == set(safe_open(Path(start_model) / "model.safetensors",
-                                                 framework="pt").keys())
+        assert set(file.keys()) == set(
+            safe_open(Path(start_model) / "model.safetensors", framework="pt").keys()
+        )
 
 
 def test_reinforce_plus_plus_runs_with_the_kl_in_its_reward(start_model, rewards, tmp_path):
-    runs.run("demo_grpo.yaml", 1, **runs.TINY["rl"] | {
-        "layout.placement": "colocated", "model.path": start_model, "output-dir": tmp_path,
-        "steps": 2, "lag": 0,
-        "rewards.functions": rewards, "algorithm.advantage": "reinforce_plus_plus",
-        "algorithm.kl": "k1", "algorithm.kl-coef": 0.05, "algorithm.kl-in": "reward",
-        "batch.group-size": 1})
+    runs.run(
+        "demo_grpo.yaml",
+        1,
+        **runs.TINY["rl"]
+        | {
+            "layout.placement": "colocated",
+            "model.path": start_model,
+            "output-dir": tmp_path,
+            "steps": 2,
+            "lag": 0,
+            "rewards.functions": rewards,
+            "algorithm.advantage": "reinforce_plus_plus",
+            "algorithm.kl": "k1",
+            "algorithm.kl-coef": 0.05,
+            "algorithm.kl-in": "reward",
+            "batch.group-size": 1,
+        },
+    )
     rows = runs.metrics(tmp_path)
     assert len(rows) == 2 and all(row["policy/grad_norm"] > 0 for row in rows)
     assert rows[0]["policy/kl_ref"] == 0 and rows[1]["policy/kl_ref"] != 0

@@ -21,13 +21,16 @@ def batch(rows, rewards, *, lengths=None, is_valid=None) -> Scalars:
     count = 2 * len(rows)
     lengths = torch.tensor(lengths or [4] * count)
     return Scalars(
-        lengths=lengths + 1, response_lengths=lengths,
-        group_ids=torch.arange(count) // 2, sample_ids=torch.arange(count) % 2,
+        lengths=lengths + 1,
+        response_lengths=lengths,
+        group_ids=torch.arange(count) // 2,
+        sample_ids=torch.arange(count) % 2,
         rewards=torch.tensor(rewards).double().flatten(),
         is_truncated=torch.zeros(count, dtype=torch.bool),
         is_valid=torch.tensor(is_valid if is_valid else [True] * count),
         min_versions=torch.zeros(count, dtype=torch.int64),
-        rows=torch.tensor(rows).repeat_interleave(2))
+        rows=torch.tensor(rows).repeat_interleave(2),
+    )
 
 
 def test_means_move_half_way_and_failed_rewards_count_in_none():
@@ -48,7 +51,8 @@ def test_means_move_half_way_and_failed_rewards_count_in_none():
 
 @given(num_rows=st.integers(1, 20), data=st.data(), keep=st.sampled_from([0.01, 0.25, 0.9, 1.0]))
 def test_a_step_is_full_of_different_rows_and_only_settled_ones_are_passed_over(
-        num_rows, data, keep):
+    num_rows, data, keep
+):
     per_step = data.draw(st.integers(1, num_rows))
     settled = data.draw(st.sets(st.integers(0, num_rows - 1)))
     order = Order(num_rows, per_step=per_step, seed=data.draw(st.integers(0, 9)), shuffle=True)
@@ -119,8 +123,10 @@ def test_what_is_always_solved_comes_less_often_and_a_resume_changes_nothing():
 
 
 def test_a_state_of_other_batches_is_planned_anew_from_the_step():
-    stopped, other = planner(), Planner(
-        Order(10, per_step=2, seed=5, shuffle=True), kept=range(100, 110), horizon=2)
+    stopped, other = (
+        planner(),
+        Planner(Order(10, per_step=2, seed=5, shuffle=True), kept=range(100, 110), horizon=2),
+    )
     run(stopped, 0, 3)
     other.load_state_dict(stopped.state_dict(), step=3)
     assert other.at(3).rows == tuple(other.order.at(3)) and len(other.at(4).rows) == 2

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spmdrl.config import Batch, Config, Data, Model, Sampling
 from spmdrl.commands.create_model import character_tokenizer
+from spmdrl.config import Batch, Config, Data, Model, Sampling
 from spmdrl.data.examples import SupervisedSource, encode_example
 from spmdrl.data.prompts import Order, PromptSource, check_context, load_tokenizer
 
@@ -19,9 +19,13 @@ USER, REPLY = {"role": "user", "content": "hi"}, {"role": "assistant", "content"
 
 
 def config(train, *, per_step=4, seed=0, max_prompt=64, max_response=16, **data):
-    return Config(seed=seed, data=Data(train=train, max_prompt_tokens=max_prompt, **data),
-                  batch=Batch(prompts_per_step=per_step), model=Model(path="m"),
-                  sampling=Sampling(max_response_tokens=max_response))
+    return Config(
+        seed=seed,
+        data=Data(train=train, max_prompt_tokens=max_prompt, **data),
+        batch=Batch(prompts_per_step=per_step),
+        model=Model(path="m"),
+        sampling=Sampling(max_response_tokens=max_response),
+    )
 
 
 def jsonl(tmp_path, rows):
@@ -34,8 +38,9 @@ def jsonl(tmp_path, rows):
 
 
 @settings(max_examples=50, deadline=None)
-@given(num_rows=st.integers(1, 60), data=st.data(), seed=st.integers(-3, 2**70),
-       shuffle=st.booleans())
+@given(
+    num_rows=st.integers(1, 60), data=st.data(), seed=st.integers(-3, 2**70), shuffle=st.booleans()
+)
 def test_order_takes_every_row_once_per_epoch(num_rows, data, seed, shuffle):
     per_step = data.draw(st.integers(1, num_rows))
     order = Order(num_rows, per_step=per_step, seed=seed, shuffle=shuffle)
@@ -62,19 +67,30 @@ def test_prompts_of_a_step_do_not_depend_on_the_steps_before():
     assert [PLAIN.decode(p.tokens) for p in prompts] == [p.text for p in prompts]
     assert all(p.row["prompt"] == p.text for p in prompts)
     assert Counter(p.index for s in range(25) for p in source.at(s)) == Counter(
-        {i: 4 for i in range(100)})
+        {i: 4 for i in range(100)}
+    )
 
 
 def test_held_out_prompts_are_the_same_for_every_seed_and_never_trained_on():
     def source(seed):
-        return PromptSource(config("task:addition", size=400, seed=seed, eval="task:addition",
-                                   eval_size=50, task_options={"digits": 2}), PLAIN)
+        return PromptSource(
+            config(
+                "task:addition",
+                size=400,
+                seed=seed,
+                eval="task:addition",
+                eval_size=50,
+                task_options={"digits": 2},
+            ),
+            PLAIN,
+        )
 
     held_out = source(0).eval()
     assert len(held_out) == 50
     assert held_out == source(7).eval()
     assert not {p.text for p in held_out} & {
-        p.text for step in range(100) for p in source(7).at(step)}
+        p.text for step in range(100) for p in source(7).at(step)
+    }
     assert PromptSource(config("task:addition", size=10), PLAIN).eval() == []
 
 
@@ -182,14 +198,20 @@ def test_generated_rows_train_the_answer_and_eos():
 
 
 def test_only_assistant_turns_and_their_end_token_are_trained():
-    messages = [{"role": "system", "content": "s"}, USER, REPLY,
-                {"role": "user", "content": "ho"}, {"role": "assistant", "content": "bye"},
-                {"role": "user", "content": "never seen"}]
+    messages = [
+        {"role": "system", "content": "s"},
+        USER,
+        REPLY,
+        {"role": "user", "content": "ho"},
+        {"role": "assistant", "content": "bye"},
+        {"role": "user", "content": "never seen"},
+    ]
     tokens, mask = encode({"messages": messages})
     assert trained_texts(tokens, mask) == ["ho<eos>", "bye<eos>"]
     assert CHAT.decode(tokens) == (
         "<|im_start|>system\ns<eos>\n<|im_start|>user\nhi<eos>\n<|im_start|>assistant\nho<eos>\n"
-        "<|im_start|>user\nho<eos>\n<|im_start|>assistant\nbye<eos>")
+        "<|im_start|>user\nho<eos>\n<|im_start|>assistant\nbye<eos>"
+    )
 
 
 def test_completions_train_only_themselves():
@@ -199,7 +221,8 @@ def test_completions_train_only_themselves():
     chat = {"prompt": [USER, REPLY, USER], "completion": [REPLY]}
     assert trained_texts(*encode(chat)) == ["ho<eos>"]
     assert trained_texts(*encode({"prompt": "2+2=", "answer": "4"}, template="always")) == [
-        "4<eos>"]
+        "4<eos>"
+    ]
     assert trained_texts(*encode({"text": "abc"})) == ["bc<eos>"]
     with pytest.raises(ValueError, match="f:1: the response to imitate must be text"):
         encode({"prompt": "2+2=", "answer": 4})
@@ -217,7 +240,8 @@ def test_a_template_that_rewrites_earlier_turns_is_refused():
     tokenizer.chat_template = (
         "{% for m in messages %}<|im_start|>{{ m.role }}\n"
         "{% if m.role == 'assistant' and loop.last %}think {% endif %}{{ m.content }}<eos>\n"
-        "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
+        "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
     assert trained_texts(*encode({"messages": [USER, REPLY]}, tokenizer)) == ["think ho<eos>"]
     with pytest.raises(ValueError, match="f:1: the chat template rewrites .* 'think"):
         encode({"messages": [USER, REPLY, USER, REPLY]}, tokenizer)

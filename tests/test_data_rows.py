@@ -12,8 +12,10 @@ from spmdrl.data.rows import ground_truth_of, prompt_of, read_rows
 from spmdrl.data.tasks import GeneratedRows, make_task
 
 VERL = {
-    "data_source": "openai/gsm8k", "prompt": [{"role": "user", "content": "2+2?"}],
-    "ability": "math", "reward_model": {"style": "rule", "ground_truth": "4"},
+    "data_source": "openai/gsm8k",
+    "prompt": [{"role": "user", "content": "2+2?"}],
+    "ability": "math",
+    "reward_model": {"style": "rule", "ground_truth": "4"},
     "extra_info": {"index": 0},
 }
 
@@ -25,9 +27,15 @@ def write_jsonl(path, rows):
 
 def test_jsonl_rows_of_verl_trl_and_openai_give_their_prompts(tmp_path):
     talk = [{"role": "system", "content": "s"}, {"role": "user", "content": "hi"}]
-    file = write_jsonl(tmp_path / "a.jsonl", [
-        VERL, {"prompt": "text", "level": 3},
-        {"messages": talk + [{"role": "assistant", "content": "ho"}]}, {"messages": talk}])
+    file = write_jsonl(
+        tmp_path / "a.jsonl",
+        [
+            VERL,
+            {"prompt": "text", "level": 3},
+            {"messages": talk + [{"role": "assistant", "content": "ho"}]},
+            {"messages": talk},
+        ],
+    )
     rows = read_rows(file)
     assert [prompt_of(row) for row in rows] == [VERL["prompt"], "text", talk, talk]
     assert ground_truth_of(rows[0]) == "4"
@@ -49,18 +57,21 @@ def test_json_array_is_read(tmp_path):
     assert [r["prompt"] for r in read_rows(str(tmp_path / "a.json"))] == ["x", "y"]
 
 
-@pytest.mark.parametrize(("line", "words"), [
-    ('{"question": "x"}', ["no prompt", "question"]),
-    ('{"prompt": ""}', ["no prompt"]),
-    ('{"prompt": []}', ["no prompt"]),
-    ('{"prompt": null, "a": 1}', ["no prompt"]),
-    ('{"prompt": 7}', ["no prompt", "7"]),
-    ('{"messages": [{"role": "assistant", "content": "x"}]}', ["before the final assistant"]),
-    ('{"prompt": [{"role": "user"}]}', ["message 0", "content"]),
-    ('{"prompt": ["x"]}', ["message 0", "role"]),
-    ("[1, 2]", ["object"]),
-    ('{"prompt": "x"', ["JSON", "column"]),
-])
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ('{"question": "x"}', ["no prompt", "question"]),
+        ('{"prompt": ""}', ["no prompt"]),
+        ('{"prompt": []}', ["no prompt"]),
+        ('{"prompt": null, "a": 1}', ["no prompt"]),
+        ('{"prompt": 7}', ["no prompt", "7"]),
+        ('{"messages": [{"role": "assistant", "content": "x"}]}', ["before the final assistant"]),
+        ('{"prompt": [{"role": "user"}]}', ["message 0", "content"]),
+        ('{"prompt": ["x"]}', ["message 0", "role"]),
+        ("[1, 2]", ["object"]),
+        ('{"prompt": "x"', ["JSON", "column"]),
+    ],
+)
 def test_bad_row_is_refused_with_file_and_line(tmp_path, line, words):
     file = write_jsonl(tmp_path / "bad.jsonl", ['{"prompt": "fine"}', "", line])
     with pytest.raises(ValueError) as caught:
@@ -99,9 +110,15 @@ def test_hub_name_without_the_datasets_package_says_what_to_install(monkeypatch)
 
 
 def test_supervised_row_without_a_response_is_refused_with_the_line(tmp_path):
-    file = write_jsonl(tmp_path / "a.jsonl", [
-        {"text": "t"}, {"prompt": "p", "completion": "c"}, {"prompt": "p", "answer": "c"},
-        {"messages": [{"role": "user", "content": "x"}]}])
+    file = write_jsonl(
+        tmp_path / "a.jsonl",
+        [
+            {"text": "t"},
+            {"prompt": "p", "completion": "c"},
+            {"prompt": "p", "answer": "c"},
+            {"messages": [{"role": "user", "content": "x"}]},
+        ],
+    )
     with pytest.raises(ValueError, match=r"a\.jsonl:4: the row has nothing to imitate"):
         read_rows(file, need="example")
 
@@ -125,8 +142,9 @@ def test_addition_is_a_function_of_seed_split_and_index():
         assert rows.task.score_answer(row["answer"] + "1", row) == 0.0
 
 
-@pytest.mark.parametrize("options", [
-    {"digits": 1}, {"digits": 2}, {"digits": 2, "subtraction": True}])
+@pytest.mark.parametrize(
+    "options", [{"digits": 1}, {"digits": 2}, {"digits": 2, "subtraction": True}]
+)
 def test_no_held_out_problem_is_ever_a_training_problem(options):
     def problems(split, seed):
         rows = GeneratedRows("task:addition", options, size=3000, seed=seed, split=split)
@@ -143,8 +161,13 @@ def test_no_held_out_problem_is_ever_a_training_problem(options):
 
 
 def test_subtraction_is_right_and_partial_reward_counts_digits():
-    rows = GeneratedRows("task:addition", {"digits": 2, "subtraction": True, "partial": True},
-                         size=200, seed=0, split="train")
+    rows = GeneratedRows(
+        "task:addition",
+        {"digits": 2, "subtraction": True, "partial": True},
+        size=200,
+        seed=0,
+        split="train",
+    )
     assert any("-" in row["prompt"] for row in rows)
     for row in rows:
         assert str(eval(row["prompt"].rstrip("="))) == row["answer"]  # our own digits and signs
@@ -173,8 +196,13 @@ def test_reasoning_gym_rows_are_deterministic_disjoint_and_graded():
     pytest.importorskip("reasoning_gym")
 
     def rows(split, seed=0, size=200):
-        return GeneratedRows("reasoning_gym:chain_sum", {"max_terms": 2, "max_digits": 1},
-                             size=size, seed=seed, split=split)
+        return GeneratedRows(
+            "reasoning_gym:chain_sum",
+            {"max_terms": 2, "max_digits": 1},
+            size=size,
+            seed=seed,
+            split=split,
+        )
 
     train, held_out = rows("train"), rows("eval")
     assert list(train) == list(rows("train"))

@@ -14,21 +14,24 @@ from policy_runs import batch, config, update
 from ranks import run_ranks
 from torch import Tensor
 
-from spmdrl.config import Config, Optimizer
 from spmdrl.check.options import option_problems
 from spmdrl.commands.create_model import create_model
+from spmdrl.config import Config, Optimizer
 from spmdrl.train import optimizer
 from spmdrl.train.optimizer import AdamW, local_part
 
 EIGHT = {"optimizer_dtype": "int8"}
 sys.path.append(str(Path(sys.prefix) / "torchao"))  # where `make test` puts it; ranks inherit it
-needs_torchao = pytest.mark.skipif(importlib.util.find_spec("torchao") is None,
-                                   reason="torchao is not installed: make .venv/torchao")
+needs_torchao = pytest.mark.skipif(
+    importlib.util.find_spec("torchao") is None,
+    reason="torchao is not installed: make .venv/torchao",
+)
 
 
 def _model(where: Path) -> Path:
-    return create_model(where / "model", hidden_size=64, layers=2, heads=2, kv_heads=2,
-                        intermediate=96)
+    return create_model(
+        where / "model", hidden_size=64, layers=2, heads=2, kv_heads=2, intermediate=96
+    )
 
 
 def _tensors() -> dict[str, Tensor]:
@@ -48,11 +51,20 @@ def test_updates_are_those_of_torchaos_adamw(monkeypatch):
     mine = {n: p[:96, :96].contiguous() if p.dim() > 1 else p for n, p in _tensors().items()}
     theirs = {name: torch.nn.Parameter(p.clone()) for name, p in mine.items()}
     monkeypatch.setattr(optimizer, "_CHUNK", 1024)  # in pieces
-    ours = AdamW(mine, no_decay=set(), options=Optimizer(
-        options={"beta2": 0.999, "weight_decay": 0.1}), dtype=torch.int8)
+    ours = AdamW(
+        mine,
+        no_decay=set(),
+        options=Optimizer(options={"beta2": 0.999, "weight_decay": 0.1}),
+        dtype=torch.int8,
+    )
     torchaos = AdamW8bit(
-        [{"params": [theirs["w"]], "weight_decay": 0.1},
-         {"params": [theirs["norm"]], "weight_decay": 0.0}], lr=1e-2, betas=(0.9, 0.999))
+        [
+            {"params": [theirs["w"]], "weight_decay": 0.1},
+            {"params": [theirs["norm"]], "weight_decay": 0.0},
+        ],
+        lr=1e-2,
+        betas=(0.9, 0.999),
+    )
     for step in range(5):
         gradients = _gradients(mine, step)
         for name, p in theirs.items():
@@ -101,8 +113,13 @@ def _train(cfg: Config) -> dict[str, dict]:
         policy = Policy(replace(cfg, model=replace(cfg.model, memory=memory)), world)
         losses = [update(policy, batch(0, 1), step=s)["policy/loss"][0] for s in range(15)]
         kept = [t for own in policy.optimizer._moments.values() for t in own.values()]
-        found[name] = {"losses": losses, "bytes": sum(
-            t.nbytes if isinstance(t, Tensor) else t.codes.nbytes + t.scales.nbytes for t in kept)}
+        found[name] = {
+            "losses": losses,
+            "bytes": sum(
+                t.nbytes if isinstance(t, Tensor) else t.codes.nbytes + t.scales.nbytes
+                for t in kept
+            ),
+        }
     found["large"] = sum(p.numel() for p in policy.named_shards().values() if p.numel() >= 4096)
     found["small"] = sum(p.numel() for p in policy.named_shards().values() if p.numel() < 4096)
     world.close()
@@ -128,9 +145,13 @@ def _resumed(cfg: Config, save: bool) -> dict[str, Tensor]:
 
     world = World.start(cfg)
     policy, own = after_two_updates(cfg, world, save=save)
-    moments = {f"{key}/{name}": (kept if isinstance(kept, Tensor) else kept.to(
-        world.device, torch.float32)).clone()
-        for key, part in policy.optimizer._moments.items() for name, kept in part.items()}
+    moments = {
+        f"{key}/{name}": (
+            kept if isinstance(kept, Tensor) else kept.to(world.device, torch.float32)
+        ).clone()
+        for key, part in policy.optimizer._moments.items()
+        for name, kept in part.items()
+    }
     update(policy, own, step=2)
     local = {name: local_part(p).clone() for name, p in policy.named_shards().items()}
     world.close()

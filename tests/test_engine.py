@@ -19,20 +19,37 @@ PROMPTS = ((5, 6, 7, 8), (9, 10, 11, 12, 13), (5, 6, 7, 8))
 LONG = tuple(tuple(range(5 + i, 45 + i)) for i in range(6))  # one and a half fit into a step
 
 
-def engine_config(model: str, *, kind: str = "vllm", options: dict | None = None,
-                  **layout) -> Config:
+def engine_config(
+    model: str, *, kind: str = "vllm", options: dict | None = None, **layout
+) -> Config:
     return Config(
-        layout=Layout(device="cpu", **layout), model=config.Model(path=model),
-        data=config.Data(max_prompt_tokens=48), sampling=config.Sampling(max_response_tokens=16),
-        engine=config.Engine(kind=kind, dtype="float32", cpu_kv_cache_gib=0.1, max_num_seqs=8,
-                             max_batched_tokens=60, options=options or {}),
+        layout=Layout(device="cpu", **layout),
+        model=config.Model(path=model),
+        data=config.Data(max_prompt_tokens=48),
+        sampling=config.Sampling(max_response_tokens=16),
+        engine=config.Engine(
+            kind=kind,
+            dtype="float32",
+            cpu_kv_cache_gib=0.1,
+            max_num_seqs=8,
+            max_batched_tokens=60,
+            options=options or {},
+        ),
     )
 
 
 def draw(engine, order, *, temperature=1.0, max_tokens=12, stop=()):
     for i in order:
-        engine.add(Request(key=str(i), prompt=PROMPTS[i % 3], max_tokens=max_tokens,
-                           temperature=temperature, seed=100 + i, stop_token_ids=stop))
+        engine.add(
+            Request(
+                key=str(i),
+                prompt=PROMPTS[i % 3],
+                max_tokens=max_tokens,
+                temperature=temperature,
+                seed=100 + i,
+                stop_token_ids=stop,
+            )
+        )
     done = {}
     while engine.is_busy:
         done |= {c.key: c for c in engine.step()}
@@ -107,12 +124,17 @@ def on_engine(cfg: Config, other: str = "") -> dict | None:
     if world.is_inference:
         warm = draw(engine, range(12), temperature=0.7)
         found = {
-            "forward": draw(engine, range(12)), "backward": draw(engine, reversed(range(12))),
-            "crowd": crowd(engine, range(6)), "single": crowd(engine, [3]),
-            "alone": draw(engine, [7]), "most": most_under_way(engine),
-            "warm": warm, "greedy": draw(engine, range(3), temperature=0.0),
-            "scored": engine.score([PROMPTS[int(k) % 3] + c.tokens
-                                    for k, c in sorted(warm.items())]),
+            "forward": draw(engine, range(12)),
+            "backward": draw(engine, reversed(range(12))),
+            "crowd": crowd(engine, range(6)),
+            "single": crowd(engine, [3]),
+            "alone": draw(engine, [7]),
+            "most": most_under_way(engine),
+            "warm": warm,
+            "greedy": draw(engine, range(3), temperature=0.0),
+            "scored": engine.score(
+                [PROMPTS[int(k) % 3] + c.tokens for k, c in sorted(warm.items())]
+            ),
         }
         if cfg.engine.kind == "vllm":
             found |= vllm_details(engine)
@@ -123,7 +145,8 @@ def on_engine(cfg: Config, other: str = "") -> dict | None:
         if other:
             found["swapped"] = {
                 mode: swap(engine, mode=mode, folders=(other, cfg.model.path))
-                for mode in ("recompute", "keep")}
+                for mode in ("recompute", "keep")
+            }
     engine.close()
     world.close()
     return found
@@ -140,8 +163,11 @@ def other_model(tiny_model, tmp_path_factory) -> Path:
     shutil.copytree(tiny_model, folder)
     weights = load_file(folder / "model.safetensors")
     noise = torch.Generator().manual_seed(0)
-    save_file({n: w + 0.1 * torch.randn(w.shape, generator=noise) for n, w in weights.items()},
-              folder / "model.safetensors", metadata={"format": "pt"})
+    save_file(
+        {n: w + 0.1 * torch.randn(w.shape, generator=noise) for n, w in weights.items()},
+        folder / "model.safetensors",
+        metadata={"format": "pt"},
+    )
     return folder
 
 
@@ -177,7 +203,7 @@ def test_samples_do_not_depend_on_what_else_is_drawn(found):
 
 
 def test_seeded_samples_do_not_depend_on_how_prompts_are_cut_into_steps(found):
-    (key, single), = found["single"].items()
+    ((key, single),) = found["single"].items()
     assert len(found["crowd"]) == len(LONG)
     assert found["crowd"][key].tokens == single.tokens
     assert found["crowd"][key].logprobs == pytest.approx(single.logprobs, abs=1e-5)
@@ -196,8 +222,10 @@ def test_logprobs_are_those_of_the_distribution_sampled_from(found, tiny_model):
         tokens = torch.tensor([prompt + completion.tokens])
         with torch.no_grad():
             logits = model(tokens).logits[0].float()
-        for temperature, got in ((0.7, torch.tensor(completion.logprobs)),
-                                 (1.0, scored[len(prompt):])):
+        for temperature, got in (
+            (0.7, torch.tensor(completion.logprobs)),
+            (1.0, scored[len(prompt) :]),
+        ):
             logprobs = torch.log_softmax(logits / temperature, -1)[len(prompt) - 1 : -1]
             want = logprobs.gather(1, torch.tensor(completion.tokens)[:, None])[:, 0]
             assert torch.allclose(got, want, atol=2e-4), (got - want).abs().max()
@@ -225,8 +253,9 @@ def test_each_token_carries_the_version_that_sampled_it(found, tiny_model, other
         assert set(completion.versions) <= ({7, 8, 9} if number < 6 else {number, 9})
         assert len(completion.versions) == len(completion.tokens) == len(completion.logprobs)
         mixed += len(set(completion.versions)) == 3
-        by_model = {folder: logprobs_of(folder, key, completion)
-                    for folder in (tiny_model, other_model)}
+        by_model = {
+            folder: logprobs_of(folder, key, completion) for folder in (tiny_model, other_model)
+        }
         for i, version in enumerate(completion.versions):
             own = by_model[other_model if version == 8 else tiny_model][i]
             assert abs(own - completion.logprobs[i]) < 2e-4, (key, i, version)
@@ -274,6 +303,8 @@ def test_tensor_parallel_ranks_agree_with_each_other_and_with_one_rank(
     assert found["caches"] and not results[2]["caches"], "engine.options reach vLLM"
     for part in ("forward", "greedy"):
         assert {k: c.tokens for k, c in results[2][part].items()} == {
-            k: c.tokens for k, c in results[3][part].items()}
+            k: c.tokens for k, c in results[3][part].items()
+        }
     assert {k: c.tokens for k, c in results[2]["greedy"].items()} == {
-        k: c.tokens for k, c in found["greedy"].items()}
+        k: c.tokens for k, c in found["greedy"].items()
+    }

@@ -13,11 +13,10 @@ import torch
 from ranks import run_ranks
 
 from spmdrl import config
-from spmdrl.config import Config
 from spmdrl.commands.create_model import create_model
+from spmdrl.config import Config
 from spmdrl.engine.protocol import Request
 from spmdrl.engine.sampling import draw, numbers
-
 
 # --------------------------------------------------------------------------- draws
 
@@ -39,14 +38,18 @@ def test_draws_follow_the_distribution_of_each_rows_temperature():
     count = 40000
     for temperature in (0.5, 1.0, 3.0):
         at = numbers(torch.full((count,), 7), torch.arange(count))
-        tokens, logprobs = draw(logits.expand(count, -1), at=at,
-                                temperatures=torch.full((count,), temperature))
+        tokens, logprobs = draw(
+            logits.expand(count, -1), at=at, temperatures=torch.full((count,), temperature)
+        )
         want = torch.softmax(logits.double() / temperature, 0)
         got = torch.bincount(tokens, minlength=6) / count
         assert float((got - want).abs().max()) < 0.01
         assert torch.allclose(logprobs.double(), want.log()[tokens], atol=1e-6)
-    mixed, logprobs = draw(logits.expand(3, -1), temperatures=torch.tensor([0.0, 1.0, 1.0]),
-                           at=torch.tensor([0.999, 0.0, 1 - 2.0**-53], dtype=torch.float64))
+    mixed, logprobs = draw(
+        logits.expand(3, -1),
+        temperatures=torch.tensor([0.0, 1.0, 1.0]),
+        at=torch.tensor([0.999, 0.0, 1 - 2.0**-53], dtype=torch.float64),
+    )
     assert mixed.tolist() == [0, 0, 5]  # greedy; the two ends of the distribution
     assert float(logprobs[0]) == pytest.approx(float(torch.log_softmax(logits, 0)[0]))
 
@@ -58,7 +61,8 @@ def engine_config(model: Path | str, **engine) -> Config:
     return Config(
         layout=config.Layout(placement="colocated", world_size=1, device="cpu"),
         model=config.Model(path=str(model), memory={"head_chunk_tokens": 40}),
-        data=config.Data(max_prompt_tokens=24), sampling=config.Sampling(max_response_tokens=20),
+        data=config.Data(max_prompt_tokens=24),
+        sampling=config.Sampling(max_response_tokens=20),
         engine=config.Engine(**({"kind": "transformers", "dtype": "float32"} | engine)),
     )
 
@@ -92,25 +96,37 @@ def test_attention_over_the_cache_is_that_of_the_plain_model(tmp_path):
     from transformers import AutoModelForCausalLM
 
     # Windows and soft caps smaller than what these sequences and scores come to.
-    narrow = {"qwen2": {}, "mistral": {"sliding_window": 5}, "gemma3": {"sliding_window": 4},
-              "gemma2": {"sliding_window": 4, "attn_logit_softcapping": 0.5,
-                         "query_pre_attn_scalar": 1}}
+    narrow = {
+        "qwen2": {},
+        "mistral": {"sliding_window": 5},
+        "gemma3": {"sliding_window": 4},
+        "gemma2": {"sliding_window": 4, "attn_logit_softcapping": 0.5, "query_pre_attn_scalar": 1},
+    }
     for name, fields in narrow.items():
-        create_model(tmp_path / name, architecture=name, hidden_size=64, layers=2, heads=4,
-                     kv_heads=2, intermediate=48, initializer_std=0.08)
+        create_model(
+            tmp_path / name,
+            architecture=name,
+            hidden_size=64,
+            layers=2,
+            heads=4,
+            kv_heads=2,
+            intermediate=48,
+            initializer_std=0.08,
+        )
         file = tmp_path / name / "config.json"
         file.write_text(json.dumps(json.loads(file.read_text()) | fields))
     (found,) = run_ranks(1, draws_of, {name: str(tmp_path / name) for name in narrow})
     for name, (rows, logprobs, scores) in found.items():
-        model = AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype=torch.float32,
-                                                     attn_implementation="eager")
+        model = AutoModelForCausalLM.from_pretrained(
+            tmp_path / name, dtype=torch.float32, attn_implementation="eager"
+        )
         for row, prompt, drawn, score in zip(rows, PROMPTS, logprobs, scores):
             with torch.no_grad():
                 plain = model(torch.tensor([row])).logits[0].log_softmax(-1)[:-1]
             want = plain.gather(1, torch.tensor(row)[1:, None])[:, 0]
             assert float(score[0]) == 0
             assert torch.allclose(score[1:], want, atol=1e-4), name
-            assert torch.allclose(torch.tensor(drawn), want[len(prompt) - 1:], atol=1e-4), name
+            assert torch.allclose(torch.tensor(drawn), want[len(prompt) - 1 :], atol=1e-4), name
 
 
 def forbid_vllm() -> None:
@@ -184,24 +200,41 @@ def _train(*configs: Config) -> None:
 def _run_config(model: Path, out: Path, **fields) -> Config:
     (model.parent / "r.py").write_text(
         "def varied(prompts, completions, **columns):\n"
-        "    return [sum(map(ord, c)) % 11 / 11 for c in completions]\n")
+        "    return [sum(map(ord, c)) % 11 / 11 for c in completions]\n"
+    )
     return Config(
-        output_dir=str(out), model=config.Model(path=str(model), compute_dtype="float32"),
-        data=config.Data(train="task:addition", eval="task:addition", size=1000, eval_size=8,
-                         task_options={"digits": 2}, max_prompt_tokens=8),
+        output_dir=str(out),
+        model=config.Model(path=str(model), compute_dtype="float32"),
+        data=config.Data(
+            train="task:addition",
+            eval="task:addition",
+            size=1000,
+            eval_size=8,
+            task_options={"digits": 2},
+            max_prompt_tokens=8,
+        ),
         batch=config.Batch(prompts_per_step=4, group_size=4, tokens_per_microbatch=128),
         sampling=config.Sampling(max_response_tokens=8),
         optimizer=config.Optimizer(lr=1e-3),
         engine=config.Engine(kind="transformers", dtype="float32", max_num_seqs=12),
         stream=config.Stream(mode="traced", verify_every=1, max_logprob_gap=1e-4),
         rewards=config.Rewards(functions=(f"{model.parent / 'r.py'}:varied",)),
-        report=config.Report(tracker="none"), **fields)
+        report=config.Report(tracker="none"),
+        **fields,
+    )
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> Path:
-    return create_model(tmp_path_factory.mktemp("model") / "start", hidden_size=64, layers=1,
-                        heads=2, kv_heads=1, intermediate=48, max_positions=64)
+    return create_model(
+        tmp_path_factory.mktemp("model") / "start",
+        hidden_size=64,
+        layers=1,
+        heads=2,
+        kv_heads=1,
+        intermediate=48,
+        max_positions=64,
+    )
 
 
 def _rows(folder: Path) -> list[dict]:
@@ -211,9 +244,14 @@ def _rows(folder: Path) -> list[dict]:
 @pytest.mark.parametrize("schedule", [{}, {"in_flight": True, "kv_cache": "keep"}])
 def test_three_steps_without_vllm_while_another_rank_trains(schedule, model, tmp_path):
     cfg = _run_config(
-        model, tmp_path / "run", steps=3, lag=1, evaluate=config.Evaluate(every_steps=2),
+        model,
+        tmp_path / "run",
+        steps=3,
+        lag=1,
+        evaluate=config.Evaluate(every_steps=2),
         rollout=config.Rollout(schedule=schedule),
-        layout=config.Layout(world_size=2, device="cpu", wait_timeout_s=200))
+        layout=config.Layout(world_size=2, device="cpu", wait_timeout_s=200),
+    )
     assert config.validate(cfg) == []
     run_ranks(2, _train, cfg)
     rows = _rows(tmp_path / "run")
@@ -227,12 +265,17 @@ def test_three_steps_without_vllm_while_another_rank_trains(schedule, model, tmp
 
 def test_a_run_that_both_trains_and_generates_resumes_to_the_same_end(model, tmp_path):
     def cfg(out: str, steps: int) -> Config:
-        return _run_config(model, tmp_path / out, steps=steps, layout=config.Layout(
-            placement="colocated", world_size=1, device="cpu"))
+        return _run_config(
+            model,
+            tmp_path / out,
+            steps=steps,
+            layout=config.Layout(placement="colocated", world_size=1, device="cpu"),
+        )
 
     run_ranks(1, _train, cfg("whole", 3), cfg("parts", 2), cfg("parts", 3))
-    whole, parts = ([row for row in _rows(tmp_path / out) if "policy/loss" in row]
-                    for out in ("whole", "parts"))
+    whole, parts = (
+        [row for row in _rows(tmp_path / out) if "policy/loss" in row] for out in ("whole", "parts")
+    )
     for one, other in zip(whole, parts, strict=True):
         assert one["policy/loss"] == other["policy/loss"] and one["policy/mismatch_k3"] < 1e-8
         assert one["policy/grad_norm"] == other["policy/grad_norm"] > 0

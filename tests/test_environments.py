@@ -13,35 +13,42 @@ from environment_runs import ROW, play, served
 from spmdrl.data.tasks import make_task
 from spmdrl.environments.guess_number import GuessNumber
 from spmdrl.environments.protocol import Response, Turn
-from spmdrl.workers.serve import (
-    BUILT_IN, BadTurn, check_environment, checked_turn, environment_problems, pack,
-)
 from spmdrl.imports import construct, import_object
-
+from spmdrl.workers.serve import (
+    BUILT_IN,
+    BadTurn,
+    check_environment,
+    checked_turn,
+    environment_problems,
+    pack,
+)
 
 # --------------------------------------------------------------------------- loading
 
 
-@pytest.mark.parametrize(("name", "options", "words"), [
-    ("guess_numbr", {}, ["did you mean guess_number"]),
-    ("guess_number", {"hihg": 3}, ["rollout.environment.hihg", "did you mean high"]),
-    ("guess_number", {"low": 5, "high": 5}, ["low: must be below high"]),
-    ("guess_number", {"turn_cost": 0.5}, ["turn_cost"]),
-    ("tools", {}, ["rollout.environment.tools", "needs this option"]),
-    ("tools", {"tools": ["calculater"]}, ["did you mean calculator"]),
-    ("tools", {"tools": " , "}, ["expected names", "known: calculator"]),
-    ("", {}, ["rollout.environment.name", "guess_number"]),
-    ("tools", {"tools": {"calculator": {"digits": 3}}}, ["takes no options"]),
-    ("tools", {"tools": {"search": {"corpus": "nowhere.jsonl"}}}, ["no such file"]),
-    ("tools", {"tools": {"search": {"file": "x"}}}, ["unknown option of Search"]),
-    ("tools", {"tools": ["json:dumps"]}, ["tool dumps"]),
-    ("task", {"task": "task:additoin"}, ["did you mean addition"]),
-    ("task", {"task": "task:addition", "digit": 3}, ["did you mean digits"]),
-    ("gym", {"env": "json:nothing"}, ["has no class 'nothing'"]),
-    ("no_module_of_this_name:Class", {}, ["ModuleNotFoundError"]),
-    ("nofile.py:Class", {}, ["no such file"]),
-    ("json:JSONDecoder", {}, ["no method `reset`"]),
-])
+@pytest.mark.parametrize(
+    ("name", "options", "words"),
+    [
+        ("guess_numbr", {}, ["did you mean guess_number"]),
+        ("guess_number", {"hihg": 3}, ["rollout.environment.hihg", "did you mean high"]),
+        ("guess_number", {"low": 5, "high": 5}, ["low: must be below high"]),
+        ("guess_number", {"turn_cost": 0.5}, ["turn_cost"]),
+        ("tools", {}, ["rollout.environment.tools", "needs this option"]),
+        ("tools", {"tools": ["calculater"]}, ["did you mean calculator"]),
+        ("tools", {"tools": " , "}, ["expected names", "known: calculator"]),
+        ("", {}, ["rollout.environment.name", "guess_number"]),
+        ("tools", {"tools": {"calculator": {"digits": 3}}}, ["takes no options"]),
+        ("tools", {"tools": {"search": {"corpus": "nowhere.jsonl"}}}, ["no such file"]),
+        ("tools", {"tools": {"search": {"file": "x"}}}, ["unknown option of Search"]),
+        ("tools", {"tools": ["json:dumps"]}, ["tool dumps"]),
+        ("task", {"task": "task:additoin"}, ["did you mean addition"]),
+        ("task", {"task": "task:addition", "digit": 3}, ["did you mean digits"]),
+        ("gym", {"env": "json:nothing"}, ["has no class 'nothing'"]),
+        ("no_module_of_this_name:Class", {}, ["ModuleNotFoundError"]),
+        ("nofile.py:Class", {}, ["no such file"]),
+        ("json:JSONDecoder", {}, ["no method `reset`"]),
+    ],
+)
 def test_unusable_environments_are_refused_at_start(name, options, words):
     with pytest.raises(ValueError) as caught:
         served(name, **options)
@@ -81,11 +88,14 @@ class Holds:
         vars(self).update(parts)
 
 
-@pytest.mark.parametrize(("environment", "place"), [
-    (Holds(a=1, lock=threading.Lock()), "Holds.lock (lock)"),
-    (Holds(inner=Holds(deep={"f": lambda: 1})), "Holds.inner.deep['f'] (function)"),
-    (Holds(items=[1, (x for x in "ab")]), "Holds.items[1] (generator)"),
-])
+@pytest.mark.parametrize(
+    ("environment", "place"),
+    [
+        (Holds(a=1, lock=threading.Lock()), "Holds.lock (lock)"),
+        (Holds(inner=Holds(deep={"f": lambda: 1})), "Holds.inner.deep['f'] (function)"),
+        (Holds(items=[1, (x for x in "ab")]), "Holds.items[1] (generator)"),
+    ],
+)
 def test_what_does_not_pickle_is_named(environment, place):
     with pytest.raises(BadTurn) as caught:
         pack(environment)
@@ -98,14 +108,16 @@ def test_an_environment_too_large_to_travel_is_refused_with_its_largest_attribut
 
 
 def test_an_unpicklable_environment_is_refused_at_start(tmp_path):
-    (tmp_path / "locked_env.py").write_text(textwrap.dedent("""
+    (tmp_path / "locked_env.py").write_text(
+        textwrap.dedent("""
         import threading
         class Locked:
             def __init__(self):
                 self.client = threading.Lock()
             def reset(self, row): return []
             def step(self, response): ...
-    """))
+    """)
+    )
     with pytest.raises(ValueError, match="Locked.client .* cannot be pickled"):
         served(f"{tmp_path}/locked_env.py:Locked")
 
@@ -113,14 +125,17 @@ def test_an_unpicklable_environment_is_refused_at_start(tmp_path):
 # --------------------------------------------------------------------------- turns
 
 
-@pytest.mark.parametrize(("turn", "words"), [
-    ("ok", "must return a Turn"),
-    (Turn(), "at least one message"),
-    (Turn([{"role": "assistant", "content": "x"}]), "role 'assistant'"),
-    (Turn([{"role": "user", "content": None}]), "content"),
-    (Turn(is_done=True, reward=math.nan), "reward: expected a finite number"),
-    (Turn(is_done=True, info={"n": "3"}), "info['n']"),
-])
+@pytest.mark.parametrize(
+    ("turn", "words"),
+    [
+        ("ok", "must return a Turn"),
+        (Turn(), "at least one message"),
+        (Turn([{"role": "assistant", "content": "x"}]), "role 'assistant'"),
+        (Turn([{"role": "user", "content": None}]), "content"),
+        (Turn(is_done=True, reward=math.nan), "reward: expected a finite number"),
+        (Turn(is_done=True, info={"n": "3"}), "info['n']"),
+    ],
+)
 def test_unusable_turns_are_refused(turn, words):
     with pytest.raises(BadTurn) as caught:
         checked_turn(turn)
@@ -128,7 +143,8 @@ def test_unusable_turns_are_refused(turn, words):
 
 
 def test_async_environments_and_seeds_are_served(tmp_path):
-    (tmp_path / "async_env.py").write_text(textwrap.dedent("""
+    (tmp_path / "async_env.py").write_text(
+        textwrap.dedent("""
         import asyncio
         from spmdrl.environments.protocol import Turn
         class Slow:
@@ -141,7 +157,8 @@ def test_async_environments_and_seeds_are_served(tmp_path):
                 await asyncio.sleep(0)
                 self.count += 1
                 return Turn([{"role": "user", "content": f"{self.seed} {self.count}"}])
-    """))
+    """)
+    )
     server = served(f"{tmp_path}/async_env.py:Slow", start=3)
     opened, turn, state = server.open(ROW, seed=41)
     assert state == -1  # it names none
@@ -150,7 +167,10 @@ def test_async_environments_and_seeds_are_served(tmp_path):
     again = server.turn(opened, Response("a"))
     second = server.turn(first[0], Response("b"))
     assert [turn.messages[0]["content"] for _, turn, _ in (first, again, second)] == [
-        "41 4", "41 4", "41 5"]
+        "41 4",
+        "41 4",
+        "41 5",
+    ]
 
 
 def test_guessing_by_halves_wins_and_earns_more_for_fewer_turns():
@@ -186,8 +206,9 @@ def test_a_game_without_a_right_guess_is_worth_nothing():
 
 def test_secrets_of_the_task_are_split_between_training_and_evaluation():
     task = make_task("task:guess_number", {"low": 1, "high": 50})
-    train, held_out = ({task.row(0, i, split=s)["answer"] for i in range(300)}
-                       for s in ("train", "eval"))
+    train, held_out = (
+        {task.row(0, i, split=s)["answer"] for i in range(300)} for s in ("train", "eval")
+    )
     assert train and held_out and not train & held_out
     task = make_task("task:guess_number", {"low": 1, "high": 9, "held_out": False})
     for split in ("train", "eval"):
@@ -235,8 +256,14 @@ def words(observation): return f"You are at {observation}."
 def test_gym_like_environments_are_played_in_words(tmp_path):
     place = tmp_path / "walk_env.py"
     place.write_text(GYM)
-    server = served("gym", env=f"{place}:Walk", env_options={"goal": 4}, action="int",
-                    show=f"{place}:words", max_turns=5)
+    server = served(
+        "gym",
+        env=f"{place}:Walk",
+        env_options={"goal": 4},
+        action="int",
+        show=f"{place}:words",
+        max_turns=5,
+    )
     environment, turn, _ = server.open({"prompt": "Go to 4."}, seed=0)
     assert turn.messages == [{"role": "user", "content": "Go to 4.\n\nYou are at 0."}]
     same = pickle.loads(server.open({"prompt": "Go to 4."}, seed=1)[0])
@@ -278,12 +305,15 @@ def load_grouped():
     env.rubric = Rubric([grouped], [1.0])
     return env
 '''
-OLD = ('[{"role": "user", "content": "go on"}], state',
-       'async def is_completed(self, messages, state, **kwargs):\n'
-       '        return state["turn"] >= self.limit')
-NEW = ('[{"role": "user", "content": "go on"}]',
-       'async def is_completed(self, state):\n'
-       '        return len(state["trajectory"]) >= self.limit')
+OLD = (
+    '[{"role": "user", "content": "go on"}], state',
+    "async def is_completed(self, messages, state, **kwargs):\n"
+    '        return state["turn"] >= self.limit',
+)
+NEW = (
+    '[{"role": "user", "content": "go on"}]',
+    'async def is_completed(self, state):\n        return len(state["trajectory"]) >= self.limit',
+)
 
 
 @pytest.mark.parametrize("form", [OLD, NEW])
@@ -292,8 +322,10 @@ def test_environments_in_the_manner_of_verifiers(tmp_path, form):
     place.write_text(VERIFIERS.replace("RESPONSE", form[0]).replace("COMPLETED", form[1]))
     server = served("verifiers", load=f"{place}:load_environment", load_options={"limit": 3})
     opened = server.open(ROW, seed=0)[1].messages
-    assert opened == [{"role": "system", "content": "Count."},
-                      {"role": "user", "content": ROW["prompt"]}]
+    assert opened == [
+        {"role": "system", "content": "Count."},
+        {"role": "user", "content": ROW["prompt"]},
+    ]
     turns = play(server, ROW, ["1", "2", "5"])
     assert [t.messages for t in turns[:2]] == [[{"role": "user", "content": "go on"}]] * 2
     assert turns[2].is_done and turns[2].reward == pytest.approx(1.2)

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from spmdrl.commands.create_model import character_tokenizer
 from spmdrl.engine.protocol import Completion
-from spmdrl.rollout.conversation import Chat, make_chat
 from spmdrl.environments.protocol import ToolCall
 from spmdrl.environments.tool_calls import hermes, make_parser
 from spmdrl.environments.tools import make_tools
+from spmdrl.rollout.conversation import Chat, make_chat
 from spmdrl.rollout.episode import Response
 
 FAMILIES = ("qwen", "llama3", "gemma")
@@ -28,8 +28,12 @@ def chat_of(family, tools=False):
 
 
 def completion(tokens, *, is_truncated=False):
-    made = {"key": "k", "tokens": tuple(tokens), "logprobs": (-1.0,) * len(tokens),
-            "is_truncated": is_truncated}
+    made = {
+        "key": "k",
+        "tokens": tuple(tokens),
+        "logprobs": (-1.0,) * len(tokens),
+        "is_truncated": is_truncated,
+    }
     if "versions" in Completion.__dataclass_fields__:
         made["versions"] = (3,) * len(tokens)
     return Completion(**made)
@@ -45,8 +49,11 @@ turn_ends = st.sampled_from(["stopped", "cut", "empty"])
 
 def conversations(family):
     answers = user if family == "gemma" else user | st.lists(tool, min_size=1, max_size=3)
-    head = user if family == "gemma" else user | user.map(
-        lambda m: [{"role": "system", "content": "rules"}, *m])
+    head = (
+        user
+        if family == "gemma"
+        else user | user.map(lambda m: [{"role": "system", "content": "rules"}, *m])
+    )
     # Any ids of the vocabulary: a policy samples splits that no tokenizer would make.
     sampled = st.lists(st.integers(0, 255), max_size=12)
     return st.tuples(head, st.lists(st.tuples(sampled, turn_ends, answers), max_size=4))
@@ -72,8 +79,8 @@ def test_ids_decode_to_the_templates_rendering_and_samples_are_untouched(family,
             response.observed(chat.observed(tokens, answer))
             whole += [{"role": "assistant", "content": f"reply-number-{n}"}, *answer]
         rendered = chat.tokenizer.apply_chat_template(
-            whole, tools=TOOLS if with_tools else None, tokenize=False,
-            add_generation_prompt=True)
+            whole, tools=TOOLS if with_tools else None, tokenize=False, add_generation_prompt=True
+        )
         decode = chat.tokenizer.decode
         for n, (_, tokens) in enumerate(drawn):
             reply = decode([t for t in tokens if t != end])
@@ -107,8 +114,10 @@ def _decoded(chat, prompt, response, drawn):
 def test_ids_are_those_of_the_whole_text_where_the_policy_splits_as_the_tokenizer_does(family):
     chat = chat_of(family)
     end = chat.tokenizer.eos_token_id
-    head, answer = [{"role": "user", "content": "in the end"}], [
-        {"role": "user", "content": "the other, then"}]
+    head, answer = (
+        [{"role": "user", "content": "in the end"}],
+        [{"role": "user", "content": "the other, then"}],
+    )
     reply = "then on"
     tokens = chat.opening(head)
     for _ in range(3):
@@ -116,7 +125,8 @@ def test_ids_are_those_of_the_whole_text_where_the_policy_splits_as_the_tokenize
         tokens += sampled + chat.observed(sampled, answer)
     turns = [{"role": "assistant", "content": reply}, *answer]
     text = chat.tokenizer.apply_chat_template(
-        [*head, *turns * 3], tokenize=False, add_generation_prompt=True)
+        [*head, *turns * 3], tokenize=False, add_generation_prompt=True
+    )
     assert tokens == chat.tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
@@ -131,8 +141,9 @@ def test_a_turn_that_ended_by_another_stop_token_is_closed_by_it():
 
 def test_a_final_assistant_message_is_continued():
     chat = chat_of("qwen")
-    opened = chat.opening([{"role": "user", "content": "q"},
-                           {"role": "assistant", "content": "So"}])
+    opened = chat.opening(
+        [{"role": "user", "content": "q"}, {"role": "assistant", "content": "So"}]
+    )
     assert chat.tokenizer.decode(opened).endswith("<|im_start|>assistant\nSo")
 
 
@@ -140,10 +151,13 @@ def test_the_character_tokenizer_of_the_demos_serves():
     words = character_tokenizer(chat_template=True)
     chat = Chat(words, stop_token_ids=[words.eos_token_id])
     tokens = chat.opening([{"role": "user", "content": "go"}])
-    tokens += [words.eos_token_id] + chat.observed([words.eos_token_id], [
-        {"role": "user", "content": "higher"}])
-    assert words.decode(tokens) == ("<|im_start|>user\ngo<eos>\n<|im_start|>assistant\n<eos>\n"
-                                    "<|im_start|>user\nhigher<eos>\n<|im_start|>assistant\n")
+    tokens += [words.eos_token_id] + chat.observed(
+        [words.eos_token_id], [{"role": "user", "content": "higher"}]
+    )
+    assert words.decode(tokens) == (
+        "<|im_start|>user\ngo<eos>\n<|im_start|>assistant\n<eos>\n"
+        "<|im_start|>user\nhigher<eos>\n<|im_start|>assistant\n"
+    )
 
 
 # --------------------------------------------------------------------------- refusals
@@ -184,8 +198,9 @@ def test_kept_conversations_go_on_from_what_was_sampled():
 
 
 def test_a_template_that_forgets_replies_is_refused():
-    template = QWEN.replace("or message.role == 'assistant'",
-                            "or loop.last and messages | length < 3")
+    template = QWEN.replace(
+        "or message.role == 'assistant'", "or loop.last and messages | length < 3"
+    )
     assert "leaves a reply out" in refusal(chat_tokenizer("qwen", template=template))
 
 
@@ -205,15 +220,17 @@ def test_missing_templates_and_refused_roles_say_so():
         chat.opening([{"role": "user", "content": "a"}, {"role": "user", "content": "b"}])
     with pytest.raises(ValueError, match="must alternate"):
         chat.observed([1], [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}])
-    assert GEMMA == chat.tokenizer.chat_template  # the conversation above is the template's limit
+    assert chat.tokenizer.chat_template == GEMMA  # the conversation above is the template's limit
 
 
 def test_a_run_says_how_to_treat_rewriting_in_its_config():
     words = chat_tokenizer("qwen", template=QWEN3)
     given = {"stop_token_ids": [words.eos_token_id], "tools": TOOLS, "tool_parser": "auto"}
     assert make_chat({"name": "tools", "rewrites": "keep"}, words, **given).tools == TOOLS
-    for options, text in (({"name": "tools"}, "<think>"),
-                          ({"rewrites": "kep"}, "must be refuse or keep, got 'kep'")):
+    for options, text in (
+        ({"name": "tools"}, "<think>"),
+        ({"rewrites": "kep"}, "must be refuse or keep, got 'kep'"),
+    ):
         with pytest.raises(ValueError, match=text):
             make_chat(options, words, **given)
 
@@ -223,8 +240,9 @@ def test_a_run_says_how_to_treat_rewriting_in_its_config():
 
 def test_responses_have_text_without_and_calls_with_special_tokens():
     words = chat_tokenizer("llama3")
-    chat = Chat(words, stop_token_ids=[words.eos_token_id], tools=TOOLS,
-                parser=make_parser("auto", words))
+    chat = Chat(
+        words, stop_token_ids=[words.eos_token_id], tools=TOOLS, parser=make_parser("auto", words)
+    )
     text = '<|python_tag|>{"name": "calculator", "parameters": {"expression": "1+1"}}<|eot_id|>'
     tokens = words(text, add_special_tokens=False)["input_ids"]
     found, cut = chat.responses([completion(tokens), completion([1, 2], is_truncated=True)])
@@ -244,13 +262,20 @@ def test_the_parser_is_told_from_the_template():
 def test_calls_are_read_as_vllm_reads_them():
     words = chat_tokenizer("llama3")
     ours = {name: make_parser(name, words) for name in ("hermes", "llama3")}
-    theirs = {"hermes": make_parser("vllm:hermes", words),
-              "llama3": make_parser("vllm:llama3_json", words)}
+    theirs = {
+        "hermes": make_parser("vllm:hermes", words),
+        "llama3": make_parser("vllm:llama3_json", words),
+    }
     one = '{"name": "f", "arguments": {"a": [1, {"b": null}]}}'
     two = '{"name": "g", "arguments": {}}'
-    for text in ("just text", f"Well. <tool_call>\n{one}\n</tool_call>",
-                 f"<tool_call>{one}</tool_call>\n<tool_call>{two}", f"{one}; {two}",
-                 f"<|python_tag|>{one.replace('arguments', 'parameters')}", f"So: {one} and so on"):
+    for text in (
+        "just text",
+        f"Well. <tool_call>\n{one}\n</tool_call>",
+        f"<tool_call>{one}</tool_call>\n<tool_call>{two}",
+        f"{one}; {two}",
+        f"<|python_tag|>{one.replace('arguments', 'parameters')}",
+        f"So: {one} and so on",
+    ):
         for name in ours:
             assert ours[name](text) == theirs[name](text), (name, text)
     with pytest.raises(ValueError, match="vllm:nothing"):

@@ -13,11 +13,11 @@ from chat_templates import chat_tokenizer
 
 from spmdrl.config import Config, Data, Rewards, Rollout
 from spmdrl.engine.protocol import Completion
-from spmdrl.rollout.conversation import Chat
 from spmdrl.environments.protocol import Response
 from spmdrl.environments.tool_calls import hermes
-from spmdrl.workers.pool import RewardPool, RewardResult, TurnResult
+from spmdrl.rollout.conversation import Chat
 from spmdrl.types import Prompt
+from spmdrl.workers.pool import RewardPool, RewardResult, TurnResult
 
 ENVIRONMENT = '''
 import os, threading, time
@@ -63,9 +63,13 @@ def place(tmp_path):
 
 
 def pool_of(environment, *, functions=(), workers=1, timeout_s=30.0, train="rows.jsonl"):
-    return RewardPool(Config(
-        data=Data(train=train, size=10), rollout=Rollout(environment=environment),
-        rewards=Rewards(functions=functions, workers=workers, timeout_s=timeout_s)))
+    return RewardPool(
+        Config(
+            data=Data(train=train, size=10),
+            rollout=Rollout(environment=environment),
+            rewards=Rewards(functions=functions, workers=workers, timeout_s=timeout_s),
+        )
+    )
 
 
 def opened(pool, *keys, **row):
@@ -98,8 +102,10 @@ def test_any_worker_plays_any_turn(place):
                 assert type(result.messages[0]["content"]) is str
                 assert result.reward == 0.25 and not result.is_done and result.seconds >= 0.1
         found = said(pool, found, "end")
-    assert all((r.is_done, r.reward, r.environment, r.messages) == (True, 1.5, b"", ())
-               for r in found.values())
+    assert all(
+        (r.is_done, r.reward, r.environment, r.messages) == (True, 1.5, b"", ())
+        for r in found.values()
+    )
     assert max(r.info["pids"] for r in found.values()) >= 2  # 3 if one was slow for a while
 
 
@@ -126,12 +132,15 @@ def test_a_killed_worker_costs_no_episode_between_turns(place):
 # --------------------------------------------------------------------------- failures
 
 
-@pytest.mark.parametrize(("text", "failure", "words"), [
-    ("raise", "error", r"KeyError: 'lost' \(.*odd_env.py"),
-    ("exit", "error", "exit code 7"),
-    ("nothing", "bad_value", "must return a Turn, got None"),
-    ("lock", "bad_value", r"Odd.lock \(lock\) cannot be pickled"),
-])
+@pytest.mark.parametrize(
+    ("text", "failure", "words"),
+    [
+        ("raise", "error", r"KeyError: 'lost' \(.*odd_env.py"),
+        ("exit", "error", "exit code 7"),
+        ("nothing", "bad_value", "must return a Turn, got None"),
+        ("lock", "bad_value", r"Odd.lock \(lock\) cannot be pickled"),
+    ],
+)
 def test_a_failing_turn_costs_only_its_episode(place, text, failure, words):
     with pool_of({"name": f"{place}:Odd"}) as pool:
         found = opened(pool, "a", "b", "c")
@@ -143,10 +152,13 @@ def test_a_failing_turn_costs_only_its_episode(place, text, failure, words):
     assert b.environment == b"" and b.messages == () and c.messages
 
 
-@pytest.mark.parametrize(("reset", "failure", "words"), [
-    ("raise", "error", "KeyError"),
-    ("lock", "bad_value", r"Odd.client\['lock'\] \(lock\) cannot be pickled"),
-])
+@pytest.mark.parametrize(
+    ("reset", "failure", "words"),
+    [
+        ("raise", "error", "KeyError"),
+        ("lock", "bad_value", r"Odd.client\['lock'\] \(lock\) cannot be pickled"),
+    ],
+)
 def test_a_failing_opening_is_reported(place, reset, failure, words):
     with pool_of({"name": f"{place}:Odd"}) as pool:
         result = opened(pool, "a", reset=reset)["a"]
@@ -166,9 +178,11 @@ def test_hanging_turns_and_openings_are_killed_at_the_deadline(place):
 
 
 def test_unusable_environments_are_refused_at_start():
-    for environment, words in (({"name": "guess_numbre"}, "did you mean guess_number"),
-                               ({"name": "guess_number", "hig": 3}, "did you mean high"),
-                               ({"max_turns": 3}, "rollout.environment.name")):
+    for environment, words in (
+        ({"name": "guess_numbre"}, "did you mean guess_number"),
+        ({"name": "guess_number", "hig": 3}, "did you mean high"),
+        ({"max_turns": 3}, "rollout.environment.name"),
+    ):
         with pool_of(environment) as pool, pytest.raises(ValueError, match=words):
             pool.start()
 
@@ -218,12 +232,15 @@ def test_the_last_response_of_a_tool_episode_is_graded():
 
 
 def test_tools_and_environments_leave_torch_out_of_the_workers(place):
-    place.write_text(ENVIRONMENT + textwrap.dedent("""
+    place.write_text(
+        ENVIRONMENT
+        + textwrap.dedent("""
         class Look(Odd):
             def step(self, response):
                 import sys
                 return Turn(is_done=True, info={"torch": "torch" in sys.modules})
-    """))
+    """)
+    )
     with pool_of({"name": f"{place}:Look"}) as pool:
         assert said(pool, opened(pool, 0), "x")[0].info == {"torch": 0.0}
 
@@ -235,8 +252,7 @@ def test_a_turn_costs_the_rank_less_than_a_millisecond():
     words = chat_tokenizer("qwen")
     chat = Chat(words, stop_token_ids=[words.eos_token_id])
     tokens = (*words("Is it 1000?", add_special_tokens=False)["input_ids"], words.eos_token_id)
-    fields = {"key": "k", "tokens": tokens, "logprobs": (0.0,) * len(tokens),
-              "is_truncated": False}
+    fields = {"key": "k", "tokens": tokens, "logprobs": (0.0,) * len(tokens), "is_truncated": False}
     if "versions" in Completion.__dataclass_fields__:
         fields["versions"] = (0,) * len(tokens)
     completions = [Completion(**fields)] * 64

@@ -30,27 +30,40 @@ def hermes_call(name, **arguments):
 
 
 def test_calls_are_run_until_a_response_has_none():
-    texts = [f"{hermes_call('calculator', expression='2+3')}\n"
-             f"{hermes_call('calculator', expression='2*3')}", "It is 5."]
+    texts = [
+        f"{hermes_call('calculator', expression='2+3')}\n"
+        f"{hermes_call('calculator', expression='2*3')}",
+        "It is 5.",
+    ]
     turns = play(served("tools", tools=["calculator"]), ROW, texts, read=hermes)
     assert turns[0].messages == [
         {"role": "tool", "name": "calculator", "content": "5", "tool_call_id": "call00001"},
-        {"role": "tool", "name": "calculator", "content": "6", "tool_call_id": "call00002"}]
+        {"role": "tool", "name": "calculator", "content": "6", "tool_call_id": "call00002"},
+    ]
     assert turns[0].info == {"tool_calls": 2, "malformed_calls": 0, "tool_errors": 0}
     assert turns[1] == Turn(is_done=True, info=NO_CALLS | {"out_of_turns": 0.0})
 
 
 def test_malformed_and_failing_calls_are_answered_and_counted():
-    text = "".join([
-        "<tool_call>{name: calculator}</tool_call>", hermes_call("calculate", expression="1"),
-        hermes_call("calculator", expression="1/0"), hermes_call("calculator", expr="1"),
-        hermes_call("calculator", expression=3)])
-    turn, = play(served("tools", tools="calculator", reply_role="user"), ROW, [text], read=hermes)
-    message, = turn.messages
+    text = "".join(
+        [
+            "<tool_call>{name: calculator}</tool_call>",
+            hermes_call("calculate", expression="1"),
+            hermes_call("calculator", expression="1/0"),
+            hermes_call("calculator", expr="1"),
+            hermes_call("calculator", expression=3),
+        ]
+    )
+    (turn,) = play(served("tools", tools="calculator", reply_role="user"), ROW, [text], read=hermes)
+    (message,) = turn.messages
     assert message["role"] == "user"
-    for words in ("cannot be read: not valid JSON", "no tool 'calculate'; there are calculator",
-                  "ZeroDivisionError", "unknown argument 'expr'; did you mean expression?",
-                  "argument 'expression': expected string, got 3"):
+    for words in (
+        "cannot be read: not valid JSON",
+        "no tool 'calculate'; there are calculator",
+        "ZeroDivisionError",
+        "unknown argument 'expr'; did you mean expression?",
+        "argument 'expression': expected string, got 3",
+    ):
         assert words in message["content"], message["content"]
     assert turn.info == {"tool_calls": 5, "malformed_calls": 1, "tool_errors": 4}
 
@@ -72,9 +85,11 @@ def test_templates_without_tools_are_told_of_them_in_the_first_message():
 def test_turns_and_results_are_bounded(tmp_path):
     (tmp_path / "long_tool.py").write_text(
         'def long(n: int) -> str:\n    """Say much.\n\n    Args:\n        n: How much.\n    """\n'
-        '    return "x" * n\n')
-    server = served("tools", tools=[f"{tmp_path}/long_tool.py:long"], max_turns=2,
-                    max_result_chars=100)
+        '    return "x" * n\n'
+    )
+    server = served(
+        "tools", tools=[f"{tmp_path}/long_tool.py:long"], max_turns=2, max_result_chars=100
+    )
     text = hermes_call("long", n=150)
     turns = play(server, ROW, [text, text], read=hermes)
     assert turns[0].messages[0]["content"] == "x" * 100 + "\n[50 more characters left out]"
@@ -83,8 +98,9 @@ def test_turns_and_results_are_bounded(tmp_path):
 
 def test_tools_do_not_travel_with_the_episode(tmp_path):
     corpus = tmp_path / "corpus.jsonl"
-    corpus.write_text("\n".join(json.dumps({"text": f"text {i} " + "word " * 50})
-                                for i in range(200)))
+    corpus.write_text(
+        "\n".join(json.dumps({"text": f"text {i} " + "word " * 50}) for i in range(200))
+    )
     server = served("tools", tools={"search": {"corpus": str(corpus)}})
     assert len(server.open(ROW, seed=0)[0]) < 1000
     assert server.is_graded and server.tools[0]["function"]["name"] == "search"
@@ -106,29 +122,39 @@ def test_a_subclass_may_keep_state_for_its_tools():
 # --------------------------------------------------------------------------- calls, schemas
 
 
-@pytest.mark.parametrize(("text", "expected"), [
-    ("no call at all", []),
-    ('<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>', [("f", {"a": 1})]),
-    ('Hm.<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}', [("f", {"a": 1})]),
-    ('<tool_call>{"name": "f", "arguments": [1]}</tool_call>', ["must be a JSON object"]),
-    ('<tool_call>{"nam": "f"}</tool_call><tool_call>{"name": "g"}</tool_call>',
-     ["expected a JSON object", ("g", {})]),
-    ("<tool_call>f(1)</tool_call>", ["not valid JSON"]),
-    ("<tool_call>" + "[" * 100000, ["not valid JSON"]),
-])
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("no call at all", []),
+        ('<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>', [("f", {"a": 1})]),
+        ('Hm.<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}', [("f", {"a": 1})]),
+        ('<tool_call>{"name": "f", "arguments": [1]}</tool_call>', ["must be a JSON object"]),
+        (
+            '<tool_call>{"nam": "f"}</tool_call><tool_call>{"name": "g"}</tool_call>',
+            ["expected a JSON object", ("g", {})],
+        ),
+        ("<tool_call>f(1)</tool_call>", ["not valid JSON"]),
+        ("<tool_call>" + "[" * 100000, ["not valid JSON"]),
+    ],
+)
 def test_hermes_calls(text, expected):
     check_calls(hermes(text), expected)
 
 
-@pytest.mark.parametrize(("text", "expected"), [
-    ("In {braces} there is no call", []),
-    ('{"name": "f", "parameters": {"a": {"b": "}"}}}', [("f", {"a": {"b": "}"}})]),
-    ('<|python_tag|>{"name": "f", "parameters": {}}; {"name": "g", "arguments": {"x": 2}}',
-     [("f", {}), ("g", {"x": 2})]),
-    ('{"name": "f", "parameters": {"a": 1}', ["not valid JSON"]),
-    ("<|python_tag|>print(1)", ["not valid JSON"]),
-    ('A set is {"a": 1}.', []),
-])
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("In {braces} there is no call", []),
+        ('{"name": "f", "parameters": {"a": {"b": "}"}}}', [("f", {"a": {"b": "}"}})]),
+        (
+            '<|python_tag|>{"name": "f", "parameters": {}}; {"name": "g", "arguments": {"x": 2}}',
+            [("f", {}), ("g", {"x": 2})],
+        ),
+        ('{"name": "f", "parameters": {"a": 1}', ["not valid JSON"]),
+        ("<|python_tag|>print(1)", ["not valid JSON"]),
+        ('A set is {"a": 1}.', []),
+    ],
+)
 def test_llama3_calls(text, expected):
     check_calls(llama3(text), expected)
 
@@ -151,8 +177,16 @@ def test_no_text_breaks_a_parser(text):
 
 
 def every_type(
-    text: str, count: int, share: float, yes: bool, names: list[str], table: dict[str, int],
-    kind: Literal["a", "b"], either: int | str, maybe: str | None = None, size: int = 3,
+    text: str,
+    count: int,
+    share: float,
+    yes: bool,
+    names: list[str],
+    table: dict[str, int],
+    kind: Literal["a", "b"],
+    either: int | str,
+    maybe: str | None = None,
+    size: int = 3,
 ) -> str:
     """Do something with everything.
 
@@ -187,15 +221,27 @@ def test_descriptions_are_those_of_transformers():
 
 def test_arguments_are_checked():
     schema = describe(every_type)["function"]["parameters"]
-    good = {"text": "a", "count": 1, "share": 1, "yes": True, "names": ["x"], "table": {"a": 1},
-            "kind": "a", "either": "x"}
+    good = {
+        "text": "a",
+        "count": 1,
+        "share": 1,
+        "yes": True,
+        "names": ["x"],
+        "table": {"a": 1},
+        "kind": "a",
+        "either": "x",
+    }
     assert argument_problem(good, schema) == ""
     assert argument_problem(good | {"maybe": None, "either": 3}, schema) == ""
     for name, value, words in [
-        ("count", True, "expected integer, got True"), ("count", 1.5, "expected integer"),
-        ("names", ["x", 1], "expected string, got 1"), ("table", {"a": "b"}, "expected integer"),
-        ("kind", "c", "must be one of 'a', 'b'"), ("either", 1.5, "expected integer or string"),
-        ("siz", 1, "unknown argument 'siz'; did you mean size?"), ("yes", 1, "expected boolean"),
+        ("count", True, "expected integer, got True"),
+        ("count", 1.5, "expected integer"),
+        ("names", ["x", 1], "expected string, got 1"),
+        ("table", {"a": "b"}, "expected integer"),
+        ("kind", "c", "must be one of 'a', 'b'"),
+        ("either", 1.5, "expected integer or string"),
+        ("siz", 1, "unknown argument 'siz'; did you mean size?"),
+        ("yes", 1, "expected boolean"),
         ("share", math.nan, "expected number"),
     ]:
         assert words in argument_problem(good | {name: value}, schema)
@@ -220,9 +266,12 @@ def test_functions_that_cannot_be_described_are_refused():
             a: A.
         """
 
-    for function, words in ((untyped, "parameter a: has no type hint"),
-                            (untold, "not described"), (odd, "bytes"),
-                            (lambda: 1, "no docstring")):
+    for function, words in (
+        (untyped, "parameter a: has no type hint"),
+        (untold, "not described"),
+        (odd, "bytes"),
+        (lambda: 1, "no docstring"),
+    ):
         with pytest.raises(ValueError, match=words):
             describe(function)
     with pytest.raises(ValueError, match="two of the name 'calculator'"):
@@ -232,22 +281,62 @@ def test_functions_that_cannot_be_described_are_refused():
 # --------------------------------------------------------------------------- provided tools
 
 
-@pytest.mark.parametrize(("expression", "value"), [
-    ("2*(3+4)**2", "98"), ("1/3", "0.333333333333"), ("7 // 2 + 7 % 4", "6"), ("2^10", "1024"),
-    ("1,234 + 1", "1235"), ("sqrt(16) - -1", "5"), ("max(1, 200)", "200"),
-    ("round(2.567, 1)", "2.6"),
-    ("3 \u00d7 4 \u00f7 6", "2"), ("2**100", str(2**100)), ("-7 // 2", "-4"), ("10**-2", "0.01"),
-])
+@pytest.mark.parametrize(
+    ("expression", "value"),
+    [
+        ("2*(3+4)**2", "98"),
+        ("1/3", "0.333333333333"),
+        ("7 // 2 + 7 % 4", "6"),
+        ("2^10", "1024"),
+        ("1,234 + 1", "1235"),
+        ("sqrt(16) - -1", "5"),
+        ("max(1, 200)", "200"),
+        ("round(2.567, 1)", "2.6"),
+        ("3 \u00d7 4 \u00f7 6", "2"),
+        ("2**100", str(2**100)),
+        ("-7 // 2", "-4"),
+        ("10**-2", "0.01"),
+    ],
+)
 def test_the_calculator_computes(expression, value):
     assert calculator(expression) == value
 
 
-@pytest.mark.parametrize("expression", [
-    "9**9**9", "9**999999999", "(10**1000)**4", "round(5, -10**9)", "1e999", "1/0", "(-8)**0.5",
-    "__import__('os')", "().__class__", "a", "print(1)", "x=1", "1 if 1 else 2", "[1]*9", "'a'*9",
-    "1j", "True", "2" * 301, "(" * 250, "-" * 299 + "1x", "10**400*1.0", "min()", "1<2", "",
-    "1,000 +", "sqrt(-1)", "2**4000*2**4000", "lambda: 1", "max(*[1])", "f(x=1)",
-])
+@pytest.mark.parametrize(
+    "expression",
+    [
+        "9**9**9",
+        "9**999999999",
+        "(10**1000)**4",
+        "round(5, -10**9)",
+        "1e999",
+        "1/0",
+        "(-8)**0.5",
+        "__import__('os')",
+        "().__class__",
+        "a",
+        "print(1)",
+        "x=1",
+        "1 if 1 else 2",
+        "[1]*9",
+        "'a'*9",
+        "1j",
+        "True",
+        "2" * 301,
+        "(" * 250,
+        "-" * 299 + "1x",
+        "10**400*1.0",
+        "min()",
+        "1<2",
+        "",
+        "1,000 +",
+        "sqrt(-1)",
+        "2**4000*2**4000",
+        "lambda: 1",
+        "max(*[1])",
+        "f(x=1)",
+    ],
+)
 def test_the_calculator_refuses_at_once(expression):
     began = time.thread_time()
     with pytest.raises((ValueError, ArithmeticError, TypeError)):
@@ -281,8 +370,10 @@ def test_bm25_scores_are_those_of_the_formula():
         return total
 
     found = Index(texts).search("The cat sat", count=4)
-    wanted = sorted(((i, score(d, "the cat sat")) for i, d in enumerate(split)),
-                    key=lambda pair: (-pair[1], pair[0]))
+    wanted = sorted(
+        ((i, score(d, "the cat sat")) for i, d in enumerate(split)),
+        key=lambda pair: (-pair[1], pair[0]),
+    )
     assert found == [(i, pytest.approx(s)) for i, s in wanted if s]
     assert found[0][0] == 0 and len(found) == 3
     assert Index(texts).search("unicorn", count=4) == []
@@ -290,8 +381,9 @@ def test_bm25_scores_are_those_of_the_formula():
 
 def test_search_shows_titles_and_refuses_bad_corpora(tmp_path):
     corpus = tmp_path / "c.jsonl"
-    corpus.write_text('{"title": "Paris", "text": "is the capital of France"}\n\n'
-                      '{"text": "Rome is in Italy"}\n')
+    corpus.write_text(
+        '{"title": "Paris", "text": "is the capital of France"}\n\n{"text": "Rome is in Italy"}\n'
+    )
     search = Search(corpus=str(corpus), results=1)
     assert search("capital of France?") == "[1] Paris: is the capital of France"
     assert search("zzz") == "No passage matches."
@@ -326,5 +418,9 @@ def test_a_broken_tool_ends_the_episode_and_is_not_shown_to_the_policy(monkeypat
 
     monkeypatch.setattr(python_tool, "run_python", broken)
     with pytest.raises(BrokenTool, match="no space left"):
-        play(served("tools", tools={"python": {"allow_unprotected": True}}), ROW,
-             [hermes_call("python", code="1")], read=hermes)
+        play(
+            served("tools", tools={"python": {"allow_unprotected": True}}),
+            ROW,
+            [hermes_call("python", code="1")],
+            read=hermes,
+        )

@@ -15,24 +15,33 @@ from ranks import run_ranks
 from runs import ROOT
 
 from spmdrl import config
-from spmdrl.config import Config
 from spmdrl.commands.create_model import create_model
-from spmdrl.evaluate import parse, table
 from spmdrl.commands.export import export
+from spmdrl.config import Config
+from spmdrl.evaluate import parse, table
 from spmdrl.report.glossary import values_of
-from spmdrl.workers.pool import RewardResult
 from spmdrl.rollout.episode import Response, Sample
 from spmdrl.rollout.outcomes import Outcome, eval_sums, outcomes_of, summarize
 from spmdrl.types import Prompt
+from spmdrl.workers.pool import RewardResult
 
 
 def outcome(index: int, rewards, *, source: str = "", answers=(), failed: int = 0) -> Outcome:
-    return Outcome(index, source, tuple(rewards), tuple(answers),
-                   lengths=(3,) * (len(rewards) + failed), num_truncated=1)
+    return Outcome(
+        index,
+        source,
+        tuple(rewards),
+        tuple(answers),
+        lengths=(3,) * (len(rewards) + failed),
+        num_truncated=1,
+    )
 
 
-OUTCOMES = [outcome(0, (1, 0, 0, 0), source="a"), outcome(1, (0, 0, 0, 0), source="b"),
-            outcome(2, (1, 0.5, 1, 1.5), source="b")]
+OUTCOMES = [
+    outcome(0, (1, 0, 0, 0), source="a"),
+    outcome(1, (0, 0, 0, 0), source="b"),
+    outcome(2, (1, 0.5, 1, 1.5), source="b"),
+]
 
 
 @pytest.mark.parametrize("k", [1, 2, 4])
@@ -54,8 +63,12 @@ def test_sizes_are_powers_of_two_and_the_number_of_samples():
 
 
 def test_right_begins_at_the_threshold_up_to_rounding():
-    for rewards, right_at, passes in (((0.7 + 0.2 + 0.1, 0.0), 1.0, 0.5), ((0.99, 0.0), 1.0, 0.0),
-                                      ((0.99, 0.5), 0.5, 1.0), ((2.0, -1.0), 1.0, 0.5)):
+    for rewards, right_at, passes in (
+        ((0.7 + 0.2 + 0.1, 0.0), 1.0, 0.5),
+        ((0.99, 0.0), 1.0, 0.0),
+        ((0.99, 0.5), 0.5, 1.0),
+        ((2.0, -1.0), 1.0, 0.5),
+    ):
         found = summarize([outcome(0, rewards)], samples=2, right_at=right_at)
         assert found["pass_at_1"].mean == passes, (rewards, right_at)
 
@@ -64,16 +77,30 @@ def test_a_problem_counts_where_it_has_samples_enough():
     some = [outcome(0, (1, 1)), outcome(1, (0,), failed=1), outcome(2, (), failed=2)]
     found = summarize(some, samples=2)
     counts = {name: estimate.num_problems for name, estimate in found.items()}
-    assert counts == {"reward": 2, "pass_at_1": 2, "pass_at_2": 1, "best_at_1": 2, "best_at_2": 1,
-                      "response_length": 3, "truncated_frac": 3, "failed_frac": 3}
+    assert counts == {
+        "reward": 2,
+        "pass_at_1": 2,
+        "pass_at_2": 1,
+        "best_at_1": 2,
+        "best_at_2": 1,
+        "response_length": 3,
+        "truncated_frac": 3,
+        "failed_frac": 3,
+    }
     assert found["reward"].mean == 0.5 and found["failed_frac"].mean == 0.5
     assert found["pass_at_2"].half_width is None
 
 
-@pytest.mark.parametrize("answers, rewards, share", [
-    ("4454", (1, 1, 0, 1), 1.0), ("4555", (1, 0, 0, 0), 0.0), ("4455", (1, 1, 0, 0), 0.5),
-    ("4567", (1, 0, 0, 0), 0.25), ("4445", (1, 1, 0, 0), 2 / 3),
-])
+@pytest.mark.parametrize(
+    "answers, rewards, share",
+    [
+        ("4454", (1, 1, 0, 1), 1.0),
+        ("4555", (1, 0, 0, 0), 0.0),
+        ("4455", (1, 1, 0, 0), 0.5),
+        ("4567", (1, 0, 0, 0), 0.25),
+        ("4445", (1, 1, 0, 0), 2 / 3),
+    ],
+)
 def test_maj_is_of_the_most_frequent_answer(answers, rewards, share):
     found = summarize([outcome(0, rewards, answers=answers)], samples=4)
     assert found["maj_at_4"].mean == pytest.approx(share)
@@ -86,8 +113,10 @@ def test_the_loop_reports_every_source_and_only_names_of_the_glossary():
     assert values["eval/b/pass_at_n"] == 0.5 and values["eval/pass_at_4"] == pytest.approx(2 / 3)
     assert values["eval/reward"] == pytest.approx(1.25 / 3) and values["eval/reward_ci95"] > 0
     one = values_of(eval_sums([outcome(0, (1,)), outcome(1, (0,))], samples=1))
-    assert sorted(one) == [f"eval/{name}" for name in (
-        "failed_frac", "response_length", "reward", "reward_ci95", "truncated_frac")]
+    assert sorted(one) == [
+        f"eval/{name}"
+        for name in ("failed_frac", "response_length", "reward", "reward_ci95", "truncated_frac")
+    ]
     assert eval_sums([], samples=4) == {}
 
 
@@ -104,7 +133,9 @@ def test_answers_and_numbers_come_from_what_reward_functions_report():
     samples = [
         _sample(7, 0, reward(1.0, extras={"f/pred": "42"}, metrics={"f/acc": 1.0})),
         _sample(7, 1, reward(0.0, metrics={"f/pred": 41.0, "f/acc": 0.0})),
-        _sample(3, 0, reward(1.0, extras={"f/pred": "42"})), _sample(3, 1, reward(None))]
+        _sample(3, 0, reward(1.0, extras={"f/pred": "42"})),
+        _sample(3, 1, reward(None)),
+    ]
     first, second = outcomes_of(samples)
     assert (first.index, first.rewards, first.answers) == (3, (1.0,), ("42",))
     assert (second.source, second.rewards, second.answers) == ("s", (1.0, 0.0), ("42", "41.0"))
@@ -140,23 +171,43 @@ def run(tmp_path_factory) -> Path:
     from transformers import AutoTokenizer
 
     where = tmp_path_factory.mktemp("evaluate")
-    model = create_model(where / "start", hidden_size=64, layers=1, heads=2, kv_heads=1,
-                         intermediate=48, max_positions=64)
+    model = create_model(
+        where / "start",
+        hidden_size=64,
+        layers=1,
+        heads=2,
+        kv_heads=1,
+        intermediate=48,
+        max_positions=64,
+    )
     digits = AutoTokenizer.from_pretrained(model).convert_tokens_to_ids(list("0123456789"))
-    rows = [{"prompt": f"{i}+{i}=", "data_source": "odd" if i % 2 else "even",
-             "ground_truth": str(i % 10)} for i in range(10, 22)]
+    rows = [
+        {
+            "prompt": f"{i}+{i}=",
+            "data_source": "odd" if i % 2 else "even",
+            "ground_truth": str(i % 10),
+        }
+        for i in range(10, 22)
+    ]
     (where / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     cfg = Config(
-        output_dir=str(where / "run"), steps=STEPS,
+        output_dir=str(where / "run"),
+        steps=STEPS,
         layout=config.Layout(placement="colocated", world_size=1, device="cpu"),
         model=config.Model(path=str(model), compute_dtype="float32"),
-        data=config.Data(train="task:addition", size=100, task_options={"digits": 2},
-                         eval=str(where / "rows.jsonl"), max_prompt_tokens=8),
+        data=config.Data(
+            train="task:addition",
+            size=100,
+            task_options={"digits": 2},
+            eval=str(where / "rows.jsonl"),
+            max_prompt_tokens=8,
+        ),
         batch=config.Batch(prompts_per_step=4, group_size=4, tokens_per_microbatch=128),
         sampling=config.Sampling(max_response_tokens=24, stop_token_ids=tuple(digits)),
         optimizer=config.Optimizer(lr=1e-3),
-        engine=config.Engine(kind="transformers", dtype="float32", cpu_kv_cache_gib=0.1,
-                             max_num_seqs=64),
+        engine=config.Engine(
+            kind="transformers", dtype="float32", cpu_kv_cache_gib=0.1, max_num_seqs=64
+        ),
         # The answer is the last number: the responses end with a digit.
         rewards=config.Rewards(functions=("spmdrl.rewards.graders:numeric",)),
         evaluate=config.Evaluate(every_steps=STEPS, samples=4),
@@ -168,8 +219,13 @@ def run(tmp_path_factory) -> Path:
 
 def _evaluated(launcher: list[str], *arguments: str) -> tuple[dict, str]:
     out = arguments[arguments.index("--out") + 1]
-    done = subprocess.run([sys.executable, *launcher, "-m", "spmdrl", "evaluate", *arguments],
-                          cwd=ROOT, text=True, timeout=300, capture_output=True)
+    done = subprocess.run(
+        [sys.executable, *launcher, "-m", "spmdrl", "evaluate", *arguments],
+        cwd=ROOT,
+        text=True,
+        timeout=300,
+        capture_output=True,
+    )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return json.loads(Path(out).read_text()), done.stdout
 
@@ -180,7 +236,12 @@ def test_a_run_and_its_model_give_what_the_loop_measured_on_any_ranks(run, tmp_p
     assert (first["step"], looped["step"]) == (0, STEPS)
     of_run, printed = _evaluated(
         ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"],
-        str(run), "--which", "best", "--out", str(tmp_path / "run.json"))
+        str(run),
+        "--which",
+        "best",
+        "--out",
+        str(tmp_path / "run.json"),
+    )
     assert of_run["step"] == STEPS and len(of_run["problems"]) == 12
     assert 0 < of_run["all"]["reward"]["mean"] < 1
     names = {f"eval/{name}": name for name in of_run["all"] if not name.startswith("best")}
@@ -198,14 +259,16 @@ def test_a_run_and_its_model_give_what_the_loop_measured_on_any_ranks(run, tmp_p
         answers, rewards = problem["answers"], problem["rewards"]
         assert len(answers) == 4 and all(
             (reward == 1) == (answer == str((problem["index"] + 10) % 10))
-            for answer, reward in zip(answers, rewards))
+            for answer, reward in zip(answers, rewards)
+        )
         most = max(map(answers.count, answers))
         ahead = {answer for answer in answers if answers.count(answer) == most}
         votes.append(sum(rewards[answers.index(answer)] for answer in ahead) / len(ahead))
     assert of_run["all"]["maj_at_4"]["mean"] == pytest.approx(statistics.mean(votes))
     assert of_run["all"]["maj_at_4"]["half_width"] > 0
     assert of_run["sources"]["odd"]["maj_at_4"]["mean"] == pytest.approx(
-        looped["eval/odd/maj_at_n"])
+        looped["eval/odd/maj_at_n"]
+    )
 
     # The loop wrote the same, and MLflow has both.
     own = json.loads((run / f"evaluations/evaluation_{STEPS}.json").read_text())
@@ -218,8 +281,14 @@ def test_a_run_and_its_model_give_what_the_loop_measured_on_any_ranks(run, tmp_p
     assert (run / "checkpoints" / "best" / "manifest.json").is_file()
 
     # A model's folder counts as step 0, by which the loop's first samples were keyed too.
-    of_model, _ = _evaluated([], str(run.parent / "start"), "--config", str(run / "config.yaml"),
-                             "--out", str(tmp_path / "model.json"))
+    of_model, _ = _evaluated(
+        [],
+        str(run.parent / "start"),
+        "--config",
+        str(run / "config.yaml"),
+        "--out",
+        str(tmp_path / "model.json"),
+    )
     assert of_model["step"] == 0
     for theirs, name in names.items():
         assert of_model["all"][name]["mean"] == pytest.approx(first[theirs], abs=1e-12), name
@@ -230,8 +299,12 @@ def test_folders_are_told_apart(run, tiny_model, tmp_path):
     assert parse([str(run), "--which", "best"], world_size=1).which == "best"
     with pytest.raises(ValueError, match="--which best: .* is a model"):
         parse([str(tiny_model), "--which", "best", *flags], world_size=1)
-    for path in (run, run / "checkpoints", run / "checkpoints/best",
-                 run / f"checkpoints/step_{STEPS}"):
+    for path in (
+        run,
+        run / "checkpoints",
+        run / "checkpoints/best",
+        run / f"checkpoints/step_{STEPS}",
+    ):
         request = parse([str(path), "--evaluate.samples", "2"], world_size=3)
         assert request.is_checkpoint and request.cfg.evaluate.samples == 2
         assert request.cfg.layout.world_size == 3 and request.cfg.engine.dtype == "float32"
@@ -247,16 +320,20 @@ def test_what_cannot_be_evaluated_is_refused_with_the_reason(run, tiny_model, tm
     shutil.copytree(run / f"checkpoints/step_{STEPS}", tmp_path / "far/from/its/run")
     for arguments, says in (
         ([str(tmp_path / "far/from/its/run")], "give one by --config"),
-        ([], "the first argument"), (["--data.eval", "x"], "the first argument"),
-        ([str(tmp_path)], "neither config.json"), ([str(tmp_path / "gone")], "does not exist"),
+        ([], "the first argument"),
+        (["--data.eval", "x"], "the first argument"),
+        ([str(tmp_path)], "neither config.json"),
+        ([str(tmp_path / "gone")], "does not exist"),
     ):
         with pytest.raises(ValueError, match=says):
             parse(arguments, world_size=1)
     for arguments, says in (
         ([str(tiny_model)], "data.eval: is empty"),
         ([str(tiny_model), "--data.eval", "rows.jsonl"], "rewards.functions: is empty"),
-        ([str(tiny_model), "--data.eval", "task:addition", "--data.eval-size", "0"],
-         "data.eval_size"),
+        (
+            [str(tiny_model), "--data.eval", "task:addition", "--data.eval-size", "0"],
+            "data.eval_size",
+        ),
         ([str(run), "--layout.inference-tp", "2"], "inference_tp"),
     ):
         with pytest.raises(SystemExit):

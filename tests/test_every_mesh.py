@@ -15,7 +15,12 @@ from ranks import run_ranks
 from test_moe import make_moe
 from test_moe_engines import in_files
 from test_sync_engine import (
-    change, make_config, make_folder, parameters, parameters_loaded, whole_state,
+    change,
+    make_config,
+    make_folder,
+    parameters,
+    parameters_loaded,
+    whole_state,
 )
 from torch import Tensor
 
@@ -30,8 +35,8 @@ def push_from_each(cfgs: dict[str, Config]) -> dict[str, dict[str, Any]]:
     from safetensors.torch import load_file
 
     from spmdrl.engine import make_engine
-    from spmdrl.train.trainer import Policy
     from spmdrl.sync.stream import WeightStream
+    from spmdrl.train.trainer import Policy
     from spmdrl.world import World
 
     first = next(iter(cfgs.values()))
@@ -50,9 +55,11 @@ def push_from_each(cfgs: dict[str, Config]) -> dict[str, dict[str, Any]]:
         own = {n: p.detach().clone() for n, p in parameters(engine, world).items()}
         right = parameters_loaded(engine, in_files(state, policy)) if world.is_inference else []
         found[mesh] = {
-            "mode": stream.mode, "checked": len(own),
+            "mode": stream.mode,
+            "checked": len(own),
             "differing": [n for (n, a), b in zip(own.items(), right) if not torch.equal(a, b)],
-            "stale": [n for (n, a), b in zip(own.items(), started) if torch.equal(a, b)]}
+            "stale": [n for (n, a), b in zip(own.items(), started) if torch.equal(a, b)],
+        }
     engine.close()
     base.close()
     return found
@@ -62,9 +69,14 @@ DENSE = ("qwen3", "qwen2", "llama", "gemma2", "gemma3", "mistral")
 EXPERTS = ("qwen3_moe", "mixtral")  # vLLM's CPU build has no latent attention for deepseek_v3
 
 
-@pytest.mark.parametrize("family, inference_tp", [
-    pytest.param(family, tp, marks=() if tp == 2 or "qwen3" in family else pytest.mark.grid)
-    for family in (*DENSE, *EXPERTS) for tp in (1, 2)])
+@pytest.mark.parametrize(
+    "family, inference_tp",
+    [
+        pytest.param(family, tp, marks=() if tp == 2 or "qwen3" in family else pytest.mark.grid)
+        for family in (*DENSE, *EXPERTS)
+        for tp in (1, 2)
+    ],
+)
 def test_a_push_from_every_mesh_is_bit_equal(family, inference_tp, tmp_path):
     if family in DENSE:
         folder, meshes = make_folder(tmp_path, family, kv_heads=4), [*MESHES]
@@ -72,8 +84,10 @@ def test_a_push_from_every_mesh_is_bit_equal(family, inference_tp, tmp_path):
         folder = make_moe(tmp_path, family, hidden_size=128, intermediate=64, kv_heads=4)
         meshes = [*EXPERT_MESHES, "shard2 tp2"]
     dtype = "bfloat16" if inference_tp == 1 else "float32"
-    cfgs = {mesh: make_config(folder, layout=layout_of(mesh, inference_tp=inference_tp),
-                              dtype=dtype) for mesh in meshes}
+    cfgs = {
+        mesh: make_config(folder, layout=layout_of(mesh, inference_tp=inference_tp), dtype=dtype)
+        for mesh in meshes
+    }
     results = run_ranks(TRAINERS + inference_tp, push_from_each, cfgs)
     for rank, of_meshes in enumerate(results):
         for mesh, found in of_meshes.items():
@@ -104,8 +118,12 @@ def relay(cfgs: dict[str, Config]) -> list[dict[str, Tensor]]:
             _move(policy)
         else:
             assert checkpoints.restore(policy, source).step == step - 1
-        states.append({name: (t.full_tensor() if hasattr(t, "full_tensor") else t).clone()
-                       for name, t in tensor_leaves(policy.state_dict()).items()})
+        states.append(
+            {
+                name: (t.full_tensor() if hasattr(t, "full_tensor") else t).clone()
+                for name, t in tensor_leaves(policy.state_dict()).items()
+            }
+        )
         checkpoints.maybe_save(step, policy, source, stop=True)
         checkpoints.finish()
     base.close()
@@ -117,16 +135,19 @@ def _move(policy: Any) -> None:
     companions = [c.trainee for c in policy.companions.values() if hasattr(c, "trainee")]
     for trainee in (policy.trainee, *companions):
         for times in (1, 2):
-            gradients = {n: (local + 1).sin() * times
-                         for n, local in trainee.optimizer.local.items()}
+            gradients = {
+                n: (local + 1).sin() * times for n, local in trainee.optimizer.local.items()
+            }
             trainee.optimizer.step(gradients, lr=1e-2)
 
 
 STATES = {  # family, options of policy_runs.config
     "a value model": ("dense", {"advantage": "gae"}),
     "adapters": ("dense", {"model": {"lora": {"rank": 4}}}),
-    "bfloat16": ("dense", {"model": {"memory": {
-        "master_dtype": "bfloat16", "optimizer_dtype": "bfloat16"}}}),
+    "bfloat16": (
+        "dense",
+        {"model": {"memory": {"master_dtype": "bfloat16", "optimizer_dtype": "bfloat16"}}},
+    ),
     "experts": ("deepseek_v3", {"model": {"moe": {"balance": "bias", "rate": 0.02}}}),
 }
 
@@ -134,16 +155,22 @@ STATES = {  # family, options of policy_runs.config
 @pytest.mark.parametrize("kind", STATES)
 def test_a_checkpoint_goes_through_every_mesh_unchanged(kind, tmp_path):
     family, options = STATES[kind]
-    folder = (make_folder(tmp_path, "qwen3", hidden_size=32, kv_heads=4) if family == "dense" else
-              make_moe(tmp_path, family))
+    folder = (
+        make_folder(tmp_path, "qwen3", hidden_size=32, kv_heads=4)
+        if family == "dense"
+        else make_moe(tmp_path, family)
+    )
     meshes = [*MESHES] if family == "dense" else [*EXPERT_MESHES, "shard2 tp2"]
     base = config(folder, tmp_path / "out", **options)
-    cfgs = {mesh: replace(base, steps=100, layout=layout_of(mesh),
-                          checkpoint=Checkpoint(every_steps=1)) for mesh in meshes}
+    cfgs = {
+        mesh: replace(base, steps=100, layout=layout_of(mesh), checkpoint=Checkpoint(every_steps=1))
+        for mesh in meshes
+    }
     for rank, states in enumerate(run_ranks(TRAINERS, relay, cfgs)):
         for mesh, state in zip(meshes, states):
             assert state.keys() == states[0].keys()
             assert [n for n in state if not torch.equal(state[n], states[0][n])] == [], (
-                f"rank {rank}, {mesh}")
+                f"rank {rank}, {mesh}"
+            )
         moments = [t for n, t in states[0].items() if "exp_avg" in n]
         assert moments and all(float(t.abs().max()) > 0 for t in moments)

@@ -22,8 +22,14 @@ def config(layout: Layout, **batch: int) -> Config:
 
 
 def lay(placement: str, world_size: int, **sizes: int) -> Layout:
-    return Layout(placement=placement, world_size=world_size, device="cpu", wait_timeout_s=200,
-                  startup_timeout_s=300, **sizes)
+    return Layout(
+        placement=placement,
+        world_size=world_size,
+        device="cpu",
+        wait_timeout_s=200,
+        startup_timeout_s=300,
+        **sizes,
+    )
 
 
 def sequence(group: int, sample: int) -> dict:
@@ -34,9 +40,11 @@ def sequence(group: int, sample: int) -> dict:
     n, base = prompt + response, 1000 * group + 100 * sample
     mask = torch.arange(n) >= prompt
     return dict(
-        tokens=base + torch.arange(n), response_mask=mask,
+        tokens=base + torch.arange(n),
+        response_mask=mask,
         rollout_logprobs=torch.where(mask, -(base + torch.arange(n)) / 7.0, 0.0),
-        policy_versions=torch.where(mask, torch.arange(n) % 3, -1), response=response,
+        policy_versions=torch.where(mask, torch.arange(n) % 3, -1),
+        response=response,
     )
 
 
@@ -45,10 +53,14 @@ def rollouts(keys: list[tuple[int, int]], **changes) -> Rollouts:
     lengths = torch.tensor([len(p["tokens"]) for p in parts], dtype=torch.int64)
     groups, samples = (torch.tensor([k[i] for k in keys], dtype=torch.int64) for i in (0, 1))
     scalars = Scalars(
-        lengths=lengths, group_ids=groups, sample_ids=samples,
+        lengths=lengths,
+        group_ids=groups,
+        sample_ids=samples,
         response_lengths=torch.tensor([p["response"] for p in parts], dtype=torch.int64),
-        rewards=groups + samples / 3.0, is_truncated=samples == 2,
-        is_valid=(groups + samples) % 4 != 3, min_versions=groups * 0,
+        rewards=groups + samples / 3.0,
+        is_truncated=samples == 2,
+        is_valid=(groups + samples) % 4 != 3,
+        min_versions=groups * 0,
         # Two reward functions; a rank without sequences does not know how many there are.
         reward_parts=torch.stack([groups / 3.0, samples / 5.0], dim=1).double() if keys else None,
         greedy_rewards=groups.double() / 7,
@@ -58,12 +70,14 @@ def rollouts(keys: list[tuple[int, int]], **changes) -> Rollouts:
         return torch.cat([torch.zeros(0), *[p[name] for p in parts]]).to(dtype)
 
     return Rollouts(
-        tokens=flat("tokens", torch.int64), response_mask=flat("response_mask", torch.bool),
+        tokens=flat("tokens", torch.int64),
+        response_mask=flat("response_mask", torch.bool),
         rollout_logprobs=flat("rollout_logprobs", torch.float32),
         policy_versions=flat("policy_versions", torch.int64),
         cu_seqlens=torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]),
         scalars=dataclasses.replace(scalars, **{k: v(scalars) for k, v in changes.items()}),
-        sums={"rollout/samples": (float(len(keys)), 1.0)}, samples=({"keys": keys},) * bool(keys),
+        sums={"rollout/samples": (float(len(keys)), 1.0)},
+        samples=({"keys": keys},) * bool(keys),
     )
 
 
@@ -162,9 +176,14 @@ def deliver_routes(cfg: Config, dtype: torch.dtype) -> tuple[list[ExchangedBatch
     return batches, dp
 
 
-@pytest.mark.parametrize("layout, dtype", [
-    (lay("split", 4, trainer_ranks=2), torch.int16), (lay("colocated", 2), torch.int8),
-    (lay("colocated", 4, cp=2, inference_tp=2), torch.int8)])
+@pytest.mark.parametrize(
+    "layout, dtype",
+    [
+        (lay("split", 4, trainer_ranks=2), torch.int16),
+        (lay("colocated", 2), torch.int8),
+        (lay("colocated", 4, cp=2, inference_tp=2), torch.int8),
+    ],
+)
 def test_routes_arrive_with_their_tokens(layout, dtype) -> None:
     results = run_ranks(layout.world_size, deliver_routes, config(layout), dtype)
     for which in range(2):
@@ -178,8 +197,9 @@ def test_routes_arrive_with_their_tokens(layout, dtype) -> None:
                     assert mb.routes is None
                     continue
                 for row, a, b in zip(ids, cu, cu[1:]):
-                    made = routes_of(int(scalars.group_ids[row]), int(scalars.sample_ids[row]),
-                                     dtype)
+                    made = routes_of(
+                        int(scalars.group_ids[row]), int(scalars.sample_ids[row]), dtype
+                    )
                     is_unknown = bool((mb.routes[a:b] == -1).all())
                     assert mb.routes.dtype == dtype
                     assert is_unknown or torch.equal(mb.routes[a:b], made)
@@ -224,27 +244,33 @@ FAULTS = {
     "nan, not valid": "accepted",
     "none valid": "RuntimeError: step 7: the reward of all 12 samples failed",
     "twice": "RuntimeError: group 1 sample 2 (from rank 0, step 7) was handed over twice, "
-             "again by rank 1",
+    "again by rank 1",
     "nothing": "RuntimeError: step 7: no rank handed over a single sequence",
     "empty": "ValueError: group 0 sample 0 (from rank 1, step 7) has 0 tokens",
     "long": "ValueError: batch.tokens_per_microbatch: a sequence of group 1 has 53 tokens, above "
-            "the budget of 40",
+    "the budget of 40",
 }
 
 
 def faulty(world: World, fault: str) -> Rollouts:
     mine = share(world, "spread")
     if fault == "nan":
-        return rollouts(mine, rewards=lambda s: torch.where(
-            (s.group_ids == 2) & (s.sample_ids == 0), torch.nan, s.rewards))
+        return rollouts(
+            mine,
+            rewards=lambda s: torch.where(
+                (s.group_ids == 2) & (s.sample_ids == 0), torch.nan, s.rewards
+            ),
+        )
     if fault == "nan, not valid":
         return rollouts(mine, rewards=lambda s: torch.where(s.is_valid, s.rewards, torch.nan))
     if fault == "none valid":
         return rollouts(mine, is_valid=lambda s: torch.zeros_like(s.is_valid))
     if fault == "empty":
         none = rollouts([(0, 0)] if mine else [])
-        zeros = {name: getattr(none, name)[:0] for name in
-                 ("tokens", "response_mask", "rollout_logprobs", "policy_versions")}
+        zeros = {
+            name: getattr(none, name)[:0]
+            for name in ("tokens", "response_mask", "rollout_logprobs", "policy_versions")
+        }
         scalars = dataclasses.replace(none.scalars, lengths=none.scalars.lengths * 0)
         return dataclasses.replace(none, scalars=scalars, cu_seqlens=none.cu_seqlens * 0, **zeros)
     return rollouts({"twice": [(1, 2)], "nothing": []}.get(fault, mine))
@@ -254,8 +280,9 @@ def fail(cfg: Config) -> dict[str, str]:
     world, messages = World.start(cfg), {}
     for fault in FAULTS:
         budget = 40 if fault == "long" else 64
-        world.cfg = dataclasses.replace(cfg, batch=dataclasses.replace(
-            cfg.batch, tokens_per_microbatch=budget))
+        world.cfg = dataclasses.replace(
+            cfg, batch=dataclasses.replace(cfg.batch, tokens_per_microbatch=budget)
+        )
         try:
             exchange(faulty(world, fault), world, step=7)
             messages[fault] = "accepted"

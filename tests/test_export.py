@@ -16,12 +16,12 @@ from checkpoint_runs import SmallSource, config
 from ranks import run_ranks
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from spmdrl.commands.ask import ask
 from spmdrl.checkpoint import Checkpointer
 from spmdrl.checkpoint import manifest as disk
-from spmdrl.config import Config
+from spmdrl.commands.ask import ask
 from spmdrl.commands.create_model import create_model
 from spmdrl.commands.export import export
+from spmdrl.config import Config
 from spmdrl.world import World
 
 
@@ -35,8 +35,10 @@ def _nudged(cfg: Config) -> dict[str, bytes]:
     for k, (_, tensor) in enumerate(sorted(state["model"].items())):
         tensor.mul_(1.0 + 0.01 * k)
     Checkpointer(cfg, world).maybe_save(1, policy, SmallSource(world), stop=True)
-    whole = {name: tensor.full_tensor().numpy().tobytes()
-             for name, tensor in policy.state_dict()["model"].items()}
+    whole = {
+        name: tensor.full_tensor().numpy().tobytes()
+        for name, tensor in policy.state_dict()["model"].items()
+    }
     world.close()
     return whole
 
@@ -45,8 +47,15 @@ def _nudged(cfg: Config) -> dict[str, bytes]:
 def run(request, tmp_path_factory) -> tuple[Path, dict[str, bytes]]:
     """A run of dp_shard x tp = 2 x 2 (tied: 1 x 2) ranks, and the whole tensors it saved."""
     folder = tmp_path_factory.mktemp("run")
-    model = create_model(folder / "model", hidden_size=64, layers=2, heads=2, kv_heads=2,
-                         intermediate=96, tied=request.param == "tied")
+    model = create_model(
+        folder / "model",
+        hidden_size=64,
+        layers=2,
+        heads=2,
+        kv_heads=2,
+        intermediate=96,
+        tied=request.param == "tied",
+    )
     ranks = 2 if request.param == "tied" else 4
     cfg = config(folder / "out", world_size=ranks, tp=2, model=str(model))
     return folder / "out", run_ranks(ranks, _nudged, cfg)[0]
@@ -68,8 +77,12 @@ def test_an_export_loads_in_transformers_bit_equal_and_in_several_files(run, tmp
     assert loaded.keys() == whole.keys()
     for name, content in whole.items():
         assert loaded[name].detach().numpy().tobytes() == content, name
-    assert AutoTokenizer.from_pretrained(out).decode(
-        AutoTokenizer.from_pretrained(out)("12+3=")["input_ids"]) == "12+3="
+    assert (
+        AutoTokenizer.from_pretrained(out).decode(
+            AutoTokenizer.from_pretrained(out)("12+3=")["input_ids"]
+        )
+        == "12+3="
+    )
 
 
 def test_an_export_in_bfloat16_is_the_cast_of_the_masters_in_one_file(run, tmp_path):
@@ -101,8 +114,10 @@ def test_an_export_is_refused_with_the_reason(run, tmp_path):
     with pytest.raises(ValueError, match="--model"):
         export(copy, out=tmp_path / "out")
     disk.write_manifest(copy, moved)
-    with pytest.warns(UserWarning, match="cannot be used"), \
-            pytest.raises(ValueError, match="is missing"):
+    with (
+        pytest.warns(UserWarning, match="cannot be used"),
+        pytest.raises(ValueError, match="is missing"),
+    ):
         export(copy, out=tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
@@ -118,16 +133,23 @@ def test_vllm_answers_as_transformers_does_from_an_export(run, tmp_path):
         "params = vllm.SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)\n"
         "print('TOKENS', *llm.generate('12+34=', params)[0].outputs[0].token_ids)\n"
     )
-    env = dict(os.environ, VLLM_ENABLE_V1_MULTIPROCESSING="0", TORCHDYNAMO_DISABLE="1",
-               OMP_NUM_THREADS="1")
-    done = subprocess.run([sys.executable, "-c", program, str(out)], capture_output=True,
-                          text=True, timeout=300, check=False, env=env)
+    env = dict(
+        os.environ, VLLM_ENABLE_V1_MULTIPROCESSING="0", TORCHDYNAMO_DISABLE="1", OMP_NUM_THREADS="1"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(out)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+        env=env,
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     answered = re.search(r"^TOKENS (.*)$", done.stdout, re.MULTILINE)[1].split()
     tokens = AutoTokenizer.from_pretrained(out)("12+34=", return_tensors="pt")
     model = AutoModelForCausalLM.from_pretrained(out)
     expected = model.generate(**tokens, max_new_tokens=6, min_new_tokens=6, do_sample=False)
-    assert [int(t) for t in answered] == expected[0, tokens["input_ids"].shape[1]:].tolist()
+    assert [int(t) for t in answered] == expected[0, tokens["input_ids"].shape[1] :].tolist()
 
 
 @once
@@ -136,11 +158,26 @@ def test_the_two_commands_export_a_run_and_ask_the_folder(run, tmp_path):
     out = tmp_path / "out"
     for command in (
         ["spmdrl.commands.export", str(folder), "--out", str(out)],
-        ["spmdrl.commands.ask", str(out), "--task", "task:addition", "--task-option", "digits=2", "-n", "3",
-         "--max-response-tokens", "4"],
+        [
+            "spmdrl.commands.ask",
+            str(out),
+            "--task",
+            "task:addition",
+            "--task-option",
+            "digits=2",
+            "-n",
+            "3",
+            "--max-response-tokens",
+            "4",
+        ],
     ):
-        done = subprocess.run([sys.executable, "-m", *command], capture_output=True, text=True,
-                              timeout=300, check=False)
+        done = subprocess.run(
+            [sys.executable, "-m", *command],
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+        )
         assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert len(lines) == 4 and re.match(r"\d\d\+\d\d=  ->  .*\(reward 0; right: \d+\)", lines[0])
@@ -166,8 +203,10 @@ def test_several_ranks_write_the_folder_that_one_does(run, tmp_path):
     for name in names:
         assert (together / name).read_bytes() == (alone / name).read_bytes(), name
     # What one rank finds wrong ends all of them.
-    assert all(text.startswith("refused: --out") and "not empty" in text
-               for text in run_ranks(2, _exported, folder, together))
+    assert all(
+        text.startswith("refused: --out") and "not empty" in text
+        for text in run_ranks(2, _exported, folder, together)
+    )
 
 
 def test_asking_refuses_bad_input(tiny_model, tmp_path):

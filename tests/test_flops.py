@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import pytest
 import torch
+from plan_runs import FAMILIES, scoring, tiny_config
 from torch.utils.flop_counter import FlopCounterMode
 
-from plan_runs import FAMILIES, scoring, tiny_config
-from spmdrl.model.flops import forward_flops, trained_flops, training_flops, utilisation, visible_pairs
-from spmdrl.world.hardware import GPUS, known_gpu
-from spmdrl.model.shape import model_shape
 from spmdrl.model.attention import register_attention
+from spmdrl.model.flops import (
+    forward_flops,
+    trained_flops,
+    training_flops,
+    utilisation,
+    visible_pairs,
+)
 from spmdrl.model.scorer import Scorer
+from spmdrl.model.shape import model_shape
 from spmdrl.report.glossary import lookup, values_of
 from spmdrl.types import Scalars
+from spmdrl.world.hardware import GPUS, known_gpu
 
 LENGTHS = [48, 48, 48]
 """Equal, so that nothing is padded, and short, so that attention is plain matmuls: the counter
@@ -32,8 +38,11 @@ def test_a_forward_pass_has_as_many_operations_as_torch_counts(family):
         model.set_experts_implementation("eager")  # the counter knows no grouped matmul
     scorer = Scorer(model, chunk_tokens=29, temperature=1.0, tp_group=None)
     work = scoring(LENGTHS, first_scored=11, vocab=config.vocab_size)
-    own = forward_flops(model_shape(model), lengths=torch.tensor(LENGTHS),
-                        num_scored=sum(LENGTHS) - 11 * len(LENGTHS))
+    own = forward_flops(
+        model_shape(model),
+        lengths=torch.tensor(LENGTHS),
+        num_scored=sum(LENGTHS) - 11 * len(LENGTHS),
+    )
     with FlopCounterMode(display=False) as counter:
         scorer(work)
     # Padded attention computes the masked half of the scores too, and those out of a window.
@@ -60,9 +69,11 @@ def test_a_backward_pass_has_twice_the_operations_of_a_forward_pass():
     own = forward_flops(shape, lengths=lengths, num_scored=0)
     assert forward.get_total_flops() == own.blocks + 2 * own.attention
     assert training_flops(shape, lengths=lengths, num_scored=7) == (
-        3 * own.total + 3 * 2 * 7 * 104 * 64)
+        3 * own.total + 3 * 2 * 7 * 104 * 64
+    )
     assert training_flops(shape, lengths=lengths, num_scored=7, trains_weights=False) == (
-        2 * own.blocks + 3 * own.attention + 2 * 2 * 7 * 104 * 64)
+        2 * own.blocks + 3 * own.attention + 2 * 2 * 7 * 104 * 64
+    )
 
 
 def _square_attention(model, lengths: list[int]) -> int:
@@ -87,9 +98,15 @@ def test_flops_of_a_step_count_every_token_and_score_the_loss_tokens():
     shape = model_shape(AutoModelForCausalLM.from_config(tiny_config("llama")))
     flags = torch.arange(4)
     scalars = Scalars(
-        lengths=torch.tensor([10, 20, 30, 40]), response_lengths=torch.tensor([4, 8, 12, 16]),
-        group_ids=flags // 2, sample_ids=flags % 2, rewards=torch.zeros(4).double(),
-        is_truncated=flags == 3, is_valid=flags != 0, min_versions=torch.zeros_like(flags))
+        lengths=torch.tensor([10, 20, 30, 40]),
+        response_lengths=torch.tensor([4, 8, 12, 16]),
+        group_ids=flags // 2,
+        sample_ids=flags % 2,
+        rewards=torch.zeros(4).double(),
+        is_truncated=flags == 3,
+        is_valid=flags != 0,
+        min_versions=torch.zeros_like(flags),
+    )
     asked = dict(mask_truncated=True, has_head=True, trains_weights=True)
     sums = trained_flops(shape, scalars, **asked)
     expected = training_flops(shape, lengths=scalars.lengths, num_scored=8 + 12)
@@ -107,5 +124,3 @@ def test_utilisation_is_a_share_of_the_peak_where_that_is_known():
     assert lookup("perf/mfu").unit == "share" and lookup("perf/trainer_flops")
     assert known_gpu("NVIDIA H100 80GB HBM3") is GPUS["H100"]
     assert known_gpu("NVIDIA H100 PCIe") is None and known_gpu("Tesla V100") is None
-
-

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,16 +12,20 @@ from ranks import run_ranks
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from spmdrl.config import Config, Layout
 from spmdrl.check.options import MEMORY, option_problems
 from spmdrl.commands.create_model import create_model
+from spmdrl.config import Config, Layout
 from spmdrl.model.parallel.recompute import blocks_ahead
 
 LAYERS = 3
 WAYS = {
-    "auto": {}, "always": {"reshard": "always"}, "never": {"reshard": "never"},
-    "last": {"reduce": "last"}, "never, last": {"reshard": "never", "reduce": "last"},
-    "prefetch 1": {"prefetch": 1}, "prefetch 2": {"prefetch": 2, "reshard": "always"},
+    "auto": {},
+    "always": {"reshard": "always"},
+    "never": {"reshard": "never"},
+    "last": {"reduce": "last"},
+    "never, last": {"reshard": "never", "reduce": "last"},
+    "prefetch 1": {"prefetch": 1},
+    "prefetch 2": {"prefetch": 2, "reshard": "always"},
     "full, prefetch 1": {"activation_checkpointing": "full", "prefetch": 1},
 }
 
@@ -48,9 +51,12 @@ def _unreduced_bytes(policy: object) -> int:
     for module in policy.trainee.model.scorer.modules():
         if isinstance(module, FSDPModule):
             for group in module._get_fsdp_state()._fsdp_param_groups:
-                kept = [p.unsharded_accumulated_grad if p.unsharded_accumulated_grad is not None
-                        else getattr(p, "_unsharded_param", torch.empty(0)).grad
-                        for p in group.fsdp_params]
+                kept = [
+                    p.unsharded_accumulated_grad
+                    if p.unsharded_accumulated_grad is not None
+                    else getattr(p, "_unsharded_param", torch.empty(0)).grad
+                    for p in group.fsdp_params
+                ]
                 found += sum(gradient.nbytes for gradient in kept if gradient is not None)
     return found
 
@@ -61,8 +67,9 @@ def _in_all_ways(cfg: Config) -> dict[str, dict]:
 
     world, found = World.start(cfg), {}
     for way, memory in WAYS.items():
-        policy = Policy(replace(cfg, model=replace(
-            cfg.model, memory=cfg.model.memory | memory)), world)
+        policy = Policy(
+            replace(cfg, model=replace(cfg.model, memory=cfg.model.memory | memory)), world
+        )
         own = batch(world.dp_index(world.rank), world.dp_size)
         gradients: dict[str, Tensor] = {}
         take, waiting = policy.optimizer.step, []
@@ -84,9 +91,15 @@ def _in_all_ways(cfg: Config) -> dict[str, dict]:
             sums = [update(policy, own, step=0)]
         first = dict(gradients)
         sums.append(update(policy, own, step=1))
-        found[way] = {"counts": dict(seen.counts), "first": first, "second": dict(gradients),
-                      "sums": sums, "jobs": len(jobs[0]), "waiting": waiting[1],
-                      "numel": sum(p.numel() for p in policy.named_shards().values())}
+        found[way] = {
+            "counts": dict(seen.counts),
+            "first": first,
+            "second": dict(gradients),
+            "sums": sums,
+            "jobs": len(jobs[0]),
+            "waiting": waiting[1],
+            "numel": sum(p.numel() for p in policy.named_shards().values()),
+        }
     world.close()
     return found
 
@@ -102,9 +115,11 @@ def _assert_alike(found: dict[str, dict]) -> None:
                 else:
                     assert torch.equal(one[which][name], gradient), (way, name)
         assert one["sums"][0]["policy/grad_norm"] == pytest.approx(
-            plain["sums"][0]["policy/grad_norm"], rel=1e-6)
+            plain["sums"][0]["policy/grad_norm"], rel=1e-6
+        )
         assert one["sums"][1]["policy/loss"] == pytest.approx(
-            plain["sums"][1]["policy/loss"], rel=1e-4, abs=1e-6), way
+            plain["sums"][1]["policy/loss"], rel=1e-4, abs=1e-6
+        ), way
 
 
 def _counts(found: dict[str, dict], kind: str) -> dict[str, int]:
@@ -112,8 +127,9 @@ def _counts(found: dict[str, dict], kind: str) -> dict[str, int]:
 
 
 def test_fewer_collectives_and_the_same_gradients(tmp_path):
-    model = create_model(tmp_path / "model", hidden_size=32, layers=LAYERS, heads=4, kv_heads=2,
-                         intermediate=48)
+    model = create_model(
+        tmp_path / "model", hidden_size=32, layers=LAYERS, heads=4, kv_heads=2, intermediate=48
+    )
     for found in run_ranks(2, _in_all_ways, config(model, tmp_path, world_size=2)):
         _assert_alike(found)
         jobs = found["auto"]["jobs"]
@@ -130,8 +146,15 @@ def test_fewer_collectives_and_the_same_gradients(tmp_path):
 
 
 def test_nor_do_copies_and_experts_of_their_own_shards(tmp_path):
-    model = create_model(tmp_path / "moe", architecture="qwen3_moe", hidden_size=32, layers=2,
-                         heads=4, kv_heads=2, intermediate=16)
+    model = create_model(
+        tmp_path / "moe",
+        architecture="qwen3_moe",
+        hidden_size=32,
+        layers=2,
+        heads=4,
+        kv_heads=2,
+        intermediate=16,
+    )
     cfg = config(model, tmp_path, world_size=4, dp_replicate=2)
     cfg = replace(cfg, layout=replace(cfg.layout, ep=2))
     for found in run_ranks(4, _in_all_ways, cfg):
@@ -142,12 +165,18 @@ def test_nor_do_copies_and_experts_of_their_own_shards(tmp_path):
         assert len(set(_counts(found, "allreduce").values())) == 1
 
 
-@pytest.mark.parametrize("memory, expected", [
-    ({"reshard": "sometimes"}, "reshard: expected one of auto, always, never; got 'sometimes'"),
-    ({"reduce": "first"}, "model.memory.reduce: expected one of each, last; got 'first'"),
-    ({"prefetch": -1}, "model.memory.prefetch: expected a number of blocks, or auto; got -1"),
-    ({"prefetch": True}, "model.memory.prefetch: expected a number of blocks, or auto; got True"),
-])
+@pytest.mark.parametrize(
+    "memory, expected",
+    [
+        ({"reshard": "sometimes"}, "reshard: expected one of auto, always, never; got 'sometimes'"),
+        ({"reduce": "first"}, "model.memory.reduce: expected one of each, last; got 'first'"),
+        ({"prefetch": -1}, "model.memory.prefetch: expected a number of blocks, or auto; got -1"),
+        (
+            {"prefetch": True},
+            "model.memory.prefetch: expected a number of blocks, or auto; got True",
+        ),
+    ],
+)
 def test_unknown_ways_are_refused(memory, expected, tmp_path):
     problems = option_problems(config("model", tmp_path, model={"memory": memory}))
     assert any(expected in problem for problem in problems), problems

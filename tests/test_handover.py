@@ -13,27 +13,46 @@ from ranks import run_ranks
 from runs import TINY, metrics, run
 
 from spmdrl import config
-from spmdrl.config import Config
 from spmdrl.commands.create_model import create_model
+from spmdrl.config import Config
 from spmdrl.engine.protocol import Request
 
 PROMPTS = [tuple(range(10, 10 + n)) for n in (1, 14, 7, 7, 3)]
 
 
-def _config(where: Path, *, world_size: int = 1, cache_gib: float = 0.02, **engine: object
-            ) -> Config:
-    model = create_model(where / "model", hidden_size=64, layers=2, heads=2, kv_heads=1,
-                         intermediate=48)
+def _config(
+    where: Path, *, world_size: int = 1, cache_gib: float = 0.02, **engine: object
+) -> Config:
+    model = create_model(
+        where / "model", hidden_size=64, layers=2, heads=2, kv_heads=1, intermediate=48
+    )
     return Config(
-        output_dir=str(where / "run"), steps=10,
-        layout=config.Layout(placement="colocated", world_size=world_size, device="cpu",
-                             startup_timeout_s=300, wait_timeout_s=200),
+        output_dir=str(where / "run"),
+        steps=10,
+        layout=config.Layout(
+            placement="colocated",
+            world_size=world_size,
+            device="cpu",
+            startup_timeout_s=300,
+            wait_timeout_s=200,
+        ),
         model=config.Model(path=str(model), compute_dtype="float32"),
-        data=config.Data(max_prompt_tokens=16), sampling=config.Sampling(max_response_tokens=16),
+        data=config.Data(max_prompt_tokens=16),
+        sampling=config.Sampling(max_response_tokens=16),
         batch=config.Batch(tokens_per_microbatch=64),
         optimizer=config.Optimizer(lr=1e-2),
-        engine=config.Engine(**({"kind": "transformers", "dtype": "float32", "max_num_seqs": 1000,
-                                 "cpu_kv_cache_gib": cache_gib} | engine)))
+        engine=config.Engine(
+            **(
+                {
+                    "kind": "transformers",
+                    "dtype": "float32",
+                    "max_num_seqs": 1000,
+                    "cpu_kv_cache_gib": cache_gib,
+                }
+                | engine
+            )
+        ),
+    )
 
 
 def _drawn(engine: object) -> list[tuple]:
@@ -94,8 +113,8 @@ def test_a_sleeping_engine_frees_its_cache_and_draws_alike_after(tmp_path):
 
 def _steps(cfg: Config, sleeps: bool) -> dict:
     from spmdrl.engine import handover, make_engine
-    from spmdrl.train.trainer import Policy
     from spmdrl.sync.stream import WeightStream
+    from spmdrl.train.trainer import Policy
     from spmdrl.world import World
 
     world = World.start(cfg)
@@ -136,8 +155,9 @@ def _steps(cfg: Config, sleeps: bool) -> dict:
 
 def test_samples_are_the_same_and_every_push_says_what_came_back(tmp_path):
     cfg = _config(tmp_path, world_size=2)
-    for rank, (slept, awake) in enumerate(zip(
-            run_ranks(2, _steps, cfg, True), run_ranks(2, _steps, cfg, False))):
+    for rank, (slept, awake) in enumerate(
+        zip(run_ranks(2, _steps, cfg, True), run_ranks(2, _steps, cfg, False))
+    ):
         assert slept["drawn"] == awake["drawn"] and len(slept["drawn"]) == 2
         down, up = slept["levels"][::2], slept["levels"][1::2]
         assert len(set(down)) == len(set(up)) == 1 and set(up) == set(awake["levels"])
@@ -153,9 +173,20 @@ def test_samples_are_the_same_and_every_push_says_what_came_back(tmp_path):
 
 def test_a_run_logs_what_its_engine_freed(tmp_path):
     model = create_model(tmp_path / "start", hidden_size=32, layers=2, heads=2, kv_heads=1)
-    run("demo_grpo.yaml", 2, **TINY["rl"] | {
-        "model.path": model, "engine.kind": "transformers", "layout.placement": "colocated",
-        "lag": 1, "steps": 3, "output-dir": tmp_path / "run", "report.aliases": "verl"})
+    run(
+        "demo_grpo.yaml",
+        2,
+        **TINY["rl"]
+        | {
+            "model.path": model,
+            "engine.kind": "transformers",
+            "layout.placement": "colocated",
+            "lag": 1,
+            "steps": 3,
+            "output-dir": tmp_path / "run",
+            "report.aliases": "verl",
+        },
+    )
     rows = metrics(tmp_path / "run")
     assert len(rows) == 3 and all(row["mem/engine_freed_gib"] > 0 for row in rows)
     assert len({row["mem/after_wake_gib"] for row in rows}) == 1
@@ -179,8 +210,14 @@ def _vllm(cfg: Config) -> dict:
     held, own = engine.held_bytes(), Handover(engine, world)
     own.release(keeps_weights=False)
     own.wake_weights()
-    found = {"can_sleep": engine.can_sleep, "held": held, "same": engine.held_bytes() == held,
-             "sums": own.wake_cache(), "drawn": len(_drawn(engine)), "log": records}
+    found = {
+        "can_sleep": engine.can_sleep,
+        "held": held,
+        "same": engine.held_bytes() == held,
+        "sums": own.wake_cache(),
+        "drawn": len(_drawn(engine)),
+        "log": records,
+    }
     engine.close()
     world.close()
     return found
@@ -213,10 +250,11 @@ def test_what_modules_hold_without_registering_it_is_found(tmp_path, monkeypatch
 
 def test_the_planner_lends_memory_from_role_to_role():
     from plan_runs import run_config, tiny_config
+    from transformers import AutoModelForCausalLM
+
     from spmdrl.model.shape import model_shape
     from spmdrl.plan.search import make_plan
     from spmdrl.plan.setting import Axes, rates_of, run_of
-    from transformers import AutoModelForCausalLM
 
     shape = model_shape(AutoModelForCausalLM.from_config(tiny_config("llama")))
     cfg = run_config("m", "o", world_size=1)
@@ -225,8 +263,9 @@ def test_the_planner_lends_memory_from_role_to_role():
     def planned(**changed: object):
         own = replace(cfg, engine=replace(cfg.engine, **changed))
         run = run_of(own, shape, on_gpu=True, chunk_tokens=64, prompt_tokens=20, response_tokens=80)
-        return make_plan(run, Axes("colocated", 1, 1), rates=rates_of("H100"),
-                         memory_bytes=16 * 2**30)
+        return make_plan(
+            run, Axes("colocated", 1, 1), rates=rates_of("H100"), memory_bytes=16 * 2**30
+        )
 
     asleep, awake = planned(), planned(options={"enable_sleep_mode": False})
     assert asleep.most_tokens > 1.5 * awake.most_tokens

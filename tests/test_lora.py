@@ -16,23 +16,30 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from spmdrl.config import Config, Model
 from spmdrl.commands.create_model import create_model
 from spmdrl.commands.export import export
+from spmdrl.config import Config, Model
 from spmdrl.model.load import build_meta_model
-from spmdrl.model.lora.layers import Adapters, initial_a, lora_form
 from spmdrl.model.lora.files import write_adapter
+from spmdrl.model.lora.layers import Adapters, initial_a, lora_form
 
 LORA = {"rank": 3, "alpha": 12}  # 3 rows of A are not even over 2 ranks
 
 
 def _model(where: Path, name: str = "model", **options: object) -> Path:
-    return create_model(where / name, hidden_size=32, layers=2, heads=4, kv_heads=2,
-                        intermediate=48, **options)
+    return create_model(
+        where / name, hidden_size=32, layers=2, heads=4, kv_heads=2, intermediate=48, **options
+    )
 
 
-def _config(folder: Path, out: Path, *, lora: dict | None = None, model: dict | None = None,
-            **options: object) -> Config:
+def _config(
+    folder: Path,
+    out: Path,
+    *,
+    lora: dict | None = None,
+    model: dict | None = None,
+    **options: object,
+) -> Config:
     return config(folder, out, model={"lora": lora or LORA} | (model or {}), **options)
 
 
@@ -57,8 +64,8 @@ def _set_b(policy: object) -> None:
 
 def _one(cfg: Config) -> dict:
     """All that one start of one rank can show."""
-    from spmdrl.train.trainer import Policy
     from spmdrl.train.companions.reference import Frozen
+    from spmdrl.train.trainer import Policy
     from spmdrl.world import World
 
     world, own = World.start(cfg), batch(0, 1)
@@ -71,17 +78,20 @@ def _one(cfg: Config) -> dict:
     rows = [policy._model.forward(work)[0] for work in works]
     sum((torch.linspace(-1, 2, len(row)) * row).sum() for row in rows).backward()
     found["logprobs"] = [row.detach() for row in rows]
-    found["gradients"] = {n: p.grad.full_tensor() for n, p in policy.named_shards().items()
-                          if p.grad is not None}
+    found["gradients"] = {
+        n: p.grad.full_tensor() for n, p in policy.named_shards().items() if p.grad is not None
+    }
     policy.optimizer.zero_grad()
     found["sums"] = update(policy, own, step=0)
     frozen = Frozen(cfg, world, path=cfg.model.path, column="ref_logprobs").columns(works)
     found["second"] = list(zip(policy.annotate(own, step=1).columns[0], frozen))
-    found["moved"] = {n for n, p in full_parameters(policy).items()
-                      if not torch.equal(p, before[n])}
+    found["moved"] = {
+        n for n, p in full_parameters(policy).items() if not torch.equal(p, before[n])
+    }
     moments = policy.state_dict()["optimizer"]
-    found["bytes"] = sum(t.to_local().nbytes for key in ("exp_avg", "exp_avg_sq")
-                         for t in moments[key].values())
+    found["bytes"] = sum(
+        t.to_local().nbytes for key in ("exp_avg", "exp_avg_sq") for t in moments[key].values()
+    )
     half = replace(cfg, model=replace(cfg.model, compute_dtype="bfloat16"))
     policy = Policy(half, world)
     _set_b(policy)
@@ -103,7 +113,8 @@ def test_logprobs_and_gradients_are_those_of_peft(one, tmp_path):
     folder, found = one
     write_adapter(tmp_path, found["b_set"], rank=3, alpha=12, use_rslora=False, base=str(folder))
     model = PeftModel.from_pretrained(
-        AutoModelForCausalLM.from_pretrained(folder), tmp_path, is_trainable=True)
+        AutoModelForCausalLM.from_pretrained(folder), tmp_path, is_trainable=True
+    )
     total = torch.zeros(())
     for row, micro in zip(found["logprobs"], batch(0, 1).updates[0]):
         own = []
@@ -111,18 +122,22 @@ def test_logprobs_and_gradients_are_those_of_peft(one, tmp_path):
             tokens = sequence(index)
             logits = model(tokens[None]).logits[0, :-1] / 0.8
             logprobs = logits.log_softmax(-1).gather(1, tokens[1:, None])[:, 0]
-            own.append(logprobs[(len(tokens) + 2) // 3 - 1:])
+            own.append(logprobs[(len(tokens) + 2) // 3 - 1 :])
         own = torch.cat(own)
         torch.testing.assert_close(row, own, rtol=1e-5, atol=1e-5)
         total = total + (torch.linspace(-1, 2, len(own)) * own).sum()
     total.backward()
-    theirs = {n.removeprefix("base_model.model.").replace(".default", ""): p.grad
-              for n, p in model.named_parameters() if p.requires_grad}
+    theirs = {
+        n.removeprefix("base_model.model.").replace(".default", ""): p.grad
+        for n, p in model.named_parameters()
+        if p.requires_grad
+    }
     assert theirs.keys() == found["gradients"].keys() and len(theirs) == 2 * 7 * 2
     for name, gradient in theirs.items():
         atol = 1e-5 * float(gradient.abs().max())
-        torch.testing.assert_close(found["gradients"][name], gradient, rtol=0, atol=atol,
-                                   msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(
+            found["gradients"][name], gradient, rtol=0, atol=atol, msg=lambda m, n=name: f"{n}: {m}"
+        )
 
 
 def test_the_reference_is_the_policy_without_adapters_and_no_second_model(one):
@@ -152,8 +167,8 @@ def test_only_adapters_move_have_state_and_stay_float32(one):
 def _save(cfg: Config) -> dict:
     """Train on dp_shard x tp = 2 x 2, save, and read all boxes as the stream does."""
     from spmdrl.checkpoint import Checkpointer
-    from spmdrl.train.trainer import Policy
     from spmdrl.model.shards import Box, Held
+    from spmdrl.train.trainer import Policy
     from spmdrl.world import World
 
     world = World.start(cfg)
@@ -168,8 +183,9 @@ def _save(cfg: Config) -> dict:
         for box in boxes:
             values.append((name, box, held.value(name, box).read()))
             if box.numel > 4:  # a part of a row
-                at = Box(tuple(a + n // 2 for a, n in zip(box.start, box.shape)),
-                         (1,) * len(box.shape))
+                at = Box(
+                    tuple(a + n // 2 for a, n in zip(box.start, box.shape)), (1,) * len(box.shape)
+                )
                 values.append((name, at, held.value(name, at).read()))
     state = _whole(policy)
     world.close()
@@ -182,7 +198,8 @@ def _whole(policy: object) -> dict[str, Tensor]:
     leaves = tensor_leaves(policy.state_dict())
     whole = {n: t.full_tensor() if hasattr(t, "full_tensor") else t for n, t in leaves.items()}
     return {n: t.clone() for n, t in whole.items()} | {
-        f"live {n}": t for n, t in full_parameters(policy).items()}
+        f"live {n}": t for n, t in full_parameters(policy).items()
+    }
 
 
 def _resume(cfgs: dict[str, Config]) -> dict[str, object]:
@@ -207,12 +224,17 @@ def _resume(cfgs: dict[str, Config]) -> dict[str, object]:
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory) -> tuple[Config, list[dict]]:
     where = tmp_path_factory.mktemp("saved")
-    cfg = _config(_model(where), where / "out", world_size=4, tp=2,
-                  lora=LORA | {"use_rslora": True, "targets": ".*(_proj|embed_tokens)"})
+    cfg = _config(
+        _model(where),
+        where / "out",
+        world_size=4,
+        tp=2,
+        lora=LORA | {"use_rslora": True, "targets": ".*(_proj|embed_tokens)"},
+    )
     return cfg, run_ranks(4, _save, cfg)
 
 
-def _merged(state: dict[str, Tensor], *, scale: float = 12 / 3 ** 0.5) -> dict[str, Tensor]:
+def _merged(state: dict[str, Tensor], *, scale: float = 12 / 3**0.5) -> dict[str, Tensor]:
     """W + scale * B A by loops over the rank, in the order that engines get it."""
     found = {}
     for name, tensor in state.items():
@@ -252,13 +274,16 @@ def test_a_checkpoint_of_adapters_resumes_on_another_layout_and_no_other_base(sa
     save_file(weights, other / "model.safetensors", metadata={"format": "pt"})
     allow = replace(cfg.checkpoint, allow_config_change=True)
     two = replace(cfg, layout=replace(cfg.layout, world_size=2))
-    cfgs = {"tp": two,
-            "dp": replace(two, layout=replace(two.layout, tp=1)),
-            "base": replace(two, checkpoint=allow, model=replace(cfg.model, path=str(other))),
-            "alpha": replace(two, checkpoint=allow, model=replace(
-                cfg.model, lora=cfg.model.lora | {"alpha": 13})),
-            "full": replace(two, checkpoint=allow, model=replace(cfg.model, lora={})),
-            "config": replace(two, model=replace(cfg.model, lora=LORA))}
+    cfgs = {
+        "tp": two,
+        "dp": replace(two, layout=replace(two.layout, tp=1)),
+        "base": replace(two, checkpoint=allow, model=replace(cfg.model, path=str(other))),
+        "alpha": replace(
+            two, checkpoint=allow, model=replace(cfg.model, lora=cfg.model.lora | {"alpha": 13})
+        ),
+        "full": replace(two, checkpoint=allow, model=replace(cfg.model, lora={})),
+        "config": replace(two, model=replace(cfg.model, lora=LORA)),
+    }
     for found in run_ranks(2, _resume, cfgs):
         for name in ("tp", "dp"):
             expected = ranks[0]["state"]
@@ -303,8 +328,10 @@ def test_an_export_merges_or_is_peft_s_own(saved, tmp_path):
 def test_an_embedding_of_pefts_is_read_without_the_weight_under_it(tmp_path):
     folder = _model(tmp_path)
     torch.manual_seed(0)
-    theirs = get_peft_model(AutoModelForCausalLM.from_pretrained(folder), LoraConfig(
-        r=3, lora_alpha=12, target_modules=["embed_tokens", "q_proj"]))
+    theirs = get_peft_model(
+        AutoModelForCausalLM.from_pretrained(folder),
+        LoraConfig(r=3, lora_alpha=12, target_modules=["embed_tokens", "q_proj"]),
+    )
     for name, parameter in theirs.named_parameters():
         torch.nn.init.normal_(parameter, std=0.3) if "lora_" in name else None
     theirs.save_pretrained(tmp_path / "with")
@@ -337,11 +364,21 @@ def _scores(cfg: Config) -> Tensor:
     return scores
 
 
-@pytest.mark.parametrize("architecture, tied, reason", [
-    ("qwen2", True, "is the output head too"), ("gemma3", False, "Gemma3TextScaledWordEmbedding")])
+@pytest.mark.parametrize(
+    "architecture, tied, reason",
+    [("qwen2", True, "is the output head too"), ("gemma3", False, "Gemma3TextScaledWordEmbedding")],
+)
 def test_an_embedding_that_can_have_no_adapter_is_refused(architecture, tied, reason, tmp_path):
-    folder = create_model(tmp_path, architecture=architecture, hidden_size=32, layers=1, heads=4,
-                          kv_heads=2, intermediate=48, tied=tied)
+    folder = create_model(
+        tmp_path,
+        architecture=architecture,
+        hidden_size=32,
+        layers=1,
+        heads=4,
+        kv_heads=2,
+        intermediate=48,
+        tied=tied,
+    )
     hf_model = build_meta_model(Model(path=str(folder)))
     with pytest.raises(ValueError, match=f"model.embed_tokens of .* {reason}"):
         Adapters(hf_model, lora_form({"targets": ["embed_tokens"]}))
@@ -365,8 +402,9 @@ def _reward_model(cfg: Config) -> dict[str, Tensor]:
 
 
 def test_a_reward_model_keeps_its_head_with_its_adapters(tmp_path):
-    cfg = _config(_model(tmp_path), tmp_path / "out", objective="reward_model",
-                  loss="bradley_terry")
+    cfg = _config(
+        _model(tmp_path), tmp_path / "out", objective="reward_model", loss="bradley_terry"
+    )
     state = run_ranks(1, _reward_model, cfg)[0]
     merged = export(tmp_path / "out", out=tmp_path / "merged")
     adapter = export(tmp_path / "out", out=tmp_path / "adapter", adapter=True)
@@ -390,19 +428,26 @@ def _loaded_by_vllm(folder: Path, layer: str) -> Tensor:
     helper = PEFTHelper.from_local_dir(str(folder), max_position_embeddings=256)
     helper.validate_legal(LoRAConfig(max_lora_rank=8))
     loaded = LoRAModel.from_local_checkpoint(
-        str(folder), {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"},
-        helper, device="cpu", dtype=torch.float32)
+        str(folder),
+        {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"},
+        helper,
+        device="cpu",
+        dtype=torch.float32,
+    )
     found = loaded.loras[layer]
     return found.lora_b @ found.lora_a * found.scaling
 
 
 def test_vllm_s_loader_takes_an_adapter_of_layers(saved, tmp_path):
     _, ranks = saved
-    layers = {name.removeprefix("model."): t for name, t in ranks[0]["state"].items()
-              if name.startswith("model.") and "lora_" in name and "embed_tokens" not in name}
+    layers = {
+        name.removeprefix("model."): t
+        for name, t in ranks[0]["state"].items()
+        if name.startswith("model.") and "lora_" in name and "embed_tokens" not in name
+    }
     assert len(layers) == 28
     write_adapter(tmp_path, layers, rank=3, alpha=12, use_rslora=True, base="")
     layer = "model.layers.1.mlp.down_proj"
     product = run_ranks(1, _loaded_by_vllm, tmp_path, layer)[0]
     a, b = (ranks[0]["state"][f"live {layer}.{part}.weight"] for part in ("lora_A", "lora_B"))
-    torch.testing.assert_close(product, b @ a * 12 / 3 ** 0.5, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(product, b @ a * 12 / 3**0.5, rtol=1e-5, atol=1e-6)

@@ -13,21 +13,21 @@ from test_moe import make_moe
 from test_sync_engine import PROMPTS, make_config, parameters_loaded, whole_state
 from torch import Tensor
 
-from spmdrl.config import Config, Layout
+from spmdrl.check.dry_run import stream_size
+from spmdrl.check.fit import fit_problems
 from spmdrl.check.settings import validate
 from spmdrl.commands.create_model import create_model
-from spmdrl.check.dry_run import stream_size
-from spmdrl.model.shape import model_shape
-from spmdrl.plan.setting import axes_of, run_of
-from spmdrl.plan.traffic import push_flows
-from spmdrl.check.fit import fit_problems
+from spmdrl.config import Config, Layout
 from spmdrl.model.load import build_meta_model
 from spmdrl.model.lora.layers import adapter_numel, lora_form
-from spmdrl.train.optimizer import local_part
+from spmdrl.model.shape import model_shape
 from spmdrl.model.shards import Held
+from spmdrl.plan.setting import axes_of, run_of
+from spmdrl.plan.traffic import push_flows
+from spmdrl.train.optimizer import local_part
 
 LORA = {"rank": 3, "alpha": 12, "use_rslora": True}
-SCALE = 12 / 3 ** 0.5
+SCALE = 12 / 3**0.5
 LAYOUTS = {  # dtype of the engine, layout
     "split": ("float32", Layout(world_size=3, trainer_ranks=2)),
     "tp2": ("bfloat16", Layout(placement="colocated", world_size=2, inference_tp=2)),
@@ -52,8 +52,8 @@ def _slots(engine: Any, names: list[str]) -> dict[str, Tensor]:
 def _push(cfg: Config) -> dict[str, Any]:
     """Push adapters of three versions; hold vLLM's memory against its own loading of them."""
     from spmdrl.engine import make_engine
-    from spmdrl.train.trainer import Policy
     from spmdrl.sync.stream import WeightStream
+    from spmdrl.train.trainer import Policy
     from spmdrl.world import World
 
     world = World.start(cfg)
@@ -70,8 +70,9 @@ def _push(cfg: Config) -> dict[str, Any]:
         if not world.is_inference:
             continue
         if is_own:
-            matrices = {n: t * SCALE if "lora_B" in n else t for n, t in state.items()
-                        if "lora" in n}
+            matrices = {
+                n: t * SCALE if "lora_B" in n else t for n, t in state.items() if "lora" in n
+            }
             own = _slots(engine, list(matrices))
             with torch.no_grad():
                 for p in engine.adapter(list(matrices)).parameters():
@@ -109,8 +110,9 @@ def _damage(stream: Any, engine: Any, *, world: Any) -> list[str]:
 @pytest.mark.parametrize("case", list(LAYOUTS))
 def test_engines_compute_with_adapters_of_their_own_bit_for_bit(case, tmp_path):
     dtype, layout = LAYOUTS[case]
-    folder = create_model(tmp_path / "m", hidden_size=128, layers=2, heads=4, kv_heads=2,
-                          intermediate=96)
+    folder = create_model(
+        tmp_path / "m", hidden_size=128, layers=2, heads=4, kv_heads=2, intermediate=96
+    )
     cfg = make_config(folder, layout=layout, dtype=dtype)
     cfg = replace(cfg, model=replace(cfg.model, lora=LORA | {"push": "adapter"}))
     results = run_ranks(layout.world_size, _push, cfg)
@@ -134,11 +136,13 @@ def test_engines_compute_with_adapters_of_their_own_bit_for_bit(case, tmp_path):
 
 @pytest.mark.parametrize("targets", [["q_proj", "down_proj"], "all-linear"], ids=["some", "all"])
 def test_what_engines_sample_is_what_trainers_score(targets, tmp_path):
-    folder = create_model(tmp_path / "m", hidden_size=128, layers=2, heads=4, kv_heads=2,
-                          intermediate=96)
+    folder = create_model(
+        tmp_path / "m", hidden_size=128, layers=2, heads=4, kv_heads=2, intermediate=96
+    )
     cfg = make_config(folder, layout=Layout(placement="colocated", world_size=1), dtype="float32")
-    cfg = replace(cfg, model=replace(cfg.model, lora=LORA | {"push": "adapter",
-                                                             "targets": targets}))
+    cfg = replace(
+        cfg, model=replace(cfg.model, lora=LORA | {"push": "adapter", "targets": targets})
+    )
     of = run_ranks(1, _sample, cfg)[0]
     assert of["gap"] < 1e-3 and of["sampled"] == 8 and of["moved"] > 0.05, of
 
@@ -147,8 +151,8 @@ def _sample(cfg: Config) -> dict[str, float]:
     """Sample after a push; score what was sampled by the trainer, with and without adapters."""
     from spmdrl.engine import make_engine
     from spmdrl.engine.protocol import Request
-    from spmdrl.train.trainer import Policy
     from spmdrl.sync.stream import WeightStream
+    from spmdrl.train.trainer import Policy
     from spmdrl.world import World
 
     world = World.start(cfg)
@@ -158,8 +162,9 @@ def _sample(cfg: Config) -> dict[str, float]:
         _train(policy, step)
     stream.push(1)
     for i, prompt in enumerate(PROMPTS):
-        engine.add(Request(str(i), tuple(prompt), max_tokens=4, temperature=1.0, seed=i,
-                           stop_token_ids=()))
+        engine.add(
+            Request(str(i), tuple(prompt), max_tokens=4, temperature=1.0, seed=i, stop_token_ids=())
+        )
     done = {}
     while engine.is_busy:
         done |= {c.key: c for c in engine.step()}
@@ -168,9 +173,11 @@ def _sample(cfg: Config) -> dict[str, float]:
     with policy._model.adapters.off():
         base = [s[-4:] for s in policy.score(rows)]
     theirs = [torch.tensor(done[str(i)].logprobs) for i in range(len(PROMPTS))]
-    found = {"gap": max(float((a - b).abs().max()) for a, b in zip(ours, theirs)),
-             "moved": max(float((a - b).abs().max()) for a, b in zip(ours, base)),
-             "sampled": sum(len(done[str(i)].tokens) for i in range(len(PROMPTS)))}
+    found = {
+        "gap": max(float((a - b).abs().max()) for a, b in zip(ours, theirs)),
+        "moved": max(float((a - b).abs().max()) for a, b in zip(ours, base)),
+        "sampled": sum(len(done[str(i)].tokens) for i in range(len(PROMPTS))),
+    }
     engine.close()
     world.close()
     return found
@@ -188,13 +195,16 @@ def test_engines_get_experts_with_their_adapters_merged_in(tmp_path):
             assert count >= 13 and gap / count < 1e-4, f"rank {rank}: {result['probes']}"
 
 
-@pytest.mark.parametrize("change, says", [
-    ({"engine": {"kind": "transformers"}}, "adapter with engine.kind transformers"),
-    ({"stream": {"mode": "reload"}}, "adapter with stream.mode reload"),
-    ({"lora": {"rank": 513}}, "adapter with rank 513"),
-    ({"lora": {"push": "own"}}, "model.lora.push: expected merged or adapter, got 'own'"),
-    ({"engine": {"options": {"enable_lora": True}}}, "enable_lora"),
-])
+@pytest.mark.parametrize(
+    "change, says",
+    [
+        ({"engine": {"kind": "transformers"}}, "adapter with engine.kind transformers"),
+        ({"stream": {"mode": "reload"}}, "adapter with stream.mode reload"),
+        ({"lora": {"rank": 513}}, "adapter with rank 513"),
+        ({"lora": {"push": "own"}}, "model.lora.push: expected merged or adapter, got 'own'"),
+        ({"engine": {"options": {"enable_lora": True}}}, "enable_lora"),
+    ],
+)
 def test_pushes_that_cannot_be_are_refused(change, says, tmp_path):
     cfg = make_config(tmp_path, layout=Layout(world_size=2, trainer_ranks=1))
     cfg = replace(cfg, model=replace(cfg.model, lora={"push": "adapter"} | change.pop("lora", {})))
@@ -204,16 +214,24 @@ def test_pushes_that_cannot_be_are_refused(change, says, tmp_path):
 
 
 def test_the_dry_run_and_the_planner_say_what_travels(tmp_path):
-    folder = create_model(tmp_path / "m", hidden_size=128, layers=2, heads=4, kv_heads=2,
-                          intermediate=96)
+    folder = create_model(
+        tmp_path / "m", hidden_size=128, layers=2, heads=4, kv_heads=2, intermediate=96
+    )
     cfg = make_config(folder, layout=Layout(world_size=3, trainer_ranks=1))
     own = replace(cfg, model=replace(cfg.model, lora=LORA | {"push": "adapter"}))
     numel = 2 * 3 * (2 * (128 + 128) + 2 * (128 + 64) + 3 * (128 + 96))
     assert stream_size(own)["bytes per later push"].startswith(f"{numel:,} * 2 = {2 * numel:,} ")
     assert "bytes per later push" not in stream_size(cfg)
     hf_model = build_meta_model(cfg.model)
-    run = run_of(own, model_shape(hf_model), on_gpu=False, chunk_tokens=64, prompt_tokens=8,
-                 response_tokens=8, lora_numel=adapter_numel(hf_model, lora_form(LORA)))
+    run = run_of(
+        own,
+        model_shape(hf_model),
+        on_gpu=False,
+        chunk_tokens=64,
+        prompt_tokens=8,
+        response_tokens=8,
+        lora_numel=adapter_numel(hf_model, lora_form(LORA)),
+    )
     assert push_flows(run, axes_of(own))[0].bytes == 2 * numel
 
 

@@ -17,8 +17,8 @@ from test_moe import make_moe
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from spmdrl.config import Config, Model
 from spmdrl.commands.export import export
+from spmdrl.config import Config, Model
 from spmdrl.model.file_tensors import file_tensors
 from spmdrl.model.load import build_meta_model
 from spmdrl.model.lora.layers import Adapters, LoraForm, lora_form
@@ -26,7 +26,8 @@ from spmdrl.model.shards import Held
 
 RANK, ALPHA = 3, 12
 CASES = {  # ranks, ep, experts, rank of the adapters
-    "ep": (4, 2, 8, RANK), "fsdp alone": (2, 1, 8, RANK),
+    "ep": (4, 2, 8, RANK),
+    "fsdp alone": (2, 1, 8, RANK),
     "by rows, A by expert": (4, 2, 2, RANK),  # fewer experts than ranks, and 3 rows for 2 ranks
     "by rows": (4, 2, 2, 4),
 }
@@ -44,15 +45,20 @@ def _layer(where: Path, family: str) -> tuple[nn.Module, Adapters, dict[str, Ten
     for name, parameter in experts.named_parameters():
         nn.init.normal_(parameter, std=0.3)
         parameter.requires_grad = "lora" in name
-    return experts, adapters, {n: p.detach().double().requires_grad_("lora" in n)
-                               for n, p in experts.named_parameters()}
+    return (
+        experts,
+        adapters,
+        {n: p.detach().double().requires_grad_("lora" in n) for n, p in experts.named_parameters()},
+    )
 
 
 def _expected(own: dict[str, Tensor], x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
     """Each token through its experts, one by one, with W + scale * B A."""
     scale, rows = ALPHA / RANK, []
-    full = {key: own[key] + scale * own[f"{key}_lora_B"] @ own[f"{key}_lora_A"]
-            for key in ("gate_up_proj", "down_proj")}
+    full = {
+        key: own[key] + scale * own[f"{key}_lora_B"] @ own[f"{key}_lora_A"]
+        for key in ("gate_up_proj", "down_proj")
+    }
     for token, ids, shares in zip(x, chosen.tolist(), weights):
         total = torch.zeros_like(token)
         for expert, share in zip(ids, shares):
@@ -84,8 +90,9 @@ def test_values_and_gradients_are_those_of_materialised_weights(family, tmp_path
     for name, (ours, theirs) in pairs.items():
         atol = 1e-5 * float(theirs.abs().max())
         assert theirs.abs().max() > 0
-        torch.testing.assert_close(ours.double(), theirs, rtol=0, atol=atol,
-                                   msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(
+            ours.double(), theirs, rtol=0, atol=atol, msg=lambda m, n=name: f"{n}: {m}"
+        )
     with torch.no_grad():
         on = experts(x, chosen, weights)
         for name, parameter in experts.named_parameters():
@@ -105,9 +112,15 @@ def saved(request, tmp_path_factory) -> tuple[Config, list[dict]]:
     """Two steps on a mesh, a checkpoint, and all that would be sent."""
     where, (ranks, ep, experts, rank) = tmp_path_factory.mktemp("saved"), CASES[request.param]
     folder = make_moe(where, "qwen3_moe", moe_experts=experts)
-    cfg = config(folder, where / "out", world_size=ranks, model={
-        "lora": {"rank": rank, "alpha": ALPHA},
-        "memory": {"activation_checkpointing": "selective"}})
+    cfg = config(
+        folder,
+        where / "out",
+        world_size=ranks,
+        model={
+            "lora": {"rank": rank, "alpha": ALPHA},
+            "memory": {"activation_checkpointing": "selective"},
+        },
+    )
     cfg = replace(cfg, layout=replace(cfg.layout, ep=ep))
     return cfg, run_ranks(ranks, _save, cfg)
 
@@ -184,24 +197,37 @@ def _norms(cfgs: list[Config]) -> list[dict]:
         sums = update(policy, own, step=0)
         shards = policy.named_shards()
         experts = {n: p.dtype for n, p in shards.items() if ".experts." in n}
-        found.append({"norm": sums["policy/grad_norm"][0],
-                      "own": {d for n, d in experts.items() if "lora" in n},
-                      "frozen": {d for n, d in experts.items() if "lora" not in n},
-                      "same": _equals_reference(policy, own)})
+        found.append(
+            {
+                "norm": sums["policy/grad_norm"][0],
+                "own": {d for n, d in experts.items() if "lora" in n},
+                "frozen": {d for n, d in experts.items() if "lora" not in n},
+                "same": _equals_reference(policy, own),
+            }
+        )
     world.close()
     return found
 
 
 def _equals_reference(policy: object, own: object) -> list[bool]:
     """Whether the reference is the policy as it is with adapters, per row."""
-    return [bool(torch.equal(row["old_logprobs"], row["ref_logprobs"]))
-            for row in policy.annotate(own, step=1).columns[0]]
+    return [
+        bool(torch.equal(row["old_logprobs"], row["ref_logprobs"]))
+        for row in policy.annotate(own, step=1).columns[0]
+    ]
 
 
 def test_experts_adapters_stay_float32_and_are_gathered_in_the_compute_dtype(tmp_path):
     folder = make_moe(tmp_path, "qwen3_moe")
-    full = config(folder, tmp_path / "out", world_size=2, kl_coef=0.1, kl_in="reward", kl="k1",
-                  model={"lora": {"rank": RANK, "targets": ["experts"]}})
+    full = config(
+        folder,
+        tmp_path / "out",
+        world_size=2,
+        kl_coef=0.1,
+        kl_in="reward",
+        kl="k1",
+        model={"lora": {"rank": RANK, "targets": ["experts"]}},
+    )
     full = replace(full, layout=replace(full.layout, ep=2))
     half = replace(full, model=replace(full.model, compute_dtype="bfloat16"))
     for first, second in run_ranks(2, _norms, [full, half]):
@@ -225,22 +251,37 @@ def _scored(cfg: Config, tokens: list[list[int]]) -> tuple[list[Tensor], dict[st
     return scores, whole
 
 
-@pytest.mark.parametrize("parameters", [
-    ["mlp.experts.down_proj", "mlp.experts.gate_up_proj"], ["experts.down_proj"],
-    ["model.layers.1.mlp.experts.gate_up_proj"]], ids=["both", "down", "one layer"])
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        ["mlp.experts.down_proj", "mlp.experts.gate_up_proj"],
+        ["experts.down_proj"],
+        ["model.layers.1.mlp.experts.gate_up_proj"],
+    ],
+    ids=["both", "down", "one layer"],
+)
 def test_what_peft_wrote_is_computed_as_peft_does(parameters, tmp_path):
     folder = make_moe(tmp_path, "qwen3_moe")
     torch.manual_seed(0)
-    theirs = get_peft_model(AutoModelForCausalLM.from_pretrained(folder), LoraConfig(
-        r=RANK, lora_alpha=2, target_modules=["q_proj"], target_parameters=parameters,
-        init_lora_weights=False, use_rslora=True))
+    theirs = get_peft_model(
+        AutoModelForCausalLM.from_pretrained(folder),
+        LoraConfig(
+            r=RANK,
+            lora_alpha=2,
+            target_modules=["q_proj"],
+            target_parameters=parameters,
+            init_lora_weights=False,
+            use_rslora=True,
+        ),
+    )
     theirs.save_pretrained(tmp_path / "adapter")
     tokens = torch.randint(5, 90, (1, 20), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         logprobs = theirs(tokens).logits[0].log_softmax(-1)
     expected = logprobs[:-1].gather(1, tokens[0, 1:, None])[:, 0]
-    cfg = config(folder, tmp_path / "out", world_size=2, model={
-        "lora": {"path": str(tmp_path / "adapter")}})
+    cfg = config(
+        folder, tmp_path / "out", world_size=2, model={"lora": {"path": str(tmp_path / "adapter")}}
+    )
     cfg = replace(cfg, layout=replace(cfg.layout, ep=2))
     (scores, whole), _ = run_ranks(2, _scored, cfg, tokens.tolist())
     torch.testing.assert_close(scores[0][1:], expected, rtol=1e-5, atol=1e-5)

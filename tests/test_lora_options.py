@@ -10,19 +10,20 @@ import torch
 from peft import LoraConfig, get_peft_model
 from policy_runs import config
 
-from spmdrl.config import Model
+from spmdrl.check.fit import fit_problems
 from spmdrl.check.settings import validate
 from spmdrl.commands.create_model import create_model
-from spmdrl.check.fit import fit_problems
+from spmdrl.config import Model
 from spmdrl.model.load import build_meta_model
-from spmdrl.model.lora.layers import Adapters, LoraForm, initial_a, lora_form, targeted
 from spmdrl.model.lora.files import write_adapter
+from spmdrl.model.lora.layers import Adapters, LoraForm, initial_a, lora_form, targeted
 
 
 def test_a_matrices_start_as_pefts_do_keyed_by_seed_and_name():
     a = initial_a("x.lora_A.weight", (64, 256), init="kaiming", seed=0)
     assert float(a.abs().max()) <= 1 / 16 and float(a.std()) == pytest.approx(
-        1 / 16 / 3 ** 0.5, rel=0.02)
+        1 / 16 / 3**0.5, rel=0.02
+    )
     wide = initial_a("x.lora_A.weight", (64, 256), init="gaussian", seed=0)
     assert float(wide.std()) == pytest.approx(1 / 64, rel=0.02)
     again = initial_a("x.lora_A.weight", (64, 256), init="kaiming", seed=0)
@@ -31,17 +32,25 @@ def test_a_matrices_start_as_pefts_do_keyed_by_seed_and_name():
         assert not torch.equal(a, initial_a(name, (64, 256), init="kaiming", seed=seed))
 
 
-@pytest.mark.parametrize("targets, count", [
-    ("all-linear", 14), (("q_proj",), 2), (("layers.0.mlp.up_proj", "o_proj"), 3),
-    (r".*\.1\..*(q|v)_proj", 2),
-])
+@pytest.mark.parametrize(
+    "targets, count",
+    [
+        ("all-linear", 14),
+        (("q_proj",), 2),
+        (("layers.0.mlp.up_proj", "o_proj"), 3),
+        (r".*\.1\..*(q|v)_proj", 2),
+    ],
+)
 def test_targets_are_read_as_peft_reads_them(targets, count, tiny_model):
     hf_model = build_meta_model(Model(path=str(tiny_model)))
     ours = set(targeted(hf_model, targets))
     asked = list(targets) if isinstance(targets, tuple) else targets
     theirs = get_peft_model(hf_model, LoraConfig(target_modules=asked, task_type="CAUSAL_LM"))
-    names = {re.sub(r"^base_model\.model\.|\.lora_A\.default$", "", n)
-             for n, _ in theirs.named_modules() if n.endswith("lora_A.default")}
+    names = {
+        re.sub(r"^base_model\.model\.|\.lora_A\.default$", "", n)
+        for n, _ in theirs.named_modules()
+        if n.endswith("lora_A.default")
+    }
     assert ours == names and len(ours) == count
 
 
@@ -54,16 +63,25 @@ def test_targets_that_match_nothing_are_refused_with_the_names_that_exist(target
     assert "model.layers.*.self_attn.q_proj" in str(raised.value)
 
 
-@pytest.mark.parametrize("lora, says", [
-    ({"rank": 0}, "model.lora.rank: expected a number, 1 or more, got 0"),
-    ({"rank": True}, "model.lora.rank"), ({"alpha": -1}, "model.lora.alpha"),
-    ({"r": 8}, "PEFT's r is rank here"), ({"rnk": 8}, "did you mean rank?"),
-    ({"dropout": 0.1}, "there is none"), ({"lora_dropout": 0.0}, "there is none"),
-    ({"targets": []}, "model.lora.targets"), ({"targets": "(q"}, "model.lora.targets"),
-    ({"targets": [1]}, "model.lora.targets"), ({"init": "pissa"}, "kaiming or gaussian"),
-    ({"use_rslora": 1}, "true or false"), ({"path": ""}, "model.lora.path"),
-    ({"path": "x", "rank": 4}, "model.lora.rank: 4 with path x"),
-])
+@pytest.mark.parametrize(
+    "lora, says",
+    [
+        ({"rank": 0}, "model.lora.rank: expected a number, 1 or more, got 0"),
+        ({"rank": True}, "model.lora.rank"),
+        ({"alpha": -1}, "model.lora.alpha"),
+        ({"r": 8}, "PEFT's r is rank here"),
+        ({"rnk": 8}, "did you mean rank?"),
+        ({"dropout": 0.1}, "there is none"),
+        ({"lora_dropout": 0.0}, "there is none"),
+        ({"targets": []}, "model.lora.targets"),
+        ({"targets": "(q"}, "model.lora.targets"),
+        ({"targets": [1]}, "model.lora.targets"),
+        ({"init": "pissa"}, "kaiming or gaussian"),
+        ({"use_rslora": 1}, "true or false"),
+        ({"path": ""}, "model.lora.path"),
+        ({"path": "x", "rank": 4}, "model.lora.rank: 4 with path x"),
+    ],
+)
 def test_wrong_options_are_refused(lora, says, tmp_path):
     cfg = config(tmp_path, tmp_path, model={"lora": lora})
     assert any(says in problem for problem in validate(cfg)), validate(cfg)
@@ -75,14 +93,26 @@ def test_a_reference_that_follows_is_refused(tmp_path):
     assert any("sync_every: 2 with model.lora" in problem for problem in problems)
 
 
-@pytest.mark.parametrize("change, says", [
-    ({"use_dora": True}, "use_dora"), ({"r": "8"}, "no LoRA adapter"),
-    ({"peft_type": "IA3"}, "no LoRA adapter"), ({"init_lora_weights": "pissa_niter_4"}, "pissa"),
-    ({"rank_pattern": {"q_proj": 4}}, "rank_pattern"), (None, "PEFT's save_pretrained"),
-])
+@pytest.mark.parametrize(
+    "change, says",
+    [
+        ({"use_dora": True}, "use_dora"),
+        ({"r": "8"}, "no LoRA adapter"),
+        ({"peft_type": "IA3"}, "no LoRA adapter"),
+        ({"init_lora_weights": "pissa_niter_4"}, "pissa"),
+        ({"rank_pattern": {"q_proj": 4}}, "rank_pattern"),
+        (None, "PEFT's save_pretrained"),
+    ],
+)
 def test_adapters_that_compute_something_else_are_refused(change, says, tmp_path):
-    write_adapter(tmp_path, {"x.lora_A.weight": torch.ones(2, 4), "x.lora_B.weight": torch.ones(
-        3, 2)}, rank=2, alpha=4, use_rslora=False, base="")
+    write_adapter(
+        tmp_path,
+        {"x.lora_A.weight": torch.ones(2, 4), "x.lora_B.weight": torch.ones(3, 2)},
+        rank=2,
+        alpha=4,
+        use_rslora=False,
+        base="",
+    )
     file = tmp_path / "adapter_config.json"
     if change is None:
         file.unlink()
@@ -114,17 +144,32 @@ def test_adapters_that_cannot_be_are_refused_from_the_config_alone(tiny_model, t
     assert text.startswith("model.lora.targets: 'query' matches no linear layer")
     (text,) = problems(path=str(tmp_path / "nothing"))
     assert text.startswith("model.lora.path: cannot read")
-    names = ("model.layers.0.self_attn.q_proj.lora_A.weight",
-             "model.layers.0.self_attn.q_proj.lora_B.weight")
-    write_adapter(tmp_path, dict(zip(names, (torch.ones(2, 7), torch.ones(64, 2)))), rank=2,
-                  alpha=4, use_rslora=False, base="")
+    names = (
+        "model.layers.0.self_attn.q_proj.lora_A.weight",
+        "model.layers.0.self_attn.q_proj.lora_B.weight",
+    )
+    write_adapter(
+        tmp_path,
+        dict(zip(names, (torch.ones(2, 7), torch.ones(64, 2)))),
+        rank=2,
+        alpha=4,
+        use_rslora=False,
+        base="",
+    )
     (text,) = problems(path=str(tmp_path))
     assert "does not fit the model" in text and "has shape [2, 7] there" in text
 
 
 def _mixture(where) -> torch.nn.Module:
-    folder = create_model(where, architecture="qwen3_moe", hidden_size=32, layers=2, heads=4,
-                          kv_heads=2, intermediate=24)
+    folder = create_model(
+        where,
+        architecture="qwen3_moe",
+        hidden_size=32,
+        layers=2,
+        heads=4,
+        kv_heads=2,
+        intermediate=24,
+    )
     return build_meta_model(Model(path=str(folder)))
 
 
@@ -132,15 +177,20 @@ _ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
 _EXPERTS = {"gate_up_proj", "down_proj"}
 
 
-@pytest.mark.parametrize("targets, ends, count", [
-    ("all-linear", _ATTENTION | _EXPERTS, 12), (("experts",), _EXPERTS, 4),
-    (("experts.down_proj",), {"down_proj"}, 2),
-    (("q_proj", "down_proj"), {"q_proj", "down_proj"}, 4),
-    (r".*\.1\.mlp\.experts", _EXPERTS, 2), (r".*\.1\..*(q_proj|gate_up_proj)", {
-        "q_proj", "gate_up_proj"}, 2),
-])
+@pytest.mark.parametrize(
+    "targets, ends, count",
+    [
+        ("all-linear", _ATTENTION | _EXPERTS, 12),
+        (("experts",), _EXPERTS, 4),
+        (("experts.down_proj",), {"down_proj"}, 2),
+        (("q_proj", "down_proj"), {"q_proj", "down_proj"}, 4),
+        (r".*\.1\.mlp\.experts", _EXPERTS, 2),
+        (r".*\.1\..*(q_proj|gate_up_proj)", {"q_proj", "gate_up_proj"}, 2),
+    ],
+)
 def test_experts_are_targets_by_their_parameters_names_or_the_module_s(
-        targets, ends, count, tmp_path, caplog):
+    targets, ends, count, tmp_path, caplog
+):
     found = targeted(_mixture(tmp_path), targets)
     assert {name.rpartition(".")[2] for name in found} == ends and len(found) == count
     assert not caplog.text

@@ -8,17 +8,20 @@ import pytest
 from runs import HELD, TINY, metrics, run, run_killed
 from test_train import assert_same_end
 
-from spmdrl.config import Model
 from spmdrl.commands.create_model import create_model
+from spmdrl.config import Model
 from spmdrl.model.load import build_meta_model
-from spmdrl.model.lora.layers import Adapters, LoraForm, initial_a
 from spmdrl.model.lora.files import write_adapter
+from spmdrl.model.lora.layers import Adapters, LoraForm, initial_a
 
-REWARD = HELD + """
+REWARD = (
+    HELD
+    + """
 def digits(data_source, solution_str, ground_truth, extra_info=None):
     wait_to_be_killed()
     return sum(c.isdigit() for c in solution_str) / max(1, len(solution_str))
 """
+)
 
 
 def _random_adapter(model: Path, out: Path) -> Path:
@@ -26,8 +29,10 @@ def _random_adapter(model: Path, out: Path) -> Path:
     hf_model = build_meta_model(Model(path=str(model)))
     names = Adapters(hf_model, LoraForm(rank=8, alpha=32, targets="all-linear")).names
     out.mkdir()
-    tensors = {n: 0.1 * initial_a(n, tuple(hf_model.get_parameter(n).shape), init="kaiming", seed=5)
-               for n in names}
+    tensors = {
+        n: 0.1 * initial_a(n, tuple(hf_model.get_parameter(n).shape), init="kaiming", seed=5)
+        for n in names
+    }
     write_adapter(out, tensors, rank=8, alpha=32, use_rslora=False, base=str(model))
     return out
 
@@ -36,14 +41,25 @@ def _random_adapter(model: Path, out: Path) -> Path:
 @pytest.mark.timeout(900)
 def test_grpo_of_adapters_improves_and_a_killed_run_ends_bit_identical(tmp_path):
     (tmp_path / "r.py").write_text(REWARD)
-    begin = create_model(tmp_path / "model", hidden_size=64, layers=2, heads=2, kv_heads=1,
-                         initializer_std=0.1)
+    begin = create_model(
+        tmp_path / "model", hidden_size=64, layers=2, heads=2, kv_heads=1, initializer_std=0.1
+    )
     flags = TINY["rl"] | {
-        "model.path": begin, "model.lora": f"{{path: {_random_adapter(begin, tmp_path / 'a')}}}",
-        "engine.kind": "transformers", "rewards.functions": f"{tmp_path / 'r.py'}:digits",
-        "optimizer.lr": 0.01, "lag": 0, "algorithm.kl-coef": 1e-3, "batch.prompts-per-step": 16,
-        "batch.group-size": 8, "engine.max-num-seqs": 128, "stream.verify-every": 4, "steps": 10,
-        "checkpoint.every-steps": 3, "rewards.timeout-s": 300}
+        "model.path": begin,
+        "model.lora": f"{{path: {_random_adapter(begin, tmp_path / 'a')}}}",
+        "engine.kind": "transformers",
+        "rewards.functions": f"{tmp_path / 'r.py'}:digits",
+        "optimizer.lr": 0.01,
+        "lag": 0,
+        "algorithm.kl-coef": 1e-3,
+        "batch.prompts-per-step": 16,
+        "batch.group-size": 8,
+        "engine.max-num-seqs": 128,
+        "stream.verify-every": 4,
+        "steps": 10,
+        "checkpoint.every-steps": 3,
+        "rewards.timeout-s": 300,
+    }
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     run("demo_grpo.yaml", 2, **flags | {"output-dir": whole})
     rows = metrics(whole)
@@ -51,8 +67,14 @@ def test_grpo_of_adapters_improves_and_a_killed_run_ends_bit_identical(tmp_path)
     assert sum(rewards[-3:]) > sum(rewards[:3]) + 0.3, rewards
     assert rows[-1]["policy/kl_ref_k3"] > rows[0]["policy/kl_ref_k3"] > 0
     assert max(row["policy/mismatch_k3"] for row in rows) < 1e-6  # engines have what is trained
-    run_killed("demo_grpo.yaml", 2, rewards=tmp_path / "r.py", step=3, hold=6, **flags | {
-        "output-dir": killed})
+    run_killed(
+        "demo_grpo.yaml",
+        2,
+        rewards=tmp_path / "r.py",
+        step=3,
+        hold=6,
+        **flags | {"output-dir": killed},
+    )
     # What goes through the engine's own loader is the same.
     run("demo_grpo.yaml", 2, **flags | {"output-dir": killed, "stream.mode": "reload"})
     assert_same_end(whole, killed)
@@ -62,16 +84,29 @@ def test_grpo_of_adapters_improves_and_a_killed_run_ends_bit_identical(tmp_path)
 @pytest.mark.timeout(900)
 def test_vllm_draws_with_adapters_of_its_own_as_it_does_with_merged_weights(tmp_path):
     (tmp_path / "r.py").write_text(REWARD)
-    begin = create_model(tmp_path / "model", hidden_size=64, layers=2, heads=2, kv_heads=1,
-                         initializer_std=0.1)
+    begin = create_model(
+        tmp_path / "model", hidden_size=64, layers=2, heads=2, kv_heads=1, initializer_std=0.1
+    )
     rows = {}
     for push in ("merged", "adapter"):
         out = tmp_path / push
-        run("demo_grpo.yaml", 2, timeout_s=400, **TINY["rl"] | {
-            "model.path": begin, "model.lora": f"{{rank: 8, push: {push}}}",
-            "rewards.functions": f"{tmp_path / 'r.py'}:digits", "optimizer.lr": 0.01, "lag": 0,
-            "stream.verify-every": 1, "steps": 4, "checkpoint.every-steps": 0,
-            "output-dir": out})
+        run(
+            "demo_grpo.yaml",
+            2,
+            timeout_s=400,
+            **TINY["rl"]
+            | {
+                "model.path": begin,
+                "model.lora": f"{{rank: 8, push: {push}}}",
+                "rewards.functions": f"{tmp_path / 'r.py'}:digits",
+                "optimizer.lr": 0.01,
+                "lag": 0,
+                "stream.verify-every": 1,
+                "steps": 4,
+                "checkpoint.every-steps": 0,
+                "output-dir": out,
+            },
+        )
         rows[push] = metrics(out)
         assert max(abs(row["policy/mismatch_k1"]) for row in rows[push]) < 1e-4
     for merged, own in zip(rows["merged"], rows["adapter"], strict=True):

@@ -14,17 +14,18 @@ from ranks import run_ranks
 from torch import Tensor
 from torch.utils.checkpoint import _VersionWrapper
 
-from spmdrl.config import Config, Layout, Model, Optimizer
+from spmdrl.check.fit import check_fit
 from spmdrl.check.options import option_problems
 from spmdrl.commands.create_model import create_model
-from spmdrl.train import optimizer
-from spmdrl.check.fit import check_fit
+from spmdrl.config import Config, Layout, Model, Optimizer
 from spmdrl.model.parallel.recompute import check_offload, has, move_buffers
+from spmdrl.train import optimizer
 from spmdrl.train.optimizer import AdamW, local_part
 from spmdrl.train.rounding import stochastic_round
 
 WAYS = {
-    "none": {}, "full": {"activation_checkpointing": "full"},
+    "none": {},
+    "full": {"activation_checkpointing": "full"},
     "selective": {"activation_checkpointing": "selective"},
     "host": {"offload": "activations"},
     "full, host": {"activation_checkpointing": "full", "offload": "activations"},
@@ -34,8 +35,9 @@ HALF = {"master_dtype": "bfloat16", "optimizer_dtype": "bfloat16"}
 
 
 def _model(where: Path) -> Path:
-    return create_model(where / "model", hidden_size=32, layers=2, heads=4, kv_heads=2,
-                        intermediate=48)
+    return create_model(
+        where / "model", hidden_size=32, layers=2, heads=4, kv_heads=2, intermediate=48
+    )
 
 
 def _with(cfg: Config, memory: dict) -> Config:
@@ -49,8 +51,12 @@ def _kept_bytes(policy: object) -> dict[str, int]:
     """Bytes that one forward pass leaves for the backward pass, by where they are; each storage
     once, and none of weights. What selective checkpointing keeps passes no hook of autograd."""
     model, micro = policy.trainee.model, batch(0, 1).updates[0][0]
-    work = model.scoring(micro.tokens, micro.cu_seqlens.diff().tolist(), mask=micro.response_mask,
-                         position_ids=micro.position_ids)
+    work = model.scoring(
+        micro.tokens,
+        micro.cu_seqlens.diff().tolist(),
+        mask=micro.response_mask,
+        position_ids=micro.position_ids,
+    )
     saved: list[Tensor] = []
 
     def pack(tensor: Tensor) -> Tensor:
@@ -76,8 +82,10 @@ def _in_all_ways(cfg: Config) -> dict[str, dict]:
     for way, memory in WAYS.items():
         policy = Policy(_with(cfg, memory), world)
         own = batch(world.dp_index(world.rank), world.dp_size)
-        found[way] = {"sums": [update(policy, own, step=step) for step in range(2)],
-                      "parameters": full_parameters(policy)}
+        found[way] = {
+            "sums": [update(policy, own, step=step) for step in range(2)],
+            "parameters": full_parameters(policy),
+        }
         if world.world_size == 1:
             found[way]["bytes"] = _kept_bytes(policy)
     world.close()
@@ -88,8 +96,11 @@ def _assert_all_the_same(found: dict[str, dict]) -> None:
     plain = found["none"]
     for way, result in found.items():
         assert result["sums"] == plain["sums"], way
-        differing = [name for name, whole in plain["parameters"].items()
-                     if not torch.equal(result["parameters"][name], whole)]
+        differing = [
+            name
+            for name, whole in plain["parameters"].items()
+            if not torch.equal(result["parameters"][name], whole)
+        ]
         assert not differing, (way, differing)
 
 
@@ -107,8 +118,15 @@ def test_nor_does_any_under_tensor_and_context_parallelism(tmp_path):
 
 
 def test_nor_does_any_where_experts_are_on_other_ranks(tmp_path):
-    folder = create_model(tmp_path / "moe", architecture="qwen3_moe", hidden_size=32, layers=2,
-                          heads=4, kv_heads=2, intermediate=16)
+    folder = create_model(
+        tmp_path / "moe",
+        architecture="qwen3_moe",
+        hidden_size=32,
+        layers=2,
+        heads=4,
+        kv_heads=2,
+        intermediate=16,
+    )
     cfg = config(folder, tmp_path, world_size=2)
     cfg = replace(cfg, layout=replace(cfg.layout, ep=2))
     for found in run_ranks(2, _in_all_ways, cfg):
@@ -141,8 +159,10 @@ OPTIONS = Optimizer(options={"beta2": 0.999, "weight_decay": 0.1})
 
 def _tensors(dtype: torch.dtype) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(3)
-    return {name: torch.randn(shape, generator=generator).to(dtype)
-            for name, shape in {"w": (5, 7), "embedding": (4, 3), "norm": (7,)}.items()}
+    return {
+        name: torch.randn(shape, generator=generator).to(dtype)
+        for name, shape in {"w": (5, 7), "embedding": (4, 3), "norm": (7,)}.items()
+    }
 
 
 def _ours(parameters: dict[str, Tensor], **options: object) -> AdamW:
@@ -150,8 +170,10 @@ def _ours(parameters: dict[str, Tensor], **options: object) -> AdamW:
 
 
 def _torchs(parameters: dict[str, Tensor]) -> torch.optim.AdamW:
-    groups = [{"params": [parameters["w"]], "weight_decay": 0.1},
-              {"params": [parameters["embedding"], parameters["norm"]], "weight_decay": 0.0}]
+    groups = [
+        {"params": [parameters["w"]], "weight_decay": 0.1},
+        {"params": [parameters["embedding"], parameters["norm"]], "weight_decay": 0.0},
+    ]
     return torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.999), eps=1e-8, fused=True)
 
 
@@ -183,7 +205,8 @@ def test_an_update_is_torchs_in_float32_rounded_to_what_is_kept(master, moments,
         torchs, before = _torchs(theirs), ours.state_dict()
         for name, p in theirs.items():
             torchs.state[p] = {"step": torch.tensor(float(step))} | {
-                key: before[key][name].float().clone() for key in optimizer.MOMENTS}
+                key: before[key][name].float().clone() for key in optimizer.MOMENTS
+            }
             p.grad = _gradients(mine, step)[name].float()
         torchs.step()
         ours.step(_gradients(mine, step), lr=1e-2)
@@ -231,12 +254,19 @@ def _sft(cfg: Config) -> dict[str, dict]:
         policy.optimizer.step = lambda gradients, lr, seen=seen: seen.append(dict(gradients))
         update(policy, batch(0, 1), step=15)
         state = policy.state_dict()
-        kept = {"weights": state["model"], "gradients": seen[0],
-                **{key: state["optimizer"][key] for key in optimizer.MOMENTS}}
-        found[name] = {"losses": losses, "bytes": {
-            part: sum(local_part(t).nbytes for t in tensors.values())
-            for part, tensors in kept.items()},
-            "numel": sum(p.numel() for p in state["model"].values())}
+        kept = {
+            "weights": state["model"],
+            "gradients": seen[0],
+            **{key: state["optimizer"][key] for key in optimizer.MOMENTS},
+        }
+        found[name] = {
+            "losses": losses,
+            "bytes": {
+                part: sum(local_part(t).nbytes for t in tensors.values())
+                for part, tensors in kept.items()
+            },
+            "numel": sum(p.numel() for p in state["model"].values()),
+        }
     with pytest.raises(ValueError, match="model.memory.offload: optimizer on device cpu"):
         Policy(_with(cfg, {"offload": "optimizer"}), world)
     world.close()
@@ -274,8 +304,9 @@ def _resumed(cfg: Config, save: bool) -> dict[str, Tensor]:
 
 
 def test_a_resumed_run_rounds_alike_and_copies_stay_equal(tmp_path):
-    cfg = config(_model(tmp_path), tmp_path / "run", world_size=2, dp_replicate=2,
-                 model={"memory": HALF})
+    cfg = config(
+        _model(tmp_path), tmp_path / "run", world_size=2, dp_replicate=2, model={"memory": HALF}
+    )
     straight, resumed = (run_ranks(2, _resumed, cfg, save) for save in (True, False))
     for local in (straight[1], *resumed):
         assert local.keys() == straight[0].keys()
@@ -286,36 +317,55 @@ def test_a_resumed_run_rounds_alike_and_copies_stay_equal(tmp_path):
 # ------------------------------------------------------------------ what is refused
 
 
-@pytest.mark.parametrize("memory, expected", [
-    ({"offload": "weights"}, "model.memory.offload: expected one of none, activations, optimizer"),
-    ({"activation_checkpointing": "some"}, "expected one of none, selective, full; got 'some'"),
-    ({"master_dtype": "float16"}, "expected one of float32, bfloat16; got 'float16'"),
-    ({"optimiser_dtype": "bfloat16"}, "unknown option"),
-])
+@pytest.mark.parametrize(
+    "memory, expected",
+    [
+        (
+            {"offload": "weights"},
+            "model.memory.offload: expected one of none, activations, optimizer",
+        ),
+        ({"activation_checkpointing": "some"}, "expected one of none, selective, full; got 'some'"),
+        ({"master_dtype": "float16"}, "expected one of float32, bfloat16; got 'float16'"),
+        ({"optimiser_dtype": "bfloat16"}, "unknown option"),
+    ],
+)
 def test_unknown_ways_to_spare_memory_are_refused(memory, expected, tmp_path):
-    assert any(expected in problem for problem in
-               option_problems(config("model", tmp_path, model={"memory": memory})))
+    assert any(
+        expected in problem
+        for problem in option_problems(config("model", tmp_path, model={"memory": memory}))
+    )
 
 
 def test_bfloat16_masters_are_refused_where_only_adapters_train(tmp_path):
     cfg = config("model", tmp_path, model={"memory": HALF, "lora": {"rank": 2}})
-    assert any("model.memory.master_dtype: bfloat16 with model.lora" in problem
-               for problem in option_problems(cfg))
+    assert any(
+        "model.memory.master_dtype: bfloat16 with model.lora" in problem
+        for problem in option_problems(cfg)
+    )
 
 
 def test_parameters_are_not_offloaded_beside_adapters(tmp_path):
-    cfg = config("model", tmp_path, model={
-        "memory": {"offload": "parameters"}, "lora": {"rank": 2}})
-    assert any("model.memory.offload: parameters with model.lora" in problem
-               for problem in option_problems(cfg))
+    cfg = config(
+        "model", tmp_path, model={"memory": {"offload": "parameters"}, "lora": {"rank": 2}}
+    )
+    assert any(
+        "model.memory.offload: parameters with model.lora" in problem
+        for problem in option_problems(cfg)
+    )
 
 
 def test_what_is_named_goes_to_the_host():
-    named = {offload: {what for what in ("activations", "optimizer", "parameters")
-                       if has(offload, what)}
-             for offload in ("none", "activations", "optimizer", "all", "parameters")}
-    assert named == {"none": set(), "activations": {"activations"}, "optimizer": {"optimizer"},
-                     "all": {"activations", "optimizer"}, "parameters": {"parameters", "optimizer"}}
+    named = {
+        offload: {what for what in ("activations", "optimizer", "parameters") if has(offload, what)}
+        for offload in ("none", "activations", "optimizer", "all", "parameters")
+    }
+    assert named == {
+        "none": set(),
+        "activations": {"activations"},
+        "optimizer": {"optimizer"},
+        "all": {"activations", "optimizer"},
+        "parameters": {"parameters", "optimizer"},
+    }
 
 
 def test_buffers_get_another_device_and_keep_what_they_are():
@@ -324,7 +374,9 @@ def test_buffers_get_another_device_and_keep_what_they_are():
     root[0].register_buffer("computed", torch.ones(4), persistent=False)
     move_buffers(root, torch.device("meta"))
     assert {n: (b.device.type, b.shape[0]) for n, b in root.named_buffers()} == {
-        "0.kept": ("meta", 3), "0.computed": ("meta", 4)}
+        "0.kept": ("meta", 3),
+        "0.computed": ("meta", 4),
+    }
     assert "0.kept" in root.state_dict() and "0.computed" not in root.state_dict()
     assert {p.device.type for p in root.parameters()} == {"cpu"}
 

@@ -22,22 +22,22 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from
 
 from spmdrl import config
 from spmdrl.algorithms import registry
-from spmdrl.config import Algorithm, Config
 from spmdrl.commands.create_model import create_model
+from spmdrl.config import Algorithm, Config
 from spmdrl.world import World
 
 STEPS = 3
 # Differ within a group; one in some ten samples cannot be rewarded and is left out.
-REWARDS = '''
+REWARDS = """
 def spread(prompts, completions, **columns):
     value = sum(map(ord, completions[0])) % 11
     if value == 10:
         raise ValueError("no reward")
     return [value / 10]
 def length(prompts, completions, **columns): return [len(completions[0]) % 3]
-'''
+"""
 # Two turns, whose states a prompt's samples share.
-GAME = '''
+GAME = """
 from spmdrl.environments.protocol import Turn
 class Game:
     turns = 0
@@ -49,31 +49,50 @@ class Game:
                     reward=len(response.text) % 3)
     def state(self):
         return self.turns
-'''
+"""
 # A model that knows nothing seldom ends a response: let every digit end one.
 DIGITS = "0123456789"
 MIXTURES: dict[str, dict[str, Any]] = {
     "sft": {"objective": "sft"},
-    "dapo": {"loss_options": {"clip_low": 0.2, "clip_high": 0.28}, "mask_truncated": True,
-             "shaping": {"overlong_tokens": 3}},
+    "dapo": {
+        "loss_options": {"clip_low": 0.2, "clip_high": 0.28},
+        "mask_truncated": True,
+        "shaping": {"overlong_tokens": 3},
+    },
     "ppo": {"advantage": "gae", "kl": "k1", "kl_coef": 0.05, "kl_in": "reward"},
     "gdpo of two rewards": {"advantage": "gdpo", "functions": ("spread", "length")},
     "remax with an entropy bonus": {"advantage": "remax", "entropy_coef": 0.01},
     "top entropy and moving coefficients": {
-        "entropy_options": {"keep_frac": 0.5, "target": 1.0, "delta": 0.01}, "kl_coef": 0.1,
-        "kl_options": {"target": 0.01, "horizon": 100}},
+        "entropy_options": {"keep_frac": 0.5, "target": 1.0, "delta": 0.01},
+        "kl_coef": 0.1,
+        "kl_options": {"target": 0.01, "horizon": 100},
+    },
     "top entropy tokens": {"entropy_options": {"keep_frac": 0.2}},
-    "adaptive entropy bonus": {"entropy_coef": 0.01, "entropy_options": {
-        "target": 9.0, "delta": 0.005, "lower": 0.0, "upper": 0.1}},
+    "adaptive entropy bonus": {
+        "entropy_coef": 0.01,
+        "entropy_options": {"target": 9.0, "delta": 0.005, "lower": 0.0, "upper": 0.1},
+    },
     "adaptive kl": {"kl_coef": 0.1, "kl_options": {"target": 0.01, "horizon": 1000}},
-    "a reference that follows": {"kl_coef": 0.1, "reference_options": {
-        "sync_every": 2, "sync_mix": 0.6}},
-    "dpo of a cached reference": {"objective": "preference", "loss": "dpo",
-                                  "reference_options": {"cache": True}},
+    "a reference that follows": {
+        "kl_coef": 0.1,
+        "reference_options": {"sync_every": 2, "sync_mix": 0.6},
+    },
+    "dpo of a cached reference": {
+        "objective": "preference",
+        "loss": "dpo",
+        "reference_options": {"cache": True},
+    },
     "decoupled_ppo one step behind": {"loss": "decoupled_ppo", "correction": "none", "lag": 1},
-    **{f"kl {name} off the reward of {advantage}": {
-        "advantage": advantage, "kl": name, "kl_coef": 0.1, "kl_in": "reward"}
-       for name in registry.names("kl") for advantage in ("grpo", "reinforce_plus_plus")},
+    **{
+        f"kl {name} off the reward of {advantage}": {
+            "advantage": advantage,
+            "kl": name,
+            "kl_coef": 0.1,
+            "kl_in": "reward",
+        }
+        for name in registry.names("kl")
+        for advantage in ("grpo", "reinforce_plus_plus")
+    },
 }
 
 
@@ -95,8 +114,10 @@ def methods() -> dict[str, dict[str, Any]]:
         found[f"kl {name}"] = {"kl": name, "kl_coef": 0.1, "kl_options": {"unbiased": True}}
     for kind in ("preference", "reward_model", "distillation"):
         objective = "distill" if kind == "distillation" else kind
-        found |= {f"{kind} {name}": {"objective": objective, "loss": name}
-                  for name in registry.names(kind)}
+        found |= {
+            f"{kind} {name}": {"objective": objective, "loss": name}
+            for name in registry.names(kind)
+        }
     return found | MIXTURES
 
 
@@ -112,23 +133,46 @@ def _config(where: Path, name: str, settings: dict[str, Any]) -> Config:
     longest = 64 if has_turns else 8
     shaping, is_rl = settings.pop("shaping", {}), settings.get("objective", "rl") == "rl"
     return Config(
-        output_dir=str(where / "runs" / name.replace(" ", "_")), steps=STEPS, lag=lag,
-        layout=config.Layout(placement="colocated" if is_rl else "offline", world_size=1,
-                             device="cpu", startup_timeout_s=300, wait_timeout_s=200),
-        model=config.Model(path=str(where / "start"), teacher=str(where / "teacher"),
-                           compute_dtype="float32", reference_options=reference),
-        data=config.Data(train="task:addition" if is_rl else "task:addition_pairs", size=1000,
-                         task_options={"digits": 2}, max_prompt_tokens=112 - longest),
-        batch=config.Batch(prompts_per_step=4, group_size=4, tokens_per_microbatch=224,
-                           updates_per_step=2 if is_rl else 1),
+        output_dir=str(where / "runs" / name.replace(" ", "_")),
+        steps=STEPS,
+        lag=lag,
+        layout=config.Layout(
+            placement="colocated" if is_rl else "offline",
+            world_size=1,
+            device="cpu",
+            startup_timeout_s=300,
+            wait_timeout_s=200,
+        ),
+        model=config.Model(
+            path=str(where / "start"),
+            teacher=str(where / "teacher"),
+            compute_dtype="float32",
+            reference_options=reference,
+        ),
+        data=config.Data(
+            train="task:addition" if is_rl else "task:addition_pairs",
+            size=1000,
+            task_options={"digits": 2},
+            max_prompt_tokens=112 - longest,
+        ),
+        batch=config.Batch(
+            prompts_per_step=4,
+            group_size=4,
+            tokens_per_microbatch=224,
+            updates_per_step=2 if is_rl else 1,
+        ),
         rollout=config.Rollout(environment=game),
         sampling=config.Sampling(max_response_tokens=longest, stop_token_ids=_digits(where)),
         algorithm=Algorithm(**settings),
-        optimizer=config.Optimizer(lr=1e-3), critic=config.Critic(lr=1e-3),
+        optimizer=config.Optimizer(lr=1e-3),
+        critic=config.Critic(lr=1e-3),
         engine=config.Engine(dtype="float32", cpu_kv_cache_gib=0.1, max_num_seqs=32),
         stream=config.Stream(mode="traced"),
-        rewards=config.Rewards(functions=tuple(f"{where / 'r.py'}:{f}" for f in functions)
-                               if is_rl else (), shaping=shaping, on_failure="drop"),
+        rewards=config.Rewards(
+            functions=tuple(f"{where / 'r.py'}:{f}" for f in functions) if is_rl else (),
+            shaping=shaping,
+            on_failure="drop",
+        ),
         report=config.Report(tracker="none"),
     )
 
@@ -199,8 +243,17 @@ def ran(tmp_path_factory) -> tuple[Path, dict[str, str]]:
     (where / "r.py").write_text(REWARDS)
     (where / "game.py").write_text(GAME)
     for name, seed in (("start", 0), ("teacher", 5)):
-        create_model(where / name, hidden_size=64, layers=1, heads=2, kv_heads=1,
-                     intermediate=48, max_positions=128, seed=seed, chat_template=True)
+        create_model(
+            where / name,
+            hidden_size=64,
+            layers=1,
+            heads=2,
+            kv_heads=1,
+            intermediate=48,
+            max_positions=128,
+            seed=seed,
+            chat_template=True,
+        )
     configs = {name: _config(where, name, settings) for name, settings in METHODS.items()}
     problems = {name: found for name, cfg in configs.items() if (found := config.validate(cfg))}
     assert not problems
@@ -211,8 +264,11 @@ def ran(tmp_path_factory) -> tuple[Path, dict[str, str]]:
 def _saved_model(folder: Path) -> dict[str, torch.Tensor]:
     reader = FileSystemReader(folder / f"checkpoints/step_{STEPS}/policy")
     tree = _load_state_dict_from_keys(storage_reader=reader)
-    return {name.removeprefix("model."): value for name, value in tree.items()
-            if name.startswith("model.")}
+    return {
+        name.removeprefix("model."): value
+        for name, value in tree.items()
+        if name.startswith("model.")
+    }
 
 
 def _check_that_pushes_arrive(settings: dict[str, Any], gaps: list[float]) -> None:

@@ -14,10 +14,10 @@ from ranks import run_ranks
 from runs import TINY, metrics, run
 from test_train import REWARDS, assert_same_end
 
-from spmdrl.config import Config, parse
 from spmdrl.check.settings import validate
-from spmdrl.config.fields import least_tokens, useful_tokens
 from spmdrl.commands.create_model import create_model
+from spmdrl.config import Config, parse
+from spmdrl.config.fields import least_tokens, useful_tokens
 from spmdrl.credit import per_token
 from spmdrl.train.microbatch_size import Point, fitting_tokens
 from spmdrl.train.optimizer import local_part
@@ -26,16 +26,19 @@ from spmdrl.types import Advantages
 
 
 def _model(where: Path) -> Path:
-    return create_model(where / "model", hidden_size=32, layers=2, heads=4, kv_heads=2,
-                        intermediate=48)
+    return create_model(
+        where / "model", hidden_size=32, layers=2, heads=4, kv_heads=2, intermediate=48
+    )
 
 
 def _config(where: Path, **options: object) -> Config:
     cfg = config(_model(where), where / "run", **options)
     return replace(
-        cfg, data=replace(cfg.data, max_prompt_tokens=40),
+        cfg,
+        data=replace(cfg.data, max_prompt_tokens=40),
         sampling=replace(cfg.sampling, max_response_tokens=60),
-        batch=replace(cfg.batch, tokens_per_microbatch=0, prompts_per_step=100, group_size=8))
+        batch=replace(cfg.batch, tokens_per_microbatch=0, prompts_per_step=100, group_size=8),
+    )
 
 
 # ------------------------------------------------------------------ arithmetic
@@ -70,9 +73,9 @@ def _update(policy: object, world: object) -> dict:
 
 def _find(cfg: Config, room: int) -> dict:
     """Find the size with so many bytes free on the last rank; look at what is left behind."""
-    from spmdrl.train.trainer import Policy
-    from spmdrl.train import microbatch_size as microbatch
     from spmdrl.model.live_bytes import peak_bytes
+    from spmdrl.train import microbatch_size as microbatch
+    from spmdrl.train.trainer import Policy
     from spmdrl.world import World
 
     world = World.start(cfg)
@@ -94,8 +97,8 @@ def _find(cfg: Config, room: int) -> dict:
     peaks = {}
     for tokens in (found, found + 400):
         rows = microbatch.make_rows(
-            world, count=tokens // 100, length=100, vocab=96,
-            columns=policy._objective.columns)
+            world, count=tokens // 100, length=100, vocab=96, columns=policy._objective.columns
+        )
         with peak_bytes(world.device) as peak:
             policy._rehearse(*rows)
         peaks[tokens] = peak.bytes
@@ -108,10 +111,16 @@ def _find(cfg: Config, room: int) -> dict:
     return {"found": found, "peaks": peaks}
 
 
-@pytest.mark.parametrize("options", [
-    {}, {"advantage": "gae", "kl_coef": 0.01}, {"world_size": 2},
-    {"world_size": 2, "model": {"memory": {"activation_checkpointing": "full"}}},
-], ids=["one", "critic, reference", "two", "checkpointing"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"advantage": "gae", "kl_coef": 0.01},
+        {"world_size": 2},
+        {"world_size": 2, "model": {"memory": {"activation_checkpointing": "full"}}},
+    ],
+    ids=["one", "critic, reference", "two", "checkpointing"],
+)
 def test_what_is_found_fits_and_400_tokens_more_do_not(options, tmp_path):
     cfg = _config(tmp_path, **options)
     room = 8 * 2**20
@@ -123,8 +132,8 @@ def test_what_is_found_fits_and_400_tokens_more_do_not(options, tmp_path):
 
 
 def _refused(cfg: Config, room: int) -> str:
-    from spmdrl.train.trainer import Policy
     from spmdrl.train import microbatch_size as microbatch
+    from spmdrl.train.trainer import Policy
     from spmdrl.world import World
 
     world = World.start(cfg)
@@ -141,10 +150,12 @@ def _refused(cfg: Config, room: int) -> str:
 
 def test_too_little_memory_for_one_sequence_is_refused_on_all_ranks(tmp_path):
     for text in run_ranks(2, _refused, _config(tmp_path, world_size=2), 2**18):
-        assert text.startswith("batch.tokens_per_microbatch: 0, and not even the longest sequence, "
-                               "100 tokens")
-        lacking = re.search(r"about ([\d.e-]+) GiB, .* memory ([\d.e-]+) GiB .*; ([\d.e-]+) GiB",
-                            text)
+        assert text.startswith(
+            "batch.tokens_per_microbatch: 0, and not even the longest sequence, 100 tokens"
+        )
+        lacking = re.search(
+            r"about ([\d.e-]+) GiB, .* memory ([\d.e-]+) GiB .*; ([\d.e-]+) GiB", text
+        )
         assert lacking and float(lacking[3]) > 0, text
 
 
@@ -153,12 +164,22 @@ def test_pairs_stay_together_and_a_router_is_left_alone(tmp_path):
     cfg = replace(cfg, batch=replace(cfg.batch, prompts_per_step=3))
     found = run_ranks(1, _found, cfg)[0]
     assert found["tokens"] == useful_tokens(cfg) == 3 * 200
-    folder = create_model(tmp_path / "moe", architecture="deepseek_v3", hidden_size=32, layers=2,
-                          heads=4, kv_heads=4, intermediate=16)
+    folder = create_model(
+        tmp_path / "moe",
+        architecture="deepseek_v3",
+        hidden_size=32,
+        layers=2,
+        heads=4,
+        kv_heads=4,
+        intermediate=16,
+    )
     cfg = _config(tmp_path, world_size=2)
-    cfg = replace(cfg, layout=replace(cfg.layout, ep=2),
-                  batch=replace(cfg.batch, prompts_per_step=4),
-                  model=replace(cfg.model, path=str(folder), moe={"balance": "bias"}))
+    cfg = replace(
+        cfg,
+        layout=replace(cfg.layout, ep=2),
+        batch=replace(cfg.batch, prompts_per_step=4),
+        model=replace(cfg.model, path=str(folder), moe={"balance": "bias"}),
+    )
     for found in run_ranks(2, _found, cfg):
         assert found["tokens"] == 4 * 8 // 2 * 100
 
@@ -187,8 +208,14 @@ def _found(cfg: Config) -> dict:
 def test_a_run_that_finds_its_size_equals_one_that_is_given_it_and_resumes(tmp_path):
     model = create_model(tmp_path / "start", hidden_size=32, layers=2, heads=2, kv_heads=1)
     flags = TINY["rl"] | {
-        "model.path": model, "engine.kind": "transformers", "layout.placement": "colocated",
-        "lag": 0, "steps": 2, "checkpoint.every-steps": 1, "checkpoint.keep": "{last: 9}"}
+        "model.path": model,
+        "engine.kind": "transformers",
+        "layout.placement": "colocated",
+        "lag": 0,
+        "steps": 2,
+        "checkpoint.every-steps": 1,
+        "checkpoint.keep": "{last: 9}",
+    }
     (tmp_path / "r.py").write_text(REWARDS)  # varied rewards: every step must move the weights
     flags["rewards.functions"] = f"{tmp_path / 'r.py'}:varied"
     auto, given = tmp_path / "auto", tmp_path / "given"
@@ -200,8 +227,7 @@ def test_a_run_that_finds_its_size_equals_one_that_is_given_it_and_resumes(tmp_p
     log = (auto / "logs" / "attempt_2" / "rank_0.log").read_text()
     assert f"micro-batches of {tokens} tokens (batch.tokens_per_microbatch: 0, as the ch" in log
     assert "at its peak" not in log, "nothing was tried again"
-    run("demo_grpo.yaml", 2, **flags | {
-        "output-dir": given, "batch.tokens-per-microbatch": tokens})
+    run("demo_grpo.yaml", 2, **flags | {"output-dir": given, "batch.tokens-per-microbatch": tokens})
     assert_same_end(auto, given)
     assert len(metrics(given)) == 2
 
@@ -220,4 +246,5 @@ def test_the_dry_run_and_the_planner_say_auto(capsys, tmp_path):
     out = capsys.readouterr().out
     most = re.search(r"largest tokens_per_microbatch that fits: (\d+)", out)[1]
     assert re.search(r"micro-batch of (\d+) tokens \(auto\)", out)[1] == str(
-        min(int(most), useful_tokens(cfg)))
+        min(int(most), useful_tokens(cfg))
+    )

@@ -10,29 +10,46 @@ from safetensors.torch import load_file, save_file
 from test_policy_forward import _reference, _rows, _work
 from torch import nn
 
-from spmdrl.config import Model
 from spmdrl.commands.create_model import create_model
+from spmdrl.config import Model
 from spmdrl.model.attention import register_attention
 from spmdrl.model.file_tensors import file_tensors, live_tensors
 from spmdrl.model.load import (
-    CheckpointReader, build_meta_model, check_names, compute_buffers, load_whole_model,
-    model_folder, read_tensors,
+    CheckpointReader,
+    build_meta_model,
+    check_names,
+    compute_buffers,
+    load_whole_model,
+    model_folder,
+    read_tensors,
 )
 from spmdrl.model.scorer import Scorer
 from spmdrl.model.shards import Box, Held, Part
 
 FAMILIES = ("qwen3_moe", "mixtral", "deepseek_v3")
-EXPERT = {"qwen3_moe": "model.layers.1.mlp.experts.5.up_proj.weight",
-          "mixtral": "model.layers.1.block_sparse_moe.experts.5.w3.weight",
-          "deepseek_v3": "model.layers.1.mlp.experts.5.up_proj.weight"}
+EXPERT = {
+    "qwen3_moe": "model.layers.1.mlp.experts.5.up_proj.weight",
+    "mixtral": "model.layers.1.block_sparse_moe.experts.5.w3.weight",
+    "deepseek_v3": "model.layers.1.mlp.experts.5.up_proj.weight",
+}
 HIDDEN, WIDTH = 32, 24
 
 
 def make_moe(where: Path, family: str, **options: object) -> Path:
     """A tiny mixture of eight experts, whose routers tell tokens apart."""
-    folder = create_model(where / family, architecture=family, **{
-        "hidden_size": HIDDEN, "layers": 2, "heads": 4, "kv_heads": 2, "intermediate": WIDTH,
-        "initializer_std": 0.1} | options)
+    folder = create_model(
+        where / family,
+        architecture=family,
+        **{
+            "hidden_size": HIDDEN,
+            "layers": 2,
+            "heads": 4,
+            "kv_heads": 2,
+            "intermediate": WIDTH,
+            "initializer_std": 0.1,
+        }
+        | options,
+    )
     file = folder / "model.safetensors"
     tensors = load_file(file)
     for name, tensor in tensors.items():
@@ -44,8 +61,9 @@ def make_moe(where: Path, family: str, **options: object) -> Path:
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
-def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-           ) -> tuple[str, Path]:
+def family(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[str, Path]:
     return request.param, make_moe(tmp_path_factory.mktemp("moe"), request.param)
 
 
@@ -65,8 +83,9 @@ def test_each_file_tensor_is_the_part_that_transformers_makes_of_it(family):
         whole = Box((0,) * len(part.shape), part.shape)
         assert held.boxes()[key] == (whole,)
         assert torch.equal(held.value(key, whole).read(), tensors[key]), key
-    ours = load_whole_model(Model(path=str(folder)), attention="eager", dtype=torch.float32,
-                            device=torch.device("cpu"))
+    ours = load_whole_model(
+        Model(path=str(folder)), attention="eager", dtype=torch.float32, device=torch.device("cpu")
+    )
     for key, tensor in live_tensors(ours).items():
         assert torch.equal(tensor, theirs[key]), key
 
@@ -98,8 +117,9 @@ def test_scores_and_gradients_are_those_of_plain_transformers(family):
 
 def test_a_value_may_be_computed_when_it_is_read_and_is_that_of_its_box():
     generator = torch.Generator().manual_seed(2)
-    base, a, b = (torch.randn(*shape, generator=generator)
-                  for shape in ((4, 6, 10), (4, 6, 2), (4, 2, 10)))
+    base, a, b = (
+        torch.randn(*shape, generator=generator) for shape in ((4, 6, 10), (4, 6, 2), (4, 2, 10))
+    )
     parts = {f"expert.{e}": Part("fused", Box((e, 3, 0), (1, 3, 10)), (2, 1)) for e in range(4)}
 
     def delta(box: Box) -> torch.Tensor:
@@ -123,10 +143,13 @@ def test_weights_that_are_computed_on_saving_are_refused_by_name(tmp_path, monke
 
     model = build_meta_model(Model(path=str(make_moe(tmp_path, "qwen3_moe"))))
     converter = WeightConverter(
-        source_patterns="mlp.experts.mixed", target_patterns="mlp.experts.gate_up_proj",
-        operations=[Interleave(dim=1)])
-    monkeypatch.setitem(conversion_mapping._checkpoint_conversion_mapping_cache, "qwen3_moe",
-                        [converter])
+        source_patterns="mlp.experts.mixed",
+        target_patterns="mlp.experts.gate_up_proj",
+        operations=[Interleave(dim=1)],
+    )
+    monkeypatch.setitem(
+        conversion_mapping._checkpoint_conversion_mapping_cache, "qwen3_moe", [converter]
+    )
     with pytest.raises(ValueError, match="qwen3_moe.*model.layers.0.mlp.experts.mixed is computed"):
         file_tensors(model)
 

@@ -9,7 +9,13 @@ import torch
 from ranks import run_ranks
 from test_moe import make_moe
 from test_sync_engine import (
-    PROMPTS, behaviour, change, make_config, parameters, parameters_loaded, whole_state,
+    PROMPTS,
+    behaviour,
+    change,
+    make_config,
+    parameters,
+    parameters_loaded,
+    whole_state,
 )
 from torch import Tensor
 
@@ -17,12 +23,19 @@ from spmdrl.config import Config, Layout
 from spmdrl.model.shards import Held
 
 CASES = {  # engine, family, dtype, layout
-    "vllm": ("vllm", "qwen3_moe", "float32", Layout(
-        world_size=3, trainer_ranks=2, tp=2, ep=2)),
-    "vllm_tp2": ("vllm", "mixtral", "bfloat16", Layout(
-        placement="colocated", world_size=2, inference_tp=2)),
-    "transformers": ("transformers", "deepseek_v3", "float32", Layout(
-        placement="colocated", world_size=2, ep=2)),
+    "vllm": ("vllm", "qwen3_moe", "float32", Layout(world_size=3, trainer_ranks=2, tp=2, ep=2)),
+    "vllm_tp2": (
+        "vllm",
+        "mixtral",
+        "bfloat16",
+        Layout(placement="colocated", world_size=2, inference_tp=2),
+    ),
+    "transformers": (
+        "transformers",
+        "deepseek_v3",
+        "float32",
+        Layout(placement="colocated", world_size=2, ep=2),
+    ),
 }
 
 
@@ -35,8 +48,8 @@ def in_files(state: dict[str, Tensor], policy: Any) -> dict[str, Tensor]:
 def push_and_compare(cfg: Config) -> dict[str, Any]:
     """Push changed weights twice; hold the engine against its own loading of them."""
     from spmdrl.engine import make_engine
-    from spmdrl.train.trainer import Policy
     from spmdrl.sync.stream import WeightStream
+    from spmdrl.train.trainer import Policy
     from spmdrl.world import World
 
     world = World.start(cfg)
@@ -52,8 +65,9 @@ def push_and_compare(cfg: Config) -> dict[str, Any]:
         if world.is_inference:
             own = {n: p.detach().clone() for n, p in parameters(engine, world).items()}
             right = parameters_loaded(engine, in_files(state, policy))
-            found["differing"] += [n for (n, a), b in zip(own.items(), right)
-                                   if not torch.equal(a, b)]
+            found["differing"] += [
+                n for (n, a), b in zip(own.items(), right) if not torch.equal(a, b)
+            ]
     found["behaviour"] = behaviour(engine, world, state=state, cfg=cfg)
     engine.close()
     world.close()

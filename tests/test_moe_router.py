@@ -14,10 +14,10 @@ from test_moe import make_moe
 from torch import Tensor
 
 from spmdrl import config as configs
-from spmdrl.config import Checkpoint, Config
-from spmdrl.commands.export import export
-from spmdrl.model.file_tensors import live_tensors
 from spmdrl.check.fit import fit_problems
+from spmdrl.commands.export import export
+from spmdrl.config import Checkpoint, Config
+from spmdrl.model.file_tensors import live_tensors
 
 COEF, RATE, EXPERTS, CHOICES = 0.3, 0.02, 8, 2
 
@@ -28,7 +28,8 @@ def _hooked(folder: Path) -> tuple[torch.nn.Module, list[list[tuple[Tensor, Tens
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="eager").eval()
+        folder, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
     layers = [m.gate for m in model.modules() if hasattr(m, "gate") and hasattr(m, "experts")]
     seen: list[list[tuple[Tensor, Tensor]]] = [[] for _ in layers]
     for at, gate in enumerate(layers):
@@ -50,9 +51,13 @@ def _expected(seen: list[list[tuple[Tensor, Tensor]]]) -> dict[str, Tensor]:
         entropies.append(-(probs * probs.log()).sum(-1).mean())
         counts.append(count)
     loads = torch.stack(counts)
-    return {"loss": loss, "entropy": torch.stack(entropies).mean(), "counts": loads,
-            "max_load": (loads.amax(1) / loads.mean(1)).mean(),
-            "idle": (loads == 0).double().mean()}
+    return {
+        "loss": loss,
+        "entropy": torch.stack(entropies).mean(),
+        "counts": loads,
+        "max_load": (loads.amax(1) / loads.mean(1)).mean(),
+        "idle": (loads == 0).double().mean(),
+    }
 
 
 def _one_step(cfg: Config) -> dict:
@@ -86,10 +91,12 @@ def test_the_balancing_loss_its_gradient_and_the_metrics_are_those_of_their_defi
     expected = _expected(seen)
     (found,) = run_ranks(1, _one_step, _config(folder, tmp_path, balance="aux", coef=COEF))
     metrics = {name: total / count for name, (total, count) in found["sums"].items() if count}
-    for name, value in (("router_balance_loss", expected["loss"] / len(seen)),
-                        ("router_entropy", expected["entropy"]),
-                        ("router_max_load", expected["max_load"]),
-                        ("router_idle_experts_frac", expected["idle"])):
+    for name, value in (
+        ("router_balance_loss", expected["loss"] / len(seen)),
+        ("router_entropy", expected["entropy"]),
+        ("router_max_load", expected["max_load"]),
+        ("router_idle_experts_frac", expected["idle"]),
+    ):
         assert metrics[f"policy/{name}"] == pytest.approx(value.item(), rel=1e-6, abs=1e-9), name
     (COEF * expected["loss"]).backward()
     seen_gradient = 0.0
@@ -117,6 +124,7 @@ def test_the_correction_bias_moves_by_the_sign_of_the_load_error(tmp_path):
 
 def _save(cfg: Config) -> dict[str, Tensor]:
     from checkpoint_runs import SmallSource
+
     from spmdrl.checkpoint import Checkpointer
     from spmdrl.train.trainer import Policy
     from spmdrl.world import World
@@ -132,6 +140,7 @@ def _save(cfg: Config) -> dict[str, Tensor]:
 
 def _restore(cfg: Config, missing: list[dict]) -> tuple[dict[str, Tensor], list[str]]:
     from checkpoint_runs import SmallSource
+
     from spmdrl.checkpoint import Checkpointer
     from spmdrl.train.trainer import Policy
     from spmdrl.world import World
@@ -157,8 +166,11 @@ def test_experts_and_biases_survive_a_resume_on_another_layout_and_an_export(tmp
     cfg = replace(cfg, checkpoint=Checkpoint(every_steps=1))
     two = replace(cfg, layout=replace(cfg.layout, world_size=2, ep=2))
     saved, _ = run_ranks(2, _save, two)
-    others = [{"path": str(tiny_model)}, {"path": str(make_moe(tmp_path, "mixtral"))},
-              {"moe": {"balance": "aux"}}]
+    others = [
+        {"path": str(tiny_model)},
+        {"path": str(make_moe(tmp_path, "mixtral"))},
+        {"moe": {"balance": "aux"}},
+    ]
     restored, refusals = run_ranks(1, _restore, cfg, others)[0]
     assert "with a qwen3, which has no experts; leave it out" in refusals[0]
     assert "which a mixtral does not have; take aux" in refusals[1]
@@ -189,7 +201,8 @@ def _refusal(cfg: Config) -> str:
 
 
 def test_experts_that_do_not_divide_and_dense_models_are_refused_with_values_that_work(
-        tmp_path, tiny_model):
+    tmp_path, tiny_model
+):
     three = config(make_moe(tmp_path, "qwen3_moe", moe_experts=3), tmp_path, world_size=2)
     three = replace(three, layout=replace(three.layout, ep=2))
     dense = replace(three, model=replace(three.model, path=str(tiny_model)))
@@ -198,22 +211,30 @@ def test_experts_that_do_not_divide_and_dense_models_are_refused_with_values_tha
         assert "values that do: 1, 3" in text
     (problem,) = fit_problems(dense)
     assert problem.startswith("layout.ep: 2 with a qwen3, which has no experts; set layout.ep to 1")
-    compiled = replace(three, layout=replace(three.layout, ep=1), model=replace(
-        three.model, kernels={"compile": True}))
+    compiled = replace(
+        three,
+        layout=replace(three.layout, ep=1),
+        model=replace(three.model, kernels={"compile": True}),
+    )
     (problem,) = fit_problems(compiled)
     assert problem.startswith("model.kernels.compile: true with a qwen3_moe, whose experts cannot")
     plain = replace(compiled, model=replace(compiled.model, path=dense.model.path))
     assert fit_problems(plain) == []
 
 
-@pytest.mark.parametrize("family, balance, says", [
-    ("qwen3_moe", "bias", "bias moves the routers' e_score_correction_bias, which a qwen3_moe"),
-    ("deepseek_v3", "aux", "aux, whose loss is on softmax probabilities, with a deepseek_v3"),
-    ("dense", "aux", "model.moe.balance: aux with a qwen3, which has no experts"),
-    ("deepseek_v3", "bias", ""), ("qwen3_moe", "aux", ""),
-])
+@pytest.mark.parametrize(
+    "family, balance, says",
+    [
+        ("qwen3_moe", "bias", "bias moves the routers' e_score_correction_bias, which a qwen3_moe"),
+        ("deepseek_v3", "aux", "aux, whose loss is on softmax probabilities, with a deepseek_v3"),
+        ("dense", "aux", "model.moe.balance: aux with a qwen3, which has no experts"),
+        ("deepseek_v3", "bias", ""),
+        ("qwen3_moe", "aux", ""),
+    ],
+)
 def test_a_balance_that_cannot_be_is_refused_from_the_config_alone(
-        family, balance, says, tmp_path, tiny_model):
+    family, balance, says, tmp_path, tiny_model
+):
     folder = tiny_model if family == "dense" else make_moe(tmp_path, family)
     found = fit_problems(config(folder, tmp_path, model={"moe": {"balance": balance}}))
     assert (says in found[0]) if says else found == []
@@ -226,9 +247,11 @@ def test_tp_must_divide_what_it_cuts_and_leaves_experts_whole(tmp_path):
 
     assert problems("qwen3_moe", tp=2) == []  # every layer has experts
     (problem,) = problems("qwen3_moe", tp=3)
-    assert problem.startswith("layout.tp: 3 does not divide num_attention_heads 4, "
-                              "num_key_value_heads 2, vocab_size 104; values that divide all that "
-                              "tp cuts: 1, 2 (")
+    assert problem.startswith(
+        "layout.tp: 3 does not divide num_attention_heads 4, "
+        "num_key_value_heads 2, vocab_size 104; values that divide all that "
+        "tp cuts: 1, 2 ("
+    )
     (problem,) = problems("deepseek_v3", tp=2)  # its first layer has an MLP
     assert problem.startswith("layout.tp: 2 does not divide intermediate_size 25; values")
 
@@ -241,17 +264,17 @@ def test_options_of_the_section_are_checked():
 
     assert problems() == problems(balance="aux", coef=0.1) == problems(balance="none") == ""
     assert problems(balance="bias", rate=0.1) == ""
-    assert problems(balanse="aux") == (
-        "model.moe.balanse: unknown option; did you mean balance?")
+    assert problems(balanse="aux") == ("model.moe.balanse: unknown option; did you mean balance?")
     assert problems(balance="loss") == (
-        "model.moe.balance: expected one of none, aux, bias; got 'loss'")
-    assert problems(balance="aux", coef=0) == (
-        "model.moe.coef: expected a number above 0, got 0")
+        "model.moe.balance: expected one of none, aux, bias; got 'loss'"
+    )
+    assert problems(balance="aux", coef=0) == ("model.moe.coef: expected a number above 0, got 0")
     assert problems(coef=0.1) == (
-        "model.moe.coef: is an option of balance aux, and balance is none; take it out")
+        "model.moe.coef: is an option of balance aux, and balance is none; take it out"
+    )
     layout = replace(good.layout, world_size=8, trainer_ranks=6, cp=2, ep=4)
     assert configs.validate(replace(good, layout=layout)) == [
-        "layout.ep: 4 does not divide the 6 ranks of dp_shard * cp * tp; values that do: "
-        "1, 2, 3, 6"]
+        "layout.ep: 4 does not divide the 6 ranks of dp_shard * cp * tp; values that do: 1, 2, 3, 6"
+    ]
     across = replace(layout, cp=1, tp=2, ep=6)
     assert configs.validate(replace(good, layout=across)) == []

@@ -21,9 +21,9 @@ from policy_runs import LENGTHS, config, microbatch, scalars
 from ranks import run_ranks
 from torch import Tensor
 
-from spmdrl.config import Batch as BatchConfig
-from spmdrl.config import Config, Layout
 from spmdrl.commands.create_model import create_model
+from spmdrl.config import Batch as BatchConfig
+from spmdrl.config import Config
 from spmdrl.types import Batch
 
 RANKS, STEPS = TRAINERS, 2
@@ -48,70 +48,135 @@ ROWS = {
     "qwen3": Row(("shard4", "replicate2 shard2", "cp4", "shard2 cp2", "cp2 tp2", "replicate2 tp2")),
     "qwen3, uneven heads": Row(("cp4",), model=_UNEVEN),
     "qwen3, gather": Row(
-        ("cp2 tp2", "replicate2 cp2"), options={"model": {"kernels": {"context": "gather"}}}),
+        ("cp2 tp2", "replicate2 cp2"), options={"model": {"kernels": {"context": "gather"}}}
+    ),
     "qwen3, ring": Row(
-        ("cp4", "shard2 cp2"), model=_UNEVEN, options={"model": {"kernels": {"context": "ring"}}}),
+        ("cp4", "shard2 cp2"), model=_UNEVEN, options={"model": {"kernels": {"context": "ring"}}}
+    ),
     "deepseek_v3, ring, checkpointing": Row(  # values with another head dim than keys
-        ("cp2 ep2",), architecture="deepseek_v3", model={"initializer_std": 0.1},
-        options={"model": {"kernels": {"context": "ring"},
-                           "memory": {"activation_checkpointing": "full"}}}),
+        ("cp2 ep2",),
+        architecture="deepseek_v3",
+        model={"initializer_std": 0.1},
+        options={
+            "model": {
+                "kernels": {"context": "ring"},
+                "memory": {"activation_checkpointing": "full"},
+            }
+        },
+    ),
     "qwen2, tied, checkpointing": Row(
-        ("cp2 tp2", "shard2 tp2"), architecture="qwen2", model={"tied": True},
-        options={"model": {"memory": {"activation_checkpointing": "full"}}}),
+        ("cp2 tp2", "shard2 tp2"),
+        architecture="qwen2",
+        model={"tied": True},
+        options={"model": {"memory": {"activation_checkpointing": "full"}}},
+    ),
     "llama": Row(("shard2 tp2", "tp4"), architecture="llama", model={"kv_heads": 4}),
     "gemma2": Row(  # caps low enough, and a window short enough, to matter
-        ("shard2 cp2", "cp2 tp2"), architecture="gemma2", hf_config={
-            "sliding_window": 6, "attn_logit_softcapping": 0.5, "final_logit_softcapping": 1.0}),
+        ("shard2 cp2", "cp2 tp2"),
+        architecture="gemma2",
+        hf_config={
+            "sliding_window": 6,
+            "attn_logit_softcapping": 0.5,
+            "final_logit_softcapping": 1.0,
+        },
+    ),
     "gemma2, gather, checkpointing": Row(
-        ("cp4",), architecture="gemma2", model=_UNEVEN, hf_config={
-            "sliding_window": 6, "attn_logit_softcapping": 0.5},
-        options={"model": {"memory": {"activation_checkpointing": "full"}}}),
+        ("cp4",),
+        architecture="gemma2",
+        model=_UNEVEN,
+        hf_config={"sliding_window": 6, "attn_logit_softcapping": 0.5},
+        options={"model": {"memory": {"activation_checkpointing": "full"}}},
+    ),
     "mistral": Row(("replicate2 cp2",), architecture="mistral", hf_config={"sliding_window": 6}),
     "dpo": Row(("cp2 tp2",), options={"objective": "preference", "loss": "dpo"}),
     "critic": Row(("cp2 tp2", "shard2 cp2"), options={"advantage": "gae"}),
     "reward model": Row(
-        ("cp2 tp2",), options={"objective": "reward_model", "loss": "bradley_terry"}),
+        ("cp2 tp2",), options={"objective": "reward_model", "loss": "bradley_terry"}
+    ),
     "sft": Row(("replicate2 cp2",), options={"objective": "sft"}),
-    "distillation": Row(
-        ("cp2 tp2",), options={"objective": "distill", "loss": "divergence"}),
+    "distillation": Row(("cp2 tp2",), options={"objective": "distill", "loss": "divergence"}),
     "prime": Row(("cp4",), options={"advantage": "prime"}),
-    "lora": Row(("shard2 tp2", "cp2 tp2", "replicate2 tp2"), options={
-        "kl_coef": 0.1, "model": {"lora": {"rank": 3, "alpha": 12}}}),
-    "lora, embedding": Row(("cp2 tp2",), options={"model": {"lora": {
-        "rank": 3, "targets": ["embed_tokens", "down_proj"]}}}),
+    "lora": Row(
+        ("shard2 tp2", "cp2 tp2", "replicate2 tp2"),
+        options={"kl_coef": 0.1, "model": {"lora": {"rank": 3, "alpha": 12}}},
+    ),
+    "lora, embedding": Row(
+        ("cp2 tp2",),
+        options={"model": {"lora": {"rank": 3, "targets": ["embed_tokens", "down_proj"]}}},
+    ),
     "lora, qwen2, checkpointing": Row(
-        ("shard2 tp2",), architecture="qwen2", options={"model": {
-            "lora": {"targets": ["q_proj", "o_proj"], "use_rslora": True},
-            "memory": {"activation_checkpointing": "full"}}}),
-    "lora, reward model": Row(("shard2 tp2",), options={
-        "objective": "reward_model", "loss": "bradley_terry", "model": {"lora": {"rank": 4}}}),
+        ("shard2 tp2",),
+        architecture="qwen2",
+        options={
+            "model": {
+                "lora": {"targets": ["q_proj", "o_proj"], "use_rslora": True},
+                "memory": {"activation_checkpointing": "full"},
+            }
+        },
+    ),
+    "lora, reward model": Row(
+        ("shard2 tp2",),
+        options={
+            "objective": "reward_model",
+            "loss": "bradley_terry",
+            "model": {"lora": {"rank": 4}},
+        },
+    ),
     "lora, deepseek_v3": Row(  # adapters on attention, dense layers and all experts
-        ("shard2 tp2 ep2",), architecture="deepseek_v3", model={"initializer_std": 0.1},
-        options={"model": {"lora": {"rank": 3}}}),
+        ("shard2 tp2 ep2",),
+        architecture="deepseek_v3",
+        model={"initializer_std": 0.1},
+        options={"model": {"lora": {"rank": 3}}},
+    ),
     "lora, qwen3_moe, experts": Row(
-        ("cp2 ep2", "replicate2 tp2"), architecture="qwen3_moe", model={"initializer_std": 0.1},
-        options={"kl_coef": 0.1, "model": {
-            "lora": {"rank": 3, "alpha": 12}, "memory": {"activation_checkpointing": "full"}}}),
+        ("cp2 ep2", "replicate2 tp2"),
+        architecture="qwen3_moe",
+        model={"initializer_std": 0.1},
+        options={
+            "kl_coef": 0.1,
+            "model": {
+                "lora": {"rank": 3, "alpha": 12},
+                "memory": {"activation_checkpointing": "full"},
+            },
+        },
+    ),
     "lora, qwen3_moe, fewer experts than ranks": Row(
-        ("shard4 ep2",), architecture="qwen3_moe",
+        ("shard4 ep2",),
+        architecture="qwen3_moe",
         model={"initializer_std": 0.1, "moe_experts": 2},
-        options={"model": {"lora": {"rank": 3, "targets": ["experts"]}}}),
+        options={"model": {"lora": {"rank": 3, "targets": ["experts"]}}},
+    ),
     "qwen3_moe": Row(
-        ("shard4 ep4", "cp2 tp2 ep4", "shard2 tp2"), architecture="qwen3_moe",
-        model={"initializer_std": 0.1}),
+        ("shard4 ep4", "cp2 tp2 ep4", "shard2 tp2"),
+        architecture="qwen3_moe",
+        model={"initializer_std": 0.1},
+    ),
     "qwen3_moe, fewer experts than ranks": Row(  # each is cut by rows
-        ("shard4 ep2",), architecture="qwen3_moe",
-        model={"initializer_std": 0.1, "moe_experts": 2}),
+        ("shard4 ep2",), architecture="qwen3_moe", model={"initializer_std": 0.1, "moe_experts": 2}
+    ),
     "qwen3_moe, balancing loss": Row(
-        ("shard4", "shard2 tp2 ep2"), architecture="qwen3_moe", model={"initializer_std": 0.1},
-        options={"model": {"moe": {"balance": "aux", "coef": 0.5}}}),
+        ("shard4", "shard2 tp2 ep2"),
+        architecture="qwen3_moe",
+        model={"initializer_std": 0.1},
+        options={"model": {"moe": {"balance": "aux", "coef": 0.5}}},
+    ),
     "mixtral, checkpointing": Row(
-        ("replicate2 tp2 ep2",), architecture="mixtral", model={"initializer_std": 0.1},
-        options={"model": {"memory": {"activation_checkpointing": "full"},
-                           "moe": {"balance": "aux", "coef": 0.5}}}),
+        ("replicate2 tp2 ep2",),
+        architecture="mixtral",
+        model={"initializer_std": 0.1},
+        options={
+            "model": {
+                "memory": {"activation_checkpointing": "full"},
+                "moe": {"balance": "aux", "coef": 0.5},
+            }
+        },
+    ),
     "deepseek_v3, balancing bias": Row(
-        ("cp2 ep2", "tp4 ep4"), architecture="deepseek_v3", model={"initializer_std": 0.1},
-        options={"model": {"moe": {"balance": "bias", "rate": 0.02}}}),
+        ("cp2 ep2", "tp4 ep4"),
+        architecture="deepseek_v3",
+        model={"initializer_std": 0.1},
+        options={"model": {"moe": {"balance": "bias", "rate": 0.02}}},
+    ),
 }
 DEFAULT = [(row, mesh) for row in ROWS for mesh in ROWS[row].meshes]
 _MIXTURES = ("qwen3_moe", "mixtral", "deepseek_v3")
@@ -125,9 +190,12 @@ def _fits(row: Row, axes: tuple[int, ...]) -> bool:
     return heads % tp == 0 and experts % ep == 0
 
 
-REST = [(name, mesh) for name, row in ROWS.items()
-        for mesh, axes in (MESHES | EXPERT_MESHES).items()
-        if mesh not in row.meshes and _fits(row, axes)]
+REST = [
+    (name, mesh)
+    for name, row in ROWS.items()
+    for mesh, axes in (MESHES | EXPERT_MESHES).items()
+    if mesh not in row.meshes and _fits(row, axes)
+]
 
 
 # --------------------------------------------------------------------------- one cell
@@ -137,17 +205,23 @@ def _batch(dp_index: int, dp_size: int) -> Batch:
     """Pairs of sequences, dealt out over ranks, in two micro-batches; some are dummies."""
     pairs = list(range(len(LENGTHS) // 2))[dp_index::dp_size]
     half = -(-len(pairs) // 2)
-    cuts = [[i for pair in part for i in (2 * pair, 2 * pair + 1)]
-            for part in (pairs[:half], pairs[half:])]
+    cuts = [
+        [i for pair in part for i in (2 * pair, 2 * pair + 1)]
+        for part in (pairs[:half], pairs[half:])
+    ]
     rewards = torch.linspace(0, 3, len(LENGTHS)).double().cos() / 2 + 0.5
-    return Batch(scalars=replace(scalars(), rewards=rewards),
-                 updates=(tuple(microbatch(cut) for cut in cuts),),
-                 update_ids=torch.zeros(len(LENGTHS), dtype=torch.int64))
+    return Batch(
+        scalars=replace(scalars(), rewards=rewards),
+        updates=(tuple(microbatch(cut) for cut in cuts),),
+        update_ids=torch.zeros(len(LENGTHS), dtype=torch.int64),
+    )
 
 
 def _whole(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: (t.full_tensor() if hasattr(t, "full_tensor") else t).detach().clone()
-            for name, t in tensors.items()}
+    return {
+        name: (t.full_tensor() if hasattr(t, "full_tensor") else t).detach().clone()
+        for name, t in tensors.items()
+    }
 
 
 def _watch(trainee: Any, kept: list[dict[str, Tensor]]) -> None:
@@ -173,7 +247,8 @@ def _train(cfg: Config, base: Any) -> dict[str, Any] | None:
     if not world.is_trainer:
         return None
     parts = {"policy": policy.trainee} | {
-        name: part.trainee for name, part in policy.companions.items() if hasattr(part, "trainee")}
+        name: part.trainee for name, part in policy.companions.items() if hasattr(part, "trainee")
+    }
     gradients: dict[str, list] = {name: [] for name in parts}
     for name, trainee in parts.items():
         _watch(trainee, gradients[name])
@@ -182,8 +257,12 @@ def _train(cfg: Config, base: Any) -> dict[str, Any] | None:
         annotated = policy.annotate(own, step=step)
         advantages = advantages_of(annotated, cfg, world, step=step)
         sums.append(policy.update(annotated, advantages, step=step))
-    tensors = {f"{name}, step {step}, gradient of {n}": g for name, found in gradients.items()
-               for step, grads in enumerate(found) for n, g in grads.items()}
+    tensors = {
+        f"{name}, step {step}, gradient of {n}": g
+        for name, found in gradients.items()
+        for step, grads in enumerate(found)
+        for n, g in grads.items()
+    }
     for name, trainee in parts.items():
         tensors |= {f"{name}, {n}": p for n, p in _whole(trainee.model.named_shards()).items()}
     return {"sums": sums, "tensors": tensors}
@@ -200,7 +279,8 @@ def _gaps(ours: dict[str, Any], reference: dict[str, Any]) -> list[str]:
         for name, (total, count) in b.items():
             gap = abs(a[name][0] - total)
             if gap > 1e-5 * max(abs(total), abs(count), 1e-3) or a[name][1] != pytest.approx(
-                    count, rel=1e-5):
+                count, rel=1e-5
+            ):
                 found.append(f"step {step}: {name} is {a[name]}, not {(total, count)}")
     for name, expected in reference["tensors"].items():
         gap = float((ours["tensors"][name] - expected).abs().max())
@@ -234,8 +314,10 @@ def _results(where: Path, cells: list[tuple[str, str]]) -> dict[tuple, list[str]
     rows = dict.fromkeys(row for row, _ in cells)
     cfgs = {name: _config(where / str(index), ROWS[name]) for index, name in enumerate(rows)}
     ranks = run_ranks(RANKS, _run_cells, cfgs, cells, timeout_s=120 + 8 * len(cells))
-    return {cell: [f"rank {rank}: {text}" for rank, found in enumerate(ranks)
-                   for text in found[cell]] for cell in cells}
+    return {
+        cell: [f"rank {rank}: {text}" for rank, found in enumerate(ranks) for text in found[cell]]
+        for cell in cells
+    }
 
 
 def _config(where: Path, row: Row) -> Config:
@@ -248,7 +330,8 @@ def _config(where: Path, row: Row) -> Config:
     model = {"teacher": str(teacher)} if options.get("objective") == "distill" else {}
     return replace(
         config(folder, where, **options | {"model": options.get("model", {}) | model}),
-        batch=BatchConfig(group_size=2, tokens_per_microbatch=64))
+        batch=BatchConfig(group_size=2, tokens_per_microbatch=64),
+    )
 
 
 @pytest.fixture(scope="module")

@@ -17,15 +17,23 @@ def cut(lengths: list[int], *, groups: int = 0, **options: int) -> Plan:
 
 
 @given(
-    lengths=st.lists(st.integers(1, 100), min_size=1, max_size=60), dp_size=st.integers(1, 5),
-    num_updates=st.integers(1, 3), groups=st.integers(1, 12), budget=st.integers(100, 400),
+    lengths=st.lists(st.integers(1, 100), min_size=1, max_size=60),
+    dp_size=st.integers(1, 5),
+    num_updates=st.integers(1, 3),
+    groups=st.integers(1, 12),
+    budget=st.integers(100, 400),
 )
 @settings(max_examples=200, deadline=None)
 def test_every_sequence_is_placed_once_and_no_budget_is_broken(
     lengths, dp_size, num_updates, groups, budget
 ) -> None:
-    plan = cut(lengths, groups=groups, dp_size=dp_size, num_updates=num_updates,
-               tokens_per_microbatch=budget)
+    plan = cut(
+        lengths,
+        groups=groups,
+        dp_size=dp_size,
+        num_updates=num_updates,
+        tokens_per_microbatch=budget,
+    )
     seen = []
     assert len(plan.num_microbatches) == num_updates
     for update, count in enumerate(plan.num_microbatches):
@@ -39,13 +47,17 @@ def test_every_sequence_is_placed_once_and_no_budget_is_broken(
     assert sorted(seen) == list(range(len(lengths)))
 
 
-@given(lengths=st.lists(st.integers(1, 50), min_size=6, max_size=40),
-       num_updates=st.integers(1, 6))
+@given(lengths=st.lists(st.integers(1, 50), min_size=6, max_size=40), num_updates=st.integers(1, 6))
 @settings(max_examples=100, deadline=None)
 def test_groups_stay_whole_and_updates_get_equal_shares_in_order(lengths, num_updates) -> None:
     ids = torch.arange(len(lengths)) % 6 * 7  # not contiguous, not from 0
-    plan = partition(torch.tensor(lengths), group_ids=ids, dp_size=2, tokens_per_microbatch=64,
-                     num_updates=num_updates)
+    plan = partition(
+        torch.tensor(lengths),
+        group_ids=ids,
+        dp_size=2,
+        tokens_per_microbatch=64,
+        num_updates=num_updates,
+    )
     of_group = [plan.update_ids[ids == g].unique() for g in ids.unique()]
     assert all(len(updates) == 1 for updates in of_group)
     order = [int(updates) for updates in of_group]
@@ -54,8 +66,10 @@ def test_groups_stay_whole_and_updates_get_equal_shares_in_order(lengths, num_up
     assert max(shares) - min(shares) <= 1 and sum(shares) == 6
 
 
-@given(lengths=st.lists(st.integers(20, 60), min_size=64, max_size=128),
-       dp_size=st.sampled_from([2, 4]))
+@given(
+    lengths=st.lists(st.integers(20, 60), min_size=64, max_size=128),
+    dp_size=st.sampled_from([2, 4]),
+)
 @settings(max_examples=50, deadline=None)
 def test_dp_ranks_carry_nearly_the_same_tokens(lengths, dp_size) -> None:
     plan = cut(lengths, dp_size=dp_size, tokens_per_microbatch=512)
@@ -65,7 +79,9 @@ def test_dp_ranks_carry_nearly_the_same_tokens(lengths, dp_size) -> None:
 
 @given(
     sizes=st.lists(st.lists(st.integers(1, 40), min_size=1, max_size=3), min_size=1, max_size=30),
-    dp_size=st.integers(1, 4), num_updates=st.integers(1, 3), budget=st.integers(120, 300),
+    dp_size=st.integers(1, 4),
+    num_updates=st.integers(1, 3),
+    budget=st.integers(120, 300),
 )
 @settings(max_examples=100, deadline=None)
 def test_whole_groups_share_a_micro_batch_within_the_budget(
@@ -90,16 +106,21 @@ def test_whole_groups_share_a_micro_batch_within_the_budget(
 @settings(max_examples=50, deadline=None)
 def test_groups_of_one_are_placed_as_sequences_are(lengths, dp_size) -> None:
     ids, options = torch.arange(len(lengths)), dict(dp_size=dp_size, tokens_per_microbatch=128)
-    plans = [partition(torch.tensor(lengths), group_ids=ids, whole_groups=whole, **options)
-             for whole in (False, True)]
+    plans = [
+        partition(torch.tensor(lengths), group_ids=ids, whole_groups=whole, **options)
+        for whole in (False, True)
+    ]
     assert torch.equal(plans[0].dp_ids, plans[1].dp_ids)
     assert torch.equal(plans[0].microbatch_ids, plans[1].microbatch_ids)
 
 
 def test_a_whole_group_above_the_budget_is_refused_with_its_sizes() -> None:
     lengths, ids = torch.tensor([60, 10, 50]), torch.tensor([4, 2, 4])
-    with pytest.raises(ValueError, match=r"tokens_per_microbatch: the 2 sequences of group 4, .* "
-                                         r"60 \+ 50 = 110 tokens, above .* 100; .* least 110"):
+    with pytest.raises(
+        ValueError,
+        match=r"tokens_per_microbatch: the 2 sequences of group 4, .* "
+        r"60 \+ 50 = 110 tokens, above .* 100; .* least 110",
+    ):
         partition(lengths, group_ids=ids, dp_size=1, tokens_per_microbatch=100, whole_groups=True)
     partition(lengths, group_ids=ids, dp_size=1, tokens_per_microbatch=100)
 
@@ -136,8 +157,11 @@ def test_no_sequences_at_all_still_make_one_micro_batch() -> None:
 
 
 def test_a_sequence_above_the_budget_is_refused_with_both_numbers() -> None:
-    with pytest.raises(ValueError, match=r"tokens_per_microbatch: .* 101 tokens, above the budget "
-                                         r"of 100; raise it to at least 101"):
+    with pytest.raises(
+        ValueError,
+        match=r"tokens_per_microbatch: .* 101 tokens, above the budget "
+        r"of 100; raise it to at least 101",
+    ):
         cut([3, 101])
 
 

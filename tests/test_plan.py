@@ -8,36 +8,48 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-
 from runs import ROOT
-from spmdrl.config import Config, Model
-from spmdrl.model.shape import ModelShape, model_shape
+
 from spmdrl.commands.plan import SHAPES, main
 from spmdrl.commands.plan_examples import examples, output
+from spmdrl.config import Config, Model
+from spmdrl.model.load import build_meta_model
+from spmdrl.model.shape import ModelShape, model_shape
 from spmdrl.plan.memory import cache_bytes_per_token
 from spmdrl.plan.search import best_plans, layouts, make_plan
 from spmdrl.plan.seconds import step_seconds
 from spmdrl.plan.setting import Axes, Run, axes_problems, rates_of, run_of
 from spmdrl.plan.traffic import Flow, push_flows, trainer_flows
-from spmdrl.model.load import build_meta_model
 
-PARAMETERS = {"qwen3-8b": (8.19, 7.57), "qwen3-32b": (32.8, 32.0), "qwen3-30b-a3b": (30.5, 3.04),
-              "qwen3-235b-a22b": (235.1, 21.6), "deepseek-v3": (671.0, 36.6)}
+PARAMETERS = {
+    "qwen3-8b": (8.19, 7.57),
+    "qwen3-32b": (32.8, 32.0),
+    "qwen3-30b-a3b": (30.5, 3.04),
+    "qwen3-235b-a22b": (235.1, 21.6),
+    "deepseek-v3": (671.0, 36.6),
+}
 """As their makers say, in billions: all, and those that a token meets (without its embedding)."""
 GIB = 2**30
 
 
 @pytest.fixture(scope="module")
 def shapes():
-    return {name: model_shape(build_meta_model(Model(path=str(SHAPES / name))))
-            for name in PARAMETERS}
+    return {
+        name: model_shape(build_meta_model(Model(path=str(SHAPES / name)))) for name in PARAMETERS
+    }
 
 
 def _run(shape: ModelShape, **changed: object) -> Run:
-    own = run_of(Config(), shape, on_gpu=True, chunk_tokens=1024, prompt_tokens=512,
-                 response_tokens=1024)
-    return replace(own, kernels=replace(own.kernels, recomputes=True), longest=4096,
-                   longest_response=3072, **changed)
+    own = run_of(
+        Config(), shape, on_gpu=True, chunk_tokens=1024, prompt_tokens=512, response_tokens=1024
+    )
+    return replace(
+        own,
+        kernels=replace(own.kernels, recomputes=True),
+        longest=4096,
+        longest_response=3072,
+        **changed,
+    )
 
 
 def test_shapes_are_those_of_the_published_models(shapes):
@@ -52,28 +64,68 @@ def test_shapes_are_those_of_the_published_models(shapes):
 
 
 def test_a_layout_that_does_not_divide_is_refused_with_those_that_do(shapes, capsys):
-    status = main(["--shape", "qwen3-8b", "--layout.world-size", "32", "--layout.trainer-ranks",
-                   "16", "--layout.tp", "16", "--top", "0"])
+    status = main(
+        [
+            "--shape",
+            "qwen3-8b",
+            "--layout.world-size",
+            "32",
+            "--layout.trainer-ranks",
+            "16",
+            "--layout.tp",
+            "16",
+            "--top",
+            "0",
+        ]
+    )
     error = capsys.readouterr().err
     assert status == 2 and "layout.tp 16 does not divide 8 key/value heads" in error
     assert "1, 2, 4, 8 would" in error
     found = list(axes_problems(Axes("split", 32, 16, ep=3), _run(shapes["qwen3-30b-a3b"])))
     assert len(found) == 1 and "layout.ep 3 does not divide 128 experts" in found[0]
     assert "1, 2, 4, 8, 16 would" in found[0]
-    assert "no experts" in next(axes_problems(Axes("split", 32, 16, ep=2),
-                                              _run(shapes["qwen3-8b"])))
-    status = main(["--shape", "qwen3-8b", "--layout.world-size", "8", "--layout.trainer-ranks",
-                   "6", "--layout.tp", "4"])
+    assert "no experts" in next(
+        axes_problems(Axes("split", 32, 16, ep=2), _run(shapes["qwen3-8b"]))
+    )
+    status = main(
+        [
+            "--shape",
+            "qwen3-8b",
+            "--layout.world-size",
+            "8",
+            "--layout.trainer-ranks",
+            "6",
+            "--layout.tp",
+            "4",
+        ]
+    )
     assert status == 2 and "6 trainer ranks do not divide" in capsys.readouterr().err
 
 
 def test_what_does_not_fit_says_cause_amount_and_cure(capsys):
-    arguments = ["--shape", "qwen3-8b", "--layout.world-size", "4", "--layout.trainer-ranks", "2",
-                 "--top", "0", "--gpu", "H200", "--gpu-memory-gib", "140"]
+    arguments = [
+        "--shape",
+        "qwen3-8b",
+        "--layout.world-size",
+        "4",
+        "--layout.trainer-ranks",
+        "2",
+        "--top",
+        "0",
+        "--gpu",
+        "H200",
+        "--gpu-memory-gib",
+        "140",
+    ]
     assert main(arguments) == 1
     printed = capsys.readouterr()
-    needs, over = (float(x) for x in (printed.err.split("needs ")[1].split()[0],
-                                      printed.err.split("GiB, ")[1].split()[0]))
+    needs, over = (
+        float(x)
+        for x in (
+            printed.err.split("needs ")[1].split()[0],
+            printed.err.split("GiB, ")[1].split()[0],
+        )
+    )
     assert over == pytest.approx(needs - 0.95 * 140, abs=0.11)
     assert "most of it is activations" in printed.err
     assert "would fit: " in printed.err
@@ -84,8 +136,9 @@ def test_what_does_not_fit_says_cause_amount_and_cure(capsys):
     assert status == 1 and "no layout of 8 ranks fits" in capsys.readouterr().err
     assert main(["--shape", "qwen3-8b", "--gpus", "8", "--gpu-memory-gib", "4"]) == 1
     found = capsys.readouterr().err  # nothing is left for engines, whatever their share
-    for needs, over, room in re.findall(r"needs ([\d.]+) GiB, ([\d.]+) GiB more than the ([\d.]+)",
-                                        found):
+    for needs, over, room in re.findall(
+        r"needs ([\d.]+) GiB, ([\d.]+) GiB more than the ([\d.]+)", found
+    ):
         assert float(over) == pytest.approx(float(needs) - float(room), abs=0.11)
     assert "GiB more than the 0.0 GiB that the trainer's" in found
     assert "gpu_memory_frac" not in found
@@ -97,7 +150,7 @@ def test_output_for_programs_adds_up(capsys):
     plan = found["plan"]
     assert plan == found["best"][0] and plan["problems"] == []
     assert plan["layout"]["world_size"] == 8
-    assert sum(plan["trainer_bytes"].values()) <= plan["room_bytes"] == int(.95 * int(79 * GIB))
+    assert sum(plan["trainer_bytes"].values()) <= plan["room_bytes"] == int(0.95 * int(79 * GIB))
     steps = [p["seconds"]["step"] for p in found["best"]]
     assert steps == sorted(steps)
 
@@ -109,13 +162,19 @@ def test_wrong_flags_are_refused(capsys):
     assert "nowhere/at/all" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("arguments, says", [
-    (["--model.memory", "{activation_checkpoint: full}"], "did you mean activation_checkpointing"),
-    (["--model.memory", "{optimizer_dtype: int4}"], "expected one of float32, bfloat16, int8"),
-    (["--model.lora", "{rnk: 4}"], "model.lora.rnk: unknown option; did you mean rank?"),
-    (["--model.lora", "{targets: [query]}"], "'query' matches no linear layer"),
-    (["--engine.gpu-memory-frac", "1.5"], "engine.gpu_memory_frac: must be in (0, 1), got 1.5"),
-])
+@pytest.mark.parametrize(
+    "arguments, says",
+    [
+        (
+            ["--model.memory", "{activation_checkpoint: full}"],
+            "did you mean activation_checkpointing",
+        ),
+        (["--model.memory", "{optimizer_dtype: int4}"], "expected one of float32, bfloat16, int8"),
+        (["--model.lora", "{rnk: 4}"], "model.lora.rnk: unknown option; did you mean rank?"),
+        (["--model.lora", "{targets: [query]}"], "'query' matches no linear layer"),
+        (["--engine.gpu-memory-frac", "1.5"], "engine.gpu_memory_frac: must be in (0, 1), got 1.5"),
+    ],
+)
 @pytest.mark.parametrize("layout", [[], ["--gpus", "8"]], ids=["own layout", "search"])
 def test_fields_that_would_not_run_are_not_planned_with(arguments, says, layout, capsys):
     assert main(["--shape", "qwen3-8b", *layout, *arguments]) == 2
@@ -123,9 +182,20 @@ def test_fields_that_would_not_run_are_not_planned_with(arguments, says, layout,
 
 
 def test_heads_that_ulysses_cannot_deal_out_are_refused(capsys):
-    layout = ["--shape", "qwen3-8b", "--layout.world-size", "6", "--layout.trainer-ranks", "3",
-              "--layout.cp", "3", "--top", "0",
-              "--model.memory", "{activation_checkpointing: full}"]
+    layout = [
+        "--shape",
+        "qwen3-8b",
+        "--layout.world-size",
+        "6",
+        "--layout.trainer-ranks",
+        "3",
+        "--layout.cp",
+        "3",
+        "--top",
+        "0",
+        "--model.memory",
+        "{activation_checkpointing: full}",
+    ]
     main(layout)
     assert "layout.cp" not in capsys.readouterr().err
     assert main([*layout, "--model.kernels", "{context: ulysses}"]) == 2
@@ -133,16 +203,33 @@ def test_heads_that_ulysses_cannot_deal_out_are_refused(capsys):
 
 
 def test_moments_in_8_bits_are_planned_where_torchao_is_not_installed(capsys):
-    assert main(["--shape", "qwen3-8b", "--gpus", "8", "--top", "1", "--model.memory",
-                 "{optimizer_dtype: int8, activation_checkpointing: full}"]) == 0
+    assert (
+        main(
+            [
+                "--shape",
+                "qwen3-8b",
+                "--gpus",
+                "8",
+                "--top",
+                "1",
+                "--model.memory",
+                "{optimizer_dtype: int8, activation_checkpointing: full}",
+            ]
+        )
+        == 0
+    )
 
 
-@pytest.mark.parametrize("flag, value, says", [
-    ("--response-tokens", "600", "at most sampling.max_response_tokens 512"),
-    ("--prompt-tokens", "-1", "at most data.max_prompt_tokens 1024"),
-    ("--matmul-frac", "0", "in (0, 1]"), ("--tflops", "-5", "a number above 0"),
-    ("--gpu-memory-gib", "nan", "a number above 0"),
-])
+@pytest.mark.parametrize(
+    "flag, value, says",
+    [
+        ("--response-tokens", "600", "at most sampling.max_response_tokens 512"),
+        ("--prompt-tokens", "-1", "at most data.max_prompt_tokens 1024"),
+        ("--matmul-frac", "0", "in (0, 1]"),
+        ("--tflops", "-5", "a number above 0"),
+        ("--gpu-memory-gib", "nan", "a number above 0"),
+    ],
+)
 def test_numbers_that_cannot_be_are_refused(flag, value, says, capsys):
     assert main(["--shape", "qwen3-8b", "--gpus", "8", flag, value]) == 2
     error = capsys.readouterr().err
@@ -161,8 +248,10 @@ def test_fsdp_moves_what_its_collectives_move(shapes):
     assert flows["FSDP gathers"].bytes == pytest.approx(2 * 15 * 2 * shard, rel=1e-4)
     assert flows["FSDP reduces"].bytes == pytest.approx(15 * 4 * shard, rel=1e-4)
     assert flows["FSDP gathers"].span == 16 and flows["FSDP gathers"].hides
-    both = {f.name: f for f in trainer_flows(
-        run, Axes("split", 32, 16, dp_replicate=2, tp=2), tokens=16384)}
+    both = {
+        f.name: f
+        for f in trainer_flows(run, Axes("split", 32, 16, dp_replicate=2, tp=2), tokens=16384)
+    }
     assert both["dp_replicate reduces"].span == 16 and both["FSDP gathers"].span == 8
     assert both["tp all-reduces"].span == 2 and not both["tp all-reduces"].hides
     # A ring all-reduce over two ranks sends the tensor once: two in each pass.
@@ -172,13 +261,14 @@ def test_fsdp_moves_what_its_collectives_move(shapes):
 
 def test_experts_travel_less_under_ep_and_tokens_travel_instead(shapes):
     run = _run(shapes["qwen3-30b-a3b"])
-    one, eight = ({f.name: f.bytes for f in trainer_flows(
-        run, Axes("split", 64, 32, ep=ep), tokens=16384)} for ep in (1, 8))
+    one, eight = (
+        {f.name: f.bytes for f in trainer_flows(run, Axes("split", 64, 32, ep=ep), tokens=16384)}
+        for ep in (1, 8)
+    )
     assert "ep exchanges" not in one
     assert eight["FSDP gathers"] < 0.2 * one["FSDP gathers"]
     own = run.tokens / 32  # forward, again, backward; there and back; 7 of 8 rows leave
-    assert eight["ep exchanges"] == pytest.approx(
-        3 * 2 * 7 / 8 * own * 48 * 8 * 2048 * 2)
+    assert eight["ep exchanges"] == pytest.approx(3 * 2 * 7 / 8 * own * 48 * 8 * 2048 * 2)
 
 
 def test_a_push_leaves_the_trainers_once_for_all_replicas(shapes):
@@ -207,8 +297,7 @@ def test_seconds_follow_from_rates(shapes):
     # 6 * parameters * tokens and a third more for recomputation; attention comes on top.
     floor = 8 * (shape.active_numel - shape.vocab * shape.hidden) * run.tokens / 4 / rates.flops
     assert floor < own.update < 1.35 * floor
-    beside = step_seconds(replace(run, overlaps=True), axes, rates=rates, tokens=16384,
-                          slots=256)
+    beside = step_seconds(replace(run, overlaps=True), axes, rates=rates, tokens=16384, slots=256)
     assert own.step == pytest.approx(own.generate + own.update + own.push)
     assert beside.step == pytest.approx(max(own.generate, own.update) + own.push)
 
@@ -225,9 +314,16 @@ def test_every_layout_of_the_search_is_one_that_the_config_takes(shapes):
         assert {a.placement for a in found} == {"split", "colocated"}
         for axes in found:
             layout = replace(
-                Config().layout, placement=axes.placement, world_size=16,
-                trainer_ranks=axes.trainers, dp_replicate=axes.dp_replicate, cp=axes.cp,
-                tp=axes.tp, ep=axes.ep, inference_tp=axes.inference_tp)
+                Config().layout,
+                placement=axes.placement,
+                world_size=16,
+                trainer_ranks=axes.trainers,
+                dp_replicate=axes.dp_replicate,
+                cp=axes.cp,
+                tp=axes.tp,
+                ep=axes.ep,
+                inference_tp=axes.inference_tp,
+            )
             problems = validate(replace(Config(), layout=layout))
             assert not [p for p in problems if p.startswith("layout")], (axes, problems)
     assert any(a.ep > a.fsdp > 1 for a in found), "experts are dealt out to tp ranks too"
@@ -235,13 +331,16 @@ def test_every_layout_of_the_search_is_one_that_the_config_takes(shapes):
 
 def test_the_best_layout_fits_and_none_that_fits_is_faster(shapes):
     run, rates = _run(shapes["qwen3-8b"]), rates_of("H100")
-    best, nearest = best_plans(run, gpus=8, rates=rates, memory_bytes=79 * GIB,
-                               overlaps=True)
+    best, nearest = best_plans(run, gpus=8, rates=rates, memory_bytes=79 * GIB, overlaps=True)
     assert best and all(not p.problems and p.rank_bytes <= p.room for p in best)
     assert nearest is not None and nearest.problems
     for trainers in (2, 4, 6):
-        plan = make_plan(replace(run, overlaps=True), Axes("split", 8, trainers),
-                         rates=rates, memory_bytes=79 * GIB)
+        plan = make_plan(
+            replace(run, overlaps=True),
+            Axes("split", 8, trainers),
+            rates=rates,
+            memory_bytes=79 * GIB,
+        )
         assert plan.problems or plan.seconds.step >= best[0].seconds.step - 0.01
 
 
@@ -249,8 +348,7 @@ def test_the_page_shows_what_the_commands_print():
     found = examples((ROOT / "docs" / "planning.md").read_text())
     assert len(found) == 6
     for command, shown in (found[0], found[-1]):
-        assert output(command) == shown, (
-            "run `python -m spmdrl plan_examples docs/planning.md`")
+        assert output(command) == shown, "run `python -m spmdrl plan_examples docs/planning.md`"
 
 
 def test_a_folder_with_a_config_is_enough(tmp_path: Path, capsys):

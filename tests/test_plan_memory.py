@@ -6,23 +6,34 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from transformers import AutoModelForCausalLM
-
 from plan_runs import (
-    FAMILIES, hold, run_config, saved_by_family, tiny_config, vllm_holds, write_model,
+    FAMILIES,
+    hold,
+    run_config,
+    saved_by_family,
+    tiny_config,
+    vllm_holds,
+    write_model,
 )
 from ranks import run_ranks
+from transformers import AutoModelForCausalLM
+
+from spmdrl.model.lora.layers import Adapters, LoraForm, adapter_numel
 from spmdrl.model.shape import ModelShape, model_shape
 from spmdrl.plan.activations import Kernels, padded_groups, saved_bytes
 from spmdrl.plan.memory import (
-    cache_bytes_per_token, engine_memory, engine_weight_bytes, most_tokens, shards_numel,
+    cache_bytes_per_token,
+    engine_memory,
+    engine_weight_bytes,
+    most_tokens,
+    shards_numel,
     trainer_memory,
 )
 from spmdrl.plan.setting import Axes, Run, axes_of, run_of
-from spmdrl.model.lora.layers import Adapters, LoraForm, adapter_numel
 
-_WIDE = dict(hidden_size=128, intermediate_size=512, num_hidden_layers=4, head_dim=32,
-             vocab_size=1000)
+_WIDE = dict(
+    hidden_size=128, intermediate_size=512, num_hidden_layers=4, head_dim=32, vocab_size=1000
+)
 
 
 def _shape(family: str, **sizes: object) -> ModelShape:
@@ -34,26 +45,42 @@ def _run(cfg: object, shape: ModelShape) -> Run:
     return run_of(cfg, shape, on_gpu=False, chunk_tokens=64, prompt_tokens=20, response_tokens=80)
 
 
-@pytest.mark.parametrize("family, layout", [
-    ("qwen3", dict(world_size=2, dtype="bfloat16")),
-    ("qwen3", dict(world_size=2, tp=2, recomputes=True)),
-    ("qwen3_moe", dict(world_size=2, ep=2, dtype="bfloat16", recomputes=True)),
-    ("qwen3_moe", dict(world_size=2, tp=2, dtype="bfloat16", recomputes=True)),
-    ("gemma2", dict(world_size=3)),
-    ("qwen3", dict(world_size=2, memory={"reshard": "never"})),
-], ids=["fsdp", "tp", "ep", "experts under tp", "uneven", "never resharded"])
+@pytest.mark.parametrize(
+    "family, layout",
+    [
+        ("qwen3", dict(world_size=2, dtype="bfloat16")),
+        ("qwen3", dict(world_size=2, tp=2, recomputes=True)),
+        ("qwen3_moe", dict(world_size=2, ep=2, dtype="bfloat16", recomputes=True)),
+        ("qwen3_moe", dict(world_size=2, tp=2, dtype="bfloat16", recomputes=True)),
+        ("gemma2", dict(world_size=3)),
+        ("qwen3", dict(world_size=2, memory={"reshard": "never"})),
+    ],
+    ids=["fsdp", "tp", "ep", "experts under tp", "uneven", "never resharded"],
+)
 def test_ranks_hold_what_the_plan_says(family, layout, tmp_path):
     _compare(family, layout, tmp_path, sizes=_WIDE if family != "gemma2" else {}, within=0.1)
 
 
-@pytest.mark.parametrize("layout", [
-    dict(world_size=2, cp=2), dict(world_size=2, cp=2, context="gather"),
-    dict(world_size=4, cp=4, recomputes=True),
-], ids=["ulysses", "gather", "repeated keys"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        dict(world_size=2, cp=2),
+        dict(world_size=2, cp=2, context="gather"),
+        dict(world_size=4, cp=4, recomputes=True),
+    ],
+    ids=["ulysses", "gather", "repeated keys"],
+)
 def test_ranks_hold_what_attention_exchanges_over_cp(layout, tmp_path):
     # Attention is most of this model, and there are fewer key heads than four ranks.
-    sizes = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=3, head_dim=64,
-                 num_attention_heads=8, num_key_value_heads=2, vocab_size=200)
+    sizes = dict(
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=3,
+        head_dim=64,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        vocab_size=200,
+    )
     _compare("qwen3", layout, tmp_path, sizes=sizes, within=0.06)
 
 
@@ -64,8 +91,9 @@ def _compare(family: str, layout: dict, tmp_path: Path, *, sizes: dict, within: 
     run = _run(cfg, shape)
     engine = engine_memory(run, axes, memory_bytes=0)
     plan = trainer_memory(run, axes)
-    for rank, held in enumerate(run_ranks(layout["world_size"], hold, path, str(tmp_path / "out"),
-                                          layout)):
+    for rank, held in enumerate(
+        run_ranks(layout["world_size"], hold, path, str(tmp_path / "out"), layout)
+    ):
         numel = shards_numel(shape, axes, index=rank)
         assert held["weights"] == 4 * numel, (rank, held["weights"] / 4, numel)
         assert held["gradients"] == 4 * numel and held["optimizer"] == 8 * numel
@@ -74,28 +102,48 @@ def _compare(family: str, layout: dict, tmp_path: Path, *, sizes: dict, within: 
         assert held["slots"] == engine.sequences == 7
         if rank == 0:
             assert [plan.causes[name] for name in ("weights", "gradients", "optimizer")] == [
-                4 * numel, 4 * numel, 8 * numel]
-            working = sum(size for name, size in plan.causes.items() if name not in (
-                "weights", "gradients", "optimizer", "stream buckets"))
+                4 * numel,
+                4 * numel,
+                8 * numel,
+            ]
+            working = sum(
+                size
+                for name, size in plan.causes.items()
+                if name not in ("weights", "gradients", "optimizer", "stream buckets")
+            )
             total = 16 * numel + working
             assert total == pytest.approx(16 * numel + held["working"], rel=within), (
                 f"planned {working} beside weights, gradients and optimizer {plan.moment}, "
-                f"measured {held['working']}")
+                f"measured {held['working']}"
+            )
 
 
 def test_a_forward_pass_keeps_what_the_plan_says(tmp_path):
     folders = {f: write_model(tmp_path / f, f) for f in FAMILIES}
-    cases = [(family, dtype, recomputes, lengths)
-             for family in FAMILIES for dtype, recomputes, lengths in (
-                 ("bfloat16", False, [120, 90, 33, 20, 7]), ("float32", False, [20, 19, 18, 17]),
-                 ("bfloat16", True, [100, 90, 80]))]
+    cases = [
+        (family, dtype, recomputes, lengths)
+        for family in FAMILIES
+        for dtype, recomputes, lengths in (
+            ("bfloat16", False, [120, 90, 33, 20, 7]),
+            ("float32", False, [20, 19, 18, 17]),
+            ("bfloat16", True, [100, 90, 80]),
+        )
+    ]
     measured = run_ranks(1, saved_by_family, folders, str(tmp_path), cases)[0]
     for (family, dtype, recomputes, lengths), found in zip(cases, measured):
-        kernels = Kernels(compute_bytes=4 if dtype == "float32" else 2, is_padded=True,
-                          has_liger=False, recomputes=recomputes)
-        own = saved_bytes(_shape(family), kernels, tokens=sum(lengths),
-                          num_scored=sum(lengths) - 3 * len(lengths),
-                          groups=padded_groups(lengths))
+        kernels = Kernels(
+            compute_bytes=4 if dtype == "float32" else 2,
+            is_padded=True,
+            has_liger=False,
+            recomputes=recomputes,
+        )
+        own = saved_bytes(
+            _shape(family),
+            kernels,
+            tokens=sum(lengths),
+            num_scored=sum(lengths) - 3 * len(lengths),
+            groups=padded_groups(lengths),
+        )
         planned = own.blocks + own.rest  # what is made again is not there yet
         assert planned == pytest.approx(found, rel=0.05), (family, dtype, recomputes, lengths)
 
@@ -117,8 +165,10 @@ def test_a_vllm_engine_holds_what_the_plan_says(tmp_path):
 
 
 def _gpu_run(cfg: object, shape: ModelShape, **changed: object) -> Run:
-    return replace(run_of(cfg, shape, on_gpu=True, chunk_tokens=64, prompt_tokens=20,
-                          response_tokens=80), **changed)
+    return replace(
+        run_of(cfg, shape, on_gpu=True, chunk_tokens=64, prompt_tokens=20, response_tokens=80),
+        **changed,
+    )
 
 
 def test_kernels_on_cuda_keep_what_their_definitions_say():
@@ -134,8 +184,9 @@ def test_kernels_on_cuda_keep_what_their_definitions_say():
     assert again.blocks == tokens * 2 * 64 * c and again.recomputed == tokens * block
 
 
-@pytest.mark.parametrize("tp, expected", [(1, 2 * 2 * 2 * 2 * 16), (2, 2 * 2 * 2 * 16),
-                                          (4, 2 * 2 * 2 * 16)])
+@pytest.mark.parametrize(
+    "tp, expected", [(1, 2 * 2 * 2 * 2 * 16), (2, 2 * 2 * 2 * 16), (4, 2 * 2 * 2 * 16)]
+)
 def test_key_value_heads_are_shared_out_and_then_repeated(tp, expected):
     run = _gpu_run(run_config("m", "o", world_size=8), _shape("llama"), engine_kind="vllm")
     axes = Axes("colocated", 8, 8, inference_tp=tp)
@@ -144,15 +195,17 @@ def test_key_value_heads_are_shared_out_and_then_repeated(tp, expected):
 
 def test_the_engine_gets_its_part_of_a_gpu_and_the_cache_the_rest():
     shape = _shape("llama", vocab_size=1000)
-    run = _gpu_run(run_config("m", "o", world_size=1), shape, engine_kind="vllm",
-                   gpu_memory_frac=0.5)
+    run = _gpu_run(
+        run_config("m", "o", world_size=1), shape, engine_kind="vllm", gpu_memory_frac=0.5
+    )
     engine = engine_memory(run, Axes("split", 2, 1), memory_bytes=16 * 2**30)
     used = sum(size for name, size in engine.causes.items() if name != "stream buckets")
     block = 16 * cache_bytes_per_token(run, Axes("split", 2, 1))
     assert 0 <= 8 * 2**30 - used < block
     # 1000 rows become 1024; two tables.
     assert engine_weight_bytes(run, Axes("split", 2, 1)) == 2 * (
-        shape.numel + 2 * 24 * shape.hidden)
+        shape.numel + 2 * 24 * shape.hidden
+    )
 
 
 def test_adapters_alone_have_gradients_and_state():
@@ -169,9 +222,10 @@ def test_adapters_alone_have_gradients_and_state():
     assert plan.causes["weights"] == 4 * adapters + 2 * shards_numel(shape, axes)
 
 
-@pytest.mark.parametrize("targets, numel", [
-    (("experts",), 2 * 8 * 4 * (64 + 2 * 48 + 48 + 64)), (r".*\.0\..*q_proj", 4 * (64 + 64)),
-])
+@pytest.mark.parametrize(
+    "targets, numel",
+    [(("experts",), 2 * 8 * 4 * (64 + 2 * 48 + 48 + 64)), (r".*\.0\..*q_proj", 4 * (64 + 64))],
+)
 def test_adapters_are_counted_as_their_targets_say(targets, numel):
     hf_model = AutoModelForCausalLM.from_config(tiny_config("qwen3_moe"))
     form = LoraForm(rank=4, alpha=8, targets=targets)
@@ -209,7 +263,9 @@ def test_options_of_memory_spare_what_they_say():
     assert planned(reshard="never")["gathered by FSDP"] == 2 * shape.numel
     assert "optimizer" not in planned(offload="optimizer")
     assert planned(offload="parameters").keys() & {"weights", "gradients", "optimizer"} == set()
-    modes = [planned(activation_checkpointing=mode)["activations"]
-             for mode in ("none", "selective", "full")]
+    modes = [
+        planned(activation_checkpointing=mode)["activations"]
+        for mode in ("none", "selective", "full")
+    ]
     assert modes[0] > 1.2 * modes[1] and modes[1] > 2 * modes[2]
     assert planned(offload="activations")["activations"] < modes[2]

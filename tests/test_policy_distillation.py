@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import replace
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,19 +14,43 @@ from policy_runs import batch, config, full_parameters, sequence, update
 from ranks import run_ranks
 from torch import Tensor
 
-from spmdrl.config import Config
 from spmdrl.commands.create_model import create_model
+from spmdrl.config import Config
 
 
 def _model(where: Path, name: str, **options: object) -> Path:
-    return create_model(where / name, architecture="qwen3", hidden_size=32, layers=2, heads=4,
-                        kv_heads=2, intermediate=48, **options)
+    return create_model(
+        where / name,
+        architecture="qwen3",
+        hidden_size=32,
+        layers=2,
+        heads=4,
+        kv_heads=2,
+        intermediate=48,
+        **options,
+    )
 
 
-def _cfg(where: Path, student: Path, teacher: Path, *, world_size: int = 1, tp: int = 1,
-         loss: str = "divergence", **options) -> Config:
-    cfg = config(student, where, world_size=world_size, tp=tp, objective="distill", loss=loss,
-                 loss_options=options, model={"teacher": str(teacher)})
+def _cfg(
+    where: Path,
+    student: Path,
+    teacher: Path,
+    *,
+    world_size: int = 1,
+    tp: int = 1,
+    loss: str = "divergence",
+    **options,
+) -> Config:
+    cfg = config(
+        student,
+        where,
+        world_size=world_size,
+        tp=tp,
+        objective="distill",
+        loss=loss,
+        loss_options=options,
+        model={"teacher": str(teacher)},
+    )
     return replace(cfg, optimizer=replace(cfg.optimizer, max_grad_norm=0.0))
 
 
@@ -58,8 +82,10 @@ def _by_transformers(student: Path, teacher: Path, compare: Callable) -> float:
     """Return the mean of `compare` per response token, from full logits and a plain sum."""
     from transformers import AutoModelForCausalLM
 
-    models = [AutoModelForCausalLM.from_pretrained(p, dtype=torch.float32).eval()
-              for p in (student, teacher)]
+    models = [
+        AutoModelForCausalLM.from_pretrained(p, dtype=torch.float32).eval()
+        for p in (student, teacher)
+    ]
     total, count = 0.0, 0
     for micro in batch(0, 1).updates[0]:
         for at, index in enumerate(micro.sequence_ids.tolist()):
@@ -85,8 +111,10 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_the_loss_is_that_of_plain_transformers_and_falls_alike_on_every_layout(case, tmp_path):
     options, compare = CASES[case]
-    student, teacher = _model(tmp_path, "student"), _model(
-        tmp_path, "teacher", seed=3, initializer_std=0.3)
+    student, teacher = (
+        _model(tmp_path, "student"),
+        _model(tmp_path, "teacher", seed=3, initializer_std=0.3),
+    )
     one = run_ranks(1, _train, _cfg(tmp_path, student, teacher, **options), 4)[0]
     losses = [sums["policy/loss"][0] for sums in one["sums"]]
     assert losses[0] == pytest.approx(_by_transformers(student, teacher, compare), rel=1e-4)
@@ -99,8 +127,7 @@ def test_the_loss_is_that_of_plain_transformers_and_falls_alike_on_every_layout(
                 for name in ("policy/loss", "policy/distill", "policy/grad_norm"):
                     assert math.isclose(a[name][0], b[name][0], rel_tol=1e-5), (layout, name)
             for name, expected in one["parameters"].items():
-                torch.testing.assert_close(ours["parameters"][name], expected, rtol=1e-4,
-                                           atol=1e-5)
+                torch.testing.assert_close(ours["parameters"][name], expected, rtol=1e-4, atol=1e-5)
     has_mass = "policy/distill_teacher_mass" in one["sums"][0]
     assert has_mass == (case == "top")
 

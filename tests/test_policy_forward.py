@@ -8,15 +8,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from spmdrl.config import Model
 from spmdrl.commands.create_model import create_model
+from spmdrl.config import Model
 from spmdrl.model.attention import make_packing, pick_attention, register_attention
 from spmdrl.model.file_tensors import file_tensors
 from spmdrl.model.load import (
-    CheckpointReader, build_meta_model, compute_buffers, model_folder, read_tensors,
+    CheckpointReader,
+    build_meta_model,
+    compute_buffers,
+    model_folder,
+    read_tensors,
 )
-from spmdrl.train.objectives.rl import make_scoring, spread
 from spmdrl.model.scorer import Scorer, Scoring
+from spmdrl.train.objectives.rl import make_scoring, spread
 
 LENGTHS = (5, 70, 1, 33, 9, 90, 66)
 ARCHITECTURES = ("qwen3", "qwen2", "llama", "gemma2", "gemma3", "mistral")
@@ -24,8 +28,15 @@ ARCHITECTURES = ("qwen3", "qwen2", "llama", "gemma2", "gemma3", "mistral")
 
 def _folder(architecture: str, where: Path) -> Path:
     """A tiny model whose sliding window, where it has one, is shorter than the sequences."""
-    folder = create_model(where / architecture, architecture=architecture, hidden_size=32,
-                          layers=2, heads=4, kv_heads=2, intermediate=48)
+    folder = create_model(
+        where / architecture,
+        architecture=architecture,
+        hidden_size=32,
+        layers=2,
+        heads=4,
+        kv_heads=2,
+        intermediate=48,
+    )
     config = json.loads((folder / "config.json").read_text())
     if architecture in ("gemma2", "gemma3", "mistral"):
         config["sliding_window"] = 6
@@ -54,15 +65,22 @@ def _rows() -> list[torch.Tensor]:
 
 def _work(rows: list[torch.Tensor]) -> Scoring:
     positions = torch.cat([torch.arange(len(row)) for row in rows])
-    return make_scoring(torch.cat(rows), [len(row) for row in rows], mask=positions > 0,
-                        position_ids=positions, device=torch.device("cpu"), padded=True)
+    return make_scoring(
+        torch.cat(rows),
+        [len(row) for row in rows],
+        mask=positions > 0,
+        position_ids=positions,
+        device=torch.device("cpu"),
+        padded=True,
+    )
 
 
 def _reference(folder: Path) -> tuple[list[torch.Tensor], torch.nn.Module]:
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32,
-                                                 attn_implementation="eager").eval()
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
     scored = []
     for row in _rows():
         logp = torch.log_softmax(model(row[None]).logits[0].double(), -1)
@@ -118,7 +136,9 @@ def test_kernels_are_refused_where_they_cannot_run():
     assert pick_attention("auto", device=cuda, dtype=bf16, has_softcap=True) == "padded"
     assert pick_attention("flash", device=cuda, dtype=bf16, has_softcap=True) == "flash"
     for wanted, device, dtype, softcap in (
-        ("varlen", cpu, bf16, False), ("flash", cuda, f32, False), ("varlen", cuda, bf16, True),
+        ("varlen", cpu, bf16, False),
+        ("flash", cuda, f32, False),
+        ("varlen", cuda, bf16, True),
     ):
         with pytest.raises(ValueError, match="model.kernels.attention"):
             pick_attention(wanted, device=device, dtype=dtype, has_softcap=softcap)
@@ -127,5 +147,11 @@ def test_kernels_are_refused_where_they_cannot_run():
 def test_a_first_token_cannot_be_scored():
     row = torch.arange(5, 9)
     with pytest.raises(ValueError, match="first token of a sequence"):
-        make_scoring(row, [4], mask=torch.ones(4, dtype=torch.bool),
-                     position_ids=torch.arange(4), device=torch.device("cpu"), padded=True)
+        make_scoring(
+            row,
+            [4],
+            mask=torch.ones(4, dtype=torch.bool),
+            position_ids=torch.arange(4),
+            device=torch.device("cpu"),
+            padded=True,
+        )

@@ -53,12 +53,12 @@ def _assert_equal(ours: tuple[torch.Tensor, ...], reference: tuple[torch.Tensor,
 
 
 @pytest.mark.parametrize("chunk", [1, 5, 64])
-@pytest.mark.parametrize("temperature,softcap,scale", [
-    (1.0, None, 1.0), (0.7, None, 1.0), (1.3, 2.0, 1.0), (0.9, None, 0.5), (0.8, 3.0, 2.0),
-])
+@pytest.mark.parametrize(
+    "temperature,softcap,scale",
+    [(1.0, None, 1.0), (0.7, None, 1.0), (1.3, 2.0, 1.0), (0.9, None, 0.5), (0.8, 3.0, 2.0)],
+)
 def test_values_and_gradients_equal_the_full_softmax(chunk, temperature, softcap, scale):
-    options = HeadOptions(chunk_tokens=chunk, temperature=temperature, softcap=softcap,
-                          scale=scale)
+    options = HeadOptions(chunk_tokens=chunk, temperature=temperature, softcap=softcap, scale=scale)
     _assert_equal(_ours(options), _reference(options))
 
 
@@ -71,8 +71,11 @@ def test_chunking_changes_no_value():
 def test_no_scored_position_gives_empty_values_and_zero_gradients():
     hidden, weight = torch.randn(0, H, requires_grad=True), torch.randn(V, H, requires_grad=True)
     logprobs, entropy = logprobs_and_entropy(
-        hidden, weight, targets=torch.empty(0, dtype=torch.int64),
-        options=HeadOptions(chunk_tokens=4))
+        hidden,
+        weight,
+        targets=torch.empty(0, dtype=torch.int64),
+        options=HeadOptions(chunk_tokens=4),
+    )
     (logprobs.sum() + entropy.sum()).backward()
     assert logprobs.shape == entropy.shape == (0,)
     assert hidden.grad.shape == (0, H) and not weight.grad.any()
@@ -81,14 +84,16 @@ def test_no_scored_position_gives_empty_values_and_zero_gradients():
 def test_large_logits_stay_finite():
     hidden, weight, targets, _ = _inputs()
     logprobs, entropy = logprobs_and_entropy(
-        hidden * 1e4, weight, targets=targets, options=HeadOptions(chunk_tokens=4))
+        hidden * 1e4, weight, targets=targets, options=HeadOptions(chunk_tokens=4)
+    )
     assert logprobs.isfinite().all() and entropy.isfinite().all()
 
 
 def test_bfloat16_scores_in_float32():
     hidden, weight, targets, _ = _inputs(torch.bfloat16)
-    logprobs, _ = logprobs_and_entropy(hidden, weight, targets=targets,
-                                       options=HeadOptions(chunk_tokens=4))
+    logprobs, _ = logprobs_and_entropy(
+        hidden, weight, targets=targets, options=HeadOptions(chunk_tokens=4)
+    )
     logits = (hidden @ weight.t()).float()
     expected = torch.log_softmax(logits, -1).gather(1, targets[:, None])[:, 0]
     assert logprobs.dtype == torch.float32
@@ -102,11 +107,13 @@ def _half_vocabulary() -> bool:
     half = V // 2
     rows = slice(dist.get_rank() * half, (dist.get_rank() + 1) * half)
     for softcap in (None, 2.0):
-        options = HeadOptions(chunk_tokens=5, temperature=0.7, softcap=softcap,
-                              group=dist.group.WORLD)
+        options = HeadOptions(
+            chunk_tokens=5, temperature=0.7, softcap=softcap, group=dist.group.WORLD
+        )
         logprobs, entropy, grad_hidden, grad_weight, squares = _reference(options)
-        _assert_equal(_ours(options, rows),
-                      (logprobs, entropy, grad_hidden, grad_weight[rows], squares))
+        _assert_equal(
+            _ours(options, rows), (logprobs, entropy, grad_hidden, grad_weight[rows], squares)
+        )
     dist.destroy_process_group()
     return True
 

@@ -12,17 +12,26 @@ from policy_runs import config
 from ranks import run_ranks
 from safetensors.torch import load_file, save_file
 
-from spmdrl.config import Config, Model
-from spmdrl.commands.create_model import create_model
 from spmdrl.check.fit import check_fit, fit_problems
+from spmdrl.commands.create_model import create_model
+from spmdrl.config import Config, Model
 from spmdrl.model.load import (
-    CheckpointReader, build_meta_model, check_names, checkpoint_shapes, load_hf_config,
+    CheckpointReader,
+    build_meta_model,
+    check_names,
+    checkpoint_shapes,
+    load_hf_config,
 )
 
 
 def _make(where: Path, name: str = "model", **options: object) -> Path:
-    return create_model(where / name, **({"hidden_size": 32, "layers": 2, "heads": 4,
-                                          "kv_heads": 2, "intermediate": 48} | options))
+    return create_model(
+        where / name,
+        **(
+            {"hidden_size": 32, "layers": 2, "heads": 4, "kv_heads": 2, "intermediate": 48}
+            | options
+        ),
+    )
 
 
 def _check(folder: Path) -> None:
@@ -82,8 +91,11 @@ def test_weights_that_do_not_fit_are_refused_before_anything_is_started(tmp_path
     tensors["model.oops.weight"] = tensors.pop("model.layers.1.mlp.up_proj.weight")
     save_file(tensors, folder / "model.safetensors")
     for wrong in (cfg, scalar):
-        with pytest.raises(ValueError, match="missing: model.layers.1.mlp.up_proj.weight; not part "
-                                             "of the model: model.oops.weight"):
+        with pytest.raises(
+            ValueError,
+            match="missing: model.layers.1.mlp.up_proj.weight; not part "
+            "of the model: model.oops.weight",
+        ):
             check_fit(wrong)
     (folder / "model.safetensors").unlink()
     with pytest.raises(ValueError, match="neither model.safetensors"):
@@ -100,18 +112,25 @@ def test_tied_weights_appear_once(tmp_path):
 def test_a_model_with_a_vision_tower_is_refused(tmp_path):
     folder = _make(tmp_path)
     plain = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(
-        {"model_type": "gemma3", "text_config": {"hidden_size": 32}, "vision_config": plain | {
-            "model_type": "siglip_vision_model"}}))
+    (folder / "config.json").write_text(
+        json.dumps(
+            {
+                "model_type": "gemma3",
+                "text_config": {"hidden_size": 32},
+                "vision_config": plain | {"model_type": "siglip_vision_model"},
+            }
+        )
+    )
     with pytest.raises(ValueError, match="vision tower"):
         build_meta_model(Model(path=str(folder)))
 
 
 def _shards(cfg: Config, folder: str) -> dict:
-    from spmdrl.train.trainer import Policy
-    from spmdrl.model.shards import held_boxes
-    from spmdrl.world import World
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    from spmdrl.model.shards import held_boxes
+    from spmdrl.train.trainer import Policy
+    from spmdrl.world import World
 
     world = World.start(cfg)
     policy = Policy(cfg, world)
@@ -124,7 +143,8 @@ def _shards(cfg: Config, folder: str) -> dict:
     for name, parameter in shards.items():
         local = parameter.detach().to_local()
         expected = compute_local_shape_and_global_offset(
-            parameter.shape, parameter.device_mesh, parameter.placements)
+            parameter.shape, parameter.device_mesh, parameter.placements
+        )
         boxes = held_boxes(name, parameter)
         assert len(boxes) == (1 if local.numel() else 0), name
         for box, view in boxes:
@@ -151,9 +171,9 @@ def _whole_score(folder: Path) -> list[torch.Tensor]:
     return scores
 
 
-@pytest.mark.parametrize("architecture,tied,world_size,tp", [
-    ("qwen3", False, 4, 2), ("gemma2", None, 3, 1),
-])
+@pytest.mark.parametrize(
+    "architecture,tied,world_size,tp", [("qwen3", False, 4, 2), ("gemma2", None, 3, 1)]
+)
 def test_each_rank_holds_its_slices_of_the_files(architecture, tied, world_size, tp, tmp_path):
     folder = _make(tmp_path, architecture=architecture, tied=tied, max_shard_size="20KB")
     assert len(list(folder.glob("*.safetensors"))) > 1, "the test wants several files"
@@ -163,8 +183,9 @@ def test_each_rank_holds_its_slices_of_the_files(architecture, tied, world_size,
     assert all(r["held"] < 0.75 * count for r in results), "a rank holds (nearly) everything"
     for rank, result in enumerate(results):
         for ours, theirs in zip(result["scores"], _whole_score(folder)):
-            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5,
-                                       msg=lambda m, r=rank: f"rank {r}: {m}")
+            torch.testing.assert_close(
+                ours, theirs, rtol=1e-5, atol=1e-5, msg=lambda m, r=rank: f"rank {r}: {m}"
+            )
 
 
 def _refused(cfg: Config) -> str:
@@ -184,8 +205,9 @@ def _refused(cfg: Config) -> str:
 def test_heads_that_do_not_divide_by_tp_are_refused_on_all_ranks(tmp_path):
     folder = _make(tmp_path, heads=2, kv_heads=1)
     texts = run_ranks(2, _refused, config(folder, tmp_path, world_size=2, tp=2))
-    assert all("layout.tp: 2 does not divide the model's num_key_value_heads 1" in t
-               for t in texts), texts
+    assert all(
+        "layout.tp: 2 does not divide the model's num_key_value_heads 1" in t for t in texts
+    ), texts
 
 
 def _beside_an_engine(cfg: Config, broken: Config) -> dict:
@@ -196,8 +218,11 @@ def _beside_an_engine(cfg: Config, broken: Config) -> dict:
     world = World.start(cfg)
     policy = Policy(cfg, world)
     empty = torch.empty(0)
-    result = {"names": policy.names(), "shards": len(policy.named_shards()),
-              "score": policy.score([[5, 6]])}
+    result = {
+        "names": policy.names(),
+        "shards": len(policy.named_shards()),
+        "score": policy.score([[5, 6]]),
+    }
     if not world.is_trainer:
         nothing = Batch(scalars=None, updates=(), update_ids=empty)
         assert policy.annotate(nothing, step=0) is nothing

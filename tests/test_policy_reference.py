@@ -11,13 +11,21 @@ import torch
 from policy_runs import LENGTHS, batch, config, full_parameters, update
 from ranks import run_ranks
 
-from spmdrl.config import Config
 from spmdrl.commands.create_model import create_model
+from spmdrl.config import Config
 
 
 def _model(where: Path, name: str = "start", **options: object) -> Path:
-    return create_model(where / name, architecture="qwen3", hidden_size=32, layers=2, heads=4,
-                        kv_heads=2, intermediate=48, **options)
+    return create_model(
+        where / name,
+        architecture="qwen3",
+        hidden_size=32,
+        layers=2,
+        heads=4,
+        kv_heads=2,
+        intermediate=48,
+        **options,
+    )
 
 
 def _train(first: Config, configs: dict[str, Config], steps: int = 2) -> dict[str, dict]:
@@ -48,18 +56,22 @@ def _train_one(cfg: Config, world: object, steps: int) -> dict:
 
 CASES = {
     "kl in the loss": dict(kl_coef=0.5, kl="k3"),
-    "kl in the loss, unbiased, two updates": dict(kl_coef=0.5, kl="k1", updates=2,
-                                                  kl_options={"unbiased": True}),
-    "kl in the reward of sequences": dict(kl_coef=0.5, kl="k1", kl_in="reward",
-                                          advantage="rloo"),
-    "kl in the reward of tokens, whitened": dict(kl_coef=0.5, kl="k1", kl_in="reward",
-                                                 advantage="reinforce_plus_plus"),
-    "statistics of the whole batch": dict(loss="kl_cov", updates=2,
-                                          loss_options={"select_frac": 0.2}),
-    "statistics with a correction of its own": dict(loss="m2po", correction="none", updates=2,
-                                                    loss_options={"threshold": 1.0}),
-    "tokens drawn by key": dict(loss="clip_cov", updates=2, loss_options={
-        "select_frac": 0.5, "cov_low": 0.0}),
+    "kl in the loss, unbiased, two updates": dict(
+        kl_coef=0.5, kl="k1", updates=2, kl_options={"unbiased": True}
+    ),
+    "kl in the reward of sequences": dict(kl_coef=0.5, kl="k1", kl_in="reward", advantage="rloo"),
+    "kl in the reward of tokens, whitened": dict(
+        kl_coef=0.5, kl="k1", kl_in="reward", advantage="reinforce_plus_plus"
+    ),
+    "statistics of the whole batch": dict(
+        loss="kl_cov", updates=2, loss_options={"select_frac": 0.2}
+    ),
+    "statistics with a correction of its own": dict(
+        loss="m2po", correction="none", updates=2, loss_options={"threshold": 1.0}
+    ),
+    "tokens drawn by key": dict(
+        loss="clip_cov", updates=2, loss_options={"select_frac": 0.5, "cov_low": 0.0}
+    ),
 }
 
 
@@ -71,9 +83,10 @@ def trained(tmp_path_factory) -> dict[str, list[dict]]:
     results = {}
     layouts = {"one": {}, "dp": dict(world_size=2), "tp": dict(world_size=2, tp=2)}
     for name, layout in layouts.items():
-        configs = {case: config(folder, where, **options, **layout,
-                                model={"reference": str(other)})
-                   for case, options in CASES.items()}
+        configs = {
+            case: config(folder, where, **options, **layout, model={"reference": str(other)})
+            for case, options in CASES.items()
+        }
         first = next(iter(configs.values()))
         results[name] = run_ranks(layout.get("world_size", 1), _train, first, configs)
     return results
@@ -91,7 +104,10 @@ def test_every_layout_trains_like_one_process(case, layout, trained):
             for name, (x, n) in b.items():
                 assert a[name][1] == pytest.approx(n, rel=1e-6), name
                 assert math.isclose(a[name][0], x, rel_tol=1e-4, abs_tol=2e-5 * max(1, n)), (
-                    name, a[name], (x, n))
+                    name,
+                    a[name],
+                    (x, n),
+                )
         for name, expected in one["parameters"].items():
             torch.testing.assert_close(ours["parameters"][name], expected, rtol=1e-4, atol=5e-6)
 

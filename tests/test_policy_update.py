@@ -12,14 +12,22 @@ import torch
 from policy_runs import advantages, batch, config, full_parameters, scalars, train, update
 from ranks import run_ranks
 
-from spmdrl.config import Config, Optimizer
 from spmdrl.commands.create_model import create_model
+from spmdrl.config import Config, Optimizer
 from spmdrl.train.optimizer import learning_rate
 
 
 def _model(where: Path, architecture: str = "qwen3", **options: object) -> Path:
-    return create_model(where / architecture, architecture=architecture, hidden_size=32, layers=2,
-                        heads=4, kv_heads=2, intermediate=48, **options)
+    return create_model(
+        where / architecture,
+        architecture=architecture,
+        hidden_size=32,
+        layers=2,
+        heads=4,
+        kv_heads=2,
+        intermediate=48,
+        **options,
+    )
 
 
 def _assert_same_training(ours: dict, reference: dict, what: str) -> None:
@@ -27,17 +35,27 @@ def _assert_same_training(ours: dict, reference: dict, what: str) -> None:
         assert a.keys() == b.keys()
         for name in b:
             (x, m), (y, n) = a[name], b[name]
-            assert math.isclose(x, y, rel_tol=1e-5, abs_tol=1e-5 * max(1.0, abs(n))) and m == \
-                pytest.approx(n, rel=1e-5), f"{what}, step {step}: {name} {(x, m)} != {(y, n)}"
+            assert math.isclose(
+                x, y, rel_tol=1e-5, abs_tol=1e-5 * max(1.0, abs(n))
+            ) and m == pytest.approx(n, rel=1e-5), (
+                f"{what}, step {step}: {name} {(x, m)} != {(y, n)}"
+            )
     for name, expected in reference["parameters"].items():
-        torch.testing.assert_close(ours["parameters"][name], expected, rtol=1e-5, atol=2e-6,
-                                   msg=lambda m, n=name: f"{what}: {n}: {m}")
+        torch.testing.assert_close(
+            ours["parameters"][name],
+            expected,
+            rtol=1e-5,
+            atol=2e-6,
+            msg=lambda m, n=name: f"{what}: {n}: {m}",
+        )
 
 
 # (world_size, dp_replicate, tp): dp_shard takes what is left
-LAYOUTS = {"qwen3": [(2, 1, 1), (2, 2, 1), (2, 1, 2), (4, 2, 2)],
-           "gemma3": [(2, 1, 2)],  # tied, q_norm and k_norm
-           "qwen2": [(2, 1, 2)]}  # biases
+LAYOUTS = {
+    "qwen3": [(2, 1, 1), (2, 2, 1), (2, 1, 2), (4, 2, 2)],
+    "gemma3": [(2, 1, 2)],  # tied, q_norm and k_norm
+    "qwen2": [(2, 1, 2)],
+}  # biases
 
 
 @pytest.mark.parametrize("architecture", LAYOUTS)
@@ -54,8 +72,9 @@ def test_every_mesh_trains_like_one_process(architecture, tmp_path):
 
 def test_several_updates_with_entropy_bonus_do_not_depend_on_the_mesh(tmp_path):
     folder = _model(tmp_path)
-    options = dict(updates=2, aggregation="seq_mean_token_mean", entropy_coef=0.01,
-                   mask_truncated=True)
+    options = dict(
+        updates=2, aggregation="seq_mean_token_mean", entropy_coef=0.01, mask_truncated=True
+    )
     reference = run_ranks(1, train, config(folder, tmp_path, **options))[0]
     ratio, count = reference["sums"][1]["policy/ratio"]
     assert ratio != count, "the second update's ratio should have left 1"
@@ -119,8 +138,7 @@ def test_activation_checkpointing_changes_no_value(tmp_path):
 
 def _supervised(cfg: Config, world: object, policy_class: type) -> dict:
     policy = policy_class(cfg, world)
-    losses = [update(policy, batch(0, 1), step=s)["policy/loss"][0]
-              for s in range(15)]
+    losses = [update(policy, batch(0, 1), step=s)["policy/loss"][0] for s in range(15)]
     return {"losses": losses, "pointers": _same_storage(policy)}
 
 
@@ -168,8 +186,7 @@ def test_a_non_finite_loss_is_skipped_on_all_ranks_counted_and_saved(tmp_path):
     for rank in range(2):
         saved = torch.load(tmp_path / "run" / "skipped" / f"step_3_rank_{rank}.pt")
         assert len(saved["microbatches"]) == 2 and not math.isfinite(saved["loss"])
-        assert torch.equal(saved["microbatches"][0]["tokens"],
-                           batch(rank, 2).updates[0][0].tokens)
+        assert torch.equal(saved["microbatches"][0]["tokens"], batch(rank, 2).updates[0][0].tokens)
 
 
 def _round_trip(cfg: Config) -> bool:
@@ -182,14 +199,18 @@ def _round_trip(cfg: Config) -> bool:
     own = batch(world.dp_index(world.rank), world.dp_size)
     update(policy, own, step=0)
     state = policy.state_dict()
-    saved = {key: {n: t.clone() for n, t in part.items()} for key, part in (
-        ("model", state["model"]), ("exp_avg", state["optimizer"]["exp_avg"]),
-        ("exp_avg_sq", state["optimizer"]["exp_avg_sq"]))}
+    saved = {
+        key: {n: t.clone() for n, t in part.items()}
+        for key, part in (
+            ("model", state["model"]),
+            ("exp_avg", state["optimizer"]["exp_avg"]),
+            ("exp_avg_sq", state["optimizer"]["exp_avg_sq"]),
+        )
+    }
     updates = state["optimizer"]["updates"].clone()
     first = update(policy, own, step=1)
     after = full_parameters(policy)
-    policy.load_state_dict({"model": saved.pop("model"),
-                            "optimizer": saved | {"updates": updates}})
+    policy.load_state_dict({"model": saved.pop("model"), "optimizer": saved | {"updates": updates}})
     second = update(policy, own, step=1)
     again = full_parameters(policy)
     world.close()
@@ -202,8 +223,9 @@ def test_restored_state_repeats_an_update_bit_by_bit(tmp_path):
 
 
 def test_learning_rate_is_a_pure_function_of_the_step():
-    options = Optimizer(lr=1.0, schedule="linear",
-                        schedule_options={"warmup_steps": 4, "min_lr_frac": 0.5})
+    options = Optimizer(
+        lr=1.0, schedule="linear", schedule_options={"warmup_steps": 4, "min_lr_frac": 0.5}
+    )
     rates = [learning_rate(options, step, steps=14) for step in range(14)]
     assert rates[:4] == [0.25, 0.5, 0.75, 1.0] and rates[4] == 1.0
     assert rates[9] == pytest.approx(0.75) and rates[-1] == pytest.approx(0.55)

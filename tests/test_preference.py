@@ -20,40 +20,56 @@ from transformers import AutoModelForSequenceClassification
 
 from spmdrl import config as configs
 from spmdrl.algorithms import registry
-from spmdrl.config import Algorithm, Batch, Config, Data, Layout, Model, Optimizer, Sampling
 from spmdrl.commands.create_model import character_tokenizer, create_model
+from spmdrl.commands.export import export
+from spmdrl.config import Algorithm, Batch, Config, Data, Layout, Model, Optimizer, Sampling
 from spmdrl.data.examples import LabelledSource, PairSource
 from spmdrl.data.rows import pair_of, read_rows
 from spmdrl.data.tasks import GeneratedRows
-from spmdrl.commands.export import export
 from spmdrl.train.objectives.pairs import PairObjective
 
 PLAIN, CHAT = character_tokenizer(), character_tokenizer(chat_template=True)
-USER, GOOD, BAD = ({"role": role, "content": text} for role, text in (
-    ("user", "hi"), ("assistant", "ho"), ("assistant", "hm?")))
+USER, GOOD, BAD = (
+    {"role": role, "content": text}
+    for role, text in (("user", "hi"), ("assistant", "ho"), ("assistant", "hm?"))
+)
 NAMES = registry.names("preference")
 BUDGET = 400  # tokens per micro-batch that hold several pairs
 NARROW = 64  # about one pair
 
 
 def config(
-    train: object, *, model: object = "m", out: object = "out", objective: str = "preference",
-    loss: str = "dpo", world_size: int = 1, tp: int = 1, rows: int = 6, budget: int = BUDGET,
+    train: object,
+    *,
+    model: object = "m",
+    out: object = "out",
+    objective: str = "preference",
+    loss: str = "dpo",
+    world_size: int = 1,
+    tp: int = 1,
+    rows: int = 6,
+    budget: int = BUDGET,
     **options: object,
 ) -> Config:
     """A float32 CPU config on pairs."""
     return Config(
-        output_dir=str(out), steps=10, model=Model(
-            path=str(model), compute_dtype="float32", memory={"head_chunk_tokens": 7}),
-        layout=Layout(placement="offline", world_size=world_size, tp=tp, device="cpu",
-                      startup_timeout_s=300, wait_timeout_s=200),
+        output_dir=str(out),
+        steps=10,
+        model=Model(path=str(model), compute_dtype="float32", memory={"head_chunk_tokens": 7}),
+        layout=Layout(
+            placement="offline",
+            world_size=world_size,
+            tp=tp,
+            device="cpu",
+            startup_timeout_s=300,
+            wait_timeout_s=200,
+        ),
         data=Data(train=str(train), size=64, max_prompt_tokens=16),
         batch=Batch(prompts_per_step=rows, tokens_per_microbatch=budget),
         sampling=Sampling(max_response_tokens=16),
         algorithm=Algorithm(objective=objective, loss=loss, loss_options=options),
         # A large eps keeps Adam's step smooth in the gradient, so that layouts can be compared.
-        optimizer=Optimizer(lr=1e-2, options={"eps": 1e-3, "weight_decay": 0.1},
-                            max_grad_norm=0.5),
+        optimizer=Optimizer(lr=1e-2, options={"eps": 1e-3, "weight_decay": 0.1}, max_grad_norm=0.5),
     )
 
 
@@ -70,9 +86,17 @@ def ragged(count: int = 24) -> list[dict]:
     def text() -> str:
         return "".join(draw.choices("abcdefgh", k=draw.randint(1, 12)))
 
-    return [{"prompt": f"{i:02d}{text()}", "chosen": text() + "a", "rejected": text() + "b",
-             "margin": draw.random(), "completion": text(), "label": draw.random() < 0.5}
-            for i in range(count)]
+    return [
+        {
+            "prompt": f"{i:02d}{text()}",
+            "chosen": text() + "a",
+            "rejected": text() + "b",
+            "margin": draw.random(),
+            "completion": text(),
+            "label": draw.random() < 0.5,
+        }
+        for i in range(count)
+    ]
 
 
 # --------------------------------------------------------------------------- rows
@@ -88,27 +112,34 @@ def test_every_form_of_a_pair_gives_prompt_and_responses():
     assert talk == ([USER], [GOOD], [BAD], 0.0)
     whole = [USER, BAD, USER]  # an earlier answer belongs to the prompt
     assert forms(prompt="hi", chosen=[*whole, GOOD], rejected=[*whole, BAD]) == (
-        whole, [GOOD], [BAD], 0.0)
+        whole,
+        [GOOD],
+        [BAD],
+        0.0,
+    )
 
 
 FINE = {"prompt": "p", "chosen": "a", "rejected": "b"}
 
 
-@pytest.mark.parametrize(("row", "need", "words"), [
-    ({"prompt": "p", "chosen": "a"}, "pair", ["no column `rejected`", "prompt, chosen"]),
-    (FINE | {"chosen": "b"}, "pair", ["equal"]),
-    (FINE | {"rejected": ""}, "pair", ["`rejected`", "not empty"]),
-    (FINE | {"rejected": []}, "pair", ["`rejected`", "not empty"]),
-    ({"chosen": "12 a", "rejected": "12"}, "pair", ["`rejected` is empty after the prompt"]),
-    ({"chosen": "a", "rejected": "b"}, "pair", ["no `prompt`", "begin alike"]),
-    (FINE | {"chosen": [GOOD]}, "pair", ["one form"]),
-    (FINE | {"chosen": 3}, "pair", ["`chosen` must be text or messages", "3"]),
-    (FINE | {"margin": "much"}, "pair", ["`margin` must be a number", "much"]),
-    (FINE | {"chosen": [{"role": "user"}]}, "pair", ["message 0", "content"]),
-    (FINE, "label", ["no column `completion`"]),
-    ({"prompt": "p", "completion": "c"}, "label", ["`label` must be true"]),
-    ({"prompt": "p", "completion": "c", "label": "yes"}, "label", ["`label` must be", "yes"]),
-])
+@pytest.mark.parametrize(
+    ("row", "need", "words"),
+    [
+        ({"prompt": "p", "chosen": "a"}, "pair", ["no column `rejected`", "prompt, chosen"]),
+        (FINE | {"chosen": "b"}, "pair", ["equal"]),
+        (FINE | {"rejected": ""}, "pair", ["`rejected`", "not empty"]),
+        (FINE | {"rejected": []}, "pair", ["`rejected`", "not empty"]),
+        ({"chosen": "12 a", "rejected": "12"}, "pair", ["`rejected` is empty after the prompt"]),
+        ({"chosen": "a", "rejected": "b"}, "pair", ["no `prompt`", "begin alike"]),
+        (FINE | {"chosen": [GOOD]}, "pair", ["one form"]),
+        (FINE | {"chosen": 3}, "pair", ["`chosen` must be text or messages", "3"]),
+        (FINE | {"margin": "much"}, "pair", ["`margin` must be a number", "much"]),
+        (FINE | {"chosen": [{"role": "user"}]}, "pair", ["message 0", "content"]),
+        (FINE, "label", ["no column `completion`"]),
+        ({"prompt": "p", "completion": "c"}, "label", ["`label` must be true"]),
+        ({"prompt": "p", "completion": "c", "label": "yes"}, "label", ["`label` must be", "yes"]),
+    ],
+)
 def test_a_bad_row_is_refused_with_file_and_line(tmp_path, row, need, words):
     fine = FINE | {"completion": "c", "label": True}
     file = jsonl(tmp_path, [fine, row])
@@ -150,8 +181,13 @@ def test_labelled_rows_come_with_a_response_to_another_prompt(tmp_path):
 
 def test_the_generated_task_has_one_right_and_one_near_answer():
     def rows(mistakes: float) -> GeneratedRows:
-        return GeneratedRows("task:addition_pairs", {"digits": 2, "mistakes": mistakes}, size=99,
-                             seed=3, split="train")
+        return GeneratedRows(
+            "task:addition_pairs",
+            {"digits": 2, "mistakes": mistakes},
+            size=99,
+            seed=3,
+            split="train",
+        )
 
     for row in rows(0.0):
         assert row["chosen"] == row["answer"]
@@ -182,9 +218,17 @@ def test_objective_loss_and_placement_must_fit():
     assert "with objective preference; sft, preference" in "\n".join(configs.validate(split))
 
 
-@pytest.mark.parametrize(("loss", "columns"), [
-    ("dpo", {"ref_logprobs"}), ("simpo", set()), ("orpo", set()), ("cpo", set()),
-    ("kto", {"ref_logprobs", "old_logprobs"}), ("bco", {"ref_logprobs", "old_logprobs"})])
+@pytest.mark.parametrize(
+    ("loss", "columns"),
+    [
+        ("dpo", {"ref_logprobs"}),
+        ("simpo", set()),
+        ("orpo", set()),
+        ("cpo", set()),
+        ("kto", {"ref_logprobs", "old_logprobs"}),
+        ("bco", {"ref_logprobs", "old_logprobs"}),
+    ],
+)
 def test_a_loss_without_a_reference_builds_none(loss, columns):
     assert PairObjective(config("x", loss=loss)).columns == columns
 
@@ -222,26 +266,37 @@ def _train(cfg: Config, world: object, *, steps: int, policy: object = None) -> 
     for step in range(steps):
         batch = policy.annotate(_batch(cfg, world, step=step), step=step)
         sums.append(policy.update(batch, advantages_of(batch, cfg, world, step=step), step=step))
-    whole = {name: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach().clone()
-             for name, p in policy.named_shards().items()}
+    whole = {
+        name: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach().clone()
+        for name, p in policy.named_shards().items()
+    }
     return {"sums": sums, "parameters": whole}
 
 
-COMPARED = (("preference", "dpo", {"beta": 0.5}), ("preference", "kto", {"beta": 0.5}),
-            ("preference", "orpo", {}), ("preference", "bco", {"beta": 0.5}),
-            ("reward_model", "bradley_terry", {"center_coef": 0.1}))
+COMPARED = (
+    ("preference", "dpo", {"beta": 0.5}),
+    ("preference", "kto", {"beta": 0.5}),
+    ("preference", "orpo", {}),
+    ("preference", "bco", {"beta": 0.5}),
+    ("reward_model", "bradley_terry", {"center_coef": 0.1}),
+)
 
 
-def _named(cfg: Config, objective: str, loss: str, options: dict, *, budget: int = BUDGET,
-           updates: int = 1) -> Config:
+def _named(
+    cfg: Config, objective: str, loss: str, options: dict, *, budget: int = BUDGET, updates: int = 1
+) -> Config:
     return replace(
-        cfg, algorithm=Algorithm(objective=objective, loss=loss, loss_options=options),
-        batch=replace(cfg.batch, tokens_per_microbatch=budget, updates_per_step=updates))
+        cfg,
+        algorithm=Algorithm(objective=objective, loss=loss, loss_options=options),
+        batch=replace(cfg.batch, tokens_per_microbatch=budget, updates_per_step=updates),
+    )
 
 
 def _compared(cfg: Config, world: object) -> dict:
-    return {loss: _train(_named(cfg, objective, loss, options), world, steps=2)
-            for objective, loss, options in COMPARED}
+    return {
+        loss: _train(_named(cfg, objective, loss, options), world, steps=2)
+        for objective, loss, options in COMPARED
+    }
 
 
 def _everything(cfg: Config, world: object) -> dict:
@@ -253,8 +308,10 @@ def _everything(cfg: Config, world: object) -> dict:
     for loss in NAMES:
         own = _named(cfg, "preference", loss, {}, updates=2)
         found["all"][loss] = _train(own, world, steps=3)["sums"]
-    found["by_hand"] = {loss: _by_hand(_named(cfg, "preference", loss, {"beta": 0.5}), world)
-                        for loss in ("dpo", "kto")}
+    found["by_hand"] = {
+        loss: _by_hand(_named(cfg, "preference", loss, {"beta": 0.5}), world)
+        for loss in ("dpo", "kto")
+    }
     found["scores"] = _saved_scores(_named(cfg, *COMPARED[-1]), world)
     return found
 
@@ -275,8 +332,7 @@ def _by_hand(cfg: Config, world: object) -> tuple[float, float, dict]:
     batch = replace(batch, scalars=replace(batch.scalars, is_valid=is_valid))
     batch = policy.annotate(batch, step=5)
     rho = torch.zeros(len(batch.scalars), dtype=torch.float64)
-    for logprobs, micro, columns in zip(policy.logprobs(batch), batch.updates[0],
-                                        batch.columns[0]):
+    for logprobs, micro, columns in zip(policy.logprobs(batch), batch.updates[0], batch.columns[0]):
         for at, row in enumerate(micro.sequence_ids.tolist()):
             span = slice(int(micro.cu_seqlens[at]), int(micro.cu_seqlens[at + 1]))
             gap = logprobs[span].double() - columns["ref_logprobs"][span].double()
@@ -314,8 +370,9 @@ def _saved_scores(cfg: Config, world: object) -> list[tuple[list[int], float]]:
 def found(tmp_path_factory) -> dict:
     """One process's results, and where the model and the rows are."""
     folder = tmp_path_factory.mktemp("pairs")
-    model = create_model(folder / "model", hidden_size=32, layers=2, heads=4, kv_heads=2,
-                         intermediate=48)
+    model = create_model(
+        folder / "model", hidden_size=32, layers=2, heads=4, kv_heads=2, intermediate=48
+    )
     cfg = config(jsonl(folder, ragged()), model=model, out=folder / "run")
     return {"cfg": cfg, **run_ranks(1, _in_world, cfg, _everything)[0]}
 
@@ -328,11 +385,16 @@ def _assert_same(ours: dict[str, dict], reference: dict[str, dict], what: str) -
             for name, (y, n) in b.items():
                 x, m = a[name]
                 assert math.isclose(x, y, rel_tol=1e-5, abs_tol=1e-5 * max(1.0, abs(n))) and (
-                    m == pytest.approx(n)), f"{what}, {loss} step {step}: {name} {x, m} != {y, n}"
+                    m == pytest.approx(n)
+                ), f"{what}, {loss} step {step}: {name} {x, m} != {y, n}"
         for name, value in expected["parameters"].items():
             torch.testing.assert_close(
-                ours[loss]["parameters"][name], value, rtol=1e-5, atol=3e-6,
-                msg=lambda m, n=name, k=loss: f"{what}, {k}: {n}: {m}")
+                ours[loss]["parameters"][name],
+                value,
+                rtol=1e-5,
+                atol=3e-6,
+                msg=lambda m, n=name, k=loss: f"{what}, {k}: {n}: {m}",
+            )
 
 
 def test_other_micro_batches_change_neither_loss_nor_gradient(found):
@@ -377,14 +439,16 @@ def test_every_name_trains(found, loss):
 def test_an_exported_reward_model_scores_alike_in_transformers(found, tmp_path):
     out = export(Path(found["cfg"].output_dir), out=tmp_path / "scorer")
     model, report = AutoModelForSequenceClassification.from_pretrained(
-        out, output_loading_info=True)
+        out, output_loading_info=True
+    )
     assert not report["missing_keys"] and not report["unexpected_keys"], report
     assert model.config.architectures == ["Qwen3ForSequenceClassification"]
     rows, scores = zip(*found["scores"])
     assert len(set(scores)) > 6
     width = max(map(len, rows))
-    padded = torch.tensor([[*row, *[model.config.pad_token_id] * (width - len(row))]
-                           for row in rows])
+    padded = torch.tensor(
+        [[*row, *[model.config.pad_token_id] * (width - len(row))] for row in rows]
+    )
     given: Tensor = model(padded, attention_mask=padded != model.config.pad_token_id).logits[:, 0]
     torch.testing.assert_close(given.detach(), torch.tensor(scores), rtol=1e-4, atol=1e-5)
 
@@ -396,8 +460,12 @@ def test_an_exported_reward_model_scores_alike_in_transformers(found, tmp_path):
 def test_the_demo_runs_end_to_end(name, tmp_path):
     model = create_model(tmp_path / "model", hidden_size=32, layers=2, heads=2, kv_heads=1)
     out = tmp_path / "run"
-    run(f"demo_{name}.yaml", 2, **TINY["sft"], **{
-        "model.path": model, "output-dir": out, "steps": 3, "optimizer.lr": 1e-2})
+    run(
+        f"demo_{name}.yaml",
+        2,
+        **TINY["sft"],
+        **{"model.path": model, "output-dir": out, "steps": 3, "optimizer.lr": 1e-2},
+    )
     rows = metrics(out)
     assert len(rows) == 3
     kind = "preference" if name == "dpo" else "reward_model"

@@ -22,15 +22,18 @@ OPTIONS = {"quantization": "fp8_per_channel"}
 def _config(folder: Path, *, limit: float, inference_tp: int) -> Config:
     layout = Layout(world_size=2 + inference_tp, trainer_ranks=2, inference_tp=inference_tp)
     cfg = make_config(folder, layout=layout)
-    return replace(cfg, engine=replace(cfg.engine, options=OPTIONS),
-                   stream=replace(cfg.stream, max_logprob_gap=limit))
+    return replace(
+        cfg,
+        engine=replace(cfg.engine, options=OPTIONS),
+        stream=replace(cfg.stream, max_logprob_gap=limit),
+    )
 
 
 def _push(cfg: Config, target: str | None) -> dict[str, Any]:
     """Start an engine; with a target, push changed weights into it, and write them there."""
     from spmdrl.engine import make_engine
-    from spmdrl.train.trainer import Policy
     from spmdrl.sync.stream import WeightStream
+    from spmdrl.train.trainer import Policy
     from spmdrl.world import World
 
     world = World.start(cfg)
@@ -45,8 +48,11 @@ def _push(cfg: Config, target: str | None) -> dict[str, Any]:
             found["probes"].append(stream.probe(PROMPTS)["sync/probe_gap"])
         state = whole_state(policy, world)
         if world.rank == 0:
-            save_file({n: t.contiguous() for n, t in state.items()},
-                      Path(target) / "model.safetensors", metadata={"format": "pt"})
+            save_file(
+                {n: t.contiguous() for n, t in state.items()},
+                Path(target) / "model.safetensors",
+                metadata={"format": "pt"},
+            )
         stream._cfg = replace(stream._cfg, max_logprob_gap=1e-3)
         try:
             stream.probe(PROMPTS, version=2)
@@ -65,7 +71,8 @@ def _bits(tensor: Tensor) -> tuple[str, bytes]:
 
 @pytest.mark.parametrize("inference_tp", [pytest.param(1, marks=pytest.mark.grid), 2])
 def test_an_fp8_engine_holds_after_a_push_what_a_fresh_one_makes_of_the_weights(
-        inference_tp, tmp_path):
+    inference_tp, tmp_path
+):
     folder = make_folder(tmp_path, "qwen3", intermediate=128)
     pushed = tmp_path / "pushed"
     pushed.mkdir()
@@ -75,8 +82,13 @@ def test_an_fp8_engine_holds_after_a_push_what_a_fresh_one_makes_of_the_weights(
     assert json.loads((pushed / "config.json").read_text())["model_type"] == "qwen3"
     cfg = _config(folder, limit=0.3, inference_tp=inference_tp)
     after = run_ranks(cfg.layout.world_size, _push, cfg, str(pushed))
-    fresh = run_ranks(cfg.layout.world_size, _push, replace(
-        cfg, model=replace(cfg.model, path=str(pushed))), None, timeout_s=240)
+    fresh = run_ranks(
+        cfg.layout.world_size,
+        _push,
+        replace(cfg, model=replace(cfg.model, path=str(pushed))),
+        None,
+        timeout_s=240,
+    )
     for rank, (own, right) in enumerate(zip(after, fresh)):
         assert own["mode"] == "reload"
         for gap, count in own["probes"]:

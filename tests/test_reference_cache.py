@@ -16,8 +16,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from test_preference import NARROW, _batch, _train, config, jsonl, ragged
 
-from spmdrl.config import Config
 from spmdrl.commands.create_model import create_model
+from spmdrl.config import Config
 from spmdrl.data.examples import PairSource
 from spmdrl.data.prompts import load_tokenizer
 
@@ -26,15 +26,25 @@ LAYOUTS = {"one": {}, "dp": dict(world_size=2), "tp": dict(world_size=2, tp=2)}
 
 
 def _model(where: Path, **options: object) -> Path:
-    return create_model(where, hidden_size=32, layers=2, heads=4, kv_heads=2, intermediate=48,
-                        **options)
+    return create_model(
+        where, hidden_size=32, layers=2, heads=4, kv_heads=2, intermediate=48, **options
+    )
 
 
 def _config(folder: Path, *, cache: object, rows: str = "", **options: object) -> Config:
-    cfg = config(rows or str(folder / "rows.jsonl"), model=folder / "model", out=folder / "run",
-                 rows=ROWS_PER_STEP, budget=NARROW, **options)
-    model = dataclasses.replace(cfg.model, reference=str(folder / "reference"),
-                                reference_options={"cache": cache} if cache else {})
+    cfg = config(
+        rows or str(folder / "rows.jsonl"),
+        model=folder / "model",
+        out=folder / "run",
+        rows=ROWS_PER_STEP,
+        budget=NARROW,
+        **options,
+    )
+    model = dataclasses.replace(
+        cfg.model,
+        reference=str(folder / "reference"),
+        reference_options={"cache": cache} if cache else {},
+    )
     return dataclasses.replace(cfg, model=model)
 
 
@@ -67,22 +77,24 @@ class _Said(logging.Handler):
 
 def _columns(policy: object, world: object, *, steps: int) -> list[torch.Tensor]:
     """ref_logprobs of this rank's micro-batches, step after step."""
-    return [columns["ref_logprobs"] for step in range(steps)
-            for columns in policy.annotate(_batch(policy.cfg, world, step=step), step=step
-                                           ).columns[0]]
+    return [
+        columns["ref_logprobs"]
+        for step in range(steps)
+        for columns in policy.annotate(_batch(policy.cfg, world, step=step), step=step).columns[0]
+    ]
 
 
 def _compare(with_cache: Config, without: Config, *, unshared: Path | None = None) -> dict:
     """Columns and training with and without the cache; then what a second run says."""
+    from spmdrl.train.companions import reference_cache, reference_table
     from spmdrl.train.trainer import Policy
-    from spmdrl.train.companions import reference_cache
-    from spmdrl.train.companions import reference_table
     from spmdrl.world import World
 
     world, said = World.start(with_cache), _Said()
     if unshared is not None:  # each rank sees a folder of its own
-        model = dataclasses.replace(with_cache.model, reference_options={
-            "cache": str(unshared / str(world.rank))})
+        model = dataclasses.replace(
+            with_cache.model, reference_options={"cache": str(unshared / str(world.rank))}
+        )
         with_cache = dataclasses.replace(with_cache, model=model)
     sent, send = [], reference_table._sent
     reference_table._sent = lambda *args, **sizes: sent.append(sizes) or send(*args, **sizes)
@@ -93,8 +105,10 @@ def _compare(with_cache: Config, without: Config, *, unshared: Path | None = Non
     pairs = list(pairs)
     found["zeros"] = all(torch.equal(a == 0, b == 0) for a, b in pairs)
     found["gap"] = max(float((a - b).abs().max()) for a, b in pairs)
-    found["sums"] = [_train(cfg, world, steps=2, policy=p)["sums"]
-                     for cfg, p in ((with_cache, policy), (without, plain))]
+    found["sums"] = [
+        _train(cfg, world, steps=2, policy=p)["sums"]
+        for cfg, p in ((with_cache, policy), (without, plain))
+    ]
     said.take()
     reference_cache.ShardedModel = None  # a second run loads no reference
     _columns(Policy(with_cache, world), world, steps=1)
@@ -105,8 +119,12 @@ def _compare(with_cache: Config, without: Config, *, unshared: Path | None = Non
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_looked_up_logprobs_are_those_computed_and_are_reused(layout, folder, tmp_path):
-    configs = [dataclasses.replace(_config(folder, cache=cache, **LAYOUTS[layout]),
-                                   output_dir=str(tmp_path)) for cache in (True, False)]
+    configs = [
+        dataclasses.replace(
+            _config(folder, cache=cache, **LAYOUTS[layout]), output_dir=str(tmp_path)
+        )
+        for cache in (True, False)
+    ]
     results = run_ranks(LAYOUTS[layout].get("world_size", 1), _compare, *configs)
     for found in results:
         # Not bit-equal: a row's neighbours in a packed row are others. One ulp of -5 is 5e-7.
@@ -115,8 +133,9 @@ def test_looked_up_logprobs_are_those_computed_and_are_reused(layout, folder, tm
         for ours, plain in zip(*found["sums"]):
             assert ours.keys() == plain.keys()
             for name, (value, count) in plain.items():
-                assert math.isclose(ours[name][0], value, rel_tol=1e-4,
-                                    abs_tol=1e-4 * max(1, count)), name
+                assert math.isclose(
+                    ours[name][0], value, rel_tol=1e-4, abs_tol=1e-4 * max(1, count)
+                ), name
     said = results[0]
     assert f"{2 * NUM_ROWS} of {2 * NUM_ROWS} sequences are to be computed" in said["first"]
     assert "reference logprobs: 804 of 804 tokens in" in said["first"], said["first"]
@@ -153,8 +172,7 @@ def _again(configs: dict[str, Config], damage: str) -> dict[str, tuple[str, floa
             _damage(Path(damage))
         policy = Policy(cfg, world)
         text, own = said.take(), _columns(policy, world, steps=4)
-        plain = dataclasses.replace(cfg, model=dataclasses.replace(cfg.model,
-                                                                   reference_options={}))
+        plain = dataclasses.replace(cfg, model=dataclasses.replace(cfg.model, reference_options={}))
         computed = _columns(Policy(plain, world), world, steps=4)
         found[name] = text, max(float((a - b).abs().max()) for a, b in zip(own, computed))
         said.take()
@@ -181,13 +199,17 @@ def test_what_is_not_of_this_reference_and_these_rows_is_never_used(folder, tmp_
     model = cfg.model
     configs = {
         "first": cfg,
-        "one response": dataclasses.replace(cfg, data=dataclasses.replace(
-            cfg.data, train=jsonl(tmp_path, rows))),
-        "weights": dataclasses.replace(cfg, model=dataclasses.replace(
-            model, reference=str(tmp_path / "other"))),
-        "dtype": dataclasses.replace(cfg, model=dataclasses.replace(
-            model, compute_dtype="bfloat16")),
-        "both": cfg, "damaged": cfg,
+        "one response": dataclasses.replace(
+            cfg, data=dataclasses.replace(cfg.data, train=jsonl(tmp_path, rows))
+        ),
+        "weights": dataclasses.replace(
+            cfg, model=dataclasses.replace(model, reference=str(tmp_path / "other"))
+        ),
+        "dtype": dataclasses.replace(
+            cfg, model=dataclasses.replace(model, compute_dtype="bfloat16")
+        ),
+        "both": cfg,
+        "damaged": cfg,
     }
     found = run_ranks(1, _again, configs, str(kept))[0]
     said = {name: text for name, (text, _) in found.items()}
@@ -207,8 +229,8 @@ def test_what_is_not_of_this_reference_and_these_rows_is_never_used(folder, tmp_
 
 def _interrupted(cfg: Config) -> list[str]:
     """Stop a run amid its computing, and say what the next one says; then a changed row."""
-    from spmdrl.train.trainer import Policy
     from spmdrl.train.companions import reference_cache
+    from spmdrl.train.trainer import Policy
     from spmdrl.world import World
 
     world, said = World.start(cfg), _Said()

@@ -16,22 +16,35 @@ from runs import ROOT, TINY
 from test_train import assert_same_end, final_weights
 
 from spmdrl import config as configs
-from spmdrl.config import Config, Layout
 from spmdrl.commands.create_model import create_model
+from spmdrl.config import Config, Layout
 
 MIXES = {"soft": {"sync_every": 2, "sync_mix": 0.3}, "hard": {"sync_every": 2}}
 STEPS = 5
-LAYOUTS = {"one": {}, "dp": dict(world_size=2), "tp": dict(world_size=2, tp=2),
-           "replicate": dict(world_size=2, dp_replicate=2)}
+LAYOUTS = {
+    "one": {},
+    "dp": dict(world_size=2),
+    "tp": dict(world_size=2, tp=2),
+    "replicate": dict(world_size=2, dp_replicate=2),
+}
 
 
 def _model(where: Path, name: str = "start", **options: object) -> Path:
-    return create_model(where / name, architecture="qwen3", hidden_size=32, layers=2, heads=4,
-                        kv_heads=2, intermediate=48, **options)
+    return create_model(
+        where / name,
+        architecture="qwen3",
+        hidden_size=32,
+        layers=2,
+        heads=4,
+        kv_heads=2,
+        intermediate=48,
+        **options,
+    )
 
 
-def _config(folder: Path, out: Path, mix: str, *, model: dict | None = None,
-            **options: object) -> Config:
+def _config(
+    folder: Path, out: Path, mix: str, *, model: dict | None = None, **options: object
+) -> Config:
     chosen = {"reference_options": MIXES[mix]} | (model or {})
     return config(folder, out, kl_coef=0.5, model=chosen, **options)
 
@@ -69,9 +82,16 @@ def test_the_reference_is_the_mix_of_the_paper_on_every_mesh(layout, tmp_path):
     tied = layout in ("dp", "tp")
     folder = _model(tmp_path, tied=tied)
     other = _model(tmp_path, "other", seed=7, tied=tied)
-    wanted = {mix: _config(folder, tmp_path, mix, model={
-        "reference": str(other), "reference_options": MIXES[mix]}, **LAYOUTS[layout])
-        for mix in MIXES}
+    wanted = {
+        mix: _config(
+            folder,
+            tmp_path,
+            mix,
+            model={"reference": str(other), "reference_options": MIXES[mix]},
+            **LAYOUTS[layout],
+        )
+        for mix in MIXES
+    }
     for result in run_ranks(LAYOUTS[layout].get("world_size", 1), _follow, wanted):
         for mix, found in result.items():
             share = MIXES[mix].get("sync_mix", 1.0)
@@ -80,8 +100,9 @@ def test_the_reference_is_the_mix_of_the_paper_on_every_mesh(layout, tmp_path):
                 policy, reference = found["policies"][done], found["references"][done]
                 assert policy.keys() == reference.keys() == expected.keys()
                 if done % 2 == 0:
-                    expected = {n: share * policy[n].double() + (1 - share) * t
-                                for n, t in expected.items()}
+                    expected = {
+                        n: share * policy[n].double() + (1 - share) * t for n, t in expected.items()
+                    }
                 for name, value in expected.items():
                     torch.testing.assert_close(reference[name].double(), value, rtol=0, atol=1e-7)
                 still = found["references"][done - 1]
@@ -98,8 +119,10 @@ def _dtypes(cfg: Config) -> dict[str, object]:
     from spmdrl.world import World
 
     world, found = World.start(cfg), {}
-    for mix, options in {"hard": {"sync_every": 1}, "soft": {"sync_every": 1, "sync_mix": 0.001},
-                         }.items():
+    for mix, options in {
+        "hard": {"sync_every": 1},
+        "soft": {"sync_every": 1, "sync_mix": 0.001},
+    }.items():
         model = dataclasses.replace(cfg.model, reference_options=options)
         policy = Policy(dataclasses.replace(cfg, model=model), world)
         reference = policy.companions["reference"]
@@ -109,11 +132,13 @@ def _dtypes(cfg: Config) -> dict[str, object]:
             reference.follow(policy._model, step=step)
         after, target = _reference(policy), full_parameters(policy)
         name = next(n for n in after if n.endswith("q_proj.weight"))
-        found[mix] = (after[name].dtype,
-                      float((after[name] - before[name]).norm()
-                            / (target[name] - before[name]).norm()))
-        assert all(torch.isfinite(c["ref_logprobs"]).all()
-                   for c in policy.annotate(own, step=1).columns[0])
+        found[mix] = (
+            after[name].dtype,
+            float((after[name] - before[name]).norm() / (target[name] - before[name]).norm()),
+        )
+        assert all(
+            torch.isfinite(c["ref_logprobs"]).all() for c in policy.annotate(own, step=1).columns[0]
+        )
     world.close()
     return found
 
@@ -122,7 +147,7 @@ def test_a_mixed_reference_is_kept_in_float32_so_that_small_shares_add_up(tmp_pa
     cfg = _config(_model(tmp_path), tmp_path, "hard", model={"compute_dtype": "bfloat16"})
     found = run_ranks(1, _dtypes, cfg)[0]
     assert found["hard"][0] == torch.bfloat16 and found["soft"][0] == torch.float32
-    assert found["soft"][1] == pytest.approx(1 - 0.999 ** 200, rel=1e-2)
+    assert found["soft"][1] == pytest.approx(1 - 0.999**200, rel=1e-2)
 
 
 def _refused(cfg: Config) -> str:
@@ -137,10 +162,21 @@ def _refused(cfg: Config) -> str:
 
 
 def test_a_reference_of_another_form_cannot_follow(tmp_path):
-    other = create_model(tmp_path / "other", architecture="qwen3", hidden_size=32, layers=1,
-                         heads=4, kv_heads=2, intermediate=48)
-    cfg = _config(_model(tmp_path), tmp_path, "hard", model={
-        "reference": str(other), "reference_options": MIXES["hard"]})
+    other = create_model(
+        tmp_path / "other",
+        architecture="qwen3",
+        hidden_size=32,
+        layers=1,
+        heads=4,
+        kv_heads=2,
+        intermediate=48,
+    )
+    cfg = _config(
+        _model(tmp_path),
+        tmp_path,
+        "hard",
+        model={"reference": str(other), "reference_options": MIXES["hard"]},
+    )
     text = run_ranks(1, _refused, cfg)[0]
     assert "model.reference_options: sync_every 2" in text and "layers.1" in text, text
 
@@ -148,11 +184,18 @@ def test_a_reference_of_another_form_cannot_follow(tmp_path):
 def test_options_are_checked_by_name_range_and_use():
     def problems(options: dict, **algorithm: object) -> str:
         offline = algorithm.get("objective", "rl") != "rl"
-        return "\n".join(configs.validate(Config(
-            model=configs.Model(path="m", reference_options=options),
-            data=configs.Data(train="task:addition_pairs" if offline else "task:addition", size=9),
-            layout=Layout(placement="offline" if offline else "split"),
-            algorithm=configs.Algorithm(**algorithm))))
+        return "\n".join(
+            configs.validate(
+                Config(
+                    model=configs.Model(path="m", reference_options=options),
+                    data=configs.Data(
+                        train="task:addition_pairs" if offline else "task:addition", size=9
+                    ),
+                    layout=Layout(placement="offline" if offline else "split"),
+                    algorithm=configs.Algorithm(**algorithm),
+                )
+            )
+        )
 
     kl, dpo = dict(kl_coef=0.1), dict(objective="preference", loss="dpo")
     assert problems({"sync_every": 5, "sync_mix": 0.6}, **kl) == ""
@@ -204,13 +247,22 @@ def _run(argv: list[str], killed_after: str) -> list[int]:
     return steps
 
 
-@pytest.mark.parametrize("name, options", [
-    ("dpo", ["--model.reference-options", "{sync_every: 2, sync_mix: 0.5}"]),
-    ("reward_model", [])])
+@pytest.mark.parametrize(
+    "name, options",
+    [
+        ("dpo", ["--model.reference-options", "{sync_every: 2, sync_mix: 0.5}"]),
+        ("reward_model", []),
+    ],
+)
 def test_a_killed_and_resumed_offline_run_ends_bit_identical(name, options, tmp_path):
     model = create_model(tmp_path / "start", hidden_size=32, layers=2, heads=2, kv_heads=1)
-    flags = TINY["sft"] | {"model.path": model, "optimizer.lr": 1e-2, "steps": 9,
-                           "checkpoint.every-steps": 3, "checkpoint.keep": "{last: 9}"}
+    flags = TINY["sft"] | {
+        "model.path": model,
+        "optimizer.lr": 1e-2,
+        "steps": 9,
+        "checkpoint.every-steps": 3,
+        "checkpoint.keep": "{last: 9}",
+    }
 
     def go(out: Path, killed_after: str = "", **changes: object) -> list[int]:
         pairs = (flags | {"output-dir": out} | changes).items()

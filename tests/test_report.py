@@ -14,14 +14,13 @@ import pytest
 from ranks import run_ranks
 from report_world import SmallWorld, config, group, open_report, record_steps  # noqa: F401
 
+from spmdrl.commands import curves
 from spmdrl.config import load_yaml
 from spmdrl.report import glossary
-from spmdrl.commands import curves
 from spmdrl.report.glossary import GLOSSARY, values_of, with_aliases
 from spmdrl.report.jsonl import JsonLines, read_rows
 from spmdrl.report.report import Report
 from spmdrl.types import add_sums
-
 
 # --------------------------------------------------------------------------- metrics
 
@@ -33,7 +32,8 @@ def test_a_metric_is_its_numerator_over_its_denominator() -> None:
 
 def test_a_zero_denominator_leaves_the_metric_out() -> None:
     assert values_of({"reward/mean": (0.0, 0), "policy/entropy": (2.0, 1)}) == {
-        "policy/entropy": 2.0}
+        "policy/entropy": 2.0
+    }
 
 
 def test_a_total_adds_up_over_ranks() -> None:
@@ -47,8 +47,10 @@ def test_an_unknown_metric_is_an_error_that_names_the_nearest() -> None:
         values_of({"policy/entropi": (1, 1)})
 
 
-@pytest.mark.parametrize("name", ["time/update", "reward/accuracy/mean", "loss/my_statistic",
-                                  "reward/package.file:score/mean"])
+@pytest.mark.parametrize(
+    "name",
+    ["time/update", "reward/accuracy/mean", "loss/my_statistic", "reward/package.file:score/mean"],
+)
 def test_names_with_a_free_part_are_known(name: str) -> None:
     glossary.lookup(name)
 
@@ -60,8 +62,24 @@ def test_a_free_part_must_be_there(name: str) -> None:
 
 
 def test_every_entry_of_the_glossary_is_filled_and_prefixed() -> None:
-    prefixes = {"rollout", "reward", "policy", "value", "prm", "preference", "reward_model",
-                "loss", "sync", "time", "perf", "mem", "data", "eval", "environment", "<model>"}
+    prefixes = {
+        "rollout",
+        "reward",
+        "policy",
+        "value",
+        "prm",
+        "preference",
+        "reward_model",
+        "loss",
+        "sync",
+        "time",
+        "perf",
+        "mem",
+        "data",
+        "eval",
+        "environment",
+        "<model>",
+    }
     for name, metric in GLOSSARY.items():
         assert name.split("/")[0] in prefixes, name
         assert all(metric), name
@@ -82,7 +100,8 @@ def test_aliases_come_besides_our_names() -> None:
 def test_the_page_of_metrics_is_the_glossary() -> None:
     path = Path(__file__).parents[1] / "docs" / "metrics.md"
     assert path.read_text() == glossary.page() + "\n", (
-        "run: python -m spmdrl.report.glossary > docs/metrics.md")
+        "run: python -m spmdrl.report.glossary > docs/metrics.md"
+    )
 
 
 # --------------------------------------------------------------------------- time
@@ -92,8 +111,11 @@ def test_evaluations_and_checkpoints_do_not_count_against_a_step(
     tmp_path: Path, group: Any
 ) -> None:
     report = open_report(config(tmp_path), group)
-    values = report.step(0, {"perf/step_s": (3.0, 1), "perf/generated_tokens": (500, 1)},
-                         seconds={"update": 0.9, "gather evaluation": 1.5, "checkpoint": 0.5})
+    values = report.step(
+        0,
+        {"perf/step_s": (3.0, 1), "perf/generated_tokens": (500, 1)},
+        seconds={"update": 0.9, "gather evaluation": 1.5, "checkpoint": 0.5},
+    )
     report.close("finished")
     assert values["perf/tokens_per_s"] == pytest.approx(500)
     assert values["perf/other_frac"] == pytest.approx(0.1)

@@ -23,16 +23,27 @@ def test_time_left_is_steps_left_times_the_mean_of_recent_steps() -> None:
     assert console.time_left([1.0, 1.0], 0) == 0.0
 
 
-@pytest.mark.parametrize("seconds, text", [
-    (0, "0:00"), (7.4, "0:07"), (59.6, "1:00"), (750, "12:30"), (3599.7, "1h00m"),
-    (11100, "3h05m"), (187200, "2d04h"), (None, "-"),
-])
+@pytest.mark.parametrize(
+    "seconds, text",
+    [
+        (0, "0:00"),
+        (7.4, "0:07"),
+        (59.6, "1:00"),
+        (750, "12:30"),
+        (3599.7, "1h00m"),
+        (11100, "3h05m"),
+        (187200, "2d04h"),
+        (None, "-"),
+    ],
+)
 def test_durations_are_short(seconds: float | None, text: str) -> None:
     assert console.duration(seconds) == text
 
 
-@pytest.mark.parametrize("value", [0, 0.5, -0.5, 12.25, 999.94, 1e5, 123456789.0, 3e-4, -3e-14,
-                                   float("nan"), float("inf"), None])
+@pytest.mark.parametrize(
+    "value",
+    [0, 0.5, -0.5, 12.25, 999.94, 1e5, 123456789.0, 3e-4, -3e-14, float("nan"), float("inf"), None],
+)
 def test_numbers_fit_their_column(value: float | None) -> None:
     assert len(console.number(value, width=7)) == 7
 
@@ -54,8 +65,7 @@ def test_the_table_is_readable_at_100_columns(
     lines = capsys.readouterr().out.splitlines()
     header = next(line for line in lines if line.strip().startswith("done "))
     rows = [line for line in lines if line.strip()[:3].strip().isdigit()]
-    for title in ("reward", "length", "KL", "entropy", "gen s", "upd s", "push s",
-                  "tok/s", "left"):
+    for title in ("reward", "length", "KL", "entropy", "gen s", "upd s", "push s", "tok/s", "left"):
         assert title in header
     assert "clip" not in header  # one update per step: nothing moves that could be clipped
     assert "done: steps done; each row: means over the 5 steps since the row before" in lines
@@ -83,8 +93,9 @@ def test_supervised_runs_have_a_table_of_their_own(
     cfg = config(tmp_path, steps=5)
     cfg = dataclasses.replace(cfg, algorithm=dataclasses.replace(cfg.algorithm, objective="sft"))
     report = open_report(cfg, group)
-    values = report.step(0, {"policy/loss": (2.5, 1), "perf/trained_tokens": (1000, 1)},
-                         seconds={"update": 0.1})
+    values = report.step(
+        0, {"policy/loss": (2.5, 1), "perf/trained_tokens": (1000, 1)}, seconds={"update": 0.1}
+    )
     report.close("finished")
     out = capsys.readouterr().out
     assert "loss" in out and "2.500" in out and "clip" not in out and "eval" not in out
@@ -144,8 +155,12 @@ def test_samples_are_printed_on_demand_and_cannot_steer_the_terminal(
 ) -> None:
     report = open_report(config(tmp_path, console={"samples_every": 2}), group)
     for step in range(3):
-        report.step(step, {}, seconds={}, samples=(
-            {"prompt": f"2+{step}=", "response": "\x1b[2J\rx\ny", "reward": 0.25},))
+        report.step(
+            step,
+            {},
+            seconds={},
+            samples=({"prompt": f"2+{step}=", "response": "\x1b[2J\rx\ny", "reward": 0.25},),
+        )
     report.close("finished")
     out = capsys.readouterr().out
     assert "2+0=" in out and "2+2=" in out and "2+1=" not in out
@@ -168,9 +183,16 @@ def test_the_probe_of_engine_against_trainer_is_printed_and_recorded(
 ) -> None:
     cfg = config(tmp_path)
     report = Report(cfg, SmallWorld(cfg, group))
-    report.start({}, step=0, sums={"sync/bytes": (4_000_000, 1), "sync/gb_per_s": (1.5, 1),
-                                   "sync/probe_gap": (0.016, 10),
-                                   "sync/probe_gap_max": (1.2e-6, 1)})
+    report.start(
+        {},
+        step=0,
+        sums={
+            "sync/bytes": (4_000_000, 1),
+            "sync/gb_per_s": (1.5, 1),
+            "sync/probe_gap": (0.016, 10),
+            "sync/probe_gap_max": (1.2e-6, 1),
+        },
+    )
     report.close("finished")
     out = capsys.readouterr().out
     assert "first push of the weights: 4,000,000 bytes, 1.500 GB/s" in out

@@ -188,8 +188,9 @@ def test_mlflow_does_not_phone_home() -> None:
         "assert is_telemetry_disabled() and get_telemetry_client() is None"
     )
     env = {"PATH": "", "PYTHONPATH": str(Path(__file__).parents[1])}
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True,
-                          timeout=300)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, done.stderr
 
 

@@ -16,18 +16,18 @@ from runs import ROOT, TINY, metrics, run
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from spmdrl import config as configs
-from spmdrl.check import dry_run
 from spmdrl.algorithms.shaping import shape
-from spmdrl.config import Config, Data, Rewards
+from spmdrl.check import dry_run
 from spmdrl.commands.create_model import create_model
 from spmdrl.commands.export import export
-from spmdrl.train.companions.model_rewards import check_reward_model, with_scores
-from spmdrl.workers.pool import RewardPool, RewardResult
+from spmdrl.config import Config, Data, Rewards
 from spmdrl.rewards.signatures import part_names, reward_models
 from spmdrl.rollout.episode import Response, Sample
 from spmdrl.rollout.metrics import batch_sums
 from spmdrl.rollout.packing import pack
+from spmdrl.train.companions.model_rewards import check_reward_model, with_scores
 from spmdrl.types import Batch, Prompt, Scalars
+from spmdrl.workers.pool import RewardPool, RewardResult
 
 SHAPING = {"truncated_penalty": 0.25, "scale": 2.0, "shift": 0.5}
 WEIGHTS = (1.0, 0.5, -2.0)
@@ -36,12 +36,20 @@ SPOILED = int(sequence(2)[3])
 
 
 def _policy(where: Path, **options: object) -> Path:
-    return create_model(where, hidden_size=32, layers=2, heads=4, kv_heads=2, intermediate=48,
-                        **options)
+    return create_model(
+        where, hidden_size=32, layers=2, heads=4, kv_heads=2, intermediate=48, **options
+    )
 
 
-def _classifier(where: Path, policy: Path, *, seed: int, labels: int = 1,
-                spoiled: int | None = None, **changes: object) -> Path:
+def _classifier(
+    where: Path,
+    policy: Path,
+    *,
+    seed: int,
+    labels: int = 1,
+    spoiled: int | None = None,
+    **changes: object,
+) -> Path:
     """Write a sequence classifier as transformers does, its scores well apart."""
     hf = AutoModelForCausalLM.from_pretrained(policy).config
     hf.num_labels, hf.architectures = labels, None
@@ -65,7 +73,8 @@ def folders(tmp_path_factory) -> dict[str, Path]:
     at = tmp_path_factory.mktemp("models")
     policy = _policy(at / "policy")
     return {
-        "policy": policy, "good": _classifier(at / "good", policy, seed=1),
+        "policy": policy,
+        "good": _classifier(at / "good", policy, seed=1),
         "other": _classifier(at / "other", policy, seed=2),
         "spoiled": _classifier(at / "spoiled", policy, seed=1, spoiled=SPOILED),
         "two": _classifier(at / "two", policy, seed=1, labels=2),
@@ -81,15 +90,27 @@ def _scores(folder: Path, rows: list[list[int]]) -> torch.Tensor:
         return torch.cat([model(torch.tensor([row])).logits[:, 0] for row in rows]).double()
 
 
-def _config(folders: dict, out: Path, *models: str, on_failure: str = "fail",
-            shaping: dict | None = None, **options: object) -> Config:
+def _config(
+    folders: dict,
+    out: Path,
+    *models: str,
+    on_failure: str = "fail",
+    shaping: dict | None = None,
+    **options: object,
+) -> Config:
     functions = ("r.py:f", *(f"model:{folders[name]}" for name in models))
     cfg = config(folders["policy"], out, **options)
     return dataclasses.replace(
-        cfg, sampling=dataclasses.replace(cfg.sampling, max_response_tokens=64),
+        cfg,
+        sampling=dataclasses.replace(cfg.sampling, max_response_tokens=64),
         data=Data(max_prompt_tokens=64),
-        rewards=Rewards(functions=functions, weights=WEIGHTS[: len(functions)],
-                        shaping=shaping or {}, on_failure=on_failure))
+        rewards=Rewards(
+            functions=functions,
+            weights=WEIGHTS[: len(functions)],
+            shaping=shaping or {},
+            on_failure=on_failure,
+        ),
+    )
 
 
 def _batch(cfg: Config, world: object) -> Batch:
@@ -99,8 +120,9 @@ def _batch(cfg: Config, world: object) -> Batch:
     parts = torch.zeros(len(LENGTHS), len(cfg.rewards.functions), dtype=torch.float64)
     parts[:, 0] = torch.where(valid, OWN, 0.0)
     scalars = dataclasses.replace(own.scalars, rewards=parts[:, 0].clone(), reward_parts=parts)
-    samples = ({"prompt": "p", "response": "r", "reward": float(parts[3, 0]), "group": 1,
-                "sample": 1},)
+    samples = (
+        {"prompt": "p", "response": "r", "reward": float(parts[3, 0]), "group": 1, "sample": 1},
+    )
     return dataclasses.replace(own, scalars=scalars, samples=samples)
 
 
@@ -123,9 +145,16 @@ def _annotate(cfgs: list[Config]) -> list[Batch | str]:
     return found
 
 
-@pytest.fixture(scope="module", params=[
-    {}, {"world_size": 2}, {"world_size": 2, "tp": 2}, {"world_size": 2, "dp_replicate": 2}],
-    ids=["one", "dp", "tp", "replicas"])
+@pytest.fixture(
+    scope="module",
+    params=[
+        {},
+        {"world_size": 2},
+        {"world_size": 2, "tp": 2},
+        {"world_size": 2, "dp_replicate": 2},
+    ],
+    ids=["one", "dp", "tp", "replicas"],
+)
 def annotated(request, folders, tmp_path_factory) -> list[list]:
     """Per rank: what became of the batch under each of four configs."""
     out = tmp_path_factory.mktemp("run")
@@ -150,8 +179,13 @@ def test_scores_of_any_mesh_are_those_of_transformers(annotated, folders):
         torch.testing.assert_close(parts[:, 1], first, rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(parts[:, 2], second, rtol=1e-4, atol=1e-5)
         raw = torch.where(valid, OWN, 0.0) + 0.5 * first - 2.0 * second
-        total = shape(raw, done.scalars.response_lengths, done.scalars.is_truncated,
-                      max_response_tokens=64, options=SHAPING)
+        total = shape(
+            raw,
+            done.scalars.response_lengths,
+            done.scalars.is_truncated,
+            max_response_tokens=64,
+            options=SHAPING,
+        )
         expected = torch.where(valid, total, 0.0)
         torch.testing.assert_close(done.scalars.rewards, expected, rtol=1e-4, atol=1e-5)
         (sample,) = done.samples
@@ -159,8 +193,12 @@ def test_scores_of_any_mesh_are_those_of_transformers(annotated, folders):
         assert sample["reward"] == pytest.approx(float(raw[3]), rel=1e-4)
         assert sample["reward/good"] == pytest.approx(float(first[3]), rel=1e-4)
         sums = batch_sums(done)
-        for name, values in (("mean", expected), ("mean_raw", raw), ("good/mean", first),
-                             ("other/mean", second)):
+        for name, values in (
+            ("mean", expected),
+            ("mean_raw", raw),
+            ("good/mean", first),
+            ("other/mean", second),
+        ):
             total, count = sums[f"reward/{name}"]
             assert (total, count) == (pytest.approx(float(values[valid].sum()), rel=1e-4), 7)
         pairs = expected.view(-1, 2)[[0, 1, 3]]  # group 2 has one valid sample
@@ -187,8 +225,9 @@ def test_scores_that_are_not_finite_follow_on_failure(annotated, folders):
         assert not dropped.scalars.rewards[2] and dropped.scalars.rewards.isfinite().all()
         assert dropped.scalars.reward_parts.isfinite().all()
         kept = dropped.scalars.is_valid
-        torch.testing.assert_close(dropped.scalars.rewards[kept], (OWN + 0.5 * right)[kept],
-                                   rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(
+            dropped.scalars.rewards[kept], (OWN + 0.5 * right)[kept], rtol=1e-4, atol=1e-5
+        )
         assert dropped.sums["rollout/failed_rewards"][0] == lost
         assert dropped.sums["reward/errors"][0] == lost
         assert f"step 3: the reward of group {first // 2}, sample {first % 2} (" in failed
@@ -198,15 +237,22 @@ def test_scores_that_are_not_finite_follow_on_failure(annotated, folders):
 
 def test_a_causal_lm_is_refused_at_start_on_every_rank(annotated, folders):
     for *_, refused in annotated:
-        assert refused.startswith(f"rewards.functions: model:{folders['policy']} cannot be a "
-                                  "reward: its weights have no score.weight")
+        assert refused.startswith(
+            f"rewards.functions: model:{folders['policy']} cannot be a "
+            "reward: its weights have no score.weight"
+        )
 
 
 def test_without_a_sample_left_the_run_ends():
-    scalars = Scalars(**{name: torch.zeros(2, dtype=torch.int64) for name in (
-        "lengths", "response_lengths", "group_ids", "sample_ids", "min_versions")},
-        rewards=torch.zeros(2).double(), is_truncated=torch.zeros(2, dtype=torch.bool),
-        is_valid=torch.tensor([True, False]))
+    scalars = Scalars(
+        **{
+            name: torch.zeros(2, dtype=torch.int64)
+            for name in ("lengths", "response_lengths", "group_ids", "sample_ids", "min_versions")
+        },
+        rewards=torch.zeros(2).double(),
+        is_truncated=torch.zeros(2, dtype=torch.bool),
+        is_valid=torch.tensor([True, False]),
+    )
     cfg = Config(rewards=Rewards(functions=("model:m",), on_failure="drop"))
     made = Batch(scalars=scalars, updates=(), update_ids=torch.zeros(2))
     with pytest.raises(RuntimeError, match="step 5: no sample is left.* 1 scores"):
@@ -229,11 +275,15 @@ def _tokenizer_of(folder: Path, out: Path) -> Path:
     return out
 
 
-@pytest.mark.parametrize(("name", "says"), [
-    ("policy", "no trained reward model"), ("few", "embeds 64 tokens, fewer than the policy's"),
-    ("two", r"has shape \[2, 32\]; a reward is one number"),
-    ("short", "sequences of up to 16 tokens, and .* is 128"),
-])
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("policy", "no trained reward model"),
+        ("few", "embeds 64 tokens, fewer than the policy's"),
+        ("two", r"has shape \[2, 32\]; a reward is one number"),
+        ("short", "sequences of up to 16 tokens, and .* is 128"),
+    ],
+)
 def test_models_that_cannot_be_a_reward_are_refused(folders, tmp_path, name, says):
     cfg = _config(folders, tmp_path, name)
     with pytest.raises(ValueError, match=says):
@@ -248,9 +298,14 @@ def test_another_tokenizer_of_the_same_size_is_refused(folders, tmp_path):
 
 
 def _good(functions: tuple[str, ...], **changes: object) -> Config:
-    return dataclasses.replace(Config(
-        model=configs.Model(path="m"), rewards=Rewards(functions=functions),
-        data=Data(train="task:addition", eval="task:addition", size=10)), **changes)
+    return dataclasses.replace(
+        Config(
+            model=configs.Model(path="m"),
+            rewards=Rewards(functions=functions),
+            data=Data(train="task:addition", eval="task:addition", size=10),
+        ),
+        **changes,
+    )
 
 
 def test_combinations_that_cannot_work_are_refused():
@@ -270,18 +325,36 @@ def test_combinations_that_cannot_work_are_refused():
 
 def test_a_missing_folder_is_refused_before_anything_starts(folders, capsys):
     with pytest.raises(SystemExit):
-        configs.parse(["--config", str(ROOT / "configs" / "demo_grpo.yaml"), "--model.path",
-                       str(folders["policy"]), "--rewards.functions", "task:addition",
-                       "model:./nowhere"])
+        configs.parse(
+            [
+                "--config",
+                str(ROOT / "configs" / "demo_grpo.yaml"),
+                "--model.path",
+                str(folders["policy"]),
+                "--rewards.functions",
+                "task:addition",
+                "model:./nowhere",
+            ]
+        )
     assert "rewards.functions: folder ./nowhere does not exist" in capsys.readouterr().err
 
 
 def test_a_dry_run_opens_reward_models(folders, capsys):
     def show(name: str) -> int:
-        return dry_run.show(configs.parse([
-            "--dry-run", "--config", str(ROOT / "configs" / "demo_grpo.yaml"), "--model.path",
-            str(folders["policy"]), "--rewards.functions", "task:addition",
-            f"model:{folders[name]}"]))
+        return dry_run.show(
+            configs.parse(
+                [
+                    "--dry-run",
+                    "--config",
+                    str(ROOT / "configs" / "demo_grpo.yaml"),
+                    "--model.path",
+                    str(folders["policy"]),
+                    "--rewards.functions",
+                    "task:addition",
+                    f"model:{folders[name]}",
+                ]
+            )
+        )
 
     assert show("good") == 0
     model = AutoModelForSequenceClassification.from_pretrained(folders["good"])
@@ -293,8 +366,9 @@ def test_a_dry_run_opens_reward_models(folders, capsys):
 
 def test_a_dry_run_counts_a_policy_with_a_scalar_head(folders, capsys):
     cfg = configs.load_yaml(ROOT / "configs" / "demo_reward_model.yaml")
-    cfg = dataclasses.replace(cfg, model=dataclasses.replace(
-        cfg.model, path=str(folders["policy"])))
+    cfg = dataclasses.replace(
+        cfg, model=dataclasses.replace(cfg.model, path=str(folders["policy"]))
+    )
     model = AutoModelForSequenceClassification.from_pretrained(folders["good"])
     count = sum(p.numel() for p in model.parameters())
     assert dry_run.stream_size(cfg)["parameters"].startswith(f"{count:,} in ")
@@ -314,20 +388,27 @@ def _pooled(cfg: Config, texts: list[str]) -> tuple[RewardPool, list[RewardResul
         pool.start()
         started = len(pool._workers)
         for key, text in enumerate(texts):
-            prompt = Prompt(index=0, tokens=(1,), text="q", row={
-                "prompt": "q", "answer": "12", "data_source": "task:addition"})
-            pool.submit(key, prompt=prompt, response_text=text, response_tokens=[1],
-                        truncated=False)
+            prompt = Prompt(
+                index=0,
+                tokens=(1,),
+                text="q",
+                row={"prompt": "q", "answer": "12", "data_source": "task:addition"},
+            )
+            pool.submit(
+                key, prompt=prompt, response_text=text, response_tokens=[1], truncated=False
+            )
         return started, pool.drain()
 
 
 def test_workers_score_the_functions_and_leave_the_models_out(tmp_path):
-    (tmp_path / "r.py").write_text("def f(completions, **row): return [2.0]\n"
-                                   "def none(completions, **row): return [None]\n")
+    (tmp_path / "r.py").write_text(
+        "def f(completions, **row): return [2.0]\ndef none(completions, **row): return [None]\n"
+    )
     functions = (f"{tmp_path}/r.py:f", "model:x", f"{tmp_path}/r.py:f", "task:addition")
     cfg = _good(functions)
-    cfg = dataclasses.replace(cfg, rewards=dataclasses.replace(
-        cfg.rewards, weights=(1.0, 7.0, 0.5, 10.0)))
+    cfg = dataclasses.replace(
+        cfg, rewards=dataclasses.replace(cfg.rewards, weights=(1.0, 7.0, 0.5, 10.0))
+    )
     _, (right, wrong) = _pooled(cfg, ["12", "13"])
     assert right.value == 13.0 and wrong.value == 3.0
     assert right.parts == {"f_0": 2.0, "f_2": 2.0, "addition": 1.0}
@@ -342,10 +423,23 @@ def test_models_alone_need_no_worker():
 
 
 def test_what_is_packed_for_a_model_is_not_shaped_and_says_which_sample_it_is():
-    sample = Sample(4, 1, Prompt(0, (5, 6), "q", {}), Response([7], [True], [-0.5], [0], True), "t",
-                    RewardResult("k", 1.0, parts={"f": 1.0}))
-    made = pack([sample], sums={}, num_shown=1, part_names=("f", "scorer"),
-                shaping={"scale": 3.0}, max_response_tokens=8, is_partial=True)
+    sample = Sample(
+        4,
+        1,
+        Prompt(0, (5, 6), "q", {}),
+        Response([7], [True], [-0.5], [0], True),
+        "t",
+        RewardResult("k", 1.0, parts={"f": 1.0}),
+    )
+    made = pack(
+        [sample],
+        sums={},
+        num_shown=1,
+        part_names=("f", "scorer"),
+        shaping={"scale": 3.0},
+        max_response_tokens=8,
+        is_partial=True,
+    )
     assert made.scalars.rewards.tolist() == [1.0]
     assert made.scalars.reward_parts.tolist() == [[1.0, 0.0]]
     assert (made.samples[0]["group"], made.samples[0]["sample"]) == (4, 1)
@@ -360,8 +454,8 @@ def _train_scorer(cfg: Config) -> None:
     from spmdrl.credit import advantages_of
     from spmdrl.data.prompts import load_tokenizer
     from spmdrl.exchange import exchange
-    from spmdrl.train.trainer import Policy
     from spmdrl.rollout.row_source import RowSource
+    from spmdrl.train.trainer import Policy
     from spmdrl.world import World
 
     world = World.start(cfg)
@@ -378,21 +472,41 @@ def _train_scorer(cfg: Config) -> None:
 def test_a_trained_and_exported_reward_model_is_a_reward(tmp_path):
     model = create_model(tmp_path / "model", hidden_size=64, layers=2, heads=2, kv_heads=1)
     cfg = configs.load_yaml(ROOT / "configs" / "demo_reward_model.yaml")
-    run_ranks(1, _train_scorer, dataclasses.replace(
-        cfg, steps=8, output_dir=str(tmp_path / "rm"),
-        layout=dataclasses.replace(cfg.layout, world_size=1, device="cpu"),
-        model=dataclasses.replace(cfg.model, path=str(model)),
-        batch=dataclasses.replace(cfg.batch, prompts_per_step=16),
-        optimizer=dataclasses.replace(cfg.optimizer, lr=3e-3)))
+    run_ranks(
+        1,
+        _train_scorer,
+        dataclasses.replace(
+            cfg,
+            steps=8,
+            output_dir=str(tmp_path / "rm"),
+            layout=dataclasses.replace(cfg.layout, world_size=1, device="cpu"),
+            model=dataclasses.replace(cfg.model, path=str(model)),
+            batch=dataclasses.replace(cfg.batch, prompts_per_step=16),
+            optimizer=dataclasses.replace(cfg.optimizer, lr=3e-3),
+        ),
+    )
     scorer = export(tmp_path / "rm", out=tmp_path / "scorer")
     tree = yaml.safe_load((ROOT / "configs" / "demo_grpo.yaml").read_text())
-    tree["rewards"] = {"functions": ["task:addition", f"model:{scorer}"], "weights": [1.0, 0.5],
-                       "shaping": {"scale": 2.0}}
+    tree["rewards"] = {
+        "functions": ["task:addition", f"model:{scorer}"],
+        "weights": [1.0, 0.5],
+        "shaping": {"scale": 2.0},
+    }
     (tmp_path / "grpo.yaml").write_text(yaml.safe_dump(tree))
     out = tmp_path / "grpo"
-    finished = run(str(tmp_path / "grpo.yaml"), 2, **TINY["rl"] | {
-        "model.path": model, "output-dir": out, "steps": 3,
-        "evaluate.every-steps": 3, "data.eval-size": 4, "report.console": "{samples_every: 1}"})
+    finished = run(
+        str(tmp_path / "grpo.yaml"),
+        2,
+        **TINY["rl"]
+        | {
+            "model.path": model,
+            "output-dir": out,
+            "steps": 3,
+            "evaluate.every-steps": 3,
+            "data.eval-size": 4,
+            "report.console": "{samples_every: 1}",
+        },
+    )
     rows = metrics(out)
     assert len(rows) == 3
     for row in rows:
@@ -402,7 +516,8 @@ def test_a_trained_and_exported_reward_model_is_a_reward(tmp_path):
         assert row["reward/std"] > 0 and row["policy/grad_norm"] > 0, "the model made no difference"
         assert row["time/reward_model"] > 0
     assert "reward models, which score on the trainers, are no part of eval/reward" in (
-        finished.output + "".join(p.read_text() for p in (out / "logs").glob("*/rank_*.log")))
+        finished.output + "".join(p.read_text() for p in (out / "logs").glob("*/rank_*.log"))
+    )
     _assert_samples_have_the_models_score(out / "samples.jsonl", scorer, max_tokens=8)
 
 

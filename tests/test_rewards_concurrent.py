@@ -9,12 +9,12 @@ import pytest
 from test_rewards_judge import says, serve  # noqa: F401
 from test_rewards_pool import pool_of, results
 
-from spmdrl.workers import jobs
 from spmdrl.rewards.judge import judge
 from spmdrl.rewards.signatures import Sample, adapt
+from spmdrl.workers import jobs
 
 pytestmark = pytest.mark.timeout(300)
-WAITING = '''
+WAITING = """
 import asyncio, os, re, threading, time
 under_way = most = now = peak = 0
 all_of_us, threads = asyncio.Barrier(32), threading.Barrier(8)
@@ -84,7 +84,7 @@ def wrong(completions):
     return [1.0]
 
 wrong.concurrency = "many"
-'''
+"""
 
 
 @pytest.fixture
@@ -104,15 +104,19 @@ def test_as_many_samples_are_under_way_as_the_concurrency(place, name, concurren
     assert max(r.metrics["peak"] for r in done) == concurrency
 
 
-@pytest.mark.parametrize(("name", "bad", "failure", "words"), [
-    ("waits", "hang", "timeout", "no result within 4 s"), ("waits", "raise", "error", "lost"),
-    ("waits", "sysexit", "error", "SystemExit"), ("waits", "blocks", "timeout", "no result"),
-    ("in_threads", "hang", "timeout", "no result within 4 s"),
-    ("in_threads", "exit", "error", "exit code 7"),
-    ("in_threads", "regex", "timeout", "no result"),
-])
-def test_a_failing_sample_costs_only_itself_whoever_was_under_way(
-        place, name, bad, failure, words):
+@pytest.mark.parametrize(
+    ("name", "bad", "failure", "words"),
+    [
+        ("waits", "hang", "timeout", "no result within 4 s"),
+        ("waits", "raise", "error", "lost"),
+        ("waits", "sysexit", "error", "SystemExit"),
+        ("waits", "blocks", "timeout", "no result"),
+        ("in_threads", "hang", "timeout", "no result within 4 s"),
+        ("in_threads", "exit", "error", "exit code 7"),
+        ("in_threads", "regex", "timeout", "no result"),
+    ],
+)
+def test_a_failing_sample_costs_only_itself_whoever_was_under_way(place, name, bad, failure, words):
     texts = [bad if n == 4 else "x" * n for n in range(12)]
     with pool_of(f"{place}:{name}", timeout_s=4.0) as pool:
         done = results(pool, texts)
@@ -135,8 +139,12 @@ def test_every_call_that_hangs_is_a_timeout_and_they_pass_at_once(place, monkeyp
 
 
 def test_functions_that_allow_one_at_a_time_get_that_beside_others(place):
-    with pool_of(f"{place}:one_at_a_time", f"{place}:waits", f"{place}:together_in_threads",
-                 weights=(1.0, 1.0, 0.0)) as pool:
+    with pool_of(
+        f"{place}:one_at_a_time",
+        f"{place}:waits",
+        f"{place}:together_in_threads",
+        weights=(1.0, 1.0, 0.0),
+    ) as pool:
         done = results(pool, ["x" * n for n in range(24)])
     assert [r.value for r in done] == [100.0 + n for n in range(24)]
     assert {r.metrics["one_at_a_time/most"] for r in done} == {1.0}
@@ -178,7 +186,8 @@ def test_a_worker_has_so_many_requests_under_way_as_the_judge_says(serve, tmp_pa
     (tmp_path / "mine.py").write_text(
         "from spmdrl.rewards.judge import judge\n"
         f"score = judge(url={server.url!r}, model='m', concurrency=8, timeout_s=100, "
-        "total_s=100)\n")
+        "total_s=100)\n"
+    )
     with pool_of(f"{tmp_path}/mine.py:score", timeout_s=100.0) as pool:
         done = results(pool, [str(n) for n in range(48)])
     assert {r.value for r in done} == {0.8} and len(server.asked) == 48

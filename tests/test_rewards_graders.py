@@ -13,11 +13,11 @@ import pytest
 from spmdrl.config import Config, Data, Rewards
 from spmdrl.rewards import graders
 from spmdrl.rewards.answers import boxed, fenced_code, last_number
-from spmdrl.workers.pool import RewardPool
 from spmdrl.rewards.programs import read_cases
 from spmdrl.rewards.signatures import Sample, adapt, load_reward
 from spmdrl.sandbox import protection
 from spmdrl.types import Prompt
+from spmdrl.workers.pool import RewardPool
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -30,25 +30,54 @@ def graded(function, text, truth=None, **row):
 # --------------------------------------------------------------------------- answers
 
 
-@pytest.mark.parametrize(("text", "truth", "value"), [
-    ("3/4", "0.75", 1.0), ("so $\\frac{3}{4}$", "0.75", 1.0), ("-\\dfrac{1}{2}", "-0.5", 1.0),
-    ("0.75", "3/4", 1.0), ("1/0", "1", 0.0), ("3 / 4", "\\frac34", 0.0),
-    ("50%", "50%", 1.0), ("50%", "0.5", 1.0), ("0.5", "50%", 1.0), ("50", "50\\%", 1.0),
-    ("50%", "50", 1.0), ("0.5%", "50%", 0.0), ("0.5", "50", 0.0), ("5000%", "50%", 0.0),
-    ("$1,234.50", "1234.5", 1.0), ("1,234,567", "1234567", 1.0), ("12{,}345", "12,345", 1.0),
-    ("10-5", "5", 1.0), ("x=-5", "-5", 1.0), ("(-5)", "-5", 1.0), ("\u22125", "-5", 1.0),
-    ("1.5e-3", "0.0015", 1.0), ("2.", "2", 1.0), ("1e999", "1", 0.0), ("", "1", 0.0),
-    ("72", "She sold 48/2 = 24. 48+24 = 72.\n#### 72", 1.0), ("7", "so \\boxed{7} of 9", 1.0),
-])
+@pytest.mark.parametrize(
+    ("text", "truth", "value"),
+    [
+        ("3/4", "0.75", 1.0),
+        ("so $\\frac{3}{4}$", "0.75", 1.0),
+        ("-\\dfrac{1}{2}", "-0.5", 1.0),
+        ("0.75", "3/4", 1.0),
+        ("1/0", "1", 0.0),
+        ("3 / 4", "\\frac34", 0.0),
+        ("50%", "50%", 1.0),
+        ("50%", "0.5", 1.0),
+        ("0.5", "50%", 1.0),
+        ("50", "50\\%", 1.0),
+        ("50%", "50", 1.0),
+        ("0.5%", "50%", 0.0),
+        ("0.5", "50", 0.0),
+        ("5000%", "50%", 0.0),
+        ("$1,234.50", "1234.5", 1.0),
+        ("1,234,567", "1234567", 1.0),
+        ("12{,}345", "12,345", 1.0),
+        ("10-5", "5", 1.0),
+        ("x=-5", "-5", 1.0),
+        ("(-5)", "-5", 1.0),
+        ("\u22125", "-5", 1.0),
+        ("1.5e-3", "0.0015", 1.0),
+        ("2.", "2", 1.0),
+        ("1e999", "1", 0.0),
+        ("", "1", 0.0),
+        ("72", "She sold 48/2 = 24. 48+24 = 72.\n#### 72", 1.0),
+        ("7", "so \\boxed{7} of 9", 1.0),
+    ],
+)
 def test_numeric_reads_numbers_as_people_write_them(text, truth, value):
     assert graded(graders.numeric, text, truth) == value
 
 
-@pytest.mark.parametrize(("where", "text", "value"), [
-    ("boxed", "\\boxed{3} or \\boxed{\\text{it is } 7}", 1.0), ("boxed", "7", 0.0),
-    ("boxed", "\\boxed{7", 0.0), ("hashes", "9 #### 7\nand 8", 1.0), ("hashes", "7", 0.0),
-    ("tag", "<answer>1</answer><answer> 7 </answer> 8", 1.0), ("tag", "<answer>7", 0.0),
-])
+@pytest.mark.parametrize(
+    ("where", "text", "value"),
+    [
+        ("boxed", "\\boxed{3} or \\boxed{\\text{it is } 7}", 1.0),
+        ("boxed", "7", 0.0),
+        ("boxed", "\\boxed{7", 0.0),
+        ("hashes", "9 #### 7\nand 8", 1.0),
+        ("hashes", "7", 0.0),
+        ("tag", "<answer>1</answer><answer> 7 </answer> 8", 1.0),
+        ("tag", "<answer>7", 0.0),
+    ],
+)
 def test_the_answer_is_looked_for_where_it_should_stand(where, text, value):
     assert graded(partial(graders.numeric, where=where), text, "7") == value
 
@@ -57,8 +86,12 @@ def test_options_of_graders_hold_and_wrong_ones_are_refused():
     assert graded(partial(graders.numeric, tolerance=0.01), "3.14", "3.1416") == 1.0
     assert graded(graders.numeric, "3.14", "3.1416") == 0.0
     assert graded(partial(graders.exact, where="boxed"), "\\boxed{x^{2}}", "so \\boxed{x^{2}}") == 1
-    assert graded(partial(graders.exact, where="tag", ignore_case=True),
-                  "<answer>Paris</answer>", "PARIS") == 1.0
+    assert (
+        graded(
+            partial(graders.exact, where="tag", ignore_case=True), "<answer>Paris</answer>", "PARIS"
+        )
+        == 1.0
+    )
     assert graded(graders.exact, "Paris", "PARIS") == 0.0
     with pytest.raises(ValueError, match="where: expected one of all, boxed, hashes, tag"):
         graded(partial(graders.exact, where="box"), "x", "x")
@@ -73,8 +106,16 @@ def test_braces_are_matched_and_fences_found():
 
 def test_long_responses_are_read_in_linear_time():
     began = time.thread_time()
-    for text in ("1" * 200_000, "1,111" * 40_000, "1/" * 100_000, "\\frac{" * 30_000, "-" * 200_000,
-                 "\\boxed{" * 30_000, "```" * 60_000, "<answer>" * 25_000):
+    for text in (
+        "1" * 200_000,
+        "1,111" * 40_000,
+        "1/" * 100_000,
+        "\\frac{" * 30_000,
+        "-" * 200_000,
+        "\\boxed{" * 30_000,
+        "```" * 60_000,
+        "<answer>" * 25_000,
+    ):
         last_number(text)
         boxed(text)
         graded(graders.think_format, text)
@@ -89,7 +130,17 @@ def test_format_and_length_rewards():
         adapt(graders.matches, spec="f")
     short = partial(graders.length, min_tokens=2, max_tokens=4, slack_tokens=3)
     assert [graded(short, "x" * n) for n in range(10)] == [
-        0.5, 0.75, 1.0, 1.0, 1.0, 0.75, 0.5, 0.25, 0.0, 0.0]
+        0.5,
+        0.75,
+        1.0,
+        1.0,
+        1.0,
+        0.75,
+        0.5,
+        0.25,
+        0.0,
+        0.0,
+    ]
     strict = partial(graders.length, max_tokens=1)
     assert [graded(strict, "x" * n) for n in range(4)] == [1.0, 1.0, 0.0, 0.0]
 
@@ -97,14 +148,20 @@ def test_format_and_length_rewards():
 # --------------------------------------------------------------------------- their answers
 
 
-@pytest.mark.parametrize(("grader", "texts", "pred"), [
-    (graders.numeric, ("it is 1,234", "1234.0", "so 2468/2"), "1234"),
-    (graders.numeric, ("7%", "that is 7 %"), "7%"),
-    (partial(graders.numeric, where="boxed"), ("7", "\\boxed{none}"), "[INVALID]"),
-    (partial(graders.exact, where="tag", ignore_case=True),
-     ("<answer>PARIS</answer>", "a <answer> paris\n</answer>"), "paris"),
-    (graders.exact, ("", " "), "[INVALID]"),
-])
+@pytest.mark.parametrize(
+    ("grader", "texts", "pred"),
+    [
+        (graders.numeric, ("it is 1,234", "1234.0", "so 2468/2"), "1234"),
+        (graders.numeric, ("7%", "that is 7 %"), "7%"),
+        (partial(graders.numeric, where="boxed"), ("7", "\\boxed{none}"), "[INVALID]"),
+        (
+            partial(graders.exact, where="tag", ignore_case=True),
+            ("<answer>PARIS</answer>", "a <answer> paris\n</answer>"),
+            "paris",
+        ),
+        (graders.exact, ("", " "), "[INVALID]"),
+    ],
+)
 def test_graders_report_the_answer_and_equal_ones_equally(grader, texts, pred):
     assert {grader("d", text, "1234")["pred"] for text in texts} == {pred}
 
@@ -121,11 +178,17 @@ def test_math_reports_the_answer_in_and_out_of_a_forked_process():
 # --------------------------------------------------------------------------- mathematics
 
 
-@pytest.mark.parametrize(("text", "truth", "value"), [
-    ("\\boxed{(1,2)}", "$(1, 2)$", 1.0), ("x = 3", "3", 1.0),
-    ("\\boxed{2\\sqrt{2}}", "\\sqrt{8}", 1.0), ("\\boxed{-\\frac{1}{2}}", "$-0.5$", 1.0),
-    ("$\\{2,1\\}$", "$\\{1,2\\}$", 1.0), ("\\boxed{x+1}", "$x+2$", 0.0),
-])
+@pytest.mark.parametrize(
+    ("text", "truth", "value"),
+    [
+        ("\\boxed{(1,2)}", "$(1, 2)$", 1.0),
+        ("x = 3", "3", 1.0),
+        ("\\boxed{2\\sqrt{2}}", "\\sqrt{8}", 1.0),
+        ("\\boxed{-\\frac{1}{2}}", "$-0.5$", 1.0),
+        ("$\\{2,1\\}$", "$\\{1,2\\}$", 1.0),
+        ("\\boxed{x+1}", "$x+2$", 0.0),
+    ],
+)
 def test_math_compares_expressions(text, truth, value):
     pytest.importorskip("math_verify")
     assert graded(partial(graders.math, timeout_s=100.0), text, truth) == value
@@ -137,8 +200,10 @@ def test_a_response_that_cannot_be_computed_is_wrong_and_costs_its_time_only():
     began = time.monotonic()
     assert graded(partial(graders.math, timeout_s=1.0), "\\boxed{9^{9^{9^{9}}}}", "$3$") == 0.0
     assert time.monotonic() - began < 30
-    assert graded(partial(graders.math, where="hashes", timeout_s=100.0),
-                  "#### \\frac{1}{2}", "$0.5$") == 1.0
+    assert (
+        graded(partial(graders.math, where="hashes", timeout_s=100.0), "#### \\frac{1}{2}", "$0.5$")
+        == 1.0
+    )
     with pytest.raises(ValueError, match="cannot be read as mathematics"):
         graded(graders.math, "3", "")
 
@@ -152,25 +217,33 @@ SUMS = {"inputs": ["1 2", "3 4\n"], "outputs": ["3\n", "7"]}
 
 
 @needs_sandbox
-@pytest.mark.parametrize(("text", "truth", "value"), [
-    (ADD, SUMS, 1.0), (ADD, json.dumps(SUMS), 1.0),
-    (ADD, [{"input": "1 2", "output": "3"}], 1.0),
-    (ADD.replace("a + b", "3"), SUMS, 0.0),
-    ("print(input())", {"inputs": ["1.50 x"], "outputs": ["1.50 x"]}, 1.0),
-    ("print('1.50 2 ')", {"inputs": [""], "outputs": ["1.5 2.0"]}, 1.0),
-    ("print('1.50 y')", {"inputs": [""], "outputs": ["1.5 y"]}, 0.0),
-    (DOUBLE, {"inputs": [[2], [[1]]], "outputs": [4, [1, 1]], "fn_name": "double"}, 1.0),
-    (DOUBLE, {"inputs": [[2]], "outputs": [[4]], "fn_name": "double"}, 1.0),
-    (DOUBLE, {"inputs": [[2]], "outputs": [5], "fn_name": "double"}, 0.0),
-    (DOUBLE, {"inputs": [[2]], "outputs": [4], "fn_name": "missing"}, 0.0),
-    ("class Solution:\n    def f(self, a, b): return (a, b)",
-     [{"input": "1\n[2]", "output": "[1, [2]]", "metadata": {"func_name": "f"}}], 1.0),
-    (DOUBLE, ["assert double(2) == 4", "assert double('a') == 'aa'"], 1.0),
-    (DOUBLE, {"assert_case": ["assert double(2) == 5"]}, 0.0),
-    ("```\nimport os\nos._exit(0)\n```", ["assert False"], 0.0),
-    ("import sys; sys.exit()", ["assert False"], 0.0),
-    ("def f(:", SUMS, 0.0), ("", SUMS, 0.0),
-])
+@pytest.mark.parametrize(
+    ("text", "truth", "value"),
+    [
+        (ADD, SUMS, 1.0),
+        (ADD, json.dumps(SUMS), 1.0),
+        (ADD, [{"input": "1 2", "output": "3"}], 1.0),
+        (ADD.replace("a + b", "3"), SUMS, 0.0),
+        ("print(input())", {"inputs": ["1.50 x"], "outputs": ["1.50 x"]}, 1.0),
+        ("print('1.50 2 ')", {"inputs": [""], "outputs": ["1.5 2.0"]}, 1.0),
+        ("print('1.50 y')", {"inputs": [""], "outputs": ["1.5 y"]}, 0.0),
+        (DOUBLE, {"inputs": [[2], [[1]]], "outputs": [4, [1, 1]], "fn_name": "double"}, 1.0),
+        (DOUBLE, {"inputs": [[2]], "outputs": [[4]], "fn_name": "double"}, 1.0),
+        (DOUBLE, {"inputs": [[2]], "outputs": [5], "fn_name": "double"}, 0.0),
+        (DOUBLE, {"inputs": [[2]], "outputs": [4], "fn_name": "missing"}, 0.0),
+        (
+            "class Solution:\n    def f(self, a, b): return (a, b)",
+            [{"input": "1\n[2]", "output": "[1, [2]]", "metadata": {"func_name": "f"}}],
+            1.0,
+        ),
+        (DOUBLE, ["assert double(2) == 4", "assert double('a') == 'aa'"], 1.0),
+        (DOUBLE, {"assert_case": ["assert double(2) == 5"]}, 0.0),
+        ("```\nimport os\nos._exit(0)\n```", ["assert False"], 0.0),
+        ("import sys; sys.exit()", ["assert False"], 0.0),
+        ("def f(:", SUMS, 0.0),
+        ("", SUMS, 0.0),
+    ],
+)
 def test_programs_are_graded_by_tests_of_every_known_shape(text, truth, value):
     assert graded(partial(graders.code, timeout_s=60.0, total_s=200.0), text, truth) == value
 
@@ -179,8 +252,12 @@ def test_programs_are_graded_by_tests_of_every_known_shape(text, truth, value):
 def test_humaneval_programs_check_the_entry_point():
     truth = "def check(candidate):\n    assert candidate(2) == 4\n"
     assert graded(graders.code, DOUBLE, truth, extra_info={"entry_point": "double"}) == 1.0
-    assert graded(graders.code, DOUBLE.replace("* 2", "* 3"), truth,
-                  extra_info={"entry_point": "double"}) == 0.0
+    assert (
+        graded(
+            graders.code, DOUBLE.replace("* 2", "* 3"), truth, extra_info={"entry_point": "double"}
+        )
+        == 0.0
+    )
 
 
 @needs_sandbox
@@ -201,9 +278,20 @@ def test_a_case_that_times_out_has_failed_and_the_others_count():
     assert (got["score"], got["why"]) == (0.0, "no ``` block")
 
 
-@pytest.mark.parametrize("truth", [
-    {}, [], "", 7, {"inputs": ["1"]}, {"inputs": [], "outputs": []}, [1],
-    {"inputs": ["1"], "outputs": []}, "[]"])
+@pytest.mark.parametrize(
+    "truth",
+    [
+        {},
+        [],
+        "",
+        7,
+        {"inputs": ["1"]},
+        {"inputs": [], "outputs": []},
+        [1],
+        {"inputs": ["1"], "outputs": []},
+        "[]",
+    ],
+)
 def test_tests_of_unknown_shape_are_refused(truth):
     with pytest.raises(ValueError, match="known shapes|inputs and"):
         read_cases(truth)
@@ -215,9 +303,13 @@ def test_graders_run_by_name_in_the_pool_and_options_are_bound_in_a_file(tmp_pat
         "from functools import partial\nfrom spmdrl.rewards import graders\n"
         "half = partial(graders.code, score='fraction', allow_unprotected=True)\n"
         "close = partial(graders.numeric, tolerance=0.1)\n"
-        "short = partial(graders.length, max_tokens=100)\n")
-    functions = ("spmdrl.rewards.graders:code", f"{tmp_path}/mine.py:half",
-                 f"{tmp_path}/mine.py:short")
+        "short = partial(graders.length, max_tokens=100)\n"
+    )
+    functions = (
+        "spmdrl.rewards.graders:code",
+        f"{tmp_path}/mine.py:half",
+        f"{tmp_path}/mine.py:short",
+    )
     truth = {"inputs": ["1 2", "3 5"], "outputs": ["3", "7"]}
     cfg = Config(data=Data(train="rows.jsonl"), rewards=Rewards(functions=functions, timeout_s=30))
     with RewardPool(cfg) as pool:
@@ -229,7 +321,8 @@ def test_graders_run_by_name_in_the_pool_and_options_are_bound_in_a_file(tmp_pat
         first, second = pool.drain()
     assert first.parts == {"code": 0.0, "half": 0.5, "short": 1.0}, first
     assert first.metrics["half/timed_out"] == 0.0 and first.extras["code/why"] == (
-        "test 1: wrong output")
+        "test 1: wrong output"
+    )
     assert (second.value, second.failure) == (None, "error") and "not" in second.message
 
 
@@ -246,16 +339,21 @@ def test_a_sandbox_that_cannot_run_fails_the_reward_and_is_no_zero(tmp_path):
         "launcher._filter_calls(b''.join(struct.pack('<HBBI', *line) for line in lines))\n"
         "def late(data_source, solution_str, ground_truth): return graders.code("
         "data_source, solution_str, ground_truth)\n"
-        "strict = graders.code\n")
+        "strict = graders.code\n"
+    )
 
     def pool_of(name):
-        return RewardPool(Config(data=Data(train="rows.jsonl"), rewards=Rewards(
-            functions=(f"{tmp_path}/mine.py:{name}",), timeout_s=30)))
+        return RewardPool(
+            Config(
+                data=Data(train="rows.jsonl"),
+                rewards=Rewards(functions=(f"{tmp_path}/mine.py:{name}",), timeout_s=30),
+            )
+        )
 
     with pool_of("late") as pool:
         prompt = Prompt(index=0, tokens=(1,), text="q", row={"prompt": "q", "answer": SUMS})
         pool.submit(0, prompt=prompt, response_text=ADD, response_tokens=[1], truncated=False)
-        got, = pool.drain()
+        (got,) = pool.drain()
     assert (got.value, got.failure) == (None, "error")
     assert "NotProtected: this machine permits no isolation" in got.message
     with pool_of("strict") as pool, pytest.raises(ValueError, match="bind allow_unprotected=True"):

@@ -15,9 +15,9 @@ import pytest
 from spmdrl.config import Config, Data, Rewards
 from spmdrl.rewards.endpoint import EndpointError
 from spmdrl.rewards.judge import judge, reward_server
-from spmdrl.workers.pool import RewardPool
 from spmdrl.rewards.signatures import Sample, adapt
 from spmdrl.types import Prompt
+from spmdrl.workers.pool import RewardPool
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -50,7 +50,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
             for name, value in headers.items():
                 self.send_header(name, value)
             self.end_headers()
-            for byte in (data if "X-Slow" in headers else ()):
+            for byte in data if "X-Slow" in headers else ():
                 self.wfile.write(bytes([byte]))
                 self.wfile.flush()
                 if server.stop.wait(0.1):
@@ -65,12 +65,14 @@ class Handler(http.server.BaseHTTPRequestHandler):
 @pytest.fixture
 def serve():
     with contextlib.ExitStack() as stack:
+
         def start(*script):
             server = stack.enter_context(Server(script))
             threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
             stack.callback(server.shutdown)
             stack.callback(server.stop.set)
             return server
+
         yield start
 
 
@@ -88,15 +90,28 @@ FAST = {"backoff_s": 0.01, "timeout_s": 100.0, "total_s": 100.0}
 
 def test_the_template_is_filled_and_the_last_score_is_scaled(serve):
     server = serve(says("Score: 1? No. **Score:** 7.5"))
-    reward = judge(url=server.url + "/v1/", model="m", system="Be fair.", options={"seed": 3},
-                   template="{prompt}|{response}|{reference}|{other}", **FAST)
+    reward = judge(
+        url=server.url + "/v1/",
+        model="m",
+        system="Be fair.",
+        options={"seed": 3},
+        template="{prompt}|{response}|{reference}|{other}",
+        **FAST,
+    )
     value, reply = scored(reward, "has {reference}", prompt=[{"role": "user", "content": "2+2?"}])
     assert (value, reply) == (0.75, "Score: 1? No. **Score:** 7.5")
     path, body, headers, _ = server.asked[0]
     assert path == "/v1/chat/completions" and "Authorization" not in headers
-    assert body == {"model": "m", "temperature": 0, "max_tokens": 512, "seed": 3, "messages": [
-        {"role": "system", "content": "Be fair."},
-        {"role": "user", "content": "user: 2+2?|has {reference}|4|{other}"}]}
+    assert body == {
+        "model": "m",
+        "temperature": 0,
+        "max_tokens": 512,
+        "seed": 3,
+        "messages": [
+            {"role": "system", "content": "Be fair."},
+            {"role": "user", "content": "user: 2+2?|has {reference}|4|{other}"},
+        ],
+    }
 
 
 def test_the_key_comes_from_the_environment_and_its_absence_is_said(serve, monkeypatch):
@@ -111,12 +126,23 @@ def test_the_key_comes_from_the_environment_and_its_absence_is_said(serve, monke
     assert server.asked[0][2]["Authorization"] == "Bearer k1"
 
 
-@pytest.mark.parametrize("bad", [
-    (500, "oops", {}), (429, "slow down", {}), (503, "", {}), (200, "{not json", {}),
-    (200, "[]", {}),
-    (200, "hang", {}), (200, {"choices": []}, {}), says(None), says("I like it"), says("Score: 11"),
-    (200, "\xff\xfe", {}), (200, "[" * 100_000, {}),
-])
+@pytest.mark.parametrize(
+    "bad",
+    [
+        (500, "oops", {}),
+        (429, "slow down", {}),
+        (503, "", {}),
+        (200, "{not json", {}),
+        (200, "[]", {}),
+        (200, "hang", {}),
+        (200, {"choices": []}, {}),
+        says(None),
+        says("I like it"),
+        says("Score: 11"),
+        (200, "\xff\xfe", {}),
+        (200, "[" * 100_000, {}),
+    ],
+)
 def test_what_may_pass_is_tried_again(serve, bad):
     server = serve(bad, bad, says("Score: 5"))
     changed = {"timeout_s": 4.0} if bad[1] == "hang" else {}
@@ -135,17 +161,23 @@ def test_what_will_not_pass_is_an_error_at_once_with_the_reason(serve):
     assert (len(server.asked), len(away.asked), len(other.asked)) == (1, 1, 0)
 
 
-@pytest.mark.parametrize(("bad", "words"), [
-    ((200, "hang", {}), "timed out"), ((500, "oops", {}), "status 500 .*oops"),
-    ((429, "", {"Retry-After": "60"}), "status 429"), (says("hm"), "no score in 'hm'"),
-    ((200, "x" * 1000, {"X-Slow": "1"}), "not complete"),
-])
+@pytest.mark.parametrize(
+    ("bad", "words"),
+    [
+        ((200, "hang", {}), "timed out"),
+        ((500, "oops", {}), "status 500 .*oops"),
+        ((429, "", {"Retry-After": "60"}), "status 429"),
+        (says("hm"), "no score in 'hm'"),
+        ((200, "x" * 1000, {"X-Slow": "1"}), "not complete"),
+    ],
+)
 def test_the_deadline_holds_and_the_error_says_what_came_last(serve, bad, words):
     server = serve(bad)
     began = time.monotonic()
     with pytest.raises(EndpointError, match=words):
-        scored(judge(url=server.url, model="m", backoff_s=0.1, timeout_s=3.5, total_s=4.5,
-                     retries=50))
+        scored(
+            judge(url=server.url, model="m", backoff_s=0.1, timeout_s=3.5, total_s=4.5, retries=50)
+        )
     assert time.monotonic() - began < 20  # it would be minutes
     assert 1 <= len(server.asked) < 20
 
@@ -187,38 +219,79 @@ def test_equal_requests_are_asked_once_in_memory_and_on_disk(serve, tmp_path):
         assert scored(other, "a")[0] == 0.9
 
 
-@pytest.mark.parametrize(("kind", "options", "reply", "prompt", "body", "value"), [
-    ("classify", {}, {"data": [{"index": 0, "label": None, "probs": [0.25], "num_classes": 1}]},
-     "2+2?", {"model": "m", "input": "2+2?It is 4."}, 0.25),
-    ("classify", {"class_index": 1, "options": {"use_activation": False}},
-     {"data": [{"probs": [-1.5, 2.5]}]}, [{"role": "user", "content": "2+2?"}],
-     {"model": "m", "use_activation": False, "messages": [
-         {"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "It is 4."}]}, 2.5),
-    ("score", {}, {"data": [{"index": 0, "object": "score", "score": 0.75}]}, "2+2?",
-     {"model": "m", "text_1": "2+2?", "text_2": "It is 4."}, 0.75),
-])
+@pytest.mark.parametrize(
+    ("kind", "options", "reply", "prompt", "body", "value"),
+    [
+        (
+            "classify",
+            {},
+            {"data": [{"index": 0, "label": None, "probs": [0.25], "num_classes": 1}]},
+            "2+2?",
+            {"model": "m", "input": "2+2?It is 4."},
+            0.25,
+        ),
+        (
+            "classify",
+            {"class_index": 1, "options": {"use_activation": False}},
+            {"data": [{"probs": [-1.5, 2.5]}]},
+            [{"role": "user", "content": "2+2?"}],
+            {
+                "model": "m",
+                "use_activation": False,
+                "messages": [
+                    {"role": "user", "content": "2+2?"},
+                    {"role": "assistant", "content": "It is 4."},
+                ],
+            },
+            2.5,
+        ),
+        (
+            "score",
+            {},
+            {"data": [{"index": 0, "object": "score", "score": 0.75}]},
+            "2+2?",
+            {"model": "m", "text_1": "2+2?", "text_2": "It is 4."},
+            0.75,
+        ),
+    ],
+)
 def test_reward_models_served_by_vllm_are_asked_in_its_protocol(
-        serve, kind, options, reply, prompt, body, value):
+    serve, kind, options, reply, prompt, body, value
+):
     server = serve((200, reply, {}))
     reward = reward_server(url=server.url, model="m", kind=kind, **options, **FAST)
     assert scored(reward, prompt=prompt)[0] == value
     assert server.asked[0][:2] == (f"/{kind}", body)
 
 
-@pytest.mark.parametrize("reply", [
-    {"data": [{"probs": [0.5, 0.5]}]}, {"data": [{"probs": []}]}, {"data": []}, {},
-    {"data": [{"probs": ["x"]}]}, {"data": [{"probs": [None]}]}])
+@pytest.mark.parametrize(
+    "reply",
+    [
+        {"data": [{"probs": [0.5, 0.5]}]},
+        {"data": [{"probs": []}]},
+        {"data": []},
+        {},
+        {"data": [{"probs": ["x"]}]},
+        {"data": [{"probs": [None]}]},
+    ],
+)
 def test_replies_of_another_shape_are_errors(serve, reply):
     server = serve((200, reply, {}))
     with pytest.raises(EndpointError, match="unusable reply"):
         scored(reward_server(url=server.url, model="m", **FAST | {"retries": 1}))
 
 
-@pytest.mark.parametrize(("options", "words"), [
-    ({"url": "localhost:1"}, "url: expected http"), ({"template": "{prompt}"}, "no {response}"),
-    ({"low": 1, "high": 1}, "low below high"), ({"score_pattern": "x"}, "no group"),
-    ({"timeout_s": 9, "total_s": 8}, "timeout_s"), ({"retries": -1}, "retries"),
-])
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"url": "localhost:1"}, "url: expected http"),
+        ({"template": "{prompt}"}, "no {response}"),
+        ({"low": 1, "high": 1}, "low below high"),
+        ({"score_pattern": "x"}, "no group"),
+        ({"timeout_s": 9, "total_s": 8}, "timeout_s"),
+        ({"retries": -1}, "retries"),
+    ],
+)
 def test_wrong_arguments_are_refused_when_the_judge_is_made(options, words):
     with pytest.raises(ValueError, match=words):
         judge(**{"url": "http://x", "model": "m"} | options)
@@ -229,20 +302,29 @@ def test_wrong_arguments_are_refused_when_the_judge_is_made(options, words):
 def test_a_judge_of_a_users_file_runs_in_the_pool_and_its_failures_are_no_zeros(serve, tmp_path):
     def by_text(body):
         text = body["messages"][-1]["content"]
-        return (200, "hang", {}) if "HANG" in text else (400, "too long", {}) if (
-            "LONG" in text) else says("Score: 8")
+        return (
+            (200, "hang", {})
+            if "HANG" in text
+            else (400, "too long", {})
+            if ("LONG" in text)
+            else says("Score: 8")
+        )
 
     server = serve(by_text)
     (tmp_path / "mine.py").write_text(
         "from spmdrl.rewards.judge import judge\n"
-        f"score = judge(url={server.url!r}, model='m', timeout_s=4, total_s=4, cache='memory')\n")
-    cfg = Config(data=Data(train="rows.jsonl"), rewards=Rewards(
-        functions=(f"{tmp_path}/mine.py:score",), timeout_s=30))
+        f"score = judge(url={server.url!r}, model='m', timeout_s=4, total_s=4, cache='memory')\n"
+    )
+    cfg = Config(
+        data=Data(train="rows.jsonl"),
+        rewards=Rewards(functions=(f"{tmp_path}/mine.py:score",), timeout_s=30),
+    )
     with RewardPool(cfg) as pool:
         for key, text in enumerate(["fine", "HANG", "fine", "LONG"]):
             prompt = Prompt(index=key, tokens=(1,), text="q", row={"prompt": "q"})
-            pool.submit(key, prompt=prompt, response_text=text, response_tokens=[1],
-                        truncated=False)
+            pool.submit(
+                key, prompt=prompt, response_text=text, response_tokens=[1], truncated=False
+            )
         done = pool.drain()
     assert [r.value for r in done] == [0.8, None, 0.8, None]
     assert [r.failure for r in done] == [None, "error", None, "error"]

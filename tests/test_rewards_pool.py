@@ -17,11 +17,11 @@ from pathlib import Path
 import pytest
 
 from spmdrl.config import Config, Data, Rewards
+from spmdrl.types import Prompt
 from spmdrl.workers import jobs
 from spmdrl.workers.pool import RewardPool
-from spmdrl.types import Prompt
 
-FUNCTIONS = '''
+FUNCTIONS = """
 import os, pathlib, re, subprocess, sys, time
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
@@ -55,7 +55,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 
 def pid(completions, **columns):
     return [float(os.getpid())]
-'''
+"""
 
 
 @pytest.fixture
@@ -66,10 +66,14 @@ def functions(tmp_path):
 
 
 def pool_of(*functions, workers=1, timeout_s=30.0, weights=(), train="rows.jsonl"):
-    return RewardPool(Config(
-        data=Data(train=train, size=10),
-        rewards=Rewards(functions=functions, workers=workers, timeout_s=timeout_s,
-                        weights=weights)))
+    return RewardPool(
+        Config(
+            data=Data(train=train, size=10),
+            rewards=Rewards(
+                functions=functions, workers=workers, timeout_s=timeout_s, weights=weights
+            ),
+        )
+    )
 
 
 def submit(pool, key, text, **row):
@@ -111,18 +115,21 @@ def wait_until_gone(group):
 # --------------------------------------------------------------------------- failures
 
 
-@pytest.mark.parametrize(("text", "failure", "words"), [
-    ("raise", "error", "KeyError: 'lost' (.*my_rewards.py:7)"),
-    ("exit", "error", "exit code 7"),
-    ("sysexit", "error", "SystemExit: 3"),
-    ("segfault", "error", "signal 11"),
-    ("value float('nan')", "bad_value", "finite number, got nan"),
-    ("value float('inf')", "bad_value", "got inf"),
-    ("value 'good'", "bad_value", r"got 'good' \(str\)"),
-    ("value None", "bad_value", "NoneType"),
-    ("value [1.0]", "bad_value", "list"),
-    ("value {'acc': 1.0}", "bad_value", "dict without `score`"),
-])
+@pytest.mark.parametrize(
+    ("text", "failure", "words"),
+    [
+        ("raise", "error", "KeyError: 'lost' (.*my_rewards.py:7)"),
+        ("exit", "error", "exit code 7"),
+        ("sysexit", "error", "SystemExit: 3"),
+        ("segfault", "error", "signal 11"),
+        ("value float('nan')", "bad_value", "finite number, got nan"),
+        ("value float('inf')", "bad_value", "got inf"),
+        ("value 'good'", "bad_value", r"got 'good' \(str\)"),
+        ("value None", "bad_value", "NoneType"),
+        ("value [1.0]", "bad_value", "list"),
+        ("value {'acc': 1.0}", "bad_value", "dict without `score`"),
+    ],
+)
 def test_a_failing_sample_is_reported_and_costs_only_itself(functions, text, failure, words):
     with pool_of(functions) as pool:
         done = results(pool, ["ab", text, "abc"])
@@ -241,7 +248,10 @@ def test_results_come_one_by_one_and_do_not_wait_for_one_that_hangs(functions, t
         coming = pool.results()
         # Both behind it were handed to its worker already: they come back, and another does them.
         assert [(r.key, r.value) for r in (next(coming) for _ in range(3))] == [
-            (0, 2.0), (2, 3.0), (3, 4.0)]
+            (0, 2.0),
+            (2, 3.0),
+            (3, 4.0),
+        ]
         gate.touch()
         assert [r.key for r in coming] == [1] and list(pool.results()) == []
 
@@ -270,7 +280,8 @@ def test_stand_ins_and_spares_are_bounded_and_nothing_is_left(functions, monkeyp
             pool.wait()
         done += pool.poll()
     assert sorted((r.key, r.failure) for r in done) == [
-        (key, ["timeout", "error", "error", None][key % 4]) for key in range(32)]
+        (key, ["timeout", "error", "error", None][key % 4]) for key in range(32)
+    ]
     assert 3 < most <= 3 + 3 + 2  # at work, standing in, spare
     for group in groups:
         wait_until_gone(group)
@@ -336,8 +347,10 @@ def test_thousands_of_cheap_samples_a_second_go_through_one_worker():
 
 def test_workers_start_lazily_without_torch_and_end_with_close(tmp_path):
     path = tmp_path / "f.py"
-    path.write_text("import sys, os\ndef f(completions, **k):\n"
-                    "    return [float('torch' in sys.modules or 'vllm' in sys.modules)]\n")
+    path.write_text(
+        "import sys, os\ndef f(completions, **k):\n"
+        "    return [float('torch' in sys.modules or 'vllm' in sys.modules)]\n"
+    )
     pool = pool_of(f"{path}:f")
     assert not pool._workers
     assert results(pool, ["a"])[0].value == 0.0
@@ -347,14 +360,17 @@ def test_workers_start_lazily_without_torch_and_end_with_close(tmp_path):
     assert not group_members(pid)
 
 
-@pytest.mark.parametrize(("body", "words"), [
-    ("def f(answer, gold): pass", ["(answer, gold)", "compute_score(", "completions", "entry"]),
-    ("def f(completions, trainer_state): pass", ["trainer_state", "default"]),
-    ("def f(solution_str, ground_truth, judge): pass", ["judge"]),
-    ("def g(): pass", ["no function 'f'", "it has g"]),
-    ("import nothing_here", ["ModuleNotFoundError", "nothing_here"]),
-    ("import sys; sys.exit(4)", ["SystemExit"]),
-])
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ("def f(answer, gold): pass", ["(answer, gold)", "compute_score(", "completions", "entry"]),
+        ("def f(completions, trainer_state): pass", ["trainer_state", "default"]),
+        ("def f(solution_str, ground_truth, judge): pass", ["judge"]),
+        ("def g(): pass", ["no function 'f'", "it has g"]),
+        ("import nothing_here", ["ModuleNotFoundError", "nothing_here"]),
+        ("import sys; sys.exit(4)", ["SystemExit"]),
+    ],
+)
 def test_unusable_functions_are_refused_at_start(tmp_path, body, words):
     (tmp_path / "f.py").write_text(body)
     with pool_of(f"{tmp_path}/f.py:f") as pool, pytest.raises(ValueError) as caught:
@@ -364,8 +380,11 @@ def test_unusable_functions_are_refused_at_start(tmp_path, body, words):
 
 
 def test_misspelt_places_are_refused_at_start(tmp_path):
-    for spec, words in (("nofile.py:f", "no such file"), ("no_module:f", "no_module"),
-                        ("json", "`module:function`")):
+    for spec, words in (
+        ("nofile.py:f", "no such file"),
+        ("no_module:f", "no_module"),
+        ("json", "`module:function`"),
+    ):
         with pool_of(spec) as pool, pytest.raises(ValueError, match=words):
             pool.start()
     with pytest.raises(ValueError, match="rewards.functions: is empty"):

@@ -8,12 +8,17 @@ import numpy
 import pytest
 
 from spmdrl.rewards import graders
+from spmdrl.rewards.signatures import BadValue, Sample, Score, adapt, finite, part_names
 from spmdrl.workers.messages import Setup, pack_message, unpack_messages
 from spmdrl.workers.scoring import Scorer
-from spmdrl.rewards.signatures import BadValue, Sample, Score, adapt, finite, part_names
 
-ROW = {"prompt": "2+2=", "data_source": "d", "reward_model": {"ground_truth": "4"},
-       "extra_info": {"k": 1}, "level": 5}
+ROW = {
+    "prompt": "2+2=",
+    "data_source": "d",
+    "reward_model": {"ground_truth": "4"},
+    "extra_info": {"k": 1},
+    "level": 5,
+}
 
 
 def score(function, text="4", row=ROW):
@@ -79,14 +84,29 @@ def test_async_functions_and_reasoning_gym_graders_are_called():
     assert score(lambda answer, entry: float(entry["level"])).value == 5.0
 
 
-@pytest.mark.parametrize("value", [1, True, 0.5, numpy.float32(0.5), numpy.int64(2),
-                                   numpy.array(1.5), numpy.bool_(True)])
+@pytest.mark.parametrize(
+    "value", [1, True, 0.5, numpy.float32(0.5), numpy.int64(2), numpy.array(1.5), numpy.bool_(True)]
+)
 def test_numbers_of_all_kinds_are_finite_values(value):
     assert finite(value) == float(value)
 
 
-@pytest.mark.parametrize("value", [None, "1", b"1", float("nan"), -float("inf"), [1], {},
-                                   numpy.float32("nan"), numpy.zeros(2), 1j, object()])
+@pytest.mark.parametrize(
+    "value",
+    [
+        None,
+        "1",
+        b"1",
+        float("nan"),
+        -float("inf"),
+        [1],
+        {},
+        numpy.float32("nan"),
+        numpy.zeros(2),
+        1j,
+        object(),
+    ],
+)
 def test_anything_else_is_a_bad_value(value):
     with pytest.raises(BadValue):
         finite(value)
@@ -105,12 +125,17 @@ def test_functions_combine_by_weight_and_none_leaves_one_out(tmp_path):
         "def a(completions): return [2.0]\n"
         "def b(completions, log_metric):\n    log_metric('m', 1)\n    return [3.0]\n"
         "def none(completions): return [None]\n"
-        "def huge(completions): return [1e308]\n")
+        "def huge(completions): return [1e308]\n"
+    )
 
     def scored(*names, weights):
         specs = [f"{tmp_path}/r.py:{n}" for n in names]
-        setup = Setup(functions=dict(zip(part_names(specs), specs)), weights=weights, tasks=(),
-                      task_options={})
+        setup = Setup(
+            functions=dict(zip(part_names(specs), specs)),
+            weights=weights,
+            tasks=(),
+            task_options={},
+        )
         return Scorer(setup).score(1, Sample(ROW, "4", [], False))
 
     got = scored("a", "b", "none", weights=(1.0, 0.5, 9.0))
@@ -134,11 +159,21 @@ def test_messages_survive_being_cut_anywhere():
 # --------------------------------------------------------------------------- graders
 
 
-@pytest.mark.parametrize(("text", "truth", "value"), [
-    ("the answer is 72.", "... #### 72", 1.0), ("1,234", "1234", 1.0), ("-5", 5, 0.0),
-    ("x = 1e3", "1000", 1.0), ("12 then 13", "12", 0.0), ("none", "3", 0.0), (".5", "0.5", 1.0),
-    ("12345", "12345", 1.0), ("3.0000001", "3", 1.0), ("3.001", "3", 0.0),
-])
+@pytest.mark.parametrize(
+    ("text", "truth", "value"),
+    [
+        ("the answer is 72.", "... #### 72", 1.0),
+        ("1,234", "1234", 1.0),
+        ("-5", 5, 0.0),
+        ("x = 1e3", "1000", 1.0),
+        ("12 then 13", "12", 0.0),
+        ("none", "3", 0.0),
+        (".5", "0.5", 1.0),
+        ("12345", "12345", 1.0),
+        ("3.0000001", "3", 1.0),
+        ("3.001", "3", 0.0),
+    ],
+)
 def test_numeric_compares_the_last_numbers(text, truth, value):
     assert graders.numeric("d", text, truth)["score"] == value
 
@@ -148,11 +183,18 @@ def test_numeric_refuses_a_reference_without_a_number():
         graders.numeric("d", "3", "three")
 
 
-@pytest.mark.parametrize(("text", "value"), [
-    ("<think>hm\nso</think>\n42", 1.0), ("<think></think> 42", 1.0), ("42", 0.0),
-    ("<think>a</think>", 0.0), ("<think>a</think>  \n", 0.0), ("<think>a 42", 0.0),
-    ("<think>a</think>b<think>c</think>d", 0.0),
-])
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("<think>hm\nso</think>\n42", 1.0),
+        ("<think></think> 42", 1.0),
+        ("42", 0.0),
+        ("<think>a</think>", 0.0),
+        ("<think>a</think>  \n", 0.0),
+        ("<think>a 42", 0.0),
+        ("<think>a</think>b<think>c</think>d", 0.0),
+    ],
+)
 def test_think_format_wants_one_thought_and_an_answer(text, value):
     assert graders.think_format("d", text, None) == value
 

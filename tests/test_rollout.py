@@ -14,29 +14,34 @@ from ranks import run_ranks
 from runs import TINY, metrics, run
 
 from spmdrl import config
-from spmdrl.config import Config, Layout
 from spmdrl.commands.create_model import create_model
+from spmdrl.config import Config, Layout
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> str:
     folder = tmp_path_factory.mktemp("model") / "init"
-    create_model(folder, hidden_size=64, layers=2, heads=2, kv_heads=2, intermediate=96,
-                 initializer_std=0.2)
+    create_model(
+        folder, hidden_size=64, layers=2, heads=2, kv_heads=2, intermediate=96, initializer_std=0.2
+    )
     return str(folder)
 
 
 def source_config(model: str, schedule: dict, **rest) -> Config:
-    return dataclasses.replace(Config(
-        layout=Layout(placement="colocated", world_size=1, device="cpu"),
-        model=config.Model(path=model), steps=4,
-        data=config.Data(train="task:addition", size=64, max_prompt_tokens=24),
-        batch=config.Batch(prompts_per_step=4, group_size=3),
-        sampling=config.Sampling(max_response_tokens=40),
-        # Few at a time, so that one is half drawn whenever a step is complete.
-        engine=config.Engine(dtype="float32", cpu_kv_cache_gib=0.1, max_num_seqs=2),
-        rollout=config.Rollout(schedule=schedule),
-    ), **rest)
+    return dataclasses.replace(
+        Config(
+            layout=Layout(placement="colocated", world_size=1, device="cpu"),
+            model=config.Model(path=model),
+            steps=4,
+            data=config.Data(train="task:addition", size=64, max_prompt_tokens=24),
+            batch=config.Batch(prompts_per_step=4, group_size=3),
+            sampling=config.Sampling(max_response_tokens=40),
+            # Few at a time, so that one is half drawn whenever a step is complete.
+            engine=config.Engine(dtype="float32", cpu_kv_cache_gib=0.1, max_num_seqs=2),
+            rollout=config.Rollout(schedule=schedule),
+        ),
+        **rest,
+    )
 
 
 @contextlib.contextmanager
@@ -72,8 +77,13 @@ def over_sampled(cfg: Config) -> dict:
         second = resumed.take(1)
         keys = [(group.step, group.slot) for group in resumed._waiting.values()]
         resumed.close()
-    return {"first": first, "under_way": under_way, "second": second, "left": keys,
-            "opened": (state["opened"], state["left"])}
+    return {
+        "first": first,
+        "under_way": under_way,
+        "second": second,
+        "left": keys,
+        "opened": (state["opened"], state["left"]),
+    }
 
 
 def test_groups_that_a_step_left_behind_go_on_after_a_resume(model):
@@ -89,10 +99,14 @@ def test_groups_that_a_step_left_behind_go_on_after_a_resume(model):
     drawn = [e for e in partial if e["response"]["tokens"]]
     assert drawn and all(set(e["response"]["versions"]) == {0} for e in drawn)
     # Each goes on from exactly what it had, with the version that drew it.
-    responses = [second.tokens[a:b][second.response_mask[a:b]].tolist()
-                 for a, b in zip(second.cu_seqlens, second.cu_seqlens[1:])]
-    versions = [second.policy_versions[a:b][second.response_mask[a:b]].tolist()
-                for a, b in zip(second.cu_seqlens, second.cu_seqlens[1:])]
+    responses = [
+        second.tokens[a:b][second.response_mask[a:b]].tolist()
+        for a, b in zip(second.cu_seqlens, second.cu_seqlens[1:])
+    ]
+    versions = [
+        second.policy_versions[a:b][second.response_mask[a:b]].tolist()
+        for a, b in zip(second.cu_seqlens, second.cu_seqlens[1:])
+    ]
     for episode in drawn:
         tokens, count = episode["response"]["tokens"], len(episode["response"]["tokens"])
         at = [i for i, response in enumerate(responses) if response[:count] == tokens]
@@ -120,29 +134,38 @@ def dynamic(cfg: Config) -> tuple:
 
 def test_dynamic_sampling_replaces_groups_without_spread_up_to_a_limit(model, tmp_path):
     (tmp_path / "r.py").write_text(
-        "def even(completions, **row):\n    return [float(len(c) % 3 == 0) for c in completions]\n")
+        "def even(completions, **row):\n    return [float(len(c) % 3 == 0) for c in completions]\n"
+    )
     cfg = source_config(
-        model, {"dynamic": 50}, rewards=config.Rewards(functions=(f"{tmp_path}/r.py:even",)))
+        model, {"dynamic": 50}, rewards=config.Rewards(functions=(f"{tmp_path}/r.py:even",))
+    )
     ((rollouts, error),) = run_ranks(1, dynamic, cfg)
     rewards = rollouts.scalars.rewards.view(4, 3)
     assert (rewards.std(dim=1) > 0).all()
     assert rollouts.scalars.group_ids.tolist() == [g for g in range(4) for _ in range(3)]
     dropped, _ = rollouts.sums["rollout/dropped_groups"]
     assert dropped > 0
-    for part in ("step 1", "rollout.schedule.dynamic 2 is used up", "groups had the same reward",
-                 "raise batch.group_size"):
+    for part in (
+        "step 1",
+        "rollout.schedule.dynamic 2 is used up",
+        "groups had the same reward",
+        "raise batch.group_size",
+    ):
         assert part in error
 
 
-@pytest.mark.parametrize("schedule, says", [
-    ({"over_sampel": 2}, "over_sampel: unknown option; did you mean over_sample?"),
-    ({"over_sample": 0.5}, "over_sample: must be a number of at least 1, got 0.5"),
-    ({"in_flight": "yes"}, "in_flight: expected true or false, got 'yes'"),
-    ({"in_flight": True}, "in_flight: with layout.placement colocated"),
-    ({"kv_cache": "drop"}, "kv_cache: expected keep or recompute, got 'drop'"),
-    ({"over_sample": 2.5, "max_staleness": 1}, "max_staleness: 1 is below lag 0 + ceil("),
-    ({"dynamic": 1}, "dynamic: must be a whole number of at least 2, or 0 for off, got 1"),
-])
+@pytest.mark.parametrize(
+    "schedule, says",
+    [
+        ({"over_sampel": 2}, "over_sampel: unknown option; did you mean over_sample?"),
+        ({"over_sample": 0.5}, "over_sample: must be a number of at least 1, got 0.5"),
+        ({"in_flight": "yes"}, "in_flight: expected true or false, got 'yes'"),
+        ({"in_flight": True}, "in_flight: with layout.placement colocated"),
+        ({"kv_cache": "drop"}, "kv_cache: expected keep or recompute, got 'drop'"),
+        ({"over_sample": 2.5, "max_staleness": 1}, "max_staleness: 1 is below lag 0 + ceil("),
+        ({"dynamic": 1}, "dynamic: must be a whole number of at least 2, or 0 for off, got 1"),
+    ],
+)
 def test_a_schedule_that_cannot_be_is_refused(schedule, says, model):
     problems = config.validate(source_config(model, schedule))
     assert [p for p in problems if p.startswith(f"rollout.schedule.{says}")], problems
@@ -151,11 +174,19 @@ def test_a_schedule_that_cannot_be_is_refused(schedule, says, model):
 def test_in_flight_updates_train_and_resume(model, tmp_path):
     """Engines take weights in the middle of sequences, on two ranks that must agree."""
     flags = TINY["rl"] | {
-        "layout.trainer-ranks": 2, "layout.inference-tp": 2,
-        "model.path": model, "output-dir": tmp_path, "lag": 2, "sampling.max-response-tokens": 64,
-        "checkpoint.every-steps": 1, "evaluate.every-steps": 2, "data.eval-size": 4,
-        "batch.tokens-per-microbatch": 1024, "algorithm.correction": "none",
-        "rollout.schedule": "{in_flight: true, over_sample: 1.5}"}
+        "layout.trainer-ranks": 2,
+        "layout.inference-tp": 2,
+        "model.path": model,
+        "output-dir": tmp_path,
+        "lag": 2,
+        "sampling.max-response-tokens": 64,
+        "checkpoint.every-steps": 1,
+        "evaluate.every-steps": 2,
+        "data.eval-size": 4,
+        "batch.tokens-per-microbatch": 1024,
+        "algorithm.correction": "none",
+        "rollout.schedule": "{in_flight: true, over_sample: 1.5}",
+    }
     run("demo_grpo.yaml", 4, **flags | {"steps": 4})
     shutil.rmtree(tmp_path / "checkpoints" / "step_4")
     run("demo_grpo.yaml", 4, **flags | {"steps": 4})
@@ -192,15 +223,32 @@ def played(cfg: Config) -> dict:
 
 
 def test_the_turns_of_an_episode_are_the_tokens_that_the_engine_saw_and_drew(tmp_path):
-    folder = create_model(tmp_path / "chat", hidden_size=64, layers=2, heads=2, kv_heads=2,
-                          intermediate=96, initializer_std=0.2, chat_template=True)
+    folder = create_model(
+        tmp_path / "chat",
+        hidden_size=64,
+        layers=2,
+        heads=2,
+        kv_heads=2,
+        intermediate=96,
+        initializer_std=0.2,
+        chat_template=True,
+    )
     cfg = source_config(
-        str(folder), {}, rollout=config.Rollout(environment={"name": "guess_number"}),
-        data=config.Data(train="task:guess_number", eval="task:guess_number", size=64, eval_size=3,
-                         task_options={"low": 1, "high": 9}, max_prompt_tokens=64),
+        str(folder),
+        {},
+        rollout=config.Rollout(environment={"name": "guess_number"}),
+        data=config.Data(
+            train="task:guess_number",
+            eval="task:guess_number",
+            size=64,
+            eval_size=3,
+            task_options={"low": 1, "high": 9},
+            max_prompt_tokens=64,
+        ),
         sampling=config.Sampling(max_response_tokens=160, temperature=1.0),
         batch=config.Batch(prompts_per_step=4, group_size=3),
-        engine=config.Engine(dtype="float32", cpu_kv_cache_gib=0.1, max_num_seqs=12))
+        engine=config.Engine(dtype="float32", cpu_kv_cache_gib=0.1, max_num_seqs=12),
+    )
     assert not [p for p in config.validate(cfg) if p.startswith("rollout")]
     (found,) = run_ranks(1, played, cfg)
     rollouts, seen = found["rollouts"], found["seen"]
@@ -209,8 +257,10 @@ def test_the_turns_of_an_episode_are_the_tokens_that_the_engine_saw_and_drew(tmp
     for i, (a, b) in enumerate(zip(rollouts.cu_seqlens, rollouts.cu_seqlens[1:])):
         tokens, mask = rollouts.tokens[a:b].tolist(), rollouts.response_mask[a:b].tolist()
         group, sample = rollouts.scalars.group_ids[i], rollouts.scalars.sample_ids[i]
-        turns = sorted((v for k, v in seen.items()
-                        if k.startswith(f"train-0-{group}-{sample}@")), key=lambda v: len(v[0]))
+        turns = sorted(
+            (v for k, v in seen.items() if k.startswith(f"train-0-{group}-{sample}@")),
+            key=lambda v: len(v[0]),
+        )
         several += len(turns) > 1
         drawn = [False] * len(tokens)
         for prompt, completion in turns:
@@ -228,15 +278,33 @@ def test_the_turns_of_an_episode_are_the_tokens_that_the_engine_saw_and_drew(tmp
 
 
 def test_an_environment_that_fails_ends_the_run_by_name(tmp_path):
-    folder = create_model(tmp_path / "chat", hidden_size=64, layers=2, heads=2, kv_heads=2,
-                          intermediate=96, initializer_std=0.2, chat_template=True)
+    folder = create_model(
+        tmp_path / "chat",
+        hidden_size=64,
+        layers=2,
+        heads=2,
+        kv_heads=2,
+        intermediate=96,
+        initializer_std=0.2,
+        chat_template=True,
+    )
     (tmp_path / "env.py").write_text(
         "class Broken:\n"
         "    def reset(self, row):\n        return [{'role': 'user', 'content': row['prompt']}]\n"
-        "    def step(self, response):\n        raise KeyError('lost')\n")
-    finished = run("demo_grpo.yaml", 2, status=1, **TINY["rl"] | {
-        "model.path": folder, "output-dir": tmp_path / "out", "steps": 1,
-        "rollout.environment": f"{{name: '{tmp_path}/env.py:Broken'}}",
-        "data.max-prompt-tokens": 64})
+        "    def step(self, response):\n        raise KeyError('lost')\n"
+    )
+    finished = run(
+        "demo_grpo.yaml",
+        2,
+        status=1,
+        **TINY["rl"]
+        | {
+            "model.path": folder,
+            "output-dir": tmp_path / "out",
+            "steps": 1,
+            "rollout.environment": f"{{name: '{tmp_path}/env.py:Broken'}}",
+            "data.max-prompt-tokens": 64,
+        },
+    )
     assert "environment: KeyError: 'lost'" in finished.output
     assert "step 0: the reward of data row" in finished.output

@@ -16,29 +16,42 @@ from ranks import run_ranks
 from runs import TINY, metrics, run
 
 from spmdrl import config
-from spmdrl.config import Config, Layout
 from spmdrl.commands.create_model import create_model
+from spmdrl.config import Config, Layout
 from spmdrl.rollout.idle import CAUSES, Idle, empty_shares, trainer_wait
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> str:
     folder = tmp_path_factory.mktemp("model") / "init"
-    create_model(folder, hidden_size=64, layers=2, heads=2, kv_heads=2, intermediate=96,
-                 initializer_std=0.2, chat_template=True)
+    create_model(
+        folder,
+        hidden_size=64,
+        layers=2,
+        heads=2,
+        kv_heads=2,
+        intermediate=96,
+        initializer_std=0.2,
+        chat_template=True,
+    )
     return str(folder)
 
 
 def config_of(model: str, world_size: int, **changes) -> Config:
-    return dataclasses.replace(Config(
-        layout=Layout(placement="colocated", world_size=world_size, device="cpu"),
-        model=config.Model(path=model), steps=6,
-        data=config.Data(train="task:addition", size=64, max_prompt_tokens=24),
-        batch=config.Batch(prompts_per_step=6, group_size=2),
-        sampling=config.Sampling(max_response_tokens=24),
-        engine=config.Engine(kind="transformers", dtype="float32", cpu_kv_cache_gib=0.1,
-                             max_num_seqs=2),
-    ), **changes)
+    return dataclasses.replace(
+        Config(
+            layout=Layout(placement="colocated", world_size=world_size, device="cpu"),
+            model=config.Model(path=model),
+            steps=6,
+            data=config.Data(train="task:addition", size=64, max_prompt_tokens=24),
+            batch=config.Batch(prompts_per_step=6, group_size=2),
+            sampling=config.Sampling(max_response_tokens=24),
+            engine=config.Engine(
+                kind="transformers", dtype="float32", cpu_kv_cache_gib=0.1, max_num_seqs=2
+            ),
+        ),
+        **changes,
+    )
 
 
 # --------------------------------------------------------------------------- who draws what
@@ -48,8 +61,10 @@ def responses(rollouts) -> dict[tuple[int, int], tuple[list[int], list[int]]]:
     """Return {(group, sample): (tokens, versions)}."""
     scalars, ends = rollouts.scalars, rollouts.cu_seqlens.tolist()
     tokens, versions = rollouts.tokens.tolist(), rollouts.policy_versions.tolist()
-    return {(int(g), int(s)): (tokens[a:b], versions[a:b])
-            for g, s, a, b in zip(scalars.group_ids, scalars.sample_ids, ends, ends[1:])}
+    return {
+        (int(g), int(s)): (tokens[a:b], versions[a:b])
+        for g, s, a, b in zip(scalars.group_ids, scalars.sample_ids, ends, ends[1:])
+    }
 
 
 def shared_out(cfg: Config) -> dict:
@@ -169,8 +184,9 @@ def alone(cfg: Config, states: list[dict]) -> dict:
     source.generate(engine, until=0)
     found = {"plain": source.take(0)}
     source.close()
-    found["resumed"] = _go_on(_with(cfg, over_sample=2.0), world, engine, states=states,
-                              tokenizer=tokenizer)
+    found["resumed"] = _go_on(
+        _with(cfg, over_sample=2.0), world, engine, states=states, tokenizer=tokenizer
+    )
     engine.close()
     world.close()
     return found
@@ -211,8 +227,13 @@ def test_what_was_under_way_goes_on_with_any_number_of_replicas(replicas):
     assert all(state["is_shared"] for state in states)
     waiting = [(g["step"], g["slot"]) for state in states for g in state["waiting"]]
     assert 0 < len(waiting) == len(set(waiting))  # as many as the engines have places for
-    begun = [e["response"]["tokens"] for state in states for g in state["waiting"]
-             for e in g["episodes"] if e["response"]["tokens"]]
+    begun = [
+        e["response"]["tokens"]
+        for state in states
+        for g in state["waiting"]
+        for e in g["episodes"]
+        if e["response"]["tokens"]
+    ]
     assert begun, "nothing was half drawn: the case is not tested"
     for one, two in zip(first["resumed"], second["resumed"]):
         assert not responses(one).keys() & responses(two).keys()
@@ -245,24 +266,42 @@ def test_the_places_of_an_engine_are_empty_for_one_reason_each():
     idle.stepped(2.0, drawing=1, playing=1)
     idle.add("reward", 3.0)
     idle.left({"push": 9.0, "update": 1.0})
-    idle.came_back({"push": 9.5, "update": 3.0, "exchange tokens": 0.25, "await rollouts": 1.0,
-                    "evaluate": 50.0})
+    idle.came_back(
+        {
+            "push": 9.5,
+            "update": 3.0,
+            "exchange tokens": 0.25,
+            "await rollouts": 1.0,
+            "evaluate": 50.0,
+        }
+    )
     sums = idle.take()
     assert {name: value for name, (value, _) in sums.items()} == {
-        "time/engine_idle": 8.25, "time/engine_idle_tail": 1.0, "time/engine_idle_reward": 3.0,
-        "time/engine_idle_environment": 0.5, "time/engine_idle_replicas": 1.0,
-        "time/engine_idle_exchange": 0.25, "time/engine_idle_update": 2.0,
-        "time/engine_idle_push": 0.5}
+        "time/engine_idle": 8.25,
+        "time/engine_idle_tail": 1.0,
+        "time/engine_idle_reward": 3.0,
+        "time/engine_idle_environment": 0.5,
+        "time/engine_idle_replicas": 1.0,
+        "time/engine_idle_exchange": 0.25,
+        "time/engine_idle_update": 2.0,
+        "time/engine_idle_push": 0.5,
+    }
     assert idle.take()["time/engine_idle"] == (0, 1)
 
 
 def test_the_trainers_wait_is_split_as_the_engines_time_was():
-    sums = {"time/engine_idle_tail": (2.0, 2), "time/engine_idle_reward": (1.0, 2),
-            "time/engine_idle_environment": (0.0, 2)}  # two replicas
+    sums = {
+        "time/engine_idle_tail": (2.0, 2),
+        "time/engine_idle_reward": (1.0, 2),
+        "time/engine_idle_environment": (0.0, 2),
+    }  # two replicas
     found = trainer_wait(3.0, 4.0, sums)
     assert {name: value for name, (value, _) in found.items()} == {
-        "time/await_rollouts_sampling": 3 * (1 - 1.5 / 4), "time/await_rollouts_tail": 0.75,
-        "time/await_rollouts_reward": 0.375, "time/await_rollouts_environment": 0.0}
+        "time/await_rollouts_sampling": 3 * (1 - 1.5 / 4),
+        "time/await_rollouts_tail": 0.75,
+        "time/await_rollouts_reward": 0.375,
+        "time/await_rollouts_environment": 0.0,
+    }
     assert trainer_wait(3.0, 0.0, sums)["time/await_rollouts_sampling"] == (3.0, 1)
 
 
@@ -315,7 +354,8 @@ def idle_by_cause(cases: dict[str, Config]) -> dict[str, dict[str, float]]:
             for sequence in engine._waiting:  # the first group draws long
                 is_long = long and sequence.request.key.startswith("train-0-0-")
                 sequence.request = dataclasses.replace(
-                    sequence.request, stop_token_ids=(), max_tokens=24 if is_long else 3)
+                    sequence.request, stop_token_ids=(), max_tokens=24 if is_long else 3
+                )
             time.sleep(0.12)
             return step()
 
@@ -337,18 +377,24 @@ def test_a_slow_reward_a_slow_environment_and_a_long_response_are_told_apart(mod
     user = tmp_path / "user.py"
     user.write_text(USER)
     base = config_of(
-        model, 1, batch=config.Batch(prompts_per_step=2, group_size=2),
+        model,
+        1,
+        batch=config.Batch(prompts_per_step=2, group_size=2),
         sampling=config.Sampling(max_response_tokens=60),
         data=config.Data(train="task:addition", size=64, max_prompt_tokens=64),
-        engine=config.Engine(kind="transformers", dtype="float32", cpu_kv_cache_gib=0.1,
-                             max_num_seqs=8))
+        engine=config.Engine(
+            kind="transformers", dtype="float32", cpu_kv_cache_gib=0.1, max_num_seqs=8
+        ),
+    )
     fast = config.Rewards(functions=(f"{user}:fast",), workers=4)
     cases = {
         "tail": dataclasses.replace(base, rewards=fast),
-        "reward": dataclasses.replace(base, rewards=dataclasses.replace(
-            fast, functions=(f"{user}:slow",))),
-        "environment": dataclasses.replace(base, rewards=fast, rollout=config.Rollout(
-            environment={"name": f"{user}:Slow"})),
+        "reward": dataclasses.replace(
+            base, rewards=dataclasses.replace(fast, functions=(f"{user}:slow",))
+        ),
+        "environment": dataclasses.replace(
+            base, rewards=fast, rollout=config.Rollout(environment={"name": f"{user}:Slow"})
+        ),
     }
     (found,) = run_ranks(1, idle_by_cause, cases)
     for name, causes in found.items():
@@ -358,12 +404,12 @@ def test_a_slow_reward_a_slow_environment_and_a_long_response_are_told_apart(mod
         assert max(own, key=own.get) == name, found
     # Four rewards, or answers, of 2.5 s on four workers. Its token limit ends each response, so an
     # episode has one turn.
-    assert 1.5 <= found["reward"]["reward"]
-    assert 1.5 <= found["environment"]["environment"]
+    assert found["reward"]["reward"] >= 1.5
+    assert found["environment"]["environment"] >= 1.5
     assert found["tail"]["environment"] == found["reward"]["environment"] == 0
     assert found["environment"]["reward"] < 2.0
     # 21 steps of 120 ms and more in which two of four places are empty.
-    assert 1.2 <= found["tail"]["tail"]
+    assert found["tail"]["tail"] >= 1.2
     assert found["tail"]["reward"] < found["tail"]["tail"]
 
 
@@ -375,18 +421,31 @@ def test_an_opening_that_is_too_long_is_refused_by_name_or_dropped(model, tmp_pa
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(f'{{"prompt": "{10 + i}", "answer": "1"}}\n' for i in range(8)))
     flags = TINY["rl"] | {
-        "engine.kind": "transformers", "model.path": model, "steps": 1,
-        "layout.placement": "colocated", "data.train": rows, "data.eval": "", "data.size": 0,
-        "data.task-options": "{}", "data.max-prompt-tokens": 64,
+        "engine.kind": "transformers",
+        "model.path": model,
+        "steps": 1,
+        "layout.placement": "colocated",
+        "data.train": rows,
+        "data.eval": "",
+        "data.size": 0,
+        "data.task-options": "{}",
+        "data.max-prompt-tokens": 64,
         "rewards.functions": f"{tmp_path}/user.py:fast",
-        "rollout.environment": f"{{name: '{tmp_path}/user.py:Long'}}"}
+        "rollout.environment": f"{{name: '{tmp_path}/user.py:Long'}}",
+    }
     finished = run("demo_grpo.yaml", 1, status=1, **flags | {"output-dir": tmp_path / "refused"})
-    found = re.search(rf"rollout.environment {tmp_path}/user.py:Long: what it opens data row 2 "
-                      r"with has (\d+) tokens, above data.max_prompt_tokens = 64; raise it, "
-                      r"shorten the opening, or set data.overlong_prompts=drop", finished.output)
+    found = re.search(
+        rf"rollout.environment {tmp_path}/user.py:Long: what it opens data row 2 "
+        r"with has (\d+) tokens, above data.max_prompt_tokens = 64; raise it, "
+        r"shorten the opening, or set data.overlong_prompts=drop",
+        finished.output,
+    )
     assert found and int(found[1]) > 200, finished.output[-3000:]
-    run("demo_grpo.yaml", 1, **flags | {"output-dir": tmp_path / "dropped",
-                                        "data.overlong-prompts": "drop"})
+    run(
+        "demo_grpo.yaml",
+        1,
+        **flags | {"output-dir": tmp_path / "dropped", "data.overlong-prompts": "drop"},
+    )
     (row,) = metrics(tmp_path / "dropped")
     assert row["rollout/overlong_openings"] == row["rollout/failed_rewards"] == 4
     assert row["reward/errors"] == 0 and row["rollout/samples"] == 32
@@ -404,20 +463,31 @@ def test_a_curriculum_passes_over_what_is_settled_and_resumes_bit_by_bit(model, 
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(f'{{"prompt": "{i}+1=", "hard": {i % 3}}}\n' for i in range(12)))
     flags = TINY["rl"] | {
-        "engine.kind": "transformers", "model.path": model, "steps": 8, "lag": 1,
-        "data.train": rows, "data.eval": "", "data.size": 0, "data.task-options": "{}",
-        "batch.prompts-per-step": 4, "checkpoint.every-steps": 5, "optimizer.lr": 1e-4,
+        "engine.kind": "transformers",
+        "model.path": model,
+        "steps": 8,
+        "lag": 1,
+        "data.train": rows,
+        "data.eval": "",
+        "data.size": 0,
+        "data.task-options": "{}",
+        "batch.prompts-per-step": 4,
+        "checkpoint.every-steps": 5,
+        "optimizer.lr": 1e-4,
         "rewards.functions": f"{tmp_path}/r.py:uneven",
-        "rollout.schedule": "{curriculum: 0.05}"}
+        "rollout.schedule": "{curriculum: 0.05}",
+    }
     out = tmp_path / "out"
     run("demo_grpo.yaml", 2, **flags | {"output-dir": out})
     whole = metrics(out)
     assert [row["step"] for row in whole] == list(range(8))
     for row in whole:
         assert sum(row[f"time/engine_idle_{cause}"] for cause in CAUSES) == pytest.approx(
-            row["time/engine_idle"])
-        assert sum(value for name, value in row.items() if name.startswith(
-            "time/await_rollouts_")) == pytest.approx(row["time/await_rollouts"])
+            row["time/engine_idle"]
+        )
+        assert sum(
+            value for name, value in row.items() if name.startswith("time/await_rollouts_")
+        ) == pytest.approx(row["time/await_rollouts"])
     # With lag 1 the shares of steps 0 and 1 are made before the first update.
     assert all(row["time/engine_idle_update"] > 0 for row in whole[2:])
     assert all(row["time/engine_idle_update"] == 0 for row in whole[:2])
@@ -439,11 +509,19 @@ def test_a_curriculum_passes_over_what_is_settled_and_resumes_bit_by_bit(model, 
 
 def test_replicas_share_a_book_through_updates_in_flight_and_a_resume(model, tmp_path):
     flags = TINY["rl"] | {
-        "engine.kind": "transformers", "model.path": model, "steps": 4, "lag": 2,
-        "layout.trainer-ranks": 1, "sampling.max-response-tokens": 32, "engine.max-num-seqs": 8,
-        "batch.tokens-per-microbatch": 1024, "algorithm.correction": "none",
-        "checkpoint.every-steps": 2, "output-dir": tmp_path,
-        "rollout.schedule": "{in_flight: true, over_sample: 1.5}"}
+        "engine.kind": "transformers",
+        "model.path": model,
+        "steps": 4,
+        "lag": 2,
+        "layout.trainer-ranks": 1,
+        "sampling.max-response-tokens": 32,
+        "engine.max-num-seqs": 8,
+        "batch.tokens-per-microbatch": 1024,
+        "algorithm.correction": "none",
+        "checkpoint.every-steps": 2,
+        "output-dir": tmp_path,
+        "rollout.schedule": "{in_flight: true, over_sample: 1.5}",
+    }
     run("demo_grpo.yaml", 3, **flags)
     shutil.rmtree(tmp_path / "checkpoints" / "step_4")
     run("demo_grpo.yaml", 2, **flags)  # on one replica instead of two

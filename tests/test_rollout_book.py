@@ -27,7 +27,8 @@ def test_prompts_are_dealt_evenly_by_number_and_the_longest_first(costs, parts):
     dealt = deal(costs, parts)
     assert sorted(slot for part in dealt for slot in part) == list(range(len(costs)))
     assert [len(part) for part in dealt] == [
-        len(range(part, len(costs), parts)) for part in range(parts)]
+        len(range(part, len(costs), parts)) for part in range(parts)
+    ]
     for part in dealt:
         assert [costs[slot] for slot in part] == sorted((costs[s] for s in part), reverse=True)
 
@@ -74,16 +75,26 @@ class Replica:
             for step in [step for step in book.closed if step < version]:
                 del book.closed[step]
             finish(book, self.rules, complete=complete, dropped=(), last=last, slots_of=self.slots)
-            tickets = take_tickets(book, self.rules, part=self.share.part, most=most, last=last,
-                                   version=version, deal=self.deal)
+            tickets = take_tickets(
+                book,
+                self.rules,
+                part=self.share.part,
+                most=most,
+                last=last,
+                version=version,
+                deal=self.deal,
+            )
             return tickets, dict(book.closed)
 
         tickets, closed = self.book.update(change)
         self.done = []
         for number, step, slot in tickets:
             self.running[number], self.versions[number] = (step, slot), version
-        own = {step: {n: slot for n, slot in groups.items() if n in self.versions}
-               for step, groups in closed.items() if step >= self.next}
+        own = {
+            step: {n: slot for n, slot in groups.items() if n in self.versions}
+            for step, groups in closed.items()
+            if step >= self.next
+        }
         self.next = max([self.next, *(step + 1 for step in own)])
         return own
 
@@ -96,10 +107,17 @@ class Replica:
 
 
 @settings(max_examples=150, deadline=None)
-@given(seed=st.integers(0, 2**32), replicas=st.integers(1, 3), prompts=st.integers(1, 6),
-       over=st.sampled_from([1.0, 1.5, 2.0]), lag=st.integers(0, 2), is_shared=st.booleans())
+@given(
+    seed=st.integers(0, 2**32),
+    replicas=st.integers(1, 3),
+    prompts=st.integers(1, 6),
+    over=st.sampled_from([1.0, 1.5, 2.0]),
+    lag=st.integers(0, 2),
+    is_shared=st.booleans(),
+)
 def test_every_prompt_is_sampled_once_and_every_step_full_whoever_is_fast(
-        seed, replicas, prompts, over, lag, is_shared):
+    seed, replicas, prompts, over, lag, is_shared
+):
     """Replicas act in any order, some never until they must; in the end nothing is missing."""
     store, steps, chance = dist.HashStore(), 4, random.Random(seed)
     costs = [chance.randrange(10) for _ in range(prompts)]
@@ -138,8 +156,9 @@ def test_every_prompt_is_sampled_once_and_every_step_full_whoever_is_fast(
 def test_a_replica_that_is_done_takes_the_shortest_of_another():
     book, rules = Book(), make_rules(6, over_sample=1, lag=0, max_staleness=None)
     costs = [6, 5, 4, 3, 2, 1]
-    take = functools.partial(take_tickets, book, rules, last=0, version=0,
-                             deal=lambda step: deal(costs, 2))
+    take = functools.partial(
+        take_tickets, book, rules, last=0, version=0, deal=lambda step: deal(costs, 2)
+    )
     assert [t.slot for t in take(part=0, most=3)] == [0, 3, 4]
     assert book.left == {0: [[], [1, 2, 5]]}
     assert [t.slot for t in take(part=0, most=1)] == [5]
@@ -149,8 +168,13 @@ def test_a_replica_that_is_done_takes_the_shortest_of_another():
 
 def test_a_plain_step_keeps_its_prompts_in_their_slots_whoever_drew_them():
     book, rules = Book(), make_rules(4, over_sample=1, lag=0, max_staleness=None)
-    tickets = [t for part in (1, 0, 1, 1) for t in take_tickets(
-        book, rules, part=part, most=1, last=0, version=0, deal=lambda step: deal([0] * 4, 2))]
+    tickets = [
+        t
+        for part in (1, 0, 1, 1)
+        for t in take_tickets(
+            book, rules, part=part, most=1, last=0, version=0, deal=lambda step: deal([0] * 4, 2)
+        )
+    ]
     finish(book, rules, complete=[3, 1, 0, 2], dropped=(), last=0, slots_of=lambda step: range(4))
     assert book.closed == {0: {t.number: t.slot for t in tickets}}
 
@@ -183,17 +207,27 @@ def test_two_that_write_at_once_lose_nothing():
 
 
 @settings(max_examples=100, deadline=None)
-@given(data=st.data(), before=st.integers(1, 3), after=st.integers(1, 3),
-       was_shared=st.booleans(), is_shared=st.booleans())
+@given(
+    data=st.data(),
+    before=st.integers(1, 3),
+    after=st.integers(1, 3),
+    was_shared=st.booleans(),
+    is_shared=st.booleans(),
+)
 def test_nothing_is_lost_or_doubled_on_another_number_of_replicas(
-        data, before, after, was_shared, is_shared):
+    data, before, after, was_shared, is_shared
+):
     prompts, costs = 6, [5, 0, 3, 3, 9, 1]
     store, states, taken = dist.HashStore(), [], set()
     crew = []
     for i in range(before):
         share = Share(i, before, was_shared)
-        rules = make_rules(prompts if was_shared else len(range(i, prompts, before)),
-                           over_sample=3.0, lag=0, max_staleness=None)
+        rules = make_rules(
+            prompts if was_shared else len(range(i, prompts, before)),
+            over_sample=3.0,
+            lag=0,
+            max_staleness=None,
+        )
         book = SharedBook(store, initial=Book(), writer=i) if was_shared else OwnBook(Book())
         crew.append(Replica(book, rules, share=share, costs=costs))
     for replica in crew:  # they come to different steps, as dynamic sampling lets them
@@ -202,12 +236,22 @@ def test_nothing_is_lost_or_doubled_on_another_number_of_replicas(
             taken |= set(replica.running.values())
     for replica in crew:
         book = replica.book.read()
-        states.append({
-            "is_shared": was_shared, "next": book.next, "opened": book.opened, "left": book.left,
-            "waiting": [{"version": replica.versions[n], "number": n, "step": step, "slot": slot}
-                        for n, (step, slot) in replica.running.items()]})
-    found = [resumed(states, step=0, share=Share(i, after, is_shared), costs_of=lambda _: costs)
-             for i in range(after)]
+        states.append(
+            {
+                "is_shared": was_shared,
+                "next": book.next,
+                "opened": book.opened,
+                "left": book.left,
+                "waiting": [
+                    {"version": replica.versions[n], "number": n, "step": step, "slot": slot}
+                    for n, (step, slot) in replica.running.items()
+                ],
+            }
+        )
+    found = [
+        resumed(states, step=0, share=Share(i, after, is_shared), costs_of=lambda _: costs)
+        for i in range(after)
+    ]
     groups = [(g["step"], g["slot"]) for one in found for _, g in one.groups]
     assert sorted(groups) == sorted(taken)
     for one in found:
@@ -215,16 +259,23 @@ def test_nothing_is_lost_or_doubled_on_another_number_of_replicas(
             assert one.book.waiting[number] == (0, group["step"], group["slot"])
     books = [found[0].book] if is_shared else [one.book for one in found]
     assert all(one.book == books[0] for one in found) or not is_shared
-    left = [(step, slot) for book in books for step, parts in book.left.items()
-            for part in parts for slot in part]
+    left = [
+        (step, slot)
+        for book in books
+        for step, parts in book.left.items()
+        for part in parts
+        for slot in part
+    ]
     opened = max(book.opened for book in books)
     for i, book in enumerate(books):  # steps that this one has yet to open
         left += [(k, s) for k in range(book.opened, opened) for s in deal(costs, after)[i]]
     assert sorted([*left, *taken]) == [(k, s) for k in range(opened) for s in range(prompts)]
 
 
-@pytest.mark.parametrize("lag, over, steps", [(0, 1.0, 1), (1, 1.0, 1), (2, 1.0, 2), (1, 1.5, 2),
-                                              (0, 2.0, 2), (2, 2.5, 4)])
+@pytest.mark.parametrize(
+    "lag, over, steps",
+    [(0, 1.0, 1), (1, 1.0, 1), (2, 1.0, 2), (1, 1.5, 2), (0, 2.0, 2), (2, 2.5, 4)],
+)
 def test_no_prompt_is_asked_for_before_its_step_was_planned(lag, over, steps):
     """Admission at its most eager, by the rules, against the bound that plans rely on."""
     assert horizon({"dynamic": 0, "over_sample": over}, lag=lag) == steps
@@ -235,9 +286,22 @@ def test_no_prompt_is_asked_for_before_its_step_was_planned(lag, over, steps):
     for version in range(5):
         for observed, last in ((version - 1, version), (version, version + lag)):
             while book.next <= last:
-                tickets = take_tickets(book, rules, part=0, most=99, last=last, version=version,
-                                       deal=lambda step: [list(range(prompts))])
+                tickets = take_tickets(
+                    book,
+                    rules,
+                    part=0,
+                    most=99,
+                    last=last,
+                    version=version,
+                    deal=lambda step: [list(range(prompts))],
+                )
                 latest = max([latest, *(t.step - observed for t in tickets)])
-                finish(book, rules, complete=[t.number for t in tickets], dropped=(), last=last,
-                       slots_of=lambda step: range(prompts))
+                finish(
+                    book,
+                    rules,
+                    complete=[t.number for t in tickets],
+                    dropped=(),
+                    last=last,
+                    slots_of=lambda step: range(prompts),
+                )
     assert latest <= steps

@@ -17,20 +17,29 @@ from runs import TINY, metrics, run
 from spmdrl import config
 from spmdrl.algorithms.mismatch import NUM_GAP_BINS, correction_advice, gap_max, gap_sums
 from spmdrl.algorithms.shaping import SHAPING, shape, shaping_problems
-from spmdrl.config import Config
 from spmdrl.commands.create_model import create_model
+from spmdrl.config import Config
 from spmdrl.engine.protocol import Completion, Request
-from spmdrl.workers.pool import RewardPool, RewardResult
 from spmdrl.rollout.episode import GREEDY, Draw, Group, Response, Sample
 from spmdrl.rollout.loop import Loop
 from spmdrl.rollout.packing import concat_rollouts, empty_rollouts, pack, rollouts_from_dict
 from spmdrl.rollout.sums import warn_if_all_failed
 from spmdrl.types import Prompt, Scalars
+from spmdrl.workers.pool import RewardPool, RewardResult
 
-DRAW = Draw(seed=3, purpose="train", samples=3, max_tokens=9, temperature=0.8,
-            is_seeded=True, stop_token_ids=(1,))
-PROMPTS = [(slot, Prompt(index=40 + slot, tokens=(slot, 2), text="q", row={"prompt": "q"}))
-           for slot in (4, 0)]
+DRAW = Draw(
+    seed=3,
+    purpose="train",
+    samples=3,
+    max_tokens=9,
+    temperature=0.8,
+    is_seeded=True,
+    stop_token_ids=(1,),
+)
+PROMPTS = [
+    (slot, Prompt(index=40 + slot, tokens=(slot, 2), text="q", row={"prompt": "q"}))
+    for slot in (4, 0)
+]
 GROUPS = [Group(0, 7, 4, PROMPTS[0][1], version=2, draw=DRAW)]
 
 
@@ -50,8 +59,10 @@ class Engine:
         return bool(self.open)
 
     def step(self) -> list[Completion]:
-        return [Completion(r.key, (7, 1), (-0.5, -0.25), r.temperature == 0, versions=(2, 2))
-                for r in (self.open.pop() for _ in range(min(2, len(self.open))))]
+        return [
+            Completion(r.key, (7, 1), (-0.5, -0.25), r.temperature == 0, versions=(2, 2))
+            for r in (self.open.pop() for _ in range(min(2, len(self.open))))
+        ]
 
 
 class Tokenizer:
@@ -75,7 +86,6 @@ class Pool:
         return done
 
 
-
 class Link:
     """Of a replica of one rank."""
 
@@ -87,8 +97,10 @@ def draw_all(pool, *, engine: Engine | None = None, **changes) -> tuple[list[Sam
     engine = engine or Engine()
     loop = Loop(tokenizer=Tokenizer(), pool=pool, link=Link())
     draw = dataclasses.replace(DRAW, **changes)
-    groups = [Group(number, 7, slot, prompt, version=2, draw=draw)
-              for number, (slot, prompt) in enumerate(PROMPTS)]
+    groups = [
+        Group(number, 7, slot, prompt, version=2, draw=draw)
+        for number, (slot, prompt) in enumerate(PROMPTS)
+    ]
     for group in groups:
         loop.admit(group)
     while loop.is_busy:
@@ -105,24 +117,28 @@ def test_the_greedy_sample_is_one_more_request_and_changes_no_other():
     plain, without = draw_all(Pool())
     samples, engine = draw_all(Pool(), has_greedy=True)
     assert [(s.slot, s.sample) for s in samples] == [
-        (slot, i) for slot in (0, 4) for i in (GREEDY, 0, 1, 2)]
+        (slot, i) for slot in (0, 4) for i in (GREEDY, 0, 1, 2)
+    ]
     greedy = [r for r in engine.seen if r.temperature == 0]
     assert len(greedy) == 2 and all(r.seed is None for r in greedy)
     assert [r for r in engine.seen if r.temperature] == without.seen
     assert [s for s in samples if s.sample != GREEDY] == plain
 
 
-@pytest.mark.parametrize("purpose, place", [
-    ("train", "step 7: "), ("eval", "evaluation after 7 steps: ")])
+@pytest.mark.parametrize(
+    "purpose, place", [("train", "step 7: "), ("eval", "evaluation after 7 steps: ")]
+)
 def test_the_first_failed_reward_ends_generation_by_name(purpose, place):
     engine = Engine()
     with pytest.raises(RuntimeError) as caught:
         draw_all(Pool("-0-1"), engine=engine, purpose=purpose)
     assert str(caught.value).startswith(
         f"{place}the reward of data row 40, sample 1 failed: error after 0.5 s: KeyError: 'lost'\n"
-        "  response: 'text'\n")
+        "  response: 'text'\n"
+    )
     assert "more may follow. Mend the reward function, or set rewards.on_failure=drop" in str(
-        caught.value)
+        caught.value
+    )
     assert len(engine.open) == 4  # it did not wait for the engine
 
 
@@ -165,25 +181,33 @@ def test_a_replica_without_one_good_reward_is_warned_about_once(caplog):
 
 def response(length: int) -> Response:
     drawn = Response()
-    drawn.sampled(Completion("k", tuple(range(length)), (-0.5,) * length, length > 4,
-                             versions=(2,) * length))
+    drawn.sampled(
+        Completion("k", tuple(range(length)), (-0.5,) * length, length > 4, versions=(2,) * length)
+    )
     return drawn
 
 
 def sample(slot: int, number: int, value: float | None, *, length: int = 2, **parts) -> Sample:
-    return Sample(slot, number, PROMPTS[0][1],
-                  response(length), "text",
-                  RewardResult("k", value, parts=parts,
-                               failure=None if value is not None else "error"))
+    return Sample(
+        slot,
+        number,
+        PROMPTS[0][1],
+        response(length),
+        "text",
+        RewardResult("k", value, parts=parts, failure=None if value is not None else "error"),
+    )
 
 
-SAMPLES = [sample(0, GREEDY, 0.5, length=5, right=0.5), sample(0, 0, 1.5, right=1.0, format=1.0),
-           sample(0, 1, 1.0, length=5, right=1.0), sample(1, 0, None, right=1.0)]
+SAMPLES = [
+    sample(0, GREEDY, 0.5, length=5, right=0.5),
+    sample(0, 0, 1.5, right=1.0, format=1.0),
+    sample(0, 1, 1.0, length=5, right=1.0),
+    sample(1, 0, None, right=1.0),
+]
 
 
 def test_parts_and_greedy_rewards_are_columns_of_the_sampled_sequences():
-    scalars = pack(SAMPLES, sums={}, num_shown=0,
-                   part_names=("format", "right")).scalars
+    scalars = pack(SAMPLES, sums={}, num_shown=0, part_names=("format", "right")).scalars
     assert scalars.reward_parts.tolist() == [[1.0, 1.0], [0.0, 1.0], [0.0, 1.0]]
     assert scalars.greedy_rewards.tolist()[:2] == [0.5, 0.5]
     assert math.isnan(scalars.greedy_rewards[2])  # this prompt has none
@@ -195,10 +219,15 @@ def test_parts_and_greedy_rewards_are_columns_of_the_sampled_sequences():
 
 
 def test_shaping_changes_rewards_and_baselines_but_no_part_and_no_failed_sample():
-    shaping = {"overlong_tokens": 2, "overlong_penalty": 0.5, "truncated_penalty": 0.25,
-               "shift": 1.0}
-    scalars = pack(SAMPLES, sums={}, num_shown=0, part_names=("right",),
-                   shaping=shaping, max_response_tokens=6).scalars
+    shaping = {
+        "overlong_tokens": 2,
+        "overlong_penalty": 0.5,
+        "truncated_penalty": 0.25,
+        "shift": 1.0,
+    }
+    scalars = pack(
+        SAMPLES, sums={}, num_shown=0, part_names=("right",), shaping=shaping, max_response_tokens=6
+    ).scalars
     assert scalars.rewards.tolist() == [2.5, 1.5, 0.0]  # 1.0 - 0.5 / 2 - 0.25 + 1.0
     assert scalars.greedy_rewards.tolist()[:2] == [1.0, 1.0]
     assert scalars.reward_parts.tolist() == [[1.0], [1.0], [1.0]]
@@ -212,8 +241,9 @@ def test_rollouts_keep_their_new_columns_through_a_checkpoint():
     loaded = rollouts_from_dict(torch.load(file, weights_only=False))
     joined = concat_rollouts([empty_rollouts(), loaded, empty_rollouts()])
     for name, values in vars(made.scalars).items():
-        torch.testing.assert_close(getattr(joined.scalars, name), values, rtol=0, atol=0,
-                                   equal_nan=True)
+        torch.testing.assert_close(
+            getattr(joined.scalars, name), values, rtol=0, atol=0, equal_nan=True
+        )
     assert len(concat_rollouts([empty_rollouts(), empty_rollouts()])) == 0
 
 
@@ -233,37 +263,58 @@ def test_scalars_made_without_the_new_columns_have_them_all_the_same():
 def test_shaping_goes_penalties_scale_clamp():
     rewards, lengths = torch.tensor([1.0, 1.0, -1.0, math.nan]), torch.tensor([2, 10, 10, 9])
     cut = torch.tensor([False, True, True, False])
-    got = shape(rewards, lengths, cut, max_response_tokens=10, options={
-        "overlong_tokens": 4, "truncated_factor": 0.5, "truncated_penalty": 0.25, "scale": 2.0,
-        "clamp_low": -3.0})
+    got = shape(
+        rewards,
+        lengths,
+        cut,
+        max_response_tokens=10,
+        options={
+            "overlong_tokens": 4,
+            "truncated_factor": 0.5,
+            "truncated_penalty": 0.25,
+            "scale": 2.0,
+            "clamp_low": -3.0,
+        },
+    )
     assert got.tolist()[:3] == [2.0, -0.5, -3.0] and math.isnan(got[3])
     assert shape(rewards, lengths, cut, max_response_tokens=10, options={})[:3].tolist() == [
-        1.0, 1.0, -1.0]
+        1.0,
+        1.0,
+        -1.0,
+    ]
     assert shaping_problems(SHAPING | {"overlong_tokens": 1}, max_response_tokens=10) == []
 
 
-@pytest.mark.parametrize("options, says", [
-    ({"overlong_token": 4}, "overlong_token: no such option; did you mean overlong_tokens?"),
-    ({"scale": "2"}, "scale: expected a number, got '2'"),
-    ({"clamp_low": True}, "clamp_low: expected a number, got True"),
-    ({"overlong_tokens": 17}, "overlong_tokens: must be a whole number from 0 to "
-                              "sampling.max_response_tokens = 16, got 17"),
-    ({"overlong_penalty": 2.0}, "overlong_penalty: needs overlong_tokens"),
-    ({"truncated_factor": 2}, "truncated_factor: must be from 0 to 1, got 2"),
-    ({"truncated_penalty": math.nan}, "truncated_penalty: must be finite, at least 0, got nan"),
-    ({"scale": 0}, "scale: must be finite and not 0, got 0"),
-    ({"clamp_low": 1, "clamp_high": 1}, "clamp_low: must be below clamp_high = 1, got 1"),
-])
+@pytest.mark.parametrize(
+    "options, says",
+    [
+        ({"overlong_token": 4}, "overlong_token: no such option; did you mean overlong_tokens?"),
+        ({"scale": "2"}, "scale: expected a number, got '2'"),
+        ({"clamp_low": True}, "clamp_low: expected a number, got True"),
+        (
+            {"overlong_tokens": 17},
+            "overlong_tokens: must be a whole number from 0 to "
+            "sampling.max_response_tokens = 16, got 17",
+        ),
+        ({"overlong_penalty": 2.0}, "overlong_penalty: needs overlong_tokens"),
+        ({"truncated_factor": 2}, "truncated_factor: must be from 0 to 1, got 2"),
+        ({"truncated_penalty": math.nan}, "truncated_penalty: must be finite, at least 0, got nan"),
+        ({"scale": 0}, "scale: must be finite and not 0, got 0"),
+        ({"clamp_low": 1, "clamp_high": 1}, "clamp_low: must be below clamp_high = 1, got 1"),
+    ],
+)
 def test_shaping_that_cannot_be_meant_is_refused_by_the_config(options, says):
-    cfg = Config(rewards=config.Rewards(shaping=options),
-                 sampling=config.Sampling(max_response_tokens=16))
+    cfg = Config(
+        rewards=config.Rewards(shaping=options), sampling=config.Sampling(max_response_tokens=16)
+    )
     assert any(p.startswith(f"rewards.shaping.{says}") for p in config.validate(cfg))
 
 
 def test_what_reads_parts_alone_refuses_what_changes_the_sum():
     data = config.Data(train="task:addition", size=9)
-    cfg = Config(model=config.Model(path="m"), data=data,
-                 rewards=config.Rewards(shaping={"scale": 2.0}))
+    cfg = Config(
+        model=config.Model(path="m"), data=data, rewards=config.Rewards(shaping={"scale": 2.0})
+    )
     assert config.validate(cfg) == []
     gdpo = config.Algorithm(advantage="gdpo", kl_coef=0.1, kl_in="reward")
     found = config.validate(dataclasses.replace(cfg, algorithm=gdpo))
@@ -274,8 +325,9 @@ def test_what_reads_parts_alone_refuses_what_changes_the_sum():
 
 
 def advice(correction: str, lag: int, *, ess: float = 0.9, outside: float = 0.0) -> str:
-    return correction_advice({"policy/mismatch_ess": ess, "policy/mismatch_outside_frac": outside},
-                             correction, lag)
+    return correction_advice(
+        {"policy/mismatch_ess": ess, "policy/mismatch_outside_frac": outside}, correction, lag
+    )
 
 
 def test_the_advice_comes_when_the_correction_rests_on_few_tokens():
@@ -287,7 +339,8 @@ def test_the_advice_comes_when_the_correction_rests_on_few_tokens():
     assert "unless the loss weighs by pi / mu" in advice("none", 1, ess=0.1)
     assert "icepop" not in advice("mis", 1, ess=0.1)
     assert "engine.dtype" in advice("tis", 0, ess=0.1) and "lower lag" not in advice(
-        "tis", 0, ess=0.1)
+        "tis", 0, ess=0.1
+    )
     assert "mismatch_ess nan" in advice("tis", 1, ess=math.nan)
 
 
@@ -316,12 +369,22 @@ def test_gap_metrics_come_from_the_sum_of_all_ranks():
 def test_remax_trains_on_sampled_responses_with_greedy_baselines(tmp_path):
     (tmp_path / "r.py").write_text(
         "def varied(completions, **row): return [sum(map(ord, completions[0])) % 7 / 7]\n"
-        "def short(completions, **row): return [float(len(completions[0]) < 6)]\n")
+        "def short(completions, **row): return [float(len(completions[0]) < 6)]\n"
+    )
     model = create_model(tmp_path / "model", hidden_size=64, layers=2, heads=2, kv_heads=1)
-    run("demo_grpo.yaml", 2, **TINY["rl"], **{
-        "model.path": model, "output-dir": tmp_path / "out", "steps": 2,
-        "rewards.shaping": "{scale: 2.0, shift: 1.0}", "algorithm.advantage": "remax"},
-        **{"rewards.functions": f"{tmp_path}/r.py:varied"})
+    run(
+        "demo_grpo.yaml",
+        2,
+        **TINY["rl"],
+        **{
+            "model.path": model,
+            "output-dir": tmp_path / "out",
+            "steps": 2,
+            "rewards.shaping": "{scale: 2.0, shift: 1.0}",
+            "algorithm.advantage": "remax",
+        },
+        **{"rewards.functions": f"{tmp_path}/r.py:varied"},
+    )
     rows = metrics(tmp_path / "out")
     assert len(rows) == 2
     for row in rows:

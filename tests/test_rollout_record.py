@@ -16,30 +16,40 @@ from test_train import assert_same_end
 from spmdrl import config
 from spmdrl.check import dry_run
 from spmdrl.checkpoint.restore import config_differences
+from spmdrl.commands import view as viewer
+from spmdrl.commands.create_model import create_model
 from spmdrl.config import Config, Data, Layout, Rewards
 from spmdrl.config.fields import Algorithm, Batch, Report, Rollout, Sampling
-from spmdrl.commands.create_model import create_model
-from spmdrl.commands import view as viewer
-from spmdrl.workers.pool import RewardResult
 from spmdrl.rollout.episode import GREEDY, Draw, Group, Response, Sample
 from spmdrl.rollout.packing import pack_step
 from spmdrl.rollout.record import (
-    Recorder, find_recorded, ranges, read_header, read_rollouts, read_table,
+    Recorder,
+    find_recorded,
+    ranges,
+    read_header,
+    read_rollouts,
+    read_table,
 )
 from spmdrl.rollout.replay_source import ReplaySource, check_recorded
 from spmdrl.types import Prompt, Rollouts, Scalars
+from spmdrl.workers.pool import RewardResult
 
 NO_ENGINE = dict(placement="offline", world_size=1, device="cpu")
 
 
 def config_of(folder: Path, *, record: dict, **rest) -> Config:
     base = Config(
-        output_dir=str(folder), steps=3, data=Data(train="task:addition", size=100),
+        output_dir=str(folder),
+        steps=3,
+        data=Data(train="task:addition", size=100),
         model=config.Model(path="./somewhere"),
-        batch=Batch(prompts_per_step=4, group_size=2), sampling=Sampling(max_response_tokens=8),
-        rewards=Rewards(functions=("r.py:right", "r.py:brief"), weights=(1.0, 0.5),
-                        shaping={"scale": 2.0}),
-        rollout=Rollout(record=record))
+        batch=Batch(prompts_per_step=4, group_size=2),
+        sampling=Sampling(max_response_tokens=8),
+        rewards=Rewards(
+            functions=("r.py:right", "r.py:brief"), weights=(1.0, 0.5), shaping={"scale": 2.0}
+        ),
+        rollout=Rollout(record=record),
+    )
     return dataclasses.replace(base, **rest)
 
 
@@ -49,25 +59,61 @@ def group_of(slot: int, *, has_greedy: bool = False) -> Group:
     draw = Draw(0, "train", 2, 8, 1.0, True, (), has_greedy=has_greedy)
     group = Group(slot, 0, slot, prompt, 0, draw)
     broken = Response([11], [True], [-0.1], [2], False, [-1], [0.0])
-    group.samples[0] = Sample(slot, 0, prompt, broken, "no", RewardResult(
-        "k", None if slot else -1.0, {} if slot else {"right": -1.0}, {}, {}, 0.1,
-        "error" if slot else None, "KeyError: x" if slot else ""))
-    two_turns = Response([1, 2, 9, 3], [True, True, False, True], [-0.5, -2.0 - slot, 0.0, -1 / 3],
-                         [1, 1, -1, 2], True, [2**47, 7], [0.25, -1.0])
-    group.samples[1] = Sample(slot, 1, prompt, two_turns, "a <b> & c", RewardResult(
-        "k", 0.1 + slot, {"right": slot, "brief": 0.2}))
+    group.samples[0] = Sample(
+        slot,
+        0,
+        prompt,
+        broken,
+        "no",
+        RewardResult(
+            "k",
+            None if slot else -1.0,
+            {} if slot else {"right": -1.0},
+            {},
+            {},
+            0.1,
+            "error" if slot else None,
+            "KeyError: x" if slot else "",
+        ),
+    )
+    two_turns = Response(
+        [1, 2, 9, 3],
+        [True, True, False, True],
+        [-0.5, -2.0 - slot, 0.0, -1 / 3],
+        [1, 1, -1, 2],
+        True,
+        [2**47, 7],
+        [0.25, -1.0],
+    )
+    group.samples[1] = Sample(
+        slot,
+        1,
+        prompt,
+        two_turns,
+        "a <b> & c",
+        RewardResult("k", 0.1 + slot, {"right": slot, "brief": 0.2}),
+    )
     if has_greedy:
         greedy = Response([4], [True], [-0.25], [2], False, [-1], [0.0])
-        group.samples[GREEDY] = Sample(slot, GREEDY, prompt, greedy, "greedy",
-                                       RewardResult("k", 0.75))
+        group.samples[GREEDY] = Sample(
+            slot, GREEDY, prompt, greedy, "greedy", RewardResult("k", 0.75)
+        )
     return group
 
 
-def record(cfg: Config, step: int, slots: range, *, replica: int = 0, replicas: int = 1,
-           has_greedy: bool = False) -> Rollouts:
+def record(
+    cfg: Config,
+    step: int,
+    slots: range,
+    *,
+    replica: int = 0,
+    replicas: int = 1,
+    has_greedy: bool = False,
+) -> Rollouts:
     groups = [group_of(slot, has_greedy=has_greedy) for slot in slots]
-    share = pack_step(groups, cfg, is_first=replica == 0, seconds=1.5, measured={}, dropped=[],
-                      num_carried=0)
+    share = pack_step(
+        groups, cfg, is_first=replica == 0, seconds=1.5, measured={}, dropped=[], num_carried=0
+    )
     recorder = Recorder(cfg, replica=replica, num_replicas=replicas)
     recorder.record(step, groups, share)
     return share
@@ -110,8 +156,9 @@ def test_a_share_comes_back_bit_by_bit(has_greedy, tmp_path):
 
 def test_any_number_of_ranks_reads_each_group_once(tmp_path):
     cfg = config_of(tmp_path, record={"every": 1})
-    shares = [record(cfg, 0, range(replica, 5, 2), replica=replica, replicas=2)
-              for replica in range(2)]
+    shares = [
+        record(cfg, 0, range(replica, 5, 2), replica=replica, replicas=2) for replica in range(2)
+    ]
     files = find_recorded(tmp_path / "rollouts").files_of(0)
     assert len(files) == 2
     for num_parts in (1, 2, 3, 7):
@@ -120,8 +167,10 @@ def test_any_number_of_ranks_reads_each_group_once(tmp_path):
         assert sorted(g for own in groups for g in own) == list(range(5))
         assert sum(len(part) for part in parts) == 10
         assert max(map(len, groups)) - min(map(len, groups)) <= 1
-        lengths = {name: sum(part.sums.get(name, (0, 0))[0] for part in parts)
-                   for name in ("rollout/response_length", "rollout/failed_rewards")}
+        lengths = {
+            name: sum(part.sums.get(name, (0, 0))[0] for part in parts)
+            for name in ("rollout/response_length", "rollout/failed_rewards")
+        }
         assert lengths == {name: sum(share.sums[name][0] for share in shares) for name in lengths}
 
 
@@ -166,20 +215,31 @@ def test_a_folder_that_cannot_be_written_to_is_refused_at_start(tmp_path):
 # --------------------------------------------------------------------------- the config
 
 
-@pytest.mark.parametrize("record, rest, says", [
-    ({"evry": 1}, {}, "evry: unknown option; did you mean every?"),
-    ({"every": 0}, {}, "every: expected a number of steps"),
-    ({"every": True}, {}, "every: expected a number of steps"),
-    ({"replay": ""}, {}, "replay: expected a run's output_dir"),
-    ({"replay": "elsewhere", "every": 1}, {}, "every: 1 with replay elsewhere"),
-    ({"replay": "runs/a"}, {}, "replay: runs/a is of this very output_dir"),
-    ({"replay": "runs/a/rollouts"}, {}, "replay: runs/a/rollouts is of this very output_dir"),
-    ({"every": 1}, {"algorithm": Algorithm(objective="sft")}, "the objective sft samples nothing"),
-    ({"replay": "elsewhere"}, {}, "layout.placement: split with objective rl"),
-    ({}, {"layout": Layout(**NO_ENGINE)}, "layout.placement: offline with objective rl"),
-    ({}, {"report": Report(console={"table_every": 0})}, "table_every: expected .* 1 or more"),
-    ({}, {"report": Report(console={"table": 1})}, "table: unknown option; did you mean table_e"),
-])
+@pytest.mark.parametrize(
+    "record, rest, says",
+    [
+        ({"evry": 1}, {}, "evry: unknown option; did you mean every?"),
+        ({"every": 0}, {}, "every: expected a number of steps"),
+        ({"every": True}, {}, "every: expected a number of steps"),
+        ({"replay": ""}, {}, "replay: expected a run's output_dir"),
+        ({"replay": "elsewhere", "every": 1}, {}, "every: 1 with replay elsewhere"),
+        ({"replay": "runs/a"}, {}, "replay: runs/a is of this very output_dir"),
+        ({"replay": "runs/a/rollouts"}, {}, "replay: runs/a/rollouts is of this very output_dir"),
+        (
+            {"every": 1},
+            {"algorithm": Algorithm(objective="sft")},
+            "the objective sft samples nothing",
+        ),
+        ({"replay": "elsewhere"}, {}, "layout.placement: split with objective rl"),
+        ({}, {"layout": Layout(**NO_ENGINE)}, "layout.placement: offline with objective rl"),
+        ({}, {"report": Report(console={"table_every": 0})}, "table_every: expected .* 1 or more"),
+        (
+            {},
+            {"report": Report(console={"table": 1})},
+            "table: unknown option; did you mean table_e",
+        ),
+    ],
+)
 def test_options_that_cannot_be_are_refused(record, rest, says):
     import re
 
@@ -189,12 +249,14 @@ def test_options_that_cannot_be_are_refused(record, rest, says):
 
 def test_a_replay_needs_no_engine_and_its_schedule_does_nothing():
     cfg = config_of(Path("runs/b"), record={"replay": "runs/a"}, layout=Layout(**NO_ENGINE), lag=1)
-    cfg = dataclasses.replace(cfg, rollout=dataclasses.replace(
-        cfg.rollout, schedule={"in_flight": True, "dynamic": 4}))
+    cfg = dataclasses.replace(
+        cfg, rollout=dataclasses.replace(cfg.rollout, schedule={"in_flight": True, "dynamic": 4})
+    )
     assert config.validate(cfg) == []
     saved = config.flatten(cfg) | {"rollout.record": {"replay": "runs/other"}}
     assert config_differences(saved, cfg) == [
-        "rollout.record: {'replay': 'runs/other'} in the checkpoint, {'replay': 'runs/a'} now"]
+        "rollout.record: {'replay': 'runs/other'} in the checkpoint, {'replay': 'runs/a'} now"
+    ]
     recording = dataclasses.replace(cfg, rollout=Rollout(record={"every": 3}))
     silent = dataclasses.replace(cfg, rollout=Rollout())
     assert config_differences(config.flatten(recording), silent) == []
@@ -208,8 +270,7 @@ def replay_config(folder: Path, recorded: Path, **rest) -> Config:
 
 
 def replay_source(cfg: Config) -> ReplaySource:
-    world = SimpleNamespace(cfg=cfg, rank=0, dp_size=1, dp_index=lambda rank: 0,
-                            speaks_for_dp=True)
+    world = SimpleNamespace(cfg=cfg, rank=0, dp_size=1, dp_index=lambda rank: 0, speaks_for_dp=True)
     return ReplaySource(cfg, world)
 
 
@@ -224,7 +285,8 @@ def test_what_a_replay_cannot_train_on_is_refused_by_name(tmp_path):
         r"not recorded, of steps 6: 2, 4, 5": dict(steps=6),
         "batch.group_size: 2 there, 3 now": dict(batch=Batch(prompts_per_step=4, group_size=3)),
         "rewards.shaping: {'scale': 2.0} there, {} now": dict(
-            rewards=dataclasses.replace(cfg.rewards, shaping={})),
+            rewards=dataclasses.replace(cfg.rewards, shaping={})
+        ),
     }
     for says, changed in refused.items():
         with pytest.raises(ValueError, match=says):
@@ -261,30 +323,37 @@ def test_the_engines_routes_come_back_and_a_run_that_needs_them_is_refused_witho
             routes = (torch.arange((tokens - 1) * 6) * (sample.slot + 3) % 120).view(-1, 3, 2)
             sample.response.routes = made[sample.slot, sample.sample] = routes.to(torch.int8)
     cfg = config_of(tmp_path / "live", record={"every": 1}, steps=1)
-    share = pack_step(groups, cfg, is_first=True, seconds=1.5, measured={}, dropped=[],
-                      num_carried=0)
+    share = pack_step(
+        groups, cfg, is_first=True, seconds=1.5, measured={}, dropped=[], num_carried=0
+    )
     Recorder(cfg, replica=0, num_replicas=1).record(0, groups, share)
     replay = dataclasses.replace(
         replay_config(tmp_path / "again", tmp_path / "live", steps=1),
-        model=config.Model(path="./somewhere", moe={"replay": True}))
+        model=config.Model(path="./somewhere", moe={"replay": True}),
+    )
     source = replay_source(replay)
     source.check_context(max_positions=7, vocab_size=12)
     back = source.take(0)
     assert_same_rollouts(share, back)
     assert back.routes.dtype == torch.int8 and torch.equal(back.routes, share.routes)
     starts = back.cu_seqlens.tolist()
-    for key, a, b in zip(zip(back.scalars.group_ids.tolist(), back.scalars.sample_ids.tolist()),
-                         starts, starts[1:]):
+    for key, a, b in zip(
+        zip(back.scalars.group_ids.tolist(), back.scalars.sample_ids.tolist()), starts, starts[1:]
+    ):
         own = back.routes[a:b]
         assert bool((own[-1] == -1).all()) and torch.equal(
-            own[:-1], made.get(key, torch.full_like(own[:-1], -1)))
+            own[:-1], made.get(key, torch.full_like(own[:-1], -1))
+        )
     off = replay_source(dataclasses.replace(replay, model=config.Model(path="./somewhere")))
     off.check_context(max_positions=7, vocab_size=12)
     assert off.take(0).routes is None
     record(config_of(tmp_path / "without", record={"every": 1}), 0, range(4))
     with pytest.raises(ValueError, match="model.moe.replay: .* was recorded without the engine's"):
-        check_recorded(dataclasses.replace(
-            replay, rollout=Rollout(record={"replay": str(tmp_path / "without")})))
+        check_recorded(
+            dataclasses.replace(
+                replay, rollout=Rollout(record={"replay": str(tmp_path / "without")})
+            )
+        )
 
 
 REWARD = """
@@ -297,12 +366,24 @@ def test_a_replay_ends_bit_equal_to_the_live_run(tmp_path):
     create_model(model, hidden_size=64, layers=2, heads=2, kv_heads=1)
     (tmp_path / "r.py").write_text(REWARD)  # varied: every step must move the weights
     live, again = tmp_path / "live", tmp_path / "again"
-    flags = TINY["rl"] | {"model.path": model, "steps": 3, "lag": 1,
-                          "rewards.functions": f"{tmp_path / 'r.py'}:varied"}
+    flags = TINY["rl"] | {
+        "model.path": model,
+        "steps": 3,
+        "lag": 1,
+        "rewards.functions": f"{tmp_path / 'r.py'}:varied",
+    }
     run("demo_grpo.yaml", 2, **flags | {"output-dir": live, "rollout.record": "{every: 1}"})
-    finished = run("demo_grpo.yaml", 1, **flags | {
-        "output-dir": again, "layout.placement": "offline", "evaluate.every-steps": 2,
-        "rollout.record": f"{{replay: {live}}}"})
+    finished = run(
+        "demo_grpo.yaml",
+        1,
+        **flags
+        | {
+            "output-dir": again,
+            "layout.placement": "offline",
+            "evaluate.every-steps": 2,
+            "rollout.record": f"{{replay: {live}}}",
+        },
+    )
     assert "evaluation is left out: a replay has no engine" in finished.output
     assert_same_end(live, again)
     rows = [metrics(folder) for folder in (live, again)]
@@ -381,10 +462,13 @@ def test_the_viewer_says_why_it_knows_no_advantages(shown, capsys):
         assert "advantages are not available: " in out and says in out and ", advantage" not in out
 
 
-@pytest.mark.parametrize("words, says", [
-    (["--step", "7"], "step 7 was not recorded; there are steps 0, 1"),
-    (["--step", "1", "--group", "9"], "has no group 9; it has groups 0 to 3"),
-])
+@pytest.mark.parametrize(
+    "words, says",
+    [
+        (["--step", "7"], "step 7 was not recorded; there are steps 0, 1"),
+        (["--step", "1", "--group", "9"], "has no group 9; it has groups 0 to 3"),
+    ],
+)
 def test_the_viewer_names_what_is_there(words, says, shown, capsys):
     assert viewer.main([str(shown), *words]) == 2
     assert says in capsys.readouterr().err

@@ -10,15 +10,28 @@ from hypothesis import strategies as st
 
 from spmdrl.config.fields import Config, Rewards, Rollout
 from spmdrl.rollout.schedule import (
-    Rules, closing, least_staleness, make_rules, num_to_admit, schedule_of, schedule_problems,
+    Rules,
+    closing,
+    least_staleness,
+    make_rules,
+    num_to_admit,
+    schedule_of,
+    schedule_problems,
 )
 
 
 @settings(max_examples=300, deadline=None)
-@given(data=st.data(), quota=st.integers(1, 4), over=st.sampled_from([1.0, 1.25, 1.5, 2.0, 3.0]),
-       lag=st.integers(0, 3), slack=st.integers(0, 2), is_cut=st.booleans())
+@given(
+    data=st.data(),
+    quota=st.integers(1, 4),
+    over=st.sampled_from([1.0, 1.25, 1.5, 2.0, 3.0]),
+    lag=st.integers(0, 3),
+    slack=st.integers(0, 2),
+    is_cut=st.booleans(),
+)
 def test_every_step_closes_and_none_is_stale_under_any_order_of_finishing(
-        data, quota, over, lag, slack, is_cut):
+    data, quota, over, lag, slack, is_cut
+):
     """A replica and its trainer, with groups that finish in any order, at any time.
 
     `is_cut`: generation ahead of the step may be interrupted at any tick, as in-flight
@@ -33,8 +46,11 @@ def test_every_step_closes_and_none_is_stale_under_any_order_of_finishing(
     for version in range(steps):
         for last, may_stop in ((version, False), (version + lag, is_cut)):
             while next_step <= last:
-                for _ in range(num_to_admit(rules, len(versions), next_step=next_step,
-                                            last_step=last, version=version)):
+                for _ in range(
+                    num_to_admit(
+                        rules, len(versions), next_step=next_step, last_step=last, version=version
+                    )
+                ):
                     versions[number] = version
                     number += 1
                 chosen = closing(rules, versions, complete=complete, step=next_step)
@@ -82,20 +98,33 @@ def cfg_of(**schedule) -> Config:
     return Config(rollout=Rollout(schedule=schedule), lag=1)
 
 
-@pytest.mark.parametrize("schedule, balance", [
-    ({}, "length"), ({"dynamic": 3}, "length"), ({"over_sample": 1.5}, "steal"),
-    ({"in_flight": True}, "steal"), ({"in_flight": True, "balance": "even"}, "even")])
+@pytest.mark.parametrize(
+    "schedule, balance",
+    [
+        ({}, "length"),
+        ({"dynamic": 3}, "length"),
+        ({"over_sample": 1.5}, "steal"),
+        ({"in_flight": True}, "steal"),
+        ({"in_flight": True, "balance": "even"}, "even"),
+    ],
+)
 def test_work_is_taken_over_where_timing_decides_on_the_batch_anyway(schedule, balance):
     assert schedule_of(cfg_of(**schedule))["balance"] == balance
     assert not schedule_problems(cfg_of(**schedule))
 
 
-@pytest.mark.parametrize("schedule, says", [
-    ({"balance": "stael"}, "balance: expected one of even, length, steal, got 'stael'"),
-    ({"curriculum": 0}, "curriculum: must be in (0, 1], the share of their turns at which prompts"),
-    ({"curriculum": True}, "curriculum: must be in (0, 1]"),
-    ({"curriculum": 0.5, "dynamic": 2}, "curriculum: 0.5 with dynamic 2, which takes prompts "),
-])
+@pytest.mark.parametrize(
+    "schedule, says",
+    [
+        ({"balance": "stael"}, "balance: expected one of even, length, steal, got 'stael'"),
+        (
+            {"curriculum": 0},
+            "curriculum: must be in (0, 1], the share of their turns at which prompts",
+        ),
+        ({"curriculum": True}, "curriculum: must be in (0, 1]"),
+        ({"curriculum": 0.5, "dynamic": 2}, "curriculum: 0.5 with dynamic 2, which takes prompts "),
+    ],
+)
 def test_a_balance_or_curriculum_that_cannot_be_is_refused(schedule, says):
     (problem,) = schedule_problems(cfg_of(**schedule))
     assert problem.startswith(says)

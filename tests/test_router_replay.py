@@ -24,22 +24,34 @@ SHARED = tuple(range(20, 60))  # longer than a block of the cache
 PROMPTS = (SHARED + (5,), (7, 8, 9), SHARED + (6, 4), (11,), SHARED, (7, 8, 9), SHARED + (5,))
 
 
-def engine_config(model: Path, *, kind: str, dtype: str = "float32", tp: int = 1, **engine: object
-                  ) -> Config:
+def engine_config(
+    model: Path, *, kind: str, dtype: str = "float32", tp: int = 1, **engine: object
+) -> Config:
     return Config(
         layout=config.Layout(placement="colocated", world_size=tp, inference_tp=tp, device="cpu"),
         model=config.Model(path=str(model), moe={"replay": True}),
-        data=config.Data(max_prompt_tokens=48), sampling=config.Sampling(max_response_tokens=80),
-        engine=config.Engine(kind=kind, dtype=dtype, cpu_kv_cache_gib=0.01, max_num_seqs=4,
-                             max_batched_tokens=128, **engine))
+        data=config.Data(max_prompt_tokens=48),
+        sampling=config.Sampling(max_response_tokens=80),
+        engine=config.Engine(
+            kind=kind,
+            dtype=dtype,
+            cpu_kv_cache_gib=0.01,
+            max_num_seqs=4,
+            max_batched_tokens=128,
+            **engine,
+        ),
+    )
 
 
 def own_routes(model: Any, tokens: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     """What plain transformers chooses for a sequence, [n, L, K] sorted, and by how much the last
     chosen expert is ahead of the next, [n, L] in logits."""
     seen: list[tuple[Tensor, Tensor]] = []
-    hooks = [m.gate.register_forward_hook(lambda _, __, out: seen.append((out[0], out[2])))
-             for m in model.modules() if hasattr(m, "gate") and hasattr(m, "experts")]
+    hooks = [
+        m.gate.register_forward_hook(lambda _, __, out: seen.append((out[0], out[2])))
+        for m in model.modules()
+        if hasattr(m, "gate") and hasattr(m, "experts")
+    ]
     with torch.no_grad():
         model(torch.tensor([tokens]))
     for hook in hooks:
@@ -49,16 +61,18 @@ def own_routes(model: Any, tokens: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     return chosen.sort(dim=-1).values, top[..., -2] - top[..., -1]
 
 
-def differing(folder: Path, rows: dict[str, tuple[tuple[int, ...], Tensor]], *, margin: float
-              ) -> list[str]:
+def differing(
+    folder: Path, rows: dict[str, tuple[tuple[int, ...], Tensor]], *, margin: float
+) -> list[str]:
     """Say where routes that were recorded are not those of plain transformers, ties left out."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="eager").eval()
+        folder, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
     found = []
     for name, (tokens, routes) in rows.items():
-        want, ahead = own_routes(model, tokens[:len(routes)])
+        want, ahead = own_routes(model, tokens[: len(routes)])
         is_other = (routes.long().sort(dim=-1).values != want).any(-1) & (ahead > margin)
         found += [f"{name} at {at}" for at in is_other.nonzero().tolist()]
     return found
@@ -125,14 +139,19 @@ def recorded(cfg: Config) -> dict[str, Any] | None:
     drain(engine, done)
     engine.close()
     world.close()
-    return {"rows": {k: (prompts[k] + c.tokens, c.routes) for k, c in done.items()},
-            "cached": cached, "logprobs": {k: c.logprobs for k, c in done.items()}}
+    return {
+        "rows": {k: (prompts[k] + c.tokens, c.routes) for k, c in done.items()},
+        "cached": cached,
+        "logprobs": {k: c.logprobs for k, c in done.items()},
+    }
 
 
 ENGINES = {  # kind, family, tp
-    "vllm": ("vllm", "qwen3_moe", 1), "vllm tp2": ("vllm", "mixtral", 2),
+    "vllm": ("vllm", "qwen3_moe", 1),
+    "vllm tp2": ("vllm", "mixtral", 2),
     "transformers": ("transformers", "qwen3_moe", 1),
-    "transformers, sigmoids": ("transformers", "deepseek_v3", 1)}
+    "transformers, sigmoids": ("transformers", "deepseek_v3", 1),
+}
 
 
 @pytest.mark.parametrize("case", list(ENGINES))
@@ -148,7 +167,10 @@ def test_engines_record_the_experts_of_every_token_but_the_last(case, tmp_path):
         assert any(result["cached"]), "no prompt was found in the cache"
         for key, (tokens, routes) in result["rows"].items():
             assert routes.dtype == torch.int8 and routes.shape == (
-                len(tokens) - 1, layers, CHOICES), key
+                len(tokens) - 1,
+                layers,
+                CHOICES,
+            ), key
             assert bool((routes >= 0).all()) and bool((routes < EXPERTS).all()), key
         assert differing(folder, result["rows"], margin=1e-4) == []
     spread = torch.cat([routes.flatten() for _, routes in results[0]["rows"].values()])
@@ -164,8 +186,9 @@ def gaps_of(folder: Path) -> dict[str, Any]:
 
 
 def test_replay_closes_the_gap_that_other_experts_open(tmp_path):
-    folder = make_moe(tmp_path, "qwen3_moe", hidden_size=128, intermediate=96, layers=4,
-                      moe_experts=32)
+    folder = make_moe(
+        tmp_path, "qwen3_moe", hidden_size=128, intermediate=96, layers=4, moe_experts=32
+    )
     (found,) = run_ranks(1, gaps_of, folder)
     own, replayed = found["float32"]["own choice"], found["float32"]["replayed"]
     assert found["tokens"] > 300 and found["float32"]["disagreement"] > 0.003
@@ -188,18 +211,22 @@ def crowded(cfg: Config) -> dict[str, Any]:
     while engine.is_busy:
         done |= {c.key: c for c in engine.step()}
         scheduler = engine._llm.engine_core.engine_core.scheduler
-        preempted = max(preempted, max((r.num_preemptions for r in scheduler.requests.values()),
-                                       default=0))
+        preempted = max(
+            preempted, max((r.num_preemptions for r in scheduler.requests.values()), default=0)
+        )
     engine.close()
     world.close()
-    return {"preempted": preempted,
-            "rows": {k: (prompts[k] + c.tokens, c.routes) for k, c in done.items()}}
+    return {
+        "preempted": preempted,
+        "rows": {k: (prompts[k] + c.tokens, c.routes) for k, c in done.items()},
+    }
 
 
 def test_a_sequence_that_vllm_preempts_keeps_its_routes(tmp_path):
     folder = make_moe(tmp_path, "qwen3_moe", **SIZES)
-    cfg = engine_config(folder, kind="vllm", options={
-        "num_gpu_blocks_override": 8, "block_size": 32})
+    cfg = engine_config(
+        folder, kind="vllm", options={"num_gpu_blocks_override": 8, "block_size": 32}
+    )
     (found,) = run_ranks(1, crowded, cfg)
     assert found["preempted"] > 0
     assert differing(folder, found["rows"], margin=1e-4) == []

@@ -15,19 +15,23 @@ from test_policy_forward import _rows
 from torch import Tensor, nn
 
 from spmdrl import config as configs
+from spmdrl.check.fit import fit_problems
 from spmdrl.config import Config
-from spmdrl.model.parallel import recompute as memory
-from spmdrl.model.parallel import fsdp as parallelize
 from spmdrl.model.attention import register_attention
 from spmdrl.model.file_tensors import file_tensors, live_tensors
-from spmdrl.check.fit import fit_problems
 from spmdrl.model.load import (
-    CheckpointReader, build_meta_model, compute_buffers, model_folder, read_tensors,
+    CheckpointReader,
+    build_meta_model,
+    compute_buffers,
+    model_folder,
+    read_tensors,
 )
+from spmdrl.model.parallel import fsdp as parallelize
+from spmdrl.model.parallel import recompute as memory
 from spmdrl.model.parallel.expert_parallel import experts_modules
-from spmdrl.train.objectives.rl import make_scoring
 from spmdrl.model.router_replay import WEIGHTS, RouterReplay
 from spmdrl.model.scorer import Scorer
+from spmdrl.train.objectives.rl import make_scoring
 from spmdrl.types import Batch
 
 EXPERTS, CHOICES = 8, 2
@@ -37,7 +41,7 @@ def routes_of(length: int, layers: int, *, seed: int, unknown: int = 1) -> Tenso
     """Routes [length, layers, CHOICES] drawn at random; none for the last `unknown` tokens."""
     generator = torch.Generator().manual_seed(seed)
     drawn = torch.rand(length, layers, EXPERTS, generator=generator).argsort(-1)[..., :CHOICES]
-    drawn[length - unknown:] = -1
+    drawn[length - unknown :] = -1
     return drawn.to(torch.int8)
 
 
@@ -45,11 +49,17 @@ def routes_of(length: int, layers: int, *, seed: int, unknown: int = 1) -> Tenso
 
 
 ROUTERS = {
-    "qwen3_moe": "Qwen3MoeTopKRouter", "qwen2_moe": "Qwen2MoeTopKRouter",
-    "olmoe": "OlmoeTopKRouter", "flex_olmo": "FlexOlmoTopKRouter", "mixtral": "MixtralTopKRouter",
-    "deepseek_v3": "DeepseekV3TopkRouter", "glm4_moe": "Glm4MoeTopkRouter",
-    "glm4_moe_lite": "Glm4MoeLiteTopkRouter", "dots1": "Dots1TopkRouter",
-    "exaone_moe": "ExaoneMoeTopkRouter"}
+    "qwen3_moe": "Qwen3MoeTopKRouter",
+    "qwen2_moe": "Qwen2MoeTopKRouter",
+    "olmoe": "OlmoeTopKRouter",
+    "flex_olmo": "FlexOlmoTopKRouter",
+    "mixtral": "MixtralTopKRouter",
+    "deepseek_v3": "DeepseekV3TopkRouter",
+    "glm4_moe": "Glm4MoeTopkRouter",
+    "glm4_moe_lite": "Glm4MoeLiteTopkRouter",
+    "dots1": "Dots1TopkRouter",
+    "exaone_moe": "ExaoneMoeTopkRouter",
+}
 
 
 @pytest.mark.parametrize("norm", [True, False])
@@ -62,9 +72,17 @@ def test_each_familys_routers_weigh_as_the_replay_does(family, norm):
     module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
     kind = getattr(module, ROUTERS[family])
     hf_config = AutoConfig.for_model(family)
-    sizes = dict(hidden_size=32, num_experts=EXPERTS, num_local_experts=EXPERTS,
-                 n_routed_experts=EXPERTS, num_experts_per_tok=CHOICES, n_group=2, topk_group=1,
-                 norm_topk_prob=norm, routed_scaling_factor=2.5)
+    sizes = dict(
+        hidden_size=32,
+        num_experts=EXPERTS,
+        num_local_experts=EXPERTS,
+        n_routed_experts=EXPERTS,
+        num_experts_per_tok=CHOICES,
+        n_group=2,
+        topk_group=1,
+        norm_topk_prob=norm,
+        routed_scaling_factor=2.5,
+    )
     for name, value in sizes.items():
         setattr(hf_config, name, value)
     router = kind(hf_config)
@@ -105,13 +123,15 @@ def expected_block(block: nn.Module, x: Tensor, routes: Tensor, *, family: str) 
     return torch.stack(outputs)
 
 
-def expected_scores(folder: Path, family: str, routes: list[Tensor]
-                    ) -> tuple[list[Tensor], nn.Module]:
+def expected_scores(
+    folder: Path, family: str, routes: list[Tensor]
+) -> tuple[list[Tensor], nn.Module]:
     """Logprobs under given routes by plain transformers in float64, with blocks of our own."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float64, attn_implementation="eager").eval()
+        folder, dtype=torch.float64, attn_implementation="eager"
+    ).eval()
     blocks = [m for m in model.modules() if hasattr(m, "gate") and hasattr(m, "experts")]
     given: list[Tensor] = []
 
@@ -142,23 +162,33 @@ def replaying_scorer(folder: Path, family: str, *, checkpointing: str) -> tuple[
     seen: list[Tensor] = []
     for experts in experts_modules(hf_model).values():
         experts.register_forward_pre_hook(
-            lambda _, args, kwargs: seen.append(args[1] if len(args) > 1 else
-                                                kwargs["top_k_index"]), with_kwargs=True)
+            lambda _, args, kwargs: seen.append(
+                args[1] if len(args) > 1 else kwargs["top_k_index"]
+            ),
+            with_kwargs=True,
+        )
     return scorer, seen
 
 
 @pytest.mark.parametrize("checkpointing", ["none", "full", "selective"])
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "deepseek_v3"])
 def test_the_experts_are_the_recorded_ones_and_gradients_those_of_float64(
-        family, checkpointing, tmp_path):
+    family, checkpointing, tmp_path
+):
     folder, rows = make_moe(tmp_path, family), _rows()
     layers = 1 if family == "deepseek_v3" else 2
     routes = [routes_of(len(row), layers, seed=i, unknown=1 + i % 3) for i, row in enumerate(rows)]
     scorer, seen = replaying_scorer(folder, family, checkpointing=checkpointing)
     positions = torch.cat([torch.arange(len(row)) for row in rows])
     work = make_scoring(
-        torch.cat(rows), [len(row) for row in rows], mask=positions > 0, position_ids=positions,
-        device=torch.device("cpu"), padded=True, routes=torch.cat(routes))
+        torch.cat(rows),
+        [len(row) for row in rows],
+        mask=positions > 0,
+        position_ids=positions,
+        device=torch.device("cpu"),
+        padded=True,
+        routes=torch.cat(routes),
+    )
     logprobs, _ = scorer(work)
     expected, model = expected_scores(folder, family, routes)
     torch.testing.assert_close(logprobs.double(), torch.cat(expected), rtol=1e-5, atol=1e-5)
@@ -197,8 +227,9 @@ def routed_batch(dp_index: int, dp_size: int, layers: int) -> Batch:
         ids = microbatch.sequence_ids.tolist()
         if ids == [-1]:
             return microbatch
-        parts = [routes_of(LENGTHS[i], layers, seed=i, unknown=LENGTHS[i] if i == 3 else 1)
-                 for i in ids]
+        parts = [
+            routes_of(LENGTHS[i], layers, seed=i, unknown=LENGTHS[i] if i == 3 else 1) for i in ids
+        ]
         return replace(microbatch, routes=torch.cat(parts))
 
     return replace(own, updates=tuple(tuple(map(routed, update)) for update in own.updates))
@@ -221,13 +252,26 @@ def trained(cfg: Config, layers: int) -> dict[str, Any]:
 
 
 def _config(folder: Path, out: Path, family: str, **layout: int) -> Config:
-    moe = {"replay": True} | ({"balance": "bias", "rate": 0.02} if family == "deepseek_v3" else
-                              {"balance": "aux", "coef": 0.2})
-    cfg = config(folder, out, world_size=layout.get("world_size", 1), cp=layout.get("cp", 1),
-                 tp=layout.get("tp", 1), kl_coef=0.1, correction="tis",
-                 model={"moe": moe, "memory": {"activation_checkpointing": "full"}})
-    return replace(cfg, layout=replace(cfg.layout, ep=layout.get("ep", 1)),
-                   batch=replace(cfg.batch, updates_per_step=1))
+    moe = {"replay": True} | (
+        {"balance": "bias", "rate": 0.02}
+        if family == "deepseek_v3"
+        else {"balance": "aux", "coef": 0.2}
+    )
+    cfg = config(
+        folder,
+        out,
+        world_size=layout.get("world_size", 1),
+        cp=layout.get("cp", 1),
+        tp=layout.get("tp", 1),
+        kl_coef=0.1,
+        correction="tis",
+        model={"moe": moe, "memory": {"activation_checkpointing": "full"}},
+    )
+    return replace(
+        cfg,
+        layout=replace(cfg.layout, ep=layout.get("ep", 1)),
+        batch=replace(cfg.batch, updates_per_step=1),
+    )
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
@@ -241,18 +285,23 @@ def test_every_mesh_replays_like_one_process(family, tmp_path):
         others, known = sums["policy/router_disagreement"]
         # Random routes are the router's own with a probability of 1 / 28.
         assert known == recorded and 0.8 < others / known < 1
-    for layout in ({"world_size": 4, "cp": 2, "ep": 2}, {"world_size": 2, "ep": 2},
-                   {"world_size": 2, "tp": 2}):
-        results = run_ranks(layout["world_size"], trained,
-                            _config(folder, tmp_path, family, **layout), layers)
+    for layout in (
+        {"world_size": 4, "cp": 2, "ep": 2},
+        {"world_size": 2, "ep": 2},
+        {"world_size": 2, "tp": 2},
+    ):
+        results = run_ranks(
+            layout["world_size"], trained, _config(folder, tmp_path, family, **layout), layers
+        )
         for result in results:
             for ours, theirs in zip(result["sums"], alone["sums"]):
                 assert ours.keys() == theirs.keys()
                 for name in ours:
                     assert ours[name] == pytest.approx(theirs[name], rel=2e-5, abs=1e-6), name
             for name, parameter in alone["parameters"].items():
-                torch.testing.assert_close(result["parameters"][name], parameter, rtol=2e-5,
-                                           atol=1e-6, msg=name)
+                torch.testing.assert_close(
+                    result["parameters"][name], parameter, rtol=2e-5, atol=1e-6, msg=name
+                )
             torch.testing.assert_close(result["score"], alone["score"], rtol=1e-5, atol=1e-5)
 
 
@@ -260,10 +309,14 @@ def test_scores_and_the_reference_choose_their_experts_themselves(tmp_path):
     folder = make_moe(tmp_path, "qwen3_moe")
     replayed = _config(folder, tmp_path, "qwen3_moe")
     lora = {"rank": 2, "targets": ["q_proj"]}
-    kept = {name: replace(cfg, batch=replace(cfg.batch, updates_per_step=2)) for name, cfg in {
-        "replayed": replayed,
-        "adapted": replace(replayed, model=replace(replayed.model, lora=lora)),
-        "plain": replace(replayed, model=replace(replayed.model, moe={}))}.items()}
+    kept = {
+        name: replace(cfg, batch=replace(cfg.batch, updates_per_step=2))
+        for name, cfg in {
+            "replayed": replayed,
+            "adapted": replace(replayed, model=replace(replayed.model, lora=lora)),
+            "plain": replace(replayed, model=replace(replayed.model, moe={})),
+        }.items()
+    }
     found = {name: run_ranks(1, annotated, cfg)[0] for name, cfg in kept.items()}
     plain = found["plain"]
     for name in ("replayed", "adapted"):
@@ -271,8 +324,9 @@ def test_scores_and_the_reference_choose_their_experts_themselves(tmp_path):
         assert torch.equal(own["score"], plain["score"])
         torch.testing.assert_close(own["ref"], plain["ref"], rtol=1e-5, atol=1e-5)
         assert (own["old"] - plain["old"]).abs().max() > 0.01
-    torch.testing.assert_close(found["adapted"]["old"], found["replayed"]["old"], rtol=1e-5,
-                               atol=1e-5)  # adapters begin at nothing
+    torch.testing.assert_close(
+        found["adapted"]["old"], found["replayed"]["old"], rtol=1e-5, atol=1e-5
+    )  # adapters begin at nothing
     torch.testing.assert_close(plain["old"], plain["ref"], rtol=1e-5, atol=1e-5)
 
 
@@ -285,8 +339,11 @@ def annotated(cfg: Config) -> dict[str, Tensor]:
     columns = [c for part in policy.annotate(routed_batch(0, 1, 2), step=0).columns for c in part]
     score = policy.score([sequence(0).tolist()])[0]
     world.close()
-    return {"score": score, "old": torch.cat([c["old_logprobs"] for c in columns]),
-            "ref": torch.cat([c["ref_logprobs"] for c in columns])}
+    return {
+        "score": score,
+        "old": torch.cat([c["old_logprobs"] for c in columns]),
+        "ref": torch.cat([c["ref_logprobs"] for c in columns]),
+    }
 
 
 # --------------------------------------------------------------------------- refusals
@@ -306,9 +363,17 @@ def test_what_cannot_be_replayed_is_refused_before_anything_starts(tmp_path, tin
     good = Config(model=configs.Model(path="m"), data=configs.Data(train="task:addition", size=10))
 
     def problems(objective: str, replay: object) -> str:
-        return "\n".join(text for text in configs.validate(replace(
-            good, model=replace(good.model, moe={"replay": replay}),
-            algorithm=configs.Algorithm(objective=objective))) if "replay" in text)
+        return "\n".join(
+            text
+            for text in configs.validate(
+                replace(
+                    good,
+                    model=replace(good.model, moe={"replay": replay}),
+                    algorithm=configs.Algorithm(objective=objective),
+                )
+            )
+            if "replay" in text
+        )
 
     assert problems("rl", True) == problems("rl", False) == ""
     assert problems("rl", "yes") == "model.moe.replay: expected true or false, got 'yes'"

@@ -16,24 +16,46 @@ from spmdrl.rollout.record import find_recorded, read_header, read_table
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return create_model(tmp_path_factory.mktemp("model") / "moe", architecture="qwen3_moe",
-                        hidden_size=128, layers=2, heads=4, kv_heads=2, intermediate=48,
-                        initializer_std=0.1, chat_template=True)
+    return create_model(
+        tmp_path_factory.mktemp("model") / "moe",
+        architecture="qwen3_moe",
+        hidden_size=128,
+        layers=2,
+        heads=4,
+        kv_heads=2,
+        intermediate=48,
+        initializer_std=0.1,
+        chat_template=True,
+    )
 
 
-REWARD = HELD + """
+REWARD = (
+    HELD
+    + """
 def varied(prompts, completions, **columns):
     wait_to_be_killed()
     return [sum(map(ord, c)) % 7 / 7 for c in completions]
 """
+)
 
 
 def flags_of(model: Path, out: Path, **flags: object) -> dict[str, object]:
-    return TINY["rl"] | {
-        "model.path": model, "output-dir": out, "model.moe": "{replay: true}",
-        "layout.placement": "split", "layout.trainer-ranks": 2, "layout.ep": 2,
-        "rollout.record": "{every: 1}", "rewards.functions": f"{out.parent / 'r.py'}:varied",
-        "evaluate.every-steps": 0, "lag": 0} | flags
+    return (
+        TINY["rl"]
+        | {
+            "model.path": model,
+            "output-dir": out,
+            "model.moe": "{replay: true}",
+            "layout.placement": "split",
+            "layout.trainer-ranks": 2,
+            "layout.ep": 2,
+            "rollout.record": "{every: 1}",
+            "rewards.functions": f"{out.parent / 'r.py'}:varied",
+            "evaluate.every-steps": 0,
+            "lag": 0,
+        }
+        | flags
+    )
 
 
 def check_recorded(out: Path, steps: int) -> list[dict]:
@@ -63,11 +85,22 @@ def test_a_killed_and_resumed_run_with_replay_ends_bit_identical(model, tmp_path
     whole, killed = tmp_path / "whole", tmp_path / "killed"
 
     def flags(out: Path) -> dict[str, object]:
-        return flags_of(model, out, **{  # with lag 1 a checkpoint holds a batch that was made ahead
-            "engine.kind": "transformers", "engine.dtype": "bfloat16", "steps": 6, "lag": 1,
-            "layout.trainer-ranks": 1, "layout.ep": 1, "checkpoint.every-steps": 1,
-            "checkpoint.keep": "{last: 9}", "batch.updates-per-step": 2,
-            "rewards.timeout-s": 300})
+        return flags_of(
+            model,
+            out,
+            **{  # with lag 1 a checkpoint holds a batch that was made ahead
+                "engine.kind": "transformers",
+                "engine.dtype": "bfloat16",
+                "steps": 6,
+                "lag": 1,
+                "layout.trainer-ranks": 1,
+                "layout.ep": 1,
+                "checkpoint.every-steps": 1,
+                "checkpoint.keep": "{last: 9}",
+                "batch.updates-per-step": 2,
+                "rewards.timeout-s": 300,
+            },
+        )
 
     run("demo_grpo.yaml", 2, **flags(whole))
     check_metrics(whole, check_recorded(whole, 6))
@@ -92,17 +125,25 @@ def test_turns_of_a_game_are_replayed_as_one_sequence(model, tmp_path):
     assert "resume" in resumed.output
     rows = check_recorded(out, 3)
     assert sum(row["turns"] >= 2 for row in rows) > len(rows) / 2
-    assert any(not all(row["response_mask"][row["response_mask"].index(True):]) for row in rows)
+    assert any(not all(row["response_mask"][row["response_mask"].index(True) :]) for row in rows)
     check_metrics(out, rows)
 
 
 def test_samples_that_are_carried_over_updates_and_a_resume_keep_their_routes(model, tmp_path):
     (tmp_path / "r.py").write_text(REWARD)
     out = tmp_path / "out"
-    flags = flags_of(model, out, **{
-        "engine.kind": "vllm", "engine.dtype": "bfloat16", "lag": 1,
-        "rollout.schedule": "{in_flight: true, over_sample: 1.5, max_staleness: 3}",
-        "sampling.max-response-tokens": 40, "checkpoint.every-steps": 2})
+    flags = flags_of(
+        model,
+        out,
+        **{
+            "engine.kind": "vllm",
+            "engine.dtype": "bfloat16",
+            "lag": 1,
+            "rollout.schedule": "{in_flight: true, over_sample: 1.5, max_staleness: 3}",
+            "sampling.max-response-tokens": 40,
+            "checkpoint.every-steps": 2,
+        },
+    )
     run("demo_grpo.yaml", 3, **flags, steps=4)
     run("demo_grpo.yaml", 3, **flags, steps=8)
     rows = check_recorded(out, 8)

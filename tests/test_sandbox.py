@@ -19,8 +19,10 @@ from spmdrl.sandbox import LaunchError, protection, run_python, ways
 from spmdrl.sandbox.process import Way, launch
 from spmdrl.sandbox.seccomp import seccomp_filter
 
-pytestmark = [pytest.mark.timeout(300),
-              pytest.mark.skipif(not protection().is_enough, reason=protection().text)]
+pytestmark = [
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(not protection().is_enough, reason=protection().text),
+]
 SLACK_S = 40.0  # the machine may be busy; a program that escapes would sleep for 60
 
 
@@ -31,8 +33,9 @@ MARK_MB = 100 + os.getpid() % 100_000
 def run(code, *, timeout_s=10.0, **options):
     """Run a program; check that nothing of it is left and that its time was kept."""
     began = time.monotonic()
-    result = run_python(textwrap.dedent(code), timeout_s=timeout_s,
-                        **{"files_mb": MARK_MB} | options)
+    result = run_python(
+        textwrap.dedent(code), timeout_s=timeout_s, **{"files_mb": MARK_MB} | options
+    )
     assert time.monotonic() - began < timeout_s + SLACK_S
     assert not children(), f"left: {children()}"
     return result
@@ -49,41 +52,55 @@ def children(of=None, *, only_programs=False):
             continue
         is_program = re.search(rf"Max file size +{MARK_MB << 20} ", limits)
         is_launcher = command[-2:-1] == [b"%d" % (of or os.getpid())] and any(
-            b"launcher.main" in part for part in command)
-        if is_program or is_launcher and not only_programs:
+            b"launcher.main" in part for part in command
+        )
+        if is_program or (is_launcher and not only_programs):
             found.append(int(folder.name))
     return found
 
 
 def launching(body):
     """Return the program of a process that runs a program."""
-    return (f"import sys; sys.path[:] = {[str(Path(__file__).parent.parent), *sys.path]!r}\n"
-            "from spmdrl.sandbox import run_python\n"
-            f"print(run_python({body!r}, timeout_s=60, files_mb={MARK_MB}).status)")
+    return (
+        f"import sys; sys.path[:] = {[str(Path(__file__).parent.parent), *sys.path]!r}\n"
+        "from spmdrl.sandbox import run_python\n"
+        f"print(run_python({body!r}, timeout_s=60, files_mb={MARK_MB}).status)"
+    )
 
 
 # --------------------------------------------------------------------------- plain programs
 
 
 def test_a_program_gets_its_input_and_files_and_its_output_comes_back():
-    got = run_python("import sys, helper\nprint(input() + helper.WORD, open('data/x.bin').read())\n"
-                     "print('oops', file=sys.stderr)", stdin="héllo ", timeout_s=10,
-                     files={"helper.py": "WORD = 'wörld'", "data/x.bin": b"\x41"})
+    got = run_python(
+        "import sys, helper\nprint(input() + helper.WORD, open('data/x.bin').read())\n"
+        "print('oops', file=sys.stderr)",
+        stdin="héllo ",
+        timeout_s=10,
+        files={"helper.py": "WORD = 'wörld'", "data/x.bin": b"\x41"},
+    )
     assert (got.status, got.exit_code, got.stdout, got.stderr) == (
-        "ok", 0, "héllo wörld A\n", "oops\n")
+        "ok",
+        0,
+        "héllo wörld A\n",
+        "oops\n",
+    )
     assert 0 < got.seconds < 10
 
 
-@pytest.mark.parametrize(("code", "status", "exit_code", "words"), [
-    ("import sys; sys.exit(3)", "error", 3, ""),
-    ("1 / 0", "error", 1, "ZeroDivisionError"),
-    ("def f(:", "error", 1, "SyntaxError"),
-    ("x = '\ud800'", "error", 1, "SyntaxError"),
-    ("import os; os.abort()", "signal", -signal.SIGABRT, ""),
-    ("import ctypes; ctypes.string_at(0)", "signal", -signal.SIGSEGV, ""),
-    ("import sys\nsys.setrecursionlimit(10**9)\ndef f(n): return f([n])\nf(0)", None, None, ""),
-    ("def f(): f()\nf()", "error", 1, "RecursionError"),
-])
+@pytest.mark.parametrize(
+    ("code", "status", "exit_code", "words"),
+    [
+        ("import sys; sys.exit(3)", "error", 3, ""),
+        ("1 / 0", "error", 1, "ZeroDivisionError"),
+        ("def f(:", "error", 1, "SyntaxError"),
+        ("x = '\ud800'", "error", 1, "SyntaxError"),
+        ("import os; os.abort()", "signal", -signal.SIGABRT, ""),
+        ("import ctypes; ctypes.string_at(0)", "signal", -signal.SIGSEGV, ""),
+        ("import sys\nsys.setrecursionlimit(10**9)\ndef f(n): return f([n])\nf(0)", None, None, ""),
+        ("def f(): f()\nf()", "error", 1, "RecursionError"),
+    ],
+)
 def test_every_end_has_its_status(code, status, exit_code, words):
     got = run_python(code, timeout_s=20, memory_mb=100)
     if status is None:  # out of stack or out of memory: either way it ends
@@ -94,7 +111,8 @@ def test_every_end_has_its_status(code, status, exit_code, words):
 
 
 def test_threads_processes_and_big_recursion_of_honest_programs_work():
-    got = run_python(textwrap.dedent("""
+    got = run_python(
+        textwrap.dedent("""
         import sys, threading, multiprocessing, subprocess, asyncio, tempfile
         sys.setrecursionlimit(100000)
         threading.stack_size(64 << 20)
@@ -108,7 +126,9 @@ def test_threads_processes_and_big_recursion_of_honest_programs_work():
         with tempfile.TemporaryFile() as file:
             file.write(b"x")
         print(found)
-    """), timeout_s=20)
+    """),
+        timeout_s=20,
+    )
     assert got.stdout == "[20000, 1, 2, 7]\n", got
 
 
@@ -125,15 +145,18 @@ def test_packages_can_be_lent(tmp_path):
     assert got.stdout == "6\n", got
 
 
-@pytest.mark.parametrize(("options", "words"), [
-    ({"timeout_s": 0}, "timeout_s: must be above 0"),
-    ({"timeout_s": float("nan")}, "timeout_s"),
-    ({"timeout_s": 1, "memory_mb": 8}, "memory_mb: must be above 63, got 8"),
-    ({"timeout_s": 1, "files": {"../x": ""}}, "relative path"),
-    ({"timeout_s": 1, "files": {"/etc/x": ""}}, "relative path"),
-    ({"timeout_s": 1, "files": {"main.py": ""}}, "main.py"),
-    ({"timeout_s": 1, "packages": ["/no/such"]}, "not a folder"),
-])
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"timeout_s": 0}, "timeout_s: must be above 0"),
+        ({"timeout_s": float("nan")}, "timeout_s"),
+        ({"timeout_s": 1, "memory_mb": 8}, "memory_mb: must be above 63, got 8"),
+        ({"timeout_s": 1, "files": {"../x": ""}}, "relative path"),
+        ({"timeout_s": 1, "files": {"/etc/x": ""}}, "relative path"),
+        ({"timeout_s": 1, "files": {"main.py": ""}}, "main.py"),
+        ({"timeout_s": 1, "packages": ["/no/such"]}, "not a folder"),
+    ],
+)
 def test_wrong_arguments_are_refused(options, words):
     with pytest.raises(ValueError, match=words):
         run_python("pass", **options)
@@ -142,17 +165,20 @@ def test_wrong_arguments_are_refused(options, words):
 # --------------------------------------------------------------------------- time and output
 
 
-@pytest.mark.parametrize("code", [
-    "while True: pass",
-    "import time; time.sleep(60)",
-    "import signal, time\nfor n in range(1, 65):\n"
-    "    try: signal.signal(n, signal.SIG_IGN)\n    except (OSError, ValueError): pass\n"
-    "time.sleep(60)",
-    "import os, time; os.close(0); os.close(1); os.close(2); time.sleep(60)",
-    "import threading, time\n"
-    "for _ in range(3): threading.Thread(target=time.sleep, args=[60]).start()",
-    "9**9**9",
-])
+@pytest.mark.parametrize(
+    "code",
+    [
+        "while True: pass",
+        "import time; time.sleep(60)",
+        "import signal, time\nfor n in range(1, 65):\n"
+        "    try: signal.signal(n, signal.SIG_IGN)\n    except (OSError, ValueError): pass\n"
+        "time.sleep(60)",
+        "import os, time; os.close(0); os.close(1); os.close(2); time.sleep(60)",
+        "import threading, time\n"
+        "for _ in range(3): threading.Thread(target=time.sleep, args=[60]).start()",
+        "9**9**9",
+    ],
+)
 def test_endless_programs_end_at_their_deadline(code):
     got = run(code, timeout_s=0.7)
     assert (got.status, got.exit_code) == ("timeout", -9)
@@ -193,7 +219,8 @@ def test_daemons_do_not_outlive_the_program():
 
 
 def test_a_daemon_that_is_alone_dies_at_the_deadline_too():
-    got = run("""
+    got = run(
+        """
         import os, time
         if os.fork() == 0:
             os.setsid()
@@ -201,7 +228,9 @@ def test_a_daemon_that_is_alone_dies_at_the_deadline_too():
                 time.sleep(60)
             os._exit(0)
         time.sleep(60)
-    """, timeout_s=1.0)
+    """,
+        timeout_s=1.0,
+    )
     assert got.status == "timeout"
 
 
@@ -224,7 +253,8 @@ def test_a_flood_of_processes_stops_at_the_limit():
 
 
 def test_zombies_are_reaped():
-    got = run("""
+    got = run(
+        """
         import os, time
         def fork():
             while True:
@@ -240,7 +270,10 @@ def test_zombies_are_reaped():
                 os._exit(0)
             os.waitpid(pid, 0)
         print("done")
-    """, processes=16, timeout_s=30)
+    """,
+        processes=16,
+        timeout_s=30,
+    )
     # Orphans that nobody reaps would reach the limit, and stay.
     assert (got.status, got.stdout) == ("ok", "done\n"), got
 
@@ -318,11 +351,14 @@ def test_nothing_of_our_descriptors_is_inherited():
 # --------------------------------------------------------------------------- memory and files
 
 
-@pytest.mark.parametrize("code", [
-    "x = bytearray(2 << 30)",
-    "x = []\nfor _ in range(64): x.append(bytearray(32 << 20))",  # 2 GiB
-    "import mmap; x = mmap.mmap(-1, 2 << 30)",
-])
+@pytest.mark.parametrize(
+    "code",
+    [
+        "x = bytearray(2 << 30)",
+        "x = []\nfor _ in range(64): x.append(bytearray(32 << 20))",  # 2 GiB
+        "import mmap; x = mmap.mmap(-1, 2 << 30)",
+    ],
+)
 def test_memory_is_limited(code):
     got = run(code + "\nprint('had it')", memory_mb=256)
     assert got.status == "error" and "had it" not in got.stdout, got
@@ -332,19 +368,24 @@ def test_memory_is_limited(code):
 def test_memory_that_no_limit_counts_is_refused():
     if not protection().system_call_filter:
         pytest.skip("needs seccomp")
-    got = run("import os\ntry:\n    os.memfd_create('x')\n    print('had it')\n"
-              "except OSError as error: print(error.errno)")
+    got = run(
+        "import os\ntry:\n    os.memfd_create('x')\n    print('had it')\n"
+        "except OSError as error: print(error.errno)"
+    )
     assert got.stdout == "1\n"
 
 
 def test_files_are_limited():
-    got = run("""
+    got = run(
+        """
         try:
             with open("big", "wb") as file:
                 for _ in range(256): file.write(bytes(1 << 20))
         except OSError as error:
             print(error.errno)
-    """, files_mb=16)
+    """,
+        files_mb=16,
+    )
     assert got.stdout in ("27\n", "28\n"), got  # file too large; no space
 
 
@@ -382,9 +423,18 @@ def test_files_of_the_user_are_out_of_sight(tmp_path, monkeypatch):
 
 
 def test_nothing_outside_its_folder_can_be_written():
-    outside = [str(Path(sys.prefix) / "x"), str(Path(os.__file__).parent / "x.py"), os.__file__,
-               str(Path(__file__).parent / "x"), "/x", "/usr/lib/x", "/dev/x", "/etc/x",
-               "/var/tmp/x", os.path.expanduser("~/x")]
+    outside = [
+        str(Path(sys.prefix) / "x"),
+        str(Path(os.__file__).parent / "x.py"),
+        os.__file__,
+        str(Path(__file__).parent / "x"),
+        "/x",
+        "/usr/lib/x",
+        "/dev/x",
+        "/etc/x",
+        "/var/tmp/x",
+        os.path.expanduser("~/x"),
+    ]
     got = run(f"""
         import os
         os.symlink("/usr/lib", "lib")
@@ -452,8 +502,10 @@ def test_new_namespaces_and_other_doors_of_the_kernel_are_shut():
 # --------------------------------------------------------------------------- other ways, around it
 
 
-@pytest.mark.parametrize(("name", "way"), [
-    *ways.ways(), ("Landlock", Way(landlock=True, seccomp=seccomp_filter(has_own_pids=False)))])
+@pytest.mark.parametrize(
+    ("name", "way"),
+    [*ways.ways(), ("Landlock", Way(landlock=True, seccomp=seccomp_filter(has_own_pids=False)))],
+)
 def test_each_way_that_works_here_keeps_what_it_says(name, way, tmp_path):
     """As root some cannot work: another user may have no right to read this Python."""
     try:
@@ -463,7 +515,8 @@ def test_each_way_that_works_here_keeps_what_it_says(name, way, tmp_path):
     assert found.is_enough, found
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.settimeout(0.05)
-        got = launch(textwrap.dedent(f"""
+        got = launch(
+            textwrap.dedent(f"""
             import os, socket, time
             for act in (lambda: open({__file__!r}), lambda: os.listdir({str(tmp_path)!r}),
                         lambda: open("/proc/1/environ"),
@@ -481,11 +534,16 @@ def test_each_way_that_works_here_keeps_what_it_says(name, way, tmp_path):
                     os._exit(0)
             print(open("mine").read(), os.listdir("."), flush=True)
             time.sleep(60)
-        """), way=way, timeout_s=5.0, files_mb=MARK_MB)
+        """),
+            way=way,
+            timeout_s=5.0,
+            files_mb=MARK_MB,
+        )
         with pytest.raises(TimeoutError):
             server.accept()
     assert (got.status, got.stdout) == ("timeout", "x ['main.py', 'mine']\n") or (
-        got.stdout == "x ['mine', 'main.py']\n"), got
+        got.stdout == "x ['mine', 'main.py']\n"
+    ), got
     assert not children()
 
 
@@ -513,12 +571,17 @@ def test_a_machine_that_permits_no_isolation_is_refused_unless_told():
     unshare = {"x86_64": 272, "aarch64": 97}[os.uname().machine]
     path = [str(Path(__file__).parent.parent), *sys.path]
     program = FORBIDDING.format(path=path, calls=[unshare, 444])  # and Landlock
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True,
-                          timeout=300)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=300
+    )
     first, last = done.stdout.strip().rsplit("\n", 1)
     assert first.startswith("refused: this machine permits no isolation"), done
-    for words in ("unshare: Operation not permitted", "max_user_namespaces", "SYS_ADMIN",
-                  "allow_unprotected=True"):
+    for words in (
+        "unshare: Operation not permitted",
+        "max_user_namespaces",
+        "SYS_ADMIN",
+        "allow_unprotected=True",
+    ):
         assert words in first
     assert last == "ok 2 True False"
     assert not children()
@@ -536,8 +599,11 @@ def test_programs_die_with_the_process_that_ran_them(body):
 
 
 def test_signals_for_the_whole_job_do_not_end_a_program():
-    parent = subprocess.Popen([sys.executable, "-c", launching("import time; time.sleep(5)")],
-                              stdout=subprocess.PIPE, text=True)
+    parent = subprocess.Popen(
+        [sys.executable, "-c", launching("import time; time.sleep(5)")],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
     assert wait_until(lambda: children(only_programs=True))
     launchers = set(children(parent.pid)) - set(children(only_programs=True))
     assert launchers

@@ -19,8 +19,9 @@ def _tokens_between(policy: object) -> set[int]:
     """Return how many tokens come into the blocks when the policy scores ROWS."""
     seen, handles = set(), []
     for block in policy._model.hf_model.base_model.layers:
-        handles.append(block.register_forward_pre_hook(
-            lambda module, args: seen.add(args[0].shape[1])))
+        handles.append(
+            block.register_forward_pre_hook(lambda module, args: seen.add(args[0].shape[1]))
+        )
     policy.score(ROWS)
     for handle in handles:
         handle.remove()
@@ -41,8 +42,10 @@ def _on_ranks(cfg: Config) -> dict:
     for name, reason in (("sharded", why_not), ("whole", lambda *_: "asked for by the test")):
         sequence_parallel.why_not = reason
         world = grid.world_under(base, cfg)
-        found[name] = (_tokens_between(Policy(cfg, world)),
-                       grid._gaps(grid._train(cfg, base), reference[0]))
+        found[name] = (
+            _tokens_between(Policy(cfg, world)),
+            grid._gaps(grid._train(cfg, base), reference[0]),
+        )
     sequence_parallel.why_not = why_not
     base.close()
     return found
@@ -59,22 +62,40 @@ def test_tokens_are_sharded_between_layers_and_training_is_the_same(row, tmp_pat
 
 def _reason(kind: str, **options: object) -> str:
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(
-            kind, num_hidden_layers=2, **options))
+        model = AutoModelForCausalLM.from_config(
+            AutoConfig.for_model(kind, num_hidden_layers=2, **options)
+        )
     return sequence_parallel.why_not(model, tp_styles(model))
 
 
-@pytest.mark.parametrize("kind", [
-    "qwen2", "qwen3", "llama", "gemma2", "gemma3_text", "mistral", "phi3", "olmo2", "cohere",
-    "granite", "qwen3_moe", "qwen2_moe", "mixtral", "olmoe", "deepseek_v2", "deepseek_v3",
-    "glm4_moe",
-])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "qwen2",
+        "qwen3",
+        "llama",
+        "gemma2",
+        "gemma3_text",
+        "mistral",
+        "phi3",
+        "olmo2",
+        "cohere",
+        "granite",
+        "qwen3_moe",
+        "qwen2_moe",
+        "mixtral",
+        "olmoe",
+        "deepseek_v2",
+        "deepseek_v3",
+        "glm4_moe",
+    ],
+)
 def test_families_of_attention_and_mlp_shard_their_tokens(kind):
     assert _reason(kind) == ""
 
 
-@pytest.mark.parametrize("kind, says", [
-    ("gpt_neox", "gpt_neox.layers.0.attention is neither attention, MLP nor norm"),
-])
+@pytest.mark.parametrize(
+    "kind, says", [("gpt_neox", "gpt_neox.layers.0.attention is neither attention, MLP nor norm")]
+)
 def test_others_say_why_they_do_not(kind, says):
     assert says in _reason(kind)

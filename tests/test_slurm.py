@@ -59,12 +59,20 @@ sys.exit(7)
 def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
     """Environment for Slurm's commands, with a node behind it that goes away afterwards."""
     folder = tmp_path_factory.mktemp("slurm")
-    env = {k: v for k, v in os.environ.items()
-           if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK") and not k.startswith("SLURM_")}
-    env |= dict(SLURM_CONF=str(folder / "slurm.conf"), PYTHON=sys.executable,
-                PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1")
-    started = subprocess.run(["bash", NODE, "start", folder], capture_output=True, text=True,
-                             timeout=300)
+    env = {
+        k: v
+        for k, v in os.environ.items()
+        if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK") and not k.startswith("SLURM_")
+    }
+    env |= dict(
+        SLURM_CONF=str(folder / "slurm.conf"),
+        PYTHON=sys.executable,
+        PYTHONPATH=str(ROOT),
+        OMP_NUM_THREADS="1",
+    )
+    started = subprocess.run(
+        ["bash", NODE, "start", folder], capture_output=True, text=True, timeout=300
+    )
     try:
         assert started.returncode == 0, started.stdout + started.stderr
         yield env
@@ -85,8 +93,9 @@ def checkout(tmp_path: Path) -> Path:
 
 
 def _run(command: list[str], env: dict[str, str], cwd: Path, *, timeout_s: float) -> str:
-    done = subprocess.run(command, env=env, cwd=cwd, capture_output=True, text=True,
-                          timeout=timeout_s)
+    done = subprocess.run(
+        command, env=env, cwd=cwd, capture_output=True, text=True, timeout=timeout_s
+    )
     assert done.returncode == 0, f"{command} gave {done.returncode}:\n{done.stdout}{done.stderr}"
     return done.stdout
 
@@ -120,8 +129,10 @@ def test_ranks_find_each_other_from_slurms_own_variables(
     command = ["srun", "--ntasks=2", "--kill-on-bad-exit=1", sys.executable, "-c", WORLD_PROGRAM]
     out = _run(command, slurm, tmp_path, timeout_s=300)
     lines = sorted(line for line in out.splitlines() if line.startswith("rank"))
-    assert lines == ["rank 0 trainer True engine False sum 3",
-                     "rank 1 trainer False engine True sum 3"], out
+    assert lines == [
+        "rank 0 trainer True engine False sum 3",
+        "rank 1 trainer False engine True sum 3",
+    ], out
 
 
 @pytest.mark.parametrize("file", SBATCH_FILES, ids=lambda file: file.stem)
@@ -137,8 +148,12 @@ def test_job_out_of_time_is_asked_to_stop_and_queued_again(
     # which the first attempt stays and the second does not.
     shared = checkout / "slurm" / "attempt.sh"
     shared.write_text(shared.read_text().replace("SPARE_S=240", "SPARE_S=270"))
-    job = _submit(slurm, checkout, options=["--time=5", "--signal=USR1@290"],
-                  flags=["--config", "a file.yaml", "--steps", "3"])
+    job = _submit(
+        slurm,
+        checkout,
+        options=["--time=5", "--signal=USR1@290"],
+        flags=["--config", "a file.yaml", "--steps", "3"],
+    )
     state = _wait_for_end(job, slurm, checkout, timeout_s=400)
     assert state == "COMPLETED", _output(checkout)
     logs = checkout / "runs" / "slurm" / f"spmdrl-{job}"
@@ -174,10 +189,23 @@ def test_train_runs_from_the_sbatch_file(
     slurm: dict[str, str], checkout: Path, tiny_model: Path
 ) -> None:
     out = checkout / "out"
-    job = _submit(slurm, checkout, options=[], flags=[
-        "--config", "configs/demo_sft.yaml", "--steps", "3", "--model.path", str(tiny_model),
-        "--output-dir", str(out), "--batch.prompts-per-step", "16",
-    ])
+    job = _submit(
+        slurm,
+        checkout,
+        options=[],
+        flags=[
+            "--config",
+            "configs/demo_sft.yaml",
+            "--steps",
+            "3",
+            "--model.path",
+            str(tiny_model),
+            "--output-dir",
+            str(out),
+            "--batch.prompts-per-step",
+            "16",
+        ],
+    )
     state = _wait_for_end(job, slurm, checkout, timeout_s=400)
     assert state == "COMPLETED", _output(checkout)
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]

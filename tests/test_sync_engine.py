@@ -9,26 +9,33 @@ from typing import Any
 
 import pytest
 import torch
+from ranks import run_ranks
 from torch import Tensor
 
-from ranks import run_ranks
 from spmdrl.config import Config, Data, Engine, Layout, Model, Sampling, Stream
-from spmdrl.train.optimizer import local_part
 from spmdrl.model.shards import Delta, Part
+from spmdrl.train.optimizer import local_part
 
 PROMPTS = [[5, 9, 12, 7, 30, 21], [1, 8, 40, 41, 42, 8, 9, 3, 17]]
 
 
-def make_config(folder: Path, *, layout: Layout, dtype: str = "bfloat16", kind: str = "vllm",
-                stream: Stream | None = None) -> Config:
+def make_config(
+    folder: Path,
+    *,
+    layout: Layout,
+    dtype: str = "bfloat16",
+    kind: str = "vllm",
+    stream: Stream | None = None,
+) -> Config:
     """Return a config of a small world on this machine."""
     return Config(
         layout=replace(layout, device="cpu", wait_timeout_s=200, startup_timeout_s=300),
         model=Model(path=str(folder), compute_dtype="float32"),
         data=Data(train="task:addition", size=8, max_prompt_tokens=32),
         sampling=Sampling(max_response_tokens=32),
-        engine=Engine(kind=kind, dtype=dtype, cpu_kv_cache_gib=0.05, max_num_seqs=8,
-                      max_batched_tokens=256),
+        engine=Engine(
+            kind=kind, dtype=dtype, cpu_kv_cache_gib=0.05, max_num_seqs=8, max_batched_tokens=256
+        ),
         stream=stream or Stream(bucket_bytes=64 * 2**10, verify_every=1),
     )
 
@@ -44,8 +51,10 @@ def whole_state(policy: Any, world: Any) -> dict[str, Tensor]:
     """Return the policy's full float32 state on every rank, assembled by torch."""
     from spmdrl.world.comm import gather_objects
 
-    mine = {n: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach().numpy()
-            for n, p in policy.named_shards().items()}
+    mine = {
+        n: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach().numpy()
+        for n, p in policy.named_shards().items()
+    }
     first = gather_objects(mine if world.rank == 0 else None, group=world.control)[0]
     return {n: torch.from_numpy(a) for n, a in first.items()}
 
@@ -62,8 +71,8 @@ def parameters_loaded(engine: Any, state: dict[str, Tensor]) -> list[Tensor]:
 def push_and_compare(cfg: Config, also_reload: bool) -> dict[str, Any]:
     """Push changed weights and hold every engine parameter against its own loading of them."""
     from spmdrl.engine import make_engine
-    from spmdrl.train.trainer import Policy
     from spmdrl.sync.stream import WeightStream
+    from spmdrl.train.trainer import Policy
     from spmdrl.world import World
 
     world = World.start(cfg)
@@ -86,8 +95,9 @@ def push_and_compare(cfg: Config, also_reload: bool) -> dict[str, Any]:
         if world.is_inference:
             assert engine.version == version
             right = parameters_loaded(engine, state)
-            found["differing"] += [(version, n) for n, a, b in zip(own, seen[-1], right)
-                                   if not torch.equal(a, b)]
+            found["differing"] += [
+                (version, n) for n, a, b in zip(own, seen[-1], right) if not torch.equal(a, b)
+            ]
             found["checked"] += len(own)
     found["stale"] = sum(torch.equal(a, b) for a, b in zip(*seen[:2]))
     found["behaviour"] = behaviour(engine, world, state=state, cfg=cfg)
@@ -126,8 +136,9 @@ def errors_after_damage(stream: Any, engine: Any, *, world: Any) -> list[str]:
     return messages
 
 
-def behaviour(engine: Any, world: Any, *, state: dict[str, Tensor], cfg: Config
-              ) -> dict[str, float]:
+def behaviour(
+    engine: Any, world: Any, *, state: dict[str, Tensor], cfg: Config
+) -> dict[str, float]:
     """Compare the engine's prefill logprobs and greedy tokens with transformers on `state`."""
     from transformers import AutoModelForCausalLM
 
@@ -136,8 +147,16 @@ def behaviour(engine: Any, world: Any, *, state: dict[str, Tensor], cfg: Config
     if not world.is_inference:
         return {}
     scores = engine.score(PROMPTS)
-    engine.add(Request(key="a", prompt=tuple(PROMPTS[0]), max_tokens=8, temperature=0.0,
-                       seed=None, stop_token_ids=()))
+    engine.add(
+        Request(
+            key="a",
+            prompt=tuple(PROMPTS[0]),
+            max_tokens=8,
+            temperature=0.0,
+            seed=None,
+            stop_token_ids=(),
+        )
+    )
     done = []
     while engine.is_busy:
         done += engine.step()
@@ -147,7 +166,7 @@ def behaviour(engine: Any, world: Any, *, state: dict[str, Tensor], cfg: Config
     right = reference_scores(model, PROMPTS)
     sampled = torch.tensor([PROMPTS[0] + list(done[0].tokens)])
     with torch.no_grad():
-        greedy = model(sampled).logits[0].argmax(-1)[len(PROMPTS[0]) - 1:-1].tolist()
+        greedy = model(sampled).logits[0].argmax(-1)[len(PROMPTS[0]) - 1 : -1].tolist()
     return {
         "gap": max(float((a - b).abs().max()) for a, b in zip(scores, right)),
         "change": max(float((a - b).abs().max()) for a, b in zip(started, right)),
@@ -173,25 +192,50 @@ def make_folder(tmp_path: Path, architecture: str, **fields: Any) -> Path:
     from spmdrl.commands.create_model import create_model
 
     sizes = dict(hidden_size=128, layers=2, heads=4, kv_heads=2, intermediate=96)
-    return create_model(tmp_path / architecture, architecture=architecture, seed=1,
-                        **(sizes | fields))
+    return create_model(
+        tmp_path / architecture, architecture=architecture, seed=1, **(sizes | fields)
+    )
 
 
 LAYOUTS = {
     "split_1_1": (Layout(world_size=2, trainer_ranks=1), "qwen3", "float32", {}),
-    "split_2_2_tp2": (Layout(world_size=4, trainer_ranks=2, inference_tp=2), "qwen2",
-                      "bfloat16", {"tied": True}),
+    "split_2_2_tp2": (
+        Layout(world_size=4, trainer_ranks=2, inference_tp=2),
+        "qwen2",
+        "bfloat16",
+        {"tied": True},
+    ),
     "split_3_1": (Layout(world_size=4, trainer_ranks=3), "llama", "bfloat16", {}),
-    "split_tp2_and_2_replicas": (Layout(world_size=4, trainer_ranks=2, tp=2), "gemma2",
-                                 "float32", {"tied": True}),
-    "colocated_2": (Layout(placement="colocated", world_size=2), "gemma3", "float32",
-                    {"tied": True}),
-    "transformers_split_2_2": (Layout(world_size=4, trainer_ranks=2), "qwen2", "bfloat16",
-                               {"tied": True}),
+    "split_tp2_and_2_replicas": (
+        Layout(world_size=4, trainer_ranks=2, tp=2),
+        "gemma2",
+        "float32",
+        {"tied": True},
+    ),
+    "colocated_2": (
+        Layout(placement="colocated", world_size=2),
+        "gemma3",
+        "float32",
+        {"tied": True},
+    ),
+    "transformers_split_2_2": (
+        Layout(world_size=4, trainer_ranks=2),
+        "qwen2",
+        "bfloat16",
+        {"tied": True},
+    ),
     "transformers_colocated_4_cp2_tp2": (
-        Layout(placement="colocated", world_size=4, cp=2, tp=2), "qwen3", "bfloat16", {}),
-    "colocated_4_tp2_tp2": (Layout(placement="colocated", world_size=4, tp=2, inference_tp=2),
-                            "qwen3", "bfloat16", {}),
+        Layout(placement="colocated", world_size=4, cp=2, tp=2),
+        "qwen3",
+        "bfloat16",
+        {},
+    ),
+    "colocated_4_tp2_tp2": (
+        Layout(placement="colocated", world_size=4, tp=2, inference_tp=2),
+        "qwen3",
+        "bfloat16",
+        {},
+    ),
 }
 
 
@@ -201,10 +245,14 @@ def test_engines_hold_the_trainers_weights_bit_for_bit_after_each_push(case, tmp
     folder = make_folder(tmp_path, architecture, **fields)
     also_reload = case == "split_2_2_tp2"
     kind = "transformers" if case.startswith("transformers") else "vllm"
-    results = run_ranks(layout.world_size, push_and_compare,
-                        make_config(folder, layout=layout, dtype=dtype, kind=kind), also_reload)
+    results = run_ranks(
+        layout.world_size,
+        push_and_compare,
+        make_config(folder, layout=layout, dtype=dtype, kind=kind),
+        also_reload,
+    )
     is_colocated = layout.placement == "colocated"
-    engines = results[0 if is_colocated else layout.trainer_ranks:]
+    engines = results[0 if is_colocated else layout.trainer_ranks :]
     for rank, result in enumerate(results):
         assert result["mode"] == "traced"
         assert result["differing"] == [], f"rank {rank}"
@@ -287,9 +335,18 @@ def test_weights_that_vllm_repacks_are_refused_by_name_and_never_written_in_plac
     from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
     config = Qwen3MoeConfig(
-        hidden_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2,
-        head_dim=32, intermediate_size=96, moe_intermediate_size=32, num_experts=4,
-        num_experts_per_tok=2, vocab_size=104, max_position_embeddings=128)
+        hidden_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=32,
+        intermediate_size=96,
+        moe_intermediate_size=32,
+        num_experts=4,
+        num_experts_per_tok=2,
+        vocab_size=104,
+        max_position_embeddings=128,
+    )
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     cfg = make_config(tmp_path, layout=Layout(world_size=2, trainer_ranks=1), dtype="float32")

@@ -7,7 +7,8 @@ import random
 
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from spmdrl.model.shards import Box
 from spmdrl.sync.plan import Plan, Want, make_plan
@@ -27,7 +28,7 @@ def cut_at_random(box: Box, rng: random.Random, *, cuts: int) -> list[Box]:
             boxes.append(old)
             continue
         at = rng.randrange(1, old.shape[dim])
-        low = Box(old.start, (*old.shape[:dim], at, *old.shape[dim + 1:]))
+        low = Box(old.start, (*old.shape[:dim], at, *old.shape[dim + 1 :]))
         boxes += [low, *old.minus(low)]
     return boxes
 
@@ -35,8 +36,10 @@ def cut_at_random(box: Box, rng: random.Random, *, cuts: int) -> list[Box]:
 def make_case(seed: int) -> tuple[dict, list, list]:
     """Return (tensor shapes, holders per rank, wants per rank) of a random layout."""
     rng = random.Random(seed)
-    shapes = {f"w{i}": tuple(rng.randrange(1, 40) for _ in range(rng.randrange(0, 4)))
-              for i in range(rng.randrange(1, 6))}
+    shapes = {
+        f"w{i}": tuple(rng.randrange(1, 40) for _ in range(rng.randrange(0, 4)))
+        for i in range(rng.randrange(1, 6))
+    }
     trainers, copies = rng.randrange(1, 5), rng.randrange(1, 3)
     tp, replicas = rng.randrange(1, 4), rng.randrange(1, 4)
     is_split = rng.random() < 0.6
@@ -45,9 +48,11 @@ def make_case(seed: int) -> tuple[dict, list, list]:
     for name, shape in shapes.items():
         for copy in range(copies):
             # Some tensors are cut alike in both copies of the policy, some each in its own way.
-            pieces = cut_at_random(Box((0,) * len(shape), shape),
-                                   random.Random(f"{seed}{name}{copy * (rng.random() < 0.3)}"),
-                                   cuts=rng.randrange(0, 6))
+            pieces = cut_at_random(
+                Box((0,) * len(shape), shape),
+                random.Random(f"{seed}{name}{copy * (rng.random() < 0.3)}"),
+                cuts=rng.randrange(0, 6),
+            )
             for i, box in enumerate(pieces):
                 held = holders[copy * trainers + i % trainers]
                 held[name] = (*held.get(name, ()), box)
@@ -79,8 +84,9 @@ def test_every_wanted_element_comes_once_from_a_rank_that_holds_it(seed, bucket_
             for bucket, target in itertools.product(range(plan.num_buckets), route.targets):
                 for piece in route.slice(bucket, target=target, num_buckets=plan.num_buckets):
                     name = receiver.wants[piece.want].name
-                    assert any(b.intersect(piece.box) == piece.box
-                               for b in holders[route.source][name])
+                    assert any(
+                        b.intersect(piece.box) == piece.box for b in holders[route.source][name]
+                    )
                     for at in coordinates(piece.box):
                         assert at not in got[piece.want], (name, at)
                         got[piece.want][at] = route.source
@@ -110,8 +116,11 @@ def test_no_bucket_is_larger_than_asked_and_blocks_hold_their_slices(seed, bucke
 @given(seed=st.integers(0, 10**9))
 def test_the_same_metadata_give_the_same_plan(seed):
     def listing(plan: Plan) -> list:
-        return [plan.num_buckets, plan.receivers,
-                [(r.source, r.receiver, r.targets, r.pieces) for r in plan.routes]]
+        return [
+            plan.num_buckets,
+            plan.receivers,
+            [(r.source, r.receiver, r.targets, r.pieces) for r in plan.routes],
+        ]
 
     plans = [make_plan(*make_case(seed)[1:], bucket_bytes=4096) for _ in range(2)]
     assert listing(plans[0]) == listing(plans[1])
@@ -151,8 +160,7 @@ def test_replicas_take_equal_parts_and_a_colocated_source_keeps_its_own():
 def test_a_tensor_that_nobody_holds_is_named():
     want = Want("model.norm.weight", Box((0,), (8,)), "float32", 4)
     with pytest.raises(ValueError, match=r"holds model.norm.weight from \[4\], shape \[4\]"):
-        make_plan([{"model.norm.weight": (Box((0,), (4,)),)}, {}], [[], [want]],
-                  bucket_bytes=2**20)
+        make_plan([{"model.norm.weight": (Box((0,), (4,)),)}, {}], [[], [want]], bucket_bytes=2**20)
 
 
 @BOUNDED
@@ -175,8 +183,10 @@ def test_checksums_add_up_over_any_cut_and_see_an_exchange_of_elements(seed):
     box = Box((0, 0), shape)
     total = checksum(whole, box, shape=shape)
     parts = cut_at_random(box, rng, cuts=4)
-    views = [whole[p.start[0]:p.start[0] + p.shape[0], p.start[1]:p.start[1] + p.shape[1]]
-             for p in parts]
+    views = [
+        whole[p.start[0] : p.start[0] + p.shape[0], p.start[1] : p.start[1] + p.shape[1]]
+        for p in parts
+    ]
     assert sum(checksum(v, p, shape=shape) for v, p in zip(views, parts)) % 2**64 == total
     assert checksum(whole.t().contiguous().t(), box, shape=shape) == total
     swapped = whole.flip(0)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from ranks import run_ranks
 from torch import Tensor, nn
 
-from ranks import run_ranks
 from spmdrl.model.shards import Box, held_boxes
 from spmdrl.sync.trace import trace_loader
 
@@ -51,8 +51,10 @@ def test_fused_sliced_transposed_and_reshaped_loads_are_replayed_exactly():
         p["inner"].data.view(3, 2, 2).permute(1, 0, 2).copy_(w["i"])
         p["one"].data.fill_(w["scale"].item())
 
-    model, right = (Loader(load, qkv=(8, 5), turned=(3, 4), split=(2, 3, 5), row=(16,),
-                           inner=(12,), one=(1,)) for _ in range(2))
+    model, right = (
+        Loader(load, qkv=(8, 5), turned=(3, 4), split=(2, 3, 5), row=(16,), inner=(12,), one=(1,))
+        for _ in range(2)
+    )
     shapes = dict(q=(8, 5), k=(4, 5), v=(5, 5), t=(4, 3), s=(6, 5), i=(2, 3, 2), scale=())
     generator = torch.Generator().manual_seed(0)
     weights = {n: torch.randn(s, generator=generator) for n, s in shapes.items()}
@@ -87,30 +89,40 @@ def reasons_of(load: Any, **shapes: tuple[int, ...]) -> str:
 def test_reasons_name_the_parameter_and_what_is_wrong_with_it():
     w = (4, 2)
     assert reasons_of(lambda p, w: p["a"].data[:3].copy_(w["a"][:3]), a=w) == (
-        "a: 2 of 8 elements are not loaded from any checkpoint tensor, the first at [3, 0]")
+        "a: 2 of 8 elements are not loaded from any checkpoint tensor, the first at [3, 0]"
+    )
     assert "b: 8 of 8 elements are not" in reasons_of(
-        lambda p, w: p["a"].data.copy_(w["a"]), a=w, b=w)
+        lambda p, w: p["a"].data.copy_(w["a"]), a=w, b=w
+    )
     assert "a: 8 elements are written twice, the second time from b" in reasons_of(
-        lambda p, w: [p["a"].data.copy_(w[n]) for n in w], a=w, b=w)
+        lambda p, w: [p["a"].data.copy_(w[n]) for n in w], a=w, b=w
+    )
     assert "a: is written from aten.mul.Tensor of a" in reasons_of(
-        lambda p, w: p["a"].data.copy_(w["a"] * 2), a=w)
+        lambda p, w: p["a"].data.copy_(w["a"] * 2), a=w
+    )
     assert "a: is changed by aten.add_.Tensor" in reasons_of(
-        lambda p, w: [p["a"].data.copy_(w["a"]), p["a"].data.add_(1)], a=w)
+        lambda p, w: [p["a"].data.copy_(w["a"]), p["a"].data.add_(1)], a=w
+    )
     assert "a: aten.fill_.Scalar overwrites what was loaded" in reasons_of(
-        lambda p, w: [p["a"].data.copy_(w["a"]), p["a"].data[1:].fill_(0)], a=w)
+        lambda p, w: [p["a"].data.copy_(w["a"]), p["a"].data[1:].fill_(0)], a=w
+    )
     assert "a: takes a part of a that is not a box" in reasons_of(
-        lambda p, w: p["a"].data.copy_(w["a"][:1].expand(4, 2)), a=w)
+        lambda p, w: p["a"].data.copy_(w["a"][:1].expand(4, 2)), a=w
+    )
     assert "a: takes a in another order of elements" in reasons_of(
-        lambda p, w: p["a"].data.view(2, 2, 2).transpose(0, 1).copy_(w["a"].view(2, 2, 2)), a=(8,))
+        lambda p, w: p["a"].data.view(2, 2, 2).transpose(0, 1).copy_(w["a"].view(2, 2, 2)), a=(8,)
+    )
     assert "load_weights of Loader on the live model failed at its start: KeyError: 'c'" in (
-        reasons_of(lambda p, w: p["c"], a=w))
+        reasons_of(lambda p, w: p["c"], a=w)
+    )
 
 
 def test_a_tensor_made_from_weights_after_loading_is_a_reason():
     model = Loader(lambda p, w: p["a"].data.copy_(w["a"]), a=(4, 2))
     model.absorbed = torch.zeros(4, 2)
     assert "absorbed: is a [4, 2] tensor made after loading" in "".join(
-        trace_loader(model, {"a": ((4, 2), F32)}, load=model.load_weights).reasons)
+        trace_loader(model, {"a": ((4, 2), F32)}, load=model.load_weights).reasons
+    )
 
 
 def check_held_boxes(mesh_shape: tuple[int, int, int]) -> list[str]:
@@ -120,7 +132,10 @@ def check_held_boxes(mesh_shape: tuple[int, int, int]) -> list[str]:
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import Shard, distribute_tensor
     from torch.distributed.tensor.parallel import (
-        ColwiseParallel, RowwiseParallel, parallelize_module)
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
 
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=("dp_replicate", "dp_shard", "tp"))

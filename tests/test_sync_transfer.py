@@ -18,29 +18,45 @@ SHAPES = {"a": (6, 4), "b": (5,), "c": (3, 8)}
 def _arrived(computed: tuple[str, ...], bucket_bytes: int) -> list[str]:
     """Return the names of tensors that rank 1 does not get right from rank 0."""
     rank, boxes = dist.get_rank(), {n: Box((0,) * len(s), s) for n, s in SHAPES.items()}
-    held = {name: torch.arange(box.numel, dtype=torch.float32).view(box.shape) + 100 * i
-            for i, (name, box) in enumerate(boxes.items())}
+    held = {
+        name: torch.arange(box.numel, dtype=torch.float32).view(box.shape) + 100 * i
+        for i, (name, box) in enumerate(boxes.items())
+    }
     wants = [Want(name, box, "float32", 4) for name, box in boxes.items()]
-    plan = make_plan([{n: [box] for n, box in boxes.items()}, {}], [[], wants],
-                     bucket_bytes=bucket_bytes)
+    plan = make_plan(
+        [{n: [box] for n, box in boxes.items()}, {}], [[], wants], bucket_bytes=bucket_bytes
+    )
 
     def source(name: str, box: Box) -> Value:
         part = held[name][tuple(slice(s, s + n) for s, n in zip(box.start, box.shape))]
         return Value(part, (lambda: torch.full(box.shape, 0.5)) if name in computed else None)
 
     targets = [torch.full(SHAPES[want.name], -1.0) for want in plan.receivers[0].wants]
-    Transfer(plan, rank=rank, device=torch.device("cpu"), source=source,
-             targets=targets if rank == 1 else [], groups={}).run()
-    return [] if rank == 0 else [
-        want.name for want, got in zip(plan.receivers[0].wants, targets)
-        if not torch.equal(got, held[want.name] + 0.5 * (want.name in computed))]
+    Transfer(
+        plan,
+        rank=rank,
+        device=torch.device("cpu"),
+        source=source,
+        targets=targets if rank == 1 else [],
+        groups={},
+    ).run()
+    return (
+        []
+        if rank == 0
+        else [
+            want.name
+            for want, got in zip(plan.receivers[0].wants, targets)
+            if not torch.equal(got, held[want.name] + 0.5 * (want.name in computed))
+        ]
+    )
 
 
 def _all_mixtures() -> dict[str, list[str]]:
     dist.init_process_group("gloo")
     mixtures = [names for n in range(4) for names in itertools.combinations(SHAPES, n)]
-    found = {f"{names} {size}": _arrived(names, size)
-             for names in mixtures for size in (40, 100, 10_000)}
+    found = {
+        f"{names} {size}": _arrived(names, size) for names in mixtures for size in (40, 100, 10_000)
+    }
     dist.destroy_process_group()
     return found
 

@@ -9,38 +9,53 @@ import torch
 from policy_runs import config
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from spmdrl.model.shape import model_shape
-from spmdrl.model.parallel import sequence_parallel
-from spmdrl.model.parallel import tensor_parallel
 from spmdrl.check.fit import fit_problems, inference_misfits
+from spmdrl.model.parallel import sequence_parallel, tensor_parallel
 from spmdrl.model.parallel.tp_plan import PARTIAL, mixtures, style_problems, tp_styles
+from spmdrl.model.shape import model_shape
 
 
 def _model(kind: str, **options: object) -> torch.nn.Module:
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(AutoConfig.for_model(
-            kind, num_hidden_layers=2, **options))
+        return AutoModelForCausalLM.from_config(
+            AutoConfig.for_model(kind, num_hidden_layers=2, **options)
+        )
 
 
 def test_a_dense_model_has_the_styles_of_its_own_plan():
     styles = tp_styles(_model("qwen3"))
-    own = {"q_proj": "colwise", "k_proj": "colwise", "v_proj": "colwise", "o_proj": "rowwise",
-           "q_norm": PARTIAL, "k_norm": PARTIAL}
+    own = {
+        "q_proj": "colwise",
+        "k_proj": "colwise",
+        "v_proj": "colwise",
+        "o_proj": "rowwise",
+        "q_norm": PARTIAL,
+        "k_norm": PARTIAL,
+    }
     mlp = {"gate_proj": "colwise", "up_proj": "colwise", "down_proj": "rowwise"}
     assert styles == {
-        f"model.layers.{i}.{part}.{name}": style for i in range(2)
-        for part, names in (("self_attn", own), ("mlp", mlp)) for name, style in names.items()}
+        f"model.layers.{i}.{part}.{name}": style
+        for i in range(2)
+        for part, names in (("self_attn", own), ("mlp", mlp))
+        for name, style in names.items()
+    }
 
 
-@pytest.mark.parametrize("kind, norms", [
-    ("glm4_moe", {"q_norm": PARTIAL, "k_norm": PARTIAL}),  # its plan forgets them
-    ("olmo2", {}),  # over all heads, which its plan gathers first
-    ("llama", {}),
-])
+@pytest.mark.parametrize(
+    "kind, norms",
+    [
+        ("glm4_moe", {"q_norm": PARTIAL, "k_norm": PARTIAL}),  # its plan forgets them
+        ("olmo2", {}),  # over all heads, which its plan gathers first
+        ("llama", {}),
+    ],
+)
 def test_norms_of_a_ranks_own_heads_have_a_part_of_their_gradient(kind, norms):
     styles = tp_styles(_model(kind, **({"use_qk_norm": True} if kind == "glm4_moe" else {})))
-    found = {name.rpartition(".")[2]: style for name, style in styles.items()
-             if name.startswith("model.layers.1.self_attn.") and "norm" in name}
+    found = {
+        name.rpartition(".")[2]: style
+        for name, style in styles.items()
+        if name.startswith("model.layers.1.self_attn.") and "norm" in name
+    }
     assert found == norms
 
 
@@ -49,12 +64,23 @@ def test_latent_attention_is_split_by_heads_and_a_mixture_is_left_alone():
         model = _model(kind, first_k_dense_replace=1)
         styles = tp_styles(model)
         assert list(mixtures(model)) == ["model.layers.1.mlp"], kind
-        inside = {name.removeprefix("model.layers.1."): style for name, style in styles.items()
-                  if name.startswith("model.layers.1.")}
-        assert inside == {f"self_attn.{name}": style for name, style in {
-            "q_a_proj": PARTIAL, "q_a_layernorm": PARTIAL, "q_b_proj": "colwise",
-            "kv_a_proj_with_mqa": PARTIAL, "kv_a_layernorm": PARTIAL, "kv_b_proj": "colwise",
-            "o_proj": "rowwise"}.items()}, kind
+        inside = {
+            name.removeprefix("model.layers.1."): style
+            for name, style in styles.items()
+            if name.startswith("model.layers.1.")
+        }
+        assert inside == {
+            f"self_attn.{name}": style
+            for name, style in {
+                "q_a_proj": PARTIAL,
+                "q_a_layernorm": PARTIAL,
+                "q_b_proj": "colwise",
+                "kv_a_proj_with_mqa": PARTIAL,
+                "kv_a_layernorm": PARTIAL,
+                "kv_b_proj": "colwise",
+                "o_proj": "rowwise",
+            }.items()
+        }, kind
         assert styles["model.layers.0.mlp.down_proj"] == "rowwise"
         assert not list(style_problems(model, styles))
         dims = {w.name: w.tp_dim for w in model_shape(model).blocks[1].weights}
@@ -66,8 +92,10 @@ def test_a_plan_that_is_missing_or_has_an_unknown_style_is_named():
     model = _model("qwen2")
     model._tp_plan = {"model.layers.*.mlp.up_proj": "sideways"}
     first, second = style_problems(model, tp_styles(model))
-    assert first.startswith("the plan of Qwen2ForCausalLM gives model.layers.0.mlp.up_proj the "
-                            "style sideways, which is not supported; known: colwise,")
+    assert first.startswith(
+        "the plan of Qwen2ForCausalLM gives model.layers.0.mlp.up_proj the "
+        "style sideways, which is not supported; known: colwise,"
+    )
     assert "layers.1" in second and model_shape(model).tp_problem == first
     model._tp_plan = {}
     (problem,) = style_problems(model, tp_styles(model))
@@ -78,7 +106,8 @@ def test_experts_and_latent_attention_are_refused_where_tokens_cannot_be_sharded
     model = _model("qwen3_next")
     assert tensor_parallel.why_never(model) == (
         "experts and latent attention need tokens sharded between layers, which cannot be done "
-        "with Qwen3NextForCausalLM: model.layers.0.linear_attn is neither attention, MLP nor norm")
+        "with Qwen3NextForCausalLM: model.layers.0.linear_attn is neither attention, MLP nor norm"
+    )
     assert tensor_parallel.why_never(_model("deepseek_v3")) == ""
     whole = _model("gpt_neox")  # dense: it has all tokens on every rank, if it has a plan
     whole._tp_plan = {"gpt_neox.layers.*.mlp.dense_h_to_4h": "colwise"}
@@ -86,10 +115,13 @@ def test_experts_and_latent_attention_are_refused_where_tokens_cannot_be_sharded
     assert tensor_parallel.why_never(whole) == ""
 
 
-@pytest.mark.parametrize("kind, says", [
-    ("gpt_oss", "GptOssForCausalLM has no tensor-parallel plan of its own"),
-    ("qwen3_next", "experts and latent attention need tokens sharded between layers"),
-])
+@pytest.mark.parametrize(
+    "kind, says",
+    [
+        ("gpt_oss", "GptOssForCausalLM has no tensor-parallel plan of its own"),
+        ("qwen3_next", "experts and latent attention need tokens sharded between layers"),
+    ],
+)
 def test_such_models_are_refused_from_their_config_alone(kind, says, tmp_path):
     AutoConfig.for_model(kind, num_hidden_layers=2).save_pretrained(tmp_path)
     problems = fit_problems(config(tmp_path, tmp_path, world_size=2, tp=2))
@@ -98,21 +130,37 @@ def test_such_models_are_refused_from_their_config_alone(kind, says, tmp_path):
     assert problem.endswith(f"; set layout.tp to 1 (model.path {tmp_path})")
 
 
-@pytest.mark.parametrize("fields, tp, says", [
-    (dict(), 4, ""), (dict(), 8, ""),  # 2 key/value heads: ranks hold the same ones
-    (dict(num_attention_heads=6), 4, "does not divide num_attention_heads 6; values that suit the "
-                                     "model: 1, 2"),
-    (dict(num_attention_heads=12, num_key_value_heads=3, intermediate_size=48), 2,
-     "does not divide num_key_value_heads 3, nor is it a multiple; values that suit the model: 1"),
-    (dict(intermediate_size=50), 4, "does not divide intermediate_size 50; values"),
-    (dict(num_attention_heads=6, intermediate_size=48), 3, "does not divide padded vocab_size 128"),
-])
+@pytest.mark.parametrize(
+    "fields, tp, says",
+    [
+        (dict(), 4, ""),
+        (dict(), 8, ""),  # 2 key/value heads: ranks hold the same ones
+        (
+            dict(num_attention_heads=6),
+            4,
+            "does not divide num_attention_heads 6; values that suit the model: 1, 2",
+        ),
+        (
+            dict(num_attention_heads=12, num_key_value_heads=3, intermediate_size=48),
+            2,
+            "does not divide num_key_value_heads 3, nor is it a multiple; values that suit the model: 1",
+        ),
+        (dict(intermediate_size=50), 4, "does not divide intermediate_size 50; values"),
+        (
+            dict(num_attention_heads=6, intermediate_size=48),
+            3,
+            "does not divide padded vocab_size 128",
+        ),
+    ],
+)
 def test_an_engine_s_ranks_must_divide_what_vllm_cuts(fields, tp, says):
-    hf_config = AutoConfig.for_model("qwen3", **dict(
-        num_attention_heads=8, num_key_value_heads=2, intermediate_size=64, vocab_size=104
-    ) | fields)
+    hf_config = AutoConfig.for_model(
+        "qwen3",
+        **dict(num_attention_heads=8, num_key_value_heads=2, intermediate_size=64, vocab_size=104)
+        | fields,
+    )
     found = inference_misfits(hf_config, tp=tp)
-    assert ([text for text in found if says in text] if says else not found), found
+    assert [text for text in found if says in text] if says else not found, found
     if says:
         assert found[0].startswith(f"layout.inference_tp: {tp} does not divide ")
 

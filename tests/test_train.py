@@ -8,9 +8,7 @@ import signal
 import time
 
 import pytest
-from runs import (
-    HELD, ROOT, TINY, finish, metrics, run, run_killed, start, torchrun, wait_for_step,
-)
+from runs import HELD, ROOT, TINY, finish, metrics, run, run_killed, start, torchrun, wait_for_step
 
 from spmdrl.commands.create_model import create_model
 
@@ -24,8 +22,11 @@ def model(tmp_path_factory) -> str:
 
 def rl(model: str, folder, **flags) -> dict:
     # What is no matter of the engine is shown with the one that starts in a tenth of the time.
-    return {"model.path": model, "output-dir": folder, "engine.kind": "transformers"} | TINY[
-        "rl"] | flags
+    return (
+        {"model.path": model, "output-dir": folder, "engine.kind": "transformers"}
+        | TINY["rl"]
+        | flags
+    )
 
 
 def final_weights(folder) -> dict:
@@ -58,8 +59,9 @@ def assert_same_end(a, b) -> None:
     for name, value in first.items():
         assert torch.equal(value, second[name]), f"{name} differs"
     assert all(row["policy/grad_norm"] > 0 for row in metrics(a))
-    logged = [[(r["step"], r.get("reward/mean"), r["policy/loss"]) for r in metrics(f)]
-              for f in (a, b)]
+    logged = [
+        [(r["step"], r.get("reward/mean"), r["policy/loss"]) for r in metrics(f)] for f in (a, b)
+    ]
     assert logged[0] == logged[1]
 
 
@@ -68,18 +70,36 @@ def test_warm_start_export_and_grpo_in_one_chain(model, tmp_path):
     import sys
 
     warm = tmp_path / "sft"
-    run("demo_sft.yaml", 2, by=torchrun, **TINY["sft"], **{
-        "model.path": model, "output-dir": warm, "steps": 4})
+    run(
+        "demo_sft.yaml",
+        2,
+        by=torchrun,
+        **TINY["sft"],
+        **{"model.path": model, "output-dir": warm, "steps": 4},
+    )
     losses = [row["policy/loss"] for row in metrics(warm)]
     assert len(losses) == 4 and losses[-1] < losses[0]
     exported = tmp_path / "warm"
-    subprocess.run([sys.executable, "-m", "spmdrl", "export", str(warm), "--out", str(exported)],
-                   check=True, timeout=300, cwd=ROOT)
+    subprocess.run(
+        [sys.executable, "-m", "spmdrl", "export", str(warm), "--out", str(exported)],
+        check=True,
+        timeout=300,
+        cwd=ROOT,
+    )
     out = tmp_path / "grpo"
-    finished = run("demo_grpo.yaml", 2, by=torchrun, **rl(str(exported), out, steps=3) | {
-        "engine.kind": "vllm",
-        "evaluate.every-steps": 2, "report.console": "{table_every: 1}", "data.eval-size": 8,
-        "report.tracker": "mlflow"})
+    finished = run(
+        "demo_grpo.yaml",
+        2,
+        by=torchrun,
+        **rl(str(exported), out, steps=3)
+        | {
+            "engine.kind": "vllm",
+            "evaluate.every-steps": 2,
+            "report.console": "{table_every: 1}",
+            "data.eval-size": 8,
+            "report.tracker": "mlflow",
+        },
+    )
     rows = metrics(out)
     assert [row["step"] for row in rows] == [0, 1, 2]
     assert rows[0]["policy/staleness"] == 0 and rows[2]["policy/staleness"] == 1  # lag 1
@@ -91,19 +111,32 @@ def test_warm_start_export_and_grpo_in_one_chain(model, tmp_path):
     assert "gap" in finished.output  # the start-up probe is printed
 
 
-@pytest.mark.parametrize("placement, lag, engine", [
-    ("split", 0, "transformers"), ("split", 1, "vllm"), ("colocated", 0, "vllm"),
-    ("colocated", 1, "transformers"),
-])
+@pytest.mark.parametrize(
+    "placement, lag, engine",
+    [
+        ("split", 0, "transformers"),
+        ("split", 1, "vllm"),
+        ("colocated", 0, "vllm"),
+        ("colocated", 1, "transformers"),
+    ],
+)
 def test_a_killed_and_resumed_run_ends_bit_identical(placement, lag, engine, model, tmp_path):
-    flags = {"layout.placement": placement, "lag": lag, "steps": 7, "checkpoint.every-steps": 2,
-             "checkpoint.keep": "{last: 9}", "engine.kind": engine, "rewards.timeout-s": 300.0}
+    flags = {
+        "layout.placement": placement,
+        "lag": lag,
+        "steps": 7,
+        "checkpoint.every-steps": 2,
+        "checkpoint.keep": "{last: 9}",
+        "engine.kind": engine,
+        "rewards.timeout-s": 300.0,
+    }
     (tmp_path / "r.py").write_text(REWARDS)  # varied rewards: every step must move the weights
     flags["rewards.functions"] = f"{tmp_path / 'r.py'}:varied"
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     run("demo_grpo.yaml", 2, **rl(model, whole, **flags))
-    run_killed("demo_grpo.yaml", 2, rewards=tmp_path / "r.py", step=2, hold=4,
-               **rl(model, killed, **flags))
+    run_killed(
+        "demo_grpo.yaml", 2, rewards=tmp_path / "r.py", step=2, hold=4, **rl(model, killed, **flags)
+    )
     resumed = run("demo_grpo.yaml", 2, **rl(model, killed, **flags))
     assert "resume" in resumed.output
     assert_same_end(whole, killed)
@@ -111,8 +144,12 @@ def test_a_killed_and_resumed_run_ends_bit_identical(placement, lag, engine, mod
 
 def test_saving_at_every_step_never_meets_the_update(model, tmp_path):
     # The writing thread and the update both use collectives of the trainer ranks at once.
-    run("demo_sft.yaml", 2, **TINY["sft"], **{
-        "model.path": model, "output-dir": tmp_path, "steps": 30, "checkpoint.every-steps": 1})
+    run(
+        "demo_sft.yaml",
+        2,
+        **TINY["sft"],
+        **{"model.path": model, "output-dir": tmp_path, "steps": 30, "checkpoint.every-steps": 1},
+    )
     assert [row["step"] for row in metrics(tmp_path)] == list(range(30))
     assert max(int(p.name.split("_")[1]) for p in tmp_path.glob("checkpoints/step_*")) == 30
 
@@ -135,8 +172,11 @@ def test_a_checkpoint_resumes_on_another_layout_but_not_with_another_config(mode
     changed = rl(model, tmp_path, steps=4) | {"optimizer.lr": 0.5}
     refused = run("demo_grpo.yaml", 2, status=2, **changed)
     assert "optimizer.lr" in refused.output and "0.5" in refused.output
-    run("demo_grpo.yaml", 3, **rl(model, tmp_path, steps=4, **{
-        "layout.placement": "split", "layout.trainer-ranks": 2}))
+    run(
+        "demo_grpo.yaml",
+        3,
+        **rl(model, tmp_path, steps=4, **{"layout.placement": "split", "layout.trainer-ranks": 2}),
+    )
     assert [row["step"] for row in metrics(tmp_path)] == [0, 1, 2, 3]
 
 
@@ -145,8 +185,11 @@ def test_a_killed_rank_is_named_and_ends_the_run(model, tmp_path):
 
     under_way = torchrun("demo_grpo.yaml", 2, **rl(model, tmp_path, steps=4000))
     wait_for_step(under_way, tmp_path, 1, timeout_s=300)
-    ranks = [p for p in psutil.Process(under_way.pids[0]).children()
-             if any("train.py" in part for part in p.cmdline())]
+    ranks = [
+        p
+        for p in psutil.Process(under_way.pids[0]).children()
+        if any("train.py" in part for part in p.cmdline())
+    ]
     victim = next(p for p in ranks if p.environ()["RANK"] == "1")
     victim.kill()
     began = time.monotonic()
@@ -157,7 +200,9 @@ def test_a_killed_rank_is_named_and_ends_the_run(model, tmp_path):
     assert "rank 1 is missing" in finished.output + logs, finished.output[-4000:]
 
 
-REWARDS = HELD + '''
+REWARDS = (
+    HELD
+    + """
 import math
 def raising(prompts, completions, **columns): raise KeyError("no such column")
 def hanging(prompts, completions, **columns): time.sleep(1000)
@@ -169,39 +214,57 @@ def varied(prompts, completions, **columns):
 def odd(prompts, completions, **columns):
     if len(completions[0]) % 2: raise ValueError("odd")
     return [1.0]
-'''
+"""
+)
 
 
 # What else a reward may do wrong is in test_rewards_pool.py and test_rollout_inputs.py.
-@pytest.mark.parametrize("function, every, says", [
-    ("raising", 0, ("step 0: the reward of data row", "no such column")),
-    ("hanging", 1, ("evaluation after 0 steps: the reward of data row", "timeout after ")),
-])
+@pytest.mark.parametrize(
+    "function, every, says",
+    [
+        ("raising", 0, ("step 0: the reward of data row", "no such column")),
+        ("hanging", 1, ("evaluation after 0 steps: the reward of data row", "timeout after ")),
+    ],
+)
 def test_a_failing_reward_ends_the_run_by_name(function, every, says, model, tmp_path):
     (tmp_path / "r.py").write_text(REWARDS)
-    finished = run("demo_grpo.yaml", 2, status=1, **rl(model, tmp_path / "out", steps=2) | {
-        "rewards.functions": f"{tmp_path / 'r.py'}:{function}",
-        "rewards.timeout-s": 1.0 if function == "hanging" else 300.0,
-        "evaluate.every-steps": every})
+    finished = run(
+        "demo_grpo.yaml",
+        2,
+        status=1,
+        **rl(model, tmp_path / "out", steps=2)
+        | {
+            "rewards.functions": f"{tmp_path / 'r.py'}:{function}",
+            "rewards.timeout-s": 1.0 if function == "hanging" else 300.0,
+            "evaluate.every-steps": every,
+        },
+    )
     for part in (*says, "Mend the reward function"):
         assert part in finished.output
 
 
 def test_failing_rewards_can_be_dropped_and_are_counted(model, tmp_path):
     (tmp_path / "r.py").write_text(REWARDS)
-    run("demo_grpo.yaml", 2, **rl(model, tmp_path / "out", steps=3) | {
-        "rewards.functions": f"{tmp_path / 'r.py'}:odd", "rewards.on-failure": "drop"})
+    run(
+        "demo_grpo.yaml",
+        2,
+        **rl(model, tmp_path / "out", steps=3)
+        | {"rewards.functions": f"{tmp_path / 'r.py'}:odd", "rewards.on-failure": "drop"},
+    )
     rows = metrics(tmp_path / "out")
     assert sum(row["rollout/failed_rewards"] for row in rows) > 0
     assert all(row["reward/mean"] == 1.0 for row in rows)
 
 
-@pytest.mark.parametrize("by, flags, says", [
-    (torchrun, {"model.path": "nowhere/at/all"}, "nowhere/at/all"),
-    (start, {"data.train": "missing.jsonl", "rewards.functions": "r:f"}, "missing.jsonl"),
-    (start, {"data.max-prompt-tokens": 3}, "max_prompt_tokens"),
-    (start, {"data.max-prompt-tokens": 4096, "batch.tokens-per-microbatch": 9000}, "4096"),
-])
+@pytest.mark.parametrize(
+    "by, flags, says",
+    [
+        (torchrun, {"model.path": "nowhere/at/all"}, "nowhere/at/all"),
+        (start, {"data.train": "missing.jsonl", "rewards.functions": "r:f"}, "missing.jsonl"),
+        (start, {"data.max-prompt-tokens": 3}, "max_prompt_tokens"),
+        (start, {"data.max-prompt-tokens": 4096, "batch.tokens-per-microbatch": 9000}, "4096"),
+    ],
+)
 def test_bad_input_is_refused_with_what_and_where(by, flags, says, model, tmp_path):
     finished = run("demo_grpo.yaml", 2, by=by, status=2, **rl(model, tmp_path) | flags)
     assert says in finished.output
@@ -220,8 +283,16 @@ def test_dry_run_needs_no_launcher_and_no_weights(tmp_path, capsys):
     demonstrations.write_text(json.dumps({"messages": talk}) + "\n")
     for path in sorted((ROOT / "configs").glob("*.yaml")):
         made = "demonstrations.jsonl" in path.read_text()
-        cfg = config.parse(["--config", str(path), "--dry-run", "--model.path", model,
-                            *(["--data.train", str(demonstrations)] if made else [])])
+        cfg = config.parse(
+            [
+                "--config",
+                str(path),
+                "--dry-run",
+                "--model.path",
+                model,
+                *(["--data.train", str(demonstrations)] if made else []),
+            ]
+        )
         assert dry_run.show(cfg) == 0, path.name
         shown = capsys.readouterr().out
         for part in ("sequences per step", "micro-batches", "rank 0", "parameters"):

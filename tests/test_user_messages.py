@@ -17,9 +17,9 @@ from report_world import SmallWorld, group  # noqa: F401
 from runs import ROOT, TINY, finish, metrics, run, torchrun, wait_for_step
 
 from spmdrl.check import dry_run
-from spmdrl.commands.ask import ask
 from spmdrl.checkpoint import manifest as disk
 from spmdrl.checkpoint.restore import already_finished
+from spmdrl.commands.ask import ask
 from spmdrl.config import Config, Data, Layout, Model, Rewards, flatten
 from spmdrl.config.read import is_missing_folder
 from spmdrl.world.world import Launch, _check_launch
@@ -74,9 +74,14 @@ os._exit(status)
 def start_ranks(mode: str, size: int) -> list[subprocess.Popen]:
     port = free_port()
     return [
-        subprocess.Popen([sys.executable, "-c", RANK, mode], text=True, stdout=subprocess.PIPE,
-                         stderr=subprocess.PIPE, cwd=ROOT,
-                         env=os.environ | launch_env(rank, size, port) | {"PYTHONPATH": str(ROOT)})
+        subprocess.Popen(
+            [sys.executable, "-c", RANK, mode],
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            cwd=ROOT,
+            env=os.environ | launch_env(rank, size, port) | {"PYTHONPATH": str(ROOT)},
+        )
         for rank in range(size)
     ]
 
@@ -93,8 +98,10 @@ def test_a_rank_that_raises_is_quoted_by_the_others_which_end_quietly() -> None:
     processes = start_ranks("raise", 2)
     zero, one = texts_of(processes)  # which waits less than the 1000 s that rank 0 would sleep
     assert "Traceback" in one and "[rank 1] ended with RuntimeError: out of memory" in one
-    assert ("[rank 0] ends in 'build engine' at step -1: rank 1 ended with "
-            "RuntimeError: out of memory\n") in zero
+    assert (
+        "[rank 0] ends in 'build engine' at step -1: rank 1 ended with "
+        "RuntimeError: out of memory\n"
+    ) in zero
     assert "Traceback" not in zero
     assert "closed as failed" in zero and "closed as failed" in one
     assert all(process.returncode != 0 for process in processes)
@@ -103,8 +110,11 @@ def test_a_rank_that_raises_is_quoted_by_the_others_which_end_quietly() -> None:
 def test_what_all_ranks_say_is_said_once() -> None:
     text = "".join(texts_of(start_ranks("same", 2)))
     assert text.count("data.train: no such file") in (1, 2) and "Traceback" not in text
-    assert "ends for the same reason" in text or "rank 0 ended with" in text or (
-        "rank 1 ended with" in text)
+    assert (
+        "ends for the same reason" in text
+        or "rank 0 ended with" in text
+        or ("rank 1 ended with" in text)
+    )
 
 
 def test_a_signal_in_start_up_ends_a_blocked_rank_at_once() -> None:
@@ -129,10 +139,14 @@ def test_the_first_ctrl_c_asks_for_a_stop_and_the_second_ends_at_once() -> None:
     assert "this step is finished and saved" in text and "the second signal" in text
 
 
-def test_ctrl_c_saves_and_a_finished_run_is_not_built_again(tiny_model: Path,
-                                                            tmp_path: Path) -> None:
-    flags = TINY["sft"] | {"model.path": tiny_model, "output-dir": tmp_path,
-                          "optimizer.schedule": "constant"}
+def test_ctrl_c_saves_and_a_finished_run_is_not_built_again(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    flags = TINY["sft"] | {
+        "model.path": tiny_model,
+        "output-dir": tmp_path,
+        "optimizer.schedule": "constant",
+    }
     under_way = torchrun("demo_sft.yaml", 2, **flags, steps=4000)
     wait_for_step(under_way, tmp_path, 1, timeout_s=300)
     os.kill(under_way.pids[0], signal.SIGINT)
@@ -158,9 +172,17 @@ def test_only_a_whole_checkpoint_of_the_same_run_counts_as_finished(
     folder = disk.step_folder(disk.checkpoints_folder(tmp_path), 5)
     folder.mkdir(parents=True)
     assert not already_finished(cfg, world)  # no manifest
-    disk.write_manifest(folder, disk.Manifest(
-        step=5, config=disk.plain(flatten(cfg)), model="m", tokenizer="m", rollout_ranks=(),
-        files={}))
+    disk.write_manifest(
+        folder,
+        disk.Manifest(
+            step=5,
+            config=disk.plain(flatten(cfg)),
+            model="m",
+            tokenizer="m",
+            rollout_ranks=(),
+            files={},
+        ),
+    )
     assert already_finished(cfg, world)
     assert "5 of 5 steps; raise --steps" in capsys.readouterr().out
     assert not already_finished(dataclasses.replace(cfg, steps=6), world)
@@ -178,12 +200,15 @@ def test_a_name_under_a_folder_that_exists_is_no_hub_name(
     assert not is_missing_folder("Qwen/Qwen3-0.6B") and not is_missing_folder("gpt2")
 
 
-@pytest.mark.parametrize("layout, size, says", [
-    (dict(world_size=2), 1, "--layout.world-size 1 --layout.placement colocated"),
-    (dict(world_size=8, trainer_ranks=4), 4, "--layout.world-size 4 --layout.trainer-ranks 2"),
-    (dict(world_size=8, trainer_ranks=4), 6, "set --layout.world-size 6"),
-    (dict(world_size=2, placement="colocated"), 1, "set --layout.world-size 1"),
-])
+@pytest.mark.parametrize(
+    "layout, size, says",
+    [
+        (dict(world_size=2), 1, "--layout.world-size 1 --layout.placement colocated"),
+        (dict(world_size=8, trainer_ranks=4), 4, "--layout.world-size 4 --layout.trainer-ranks 2"),
+        (dict(world_size=8, trainer_ranks=4), 6, "set --layout.world-size 6"),
+        (dict(world_size=2, placement="colocated"), 1, "set --layout.world-size 1"),
+    ],
+)
 def test_the_layout_that_is_proposed_can_be_had(layout: dict, size: int, says: str) -> None:
     cfg = Config(layout=Layout(**layout))
     with pytest.raises(ValueError) as error:
@@ -194,15 +219,20 @@ def test_the_layout_that_is_proposed_can_be_had(layout: dict, size: int, says: s
 def test_a_dry_run_finds_what_a_run_would_stumble_over(tiny_model: Path, tmp_path: Path) -> None:
     data, code = tmp_path / "rows.jsonl", tmp_path / "r.py"
     data.write_text('{"prompt": "1+1="}\n')
-    code.write_text("import sys\n"
-                    "def fine(prompts, completions, **columns): return [1.0]\n"
-                    "def column(prompts, completions, level): return [1.0]\n"
-                    "def truth(data_source, solution_str, ground_truth): return 1.0\n")
+    code.write_text(
+        "import sys\n"
+        "def fine(prompts, completions, **columns): return [1.0]\n"
+        "def column(prompts, completions, level): return [1.0]\n"
+        "def truth(data_source, solution_str, ground_truth): return 1.0\n"
+    )
     (tmp_path / "broken.py").write_text("import not_installed_anywhere\n")
 
     def found(*functions: str, **changed: Any) -> str:
-        cfg = Config(model=Model(path=str(tiny_model)), rewards=Rewards(functions=functions),
-                     data=Data(**dict(train=str(data)) | changed))
+        cfg = Config(
+            model=Model(path=str(tiny_model)),
+            rewards=Rewards(functions=functions),
+            data=Data(**dict(train=str(data)) | changed),
+        )
         return "\n".join(dry_run.problems(cfg))
 
     assert found(f"{code}:fine") == ""
@@ -214,20 +244,29 @@ def test_a_dry_run_finds_what_a_run_would_stumble_over(tiny_model: Path, tmp_pat
 
 
 def test_derived_numbers_are_whole() -> None:
-    cfg = Config(data=Data(train="task:addition"),
-                 layout=Layout(world_size=8, trainer_ranks=6))
-    cfg = dataclasses.replace(cfg, batch=dataclasses.replace(
-        cfg.batch, prompts_per_step=128, group_size=8))
+    cfg = Config(data=Data(train="task:addition"), layout=Layout(world_size=8, trainer_ranks=6))
+    cfg = dataclasses.replace(
+        cfg, batch=dataclasses.replace(cfg.batch, prompts_per_step=128, group_size=8)
+    )
     derived = dry_run.derived(cfg)
     assert derived["sequences per dp rank"] == "1024 / 6 = about 171"
-    sft = dataclasses.replace(cfg, layout=Layout(placement="offline"),
-                              algorithm=dataclasses.replace(cfg.algorithm, objective="sft"))
+    sft = dataclasses.replace(
+        cfg,
+        layout=Layout(placement="offline"),
+        algorithm=dataclasses.replace(cfg.algorithm, objective="sft"),
+    )
     assert "steps of generation ahead" not in dry_run.derived(sft)
 
 
 def test_help_names_the_config_file_and_may_be_cut_short() -> None:
-    done = subprocess.run(f"{sys.executable} train.py --help | head -3", shell=True, text=True,
-                          capture_output=True, cwd=ROOT, timeout=300)
+    done = subprocess.run(
+        f"{sys.executable} train.py --help | head -3",
+        shell=True,
+        text=True,
+        capture_output=True,
+        cwd=ROOT,
+        timeout=300,
+    )
     assert "--config FILE" in done.stdout and done.stderr == ""
 
 

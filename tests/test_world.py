@@ -10,15 +10,20 @@ import pytest
 from ranks import free_port, launch_env, run_ranks
 
 from spmdrl.config import Config, Layout
-from spmdrl.world.launch import first_host, read_launch
 from spmdrl.world import World
+from spmdrl.world.launch import first_host, read_launch
 
 
 def test_torchrun_and_slurm_variables_are_read():
     torchrun = dict(RANK="3", WORLD_SIZE="4", LOCAL_RANK="1", MASTER_ADDR="a", MASTER_PORT="1")
     assert read_launch(torchrun).rank == 3
-    slurm = dict(SLURM_PROCID="5", SLURM_NTASKS="8", SLURM_LOCALID="1", SLURM_JOB_ID="77",
-                 SLURM_STEP_NODELIST="gpu[003-004]")
+    slurm = dict(
+        SLURM_PROCID="5",
+        SLURM_NTASKS="8",
+        SLURM_LOCALID="1",
+        SLURM_JOB_ID="77",
+        SLURM_STEP_NODELIST="gpu[003-004]",
+    )
     launch = read_launch(slurm)
     assert (launch.rank, launch.world_size, launch.local_rank) == (5, 8, 1)
     assert (launch.address, launch.launcher) == ("gpu003", "srun")
@@ -27,9 +32,10 @@ def test_torchrun_and_slurm_variables_are_read():
         read_launch({})
 
 
-@pytest.mark.parametrize("nodes, first", [
-    ("n1", "n1"), ("n1,n2", "n1"), ("gpu[003-007,9],x", "gpu003"), ("a-[1,3]-ib", "a-1-ib"),
-])
+@pytest.mark.parametrize(
+    "nodes, first",
+    [("n1", "n1"), ("n1,n2", "n1"), ("gpu[003-007,9],x", "gpu003"), ("a-[1,3]-ib", "a-1-ib")],
+)
 def test_first_host_of_a_node_list(nodes, first):
     assert first_host(nodes) == first
 
@@ -37,21 +43,29 @@ def test_first_host_of_a_node_list(nodes, first):
 def roles(cfg: Config) -> dict:
     world = World.start(cfg)
     mesh = None if world.mesh is None else tuple(world.mesh.get_coordinate())
-    found = dict(trainer=world.is_trainer, inference=world.is_inference, mesh=mesh,
-                 replica=world.replica, tp=world.inference_tp_rank,
-                 stop=world.agree_to_stop(0))
+    found = dict(
+        trainer=world.is_trainer,
+        inference=world.is_inference,
+        mesh=mesh,
+        replica=world.replica,
+        tp=world.inference_tp_rank,
+        stop=world.agree_to_stop(0),
+    )
     world.stop_requested = world.rank == 1
     found["stop_after_request"] = world.agree_to_stop(1)
     world.close()
     return found
 
 
-@pytest.mark.parametrize("layout, trainers, engines", [
-    (dict(world_size=2, trainer_ranks=1), [0], [1]),
-    (dict(world_size=4, trainer_ranks=2, inference_tp=2, tp=2), [0, 1], [2, 3]),
-    (dict(world_size=4, trainer_ranks=3), [0, 1, 2], [3]),
-    (dict(world_size=4, placement="colocated", tp=2, inference_tp=2), range(4), range(4)),
-])
+@pytest.mark.parametrize(
+    "layout, trainers, engines",
+    [
+        (dict(world_size=2, trainer_ranks=1), [0], [1]),
+        (dict(world_size=4, trainer_ranks=2, inference_tp=2, tp=2), [0, 1], [2, 3]),
+        (dict(world_size=4, trainer_ranks=3), [0, 1, 2], [3]),
+        (dict(world_size=4, placement="colocated", tp=2, inference_tp=2), range(4), range(4)),
+    ],
+)
 def test_roles_and_meshes(layout, trainers, engines):
     found = run_ranks(layout["world_size"], roles, Config(layout=Layout(device="cpu", **layout)))
     assert [r for r, f in enumerate(found) if f["trainer"]] == list(trainers)
@@ -60,7 +74,8 @@ def test_roles_and_meshes(layout, trainers, engines):
     assert len(set(coordinates)) == len(coordinates)
     tp = layout.get("inference_tp", 1)
     assert [(f["replica"], f["tp"]) for f in found if f["inference"]] == [
-        (i // tp, i % tp) for i in range(len(list(engines)))]
+        (i // tp, i % tp) for i in range(len(list(engines)))
+    ]
     assert not any(f["stop"] for f in found)
     assert all(f["stop_after_request"] for f in found)
 
@@ -118,18 +133,23 @@ except RuntimeError as error:
 """
 
 
-@pytest.mark.parametrize("fault, says", [
-    ("stall", "rank 2 is missing: "), ("kill", "rank 2 is missing: no sign of life"),
-])
+@pytest.mark.parametrize(
+    "fault, says",
+    [("stall", "rank 2 is missing: "), ("kill", "rank 2 is missing: no sign of life")],
+)
 def test_a_stalled_or_dead_rank_is_named_in_time(fault, says, tmp_path):
     root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     script = tmp_path / "waiter.py"
     script.write_text(WAITER.format(root=root))
     port = free_port()
     processes = [
-        subprocess.Popen([sys.executable, str(script), fault], text=True,
-                         env=os.environ | launch_env(rank, 3, port),
-                         stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        subprocess.Popen(
+            [sys.executable, str(script), fault],
+            text=True,
+            env=os.environ | launch_env(rank, 3, port),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
         for rank in range(3)
     ]
     try:

@@ -18,13 +18,23 @@ from torch import Tensor
 
 from spmdrl.algorithms.groups import ROUNDING, group_rewards
 
-__all__ = ["grpo", "dr_grpo", "rloo", "lite_ppo", "max_rl", "gpg", "opo", "pass_at_k", "gdpo",
-           "reinforce_plus_plus_baseline", "remax", "reinforce"]  # the methods, for the registry
+__all__ = [
+    "dr_grpo",
+    "gdpo",
+    "gpg",
+    "grpo",
+    "lite_ppo",
+    "max_rl",
+    "opo",
+    "pass_at_k",
+    "reinforce",
+    "reinforce_plus_plus_baseline",
+    "remax",
+    "rloo",
+]  # the methods, for the registry
 
 
-def grpo(
-    rewards: Tensor, group_ids: Tensor, *, is_valid: Tensor, std_eps: float = 1e-6
-) -> Tensor:
+def grpo(rewards: Tensor, group_ids: Tensor, *, is_valid: Tensor, std_eps: float = 1e-6) -> Tensor:
     """Standardise within the group: (R - mu_g) / (sigma_g + std_eps).
 
     Source: arXiv 2402.03300, outcome supervision. Also invariant under adding a constant per
@@ -79,8 +89,10 @@ def max_rl(
     _check_eps(mean_eps)
     groups = group_rewards(rewards, group_ids, is_valid=is_valid)
     if (groups.rewards < 0).any():
-        raise ValueError(f"max_rl needs rewards of at least 0, got {float(groups.rewards.min())}; "
-                         "shift the reward or take another advantage")
+        raise ValueError(
+            f"max_rl needs rewards of at least 0, got {float(groups.rewards.min())}; "
+            "shift the reward or take another advantage"
+        )
     return groups.centred() / (groups.means + mean_eps)[groups.index]
 
 
@@ -113,8 +125,12 @@ def opo(
 
 
 def pass_at_k(
-    rewards: Tensor, group_ids: Tensor, *, is_valid: Tensor,
-    scale: Literal["none", "std"] = "none", std_eps: float = 1e-6,
+    rewards: Tensor,
+    group_ids: Tensor,
+    *,
+    is_valid: Tensor,
+    scale: Literal["none", "std"] = "none",
+    std_eps: float = 1e-6,
 ) -> Tensor:
     """Credit the group's best sample alone, by its lead: best - second best, others 0.
 
@@ -141,8 +157,12 @@ def pass_at_k(
 
 
 def gdpo(
-    reward_parts: Tensor, group_ids: Tensor, *, is_valid: Tensor,
-    part_weights: Sequence[float] = (), std_eps: float = 1e-6,
+    reward_parts: Tensor,
+    group_ids: Tensor,
+    *,
+    is_valid: Tensor,
+    part_weights: Sequence[float] = (),
+    std_eps: float = 1e-6,
 ) -> Tensor:
     """Standardise each reward function in its group, add them up, scale by the batch.
 
@@ -178,7 +198,11 @@ def gdpo(
 
 
 def reinforce_plus_plus_baseline(
-    rewards: Tensor, group_ids: Tensor, *, is_valid: Tensor, response_lengths: Tensor,
+    rewards: Tensor,
+    group_ids: Tensor,
+    *,
+    is_valid: Tensor,
+    response_lengths: Tensor,
     std_eps: float = 1e-8,
 ) -> Tensor:
     """Centre within the group, then whiten over all response tokens of the batch.

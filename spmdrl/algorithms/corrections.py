@@ -22,8 +22,7 @@ from torch import Tensor
 
 from spmdrl.algorithms.reduce import per_token, sequence_mean, sequence_sum
 
-__all__ = ["none", "tis", "mis", "icepop", "sequence_mask", "seq_mask_tis", "veto", "opsm",
-           "vaco"]
+__all__ = ["icepop", "mis", "none", "opsm", "seq_mask_tis", "sequence_mask", "tis", "vaco", "veto"]
 
 Level = Literal["token", "sequence", "geometric"]
 Stats = dict[str, tuple[Tensor, Tensor]]
@@ -38,8 +37,13 @@ def none(old_logprobs: Tensor, *, loss_mask: Tensor) -> tuple[Tensor, Stats]:
 
 
 def tis(
-    old_logprobs: Tensor, rollout_logprobs: Tensor, *, loss_mask: Tensor, cu_seqlens: Tensor,
-    level: Level = "token", upper: float = 2.0,
+    old_logprobs: Tensor,
+    rollout_logprobs: Tensor,
+    *,
+    loss_mask: Tensor,
+    cu_seqlens: Tensor,
+    level: Level = "token",
+    upper: float = 2.0,
 ) -> tuple[Tensor, Stats]:
     """Truncate: min(rho, upper).
 
@@ -54,14 +58,21 @@ def tis(
     """
     if not upper > 0:
         raise ValueError(f"upper: must be above 0, got {upper}")
-    rho = _ratio(old_logprobs, rollout_logprobs, loss_mask=loss_mask, cu_seqlens=cu_seqlens,
-                 level=level)
+    rho = _ratio(
+        old_logprobs, rollout_logprobs, loss_mask=loss_mask, cu_seqlens=cu_seqlens, level=level
+    )
     return _finish(rho.clamp(max=upper), rho > upper, loss_mask=loss_mask, like=old_logprobs)
 
 
 def mis(
-    old_logprobs: Tensor, rollout_logprobs: Tensor, *, loss_mask: Tensor, cu_seqlens: Tensor,
-    level: Level = "sequence", lower: float = 0.0, upper: float = 3.0,
+    old_logprobs: Tensor,
+    rollout_logprobs: Tensor,
+    *,
+    loss_mask: Tensor,
+    cu_seqlens: Tensor,
+    level: Level = "sequence",
+    lower: float = 0.0,
+    upper: float = 3.0,
 ) -> tuple[Tensor, Stats]:
     """Mask: rho inside [lower, upper], else 0.
 
@@ -74,13 +85,26 @@ def mis(
     Source: Liu et al. 2025, masked importance sampling (yingru.notion.site, speed kills
         stability); defaults as in TRL.
     """
-    return _masked_ratio(old_logprobs, rollout_logprobs, loss_mask=loss_mask,
-                         cu_seqlens=cu_seqlens, level=level, lower=lower, upper=upper)
+    return _masked_ratio(
+        old_logprobs,
+        rollout_logprobs,
+        loss_mask=loss_mask,
+        cu_seqlens=cu_seqlens,
+        level=level,
+        lower=lower,
+        upper=upper,
+    )
 
 
 def icepop(
-    old_logprobs: Tensor, rollout_logprobs: Tensor, *, loss_mask: Tensor, cu_seqlens: Tensor,
-    level: Level = "token", lower: float = 0.5, upper: float = 5.0,
+    old_logprobs: Tensor,
+    rollout_logprobs: Tensor,
+    *,
+    loss_mask: Tensor,
+    cu_seqlens: Tensor,
+    level: Level = "token",
+    lower: float = 0.5,
+    upper: float = 5.0,
 ) -> tuple[Tensor, Stats]:
     """Mask both sides: rho inside [lower, upper], else 0; per token in the paper.
 
@@ -92,13 +116,25 @@ def icepop(
     Raises: ValueError for bounds or a level out of range.
     Source: arXiv 2510.18855 (IcePop; alpha 0.5, beta 5).
     """
-    return _masked_ratio(old_logprobs, rollout_logprobs, loss_mask=loss_mask,
-                         cu_seqlens=cu_seqlens, level=level, lower=lower, upper=upper)
+    return _masked_ratio(
+        old_logprobs,
+        rollout_logprobs,
+        loss_mask=loss_mask,
+        cu_seqlens=cu_seqlens,
+        level=level,
+        lower=lower,
+        upper=upper,
+    )
 
 
 def sequence_mask(
-    old_logprobs: Tensor, rollout_logprobs: Tensor, *, loss_mask: Tensor, cu_seqlens: Tensor,
-    level: Literal["sequence", "geometric"] = "geometric", lower: float = 0.99,
+    old_logprobs: Tensor,
+    rollout_logprobs: Tensor,
+    *,
+    loss_mask: Tensor,
+    cu_seqlens: Tensor,
+    level: Literal["sequence", "geometric"] = "geometric",
+    lower: float = 0.99,
     upper: float = 1.01,
 ) -> tuple[Tensor, Stats]:
     """Drop whole sequences: weight 1 if the sequence's rho is inside [lower, upper], else 0.
@@ -114,15 +150,22 @@ def sequence_mask(
     """
     if level == "token":
         raise ValueError("level: must be sequence or geometric, got 'token'")
-    rho = _ratio(old_logprobs, rollout_logprobs, loss_mask=loss_mask, cu_seqlens=cu_seqlens,
-                 level=level)
+    rho = _ratio(
+        old_logprobs, rollout_logprobs, loss_mask=loss_mask, cu_seqlens=cu_seqlens, level=level
+    )
     kept = _inside(rho, lower, upper)
     return _finish(kept.double(), ~kept, loss_mask=loss_mask, like=old_logprobs)
 
 
 def seq_mask_tis(
-    old_logprobs: Tensor, rollout_logprobs: Tensor, *, loss_mask: Tensor, cu_seqlens: Tensor,
-    lower: float = 0.99, upper: float = 1.01, token_upper: float = 2.0,
+    old_logprobs: Tensor,
+    rollout_logprobs: Tensor,
+    *,
+    loss_mask: Tensor,
+    cu_seqlens: Tensor,
+    lower: float = 0.99,
+    upper: float = 1.01,
+    token_upper: float = 2.0,
 ) -> tuple[Tensor, Stats]:
     """Drop sequences by their geometric rho, truncate the rest: min(rho_t, token_upper).
 
@@ -134,19 +177,31 @@ def seq_mask_tis(
     Raises: ValueError for bounds out of range.
     Source: `sequence_mask` times `tis`.
     """
-    kept, _ = sequence_mask(old_logprobs, rollout_logprobs, loss_mask=loss_mask,
-                            cu_seqlens=cu_seqlens, lower=lower, upper=upper)
+    kept, _ = sequence_mask(
+        old_logprobs,
+        rollout_logprobs,
+        loss_mask=loss_mask,
+        cu_seqlens=cu_seqlens,
+        lower=lower,
+        upper=upper,
+    )
     if not token_upper > 0:
         raise ValueError(f"token_upper: must be above 0, got {token_upper}")
-    rho = _ratio(old_logprobs, rollout_logprobs, loss_mask=loss_mask, cu_seqlens=cu_seqlens,
-                 level="token")
+    rho = _ratio(
+        old_logprobs, rollout_logprobs, loss_mask=loss_mask, cu_seqlens=cu_seqlens, level="token"
+    )
     weights = torch.where(kept > 0, rho.clamp(max=token_upper), 0.0)
     return _finish(weights, weights != rho, loss_mask=loss_mask, like=old_logprobs)
 
 
 def veto(
-    old_logprobs: Tensor, rollout_logprobs: Tensor, *, loss_mask: Tensor, cu_seqlens: Tensor,
-    lower: float = 1e-4, upper: float = 1e2,
+    old_logprobs: Tensor,
+    rollout_logprobs: Tensor,
+    *,
+    loss_mask: Tensor,
+    cu_seqlens: Tensor,
+    lower: float = 1e-4,
+    upper: float = 1e2,
 ) -> tuple[Tensor, Stats]:
     """Drop a sequence if one of its loss tokens has rho outside [lower, upper]; else weight 1.
 
@@ -158,16 +213,22 @@ def veto(
     Raises: ValueError for bounds out of range.
     Source: Liu et al. 2025, outlier veto (yingru.notion.site).
     """
-    rho = _ratio(old_logprobs, rollout_logprobs, loss_mask=loss_mask, cu_seqlens=cu_seqlens,
-                 level="token")
+    rho = _ratio(
+        old_logprobs, rollout_logprobs, loss_mask=loss_mask, cu_seqlens=cu_seqlens, level="token"
+    )
     outside = sequence_sum(loss_mask & ~_inside(rho, lower, upper), cu_seqlens)
     kept = per_token(outside == 0, cu_seqlens, num_tokens=rho.numel())
     return _finish(kept.double(), ~kept, loss_mask=loss_mask, like=old_logprobs)
 
 
 def opsm(
-    old_logprobs: Tensor, rollout_logprobs: Tensor, *, advantages: Tensor, loss_mask: Tensor,
-    cu_seqlens: Tensor, delta: float = 1e-4,
+    old_logprobs: Tensor,
+    rollout_logprobs: Tensor,
+    *,
+    advantages: Tensor,
+    loss_mask: Tensor,
+    cu_seqlens: Tensor,
+    delta: float = 1e-4,
 ) -> tuple[Tensor, Stats]:
     """Drop off-policy sequences with a negative advantage; weight 1 for the others.
 
@@ -186,15 +247,24 @@ def opsm(
     if not delta >= 0:
         raise ValueError(f"delta: must be at least 0, got {delta}")
     log_ratio = log_rho(old_logprobs, rollout_logprobs, loss_mask=loss_mask)
-    drift = per_token(-sequence_mean(log_ratio, cu_seqlens, loss_mask=loss_mask), cu_seqlens,
-                      num_tokens=log_ratio.numel())
+    drift = per_token(
+        -sequence_mean(log_ratio, cu_seqlens, loss_mask=loss_mask),
+        cu_seqlens,
+        num_tokens=log_ratio.numel(),
+    )
     dropped = (advantages.detach() < 0) & (drift > delta)
     return _finish((~dropped).double(), dropped, loss_mask=loss_mask, like=old_logprobs)
 
 
 def vaco(
-    old_logprobs: Tensor, rollout_logprobs: Tensor, *, advantages: Tensor, loss_mask: Tensor,
-    mean_ratio_gap: Tensor, bound: float = 0.2, upper: float = 2.0,
+    old_logprobs: Tensor,
+    rollout_logprobs: Tensor,
+    *,
+    advantages: Tensor,
+    loss_mask: Tensor,
+    mean_ratio_gap: Tensor,
+    bound: float = 0.2,
+    upper: float = 2.0,
 ) -> tuple[Tensor, Stats]:
     """Drop the tokens that push pi further from mu, while the two are too far apart.
 
@@ -245,11 +315,18 @@ def _inside(rho: Tensor, lower: float, upper: float) -> Tensor:
 
 
 def _masked_ratio(
-    old_logprobs: Tensor, rollout_logprobs: Tensor, *, loss_mask: Tensor, cu_seqlens: Tensor,
-    level: Level, lower: float, upper: float,
+    old_logprobs: Tensor,
+    rollout_logprobs: Tensor,
+    *,
+    loss_mask: Tensor,
+    cu_seqlens: Tensor,
+    level: Level,
+    lower: float,
+    upper: float,
 ) -> tuple[Tensor, Stats]:
-    rho = _ratio(old_logprobs, rollout_logprobs, loss_mask=loss_mask, cu_seqlens=cu_seqlens,
-                 level=level)
+    rho = _ratio(
+        old_logprobs, rollout_logprobs, loss_mask=loss_mask, cu_seqlens=cu_seqlens, level=level
+    )
     weights = torch.where(_inside(rho, lower, upper), rho, 0.0)
     return _finish(weights, weights != rho, loss_mask=loss_mask, like=old_logprobs)
 
@@ -265,16 +342,24 @@ def log_rho(old_logprobs: Tensor, rollout_logprobs: Tensor, *, loss_mask: Tensor
 
 
 def _ratio(
-    old_logprobs: Tensor, rollout_logprobs: Tensor, *, loss_mask: Tensor, cu_seqlens: Tensor,
+    old_logprobs: Tensor,
+    rollout_logprobs: Tensor,
+    *,
+    loss_mask: Tensor,
+    cu_seqlens: Tensor,
     level: Level,
 ) -> Tensor:
     log_ratio = log_rho(old_logprobs, rollout_logprobs, loss_mask=loss_mask)
     if level == "sequence":
-        log_ratio = per_token(sequence_sum(log_ratio, cu_seqlens), cu_seqlens,
-                              num_tokens=log_ratio.numel())
+        log_ratio = per_token(
+            sequence_sum(log_ratio, cu_seqlens), cu_seqlens, num_tokens=log_ratio.numel()
+        )
     elif level == "geometric":
-        log_ratio = per_token(sequence_mean(log_ratio, cu_seqlens, loss_mask=loss_mask),
-                              cu_seqlens, num_tokens=log_ratio.numel())
+        log_ratio = per_token(
+            sequence_mean(log_ratio, cu_seqlens, loss_mask=loss_mask),
+            cu_seqlens,
+            num_tokens=log_ratio.numel(),
+        )
     elif level != "token":
         raise ValueError(f"level: must be token, sequence or geometric, got {level!r}")
     return log_ratio.clamp(-20.0, 20.0).exp()

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from spmdrl.algorithms.preference.shared import log1mexp
 
-__all__ = ["divergence", "distill_topk"]  # the methods, for the registry
+__all__ = ["distill_topk", "divergence"]  # the methods, for the registry
 
 Stats = dict[str, tuple[Tensor, Tensor]]
 Kind = Literal["forward", "reverse", "mixed", "jsd"]
@@ -36,8 +36,13 @@ _MAX_LOG_MASS = -1e-7  # float32 cannot tell a sum of probabilities from 1 any c
 
 
 def divergence(
-    student_logits: Tensor, teacher_logits: Tensor, *, loss_mask: Tensor, kind: Kind = "forward",
-    beta: float = 0.5, temperature: float = 1.0,
+    student_logits: Tensor,
+    teacher_logits: Tensor,
+    *,
+    loss_mask: Tensor,
+    kind: Kind = "forward",
+    beta: float = 0.5,
+    temperature: float = 1.0,
 ) -> tuple[Tensor, Stats]:
     """Compare student and teacher over the whole vocabulary.
 
@@ -65,8 +70,14 @@ def divergence(
 
 
 def distill_topk(
-    student_logits: Tensor, teacher_logits: Tensor, *, loss_mask: Tensor, k: int = 64,
-    kind: Kind = "forward", beta: float = 0.5, tail: Literal["bucket", "renormalise"] = "bucket",
+    student_logits: Tensor,
+    teacher_logits: Tensor,
+    *,
+    loss_mask: Tensor,
+    k: int = 64,
+    kind: Kind = "forward",
+    beta: float = 0.5,
+    tail: Literal["bucket", "renormalise"] = "bucket",
 ) -> tuple[Tensor, Stats]:
     """Compare student and teacher on the k most likely tokens of the teacher.
 
@@ -87,14 +98,24 @@ def distill_topk(
     top, ids = teacher.topk(min(k, teacher.shape[-1]), dim=-1)
     at_ids = student.gather(-1, ids) - student.logsumexp(-1, keepdim=True)
     found, stats = topk_divergence(
-        at_ids, top - teacher.logsumexp(-1, keepdim=True), kind=kind, beta=beta, tail=tail,
-        loss_mask=torch.ones_like(rows, dtype=torch.bool))
+        at_ids,
+        top - teacher.logsumexp(-1, keepdim=True),
+        kind=kind,
+        beta=beta,
+        tail=tail,
+        loss_mask=torch.ones_like(rows, dtype=torch.bool),
+    )
     return found.new_zeros(loss_mask.shape).index_put((rows,), found), stats
 
 
 def topk_divergence(
-    student_logprobs_at_ids: Tensor, teacher_logprobs: Tensor, *, loss_mask: Tensor,
-    kind: Kind = "forward", beta: float = 0.5, tail: Literal["bucket", "renormalise"] = "bucket",
+    student_logprobs_at_ids: Tensor,
+    teacher_logprobs: Tensor,
+    *,
+    loss_mask: Tensor,
+    kind: Kind = "forward",
+    beta: float = 0.5,
+    tail: Literal["bucket", "renormalise"] = "bucket",
 ) -> tuple[Tensor, Stats]:
     """Compare student and teacher on the K tokens that the teacher reported.
 
@@ -151,8 +172,10 @@ def _divergence(teacher: Tensor, student: Tensor, *, kind: Kind, beta: float) ->
         return (1 - beta) * _kl(teacher, student) + beta * _kl(student, teacher)
     # Where neither has probability, logaddexp of two -inf would give a gradient of NaN.
     neither = teacher.isneginf() & student.isneginf()
-    shares = (torch.where(neither, 0.0, teacher) + math.log(beta),
-              torch.where(neither, 0.0, student) + math.log1p(-beta))
+    shares = (
+        torch.where(neither, 0.0, teacher) + math.log(beta),
+        torch.where(neither, 0.0, student) + math.log1p(-beta),
+    )
     middle = torch.logaddexp(*shares)
     return beta * _kl(teacher, middle) + (1 - beta) * _kl(student, middle)
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from spmdrl.algorithms.losses.common import Stats, check_share, masked_mean, with_statistics
 
-__all__ = ["top_entropy", "adaptive_entropy_coef"]
+__all__ = ["adaptive_entropy_coef", "top_entropy"]
 
 FILTER = ("keep_frac",)
 """Options of `top_entropy`."""
@@ -39,8 +39,10 @@ def entropy_problems(options: Mapping[str, Any], *, entropy_coef: float) -> list
     chosen = {name: value for name, value in options.items() if name in CONTROLLER}
     missing = [name for name in ("target", "delta") if chosen and name not in chosen]
     if missing:
-        return [f"{missing[0]}: is missing; an entropy that is held at a target takes both "
-                "target, nats, and delta, the step of the coefficient"]
+        return [
+            f"{missing[0]}: is missing; an entropy that is held at a target takes both "
+            "target, nats, and delta, the step of the coefficient"
+        ]
     try:
         if "keep_frac" in options:
             check_share(keep_frac=options["keep_frac"])
@@ -50,8 +52,10 @@ def entropy_problems(options: Mapping[str, Any], *, entropy_coef: float) -> list
         return [str(error)]
     low, high = chosen.get("lower", 0.0), chosen.get("upper", 1.0)
     if chosen and not low <= entropy_coef <= high:
-        return [f"lower, upper: algorithm.entropy_coef starts at {entropy_coef}, outside "
-                f"[{low}, {high}]"]
+        return [
+            f"lower, upper: algorithm.entropy_coef starts at {entropy_coef}, outside "
+            f"[{low}, {high}]"
+        ]
     return []
 
 
@@ -102,7 +106,12 @@ def top_entropy(
 
 
 def adaptive_entropy_coef(
-    coef: float, *, entropy: float, target: float, delta: float, lower: float = 0.0,
+    coef: float,
+    *,
+    entropy: float,
+    target: float,
+    delta: float,
+    lower: float = 0.0,
     upper: float = 1.0,
 ) -> tuple[float, float]:
     """Move the entropy bonus's coefficient one step towards the target entropy.

@@ -53,13 +53,17 @@ def group_rewards(rewards: Tensor, group_ids: Tensor, *, is_valid: Tensor) -> Gr
     Raises: ValueError for shapes that differ or a valid reward that is not finite.
     """
     if not rewards.shape == group_ids.shape == is_valid.shape:
-        raise ValueError(f"rewards {tuple(rewards.shape)}, group_ids {tuple(group_ids.shape)} and "
-                         f"is_valid {tuple(is_valid.shape)} must have one shape [S]")
+        raise ValueError(
+            f"rewards {tuple(rewards.shape)}, group_ids {tuple(group_ids.shape)} and "
+            f"is_valid {tuple(is_valid.shape)} must have one shape [S]"
+        )
     rewards = torch.where(is_valid, rewards.double(), 0.0)
     if not rewards.isfinite().all():
         row = int((~rewards.isfinite()).nonzero()[0])
-        raise ValueError(f"reward of sequence {row} (group {int(group_ids[row])}) is "
-                         f"{float(rewards[row])}; rewards must be finite")
+        raise ValueError(
+            f"reward of sequence {row} (group {int(group_ids[row])}) is "
+            f"{float(rewards[row])}; rewards must be finite"
+        )
     ids, index = torch.unique(group_ids, return_inverse=True)
     empty = torch.zeros(len(ids), dtype=torch.float64, device=rewards.device)
 
@@ -75,8 +79,15 @@ def group_rewards(rewards: Tensor, group_ids: Tensor, *, is_valid: Tensor) -> Gr
     high = _largest(torch.where(is_valid, rewards, -torch.inf), index, len(ids))
     low = -_largest(torch.where(is_valid, -rewards, -torch.inf), index, len(ids))
     has_spread = (counts >= 2) & (high - low > ROUNDING * torch.maximum(high.abs(), low.abs()))
-    return Groups(index=index, rewards=rewards, is_valid=is_valid, counts=counts, means=means,
-                  stds=torch.where(has_spread, stds, 0.0), has_spread=has_spread)
+    return Groups(
+        index=index,
+        rewards=rewards,
+        is_valid=is_valid,
+        counts=counts,
+        means=means,
+        stds=torch.where(has_spread, stds, 0.0),
+        has_spread=has_spread,
+    )
 
 
 def _largest(values: Tensor, index: Tensor, num_groups: int) -> Tensor:

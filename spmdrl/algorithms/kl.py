@@ -40,7 +40,11 @@ def estimator_options(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def k1(
-    logprobs: Tensor, ref_logprobs: Tensor, *, old_logprobs: Tensor, loss_mask: Tensor,
+    logprobs: Tensor,
+    ref_logprobs: Tensor,
+    *,
+    old_logprobs: Tensor,
+    loss_mask: Tensor,
     unbiased: bool = False,
 ) -> Tensor:
     """Estimate the KL by the log-ratio: d, or r d. As a loss it needs `unbiased`.
@@ -60,7 +64,11 @@ def k1(
 
 
 def k2(
-    logprobs: Tensor, ref_logprobs: Tensor, *, old_logprobs: Tensor, loss_mask: Tensor,
+    logprobs: Tensor,
+    ref_logprobs: Tensor,
+    *,
+    old_logprobs: Tensor,
+    loss_mask: Tensor,
     unbiased: bool = False,
 ) -> Tensor:
     """Estimate the KL by half the squared log-ratio: d^2 / 2, or sg(r) d^2 / 2.
@@ -81,7 +89,11 @@ def k2(
 
 
 def k3(
-    logprobs: Tensor, ref_logprobs: Tensor, *, old_logprobs: Tensor, loss_mask: Tensor,
+    logprobs: Tensor,
+    ref_logprobs: Tensor,
+    *,
+    old_logprobs: Tensor,
+    loss_mask: Tensor,
     unbiased: bool = False,
 ) -> Tensor:
     """Estimate the KL without a negative term: e^-d + d - 1, or r times that.
@@ -114,5 +126,7 @@ def kl_stats(logprobs: Tensor, ref_logprobs: Tensor, *, loss_mask: Tensor) -> St
     inputs = (logprobs.detach().double(), ref_logprobs.detach().double())
     count = loss_mask.double().sum()
     terms = {"policy/kl_ref": k1, "policy/kl_ref_k3": k3}
-    return {name: (k(*inputs, old_logprobs=inputs[0], loss_mask=loss_mask).sum(), count)
-            for name, k in terms.items()}
+    return {
+        name: (k(*inputs, old_logprobs=inputs[0], loss_mask=loss_mask).sum(), count)
+        for name, k in terms.items()
+    }

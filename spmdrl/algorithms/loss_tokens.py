@@ -67,8 +67,14 @@ def loss_tokens(loss_mask: Tensor, cu_seqlens: Tensor) -> LossTokens:
     index = loss_mask.nonzero()[:, 0]
     sequence = sequence_index(cu_seqlens, num_tokens=loss_mask.numel())[index]
     counts, position, last = _runs(sequence, num_sequences=cu_seqlens.numel() - 1)
-    return LossTokens(index=index, sequence=sequence, position=position, last=last, counts=counts,
-                      num_tokens=loss_mask.numel())
+    return LossTokens(
+        index=index,
+        sequence=sequence,
+        position=position,
+        last=last,
+        counts=counts,
+        num_tokens=loss_mask.numel(),
+    )
 
 
 def _runs(sequence: Tensor, *, num_sequences: int) -> tuple[Tensor, Tensor, Tensor]:

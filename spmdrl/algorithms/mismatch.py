@@ -70,9 +70,7 @@ def mismatch_stats(
     }
 
 
-def gap_histogram(
-    old_logprobs: Tensor, rollout_logprobs: Tensor, *, loss_mask: Tensor
-) -> Tensor:
+def gap_histogram(old_logprobs: Tensor, rollout_logprobs: Tensor, *, loss_mask: Tensor) -> Tensor:
     """Count the loss tokens of one micro-batch by their gap |pi_old - mu|.
 
     Args:
@@ -149,15 +147,21 @@ def correction_advice(metrics: Mapping[str, float], correction: str, lag: int) -
     if lag:
         source = f"lower lag below {lag}, optimizer.lr or batch.updates_per_step"
     else:  # both hold the same weights
-        source = ("look for what computes differently: set engine.dtype and model.compute_dtype "
-                  "to one dtype and compare with sync/probe_gap")
+        source = (
+            "look for what computes differently: set engine.dtype and model.compute_dtype "
+            "to one dtype and compare with sync/probe_gap"
+        )
     masks = "set algorithm.correction to icepop or mis, which leave such tokens out"
-    remedies = {"none": f"{masks} (unless the loss weighs by pi / mu itself), and {source}",
-                "tis": f"{masks}, and {source}"}
-    return (f"policy/mismatch_ess {ess:.2f} (healthy from {MIN_ESS}), "
-            f"policy/mismatch_outside_frac {outside:.3f} (healthy to {MAX_OUTSIDE_FRAC}): the "
-            f"correction {correction!r} is not enough for lag {lag}. To mend it, "
-            f"{remedies.get(correction, source)}.")
+    remedies = {
+        "none": f"{masks} (unless the loss weighs by pi / mu itself), and {source}",
+        "tis": f"{masks}, and {source}",
+    }
+    return (
+        f"policy/mismatch_ess {ess:.2f} (healthy from {MIN_ESS}), "
+        f"policy/mismatch_outside_frac {outside:.3f} (healthy to {MAX_OUTSIDE_FRAC}): the "
+        f"correction {correction!r} is not enough for lag {lag}. To mend it, "
+        f"{remedies.get(correction, source)}."
+    )
 
 
 def _bin_at(histogram: Tensor, frac: float) -> Tensor:

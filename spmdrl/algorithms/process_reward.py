@@ -16,8 +16,13 @@ __all__ = ["outcome_loss"]
 
 
 def outcome_loss(
-    logprobs: Tensor, ref_logprobs: Tensor, *, outcomes: Tensor, loss_mask: Tensor,
-    cu_seqlens: Tensor, beta: float = 0.05,
+    logprobs: Tensor,
+    ref_logprobs: Tensor,
+    *,
+    outcomes: Tensor,
+    loss_mask: Tensor,
+    cu_seqlens: Tensor,
+    beta: float = 0.05,
 ) -> tuple[Tensor, Stats]:
     """Predict the outcome by sigma(beta sum_t (log pi_phi - log pi_ref)), with cross-entropy.
 
@@ -36,5 +41,7 @@ def outcome_loss(
     labels = keep(outcomes.detach().double(), present)
     terms = keep(F.binary_cross_entropy_with_logits(scores, labels, reduction="none"), present)
     is_right = (scores.detach() > 0) == (labels > 0.5)
-    return terms, {"prm/accuracy": masked_mean(is_right.double(), present),
-                   "prm/score": masked_mean(scores, present)}
+    return terms, {
+        "prm/accuracy": masked_mean(is_right.double(), present),
+        "prm/score": masked_mean(scores, present),
+    }

@@ -14,8 +14,13 @@ from torch import Tensor
 
 from spmdrl.types import Scalars
 
-AGGREGATIONS = ("token_mean", "seq_mean_token_mean", "seq_mean_token_sum",
-                "seq_mean_token_sum_norm", "prompt_mean")
+AGGREGATIONS = (
+    "token_mean",
+    "seq_mean_token_mean",
+    "seq_mean_token_sum",
+    "seq_mean_token_sum_norm",
+    "prompt_mean",
+)
 
 
 def loss_lengths(scalars: Scalars, *, mask_truncated: bool = False) -> Tensor:
@@ -71,8 +76,9 @@ def sequence_weights(
         tokens = tokens.index_add(0, index, lengths)
         num_prompts = (tokens > 0).sum().clamp(min=1)
         return present / tokens.clamp(min=1)[index] / num_prompts
-    raise ValueError(f"algorithm.aggregation: unknown {aggregation!r}; known: "
-                     f"{', '.join(AGGREGATIONS)}")
+    raise ValueError(
+        f"algorithm.aggregation: unknown {aggregation!r}; known: {', '.join(AGGREGATIONS)}"
+    )
 
 
 def sequence_index(cu_seqlens: Tensor, *, num_tokens: int) -> Tensor:

@@ -18,8 +18,9 @@ from typing import Any, Literal, Union
 import torch
 from torch import Tensor
 
-Kind = Literal["advantage", "loss", "correction", "kl", "preference", "reward_model",
-               "distillation"]
+Kind = Literal[
+    "advantage", "loss", "correction", "kl", "preference", "reward_model", "distillation"
+]
 
 MODULES = {
     "advantage": ("spmdrl.algorithms.advantages", "spmdrl.algorithms.token_advantages"),
@@ -31,21 +32,60 @@ MODULES = {
     "distillation": ("spmdrl.algorithms.distillation",),
 }
 
-_TRIAL_PLACES = {"sequence_ids": torch.arange(2), "num_sequences": 2, "num_groups": 1,
-                 "num_positions": 1}
+_TRIAL_PLACES = {
+    "sequence_ids": torch.arange(2),
+    "num_sequences": 2,
+    "num_groups": 1,
+    "num_positions": 1,
+}
 _PAIR_LENGTHS = ("chosen_lengths", "rejected_lengths")
 _PER_TOKEN = ("loss_mask", "cu_seqlens", "old_logprobs", "rollout_logprobs")
 INPUTS: dict[str, tuple[str, ...]] = {
-    "advantage": ("rewards", "reward_parts", "greedy_rewards", "group_ids", "sample_ids",
-                  "is_valid", "is_truncated", "lengths", "response_lengths", "turns"),
-    "token_advantage": (*_PER_TOKEN, "rewards", "group_ids", "kl_rewards", "ref_logprobs",
-                        "teacher_logprobs", "values", "prm_logprobs", "square_probs"),
-    "loss": (*_PER_TOKEN, "logprobs", "advantages", "entropy", "ref_logprobs",
-             "teacher_logprobs", "policy_versions", "version", "token_keys"),
+    "advantage": (
+        "rewards",
+        "reward_parts",
+        "greedy_rewards",
+        "group_ids",
+        "sample_ids",
+        "is_valid",
+        "is_truncated",
+        "lengths",
+        "response_lengths",
+        "turns",
+    ),
+    "token_advantage": (
+        *_PER_TOKEN,
+        "rewards",
+        "group_ids",
+        "kl_rewards",
+        "ref_logprobs",
+        "teacher_logprobs",
+        "values",
+        "prm_logprobs",
+        "square_probs",
+    ),
+    "loss": (
+        *_PER_TOKEN,
+        "logprobs",
+        "advantages",
+        "entropy",
+        "ref_logprobs",
+        "teacher_logprobs",
+        "policy_versions",
+        "version",
+        "token_keys",
+    ),
     "correction": (*_PER_TOKEN, "advantages"),
     "kl": (*_PER_TOKEN, "logprobs", "ref_logprobs"),
-    "preference": (*_PAIR_LENGTHS, "chosen_logps", "rejected_logps", "ref_chosen_logps",
-                   "ref_rejected_logps", "margins", "mean_log_ratio"),
+    "preference": (
+        *_PAIR_LENGTHS,
+        "chosen_logps",
+        "rejected_logps",
+        "ref_chosen_logps",
+        "ref_rejected_logps",
+        "margins",
+        "mean_log_ratio",
+    ),
     "unpaired_preference": ("logps", "ref_logps", "is_chosen", "lengths", "kl"),
     "reward_model": (*_PAIR_LENGTHS, "chosen_scores", "rejected_scores", "margins"),
     "distillation": ("student_logits", "teacher_logits", "loss_mask"),
@@ -61,8 +101,9 @@ micro-batch, `cu_seqlens` [S+1], and the scalars that their own `statistics` giv
 
 def names(kind: Kind) -> tuple[str, ...]:
     """Return the built-in method names of a kind."""
-    return tuple(name for module in MODULES[kind]
-                 for name in importlib.import_module(module).__all__)
+    return tuple(
+        name for module in MODULES[kind] for name in importlib.import_module(module).__all__
+    )
 
 
 def get(kind: Kind, name: str) -> Callable[..., Any]:
@@ -77,8 +118,9 @@ def get(kind: Kind, name: str) -> Callable[..., Any]:
         hint = _nearest(name, names(kind))
         if other:
             hint = f", which is a method of the kind {other[0]}; known: {', '.join(names(kind))}"
-        raise ValueError(f"unknown {kind} {name!r}{hint}; or name a function of your own as "
-                         "module:function")
+        raise ValueError(
+            f"unknown {kind} {name!r}{hint}; or name a function of your own as module:function"
+        )
     for module in map(importlib.import_module, MODULES[kind]):
         if name in module.__all__:
             return getattr(module, name)
@@ -90,13 +132,14 @@ def _import(name: str) -> Callable[..., Any]:
     try:
         module = importlib.import_module(module_name)
     except (ImportError, ValueError) as error:
-        raise ValueError(f"cannot import {module_name!r} of {name!r}: {error}; it must be "
-                         "importable from the folder of train.py or from PYTHONPATH") from error
+        raise ValueError(
+            f"cannot import {module_name!r} of {name!r}: {error}; it must be "
+            "importable from the folder of train.py or from PYTHONPATH"
+        ) from error
     function = getattr(module, attribute, None)
     if not callable(function):
         known = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
-        raise ValueError(f"{module_name} has no function {attribute!r}"
-                         f"{_nearest(attribute, known)}")
+        raise ValueError(f"{module_name} has no function {attribute!r}{_nearest(attribute, known)}")
     return function
 
 
@@ -171,12 +214,15 @@ def call(
     wanted = inputs_of(function)
     missing = [name for name in wanted if name not in inputs]
     if missing:
-        raise ValueError(f"{function.__name__} asks for {', '.join(missing)}; available: "
-                         f"{', '.join(inputs)}")
+        raise ValueError(
+            f"{function.__name__} asks for {', '.join(missing)}; available: {', '.join(inputs)}"
+        )
     unknown = [name for name in options if name not in options_of(function)]
     if unknown:
-        raise ValueError(f"{function.__name__} has no option {unknown[0]!r}"
-                         f"{_nearest(unknown[0], options_of(function))}")
+        raise ValueError(
+            f"{function.__name__} has no option {unknown[0]!r}"
+            f"{_nearest(unknown[0], options_of(function))}"
+        )
     return function(**{name: inputs[name] for name in wanted}, **options)
 
 
@@ -196,8 +242,10 @@ def problems(kind: Kind, name: str, options: Mapping[str, Any]) -> list[str]:
     offered = _offered(kind, function)
     strange = [n for n in inputs_of(function) if n not in offered]
     if strange and not companions_of(function):
-        return [f": {name} has the parameter {strange[0]!r} without a default, which is no input "
-                f"of an {kind} method; known: {', '.join(offered)}"]
+        return [
+            f": {name} has the parameter {strange[0]!r} without a default, which is no input "
+            f"of an {kind} method; known: {', '.join(offered)}"
+        ]
     found = []
     for option, value in options.items():
         text = _option_problem(function, option, value)
@@ -257,17 +305,23 @@ def _trial_problems(
     of_pairs = kind in ("preference", "reward_model")
     if kind in ("loss", "correction", "distillation") or per_token or of_pairs:
         second = "returns or None" if per_token else "stats dict"
-        if not (isinstance(result, tuple) and len(result) == 2
-                and (per_token or isinstance(result[1], dict))):
-            return [f": {function.__name__} must return ([T] tensor, {second}), got "
-                    f"{type(result).__name__}"]
+        if not (
+            isinstance(result, tuple)
+            and len(result) == 2
+            and (per_token or isinstance(result[1], dict))
+        ):
+            return [
+                f": {function.__name__} must return ([T] tensor, {second}), got "
+                f"{type(result).__name__}"
+            ]
         tensor, what = result[0], "as its first value a tensor"
     if not isinstance(tensor, Tensor) or tensor.shape != (2,):
         shape = tuple(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
         each = "sequence" if kind == "advantage" and not per_token else "token"
         each = "pair or response" if of_pairs else each
-        return [f": {function.__name__} must return {what} of one value per {each}, got {shape} "
-                "for 2"]
+        return [
+            f": {function.__name__} must return {what} of one value per {each}, got {shape} for 2"
+        ]
     return []
 
 
@@ -297,7 +351,8 @@ def call_statistics(
 
 
 def call_totals(
-    function: Callable[..., Any], microbatches: Sequence[Mapping[str, Any]],
+    function: Callable[..., Any],
+    microbatches: Sequence[Mapping[str, Any]],
     options: Mapping[str, Any],
 ) -> dict[str, Tensor]:
     """Return this rank's share of the sums over the whole batch that an advantage asks for.
@@ -321,7 +376,8 @@ def call_per_sequence(
 
 
 def _call_companion(
-    companion: Callable[..., dict[str, Tensor]] | None, inputs: Mapping[str, Any],
+    companion: Callable[..., dict[str, Tensor]] | None,
+    inputs: Mapping[str, Any],
     options: Mapping[str, Any],
 ) -> dict[str, Tensor]:
     """Call a companion with those of the method's options that it has; {} without one."""
@@ -337,17 +393,39 @@ def trial_inputs(kind: Kind, *, is_per_token: bool = False) -> dict[str, Tensor]
     rewards = torch.tensor([1.0, 0.0], dtype=torch.float64)
     if kind == "advantage" and not is_per_token:
         return dict(
-            rewards=rewards, reward_parts=rewards[:, None], greedy_rewards=0 * rewards,
-            group_ids=0 * ones, sample_ids=torch.arange(2), is_valid=yes, is_truncated=~yes,
-            lengths=2 * ones, response_lengths=ones, turns=torch.zeros(2, 1, 2).double())
+            rewards=rewards,
+            reward_parts=rewards[:, None],
+            greedy_rewards=0 * rewards,
+            group_ids=0 * ones,
+            sample_ids=torch.arange(2),
+            is_valid=yes,
+            is_truncated=~yes,
+            lengths=2 * ones,
+            response_lengths=ones,
+            turns=torch.zeros(2, 1, 2).double(),
+        )
     zeros = torch.zeros(2)
     values = dict(
-        rewards=rewards, kl_rewards=zeros, values=zeros, teacher_logprobs=zeros,
-        group_ids=0 * ones, prm_logprobs=zeros, square_probs=zeros,
-        ref_logprobs=zeros, old_logprobs=zeros, rollout_logprobs=zeros, loss_mask=yes,
-        cu_seqlens=torch.arange(3, dtype=torch.int32), advantages=torch.tensor([1.0, -1.0]),
-        logprobs=zeros.clone().requires_grad_(), entropy=zeros, policy_versions=0 * ones,
-        version=ones[0], token_keys=torch.arange(2), student_logits=zeros[:, None].repeat(1, 3),
-        teacher_logits=zeros[:, None].repeat(1, 3))
+        rewards=rewards,
+        kl_rewards=zeros,
+        values=zeros,
+        teacher_logprobs=zeros,
+        group_ids=0 * ones,
+        prm_logprobs=zeros,
+        square_probs=zeros,
+        ref_logprobs=zeros,
+        old_logprobs=zeros,
+        rollout_logprobs=zeros,
+        loss_mask=yes,
+        cu_seqlens=torch.arange(3, dtype=torch.int32),
+        advantages=torch.tensor([1.0, -1.0]),
+        logprobs=zeros.clone().requires_grad_(),
+        entropy=zeros,
+        policy_versions=0 * ones,
+        version=ones[0],
+        token_keys=torch.arange(2),
+        student_logits=zeros[:, None].repeat(1, 3),
+        teacher_logits=zeros[:, None].repeat(1, 3),
+    )
     wanted = INPUTS["token_advantage" if is_per_token else kind]
     return {name: values[name] for name in wanted}

@@ -17,8 +17,13 @@ Stats = dict[str, tuple[Tensor, Tensor]]
 
 
 def bradley_terry(
-    chosen_scores: Tensor, rejected_scores: Tensor, *, chosen_lengths: Tensor,
-    rejected_lengths: Tensor, margins: Tensor, center_coef: float = 0.0,
+    chosen_scores: Tensor,
+    rejected_scores: Tensor,
+    *,
+    chosen_lengths: Tensor,
+    rejected_lengths: Tensor,
+    margins: Tensor,
+    center_coef: float = 0.0,
 ) -> tuple[Tensor, Stats]:
     """Score the chosen above the rejected: -log sigma(s_w - s_l - m) + center_coef (s_w + s_l)^2.
 

@@ -18,8 +18,13 @@ from torch import Tensor
 from spmdrl.algorithms.groups import Groups
 
 SHAPING: dict[str, float] = {
-    "overlong_tokens": 0, "overlong_penalty": 1.0, "truncated_factor": 1.0,
-    "truncated_penalty": 0.0, "shift": 0.0, "scale": 1.0, "clamp_low": -math.inf,
+    "overlong_tokens": 0,
+    "overlong_penalty": 1.0,
+    "truncated_factor": 1.0,
+    "truncated_penalty": 0.0,
+    "shift": 0.0,
+    "scale": 1.0,
+    "clamp_low": -math.inf,
     "clamp_high": math.inf,
 }
 """Options of `shape` with the values that change nothing (0 overlong_tokens: no penalty)."""
@@ -31,7 +36,11 @@ ROUNDING = 1e-9
 
 
 def shape(
-    rewards: Tensor, response_lengths: Tensor, is_truncated: Tensor, *, max_response_tokens: int,
+    rewards: Tensor,
+    response_lengths: Tensor,
+    is_truncated: Tensor,
+    *,
+    max_response_tokens: int,
     options: Mapping[str, float],
 ) -> Tensor:
     """Apply what `rewards.shaping` asks for: penalties first, then shift, scale and clamp.
@@ -48,12 +57,25 @@ def shape(
     chosen = SHAPING | dict(options)
     if chosen["overlong_tokens"]:
         rewards = overlong_penalty(
-            rewards, response_lengths, max_response_tokens=max_response_tokens,
-            buffer_tokens=int(chosen["overlong_tokens"]), penalty=chosen["overlong_penalty"])
-    rewards = stop_properly(rewards, is_truncated, factor=chosen["truncated_factor"],
-                            penalty=chosen["truncated_penalty"])
-    return scale_and_clamp(rewards, shift=chosen["shift"], scale=chosen["scale"],
-                           low=chosen["clamp_low"], high=chosen["clamp_high"])
+            rewards,
+            response_lengths,
+            max_response_tokens=max_response_tokens,
+            buffer_tokens=int(chosen["overlong_tokens"]),
+            penalty=chosen["overlong_penalty"],
+        )
+    rewards = stop_properly(
+        rewards,
+        is_truncated,
+        factor=chosen["truncated_factor"],
+        penalty=chosen["truncated_penalty"],
+    )
+    return scale_and_clamp(
+        rewards,
+        shift=chosen["shift"],
+        scale=chosen["scale"],
+        low=chosen["clamp_low"],
+        high=chosen["clamp_high"],
+    )
 
 
 def shaping_problems(options: Mapping[str, Any], *, max_response_tokens: int) -> list[str]:
@@ -70,9 +92,10 @@ def shaping_problems(options: Mapping[str, Any], *, max_response_tokens: int) ->
     chosen = SHAPING | dict(options)
     tokens, low, high = (chosen[k] for k in ("overlong_tokens", "clamp_low", "clamp_high"))
     in_range = {
-        "overlong_tokens": (0 <= tokens <= max_response_tokens and tokens == int(tokens),
-                            f"a whole number from 0 to sampling.max_response_tokens = "
-                            f"{max_response_tokens}"),
+        "overlong_tokens": (
+            0 <= tokens <= max_response_tokens and tokens == int(tokens),
+            f"a whole number from 0 to sampling.max_response_tokens = {max_response_tokens}",
+        ),
         "overlong_penalty": (0 <= chosen["overlong_penalty"] < math.inf, "finite, at least 0"),
         "truncated_factor": (0 <= chosen["truncated_factor"] <= 1, "from 0 to 1"),
         "truncated_penalty": (0 <= chosen["truncated_penalty"] < math.inf, "finite, at least 0"),
@@ -80,12 +103,19 @@ def shaping_problems(options: Mapping[str, Any], *, max_response_tokens: int) ->
         "scale": (math.isfinite(chosen["scale"]) and chosen["scale"] != 0, "finite and not 0"),
         "clamp_low": (low < high, f"below clamp_high = {high}"),
     }
-    return [f"{name}: must be {what}, got {chosen[name]}"
-            for name, (ok, what) in in_range.items() if not ok]
+    return [
+        f"{name}: must be {what}, got {chosen[name]}"
+        for name, (ok, what) in in_range.items()
+        if not ok
+    ]
 
 
 def overlong_penalty(
-    rewards: Tensor, response_lengths: Tensor, *, max_response_tokens: int, buffer_tokens: int,
+    rewards: Tensor,
+    response_lengths: Tensor,
+    *,
+    max_response_tokens: int,
+    buffer_tokens: int,
     penalty: float = 1.0,
 ) -> Tensor:
     """Take off up to `penalty` along the last stretch of the length limit.
@@ -101,8 +131,10 @@ def overlong_penalty(
     Source: arXiv 2503.14476 eq. 13 (soft overlong punishment).
     """
     if not 1 <= buffer_tokens <= max_response_tokens:
-        raise ValueError(f"buffer_tokens: must be in [1, max_response_tokens = "
-                         f"{max_response_tokens}], got {buffer_tokens}")
+        raise ValueError(
+            f"buffer_tokens: must be in [1, max_response_tokens = "
+            f"{max_response_tokens}], got {buffer_tokens}"
+        )
     if not penalty >= 0:
         raise ValueError(f"penalty: must be at least 0, got {penalty}")
     excess = response_lengths.double() - (max_response_tokens - buffer_tokens)
@@ -132,7 +164,11 @@ def stop_properly(
 
 
 def scale_and_clamp(
-    rewards: Tensor, *, shift: float = 0.0, scale: float = 1.0, low: float = -math.inf,
+    rewards: Tensor,
+    *,
+    shift: float = 0.0,
+    scale: float = 1.0,
+    low: float = -math.inf,
     high: float = math.inf,
 ) -> Tensor:
     """Return clamp(scale (R + shift), low, high).
@@ -173,8 +209,9 @@ def pass_at_k_estimate(num_samples: int, num_correct: int, k: int) -> float:
     Source: arXiv 2107.03374 eq. 1.
     """
     if not 0 <= num_correct <= num_samples:
-        raise ValueError(f"num_correct: must be in [0, num_samples = {num_samples}], got "
-                         f"{num_correct}")
+        raise ValueError(
+            f"num_correct: must be in [0, num_samples = {num_samples}], got {num_correct}"
+        )
     _check_k(k, num_samples)
     subsets = math.comb(num_samples, k)
     return (subsets - math.comb(num_samples - num_correct, k)) / subsets
@@ -190,8 +227,9 @@ def best_at_k_estimate(rewards: Sequence[float], k: int) -> float:
     _check_k(k, len(rewards))
     subsets = math.comb(len(rewards), k)
     # The i-th smallest (from 0) is the best of C(i, k - 1) subsets.
-    return math.fsum(reward * (math.comb(i, k - 1) / subsets)
-                     for i, reward in enumerate(sorted(rewards)))
+    return math.fsum(
+        reward * (math.comb(i, k - 1) / subsets) for i, reward in enumerate(sorted(rewards))
+    )
 
 
 def _check_k(k: int, num_samples: int) -> None:
@@ -219,11 +257,15 @@ def kl_controller_problems(
             return [f"{name}: expected a number, got {value!r}"]
     missing = [name for name in KL_CONTROLLER if name not in chosen]
     if missing:
-        return [f"{missing[0]}: is missing; a KL that is held at a target takes both target, "
-                "nats per token, and horizon, samples"]
+        return [
+            f"{missing[0]}: is missing; a KL that is held at a target takes both target, "
+            "nats per token, and horizon, samples"
+        ]
     if not kl_coef > 0:
-        return [f"target: {chosen['target']} with algorithm.kl_coef {kl_coef}, which is what is "
-                "moved toward the target and never leaves 0; set it above 0"]
+        return [
+            f"target: {chosen['target']} with algorithm.kl_coef {kl_coef}, which is what is "
+            "moved toward the target and never leaves 0; set it above 0"
+        ]
     try:
         adaptive_kl_coef(kl_coef, kl=0.0, num_samples=num_samples, **chosen)
     except ValueError as error:
@@ -251,10 +293,14 @@ def adaptive_kl_coef(
     if not math.isfinite(kl):
         raise ValueError(f"kl: must be finite, got {kl}")
     if not (coef >= 0 and target > 0 and horizon > 0):
-        raise ValueError(f"coef, target, horizon: must be at least 0, above 0 and above 0, got "
-                         f"{coef}, {target}, {horizon}")
+        raise ValueError(
+            f"coef, target, horizon: must be at least 0, above 0 and above 0, got "
+            f"{coef}, {target}, {horizon}"
+        )
     if not 0 <= num_samples < 5 * horizon:
-        raise ValueError(f"horizon: {horizon} is too short for {num_samples} samples a step: the "
-                         f"coefficient could reach 0; use more than {num_samples / 5:g}")
+        raise ValueError(
+            f"horizon: {horizon} is too short for {num_samples} samples a step: the "
+            f"coefficient could reach 0; use more than {num_samples / 5:g}"
+        )
     error = min(max(kl / target - 1, -0.2), 0.2)
     return coef * (1 + error * num_samples / horizon)

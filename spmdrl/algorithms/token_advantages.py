@@ -27,12 +27,17 @@ from torch import Tensor
 from spmdrl.algorithms.groups import ROUNDING
 from spmdrl.algorithms.loss_tokens import discounted_sums, loss_tokens
 from spmdrl.algorithms.token_baselines import (
-    gigpo_steps, otb_totals, prime_baselines, prime_totals, rewards_to_go, token_rewards,
+    gigpo_steps,
+    otb_totals,
+    prime_baselines,
+    prime_totals,
+    rewards_to_go,
+    token_rewards,
     with_totals,
 )
 
 # The methods, for the registry.
-__all__ = ["gae", "reinforce_plus_plus", "distill", "prime", "gigpo", "otb"]
+__all__ = ["distill", "gae", "gigpo", "otb", "prime", "reinforce_plus_plus"]
 
 Result = tuple[Tensor, Tensor | None]
 
@@ -45,8 +50,15 @@ def whitened(method: Callable[..., Result]) -> Callable[..., Result]:
 
 @whitened
 def gae(
-    rewards: Tensor, values: Tensor, *, kl_rewards: Tensor, loss_mask: Tensor,
-    cu_seqlens: Tensor, gamma: float = 1.0, lam: float = 0.95, value_lam: float = 1.0,
+    rewards: Tensor,
+    values: Tensor,
+    *,
+    kl_rewards: Tensor,
+    loss_mask: Tensor,
+    cu_seqlens: Tensor,
+    gamma: float = 1.0,
+    lam: float = 0.95,
+    value_lam: float = 1.0,
     length_alpha: float = 0.0,
 ) -> Result:
     """Estimate advantages with a value model: A_t = sum_k (gamma lam)^k delta_(t+k).
@@ -95,7 +107,11 @@ def reinforce_plus_plus(
 
 
 def distill(
-    old_logprobs: Tensor, teacher_logprobs: Tensor, *, loss_mask: Tensor, cu_seqlens: Tensor,
+    old_logprobs: Tensor,
+    teacher_logprobs: Tensor,
+    *,
+    loss_mask: Tensor,
+    cu_seqlens: Tensor,
     max_gap: float = 20.0,
 ) -> Result:
     """Follow a teacher on one's own samples: A_t = log pi_T - log pi_old.
@@ -117,8 +133,15 @@ def distill(
 
 @with_totals(prime_totals, prime_baselines)
 def prime(
-    prm_logprobs: Tensor, ref_logprobs: Tensor, *, rewards: Tensor, process_baselines: Tensor,
-    episode_advantages: Tensor, loss_mask: Tensor, cu_seqlens: Tensor, beta: float = 0.05,
+    prm_logprobs: Tensor,
+    ref_logprobs: Tensor,
+    *,
+    rewards: Tensor,
+    process_baselines: Tensor,
+    episode_advantages: Tensor,
+    loss_mask: Tensor,
+    cu_seqlens: Tensor,
+    beta: float = 0.05,
     gamma: float = 1.0,
 ) -> Result:
     """Add implicit process rewards to the outcome: A + sum_(s>=t) gamma^(s-t) (r_s - b).
@@ -153,8 +176,14 @@ def prime(
 
 @with_totals(None, gigpo_steps)
 def gigpo(
-    step_table: Tensor, episode_advantages: Tensor, *, loss_mask: Tensor, cu_seqlens: Tensor,
-    step_weight: float = 1.0, gamma: float = 0.95, scale: Literal["none", "std"] = "std",
+    step_table: Tensor,
+    episode_advantages: Tensor,
+    *,
+    loss_mask: Tensor,
+    cu_seqlens: Tensor,
+    step_weight: float = 1.0,
+    gamma: float = 0.95,
+    scale: Literal["none", "std"] = "std",
     std_eps: float = 1e-6,
 ) -> Result:
     """Add the advantage of the turn to that of the episode: A_E + step_weight A_S.
@@ -178,8 +207,13 @@ def gigpo(
 
 @with_totals(otb_totals)
 def otb(
-    rewards: Tensor, otb_totals: Tensor, *, group_ids: Tensor, kl_rewards: Tensor,
-    loss_mask: Tensor, cu_seqlens: Tensor,
+    rewards: Tensor,
+    otb_totals: Tensor,
+    *,
+    group_ids: Tensor,
+    kl_rewards: Tensor,
+    loss_mask: Tensor,
+    cu_seqlens: Tensor,
 ) -> Result:
     """Subtract the optimal token baseline: G_t - sum(G_t W_t) / sum(W_t) over the prompt.
 

@@ -50,15 +50,21 @@ def with_totals(
             `loss_lengths` [B] int64, loss tokens: {name: [B, ...]}. The method gets by name the
             rows of its micro-batch's sequences.
     """
+
     def attach(function: Advantage) -> Advantage:
         function.totals = totals  # type: ignore[attr-defined]
         function.per_sequence = per_sequence  # type: ignore[attr-defined]
         return function
+
     return attach
 
 
 def implicit_reward_means(
-    prm_logprobs: Tensor, ref_logprobs: Tensor, *, loss_mask: Tensor, cu_seqlens: Tensor,
+    prm_logprobs: Tensor,
+    ref_logprobs: Tensor,
+    *,
+    loss_mask: Tensor,
+    cu_seqlens: Tensor,
     beta: float = 0.05,
 ) -> Tensor:
     """Average each sequence's implicit process rewards r_t = beta (log pi_phi - log pi_ref).
@@ -75,8 +81,14 @@ def implicit_reward_means(
 
 
 def prime_totals(
-    prm_logprobs: Tensor, ref_logprobs: Tensor, *, loss_mask: Tensor, cu_seqlens: Tensor,
-    sequence_ids: Tensor, num_sequences: int, beta: float = 0.05,
+    prm_logprobs: Tensor,
+    ref_logprobs: Tensor,
+    *,
+    loss_mask: Tensor,
+    cu_seqlens: Tensor,
+    sequence_ids: Tensor,
+    num_sequences: int,
+    beta: float = 0.05,
 ) -> dict[str, Tensor]:
     """Put each sequence's mean implicit process reward at its row of the whole batch.
 
@@ -85,15 +97,20 @@ def prime_totals(
         num_sequences: B. The others: as in `implicit_reward_means`.
     Returns: implicit_means [B] float64, task units, 0 for sequences elsewhere.
     """
-    means = implicit_reward_means(prm_logprobs, ref_logprobs, loss_mask=loss_mask,
-                                  cu_seqlens=cu_seqlens, beta=beta)
+    means = implicit_reward_means(
+        prm_logprobs, ref_logprobs, loss_mask=loss_mask, cu_seqlens=cu_seqlens, beta=beta
+    )
     present = loss_tokens(loss_mask, cu_seqlens).counts > 0
     table = means.new_zeros(num_sequences)
     return {"implicit_means": table.index_copy(0, sequence_ids[present], means[present])}
 
 
 def prime_baselines(
-    implicit_means: Tensor, rewards: Tensor, *, group_ids: Tensor, is_valid: Tensor,
+    implicit_means: Tensor,
+    rewards: Tensor,
+    *,
+    group_ids: Tensor,
+    is_valid: Tensor,
     loss_lengths: Tensor,
 ) -> dict[str, Tensor]:
     """Compare each sequence with the prompt's others, by process rewards and by outcome.
@@ -110,14 +127,17 @@ def prime_baselines(
     outside = is_valid & ~((rewards >= 0) & (rewards <= 1))
     if outside.any():
         row = int(outside.nonzero()[0])
-        raise ValueError(f"algorithm.advantage: prime trains its process reward model on the "
-                         f"rewards as labels, which must be in [0, 1], got "
-                         f"{float(rewards[row])} (sequence {row}, group {int(group_ids[row])}); "
-                         "scale and clamp them by rewards.shaping")
+        raise ValueError(
+            f"algorithm.advantage: prime trains its process reward model on the "
+            f"rewards as labels, which must be in [0, 1], got "
+            f"{float(rewards[row])} (sequence {row}, group {int(group_ids[row])}); "
+            "scale and clamp them by rewards.shaping"
+        )
     has_tokens = is_valid & (loss_lengths > 0)
-    return {"process_baselines": leave_one_out_means(implicit_means, group_ids,
-                                                     is_valid=has_tokens),
-            "episode_advantages": rloo(rewards, group_ids, is_valid=is_valid)}
+    return {
+        "process_baselines": leave_one_out_means(implicit_means, group_ids, is_valid=has_tokens),
+        "episode_advantages": rloo(rewards, group_ids, is_valid=is_valid),
+    }
 
 
 def leave_one_out_means(values: Tensor, group_ids: Tensor, *, is_valid: Tensor) -> Tensor:
@@ -138,8 +158,14 @@ def leave_one_out_means(values: Tensor, group_ids: Tensor, *, is_valid: Tensor) 
 
 
 def gigpo_steps(
-    turns: Tensor, rewards: Tensor, *, group_ids: Tensor, is_valid: Tensor, gamma: float = 0.95,
-    scale: Literal["none", "std"] = "std", std_eps: float = 1e-6,
+    turns: Tensor,
+    rewards: Tensor,
+    *,
+    group_ids: Tensor,
+    is_valid: Tensor,
+    gamma: float = 0.95,
+    scale: Literal["none", "std"] = "std",
+    std_eps: float = 1e-6,
 ) -> dict[str, Tensor]:
     """Compare each turn with the prompt's others that answer the same state.
 
@@ -158,9 +184,11 @@ def gigpo_steps(
     own, states = turns[..., 0].clone(), turns[..., 1]
     exists = (states > NO_TURN) & is_valid[:, None]
     if exists.any() and not (states[exists] >= 0).any():
-        raise ValueError("algorithm.advantage: gigpo compares turns that answer the same state, "
-                         "and no turn has one; give rollout.environment a method `state`, or "
-                         "take another advantage")
+        raise ValueError(
+            "algorithm.advantage: gigpo compares turns that answer the same state, "
+            "and no turn has one; give rollout.environment a method `state`, or "
+            "take another advantage"
+        )
     rows = torch.arange(len(own), device=own.device)
     last = (exists.sum(dim=1) - 1).clamp(min=0)
     own[rows, last] += torch.where(exists.any(dim=1), rewards - own.sum(dim=1), 0.0)
@@ -168,16 +196,28 @@ def gigpo_steps(
         own[:, k] += gamma * own[:, k + 1]
     groups = group_ids[:, None].expand_as(states)
     table = torch.zeros_like(own)
-    table[exists] = step_advantages(own[exists], group_ids=groups[exists], scale=scale,
-                                    anchor_ids=states[exists].long(), std_eps=std_eps)
-    episodes = (dr_grpo(rewards, group_ids, is_valid=is_valid) if scale == "none" else
-                grpo(rewards, group_ids, is_valid=is_valid, std_eps=std_eps))
+    table[exists] = step_advantages(
+        own[exists],
+        group_ids=groups[exists],
+        scale=scale,
+        anchor_ids=states[exists].long(),
+        std_eps=std_eps,
+    )
+    episodes = (
+        dr_grpo(rewards, group_ids, is_valid=is_valid)
+        if scale == "none"
+        else grpo(rewards, group_ids, is_valid=is_valid, std_eps=std_eps)
+    )
     return {"step_table": table, "episode_advantages": episodes}
 
 
 def step_advantages(
-    returns: Tensor, *, group_ids: Tensor, anchor_ids: Tensor,
-    scale: Literal["none", "std"] = "std", std_eps: float = 1e-6,
+    returns: Tensor,
+    *,
+    group_ids: Tensor,
+    anchor_ids: Tensor,
+    scale: Literal["none", "std"] = "std",
+    std_eps: float = 1e-6,
 ) -> Tensor:
     """Standardise the returns of a prompt's turns that answer one state.
 
@@ -199,8 +239,16 @@ def step_advantages(
 
 
 def otb_totals(
-    rewards: Tensor, old_logprobs: Tensor, *, square_probs: Tensor, kl_rewards: Tensor,
-    loss_mask: Tensor, cu_seqlens: Tensor, group_ids: Tensor, num_groups: int, num_positions: int,
+    rewards: Tensor,
+    old_logprobs: Tensor,
+    *,
+    square_probs: Tensor,
+    kl_rewards: Tensor,
+    loss_mask: Tensor,
+    cu_seqlens: Tensor,
+    group_ids: Tensor,
+    num_groups: int,
+    num_positions: int,
 ) -> dict[str, Tensor]:
     """Sum weights and weighted returns of a prompt's samples at each response position.
 
@@ -223,8 +271,7 @@ def otb_totals(
     energy = (1 - 2 * probs + tokens.take(square_probs)).clamp(min=0)
     weights = _sums_so_far(energy, tokens)
     returns = rewards_to_go(rewards, kl_rewards, tokens)
-    table = torch.zeros(2, num_groups * num_positions, dtype=torch.float64,
-                        device=returns.device)
+    table = torch.zeros(2, num_groups * num_positions, dtype=torch.float64, device=returns.device)
     cells = tokens.spread(group_ids.to(returns.device)) * num_positions + tokens.position
     table = table.index_add(1, cells, torch.stack([weights, returns * weights]))
     return {"otb_totals": table.view(2, num_groups, num_positions)}
@@ -238,8 +285,9 @@ def rewards_to_go(rewards: Tensor, kl_rewards: Tensor, tokens: LossTokens) -> Te
     Returns: [N] float64.
     Raises: ValueError for a reward of a sequence with loss tokens that is not finite.
     """
-    return discounted_sums(token_rewards(rewards, kl_rewards, tokens), discounts=1.0,
-                           last=tokens.last)
+    return discounted_sums(
+        token_rewards(rewards, kl_rewards, tokens), discounts=1.0, last=tokens.last
+    )
 
 
 def token_rewards(rewards: Tensor, kl_rewards: Tensor, tokens: LossTokens) -> Tensor:
@@ -251,8 +299,10 @@ def token_rewards(rewards: Tensor, kl_rewards: Tensor, tokens: LossTokens) -> Te
     finite = rewards.isfinite()
     if not finite.all():
         row = int((~finite).nonzero()[0])
-        raise ValueError(f"reward of sequence {row} of the micro-batch is {float(rewards[row])}; "
-                         "rewards must be finite")
+        raise ValueError(
+            f"reward of sequence {row} of the micro-batch is {float(rewards[row])}; "
+            "rewards must be finite"
+        )
     return tokens.take(kl_rewards) + tokens.at_last(rewards)
 
 

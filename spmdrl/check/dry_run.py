@@ -14,13 +14,11 @@ from pathlib import Path
 
 from spmdrl import config
 from spmdrl.config import Config, inference_ranks, trainer_ranks
-from spmdrl.config.fields import (
-    least_tokens, replay_folder, trains_on_pairs, useful_tokens,
-)
+from spmdrl.config.fields import least_tokens, replay_folder, trains_on_pairs, useful_tokens
 from spmdrl.data.rows import ground_truth_of, read_rows
 from spmdrl.data.tasks import is_generated, make_task
-from spmdrl.workers.serve import check_environment
 from spmdrl.rewards.signatures import reward_models
+from spmdrl.workers.serve import check_environment
 
 _TRL_GIVEN = {"prompts", "completions", "completion_ids", "log_metric", "log_extra"}
 _DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
@@ -57,8 +55,8 @@ def show(cfg: Config) -> int:
 
 def problems(cfg: Config) -> Iterator[str]:
     """Yield what a run would stumble over at its start: data, tokenizer, reward functions."""
-    from spmdrl.data.prompts import load_tokenizer
     from spmdrl.check.fit import fit_problems
+    from spmdrl.data.prompts import load_tokenizer
 
     yield from fit_problems(cfg)
     if replay_folder(cfg):
@@ -110,7 +108,8 @@ def _first_row(cfg: Config, spec: str) -> dict | None:
         return None
     need = {"rl": "prompt", "sft": "example"}.get(cfg.algorithm.objective, "pair")
     if cfg.algorithm.objective == "preference" and registry.is_unpaired(
-            registry.get("preference", cfg.algorithm.loss)):
+        registry.get("preference", cfg.algorithm.loss)
+    ):
         need = "label"
     return read_rows(spec, size=1, need=need)[0]
 
@@ -134,13 +133,17 @@ def _check_reward(spec: str, row: dict | None, *, cfg: Config) -> None:
         try:
             ground_truth_of(row)
         except ValueError as error:
-            raise ValueError(f"rewards.functions: {spec} asks for ground_truth, and in the first "
-                             f"row of data.train {error}") from None
+            raise ValueError(
+                f"rewards.functions: {spec} asks for ground_truth, and in the first "
+                f"row of data.train {error}"
+            ) from None
     elif "completions" in {p.name for p in named}:
         absent = required - set(row) - _TRL_GIVEN
         if absent:
-            raise ValueError(f"rewards.functions: {spec} asks for {', '.join(sorted(absent))}; the "
-                             f"first row of data.train has {', '.join(map(str, row))}")
+            raise ValueError(
+                f"rewards.functions: {spec} asks for {', '.join(sorted(absent))}; the "
+                f"first row of data.train has {', '.join(map(str, row))}"
+            )
 
 
 def _check_reward_model(path: str, *, cfg: Config) -> None:
@@ -170,13 +173,14 @@ def derived(cfg: Config, *, tokens: int = 0) -> dict[str, str]:
     longest = cfg.data.max_prompt_tokens + cfg.sampling.max_response_tokens
     pairs = {
         "sequences per step": f"{batch.prompts_per_step} {'prompts' if is_rl else 'rows'} * "
-                              f"{group} = {sequences}",
+        f"{group} = {sequences}",
         "optimizer steps per step": f"{batch.updates_per_step}, of about "
-                                    f"{sequences / batch.updates_per_step:.0f} sequences",
+        f"{sequences / batch.updates_per_step:.0f} sequences",
         "tokens per step": f"at most {sequences} * {longest} = {sequences * longest:,}",
         "sequences per dp rank": _share(sequences, dp),
         "micro-batches per dp rank": _microbatches(
-            sequences, longest, dp=dp, cfg=cfg, found=tokens),
+            sequences, longest, dp=dp, cfg=cfg, found=tokens
+        ),
     }
     if engines:
         pairs["steps of generation ahead"] = f"{cfg.lag}"
@@ -184,7 +188,8 @@ def derived(cfg: Config, *, tokens: int = 0) -> dict[str, str]:
         pairs["prompts per engine replica"] = _share(batch.prompts_per_step, replicas)
         rounds = -(-sequences // (replicas * cfg.engine.max_num_seqs))
         pairs["engine rounds per step"] = (
-            f"{rounds}: {sequences / replicas:.0f} sequences, {cfg.engine.max_num_seqs} at a time")
+            f"{rounds}: {sequences / replicas:.0f} sequences, {cfg.engine.max_num_seqs} at a time"
+        )
     return pairs
 
 
@@ -197,11 +202,16 @@ def _microbatches(sequences: int, longest: int, *, dp: int, cfg: Config, found: 
     budget = cfg.batch.tokens_per_microbatch
     updates = cfg.batch.updates_per_step
     if not (budget or found):
-        return (f"auto: of {least_tokens(cfg)} to {useful_tokens(cfg)} tokens, as many as fit; "
-                "found at start (python -m spmdrl plan estimates it)")
+        return (
+            f"auto: of {least_tokens(cfg)} to {useful_tokens(cfg)} tokens, as many as fit; "
+            "found at start (python -m spmdrl plan estimates it)"
+        )
     most = max(1, -(-int(sequences * longest / dp / updates) // (budget or found)))
-    return (f"at most about {most} of {budget or found} tokens" + ("" if budget else ", as found")
-            + (f", for each of {updates} updates" if updates > 1 else ""))
+    return (
+        f"at most about {most} of {budget or found} tokens"
+        + ("" if budget else ", as found")
+        + (f", for each of {updates} updates" if updates > 1 else "")
+    )
 
 
 def mesh_map(cfg: Config) -> dict[str, str]:
@@ -211,15 +221,13 @@ def mesh_map(cfg: Config) -> dict[str, str]:
     shape = mesh_shape(cfg)
     at = list(itertools.product(*map(range, shape)))  # of each trainer, in order
     engines, pairs = inference_ranks(cfg), {}
-    pairs["trainer mesh"] = " x ".join(
-        f"{axis} {size}" for axis, size in zip(MESH_AXES, shape))
+    pairs["trainer mesh"] = " x ".join(f"{axis} {size}" for axis, size in zip(MESH_AXES, shape))
     itp = cfg.layout.inference_tp
-    pairs["inference mesh"] = (f"replica {len(engines) // itp} x tp {itp}" if engines else "none")
+    pairs["inference mesh"] = f"replica {len(engines) // itp} x tp {itp}" if engines else "none"
     for rank in range(cfg.layout.world_size):
         roles = []
         if rank in trainer_ranks(cfg):
-            roles.append("trains    " + " ".join(
-                f"{a}={i}" for a, i in zip(MESH_AXES, at[rank])))
+            roles.append("trains    " + " ".join(f"{a}={i}" for a, i in zip(MESH_AXES, at[rank])))
         if rank in engines:
             i = engines.index(rank)
             roles.append(f"generates replica={i // itp} tp={i % itp}")
@@ -240,8 +248,10 @@ def reward_model_sizes(cfg: Config) -> dict[str, str]:
         with contextlib.suppress(ValueError):  # `problems` says it
             model = build_meta_model(replace(cfg.model, path=path), is_scalar=True)
             count = sum(p.numel() for p in model.parameters())
-            sizes[f"model:{path}"] = (f"{count:,} parameters, scored with on the trainers, about "
-                                      f"{count * item // trainers:,} bytes on each")
+            sizes[f"model:{path}"] = (
+                f"{count:,} parameters, scored with on the trainers, about "
+                f"{count * item // trainers:,} bytes on each"
+            )
     return sizes
 
 
@@ -276,12 +286,18 @@ def stream_size(cfg: Config) -> dict[str, str]:
         item = _DTYPE_BYTES[cfg.engine.dtype]
         tp = cfg.layout.inference_tp
         buckets = max(1, -(-count * item // tp // cfg.stream.bucket_bytes))
-        pairs["bytes per push"] = (f"{count:,} * {item} = {count * item:,} out of the trainers, "
-                                   f"about {count * item // tp:,} into each engine rank")
+        pairs["bytes per push"] = (
+            f"{count:,} * {item} = {count * item:,} out of the trainers, "
+            f"about {count * item // tp:,} into each engine rank"
+        )
         if sent := sent_adapter(build_meta_model(cfg.model), cfg.model.lora):
             matrices = sum(math.prod(shape) for shape in sent.shapes.values())
-            pairs["bytes per later push"] = (f"{matrices:,} * {item} = {matrices * item:,} for "
-                                             "each whole engine: adapters alone")
-        pairs["buckets"] = (f"about {buckets} of {cfg.stream.bucket_bytes:,} bytes" if buckets > 1
-                            else f"1 (they may hold {cfg.stream.bucket_bytes:,} bytes)")
+            pairs["bytes per later push"] = (
+                f"{matrices:,} * {item} = {matrices * item:,} for each whole engine: adapters alone"
+            )
+        pairs["buckets"] = (
+            f"about {buckets} of {cfg.stream.bucket_bytes:,} bytes"
+            if buckets > 1
+            else f"1 (they may hold {cfg.stream.bucket_bytes:,} bytes)"
+        )
     return pairs

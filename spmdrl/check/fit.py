@@ -12,23 +12,21 @@ from typing import Any
 import torch
 from torch import nn
 
-from spmdrl.config import Config, Model, inference_ranks
 from spmdrl.check.lora import MAX_RANK
 from spmdrl.check.options import KERNELS, MEMORY
+from spmdrl.config import Config, Model, inference_ranks
 from spmdrl.imports import divisors
 from spmdrl.model.file_tensors import file_tensors
-from spmdrl.model.load import (
-    CheckpointReader, build_meta_model, check_weights, load_hf_config,
-)
-from spmdrl.model.lora.layers import adapter_shapes, has_embedding, lora_form
+from spmdrl.model.load import CheckpointReader, build_meta_model, check_weights, load_hf_config
 from spmdrl.model.lora.files import AdapterFolder
-from spmdrl.model.parallel.recompute import check_offload
+from spmdrl.model.lora.layers import adapter_shapes, has_embedding, lora_form
 from spmdrl.model.parallel.fsdp import blocks
-from spmdrl.train.router_balance import check_balance
-from spmdrl.model.router_replay import WEIGHTS, unknown_router
+from spmdrl.model.parallel.recompute import check_offload
 from spmdrl.model.parallel.tensor_parallel import why_never
-from spmdrl.rewards.signatures import reward_models
 from spmdrl.model.parallel.tp_plan import heads_fields, mixtures
+from spmdrl.model.router_replay import WEIGHTS, unknown_router
+from spmdrl.rewards.signatures import reward_models
+from spmdrl.train.router_balance import check_balance
 from spmdrl.world.world import is_on_cpu
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -81,13 +79,22 @@ class _Policy:
 
 def _problems(policy: _Policy) -> list[str]:
     cfg, layout = policy.cfg, policy.cfg.layout
-    problems = [*adapter_misfits(policy), *push_misfits(policy), *replay_misfits(policy),
-                *balance_misfits(policy), *engine_misfits(policy)]
+    problems = [
+        *adapter_misfits(policy),
+        *push_misfits(policy),
+        *replay_misfits(policy),
+        *balance_misfits(policy),
+        *engine_misfits(policy),
+    ]
     kernels = KERNELS | cfg.model.kernels
     if layout.cp == layout.ep == layout.tp == 1 and not kernels["compile"]:
         return problems
-    named = {"model.path": cfg.model.path, "model.reference": cfg.model.reference,
-             "model.teacher": cfg.model.teacher, "critic.path": cfg.critic.path}
+    named = {
+        "model.path": cfg.model.path,
+        "model.reference": cfg.model.reference,
+        "model.teacher": cfg.model.teacher,
+        "critic.path": cfg.critic.path,
+    }
     models = reward_models(cfg.rewards.functions).values()
     named |= {f"rewards.functions model:{path}": path for path in models}
     for field, path in named.items():
@@ -97,14 +104,29 @@ def _problems(policy: _Policy) -> list[str]:
             if layout.tp > 1:
                 never, has_mlp = _under_tp(replace(cfg.model, path=path))
             if never:
-                problems.append(f"layout.tp: {layout.tp} with a {hf_config.model_type}: {never}; "
-                                f"set layout.tp to 1 ({field} {path})")
-            problems += [f"{problem} ({field} {path})" for problem in misfits(
-                hf_config, cp=layout.cp, tp=layout.tp, context=kernels["context"],
-                has_mlp=has_mlp)]
-            problems += [f"{problem} ({field} {path})" for problem in expert_misfits(
-                hf_config, ep=layout.ep, compiles=kernels["compile"],
-                is_policy=field == "model.path")]
+                problems.append(
+                    f"layout.tp: {layout.tp} with a {hf_config.model_type}: {never}; "
+                    f"set layout.tp to 1 ({field} {path})"
+                )
+            problems += [
+                f"{problem} ({field} {path})"
+                for problem in misfits(
+                    hf_config,
+                    cp=layout.cp,
+                    tp=layout.tp,
+                    context=kernels["context"],
+                    has_mlp=has_mlp,
+                )
+            ]
+            problems += [
+                f"{problem} ({field} {path})"
+                for problem in expert_misfits(
+                    hf_config,
+                    ep=layout.ep,
+                    compiles=kernels["compile"],
+                    is_policy=field == "model.path",
+                )
+            ]
     return problems
 
 
@@ -128,8 +150,12 @@ def weights_misfits(policy: _Policy) -> list[str]:
     if policy.hf_model is None:
         return [policy.problem]
     try:
-        check_weights(CheckpointReader(folder), policy.hf_model, file_tensors(policy.hf_model),
-                      is_scalar=policy.is_scalar)
+        check_weights(
+            CheckpointReader(folder),
+            policy.hf_model,
+            file_tensors(policy.hf_model),
+            is_scalar=policy.is_scalar,
+        )
     except ValueError as error:
         return [str(error)]
     return []
@@ -156,15 +182,24 @@ def engine_misfits(policy: _Policy) -> list[str]:
     cfg, tp = policy.cfg, policy.cfg.layout.inference_tp
     if tp == 1 or not inference_ranks(cfg) or cfg.engine.kind != "vllm" or not policy.hf_config:
         return []
-    return [f"{problem} (model.path {cfg.model.path})"
-            for problem in inference_misfits(policy.hf_config, tp=tp)]
+    return [
+        f"{problem} (model.path {cfg.model.path})"
+        for problem in inference_misfits(policy.hf_config, tp=tp)
+    ]
 
 
 def inference_misfits(hf_config: Any, *, tp: int) -> list[str]:
     """Return why vLLM cannot cut a model: its ranks may hold the same key/value heads, but share
     out all else that is cut, of the vocabulary a multiple of 64 rows."""
-    heads, kv_heads, width, vocab = (getattr(hf_config, name, None) for name in (
-        "num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size"))
+    heads, kv_heads, width, vocab = (
+        getattr(hf_config, name, None)
+        for name in (
+            "num_attention_heads",
+            "num_key_value_heads",
+            "intermediate_size",
+            "vocab_size",
+        )
+    )
     if not isinstance(heads, int):
         return []
     whole = {"num_attention_heads": heads}
@@ -172,19 +207,29 @@ def inference_misfits(hf_config: Any, *, tp: int) -> list[str]:
         whole["intermediate_size"] = width
     if isinstance(vocab, int):
         whole["padded vocab_size"] = -(-vocab // 64) * 64
-    shared = {"num_key_value_heads": kv_heads} if isinstance(kv_heads, int) and (
-        "num_key_value_heads" in heads_fields(hf_config)) else {}
+    shared = (
+        {"num_key_value_heads": kv_heads}
+        if isinstance(kv_heads, int) and ("num_key_value_heads" in heads_fields(hf_config))
+        else {}
+    )
 
     def unsuited(size: int) -> list[str]:
-        return [*(f"{name} {count}" for name, count in whole.items() if count % size),
-                *(f"{name} {count}, nor is it a multiple" for name, count in shared.items()
-                  if count % size and size % count)]
+        return [
+            *(f"{name} {count}" for name, count in whole.items() if count % size),
+            *(
+                f"{name} {count}, nor is it a multiple"
+                for name, count in shared.items()
+                if count % size and size % count
+            ),
+        ]
 
     if not unsuited(tp):
         return []
     fitting = ", ".join(str(size) for size in range(1, heads + 1) if not unsuited(size))
-    return [f"layout.inference_tp: {tp} does not divide {', '.join(unsuited(tp))}; values that "
-            f"suit the model: {fitting}"]
+    return [
+        f"layout.inference_tp: {tp} does not divide {', '.join(unsuited(tp))}; values that "
+        f"suit the model: {fitting}"
+    ]
 
 
 def push_misfits(policy: _Policy) -> list[str]:
@@ -195,18 +240,24 @@ def push_misfits(policy: _Policy) -> list[str]:
     with contextlib.suppress(ValueError):  # which adapter_misfits says
         form = lora_form(model.lora)
         if form.rank > MAX_RANK:  # of a folder
-            return [f"model.lora.push: adapter with rank {form.rank} of {form.path}: vLLM has "
-                    f"adapters up to rank {MAX_RANK}; take merged"]
+            return [
+                f"model.lora.push: adapter with rank {form.rank} of {form.path}: vLLM has "
+                f"adapters up to rank {MAX_RANK}; take merged"
+            ]
         if policy.hf_model is None:
             return []
         if has_embedding(policy.hf_model, form):
-            return ["model.lora.push: adapter with targets that name the embedding, of which "
-                    "vLLM takes no adapter; take merged, or leave it out"]
+            return [
+                "model.lora.push: adapter with targets that name the embedding, of which "
+                "vLLM takes no adapter; take merged, or leave it out"
+            ]
         if _num_experts(policy.hf_config):
             # On the CPU there is no Triton, and the path is not proved on CUDA.
-            return [f"model.lora.push: adapter with a {policy.hf_config.model_type}: with LoRA of "
-                    "its own vLLM computes experts by Triton kernels only; take merged "
-                    f"(model.path {model.path})"]
+            return [
+                f"model.lora.push: adapter with a {policy.hf_config.model_type}: with LoRA of "
+                "its own vLLM computes experts by Triton kernels only; take merged "
+                f"(model.path {model.path})"
+            ]
     return []
 
 
@@ -216,8 +267,10 @@ def replay_misfits(policy: _Policy) -> list[str]:
     if not model.moe.get("replay") or not hf_config:
         return []
     if not _num_experts(hf_config):
-        return [f"model.moe.replay: true with a {hf_config.model_type}, which has no experts "
-                f"(model.path {model.path}); take it out"]
+        return [
+            f"model.moe.replay: true with a {hf_config.model_type}, which has no experts "
+            f"(model.path {model.path}); take it out"
+        ]
     if hf_config.model_type not in WEIGHTS:
         return [f"{unknown_router(hf_config.model_type)} (model.path {model.path})"]
     return []
@@ -245,33 +298,41 @@ def _under_tp(model: Model) -> tuple[str, bool]:
         return "", True
 
 
-def expert_misfits(
-    hf_config: Any, *, ep: int, compiles: bool, is_policy: bool
-) -> list[str]:
+def expert_misfits(hf_config: Any, *, ep: int, compiles: bool, is_policy: bool) -> list[str]:
     """Return why the experts of a model cannot be dealt out, or compiled. Models beside the
     policy may be dense under any ep."""
     experts = _num_experts(hf_config)
     if not experts:
-        return [f"layout.ep: {ep} with a {hf_config.model_type}, which has no experts; set "
-                "layout.ep to 1"] if ep > 1 and is_policy else []
+        return (
+            [
+                f"layout.ep: {ep} with a {hf_config.model_type}, which has no experts; set "
+                "layout.ep to 1"
+            ]
+            if ep > 1 and is_policy
+            else []
+        )
     problems = []
     if experts % ep:
-        problems.append(f"layout.ep: {ep} does not divide the {experts} experts; values that do: "
-                        f"{divisors(experts)}")
+        problems.append(
+            f"layout.ep: {ep} does not divide the {experts} experts; values that do: "
+            f"{divisors(experts)}"
+        )
     if compiles:  # inductor of torch 2.13 crashes in their backward pass on the CPU
-        problems.append(f"model.kernels.compile: true with a {hf_config.model_type}, whose experts "
-                        "cannot be compiled; set it to false")
+        problems.append(
+            f"model.kernels.compile: true with a {hf_config.model_type}, whose experts "
+            "cannot be compiled; set it to false"
+        )
     return problems
 
 
 def _num_experts(hf_config: Any) -> int:
-    return next((number for name in _EXPERTS
-                 if isinstance(number := getattr(hf_config, name, None), int)), 0)
+    return next(
+        (number for name in _EXPERTS if isinstance(number := getattr(hf_config, name, None), int)),
+        0,
+    )
 
 
-def misfits(
-    hf_config: Any, *, cp: int, tp: int, context: str, has_mlp: bool = True
-) -> list[str]:
+def misfits(hf_config: Any, *, cp: int, tp: int, context: str, has_mlp: bool = True) -> list[str]:
     """Return why a model cannot be cut along these axes.
 
     Args:
@@ -281,12 +342,13 @@ def misfits(
     """
     problems = []
     cut = (*heads_fields(hf_config), *(("intermediate_size",) if has_mlp else ()), "vocab_size")
-    sizes = {name: size for name in cut
-             if isinstance(size := getattr(hf_config, name, None), int)}
+    sizes = {name: size for name in cut if isinstance(size := getattr(hf_config, name, None), int)}
     uncut = [f"{name} {size}" for name, size in sizes.items() if size % tp]
     if uncut:
-        problems.append(f"layout.tp: {tp} does not divide {', '.join(uncut)}; values that divide "
-                        f"all that tp cuts: {divisors(math.gcd(*sizes.values()))}")
+        problems.append(
+            f"layout.tp: {tp} does not divide {', '.join(uncut)}; values that divide "
+            f"all that tp cuts: {divisors(math.gcd(*sizes.values()))}"
+        )
     if cp == 1:
         return problems
     heads = sizes.get("num_attention_heads")
@@ -295,10 +357,12 @@ def misfits(
         problems.append(
             f"layout.cp: {cp} with a {hf_config.model_type}, whose layers "
             + (f"({', '.join(others)}) " if others else "without attention heads ")
-            + "cannot be computed on slices of a sequence; set layout.cp to 1")
+            + "cannot be computed on slices of a sequence; set layout.cp to 1"
+        )
     elif context == "ulysses" and not uncut and heads // tp % cp:
         problems.append(
             f"layout.cp: {cp} does not divide the {heads} / tp {tp} = {heads // tp} query heads "
             f"that ulysses deals out; values that do: {divisors(heads // tp)}; or set "
-            "model.kernels.context to auto, which gathers where heads do not divide")
+            "model.kernels.context to auto, which gathers where heads do not divide"
+        )
     return problems

@@ -19,8 +19,10 @@ def moe_problems(cfg: Config) -> list[str]:
     options, problems = cfg.model.moe, []
     balance = options.get("balance", "none")
     if balance == "bias" and cfg.model.lora:
-        problems.append("model.moe.balance: bias with model.lora, which leaves the model's own "
-                        "tensors as they are; leave one of them out")
+        problems.append(
+            "model.moe.balance: bias with model.lora, which leaves the model's own "
+            "tensors as they are; leave one of them out"
+        )
     for name, value in options.items():
         place = f"model.moe.{name}"
         if name not in MOE:
@@ -33,8 +35,10 @@ def moe_problems(cfg: Config) -> list[str]:
         elif type(value) not in (int, float) or not 0 < value < math.inf:
             problems.append(f"{place}: expected a number above 0, got {value!r}")
         elif balance != _OF_BALANCE[name]:
-            problems.append(f"{place}: is an option of balance {_OF_BALANCE[name]}, and balance is "
-                            f"{balance}; take it out")
+            problems.append(
+                f"{place}: is an option of balance {_OF_BALANCE[name]}, and balance is "
+                f"{balance}; take it out"
+            )
     return problems
 
 
@@ -42,6 +46,8 @@ def _replay_problems(cfg: Config, value: Any) -> list[str]:
     if type(value) is not bool:
         return [f"model.moe.replay: expected true or false, got {value!r}"]
     if value and cfg.algorithm.objective != "rl":
-        return ["model.moe.replay: true with the objective " + cfg.algorithm.objective + ", where "
-                "no engine chooses experts that could be replayed; take it out"]
+        return [
+            "model.moe.replay: true with the objective " + cfg.algorithm.objective + ", where "
+            "no engine chooses experts that could be replayed; take it out"
+        ]
     return []

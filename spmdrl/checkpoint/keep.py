@@ -26,12 +26,15 @@ BEST = "best"
 def keep_problems(cfg: Config) -> list[str]:
     """Return what is wrong with checkpoint.keep, as far as it shows before the first evaluation."""
     given = cfg.checkpoint.keep
-    problems = [f"{name}: unknown option{nearest(name, KEEP)}"
-                for name in given if name not in KEEP]
+    problems = [
+        f"{name}: unknown option{nearest(name, KEEP)}" for name in given if name not in KEEP
+    ]
     chosen = KEEP | given
     if type(chosen["last"]) is not int or chosen["last"] < 1:
-        problems.append(f"last: expected a number of checkpoints, 1 or more, got "
-                        f"{chosen['last']!r}; a resumed run goes on from the last one")
+        problems.append(
+            f"last: expected a number of checkpoints, 1 or more, got "
+            f"{chosen['last']!r}; a resumed run goes on from the last one"
+        )
     if chosen["mode"] not in ("max", "min"):
         problems.append(f"mode: expected max or min, got {chosen['mode']!r}")
     if "mode" in given and "best" not in given:
@@ -44,17 +47,24 @@ def keep_problems(cfg: Config) -> list[str]:
 def _metric_problems(cfg: Config, name: Any) -> list[str]:
     known = _usual_metrics(cfg.evaluate.samples)
     if not isinstance(name, str) or not name.startswith("eval/") or not _is_metric(name):
-        return [f"best: expected a metric of the evaluation, got {name!r}"
-                f"{nearest(str(name), known)}"]
+        return [
+            f"best: expected a metric of the evaluation, got {name!r}{nearest(str(name), known)}"
+        ]
     if name.split("_at_")[0] in ("eval/pass", "eval/maj") and name not in known:
-        return [f"best: {name} is not measured with evaluate.samples {cfg.evaluate.samples}"
-                f"{nearest(name, known)}"]
+        return [
+            f"best: {name} is not measured with evaluate.samples {cfg.evaluate.samples}"
+            f"{nearest(name, known)}"
+        ]
     if cfg.layout.placement == "offline":
-        return [f"best: {name} is measured by sampling held-out problems, and under placement "
-                "offline nothing samples; take it out"]
+        return [
+            f"best: {name} is measured by sampling held-out problems, and under placement "
+            "offline nothing samples; take it out"
+        ]
     if not cfg.evaluate.every_steps:
-        return [f"best: {name}, but evaluate.every_steps is 0, so nothing measures it; set that "
-                "(a new best is saved when it is found, whatever checkpoint.every_steps says)"]
+        return [
+            f"best: {name}, but evaluate.every_steps is 0, so nothing measures it; set that "
+            "(a new best is saved when it is found, whatever checkpoint.every_steps says)"
+        ]
     return []
 
 
@@ -87,8 +97,9 @@ def check_measured(cfg: Config, values: Mapping[str, float]) -> None:
     """
     name = cfg.checkpoint.keep.get("best", "")
     if name and values and name not in values:
-        raise ValueError(f"checkpoint.keep.best: the evaluation gives no {name}"
-                         f"{nearest(name, values)}")
+        raise ValueError(
+            f"checkpoint.keep.best: the evaluation gives no {name}{nearest(name, values)}"
+        )
 
 
 # --------------------------------------------------------------------------- on disk
@@ -102,8 +113,11 @@ def best_of(folders: Iterable[Path], keep: Mapping[str, Any]) -> Path | None:
     chosen = KEEP | keep
     if not chosen["best"]:
         return None
-    found = [(value, folder) for folder in sorted(folders, key=disk.step_of)
-             if not math.isnan(value := _value(folder, chosen["best"]))]
+    found = [
+        (value, folder)
+        for folder in sorted(folders, key=disk.step_of)
+        if not math.isnan(value := _value(folder, chosen["best"]))
+    ]
     if not found:
         return None
     pick = max if chosen["mode"] == "max" else min
@@ -163,5 +177,7 @@ def named(path: Path, which: str) -> Path:
     for root in (disk.checkpoints_folder(path), path):
         if (root / BEST / disk.NAME).is_file():
             return (root / BEST).resolve()
-    raise ValueError(f"{path} has no checkpoints/{BEST}: the run kept none by a metric; set "
-                     "checkpoint.keep, e.g. {best: eval/reward}, or leave out --which best")
+    raise ValueError(
+        f"{path} has no checkpoints/{BEST}: the run kept none by a metric; set "
+        "checkpoint.keep, e.g. {best: eval/reward}, or leave out --which best"
+    )

@@ -134,8 +134,9 @@ def read_manifest(folder: Path) -> Manifest:
     if written != _digest(body):
         raise ValueError(f"{path} does not match its own sha256: it was changed or damaged")
     if body.pop("format") != _FORMAT:
-        raise ValueError(f"{path} is of another format than {_FORMAT}; use the version that "
-                         "wrote it")
+        raise ValueError(
+            f"{path} is of another format than {_FORMAT}; use the version that wrote it"
+        )
     body["files"] = {name: FileEntry(**entry) for name, entry in body["files"].items()}
     body["rollout_ranks"] = tuple(body["rollout_ranks"])
     return Manifest(**body)
@@ -166,11 +167,14 @@ def damages(
         if not path.is_file():
             problems.append(f"{path} is missing")
         elif path.stat().st_size != entry.size:
-            problems.append(f"{path} has {path.stat().st_size} bytes, the manifest says "
-                            f"{entry.size}: it was truncated or changed")
+            problems.append(
+                f"{path} has {path.stat().st_size} bytes, the manifest says "
+                f"{entry.size}: it was truncated or changed"
+            )
         elif digests and file_entry(path) != entry:
-            problems.append(f"{path} does not match the manifest's sha256: it was changed or "
-                            "damaged on disk")
+            problems.append(
+                f"{path} does not match the manifest's sha256: it was changed or damaged on disk"
+            )
     return problems
 
 
@@ -195,8 +199,13 @@ class TensorReader(FileSystemReader):
 
 _INDEX_CLASSES = {
     "torch.distributed.checkpoint.metadata": {
-        "Metadata", "TensorStorageMetadata", "TensorProperties", "_MEM_FORMAT_ENCODING",
-        "ChunkStorageMetadata", "MetadataIndex", "StorageMeta",
+        "Metadata",
+        "TensorStorageMetadata",
+        "TensorProperties",
+        "_MEM_FORMAT_ENCODING",
+        "ChunkStorageMetadata",
+        "MetadataIndex",
+        "StorageMeta",
     },
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
     "torch.serialization": {"_get_layout"},

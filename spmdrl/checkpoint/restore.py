@@ -16,9 +16,9 @@ from torch import Tensor
 from spmdrl.checkpoint import keep
 from spmdrl.checkpoint import manifest as disk
 from spmdrl.checkpoint.state import Saved, SavedSource, set_rng_state, tensor_leaves
-from spmdrl.world.comm import gather_objects
 from spmdrl.config import Config, flatten
 from spmdrl.world import World
+from spmdrl.world.comm import gather_objects
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -67,8 +67,10 @@ def restore(cfg: Config, world: World, *, policy: Saved, source: SavedSource) ->
             log.warning("checkpoint %s cannot be used: %s", folder, problem)
     if damaged:
         lines = "\n".join(f"  {folder}: {problem}" for folder, problem in damaged.items())
-        raise ValueError(f"no checkpoint can be used:\n{lines}\nGive another by "
-                         "checkpoint.resume, or start afresh in another output_dir")
+        raise ValueError(
+            f"no checkpoint can be used:\n{lines}\nGive another by "
+            "checkpoint.resume, or start afresh in another output_dir"
+        )
     _clear(cfg, {}, is_speaker=world.rank == 0)
     return TrainState(0)
 
@@ -81,10 +83,16 @@ def already_finished(cfg: Config, world: World) -> bool:
     """
     done = _from_rank_0(world, lambda: _finished_steps(cfg))
     if done and world.rank == 0:
-        more = "" if cfg.optimizer.schedule == "constant" else (
-            " and allow that the schedule changes, by --checkpoint.allow-config-change,")
-        print(f"{cfg.output_dir}: already finished: {done} of {cfg.steps} steps; raise --steps"
-              f"{more} to go on", flush=True)
+        more = (
+            ""
+            if cfg.optimizer.schedule == "constant"
+            else (" and allow that the schedule changes, by --checkpoint.allow-config-change,")
+        )
+        print(
+            f"{cfg.output_dir}: already finished: {done} of {cfg.steps} steps; raise --steps"
+            f"{more} to go on",
+            flush=True,
+        )
     return done > 0
 
 
@@ -106,15 +114,20 @@ def candidate_folders(cfg: Config) -> tuple[list[Path], str]:
     if resume == "never":
         if not found:
             return [], ""
-        return [], (f"checkpoint.resume is never, but {found[0]} exists; resume it with `auto`, "
-                    "or set another output_dir")
+        return [], (
+            f"checkpoint.resume is never, but {found[0]} exists; resume it with `auto`, "
+            "or set another output_dir"
+        )
     path = Path(resume)
     if not (path / disk.NAME).is_file():
         inside = disk.complete_checkpoints(path) or disk.complete_checkpoints(
-            disk.checkpoints_folder(path))
+            disk.checkpoints_folder(path)
+        )
         hint = f"; did you mean {inside[0]}?" if inside else ""
-        return [], (f"checkpoint.resume: {path} has no {disk.NAME}, so it is not a complete "
-                    f"checkpoint{hint}")
+        return [], (
+            f"checkpoint.resume: {path} has no {disk.NAME}, so it is not a complete "
+            f"checkpoint{hint}"
+        )
     content, problem = _manifest_or_problem(path)
     if content is not None and found and disk.step_of(found[0]) > content.step:
         return [], (
@@ -148,16 +161,24 @@ def _check_config(content: disk.Manifest, cfg: Config, *, folder: Path, is_speak
     if not differences:
         return
     text = f"the config differs from that of {folder}:\n" + "\n".join(
-        f"  {difference}" for difference in differences)
+        f"  {difference}" for difference in differences
+    )
     if not cfg.checkpoint.allow_config_change:
-        raise ValueError(f"{text}\nSet the old values, or go on with the new ones by "
-                         "--checkpoint.allow-config-change, or start in another output_dir")
+        raise ValueError(
+            f"{text}\nSet the old values, or go on with the new ones by "
+            "--checkpoint.allow-config-change, or start in another output_dir"
+        )
     if is_speaker:
         log.warning("%s\nallowed by checkpoint.allow_config_change", text)
 
 
 def _load(
-    folder: Path, content: disk.Manifest, *, cfg: Config, world: World, policy: Saved,
+    folder: Path,
+    content: disk.Manifest,
+    *,
+    cfg: Config,
+    world: World,
+    policy: Saved,
     source: SavedSource,
 ) -> None:
     state: dict[str, Any] = {}
@@ -172,8 +193,7 @@ def _load(
         raise ValueError(f"{folder} does not hold this model: " + "; ".join(problems))
     with world.watch.wait("load checkpoint", content.step):
         if world.is_trainer:
-            dcp.load(tensor_leaves(state), storage_reader=reader,
-                     process_group=world.saving)
+            dcp.load(tensor_leaves(state), storage_reader=reader, process_group=world.saving)
             policy.load_state_dict(state)
     held = [disk.load_plain(folder / f"rollouts_{r}.pt") for r in content.rollout_ranks]
     source.load_state_dict(held, content.step)
@@ -188,8 +208,9 @@ def _found_tokens(content: disk.Manifest, cfg: Config) -> int:
     differing = {line.split(":")[0] for line in _differences(content.config, cfg)}
     matters = sorted(name for name in differing - {*_PATIENCE} if name.startswith(_MATTERS))
     if matters and content.found_tokens:
-        log.info("the size of a micro-batch is found anew, since these differ: %s",
-                 ", ".join(matters))
+        log.info(
+            "the size of a micro-batch is found anew, since these differ: %s", ", ".join(matters)
+        )
     return 0 if matters else content.found_tokens
 
 
@@ -218,15 +239,39 @@ def _from_rank_0(world: World, function: Callable[[], T]) -> T:
 
 # Fields that change where, how fast or how long a run goes, or what it shows: not its result.
 _FREE = (
-    "output_dir", "steps", "dry_run", "layout.", "stream.", "checkpoint.", "evaluate.", "report.",
-    "data.eval", "data.eval_size", "rewards.workers", "rewards.timeout_s",
-    "engine.gpu_memory_frac", "engine.cpu_kv_cache_gib", "engine.max_num_seqs",
-    "engine.max_batched_tokens", "model.memory", "batch.tokens_per_microbatch",
+    "output_dir",
+    "steps",
+    "dry_run",
+    "layout.",
+    "stream.",
+    "checkpoint.",
+    "evaluate.",
+    "report.",
+    "data.eval",
+    "data.eval_size",
+    "rewards.workers",
+    "rewards.timeout_s",
+    "engine.gpu_memory_frac",
+    "engine.cpu_kv_cache_gib",
+    "engine.max_num_seqs",
+    "engine.max_batched_tokens",
+    "model.memory",
+    "batch.tokens_per_microbatch",
 )
 
 # What a micro-batch of so many tokens takes depends on these.
-_MATTERS = ("layout.", "model.", "batch.", "data.max_prompt_tokens", "sampling.max_response",
-            "algorithm.", "critic.", "engine.", "stream.bucket_bytes", "rollout.schedule")
+_MATTERS = (
+    "layout.",
+    "model.",
+    "batch.",
+    "data.max_prompt_tokens",
+    "sampling.max_response",
+    "algorithm.",
+    "critic.",
+    "engine.",
+    "stream.bucket_bytes",
+    "rollout.schedule",
+)
 _PATIENCE = ("layout.startup_timeout_s", "layout.wait_timeout_s")
 
 
@@ -240,17 +285,23 @@ def config_differences(saved: dict[str, Any], cfg: Config) -> list[str]:
     # A decaying learning rate is a function of the number of steps.
     free = [name for name in _FREE if name != "steps" or cfg.optimizer.schedule == "constant"]
     return [
-        difference for difference in _differences(saved, cfg)
-        if not any(difference.startswith(name if name.endswith(".") else f"{name}:")
-                   for name in free)
+        difference
+        for difference in _differences(saved, cfg)
+        if not any(
+            difference.startswith(name if name.endswith(".") else f"{name}:") for name in free
+        )
     ]
 
 
 def _differences(saved: dict[str, Any], cfg: Config) -> list[str]:
-    now, old = (_without_recording(disk.plain(flat))
-                for flat in (flatten(cfg), flatten(Config()) | saved))
-    return [f"{name}: {old[name]!r} in the checkpoint, {now.get(name, 'unknown')!r} now"
-            for name in old if name not in now or old[name] != now[name]]
+    now, old = (
+        _without_recording(disk.plain(flat)) for flat in (flatten(cfg), flatten(Config()) | saved)
+    )
+    return [
+        f"{name}: {old[name]!r} in the checkpoint, {now.get(name, 'unknown')!r} now"
+        for name in old
+        if name not in now or old[name] != now[name]
+    ]
 
 
 def _without_recording(flat: dict[str, Any]) -> dict[str, Any]:
@@ -266,13 +317,22 @@ def _tensor_differences(reader: disk.TensorReader, tensors: dict[str, Tensor]) -
         return [str(error)]
     saved = {name: tuple(entry.size) for name, entry in index.items()}
     own = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    problems = [f"{name} has shape {saved[name]} there, {own[name]} here"
-                for name in own if name in saved and saved[name] != own[name]]
-    dtypes = {name: (index[name].properties.dtype, tensor.dtype)
-              for name, tensor in tensors.items() if name in index}
-    problems += [f"{name} is {there} there, {here} here; set model.memory.master_dtype and "
-                 "optimizer_dtype as they were"
-                 for name, (there, here) in dtypes.items() if there != here][:1]
+    problems = [
+        f"{name} has shape {saved[name]} there, {own[name]} here"
+        for name in own
+        if name in saved and saved[name] != own[name]
+    ]
+    dtypes = {
+        name: (index[name].properties.dtype, tensor.dtype)
+        for name, tensor in tensors.items()
+        if name in index
+    }
+    problems += [
+        f"{name} is {there} there, {here} here; set model.memory.master_dtype and "
+        "optimizer_dtype as they were"
+        for name, (there, here) in dtypes.items()
+        if there != here
+    ][:1]
     for names, where in ((saved.keys() - own.keys(), "there"), (own.keys() - saved.keys(), "here")):
         if names:
             more = f" and {len(names) - 8} more" if len(names) > 8 else ""

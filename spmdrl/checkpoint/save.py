@@ -25,11 +25,11 @@ import torch.distributed.checkpoint as dcp
 from spmdrl.checkpoint import keep
 from spmdrl.checkpoint import manifest as disk
 from spmdrl.checkpoint.state import Saved, SavedSource, rng_state, tensor_leaves
-from spmdrl.world.comm import gather_objects
 from spmdrl.config import Config, flatten
 from spmdrl.report.glossary import clean_name, values_of
 from spmdrl.types import Sums
 from spmdrl.world import World
+from spmdrl.world.comm import gather_objects
 
 log = logging.getLogger(__name__)
 
@@ -66,7 +66,12 @@ class Saver:
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="spmdrl-checkpoint")
 
     def maybe_save(
-        self, step: int, policy: Saved, source: SavedSource, *, evaluated: Sums | None = None,
+        self,
+        step: int,
+        policy: Saved,
+        source: SavedSource,
+        *,
+        evaluated: Sums | None = None,
         stop: bool = False,
     ) -> None:
         """Save when `checkpoint.every_steps` divides `step`, after the last step, on `stop`, or
@@ -114,7 +119,12 @@ class Saver:
         self._settle(wait=True, must_succeed=True)
 
     def _begin(
-        self, step: int, policy: Saved, source: SavedSource, *, evaluated: dict[str, float],
+        self,
+        step: int,
+        policy: Saved,
+        source: SavedSource,
+        *,
+        evaluated: dict[str, float],
         is_last: bool,
     ) -> None:
         began, partial = time.monotonic(), self._partial(step)
@@ -137,8 +147,9 @@ class Saver:
                     storage_writer=_TensorWriter(partial / disk.POLICY),
                     process_group=self.world.saving,
                 )
-        written = self._writer.submit(_write, partial, self.world.rank, tensors=tensors,
-                                      extra=extra)
+        written = self._writer.submit(
+            _write, partial, self.world.rank, tensors=tensors, extra=extra
+        )
         ranks = tuple(rank for rank, (_, holds) in enumerate(shared) if holds)
         self._pending = _Pending(step, written, ranks, began, evaluated)
 
@@ -169,8 +180,9 @@ class Saver:
         content = self._manifest(pending, files)
         missing = disk.damages(partial, content, digests=False)
         if missing:
-            raise OSError(f"{missing[0]}; output_dir must be on a file system that every rank "
-                          "shares")
+            raise OSError(
+                f"{missing[0]}; output_dir must be on a file system that every rank shares"
+            )
         disk.write_manifest(partial, content)
         disk.sync_folder(partial / disk.POLICY)
         disk.sync_folder(partial)
@@ -198,17 +210,23 @@ class Saver:
     def _manifest(self, pending: _Pending, files: dict[str, disk.FileEntry]) -> disk.Manifest:
         model = self.cfg.model
         return disk.Manifest(
-            step=pending.step, config=disk.plain(flatten(self.cfg)), model=_absolute(model.path),
+            step=pending.step,
+            config=disk.plain(flatten(self.cfg)),
+            model=_absolute(model.path),
             tokenizer=_absolute(model.tokenizer or model.path),
-            rollout_ranks=pending.rollout_ranks, files=files, evaluated=pending.evaluated,
+            rollout_ranks=pending.rollout_ranks,
+            files=files,
+            evaluated=pending.evaluated,
             found_tokens=self.world.found_tokens,
         )
 
     def _give_up(self, step: int, problem: str, *, is_fatal: bool) -> None:
         kept = disk.complete_checkpoints(self.root)
-        text = (f"checkpoint of step {step} could not be written: {problem}. "
-                f"Newest complete checkpoint: {kept[0] if kept else 'none'}. Free disk space or "
-                "set output_dir elsewhere")
+        text = (
+            f"checkpoint of step {step} could not be written: {problem}. "
+            f"Newest complete checkpoint: {kept[0] if kept else 'none'}. Free disk space or "
+            "set output_dir elsewhere"
+        )
         if self.world.rank == 0:
             shutil.rmtree(self._partial(step), ignore_errors=True)
         if is_fatal:

@@ -65,8 +65,9 @@ def ask(
         rows = [problems.row(seed, index, split="eval") for index in range(num_problems)]
     torch.manual_seed(seed)
     rewards = []
-    for row, answer in zip(rows, _answers(folder, rows, max_tokens=max_response_tokens,
-                                          temperature=temperature)):
+    for row, answer in zip(
+        rows, _answers(folder, rows, max_tokens=max_response_tokens, temperature=temperature)
+    ):
         if problems is None:
             print(f"{_shown(prompt_of(row))}  ->  {answer}{_reference(row)}")
             continue
@@ -77,8 +78,10 @@ def ask(
     mean = sum(rewards) / len(rewards)
     print(f"mean reward {mean:.3f} over {len(rewards)} problems")
     if mean == 0 and not options:
-        print(f"All are wrong, and {task} was asked with its default options: was the model "
-              "trained with data.task_options? Give them, e.g. --task-option digits=2")
+        print(
+            f"All are wrong, and {task} was asked with its default options: was the model "
+            "trained with data.task_options? Give them, e.g. --task-option digits=2"
+        )
     return mean
 
 
@@ -88,8 +91,13 @@ def _answers(
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder)
     for index, row in enumerate(rows):
-        tokens, _ = encode_prompt(prompt_of(row), tokenizer, template="auto",
-                                  tools=row.get("tools"), where=f"question {index}")
+        tokens, _ = encode_prompt(
+            prompt_of(row),
+            tokenizer,
+            template="auto",
+            tools=row.get("tools"),
+            where=f"question {index}",
+        )
         response = _response(model, tokens, max_tokens=max_tokens, temperature=temperature)
         yield tokenizer.decode(response, skip_special_tokens=True)
 
@@ -112,9 +120,10 @@ def _response(model: Any, tokens: list[int], *, max_tokens: int, temperature: fl
         sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
     ids = torch.tensor([tokens])
     with torch.inference_mode():
-        output = model.generate(ids, attention_mask=torch.ones_like(ids),
-                                max_new_tokens=max_tokens, **sampling)
-    return output[0, len(tokens):].tolist()
+        output = model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_tokens, **sampling
+        )
+    return output[0, len(tokens) :].tolist()
 
 
 def _options(pairs: tuple[str, ...]) -> dict[str, Any]:

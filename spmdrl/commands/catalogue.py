@@ -25,34 +25,51 @@ BY_IMPORT = {  # functions with no name in the config: module -> names
     "spmdrl.algorithms.process_reward": ("outcome_loss",),
     "spmdrl.algorithms.distillation": ("topk_divergence",),
     "spmdrl.algorithms.entropy": ("top_entropy", "adaptive_entropy_coef"),
-    "spmdrl.algorithms.shaping": ("overlong_penalty", "stop_properly", "scale_and_clamp",
-                                  "pass_at_k_estimate", "adaptive_kl_coef"),
+    "spmdrl.algorithms.shaping": (
+        "overlong_penalty",
+        "stop_properly",
+        "scale_and_clamp",
+        "pass_at_k_estimate",
+        "adaptive_kl_coef",
+    ),
 }
 
 
 def page() -> str:
     """Return the page, Markdown."""
     lines = [
-        "# Methods", "",
-        "Written by `python -m spmdrl catalogue > docs/algorithms.md` from the "
-        "docstrings;", "edit those instead. Each method is a pure function: import it, or name "
-        "it in the config.", "Options are set by the field's neighbour `..._options`.",
+        "# Methods",
+        "",
+        "Written by `python -m spmdrl catalogue > docs/algorithms.md` from the docstrings;",
+        "edit those instead. Each method is a pure function: import it, or name it in the config.",
+        "Options are set by the field's neighbour `..._options`.",
     ]
     for kind, (title, field) in _TITLES.items():
         if kind in typing.get_args(registry.Kind):
             methods = [(name, registry.get(kind, name)) for name in registry.names(kind)]
             lines += ["", f"## {title}", "", f"Named by {field}.", "", *_table(methods)]
-    methods = [(name, getattr(importlib.import_module(module), name))
-               for module, names in BY_IMPORT.items() for name in names]
-    lines += ["", "## By import", "", "Some of these act in the program through other fields: "
-              "those of `shaping` by", "`rewards.shaping` and `algorithm.kl_options`, those of "
-              "`entropy` by `algorithm.entropy_options`,", "`value_loss` and `outcome_loss` by the "
-              "section `critic`.", "", *_table(methods, show_module=True)]
+    methods = [
+        (name, getattr(importlib.import_module(module), name))
+        for module, names in BY_IMPORT.items()
+        for name in names
+    ]
+    lines += [
+        "",
+        "## By import",
+        "",
+        "Some of these act in the program through other fields: those of `shaping` by",
+        "`rewards.shaping` and `algorithm.kl_options`, those of "
+        "`entropy` by `algorithm.entropy_options`,",
+        "`value_loss` and `outcome_loss` by the section `critic`.",
+        "",
+        *_table(methods, show_module=True),
+    ]
     return "\n".join(lines) + "\n"
 
 
-def _table(methods: list[tuple[str, Callable[..., Any]]], *, show_module: bool = False
-           ) -> Iterator[str]:
+def _table(
+    methods: list[tuple[str, Callable[..., Any]]], *, show_module: bool = False
+) -> Iterator[str]:
     yield "| name | what it computes | options | source and deviations |"
     yield "| --- | --- | --- | --- |"
     for name, method in methods:
@@ -71,14 +88,21 @@ def describe(method: Callable[..., Any]) -> tuple[str, str]:
     found = re.search(r"^Source: (.*?)(?=^\w[\w ]*:|\Z)", text, flags=re.MULTILINE | re.DOTALL)
     summary = text.split("\n\n")[0]
     if not summary or not found:
-        raise ValueError(f"{method.__module__}.{method.__name__}: its docstring needs a first "
-                         "line with the formula and a `Source:`")
+        raise ValueError(
+            f"{method.__module__}.{method.__name__}: its docstring needs a first "
+            "line with the formula and a `Source:`"
+        )
     return " ".join(summary.split()), " ".join(found.group(1).split())
 
 
 def _shown(value: Any) -> str:
-    return f"`{value}`" if isinstance(value, str) else f"{value:g}" if isinstance(
-        value, float) else f"{value}"
+    return (
+        f"`{value}`"
+        if isinstance(value, str)
+        else f"{value:g}"
+        if isinstance(value, float)
+        else f"{value}"
+    )
 
 
 def _cell(text: str) -> str:

@@ -16,12 +16,17 @@ import torch
 import tyro
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
-    AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
 )
 
-Architecture = Literal["qwen3", "qwen2", "llama", "gemma2", "gemma3", "mistral", "qwen3_moe",
-                       "mixtral", "deepseek_v3"]
+Architecture = Literal[
+    "qwen3", "qwen2", "llama", "gemma2", "gemma3", "mistral", "qwen3_moe", "mixtral", "deepseek_v3"
+]
 
 # gemma3 without its vision tower has a model type of its own.
 _MODEL_TYPES = {"gemma3": "gemma3_text"}
@@ -97,8 +102,10 @@ def create_model(
     if tied is None:
         tied = architecture in ("gemma2", "gemma3")
     if architecture == "gemma2" and not tied:
-        raise ValueError("tied False with gemma2: its output head is the embedding, vLLM has "
-                         "no other; leave tied out")
+        raise ValueError(
+            "tied False with gemma2: its output head is the embedding, vLLM has "
+            "no other; leave tied out"
+        )
     folder = Path(folder)
     if tokenizer == "characters":
         words = character_tokenizer(chat_template=chat_template)
@@ -141,21 +148,39 @@ def _mixture(architecture: Architecture, *, experts: int, sizes: dict[str, Any])
     """Return the further fields of a mixture of experts; none of a dense architecture."""
     width, head = sizes["intermediate_size"], sizes["head_dim"]
     if architecture == "qwen3_moe":
-        return dict(num_experts=experts, num_experts_per_tok=2, moe_intermediate_size=width,
-                    norm_topk_prob=True)
+        return dict(
+            num_experts=experts,
+            num_experts_per_tok=2,
+            moe_intermediate_size=width,
+            norm_topk_prob=True,
+        )
     if architecture == "mixtral":
         return dict(num_local_experts=experts, num_experts_per_tok=2, sliding_window=None)
     if architecture != "deepseek_v3":
         return {}
     if experts % 4:
-        raise ValueError(f"moe_experts {experts} with deepseek_v3, which has four groups of "
-                         "experts here; take a multiple of 4")
-    return dict(n_routed_experts=experts, num_experts_per_tok=2, moe_intermediate_size=width,
-                n_group=4, topk_group=2, n_shared_experts=1, first_k_dense_replace=1,
-                topk_method="noaux_tc", scoring_func="sigmoid",  # as its own files say, for vLLM
-                q_lora_rank=sizes["hidden_size"] // 2, kv_lora_rank=sizes["hidden_size"] // 2,
-                qk_nope_head_dim=head, qk_rope_head_dim=head // 2, v_head_dim=head,
-                head_dim=head // 2, num_key_value_heads=sizes["num_attention_heads"])
+        raise ValueError(
+            f"moe_experts {experts} with deepseek_v3, which has four groups of "
+            "experts here; take a multiple of 4"
+        )
+    return dict(
+        n_routed_experts=experts,
+        num_experts_per_tok=2,
+        moe_intermediate_size=width,
+        n_group=4,
+        topk_group=2,
+        n_shared_experts=1,
+        first_k_dense_replace=1,
+        topk_method="noaux_tc",
+        scoring_func="sigmoid",  # as its own files say, for vLLM
+        q_lora_rank=sizes["hidden_size"] // 2,
+        kv_lora_rank=sizes["hidden_size"] // 2,
+        qk_nope_head_dim=head,
+        qk_rope_head_dim=head // 2,
+        v_head_dim=head,
+        head_dim=head // 2,
+        num_key_value_heads=sizes["num_attention_heads"],
+    )
 
 
 def _make_config(
@@ -205,8 +230,12 @@ def character_tokenizer(*, chat_template: bool = False) -> PreTrainedTokenizerFa
     inner.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
     inner.decoder = decoders.Fuse()
     words = PreTrainedTokenizerFast(
-        tokenizer_object=inner, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>",
-        unk_token="<unk>", extra_special_tokens=["<|im_start|>", *fillers],
+        tokenizer_object=inner,
+        pad_token="<pad>",
+        bos_token="<bos>",
+        eos_token="<eos>",
+        unk_token="<unk>",
+        extra_special_tokens=["<|im_start|>", *fillers],
         clean_up_tokenization_spaces=False,
     )
     if chat_template:

@@ -34,7 +34,7 @@ def series(rows: Rows, name: str) -> tuple[list[int], list[float]]:
 def smooth(values: list[float], *, window: int) -> list[float]:
     """Return the mean of each value and the up to `window` - 1 before it."""
     starts = [max(0, i + 1 - window) for i in range(len(values))]
-    return [sum(values[a:i + 1]) / (i + 1 - a) for i, a in enumerate(starts)]
+    return [sum(values[a : i + 1]) / (i + 1 - a) for i, a in enumerate(starts)]
 
 
 def draw(runs: dict[str, Rows], *, out: Path) -> bool:
@@ -43,8 +43,11 @@ def draw(runs: dict[str, Rows], *, out: Path) -> bool:
     Pale lines are steps, strong ones their running mean, dots evaluations on held-out rows.
     Panels without data are left out. Returns False, and draws nothing, when none has any.
     """
-    panels = [p for p in _PANELS if any(series(rows, name)[0] for rows in runs.values()
-                                        for name in p[1:] if name)]
+    panels = [
+        p
+        for p in _PANELS
+        if any(series(rows, name)[0] for rows in runs.values() for name in p[1:] if name)
+    ]
     if not panels:
         return False
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -67,26 +70,38 @@ def draw(runs: dict[str, Rows], *, out: Path) -> bool:
     return True
 
 
-def _draw_run(axes: Any, rows: Rows, *, name: str, eval_name: str | None, label: str,
-              color: str) -> None:
+def _draw_run(
+    axes: Any, rows: Rows, *, name: str, eval_name: str | None, label: str, color: str
+) -> None:
     steps, values = series(rows, name)
     if steps:
         axes.plot(steps, values, color=color, alpha=0.25, linewidth=1)
-        axes.plot(steps, smooth(values, window=max(1, len(values) // 20)), color=color,
-                  label=label)
+        axes.plot(steps, smooth(values, window=max(1, len(values) // 20)), color=color, label=label)
     steps, values = series(rows, eval_name) if eval_name else ([], [])
     if steps:
-        axes.plot(steps, values, "o--", color=color, markersize=4, linewidth=0.8,
-                  label=f"{label}, held out")
+        axes.plot(
+            steps,
+            values,
+            "o--",
+            color=color,
+            markersize=4,
+            linewidth=0.8,
+            label=f"{label}, held out",
+        )
 
 
 def main(argv: list[str] | None = None) -> int:
     """Draw the runs named on the command line; return the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m spmdrl curves",
-                                     description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m spmdrl curves", description=__doc__.splitlines()[0]
+    )
     parser.add_argument("runs", nargs="+", type=Path, help="output_dir of a run")
-    parser.add_argument("--out", type=Path, default=Path("curves.png"),
-                        help="picture to write; .png, .svg or .pdf by its ending")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("curves.png"),
+        help="picture to write; .png, .svg or .pdf by its ending",
+    )
     args = parser.parse_args(argv)
     runs: dict[str, Rows] = {}
     for run in args.runs:

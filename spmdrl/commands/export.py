@@ -38,13 +38,13 @@ from transformers import AutoTokenizer
 from spmdrl.checkpoint import manifest as disk
 from spmdrl.checkpoint.keep import named
 from spmdrl.checkpoint.weights import SavedWeights
-from spmdrl.world.comm import gather_objects, together
+from spmdrl.commands.export_adapter import MergedWeights, export_adapter
 from spmdrl.config import Model
-from spmdrl.world.launch import read_launch
 from spmdrl.model.file_tensors import file_tensors
 from spmdrl.model.load import SCALAR_HEAD, build_meta_model, model_folder
-from spmdrl.commands.export_adapter import MergedWeights, export_adapter
 from spmdrl.model.shards import Box, Part, narrow
+from spmdrl.world.comm import gather_objects, together
+from spmdrl.world.launch import read_launch
 
 T = TypeVar("T")
 _WAIT = timedelta(hours=2)  # for the slowest rank's files; one that dies is noticed at once
@@ -96,14 +96,19 @@ def export(
     model = model or content.model
     trusts = bool(content.config.get("model.trust_remote_code"))
     if adapter:
-        ranks.first(lambda: export_adapter(SavedWeights(folder), made, base=model,
-                                           trust_remote_code=trusts))
+        ranks.first(
+            lambda: export_adapter(SavedWeights(folder), made, base=model, trust_remote_code=trusts)
+        )
         return ranks.first(lambda: _moved(made, out))
 
     def describe() -> torch.dtype:
         _copy_small_files(model, made, flag="--model")
-        _copy_small_files(tokenizer or (content.tokenizer if model == content.model else model),
-                          made, flag="--tokenizer", skip=("config.json", "generation_config.json"))
+        _copy_small_files(
+            tokenizer or (content.tokenizer if model == content.model else model),
+            made,
+            flag="--tokenizer",
+            skip=("config.json", "generation_config.json"),
+        )
         return _set_dtype(made / "config.json", dtype)
 
     cast = ranks.first(describe)
@@ -113,11 +118,13 @@ def export(
         ranks.first(lambda: _make_classifier(made))
 
     def write() -> None:
-        parts = file_tensors(build_meta_model(
-            Model(path=str(made), trust_remote_code=trusts), is_scalar=is_scalar))
+        parts = file_tensors(
+            build_meta_model(Model(path=str(made), trust_remote_code=trusts), is_scalar=is_scalar)
+        )
         weights = MergedWeights(saved, model_folder(model), parts) if saved.has_adapters else saved
-        _write_weights(weights, made, parts=parts, dtype=cast, limit=int(max_shard_gib * 2**30),
-                       ranks=ranks)
+        _write_weights(
+            weights, made, parts=parts, dtype=cast, limit=int(max_shard_gib * 2**30), ranks=ranks
+        )
 
     ranks.all(write)
     return ranks.first(lambda: _moved(made, out))
@@ -141,8 +148,12 @@ class Ranks:
         if launch is None or launch.world_size == 1:
             return cls()
         if not dist.is_initialized():
-            os.environ.update(RANK=str(launch.rank), WORLD_SIZE=str(launch.world_size),
-                              MASTER_ADDR=launch.address, MASTER_PORT=str(launch.port))
+            os.environ.update(
+                RANK=str(launch.rank),
+                WORLD_SIZE=str(launch.world_size),
+                MASTER_ADDR=launch.address,
+                MASTER_PORT=str(launch.port),
+            )
             dist.init_process_group("gloo", init_method="env://", timeout=_WAIT)
         return cls(launch.rank, launch.world_size)
 
@@ -183,13 +194,13 @@ def whole_checkpoint(path: Path) -> tuple[Path, disk.Manifest]:
             return folder, content
         problems += damages
         warnings.warn(f"{folder} cannot be used: {'; '.join(damages)}", stacklevel=2)
-    raise ValueError(f"{path} is no whole checkpoint and no run that has one"
-                     + "".join(f"\n  {problem}" for problem in problems))
+    raise ValueError(
+        f"{path} is no whole checkpoint and no run that has one"
+        + "".join(f"\n  {problem}" for problem in problems)
+    )
 
 
-def _copy_small_files(
-    name: str, target: Path, *, flag: str, skip: tuple[str, ...] = ()
-) -> None:
+def _copy_small_files(name: str, target: Path, *, flag: str, skip: tuple[str, ...] = ()) -> None:
     source = Path(name)
     if not source.is_dir():
         source = _from_hub(name, flag=flag)
@@ -208,8 +219,10 @@ def _from_hub(name: str, *, flag: str) -> Path:
     try:
         return Path(snapshot_download(name, allow_patterns=list(_SMALL_FILES)))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        raise ValueError(f"{name} is neither a folder here nor a hub name in reach: {error}; "
-                         f"say by {flag} where it is now") from error
+        raise ValueError(
+            f"{name} is neither a folder here nor a hub name in reach: {error}; "
+            f"say by {flag} where it is now"
+        ) from error
 
 
 def _set_dtype(path: Path, dtype: str) -> torch.dtype:
@@ -235,8 +248,10 @@ def _make_classifier(folder: Path) -> None:
     """
     path = folder / "config.json"
     config = json.loads(path.read_text())
-    config["architectures"] = [name.replace("ForCausalLM", "ForSequenceClassification")
-                               for name in config.get("architectures") or ()]
+    config["architectures"] = [
+        name.replace("ForCausalLM", "ForSequenceClassification")
+        for name in config.get("architectures") or ()
+    ]
     config |= {"num_labels": 1, "id2label": {"0": "score"}, "label2id": {"score": 0}}
     tokenizer = AutoTokenizer.from_pretrained(folder)
     ends = config.get("eos_token_id")
@@ -246,8 +261,15 @@ def _make_classifier(folder: Path) -> None:
     path.write_text(json.dumps(config, indent=2) + "\n")
 
 
-def _write_weights(weights: SavedWeights | MergedWeights, target: Path, *, parts: dict[str, Part],
-                   dtype: torch.dtype, limit: int, ranks: Ranks) -> None:
+def _write_weights(
+    weights: SavedWeights | MergedWeights,
+    target: Path,
+    *,
+    parts: dict[str, Part],
+    dtype: torch.dtype,
+    limit: int,
+    ranks: Ranks,
+) -> None:
     """Write every file tensor, cut from the checkpoint's tensors as `parts` says; of the files
     every rank writes its share, and the first one the index.
 
@@ -255,8 +277,10 @@ def _write_weights(weights: SavedWeights | MergedWeights, target: Path, *, parts
     """
     kept = weights.dtypes
     _check_fit(kept, parts)
-    sizes = {name: math.prod(part.shape) * _out_dtype(kept[part.tensor], dtype).itemsize
-             for name, part in parts.items()}
+    sizes = {
+        name: math.prod(part.shape) * _out_dtype(kept[part.tensor], dtype).itemsize
+        for name, part in parts.items()
+    }
     shards = _shards(sizes, limit=limit)
     places: dict[str, str] = {}
     for number, names in enumerate(shards, start=1):
@@ -281,8 +305,10 @@ def _check_fit(kept: dict[str, torch.dtype], parts: dict[str, Part]) -> None:
     differing = sorted({part.tensor for part in parts.values()} ^ kept.keys())
     if differing:
         where = "checkpoint" if differing[0] in kept else "model of config.json"
-        raise ValueError(f"only the {where} has {differing[0]} ({len(differing)} tensors are in "
-                         "one alone); name the model that was trained from by --model")
+        raise ValueError(
+            f"only the {where} has {differing[0]} ({len(differing)} tensors are in "
+            "one alone); name the model that was trained from by --model"
+        )
 
 
 def _out_dtype(kept: torch.dtype, dtype: torch.dtype) -> torch.dtype:

@@ -12,8 +12,8 @@ from torch import Tensor
 from spmdrl.checkpoint.weights import SavedWeights
 from spmdrl.config import Model
 from spmdrl.model.load import CheckpointReader, build_meta_model
-from spmdrl.model.lora.layers import pair_names
 from spmdrl.model.lora.files import LAYER_A, base_digest, file_digest, write_adapter
+from spmdrl.model.lora.layers import pair_names
 from spmdrl.model.lora.merge import low_rank_product
 from spmdrl.model.shards import Box, Part, narrow
 
@@ -32,8 +32,10 @@ class MergedWeights:
         self._saved, self._reader, self._parts = saved, CheckpointReader(base), parts
         found = base_digest({name: file_digest(base / name) for name in self._reader.files()})
         if found != int(saved.record("base")):
-            raise ValueError(f"the checkpoint has adapters only, and they were trained on other "
-                             f"weights than those in {base}; name those by --model")
+            raise ValueError(
+                f"the checkpoint has adapters only, and they were trained on other "
+                f"weights than those in {base}; name those by --model"
+            )
         self.dtypes = {part.tensor: torch.float32 for part in parts.values()}
         """By name, of every live tensor."""
 
@@ -76,20 +78,30 @@ def export_adapter(
     Raises: ValueError when the checkpoint has none.
     """
     if not saved.has_adapters:
-        raise ValueError("--adapter: the checkpoint has whole weights, since the run had no "
-                         "model.lora; leave the flag out")
+        raise ValueError(
+            "--adapter: the checkpoint has whole weights, since the run had no "
+            "model.lora; leave the flag out"
+        )
     tensors = {name: saved.read(name) for name in saved.dtypes}
     rank = next(t.shape[-2] for name, t in tensors.items() if LAYER_A.search(name))
-    write_adapter(out, tensors, rank=rank, alpha=float(saved.record("alpha")),
-                  use_rslora=bool(saved.record("use_rslora")), base=base,
-                  embedding=_embedding_name(Model(path=base, trust_remote_code=trust_remote_code)))
+    write_adapter(
+        out,
+        tensors,
+        rank=rank,
+        alpha=float(saved.record("alpha")),
+        use_rslora=bool(saved.record("use_rslora")),
+        base=base,
+        embedding=_embedding_name(Model(path=base, trust_remote_code=trust_remote_code)),
+    )
 
 
 def _embedding_name(model: Model) -> str:
     try:
         hf_model = build_meta_model(model)
     except ValueError as error:
-        raise ValueError("--adapter needs the config of the weights under the adapters; name "
-                         f"them by --model: {error}") from error
+        raise ValueError(
+            "--adapter needs the config of the weights under the adapters; name "
+            f"them by --model: {error}"
+        ) from error
     embedding = hf_model.get_input_embeddings()
     return next(name for name, module in hf_model.named_modules() if module is embedding)

@@ -11,16 +11,14 @@ import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from spmdrl.config import Config
 from spmdrl.check.settings import validate
+from spmdrl.config import Config
 from spmdrl.config.read import read
-from spmdrl.world.hardware import GPUS
 from spmdrl.model.shape import model_shape
 from spmdrl.plan.search import Plan, best_plans, distinct, make_plan, remedies
-from spmdrl.plan.setting import (
-    Rates, Run, axes_of, axes_problems, device_is_gpu, rates_of, run_of,
-)
+from spmdrl.plan.setting import Rates, Run, axes_of, axes_problems, device_is_gpu, rates_of, run_of
 from spmdrl.plan.text import as_dict, layout_text, page
+from spmdrl.world.hardware import GPUS
 
 SHAPES = Path(__file__).with_name("shapes")
 
@@ -47,8 +45,15 @@ def main(argv: list[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 2
     if own.json:
-        print(json.dumps({"plan": as_dict(plan, rates=question.rates), "best": [
-            as_dict(other, rates=question.rates) for other in best]}, indent=2))
+        print(
+            json.dumps(
+                {
+                    "plan": as_dict(plan, rates=question.rates),
+                    "best": [as_dict(other, rates=question.rates) for other in best],
+                },
+                indent=2,
+            )
+        )
     else:
         print("\n".join(page(plan, best, run=question.run, rates=question.rates)))
     sys.stdout.flush()
@@ -59,22 +64,41 @@ def main(argv: list[str] | None = None) -> int:
 
 def _arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser = argparse.ArgumentParser(
-        prog="python -m spmdrl plan", allow_abbrev=False,
+        prog="python -m spmdrl plan",
+        allow_abbrev=False,
         description="What a config amounts to in memory, traffic and seconds. Besides these "
-                    "flags: --config FILE and any field of it, as for train.py.")
+        "flags: --config FILE and any field of it, as for train.py.",
+    )
     add = parser.add_argument
-    add("--gpus", type=int, default=0, metavar="N",
-        help="plan for the best layout of N ranks; left out: for the layout of the config")
-    add("--shape", default="", metavar="NAME",
+    add(
+        "--gpus",
+        type=int,
+        default=0,
+        metavar="N",
+        help="plan for the best layout of N ranks; left out: for the layout of the config",
+    )
+    add(
+        "--shape",
+        default="",
+        metavar="NAME",
         help="a model by its shape, instead of model.path: a folder with a config.json, or "
-             + ", ".join(sorted(p.name for p in SHAPES.iterdir())))
+        + ", ".join(sorted(p.name for p in SHAPES.iterdir())),
+    )
     add("--gpu", default="H100", help=f"of the table: {', '.join(GPUS)} (default H100)")
     add("--gpu-memory-gib", type=float, default=0.0, metavar="GIB", help="instead of the table's")
     add("--tflops", type=float, default=0.0, help="dense bfloat16, instead of the table's")
-    for name, what in (("memory", "of the GPU's memory"), ("node", "within a node"),
-                       ("network", "between nodes")):
-        add(f"--{name}-gb-per-s", type=float, default=0.0, metavar="GB/S",
-            help=f"{what}, per GPU and direction, instead of the table's")
+    for name, what in (
+        ("memory", "of the GPU's memory"),
+        ("node", "within a node"),
+        ("network", "between nodes"),
+    ):
+        add(
+            f"--{name}-gb-per-s",
+            type=float,
+            default=0.0,
+            metavar="GB/S",
+            help=f"{what}, per GPU and direction, instead of the table's",
+        )
     add("--gpus-per-node", type=int, default=8)
     add("--matmul-frac", type=float, default=0.5, help="of the peak that is reached (0.5)")
     add("--prompt-tokens", type=float, default=0.0, help="mean; default half of the longest")
@@ -95,11 +119,17 @@ def ask(own: argparse.Namespace, rest: list[str]) -> Question:
         cfg = replace(cfg, model=replace(cfg.model, path=str(folder)))
     _check_flags(own, cfg)
     rates = replace(
-        rates_of(own.gpu, memory_gib=own.gpu_memory_gib, flops=own.tflops * 1e12,
-                 memory_bytes_per_s=own.memory_gb_per_s * 1e9,
-                 node_bytes_per_s=own.node_gb_per_s * 1e9,
-                 network_bytes_per_s=own.network_gb_per_s * 1e9),
-        gpus_per_node=own.gpus_per_node, matmul_frac=own.matmul_frac)
+        rates_of(
+            own.gpu,
+            memory_gib=own.gpu_memory_gib,
+            flops=own.tflops * 1e12,
+            memory_bytes_per_s=own.memory_gb_per_s * 1e9,
+            node_bytes_per_s=own.node_gb_per_s * 1e9,
+            network_bytes_per_s=own.network_gb_per_s * 1e9,
+        ),
+        gpus_per_node=own.gpus_per_node,
+        matmul_frac=own.matmul_frac,
+    )
     _refuse(cfg, has_layout=not own.gpus)
     from spmdrl.model.head import head_chunk_tokens
     from spmdrl.model.load import build_meta_model
@@ -108,36 +138,68 @@ def ask(own: argparse.Namespace, rest: list[str]) -> Question:
     hf_model = build_meta_model(cfg.model)
     shape = model_shape(hf_model, name=Path(cfg.model.path).name)
     lora = lora_form(cfg.model.lora)
-    run = run_of(cfg, shape, on_gpu=device_is_gpu(cfg), prompt_tokens=own.prompt_tokens,
-                 response_tokens=own.response_tokens,
-                 lora_numel=adapter_numel(hf_model, lora) if lora else 0,
-                 chunk_tokens=head_chunk_tokens(cfg.model, hf_model))
+    run = run_of(
+        cfg,
+        shape,
+        on_gpu=device_is_gpu(cfg),
+        prompt_tokens=own.prompt_tokens,
+        response_tokens=own.response_tokens,
+        lora_numel=adapter_numel(hf_model, lora) if lora else 0,
+        chunk_tokens=head_chunk_tokens(cfg.model, hf_model),
+    )
     return Question(cfg, run, rates, int(rates.gpu.memory_gib * 2**30), own.gpus)
 
 
 def _check_flags(own: argparse.Namespace, cfg: Config) -> None:
     if own.gpus < 0 or own.gpus_per_node < 1:
-        raise ValueError(f"--gpus {own.gpus}, --gpus-per-node {own.gpus_per_node}: expected "
-                         "numbers of GPUs")
+        raise ValueError(
+            f"--gpus {own.gpus}, --gpus-per-node {own.gpus_per_node}: expected numbers of GPUs"
+        )
     if not 0 < own.matmul_frac <= 1:
         raise ValueError(f"--matmul-frac {own.matmul_frac:g}: expected a fraction, in (0, 1]")
-    for flag in ("gpu_memory_gib", "tflops", "memory_gb_per_s", "node_gb_per_s",
-                 "network_gb_per_s"):
+    for flag in (
+        "gpu_memory_gib",
+        "tflops",
+        "memory_gb_per_s",
+        "node_gb_per_s",
+        "network_gb_per_s",
+    ):
         if not 0 <= getattr(own, flag) < math.inf:
-            raise ValueError(f"--{flag.replace('_', '-')} {getattr(own, flag):g}: expected a "
-                             "number above 0, or 0 for the table's")
+            raise ValueError(
+                f"--{flag.replace('_', '-')} {getattr(own, flag):g}: expected a "
+                "number above 0, or 0 for the table's"
+            )
     for flag, mean, field, most in (
-        ("--prompt-tokens", own.prompt_tokens, "data.max_prompt_tokens",
-         cfg.data.max_prompt_tokens),
-        ("--response-tokens", own.response_tokens, "sampling.max_response_tokens",
-         cfg.sampling.max_response_tokens)):
+        (
+            "--prompt-tokens",
+            own.prompt_tokens,
+            "data.max_prompt_tokens",
+            cfg.data.max_prompt_tokens,
+        ),
+        (
+            "--response-tokens",
+            own.response_tokens,
+            "sampling.max_response_tokens",
+            cfg.sampling.max_response_tokens,
+        ),
+    ):
         if not 0 <= mean <= most:
-            raise ValueError(f"{flag} {mean:g}: expected a mean length of at most {field} {most}, "
-                             "or 0 for half of it; raise that if sequences are longer")
+            raise ValueError(
+                f"{flag} {mean:g}: expected a mean length of at most {field} {most}, "
+                "or 0 for half of it; raise that if sequences are longer"
+            )
 
 
-_PLANNED = ("batch.", "engine.", "model.kernels", "model.lora", "model.memory", "model.moe",
-            "sampling.", "stream.")
+_PLANNED = (
+    "batch.",
+    "engine.",
+    "model.kernels",
+    "model.lora",
+    "model.memory",
+    "model.moe",
+    "sampling.",
+    "stream.",
+)
 """What a plan's figures follow from, besides the layout; of the rest it needs nothing."""
 _NEEDS_TORCHAO = "model.memory.optimizer_dtype: int8 takes"
 
@@ -150,8 +212,9 @@ def _refuse(cfg: Config, *, has_layout: bool) -> None:
     """
     names = (*_PLANNED, "layout") if has_layout else _PLANNED
     # Where a plan is made, nothing of the run has to be installed.
-    problems = [p for p in validate(cfg)
-                if p.startswith(names) and not p.startswith(_NEEDS_TORCHAO)]
+    problems = [
+        p for p in validate(cfg) if p.startswith(names) and not p.startswith(_NEEDS_TORCHAO)
+    ]
     if problems:
         raise ValueError("\n".join(problems))
 
@@ -169,14 +232,20 @@ def answer(question: Question, *, top: int) -> tuple[Plan, list[Plan]]:
             raise ValueError("\n".join(problems))
     best, nearest = [], None
     if top or question.gpus:
-        best, nearest = best_plans(run, gpus=question.gpus or own.world_size, rates=rates,
-                          memory_bytes=memory, overlaps=question.cfg.lag > 0)
+        best, nearest = best_plans(
+            run,
+            gpus=question.gpus or own.world_size,
+            rates=rates,
+            memory_bytes=memory,
+            overlaps=question.cfg.lag > 0,
+        )
     if not question.gpus:
-        return make_plan(run, own, rates=rates,
-                         memory_bytes=memory), distinct(best)[:top]
+        return make_plan(run, own, rates=rates, memory_bytes=memory), distinct(best)[:top]
     if not best and nearest is None:
-        raise ValueError(f"--gpus {question.gpus}: no layout of so many ranks suits the model and "
-                         "this kind of run; rl needs one at least")
+        raise ValueError(
+            f"--gpus {question.gpus}: no layout of so many ranks suits the model and "
+            "this kind of run; rl needs one at least"
+        )
     return (best[0] if best else nearest), distinct(best)[:top]
 
 
@@ -185,15 +254,22 @@ def _refusal(question: Question, plan: Plan) -> list[str]:
     if not plan.problems:
         return []
     lines = [f"does not fit: {problem}" for problem in plan.problems]
-    changes = remedies(question.run, plan, rates=question.rates,
-                       memory_bytes=question.memory_bytes)
-    lines.append(f"would fit: {'; or '.join(changes)}" if changes else
-                 "neither one change nor two are enough; "
-                 + ("take more GPUs, or GPUs with more memory" if question.gpus else
-                    "--gpus N looks for a layout of N ranks"))
+    changes = remedies(question.run, plan, rates=question.rates, memory_bytes=question.memory_bytes)
+    lines.append(
+        f"would fit: {'; or '.join(changes)}"
+        if changes
+        else "neither one change nor two are enough; "
+        + (
+            "take more GPUs, or GPUs with more memory"
+            if question.gpus
+            else "--gpus N looks for a layout of N ranks"
+        )
+    )
     if question.gpus:
-        lines.append(f"no layout of {question.gpus} ranks fits; the nearest is shown: "
-                     f"{layout_text(plan.axes)}")
+        lines.append(
+            f"no layout of {question.gpus} ranks fits; the nearest is shown: "
+            f"{layout_text(plan.axes)}"
+        )
     return lines
 
 

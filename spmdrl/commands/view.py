@@ -27,8 +27,9 @@ if TYPE_CHECKING:
 
     from spmdrl.rollout.record import Recorded
 
-_SORTS: dict[str, Callable[["Summary"], float]] = {
-    "reward": lambda group: -group.mean, "length": lambda group: -group.length,
+_SORTS: dict[str, Callable[[Summary], float]] = {
+    "reward": lambda group: -group.mean,
+    "length": lambda group: -group.length,
     "spread": lambda group: -group.spread,
 }
 
@@ -104,10 +105,18 @@ def summaries(recorded: Recorded, step: int) -> list[Summary]:
         rewards = [row["reward"] for row in rows if row["is_valid"]]
         mean = math.fsum(rewards) / len(rewards) if rewards else math.nan
         square = math.fsum((r - mean) ** 2 for r in rewards) / max(1, len(rewards))
-        found.append(Summary(
-            number, rows[0]["row"], len(rows), mean, math.sqrt(square),
-            sum(row["response_length"] for row in rows) / len(rows),
-            sum(row["is_truncated"] for row in rows), rows[0]["prompt"]))
+        found.append(
+            Summary(
+                number,
+                rows[0]["row"],
+                len(rows),
+                mean,
+                math.sqrt(square),
+                sum(row["response_length"] for row in rows) / len(rows),
+                sum(row["is_truncated"] for row in rows),
+                rows[0]["prompt"],
+            )
+        )
     return found
 
 
@@ -120,7 +129,8 @@ def _sequences(recorded: Recorded, step: int) -> pyarrow.Table:
     from spmdrl.rollout.record import SEQUENCE_COLUMNS, read_table
 
     table = pyarrow.concat_tables(
-        [read_table(path, columns=SEQUENCE_COLUMNS) for path in recorded.files_of(step)])
+        [read_table(path, columns=SEQUENCE_COLUMNS) for path in recorded.files_of(step)]
+    )
     table = table.filter(pyarrow.compute.field("sample") != GREEDY)
     return table.sort_by([("group", "ascending"), ("sample", "ascending")])
 
@@ -150,8 +160,8 @@ def advantages(
             return {}, "the KL in the rewards, which trainers add, is not recorded"
         scalars = scalars_of(_sequences(recorded, step))
         values = sequence_advantages(
-            Batch(scalars, updates=(), update_ids=torch.zeros(len(scalars), dtype=torch.int64)),
-            cfg)
+            Batch(scalars, updates=(), update_ids=torch.zeros(len(scalars), dtype=torch.int64)), cfg
+        )
     except ValueError as error:
         return {}, str(error)
     places = zip(scalars.group_ids.tolist(), scalars.sample_ids.tolist())
@@ -174,8 +184,9 @@ def read_group(
     rows = [row for path in files for row in read_table(path, group=group).to_pylist()]
     if not rows:
         known = {one.group for one in summaries(recorded, step)}
-        raise ValueError(f"step {step} of {recorded.folder} has no group {group}; it has groups "
-                         f"{ranges(known)}")
+        raise ValueError(
+            f"step {step} of {recorded.folder} has no group {group}; it has groups {ranges(known)}"
+        )
     cfg, reason = config_of(recorded)
     known, reason = advantages(recorded, step, cfg) if cfg else ({}, reason)
     notes = [f"advantages are not available: {reason}"] if reason else []
@@ -185,10 +196,20 @@ def read_group(
     decode, problem = _decoder(cfg, tokenizer) if needs_text else (None, "")
     notes += [f"tokens are shown as ids: {problem}"] if problem else []
     rows.sort(key=lambda row: row["sample"])
-    return View(step, group, header, notes=notes, sequences=[
-        Answer(row, known.get((group, row["sample"])),
-                  [decode(token) for token in row["tokens"]] if decode else None)
-        for row in rows])
+    return View(
+        step,
+        group,
+        header,
+        notes=notes,
+        sequences=[
+            Answer(
+                row,
+                known.get((group, row["sample"])),
+                [decode(token) for token in row["tokens"]] if decode else None,
+            )
+            for row in rows
+        ],
+    )
 
 
 def _decoder(cfg: Config | None, name: str) -> tuple[Callable[[int], str] | None, str]:
@@ -200,8 +221,10 @@ def _decoder(cfg: Config | None, name: str) -> tuple[Callable[[int], str] | None
         return None, "there is no config, which names the tokenizer; give --tokenizer"
     try:
         tokenizer = AutoTokenizer.from_pretrained(
-            name, local_files_only=True,
-            trust_remote_code=cfg is not None and cfg.model.trust_remote_code)
+            name,
+            local_files_only=True,
+            trust_remote_code=cfg is not None and cfg.model.trust_remote_code,
+        )
     except (OSError, ValueError, KeyError):
         return None, f"no tokenizer can be loaded from {name!r}; give another by --tokenizer"
     return lambda token: tokenizer.decode([token]), ""
@@ -225,12 +248,16 @@ def steps_text(recorded: Recorded) -> str:
 def groups_text(found: Sequence[Summary], *, sort: str, limit: int) -> str:
     """Return a step's groups, one line each, sorted by `sort` (largest first) or number."""
     order = sorted(found, key=_SORTS[sort]) if sort else list(found)
-    lines = [f"{'group':>6} {'row':>8} {'samples':>8} {'reward':>8} {'spread':>8} {'length':>8} "
-             f"{'cut':>4}  prompt"]
+    lines = [
+        f"{'group':>6} {'row':>8} {'samples':>8} {'reward':>8} {'spread':>8} {'length':>8} "
+        f"{'cut':>4}  prompt"
+    ]
     for one in order[:limit]:
         prompt = " ".join(one.prompt.split())
-        lines.append(f"{one.group:>6} {one.row:>8} {one.samples:>8} {one.mean:>8.3f} "
-                     f"{one.spread:>8.3f} {one.length:>8.1f} {one.truncated:>4}  {prompt[:40]}")
+        lines.append(
+            f"{one.group:>6} {one.row:>8} {one.samples:>8} {one.mean:>8.3f} "
+            f"{one.spread:>8.3f} {one.length:>8.1f} {one.truncated:>4}  {prompt[:40]}"
+        )
     if len(order) > limit:
         lines.append(f"... {len(order) - limit} more: --limit {len(order)}")
     return "\n".join([*lines, "--group N shows one"])
@@ -239,8 +266,12 @@ def groups_text(found: Sequence[Summary], *, sort: str, limit: int) -> str:
 def group_text(view: View, *, tokens: bool) -> str:
     """Return a group with its responses, and token by token if `tokens`."""
     first = view.sequences[0].row
-    lines = [f"step {view.step}, group {view.group}, data row {first['row']}",
-             *(f"note: {note}" for note in view.notes), "prompt:", _indented(first["prompt"])]
+    lines = [
+        f"step {view.step}, group {view.group}, data row {first['row']}",
+        *(f"note: {note}" for note in view.notes),
+        "prompt:",
+        _indented(first["prompt"]),
+    ]
     for sequence in view.sequences:
         lines += [title(sequence, view.header["part_names"]), _indented(sequence.row["response"])]
         if tokens:
@@ -252,8 +283,9 @@ def title(sequence: Answer, names: Sequence[str]) -> str:
     """Return the line of numbers above a response."""
     row = sequence.row
     words = ["greedy" if row["sample"] < 0 else f"sample {row['sample']}"]
-    words.append(f"reward {row['reward']:.4g}" if row["is_valid"] else
-                 f"reward failed ({row['failure']})")
+    words.append(
+        f"reward {row['reward']:.4g}" if row["is_valid"] else f"reward failed ({row['failure']})"
+    )
     raw = row["raw_reward"]
     if raw is not None and raw != row["reward"]:
         words.append(f"before shaping {raw:.4g}")
@@ -273,9 +305,11 @@ def _token_lines(sequence: Answer) -> list[str]:
     for at in range(sequence.start, len(row["tokens"])):
         piece = repr(sequence.pieces[at]) if sequence.pieces else ""
         token = f"    {at:>5} {row['tokens'][at]:>7}"
-        lines.append(f"{token} {row['rollout_logprobs'][at]:>9.4f} "
-                     f"{row['policy_versions'][at]:>7}  {piece}" if row["response_mask"][at] else
-                     f"{token} {'-':>9} {'-':>7}  {piece} (not sampled)")
+        lines.append(
+            f"{token} {row['rollout_logprobs'][at]:>9.4f} {row['policy_versions'][at]:>7}  {piece}"
+            if row["response_mask"][at]
+            else f"{token} {'-':>9} {'-':>7}  {piece} (not sampled)"
+        )
     return lines
 
 
@@ -289,19 +323,29 @@ def _indented(text: str) -> str:
 def main(argv: list[str] | None = None) -> int:
     """Show what the command line asks for; return the exit status."""
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `... | head` ends without a word
-    parser = argparse.ArgumentParser(prog="python -m spmdrl view",
-                                     formatter_class=argparse.RawDescriptionHelpFormatter,
-                                     description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m spmdrl view",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description=__doc__,
+    )
     parser.add_argument("folder", type=Path, help="output_dir of a run, or a folder of rollouts")
     parser.add_argument("--step", type=int, help="list its groups")
     parser.add_argument("--group", type=int, help="show its responses; needs --step")
-    parser.add_argument("--sort", choices=sorted(_SORTS), default="",
-                        help="order of the groups, largest first; by number if left out")
+    parser.add_argument(
+        "--sort",
+        choices=sorted(_SORTS),
+        default="",
+        help="order of the groups, largest first; by number if left out",
+    )
     parser.add_argument("--limit", type=int, default=40, help="groups to list (default: 40)")
     parser.add_argument("--tokens", action="store_true", help="token by token, with logprobs")
     parser.add_argument("--html", type=Path, help="write the group as a page with coloured tokens")
-    parser.add_argument("--color", choices=("advantage", "logprob"), default="",
-                        help="of the page's tokens; advantage if it is known")
+    parser.add_argument(
+        "--color",
+        choices=("advantage", "logprob"),
+        default="",
+        help="of the page's tokens; advantage if it is known",
+    )
     parser.add_argument("--tokenizer", default="", help="folder of the tokenizer, if not the run's")
     args = parser.parse_args(argv)
     if args.group is not None and args.step is None:
@@ -324,8 +368,13 @@ def _shown(args: argparse.Namespace) -> str:
         return steps_text(recorded)
     if args.group is None:
         return groups_text(summaries(recorded, args.step), sort=args.sort, limit=args.limit)
-    view = read_group(recorded, args.step, args.group, tokenizer=args.tokenizer,
-                      needs_text=args.tokens or args.html is not None)
+    view = read_group(
+        recorded,
+        args.step,
+        args.group,
+        tokenizer=args.tokenizer,
+        needs_text=args.tokens or args.html is not None,
+    )
     if args.html is None:
         return group_text(view, tokens=args.tokens)
     from spmdrl.report.rollout_page import page

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal, Union
+from typing import Annotated, Any, Literal
 
 import tyro
 import yaml
@@ -29,10 +29,13 @@ def _text_of(options: dict) -> list[str]:
 
 # As one YAML mapping: tyro would offer only the keys that the file already has.
 _mapping = tyro.constructors.PrimitiveConstructorSpec(
-    nargs=1, metavar="{NAME: VALUE}", instance_from_str=_options_of,
-    is_instance=lambda value: isinstance(value, dict), str_from_instance=_text_of,
+    nargs=1,
+    metavar="{NAME: VALUE}",
+    instance_from_str=_options_of,
+    is_instance=lambda value: isinstance(value, dict),
+    str_from_instance=_text_of,
 )
-Options = Annotated[dict[str, Union[bool, int, float, str]], _mapping]
+Options = Annotated[dict[str, bool | int | float | str], _mapping]
 NestedOptions = Annotated[dict[str, Any], _mapping]
 
 
@@ -228,7 +231,10 @@ class Algorithm:
     loss_options: Options = field(default_factory=dict)
     """Its keyword options, e.g. {clip_low: 0.2, clip_high: 0.28}."""
     aggregation: Literal[
-        "token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm",
+        "token_mean",
+        "seq_mean_token_mean",
+        "seq_mean_token_sum",
+        "seq_mean_token_sum_norm",
         "prompt_mean",
     ] = "token_mean"
     """How per-token terms become one number; all denominators are global."""

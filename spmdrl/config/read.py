@@ -31,8 +31,9 @@ def parse(argv: list[str] | None = None) -> Config:
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `... --help | head` ends without a word
     argv = list(sys.argv[1:] if argv is None else argv)
     cfg = read(argv, prog="train.py --config FILE")
-    refuse(validate(cfg) + ([] if cfg.dry_run else _missing_models(cfg)),
-           of=_take_config_flag(argv)[0])
+    refuse(
+        validate(cfg) + ([] if cfg.dry_run else _missing_models(cfg)), of=_take_config_flag(argv)[0]
+    )
     return cfg
 
 
@@ -50,10 +51,13 @@ def read(argv: list[str], *, prog: str, about: str = "") -> Config:
     except ValueError as error:
         _exit(str(error))
     return tyro.cli(
-        Config, default=default, args=rest, prog=prog,
+        Config,
+        default=default,
+        args=rest,
+        prog=prog,
         description=f"{about}--config FILE\n"
-                    "    YAML file to start from, e.g. one of configs/. Every option below is a\n"
-                    "    field of it and overrides it; the defaults shown are the file's.",
+        "    YAML file to start from, e.g. one of configs/. Every option below is a\n"
+        "    field of it and overrides it; the defaults shown are the file's.",
     )
 
 
@@ -69,13 +73,20 @@ def refuse(problems: list[str], *, of: str) -> None:
 
 def _missing_models(cfg: Config) -> list[str]:
     model = cfg.model
-    named = {"model.path": model.path, "model.tokenizer": model.tokenizer,
-             "model.reference": model.reference, "model.teacher": model.teacher}
+    named = {
+        "model.path": model.path,
+        "model.tokenizer": model.tokenizer,
+        "model.reference": model.reference,
+        "model.teacher": model.teacher,
+    }
     pairs = [*named.items()]
     if cfg.algorithm.objective == "rl":
         pairs += [("rewards.functions", p) for p in reward_models(cfg.rewards.functions).values()]
-    return [f"{field}: folder {path} does not exist (looked from {Path.cwd()})"
-            for field, path in pairs if is_missing_folder(path)]
+    return [
+        f"{field}: folder {path} does not exist (looked from {Path.cwd()})"
+        for field, path in pairs
+        if is_missing_folder(path)
+    ]
 
 
 def is_missing_folder(path: str) -> bool:

@@ -20,7 +20,13 @@ from spmdrl.algorithms import registry
 from spmdrl.algorithms.preference.unpaired import mismatched
 from spmdrl.config import Config
 from spmdrl.data.prompts import (
-    Order, apply_template, check_context, encode_plain, encode_prompt, load_rows, overlong_text,
+    Order,
+    apply_template,
+    check_context,
+    encode_plain,
+    encode_prompt,
+    load_rows,
+    overlong_text,
     usable_rows,
 )
 from spmdrl.data.rows import Messages, label_of, pair_of
@@ -57,7 +63,8 @@ def offline_source(cfg: Config, tokenizer: PreTrainedTokenizerBase) -> OfflineSo
     if cfg.algorithm.objective == "sft":
         return SupervisedSource(cfg, tokenizer)
     if cfg.algorithm.objective == "preference" and registry.is_unpaired(
-            registry.get("preference", cfg.algorithm.loss)):
+        registry.get("preference", cfg.algorithm.loss)
+    ):
         return LabelledSource(cfg, tokenizer)
     return PairSource(cfg, tokenizer)
 
@@ -77,14 +84,23 @@ class SupervisedSource:
         longest = cfg.data.max_prompt_tokens + cfg.sampling.max_response_tokens
         self._limit, self._field = min(
             (longest, "data.max_prompt_tokens + sampling.max_response_tokens"),
-            (cfg.batch.tokens_per_microbatch or longest, "batch.tokens_per_microbatch"))
+            (cfg.batch.tokens_per_microbatch or longest, "batch.tokens_per_microbatch"),
+        )
         self._example = functools.lru_cache(maxsize=_CACHED_ROWS)(self._encode)
         self._example(0)
         self._kept, self.num_dropped = usable_rows(
-            self.rows, measure=lambda i: len(self._example(i)[0]), limit=self._limit,
-            overlong=cfg.data.overlong_prompts, field=self._field)
-        self.order = Order(len(self._kept), per_step=cfg.batch.prompts_per_step, seed=cfg.seed,
-                           shuffle=cfg.data.shuffle)
+            self.rows,
+            measure=lambda i: len(self._example(i)[0]),
+            limit=self._limit,
+            overlong=cfg.data.overlong_prompts,
+            field=self._field,
+        )
+        self.order = Order(
+            len(self._kept),
+            per_step=cfg.batch.prompts_per_step,
+            seed=cfg.seed,
+            shuffle=cfg.data.shuffle,
+        )
 
     def rows_at(self, step: int) -> list[Example]:
         """Return the (tokens, response_mask) pairs of `step`, the same on every rank."""
@@ -96,19 +112,25 @@ class SupervisedSource:
 
     def check_context(self, max_positions: int, *, vocab_size: int | None = None) -> None:
         """Check that the longest sequence fits the model; see `prompts.check_context`."""
-        check_context(self.cfg, self.tokenizer, max_positions=max_positions,
-                      vocab_size=vocab_size)
+        check_context(self.cfg, self.tokenizer, max_positions=max_positions, vocab_size=vocab_size)
 
     def _fitting(self, index: int) -> Example:
         example = self._example(index)
         if len(example[0]) > self._limit:
-            raise ValueError(overlong_text(self.rows.where(index), len(example[0]),
-                                           limit=self._limit, field=self._field))
+            raise ValueError(
+                overlong_text(
+                    self.rows.where(index), len(example[0]), limit=self._limit, field=self._field
+                )
+            )
         return example
 
     def _encode(self, index: int) -> Example:
-        return encode_example(self.rows[index], self.tokenizer,
-                              template=self.cfg.data.chat_template, where=self.rows.where(index))
+        return encode_example(
+            self.rows[index],
+            self.tokenizer,
+            template=self.cfg.data.chat_template,
+            where=self.rows.where(index),
+        )
 
 
 class PairSource:
@@ -129,10 +151,18 @@ class PairSource:
         self._unit = functools.lru_cache(maxsize=_CACHED_ROWS)(self._encode)
         self._unit(0)
         self._kept, self.num_dropped = usable_rows(
-            self.rows, measure=lambda i: _longest(self._unit(i)), limit=self._limit,
-            overlong=cfg.data.overlong_prompts, field=self._field)
-        self.order = Order(len(self._kept), per_step=cfg.batch.prompts_per_step, seed=cfg.seed,
-                           shuffle=cfg.data.shuffle)
+            self.rows,
+            measure=lambda i: _longest(self._unit(i)),
+            limit=self._limit,
+            overlong=cfg.data.overlong_prompts,
+            field=self._field,
+        )
+        self.order = Order(
+            len(self._kept),
+            per_step=cfg.batch.prompts_per_step,
+            seed=cfg.seed,
+            shuffle=cfg.data.shuffle,
+        )
 
     def units_at(self, step: int) -> list[Unit]:
         """Return the pairs of `step`, (chosen, rejected), the same on every rank."""
@@ -150,14 +180,16 @@ class PairSource:
         """Return a row's sequences. Raises: ValueError, as on construction."""
         unit = self._unit(index)
         if _longest(unit) > self._limit:
-            raise ValueError(overlong_text(self.rows.where(index), _longest(unit),
-                                           limit=self._limit, field=self._field))
+            raise ValueError(
+                overlong_text(
+                    self.rows.where(index), _longest(unit), limit=self._limit, field=self._field
+                )
+            )
         return unit
 
     def check_context(self, max_positions: int, *, vocab_size: int | None = None) -> None:
         """Check that the longest sequence fits the model; see `prompts.check_context`."""
-        check_context(self.cfg, self.tokenizer, max_positions=max_positions,
-                      vocab_size=vocab_size)
+        check_context(self.cfg, self.tokenizer, max_positions=max_positions, vocab_size=vocab_size)
 
     def _encode(self, index: int) -> Unit:
         where = self.rows.where(index)
@@ -167,8 +199,9 @@ class PairSource:
 
     def _example(self, index: int, prompt: str | Messages, response: str | Messages) -> Example:
         row = {"prompt": prompt, "completion": response, "tools": self.rows[index].get("tools")}
-        return encode_example(row, self.tokenizer, template=self.cfg.data.chat_template,
-                              where=self.rows.where(index))
+        return encode_example(
+            row, self.tokenizer, template=self.cfg.data.chat_template, where=self.rows.where(index)
+        )
 
 
 class LabelledSource(PairSource):
@@ -245,21 +278,30 @@ def encode_example(
     if prompt:
         completion = row.get("completion") or row.get("answer")
         if not isinstance(completion, (str, list)):
-            raise ValueError(f"{where}: the response to imitate must be text or messages, got "
-                             f"{completion!r:.60}")
+            raise ValueError(
+                f"{where}: the response to imitate must be text or messages, got {completion!r:.60}"
+            )
         if isinstance(prompt, list) or isinstance(completion, list) or template == "always":
             context = _as_messages(prompt, role="user")
             reply = _as_messages(completion, role="assistant")
-            return _encode_conversation(context + reply, tokenizer, template=template, row=row,
-                                        first=len(context), where=where)
+            return _encode_conversation(
+                context + reply,
+                tokenizer,
+                template=template,
+                row=row,
+                first=len(context),
+                where=where,
+            )
         given, _ = encode_prompt(prompt, tokenizer, template=template, tools=None, where=where)
         whole = encode_plain(prompt + completion, tokenizer)
-        reply = _closed(_added_ids(given, whole, text=completion, tokenizer=tokenizer),
-                        tokenizer, where=where)
+        reply = _closed(
+            _added_ids(given, whole, text=completion, tokenizer=tokenizer), tokenizer, where=where
+        )
         return given + reply, [False] * len(given) + [True] * len(reply)
     if row.get("messages"):
-        return _encode_conversation(row["messages"], tokenizer, template=template, row=row,
-                                    first=0, where=where)
+        return _encode_conversation(
+            row["messages"], tokenizer, template=template, row=row, first=0, where=where
+        )
     tokens = _closed(encode_plain(row["text"], tokenizer), tokenizer, where=where)
     return tokens, [False] + [True] * (len(tokens) - 1)
 
@@ -268,9 +310,7 @@ def _as_messages(value: str | Messages, *, role: str) -> Messages:
     return list(value) if isinstance(value, list) else [{"role": role, "content": value}]
 
 
-def _closed(
-    tokens: list[int], tokenizer: PreTrainedTokenizerBase, *, where: str
-) -> list[int]:
+def _closed(tokens: list[int], tokenizer: PreTrainedTokenizerBase, *, where: str) -> list[int]:
     if tokenizer.eos_token_id is None:
         raise ValueError(f"{where}: plain text ends with eos, and the tokenizer has none")
     if tokens and tokens[-1] == tokenizer.eos_token_id:
@@ -282,21 +322,29 @@ def _added_ids(
     given: list[int], whole: list[int], *, text: str, tokenizer: PreTrainedTokenizerBase
 ) -> list[int]:
     if whole[: len(given)] == given:
-        return whole[len(given):]
+        return whole[len(given) :]
     # A token of the whole text straddles the border. The policy never sees that one, because
     # its prompt is tokenised alone: so is what follows.
     return _ids(text, tokenizer)
 
 
 def _encode_conversation(
-    messages: Messages, tokenizer: PreTrainedTokenizerBase, *, template: str, row: dict,
-    first: int, where: str,
+    messages: Messages,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    template: str,
+    row: dict,
+    first: int,
+    where: str,
 ) -> Example:
     if template == "never":
-        raise ValueError(f"{where}: the row is a list of messages, but data.chat_template is "
-                         "`never`; use `auto`, or rows with plain text")
-    show = functools.partial(apply_template, tokenizer=tokenizer, tools=row.get("tools"),
-                             where=where)
+        raise ValueError(
+            f"{where}: the row is a list of messages, but data.chat_template is "
+            "`never`; use `auto`, or rows with plain text"
+        )
+    show = functools.partial(
+        apply_template, tokenizer=tokenizer, tools=row.get("tools"), where=where
+    )
     ends = _special_ids(tokenizer)
     tokens: list[int] = []
     mask: list[bool] = []
@@ -328,19 +376,20 @@ def _reply_turns(messages: Messages, *, first: int, where: str) -> list[int]:
     if not turns:
         raise ValueError(f"{where}: the conversation has no assistant turn to imitate")
     if turns[0] == 0:
-        raise ValueError(f"{where}: the conversation begins with an assistant turn; it needs one "
-                         "turn before it")
+        raise ValueError(
+            f"{where}: the conversation begins with an assistant turn; it needs one turn before it"
+        )
     return turns
 
 
 def _continuation(before: str, after: str, *, turn: int, where: str) -> str:
     if after.startswith(before):
-        return after[len(before):]
+        return after[len(before) :]
     same = next((i for i, (a, b) in enumerate(zip(before, after)) if a != b), len(after))
     raise ValueError(
         f"{where}: the chat template rewrites earlier text when turn {turn} is added, so what the "
-        f"policy would see is ambiguous: {before[same:same + 60]!r} became "
-        f"{after[same:same + 60]!r}; use rows with one assistant turn, or another template"
+        f"policy would see is ambiguous: {before[same : same + 60]!r} became "
+        f"{after[same : same + 60]!r}; use rows with one assistant turn, or another template"
     )
 
 

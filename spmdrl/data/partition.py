@@ -28,13 +28,22 @@ class Plan:
 
     def rows(self, dp_id: int, *, update: int, microbatch: int) -> Tensor:
         """Return the sequences of one micro-batch: [s] int64, ascending; may be empty."""
-        return torch.nonzero((self.dp_ids == dp_id) & (self.update_ids == update)
-                             & (self.microbatch_ids == microbatch)).flatten()
+        return torch.nonzero(
+            (self.dp_ids == dp_id)
+            & (self.update_ids == update)
+            & (self.microbatch_ids == microbatch)
+        ).flatten()
 
 
 def partition(
-    lengths: Tensor, *, group_ids: Tensor, dp_size: int, tokens_per_microbatch: int,
-    num_updates: int = 1, quadratic_tokens: int = _QUADRATIC_TOKENS, whole_groups: bool = False,
+    lengths: Tensor,
+    *,
+    group_ids: Tensor,
+    dp_size: int,
+    tokens_per_microbatch: int,
+    num_updates: int = 1,
+    quadratic_tokens: int = _QUADRATIC_TOKENS,
+    whole_groups: bool = False,
 ) -> Plan:
     """Assign sequences to updates, dp ranks and micro-batches.
 
@@ -57,8 +66,9 @@ def partition(
     unit_of = index if whole_groups else torch.arange(len(lengths))  # [S]
     num_units = len(ids) if whole_groups else len(lengths)
     unit_lengths = lengths.new_zeros(num_units).index_add(0, unit_of, lengths)
-    _check_budget(lengths, unit_lengths, unit_of=unit_of, group_ids=group_ids,
-                  budget=tokens_per_microbatch)
+    _check_budget(
+        lengths, unit_lengths, unit_of=unit_of, group_ids=group_ids, budget=tokens_per_microbatch
+    )
     costs = lengths * quadratic_tokens + lengths * lengths
     unit_costs = costs.new_zeros(num_units).index_add(0, unit_of, costs)
     update_ids = index * num_updates // max(len(ids), 1)
@@ -67,14 +77,22 @@ def partition(
     counts = []
     for update in range(num_updates):
         units = torch.nonzero(unit_updates == update).flatten()
-        bins = _pack(unit_lengths[units].tolist(), unit_costs[units].tolist(), dp_size=dp_size,
-                     budget=tokens_per_microbatch)
+        bins = _pack(
+            unit_lengths[units].tolist(),
+            unit_costs[units].tolist(),
+            dp_size=dp_size,
+            budget=tokens_per_microbatch,
+        )
         counts.append(len(bins) // dp_size)
         for position, members in enumerate(bins):
             chosen = units[members]
             unit_microbatch[chosen], unit_dp[chosen] = position // dp_size, position % dp_size
-    return Plan(update_ids=update_ids, dp_ids=unit_dp[unit_of],
-                microbatch_ids=unit_microbatch[unit_of], num_microbatches=tuple(counts))
+    return Plan(
+        update_ids=update_ids,
+        dp_ids=unit_dp[unit_of],
+        microbatch_ids=unit_microbatch[unit_of],
+        num_microbatches=tuple(counts),
+    )
 
 
 def _check_budget(
@@ -87,15 +105,17 @@ def _check_budget(
     group, sizes = int(group_ids[rows[0]]), lengths[rows].tolist()
     what = f"a sequence of group {group} has {longest} tokens"
     if len(sizes) > 1:
-        what = (f"the {len(sizes)} sequences of group {group}, which stay together, have "
-                f"{' + '.join(map(str, sizes))} = {longest} tokens")
-    raise ValueError(f"batch.tokens_per_microbatch: {what}, above the budget of {budget}; raise "
-                     f"it to at least {longest}")
+        what = (
+            f"the {len(sizes)} sequences of group {group}, which stay together, have "
+            f"{' + '.join(map(str, sizes))} = {longest} tokens"
+        )
+    raise ValueError(
+        f"batch.tokens_per_microbatch: {what}, above the budget of {budget}; raise "
+        f"it to at least {longest}"
+    )
 
 
-def _pack(
-    lengths: list[int], costs: list[int], *, dp_size: int, budget: int
-) -> list[list[int]]:
+def _pack(lengths: list[int], costs: list[int], *, dp_size: int, budget: int) -> list[list[int]]:
     """Return M * dp_size bins of positions; entry k * dp_size + d is micro-batch k of rank d."""
     num_bins = dp_size * max(1, -(-sum(lengths) // (budget * dp_size)))
     while (bins := _fill(lengths, costs, num_bins=num_bins, budget=budget)) is None:
@@ -105,7 +125,7 @@ def _pack(
     totals = [0] * dp_size
     for k in range(0, num_bins, dp_size):  # heaviest bin to the rank with the least so far
         order = sorted(range(dp_size), key=lambda d: (totals[d], d))
-        at = dict(zip(order, bins[k:k + dp_size]))
+        at = dict(zip(order, bins[k : k + dp_size]))
         for d in range(dp_size):
             totals[d] += sum(costs[i] for i in at[d])
             dealt.append(at[d])

@@ -53,8 +53,12 @@ class Measured:
     def observe(self, scalars: Scalars) -> None:
         """Take in a batch, group after group."""
         groups: dict[int, list[tuple[int, int, bool, bool]]] = {}
-        columns = (scalars.rows, scalars.response_lengths, scalars.rewards >= RIGHT_AT - ROUNDING,
-                   scalars.is_valid)
+        columns = (
+            scalars.rows,
+            scalars.response_lengths,
+            scalars.rewards >= RIGHT_AT - ROUNDING,
+            scalars.is_valid,
+        )
         for group, *sample in zip(scalars.group_ids.tolist(), *(c.tolist() for c in columns)):
             groups.setdefault(group, []).append(tuple(sample))
         for group in sorted(groups):
@@ -122,8 +126,15 @@ class Planner:
         history: steps to remember plans for, behind the last that was observed.
     """
 
-    def __init__(self, order: Order, *, kept: Sequence[int], horizon: int, keep: float = 1.0,
-                 history: int = 0):
+    def __init__(
+        self,
+        order: Order,
+        *,
+        kept: Sequence[int],
+        horizon: int,
+        keep: float = 1.0,
+        history: int = 0,
+    ):
         assert keep == 1 or horizon, "a curriculum needs what was measured"
         self.order, self.horizon, self.keep, self.history = order, horizon, keep, history
         self._kept = kept
@@ -160,11 +171,15 @@ class Planner:
             rows, passed = self.order.at(step), 0
         else:
             rows, self._cursor, passed = choose(
-                self.order, self._cursor, keep=self.keep,
-                is_settled=lambda row: known.is_settled(self._kept[row]))
+                self.order,
+                self._cursor,
+                keep=self.keep,
+                is_settled=lambda row: known.is_settled(self._kept[row]),
+            )
         lengths = tuple(known.lengths.get(self._kept[row], known.length) for row in rows)
-        return Plan(tuple(rows), lengths, passed, len(known.rates),
-                    sum(map(known.is_settled, known.rates)))
+        return Plan(
+            tuple(rows), lengths, passed, len(known.rates), sum(map(known.is_settled, known.rates))
+        )
 
     # ---------------------------------------------------------------- checkpoints
 
@@ -173,12 +188,15 @@ class Planner:
         known = self.measured
         rows = sorted(known.lengths)
         return {
-            "per_step": self.order.per_step, "cursor": self._cursor, "planned": self._planned,
+            "per_step": self.order.per_step,
+            "cursor": self._cursor,
+            "planned": self._planned,
             "plans": {step: asdict(plan) for step, plan in self._plans.items()},
             "rows": torch.tensor(rows, dtype=torch.int64),
             "lengths": torch.tensor([known.lengths[r] for r in rows], dtype=torch.float64),
-            "rates": torch.tensor([known.rates.get(r, torch.nan) for r in rows],
-                                  dtype=torch.float64),
+            "rates": torch.tensor(
+                [known.rates.get(r, torch.nan) for r in rows], dtype=torch.float64
+            ),
             "length": known.length,
         }
 
@@ -187,10 +205,14 @@ class Planner:
         rows, rates = state["rows"].tolist(), state["rates"].tolist()
         self.measured = Measured(
             rates={row: rate for row, rate in zip(rows, rates) if rate == rate},
-            lengths=dict(zip(rows, state["lengths"].tolist())), length=state["length"])
+            lengths=dict(zip(rows, state["lengths"].tolist())),
+            length=state["length"],
+        )
         self._planned, self._cursor = state["planned"], state["cursor"]
-        self._plans = {k: Plan(**plan | {name: tuple(plan[name]) for name in ("rows", "lengths")})
-                       for k, plan in state["plans"].items()}
+        self._plans = {
+            k: Plan(**plan | {name: tuple(plan[name]) for name in ("rows", "lengths")})
+            for k, plan in state["plans"].items()
+        }
         if state["per_step"] != self.order.per_step:  # a changed config: plan anew from here
             self._planned, self._cursor, self._plans = step, step * self.order.per_step, {}
         self._plan_until(step + self.horizon)

@@ -45,13 +45,17 @@ def load_tokenizer(cfg: Config) -> PreTrainedTokenizerBase:
         raise ValueError(f"{field}: {name!r} is not a folder (looked from {Path.cwd()})")
     try:
         tokenizer = AutoTokenizer.from_pretrained(
-            name, trust_remote_code=cfg.model.trust_remote_code)
+            name, trust_remote_code=cfg.model.trust_remote_code
+        )
     except (OSError, ValueError, KeyError) as error:
-        raise ValueError(f"{field}: no tokenizer can be loaded from {name!r}, as a folder or hub "
-                         f"name: {error}") from error
+        raise ValueError(
+            f"{field}: no tokenizer can be loaded from {name!r}, as a folder or hub name: {error}"
+        ) from error
     if tokenizer.eos_token_id is None and not cfg.sampling.stop_token_ids:
-        raise ValueError(f"{field}: the tokenizer of {name!r} has no eos token, so no response "
-                         "would end; set sampling.stop_token_ids, or add an eos token to it")
+        raise ValueError(
+            f"{field}: the tokenizer of {name!r} has no eos token, so no response "
+            "would end; set sampling.stop_token_ids, or add an eos token to it"
+        )
     return tokenizer
 
 
@@ -60,8 +64,9 @@ def load_rows(cfg: Config, *, split: Split, need: Need = "prompt") -> LocatedRow
 
     Raises: ValueError naming file and line, task, or option; see `read_rows`, `make_task`.
     """
-    spec, size = (cfg.data.train, cfg.data.size) if split == "train" else (
-        cfg.data.eval, cfg.data.eval_size)
+    spec, size = (
+        (cfg.data.train, cfg.data.size) if split == "train" else (cfg.data.eval, cfg.data.eval_size)
+    )
     if is_generated(spec):
         seed = cfg.seed if split == "train" else _EVAL_SEED
         return GeneratedRows(spec, cfg.data.task_options, size=size, seed=seed, split=split)
@@ -126,8 +131,10 @@ def usable_rows(
         elif overlong == "error":
             raise ValueError(overlong_text(rows.where(i), length, limit=limit, field=field))
     if not kept:
-        raise ValueError(f"{rows.where(0)} and all {len(rows)} rows are longer than {field} = "
-                         f"{limit} tokens; nothing is left to train on")
+        raise ValueError(
+            f"{rows.where(0)} and all {len(rows)} rows are longer than {field} = "
+            f"{limit} tokens; nothing is left to train on"
+        )
     if len(kept) == scanned:
         return range(len(rows)), 0
     return kept, len(rows) - len(kept)
@@ -135,8 +142,10 @@ def usable_rows(
 
 def overlong_text(where: str, length: int, *, limit: int, field: str) -> str:
     """Return the message about a row that is too long."""
-    return (f"{where}: {length} tokens, above {field} = {limit}; raise it, shorten the row, or "
-            "set data.overlong_prompts=drop")
+    return (
+        f"{where}: {length} tokens, above {field} = {limit}; raise it, shorten the row, or "
+        "set data.overlong_prompts=drop"
+    )
 
 
 class PromptSource:
@@ -151,12 +160,18 @@ class PromptSource:
         self.cfg, self.tokenizer = cfg, tokenizer
         self._train = load_rows(cfg, split="train")
         self._prompt = functools.lru_cache(maxsize=_CACHED_ROWS)(
-            functools.partial(self._encode, self._train))
+            functools.partial(self._encode, self._train)
+        )
         self._prompt(0)
         self.kept, self.num_dropped = self._usable(
-            self._train, measure=lambda i: len(self._tokens(self._train, i)[0]))
-        self.order = Order(len(self.kept), per_step=cfg.batch.prompts_per_step, seed=cfg.seed,
-                           shuffle=cfg.data.shuffle)
+            self._train, measure=lambda i: len(self._tokens(self._train, i)[0])
+        )
+        self.order = Order(
+            len(self.kept),
+            per_step=cfg.batch.prompts_per_step,
+            seed=cfg.seed,
+            shuffle=cfg.data.shuffle,
+        )
         self._eval: list[Prompt] | None = None
 
     def at(self, step: int) -> list[Prompt]:
@@ -184,8 +199,7 @@ class PromptSource:
             vocab_size: rows of the model's embedding.
         Raises: ValueError with the arithmetic.
         """
-        check_context(self.cfg, self.tokenizer, max_positions=max_positions,
-                      vocab_size=vocab_size)
+        check_context(self.cfg, self.tokenizer, max_positions=max_positions, vocab_size=vocab_size)
 
     def _held_out(self) -> list[Prompt]:
         rows = load_rows(self.cfg, split="eval")
@@ -196,15 +210,23 @@ class PromptSource:
         self, rows: LocatedRows, *, measure: Callable[[int], int]
     ) -> tuple[Sequence[int], int]:
         data = self.cfg.data
-        return usable_rows(rows, measure=measure, limit=data.max_prompt_tokens,
-                           overlong=data.overlong_prompts, field="data.max_prompt_tokens")
+        return usable_rows(
+            rows,
+            measure=measure,
+            limit=data.max_prompt_tokens,
+            overlong=data.overlong_prompts,
+            field="data.max_prompt_tokens",
+        )
 
     def _encode(self, rows: LocatedRows, index: int) -> Prompt:
         tokens, text, row = self._tokens(rows, index)
         limit = self.cfg.data.max_prompt_tokens
         if len(tokens) > limit and self.cfg.data.overlong_prompts == "error":
-            raise ValueError(overlong_text(rows.where(index), len(tokens), limit=limit,
-                                           field="data.max_prompt_tokens"))
+            raise ValueError(
+                overlong_text(
+                    rows.where(index), len(tokens), limit=limit, field="data.max_prompt_tokens"
+                )
+            )
         if not tokens:
             raise ValueError(f"{rows.where(index)}: the prompt {text!r:.40} has no tokens")
         return Prompt(index=index, tokens=tuple(tokens), text=text, row=row)
@@ -212,13 +234,20 @@ class PromptSource:
     def _tokens(self, rows: LocatedRows, index: int) -> tuple[list[int], str, dict]:
         row = rows[index]
         tokens, text = encode_prompt(
-            prompt_of(row), self.tokenizer, template=self.cfg.data.chat_template,
-            tools=row.get("tools"), where=rows.where(index))
+            prompt_of(row),
+            self.tokenizer,
+            template=self.cfg.data.chat_template,
+            tools=row.get("tools"),
+            where=rows.where(index),
+        )
         return tokens, text, row
 
 
 def check_context(
-    cfg: Config, tokenizer: PreTrainedTokenizerBase, *, max_positions: int,
+    cfg: Config,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    max_positions: int,
     vocab_size: int | None = None,
 ) -> None:
     """Check that the longest sequence and the tokenizer's ids fit the model.
@@ -243,8 +272,12 @@ def check_context(
 
 
 def encode_prompt(
-    prompt: str | Messages, tokenizer: PreTrainedTokenizerBase, *, template: str,
-    tools: list | None, where: str,
+    prompt: str | Messages,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    template: str,
+    tools: list | None,
+    where: str,
 ) -> tuple[list[int], str]:
     """Turn a prompt into token ids, and the text they stand for.
 
@@ -259,8 +292,14 @@ def encode_prompt(
         return encode_plain(prompt, tokenizer), prompt
     if isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]
-    text = render(prompt, tokenizer, template=template, tools=tools, where=where,
-                  opens_reply=prompt[-1]["role"] != "assistant")
+    text = render(
+        prompt,
+        tokenizer,
+        template=template,
+        tools=tools,
+        where=where,
+        opens_reply=prompt[-1]["role"] != "assistant",
+    )
     return tokenizer(text, add_special_tokens=False)["input_ids"], text
 
 
@@ -274,8 +313,13 @@ def encode_plain(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
 
 
 def render(
-    messages: Messages, tokenizer: PreTrainedTokenizerBase, *, template: str,
-    tools: list | None, where: str, opens_reply: bool,
+    messages: Messages,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    template: str,
+    tools: list | None,
+    where: str,
+    opens_reply: bool,
 ) -> str:
     """Return a conversation as text by the tokenizer's chat template.
 
@@ -285,16 +329,28 @@ def render(
     Raises: ValueError when the template is missing, switched off, or refuses the messages.
     """
     if template == "never":
-        raise ValueError(f"{where}: the row is a list of messages, but data.chat_template is "
-                         "`never`; use `auto`, or rows with plain text prompts")
-    return apply_template(messages, tokenizer, tools=tools, where=where,
-                          add_generation_prompt=opens_reply,
-                          continue_final_message=not opens_reply)
+        raise ValueError(
+            f"{where}: the row is a list of messages, but data.chat_template is "
+            "`never`; use `auto`, or rows with plain text prompts"
+        )
+    return apply_template(
+        messages,
+        tokenizer,
+        tools=tools,
+        where=where,
+        add_generation_prompt=opens_reply,
+        continue_final_message=not opens_reply,
+    )
 
 
 def apply_template(
-    messages: Messages, tokenizer: PreTrainedTokenizerBase, *, tools: list | None, where: str,
-    add_generation_prompt: bool = False, continue_final_message: bool = False,
+    messages: Messages,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    tools: list | None,
+    where: str,
+    add_generation_prompt: bool = False,
+    continue_final_message: bool = False,
 ) -> str:
     """Render messages, turning every fault of the template into a ValueError with the row."""
     if not tokenizer.chat_template:
@@ -305,8 +361,13 @@ def apply_template(
         )
     try:
         return tokenizer.apply_chat_template(
-            messages, tools=tools, tokenize=False, add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message)
+            messages,
+            tools=tools,
+            tokenize=False,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+        )
     except Exception as error:  # templates are programs: jinja's errors, and TypeError, KeyError
-        raise ValueError(f"{where}: the chat template refuses the messages: "
-                         f"{type(error).__name__}: {error}") from error
+        raise ValueError(
+            f"{where}: the chat template refuses the messages: {type(error).__name__}: {error}"
+        ) from error

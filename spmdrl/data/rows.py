@@ -96,8 +96,10 @@ def _json_line(line: str, *, place: str) -> Any:
     try:
         return json.loads(line)
     except json.JSONDecodeError as error:
-        raise ValueError(f"{place}: not a JSON value ({error.msg} at column {error.colno}); "
-                         f"the line begins {line[:60]!r}") from None
+        raise ValueError(
+            f"{place}: not a JSON value ({error.msg} at column {error.colno}); "
+            f"the line begins {line[:60]!r}"
+        ) from None
 
 
 def _parquet_rows(path: Path, *, size: int) -> Iterator[tuple[str, Any]]:
@@ -173,11 +175,16 @@ def _check_row(row: Any, *, place: str, need: Need) -> None:
 def _checked_messages(messages: list, *, place: str) -> Messages:
     checked = []
     for i, message in enumerate(messages):
-        is_sound = isinstance(message, dict) and isinstance(message.get("role"), str) and (
-            isinstance(message.get("content"), (str, list)) or message.get("tool_calls"))
+        is_sound = (
+            isinstance(message, dict)
+            and isinstance(message.get("role"), str)
+            and (isinstance(message.get("content"), (str, list)) or message.get("tool_calls"))
+        )
         if not is_sound:
-            raise ValueError(f"{place}: message {i} must have a `role` and a `content` (text), got "
-                             f"{message!r:.100}")
+            raise ValueError(
+                f"{place}: message {i} must have a `role` and a `content` (text), got "
+                f"{message!r:.100}"
+            )
         # Parquet fills the fields that other messages have with nulls; templates test presence.
         checked.append({k: v for k, v in message.items() if v is not None or k == "content"})
     return checked
@@ -219,17 +226,21 @@ def pair_of(
     """
     chosen, rejected = (_text_or_messages(row, c, place=place) for c in ("chosen", "rejected"))
     if type(chosen) is not type(rejected):
-        raise ValueError(f"{place}: `chosen` is {_kind(chosen)}, `rejected` {_kind(rejected)}; "
-                         "both must be of one form")
+        raise ValueError(
+            f"{place}: `chosen` is {_kind(chosen)}, `rejected` {_kind(rejected)}; "
+            "both must be of one form"
+        )
     if chosen == rejected:
         raise ValueError(f"{place}: `chosen` and `rejected` are equal, so neither is better")
     is_whole = isinstance(chosen, list) and chosen[0]["role"] != "assistant"
     if is_whole or not row.get("prompt"):
-        prompt = chosen[:_common(chosen, rejected)]
-        chosen, rejected = chosen[len(prompt):], rejected[len(prompt):]
+        prompt = chosen[: _common(chosen, rejected)]
+        chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
         if not prompt:
-            raise ValueError(f"{place}: there is no `prompt`, and `chosen` and `rejected` do not "
-                             "begin alike; a pair answers one prompt")
+            raise ValueError(
+                f"{place}: there is no `prompt`, and `chosen` and `rejected` do not "
+                "begin alike; a pair answers one prompt"
+            )
     else:
         prompt = _text_or_messages(row, "prompt", place=place)
     for column, response in (("chosen", chosen), ("rejected", rejected)):
@@ -250,8 +261,10 @@ def label_of(row: dict, *, place: str) -> bool:
         _text_or_messages(row, column, place=place)
     label = row.get("label")
     if type(label) is not bool and not (type(label) is int and label in (0, 1)):
-        raise ValueError(f"{place}: `label` must be true (a good response) or false, got "
-                         f"{label!r:.60}; columns: {', '.join(map(str, row))}")
+        raise ValueError(
+            f"{place}: `label` must be true (a good response) or false, got "
+            f"{label!r:.60}; columns: {', '.join(map(str, row))}"
+        )
     return bool(label)
 
 
@@ -264,8 +277,9 @@ def _text_or_messages(row: dict, column: str, *, place: str) -> str | Messages:
             f"columns {', '.join(map(str, row)) or '(none)'}"
         )
     if not isinstance(value, (str, list)) or not value:
-        raise ValueError(f"{place}: `{column}` must be text or messages and not empty, got "
-                         f"{value!r:.60}")
+        raise ValueError(
+            f"{place}: `{column}` must be text or messages and not empty, got {value!r:.60}"
+        )
     return value
 
 
@@ -290,8 +304,10 @@ def ground_truth_of(row: dict) -> Any:
     for column in ("ground_truth", "answer"):
         if row.get(column) is not None:
             return row[column]
-    raise ValueError("the row has no reference answer (reward_model.ground_truth, ground_truth or "
-                     f"answer); its columns are {', '.join(map(str, row))}")
+    raise ValueError(
+        "the row has no reference answer (reward_model.ground_truth, ground_truth or "
+        f"answer); its columns are {', '.join(map(str, row))}"
+    )
 
 
 def text_bytes(row: dict) -> int:

@@ -52,11 +52,14 @@ def make_task(spec: str, options: dict[str, Any], *, size: int = 1) -> Task:
     known = _TASKS[name].OPTIONS
     for option, value in options.items():
         if option not in known:
-            raise ValueError(f"data.task_options.{option}: {spec} has no such option"
-                             f"{_nearest(option, list(known))}")
+            raise ValueError(
+                f"data.task_options.{option}: {spec} has no such option"
+                f"{_nearest(option, list(known))}"
+            )
         if type(value) is not known[option]:
-            raise ValueError(f"data.task_options.{option}: expected {known[option].__name__}, "
-                             f"got {value!r}")
+            raise ValueError(
+                f"data.task_options.{option}: expected {known[option].__name__}, got {value!r}"
+            )
     return _TASKS[name](**options)
 
 
@@ -77,11 +80,18 @@ class Addition:
 
     OPTIONS = {"digits": int, "subtraction": bool, "partial": bool, "mistakes": float}
 
-    def __init__(self, *, digits: int = 3, subtraction: bool = False, partial: bool = False,
-                 mistakes: float = 0.0):
+    def __init__(
+        self,
+        *,
+        digits: int = 3,
+        subtraction: bool = False,
+        partial: bool = False,
+        mistakes: float = 0.0,
+    ):
         if not 0.0 <= mistakes <= 1.0:
-            raise ValueError(f"data.task_options.mistakes: must be a share from 0 to 1, got "
-                             f"{mistakes}")
+            raise ValueError(
+                f"data.task_options.mistakes: must be a share from 0 to 1, got {mistakes}"
+            )
         self.mistakes = mistakes
         if not 1 <= digits <= 100:
             raise ValueError(f"data.task_options.digits: must be from 1 to 100, got {digits}")
@@ -135,11 +145,15 @@ class AdditionPairs(Addition):
         if draw.random() >= self.mistakes:
             at = draw.randrange(len(chosen))
             digits = "123456789" if at == 0 and len(chosen) > 1 else "0123456789"
-            rejected = chosen[:at] + draw.choice(digits.replace(chosen[at], "")) + chosen[at + 1:]
+            rejected = chosen[:at] + draw.choice(digits.replace(chosen[at], "")) + chosen[at + 1 :]
         label = draw.random() < 0.5
-        return row | {"chosen": chosen, "rejected": rejected, "label": label,
-                      "completion": chosen if label else rejected,
-                      "data_source": "task:addition_pairs"}
+        return row | {
+            "chosen": chosen,
+            "rejected": rejected,
+            "label": label,
+            "completion": chosen if label else rejected,
+            "data_source": "task:addition_pairs",
+        }
 
 
 class GuessNumber:
@@ -154,17 +168,27 @@ class GuessNumber:
 
     OPTIONS = {"low": int, "high": int, "prompt": str, "held_out": bool}
 
-    def __init__(self, *, low: int = 1, high: int = 100, held_out: bool = True,
-                 prompt: str = "Guess my number from {low} to {high}."):
+    def __init__(
+        self,
+        *,
+        low: int = 1,
+        high: int = 100,
+        held_out: bool = True,
+        prompt: str = "Guess my number from {low} to {high}.",
+    ):
         if high - low < 4:
-            raise ValueError("data.task_options.high: must be at least low + 4, so that some "
-                             f"secrets can be held out, got {low} and {high}")
+            raise ValueError(
+                "data.task_options.high: must be at least low + 4, so that some "
+                f"secrets can be held out, got {low} and {high}"
+            )
         self.low, self.high, self.held_out = low, high, held_out
         try:
             self.prompt = prompt.format(low=low, high=high)
         except (KeyError, IndexError, ValueError) as error:
-            raise ValueError(f"data.task_options.prompt: {prompt!r} may hold {{low}} and {{high}} "
-                             f"only: {type(error).__name__}: {error}") from error
+            raise ValueError(
+                f"data.task_options.prompt: {prompt!r} may hold {{low}} and {{high}} "
+                f"only: {type(error).__name__}: {error}"
+            ) from error
 
     def row(self, seed: int, index: int, *, split: Split) -> dict:
         """Return problem `index`; see the class."""
@@ -189,8 +213,9 @@ class ReasoningGym:
         from reasoning_gym.factory import DATASETS
 
         if name not in DATASETS:
-            raise ValueError(f"reasoning_gym:{name}: unknown dataset"
-                             f"{_nearest(name, sorted(DATASETS))}")
+            raise ValueError(
+                f"reasoning_gym:{name}: unknown dataset{_nearest(name, sorted(DATASETS))}"
+            )
         self.name, self.options, self.size = name, options, size
         self._blocks: dict[tuple[int, Split, int], Any] = {}
 
@@ -202,10 +227,16 @@ class ReasoningGym:
         for number in range(_TRIES):
             entry = self._block(seed, split=split, number=number)[index]
             if _split_of(entry["question"]) == split:
-                return {"prompt": entry["question"], "answer": entry["answer"],
-                        "data_source": f"reasoning_gym:{self.name}", "entry": entry}
-        raise ValueError(f"reasoning_gym:{self.name}: no {split} problem among {_TRIES} "
-                         "candidates; the dataset has too few problems to hold some out")
+                return {
+                    "prompt": entry["question"],
+                    "answer": entry["answer"],
+                    "data_source": f"reasoning_gym:{self.name}",
+                    "entry": entry,
+                }
+        raise ValueError(
+            f"reasoning_gym:{self.name}: no {split} problem among {_TRIES} "
+            "candidates; the dataset has too few problems to hold some out"
+        )
 
     def score_answer(self, answer: str, entry: dict) -> float:
         """Return the dataset's own score of a response to a row made by `row`."""
@@ -222,10 +253,13 @@ class ReasoningGym:
             hashed = int.from_bytes(hashlib.blake2b(name, digest_size=4).digest(), "big") >> 2
             try:
                 self._blocks[key] = reasoning_gym.create_dataset(
-                    self.name, seed=hashed, size=self.size, **self.options)
+                    self.name, seed=hashed, size=self.size, **self.options
+                )
             except (TypeError, ValueError, AssertionError) as error:
-                raise ValueError(f"data.task_options {self.options} of reasoning_gym:{self.name} "
-                                 f"with {self.size} problems: {error}") from error
+                raise ValueError(
+                    f"data.task_options {self.options} of reasoning_gym:{self.name} "
+                    f"with {self.size} problems: {error}"
+                ) from error
         return self._blocks[key]
 
 
@@ -240,9 +274,7 @@ _TASKS = {"addition": Addition, "addition_pairs": AdditionPairs, "guess_number":
 class GeneratedRows(Sequence):
     """Rows of a task, made when asked for."""
 
-    def __init__(
-        self, spec: str, options: dict[str, Any], *, size: int, seed: int, split: Split
-    ):
+    def __init__(self, spec: str, options: dict[str, Any], *, size: int, seed: int, split: Split):
         if size < 1:
             raise ValueError(f"{spec}: a generated task needs a size of at least 1, got {size}")
         self.spec, self.seed, self.split, self._size = spec, seed, split, size

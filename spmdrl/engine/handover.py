@@ -33,11 +33,14 @@ class Handover:
 
     def __init__(self, engine: EngineProtocol, world: World):
         self._engine = engine
-        self._sleeps = (world.cfg.layout.placement == "colocated" and world.is_inference
-                        and engine.can_sleep)
+        self._sleeps = (
+            world.cfg.layout.placement == "colocated" and world.is_inference and engine.can_sleep
+        )
         if self._sleeps and schedule_of(world.cfg)["over_sample"] > 1:
-            log.warning("the engine stays awake during updates, and keeps its memory, since "
-                        "rollout.schedule.over_sample leaves requests unfinished")
+            log.warning(
+                "the engine stays awake during updates, and keeps its memory, since "
+                "rollout.schedule.over_sample leaves requests unfinished"
+            )
             self._sleeps = False
         self._kind = world.cfg.engine.kind
         self._is_asleep = False
@@ -56,13 +59,16 @@ class Handover:
         self._engine.sleep(keeps_weights=keeps_weights)
         self._is_asleep, self._freed = True, before - self._engine.held_bytes()
         if self._freed <= 0:
-            hint = ("Set engine.options {enable_sleep_mode: false} and lower "
-                    "engine.gpu_memory_frac" if self._kind == "vllm" else
-                    "Raise engine.max_num_seqs: so small a cache shares pages with other memory")
+            hint = (
+                "Set engine.options {enable_sleep_mode: false} and lower engine.gpu_memory_frac"
+                if self._kind == "vllm"
+                else "Raise engine.max_num_seqs: so small a cache shares pages with other memory"
+            )
             raise RuntimeError(
                 f"the engine sleeps, and {-self._freed / _GIB:.3g} GiB more are in use than the "
                 f"{before / _GIB:.3g} GiB before: nothing was handed over, unless another process "
-                f"took it at this moment. {hint}")
+                f"took it at this moment. {hint}"
+            )
 
     def wake_weights(self) -> None:
         """Give the weights their memory, at the addresses that they had; to be written anew."""
@@ -91,6 +97,9 @@ class Handover:
                 f"{self._level / _GIB:.4g} GiB after the second (allowed: {margin / _GIB:.3g} "
                 "GiB). Something of the update is not given back, or another process is on this "
                 "device; lower batch.tokens_per_microbatch if a step needs more, else find what is "
-                "kept")
-        return {"mem/engine_freed_gib": (self._freed / _GIB, 1.0),
-                "mem/after_wake_gib": (level / _GIB, 1.0)}
+                "kept"
+            )
+        return {
+            "mem/engine_freed_gib": (self._freed / _GIB, 1.0),
+            "mem/after_wake_gib": (level / _GIB, 1.0),
+        }

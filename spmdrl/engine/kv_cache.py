@@ -40,13 +40,16 @@ class KVCache:
         """Return an empty cache of other sizes, with storage for the layers that this one has."""
         other = KVCache(num_slots, length)
         other.layers = {
-            index: tuple(part.new_zeros(num_slots, part.shape[1], length, part.shape[3])
-                         for part in layer)
-            for index, layer in self.layers.items()}
+            index: tuple(
+                part.new_zeros(num_slots, part.shape[1], length, part.shape[3]) for part in layer
+            )
+            for index, layer in self.layers.items()
+        }
         return other
 
-    def write(self, index: int, key: Tensor, value: Tensor, *, slots: Tensor, positions: Tensor
-              ) -> None:
+    def write(
+        self, index: int, key: Tensor, value: Tensor, *, slots: Tensor, positions: Tensor
+    ) -> None:
         """Keep a layer's keys and values of W tokens.
 
         Args:
@@ -58,7 +61,8 @@ class KVCache:
             # Zeros, since what is masked must be finite: its weight is 0.
             self.layers[index] = tuple(
                 part.new_zeros(self.num_slots, part.shape[1], self.length, part.shape[2])
-                for part in (key, value))
+                for part in (key, value)
+            )
         for kept, part in zip(self.layers[index], (key, value)):
             kept[slots, :, positions] = part
 
@@ -105,9 +109,17 @@ class Work:
 
 
 def cached_attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
-    *, work: Work, scaling: float | None = None, sliding_window: int | None = None,
-    softcap: float | None = None, **options: object,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    work: Work,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **options: object,
 ) -> tuple[Tensor, None]:
     """Attend within each prompt, and from each new token to its sequence; keep keys and values.
 
@@ -122,30 +134,53 @@ def cached_attention(
     outputs, num = [], work.num_prompt_tokens
     if work.packing is not None:
         prompts = (part[:, :, :num] for part in (query, key, value))
-        outputs.append(KERNELS[work.kernel](
-            module, *prompts, attention_mask, packing=work.packing, scaling=scaling,
-            sliding_window=sliding_window, softcap=softcap, **options)[0])
+        outputs.append(
+            KERNELS[work.kernel](
+                module,
+                *prompts,
+                attention_mask,
+                packing=work.packing,
+                scaling=scaling,
+                sliding_window=sliding_window,
+                softcap=softcap,
+                **options,
+            )[0]
+        )
     if work.longest:
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        outputs.append(_attend_one(
-            query[0, :, num:].transpose(0, 1), *work.cache.layers[module.layer_idx], work=work,
-            scale=scale, window=sliding_window, softcap=softcap)[None])
+        outputs.append(
+            _attend_one(
+                query[0, :, num:].transpose(0, 1),
+                *work.cache.layers[module.layer_idx],
+                work=work,
+                scale=scale,
+                window=sliding_window,
+                softcap=softcap,
+            )[None]
+        )
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1), None
 
 
 def _attend_one(
-    query: Tensor, keys: Tensor, values: Tensor, *, work: Work, scale: float,
-    window: int | None, softcap: float | None,
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    *,
+    work: Work,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
 ) -> Tensor:
     """Attend from one token of each sequence, [B, Hq, D], to its slot; returns [B, Hq, D]."""
     count = len(query)
-    keys, values = (kept[:count, :, :work.longest] for kept in (keys, values))
+    keys, values = (kept[:count, :, : work.longest] for kept in (keys, values))
     # Query heads that read one key/value head see the same: they are its rows.
     query = query.unflatten(1, (keys.shape[1], -1))
     seen = work.is_visible(window)
     if softcap is None:
         return F.scaled_dot_product_attention(
-            query, keys, values, attn_mask=seen, scale=scale).flatten(1, 2)
+            query, keys, values, attn_mask=seen, scale=scale
+        ).flatten(1, 2)
     scores = torch.matmul(query, keys.transpose(2, 3)).float() * scale
     scores = (torch.tanh(scores / softcap) * softcap).masked_fill(~seen, float("-inf"))
     return torch.matmul(scores.softmax(dim=-1).to(values.dtype), values).flatten(1, 2)

@@ -48,8 +48,9 @@ def draw(logits: Tensor, *, temperatures: Tensor, at: Tensor) -> tuple[Tensor, T
         temperature), or softmax(logits) for temperature 0.
     """
     rows = max(1, _ELEMENTS_AT_ONCE // logits.shape[-1])
-    parts = [_draw(*part) for part in zip(logits.split(rows), temperatures.split(rows),
-                                          at.split(rows))]
+    parts = [
+        _draw(*part) for part in zip(logits.split(rows), temperatures.split(rows), at.split(rows))
+    ]
     tokens, logprobs = zip(*parts)
     return torch.cat(tokens), torch.cat(logprobs)
 

@@ -62,14 +62,20 @@ class _Sequence:
         return bool(self.tokens) and self.tokens[-1] in self.request.stop_token_ids
 
     def completion(self, *, is_truncated: bool) -> Completion:
-        return Completion(self.request.key, tuple(self.tokens), tuple(self.logprobs), is_truncated,
-                          tuple(self.versions), torch.cat(self.routes) if self.routes else None)
+        return Completion(
+            self.request.key,
+            tuple(self.tokens),
+            tuple(self.logprobs),
+            is_truncated,
+            tuple(self.versions),
+            torch.cat(self.routes) if self.routes else None,
+        )
 
     def went(self, routes: Tensor, *, first: int) -> None:
         """Take the routes [n, L, K] of the tokens from `first` on; those of tokens that are
         computed anew are not taken."""
         if first + len(routes) > self.num_routed:
-            self.routes.append(routes[self.num_routed - first:].clone())
+            self.routes.append(routes[self.num_routed - first :].clone())
             self.num_routed = first + len(routes)
 
 
@@ -120,15 +126,19 @@ class Engine:
     def _build(self) -> None:
         cfg, device = self.cfg, self.world.device
         register_attention()
-        self._hf_model = load_whole_model(cfg.model, attention="spmdrl_cached", dtype=self.dtype,
-                                          device=device)
+        self._hf_model = load_whole_model(
+            cfg.model, attention="spmdrl_cached", dtype=self.dtype, device=device
+        )
         self._held = Held(live_tensors(self._hf_model), file_tensors(self._hf_model))
         if cfg.model.moe.get("replay"):
             self._routes = _Routes(self._hf_model)
         config = self._hf_model.config
         self._kernel = pick_attention(
-            "auto", device=device, dtype=self.dtype,
-            has_softcap=getattr(config, "attn_logit_softcapping", None) is not None)
+            "auto",
+            device=device,
+            dtype=self.dtype,
+            has_softcap=getattr(config, "attn_logit_softcapping", None) is not None,
+        )
         # Replicas draw for different prompts.
         self._seeds = torch.Generator().manual_seed(1000003 * cfg.seed + self.world.replica)
         self._cache = KVCache(1, 1)
@@ -140,10 +150,14 @@ class Engine:
             raise ValueError(
                 f"engine.{what}: {getattr(cfg.engine, what)} leaves {room:,} bytes for keys and "
                 f"values, and a sequence of {self._longest} tokens (data.max_prompt_tokens + "
-                f"sampling.max_response_tokens) takes {per_sequence:,}; raise it")
+                f"sampling.max_response_tokens) takes {per_sequence:,}; raise it"
+            )
         self._cache = self._cache.resized(num_slots, self._longest)
-        log.info("engine: transformers, %d sequences at a time, %d bytes of keys and values",
-                 num_slots, self._cache.nbytes)
+        log.info(
+            "engine: transformers, %d sequences at a time, %d bytes of keys and values",
+            num_slots,
+            self._cache.nbytes,
+        )
 
     def _cache_bytes(self) -> int:
         engine = self.cfg.engine
@@ -160,9 +174,11 @@ class Engine:
         Raises: ValueError for a prompt that is empty or leaves no room for a token.
         """
         if not 0 < len(request.prompt) < self._longest:
-            raise ValueError(f"request {request.key}: a prompt of {len(request.prompt)} tokens; "
-                             f"from 1 to {self._longest - 1} can go on (data.max_prompt_tokens + "
-                             "sampling.max_response_tokens - 1)")
+            raise ValueError(
+                f"request {request.key}: a prompt of {len(request.prompt)} tokens; "
+                f"from 1 to {self._longest - 1} can go on (data.max_prompt_tokens + "
+                "sampling.max_response_tokens - 1)"
+            )
         seed = request.seed
         if seed is None:
             seed = int(torch.randint(2**63 - 1, (), generator=self._seeds))
@@ -230,22 +246,34 @@ class Engine:
         at = self._tensor(positions)
         where = self._tensor([*row, *kept])
         work = Work(
-            self._cache, self._kernel, packing=self._packing([len(own) for own in prompts]),
-            num_prompt_tokens=num, kept=where, slots=self._tensor([*range(old), *slots]),
-            positions=at[where], lengths=self._tensor(lengths), longest=max(lengths, default=0))
+            self._cache,
+            self._kernel,
+            packing=self._packing([len(own) for own in prompts]),
+            num_prompt_tokens=num,
+            kept=where,
+            slots=self._tensor([*range(old), *slots]),
+            positions=at[where],
+            lengths=self._tensor(lengths),
+            longest=max(lengths, default=0),
+        )
         logits = self._logits(tokens, at, work=work, wanted=self._tensor([*row, *last]))
         if self._routes:
             found = self._routes.read()
             for sequence, end in zip(sequences, (*row, *last)):
                 count = 1 if end >= num else sequence.num_tokens
-                sequence.went(found[end + 1 - count:end + 1], first=sequence.num_tokens - count)
+                sequence.went(found[end + 1 - count : end + 1], first=sequence.num_tokens - count)
         return logits
 
-    def _logits(self, tokens: Sequence[int], positions: Tensor, *, work: Work, wanted: Tensor
-                ) -> Tensor:
+    def _logits(
+        self, tokens: Sequence[int], positions: Tensor, *, work: Work, wanted: Tensor
+    ) -> Tensor:
         return self._hf_model(
-            input_ids=self._tensor(tokens)[None], position_ids=positions[None], use_cache=False,
-            logits_to_keep=wanted, work=work).logits[0]
+            input_ids=self._tensor(tokens)[None],
+            position_ids=positions[None],
+            use_cache=False,
+            logits_to_keep=wanted,
+            work=work,
+        ).logits[0]
 
     def _packing(self, lengths: Sequence[int]) -> Packing | None:
         if not lengths:
@@ -257,15 +285,18 @@ class Engine:
 
     def _draw(self, logits: Tensor) -> None:
         device, running = self.world.device, self._running
-        at = numbers(self._tensor([s.seed for s in running]),
-                     self._tensor([len(s.tokens) for s in running]))
+        at = numbers(
+            self._tensor([s.seed for s in running]), self._tensor([len(s.tokens) for s in running])
+        )
         temperatures = torch.tensor([s.request.temperature for s in running], device=device)
         drawn = draw(logits, temperatures=temperatures, at=at)
         if not bool(drawn[1].isfinite().all()):
             first = running[int(drawn[1].isfinite().logical_not().nonzero()[0])]
-            raise RuntimeError(f"request {first.request.key}: the logits of token "
-                               f"{len(first.tokens)} are not all numbers, with the weights of "
-                               f"version {self.version}")
+            raise RuntimeError(
+                f"request {first.request.key}: the logits of token "
+                f"{len(first.tokens)} are not all numbers, with the weights of "
+                f"version {self.version}"
+            )
         for sequence, token, logprob in zip(running, *(part.tolist() for part in drawn)):
             sequence.tokens.append(token)
             sequence.logprobs.append(logprob)
@@ -275,8 +306,10 @@ class Engine:
         """Take out what is finished, and close the gaps from the end."""
         found, gaps = [], []
         for slot, sequence in enumerate(self._running):
-            is_full = (len(sequence.tokens) >= sequence.request.max_tokens
-                       or sequence.num_tokens >= self._longest)
+            is_full = (
+                len(sequence.tokens) >= sequence.request.max_tokens
+                or sequence.num_tokens >= self._longest
+            )
             if sequence.is_stopped or is_full:
                 found.append(sequence.completion(is_truncated=not sequence.is_stopped))
                 gaps.append(slot)
@@ -298,8 +331,9 @@ class Engine:
 
     def unfinished(self) -> list[Completion]:
         """Return what was drawn so far for the requests that go on, is_truncated False."""
-        return [sequence.completion(is_truncated=False)
-                for sequence in (*self._running, *self._waiting)]
+        return [
+            sequence.completion(is_truncated=False) for sequence in (*self._running, *self._waiting)
+        ]
 
     @torch.inference_mode()
     def score(self, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
@@ -314,10 +348,12 @@ class Engine:
             lengths = [len(row) for row in rows]
             tokens = [token for row in rows for token in row]
             positions = self._tensor([at for length in lengths for at in range(length)])
-            work = Work(None, self._kernel, packing=self._packing(lengths),
-                        num_prompt_tokens=len(tokens))
-            logits = self._logits(tokens, positions, work=work,
-                                  wanted=self._tensor(range(len(tokens) - 1)))
+            work = Work(
+                None, self._kernel, packing=self._packing(lengths), num_prompt_tokens=len(tokens)
+            )
+            logits = self._logits(
+                tokens, positions, work=work, wanted=self._tensor(range(len(tokens) - 1))
+            )
             logprobs = torch.log_softmax(logits.float(), dim=-1)
             own = logprobs.gather(1, self._tensor(tokens[1:])[:, None])[:, 0]
             own = torch.cat([own.new_zeros(1), own]).masked_fill(positions == 0, 0.0)

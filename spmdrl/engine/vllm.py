@@ -65,7 +65,8 @@ class Engine:
         _prepare_process(cfg, world)
         # Not in TMPDIR, which can be long: a socket's path may have 107 characters.
         self._sockets = tempfile.TemporaryDirectory(
-            prefix="spmdrl-", dir=os.environ.get("VLLM_RPC_BASE_PATH", "/tmp"))
+            prefix="spmdrl-", dir=os.environ.get("VLLM_RPC_BASE_PATH", "/tmp")
+        )
         with world.watch.wait("create engine groups", -1):
             with _set("VLLM_RPC_BASE_PATH", self._sockets.name):
                 _create_groups(cfg, world)
@@ -88,14 +89,18 @@ class Engine:
         from vllm.sampling_params import RequestOutputKind
 
         params = SamplingParams(
-            temperature=request.temperature, max_tokens=request.max_tokens, seed=request.seed,
-            stop_token_ids=list(request.stop_token_ids), logprobs=0, flat_logprobs=True,
-            detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY,
+            temperature=request.temperature,
+            max_tokens=request.max_tokens,
+            seed=request.seed,
+            stop_token_ids=list(request.stop_token_ids),
+            logprobs=0,
+            flat_logprobs=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
         )
         # The salt keeps it from prefixes that older weights computed for unfinished requests.
         prompt = {"prompt_token_ids": list(request.prompt), "cache_salt": str(self.version)}
-        request_id = self._llm.add_request(
-            request.key, prompt, params, lora_request=self._lora)
+        request_id = self._llm.add_request(request.key, prompt, params, lora_request=self._lora)
         if self._routes:
             self._routes.added(request.key, request_id)
 
@@ -105,31 +110,50 @@ class Engine:
         for output in self._llm.step():
             if output.finished:
                 sample = output.outputs[0]
-                found.append(self._completion(
-                    output.request_id, sample.token_ids, sample.logprobs.logprobs,
-                    is_truncated=sample.finish_reason == "length",
-                    routes=self._routes and self._routes.finished(output.request_id, output)))
+                found.append(
+                    self._completion(
+                        output.request_id,
+                        sample.token_ids,
+                        sample.logprobs.logprobs,
+                        is_truncated=sample.finish_reason == "length",
+                        routes=self._routes and self._routes.finished(output.request_id, output),
+                    )
+                )
                 self._replaced.pop(output.request_id, None)
         return found
 
     def unfinished(self) -> list[Completion]:
         """Return what was drawn so far for the requests that go on, is_truncated False."""
-        return [self._completion(state.external_req_id, state.detokenizer.output_token_ids,
-                                 state.logprobs_processor.logprobs.logprobs, is_truncated=False,
-                                 routes=self._routes and self._routes.unfinished(state))
-                for state in self._requests()]
+        return [
+            self._completion(
+                state.external_req_id,
+                state.detokenizer.output_token_ids,
+                state.logprobs_processor.logprobs.logprobs,
+                is_truncated=False,
+                routes=self._routes and self._routes.unfinished(state),
+            )
+            for state in self._requests()
+        ]
 
     def _requests(self) -> Iterable[Any]:
         return self._llm.output_processor.request_states.values()
 
-    def _completion(self, key: str, tokens: Sequence[int], logprobs: Sequence[float], *,
-                    is_truncated: bool, routes: Tensor | None) -> Completion:
+    def _completion(
+        self,
+        key: str,
+        tokens: Sequence[int],
+        logprobs: Sequence[float],
+        *,
+        is_truncated: bool,
+        routes: Tensor | None,
+    ) -> Completion:
         versions: list[int] = []
         for count, version in self._replaced.get(key, ()):
             versions += [version] * (count - len(versions))
         versions += [self.version] * (len(tokens) - len(versions))
-        return Completion(key, tuple(tokens), tuple(logprobs), is_truncated, tuple(versions),
-                          routes)
+        return Completion(
+            key, tuple(tokens), tuple(logprobs), is_truncated, tuple(versions), routes
+        )
 
     @property
     def is_busy(self) -> bool:
@@ -145,11 +169,11 @@ class Engine:
 
         if self.is_busy:
             raise RuntimeError("score() while requests are unfinished; finish them first")
-        params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0,
-                                detokenize=False)
+        params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
         for i, tokens in enumerate(sequences):
-            self._llm.add_request(f"score-{i}", {"prompt_token_ids": list(tokens)}, params,
-                                  lora_request=self._lora)
+            self._llm.add_request(
+                f"score-{i}", {"prompt_token_ids": list(tokens)}, params, lora_request=self._lora
+            )
         scored: dict[str, Tensor] = {}
         while self.is_busy:
             for output in self._llm.step():
@@ -223,8 +247,11 @@ class Engine:
         much pinned memory and goes over the bus twice in each step. vLLM keeps the buffers
         through level 2 itself; tensors that modules hold without registering them are kept here.
         """
-        self._unregistered = [] if keeps_weights else [
-            (tensor, tensor.cpu()) for tensor in _unregistered_tensors(self.model)]
+        self._unregistered = (
+            []
+            if keeps_weights
+            else [(tensor, tensor.cpu()) for tensor in _unregistered_tensors(self.model)]
+        )
         self._llm.sleep(1 if keeps_weights else 2)
 
     def wake(self, part: Literal["weights", "cache"]) -> None:
@@ -287,7 +314,8 @@ def _create_groups(cfg: Config, world: World) -> None:
     backend = "nccl" if world.device.type == "cuda" else "gloo"
     with set_current_vllm_config(VllmConfig()):
         parallel_state.init_distributed_environment(
-            world.world_size, world.rank, "env://", world.local_rank, backend)
+            world.world_size, world.rank, "env://", world.local_rank, backend
+        )
         parallel_state.initialize_model_parallel(cfg.layout.inference_tp)
 
 
@@ -300,19 +328,28 @@ def _build(cfg: Config, world: World) -> Any:
         keep_linear_weights_live()
         keep_expert_weights_live()
     is_shared = cfg.layout.placement == "colocated"
-    options = {"enable_prefix_caching": True,
-               "enable_sleep_mode": is_shared and not on_cpu} | cfg.engine.options
+    options = {
+        "enable_prefix_caching": True,
+        "enable_sleep_mode": is_shared and not on_cpu,
+    } | cfg.engine.options
     if is_shared and on_cpu:
-        log.info("vLLM has no sleep mode on the CPU: its KV cache, engine.cpu_kv_cache_gib %g, "
-                 "stays during updates", cfg.engine.cpu_kv_cache_gib)
+        log.info(
+            "vLLM has no sleep mode on the CPU: its KV cache, engine.cpu_kv_cache_gib %g, "
+            "stays during updates",
+            cfg.engine.cpu_kv_cache_gib,
+        )
     if on_cpu:
         # A prompt computed in parts has the draw behind each part but the last taken back, and
         # vLLM cannot take back that of a seeded request here: CPU generators have no offset.
         options |= {"enforce_eager": True, "enable_chunked_prefill": False}
-    return LLMEngine.from_engine_args(EngineArgs(
-        distributed_executor_backend=_executor_class(), **lora_arguments(cfg),
-        **_own_arguments(cfg, on_cpu=on_cpu),
-        **options))
+    return LLMEngine.from_engine_args(
+        EngineArgs(
+            distributed_executor_backend=_executor_class(),
+            **lora_arguments(cfg),
+            **_own_arguments(cfg, on_cpu=on_cpu),
+            **options,
+        )
+    )
 
 
 def _own_arguments(cfg: Config, *, on_cpu: bool) -> dict[str, Any]:
@@ -320,26 +357,29 @@ def _own_arguments(cfg: Config, *, on_cpu: bool) -> dict[str, Any]:
     longest = cfg.data.max_prompt_tokens + cfg.sampling.max_response_tokens
     tokens_per_step = max(cfg.engine.max_batched_tokens, cfg.engine.max_num_seqs)
     recorded = route_arguments(on_cpu=on_cpu) if cfg.model.moe.get("replay") else {}
-    return dict(
-        model=cfg.model.path,
-        skip_tokenizer_init=True,  # token ids in, token ids out
-        trust_remote_code=cfg.model.trust_remote_code,
-        dtype=cfg.engine.dtype,
-        seed=cfg.seed,
-        tensor_parallel_size=cfg.layout.inference_tp,
-        max_model_len=longest,
-        max_num_seqs=cfg.engine.max_num_seqs,
-        # On the CPU no prompt is computed in parts (see _build), so a step must hold one whole.
-        max_num_batched_tokens=max(tokens_per_step, longest) if on_cpu else tokens_per_step,
-        gpu_memory_utilization=cfg.engine.gpu_memory_frac,
-        kv_cache_memory_bytes=int(cfg.engine.cpu_kv_cache_gib * 2**30) if on_cpu else None,
-        # With it a step is under way while its predecessor's tokens are handed out, and weights
-        # could not be exchanged between two steps.
-        async_scheduling=False if cfg.rollout.schedule else None,
-        logprobs_mode="processed_logprobs",  # of the distribution sampled from
-        disable_log_stats=True,
-        use_tqdm_on_load=False,
-    ) | recorded
+    return (
+        dict(
+            model=cfg.model.path,
+            skip_tokenizer_init=True,  # token ids in, token ids out
+            trust_remote_code=cfg.model.trust_remote_code,
+            dtype=cfg.engine.dtype,
+            seed=cfg.seed,
+            tensor_parallel_size=cfg.layout.inference_tp,
+            max_model_len=longest,
+            max_num_seqs=cfg.engine.max_num_seqs,
+            # On the CPU no prompt is computed in parts (see _build), so a step must hold one whole.
+            max_num_batched_tokens=max(tokens_per_step, longest) if on_cpu else tokens_per_step,
+            gpu_memory_utilization=cfg.engine.gpu_memory_frac,
+            kv_cache_memory_bytes=int(cfg.engine.cpu_kv_cache_gib * 2**30) if on_cpu else None,
+            # With it a step is under way while its predecessor's tokens are handed out, and weights
+            # could not be exchanged between two steps.
+            async_scheduling=False if cfg.rollout.schedule else None,
+            logprobs_mode="processed_logprobs",  # of the distribution sampled from
+            disable_log_stats=True,
+            use_tqdm_on_load=False,
+        )
+        | recorded
+    )
 
 
 def _unregistered_tensors(model: nn.Module) -> list[Tensor]:

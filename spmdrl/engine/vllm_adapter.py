@@ -34,9 +34,12 @@ def lora_arguments(cfg: Config) -> dict[str, Any]:
     form = lora_form(cfg.model.lora)
     names = targeted(build_meta_model(cfg.model), form.targets)
     return dict(
-        enable_lora=True, max_loras=1, max_cpu_loras=1,
+        enable_lora=True,
+        max_loras=1,
+        max_cpu_loras=1,
         max_lora_rank=min(rank for rank in get_args(MaxLoRARanks) if rank >= form.rank),
-        lora_target_modules=sorted({name.rpartition(".")[2] for name in names}))
+        lora_target_modules=sorted({name.rpartition(".")[2] for name in names}),
+    )
 
 
 class AdapterSlot:
@@ -82,14 +85,18 @@ class AdapterSlot:
 
     def _pairs(self, layer: str) -> list[tuple[str, str]]:
         """Return the names of A and B of each layer of the checkpoint that this one fuses."""
-        return [pair_names(f"{name}.weight")
-                for name in self._manager.packed_modules.get(layer) or [layer]]
+        return [
+            pair_names(f"{name}.weight")
+            for name in self._manager.packed_modules.get(layer) or [layer]
+        ]
 
     @contextlib.contextmanager
     def left_out(self) -> Iterator[None]:
         """Give the model its own layers back, without which its `load_weights` finds nothing."""
-        places = [(self._model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2],
-                   module) for name, module in self._manager.modules.items()]
+        places = [
+            (self._model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2], module)
+            for name, module in self._manager.modules.items()
+        ]
         for parent, key, module in places:
             setattr(parent, key, module.base_layer)
         try:

@@ -47,8 +47,16 @@ def keep_expert_weights_live() -> None:
 
 
 def _apply_experts(
-    self: Any, *, output: Tensor, hidden_states: Tensor, w1: Tensor, w2: Tensor,
-    topk_weights: Tensor, topk_ids: Tensor, activation: Any, apply_router_weight_on_input: bool,
+    self: Any,
+    *,
+    output: Tensor,
+    hidden_states: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    activation: Any,
+    apply_router_weight_on_input: bool,
     **others: Any,
 ) -> None:
     """Write the experts' weighted sum into output, [T, H], as `CPUUnquantizedExperts.apply` does.

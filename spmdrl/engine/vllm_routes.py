@@ -41,13 +41,15 @@ def make_routes(llm: Any, *, on_cpu: bool) -> Routes:
     Raises: ValueError when this vLLM or this model cannot record them.
     """
     try:
+        from vllm.model_executor.layers.fused_moe.layer import MoERunner
         from vllm.model_executor.layers.fused_moe.routed_experts_capturer import (
             bind_routed_experts_capturer,
         )
-        from vllm.model_executor.layers.fused_moe.layer import MoERunner
     except ImportError as error:
-        raise ValueError("model.moe.replay: this vLLM cannot say which experts it chooses "
-                         f"({error}); take 0.32, or set it to false") from error
+        raise ValueError(
+            "model.moe.replay: this vLLM cannot say which experts it chooses "
+            f"({error}); take 0.32, or set it to false"
+        ) from error
     runner = llm.model_executor.driver_worker.worker.model_runner
     model = runner.get_model()
     layers = sorted(m.layer_id for m in model.modules() if isinstance(m, MoERunner))
@@ -78,20 +80,26 @@ class _BySlot:
         from vllm.v1.kv_cache_interface import FullAttentionSpec
 
         config = runner.kv_cache_config
-        groups = [(at, group) for at, group in enumerate(config.kv_cache_groups)
-                  if isinstance(group.kv_cache_spec, FullAttentionSpec)]
+        groups = [
+            (at, group)
+            for at, group in enumerate(config.kv_cache_groups)
+            if isinstance(group.kv_cache_spec, FullAttentionSpec)
+        ]
         if not groups:
-            raise ValueError("model.moe.replay: vLLM drops keys of this model that are out of its "
-                             "attention's window, and the routes of these tokens with them; set "
-                             "it to false, or engine.kind to transformers")
+            raise ValueError(
+                "model.moe.replay: vLLM drops keys of this model that are out of its "
+                "attention's window, and the routes of these tokens with them; set "
+                "it to false, or engine.kind to transformers"
+            )
         at, group = groups[0]
         self._group, self._attention = at, group.layer_names[0]
         self._runner = runner
         self._place = {layer: place for place, layer in enumerate(layers)}
         chosen = runner.vllm_config.model_config.get_num_experts_per_tok()
         slots = config.num_blocks * group.kv_cache_spec.block_size
-        self._chosen = torch.full((slots, len(layers), chosen), -1,
-                                  dtype=route_dtype(_num_experts(runner)))
+        self._chosen = torch.full(
+            (slots, len(layers), chosen), -1, dtype=route_dtype(_num_experts(runner))
+        )
         self._ids: dict[str, str] = {}  # by key
         self._kept: dict[str, Tensor] = {}
 
@@ -102,7 +110,7 @@ class _BySlot:
         slots = get_forward_context().slot_mapping.get(self._attention)
         if slots is None:
             return  # a warm-up: nobody's tokens
-        slots = slots[:len(topk_ids)]
+        slots = slots[: len(topk_ids)]
         real = slots >= 0
         self._chosen[slots[real], self._place[layer_id]] = topk_ids[real].to(self._chosen.dtype)
 
@@ -144,8 +152,10 @@ def _checked(key: str, routes: Tensor | None, *, count: int) -> Tensor:
     """Return routes of `count` tokens. Raises: RuntimeError when these are not."""
     if routes is None or len(routes) != count or bool((routes < 0).any()):
         known = 0 if routes is None else int((routes >= 0).flatten(1).all(dim=1).sum())
-        raise RuntimeError(f"request {key}: vLLM's routers were seen to choose experts for "
-                           f"{known} of its {count} tokens; set model.moe.replay to false")
+        raise RuntimeError(
+            f"request {key}: vLLM's routers were seen to choose experts for "
+            f"{known} of its {count} tokens; set model.moe.replay to false"
+        )
     return routes
 
 
@@ -161,8 +171,7 @@ class _Returned:
     def finished(self, key: str, output: Any) -> Tensor:
         sample = output.outputs[0]
         routes = None if sample.routed_experts is None else self._ours(sample.routed_experts)
-        return _checked(key, routes,
-                        count=len(output.prompt_token_ids) + len(sample.token_ids) - 1)
+        return _checked(key, routes, count=len(output.prompt_token_ids) + len(sample.token_ids) - 1)
 
     def unfinished(self, state: Any) -> Tensor | None:
         chunks = [torch.from_numpy(chunk.astype("int32")) for chunk in state.routed_experts_chunks]

@@ -9,9 +9,9 @@ from collections.abc import Callable
 from typing import Any
 
 from spmdrl.data.tasks import Task, make_task
+from spmdrl.environments.protocol import Message, Response, Turn, opening_messages
 from spmdrl.imports import construct, import_object
 from spmdrl.rewards.signatures import ran
-from spmdrl.environments.protocol import Message, Response, Turn, opening_messages
 
 
 class TaskEnvironment:
@@ -31,8 +31,10 @@ class TaskEnvironment:
     def reset(self, row: dict) -> list[Message]:
         """Open with the row's prompt."""
         if row.get("data_source") != self.task:
-            raise ValueError(f"the row's data_source is {row.get('data_source')!r}, the "
-                             f"environment grades {self.task}; set data.train to it")
+            raise ValueError(
+                f"the row's data_source is {row.get('data_source')!r}, the "
+                f"environment grades {self.task}; set data.train to it"
+            )
         self.row = row
         return opening_messages(row)
 
@@ -67,8 +69,13 @@ class GymEnvironment:
     """
 
     def __init__(
-        self, *, env: str, env_options: dict[str, Any] | None = None, action: str = "text",
-        show: str = "", max_turns: int = 16,
+        self,
+        *,
+        env: str,
+        env_options: dict[str, Any] | None = None,
+        action: str = "text",
+        show: str = "",
+        max_turns: int = 16,
     ):
         if max_turns < 1:
             raise ValueError(f"max_turns: must be at least 1, got {max_turns}")
@@ -104,10 +111,17 @@ class GymEnvironment:
             return self._turn(str(error), reward=0.0, is_done=is_last, info={"bad_actions": 1.0})
         observation, reward, terminated, truncated, info = ran(self.env.step(action))
         is_done = bool(terminated or truncated) or is_last
-        numbers = {name: float(value) for name, value in info.items()
-                   if isinstance(value, (bool, int, float))}
-        return self._turn(_shower(self._show)(observation), reward=float(reward), is_done=is_done,
-                          info=numbers if is_done else {})
+        numbers = {
+            name: float(value)
+            for name, value in info.items()
+            if isinstance(value, (bool, int, float))
+        }
+        return self._turn(
+            _shower(self._show)(observation),
+            reward=float(reward),
+            is_done=is_done,
+            info=numbers if is_done else {},
+        )
 
     def _turn(self, text: str, *, reward: float, is_done: bool, info: dict[str, float]) -> Turn:
         messages = [] if is_done else [{"role": "user", "content": text}]

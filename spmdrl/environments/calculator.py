@@ -12,8 +12,12 @@ from collections.abc import Callable
 _MAX_CHARS = 300
 _MAX_BITS = 4096
 _OPERATORS: dict[type, Callable] = {
-    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul,
-    ast.Div: operator.truediv, ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod,
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
 }
 _SIGNS: dict[type, Callable] = {ast.UAdd: operator.pos, ast.USub: operator.neg}
 
@@ -27,9 +31,19 @@ def _round(value: int | float, digits: int = 0) -> int | float:
 
 _NAMES = {"pi": math.pi, "e": math.e}
 _FUNCTIONS: dict[str, Callable] = {
-    "sqrt": math.sqrt, "abs": abs, "round": _round, "exp": math.exp, "log": math.log,
-    "log10": math.log10, "sin": math.sin, "cos": math.cos, "tan": math.tan, "min": min,
-    "max": max, "floor": math.floor, "ceil": math.ceil,
+    "sqrt": math.sqrt,
+    "abs": abs,
+    "round": _round,
+    "exp": math.exp,
+    "log": math.log,
+    "log10": math.log10,
+    "sin": math.sin,
+    "cos": math.cos,
+    "tan": math.tan,
+    "min": min,
+    "max": max,
+    "floor": math.floor,
+    "ceil": math.ceil,
 }
 _THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))(?![^()]*\))")
 _SYMBOLS = str.maketrans({"\u00d7": "*", "\u00f7": "/", "\u2212": "-", "^": "**"})

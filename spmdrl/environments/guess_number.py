@@ -34,8 +34,10 @@ class GuessNumber:
         if max_turns < 1:
             raise ValueError(f"max_turns: must be at least 1, got {max_turns}")
         if not 0 <= turn_cost * max_turns <= 1:
-            raise ValueError(f"turn_cost: must be from 0 to 1 / max_turns = {1 / max_turns:g}, so "
-                             f"that a late success is worth more than none, got {turn_cost}")
+            raise ValueError(
+                f"turn_cost: must be from 0 to 1 / max_turns = {1 / max_turns:g}, so "
+                f"that a late success is worth more than none, got {turn_cost}"
+            )
         self.low, self.high, self.max_turns, self.turn_cost = low, high, max_turns, turn_cost
         self.secret, self.turns = low, 0
         self.known = (low, high)  # bounds that the answers have told
@@ -64,8 +66,9 @@ class GuessNumber:
         else:
             answer = "higher" if guess < self.secret else "lower"
             low, high = self.known
-            self.known = ((max(low, guess + 1), high) if guess < self.secret
-                          else (low, min(high, guess - 1)))
+            self.known = (
+                (max(low, guess + 1), high) if guess < self.secret else (low, min(high, guess - 1))
+            )
         return Turn(messages=[{"role": "user", "content": answer}])
 
     def state(self) -> str:

@@ -25,8 +25,10 @@ class Python:
         self, *, timeout_s: float = 5.0, memory_mb: int = 512, allow_unprotected: bool = False
     ):
         if not timeout_s > 0 or memory_mb < 64:
-            raise ValueError(f"timeout_s must be above 0 and memory_mb at least 64, got "
-                             f"{timeout_s} and {memory_mb}")
+            raise ValueError(
+                f"timeout_s must be above 0 and memory_mb at least 64, got "
+                f"{timeout_s} and {memory_mb}"
+            )
         self.timeout_s, self.memory_mb = timeout_s, memory_mb
         self.allow_unprotected = allow_unprotected
 
@@ -37,9 +39,11 @@ class Python:
         """
         found = protection()
         if not found.is_enough and not self.allow_unprotected:
-            raise ValueError(f"the tool python: {found.text}. To run the policy's programs all the "
-                             "same, with the rights of this user, set its option "
-                             "allow_unprotected")
+            raise ValueError(
+                f"the tool python: {found.text}. To run the policy's programs all the "
+                "same, with the rights of this user, set its option "
+                "allow_unprotected"
+            )
 
     def __call__(self, code: str) -> str:
         """Run a Python program and return what it prints. Nothing is kept between programs.
@@ -49,12 +53,17 @@ class Python:
                 results.
         """
         try:
-            result = run_python(code, timeout_s=self.timeout_s, memory_mb=self.memory_mb,
-                                allow_unprotected=self.allow_unprotected)
+            result = run_python(
+                code,
+                timeout_s=self.timeout_s,
+                memory_mb=self.memory_mb,
+                allow_unprotected=self.allow_unprotected,
+            )
         except LaunchError as error:
             raise BrokenTool(f"the sandbox: {error}") from error
         said = {
-            "ok": "", "error": result.stderr[-_MAX_ERROR_CHARS:],
+            "ok": "",
+            "error": result.stderr[-_MAX_ERROR_CHARS:],
             "timeout": f"[stopped after {self.timeout_s:g} s]",
             "output": "[stopped: too much output]",
             "signal": f"[ended by signal {-result.exit_code}]",

@@ -71,8 +71,9 @@ class Search:
         if not Path(corpus).expanduser().is_file():
             raise ValueError(f"corpus: no such file {corpus!r} (looked from {Path.cwd()})")
         if results < 1 or max_chars < 1:
-            raise ValueError(f"results and max_chars: must be at least 1, got {results}, "
-                             f"{max_chars}")
+            raise ValueError(
+                f"results and max_chars: must be at least 1, got {results}, {max_chars}"
+            )
         self.corpus, self.results, self.max_chars = corpus, results, max_chars
 
     def prepare(self) -> None:
@@ -89,8 +90,10 @@ class Search:
         found = index.search(query, count=self.results)
         if not found:
             return "No passage matches."
-        shown = [f"[{n}] {titles[i]}{texts[i][: self.max_chars]}"
-                 for n, (i, _) in enumerate(found, start=1)]
+        shown = [
+            f"[{n}] {titles[i]}{texts[i][: self.max_chars]}"
+            for n, (i, _) in enumerate(found, start=1)
+        ]
         return "\n\n".join(shown)
 
 
@@ -105,8 +108,10 @@ def _corpus(place: str) -> tuple[list[str], list[str], Index]:
                 row = json.loads(line)
                 texts.append(str(row["text"]))
             except (json.JSONDecodeError, KeyError, TypeError) as error:
-                raise ValueError(f"{place}:{number}: expected a JSON object with `text`: "
-                                 f"{type(error).__name__}: {error}") from None
+                raise ValueError(
+                    f"{place}:{number}: expected a JSON object with `text`: "
+                    f"{type(error).__name__}: {error}"
+                ) from None
             titles.append(f"{row['title']}: " if row.get("title") else "")
     if not texts:
         raise ValueError(f"{place}: the corpus is empty")

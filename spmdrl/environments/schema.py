@@ -15,12 +15,20 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from spmdrl.imports import nearest
 
-_TYPES = {int: "integer", float: "number", str: "string", bool: "boolean", type(None): "null",
-          list: "array", dict: "object"}
+_TYPES = {
+    int: "integer",
+    float: "number",
+    str: "string",
+    bool: "boolean",
+    type(None): "null",
+    list: "array",
+    dict: "object",
+}
 _CHECKS: dict[str, Callable[[Any], bool]] = {
     "integer": lambda v: isinstance(v, int) and not isinstance(v, bool),
-    "number": lambda v: isinstance(v, (int, float)) and not isinstance(v, bool)
-    and math.isfinite(v),
+    "number": lambda v: (
+        isinstance(v, (int, float)) and not isinstance(v, bool) and math.isfinite(v)
+    ),
     "string": lambda v: isinstance(v, str),
     "boolean": lambda v: isinstance(v, bool),
     "null": lambda v: v is None,
@@ -54,14 +62,17 @@ def describe(function: Callable[..., Any], *, name: str = "") -> dict[str, Any]:
         if parameter.name not in told:
             raise ValueError(f"{place}: is not described under `Args:` of the docstring")
         properties[parameter.name] = _schema_of(hints[parameter.name], place=place) | {
-            "description": told[parameter.name]}
+            "description": told[parameter.name]
+        }
         if parameter.default is inspect.Parameter.empty:
             required.append(parameter.name)
     parameters: dict[str, Any] = {"type": "object", "properties": properties}
     if required:
         parameters["required"] = required
-    return {"type": "function",
-            "function": {"name": name, "description": summary, "parameters": parameters}}
+    return {
+        "type": "function",
+        "function": {"name": name, "description": summary, "parameters": parameters},
+    }
 
 
 def _read_docstring(doc: str) -> tuple[str, dict[str, str]]:
@@ -100,12 +111,20 @@ def _schema_of(hint: Any, *, place: str) -> dict[str, Any]:
         return {"type": "object", "additionalProperties": _schema_of(given[1], place=place)}
     if origin in (Union, types.UnionType):
         some = [_schema_of(part, place=place) for part in given if part is not type(None)]
-        schema = some[0] if len(some) == 1 else (
-            {"type": sorted(s["type"] for s in some)} if all(set(s) == {"type"} for s in some)
-            else {"anyOf": some})
+        schema = (
+            some[0]
+            if len(some) == 1
+            else (
+                {"type": sorted(s["type"] for s in some)}
+                if all(set(s) == {"type"} for s in some)
+                else {"anyOf": some}
+            )
+        )
         return schema | ({"nullable": True} if type(None) in given else {})
-    raise ValueError(f"{place}: type {hint} cannot be described to a model; use str, int, float, "
-                     "bool, list, dict, Literal, or unions of these")
+    raise ValueError(
+        f"{place}: type {hint} cannot be described to a model; use str, int, float, "
+        "bool, list, dict, Literal, or unions of these"
+    )
 
 
 def argument_problem(arguments: dict[str, Any], schema: dict[str, Any]) -> str:
@@ -137,6 +156,7 @@ def _value_problem(value: Any, schema: dict[str, Any]) -> str:
     if "enum" in schema and value not in schema["enum"]:
         return f"must be one of {', '.join(map(repr, schema['enum']))}, got {value!r:.60}"
     inner = schema.get("items") if isinstance(value, list) else schema.get("additionalProperties")
-    parts = value if isinstance(value, list) else (
-        value.values() if isinstance(value, dict) else ())
+    parts = (
+        value if isinstance(value, list) else (value.values() if isinstance(value, dict) else ())
+    )
     return next(filter(None, (_value_problem(part, inner) for part in parts)), "") if inner else ""

@@ -14,8 +14,8 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from spmdrl.imports import nearest
 from spmdrl.environments.protocol import ToolCall
+from spmdrl.imports import nearest
 
 Parser = Callable[[str], tuple[ToolCall, ...]]
 """From a response's text, special tokens included but for the one that ended it."""
@@ -40,8 +40,10 @@ def make_parser(name: str, tokenizer: PreTrainedTokenizerBase) -> Parser:
 
         return vllm_parser(name.removeprefix(_VLLM), tokenizer)
     if name not in _PARSERS:
-        raise ValueError(f"tool parser: unknown name {name!r}{nearest(name, [*_PARSERS, 'auto'])}; "
-                         "or vllm:NAME for one of vLLM's")
+        raise ValueError(
+            f"tool parser: unknown name {name!r}{nearest(name, [*_PARSERS, 'auto'])}; "
+            "or vllm:NAME for one of vLLM's"
+        )
     return _PARSERS[name]
 
 
@@ -52,8 +54,10 @@ def _recognised(tokenizer: PreTrainedTokenizerBase) -> str:
         return "hermes"
     if _PYTHON_TAG in template or '{"name": function name, "parameters"' in template:
         return "llama3"
-    raise ValueError("tool parser: auto knows the formats of Hermes/Qwen and Llama 3, and the "
-                     "chat template shows neither; name one: hermes, llama3, vllm:NAME")
+    raise ValueError(
+        "tool parser: auto knows the formats of Hermes/Qwen and Llama 3, and the "
+        "chat template shows neither; name one: hermes, llama3, vllm:NAME"
+    )
 
 
 def hermes(text: str) -> tuple[ToolCall, ...]:

@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from spmdrl.imports import construct, import_object
-from spmdrl.rewards.signatures import ran
 from spmdrl.environments.protocol import Message, Response, ToolCall, Turn, opening_messages
 from spmdrl.environments.schema import argument_problem, describe
+from spmdrl.imports import construct, import_object
+from spmdrl.rewards.signatures import ran
 
 _HERE = "spmdrl.environments."
 BUILT_IN = {
@@ -119,15 +119,21 @@ class ToolEnvironment:
     is_graded = True
 
     def __init__(
-        self, *, tools: str | Iterable[str] | Mapping[str, Mapping[str, Any]],
-        max_turns: int = 8, max_result_chars: int = 2000, parser: str = "auto",
+        self,
+        *,
+        tools: str | Iterable[str] | Mapping[str, Mapping[str, Any]],
+        max_turns: int = 8,
+        max_result_chars: int = 2000,
+        parser: str = "auto",
         reply_role: str = "tool",
     ):
         if isinstance(tools, str):
             tools = [name.strip() for name in tools.split(",") if name.strip()]
         if not tools:
-            raise ValueError("tools: expected names (`a, b` or a list), or a mapping from names "
-                             f"to options; known: {', '.join(BUILT_IN)}")
+            raise ValueError(
+                "tools: expected names (`a, b` or a list), or a mapping from names "
+                f"to options; known: {', '.join(BUILT_IN)}"
+            )
         if max_turns < 1:
             raise ValueError(f"max_turns: must be at least 1, got {max_turns}")
         if max_result_chars < 100:
@@ -173,13 +179,20 @@ class ToolEnvironment:
         calls = response.tool_calls
         if not calls or response.is_truncated or self.turns >= self.max_turns:
             # The counts of all turns are added up, and an episode without a call counts as 0.
-            return Turn(is_done=True, info=dict.fromkeys(_COUNTS, 0.0) | {
-                "out_of_turns": float(bool(calls))})
+            return Turn(
+                is_done=True,
+                info=dict.fromkeys(_COUNTS, 0.0) | {"out_of_turns": float(bool(calls))},
+            )
         answers = [self._answer(call) for call in calls]
-        counts = (len(calls), sum(bool(call.error) for call in calls),
-                  sum(not ok for (_, ok), call in zip(answers, calls) if not call.error))
-        return Turn(messages=self._messages([text for text, _ in answers], calls),
-                    info=dict(zip(_COUNTS, counts)))
+        counts = (
+            len(calls),
+            sum(bool(call.error) for call in calls),
+            sum(not ok for (_, ok), call in zip(answers, calls) if not call.error),
+        )
+        return Turn(
+            messages=self._messages([text for text, _ in answers], calls),
+            info=dict(zip(_COUNTS, counts)),
+        )
 
     def run(self, call: ToolCall) -> tuple[str, bool]:
         """Run one well-formed call; return its result as text, and whether it was good."""
@@ -204,8 +217,14 @@ class ToolEnvironment:
         for text, call in zip(texts, calls):
             self.calls += 1
             # Nine characters: Mistral's templates refuse other lengths.
-            messages.append({"role": "tool", "name": call.name or "unknown", "content": text,
-                             "tool_call_id": f"call{self.calls % 10**5:05d}"})
+            messages.append(
+                {
+                    "role": "tool",
+                    "name": call.name or "unknown",
+                    "content": text,
+                    "tool_call_id": f"call{self.calls % 10**5:05d}",
+                }
+            )
         return messages
 
 

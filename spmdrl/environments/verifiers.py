@@ -20,9 +20,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from spmdrl.environments.protocol import Message, Response, Turn, opening_messages
 from spmdrl.imports import construct, import_object
 from spmdrl.rewards.signatures import ran
-from spmdrl.environments.protocol import Message, Response, Turn, opening_messages
 
 _GROUP_PARAMETERS = {"prompts", "completions", "answers", "states", "tasks", "infos"}
 
@@ -51,9 +51,11 @@ class VerifiersEnvironment:
         for function, _ in _reward_funcs(live.rubric):
             grouped = _GROUP_PARAMETERS & set(inspect.signature(function).parameters)
             if grouped:
-                raise ValueError(f"load: reward function {_name_of(function)} asks for "
-                                 f"{', '.join(sorted(grouped))} of a whole group, which is not "
-                                 "at hand while one episode runs")
+                raise ValueError(
+                    f"load: reward function {_name_of(function)} asks for "
+                    f"{', '.join(sorted(grouped))} of a whole group, which is not "
+                    "at hand while one episode runs"
+                )
 
     @property
     def tools(self) -> list[dict[str, Any]]:
@@ -68,11 +70,18 @@ class VerifiersEnvironment:
             prompt = [{"role": "system", "content": rules}, *prompt]
         info = row.get("info") or {}
         self.state = {
-            "prompt": prompt, "completion": [], "answer": row.get("answer", ""),
-            "task": row.get("task", "default"), "turn": 0, "responses": [], "trajectory": [],
-            "info": json.loads(info) if isinstance(info, str) else info, "input": row,
+            "prompt": prompt,
+            "completion": [],
+            "answer": row.get("answer", ""),
+            "task": row.get("task", "default"),
+            "turn": 0,
+            "responses": [],
+            "trajectory": [],
+            "info": json.loads(info) if isinstance(info, str) else info,
+            "input": row,
             "timing": {"start_time": time.time(), "generation_ms": 0.0, "total_ms": 0.0},
-            "error": None, "final_env_response": None,
+            "error": None,
+            "final_env_response": None,
         }
         if hasattr(live, "setup_state"):
             self.state = ran(live.setup_state(self.state)) or self.state
@@ -104,16 +113,20 @@ class VerifiersEnvironment:
         method = getattr(self._live(), "is_completed", None)
         if method is None:
             return False
-        wanted = [p for p in inspect.signature(method).parameters.values()
-                  if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+        wanted = [
+            p
+            for p in inspect.signature(method).parameters.values()
+            if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+        ]
         messages = [*self.state["prompt"], *self.state["completion"]]
         given = (messages, self.state) if len(wanted) > 1 else (self.state,)
         return bool(ran(method(*given)))
 
     def _scored(self) -> Turn:
         live, state = self._live(), self.state
-        given = {name: state.get(name) for name in ("prompt", "completion", "answer", "task",
-                                                    "info")}
+        given = {
+            name: state.get(name) for name in ("prompt", "completion", "answer", "task", "info")
+        }
         given |= getattr(live.rubric, "class_objects", {}) | {"state": state}
         given.setdefault("parser", getattr(live.rubric, "parser", getattr(live, "parser", None)))
         reward, info = 0.0, {"turns": float(state["turn"])}
@@ -134,8 +147,10 @@ def _loaded(load: str, options: str) -> Any:
     live = construct(make, json.loads(options), field="load_options")
     for name in ("env_response", "rubric"):
         if not hasattr(live, name):
-            raise ValueError(f"load: {load} returned a {type(live).__name__}, which has no "
-                             f"`{name}`; an environment of turns has it")
+            raise ValueError(
+                f"load: {load} returned a {type(live).__name__}, which has no "
+                f"`{name}`; an environment of turns has it"
+            )
     return live
 
 
@@ -163,7 +178,11 @@ def _assistant_message(response: Response, *, turn: int) -> Message:
     message: Message = {"role": "assistant", "content": response.text}
     if response.tool_calls:
         message["tool_calls"] = [
-            {"id": f"call{turn}_{i}", "type": "function", "function": {
-                "name": call.name, "arguments": json.dumps(call.arguments)}}
-            for i, call in enumerate(response.tool_calls)]
+            {
+                "id": f"call{turn}_{i}",
+                "type": "function",
+                "function": {"name": call.name, "arguments": json.dumps(call.arguments)},
+            }
+            for i, call in enumerate(response.tool_calls)
+        ]
     return message

@@ -56,7 +56,10 @@ class Packing:
 
 
 def make_packing(
-    lengths: Sequence[int], device: torch.device, *, padded: bool,
+    lengths: Sequence[int],
+    device: torch.device,
+    *,
+    padded: bool,
     key_lengths: Sequence[int] | None = None,
 ) -> Packing:
     """Return the packing of sequences that lie one after another.
@@ -72,12 +75,19 @@ def make_packing(
     others = count if key_lengths is None else torch.tensor(key_lengths, dtype=torch.int64)
     members = _alike(count, others) if padded else []
     starts, packing = _pack(count, members, device=device)
-    key_starts, keys = (starts, None) if key_lengths is None else _pack(
-        others, members, device=device)
+    key_starts, keys = (
+        (starts, None) if key_lengths is None else _pack(others, members, device=device)
+    )
     groups = tuple(
-        Group(len(own), start=start, length=int(count[own].max()), key_start=key_start,
-              key_length=int(others[own].max()))
-        for own, start, key_start in zip(members, starts, key_starts))
+        Group(
+            len(own),
+            start=start,
+            length=int(count[own].max()),
+            key_start=key_start,
+            key_length=int(others[own].max()),
+        )
+        for own, start, key_start in zip(members, starts, key_starts)
+    )
     return replace(packing, groups=groups, keys=keys)
 
 
@@ -119,8 +129,12 @@ def _pack(
         starts.append(row)
         row += packed.numel()
     return starts, Packing(
-        cu_seqlens=cu_seqlens.to(torch.int32).to(device), max_seqlen=int(lengths.max()),
-        pad_index=torch.cat(pads).to(device), unpad_index=rows_of.to(device), groups=())
+        cu_seqlens=cu_seqlens.to(torch.int32).to(device),
+        max_seqlen=int(lengths.max()),
+        pad_index=torch.cat(pads).to(device),
+        unpad_index=rows_of.to(device),
+        groups=(),
+    )
 
 
 class _Pad(torch.autograd.Function):
@@ -153,9 +167,18 @@ class _Unpad(torch.autograd.Function):
 
 
 def padded_attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
-    *, packing: Packing, scaling: float | None = None, dropout: float = 0.0,
-    sliding_window: int | None = None, softcap: float | None = None, s_aux: Tensor | None = None,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    packing: Packing,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **model_kwargs: object,
 ) -> tuple[Tensor, None]:
     """Attend causally within each sequence, padding them inside this call only.
@@ -177,8 +200,9 @@ def padded_attention(
     outputs = []
     for group in packing.groups:
         q = _rows(queries, group.start, group.length, count=group.count)
-        k, v = (_rows(x, group.key_start, group.key_length, count=group.count)
-                for x in (keys, values))
+        k, v = (
+            _rows(x, group.key_start, group.key_length, count=group.count) for x in (keys, values)
+        )
         out = _attend(q, k, v, scale=scale, window=sliding_window, softcap=softcap)
         outputs.append(out.flatten(0, 1))
     padded = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
@@ -186,7 +210,7 @@ def padded_attention(
 
 
 def _rows(x: Tensor, start: int, length: int, *, count: int) -> Tensor:
-    return x[start:start + count * length].unflatten(0, (count, length))
+    return x[start : start + count * length].unflatten(0, (count, length))
 
 
 def _attend(
@@ -203,7 +227,12 @@ def _attend(
         is_plain = window is None and length == keys
         mask = None if is_plain else _is_visible(length, keys, window=window, device=q.device)
         out = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale,
+            q,
+            k,
+            v,
+            attn_mask=mask,
+            is_causal=mask is None,
+            scale=scale,
             enable_gqa=q.shape[1] != k.shape[1],
         )
         return out.transpose(1, 2)
@@ -232,9 +261,7 @@ def _attend_by_matmul(
     return out.permute(0, 3, 1, 2, 4).reshape(batch, length, heads, -1)
 
 
-def _is_visible(
-    length: int, keys: int, *, window: int | None, device: torch.device
-) -> Tensor:
+def _is_visible(length: int, keys: int, *, window: int | None, device: torch.device) -> Tensor:
     """Return [length, keys] bool: what the last `length` tokens see of all `keys`."""
     before = keys - length
     seen = torch.ones(length, keys, dtype=torch.bool, device=device).tril(before)
@@ -242,9 +269,18 @@ def _is_visible(
 
 
 def varlen_attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
-    *, packing: Packing, scaling: float | None = None, dropout: float = 0.0,
-    sliding_window: int | None = None, softcap: float | None = None, s_aux: Tensor | None = None,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    packing: Packing,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **model_kwargs: object,
 ) -> tuple[Tensor, None]:
     """Attend causally within each sequence by torch's varlen kernel (CUDA, bfloat16).
@@ -273,9 +309,17 @@ def varlen_attention(
         else:
             k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
     of_keys = packing.of_keys
-    out = varlen_attn(q, k, _widened(v, q), packing.cu_seqlens, of_keys.cu_seqlens,
-                      packing.max_seqlen, of_keys.max_seqlen, **options)
-    return out[None, ..., :v.shape[-1]], None
+    out = varlen_attn(
+        q,
+        k,
+        _widened(v, q),
+        packing.cu_seqlens,
+        of_keys.cu_seqlens,
+        packing.max_seqlen,
+        of_keys.max_seqlen,
+        **options,
+    )
+    return out[None, ..., : v.shape[-1]], None
 
 
 def _widened(values: Tensor, query: Tensor) -> Tensor:
@@ -291,9 +335,18 @@ def _varlen_parameters() -> set[str]:
 
 
 def flash_attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
-    *, packing: Packing, scaling: float | None = None, dropout: float = 0.0,
-    sliding_window: int | None = None, softcap: float | None = None, s_aux: Tensor | None = None,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    packing: Packing,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **model_kwargs: object,
 ) -> tuple[Tensor, None]:
     """Attend causally within each sequence by flash-attn 2 (CUDA, bfloat16).
@@ -306,12 +359,20 @@ def flash_attention(
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     of_keys = packing.of_keys
     out = flash_attn_varlen_func(
-        q, k, _widened(v, q), packing.cu_seqlens, of_keys.cu_seqlens, packing.max_seqlen,
-        of_keys.max_seqlen, softmax_scale=scaling, causal=True,
+        q,
+        k,
+        _widened(v, q),
+        packing.cu_seqlens,
+        of_keys.cu_seqlens,
+        packing.max_seqlen,
+        of_keys.max_seqlen,
+        softmax_scale=scaling,
+        causal=True,
         window_size=(-1, -1) if sliding_window is None else (sliding_window - 1, 0),
-        softcap=softcap or 0.0, deterministic=torch.are_deterministic_algorithms_enabled(),
+        softcap=softcap or 0.0,
+        deterministic=torch.are_deterministic_algorithms_enabled(),
     )
-    return out[None, ..., :v.shape[-1]], None
+    return out[None, ..., : v.shape[-1]], None
 
 
 def check_supported(
@@ -331,9 +392,7 @@ def check_supported(
             )
 
 
-KERNELS = {
-    "padded": padded_attention, "varlen": varlen_attention, "flash": flash_attention,
-}
+KERNELS = {"padded": padded_attention, "varlen": varlen_attention, "flash": flash_attention}
 
 
 def register_attention() -> None:
@@ -364,6 +423,8 @@ def pick_attention(
             f"has {device.type} and {str(dtype).removeprefix('torch.')}; set it to auto or padded"
         )
     if wanted == "varlen" and has_softcap:
-        raise ValueError("model.kernels.attention: varlen has no softcap and this model needs it; "
-                         "set it to flash, padded or auto")
+        raise ValueError(
+            "model.kernels.attention: varlen has no softcap and this model needs it; "
+            "set it to flash, padded or auto"
+        )
     return wanted

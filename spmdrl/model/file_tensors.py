@@ -68,8 +68,9 @@ class _Views(TorchDispatchMode):
     """Lets copies of a tensor be views of it, so that results show where they came from; those
     that a view cannot be are of new storage."""
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (),
-                           kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         if func is aten.clone.default:
             return aten.alias.default(args[0])
         if func is aten._unsafe_view.default:  # a reshape that had to copy
@@ -88,8 +89,12 @@ def _part(name: str, view: Tensor, whole: Tensor) -> Part | None:
     dims: dict[int, int] = {}
     # Dims of size 1 have no stride to be told by: they take what the others leave, in order.
     for dim in sorted(range(view.dim()), key=lambda d: (view.shape[d] == 1, d)):
-        fitting = [d for d in left if box.shape[d] == view.shape[dim]
-                   and (view.shape[dim] == 1 or whole.stride(d) == view.stride(dim))]
+        fitting = [
+            d
+            for d in left
+            if box.shape[d] == view.shape[dim]
+            and (view.shape[dim] == 1 or whole.stride(d) == view.stride(dim))
+        ]
         if not fitting:
             return None
         dims[dim] = fitting[0]
@@ -105,8 +110,9 @@ def _check_whole(hf_model: nn.Module, parts: dict[str, Part], live: dict[str, Te
         counts[part.tensor] += part.box.numel
     for name, tensor in live.items():
         if counts[name] != tensor.numel():
-            raise _refused(hf_model, f"those of {name} have {counts[name]} of its "
-                                     f"{tensor.numel()} elements")
+            raise _refused(
+                hf_model, f"those of {name} have {counts[name]} of its {tensor.numel()} elements"
+            )
 
 
 def _refused(hf_model: nn.Module, why: str) -> ValueError:
@@ -114,4 +120,5 @@ def _refused(hf_model: nn.Module, why: str) -> ValueError:
     return ValueError(
         f"model.path: the tensors in the files of a {kind} are not parts of the parameters that "
         f"transformers has for them: {why}. Such a model cannot be trained here; take one of a "
-        "family whose files are, such as qwen3_moe, mixtral or deepseek_v3")
+        "family whose files are, such as qwen3_moe, mixtral or deepseek_v3"
+    )

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from spmdrl.algorithms.reduce import loss_lengths
-from spmdrl.world.hardware import known_gpu
 from spmdrl.model.shape import ModelShape, model_shape
 from spmdrl.types import Scalars, Sums
+from spmdrl.world.hardware import known_gpu
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +54,9 @@ def forward_flops(shape: ModelShape, *, lengths: Tensor, num_scored: int) -> Flo
         attention += count * per_pair * visible_pairs(lengths, window=own.window)
     return Flops(
         blocks=2.0 * tokens * sum(count * block.matmul_numel for block, count in shape.kinds),
-        attention=attention, head=2.0 * num_scored * shape.vocab * shape.hidden)
+        attention=attention,
+        head=2.0 * num_scored * shape.vocab * shape.hidden,
+    )
 
 
 def visible_pairs(lengths: Tensor, *, window: int | None) -> float:
@@ -100,7 +102,11 @@ def countable_shape(hf_model: nn.Module) -> ModelShape | None:
 
 
 def trained_flops(
-    shape: ModelShape | None, scalars: Scalars, *, mask_truncated: bool, has_head: bool,
+    shape: ModelShape | None,
+    scalars: Scalars,
+    *,
+    mask_truncated: bool,
+    has_head: bool,
     trains_weights: bool,
 ) -> Sums:
     """Return perf/trainer_flops of a step: every sequence forward and backward once.
@@ -115,8 +121,9 @@ def trained_flops(
     if shape is None:
         return {}
     scored = int(loss_lengths(scalars, mask_truncated=mask_truncated).sum()) if has_head else 0
-    flops = training_flops(shape, lengths=scalars.lengths, num_scored=scored,
-                           trains_weights=trains_weights)
+    flops = training_flops(
+        shape, lengths=scalars.lengths, num_scored=scored, trains_weights=trains_weights
+    )
     return {"perf/trainer_flops": (flops, 1.0)}
 
 

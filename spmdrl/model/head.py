@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from spmdrl.config import Model
 from spmdrl.check.options import MEMORY
+from spmdrl.config import Model
 
 
 @dataclass(frozen=True)
@@ -67,15 +67,17 @@ def with_square_probs(
     Args: as there. Without gradients.
     Invariant under: chunk_tokens, the number of ranks in the group (to rounding).
     """
-    logprobs, entropy, _, squares = _scores(hidden, weight, _local(targets, weight, options),
-                                            options, squares=True)
+    logprobs, entropy, _, squares = _scores(
+        hidden, weight, _local(targets, weight, options), options, squares=True
+    )
     return logprobs, entropy, squares
 
 
 class _Head(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden: Tensor, weight: Tensor, targets: Tensor,
-                options: HeadOptions) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx, hidden: Tensor, weight: Tensor, targets: Tensor, options: HeadOptions
+    ) -> tuple[Tensor, Tensor]:
         local = _local(targets, weight, options)
         logprobs, entropy, log_total = _scores(hidden, weight, local, options)
         ctx.save_for_backward(hidden, weight, local, log_total, entropy)
@@ -91,8 +93,12 @@ class _Head(torch.autograd.Function):
         for part in chunks(hidden.shape[0], options.chunk_tokens):
             logits = scaled_logits(hidden[part], weight, options)
             grad = _grad_logits(
-                logits, local[part], log_total=log_total[part], entropy=entropy[part],
-                grad_logprobs=grad_logprobs[part], grad_entropy=grad_entropy[part],
+                logits,
+                local[part],
+                log_total=log_total[part],
+                entropy=entropy[part],
+                grad_logprobs=grad_logprobs[part],
+                grad_entropy=grad_entropy[part],
                 options=options,
             ).to(weight.dtype)
             torch.mm(grad, weight, out=grad_hidden[part])
@@ -116,12 +122,12 @@ def _scores(
 ) -> list[Tensor]:
     """Return what `_summarize` does for all positions, chunk by chunk: [N] float32 each."""
     count = hidden.shape[0]
-    found = [torch.empty(count, dtype=torch.float32, device=hidden.device)
-             for _ in range(3 + squares)]
+    found = [
+        torch.empty(count, dtype=torch.float32, device=hidden.device) for _ in range(3 + squares)
+    ]
     for part in chunks(count, options.chunk_tokens):
         logits = scaled_logits(hidden[part], weight, options)
-        for whole, values in zip(found, _summarize(logits, local[part], options,
-                                                   squares=squares)):
+        for whole, values in zip(found, _summarize(logits, local[part], options, squares=squares)):
             whole[part] = values
     return found
 
@@ -167,13 +173,23 @@ def _summarize(
         dist.all_reduce(sums, group=group)
     total, moment, target, *square = sums
     log_total = total.log() + top
-    return (target - log_total, total.log() - moment / total, log_total,
-            *(value / total.square() for value in square))
+    return (
+        target - log_total,
+        total.log() - moment / total,
+        log_total,
+        *(value / total.square() for value in square),
+    )
 
 
 def _grad_logits(
-    logits: Tensor, local: Tensor, *, log_total: Tensor, entropy: Tensor,
-    grad_logprobs: Tensor, grad_entropy: Tensor, options: HeadOptions,
+    logits: Tensor,
+    local: Tensor,
+    *,
+    log_total: Tensor,
+    entropy: Tensor,
+    grad_logprobs: Tensor,
+    grad_entropy: Tensor,
+    options: HeadOptions,
 ) -> Tensor:
     """Return the [n, V] float32 gradient of the raw logits; overwrites `logits`.
 

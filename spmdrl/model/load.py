@@ -38,11 +38,12 @@ def load_hf_config(path: str, *, trust_remote_code: bool = False) -> Any:
         raise ValueError("model.path: is required and empty; name a folder or a hub model")
     folder = Path(path)
     if folder.is_dir() and not (folder / "config.json").is_file():
-        raise ValueError(f"model.path: folder {path} has no config.json; is it a Hugging Face "
-                         f"model folder? it holds {_some(p.name for p in folder.iterdir())}")
+        raise ValueError(
+            f"model.path: folder {path} has no config.json; is it a Hugging Face "
+            f"model folder? it holds {_some(p.name for p in folder.iterdir())}"
+        )
     if is_missing_folder(path):
-        raise ValueError(f"model.path: folder {path} does not exist (looked from "
-                         f"{Path.cwd()})")
+        raise ValueError(f"model.path: folder {path} does not exist (looked from {Path.cwd()})")
     # A hub that cannot be reached is tried for a minute; the last failure says all there is.
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
     try:
@@ -51,8 +52,10 @@ def load_hf_config(path: str, *, trust_remote_code: bool = False) -> Any:
         where = "unreadable" if folder.is_dir() else "neither a folder nor a hub model in reach"
         raise ValueError(f"model.path: {path} is {where}: {error}") from error
     if getattr(config, "vision_config", None) is not None:
-        raise ValueError(f"model.path: {path} is a {config.model_type} with a vision tower; only "
-                         "text models can be trained")
+        raise ValueError(
+            f"model.path: {path} is a {config.model_type} with a vision tower; only "
+            "text models can be trained"
+        )
     return config
 
 
@@ -99,13 +102,16 @@ def build_meta_model(
     with torch.device("meta"):
         try:
             return kind.from_config(
-                config, dtype=torch.float32, attn_implementation=attention,
+                config,
+                dtype=torch.float32,
+                attn_implementation=attention,
                 trust_remote_code=model.trust_remote_code,
             )
         except ValueError as error:
             what = "sequence classifier" if is_scalar else "causal language model"
-            raise ValueError(f"model.path: cannot build {config.model_type} of {model.path} as a "
-                             f"{what}: {error}") from error
+            raise ValueError(
+                f"model.path: cannot build {config.model_type} of {model.path} as a {what}: {error}"
+            ) from error
 
 
 def checkpoint_shapes(cfg: Config) -> dict[str, torch.Size]:
@@ -134,8 +140,10 @@ class CheckpointReader:
                 raise ValueError(f"model.path: {index} is not a weight index: {error!r}") from error
         if not (self.folder / _SINGLE).is_file():
             found = _some(p.name for p in self.folder.iterdir())
-            raise ValueError(f"model.path: {self.folder} has neither {_SINGLE} nor {_INDEX}, only "
-                             f"{found}; convert the weights to safetensors")
+            raise ValueError(
+                f"model.path: {self.folder} has neither {_SINGLE} nor {_INDEX}, only "
+                f"{found}; convert the weights to safetensors"
+            )
         return dict.fromkeys(self._open(_SINGLE).keys(), _SINGLE)
 
     def _open(self, file: str) -> Any:
@@ -143,8 +151,10 @@ class CheckpointReader:
             try:
                 self._files[file] = safe_open(self.folder / file, framework="pt")
             except (SafetensorError, OSError) as error:
-                raise ValueError(f"model.path: cannot read {self.folder / file}: {error}; the "
-                                 "file is missing, cut short or corrupted") from error
+                raise ValueError(
+                    f"model.path: cannot read {self.folder / file}: {error}; the "
+                    "file is missing, cut short or corrupted"
+                ) from error
         return self._files[file]
 
     def names(self) -> set[str]:
@@ -170,8 +180,10 @@ class CheckpointReader:
         try:
             return self._open(file).get_slice(name)
         except SafetensorError as error:
-            raise ValueError(f"model.path: {self.folder / file} does not hold {name}, which "
-                             f"{_INDEX} says it does: {error}") from error
+            raise ValueError(
+                f"model.path: {self.folder / file} does not hold {name}, which "
+                f"{_INDEX} says it does: {error}"
+            ) from error
 
 
 def check_names(
@@ -192,11 +204,15 @@ def check_names(
         problems.append(f"not part of the model: {_some(extra)}")
     for name in sorted(shapes.keys() & names):
         if reader.shape(name) != tuple(shapes[name]):
-            problems.append(f"{name} has shape {list(reader.shape(name))} in the file, "
-                            f"{list(shapes[name])} by config.json")
+            problems.append(
+                f"{name} has shape {list(reader.shape(name))} in the file, "
+                f"{list(shapes[name])} by config.json"
+            )
     if problems:
-        raise ValueError(f"model.path: the weights in {reader.folder} do not fit its config.json: "
-                         + "; ".join(problems))
+        raise ValueError(
+            f"model.path: the weights in {reader.folder} do not fit its config.json: "
+            + "; ".join(problems)
+        )
 
 
 def check_weights(
@@ -274,8 +290,11 @@ def compute_buffers(hf_model: nn.Module) -> None:
 
 
 def _computed_buffers(module: nn.Module) -> dict[str, Tensor]:
-    return {name: buffer for name, buffer in module.named_buffers(recurse=False)
-            if name in module._non_persistent_buffers_set}
+    return {
+        name: buffer
+        for name, buffer in module.named_buffers(recurse=False)
+        if name in module._non_persistent_buffers_set
+    }
 
 
 def load_whole_model(

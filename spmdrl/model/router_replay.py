@@ -45,8 +45,9 @@ def sigmoid_weights(router: nn.Module, logits: Tensor, chosen: Tensor) -> Tensor
 
 WEIGHTS: dict[str, Weigh] = {
     **dict.fromkeys(("flex_olmo", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe"), softmax_weights),
-    **dict.fromkeys(("deepseek_v3", "dots1", "exaone_moe", "glm4_moe", "glm4_moe_lite"),
-                    sigmoid_weights),
+    **dict.fromkeys(
+        ("deepseek_v3", "dots1", "exaone_moe", "glm4_moe", "glm4_moe_lite"), sigmoid_weights
+    ),
 }
 """How the routers of a family weigh the experts that they have chosen, by model_type. They return
 logits, weights and choice, in this order."""
@@ -80,8 +81,9 @@ class RouterReplay:
         self._routes = args[0].own.routes
 
     def _chooser(self, layer: int) -> Callable[..., tuple[Tensor, Tensor, Tensor] | None]:
-        def choose(router: nn.Module, args: tuple, output: tuple[Tensor, Tensor, Tensor]
-                   ) -> tuple[Tensor, Tensor, Tensor] | None:
+        def choose(
+            router: nn.Module, args: tuple, output: tuple[Tensor, Tensor, Tensor]
+        ) -> tuple[Tensor, Tensor, Tensor] | None:
             if self._routes is None:
                 return None
             logits, weights, own = output
@@ -100,5 +102,7 @@ class RouterReplay:
 
 def unknown_router(model_type: str) -> str:
     """Return why the routes of a family cannot be replayed."""
-    return (f"model.moe.replay: true with a {model_type}, whose routers are not among those that "
-            f"can be told what to choose ({', '.join(sorted(WEIGHTS))}); set it to false")
+    return (
+        f"model.moe.replay: true with a {model_type}, whose routers are not among those that "
+        f"can be told what to choose ({', '.join(sorted(WEIGHTS))}); set it to false"
+    )

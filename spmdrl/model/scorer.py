@@ -10,9 +10,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from spmdrl.model.parallel.context_parallel import RowSlice
 from spmdrl.model.head import HeadOptions, logprobs_and_entropy
-
+from spmdrl.model.parallel.context_parallel import RowSlice
 
 Head = Callable[..., Any]
 """From the states before scored tokens [n, H], this rank's rows of the vocabulary [V, H] and, as
@@ -34,14 +33,14 @@ class Scoring:
         """Return what a head made, for all N scored tokens; see RowSlice.join_scored."""
         return self.own.join_scored(found, count=len(self.scored))
 
-    def without_routes(self) -> "Scoring":
+    def without_routes(self) -> Scoring:
         """Return the same, with the model's own routers to choose the experts."""
         return replace(self, own=replace(self.own, routes=None))
 
     def join_tokens(self, values: Tensor) -> Tensor:
         """Return [T, ...] of all tokens from [t, ...] of the slice's."""
         whole = self.own.join(values, self.own.rows, count=self.own.row_length)
-        return whole[:len(self.tokens)]  # what the row was padded by is no token of anyone
+        return whole[: len(self.tokens)]  # what the row was padded by is no token of anyone
 
 
 class Scorer(nn.Module):
@@ -56,14 +55,20 @@ class Scorer(nn.Module):
     """
 
     def __init__(
-        self, hf_model: nn.Module, *, chunk_tokens: int, temperature: float,
+        self,
+        hf_model: nn.Module,
+        *,
+        chunk_tokens: int,
+        temperature: float,
         tp_group: dist.ProcessGroup | None,
     ):
         super().__init__()
         head, embedding = hf_model.get_output_embeddings(), hf_model.get_input_embeddings()
         if head is None or getattr(head, "bias", None) is not None:
-            raise ValueError(f"model: the output head of {type(hf_model).__name__} is missing or "
-                             "has a bias, which the logprob head does not support")
+            raise ValueError(
+                f"model: the output head of {type(hf_model).__name__} is missing or "
+                "has a bias, which the logprob head does not support"
+            )
         config = hf_model.config
         self.is_tied = bool(config.tie_word_embeddings)
         assert self.is_tied or head.weight is not embedding.weight
@@ -72,7 +77,10 @@ class Scorer(nn.Module):
         scale = getattr(config, "logit_scale", None) or 1.0
         scale /= getattr(config, "logits_scaling", None) or 1.0
         self.head_options = HeadOptions(
-            chunk_tokens=chunk_tokens, temperature=temperature, group=tp_group, scale=scale,
+            chunk_tokens=chunk_tokens,
+            temperature=temperature,
+            group=tp_group,
+            scale=scale,
             softcap=getattr(config, "final_logit_softcapping", None),
         )
 
@@ -89,15 +97,17 @@ class Scorer(nn.Module):
         before = hidden.index_select(0, own.before)
         if head is not None:
             return head(before, weight, targets=own.targets)
-        return logprobs_and_entropy(before, weight, targets=own.targets,
-                                    options=self.head_options)
+        return logprobs_and_entropy(before, weight, targets=own.targets, options=self.head_options)
 
 
 def _states(base: nn.Module, own: RowSlice) -> Tensor:
     """Return the last hidden states of the slice's tokens: [t, H]."""
     return base(
-        input_ids=own.tokens[None], position_ids=own.position_ids[None], attention_mask=None,
-        use_cache=False, packing=own.packing,
+        input_ids=own.tokens[None],
+        position_ids=own.position_ids[None],
+        attention_mask=None,
+        use_cache=False,
+        packing=own.packing,
     ).last_hidden_state[0]
 
 

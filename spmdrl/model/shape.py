@@ -15,6 +15,7 @@ from torch import nn
 
 from spmdrl.model.parallel.tp_plan import SPLIT_DIMS, style_problems, tp_styles
 
+
 @dataclass(frozen=True)
 class Weight:
     """One parameter."""
@@ -128,26 +129,43 @@ def model_shape(hf_model: nn.Module, *, name: str = "") -> ModelShape:
     kinds = set(getattr(hf_model, "_no_split_modules", None) or ())
     modules = [(n, m) for n, m in hf_model.named_modules() if type(m).__name__ in kinds]
     if not modules:
-        raise ValueError(f"model: {type(hf_model).__name__} names no blocks "
-                         f"(_no_split_modules = {sorted(kinds)})")
+        raise ValueError(
+            f"model: {type(hf_model).__name__} names no blocks "
+            f"(_no_split_modules = {sorted(kinds)})"
+        )
     styles = tp_styles(hf_model)
     prefixes = tuple(f"{n}." for n, _ in modules)
     embedding = hf_model.get_input_embeddings().weight
     head = hf_model.get_output_embeddings()
     is_tied = head is None or bool(config.tie_word_embeddings)
     root = [
-        Weight(n, tuple(p.shape), 0 if head is not None and p is head.weight and not is_tied
-               else _tp_dim(n, styles))
-        for n, p in hf_model.named_parameters() if not n.startswith(prefixes)]
+        Weight(
+            n,
+            tuple(p.shape),
+            0 if head is not None and p is head.weight and not is_tied else _tp_dim(n, styles),
+        )
+        for n, p in hf_model.named_parameters()
+        if not n.startswith(prefixes)
+    ]
     rotary = [m for m in hf_model.modules() if type(m).__name__.endswith("RotaryEmbedding")]
-    tables = [b for m in rotary for n, b in m.named_buffers(recurse=False)
-              if n.endswith("inv_freq") and "original" not in n]
+    tables = [
+        b
+        for m in rotary
+        for n, b in m.named_buffers(recurse=False)
+        if n.endswith("inv_freq") and "original" not in n
+    ]
     return ModelShape(
-        name=name or config.model_type, hidden=embedding.shape[1], vocab=embedding.shape[0],
-        is_tied=is_tied, has_gemma_norms="gemma" in type(modules[0][1]).__name__.lower(),
-        rotary=len(tables), rotary_dims=2 * tables[0].numel() if tables else 0,
+        name=name or config.model_type,
+        hidden=embedding.shape[1],
+        vocab=embedding.shape[0],
+        is_tied=is_tied,
+        has_gemma_norms="gemma" in type(modules[0][1]).__name__.lower(),
+        rotary=len(tables),
+        rotary_dims=2 * tables[0].numel() if tables else 0,
         blocks=tuple(_block(n, m, styles=styles, config=config) for n, m in modules),
-        root=tuple(root), tp_problem=next(style_problems(hf_model, styles), ""))
+        root=tuple(root),
+        tp_problem=next(style_problems(hf_model, styles), ""),
+    )
 
 
 def _tp_dim(name: str, styles: dict[str, str]) -> int | None:
@@ -163,54 +181,81 @@ def _block(name: str, module: nn.Module, *, styles: dict[str, str], config: Any)
     attention = getattr(module, "self_attn", None)
     if mlp is None or attention is None:
         children = ", ".join(n for n, _ in module.named_children())
-        raise ValueError(f"model: a block of {type(module).__name__} has {children}; only blocks "
-                         "with self_attn and mlp are known")
+        raise ValueError(
+            f"model: a block of {type(module).__name__} has {children}; only blocks "
+            "with self_attn and mlp are known"
+        )
     experts = getattr(mlp, "experts", None)
     shared = getattr(mlp, "shared_experts", None) or getattr(mlp, "shared_expert", None)
     dense = shared if experts is not None else mlp
     hidden = config.hidden_size
-    own = [c for _, c in module.named_children()
-           if type(c).__name__.endswith("Norm") and tuple(c.weight.shape) == (hidden,)]
+    own = [
+        c
+        for _, c in module.named_children()
+        if type(c).__name__.endswith("Norm") and tuple(c.weight.shape) == (hidden,)
+    ]
     return Block(
         weights=tuple(
             Weight(n, tuple(p.shape), _tp_dim(f"{name}.{n}", styles), is_expert=".experts." in n)
-            for n, p in module.named_parameters()),
-        attention=_attention(attention, config=config), norms=len(own),
+            for n, p in module.named_parameters()
+        ),
+        attention=_attention(attention, config=config),
+        norms=len(own),
         intermediate=0 if dense is None else _intermediate(dense),
-        experts=None if experts is None else _experts(mlp, config=config))
+        experts=None if experts is None else _experts(mlp, config=config),
+    )
 
 
 def _intermediate(mlp: nn.Module) -> int:
     up = getattr(mlp, "up_proj", None)
     if not isinstance(up, nn.Linear) or getattr(mlp, "gate_proj", None) is None:
-        raise ValueError(f"model: {type(mlp).__name__} has no gate_proj and up_proj; only gated "
-                         "MLPs are known")
+        raise ValueError(
+            f"model: {type(mlp).__name__} has no gate_proj and up_proj; only gated MLPs are known"
+        )
     return up.out_features
 
 
 def _experts(mlp: nn.Module, *, config: Any) -> Experts:
     weight = next((p for n, p in mlp.experts.named_parameters() if p.dim() == 3), None)
     if weight is None:
-        raise ValueError(f"model: {type(mlp.experts).__name__} holds its experts one by one; only "
-                         "weights of all experts in one tensor are known")
+        raise ValueError(
+            f"model: {type(mlp.experts).__name__} holds its experts one by one; only "
+            "weights of all experts in one tensor are known"
+        )
     count = weight.shape[0]
-    return Experts(count=count, top_k=config.num_experts_per_tok,
-                   intermediate=config.moe_intermediate_size
-                   if hasattr(config, "moe_intermediate_size") else config.intermediate_size)
+    return Experts(
+        count=count,
+        top_k=config.num_experts_per_tok,
+        intermediate=config.moe_intermediate_size
+        if hasattr(config, "moe_intermediate_size")
+        else config.intermediate_size,
+    )
 
 
 def _attention(module: nn.Module, *, config: Any) -> Attention:
     heads, softcap = config.num_attention_heads, getattr(config, "attn_logit_softcapping", None)
     if hasattr(module, "kv_b_proj"):
         return Attention(
-            heads=heads, kv_heads=heads, qk_dim=module.qk_head_dim, v_dim=module.v_head_dim,
-            window=None, has_softcap=softcap is not None, has_qk_norm=False,
-            latent=(module.q_lora_rank or 0, module.kv_lora_rank, module.qk_rope_head_dim))
+            heads=heads,
+            kv_heads=heads,
+            qk_dim=module.qk_head_dim,
+            v_dim=module.v_head_dim,
+            window=None,
+            has_softcap=softcap is not None,
+            has_qk_norm=False,
+            latent=(module.q_lora_rank or 0, module.kv_lora_rank, module.qk_rope_head_dim),
+        )
     if not hasattr(module, "q_proj"):
-        raise ValueError(f"model: {type(module).__name__} has no q_proj, k_proj and v_proj; only "
-                         "attention with these, or latent attention, is known")
+        raise ValueError(
+            f"model: {type(module).__name__} has no q_proj, k_proj and v_proj; only "
+            "attention with these, or latent attention, is known"
+        )
     return Attention(
-        heads=heads, kv_heads=config.num_key_value_heads, qk_dim=module.head_dim,
+        heads=heads,
+        kv_heads=config.num_key_value_heads,
+        qk_dim=module.head_dim,
         v_dim=module.head_dim,
         window=getattr(module, "sliding_window", getattr(config, "sliding_window", None)),
-        has_softcap=softcap is not None, has_qk_norm=hasattr(module, "q_norm"))
+        has_softcap=softcap is not None,
+        has_qk_norm=hasattr(module, "q_norm"),
+    )

@@ -14,23 +14,28 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from spmdrl.config import Config
 from spmdrl.check.options import KERNELS, MEMORY
-from spmdrl.model.parallel import recompute as memory
-from spmdrl.model.parallel import expert_parallel as moe
-from spmdrl.model.parallel import fsdp as parallelize
-from spmdrl.model.parallel import tensor_parallel
+from spmdrl.config import Config
 from spmdrl.model.attention import pick_attention, register_attention
-from spmdrl.model.parallel.context_parallel import Slicing, pick_method, register_context_attention
 from spmdrl.model.file_tensors import file_tensors, live_tensors
 from spmdrl.model.head import head_chunk_tokens, logprobs_and_entropy, with_square_probs
 from spmdrl.model.load import (
-    CheckpointReader, build_meta_model, check_weights, compute_buffers, model_folder, read_tensors,
+    CheckpointReader,
+    build_meta_model,
+    check_weights,
+    compute_buffers,
+    model_folder,
+    read_tensors,
 )
 from spmdrl.model.lora.layers import Adapters, LoraForm, train_adapters_only
+from spmdrl.model.parallel import expert_parallel as moe
+from spmdrl.model.parallel import fsdp as parallelize
+from spmdrl.model.parallel import recompute as memory
+from spmdrl.model.parallel import tensor_parallel
+from spmdrl.model.parallel.context_parallel import Slicing, pick_method, register_context_attention
+from spmdrl.model.scorer import Head, Scorer, Scoring, Valuer
 from spmdrl.train.objectives.rl import make_scoring, spread
 from spmdrl.train.optimizer import local_part
-from spmdrl.model.scorer import Head, Scorer, Scoring, Valuer
 from spmdrl.world import World
 
 
@@ -48,9 +53,17 @@ class ShardedModel:
     Raises: ValueError when the model cannot be loaded or laid out.
     """
 
-    def __init__(self, cfg: Config, world: World, *, path: str, is_trained: bool,
-                 is_scalar: bool = False, is_float32: bool = False,
-                 lora: LoraForm | None = None):
+    def __init__(
+        self,
+        cfg: Config,
+        world: World,
+        *,
+        path: str,
+        is_trained: bool,
+        is_scalar: bool = False,
+        is_float32: bool = False,
+        lora: LoraForm | None = None,
+    ):
         self.cfg, self.world = cfg, world
         model = replace(cfg.model, path=path)
         dtype = getattr(torch, model.compute_dtype)
@@ -73,7 +86,9 @@ class ShardedModel:
             for parameter in hf_model.parameters():
                 parameter.data = parameter.data.to(master)
         attention = pick_attention(
-            kernels["attention"], device=world.device, dtype=dtype,
+            kernels["attention"],
+            device=world.device,
+            dtype=dtype,
             has_softcap=getattr(hf_model.config, "attn_logit_softcapping", None) is not None,
         )
         self.is_padded = attention == "padded"
@@ -107,8 +122,7 @@ class ShardedModel:
         whole = Slicing(multiple=tp.size(), part=tp.get_local_rank())
         if mesh.size() == 1:
             return whole
-        return replace(whole, group=mesh.get_group(), rank=mesh.get_local_rank(),
-                       size=mesh.size())
+        return replace(whole, group=mesh.get_group(), rank=mesh.get_local_rank(), size=mesh.size())
 
     def _parallelize(self, hf_model: nn.Module, *, dtype: torch.dtype) -> None:
         cfg, mesh = self.cfg, self.world.mesh
@@ -117,7 +131,8 @@ class ShardedModel:
         tp_group = None
         if kernels["liger"] and self.world.device.type == "cuda":
             parallelize.apply_liger(
-                hf_model, has_rope=options["activation_checkpointing"] != "selective")
+                hf_model, has_rope=options["activation_checkpointing"] != "selective"
+            )
         if mesh["tp"].size() > 1:
             self.whole = tensor_parallel.apply_tp(hf_model, mesh["tp"])
             head = hf_model.get_output_embeddings()
@@ -134,16 +149,28 @@ class ShardedModel:
             parallelize.apply_compile([getattr(*place) for place in blocks])
         if memory.has(options["offload"], "activations"):
             memory.keep_on_host(blocks)
-        self.scorer = Valuer(hf_model) if hasattr(hf_model, "score") else Scorer(
-            hf_model, chunk_tokens=head_chunk_tokens(cfg.model, hf_model), tp_group=tp_group,
-            temperature=scoring_temperature(cfg),
+        self.scorer = (
+            Valuer(hf_model)
+            if hasattr(hf_model, "score")
+            else Scorer(
+                hf_model,
+                chunk_tokens=head_chunk_tokens(cfg.model, hf_model),
+                tp_group=tp_group,
+                temperature=scoring_temperature(cfg),
+            )
         )
         self._prefix = f"{hf_model.base_model_prefix}."
         parallelize.apply_fsdp(
-            self.scorer, [getattr(*place) for place in blocks], mesh=self.world.sharding,
-            expert_mesh=self.world.experts, dtype=dtype, gathering=parallelize.Gathering(
-                options["reshard"], ahead=memory.blocks_ahead(options, self.world)),
-            is_on_host=memory.has(options["offload"], "parameters"))
+            self.scorer,
+            [getattr(*place) for place in blocks],
+            mesh=self.world.sharding,
+            expert_mesh=self.world.experts,
+            dtype=dtype,
+            gathering=parallelize.Gathering(
+                options["reshard"], ahead=memory.blocks_ahead(options, self.world)
+            ),
+            is_on_host=memory.has(options["offload"], "parameters"),
+        )
 
     def complete(self, gradients: Mapping[str, Tensor]) -> None:
         """Make what FSDP2 left of the gradients those of the sum over all ranks, in place.
@@ -160,10 +187,12 @@ class ShardedModel:
         if not self.whole:
             return
         # They may be on the host, and the ranks' collectives are not.
-        there = {name: gradients[name].to(self.world.device)
-                 for name in self.whole if name in gradients}
+        there = {
+            name: gradients[name].to(self.world.device) for name in self.whole if name in gradients
+        }
         tensor_parallel.sum_replicated_gradients(
-            there, self.whole, group=self.world.mesh["tp"].get_group())
+            there, self.whole, group=self.world.mesh["tp"].get_group()
+        )
         for name, gradient in there.items():
             if gradient is not gradients[name]:
                 gradients[name].copy_(gradient)
@@ -198,13 +227,27 @@ class ShardedModel:
             if own.data_ptr() != source.data_ptr():
                 own.copy_(source)
 
-    def scoring(self, tokens: Tensor, lengths: Sequence[int], *, mask: Tensor,
-                position_ids: Tensor, routes: Tensor | None = None) -> Scoring:
+    def scoring(
+        self,
+        tokens: Tensor,
+        lengths: Sequence[int],
+        *,
+        mask: Tensor,
+        position_ids: Tensor,
+        routes: Tensor | None = None,
+    ) -> Scoring:
         """Return what this model needs to score the masked tokens of a packed row; see
         objective.make_scoring."""
-        return make_scoring(tokens, lengths, mask=mask, position_ids=position_ids,
-                            device=self.world.device, padded=self.is_padded, slicing=self.slicing,
-                            routes=routes)
+        return make_scoring(
+            tokens,
+            lengths,
+            mask=mask,
+            position_ids=position_ids,
+            device=self.world.device,
+            padded=self.is_padded,
+            slicing=self.slicing,
+            routes=routes,
+        )
 
     def forward(self, work: Scoring, head: Head | None = None) -> Any:
         """Return logprobs and entropy of the scored tokens: each [N] float32, nats.
@@ -219,8 +262,9 @@ class ShardedModel:
         return work.join_tokens(self.scorer(work))
 
     @torch.no_grad()
-    def columns(self, works: Sequence[Scoring], *, squares: bool = False
-                ) -> list[tuple[Tensor, ...]]:
+    def columns(
+        self, works: Sequence[Scoring], *, squares: bool = False
+    ) -> list[tuple[Tensor, ...]]:
         """Score packed rows without gradients.
 
         Args:
@@ -230,8 +274,7 @@ class ShardedModel:
         """
         scored = []
         for work in works:
-            head = partial(with_square_probs,
-                           options=self.scorer.head_options) if squares else None
+            head = partial(with_square_probs, options=self.scorer.head_options) if squares else None
             scored.append(tuple(spread(values, work) for values in self.forward(work, head)))
         parallelize.reshard(self.scorer)
         return scored
@@ -247,8 +290,12 @@ class ShardedModel:
         for rows in packs(tokens, self.world.tokens_per_microbatch):
             lengths = [len(row) for row in rows]
             positions = torch.cat([torch.arange(n) for n in lengths])
-            work = self.scoring(torch.tensor([t for row in rows for t in row]), lengths,
-                                mask=positions > 0, position_ids=positions)
+            work = self.scoring(
+                torch.tensor([t for row in rows for t in row]),
+                lengths,
+                mask=positions > 0,
+                position_ids=positions,
+            )
             logprobs, _ = self.forward(work, partial(logprobs_and_entropy, options=options))
             scored += spread(logprobs, work).cpu().split(lengths)
         parallelize.reshard(self.scorer)

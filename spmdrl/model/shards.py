@@ -34,7 +34,7 @@ class Box:
         """Elements inside."""
         return math.prod(self.shape)
 
-    def intersect(self, other: "Box") -> "Box | None":
+    def intersect(self, other: Box) -> Box | None:
         """Return the common part, or None when there is none."""
         start = tuple(map(max, self.start, other.start))
         stop = tuple(
@@ -44,7 +44,7 @@ class Box:
         shape = tuple(e - s for s, e in zip(start, stop))
         return Box(start, shape) if all(n > 0 for n in shape) else None
 
-    def minus(self, hole: "Box") -> list["Box"]:
+    def minus(self, hole: Box) -> list[Box]:
         """Return disjoint boxes that cover this one except `hole`."""
         hole = self.intersect(hole)
         if hole is None:
@@ -53,15 +53,18 @@ class Box:
         for dim in range(len(shape)):
             below = hole.start[dim] - start[dim]
             above = start[dim] + shape[dim] - hole.start[dim] - hole.shape[dim]
-            for at, size in ((start[dim], below),
-                             (hole.start[dim] + hole.shape[dim], above)):
+            for at, size in ((start[dim], below), (hole.start[dim] + hole.shape[dim], above)):
                 if size:
-                    rest.append(Box((*start[:dim], at, *start[dim + 1:]),
-                                    (*shape[:dim], size, *shape[dim + 1:])))
+                    rest.append(
+                        Box(
+                            (*start[:dim], at, *start[dim + 1 :]),
+                            (*shape[:dim], size, *shape[dim + 1 :]),
+                        )
+                    )
             start[dim], shape[dim] = hole.start[dim], hole.shape[dim]
         return rest
 
-    def span(self, first: int, last: int) -> Iterator["Box"]:
+    def span(self, first: int, last: int) -> Iterator[Box]:
         """Yield boxes that make up elements [first, last) in row-major order, in that order."""
         if first >= last:
             return
@@ -81,7 +84,7 @@ class Box:
         if last % row:
             yield from self._row(end, first=0, last=last - end * row)
 
-    def _row(self, index: int, *, first: int, last: int) -> Iterator["Box"]:
+    def _row(self, index: int, *, first: int, last: int) -> Iterator[Box]:
         for part in Box(self.start[1:], self.shape[1:]).span(first, last):
             yield Box((self.start[0] + index, *part.start), (1, *part.shape))
 
@@ -107,8 +110,10 @@ def held_boxes(name: str, tensor: Tensor) -> list[tuple[Box, Tensor]]:
         if isinstance(placement, Replicate):
             continue
         if not isinstance(placement, (Shard, _StridedShard)):
-            raise ValueError(f"{name} has placement {placement}; only sharded and replicated "
-                             "parameters can be streamed")
+            raise ValueError(
+                f"{name} has placement {placement}; only sharded and replicated "
+                "parameters can be streamed"
+            )
         indices = kept.get(placement.dim, torch.arange(tensor.shape[placement.dim]))
         # A strided shard is taken from each of `split_factor` parts: FSDP2 lists its axis
         # first, but shards what tensor parallelism left.
@@ -120,12 +125,13 @@ def held_boxes(name: str, tensor: Tensor) -> list[tuple[Box, Tensor]]:
         view = local
         for dim, (_, inside, length) in enumerate(combination):
             view = view.narrow(dim, inside, length)
-        boxes.append((Box(tuple(r[0] for r in combination), tuple(r[2] for r in combination)),
-                      view))
+        boxes.append(
+            (Box(tuple(r[0] for r in combination), tuple(r[2] for r in combination)), view)
+        )
     held = sum(box.numel for box, _ in boxes)
     assert held == local.numel(), (
-        f"{name}: placements {tensor.placements} say {held} elements, the shard has "
-        f"{local.numel()}")
+        f"{name}: placements {tensor.placements} say {held} elements, the shard has {local.numel()}"
+    )
     return boxes
 
 
@@ -153,7 +159,7 @@ class Part:
     dims: tuple[int, ...]  # the live dim of each dim of the file; the box has size 1 in the others
 
     @classmethod
-    def whole(cls, name: str, shape: tuple[int, ...]) -> "Part":
+    def whole(cls, name: str, shape: tuple[int, ...]) -> Part:
         """Return all of a live tensor, as it is."""
         return cls(name, Box((0,) * len(shape), tuple(shape)), tuple(range(len(shape))))
 
@@ -167,8 +173,10 @@ class Part:
         common = self.box.intersect(held)
         if common is None:
             return None
-        return Box(tuple(common.start[d] - self.box.start[d] for d in self.dims),
-                   tuple(common.shape[d] for d in self.dims))
+        return Box(
+            tuple(common.start[d] - self.box.start[d] for d in self.dims),
+            tuple(common.shape[d] for d in self.dims),
+        )
 
     def in_tensor(self, part: Box) -> Box:
         """Return where a box of the file tensor lies in the live tensor."""
@@ -217,9 +225,13 @@ class Held:
         factors: {live name: what to multiply it with on reading}; 1 where it is not named.
     """
 
-    def __init__(self, shards: Mapping[str, Tensor], parts: Mapping[str, Part],
-                 deltas: Mapping[str, Delta] | None = None,
-                 factors: Mapping[str, float] | None = None):
+    def __init__(
+        self,
+        shards: Mapping[str, Tensor],
+        parts: Mapping[str, Part],
+        deltas: Mapping[str, Delta] | None = None,
+        factors: Mapping[str, float] | None = None,
+    ):
         self._views = {name: held_boxes(name, tensor) for name, tensor in shards.items()}
         self._parts = {name: part for name, part in parts.items() if part.tensor in shards}
         self.deltas, self._factors = dict(deltas or {}), dict(factors or {})
@@ -227,9 +239,13 @@ class Held:
     def boxes(self) -> dict[str, tuple[Box, ...]]:
         """Return what to tell the other ranks: {file name: boxes of it}."""
         return {
-            name: tuple(found for box, _ in self._views[part.tensor]
-                        if (found := part.in_file(box)) is not None and found.numel)
-            for name, part in self._parts.items()}
+            name: tuple(
+                found
+                for box, _ in self._views[part.tensor]
+                if (found := part.in_file(box)) is not None and found.numel
+            )
+            for name, part in self._parts.items()
+        }
 
     def value(self, name: str, box: Box) -> Value:
         """Return what `box` holds, which lies within one of this rank's boxes of `name`."""
@@ -238,8 +254,11 @@ class Held:
         added = partial(self._added, part, inside) if part.tensor in self.deltas else None
         for held, view in self._views[part.tensor]:
             if held.intersect(inside) == inside:
-                return Value(part.as_in_file(narrow(view, outer=held, part=inside)), added,
-                             self._factors.get(part.tensor, 1.0))
+                return Value(
+                    part.as_in_file(narrow(view, outer=held, part=inside)),
+                    added,
+                    self._factors.get(part.tensor, 1.0),
+                )
         raise AssertionError(f"{name} {box} is not held here")
 
     def _added(self, part: Part, inside: Box) -> Tensor:
@@ -251,7 +270,8 @@ def addresses(shards: Mapping[str, Tensor]) -> tuple[int, ...]:
     """Return where this rank's shards lie, to notice cheaply that one has moved."""
     return tuple(
         (tensor.to_local() if isinstance(tensor, DTensor) else tensor).data_ptr()
-        for tensor in shards.values())
+        for tensor in shards.values()
+    )
 
 
 def narrow(view: Tensor, *, outer: Box, part: Box) -> Tensor:
@@ -276,8 +296,9 @@ def box_within(view: Tensor, base: Tensor) -> Box | None:
     """
     if view.numel() == 0 or base.numel() == 0:
         return None
-    order = sorted((d for d in range(base.dim()) if base.shape[d] > 1),
-                   key=lambda d: -base.stride(d))
+    order = sorted(
+        (d for d in range(base.dim()) if base.shape[d] > 1), key=lambda d: -base.stride(d)
+    )
     first = view.storage_offset() - base.storage_offset()
     start, stop = [0] * base.dim(), [1] * base.dim()
     low, high = first, first + extent(view)

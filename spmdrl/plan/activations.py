@@ -17,8 +17,8 @@ from functools import lru_cache
 
 import torch
 
-from spmdrl.model.shape import Attention, Block, ModelShape
 from spmdrl.model.attention import Group, make_packing
+from spmdrl.model.shape import Attention, Block, ModelShape
 
 _SHORT = 64  # tokens; padded attention takes plain matmuls up to here
 
@@ -65,7 +65,12 @@ class Cut:
 
 
 def saved_bytes(
-    shape: ModelShape, kernels: Kernels, *, tokens: int, num_scored: int, cut: Cut = Cut(),
+    shape: ModelShape,
+    kernels: Kernels,
+    *,
+    tokens: int,
+    num_scored: int,
+    cut: Cut = Cut(),
     groups: tuple[Group, ...] = (),
 ) -> Saved:
     """Return what one micro-batch keeps on a rank.
@@ -77,8 +82,15 @@ def saved_bytes(
         groups: of padded attention, of the whole row; needed if the kernels pad.
     """
     c, tp = kernels.compute_bytes, cut.tp
-    each = [(_block_bytes(block, shape=shape, kernels=kernels, tokens=tokens, cut=cut,
-                          groups=groups), count) for block, count in shape.kinds]
+    each = [
+        (
+            _block_bytes(
+                block, shape=shape, kernels=kernels, tokens=tokens, cut=cut, groups=groups
+            ),
+            count,
+        )
+        for block, count in shape.kinds
+    ]
     tables = 2 * shape.rotary * tokens * shape.rotary_dims * c
     norm = tokens * _norm_bytes(shape.hidden, kernels, is_gemma=shape.has_gemma_norms) // tp
     rest = tables + norm + num_scored * (c * shape.hidden + 24)  # 24: indices, log total, entropy
@@ -89,8 +101,10 @@ def saved_bytes(
         return Saved(sum(size * count for size, count in each), 0, rest)
     inputs = len(shape.blocks) * tokens * shape.hidden * c // tp
     if kernels.is_selective:
-        kept = [(tokens * c * _product_width(block, hidden=shape.hidden, tp=tp), count)
-                for block, count in shape.kinds]
+        kept = [
+            (tokens * c * _product_width(block, hidden=shape.hidden, tp=tp), count)
+            for block, count in shape.kinds
+        ]
         inputs += sum(size * count for size, count in kept)
         largest = max(0, largest - max(size for size, _ in kept))
     return Saved(inputs, largest, rest)
@@ -117,7 +131,12 @@ def _norm_bytes(width: int, kernels: Kernels, *, is_gemma: bool) -> int:
 
 @lru_cache(maxsize=4096)
 def _block_bytes(
-    block: Block, *, shape: ModelShape, kernels: Kernels, tokens: int, cut: Cut,
+    block: Block,
+    *,
+    shape: ModelShape,
+    kernels: Kernels,
+    tokens: int,
+    cut: Cut,
     groups: tuple[Group, ...],
 ) -> int:
     c, hidden, is_gemma = kernels.compute_bytes, shape.hidden, shape.has_gemma_norms
@@ -126,8 +145,9 @@ def _block_bytes(
     total = block.norms * tokens * _norm_bytes(hidden, kernels, is_gemma=is_gemma) // tp
     total += tokens * hidden * c  # the input of attention, and that of the MLP
     total += tokens * hidden * c // (tp if block.experts else 1)
-    total += _attention_bytes(block.attention, kernels=kernels, tokens=tokens, cut=cut,
-                              groups=groups, is_gemma=is_gemma)
+    total += _attention_bytes(
+        block.attention, kernels=kernels, tokens=tokens, cut=cut, groups=groups, is_gemma=is_gemma
+    )
     return total + mlp_bytes(block, kernels=kernels, tokens=tokens, hidden=hidden, cut=cut)
 
 
@@ -148,7 +168,12 @@ def mlp_bytes(block: Block, *, kernels: Kernels, tokens: int, hidden: int, cut: 
 
 
 def _attention_bytes(
-    own: Attention, *, kernels: Kernels, tokens: int, cut: Cut, groups: tuple[Group, ...],
+    own: Attention,
+    *,
+    kernels: Kernels,
+    tokens: int,
+    cut: Cut,
+    groups: tuple[Group, ...],
     is_gemma: bool,
 ) -> int:
     c = kernels.compute_bytes
@@ -168,8 +193,9 @@ def _attention_bytes(
         tokens, heads = tokens * cut.cp, heads // cut.cp
         kv_heads = math.lcm(kv_heads, cut.cp) // cut.cp
     if kernels.is_padded:
-        return total + sum(_group_bytes(own, g, c=c, heads=heads, kv_heads=kv_heads)
-                           for g in groups)
+        return total + sum(
+            _group_bytes(own, g, c=c, heads=heads, kv_heads=kv_heads) for g in groups
+        )
     # Query, key, value, output (the input of the next projection), log-sum-exp.
     width = heads * (own.qk_dim + own.v_dim) + kv_heads * (own.qk_dim + own.v_dim)
     return total + tokens * (width * c + 4 * heads)

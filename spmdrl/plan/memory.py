@@ -14,7 +14,12 @@ from functools import lru_cache
 
 from spmdrl.model.shape import Block, ModelShape, Weight
 from spmdrl.plan.activations import (
-    Cut, Saved, exchange_bytes, mlp_bytes, padded_groups, saved_bytes,
+    Cut,
+    Saved,
+    exchange_bytes,
+    mlp_bytes,
+    padded_groups,
+    saved_bytes,
 )
 from spmdrl.plan.setting import Axes, Run
 
@@ -85,15 +90,18 @@ def _sharded(weights: tuple[Weight, ...], axes: Axes, *, index: int = 0) -> int:
 def shards_numel(shape: ModelShape, axes: Axes, *, index: int = 0) -> int:
     """Return the elements of the whole model that rank `index` of its replica holds."""
     return _sharded(shape.root, axes, index=index) + sum(
-        count * _sharded(block.weights, axes, index=index) for block, count in shape.kinds)
+        count * _sharded(block.weights, axes, index=index) for block, count in shape.kinds
+    )
 
 
 def expert_shards_numel(shape: ModelShape, axes: Axes) -> int:
     """Return how many of these are of experts that are sharded over other ranks."""
     if axes.ep * axes.tp == 1:
         return 0
-    return sum(count * _sharded(tuple(w for w in block.weights if w.is_expert), axes)
-               for block, count in shape.kinds)
+    return sum(
+        count * _sharded(tuple(w for w in block.weights if w.is_expert), axes)
+        for block, count in shape.kinds
+    )
 
 
 def lora_numel(run: Run, axes: Axes) -> int:
@@ -128,8 +136,9 @@ def trainer_memory(run: Run, axes: Axes, *, tokens: int = 0) -> Memory:
     }
     moments = {
         "where the head's backward pass begins": _at_head(run, axes, saved=saved),
-        "in the backward pass of the last block":
-            _at_last_block(run, axes, saved=saved, tokens=own_tokens),
+        "in the backward pass of the last block": _at_last_block(
+            run, axes, saved=saved, tokens=own_tokens
+        ),
         "where the embedding's gradient is reduced": _at_end(run, axes),
     }
     moment = max(moments, key=lambda name: sum(moments[name].values()))
@@ -165,8 +174,14 @@ def _saved(run: Run, axes: Axes, *, tokens: int) -> Saved:
         longest = min(run.longest, row)
         lengths = [longest] * (row // longest) + [row % longest] * (row % longest > 0)
         groups = padded_groups(lengths)
-    return saved_bytes(shape, run.kernels, tokens=tokens, groups=groups, cut=cut_of(run, axes),
-                       num_scored=int(tokens * share))
+    return saved_bytes(
+        shape,
+        run.kernels,
+        tokens=tokens,
+        groups=groups,
+        cut=cut_of(run, axes),
+        num_scored=int(tokens * share),
+    )
 
 
 def cut_of(run: Run, axes: Axes) -> Cut:
@@ -215,13 +230,14 @@ def _at_head(run: Run, axes: Axes, *, saved: Saved) -> dict[str, int]:
     gradient = rows * shape.hidden * (4 + (c if c < 4 else 0))
     gradient = 0 if run.lora_rank else gradient
     last = c * _shared(shape.blocks[-1], axes) if run.reshard == "auto" else 0
-    return {"activations": saved.blocks + saved.rest, "head": logits + gradient,
-            "gathered by FSDP": _kept(run, axes) + last}
+    return {
+        "activations": saved.blocks + saved.rest,
+        "head": logits + gradient,
+        "gathered by FSDP": _kept(run, axes) + last,
+    }
 
 
-def _at_last_block(
-    run: Run, axes: Axes, *, saved: Saved, tokens: int
-) -> dict[str, int]:
+def _at_last_block(run: Run, axes: Axes, *, saved: Saved, tokens: int) -> dict[str, int]:
     shape = run.shape
     c, numel = run.kernels.compute_bytes, _largest(shape, axes)
     # Gathered: this block and the next, on its way in one piece. Of the block before, gradients
@@ -232,8 +248,12 @@ def _at_last_block(
         gathered += (3 + max(0, run.ahead - 1)) * c * most
     reduced = 0 if run.lora_rank or c == 4 else (c + 4) * numel
     head = 0 if run.lora_rank else c * _head_rows(shape, axes) * shape.hidden
-    return {"activations": saved.total + _working(run, axes, tokens=tokens), "head": head,
-            "gathered by FSDP": gathered, "gradients on their way": reduced}
+    return {
+        "activations": saved.total + _working(run, axes, tokens=tokens),
+        "head": head,
+        "gathered by FSDP": gathered,
+        "gradients on their way": reduced,
+    }
 
 
 def _working(run: Run, axes: Axes, *, tokens: int) -> int:
@@ -241,14 +261,17 @@ def _working(run: Run, axes: Axes, *, tokens: int) -> int:
     product and of its factors, and of the residual stream; or, when what the MLP kept is gone,
     what attention exchanges over cp."""
     shape, c, cut = run.shape, run.kernels.compute_bytes, cut_of(run, axes)
-    widths = [b.intermediate // axes.tp
-              + (b.experts.top_k * b.experts.intermediate // axes.tp if b.experts else 0)
-              for b, _ in shape.kinds]
+    widths = [
+        b.intermediate // axes.tp
+        + (b.experts.top_k * b.experts.intermediate // axes.tp if b.experts else 0)
+        for b, _ in shape.kinds
+    ]
     stream = tokens * (4 + c) * shape.hidden
     exchanged = max(
         exchange_bytes(b.attention, kernels=run.kernels, tokens=tokens, cut=cut)
         - mlp_bytes(b, kernels=run.kernels, tokens=tokens, hidden=shape.hidden, cut=cut)
-        for b, _ in shape.kinds)
+        for b, _ in shape.kinds
+    )
     return stream + max(tokens * 2 * c * max(widths), exchanged)
 
 
@@ -263,6 +286,7 @@ def _at_end(run: Run, axes: Axes) -> dict[str, int]:
 def most_tokens(run: Run, axes: Axes, *, room: int) -> int:
     """Return the largest tokens_per_microbatch, in steps of 256, whose peak is within `room`
     bytes; the longest sequence's (or pair's) where no step above it is; 0 when that is not."""
+
     def fits(tokens: int) -> bool:
         return trainer_memory(run, axes, tokens=tokens).total <= room
 
@@ -303,8 +327,15 @@ def engine_weight_bytes(run: Run, axes: Axes) -> int:
     return numel * run.engine_bytes
 
 
-_WHOLE = ("norm.weight", "gate.weight", "q_a_proj.weight", "kv_a_proj_with_mqa.weight",
-          "shared_expert_gate.weight", "o_proj.bias", "down_proj.bias")
+_WHOLE = (
+    "norm.weight",
+    "gate.weight",
+    "q_a_proj.weight",
+    "kv_a_proj_with_mqa.weight",
+    "shared_expert_gate.weight",
+    "o_proj.bias",
+    "down_proj.bias",
+)
 
 
 def _engine_numel(weight: Weight, block: Block, *, tp: int) -> int:
@@ -339,11 +370,16 @@ def engine_memory(run: Run, axes: Axes, *, memory_bytes: int) -> Memory:
     weights = engine_weight_bytes(run, axes)
     causes = {"engine weights": weights}
     if run.on_gpu:
-        widest = max(max(b.intermediate, b.experts.intermediate * b.experts.top_k if b.experts
-                         else 0) for b, _ in shape.kinds)
+        widest = max(
+            max(b.intermediate, b.experts.intermediate * b.experts.top_k if b.experts else 0)
+            for b, _ in shape.kinds
+        )
         logits = 2 * run.max_num_seqs * shape.vocab * 4
-        working = run.max_batched_tokens * (4 * shape.hidden + 3 * widest // axes.inference_tp
-                                            ) * run.engine_bytes
+        working = (
+            run.max_batched_tokens
+            * (4 * shape.hidden + 3 * widest // axes.inference_tp)
+            * run.engine_bytes
+        )
         causes["engine activations"] = logits + working + CUDA_GRAPHS
         causes["CUDA context"] = CUDA_CONTEXT
         room = int(run.gpu_memory_frac * memory_bytes) - sum(causes.values())
@@ -372,5 +408,8 @@ def _cache(room: int, run: Run, *, per_token: int) -> tuple[int, int, int]:
     blocks = room // (block * per_token)
     mean = max(1, math.ceil((run.prompt_tokens + run.response_tokens) / block))
     longest = min(run.max_num_seqs, blocks // -(-run.longest // block))
-    return blocks * block * per_token, longest, min(run.max_num_seqs, blocks // mean) * (
-        longest > 0)
+    return (
+        blocks * block * per_token,
+        longest,
+        min(run.max_num_seqs, blocks // mean) * (longest > 0),
+    )

@@ -6,9 +6,7 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
-from spmdrl.plan.memory import (
-    USABLE_FRAC, Memory, engine_memory, most_tokens, trainer_memory,
-)
+from spmdrl.plan.memory import USABLE_FRAC, Memory, engine_memory, most_tokens, trainer_memory
 from spmdrl.plan.seconds import Seconds, step_seconds
 from spmdrl.plan.setting import Axes, Rates, Run, axes_problems
 from spmdrl.plan.traffic import Flow, exchange_flow, push_flows, trainer_flows
@@ -38,14 +36,13 @@ class Plan:
         if self.engine is None:
             return self.trainer.total
         if self.axes.placement == "colocated":  # each beside what is left of the other
-            return max(self.trainer.total + self.engine.resting,
-                       self.engine.total + self.trainer.resting)
+            return max(
+                self.trainer.total + self.engine.resting, self.engine.total + self.trainer.resting
+            )
         return max(self.trainer.total, self.engine.total)
 
 
-def make_plan(
-    run: Run, axes: Axes, *, rates: Rates, memory_bytes: int, tokens: int = 0
-) -> Plan:
+def make_plan(run: Run, axes: Axes, *, rates: Rates, memory_bytes: int, tokens: int = 0) -> Plan:
     """Plan one layout.
 
     Args:
@@ -61,13 +58,22 @@ def make_plan(
         if axes.placement == "colocated":
             trainer_room = room - engine.resting
     most = most_tokens(run, alone, room=trainer_room)
-    tokens = tokens or run.microbatch_tokens or min(
-        max(most, run.least), -(-run.sequences // (axes.dp_size * run.updates)) * run.longest)
+    tokens = (
+        tokens
+        or run.microbatch_tokens
+        or min(
+            max(most, run.least), -(-run.sequences // (axes.dp_size * run.updates)) * run.longest
+        )
+    )
     trainer = trainer_memory(run, alone, tokens=tokens)
-    seconds = step_seconds(run, axes, rates=rates, tokens=tokens,
-                           slots=engine.width if engine else 0)
-    flows = (*trainer_flows(run, axes, tokens=tokens), *push_flows(run, axes),
-             *([exchange_flow(run, axes)] if axes.engines else []))
+    seconds = step_seconds(
+        run, axes, rates=rates, tokens=tokens, slots=engine.width if engine else 0
+    )
+    flows = (
+        *trainer_flows(run, axes, tokens=tokens),
+        *push_flows(run, axes),
+        *([exchange_flow(run, axes)] if axes.engines else []),
+    )
     found = Plan(axes, tokens, most, trainer, engine, room, run.gpu_memory_frac, flows, seconds, ())
     return replace(found, problems=tuple(_memory_problems(found, run, trainer_room=trainer_room)))
 
@@ -78,9 +84,11 @@ def _memory_problems(plan: Plan, run: Run, *, trainer_room: int) -> Iterator[str
     if over > 0:
         cause = max(plan.trainer.causes, key=lambda name: plan.trainer.causes[name])
         beside = " beside the engine" if plan.axes.placement == "colocated" else ""
-        yield (f"a trainer rank needs {_gib(plan.trainer.total)}, {_gib(over)} more than the "
-               f"{_gib(left)} it may use{beside}; most of it is "
-               f"{cause} ({_gib(plan.trainer.causes[cause])})")
+        yield (
+            f"a trainer rank needs {_gib(plan.trainer.total)}, {_gib(over)} more than the "
+            f"{_gib(left)} it may use{beside}; most of it is "
+            f"{cause} ({_gib(plan.trainer.causes[cause])})"
+        )
     if plan.engine is None:
         return
     left = max(0, plan.room - plan.trainer.resting)
@@ -88,22 +96,24 @@ def _memory_problems(plan: Plan, run: Run, *, trainer_room: int) -> Iterator[str
     is_short = plan.axes.placement == "colocated" and run.on_gpu and short > 0
     if is_short:
         cure = "; lower engine.gpu_memory_frac" if plan.engine.sequences and left else ""
-        yield (f"an engine rank needs {_gib(plan.engine.total)}, {_gib(short)} more than the "
-               f"{_gib(left)} that the trainer's weights and optimizer state leave it{cure}")
+        yield (
+            f"an engine rank needs {_gib(plan.engine.total)}, {_gib(short)} more than the "
+            f"{_gib(left)} that the trainer's weights and optimizer state leave it{cure}"
+        )
     if not plan.engine.sequences:
         what = "engine.gpu_memory_frac" if run.on_gpu else "engine.cpu_kv_cache_gib"
-        yield (f"an engine rank has no room for one sequence of {run.longest} tokens beside "
-               f"{_gib(plan.engine.causes['engine weights'])} of weights; raise "
-               f"layout.inference_tp{'' if is_short else f' or {what}'}")
+        yield (
+            f"an engine rank has no room for one sequence of {run.longest} tokens beside "
+            f"{_gib(plan.engine.causes['engine weights'])} of weights; raise "
+            f"layout.inference_tp{'' if is_short else f' or {what}'}"
+        )
 
 
 def _gib(size: float) -> str:
     return f"{size / 2**30:.1f} GiB"
 
 
-def remedies(
-    run: Run, plan: Plan, *, rates: Rates, memory_bytes: int
-) -> list[str]:
+def remedies(run: Run, plan: Plan, *, rates: Rates, memory_bytes: int) -> list[str]:
     """Return changes of a config after which the layout fits: single ones, or else pairs."""
     changes = list(_changes(run, plan))
 
@@ -111,18 +121,28 @@ def remedies(
         own, axes, tokens = run, plan.axes, plan.tokens
         for change in chosen:
             own = replace(own, **change.run)
-            axes = replace(axes, **change.axes, world_size=change.times * axes.world_size,
-                           trainers=change.times * axes.trainers)
+            axes = replace(
+                axes,
+                **change.axes,
+                world_size=change.times * axes.world_size,
+                trainers=change.times * axes.trainers,
+            )
             tokens = change.tokens or tokens
-        return _divides(axes) and not any(axes_problems(axes, own)) and not make_plan(
-            own, axes, rates=rates, memory_bytes=memory_bytes, tokens=tokens).problems
+        return (
+            _divides(axes)
+            and not any(axes_problems(axes, own))
+            and not make_plan(
+                own, axes, rates=rates, memory_bytes=memory_bytes, tokens=tokens
+            ).problems
+        )
 
     single = _first_of_each([(c,) for c in changes if fits(c)])
     if single:
         return single
     pairs = itertools.combinations(changes, 2)
-    return _first_of_each([pair for pair in pairs if pair[0].field != pair[1].field
-                           and fits(*pair)])
+    return _first_of_each(
+        [pair for pair in pairs if pair[0].field != pair[1].field and fits(*pair)]
+    )
 
 
 @dataclass(frozen=True)
@@ -151,16 +171,20 @@ def _changes(run: Run, plan: Plan) -> Iterator[_Change]:
     if axes.dp_replicate > 1:
         yield _Change("layout.dp_replicate", "1", axes={"dp_replicate": 1})
     for factor in (2, 4, 8, 16):
-        yield _Change("layout.world_size", f"{factor * axes.world_size} (of each role "
-                      f"{factor} times as many)", times=factor)
+        yield _Change(
+            "layout.world_size",
+            f"{factor * axes.world_size} (of each role {factor} times as many)",
+            times=factor,
+        )
 
 
 def _first_of_each(found: list[tuple[_Change, ...]]) -> list[str]:
     """Return the first, and so least, change of each field or pair of fields."""
     texts: dict[tuple[str, ...], str] = {}
     for changes in found:
-        texts.setdefault(tuple(c.field for c in changes),
-                         " with ".join(f"{c.field} {c.value}" for c in changes))
+        texts.setdefault(
+            tuple(c.field for c in changes), " with ".join(f"{c.field} {c.value}" for c in changes)
+        )
     return list(texts.values())
 
 
@@ -192,8 +216,9 @@ def layouts(run: Run, *, gpus: int, gpus_per_node: int) -> Iterator[Axes]:
                 for cp in cps:
                     for ep in eps:
                         for inference_tp in engine_tps:
-                            axes = Axes(placement, gpus, trainers, replicate, cp, tp, ep,
-                                        inference_tp)
+                            axes = Axes(
+                                placement, gpus, trainers, replicate, cp, tp, ep, inference_tp
+                            )
                             if _divides(axes) and not any(axes_problems(axes, run)):
                                 yield axes
 
@@ -216,8 +241,11 @@ def distinct(plans: list[Plan]) -> list[Plan]:
     found: dict[tuple, Plan] = {}
     for plan in plans:
         axes = plan.axes
-        key = ((axes.placement, axes.trainers, axes.inference_tp) if axes.engines
-               else (axes.tp, axes.cp, axes.ep))
+        key = (
+            (axes.placement, axes.trainers, axes.inference_tp)
+            if axes.engines
+            else (axes.tp, axes.cp, axes.ep)
+        )
         found.setdefault(key, plan)
     return list(found.values())
 
@@ -237,17 +265,27 @@ def best_plans(
     for axes in layouts(run, gpus=gpus, gpus_per_node=rates.gpus_per_node):
         is_shared = axes.placement == "colocated" and run.on_gpu
         for frac in _SHARED_FRACS if is_shared else (run.gpu_memory_frac,):
-            own = replace(run, overlaps=overlaps and axes.placement == "split",
-                          gpu_memory_frac=min(frac, run.gpu_memory_frac))
+            own = replace(
+                run,
+                overlaps=overlaps and axes.placement == "split",
+                gpu_memory_frac=min(frac, run.gpu_memory_frac),
+            )
             plan = make_plan(own, axes, rates=rates, memory_bytes=memory_bytes)
             if 0 < plan.most_tokens < plan.tokens:
-                plan = make_plan(own, axes, rates=rates, memory_bytes=memory_bytes,
-                                 tokens=plan.most_tokens)
+                plan = make_plan(
+                    own, axes, rates=rates, memory_bytes=memory_bytes, tokens=plan.most_tokens
+                )
             if not plan.problems:
                 found.append(plan)
             elif nearest is None or plan.rank_bytes < nearest.rank_bytes:
                 nearest = plan
     # Of equally fast layouts the simpler one.
-    found.sort(key=lambda p: (round(p.seconds.step, 2), p.axes.tp * p.axes.cp * p.axes.ep,
-                              p.axes.dp_replicate, p.axes.inference_tp))
+    found.sort(
+        key=lambda p: (
+            round(p.seconds.step, 2),
+            p.axes.tp * p.axes.cp * p.axes.ep,
+            p.axes.dp_replicate,
+            p.axes.inference_tp,
+        )
+    )
     return found, nearest

@@ -43,9 +43,7 @@ class Seconds:
         return f"{longest}: {self.limits[longest]}"
 
 
-def step_seconds(
-    run: Run, axes: Axes, *, rates: Rates, tokens: int, slots: int
-) -> Seconds:
+def step_seconds(run: Run, axes: Axes, *, rates: Rates, tokens: int, slots: int) -> Seconds:
     """Estimate a step.
 
     Args:
@@ -56,33 +54,42 @@ def step_seconds(
     update, of_update = _update(run, axes, rates=rates, tokens=tokens)
     push = {flow.name: flow.seconds(rates) for flow in push_flows(run, axes)}
     generate += exchange_flow(run, axes).seconds(rates) if axes.engines else 0.0
-    return Seconds(generate, update, sum(push.values()), run.overlaps and bool(axes.engines),
-                   {"generate": of_generate, "update": of_update,
-                    "push": max(push, key=lambda name: push[name]) if push else "nothing"})
+    return Seconds(
+        generate,
+        update,
+        sum(push.values()),
+        run.overlaps and bool(axes.engines),
+        {
+            "generate": of_generate,
+            "update": of_update,
+            "push": max(push, key=lambda name: push[name]) if push else "nothing",
+        },
+    )
 
 
-def _update(
-    run: Run, axes: Axes, *, rates: Rates, tokens: int
-) -> tuple[float, str]:
+def _update(run: Run, axes: Axes, *, rates: Rates, tokens: int) -> tuple[float, str]:
     shape = run.shape
     length = int(run.prompt_tokens + run.response_tokens)
-    own = forward_flops(shape, lengths=torch.tensor([length]),
-                        num_scored=int(run.response_tokens)).total
+    own = forward_flops(
+        shape, lengths=torch.tensor([length]), num_scored=int(run.response_tokens)
+    ).total
     passes = 3 + run.forwards + (1 if run.kernels.recomputes else 0) + 3 * run.trained_models
     compute = run.sequences * own * passes / axes.trainers / rates.flops
     flows = trainer_flows(run, axes, tokens=tokens)
     hidden = {f.name: f.seconds(rates) for f in flows if f.hides}
     open_ = {f.name: f.seconds(rates) for f in flows if not f.hides}
-    steps = run.updates * shards_numel(shape, axes) * _OPTIMIZER_BYTES / (
-        rates.gpu.memory_bytes_per_s * rates.memory_frac)
+    steps = (
+        run.updates
+        * shards_numel(shape, axes)
+        * _OPTIMIZER_BYTES
+        / (rates.gpu.memory_bytes_per_s * rates.memory_frac)
+    )
     work, behind = compute + sum(open_.values()), sum(hidden.values())
     parts = {"matmuls": compute} | open_ | ({"FSDP": behind} if behind > work else {})
     return max(work, behind) + steps, max(parts, key=lambda name: parts[name])
 
 
-def _generate(
-    run: Run, axes: Axes, *, rates: Rates, slots: int
-) -> tuple[float, str]:
+def _generate(run: Run, axes: Axes, *, rates: Rates, slots: int) -> tuple[float, str]:
     """Decode steps of a full engine, then of what is left while the longest sequence ends."""
     shape = run.shape
     if not axes.engines or not slots:
@@ -90,7 +97,8 @@ def _generate(
     tp, each = axes.inference_tp, run.sequences / axes.replicas
     width = max(1.0, min(slots, each))
     steps = max(1.0, each * run.response_tokens / width) + (
-        run.longest_response - run.response_tokens)
+        run.longest_response - run.response_tokens
+    )
     mean_width = max(1.0, each * run.response_tokens / steps)
     bandwidth = rates.gpu.memory_bytes_per_s * rates.memory_frac
     weights = engine_weight_bytes(run, axes) * _touched(shape, mean_width)
@@ -101,8 +109,11 @@ def _generate(
         sent = 2 * (tp - 1) / tp * mean_width * shape.hidden * run.engine_bytes
         reduces = 2 * len(shape.blocks) * (sent / rates.link(tp) + rates.collective_s)
     parts = {
-        "reading weights": weights / bandwidth, "reading the KV cache": cache / bandwidth,
-        "tp all-reduces": reduces, "work on the host": rates.engine_step_s}
+        "reading weights": weights / bandwidth,
+        "reading the KV cache": cache / bandwidth,
+        "tp all-reduces": reduces,
+        "work on the host": rates.engine_step_s,
+    }
     matmuls = 2 * shape.active_numel * mean_width / tp / rates.flops
     reading = parts["reading weights"] + parts["reading the KV cache"]
     if matmuls > reading:

@@ -6,16 +6,16 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from spmdrl.config import Config, inference_ranks, trainer_ranks
-from spmdrl.config.fields import least_tokens
 from spmdrl.check.lora import LORA
 from spmdrl.check.options import KERNELS, MEMORY
-from spmdrl.world.hardware import GPUS, Gpu
+from spmdrl.config import Config, inference_ranks, trainer_ranks
+from spmdrl.config.fields import least_tokens
 from spmdrl.imports import divisors
+from spmdrl.model.parallel.recompute import has
 from spmdrl.model.shape import ModelShape
 from spmdrl.plan.activations import Kernels
-from spmdrl.model.parallel.recompute import has
 from spmdrl.rollout.schedule import schedule_of
+from spmdrl.world.hardware import GPUS, Gpu
 
 ITEM = {"bfloat16": 2, "float32": 4}
 MOMENT = ITEM | {"int8": 1 + 4 / 256}
@@ -59,7 +59,8 @@ class Axes:
     def engines(self) -> int:
         """Ranks that generate."""
         return {"split": self.world_size - self.trainers, "offline": 0}.get(
-            self.placement, self.world_size)
+            self.placement, self.world_size
+        )
 
     @property
     def replicas(self) -> int:
@@ -69,10 +70,20 @@ class Axes:
     def span(self, axis: str) -> int:
         """Return over how many neighbouring ranks one group of an axis reaches; tp is innermost,
         then cp, dp_shard, dp_replicate."""
-        inner = {"tp": 1, "cp": self.tp, "ep": 1, "fsdp": self.tp,
-                 "dp_replicate": self.tp * self.fsdp}
-        size = {"tp": self.tp, "cp": self.cp, "ep": self.ep, "fsdp": self.fsdp,
-                "dp_replicate": self.dp_replicate}
+        inner = {
+            "tp": 1,
+            "cp": self.tp,
+            "ep": 1,
+            "fsdp": self.tp,
+            "dp_replicate": self.tp * self.fsdp,
+        }
+        size = {
+            "tp": self.tp,
+            "cp": self.cp,
+            "ep": self.ep,
+            "fsdp": self.fsdp,
+            "dp_replicate": self.dp_replicate,
+        }
         return inner[axis] * size[axis]
 
 
@@ -80,10 +91,15 @@ def axes_of(cfg: Config) -> Axes:
     """Return the layout that a config describes."""
     layout = cfg.layout
     return Axes(
-        placement=layout.placement, world_size=layout.world_size, trainers=len(trainer_ranks(cfg)),
-        dp_replicate=layout.dp_replicate, cp=layout.cp, tp=layout.tp,
-        ep=layout.ep, inference_tp=layout.inference_tp if inference_ranks(cfg)
-        else 1)
+        placement=layout.placement,
+        world_size=layout.world_size,
+        trainers=len(trainer_ranks(cfg)),
+        dp_replicate=layout.dp_replicate,
+        cp=layout.cp,
+        tp=layout.tp,
+        ep=layout.ep,
+        inference_tp=layout.inference_tp if inference_ranks(cfg) else 1,
+    )
 
 
 @dataclass(frozen=True)
@@ -134,8 +150,14 @@ class Run:
 
 
 def run_of(
-    cfg: Config, shape: ModelShape, *, on_gpu: bool, chunk_tokens: int, prompt_tokens: float,
-    response_tokens: float, lora_numel: int = 0,
+    cfg: Config,
+    shape: ModelShape,
+    *,
+    on_gpu: bool,
+    chunk_tokens: int,
+    prompt_tokens: float,
+    response_tokens: float,
+    lora_numel: int = 0,
 ) -> Run:
     """Return what a config asks for.
 
@@ -158,34 +180,44 @@ def run_of(
     holds_weights = not (on_gpu and has(memory["offload"], "parameters"))
     return Run(
         master_bytes=ITEM[memory["master_dtype"]] if holds_weights else 0,
-        holds_weights=holds_weights, reshard=memory["reshard"],
+        holds_weights=holds_weights,
+        reshard=memory["reshard"],
         context=(KERNELS | cfg.model.kernels)["context"],
         reduces_last=memory["reduce"] == "last",
         ahead=0 if memory["prefetch"] == "auto" else memory["prefetch"],
         moment_bytes=0 if is_away else 2 * MOMENT[memory["optimizer_dtype"]],
-        shape=shape, kernels=_kernels(cfg, on_gpu=on_gpu), on_gpu=on_gpu, is_rl=is_rl,
+        shape=shape,
+        kernels=_kernels(cfg, on_gpu=on_gpu),
+        on_gpu=on_gpu,
+        is_rl=is_rl,
         overlaps=cfg.lag > 0 and cfg.layout.placement == "split",
         prompts=batch.prompts_per_step,
         sequences=batch.prompts_per_step * (2 if is_pair else group),
         prompt_tokens=prompt_tokens or cfg.data.max_prompt_tokens / 2,
         response_tokens=response_tokens or longest_response / 2,
-        longest=cfg.data.max_prompt_tokens + longest_response, least=least_tokens(cfg),
+        longest=cfg.data.max_prompt_tokens + longest_response,
+        least=least_tokens(cfg),
         longest_response=longest_response,
-        microbatch_tokens=batch.tokens_per_microbatch, updates=batch.updates_per_step,
+        microbatch_tokens=batch.tokens_per_microbatch,
+        updates=batch.updates_per_step,
         forwards=len(columns & _PASSES),
-        frozen_models=own_reference + ("teacher_logprobs" in columns)
+        frozen_models=own_reference
+        + ("teacher_logprobs" in columns)
         + (cfg.algorithm.objective == "distill"),
         trained_models=int(not columns.isdisjoint({"values", "prm_logprobs"})),
         lora_rank=lora["rank"] if cfg.model.lora else 0,
         lora_numel=lora_numel,
         pushes_adapter=bool(cfg.model.lora) and lora["push"] == "adapter",
-        chunk_tokens=chunk_tokens, engine_kind=cfg.engine.kind,
+        chunk_tokens=chunk_tokens,
+        engine_kind=cfg.engine.kind,
         engine_sleeps=_engine_sleeps(cfg, on_gpu=on_gpu),
-        engine_bytes=ITEM[cfg.engine.dtype], max_num_seqs=cfg.engine.max_num_seqs,
+        engine_bytes=ITEM[cfg.engine.dtype],
+        max_num_seqs=cfg.engine.max_num_seqs,
         max_batched_tokens=cfg.engine.max_batched_tokens,
         gpu_memory_frac=cfg.engine.gpu_memory_frac,
         cpu_cache_bytes=int(cfg.engine.cpu_kv_cache_gib * 2**30),
-        bucket_bytes=cfg.stream.bucket_bytes)
+        bucket_bytes=cfg.stream.bucket_bytes,
+    )
 
 
 def _engine_sleeps(cfg: Config, *, on_gpu: bool) -> bool:
@@ -203,8 +235,8 @@ _PASSES = {"old_logprobs", "ref_logprobs", "teacher_logprobs", "values", "prm_lo
 def _columns(cfg: Config) -> tuple[set[str], bool]:
     """Return the per-token columns that the methods need, and whether rows are pairs."""
     from spmdrl.config.fields import trains_on_pairs
-    from spmdrl.train.objectives.rl import needed_columns
     from spmdrl.train.objectives.pairs import PairObjective
+    from spmdrl.train.objectives.rl import needed_columns
 
     is_pair = trains_on_pairs(cfg)
     return set(PairObjective(cfg).columns if is_pair else needed_columns(cfg)), is_pair
@@ -215,9 +247,14 @@ def _kernels(cfg: Config, *, on_gpu: bool) -> Kernels:
     c = ITEM[cfg.model.compute_dtype]
     is_padded = chosen["attention"] == "padded" or not (on_gpu and c == 2)
     mode = memory["activation_checkpointing"]
-    return Kernels(compute_bytes=c, is_padded=is_padded, has_liger=on_gpu and chosen["liger"],
-                   recomputes=mode == "full", is_selective=mode == "selective",
-                   on_host=on_gpu and memory["offload"] in ("activations", "all"))
+    return Kernels(
+        compute_bytes=c,
+        is_padded=is_padded,
+        has_liger=on_gpu and chosen["liger"],
+        recomputes=mode == "full",
+        is_selective=mode == "selective",
+        on_host=on_gpu and memory["offload"] in ("activations", "all"),
+    )
 
 
 @dataclass(frozen=True)
@@ -250,8 +287,10 @@ def rates_of(name: str, **changed: float) -> Rates:
     Raises: ValueError for a GPU that is not in the table.
     """
     if name not in GPUS:
-        raise ValueError(f"--gpu {name}: not in the table; known: {', '.join(GPUS)}; take the "
-                         "nearest and give its memory and rates by flags")
+        raise ValueError(
+            f"--gpu {name}: not in the table; known: {', '.join(GPUS)}; take the "
+            "nearest and give its memory and rates by flags"
+        )
     return Rates(replace(GPUS[name], **{k: v for k, v in changed.items() if v}))
 
 
@@ -263,37 +302,57 @@ def axes_problems(axes: Axes, run: Run) -> Iterator[str]:
         yield f"layout.tp {axes.tp}: {shape.tp_problem}; it must be 1"
     elif axes.tp > 1:
         dims = {"attention heads": own.heads, "key/value heads": own.kv_heads}
-        dims |= {f"dim {w.tp_dim} of {w.name}": w.shape[w.tp_dim]
-                 for weights in (*(b.weights for b, _ in shape.kinds), shape.root)
-                 for w in weights if w.tp_dim is not None}
+        dims |= {
+            f"dim {w.tp_dim} of {w.name}": w.shape[w.tp_dim]
+            for weights in (*(b.weights for b, _ in shape.kinds), shape.root)
+            for w in weights
+            if w.tp_dim is not None
+        }
         yield from _undivided("layout.tp", axes.tp, dims=dims)
     heads = own.heads // axes.tp
     if run.context == "ulysses" and not own.heads % axes.tp and heads % axes.cp:
-        yield (f"layout.cp {axes.cp} does not divide the {own.heads} / tp {axes.tp} = {heads} "
-               f"query heads that model.kernels.context ulysses deals out; {divisors(heads)} would")
+        yield (
+            f"layout.cp {axes.cp} does not divide the {own.heads} / tp {axes.tp} = {heads} "
+            f"query heads that model.kernels.context ulysses deals out; {divisors(heads)} would"
+        )
     if axes.engines and axes.inference_tp > 1 and run.engine_kind == "transformers":
-        yield (f"layout.inference_tp {axes.inference_tp}: the transformers engine holds the whole "
-               "model on one rank; it must be 1")
+        yield (
+            f"layout.inference_tp {axes.inference_tp}: the transformers engine holds the whole "
+            "model on one rank; it must be 1"
+        )
     elif axes.engines and axes.inference_tp > 1:
         kv = own.kv_heads
-        yield from _undivided("layout.inference_tp", axes.inference_tp, dims={
-            "attention heads": own.heads, "MLP width": shape.blocks[0].intermediate or own.heads})
+        yield from _undivided(
+            "layout.inference_tp",
+            axes.inference_tp,
+            dims={
+                "attention heads": own.heads,
+                "MLP width": shape.blocks[0].intermediate or own.heads,
+            },
+        )
         if kv % axes.inference_tp and axes.inference_tp % kv:
-            yield (f"layout.inference_tp {axes.inference_tp}: neither divides the {kv} key/value "
-                   "heads nor is a multiple of them")
+            yield (
+                f"layout.inference_tp {axes.inference_tp}: neither divides the {kv} key/value "
+                "heads nor is a multiple of them"
+            )
     if axes.ep > 1 and not shape.num_experts:
         yield f"layout.ep {axes.ep}: the model has no experts; it must be 1"
     elif axes.ep > 1:
-        yield from _undivided("layout.ep", axes.ep, dims={"experts": shape.num_experts,
-                                                          "dp_shard * cp * tp ranks": axes.replica})
+        yield from _undivided(
+            "layout.ep",
+            axes.ep,
+            dims={"experts": shape.num_experts, "dp_shard * cp * tp ranks": axes.replica},
+        )
 
 
 def _undivided(field: str, size: int, *, dims: dict[str, int]) -> Iterator[str]:
     wrong = {what: count for what, count in dims.items() if count % size}
     if wrong:
         what, count = next(iter(wrong.items()))
-        yield (f"{field} {size} does not divide {count} {what}; "
-               f"{divisors(math.gcd(*dims.values()))} would")
+        yield (
+            f"{field} {size} does not divide {count} {what}; "
+            f"{divisors(math.gcd(*dims.values()))} would"
+        )
 
 
 def device_is_gpu(cfg: Config) -> bool:

@@ -12,9 +12,7 @@ from spmdrl.plan.setting import Axes, Rates, Run
 _GIB = 2**30
 
 
-def page(
-    plan: Plan, best: Sequence[Plan], *, run: Run, rates: Rates
-) -> Iterator[str]:
+def page(plan: Plan, best: Sequence[Plan], *, run: Run, rates: Rates) -> Iterator[str]:
     """Yield the lines of a plan and of the layouts to compare it with."""
     yield from _head(run, rates)
     yield ""
@@ -35,24 +33,38 @@ def page(
 def _head(run: Run, rates: Rates) -> Iterator[str]:
     shape = run.shape
     active = f", {shape.active_numel / 1e9:.1f} G in a token's matmuls" if shape.num_experts else ""
-    yield (f"{shape.name}: {shape.numel / 1e9:.2f} G parameters{active}, {len(shape.blocks)} "
-           f"blocks of {shape.hidden}")
+    yield (
+        f"{shape.name}: {shape.numel / 1e9:.2f} G parameters{active}, {len(shape.blocks)} "
+        f"blocks of {shape.hidden}"
+    )
     gpu = rates.gpu
     if run.on_gpu:
-        yield (f"{gpu.name}: {gpu.memory_gib:g} GiB, {gpu.flops / 1e12:g} TFLOP/s, memory "
-               f"{gpu.memory_bytes_per_s / 1e12:g} TB/s, node {gpu.node_bytes_per_s / 1e9:g} GB/s, "
-               f"network {gpu.network_bytes_per_s / 1e9:g} GB/s, {rates.gpus_per_node} to a node")
-    yield (f"step: {run.sequences} sequences of {run.prompt_tokens:g} + {run.response_tokens:g} "
-           f"tokens (mean; longest {run.longest}), {run.updates} "
-           f"update{'s' * (run.updates > 1)}")
+        yield (
+            f"{gpu.name}: {gpu.memory_gib:g} GiB, {gpu.flops / 1e12:g} TFLOP/s, memory "
+            f"{gpu.memory_bytes_per_s / 1e12:g} TB/s, node {gpu.node_bytes_per_s / 1e9:g} GB/s, "
+            f"network {gpu.network_bytes_per_s / 1e9:g} GB/s, {rates.gpus_per_node} to a node"
+        )
+    yield (
+        f"step: {run.sequences} sequences of {run.prompt_tokens:g} + {run.response_tokens:g} "
+        f"tokens (mean; longest {run.longest}), {run.updates} "
+        f"update{'s' * (run.updates > 1)}"
+    )
 
 
 def layout_text(axes: Axes) -> str:
     """Return a layout in one line."""
     parts = [f"{axes.placement}, {axes.world_size} ranks"]
-    mesh = [f"{name} {size}" for name, size in (
-        ("dp_replicate", axes.dp_replicate), ("dp_shard", axes.dp_shard), ("cp", axes.cp),
-        ("tp", axes.tp), ("ep", axes.ep)) if size > 1 or name == "dp_shard"]
+    mesh = [
+        f"{name} {size}"
+        for name, size in (
+            ("dp_replicate", axes.dp_replicate),
+            ("dp_shard", axes.dp_shard),
+            ("cp", axes.cp),
+            ("tp", axes.tp),
+            ("ep", axes.ep),
+        )
+        if size > 1 or name == "dp_shard"
+    ]
     parts.append(f"{axes.trainers} train ({', '.join(mesh)})")
     if axes.engines:
         parts.append(f"{axes.engines} generate ({axes.replicas} engines, tp {axes.inference_tp})")
@@ -69,8 +81,10 @@ def _memory_lines(plan: Plan, run: Run) -> Iterator[str]:
     yield from _cause_lines(own, plan.trainer)
     if plan.engine is not None:
         yield from _cause_lines("engine", plan.engine)
-        yield (f"    the cache holds {plan.engine.sequences} of the longest sequences "
-               f"(engine.max_num_seqs {run.max_num_seqs})")
+        yield (
+            f"    the cache holds {plan.engine.sequences} of the longest sequences "
+            f"(engine.max_num_seqs {run.max_num_seqs})"
+        )
     most = plan.most_tokens or "none: not even the longest sequence"
     yield f"  largest tokens_per_microbatch that fits: {most}"
 
@@ -85,7 +99,7 @@ def _flow_lines(plan: Plan, rates: Rates) -> Iterator[str]:
     yield "A rank sends in a step, GB             node  network   seconds"
     for flow in plan.flows:
         is_within = flow.span <= rates.gpus_per_node
-        cells = [f"{flow.bytes / 1e9:9.3f}", " " * 9][::1 if is_within else -1]
+        cells = [f"{flow.bytes / 1e9:9.3f}", " " * 9][:: 1 if is_within else -1]
         hides = "  behind matmuls" if flow.hides else ""
         yield f"  {flow.name:<31} {cells[0]}{cells[1]} {flow.seconds(rates):9.3f}{hides}"
 
@@ -104,16 +118,23 @@ def _second_lines(plan: Plan, run: Run) -> Iterator[str]:
 
 def _best_lines(best: Sequence[Plan]) -> Iterator[str]:
     yield "Best layouts by estimated seconds"
-    yield ("  placement  train replicate shard  cp  tp  ep  engine tp  frac  micro-batch   GiB"
-           "  gen s  upd s push s step s  limited by")
+    yield (
+        "  placement  train replicate shard  cp  tp  ep  engine tp  frac  micro-batch   GiB"
+        "  gen s  upd s push s step s  limited by"
+    )
     for plan in best:
         axes, own = plan.axes, plan.seconds
-        engine = (f"{axes.inference_tp:>9} {plan.engine_frac:>5.2f}" if axes.engines
-                  else f"{'-':>9} {'-':>5}")
-        yield (f"  {axes.placement:<10} {axes.trainers:>5} {axes.dp_replicate:>9} "
-               f"{axes.dp_shard:>5} {axes.cp:>3} {axes.tp:>3} {axes.ep:>3}  {engine} "
-               f"{plan.tokens:>12} {plan.rank_bytes / _GIB:5.1f} {own.generate:6.1f} "
-               f"{own.update:6.1f} {own.push:6.2f} {own.step:6.1f}  {own.limit}")
+        engine = (
+            f"{axes.inference_tp:>9} {plan.engine_frac:>5.2f}"
+            if axes.engines
+            else f"{'-':>9} {'-':>5}"
+        )
+        yield (
+            f"  {axes.placement:<10} {axes.trainers:>5} {axes.dp_replicate:>9} "
+            f"{axes.dp_shard:>5} {axes.cp:>3} {axes.tp:>3} {axes.ep:>3}  {engine} "
+            f"{plan.tokens:>12} {plan.rank_bytes / _GIB:5.1f} {own.generate:6.1f} "
+            f"{own.update:6.1f} {own.push:6.2f} {own.step:6.1f}  {own.limit}"
+        )
 
 
 # --------------------------------------------------------------------------- for programs
@@ -124,14 +145,27 @@ def as_dict(plan: Plan, *, rates: Rates) -> dict[str, Any]:
     own, axes = plan.seconds, plan.axes
     return {
         "layout": vars(axes) | {"dp_shard": axes.dp_shard, "engines": axes.engines},
-        "problems": list(plan.problems), "tokens_per_microbatch": plan.tokens,
-        "largest_tokens_per_microbatch": plan.most_tokens, "room_bytes": plan.room,
-        "trainer_bytes": dict(plan.trainer.causes), "trainer_moment": plan.trainer.moment,
+        "problems": list(plan.problems),
+        "tokens_per_microbatch": plan.tokens,
+        "largest_tokens_per_microbatch": plan.most_tokens,
+        "room_bytes": plan.room,
+        "trainer_bytes": dict(plan.trainer.causes),
+        "trainer_moment": plan.trainer.moment,
         "engine_bytes": dict(plan.engine.causes) if plan.engine else {},
         "cache_sequences": plan.engine.sequences if plan.engine else 0,
-        "sent_bytes": {f.name: {"bytes": f.bytes, "seconds": f.seconds(rates),
-                                "link": "node" if f.span <= rates.gpus_per_node else "network"}
-                       for f in plan.flows},
-        "seconds": {"generate": own.generate, "update": own.update, "push": own.push,
-                    "step": own.step}, "limits": own.limits,
+        "sent_bytes": {
+            f.name: {
+                "bytes": f.bytes,
+                "seconds": f.seconds(rates),
+                "link": "node" if f.span <= rates.gpus_per_node else "network",
+            }
+            for f in plan.flows
+        },
+        "seconds": {
+            "generate": own.generate,
+            "update": own.update,
+            "push": own.push,
+            "step": own.step,
+        },
+        "limits": own.limits,
     }

@@ -7,7 +7,11 @@ from dataclasses import dataclass
 
 from spmdrl.model.shape import ModelShape
 from spmdrl.plan.memory import (
-    cut_of, engine_weight_bytes, expert_shards_numel, lora_numel, shards_numel,
+    cut_of,
+    engine_weight_bytes,
+    expert_shards_numel,
+    lora_numel,
+    shards_numel,
 )
 from spmdrl.plan.setting import Axes, Rates, Run
 
@@ -54,30 +58,59 @@ def trainer_flows(run: Run, axes: Axes, *, tokens: int) -> list[Flow]:
     if sent:
         # Forward, backward unless what was gathered is still there; forward alone.
         gathers = count * ((1 if run.reshard == "never" else 2) + run.forwards)
-        flows.append(Flow("FSDP gathers", gathers * c * sent,
-                          gathers * blocks, axes.span("fsdp"), hides=True))
+        flows.append(
+            Flow(
+                "FSDP gathers", gathers * c * sent, gathers * blocks, axes.span("fsdp"), hides=True
+            )
+        )
         reduced = (n - 1) * trained if run.lora_rank else sent
         times = run.updates if run.reduces_last else count
-        flows.append(Flow("FSDP reduces", times * 4 * reduced, times * blocks,
-                          axes.span("fsdp"), hides=True))
+        flows.append(
+            Flow("FSDP reduces", times * 4 * reduced, times * blocks, axes.span("fsdp"), hides=True)
+        )
     if axes.dp_replicate > 1:
         share = 2 * (axes.dp_replicate - 1) / axes.dp_replicate
-        flows.append(Flow("dp_replicate reduces", run.updates * share * 4 * trained,
-                          run.updates * blocks, axes.span("dp_replicate"), hides=True))
+        flows.append(
+            Flow(
+                "dp_replicate reduces",
+                run.updates * share * 4 * trained,
+                run.updates * blocks,
+                axes.span("dp_replicate"),
+                hides=True,
+            )
+        )
     if axes.tp > 1:
         times = _tp_passes(shape) * (passes + again + 1)
         share = 2 * (axes.tp - 1) / axes.tp
-        flows.append(Flow("tp all-reduces", times * share * own * shape.hidden * c,
-                          times * count, axes.span("tp")))
+        flows.append(
+            Flow(
+                "tp all-reduces",
+                times * share * own * shape.hidden * c,
+                times * count,
+                axes.span("tp"),
+            )
+        )
     if axes.cp > 1:
         times = passes + again + 1
-        flows.append(Flow("cp exchanges", times * own * c * _context_width(run, axes),
-                          2 * blocks * times * count, axes.span("cp")))
+        flows.append(
+            Flow(
+                "cp exchanges",
+                times * own * c * _context_width(run, axes),
+                2 * blocks * times * count,
+                axes.span("cp"),
+            )
+        )
     if axes.ep > 1:
         times, share = passes + again + 1, (axes.ep - 1) / axes.ep
         rows = own / axes.tp * sum(k * b.experts.top_k for b, k in shape.kinds if b.experts)
-        flows.append(Flow("ep exchanges", 2 * times * share * rows * shape.hidden * c,
-                          2 * blocks * times * count, axes.span("ep")))
+        flows.append(
+            Flow(
+                "ep exchanges",
+                2 * times * share * rows * shape.hidden * c,
+                2 * blocks * times * count,
+                axes.span("ep"),
+            )
+        )
     return flows
 
 
@@ -113,8 +146,7 @@ def push_flows(run: Run, axes: Axes) -> list[Flow]:
         whole = run.engine_bytes * run.lora_numel
     flows = []
     if axes.placement == "split":
-        flows.append(Flow("stream", whole * axes.inference_tp / axes.trainers, 1,
-                          axes.world_size))
+        flows.append(Flow("stream", whole * axes.inference_tp / axes.trainers, 1, axes.world_size))
     if axes.replicas > 1:
         share = (axes.replicas - 1) / axes.replicas
         buckets = max(1, math.ceil(whole / run.bucket_bytes))

@@ -136,22 +136,37 @@ def table_columns(
     """
     trend = Column("trend", 10, lambda _: spark().ljust(10))
     if objective != "rl":
-        named = [("loss", "policy/loss", 9), trend, ("entropy", "policy/entropy", 8),
-                 ("accuracy", "preference/accuracy", 8),
-                 ("accuracy", "reward_model/accuracy", 8),
-                 ("grad norm", "policy/grad_norm", 9), ("lr", "policy/lr", 8),
-                 ("update s", "time/update", 8)]
+        named = [
+            ("loss", "policy/loss", 9),
+            trend,
+            ("entropy", "policy/entropy", 8),
+            ("accuracy", "preference/accuracy", 8),
+            ("accuracy", "reward_model/accuracy", 8),
+            ("grad norm", "policy/grad_norm", 9),
+            ("lr", "policy/lr", 8),
+            ("update s", "time/update", 8),
+        ]
     else:
-        named = [("reward", "reward/mean", 7), trend, ("length", "rollout/response_length", 7),
-                 ("KL e/t", "policy/mismatch_k3", 8), ("entropy", "policy/entropy", 7),
-                 ("clip", "policy/clip_frac", 7), ("gen s", "time/generate", 7),
-                 ("upd s", "time/update", 7), ("push s", "time/push", 7)]
+        named = [
+            ("reward", "reward/mean", 7),
+            trend,
+            ("length", "rollout/response_length", 7),
+            ("KL e/t", "policy/mismatch_k3", 8),
+            ("entropy", "policy/entropy", 7),
+            ("clip", "policy/clip_frac", 7),
+            ("gen s", "time/generate", 7),
+            ("upd s", "time/update", 7),
+            ("push s", "time/push", 7),
+        ]
         if not has_ratio:
             named = [c for c in named if c[0] != "clip"]
-    middle = [c if isinstance(c, Column) else Column(c[0], c[2], _metric(c[1], width=c[2]), c[1])
-              for c in named]
+    middle = [
+        c if isinstance(c, Column) else Column(c[0], c[2], _metric(c[1], width=c[2]), c[1])
+        for c in named
+    ]
     return [
-        Column("done", 6, lambda values: f"{int(values['step']):>6}"), *middle,
+        Column("done", 6, lambda values: f"{int(values['step']):>6}"),
+        *middle,
         Column("tok/s", 7, _metric("perf/tokens_per_s", width=7), "perf/tokens_per_s"),
         Column("left", 6, lambda values: duration(values.get("left_s")).rjust(6)),
     ]
@@ -215,9 +230,14 @@ class Console:
         is_due = self._rows % _HEADER_EVERY == 0
         self._seen |= values.keys()
         if not self._rows:
-            self.line("done: steps done; each row: "
-                      + (f"means over the {every} steps since the row before" if every > 1
-                         else "one step"))
+            self.line(
+                "done: steps done; each row: "
+                + (
+                    f"means over the {every} steps since the row before"
+                    if every > 1
+                    else "one step"
+                )
+            )
         if is_due:
             self._shown = with_values(columns, self._seen)
             self.line(header(self._shown))

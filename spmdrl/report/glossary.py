@@ -29,167 +29,310 @@ _SHARE = "share"
 
 GLOSSARY: dict[str, Metric] = {
     # ---- what the samples earned
-    "reward/mean": _M("task units", "mean", "valid samples",
-                      "reward of sampled responses, after rewards.shaping"),
-    "reward/mean_raw": _M("task units", "mean", "valid samples",
-                          "the same before rewards.shaping; absent where nothing is shaped"),
-    "reward/std": _M("task units", "root of the mean within-group variance (population form)",
-                     "groups of at least 2 valid samples", "how much samples of a prompt differ"),
+    "reward/mean": _M(
+        "task units", "mean", "valid samples", "reward of sampled responses, after rewards.shaping"
+    ),
+    "reward/mean_raw": _M(
+        "task units",
+        "mean",
+        "valid samples",
+        "the same before rewards.shaping; absent where nothing is shaped",
+    ),
+    "reward/std": _M(
+        "task units",
+        "root of the mean within-group variance (population form)",
+        "groups of at least 2 valid samples",
+        "how much samples of a prompt differ",
+    ),
     "reward/zero_spread_groups_frac": _M(
-        _SHARE, "mean", "groups of at least 2 valid samples",
-        "groups whose rewards are all equal: they carry no signal"),
+        _SHARE,
+        "mean",
+        "groups of at least 2 valid samples",
+        "groups whose rewards are all equal: they carry no signal",
+    ),
     "reward/timeouts": _M("samples", "total", "-", "rewards that passed their deadline"),
-    "reward/errors": _M("samples", "total", "-",
-                        "rewards that raised or were not a finite number"),
+    "reward/errors": _M("samples", "total", "-", "rewards that raised or were not a finite number"),
     "reward/seconds": _M("s", "mean", "samples", "wall time of one reward in its worker"),
-    "reward/<name>/mean": _M("task units", "mean", "samples that have it",
-                             "one reward function or model, or one number that it reports "
-                             "besides"),
+    "reward/<name>/mean": _M(
+        "task units",
+        "mean",
+        "samples that have it",
+        "one reward function or model, or one number that it reports besides",
+    ),
     # ---- what the engines produced
     "rollout/response_length": _M("tokens", "mean", "samples", "sampled tokens of a response"),
     "rollout/response_length_max": _M("tokens", "max", "steps", "longest response"),
     "rollout/prompt_length": _M("tokens", "mean", "samples", "tokens of a prompt"),
-    "rollout/truncated_frac": _M(_SHARE, "mean", "samples",
-                                 "responses cut at sampling.max_response_tokens"),
+    "rollout/truncated_frac": _M(
+        _SHARE, "mean", "samples", "responses cut at sampling.max_response_tokens"
+    ),
     "rollout/failed_rewards": _M("samples", "total", "-", "samples left out: reward failed"),
-    "rollout/greedy_reward": _M("task units", "mean", "prompts whose greedy response was rewarded",
-                                "reward of greedy responses, unshaped: baselines of `remax`, in "
-                                "no other metric"),
-    "rollout/failed_greedy_rewards": _M("prompts", "total", "-",
-                                        "greedy responses whose reward failed: their prompts' "
-                                        "advantages are 0"),
-    "rollout/turns": _M("turns", "mean", "samples", "turns of the policy, in a step where a sample "
-                        "has more than one"),
-    "environment/<name>": _M("see the environment", "mean", "samples that have it",
-                             "what rollout.environment reports, added up over an episode's turns"),
+    "rollout/greedy_reward": _M(
+        "task units",
+        "mean",
+        "prompts whose greedy response was rewarded",
+        "reward of greedy responses, unshaped: baselines of `remax`, in no other metric",
+    ),
+    "rollout/failed_greedy_rewards": _M(
+        "prompts",
+        "total",
+        "-",
+        "greedy responses whose reward failed: their prompts' advantages are 0",
+    ),
+    "rollout/turns": _M(
+        "turns",
+        "mean",
+        "samples",
+        "turns of the policy, in a step where a sample has more than one",
+    ),
+    "environment/<name>": _M(
+        "see the environment",
+        "mean",
+        "samples that have it",
+        "what rollout.environment reports, added up over an episode's turns",
+    ),
     "rollout/samples": _M("samples", "total", "-", "responses in the step's batch"),
-    "rollout/dropped_groups": _M("groups", "total", "-", "groups without a spread of rewards that "
-                                 "others took the place of, since the last step (dynamic)"),
-    "rollout/carried_groups": _M("groups", "total", "-", "groups under way or complete that stay "
-                                 "for later steps"),
-    "rollout/overlong_openings": _M("samples", "total", "-", "samples left out: the environment "
-                                    "opened with more than data.max_prompt_tokens; absent for "
-                                    "none"),
-    "time/engine_idle": _M("s", "mean", "replicas", "idle time of an engine from one step's share "
-                           "to the next, evaluation and checkpoints left out: its seconds, each "
-                           "counted by the share of places that are empty (places: what a share "
-                           "can fill, at most engine.max_num_seqs); the sum of the rows below"),
+    "rollout/dropped_groups": _M(
+        "groups",
+        "total",
+        "-",
+        "groups without a spread of rewards that "
+        "others took the place of, since the last step (dynamic)",
+    ),
+    "rollout/carried_groups": _M(
+        "groups", "total", "-", "groups under way or complete that stay for later steps"
+    ),
+    "rollout/overlong_openings": _M(
+        "samples",
+        "total",
+        "-",
+        "samples left out: the environment "
+        "opened with more than data.max_prompt_tokens; absent for "
+        "none",
+    ),
+    "time/engine_idle": _M(
+        "s",
+        "mean",
+        "replicas",
+        "idle time of an engine from one step's share "
+        "to the next, evaluation and checkpoints left out: its seconds, each "
+        "counted by the share of places that are empty (places: what a share "
+        "can fill, at most engine.max_num_seqs); the sum of the rows below",
+    ),
     "time/engine_idle_tail": _M("s", "mean", "replicas", "of it: the last sequences are long"),
-    "time/engine_idle_reward": _M("s", "mean", "replicas",
-                                  "of it: nothing is left to do but to score"),
-    "time/engine_idle_environment": _M("s", "mean", "replicas",
-                                       "of it: an environment is to answer"),
-    "time/engine_idle_replicas": _M("s", "mean", "replicas", "of it: another replica has what is "
-                                    "missing"),
+    "time/engine_idle_reward": _M(
+        "s", "mean", "replicas", "of it: nothing is left to do but to score"
+    ),
+    "time/engine_idle_environment": _M(
+        "s", "mean", "replicas", "of it: an environment is to answer"
+    ),
+    "time/engine_idle_replicas": _M(
+        "s", "mean", "replicas", "of it: another replica has what is missing"
+    ),
     "time/engine_idle_exchange": _M("s", "mean", "replicas", "of it: rollouts go to the trainers"),
-    "time/engine_idle_update": _M("s", "mean", "replicas", "of it: the trainers are at work, or, "
-                                  "with lag above 0, another replica"),
+    "time/engine_idle_update": _M(
+        "s",
+        "mean",
+        "replicas",
+        "of it: the trainers are at work, or, with lag above 0, another replica",
+    ),
     "time/engine_idle_push": _M("s", "mean", "replicas", "of it: weights come in"),
     "time/await_rollouts_sampling": _M(
-        "s", "time/await_rollouts * (1 - the shares below)", "steps", "the trainers' wait for "
-        "rollouts (split placement) while engines sampled; with the three rows below it adds up"),
+        "s",
+        "time/await_rollouts * (1 - the shares below)",
+        "steps",
+        "the trainers' wait for "
+        "rollouts (split placement) while engines sampled; with the three rows below it adds up",
+    ),
     "time/await_rollouts_tail": _M(
-        "s", "time/await_rollouts * engine_idle_tail / time/generate", "steps",
+        "s",
+        "time/await_rollouts * engine_idle_tail / time/generate",
+        "steps",
         "the same, while engines were empty since the last sequences are long; wait and idle "
-        "time are taken to overlap in proportion"),
+        "time are taken to overlap in proportion",
+    ),
     "time/await_rollouts_reward": _M(
-        "s", "time/await_rollouts * engine_idle_reward / time/generate", "steps",
-        "the same, while nothing was left to do but to score"),
+        "s",
+        "time/await_rollouts * engine_idle_reward / time/generate",
+        "steps",
+        "the same, while nothing was left to do but to score",
+    ),
     "time/await_rollouts_environment": _M(
-        "s", "time/await_rollouts * engine_idle_environment / time/generate", "steps",
-        "the same, while environments were to answer"),
-    "rollout/logprob": _M("nats", "mean", "sampled tokens",
-                          "engine's log-probability of a sampled token"),
+        "s",
+        "time/await_rollouts * engine_idle_environment / time/generate",
+        "steps",
+        "the same, while environments were to answer",
+    ),
+    "rollout/logprob": _M(
+        "nats", "mean", "sampled tokens", "engine's log-probability of a sampled token"
+    ),
     # ---- the update
-    "policy/loss": _M("objective", "sum over micro-batches, normalised globally", "updates",
-                      "the value that was differentiated"),
-    "policy/grad_norm": _M("1", "global 2-norm before clipping", "updates",
-                           "over all parameters and ranks; skipped updates left out"),
+    "policy/loss": _M(
+        "objective",
+        "sum over micro-batches, normalised globally",
+        "updates",
+        "the value that was differentiated",
+    ),
+    "policy/grad_norm": _M(
+        "1",
+        "global 2-norm before clipping",
+        "updates",
+        "over all parameters and ranks; skipped updates left out",
+    ),
     "policy/lr": _M("1", "mean", "updates", "learning rate in use"),
-    "policy/entropy": _M("nats", "exact, full softmax at the sampling temperature",
-                         "loss tokens", "entropy of the policy's next-token distribution"),
+    "policy/entropy": _M(
+        "nats",
+        "exact, full softmax at the sampling temperature",
+        "loss tokens",
+        "entropy of the policy's next-token distribution",
+    ),
     "policy/nll": _M("nats", "mean", "loss tokens", "negative log-likelihood (sft)"),
-    "policy/accuracy": _M(_SHARE, "mean", "loss tokens",
-                          "targets that are the most likely token (sft)"),
-    "policy/clip_frac": _M(_SHARE, "mean", "loss tokens",
-                           "tokens whose ratio is clipped, so that they get no gradient"),
+    "policy/accuracy": _M(
+        _SHARE, "mean", "loss tokens", "targets that are the most likely token (sft)"
+    ),
+    "policy/clip_frac": _M(
+        _SHARE, "mean", "loss tokens", "tokens whose ratio is clipped, so that they get no gradient"
+    ),
     "policy/clip_low_frac": _M(_SHARE, "mean", "loss tokens", "clipped at the lower bound"),
     "policy/clip_high_frac": _M(_SHARE, "mean", "loss tokens", "clipped at the upper bound"),
     "policy/dual_clip_frac": _M(_SHARE, "mean", "loss tokens", "cut by the dual clip"),
-    "policy/ratio": _M("1", "mean of exp(logprobs - old_logprobs)", "loss tokens",
-                       "1 exactly while there is one update per batch"),
+    "policy/ratio": _M(
+        "1",
+        "mean of exp(logprobs - old_logprobs)",
+        "loss tokens",
+        "1 exactly while there is one update per batch",
+    ),
     "policy/ratio_max": _M("1", "max", "updates", "largest ratio"),
-    "policy/kl_old": _M("nats", "k1: old_logprobs - logprobs", "loss tokens",
-                        "drift of the policy within one batch"),
-    "policy/kl_rollout": _M("nats", "k1: rollout_logprobs - logprobs", "loss tokens",
-                            "drift of the policy from the one that sampled"),
-    "policy/rollout_ratio": _M("1", "mean of exp(logprobs - rollout_logprobs)", "loss tokens",
-                               "ratio of losses that are anchored at the engine's policy"),
+    "policy/kl_old": _M(
+        "nats", "k1: old_logprobs - logprobs", "loss tokens", "drift of the policy within one batch"
+    ),
+    "policy/kl_rollout": _M(
+        "nats",
+        "k1: rollout_logprobs - logprobs",
+        "loss tokens",
+        "drift of the policy from the one that sampled",
+    ),
+    "policy/rollout_ratio": _M(
+        "1",
+        "mean of exp(logprobs - rollout_logprobs)",
+        "loss tokens",
+        "ratio of losses that are anchored at the engine's policy",
+    ),
     "policy/dropped_frac": _M(_SHARE, "mean", "loss tokens", "tokens that the loss leaves out"),
-    "policy/kl_cov_frac": _M(_SHARE, "mean", "loss tokens",
-                             "tokens that kl_cov holds back by a KL"),
+    "policy/kl_cov_frac": _M(
+        _SHARE, "mean", "loss tokens", "tokens that kl_cov holds back by a KL"
+    ),
     "policy/sequence_weight": _M("1", "mean", "loss tokens", "vespo's weight of a sequence"),
     "<model>/router_max_load": _M(
-        "1", "largest load of an expert / mean load", "layers with experts * updates",
+        "1",
+        "largest load of an expert / mean load",
+        "layers with experts * updates",
         "how far the experts of a layer are from equal shares of (token, choice) pairs; 1 is "
-        "balanced. No token is dropped"),
-    "<model>/router_idle_experts_frac": _M(_SHARE, "mean", "experts of all layers * updates",
-                                          "experts that no token of the update chose"),
-    "<model>/router_entropy": _M("nats", "mean", "tokens * layers with experts",
-                                "entropy of the router's distribution over experts"),
+        "balanced. No token is dropped",
+    ),
+    "<model>/router_idle_experts_frac": _M(
+        _SHARE,
+        "mean",
+        "experts of all layers * updates",
+        "experts that no token of the update chose",
+    ),
+    "<model>/router_entropy": _M(
+        "nats",
+        "mean",
+        "tokens * layers with experts",
+        "entropy of the router's distribution over experts",
+    ),
     "<model>/router_balance_loss": _M(
-        "1", "experts * sum of load shares * mean probabilities", "tokens * layers with experts",
-        "Switch's balancing loss of a layer, before model.moe.coef; 1 is balanced"),
+        "1",
+        "experts * sum of load shares * mean probabilities",
+        "tokens * layers with experts",
+        "Switch's balancing loss of a layer, before model.moe.coef; 1 is balanced",
+    ),
     "policy/router_disagreement": _M(
-        _SHARE, "mean", "tokens * layers with a recorded route",
+        _SHARE,
+        "mean",
+        "tokens * layers with a recorded route",
         "the trainer's router would have chosen other experts than the engine's, which were "
-        "replayed (model.moe.replay)"),
+        "replayed (model.moe.replay)",
+    ),
     "policy/router_replayed_frac": _M(
-        _SHARE, "mean", "tokens * layers with experts",
+        _SHARE,
+        "mean",
+        "tokens * layers with experts",
         "a route of the engine was replayed; the rest, such as each sequence's last token, was "
-        "routed by the trainer"),
-    "policy/entropy_coef": _M("1", "mean", "steps", "weight of the entropy bonus in this step, "
-                              "moved toward entropy_options.target"),
-    "policy/kl_coef": _M("1", "mean", "steps", "weight of the KL in this step, moved toward "
-                         "kl_options.target"),
-    "policy/low_entropy_frac": _M(_SHARE, "mean", "loss tokens",
-                                  "tokens below the entropy that top_entropy asks for"),
-    "policy/kl_ref": _M("nats", "k1: logprobs - ref_logprobs", "loss tokens",
-                        "distance from the frozen reference; single tokens may be negative"),
-    "policy/kl_ref_k3": _M("nats", "k3", "loss tokens",
-                           "distance from the frozen reference, never negative"),
+        "routed by the trainer",
+    ),
+    "policy/entropy_coef": _M(
+        "1",
+        "mean",
+        "steps",
+        "weight of the entropy bonus in this step, moved toward entropy_options.target",
+    ),
+    "policy/kl_coef": _M(
+        "1", "mean", "steps", "weight of the KL in this step, moved toward kl_options.target"
+    ),
+    "policy/low_entropy_frac": _M(
+        _SHARE, "mean", "loss tokens", "tokens below the entropy that top_entropy asks for"
+    ),
+    "policy/kl_ref": _M(
+        "nats",
+        "k1: logprobs - ref_logprobs",
+        "loss tokens",
+        "distance from the frozen reference; single tokens may be negative",
+    ),
+    "policy/kl_ref_k3": _M(
+        "nats", "k3", "loss tokens", "distance from the frozen reference, never negative"
+    ),
     "policy/distill": _M("nats", "mean", "loss tokens", "divergence from the teacher"),
-    "policy/distill_teacher_mass": _M("probability", "mean", "loss tokens",
-                                      "of the teacher, on the tokens it names"),
-    "policy/distill_student_mass": _M("probability", "mean", "loss tokens",
-                                      "of the policy, on the tokens that the teacher names"),
+    "policy/distill_teacher_mass": _M(
+        "probability", "mean", "loss tokens", "of the teacher, on the tokens it names"
+    ),
+    "policy/distill_student_mass": _M(
+        "probability", "mean", "loss tokens", "of the policy, on the tokens that the teacher names"
+    ),
     # ---- pairs: preference losses and reward models
-    "preference/accuracy": _M(_SHARE, "mean, ties count one half", "pairs",
-                              "pairs whose chosen response has the higher implicit reward"),
-    "preference/margin": _M("as the loss says", "mean", "pairs",
-                            "implicit reward of the chosen minus that of the rejected"),
-    "preference/chosen_reward": _M("as the loss says", "mean", "chosen responses",
-                                   "implicit reward"),
-    "preference/rejected_reward": _M("as the loss says", "mean", "rejected responses",
-                                     "implicit reward"),
-    "preference/chosen_logprob": _M("nats", "mean of means over tokens", "chosen responses",
-                                    "log-probability of a token"),
-    "preference/rejected_logprob": _M("nats", "mean of means over tokens", "rejected responses",
-                                      "log-probability of a token"),
-    "preference/nll": _M("nats", "mean of means over tokens", "chosen responses",
-                         "negative log-likelihood (cpo, orpo)"),
-    "preference/log_ratio": _M("nats", "mean", "responses",
-                               "log-ratio to the reference (bco)"),
-    "preference/kl": _M("nats", "mean, at least 0", "mismatched pairs",
-                        "KL to the reference that kto compares with"),
-    "reward_model/accuracy": _M(_SHARE, "mean, ties count one half", "pairs",
-                                "pairs whose chosen response scores higher"),
+    "preference/accuracy": _M(
+        _SHARE,
+        "mean, ties count one half",
+        "pairs",
+        "pairs whose chosen response has the higher implicit reward",
+    ),
+    "preference/margin": _M(
+        "as the loss says",
+        "mean",
+        "pairs",
+        "implicit reward of the chosen minus that of the rejected",
+    ),
+    "preference/chosen_reward": _M(
+        "as the loss says", "mean", "chosen responses", "implicit reward"
+    ),
+    "preference/rejected_reward": _M(
+        "as the loss says", "mean", "rejected responses", "implicit reward"
+    ),
+    "preference/chosen_logprob": _M(
+        "nats", "mean of means over tokens", "chosen responses", "log-probability of a token"
+    ),
+    "preference/rejected_logprob": _M(
+        "nats", "mean of means over tokens", "rejected responses", "log-probability of a token"
+    ),
+    "preference/nll": _M(
+        "nats",
+        "mean of means over tokens",
+        "chosen responses",
+        "negative log-likelihood (cpo, orpo)",
+    ),
+    "preference/log_ratio": _M("nats", "mean", "responses", "log-ratio to the reference (bco)"),
+    "preference/kl": _M(
+        "nats", "mean, at least 0", "mismatched pairs", "KL to the reference that kto compares with"
+    ),
+    "reward_model/accuracy": _M(
+        _SHARE, "mean, ties count one half", "pairs", "pairs whose chosen response scores higher"
+    ),
     "reward_model/margin": _M("score", "mean", "pairs", "chosen score minus rejected score"),
     "reward_model/chosen_score": _M("score", "mean", "pairs", "of the chosen response"),
     "reward_model/rejected_score": _M("score", "mean", "pairs", "of the rejected response"),
     # ---- the value model of PPO
-    "value/loss": _M("task units squared", "half the mean square", "loss tokens",
-                     "value loss"),
+    "value/loss": _M("task units squared", "half the mean square", "loss tokens", "value loss"),
     "value/grad_norm": _M("1", "mean", "updates", "global gradient norm before clipping"),
     "value/lr": _M("1", "mean", "updates", "learning rate of the value model"),
     "value/skipped_updates": _M("updates", "total", "-", "as policy/skipped_updates"),
@@ -199,142 +342,271 @@ GLOSSARY: dict[str, Metric] = {
     "value/returns_square": _M("task units squared", "mean", "loss tokens", "square of it"),
     "value/error": _M("task units", "mean", "loss tokens", "returns minus old values"),
     "value/error_square": _M("task units squared", "mean", "loss tokens", "square of it"),
-    "value/explained_variance": _M("1", "1 - Var(returns - values) / Var(returns)",
-                                   "loss tokens of the world", "1 is a perfect value model, 0 "
-                                   "one no better than the mean"),
+    "value/explained_variance": _M(
+        "1",
+        "1 - Var(returns - values) / Var(returns)",
+        "loss tokens of the world",
+        "1 is a perfect value model, 0 one no better than the mean",
+    ),
     # ---- the process reward model of PRIME
-    "prm/loss": _M("nats", "cross-entropy with the outcome", "sequences with loss tokens",
-                   "loss of the process reward model; ln 2 knows nothing"),
+    "prm/loss": _M(
+        "nats",
+        "cross-entropy with the outcome",
+        "sequences with loss tokens",
+        "loss of the process reward model; ln 2 knows nothing",
+    ),
     "prm/grad_norm": _M("1", "mean", "updates", "global gradient norm before clipping"),
     "prm/lr": _M("1", "mean", "updates", "learning rate of the process reward model"),
     "prm/skipped_updates": _M("updates", "total", "-", "as policy/skipped_updates"),
-    "prm/accuracy": _M(_SHARE, "mean", "sequences with loss tokens",
-                       "outcomes on the predicted side of one half, before the update"),
-    "prm/score": _M("task units", "mean", "sequences with loss tokens",
-                    "summed process rewards: beta times the log-ratio to the reference"),
-    "policy/skipped_updates": _M("updates", "total", "-",
-                                 "updates skipped on all ranks: loss or gradient not finite"),
-    "policy/staleness": _M("versions", "mean", "sampled tokens",
-                           "trainer's version minus the version that sampled the token"),
+    "prm/accuracy": _M(
+        _SHARE,
+        "mean",
+        "sequences with loss tokens",
+        "outcomes on the predicted side of one half, before the update",
+    ),
+    "prm/score": _M(
+        "task units",
+        "mean",
+        "sequences with loss tokens",
+        "summed process rewards: beta times the log-ratio to the reference",
+    ),
+    "policy/skipped_updates": _M(
+        "updates", "total", "-", "updates skipped on all ranks: loss or gradient not finite"
+    ),
+    "policy/staleness": _M(
+        "versions",
+        "mean",
+        "sampled tokens",
+        "trainer's version minus the version that sampled the token",
+    ),
     "policy/staleness_max": _M("versions", "max", "steps", "largest staleness"),
     "policy/advantage": _M("1", "mean", "valid samples", "advantage of a sample"),
     "policy/advantage_std": _M("1", "standard deviation", "steps", "spread of advantages"),
-    "loss/<name>": _M("see the loss", "mean", "as the loss says",
-                      "a statistic that the loss function returned under this name"),
+    "loss/<name>": _M(
+        "see the loss",
+        "mean",
+        "as the loss says",
+        "a statistic that the loss function returned under this name",
+    ),
     # ---- engine against trainer, on the sampled tokens: d = old_logprobs - rollout_logprobs
-    "policy/mismatch_k1": _M("nats", "k1: -d", "loss tokens",
-                             "KL(engine to trainer), unbiased, may be negative"),
-    "policy/mismatch_k3": _M("nats", "k3: exp(d) - 1 - d", "loss tokens",
-                             "KL(engine to trainer), never negative; healthy below 1e-3"),
-    "policy/mismatch_prob_diff": _M("probability", "mean of |exp(old) - exp(rollout)|",
-                                    "loss tokens", "below 0.005 healthy, above 0.01 broken"),
-    "policy/mismatch_prob_diff_p999": _M("probability", "0.999 quantile of |exp(old) - "
-                                         "exp(rollout)|, within 2.4 %, mean over updates",
-                                         "loss tokens of the world", "one token in a thousand "
-                                         "differs by more"),
-    "policy/mismatch_prob_diff_max": _M("probability", "max of |exp(old) - exp(rollout)|, up to "
-                                        "4.8 % above it, mean over updates",
-                                        "loss tokens of the world", "worst token"),
-    "policy/mismatch_logprob_diff": _M("nats", "mean of |d|", "loss tokens",
-                                       "absolute log-probability gap"),
+    "policy/mismatch_k1": _M(
+        "nats", "k1: -d", "loss tokens", "KL(engine to trainer), unbiased, may be negative"
+    ),
+    "policy/mismatch_k3": _M(
+        "nats",
+        "k3: exp(d) - 1 - d",
+        "loss tokens",
+        "KL(engine to trainer), never negative; healthy below 1e-3",
+    ),
+    "policy/mismatch_prob_diff": _M(
+        "probability",
+        "mean of |exp(old) - exp(rollout)|",
+        "loss tokens",
+        "below 0.005 healthy, above 0.01 broken",
+    ),
+    "policy/mismatch_prob_diff_p999": _M(
+        "probability",
+        "0.999 quantile of |exp(old) - exp(rollout)|, within 2.4 %, mean over updates",
+        "loss tokens of the world",
+        "one token in a thousand differs by more",
+    ),
+    "policy/mismatch_prob_diff_max": _M(
+        "probability",
+        "max of |exp(old) - exp(rollout)|, up to 4.8 % above it, mean over updates",
+        "loss tokens of the world",
+        "worst token",
+    ),
+    "policy/mismatch_logprob_diff": _M(
+        "nats", "mean of |d|", "loss tokens", "absolute log-probability gap"
+    ),
     "policy/mismatch_logprob_diff_max": _M("nats", "max of |d|", "updates", "worst token"),
-    "policy/mismatch_ratio": _M("1", "mean of exp(d)", "loss tokens",
-                                "importance ratio, should hover at 1"),
+    "policy/mismatch_ratio": _M(
+        "1", "mean of exp(d)", "loss tokens", "importance ratio, should hover at 1"
+    ),
     "policy/mismatch_ratio_max": _M("1", "max of exp(d)", "updates", "worst token"),
-    "policy/mismatch_ess": _M(_SHARE, "1 / mean of exp(2 d)", "loss tokens",
-                              "effective share of the samples; 1 is on-policy"),
-    "policy/mismatch_seq_k1": _M("nats", "k1: -d, mean within a sequence",
-                                 "sequences with loss tokens",
-                                 "as mismatch_k1, every sequence counting the same"),
-    "policy/mismatch_outside_frac": _M(_SHARE, "mean", "loss tokens",
-                                       "tokens with exp(d) outside [0.5, 2]"),
-    "policy/mismatch_nan_frac": _M(_SHARE, "mean", "loss tokens",
-                                   "engine logprobs that are not finite; they count as d = 0"),
-    "policy/correction_weight": _M("1", "mean", "loss tokens",
-                                   "weight that the mismatch correction applied"),
-    "policy/correction_cut_frac": _M(_SHARE, "mean", "loss tokens",
-                                     "tokens truncated or masked by the correction"),
+    "policy/mismatch_ess": _M(
+        _SHARE,
+        "1 / mean of exp(2 d)",
+        "loss tokens",
+        "effective share of the samples; 1 is on-policy",
+    ),
+    "policy/mismatch_seq_k1": _M(
+        "nats",
+        "k1: -d, mean within a sequence",
+        "sequences with loss tokens",
+        "as mismatch_k1, every sequence counting the same",
+    ),
+    "policy/mismatch_outside_frac": _M(
+        _SHARE, "mean", "loss tokens", "tokens with exp(d) outside [0.5, 2]"
+    ),
+    "policy/mismatch_nan_frac": _M(
+        _SHARE, "mean", "loss tokens", "engine logprobs that are not finite; they count as d = 0"
+    ),
+    "policy/correction_weight": _M(
+        "1", "mean", "loss tokens", "weight that the mismatch correction applied"
+    ),
+    "policy/correction_cut_frac": _M(
+        _SHARE, "mean", "loss tokens", "tokens truncated or masked by the correction"
+    ),
     # ---- the weight stream
     "sync/bytes": _M("bytes", "total", "-", "weights sent per push"),
     "sync/seconds": _M("s", "mean", "pushes", "wall time of a push"),
     "sync/gb_per_s": _M("GB/s", "bytes / seconds / 1e9", "pushes", "throughput of a push"),
-    "sync/probe_gap": _M("nats", "mean of |engine - trainer| logprobs", "probe tokens",
-                         "gap at start, gated by stream.max_logprob_gap"),
+    "sync/probe_gap": _M(
+        "nats",
+        "mean of |engine - trainer| logprobs",
+        "probe tokens",
+        "gap at start, gated by stream.max_logprob_gap",
+    ),
     "sync/probe_gap_max": _M("nats", "max", "probes", "worst token of the probe"),
     # ---- time and throughput
-    "time/<phase>": _M("s", "mean", "ranks that report it",
-                       "wall time in a phase or named wait: rank 0's; time/generate where rank 0 "
-                       "does not generate: engine replicas'"),
+    "time/<phase>": _M(
+        "s",
+        "mean",
+        "ranks that report it",
+        "wall time in a phase or named wait: rank 0's; time/generate where rank 0 "
+        "does not generate: engine replicas'",
+    ),
     "perf/step_s": _M("s", "mean", "steps", "wall time from one step's report to the next"),
     "perf/generated_tokens": _M("tokens", "total", "-", "sampled tokens in the batch"),
     "perf/batch_tokens": _M("tokens", "total", "-", "prompt and sampled tokens in the batch"),
-    "perf/trained_tokens": _M("tokens", "total", "-",
-                              "tokens through forward and backward, prompts included"),
-    "perf/trainer_flops": _M("operations", "total", "-",
-                             "floating point operations of the policy's matmuls on real tokens, "
-                             "forward and backward; see spmdrl/model/flops.py"),
-    "perf/trainer_tflops_per_s": _M("TFLOP/s", "perf/trainer_flops / 1e12 / trainer ranks / "
-                                    "seconds", "seconds of time/update", "arithmetic of one "
-                                    "trainer rank, recomputation not counted"),
-    "perf/mfu": _M(_SHARE, "perf/trainer_tflops_per_s / peak of the device in bfloat16",
-                   "seconds of time/update", "model FLOPs utilisation in the update; absent where "
-                   "the peak is not known, as on the CPU"),
-    "perf/tokens_per_s": _M("tokens/s", "generated (sft: trained) tokens / "
-                            "(step - evaluate - checkpoint)", "-", "throughput of the whole job"),
-    "perf/other_frac": _M(_SHARE, "1 - (generate + update + push) / "
-                          "(step - evaluate - checkpoint); max(generate, update) where the two "
-                          "overlap", "-",
-                          "wall time outside the work, as rank 0 sees it"),
+    "perf/trained_tokens": _M(
+        "tokens", "total", "-", "tokens through forward and backward, prompts included"
+    ),
+    "perf/trainer_flops": _M(
+        "operations",
+        "total",
+        "-",
+        "floating point operations of the policy's matmuls on real tokens, "
+        "forward and backward; see spmdrl/model/flops.py",
+    ),
+    "perf/trainer_tflops_per_s": _M(
+        "TFLOP/s",
+        "perf/trainer_flops / 1e12 / trainer ranks / seconds",
+        "seconds of time/update",
+        "arithmetic of one trainer rank, recomputation not counted",
+    ),
+    "perf/mfu": _M(
+        _SHARE,
+        "perf/trainer_tflops_per_s / peak of the device in bfloat16",
+        "seconds of time/update",
+        "model FLOPs utilisation in the update; absent where the peak is not known, as on the CPU",
+    ),
+    "perf/tokens_per_s": _M(
+        "tokens/s",
+        "generated (sft: trained) tokens / (step - evaluate - checkpoint)",
+        "-",
+        "throughput of the whole job",
+    ),
+    "perf/other_frac": _M(
+        _SHARE,
+        "1 - (generate + update + push) / "
+        "(step - evaluate - checkpoint); max(generate, update) where the two "
+        "overlap",
+        "-",
+        "wall time outside the work, as rank 0 sees it",
+    ),
     "mem/rss_gib": _M("GiB", "peak so far", "-", "resident memory of rank 0's process"),
-    "mem/engine_freed_gib": _M("GiB", "mean", "pushes", "memory that rank 0's engine gave up while "
-                               "it slept, by the device's count (on the CPU, its cache's); absent "
-                               "where it stays awake"),
-    "mem/after_wake_gib": _M("GiB", "mean", "pushes", "memory in use on rank 0's device after its "
-                             "engine woke, by whomever (on the CPU, by the engine); a run ends if "
-                             "it grows by 5% (and 0.5 GiB)"),
+    "mem/engine_freed_gib": _M(
+        "GiB",
+        "mean",
+        "pushes",
+        "memory that rank 0's engine gave up while "
+        "it slept, by the device's count (on the CPU, its cache's); absent "
+        "where it stays awake",
+    ),
+    "mem/after_wake_gib": _M(
+        "GiB",
+        "mean",
+        "pushes",
+        "memory in use on rank 0's device after its "
+        "engine woke, by whomever (on the CPU, by the engine); a run ends if "
+        "it grows by 5% (and 0.5 GiB)",
+    ),
     "mem/cuda_gib": _M("GiB", "peak so far", "-", "CUDA memory that torch allocated on rank 0"),
     # ---- data and evaluation
     "data/groups": _M("groups", "total", "-", "prompts in the step's batch"),
-    "data/groups_of_one": _M("groups", "total", "-", "groups left with one valid sample, whose "
-                             "advantage is 0 under group baselines"),
+    "data/groups_of_one": _M(
+        "groups",
+        "total",
+        "-",
+        "groups left with one valid sample, whose advantage is 0 under group baselines",
+    ),
     "data/epoch": _M("epochs", "mean", "steps", "passes over the training rows so far"),
-    "data/passed_over_prompts": _M("prompts", "total", "-", "prompts whose turn came and that were "
-                                   "passed over for this step, since they were always or never "
-                                   "solved (curriculum)"),
-    "data/settled_prompts_frac": _M(_SHARE, "mean", "rows that were sampled before", "rows that "
-                                    "were always or never solved when the step was planned "
-                                    "(curriculum)"),
-    "data/dropped_prompts": _M("rows", "total", "-", "rows left out as longer than "
-                               "data.max_prompt_tokens"),
-    "eval/reward": _M("task units", "mean of the means over a problem's samples (avg@n)",
-                      "held-out problems with a valid sample",
-                      "reward on held-out rows, at evaluate.temperature; of functions alone: "
-                      "reward models are left out"),
-    "eval/reward_ci95": _M("task units", "1.96 standard errors of the mean over problems",
-                           "steps", "half-width of the 95% interval of eval/reward; absent for a "
-                           "single problem"),
-    "eval/pass_at_<k>": _M(_SHARE, "1 - C(n - c, k) / C(n, k) with c right of n samples, mean",
-                           "held-out problems with k valid samples", "at least one of k samples "
-                           "has a reward of at least 1; k is 1, 2, 4, ... and evaluate.samples, "
-                           "absent where that is 1"),
-    "eval/maj_at_<n>": _M(_SHARE, "mean; equally frequent answers share",
-                          "held-out problems with n valid samples", "the most frequent answer has "
-                          "a reward of at least 1; where a reward function reports the answer as "
-                          "`pred`"),
+    "data/passed_over_prompts": _M(
+        "prompts",
+        "total",
+        "-",
+        "prompts whose turn came and that were "
+        "passed over for this step, since they were always or never "
+        "solved (curriculum)",
+    ),
+    "data/settled_prompts_frac": _M(
+        _SHARE,
+        "mean",
+        "rows that were sampled before",
+        "rows that were always or never solved when the step was planned (curriculum)",
+    ),
+    "data/dropped_prompts": _M(
+        "rows", "total", "-", "rows left out as longer than data.max_prompt_tokens"
+    ),
+    "eval/reward": _M(
+        "task units",
+        "mean of the means over a problem's samples (avg@n)",
+        "held-out problems with a valid sample",
+        "reward on held-out rows, at evaluate.temperature; of functions alone: "
+        "reward models are left out",
+    ),
+    "eval/reward_ci95": _M(
+        "task units",
+        "1.96 standard errors of the mean over problems",
+        "steps",
+        "half-width of the 95% interval of eval/reward; absent for a single problem",
+    ),
+    "eval/pass_at_<k>": _M(
+        _SHARE,
+        "1 - C(n - c, k) / C(n, k) with c right of n samples, mean",
+        "held-out problems with k valid samples",
+        "at least one of k samples "
+        "has a reward of at least 1; k is 1, 2, 4, ... and evaluate.samples, "
+        "absent where that is 1",
+    ),
+    "eval/maj_at_<n>": _M(
+        _SHARE,
+        "mean; equally frequent answers share",
+        "held-out problems with n valid samples",
+        "the most frequent answer has "
+        "a reward of at least 1; where a reward function reports the answer as "
+        "`pred`",
+    ),
     "eval/response_length": _M("tokens", "mean", "held-out samples", "sampled tokens"),
     "eval/truncated_frac": _M(_SHARE, "mean", "held-out samples", "responses cut"),
     "eval/failed_frac": _M(_SHARE, "mean", "held-out samples", "rewards that failed"),
     "eval/loss": _M("nats", "mean", "held-out loss tokens", "negative log-likelihood (sft)"),
-    "eval/<name>/mean": _M("task units", "mean", "held-out samples that have it",
-                           "one of several reward functions, or one number that they report "
-                           "besides"),
-    "eval/<source>/reward": _M("task units", "as eval/reward", "problems of one data_source",
-                               "where held-out rows are of several"),
-    "eval/<source>/pass_at_n": _M(_SHARE, "as eval/pass_at_<k>, k = evaluate.samples",
-                                  "problems of one data_source", "where held-out rows are of "
-                                  "several"),
-    "eval/<source>/maj_at_n": _M(_SHARE, "as eval/maj_at_<n>", "problems of one data_source",
-                                 "where held-out rows are of several"),
+    "eval/<name>/mean": _M(
+        "task units",
+        "mean",
+        "held-out samples that have it",
+        "one of several reward functions, or one number that they report besides",
+    ),
+    "eval/<source>/reward": _M(
+        "task units",
+        "as eval/reward",
+        "problems of one data_source",
+        "where held-out rows are of several",
+    ),
+    "eval/<source>/pass_at_n": _M(
+        _SHARE,
+        "as eval/pass_at_<k>, k = evaluate.samples",
+        "problems of one data_source",
+        "where held-out rows are of several",
+    ),
+    "eval/<source>/maj_at_n": _M(
+        _SHARE,
+        "as eval/maj_at_<n>",
+        "problems of one data_source",
+        "where held-out rows are of several",
+    ),
 }
 
 ALIASES: dict[str, dict[str, str]] = {
@@ -406,14 +678,15 @@ def lookup(name: str) -> Metric:
             return metric
     near = difflib.get_close_matches(name, list(GLOSSARY), n=1)
     hint = f"did you mean {near[0]}? " if near else ""
-    raise ValueError(f"metric {name!r} is not in the glossary; {hint}"
-                     "every metric needs an entry in spmdrl/report/glossary.py")
+    raise ValueError(
+        f"metric {name!r} is not in the glossary; {hint}"
+        "every metric needs an entry in spmdrl/report/glossary.py"
+    )
 
 
 def _matches(name: str, pattern: str) -> bool:
     head, tail = re.split(r"<\w+>", pattern)
-    return (name.startswith(head) and name.endswith(tail)
-            and len(name) > len(head) + len(tail))
+    return name.startswith(head) and name.endswith(tail) and len(name) > len(head) + len(tail)
 
 
 def clean_name(name: str) -> str:
@@ -445,30 +718,41 @@ def with_aliases(values: dict[str, float], system: str) -> dict[str, float]:
 def page() -> str:
     """Return the glossary as a Markdown page."""
     lines = [
-        "# Metrics", "",
+        "# Metrics",
+        "",
         "Written by `python -m spmdrl.report.glossary > docs/metrics.md`; edit "
-        "`spmdrl/report/glossary.py` instead.", "",
+        "`spmdrl/report/glossary.py` instead.",
+        "",
         "A metric is a sum over the whole world divided by a count over the whole world, so it",
         "does not depend on the number of ranks or micro-batches. A `total` is the sum alone. A",
         "metric whose count is 0 in a step is absent from that step. Log-probabilities, KL and",
         "entropy are natural (nats). Names in `<...>` stand for a function's or a phase's name.",
         "Means marked `updates` or `steps` are over those of one step. `report.aliases` emits "
-        "the names", "in the last columns besides ours.", "",
+        "the names",
+        "in the last columns besides ours.",
+        "",
         "A row of `metrics.jsonl` with `step` k, counted from 0, is the step that turned the",
         "weights after k steps into those after k + 1. A row with `eval/` metrics and `step` k is",
         "of the weights after k steps, so it comes before the training row of the same `step`.",
         "MLflow has the same numbers. The console counts steps done: its row `done` 10 ends with",
-        "`step` 9, and is the mean over the steps since the row before.", "",
+        "`step` 9, and is the mean over the steps since the row before.",
+        "",
         "| metric | unit | estimator | denominator | meaning | verl | TRL |",
         "|---|---|---|---|---|---|---|",
     ]
     for name, metric in GLOSSARY.items():
         theirs = [ALIASES[system].get(name, "") for system in ("verl", "trl")]
-        cells = [f"`{name}`", *(cell.replace("|", "\\|") for cell in metric),
-                 *(f"`{other}`" if other else "" for other in theirs)]
+        cells = [
+            f"`{name}`",
+            *(cell.replace("|", "\\|") for cell in metric),
+            *(f"`{other}`" if other else "" for other in theirs),
+        ]
         lines.append("| " + " | ".join(cells) + " |")
-    lines += ["", "`system/...` in MLflow are MLflow's own: CPU, memory, disk, network and GPU of",
-              "rank 0's machine, every 10 s."]
+    lines += [
+        "",
+        "`system/...` in MLflow are MLflow's own: CPU, memory, disk, network and GPU of",
+        "rank 0's machine, every 10 s.",
+    ]
     return "\n".join(lines)
 
 

@@ -32,8 +32,9 @@ class JsonLines:
                 file.write(b"".join(self._waiting))
         except OSError as error:  # disk full or a lost mount must not end a training run
             if len(self._waiting) == 1:
-                log.error("%s: cannot write (%s); rows are kept in memory until it can",
-                          self.path, error)
+                log.error(
+                    "%s: cannot write (%s); rows are kept in memory until it can", self.path, error
+                )
             if self.path.exists():
                 os.truncate(self.path, good)
             return
@@ -76,5 +77,4 @@ def _parse(line: str) -> dict[str, Any] | None:
 
 
 def _finite(row: dict[str, Any]) -> dict[str, Any]:
-    return {k: None if isinstance(v, float) and not math.isfinite(v) else v
-            for k, v in row.items()}
+    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}

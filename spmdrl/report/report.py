@@ -13,30 +13,35 @@ from typing import Any
 import torch
 
 from spmdrl.algorithms.mismatch import correction_advice
-from spmdrl.world.comm import Ending
-from spmdrl.config import Config, flatten, trainer_ranks
 from spmdrl.check.options import CONSOLE, MLFLOW
+from spmdrl.commands.curves import draw
+from spmdrl.config import Config, flatten, trainer_ranks
 from spmdrl.model.flops import device_peak_flops, utilisation
 from spmdrl.report import console as text
 from spmdrl.report.console import Console
-from spmdrl.commands.curves import draw
-from spmdrl.report.provenance import save_environment
 from spmdrl.report.glossary import clean_name, values_of, with_aliases
 from spmdrl.report.jsonl import JsonLines, read_rows
 from spmdrl.report.logs import RankLog, agree_attempt_folder
+from spmdrl.report.provenance import save_environment
 from spmdrl.report.tracker import MlflowTracker, Status
-from spmdrl.rollout.outcomes import evaluation_file
 from spmdrl.rollout.idle import trainer_wait
+from spmdrl.rollout.outcomes import evaluation_file
 from spmdrl.types import Sums, add_sums
 from spmdrl.world import World
+from spmdrl.world.comm import Ending
 
 log = logging.getLogger(__name__)
 
 WORK_PHASES = ("generate", "update", "push")
 """Phases that are a step's work; the rest of its time is `perf/other_frac`. Generation that
 overlaps the update (split placement, lag above 0) counts as far as it is the longer one."""
-BESIDE_PHASES = ("evaluate", "gather evaluation", "begin checkpoint", "copy checkpoint",
-                 "checkpoint")
+BESIDE_PHASES = (
+    "evaluate",
+    "gather evaluation",
+    "begin checkpoint",
+    "copy checkpoint",
+    "checkpoint",
+)
 """Phases between two steps: not part of a step's `perf/other_frac` and `perf/tokens_per_s`."""
 
 _SAMPLES_SHOWN = 3
@@ -59,8 +64,9 @@ class Report:
         self.attempt_folder = agree_attempt_folder(world)
         self.console = Console()
         self._console_options = CONSOLE | cfg.report.console
-        self._log = RankLog(self.attempt_folder / f"rank_{world.rank}.log", rank=world.rank,
-                            console=self.console)
+        self._log = RankLog(
+            self.attempt_folder / f"rank_{world.rank}.log", rank=world.rank, console=self.console
+        )
         self._metrics = JsonLines(self.folder / "metrics.jsonl")
         self._samples = JsonLines(self.folder / "samples.jsonl")
         self._sample_rows: deque[dict[str, Any]] = deque(maxlen=_SAMPLE_ROWS_TRACKED)
@@ -73,8 +79,8 @@ class Report:
         self._last: dict[str, float] = {}
         self._last_at = time.perf_counter()
         self._columns = text.table_columns(
-            cfg.algorithm.objective, spark=self._spark,
-            has_ratio=cfg.batch.updates_per_step > 1)
+            cfg.algorithm.objective, spark=self._spark, has_ratio=cfg.batch.updates_per_step > 1
+        )
         world.watch.before_exit.append(self._abandon)
 
     # ---------------------------------------------------------------- start
@@ -98,8 +104,9 @@ class Report:
         self._last_at = time.perf_counter()
 
     def _start(self, derived: Mapping[str, Any], *, step: int) -> None:
-        environment = save_environment(self.cfg, folder=self.folder,
-                                       attempt_folder=self.attempt_folder)
+        environment = save_environment(
+            self.cfg, folder=self.folder, attempt_folder=self.attempt_folder
+        )
         dropped = self._rewind(step)
         if self.cfg.report.tracker == "mlflow":
             self._tracker = self._open_tracker(environment, step=step)
@@ -116,21 +123,28 @@ class Report:
         if self._tracker:
             self.console.line(f"  mlflow ui --backend-store-uri {self._tracker.uri}")
 
-    def _show_start(self, values: dict[str, float], seconds: dict[str, float], *,
-                    step: int) -> None:
+    def _show_start(
+        self, values: dict[str, float], seconds: dict[str, float], *, step: int
+    ) -> None:
         slow = sorted((s, name) for name, s in seconds.items() if s >= 0.5)[::-1]
         if slow:
             self.console.line("start-up: " + ", ".join(f"{name} {s:.1f} s" for s, name in slow))
         if "sync/bytes" in values:
             speed = values.get("sync/gb_per_s")
-            self.console.line(f"first push of the weights: {values['sync/bytes']:,.0f} bytes"
-                              + (f", {speed:.3f} GB/s" if speed is not None else ""))
+            self.console.line(
+                f"first push of the weights: {values['sync/bytes']:,.0f} bytes"
+                + (f", {speed:.3f} GB/s" if speed is not None else "")
+            )
         probe = {k: v for k, v in values.items() if k.startswith("sync/probe")}
         if probe:
-            gaps = ", ".join(f"{k.removeprefix('sync/')} {v:.{'4f' if v >= 1e-3 else '1e'}}"
-                             for k, v in probe.items())
-            self.console.line(f"engine against trainer, |logprob| gap in nats: {gaps} "
-                              f"(mean allowed: {self.cfg.stream.max_logprob_gap})")
+            gaps = ", ".join(
+                f"{k.removeprefix('sync/')} {v:.{'4f' if v >= 1e-3 else '1e'}}"
+                for k, v in probe.items()
+            )
+            self.console.line(
+                f"engine against trainer, |logprob| gap in nats: {gaps} "
+                f"(mean allowed: {self.cfg.stream.max_logprob_gap})"
+            )
             self._write(step, probe)
 
     def _open_tracker(self, environment: dict[str, Any], *, step: int) -> MlflowTracker:
@@ -140,11 +154,17 @@ class Report:
             tags["mlflow.source.git.commit"] = git["commit"]
         chosen = MLFLOW | {"run_name": self.folder.resolve().name} | self.cfg.report.mlflow
         return MlflowTracker(
-            str(chosen["uri"]), folder=self.folder, experiment=str(chosen["experiment"]),
-            run_name=str(chosen["run_name"]), resume=step > 0, tags=tags)
+            str(chosen["uri"]),
+            folder=self.folder,
+            experiment=str(chosen["experiment"]),
+            run_name=str(chosen["run_name"]),
+            resume=step > 0,
+            tags=tags,
+        )
 
     def _rewind(self, step: int) -> int:
         """Take out what this attempt writes again; return the number of metrics rows."""
+
         # An evaluation at step k is of the weights after k steps, which a checkpoint at k
         # already counts as done; a training row k is of the step that comes next.
         def is_past(row: dict[str, Any]) -> bool:
@@ -157,8 +177,13 @@ class Report:
             dropped = file.keep(is_past if step else lambda row: False, removed=removed)
             num_dropped += dropped if file is self._metrics else 0
             if dropped:
-                log.warning("%s: %d rows from step %d on belong to an earlier attempt; moved to %s",
-                            file.path, dropped, step, removed)
+                log.warning(
+                    "%s: %d rows from step %d on belong to an earlier attempt; moved to %s",
+                    file.path,
+                    dropped,
+                    step,
+                    removed,
+                )
         if self._metrics.path.exists():
             name = self._trend_metric()
             rows = [row for row in read_rows(self._metrics.path) if row.get(name) is not None]
@@ -170,8 +195,14 @@ class Report:
 
     # ---------------------------------------------------------------- each step
 
-    def step(self, step: int, sums: Sums, *, seconds: Mapping[str, float],
-             samples: Sequence[Mapping[str, Any]] = ()) -> dict[str, float]:
+    def step(
+        self,
+        step: int,
+        sums: Sums,
+        *,
+        seconds: Mapping[str, float],
+        samples: Sequence[Mapping[str, Any]] = (),
+    ) -> dict[str, float]:
         """Record one finished training step.
 
         Args:
@@ -211,6 +242,7 @@ class Report:
 
     def _derived_sums(self, sums: Sums) -> Sums:
         """Return the metrics that follow from others, in a form that adds up over steps."""
+
         def of(name: str) -> float:
             numerator, denominator = sums.get(name, (0.0, 0.0))
             return numerator / denominator if denominator else 0.0
@@ -230,8 +262,12 @@ class Report:
             own |= trainer_wait(of("time/await_rollouts"), generate, sums)
         if tokens:
             own["perf/tokens_per_s"] = (tokens, max(0.0, inside))
-        own |= utilisation(of("perf/trainer_flops"), update, ranks=len(trainer_ranks(self.cfg)),
-                           peak_flops=self._peak_flops)
+        own |= utilisation(
+            of("perf/trainer_flops"),
+            update,
+            ranks=len(trainer_ranks(self.cfg)),
+            peak_flops=self._peak_flops,
+        )
         if torch.cuda.is_initialized():
             own["mem/cuda_gib"] = (torch.cuda.max_memory_allocated() / 2**30, 1)
         return own
@@ -245,8 +281,9 @@ class Report:
     def _show(self, step: int) -> None:
         done, every = step + 1, self._console_options["table_every"]
         left_s = text.time_left(self._step_seconds, self.cfg.steps - done)
-        line = text.progress_line(done, self.cfg.steps, left_s=left_s,
-                                  step_s=self._step_seconds[-1])
+        line = text.progress_line(
+            done, self.cfg.steps, left_s=left_s, step_s=self._step_seconds[-1]
+        )
         if done % every == 0 or done == self.cfg.steps or done == 1:
             values = values_of(self._window) | {"step": done}
             if left_s is not None:
@@ -294,8 +331,10 @@ class Report:
             for path in (file, file.with_suffix(".txt")):
                 if path.exists():
                     self._tracker.artifact(path)
-        shown = ", ".join(f"{name.removeprefix('eval/')} {text.number(v, width=6).strip()}"
-                          for name, v in values.items())
+        shown = ", ".join(
+            f"{name.removeprefix('eval/')} {text.number(v, width=6).strip()}"
+            for name, v in values.items()
+        )
         self.console.line(f"evaluation after {step} steps: {shown}")
         return values
 
@@ -324,8 +363,10 @@ class Report:
             self._tracker.close(status)
         name = self._trend_metric()
         if name in self._first and name in self._last:
-            self.console.line(f"{status}: {name} {self._first[name]:.3f} in the first step, "
-                              f"{self._last[name]:.3f} in the last (of these single steps)")
+            self.console.line(
+                f"{status}: {name} {self._first[name]:.3f} in the first step, "
+                f"{self._last[name]:.3f} in the last (of these single steps)"
+            )
         self.console.line(f"metrics and logs: {self._metrics.path}, {self.attempt_folder}")
         if has_picture:
             self.console.line(f"curves: {picture}")

@@ -32,29 +32,42 @@ def page(view: View, *, color: str = "") -> str:
     if color == "advantage" and not known:
         raise ValueError(f"--color advantage: {'; '.join(view.notes)}; take --color logprob")
     color = color or ("advantage" if known else "logprob")
-    legend = (f"green: advantage above 0, red: below; strongest at {max(known):.4g}"
-              if color == "advantage" else
-              f"the less likely a token, the stronger; strongest at {_FAINTEST_NATS:g} nats")
+    legend = (
+        f"green: advantage above 0, red: below; strongest at {max(known):.4g}"
+        if color == "advantage"
+        else f"the less likely a token, the stronger; strongest at {_FAINTEST_NATS:g} nats"
+    )
     title = f"step {view.step}, group {view.group}"
     first = view.sequences[0].row
-    body = [f"<h1>{title}</h1>", f"<p>data row {first['row']}; {escape(legend)}; grey: not "
-            "sampled by the policy. Point at a token for its numbers.</p>",
-            *(f'<p class="note">{escape(note)}</p>' for note in view.notes),
-            "<h2>prompt</h2>", f"<pre>{escape(first['prompt'])}</pre>"]
+    body = [
+        f"<h1>{title}</h1>",
+        f"<p>data row {first['row']}; {escape(legend)}; grey: not "
+        "sampled by the policy. Point at a token for its numbers.</p>",
+        *(f'<p class="note">{escape(note)}</p>' for note in view.notes),
+        "<h2>prompt</h2>",
+        f"<pre>{escape(first['prompt'])}</pre>",
+    ]
     for one in view.sequences:
         body += _response(one, view, color=color, largest=max(known, default=0.0))
-    return (f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
-            f"<title>{title}</title><style>{_STYLE}</style></head>\n<body>\n"
-            + "\n".join(body) + "\n</body></html>\n")
+    return (
+        f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
+        f"<title>{title}</title><style>{_STYLE}</style></head>\n<body>\n"
+        + "\n".join(body)
+        + "\n</body></html>\n"
+    )
 
 
 def _response(one: Answer, view: View, *, color: str, largest: float) -> list[str]:
     from spmdrl.commands.view import title
 
-    spans = [_token(one, at, color=color, largest=largest)
-             for at in range(one.start, len(one.row["tokens"]))]
-    return [f"<h2>{escape(title(one, view.header['part_names']))}</h2>",
-            f"<pre>{''.join(spans)}</pre>"]
+    spans = [
+        _token(one, at, color=color, largest=largest)
+        for at in range(one.start, len(one.row["tokens"]))
+    ]
+    return [
+        f"<h2>{escape(title(one, view.header['part_names']))}</h2>",
+        f"<pre>{''.join(spans)}</pre>",
+    ]
 
 
 def _token(one: Answer, at: int, *, color: str, largest: float) -> str:
@@ -72,5 +85,7 @@ def _token(one: Answer, at: int, *, color: str, largest: float) -> str:
         advantage = one.advantage or 0.0
         hue = "210, 40, 40" if advantage < 0 else "0, 150, 60"
         strength = abs(advantage) / largest if largest else 0.0
-    return (f'<span style="background: rgba({hue}, {0.6 * max(0.0, strength):.3f})" '
-            f'title="{escape(numbers)}">{text}</span>')
+    return (
+        f'<span style="background: rgba({hue}, {0.6 * max(0.0, strength):.3f})" '
+        f'title="{escape(numbers)}">{text}</span>'
+    )

@@ -64,8 +64,17 @@ class MlflowTracker:
         system_every_s: seconds between two samples of MLflow's system metrics.
     """
 
-    def __init__(self, uri: str, *, folder: Path, experiment: str, run_name: str, resume: bool,
-                 tags: dict[str, str], system_every_s: float = 10.0):
+    def __init__(
+        self,
+        uri: str,
+        *,
+        folder: Path,
+        experiment: str,
+        run_name: str,
+        resume: bool,
+        tags: dict[str, str],
+        system_every_s: float = 10.0,
+    ):
         self.uri = uri or f"sqlite:///{folder.resolve() / 'mlflow.db'}"
         self._is_own_store = not uri
         self._folder, self._experiment, self._run_name = folder, experiment, run_name
@@ -120,8 +129,11 @@ class MlflowTracker:
         self._thread.join(timeout_s)
         lost = len(self._items) + self._dropped
         if self._thread.is_alive() or lost:
-            log.error("MLflow at %s did not take the last %d items; metrics.jsonl has them",
-                      self.uri, lost)
+            log.error(
+                "MLflow at %s did not take the last %d items; metrics.jsonl has them",
+                self.uri,
+                lost,
+            )
 
     def _close_at_exit(self) -> None:
         self.close("failed", timeout_s=10.0)  # the program left without closing: it crashed
@@ -164,9 +176,13 @@ class MlflowTracker:
     def _failed(self, error: Exception) -> None:
         if not self._failing:
             first_line = (str(error).splitlines() or [""])[0][:300]
-            log.error("MLflow at %s fails (%s: %s). Training goes on; metrics.jsonl has "
-                      "everything, and MLflow gets it when it answers again",
-                      self.uri, type(error).__name__, first_line)
+            log.error(
+                "MLflow at %s fails (%s: %s). Training goes on; metrics.jsonl has "
+                "everything, and MLflow gets it when it answers again",
+                self.uri,
+                type(error).__name__,
+                first_line,
+            )
         self._failing, self._sent_at = True, time.monotonic()
 
     def _recovered(self) -> None:
@@ -185,10 +201,13 @@ class MlflowTracker:
         if self._client is None:
             self._connect()
         steps = [item for item in items if isinstance(item, _Metrics)]
-        points = [Metric(_clean(name), value, item.time_ms, item.step)
-                  for item in steps for name, value in item.values.items()]
+        points = [
+            Metric(_clean(name), value, item.time_ms, item.step)
+            for item in steps
+            for name, value in item.values.items()
+        ]
         for start in range(0, len(points), _MAX_METRICS):
-            self._client.log_batch(self.run_id, metrics=points[start:start + _MAX_METRICS])
+            self._client.log_batch(self.run_id, metrics=points[start : start + _MAX_METRICS])
         self._took(steps)
         for item in items:
             if isinstance(item, _Params):
@@ -205,7 +224,7 @@ class MlflowTracker:
         known = self._client.get_run(self.run_id).data.params
         new = [Param(k, v) for k, v in item.values.items() if k not in known]
         for start in range(0, len(new), _MAX_PARAMS):
-            self._client.log_batch(self.run_id, params=new[start:start + _MAX_PARAMS])
+            self._client.log_batch(self.run_id, params=new[start : start + _MAX_PARAMS])
         for key, value in item.values.items():
             if known.get(key, value) != value:  # parameters of a run cannot change in MLflow
                 self._client.set_tag(self.run_id, f"from_step_{item.step}.{key}", value)
@@ -227,8 +246,11 @@ class MlflowTracker:
         file = {"uri": self.uri, "experiment": self._experiment, "run_id": self.run_id}
         (self._folder / _RUN_FILE).write_text(json.dumps(file) + "\n")
         self._monitor = SystemMetricsMonitor(
-            self.run_id, sampling_interval=self._system_every_s, resume_logging=True,
-            tracking_uri=self.uri)
+            self.run_id,
+            sampling_interval=self._system_every_s,
+            resume_logging=True,
+            tracking_uri=self.uri,
+        )
         self._monitor.start()
         self._client = client
 
@@ -257,8 +279,9 @@ class MlflowTracker:
                 raise
             info = None
         if info is None or info.lifecycle_stage == "deleted":
-            log.warning("MLflow run %s is gone from %s; a new one is made", file["run_id"],
-                        self.uri)
+            log.warning(
+                "MLflow run %s is gone from %s; a new one is made", file["run_id"], self.uri
+            )
             return None
         return file["run_id"]
 
@@ -267,7 +290,8 @@ class MlflowTracker:
         if found is None:
             place = (self._folder.resolve() / "mlflow_artifacts").as_uri()
             number = client.create_experiment(
-                self._experiment, artifact_location=place if self._is_own_store else None)
+                self._experiment, artifact_location=place if self._is_own_store else None
+            )
         else:
             number = found.experiment_id
         return client.create_run(number, run_name=self._run_name, tags=self._tags).info.run_id
@@ -303,8 +327,6 @@ def _import_mlflow() -> None:
     # MLflow reports usage to its makers unless told otherwise before its first import. Training
     # clusters often have no way out, and a run is its owner's business.
     os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"
-    import mlflow.system_metrics.system_metrics_monitor
-    import mlflow.tracking
     from mlflow.environment_variables import (
         MLFLOW_HTTP_REQUEST_MAX_RETRIES,
         MLFLOW_HTTP_REQUEST_TIMEOUT,

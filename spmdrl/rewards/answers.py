@@ -12,7 +12,8 @@ _DIGITS = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)"
 _UNSIGNED = rf"(?:{_DIGITS}(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?"
 _NUMBER = re.compile(
     rf"(?P<top>(?:(?<![\w)])[-+])?{_UNSIGNED})"
-    rf"(?:\s*/\s*(?P<bottom>{_UNSIGNED}))?(?P<percent>\s*\\?%)?")
+    rf"(?:\s*/\s*(?P<bottom>{_UNSIGNED}))?(?P<percent>\s*\\?%)?"
+)
 _LATEX_FRACTION = re.compile(r"\\[dt]?frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}")
 _TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _FENCE = re.compile(r"```[^\n`]*\n(.*?)(?:```|\Z)", re.DOTALL)
@@ -26,7 +27,7 @@ class Number:
     is_percent: bool
     """`value` is what stands before the sign."""
 
-    def equals(self, other: "Number", *, tolerance: float) -> bool:
+    def equals(self, other: Number, *, tolerance: float) -> bool:
         """Compare relative to the other's size, or to 1 if that is less. Where one of the two
         has a percent sign, the other may be meant as percent or as a share."""
         mine = [self.value]
@@ -95,7 +96,11 @@ def fenced_code(text: str) -> str | None:
 
 
 _FINDERS: dict[str, Callable[[str], str | None]] = {
-    "all": str.strip, "boxed": boxed, "hashes": after_hashes, "tag": in_tag}
+    "all": str.strip,
+    "boxed": boxed,
+    "hashes": after_hashes,
+    "tag": in_tag,
+}
 
 
 NO_ANSWER = "[INVALID]"

@@ -58,15 +58,26 @@ class Endpoint:
     """
 
     def __init__(
-        self, url: str, *, api_key_env: str = "", timeout_s: float = 6.0, total_s: float = 8.0,
-        retries: int = 4, backoff_s: float = 0.5, requests_per_s: float = 0.0, cache: str = "",
+        self,
+        url: str,
+        *,
+        api_key_env: str = "",
+        timeout_s: float = 6.0,
+        total_s: float = 8.0,
+        retries: int = 4,
+        backoff_s: float = 0.5,
+        requests_per_s: float = 0.0,
+        cache: str = "",
     ):
         if not url.startswith(("http://", "https://")):
             raise ValueError(f"url: expected http://... or https://..., got {url!r}")
         if not 0 < timeout_s <= total_s:
             raise ValueError(f"timeout_s: must be in (0, total_s = {total_s}], got {timeout_s}")
-        for name, value in (("retries", retries), ("backoff_s", backoff_s),
-                            ("requests_per_s", requests_per_s)):
+        for name, value in (
+            ("retries", retries),
+            ("backoff_s", backoff_s),
+            ("requests_per_s", requests_per_s),
+        ):
             if value < 0:
                 raise ValueError(f"{name}: must be 0 or more, got {value}")
         self.url, self._api_key_env = url, api_key_env
@@ -109,8 +120,9 @@ class Endpoint:
             self._asking[key] = lock, count + 1
         try:
             if not lock.acquire(timeout=max(0.0, end - time.monotonic())):
-                raise EndpointError(f"{self.url}: an equal request got no usable reply within "
-                                    f"{self._total_s:g} s")
+                raise EndpointError(
+                    f"{self.url}: an equal request got no usable reply within {self._total_s:g} s"
+                )
             try:
                 yield
             finally:
@@ -147,9 +159,11 @@ class Endpoint:
             if attempt == self._retries or time.monotonic() + wait_s >= end:
                 break
             time.sleep(wait_s)
-        raise EndpointError(f"{self.url}: no usable reply in {attempt + 1} of "
-                            f"{self._retries + 1} tries within {self._total_s:g} s; last: "
-                            f"{failure[:500]}")
+        raise EndpointError(
+            f"{self.url}: no usable reply in {attempt + 1} of "
+            f"{self._retries + 1} tries within {self._total_s:g} s; last: "
+            f"{failure[:500]}"
+        )
 
     def _wait_for_turn(self, end: float) -> bool:
         with self._turns:
@@ -185,8 +199,10 @@ class Endpoint:
         if self._api_key_env:
             key = os.environ.get(self._api_key_env)
             if not key:
-                raise ValueError(f"api_key_env: the environment variable {self._api_key_env} is "
-                                 "not set here; export it where the job starts")
+                raise ValueError(
+                    f"api_key_env: the environment variable {self._api_key_env} is "
+                    "not set here; export it where the job starts"
+                )
             headers["Authorization"] = f"Bearer {key}"
         return headers
 
@@ -235,9 +251,9 @@ class _Cache:
 
     def _open(self) -> sqlite3.Connection:
         if self._file is None:  # here, so that each process has its own
-            self._file = sqlite3.connect(
-                self._place, timeout=5.0, check_same_thread=False)
+            self._file = sqlite3.connect(self._place, timeout=5.0, check_same_thread=False)
             with self._file as file:
-                file.execute("CREATE TABLE IF NOT EXISTS replies "
-                             "(key TEXT PRIMARY KEY, reply TEXT)")
+                file.execute(
+                    "CREATE TABLE IF NOT EXISTS replies (key TEXT PRIMARY KEY, reply TEXT)"
+                )
         return self._file

@@ -29,9 +29,7 @@ import logging
 import re
 from typing import Any
 
-from spmdrl.rewards.answers import (
-    boxed, find_answer, last_number, reference_answer, reported,
-)
+from spmdrl.rewards.answers import boxed, find_answer, last_number, reference_answer, reported
 from spmdrl.rewards.forked import run_forked
 from spmdrl.rewards.programs import code
 
@@ -44,8 +42,13 @@ _PLAIN = re.compile(r"-?(?:\\[dt]?frac)?[\d{},./ -]{1,40}")  # no power, no fact
 
 
 def exact(
-    data_source: str | None, solution_str: str, ground_truth: Any, extra_info: dict | None = None,
-    *, where: str = "all", ignore_case: bool = False,
+    data_source: str | None,
+    solution_str: str,
+    ground_truth: Any,
+    extra_info: dict | None = None,
+    *,
+    where: str = "all",
+    ignore_case: bool = False,
 ) -> dict[str, Any]:
     """Reward an answer that equals the reference, apart from space around it.
 
@@ -63,8 +66,13 @@ def exact(
 
 
 def numeric(
-    data_source: str | None, solution_str: str, ground_truth: Any, extra_info: dict | None = None,
-    *, where: str = "all", tolerance: float = 1e-6,
+    data_source: str | None,
+    solution_str: str,
+    ground_truth: Any,
+    extra_info: dict | None = None,
+    *,
+    where: str = "all",
+    tolerance: float = 1e-6,
 ) -> dict[str, Any]:
     """Reward an answer whose last number equals the reference's last number.
 
@@ -88,8 +96,13 @@ def numeric(
 
 
 def math(
-    data_source: str | None, solution_str: str, ground_truth: Any, extra_info: dict | None = None,
-    *, where: str = "all", timeout_s: float = 5.0,
+    data_source: str | None,
+    solution_str: str,
+    ground_truth: Any,
+    extra_info: dict | None = None,
+    *,
+    where: str = "all",
+    timeout_s: float = 5.0,
 ) -> dict[str, Any]:
     """Reward an answer that is mathematically equal to the reference, by math-verify.
 
@@ -140,8 +153,9 @@ def _math_verify() -> Any:
     try:
         import math_verify
     except ImportError as error:
-        raise ValueError(f"the grader `math` needs math-verify ({error}): "
-                         "pip install 'math-verify[antlr4_13_2]'") from None
+        raise ValueError(
+            f"the grader `math` needs math-verify ({error}): pip install 'math-verify[antlr4_13_2]'"
+        ) from None
     return math_verify
 
 
@@ -156,7 +170,9 @@ math.prepare = _prepare_math
 
 
 def think_format(
-    data_source: str | None, solution_str: str, ground_truth: Any = None,
+    data_source: str | None,
+    solution_str: str,
+    ground_truth: Any = None,
     extra_info: dict | None = None,
 ) -> float:
     """Reward a response of the form `<think>...</think> answer`, each tag once."""
@@ -164,8 +180,12 @@ def think_format(
 
 
 def matches(
-    data_source: str | None, solution_str: str, ground_truth: Any = None,
-    extra_info: dict | None = None, *, pattern: str,
+    data_source: str | None,
+    solution_str: str,
+    ground_truth: Any = None,
+    extra_info: dict | None = None,
+    *,
+    pattern: str,
 ) -> float:
     """Reward a response that matches a regular expression as a whole; `.` is any character.
 
@@ -176,8 +196,12 @@ def matches(
 
 
 def length(
-    completions: list, completion_ids: list[list[int]], *, min_tokens: int = 0,
-    max_tokens: int | None = None, slack_tokens: int = 0,
+    completions: list,
+    completion_ids: list[list[int]],
+    *,
+    min_tokens: int = 0,
+    max_tokens: int | None = None,
+    slack_tokens: int = 0,
 ) -> list[float]:
     """Reward responses of at least `min_tokens` and at most `max_tokens` sampled tokens with 1.
 

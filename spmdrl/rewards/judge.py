@@ -48,8 +48,12 @@ class ServedReward:
     """
 
     def __init__(
-        self, endpoint: Endpoint, *, body: Callable[[Any, str, dict], dict],
-        read: Callable[[Any], tuple[float, str]], concurrency: int,
+        self,
+        endpoint: Endpoint,
+        *,
+        body: Callable[[Any, str, dict], dict],
+        read: Callable[[Any], tuple[float, str]],
+        concurrency: int,
     ):
         if type(concurrency) is not int or concurrency < 1:
             raise ValueError(f"concurrency: must be 1 or more requests, got {concurrency!r}")
@@ -61,8 +65,7 @@ class ServedReward:
         self._endpoint.prepare()
 
     def __call__(
-        self, prompts: list, completions: list, log_extra: Callable | None = None,
-        **columns: list,
+        self, prompts: list, completions: list, log_extra: Callable | None = None, **columns: list
     ) -> list[float]:
         """Return one reward per completion, in order; log_extra gets the replies as `reply`.
 
@@ -81,9 +84,17 @@ class ServedReward:
 
 
 def judge(
-    *, url: str, model: str, template: str = DEFAULT_TEMPLATE, system: str = "",
-    score_pattern: str = _SCORE, low: float = 0.0, high: float = 10.0,
-    options: Mapping[str, Any] | None = None, concurrency: int = 32, **endpoint: Any,
+    *,
+    url: str,
+    model: str,
+    template: str = DEFAULT_TEMPLATE,
+    system: str = "",
+    score_pattern: str = _SCORE,
+    low: float = 0.0,
+    high: float = 10.0,
+    options: Mapping[str, Any] | None = None,
+    concurrency: int = 32,
+    **endpoint: Any,
 ) -> ServedReward:
     """Make a reward of a chat model's written score.
 
@@ -113,6 +124,7 @@ def judge(
 
     def body(prompt: Any, response: str, row: dict) -> dict:
         """Return the request about one response."""
+
         def fill(place: re.Match) -> str:  # in one pass: a response may hold {reference}
             if place[1] == "reference":
                 return str(ground_truth_of(row))
@@ -132,13 +144,23 @@ def judge(
             raise ValueError(f"the score {score} is outside [{low}, {high}]")
         return (score - low) / (high - low), text
 
-    return ServedReward(Endpoint(url.rstrip("/") + "/chat/completions", **endpoint),
-                        body=body, read=read, concurrency=concurrency)
+    return ServedReward(
+        Endpoint(url.rstrip("/") + "/chat/completions", **endpoint),
+        body=body,
+        read=read,
+        concurrency=concurrency,
+    )
 
 
 def reward_server(
-    *, url: str, model: str, kind: str = "classify", class_index: int | None = None,
-    options: Mapping[str, Any] | None = None, concurrency: int = 32, **endpoint: Any,
+    *,
+    url: str,
+    model: str,
+    kind: str = "classify",
+    class_index: int | None = None,
+    options: Mapping[str, Any] | None = None,
+    concurrency: int = 32,
+    **endpoint: Any,
 ) -> ServedReward:
     """Make a reward of a model that vLLM serves (`vllm serve MODEL --runner pooling`).
 
@@ -172,8 +194,12 @@ def reward_server(
             raise ValueError(f"{value!r} is no finite number")
         return float(value), ""
 
-    return ServedReward(Endpoint(f"{url.rstrip('/')}/{kind}", **endpoint),
-                        body=body, read=read, concurrency=concurrency)
+    return ServedReward(
+        Endpoint(f"{url.rstrip('/')}/{kind}", **endpoint),
+        body=body,
+        read=read,
+        concurrency=concurrency,
+    )
 
 
 def _of_class(values: Sequence[float], index: int | None) -> float:

@@ -55,9 +55,18 @@ class Case:
 
 
 def code(
-    data_source: str | None, solution_str: str, ground_truth: Any, extra_info: dict | None = None,
-    *, score: str = "all", timeout_s: float = 4.0, total_s: float = 8.0, memory_mb: int = 512,
-    packages: Sequence[str] = (), needs_fence: bool = False, allow_unprotected: bool = False,
+    data_source: str | None,
+    solution_str: str,
+    ground_truth: Any,
+    extra_info: dict | None = None,
+    *,
+    score: str = "all",
+    timeout_s: float = 4.0,
+    total_s: float = 8.0,
+    memory_mb: int = 512,
+    packages: Sequence[str] = (),
+    needs_fence: bool = False,
+    allow_unprotected: bool = False,
 ) -> dict[str, Any]:
     """Run the last ``` block of a response (without one: all of it) against the reference's tests.
 
@@ -93,9 +102,18 @@ def code(
     passed, timed_out, why = 0, False, ""
     for number, case in enumerate(cases):
         left = min(timeout_s, end - time.monotonic())
-        failure = "timeout" if left <= 0 else _failure(
-            program, case, timeout_s=left, memory_mb=memory_mb, packages=packages,
-            allow_unprotected=allow_unprotected)
+        failure = (
+            "timeout"
+            if left <= 0
+            else _failure(
+                program,
+                case,
+                timeout_s=left,
+                memory_mb=memory_mb,
+                packages=packages,
+                allow_unprotected=allow_unprotected,
+            )
+        )
         passed += not failure
         timed_out |= failure == "timeout"
         why = why or (f"test {number}: {failure}" if failure else "")
@@ -108,8 +126,10 @@ def code(
 def _prepare(*, allow_unprotected: bool = False, **_: Any) -> None:
     found = protection()
     if not found.is_enough and not allow_unprotected:
-        raise ValueError(f"the grader `code`: {found.text}. To run the code all the same, bind "
-                         "allow_unprotected=True")
+        raise ValueError(
+            f"the grader `code`: {found.text}. To run the code all the same, bind "
+            "allow_unprotected=True"
+        )
 
 
 code.prepare = _prepare
@@ -137,7 +157,7 @@ def _failure(program: str, case: Case, **options: Any) -> str:
         return "no result"
     # Some sets wrap each result into a list.
     wrapped = isinstance(case.expected, list) and len(case.expected) == 1
-    right = _same(result, case.expected) or wrapped and _same(result, case.expected[0])
+    right = _same(result, case.expected) or (wrapped and _same(result, case.expected[0]))
     return "" if right else "wrong result"
 
 
@@ -154,9 +174,11 @@ def _same(result: Any, expected: Any) -> bool:
 
 def _same_output(given: str, expected: str) -> bool:
     ours, theirs = (
-        [line.strip() for line in text.strip().splitlines()] for text in (given, expected))
+        [line.strip() for line in text.strip().splitlines()] for text in (given, expected)
+    )
     return len(ours) == len(theirs) and all(
-        a == b or _numbers(a) == _numbers(b) is not None for a, b in zip(ours, theirs))
+        a == b or _numbers(a) == _numbers(b) is not None for a, b in zip(ours, theirs)
+    )
 
 
 def _numbers(line: str) -> list[Decimal] | None:
@@ -191,11 +213,14 @@ def read_cases(ground_truth: Any, *, entry_point: str | None = None) -> list[Cas
     elif isinstance(tests, (list, tuple)) and all(isinstance(t, str) for t in tests):
         cases = [Case("assert", test) for test in tests]
     elif isinstance(tests, (list, tuple)) and all(
-            isinstance(t, dict) and {"input", "output"} <= t.keys() for t in tests):
+        isinstance(t, dict) and {"input", "output"} <= t.keys() for t in tests
+    ):
         cases = [_pair(t["input"], t["output"], _name_of(t)) for t in tests]
     if not cases:
-        raise ValueError(f"the tests {ground_truth!r:.80} have none of the known shapes, or there "
-                         f"are none:\n{_SHAPES}")
+        raise ValueError(
+            f"the tests {ground_truth!r:.80} have none of the known shapes, or there "
+            f"are none:\n{_SHAPES}"
+        )
     return cases
 
 
@@ -206,8 +231,9 @@ def _from_json(ground_truth: Any) -> Any:
         try:
             return json.loads(ground_truth)
         except ValueError as error:
-            raise ValueError(f"the tests {ground_truth!r:.80} look like JSON and are not: {error}"
-                             ) from None
+            raise ValueError(
+                f"the tests {ground_truth!r:.80} look like JSON and are not: {error}"
+            ) from None
     return ground_truth
 
 
@@ -218,8 +244,9 @@ def _name_of(test: dict) -> str:
 
 def _pair(given: Any, expected: Any, name: str) -> Case:
     if not name:
-        joined = ["\n".join(map(str, v)) if isinstance(v, list) else str(v)
-                  for v in (given, expected)]
+        joined = [
+            "\n".join(map(str, v)) if isinstance(v, list) else str(v) for v in (given, expected)
+        ]
         return Case("stdin", *joined)
     if isinstance(given, str):  # LiveCodeBench: one argument in JSON on each line
         given, expected = [json.loads(line) for line in given.splitlines()], json.loads(expected)

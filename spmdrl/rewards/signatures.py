@@ -118,16 +118,14 @@ def reward_models(specs: Sequence[str]) -> dict[int, str]:
 
     Trainer ranks score with these, see `policy.reward_model`; workers have the other entries.
     """
-    return {i: spec.removeprefix(_MODEL) for i, spec in enumerate(specs)
-            if spec.startswith(_MODEL)}
+    return {i: spec.removeprefix(_MODEL) for i, spec in enumerate(specs) if spec.startswith(_MODEL)}
 
 
 def part_names(specs: Sequence[str]) -> tuple[str, ...]:
     """Return one name per entry: the function's, the task's or the model folder's own, with its
     position where two share one."""
     names = [_own_name(spec) for spec in specs]
-    return tuple(name if names.count(name) == 1 else f"{name}_{i}"
-                 for i, name in enumerate(names))
+    return tuple(name if names.count(name) == 1 else f"{name}_{i}" for i, name in enumerate(names))
 
 
 def _own_name(spec: str) -> str:
@@ -163,8 +161,10 @@ def adapt(function: Callable, *, spec: str) -> Reward:
         is_async = _is_async(function)
         return Reward(call, read, _concurrency(function, is_async=is_async, spec=spec), is_async)
     shown = ", ".join(sorted(wanted.names)) or "none that can be read"
-    raise ValueError(f"rewards.functions: {spec} has parameters ({shown}), which fit none of the "
-                     f"known signatures:\n{KNOWN_SIGNATURES}")
+    raise ValueError(
+        f"rewards.functions: {spec} has parameters ({shown}), which fit none of the "
+        f"known signatures:\n{KNOWN_SIGNATURES}"
+    )
 
 
 def _read_parameters(function: Callable) -> _Parameters:
@@ -177,18 +177,22 @@ def _read_parameters(function: Callable) -> _Parameters:
     return _Parameters(
         names=frozenset(p.name for p in named),
         required=frozenset(p.name for p in named if p.default is kinds.empty),
-        takes_any=any(p.kind is kinds.VAR_KEYWORD for p in parameters))
+        takes_any=any(p.kind is kinds.VAR_KEYWORD for p in parameters),
+    )
 
 
 def _refuse(unknown: frozenset[str], spec: str) -> None:
     if unknown:
-        raise ValueError(f"rewards.functions: {spec} requires {', '.join(sorted(unknown))}, which "
-                         f"is not available here; give a default. Known:\n{KNOWN_SIGNATURES}")
+        raise ValueError(
+            f"rewards.functions: {spec} requires {', '.join(sorted(unknown))}, which "
+            f"is not available here; give a default. Known:\n{KNOWN_SIGNATURES}"
+        )
 
 
 def _is_async(function: Callable) -> bool:
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
-        getattr(function, "__call__", None))
+        getattr(function, "__call__", None)
+    )
 
 
 def _concurrency(function: Callable, *, is_async: bool, spec: str) -> int:
@@ -196,17 +200,20 @@ def _concurrency(function: Callable, *, is_async: bool, spec: str) -> int:
     inner = function.func if isinstance(function, functools.partial) else function
     chosen = getattr(function, "concurrency", getattr(inner, "concurrency", default))
     if type(chosen) is not int or chosen < 1:
-        raise ValueError(f"rewards.functions: {spec} has concurrency {chosen!r}; expected the "
-                         "number of samples under way at once in a worker, 1 or more")
+        raise ValueError(
+            f"rewards.functions: {spec} has concurrency {chosen!r}; expected the "
+            "number of samples under way at once in a worker, 1 or more"
+        )
     return chosen
 
 
-def _call_verl(
-    function: Callable, sample: Sample, score: Score, *, wanted: _Parameters
-) -> Any:
+def _call_verl(function: Callable, sample: Sample, score: Score, *, wanted: _Parameters) -> Any:
     row = sample.row
-    given = {"data_source": row.get("data_source"), "solution_str": sample.text,
-             "extra_info": row.get("extra_info")}
+    given = {
+        "data_source": row.get("data_source"),
+        "solution_str": sample.text,
+        "extra_info": row.get("extra_info"),
+    }
     if "ground_truth" in wanted.required:
         given["ground_truth"] = ground_truth_of(row)
     else:  # a format check, say: it can do without
@@ -239,14 +246,18 @@ def _call_trl(function: Callable, sample: Sample, score: Score, *, wanted: _Para
     reply = [{"role": "assistant", "content": sample.text}] if is_chat else sample.text
     columns = {k: [v] for k, v in row.items() if k not in ("prompt", "completion")}
     given = columns | {
-        "prompts": [prompt], "completions": [reply], "completion_ids": [sample.tokens],
+        "prompts": [prompt],
+        "completions": [reply],
+        "completion_ids": [sample.tokens],
         "log_metric": score.note,
         "log_extra": lambda name, values: score.note(name, values[0]),
     }
     absent = wanted.required - set(given)
     if absent:
-        raise ValueError(f"the function asks for column {sorted(absent)[0]!r}, the row has "
-                         f"{', '.join(map(str, row))}")
+        raise ValueError(
+            f"the function asks for column {sorted(absent)[0]!r}, the row has "
+            f"{', '.join(map(str, row))}"
+        )
     return function(**wanted.select(given))
 
 

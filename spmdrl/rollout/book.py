@@ -55,7 +55,13 @@ class Book:
 
 
 def take_tickets(
-    book: Book, rules: Rules, *, part: int, most: int, last: int, version: int,
+    book: Book,
+    rules: Rules,
+    *,
+    part: int,
+    most: int,
+    last: int,
+    version: int,
     deal: Callable[[int], list[list[int]]],
 ) -> list[Ticket]:
     """Take tickets: prompts of the earliest step that has any, of one's own part first.
@@ -67,8 +73,9 @@ def take_tickets(
         last: last step wanted. version: of the caller's weights.
         deal: returns the slots of a step by part.
     """
-    count = num_to_admit(rules, len(book.waiting), next_step=book.next, last_step=last,
-                         version=version)
+    count = num_to_admit(
+        rules, len(book.waiting), next_step=book.next, last_step=last, version=version
+    )
     tickets = []
     for _ in range(min(count, most)):
         if not book.left:
@@ -86,7 +93,12 @@ def take_tickets(
 
 
 def finish(
-    book: Book, rules: Rules, *, complete: Sequence[int], dropped: Sequence[int], last: int,
+    book: Book,
+    rules: Rules,
+    *,
+    complete: Sequence[int],
+    dropped: Sequence[int],
+    last: int,
     slots_of: Callable[[int], Sequence[int]],
 ) -> None:
     """Note groups that are complete, or to be replaced, and close the steps that are full.
@@ -207,9 +219,16 @@ def _from_text(text: str) -> Book:
 
 def book_from_dict(plain: dict[str, Any]) -> Book:
     """Undo dataclasses.asdict, whether or not it went through JSON, where keys are text."""
-    return Book(**plain | {
-        "left": {int(step): [list(slots) for slots in parts]
-                 for step, parts in plain["left"].items()},
-        "waiting": {int(number): tuple(group) for number, group in plain["waiting"].items()},
-        "closed": {int(step): {int(number): slot for number, slot in groups.items()}
-                   for step, groups in plain["closed"].items()}})
+    return Book(
+        **plain
+        | {
+            "left": {
+                int(step): [list(slots) for slots in parts] for step, parts in plain["left"].items()
+            },
+            "waiting": {int(number): tuple(group) for number, group in plain["waiting"].items()},
+            "closed": {
+                int(step): {int(number): slot for number, slot in groups.items()}
+                for step, groups in plain["closed"].items()
+            },
+        }
+    )

@@ -36,9 +36,11 @@ _REPLY = "spmdrl-stands-for-the-reply"
 _WHERE = "rollout.environment"
 _SHOWN_CHARS = 60
 _CACHED_OPENINGS = 256
-_KEEP = ("rollout.environment {rewrites: keep} goes on from the tokens as sampled (whoever uses "
-         "the model later with this template shows it something else); or give the tokenizer a "
-         "template that leaves earlier turns alone")
+_KEEP = (
+    "rollout.environment {rewrites: keep} goes on from the tokens as sampled (whoever uses "
+    "the model later with this template shows it something else); or give the tokenizer a "
+    "template that leaves earlier turns alone"
+)
 
 
 class Chat:
@@ -56,8 +58,12 @@ class Chat:
     """
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, *, stop_token_ids: Collection[int],
-        tools: list[dict] | None = None, parser: Parser | None = None,
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        stop_token_ids: Collection[int],
+        tools: list[dict] | None = None,
+        parser: Parser | None = None,
         rewrites: Literal["refuse", "keep"] = "refuse",
     ):
         self.tokenizer, self.tools, self._parser = tokenizer, tools or None, parser
@@ -65,8 +71,9 @@ class Chat:
         # The samples of a group open alike, and openings are the long texts.
         self._encoded_opening = functools.lru_cache(maxsize=_CACHED_OPENINGS)(self._encode)
         if rewrites not in ("refuse", "keep"):
-            raise ValueError(f"rollout.environment.rewrites: must be refuse or keep, got "
-                             f"{rewrites!r}")
+            raise ValueError(
+                f"rollout.environment.rewrites: must be refuse or keep, got {rewrites!r}"
+            )
         self._check_closing()
         kinds = _probes(has_tools=bool(tools))
         for messages in kinds:
@@ -99,16 +106,21 @@ class Chat:
     def responses(self, completions: Iterable[Completion]) -> list[Response]:
         """Return finished turns as environments get them, decoded together."""
         completions = list(completions)
-        bodies = [c.tokens[:-1] if c.tokens and c.tokens[-1] in self._stops else c.tokens
-                  for c in completions]
+        bodies = [
+            c.tokens[:-1] if c.tokens and c.tokens[-1] in self._stops else c.tokens
+            for c in completions
+        ]
         texts = self.tokenizer.batch_decode(bodies, skip_special_tokens=True)
         if self._parser is None:
-            return [Response(text, is_truncated=c.is_truncated)
-                    for text, c in zip(texts, completions)]
+            return [
+                Response(text, is_truncated=c.is_truncated) for text, c in zip(texts, completions)
+            ]
         # The marks of a call are special tokens in some vocabularies.
         marked = self.tokenizer.batch_decode(bodies, skip_special_tokens=False)
-        return [Response(text, self._parser(raw), c.is_truncated)
-                for text, raw, c in zip(texts, marked, completions)]
+        return [
+            Response(text, self._parser(raw), c.is_truncated)
+            for text, raw, c in zip(texts, marked, completions)
+        ]
 
     # ---------------------------------------------------------------- what the template does
 
@@ -116,8 +128,14 @@ class Chat:
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]
 
     def _opening_text(self, messages: list[Message], *, tools: list[dict] | None) -> str:
-        return render(messages, self.tokenizer, template="auto", tools=tools, where=_WHERE,
-                      opens_reply=messages[-1]["role"] != "assistant")
+        return render(
+            messages,
+            self.tokenizer,
+            template="auto",
+            tools=tools,
+            where=_WHERE,
+            opens_reply=messages[-1]["role"] != "assistant",
+        )
 
     def _rendered(self, messages: list[Message], **options: Any) -> str:
         return apply_template(messages, self.tokenizer, where=_WHERE, tools=None, **options)
@@ -127,8 +145,10 @@ class Chat:
         text = self._rendered([*_stand_in(), *messages], add_generation_prompt=True)
         before, mark, after = text.partition(_REPLY)
         if not mark:
-            raise ValueError(f"{_WHERE}: the chat template leaves a reply out when "
-                             f"{_roles(messages)} follow, so nothing can be appended to it")
+            raise ValueError(
+                f"{_WHERE}: the chat template leaves a reply out when "
+                f"{_roles(messages)} follow, so nothing can be appended to it"
+            )
         return after
 
     def _check_closing(self) -> None:
@@ -143,15 +163,18 @@ class Chat:
             f"first token {shown[0]!r} does not stop the engine (it stops at "
             f"{', '.join(map(repr, names))}); the policy would write the other side's turns too. "
             f"Add it to sampling.stop_token_ids"
-            + (f": {tokens[0]}" if tokens else ", or use a chat template that closes replies"))
+            + (f": {tokens[0]}" if tokens else ", or use a chat template that closes replies")
+        )
 
     def _check_answer(self, messages: list[Message]) -> None:
         try:
             self._joint(messages)
         except ValueError as error:
-            raise ValueError(f"{error}\nThat was a reply answered by {_roles(messages)}. A "
-                             "template without tool messages takes the environment `tools` with "
-                             "reply_role=user") from None
+            raise ValueError(
+                f"{error}\nThat was a reply answered by {_roles(messages)}. A "
+                "template without tool messages takes the environment `tools` with "
+                "reply_role=user"
+            ) from None
 
     def _heads(self) -> list[list[Message]]:
         user = [{"role": "user", "content": "begin"}]
@@ -172,15 +195,21 @@ class Chat:
         try:
             theirs = self._opening_text(whole, tools=self.tools)
         except ValueError as error:
-            raise ValueError(f"{error}\nThat was a conversation of replies, each answered by "
-                             f"{_roles(messages)}. {_KEEP}") from None
+            raise ValueError(
+                f"{error}\nThat was a conversation of replies, each answered by "
+                f"{_roles(messages)}. {_KEEP}"
+            ) from None
         if kept != theirs:
             raise ValueError(_difference(kept, theirs, messages))
 
 
 def make_chat(
-    options: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, *,
-    stop_token_ids: Collection[int], tools: list[dict], tool_parser: str,
+    options: Mapping[str, Any],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    stop_token_ids: Collection[int],
+    tools: list[dict],
+    tool_parser: str,
 ) -> Chat:
     """Make the Chat of a run.
 
@@ -191,8 +220,13 @@ def make_chat(
     Raises: ValueError as Chat and make_parser.
     """
     parser = make_parser(tool_parser, tokenizer) if tool_parser else None
-    return Chat(tokenizer, stop_token_ids=stop_token_ids, tools=tools, parser=parser,
-                rewrites=options.get("rewrites", "refuse"))
+    return Chat(
+        tokenizer,
+        stop_token_ids=stop_token_ids,
+        tools=tools,
+        parser=parser,
+        rewrites=options.get("rewrites", "refuse"),
+    )
 
 
 def _probes(*, has_tools: bool) -> list[list[Message]]:
@@ -216,6 +250,8 @@ def _difference(kept: str, theirs: str, messages: list[Message]) -> str:
     at = len(os.path.commonprefix([kept, theirs]))
     begin = max(0, at - _SHOWN_CHARS // 2)
     ours, other = (t[begin : at + _SHOWN_CHARS] for t in (kept, theirs))
-    return (f"{_WHERE}: the chat template rewrites earlier turns once {_roles(messages)} follow: "
-            f"what read\n  {ours!r}\nbecomes\n  {other!r}\nThe policy would be shown what it did "
-            f"not sample. {_KEEP}")
+    return (
+        f"{_WHERE}: the chat template rewrites earlier turns once {_roles(messages)} follow: "
+        f"what read\n  {ours!r}\nbecomes\n  {other!r}\nThe policy would be shown what it did "
+        f"not sample. {_KEEP}"
+    )

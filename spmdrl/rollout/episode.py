@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from spmdrl.engine.protocol import Completion, Request
-from spmdrl.workers.pool import RewardResult
 from spmdrl.types import Prompt
+from spmdrl.workers.pool import RewardResult
 
 GREEDY = -1
 """Position in its group of a prompt's greedy response: a baseline, never trained on."""
@@ -80,7 +80,7 @@ class Response:
             # A turn computes what came before it anew, or finds it in the cache. It was drawn with
             # the routes of then.
             old = completion.routes[:0] if self.routes is None else self.routes
-            self.routes = torch.cat([old, completion.routes[len(old):]])
+            self.routes = torch.cat([old, completion.routes[len(old) :]])
 
     def observed(self, tokens: list[int]) -> None:
         """Append what an environment said."""
@@ -164,7 +164,7 @@ class Episode:
     info: dict[str, float] = field(default_factory=dict)
     """What the environment reported besides, added up over turns."""
 
-    def copy(self) -> "Episode":
+    def copy(self) -> Episode:
         """Return one that does not change with this one; the group is the same."""
         return replace(self, response=copy.deepcopy(self.response), info=dict(self.info))
 
@@ -177,8 +177,13 @@ class Episode:
     def turn(self) -> Completion:
         """Return the policy's latest turn as the engine gave it."""
         part, response = slice(self.turn_start, None), self.response
-        return Completion(self.key, tuple(response.tokens[part]), tuple(response.logprobs[part]),
-                          response.is_truncated, tuple(response.versions[part]))
+        return Completion(
+            self.key,
+            tuple(response.tokens[part]),
+            tuple(response.logprobs[part]),
+            response.is_truncated,
+            tuple(response.versions[part]),
+        )
 
     @property
     def key(self) -> str:
@@ -196,7 +201,8 @@ class Episode:
         draw, so_far = self.group.draw, self.response.tokens
         is_greedy = self.sample == GREEDY
         return Request(
-            key=self.request_key, prompt=(*self.prompt, *so_far),
+            key=self.request_key,
+            prompt=(*self.prompt, *so_far),
             max_tokens=draw.max_tokens - len(so_far),
             temperature=0.0 if is_greedy else draw.temperature,
             stop_token_ids=draw.stop_token_ids,
@@ -232,5 +238,7 @@ def failure_text(sample: Sample) -> str:
     """Say which sample's reward failed and how."""
     which = "the greedy sample" if sample.sample == GREEDY else f"sample {sample.sample}"
     reward = sample.reward
-    return (f"the reward of data row {sample.prompt.index}, {which} failed: {reward.failure} after "
-            f"{reward.seconds:.1f} s: {reward.message}\n  response: {sample.text[:200]!r}")
+    return (
+        f"the reward of data row {sample.prompt.index}, {which} failed: {reward.failure} after "
+        f"{reward.seconds:.1f} s: {reward.message}\n  response: {sample.text[:200]!r}"
+    )

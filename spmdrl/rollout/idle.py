@@ -67,14 +67,14 @@ class Idle:
         if self._left_at is None:
             return
         for cause, phases in _PHASES.items():
-            self.add(cause, sum(totals.get(name, 0.0) - self._left_at.get(name, 0.0)
-                                for name in phases))
+            self.add(
+                cause, sum(totals.get(name, 0.0) - self._left_at.get(name, 0.0) for name in phases)
+            )
 
     def take(self) -> Sums:
         """Return the metrics since the last call, as means over replicas, and start anew."""
         seconds, self._seconds = self._seconds, {}
-        sums: Sums = {f"time/engine_idle_{cause}": (seconds.get(cause, 0.0), 1)
-                      for cause in CAUSES}
+        sums: Sums = {f"time/engine_idle_{cause}": (seconds.get(cause, 0.0), 1) for cause in CAUSES}
         return {"time/engine_idle": (sum(seconds.values()), 1)} | sums
 
 

@@ -17,11 +17,11 @@ from transformers import PreTrainedTokenizerBase
 
 from spmdrl.engine.protocol import Completion, EngineProtocol
 from spmdrl.rollout.conversation import Chat
-from spmdrl.workers.messages import OVERLONG
-from spmdrl.workers.pool import RewardPool, RewardResult, TurnResult
 from spmdrl.rollout.episode import Episode, Group, Sample, failure_text, place, sample_seed
 from spmdrl.rollout.idle import Idle
 from spmdrl.rollout.link import Link
+from spmdrl.workers.messages import OVERLONG
+from spmdrl.workers.pool import RewardPool, RewardResult, TurnResult
 
 ENVIRONMENT = "environment"
 """Name of the environment's rewards among a sample's parts."""
@@ -51,9 +51,16 @@ class Loop:
         idle: takes the seconds in which the engine was not full.
     """
 
-    def __init__(self, *, tokenizer: PreTrainedTokenizerBase, pool: RewardPool, link: Link,
-                 chat: Chat | None = None, openings: Openings | None = None,
-                 idle: Idle | None = None):
+    def __init__(
+        self,
+        *,
+        tokenizer: PreTrainedTokenizerBase,
+        pool: RewardPool,
+        link: Link,
+        chat: Chat | None = None,
+        openings: Openings | None = None,
+        idle: Idle | None = None,
+    ):
         self.tokenizer, self.pool, self.link, self.chat = tokenizer, pool, link, chat
         self.openings, self.idle = openings, idle or Idle()
         self._to_draw: list[Episode] = []
@@ -72,8 +79,11 @@ class Loop:
             self._to_draw.append(episode)
         elif episode.stage == "open":
             self._outside[episode.key] = episode
-            self.pool.open(episode.key, row=episode.group.prompt.row,
-                           seed=sample_seed(episode.group, episode.sample))
+            self.pool.open(
+                episode.key,
+                row=episode.group.prompt.row,
+                seed=sample_seed(episode.group, episode.sample),
+            )
         elif episode.stage == "answer":
             self._answer([episode])
         else:
@@ -155,9 +165,12 @@ class Loop:
             episode.stage = "score"
             self._outside[episode.key] = episode
             self.pool.submit(
-                episode.key, prompt=episode.group.prompt, response_text=episode.text,
+                episode.key,
+                prompt=episode.group.prompt,
+                response_text=episode.text,
                 response_tokens=list(episode.turn.tokens),
-                truncated=episode.response.is_truncated)
+                truncated=episode.response.is_truncated,
+            )
 
     def _returned(self, results: Iterable[RewardResult | TurnResult]) -> list[Group]:
         """Take what the workers have done; return the groups that are complete now."""
@@ -187,8 +200,11 @@ class Loop:
             self._score([episode])
             return None
         try:
-            tokens = (self.chat.opening(list(result.messages)) if is_opening else
-                      self.chat.observed(episode.turn.tokens, list(result.messages)))
+            tokens = (
+                self.chat.opening(list(result.messages))
+                if is_opening
+                else self.chat.observed(episode.turn.tokens, list(result.messages))
+            )
         except ValueError as error:
             return _failure(result, str(error))
         if is_opening:
@@ -218,7 +234,8 @@ class Loop:
             raise RuntimeError(
                 f"{place(group)}: {failure_text(sample)}\nThis is the first reward that "
                 "failed; more may follow. Mend the reward function, or set "
-                "rewards.on_failure=drop to leave such samples out")
+                "rewards.on_failure=drop to leave such samples out"
+            )
         return group
 
     def _texts(self, rows: Iterable[Sequence[int]]) -> list[str]:
@@ -226,22 +243,30 @@ class Loop:
 
 
 def _failure(result: TurnResult, message: str) -> RewardResult:
-    return RewardResult(result.key, None, seconds=result.seconds,
-                        failure=result.failure or "error", message=f"environment: {message}")
+    return RewardResult(
+        result.key,
+        None,
+        seconds=result.seconds,
+        failure=result.failure or "error",
+        message=f"environment: {message}",
+    )
 
 
 def _overlong(
     result: TurnResult, episode: Episode, length: int, *, openings: Openings
 ) -> RewardResult:
     """Drop a sample whose opening is too long. Raises: ValueError where that ends the run."""
-    message = (f"rollout.environment {openings.environment}: what it opens data row "
-               f"{episode.group.prompt.index} with has {length} tokens, above "
-               f"data.max_prompt_tokens = {openings.max_tokens}")
+    message = (
+        f"rollout.environment {openings.environment}: what it opens data row "
+        f"{episode.group.prompt.index} with has {length} tokens, above "
+        f"data.max_prompt_tokens = {openings.max_tokens}"
+    )
     if not openings.is_dropped:
-        raise ValueError(f"{message}; raise it, shorten the opening, or set "
-                         "data.overlong_prompts=drop to leave such samples out")
-    return RewardResult(result.key, None, seconds=result.seconds, failure=OVERLONG,
-                        message=message)
+        raise ValueError(
+            f"{message}; raise it, shorten the opening, or set "
+            "data.overlong_prompts=drop to leave such samples out"
+        )
+    return RewardResult(result.key, None, seconds=result.seconds, failure=OVERLONG, message=message)
 
 
 def _with_environment(result: RewardResult, episode: Episode) -> RewardResult:
@@ -249,7 +274,10 @@ def _with_environment(result: RewardResult, episode: Episode) -> RewardResult:
     if result.value is None:
         return result
     earned = sum(episode.response.earned)
-    return replace(result, value=result.value + earned,
-                   parts={ENVIRONMENT: earned} | result.parts,
-                   metrics=result.metrics | {
-                       f"{ENVIRONMENT}/{name}": value for name, value in episode.info.items()})
+    return replace(
+        result,
+        value=result.value + earned,
+        parts={ENVIRONMENT: earned} | result.parts,
+        metrics=result.metrics
+        | {f"{ENVIRONMENT}/{name}": value for name, value in episode.info.items()},
+    )

@@ -23,7 +23,9 @@ def batch_sums(batch: Batch) -> Sums:
         "reward/mean": (groups.rewards.sum().item(), int(scalars.is_valid.sum())),
         "reward/std": (std, min(num_compared, 1)),
         "reward/zero_spread_groups_frac": (
-            int((compared & ~groups.has_spread).sum()), num_compared),
+            int((compared & ~groups.has_spread).sum()),
+            num_compared,
+        ),
         "rollout/samples": (len(scalars), 1),
         "perf/generated_tokens": (int(scalars.response_lengths.sum()), 1),
         "perf/batch_tokens": (int(scalars.lengths.sum()), 1),

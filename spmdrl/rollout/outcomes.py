@@ -12,9 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from spmdrl.algorithms.shaping import (
-    RIGHT_AT, ROUNDING, best_at_k_estimate, pass_at_k_estimate,
-)
+from spmdrl.algorithms.shaping import RIGHT_AT, ROUNDING, best_at_k_estimate, pass_at_k_estimate
 from spmdrl.rollout.episode import Sample
 from spmdrl.types import Sums
 
@@ -73,12 +71,14 @@ def _outcome(samples: Sequence[Sample]) -> Outcome:
             if not _is_answer(name):
                 parts[name].append(value)
     return Outcome(
-        index=prompt.index, source=str(prompt.row.get("data_source") or ""),
+        index=prompt.index,
+        source=str(prompt.row.get("data_source") or ""),
         rewards=tuple(r.value for r in valid),
         answers=answers if len(answers) == len(valid) else (),
         lengths=tuple(s.response.num_sampled for s in samples),
         num_truncated=sum(s.response.is_truncated for s in samples),
-        parts={name: tuple(values) for name, values in parts.items()})
+        parts={name: tuple(values) for name, values in parts.items()},
+    )
 
 
 def _answer(reported: dict[str, object]) -> str:
@@ -113,14 +113,25 @@ def summarize(
     """
     found = {"reward": _over(outcomes, lambda o: _mean(o.rewards) if o.rewards else None)}
     for k in sizes(samples):
-        found[f"pass_at_{k}"] = _over(outcomes, lambda o: None if len(o.rewards) < k else (
-            pass_at_k_estimate(len(o.rewards), sum(_rights(o, right_at)), k)))
+        found[f"pass_at_{k}"] = _over(
+            outcomes,
+            lambda o: (
+                None
+                if len(o.rewards) < k
+                else (pass_at_k_estimate(len(o.rewards), sum(_rights(o, right_at)), k))
+            ),
+        )
     for k in sizes(samples):
-        found[f"best_at_{k}"] = _over(outcomes, lambda o: None if len(o.rewards) < k else (
-            best_at_k_estimate(o.rewards, k)))
+        found[f"best_at_{k}"] = _over(
+            outcomes, lambda o: None if len(o.rewards) < k else (best_at_k_estimate(o.rewards, k))
+        )
     found |= {
-        f"maj_at_{samples}": _over(outcomes, lambda o: None if len(o.answers) < samples else (
-            _majority(o.answers, _rights(o, right_at)))),
+        f"maj_at_{samples}": _over(
+            outcomes,
+            lambda o: (
+                None if len(o.answers) < samples else (_majority(o.answers, _rights(o, right_at)))
+            ),
+        ),
         "response_length": _over(outcomes, lambda o: _mean(o.lengths)),
         "truncated_frac": _over(outcomes, lambda o: o.num_truncated / len(o.lengths)),
         "failed_frac": _over(outcomes, lambda o: 1 - len(o.rewards) / len(o.lengths)),
@@ -191,8 +202,12 @@ def _majority(answers: Sequence[str], rights: Sequence[bool]) -> float:
     votes = Counter(answers)
     first = [answer for answer, count in votes.items() if count == max(votes.values())]
     # A grader may judge one answer in two ways, by what stands around it: its mean.
-    return _mean([_mean([right for given, right in zip(answers, rights) if given == answer])
-                  for answer in first])
+    return _mean(
+        [
+            _mean([right for given, right in zip(answers, rights) if given == answer])
+            for answer in first
+        ]
+    )
 
 
 def _over(outcomes: Sequence[Outcome], value: Callable[[Outcome], float | None]) -> Estimate | None:

@@ -13,16 +13,22 @@ from torch import Tensor
 from spmdrl.algorithms.shaping import shape
 from spmdrl.config import Config
 from spmdrl.config.fields import Options
-from spmdrl.workers.pool import RewardResult
 from spmdrl.rewards.signatures import part_names, reward_models
 from spmdrl.rollout.episode import GREEDY, Group, Sample
 from spmdrl.rollout.sums import mean_reward, step_sums, warn_if_all_failed
 from spmdrl.types import Rollouts, Scalars, Sums, add_sums, join_routes, join_turns
+from spmdrl.workers.pool import RewardResult
 
 
 def pack_step(
-    groups: Sequence[Group], cfg: Config, *, is_first: bool, seconds: float, measured: Sums,
-    dropped: Sequence[Group], num_carried: int,
+    groups: Sequence[Group],
+    cfg: Config,
+    *,
+    is_first: bool,
+    seconds: float,
+    measured: Sums,
+    dropped: Sequence[Group],
+    num_carried: int,
 ) -> Rollouts:
     """Pack a replica's share of a step, with its metrics.
 
@@ -35,8 +41,11 @@ def pack_step(
         dropped: groups without a spread of rewards that were replaced.
         num_carried: groups that stay under way for later steps.
     """
-    samples = [replace(group.samples[i], slot=group.slot)
-               for group in groups for i in sorted(group.samples)]
+    samples = [
+        replace(group.samples[i], slot=group.slot)
+        for group in groups
+        for i in sorted(group.samples)
+    ]
     drawn = [s for s in samples if s.sample != GREEDY]
     warn_if_all_failed(drawn, groups)
     one = int(is_first)
@@ -48,14 +57,26 @@ def pack_step(
         sums["rollout/dropped_groups"] = (len(dropped), one)
         sums["rollout/carried_groups"] = (num_carried, one)
     sums["time/generate"] = (seconds, 1)
-    return pack(samples, sums=sums | measured, num_shown=4 if is_first else 0,
-                part_names=part_names(cfg.rewards.functions), shaping=cfg.rewards.shaping,
-                max_response_tokens=cfg.sampling.max_response_tokens, is_partial=has_models)
+    return pack(
+        samples,
+        sums=sums | measured,
+        num_shown=4 if is_first else 0,
+        part_names=part_names(cfg.rewards.functions),
+        shaping=cfg.rewards.shaping,
+        max_response_tokens=cfg.sampling.max_response_tokens,
+        is_partial=has_models,
+    )
 
 
 def pack(
-    samples: Sequence[Sample], *, sums: Sums, num_shown: int, part_names: Sequence[str] = (),
-    shaping: Options | None = None, max_response_tokens: int = 0, is_partial: bool = False,
+    samples: Sequence[Sample],
+    *,
+    sums: Sums,
+    num_shown: int,
+    part_names: Sequence[str] = (),
+    shaping: Options | None = None,
+    max_response_tokens: int = 0,
+    is_partial: bool = False,
 ) -> Rollouts:
     """Pack samples into flat tensors. A failed reward becomes is_valid = False, reward 0.
 
@@ -82,29 +103,40 @@ def pack(
     lengths = [len(s.prompt.tokens) + len(s.response.tokens) for s in samples]
     is_valid = [s.reward.value is not None for s in samples]
     scalars = Scalars(
-        lengths=ints(lengths), response_lengths=ints([s.response.num_sampled for s in samples]),
-        group_ids=ints([s.slot for s in samples]), sample_ids=ints([s.sample for s in samples]),
+        lengths=ints(lengths),
+        response_lengths=ints([s.response.num_sampled for s in samples]),
+        group_ids=ints([s.slot for s in samples]),
+        sample_ids=ints([s.sample for s in samples]),
         rewards=doubles([r if ok else 0.0 for (_, r), ok in zip(kept, is_valid)]),
         is_truncated=torch.tensor([s.response.is_truncated for s in samples], dtype=torch.bool),
         is_valid=torch.tensor(is_valid, dtype=torch.bool),
-        min_versions=ints([min((v for v in s.response.versions if v >= 0), default=-1)
-                           for s in samples]),
+        min_versions=ints(
+            [min((v for v in s.response.versions if v >= 0), default=-1) for s in samples]
+        ),
         reward_parts=doubles([_parts(s.reward, part_names) for s in samples]).view(
-            len(samples), len(part_names) or 1),
+            len(samples), len(part_names) or 1
+        ),
         greedy_rewards=doubles([greedy.get(s.slot, math.nan) for s in samples]),
         turns=join_turns([turns_of(s.response.earned, s.response.states) for s in samples])
-        if samples else None,
+        if samples
+        else None,
         rows=ints([s.prompt.index for s in samples]),
     )
     shown = tuple(
         {"prompt": s.prompt.text, "response": s.text, "reward": s.reward.value}
         | ({"group": s.slot, "sample": s.sample} if is_partial else {})
-        for s in _shown(samples)[:num_shown])
+        for s in _shown(samples)[:num_shown]
+    )
     return Rollouts(
-        tokens=ints(tokens), response_mask=torch.tensor(mask, dtype=torch.bool),
+        tokens=ints(tokens),
+        response_mask=torch.tensor(mask, dtype=torch.bool),
         rollout_logprobs=torch.tensor(logprobs, dtype=torch.float32),
-        policy_versions=ints(versions), cu_seqlens=cumulative(lengths), scalars=scalars,
-        sums=sums, samples=shown, routes=join_routes([s.response.routes for s in samples], lengths),
+        policy_versions=ints(versions),
+        cu_seqlens=cumulative(lengths),
+        scalars=scalars,
+        sums=sums,
+        samples=shown,
+        routes=join_routes([s.response.routes for s in samples], lengths),
     )
 
 
@@ -127,9 +159,12 @@ def shaped_rewards(samples: Sequence[Sample], *, shaping: Options, limit: int) -
     if not shaping:
         return values
     return shape(
-        doubles(values), ints([s.response.num_sampled for s in samples]),
+        doubles(values),
+        ints([s.response.num_sampled for s in samples]),
         torch.tensor([s.response.is_truncated for s in samples], dtype=torch.bool),
-        max_response_tokens=limit, options=shaping).tolist()
+        max_response_tokens=limit,
+        options=shaping,
+    ).tolist()
 
 
 def _parts(result: RewardResult, names: Sequence[str]) -> list[float]:
@@ -151,17 +186,26 @@ def concat_rollouts(parts: list[Rollouts]) -> Rollouts:
         for name in ("tokens", "response_mask", "rollout_logprobs", "policy_versions")
     }
     scalars = Scalars.concat([p.scalars for p in parts])
-    return Rollouts(**packed, cu_seqlens=cumulative(scalars.lengths.tolist()), scalars=scalars,
-                    sums=add_sums(*(p.sums for p in parts)),
-                    samples=tuple(s for p in parts for s in p.samples),
-                    routes=join_routes([p.routes for p in parts], [len(p.tokens) for p in parts]))
+    return Rollouts(
+        **packed,
+        cu_seqlens=cumulative(scalars.lengths.tolist()),
+        scalars=scalars,
+        sums=add_sums(*(p.sums for p in parts)),
+        samples=tuple(s for p in parts for s in p.samples),
+        routes=join_routes([p.routes for p in parts], [len(p.tokens) for p in parts]),
+    )
 
 
 def rollouts_from_dict(tree: dict[str, Any]) -> Rollouts:
     """Undo dataclasses.asdict."""
-    return Rollouts(**{**tree, "scalars": Scalars(**tree["scalars"]),
-                       "sums": {k: tuple(v) for k, v in tree["sums"].items()},
-                       "samples": tuple(tree["samples"])})
+    return Rollouts(
+        **{
+            **tree,
+            "scalars": Scalars(**tree["scalars"]),
+            "sums": {k: tuple(v) for k, v in tree["sums"].items()},
+            "samples": tuple(tree["samples"]),
+        }
+    )
 
 
 def ints(values: list[int]) -> Tensor:

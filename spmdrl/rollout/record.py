@@ -29,26 +29,51 @@ from spmdrl.types import Rollouts, Scalars, add_sums, join_routes, join_turns
 FORMAT = 1
 FOLDER = "rollouts"
 """Of the files, in a run's output_dir."""
-KEPT_FIELDS = ("batch.prompts_per_step", "batch.group_size", "sampling.temperature",
-               "rewards.functions", "rewards.weights", "rewards.shaping")
+KEPT_FIELDS = (
+    "batch.prompts_per_step",
+    "batch.group_size",
+    "sampling.temperature",
+    "rewards.functions",
+    "rewards.weights",
+    "rewards.shaping",
+)
 """Fields of the config that the recorded numbers already contain."""
 _HEADER = b"spmdrl"
 _NAME = re.compile(r"step_(\d+)_replica_(\d+)_of_(\d+)\.parquet")
 
-_SCHEMA = pa.schema([
-    ("step", pa.int64()), ("group", pa.int64()), ("sample", pa.int64()), ("row", pa.int64()),
-    ("prompt", pa.string()), ("response", pa.string()),
-    ("reward", pa.float64()), ("raw_reward", pa.float64()),
-    ("reward_parts", pa.list_(pa.float64())), ("greedy_reward", pa.float64()),
-    ("is_valid", pa.bool_()), ("is_truncated", pa.bool_()), ("failure", pa.string()),
-    ("length", pa.int64()), ("response_length", pa.int64()), ("turns", pa.int64()),
-    ("min_version", pa.int64()),
-    ("turn_rewards", pa.list_(pa.float64())), ("turn_states", pa.list_(pa.int64())),
-    ("tokens", pa.list_(pa.int32())), ("response_mask", pa.list_(pa.bool_())),
-    ("rollout_logprobs", pa.list_(pa.float32())), ("policy_versions", pa.list_(pa.int32())),
-])
-_TOKEN_COLUMNS = {"tokens": torch.int64, "response_mask": torch.bool,
-                  "rollout_logprobs": torch.float32, "policy_versions": torch.int64}
+_SCHEMA = pa.schema(
+    [
+        ("step", pa.int64()),
+        ("group", pa.int64()),
+        ("sample", pa.int64()),
+        ("row", pa.int64()),
+        ("prompt", pa.string()),
+        ("response", pa.string()),
+        ("reward", pa.float64()),
+        ("raw_reward", pa.float64()),
+        ("reward_parts", pa.list_(pa.float64())),
+        ("greedy_reward", pa.float64()),
+        ("is_valid", pa.bool_()),
+        ("is_truncated", pa.bool_()),
+        ("failure", pa.string()),
+        ("length", pa.int64()),
+        ("response_length", pa.int64()),
+        ("turns", pa.int64()),
+        ("min_version", pa.int64()),
+        ("turn_rewards", pa.list_(pa.float64())),
+        ("turn_states", pa.list_(pa.int64())),
+        ("tokens", pa.list_(pa.int32())),
+        ("response_mask", pa.list_(pa.bool_())),
+        ("rollout_logprobs", pa.list_(pa.float32())),
+        ("policy_versions", pa.list_(pa.int32())),
+    ]
+)
+_TOKEN_COLUMNS = {
+    "tokens": torch.int64,
+    "response_mask": torch.bool,
+    "rollout_logprobs": torch.float32,
+    "policy_versions": torch.int64,
+}
 _ROUTES = pa.field("routes", pa.large_list(pa.int16()))
 """Of a run with model.moe.replay: [n, L, K] of a sequence, flat; L and K are in the header."""
 SEQUENCE_COLUMNS = tuple(name for name in _SCHEMA.names if name not in _TOKEN_COLUMNS)
@@ -71,8 +96,10 @@ class Recorder:
             probe.write_bytes(b"")
             probe.unlink()
         except OSError as error:
-            raise ValueError(f"rollout.record: {self.folder} cannot be written to: {error}; set "
-                             "another output_dir, or leave rollout.record out") from error
+            raise ValueError(
+                f"rollout.record: {self.folder} cannot be written to: {error}; set "
+                "another output_dir, or leave rollout.record out"
+            ) from error
 
     def record(self, step: int, groups: Sequence[Group], share: Rollouts) -> None:
         """Write a share, if its step is one of those to record.
@@ -86,11 +113,18 @@ class Recorder:
             return
         name = f"step_{step:06d}_replica_{self.replica}_of_{self.num_replicas}.parquet"
         header = {
-            "format": FORMAT, "step": step, "replica": self.replica,
-            "replicas": self.num_replicas, "model": self.cfg.model.path, "seed": self.cfg.seed,
-            "lag": self.cfg.lag, "part_names": part_names(self.cfg.rewards.functions),
+            "format": FORMAT,
+            "step": step,
+            "replica": self.replica,
+            "replicas": self.num_replicas,
+            "model": self.cfg.model.path,
+            "seed": self.cfg.seed,
+            "lag": self.cfg.lag,
+            "part_names": part_names(self.cfg.rewards.functions),
             "is_partial": bool(reward_models(self.cfg.rewards.functions)),
-            "config": kept_fields(self.cfg), "sums": share.sums, "shown": share.samples,
+            "config": kept_fields(self.cfg),
+            "sums": share.sums,
+            "shown": share.samples,
         }
         if share.routes is not None:
             header["routes"] = [*share.routes.shape[1:], str(share.routes.dtype)[6:]]
@@ -103,7 +137,8 @@ class Recorder:
             partial.unlink(missing_ok=True)
             raise RuntimeError(
                 f"step {step}: its rollouts cannot be recorded as {self.folder / name}: {error}; "
-                "make room and resume, or resume without rollout.record") from error
+                "make room and resume, or resume without rollout.record"
+            ) from error
 
     def _remove_other_layouts(self, step: int) -> None:
         """Take away files of this step that an attempt with other replicas wrote."""
@@ -138,13 +173,17 @@ def _table(step: int, groups: Sequence[Group], share: Rollouts) -> pa.Table:
     drawn = [s for group in groups for s in _placed(group) if s.sample != GREEDY]
     greedy = [s for group in groups for s in _placed(group) if s.sample == GREEDY]
     scalars = share.scalars
-    assert [(s.slot, s.sample) for s in drawn] == list(zip(
-        scalars.group_ids.tolist(), scalars.sample_ids.tolist()))
+    assert [(s.slot, s.sample) for s in drawn] == list(
+        zip(scalars.group_ids.tolist(), scalars.sample_ids.tolist())
+    )
     offsets = pa.array(share.cu_seqlens.numpy().astype(numpy.int32))
     columns = _texts(step, drawn) | {
-        "reward": scalars.rewards.numpy(), "greedy_reward": scalars.greedy_rewards.numpy(),
-        "reward_parts": scalars.reward_parts.tolist(), "is_valid": scalars.is_valid.numpy(),
-        "is_truncated": scalars.is_truncated.numpy(), "length": scalars.lengths.numpy(),
+        "reward": scalars.rewards.numpy(),
+        "greedy_reward": scalars.greedy_rewards.numpy(),
+        "reward_parts": scalars.reward_parts.tolist(),
+        "is_valid": scalars.is_valid.numpy(),
+        "is_truncated": scalars.is_truncated.numpy(),
+        "length": scalars.lengths.numpy(),
         "response_length": scalars.response_lengths.numpy(),
         "min_version": scalars.min_versions.numpy(),
     }
@@ -160,10 +199,12 @@ def _table(step: int, groups: Sequence[Group], share: Rollouts) -> pa.Table:
         ends = pa.array((share.cu_seqlens * per_token).numpy())
         flat = pa.array(share.routes.short().flatten().numpy())
         own = own.append_column(
-            _ROUTES, pa.LargeListArray.from_arrays(ends, flat, type=_ROUTES.type))
+            _ROUTES, pa.LargeListArray.from_arrays(ends, flat, type=_ROUTES.type)
+        )
     # What a table has not is null in its rows: the greedy ones have no routes.
-    table = pa.concat_tables([own, _greedy_table(step, greedy, found, num_parts)],
-                             promote_options="default")
+    table = pa.concat_tables(
+        [own, _greedy_table(step, greedy, found, num_parts)], promote_options="default"
+    )
     return table.sort_by([("group", "ascending"), ("sample", "ascending")])
 
 
@@ -175,12 +216,16 @@ def _placed(group: Group) -> list[Sample]:
 def _texts(step: int, samples: Sequence[Sample]) -> dict[str, Any]:
     """Return the columns that a sample has and its packed form has not."""
     return {
-        "step": [step] * len(samples), "group": [s.slot for s in samples],
-        "sample": [s.sample for s in samples], "row": [s.prompt.index for s in samples],
-        "prompt": [s.prompt.text for s in samples], "response": [s.text for s in samples],
+        "step": [step] * len(samples),
+        "group": [s.slot for s in samples],
+        "sample": [s.sample for s in samples],
+        "row": [s.prompt.index for s in samples],
+        "prompt": [s.prompt.text for s in samples],
+        "response": [s.text for s in samples],
         "raw_reward": [s.reward.value for s in samples],
-        "failure": [f"{s.reward.failure}: {s.reward.message}" if s.reward.failure else None
-                    for s in samples],
+        "failure": [
+            f"{s.reward.failure}: {s.reward.message}" if s.reward.failure else None for s in samples
+        ],
         "turns": [s.response.turns for s in samples],
         "turn_rewards": [s.response.earned for s in samples],
         "turn_states": [s.response.states for s in samples],
@@ -194,7 +239,9 @@ def _greedy_table(
     lengths = [len(p) for p in prompts]
     own = [rewards.get(s.slot, numpy.nan) for s in samples]
     columns = _texts(step, samples) | {
-        "reward": own, "greedy_reward": own, "reward_parts": [[0.0] * num_parts] * len(samples),
+        "reward": own,
+        "greedy_reward": own,
+        "reward_parts": [[0.0] * num_parts] * len(samples),
         "is_valid": [s.reward.value is not None for s in samples],
         "is_truncated": [r.is_truncated for r in responses],
         "length": [n + len(r.tokens) for n, r in zip(lengths, responses)],
@@ -222,8 +269,9 @@ class Recorded:
     def files_of(self, step: int) -> tuple[Path, ...]:
         """Return the files of a step. Raises: ValueError naming the steps that are there."""
         if step not in self.steps:
-            raise ValueError(f"{self.folder}: step {step} was not recorded; there are steps "
-                             f"{ranges(self.steps)}")
+            raise ValueError(
+                f"{self.folder}: step {step} was not recorded; there are steps {ranges(self.steps)}"
+            )
         return self.steps[step]
 
 
@@ -235,8 +283,10 @@ def find_recorded(path: str | Path) -> Recorded:
     path = Path(path).expanduser()
     folder = path / FOLDER if (path / FOLDER).is_dir() else path
     if not folder.is_dir():
-        raise ValueError(f"{path} is not a folder (looked from {Path.cwd()}); name a run's "
-                         f"output_dir or its folder {FOLDER}")
+        raise ValueError(
+            f"{path} is not a folder (looked from {Path.cwd()}); name a run's "
+            f"output_dir or its folder {FOLDER}"
+        )
     found: dict[int, dict[int, dict[int, Path]]] = {}
     for file in sorted(folder.iterdir()):
         if parts := _NAME.fullmatch(file.name):
@@ -248,11 +298,14 @@ def find_recorded(path: str | Path) -> Recorded:
             if sorted(files) == list(range(count)):
                 steps[step] = tuple(files[replica] for replica in range(count))
     if not steps:
-        names = [file.name for one in found.values() for files in one.values()
-                 for file in files.values()]
-        raise ValueError(f"{folder} holds no whole step of recorded rollouts"
-                         + (f", only {names[0]}" if names else "")
-                         + "; a run with rollout.record {every: 1} writes them")
+        names = [
+            file.name for one in found.values() for files in one.values() for file in files.values()
+        ]
+        raise ValueError(
+            f"{folder} holds no whole step of recorded rollouts"
+            + (f", only {names[0]}" if names else "")
+            + "; a run with rollout.record {every: 1} writes them"
+        )
     return Recorded(folder, steps)
 
 
@@ -289,8 +342,9 @@ def read_table(
         places = range(file.num_row_groups)
         if group is not None:
             at = _SCHEMA.names.index("group")
-            places = [i for i in places
-                      if file.metadata.row_group(i).column(at).statistics.min == group]
+            places = [
+                i for i in places if file.metadata.row_group(i).column(at).statistics.min == group
+            ]
         return file.read_row_groups(list(places), columns=list(columns) if columns else None)
     except (pa.ArrowException, OSError) as error:
         raise _unreadable(path, error) from error
@@ -315,8 +369,13 @@ def read_rollouts(files: Sequence[Path], *, part: int, num_parts: int) -> Rollou
             raise _unreadable(path, error) from error
         form = header.get("routes", form)
         if part == 0:
-            sums.append({name: tuple(pair) for name, pair in header["sums"].items()
-                         if not name.startswith("time/")})
+            sums.append(
+                {
+                    name: tuple(pair)
+                    for name, pair in header["sums"].items()
+                    if not name.startswith("time/")
+                }
+            )
             shown += tuple(header["shown"])
     table = pa.concat_tables(tables, promote_options="default")
     table = table.filter(pa.array(table["sample"].to_numpy() != GREEDY, type=pa.bool_()))
@@ -331,8 +390,10 @@ def _packed(table: pa.Table, form: Sequence[Any] | None) -> Rollouts:
     """
     if not table.num_rows:
         return empty_rollouts()
-    tokens = {name: _tensor(table[name].combine_chunks().flatten(), kind)
-              for name, kind in _TOKEN_COLUMNS.items()}
+    tokens = {
+        name: _tensor(table[name].combine_chunks().flatten(), kind)
+        for name, kind in _TOKEN_COLUMNS.items()
+    }
     scalars, routes = scalars_of(table), None
     if form is not None:
         layers, chosen, kind = form
@@ -340,27 +401,42 @@ def _packed(table: pa.Table, form: Sequence[Any] | None) -> Rollouts:
         sizes = column.value_lengths().fill_null(0).to_pylist()
         parts = _tensor(column.flatten(), getattr(torch, kind)).split(sizes)
         routes = join_routes(
-            [own.view(-1, layers, chosen) if is_known else None
-             for own, is_known in zip(parts, column.is_valid().to_pylist())],
-            scalars.lengths.tolist())
-    return Rollouts(**tokens, cu_seqlens=cumulative(scalars.lengths.tolist()), scalars=scalars,
-                    routes=routes)
+            [
+                own.view(-1, layers, chosen) if is_known else None
+                for own, is_known in zip(parts, column.is_valid().to_pylist())
+            ],
+            scalars.lengths.tolist(),
+        )
+    return Rollouts(
+        **tokens, cu_seqlens=cumulative(scalars.lengths.tolist()), scalars=scalars, routes=routes
+    )
 
 
 def scalars_of(table: pa.Table) -> Scalars:
     """Return the numbers per sequence of a table, in its order; greedy rows are not left out."""
+
     def of(name: str) -> Tensor:
         return _tensor(table[name].combine_chunks())
 
     parts = _tensor(table["reward_parts"].combine_chunks().flatten())
-    turns = [turns_of(*of_row) for of_row in zip(
-        table["turn_rewards"].to_pylist(), table["turn_states"].to_pylist())]
+    turns = [
+        turns_of(*of_row)
+        for of_row in zip(table["turn_rewards"].to_pylist(), table["turn_states"].to_pylist())
+    ]
     return Scalars(
-        lengths=of("length"), response_lengths=of("response_length"), group_ids=of("group"),
-        sample_ids=of("sample"), rewards=of("reward"), is_truncated=of("is_truncated"),
-        is_valid=of("is_valid"), min_versions=of("min_version"),
-        reward_parts=parts.view(table.num_rows, -1), greedy_rewards=of("greedy_reward"),
-        turns=join_turns(turns), rows=of("row"))
+        lengths=of("length"),
+        response_lengths=of("response_length"),
+        group_ids=of("group"),
+        sample_ids=of("sample"),
+        rewards=of("reward"),
+        is_truncated=of("is_truncated"),
+        is_valid=of("is_valid"),
+        min_versions=of("min_version"),
+        reward_parts=parts.view(table.num_rows, -1),
+        greedy_rewards=of("greedy_reward"),
+        turns=join_turns(turns),
+        rows=of("row"),
+    )
 
 
 def _tensor(column: pa.Array, kind: torch.dtype | None = None) -> Tensor:
@@ -379,8 +455,10 @@ def _header_of(file: parquet.ParquetFile, path: Path) -> dict[str, Any]:
     text = (file.schema_arrow.metadata or {}).get(_HEADER)
     header = json.loads(text) if text else {}
     if header.get("format") != FORMAT:
-        raise ValueError(f"{path}: is of format {header.get('format', 'unknown')}, this program "
-                         f"reads format {FORMAT}; record anew")
+        raise ValueError(
+            f"{path}: is of format {header.get('format', 'unknown')}, this program "
+            f"reads format {FORMAT}; record anew"
+        )
     return header
 
 

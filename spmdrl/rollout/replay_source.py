@@ -11,7 +11,12 @@ from spmdrl.config.fields import replay_folder
 from spmdrl.rollout.dataset_source import OfflineSource
 from spmdrl.rollout.packing import empty_rollouts
 from spmdrl.rollout.record import (
-    Recorded, find_recorded, kept_fields, ranges, read_header, read_rollouts,
+    Recorded,
+    find_recorded,
+    kept_fields,
+    ranges,
+    read_header,
+    read_rollouts,
 )
 from spmdrl.types import Rollouts
 from spmdrl.world import World
@@ -29,8 +34,10 @@ class ReplaySource(OfflineSource):
         self.cfg, self.world = cfg, world
         self.recorded = check_recorded(cfg)
         if cfg.evaluate.every_steps and world.rank == 0:
-            log.warning("evaluation is left out: a replay has no engine to sample with; evaluate "
-                        "a checkpoint by `python -m spmdrl evaluate`")
+            log.warning(
+                "evaluation is left out: a replay has no engine to sample with; evaluate "
+                "a checkpoint by `python -m spmdrl evaluate`"
+            )
         self._max_positions = self._vocab_size = 0
         self._replays_routes = bool(cfg.model.moe.get("replay"))
 
@@ -58,12 +65,16 @@ class ReplaySource(OfflineSource):
     def _check(self, rollouts: Rollouts, step: int) -> None:
         longest, highest = int(rollouts.scalars.lengths.max()), int(rollouts.tokens.max())
         if longest > self._max_positions:
-            raise ValueError(f"{self.recorded.folder}: step {step} has a sequence of {longest} "
-                             f"tokens, above the model's context of {self._max_positions}")
+            raise ValueError(
+                f"{self.recorded.folder}: step {step} has a sequence of {longest} "
+                f"tokens, above the model's context of {self._max_positions}"
+            )
         if highest >= self._vocab_size:
-            raise ValueError(f"{self.recorded.folder}: step {step} has the token {highest}, and "
-                             f"the model's embedding {self._vocab_size} rows; it was recorded "
-                             "with another tokenizer")
+            raise ValueError(
+                f"{self.recorded.folder}: step {step} has the token {highest}, and "
+                f"the model's embedding {self._vocab_size} rows; it was recorded "
+                "with another tokenizer"
+            )
 
 
 def check_recorded(cfg: Config) -> Recorded:
@@ -83,20 +94,26 @@ def check_recorded(cfg: Config) -> Recorded:
         raise ValueError(
             f"rollout.record.replay: {recorded.folder} has steps {ranges(steps)}; not recorded, "
             f"of steps {cfg.steps}: {ranges(missing or range(cfg.steps))}. Lower steps, or "
-            "record every step")
+            "record every step"
+        )
     first = recorded.files_of(min(steps))[0]
     _check_fields(cfg, first)
     if cfg.model.moe.get("replay") and "routes" not in read_header(first):
-        raise ValueError(f"model.moe.replay: {first} was recorded without the engine's routes, by "
-                         "a run that had model.moe.replay off; set it to false, or record anew")
+        raise ValueError(
+            f"model.moe.replay: {first} was recorded without the engine's routes, by "
+            "a run that had model.moe.replay off; set it to false, or record anew"
+        )
     return recorded
 
 
 def _check_fields(cfg: Config, path: Path) -> None:
     old, now = read_header(path)["config"], kept_fields(cfg)
-    differing = [f"{name}: {old[name]!r} there, {now[name]!r} now"
-                 for name in now if old[name] != now[name]]
+    differing = [
+        f"{name}: {old[name]!r} there, {now[name]!r} now" for name in now if old[name] != now[name]
+    ]
     if differing:
-        raise ValueError(f"{path} holds rollouts of other values, which its numbers contain:\n  "
-                         + "\n  ".join(differing)
-                         + "\nSet these fields as they were, or record anew")
+        raise ValueError(
+            f"{path} holds rollouts of other values, which its numbers contain:\n  "
+            + "\n  ".join(differing)
+            + "\nSet these fields as they were, or record anew"
+        )

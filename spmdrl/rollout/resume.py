@@ -47,7 +47,10 @@ class Resumed:
 
 
 def resumed(
-    states: Sequence[dict[str, Any]], *, step: int, share: Share,
+    states: Sequence[dict[str, Any]],
+    *,
+    step: int,
+    share: Share,
     costs_of: Callable[[int], Sequence[float]],
 ) -> Resumed:
     """Return where a replica goes on: every group that was under way has one replica again.
@@ -61,17 +64,22 @@ def resumed(
         costs_of: expected cost of each prompt of a step.
     """
     is_same = len(states) == share.replicas and all(
-        state["is_shared"] == share.is_shared for state in states)
+        state["is_shared"] == share.is_shared for state in states
+    )
     if is_same and not share.is_shared:
         states = states[share.replica :][:1]
     groups = _in_order(states)
     if not is_same and not share.is_shared:
         groups = groups[share.replica :: share.replicas]
     book = Book(
-        next=max([step, *(state["next"] for state in states)]), number=len(groups),
+        next=max([step, *(state["next"] for state in states)]),
+        number=len(groups),
         opened=max(state["opened"] for state in states),
-        waiting={number: (plain["version"], plain["step"], plain["slot"])
-                 for number, (_, plain) in enumerate(groups)})
+        waiting={
+            number: (plain["version"], plain["step"], plain["slot"])
+            for number, (_, plain) in enumerate(groups)
+        },
+    )
     if is_same:
         book.left = {k: [list(part) for part in parts] for k, parts in states[0]["left"].items()}
     else:

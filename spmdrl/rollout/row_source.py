@@ -35,20 +35,28 @@ class RowSource(OfflineSource):
 
 def pack_units(units: list[tuple[int, Unit]], *, version: int) -> Rollouts:
     """Pack (slot, unit) as rollouts: slot is the group, the place within the unit the sample."""
-    rows = [(slot, sample, tokens, mask, reward) for slot, unit in units
-            for sample, ((tokens, mask), reward) in enumerate(zip(unit.examples, unit.rewards))]
+    rows = [
+        (slot, sample, tokens, mask, reward)
+        for slot, unit in units
+        for sample, ((tokens, mask), reward) in enumerate(zip(unit.examples, unit.rewards))
+    ]
     slots, samples, tokens, masks, rewards = zip(*rows) if rows else [()] * 5
     lengths, count = [len(t) for t in tokens], len(rows)
     mask = torch.tensor([m for row in masks for m in row], dtype=torch.bool)
     return Rollouts(
-        tokens=ints([t for row in tokens for t in row]), response_mask=mask,
+        tokens=ints([t for row in tokens for t in row]),
+        response_mask=mask,
         rollout_logprobs=torch.zeros(mask.numel()),
-        policy_versions=torch.where(mask, version, -1), cu_seqlens=cumulative(lengths),
+        policy_versions=torch.where(mask, version, -1),
+        cu_seqlens=cumulative(lengths),
         scalars=Scalars(
-            lengths=ints(lengths), response_lengths=ints([sum(row) for row in masks]),
-            group_ids=ints(list(slots)), sample_ids=ints(list(samples)),
+            lengths=ints(lengths),
+            response_lengths=ints([sum(row) for row in masks]),
+            group_ids=ints(list(slots)),
+            sample_ids=ints(list(samples)),
             rewards=doubles(list(rewards)),
             is_truncated=torch.zeros(count, dtype=torch.bool),
-            is_valid=torch.ones(count, dtype=torch.bool), min_versions=ints([version] * count),
+            is_valid=torch.ones(count, dtype=torch.bool),
+            min_versions=ints([version] * count),
         ),
     )

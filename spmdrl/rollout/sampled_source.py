@@ -17,26 +17,22 @@ from spmdrl.config import Config
 from spmdrl.data.prompt_order import Planner
 from spmdrl.data.prompts import PromptSource
 from spmdrl.engine.protocol import EngineProtocol
-from spmdrl.rollout.conversation import Chat, make_chat
-from spmdrl.workers.pool import RewardPool
 from spmdrl.rewards.signatures import reward_models
 from spmdrl.rollout.balance import deal
-from spmdrl.rollout.book import (
-    Book, Keeper, OwnBook, SharedBook, Ticket, finish, take_tickets,
-)
+from spmdrl.rollout.book import Book, Keeper, OwnBook, SharedBook, Ticket, finish, take_tickets
+from spmdrl.rollout.conversation import Chat, make_chat
 from spmdrl.rollout.episode import Draw, Group
 from spmdrl.rollout.idle import Idle
 from spmdrl.rollout.link import Link
 from spmdrl.rollout.loop import Loop, Openings
 from spmdrl.rollout.outcomes import Outcome, outcomes_of
-from spmdrl.rollout.packing import (
-    concat_rollouts, empty_rollouts, pack_step, rollouts_from_dict,
-)
+from spmdrl.rollout.packing import concat_rollouts, empty_rollouts, pack_step, rollouts_from_dict
 from spmdrl.rollout.resume import Share, resumed
 from spmdrl.rollout.saved import group_from_dict, group_to_dict
 from spmdrl.rollout.schedule import Rules, horizon, make_rules, schedule_of
 from spmdrl.rollout.sums import has_spread, warn_if_all_failed
 from spmdrl.types import Batch, Prompt, Rollouts, Sums
+from spmdrl.workers.pool import RewardPool
 from spmdrl.world import World
 
 if TYPE_CHECKING:
@@ -59,7 +55,8 @@ class RolloutSource:
         self.prompts = PromptSource(cfg, tokenizer)
         self.check_context = self.prompts.check_context
         self._prompts_of = functools.lru_cache(maxsize=8)(
-            lambda step: self.prompts.of(self.planner.at(step).rows))
+            lambda step: self.prompts.of(self.planner.at(step).rows)
+        )
         eos = tokenizer.eos_token_id
         self._stops = tuple(cfg.sampling.stop_token_ids) + ((eos,) if eos is not None else ())
         self.link = Link(world)
@@ -68,28 +65,43 @@ class RolloutSource:
         if self.pool is not None:
             self.pool.start()  # an unusable reward function is refused now
             self.recorder = self._recorder()
-            self.loop = Loop(tokenizer=tokenizer, pool=self.pool, link=self.link,
-                             chat=self._chat(self.pool), openings=self._openings())
+            self.loop = Loop(
+                tokenizer=tokenizer,
+                pool=self.pool,
+                link=self.link,
+                chat=self._chat(self.pool),
+                openings=self._openings(),
+            )
         advantage = registry.get("advantage", cfg.algorithm.advantage)
         self._has_greedy = "greedy_rewards" in registry.inputs_of(advantage)
         has_models = bool(reward_models(cfg.rewards.functions))
         if has_models and cfg.evaluate.every_steps and world.replica == 0 and self.is_leader:
-            log.warning("evaluation: reward models, which score on the trainers, are no part of "
-                        "eval/reward; it is of the other rewards.functions alone")
+            log.warning(
+                "evaluation: reward models, which score on the trainers, are no part of "
+                "eval/reward; it is of the other rewards.functions alone"
+            )
         self._schedule = schedule_of(cfg)
         self._share = Share(
-            world.replica, max(1, world.num_replicas),
-            is_shared=self._schedule["balance"] == "steal" and world.num_replicas > 1)
+            world.replica,
+            max(1, world.num_replicas),
+            is_shared=self._schedule["balance"] == "steal" and world.num_replicas > 1,
+        )
         # Whole groups go to one replica, which prefills the prompt once.
         every = range(cfg.batch.prompts_per_step)
         own = every if self._share.is_shared else every[world.replica :: self._share.replicas]
         self.rules: Rules = make_rules(
-            len(own) if world.is_inference else 0, lag=cfg.lag,
+            len(own) if world.is_inference else 0,
+            lag=cfg.lag,
             over_sample=self._schedule["over_sample"],
-            max_staleness=self._schedule["max_staleness"])
+            max_staleness=self._schedule["max_staleness"],
+        )
         self.planner = Planner(
-            self.prompts.order, kept=self.prompts.kept, keep=self._schedule["curriculum"],
-            horizon=horizon(self._schedule, lag=cfg.lag), history=self.rules.max_staleness + 1)
+            self.prompts.order,
+            kept=self.prompts.kept,
+            keep=self._schedule["curriculum"],
+            horizon=horizon(self._schedule, lag=cfg.lag),
+            history=self.rules.max_staleness + 1,
+        )
         self._keep(Book())
         if self.is_leader:
             size = cfg.batch.group_size + self._has_greedy
@@ -129,8 +141,11 @@ class RolloutSource:
                 self.link.follow(engine)
                 return
             is_ahead = self._schedule["in_flight"] and until > engine.version
-            self._fill(engine, last=last, must_pause=lambda: (
-                is_ahead and self.world.is_updated(engine.version)))
+            self._fill(
+                engine,
+                last=last,
+                must_pause=lambda: is_ahead and self.world.is_updated(engine.version),
+            )
             self.link.end()
 
     def take(self, step: int) -> Rollouts:
@@ -158,10 +173,13 @@ class RolloutSource:
             self.link.follow(engine)
             return []
         cfg, prompts = self.cfg, self.prompts.eval()
-        draw = self._draw("eval", samples=cfg.evaluate.samples,
-                          temperature=cfg.evaluate.temperature)
-        groups = [Group(slot, step, slot, prompts[slot], engine.version, draw)
-                  for slot in range(self.world.replica, len(prompts), self.world.num_replicas)]
+        draw = self._draw(
+            "eval", samples=cfg.evaluate.samples, temperature=cfg.evaluate.temperature
+        )
+        groups = [
+            Group(slot, step, slot, prompts[slot], engine.version, draw)
+            for slot in range(self.world.replica, len(prompts), self.world.num_replicas)
+        ]
         idle, self.loop.idle = self.loop.idle, Idle()  # it is no part of a step
         for group in groups:
             self.loop.admit(group)
@@ -189,10 +207,14 @@ class RolloutSource:
         unfinished = self.loop.unfinished(self._engine) if self._waiting else []
         return {
             "ahead": {k: asdict(rollouts) for k, rollouts in self._ahead.items()},
-            "next": self._next, "opened": book.opened, "left": book.left,
+            "next": self._next,
+            "opened": book.opened,
+            "left": book.left,
             "is_shared": self._share.is_shared,
-            "waiting": [group_to_dict(self._waiting[n], unfinished) | {"number": n}
-                        for n in sorted(self._waiting)],
+            "waiting": [
+                group_to_dict(self._waiting[n], unfinished) | {"number": n}
+                for n in sorted(self._waiting)
+            ],
             "planner": self.planner.state_dict() if self.world.replica == 0 else None,
         }
 
@@ -210,8 +232,9 @@ class RolloutSource:
             self._ahead[k] = concat_rollouts([rollouts_from_dict(part) for part in parts])
         draw = self._train_draw()
         for number, plain in found.groups:
-            group, episodes = group_from_dict(plain, number=number, draw=draw,
-                                              prompt=self._prompt(plain["step"], plain["slot"]))
+            group, episodes = group_from_dict(
+                plain, number=number, draw=draw, prompt=self._prompt(plain["step"], plain["slot"])
+            )
             self._waiting[number] = group
             if group.is_complete:
                 self._note(group)
@@ -246,10 +269,23 @@ class RolloutSource:
         def change(book: Book) -> tuple[list[Ticket], dict[int, dict[int, int]], int]:
             for step in [step for step in book.closed if step < version]:
                 del book.closed[step]  # all replicas have handed it over
-            finish(book, self.rules, complete=complete, dropped=flat, last=last,
-                   slots_of=self._slots_of)
-            tickets = take_tickets(book, self.rules, part=self._share.part, most=most, last=last,
-                                   version=version, deal=self._deal)
+            finish(
+                book,
+                self.rules,
+                complete=complete,
+                dropped=flat,
+                last=last,
+                slots_of=self._slots_of,
+            )
+            tickets = take_tickets(
+                book,
+                self.rules,
+                part=self._share.part,
+                most=most,
+                last=last,
+                version=version,
+                deal=self._deal,
+            )
             return tickets, dict(book.closed), book.dropped
 
         tickets, closed, num_dropped = self.book.update(change)
@@ -299,17 +335,24 @@ class RolloutSource:
     def _hand_over(self, closed: Mapping[int, Mapping[int, int]]) -> None:
         """Pack this replica's share of the steps that are closed."""
         for step in sorted(step for step in closed if step >= self._next):
-            groups = [replace(self._waiting.pop(number), slot=slot)
-                      for number, slot in sorted(closed[step].items(), key=lambda pair: pair[1])
-                      if number in self._waiting]
+            groups = [
+                replace(self._waiting.pop(number), slot=slot)
+                for number, slot in sorted(closed[step].items(), key=lambda pair: pair[1])
+                if number in self._waiting
+            ]
             assert step == self._next
             assert all(step - g.version <= self.rules.max_staleness for g in groups)
             now = time.perf_counter()
             seconds = self._seconds + max(0.0, now - self._since)
             self._ahead[step] = pack_step(
-                groups, self.cfg, is_first=self.world.replica == 0, seconds=seconds,
-                measured=self.loop.idle.take() | self._plan_sums(step), dropped=self._dropped,
-                num_carried=len(self._waiting))
+                groups,
+                self.cfg,
+                is_first=self.world.replica == 0,
+                seconds=seconds,
+                measured=self.loop.idle.take() | self._plan_sums(step),
+                dropped=self._dropped,
+                num_carried=len(self._waiting),
+            )
             if self.recorder is not None:
                 self.recorder.record(step, groups, self._ahead[step])
             self._seconds, self._since, self._dropped = 0.0, max(now, self._since), []
@@ -319,16 +362,17 @@ class RolloutSource:
         if self._schedule["curriculum"] == 1 or self.world.replica:
             return {}
         plan = self.planner.at(step)
-        return {"data/passed_over_prompts": (plan.passed_over, 1),
-                "data/settled_prompts_frac": (plan.settled, plan.measured)}
+        return {
+            "data/passed_over_prompts": (plan.passed_over, 1),
+            "data/settled_prompts_frac": (plan.settled, plan.measured),
+        }
 
     def _recorder(self) -> Recorder | None:
         if not self.cfg.rollout.record:
             return None
         from spmdrl.rollout.record import Recorder
 
-        return Recorder(self.cfg, replica=self.world.replica,
-                        num_replicas=self.world.num_replicas)
+        return Recorder(self.cfg, replica=self.world.replica, num_replicas=self.world.num_replicas)
 
     def _check_dropped(self, num_dropped: int) -> None:
         limit = self._schedule["dynamic"]
@@ -342,22 +386,27 @@ class RolloutSource:
             f"groups had the same reward in all samples ({share:.0%} of them {highest:g}, the "
             f"others less or none), and the step's {self.rules.quota} are not full. The prompts "
             "are too easy or too hard for the policy: change data.train, raise "
-            "batch.group_size, or raise the limit")
+            "batch.group_size, or raise the limit"
+        )
 
     # ---------------------------------------------------------------- prompts
 
     def _keep(self, book: Book) -> None:
-        self.book: Keeper = SharedBook(
-            self.world.store, initial=book, writer=self.world.replica
-        ) if self._share.is_shared else OwnBook(book)
+        self.book: Keeper = (
+            SharedBook(self.world.store, initial=book, writer=self.world.replica)
+            if self._share.is_shared
+            else OwnBook(book)
+        )
 
     def _costs(self, step: int) -> list[float]:
         """Return the tokens that a sample of each of a step's prompts is expected to come to."""
         if self._schedule["balance"] == "even":
             return [0.0] * self.cfg.batch.prompts_per_step
         prompts = self._prompts_of(step)
-        return [len(prompt.tokens) + length
-                for prompt, length in zip(prompts, self.planner.at(step).lengths)]
+        return [
+            len(prompt.tokens) + length
+            for prompt, length in zip(prompts, self.planner.at(step).lengths)
+        ]
 
     def _deal(self, step: int) -> list[list[int]]:
         parts = deal(self._costs(step), self._share.replicas)
@@ -374,27 +423,44 @@ class RolloutSource:
 
     def _openings(self) -> Openings | None:
         options, data = self.cfg.rollout.environment, self.cfg.data
-        return Openings(str(options["name"]), max_tokens=data.max_prompt_tokens,
-                        is_dropped=data.overlong_prompts == "drop") if options else None
+        return (
+            Openings(
+                str(options["name"]),
+                max_tokens=data.max_prompt_tokens,
+                is_dropped=data.overlong_prompts == "drop",
+            )
+            if options
+            else None
+        )
 
     def _chat(self, pool: RewardPool) -> Chat | None:
         if not self.cfg.rollout.environment:
             return None
-        return make_chat(self.cfg.rollout.environment, self.tokenizer, tools=pool.tools,
-                         stop_token_ids=self._stops, tool_parser=pool.tool_parser)
+        return make_chat(
+            self.cfg.rollout.environment,
+            self.tokenizer,
+            tools=pool.tools,
+            stop_token_ids=self._stops,
+            tool_parser=pool.tool_parser,
+        )
 
     def _prompt(self, step: int, slot: int) -> Prompt:
         return self._prompts_of(step)[slot]
 
     def _train_draw(self) -> Draw:
-        return self._draw("train", samples=self.cfg.batch.group_size,
-                          temperature=self.cfg.sampling.temperature)
+        return self._draw(
+            "train", samples=self.cfg.batch.group_size, temperature=self.cfg.sampling.temperature
+        )
 
     def _draw(self, purpose: str, *, samples: int, temperature: float) -> Draw:
         return Draw(
-            seed=self.cfg.seed, purpose=purpose, samples=samples,
-            max_tokens=self.cfg.sampling.max_response_tokens, temperature=temperature,
-            is_seeded=self.cfg.engine.seed_per_request, stop_token_ids=self._stops,
+            seed=self.cfg.seed,
+            purpose=purpose,
+            samples=samples,
+            max_tokens=self.cfg.sampling.max_response_tokens,
+            temperature=temperature,
+            is_seeded=self.cfg.engine.seed_per_request,
+            stop_token_ids=self._stops,
             has_greedy=self._has_greedy and purpose == "train",
             must_score=self.cfg.rewards.on_failure == "fail",
         )

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, fields, replace
 from typing import Any
 
-from spmdrl.workers.pool import RewardResult
 from spmdrl.rollout.episode import Draw, Episode, Group, Response, Sample
 from spmdrl.types import Prompt
+from spmdrl.workers.pool import RewardResult
 
 
 def group_to_dict(group: Group, unfinished: Sequence[Episode]) -> dict[str, Any]:
@@ -19,10 +19,19 @@ def group_to_dict(group: Group, unfinished: Sequence[Episode]) -> dict[str, Any]
         unfinished: episodes, of this group and others, with what was drawn so far.
     """
     return {
-        "step": group.step, "slot": group.slot, "version": group.version,
-        "samples": [{"sample": s.sample, "prompt": (list(s.prompt.tokens), s.prompt.text),
-                     "response": asdict(s.response), "text": s.text,
-                     "reward": asdict(s.reward)} for s in group.samples.values()],
+        "step": group.step,
+        "slot": group.slot,
+        "version": group.version,
+        "samples": [
+            {
+                "sample": s.sample,
+                "prompt": (list(s.prompt.tokens), s.prompt.text),
+                "response": asdict(s.response),
+                "text": s.text,
+                "reward": asdict(s.reward),
+            }
+            for s in group.samples.values()
+        ],
         "episodes": [_episode_to_dict(e) for e in unfinished if e.group is group],
     }
 
@@ -30,8 +39,10 @@ def group_to_dict(group: Group, unfinished: Sequence[Episode]) -> dict[str, Any]
 def _episode_to_dict(episode: Episode) -> dict[str, Any]:
     plain = {f.name: getattr(episode, f.name) for f in fields(episode) if f.name != "group"}
     # As text: what loads a checkpoint without running code in it takes no bytes.
-    return plain | {"response": asdict(episode.response),
-                    "environment": episode.environment.decode("latin-1")}
+    return plain | {
+        "response": asdict(episode.response),
+        "environment": episode.environment.decode("latin-1"),
+    }
 
 
 def group_from_dict(
@@ -42,12 +53,24 @@ def group_from_dict(
     group = Group(number, plain["step"], plain["slot"], prompt, plain["version"], draw)
     for s in plain["samples"]:
         group.samples[s["sample"]] = Sample(
-            group.slot, s["sample"], _prompt(s, prompt), Response(**s["response"]), s["text"],
-            RewardResult(**s["reward"]))
+            group.slot,
+            s["sample"],
+            _prompt(s, prompt),
+            Response(**s["response"]),
+            s["text"],
+            RewardResult(**s["reward"]),
+        )
     episodes = [
-        Episode(group, **e | {"response": Response(**e["response"]),
-                              "environment": e["environment"].encode("latin-1")})
-        for e in plain["episodes"]]
+        Episode(
+            group,
+            **e
+            | {
+                "response": Response(**e["response"]),
+                "environment": e["environment"].encode("latin-1"),
+            },
+        )
+        for e in plain["episodes"]
+    ]
     return group, episodes
 
 

@@ -19,8 +19,14 @@ from spmdrl.imports import nearest
 from spmdrl.rewards.signatures import reward_models
 
 SCHEDULE: dict[str, Any] = {
-    "in_flight": False, "kv_cache": "recompute", "over_sample": 1.0, "max_staleness": None,
-    "dynamic": 0, "balance": None, "curriculum": 1.0}
+    "in_flight": False,
+    "kv_cache": "recompute",
+    "over_sample": 1.0,
+    "max_staleness": None,
+    "dynamic": 0,
+    "balance": None,
+    "curriculum": 1.0,
+}
 """What rollout.schedule may hold, with the values that change nothing."""
 BALANCES = ("even", "length", "steal")
 """How prompts come to engine replicas: by their number, dealt out by expected length, or so
@@ -49,8 +55,11 @@ def make_rules(quota: int, *, over_sample: float, lag: int, max_staleness: int |
         max_staleness: steps; None takes the least that works.
     """
     least = least_staleness(over_sample, lag=lag)
-    return Rules(quota, lookahead=math.ceil(over_sample * quota),
-                 max_staleness=least if max_staleness is None else max_staleness)
+    return Rules(
+        quota,
+        lookahead=math.ceil(over_sample * quota),
+        max_staleness=least if max_staleness is None else max_staleness,
+    )
 
 
 def least_staleness(over_sample: float, *, lag: int) -> int:
@@ -100,8 +109,9 @@ def closing(
     chosen = ready[: rules.quota]
     left = [n for n in order if n not in set(chosen)]
     # Taken in order, the k-th that is left is trained on at step + 1 + k // quota.
-    fits = all(step + 1 + k // rules.quota <= versions[n] + rules.max_staleness
-               for k, n in enumerate(left))
+    fits = all(
+        step + 1 + k // rules.quota <= versions[n] + rules.max_staleness for k, n in enumerate(left)
+    )
     return chosen if fits else None
 
 
@@ -139,23 +149,33 @@ def schedule_problems(cfg: Config) -> list[str]:
     if not cfg.rollout.schedule or replay_folder(cfg):
         return []
     if cfg.algorithm.objective != "rl":
-        return [f"{next(iter(cfg.rollout.schedule))}: the objective {cfg.algorithm.objective} "
-                "samples nothing; leave it out"]
+        return [
+            f"{next(iter(cfg.rollout.schedule))}: the objective {cfg.algorithm.objective} "
+            "samples nothing; leave it out"
+        ]
     chosen = SCHEDULE | cfg.rollout.schedule
-    problems = [*_number_problems(chosen), *_in_flight_problems(cfg, chosen),
-                *_balance_problems(chosen), *_curriculum_problems(cfg, chosen)]
+    problems = [
+        *_number_problems(chosen),
+        *_in_flight_problems(cfg, chosen),
+        *_balance_problems(chosen),
+        *_curriculum_problems(cfg, chosen),
+    ]
     if problems:
         return problems
     least = least_staleness(chosen["over_sample"], lag=cfg.lag)
     if chosen["max_staleness"] is not None and chosen["max_staleness"] < least:
-        problems.append(f"max_staleness: {chosen['max_staleness']} is below lag {cfg.lag} + "
-                        f"ceil(over_sample {chosen['over_sample']:g}) - 1 = {least}: groups "
-                        "that are under way could not all be trained on in time")
+        problems.append(
+            f"max_staleness: {chosen['max_staleness']} is below lag {cfg.lag} + "
+            f"ceil(over_sample {chosen['over_sample']:g}) - 1 = {least}: groups "
+            "that are under way could not all be trained on in time"
+        )
     if chosen["dynamic"] and cfg.batch.group_size == 1:
         problems.append("dynamic: with batch.group_size 1 no group has a spread of rewards")
     if chosen["dynamic"] and reward_models(cfg.rewards.functions):
-        problems.append("dynamic: the spread of a group's rewards is not known where prompts are "
-                        "drawn, since rewards.functions names a model; leave it out")
+        problems.append(
+            "dynamic: the spread of a group's rewards is not known where prompts are "
+            "drawn, since rewards.functions names a model; leave it out"
+        )
     return problems
 
 
@@ -166,8 +186,10 @@ def _number_problems(chosen: Mapping[str, Any]) -> list[str]:
     if stale is not None and (type(stale) is not int or stale < 0):
         problems.append(f"max_staleness: must be a whole number of steps, got {stale!r}")
     if type(chosen["dynamic"]) is not int or chosen["dynamic"] < 0 or chosen["dynamic"] == 1:
-        problems.append(f"dynamic: must be a whole number of at least 2, or 0 for off, got "
-                        f"{chosen['dynamic']!r}")
+        problems.append(
+            f"dynamic: must be a whole number of at least 2, or 0 for off, got "
+            f"{chosen['dynamic']!r}"
+        )
     return problems
 
 
@@ -178,11 +200,14 @@ def _in_flight_problems(cfg: Config, chosen: Mapping[str, Any]) -> list[str]:
     if not isinstance(chosen["in_flight"], bool):
         problems.append(f"in_flight: expected true or false, got {chosen['in_flight']!r}")
     elif chosen["in_flight"] and cfg.layout.placement != "split":
-        problems.append(f"in_flight: with layout.placement {cfg.layout.placement} nothing is "
-                        "sampled while the policy trains; take split, or leave it out")
+        problems.append(
+            f"in_flight: with layout.placement {cfg.layout.placement} nothing is "
+            "sampled while the policy trains; take split, or leave it out"
+        )
     elif chosen["in_flight"] and not cfg.lag:
-        problems.append("in_flight: with lag 0 nothing is sampled while the policy trains; set "
-                        "lag to 1 or more")
+        problems.append(
+            "in_flight: with lag 0 nothing is sampled while the policy trains; set lag to 1 or more"
+        )
     return problems
 
 
@@ -195,14 +220,20 @@ def _balance_problems(chosen: Mapping[str, Any]) -> list[str]:
 def _curriculum_problems(cfg: Config, chosen: Mapping[str, Any]) -> list[str]:
     keep = chosen["curriculum"]
     if isinstance(keep, bool) or not isinstance(keep, (int, float)) or not 0 < keep <= 1:
-        return [f"curriculum: must be in (0, 1], the share of their turns at which prompts that "
-                f"are always or never solved are taken, got {keep!r}"]
+        return [
+            f"curriculum: must be in (0, 1], the share of their turns at which prompts that "
+            f"are always or never solved are taken, got {keep!r}"
+        ]
     if keep == 1:
         return []
     if chosen["dynamic"]:
-        return [f"curriculum: {keep:g} with dynamic {chosen['dynamic']}, which takes prompts "
-                "before it is known what earlier steps measured; leave one of them out"]
+        return [
+            f"curriculum: {keep:g} with dynamic {chosen['dynamic']}, which takes prompts "
+            "before it is known what earlier steps measured; leave one of them out"
+        ]
     if reward_models(cfg.rewards.functions):
-        return [f"curriculum: {keep:g}, but pass rates are not known where prompts are drawn, "
-                "since rewards.functions names a model; leave it out"]
+        return [
+            f"curriculum: {keep:g}, but pass rates are not known where prompts are drawn, "
+            "since rewards.functions names a model; leave it out"
+        ]
     return []

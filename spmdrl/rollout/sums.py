@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import torch
 
 from spmdrl.algorithms.groups import group_rewards
-from spmdrl.workers.messages import OVERLONG
 from spmdrl.rollout.episode import GREEDY, Group, Sample, failure_text, place
 from spmdrl.types import Sums
+from spmdrl.workers.messages import OVERLONG
 
 log = logging.getLogger(__name__)
 
@@ -18,17 +18,24 @@ log = logging.getLogger(__name__)
 def warn_if_all_failed(samples: Sequence[Sample], groups: Sequence[Group]) -> None:
     """Warn where no sample of a replica has a reward."""
     if samples and all(s.reward.failure for s in samples):
-        log.warning("%s: the reward of all %d samples of this replica failed and they are left out "
-                    "(rewards.on_failure=drop). First: %s", place(groups[0]), len(samples),
-                    failure_text(samples[0]))
+        log.warning(
+            "%s: the reward of all %d samples of this replica failed and they are left out "
+            "(rewards.on_failure=drop). First: %s",
+            place(groups[0]),
+            len(samples),
+            failure_text(samples[0]),
+        )
 
 
 def has_spread(samples: Sequence[Sample]) -> bool:
     """Whether the rewards of a group's samples differ by more than rounding."""
     values = [s.reward.value for s in samples if s.reward.value is not None]
     rewards = torch.tensor(values, dtype=torch.float64)
-    found = group_rewards(rewards, torch.zeros(len(values), dtype=torch.int64),
-                          is_valid=torch.ones(len(values), dtype=torch.bool))
+    found = group_rewards(
+        rewards,
+        torch.zeros(len(values), dtype=torch.int64),
+        is_valid=torch.ones(len(values), dtype=torch.bool),
+    )
     return bool(found.has_spread.any())
 
 
@@ -53,8 +60,7 @@ def step_sums(samples: Sequence[Sample], *, is_first: bool) -> Sums:
         "rollout/truncated_frac": (sum(s.response.is_truncated for s in samples), count),
         "rollout/failed_rewards": (sum(s.reward.value is None for s in samples), one),
         "reward/timeouts": (sum(s.reward.failure == "timeout" for s in samples), one),
-        "reward/errors": (
-            sum(s.reward.failure in ("error", "bad_value") for s in samples), one),
+        "reward/errors": (sum(s.reward.failure in ("error", "bad_value") for s in samples), one),
         "reward/seconds": (sum(s.reward.seconds for s in samples), count),
     }
     for s in samples:

@@ -85,8 +85,11 @@ def _run_in_namespaces(request: dict, status_fd: int, parent_pid: int) -> None:
     flags = _NEW_OTHERS | (_NEW_NET if request["new_net"] else 0)
     _call("unshare", flags | (_NEW_USER if request["new_user"] else 0))
     if request["new_user"]:
-        for name, text in (("setgroups", "deny"), ("uid_map", f"{_INNER_UID} {outer_uid} 1"),
-                           ("gid_map", f"{_INNER_UID} {outer_gid} 1")):
+        for name, text in (
+            ("setgroups", "deny"),
+            ("uid_map", f"{_INNER_UID} {outer_uid} 1"),
+            ("gid_map", f"{_INNER_UID} {outer_gid} 1"),
+        ):
             with open(f"/proc/self/{name}", "w") as file:
                 file.write(text)
     _die_with(parent_pid)  # after the change of user, which forgets it
@@ -168,8 +171,7 @@ def _build_root(request: dict, uid: int | None) -> None:
     _mount_memory(base + "/box", mib=request["files_mb"], mode="700")
     os.chdir(base + "/box")
     _write_files(request["files"], uid)
-    _call("mount", None, base.encode(), None,
-          _REMOUNT | _BIND | _RDONLY | _NOSUID | _NODEV, None)
+    _call("mount", None, base.encode(), None, _REMOUNT | _BIND | _RDONLY | _NOSUID | _NODEV, None)
     os.chdir(base)
     _call("syscall", _PIVOT_ROOT[os.uname().machine], b".", b".")
     _call("umount2", b".", _DETACH)
@@ -193,8 +195,15 @@ def _bind(fd: int, target: str, *, is_device: bool) -> None:
     flags = _NOSUID | (0 if is_device else _NODEV)
     attributes = struct.pack("<QQQQ", _RDONLY | flags, 0, 0, 0)
     try:
-        _call("syscall", _MOUNT_SETATTR, _AT_FDCWD, target.encode(), _AT_RECURSIVE, attributes,
-              len(attributes))
+        _call(
+            "syscall",
+            _MOUNT_SETATTR,
+            _AT_FDCWD,
+            target.encode(),
+            _AT_RECURSIVE,
+            attributes,
+            len(attributes),
+        )
     except OSError as error:
         if error.errno != errno.ENOSYS:  # before Linux 5.12
             raise

@@ -27,16 +27,30 @@ _READ_BYTES = 65536
 _STOP = 40  # a real-time signal, which no scheduler sends
 # Schedulers signal every process of a job; what to do about it is not the launcher's to say.
 _FOR_THE_JOB = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-_START = ("import sys; sys.path.append(sys.argv[1]); import launcher; "
-          "launcher.main(*map(int, sys.argv[2:]))")
-_SYSTEM_LIBRARIES = ("/lib", "/lib64", "/lib32", "/usr/lib", "/usr/lib64", "/usr/local/lib",
-                     "/etc/ld.so.cache")
+_START = (
+    "import sys; sys.path.append(sys.argv[1]); import launcher; "
+    "launcher.main(*map(int, sys.argv[2:]))"
+)
+_SYSTEM_LIBRARIES = (
+    "/lib",
+    "/lib64",
+    "/lib32",
+    "/usr/lib",
+    "/usr/lib64",
+    "/usr/local/lib",
+    "/etc/ld.so.cache",
+)
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
 _ENVIRONMENT = {
-    "PATH": "/usr/bin:/bin", "HOME": "/box", "TMPDIR": "/box", "LANG": "C.UTF-8",
+    "PATH": "/usr/bin:/bin",
+    "HOME": "/box",
+    "TMPDIR": "/box",
+    "LANG": "C.UTF-8",
     "PYTHONHASHSEED": "0",  # one response, one score
     # Else a few threads use up the address space that they may have.
-    "MALLOC_ARENA_MAX": "1", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1",
+    "MALLOC_ARENA_MAX": "1",
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
 }
 
 
@@ -78,19 +92,34 @@ class Result:
 
 
 def launch(
-    code: str, *, way: Way, stdin: str = "", timeout_s: float, memory_mb: int = 512,
-    files: Mapping[str, str | bytes] | None = None, packages: Sequence[str] = (),
-    processes: int = 8, files_mb: int = 64, output_bytes: int = 1_000_000,
+    code: str,
+    *,
+    way: Way,
+    stdin: str = "",
+    timeout_s: float,
+    memory_mb: int = 512,
+    files: Mapping[str, str | bytes] | None = None,
+    packages: Sequence[str] = (),
+    processes: int = 8,
+    files_mb: int = 64,
+    output_bytes: int = 1_000_000,
 ) -> Result:
     """Run a program in the given way; arguments are those of `run_python`.
 
     Raises: LaunchError when it cannot be started; ValueError for files and packages.
     """
     request = _request(
-        way, files={**_checked(files or {}), "main.py": _bytes(code)}, packages=packages,
-        limits=_limits(timeout_s, memory_mb=memory_mb, files_mb=files_mb,
-                       # The launcher and its init count in a user namespace of theirs.
-                       processes=processes + (2 if way.new_user else 0)))
+        way,
+        files={**_checked(files or {}), "main.py": _bytes(code)},
+        packages=packages,
+        limits=_limits(
+            timeout_s,
+            memory_mb=memory_mb,
+            files_mb=files_mb,
+            # The launcher and its init count in a user namespace of theirs.
+            processes=processes + (2 if way.new_user else 0),
+        ),
+    )
     request["files_mb"] = files_mb
     with contextlib.ExitStack() as stack:
         if not way.namespaces:
@@ -110,22 +139,27 @@ def _checked(files: Mapping[str, str | bytes]) -> dict[str, bytes]:
     for name in files:
         path = PurePosixPath(name)
         if path.is_absolute() or ".." in path.parts or not path.name or name == "main.py":
-            raise ValueError(f"files: {name!r} must be a relative path without `..`, and not "
-                             "main.py, which is the program")
+            raise ValueError(
+                f"files: {name!r} must be a relative path without `..`, and not "
+                "main.py, which is the program"
+            )
     return {n: _bytes(d) if isinstance(d, str) else bytes(d) for n, d in files.items()}
 
 
 def _limits(timeout_s: float, *, memory_mb: int, files_mb: int, processes: int) -> dict[str, int]:
     return {
-        "RLIMIT_CORE": 0, "RLIMIT_CPU": math.ceil(timeout_s) + 1, "RLIMIT_AS": memory_mb << 20,
-        "RLIMIT_FSIZE": files_mb << 20, "RLIMIT_NOFILE": 64, "RLIMIT_MEMLOCK": 0,
+        "RLIMIT_CORE": 0,
+        "RLIMIT_CPU": math.ceil(timeout_s) + 1,
+        "RLIMIT_AS": memory_mb << 20,
+        "RLIMIT_FSIZE": files_mb << 20,
+        "RLIMIT_NOFILE": 64,
+        "RLIMIT_MEMLOCK": 0,
         "RLIMIT_NPROC": processes,
     }
 
 
 def _request(
-    way: Way, *, files: dict[str, bytes], packages: Sequence[str],
-    limits: dict[str, int],
+    way: Way, *, files: dict[str, bytes], packages: Sequence[str], limits: dict[str, int]
 ) -> dict[str, Any]:
     python = os.path.realpath(sys.executable)
     packages = [os.path.realpath(p) for p in packages]
@@ -133,17 +167,29 @@ def _request(
         if not os.path.isdir(folder):
             raise ValueError(f"packages: {folder!r} is not a folder")
         if way.drop_uid and os.stat(folder).st_mode & 0o5 != 0o5:
-            raise ValueError(f"packages: {folder!r} is closed to other users, and programs run as "
-                             "another; chmod o+rx it")
+            raise ValueError(
+                f"packages: {folder!r} is closed to other users, and programs run as "
+                "another; chmod o+rx it"
+            )
     env = _ENVIRONMENT | _library_path() | ({"PYTHONPATH": ":".join(packages)} if packages else {})
     paths = sysconfig.get_paths()
-    wanted = [python, os.path.realpath(paths["stdlib"]), os.path.realpath(paths["platstdlib"]),
-              os.path.join(sys.base_exec_prefix, "lib"), *_SYSTEM_LIBRARIES, *_DEVICES, *packages]
+    wanted = [
+        python,
+        os.path.realpath(paths["stdlib"]),
+        os.path.realpath(paths["platstdlib"]),
+        os.path.join(sys.base_exec_prefix, "lib"),
+        *_SYSTEM_LIBRARIES,
+        *_DEVICES,
+        *packages,
+    ]
     there = [p for p in dict.fromkeys(wanted) if os.path.exists(p)]
     links = [(p, os.readlink(p)) for p in there if os.path.islink(p)]
     real = [p for p in there if not os.path.islink(p)]
     return asdict(way) | {
-        "files": files, "limits": limits, "links": links, "base": _base(),
+        "files": files,
+        "limits": limits,
+        "links": links,
+        "base": _base(),
         "readable": [p for p in real if not any(_is_under(p, q) for q in real)],
         "argv": [python, "-S", "-s", "-B", "main.py"],
         "env": env,
@@ -177,11 +223,26 @@ class _Running:
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, _FOR_THE_JOB)  # which it inherits
         try:
             self.process = subprocess.Popen(
-                [sys.executable, "-I", "-S", "-c", _START, str(Path(__file__).parent),
-                 str(memory[0]), str(status_write), str(os.getpid())],
-                stdin=memory[1], stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0,
-                pass_fds=[memory[0], status_write], start_new_session=True, cwd="/",
-                env=_library_path())
+                [
+                    sys.executable,
+                    "-I",
+                    "-S",
+                    "-c",
+                    _START,
+                    str(Path(__file__).parent),
+                    str(memory[0]),
+                    str(status_write),
+                    str(os.getpid()),
+                ],
+                stdin=memory[1],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                bufsize=0,
+                pass_fds=[memory[0], status_write],
+                start_new_session=True,
+                cwd="/",
+                env=_library_path(),
+            )
         except BaseException:
             os.close(self.status)
             raise
@@ -191,7 +252,7 @@ class _Running:
                 os.close(fd)
         self._lines = bytearray()
 
-    def __enter__(self) -> "_Running":
+    def __enter__(self) -> _Running:
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -243,27 +304,42 @@ class _Running:
                     texts[fd] += data[: output_bytes + 1 - len(texts[fd])]
                     if len(texts[fd]) > output_bytes and stopped is None and ended is None:
                         stopped, deadline = "output", self._stop()
-        return self._made(texts, began=began, ended=ended, stopped=stopped,
-                          output_bytes=output_bytes)
+        return self._made(
+            texts, began=began, ended=ended, stopped=stopped, output_bytes=output_bytes
+        )
 
     def _stop(self) -> float:
         self.process.send_signal(_STOP)
         return time.monotonic() + _GRACE_S
 
-    def _made(self, texts: dict[int, bytearray], *, began: float | None, ended: float | None,
-              stopped: Status | None, output_bytes: int) -> Result:
+    def _made(
+        self,
+        texts: dict[int, bytearray],
+        *,
+        began: float | None,
+        ended: float | None,
+        stopped: Status | None,
+        output_bytes: int,
+    ) -> Result:
         lines = self._lines.decode("utf-8", "replace").splitlines()
         failure = next((line for line in lines if line.startswith("failed ")), "")
         out, err = (bytes(t[:output_bytes]).decode("utf-8", "replace") for t in texts.values())
         if failure or began is None:
-            raise LaunchError(failure.removeprefix("failed ") or "the launcher ended with "
-                              f"{self.process.wait()}: {err.strip()[-500:]}")
+            raise LaunchError(
+                failure.removeprefix("failed ")
+                or f"the launcher ended with {self.process.wait()}: {err.strip()[-500:]}"
+            )
         code = next((int(x.split()[1]) for x in lines if x.startswith("ended ")), None)
         if stopped is None and code is None:
             raise LaunchError("the launcher was killed while the program ran")
         natural: Status = "ok" if code == 0 else "signal" if (code or 0) < 0 else "error"
-        return Result(stopped or natural, -9 if stopped else code, out, err,
-                      (ended or time.monotonic()) - began)
+        return Result(
+            stopped or natural,
+            -9 if stopped else code,
+            out,
+            err,
+            (ended or time.monotonic()) - began,
+        )
 
 
 def _in_memory(data: bytes) -> int:

@@ -16,9 +16,16 @@ class NotProtected(RuntimeError):
 
 
 def run_python(
-    code: str, *, stdin: str = "", timeout_s: float, memory_mb: int = 512,
-    files: Mapping[str, str | bytes] | None = None, packages: Sequence[str] = (),
-    processes: int = 8, files_mb: int = 64, output_bytes: int = 1_000_000,
+    code: str,
+    *,
+    stdin: str = "",
+    timeout_s: float,
+    memory_mb: int = 512,
+    files: Mapping[str, str | bytes] | None = None,
+    packages: Sequence[str] = (),
+    processes: int = 8,
+    files_mb: int = 64,
+    output_bytes: int = 1_000_000,
     allow_unprotected: bool = False,
 ) -> Result:
     """Run a program as `main.py` of an empty folder and return what became of it.
@@ -40,15 +47,30 @@ def run_python(
     Raises: NotProtected; LaunchError when the sandbox could not be set up or was killed from
         outside: nothing is known of the program then; ValueError for arguments.
     """
-    for name, value, least in (("timeout_s", timeout_s, 0), ("output_bytes", output_bytes, 0),
-                               ("memory_mb", memory_mb, _LEAST_MEMORY_MB - 1),
-                               ("processes", processes, 0), ("files_mb", files_mb, 0)):
+    for name, value, least in (
+        ("timeout_s", timeout_s, 0),
+        ("output_bytes", output_bytes, 0),
+        ("memory_mb", memory_mb, _LEAST_MEMORY_MB - 1),
+        ("processes", processes, 0),
+        ("files_mb", files_mb, 0),
+    ):
         if not least < value < math.inf:
             raise ValueError(f"{name}: must be above {least}, got {value!r}")
     way, found = chosen_way()
     if not found.is_enough and not allow_unprotected:
-        raise NotProtected(f"{found.text}. To run the code all the same, with the rights of this "
-                           "user, pass allow_unprotected=True")
-    return launch(code, way=way, stdin=stdin, timeout_s=timeout_s, memory_mb=memory_mb,
-                  files=files, packages=packages, processes=processes, files_mb=files_mb,
-                  output_bytes=output_bytes)
+        raise NotProtected(
+            f"{found.text}. To run the code all the same, with the rights of this "
+            "user, pass allow_unprotected=True"
+        )
+    return launch(
+        code,
+        way=way,
+        stdin=stdin,
+        timeout_s=timeout_s,
+        memory_mb=memory_mb,
+        files=files,
+        packages=packages,
+        processes=processes,
+        files_mb=files_mb,
+        output_bytes=output_bytes,
+    )

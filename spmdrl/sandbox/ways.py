@@ -104,8 +104,11 @@ def ways() -> list[tuple[str, Way]]:
     """Return the ways that may be enough, by name, the best first."""
     inside, beside = seccomp_filter(has_own_pids=True), seccomp_filter(has_own_pids=False)
     root = os.geteuid() == 0
-    ways = [("namespaces of root", Way(namespaces=True, new_net=True, drop_uid=True,
-                                       seccomp=inside))] if root else []
+    ways = (
+        [("namespaces of root", Way(namespaces=True, new_net=True, drop_uid=True, seccomp=inside))]
+        if root
+        else []
+    )
     ways += [
         ("user namespaces", Way(namespaces=True, new_user=True, new_net=True, seccomp=inside)),
         ("user namespaces without seccomp", Way(namespaces=True, new_user=True, new_net=True)),
@@ -116,14 +119,15 @@ def ways() -> list[tuple[str, Way]]:
 
 def _weakest(failed: list[tuple[str, str]]) -> tuple[Way, Protection]:
     reasons = "; ".join(f"{name}: {why}" for name, why in failed)
-    text = ("this machine permits no isolation of files and network (" + reasons + "). One of "
-            "these is enough: unprivileged user namespaces (sysctl user.max_user_namespaces, "
-            "kernel.unprivileged_userns_clone=1, kernel.apparmor_restrict_unprivileged_userns=0), "
-            "a container with the capability SYS_ADMIN, or Linux 5.13 with Landlock and seccomp "
-            "and a Python installation that other users may read")
+    text = (
+        "this machine permits no isolation of files and network (" + reasons + "). One of "
+        "these is enough: unprivileged user namespaces (sysctl user.max_user_namespaces, "
+        "kernel.unprivileged_userns_clone=1, kernel.apparmor_restrict_unprivileged_userns=0), "
+        "a container with the capability SYS_ADMIN, or Linux 5.13 with Landlock and seccomp "
+        "and a Python installation that other users may read"
+    )
     beside, root = seccomp_filter(has_own_pids=False), os.geteuid() == 0
-    for way in (Way(drop_uid=root, seccomp=beside), Way(drop_uid=root), Way(seccomp=beside),
-                Way()):
+    for way in (Way(drop_uid=root, seccomp=beside), Way(drop_uid=root), Way(seccomp=beside), Way()):
         try:
             return way, tried(way, name=text)
         except LaunchError:
@@ -143,8 +147,9 @@ def tried(way: Way, *, name: str) -> Protection:
         asked = f"{planted.name}\n{processes}\n{os.getpid()}\n"
         done = launch(_PROBE, way=way, stdin=asked, timeout_s=_PROBE_S, processes=processes)
     if done.status != "ok":
-        raise LaunchError(f"the probe ended with {done.status} {done.exit_code}: "
-                          f"{done.stderr.strip()[-300:]}")
+        raise LaunchError(
+            f"the probe ended with {done.status} {done.exit_code}: {done.stderr.strip()[-300:]}"
+        )
     can = done.stdout.strip().split(",")
     # What was tried may have failed for another reason: the means must be there too.
     return Protection(
@@ -152,8 +157,12 @@ def tried(way: Way, *, name: str) -> Protection:
         no_network="network" not in can and (way.new_net or bool(way.seccomp)),
         no_files="files" not in can and (way.namespaces or way.landlock),
         no_signals="signals" not in can and (way.namespaces or bool(way.seccomp)),
-        process_limit="processes" not in can, limits=True, own_pids=way.namespaces,
-        system_call_filter=bool(way.seccomp), text=name)
+        process_limit="processes" not in can,
+        limits=True,
+        own_pids=way.namespaces,
+        system_call_filter=bool(way.seccomp),
+        text=name,
+    )
 
 
 def _open_doors(found: Protection) -> str:

@@ -11,13 +11,13 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from spmdrl.world.comm import gather_objects
 from spmdrl.engine.protocol import AdapterEngine
 from spmdrl.model.lora.layers import SentAdapter
 from spmdrl.model.shards import Held, Part, addresses
 from spmdrl.sync.trace import trace_loader
 from spmdrl.sync.traced import TracedTensors
 from spmdrl.world import World
+from spmdrl.world.comm import gather_objects
 
 
 class AdapterPush:
@@ -31,25 +31,34 @@ class AdapterPush:
     Raises: ValueError on every rank, when an engine cannot take the matrices in place.
     """
 
-    def __init__(self, sent: SentAdapter, shards: Mapping[str, Tensor], *,
-                 engine: AdapterEngine, world: World):
+    def __init__(
+        self,
+        sent: SentAdapter,
+        shards: Mapping[str, Tensor],
+        *,
+        engine: AdapterEngine,
+        world: World,
+    ):
         self._sent, copies, reasons = sent, [], []
         if world.is_inference:
             names = {name: (shape, torch.float32) for name, shape in sent.shapes.items()}
             trace = trace_loader(engine.adapter(sent.shapes), names, load=engine.load_adapter)
             copies = trace.copies
             missing = sent.shapes.keys() - {copy.name for copy in copies}
-            reasons = trace.reasons + [f"{name}: the engine takes none of it"
-                                       for name in sorted(missing)]
+            reasons = trace.reasons + [
+                f"{name}: the engine takes none of it" for name in sorted(missing)
+            ]
         gathered = gather_objects(reasons, group=world.control)
         lines = [f"rank {rank}: {line}" for rank, own in enumerate(gathered) for line in own]
         if lines:
             raise ValueError(
                 "model.lora.push: adapter, but this engine cannot take the adapters; push merged, "
-                "or choose other targets\n  - " + "\n  - ".join(lines[:8]))
+                "or choose other targets\n  - " + "\n  - ".join(lines[:8])
+            )
         self._addresses = addresses(self._own(shards))
-        self._tensors = TracedTensors(world, shapes=sent.shapes, copies=copies,
-                                      held=self._hold(shards))
+        self._tensors = TracedTensors(
+            world, shapes=sent.shapes, copies=copies, held=self._hold(shards)
+        )
 
     @property
     def nbytes(self) -> int:

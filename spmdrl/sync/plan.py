@@ -71,11 +71,17 @@ class Route:
         pieces: in order; wider dtypes first, so that every element is aligned.
     """
 
-    def __init__(self, source: int, receiver: int, *, targets: tuple[int, ...],
-                 wants: Sequence[Want], pieces: Sequence[Piece]):
+    def __init__(
+        self,
+        source: int,
+        receiver: int,
+        *,
+        targets: tuple[int, ...],
+        wants: Sequence[Want],
+        pieces: Sequence[Piece],
+    ):
         self.source, self.receiver, self.targets = source, receiver, targets
-        self.pieces = sorted(
-            pieces, key=lambda p: (-wants[p.want].itemsize, p.want, p.box.start))
+        self.pieces = sorted(pieces, key=lambda p: (-wants[p.want].itemsize, p.want, p.box.start))
         self._itemsizes = [wants[p.want].itemsize for p in self.pieces]
         self._ends: list[int] = []
         end = 0
@@ -152,8 +158,12 @@ class Plan:
         return list(zip(sent, got))
 
 
-def make_plan(holders: Sequence[Mapping[str, Sequence[Box]]], wants: Sequence[Sequence[Want]], *,
-              bucket_bytes: int) -> Plan:
+def make_plan(
+    holders: Sequence[Mapping[str, Sequence[Box]]],
+    wants: Sequence[Sequence[Want]],
+    *,
+    bucket_bytes: int,
+) -> Plan:
     """Plan one push.
 
     Args:
@@ -176,8 +186,15 @@ def make_plan(holders: Sequence[Mapping[str, Sequence[Box]]], wants: Sequence[Se
     for (source, index), parts in sorted(pieces.items(), key=lambda item: item[0]):
         ranks = receivers[index].ranks
         # A source that is itself one of the replicas keeps its share: nothing moves twice.
-        routes.append(Route(source, index, targets=(source,) if source in ranks else ranks,
-                            wants=receivers[index].wants, pieces=parts))
+        routes.append(
+            Route(
+                source,
+                index,
+                targets=(source,) if source in ranks else ranks,
+                wants=receivers[index].wants,
+                pieces=parts,
+            )
+        )
     return _cut(Plan(len(wants), tuple(receivers), tuple(routes), 1), bucket_bytes)
 
 
@@ -199,8 +216,13 @@ def _owners(holders: Sequence[Mapping[str, Sequence[Box]]]) -> dict[str, dict[Bo
     return {name: dict(sorted(boxes.items())) for name, boxes in owners.items()}
 
 
-def _sources(want: Want, owners: Mapping[str, Mapping[Box, list[int]]], *, loads: list[int],
-             near: tuple[int, ...]) -> Iterator[tuple[int, Box]]:
+def _sources(
+    want: Want,
+    owners: Mapping[str, Mapping[Box, list[int]]],
+    *,
+    loads: list[int],
+    near: tuple[int, ...],
+) -> Iterator[tuple[int, Box]]:
     """Yield (rank, box) that together are the want; `loads` (bytes sent) is brought up to date."""
     missing = [want.box]
     for held, ranks in owners.get(want.name, {}).items():
@@ -211,8 +233,9 @@ def _sources(want: Want, owners: Mapping[str, Mapping[Box, list[int]]], *, loads
                 rest.append(box)
                 continue
             rest += box.minus(held)
-            yield from _shared(common, want.itemsize, loads=loads,
-                               ranks=[r for r in ranks if r in near] or ranks)
+            yield from _shared(
+                common, want.itemsize, loads=loads, ranks=[r for r in ranks if r in near] or ranks
+            )
         missing = rest
         if not missing:
             return
@@ -223,8 +246,9 @@ def _sources(want: Want, owners: Mapping[str, Mapping[Box, list[int]]], *, loads
     )
 
 
-def _shared(box: Box, itemsize: int, *, loads: list[int],
-            ranks: list[int]) -> Iterator[tuple[int, Box]]:
+def _shared(
+    box: Box, itemsize: int, *, loads: list[int], ranks: list[int]
+) -> Iterator[tuple[int, Box]]:
     """Yield the box, spread over all `ranks` that hold it, or from the least busy if small."""
     if box.numel * itemsize < _SPREAD_BYTES:
         ranks = [min(ranks, key=lambda r: (loads[r], r))]
@@ -237,6 +261,7 @@ def _shared(box: Box, itemsize: int, *, loads: list[int],
 
 def _cut(plan: Plan, bucket_bytes: int) -> Plan:
     """Return the plan in buckets within `bucket_bytes` on every rank, and enough to overlap."""
+
     def cut(number: int) -> tuple[Plan, int]:
         candidate = Plan(plan.world_size, plan.receivers, plan.routes, number)
         return candidate, max(map(max, candidate.bucket_bytes()))

@@ -37,8 +37,10 @@ def checksum(view: Tensor, box: Box, *, shape: Sequence[int]) -> int:
         bits = values.contiguous().view(_INTEGERS[values.element_size()]).to(torch.int64)
         at = torch.zeros((), dtype=torch.int64, device=view.device)
         for dim, stride in enumerate(strides):
-            index = torch.arange(part.start[dim], part.start[dim] + part.shape[dim],
-                                 device=view.device) * stride
+            index = (
+                torch.arange(part.start[dim], part.start[dim] + part.shape[dim], device=view.device)
+                * stride
+            )
             at = at + index.view([-1] + [1] * (len(shape) - dim - 1))
         total += int((_mix(_mix(at + 1) + bits)).sum())
     return total % 2**64
@@ -58,7 +60,7 @@ def _strips(view: Tensor, box: Box) -> Iterator[tuple[Box, Tensor]]:
         return
     rows = max(1, _ELEMENTS_AT_ONCE * box.shape[0] // box.numel)
     for first in range(0, box.shape[0], rows):
-        values = view[first:first + rows]
+        values = view[first : first + rows]
         yield Box((box.start[0] + first, *box.start[1:]), tuple(values.shape)), values
 
 
@@ -93,7 +95,8 @@ def layout_problems(copies: Sequence[Copy], reader: CheckpointReader) -> list[st
         if not _same_bits(part.to(copy.view.device).to(copy.view.dtype), copy.view):
             problems[copy.parameter] = (
                 f"does not hold {copy.name} the way it was loaded: vLLM changes it after loading "
-                "(re-packed or quantised), so a write in place would be wrong")
+                "(re-packed or quantised), so a write in place would be wrong"
+            )
     return [f"{parameter}: {why}" for parameter, why in problems.items()]
 
 
@@ -102,9 +105,12 @@ def _same_bits(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a.contiguous().view(integer), b.contiguous().view(integer))
 
 
-def checksum_problems(sent: Sequence[Mapping[tuple[int, int], int]],
-                      held: Sequence[Mapping[tuple[int, int], int]], *,
-                      names: Mapping[tuple[int, int], str]) -> list[str]:
+def checksum_problems(
+    sent: Sequence[Mapping[tuple[int, int], int]],
+    held: Sequence[Mapping[tuple[int, int], int]],
+    *,
+    names: Mapping[tuple[int, int], str],
+) -> list[str]:
     """Compare the senders' sums with every receiving rank's.
 
     Args:
@@ -120,6 +126,7 @@ def checksum_problems(sent: Sequence[Mapping[tuple[int, int], int]],
     return [
         f"engine of rank {rank}: {names[key]} has checksum {value:016x}, the trainers sent "
         f"{totals.get(key, 0):016x}"
-        for rank, sums in enumerate(held) for key, value in sums.items()
+        for rank, sums in enumerate(held)
+        for key, value in sums.items()
         if value != totals.get(key, 0)
     ]

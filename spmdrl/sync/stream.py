@@ -14,7 +14,6 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from spmdrl.world.comm import first_line, gather_objects
 from spmdrl.engine.handover import Handover
 from spmdrl.engine.protocol import EngineProtocol
 from spmdrl.model.load import CheckpointReader, model_folder
@@ -28,6 +27,7 @@ from spmdrl.sync.traced import TracedTensors
 from spmdrl.sync.transfer import Transfer, make_gather_groups
 from spmdrl.types import Sums
 from spmdrl.world import World
+from spmdrl.world.comm import first_line, gather_objects
 
 log = logging.getLogger(__name__)
 
@@ -88,19 +88,27 @@ class WeightStream:
             self.mode = self._agree_on_mode(reasons)
             if self.mode == "traced":
                 self._weights = TracedTensors(
-                    world, shapes={name: shape for name, (shape, _) in self._names.items()},
-                    copies=copies, held=self._held)
+                    world,
+                    shapes={name: shape for name, (shape, _) in self._names.items()},
+                    copies=copies,
+                    held=self._held,
+                )
                 self.plans = [self._weights.plan]
             else:
                 self._prove_reloading()
                 self.plans = self._reload_plans(
-                    gather_objects(self._held.boxes(), group=world.control))
+                    gather_objects(self._held.boxes(), group=world.control)
+                )
                 self._groups = make_gather_groups(self.plans[0])
             self._adapter = self._plan_adapter()
         self._pointers = self._engine_pointers()
         self._handover = Handover(engine, world)
-        log.info("weight stream: %s, %d bytes, buckets: %d", self.mode, self.nbytes,
-                 sum(plan.num_buckets for plan in self.plans))
+        log.info(
+            "weight stream: %s, %d bytes, buckets: %d",
+            self.mode,
+            self.nbytes,
+            sum(plan.num_buckets for plan in self.plans),
+        )
 
     @property
     def nbytes(self) -> int:
@@ -117,8 +125,11 @@ class WeightStream:
         if self.mode != "idle":
             # A traced push writes every weight that counts (not what pads a vocabulary), but for
             # those under adapters that travel by themselves, and those of a model that drafts.
-            is_whole = (self.mode == "traced" and self._adapter is None
-                        and "speculative_config" not in self._world.cfg.engine.options)
+            is_whole = (
+                self.mode == "traced"
+                and self._adapter is None
+                and "speculative_config" not in self._world.cfg.engine.options
+            )
             self._handover.release(keeps_weights=not is_whole)
 
     def push(self, version: int) -> Sums:
@@ -155,8 +166,11 @@ class WeightStream:
         every = self._cfg.verify_every
         if self._pushes == 1 or (every and self._pushes % every == 0):
             self.verify(version)
-        return woken | {"sync/bytes": (float(nbytes), 1.0), "sync/seconds": (seconds, 1.0),
-                        "sync/gb_per_s": (nbytes / 1e9, seconds)}
+        return woken | {
+            "sync/bytes": (float(nbytes), 1.0),
+            "sync/seconds": (seconds, 1.0),
+            "sync/gb_per_s": (nbytes / 1e9, seconds),
+        }
 
     def verify(self, version: int) -> None:
         """Compare checksums of what trainers hold with what engines hold, slice by slice.
@@ -189,8 +203,10 @@ class WeightStream:
         with world.watch.wait("probe", version):
             of_engine = self._engine.score(sequences) if world.is_inference else None
             of_trainer = self._policy.score(sequences) if world.is_trainer else None
-            scores = gather_objects((of_engine and _flat(of_engine),
-                                     of_trainer and _flat(of_trainer)), group=world.control)
+            scores = gather_objects(
+                (of_engine and _flat(of_engine), of_trainer and _flat(of_trainer)),
+                group=world.control,
+            )
         trainer = next(t for _, t in scores if t is not None)
         gaps = torch.stack([(e - trainer).abs() for e, _ in scores if e is not None]).double()
         mean, limit = float(gaps.mean()), self._cfg.max_logprob_gap
@@ -201,14 +217,17 @@ class WeightStream:
                 f"nats on average (largest {float(gaps.max()):.4g}), more than "
                 f"stream.max_logprob_gap {limit:g}; mean logprob {float(engine.mean()):.4f} by "
                 f"the engine, {float(trainer.mean()):.4f} by the trainer. The two do not compute "
-                f"the same model: {self._suspects()}")
+                f"the same model: {self._suspects()}"
+            )
         return {"sync/probe_gap": (float(gaps.sum()), float(gaps.numel()))}
 
     def _suspects(self) -> str:
         kind = self._world.cfg.engine.options.get("quantization")
         if kind:
-            return (f"engine.options quantization {kind} may be all of it; then raise the limit, "
-                    "and keep an algorithm.correction")
+            return (
+                f"engine.options quantization {kind} may be all of it; then raise the limit, "
+                "and keep an algorithm.correction"
+            )
         return "compare dtypes and attention settings, or raise the limit"
 
     # ---------------------------------------------------------------- construction
@@ -244,10 +263,14 @@ class WeightStream:
             return "traced"
         shown = _shown(lines)
         if self._cfg.mode == "traced":
-            raise ValueError(f"stream.mode is traced, but these engine parameters cannot be "
-                             f"written in place; use auto or reload\n{shown}")
-        log.warning("weight stream: falling back to vLLM's own reloading, which is slower, "
-                    "because\n%s", shown)
+            raise ValueError(
+                f"stream.mode is traced, but these engine parameters cannot be "
+                f"written in place; use auto or reload\n{shown}"
+            )
+        log.warning(
+            "weight stream: falling back to vLLM's own reloading, which is slower, because\n%s",
+            shown,
+        )
         return "reload"
 
     def _prove_reloading(self) -> None:
@@ -265,7 +288,8 @@ class WeightStream:
                 "weight stream: no way to update this engine. Its weights cannot be written in "
                 "place, and vLLM's own reload of the weights that it already holds fails, or "
                 f"changes parameters:\n{_shown(lines)}\nUse engine.kind transformers, a model "
-                "without them, or another device or vLLM version")
+                "without them, or another device or vLLM version"
+            )
 
     def _changed_by_reload(self) -> list[str]:
         reader = CheckpointReader(model_folder(self._world.cfg.model.path))
@@ -273,7 +297,8 @@ class WeightStream:
         try:
             self._engine.reload_weights(
                 (name, reader.read(name, start=(0,) * len(shape), shape=tuple(shape)))
-                for name, (shape, _) in self._names.items())
+                for name, (shape, _) in self._names.items()
+            )
         except Exception as error:  # anything that loading and repacking may do
             return [first_line(error)]
         after = parameter_checksums(self._engine.model)
@@ -284,27 +309,39 @@ class WeightStream:
         if sent is None:
             return None
         if self._weights is None:
-            raise ValueError("model.lora.push: adapter, but this engine's weights cannot be "
-                             "written in place (the log says why); push merged")
-        return AdapterPush(sent, self._policy.named_shards(), engine=self._engine,
-                           world=self._world)
+            raise ValueError(
+                "model.lora.push: adapter, but this engine's weights cannot be "
+                "written in place (the log says why); push merged"
+            )
+        return AdapterPush(
+            sent, self._policy.named_shards(), engine=self._engine, world=self._world
+        )
 
     def _reload_plans(self, holders: list[dict[str, tuple[Box, ...]]]) -> list[Plan]:
         """Plan whole tensors to every inference rank, a bucket's worth of names at a time."""
         groups: list[list[Want]] = []
         size = self._cfg.bucket_bytes
         for name, (shape, dtype) in self._names.items():
-            want = Want(name, Box((0,) * len(shape), tuple(shape)),
-                        str(dtype).removeprefix("torch."), dtype.itemsize)
+            want = Want(
+                name,
+                Box((0,) * len(shape), tuple(shape)),
+                str(dtype).removeprefix("torch."),
+                dtype.itemsize,
+            )
             nbytes = want.box.numel * want.itemsize
             if size + nbytes > self._cfg.bucket_bytes:
                 groups, size = groups + [[]], 0
             groups[-1].append(want)
             size += nbytes
         inference = self._world.inference_ranks
-        return [make_plan(holders, [group if rank in inference else []
-                                    for rank in range(self._world.world_size)],
-                          bucket_bytes=self._cfg.bucket_bytes) for group in groups]
+        return [
+            make_plan(
+                holders,
+                [group if rank in inference else [] for rank in range(self._world.world_size)],
+                bucket_bytes=self._cfg.bucket_bytes,
+            )
+            for group in groups
+        ]
 
     # ---------------------------------------------------------------- moving
 
@@ -334,10 +371,18 @@ class WeightStream:
         for plan in self.plans:
             wants = plan.receivers[0].wants if self._world.is_inference else ()
             # New memory each time: vLLM keeps tensors until their layer is complete.
-            whole = [torch.empty(want.box.shape, dtype=getattr(torch, want.dtype), device=device)
-                     for want in wants]
-            Transfer(plan, rank=self._world.rank, device=device, source=self._held.value,
-                     targets=whole, groups=self._groups).run()
+            whole = [
+                torch.empty(want.box.shape, dtype=getattr(torch, want.dtype), device=device)
+                for want in wants
+            ]
+            Transfer(
+                plan,
+                rank=self._world.rank,
+                device=device,
+                source=self._held.value,
+                targets=whole,
+                groups=self._groups,
+            ).run()
             yield from zip([want.name for want in wants], whole)
 
     def _engine_pointers(self) -> tuple[int, ...]:

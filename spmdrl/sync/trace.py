@@ -43,7 +43,9 @@ class Trace:
 
 
 def trace_loader(
-    model: nn.Module, names: Mapping[str, tuple[tuple[int, ...], torch.dtype]], *,
+    model: nn.Module,
+    names: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
+    *,
     load: Callable[[Iterator[tuple[str, Tensor]]], object],
 ) -> Trace:
     """Trace an engine's `load_weights` for checkpoint tensors of the given names; writes nothing.
@@ -55,8 +57,10 @@ def trace_loader(
     Returns: the copies and, when they do not cover every element of every parameter exactly
         once or the loader computes with the tensors, the reasons.
     """
-    placeholders = {name: torch.empty(shape, dtype=dtype, device="meta")
-                    for name, (shape, dtype) in names.items()}
+    placeholders = {
+        name: torch.empty(shape, dtype=dtype, device="meta")
+        for name, (shape, dtype) in names.items()
+    }
     watcher = _Watcher(model, placeholders)
     try:
         with torch.no_grad(), watcher:
@@ -65,7 +69,8 @@ def trace_loader(
         text = (str(error).splitlines() or ["(no text)"])[0]
         watcher.trace.reasons.append(
             f"load_weights of {type(model).__name__} on the live model failed at "
-            f"{watcher.last}: {type(error).__name__}: {text}")
+            f"{watcher.last}: {type(error).__name__}: {text}"
+        )
     else:
         watcher.trace.reasons += watcher.uncovered(model) + derived_tensors(model)
     return watcher.trace
@@ -80,10 +85,17 @@ def derived_tensors(model: nn.Module) -> list[str]:
     known = {_storage(t) for t in (*model.parameters(), *model.buffers())}
     for path, module in model.named_modules():
         for name, value in vars(module).items():
-            if (isinstance(value, Tensor) and value.is_floating_point() and value.dim() > 1
-                    and name != "kv_cache" and _storage(value) not in known):
-                reasons.append(f"{path}.{name}: is a {list(value.shape)} tensor made after "
-                               "loading, which a write in place does not reach")
+            if (
+                isinstance(value, Tensor)
+                and value.is_floating_point()
+                and value.dim() > 1
+                and name != "kv_cache"
+                and _storage(value) not in known
+            ):
+                reasons.append(
+                    f"{path}.{name}: is a {list(value.shape)} tensor made after "
+                    "loading, which a write in place does not reach"
+                )
     return reasons
 
 
@@ -110,8 +122,9 @@ class _Watcher(TorchDispatchMode):
         self._written: dict[str, list[Box]] = {}
         self._filled: dict[str, list[Box]] = {}
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (),
-                           kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         kwargs = kwargs or {}
         if func is aten._local_scalar_dense.default and _storage(args[0]) in self._sources:
             return self._scalar(args[0])
@@ -181,8 +194,10 @@ class _Watcher(TorchDispatchMode):
 
     def _note(self, copy: Copy, inside: Box) -> None:
         if any(inside.intersect(box) for box in self._written.get(copy.parameter, ())):
-            self._refuse(copy.parameter, f"{inside.numel} elements are written twice, the second "
-                                         f"time from {copy.name}")
+            self._refuse(
+                copy.parameter,
+                f"{inside.numel} elements are written twice, the second time from {copy.name}",
+            )
         self._written.setdefault(copy.parameter, []).append(inside)
         self.trace.copies.append(copy)
 
@@ -192,7 +207,7 @@ class _Watcher(TorchDispatchMode):
     def _scalar(self, source: Tensor) -> float:
         # A number that occurs nowhere else, so that a later fill_ with it can be told apart.
         key, whole = self._sources[_storage(source)]
-        value = 1.0 + math.pi * 2.0 ** -20 * (len(self._scalars) + 1)
+        value = 1.0 + math.pi * 2.0**-20 * (len(self._scalars) + 1)
         box = box_within(source, whole)
         assert box is not None, "a single element is a box"
         self._scalars[value] = (key, box)
@@ -201,10 +216,12 @@ class _Watcher(TorchDispatchMode):
     def _follow(self, func: Any, args: Any, *, result: Any) -> None:
         """Remember results that were computed from placeholders, for the message."""
         tensors = [t for t in torch.utils._pytree.tree_leaves(args) if isinstance(t, Tensor)]
-        origin = next((self._sources[_storage(t)][0] for t in tensors
-                       if _storage(t) in self._sources), None)
-        made = next((self._computed[_storage(t)] for t in tensors
-                     if _storage(t) in self._computed), None)
+        origin = next(
+            (self._sources[_storage(t)][0] for t in tensors if _storage(t) in self._sources), None
+        )
+        made = next(
+            (self._computed[_storage(t)] for t in tensors if _storage(t) in self._computed), None
+        )
         if origin is None and made is None:
             return
         for t in torch.utils._pytree.tree_leaves(result):
@@ -214,8 +231,11 @@ class _Watcher(TorchDispatchMode):
 
     def uncovered(self, model: nn.Module) -> list[str]:
         """Say which elements of which parameters no write reaches."""
-        reasons = [f"{name}: the loader replaces it by another tensor"
-                   for name, p in model.named_parameters() if _storage(p) not in self._parameters]
+        reasons = [
+            f"{name}: the loader replaces it by another tensor"
+            for name, p in model.named_parameters()
+            if _storage(p) not in self._parameters
+        ]
         for name, parameter in self._by_name.items():
             if name not in self._needed:
                 continue
@@ -226,5 +246,6 @@ class _Watcher(TorchDispatchMode):
             if count:
                 reasons.append(
                     f"{name}: {count} of {parameter.numel()} elements are not loaded from any "
-                    f"checkpoint tensor, the first at {list(min(rest).start)}")
+                    f"checkpoint tensor, the first at {list(min(rest).start)}"
+                )
         return reasons

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from spmdrl.world.comm import gather_objects
 from spmdrl.model.shards import Held
 from spmdrl.sync.plan import Want, make_plan
 from spmdrl.sync.prove import checksum, checksum_problems
 from spmdrl.sync.trace import Copy
 from spmdrl.sync.transfer import Transfer, make_gather_groups
 from spmdrl.world import World
+from spmdrl.world.comm import gather_objects
 
 
 class TracedTensors:
@@ -25,14 +25,30 @@ class TracedTensors:
         held: what this rank has of the tensors.
     """
 
-    def __init__(self, world: World, *, shapes: Mapping[str, tuple[int, ...]],
-                 copies: Sequence[Copy], held: Held):
+    def __init__(
+        self,
+        world: World,
+        *,
+        shapes: Mapping[str, tuple[int, ...]],
+        copies: Sequence[Copy],
+        held: Held,
+    ):
         self._world, self._shapes, self._copies = world, shapes, copies
-        wants = [Want(copy.name, copy.box, str(copy.view.dtype).removeprefix("torch."),
-                      copy.view.element_size()) for copy in copies]
+        wants = [
+            Want(
+                copy.name,
+                copy.box,
+                str(copy.view.dtype).removeprefix("torch."),
+                copy.view.element_size(),
+            )
+            for copy in copies
+        ]
         gathered = gather_objects((held.boxes(), wants), group=world.control)
-        self.plan = make_plan([boxes for boxes, _ in gathered], [own for _, own in gathered],
-                              bucket_bytes=world.cfg.stream.bucket_bytes)
+        self.plan = make_plan(
+            [boxes for boxes, _ in gathered],
+            [own for _, own in gathered],
+            bucket_bytes=world.cfg.stream.bucket_bytes,
+        )
         self._groups = make_gather_groups(self.plan)
         self.hold(held)
 
@@ -49,9 +65,13 @@ class TracedTensors:
         """Write every tensor's value of now, in the dtype of its place."""
         if self._transfer is None:
             self._transfer = Transfer(
-                self.plan, rank=self._world.rank, device=self._world.device,
-                source=self._held.value, targets=[copy.view for copy in self._copies],
-                groups=self._groups)
+                self.plan,
+                rank=self._world.rank,
+                device=self._world.device,
+                source=self._held.value,
+                targets=[copy.view for copy in self._copies],
+                groups=self._groups,
+            )
         self._transfer.run()
 
     def differences(self) -> list[str]:
@@ -60,8 +80,11 @@ class TracedTensors:
         Returns: on every rank, what differs: engine, tensor and both sums.
         """
         plan, rank = self.plan, self._world.rank
-        wants = {(i, j): want for i, receiver in enumerate(plan.receivers)
-                 for j, want in enumerate(receiver.wants)}
+        wants = {
+            (i, j): want
+            for i, receiver in enumerate(plan.receivers)
+            for j, want in enumerate(receiver.wants)
+        }
         sent: dict[tuple[int, int], int] = {}
         for route in plan.routes:
             for piece in route.pieces if route.source == rank else ():
@@ -69,10 +92,17 @@ class TracedTensors:
                 value = self._held.value(wants[key].name, piece.box).read()
                 value = value.to(wants[key].torch_dtype)
                 sent[key] = sent.get(key, 0) + checksum(
-                    value, piece.box, shape=self._shapes[wants[key].name])
-        held = {(i, j): checksum(copy.view, copy.box, shape=self._shapes[copy.name])
-                for i, receiver in enumerate(plan.receivers) if rank in receiver.ranks
-                for j, copy in enumerate(self._copies)}
+                    value, piece.box, shape=self._shapes[wants[key].name]
+                )
+        held = {
+            (i, j): checksum(copy.view, copy.box, shape=self._shapes[copy.name])
+            for i, receiver in enumerate(plan.receivers)
+            if rank in receiver.ranks
+            for j, copy in enumerate(self._copies)
+        }
         both = gather_objects((sent, held), group=self._world.control)
-        return checksum_problems([s for s, _ in both], [h for _, h in both],
-                                 names={key: want.name for key, want in wants.items()})
+        return checksum_problems(
+            [s for s, _ in both],
+            [h for _, h in both],
+            names={key: want.name for key, want in wants.items()},
+        )

@@ -16,17 +16,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from spmdrl.world.comm import all_gather
 from spmdrl.model.shards import Box, Value, narrow
 from spmdrl.sync.plan import Piece, Plan, Receiver, Route
+from spmdrl.world.comm import all_gather
 
 _MESSAGE_BYTES = 128 * 2**10  # smaller pieces are joined up to here, larger ones travel alone
 
 
 def make_gather_groups(plan: Plan) -> dict[tuple[int, ...], dist.ProcessGroup]:
     """Create the groups in which replicas gather their parts; every rank must call it."""
-    return {receiver.ranks: dist.new_group(list(receiver.ranks))
-            for receiver in plan.receivers if len(receiver.ranks) > 1}
+    return {
+        receiver.ranks: dist.new_group(list(receiver.ranks))
+        for receiver in plan.receivers
+        if len(receiver.ranks) > 1
+    }
 
 
 class Transfer:
@@ -41,9 +44,16 @@ class Transfer:
         groups: from make_gather_groups.
     """
 
-    def __init__(self, plan: Plan, *, rank: int, device: torch.device,
-                 source: Callable[[str, Box], Value], targets: Sequence[Tensor],
-                 groups: dict[tuple[int, ...], dist.ProcessGroup]):
+    def __init__(
+        self,
+        plan: Plan,
+        *,
+        rank: int,
+        device: torch.device,
+        source: Callable[[str, Box], Value],
+        targets: Sequence[Tensor],
+        groups: dict[tuple[int, ...], dist.ProcessGroup],
+    ):
         self._plan, self._rank = plan, rank
         self._source, self._targets = source, targets
         mine = [r for r in plan.receivers if rank in r.ranks]
@@ -74,7 +84,7 @@ class Transfer:
         if self._group is not None:
             parts = self._received[index % 2]
             begin = self._receiver.ranks.index(self._rank) * self._part
-            all_gather(parts, parts[begin:begin + self._part], group=self._group)
+            all_gather(parts, parts[begin : begin + self._part], group=self._group)
         self._buckets[index].unpack.run()
 
     # ---------------------------------------------------------------- what to do, listed once
@@ -88,21 +98,32 @@ class Transfer:
                 if route.source == self._rank and target in route.targets:
                     end = begin + route.block_bytes(self._plan.num_buckets)
                     if target != self._rank:
-                        self._list_sent(bucket, route, target=target, index=index,
-                                        block=self._sent[index % 2][begin:end])
+                        self._list_sent(
+                            bucket,
+                            route,
+                            target=target,
+                            index=index,
+                            block=self._sent[index % 2][begin:end],
+                        )
                     begin = end
         for i, rank in enumerate(self._receiver.ranks):
             begin = i * self._part
             for route in self._plan.routes:
                 if rank in route.targets:
                     end = begin + route.block_bytes(self._plan.num_buckets)
-                    self._list_received(bucket, route, target=rank, index=index,
-                                        block=self._received[index % 2][begin:end])
+                    self._list_received(
+                        bucket,
+                        route,
+                        target=rank,
+                        index=index,
+                        block=self._received[index % 2][begin:end],
+                    )
                     begin = end
         return bucket
 
-    def _list_sent(self, bucket: _Bucket, route: Route, *, target: int, index: int,
-                   block: Tensor) -> None:
+    def _list_sent(
+        self, bucket: _Bucket, route: Route, *, target: int, index: int, block: Tensor
+    ) -> None:
         for message in self._messages(route, target=target, index=index, block=block):
             values = self._values(message, route)
             is_plain = all(value.is_live for value in values)
@@ -111,13 +132,16 @@ class Transfer:
                 bucket.pack.add(message.views, values)
             bucket.operations.append(dist.P2POp(dist.isend, message.wire(live), target))
 
-    def _list_received(self, bucket: _Bucket, route: Route, *, target: int, index: int,
-                       block: Tensor) -> None:
+    def _list_received(
+        self, bucket: _Bucket, route: Route, *, target: int, index: int, block: Tensor
+    ) -> None:
         wants = self._receiver.wants
         is_alone = self._group is None  # else other replicas take it from this one's buffer
         for message in self._messages(route, target=target, index=index, block=block):
-            live = [narrow(self._targets[p.want], outer=wants[p.want].box, part=p.box)
-                    for p in message.pieces]
+            live = [
+                narrow(self._targets[p.want], outer=wants[p.want].box, part=p.box)
+                for p in message.pieces
+            ]
             from_self = route.source == self._rank
             if from_self:
                 bucket.pack.add(live if is_alone else message.views, self._values(message, route))
@@ -131,8 +155,9 @@ class Transfer:
         wants = self._plan.receivers[route.receiver].wants
         return [self._source(wants[piece.want].name, piece.box) for piece in message.pieces]
 
-    def _messages(self, route: Route, *, target: int, index: int, block: Tensor
-                  ) -> Iterator[_Message]:
+    def _messages(
+        self, route: Route, *, target: int, index: int, block: Tensor
+    ) -> Iterator[_Message]:
         """Yield what `target` gets in one bucket; the same cuts on both sides."""
         wants, message, end = self._plan.receivers[route.receiver].wants, None, 0
         for piece in route.slice(index, target=target, num_buckets=self._plan.num_buckets):
@@ -156,22 +181,25 @@ class _Message:
         self.views: list[Tensor] = []
 
     def add(self, piece: Piece, end: int, *, dtype: torch.dtype) -> None:
-        flat = self._block[self._end:end].view(dtype)
+        flat = self._block[self._end : end].view(dtype)
         self.pieces.append(piece)
         self.views.append(flat.view(piece.box.shape))
         self._end = end
 
     def is_like(self, live: Sequence[Tensor]) -> bool:
         """Return whether the live memory of the pieces already is the message."""
-        return (len(live) == 1 and live[0].is_contiguous()
-                and live[0].dtype == self.views[0].dtype
-                and live[0].device == self.views[0].device)  # shards may be on the host
+        return (
+            len(live) == 1
+            and live[0].is_contiguous()
+            and live[0].dtype == self.views[0].dtype
+            and live[0].device == self.views[0].device
+        )  # shards may be on the host
 
     def wire(self, live: Sequence[Tensor]) -> Tensor:
         """Return the bytes to send from or receive into: the live memory if it can be."""
         if self.is_like(live):
             return live[0].flatten().view(torch.uint8)
-        return self._block[self.begin:self._end]
+        return self._block[self.begin : self._end]
 
 
 class _Copies:

@@ -30,10 +30,14 @@ class Coefficients:
         self.kl = chosen.kl_coef
         self.entropy = chosen.entropy_coef
         self._carried = chosen.entropy_coef  # goes on moving while `entropy` is off
-        self._kl_options = {name: chosen.kl_options[name] for name in KL_CONTROLLER
-                            if name in chosen.kl_options}
-        self._entropy_options = {name: chosen.entropy_options[name] for name in entropy.CONTROLLER
-                                 if name in chosen.entropy_options}
+        self._kl_options = {
+            name: chosen.kl_options[name] for name in KL_CONTROLLER if name in chosen.kl_options
+        }
+        self._entropy_options = {
+            name: chosen.entropy_options[name]
+            for name in entropy.CONTROLLER
+            if name in chosen.entropy_options
+        }
 
     def move(self, sums: Sums, *, num_samples: int) -> Sums:
         """Take the next step's coefficients from what this step measured.
@@ -48,13 +52,15 @@ class Coefficients:
         if self._entropy_options:
             used["policy/entropy_coef"] = (self.entropy, 1.0)
             self._carried, self.entropy = entropy.adaptive_entropy_coef(
-                self._carried, entropy=_mean(sums, "policy/entropy"), **self._entropy_options)
+                self._carried, entropy=_mean(sums, "policy/entropy"), **self._entropy_options
+            )
         if self._kl_options:
             used["policy/kl_coef"] = (self.kl, 1.0)
             kl = _mean(sums, "policy/kl_ref")
             if math.isfinite(kl):
-                self.kl = adaptive_kl_coef(self.kl, kl=kl, num_samples=num_samples,
-                                           **self._kl_options)
+                self.kl = adaptive_kl_coef(
+                    self.kl, kl=kl, num_samples=num_samples, **self._kl_options
+                )
         return used
 
     def state_dict(self) -> dict[str, Tensor]:

@@ -59,22 +59,27 @@ class Quantised:
     def zeros(cls, count: int, *, is_signed: bool, **place: object) -> Quantised:
         """Return `count` zeros."""
         blocks = math.ceil(count / BLOCK)
-        return cls(torch.zeros(blocks * BLOCK, dtype=torch.uint8, **place),
-                   torch.zeros(blocks, dtype=torch.float32, **place), count, is_signed)
+        return cls(
+            torch.zeros(blocks * BLOCK, dtype=torch.uint8, **place),
+            torch.zeros(blocks, dtype=torch.float32, **place),
+            count,
+            is_signed,
+        )
 
     def part(self, begin: int, count: int) -> Quantised:
         """Return a run of the elements; `begin` is a multiple of BLOCK."""
         count = min(count, self.count - begin)
         first, last = begin // BLOCK, math.ceil((begin + count) / BLOCK)
-        return Quantised(self.codes[first * BLOCK:last * BLOCK], self.scales[first:last], count,
-                         self.is_signed)
+        return Quantised(
+            self.codes[first * BLOCK : last * BLOCK], self.scales[first:last], count, self.is_signed
+        )
 
     def to(self, device: torch.device, dtype: torch.dtype, *, non_blocking: bool = False) -> Tensor:
         """Return the values, [count] of dtype, on a device."""
-        codes, scales = (t.to(device, non_blocking=non_blocking)
-                         for t in (self.codes, self.scales))
+        codes, scales = (t.to(device, non_blocking=non_blocking) for t in (self.codes, self.scales))
         return _values(codes, scales.repeat_interleave(BLOCK), is_signed=self.is_signed)[
-            :self.count].to(dtype)
+            : self.count
+        ].to(dtype)
 
     def copy_(self, values: Tensor, *, non_blocking: bool = False) -> None:
         """Take flat values, on any device."""
@@ -85,7 +90,7 @@ class Quantised:
     def scale_of_each(self) -> Tensor:
         """Return the scale of each element, [count] float32 on the CPU: what a checkpoint keeps,
         which may be read in other parts."""
-        return self.scales.cpu().repeat_interleave(BLOCK)[:self.count].clone()
+        return self.scales.cpu().repeat_interleave(BLOCK)[: self.count].clone()
 
     def take_scales(self, each: Tensor) -> None:
         """Take the scales of elements whose codes are there already, [count] on the CPU.
@@ -98,7 +103,7 @@ class Quantised:
         padded = torch.cat([each, each[-1:].expand(size - len(each))])  # as the block's last one
         blocks = padded.view(-1, BLOCK)
         is_same = (blocks == blocks[:, :1]).all(dim=1)
-        values = _values(codes, padded, is_signed=self.is_signed)[:self.count]
+        values = _values(codes, padded, is_signed=self.is_signed)[: self.count]
         anew, scales = quantise(values, is_signed=self.is_signed)
         kept = is_same[:, None].expand(-1, BLOCK).reshape(-1)
         self.codes.copy_(torch.where(kept, codes, anew))

@@ -17,11 +17,11 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from spmdrl.world.comm import gather_objects
 from spmdrl.config.fields import least_tokens, trains_on_pairs, useful_tokens
 from spmdrl.model.live_bytes import free_bytes, peak_bytes
 from spmdrl.types import Advantages, Batch, Microbatch, Scalars
 from spmdrl.world import World
+from spmdrl.world.comm import gather_objects
 
 log = logging.getLogger(__name__)
 
@@ -74,27 +74,40 @@ def make_rows(
     positions = torch.arange(length, device=device).repeat(count)
     is_sampled = positions > 0
     scalars = Scalars(
-        lengths=torch.full((rows,), length), response_lengths=torch.full((rows,), length - 1),
-        group_ids=ids // 2, sample_ids=ids % 2, rewards=torch.zeros(rows, dtype=torch.float64),
+        lengths=torch.full((rows,), length),
+        response_lengths=torch.full((rows,), length - 1),
+        group_ids=ids // 2,
+        sample_ids=ids % 2,
+        rewards=torch.zeros(rows, dtype=torch.float64),
         is_truncated=torch.zeros(rows, dtype=torch.bool),
-        is_valid=torch.ones(rows, dtype=torch.bool), min_versions=torch.zeros_like(ids))
-    microbatches = tuple(Microbatch(
-        tokens=tokens, position_ids=positions,
-        cu_seqlens=torch.arange(0, total + 1, length, dtype=torch.int32, device=device),
-        response_mask=is_sampled, rollout_logprobs=torch.zeros(total, device=device),
-        policy_versions=is_sampled.long() - 1, sequence_ids=own.to(device))
-        for own in ids.split(count))
+        is_valid=torch.ones(rows, dtype=torch.bool),
+        min_versions=torch.zeros_like(ids),
+    )
+    microbatches = tuple(
+        Microbatch(
+            tokens=tokens,
+            position_ids=positions,
+            cu_seqlens=torch.arange(0, total + 1, length, dtype=torch.int32, device=device),
+            response_mask=is_sampled,
+            rollout_logprobs=torch.zeros(total, device=device),
+            policy_versions=is_sampled.long() - 1,
+            sequence_ids=own.to(device),
+        )
+        for own in ids.split(count)
+    )
     zeros = torch.zeros(total, device=device)
     names = {*columns} | ({"old_entropy", "square_probs"} if "old_logprobs" in columns else set())
-    batch = Batch(scalars=scalars, updates=(microbatches,), update_ids=torch.zeros_like(ids),
-                  columns=(tuple(dict.fromkeys(names, zeros) for _ in microbatches),))
+    batch = Batch(
+        scalars=scalars,
+        updates=(microbatches,),
+        update_ids=torch.zeros_like(ids),
+        columns=(tuple(dict.fromkeys(names, zeros) for _ in microbatches),),
+    )
     ones = tuple(zeros.double() + 1 for _ in microbatches)
     return batch, Advantages((ones,), (tuple(map(torch.zeros_like, ones)),))
 
 
-def find_tokens(
-    rehearse: Rehearse, world: World, *, columns: Collection[str], vocab: int
-) -> int:
+def find_tokens(rehearse: Rehearse, world: World, *, columns: Collection[str], vocab: int) -> int:
     """Return the tokens of the largest micro-batch that fits; every rank of the job calls it.
 
     Args:
@@ -126,8 +139,9 @@ def find_tokens(
 class _Probe:
     """Tries rows on a trainer rank, in step with the others."""
 
-    def __init__(self, rehearse: Rehearse, world: World, *, columns: Collection[str],
-                 vocab: int, shares: int):
+    def __init__(
+        self, rehearse: Rehearse, world: World, *, columns: Collection[str], vocab: int, shares: int
+    ):
         self._rehearse, self._world, self._shares = rehearse, world, shares
         self._columns, self._vocab = columns, vocab
         self._least, self._most = least_tokens(world.cfg), useful_tokens(world.cfg)
@@ -154,8 +168,11 @@ class _Probe:
     def _fitting(self, points: list[Point]) -> int:
         """Return what the last two points say, the least of all trainer ranks'."""
         before, last = points[-2:]
-        own = self._least if last.tokens == before.tokens else fitting_tokens(
-            before, last, room=self._room, most=self._most)
+        own = (
+            self._least
+            if last.tokens == before.tokens
+            else fitting_tokens(before, last, room=self._room, most=self._most)
+        )
         return int(-self._most_of(-own))
 
     def _check(self, needed: float) -> None:
@@ -169,7 +186,8 @@ class _Probe:
                 f"fits: a forward and backward pass takes about {_gib(needed)}, and of the free "
                 f"memory {_gib(self._room)} may be used; {_gib(short)} are lacking on the "
                 "fullest trainer rank. Use model.memory {activation_checkpointing: full}, more "
-                "trainer ranks, layout.cp or tp, or shorter sequences")
+                "trainer ranks, layout.cp or tp, or shorter sequences"
+            )
 
     def _most_of(self, own: float) -> float:
         largest = torch.tensor(float(own), dtype=torch.float64)
@@ -177,8 +195,9 @@ class _Probe:
         return float(largest)
 
     def _measure(self, count: int, length: int) -> Point:
-        rows = make_rows(self._world, count=count, length=length, columns=self._columns,
-                         vocab=self._vocab)
+        rows = make_rows(
+            self._world, count=count, length=length, columns=self._columns, vocab=self._vocab
+        )
         try:
             with peak_bytes(self._world.device) as peak:
                 self._rehearse(*rows)
@@ -186,7 +205,8 @@ class _Probe:
             raise RuntimeError(
                 f"batch.tokens_per_microbatch: 0, and {count * length} tokens (at least "
                 f"{self._least} have to fit) ran out of memory: {error}. Set a number, or use "
-                "model.memory {activation_checkpointing: full}") from error
+                "model.memory {activation_checkpointing: full}"
+            ) from error
         found = Point(count * length, peak.bytes)
         log.info("micro-batch of %d tokens: %s at its peak", found.tokens, _gib(found.bytes))
         return found

@@ -16,11 +16,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-from spmdrl.config import Optimizer
 from spmdrl.check.options import ADAMW, LEARNING_RATE
+from spmdrl.config import Optimizer
+from spmdrl.model.shards import held_boxes
 from spmdrl.train.eight_bits import LEAST, Quantised
 from spmdrl.train.rounding import stochastic_round
-from spmdrl.model.shards import held_boxes
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 _CHUNK = 2**24
@@ -77,8 +77,9 @@ def square_sum(gradients: Mapping[str, Tensor], copies_of: Mapping[str, int]) ->
     names = [name for name, g in gradients.items() if g.numel()]
     if not names:
         return torch.zeros((), dtype=torch.float64)
-    norms = torch.stack(torch._foreach_norm(
-        [gradients[name] for name in names], 2, torch.float32)).double()
+    norms = torch.stack(
+        torch._foreach_norm([gradients[name] for name in names], 2, torch.float32)
+    ).double()
     shares = torch.tensor([1.0 / copies_of[name] for name in names], dtype=torch.float64)
     return (norms.square() * shares.to(norms.device)).sum()
 
@@ -97,7 +98,7 @@ class _Piece:
     def gradient(self, gradients: Mapping[str, Tensor]) -> Tensor:
         """Return its part of the local gradients, [n] float32."""
         flat = gradients[self.name].reshape(-1)
-        return flat[self.begin:self.begin + self.parameter.numel()].float()
+        return flat[self.begin : self.begin + self.parameter.numel()].float()
 
 
 class AdamW:
@@ -119,36 +120,57 @@ class AdamW:
         key: of the random bits, with the rest: of the run and of the model in it.
     """
 
-    def __init__(self, parameters: Mapping[str, Tensor], *, no_decay: set[str],
-                 options: Optimizer, dtype: torch.dtype = torch.float32,
-                 is_on_host: bool = False, device: torch.device | None = None, key: str = ""):
+    def __init__(
+        self,
+        parameters: Mapping[str, Tensor],
+        *,
+        no_decay: set[str],
+        options: Optimizer,
+        dtype: torch.dtype = torch.float32,
+        is_on_host: bool = False,
+        device: torch.device | None = None,
+        key: str = "",
+    ):
         self.parameters, self._key, self._own = dict(parameters), key, ADAMW | options.options
         self.local = {name: local_part(p) for name, p in parameters.items()}
         self._device = device or next(iter(self.local.values())).device
         self._is_away = is_on_host and self._device.type == "cuda"
-        place = {"device": "cpu", "pin_memory": True} if self._is_away else {
-            "device": self._device}
+        place = {"device": "cpu", "pin_memory": True} if self._is_away else {"device": self._device}
         # From the start, so that a checkpoint has them.
-        self._moments = {moment: {name: _zeros(parameters[name], tensor, dtype=dtype, place=place,
-                                               is_signed=moment == MOMENTS[0])
-                                  for name, tensor in self.local.items()} for moment in MOMENTS}
+        self._moments = {
+            moment: {
+                name: _zeros(
+                    parameters[name],
+                    tensor,
+                    dtype=dtype,
+                    place=place,
+                    is_signed=moment == MOMENTS[0],
+                )
+                for name, tensor in self.local.items()
+            }
+            for moment in MOMENTS
+        }
         self._updates = torch.zeros((), dtype=torch.float32, device=self._device)
         decays = {n for n, p in parameters.items() if p.dim() >= 2 and n not in no_decay}
         dtypes = {dtype, *(tensor.dtype for tensor in self.local.values())}
         # Without anything to convert there are no copies to bound: one kernel for all.
         most = _CHUNK if self._is_away or dtypes != {torch.float32} else sys.maxsize
         self._chunks = [
-            (decay, chunk) for decay, names in (
+            (decay, chunk)
+            for decay, names in (
                 (self._own["weight_decay"], [n for n in self.local if n in decays]),
-                (0.0, [n for n in self.local if n not in decays]))
-            for chunk in _chunks([p for n in names for p in self._pieces(n, most=most)], most=most)]
+                (0.0, [n for n in self.local if n not in decays]),
+            )
+            for chunk in _chunks([p for n in names for p in self._pieces(n, most=most)], most=most)
+        ]
 
     def _pieces(self, name: str, *, most: int) -> Iterator[_Piece]:
         start = [box.start for box, _ in held_boxes(name, self.parameters[name])]
         kept = self.local[name], *(self._moments[m][name] for m in MOMENTS)
         for begin in range(0, kept[0].numel(), most):
-            yield _Piece(f"{name}/{start}/{begin}", name, begin,
-                         *(_run(t, begin, count=most) for t in kept))
+            yield _Piece(
+                f"{name}/{start}/{begin}", name, begin, *(_run(t, begin, count=most) for t in kept)
+            )
 
     def gradients(self) -> dict[str, Tensor]:
         """Return {name: local gradient} of the parameters that have one."""
@@ -160,24 +182,49 @@ class AdamW:
         self._updates += 1
         key = f"{self._key}/{int(self._updates)}"
         for decay, chunk in self._chunks:
-            self._update([piece for piece in chunk if piece.name in gradients], gradients,
-                         lr=lr, decay=decay, key=key)
+            self._update(
+                [piece for piece in chunk if piece.name in gradients],
+                gradients,
+                lr=lr,
+                decay=decay,
+                key=key,
+            )
         if self._is_away:
             torch.cuda.synchronize(self._device)  # a checkpoint may read the moments next
 
-    def _update(self, pieces: Sequence[_Piece], gradients: Mapping[str, Tensor], *, lr: float,
-                decay: float, key: str) -> None:
+    def _update(
+        self,
+        pieces: Sequence[_Piece],
+        gradients: Mapping[str, Tensor],
+        *,
+        lr: float,
+        decay: float,
+        key: str,
+    ) -> None:
         if not pieces:
             return
-        kept = {part: [getattr(piece, part) for piece in pieces]
-                for part in ("parameter", *MOMENTS)}
-        own = {part: [t.to(self._device, torch.float32, non_blocking=True) for t in tensors]
-               for part, tensors in kept.items()}  # the very same tensors where nothing differs
+        kept = {
+            part: [getattr(piece, part) for piece in pieces] for part in ("parameter", *MOMENTS)
+        }
+        own = {
+            part: [t.to(self._device, torch.float32, non_blocking=True) for t in tensors]
+            for part, tensors in kept.items()
+        }  # the very same tensors where nothing differs
         torch._fused_adamw_(
-            own["parameter"], [piece.gradient(gradients).to(self._device) for piece in pieces],
-            own["exp_avg"], own["exp_avg_sq"], [], [self._updates] * len(pieces), lr=lr,
-            beta1=self._own["beta1"], beta2=self._own["beta2"], weight_decay=decay,
-            eps=self._own["eps"], amsgrad=False, maximize=False)
+            own["parameter"],
+            [piece.gradient(gradients).to(self._device) for piece in pieces],
+            own["exp_avg"],
+            own["exp_avg_sq"],
+            [],
+            [self._updates] * len(pieces),
+            lr=lr,
+            beta1=self._own["beta1"],
+            beta2=self._own["beta2"],
+            weight_decay=decay,
+            eps=self._own["eps"],
+            amsgrad=False,
+            maximize=False,
+        )
         for part, tensors in kept.items():
             for piece, tensor, value in zip(pieces, tensors, own[part]):
                 if tensor.dtype != value.dtype:
@@ -201,11 +248,12 @@ class AdamW:
         state: dict[str, dict[str, Tensor] | Tensor] = {}
         for moment, own in self._moments.items():
             scales = {}
-            state[moment] = {name: self._like(name, t) for name, t in own.items()
-                             if isinstance(t, Tensor)}
+            state[moment] = {
+                name: self._like(name, t) for name, t in own.items() if isinstance(t, Tensor)
+            }
             for name, kept in own.items():
                 if isinstance(kept, Quantised):
-                    state[moment][name] = self._like(name, kept.codes[:kept.count])
+                    state[moment][name] = self._like(name, kept.codes[: kept.count])
                     scales[name] = self._like(name, kept.scale_of_each())
             state |= {f"{moment}_scales": scales} if scales else {}
         return state | {"updates": self._updates.clone()}
@@ -219,15 +267,21 @@ class AdamW:
             for name, kept in own.items():
                 saved = local_part(state[moment][name])
                 if isinstance(kept, Quantised):
-                    _copy(kept.codes[:kept.count], saved.flatten())
+                    _copy(kept.codes[: kept.count], saved.flatten())
                     kept.take_scales(local_part(state[f"{moment}_scales"][name]).flatten())
                 else:
                     _copy(kept, saved)
         self._updates.fill_(float(state["updates"]))
 
 
-def _zeros(parameter: Tensor, local: Tensor, *, dtype: torch.dtype, is_signed: bool,
-           place: Mapping[str, object]) -> Tensor | Quantised:
+def _zeros(
+    parameter: Tensor,
+    local: Tensor,
+    *,
+    dtype: torch.dtype,
+    is_signed: bool,
+    place: Mapping[str, object],
+) -> Tensor | Quantised:
     if dtype != torch.int8:
         return torch.zeros(local.shape, dtype=dtype, **place)
     if parameter.numel() < LEAST:  # of the whole tensor, so that all layouts agree
@@ -238,7 +292,7 @@ def _zeros(parameter: Tensor, local: Tensor, *, dtype: torch.dtype, is_signed: b
 def _run(kept: Tensor | Quantised, begin: int, *, count: int) -> Tensor | Quantised:
     if isinstance(kept, Quantised):
         return kept.part(begin, count)
-    return kept.view(-1)[begin:begin + count]
+    return kept.view(-1)[begin : begin + count]
 
 
 def _chunks(pieces: Sequence[_Piece], *, most: int) -> list[list[_Piece]]:

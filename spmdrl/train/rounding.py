@@ -23,8 +23,9 @@ def stochastic_round(values: Tensor, *, key: str) -> Tensor:
     """
     seed = int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big") >> 1
     generator = torch.Generator(values.device).manual_seed(seed)
-    noise = torch.randint(0, 1 << 16, values.shape, dtype=torch.int32, device=values.device,
-                          generator=generator)
+    noise = torch.randint(
+        0, 1 << 16, values.shape, dtype=torch.int32, device=values.device, generator=generator
+    )
     # The 16 bits that bfloat16 does not have, plus as many random ones, carry into those it has.
     rounded = noise.add_(values.view(torch.int32)).bitwise_and_(-1 << 16).view(torch.float32)
     return torch.where(values.isfinite(), rounded, values).bfloat16()

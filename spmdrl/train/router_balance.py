@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from spmdrl.check.moe import MOE
 from spmdrl.model.lora.expert_adapters import counts
 from spmdrl.model.parallel.expert_parallel import experts_modules
-from spmdrl.train.objectives.rl import Job
 from spmdrl.model.router_replay import RouterReplay
+from spmdrl.train.objectives.rl import Job
 from spmdrl.types import Sums
 from spmdrl.world import World
 
@@ -63,19 +63,34 @@ class Routers:
     Raises: ValueError when the options are for experts or routers that the model does not have.
     """
 
-    def __init__(self, hf_model: nn.Module, *, scorer: nn.Module, options: Mapping[str, Any],
-                 world: World, name: str):
+    def __init__(
+        self,
+        hf_model: nn.Module,
+        *,
+        scorer: nn.Module,
+        options: Mapping[str, Any],
+        world: World,
+        name: str,
+    ):
         own = MOE | dict(options)
         self._balance, self._coef, self._rate = own["balance"], own["coef"], own["rate"]
         self._world, self._name, self._layers = world, name, _layers(hf_model)
         if name == "policy" and options and not self._layers:
-            raise ValueError(f"model.moe: {dict(options)} with a {hf_model.config.model_type}, "
-                             "which has no experts; leave it out")
+            raise ValueError(
+                f"model.moe: {dict(options)} with a {hf_model.config.model_type}, "
+                "which has no experts; leave it out"
+            )
         _check_balance(hf_model, self._layers, balance=self._balance)
         # A value model's experts are not those that the engine chose from.
-        self._replay = RouterReplay(
-            scorer, [layer.router for layer in self._layers],
-            model_type=hf_model.config.model_type) if own["replay"] and name == "policy" else None
+        self._replay = (
+            RouterReplay(
+                scorer,
+                [layer.router for layer in self._layers],
+                model_type=hf_model.config.model_type,
+            )
+            if own["replay"] and name == "policy"
+            else None
+        )
         self._is_real: Tensor | None = None  # [t] bool, of the forward pass that is watched
         self._is_watching = False
         self._shares: Tensor | None = None  # [L, E] float64, under `aux`
@@ -241,8 +256,12 @@ def _layers(hf_model: nn.Module) -> list[_Layer]:
     found = [m for m in hf_model.modules() if kind is not None and type(m) is kind]
     known = len(found) == len(experts) and getattr(recorder, "index", 0) == 0
     routers = found if known else [None] * len(experts)
-    biases = [buffer for module in hf_model.modules()
-              for name, buffer in module.named_buffers(recurse=False) if name == BIAS]
+    biases = [
+        buffer
+        for module in hf_model.modules()
+        for name, buffer in module.named_buffers(recurse=False)
+        if name == BIAS
+    ]
     biases = biases if len(biases) == len(experts) else [None] * len(experts)
     return [_Layer(*one) for one in zip(experts, routers, biases)]
 
@@ -256,19 +275,27 @@ def check_balance(hf_model: nn.Module, *, balance: str) -> None:
     """
     layers = _layers(hf_model)
     if balance != "none" and not layers:
-        raise ValueError(f"model.moe.balance: {balance} with a {hf_model.config.model_type}, which "
-                         "has no experts; leave it out")
+        raise ValueError(
+            f"model.moe.balance: {balance} with a {hf_model.config.model_type}, which "
+            "has no experts; leave it out"
+        )
     _check_balance(hf_model, layers, balance=balance)
 
 
 def _check_balance(hf_model: nn.Module, layers: Sequence[_Layer], *, balance: str) -> None:
     kind = hf_model.config.model_type
     if balance == "bias" and any(layer.bias is None for layer in layers):
-        raise ValueError(f"model.moe.balance: bias moves the routers' {BIAS}, which a {kind} does "
-                         "not have; take aux")
+        raise ValueError(
+            f"model.moe.balance: bias moves the routers' {BIAS}, which a {kind} does "
+            "not have; take aux"
+        )
     if balance == "aux" and any(layer.bias is not None for layer in layers):
-        raise ValueError(f"model.moe.balance: aux, whose loss is on softmax probabilities, with a "
-                         f"{kind}, whose routers have sigmoids and a {BIAS}; take bias")
+        raise ValueError(
+            f"model.moe.balance: aux, whose loss is on softmax probabilities, with a "
+            f"{kind}, whose routers have sigmoids and a {BIAS}; take bias"
+        )
     if balance == "aux" and any(layer.router is None for layer in layers):
-        raise ValueError(f"model.moe.balance: aux needs the routers' logits, and transformers does "
-                         f"not say which modules of a {kind} return them; take none")
+        raise ValueError(
+            f"model.moe.balance: aux needs the routers' logits, and transformers does "
+            f"not say which modules of a {kind} return them; take none"
+        )

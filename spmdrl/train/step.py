@@ -84,8 +84,12 @@ def exchange_totals(
     stats = {name: tuple(pair.flatten().tolist()) for name, pair in found.items()}
     if histogram is not None:
         stats |= gap_sums(histogram[0])
-    return Outcome(grad_norm=math.sqrt(square) if square >= 0 else math.nan, loss=loss,
-                   num_tokens=num_tokens, stats=stats)
+    return Outcome(
+        grad_norm=math.sqrt(square) if square >= 0 else math.nan,
+        loss=loss,
+        num_tokens=num_tokens,
+        stats=stats,
+    )
 
 
 def clip_gradients(gradients: Sequence[Tensor], *, norm: float, max_norm: float) -> None:
@@ -103,12 +107,32 @@ def dump_skipped(
     """
     name = f"step_{step}_rank_{rank}.pt" if not update else f"step_{step}_{update}_rank_{rank}.pt"
     folder.mkdir(parents=True, exist_ok=True)
-    microbatches = [vars(on_host(job.microbatch)) | {
-        "loss_mask": job.loss_mask.cpu(), "weights": job.weights.cpu(),
-        **{name: column.cpu() for name, column in job.columns.items()}} for job in jobs]
-    torch.save({"step": step, "update": update, "loss": outcome.loss,
-                "grad_norm": outcome.grad_norm, "microbatches": microbatches}, folder / name)
-    log.warning("step %d update %d: loss %g, gradient norm %g: not finite, update skipped on all "
-                "ranks; micro-batches saved to %s", step, update, outcome.loss,
-                outcome.grad_norm, folder / name)
+    microbatches = [
+        vars(on_host(job.microbatch))
+        | {
+            "loss_mask": job.loss_mask.cpu(),
+            "weights": job.weights.cpu(),
+            **{name: column.cpu() for name, column in job.columns.items()},
+        }
+        for job in jobs
+    ]
+    torch.save(
+        {
+            "step": step,
+            "update": update,
+            "loss": outcome.loss,
+            "grad_norm": outcome.grad_norm,
+            "microbatches": microbatches,
+        },
+        folder / name,
+    )
+    log.warning(
+        "step %d update %d: loss %g, gradient norm %g: not finite, update skipped on all "
+        "ranks; micro-batches saved to %s",
+        step,
+        update,
+        outcome.loss,
+        outcome.grad_norm,
+        folder / name,
+    )
     return folder / name

@@ -8,13 +8,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from spmdrl.config import Config, Optimizer
 from spmdrl.check.options import MEMORY
+from spmdrl.config import Config, Optimizer
 from spmdrl.model.parallel.recompute import check_offload, has
+from spmdrl.model.sharded import ShardedModel
 from spmdrl.train.objectives.rl import Job, Stats
 from spmdrl.train.optimizer import AdamW, copies, learning_rate, square_sum
 from spmdrl.train.router_balance import Routers
-from spmdrl.model.sharded import ShardedModel
 from spmdrl.train.step import Outcome, Totals, clip_gradients, dump_skipped, exchange_totals
 from spmdrl.types import Sums
 from spmdrl.world import World
@@ -34,8 +34,15 @@ class Trainee:
     Raises: ValueError when model.memory.offload asks for what this device cannot do.
     """
 
-    def __init__(self, model: ShardedModel, *, cfg: Config, world: World, options: Optimizer,
-                 name: str = "policy"):
+    def __init__(
+        self,
+        model: ShardedModel,
+        *,
+        cfg: Config,
+        world: World,
+        options: Optimizer,
+        name: str = "policy",
+    ):
         self.model, self.cfg, self.world, self.options = model, cfg, world, options
         self.name = name
         shards = {name: p for name, p in model.named_shards().items() if p.requires_grad}
@@ -43,13 +50,17 @@ class Trainee:
         kept = MEMORY | cfg.model.memory
         check_offload(kept["offload"], world.device)
         self.optimizer = AdamW(
-            shards, options=options,
+            shards,
+            options=options,
             no_decay={name for name, p in shards.items() if p is embedding},
-            dtype=getattr(torch, kept["optimizer_dtype"]), key=f"{cfg.seed}/{name}",
-            is_on_host=has(kept["offload"], "optimizer"), device=world.device,
+            dtype=getattr(torch, kept["optimizer_dtype"]),
+            key=f"{cfg.seed}/{name}",
+            is_on_host=has(kept["offload"], "optimizer"),
+            device=world.device,
         )
-        self.routers = Routers(model.hf_model, scorer=model.scorer, options=cfg.model.moe,
-                               world=world, name=name)
+        self.routers = Routers(
+            model.hf_model, scorer=model.scorer, options=cfg.model.moe, world=world, name=name
+        )
         self._reduces_last = kept["reduce"] == "last"
         trainers = len(world.trainer_ranks)
         self._copies = {name: copies(p, num_trainers=trainers) for name, p in shards.items()}
@@ -72,18 +83,29 @@ class Trainee:
         gradients = self.optimizer.gradients()
         self.model.complete(gradients)
         outcome = exchange_totals(
-            totals, square_sum(gradients, self._copies), counts=self.world.speaks_for_dp,
+            totals,
+            square_sum(gradients, self._copies),
+            counts=self.world.speaks_for_dp,
             group=self.world.trainer_control,
         )
         lr = learning_rate(self.options, step, steps=self.cfg.steps)
         if outcome.is_finite:
-            clip_gradients(list(gradients.values()), norm=outcome.grad_norm,
-                           max_norm=self.options.max_grad_norm)
+            clip_gradients(
+                list(gradients.values()),
+                norm=outcome.grad_norm,
+                max_norm=self.options.max_grad_norm,
+            )
             self.optimizer.step(gradients, lr=lr)
         else:
             folder = "skipped" if self.name == "policy" else f"skipped_{self.name}"
-            dump_skipped(jobs, outcome, folder=Path(self.cfg.output_dir) / folder, step=step,
-                         update=number, rank=self.world.rank)
+            dump_skipped(
+                jobs,
+                outcome,
+                folder=Path(self.cfg.output_dir) / folder,
+                step=step,
+                update=number,
+                rank=self.world.rank,
+            )
         self.optimizer.zero_grad()
         routed = self.routers.finish(is_taken=outcome.is_finite)
         return self._sums(outcome, lr=lr, is_first=number == 0) | routed
@@ -132,13 +154,16 @@ class Trainee:
         once = float(is_first)  # the denominator of what is a total over the step's updates
         is_finite, name = outcome.is_finite, self.name
         sums: Sums = {
-            f"{name}/lr": (lr, 1.0), f"{name}/skipped_updates": (float(not is_finite), once),
+            f"{name}/lr": (lr, 1.0),
+            f"{name}/skipped_updates": (float(not is_finite), once),
         }
         if name == "policy":
             trained = outcome.num_tokens if is_finite else 0.0
             sums["perf/trained_tokens"] = (trained, once)
         if not is_finite:
             return sums
-        return outcome.stats | sums | {
-            f"{name}/loss": (outcome.loss, 1.0), f"{name}/grad_norm": (outcome.grad_norm, 1.0),
-        }
+        return (
+            outcome.stats
+            | sums
+            | {f"{name}/loss": (outcome.loss, 1.0), f"{name}/grad_norm": (outcome.grad_norm, 1.0)}
+        )

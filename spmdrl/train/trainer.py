@@ -9,27 +9,27 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from spmdrl.world.comm import gather_objects
 from spmdrl.config import Config
-from spmdrl.model.flops import countable_shape, trained_flops
-from spmdrl.train.companions.protocol import Companion, make_companions
-from spmdrl.train.coefficients import Coefficients
 from spmdrl.model.file_tensors import file_tensors, live_tensors
-from spmdrl.train.companions.trained import Learner
+from spmdrl.model.flops import countable_shape, trained_flops
 from spmdrl.model.load import build_meta_model, model_folder
-from spmdrl.model.lora.layers import SentAdapter, lora_form, sent_adapter
 from spmdrl.model.lora.files import AdapterRecord
+from spmdrl.model.lora.layers import SentAdapter, lora_form, sent_adapter
 from spmdrl.model.lora.merge import deltas
-from spmdrl.train.microbatch_size import find_tokens
-from spmdrl.train.objectives.rl import Job, Stats, make_jobs
-from spmdrl.train.objectives.protocol import make_objective
-from spmdrl.train.objectives.pairs import with_pairs
-from spmdrl.train.companions.model_rewards import RewardModels
 from spmdrl.model.sharded import ShardedModel
-from spmdrl.train.trained_model import LossOf, Trainee
 from spmdrl.model.shards import Delta, Part
+from spmdrl.train.coefficients import Coefficients
+from spmdrl.train.companions.model_rewards import RewardModels
+from spmdrl.train.companions.protocol import Companion, make_companions
+from spmdrl.train.companions.trained import Learner
+from spmdrl.train.microbatch_size import find_tokens
+from spmdrl.train.objectives.pairs import with_pairs
+from spmdrl.train.objectives.protocol import make_objective
+from spmdrl.train.objectives.rl import Job, Stats, make_jobs
+from spmdrl.train.trained_model import LossOf, Trainee
 from spmdrl.types import Advantages, Batch, Sums, add_sums
 from spmdrl.world import World
+from spmdrl.world.comm import gather_objects
 
 log = logging.getLogger(__name__)
 
@@ -60,15 +60,18 @@ class Policy:
                 raise ValueError(text if text in problems[:1] else f"rank {rank}: {text}")
         if self.trainee and self._model.adapters:  # together: no rank has failed
             self._records["lora"] = AdapterRecord(
-                self._model.adapters.form, model_folder(cfg.model.path), world)
+                self._model.adapters.form, model_folder(cfg.model.path), world
+            )
 
     def _build(self) -> None:
         cfg, world = self.cfg, self.world
         self._is_scalar = cfg.algorithm.objective == "reward_model"
         hf_model = build_meta_model(cfg.model, is_scalar=self._is_scalar)
         live, self._parts_of_files = live_tensors(hf_model), file_tensors(hf_model)
-        self._names = {name: (torch.Size(part.shape), live[part.tensor].dtype)
-                       for name, part in self._parts_of_files.items()}
+        self._names = {
+            name: (torch.Size(part.shape), live[part.tensor].dtype)
+            for name, part in self._parts_of_files.items()
+        }
         lora = lora_form(cfg.model.lora)
         self._shape = countable_shape(hf_model)
         self._vocab = hf_model.get_input_embeddings().weight.shape[0]
@@ -77,12 +80,14 @@ class Policy:
             return
         self._coefficients = Coefficients(cfg)
         self._objective = make_objective(cfg, world, coefficients=self._coefficients)
-        self._model = ShardedModel(cfg, world, path=cfg.model.path, is_trained=True,
-                                   is_scalar=self._is_scalar, lora=lora)
+        self._model = ShardedModel(
+            cfg, world, path=cfg.model.path, is_trained=True, is_scalar=self._is_scalar, lora=lora
+        )
         self.trainee = Trainee(self._model, cfg=cfg, world=world, options=cfg.optimizer)
         self.optimizer = self.trainee.optimizer
-        self.companions = make_companions(cfg, world, policy=self._model,
-                                          columns=self._objective.columns)
+        self.companions = make_companions(
+            cfg, world, policy=self._model, columns=self._objective.columns
+        )
         self._reward_models = RewardModels(cfg, world)
 
     # ---------------------------------------------------------------- names and state
@@ -214,11 +219,17 @@ class Policy:
             return
         with world.watch.wait("size micro-batches", -1):
             world.found_tokens = known or find_tokens(
-                self._rehearse, world, vocab=self._vocab,
-                columns=self._objective.columns if self.trainee else ())
+                self._rehearse,
+                world,
+                vocab=self._vocab,
+                columns=self._objective.columns if self.trainee else (),
+            )
         if world.rank == 0:
-            log.info("micro-batches of %d tokens (batch.tokens_per_microbatch: 0%s)",
-                     world.found_tokens, ", as the checkpoint says" if known else "")
+            log.info(
+                "micro-batches of %d tokens (batch.tokens_per_microbatch: 0%s)",
+                world.found_tokens,
+                ", as the checkpoint says" if known else "",
+            )
 
     def _rehearse(self, batch: Batch, advantages: Advantages) -> None:
         jobs = self._jobs(batch, advantages)
@@ -247,9 +258,12 @@ class Policy:
             if not self._stands_still(step):
                 sums |= self._update(jobs, step=step)
                 sums |= trained_flops(
-                    self._shape, batch.scalars, has_head=not self._is_scalar,
+                    self._shape,
+                    batch.scalars,
+                    has_head=not self._is_scalar,
                     mask_truncated=self.cfg.algorithm.mask_truncated,
-                    trains_weights=not self.cfg.model.lora)
+                    trains_weights=not self.cfg.model.lora,
+                )
                 sums |= self._coefficients.move(sums, num_samples=len(batch.scalars))
             for companion in self.companions.values():
                 companion.follow(self._model, step=step)
@@ -264,9 +278,12 @@ class Policy:
 
     def _update(self, jobs: Sequence[Sequence[Job]], *, step: int) -> Sums:
         loss_of = self._loss_of(jobs, step=step)
-        return add_sums(*[
-            self.trainee.take_step(update, loss_of, step=step, number=number)
-            for number, update in enumerate(jobs)])
+        return add_sums(
+            *[
+                self.trainee.take_step(update, loss_of, step=step, number=number)
+                for number, update in enumerate(jobs)
+            ]
+        )
 
     def _loss_of(self, jobs: Sequence[Sequence[Job]], *, step: int) -> LossOf:
         statistics = self._objective.statistics(jobs, world=self.world)

@@ -15,9 +15,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from spmdrl.rewards.signatures import Reward, Sample, Score
 from spmdrl.workers.messages import Done, pack_message
 from spmdrl.workers.scoring import Scorer, Scoring
-from spmdrl.rewards.signatures import Reward, Sample, Score
 from spmdrl.workers.worker import Server
 
 
@@ -64,8 +64,9 @@ async def _rest(scorer: Scorer, scoring: Scoring) -> Done:
         return scorer.result(scoring)
     task.cancel()  # and not waited for: it may not listen
     now = time.monotonic()
-    return Done(scoring.id, now, now - scoring.began, "timeout",
-                f"no result within {scorer.timeout_s:g} s")
+    return Done(
+        scoring.id, now, now - scoring.began, "timeout", f"no result within {scorer.timeout_s:g} s"
+    )
 
 
 async def _call(scorer: Scorer, scoring: Scoring) -> None:
@@ -92,6 +93,7 @@ def _in_thread(function: Callable) -> Callable:
 
     Not asyncio's pool: a call that hangs would keep a place there, and the process's end waiting.
     """
+
     async def call(*args: Any) -> Any:
         loop = asyncio.get_running_loop()
         future: asyncio.Future = loop.create_future()

@@ -102,8 +102,11 @@ class JobQueue:
             if worker.has_unsent:
                 poller.register(worker.process.stdin, select.POLLOUT)
         left = [self._limit_s(w) - w.running_s() for w in self._workers if w.jobs]
-        left += [self._stuck_s(w) - w.running_s() for w in self._workers
-                 if w.jobs and not self._is_stuck(w)]
+        left += [
+            self._stuck_s(w) - w.running_s()
+            for w in self._workers
+            if w.jobs and not self._is_stuck(w)
+        ]
         poller.poll(1000 * max(0.001, min([0.5, *left])))
 
     def close(self) -> None:
@@ -153,23 +156,29 @@ class JobQueue:
             self._expect_faults()
             worker.recall()
         if worker.running_s(looked) > self._limit_s(worker):
-            self._replace(worker, failure="timeout",
-                          message=f"no result within {self._timeout_s:g} s")
+            self._replace(
+                worker, failure="timeout", message=f"no result within {self._timeout_s:g} s"
+            )
             return
         if worker.has_ended():
             self._take(worker)  # what it wrote between our look and its end
             code = worker.exit_code()
             how = f"signal {-code}" if code < 0 else f"exit code {code}"
-            self._replace(worker, failure="error",
-                          message=f"the worker process ended with {how} at work")
+            self._replace(
+                worker, failure="error", message=f"the worker process ended with {how} at work"
+            )
 
     def _take(self, worker: WorkerProcess) -> None:
         for job, done in worker.receive():
             # Late is late, whether or not we looked in time to kill it.
             if done.seconds > self._timeout_s and done.failure != "timeout":
-                done = Done(done.id, done.finished, done.seconds, "timeout",
-                            f"took {done.seconds:.2f} s, above rewards.timeout_s = "
-                            f"{self._timeout_s:g}")
+                done = Done(
+                    done.id,
+                    done.finished,
+                    done.seconds,
+                    "timeout",
+                    f"took {done.seconds:.2f} s, above rewards.timeout_s = {self._timeout_s:g}",
+                )
             if done.failure is None:
                 mean = self._mean_s.get(job.kind, done.seconds)
                 self._mean_s[job.kind] = 0.95 * mean + 0.05 * done.seconds
@@ -184,8 +193,10 @@ class JobQueue:
             return
         names = ", ".join(self._setup.names)
         if worker.has_ended():
-            raise RuntimeError(f"a worker process ended with status {worker.exit_code()} while "
-                               f"loading {names}; its output above says why")
+            raise RuntimeError(
+                f"a worker process ended with status {worker.exit_code()} while "
+                f"loading {names}; its output above says why"
+            )
         if time.monotonic() - worker.started > _START_TIMEOUT_S:
             raise RuntimeError(f"a worker process did not load {names} in {_START_TIMEOUT_S:g} s")
 

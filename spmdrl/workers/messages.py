@@ -42,8 +42,10 @@ class Setup:
     @property
     def names(self) -> list[str]:
         """Return what is loaded, for messages."""
-        return [*(self.functions.values() or self.tasks), *filter(None, [
-            self.environment.get("name")])]
+        return [
+            *(self.functions.values() or self.tasks),
+            *filter(None, [self.environment.get("name")]),
+        ]
 
 
 @dataclass(frozen=True)

@@ -15,11 +15,11 @@ from typing import Any
 from spmdrl.config import Config
 from spmdrl.data.tasks import is_generated
 from spmdrl.environments.protocol import Message, Response
+from spmdrl.rewards.signatures import Sample, part_names, reward_models
+from spmdrl.types import Prompt
 from spmdrl.workers.jobs import JobQueue
 from spmdrl.workers.messages import Done, Failure, Moved, Open, Respond, Scored, Setup
 from spmdrl.workers.process import Job
-from spmdrl.rewards.signatures import Sample, part_names, reward_models
-from spmdrl.types import Prompt
 
 
 @dataclass(frozen=True)
@@ -83,15 +83,21 @@ class RewardPool(JobQueue):
         own = [i for i in range(len(rewards.functions)) if i not in models]
         names = part_names(rewards.functions)
         setup = Setup(
-            functions={names[i]: rewards.functions[i] for i in own}, tasks=tasks,
-            task_options=dict(cfg.data.task_options), weights=tuple(weights[i] for i in own),
-            has_models=bool(models), environment=environment, timeout_s=rewards.timeout_s)
+            functions={names[i]: rewards.functions[i] for i in own},
+            tasks=tasks,
+            task_options=dict(cfg.data.task_options),
+            weights=tuple(weights[i] for i in own),
+            has_models=bool(models),
+            environment=environment,
+            timeout_s=rewards.timeout_s,
+        )
         is_needed = bool(own or tasks or environment)
-        super().__init__(setup, workers=rewards.workers if is_needed else 0,
-                         timeout_s=rewards.timeout_s)
+        super().__init__(
+            setup, workers=rewards.workers if is_needed else 0, timeout_s=rewards.timeout_s
+        )
         self._unscored: list[RewardResult] = []
 
-    def __enter__(self) -> "RewardPool":
+    def __enter__(self) -> RewardPool:
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -108,7 +114,12 @@ class RewardPool(JobQueue):
         return self.facts.get("tool_parser", "")
 
     def submit(
-        self, key: Hashable, *, prompt: Prompt, response_text: str, response_tokens: list[int],
+        self,
+        key: Hashable,
+        *,
+        prompt: Prompt,
+        response_text: str,
+        response_tokens: list[int],
         truncated: bool,
     ) -> None:
         """Hand in one response; its RewardResult comes out of `poll` or `drain` under `key`.
@@ -176,7 +187,18 @@ def _result(job: Job, done: Done) -> RewardResult | TurnResult:
         return RewardResult(job.key, done.value, done.parts, done.metrics, done.extras, **common)
     if isinstance(done, Moved):
         turn = done.turn
-        return TurnResult(job.key, done.environment, tuple(turn.messages), turn.is_done,
-                          turn.reward, turn.info, done.state, **common)
-    return RewardResult(job.key, None, **common) if job.kind is Sample else TurnResult(
-        job.key, **common)
+        return TurnResult(
+            job.key,
+            done.environment,
+            tuple(turn.messages),
+            turn.is_done,
+            turn.reward,
+            turn.info,
+            done.state,
+            **common,
+        )
+    return (
+        RewardResult(job.key, None, **common)
+        if job.kind is Sample
+        else TurnResult(job.key, **common)
+    )

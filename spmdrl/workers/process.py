@@ -18,8 +18,10 @@ from typing import Any
 from spmdrl.workers.messages import RECALL, Done, Setup, pack_message, unpack_messages
 
 # The child imports from where we import, installed or not, from any working directory.
-_START = ("import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-          "from spmdrl.workers.worker import main; main(int(sys.argv[2]))")
+_START = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
+    "from spmdrl.workers.worker import main; main(int(sys.argv[2]))"
+)
 _PIPE_BYTES = 2**20
 _READ_BYTES = 2**18
 _MIN_WINDOW, _MAX_WINDOW = 2, 256
@@ -58,8 +60,12 @@ class WorkerProcess:
         try:
             self.process = subprocess.Popen(
                 [sys.executable, "-c", _START, json.dumps(sys.path), str(life_read)],
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=[life_read],
-                start_new_session=True, bufsize=0)
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                pass_fds=[life_read],
+                start_new_session=True,
+                bufsize=0,
+            )
         finally:
             os.close(life_read)
         for pipe in (self.process.stdin, self.process.stdout):

@@ -9,8 +9,8 @@ from typing import Any
 
 from spmdrl.data.tasks import is_generated, make_task
 from spmdrl.rewards.answers import reported
-from spmdrl.workers.messages import Failure, Scored, Setup
 from spmdrl.rewards.signatures import BadValue, Reward, Sample, Score, adapt, load_reward
+from spmdrl.workers.messages import Failure, Scored, Setup
 
 MAX_MESSAGE_CHARS = 2000
 
@@ -47,9 +47,11 @@ class Scorer:
         self._least = 0.0 if setup.has_models or setup.environment else None
         self._rewards: dict[str, Reward] = {
             name: self._grader(spec, setup) if is_generated(spec) else load_reward(spec)
-            for name, spec in setup.functions.items()}
+            for name, spec in setup.functions.items()
+        }
         self._tasks = {
-            spec: (spec.rpartition(":")[2], self._grader(spec, setup)) for spec in setup.tasks}
+            spec: (spec.rpartition(":")[2], self._grader(spec, setup)) for spec in setup.tasks
+        }
 
     @property
     def concurrency(self) -> int:
@@ -71,8 +73,11 @@ class Scorer:
 
     def left(self, scoring: Scoring) -> list[tuple[str, Reward]]:
         """Return the functions still to be called, beside those of other samples."""
-        return [] if scoring.failure else [
-            (n, r) for n, _, r in self._applicable(scoring.sample) if n not in scoring.scores]
+        return (
+            []
+            if scoring.failure
+            else [(n, r) for n, _, r in self._applicable(scoring.sample) if n not in scoring.scores]
+        )
 
     def _call(self, scoring: Scoring, rewards: list[tuple[str, Reward]]) -> None:
         for name, reward in rewards:
@@ -96,14 +101,25 @@ class Scorer:
                 parts[name] = score.value
                 total.value = (total.value or 0.0) + weight * score.value
         if not failure and (total.value is None or not abs(total.value) < float("inf")):
-            failure, message = "bad_value", (
-                f"the weighted sum of {parts} is not finite" if parts else
-                "every reward function returned None for this row; one at least must apply")
+            failure, message = (
+                "bad_value",
+                (
+                    f"the weighted sum of {parts} is not finite"
+                    if parts
+                    else "every reward function returned None for this row; one at least must apply"
+                ),
+            )
         finished = time.monotonic()
         return Scored(
-            id=scoring.id, finished=finished, seconds=finished - scoring.began,
-            value=None if failure else total.value, parts=parts, metrics=total.metrics,
-            extras=total.extras, failure=failure, message=message[:MAX_MESSAGE_CHARS],
+            id=scoring.id,
+            finished=finished,
+            seconds=finished - scoring.began,
+            value=None if failure else total.value,
+            parts=parts,
+            metrics=total.metrics,
+            extras=total.extras,
+            failure=failure,
+            message=message[:MAX_MESSAGE_CHARS],
         )
 
     def _grader(self, spec: str, setup: Setup) -> Reward:

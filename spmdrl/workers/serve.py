@@ -9,9 +9,9 @@ import pickle
 from collections.abc import Mapping
 from typing import Any
 
+from spmdrl.environments.protocol import Message, Response, Turn
 from spmdrl.imports import construct, import_object, nearest
 from spmdrl.rewards.signatures import BadValue, finite, ran
-from spmdrl.environments.protocol import Message, Response, Turn
 
 FIELD = "rollout.environment"
 _HERE = "spmdrl.environments."
@@ -44,11 +44,15 @@ def environment_problems(options: Mapping[str, Any]) -> list[str]:
     if not options:
         return problems
     if not isinstance(name, str) or not name:
-        problems.append(f"{FIELD}.name: expected the name of an environment ({', '.join(BUILT_IN)},"
-                        f" `module:Class` or `path/file.py:Class`), got {name!r}")
+        problems.append(
+            f"{FIELD}.name: expected the name of an environment ({', '.join(BUILT_IN)},"
+            f" `module:Class` or `path/file.py:Class`), got {name!r}"
+        )
     elif ":" not in name and name not in BUILT_IN:
-        problems.append(f"{FIELD}.name: unknown name {name!r}{nearest(name, BUILT_IN)}; or give "
-                        "`module:Class` or `path/file.py:Class`")
+        problems.append(
+            f"{FIELD}.name: unknown name {name!r}{nearest(name, BUILT_IN)}; or give "
+            "`module:Class` or `path/file.py:Class`"
+        )
     if options.get("rewrites", "refuse") not in ("refuse", "keep"):
         problems.append(f"{FIELD}.rewrites: must be refuse or keep, got {options['rewrites']!r}")
     return problems
@@ -63,8 +67,10 @@ def check_environment(options: Mapping[str, Any], row: dict) -> None:
     try:
         server.open(row, seed=0)
     except Exception as error:  # the user's code
-        raise ValueError(f"{FIELD}: {options['name']} cannot open the first row of data.train: "
-                         f"{type(error).__name__}: {error}") from error
+        raise ValueError(
+            f"{FIELD}: {options['name']} cannot open the first row of data.train: "
+            f"{type(error).__name__}: {error}"
+        ) from error
 
 
 class EnvironmentServer:
@@ -87,8 +93,10 @@ class EnvironmentServer:
         first = construct(self._make, self._options, field=FIELD)
         for method in ("reset", "step"):
             if not callable(getattr(first, method, None)):
-                raise ValueError(f"{FIELD}.name: {name} makes a {type(first).__name__}, which has "
-                                 f"no method `{method}`; see spmdrl/environments/protocol.py")
+                raise ValueError(
+                    f"{FIELD}.name: {name} makes a {type(first).__name__}, which has "
+                    f"no method `{method}`; see spmdrl/environments/protocol.py"
+                )
         try:
             pack(first)
         except BadTurn as error:
@@ -146,15 +154,19 @@ def pack(environment: Any) -> bytes:
         data = pickle.dumps(environment, protocol=pickle.HIGHEST_PROTOCOL)
     except Exception as error:  # __reduce__ and __getstate__ are the user's code
         place = _culprit(environment, type(environment).__name__, depth=_DEPTH)
-        raise BadTurn(f"{place} cannot be pickled ({type(error).__name__}: {error}), and an "
-                      "environment travels with every turn; keep such things in a module "
-                      "variable or make them anew when used") from error
+        raise BadTurn(
+            f"{place} cannot be pickled ({type(error).__name__}: {error}), and an "
+            "environment travels with every turn; keep such things in a module "
+            "variable or make them anew when used"
+        ) from error
     if len(data) > _MAX_BYTES:
         sizes = {name: len(pickle.dumps(value)) for name, value in _parts(environment).items()}
         largest = max(sizes, key=sizes.get, default="")
-        raise BadTurn(f"{type(environment).__name__} pickles to {len(data)} bytes, above "
-                      f"{_MAX_BYTES}; most of it is {largest!r}. It travels with every turn: keep "
-                      "large constant things in a module variable, filled by `prepare`")
+        raise BadTurn(
+            f"{type(environment).__name__} pickles to {len(data)} bytes, above "
+            f"{_MAX_BYTES}; most of it is {largest!r}. It travels with every turn: keep "
+            "large constant things in a module variable, filled by `prepare`"
+        )
     return data
 
 
@@ -164,8 +176,11 @@ def _culprit(value: Any, place: str, *, depth: int) -> str:
         try:
             pickle.dumps(part, protocol=pickle.HIGHEST_PROTOCOL)
         except Exception:  # as in `pack`
-            inner = f"{place}.{name}" if isinstance(name, str) and not isinstance(
-                value, Mapping) else f"{place}[{name!r}]"
+            inner = (
+                f"{place}.{name}"
+                if isinstance(name, str) and not isinstance(value, Mapping)
+                else f"{place}[{name!r}]"
+            )
             return _culprit(part, inner, depth=depth - 1)
     return f"{place} ({type(value).__name__})"
 
@@ -196,21 +211,31 @@ def checked_turn(turn: Any) -> Turn:
     reward, *values = numbers.values()
     is_done = bool(turn.is_done)
     messages = [] if is_done else _checked_messages(turn.messages, roles=_ROLES)
-    return Turn(messages=messages, is_done=is_done, reward=reward,
-                info=dict(zip(map(str, turn.info), values)))
+    return Turn(
+        messages=messages,
+        is_done=is_done,
+        reward=reward,
+        info=dict(zip(map(str, turn.info), values)),
+    )
 
 
 def _checked_messages(messages: Any, *, roles: tuple[str, ...]) -> list[Message]:
     if not isinstance(messages, (list, tuple)) or not messages:
-        raise BadTurn(f"messages must be a list of at least one message, got {messages!r:.100}; "
-                      "without one the policy would answer itself")
+        raise BadTurn(
+            f"messages must be a list of at least one message, got {messages!r:.100}; "
+            "without one the policy would answer itself"
+        )
     for i, message in enumerate(messages):
         if not isinstance(message, dict) or not isinstance(message.get("content"), str):
-            raise BadTurn(f"messages[{i}]: expected a dict with `role` and `content` (text), got "
-                          f"{message!r:.100}")
+            raise BadTurn(
+                f"messages[{i}]: expected a dict with `role` and `content` (text), got "
+                f"{message!r:.100}"
+            )
         if message.get("role") not in roles:
-            raise BadTurn(f"messages[{i}]: role {message.get('role')!r} must be one of "
-                          f"{', '.join(roles)}; the assistant's turns are the policy's")
+            raise BadTurn(
+                f"messages[{i}]: role {message.get('role')!r} must be one of "
+                f"{', '.join(roles)}; the assistant's turns are the policy's"
+            )
     try:
         # Plain values only: the other side does not import the user's modules.
         return json.loads(json.dumps(messages))
@@ -223,6 +248,8 @@ def _checked_tools(tools: Any, *, name: str) -> list[dict[str, Any]]:
     try:
         json.dumps(tools)
     except (TypeError, ValueError) as error:
-        raise ValueError(f"{FIELD}.name: {name}: its `tools` must be descriptions for the chat "
-                         f"template, see environments/schema.py: {error}") from error
+        raise ValueError(
+            f"{FIELD}.name: {name}: its `tools` must be descriptions for the chat "
+            f"template, see environments/schema.py: {error}"
+        ) from error
     return tools

@@ -23,12 +23,19 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, BinaryIO
 
-from spmdrl.workers.serve import EnvironmentServer
+from spmdrl.rewards.signatures import BadValue, Sample
 from spmdrl.workers.messages import (
-    RECALL, Done, Moved, Open, Respond, Setup, pack_message, read_message,
+    RECALL,
+    Done,
+    Moved,
+    Open,
+    Respond,
+    Setup,
+    pack_message,
+    read_message,
 )
 from spmdrl.workers.scoring import MAX_MESSAGE_CHARS, Scorer, describe
-from spmdrl.rewards.signatures import BadValue, Sample
+from spmdrl.workers.serve import EnvironmentServer
 
 
 class Server:
@@ -50,8 +57,10 @@ class Server:
         facts = {"concurrency": self.scorer.concurrency}
         if self._environments is None:
             return facts
-        return facts | {"tools": self._environments.tools,
-                        "tool_parser": self._environments.tool_parser}
+        return facts | {
+            "tools": self._environments.tools,
+            "tool_parser": self._environments.tool_parser,
+        }
 
     def serve(self, id: int, work: Sample | Open | Respond) -> Done:
         """Do a job; whatever the user's code does is part of the result."""
@@ -109,9 +118,7 @@ def main(life_fd: int = -1) -> None:
         write(pack_message(server.serve(*message)))
 
 
-def _read_ahead(
-    source: BinaryIO, inbox: queue.SimpleQueue, write: Callable[[bytes], None]
-) -> None:
+def _read_ahead(source: BinaryIO, inbox: queue.SimpleQueue, write: Callable[[bytes], None]) -> None:
     """Put jobs into the inbox, None at the end of file, and what went wrong with a message."""
     try:
         while (message := read_message(source)) is not None:

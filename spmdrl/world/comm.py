@@ -48,8 +48,15 @@ class Watch:
         hosts_store: whether the store lives in this process and ends with it.
     """
 
-    def __init__(self, store: dist.Store, *, rank: int, world_size: int, timeout_s: float,
-                 hosts_store: bool = False):
+    def __init__(
+        self,
+        store: dist.Store,
+        *,
+        rank: int,
+        world_size: int,
+        timeout_s: float,
+        hosts_store: bool = False,
+    ):
         self.rank, self.world_size, self.timeout_s = rank, world_size, timeout_s
         self.before_exit: list[Callable[[Ending], None]] = []
         """Called when the process ends before its work is done; each must be quick."""
@@ -127,8 +134,10 @@ class Watch:
             silent = now - state["beat"]
             where = f"'{state['phase']}' at step {state['step']}"
             if silent > 2.5 * _BEAT_S:
-                lines.append(f"  rank {rank} is missing: no sign of life for {silent:.0f} s, "
-                             f"last seen in {where} (killed, or its process stopped)")
+                lines.append(
+                    f"  rank {rank} is missing: no sign of life for {silent:.0f} s, "
+                    f"last seen in {where} (killed, or its process stopped)"
+                )
             elif (state["phase"], state["step"]) != (self._phase, self._step):
                 lines.append(f"  rank {rank} is missing: {now - state['since']:.0f} s in {where}")
             else:
@@ -194,16 +203,20 @@ class Watch:
             with self._lock:
                 waited = time.time() - self._since if self._waiting else 0.0
             if waited > self.timeout_s or (waited > _DEAD_AFTER_S and self._some_rank_is_dead()):
-                self._die(f"deadline of {self.timeout_s:.0f} s passed" if waited > self.timeout_s
-                          else "a peer is dead")
+                self._die(
+                    f"deadline of {self.timeout_s:.0f} s passed"
+                    if waited > self.timeout_s
+                    else "a peer is dead"
+                )
 
     def leave_after_peer(self, cause: str) -> None:
         """End this process because a peer failed; returns only when it is ending already."""
         self._leave(f"[rank {self.rank}] ends in '{self._phase}' at step {self._step}: {cause}")
 
     def _die(self, why: str) -> None:
-        self._leave(f"[rank {self.rank}] {why}\n{self.report()}\n"
-                    f"This rank ends with exit code {EXIT_CODE}.")
+        self._leave(
+            f"[rank {self.rank}] {why}\n{self.report()}\nThis rank ends with exit code {EXIT_CODE}."
+        )
 
     def _leave(self, text: str) -> None:
         if not self.claim_ending():
@@ -223,8 +236,9 @@ class Watch:
 
     def _some_rank_is_dead(self) -> bool:
         states = [self._read(rank) for rank in range(self.world_size)]
-        return any(s is not None and time.time() - s.get("beat", 0.0) > _DEAD_AFTER_S
-                   for s in states)
+        return any(
+            s is not None and time.time() - s.get("beat", 0.0) > _DEAD_AFTER_S for s in states
+        )
 
     def _beat(self) -> None:
         with self._lock:
@@ -265,12 +279,15 @@ def all_gather(parts: Tensor, own: Tensor, *, group: dist.ProcessGroup) -> None:
 def gather_objects(value: Any, *, group: dist.ProcessGroup) -> list[Any]:
     """Return every rank's small picklable value, in rank order of `group` (a gloo group)."""
     payload = pickle.dumps(value)
-    return list(map(pickle.loads, gather_bytes(payload, gather_sizes(payload, group=group),
-                                               group=group)))
+    return list(
+        map(pickle.loads, gather_bytes(payload, gather_sizes(payload, group=group), group=group))
+    )
 
 
 def together(
-    work: Callable[[], T], *, group: dist.ProcessGroup,
+    work: Callable[[], T],
+    *,
+    group: dist.ProcessGroup,
     waiting: AbstractContextManager = contextlib.nullcontext(),
 ) -> T:
     """Return what this rank's work returns, when that of every rank of `group` (gloo) is done.
@@ -298,12 +315,10 @@ def gather_sizes(payload: bytes, *, group: dist.ProcessGroup) -> list[int]:
     return sizes.tolist()
 
 
-def gather_bytes(
-    payload: bytes, sizes: Sequence[int], *, group: dist.ProcessGroup
-) -> list[bytes]:
+def gather_bytes(payload: bytes, sizes: Sequence[int], *, group: dist.ProcessGroup) -> list[bytes]:
     """Return every rank's payload, in rank order of `group`: the second half of a gather."""
     padded = torch.zeros(max(sizes), dtype=torch.uint8)
-    padded[:len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+    padded[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
     gathered = torch.empty(len(sizes) * max(sizes), dtype=torch.uint8)
     all_gather(gathered, padded, group=group)
     return [row[:size].numpy().tobytes() for row, size in zip(gathered.chunk(len(sizes)), sizes)]

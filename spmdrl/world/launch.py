@@ -27,15 +27,25 @@ def read_launch(env: dict[str, str] | None = None) -> Launch:
     """
     env = dict(os.environ if env is None else env)
     if "RANK" in env:
-        return Launch(int(env["RANK"]), int(env["WORLD_SIZE"]), int(env.get("LOCAL_RANK", 0)),
-                      env["MASTER_ADDR"], int(env["MASTER_PORT"]), "torchrun")
+        return Launch(
+            int(env["RANK"]),
+            int(env["WORLD_SIZE"]),
+            int(env.get("LOCAL_RANK", 0)),
+            env["MASTER_ADDR"],
+            int(env["MASTER_PORT"]),
+            "torchrun",
+        )
     if "SLURM_PROCID" in env:
         nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_NODELIST", "localhost")
         job = int(env.get("SLURM_JOB_ID", 0)) * 64 + int(env.get("SLURM_STEP_ID", 0)) % 64
-        return Launch(int(env["SLURM_PROCID"]), int(env["SLURM_NTASKS"]),
-                      int(env.get("SLURM_LOCALID", 0)),
-                      env.get("MASTER_ADDR") or first_host(nodes),
-                      int(env.get("MASTER_PORT") or 20000 + job % 40000), "srun")
+        return Launch(
+            int(env["SLURM_PROCID"]),
+            int(env["SLURM_NTASKS"]),
+            int(env.get("SLURM_LOCALID", 0)),
+            env.get("MASTER_ADDR") or first_host(nodes),
+            int(env.get("MASTER_PORT") or 20000 + job % 40000),
+            "srun",
+        )
     raise ValueError(
         "no launcher: neither RANK (torchrun) nor SLURM_PROCID (srun) is set. Start with "
         "`torchrun --nproc-per-node N train.py --config FILE` or `srun python train.py ...`; "
@@ -50,8 +60,9 @@ def launch_alone() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1",
-                      MASTER_PORT=port)
+    os.environ.update(
+        RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=port
+    )
 
 
 def first_host(nodelist: str) -> str:

@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from spmdrl.world.comm import PeersMissing, Watch, first_line, gather_objects, store_timeout
 from spmdrl.config import Config, flatten, inference_ranks, trainer_ranks
 from spmdrl.config.fields import least_tokens
+from spmdrl.world.comm import PeersMissing, Watch, first_line, gather_objects, store_timeout
 from spmdrl.world.launch import Launch, read_launch
 from spmdrl.world.mesh import make_expert_mesh, make_meshes
 
@@ -65,7 +65,7 @@ class World:
     """What was found for batch.tokens_per_microbatch 0, the same on every rank; 0 before."""
 
     @classmethod
-    def start(cls, cfg: Config) -> "World":
+    def start(cls, cfg: Config) -> World:
         """Join the job and build all groups; every rank must call it with the same config.
 
         Raises: ValueError, before any group exists, when the launcher's world does not match
@@ -74,20 +74,31 @@ class World:
         launch = read_launch()
         _check_launch(cfg, launch)
         device = pick_device(cfg, launch.local_rank)
-        os.environ.update(RANK=str(launch.rank), WORLD_SIZE=str(launch.world_size),
-                          LOCAL_RANK=str(launch.local_rank), MASTER_ADDR=launch.address,
-                          MASTER_PORT=str(launch.port))
+        os.environ.update(
+            RANK=str(launch.rank),
+            WORLD_SIZE=str(launch.world_size),
+            LOCAL_RANK=str(launch.local_rank),
+            MASTER_ADDR=launch.address,
+            MASTER_PORT=str(launch.port),
+        )
         timeout = store_timeout(max(cfg.layout.wait_timeout_s, cfg.layout.startup_timeout_s))
         backend = "nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(
-            backend, init_method="env://", timeout=timeout,
+            backend,
+            init_method="env://",
+            timeout=timeout,
             device_id=device if device.type == "cuda" else None,
         )
         store = dist.distributed_c10d._get_default_store().clone()
         # torchrun keeps the store in its own process, srun has rank 0 keep it.
         is_host = launch.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-        watch = Watch(store, rank=launch.rank, world_size=launch.world_size,
-                      timeout_s=cfg.layout.startup_timeout_s, hosts_store=is_host)
+        watch = Watch(
+            store,
+            rank=launch.rank,
+            world_size=launch.world_size,
+            timeout_s=cfg.layout.startup_timeout_s,
+            hosts_store=is_host,
+        )
         with watch.wait("create groups", -1):
             control = dist.new_group(backend="gloo", timeout=timeout)
             trainer_control = dist.new_group(trainer_ranks(cfg), backend="gloo", timeout=timeout)
@@ -96,13 +107,22 @@ class World:
             mesh, sharding = make_meshes(cfg, device)
             experts = make_expert_mesh(cfg, device)
         is_trainer = launch.rank in trainer_ranks(cfg)
-        world = cls(cfg=cfg, rank=launch.rank, world_size=launch.world_size,
-                    local_rank=launch.local_rank, device=device, watch=watch, control=control,
-                    trainer_control=trainer_control, saving=saving, store=store.clone(),
-                    replica_control=replica_control,
-                    mesh=mesh if is_trainer else None,
-                    sharding=sharding if is_trainer else None,
-                    experts=experts if is_trainer else None)
+        world = cls(
+            cfg=cfg,
+            rank=launch.rank,
+            world_size=launch.world_size,
+            local_rank=launch.local_rank,
+            device=device,
+            watch=watch,
+            control=control,
+            trainer_control=trainer_control,
+            saving=saving,
+            store=store.clone(),
+            replica_control=replica_control,
+            mesh=mesh if is_trainer else None,
+            sharding=sharding if is_trainer else None,
+            experts=experts if is_trainer else None,
+        )
         world._check_same_config()
         world._catch_signals()
         if cfg.deterministic:
@@ -236,8 +256,9 @@ class World:
         os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
             signal.signal(number, lambda *_: None)
-        threading.Thread(target=self._obey_signals, args=(read,), daemon=True,
-                         name="spmdrl-signals").start()
+        threading.Thread(
+            target=self._obey_signals, args=(read,), daemon=True, name="spmdrl-signals"
+        ).start()
 
     def _obey_signals(self, pipe: int) -> None:
         first_at = None
@@ -264,8 +285,12 @@ class World:
         else:
             self.stop_requested = True
             if self.rank == 0:
-                print(f"[rank 0] {number.name}: this step is finished and saved, then the run "
-                      "stops; a second signal ends it at once", file=sys.stderr, flush=True)
+                print(
+                    f"[rank 0] {number.name}: this step is finished and saved, then the run "
+                    "stops; a second signal ends it at once",
+                    file=sys.stderr,
+                    flush=True,
+                )
 
     def _leave_at_once(self, number: signal.Signals, why: str) -> None:
         try:
@@ -341,10 +366,14 @@ def _other_way(cfg: Config, launch: Launch) -> str:
     if cfg.layout.placement != "split" or size > cfg.layout.trainer_ranks:
         return f"set --layout.world-size {size}"
     if size > 1:
-        return (f"set --layout.world-size {size} --layout.trainer-ranks {size // 2}, so that "
-                "split placement leaves ranks to generate")
-    return (f"set --layout.world-size {size} --layout.placement colocated: split placement needs "
-            "a rank that trains and one that generates")
+        return (
+            f"set --layout.world-size {size} --layout.trainer-ranks {size // 2}, so that "
+            "split placement leaves ranks to generate"
+        )
+    return (
+        f"set --layout.world-size {size} --layout.placement colocated: split placement needs "
+        "a rank that trains and one that generates"
+    )
 
 
 def is_on_cpu(cfg: Config) -> bool:

@@ -26,17 +26,29 @@ from spmdrl.algorithms.losses.common import Stats
 from spmdrl.algorithms.losses.divergence import dppo_kl, dppo_tv
 from spmdrl.algorithms.losses.off_policy import a3po, decoupled_ppo
 from spmdrl.algorithms.losses.sequence import gmpo, gspo, gspo_token, luspo, vespo
-from spmdrl.algorithms.losses.weighted import (
-    aipo,
-    cispo,
-    dro,
-    kimi,
-    reinforce,
-    sft,
-    tis_pg,
-    topr,
-)
+from spmdrl.algorithms.losses.weighted import aipo, cispo, dro, kimi, reinforce, sft, tis_pg, topr
 
-__all__ = ["ppo_clip", "sapo", "reinforce", "cispo", "tis_pg", "aipo", "topr", "kimi", "dro",
-           "gspo", "gspo_token", "luspo", "gmpo", "vespo", "dppo_tv", "dppo_kl",
-           "decoupled_ppo", "a3po", "m2po", "clip_cov", "kl_cov", "sft"]
+__all__ = [
+    "a3po",
+    "aipo",
+    "cispo",
+    "clip_cov",
+    "decoupled_ppo",
+    "dppo_kl",
+    "dppo_tv",
+    "dro",
+    "gmpo",
+    "gspo",
+    "gspo_token",
+    "kimi",
+    "kl_cov",
+    "luspo",
+    "m2po",
+    "ppo_clip",
+    "reinforce",
+    "sapo",
+    "sft",
+    "tis_pg",
+    "topr",
+    "vespo",
+]

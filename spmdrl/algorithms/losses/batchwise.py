@@ -57,8 +57,14 @@ def m2po_statistics(
 
 @with_statistics(m2po_statistics)
 def m2po(
-    logprobs: Tensor, old_logprobs: Tensor, rollout_logprobs: Tensor, *, advantages: Tensor,
-    loss_mask: Tensor, m2_cut: Tensor, threshold: float = 0.04,
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    rollout_logprobs: Tensor,
+    *,
+    advantages: Tensor,
+    loss_mask: Tensor,
+    m2_cut: Tensor,
+    threshold: float = 0.04,
 ) -> tuple[Tensor, Stats]:
     """Return -w A without the batch's outliers in (log pi_old - log mu)^2.
 
@@ -89,7 +95,11 @@ def _squared_log_rho(old_logprobs: Tensor, rollout_logprobs: Tensor) -> Tensor:
 
 
 def clip_cov_statistics(
-    old_logprobs: Tensor, advantages: Tensor, *, select_frac: float = 2e-4, cov_low: float = 1.0,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    *,
+    select_frac: float = 2e-4,
+    cov_low: float = 1.0,
     cov_high: float = 5.0,
 ) -> dict[str, Tensor]:
     """Find the means of the covariance and the chance of a candidate to be selected.
@@ -107,16 +117,30 @@ def clip_cov_statistics(
     candidates = ((covariance > cov_low) & (covariance < cov_high)).sum()
     wanted = max(select_frac * len(covariance), 1.0)
     chance = (wanted / candidates.double().clamp(min=1)).clamp(max=1)
-    return {"mean_advantage": mean_advantage, "mean_logprob": mean_logprob,
-            "select_probability": chance}
+    return {
+        "mean_advantage": mean_advantage,
+        "mean_logprob": mean_logprob,
+        "select_probability": chance,
+    }
 
 
 @with_statistics(clip_cov_statistics)
 def clip_cov(
-    logprobs: Tensor, old_logprobs: Tensor, *, advantages: Tensor, loss_mask: Tensor,
-    token_keys: Tensor, version: Tensor, mean_advantage: Tensor, mean_logprob: Tensor,
-    select_probability: Tensor, clip_low: float = 0.2, clip_high: float = 0.2,
-    select_frac: float = 2e-4, cov_low: float = 1.0, cov_high: float = 5.0,
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    *,
+    advantages: Tensor,
+    loss_mask: Tensor,
+    token_keys: Tensor,
+    version: Tensor,
+    mean_advantage: Tensor,
+    mean_logprob: Tensor,
+    select_probability: Tensor,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    select_frac: float = 2e-4,
+    cov_low: float = 1.0,
+    cov_high: float = 5.0,
 ) -> tuple[Tensor, Stats]:
     """Clip as ppo_clip, and drop a few tokens of high covariance, which use up entropy.
 
@@ -144,8 +168,9 @@ def clip_cov(
     covariance = _covariance(logprobs, advantages, mean_logprob, mean_advantage)
     advantages = keep(advantages.detach(), loss_mask)
     ratio = log_ratio(logprobs, old_logprobs, loss_mask).exp()
-    surrogate, low, high = clipped_surrogate(ratio, advantages, clip_low=clip_low,
-                                             clip_high=clip_high)
+    surrogate, low, high = clipped_surrogate(
+        ratio, advantages, clip_low=clip_low, clip_high=clip_high
+    )
     is_candidate = (covariance > cov_low) & (covariance < cov_high) & ~low & ~high
     dropped = loss_mask & is_candidate & (lots(token_keys, version) < select_probability)
     stats = ratio_stats(ratio, loss_mask) | clip_stats(loss_mask, low=low, high=high)
@@ -179,8 +204,15 @@ def kl_cov_statistics(
 
 @with_statistics(kl_cov_statistics)
 def kl_cov(
-    logprobs: Tensor, old_logprobs: Tensor, *, advantages: Tensor, loss_mask: Tensor,
-    mean_advantage: Tensor, mean_logprob: Tensor, cov_cut: Tensor, select_frac: float = 2e-3,
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    *,
+    advantages: Tensor,
+    loss_mask: Tensor,
+    mean_advantage: Tensor,
+    mean_logprob: Tensor,
+    cov_cut: Tensor,
+    select_frac: float = 2e-3,
     kl_coef: float = 1.0,
 ) -> tuple[Tensor, Stats]:
     """Return -r A, plus kl_coef |log r| on the few tokens of highest covariance.

@@ -18,8 +18,15 @@ from spmdrl.algorithms.losses.common import (
 
 
 def ppo_clip(
-    logprobs: Tensor, old_logprobs: Tensor, *, advantages: Tensor, loss_mask: Tensor,
-    clip_low: float = 0.2, clip_high: float = 0.2, dual_clip: float = 0.0, ratio_cap: float = 0.0,
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    *,
+    advantages: Tensor,
+    loss_mask: Tensor,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    dual_clip: float = 0.0,
+    ratio_cap: float = 0.0,
 ) -> tuple[Tensor, Stats]:
     """Clip the ratio r = pi / pi_old: -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A).
 
@@ -40,8 +47,10 @@ def ppo_clip(
     if dual_clip and dual_clip <= 1:
         raise ValueError(f"dual_clip: must be above 1 (or 0 for off), got {dual_clip}")
     if ratio_cap and ratio_cap <= 1 + clip_high:
-        raise ValueError(f"ratio_cap: must be above 1 + clip_high = {1 + clip_high:g} (or 0 for "
-                         f"off), got {ratio_cap}")
+        raise ValueError(
+            f"ratio_cap: must be above 1 + clip_high = {1 + clip_high:g} (or 0 for "
+            f"off), got {ratio_cap}"
+        )
     advantages = keep(advantages.detach(), loss_mask)
     ratio = log_ratio(logprobs, old_logprobs, loss_mask).exp()
     capped = ratio.clamp(max=ratio_cap) if ratio_cap else ratio
@@ -53,7 +62,8 @@ def ppo_clip(
     bound = min([b for b in (dual_clip, ratio_cap) if b], default=float("inf"))
     beyond = (advantages < 0) & (ratio > bound)
     stats = ratio_stats(ratio, loss_mask) | clip_stats(
-        loss_mask, low=(advantages < 0) & (ratio < 1 - clip_low),
+        loss_mask,
+        low=(advantages < 0) & (ratio < 1 - clip_low),
         high=((advantages > 0) & (ratio > 1 + clip_high)) | beyond,
     )
     stats["policy/dual_clip_frac"] = masked_mean(beyond.double(), loss_mask)
@@ -61,8 +71,13 @@ def ppo_clip(
 
 
 def sapo(
-    logprobs: Tensor, old_logprobs: Tensor, *, advantages: Tensor, loss_mask: Tensor,
-    tau_pos: float = 1.0, tau_neg: float = 1.05,
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    *,
+    advantages: Tensor,
+    loss_mask: Tensor,
+    tau_pos: float = 1.0,
+    tau_neg: float = 1.05,
 ) -> tuple[Tensor, Stats]:
     """Gate the ratio softly: -(4 / tau) sigmoid(tau (r - 1)) A.
 

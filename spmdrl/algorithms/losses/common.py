@@ -21,9 +21,11 @@ def aggregated_by(*names: str) -> Callable[[Loss], Loss]:
     For methods whose terms are a sequence's, which an aggregation over tokens would weigh by
     its length.
     """
+
     def attach(function: Loss) -> Loss:
         function.aggregations = names  # type: ignore[attr-defined]
         return function
+
     return attach
 
 
@@ -36,9 +38,11 @@ def with_statistics(companion: Callable[..., dict[str, Tensor]]) -> Callable[[Lo
     batch's start: computed once, the scalars do not move during the batch's updates.
     Invariant under: permuting the columns, bit for bit.
     """
+
     def attach(function: Loss) -> Loss:
         function.statistics = companion  # type: ignore[attr-defined]
         return function
+
     return attach
 
 
@@ -118,8 +122,10 @@ def clipped_surrogate(
 def check_clip(clip_low: float, clip_high: float) -> None:
     """Raise ValueError for distances from 1 that are not bounds on a ratio."""
     if not (0 <= clip_low <= 1 and clip_high >= 0):
-        raise ValueError(f"clip_low, clip_high: distances from a ratio of 1, must be in [0, 1] "
-                         f"and at least 0, got {clip_low}, {clip_high}")
+        raise ValueError(
+            f"clip_low, clip_high: distances from a ratio of 1, must be in [0, 1] "
+            f"and at least 0, got {clip_low}, {clip_high}"
+        )
 
 
 def check_positive(**values: float) -> None:

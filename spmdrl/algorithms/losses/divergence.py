@@ -21,8 +21,13 @@ from spmdrl.algorithms.losses.common import (
 
 
 def dppo_tv(
-    logprobs: Tensor, rollout_logprobs: Tensor, *, advantages: Tensor, loss_mask: Tensor,
-    threshold_low: float = 0.15, threshold_high: float = 0.15,
+    logprobs: Tensor,
+    rollout_logprobs: Tensor,
+    *,
+    advantages: Tensor,
+    loss_mask: Tensor,
+    threshold_low: float = 0.15,
+    threshold_high: float = 0.15,
 ) -> tuple[Tensor, Stats]:
     """Return -w A, without the tokens whose probability moved too far the way A pushes.
 
@@ -41,14 +46,24 @@ def dppo_tv(
     check_not_negative(threshold_low=threshold_low, threshold_high=threshold_high)
     new, sampled = _log_probabilities(logprobs, rollout_logprobs)
     moved = new.exp() - sampled.exp()
-    return _without(moved > threshold_high, moved < -threshold_low, logprobs=logprobs,
-                    rollout_logprobs=rollout_logprobs, advantages=advantages,
-                    loss_mask=loss_mask)
+    return _without(
+        moved > threshold_high,
+        moved < -threshold_low,
+        logprobs=logprobs,
+        rollout_logprobs=rollout_logprobs,
+        advantages=advantages,
+        loss_mask=loss_mask,
+    )
 
 
 def dppo_kl(
-    logprobs: Tensor, rollout_logprobs: Tensor, *, advantages: Tensor, loss_mask: Tensor,
-    threshold_low: float = 0.05, threshold_high: float = 0.05,
+    logprobs: Tensor,
+    rollout_logprobs: Tensor,
+    *,
+    advantages: Tensor,
+    loss_mask: Tensor,
+    threshold_low: float = 0.05,
+    threshold_high: float = 0.05,
 ) -> tuple[Tensor, Stats]:
     """Return -w A, without the tokens whose divergence grew too far the way A pushes.
 
@@ -70,10 +85,14 @@ def dppo_kl(
     rest = -torch.expm1(sampled)  # 1 - mu, exact where mu is near 1
     of_rest = rest * (rest.log() - (-torch.expm1(new)).log())
     divergence = sampled.exp() * (sampled - new) + torch.where(rest > 0, of_rest, 0.0)
-    return _without((divergence > threshold_high) & (new > sampled),
-                    (divergence > threshold_low) & (new < sampled), logprobs=logprobs,
-                    rollout_logprobs=rollout_logprobs, advantages=advantages,
-                    loss_mask=loss_mask)
+    return _without(
+        (divergence > threshold_high) & (new > sampled),
+        (divergence > threshold_low) & (new < sampled),
+        logprobs=logprobs,
+        rollout_logprobs=rollout_logprobs,
+        advantages=advantages,
+        loss_mask=loss_mask,
+    )
 
 
 def _log_probabilities(logprobs: Tensor, rollout_logprobs: Tensor) -> tuple[Tensor, Tensor]:
@@ -83,7 +102,12 @@ def _log_probabilities(logprobs: Tensor, rollout_logprobs: Tensor) -> tuple[Tens
 
 
 def _without(
-    up: Tensor, down: Tensor, *, logprobs: Tensor, rollout_logprobs: Tensor, advantages: Tensor,
+    up: Tensor,
+    down: Tensor,
+    *,
+    logprobs: Tensor,
+    rollout_logprobs: Tensor,
+    advantages: Tensor,
     loss_mask: Tensor,
 ) -> tuple[Tensor, Stats]:
     """Drop where A pushes further `up` or `down`, both [T] bool."""

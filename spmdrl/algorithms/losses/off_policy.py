@@ -25,8 +25,15 @@ from spmdrl.algorithms.losses.common import (
 
 
 def decoupled_ppo(
-    logprobs: Tensor, old_logprobs: Tensor, rollout_logprobs: Tensor, *, advantages: Tensor,
-    loss_mask: Tensor, clip_low: float = 0.2, clip_high: float = 0.2, weight_cap: float = 0.0,
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    rollout_logprobs: Tensor,
+    *,
+    advantages: Tensor,
+    loss_mask: Tensor,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    weight_cap: float = 0.0,
 ) -> tuple[Tensor, Stats]:
     """Clip around pi_old, weigh by its ratio to mu: -sg(pi_old / mu) min(r A, clip(r) A).
 
@@ -42,13 +49,27 @@ def decoupled_ppo(
     """
     prox_log_w = rollout_log_ratio(old_logprobs.detach(), rollout_logprobs, loss_mask)
     log_r = log_ratio(logprobs, old_logprobs, loss_mask)
-    return _decoupled(log_r, prox_log_w, advantages=advantages, loss_mask=loss_mask,
-                      clip_low=clip_low, clip_high=clip_high, weight_cap=weight_cap)
+    return _decoupled(
+        log_r,
+        prox_log_w,
+        advantages=advantages,
+        loss_mask=loss_mask,
+        clip_low=clip_low,
+        clip_high=clip_high,
+        weight_cap=weight_cap,
+    )
 
 
 def a3po(
-    logprobs: Tensor, rollout_logprobs: Tensor, *, advantages: Tensor, loss_mask: Tensor,
-    policy_versions: Tensor, version: Tensor, clip_low: float = 0.2, clip_high: float = 0.2,
+    logprobs: Tensor,
+    rollout_logprobs: Tensor,
+    *,
+    advantages: Tensor,
+    loss_mask: Tensor,
+    policy_versions: Tensor,
+    version: Tensor,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
     weight_cap: float = 0.0,
 ) -> tuple[Tensor, Stats]:
     """Do as decoupled_ppo with a guessed pi_prox, which spares scoring the batch beforehand.
@@ -74,22 +95,35 @@ def a3po(
     age = (version - policy_versions).clamp(min=0).to(log_w.dtype)
     alpha = torch.where(policy_versions >= 0, age / (age + 1), 0.0)
     prox_log_w = alpha * log_w.detach()
-    terms, stats = _decoupled(log_w - prox_log_w, prox_log_w, advantages=advantages,
-                              loss_mask=loss_mask, clip_low=clip_low, clip_high=clip_high,
-                              weight_cap=weight_cap)
+    terms, stats = _decoupled(
+        log_w - prox_log_w,
+        prox_log_w,
+        advantages=advantages,
+        loss_mask=loss_mask,
+        clip_low=clip_low,
+        clip_high=clip_high,
+        weight_cap=weight_cap,
+    )
     return terms, stats | rollout_stats(log_w, loss_mask)
 
 
 def _decoupled(
-    log_r: Tensor, prox_log_w: Tensor, *, advantages: Tensor, loss_mask: Tensor,
-    clip_low: float, clip_high: float, weight_cap: float,
+    log_r: Tensor,
+    prox_log_w: Tensor,
+    *,
+    advantages: Tensor,
+    loss_mask: Tensor,
+    clip_low: float,
+    clip_high: float,
+    weight_cap: float,
 ) -> tuple[Tensor, Stats]:
     check_clip(clip_low, clip_high)
     check_not_negative(weight_cap=weight_cap)
     advantages = keep(advantages.detach(), loss_mask)
     ratio, weight = log_r.exp(), prox_log_w.exp()
-    surrogate, low, high = clipped_surrogate(ratio, advantages, clip_low=clip_low,
-                                             clip_high=clip_high)
+    surrogate, low, high = clipped_surrogate(
+        ratio, advantages, clip_low=clip_low, clip_high=clip_high
+    )
     dropped = loss_mask & (weight > (weight_cap or float("inf")))
     stats = ratio_stats(ratio, loss_mask) | clip_stats(loss_mask, low=low, high=high)
     terms = keep(-weight * surrogate, loss_mask & ~dropped)

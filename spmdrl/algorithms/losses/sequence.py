@@ -30,8 +30,14 @@ from spmdrl.algorithms.reduce import per_token, sequence_mean, sequence_sum
 
 @aggregated_by("seq_mean_token_mean")
 def gspo(
-    logprobs: Tensor, old_logprobs: Tensor, *, advantages: Tensor, loss_mask: Tensor,
-    cu_seqlens: Tensor, clip_low: float = 3e-4, clip_high: float = 4e-4,
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    *,
+    advantages: Tensor,
+    loss_mask: Tensor,
+    cu_seqlens: Tensor,
+    clip_low: float = 3e-4,
+    clip_high: float = 4e-4,
 ) -> tuple[Tensor, Stats]:
     """Clip the sequence's ratio s = exp(mean_t log r_t): -min(s A, clip(s) A) at each token.
 
@@ -48,14 +54,19 @@ def gspo(
     Invariant under: dp size, micro-batching, packing order, padding.
     """
     ratio = _mean_ratio(logprobs, old_logprobs, loss_mask=loss_mask, cu_seqlens=cu_seqlens)
-    return _clipped(ratio, advantages, loss_mask=loss_mask, clip_low=clip_low,
-                    clip_high=clip_high)
+    return _clipped(ratio, advantages, loss_mask=loss_mask, clip_low=clip_low, clip_high=clip_high)
 
 
 @aggregated_by("seq_mean_token_mean")
 def gspo_token(
-    logprobs: Tensor, old_logprobs: Tensor, *, advantages: Tensor, loss_mask: Tensor,
-    cu_seqlens: Tensor, clip_low: float = 3e-4, clip_high: float = 4e-4,
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    *,
+    advantages: Tensor,
+    loss_mask: Tensor,
+    cu_seqlens: Tensor,
+    clip_low: float = 3e-4,
+    clip_high: float = 4e-4,
 ) -> tuple[Tensor, Stats]:
     """Clip as gspo, with each token's own gradient: s_t = sg(s) pi_t / sg(pi_t).
 
@@ -72,17 +83,21 @@ def gspo_token(
         weighs a sequence's tokens alike.
     Invariant under: dp size, micro-batching, packing order, padding.
     """
-    ratio = _mean_ratio(logprobs.detach(), old_logprobs, loss_mask=loss_mask,
-                        cu_seqlens=cu_seqlens)
+    ratio = _mean_ratio(logprobs.detach(), old_logprobs, loss_mask=loss_mask, cu_seqlens=cu_seqlens)
     ratio = ratio * keep(logprobs - logprobs.detach(), loss_mask).exp()
-    return _clipped(ratio, advantages, loss_mask=loss_mask, clip_low=clip_low,
-                    clip_high=clip_high)
+    return _clipped(ratio, advantages, loss_mask=loss_mask, clip_low=clip_low, clip_high=clip_high)
 
 
 @aggregated_by("seq_mean_token_sum", "seq_mean_token_sum_norm")
 def luspo(
-    logprobs: Tensor, old_logprobs: Tensor, *, advantages: Tensor, loss_mask: Tensor,
-    cu_seqlens: Tensor, clip_low: float = 3e-4, clip_high: float = 4e-4,
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    *,
+    advantages: Tensor,
+    loss_mask: Tensor,
+    cu_seqlens: Tensor,
+    clip_low: float = 3e-4,
+    clip_high: float = 4e-4,
 ) -> tuple[Tensor, Stats]:
     """Weigh gspo's sequence term by the length: -min(s A, clip(s) A) at each token, summed.
 
@@ -99,14 +114,27 @@ def luspo(
     Source: arXiv 2602.05261 (LUSPO); bounds as in gspo.
     Invariant under: dp size, micro-batching, packing order, padding.
     """
-    return gspo(logprobs, old_logprobs, advantages=advantages, loss_mask=loss_mask,
-                cu_seqlens=cu_seqlens, clip_low=clip_low, clip_high=clip_high)
+    return gspo(
+        logprobs,
+        old_logprobs,
+        advantages=advantages,
+        loss_mask=loss_mask,
+        cu_seqlens=cu_seqlens,
+        clip_low=clip_low,
+        clip_high=clip_high,
+    )
 
 
 @aggregated_by("seq_mean_token_mean")
 def gmpo(
-    logprobs: Tensor, old_logprobs: Tensor, *, advantages: Tensor, loss_mask: Tensor,
-    cu_seqlens: Tensor, clip_low: float = 0.4, clip_high: float = 0.4,
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    *,
+    advantages: Tensor,
+    loss_mask: Tensor,
+    cu_seqlens: Tensor,
+    clip_low: float = 0.4,
+    clip_high: float = 0.4,
 ) -> tuple[Tensor, Stats]:
     """Clip each token's log-ratio on its harmful side, then take their geometric mean.
 
@@ -136,8 +164,15 @@ def gmpo(
 
 
 def vespo(
-    logprobs: Tensor, rollout_logprobs: Tensor, *, advantages: Tensor, loss_mask: Tensor,
-    cu_seqlens: Tensor, k_pos: float = 2.0, lambda_pos: float = 3.0, k_neg: float = 3.0,
+    logprobs: Tensor,
+    rollout_logprobs: Tensor,
+    *,
+    advantages: Tensor,
+    loss_mask: Tensor,
+    cu_seqlens: Tensor,
+    k_pos: float = 2.0,
+    lambda_pos: float = 3.0,
+    k_neg: float = 3.0,
     lambda_neg: float = 2.0,
 ) -> tuple[Tensor, Stats]:
     """Shape the sequence's weight softly: -sg(phi(W)) A log pi, phi = W^k exp(lambda (1 - W)).
@@ -174,8 +209,9 @@ def vespo(
 def _mean_ratio(
     logprobs: Tensor, old_logprobs: Tensor, *, loss_mask: Tensor, cu_seqlens: Tensor
 ) -> Tensor:
-    mean = sequence_mean(log_ratio(logprobs, old_logprobs, loss_mask), cu_seqlens,
-                         loss_mask=loss_mask)
+    mean = sequence_mean(
+        log_ratio(logprobs, old_logprobs, loss_mask), cu_seqlens, loss_mask=loss_mask
+    )
     return per_token(mean.exp().to(logprobs.dtype), cu_seqlens, num_tokens=logprobs.numel())
 
 
@@ -184,7 +220,8 @@ def _clipped(
 ) -> tuple[Tensor, Stats]:
     check_clip(clip_low, clip_high)
     advantages = keep(advantages.detach(), loss_mask)
-    surrogate, low, high = clipped_surrogate(ratio, advantages, clip_low=clip_low,
-                                             clip_high=clip_high)
+    surrogate, low, high = clipped_surrogate(
+        ratio, advantages, clip_low=clip_low, clip_high=clip_high
+    )
     stats = ratio_stats(ratio, loss_mask) | clip_stats(loss_mask, low=low, high=high)
     return keep(-surrogate, loss_mask), stats

@@ -46,8 +46,13 @@ def reinforce(
 
 
 def cispo(
-    logprobs: Tensor, old_logprobs: Tensor, *, advantages: Tensor, loss_mask: Tensor,
-    ratio_low: float = 0.0, ratio_high: float = 5.0,
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    *,
+    advantages: Tensor,
+    loss_mask: Tensor,
+    ratio_low: float = 0.0,
+    ratio_high: float = 5.0,
 ) -> tuple[Tensor, Stats]:
     """Clip the weight, keep every gradient: -sg(clip(r, ratio_low, ratio_high)) A log pi.
 
@@ -61,17 +66,23 @@ def cispo(
     Invariant under: dp size, micro-batching, packing order, padding.
     """
     if not 0 <= ratio_low < 1 < ratio_high:
-        raise ValueError(f"ratio_low, ratio_high: must be 0 <= low < 1 < high (bounds on the "
-                         f"ratio itself), got {ratio_low}, {ratio_high}")
+        raise ValueError(
+            f"ratio_low, ratio_high: must be 0 <= low < 1 < high (bounds on the "
+            f"ratio itself), got {ratio_low}, {ratio_high}"
+        )
     ratio = log_ratio(logprobs, old_logprobs, loss_mask).exp().detach()
-    terms = _weighted(logprobs, advantages, ratio.clamp(ratio_low, ratio_high),
-                      loss_mask=loss_mask)
+    terms = _weighted(logprobs, advantages, ratio.clamp(ratio_low, ratio_high), loss_mask=loss_mask)
     return terms, ratio_stats(ratio, loss_mask) | clip_stats(
-        loss_mask, low=ratio < ratio_low, high=ratio > ratio_high)
+        loss_mask, low=ratio < ratio_low, high=ratio > ratio_high
+    )
 
 
 def tis_pg(
-    logprobs: Tensor, old_logprobs: Tensor, *, advantages: Tensor, loss_mask: Tensor,
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    *,
+    advantages: Tensor,
+    loss_mask: Tensor,
     upper: float = 1.0,
 ) -> tuple[Tensor, Stats]:
     """Truncate the weight at `upper`: -sg(min(r, upper)) A log pi, for A of either sign.
@@ -92,7 +103,11 @@ def tis_pg(
 
 
 def aipo(
-    logprobs: Tensor, rollout_logprobs: Tensor, *, advantages: Tensor, loss_mask: Tensor,
+    logprobs: Tensor,
+    rollout_logprobs: Tensor,
+    *,
+    advantages: Tensor,
+    loss_mask: Tensor,
     upper: float = 4.0,
 ) -> tuple[Tensor, Stats]:
     """Weigh by the ratio to the sampling policy, capped: -sg(min(w, upper)) A log pi.
@@ -116,8 +131,14 @@ def aipo(
 
 
 def topr(
-    logprobs: Tensor, rollout_logprobs: Tensor, *, advantages: Tensor, loss_mask: Tensor,
-    cu_seqlens: Tensor, level: Literal["token", "sequence"] = "sequence", upper: float = 1.0,
+    logprobs: Tensor,
+    rollout_logprobs: Tensor,
+    *,
+    advantages: Tensor,
+    loss_mask: Tensor,
+    cu_seqlens: Tensor,
+    level: Literal["token", "sequence"] = "sequence",
+    upper: float = 1.0,
 ) -> tuple[Tensor, Stats]:
     """Taper what is unlearnt only: -A log pi for A > 0, else -sg(min(w, upper)) A log pi.
 
@@ -149,8 +170,14 @@ def topr(
 
 
 def kimi(
-    logprobs: Tensor, old_logprobs: Tensor, *, advantages: Tensor, loss_mask: Tensor,
-    cu_seqlens: Tensor, level: Literal["token", "sequence"] = "sequence", tau: float = 0.1,
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    *,
+    advantages: Tensor,
+    loss_mask: Tensor,
+    cu_seqlens: Tensor,
+    level: Literal["token", "sequence"] = "sequence",
+    tau: float = 0.1,
 ) -> tuple[Tensor, Stats]:
     """Pull back to pi_old by a square: -A log pi + (tau / 2) (log r)^2.
 
@@ -177,8 +204,14 @@ def kimi(
 
 
 def dro(
-    logprobs: Tensor, rollout_logprobs: Tensor, *, advantages: Tensor, loss_mask: Tensor,
-    cu_seqlens: Tensor, level: Literal["token", "sequence"] = "token", beta: float = 0.05,
+    logprobs: Tensor,
+    rollout_logprobs: Tensor,
+    *,
+    advantages: Tensor,
+    loss_mask: Tensor,
+    cu_seqlens: Tensor,
+    level: Literal["token", "sequence"] = "token",
+    beta: float = 0.05,
 ) -> tuple[Tensor, Stats]:
     """Pull back to the sampling policy by a square: -A log pi + (beta / 2) (log w)^2.
 

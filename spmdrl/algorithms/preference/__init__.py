@@ -27,4 +27,4 @@ from spmdrl.algorithms.preference.reference_free import cpo, orpo, simpo
 from spmdrl.algorithms.preference.unpaired import kto
 from spmdrl.algorithms.preference.with_reference import apo_down, apo_zero, bco, dpo, nca, sppo
 
-__all__ = ["dpo", "simpo", "orpo", "cpo", "sppo", "nca", "apo_zero", "apo_down", "bco", "kto"]
+__all__ = ["apo_down", "apo_zero", "bco", "cpo", "dpo", "kto", "nca", "orpo", "simpo", "sppo"]

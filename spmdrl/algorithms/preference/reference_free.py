@@ -18,8 +18,13 @@ from spmdrl.algorithms.preference.shared import (
 
 
 def simpo(
-    chosen_logps: Tensor, rejected_logps: Tensor, *, chosen_lengths: Tensor,
-    rejected_lengths: Tensor, beta: float = 2.0, gamma: float = 1.0,
+    chosen_logps: Tensor,
+    rejected_logps: Tensor,
+    *,
+    chosen_lengths: Tensor,
+    rejected_lengths: Tensor,
+    beta: float = 2.0,
+    gamma: float = 1.0,
 ) -> tuple[Tensor, Stats]:
     """Compare log pi per token, without a reference: -log sigma(beta (w - l) - gamma).
 
@@ -36,14 +41,20 @@ def simpo(
     kept = pairs_in_loss(chosen_lengths, rejected_lengths)
     chosen = beta * keep(chosen_logps, kept) / chosen_lengths.clamp(min=1)
     rejected = beta * keep(rejected_logps, kept) / rejected_lengths.clamp(min=1)
-    stats = pair_stats((chosen, rejected), (chosen_logps, rejected_logps),
-                       (chosen_lengths, rejected_lengths))
+    stats = pair_stats(
+        (chosen, rejected), (chosen_logps, rejected_logps), (chosen_lengths, rejected_lengths)
+    )
     return keep(-logsigmoid(chosen - rejected - gamma), kept), stats
 
 
 def cpo(
-    chosen_logps: Tensor, rejected_logps: Tensor, *, chosen_lengths: Tensor,
-    rejected_lengths: Tensor, beta: float = 0.1, nll_weight: float = 1.0,
+    chosen_logps: Tensor,
+    rejected_logps: Tensor,
+    *,
+    chosen_lengths: Tensor,
+    rejected_lengths: Tensor,
+    beta: float = 0.1,
+    nll_weight: float = 1.0,
 ) -> tuple[Tensor, Stats]:
     """Prefer and imitate, without a reference: -log sigma(beta (w - l)) + nll_weight NLL_w.
 
@@ -61,14 +72,21 @@ def cpo(
     chosen, rejected = keep(chosen_logps, kept), keep(rejected_logps, kept)
     nll = -chosen / chosen_lengths.clamp(min=1)
     terms = -logsigmoid(beta * (chosen - rejected)) + nll_weight * nll
-    stats = pair_stats((beta * chosen, beta * rejected), (chosen_logps, rejected_logps),
-                       (chosen_lengths, rejected_lengths))
+    stats = pair_stats(
+        (beta * chosen, beta * rejected),
+        (chosen_logps, rejected_logps),
+        (chosen_lengths, rejected_lengths),
+    )
     return keep(terms, kept), stats | {"preference/nll": masked_mean(nll, kept)}
 
 
 def orpo(
-    chosen_logps: Tensor, rejected_logps: Tensor, *, chosen_lengths: Tensor,
-    rejected_lengths: Tensor, odds_weight: float = 0.1,
+    chosen_logps: Tensor,
+    rejected_logps: Tensor,
+    *,
+    chosen_lengths: Tensor,
+    rejected_lengths: Tensor,
+    odds_weight: float = 0.1,
 ) -> tuple[Tensor, Stats]:
     """Imitate the chosen and compare odds: NLL_w - odds_weight log sigma(logit_w - logit_l).
 
@@ -87,8 +105,11 @@ def orpo(
     rejected = keep(rejected_logps, kept) / rejected_lengths.clamp(min=1)
     odds_chosen, odds_rejected = _log_odds(chosen), _log_odds(rejected)
     terms = -chosen - odds_weight * logsigmoid(odds_chosen - odds_rejected)
-    stats = pair_stats((odds_chosen, odds_rejected), (chosen_logps, rejected_logps),
-                       (chosen_lengths, rejected_lengths))
+    stats = pair_stats(
+        (odds_chosen, odds_rejected),
+        (chosen_logps, rejected_logps),
+        (chosen_lengths, rejected_lengths),
+    )
     return keep(terms, kept), stats | {"preference/nll": masked_mean(-chosen, kept)}
 
 

@@ -46,8 +46,10 @@ def pair_stats(
     """Compute the package's stats from [P] tensors, each (of the chosen, of the rejected)."""
     kept = pairs_in_loss(*lengths)
     margin = rewards[0].detach() - rewards[1].detach()
-    stats = {"preference/accuracy": masked_mean((margin.sign() + 1) / 2, kept),
-             "preference/margin": masked_mean(margin, kept)}
+    stats = {
+        "preference/accuracy": masked_mean((margin.sign() + 1) / 2, kept),
+        "preference/margin": masked_mean(margin, kept),
+    }
     for i, side in enumerate(("chosen", "rejected")):
         num_tokens = keep(lengths[i].double(), kept).sum()
         stats[f"preference/{side}_reward"] = masked_mean(rewards[i], kept)

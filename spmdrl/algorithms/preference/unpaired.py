@@ -16,8 +16,15 @@ from spmdrl.algorithms.preference.shared import (
 
 
 def kto(
-    logps: Tensor, ref_logps: Tensor, *, is_chosen: Tensor, lengths: Tensor, kl: Tensor,
-    beta: float = 0.1, chosen_weight: float = 1.0, rejected_weight: float = 1.0,
+    logps: Tensor,
+    ref_logps: Tensor,
+    *,
+    is_chosen: Tensor,
+    lengths: Tensor,
+    kl: Tensor,
+    beta: float = 0.1,
+    chosen_weight: float = 1.0,
+    rejected_weight: float = 1.0,
 ) -> tuple[Tensor, Stats]:
     """Judge single responses against the mean KL z, S samples.
 
@@ -83,8 +90,10 @@ def mismatched(prompt_ids: Tensor) -> Tensor:
     order = prompt_ids.argsort(stable=True)
     _, counts = torch.unique_consecutive(prompt_ids[order], return_counts=True)
     if len(counts) == 1:
-        raise ValueError(f"all {len(prompt_ids)} samples are of prompt {int(prompt_ids[0])}; "
-                         "KTO's KL needs two prompts or more in a batch")
+        raise ValueError(
+            f"all {len(prompt_ids)} samples are of prompt {int(prompt_ids[0])}; "
+            "KTO's KL needs two prompts or more in a batch"
+        )
     sizes = counts.repeat_interleave(counts)
     ends = counts.cumsum(0).repeat_interleave(counts)
     within = torch.arange(len(order), device=order.device) - (ends - sizes)

@@ -22,9 +22,16 @@ Variant = Literal["sigmoid", "robust", "hinge", "ipo", "norm"]
 
 
 def dpo(
-    chosen_logps: Tensor, rejected_logps: Tensor, *, ref_chosen_logps: Tensor,
-    ref_rejected_logps: Tensor, chosen_lengths: Tensor, rejected_lengths: Tensor,
-    beta: float = 0.1, variant: Variant = "sigmoid", label_smoothing: float = 0.0,
+    chosen_logps: Tensor,
+    rejected_logps: Tensor,
+    *,
+    ref_chosen_logps: Tensor,
+    ref_rejected_logps: Tensor,
+    chosen_lengths: Tensor,
+    rejected_lengths: Tensor,
+    beta: float = 0.1,
+    variant: Variant = "sigmoid",
+    label_smoothing: float = 0.0,
 ) -> tuple[Tensor, Stats]:
     """Classify pairs by the margin h of log-ratios.
 
@@ -59,21 +66,30 @@ def dpo(
         terms = -(1 - smooth) * logsigmoid(margin) - smooth * logsigmoid(-margin)
     elif variant == "robust":
         terms = (smooth * logsigmoid(-margin) - (1 - smooth) * logsigmoid(margin)) / (
-            1 - 2 * smooth)
+            1 - 2 * smooth
+        )
     elif variant == "hinge":
         terms = torch.relu(1 - margin)
     elif variant == "ipo":
         terms = (chosen - rejected - 1 / (2 * beta)) ** 2
     else:
         raise ValueError(f"variant: must be sigmoid, robust, hinge, ipo or norm, got {variant!r}")
-    stats = pair_stats((beta * chosen, beta * rejected), (chosen_logps, rejected_logps),
-                       (chosen_lengths, rejected_lengths))
+    stats = pair_stats(
+        (beta * chosen, beta * rejected),
+        (chosen_logps, rejected_logps),
+        (chosen_lengths, rejected_lengths),
+    )
     return keep(terms, kept), stats
 
 
 def sppo(
-    chosen_logps: Tensor, rejected_logps: Tensor, *, ref_chosen_logps: Tensor,
-    ref_rejected_logps: Tensor, chosen_lengths: Tensor, rejected_lengths: Tensor,
+    chosen_logps: Tensor,
+    rejected_logps: Tensor,
+    *,
+    ref_chosen_logps: Tensor,
+    ref_rejected_logps: Tensor,
+    chosen_lengths: Tensor,
+    rejected_lengths: Tensor,
     beta: float = 1e-3,
 ) -> tuple[Tensor, Stats]:
     """Regress the log-ratios on +-1 / (2 beta): (rho_w - c)^2 + (rho_l + c)^2.
@@ -89,14 +105,22 @@ def sppo(
     kept = pairs_in_loss(chosen_lengths, rejected_lengths)
     chosen = log_ratio_of(chosen_logps, ref_chosen_logps, kept)
     rejected = log_ratio_of(rejected_logps, ref_rejected_logps, kept)
-    stats = pair_stats((beta * chosen, beta * rejected), (chosen_logps, rejected_logps),
-                       (chosen_lengths, rejected_lengths))
+    stats = pair_stats(
+        (beta * chosen, beta * rejected),
+        (chosen_logps, rejected_logps),
+        (chosen_lengths, rejected_lengths),
+    )
     return keep((chosen - target) ** 2 + (rejected + target) ** 2, kept), stats
 
 
 def nca(
-    chosen_logps: Tensor, rejected_logps: Tensor, *, ref_chosen_logps: Tensor,
-    ref_rejected_logps: Tensor, chosen_lengths: Tensor, rejected_lengths: Tensor,
+    chosen_logps: Tensor,
+    rejected_logps: Tensor,
+    *,
+    ref_chosen_logps: Tensor,
+    ref_rejected_logps: Tensor,
+    chosen_lengths: Tensor,
+    rejected_lengths: Tensor,
     beta: float = 0.1,
 ) -> tuple[Tensor, Stats]:
     """Raise the chosen, hold both near the reference.
@@ -110,15 +134,26 @@ def nca(
     Source: arXiv 2402.05369 (NCA, pairs).
     """
     chosen, rejected, kept, stats = _rewards(
-        chosen_logps, rejected_logps, ref_chosen_logps, ref_rejected_logps, chosen_lengths,
-        rejected_lengths, beta=beta)
+        chosen_logps,
+        rejected_logps,
+        ref_chosen_logps,
+        ref_rejected_logps,
+        chosen_lengths,
+        rejected_lengths,
+        beta=beta,
+    )
     terms = -logsigmoid(chosen) - (logsigmoid(-chosen) + logsigmoid(-rejected)) / 2
     return keep(terms, kept), stats
 
 
 def apo_zero(
-    chosen_logps: Tensor, rejected_logps: Tensor, *, ref_chosen_logps: Tensor,
-    ref_rejected_logps: Tensor, chosen_lengths: Tensor, rejected_lengths: Tensor,
+    chosen_logps: Tensor,
+    rejected_logps: Tensor,
+    *,
+    ref_chosen_logps: Tensor,
+    ref_rejected_logps: Tensor,
+    chosen_lengths: Tensor,
+    rejected_lengths: Tensor,
     beta: float = 0.1,
 ) -> tuple[Tensor, Stats]:
     """Raise the chosen, lower the rejected: 1 - sigma(beta rho_w) + sigma(beta rho_l).
@@ -132,14 +167,25 @@ def apo_zero(
     Source: arXiv 2408.06266 (APO-zero).
     """
     chosen, rejected, kept, stats = _rewards(
-        chosen_logps, rejected_logps, ref_chosen_logps, ref_rejected_logps, chosen_lengths,
-        rejected_lengths, beta=beta)
+        chosen_logps,
+        rejected_logps,
+        ref_chosen_logps,
+        ref_rejected_logps,
+        chosen_lengths,
+        rejected_lengths,
+        beta=beta,
+    )
     return keep(torch.sigmoid(-chosen) + torch.sigmoid(rejected), kept), stats
 
 
 def apo_down(
-    chosen_logps: Tensor, rejected_logps: Tensor, *, ref_chosen_logps: Tensor,
-    ref_rejected_logps: Tensor, chosen_lengths: Tensor, rejected_lengths: Tensor,
+    chosen_logps: Tensor,
+    rejected_logps: Tensor,
+    *,
+    ref_chosen_logps: Tensor,
+    ref_rejected_logps: Tensor,
+    chosen_lengths: Tensor,
+    rejected_lengths: Tensor,
     beta: float = 0.1,
 ) -> tuple[Tensor, Stats]:
     """Lower both, the rejected more: sigma(beta rho_w) + 1 - sigma(beta h).
@@ -153,15 +199,27 @@ def apo_down(
     Source: arXiv 2408.06266 (APO-down).
     """
     chosen, rejected, kept, stats = _rewards(
-        chosen_logps, rejected_logps, ref_chosen_logps, ref_rejected_logps, chosen_lengths,
-        rejected_lengths, beta=beta)
+        chosen_logps,
+        rejected_logps,
+        ref_chosen_logps,
+        ref_rejected_logps,
+        chosen_lengths,
+        rejected_lengths,
+        beta=beta,
+    )
     return keep(torch.sigmoid(chosen) + torch.sigmoid(rejected - chosen), kept), stats
 
 
 def bco(
-    chosen_logps: Tensor, rejected_logps: Tensor, *, ref_chosen_logps: Tensor,
-    ref_rejected_logps: Tensor, chosen_lengths: Tensor, rejected_lengths: Tensor,
-    mean_log_ratio: Tensor, beta: float = 0.1,
+    chosen_logps: Tensor,
+    rejected_logps: Tensor,
+    *,
+    ref_chosen_logps: Tensor,
+    ref_rejected_logps: Tensor,
+    chosen_lengths: Tensor,
+    rejected_lengths: Tensor,
+    mean_log_ratio: Tensor,
+    beta: float = 0.1,
 ) -> tuple[Tensor, Stats]:
     """Classify each response by itself, against a common zero m.
 
@@ -176,8 +234,14 @@ def bco(
     Source: arXiv 2404.04656 (BCO, pairs; its delta is beta m).
     """
     chosen, rejected, kept, stats = _rewards(
-        chosen_logps, rejected_logps, ref_chosen_logps, ref_rejected_logps, chosen_lengths,
-        rejected_lengths, beta=beta)
+        chosen_logps,
+        rejected_logps,
+        ref_chosen_logps,
+        ref_rejected_logps,
+        chosen_lengths,
+        rejected_lengths,
+        beta=beta,
+    )
     shift = (beta * mean_log_ratio.detach()).to(chosen.dtype)
     terms = -logsigmoid(chosen - shift) - logsigmoid(shift - rejected)
     log_ratio = masked_mean((chosen + rejected) / (2 * beta), kept)
@@ -185,14 +249,21 @@ def bco(
 
 
 def _rewards(
-    chosen_logps: Tensor, rejected_logps: Tensor, ref_chosen_logps: Tensor,
-    ref_rejected_logps: Tensor, chosen_lengths: Tensor, rejected_lengths: Tensor, *, beta: float,
+    chosen_logps: Tensor,
+    rejected_logps: Tensor,
+    ref_chosen_logps: Tensor,
+    ref_rejected_logps: Tensor,
+    chosen_lengths: Tensor,
+    rejected_lengths: Tensor,
+    *,
+    beta: float,
 ) -> tuple[Tensor, Tensor, Tensor, Stats]:
     """Return beta rho of both sides [P], the mask of pairs in the loss [P], and the stats."""
     check_beta(beta)
     kept = pairs_in_loss(chosen_lengths, rejected_lengths)
     chosen = beta * log_ratio_of(chosen_logps, ref_chosen_logps, kept)
     rejected = beta * log_ratio_of(rejected_logps, ref_rejected_logps, kept)
-    stats = pair_stats((chosen, rejected), (chosen_logps, rejected_logps),
-                       (chosen_lengths, rejected_lengths))
+    stats = pair_stats(
+        (chosen, rejected), (chosen_logps, rejected_logps), (chosen_lengths, rejected_lengths)
+    )
     return chosen, rejected, kept, stats

@@ -44,8 +44,13 @@ def add_to_experts(experts: nn.Module, key: str, *, rank: int) -> None:
         experts.forward = functools.partial(_adapted, experts, experts.forward)
 
 
-def _adapted(experts: nn.Module, forward: Any, hidden_states: Tensor, top_k_index: Tensor,
-             top_k_weights: Tensor) -> Tensor:
+def _adapted(
+    experts: nn.Module,
+    forward: Any,
+    hidden_states: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+) -> Tensor:
     if not experts.adapters.is_on:
         return forward(hidden_states, top_k_index, top_k_weights)
     return _with_adapters(experts, hidden_states, top_k_index, top_k_weights)
@@ -59,8 +64,9 @@ def counts(chosen: Tensor, number: int) -> Tensor:
     return torch.histc(countable.flatten(), bins=number, min=0, max=number - 1)
 
 
-def compute_experts(experts: Any, hidden_states: Tensor, top_k_index: Tensor,
-                    top_k_weights: Tensor) -> Tensor:
+def compute_experts(
+    experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+) -> Tensor:
     """Compute what transformers' grouped experts do, with the adapters where there are some.
 
     Args:
@@ -76,8 +82,9 @@ def compute_experts(experts: Any, hidden_states: Tensor, top_k_index: Tensor,
     return compute(experts, hidden_states, top_k_index, top_k_weights)
 
 
-def _with_adapters(experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
-                   ) -> Tensor:
+def _with_adapters(
+    experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+) -> Tensor:
     """Compute as `grouped_mm_experts_forward` does: where B is zero, the same bits come out."""
     shape = (*top_k_index.shape, hidden_states.shape[1])
     ids, order = torch.sort(top_k_index.reshape(-1))

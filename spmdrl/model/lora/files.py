@@ -23,9 +23,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from spmdrl.world.comm import gather_objects
 from spmdrl.model.load import CheckpointReader
 from spmdrl.model.lora.expert_adapters import EXPERT_PARAMETERS
+from spmdrl.world.comm import gather_objects
 
 if TYPE_CHECKING:
     from spmdrl.model.lora.layers import LoraForm
@@ -39,10 +39,17 @@ _OF_EMBEDDING = {"lora_B.weight": "lora_embedding_A", "lora_A.weight": "lora_emb
 """Names here and in the file."""
 # Features of PEFT that change what an adapter computes, with the values that switch them off.
 _OFF: dict[str, tuple] = {
-    "use_dora": (False,), "bias": ("none",), "lora_bias": (False,), "fan_in_fan_out": (False,),
-    "rank_pattern": ({},), "alpha_pattern": ({},), "layer_replication": (None,),
-    "trainable_token_indices": (None,), "use_qalora": (False,),
-    "use_bdlora": (None,), "alora_invocation_tokens": (None,),
+    "use_dora": (False,),
+    "bias": ("none",),
+    "lora_bias": (False,),
+    "fan_in_fan_out": (False,),
+    "rank_pattern": ({},),
+    "alpha_pattern": ({},),
+    "layer_replication": (None,),
+    "trainable_token_indices": (None,),
+    "use_qalora": (False,),
+    "use_bdlora": (None,),
+    "alora_invocation_tokens": (None,),
     "modules_to_save": (None, [], ["score"], ["classifier", "score"]),
 }
 # These also change the weights under the adapter.
@@ -89,8 +96,10 @@ def _expert_places(module: str, keys: Iterable[str]) -> dict[str, _Place]:
     """Return {name here: place in the file} of all matrices of one module of experts."""
     places, where = {}, f"{_PREFIX}{module}"
     for key in sorted(keys, key=EXPERT_PARAMETERS.index, reverse=True):
-        places |= {f"{module}.{key}_lora_{part}": _Place(f"{where}.lora_{part}.weight", part)
-                   for part in "AB"}
+        places |= {
+            f"{module}.{key}_lora_{part}": _Place(f"{where}.lora_{part}.weight", part)
+            for part in "AB"
+        }
         where += _WRAPPED
     return places
 
@@ -105,31 +114,39 @@ class AdapterFolder:
         self.folder = folder
         config = self._config()
         self._check_features(config)
-        self.form = {"rank": config["r"], "alpha": config["lora_alpha"],
-                     "use_rslora": bool(config.get("use_rslora", False))}
+        self.form = {
+            "rank": config["r"],
+            "alpha": config["lora_alpha"],
+            "use_rslora": bool(config.get("use_rslora", False)),
+        }
         try:
             self._file = safe_open(folder / WEIGHTS, framework="pt")
         except (SafetensorError, OSError) as error:
             raise ValueError(f"model.lora.path: cannot read {folder / WEIGHTS}: {error}") from error
         self._places = self._find(config.get("target_parameters") or [])
-        self.targets = tuple(sorted(LAYER_A.sub("", name) for name in self._places
-                                    if LAYER_A.search(name)))
+        self.targets = tuple(
+            sorted(LAYER_A.sub("", name) for name in self._places if LAYER_A.search(name))
+        )
         """Full names of the linear layers, and of the experts' parameters, that have adapters."""
 
     def _find(self, target_parameters: Sequence[str]) -> dict[str, _Place]:
         """Return {name here: place} of all tensors of the file."""
         left, places = set(self._file.keys()), {}
         wanted = [target.rpartition(".") for target in target_parameters]
-        modules = {re.sub(r"\.lora_[AB]\.weight$", "", name.removeprefix(_PREFIX)).replace(
-            _WRAPPED, "") for name in left}
+        modules = {
+            re.sub(r"\.lora_[AB]\.weight$", "", name.removeprefix(_PREFIX)).replace(_WRAPPED, "")
+            for name in left
+        }
         for module in sorted(modules):
             keys = {key for end, _, key in wanted if f".{module}".endswith(f".{end}")}
             if not keys:
                 continue
             if not keys <= set(EXPERT_PARAMETERS):
-                raise ValueError(f"model.lora.path: the adapter in {self.folder} is of parameters "
-                                 f"{sorted(keys)} of {module}; only {', '.join(EXPERT_PARAMETERS)} "
-                                 "of fused experts can have one here")
+                raise ValueError(
+                    f"model.lora.path: the adapter in {self.folder} is of parameters "
+                    f"{sorted(keys)} of {module}; only {', '.join(EXPERT_PARAMETERS)} "
+                    "of fused experts can have one here"
+                )
             places |= _expert_places(module, keys)
         left -= {place.file for place in places.values()}
         for name in sorted(left):
@@ -149,22 +166,33 @@ class AdapterFolder:
         """
         there = set(self._file.keys())
         own = {name: place for name, place in self._places.items() if place.file in there}
-        problems = [f"{len(names)} tensors {what}, e.g. {min(names)}" for names, what in (
-            (shapes.keys() - own.keys(), "are missing"),
-            (own.keys() - shapes.keys() - {"score.weight"}, "do not belong to the model"),
-        ) if names]
+        problems = [
+            f"{len(names)} tensors {what}, e.g. {min(names)}"
+            for names, what in (
+                (shapes.keys() - own.keys(), "are missing"),
+                (own.keys() - shapes.keys() - {"score.weight"}, "do not belong to the model"),
+            )
+            if names
+        ]
         for name in sorted(shapes.keys() & own.keys()):
             place = own[name]
-            found = place.shape(self._file.get_slice(place.file).get_shape(),
-                                rank=self.form["rank"])
+            found = place.shape(
+                self._file.get_slice(place.file).get_shape(), rank=self.form["rank"]
+            )
             if found != shapes[name]:
                 problems.append(f"{name} has shape {list(found)} there, {list(shapes[name])} here")
         if problems:
             hint = any(place.is_transposed for place in self._places.values())
-            raise ValueError(f"model.lora.path: the adapter in {self.folder} does not fit the "
-                             f"model: {'; '.join(problems[:8])}" + (
-                                 ". Of an embedding PEFT saves the weight under the adapter too, "
-                                 "unless save_embedding_layers is False" if hint else ""))
+            raise ValueError(
+                f"model.lora.path: the adapter in {self.folder} does not fit the "
+                f"model: {'; '.join(problems[:8])}"
+                + (
+                    ". Of an embedding PEFT saves the weight under the adapter too, "
+                    "unless save_embedding_layers is False"
+                    if hint
+                    else ""
+                )
+            )
 
     def read(self, name: str) -> Tensor | None:
         """Return a tensor whole, on the CPU; None where there is none of this name."""
@@ -178,30 +206,43 @@ class AdapterFolder:
         try:
             config = json.loads(path.read_text())
         except (OSError, ValueError) as error:
-            raise ValueError(f"model.lora.path: cannot read {path}: {error}; name a folder that "
-                             "PEFT's save_pretrained wrote") from error
+            raise ValueError(
+                f"model.lora.path: cannot read {path}: {error}; name a folder that "
+                "PEFT's save_pretrained wrote"
+            ) from error
         kind, rank, alpha = (config.get(name) for name in ("peft_type", "r", "lora_alpha"))
         if kind != "LORA" or type(rank) is not int or not isinstance(alpha, (int, float)):
-            raise ValueError(f"model.lora.path: {path} is of no LoRA adapter: peft_type {kind!r}, "
-                             f"r {rank!r}, lora_alpha {alpha!r}")
+            raise ValueError(
+                f"model.lora.path: {path} is of no LoRA adapter: peft_type {kind!r}, "
+                f"r {rank!r}, lora_alpha {alpha!r}"
+            )
         return config
 
     def _check_features(self, config: Mapping[str, Any]) -> None:
         for name, off in _OFF.items():
             if config.get(name, off[0]) not in off:
-                raise ValueError(f"model.lora.path: the adapter in {self.folder} has {name} "
-                                 f"{config[name]!r}, which is not supported")
+                raise ValueError(
+                    f"model.lora.path: the adapter in {self.folder} has {name} "
+                    f"{config[name]!r}, which is not supported"
+                )
         init = str(config.get("init_lora_weights", True)).lower()
         if init.startswith(_CHANGING_INITS):
             raise ValueError(
                 f"model.lora.path: the adapter in {self.folder} has init_lora_weights {init!r}, "
                 "which changes the weights under it; convert it by PEFT's "
-                "path_initial_model_for_weight_conversion")
+                "path_initial_model_for_weight_conversion"
+            )
 
 
 def write_adapter(
-    folder: Path, tensors: Mapping[str, Tensor], *, rank: int, alpha: float, use_rslora: bool,
-    base: str, embedding: str = "",
+    folder: Path,
+    tensors: Mapping[str, Tensor],
+    *,
+    rank: int,
+    alpha: float,
+    use_rslora: bool,
+    base: str,
+    embedding: str = "",
 ) -> None:
     """Write an adapter, and a scalar head if there is one, as PEFT does.
 
@@ -218,26 +259,40 @@ def write_adapter(
             module, _, key = name.rpartition(".")
             experts.setdefault(module, []).append(key)
     places = {name: _Place(_PREFIX + name) for name in tensors}
-    places |= {f"{embedding}.{own}": _Place(f"{_PREFIX}{embedding}.{there}", is_transposed=True)
-               for own, there in _OF_EMBEDDING.items() if f"{embedding}.{own}" in tensors}
+    places |= {
+        f"{embedding}.{own}": _Place(f"{_PREFIX}{embedding}.{there}", is_transposed=True)
+        for own, there in _OF_EMBEDDING.items()
+        if f"{embedding}.{own}" in tensors
+    }
     for module, keys in experts.items():
         places |= _expert_places(module, keys)
     has_head = "score.weight" in tensors
     config = {
-        "peft_type": "LORA", "task_type": "SEQ_CLS" if has_head else "CAUSAL_LM",
-        "base_model_name_or_path": base, "r": rank, "use_rslora": use_rslora,
+        "peft_type": "LORA",
+        "task_type": "SEQ_CLS" if has_head else "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": rank,
+        "use_rslora": use_rslora,
         "lora_alpha": int(alpha) if float(alpha).is_integer() else alpha,
         # Full names: ends of names could match more than was trained.
         "target_modules": [name for name in targets if f"{name}_lora_A" not in tensors],
-        "target_parameters": [f"{module}.{key}" for module, keys in experts.items()
-                              for key in keys] or None,
+        "target_parameters": [f"{module}.{key}" for module, keys in experts.items() for key in keys]
+        or None,
         "modules_to_save": ["score"] if has_head else None,
-        "lora_dropout": 0.0, "bias": "none", "fan_in_fan_out": False, "inference_mode": True,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
     }
     (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
-    save_file({places[name].file: places[name].to_file(tensor).contiguous()
-               for name, tensor in tensors.items()},
-              folder / WEIGHTS, metadata={"format": "pt"})
+    save_file(
+        {
+            places[name].file: places[name].to_file(tensor).contiguous()
+            for name, tensor in tensors.items()
+        },
+        folder / WEIGHTS,
+        metadata={"format": "pt"},
+    )
 
 
 class AdapterRecord:
@@ -252,8 +307,10 @@ class AdapterRecord:
 
     def __init__(self, form: LoraForm, folder: Path, world: World):
         names = sorted(CheckpointReader(folder).files())
-        mine = {name: file_digest(folder / name)
-                for name in names[world.rank :: len(world.trainer_ranks)]}
+        mine = {
+            name: file_digest(folder / name)
+            for name in names[world.rank :: len(world.trainer_ranks)]
+        }
         with world.watch.wait("read the base weights", -1):
             shared = gather_objects(mine, group=world.trainer_control)
         digests = {name: digest for part in shared for name, digest in part.items()}
@@ -261,9 +318,11 @@ class AdapterRecord:
 
     def state_dict(self) -> dict[str, object]:
         """Return {alpha: [] float64, use_rslora: [] int64, base: [] int64}."""
-        return {"alpha": torch.tensor(self._form.alpha, dtype=torch.float64),
-                "use_rslora": torch.tensor(int(self._form.use_rslora)),
-                "base": torch.tensor(self._base)}
+        return {
+            "alpha": torch.tensor(self._form.alpha, dtype=torch.float64),
+            "use_rslora": torch.tensor(int(self._form.use_rslora)),
+            "base": torch.tensor(self._base),
+        }
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Compare with what a checkpoint says.
@@ -274,11 +333,14 @@ class AdapterRecord:
             raise ValueError(
                 "the checkpoint has adapters only, and they were trained on other weights than "
                 f"those in {self._folder} (digest {int(state['base']):016x}, here "
-                f"{self._base:016x}); set model.path to the folder they were trained on")
+                f"{self._base:016x}); set model.path to the folder they were trained on"
+            )
         for name, own in self.state_dict().items():
             if float(state[name]) != float(own):
-                raise ValueError(f"the checkpoint's adapters have {name} {float(state[name]):g}, "
-                                 f"and model.lora has {float(own):g}; set the old value")
+                raise ValueError(
+                    f"the checkpoint's adapters have {name} {float(state[name]):g}, "
+                    f"and model.lora has {float(own):g}; set the old value"
+                )
 
 
 def base_digest(digests: Mapping[str, str]) -> int:

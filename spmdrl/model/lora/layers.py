@@ -114,8 +114,9 @@ class Adapters:
             module.adapters = self
         self.weights = [_weight_name(name, key) for name, (_, key) in self.targets.items()]
         """Names of the live tensors that have adapters."""
-        self._matrices = {name: part for weight in self.weights
-                          for part, name in zip("AB", pair_names(weight))}
+        self._matrices = {
+            name: part for weight in self.weights for part, name in zip("AB", pair_names(weight))
+        }
 
     @property
     def names(self) -> list[str]:
@@ -126,9 +127,11 @@ class Adapters:
         """Return rank and number, for messages."""
         experts = sum(key != "weight" for _, key in self.targets.values())
         embeddings = sum(isinstance(module, nn.Embedding) for module, _ in self.targets.values())
-        places = [f"{len(self.targets) - experts - embeddings} linear layers",
-                  *([f"{experts} parameters of experts"] if experts else []),
-                  *(["the embedding"] if embeddings else [])]
+        places = [
+            f"{len(self.targets) - experts - embeddings} linear layers",
+            *([f"{experts} parameters of experts"] if experts else []),
+            *(["the embedding"] if embeddings else []),
+        ]
         return f"rank {self.form.rank} on {' and '.join(places)}"
 
     @contextmanager
@@ -158,8 +161,9 @@ class Adapters:
             for box, view in held_boxes(name, parameter) if whole is not None else ():
                 view.copy_(whole[tuple(slice(s, s + n) for s, n in zip(box.start, box.shape))])
 
-    def _first(self, name: str, parameter: Tensor, *, folder: AdapterFolder | None, seed: int
-               ) -> Tensor | None:
+    def _first(
+        self, name: str, parameter: Tensor, *, folder: AdapterFolder | None, seed: int
+    ) -> Tensor | None:
         if folder:
             return folder.read(name)
         part = self._matrices.get(name)
@@ -187,31 +191,52 @@ def targeted(hf_model: nn.Module, targets: str | tuple[str, ...]) -> Targets:
     Raises: ValueError for an entry that matches none, and for an embedding that cannot have one.
     """
     heads = (hf_model.get_output_embeddings(), getattr(hf_model, "score", None))
-    known: Targets = {name: (module, "weight") for name, module in hf_model.named_modules()
-                      if isinstance(module, nn.Linear) and all(module is not h for h in heads)}
-    experts = {f"{name}.{key}": (module, key) for name, module in experts_modules(hf_model).items()
-               for key in adaptable(module)}
+    known: Targets = {
+        name: (module, "weight")
+        for name, module in hf_model.named_modules()
+        if isinstance(module, nn.Linear) and all(module is not h for h in heads)
+    }
+    experts = {
+        f"{name}.{key}": (module, key)
+        for name, module in experts_modules(hf_model).items()
+        for key in adaptable(module)
+    }
     embedding = hf_model.get_input_embeddings()
-    known |= experts | {name: (module, "weight") for name, module in hf_model.named_modules()
-                        if module is embedding}
+    known |= experts | {
+        name: (module, "weight") for name, module in hf_model.named_modules() if module is embedding
+    }
     if targets == ALL_LINEAR:
-        inside = {id(m) for parent, attribute in blocks(hf_model)
-                  for m in getattr(parent, attribute).modules()}
+        inside = {
+            id(m)
+            for parent, attribute in blocks(hf_model)
+            for m in getattr(parent, attribute).modules()
+        }
         found = {name: place for name, place in known.items() if id(place[0]) in inside}
         if not found:
             raise _no_match(ALL_LINEAR, known, hf_model)
         if rest := _others(hf_model, known):
-            log.warning("model.lora.targets: all-linear leaves out what is neither a linear layer "
-                        "nor experts that transformers computes fused: %s", ", ".join(rest))
+            log.warning(
+                "model.lora.targets: all-linear leaves out what is neither a linear layer "
+                "nor experts that transformers computes fused: %s",
+                ", ".join(rest),
+            )
         return found
-    names = {name: {name, name.rpartition(".")[0]} if name in experts else {name}
-             for name in known}
+    names = {name: {name, name.rpartition(".")[0]} if name in experts else {name} for name in known}
     if isinstance(targets, str):
-        matches = {targets: {name for name, own in names.items()
-                             if any(re.fullmatch(targets, n) for n in own)}}
+        matches = {
+            targets: {
+                name for name, own in names.items() if any(re.fullmatch(targets, n) for n in own)
+            }
+        }
     else:
-        matches = {t: {name for name, own in names.items()
-                       if any(n == t or n.endswith(f".{t}") for n in own)} for t in targets}
+        matches = {
+            t: {
+                name
+                for name, own in names.items()
+                if any(n == t or n.endswith(f".{t}") for n in own)
+            }
+            for t in targets
+        }
     for target, hits in matches.items():
         if not hits:
             raise _no_match(target, known, hf_model)
@@ -219,8 +244,9 @@ def targeted(hf_model: nn.Module, targets: str | tuple[str, ...]) -> Targets:
     found = {name: place for name, place in known.items() if name in wanted}
     for name, (module, _) in found.items():
         if module is embedding and (problem := _why_no_rows(hf_model)):
-            raise ValueError(f"model.lora.targets: {name} of {type(hf_model).__name__} {problem}; "
-                             "leave it out")
+            raise ValueError(
+                f"model.lora.targets: {name} of {type(hf_model).__name__} {problem}; leave it out"
+            )
     return found
 
 
@@ -234,8 +260,9 @@ def _why_no_rows(hf_model: nn.Module) -> str:
 
 def has_embedding(hf_model: nn.Module, form: LoraForm) -> bool:
     """Return whether the embedding is to have an adapter. Raises: as `targeted`."""
-    return any(isinstance(module, nn.Embedding)
-               for module, _ in targeted(hf_model, form.targets).values())
+    return any(
+        isinstance(module, nn.Embedding) for module, _ in targeted(hf_model, form.targets).values()
+    )
 
 
 def adapter_shapes(hf_model: nn.Module, form: LoraForm) -> dict[str, tuple[int, ...]]:
@@ -276,14 +303,19 @@ def _no_match(target: str, known: Targets, hf_model: nn.Module) -> ValueError:
     return ValueError(
         f"model.lora.targets: {target!r} matches no linear layer of {type(hf_model).__name__}, and "
         f"no parameter of its experts; it has {', '.join(names) or 'none'}"
-        + (f"; what is no matrix gets none: {rest}" if rest else ""))
+        + (f"; what is no matrix gets none: {rest}" if rest else "")
+    )
 
 
 def _others(hf_model: nn.Module, known: Targets) -> list[str]:
     """Return the parameters that are more than a matrix, and cannot be adapted, for messages."""
-    return list(dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name)
-                              for name, p in hf_model.named_parameters()
-                              if p.dim() > 2 and name not in known))
+    return list(
+        dict.fromkeys(
+            re.sub(r"\.\d+\.", ".*.", name)
+            for name, p in hf_model.named_parameters()
+            if p.dim() > 2 and name not in known
+        )
+    )
 
 
 def train_adapters_only(

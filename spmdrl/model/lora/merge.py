@@ -46,8 +46,12 @@ def deltas(adapters: Adapters, shards: Mapping[str, Tensor]) -> dict[str, Delta]
     for name in adapters.weights:
         a, b = (shards[part].detach() for part in pair_names(name))
         found[name] = partial(
-            _delta, name, held_boxes(name, _needed_rows(a, shards[name])), held_boxes(name, b),
-            scale=adapters.form.scale)
+            _delta,
+            name,
+            held_boxes(name, _needed_rows(a, shards[name])),
+            held_boxes(name, b),
+            scale=adapters.form.scale,
+        )
     return found
 
 

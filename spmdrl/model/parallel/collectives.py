@@ -14,8 +14,9 @@ Exchange = Callable[[Tensor, dist.ProcessGroup], Tensor]
 
 class _WithGradient(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: Tensor, group: dist.ProcessGroup, forward: Exchange,
-                backward: Exchange) -> Tensor:
+    def forward(
+        ctx, x: Tensor, group: dist.ProcessGroup, forward: Exchange, backward: Exchange
+    ) -> Tensor:
         ctx.group, ctx.exchange = group, backward
         return forward(x, group)
 
@@ -27,6 +28,7 @@ class _WithGradient(torch.autograd.Function):
 def with_gradient(forward: Exchange, backward: Exchange) -> Exchange:
     """Return `forward` as a function that autograd knows: the gradient of what goes in is
     `backward` of the gradient of what comes out. Neither may change its tensor in place."""
+
     def exchange(x: Tensor, group: dist.ProcessGroup) -> Tensor:
         return _WithGradient.apply(x, group, forward, backward)
 

@@ -31,13 +31,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 
+from spmdrl.model.attention import KERNELS, Packing, check_supported, make_packing, padded_attention
 from spmdrl.model.parallel import ring_attention as ring
-from spmdrl.model.attention import (
-    KERNELS, Packing, check_supported, make_packing, padded_attention,
-)
-from spmdrl.model.parallel.collectives import (
-    added, gathered, scattered_sum, swapped, with_gradient,
-)
+from spmdrl.model.parallel.collectives import added, gathered, scattered_sum, swapped, with_gradient
 
 Kernel = Callable[..., tuple[Tensor, None]]
 
@@ -110,12 +106,12 @@ class RowSlice:
         The gradient of the own values is that of their places: every rank computes the same from
         what it gets, and is to have its share of the parameters' gradient.
         """
-        return values if self.group is None else _join(
-            values, at, count=count, group=self.group)
+        return values if self.group is None else _join(values, at, count=count, group=self.group)
 
     def join_scored(self, found: Any, *, count: int) -> Any:
         """Join what a head made of the n states: tensors [n, ...] become [count, ...], in any
         nesting of tuples and dicts; scalars, which are sums over them, are added up."""
+
         def whole(value: Tensor) -> Tensor:
             if value.dim():
                 return self.join(value, self.scored, count=count)
@@ -125,8 +121,15 @@ class RowSlice:
 
 
 def make_slice(
-    tokens: Tensor, lengths: Sequence[int], *, position_ids: Tensor, scored: Tensor,
-    device: torch.device, padded: bool, slicing: Slicing, routes: Tensor | None = None,
+    tokens: Tensor,
+    lengths: Sequence[int],
+    *,
+    position_ids: Tensor,
+    scored: Tensor,
+    device: torch.device,
+    padded: bool,
+    slicing: Slicing,
+    routes: Tensor | None = None,
 ) -> RowSlice:
     """Return a rank's slice of a packed row.
 
@@ -150,9 +153,18 @@ def make_slice(
         spans = chunk_spans(len(row), rank=slicing.rank, size=slicing.size)
         rows = torch.cat([torch.arange(begin, end) for begin, end in spans])
         chunks = tuple(_chunk(span, lengths, device=device, padded=padded) for span in spans)
-        packing = SlicedPacking(slicing.group, whole, chunks, ring.plan_rounds(
-            lengths, lambda rank: chunk_spans(len(row), rank=rank, size=slicing.size),
-            rank=slicing.rank, size=slicing.size, device=device))
+        packing = SlicedPacking(
+            slicing.group,
+            whole,
+            chunks,
+            ring.plan_rounds(
+                lengths,
+                lambda rank: chunk_spans(len(row), rank=rank, size=slicing.size),
+                rank=slicing.rank,
+                size=slicing.size,
+                device=device,
+            ),
+        )
     place = torch.full((len(row),), -1).index_copy(0, rows, torch.arange(len(rows)))[scored - 1]
     own = (place >= 0).nonzero()[:, 0]
     kept = rows.chunk(slicing.multiple)[slicing.part]
@@ -160,10 +172,18 @@ def make_slice(
         # By the rows whose tokens this rank's routers see.
         routes = F.pad(routes, (0, 0, 0, 0, 0, missing), value=-1)[kept].to(device)
     return RowSlice(
-        tokens=row[rows].to(device), position_ids=position_ids[rows].to(device), packing=packing,
-        rows=rows.to(device), kept=kept.to(device), before=place[own].to(device),
-        scored=own.to(device), targets=row[scored[own]].to(device), row_length=len(row),
-        group=slicing.group, routes=routes)
+        tokens=row[rows].to(device),
+        position_ids=position_ids[rows].to(device),
+        packing=packing,
+        rows=rows.to(device),
+        kept=kept.to(device),
+        before=place[own].to(device),
+        scored=own.to(device),
+        targets=row[scored[own]].to(device),
+        row_length=len(row),
+        group=slicing.group,
+        routes=routes,
+    )
 
 
 def chunk_spans(length: int, *, rank: int, size: int) -> tuple[tuple[int, int], tuple[int, int]]:
@@ -185,8 +205,9 @@ def _chunk(
             keys.append(min(end, at + length) - at)  # back to where the sequence begins
             first_key = min(first_key, at)
         at += length
-    return Chunk(begin, end, first_key, make_packing(
-        queries, device, padded=padded, key_lengths=keys))
+    return Chunk(
+        begin, end, first_key, make_packing(queries, device, padded=padded, key_lengths=keys)
+    )
 
 
 # --------------------------------------------------------------------------- collectives
@@ -194,6 +215,7 @@ def _chunk(
 
 def _join(values: Tensor, at: Tensor, *, count: int, group: dist.ProcessGroup) -> Tensor:
     """Every rank's values at their places of one tensor; see RowSlice.join."""
+
     def place(own: Tensor, group: dist.ProcessGroup) -> Tensor:
         whole = own.new_zeros(count, *own.shape[1:]).index_copy_(0, at, own)
         dist.all_reduce(whole, group=group)
@@ -225,8 +247,15 @@ def by_rank(row: Tensor, *, size: int) -> Tensor:
 
 
 def ulysses_attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
-    *, packing: SlicedPacking, kernel: Kernel, **options: object,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    packing: SlicedPacking,
+    kernel: Kernel,
+    **options: object,
 ) -> tuple[Tensor, None]:
     """Attend over whole sequences with a part of the heads.
 
@@ -240,16 +269,24 @@ def ulysses_attention(
     group, size = packing.group, dist.get_world_size(packing.group)
     copies = math.lcm(key.shape[1], size) // key.shape[1]
     key, value = (x.repeat_interleave(copies, dim=1) if copies > 1 else x for x in (key, value))
-    heads = (in_row_order(_swap(x[0].unflatten(0, (size, -1)), group))[None]
-             for x in (query, key, value))
+    heads = (
+        in_row_order(_swap(x[0].unflatten(0, (size, -1)), group))[None] for x in (query, key, value)
+    )
     out, _ = kernel(module, *heads, attention_mask, packing=packing.whole, **options)
     slices = by_rank(out[0].transpose(0, 1), size=size)
     return _swap(slices, group).flatten(0, 1).transpose(0, 1)[None], None
 
 
 def gathered_attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
-    *, packing: SlicedPacking, kernel: Kernel, **options: object,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    packing: SlicedPacking,
+    kernel: Kernel,
+    **options: object,
 ) -> tuple[Tensor, None]:
     """Attend with own queries over the keys of the row, for a few heads at a time.
 
@@ -261,35 +298,69 @@ def gathered_attention(
     """
     kv_heads, size = key.shape[1], dist.get_world_size(packing.group)
     shared, step = query.shape[1] // kv_heads, -(-kv_heads // size)
-    attend = partial(_attend_gathered, module, attention_mask=attention_mask, packing=packing,
-                     kernel=kernel, options=options)
+    attend = partial(
+        _attend_gathered,
+        module,
+        attention_mask=attention_mask,
+        packing=packing,
+        kernel=kernel,
+        options=options,
+    )
     outputs = [
-        checkpoint(attend, query[:, start * shared:(start + step) * shared],
-                   *(x[:, start:start + step] for x in (key, value)), use_reentrant=False,
-                   preserve_rng_state=False)
-        for start in range(0, kv_heads, step)]
+        checkpoint(
+            attend,
+            query[:, start * shared : (start + step) * shared],
+            *(x[:, start : start + step] for x in (key, value)),
+            use_reentrant=False,
+            preserve_rng_state=False,
+        )
+        for start in range(0, kv_heads, step)
+    ]
     return torch.cat(outputs, dim=2), None
 
 
 def _attend_gathered(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *,
-    attention_mask: Tensor | None, packing: SlicedPacking, kernel: Kernel,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    attention_mask: Tensor | None,
+    packing: SlicedPacking,
+    kernel: Kernel,
     options: dict[str, object],
 ) -> Tensor:
     keys, values = (in_row_order(_gather(x[0], packing.group))[None] for x in (key, value))
     outputs = []
     for own, chunk in zip(query.chunk(2, dim=2), packing.chunks):
         seen = slice(chunk.first_key, chunk.end)
-        out, _ = kernel(module, own, keys[:, :, seen], values[:, :, seen], attention_mask,
-                        packing=chunk.packing, **options)
+        out, _ = kernel(
+            module,
+            own,
+            keys[:, :, seen],
+            values[:, :, seen],
+            attention_mask,
+            packing=chunk.packing,
+            **options,
+        )
         outputs.append(out)
     return torch.cat(outputs, dim=1)
 
 
 def ring_attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
-    *, packing: SlicedPacking, kernel: Kernel, scaling: float | None = None, dropout: float = 0.0,
-    sliding_window: int | None = None, softcap: float | None = None, s_aux: Tensor | None = None,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    packing: SlicedPacking,
+    kernel: Kernel,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **model_kwargs: object,
 ) -> tuple[Tensor, None]:
     """Attend with own queries to keys that go round the ranks.
@@ -306,14 +377,28 @@ def ring_attention(
     """
     if sliding_window is not None or softcap is not None:
         return gathered_attention(
-            module, query, key, value, attention_mask, packing=packing, kernel=kernel,
-            scaling=scaling, dropout=dropout, sliding_window=sliding_window, softcap=softcap,
-            s_aux=s_aux)
+            module,
+            query,
+            key,
+            value,
+            attention_mask,
+            packing=packing,
+            kernel=kernel,
+            scaling=scaling,
+            dropout=dropout,
+            sliding_window=sliding_window,
+            softcap=softcap,
+            s_aux=s_aux,
+        )
     check_supported(module, attention_mask, dropout, s_aux)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     out = ring.Ring.apply(
-        *(x[0].transpose(0, 1).contiguous() for x in (query, key, value)), packing.rounds,
-        packing.group, ring.DENSE if kernel is padded_attention else ring.FLASH, scale)
+        *(x[0].transpose(0, 1).contiguous() for x in (query, key, value)),
+        packing.rounds,
+        packing.group,
+        ring.DENSE if kernel is padded_attention else ring.FLASH,
+        scale,
+    )
     return out[None], None
 
 
@@ -326,8 +411,9 @@ def register_context_attention() -> None:
 
     for kernel, function in KERNELS.items():
         for method, attend in METHODS.items():
-            AttentionInterface.register(f"spmdrl_{kernel}_{method}",
-                                        partial(attend, kernel=function))
+            AttentionInterface.register(
+                f"spmdrl_{kernel}_{method}", partial(attend, kernel=function)
+            )
 
 
 def pick_method(wanted: str, *, heads: int, size: int) -> str:
@@ -340,7 +426,8 @@ def pick_method(wanted: str, *, heads: int, size: int) -> str:
     if wanted == "ulysses" and heads % size:
         raise ValueError(
             f"model.kernels.context: ulysses deals out query heads, and layout.cp {size} does not "
-            f"divide the {heads} of a tensor-parallel rank; take a cp that does, or auto")
+            f"divide the {heads} of a tensor-parallel rank; take a cp that does, or auto"
+        )
     if wanted == "auto":
         return "gather" if heads % size else "ulysses"
     return wanted

@@ -24,22 +24,24 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy, fully_sh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from spmdrl.imports import divisors
-from spmdrl.model.parallel.collectives import with_gradient
 from spmdrl.model.lora.expert_adapters import compute_experts, counts
+from spmdrl.model.parallel.collectives import with_gradient
 from spmdrl.model.parallel.tp_plan import is_experts
 
 
 def experts_modules(hf_model: nn.Module) -> dict[str, nn.Module]:
     """Return {name: module} of what transformers' experts functions compute: one per layer of
     experts, first to last; {} for a dense model."""
-    return {name: module for name, module in hf_model.named_modules()
-            if is_experts(module)}
+    return {name: module for name, module in hf_model.named_modules() if is_experts(module)}
 
 
 def experts_parameters(hf_model: nn.Module) -> set[str]:
     """Return the names of the experts' parameters, which are sharded apart from all others."""
-    return {f"{name}.{key}" for name, experts in experts_modules(hf_model).items()
-            for key, _ in experts.named_parameters()}
+    return {
+        f"{name}.{key}"
+        for name, experts in experts_modules(hf_model).items()
+        for key, _ in experts.named_parameters()
+    }
 
 
 def apply_ep(hf_model: nn.Module, mesh: DeviceMesh) -> None:
@@ -55,8 +57,10 @@ def apply_ep(hf_model: nn.Module, mesh: DeviceMesh) -> None:
     for name, experts in experts_modules(hf_model).items():
         number = experts.num_experts
         if number % size:
-            raise ValueError(f"layout.ep: {size} does not divide the {number} experts of {name}; "
-                             f"values that do: {divisors(number)}")
+            raise ValueError(
+                f"layout.ep: {size} does not divide the {number} experts of {name}; "
+                f"values that do: {divisors(number)}"
+            )
         for key, whole in list(experts.named_parameters(recurse=False)):
             sharded = distribute_tensor(whole.detach(), mesh, [Shard(0)], src_data_rank=None)
             setattr(experts, key, nn.Parameter(sharded, requires_grad=whole.requires_grad))
@@ -77,10 +81,14 @@ def shard_experts(
     data_mesh = mesh["dp_replicate", "efsdp"] if is_replicated else mesh["efsdp"]
     for experts in experts_modules(hf_model).values():
         local = experts.num_experts // mesh["ep"].size()
-        fully_shard(experts, mesh=data_mesh, mp_policy=policy, offload_policy=offload,
-                    reshard_after_forward=shards > 1,
-                    shard_placement_fn=partial(
-                        _placement, num_local=local, shards=shards))
+        fully_shard(
+            experts,
+            mesh=data_mesh,
+            mp_policy=policy,
+            offload_policy=offload,
+            reshard_after_forward=shards > 1,
+            shard_placement_fn=partial(_placement, num_local=local, shards=shards),
+        )
 
 
 def _placement(parameter: Tensor, *, num_local: int, shards: int) -> Shard:
@@ -101,8 +109,14 @@ class _LocalExperts:
         return value.to_local() if isinstance(value, DTensor) else value
 
 
-def _forward(experts: nn.Module, hidden_states: Tensor, top_k_index: Tensor,
-             top_k_weights: Tensor, *, group: dist.ProcessGroup) -> Tensor:
+def _forward(
+    experts: nn.Module,
+    hidden_states: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    *,
+    group: dist.ProcessGroup,
+) -> Tensor:
     """Compute what the module itself would with all experts here.
 
     Args:
@@ -129,15 +143,16 @@ def _forward(experts: nn.Module, hidden_states: Tensor, top_k_index: Tensor,
     return weighted.sum(dim=1).to(hidden_states.dtype)
 
 
-def _travel(rows: Tensor, *, here: list[int], there: list[int],
-            group: dist.ProcessGroup) -> Tensor:
+def _travel(rows: Tensor, *, here: list[int], there: list[int], group: dist.ProcessGroup) -> Tensor:
     """Exchange rows, whose gradient goes the same ways back."""
-    return with_gradient(partial(_exchanged, here=here, there=there),
-                         partial(_exchanged, here=there, there=here))(rows, group)
+    return with_gradient(
+        partial(_exchanged, here=here, there=there), partial(_exchanged, here=there, there=here)
+    )(rows, group)
 
 
-def _exchanged(rows: Tensor, group: dist.ProcessGroup, *, here: list[int],
-               there: list[int]) -> Tensor:
+def _exchanged(
+    rows: Tensor, group: dist.ProcessGroup, *, here: list[int], there: list[int]
+) -> Tensor:
     """Return [sum(here), H]: `here` rows from each rank, for `there` rows to each."""
     received = rows.new_empty(sum(here), rows.shape[1])
     dist.all_to_all_single(received, rows.contiguous(), here, there, group=group)

@@ -10,7 +10,11 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
-    CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard,
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
 )
 
 from spmdrl.model.parallel import expert_parallel as moe
@@ -30,12 +34,16 @@ def blocks(hf_model: nn.Module) -> list[tuple[nn.Module, str]]:
     """
     kinds = set(getattr(hf_model, "_no_split_modules", None) or ())
     found = [
-        (parent, attribute) for parent in hf_model.modules()
-        for attribute, child in parent.named_children() if type(child).__name__ in kinds
+        (parent, attribute)
+        for parent in hf_model.modules()
+        for attribute, child in parent.named_children()
+        if type(child).__name__ in kinds
     ]
     if not found:
-        raise ValueError(f"model: {type(hf_model).__name__} names no blocks "
-                         f"(_no_split_modules = {sorted(kinds)}); it cannot be sharded")
+        raise ValueError(
+            f"model: {type(hf_model).__name__} names no blocks "
+            f"(_no_split_modules = {sorted(kinds)}); it cannot be sharded"
+        )
     return found
 
 
@@ -53,12 +61,19 @@ def apply_liger(hf_model: nn.Module, *, has_rope: bool) -> None:
     try:
         from liger_kernel.transformers import _apply_liger_kernel_to_instance
     except ImportError as error:
-        raise ValueError(f"model.kernels.liger: liger-kernel cannot be imported ({error}); install "
-                         "it or set liger to false") from error
+        raise ValueError(
+            f"model.kernels.liger: liger-kernel cannot be imported ({error}); install "
+            "it or set liger to false"
+        ) from error
     is_dense = not moe.experts_modules(hf_model)
     _apply_liger_kernel_to_instance(
-        model=hf_model, rope=has_rope, rms_norm=True, swiglu=is_dense, geglu=is_dense,
-        cross_entropy=False, fused_linear_cross_entropy=False,
+        model=hf_model,
+        rope=has_rope,
+        rms_norm=True,
+        swiglu=is_dense,
+        geglu=is_dense,
+        cross_entropy=False,
+        fused_linear_cross_entropy=False,
     )
 
 
@@ -81,8 +96,13 @@ class Gathering:
 
 
 def apply_fsdp(
-    scorer: nn.Module, hf_blocks: list[nn.Module], *, mesh: DeviceMesh,
-    expert_mesh: DeviceMesh | None, dtype: torch.dtype, gathering: Gathering = Gathering(),
+    scorer: nn.Module,
+    hf_blocks: list[nn.Module],
+    *,
+    mesh: DeviceMesh,
+    expert_mesh: DeviceMesh | None,
+    dtype: torch.dtype,
+    gathering: Gathering = Gathering(),
     is_on_host: bool = False,
 ) -> None:
     """Shard every block, and the rest as one unit, over the axes dp_replicate and fsdp.
@@ -106,16 +126,27 @@ def apply_fsdp(
     data_mesh = mesh["dp_replicate", "fsdp"] if is_replicated else mesh["fsdp"]
     # Inputs are ids and masks: there is nothing to cast, and float32 outputs must stay so.
     policy = MixedPrecisionPolicy(
-        param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+        param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
+    )
     offload = CPUOffloadPolicy(pin_memory=True) if is_on_host else OffloadPolicy()
     is_sharded = mesh["fsdp"].size() > 1
     if expert_mesh is not None:
         moe.shard_experts(scorer, mesh=expert_mesh, policy=policy, offload=offload)
     for block in hf_blocks:
-        fully_shard(block, mesh=data_mesh, mp_policy=policy, offload_policy=offload,
-                    reshard_after_forward=is_sharded)
-    fully_shard(scorer, mesh=data_mesh, mp_policy=policy, offload_policy=offload,
-                reshard_after_forward=False)
+        fully_shard(
+            block,
+            mesh=data_mesh,
+            mp_policy=policy,
+            offload_policy=offload,
+            reshard_after_forward=is_sharded,
+        )
+    fully_shard(
+        scorer,
+        mesh=data_mesh,
+        mp_policy=policy,
+        offload_policy=offload,
+        reshard_after_forward=False,
+    )
     kept = {"auto": hf_blocks[-1:], "always": [], "never": hf_blocks}[gathering.reshard]
     for block in kept:  # with its experts
         block.set_reshard_after_forward(False)
@@ -130,10 +161,12 @@ def _ask_ahead(scorer: nn.Module, hf_blocks: list[nn.Module], *, ahead: int) -> 
     units = [[m for m in block.modules() if isinstance(m, FSDPModule)] for block in hf_blocks]
     scorer.set_modules_to_forward_prefetch([m for unit in units[:ahead] for m in unit])
     for index, unit in enumerate(units):
-        following = units[index + 1:index + 1 + ahead]
-        before = units[max(0, index - ahead):index][::-1]
-        for others, ask in ((following, unit[0].set_modules_to_forward_prefetch),
-                            (before, unit[0].set_modules_to_backward_prefetch)):
+        following = units[index + 1 : index + 1 + ahead]
+        before = units[max(0, index - ahead) : index][::-1]
+        for others, ask in (
+            (following, unit[0].set_modules_to_forward_prefetch),
+            (before, unit[0].set_modules_to_backward_prefetch),
+        ):
             ask([*unit[1:], *(m for other in others for m in other)])
 
 

@@ -17,7 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
-    ActivationWrapper, CheckpointImpl, checkpoint_wrapper,
+    ActivationWrapper,
+    CheckpointImpl,
+    checkpoint_wrapper,
 )
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
@@ -29,14 +31,19 @@ from spmdrl.world import World
 Places = Sequence[tuple[nn.Module, str]]
 """(parent, attribute) of every block, first to last."""
 
-KEPT = frozenset({
-    "aten::mm", "aten::addmm", "aten::_grouped_mm",
-    "aten::_scaled_dot_product_flash_attention",
-    "aten::_scaled_dot_product_flash_attention_for_cpu",
-    "aten::_scaled_dot_product_efficient_attention",
-    "aten::_scaled_dot_product_cudnn_attention",
-    "torch_attn::_varlen_attn", "flash_attn::_flash_attn_varlen_forward",
-})
+KEPT = frozenset(
+    {
+        "aten::mm",
+        "aten::addmm",
+        "aten::_grouped_mm",
+        "aten::_scaled_dot_product_flash_attention",
+        "aten::_scaled_dot_product_flash_attention_for_cpu",
+        "aten::_scaled_dot_product_efficient_attention",
+        "aten::_scaled_dot_product_cudnn_attention",
+        "torch_attn::_varlen_attn",
+        "flash_attn::_flash_attn_varlen_forward",
+    }
+)
 """Operations whose results selective checkpointing keeps: all that cost more than reading memory.
 
 Every product of a linear layer, not every second one: which are the second ones depends on the
@@ -65,8 +72,13 @@ def checkpoint(places: Places, mode: str) -> None:
     if mode == "selective":
         options["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
     for parent, name in places:
-        setattr(parent, name, checkpoint_wrapper(
-            getattr(parent, name), checkpoint_impl=CheckpointImpl.NO_REENTRANT, **options))
+        setattr(
+            parent,
+            name,
+            checkpoint_wrapper(
+                getattr(parent, name), checkpoint_impl=CheckpointImpl.NO_REENTRANT, **options
+            ),
+        )
 
 
 def _policy(context: Any, operation: Any, *args: Any, **options: Any) -> CheckpointPolicy:
@@ -111,10 +123,15 @@ def check_offload(offload: str, device: torch.device) -> None:
     Raises: ValueError on any device but CUDA.
     """
     if has(offload, "optimizer") and device.type != "cuda":
-        what = ("parameters and the optimizer's state are" if has(offload, "parameters") else
-                "optimizer's state is")
-        raise ValueError(f"model.memory.offload: {offload} on device {device.type}: nothing to "
-                         f"offload, the {what} in host memory anyway; leave it out")
+        what = (
+            "parameters and the optimizer's state are"
+            if has(offload, "parameters")
+            else "optimizer's state is"
+        )
+        raise ValueError(
+            f"model.memory.offload: {offload} on device {device.type}: nothing to "
+            f"offload, the {what} in host memory anyway; leave it out"
+        )
 
 
 def move_buffers(root: nn.Module, device: torch.device) -> None:

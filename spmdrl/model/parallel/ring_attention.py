@@ -48,8 +48,10 @@ class Block:
         """Which sequence each query and each key is of."""
         return tuple(
             torch.arange(len(ends) - 1, device=ends.device).repeat_interleave(
-                ends.diff(), output_size=rows.stop - rows.start)
-            for ends, rows in zip(self.cu_seqlens, (self.queries, self.keys)))
+                ends.diff(), output_size=rows.stop - rows.start
+            )
+            for ends, rows in zip(self.cu_seqlens, (self.queries, self.keys))
+        )
 
     def is_visible(self) -> Tensor | None:
         """Return [n, m] bool, what a query sees; None where it sees all."""
@@ -63,7 +65,11 @@ Rounds = tuple[tuple[Block, ...], ...]
 
 
 def plan_rounds(
-    lengths: Sequence[int], spans_of: Callable[[int], Spans], *, rank: int, size: int,
+    lengths: Sequence[int],
+    spans_of: Callable[[int], Spans],
+    *,
+    rank: int,
+    size: int,
     device: torch.device,
 ) -> Rounds:
     """Return the blocks of each round: in round i, the keys are those of rank (rank - i) % size.
@@ -77,14 +83,21 @@ def plan_rounds(
     rounds = []
     for turn in range(size):
         theirs = spans_of((rank - turn) % size)
-        found = (_block(own, keys, at=(i, j), ends=ends, device=device)
-                 for i, own in enumerate(spans_of(rank)) for j, keys in enumerate(theirs))
+        found = (
+            _block(own, keys, at=(i, j), ends=ends, device=device)
+            for i, own in enumerate(spans_of(rank))
+            for j, keys in enumerate(theirs)
+        )
         rounds.append(tuple(block for block in found if block is not None))
     return tuple(rounds)
 
 
 def _block(
-    own: tuple[int, int], keys: tuple[int, int], *, at: tuple[int, int], ends: Sequence[int],
+    own: tuple[int, int],
+    keys: tuple[int, int],
+    *,
+    at: tuple[int, int],
+    ends: Sequence[int],
     device: torch.device,
 ) -> Block | None:
     """Return the block of two chunks, the at[0]-th and at[1]-th of their slices, if there is one.
@@ -105,18 +118,25 @@ def _block(
         sizes = [num_queries]
     num_keys = keys[1] - begin
     of_queries = torch.tensor([0, *accumulate(sizes)], dtype=torch.int32).to(device)
-    of_keys = of_queries if own == keys else torch.tensor(
-        [0, num_keys], dtype=torch.int32).to(device)
+    of_keys = (
+        of_queries if own == keys else torch.tensor([0, num_keys], dtype=torch.int32).to(device)
+    )
     rows = slice(at[0] * chunk, at[0] * chunk + num_queries)
-    return Block(rows, slice((at[1] + 1) * chunk - num_keys, (at[1] + 1) * chunk), own == keys,
-                 (of_queries, of_keys), (max(sizes), max(sizes) if own == keys else num_keys))
+    return Block(
+        rows,
+        slice((at[1] + 1) * chunk - num_keys, (at[1] + 1) * chunk),
+        own == keys,
+        (of_queries, of_keys),
+        (max(sizes), max(sizes) if own == keys else num_keys),
+    )
 
 
 # --------------------------------------------------------------------------- one block
 
 
-def dense_forward(q: Tensor, k: Tensor, v: Tensor, block: Block, *, scale: float
-                  ) -> tuple[Tensor, Tensor]:
+def dense_forward(
+    q: Tensor, k: Tensor, v: Tensor, block: Block, *, scale: float
+) -> tuple[Tensor, Tensor]:
     """Attend within a block by matrix products in float32; any device.
 
     Args:
@@ -130,7 +150,14 @@ def dense_forward(q: Tensor, k: Tensor, v: Tensor, block: Block, *, scale: float
 
 
 def dense_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block: Block, *,
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    block: Block,
+    *,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v, float32, of a block of a larger softmax.
@@ -140,8 +167,10 @@ def dense_backward(
     Source: arXiv 2205.14135, appendix B.2.
     """
     heads = (k.shape[1], -1)
-    lse, delta = (x.transpose(0, 1).unflatten(0, heads)[..., None]
-                  for x in (lse, (grad.float() * out.float()).sum(-1)))
+    lse, delta = (
+        x.transpose(0, 1).unflatten(0, heads)[..., None]
+        for x in (lse, (grad.float() * out.float()).sum(-1))
+    )
     weights = (_scores(q, k, block, scale=scale) - lse).exp()  # [Hkv, G, n, m]
     grad = grad.float().unflatten(1, heads)
     of_scores = weights * (torch.einsum("nhgd,mhd->hgnm", grad, v.float()) - delta) * scale
@@ -158,27 +187,54 @@ def _scores(q: Tensor, k: Tensor, block: Block, *, scale: float) -> Tensor:
     return scores if seen is None else scores.masked_fill(~seen, float("-inf"))
 
 
-def flash_forward(q: Tensor, k: Tensor, v: Tensor, block: Block, *, scale: float
-                  ) -> tuple[Tensor, Tensor]:
+def flash_forward(
+    q: Tensor, k: Tensor, v: Tensor, block: Block, *, scale: float
+) -> tuple[Tensor, Tensor]:
     """As `dense_forward`, by torch's flash attention (CUDA, bfloat16)."""
     out, lse, *_ = torch.ops.aten._flash_attention_forward(
-        q, k, _widened(v, k), *block.cu_seqlens, *block.longest, 0.0, block.is_causal, False,
-        scale=scale)
-    return out[..., :v.shape[-1]].float(), lse.transpose(0, 1)
+        q,
+        k,
+        _widened(v, k),
+        *block.cu_seqlens,
+        *block.longest,
+        0.0,
+        block.is_causal,
+        False,
+        scale=scale,
+    )
+    return out[..., : v.shape[-1]].float(), lse.transpose(0, 1)
 
 
 def flash_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block: Block, *,
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    block: Block,
+    *,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As `dense_backward`, by torch's flash attention (CUDA, bfloat16)."""
     no_dropout = torch.zeros(2, dtype=torch.uint64, device=q.device)
     found = torch.ops.aten._flash_attention_backward(
-        _widened(grad, q), q, k, _widened(v, k), _widened(out, q), lse.transpose(0, 1).contiguous(),
-        *block.cu_seqlens, *block.longest, 0.0, block.is_causal, no_dropout,
-        torch.empty(0, device=q.device), scale=scale)
+        _widened(grad, q),
+        q,
+        k,
+        _widened(v, k),
+        _widened(out, q),
+        lse.transpose(0, 1).contiguous(),
+        *block.cu_seqlens,
+        *block.longest,
+        0.0,
+        block.is_causal,
+        no_dropout,
+        torch.empty(0, device=q.device),
+        scale=scale,
+    )
     of_q, of_k, of_v = (x.float() for x in found)
-    return of_q, of_k, of_v[..., :v.shape[-1]]
+    return of_q, of_k, of_v[..., : v.shape[-1]]
 
 
 def _widened(values: Tensor, to: Tensor) -> Tensor:
@@ -198,9 +254,12 @@ class _Arriving:
         rank, size = dist.get_rank(group), dist.get_world_size(group)
         self._leaving = leaving.contiguous()  # kept until it has left
         self._tensor = torch.empty_like(self._leaving)
-        self._works = dist.batch_isend_irecv([
-            dist.P2POp(dist.isend, self._leaving, group=group, group_peer=(rank + 1) % size),
-            dist.P2POp(dist.irecv, self._tensor, group=group, group_peer=(rank - 1) % size)])
+        self._works = dist.batch_isend_irecv(
+            [
+                dist.P2POp(dist.isend, self._leaving, group=group, group_peer=(rank + 1) % size),
+                dist.P2POp(dist.irecv, self._tensor, group=group, group_peer=(rank - 1) % size),
+            ]
+        )
 
     def wait(self) -> Tensor:
         """Return what came."""
@@ -213,9 +272,16 @@ class Ring(torch.autograd.Function):
     """Attention of own queries over all ranks' keys; see the module."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, rounds: Rounds,
-                group: dist.ProcessGroup, kernel: tuple[Callable, Callable], scale: float
-                ) -> Tensor:
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        rounds: Rounds,
+        group: dist.ProcessGroup,
+        kernel: tuple[Callable, Callable],
+        scale: float,
+    ) -> Tensor:
         """Return [t, Hq, Dv] from q [t, Hq, D], k [t, Hkv, D] and v [t, Hkv, Dv]."""
         out = q.new_zeros(*q.shape[:2], v.shape[-1], dtype=torch.float32)
         lse = out.new_full(q.shape[:2], float("-inf"))
@@ -224,8 +290,9 @@ class Ring(torch.autograd.Function):
             next_ones = _Arriving(here, group) if turn + 1 < len(rounds) else None
             keys, values = here.split([k.shape[-1], v.shape[-1]], dim=-1)
             for block in blocks:
-                part = kernel[0](q[block.queries], keys[block.keys], values[block.keys], block,
-                                 scale=scale)
+                part = kernel[0](
+                    q[block.queries], keys[block.keys], values[block.keys], block, scale=scale
+                )
                 _merge(out[block.queries], lse[block.queries], *part)
             here = next_ones.wait() if next_ones else here
         out = out.to(q.dtype)
@@ -246,8 +313,15 @@ class Ring(torch.autograd.Function):
             for block in blocks:
                 rows = block.queries
                 parts = ctx.kernel[1](
-                    grad[rows], q[rows], keys[block.keys], values[block.keys], out[rows],
-                    lse[rows], block, scale=ctx.scale)
+                    grad[rows],
+                    q[rows],
+                    keys[block.keys],
+                    values[block.keys],
+                    out[rows],
+                    lse[rows],
+                    block,
+                    scale=ctx.scale,
+                )
                 of_q[rows] += parts[0]
                 of_here[block.keys] += torch.cat(parts[1:], dim=-1)
             if following:  # what other ranks found for these keys

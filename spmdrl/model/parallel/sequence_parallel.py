@@ -94,8 +94,9 @@ def _is_split(style: str | None) -> bool:
     return style is not None and (style == PARTIAL or style.startswith(("colwise", "rowwise")))
 
 
-def shard_tokens(hf_model: nn.Module, styles: Mapping[str, str],
-                 group: dist.ProcessGroup) -> set[str]:
+def shard_tokens(
+    hf_model: nn.Module, styles: Mapping[str, str], group: dist.ProcessGroup
+) -> set[str]:
     """Have a model, sharded by tensor parallelism, keep own tokens between attention and MLP.
 
     Args:

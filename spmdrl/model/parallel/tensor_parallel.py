@@ -21,12 +21,17 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from spmdrl.model.lora.layers import plus_adapter
 from spmdrl.model.parallel import sequence_parallel
 from spmdrl.model.parallel.collectives import Exchange, added, gathered, same, with_gradient
-from spmdrl.model.lora.layers import plus_adapter
 from spmdrl.model.parallel.expert_parallel import experts_parameters
 from spmdrl.model.parallel.tp_plan import (
-    PARTIAL, heads_fields, is_latent, mixtures, style_problems, tp_styles,
+    PARTIAL,
+    heads_fields,
+    is_latent,
+    mixtures,
+    style_problems,
+    tp_styles,
 )
 
 log = logging.getLogger(__name__)
@@ -72,8 +77,10 @@ def why_never(hf_model: nn.Module) -> str:
     if problem or not needs_own:
         return problem
     reason = sequence_parallel.why_not(hf_model, styles)
-    return reason and (f"experts and latent attention need tokens sharded between layers, which "
-                       f"cannot be done with {kind}: {reason}")
+    return reason and (
+        f"experts and latent attention need tokens sharded between layers, which "
+        f"cannot be done with {kind}: {reason}"
+    )
 
 
 def apply_tp(hf_model: nn.Module, mesh: DeviceMesh) -> dict[str, str]:
@@ -94,8 +101,11 @@ def apply_tp(hf_model: nn.Module, mesh: DeviceMesh) -> dict[str, str]:
     styles = tp_styles(hf_model)
     reason = sequence_parallel.why_not(hf_model, styles)
     if reason and dist.get_rank() == 0:
-        log.info("layout.tp: %s: hidden states are whole on every tensor-parallel rank: %s",
-                 type(hf_model).__name__, reason)
+        log.info(
+            "layout.tp: %s: hidden states are whole on every tensor-parallel rank: %s",
+            type(hf_model).__name__,
+            reason,
+        )
     edges = REPLICATED if reason else OWN_TOKENS
     partial: set[str] = set()
     for name, module in hf_model.named_modules():
@@ -138,7 +148,8 @@ def _apply_style(
     if not isinstance(module, kind):
         raise ValueError(
             f"layout.tp: module {name} ({type(module).__name__}) has the tensor-parallel style "
-            f"{style!r}, which is for {kind.__name__} modules; set layout.tp to 1")
+            f"{style!r}, which is for {kind.__name__} modules; set layout.tp to 1"
+        )
     dim = 1 if style.startswith("rowwise") else 0
     _shard(module, "weight", dim=dim, name=name, mesh=mesh)
     if dim == 0 and getattr(module, "bias", None) is not None:
@@ -147,21 +158,26 @@ def _apply_style(
     if style.startswith("colwise"):
         gathers = style == "colwise_gather_output"
         module.forward = functools.partial(
-            _colwise, module, group=group, gathers=gathers, enter=edges.enter)
+            _colwise, module, group=group, gathers=gathers, enter=edges.enter
+        )
     elif style.startswith("rowwise"):
         splits = style == "rowwise_split_input"
         module.forward = functools.partial(
-            _rowwise, module, group=group, splits=splits, leave=edges.leave)
+            _rowwise, module, group=group, splits=splits, leave=edges.leave
+        )
     else:
         module.forward = functools.partial(
-            _vocab_parallel, module, module.forward, group=group, leave=edges.leave)
+            _vocab_parallel, module, module.forward, group=group, leave=edges.leave
+        )
 
 
 def _shard(module: nn.Module, key: str, *, dim: int, name: str, mesh: DeviceMesh) -> None:
     whole = getattr(module, key)
     if whole.shape[dim] % mesh.size():
-        raise ValueError(f"layout.tp: {mesh.size()} does not divide dim {dim} of {name}.{key}, "
-                         f"which has shape {list(whole.shape)}")
+        raise ValueError(
+            f"layout.tp: {mesh.size()} does not divide dim {dim} of {name}.{key}, "
+            f"which has shape {list(whole.shape)}"
+        )
     sharded = distribute_tensor(whole.detach(), mesh, [Shard(dim)], src_data_rank=None)
     setattr(module, key, nn.Parameter(sharded, requires_grad=whole.requires_grad))
 
@@ -174,8 +190,9 @@ def _shard_adapter(module: nn.Module, style: str, *, name: str, mesh: DeviceMesh
     """
     if not hasattr(module, "lora_A"):
         return set()
-    dim, split, whole = (1, "lora_A", "lora_B") if style.startswith("rowwise") else (
-        0, "lora_B", "lora_A")
+    dim, split, whole = (
+        (1, "lora_A", "lora_B") if style.startswith("rowwise") else (0, "lora_B", "lora_A")
+    )
     _shard(getattr(module, split), "weight", dim=dim, name=f"{name}.{split}", mesh=mesh)
     return {f"{name}.{whole}.weight"}
 
@@ -199,7 +216,11 @@ def _rowwise(
 
 
 def _vocab_parallel(
-    module: nn.Embedding, forward: Forward, ids: Tensor, *, group: dist.ProcessGroup,
+    module: nn.Embedding,
+    forward: Forward,
+    ids: Tensor,
+    *,
+    group: dist.ProcessGroup,
     leave: Exchange,
 ) -> Tensor:
     """Look up this rank's rows and add the ranks up; what the model does besides the lookup
@@ -240,6 +261,6 @@ def sum_replicated_gradients(
     dist.all_reduce(flat, group=group)
     size, at = dist.get_world_size(group), 0
     for gradient, kind in chosen:
-        total = flat[at:at + gradient.numel()].view_as(gradient)
+        total = flat[at : at + gradient.numel()].view_as(gradient)
         gradient.copy_(total if kind == "partial" else total / size)
         at += gradient.numel()

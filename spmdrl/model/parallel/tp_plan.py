@@ -17,8 +17,12 @@ from torch import nn
 PARTIAL = "replicated_with_grad_allreduce"
 """Style of what every rank has whole, for its own heads: gradients are added up."""
 SPLIT_DIMS: dict[str, int | None] = {
-    "colwise": 0, "colwise_gather_output": 0, "embedding_rowwise": 0,
-    "rowwise": 1, "rowwise_split_input": 1, PARTIAL: None,
+    "colwise": 0,
+    "colwise_gather_output": 0,
+    "embedding_rowwise": 0,
+    "rowwise": 1,
+    "rowwise_split_input": 1,
+    PARTIAL: None,
 }
 """Dim of a weight that each style shards; None: none."""
 _LATENT = {"q_proj": "colwise", "q_b_proj": "colwise", "kv_b_proj": "colwise", "o_proj": "rowwise"}
@@ -39,9 +43,13 @@ def mixtures(hf_model: nn.Module) -> dict[str, nn.Module]:
     """Return {name: module} of the parts of blocks that hold experts, routers and shared experts
     included; {} of a dense model."""
     kinds = set(getattr(hf_model, "_no_split_modules", None) or ())
-    return {f"{name}.{own}": child for name, block in hf_model.named_modules()
-            if type(block).__name__ in kinds for own, child in block.named_children()
-            if any(is_experts(module) for module in child.modules())}
+    return {
+        f"{name}.{own}": child
+        for name, block in hf_model.named_modules()
+        if type(block).__name__ in kinds
+        for own, child in block.named_children()
+        if any(is_experts(module) for module in child.modules())
+    }
 
 
 def tp_styles(hf_model: nn.Module) -> dict[str, str]:
@@ -54,8 +62,11 @@ def tp_styles(hf_model: nn.Module) -> dict[str, str]:
     head, inside = hf_model.get_output_embeddings(), tuple(f"{n}." for n in mixtures(hf_model))
     places = [n for n, m in hf_model.named_modules() if m is not head]
     places += [n for n, _ in hf_model.named_parameters()]
-    return {name: plan[_pattern(name)] for name in places
-            if _pattern(name) in plan and not name.startswith(inside)}
+    return {
+        name: plan[_pattern(name)]
+        for name in places
+        if _pattern(name) in plan and not name.startswith(inside)
+    }
 
 
 def _pattern(name: str) -> str:
@@ -64,16 +75,23 @@ def _pattern(name: str) -> str:
 
 def _norms_plan(hf_model: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
     """Return the styles of norms in attention whose queries come out by head, a rank's own."""
-    return {_pattern(f"{name}.{own}"): PARTIAL for name, module in hf_model.named_modules()
-            if plan.get(_pattern(f"{name}.q_proj")) == "colwise"
-            for own, child in module.named_children()
-            if (shapes := [p.dim() for p in child.parameters()]) and max(shapes) == 1}
+    return {
+        _pattern(f"{name}.{own}"): PARTIAL
+        for name, module in hf_model.named_modules()
+        if plan.get(_pattern(f"{name}.q_proj")) == "colwise"
+        for own, child in module.named_children()
+        if (shapes := [p.dim() for p in child.parameters()]) and max(shapes) == 1
+    }
 
 
 def _latent_plan(hf_model: nn.Module) -> dict[str, str]:
-    return {_pattern(f"{name}.{own}"): _LATENT.get(own, PARTIAL)
-            for name, module in hf_model.named_modules() if is_latent(module)
-            for own, child in module.named_children() if any(True for _ in child.parameters())}
+    return {
+        _pattern(f"{name}.{own}"): _LATENT.get(own, PARTIAL)
+        for name, module in hf_model.named_modules()
+        if is_latent(module)
+        for own, child in module.named_children()
+        if any(True for _ in child.parameters())
+    }
 
 
 def style_problems(hf_model: nn.Module, styles: Mapping[str, str]) -> Iterator[str]:
@@ -82,8 +100,10 @@ def style_problems(hf_model: nn.Module, styles: Mapping[str, str]) -> Iterator[s
         yield f"{type(hf_model).__name__} has no tensor-parallel plan of its own"
     unknown = {name: style for name, style in styles.items() if style not in SPLIT_DIMS}
     for name, style in unknown.items():
-        yield (f"the plan of {type(hf_model).__name__} gives {name} the style {style}, which is "
-               f"not supported; known: {', '.join(SPLIT_DIMS)}")
+        yield (
+            f"the plan of {type(hf_model).__name__} gives {name} the style {style}, which is "
+            f"not supported; known: {', '.join(SPLIT_DIMS)}"
+        )
 
 
 def heads_fields(hf_config: Any) -> tuple[str, ...]:

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from spmdrl.algorithms.values import explained_variance, value_loss
 from spmdrl.config import Config
-from spmdrl.train.companions.trained import Learner
-from spmdrl.train.objectives.rl import Job, Stats, spread
 from spmdrl.model.parallel.fsdp import reshard
 from spmdrl.model.scorer import Scoring
 from spmdrl.model.sharded import ShardedModel
+from spmdrl.train.companions.trained import Learner
+from spmdrl.train.objectives.rl import Job, Stats, spread
 from spmdrl.types import Sums
 from spmdrl.world import World
 
@@ -29,8 +29,9 @@ class Critic(Learner):
     """
 
     def __init__(self, cfg: Config, world: World, *, policy: ShardedModel):
-        super().__init__(cfg, world, policy=policy, name="value", what="value model",
-                         is_scalar=True)
+        super().__init__(
+            cfg, world, policy=policy, name="value", what="value model", is_scalar=True
+        )
         self._clip = float(cfg.critic.options.get("clip", 0))
 
     @torch.no_grad()
@@ -61,8 +62,12 @@ class Critic(Learner):
         # Every state counts the same, whatever the policy's aggregation: its weights would give
         # the regression another scale, or long responses less say in it.
         terms, stats = value_loss(
-            self._values(job.scoring), job.columns["values"], returns=job.columns["returns"],
-            loss_mask=job.loss_mask, clip=self._clip)
+            self._values(job.scoring),
+            job.columns["values"],
+            returns=job.columns["returns"],
+            loss_mask=job.loss_mask,
+            clip=self._clip,
+        )
         return terms.double().sum() * job.token_weight, stats
 
     def _values(self, work: Scoring) -> Tensor:

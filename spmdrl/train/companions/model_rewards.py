@@ -18,10 +18,10 @@ from spmdrl.algorithms.shaping import shape
 from spmdrl.config import Config
 from spmdrl.data.prompts import load_tokenizer
 from spmdrl.model.load import SCALAR_HEAD, CheckpointReader, load_hf_config, model_folder
-from spmdrl.train.objectives.rl import on_host
 from spmdrl.model.parallel.fsdp import reshard
 from spmdrl.model.sharded import ShardedModel
 from spmdrl.rewards.signatures import part_names, reward_models
+from spmdrl.train.objectives.rl import on_host
 from spmdrl.types import Batch, Microbatch, Scalars, Sums, add_sums
 from spmdrl.world import World
 
@@ -41,11 +41,13 @@ class RewardModels:
         for position, path in named.items():
             try:
                 check_reward_model(cfg, path, folder=model_folder(path))
-                self._models[position] = ShardedModel(cfg, world, path=path, is_trained=False,
-                                                      is_scalar=True)
+                self._models[position] = ShardedModel(
+                    cfg, world, path=path, is_trained=False, is_scalar=True
+                )
             except ValueError as error:
-                raise ValueError(f"rewards.functions: model:{path} cannot be a reward: "
-                                 f"{error}") from error
+                raise ValueError(
+                    f"rewards.functions: model:{path} cannot be a reward: {error}"
+                ) from error
 
     def add_to(self, batch: Batch, *, step: int) -> Batch:
         """Score every sequence and make the scores a part of the rewards; see `with_scores`.
@@ -79,8 +81,11 @@ class RewardModels:
         host = on_host(microbatch)
         # Not the policy's packing: the two may need different attention.
         work = model.scoring(
-            host.tokens, host.cu_seqlens.diff().tolist(), mask=torch.zeros_like(host.response_mask),
-            position_ids=host.position_ids)
+            host.tokens,
+            host.cu_seqlens.diff().tolist(),
+            mask=torch.zeros_like(host.response_mask),
+            position_ids=host.position_ids,
+        )
         ends = (host.cu_seqlens[1:].long() - 1).to(self.world.device)
         return model.values(work).index_select(0, ends)
 
@@ -102,9 +107,11 @@ def with_scores(batch: Batch, scores: dict[int, Tensor], *, cfg: Config, step: i
     scalars, rewards = batch.scalars, cfg.rewards
     num_parts, num_functions = scalars.reward_parts.shape[1], len(rewards.functions)
     if num_parts != num_functions:
-        raise ValueError(f"step {step}: its samples were rewarded by {num_parts} functions before "
-                         f"the run was resumed, and rewards.functions now has {num_functions}; "
-                         "resume with the old ones, or start a run of its own")
+        raise ValueError(
+            f"step {step}: its samples were rewarded by {num_parts} functions before "
+            f"the run was resumed, and rewards.functions now has {num_functions}; "
+            "resume with the old ones, or start a run of its own"
+        )
     names = part_names(rewards.functions)
     weights = rewards.weights or (1.0,) * num_functions
     is_finite = torch.stack(list(scores.values())).isfinite().all(dim=0)
@@ -114,8 +121,10 @@ def with_scores(batch: Batch, scores: dict[int, Tensor], *, cfg: Config, step: i
     is_valid = scalars.is_valid & is_finite
     count = int(is_valid.sum())
     if not count:
-        raise RuntimeError(f"step {step}: no sample is left to train on: {num_failed} scores of "
-                           "reward models are not finite; check the models of rewards.functions")
+        raise RuntimeError(
+            f"step {step}: no sample is left to train on: {num_failed} scores of "
+            "reward models are not finite; check the models of rewards.functions"
+        )
     sums: Sums = {}
     parts, total = scalars.reward_parts.clone(), scalars.rewards.clone()
     for position, score in scores.items():
@@ -124,37 +133,51 @@ def with_scores(batch: Batch, scores: dict[int, Tensor], *, cfg: Config, step: i
         sums[f"reward/{names[position]}/mean"] = (parts[is_valid, position].sum().item(), count)
     raw = total
     if rewards.shaping:
-        total = shape(total, scalars.response_lengths, scalars.is_truncated,
-                      max_response_tokens=cfg.sampling.max_response_tokens,
-                      options=rewards.shaping)
+        total = shape(
+            total,
+            scalars.response_lengths,
+            scalars.is_truncated,
+            max_response_tokens=cfg.sampling.max_response_tokens,
+            options=rewards.shaping,
+        )
         sums["reward/mean_raw"] = (raw[is_valid].sum().item(), count)
     if num_failed:
         sums |= {name: (num_failed, 0) for name in ("rollout/failed_rewards", "reward/errors")}
-    scalars = replace(scalars, reward_parts=parts, is_valid=is_valid,
-                      rewards=torch.where(is_valid, total, 0.0))
+    scalars = replace(
+        scalars, reward_parts=parts, is_valid=is_valid, rewards=torch.where(is_valid, total, 0.0)
+    )
     shown = {f"reward/{names[i]}": score for i, score in scores.items()}
-    return replace(batch, scalars=scalars, sums=add_sums(batch.sums, sums),
-                   samples=_with_rewards(batch.samples, scalars, rewards=raw, parts=shown))
+    return replace(
+        batch,
+        scalars=scalars,
+        sums=add_sums(batch.sums, sums),
+        samples=_with_rewards(batch.samples, scalars, rewards=raw, parts=shown),
+    )
 
 
-def _failure_text(
-    scalars: Scalars, scores: dict[int, Tensor], *, cfg: Config, step: int
-) -> str:
-    position, row = next((i, int(bad.nonzero()[0])) for i, score in scores.items()
-                         if (bad := scalars.is_valid & ~score.isfinite()).any())
-    return (f"step {step}: the reward of group {int(scalars.group_ids[row])}, sample "
-            f"{int(scalars.sample_ids[row])} ({int(scalars.lengths[row])} tokens) failed: "
-            f"{cfg.rewards.functions[position]} of rewards.functions gave "
-            f"{float(scores[position][row])}. Check the model's weights and model.compute_dtype, "
-            "or set rewards.on_failure=drop to leave such samples out")
+def _failure_text(scalars: Scalars, scores: dict[int, Tensor], *, cfg: Config, step: int) -> str:
+    position, row = next(
+        (i, int(bad.nonzero()[0]))
+        for i, score in scores.items()
+        if (bad := scalars.is_valid & ~score.isfinite()).any()
+    )
+    return (
+        f"step {step}: the reward of group {int(scalars.group_ids[row])}, sample "
+        f"{int(scalars.sample_ids[row])} ({int(scalars.lengths[row])} tokens) failed: "
+        f"{cfg.rewards.functions[position]} of rewards.functions gave "
+        f"{float(scores[position][row])}. Check the model's weights and model.compute_dtype, "
+        "or set rewards.on_failure=drop to leave such samples out"
+    )
 
 
 def _with_rewards(
     samples: tuple[dict, ...], scalars: Scalars, *, rewards: Tensor, parts: dict[str, Tensor]
 ) -> tuple[dict, ...]:
     """Give shown samples their whole reward, unshaped, and what each model said of them."""
-    rows = {pair: row for row, pair in enumerate(
-        zip(scalars.group_ids.tolist(), scalars.sample_ids.tolist()))}
+    rows = {
+        pair: row
+        for row, pair in enumerate(zip(scalars.group_ids.tolist(), scalars.sample_ids.tolist()))
+    }
     found = []
     for sample in samples:
         text = {k: v for k, v in sample.items() if k not in ("group", "sample")}
@@ -178,26 +201,34 @@ def check_reward_model(cfg: Config, path: str, *, folder: Path | None) -> None:
         head, or one that cannot read the policy's sequences: fewer tokens, shorter sequences,
         or (where it has a tokenizer.json) another tokenizer.
     """
-    hf, policy = (load_hf_config(p, trust_remote_code=cfg.model.trust_remote_code)
-                  for p in (path, cfg.model.path))
+    hf, policy = (
+        load_hf_config(p, trust_remote_code=cfg.model.trust_remote_code)
+        for p in (path, cfg.model.path)
+    )
     if hf.vocab_size < policy.vocab_size:
-        raise ValueError(f"it embeds {hf.vocab_size} tokens, fewer than the policy's "
-                         f"{policy.vocab_size}; take one with the policy's tokenizer")
+        raise ValueError(
+            f"it embeds {hf.vocab_size} tokens, fewer than the policy's "
+            f"{policy.vocab_size}; take one with the policy's tokenizer"
+        )
     longest = cfg.data.max_prompt_tokens + cfg.sampling.max_response_tokens
     if hf.max_position_embeddings < longest:
         raise ValueError(
             f"it reads sequences of up to {hf.max_position_embeddings} tokens, and "
-            f"data.max_prompt_tokens + sampling.max_response_tokens is {longest}; lower those")
+            f"data.max_prompt_tokens + sampling.max_response_tokens is {longest}; lower those"
+        )
     if folder is None:
         return
     reader = CheckpointReader(folder)
     if SCALAR_HEAD not in reader.names():
         raise ValueError(
             f"its weights have no {SCALAR_HEAD}: it is no trained reward model, and a new head "
-            "would score everything 0. Train one (objective reward_model) and export it")
+            "would score everything 0. Train one (objective reward_model) and export it"
+        )
     if reader.shape(SCALAR_HEAD)[0] != 1:
-        raise ValueError(f"its {SCALAR_HEAD} has shape {list(reader.shape(SCALAR_HEAD))}; a reward "
-                         "is one number, of a head with one row")
+        raise ValueError(
+            f"its {SCALAR_HEAD} has shape {list(reader.shape(SCALAR_HEAD))}; a reward "
+            "is one number, of a head with one row"
+        )
     _check_tokenizer(cfg, folder)
 
 
@@ -209,11 +240,13 @@ def _check_tokenizer(cfg: Config, folder: Path) -> None:
     theirs = Tokenizer.from_file(str(file)).get_vocab(with_added_tokens=False)
     by_id = {index: token for token, index in theirs.items()}
     ours = load_tokenizer(cfg).get_vocab()
-    other = sorted((index, token) for token, index in ours.items()
-                   if by_id.get(index, token) != token)
+    other = sorted(
+        (index, token) for token, index in ours.items() if by_id.get(index, token) != token
+    )
     if other:
         index, token = other[0]
         raise ValueError(
             f"its tokenizer is not the policy's: {len(other)} of {len(ours)} tokens differ, e.g. "
             f"{index} is {token!r} to the policy and {by_id[index]!r} to it; take one that was "
-            "trained with the policy's tokenizer")
+            "trained with the policy's tokenizer"
+        )

@@ -10,10 +10,10 @@ from spmdrl.algorithms import registry
 from spmdrl.algorithms.process_reward import outcome_loss
 from spmdrl.algorithms.reduce import sequence_sum
 from spmdrl.config import Config
-from spmdrl.train.companions.trained import Learner
-from spmdrl.train.objectives.rl import Job, Stats, spread
 from spmdrl.model.scorer import Scoring
 from spmdrl.model.sharded import ShardedModel
+from spmdrl.train.companions.trained import Learner
+from spmdrl.train.objectives.rl import Job, Stats, spread
 from spmdrl.world import World
 
 
@@ -30,11 +30,15 @@ class ProcessRewardModel(Learner):
     """
 
     def __init__(self, cfg: Config, world: World, *, policy: ShardedModel):
-        super().__init__(cfg, world, policy=policy, name="prm", what="process reward model",
-                         is_scalar=False)
+        super().__init__(
+            cfg, world, policy=policy, name="prm", what="process reward model", is_scalar=False
+        )
         chosen = cfg.algorithm
-        known = registry.options_of(outcome_loss) | registry.options_of(
-            registry.get("advantage", chosen.advantage)) | chosen.advantage_options
+        known = (
+            registry.options_of(outcome_loss)
+            | registry.options_of(registry.get("advantage", chosen.advantage))
+            | chosen.advantage_options
+        )
         self._beta = known["beta"]
 
     def columns(self, works: Sequence[Scoring]) -> list[dict[str, Tensor]]:
@@ -48,7 +52,12 @@ class ProcessRewardModel(Learner):
         counts = sequence_sum(job.loss_mask, cu_seqlens).clamp(min=1)
         outcomes = sequence_sum(job.columns["returns"], cu_seqlens) / counts
         terms, stats = outcome_loss(
-            spread(logprobs, job.scoring), job.columns["ref_logprobs"], outcomes=outcomes,
-            loss_mask=job.loss_mask, cu_seqlens=cu_seqlens, beta=self._beta)
+            spread(logprobs, job.scoring),
+            job.columns["ref_logprobs"],
+            outcomes=outcomes,
+            loss_mask=job.loss_mask,
+            cu_seqlens=cu_seqlens,
+            beta=self._beta,
+        )
         # Every sequence counts the same, whatever the policy's aggregation.
         return terms.sum() * job.sequence_weight, stats

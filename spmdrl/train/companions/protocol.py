@@ -12,12 +12,12 @@ from typing import Protocol
 from torch import Tensor
 
 from spmdrl.config import Config
-from spmdrl.train.companions.critic import Critic
-from spmdrl.train.objectives.rl import Job
-from spmdrl.train.companions.process_reward_model import ProcessRewardModel
-from spmdrl.train.companions.reference import Frozen, make_reference
 from spmdrl.model.scorer import Scoring
 from spmdrl.model.sharded import ShardedModel
+from spmdrl.train.companions.critic import Critic
+from spmdrl.train.companions.process_reward_model import ProcessRewardModel
+from spmdrl.train.companions.reference import Frozen, make_reference
+from spmdrl.train.objectives.rl import Job
 from spmdrl.types import Sums
 from spmdrl.world import World
 

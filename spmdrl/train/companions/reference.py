@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from spmdrl.config import Config
 from spmdrl.check.options import REFERENCE
-from spmdrl.train.objectives.rl import Job
-from spmdrl.train.optimizer import local_part
-from spmdrl.train.companions.reference_cache import cached_logprobs, look_up
+from spmdrl.config import Config
 from spmdrl.model.scorer import Scoring
 from spmdrl.model.sharded import ShardedModel
+from spmdrl.train.companions.reference_cache import cached_logprobs, look_up
+from spmdrl.train.objectives.rl import Job
+from spmdrl.train.optimizer import local_part
 from spmdrl.types import Sums
 from spmdrl.world import World
 
@@ -51,8 +51,9 @@ class Frozen(Untrained):
     Raises: ValueError when the model cannot be loaded or laid out.
     """
 
-    def __init__(self, cfg: Config, world: World, *, path: str, column: str,
-                 is_float32: bool = False):
+    def __init__(
+        self, cfg: Config, world: World, *, path: str, column: str, is_float32: bool = False
+    ):
         self.model = ShardedModel(cfg, world, path=path, is_trained=False, is_float32=is_float32)
         self._column = column
 
@@ -97,12 +98,15 @@ class Synced(Frozen):
     Source: arXiv 2404.09656 (TR-DPO): its hard update, and with a mix below 1 the soft one.
     """
 
-    def __init__(self, cfg: Config, world: World, *, path: str, policy: ShardedModel, every: int,
-                 mix: float):
+    def __init__(
+        self, cfg: Config, world: World, *, path: str, policy: ShardedModel, every: int, mix: float
+    ):
         super().__init__(cfg, world, path=path, column="ref_logprobs", is_float32=mix < 1)
         self._every, self._mix = every, mix
-        own, other = ({name: tuple(p.shape) for name, p in model.named_shards().items()}
-                      for model in (self.model, policy))
+        own, other = (
+            {name: tuple(p.shape) for name, p in model.named_shards().items()}
+            for model in (self.model, policy)
+        )
         differing = sorted(n for n in own.keys() | other.keys() if own.get(n) != other.get(n))
         if differing:
             name = differing[0]
@@ -110,7 +114,8 @@ class Synced(Frozen):
                 f"model.reference_options: sync_every {every} with model.reference {path}, which "
                 f"is not of the policy's form: {name} is {own.get(name, 'missing')} there and "
                 f"{other.get(name, 'missing')} in the policy ({len(differing)} tensors differ); "
-                "take a model of the same architecture and size")
+                "take a model of the same architecture and size"
+            )
 
     @torch.no_grad()
     def follow(self, policy: ShardedModel, *, step: int) -> None:
@@ -157,6 +162,12 @@ def make_reference(cfg: Config, world: World, *, policy: ShardedModel) -> Compan
     if policy.adapters and not cfg.model.reference:
         return WithoutAdapters(policy)
     if options["sync_every"]:
-        return Synced(cfg, world, path=path, policy=policy, every=options["sync_every"],
-                      mix=options["sync_mix"])
+        return Synced(
+            cfg,
+            world,
+            path=path,
+            policy=policy,
+            every=options["sync_every"],
+            mix=options["sync_mix"],
+        )
     return Frozen(cfg, world, path=path, column="ref_logprobs")

@@ -16,17 +16,22 @@ import numpy
 import torch
 from torch import Tensor
 
-from spmdrl.world.comm import gather_objects, together
 from spmdrl.config import Config
 from spmdrl.data.examples import PairSource, offline_source
 from spmdrl.data.prompts import load_tokenizer
 from spmdrl.model.load import CheckpointReader, model_folder
-from spmdrl.train.companions.reference_table import (
-    Table, other_parts, sequence_key, shared_table, table_file, write_table,
-)
 from spmdrl.model.scorer import Scoring
 from spmdrl.model.sharded import ShardedModel, packs, scoring_temperature
+from spmdrl.train.companions.reference_table import (
+    Table,
+    other_parts,
+    sequence_key,
+    shared_table,
+    table_file,
+    write_table,
+)
 from spmdrl.world import World
+from spmdrl.world.comm import gather_objects, together
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -106,7 +111,8 @@ def look_up(table: Table, work: Scoring) -> Tensor:
             raise RuntimeError(
                 f"a sequence of {len(row)} tokens, which begins {row[:8].tolist()}, is not among "
                 "the reference's logprobs: the rows of data.train have changed since the run "
-                "began; start it again, and it will compute what it lacks")
+                "began; start it again, and it will compute what it lacks"
+            )
         values[own] = known
     return found.to(work.tokens.device)
 
@@ -116,10 +122,14 @@ def look_up(table: Table, work: Scoring) -> Tensor:
 
 def _parts(cfg: Config, world: World, *, path: str) -> dict[str, str]:
     """Return all that the logprobs depend on besides the sequences, by name."""
+
     def own() -> dict[str, str]:
         folder = model_folder(path)
-        names = {*CheckpointReader(folder).files(), "config.json",
-                 *(p.name for p in folder.glob("*.py"))}
+        names = {
+            *CheckpointReader(folder).files(),
+            "config.json",
+            *(p.name for p in folder.glob("*.py")),
+        }
         mine = sorted(names)[world.rank :: len(world.trainer_ranks)]
         return {name: _file_digest(folder / name) for name in mine}
 
@@ -127,9 +137,11 @@ def _parts(cfg: Config, world: World, *, path: str) -> dict[str, str]:
     with world.watch.wait("read the reference", -1):
         every = gather_objects(digests, group=world.trainer_control)
     files = sorted((name, digest) for part in every for name, digest in part.items())
-    return {"weights": hashlib.sha256(json.dumps(files).encode()).hexdigest(),
-            "compute dtype": cfg.model.compute_dtype,
-            "temperature": repr(float(scoring_temperature(cfg)))}
+    return {
+        "weights": hashlib.sha256(json.dumps(files).encode()).hexdigest(),
+        "compute dtype": cfg.model.compute_dtype,
+        "temperature": repr(float(scoring_temperature(cfg))),
+    }
 
 
 def _file_digest(path: Path) -> str:
@@ -155,8 +167,10 @@ def _missing(cfg: Config, world: World, table: Table) -> tuple[list[Row], int]:
         for tokens, mask in source.unit(index).examples:
             row, own = torch.tensor(tokens), torch.tensor(mask)
             if own[0]:
-                raise ValueError(f"{source.rows.where(index)}: the first token belongs to the "
-                                 "response, and nothing predicts it; the prompt is empty")
+                raise ValueError(
+                    f"{source.rows.where(index)}: the first token belongs to the "
+                    "response, and nothing predicts it; the prompt is empty"
+                )
             key = sequence_key(row, own)
             seen.add(key)
             if key not in known:
@@ -164,26 +178,39 @@ def _missing(cfg: Config, world: World, table: Table) -> tuple[list[Row], int]:
     return sorted(found.values(), key=lambda s: (-len(s), s.key)), len(seen)
 
 
-def _say_start(file: Path, parts: Mapping[str, str], *, problem: str, rows: int,
-               lacking: int) -> None:
+def _say_start(
+    file: Path, parts: Mapping[str, str], *, problem: str, rows: int, lacking: int
+) -> None:
     if problem:
         log.warning("%s %s; its logprobs are computed anew", file, problem)
     elif lacking == rows and (differing := other_parts(file, parts)):
-        log.info("reference logprobs: what %s holds is of another reference (other %s) and is not "
-                 "used", file.parent, ", ".join(differing))
+        log.info(
+            "reference logprobs: what %s holds is of another reference (other %s) and is not used",
+            file.parent,
+            ", ".join(differing),
+        )
     if lacking:
-        log.info("reference logprobs: %d of %d sequences are to be computed, for %s", lacking,
-                 rows, file)
+        log.info(
+            "reference logprobs: %d of %d sequences are to be computed, for %s", lacking, rows, file
+        )
     else:
-        log.info("reference logprobs: all %d sequences are in %s; no reference is loaded", rows,
-                 file)
+        log.info(
+            "reference logprobs: all %d sequences are in %s; no reference is loaded", rows, file
+        )
 
 
 # --------------------------------------------------------------------------- computing
 
 
-def _compute(cfg: Config, world: World, own: Sequence[Row], *, path: str, file: Path,
-             parts: Mapping[str, str]) -> Table:
+def _compute(
+    cfg: Config,
+    world: World,
+    own: Sequence[Row],
+    *,
+    path: str,
+    file: Path,
+    parts: Mapping[str, str],
+) -> Table:
     """Return the logprobs of all ranks' sequences; on rank 0, elsewhere what was known of them.
 
     Args:
@@ -194,11 +221,15 @@ def _compute(cfg: Config, world: World, own: Sequence[Row], *, path: str, file: 
     model = _together(lambda: ShardedModel(cfg, world, path=path, is_trained=False), world)
     known, began = shared_table(file, parts, world)[0], time.monotonic()
     done = set(known.keys.tolist())
-    rows = [row for row in packs(own, world.tokens_per_microbatch)
-            if any(s.key not in done for s in row)]
+    rows = [
+        row
+        for row in packs(own, world.tokens_per_microbatch)
+        if any(s.key not in done for s in row)
+    ]
     with world.watch.wait("count rows", -1):
-        counts = gather_objects((len(rows), sum(len(s) for row in rows for s in row)),
-                                group=world.trainer_control)
+        counts = gather_objects(
+            (len(rows), sum(len(s) for row in rows for s in row)), group=world.trainer_control
+        )
     rounds = max(count for count, _ in counts)
     progress = _Progress(sum(tokens for _, tokens in counts[:: world.ranks_per_dp]))
     if world.rank == 0 and done:
@@ -206,10 +237,12 @@ def _compute(cfg: Config, world: World, own: Sequence[Row], *, path: str, file: 
     rows += [[]] * (rounds - len(rows))  # all ranks meet in every forward pass
     found, saved = {}, began
     for begin in range(0, rounds, _PACKS):
-        chunk = rows[begin:begin + _PACKS]
+        chunk = rows[begin : begin + _PACKS]
         with world.watch.wait("reference logprobs", -1):
-            everyone = gather_objects((sum(len(s) for row in chunk for s in row),
-                                       _score(model, chunk)), group=world.trainer_control)
+            everyone = gather_objects(
+                (sum(len(s) for row in chunk for s in row), _score(model, chunk)),
+                group=world.trainer_control,
+            )
         if world.rank:
             continue
         for tokens, part in everyone[:: world.ranks_per_dp]:
@@ -236,8 +269,13 @@ class _Progress:
             return
         self._said, seconds = now, now - self._began
         left = seconds * (self._total / self.done - 1)
-        log.info("reference logprobs: %s of %s tokens in %.0f s%s", f"{self.done:,}",
-                 f"{self._total:,}", seconds, "" if is_done else f", about {left:.0f} s left")
+        log.info(
+            "reference logprobs: %s of %s tokens in %.0f s%s",
+            f"{self.done:,}",
+            f"{self._total:,}",
+            seconds,
+            "" if is_done else f", about {left:.0f} s left",
+        )
 
 
 def _score(model: ShardedModel, rows: Sequence[Sequence[Row]]) -> dict[int, numpy.ndarray]:
@@ -246,10 +284,14 @@ def _score(model: ShardedModel, rows: Sequence[Sequence[Row]]) -> dict[int, nump
     for row in rows:
         lengths = [len(s) for s in row] or [1]
         dummy = torch.zeros(0 if row else 1, dtype=torch.int64)
-        works.append(model.scoring(
-            torch.cat([dummy, *(s.tokens.long() for s in row)]), lengths,
-            mask=torch.cat([dummy.bool(), *(s.mask for s in row)]),
-            position_ids=torch.cat([torch.arange(n) for n in lengths])))
+        works.append(
+            model.scoring(
+                torch.cat([dummy, *(s.tokens.long() for s in row)]),
+                lengths,
+                mask=torch.cat([dummy.bool(), *(s.mask for s in row)]),
+                position_ids=torch.cat([torch.arange(n) for n in lengths]),
+            )
+        )
     found = {}
     for row, (logprobs, _) in zip(rows, model.columns(works)):
         pieces = logprobs.cpu().split([len(s) for s in row]) if row else ()
@@ -259,5 +301,8 @@ def _score(model: ShardedModel, rows: Sequence[Sequence[Row]]) -> dict[int, nump
 
 def _together(function: Callable[[], T], world: World) -> T:
     """Return what a function of each trainer rank's own gives, or raise its error on all."""
-    return together(function, group=world.trainer_control,
-                    waiting=world.watch.wait("agree on the reference", -1))
+    return together(
+        function,
+        group=world.trainer_control,
+        waiting=world.watch.wait("agree on the reference", -1),
+    )

@@ -19,8 +19,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from spmdrl.world.comm import gather_objects
 from spmdrl.world import World
+from spmdrl.world.comm import gather_objects
 
 _NAMES = ("keys", "offsets", "values")
 
@@ -38,7 +38,7 @@ class Table:
         at = int(torch.searchsorted(self.keys, torch.tensor(key)))
         if at == len(self.keys) or int(self.keys[at]) != key:
             return None
-        return self.values[int(self.offsets[at]):int(self.offsets[at + 1])]
+        return self.values[int(self.offsets[at]) : int(self.offsets[at + 1])]
 
     def joined(self, found: Mapping[int, Tensor]) -> Table:
         """Return this table with the sequences of {key: values} in it too."""
@@ -47,7 +47,8 @@ class Table:
         return Table(
             keys=torch.tensor(list(pieces), dtype=torch.int64),
             offsets=torch.nn.functional.pad(lengths.cumsum(0), (1, 0)),
-            values=torch.cat([torch.zeros(0), *pieces.values()]))
+            values=torch.cat([torch.zeros(0), *pieces.values()]),
+        )
 
     def pieces(self) -> dict[int, Tensor]:
         """Return {key: values} of every sequence."""
@@ -93,14 +94,19 @@ def write_table(path: Path, table: Table, parts: Mapping[str, str]) -> None:
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        save_file({name: getattr(table, name) for name in _NAMES}, partial,
-                  metadata={**parts, "sha256": table.digest()})
+        save_file(
+            {name: getattr(table, name) for name in _NAMES},
+            partial,
+            metadata={**parts, "sha256": table.digest()},
+        )
         partial.chmod(0o644)  # safetensors lets only the owner read
         os.replace(partial, path)
     except (OSError, SafetensorError) as error:
-        raise RuntimeError(f"the reference's logprobs cannot be written to {path}: {error}; free "
-                           "disk space, or name another folder by model.reference_options: "
-                           "{cache: FOLDER}") from error
+        raise RuntimeError(
+            f"the reference's logprobs cannot be written to {path}: {error}; free "
+            "disk space, or name another folder by model.reference_options: "
+            "{cache: FOLDER}"
+        ) from error
 
 
 def read_table(path: Path, parts: Mapping[str, str]) -> tuple[Table | None, str]:
@@ -122,8 +128,9 @@ def read_table(path: Path, parts: Mapping[str, str]) -> tuple[Table | None, str]
 
 def other_parts(path: Path, parts: Mapping[str, str]) -> list[str]:
     """Return in which parts the newest other table of the folder differs; [] if there is none."""
-    others = sorted((p for p in path.parent.glob("*.safetensors") if p != path),
-                    key=lambda p: p.stat().st_mtime)
+    others = sorted(
+        (p for p in path.parent.glob("*.safetensors") if p != path), key=lambda p: p.stat().st_mtime
+    )
     for other in others[::-1]:
         try:
             with safe_open(other, framework="pt") as file:
@@ -154,18 +161,24 @@ def shared_table(path: Path, parts: Mapping[str, str], world: World) -> tuple[Ta
         table, _ = read_table(path, parts)
     with world.watch.wait("find reference logprobs", -1):
         digests = gather_objects(table.digest() if table else "", group=world.trainer_control)
-    return (table if set(digests) == {digest} else
-            _sent(table, world, num_keys=num_keys, num_values=num_values)), ""
+    return (
+        table
+        if set(digests) == {digest}
+        else _sent(table, world, num_keys=num_keys, num_values=num_values)
+    ), ""
 
 
 def _sent(table: Table | None, world: World, *, num_keys: int, num_values: int) -> Table:
     """Return rank 0's table on every trainer rank."""
     if world.rank != world.trainer_ranks[0]:
-        table = Table(keys=torch.zeros(num_keys, dtype=torch.int64),
-                      offsets=torch.zeros(num_keys + 1, dtype=torch.int64),
-                      values=torch.zeros(num_values))
+        table = Table(
+            keys=torch.zeros(num_keys, dtype=torch.int64),
+            offsets=torch.zeros(num_keys + 1, dtype=torch.int64),
+            values=torch.zeros(num_values),
+        )
     with world.watch.wait("send reference logprobs", -1):
         for name in _NAMES:
-            dist.broadcast(getattr(table, name), src=world.trainer_ranks[0],
-                           group=world.trainer_control)
+            dist.broadcast(
+                getattr(table, name), src=world.trainer_ranks[0], group=world.trainer_control
+            )
     return table

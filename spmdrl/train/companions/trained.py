@@ -8,8 +8,8 @@ from dataclasses import replace
 from torch import Tensor
 
 from spmdrl.config import Config
-from spmdrl.train.objectives.rl import Job, Stats
 from spmdrl.model.sharded import ShardedModel
+from spmdrl.train.objectives.rl import Job, Stats
 from spmdrl.train.trained_model import Trainee
 from spmdrl.types import Sums, add_sums
 from spmdrl.world import World
@@ -26,16 +26,34 @@ class Learner:
     Raises: ValueError when the model cannot be loaded or laid out, or cannot read those rows.
     """
 
-    def __init__(self, cfg: Config, world: World, *, policy: ShardedModel, name: str, what: str,
-                 is_scalar: bool):
+    def __init__(
+        self,
+        cfg: Config,
+        world: World,
+        *,
+        policy: ShardedModel,
+        name: str,
+        what: str,
+        is_scalar: bool,
+    ):
         try:
-            self.model = ShardedModel(cfg, world, path=cfg.critic.path or cfg.model.path,
-                                      is_trained=True, is_scalar=is_scalar)
+            self.model = ShardedModel(
+                cfg,
+                world,
+                path=cfg.critic.path or cfg.model.path,
+                is_trained=True,
+                is_scalar=is_scalar,
+            )
         except ValueError as error:
             raise ValueError(f"critic.path: the {what} cannot be made: {error}") from error
         _check_fit(self.model, policy)
-        self.trainee = Trainee(self.model, cfg=cfg, world=world, name=name,
-                               options=replace(cfg.optimizer, lr=cfg.critic.lr))
+        self.trainee = Trainee(
+            self.model,
+            cfg=cfg,
+            world=world,
+            name=name,
+            options=replace(cfg.optimizer, lr=cfg.critic.lr),
+        )
 
     def update(self, jobs: Sequence[Sequence[Job]], *, step: int) -> Sums:
         """Take an optimizer step for each of the batch's updates.
@@ -45,8 +63,12 @@ class Learner:
             step: training step, for the schedule.
         Returns: sums over all trainer ranks, equal on each of them.
         """
-        return add_sums(*[self.trainee.take_step(update, self._loss, step=step, number=number)
-                          for number, update in enumerate(jobs)])
+        return add_sums(
+            *[
+                self.trainee.take_step(update, self._loss, step=step, number=number)
+                for number, update in enumerate(jobs)
+            ]
+        )
 
     def rehearse(self, jobs: Sequence[Job]) -> None:
         """Run the micro-batches of an update and drop what comes of it; see Trainee."""
@@ -70,8 +92,12 @@ class Learner:
 def _check_fit(model: ShardedModel, policy: ShardedModel) -> None:
     rows, needed = (m.hf_model.get_input_embeddings().weight.shape[0] for m in (model, policy))
     if rows < needed:
-        raise ValueError(f"critic.path: the model embeds {rows} tokens, fewer than the "
-                         f"policy's {needed}; take one with the policy's tokenizer")
+        raise ValueError(
+            f"critic.path: the model embeds {rows} tokens, fewer than the "
+            f"policy's {needed}; take one with the policy's tokenizer"
+        )
     if model.is_padded != policy.is_padded:
-        raise ValueError("critic.path: it and the policy need different attention (one has "
-                         "a softcap); set model.kernels to {attention: padded}")
+        raise ValueError(
+            "critic.path: it and the policy need different attention (one has "
+            "a softcap); set model.kernels to {attention: padded}"
+        )

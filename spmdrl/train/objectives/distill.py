@@ -18,9 +18,9 @@ from spmdrl.algorithms import registry
 from spmdrl.config import Config
 from spmdrl.model.head import HeadOptions, chunks, scaled_logits
 from spmdrl.model.load import load_hf_config
-from spmdrl.train.objectives.rl import Job, Stats, spread
-from spmdrl.model.sharded import ShardedModel
 from spmdrl.model.parallel.tensor_parallel import enter, gather_last
+from spmdrl.model.sharded import ShardedModel
+from spmdrl.train.objectives.rl import Job, Stats, spread
 from spmdrl.world import World
 
 
@@ -35,11 +35,15 @@ class Distillation:
         self.columns: set[str] = set()
         self._loss = registry.get("distillation", cfg.algorithm.loss)
         self._options = cfg.algorithm.loss_options
-        own, other = (load_hf_config(path, trust_remote_code=cfg.model.trust_remote_code).vocab_size
-                      for path in (cfg.model.path, cfg.model.teacher))
+        own, other = (
+            load_hf_config(path, trust_remote_code=cfg.model.trust_remote_code).vocab_size
+            for path in (cfg.model.path, cfg.model.teacher)
+        )
         if own != other:
-            raise ValueError(f"model.teacher: has a vocabulary of {other}, the policy one of "
-                             f"{own}; distillation needs the same tokens on both sides")
+            raise ValueError(
+                f"model.teacher: has a vocabulary of {other}, the policy one of "
+                f"{own}; distillation needs the same tokens on both sides"
+            )
         self._teacher = ShardedModel(cfg, world, path=cfg.model.teacher, is_trained=False).scorer
 
     def statistics(self, jobs: Sequence[Sequence[Job]], *, world: World) -> dict[str, Tensor]:
@@ -58,31 +62,55 @@ class Distillation:
         with torch.no_grad():
             theirs = self._teacher(job.scoring, lambda *states, targets: states)
         terms, stats = model.forward(
-            job.scoring, partial(self._terms, *theirs, model.scorer.head_options))
+            job.scoring, partial(self._terms, *theirs, model.scorer.head_options)
+        )
         return (spread(terms, job.scoring).double() * job.weights).sum(), stats
 
-    def _terms(self, states: Tensor, teacher_weight: Tensor, options: HeadOptions,
-               hidden: Tensor, weight: Tensor, *, targets: Tensor) -> tuple[Tensor, Stats]:
+    def _terms(
+        self,
+        states: Tensor,
+        teacher_weight: Tensor,
+        options: HeadOptions,
+        hidden: Tensor,
+        weight: Tensor,
+        *,
+        targets: Tensor,
+    ) -> tuple[Tensor, Stats]:
         """Return the divergence at each scored token, [n] float32 nats, and its metrics."""
         terms, stats = [], []
         # One chunk without positions, if there is none: parameters must be in the graph and
         # metrics in the totals of every rank, so that collectives match.
         for part in chunks(len(hidden), options.chunk_tokens) or [slice(0, 0)]:
-            found, own = checkpoint(self._chunk, hidden[part], weight, states[part],
-                                    teacher_weight, options, use_reentrant=False,
-                                    preserve_rng_state=False)
+            found, own = checkpoint(
+                self._chunk,
+                hidden[part],
+                weight,
+                states[part],
+                teacher_weight,
+                options,
+                use_reentrant=False,
+                preserve_rng_state=False,
+            )
             terms.append(found)
             stats.append(own)
         total = {name: tuple(map(sum, zip(*(own[name] for own in stats)))) for name in stats[0]}
         return torch.cat(terms), total
 
-    def _chunk(self, hidden: Tensor, weight: Tensor, states: Tensor, teacher_weight: Tensor,
-               options: HeadOptions) -> tuple[Tensor, Stats]:
+    def _chunk(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        states: Tensor,
+        teacher_weight: Tensor,
+        options: HeadOptions,
+    ) -> tuple[Tensor, Stats]:
         with torch.no_grad():
             teacher = _whole_logits(states, teacher_weight, self._teacher.head_options)
-        inputs = {"student_logits": _whole_logits(hidden, weight, options),
-                  "teacher_logits": teacher,
-                  "loss_mask": torch.ones(len(hidden), dtype=torch.bool, device=hidden.device)}
+        inputs = {
+            "student_logits": _whole_logits(hidden, weight, options),
+            "teacher_logits": teacher,
+            "loss_mask": torch.ones(len(hidden), dtype=torch.bool, device=hidden.device),
+        }
         return registry.call(self._loss, inputs, self._options)
 
 

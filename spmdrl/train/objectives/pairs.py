@@ -16,13 +16,13 @@ from torch import Tensor
 from spmdrl.algorithms import reduce, registry
 from spmdrl.algorithms.preference.shared import log_ratio_of, masked_mean, pairs_in_loss
 from spmdrl.algorithms.preference.unpaired import kto_kl
-from spmdrl.world.comm import gather_objects
 from spmdrl.config import Config
 from spmdrl.config.fields import trains_on_pairs
-from spmdrl.train.objectives.rl import Job, Stats, spread
 from spmdrl.model.sharded import ShardedModel
+from spmdrl.train.objectives.rl import Job, Stats, spread
 from spmdrl.types import Batch
 from spmdrl.world import World
+from spmdrl.world.comm import gather_objects
 
 _SIDES = ("chosen", "rejected")
 
@@ -55,11 +55,14 @@ def with_pairs(batch: Batch, cfg: Config) -> Batch:
             positions = order[rows[order] >= 0].view(-1, 2)  # without a dummy's -1
             pairs = rows[positions[:, 0]] // 2
             assert (rows[positions] == torch.stack([2 * pairs, 2 * pairs + 1], dim=1)).all()
-            found.append({
-                **(batch.columns[number][index] if batch.columns else {}),
-                "pair_positions": positions, "pair_weights": weights[pairs],
-                "pair_rewards": scalars.rewards.view(-1, 2)[pairs],
-            })
+            found.append(
+                {
+                    **(batch.columns[number][index] if batch.columns else {}),
+                    "pair_positions": positions,
+                    "pair_weights": weights[pairs],
+                    "pair_rewards": scalars.rewards.view(-1, 2)[pairs],
+                }
+            )
         updates.append(tuple(found))
     return replace(batch, columns=tuple(updates))
 
@@ -67,7 +70,8 @@ def with_pairs(batch: Batch, cfg: Config) -> Batch:
 def _is_unpaired(cfg: Config) -> bool:
     chosen = cfg.algorithm
     return chosen.objective == "preference" and registry.is_unpaired(
-        registry.get("preference", chosen.loss))
+        registry.get("preference", chosen.loss)
+    )
 
 
 class PairObjective:
@@ -117,8 +121,9 @@ class PairObjective:
 
     def _mean_parts(self, job: Job) -> tuple[Tensor, Tensor]:
         """Return numerator and denominator of the scalar that the loss asks for."""
-        old, ref = (_sides(_sums(job.columns[name], job), job)
-                    for name in ("old_logprobs", "ref_logprobs"))
+        old, ref = (
+            _sides(_sums(job.columns[name], job), job) for name in ("old_logprobs", "ref_logprobs")
+        )
         lengths = _sides(_lengths(job), job)
         if "kl" in self._statistics:
             return kto_kl(old[1], ref[1], lengths=lengths[1])
@@ -166,8 +171,11 @@ class PairObjective:
             refs = _sides(_sums(job.columns["ref_logprobs"], job), job)
             inputs |= {f"ref_{side}_logps": s for side, s in zip(_SIDES, refs)}
         if self._is_unpaired:
-            inputs |= {"ref_logps": inputs["ref_chosen_logps"], "lengths": lengths[0],
-                       "is_chosen": rewards[:, 0] > 0.5}
+            inputs |= {
+                "ref_logps": inputs["ref_chosen_logps"],
+                "lengths": lengths[0],
+                "is_chosen": rewards[:, 0] > 0.5,
+            }
         return inputs
 
 

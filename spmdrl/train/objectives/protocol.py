@@ -9,11 +9,11 @@ from torch import Tensor
 
 from spmdrl.config import Config
 from spmdrl.config.fields import trains_on_pairs
+from spmdrl.model.sharded import ShardedModel
 from spmdrl.train.coefficients import Coefficients
 from spmdrl.train.objectives.distill import Distillation
-from spmdrl.train.objectives.rl import Job, Objective, Stats
 from spmdrl.train.objectives.pairs import PairObjective
-from spmdrl.model.sharded import ShardedModel
+from spmdrl.train.objectives.rl import Job, Objective, Stats
 from spmdrl.world import World
 
 

@@ -13,13 +13,13 @@ from spmdrl.algorithms import reduce, registry
 from spmdrl.algorithms.entropy import FILTER, top_entropy
 from spmdrl.algorithms.kl import estimator_options, kl_stats
 from spmdrl.algorithms.mismatch import gap_histogram, mismatch_stats
-from spmdrl.world.comm import gather_objects
 from spmdrl.config import Config
 from spmdrl.model.parallel.context_parallel import Slicing, make_slice
-from spmdrl.train.coefficients import Coefficients
 from spmdrl.model.scorer import Scoring
+from spmdrl.train.coefficients import Coefficients
 from spmdrl.types import Advantages, Batch, Microbatch
 from spmdrl.world import World
+from spmdrl.world.comm import gather_objects
 
 if TYPE_CHECKING:
     from spmdrl.model.sharded import ShardedModel
@@ -59,18 +59,27 @@ def make_jobs(
     for update, microbatches in enumerate(batch.updates):
         own = lengths * (batch.update_ids == update)
         weights = reduce.sequence_weights(
-            scalars, own, aggregation=cfg.algorithm.aggregation,
+            scalars,
+            own,
+            aggregation=cfg.algorithm.aggregation,
             max_response_tokens=cfg.sampling.max_response_tokens,
         )
         per_sequence = torch.stack([weights.cpu(), own.cpu().double()])
         # A dummy's sequence id is -1: the zeros in the last column.
         per_sequence = torch.cat([per_sequence, per_sequence.new_zeros(2, 1)], dim=1)
-        jobs.append([
-            _make_job(m, per_sequence, model=model,
-                      token_weight=1.0 / max(1, int(own.sum())),
-                      sequence_weight=1.0 / max(1, int((own > 0).sum())),
-                      columns=_columns(batch, advantages, update=update, index=i))
-            for i, m in enumerate(microbatches)])
+        jobs.append(
+            [
+                _make_job(
+                    m,
+                    per_sequence,
+                    model=model,
+                    token_weight=1.0 / max(1, int(own.sum())),
+                    sequence_weight=1.0 / max(1, int((own > 0).sum())),
+                    columns=_columns(batch, advantages, update=update, index=i),
+                )
+                for i, m in enumerate(microbatches)
+            ]
+        )
     return jobs
 
 
@@ -88,34 +97,57 @@ def _columns(
 def on_host(microbatch: Microbatch) -> Microbatch:
     """Return a micro-batch on the CPU, its values there when this returns."""
     # Not Microbatch.to: its copies do not block, and from a GPU they may land later.
-    return Microbatch(**{name: tensor if tensor is None else tensor.cpu()
-                         for name, tensor in vars(microbatch).items()})
+    return Microbatch(
+        **{
+            name: tensor if tensor is None else tensor.cpu()
+            for name, tensor in vars(microbatch).items()
+        }
+    )
 
 
 def _make_job(
-    microbatch: Microbatch, per_sequence: Tensor, *, model: ShardedModel, token_weight: float,
-    sequence_weight: float, columns: Mapping[str, Tensor],
+    microbatch: Microbatch,
+    per_sequence: Tensor,
+    *,
+    model: ShardedModel,
+    token_weight: float,
+    sequence_weight: float,
+    columns: Mapping[str, Tensor],
 ) -> Job:
     host, device = on_host(microbatch), model.world.device
     lengths = host.cu_seqlens.diff().long()
     weights, in_loss = per_sequence[:, host.sequence_ids].repeat_interleave(
-        lengths, dim=1, output_size=host.tokens.numel())
+        lengths, dim=1, output_size=host.tokens.numel()
+    )
     loss_mask = host.response_mask & (in_loss > 0)
     is_real = host.sequence_ids >= 0
     return Job(
         microbatch=microbatch.to(device),
-        scoring=model.scoring(host.tokens, lengths.tolist(), mask=loss_mask,
-                              position_ids=host.position_ids, routes=host.routes),
-        loss_mask=loss_mask.to(device), weights=weights.to(device),
-        num_tokens=int(lengths[is_real].sum()), token_weight=token_weight,
+        scoring=model.scoring(
+            host.tokens,
+            lengths.tolist(),
+            mask=loss_mask,
+            position_ids=host.position_ids,
+            routes=host.routes,
+        ),
+        loss_mask=loss_mask.to(device),
+        weights=weights.to(device),
+        num_tokens=int(lengths[is_real].sum()),
+        token_weight=token_weight,
         sequence_weight=sequence_weight,
         columns={name: column.to(device) for name, column in columns.items()},
     )
 
 
 def make_scoring(
-    tokens: Tensor, lengths: Sequence[int], *, mask: Tensor, position_ids: Tensor,
-    device: torch.device, padded: bool, slicing: Slicing = Slicing(),
+    tokens: Tensor,
+    lengths: Sequence[int],
+    *,
+    mask: Tensor,
+    position_ids: Tensor,
+    device: torch.device,
+    padded: bool,
+    slicing: Slicing = Slicing(),
     routes: Tensor | None = None,
 ) -> Scoring:
     """Return what the scorer needs to score the masked tokens of a packed row.
@@ -132,14 +164,27 @@ def make_scoring(
     """
     if bool((mask & (position_ids == 0)).any()):
         at = int((mask & (position_ids == 0)).nonzero()[0])
-        raise ValueError(f"response_mask holds the first token of a sequence (packed position "
-                         f"{at}), which no token comes before; mask it out where rows are read")
+        raise ValueError(
+            f"response_mask holds the first token of a sequence (packed position "
+            f"{at}), which no token comes before; mask it out where rows are read"
+        )
     scored = mask.nonzero()[:, 0]
-    own = make_slice(tokens, lengths, position_ids=position_ids, scored=scored, device=device,
-                     padded=padded, slicing=slicing, routes=routes)
+    own = make_slice(
+        tokens,
+        lengths,
+        position_ids=position_ids,
+        scored=scored,
+        device=device,
+        padded=padded,
+        slicing=slicing,
+        routes=routes,
+    )
     return Scoring(
-        tokens=tokens.to(device), position_ids=position_ids.to(device),
-        scored=scored.to(device), targets=tokens[scored].to(device), own=own,
+        tokens=tokens.to(device),
+        position_ids=position_ids.to(device),
+        scored=scored.to(device),
+        targets=tokens[scored].to(device),
+        own=own,
     )
 
 
@@ -153,17 +198,27 @@ def needed_columns(cfg: Config) -> set[str]:
     chosen = cfg.algorithm
     if chosen.objective != "rl":
         return set()
-    methods = [registry.get(kind, getattr(chosen, kind))
-               for kind in ("loss", "correction", "advantage")]
+    methods = [
+        registry.get(kind, getattr(chosen, kind)) for kind in ("loss", "correction", "advantage")
+    ]
     needed = set().union(*map(registry.asked_by, methods)) & {
-        "ref_logprobs", "teacher_logprobs", "values", "prm_logprobs", "square_probs"}
+        "ref_logprobs",
+        "teacher_logprobs",
+        "values",
+        "prm_logprobs",
+        "square_probs",
+    }
     if chosen.kl_coef:
         needed.add("ref_logprobs")
     # With one update the current logprobs are the old ones, unless something before the update
     # wants them. A loss that is anchored at the engine's policy asks for none at all.
-    before = (any(map(registry.statistics_of, methods)) or "keep_frac" in chosen.entropy_options
-              or "old_logprobs" in registry.asked_by(methods[2])
-              or (chosen.kl_coef and chosen.kl_in == "reward") or "square_probs" in needed)
+    before = (
+        any(map(registry.statistics_of, methods))
+        or "keep_frac" in chosen.entropy_options
+        or "old_logprobs" in registry.asked_by(methods[2])
+        or (chosen.kl_coef and chosen.kl_in == "reward")
+        or "square_probs" in needed
+    )
     anchored = "old_logprobs" in registry.inputs_of(methods[0]) or chosen.correction != "none"
     if before or (anchored and cfg.batch.updates_per_step > 1):
         needed.add("old_logprobs")
@@ -189,8 +244,11 @@ class Objective:
         self._correction_options = algorithm.correction_options
         self._kl = registry.get("kl", algorithm.kl)
         self._kl_options = estimator_options(algorithm.kl_options)
-        self._filter_options = {name: algorithm.entropy_options[name] for name in FILTER
-                                if name in algorithm.entropy_options}
+        self._filter_options = {
+            name: algorithm.entropy_options[name]
+            for name in FILTER
+            if name in algorithm.entropy_options
+        }
         self.columns = needed_columns(cfg)
         self._wants_keys = "token_keys" in registry.inputs_of(self._loss)
 
@@ -200,8 +258,7 @@ class Objective:
         Trainer ranks gather the columns of all loss tokens; {} when no method asks.
         """
         found: dict[str, Tensor] = {}
-        methods = [(self._loss, self._loss_options),
-                   (self._correction, self._correction_options)]
+        methods = [(self._loss, self._loss_options), (self._correction, self._correction_options)]
         if self._filter_options:
             methods.append((top_entropy, self._filter_options))
         for method, options in methods:
@@ -209,8 +266,11 @@ class Objective:
             if companion is None or not self.is_rl:
                 continue
             wanted = registry.inputs_of(companion)
-            own = [torch.stack([_column(job, name)[job.loss_mask].double() for name in wanted])
-                   for update in jobs for job in update]
+            own = [
+                torch.stack([_column(job, name)[job.loss_mask].double() for name in wanted])
+                for update in jobs
+                for job in update
+            ]
             columns = gather_columns(torch.cat(own, dim=1), world=world)
             found |= registry.call_statistics(method, dict(zip(wanted, columns)), options)
         return {name: value.to(world.device) for name, value in found.items()}
@@ -232,9 +292,14 @@ class Objective:
         batch, mask = job.microbatch, job.loss_mask
         inputs = {
             # Without a pass of their own the old logprobs are the current ones.
-            "old_logprobs": logprobs.detach(), **job.columns, **statistics,
-            "logprobs": logprobs, "rollout_logprobs": batch.rollout_logprobs,
-            "loss_mask": mask, "cu_seqlens": batch.cu_seqlens, "entropy": entropy,
+            "old_logprobs": logprobs.detach(),
+            **job.columns,
+            **statistics,
+            "logprobs": logprobs,
+            "rollout_logprobs": batch.rollout_logprobs,
+            "loss_mask": mask,
+            "cu_seqlens": batch.cu_seqlens,
+            "entropy": entropy,
             "policy_versions": batch.policy_versions,
             "version": torch.tensor(step, device=mask.device),
         }
@@ -251,8 +316,9 @@ class Objective:
                 at_start = inputs | {"entropy": job.columns["old_entropy"]}
                 kept, filtered = registry.call(top_entropy, at_start, self._filter_options)
                 terms, stats = terms * kept, stats | filtered
-            stats |= own | mismatch_stats(old, batch.rollout_logprobs, loss_mask=mask,
-                                          cu_seqlens=batch.cu_seqlens)
+            stats |= own | mismatch_stats(
+                old, batch.rollout_logprobs, loss_mask=mask, cu_seqlens=batch.cu_seqlens
+            )
             gaps = gap_histogram(old, batch.rollout_logprobs, loss_mask=mask)
             stats["gap_histogram"] = (gaps, torch.zeros_like(gaps))  # quantiles follow from it
             age = torch.where(mask, step - batch.policy_versions, 0)
@@ -276,7 +342,8 @@ def _column(job: Job, name: str) -> Tensor:
 def _token_keys(batch: Microbatch, *, step: int) -> Tensor:
     """Return [T] int64, one key per token of the run, whatever the layout."""
     rows = batch.sequence_ids.repeat_interleave(
-        batch.cu_seqlens.diff().long(), output_size=batch.tokens.numel())
+        batch.cu_seqlens.diff().long(), output_size=batch.tokens.numel()
+    )
     return (((step << 20) + rows) << 22) + batch.position_ids
 
 
