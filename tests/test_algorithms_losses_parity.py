@@ -278,7 +278,7 @@ def test_every_loss_has_tokens_on_both_sides_of_its_bounds() -> None:
     for name, options in CASES:
         totals: dict[str, float] = {}
         for seed in range(6):
-            for key, (numerator, denominator) in call(name, drawn(seed), **options)[1].items():
+            for key, (numerator, _denominator) in call(name, drawn(seed), **options)[1].items():
                 totals[key] = totals.get(key, 0.0) + float(numerator)
         if name in ("dppo_tv", "dppo_kl", "m2po", "clip_cov") or (
             name in ("decoupled_ppo", "a3po") and options

@@ -127,7 +127,7 @@ def test_dppo_kl_is_finite_at_probability_one() -> None:
     with torch.no_grad():
         case.logprobs[:] = torch.tensor([0.0, 1e-9, 0.0, -1.0])
         case.rollout_logprobs[:] = torch.tensor([0.0, -0.5, -1e-300, 0.0])
-    terms, stats = call("dppo_kl", case)
+    terms, _stats = call("dppo_kl", case)
     assert terms.isfinite().all()
     # pi = 1 against mu < 1 is infinitely far, and so is mu = 1 against pi < 1.
     assert (terms == 0).tolist() == [False, True, False, True]

@@ -132,10 +132,10 @@ def one(name: str, case: dict, options: dict) -> tuple[float, tuple[float, ...]]
         p = sigmoid(b * sign * (rho - z))
         return weight * (1 - p), (-weight * p * (1 - p) * b * sign,)
     if name == "bradley_terry":
-        w, l, c = case["chosen_scores"], case["rejected_scores"], o["center_coef"]
-        gap = w - l - case["margins"]
-        slope, pull = -sigmoid(-gap), 2 * c * (w + l)
-        return -log_sigmoid(gap) + c * (w + l) ** 2, (slope + pull, -slope + pull)
+        w, lost, c = case["chosen_scores"], case["rejected_scores"], o["center_coef"]
+        gap = w - lost - case["margins"]
+        slope, pull = -sigmoid(-gap), 2 * c * (w + lost)
+        return -log_sigmoid(gap) + c * (w + lost) ** 2, (slope + pull, -slope + pull)
     lw, ll = case["chosen_logps"], case["rejected_logps"]
     nw, nl = case["chosen_lengths"], case["rejected_lengths"]
     rw, rl = lw - case["ref_chosen_logps"], ll - case["ref_rejected_logps"]
@@ -356,10 +356,10 @@ def test_cpo_and_orpo_nll_does_not_depend_on_the_micro_batch() -> None:
 @pytest.mark.parametrize("logp", [0.0, -1e-9, -1e-6, -1e-4, -0.7, -20.0, -3000.0])
 def test_orpo_is_stable_from_certain_to_impossible(logp: float, dtype: torch.dtype) -> None:
     lengths = torch.ones(1, dtype=torch.int64)
-    for w, l in ((logp, -1.0), (-1.0, logp)):
+    for w, lost in ((logp, -1.0), (-1.0, logp)):
         inputs = dict(
             chosen_logps=torch.tensor([w], dtype=dtype, requires_grad=True),
-            rejected_logps=torch.tensor([l], dtype=dtype, requires_grad=True),
+            rejected_logps=torch.tensor([lost], dtype=dtype, requires_grad=True),
             chosen_lengths=lengths,
             rejected_lengths=lengths,
         )

@@ -178,7 +178,7 @@ def test_random_generators_go_on_where_they_were_on_each_rank(tmp_path):
 
 
 def _killed_at(cfg: Config, point: str) -> None:
-    world, policy, source, checkpointer = start(cfg)
+    _world, policy, source, checkpointer = start(cfg)
     policy.update()
     checkpointer.maybe_save(1, policy, source)
     checkpointer.finish()

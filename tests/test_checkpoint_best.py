@@ -80,7 +80,7 @@ def test_a_resumed_run_knows_the_best_and_finds_new_ones_between_the_due_steps(t
 
 def _dies(cfg: Config, function: str) -> None:
     """Save a best and be killed at the first call of `function` in saving a better one."""
-    world, policy, source, checkpointer = start(cfg)
+    _world, policy, source, checkpointer = start(cfg)
     checkpointer.maybe_save(1, policy, source, evaluated={"eval/reward": (0.5, 1)})
     checkpointer.finish()
     owner = {"replace": os, "rename": os, "rmtree": shutil, "write_manifest": disk}[function]

@@ -392,7 +392,7 @@ def test_ppo_resumes_bit_identical_and_exports_the_policy_alone(start_model, rew
     assert all(row["value/loss"] > 0 and row["value/explained_variance"] <= 1 for row in rows)
     exported = export(whole, out=tmp_path / "model")
     with safe_open(exported / "model.safetensors", framework="pt") as file:
-        assert "score.weight" not in file.keys()
+        assert "score.weight" not in file
         assert set(file.keys()) == set(
             safe_open(Path(start_model) / "model.safetensors", framework="pt").keys()
         )

@@ -57,7 +57,7 @@ def test_a_step_is_full_of_different_rows_and_only_settled_ones_are_passed_over(
     settled = data.draw(st.sets(st.integers(0, num_rows - 1)))
     order = Order(num_rows, per_step=per_step, seed=data.draw(st.integers(0, 9)), shuffle=True)
     cursor = 0
-    for step in range(6):
+    for _step in range(6):
         before = cursor
         rows, cursor, passed = choose(order, cursor, is_settled=settled.__contains__, keep=keep)
         assert len(rows) == len(set(rows)) == per_step and 0 < cursor - before <= 2 * num_rows

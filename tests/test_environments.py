@@ -178,7 +178,7 @@ def test_guessing_by_halves_wins_and_earns_more_for_fewer_turns():
     rewards = {}
     for index in range(60):
         row, low, high = rows.row(0, index, split="train"), 1, 100
-        (environment, turn, state), turns = server.open(row, seed=0), 0
+        (environment, turn, state), turns, guess = server.open(row, seed=0), 0, 0
         assert state == server.open(row, seed=1)[2] >= 0
         while not turn.is_done:
             if turns:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import time
@@ -348,10 +349,8 @@ def test_the_calculator_refuses_at_once(expression):
 @given(st.text(alphabet="0123456789+-*/().%^, esqrtround", max_size=60))
 def test_no_expression_takes_long_or_raises_anything_else(expression):
     began = time.thread_time()
-    try:
+    with contextlib.suppress(ValueError, ArithmeticError, TypeError):
         calculator(expression)
-    except (ValueError, ArithmeticError, TypeError):
-        pass
     assert time.thread_time() - began < 0.5
 
 

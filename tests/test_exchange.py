@@ -189,7 +189,7 @@ def test_routes_arrive_with_their_tokens(layout, dtype) -> None:
     for which in range(2):
         check_delivery([(batches[which], dp) for batches, dp in results], config(layout))
         known, unknown = 0, 0
-        for batches, dp in results:
+        for batches, _dp in results:
             scalars = batches[which].scalars
             for mb in sum(batches[which].updates, ()):
                 ids, cu = mb.sequence_ids.tolist(), mb.cu_seqlens.tolist()

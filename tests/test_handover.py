@@ -155,7 +155,7 @@ def _steps(cfg: Config, sleeps: bool) -> dict:
 
 def test_samples_are_the_same_and_every_push_says_what_came_back(tmp_path):
     cfg = _config(tmp_path, world_size=2)
-    for rank, (slept, awake) in enumerate(
+    for _rank, (slept, awake) in enumerate(
         zip(run_ranks(2, _steps, cfg, True), run_ranks(2, _steps, cfg, False))
     ):
         assert slept["drawn"] == awake["drawn"] and len(slept["drawn"]) == 2

@@ -151,7 +151,7 @@ def test_the_reference_is_the_policy_without_adapters_and_no_second_model(one):
 
 
 def test_only_adapters_move_have_state_and_stay_float32(one):
-    folder, found = one
+    _folder, found = one
     adapters = set(found["b_set"])
     assert found["moved"] == adapters
     assert found["bytes"] == 2 * sum(t.numel() * 4 for t in found["b_set"].values())

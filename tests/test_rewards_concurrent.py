@@ -180,7 +180,7 @@ def together(text, *, count, seen):
     return reply
 
 
-def test_a_worker_has_so_many_requests_under_way_as_the_judge_says(serve, tmp_path):  # noqa: F811
+def test_a_worker_has_so_many_requests_under_way_as_the_judge_says(serve, tmp_path):
     seen: dict = {}
     server = serve(together("Score: 8", count=8, seen=seen))
     (tmp_path / "mine.py").write_text(
@@ -210,7 +210,7 @@ def ask_at_once(reward, texts):
     return values
 
 
-def test_rate_limit_and_cache_hold_for_all_threads_together(serve, tmp_path):  # noqa: F811
+def test_rate_limit_and_cache_hold_for_all_threads_together(serve, tmp_path):
     server = serve(says("Score: 5"))
     patient = {"timeout_s": 100, "total_s": 100}
     limited = judge(url=server.url, model="m", requests_per_s=20, **patient)

@@ -143,7 +143,8 @@ def test_such_models_are_refused_from_their_config_alone(kind, says, tmp_path):
         (
             dict(num_attention_heads=12, num_key_value_heads=3, intermediate_size=48),
             2,
-            "does not divide num_key_value_heads 3, nor is it a multiple; values that suit the model: 1",
+            "does not divide num_key_value_heads 3, nor is it a multiple; values that suit the "
+            "model: 1",
         ),
         (dict(intermediate_size=50), 4, "does not divide intermediate_size 50; values"),
         (

@@ -128,7 +128,7 @@ def candidate_folders(cfg: Config) -> tuple[list[Path], str]:
             f"checkpoint.resume: {path} has no {disk.NAME}, so it is not a complete "
             f"checkpoint{hint}"
         )
-    content, problem = _manifest_or_problem(path)
+    content, _problem = _manifest_or_problem(path)
     if content is not None and found and disk.step_of(found[0]) > content.step:
         return [], (
             f"checkpoint.resume: {path} is of step {content.step}, older than {found[0]}; going "
@@ -145,7 +145,7 @@ def _checked(folder: Path, world: World) -> tuple[disk.Manifest | None, str]:
         return None, problem
     with world.watch.wait("verify checkpoint", content.step):
         mine = disk.damages(folder, content, part=world.rank, num_parts=world.world_size)
-        problems = sum(gather_objects(mine, group=world.control), [])
+        problems = [p for part in gather_objects(mine, group=world.control) for p in part]
     return (None, "; ".join(problems)) if problems else (content, "")
 
 

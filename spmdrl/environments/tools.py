@@ -74,7 +74,7 @@ def make_tools(specs: Iterable[str] | Mapping[str, Mapping[str, Any]]) -> dict[s
     Raises: ValueError for an unknown name or option, or a function without type hints or
         descriptions.
     """
-    options = specs if isinstance(specs, Mapping) else dict.fromkeys(specs, {})
+    options = specs if isinstance(specs, Mapping) else {key: {} for key in specs}
     tools = [_make_tool(spec, dict(given or {})) for spec, given in options.items()]
     names = [tool.name for tool in tools]
     if twice := {name for name in names if names.count(name) > 1}:

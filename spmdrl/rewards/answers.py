@@ -48,11 +48,9 @@ def last_number(text: str) -> Number | None:
     Read are thousands separators (1,234), exponents, fractions (3/4, \\frac{3}{4}) and percent.
     """
     plain = _LATEX_FRACTION.sub(r"\1/\2", text.replace("\u2212", "-").replace("{,}", ","))
-    found = None
-    for found in _NUMBER.finditer(plain):
-        pass
-    if found is None:
+    if not (every := list(_NUMBER.finditer(plain))):
         return None
+    found = every[-1]
     top, bottom = (_float(found[name] or "1") for name in ("top", "bottom"))
     if bottom == 0 or abs(top) == float("inf"):
         return None
@@ -79,7 +77,7 @@ def boxed(text: str) -> str | None:
 
 def after_hashes(text: str) -> str | None:
     """Return the rest of the line after the last `####`, as in GSM8K; None without."""
-    head, mark, tail = text.rpartition("####")
+    _head, mark, tail = text.rpartition("####")
     return tail.strip().partition("\n")[0].strip() if mark else None
 
 

@@ -190,9 +190,8 @@ def _refuse(unknown: frozenset[str], spec: str) -> None:
 
 
 def _is_async(function: Callable) -> bool:
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
-        getattr(function, "__call__", None)
-    )
+    method = getattr(function, "__call__", None)  # noqa: B004, that of an object may be async
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(method)
 
 
 def _concurrency(function: Callable, *, is_async: bool, spec: str) -> int:

@@ -143,7 +143,7 @@ class Chat:
     def _joint(self, messages: list[Message]) -> str:
         """Return the text between a reply and the next one, the reply's closing included."""
         text = self._rendered([*_stand_in(), *messages], add_generation_prompt=True)
-        before, mark, after = text.partition(_REPLY)
+        _before, mark, after = text.partition(_REPLY)
         if not mark:
             raise ValueError(
                 f"{_WHERE}: the chat template leaves a reply out when "

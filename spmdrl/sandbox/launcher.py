@@ -220,7 +220,7 @@ def _write_files(files: dict[str, bytes], uid: int | None) -> None:
         with open(name, "wb") as file:
             file.write(data)
     if uid is not None:
-        for folder, folders, names in os.walk("."):
+        for folder, _folders, names in os.walk("."):
             for path in (folder, *(os.path.join(folder, n) for n in names)):
                 os.chown(path, uid, uid)
 

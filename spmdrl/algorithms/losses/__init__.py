@@ -22,7 +22,6 @@ add up pairwise over micro-batches and dp ranks, then divide.
 
 from spmdrl.algorithms.losses.batchwise import clip_cov, kl_cov, m2po
 from spmdrl.algorithms.losses.clip import ppo_clip, sapo
-from spmdrl.algorithms.losses.common import Stats
 from spmdrl.algorithms.losses.divergence import dppo_kl, dppo_tv
 from spmdrl.algorithms.losses.off_policy import a3po, decoupled_ppo
 from spmdrl.algorithms.losses.sequence import gmpo, gspo, gspo_token, luspo, vespo

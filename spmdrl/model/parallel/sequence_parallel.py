@@ -79,7 +79,7 @@ def why_not(hf_model: nn.Module, styles: Mapping[str, str]) -> str:
         if len(parts) + (has_mixture and "mlp" not in parts) < len(_PARTS):
             return f"{names[id(block)]} has no {' or no '.join(_PARTS)}"
     embedding = hf_model.get_input_embeddings()
-    for name, child in hf_model.base_model.named_children():
+    for child in hf_model.base_model.children():
         holds_blocks = any(id(module) in inside for module in child.modules())
         if child is not embedding and not holds_blocks and not _is_norm(child):
             return f"{names[id(child)]} is neither embedding, blocks nor norm"
