@@ -257,10 +257,10 @@ def _alone(cfg: Config, missing: str) -> dict:
     sums = [_step(policy, own, step=step)[2] for step in range(30)]
     jobs = [job for update in policy._jobs(own) for job in update]
     with torch.no_grad():
-        after = [policy.companions["critic"].model.values(job.scoring) for job in jobs]
+        after = [policy.companions["critic"].model.values(job.row) for job in jobs]
     critic = policy.companions["critic"]
-    before = [row["values"] for row in critic.columns([job.scoring for job in jobs])]
-    critic.columns = lambda works: [{"values": w.tokens * math.nan} for w in works]
+    before = [row["values"] for row in critic.columns([job.row for job in jobs])]
+    critic.columns = lambda rows: [{"values": row.tokens * math.nan} for row in rows]
     kept = _whole_state(policy)
     spoiled = _step(policy, own, step=30)[2]
     assert all(torch.equal(t, kept[name]) for name, t in _whole_state(policy).items())
@@ -392,7 +392,7 @@ def test_ppo_resumes_bit_identical_and_exports_the_policy_alone(start_model, rew
     assert all(row["value/loss"] > 0 and row["value/explained_variance"] <= 1 for row in rows)
     exported = export(whole, out=tmp_path / "model")
     with safe_open(exported / "model.safetensors", framework="pt") as file:
-        assert "score.weight" not in file
+        assert "score.weight" not in file.keys()  # noqa: SIM118 (not a mapping)
         assert set(file.keys()) == set(
             safe_open(Path(start_model) / "model.safetensors", framework="pt").keys()
         )
