@@ -67,12 +67,12 @@ def write_model(folder: Path, family: str, **sizes: Any) -> str:
 
 def scoring(lengths: list[int], *, first_scored: int, vocab: int) -> Any:
     """Return a packed row of sequences whose first tokens are prompts."""
-    from spmdrl.train.objectives.rl import make_scoring
+    from spmdrl.model.scorer import make_row
 
     positions = torch.cat([torch.arange(n) for n in lengths])
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(vocab, (sum(lengths),), generator=generator)
-    return make_scoring(
+    return make_row(
         tokens,
         lengths,
         mask=positions >= first_scored,
@@ -181,7 +181,8 @@ def hold(path: str, out: str, layout: dict[str, Any]) -> dict[str, int]:
     """Build a trainer and an engine, take a backward pass, and return this rank's bytes."""
     from spmdrl.engine import make_engine
     from spmdrl.model.sharded import ShardedModel
-    from spmdrl.train.optimizer import AdamW, local_part
+    from spmdrl.model.shards import local_part
+    from spmdrl.train.optimizer import AdamW
     from spmdrl.world import World
 
     cfg = run_config(path, out, **layout)
@@ -218,7 +219,7 @@ def _work_of(model: Any, lengths: list[int], *, first_scored: int, vocab: int) -
     positions = torch.cat([torch.arange(n) for n in lengths])
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(vocab, (sum(lengths),), generator=generator)
-    return model.scoring(tokens, lengths, mask=positions >= first_scored, position_ids=positions)
+    return model.row(tokens, lengths, mask=positions >= first_scored, position_ids=positions)
 
 
 def saved_by_family(folders: dict[str, str], out: str, cases: list[tuple]) -> list[int]:

@@ -17,8 +17,9 @@ from torch import Tensor
 from spmdrl.check.options import option_problems
 from spmdrl.commands.create_model import create_model
 from spmdrl.config import Config, Optimizer
+from spmdrl.model.shards import local_part
 from spmdrl.train import optimizer
-from spmdrl.train.optimizer import AdamW, local_part
+from spmdrl.train.optimizer import AdamW
 
 EIGHT = {"optimizer_dtype": "int8"}
 sys.path.append(str(Path(sys.prefix) / "torchao"))  # where `make test` puts it; ranks inherit it

@@ -74,8 +74,8 @@ def _one(cfg: Config) -> dict:
     found["first"] = policy.annotate(own, step=0).columns[0]
     _set_b(policy)
     found["b_set"] = {n: t for n, t in full_parameters(policy).items() if "lora" in n}
-    works = [job.scoring for job in policy._jobs(own)[0]]
-    rows = [policy._model.forward(work)[0] for work in works]
+    packed = [job.row for job in policy._jobs(own)[0]]
+    rows = [policy._model.forward(row)[0] for row in packed]
     sum((torch.linspace(-1, 2, len(row)) * row).sum() for row in rows).backward()
     found["logprobs"] = [row.detach() for row in rows]
     found["gradients"] = {
@@ -83,7 +83,7 @@ def _one(cfg: Config) -> dict:
     }
     policy.optimizer.zero_grad()
     found["sums"] = update(policy, own, step=0)
-    frozen = Frozen(cfg, world, path=cfg.model.path, column="ref_logprobs").columns(works)
+    frozen = Frozen(cfg, world, path=cfg.model.path, column="ref_logprobs").columns(packed)
     found["second"] = list(zip(policy.annotate(own, step=1).columns[0], frozen))
     found["moved"] = {
         n for n, p in full_parameters(policy).items() if not torch.equal(p, before[n])

@@ -21,10 +21,9 @@ from spmdrl.config import Config, Layout
 from spmdrl.model.load import build_meta_model
 from spmdrl.model.lora.layers import adapter_numel, lora_form
 from spmdrl.model.shape import model_shape
-from spmdrl.model.shards import Held
+from spmdrl.model.shards import Held, local_part
 from spmdrl.plan.setting import axes_of, run_of
 from spmdrl.plan.traffic import push_flows
-from spmdrl.train.optimizer import local_part
 
 LORA = {"rank": 3, "alpha": 12, "use_rslora": True}
 SCALE = 12 / 3**0.5

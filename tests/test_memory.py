@@ -19,8 +19,9 @@ from spmdrl.check.options import option_problems
 from spmdrl.commands.create_model import create_model
 from spmdrl.config import Config, Layout, Model, Optimizer
 from spmdrl.model.parallel.recompute import check_offload, has, move_buffers
+from spmdrl.model.shards import local_part
 from spmdrl.train import optimizer
-from spmdrl.train.optimizer import AdamW, local_part
+from spmdrl.train.optimizer import AdamW
 from spmdrl.train.rounding import stochastic_round
 
 WAYS = {
@@ -51,7 +52,7 @@ def _kept_bytes(policy: object) -> dict[str, int]:
     """Bytes that one forward pass leaves for the backward pass, by where they are; each storage
     once, and none of weights. What selective checkpointing keeps passes no hook of autograd."""
     model, micro = policy.trainee.model, batch(0, 1).updates[0][0]
-    work = model.scoring(
+    row = model.row(
         micro.tokens,
         micro.cu_seqlens.diff().tolist(),
         mask=micro.response_mask,
@@ -65,7 +66,7 @@ def _kept_bytes(policy: object) -> dict[str, int]:
 
     gc.collect()
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        logprobs, _ = model.forward(work)
+        logprobs, _ = model.forward(row)
     saved += [o.val for o in gc.get_objects() if type(o) is _VersionWrapper]
     weights = {local_part(p).untyped_storage().data_ptr() for p in model.scorer.parameters()}
     found = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in saved}

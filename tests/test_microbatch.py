@@ -19,8 +19,8 @@ from spmdrl.commands.create_model import create_model
 from spmdrl.config import Config, parse
 from spmdrl.config.fields import least_tokens, useful_tokens
 from spmdrl.credit import per_token
+from spmdrl.model.shards import local_part
 from spmdrl.train.microbatch_size import Point, fitting_tokens
-from spmdrl.train.optimizer import local_part
 from spmdrl.train.router_balance import BIAS
 from spmdrl.types import Advantages
 

@@ -19,8 +19,7 @@ from spmdrl.model.load import (
     model_folder,
     read_tensors,
 )
-from spmdrl.model.scorer import Scorer, Scoring
-from spmdrl.train.objectives.rl import make_scoring, spread
+from spmdrl.model.scorer import ScoredRow, Scorer, make_row
 
 LENGTHS = (5, 70, 1, 33, 9, 90, 66)
 ARCHITECTURES = ("qwen3", "qwen2", "llama", "gemma2", "gemma3", "mistral")
@@ -63,9 +62,9 @@ def _rows() -> list[torch.Tensor]:
     return [torch.randint(5, 90, (n,), generator=generator) for n in LENGTHS]
 
 
-def _work(rows: list[torch.Tensor]) -> Scoring:
+def _work(rows: list[torch.Tensor]) -> ScoredRow:
     positions = torch.cat([torch.arange(len(row)) for row in rows])
-    return make_scoring(
+    return make_row(
         torch.cat(rows),
         [len(row) for row in rows],
         mask=positions > 0,
@@ -112,7 +111,7 @@ def test_packing_order_changes_no_score(tmp_path):
         scores = []
         for chosen in (rows, [rows[i] for i in order]):
             work = _work(chosen)
-            values = spread(scorer(work)[0], work)
+            values = work.spread(scorer(work)[0])
             scores.append(values.split([len(row) for row in chosen]))
     for at, index in enumerate(order):
         torch.testing.assert_close(scores[1][at], scores[0][index], rtol=1e-5, atol=1e-6)
@@ -147,7 +146,7 @@ def test_kernels_are_refused_where_they_cannot_run():
 def test_a_first_token_cannot_be_scored():
     row = torch.arange(5, 9)
     with pytest.raises(ValueError, match="first token of a sequence"):
-        make_scoring(
+        make_row(
             row,
             [4],
             mask=torch.ones(4, dtype=torch.bool),

@@ -360,7 +360,7 @@ def _saved_scores(cfg: Config, world: object) -> list[tuple[list[int], float]]:
     Checkpointer(cfg, world).maybe_save(3, policy, nothing, stop=True)
     scored = []
     for job in policy._jobs(_batch(cfg, world, step=7))[0]:
-        values, micro = policy._model.values(job.scoring).detach(), job.microbatch
+        values, micro = policy._model.values(job.row).detach(), job.microbatch
         for start, end in zip(micro.cu_seqlens[:-1].tolist(), micro.cu_seqlens[1:].tolist()):
             scored.append((micro.tokens[start:end].tolist(), float(values[end - 1])))
     return scored

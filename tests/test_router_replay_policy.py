@@ -30,8 +30,7 @@ from spmdrl.model.parallel import fsdp as parallelize
 from spmdrl.model.parallel import recompute as memory
 from spmdrl.model.parallel.expert_parallel import experts_modules
 from spmdrl.model.router_replay import WEIGHTS, RouterReplay
-from spmdrl.model.scorer import Scorer
-from spmdrl.train.objectives.rl import make_scoring
+from spmdrl.model.scorer import Scorer, make_row
 from spmdrl.types import Batch
 
 EXPERTS, CHOICES = 8, 2
@@ -180,7 +179,7 @@ def test_the_experts_are_the_recorded_ones_and_gradients_those_of_float64(
     routes = [routes_of(len(row), layers, seed=i, unknown=1 + i % 3) for i, row in enumerate(rows)]
     scorer, seen = replaying_scorer(folder, family, checkpointing=checkpointing)
     positions = torch.cat([torch.arange(len(row)) for row in rows])
-    work = make_scoring(
+    row = make_row(
         torch.cat(rows),
         [len(row) for row in rows],
         mask=positions > 0,
@@ -189,7 +188,7 @@ def test_the_experts_are_the_recorded_ones_and_gradients_those_of_float64(
         padded=True,
         routes=torch.cat(routes),
     )
-    logprobs, _ = scorer(work)
+    logprobs, _ = scorer(row)
     expected, model = expected_scores(folder, family, routes)
     torch.testing.assert_close(logprobs.double(), torch.cat(expected), rtol=1e-5, atol=1e-5)
     signs = torch.cos(torch.arange(logprobs.numel()).double())
@@ -212,7 +211,7 @@ def test_the_experts_are_the_recorded_ones_and_gradients_those_of_float64(
         if name.endswith("mlp.gate.weight"):
             largest = max(largest, grad.abs().max().item())
     assert largest > 1e-2, "routers should have a gradient to compare"
-    plain, _ = scorer(work.without_routes())
+    plain, _ = scorer(row.without_routes())
     assert (plain - logprobs).abs().max() > 0.01, "other experts should give other logprobs"
 
 

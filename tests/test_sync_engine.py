@@ -13,8 +13,7 @@ from ranks import run_ranks
 from torch import Tensor
 
 from spmdrl.config import Config, Data, Engine, Layout, Model, Sampling, Stream
-from spmdrl.model.shards import Delta, Part
-from spmdrl.train.optimizer import local_part
+from spmdrl.model.shards import Delta, Part, local_part
 
 PROMPTS = [[5, 9, 12, 7, 30, 21], [1, 8, 40, 41, 42, 8, 9, 3, 17]]
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from spmdrl.model.scorer import Scoring
+from spmdrl.model.scorer import ScoredRow
 
 Weigh = Callable[[nn.Module, Tensor, Tensor], Tensor]
 """From a router, its logits [t, E] and chosen experts [t, K] int64 to their weights [t, K], float32
@@ -58,7 +58,7 @@ class RouterReplay:
     routes; a pass that activation checkpointing repeats gets the routes of the first one.
 
     Args:
-        scorer: whose first argument, a Scoring, has the routes.
+        scorer: whose first argument, a ScoredRow, has the routes.
         routers: of its L layers with experts, first to last.
         model_type: the family.
     Raises: ValueError for a family whose routers are not known.
@@ -76,7 +76,7 @@ class RouterReplay:
         for layer, router in enumerate(routers):
             router.register_forward_hook(self._chooser(layer))
 
-    def _begin(self, scorer: nn.Module, args: tuple[Scoring, Any]) -> None:
+    def _begin(self, scorer: nn.Module, args: tuple[ScoredRow, Any]) -> None:
         # It stays when the pass is over: the backward pass may repeat blocks.
         self._routes = args[0].own.routes
 

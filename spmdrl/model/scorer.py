@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from spmdrl.model.head import HeadOptions, logprobs_and_entropy
-from spmdrl.model.parallel.context_parallel import RowSlice
+from spmdrl.model.parallel.context_parallel import RowSlice, Slicing, make_slice
 
 Head = Callable[..., Any]
 """From the states before scored tokens [n, H], this rank's rows of the vocabulary [V, H] and, as
@@ -19,7 +20,7 @@ Head = Callable[..., Any]
 
 
 @dataclass(frozen=True)
-class Scoring:
+class ScoredRow:
     """One packed row and the positions of it to score. N scored positions, T tokens."""
 
     tokens: Tensor  # [T] int64
@@ -33,7 +34,7 @@ class Scoring:
         """Return what a head made, for all N scored tokens; see RowSlice.join_scored."""
         return self.own.join_scored(found, count=len(self.scored))
 
-    def without_routes(self) -> Scoring:
+    def without_routes(self) -> ScoredRow:
         """Return the same, with the model's own routers to choose the experts."""
         return replace(self, own=replace(self.own, routes=None))
 
@@ -41,6 +42,60 @@ class Scoring:
         """Return [T, ...] of all tokens from [t, ...] of the slice's."""
         whole = self.own.join(values, self.own.rows, count=self.own.row_length)
         return whole[: len(self.tokens)]  # what the row was padded by is no token of anyone
+
+    def spread(self, values: Tensor) -> Tensor:
+        """Return [N] values of the scored tokens as [T], 0 elsewhere; differentiable."""
+        return values.new_zeros(self.tokens.shape).index_copy(0, self.scored, values)
+
+
+def make_row(
+    tokens: Tensor,
+    lengths: Sequence[int],
+    *,
+    mask: Tensor,
+    position_ids: Tensor,
+    device: torch.device,
+    padded: bool,
+    slicing: Slicing = Slicing(),
+    routes: Tensor | None = None,
+) -> ScoredRow:
+    """Return what the scorer needs to score the masked tokens of a packed row.
+
+    Args:
+        tokens, position_ids: [T] int64 on the CPU.
+        lengths: tokens per sequence.
+        mask: [T] bool on the CPU.
+        device: of what is returned.
+        padded: attention pads.
+        slicing: which slice of the row this rank computes; all of it by default.
+        routes: [T, L, K] on the CPU, to be replayed; None for none.
+    Raises: ValueError when the mask holds a sequence's first token, which nothing predicts.
+    """
+    first = mask & (position_ids == 0)
+    if first.any():
+        raise ValueError(
+            f"response_mask holds the first token of a sequence (packed position "
+            f"{int(first.nonzero()[0])}), which no token comes before; mask it out where rows "
+            "are read"
+        )
+    scored = mask.nonzero()[:, 0]
+    own = make_slice(
+        tokens,
+        lengths,
+        position_ids=position_ids,
+        scored=scored,
+        device=device,
+        padded=padded,
+        slicing=slicing,
+        routes=routes,
+    )
+    return ScoredRow(
+        tokens=tokens.to(device),
+        position_ids=position_ids.to(device),
+        scored=scored.to(device),
+        targets=tokens[scored].to(device),
+        own=own,
+    )
 
 
 class Scorer(nn.Module):
@@ -84,13 +139,13 @@ class Scorer(nn.Module):
             softcap=getattr(config, "final_logit_softcapping", None),
         )
 
-    def forward(self, work: Scoring, head: Head | None = None) -> Any:
+    def forward(self, row: ScoredRow, head: Head | None = None) -> Any:
         """Return logprobs and entropy of the slice's scored tokens, each [n] float32, nats.
 
         Args:
             head: what to make of the states instead.
         """
-        hidden, own = _states(self.base, work.own), work.own
+        hidden, own = _states(self.base, row.own), row.own
         weight = self.base.get_input_embeddings().weight if self.is_tied else self.lm_head.weight
         if isinstance(weight, DTensor):
             weight = weight.to_local()
@@ -122,7 +177,7 @@ class Valuer(nn.Module):
         super().__init__()
         self.base, self.score = hf_model.base_model, hf_model.score
 
-    def forward(self, work: Scoring) -> Tensor:
+    def forward(self, row: ScoredRow) -> Tensor:
         """Return the value after each token of the slice: [t] float32."""
-        values = self.score(_states(self.base, work.own))
+        values = self.score(_states(self.base, row.own))
         return values.float().sum(-1)  # not a view, which FSDP2 warns of

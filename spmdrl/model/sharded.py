@@ -33,9 +33,8 @@ from spmdrl.model.parallel import fsdp as parallelize
 from spmdrl.model.parallel import recompute as memory
 from spmdrl.model.parallel import tensor_parallel
 from spmdrl.model.parallel.context_parallel import Slicing, pick_method, register_context_attention
-from spmdrl.model.scorer import Head, Scorer, Scoring, Valuer
-from spmdrl.train.objectives.rl import make_scoring, spread
-from spmdrl.train.optimizer import local_part
+from spmdrl.model.scorer import Head, ScoredRow, Scorer, Valuer, make_row
+from spmdrl.model.shards import local_part
 from spmdrl.world import World
 
 
@@ -227,7 +226,7 @@ class ShardedModel:
             if own.data_ptr() != source.data_ptr():
                 own.copy_(source)
 
-    def scoring(
+    def row(
         self,
         tokens: Tensor,
         lengths: Sequence[int],
@@ -235,10 +234,9 @@ class ShardedModel:
         mask: Tensor,
         position_ids: Tensor,
         routes: Tensor | None = None,
-    ) -> Scoring:
-        """Return what this model needs to score the masked tokens of a packed row; see
-        objective.make_scoring."""
-        return make_scoring(
+    ) -> ScoredRow:
+        """Return what this model needs to score the masked tokens of a row; see make_row."""
+        return make_row(
             tokens,
             lengths,
             mask=mask,
@@ -249,21 +247,21 @@ class ShardedModel:
             routes=routes,
         )
 
-    def forward(self, work: Scoring, head: Head | None = None) -> Any:
+    def forward(self, row: ScoredRow, head: Head | None = None) -> Any:
         """Return logprobs and entropy of the scored tokens: each [N] float32, nats.
 
         Args:
             head: what to make of the states instead; see scorer.Head.
         """
-        return work.join_scored(self.scorer(work, head))
+        return row.join_scored(self.scorer(row, head))
 
-    def values(self, work: Scoring) -> Tensor:
+    def values(self, row: ScoredRow) -> Tensor:
         """Return the value of the state after each token: [T] float32."""
-        return work.join_tokens(self.scorer(work))
+        return row.join_tokens(self.scorer(row))
 
     @torch.no_grad()
     def columns(
-        self, works: Sequence[Scoring], *, squares: bool = False
+        self, rows: Sequence[ScoredRow], *, squares: bool = False
     ) -> list[tuple[Tensor, ...]]:
         """Score packed rows without gradients.
 
@@ -273,9 +271,9 @@ class ShardedModel:
             and the sums of squares where asked.
         """
         scored = []
-        for work in works:
+        for row in rows:
             head = partial(with_square_probs, options=self.scorer.head_options) if squares else None
-            scored.append(tuple(spread(values, work) for values in self.forward(work, head)))
+            scored.append(tuple(map(row.spread, self.forward(row, head))))
         parallelize.reshard(self.scorer)
         return scored
 
@@ -287,17 +285,17 @@ class ShardedModel:
         """
         scored: list[Tensor] = []
         options = replace(self.scorer.head_options, temperature=1.0)
-        for rows in packs(tokens, self.world.tokens_per_microbatch):
-            lengths = [len(row) for row in rows]
+        for pack in packs(tokens, self.world.tokens_per_microbatch):
+            lengths = [len(sequence) for sequence in pack]
             positions = torch.cat([torch.arange(n) for n in lengths])
-            work = self.scoring(
-                torch.tensor([t for row in rows for t in row]),
+            row = self.row(
+                torch.tensor([t for sequence in pack for t in sequence]),
                 lengths,
                 mask=positions > 0,
                 position_ids=positions,
             )
-            logprobs, _ = self.forward(work, partial(logprobs_and_entropy, options=options))
-            scored += spread(logprobs, work).cpu().split(lengths)
+            logprobs, _ = self.forward(row, partial(logprobs_and_entropy, options=options))
+            scored += row.spread(logprobs).cpu().split(lengths)
         parallelize.reshard(self.scorer)
         return scored
 

@@ -135,6 +135,12 @@ def held_boxes(name: str, tensor: Tensor) -> list[tuple[Box, Tensor]]:
     return boxes
 
 
+def local_part(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a DTensor, sharing its storage; a plain tensor as it is."""
+    tensor = tensor.detach()
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def _chunks(indices: Tensor, number: int) -> list[Tensor]:
     """Cut as torch.chunk does, but always into `number` parts, the last ones empty."""
     parts = list(torch.chunk(indices, number))

@@ -18,7 +18,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from spmdrl.check.options import ADAMW, LEARNING_RATE
 from spmdrl.config import Optimizer
-from spmdrl.model.shards import held_boxes
+from spmdrl.model.shards import held_boxes, local_part
 from spmdrl.train.eight_bits import LEAST, Quantised
 from spmdrl.train.rounding import stochastic_round
 
@@ -45,12 +45,6 @@ def learning_rate(options: Optimizer, step: int, *, steps: int) -> float:
     done = min(1.0, done)
     left = 1 - done if options.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * done))
     return options.lr * (min_lr_frac + (1 - min_lr_frac) * left)
-
-
-def local_part(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a DTensor, sharing its storage; a plain tensor as it is."""
-    tensor = tensor.detach()
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def copies(parameter: Tensor, *, num_trainers: int) -> int:

@@ -117,8 +117,8 @@ class Routers:
         """Look on while a forward pass over a micro-batch runs. Passes outside, such as those
         that activation checkpointing repeats, count nowhere."""
         # A dummy micro-batch has one token, which nobody sampled.
-        num_real = len(job.scoring.tokens) if job.num_tokens else 0
-        self._is_real, self._is_watching = job.scoring.own.kept < num_real, True
+        num_real = len(job.row.tokens) if job.num_tokens else 0
+        self._is_real, self._is_watching = job.row.own.kept < num_real, True
         for layer in self._layers:
             layer.counts, layer.logits = [], []
         if self._replay:

@@ -166,17 +166,17 @@ class Policy:
             return batch
         with self.world.watch.wait("annotate", step):
             jobs = self._jobs(batch)
-            works = [job.scoring for update in jobs for job in update]
-            found: list[dict[str, Tensor]] = [{} for _ in works]
+            rows = [job.row for update in jobs for job in update]
+            found: list[dict[str, Tensor]] = [{} for _ in rows]
             if "old_logprobs" in self._objective.columns:
-                own = self._model.columns(works, squares="square_probs" in self._objective.columns)
-                for row, values in zip(found, own):
-                    row |= dict(zip(("old_logprobs", "old_entropy", "square_probs"), values))
+                own = self._model.columns(rows, squares="square_probs" in self._objective.columns)
+                for one, values in zip(found, own):
+                    one |= dict(zip(("old_logprobs", "old_entropy", "square_probs"), values))
             for companion in self.companions.values():
-                for row, columns in zip(found, companion.columns(works)):
-                    row |= columns
-        rows = iter(found)
-        columns = tuple(tuple(next(rows) for _ in update) for update in jobs)
+                for one, columns in zip(found, companion.columns(rows)):
+                    one |= columns
+        each = iter(found)
+        columns = tuple(tuple(next(each) for _ in update) for update in jobs)
         return replace(batch, columns=columns, kl_coef=self._coefficients.kl)
 
     def logprobs(self, batch: Batch, *, step: int = -1) -> list[Tensor]:
@@ -187,8 +187,8 @@ class Policy:
         if self.trainee is None:
             return []
         with self.world.watch.wait("logprobs", step):
-            works = [job.scoring for update in self._jobs(batch) for job in update]
-            return [logprobs for logprobs, _ in self._model.columns(works)]
+            rows = [job.row for update in self._jobs(batch) for job in update]
+            return [logprobs for logprobs, _ in self._model.columns(rows)]
 
     def score(self, tokens: Sequence[Sequence[int]]) -> list[Tensor]:
         """Score plain sequences at temperature 1; every trainer rank must call with the same.

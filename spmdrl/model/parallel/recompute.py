@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from spmdrl.train.optimizer import local_part
+from spmdrl.model.shards import local_part
 from spmdrl.world import World
 
 Places = Sequence[tuple[nn.Module, str]]

@@ -11,10 +11,10 @@ from torch import Tensor
 from spmdrl.algorithms.values import explained_variance, value_loss
 from spmdrl.config import Config
 from spmdrl.model.parallel.fsdp import reshard
-from spmdrl.model.scorer import Scoring
+from spmdrl.model.scorer import ScoredRow
 from spmdrl.model.sharded import ShardedModel
 from spmdrl.train.companions.trained import Learner
-from spmdrl.train.objectives.rl import Job, Stats, spread
+from spmdrl.train.objectives.rl import Job, Stats
 from spmdrl.types import Sums
 from spmdrl.world import World
 
@@ -35,13 +35,13 @@ class Critic(Learner):
         self._clip = float(cfg.critic.options.get("clip", 0))
 
     @torch.no_grad()
-    def columns(self, works: Sequence[Scoring]) -> list[dict[str, Tensor]]:
+    def columns(self, rows: Sequence[ScoredRow]) -> list[dict[str, Tensor]]:
         """Value packed rows without gradients.
 
         Returns: per row, `values` [T] float32 task units: the value of the state before each
             scored token, 0 elsewhere.
         """
-        found = [{"values": self._values(work)} for work in works]
+        found = [{"values": self._values(row)} for row in rows]
         reshard(self.model.scorer)
         return found
 
@@ -62,7 +62,7 @@ class Critic(Learner):
         # Every state counts the same, whatever the policy's aggregation: its weights would give
         # the regression another scale, or long responses less say in it.
         terms, stats = value_loss(
-            self._values(job.scoring),
+            self._values(job.row),
             job.columns["values"],
             returns=job.columns["returns"],
             loss_mask=job.loss_mask,
@@ -70,7 +70,7 @@ class Critic(Learner):
         )
         return terms.double().sum() * job.token_weight, stats
 
-    def _values(self, work: Scoring) -> Tensor:
+    def _values(self, row: ScoredRow) -> Tensor:
         """Return [T] float32, the value before each scored token; with a graph, if enabled."""
-        after = self.model.values(work)  # [T], of the state after each token
-        return spread(after.index_select(0, work.scored - 1), work)
+        after = self.model.values(row)  # [T], of the state after each token
+        return row.spread(after.index_select(0, row.scored - 1))

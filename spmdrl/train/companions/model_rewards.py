@@ -80,14 +80,14 @@ class RewardModels:
         """Return the value after the last token of each sequence: [s] float32."""
         host = on_host(microbatch)
         # Not the policy's packing: the two may need different attention.
-        work = model.scoring(
+        row = model.row(
             host.tokens,
             host.cu_seqlens.diff().tolist(),
             mask=torch.zeros_like(host.response_mask),
             position_ids=host.position_ids,
         )
         ends = (host.cu_seqlens[1:].long() - 1).to(self.world.device)
-        return model.values(work).index_select(0, ends)
+        return model.values(row).index_select(0, ends)
 
 
 def with_scores(batch: Batch, scores: dict[int, Tensor], *, cfg: Config, step: int) -> Batch:

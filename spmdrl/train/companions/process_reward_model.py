@@ -10,10 +10,10 @@ from spmdrl.algorithms import registry
 from spmdrl.algorithms.process_reward import outcome_loss
 from spmdrl.algorithms.reduce import sequence_sum
 from spmdrl.config import Config
-from spmdrl.model.scorer import Scoring
+from spmdrl.model.scorer import ScoredRow
 from spmdrl.model.sharded import ShardedModel
 from spmdrl.train.companions.trained import Learner
-from spmdrl.train.objectives.rl import Job, Stats, spread
+from spmdrl.train.objectives.rl import Job, Stats
 from spmdrl.world import World
 
 
@@ -41,18 +41,18 @@ class ProcessRewardModel(Learner):
         )
         self._beta = known["beta"]
 
-    def columns(self, works: Sequence[Scoring]) -> list[dict[str, Tensor]]:
+    def columns(self, rows: Sequence[ScoredRow]) -> list[dict[str, Tensor]]:
         """Score packed rows: per row, `prm_logprobs` [T] float32, nats, 0 off the scored."""
-        return [{"prm_logprobs": logprobs} for logprobs, _ in self.model.columns(works)]
+        return [{"prm_logprobs": logprobs} for logprobs, _ in self.model.columns(rows)]
 
     def _loss(self, job: Job) -> tuple[Tensor, Stats]:
         # The column `returns` has the sequence's outcome, in [0, 1], at each of its loss tokens.
-        logprobs, _ = self.model.forward(job.scoring)
+        logprobs, _ = self.model.forward(job.row)
         cu_seqlens = job.microbatch.cu_seqlens
         counts = sequence_sum(job.loss_mask, cu_seqlens).clamp(min=1)
         outcomes = sequence_sum(job.columns["returns"], cu_seqlens) / counts
         terms, stats = outcome_loss(
-            spread(logprobs, job.scoring),
+            job.row.spread(logprobs),
             job.columns["ref_logprobs"],
             outcomes=outcomes,
             loss_mask=job.loss_mask,

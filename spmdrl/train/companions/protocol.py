@@ -12,7 +12,7 @@ from typing import Protocol
 from torch import Tensor
 
 from spmdrl.config import Config
-from spmdrl.model.scorer import Scoring
+from spmdrl.model.scorer import ScoredRow
 from spmdrl.model.sharded import ShardedModel
 from spmdrl.train.companions.critic import Critic
 from spmdrl.train.companions.process_reward_model import ProcessRewardModel
@@ -25,7 +25,7 @@ from spmdrl.world import World
 class Companion(Protocol):
     """A model beside the policy."""
 
-    def columns(self, works: Sequence[Scoring]) -> list[dict[str, Tensor]]:
+    def columns(self, rows: Sequence[ScoredRow]) -> list[dict[str, Tensor]]:
         """Return, per packed row, per-token columns by name: [T] float32, 0 off the scored."""
 
     def update(self, jobs: Sequence[Sequence[Job]], *, step: int) -> Sums:

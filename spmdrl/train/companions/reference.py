@@ -10,11 +10,11 @@ from torch import Tensor
 
 from spmdrl.check.options import REFERENCE
 from spmdrl.config import Config
-from spmdrl.model.scorer import Scoring
+from spmdrl.model.scorer import ScoredRow
 from spmdrl.model.sharded import ShardedModel
+from spmdrl.model.shards import local_part
 from spmdrl.train.companions.reference_cache import cached_logprobs, look_up
 from spmdrl.train.objectives.rl import Job
-from spmdrl.train.optimizer import local_part
 from spmdrl.types import Sums
 from spmdrl.world import World
 
@@ -57,9 +57,9 @@ class Frozen(Untrained):
         self.model = ShardedModel(cfg, world, path=path, is_trained=False, is_float32=is_float32)
         self._column = column
 
-    def columns(self, works: Sequence[Scoring]) -> list[dict[str, Tensor]]:
+    def columns(self, rows: Sequence[ScoredRow]) -> list[dict[str, Tensor]]:
         """Score packed rows: per row, its column [T] float32, nats, 0 off the scored tokens."""
-        return [{self._column: logprobs} for logprobs, _ in self.model.columns(works)]
+        return [{self._column: logprobs} for logprobs, _ in self.model.columns(rows)]
 
 
 class WithoutAdapters(Untrained):
@@ -72,12 +72,12 @@ class WithoutAdapters(Untrained):
     def __init__(self, policy: ShardedModel):
         self._policy = policy
 
-    def columns(self, works: Sequence[Scoring]) -> list[dict[str, Tensor]]:
+    def columns(self, rows: Sequence[ScoredRow]) -> list[dict[str, Tensor]]:
         """Score packed rows: per row, ref_logprobs [T] float32, nats, 0 off the scored."""
         # A reference chooses its experts by itself, in whichever form it is kept.
-        works = [work.without_routes() for work in works]
+        rows = [row.without_routes() for row in rows]
         with self._policy.adapters.off():
-            return [{"ref_logprobs": logprobs} for logprobs, _ in self._policy.columns(works)]
+            return [{"ref_logprobs": logprobs} for logprobs, _ in self._policy.columns(rows)]
 
 
 class Synced(Frozen):
@@ -145,9 +145,9 @@ class Cached(Untrained):
     def __init__(self, cfg: Config, world: World, *, path: str):
         self._table = cached_logprobs(cfg, world, path=path)
 
-    def columns(self, works: Sequence[Scoring]) -> list[dict[str, Tensor]]:
+    def columns(self, rows: Sequence[ScoredRow]) -> list[dict[str, Tensor]]:
         """Look up packed rows: per row, ref_logprobs [T] float32, nats, 0 off the scored."""
-        return [{"ref_logprobs": look_up(self._table, work)} for work in works]
+        return [{"ref_logprobs": look_up(self._table, row)} for row in rows]
 
 
 def make_reference(cfg: Config, world: World, *, policy: ShardedModel) -> Companion:

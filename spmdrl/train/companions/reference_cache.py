@@ -20,7 +20,7 @@ from spmdrl.config import Config
 from spmdrl.data.examples import PairSource, offline_source
 from spmdrl.data.prompts import load_tokenizer
 from spmdrl.model.load import CheckpointReader, model_folder
-from spmdrl.model.scorer import Scoring
+from spmdrl.model.scorer import ScoredRow
 from spmdrl.model.sharded import ShardedModel, packs, scoring_temperature
 from spmdrl.train.companions.reference_table import (
     Table,
@@ -93,28 +93,29 @@ def cached_logprobs(cfg: Config, world: World, *, path: str) -> Table:
     return shared_table(file, parts, world)[0]
 
 
-def look_up(table: Table, work: Scoring) -> Tensor:
+def look_up(table: Table, row: ScoredRow) -> Tensor:
     """Return the logprobs of a packed row: [T] float32 nats, 0 off the scored tokens.
 
     Raises: RuntimeError for a sequence that is not in the table.
     """
-    tokens, positions = work.tokens.cpu(), work.position_ids.cpu()
+    tokens, positions = row.tokens.cpu(), row.position_ids.cpu()
     mask = torch.zeros(tokens.shape, dtype=torch.bool)
-    mask[work.scored.cpu()] = True
+    mask[row.scored.cpu()] = True
     lengths = torch.diff((positions == 0).nonzero()[:, 0], append=torch.tensor([len(tokens)]))
     found = torch.zeros(tokens.shape)
-    for row, own, values in zip(*(t.split(lengths.tolist()) for t in (tokens, mask, found))):
+    parts = zip(*(t.split(lengths.tolist()) for t in (tokens, mask, found)))
+    for sequence, own, values in parts:
         if not own.any():
             continue
-        known = table.find(sequence_key(row, own))
+        known = table.find(sequence_key(sequence, own))
         if known is None:
             raise RuntimeError(
-                f"a sequence of {len(row)} tokens, which begins {row[:8].tolist()}, is not among "
-                "the reference's logprobs: the rows of data.train have changed since the run "
-                "began; start it again, and it will compute what it lacks"
+                f"a sequence of {len(sequence)} tokens, which begins {sequence[:8].tolist()}, is "
+                "not among the reference's logprobs: the rows of data.train have changed since the "
+                "run began; start it again, and it will compute what it lacks"
             )
         values[own] = known
-    return found.to(work.tokens.device)
+    return found.to(row.tokens.device)
 
 
 # --------------------------------------------------------------------------- what is needed
@@ -280,12 +281,12 @@ class _Progress:
 
 def _score(model: ShardedModel, rows: Sequence[Sequence[Row]]) -> dict[int, numpy.ndarray]:
     """Return {key: logprobs of the scored tokens} of packed rows; an empty one is a dummy."""
-    works = []
+    scored = []
     for row in rows:
         lengths = [len(s) for s in row] or [1]
         dummy = torch.zeros(0 if row else 1, dtype=torch.int64)
-        works.append(
-            model.scoring(
+        scored.append(
+            model.row(
                 torch.cat([dummy, *(s.tokens.long() for s in row)]),
                 lengths,
                 mask=torch.cat([dummy.bool(), *(s.mask for s in row)]),
@@ -293,7 +294,7 @@ def _score(model: ShardedModel, rows: Sequence[Sequence[Row]]) -> dict[int, nump
             )
         )
     found = {}
-    for row, (logprobs, _) in zip(rows, model.columns(works)):
+    for row, (logprobs, _) in zip(rows, model.columns(scored)):
         pieces = logprobs.cpu().split([len(s) for s in row]) if row else ()
         found |= {s.key: piece[s.mask].numpy() for s, piece in zip(row, pieces)}
     return found

@@ -20,7 +20,7 @@ from spmdrl.model.head import HeadOptions, chunks, scaled_logits
 from spmdrl.model.load import load_hf_config
 from spmdrl.model.parallel.tensor_parallel import enter, gather_last
 from spmdrl.model.sharded import ShardedModel
-from spmdrl.train.objectives.rl import Job, Stats, spread
+from spmdrl.train.objectives.rl import Job, Stats
 from spmdrl.world import World
 
 
@@ -60,11 +60,11 @@ class Distillation:
         Invariant under: dp size, micro-batching, packing order.
         """
         with torch.no_grad():
-            theirs = self._teacher(job.scoring, lambda *states, targets: states)
+            theirs = self._teacher(job.row, lambda *states, targets: states)
         terms, stats = model.forward(
-            job.scoring, partial(self._terms, *theirs, model.scorer.head_options)
+            job.row, partial(self._terms, *theirs, model.scorer.head_options)
         )
-        return (spread(terms, job.scoring).double() * job.weights).sum(), stats
+        return (job.row.spread(terms).double() * job.weights).sum(), stats
 
     def _terms(
         self,

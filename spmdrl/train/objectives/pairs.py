@@ -19,7 +19,7 @@ from spmdrl.algorithms.preference.unpaired import kto_kl
 from spmdrl.config import Config
 from spmdrl.config.fields import trains_on_pairs
 from spmdrl.model.sharded import ShardedModel
-from spmdrl.train.objectives.rl import Job, Stats, spread
+from spmdrl.train.objectives.rl import Job, Stats
 from spmdrl.types import Batch
 from spmdrl.world import World
 from spmdrl.world.comm import gather_objects
@@ -150,11 +150,11 @@ class PairObjective:
         stats: Stats = {}
         if self._is_scalar:
             ends = job.microbatch.cu_seqlens[1:].long() - 1
-            scores = model.values(job.scoring).index_select(0, ends)
+            scores = model.values(job.row).index_select(0, ends)
             inputs |= {f"{side}_scores": s for side, s in zip(_SIDES, _sides(scores, job))}
         else:
-            logprobs, entropy = model.forward(job.scoring)
-            sums = _sides(_sums(spread(logprobs, job.scoring), job), job)
+            logprobs, entropy = model.forward(job.row)
+            sums = _sides(_sums(job.row.spread(logprobs), job), job)
             inputs |= {f"{side}_logps": s for side, s in zip(_SIDES, sums)}
             stats["policy/entropy"] = (entropy.detach().double().sum(), job.loss_mask.sum())
         if self._is_unpaired:

@@ -14,8 +14,7 @@ from spmdrl.algorithms.entropy import FILTER, top_entropy
 from spmdrl.algorithms.kl import estimator_options, kl_stats
 from spmdrl.algorithms.mismatch import gap_histogram, mismatch_stats
 from spmdrl.config import Config
-from spmdrl.model.parallel.context_parallel import Slicing, make_slice
-from spmdrl.model.scorer import Scoring
+from spmdrl.model.scorer import ScoredRow
 from spmdrl.train.coefficients import Coefficients
 from spmdrl.types import Advantages, Batch, Microbatch
 from spmdrl.world import World
@@ -32,7 +31,7 @@ class Job:
     """One micro-batch, ready to run. Holds all that is known before the forward pass."""
 
     microbatch: Microbatch
-    scoring: Scoring
+    row: ScoredRow
     loss_mask: Tensor  # [T] bool
     weights: Tensor  # [T] float64, of each token's term in the loss
     num_tokens: int  # 0 for a dummy
@@ -123,7 +122,7 @@ def _make_job(
     is_real = host.sequence_ids >= 0
     return Job(
         microbatch=microbatch.to(device),
-        scoring=model.scoring(
+        row=model.row(
             host.tokens,
             lengths.tolist(),
             mask=loss_mask,
@@ -137,60 +136,6 @@ def _make_job(
         sequence_weight=sequence_weight,
         columns={name: column.to(device) for name, column in columns.items()},
     )
-
-
-def make_scoring(
-    tokens: Tensor,
-    lengths: Sequence[int],
-    *,
-    mask: Tensor,
-    position_ids: Tensor,
-    device: torch.device,
-    padded: bool,
-    slicing: Slicing = Slicing(),
-    routes: Tensor | None = None,
-) -> Scoring:
-    """Return what the scorer needs to score the masked tokens of a packed row.
-
-    Args:
-        tokens, position_ids: [T] int64 on the CPU.
-        lengths: tokens per sequence.
-        mask: [T] bool on the CPU.
-        device: of what is returned.
-        padded: attention pads.
-        slicing: which slice of the row this rank computes; all of it by default.
-        routes: [T, L, K] on the CPU, to be replayed; None for none.
-    Raises: ValueError when the mask holds a sequence's first token, which nothing predicts.
-    """
-    if bool((mask & (position_ids == 0)).any()):
-        at = int((mask & (position_ids == 0)).nonzero()[0])
-        raise ValueError(
-            f"response_mask holds the first token of a sequence (packed position "
-            f"{at}), which no token comes before; mask it out where rows are read"
-        )
-    scored = mask.nonzero()[:, 0]
-    own = make_slice(
-        tokens,
-        lengths,
-        position_ids=position_ids,
-        scored=scored,
-        device=device,
-        padded=padded,
-        slicing=slicing,
-        routes=routes,
-    )
-    return Scoring(
-        tokens=tokens.to(device),
-        position_ids=position_ids.to(device),
-        scored=scored.to(device),
-        targets=tokens[scored].to(device),
-        own=own,
-    )
-
-
-def spread(values: Tensor, scoring: Scoring) -> Tensor:
-    """Return [N] values of the scored positions as [T], 0 elsewhere; differentiable."""
-    return values.new_zeros(scoring.tokens.shape).index_copy(0, scoring.scored, values)
 
 
 def needed_columns(cfg: Config) -> set[str]:
@@ -288,7 +233,7 @@ class Objective:
             loss) and {metric: (numerator, denominator)}.
         Invariant under: dp size, micro-batching, packing order.
         """
-        logprobs, entropy = (spread(v, job.scoring) for v in model.forward(job.scoring))
+        logprobs, entropy = map(job.row.spread, model.forward(job.row))
         batch, mask = job.microbatch, job.loss_mask
         inputs = {
             # Without a pass of their own the old logprobs are the current ones.
