@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from spmdrl.commands.create_model import character_tokenizer
 from spmdrl.config import Batch, Config, Data, Model, Sampling
 from spmdrl.data.examples import SupervisedSource, encode_example
-from spmdrl.data.prompts import Order, PromptSource, check_context, load_tokenizer
+from spmdrl.data.prompts import Order, PromptSource, check_context, end_token_ids, load_tokenizer
 
 PLAIN, CHAT = character_tokenizer(), character_tokenizer(chat_template=True)
 USER, REPLY = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}
@@ -279,3 +279,16 @@ def test_overlong_supervised_rows_are_refused_or_dropped(tmp_path):
         SupervisedSource(config(file, per_step=1), PLAIN)
     source = SupervisedSource(config(file, per_step=1, overlong_prompts="drop"), PLAIN)
     assert source.num_dropped == 1 and len(source.rows_at(5)[0][0]) == 21
+
+
+def test_a_response_ends_at_the_ids_of_config_tokenizer_and_model(tiny_model, tmp_path) -> None:
+    tokenizer = load_tokenizer(Config(model=Model(path=str(tiny_model))))
+    eos = tokenizer.eos_token_id
+    for name, content in (("config.json", [eos, 7]), ("generation_config.json", 9)):
+        text = {"eos_token_id": content}
+        if name == "config.json":
+            text = json.loads((tiny_model / name).read_text()) | text
+        (tmp_path / name).write_text(json.dumps(text))
+        cfg = Config(model=Model(path=str(tmp_path)), sampling=Sampling(stop_token_ids=(5,)))
+        expected = {5, eos, 7} if name == "config.json" else {5, eos, 9}
+        assert set(end_token_ids(cfg, tokenizer)) == expected

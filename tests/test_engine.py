@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
+import shutil
 import tempfile
 from pathlib import Path
 
@@ -155,8 +157,6 @@ def on_engine(cfg: Config, other: str = "") -> dict | None:
 @pytest.fixture(scope="module")
 def other_model(tiny_model, tmp_path_factory) -> Path:
     """The tiny model with other weights."""
-    import shutil
-
     from safetensors.torch import load_file, save_file
 
     folder = tmp_path_factory.mktemp("models") / "other"
@@ -171,6 +171,18 @@ def other_model(tiny_model, tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def ending_model(tiny_model, tmp_path_factory) -> Path:
+    """The tiny model, whose config says that every token ends a response."""
+    folder = tmp_path_factory.mktemp("models") / "ending"
+    shutil.copytree(tiny_model, folder)
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    content = json.loads((folder / "config.json").read_text())
+    content["eos_token_id"] = [*range(content["vocab_size"])]
+    (folder / "config.json").write_text(json.dumps(content))
+    return folder
+
+
 def found_by(kind: str, tiny_model: Path, other_model: Path) -> dict:
     cfg = engine_config(str(tiny_model), kind=kind, placement="split", world_size=2)
     trainer, generator = run_ranks(2, on_engine, cfg, str(other_model))
@@ -179,13 +191,13 @@ def found_by(kind: str, tiny_model: Path, other_model: Path) -> dict:
 
 
 @pytest.fixture(scope="module")
-def vllm_found(tiny_model, other_model) -> dict:
-    return found_by("vllm", tiny_model, other_model)
+def vllm_found(ending_model, other_model) -> dict:
+    return found_by("vllm", ending_model, other_model)
 
 
 @pytest.fixture(scope="module")
-def transformers_found(tiny_model, other_model) -> dict:
-    return found_by("transformers", tiny_model, other_model)
+def transformers_found(ending_model, other_model) -> dict:
+    return found_by("transformers", ending_model, other_model)
 
 
 @pytest.fixture(scope="module", params=["vllm", "transformers"])
@@ -200,6 +212,10 @@ def test_samples_do_not_depend_on_what_else_is_drawn(found):
             assert other.logprobs == pytest.approx(completion.logprobs, abs=1e-5)
     # different seeds of the same prompt differ
     assert found["forward"]["0"].tokens != found["forward"]["3"].tokens
+
+
+def test_nothing_but_stop_ids_ends_a_response_not_even_the_models_own_eos(found):
+    assert {len(completion.tokens) for completion in found["forward"].values()} == {12}
 
 
 def test_seeded_samples_do_not_depend_on_how_prompts_are_cut_into_steps(found):

@@ -209,7 +209,8 @@ class Sampling:
     max_response_tokens: int = 512
     """Longest response in tokens; longer ones are cut and marked truncated."""
     stop_token_ids: tuple[int, ...] = ()
-    """Token ids that end a response besides the tokenizer's eos."""
+    """Token ids that end a response besides the tokenizer's eos and the model's own: those of
+    its generation_config.json, or of its config.json where there is none."""
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,8 @@ class Request:
     seed: int | None
     """Keys this sample's randomness; None draws from the engine's own generator."""
     stop_token_ids: tuple[int, ...]
-    """Ids that end the response; the one that did is its last token."""
+    """Ids that end the response; the one that did is its last token. Nothing else ends it but
+    max_tokens, in either engine."""
 
 
 @dataclass(frozen=True)

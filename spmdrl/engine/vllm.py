@@ -93,6 +93,7 @@ class Engine:
             max_tokens=request.max_tokens,
             seed=request.seed,
             stop_token_ids=list(request.stop_token_ids),
+            ignore_eos=True,  # else the model's own ends a response that no stop id was asked for
             logprobs=0,
             flat_logprobs=True,
             detokenize=False,

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from spmdrl.algorithms import registry
 from spmdrl.config import Config
 from spmdrl.data.prompt_order import Planner
-from spmdrl.data.prompts import PromptSource
+from spmdrl.data.prompts import PromptSource, end_token_ids
 from spmdrl.engine.protocol import EngineProtocol
 from spmdrl.rewards.signatures import reward_models
 from spmdrl.rollout.balance import deal
@@ -57,8 +57,7 @@ class RolloutSource:
         self._prompts_of = functools.lru_cache(maxsize=8)(
             lambda step: self.prompts.of(self.planner.at(step).rows)
         )
-        eos = tokenizer.eos_token_id
-        self._stops = tuple(cfg.sampling.stop_token_ids) + ((eos,) if eos is not None else ())
+        self._stops = end_token_ids(cfg, tokenizer)
         self.link = Link(world)
         self.is_leader = world.inference_tp_rank == 0
         self.pool = RewardPool(cfg) if self.is_leader else None
