@@ -17,18 +17,12 @@ from torch import Tensor
 
 from spmdrl.check.fit import misfits
 from spmdrl.config import Config
-from spmdrl.model.attention import KERNELS, make_packing, padded_attention
+from spmdrl.model.attention import KERNELS
+from spmdrl.model.packing import make_packing
 from spmdrl.model.parallel import context_parallel
-from spmdrl.model.parallel.context_parallel import (
-    METHODS,
-    Slicing,
-    by_rank,
-    chunk_spans,
-    in_row_order,
-    make_slice,
-    pick_method,
-)
-from spmdrl.model.parallel.ring_attention import DENSE, FLASH, Block, plan_rounds
+from spmdrl.model.parallel.context_parallel import METHODS, by_rank, in_row_order, pick_method
+from spmdrl.model.parallel.ring_attention import DENSE, FLASH, Tile, plan_rounds
+from spmdrl.model.parallel.row_slices import Slicing, chunk_spans, make_slice
 
 CPU, SIZE = torch.device("cpu"), 4
 LENGTHS = (37, 1, 150, 9, 2, 71, 14)  # 284 tokens, padded to 288: chunks of 36
@@ -136,7 +130,7 @@ def _last_tokens(window: int | None) -> tuple[list[int], list[int], list[Tensor]
 def test_queries_may_be_the_last_tokens_of_their_keys(window, softcap):
     lengths, key_lengths, drawn, seen = _last_tokens(window)
     packing = make_packing(lengths, CPU, padded=True, key_lengths=key_lengths)
-    out, _ = padded_attention(
+    out, _ = KERNELS["padded"](
         _Module(), *drawn, None, packing=packing, sliding_window=window, softcap=softcap
     )
     expected = _attend_by_mask(*drawn, seen, softcap=softcap)
@@ -181,14 +175,14 @@ def _attention_gaps(rank: int, group: dist.ProcessGroup) -> dict[tuple[str, str]
         *whole, signs = (torch.randn(1, n, own.row_length, 8, generator=drawn) for n in sizes)
         leaves = [x.requires_grad_() for x in whole]
         options = {"sliding_window": window, "softcap": softcap}
-        out, _ = padded_attention(_Module(), *leaves, None, packing=own.packing.whole, **options)
+        out, _ = KERNELS["padded"](_Module(), *leaves, None, packing=own.packing.whole, **options)
         (out * signs.transpose(1, 2)).sum().backward()
         for method, attend in METHODS.items():
             if method == "ulysses" and heads % SIZE:
                 continue
             parts = [x.detach()[:, :, own.rows].requires_grad_() for x in leaves]
             ours, _ = attend(
-                _Module(), *parts, None, packing=own.packing, kernel=padded_attention, **options
+                _Module(), *parts, None, packing=own.packing, kernel=KERNELS["padded"], **options
             )
             (ours * signs[:, :, own.rows].transpose(1, 2)).sum().backward()
             pairs = [(ours, out[:, own.rows])]
@@ -218,7 +212,7 @@ def _most_gathered(rank: int, group: dist.ProcessGroup) -> float:
     q, k, v = (torch.randn(1, 8, 16, 4, requires_grad=True) for _ in range(3))
     context_parallel._gather = counted
     try:
-        METHODS["gather"](_Module(), q, k, v, None, packing=own.packing, kernel=padded_attention)[
+        METHODS["gather"](_Module(), q, k, v, None, packing=own.packing, kernel=KERNELS["padded"])[
             0
         ].sum().backward()
     finally:
@@ -285,7 +279,7 @@ def test_scores_under_cp_are_those_of_plain_transformers(found, tiny_model):
 # --------------------------------------------------------------------------- the ring's plan
 
 
-def _rounds(lengths: tuple[int, ...], size: int) -> list[tuple[tuple[Block, ...], ...]]:
+def _rounds(lengths: tuple[int, ...], size: int) -> list[tuple[tuple[Tile, ...], ...]]:
     total = sum(lengths)
     return [
         plan_rounds(
@@ -301,7 +295,7 @@ def _rounds(lengths: tuple[int, ...], size: int) -> list[tuple[tuple[Block, ...]
 
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("lengths", [(96,), (1,) * 96, (37, 1, 50, 8), (11, 12, 1, 72), (95, 1)])
-def test_each_pair_that_sees_each_other_is_in_one_block(lengths, size):
+def test_each_pair_that_sees_each_other_is_in_one_tile(lengths, size):
     total = sum(lengths)
     of = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
     visible, met = (of[:, None] == of).tril().int(), torch.zeros(total, total, dtype=torch.int32)
@@ -310,10 +304,10 @@ def test_each_pair_that_sees_each_other_is_in_one_block(lengths, size):
             torch.cat([torch.arange(*span) for span in chunk_spans(total, rank=r, size=size)])
             for r in range(size)
         ]
-        for turn, blocks in enumerate(rounds):
-            for block in blocks:
-                queries, keys = rows[rank][block.queries], rows[(rank - turn) % size][block.keys]
-                seen = block.is_visible()
+        for turn, tiles in enumerate(rounds):
+            for tile in tiles:
+                queries, keys = rows[rank][tile.queries], rows[(rank - turn) % size][tile.keys]
+                seen = tile.is_visible()
                 met[queries[:, None], keys] += 1 if seen is None else seen.int()
     assert torch.equal(met, visible)
 
@@ -321,17 +315,17 @@ def test_each_pair_that_sees_each_other_is_in_one_block(lengths, size):
 def test_ranks_have_equal_work_in_each_round():
     work = [
         [
-            sum((b.queries.stop - b.queries.start) * (b.keys.stop - b.keys.start) for b in blocks)
-            for blocks in rounds
+            sum((b.queries.stop - b.queries.start) * (b.keys.stop - b.keys.start) for b in tiles)
+            for tiles in rounds
         ]
         for rounds in _rounds((480,), SIZE)
     ]
-    # A diagonal block counts whole here; on every rank the first round has two of them.
+    # A diagonal tile counts whole here; on every rank the first round has two of them.
     assert work == [[3 * 60 * 60] + [2 * 60 * 60] * (SIZE - 1)] * SIZE
 
 
 @pytest.mark.gpu
-def test_a_block_of_the_ring_by_flash_attention_is_that_by_matrix_products():
+def test_a_tile_of_the_ring_by_flash_attention_is_that_by_matrix_products():
     device, scale = torch.device("cuda"), 0.3
     drawn = torch.Generator(device).manual_seed(0)
     q, k, v, grad = (
@@ -341,12 +335,12 @@ def test_a_block_of_the_ring_by_flash_attention_is_that_by_matrix_products():
     rounds = plan_rounds(
         (30, 70, 92), lambda r: chunk_spans(192, rank=r, size=2), rank=1, size=2, device=device
     )
-    for block in (block for blocks in rounds for block in blocks):
-        parts = q[block.queries], k[block.keys], v[block.keys]
+    for tile in (tile for tiles in rounds for tile in tiles):
+        parts = q[tile.queries], k[tile.keys], v[tile.keys]
         results = []
         for forward, backward in (DENSE, FLASH):
-            out, lse = forward(*parts, block, scale=scale)
-            grads = backward(grad[block.queries], *parts, out.bfloat16(), lse, block, scale=scale)
+            out, lse = forward(*parts, tile, scale=scale)
+            grads = backward(grad[tile.queries], *parts, out.bfloat16(), lse, tile, scale=scale)
             results.append((out, lse, *grads))
         for ours, right in zip(*results):
             torch.testing.assert_close(ours, right, rtol=2e-2, atol=2e-2)

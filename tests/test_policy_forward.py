@@ -10,7 +10,7 @@ import torch
 
 from spmdrl.commands.create_model import create_model
 from spmdrl.config import Model
-from spmdrl.model.attention import make_packing, pick_attention, register_attention
+from spmdrl.model.attention import pick_attention, register_attention
 from spmdrl.model.file_tensors import file_tensors
 from spmdrl.model.load import (
     CheckpointReader,
@@ -19,6 +19,7 @@ from spmdrl.model.load import (
     model_folder,
     read_tensors,
 )
+from spmdrl.model.packing import make_packing
 from spmdrl.model.scorer import ScoredRow, Scorer, make_row
 
 LENGTHS = (5, 70, 1, 33, 9, 90, 66)

@@ -18,7 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from spmdrl.model.attention import KERNELS, Packing
+from spmdrl.model.attention import KERNELS
+from spmdrl.model.packing import Packing
 
 
 class KVCache:
@@ -125,7 +126,7 @@ def cached_attention(
 
     Args:
         query: [1, Hq, T, D]; key, value: [1, Hkv, T, D].
-        options: as of `padded_attention`, which refuses what it cannot do.
+        options: of the kernel, which refuses what it cannot do.
     Returns: [1, T, Hq, D] and None (no attention weights).
     """
     if work.cache is not None:

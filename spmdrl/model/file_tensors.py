@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from spmdrl.model.shards import Part, box_within
+from spmdrl.world.torch_internals import UNSAFE_VIEW, TorchDispatchMode, is_persistent, storage_id
 
 aten = torch.ops.aten
 
@@ -25,7 +25,7 @@ def live_tensors(module: nn.Module) -> dict[str, Tensor]:
     found = dict(module.named_parameters())
     for path, child in module.named_modules():
         for name, buffer in child.named_buffers(recurse=False):
-            if name not in child._non_persistent_buffers_set:
+            if is_persistent(child, name):
                 found[f"{path}.{name}" if path else name] = buffer
     return found
 
@@ -42,7 +42,7 @@ def file_tensors(hf_model: nn.Module) -> dict[str, Part]:
 
     live = live_tensors(hf_model)
     placeholders = {name: torch.empty(tensor.shape, device="meta") for name, tensor in live.items()}
-    by_storage = {_storage(tensor): name for name, tensor in placeholders.items()}
+    by_storage = {storage_id(tensor): name for name, tensor in placeholders.items()}
     try:
         with torch.no_grad(), _Views():
             saved = revert_weight_conversion(hf_model, dict(placeholders))
@@ -50,7 +50,7 @@ def file_tensors(hf_model: nn.Module) -> dict[str, Part]:
         raise _refused(hf_model, f"they cannot be followed ({error})") from error
     parts: dict[str, Part] = {}
     for name, tensor in saved.items():
-        own = by_storage.get(_storage(tensor))
+        own = by_storage.get(storage_id(tensor))
         part = own and _part(own, tensor, placeholders[own])
         if not part:
             raise _refused(hf_model, f"{name} is computed")
@@ -58,10 +58,6 @@ def file_tensors(hf_model: nn.Module) -> dict[str, Part]:
     _check_whole(hf_model, parts, placeholders)
     order = {name: index for index, name in enumerate(live)}
     return dict(sorted(parts.items(), key=lambda item: (order[item[1].tensor], item[1].box)))
-
-
-def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
 
 
 class _Views(TorchDispatchMode):
@@ -73,7 +69,7 @@ class _Views(TorchDispatchMode):
     ) -> Any:
         if func is aten.clone.default:
             return aten.alias.default(args[0])
-        if func is aten._unsafe_view.default:  # a reshape that had to copy
+        if func is UNSAFE_VIEW:  # a reshape that had to copy
             return torch.empty(args[1], device="meta")
         return func(*args, **(kwargs or {}))
 

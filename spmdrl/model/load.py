@@ -21,6 +21,7 @@ from spmdrl.config import Config, Model
 from spmdrl.config.read import is_missing_folder
 from spmdrl.model.file_tensors import file_tensors, live_tensors
 from spmdrl.model.shards import Held, Part
+from spmdrl.world.torch_internals import is_persistent
 
 SCALAR_HEAD = "score.weight"
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -293,7 +294,7 @@ def _computed_buffers(module: nn.Module) -> dict[str, Tensor]:
     return {
         name: buffer
         for name, buffer in module.named_buffers(recurse=False)
-        if name in module._non_persistent_buffers_set
+        if not is_persistent(module, name)
     }
 
 

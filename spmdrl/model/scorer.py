@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from spmdrl.model.head import HeadOptions, logprobs_and_entropy
-from spmdrl.model.parallel.context_parallel import RowSlice, Slicing, make_slice
+from spmdrl.model.parallel.row_slices import RowSlice, Slicing, make_slice
 
 Head = Callable[..., Any]
 """From the states before scored tokens [n, H], this rank's rows of the vocabulary [V, H] and, as

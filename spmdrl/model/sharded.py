@@ -32,10 +32,12 @@ from spmdrl.model.parallel import expert_parallel as moe
 from spmdrl.model.parallel import fsdp as parallelize
 from spmdrl.model.parallel import recompute as memory
 from spmdrl.model.parallel import tensor_parallel
-from spmdrl.model.parallel.context_parallel import Slicing, pick_method, register_context_attention
+from spmdrl.model.parallel.context_parallel import pick_method, register_context_attention
+from spmdrl.model.parallel.row_slices import Slicing
 from spmdrl.model.scorer import Head, ScoredRow, Scorer, Valuer, make_row
 from spmdrl.model.shards import local_part
 from spmdrl.world import World
+from spmdrl.world.torch_internals import multiply_all, plain_name
 
 
 class ShardedModel:
@@ -182,7 +184,7 @@ class ShardedModel:
         """
         own = [gradients[name] for name in self._experts if name in gradients]
         if own and self.world.experts is not None:
-            torch._foreach_mul_(own, self.world.experts.size(1) / self.world.sharding.size(1))
+            multiply_all(own, self.world.experts.size(1) / self.world.sharding.size(1))
         if not self.whole:
             return
         # They may be on the host, and the ranks' collectives are not.
@@ -207,7 +209,7 @@ class ShardedModel:
         """
         named = {}
         for name, tensor in live_tensors(self.scorer).items():
-            name = parallelize.plain_name(name)
+            name = plain_name(name)
             name = self._prefix + name[5:] if name.startswith("base.") else name
             named[name] = tensor
         return {name: named[name] for name in self._names}

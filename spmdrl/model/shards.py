@@ -19,7 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.placement_types import _StridedShard
+
+from spmdrl.world.torch_internals import StridedShard
 
 
 @dataclass(frozen=True, order=True)
@@ -109,7 +110,7 @@ def held_boxes(name: str, tensor: Tensor) -> list[tuple[Box, Tensor]]:
     for at, size, placement in zip(coordinate, tensor.device_mesh.shape, tensor.placements):
         if isinstance(placement, Replicate):
             continue
-        if not isinstance(placement, (Shard, _StridedShard)):
+        if not isinstance(placement, (Shard, StridedShard)):
             raise ValueError(
                 f"{name} has placement {placement}; only sharded and replicated "
                 "parameters can be streamed"

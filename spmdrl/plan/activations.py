@@ -17,10 +17,8 @@ from functools import lru_cache
 
 import torch
 
-from spmdrl.model.attention import Group, make_packing
+from spmdrl.model.packing import SHORT, PaddedGroup, make_packing
 from spmdrl.model.shape import Attention, Block, ModelShape
-
-_SHORT = 64  # tokens; padded attention takes plain matmuls up to here
 
 
 @dataclass(frozen=True)
@@ -49,7 +47,7 @@ class Saved:
         return self.blocks + self.recomputed + self.rest
 
 
-def padded_groups(lengths: Sequence[int]) -> tuple[Group, ...]:
+def padded_groups(lengths: Sequence[int]) -> tuple[PaddedGroup, ...]:
     """Return how padded attention groups sequences of these lengths."""
     return make_packing(lengths, torch.device("cpu"), padded=True).groups
 
@@ -71,7 +69,7 @@ def saved_bytes(
     tokens: int,
     num_scored: int,
     cut: Cut = Cut(),
-    groups: tuple[Group, ...] = (),
+    groups: tuple[PaddedGroup, ...] = (),
 ) -> Saved:
     """Return what one micro-batch keeps on a rank.
 
@@ -137,7 +135,7 @@ def _block_bytes(
     kernels: Kernels,
     tokens: int,
     cut: Cut,
-    groups: tuple[Group, ...],
+    groups: tuple[PaddedGroup, ...],
 ) -> int:
     c, hidden, is_gemma = kernels.compute_bytes, shape.hidden, shape.has_gemma_norms
     tp = cut.tp
@@ -173,7 +171,7 @@ def _attention_bytes(
     kernels: Kernels,
     tokens: int,
     cut: Cut,
-    groups: tuple[Group, ...],
+    groups: tuple[PaddedGroup, ...],
     is_gemma: bool,
 ) -> int:
     c = kernels.compute_bytes
@@ -225,11 +223,11 @@ def exchange_bytes(own: Attention, *, kernels: Kernels, tokens: int, cut: Cut) -
     return 0
 
 
-def _group_bytes(own: Attention, group: Group, *, c: int, heads: int, kv_heads: int) -> int:
+def _group_bytes(own: Attention, group: PaddedGroup, *, c: int, heads: int, kv_heads: int) -> int:
     rows, length = group.count * group.length, group.length
     has_window = own.window is not None and own.window < length
     operands = rows * c * (heads * own.qk_dim + kv_heads * (own.qk_dim + own.v_dim))
-    if own.has_softcap or length <= _SHORT:
+    if own.has_softcap or length <= SHORT:
         scores = group.count * heads * length * length
         softmax = scores * (4 if c == 4 else 4 + c)  # in float32, and once more to multiply
         cap = scores * c + heads // kv_heads * length * length if own.has_softcap else 0

@@ -15,10 +15,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from spmdrl.model.file_tensors import live_tensors
 from spmdrl.model.shards import Box, box_within, extent
+from spmdrl.world.torch_internals import (
+    LOCAL_SCALAR,
+    TorchDispatchMode,
+    is_write,
+    storage_id,
+    tree_leaves,
+)
 
 aten = torch.ops.aten
 
@@ -82,7 +88,7 @@ def derived_tensors(model: nn.Module) -> list[str]:
     A write in place would leave such a copy (MLA's absorbed projections, say) stale.
     """
     reasons = []
-    known = {_storage(t) for t in (*model.parameters(), *model.buffers())}
+    known = {storage_id(t) for t in (*model.parameters(), *model.buffers())}
     for path, module in model.named_modules():
         for name, value in vars(module).items():
             if (
@@ -90,7 +96,7 @@ def derived_tensors(model: nn.Module) -> list[str]:
                 and value.is_floating_point()
                 and value.dim() > 1
                 and name != "kv_cache"
-                and _storage(value) not in known
+                and storage_id(value) not in known
             ):
                 reasons.append(
                     f"{path}.{name}: is a {list(value.shape)} tensor made after "
@@ -99,17 +105,13 @@ def derived_tensors(model: nn.Module) -> list[str]:
     return reasons
 
 
-def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
-
-
 class _Watcher(TorchDispatchMode):
     """Notes writes into a model's parameters instead of doing them."""
 
     def __init__(self, model: nn.Module, placeholders: Mapping[str, Tensor]):
         super().__init__()
         self.trace, self.last = Trace(), "its start"
-        self._sources = {_storage(t): (name, t) for name, t in placeholders.items()}
+        self._sources = {storage_id(t): (name, t) for name, t in placeholders.items()}
         self._computed: dict[int, str] = {}  # storage -> what it was computed by
         self._kept: list[Tensor] = []  # storages must outlive their ids
         self._scalars: dict[float, tuple[str, Box]] = {}
@@ -118,7 +120,7 @@ class _Watcher(TorchDispatchMode):
         self._needed = {name for name, _ in model.named_parameters()}
         self._parameters: dict[int, list[tuple[str, Tensor]]] = {}
         for name, parameter in self._by_name.items():
-            self._parameters.setdefault(_storage(parameter), []).append((name, parameter))
+            self._parameters.setdefault(storage_id(parameter), []).append((name, parameter))
         self._written: dict[str, list[Box]] = {}
         self._filled: dict[str, list[Box]] = {}
 
@@ -126,7 +128,7 @@ class _Watcher(TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func is aten._local_scalar_dense.default and _storage(args[0]) in self._sources:
+        if func is LOCAL_SCALAR and storage_id(args[0]) in self._sources:
             return self._scalar(args[0])
         target = self._target(func, args)
         if target is not None:
@@ -138,9 +140,9 @@ class _Watcher(TorchDispatchMode):
 
     def _target(self, func: Any, args: Any) -> str | None:
         """Return the parameter that this operation writes into, if any."""
-        if not (func._schema.is_mutable and args and isinstance(args[0], Tensor)):
+        if not (is_write(func) and args and isinstance(args[0], Tensor)):
             return None
-        own = self._parameters.get(_storage(args[0]))
+        own = self._parameters.get(storage_id(args[0]))
         if own is None:
             return None
         first = args[0].storage_offset()
@@ -156,7 +158,7 @@ class _Watcher(TorchDispatchMode):
         inside = box_within(args[0], self._by_name[name])
         if inside is None:
             self._refuse(name, f"{func} writes a part that is not a box of it")
-        elif func is aten.copy_.default and _storage(args[1]) in self._sources:
+        elif func is aten.copy_.default and storage_id(args[1]) in self._sources:
             self._copy(args[0], args[1], name=name, inside=inside)
         elif func is aten.fill_.Scalar and args[1] in self._scalars:
             source, box = self._scalars[args[1]]
@@ -166,16 +168,16 @@ class _Watcher(TorchDispatchMode):
             if any(inside.intersect(box) for box in self._written.get(name, ())):
                 self._refuse(name, f"{func} overwrites what was loaded")
         else:
-            made = self._computed.get(_storage(args[1])) if func is aten.copy_.default else None
+            made = self._computed.get(storage_id(args[1])) if func is aten.copy_.default else None
             self._refuse(name, f"is written from {made}" if made else f"is changed by {func}")
 
     def _is_constant(self, func: Any, args: Any) -> bool:
         """Whether this is `part[i] = number`, of no checkpoint tensor."""
         known = self._sources.keys() | self._computed.keys()
-        return func is aten.fill_.Tensor and _storage(args[1]) not in known
+        return func is aten.fill_.Tensor and storage_id(args[1]) not in known
 
     def _copy(self, target: Tensor, source: Tensor, *, name: str, inside: Box) -> None:
-        key, whole = self._sources[_storage(source)]
+        key, whole = self._sources[storage_id(source)]
         self.last = f"{name} (from {key})"
         box = box_within(source, whole)
         if box is None or target.numel() != source.numel():
@@ -206,7 +208,7 @@ class _Watcher(TorchDispatchMode):
 
     def _scalar(self, source: Tensor) -> float:
         # A number that occurs nowhere else, so that a later fill_ with it can be told apart.
-        key, whole = self._sources[_storage(source)]
+        key, whole = self._sources[storage_id(source)]
         value = 1.0 + math.pi * 2.0**-20 * (len(self._scalars) + 1)
         box = box_within(source, whole)
         assert box is not None, "a single element is a box"
@@ -215,18 +217,14 @@ class _Watcher(TorchDispatchMode):
 
     def _follow(self, func: Any, args: Any, *, result: Any) -> None:
         """Remember results that were computed from placeholders, for the message."""
-        tensors = [t for t in torch.utils._pytree.tree_leaves(args) if isinstance(t, Tensor)]
-        origin = next(
-            (self._sources[_storage(t)][0] for t in tensors if _storage(t) in self._sources), None
-        )
-        made = next(
-            (self._computed[_storage(t)] for t in tensors if _storage(t) in self._computed), None
-        )
+        used = [storage_id(t) for t in tree_leaves(args) if isinstance(t, Tensor)]
+        origin = next((self._sources[key][0] for key in used if key in self._sources), None)
+        made = next((self._computed[key] for key in used if key in self._computed), None)
         if origin is None and made is None:
             return
-        for t in torch.utils._pytree.tree_leaves(result):
-            if isinstance(t, Tensor) and _storage(t) not in self._sources:
-                self._computed.setdefault(_storage(t), made or f"{func} of {origin}")
+        for t in tree_leaves(result):
+            if isinstance(t, Tensor) and storage_id(t) not in self._sources:
+                self._computed.setdefault(storage_id(t), made or f"{func} of {origin}")
                 self._kept.append(t)
 
     def uncovered(self, model: nn.Module) -> list[str]:
@@ -234,7 +232,7 @@ class _Watcher(TorchDispatchMode):
         reasons = [
             f"{name}: the loader replaces it by another tensor"
             for name, p in model.named_parameters()
-            if _storage(p) not in self._parameters
+            if storage_id(p) not in self._parameters
         ]
         for name, parameter in self._by_name.items():
             if name not in self._needed:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from spmdrl.model.shards import Box, Value, narrow
 from spmdrl.sync.plan import Piece, Plan, Receiver, Route
-from spmdrl.world.comm import all_gather
+from spmdrl.world.torch_internals import all_gather_single, copy_all
 
 _MESSAGE_BYTES = 128 * 2**10  # smaller pieces are joined up to here, larger ones travel alone
 
@@ -84,7 +84,7 @@ class Transfer:
         if self._group is not None:
             parts = self._received[index % 2]
             begin = self._receiver.ranks.index(self._rank) * self._part
-            all_gather(parts, parts[begin : begin + self._part], group=self._group)
+            all_gather_single(parts, parts[begin : begin + self._part], group=self._group)
         self._buckets[index].unpack.run()
 
     # ---------------------------------------------------------------- what to do, listed once
@@ -222,7 +222,7 @@ class _Copies:
         if self._to:
             # One call for the list: per-tensor copy_ from Python cost 3 us each on the CPU,
             # and a kernel launch each on CUDA.
-            torch._foreach_copy_(self._to, self._of)
+            copy_all(self._to, self._of)
         for target, value in self._computed:
             target.copy_(value.read())
 

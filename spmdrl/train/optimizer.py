@@ -14,13 +14,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from spmdrl.check.options import ADAMW, LEARNING_RATE
 from spmdrl.config import Optimizer
 from spmdrl.model.shards import held_boxes, local_part
 from spmdrl.train.eight_bits import LEAST, Quantised
 from spmdrl.train.rounding import stochastic_round
+from spmdrl.world.torch_internals import fused_adamw, norms_of, sharded_like
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 _CHUNK = 2**24
@@ -71,9 +71,7 @@ def square_sum(gradients: Mapping[str, Tensor], copies_of: Mapping[str, int]) ->
     names = [name for name, g in gradients.items() if g.numel()]
     if not names:
         return torch.zeros((), dtype=torch.float64)
-    norms = torch.stack(
-        torch._foreach_norm([gradients[name] for name in names], 2, torch.float32)
-    ).double()
+    norms = torch.stack(norms_of([gradients[name] for name in names], 2, torch.float32)).double()
     shares = torch.tensor([1.0 / copies_of[name] for name in names], dtype=torch.float64)
     return (norms.square() * shares.to(norms.device)).sum()
 
@@ -204,7 +202,7 @@ class AdamW:
             part: [t.to(self._device, torch.float32, non_blocking=True) for t in tensors]
             for part, tensors in kept.items()
         }  # the very same tensors where nothing differs
-        torch._fused_adamw_(
+        fused_adamw(
             own["parameter"],
             [piece.gradient(gradients).to(self._device) for piece in pieces],
             own["exp_avg"],
@@ -303,12 +301,7 @@ def _chunks(pieces: Sequence[_Piece], *, most: int) -> list[list[_Piece]]:
 
 
 def _like(parameter: Tensor, local: Tensor) -> Tensor:
-    if not isinstance(parameter, DTensor):
-        return local
-    # Not DTensor.from_local, which would move what is on the host to the mesh's device.
-    meta = TensorMeta(parameter.shape, parameter.stride(), local.dtype)
-    spec = DTensorSpec(parameter.device_mesh, parameter.placements, tensor_meta=meta)
-    return DTensor(local, spec, requires_grad=False)
+    return sharded_like(parameter, local) if isinstance(parameter, DTensor) else local
 
 
 def _copy(target: Tensor, source: Tensor) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from spmdrl.algorithms.mismatch import gap_sums
 from spmdrl.train.objectives.rl import Job, Stats, on_host
+from spmdrl.world.torch_internals import multiply_all
 
 log = logging.getLogger(__name__)
 
@@ -95,7 +96,7 @@ def exchange_totals(
 def clip_gradients(gradients: Sequence[Tensor], *, norm: float, max_norm: float) -> None:
     """Scale gradients in place so that their global norm is at most `max_norm`; 0 is off."""
     if max_norm and norm > max_norm:
-        torch._foreach_mul_(list(gradients), max_norm / norm)
+        multiply_all(list(gradients), max_norm / norm)
 
 
 def dump_skipped(

@@ -23,7 +23,8 @@ from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+
+from spmdrl.world.torch_internals import all_gather_single
 
 T = TypeVar("T")
 Ending = Literal["stopped", "failed"]
@@ -269,13 +270,6 @@ def first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {(str(error).splitlines() or ['(no text)'])[0]}"
 
 
-def all_gather(parts: Tensor, own: Tensor, *, group: dist.ProcessGroup) -> None:
-    """Fill `parts` with every rank's `own`, in rank order of `group`; all of one size."""
-    # torch 2.13 renamed it; 2.11 knows only the old name.
-    new = getattr(dist, "all_gather_single", None)
-    (new or dist.all_gather_into_tensor)(parts, own, group=group)
-
-
 def gather_objects(value: Any, *, group: dist.ProcessGroup) -> list[Any]:
     """Return every rank's small picklable value, in rank order of `group` (a gloo group)."""
     payload = pickle.dumps(value)
@@ -311,7 +305,7 @@ def together(
 def gather_sizes(payload: bytes, *, group: dist.ProcessGroup) -> list[int]:
     """Return the length of every rank's payload: the first half of a gather, which waits."""
     sizes = torch.empty(dist.get_world_size(group), dtype=torch.int64)
-    all_gather(sizes, torch.tensor([len(payload)]), group=group)
+    all_gather_single(sizes, torch.tensor([len(payload)]), group=group)
     return sizes.tolist()
 
 
@@ -320,7 +314,7 @@ def gather_bytes(payload: bytes, sizes: Sequence[int], *, group: dist.ProcessGro
     padded = torch.zeros(max(sizes), dtype=torch.uint8)
     padded[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
     gathered = torch.empty(len(sizes) * max(sizes), dtype=torch.uint8)
-    all_gather(gathered, padded, group=group)
+    all_gather_single(gathered, padded, group=group)
     return [row[:size].numpy().tobytes() for row, size in zip(gathered.chunk(len(sizes)), sizes)]
 
 

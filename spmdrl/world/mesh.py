@@ -6,6 +6,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from spmdrl.config import Config, trainer_ranks
+from spmdrl.world.torch_internals import unflatten_axis
 
 MESH_AXES = ("dp_replicate", "dp_shard", "cp", "tp")
 
@@ -26,8 +27,7 @@ def make_meshes(cfg: Config, device: torch.device) -> tuple[DeviceMesh, DeviceMe
     replicate, shard, cp, tp = mesh_shape(cfg)
     ranks = torch.tensor(trainer_ranks(cfg)).view(replicate, shard * cp, tp)
     sharding = DeviceMesh(device.type, ranks, mesh_dim_names=("dp_replicate", "fsdp", "tp"))
-    # Both of one root, as DTensor asks of the meshes that shard one parameter.
-    return sharding._unflatten(1, (shard, cp), ("dp_shard", "cp")), sharding
+    return unflatten_axis(sharding, 1, sizes=(shard, cp), names=("dp_shard", "cp")), sharding
 
 
 def make_expert_mesh(cfg: Config, device: torch.device) -> DeviceMesh | None:

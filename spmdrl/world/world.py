@@ -23,6 +23,7 @@ from spmdrl.config.fields import least_tokens
 from spmdrl.world.comm import PeersMissing, Watch, first_line, gather_objects, store_timeout
 from spmdrl.world.launch import Launch, read_launch
 from spmdrl.world.mesh import make_expert_mesh, make_meshes
+from spmdrl.world.torch_internals import default_store
 
 _TOLD_CHARS = 2000
 _ONE_KEY_PRESS_S = 1.0  # terminal and launcher may both pass on the same Ctrl-C
@@ -89,7 +90,7 @@ class World:
             timeout=timeout,
             device_id=device if device.type == "cuda" else None,
         )
-        store = dist.distributed_c10d._get_default_store().clone()
+        store = default_store().clone()
         # torchrun keeps the store in its own process, srun has rank 0 keep it.
         is_host = launch.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
         watch = Watch(

@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from spmdrl.world.torch_internals import all_gather_single
+
 Exchange = Callable[[Tensor, dist.ProcessGroup], Tensor]
 """From each rank's tensor to another, over a group."""
 
@@ -52,9 +54,7 @@ def gathered(own: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return every rank's tensor of one shape [n, ...], in order of rank: [R, n, ...]."""
     size = dist.get_world_size(group)
     parts = own.new_empty(size * own.shape[0], *own.shape[1:])
-    # One name until torch 2.12, the other from then on.
-    collective = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    collective(parts, own.contiguous(), group=group)
+    all_gather_single(parts, own.contiguous(), group=group)
     return parts.unflatten(0, (size, -1))
 
 

@@ -19,13 +19,6 @@ from torch.distributed.fsdp import (
 
 from spmdrl.model.parallel import expert_parallel as moe
 
-_WRAPPER = "_checkpoint_wrapped_module."
-
-
-def plain_name(name: str) -> str:
-    """Return a parameter's name without what the wrappers of memory.py put into it."""
-    return name.replace(_WRAPPER, "")
-
 
 def blocks(hf_model: nn.Module) -> list[tuple[nn.Module, str]]:
     """Return (parent, attribute) of every transformer block, first to last.

@@ -16,17 +16,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
-    ActivationWrapper,
-    CheckpointImpl,
-    checkpoint_wrapper,
-)
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from spmdrl.model.shards import local_part
 from spmdrl.world import World
+from spmdrl.world.torch_internals import (
+    CheckpointImpl,
+    Wrapper,
+    checkpoint_wrapper,
+    operation_name,
+    storage_id,
+    tree_leaves,
+    write_count,
+)
 
 Places = Sequence[tuple[nn.Module, str]]
 """(parent, attribute) of every block, first to last."""
@@ -82,8 +85,7 @@ def checkpoint(places: Places, mode: str) -> None:
 
 
 def _policy(context: Any, operation: Any, *args: Any, **options: Any) -> CheckpointPolicy:
-    schema = getattr(operation, "_schema", None)
-    is_kept = schema is not None and schema.name in KEPT
+    is_kept = operation_name(operation) in KEPT
     return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
@@ -141,13 +143,13 @@ def move_buffers(root: nn.Module, device: torch.device) -> None:
             setattr(module, name, torch.empty_like(buffer, device=device))
 
 
-class _OnHost(ActivationWrapper):
+class _OnHost(Wrapper):
     """A block whose saved tensors wait on the host."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the block."""
         with _saving_to_host(self, shared=tree_leaves(kwargs)):
-            return self._checkpoint_wrapped_module(*args, **kwargs)
+            return self.block(*args, **kwargs)
 
 
 @dataclass(frozen=True)
@@ -179,7 +181,7 @@ def _saving_to_host(block: nn.Module, *, shared: Sequence[Any]) -> Iterator[None
         if isinstance(tensor, DTensor) or tensor.nbytes < _LEAST_BYTES:
             return tensor
         place = _storage(tensor)
-        key = (place, tensor._version)
+        key = (place, write_count(tensor))
         if key not in seen:
             # Asked anew each time: experts are gathered inside the block, by FSDP2 of their own.
             if place in stays or any(_storage(p) == place for p in block.parameters()):
@@ -197,7 +199,7 @@ def _saving_to_host(block: nn.Module, *, shared: Sequence[Any]) -> Iterator[None
 
 def _storage(tensor: Tensor) -> int:
     """Return the identity of a storage while it lives; FSDP2 frees and reuses its memory."""
-    return local_part(tensor).untyped_storage()._cdata
+    return storage_id(local_part(tensor))
 
 
 def _to_host(tensor: Tensor) -> Tensor:

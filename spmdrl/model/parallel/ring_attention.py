@@ -5,13 +5,13 @@ with what they had by the log of the softmax's sum; meanwhile these keys are on 
 next rank. In the backward pass they go round again, followed by their gradients, which are at home
 after R rounds. At most two slices of keys and values are here at a time, for any number of heads.
 
-A block is a part of a slice's queries and of a slice's keys between which all is visible (one
+A tile is a part of a slice's queries and of a slice's keys between which all is visible (one
 sequence's tokens, keys first), or the same tokens on both sides, of several sequences, under a
 causal mask. With zigzag slices every rank has as much to do in each round as the others.
 
 Source: arXiv 2310.01889, section 3; merging: 2205.14135, section 3.1.
 
-Shape letters: t tokens of a slice, n queries and m keys of a block, S its sequences, R ranks; Hq
+Shape letters: t tokens of a slice, n queries and m keys of a tile, S its sequences, R ranks; Hq
 query and Hkv key heads, G = Hq / Hkv; D head dim of queries and keys, Dv of values.
 """
 
@@ -25,15 +25,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
+
+from spmdrl.model.attention import widened
+from spmdrl.world.torch_internals import FLASH_BACKWARD, FLASH_FORWARD
 
 Spans = tuple[tuple[int, int], tuple[int, int]]
 """[begin, end) in a row of the two chunks of a slice."""
 
 
 @dataclass(frozen=True)
-class Block:
+class Tile:
     """Rows of the own slice's queries, and of a slice's keys that they see."""
 
     queries: slice
@@ -61,7 +63,7 @@ class Block:
         return (of_query[:, None] == of_key).tril()
 
 
-Rounds = tuple[tuple[Block, ...], ...]
+Rounds = tuple[tuple[Tile, ...], ...]
 
 
 def plan_rounds(
@@ -72,7 +74,7 @@ def plan_rounds(
     size: int,
     device: torch.device,
 ) -> Rounds:
-    """Return the blocks of each round: in round i, the keys are those of rank (rank - i) % size.
+    """Return the tiles of each round: in round i, the keys are those of rank (rank - i) % size.
 
     Args:
         lengths: tokens of a row's sequences, in order.
@@ -84,23 +86,23 @@ def plan_rounds(
     for turn in range(size):
         theirs = spans_of((rank - turn) % size)
         found = (
-            _block(own, keys, at=(i, j), ends=ends, device=device)
+            _tile(own, keys, at=(i, j), ends=ends, device=device)
             for i, own in enumerate(spans_of(rank))
             for j, keys in enumerate(theirs)
         )
-        rounds.append(tuple(block for block in found if block is not None))
+        rounds.append(tuple(tile for tile in found if tile is not None))
     return tuple(rounds)
 
 
-def _block(
+def _tile(
     own: tuple[int, int],
     keys: tuple[int, int],
     *,
     at: tuple[int, int],
     ends: Sequence[int],
     device: torch.device,
-) -> Block | None:
-    """Return the block of two chunks, the at[0]-th and at[1]-th of their slices, if there is one.
+) -> Tile | None:
+    """Return the tile of two chunks, the at[0]-th and at[1]-th of their slices, if there is one.
 
     Where the keys' chunk is before the queries', one sequence at most reaches into both.
     """
@@ -122,7 +124,7 @@ def _block(
         of_queries if own == keys else torch.tensor([0, num_keys], dtype=torch.int32).to(device)
     )
     rows = slice(at[0] * chunk, at[0] * chunk + num_queries)
-    return Block(
+    return Tile(
         rows,
         slice((at[1] + 1) * chunk - num_keys, (at[1] + 1) * chunk),
         own == keys,
@@ -131,19 +133,19 @@ def _block(
     )
 
 
-# --------------------------------------------------------------------------- one block
+# --------------------------------------------------------------------------- one tile
 
 
 def dense_forward(
-    q: Tensor, k: Tensor, v: Tensor, block: Block, *, scale: float
+    q: Tensor, k: Tensor, v: Tensor, tile: Tile, *, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Attend within a block by matrix products in float32; any device.
+    """Attend within a tile by matrix products in float32; any device.
 
     Args:
         q: [n, Hq, D]. k: [m, Hkv, D]. v: [m, Hkv, Dv].
     Returns: [n, Hq, Dv] float32, and the logs of the softmax's sums: [n, Hq] float32.
     """
-    scores = _scores(q, k, block, scale=scale)
+    scores = _scores(q, k, tile, scale=scale)
     lse = torch.logsumexp(scores, dim=-1)
     out = torch.einsum("hgnm,mhd->nhgd", (scores - lse[..., None]).exp(), v.float())
     return out.flatten(1, 2), lse.flatten(0, 1).transpose(0, 1)
@@ -156,14 +158,14 @@ def dense_backward(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
-    block: Block,
+    tile: Tile,
     *,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k and v, float32, of a block of a larger softmax.
+    """Return the gradients of q, k and v, float32, of a tile of a larger softmax.
 
     Args:
-        grad, out: [n, Hq, Dv], of all blocks together. lse: [n, Hq] likewise.
+        grad, out: [n, Hq, Dv], of all tiles together. lse: [n, Hq] likewise.
     Source: arXiv 2205.14135, appendix B.2.
     """
     heads = (k.shape[1], -1)
@@ -171,7 +173,7 @@ def dense_backward(
         x.transpose(0, 1).unflatten(0, heads)[..., None]
         for x in (lse, (grad.float() * out.float()).sum(-1))
     )
-    weights = (_scores(q, k, block, scale=scale) - lse).exp()  # [Hkv, G, n, m]
+    weights = (_scores(q, k, tile, scale=scale) - lse).exp()  # [Hkv, G, n, m]
     grad = grad.float().unflatten(1, heads)
     of_scores = weights * (torch.einsum("nhgd,mhd->hgnm", grad, v.float()) - delta) * scale
     of_q = torch.einsum("hgnm,mhd->nhgd", of_scores, k.float()).flatten(1, 2)
@@ -179,26 +181,26 @@ def dense_backward(
     return of_q, of_k, torch.einsum("hgnm,nhgd->mhd", weights, grad)
 
 
-def _scores(q: Tensor, k: Tensor, block: Block, *, scale: float) -> Tensor:
+def _scores(q: Tensor, k: Tensor, tile: Tile, *, scale: float) -> Tensor:
     """Return [Hkv, G, n, m] float32, -inf where a query does not see a key."""
     own = q.float().unflatten(1, (k.shape[1], -1))
     scores = torch.einsum("nhgd,mhd->hgnm", own, k.float()) * scale
-    seen = block.is_visible()
+    seen = tile.is_visible()
     return scores if seen is None else scores.masked_fill(~seen, float("-inf"))
 
 
 def flash_forward(
-    q: Tensor, k: Tensor, v: Tensor, block: Block, *, scale: float
+    q: Tensor, k: Tensor, v: Tensor, tile: Tile, *, scale: float
 ) -> tuple[Tensor, Tensor]:
     """As `dense_forward`, by torch's flash attention (CUDA, bfloat16)."""
-    out, lse, *_ = torch.ops.aten._flash_attention_forward(
+    out, lse, *_ = FLASH_FORWARD(
         q,
         k,
-        _widened(v, k),
-        *block.cu_seqlens,
-        *block.longest,
+        widened(v, k).contiguous(),
+        *tile.cu_seqlens,
+        *tile.longest,
         0.0,
-        block.is_causal,
+        tile.is_causal,
         False,
         scale=scale,
     )
@@ -212,33 +214,29 @@ def flash_backward(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
-    block: Block,
+    tile: Tile,
     *,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As `dense_backward`, by torch's flash attention (CUDA, bfloat16)."""
     no_dropout = torch.zeros(2, dtype=torch.uint64, device=q.device)
-    found = torch.ops.aten._flash_attention_backward(
-        _widened(grad, q),
+    found = FLASH_BACKWARD(
+        widened(grad, q).contiguous(),
         q,
         k,
-        _widened(v, k),
-        _widened(out, q),
+        widened(v, k).contiguous(),
+        widened(out, q).contiguous(),
         lse.transpose(0, 1).contiguous(),
-        *block.cu_seqlens,
-        *block.longest,
+        *tile.cu_seqlens,
+        *tile.longest,
         0.0,
-        block.is_causal,
+        tile.is_causal,
         no_dropout,
         torch.empty(0, device=q.device),
         scale=scale,
     )
     of_q, of_k, of_v = (x.float() for x in found)
     return of_q, of_k, of_v[..., : v.shape[-1]]
-
-
-def _widened(values: Tensor, to: Tensor) -> Tensor:
-    return F.pad(values, (0, to.shape[-1] - values.shape[-1])).contiguous()
 
 
 DENSE, FLASH = (dense_forward, dense_backward), (flash_forward, flash_backward)
@@ -286,14 +284,14 @@ class Ring(torch.autograd.Function):
         out = q.new_zeros(*q.shape[:2], v.shape[-1], dtype=torch.float32)
         lse = out.new_full(q.shape[:2], float("-inf"))
         here = torch.cat([k, v], dim=-1)
-        for turn, blocks in enumerate(rounds):
+        for turn, tiles in enumerate(rounds):
             next_ones = _Arriving(here, group) if turn + 1 < len(rounds) else None
             keys, values = here.split([k.shape[-1], v.shape[-1]], dim=-1)
-            for block in blocks:
+            for tile in tiles:
                 part = kernel[0](
-                    q[block.queries], keys[block.keys], values[block.keys], block, scale=scale
+                    q[tile.queries], keys[tile.keys], values[tile.keys], tile, scale=scale
                 )
-                _merge(out[block.queries], lse[block.queries], *part)
+                _merge(out[tile.queries], lse[tile.queries], *part)
             here = next_ones.wait() if next_ones else here
         out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, lse)
@@ -306,24 +304,24 @@ class Ring(torch.autograd.Function):
         q, k, v, out, lse = ctx.saved_tensors
         grad, of_q = grad.contiguous(), torch.zeros_like(q, dtype=torch.float32)
         here, following = torch.cat([k, v], dim=-1), None
-        for turn, blocks in enumerate(ctx.rounds):
+        for turn, tiles in enumerate(ctx.rounds):
             next_ones = _Arriving(here, ctx.group) if turn + 1 < len(ctx.rounds) else None
             keys, values = here.split([k.shape[-1], v.shape[-1]], dim=-1)
             of_here = torch.zeros_like(here, dtype=torch.float32)
-            for block in blocks:
-                rows = block.queries
+            for tile in tiles:
+                rows = tile.queries
                 parts = ctx.kernel[1](
                     grad[rows],
                     q[rows],
-                    keys[block.keys],
-                    values[block.keys],
+                    keys[tile.keys],
+                    values[tile.keys],
                     out[rows],
                     lse[rows],
-                    block,
+                    tile,
                     scale=ctx.scale,
                 )
                 of_q[rows] += parts[0]
-                of_here[block.keys] += torch.cat(parts[1:], dim=-1)
+                of_here[tile.keys] += torch.cat(parts[1:], dim=-1)
             if following:  # what other ranks found for these keys
                 of_here += following.wait()
             following = _Arriving(of_here, ctx.group)
@@ -333,7 +331,7 @@ class Ring(torch.autograd.Function):
 
 
 def _merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
-    """Merge a block's result into [n, Hq, Dv] and [n, Hq], in place.
+    """Merge a tile's result into [n, Hq, Dv] and [n, Hq], in place.
 
     The first round has each query's own token, so that no sum is empty from then on.
     """

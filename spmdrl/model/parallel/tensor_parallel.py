@@ -33,6 +33,7 @@ from spmdrl.model.parallel.tp_plan import (
     style_problems,
     tp_styles,
 )
+from spmdrl.world.torch_internals import put_parameter
 
 log = logging.getLogger(__name__)
 Forward = Callable[[Tensor], Tensor]
@@ -232,11 +233,13 @@ def _vocab_parallel(
     own_padding = None if padding is None else padding - first
     if own_padding is not None and not 0 <= own_padding < local.shape[0]:
         own_padding = None
-    module._parameters["weight"], module.padding_idx = local, own_padding
+    put_parameter(module, "weight", local)
+    module.padding_idx = own_padding
     try:
         out = forward((ids - first).clamp(0, local.shape[0] - 1))
     finally:
-        module._parameters["weight"], module.padding_idx = whole, padding
+        put_parameter(module, "weight", whole)
+        module.padding_idx = padding
     return leave(out * is_own[..., None], group)
 
 

@@ -1,0 +1,211 @@
+"""A rank's slice of a packed row under context parallelism, or all of the row without it.
+
+A row of T tokens is padded by an own sequence, in no loss, to 2 * size chunks of C tokens; rank r
+has chunks r and 2 * size - 1 - r, so that under a causal mask all ranks have about the same work.
+Everything but attention acts on tokens one by one; for attention see context_parallel.py.
+
+Shape letters: T tokens of the padded row, t of a slice, R tensor-parallel ranks, N scored tokens
+of the row, n of those whose state before is in the slice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from spmdrl.model.packing import Packing, make_packing
+from spmdrl.model.parallel import ring_attention as ring
+from spmdrl.model.parallel.collectives import added, with_gradient
+from spmdrl.world.torch_internals import tree_map
+
+
+@dataclass(frozen=True)
+class Slicing:
+    """How packed rows are cut: among which ranks, and to a multiple of what."""
+
+    group: dist.ProcessGroup | None = None
+    """Of the context-parallel ranks; None: one rank computes all of a row."""
+    rank: int = 0
+    size: int = 1
+    multiple: int = 1
+    """Ranks among which a slice is cut once more, in equal parts."""
+    part: int = 0
+    """Which of these parts is this rank's."""
+
+    @property
+    def unit(self) -> int:
+        """Tokens that a row's length must be a multiple of."""
+        return self.multiple * (2 * self.size if self.size > 1 else 1)
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Consecutive tokens of a row, and the keys that they see: those of [first_key, end)."""
+
+    begin: int
+    end: int
+    first_key: int
+    packing: Packing
+
+
+@dataclass(frozen=True)
+class SlicedPacking:
+    """What attention has to know of a row of which each rank of a group has two chunks."""
+
+    group: dist.ProcessGroup
+    whole: Packing
+    chunks: tuple[Chunk, Chunk]
+    rounds: ring.Rounds
+    """What ring attention does in which round."""
+
+
+@dataclass(frozen=True)
+class RowSlice:
+    """What one rank computes of a packed row: its slice, or all of it."""
+
+    tokens: Tensor  # [t] int64
+    position_ids: Tensor  # [t] int64
+    packing: Packing | SlicedPacking
+    rows: Tensor  # [t] int64, where in the row they are
+    kept: Tensor  # [t / R] int64, the part of `rows` that a tp rank keeps between layers
+    before: Tensor  # [n] int64, places in the slice whose next token is scored
+    scored: Tensor  # [n] int64, which of the N scored tokens those are
+    targets: Tensor  # [n] int64, these tokens
+    row_length: int  # T
+    group: dist.ProcessGroup | None
+    """Ranks that have the other slices; None where there are none."""
+    routes: Tensor | None = None
+    """[t / R, L, K], experts of `kept` to replay, -1 where the routers choose; None: they choose
+    everywhere."""
+
+    def join(self, values: Tensor, at: Tensor, *, count: int) -> Tensor:
+        """Return all ranks' values, the same on each: [count, ...] from the own ones [n, ...].
+
+        The gradient of the own values is that of their places: every rank computes the same from
+        what it gets, and is to have its share of the parameters' gradient.
+        """
+        return values if self.group is None else _join(values, at, count=count, group=self.group)
+
+    def join_scored(self, found: Any, *, count: int) -> Any:
+        """Join what a head made of the n states: tensors [n, ...] become [count, ...], in any
+        nesting of tuples and dicts; scalars, which are sums over them, are added up."""
+
+        def whole(value: Tensor) -> Tensor:
+            if value.dim():
+                return self.join(value, self.scored, count=count)
+            return value if self.group is None else added(value.detach(), self.group)
+
+        return tree_map(whole, found)
+
+
+def make_slice(
+    tokens: Tensor,
+    lengths: Sequence[int],
+    *,
+    position_ids: Tensor,
+    scored: Tensor,
+    device: torch.device,
+    padded: bool,
+    slicing: Slicing,
+    routes: Tensor | None = None,
+) -> RowSlice:
+    """Return a rank's slice of a packed row.
+
+    Args:
+        tokens, position_ids: [row] int64 on the CPU.
+        lengths: tokens per sequence.
+        scored: [N] int64 on the CPU, positions of the scored tokens, none a sequence's first.
+        device: of the tensors.
+        padded: attention pads.
+        slicing: which slice.
+        routes: [row, L, K] on the CPU, to be replayed; None for none.
+    """
+    missing = -len(tokens) % slicing.unit
+    if missing:
+        lengths = [*lengths, missing]
+        position_ids = torch.cat([position_ids, torch.arange(missing)])
+    row = F.pad(tokens, (0, missing))
+    rows, packing = torch.arange(len(row)), make_packing(lengths, device, padded=padded)
+    if slicing.group is not None:
+        spans = chunk_spans(len(row), rank=slicing.rank, size=slicing.size)
+        rows = torch.cat([torch.arange(begin, end) for begin, end in spans])
+        packing = _sliced(packing, lengths, slicing=slicing, device=device, padded=padded)
+    place = torch.full((len(row),), -1).index_copy(0, rows, torch.arange(len(rows)))[scored - 1]
+    own = (place >= 0).nonzero()[:, 0]
+    kept = rows.chunk(slicing.multiple)[slicing.part]
+    if routes is not None:
+        # By the rows whose tokens this rank's routers see.
+        routes = F.pad(routes, (0, 0, 0, 0, 0, missing), value=-1)[kept].to(device)
+    return RowSlice(
+        tokens=row[rows].to(device),
+        position_ids=position_ids[rows].to(device),
+        packing=packing,
+        rows=rows.to(device),
+        kept=kept.to(device),
+        before=place[own].to(device),
+        scored=own.to(device),
+        targets=row[scored[own]].to(device),
+        row_length=len(row),
+        group=slicing.group,
+        routes=routes,
+    )
+
+
+def _sliced(
+    whole: Packing, lengths: Sequence[int], *, slicing: Slicing, device: torch.device, padded: bool
+) -> SlicedPacking:
+    row, rank, size = sum(lengths), slicing.rank, slicing.size
+    spans = chunk_spans(row, rank=rank, size=size)
+    return SlicedPacking(
+        slicing.group,
+        whole,
+        tuple(_chunk(span, lengths, device=device, padded=padded) for span in spans),
+        ring.plan_rounds(
+            lengths,
+            lambda other: chunk_spans(row, rank=other, size=size),
+            rank=rank,
+            size=size,
+            device=device,
+        ),
+    )
+
+
+def chunk_spans(length: int, *, rank: int, size: int) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Return [begin, end) of the two chunks that a rank has of a row."""
+    chunk = length // (2 * size)
+    first, second = (((at * chunk), (at + 1) * chunk) for at in (rank, 2 * size - 1 - rank))
+    return first, second
+
+
+def _chunk(
+    span: tuple[int, int], lengths: Sequence[int], *, device: torch.device, padded: bool
+) -> Chunk:
+    begin, end = span
+    queries, keys, first_key, at = [], [], begin, 0
+    for length in lengths:
+        inside = min(end, at + length) - max(begin, at)
+        if inside > 0:
+            queries.append(inside)
+            keys.append(min(end, at + length) - at)  # back to where the sequence begins
+            first_key = min(first_key, at)
+        at += length
+    return Chunk(
+        begin, end, first_key, make_packing(queries, device, padded=padded, key_lengths=keys)
+    )
+
+
+def _join(values: Tensor, at: Tensor, *, count: int, group: dist.ProcessGroup) -> Tensor:
+    """Every rank's values at their places of one tensor; see RowSlice.join."""
+
+    def place(own: Tensor, group: dist.ProcessGroup) -> Tensor:
+        whole = own.new_zeros(count, *own.shape[1:]).index_copy_(0, at, own)
+        dist.all_reduce(whole, group=group)
+        return whole
+
+    return with_gradient(place, lambda grad, _: grad.index_select(0, at))(values, group)

@@ -1,0 +1,174 @@
+"""All that this program uses of torch which is private, or not the same in the versions it serves.
+
+Serves torch 2.11 to 2.13. Per line: the name here, torch's own, and when it can go.
+
+TorchDispatchMode         utils._python_dispatch            once its module is public
+tree_leaves, tree_map     utils._pytree                     once its module is public
+checkpoint_wrapper, CheckpointImpl, Wrapper, plain_name
+                          distributed.algorithms._checkpoint    once its module is public
+StridedShard              placement_types._StridedShard     once it is public
+sharded_like              tensor._dtensor_spec              once from_local keeps a tensor's device
+unflatten_axis            DeviceMesh._unflatten             once it is public
+default_store             distributed_c10d._get_default_store   once it is public
+LOCAL_SCALAR, UNSAFE_VIEW aten._local_scalar_dense, _unsafe_view    never: names of operations
+FLASH_FORWARD, FLASH_BACKWARD  aten._flash_attention_*      once varlen_attn differentiates its lse
+operation_name, is_write  OpOverload._schema                once schemas are public
+storage_id, write_count   UntypedStorage._cdata, Tensor._version    once they are public
+is_persistent             Module._non_persistent_buffers_set    once named_buffers tells them apart
+put_parameter             Module._parameters                once a parameter may be a plain tensor
+multiply_all, copy_all, norms_of  _foreach_mul_, _copy_, _norm  once they are public
+fused_adamw               _fused_adamw_                     once it is public
+all_gather_single         all_gather_into_tensor            with 2.12, the last to call it so
+varlen                    varlen_attn(is_causal=)           with 2.11, the last to have it
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    ActivationWrapper,
+    CheckpointImpl,
+    checkpoint_wrapper,
+)
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+__all__ = [
+    "CheckpointImpl",
+    "StridedShard",
+    "TorchDispatchMode",
+    "checkpoint_wrapper",
+    "tree_leaves",
+    "tree_map",
+]
+
+LOCAL_SCALAR = torch.ops.aten._local_scalar_dense.default
+"""What `tensor.item()` calls."""
+UNSAFE_VIEW = torch.ops.aten._unsafe_view.default
+"""What a reshape that had to copy ends in."""
+FLASH_FORWARD = torch.ops.aten._flash_attention_forward
+FLASH_BACKWARD = torch.ops.aten._flash_attention_backward
+multiply_all = torch._foreach_mul_
+copy_all = torch._foreach_copy_
+norms_of = torch._foreach_norm
+fused_adamw = torch._fused_adamw_
+# 2.13 renamed it.
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+class Wrapper(ActivationWrapper):
+    """A wrapper of a block, whose parameters keep the block's names."""
+
+    @property
+    def block(self) -> nn.Module:
+        """What is wrapped."""
+        return self._checkpoint_wrapped_module
+
+
+def plain_name(name: str) -> str:
+    """Return a parameter's name without what wrappers of its block put into it."""
+    return name.replace("_checkpoint_wrapped_module.", "")
+
+
+def operation_name(operation: Any) -> str:
+    """Return an operation's name as in aten::mm; empty for what is none of torch's own."""
+    schema = getattr(operation, "_schema", None)
+    return schema.name if schema is not None else ""
+
+
+def is_write(operation: Any) -> bool:
+    """Return whether an operation changes one of its arguments."""
+    return operation._schema.is_mutable
+
+
+def storage_id(tensor: Tensor) -> int:
+    """Return the identity of a storage while it lives, whatever memory it has at the moment."""
+    return tensor.untyped_storage()._cdata
+
+
+def write_count(tensor: Tensor) -> int:
+    """Return how often a tensor was written in place."""
+    return tensor._version
+
+
+def is_persistent(module: nn.Module, buffer: str) -> bool:
+    """Return whether a module's own buffer of this name is in its state dict."""
+    return buffer not in module._non_persistent_buffers_set
+
+
+def put_parameter(module: nn.Module, name: str, tensor: Tensor) -> None:
+    """Set a parameter of a module to any tensor, a plain one too."""
+    module._parameters[name] = tensor
+
+
+def sharded_like(whole: DTensor, local: Tensor) -> DTensor:
+    """Return a DTensor that is sharded as `whole` is and has `local` as this rank's part, on the
+    device on which it is: DTensor.from_local would move it to the mesh's."""
+    meta = TensorMeta(whole.shape, whole.stride(), local.dtype)
+    spec = DTensorSpec(whole.device_mesh, whole.placements, tensor_meta=meta)
+    return DTensor(local, spec, requires_grad=False)
+
+
+def default_store() -> dist.Store:
+    """Return the store in which the ranks of the job met."""
+    return dist.distributed_c10d._get_default_store()
+
+
+def unflatten_axis(
+    mesh: DeviceMesh, axis: int, *, sizes: Sequence[int], names: Sequence[str]
+) -> DeviceMesh:
+    """Return a mesh whose axis is cut into several; both are of one root, as DTensor asks of
+    meshes that shard one parameter."""
+    return mesh._unflatten(axis, tuple(sizes), tuple(names))
+
+
+def varlen(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    ends: tuple[Tensor, Tensor],
+    longest: tuple[int, int],
+    scale: float | None,
+    window: int | None,
+) -> Tensor:
+    """Attend causally within each packed sequence (CUDA, bfloat16).
+
+    Args:
+        query: [T, Hq, D]; key, value: [K, Hkv, D].
+        ends: cu_seqlens of queries and keys, [S+1] int32 each.
+        longest: tokens of the longest sequence, likewise.
+        scale: of the scores; None is D ** -0.5. window: tokens seen, itself included; None is all.
+    Returns: [T, Hq, D].
+    Raises: ValueError for a window that this torch cannot do.
+    """
+    from torch.nn.attention.varlen import varlen_attn
+
+    known = inspect.signature(varlen_attn).parameters
+    options: dict[str, object] = {"scale": scale}
+    if "window_size" in known:
+        options["window_size"] = (-1 if window is None else window - 1, 0)
+    elif window is not None and window < longest[1]:
+        raise ValueError(
+            f"model.kernels.attention: varlen of torch {torch.__version__} has no sliding window "
+            f"and the model's is {window} tokens; set it to flash or padded"
+        )
+    else:
+        options["is_causal"] = True
+    if query.shape[1] != key.shape[1]:
+        if "enable_gqa" in known:
+            options["enable_gqa"] = True
+        else:
+            shared = query.shape[1] // key.shape[1]
+            key, value = (x.repeat_interleave(shared, dim=1) for x in (key, value))
+    return varlen_attn(query, key, value, *ends, *longest, **options)
