@@ -1,6 +1,8 @@
 # make demo    install, warm up, train by GRPO, evaluate, export; results in runs/demo
 # make game    warm up and train on a game of several turns: runs/game; make tools: a calculator
 # make test    install, run the whole suite
+# make lint    ruff (lint and format) and mypy over spmdrl/ and train.py, in seconds
+# make grid    every model and objective on every mesh: the parity grid of the nightly run
 # make venv    install only, into .venv
 # make clean   remove .venv and caches; runs/ stays
 #
@@ -15,7 +17,7 @@ RUN    := runs/demo$(if $(filter-out 0,$(SEED)),_seed$(SEED))
 export OMP_NUM_THREADS ?= 1
 TORCHRUN := $(BIN)/torchrun --standalone --nproc-per-node 2
 
-.PHONY: venv test demo game tools clean
+.PHONY: venv lint test grid demo game tools clean
 
 venv: .venv/installed
 
@@ -35,8 +37,16 @@ venv: .venv/installed
 	$(BIN)/python -c 'import torch, transformers, vllm'
 	touch $@
 
+lint: venv
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/python -m mypy
+
 test: venv .venv/torchao
 	$(BIN)/python -m pytest -n 2 --dist loadfile
+
+grid: venv .venv/torchao
+	$(BIN)/python -m pytest -n 2 -m grid
 
 # For the tests of model.memory {optimizer_dtype: int8}. Beside the environment, not in it, since
 # transformers imports torchao wherever it is found, with warnings, in each rank of each run.
