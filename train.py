@@ -34,19 +34,19 @@ def train(cfg: Config, world: World) -> int:
     from spmdrl.rollout.metrics import batch_sums
     from spmdrl.rollout.source import make_source
     from spmdrl.sync.stream import WeightStream
-    from spmdrl.train.trainer import Policy
+    from spmdrl.train.trainer import Trainer
     from spmdrl.types import add_sums
 
     report = Report(cfg, world)  # meets: one folder for the logs
     tokenizer = load_tokenizer(cfg)
     source = make_source(cfg, world, tokenizer=tokenizer)  # leaders of replicas: reward workers
     engine = make_engine(cfg, world)  # meets; inference ranks: an engine; others: nothing
-    policy = Policy(cfg, world)  # meets; trainer ranks: shards; others: nothing
-    stream = WeightStream(policy, engine, world)  # meets: which slice goes to whom
+    trainer = Trainer(cfg, world)  # meets; trainer ranks: shards; others: nothing
+    stream = WeightStream(trainer, engine, world)  # meets: which slice goes to whom
     checkpoints = Checkpointer(cfg, world)
-    state = checkpoints.restore(policy, source)  # meets
+    state = checkpoints.restore(trainer, source)  # meets
     stream.release()  # colocated: the engines' memory is the trainers', until the next push
-    policy.size_microbatches(known=state.found_tokens)  # meets: if the config leaves it open
+    trainer.size_microbatches(known=state.found_tokens)  # meets: if the config leaves it open
     first_push = stream.push(version=state.step)  # meets: proves the path before step one
     probe = stream.probe(source.probe_tokens())  # meets: engine and trainer agree, or stop
     report.start(
@@ -66,9 +66,9 @@ def train(cfg: Config, world: World) -> int:
         source.observe(batch, step=step)  # lengths and pass rates, for the prompts to come
         source.generate(engine, until=step + cfg.lag)  # lag > 0: overlaps with the update
         stream.release()  # colocated: the engines' memory is the update's, until the push
-        batch = policy.annotate(batch, step=step)  # reference, old logprobs: if a method asks
+        batch = trainer.annotate(batch, step=step)  # reference, old logprobs: if a method asks
         advantages = advantages_of(batch, cfg, world, step=step)
-        updated = policy.update(batch, advantages, step=step)
+        updated = trainer.update(batch, advantages, step=step)
         is_stopping = world.agree_to_stop(step)  # meets: SIGTERM anywhere stops all
         pushed = stream.push(version=step + 1)  # meets: shards to engines
         report.step(
@@ -80,7 +80,7 @@ def train(cfg: Config, world: World) -> int:
         evaluated = evaluate(source, engine, world=world, step=step + 1)  # meets
         report.evaluation(step + 1, evaluated)
         checkpoints.maybe_save(
-            step + 1, policy, source, evaluated=evaluated, stop=is_stopping
+            step + 1, trainer, source, evaluated=evaluated, stop=is_stopping
         )  # meets
         if is_stopping:
             break

@@ -30,7 +30,7 @@ from spmdrl.engine import make_engine
 from spmdrl.engine.protocol import Completion, EngineProtocol, Request
 from spmdrl.exchange import exchange
 from spmdrl.rollout.packing import cumulative
-from spmdrl.train.trainer import Policy
+from spmdrl.train.trainer import Trainer
 from spmdrl.types import Batch, Rollouts, Scalars, join_routes
 from spmdrl.world import World
 from spmdrl.world.launch import launch_alone
@@ -119,12 +119,12 @@ def packed(prompts: list[tuple[int, ...]], completions: list[Completion]) -> Rol
     )
 
 
-def gaps(policy: Policy, batch: Batch) -> Tensor:
+def gaps(trainer: Trainer, batch: Batch) -> Tensor:
     """Return |engine's - trainer's| logprob of the sampled tokens, nats."""
     microbatches = [m for update in batch.updates for m in update]
     found = [
         (own - m.rollout_logprobs)[m.response_mask].abs()
-        for m, own in zip(microbatches, policy.logprobs(batch))
+        for m, own in zip(microbatches, trainer.logprobs(batch))
     ]
     return torch.cat(found).double()
 
@@ -146,17 +146,19 @@ def measure(options: Options) -> dict[str, Any]:
     batch = exchange(packed(prompts, completions), world, step=0)
     for dtype in options.trainer_dtypes:
         cfg = make_config(options, dtype)
-        policy = Policy(cfg, replace(world, cfg=cfg))
+        trainer = Trainer(cfg, replace(world, cfg=cfg))
         row = found[dtype] = {}
         for name, own in (("own choice", without_routes(batch)), ("replayed", batch)):
-            gap = gaps(policy, own)
+            gap = gaps(trainer, own)
             row[name] = {
                 "mean": float(gap.mean()),
                 "largest": float(gap.max()),
                 "q99": float(gap.quantile(0.99)),
                 "above_0.1": float((gap > 0.1).double().mean()),
             }
-        sums = policy.update(batch, per_token(batch, torch.zeros(options.samples).double()), step=0)
+        sums = trainer.update(
+            batch, per_token(batch, torch.zeros(options.samples).double()), step=0
+        )
         others, known = sums["policy/router_disagreement"]
         row["disagreement"] = others / known
     engine.close()

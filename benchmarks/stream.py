@@ -115,7 +115,7 @@ def measure(options: Options, cfg: Config, *, folder: Path) -> dict:
     """Run all rounds and return what was found."""
     from spmdrl.engine.vllm import Engine as VllmEngine
     from spmdrl.sync.stream import WeightStream
-    from spmdrl.train.trainer import Policy
+    from spmdrl.train.trainer import Trainer
 
     world = World.start(cfg)
     if world.rank == 0:
@@ -123,8 +123,8 @@ def measure(options: Options, cfg: Config, *, folder: Path) -> dict:
             folder, megabytes=options.megabytes, itemsize=getattr(torch, options.dtype).itemsize
         )
     dist.barrier(group=world.control)
-    engine, policy = VllmEngine(cfg, world), Policy(cfg, world)
-    stream = WeightStream(policy, engine, world)
+    engine, trainer = VllmEngine(cfg, world), Trainer(cfg, world)
+    stream = WeightStream(trainer, engine, world)
     plain = plain_exchange(stream, world)
     stream.push(0)
     plain()

@@ -36,7 +36,7 @@ from spmdrl.credit import per_token
 from spmdrl.model.flops import training_flops
 from spmdrl.model.load import build_meta_model
 from spmdrl.model.shape import model_shape
-from spmdrl.train.trainer import Policy
+from spmdrl.train.trainer import Trainer
 from spmdrl.types import Batch, Microbatch, Scalars
 from spmdrl.world import World
 from spmdrl.world.hardware import known_gpu
@@ -94,7 +94,7 @@ def bare(options: Options, path: str, tokens: Tensor, advantages: Tensor) -> Cal
     return step
 
 
-def ours(policy: Policy, tokens: Tensor, advantages: Tensor) -> Callable[[], None]:
+def ours(trainer: Trainer, tokens: Tensor, advantages: Tensor) -> Callable[[], None]:
     """Return one step of the trainer, from a batch on the host."""
     rows, length = tokens.shape
     mask = (torch.arange(length) >= length // 4).repeat(rows)
@@ -124,8 +124,8 @@ def ours(policy: Policy, tokens: Tensor, advantages: Tensor) -> Callable[[], Non
 
     def step() -> None:
         number = next(steps)
-        annotated = policy.annotate(batch, step=number)
-        policy.update(annotated, per_token(annotated, weights), step=number)
+        annotated = trainer.annotate(batch, step=number)
+        trainer.update(annotated, per_token(annotated, weights), step=number)
 
     return step
 
@@ -177,10 +177,10 @@ def main(options: Options) -> None:
         tokens = torch.randint(8, 96, (options.rows, options.length), generator=generator)
         advantages = torch.randn(options.rows, generator=generator)
         tokens, advantages = tokens.to(world.device), advantages.to(world.device)
-        policy = Policy(cfg, world)
+        trainer = Trainer(cfg, world)
         steps = {
             "bare loop": bare(options, path, tokens, advantages),
-            "spmdrl": ours(policy, tokens, advantages),
+            "spmdrl": ours(trainer, tokens, advantages),
         }
         found: dict[str, list[float]] = {name: [] for name in steps}
         for turn in range(options.rounds + 2):

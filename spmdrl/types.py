@@ -55,7 +55,7 @@ class Scalars:
     sample_ids: Tensor  # [S] int64, sample within the group
     rewards: Tensor
     """[S] float64, task units, after rewards.shaping. Without the part of reward models, and
-    not shaped, before `Policy.annotate` where there are any."""
+    not shaped, before `Trainer.annotate` where there are any."""
     is_truncated: Tensor  # [S] bool, cut at max_response_tokens
     is_valid: Tensor  # [S] bool, False: reward failed under on_failure=drop
     min_versions: Tensor  # [S] int64, oldest policy version among the sampled tokens
@@ -186,7 +186,7 @@ class Batch:
     sums: Sums = field(default_factory=dict)  # whole world's rollout/ and reward/ metrics
     samples: tuple[dict, ...] = ()
     columns: tuple[tuple[dict[str, Tensor], ...], ...] = ()
-    """[updates][M], {name: [T]}: what `Policy.annotate` found; empty where it is not needed."""
+    """[updates][M], {name: [T]}: what `Trainer.annotate` found; empty where it is not needed."""
     kl_coef: float = 0.0
     """Weight of a KL in the reward at this step, in task units per nat; set by `annotate`."""
 

@@ -160,15 +160,15 @@ def save_steps(cfg: Config, steps: int, rewards: dict[int, float] | None = None)
     Args:
         rewards: eval/reward by step, where it was evaluated.
     """
-    world, policy, source, checkpointer = start(cfg)
+    world, trainer, source, checkpointer = start(cfg)
     digests = []
     for step in range(1, steps + 1):
-        policy.update()
+        trainer.update()
         found = rewards.get(step) if rewards else None
         checkpointer.maybe_save(
-            step, policy, source, evaluated={} if found is None else {"eval/reward": (found, 1)}
+            step, trainer, source, evaluated={} if found is None else {"eval/reward": (found, 1)}
         )
-        digests.append(policy.digest())
+        digests.append(trainer.digest())
     checkpointer.finish()
     world.close()
     return digests
@@ -176,10 +176,10 @@ def save_steps(cfg: Config, steps: int, rewards: dict[int, float] | None = None)
 
 def restored(cfg: Config) -> tuple[int, str, str, Any]:
     """Restore on one rank; return step, folder, the state's digest and what the source got."""
-    world, policy, source, checkpointer = start(cfg)
-    policy.update(2)  # whatever was there before is overwritten
-    state = checkpointer.restore(policy, source)
-    result = state.step, Path(state.resumed_from).name, policy.digest(), source.loaded
+    world, trainer, source, checkpointer = start(cfg)
+    trainer.update(2)  # whatever was there before is overwritten
+    state = checkpointer.restore(trainer, source)
+    result = state.step, Path(state.resumed_from).name, trainer.digest(), source.loaded
     world.close()
     return result
 
@@ -189,14 +189,18 @@ def after_two_updates(cfg: Config, world: World, *, save: bool) -> tuple[Any, An
     a checkpoint, or it is restored from that."""
     from policy_runs import batch, update
 
-    from spmdrl.train.trainer import Policy
+    from spmdrl.train.trainer import Trainer
 
-    policy, source, checkpointer = Policy(cfg, world), SmallSource(world), Checkpointer(cfg, world)
+    trainer, source, checkpointer = (
+        Trainer(cfg, world),
+        SmallSource(world),
+        Checkpointer(cfg, world),
+    )
     own = batch(world.dp_index(world.rank), world.dp_size)
     if save:
         for step in range(2):
-            update(policy, own, step=step)
-        checkpointer.maybe_save(2, policy, source, stop=True)
+            update(trainer, own, step=step)
+        checkpointer.maybe_save(2, trainer, source, stop=True)
     else:
-        assert checkpointer.restore(policy, source).step == 2
-    return policy, own
+        assert checkpointer.restore(trainer, source).step == 2
+    return trainer, own

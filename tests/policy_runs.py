@@ -83,11 +83,11 @@ def advantages() -> Tensor:
     return torch.linspace(-1.0, 1.5, len(LENGTHS)).double()
 
 
-def update(policy: object, own: Batch, *, step: int, values: Tensor | None = None) -> dict:
+def update(trainer: object, own: Batch, *, step: int, values: Tensor | None = None) -> dict:
     """Annotate and update as train.py does, with given advantages per sequence."""
     values = advantages() if values is None else values
-    own = policy.annotate(own, step=step)
-    return policy.update(own, per_token(own, values), step=step)
+    own = trainer.annotate(own, step=step)
+    return trainer.update(own, per_token(own, values), step=step)
 
 
 def microbatch(ids: list[int]) -> Microbatch:
@@ -141,21 +141,21 @@ def batch(dp_index: int, dp_size: int, *, updates: int = 1) -> Batch:
 
 def train(cfg: Config, steps: int = 2) -> dict:
     """Start a world, take steps on the batch, return sums and the whole parameters."""
-    from spmdrl.train.trainer import Policy
+    from spmdrl.train.trainer import Trainer
     from spmdrl.world import World
 
     world = World.start(cfg)
-    policy = Policy(cfg, world)
+    trainer = Trainer(cfg, world)
     own = batch(world.dp_index(world.rank), world.dp_size, updates=cfg.batch.updates_per_step)
-    sums = [update(policy, own, step=step) for step in range(steps)]
-    whole = full_parameters(policy)
+    sums = [update(trainer, own, step=step) for step in range(steps)]
+    whole = full_parameters(trainer)
     world.close()
     return {"sums": sums, "parameters": whole}
 
 
-def full_parameters(policy: object) -> dict[str, Tensor]:
+def full_parameters(trainer: object) -> dict[str, Tensor]:
     """Gather every parameter; all trainer ranks take part."""
     return {
         name: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach().clone()
-        for name, p in policy.named_shards().items()
+        for name, p in trainer.named_shards().items()
     }

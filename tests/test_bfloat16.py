@@ -18,7 +18,7 @@ STEPS = 8
 
 def _both(critic: Config, rewarding: Config) -> dict[str, dict]:
     """Train a policy with its value model, and a reward model, in each dtype."""
-    from spmdrl.train.trainer import Policy
+    from spmdrl.train.trainer import Trainer
     from spmdrl.world import World
 
     world, found = World.start(critic), {}
@@ -27,11 +27,11 @@ def _both(critic: Config, rewarding: Config) -> dict[str, dict]:
             dataclasses.replace(cfg, model=dataclasses.replace(cfg.model, compute_dtype=dtype))
             for cfg in (critic, rewarding)
         )
-        policy = Policy(value, world)
+        trainer = Trainer(value, world)
         own = test_critic._batch(value, world)
-        steps = [test_critic._step(policy, own, step=step) for step in range(STEPS)]
-        model = policy.companions["critic"].model
-        columns = torch.cat([c["values"] for c in policy.annotate(own, step=STEPS).columns[0]])
+        steps = [test_critic._step(trainer, own, step=step) for step in range(STEPS)]
+        model = trainer.companions["critic"].model
+        columns = torch.cat([c["values"] for c in trainer.annotate(own, step=STEPS).columns[0]])
         found[dtype] = {
             "value": [sums for _, _, sums in steps],
             "values": columns,

@@ -57,8 +57,8 @@ def test_due_steps_and_the_last_are_saved_and_the_newest_stay(tmp_path):
 
 
 def _stopped(cfg: Config) -> None:
-    world, policy, source, checkpointer = start(cfg)
-    checkpointer.maybe_save(7, policy, source, stop=True)
+    world, trainer, source, checkpointer = start(cfg)
+    checkpointer.maybe_save(7, trainer, source, stop=True)
     assert names(Path(cfg.output_dir)) == ["step_7"]
     world.close()
 
@@ -71,18 +71,24 @@ def test_a_stop_saves_and_waits_although_no_save_was_due(tmp_path):
 
 
 def _policy(cfg: Config, save: bool) -> dict[str, bytes]:
-    from spmdrl.train.trainer import Policy
+    from spmdrl.train.trainer import Trainer
 
     world = World.start(cfg)
-    policy, source, checkpointer = Policy(cfg, world), SmallSource(world), Checkpointer(cfg, world)
+    trainer, source, checkpointer = (
+        Trainer(cfg, world),
+        SmallSource(world),
+        Checkpointer(cfg, world),
+    )
     if save:
         for times in (1, 2):  # gradients that differ by element and do not depend on the layout
-            gradients = {n: local.sin() * times for n, local in policy.optimizer.local.items()}
-            policy.optimizer.step(gradients, lr=1e-2)
-        checkpointer.maybe_save(2, policy, source, stop=True)
+            gradients = {
+                n: local.sin() * times for n, local in trainer.policy.optimizer.local.items()
+            }
+            trainer.policy.optimizer.step(gradients, lr=1e-2)
+        checkpointer.maybe_save(2, trainer, source, stop=True)
     else:
-        assert checkpointer.restore(policy, source).step == 2
-    state = tensor_leaves(policy.state_dict())
+        assert checkpointer.restore(trainer, source).step == 2
+    state = tensor_leaves(trainer.state_dict())
     whole = {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in state.items()}
     world.close()
     return {name: tensor.numpy().tobytes() for name, tensor in whole.items()}
@@ -110,9 +116,9 @@ def test_the_policy_resumes_bit_equal_on_another_layout(tmp_path, tiny_model, on
 
 
 def _mutates_after_save(cfg: Config) -> str:
-    world, policy, source, checkpointer = start(cfg)
-    policy.update()
-    digest = policy.digest()
+    world, trainer, source, checkpointer = start(cfg)
+    trainer.update()
+    digest = trainer.digest()
     sync, disk_is_free = os.fsync, threading.Event()
 
     def slow_sync(handle: int) -> None:
@@ -121,8 +127,8 @@ def _mutates_after_save(cfg: Config) -> str:
         sync(handle)
 
     os.fsync = slow_sync
-    checkpointer.maybe_save(1, policy, source)
-    policy.update(3)
+    checkpointer.maybe_save(1, trainer, source)
+    trainer.update(3)
     source.ahead[3]["tokens"].zero_()
     assert names(Path(cfg.output_dir)) == ["step_1.partial"], "complete before it was written"
     disk_is_free.set()
@@ -155,14 +161,14 @@ def test_rollouts_made_ahead_reach_every_rank_of_another_placement(tmp_path):
 
 
 def _draws(cfg: Config, save: bool) -> list[float]:
-    world, policy, source, checkpointer = start(cfg)
+    world, trainer, source, checkpointer = start(cfg)
     if save:
         torch.manual_seed(world.rank + 5)
         torch.rand(3)
-        checkpointer.maybe_save(1, policy, source)
+        checkpointer.maybe_save(1, trainer, source)
         checkpointer.finish()
     else:
-        checkpointer.restore(policy, source)
+        checkpointer.restore(trainer, source)
     world.close()
     return torch.rand(4).tolist()
 
@@ -178,15 +184,15 @@ def test_random_generators_go_on_where_they_were_on_each_rank(tmp_path):
 
 
 def _killed_at(cfg: Config, point: str) -> None:
-    _world, policy, source, checkpointer = start(cfg)
-    policy.update()
-    checkpointer.maybe_save(1, policy, source)
+    _world, trainer, source, checkpointer = start(cfg)
+    trainer.update()
+    checkpointer.maybe_save(1, trainer, source)
     checkpointer.finish()
 
     def die(*_: object, **__: object) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
-    policy.update()
+    trainer.update()
     if point == "writing":
         threading.Thread(
             target=_die_when_written,
@@ -198,7 +204,7 @@ def _killed_at(cfg: Config, point: str) -> None:
         disk.write_manifest = die
     elif point == "rename":
         os.rename = die
-    checkpointer.maybe_save(2, policy, source)
+    checkpointer.maybe_save(2, trainer, source)
     checkpointer.finish()
 
 

@@ -103,34 +103,34 @@ def _batch(world: object, cfg: Config) -> object:
     return dataclasses.replace(own, scalars=dataclasses.replace(own.scalars, rewards=REWARDS))
 
 
-def _step(policy: object, own: object, *, step: int) -> tuple[object, object, dict]:
+def _step(trainer: object, own: object, *, step: int) -> tuple[object, object, dict]:
     """As train.py does: annotate, credit, update."""
     from spmdrl.credit import advantages_of
 
-    annotated = policy.annotate(own, step=step)
-    advantages = advantages_of(annotated, policy.cfg, policy.world, step=step)
-    return annotated, advantages, policy.update(annotated, advantages, step=step)
+    annotated = trainer.annotate(own, step=step)
+    advantages = advantages_of(annotated, trainer.cfg, trainer.world, step=step)
+    return annotated, advantages, trainer.update(annotated, advantages, step=step)
 
 
-def _whole_state(policy: object) -> dict[str, Tensor]:
+def _whole_state(trainer: object) -> dict[str, Tensor]:
     from spmdrl.checkpoint.state import tensor_leaves
 
     return {
         name: (t.full_tensor() if hasattr(t, "full_tensor") else t).clone()
-        for name, t in tensor_leaves(policy.state_dict()).items()
+        for name, t in tensor_leaves(trainer.state_dict()).items()
     }
 
 
 def _train(first: Config, configs: dict[str, Config]) -> dict[str, dict]:
     """Return of each case the step's sums, step 0's advantages by sequence, and the end state."""
-    from spmdrl.train.trainer import Policy
+    from spmdrl.train.trainer import Trainer
     from spmdrl.world import World
 
     world, found = World.start(first), {}
     for case, cfg in configs.items():
-        policy, own, sums = Policy(cfg, world), _batch(world, cfg), []
+        trainer, own, sums = Trainer(cfg, world), _batch(world, cfg), []
         for step in range(STEPS):
-            annotated, credit, updated = _step(policy, own, step=step)
+            annotated, credit, updated = _step(trainer, own, step=step)
             sums.append(updated)
             if step == 0:
                 rows = {}
@@ -140,7 +140,7 @@ def _train(first: Config, configs: dict[str, Config]) -> dict[str, dict]:
         found[case] = {
             "sums": sums,
             "advantages": rows,
-            "state": _whole_state(policy),
+            "state": _whole_state(trainer),
             "kl_coef": annotated.kl_coef,
         }
     world.close()
@@ -413,11 +413,11 @@ def test_a_moving_coefficient_acts_in_loss_and_reward(trained):
 def _in_the_reward(cfg: Config) -> list[Tensor]:
     """Return a sequence's advantage without KL, and with two coefficients."""
     from spmdrl.credit import advantages_of
-    from spmdrl.train.trainer import Policy
+    from spmdrl.train.trainer import Trainer
     from spmdrl.world import World
 
     world = World.start(cfg)
-    annotated = Policy(cfg, world).annotate(_batch(world, cfg), step=0)
+    annotated = Trainer(cfg, world).annotate(_batch(world, cfg), step=0)
     assert annotated.kl_coef == cfg.algorithm.kl_coef
     found = [
         advantages_of(dataclasses.replace(annotated, kl_coef=coef), cfg, world, step=0)
@@ -440,11 +440,11 @@ class _NoSource:
 def _resumed(cfg: Config) -> tuple[tuple, tuple]:
     """Train after a warm-up, save, and go on twice: without a stop, and from the checkpoint."""
     from spmdrl.checkpoint import Checkpointer
-    from spmdrl.train.trainer import Policy
+    from spmdrl.train.trainer import Trainer
     from spmdrl.world import World
 
     world = World.start(cfg)
-    own, first = _batch(world, cfg), Policy(cfg, world)
+    own, first = _batch(world, cfg), Trainer(cfg, world)
     before = _whole_state(first)
     warm_up = _step(first, own, step=0)[2]
     assert "prm/loss" in warm_up and "policy/loss" not in warm_up
@@ -454,12 +454,12 @@ def _resumed(cfg: Config) -> tuple[tuple, tuple]:
     saver = Checkpointer(dataclasses.replace(cfg, steps=2), world)
     saver.maybe_save(2, first, _NoSource())
     saver.finish()
-    second = Policy(cfg, world)
+    second = Trainer(cfg, world)
     assert Checkpointer(cfg, world).restore(second, _NoSource()).step == 2
     found = []
-    for policy in (first, second):
-        sums = [_step(policy, own, step=step)[2] for step in (2, 3)]
-        found.append((sums, _whole_state(policy)))
+    for trainer in (first, second):
+        sums = [_step(trainer, own, step=step)[2] for step in (2, 3)]
+        found.append((sums, _whole_state(trainer)))
     world.close()
     return tuple(found)
 
@@ -487,7 +487,7 @@ def test_the_kl_in_the_reward_is_weighed_by_the_coefficient_of_the_step(folders,
 
 
 def _refused(cfg: Config) -> str:
-    from spmdrl.train.trainer import Policy
+    from spmdrl.train.trainer import Trainer
     from spmdrl.world import World
 
     world = World.start(cfg)
@@ -495,7 +495,7 @@ def _refused(cfg: Config) -> str:
     rewards = REWARDS.index_fill(0, torch.tensor(3), -1.0)
     own = dataclasses.replace(own, scalars=dataclasses.replace(own.scalars, rewards=rewards))
     with pytest.raises(ValueError) as caught:
-        _step(Policy(cfg, world), own, step=0)
+        _step(Trainer(cfg, world), own, step=0)
     world.close()
     return str(caught.value)
 

@@ -47,13 +47,13 @@ def _batch(cfg: Config, world: object) -> object:
     return dataclasses.replace(own, scalars=dataclasses.replace(own.scalars, rewards=rewards))
 
 
-def _step(policy: object, own: object, *, step: int) -> tuple[object, object, dict]:
+def _step(trainer: object, own: object, *, step: int) -> tuple[object, object, dict]:
     """As train.py does: annotate, credit, update."""
     from spmdrl.credit import advantages_of
 
-    annotated = policy.annotate(own, step=step)
-    advantages = advantages_of(annotated, policy.cfg, policy.world, step=step)
-    return annotated, advantages, policy.update(annotated, advantages, step=step)
+    annotated = trainer.annotate(own, step=step)
+    advantages = advantages_of(annotated, trainer.cfg, trainer.world, step=step)
+    return annotated, advantages, trainer.update(annotated, advantages, step=step)
 
 
 def _by_sequence(own: object, parts: tuple) -> dict[int, torch.Tensor]:
@@ -85,61 +85,61 @@ def _train(cfg: Config, steps: int = 3, restored: Path | None = None) -> dict:
     takes steps with another policy of the same world, that has a warm-up.
     """
     from spmdrl.checkpoint import Checkpointer
-    from spmdrl.train.trainer import Policy
+    from spmdrl.train.trainer import Trainer
     from spmdrl.world import World
 
     world = World.start(cfg)
-    policy = Policy(cfg, world)
+    trainer = Trainer(cfg, world)
     own, sums = _batch(cfg, world), []
     for step in range(steps):
-        annotated, advantages, updated = _step(policy, own, step=step)
+        annotated, advantages, updated = _step(trainer, own, step=step)
         sums.append(updated)
     values = tuple(tuple(m["values"] for m in u) for u in annotated.columns)
     result = {
         "sums": sums,
-        "state": _whole_state(policy),
+        "state": _whole_state(trainer),
         "values": _by_sequence(own, values),
         "returns": _by_sequence(own, advantages.returns),
         "advantages": _by_sequence(own, advantages.tokens),
     }
     if restored is None:
         saver = Checkpointer(dataclasses.replace(cfg, steps=steps), world)
-        saver.maybe_save(steps, policy, _NoSource())
+        saver.maybe_save(steps, trainer, _NoSource())
         saver.finish()
     else:
         result["resumed"] = []
         for _ in range(2):
             resume = dataclasses.replace(cfg.checkpoint, resume=str(restored))
             loader = Checkpointer(dataclasses.replace(cfg, checkpoint=resume), world)
-            assert loader.restore(policy, _NoSource()).step == steps
-            before = _whole_state(policy)
-            updated = _step(policy, own, step=steps)[2]
-            result["resumed"].append((before, updated, _whole_state(policy)))
+            assert loader.restore(trainer, _NoSource()).step == steps
+            before = _whole_state(trainer)
+            updated = _step(trainer, own, step=steps)[2]
+            result["resumed"].append((before, updated, _whole_state(trainer)))
         result["warm_up"] = _warm_up(cfg, world, own)
     world.close()
     return result
 
 
-def _whole_state(policy: object) -> dict[str, torch.Tensor]:
+def _whole_state(trainer: object) -> dict[str, torch.Tensor]:
     """Gather everything that a checkpoint keeps; all trainer ranks take part."""
     from spmdrl.checkpoint.state import tensor_leaves
 
     return {
         name: (t.full_tensor() if hasattr(t, "full_tensor") else t).clone()
-        for name, t in tensor_leaves(policy.state_dict()).items()
+        for name, t in tensor_leaves(trainer.state_dict()).items()
     }
 
 
 def _warm_up(cfg: Config, world: object, own: object) -> list[tuple[dict, dict]]:
     """Return sums and state after each of three steps, two of them warm-up."""
-    from spmdrl.train.trainer import Policy
+    from spmdrl.train.trainer import Trainer
 
     critic = dataclasses.replace(cfg.critic, options={"warmup_steps": 2})
-    policy = Policy(dataclasses.replace(cfg, critic=critic), world)
-    found = [({}, _whole_state(policy))]
+    trainer = Trainer(dataclasses.replace(cfg, critic=critic), world)
+    found = [({}, _whole_state(trainer))]
     for step in range(3):
-        sums = _step(policy, own, step=step)[2]
-        found.append((sums, _whole_state(policy)))
+        sums = _step(trainer, own, step=step)[2]
+        found.append((sums, _whole_state(trainer)))
     return found
 
 
@@ -248,22 +248,22 @@ def test_values_and_metrics_of_one_process_are_what_they_say(one):
 
 def _alone(cfg: Config, missing: str) -> dict:
     """Checks that need no second rank, in one start of the world."""
-    from spmdrl.train.trainer import Policy
+    from spmdrl.train.trainer import Trainer
     from spmdrl.world import World
 
     world = World.start(cfg)
-    policy = Policy(cfg, world)
+    trainer = Trainer(cfg, world)
     own = _batch(cfg, world)
-    sums = [_step(policy, own, step=step)[2] for step in range(30)]
-    jobs = [job for update in policy._jobs(own) for job in update]
+    sums = [_step(trainer, own, step=step)[2] for step in range(30)]
+    jobs = [job for update in trainer._jobs(own) for job in update]
     with torch.no_grad():
-        after = [policy.companions["critic"].model.values(job.row) for job in jobs]
-    critic = policy.companions["critic"]
+        after = [trainer.companions["critic"].model.values(job.row) for job in jobs]
+    critic = trainer.companions["critic"]
     before = [row["values"] for row in critic.columns([job.row for job in jobs])]
     critic.columns = lambda rows: [{"values": row.tokens * math.nan} for row in rows]
-    kept = _whole_state(policy)
-    spoiled = _step(policy, own, step=30)[2]
-    assert all(torch.equal(t, kept[name]) for name, t in _whole_state(policy).items())
+    kept = _whole_state(trainer)
+    spoiled = _step(trainer, own, step=30)[2]
+    assert all(torch.equal(t, kept[name]) for name, t in _whole_state(trainer).items())
     # The second update of a batch finds values that the first has moved further than the clip.
     clips = {}
     for clip in (0.0, 1e-6):
@@ -272,14 +272,14 @@ def _alone(cfg: Config, missing: str) -> dict:
             batch=dataclasses.replace(cfg.batch, updates_per_step=2),
             critic=dataclasses.replace(cfg.critic, options={"clip": clip}),
         )
-        share, of = _step(Policy(two, world), _batch(two, world), step=0)[2]["value/clip_frac"]
+        share, of = _step(Trainer(two, world), _batch(two, world), step=0)[2]["value/clip_frac"]
         clips[clip] = share / of
     cfg = dataclasses.replace(cfg, critic=dataclasses.replace(cfg.critic, path=missing))
     with pytest.raises(ValueError, match="^critic.path: .*" + missing):
-        Policy(cfg, world)
+        Trainer(cfg, world)
     # Under any other advantage the section is ignored.
     algorithm = dataclasses.replace(cfg.algorithm, advantage="grpo")
-    assert Policy(dataclasses.replace(cfg, algorithm=algorithm), world).companions == {}
+    assert Trainer(dataclasses.replace(cfg, algorithm=algorithm), world).companions == {}
     world.close()
     return {
         "clips": clips,

@@ -106,14 +106,14 @@ def test_scales_cut_otherwise_keep_the_values_nearly_and_alike_cut_exactly():
 
 
 def _train(cfg: Config) -> dict[str, dict]:
-    from spmdrl.train.trainer import Policy
+    from spmdrl.train.trainer import Trainer
     from spmdrl.world import World
 
     world, found = World.start(cfg), {}
     for name, memory in {"float32": {}, "int8": EIGHT}.items():
-        policy = Policy(replace(cfg, model=replace(cfg.model, memory=memory)), world)
-        losses = [update(policy, batch(0, 1), step=s)["policy/loss"][0] for s in range(15)]
-        kept = [t for own in policy.optimizer._moments.values() for t in own.values()]
+        trainer = Trainer(replace(cfg, model=replace(cfg.model, memory=memory)), world)
+        losses = [update(trainer, batch(0, 1), step=s)["policy/loss"][0] for s in range(15)]
+        kept = [t for own in trainer.policy.optimizer._moments.values() for t in own.values()]
         found[name] = {
             "losses": losses,
             "bytes": sum(
@@ -121,8 +121,8 @@ def _train(cfg: Config) -> dict[str, dict]:
                 for t in kept
             ),
         }
-    found["large"] = sum(p.numel() for p in policy.named_shards().values() if p.numel() >= 4096)
-    found["small"] = sum(p.numel() for p in policy.named_shards().values() if p.numel() < 4096)
+    found["large"] = sum(p.numel() for p in trainer.named_shards().values() if p.numel() >= 4096)
+    found["small"] = sum(p.numel() for p in trainer.named_shards().values() if p.numel() < 4096)
     world.close()
     return found
 
@@ -145,16 +145,16 @@ def _resumed(cfg: Config, save: bool) -> dict[str, Tensor]:
     from spmdrl.world import World
 
     world = World.start(cfg)
-    policy, own = after_two_updates(cfg, world, save=save)
+    trainer, own = after_two_updates(cfg, world, save=save)
     moments = {
         f"{key}/{name}": (
             kept if isinstance(kept, Tensor) else kept.to(world.device, torch.float32)
         ).clone()
-        for key, part in policy.optimizer._moments.items()
+        for key, part in trainer.policy.optimizer._moments.items()
         for name, kept in part.items()
     }
-    update(policy, own, step=2)
-    local = {name: local_part(p).clone() for name, p in policy.named_shards().items()}
+    update(trainer, own, step=2)
+    local = {name: local_part(p).clone() for name, p in trainer.named_shards().items()}
     world.close()
     return local | moments
 

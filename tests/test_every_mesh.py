@@ -36,7 +36,7 @@ def push_from_each(cfgs: dict[str, Config]) -> dict[str, dict[str, Any]]:
 
     from spmdrl.engine import make_engine
     from spmdrl.sync.stream import WeightStream
-    from spmdrl.train.trainer import Policy
+    from spmdrl.train.trainer import Trainer
     from spmdrl.world import World
 
     first = next(iter(cfgs.values()))
@@ -47,13 +47,13 @@ def push_from_each(cfgs: dict[str, Config]) -> dict[str, dict[str, Any]]:
     for number, (mesh, cfg) in enumerate(cfgs.items()):
         world = world_under(base, cfg)
         started = parameters_loaded(engine, weights) if world.is_inference else []
-        policy = Policy(cfg, world)
-        stream = WeightStream(policy, engine, world)
-        change(policy, 0.02 * (number + 1))
+        trainer = Trainer(cfg, world)
+        stream = WeightStream(trainer, engine, world)
+        change(trainer, 0.02 * (number + 1))
         stream.push(number + 1)
-        state = whole_state(policy, world)
+        state = whole_state(trainer, world)
         own = {n: p.detach().clone() for n, p in parameters(engine, world).items()}
-        right = parameters_loaded(engine, in_files(state, policy)) if world.is_inference else []
+        right = parameters_loaded(engine, in_files(state, trainer)) if world.is_inference else []
         found[mesh] = {
             "mode": stream.mode,
             "checked": len(own),
@@ -106,39 +106,39 @@ def relay(cfgs: dict[str, Config]) -> list[dict[str, Tensor]]:
     Returns: the whole state on each mesh, the same on every rank.
     """
     from spmdrl.checkpoint import Checkpointer
-    from spmdrl.train.trainer import Policy
+    from spmdrl.train.trainer import Trainer
     from spmdrl.world import World
 
     base, states = World.start(next(iter(cfgs.values()))), []
     for step, cfg in enumerate(cfgs.values(), start=1):
         world = world_under(base, cfg)
-        policy, source = Policy(cfg, world), SmallSource(world)
+        trainer, source = Trainer(cfg, world), SmallSource(world)
         checkpoints = Checkpointer(cfg, world)
         if step == 1:
-            _move(policy)
+            _move(trainer)
         else:
-            assert checkpoints.restore(policy, source).step == step - 1
+            assert checkpoints.restore(trainer, source).step == step - 1
         states.append(
             {
                 name: (t.full_tensor() if hasattr(t, "full_tensor") else t).clone()
-                for name, t in tensor_leaves(policy.state_dict()).items()
+                for name, t in tensor_leaves(trainer.state_dict()).items()
             }
         )
-        checkpoints.maybe_save(step, policy, source, stop=True)
+        checkpoints.maybe_save(step, trainer, source, stop=True)
         checkpoints.finish()
     base.close()
     return states
 
 
-def _move(policy: Any) -> None:
+def _move(trainer: Any) -> None:
     """Take optimizer steps by gradients that do not depend on the layout."""
-    companions = [c.trainee for c in policy.companions.values() if hasattr(c, "trainee")]
-    for trainee in (policy.trainee, *companions):
+    companions = [c.trained for c in trainer.companions.values() if hasattr(c, "trained")]
+    for trained in (trainer.policy, *companions):
         for times in (1, 2):
             gradients = {
-                n: (local + 1).sin() * times for n, local in trainee.optimizer.local.items()
+                n: (local + 1).sin() * times for n, local in trained.optimizer.local.items()
             }
-            trainee.optimizer.step(gradients, lr=1e-2)
+            trained.optimizer.step(gradients, lr=1e-2)
 
 
 STATES = {  # family, options of policy_runs.config

@@ -27,17 +27,17 @@ from spmdrl.world import World
 
 def _nudged(cfg: Config) -> dict[str, bytes]:
     """Save a policy that differs from its folder, and return its whole tensors."""
-    from spmdrl.train.trainer import Policy
+    from spmdrl.train.trainer import Trainer
 
     world = World.start(cfg)
-    policy = Policy(cfg, world)
-    state = policy.state_dict()
+    trainer = Trainer(cfg, world)
+    state = trainer.state_dict()
     for k, (_, tensor) in enumerate(sorted(state["model"].items())):
         tensor.mul_(1.0 + 0.01 * k)
-    Checkpointer(cfg, world).maybe_save(1, policy, SmallSource(world), stop=True)
+    Checkpointer(cfg, world).maybe_save(1, trainer, SmallSource(world), stop=True)
     whole = {
         name: tensor.full_tensor().numpy().tobytes()
-        for name, tensor in policy.state_dict()["model"].items()
+        for name, tensor in trainer.state_dict()["model"].items()
     }
     world.close()
     return whole

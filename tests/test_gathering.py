@@ -43,12 +43,12 @@ class Collectives(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _unreduced_bytes(policy: object) -> int:
+def _unreduced_bytes(trainer: object) -> int:
     """Bytes of gradients that FSDP2 has not reduced yet."""
     from torch.distributed.fsdp import FSDPModule
 
     found = 0
-    for module in policy.trainee.model.scorer.modules():
+    for module in trainer.policy.model.scorer.modules():
         if isinstance(module, FSDPModule):
             for group in module._get_fsdp_state()._fsdp_param_groups:
                 kept = [
@@ -62,35 +62,35 @@ def _unreduced_bytes(policy: object) -> int:
 
 
 def _in_all_ways(cfg: Config) -> dict[str, dict]:
-    from spmdrl.train.trainer import Policy
+    from spmdrl.train.trainer import Trainer
     from spmdrl.world import World
 
     world, found = World.start(cfg), {}
     for way, memory in WAYS.items():
-        policy = Policy(
+        trainer = Trainer(
             replace(cfg, model=replace(cfg.model, memory=cfg.model.memory | memory)), world
         )
         own = batch(world.dp_index(world.rank), world.dp_size)
         gradients: dict[str, Tensor] = {}
-        take, waiting = policy.optimizer.step, []
-        jobs = policy._jobs(own)
+        take, waiting = trainer.policy.optimizer.step, []
+        jobs = trainer._jobs(own)
 
         def step(found: dict[str, Tensor], *, lr: float) -> None:
             gradients.update({name: g.clone() for name, g in found.items()})
             take(found, lr=lr)
 
-        policy.optimizer.step = step
-        reduce = policy.trainee._reduce
+        trainer.policy.optimizer.step = step
+        reduce = trainer.policy._reduce
 
         def watch(*, is_last: bool) -> None:
-            waiting.append(_unreduced_bytes(policy))
+            waiting.append(_unreduced_bytes(trainer))
             reduce(is_last=is_last)
 
-        policy.trainee._reduce = watch
+        trainer.policy._reduce = watch
         with Collectives() as seen:
-            sums = [update(policy, own, step=0)]
+            sums = [update(trainer, own, step=0)]
         first = dict(gradients)
-        sums.append(update(policy, own, step=1))
+        sums.append(update(trainer, own, step=1))
         found[way] = {
             "counts": dict(seen.counts),
             "first": first,
@@ -98,7 +98,7 @@ def _in_all_ways(cfg: Config) -> dict[str, dict]:
             "sums": sums,
             "jobs": len(jobs[0]),
             "waiting": waiting[1],
-            "numel": sum(p.numel() for p in policy.named_shards().values()),
+            "numel": sum(p.numel() for p in trainer.named_shards().values()),
         }
     world.close()
     return found

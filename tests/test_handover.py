@@ -114,12 +114,12 @@ def test_a_sleeping_engine_frees_its_cache_and_draws_alike_after(tmp_path):
 def _steps(cfg: Config, sleeps: bool) -> dict:
     from spmdrl.engine import handover, make_engine
     from spmdrl.sync.stream import WeightStream
-    from spmdrl.train.trainer import Policy
+    from spmdrl.train.trainer import Trainer
     from spmdrl.world import World
 
     world = World.start(cfg)
-    engine, policy = make_engine(cfg, world), Policy(cfg, world)
-    stream = WeightStream(policy, engine, world)
+    engine, trainer = make_engine(cfg, world), Trainer(cfg, world)
+    stream = WeightStream(trainer, engine, world)
     drawn, pushed, levels = [], [], []
     for step in range(3):
         if step:
@@ -129,7 +129,7 @@ def _steps(cfg: Config, sleeps: bool) -> dict:
             stream.release()  # asleep already
             levels.append(engine.held_bytes())
         if step:
-            update(policy, batch(world.dp_index(world.rank), world.dp_size), step=step)
+            update(trainer, batch(world.dp_index(world.rank), world.dp_size), step=step)
         pushed.append(stream.push(version=step))
         levels.append(engine.held_bytes())
     engine.add(Request("left", PROMPTS[1], 16, 1.0, 7, ()))

@@ -49,10 +49,10 @@ def _spread(name: str, shape: tuple[int, ...]) -> Tensor:
 
 
 @torch.no_grad()
-def _set_b(policy: object) -> None:
+def _set_b(trainer: object) -> None:
     from spmdrl.model.shards import held_boxes
 
-    for name, tensor in policy.state_dict()["model"].items():
+    for name, tensor in trainer.state_dict()["model"].items():
         if "lora_B" in name:
             for box, view in held_boxes(name, tensor):
                 part = tuple(slice(s, s + n) for s, n in zip(box.start, box.shape))
@@ -65,38 +65,38 @@ def _set_b(policy: object) -> None:
 def _one(cfg: Config) -> dict:
     """All that one start of one rank can show."""
     from spmdrl.train.companions.reference import Frozen
-    from spmdrl.train.trainer import Policy
+    from spmdrl.train.trainer import Trainer
     from spmdrl.world import World
 
     world, own = World.start(cfg), batch(0, 1)
-    policy = Policy(cfg, world)
-    before, found = full_parameters(policy), {}
-    found["first"] = policy.annotate(own, step=0).columns[0]
-    _set_b(policy)
-    found["b_set"] = {n: t for n, t in full_parameters(policy).items() if "lora" in n}
-    packed = [job.row for job in policy._jobs(own)[0]]
-    rows = [policy._model.forward(row)[0] for row in packed]
+    trainer = Trainer(cfg, world)
+    before, found = full_parameters(trainer), {}
+    found["first"] = trainer.annotate(own, step=0).columns[0]
+    _set_b(trainer)
+    found["b_set"] = {n: t for n, t in full_parameters(trainer).items() if "lora" in n}
+    packed = [job.row for job in trainer._jobs(own)[0]]
+    rows = [trainer.policy.model.forward(row)[0] for row in packed]
     sum((torch.linspace(-1, 2, len(row)) * row).sum() for row in rows).backward()
     found["logprobs"] = [row.detach() for row in rows]
     found["gradients"] = {
-        n: p.grad.full_tensor() for n, p in policy.named_shards().items() if p.grad is not None
+        n: p.grad.full_tensor() for n, p in trainer.named_shards().items() if p.grad is not None
     }
-    policy.optimizer.zero_grad()
-    found["sums"] = update(policy, own, step=0)
+    trainer.policy.optimizer.zero_grad()
+    found["sums"] = update(trainer, own, step=0)
     frozen = Frozen(cfg, world, path=cfg.model.path, column="ref_logprobs").columns(packed)
-    found["second"] = list(zip(policy.annotate(own, step=1).columns[0], frozen))
+    found["second"] = list(zip(trainer.annotate(own, step=1).columns[0], frozen))
     found["moved"] = {
-        n for n, p in full_parameters(policy).items() if not torch.equal(p, before[n])
+        n for n, p in full_parameters(trainer).items() if not torch.equal(p, before[n])
     }
-    moments = policy.state_dict()["optimizer"]
+    moments = trainer.state_dict()["optimizer"]
     found["bytes"] = sum(
         t.to_local().nbytes for key in ("exp_avg", "exp_avg_sq") for t in moments[key].values()
     )
     half = replace(cfg, model=replace(cfg.model, compute_dtype="bfloat16"))
-    policy = Policy(half, world)
-    _set_b(policy)
-    found["half"] = update(policy, own, step=0)
-    found["dtypes"] = {n: p.dtype for n, p in policy.named_shards().items()}
+    trainer = Trainer(half, world)
+    _set_b(trainer)
+    found["half"] = update(trainer, own, step=0)
+    found["dtypes"] = {n: p.dtype for n, p in trainer.named_shards().items()}
     world.close()
     return found
 
@@ -168,16 +168,16 @@ def _save(cfg: Config) -> dict:
     """Train on dp_shard x tp = 2 x 2, save, and read all boxes as the stream does."""
     from spmdrl.checkpoint import Checkpointer
     from spmdrl.model.shards import Box, Held
-    from spmdrl.train.trainer import Policy
+    from spmdrl.train.trainer import Trainer
     from spmdrl.world import World
 
     world = World.start(cfg)
-    policy = Policy(cfg, world)
+    trainer = Trainer(cfg, world)
     own = batch(world.dp_index(world.rank), world.dp_size)
     for step in range(2):
-        update(policy, own, step=step)
-    Checkpointer(cfg, world).maybe_save(1, policy, SmallSource(world), stop=True)
-    held = Held(policy.named_shards(), policy.parts(), policy.deltas())
+        update(trainer, own, step=step)
+    Checkpointer(cfg, world).maybe_save(1, trainer, SmallSource(world), stop=True)
+    held = Held(trainer.named_shards(), trainer.parts(), trainer.deltas())
     values = []
     for name, boxes in held.boxes().items():
         for box in boxes:
@@ -187,36 +187,36 @@ def _save(cfg: Config) -> dict:
                     tuple(a + n // 2 for a, n in zip(box.start, box.shape)), (1,) * len(box.shape)
                 )
                 values.append((name, at, held.value(name, at).read()))
-    state = _whole(policy)
+    state = _whole(trainer)
     world.close()
     return {"values": values, "state": state}
 
 
-def _whole(policy: object) -> dict[str, Tensor]:
+def _whole(trainer: object) -> dict[str, Tensor]:
     from spmdrl.checkpoint.state import tensor_leaves
 
-    leaves = tensor_leaves(policy.state_dict())
+    leaves = tensor_leaves(trainer.state_dict())
     whole = {n: t.full_tensor() if hasattr(t, "full_tensor") else t for n, t in leaves.items()}
     return {n: t.clone() for n, t in whole.items()} | {
-        f"live {n}": t for n, t in full_parameters(policy).items()
+        f"live {n}": t for n, t in full_parameters(trainer).items()
     }
 
 
 def _resume(cfgs: dict[str, Config]) -> dict[str, object]:
     """Restore under each config: the whole state, or why not."""
     from spmdrl.checkpoint import Checkpointer
-    from spmdrl.train.trainer import Policy
+    from spmdrl.train.trainer import Trainer
     from spmdrl.world import World
 
     world, found = World.start(next(iter(cfgs.values()))), {}
     for name, cfg in cfgs.items():
-        policy = Policy(cfg, world)
+        trainer = Trainer(cfg, world)
         try:
-            Checkpointer(cfg, world).restore(policy, SmallSource(world))
+            Checkpointer(cfg, world).restore(trainer, SmallSource(world))
         except ValueError as error:
             found[name] = str(error)
             continue
-        found[name] = _whole(policy)
+        found[name] = _whole(trainer)
     world.close()
     return found
 
@@ -355,11 +355,11 @@ def _tokens() -> Tensor:
 
 
 def _scores(cfg: Config) -> Tensor:
-    from spmdrl.train.trainer import Policy
+    from spmdrl.train.trainer import Trainer
     from spmdrl.world import World
 
     world = World.start(cfg)
-    (scores,) = Policy(cfg, world).score(_tokens().tolist())
+    (scores,) = Trainer(cfg, world).score(_tokens().tolist())
     world.close()
     return scores
 
@@ -387,18 +387,18 @@ def test_an_embedding_that_can_have_no_adapter_is_refused(architecture, tied, re
 def _reward_model(cfg: Config) -> dict[str, Tensor]:
     """Save adapters with a scalar head, which trains in full."""
     from spmdrl.checkpoint import Checkpointer
-    from spmdrl.train.trainer import Policy
+    from spmdrl.train.trainer import Trainer
     from spmdrl.world import World
 
     world = World.start(cfg)
-    policy = Policy(cfg, world)
-    _set_b(policy)
+    trainer = Trainer(cfg, world)
+    _set_b(trainer)
     with torch.no_grad():
-        head = policy.state_dict()["model"]["score.weight"].to_local()
+        head = trainer.state_dict()["model"]["score.weight"].to_local()
         head.copy_(torch.linspace(-1, 1, head.numel()).view_as(head))
-    Checkpointer(cfg, world).maybe_save(1, policy, SmallSource(world), stop=True)
+    Checkpointer(cfg, world).maybe_save(1, trainer, SmallSource(world), stop=True)
     world.close()
-    return {n: t.full_tensor() for n, t in policy.state_dict()["model"].items()}
+    return {n: t.full_tensor() for n, t in trainer.state_dict()["model"].items()}
 
 
 def test_a_reward_model_keeps_its_head_with_its_adapters(tmp_path):

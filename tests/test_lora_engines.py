@@ -34,11 +34,11 @@ LAYOUTS = {  # dtype of the engine, layout
 }
 
 
-def _train(policy: Any, step: int) -> None:
+def _train(trainer: Any, step: int) -> None:
     """Change the adapters alone, by a function of their values."""
     if step == 0:
-        _set_b(policy)
-    for name, tensor in policy.named_shards().items():
+        _set_b(trainer)
+    for name, tensor in trainer.named_shards().items():
         if "lora" in name:
             local = local_part(tensor)
             local.add_(0.02 * step * torch.sin(1000 * local + step))
@@ -52,19 +52,19 @@ def _push(cfg: Config) -> dict[str, Any]:
     """Push adapters of three versions; hold vLLM's memory against its own loading of them."""
     from spmdrl.engine import make_engine
     from spmdrl.sync.stream import WeightStream
-    from spmdrl.train.trainer import Policy
+    from spmdrl.train.trainer import Trainer
     from spmdrl.world import World
 
     world = World.start(cfg)
-    engine, policy = make_engine(cfg, world), Policy(cfg, world)
-    stream = WeightStream(policy, engine, world)
+    engine, trainer = make_engine(cfg, world), Trainer(cfg, world)
+    stream = WeightStream(trainer, engine, world)
     is_own = cfg.model.lora.get("push") == "adapter"
     found: dict[str, Any] = {"mode": stream.mode, "differing": [], "probes": [], "bytes": []}
     for version in range(3):
         if world.is_trainer:
-            _train(policy, version)
+            _train(trainer, version)
         found["bytes"].append(stream.push(version)["sync/bytes"][0])
-        state = whole_state(policy, world)
+        state = whole_state(trainer, world)
         found["probes"].append(stream.probe(PROMPTS))
         if not world.is_inference:
             continue
@@ -82,7 +82,7 @@ def _push(cfg: Config) -> dict[str, Any]:
         else:
             own = {n: p.detach().clone() for n, p in engine.model.named_parameters()}
             merged = _merged({f"live {n}": t for n, t in state.items()} | state, scale=SCALE)
-            held = Held(merged, policy.parts())
+            held = Held(merged, trainer.parts())
             in_files = {n: held.value(n, box).read() for n, (box,) in held.boxes().items()}
             right = dict(zip(own, parameters_loaded(engine, in_files)))
         found["differing"] += [n for n, t in own.items() if not torch.equal(t, right[n])]
@@ -151,14 +151,14 @@ def _sample(cfg: Config) -> dict[str, float]:
     from spmdrl.engine import make_engine
     from spmdrl.engine.protocol import Request
     from spmdrl.sync.stream import WeightStream
-    from spmdrl.train.trainer import Policy
+    from spmdrl.train.trainer import Trainer
     from spmdrl.world import World
 
     world = World.start(cfg)
-    engine, policy = make_engine(cfg, world), Policy(cfg, world)
-    stream = WeightStream(policy, engine, world)
+    engine, trainer = make_engine(cfg, world), Trainer(cfg, world)
+    stream = WeightStream(trainer, engine, world)
     for step in range(2):
-        _train(policy, step)
+        _train(trainer, step)
     stream.push(1)
     for i, prompt in enumerate(PROMPTS):
         engine.add(
@@ -168,9 +168,9 @@ def _sample(cfg: Config) -> dict[str, float]:
     while engine.is_busy:
         done |= {c.key: c for c in engine.step()}
     rows = [(*prompt, *done[str(i)].tokens) for i, prompt in enumerate(PROMPTS)]
-    ours = [s[-4:] for s in policy.score(rows)]
-    with policy._model.adapters.off():
-        base = [s[-4:] for s in policy.score(rows)]
+    ours = [s[-4:] for s in trainer.score(rows)]
+    with trainer.policy.model.adapters.off():
+        base = [s[-4:] for s in trainer.score(rows)]
     theirs = [torch.tensor(done[str(i)].logprobs) for i in range(len(PROMPTS))]
     found = {
         "gap": max(float((a - b).abs().max()) for a, b in zip(ours, theirs)),

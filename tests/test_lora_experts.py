@@ -186,34 +186,34 @@ def _read(folder: Path, cfg: Config) -> dict[str, Tensor]:
 
 def _norms(cfgs: list[Config]) -> list[dict]:
     """The first update's norms under each config, with the dtypes of what is trained and not."""
-    from spmdrl.train.trainer import Policy
+    from spmdrl.train.trainer import Trainer
     from spmdrl.world import World
 
     world, found = World.start(cfgs[0]), []
     for cfg in cfgs:
-        policy = Policy(cfg, world)
-        _set_b(policy)
+        trainer = Trainer(cfg, world)
+        _set_b(trainer)
         own = batch(world.dp_index(world.rank), world.dp_size)
-        sums = update(policy, own, step=0)
-        shards = policy.named_shards()
+        sums = update(trainer, own, step=0)
+        shards = trainer.named_shards()
         experts = {n: p.dtype for n, p in shards.items() if ".experts." in n}
         found.append(
             {
                 "norm": sums["policy/grad_norm"][0],
                 "own": {d for n, d in experts.items() if "lora" in n},
                 "frozen": {d for n, d in experts.items() if "lora" not in n},
-                "same": _equals_reference(policy, own),
+                "same": _equals_reference(trainer, own),
             }
         )
     world.close()
     return found
 
 
-def _equals_reference(policy: object, own: object) -> list[bool]:
+def _equals_reference(trainer: object, own: object) -> list[bool]:
     """Whether the reference is the policy as it is with adapters, per row."""
     return [
         bool(torch.equal(row["old_logprobs"], row["ref_logprobs"]))
-        for row in policy.annotate(own, step=1).columns[0]
+        for row in trainer.annotate(own, step=1).columns[0]
     ]
 
 
@@ -241,12 +241,12 @@ def test_experts_adapters_stay_float32_and_are_gathered_in_the_compute_dtype(tmp
 
 
 def _scored(cfg: Config, tokens: list[list[int]]) -> tuple[list[Tensor], dict[str, Tensor]]:
-    from spmdrl.train.trainer import Policy
+    from spmdrl.train.trainer import Trainer
     from spmdrl.world import World
 
     world = World.start(cfg)
-    policy = Policy(cfg, world)
-    scores, whole = policy.score(tokens), full_parameters(policy)
+    trainer = Trainer(cfg, world)
+    scores, whole = trainer.score(tokens), full_parameters(trainer)
     world.close()
     return scores, whole
 

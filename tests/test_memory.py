@@ -48,10 +48,10 @@ def _with(cfg: Config, memory: dict) -> Config:
 # ------------------------------------------------------------------ activations
 
 
-def _kept_bytes(policy: object) -> dict[str, int]:
+def _kept_bytes(trainer: object) -> dict[str, int]:
     """Bytes that one forward pass leaves for the backward pass, by where they are; each storage
     once, and none of weights. What selective checkpointing keeps passes no hook of autograd."""
-    model, micro = policy.trainee.model, batch(0, 1).updates[0][0]
+    model, micro = trainer.policy.model, batch(0, 1).updates[0][0]
     row = model.row(
         micro.tokens,
         micro.cu_seqlens.diff().tolist(),
@@ -71,24 +71,24 @@ def _kept_bytes(policy: object) -> dict[str, int]:
     weights = {local_part(p).untyped_storage().data_ptr() for p in model.scorer.parameters()}
     found = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in saved}
     logprobs.sum().backward()
-    policy.optimizer.zero_grad()
+    trainer.policy.optimizer.zero_grad()
     return sum(size for place, size in found.items() if place not in weights)
 
 
 def _in_all_ways(cfg: Config) -> dict[str, dict]:
-    from spmdrl.train.trainer import Policy
+    from spmdrl.train.trainer import Trainer
     from spmdrl.world import World
 
     world, found = World.start(cfg), {}
     for way, memory in WAYS.items():
-        policy = Policy(_with(cfg, memory), world)
+        trainer = Trainer(_with(cfg, memory), world)
         own = batch(world.dp_index(world.rank), world.dp_size)
         found[way] = {
-            "sums": [update(policy, own, step=step) for step in range(2)],
-            "parameters": full_parameters(policy),
+            "sums": [update(trainer, own, step=step) for step in range(2)],
+            "parameters": full_parameters(trainer),
         }
         if world.world_size == 1:
-            found[way]["bytes"] = _kept_bytes(policy)
+            found[way]["bytes"] = _kept_bytes(trainer)
     world.close()
     return found
 
@@ -244,17 +244,19 @@ def test_small_updates_of_bfloat16_weights_add_up():
 
 def _sft(cfg: Config) -> dict[str, dict]:
     """Train with all kept in float32 and in bfloat16; and what is refused on the CPU."""
-    from spmdrl.train.trainer import Policy
+    from spmdrl.train.trainer import Trainer
     from spmdrl.world import World
 
     world, found = World.start(cfg), {}
     for name, memory in {"float32": {}, "bfloat16": HALF}.items():
-        policy = Policy(_with(cfg, memory), world)
-        losses = [update(policy, batch(0, 1), step=s)["policy/loss"][0] for s in range(15)]
+        trainer = Trainer(_with(cfg, memory), world)
+        losses = [update(trainer, batch(0, 1), step=s)["policy/loss"][0] for s in range(15)]
         seen: list[dict[str, Tensor]] = []
-        policy.optimizer.step = lambda gradients, lr, seen=seen: seen.append(dict(gradients))
-        update(policy, batch(0, 1), step=15)
-        state = policy.state_dict()
+        trainer.policy.optimizer.step = lambda gradients, lr, seen=seen: seen.append(
+            dict(gradients)
+        )
+        update(trainer, batch(0, 1), step=15)
+        state = trainer.state_dict()
         kept = {
             "weights": state["model"],
             "gradients": seen[0],
@@ -269,7 +271,7 @@ def _sft(cfg: Config) -> dict[str, dict]:
             "numel": sum(p.numel() for p in state["model"].values()),
         }
     with pytest.raises(ValueError, match="model.memory.offload: optimizer on device cpu"):
-        Policy(_with(cfg, {"offload": "optimizer"}), world)
+        Trainer(_with(cfg, {"offload": "optimizer"}), world)
     world.close()
     return found
 
@@ -289,17 +291,17 @@ def test_bfloat16_takes_half_the_bytes_and_learns_alike(tmp_path):
 def _resumed(cfg: Config, save: bool) -> dict[str, Tensor]:
     """Take three updates, with a checkpoint after two; or the third one from that checkpoint."""
     from spmdrl.checkpoint import Checkpointer
-    from spmdrl.train.trainer import Policy
+    from spmdrl.train.trainer import Trainer
     from spmdrl.world import World
 
     world = World.start(cfg)
     if not save:
         other = _with(cfg, {"master_dtype": "bfloat16"})
         with pytest.raises(ValueError, match="exp_avg.* is torch.bfloat16 there, torch.float32"):
-            Checkpointer(other, world).restore(Policy(other, world), SmallSource(world))
-    policy, own = after_two_updates(cfg, world, save=save)
-    update(policy, own, step=2)
-    local = {name: local_part(p).clone() for name, p in policy.named_shards().items()}
+            Checkpointer(other, world).restore(Trainer(other, world), SmallSource(world))
+    trainer, own = after_two_updates(cfg, world, save=save)
+    update(trainer, own, step=2)
+    local = {name: local_part(p).clone() for name, p in trainer.named_shards().items()}
     world.close()
     return local
 

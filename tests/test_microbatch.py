@@ -65,46 +65,46 @@ def test_bounds_follow_from_the_config(tmp_path):
 # ------------------------------------------------------------------ real ranks
 
 
-def _update(policy: object, world: object) -> dict:
-    own = policy.annotate(batch(world.dp_index(world.rank), world.dp_size), step=0)
+def _update(trainer: object, world: object) -> dict:
+    own = trainer.annotate(batch(world.dp_index(world.rank), world.dp_size), step=0)
     tokens = per_token(own, advantages()).tokens
-    return policy.update(own, Advantages(tokens, returns=tokens), step=0)
+    return trainer.update(own, Advantages(tokens, returns=tokens), step=0)
 
 
 def _find(cfg: Config, room: int) -> dict:
     """Find the size with so many bytes free on the last rank; look at what is left behind."""
     from spmdrl.model.live_bytes import peak_bytes
     from spmdrl.train import microbatch_size as microbatch
-    from spmdrl.train.trainer import Policy
+    from spmdrl.train.trainer import Trainer
     from spmdrl.world import World
 
     world = World.start(cfg)
-    policy = Policy(cfg, world)
+    trainer = Trainer(cfg, world)
     is_last = world.rank == world.world_size - 1
     # Shared by the ranks of this machine.
     microbatch.free_bytes = lambda device: world.world_size * (room if is_last else 10 * room)
-    before = full_parameters(policy), policy.optimizer.state_dict()["updates"].clone()
+    before = full_parameters(trainer), trainer.policy.optimizer.state_dict()["updates"].clone()
     random_state = torch.get_rng_state(), random.getstate()
     assert world.tokens_per_microbatch == least_tokens(cfg)
-    policy.size_microbatches()
+    trainer.size_microbatches()
     found = world.tokens_per_microbatch
     assert torch.equal(torch.get_rng_state(), random_state[0])
     assert random.getstate() == random_state[1]
-    assert not policy.optimizer.gradients()
-    assert float(policy.optimizer.state_dict()["updates"]) == float(before[1]) == 0
-    after = full_parameters(policy)
+    assert not trainer.policy.optimizer.gradients()
+    assert float(trainer.policy.optimizer.state_dict()["updates"]) == float(before[1]) == 0
+    after = full_parameters(trainer)
     assert all(torch.equal(after[name], value) for name, value in before[0].items())
     peaks = {}
     for tokens in (found, found + 400):
         rows = microbatch.make_rows(
-            world, count=tokens // 100, length=100, vocab=96, columns=policy._objective.columns
+            world, count=tokens // 100, length=100, vocab=96, columns=trainer._objective.columns
         )
         with peak_bytes(world.device) as peak:
-            policy._rehearse(*rows)
+            trainer._rehearse(*rows)
         peaks[tokens] = peak.bytes
-    sums = _update(policy, world)
-    parameters = full_parameters(policy)
-    other = Policy(cfg, world)  # which tries nothing
+    sums = _update(trainer, world)
+    parameters = full_parameters(trainer)
+    other = Trainer(cfg, world)  # which tries nothing
     assert sums == _update(other, world)
     assert all(torch.equal(parameters[n], p) for n, p in full_parameters(other).items())
     world.close()
@@ -133,14 +133,14 @@ def test_what_is_found_fits_and_400_tokens_more_do_not(options, tmp_path):
 
 def _refused(cfg: Config, room: int) -> str:
     from spmdrl.train import microbatch_size as microbatch
-    from spmdrl.train.trainer import Policy
+    from spmdrl.train.trainer import Trainer
     from spmdrl.world import World
 
     world = World.start(cfg)
-    policy = Policy(cfg, world)
+    trainer = Trainer(cfg, world)
     microbatch.free_bytes = lambda device: room * (2 if world.rank else 20)
     try:
-        policy.size_microbatches()
+        trainer.size_microbatches()
     except ValueError as error:
         return str(error)
     finally:
@@ -185,19 +185,19 @@ def test_pairs_stay_together_and_a_router_is_left_alone(tmp_path):
 
 
 def _found(cfg: Config) -> dict:
-    from spmdrl.train.trainer import Policy
+    from spmdrl.train.trainer import Trainer
     from spmdrl.world import World
 
     world = World.start(cfg)
-    policy = Policy(cfg, world)
-    model = policy.state_dict()["model"]
+    trainer = Trainer(cfg, world)
+    model = trainer.state_dict()["model"]
     before = {name: local_part(tensor).clone() for name, tensor in model.items()}
-    policy.size_microbatches()
-    after = policy.state_dict()["model"]
+    trainer.size_microbatches()
+    after = trainer.state_dict()["model"]
     assert all(torch.equal(local_part(after[name]), before[name]) for name in after)
     if cfg.model.moe:
         assert any(BIAS in name for name in after), "routers have a bias that could have moved"
-        assert _update(Policy(cfg, world), world) == _update(policy, world)
+        assert _update(Trainer(cfg, world), world) == _update(trainer, world)
     world.close()
     return {"tokens": world.tokens_per_microbatch}
 

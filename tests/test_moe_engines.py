@@ -39,9 +39,9 @@ CASES = {  # engine, family, dtype, layout
 }
 
 
-def in_files(state: dict[str, Tensor], policy: Any) -> dict[str, Tensor]:
+def in_files(state: dict[str, Tensor], trainer: Any) -> dict[str, Tensor]:
     """The tensors of the files, cut from whole live ones."""
-    held = Held(state, policy.parts())
+    held = Held(state, trainer.parts())
     return {name: held.value(name, box).read() for name, (box,) in held.boxes().items()}
 
 
@@ -49,22 +49,22 @@ def push_and_compare(cfg: Config) -> dict[str, Any]:
     """Push changed weights twice; hold the engine against its own loading of them."""
     from spmdrl.engine import make_engine
     from spmdrl.sync.stream import WeightStream
-    from spmdrl.train.trainer import Policy
+    from spmdrl.train.trainer import Trainer
     from spmdrl.world import World
 
     world = World.start(cfg)
-    engine, policy = make_engine(cfg, world), Policy(cfg, world)
-    stream = WeightStream(policy, engine, world)
+    engine, trainer = make_engine(cfg, world), Trainer(cfg, world)
+    stream = WeightStream(trainer, engine, world)
     found: dict[str, Any] = {"mode": stream.mode, "differing": []}
     found["probes"] = [stream.probe(PROMPTS)]
     for version in (1, 2):
-        change(policy, 0.02 * version)
+        change(trainer, 0.02 * version)
         stream.push(version)
-        state = whole_state(policy, world)
+        state = whole_state(trainer, world)
         found["probes"].append(stream.probe(PROMPTS))
         if world.is_inference:
             own = {n: p.detach().clone() for n, p in parameters(engine, world).items()}
-            right = parameters_loaded(engine, in_files(state, policy))
+            right = parameters_loaded(engine, in_files(state, trainer))
             found["differing"] += [
                 n for (n, a), b in zip(own.items(), right) if not torch.equal(a, b)
             ]

@@ -62,20 +62,20 @@ def _expected(seen: list[list[tuple[Tensor, Tensor]]]) -> dict[str, Tensor]:
 
 def _one_step(cfg: Config) -> dict:
     """An update whose only gradient is of the balancing loss: all advantages are 0."""
-    from spmdrl.train.trainer import Policy
+    from spmdrl.train.trainer import Trainer
     from spmdrl.world import World
 
     world = World.start(cfg)
-    policy, gradients = Policy(cfg, world), {}
-    step = policy.optimizer.step
+    trainer, gradients = Trainer(cfg, world), {}
+    step = trainer.policy.optimizer.step
 
     def take(found: dict[str, Tensor], *, lr: float) -> None:
         gradients.update({name: g.clone() for name, g in found.items()})
         step(found, lr=lr)
 
-    policy.optimizer.step = take
-    sums = update(policy, batch(0, 1), step=0, values=torch.zeros(len(LENGTHS)).double())
-    after = full_parameters(policy)
+    trainer.policy.optimizer.step = take
+    sums = update(trainer, batch(0, 1), step=0, values=torch.zeros(len(LENGTHS)).double())
+    after = full_parameters(trainer)
     world.close()
     return {"sums": sums, "gradients": gradients, "after": after}
 
@@ -126,14 +126,14 @@ def _save(cfg: Config) -> dict[str, Tensor]:
     from checkpoint_runs import SmallSource
 
     from spmdrl.checkpoint import Checkpointer
-    from spmdrl.train.trainer import Policy
+    from spmdrl.train.trainer import Trainer
     from spmdrl.world import World
 
     world = World.start(cfg)
-    policy = Policy(cfg, world)
-    update(policy, batch(world.dp_index(world.rank), world.dp_size), step=0)
-    Checkpointer(cfg, world).maybe_save(1, policy, SmallSource(world), stop=True)
-    whole = full_parameters(policy)
+    trainer = Trainer(cfg, world)
+    update(trainer, batch(world.dp_index(world.rank), world.dp_size), step=0)
+    Checkpointer(cfg, world).maybe_save(1, trainer, SmallSource(world), stop=True)
+    whole = full_parameters(trainer)
     world.close()
     return whole
 
@@ -142,16 +142,16 @@ def _restore(cfg: Config, missing: list[dict]) -> tuple[dict[str, Tensor], list[
     from checkpoint_runs import SmallSource
 
     from spmdrl.checkpoint import Checkpointer
-    from spmdrl.train.trainer import Policy
+    from spmdrl.train.trainer import Trainer
     from spmdrl.world import World
 
     world = World.start(cfg)
-    policy = Policy(cfg, world)
-    Checkpointer(cfg, world).restore(policy, SmallSource(world))
-    whole, refusals = full_parameters(policy), []
+    trainer = Trainer(cfg, world)
+    Checkpointer(cfg, world).restore(trainer, SmallSource(world))
+    whole, refusals = full_parameters(trainer), []
     for model in missing:
         try:
-            Policy(replace(cfg, model=replace(cfg.model, **model)), world)
+            Trainer(replace(cfg, model=replace(cfg.model, **model)), world)
         except ValueError as error:
             refusals.append(str(error))
     world.close()
@@ -190,11 +190,11 @@ def test_experts_and_biases_survive_a_resume_on_another_layout_and_an_export(tmp
 
 
 def _refusal(cfg: Config) -> str:
-    from spmdrl.train.trainer import Policy
+    from spmdrl.train.trainer import Trainer
     from spmdrl.world import World
 
     try:
-        Policy(cfg, World.start(cfg))
+        Trainer(cfg, World.start(cfg))
     except ValueError as error:
         return str(error)
     return ""

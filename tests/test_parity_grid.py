@@ -224,47 +224,47 @@ def _whole(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     }
 
 
-def _watch(trainee: Any, kept: list[dict[str, Tensor]]) -> None:
+def _watch(trained: Any, kept: list[dict[str, Tensor]]) -> None:
     """Keep the gradients, as whole tensors, that the optimizer gets."""
     from spmdrl.train.optimizer import _like
 
-    step, parameters = trainee.optimizer.step, trainee.optimizer.parameters
+    step, parameters = trained.optimizer.step, trained.optimizer.parameters
 
     def take(gradients: dict[str, Tensor], *, lr: float) -> None:
         kept.append(_whole({n: _like(parameters[n], g) for n, g in gradients.items()}))
         step(gradients, lr=lr)
 
-    trainee.optimizer.step = take
+    trained.optimizer.step = take
 
 
 def _train(cfg: Config, base: Any) -> dict[str, Any] | None:
     """Take the steps; None on a rank that does not train."""
     from spmdrl.credit import advantages_of
-    from spmdrl.train.trainer import Policy
+    from spmdrl.train.trainer import Trainer
 
     world = world_under(base, cfg)
-    policy = Policy(cfg, world)
+    trainer = Trainer(cfg, world)
     if not world.is_trainer:
         return None
-    parts = {"policy": policy.trainee} | {
-        name: part.trainee for name, part in policy.companions.items() if hasattr(part, "trainee")
+    parts = {"policy": trainer.policy} | {
+        name: part.trained for name, part in trainer.companions.items() if hasattr(part, "trained")
     }
     gradients: dict[str, list] = {name: [] for name in parts}
-    for name, trainee in parts.items():
-        _watch(trainee, gradients[name])
+    for name, trained in parts.items():
+        _watch(trained, gradients[name])
     own, sums = _batch(world.dp_index(world.rank), world.dp_size), []
     for step in range(STEPS):
-        annotated = policy.annotate(own, step=step)
+        annotated = trainer.annotate(own, step=step)
         advantages = advantages_of(annotated, cfg, world, step=step)
-        sums.append(policy.update(annotated, advantages, step=step))
+        sums.append(trainer.update(annotated, advantages, step=step))
     tensors = {
         f"{name}, step {step}, gradient of {n}": g
         for name, found in gradients.items()
         for step, grads in enumerate(found)
         for n, g in grads.items()
     }
-    for name, trainee in parts.items():
-        tensors |= {f"{name}, {n}": p for n, p in _whole(trainee.model.named_shards()).items()}
+    for name, trained in parts.items():
+        tensors |= {f"{name}, {n}": p for n, p in _whole(trained.model.named_shards()).items()}
     return {"sums": sums, "tensors": tensors}
 
 

@@ -55,14 +55,14 @@ def _cfg(
 
 
 def _train(cfg: Config, steps: int) -> dict:
-    from spmdrl.train.trainer import Policy
+    from spmdrl.train.trainer import Trainer
     from spmdrl.world import World
 
     world = World.start(cfg)
-    policy = Policy(cfg, world)
+    trainer = Trainer(cfg, world)
     own = batch(world.dp_index(world.rank), world.dp_size)
-    sums = [update(policy, own, step=step) for step in range(steps)]
-    whole = full_parameters(policy)
+    sums = [update(trainer, own, step=step) for step in range(steps)]
+    whole = full_parameters(trainer)
     world.close()
     return {"sums": sums, "parameters": whole}
 

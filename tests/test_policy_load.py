@@ -129,16 +129,16 @@ def _shards(cfg: Config, folder: str) -> dict:
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     from spmdrl.model.shards import held_boxes
-    from spmdrl.train.trainer import Policy
+    from spmdrl.train.trainer import Trainer
     from spmdrl.world import World
 
     world = World.start(cfg)
-    policy = Policy(cfg, world)
+    trainer = Trainer(cfg, world)
     tensors = {}
     for file in Path(folder).glob("*.safetensors"):
         tensors |= load_file(file)
-    shards = policy.named_shards()
-    assert list(shards) == list(policy.names())
+    shards = trainer.named_shards()
+    assert list(shards) == list(trainer.names())
     held = 0
     for name, parameter in shards.items():
         local = parameter.detach().to_local()
@@ -153,7 +153,7 @@ def _shards(cfg: Config, folder: str) -> dict:
             assert view.shape == local.shape and torch.equal(view, local), name
             assert torch.equal(local, tensors[name][part]), f"rank {world.rank}: {name} differs"
         held += local.numel()
-    scores = policy.score([[5, 6, 7, 8], [9, 10]])
+    scores = trainer.score([[5, 6, 7, 8], [9, 10]])
     names = set(shards)
     world.close()
     return {"held": held, "scores": scores, "names": names}
@@ -189,12 +189,12 @@ def test_each_rank_holds_its_slices_of_the_files(architecture, tied, world_size,
 
 
 def _refused(cfg: Config) -> str:
-    from spmdrl.train.trainer import Policy
+    from spmdrl.train.trainer import Trainer
     from spmdrl.world import World
 
     world = World.start(cfg)
     try:
-        Policy(cfg, world)
+        Trainer(cfg, world)
     except ValueError as error:
         return str(error)
     finally:
@@ -211,25 +211,25 @@ def test_heads_that_do_not_divide_by_tp_are_refused_on_all_ranks(tmp_path):
 
 
 def _beside_an_engine(cfg: Config, broken: Config) -> dict:
-    from spmdrl.train.trainer import Policy
+    from spmdrl.train.trainer import Trainer
     from spmdrl.types import Advantages, Batch
     from spmdrl.world import World
 
     world = World.start(cfg)
-    policy = Policy(cfg, world)
+    trainer = Trainer(cfg, world)
     empty = torch.empty(0)
     result = {
-        "names": policy.names(),
-        "shards": len(policy.named_shards()),
-        "score": policy.score([[5, 6]]),
+        "names": trainer.names(),
+        "shards": len(trainer.named_shards()),
+        "score": trainer.score([[5, 6]]),
     }
     if not world.is_trainer:
         nothing = Batch(scalars=None, updates=(), update_ids=empty)
-        assert policy.annotate(nothing, step=0) is nothing
-        result["update"] = policy.update(nothing, Advantages(()), step=0)
-        result["state"] = policy.state_dict()
+        assert trainer.annotate(nothing, step=0) is nothing
+        result["update"] = trainer.update(nothing, Advantages(()), step=0)
+        result["state"] = trainer.state_dict()
     try:
-        Policy(broken, world)
+        Trainer(broken, world)
     except ValueError as error:
         result["refused"] = str(error)
     world.close()

@@ -40,18 +40,18 @@ def _train(first: Config, configs: dict[str, Config], steps: int = 2) -> dict[st
 
 def _train_one(cfg: Config, world: object, steps: int) -> dict:
     from spmdrl.credit import advantages_of
-    from spmdrl.train.trainer import Policy
+    from spmdrl.train.trainer import Trainer
 
-    policy = Policy(cfg, world)
+    trainer = Trainer(cfg, world)
     own = batch(world.dp_index(world.rank), world.dp_size, updates=cfg.batch.updates_per_step)
     rewards = torch.linspace(0, 1, len(LENGTHS)).double().cos()
     own = dataclasses.replace(own, scalars=dataclasses.replace(own.scalars, rewards=rewards))
     sums = []
     for step in range(steps):
-        annotated = policy.annotate(own, step=step)
+        annotated = trainer.annotate(own, step=step)
         advantages = advantages_of(annotated, cfg, world, step=step)
-        sums.append(policy.update(annotated, advantages, step=step))
-    return {"sums": sums, "parameters": full_parameters(policy)}
+        sums.append(trainer.update(annotated, advantages, step=step))
+    return {"sums": sums, "parameters": full_parameters(trainer)}
 
 
 CASES = {
@@ -114,15 +114,15 @@ def test_every_layout_trains_like_one_process(case, layout, trained):
 
 def _step_zero(cfg: Config) -> tuple[list, list]:
     """Return the columns of step 0, and whether the reference stays while the policy moves."""
-    from spmdrl.train.trainer import Policy
+    from spmdrl.train.trainer import Trainer
     from spmdrl.world import World
 
     world = World.start(cfg)
-    policy = Policy(cfg, world)
+    trainer = Trainer(cfg, world)
     own = batch(0, 1)
-    first = policy.annotate(own, step=0).columns
-    update(policy, own, step=0)
-    second = policy.annotate(own, step=1).columns
+    first = trainer.annotate(own, step=0).columns
+    update(trainer, own, step=0)
+    second = trainer.annotate(own, step=1).columns
     world.close()
     return first, second
 

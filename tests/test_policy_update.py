@@ -85,20 +85,20 @@ def test_several_updates_with_entropy_bonus_do_not_depend_on_the_mesh(tmp_path):
 
 def _one_process(cfg: Config, which: str) -> object:
     """Checks that need no second rank, in one start of the world."""
-    from spmdrl.train.trainer import Policy
+    from spmdrl.train.trainer import Trainer
     from spmdrl.world import World
 
     world = World.start(cfg)
-    result = globals()[which](cfg, world, Policy)
+    result = globals()[which](cfg, world, Trainer)
     world.close()
     return result
 
 
-def _loss_by_hand(cfg: Config, world: object, policy_class: type) -> dict:
-    policy = policy_class(cfg, world)
+def _loss_by_hand(cfg: Config, world: object, trainer_class: type) -> dict:
+    trainer = trainer_class(cfg, world)
     own = batch(0, 1)
-    logprobs = policy.logprobs(own)
-    sums = update(policy, own, step=0)
+    logprobs = trainer.logprobs(own)
+    sums = update(trainer, own, step=0)
     return {"logprobs": logprobs, "sums": sums}
 
 
@@ -120,14 +120,14 @@ def test_loss_of_the_first_update_is_what_a_loop_over_tokens_gives(tmp_path):
     assert loss == pytest.approx(total / count, rel=1e-5), (loss, total / count)
 
 
-def _twice(cfg: Config, world: object, policy_class: type) -> list[dict]:
+def _twice(cfg: Config, world: object, trainer_class: type) -> list[dict]:
     """Train without and with activation checkpointing, in one world."""
     results = []
     for is_on in (False, True):
         model = replace(cfg.model, memory={"activation_checkpointing": "full" if is_on else "none"})
-        policy = policy_class(replace(cfg, model=model), world)
-        sums = [update(policy, batch(0, 1), step=s) for s in range(2)]
-        results.append({"sums": sums, "parameters": full_parameters(policy)})
+        trainer = trainer_class(replace(cfg, model=model), world)
+        sums = [update(trainer, batch(0, 1), step=s) for s in range(2)]
+        results.append({"sums": sums, "parameters": full_parameters(trainer)})
     return results
 
 
@@ -136,17 +136,17 @@ def test_activation_checkpointing_changes_no_value(tmp_path):
     _assert_same_training(wrapped, plain, "activation checkpointing")
 
 
-def _supervised(cfg: Config, world: object, policy_class: type) -> dict:
-    policy = policy_class(cfg, world)
-    losses = [update(policy, batch(0, 1), step=s)["policy/loss"][0] for s in range(15)]
-    return {"losses": losses, "pointers": _same_storage(policy)}
+def _supervised(cfg: Config, world: object, trainer_class: type) -> dict:
+    trainer = trainer_class(cfg, world)
+    losses = [update(trainer, batch(0, 1), step=s)["policy/loss"][0] for s in range(15)]
+    return {"losses": losses, "pointers": _same_storage(trainer)}
 
 
-def _same_storage(policy: object) -> bool:
-    before = [p.detach().to_local().data_ptr() for p in policy.named_shards().values()]
-    update(policy, batch(0, 1), step=0)
-    policy.score([[5, 6, 7]])
-    return before == [p.detach().to_local().data_ptr() for p in policy.named_shards().values()]
+def _same_storage(trainer: object) -> bool:
+    before = [p.detach().to_local().data_ptr() for p in trainer.named_shards().values()]
+    update(trainer, batch(0, 1), step=0)
+    trainer.score([[5, 6, 7]])
+    return before == [p.detach().to_local().data_ptr() for p in trainer.named_shards().values()]
 
 
 def test_supervised_loss_falls_and_storage_stays(tmp_path):
@@ -158,20 +158,20 @@ def test_supervised_loss_falls_and_storage_stays(tmp_path):
 
 def _spoil(cfg: Config) -> dict:
     """Rank 1 alone has a NaN advantage; then a good batch follows."""
-    from spmdrl.train.trainer import Policy
+    from spmdrl.train.trainer import Trainer
     from spmdrl.world import World
 
     world = World.start(cfg)
-    policy = Policy(cfg, world)
-    own, before = batch(world.dp_index(world.rank), world.dp_size), full_parameters(policy)
+    trainer = Trainer(cfg, world)
+    own, before = batch(world.dp_index(world.rank), world.dp_size), full_parameters(trainer)
     values = advantages()
     values[-1] = math.nan  # the sequence of the last dp rank
-    skipped = update(policy, own, step=3, values=values)
-    kept = all(torch.equal(before[n], p) for n, p in full_parameters(policy).items())
-    moments = policy.state_dict()["optimizer"]
+    skipped = update(trainer, own, step=3, values=values)
+    kept = all(torch.equal(before[n], p) for n, p in full_parameters(trainer).items())
+    moments = trainer.state_dict()["optimizer"]
     clean = not any(m.to_local().any() for m in moments["exp_avg"].values())
-    good = update(policy, own, step=4)
-    moved = any(not torch.equal(before[n], p) for n, p in full_parameters(policy).items())
+    good = update(trainer, own, step=4)
+    moved = any(not torch.equal(before[n], p) for n, p in full_parameters(trainer).items())
     world.close()
     return {"skipped": skipped, "kept": kept and clean, "good": good, "moved": moved}
 
@@ -191,14 +191,14 @@ def test_a_non_finite_loss_is_skipped_on_all_ranks_counted_and_saved(tmp_path):
 
 def _round_trip(cfg: Config) -> bool:
     """Save after one update, take another; restore, take it again."""
-    from spmdrl.train.trainer import Policy
+    from spmdrl.train.trainer import Trainer
     from spmdrl.world import World
 
     world = World.start(cfg)
-    policy = Policy(cfg, world)
+    trainer = Trainer(cfg, world)
     own = batch(world.dp_index(world.rank), world.dp_size)
-    update(policy, own, step=0)
-    state = policy.state_dict()
+    update(trainer, own, step=0)
+    state = trainer.state_dict()
     saved = {
         key: {n: t.clone() for n, t in part.items()}
         for key, part in (
@@ -208,11 +208,13 @@ def _round_trip(cfg: Config) -> bool:
         )
     }
     updates = state["optimizer"]["updates"].clone()
-    first = update(policy, own, step=1)
-    after = full_parameters(policy)
-    policy.load_state_dict({"model": saved.pop("model"), "optimizer": saved | {"updates": updates}})
-    second = update(policy, own, step=1)
-    again = full_parameters(policy)
+    first = update(trainer, own, step=1)
+    after = full_parameters(trainer)
+    trainer.load_state_dict(
+        {"model": saved.pop("model"), "optimizer": saved | {"updates": updates}}
+    )
+    second = update(trainer, own, step=1)
+    again = full_parameters(trainer)
     world.close()
     return first == second and all(torch.equal(after[n], again[n]) for n in after)
 

@@ -257,18 +257,18 @@ def _batch(cfg: Config, world: object, *, step: int) -> object:
     return exchange(source.take(step), world, step=step)
 
 
-def _train(cfg: Config, world: object, *, steps: int, policy: object = None) -> dict:
+def _train(cfg: Config, world: object, *, steps: int, trainer: object = None) -> dict:
     """Take steps and return their sums and the whole parameters."""
     from spmdrl.credit import advantages_of
-    from spmdrl.train.trainer import Policy
+    from spmdrl.train.trainer import Trainer
 
-    policy, sums = policy or Policy(cfg, world), []
+    trainer, sums = trainer or Trainer(cfg, world), []
     for step in range(steps):
-        batch = policy.annotate(_batch(cfg, world, step=step), step=step)
-        sums.append(policy.update(batch, advantages_of(batch, cfg, world, step=step), step=step))
+        batch = trainer.annotate(_batch(cfg, world, step=step), step=step)
+        sums.append(trainer.update(batch, advantages_of(batch, cfg, world, step=step), step=step))
     whole = {
         name: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach().clone()
-        for name, p in policy.named_shards().items()
+        for name, p in trainer.named_shards().items()
     }
     return {"sums": sums, "parameters": whole}
 
@@ -322,17 +322,19 @@ def _by_hand(cfg: Config, world: object) -> tuple[float, float, dict]:
     One pair has a side that is not valid, so it is in nothing.
     """
     from spmdrl.credit import advantages_of
-    from spmdrl.train.trainer import Policy
+    from spmdrl.train.trainer import Trainer
 
-    policy = Policy(cfg, world)
-    _train(cfg, world, steps=2, policy=policy)
+    trainer = Trainer(cfg, world)
+    _train(cfg, world, steps=2, trainer=trainer)
     batch = _batch(cfg, world, step=5)
     is_valid = batch.scalars.is_valid.clone()
     is_valid[2] = False
     batch = replace(batch, scalars=replace(batch.scalars, is_valid=is_valid))
-    batch = policy.annotate(batch, step=5)
+    batch = trainer.annotate(batch, step=5)
     rho = torch.zeros(len(batch.scalars), dtype=torch.float64)
-    for logprobs, micro, columns in zip(policy.logprobs(batch), batch.updates[0], batch.columns[0]):
+    for logprobs, micro, columns in zip(
+        trainer.logprobs(batch), batch.updates[0], batch.columns[0]
+    ):
         for at, row in enumerate(micro.sequence_ids.tolist()):
             span = slice(int(micro.cu_seqlens[at]), int(micro.cu_seqlens[at + 1]))
             gap = logprobs[span].double() - columns["ref_logprobs"][span].double()
@@ -345,22 +347,22 @@ def _by_hand(cfg: Config, world: object) -> tuple[float, float, dict]:
         zero = other[kept[:, 1]].mean().clamp(min=0)
         sign = torch.where(batch.scalars.rewards.view(-1, 2)[:, 0] > 0.5, 1, -1)
         terms = torch.sigmoid(-0.5 * sign * (own - zero))[kept[:, 0]]
-    sums = policy.update(batch, advantages_of(batch, cfg, world, step=5), step=5)
+    sums = trainer.update(batch, advantages_of(batch, cfg, world, step=5), step=5)
     return float(terms.mean()), sums["policy/loss"][0], sums
 
 
 def _saved_scores(cfg: Config, world: object) -> list[tuple[list[int], float]]:
     """Train, save a checkpoint, and return token sequences with the policy's scores."""
     from spmdrl.checkpoint import Checkpointer
-    from spmdrl.train.trainer import Policy
+    from spmdrl.train.trainer import Trainer
 
-    policy = Policy(cfg, world)
-    _train(cfg, world, steps=3, policy=policy)
+    trainer = Trainer(cfg, world)
+    _train(cfg, world, steps=3, trainer=trainer)
     nothing = SimpleNamespace(state_dict=lambda: None, load_state_dict=lambda *_: None)
-    Checkpointer(cfg, world).maybe_save(3, policy, nothing, stop=True)
+    Checkpointer(cfg, world).maybe_save(3, trainer, nothing, stop=True)
     scored = []
-    for job in policy._jobs(_batch(cfg, world, step=7))[0]:
-        values, micro = policy._model.values(job.row).detach(), job.microbatch
+    for job in trainer._jobs(_batch(cfg, world, step=7))[0]:
+        values, micro = trainer.policy.model.values(job.row).detach(), job.microbatch
         for start, end in zip(micro.cu_seqlens[:-1].tolist(), micro.cu_seqlens[1:].tolist()):
             scored.append((micro.tokens[start:end].tolist(), float(values[end - 1])))
     return scored

@@ -33,20 +33,20 @@ def _push(cfg: Config, target: str | None) -> dict[str, Any]:
     """Start an engine; with a target, push changed weights into it, and write them there."""
     from spmdrl.engine import make_engine
     from spmdrl.sync.stream import WeightStream
-    from spmdrl.train.trainer import Policy
+    from spmdrl.train.trainer import Trainer
     from spmdrl.world import World
 
     world = World.start(cfg)
-    engine, policy = make_engine(cfg, world), Policy(cfg, world)
+    engine, trainer = make_engine(cfg, world), Trainer(cfg, world)
     found: dict[str, Any] = {"probes": [], "error": ""}
     if target:
-        stream = WeightStream(policy, engine, world)
+        stream = WeightStream(trainer, engine, world)
         found["mode"] = stream.mode
         for version in (1, 2):
-            change(policy, 0.02)
+            change(trainer, 0.02)
             stream.push(version)
             found["probes"].append(stream.probe(PROMPTS)["sync/probe_gap"])
-        state = whole_state(policy, world)
+        state = whole_state(trainer, world)
         if world.rank == 0:
             save_file(
                 {n: t.contiguous() for n, t in state.items()},

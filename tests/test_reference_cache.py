@@ -75,19 +75,19 @@ class _Said(logging.Handler):
         return text
 
 
-def _columns(policy: object, world: object, *, steps: int) -> list[torch.Tensor]:
+def _columns(trainer: object, world: object, *, steps: int) -> list[torch.Tensor]:
     """ref_logprobs of this rank's micro-batches, step after step."""
     return [
         columns["ref_logprobs"]
         for step in range(steps)
-        for columns in policy.annotate(_batch(policy.cfg, world, step=step), step=step).columns[0]
+        for columns in trainer.annotate(_batch(trainer.cfg, world, step=step), step=step).columns[0]
     ]
 
 
 def _compare(with_cache: Config, without: Config, *, unshared: Path | None = None) -> dict:
     """Columns and training with and without the cache; then what a second run says."""
     from spmdrl.train.companions import reference_cache, reference_table
-    from spmdrl.train.trainer import Policy
+    from spmdrl.train.trainer import Trainer
     from spmdrl.world import World
 
     world, said = World.start(with_cache), _Said()
@@ -98,20 +98,20 @@ def _compare(with_cache: Config, without: Config, *, unshared: Path | None = Non
         with_cache = dataclasses.replace(with_cache, model=model)
     sent, send = [], reference_table._sent
     reference_table._sent = lambda *args, **sizes: sent.append(sizes) or send(*args, **sizes)
-    policy = Policy(with_cache, world)
-    found = {"first": said.take(), "has_model": hasattr(policy.companions["reference"], "model")}
-    plain = Policy(without, world)
-    pairs = zip(_columns(policy, world, steps=8), _columns(plain, world, steps=8), strict=True)
+    trainer = Trainer(with_cache, world)
+    found = {"first": said.take(), "has_model": hasattr(trainer.companions["reference"], "model")}
+    plain = Trainer(without, world)
+    pairs = zip(_columns(trainer, world, steps=8), _columns(plain, world, steps=8), strict=True)
     pairs = list(pairs)
     found["zeros"] = all(torch.equal(a == 0, b == 0) for a, b in pairs)
     found["gap"] = max(float((a - b).abs().max()) for a, b in pairs)
     found["sums"] = [
-        _train(cfg, world, steps=2, policy=p)["sums"]
-        for cfg, p in ((with_cache, policy), (without, plain))
+        _train(cfg, world, steps=2, trainer=p)["sums"]
+        for cfg, p in ((with_cache, trainer), (without, plain))
     ]
     said.take()
     reference_cache.ShardedModel = None  # a second run loads no reference
-    _columns(Policy(with_cache, world), world, steps=1)
+    _columns(Trainer(with_cache, world), world, steps=1)
     found |= {"second": said.take(), "sent": len(sent)}
     world.close()
     return found
@@ -163,17 +163,17 @@ def _unshared(with_cache: Config, without: Config, where: Path) -> dict:
 
 def _again(configs: dict[str, Config], damage: str) -> dict[str, tuple[str, float]]:
     """What each config in turn says, and how far its columns are from computed ones."""
-    from spmdrl.train.trainer import Policy
+    from spmdrl.train.trainer import Trainer
     from spmdrl.world import World
 
     world, said, found = World.start(next(iter(configs.values()))), _Said(), {}
     for name, cfg in configs.items():
         if name == "damaged":
             _damage(Path(damage))
-        policy = Policy(cfg, world)
-        text, own = said.take(), _columns(policy, world, steps=4)
+        trainer = Trainer(cfg, world)
+        text, own = said.take(), _columns(trainer, world, steps=4)
         plain = dataclasses.replace(cfg, model=dataclasses.replace(cfg.model, reference_options={}))
-        computed = _columns(Policy(plain, world), world, steps=4)
+        computed = _columns(Trainer(plain, world), world, steps=4)
         found[name] = text, max(float((a - b).abs().max()) for a, b in zip(own, computed))
         said.take()
     world.close()
@@ -230,7 +230,7 @@ def test_what_is_not_of_this_reference_and_these_rows_is_never_used(folder, tmp_
 def _interrupted(cfg: Config) -> list[str]:
     """Stop a run amid its computing, and say what the next one says; then a changed row."""
     from spmdrl.train.companions import reference_cache
-    from spmdrl.train.trainer import Policy
+    from spmdrl.train.trainer import Trainer
     from spmdrl.world import World
 
     world, said = World.start(cfg), _Said()
@@ -245,12 +245,12 @@ def _interrupted(cfg: Config) -> list[str]:
 
     reference_cache._score = stopping
     with pytest.raises(RuntimeError, match="goes down"):
-        Policy(cfg, world)
+        Trainer(cfg, world)
     found = [said.take()]
-    policy = Policy(cfg, world)
+    trainer = Trainer(cfg, world)
     found.append(said.take())
     whole = dataclasses.replace(cfg, output_dir=cfg.output_dir + "/whole")
-    Policy(whole, world)
+    Trainer(whole, world)
     files = [list(Path(c.output_dir).glob("reference_logprobs/*")) for c in (cfg, whole)]
     assert [len(f) for f in files] == [1, 1] and files[0][0].name == files[1][0].name
     ours, expected = (load_file(f[0]) for f in files)
@@ -258,12 +258,12 @@ def _interrupted(cfg: Config) -> list[str]:
     batch = _batch(cfg, world, step=0)
     batch.updates[0][0].tokens[1] += 1
     with pytest.raises(RuntimeError, match="is not among the reference's logprobs"):
-        policy.annotate(batch, step=0)
+        trainer.annotate(batch, step=0)
     file = cfg.output_dir + "/file"
     Path(file).write_text("")
     model = dataclasses.replace(cfg.model, reference_options={"cache": file + "/folder"})
     with pytest.raises(RuntimeError, match="cannot be written to .*/file/folder"):
-        Policy(dataclasses.replace(cfg, model=model), world)
+        Trainer(dataclasses.replace(cfg, model=model), world)
     world.close()
     return found
 

@@ -49,30 +49,30 @@ def _config(
     return config(folder, out, kl_coef=0.5, model=chosen, **options)
 
 
-def _reference(policy: object) -> dict[str, torch.Tensor]:
-    found = policy.companions["reference"].model.named_shards()
+def _reference(trainer: object) -> dict[str, torch.Tensor]:
+    found = trainer.companions["reference"].model.named_shards()
     return {n: p.full_tensor().clone() for n, p in found.items()}
 
 
 def _follow(configs_of: dict[str, Config]) -> dict[str, dict]:
     """Train under each config; return policy and reference after each step, and their columns."""
-    from spmdrl.train.trainer import Policy
+    from spmdrl.train.trainer import Trainer
     from spmdrl.world import World
 
     world = World.start(next(iter(configs_of.values())))
     found = {}
     for name, cfg in configs_of.items():
-        policy = Policy(cfg, world)
+        trainer = Trainer(cfg, world)
         own = batch(world.dp_index(world.rank), world.dp_size)
-        policies, references = [full_parameters(policy)], [_reference(policy)]
+        trainers, references = [full_parameters(trainer)], [_reference(trainer)]
         for step in range(STEPS):
-            update(policy, own, step=step)
-            policies.append(full_parameters(policy))
-            references.append(_reference(policy))
+            update(trainer, own, step=step)
+            trainers.append(full_parameters(trainer))
+            references.append(_reference(trainer))
             if step == 3:  # of the policy as it is now: a sync has just been
-                scored, columns = policy.logprobs(own), policy.annotate(own, step=4).columns[0]
+                scored, columns = trainer.logprobs(own), trainer.annotate(own, step=4).columns[0]
                 same = all(torch.equal(a, b["ref_logprobs"]) for a, b in zip(scored, columns))
-        found[name] = {"policies": policies, "references": references, "is_policy": same}
+        found[name] = {"policies": trainers, "references": references, "is_policy": same}
     world.close()
     return found
 
@@ -97,11 +97,12 @@ def test_the_reference_is_the_mix_of_the_paper_on_every_mesh(layout, tmp_path):
             share = MIXES[mix].get("sync_mix", 1.0)
             expected = {n: t.double() for n, t in found["references"][0].items()}
             for done in range(1, STEPS + 1):
-                policy, reference = found["policies"][done], found["references"][done]
-                assert policy.keys() == reference.keys() == expected.keys()
+                trainer, reference = found["policies"][done], found["references"][done]
+                assert trainer.keys() == reference.keys() == expected.keys()
                 if done % 2 == 0:
                     expected = {
-                        n: share * policy[n].double() + (1 - share) * t for n, t in expected.items()
+                        n: share * trainer[n].double() + (1 - share) * t
+                        for n, t in expected.items()
                     }
                 for name, value in expected.items():
                     torch.testing.assert_close(reference[name].double(), value, rtol=0, atol=1e-7)
@@ -115,7 +116,7 @@ def test_the_reference_is_the_mix_of_the_paper_on_every_mesh(layout, tmp_path):
 
 def _dtypes(cfg: Config) -> dict[str, object]:
     """In bfloat16: what the reference is kept in, and whether small shares add up in it."""
-    from spmdrl.train.trainer import Policy
+    from spmdrl.train.trainer import Trainer
     from spmdrl.world import World
 
     world, found = World.start(cfg), {}
@@ -124,20 +125,21 @@ def _dtypes(cfg: Config) -> dict[str, object]:
         "soft": {"sync_every": 1, "sync_mix": 0.001},
     }.items():
         model = dataclasses.replace(cfg.model, reference_options=options)
-        policy = Policy(dataclasses.replace(cfg, model=model), world)
-        reference = policy.companions["reference"]
-        own, before = batch(0, 1), _reference(policy)
-        update(policy, own, step=0)
+        trainer = Trainer(dataclasses.replace(cfg, model=model), world)
+        reference = trainer.companions["reference"]
+        own, before = batch(0, 1), _reference(trainer)
+        update(trainer, own, step=0)
         for step in range(1, 200):
-            reference.follow(policy._model, step=step)
-        after, target = _reference(policy), full_parameters(policy)
+            reference.follow(trainer.policy.model, step=step)
+        after, target = _reference(trainer), full_parameters(trainer)
         name = next(n for n in after if n.endswith("q_proj.weight"))
         found[mix] = (
             after[name].dtype,
             float((after[name] - before[name]).norm() / (target[name] - before[name]).norm()),
         )
         assert all(
-            torch.isfinite(c["ref_logprobs"]).all() for c in policy.annotate(own, step=1).columns[0]
+            torch.isfinite(c["ref_logprobs"]).all()
+            for c in trainer.annotate(own, step=1).columns[0]
         )
     world.close()
     return found
@@ -151,12 +153,12 @@ def test_a_mixed_reference_is_kept_in_float32_so_that_small_shares_add_up(tmp_pa
 
 
 def _refused(cfg: Config) -> str:
-    from spmdrl.train.trainer import Policy
+    from spmdrl.train.trainer import Trainer
     from spmdrl.world import World
 
     world = World.start(cfg)
     with pytest.raises(ValueError) as caught:
-        Policy(cfg, world)
+        Trainer(cfg, world)
     world.close()
     return str(caught.value)
 
@@ -228,21 +230,21 @@ def test_options_are_checked_by_name_range_and_use():
 
 def _run(argv: list[str], killed_after: str) -> list[int]:
     """Run train.py in this process, killed once a checkpoint is there; return the steps taken."""
-    from spmdrl.train.trainer import Policy
+    from spmdrl.train.trainer import Trainer
     from spmdrl.world import World
 
     sys.path.insert(0, str(ROOT))
     from train import train
 
-    cfg, steps, update = configs.parse(argv), [], Policy.update
+    cfg, steps, update = configs.parse(argv), [], Trainer.update
 
-    def counted(self: Policy, *args: object, step: int) -> dict:
+    def counted(self: Trainer, *args: object, step: int) -> dict:
         if killed_after and Path(cfg.output_dir, "checkpoints", killed_after).is_dir():
             os.kill(os.getpid(), signal.SIGKILL)
         steps.append(step)
         return update(self, *args, step=step)
 
-    Policy.update = counted
+    Trainer.update = counted
     train(cfg, World.start(cfg))
     return steps
 

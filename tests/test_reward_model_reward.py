@@ -43,7 +43,7 @@ def _policy(where: Path, **options: object) -> Path:
 
 def _classifier(
     where: Path,
-    policy: Path,
+    trainer: Path,
     *,
     seed: int,
     labels: int = 1,
@@ -51,7 +51,7 @@ def _classifier(
     **changes: object,
 ) -> Path:
     """Write a sequence classifier as transformers does, its scores well apart."""
-    hf = AutoModelForCausalLM.from_pretrained(policy).config
+    hf = AutoModelForCausalLM.from_pretrained(trainer).config
     hf.num_labels, hf.architectures = labels, None
     for name, value in changes.items():
         setattr(hf, name, value)
@@ -64,22 +64,22 @@ def _classifier(
         if spoiled is not None:
             model.get_input_embeddings().weight[spoiled] = math.nan
     model.save_pretrained(where)
-    AutoTokenizer.from_pretrained(policy).save_pretrained(where)
+    AutoTokenizer.from_pretrained(trainer).save_pretrained(where)
     return where
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory) -> dict[str, Path]:
     at = tmp_path_factory.mktemp("models")
-    policy = _policy(at / "policy")
+    trainer = _policy(at / "policy")
     return {
-        "policy": policy,
-        "good": _classifier(at / "good", policy, seed=1),
-        "other": _classifier(at / "other", policy, seed=2),
-        "spoiled": _classifier(at / "spoiled", policy, seed=1, spoiled=SPOILED),
-        "two": _classifier(at / "two", policy, seed=1, labels=2),
-        "short": _classifier(at / "short", policy, seed=1, max_position_embeddings=16),
-        "few": _classifier(at / "few", policy, seed=1, vocab_size=64),
+        "policy": trainer,
+        "good": _classifier(at / "good", trainer, seed=1),
+        "other": _classifier(at / "other", trainer, seed=2),
+        "spoiled": _classifier(at / "spoiled", trainer, seed=1, spoiled=SPOILED),
+        "two": _classifier(at / "two", trainer, seed=1, labels=2),
+        "short": _classifier(at / "short", trainer, seed=1, max_position_embeddings=16),
+        "few": _classifier(at / "few", trainer, seed=1, vocab_size=64),
     }
 
 
@@ -128,15 +128,15 @@ def _batch(cfg: Config, world: object) -> Batch:
 
 def _annotate(cfgs: list[Config]) -> list[Batch | str]:
     """Annotate with each config in one world: the batch, or the error's text."""
-    from spmdrl.train.trainer import Policy
+    from spmdrl.train.trainer import Trainer
     from spmdrl.world import World
 
     world, found = World.start(cfgs[0]), []
     for cfg in cfgs:
         try:
-            policy = Policy(cfg, world)
-            assert "reward_model" not in str(policy.state_dict().keys())
-            done = policy.annotate(_batch(cfg, world), step=3)
+            trainer = Trainer(cfg, world)
+            assert "reward_model" not in str(trainer.state_dict().keys())
+            done = trainer.annotate(_batch(cfg, world), step=3)
             assert len(done.columns) == 1 and "old_logprobs" in done.columns[0][0]
             found.append(dataclasses.replace(done, updates=(), columns=()))
         except ValueError as error:
@@ -455,16 +455,16 @@ def _train_scorer(cfg: Config) -> None:
     from spmdrl.data.prompts import load_tokenizer
     from spmdrl.exchange import exchange
     from spmdrl.rollout.row_source import RowSource
-    from spmdrl.train.trainer import Policy
+    from spmdrl.train.trainer import Trainer
     from spmdrl.world import World
 
     world = World.start(cfg)
-    policy, source = Policy(cfg, world), RowSource(cfg, world, tokenizer=load_tokenizer(cfg))
+    trainer, source = Trainer(cfg, world), RowSource(cfg, world, tokenizer=load_tokenizer(cfg))
     for step in range(cfg.steps):
-        own = policy.annotate(exchange(source.take(step), world, step=step), step=step)
-        policy.update(own, advantages_of(own, cfg, world, step=step), step=step)
+        own = trainer.annotate(exchange(source.take(step), world, step=step), step=step)
+        trainer.update(own, advantages_of(own, cfg, world, step=step), step=step)
     saver = Checkpointer(cfg, world)
-    saver.maybe_save(cfg.steps, policy, source)
+    saver.maybe_save(cfg.steps, trainer, source)
     saver.finish()
     world.close()
 

@@ -236,16 +236,16 @@ def routed_batch(dp_index: int, dp_size: int, layers: int) -> Batch:
 
 def trained(cfg: Config, layers: int) -> dict[str, Any]:
     """Take two steps with old logprobs and a reference; also score without replay."""
-    from spmdrl.train.trainer import Policy
+    from spmdrl.train.trainer import Trainer
     from spmdrl.world import World
 
     world = World.start(cfg)
-    policy = Policy(cfg, world)
+    trainer = Trainer(cfg, world)
     own = routed_batch(world.dp_index(world.rank), world.dp_size, layers)
-    columns = policy.annotate(own, step=0).columns
-    score = policy.score([sequence(0).tolist()])[0]
-    sums = [update(policy, own, step=step) for step in range(2)]
-    whole = full_parameters(policy)
+    columns = trainer.annotate(own, step=0).columns
+    score = trainer.score([sequence(0).tolist()])[0]
+    sums = [update(trainer, own, step=step) for step in range(2)]
+    whole = full_parameters(trainer)
     world.close()
     return {"sums": sums, "parameters": whole, "score": score, "columns": columns}
 
@@ -330,13 +330,13 @@ def test_scores_and_the_reference_choose_their_experts_themselves(tmp_path):
 
 
 def annotated(cfg: Config) -> dict[str, Tensor]:
-    from spmdrl.train.trainer import Policy
+    from spmdrl.train.trainer import Trainer
     from spmdrl.world import World
 
     world = World.start(cfg)
-    policy = Policy(cfg, world)
-    columns = [c for part in policy.annotate(routed_batch(0, 1, 2), step=0).columns for c in part]
-    score = policy.score([sequence(0).tolist()])[0]
+    trainer = Trainer(cfg, world)
+    columns = [c for part in trainer.annotate(routed_batch(0, 1, 2), step=0).columns for c in part]
+    score = trainer.score([sequence(0).tolist()])[0]
     world.close()
     return {
         "score": score,

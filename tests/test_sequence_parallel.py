@@ -15,14 +15,14 @@ from spmdrl.model.parallel.tp_plan import tp_styles
 ROWS = [[5, 9, 12, 7, 30, 21, 8], [1, 8, 40, 41]]  # 11 tokens, padded to 12 under tp 2
 
 
-def _tokens_between(policy: object) -> set[int]:
+def _tokens_between(trainer: object) -> set[int]:
     """Return how many tokens come into the blocks when the policy scores ROWS."""
     seen, handles = set(), []
-    for block in policy._model.hf_model.base_model.layers:
+    for block in trainer.policy.model.hf_model.base_model.layers:
         handles.append(
             block.register_forward_pre_hook(lambda module, args: seen.add(args[0].shape[1]))
         )
-    policy.score(ROWS)
+    trainer.score(ROWS)
     for handle in handles:
         handle.remove()
     return seen
@@ -30,7 +30,7 @@ def _tokens_between(policy: object) -> set[int]:
 
 def _on_ranks(cfg: Config) -> dict:
     """Train with and without, and alone; return the gaps and the tokens between layers."""
-    from spmdrl.train.trainer import Policy
+    from spmdrl.train.trainer import Trainer
     from spmdrl.world import World
 
     base = World.start(cfg)
@@ -43,7 +43,7 @@ def _on_ranks(cfg: Config) -> dict:
         sequence_parallel.why_not = reason
         world = grid.world_under(base, cfg)
         found[name] = (
-            _tokens_between(Policy(cfg, world)),
+            _tokens_between(Trainer(cfg, world)),
             grid._gaps(grid._train(cfg, base), reference[0]),
         )
     sequence_parallel.why_not = why_not

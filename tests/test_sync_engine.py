@@ -39,20 +39,20 @@ def make_config(
     )
 
 
-def change(policy: Any, scale: float) -> None:
+def change(trainer: Any, scale: float) -> None:
     """Change every weight, by a function of its value, so that all copies stay equal."""
-    for p in policy.named_shards().values():
+    for p in trainer.named_shards().values():
         local = local_part(p)
         local.add_(scale * torch.sin(1000 * local + scale))
 
 
-def whole_state(policy: Any, world: Any) -> dict[str, Tensor]:
+def whole_state(trainer: Any, world: Any) -> dict[str, Tensor]:
     """Return the policy's full float32 state on every rank, assembled by torch."""
     from spmdrl.world.comm import gather_objects
 
     mine = {
         n: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach().numpy()
-        for n, p in policy.named_shards().items()
+        for n, p in trainer.named_shards().items()
     }
     first = gather_objects(mine if world.rank == 0 else None, group=world.control)[0]
     return {n: torch.from_numpy(a) for n, a in first.items()}
@@ -71,23 +71,23 @@ def push_and_compare(cfg: Config, also_reload: bool) -> dict[str, Any]:
     """Push changed weights and hold every engine parameter against its own loading of them."""
     from spmdrl.engine import make_engine
     from spmdrl.sync.stream import WeightStream
-    from spmdrl.train.trainer import Policy
+    from spmdrl.train.trainer import Trainer
     from spmdrl.world import World
 
     world = World.start(cfg)
-    engine, policy = make_engine(cfg, world), Policy(cfg, world)
-    stream = WeightStream(policy, engine, world)
+    engine, trainer = make_engine(cfg, world), Trainer(cfg, world)
+    stream = WeightStream(trainer, engine, world)
     if also_reload:
-        reloading = WeightStream(policy, engine, with_mode(world, "reload"))
+        reloading = WeightStream(trainer, engine, with_mode(world, "reload"))
     found = {"mode": stream.mode, "sums": [], "differing": [], "moved": 0, "checked": 0}
     found["probe_at_start"] = stream.probe(PROMPTS)
     seen: list[list[Tensor]] = []
     for version in (1, 2, 3) if also_reload else (1, 2):
-        change(policy, 0.02 * version)
+        change(trainer, 0.02 * version)
         stream = reloading if version == 3 else stream
         pointers = [p.data_ptr() for p in parameters(engine, world).values()]
         found["sums"].append(stream.push(version))
-        state = whole_state(policy, world)
+        state = whole_state(trainer, world)
         own = parameters(engine, world)
         found["moved"] += pointers != [p.data_ptr() for p in own.values()]
         seen.append([p.detach().clone() for p in own.values()])
@@ -315,14 +315,14 @@ def stream_refusals(cfg: Config) -> dict[str, str]:
 
     world = World.start(cfg)
     vllm.keep_expert_weights_live = lambda: None  # as in a version that it does not serve
-    engine, policy = vllm.Engine(cfg, world), FileShards(cfg.model.path, world.is_trainer)
+    engine, trainer = vllm.Engine(cfg, world), FileShards(cfg.model.path, world.is_trainer)
     refusals = {}
     reload = engine.reload_weights
     for mode in ("traced", "failing", "auto"):
         # It raises for DeepSeek-V3 on the CPU. Last comes its own, which changes the engine.
         engine.reload_weights = reload if mode == "auto" else _raise
         try:
-            WeightStream(policy, engine, with_mode(world, mode.replace("failing", "auto")))
+            WeightStream(trainer, engine, with_mode(world, mode.replace("failing", "auto")))
         except ValueError as error:
             refusals[mode] = str(error)
     engine.close()

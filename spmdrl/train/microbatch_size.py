@@ -65,7 +65,7 @@ def make_rows(
     are in the loss, which takes most.
 
     Args:
-        columns: that `Policy.annotate` would add; zeros here.
+        columns: that `Trainer.annotate` would add; zeros here.
     """
     device, total, rows = world.device, count * length, 2 * count
     ids = torch.arange(rows)

@@ -23,7 +23,7 @@ LossOf = Callable[[Job], tuple[Tensor, Stats]]
 """One micro-batch's share of the loss, a [] tensor with a graph, and its metrics."""
 
 
-class Trainee:
+class TrainedModel:
     """Trains one sharded model, on the trainer ranks.
 
     Args:

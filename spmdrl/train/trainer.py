@@ -21,12 +21,12 @@ from spmdrl.model.shards import Delta, Part
 from spmdrl.train.coefficients import Coefficients
 from spmdrl.train.companions.model_rewards import RewardModels
 from spmdrl.train.companions.protocol import Companion, make_companions
-from spmdrl.train.companions.trained import Learner
+from spmdrl.train.companions.trained import TrainedCompanion
 from spmdrl.train.microbatch_size import find_tokens
 from spmdrl.train.objectives.pairs import with_pairs
 from spmdrl.train.objectives.protocol import make_objective
 from spmdrl.train.objectives.rl import Job, Stats, make_jobs
-from spmdrl.train.trained_model import LossOf, Trainee
+from spmdrl.train.trained_model import LossOf, TrainedModel
 from spmdrl.types import Advantages, Batch, Sums, add_sums
 from spmdrl.world import World
 from spmdrl.world.comm import gather_objects
@@ -34,7 +34,7 @@ from spmdrl.world.comm import gather_objects
 log = logging.getLogger(__name__)
 
 
-class Policy:
+class Trainer:
     """Train and score with a sharded transformers model. Off the trainers it holds nothing.
 
     Args:
@@ -45,7 +45,7 @@ class Policy:
 
     def __init__(self, cfg: Config, world: World):
         self.cfg, self.world = cfg, world
-        self.trainee: Trainee | None = None
+        self.policy: TrainedModel | None = None
         self.companions: dict[str, Companion] = {}
         self._records: dict[str, AdapterRecord] = {}
         problem = None
@@ -58,9 +58,9 @@ class Policy:
         for rank, text in enumerate(problems):
             if text:
                 raise ValueError(text if text in problems[:1] else f"rank {rank}: {text}")
-        if self.trainee and self._model.adapters:  # together: no rank has failed
+        if self.policy and self.policy.model.adapters:  # together: no rank has failed
             self._records["lora"] = AdapterRecord(
-                self._model.adapters.form, model_folder(cfg.model.path), world
+                self.policy.model.adapters.form, model_folder(cfg.model.path), world
             )
 
     def _build(self) -> None:
@@ -80,14 +80,11 @@ class Policy:
             return
         self._coefficients = Coefficients(cfg)
         self._objective = make_objective(cfg, world, coefficients=self._coefficients)
-        self._model = ShardedModel(
+        model = ShardedModel(
             cfg, world, path=cfg.model.path, is_trained=True, is_scalar=self._is_scalar, lora=lora
         )
-        self.trainee = Trainee(self._model, cfg=cfg, world=world, options=cfg.optimizer)
-        self.optimizer = self.trainee.optimizer
-        self.companions = make_companions(
-            cfg, world, policy=self._model, columns=self._objective.columns
-        )
+        self.policy = TrainedModel(model, cfg=cfg, world=world, options=cfg.optimizer)
+        self.companions = make_companions(cfg, world, policy=model, columns=self._objective.columns)
         self._reward_models = RewardModels(cfg, world)
 
     # ---------------------------------------------------------------- names and state
@@ -107,12 +104,12 @@ class Policy:
         DTensors over (dp_replicate,) fsdp and tp; tied weights once; {} off the trainers.
         The storage stays the same for the life of the policy and is updated in place.
         """
-        return self._model.named_shards() if self.trainee else {}
+        return self.policy.model.named_shards() if self.policy else {}
 
     def deltas(self) -> dict[str, Delta]:
         """Return {name in named_shards: what adapters add to it when it is sent}, {} where they
         travel by themselves. Trainer ranks call it together, before each push."""
-        adapters = self._model.adapters if self.trainee and not self._sent else None
+        adapters = self.policy.model.adapters if self.policy and not self._sent else None
         return deltas(adapters, self.named_shards()) if adapters else {}
 
     def adapter(self) -> SentAdapter | None:
@@ -121,25 +118,25 @@ class Policy:
         return self._sent
 
     def state_dict(self) -> dict[str, object]:
-        """Return what a checkpoint keeps, by name, sharing live storage; see Trainee.
+        """Return what a checkpoint keeps, by name, sharing live storage; see TrainedModel.
 
         The parts of companions that change, such as the value model, are under their names,
         coefficients that move under `coefficients`, and what adapters belong to under `lora`.
         """
-        state = self.trainee.state_dict() if self.trainee else {}
+        state = self.policy.state_dict() if self.policy else {}
         parts = {name: part.state_dict() for name, part in self._parts().items()}
         return state | {name: part for name, part in parts.items() if part}
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Restore what `state_dict` returned, after it was loaded onto this layout."""
-        if self.trainee:
-            self.trainee.load_state_dict(state)
+        if self.policy:
+            self.policy.load_state_dict(state)
         for name, part in self._parts().items():
             if name in state:
                 part.load_state_dict(state[name])
 
     def _parts(self) -> dict[str, Companion | Coefficients | AdapterRecord]:
-        coefficients = {"coefficients": self._coefficients} if self.trainee else {}
+        coefficients = {"coefficients": self._coefficients} if self.policy else {}
         return self.companions | self._records | coefficients
 
     # ---------------------------------------------------------------- scoring
@@ -158,7 +155,7 @@ class Policy:
         Raises: ValueError, on all trainer ranks, for a score that is not finite under
             rewards.on_failure=fail.
         """
-        if self.trainee is None:
+        if self.policy is None:
             return batch
         # First: a score that fails may take its sample out of the loss.
         batch = self._reward_models.add_to(batch, step=step)
@@ -169,7 +166,9 @@ class Policy:
             rows = [job.row for update in jobs for job in update]
             found: list[dict[str, Tensor]] = [{} for _ in rows]
             if "old_logprobs" in self._objective.columns:
-                own = self._model.columns(rows, squares="square_probs" in self._objective.columns)
+                own = self.policy.model.columns(
+                    rows, squares="square_probs" in self._objective.columns
+                )
                 for one, values in zip(found, own):
                     one |= dict(zip(("old_logprobs", "old_entropy", "square_probs"), values))
             for companion in self.companions.values():
@@ -184,25 +183,25 @@ class Policy:
 
         Returns: per micro-batch, in order of updates, [T] float32 nats, 0 off the loss mask.
         """
-        if self.trainee is None:
+        if self.policy is None:
             return []
         with self.world.watch.wait("logprobs", step):
             rows = [job.row for update in self._jobs(batch) for job in update]
-            return [logprobs for logprobs, _ in self._model.columns(rows)]
+            return [logprobs for logprobs, _ in self.policy.model.columns(rows)]
 
     def score(self, tokens: Sequence[Sequence[int]]) -> list[Tensor]:
         """Score plain sequences at temperature 1; every trainer rank must call with the same.
 
         Returns: per sequence [len] float32 natural logprobs on the CPU; the first is 0.
         """
-        if self.trainee is None:
+        if self.policy is None:
             return []
         with self.world.watch.wait("score", -1):
-            return self._model.score(tokens)
+            return self.policy.model.score(tokens)
 
     def _jobs(self, batch: Batch, advantages: Advantages | None = None) -> list[list[Job]]:
         batch = with_pairs(batch, self.cfg)
-        return make_jobs(batch, advantages, cfg=self.cfg, model=self._model)
+        return make_jobs(batch, advantages, cfg=self.cfg, model=self.policy.model)
 
     # ---------------------------------------------------------------- training
 
@@ -222,7 +221,7 @@ class Policy:
                 self._rehearse,
                 world,
                 vocab=self._vocab,
-                columns=self._objective.columns if self.trainee else (),
+                columns=self._objective.columns if self.policy else (),
             )
         if world.rank == 0:
             log.info(
@@ -234,9 +233,9 @@ class Policy:
     def _rehearse(self, batch: Batch, advantages: Advantages) -> None:
         jobs = self._jobs(batch, advantages)
         for companion in self.companions.values():
-            if isinstance(companion, Learner):
+            if isinstance(companion, TrainedCompanion):
                 companion.rehearse(jobs[0])
-        self.trainee.rehearse(jobs[0], self._loss_of(jobs, step=0))
+        self.policy.rehearse(jobs[0], self._loss_of(jobs, step=0))
 
     def update(self, batch: Batch, advantages: Advantages, *, step: int) -> Sums:
         """Take the batch's optimizer steps, those of companions too; call on every rank.
@@ -250,7 +249,7 @@ class Policy:
         Returns: policy/, loss/, value/ or prm/ and perf/ sums over all trainer ranks, equal on
             each of them; {} elsewhere.
         """
-        if self.trainee is None:
+        if self.policy is None:
             return {}
         with self.world.watch.wait("update", step):
             jobs = self._jobs(batch, advantages)
@@ -266,7 +265,7 @@ class Policy:
                 )
                 sums |= self._coefficients.move(sums, num_samples=len(batch.scalars))
             for companion in self.companions.values():
-                companion.follow(self._model, step=step)
+                companion.follow(self.policy.model, step=step)
             if self.cfg.rollout.schedule.get("in_flight"):
                 self.world.announce_updated(step)  # engines pause between two tokens
             return sums
@@ -280,7 +279,7 @@ class Policy:
         loss_of = self._loss_of(jobs, step=step)
         return add_sums(
             *[
-                self.trainee.take_step(update, loss_of, step=step, number=number)
+                self.policy.take_step(update, loss_of, step=step, number=number)
                 for number, update in enumerate(jobs)
             ]
         )
@@ -289,6 +288,6 @@ class Policy:
         statistics = self._objective.statistics(jobs, world=self.world)
 
         def loss_of(job: Job) -> tuple[Tensor, Stats]:
-            return self._objective(self._model, job, step=step, statistics=statistics)
+            return self._objective(self.policy.model, job, step=step, statistics=statistics)
 
         return loss_of

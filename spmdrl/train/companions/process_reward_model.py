@@ -12,12 +12,12 @@ from spmdrl.algorithms.reduce import sequence_sum
 from spmdrl.config import Config
 from spmdrl.model.scorer import ScoredRow
 from spmdrl.model.sharded import ShardedModel
-from spmdrl.train.companions.trained import Learner
+from spmdrl.train.companions.trained import TrainedCompanion
 from spmdrl.train.objectives.rl import Job, Stats
 from spmdrl.world import World
 
 
-class ProcessRewardModel(Learner):
+class ProcessRewardModel(TrainedCompanion):
     """A causal LM, with its optimizer, whose log-ratio to the reference predicts the outcome.
 
     Its logprobs of a batch come from before its update on that batch, which saves a second

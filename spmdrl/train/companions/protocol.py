@@ -14,9 +14,9 @@ from torch import Tensor
 from spmdrl.config import Config
 from spmdrl.model.scorer import ScoredRow
 from spmdrl.model.sharded import ShardedModel
-from spmdrl.train.companions.critic import Critic
 from spmdrl.train.companions.process_reward_model import ProcessRewardModel
 from spmdrl.train.companions.reference import Frozen, make_reference
+from spmdrl.train.companions.value_model import ValueModel
 from spmdrl.train.objectives.rl import Job
 from spmdrl.types import Sums
 from spmdrl.world import World
@@ -35,7 +35,7 @@ class Companion(Protocol):
         """Take over from the policy what is to be taken, after its update of this step."""
 
     def state_dict(self) -> dict[str, object]:
-        """Return what a checkpoint keeps, as Trainee does; {} for a model that never changes."""
+        """Return what a checkpoint keeps, as TrainedModel does; {} if it never changes."""
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Restore what `state_dict` returned."""
@@ -54,7 +54,7 @@ def make_companions(
     if "teacher_logprobs" in columns:
         found["teacher"] = Frozen(cfg, world, path=cfg.model.teacher, column="teacher_logprobs")
     if "values" in columns:
-        found["critic"] = Critic(cfg, world, policy=policy)
+        found["critic"] = ValueModel(cfg, world, policy=policy)
     if "prm_logprobs" in columns:
         found["prm"] = ProcessRewardModel(cfg, world, policy=policy)
     return found

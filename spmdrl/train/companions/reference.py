@@ -131,7 +131,7 @@ class Synced(Frozen):
                 own.lerp_(other.to(own.dtype), self._mix)
 
     def state_dict(self) -> dict[str, object]:
-        """Return the parameters by name, as Trainee does, sharing live storage."""
+        """Return the parameters by name, as TrainedModel does, sharing live storage."""
         return {"model": self.model.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:

@@ -10,12 +10,12 @@ from torch import Tensor
 from spmdrl.config import Config
 from spmdrl.model.sharded import ShardedModel
 from spmdrl.train.objectives.rl import Job, Stats
-from spmdrl.train.trained_model import Trainee
+from spmdrl.train.trained_model import TrainedModel
 from spmdrl.types import Sums, add_sums
 from spmdrl.world import World
 
 
-class Learner:
+class TrainedCompanion:
     """A companion with its optimizer, on the trainer ranks.
 
     Args:
@@ -47,7 +47,7 @@ class Learner:
         except ValueError as error:
             raise ValueError(f"critic.path: the {what} cannot be made: {error}") from error
         _check_fit(self.model, policy)
-        self.trainee = Trainee(
+        self.trained = TrainedModel(
             self.model,
             cfg=cfg,
             world=world,
@@ -65,25 +65,25 @@ class Learner:
         """
         return add_sums(
             *[
-                self.trainee.take_step(update, self._loss, step=step, number=number)
+                self.trained.take_step(update, self._loss, step=step, number=number)
                 for number, update in enumerate(jobs)
             ]
         )
 
     def rehearse(self, jobs: Sequence[Job]) -> None:
-        """Run the micro-batches of an update and drop what comes of it; see Trainee."""
-        self.trainee.rehearse(jobs, self._loss)
+        """Run the micro-batches of an update and drop what comes of it; see TrainedModel."""
+        self.trained.rehearse(jobs, self._loss)
 
     def follow(self, policy: ShardedModel, *, step: int) -> None:
         """Do nothing: it learns by itself."""
 
     def state_dict(self) -> dict[str, object]:
-        """Return what a checkpoint keeps, by name, sharing live storage; see Trainee."""
-        return self.trainee.state_dict()
+        """Return what a checkpoint keeps, by name, sharing live storage; see TrainedModel."""
+        return self.trained.state_dict()
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Restore what `state_dict` returned, after it was loaded onto this layout."""
-        self.trainee.load_state_dict(state)
+        self.trained.load_state_dict(state)
 
     def _loss(self, job: Job) -> tuple[Tensor, Stats]:
         raise NotImplementedError

@@ -77,7 +77,7 @@ def _is_unpaired(cfg: Config) -> bool:
 class PairObjective:
     """The mean over a batch's pairs of a preference loss, or of a reward model's.
 
-    `columns` names what `Policy.annotate` is to find: the reference's logprobs only for losses
+    `columns` names what `Trainer.annotate` is to find: the reference's logprobs only for losses
     that ask for them, the policy's old ones for those that compare with a mean over the batch.
 
     Raises: ValueError for an unknown method.

@@ -21,7 +21,7 @@ class AnyObjective(Protocol):
     """From micro-batches to a loss."""
 
     columns: set[str]
-    """Per-token columns that `Policy.annotate` has to find first."""
+    """Per-token columns that `Trainer.annotate` has to find first."""
 
     def statistics(self, jobs: Sequence[Sequence[Job]], *, world: World) -> dict[str, Tensor]:
         """Return [] scalars of the whole batch, once before its updates; trainers meet here."""

@@ -139,7 +139,7 @@ def _make_job(
 
 
 def needed_columns(cfg: Config) -> set[str]:
-    """Return the per-token columns that the configured methods need from `Policy.annotate`."""
+    """Return the per-token columns that the configured methods need from `Trainer.annotate`."""
     chosen = cfg.algorithm
     if chosen.objective != "rl":
         return set()

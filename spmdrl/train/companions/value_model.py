@@ -13,13 +13,13 @@ from spmdrl.config import Config
 from spmdrl.model.parallel.fsdp import reshard
 from spmdrl.model.scorer import ScoredRow
 from spmdrl.model.sharded import ShardedModel
-from spmdrl.train.companions.trained import Learner
+from spmdrl.train.companions.trained import TrainedCompanion
 from spmdrl.train.objectives.rl import Job, Stats
 from spmdrl.types import Sums
 from spmdrl.world import World
 
 
-class Critic(Learner):
+class ValueModel(TrainedCompanion):
     """A value model and its optimizer, on the trainer ranks.
 
     Args:
@@ -46,7 +46,7 @@ class Critic(Learner):
         return found
 
     def update(self, jobs: Sequence[Sequence[Job]], *, step: int) -> Sums:
-        """Take an optimizer step for each of the batch's updates; see Learner.
+        """Take an optimizer step for each of the batch's updates; see TrainedCompanion.
 
         The jobs have the columns `values` (as `columns` gave them) and `returns`.
         """
