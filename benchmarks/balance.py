@@ -22,6 +22,7 @@ import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import tyro
 from start import torchrun
@@ -71,6 +72,8 @@ def main(options: Options) -> None:
             timeout_s=900,
         )
         found = json.loads((Path(folder) / "found.json").read_text())
+    totals = {name: row["tokens"] for name, row in found.items() if "over_sample" not in name}
+    assert len(set(totals.values())) == 1, f"not the same work, sampled tokens: {totals}"
     base = statistics.median(found["even"]["seconds"])
     print(
         "| balance | median step s | of even | mean wait of a replica s | engine steps of the "
@@ -140,8 +143,8 @@ def work(folder: Path, options: Options) -> None:
         add(dataclasses.replace(request, max_tokens=max(1, left), stop_token_ids=()))
 
     engine.step, engine.add, engine.num_steps = timed_step, long_tailed, 0
-    found: dict[str, dict[str, list]] = {
-        name: {"seconds": [], "waits": [], "shares": [], "steps": []} for name in CASES
+    found: dict[str, dict[str, Any]] = {
+        name: {"seconds": [], "waits": [], "shares": [], "steps": [], "tokens": 0} for name in CASES
     }
     for _ in range(options.rounds):
         for name, schedule in CASES.items():
@@ -187,6 +190,7 @@ def _run(cfg, options: Options, *, engine, world, tokenizer, found) -> None:
             found["waits"] += waits
             found["steps"].append(max(steps))
             found["shares"].append(max(tokens) / sum(tokens))
+            found["tokens"] += sum(tokens)
     source.close()
     while engine.is_busy:  # what over-sampling left under way
         engine.step()

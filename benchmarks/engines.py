@@ -3,10 +3,11 @@
     python benchmarks/engines.py runs/demo/warm
     python benchmarks/engines.py runs/demo/warm --rounds 9 --dtype bfloat16
 
-Two loads: 512 sequences of the demo (two-digit sums, 8 samples of each of 64 prompts, which the
-model ends itself after some 4 tokens), and 64 sequences of 128 tokens. Each round has seeds of its
-own, the same for both engines; the first round warms up and is not counted. Prints medians of
-sampled tokens per second and one line of JSON.
+Two loads: 512 sequences of 4 tokens (as in the demo: 8 samples of each of 64 two-digit sums), and
+64 sequences of 128 tokens. No stop id is asked for, so each sequence has its full length in both
+engines, whatever the model would say, and every round asserts it. Each round has seeds of its own,
+the same for both; the first round warms up and is not counted. Prints medians of sampled tokens per
+second and one line of JSON.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ from spmdrl.engine.protocol import EngineProtocol, Request
 from spmdrl.world import World
 from spmdrl.world.launch import launch_alone
 
-LOADS = {"512 of about 4": (64, 8, 8), "64 of 128": (64, 1, 128)}
-"""{name: (prompts, samples of each, longest response)}"""
+LOADS = {"512 of 4": (64, 8, 4), "64 of 128": (64, 1, 128)}
+"""{name: (prompts, samples of each, tokens of a response)}"""
 
 
 @dataclass(frozen=True)
@@ -64,11 +65,10 @@ def requests(options: Options, load: str, seed: int) -> list[Request]:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(options.model)
-    num_prompts, samples, longest = LOADS[load]
-    stop = (tokenizer.eos_token_id,) if samples > 1 else ()
+    num_prompts, samples, length = LOADS[load]
     prompts = [tuple(tokenizer(f"{10 + i}+{90 - i}=")["input_ids"]) for i in range(num_prompts)]
     return [
-        Request(f"{i}-{k}", prompt, longest, 1.0, 1000003 * seed + 512 * i + k, stop)
+        Request(f"{i}-{k}", prompt, length, 1.0, 1000003 * seed + 512 * i + k, ())
         for i, prompt in enumerate(prompts)
         for k in range(samples)
     ]
@@ -82,7 +82,9 @@ def timed(engine: EngineProtocol, asked: list[Request]) -> tuple[float, int]:
         engine.add(request)
     while engine.is_busy:
         tokens += sum(len(done.tokens) for done in engine.step())
-    return time.perf_counter() - began, tokens
+    seconds = time.perf_counter() - began
+    assert tokens == sum(request.max_tokens for request in asked), f"{tokens} tokens were drawn"
+    return seconds, tokens
 
 
 def measure(options: Options) -> dict[str, Any]:

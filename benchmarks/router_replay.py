@@ -88,6 +88,7 @@ def sampled(
         engine.add(Request(str(i), prompt, RESPONSE, 1.0, i, ()))
     while engine.is_busy:
         done |= {c.key: c for c in engine.step()}
+    assert all(len(c.tokens) == RESPONSE for c in done.values()), "a response ended early"
     return prompts, [done[str(i)] for i in range(len(prompts))]
 
 

@@ -4,13 +4,14 @@
 
 One trainer and one engine rank (torchrun is started for every schedule). Response lengths are
 drawn from a lognormal distribution, cut at the limit, whatever the model would say: they are a
-function of the sample alone, so all schedules do the same work. Rewards are a generated task's.
+function of the sample alone, so all schedules do the same work, to the token; over-sampling alone
+chooses among more samples, and its mean length must be within a twentieth. Both are asserted.
+Rewards are a generated task's.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 import math
 import os
@@ -57,9 +58,9 @@ class Workload:
     median: float = 32.0
     """Median length in tokens; the logarithm's standard deviation is 1."""
 
-    def length(self, draw: random.Random) -> int:
-        """Return how long a response is to be, tokens."""
-        drawn = draw.lognormvariate(math.log(self.median), 1.0)
+    def length(self, key: str) -> int:
+        """Return how long the response of a sample (`train-STEP-SLOT-SAMPLE`) is to be, tokens."""
+        drawn = random.Random(key).lognormvariate(math.log(self.median), 1.0)
         return max(1, min(int(drawn), self.limit))
 
 
@@ -81,6 +82,7 @@ def main(options: Options) -> None:
             found[name].append(_run(options, SCHEDULES[name]))
             last = found[name][-1]
             print(f"{name}: {last['sequences_per_s']:.1f} sequences/s", file=sys.stderr)
+    check(options, found)
     best = {name: max(runs, key=lambda r: r["sequences_per_s"]) for name, runs in found.items()}
     base = best.get("lag 0", next(iter(best.values())))["sequences_per_s"]
     print(
@@ -94,6 +96,22 @@ def main(options: Options) -> None:
             f"{row['step_s']:.3f} | {row['generate_s']:.3f} | {row['update_s']:.3f} | "
             f"{row['staleness']:.2f} | {row['length']:.1f} |"
         )
+
+
+def check(options: Options, found: dict[str, list[dict]]) -> None:
+    """Raise AssertionError unless all schedules trained on as many tokens, see above."""
+    lengths = [
+        options.length(f"train-{step}-{slot}-{sample}")
+        for step in range(options.first, options.steps)
+        for slot in range(options.prompts)
+        for sample in range(options.group_size)
+    ]
+    expected = statistics.fmean(lengths)
+    for name, runs in found.items():
+        tolerance = 0.05 if "over_sample" in str(SCHEDULES[name]) else 1e-6
+        for row in runs:
+            gap = abs(row["length"] / expected - 1)
+            assert gap <= tolerance, f"{name}: mean length {row['length']}, expected {expected}"
 
 
 def _run(options: Options, flags: dict[str, str]) -> dict[str, float]:
@@ -128,8 +146,6 @@ def _run(options: Options, flags: dict[str, str]) -> dict[str, float]:
 
 def work(options: Workload, flags: list[str]) -> int:
     """Train as train.py does, with an engine whose responses have given lengths."""
-    import vllm
-
     import spmdrl.engine.vllm as vllm_engine
     from spmdrl.engine.protocol import Request
 
@@ -138,11 +154,10 @@ def work(options: Workload, flags: list[str]) -> int:
 
         def add(self, request: Request) -> None:
             key = request.key.split("@")[0]  # the same for every part of a response
-            left = options.length(random.Random(key)) - (options.limit - request.max_tokens)
+            left = options.length(key) - (options.limit - request.max_tokens)
             super().add(dataclasses.replace(request, max_tokens=max(1, left), stop_token_ids=()))
 
     vllm_engine.Engine = LongTailed
-    vllm.SamplingParams = functools.partial(vllm.SamplingParams, ignore_eos=True)
     size = options.prompts * options.group_size
     sys.argv = [
         "train.py",

@@ -99,12 +99,17 @@ def seconds_of(run: object, world: World) -> float:
     return float(took)
 
 
-def plain_exchange(stream: object, world: World) -> object:
-    """Return a function that runs one all-to-all of the bytes of one push."""
+def sent_bytes(stream: object, world: World) -> list[list[int]]:
+    """Return [ranks][ranks]: the bytes that each sends to each in one push."""
     plan = stream.plans[0]
-    rows = [
+    return [
         [n * plan.num_buckets for n in plan.split_bytes(rank)] for rank in range(world.world_size)
     ]
+
+
+def plain_exchange(stream: object, world: World) -> object:
+    """Return a function that runs one all-to-all of the bytes of one push."""
+    rows = sent_bytes(stream, world)
     sent, taken = rows[world.rank], [row[world.rank] for row in rows]
     send = torch.ones(sum(sent), dtype=torch.uint8, device=world.device)
     receive = torch.zeros(sum(taken), dtype=torch.uint8, device=world.device)
@@ -132,7 +137,9 @@ def measure(options: Options, cfg: Config, *, folder: Path) -> dict:
     for version in range(1, options.rounds + 1):
         push_s.append(seconds_of(lambda: stream.push(version), world))
         plain_s.append(seconds_of(plain, world))
-    gigabytes = stream.nbytes / 1e9
+    gigabytes, moved = stream.nbytes / 1e9, sum(map(sum, sent_bytes(stream, world))) / 1e9
+    # Pairs of ranks exchange equal parts in each bucket, so a little more than the weights.
+    assert 0 <= moved / gigabytes - 1 < 0.05, f"plain moves {moved} GB, the push {gigabytes} GB"
     found = {
         **asdict(options),
         "world_size": world.world_size,

@@ -4,11 +4,12 @@
     python benchmarks/trainer.py --device cuda --model Qwen/Qwen3-1.7B --compute-dtype bfloat16 \\
         --rows 4 --length 2048 --kernels '{liger: true, compile: true}'
 
-Both take policy-gradient steps on the same full rows of equal length, of which the first quarter is
-a prompt, with AdamW and a clipped gradient norm. The bare loop gives transformers a [rows, length]
-batch, which needs no packing, under autocast where --compute-dtype asks for it, and computes all
-logits at once. Ours packs the rows, computes as `train.py` does, and reports its metrics. They go
-in turns, and the ratio is the median over the rounds of one round's. Prints a Markdown table.
+Both take the same policy-gradient steps on the same full rows of equal length, of which the first
+quarter is a prompt, with AdamW and a clipped gradient norm; that their weights agree at the end is
+asserted. The bare loop gives transformers a [rows, length] batch, which needs no packing, under
+autocast where --compute-dtype asks for it, and computes all logits at once. Ours packs the rows,
+computes as `train.py` does, and reports its metrics. They go in turns, and the ratio is the median
+over the rounds of one round's. Prints a Markdown table.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ from typing import Literal
 import torch
 import tyro
 import yaml
-from torch import Tensor
+from torch import Tensor, nn
 
 from spmdrl.commands.create_model import create_model
+from spmdrl.config import Algorithm, Config, Data, Layout, Model, Optimizer, Sampling
 from spmdrl.config import Batch as BatchConfig
-from spmdrl.config import Config, Data, Layout, Model, Optimizer, Sampling
 from spmdrl.credit import per_token
 from spmdrl.model.flops import training_flops
 from spmdrl.model.load import build_meta_model
@@ -65,15 +66,23 @@ class Options:
     """model.kernels of ours, as JSON or YAML."""
 
 
-def bare(options: Options, path: str, tokens: Tensor, advantages: Tensor) -> Callable[[], None]:
-    """Return one step of a loop as one writes it by hand."""
+def bare_model(path: str, device: torch.device) -> nn.Module:
+    """Return the model as transformers gives it, in float32."""
     from transformers import AutoModelForCausalLM
 
-    device, prompt = tokens.device, options.length // 4
-    model = AutoModelForCausalLM.from_pretrained(
+    return AutoModelForCausalLM.from_pretrained(
         path, dtype=torch.float32, attn_implementation="sdpa"
     ).to(device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
+
+
+def bare(
+    options: Options, model: nn.Module, tokens: Tensor, advantages: Tensor
+) -> Callable[[], None]:
+    """Return one step of a loop as one writes it by hand."""
+    device, prompt = tokens.device, options.length // 4
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=LR, betas=(0.9, 0.95), weight_decay=0.0, fused=True
+    )
     cast = (
         torch.autocast(device.type, torch.bfloat16)
         if options.compute_dtype == "bfloat16"
@@ -143,6 +152,7 @@ def config_of(options: Options, path: str, out: str) -> Config:
         data=Data(max_prompt_tokens=prompt),
         sampling=Sampling(max_response_tokens=options.length - prompt),
         batch=BatchConfig(tokens_per_microbatch=options.rows * options.length),
+        algorithm=Algorithm(correction="none"),
         optimizer=Optimizer(lr=LR, schedule="constant", max_grad_norm=MAX_NORM),
     )
 
@@ -177,9 +187,9 @@ def main(options: Options) -> None:
         tokens = torch.randint(8, 96, (options.rows, options.length), generator=generator)
         advantages = torch.randn(options.rows, generator=generator)
         tokens, advantages = tokens.to(world.device), advantages.to(world.device)
-        trainer = Trainer(cfg, world)
+        model, trainer = bare_model(path, world.device), Trainer(cfg, world)
         steps = {
-            "bare loop": bare(options, path, tokens, advantages),
+            "bare loop": bare(options, model, tokens, advantages),
             "spmdrl": ours(trainer, tokens, advantages),
         }
         found: dict[str, list[float]] = {name: [] for name in steps}
@@ -189,8 +199,18 @@ def main(options: Options) -> None:
                 if turn >= 2:
                     found[name].append(took)
             print(f"round {turn + 1} of {options.rounds + 2}", file=sys.stderr, flush=True)
+        check_same_weights(model, trainer, steps=options.rounds + 2)
         show(options, path, found)
         world.close()
+
+
+def check_same_weights(model: nn.Module, trainer: Trainer, *, steps: int) -> None:
+    """Raise AssertionError unless both took the same steps: AdamW moves a weight by up to the
+    learning rate in each, and the two must stay within a tenth of that way, in the mean."""
+    own = trainer.named_shards()
+    for name, weight in model.named_parameters():
+        gap = float((own[name].full_tensor() - weight).abs().mean()) / (LR * steps)
+        assert gap < 0.1, f"{name} is {gap:.3f} of the way apart: the two did not do the same work"
 
 
 def show(options: Options, path: str, found: dict[str, list[float]]) -> None:

@@ -4,8 +4,8 @@
     python benchmarks/trl_grpo.py --model runs/demo/warm --threads 2
 
 One process that has all cores generates with transformers and trains in turns, as TRL does without
-a vLLM server. Response lengths follow the same distribution as there: a logits processor forbids
-the end of sequence before a response's length and forces it there.
+a vLLM server. Each step's responses have the very lengths that they have there: a logits processor
+forbids the end of sequence before a response's length and forces it there. Asserted.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from __future__ import annotations
 import functools
 import math
 import os
-import random
 import statistics
 import tempfile
 import time
@@ -49,11 +48,19 @@ def main(options: Options) -> None:
     lengths: list[float] = []
     ends: list[float] = []
 
+    size = options.prompts * options.group_size
+
+    def own_length(number: int) -> int:
+        step, place = divmod(number, size)
+        slot, sample = divmod(place, options.group_size)
+        return options.length(f"train-{step}-{slot}-{sample}")
+
     class Lengths(LogitsProcessor):
         """Ends each row of a batch at a length of its own."""
 
-        def __init__(self, count: int, prompt: int, eos: int, draw: random.Random):
-            self.lengths = torch.tensor([options.length(draw) for _ in range(count)])
+        def __init__(self, count: int, prompt: int, eos: int):
+            first = len(lengths)  # of the run's responses, in the order of steps
+            self.lengths = torch.tensor([own_length(first + i) for i in range(count)])
             self.prompt, self.eos = prompt, eos
 
         def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
@@ -70,7 +77,6 @@ def main(options: Options) -> None:
     def reward(prompts, completions, **_):
         return [float(task.score_answer(c, answers[p])) for p, c in zip(prompts, completions)]
 
-    size = options.prompts * options.group_size
     accumulation = size // options.sequences_per_device_batch
     trainer = GRPOTrainer(
         model=str(options.model),
@@ -96,14 +102,18 @@ def main(options: Options) -> None:
             model_init_kwargs={"dtype": "float32"},
         ),
     )
-    draw, generate = random.Random(0), trainer.model.generate
+    generate = trainer.model.generate
 
     @functools.wraps(generate)
     def generate_to_lengths(*args, **kwargs):
         ids = kwargs["input_ids"] if "input_ids" in kwargs else args[0]
-        forced = Lengths(len(ids), ids.shape[1], trainer.processing_class.eos_token_id, draw)
+        forced = Lengths(len(ids), ids.shape[1], trainer.processing_class.eos_token_id)
         lengths.extend(forced.lengths.tolist())
-        return generate(*args, logits_processor=LogitsProcessorList([forced]), **kwargs)
+        drawn = generate(*args, logits_processor=LogitsProcessorList([forced]), **kwargs)
+        new = drawn[:, ids.shape[1] :]
+        ends_at = (new == trainer.processing_class.eos_token_id).int().argmax(1) + 1
+        assert torch.equal(ends_at.cpu(), forced.lengths), "a response has another length"
+        return drawn
 
     trainer.model.generate = generate_to_lengths
     trainer.train()
