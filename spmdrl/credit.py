@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from spmdrl.algorithms import reduce, registry
@@ -20,7 +19,6 @@ from spmdrl.algorithms.token_advantages import combine_moments, mean_and_std, mo
 from spmdrl.config import Config
 from spmdrl.types import Advantages, Batch, Microbatch
 from spmdrl.world import World
-from spmdrl.world.comm import gather_objects
 
 
 def advantages_of(batch: Batch, cfg: Config, world: World, *, step: int) -> Advantages:
@@ -151,7 +149,7 @@ def _whole_batch(
         "num_positions": int(lengths.max()),
     }
     totals = registry.call_totals(method, [one | sizes for one in inputs], options)
-    totals = {name: _over_trainers(totals[name], world) for name in sorted(totals)}
+    totals = {name: world.sum_over_trainers(totals[name]) for name in sorted(totals)}
     known = vars(batch.scalars) | totals | {"loss_lengths": lengths}
     per_sequence = registry.call_per_sequence(method, known, options)
     device = inputs[0]["loss_mask"].device
@@ -160,20 +158,10 @@ def _whole_batch(
     )
 
 
-def _over_trainers(own: Tensor, world: World) -> Tensor:
-    """Add up over all trainer ranks, on the CPU; ranks of one dp index count once."""
-    is_first = world.speaks_for_dp
-    total = own.cpu() if is_first else torch.zeros_like(own, device="cpu")
-    dist.all_reduce(total, group=world.trainer_control)
-    return total
-
-
 def _whiten(advantages: Sequence[Tensor], masks: Sequence[Tensor], *, world: World) -> list[Tensor]:
-    """Whiten over the loss tokens of all trainer ranks; ranks of one dp index count once."""
+    """Whiten over the loss tokens of all trainer ranks."""
     own = torch.stack([moment_sums(a, loss_mask=m) for a, m in zip(advantages, masks)])
-    is_first = world.speaks_for_dp
-    parts = gather_objects(own.cpu() if is_first else None, group=world.trainer_control)
-    mean, std = mean_and_std(combine_moments(torch.cat([p for p in parts if p is not None])))
+    mean, std = mean_and_std(combine_moments(torch.cat(world.gather_per_dp(own.cpu()))))
     if not (mean.isfinite() and std.isfinite()):
         return list(advantages)  # as they are: the update is skipped on all ranks, and counted
     mean, std = mean.to(own.device), std.to(own.device)
@@ -229,5 +217,5 @@ def _with_kl(batch: Batch, cfg: Config, world: World) -> Batch:
         kl = _kl_rewards(columns, mask, batch=batch, cfg=cfg)
         kl = reduce.sequence_sum(kl, microbatch.cu_seqlens)
         total[microbatch.sequence_ids.cpu()] += kl.cpu()
-    rewards = batch.scalars.rewards + _over_trainers(total, world)[:-1]
+    rewards = batch.scalars.rewards + world.sum_over_trainers(total)[:-1]
     return replace(batch, scalars=replace(batch.scalars, rewards=rewards))

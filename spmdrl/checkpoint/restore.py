@@ -5,10 +5,9 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
@@ -18,10 +17,9 @@ from spmdrl.checkpoint import manifest as disk
 from spmdrl.checkpoint.state import Saved, SavedSource, set_rng_state, tensor_leaves
 from spmdrl.config import Config, flatten
 from spmdrl.world import World
-from spmdrl.world.comm import gather_objects
+from spmdrl.world.comm import gather_objects, gather_problems
 
 log = logging.getLogger(__name__)
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -51,7 +49,7 @@ def restore(cfg: Config, world: World, *, policy: Saved, source: SavedSource) ->
     Raises: ValueError when the checkpoint asked for does not exist, none is whole, the config
         differs in what shapes the result, or the model is another one.
     """
-    candidates, problem = _from_rank_0(world, lambda: candidate_folders(cfg))
+    candidates, problem = world.from_rank_0(lambda: candidate_folders(cfg), wait="find checkpoint")
     if problem:
         raise ValueError(problem)
     damaged: dict[Path, str] = {}
@@ -81,7 +79,7 @@ def already_finished(cfg: Config, world: World) -> bool:
     Asked before any engine is built. Whatever is unusual (damage, another config) returns False,
     and `restore` deals with it.
     """
-    done = _from_rank_0(world, lambda: _finished_steps(cfg))
+    done = world.from_rank_0(lambda: _finished_steps(cfg), wait="find checkpoint")
     if done and world.rank == 0:
         more = (
             ""
@@ -140,7 +138,9 @@ def candidate_folders(cfg: Config) -> tuple[list[Path], str]:
 
 def _checked(folder: Path, world: World) -> tuple[disk.Manifest | None, str]:
     """Verify a checkpoint, each rank reading its share of the files."""
-    content, problem = _from_rank_0(world, lambda: _manifest_or_problem(folder))
+    content, problem = world.from_rank_0(
+        lambda: _manifest_or_problem(folder), wait="find checkpoint"
+    )
     if content is None:
         return None, problem
     with world.watch.wait("verify checkpoint", content.step):
@@ -187,8 +187,7 @@ def _load(
         state = policy.state_dict()
         problems = _tensor_differences(reader, tensor_leaves(state))
     with world.watch.wait("compare tensors", content.step):
-        shared = gather_objects(problems, group=world.control)
-    problems = next((p for p in shared if p), [])
+        problems = gather_problems(problems, group=world.control)
     if problems:
         raise ValueError(f"{folder} does not hold this model: " + "; ".join(problems))
     with world.watch.wait("load checkpoint", content.step):
@@ -228,11 +227,6 @@ def _clear(cfg: Config, damaged: dict[Path, str], *, is_speaker: bool) -> None:
     for partial in disk.partial_checkpoints(root):
         log.warning("removing %s: the job that wrote it ended before it was complete", partial)
         shutil.rmtree(partial)
-
-
-def _from_rank_0(world: World, function: Callable[[], T]) -> T:
-    with world.watch.wait("find checkpoint", -1):
-        return gather_objects(function() if world.rank == 0 else None, group=world.control)[0]
 
 
 # --------------------------------------------------------------------------- comparing

@@ -110,9 +110,9 @@ class Saver:
         if options.get("best") not in values:
             return False
         self._settle(wait=True)  # the save under way may hold the best so far
-        with self.world.watch.wait("checkpoint", step):
-            mine = self.world.rank == 0 and keep.is_new_best(self.root, options, values)
-            return gather_objects(mine, group=self.world.control)[0]
+        return self.world.from_rank_0(
+            lambda: keep.is_new_best(self.root, options, values), wait="checkpoint", step=step
+        )
 
     def finish(self) -> None:
         """Wait until the save under way is complete. Raises: RuntimeError when it failed."""

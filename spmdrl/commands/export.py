@@ -43,7 +43,7 @@ from spmdrl.config import Model
 from spmdrl.model.file_tensors import file_tensors
 from spmdrl.model.load import SCALAR_HEAD, build_meta_model, model_folder
 from spmdrl.model.shards import Box, Part, narrow
-from spmdrl.world.comm import gather_objects, together
+from spmdrl.world.comm import agree, gather_objects
 from spmdrl.world.launch import read_launch
 
 T = TypeVar("T")
@@ -164,7 +164,11 @@ class Ranks:
 
     def all(self, work: Callable[[], T]) -> T:
         """Have every rank work. Raises: ValueError on all of them where it does on one."""
-        return work() if self.size == 1 else together(work, group=dist.group.WORLD)
+        if self.size == 1:
+            return work()
+        with agree(group=dist.group.WORLD):
+            done = work()
+        return done
 
 
 def _moved(made: Path, out: Path) -> Path:

@@ -11,7 +11,6 @@ from typing import TextIO
 
 from spmdrl.report.console import Console
 from spmdrl.world import World
-from spmdrl.world.comm import gather_objects
 
 _FORMAT = "%(asctime)s %(levelname).1s rank %(rank)s %(name)s: %(message)s"
 
@@ -22,9 +21,7 @@ def agree_attempt_folder(world: World) -> Path:
     Every rank must call it: rank 0 chooses, the others are told.
     """
     logs = Path(world.cfg.output_dir) / "logs"
-    mine = _next_attempt(logs) if world.rank == 0 else None
-    with world.watch.wait("agree on log folder", -1):
-        attempt = gather_objects(mine, group=world.control)[0]
+    attempt = world.from_rank_0(lambda: _next_attempt(logs), wait="agree on log folder")
     folder = logs / f"attempt_{attempt}"
     folder.mkdir(parents=True, exist_ok=True)
     return folder

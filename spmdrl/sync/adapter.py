@@ -17,7 +17,7 @@ from spmdrl.model.shards import Held, Part, addresses
 from spmdrl.sync.trace import trace_loader
 from spmdrl.sync.traced import TracedTensors
 from spmdrl.world import World
-from spmdrl.world.comm import gather_objects
+from spmdrl.world.comm import gather_problems
 
 
 class AdapterPush:
@@ -48,8 +48,7 @@ class AdapterPush:
             reasons = trace.reasons + [
                 f"{name}: the engine takes none of it" for name in sorted(missing)
             ]
-        gathered = gather_objects(reasons, group=world.control)
-        lines = [f"rank {rank}: {line}" for rank, own in enumerate(gathered) for line in own]
+        lines = gather_problems(reasons, group=world.control)
         if lines:
             raise ValueError(
                 "model.lora.push: adapter, but this engine cannot take the adapters; push merged, "

@@ -27,7 +27,7 @@ from spmdrl.sync.traced import TracedTensors
 from spmdrl.sync.transfer import Transfer, make_gather_groups
 from spmdrl.types import Sums
 from spmdrl.world import World
-from spmdrl.world.comm import first_line, gather_objects
+from spmdrl.world.comm import agree, first_line, gather_objects, gather_problems
 
 log = logging.getLogger(__name__)
 
@@ -257,8 +257,7 @@ class WeightStream:
     def _agree_on_mode(self, reasons: list[str]) -> str:
         if self._cfg.mode == "reload":
             return "reload"
-        gathered = gather_objects(reasons, group=self._world.control)
-        lines = [f"rank {rank}: {line}" for rank, own in enumerate(gathered) for line in own]
+        lines = gather_problems(reasons, group=self._world.control)
         if not lines:
             return "traced"
         shown = _shown(lines)
@@ -278,11 +277,8 @@ class WeightStream:
 
         On the CPU vLLM 0.32 fails this where it packs weights, as those of DeepSeek-V3's MLA.
         """
-        problems = []
-        if self._world.is_inference:
-            problems = [f"rank {self._world.rank}: {line}" for line in self._changed_by_reload()]
-        gathered = gather_objects(problems, group=self._world.control)
-        lines = [line for own in gathered for line in own]
+        changed = self._changed_by_reload() if self._world.is_inference else []
+        lines = gather_problems(changed, group=self._world.control)
         if lines:
             raise ValueError(
                 "weight stream: no way to update this engine. Its weights cannot be written in "
@@ -354,16 +350,17 @@ class WeightStream:
         assert self._engine_pointers() == self._pointers, "an engine's parameters have moved"
 
     def _push_reloaded(self) -> None:
-        tensors, error = self._whole_tensors(), ""
-        if self._world.is_inference:
+        tensors = self._whole_tensors()
+        with agree(group=self._world.control, kind=RuntimeError):
             try:
-                self._engine.reload_weights(tensors)
-            except Exception as raised:  # the others wait in the next exchange: finish it first
-                error = f"rank {self._world.rank}: {type(raised).__name__}: {raised}"
-        for _ in tensors:
-            pass
-        errors = gather_objects(error, group=self._world.control)
-        _raise_if([e for e in errors if e], "vLLM could not reload the weights")
+                if self._world.is_inference:
+                    self._engine.reload_weights(tensors)
+            except Exception as error:
+                text = f"vLLM could not reload the weights: {type(error).__name__}: {error}"
+                raise RuntimeError(text) from error
+            finally:
+                for _ in tensors:  # the others wait in these exchanges
+                    pass
 
     def _whole_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield every checkpoint tensor whole (on inference ranks), a plan's worth at a time."""

@@ -21,7 +21,7 @@ from spmdrl.config.fields import least_tokens, trains_on_pairs, useful_tokens
 from spmdrl.model.live_bytes import free_bytes, peak_bytes
 from spmdrl.types import Advantages, Batch, Microbatch, Scalars
 from spmdrl.world import World
-from spmdrl.world.comm import gather_objects
+from spmdrl.world.comm import agree, gather_objects
 
 log = logging.getLogger(__name__)
 
@@ -121,19 +121,13 @@ def find_tokens(rehearse: Rehearse, world: World, *, columns: Collection[str], v
     """
     hosts = gather_objects(socket.gethostname(), group=world.control)
     shares = 1 if world.device.type == "cuda" else Counter(hosts)[hosts[world.rank]]
-    found, problem = 0, ""
-    if world.is_trainer:
-        with torch.random.fork_rng(devices=[world.device] if world.device.type == "cuda" else []):
-            probe = _Probe(rehearse, world, columns=columns, vocab=vocab, shares=shares)
-            try:
+    found, devices = 0, [world.device] if world.device.type == "cuda" else []
+    with agree(group=world.control):
+        if world.is_trainer:
+            with torch.random.fork_rng(devices=devices):
+                probe = _Probe(rehearse, world, columns=columns, vocab=vocab, shares=shares)
                 found = probe.run()
-            except ValueError as error:
-                problem = str(error)
-    answers = gather_objects((found, problem), group=world.control)
-    problem = next((text for _, text in answers if text), "")
-    if problem:
-        raise ValueError(problem)
-    return answers[world.trainer_ranks[0]][0]
+    return gather_objects(found, group=world.control)[world.trainer_ranks[0]]
 
 
 class _Probe:

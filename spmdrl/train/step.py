@@ -14,6 +14,7 @@ from torch import Tensor
 
 from spmdrl.algorithms.mismatch import gap_sums
 from spmdrl.train.objectives.rl import Job, Stats, on_host
+from spmdrl.world import World
 from spmdrl.world.torch_internals import multiply_all
 
 log = logging.getLogger(__name__)
@@ -35,21 +36,15 @@ class Totals:
             pair = torch.stack([numerator.detach().double(), denominator.detach().double()])
             self.stats.setdefault(name, []).append(pair)
 
-    def pack(self, norm_share: Tensor, *, counts: bool) -> Tensor:
-        """Return [square norm, loss, tokens, pairs by name] float64 on the CPU.
+    def pack(self) -> Tensor:
+        """Return [loss, tokens, pairs by name] float64.
 
         A pair is two numbers, or two rows of as many (`gap_histogram`).
-
-        Args:
-            norm_share: [] float64, this rank's share of the squared gradient norm.
-            counts: False on ranks whose batch another one reports (World.speaks_for_dp).
         """
         # One stack and one copy to the host per optimizer step.
         pairs = [torch.stack(self.stats[name]).sum(0).flatten() for name in sorted(self.stats)]
         loss = torch.stack(self.loss).sum().double()[None]
-        own = torch.cat([loss, loss.new_full((1,), self.num_tokens), *pairs])
-        own = own if counts else torch.zeros_like(own)
-        return torch.cat([norm_share.to(own.device)[None], own]).cpu()
+        return torch.cat([loss, loss.new_full((1,), self.num_tokens), *pairs])
 
 
 @dataclass(frozen=True)
@@ -67,16 +62,14 @@ class Outcome:
         return math.isfinite(self.grad_norm) and math.isfinite(self.loss)
 
 
-def exchange_totals(
-    totals: Totals, norm_share: Tensor, *, counts: bool, group: dist.ProcessGroup
-) -> Outcome:
+def exchange_totals(totals: Totals, norm_share: Tensor, *, world: World) -> Outcome:
     """Add the totals of all trainer ranks up, in one small collective.
 
     Args:
-        group: gloo group of the trainer ranks.
+        norm_share: [] float64, this rank's share of the squared gradient norm.
     """
-    packed = totals.pack(norm_share, counts=counts)
-    dist.all_reduce(packed, group=group)
+    packed = torch.cat([norm_share.cpu()[None], world.counted_once(totals.pack())])
+    dist.all_reduce(packed, group=world.trainer_control)
     square, loss, num_tokens = packed[:3].tolist()
     names = sorted(totals.stats)
     parts = packed[3:].split([totals.stats[name][0].numel() for name in names])

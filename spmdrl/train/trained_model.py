@@ -82,12 +82,7 @@ class TrainedModel:
         totals = self._accumulate(jobs, loss_of)
         gradients = self.optimizer.gradients()
         self.model.complete(gradients)
-        outcome = exchange_totals(
-            totals,
-            square_sum(gradients, self._copies),
-            counts=self.world.speaks_for_dp,
-            group=self.world.trainer_control,
-        )
+        outcome = exchange_totals(totals, square_sum(gradients, self._copies), world=self.world)
         lr = learning_rate(self.options, step, steps=self.cfg.steps)
         if outcome.is_finite:
             clip_gradients(

@@ -29,7 +29,7 @@ from spmdrl.train.objectives.rl import Job, Stats, make_jobs
 from spmdrl.train.trained_model import LossOf, TrainedModel
 from spmdrl.types import Advantages, Batch, Sums, add_sums
 from spmdrl.world import World
-from spmdrl.world.comm import gather_objects
+from spmdrl.world.comm import agree
 
 log = logging.getLogger(__name__)
 
@@ -48,16 +48,8 @@ class Trainer:
         self.policy: TrainedModel | None = None
         self.companions: dict[str, Companion] = {}
         self._records: dict[str, AdapterRecord] = {}
-        problem = None
-        try:
+        with agree(group=world.control, waiting=world.watch.wait("load the policy", -1)):
             self._build()
-        except ValueError as error:
-            problem = str(error)
-        with world.watch.wait("load the policy", -1):
-            problems = gather_objects(problem, group=world.control)
-        for rank, text in enumerate(problems):
-            if text:
-                raise ValueError(text if text in problems[:1] else f"rank {rank}: {text}")
         if self.policy and self.policy.model.adapters:  # together: no rank has failed
             self._records["lora"] = AdapterRecord(
                 self.policy.model.adapters.form, model_folder(cfg.model.path), world

@@ -19,14 +19,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 
 from spmdrl.world.torch_internals import all_gather_single
 
-T = TypeVar("T")
 Ending = Literal["stopped", "failed"]
 EXIT_CODE = 13
 _BEAT_S = 1.0
@@ -278,28 +277,45 @@ def gather_objects(value: Any, *, group: dist.ProcessGroup) -> list[Any]:
     )
 
 
-def together(
-    work: Callable[[], T],
+def gather_problems(own: Sequence[str], *, group: dist.ProcessGroup) -> list[str]:
+    """Return what is wrong on any rank of `group` (gloo), equal on all of them; [] for nothing.
+
+    Each text stands there once, with the first rank that gave it, or by itself when rank 0 has
+    given all of them.
+    """
+    gathered = gather_objects(list(own), group=group)
+    first_rank: dict[str, int] = {}
+    for rank, texts in enumerate(gathered):
+        for text in texts:
+            first_rank.setdefault(text, rank)
+    if not any(first_rank.values()):
+        return list(first_rank)
+    return [f"rank {rank}: {text}" for text, rank in first_rank.items()]
+
+
+@contextlib.contextmanager
+def agree(
     *,
     group: dist.ProcessGroup,
+    kind: type[Exception] = ValueError,
     waiting: AbstractContextManager = contextlib.nullcontext(),
-) -> T:
-    """Return what this rank's work returns, when that of every rank of `group` (gloo) is done.
+) -> Iterator[None]:
+    """Let a block of each rank's own work succeed on all ranks of `group` (gloo), or on none.
 
     Args:
-        waiting: entered for the exchange after it, e.g. a named wait of Watch.
-    Raises: ValueError on all ranks, the first rank's that raised one.
+        kind: what the block may raise. Anything else ends this rank at once.
+        waiting: entered for the exchange after the block, e.g. a named wait of Watch.
+    Raises: `kind` on every rank when any block raised it; see `gather_problems`.
     """
-    value, problem = None, ""
+    own = None
     try:
-        value = work()
-    except ValueError as error:
-        problem = str(error)
+        yield
+    except kind as error:
+        own = error
     with waiting:
-        problems = gather_objects(problem, group=group)
-    if any(problems):
-        raise ValueError(next(filter(None, problems)))
-    return value
+        problems = gather_problems([str(own)] if own else [], group=group)
+    if problems:
+        raise kind("\n".join(problems)) from own
 
 
 def gather_sizes(payload: bytes, *, group: dist.ProcessGroup) -> list[int]:

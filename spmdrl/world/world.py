@@ -11,11 +11,14 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from spmdrl.config import Config, flatten, inference_ranks, trainer_ranks
@@ -25,6 +28,7 @@ from spmdrl.world.launch import Launch, read_launch
 from spmdrl.world.mesh import make_expert_mesh, make_meshes
 from spmdrl.world.torch_internals import default_store
 
+T = TypeVar("T")
 _TOLD_CHARS = 2000
 _ONE_KEY_PRESS_S = 1.0  # terminal and launcher may both pass on the same Ctrl-C
 
@@ -197,6 +201,29 @@ class World:
         """Whether this rank is the first trainer of its data-parallel index: what all of them
         know alike is counted there."""
         return self.is_trainer and self.trainer_ranks.index(self.rank) % self.ranks_per_dp == 0
+
+    # ---------------------------------------------------------------- exchanges
+
+    def from_rank_0(self, work: Callable[[], T], *, wait: str, step: int = -1) -> T:
+        """Return on every rank the small picklable value that `work` returns on rank 0."""
+        with self.watch.wait(wait, step):
+            return gather_objects(work() if self.rank == 0 else None, group=self.control)[0]
+
+    def gather_per_dp(self, own: T) -> list[T]:
+        """Return the small picklable value of each data-parallel index, on every trainer rank."""
+        mine = own if self.speaks_for_dp else None
+        return gather_objects(mine, group=self.trainer_control)[:: self.ranks_per_dp]
+
+    def counted_once(self, own: Tensor) -> Tensor:
+        """Return `own` on the CPU; zeros where another rank of this dp index counts it."""
+        return own.cpu() if self.speaks_for_dp else torch.zeros_like(own, device="cpu")
+
+    def sum_over_trainers(self, own: Tensor) -> Tensor:
+        """Add up what ranks of one dp index know alike, each index once: on the CPU, on every
+        trainer rank."""
+        total = self.counted_once(own)
+        dist.all_reduce(total, group=self.trainer_control)
+        return total
 
     # ---------------------------------------------------------------- life
 

@@ -10,7 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from tokenizers import Tokenizer
 from torch import Tensor
 
@@ -61,7 +60,7 @@ class RewardModels:
             return batch
         with self.world.watch.wait("reward model", step):
             found = torch.stack([self._scores(model, batch) for model in self._models.values()])
-            dist.all_reduce(found, group=self.world.trainer_control)
+            found = self.world.sum_over_trainers(found)
         return with_scores(batch, dict(zip(self._models, found)), cfg=self.cfg, step=step)
 
     @torch.no_grad()
@@ -70,9 +69,7 @@ class RewardModels:
         scores = torch.zeros(len(batch.scalars) + 1, dtype=torch.float64)  # a dummy's row is -1
         for microbatch in (m for update in batch.updates for m in update):
             own = self._ends(model, microbatch)
-            # Ranks of one dp index (cp, tp) have the same sequences: they count once.
-            if self.world.speaks_for_dp:
-                scores[microbatch.sequence_ids.cpu()] = own.double().cpu()
+            scores[microbatch.sequence_ids.cpu()] = own.double().cpu()
         reshard(model.scorer)
         return scores[:-1]
 

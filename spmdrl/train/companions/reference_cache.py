@@ -7,10 +7,10 @@ import hashlib
 import json
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 
 import numpy
 import torch
@@ -31,10 +31,9 @@ from spmdrl.train.companions.reference_table import (
     write_table,
 )
 from spmdrl.world import World
-from spmdrl.world.comm import gather_objects, together
+from spmdrl.world.comm import agree, gather_objects
 
 log = logging.getLogger(__name__)
-T = TypeVar("T")
 
 _PACKS = 8  # rows of tokens_per_microbatch that a rank scores between two gathers
 _SAY_S, _SAVE_S = 10.0, 600.0  # between two lines of progress; between two saves on the way
@@ -70,11 +69,11 @@ def cached_logprobs(cfg: Config, world: World, *, path: str) -> Table:
     folder = Path(cfg.output_dir) / "reference_logprobs" if choice is True else Path(choice)
     file = table_file(folder, parts)
     table, problem = shared_table(file, parts, world)
-    own, num_own = _together(lambda: _missing(cfg, world, table), world)
+    with _agreed(world):
+        own, num_own = _missing(cfg, world, table)
     keys = hashlib.sha256(repr([s.key for s in own]).encode()).hexdigest()
     with world.watch.wait("count rows", -1):
-        counts = gather_objects((num_own, len(own), keys), group=world.trainer_control)
-    counts = counts[:: world.ranks_per_dp]  # ranks of one dp index have the same rows
+        counts = world.gather_per_dp((num_own, len(own), keys))
     rows, lacking = (sum(count[i] for count in counts) for i in range(2))
     if world.rank == 0:
         _say_start(file, parts, problem=problem, rows=rows, lacking=lacking)
@@ -123,8 +122,7 @@ def look_up(table: Table, row: ScoredRow) -> Tensor:
 
 def _parts(cfg: Config, world: World, *, path: str) -> dict[str, str]:
     """Return all that the logprobs depend on besides the sequences, by name."""
-
-    def own() -> dict[str, str]:
+    with _agreed(world):
         folder = model_folder(path)
         names = {
             *CheckpointReader(folder).files(),
@@ -132,9 +130,7 @@ def _parts(cfg: Config, world: World, *, path: str) -> dict[str, str]:
             *(p.name for p in folder.glob("*.py")),
         }
         mine = sorted(names)[world.rank :: len(world.trainer_ranks)]
-        return {name: _file_digest(folder / name) for name in mine}
-
-    digests = _together(own, world)
+        digests = {name: _file_digest(folder / name) for name in mine}
     with world.watch.wait("read the reference", -1):
         every = gather_objects(digests, group=world.trainer_control)
     files = sorted((name, digest) for part in every for name, digest in part.items())
@@ -219,7 +215,8 @@ def _compute(
         path: of the reference, which is loaded here and gone after.
         file, parts: what an earlier start has left, and where to save on the way.
     """
-    model = _together(lambda: ShardedModel(cfg, world, path=path, is_trained=False), world)
+    with _agreed(world):
+        model = ShardedModel(cfg, world, path=path, is_trained=False)
     known, began = shared_table(file, parts, world)[0], time.monotonic()
     done = set(known.keys.tolist())
     rows = [
@@ -228,11 +225,9 @@ def _compute(
         if any(s.key not in done for s in row)
     ]
     with world.watch.wait("count rows", -1):
-        counts = gather_objects(
-            (len(rows), sum(len(s) for row in rows for s in row)), group=world.trainer_control
-        )
+        counts = world.gather_per_dp((len(rows), sum(len(s) for row in rows for s in row)))
     rounds = max(count for count, _ in counts)
-    progress = _Progress(sum(tokens for _, tokens in counts[:: world.ranks_per_dp]))
+    progress = _Progress(sum(tokens for _, tokens in counts))
     if world.rank == 0 and done:
         log.info("reference logprobs: an earlier start has left %d sequences", len(done))
     rows += [[]] * (rounds - len(rows))  # all ranks meet in every forward pass
@@ -240,13 +235,11 @@ def _compute(
     for begin in range(0, rounds, _PACKS):
         chunk = rows[begin : begin + _PACKS]
         with world.watch.wait("reference logprobs", -1):
-            everyone = gather_objects(
-                (sum(len(s) for row in chunk for s in row), _score(model, chunk)),
-                group=world.trainer_control,
-            )
+            scored = _score(model, chunk)
+            shares = world.gather_per_dp((sum(len(s) for row in chunk for s in row), scored))
         if world.rank:
             continue
-        for tokens, part in everyone[:: world.ranks_per_dp]:
+        for tokens, part in shares:
             progress.done += tokens
             found |= {key: torch.from_numpy(values) for key, values in part.items()}
         progress.say()
@@ -300,10 +293,8 @@ def _score(model: ShardedModel, rows: Sequence[Sequence[Row]]) -> dict[int, nump
     return found
 
 
-def _together(function: Callable[[], T], world: World) -> T:
-    """Return what a function of each trainer rank's own gives, or raise its error on all."""
-    return together(
-        function,
-        group=world.trainer_control,
-        waiting=world.watch.wait("agree on the reference", -1),
+def _agreed(world: World) -> AbstractContextManager[None]:
+    """Have what each trainer rank does by itself fail on all of them, or on none."""
+    return agree(
+        group=world.trainer_control, waiting=world.watch.wait("agree on the reference", -1)
     )

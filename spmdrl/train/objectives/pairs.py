@@ -22,7 +22,6 @@ from spmdrl.model.sharded import ShardedModel
 from spmdrl.train.objectives.rl import Job, Stats
 from spmdrl.types import Batch
 from spmdrl.world import World
-from spmdrl.world.comm import gather_objects
 
 _SIDES = ("chosen", "rejected")
 
@@ -112,10 +111,7 @@ class PairObjective:
         own = torch.zeros(2, dtype=torch.float64)
         for job in (job for update in jobs for job in update):
             own += torch.stack(self._mean_parts(job)).cpu()
-        # Ranks of one dp index (cp, tp) hold the same pairs, which count once.
-        is_first = world.speaks_for_dp
-        parts = gather_objects(own if is_first else None, group=world.trainer_control)
-        total, count = sum(part for part in parts if part is not None)
+        total, count = world.sum_over_trainers(own)
         mean = (total / count.clamp(min=1)).to(world.device)
         return {name: mean for name in self._statistics}
 

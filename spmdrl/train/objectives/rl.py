@@ -18,7 +18,6 @@ from spmdrl.model.scorer import ScoredRow
 from spmdrl.train.coefficients import Coefficients
 from spmdrl.types import Advantages, Batch, Microbatch
 from spmdrl.world import World
-from spmdrl.world.comm import gather_objects
 
 if TYPE_CHECKING:
     from spmdrl.model.sharded import ShardedModel
@@ -216,7 +215,8 @@ class Objective:
                 for update in jobs
                 for job in update
             ]
-            columns = gather_columns(torch.cat(own, dim=1), world=world)
+            parts = world.gather_per_dp(torch.cat(own, dim=1).cpu().numpy())
+            columns = torch.cat([torch.from_numpy(part) for part in parts], dim=1)
             found |= registry.call_statistics(method, dict(zip(wanted, columns)), options)
         return {name: value.to(world.device) for name, value in found.items()}
 
@@ -290,13 +290,3 @@ def _token_keys(batch: Microbatch, *, step: int) -> Tensor:
         batch.cu_seqlens.diff().long(), output_size=batch.tokens.numel()
     )
     return (((step << 20) + rows) << 22) + batch.position_ids
-
-
-def gather_columns(own: Tensor, *, world: World) -> Tensor:
-    """Concatenate [C, n] columns of all trainer ranks' loss tokens: [C, N] on the CPU.
-
-    Ranks of one dp index (cp, tp) hold the same tokens, which count once.
-    """
-    is_first = world.speaks_for_dp
-    parts = gather_objects(own.cpu().numpy() if is_first else None, group=world.trainer_control)
-    return torch.cat([torch.from_numpy(p) for p in parts if p is not None], dim=1)
