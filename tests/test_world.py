@@ -7,10 +7,12 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from ranks import free_port, launch_env, run_ranks
 
 from spmdrl.config import Config, Layout
 from spmdrl.world import World
+from spmdrl.world.comm import agree
 from spmdrl.world.launch import first_host, read_launch
 
 
@@ -80,6 +82,43 @@ def test_roles_and_meshes(layout, trainers, engines):
     assert all(f["stop_after_request"] for f in found)
 
 
+def agreed_and_summed(cfg: Config) -> dict:
+    world = World.start(cfg)
+    said = {}
+    for name, fails in {"nobody": (), "one": (2,), "all": (0, 1, 2, 3), "others": (0, 3)}.items():
+        text = f"of rank {world.rank}" if name == "others" else "the same"
+        said[name] = ""
+        try:
+            with agree(group=world.control):
+                if world.rank in fails:
+                    raise ValueError(text)
+        except ValueError as error:
+            said[name] = str(error)
+    own = torch.tensor([1.0, 10.0]) * (world.dp_index(world.rank) + 1)
+    found = dict(
+        said=said,
+        sum=world.sum_over_trainers(own).tolist(),
+        parts=world.gather_per_dp(world.rank),
+        first=world.from_rank_0(lambda: world.rank + 7, wait="ask rank 0"),
+    )
+    world.close()
+    return found
+
+
+def test_ranks_fail_together_and_a_dp_index_counts_once():
+    cfg = Config(layout=Layout(device="cpu", world_size=4, placement="colocated", tp=2))
+    for found in run_ranks(4, agreed_and_summed, cfg):
+        assert found["said"] == {
+            "nobody": "",
+            "one": "rank 2: the same",
+            "all": "the same",
+            "others": "rank 0: of rank 0\nrank 3: of rank 3",
+        }
+        assert found["sum"] == [3.0, 30.0]  # dp index 0 has 1 and 10, dp index 1 twice that
+        assert found["parts"] == [0, 2]
+        assert found["first"] == 7
+
+
 def wrong_size(cfg: Config) -> str:
     import torch.distributed as dist
 
@@ -113,6 +152,7 @@ sys.path.insert(0, {root!r})
 import torch.distributed as dist
 from spmdrl.config import Config, Layout
 from spmdrl.world import World
+from spmdrl.world.comm import agree
 world = World.start(Config(layout=Layout(world_size=3, trainer_ranks=2, device="cpu",
                                          wait_timeout_s=4)))
 world.started()
