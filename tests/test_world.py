@@ -12,7 +12,7 @@ from ranks import free_port, launch_env, run_ranks
 
 from spmdrl.config import Config, Layout
 from spmdrl.world import World
-from spmdrl.world.comm import agree
+from spmdrl.world.comm import agree, gather_problems
 from spmdrl.world.launch import first_host, read_launch
 
 
@@ -85,8 +85,8 @@ def test_roles_and_meshes(layout, trainers, engines):
 def agreed_and_summed(cfg: Config) -> dict:
     world = World.start(cfg)
     said = {}
-    for name, fails in {"nobody": (), "one": (2,), "all": (0, 1, 2, 3), "others": (0, 3)}.items():
-        text = f"of rank {world.rank}" if name == "others" else "the same"
+    for name, fails in {"nobody": (), "one": (2,), "all": (0, 1, 2, 3), "two": (0, 3)}.items():
+        text = f"of rank {world.rank}" if name == "two" else "the same"
         said[name] = ""
         try:
             with agree(group=world.control):
@@ -94,9 +94,12 @@ def agreed_and_summed(cfg: Config) -> dict:
                     raise ValueError(text)
         except ValueError as error:
             said[name] = str(error)
+    lines = ["a", "b"] if world.rank else ["a"]
+    problems = [gather_problems(own, group=world.control) for own in ((), ["a"], lines)]
     own = torch.tensor([1.0, 10.0]) * (world.dp_index(world.rank) + 1)
     found = dict(
         said=said,
+        problems=problems,
         sum=world.sum_over_trainers(own).tolist(),
         parts=world.gather_per_dp(world.rank),
         first=world.from_rank_0(lambda: world.rank + 7, wait="ask rank 0"),
@@ -112,8 +115,9 @@ def test_ranks_fail_together_and_a_dp_index_counts_once():
             "nobody": "",
             "one": "rank 2: the same",
             "all": "the same",
-            "others": "rank 0: of rank 0\nrank 3: of rank 3",
+            "two": "of rank 0",
         }
+        assert found["problems"] == [[], ["a"], ["rank 0: a", "rank 1: b"]]
         assert found["sum"] == [3.0, 30.0]  # dp index 0 has 1 and 10, dp index 1 twice that
         assert found["parts"] == [0, 2]
         assert found["first"] == 7
@@ -152,7 +156,7 @@ sys.path.insert(0, {root!r})
 import torch.distributed as dist
 from spmdrl.config import Config, Layout
 from spmdrl.world import World
-from spmdrl.world.comm import agree
+from spmdrl.world.comm import agree, gather_problems
 world = World.start(Config(layout=Layout(world_size=3, trainer_ranks=2, device="cpu",
                                          wait_timeout_s=4)))
 world.started()

@@ -305,7 +305,7 @@ def agree(
     Args:
         kind: what the block may raise. Anything else ends this rank at once.
         waiting: entered for the exchange after the block, e.g. a named wait of Watch.
-    Raises: `kind` on every rank when any block raised it; see `gather_problems`.
+    Raises: `kind` on every rank when any block raised it: what the first of them said.
     """
     own = None
     try:
@@ -313,9 +313,10 @@ def agree(
     except kind as error:
         own = error
     with waiting:
-        problems = gather_problems([str(own)] if own else [], group=group)
-    if problems:
-        raise kind("\n".join(problems)) from own
+        texts = gather_objects(None if own is None else str(own), group=group)
+    for rank, text in enumerate(texts):
+        if text is not None:
+            raise kind(f"rank {rank}: {text}" if rank else text) from own
 
 
 def gather_sizes(payload: bytes, *, group: dist.ProcessGroup) -> list[int]:
