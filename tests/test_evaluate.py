@@ -16,9 +16,10 @@ from runs import ROOT
 
 from spmdrl import config
 from spmdrl.commands.create_model import create_model
+from spmdrl.commands.evaluate import parse
 from spmdrl.commands.export import export
 from spmdrl.config import Config
-from spmdrl.evaluate import parse, table
+from spmdrl.evaluate import table
 from spmdrl.report.glossary import values_of
 from spmdrl.rollout.episode import Response, Sample
 from spmdrl.rollout.outcomes import Outcome, eval_sums, outcomes_of, summarize

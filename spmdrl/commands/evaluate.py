@@ -1,0 +1,292 @@
+"""Sample held-out problems with a model, a run or a checkpoint, and say how it does.
+
+    python -m spmdrl evaluate runs/demo/grpo --evaluate.samples 8
+    python -m spmdrl evaluate runs/demo/grpo --which best
+    python -m spmdrl evaluate runs/demo/grpo/checkpoints/step_50
+    python -m spmdrl evaluate my_model --config configs/demo_grpo.yaml --right-at 0.5
+    torchrun --nproc-per-node 4 -m spmdrl evaluate my_model --config configs/gpu_split_8.yaml
+
+The first argument is a Hugging Face folder or hub name, a run's folder (its newest whole checkpoint
+is taken, or its best one) or a checkpoint. Runs and checkpoints bring their own config; any field
+of it is a flag, as in train.py. Every rank generates, layout.inference_tp ranks to an engine. What
+is found is printed as a table, written as JSON, and added to the run's MLflow run if it has one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import signal
+import socket
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from spmdrl import config
+from spmdrl.algorithms.shaping import RIGHT_AT
+from spmdrl.config import Config
+from spmdrl.config.read import is_missing_folder, read, refuse
+from spmdrl.evaluate import Result, sample, table, write
+from spmdrl.rewards.signatures import reward_models
+from spmdrl.rollout.source import make_source
+from spmdrl.world.launch import launch_alone, read_launch
+from spmdrl.world.world import World, ended
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the command line asks for."""
+
+    model: str
+    """Folder or hub name, as given."""
+    is_checkpoint: bool
+    """Whether it is a checkpoint or a run's folder."""
+    out: Path
+    """JSON file to write."""
+    right_at: float
+    """Reward from which a sample is right, task units."""
+    which: str
+    """Which checkpoint of a run: `last` or `best`."""
+    cfg: Config
+    """What to evaluate with: colocated on all ranks, model.path still `model`."""
+
+
+def parse(argv: Sequence[str], *, world_size: int) -> Request:
+    """Read the command line.
+
+    Raises: ValueError for a model that is none, or a run without its config; SystemExit(2) for
+        a config that does not serve, with every problem listed.
+    """
+    if not argv or argv[0].startswith("-"):
+        if {"-h", "--help"} & set(argv):
+            read(["--help"], prog="python -m spmdrl evaluate MODEL", about=f"{_HELP}\n")
+        raise ValueError(
+            "the first argument is what to evaluate: a model's folder or hub name, a "
+            "run's folder, or a checkpoint"
+        )
+    own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    own.add_argument("--out", type=Path)
+    own.add_argument("--right-at", type=float, default=RIGHT_AT)
+    own.add_argument("--which", choices=("last", "best"), default="last")
+    chosen, rest = own.parse_known_args(argv[1:])
+    model, has_config = argv[0], any(word.split("=")[0] == "--config" for word in rest)
+    is_checkpoint = _is_checkpoint(model)
+    file = "" if has_config or not is_checkpoint else str(_config_of(Path(model)))
+    asked = read(
+        ["--config", file, *rest] if file else list(rest),
+        prog="python -m spmdrl evaluate MODEL",
+        about=f"{_HELP}\n",
+    )
+    if chosen.which == "best" and not is_checkpoint:
+        raise ValueError(f"--which best: {model} is a model, not a run that keeps its best one")
+    if asked.algorithm.objective == "reward_model" and is_checkpoint:
+        raise ValueError(f"{model} is a reward model, which answers nothing; evaluate a policy")
+    if left_out := reward_models(asked.rewards.functions):
+        print(
+            f"reward models score in training alone and are left out: "
+            f"{', '.join(left_out.values())}",
+            file=sys.stderr,
+        )
+    cfg = evaluation_config(asked, model=model, world_size=world_size)
+    empty = (
+        []
+        if cfg.data.eval
+        else ["data.eval: is empty; name held-out rows, e.g. --data.eval problems.jsonl"]
+    )
+    refuse(
+        empty
+        or [
+            p.replace("data.train", "data.eval").replace("data.size", "data.eval_size")
+            for p in config.validate(cfg)
+        ],
+        of=file,
+    )
+    name = Path(model).resolve().name if Path(model).exists() else model.replace("/", "_")
+    return Request(
+        model,
+        is_checkpoint,
+        chosen.out or Path(f"evaluation_{name}.json"),
+        chosen.right_at,
+        chosen.which,
+        cfg,
+    )
+
+
+_HELP = """--out FILE
+    JSON file to write; by default evaluation_MODEL.json in this folder.
+--right-at REWARD
+    reward from which a sample counts as right in pass@k and maj@n; by default 1.
+--which {last,best}
+    of a run's checkpoints: the newest whole one, or the best by checkpoint.keep."""
+
+
+def _is_checkpoint(model: str) -> bool:
+    from spmdrl.checkpoint import manifest as disk
+
+    path = Path(model)
+    if (path / "config.json").is_file():
+        return False
+    if (
+        (path / disk.NAME).is_file()
+        or (path / "config.yaml").is_file()
+        or any(disk.complete_checkpoints(p) for p in (path, disk.checkpoints_folder(path)))
+    ):
+        return True
+    if path.is_dir() or is_missing_folder(model):
+        what = (
+            "has neither config.json (a model) nor config.yaml (a run) nor manifest.json (a "
+            "checkpoint)"
+            if path.is_dir()
+            else f"does not exist (looked from {Path.cwd()})"
+        )
+        raise ValueError(f"{model} {what}")
+    return False  # a hub name
+
+
+def _config_of(path: Path) -> Path:
+    """Return the config file of the run that `path`, it or a checkpoint of it, belongs to."""
+    folder = _run_folder(path)
+    if folder is None:
+        raise ValueError(
+            f"{path} lies in no run's folder: there is no config.yaml there or above; "
+            "give one by --config"
+        )
+    return folder / "config.yaml"
+
+
+def _run_folder(path: Path) -> Path | None:
+    places = (path.resolve(), *path.resolve().parents[:2])
+    return next((place for place in places if (place / "config.yaml").is_file()), None)
+
+
+def evaluation_config(cfg: Config, *, model: str, world_size: int) -> Config:
+    """Return a config that takes from a training one what generating and rewarding need."""
+    layout, longest = cfg.layout, cfg.data.max_prompt_tokens + cfg.sampling.max_response_tokens
+    functions, models = cfg.rewards.functions, reward_models(cfg.rewards.functions)
+    kept = [i for i in range(len(functions)) if i not in models]  # models score on trainers
+    return Config(
+        seed=cfg.seed,
+        deterministic=cfg.deterministic,
+        dry_run=cfg.dry_run,
+        steps=1,
+        layout=config.Layout(
+            placement="colocated",
+            world_size=world_size,
+            inference_tp=layout.inference_tp,
+            device=layout.device,
+            wait_timeout_s=layout.wait_timeout_s,
+            startup_timeout_s=layout.startup_timeout_s,
+        ),
+        model=config.Model(
+            path=model, tokenizer=cfg.model.tokenizer, trust_remote_code=cfg.model.trust_remote_code
+        ),
+        # The training rows are not needed, and may lie elsewhere.
+        data=replace(cfg.data, train=cfg.data.eval, size=cfg.data.eval_size),
+        batch=config.Batch(prompts_per_step=1, tokens_per_microbatch=longest),
+        sampling=cfg.sampling,
+        engine=cfg.engine,
+        evaluate=cfg.evaluate,
+        rollout=replace(cfg.rollout, schedule={}, record={}),
+        rewards=replace(
+            cfg.rewards,
+            shaping={},
+            functions=tuple(functions[i] for i in kept),
+            weights=tuple(cfg.rewards.weights[i] for i in kept) if cfg.rewards.weights else (),
+        ),
+    )
+
+
+def run(request: Request, world: World) -> Result:
+    """Build the engines, sample, and leave the job. Every rank calls it.
+
+    Raises: ValueError for a checkpoint, model, data or reward function that cannot be used;
+        RuntimeError naming the sample when a reward fails under on_failure=fail.
+    """
+    from spmdrl.data.prompts import load_tokenizer
+    from spmdrl.engine import make_engine
+
+    with _model_folder(request, world) as (folder, step):
+        cfg = replace(request.cfg, model=replace(request.cfg.model, path=folder))
+        if request.is_checkpoint:  # its export has the tokenizer
+            cfg = replace(cfg, model=replace(cfg.model, tokenizer=""))
+        source = make_source(cfg, world, tokenizer=load_tokenizer(cfg))
+        engine = make_engine(cfg, world)
+        outcomes = sample(source, engine, world=world, step=step)
+        source.close()
+        engine.close()
+    return Result(step, outcomes)
+
+
+@contextlib.contextmanager
+def _model_folder(request: Request, world: World) -> Iterator[tuple[str, int]]:
+    """Give the model as vLLM loads it, and its step; a checkpoint is exported for the time."""
+    if not request.is_checkpoint:
+        yield request.model, 0
+        return
+    from spmdrl.checkpoint.keep import named
+    from spmdrl.commands.export import export, whole_checkpoint
+
+    with contextlib.ExitStack() as stack:
+
+        def exported() -> tuple[str, int]:
+            folder, content = whole_checkpoint(named(Path(request.model), request.which))
+            out = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "model"
+            # What the weight stream gives the engine: masters cast to its dtype.
+            export(folder, out=out, dtype=request.cfg.engine.dtype)
+            return str(out), content.step
+
+        made = world.from_rank_0(exported, wait="export checkpoint")
+        if not Path(made[0]).is_dir():
+            raise ValueError(
+                f"{socket.gethostname()} does not see {made[0]}, where rank 0 put the "
+                "model of the checkpoint; on several machines export it by `python -m spmdrl "
+                "export` to a folder that all see, and evaluate that"
+            )
+        yield made
+
+
+def _show(request: Request, result: Result) -> None:
+    """Print the table, write the files, and add them to the MLflow run of a run's folder."""
+    from spmdrl.report.tracker import log_files
+
+    print(table(result.outcomes, samples=request.cfg.evaluate.samples, right_at=request.right_at))
+    files = write(request.out, request.cfg, result, model=request.model, right_at=request.right_at)
+    print(f"written to {' and '.join(map(str, files))}")
+    if not request.is_checkpoint:
+        return
+    try:
+        uri = log_files(_run_folder(Path(request.model)), files)
+    except Exception as error:  # a tracker that is down is no reason to fail: the files are there
+        print(f"MLflow did not take them: {type(error).__name__}: {error}", file=sys.stderr)
+    else:
+        print(f"and to MLflow at {uri}" if uri else "the run has no MLflow run to add them to")
+
+
+def main() -> int:
+    """Parse, refuse what is wrong with its reasons, evaluate, print and write."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during imports: no traceback
+    launch_alone()
+    world = None
+    try:
+        request = parse(sys.argv[1:], world_size=read_launch().world_size)
+        if request.cfg.dry_run:
+            print(config.dump(request.cfg))
+            return 0
+        world = World.start(request.cfg)
+        result = run(request, world)
+        if world.rank == 0:
+            _show(request, result)
+        world.close()
+        return 0
+    except Exception as error:
+        return ended(error, world)  # says why, here and to the other ranks
+
+
+if __name__ == "__main__":
+    status = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)  # peers may be gone: no thread or group of theirs may keep this process
