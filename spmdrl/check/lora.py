@@ -65,7 +65,7 @@ def _push_problems(cfg: Config) -> list[str]:
             f"model.lora.push: adapter with engine.kind {cfg.engine.kind}: only vllm "
             "computes with adapters of its own; take merged"
         )
-    if cfg.layout.placement == "offline":
+    if not cfg.layout.roles.has_engines:
         problems.append(
             "model.lora.push: adapter under placement offline, where there is no "
             "engine to push to; leave it out"

@@ -35,7 +35,7 @@ def _layout_problems(cfg: Config) -> list[str]:
             problems.append(f"layout.{name}: must be at least 1, got {getattr(layout, name)}")
     if problems:
         return problems
-    if layout.placement == "split" and trainers >= layout.world_size:
+    if layout.roles.overlaps and trainers >= layout.world_size:
         problems.append(
             f"layout.trainer_ranks: split placement with world_size {layout.world_size} and "
             f"trainer_ranks {trainers} leaves {layout.world_size - trainers} ranks to generate; "
@@ -64,14 +64,14 @@ def _layout_problems(cfg: Config) -> list[str]:
             f"layout.inference_tp: {layout.inference_tp} with engine.kind transformers, whose "
             "engine holds the whole model on one rank; set it to 1, or take vllm"
         )
-    if layout.placement == "split" and trainers % layout.inference_tp:
+    if layout.roles.overlaps and trainers % layout.inference_tp:
         problems.append(
             f"layout.trainer_ranks: vLLM lays tensor-parallel groups of {layout.inference_tp} "
             f"over all ranks from 0, so trainer_ranks {trainers} must be a multiple of "
             f"inference_tp {layout.inference_tp} (got {trainers / layout.inference_tp:g})"
         )
     samples = cfg.algorithm.objective == "rl" and not replay_folder(cfg)
-    if (layout.placement == "offline") == samples:
+    if layout.roles.has_engines != samples:
         problems.append(
             f"layout.placement: {layout.placement} with objective {cfg.algorithm.objective}; sft, "
             "preference, reward_model, distill, and rl by rollout.record.replay, run `offline` (no "

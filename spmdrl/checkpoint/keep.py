@@ -55,7 +55,7 @@ def _metric_problems(cfg: Config, name: Any) -> list[str]:
             f"best: {name} is not measured with evaluate.samples {cfg.evaluate.samples}"
             f"{nearest(name, known)}"
         ]
-    if cfg.layout.placement == "offline":
+    if not cfg.layout.roles.has_engines:
         return [
             f"best: {name} is measured by sampling held-out problems, and under placement "
             "offline nothing samples; take it out"

@@ -9,6 +9,8 @@ from typing import Annotated, Any, Literal
 import tyro
 import yaml
 
+from spmdrl.config.placements import PLACEMENTS, Placement
+
 
 def _options_of(words: list[str]) -> dict:
     options = yaml.safe_load(words[0])
@@ -75,6 +77,11 @@ class Layout:
     and ends. Longer than the slowest generation phase."""
     startup_timeout_s: float = 1800.0
     """The same for waits before the first step: model loading and compilation are slow."""
+
+    @property
+    def roles(self) -> Placement:
+        """What `placement` means."""
+        return PLACEMENTS[self.placement]
 
 
 @dataclass(frozen=True)
@@ -519,14 +526,10 @@ def replay_folder(cfg: Config) -> str:
 def trainer_ranks(cfg: Config) -> list[int]:
     """Return the ranks that hold the policy."""
     layout = cfg.layout
-    split = layout.placement == "split"
-    return list(range(layout.trainer_ranks if split else layout.world_size))
+    return list(layout.roles.trainer_ranks(layout.world_size, trainers=layout.trainer_ranks))
 
 
 def inference_ranks(cfg: Config) -> list[int]:
     """Return the ranks that hold an engine."""
     layout = cfg.layout
-    if layout.placement == "offline":
-        return []
-    first = layout.trainer_ranks if layout.placement == "split" else 0
-    return list(range(first, layout.world_size))
+    return list(layout.roles.inference_ranks(layout.world_size, trainers=layout.trainer_ranks))

@@ -34,7 +34,7 @@ class Handover:
     def __init__(self, engine: EngineProtocol, world: World):
         self._engine = engine
         self._sleeps = (
-            world.cfg.layout.placement == "colocated" and world.is_inference and engine.can_sleep
+            world.cfg.layout.roles.shares_devices and world.is_inference and engine.can_sleep
         )
         if self._sleeps and schedule_of(world.cfg)["over_sample"] > 1:
             log.warning(

@@ -328,7 +328,7 @@ def _build(cfg: Config, world: World) -> Any:
     if on_cpu:
         keep_linear_weights_live()
         keep_expert_weights_live()
-    is_shared = cfg.layout.placement == "colocated"
+    is_shared = cfg.layout.roles.shares_devices
     options = {
         "enable_prefix_caching": True,
         "enable_sleep_mode": is_shared and not on_cpu,

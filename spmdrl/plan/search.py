@@ -35,7 +35,7 @@ class Plan:
         """Bytes of the fullest rank."""
         if self.engine is None:
             return self.trainer.total
-        if self.axes.placement == "colocated":  # each beside what is left of the other
+        if self.axes.roles.shares_devices:  # each beside what is left of the other
             return max(
                 self.trainer.total + self.engine.resting, self.engine.total + self.trainer.resting
             )
@@ -55,7 +55,7 @@ def make_plan(run: Run, axes: Axes, *, rates: Rates, memory_bytes: int, tokens: 
     trainer_room = room
     if axes.engines:
         engine = engine_memory(run, axes, memory_bytes=memory_bytes)
-        if axes.placement == "colocated":
+        if axes.roles.shares_devices:
             trainer_room = room - engine.resting
     most = most_tokens(run, alone, room=trainer_room)
     tokens = (
@@ -83,7 +83,7 @@ def _memory_problems(plan: Plan, run: Run, *, trainer_room: int) -> Iterator[str
     over = plan.trainer.total - left
     if over > 0:
         cause = max(plan.trainer.causes, key=lambda name: plan.trainer.causes[name])
-        beside = " beside the engine" if plan.axes.placement == "colocated" else ""
+        beside = " beside the engine" if plan.axes.roles.shares_devices else ""
         yield (
             f"a trainer rank needs {_gib(plan.trainer.total)}, {_gib(over)} more than the "
             f"{_gib(left)} it may use{beside}; most of it is "
@@ -93,7 +93,7 @@ def _memory_problems(plan: Plan, run: Run, *, trainer_room: int) -> Iterator[str
         return
     left = max(0, plan.room - plan.trainer.resting)
     short = plan.engine.total - left
-    is_short = plan.axes.placement == "colocated" and run.on_gpu and short > 0
+    is_short = plan.axes.roles.shares_devices and run.on_gpu and short > 0
     if is_short:
         cure = "; lower engine.gpu_memory_frac" if plan.engine.sequences and left else ""
         yield (
@@ -192,7 +192,7 @@ def _divides(axes: Axes) -> bool:
     inner = axes.dp_replicate * axes.cp * axes.tp
     if not axes.trainers or axes.trainers % inner or axes.engines % axes.inference_tp:
         return False
-    if axes.placement == "split" and axes.trainers % axes.inference_tp:
+    if axes.roles.overlaps and axes.trainers % axes.inference_tp:
         return False
     return axes.replica % axes.ep == 0
 
@@ -263,11 +263,11 @@ def best_plans(
     """
     found, nearest = [], None
     for axes in layouts(run, gpus=gpus, gpus_per_node=rates.gpus_per_node):
-        is_shared = axes.placement == "colocated" and run.on_gpu
+        is_shared = axes.roles.shares_devices and run.on_gpu
         for frac in _SHARED_FRACS if is_shared else (run.gpu_memory_frac,):
             own = replace(
                 run,
-                overlaps=overlaps and axes.placement == "split",
+                overlaps=overlaps and axes.roles.overlaps,
                 gpu_memory_frac=min(frac, run.gpu_memory_frac),
             )
             plan = make_plan(own, axes, rates=rates, memory_bytes=memory_bytes)

@@ -10,6 +10,7 @@ from spmdrl.check.lora import LORA
 from spmdrl.check.options import KERNELS, MEMORY
 from spmdrl.config import Config, inference_ranks, trainer_ranks
 from spmdrl.config.fields import least_tokens
+from spmdrl.config.placements import PLACEMENTS, Placement
 from spmdrl.imports import divisors
 from spmdrl.model.parallel.recompute import has
 from spmdrl.model.shape import ModelShape
@@ -56,11 +57,14 @@ class Axes:
         return self.dp_replicate * self.dp_shard
 
     @property
+    def roles(self) -> Placement:
+        """What `placement` means."""
+        return PLACEMENTS[self.placement]
+
+    @property
     def engines(self) -> int:
         """Ranks that generate."""
-        return {"split": self.world_size - self.trainers, "offline": 0}.get(
-            self.placement, self.world_size
-        )
+        return len(self.roles.inference_ranks(self.world_size, trainers=self.trainers))
 
     @property
     def replicas(self) -> int:
@@ -190,7 +194,7 @@ def run_of(
         kernels=_kernels(cfg, on_gpu=on_gpu),
         on_gpu=on_gpu,
         is_rl=is_rl,
-        overlaps=cfg.lag > 0 and cfg.layout.placement == "split",
+        overlaps=cfg.lag > 0 and cfg.layout.roles.overlaps,
         prompts=batch.prompts_per_step,
         sequences=batch.prompts_per_step * (2 if is_pair else group),
         prompt_tokens=prompt_tokens or cfg.data.max_prompt_tokens / 2,

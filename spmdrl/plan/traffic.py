@@ -145,7 +145,7 @@ def push_flows(run: Run, axes: Axes) -> list[Flow]:
     if run.pushes_adapter:  # of a layer that tp cuts, every rank has one matrix whole
         whole = run.engine_bytes * run.lora_numel
     flows = []
-    if axes.placement == "split":
+    if axes.roles.overlaps:
         flows.append(Flow("stream", whole * axes.inference_tp / axes.trainers, 1, axes.world_size))
     if axes.replicas > 1:
         share = (axes.replicas - 1) / axes.replicas

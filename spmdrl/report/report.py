@@ -250,7 +250,7 @@ class Report:
         step_s = of("perf/step_s")
         generate, update, push = (of(f"time/{name}") for name in WORK_PHASES)
         layout = self.cfg.layout
-        overlaps = layout.placement == "split" and self.cfg.lag > 0
+        overlaps = layout.roles.overlaps and self.cfg.lag > 0
         work = push + (max(generate, update) if overlaps else generate + update)
         inside = step_s - sum(of(clean_name(f"time/{name}")) for name in BESIDE_PHASES)
         tokens = sums.get("perf/generated_tokens", sums.get("perf/trained_tokens", (0, 0)))[0]
@@ -258,7 +258,7 @@ class Report:
             "perf/other_frac": (max(0.0, inside - work), max(0.0, inside)),
             "mem/rss_gib": (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, 1),
         }
-        if "time/engine_idle" in sums and layout.placement == "split":
+        if "time/engine_idle" in sums and layout.roles.overlaps:
             own |= trainer_wait(of("time/await_rollouts"), generate, sums)
         if tokens:
             own["perf/tokens_per_s"] = (tokens, max(0.0, inside))

@@ -199,7 +199,7 @@ def _in_flight_problems(cfg: Config, chosen: Mapping[str, Any]) -> list[str]:
         problems.append(f"kv_cache: expected keep or recompute, got {chosen['kv_cache']!r}")
     if not isinstance(chosen["in_flight"], bool):
         problems.append(f"in_flight: expected true or false, got {chosen['in_flight']!r}")
-    elif chosen["in_flight"] and cfg.layout.placement != "split":
+    elif chosen["in_flight"] and not cfg.layout.roles.overlaps:
         problems.append(
             f"in_flight: with layout.placement {cfg.layout.placement} nothing is "
             "sampled while the policy trains; take split, or leave it out"

@@ -391,7 +391,7 @@ def _check_launch(cfg: Config, launch: Launch) -> None:
 
 def _other_way(cfg: Config, launch: Launch) -> str:
     size = launch.world_size
-    if cfg.layout.placement != "split" or size > cfg.layout.trainer_ranks:
+    if not cfg.layout.roles.overlaps or size > cfg.layout.trainer_ranks:
         return f"set --layout.world-size {size}"
     if size > 1:
         return (
