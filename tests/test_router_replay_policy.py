@@ -18,6 +18,7 @@ from spmdrl import config as configs
 from spmdrl.check.fit import fit_problems
 from spmdrl.config import Config
 from spmdrl.model.attention import register_attention
+from spmdrl.model.blocks import experts_modules
 from spmdrl.model.file_tensors import file_tensors, live_tensors
 from spmdrl.model.load import (
     CheckpointReader,
@@ -26,9 +27,7 @@ from spmdrl.model.load import (
     model_folder,
     read_tensors,
 )
-from spmdrl.model.parallel import fsdp as parallelize
-from spmdrl.model.parallel import recompute as memory
-from spmdrl.model.parallel.expert_parallel import experts_modules
+from spmdrl.model.parallel import recompute
 from spmdrl.model.router_replay import WEIGHTS, RouterReplay
 from spmdrl.model.scorer import Scorer, make_row
 from spmdrl.types import Batch
@@ -154,7 +153,7 @@ def replaying_scorer(folder: Path, family: str, *, checkpointing: str) -> tuple[
     hf_model.to_empty(device="cpu")
     read_tensors(CheckpointReader(model_folder(str(folder))), live_tensors(hf_model), parts)
     compute_buffers(hf_model)
-    memory.checkpoint(parallelize.blocks(hf_model), checkpointing)
+    recompute.checkpoint(hf_model, checkpointing)
     scorer = Scorer(hf_model, chunk_tokens=16, temperature=1.0, tp_group=None).eval()
     layers = [m for m in hf_model.modules() if hasattr(m, "gate") and hasattr(m, "experts")]
     RouterReplay(scorer, [layer.gate for layer in layers], model_type=family)

@@ -10,8 +10,9 @@ from policy_runs import config
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from spmdrl.check.fit import fit_problems, inference_misfits
+from spmdrl.model.blocks import mixtures
 from spmdrl.model.parallel import sequence_parallel, tensor_parallel
-from spmdrl.model.parallel.tp_plan import PARTIAL, mixtures, style_problems, tp_styles
+from spmdrl.model.parallel.tp_plan import PARTIAL, style_problems, tp_styles
 from spmdrl.model.shape import model_shape
 
 

@@ -16,14 +16,14 @@ from spmdrl.check.lora import MAX_RANK
 from spmdrl.check.options import KERNELS, MEMORY
 from spmdrl.config import Config, Model, inference_ranks
 from spmdrl.imports import divisors
+from spmdrl.model.blocks import blocks, mixtures
 from spmdrl.model.file_tensors import file_tensors
 from spmdrl.model.load import CheckpointReader, build_meta_model, check_weights, load_hf_config
 from spmdrl.model.lora.files import AdapterFolder
 from spmdrl.model.lora.layers import adapter_shapes, has_embedding, lora_form
-from spmdrl.model.parallel.fsdp import blocks
 from spmdrl.model.parallel.recompute import check_offload
 from spmdrl.model.parallel.tensor_parallel import why_never
-from spmdrl.model.parallel.tp_plan import heads_fields, mixtures
+from spmdrl.model.parallel.tp_plan import heads_fields
 from spmdrl.model.router_replay import WEIGHTS, unknown_router
 from spmdrl.rewards.signatures import reward_models
 from spmdrl.train.router_balance import check_balance

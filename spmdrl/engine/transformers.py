@@ -24,12 +24,12 @@ from spmdrl.engine.kv_cache import KVCache, Work, register_attention
 from spmdrl.engine.protocol import Completion, Request, route_dtype
 from spmdrl.engine.sampling import draw, numbers
 from spmdrl.model.attention import pick_attention
+from spmdrl.model.blocks import experts_modules
 from spmdrl.model.file_tensors import file_tensors, live_tensors
 from spmdrl.model.head import head_chunk_tokens
 from spmdrl.model.live_bytes import device_bytes
 from spmdrl.model.load import load_whole_model
 from spmdrl.model.packing import Packing, make_packing
-from spmdrl.model.parallel.expert_parallel import experts_modules
 from spmdrl.model.sharded import packs
 from spmdrl.model.shards import Held
 from spmdrl.world import World

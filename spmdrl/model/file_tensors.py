@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from spmdrl.model.shards import Part, box_within
+from spmdrl.model.transformers_internals import as_saved
 from spmdrl.world.torch_internals import UNSAFE_VIEW, TorchDispatchMode, is_persistent, storage_id
 
 aten = torch.ops.aten
@@ -38,14 +39,12 @@ def file_tensors(hf_model: nn.Module) -> dict[str, Part]:
     Raises: ValueError naming a tensor of the files that is no part of one live tensor, or a live
         tensor that the files do not make up.
     """
-    from transformers.core_model_loading import revert_weight_conversion
-
     live = live_tensors(hf_model)
     placeholders = {name: torch.empty(tensor.shape, device="meta") for name, tensor in live.items()}
     by_storage = {storage_id(tensor): name for name, tensor in placeholders.items()}
     try:
         with torch.no_grad(), _Views():
-            saved = revert_weight_conversion(hf_model, dict(placeholders))
+            saved = as_saved(hf_model, placeholders)
     except Exception as error:  # of any of transformers' conversions
         raise _refused(hf_model, f"they cannot be followed ({error})") from error
     parts: dict[str, Part] = {}

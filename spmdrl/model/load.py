@@ -21,6 +21,7 @@ from spmdrl.config import Config, Model
 from spmdrl.config.read import is_missing_folder
 from spmdrl.model.file_tensors import file_tensors, live_tensors
 from spmdrl.model.shards import Held, Part
+from spmdrl.model.transformers_internals import ignored_names, initialise
 from spmdrl.world.torch_internals import is_persistent
 
 SCALAR_HEAD = "score.weight"
@@ -234,7 +235,7 @@ def check_weights(
 def may_be_extra(hf_model: nn.Module, *, is_scalar: bool) -> list[str]:
     """Return regular expressions of the names that a file may hold besides the model's
     parameters: what transformers ignores, and a tied head's copy."""
-    patterns = list(getattr(hf_model, "_keys_to_ignore_on_load_unexpected", None) or ())
+    patterns = ignored_names(hf_model)
     patterns.append(r"rotary_emb\.inv_freq$")  # stored by old versions, computed by us
     if hf_model.config.tie_word_embeddings or is_scalar:
         patterns.append(r"^lm_head\.weight$")
@@ -269,19 +270,17 @@ def compute_buffers(hf_model: nn.Module) -> None:
     """Give values to the buffers that no file holds (rotary frequencies, embedding scales).
 
     Args:
-        hf_model: the transformers model, these buffers with storage and undefined values. Its own
-            `_init_weights` computes them; what files hold is flagged so that it leaves it alone.
+        hf_model: the transformers model, these buffers with storage and undefined values.
     Raises: ValueError naming a buffer that stayed without a value.
     """
-    for tensor in live_tensors(hf_model).values():
-        tensor._is_hf_initialized = True
+    from_files = live_tensors(hf_model).values()
     for name, module in hf_model.named_modules():
         own = _computed_buffers(module)
         for buffer in own.values():
             if buffer.is_floating_point():
                 buffer.fill_(float("nan"))
         if own:
-            hf_model._init_weights(module)
+            initialise(hf_model, module, except_for=from_files)
         for key, buffer in _computed_buffers(module).items():
             if not buffer.is_floating_point() or bool(buffer.isnan().any()):
                 raise ValueError(

@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import nn
 
+from spmdrl.model.blocks import blocks
 from spmdrl.model.parallel.tp_plan import SPLIT_DIMS, style_problems, tp_styles
 
 
@@ -126,13 +127,7 @@ def model_shape(hf_model: nn.Module, *, name: str = "") -> ModelShape:
     Raises: ValueError for blocks of an unknown build, naming what is missing.
     """
     config = hf_model.config
-    kinds = set(getattr(hf_model, "_no_split_modules", None) or ())
-    modules = [(n, m) for n, m in hf_model.named_modules() if type(m).__name__ in kinds]
-    if not modules:
-        raise ValueError(
-            f"model: {type(hf_model).__name__} names no blocks "
-            f"(_no_split_modules = {sorted(kinds)})"
-        )
+    modules = list(blocks(hf_model).items())
     styles = tp_styles(hf_model)
     prefixes = tuple(f"{n}." for n, _ in modules)
     embedding = hf_model.get_input_embeddings().weight

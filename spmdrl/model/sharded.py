@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from spmdrl.check.options import KERNELS, MEMORY
 from spmdrl.config import Config
 from spmdrl.model.attention import pick_attention, register_attention
+from spmdrl.model.blocks import blocks, experts_modules, experts_parameters
 from spmdrl.model.file_tensors import file_tensors, live_tensors
 from spmdrl.model.head import head_chunk_tokens, logprobs_and_entropy, with_square_probs
 from spmdrl.model.load import (
@@ -28,14 +29,13 @@ from spmdrl.model.load import (
     read_tensors,
 )
 from spmdrl.model.lora.layers import Adapters, LoraForm, train_adapters_only
-from spmdrl.model.parallel import expert_parallel as moe
-from spmdrl.model.parallel import fsdp as parallelize
-from spmdrl.model.parallel import recompute as memory
-from spmdrl.model.parallel import tensor_parallel
+from spmdrl.model.parallel import fsdp, recompute, tensor_parallel
 from spmdrl.model.parallel.context_parallel import pick_method, register_context_attention
+from spmdrl.model.parallel.expert_parallel import apply_ep
 from spmdrl.model.parallel.row_slices import Slicing
 from spmdrl.model.scorer import Head, ScoredRow, Scorer, Valuer, make_row
 from spmdrl.model.shards import local_part
+from spmdrl.model.transformers_internals import apply_liger
 from spmdrl.world import World
 from spmdrl.world.torch_internals import multiply_all, plain_name
 
@@ -50,7 +50,7 @@ class ShardedModel:
             kept in the compute dtype, unless `is_float32`.
         is_scalar: with a head of one output per token (`values`) instead of the vocabulary's
             (`forward`, `columns`, `score`); zero at first if the files are a causal LM's.
-        lora: adapters that are trained instead of the weights; see lora.py.
+        lora: adapters that are trained instead of the weights; see lora/layers.py.
     Raises: ValueError when the model cannot be loaded or laid out.
     """
 
@@ -111,10 +111,10 @@ class ShardedModel:
     def _give_storage(self) -> None:
         """Give parameters and buffers storage, on the meta device until here."""
         options, device = MEMORY | self.cfg.model.memory, self.world.device
-        memory.check_offload(options["offload"], device)
-        if memory.has(options["offload"], "parameters"):
+        recompute.check_offload(options["offload"], device)
+        if recompute.has(options["offload"], "parameters"):
             self.scorer.to_empty(device="cpu")  # FSDP2 pins them
-            memory.move_buffers(self.scorer, device)
+            recompute.move_buffers(self.scorer, device)
         else:
             self.scorer.to_empty(device=device)
 
@@ -131,8 +131,10 @@ class ShardedModel:
         self.whole: dict[str, str] = {}  # parameters that every tp rank holds whole
         tp_group = None
         if kernels["liger"] and self.world.device.type == "cuda":
-            parallelize.apply_liger(
-                hf_model, has_rope=options["activation_checkpointing"] != "selective"
+            apply_liger(
+                hf_model,
+                has_rope=options["activation_checkpointing"] != "selective",
+                is_dense=not experts_modules(hf_model),
             )
         if mesh["tp"].size() > 1:
             self.whole = tensor_parallel.apply_tp(hf_model, mesh["tp"])
@@ -141,15 +143,15 @@ class ShardedModel:
                 head = hf_model.get_input_embeddings()
             is_split = head is not None and hasattr(head.weight, "placements")
             tp_group = mesh["tp"].get_group() if is_split else None
-        self._experts = moe.experts_parameters(hf_model)
+        self._experts = experts_parameters(hf_model)
         if cfg.layout.ep > 1:
-            moe.apply_ep(hf_model, self.world.experts["ep"])
-        blocks = parallelize.blocks(hf_model)
-        memory.checkpoint(blocks, options["activation_checkpointing"])
+            apply_ep(hf_model, self.world.experts["ep"])
+        names = list(blocks(hf_model))
+        recompute.checkpoint(hf_model, options["activation_checkpointing"])
         if kernels["compile"]:
-            parallelize.apply_compile([getattr(*place) for place in blocks])
-        if memory.has(options["offload"], "activations"):
-            memory.keep_on_host(blocks)
+            fsdp.apply_compile([hf_model.get_submodule(name) for name in names])
+        if recompute.has(options["offload"], "activations"):
+            recompute.keep_on_host(hf_model, names)
         self.scorer = (
             Valuer(hf_model)
             if hasattr(hf_model, "score")
@@ -161,16 +163,16 @@ class ShardedModel:
             )
         )
         self._prefix = f"{hf_model.base_model_prefix}."
-        parallelize.apply_fsdp(
+        fsdp.apply_fsdp(
             self.scorer,
-            [getattr(*place) for place in blocks],
+            [hf_model.get_submodule(name) for name in names],
             mesh=self.world.sharding,
             expert_mesh=self.world.experts,
             dtype=dtype,
-            gathering=parallelize.Gathering(
-                options["reshard"], ahead=memory.blocks_ahead(options, self.world)
+            gathering=fsdp.Gathering(
+                options["reshard"], ahead=recompute.blocks_ahead(options, self.world)
             ),
-            is_on_host=memory.has(options["offload"], "parameters"),
+            is_on_host=recompute.has(options["offload"], "parameters"),
         )
 
     def complete(self, gradients: Mapping[str, Tensor]) -> None:
@@ -276,7 +278,7 @@ class ShardedModel:
         for row in rows:
             head = partial(with_square_probs, options=self.scorer.head_options) if squares else None
             scored.append(tuple(map(row.spread, self.forward(row, head))))
-        parallelize.reshard(self.scorer)
+        fsdp.reshard(self.scorer)
         return scored
 
     @torch.no_grad()
@@ -298,7 +300,7 @@ class ShardedModel:
             )
             logprobs, _ = self.forward(row, partial(logprobs_and_entropy, options=options))
             scored += row.spread(logprobs).cpu().split(lengths)
-        parallelize.reshard(self.scorer)
+        fsdp.reshard(self.scorer)
         return scored
 
 

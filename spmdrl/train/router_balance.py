@@ -20,8 +20,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from spmdrl.check.moe import MOE
+from spmdrl.model.blocks import experts_modules
 from spmdrl.model.lora.expert_adapters import counts
-from spmdrl.model.parallel.expert_parallel import experts_modules
 from spmdrl.model.router_replay import RouterReplay
 from spmdrl.train.objectives.rl import Job
 from spmdrl.types import Sums

@@ -17,6 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from spmdrl.model.transformers_internals import activated, grouped_experts, grouped_linear
+
 EXPERT_PARAMETERS = ("gate_up_proj", "up_proj", "down_proj")
 """What transformers' experts functions multiply by, in the order in which modules have them, which
 is the order in which PEFT nests the adapters of one module."""
@@ -74,24 +76,22 @@ def compute_experts(
         hidden_states: [T, H]. top_k_index, top_k_weights: [T, K].
     Returns: [T, H].
     """
-    from transformers.integrations.moe import grouped_mm_experts_forward
-
     adapters = getattr(experts, "adapters", None)
     is_plain = adapters is None or not adapters.is_on
-    compute = grouped_mm_experts_forward if is_plain else _with_adapters
+    compute = grouped_experts if is_plain else _with_adapters
     return compute(experts, hidden_states, top_k_index, top_k_weights)
 
 
 def _with_adapters(
     experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
-    """Compute as `grouped_mm_experts_forward` does: where B is zero, the same bits come out."""
+    """Compute as `grouped_experts` does: where B is zero, the same bits come out."""
     shape = (*top_k_index.shape, hidden_states.shape[1])
     ids, order = torch.sort(top_k_index.reshape(-1))
     offsets = torch.cumsum(counts(ids, experts.num_experts), dim=0, dtype=torch.int32)
     first = "gate_up_proj" if experts.has_gate else "up_proj"
     rows = _linear(experts, first, hidden_states[order // shape[1]], ids=ids, offsets=offsets)
-    rows = experts._apply_gate(rows) if experts.has_gate else experts.act_fn(rows)
+    rows = activated(experts, rows)
     rows = _linear(experts, "down_proj", rows, ids=ids, offsets=offsets)
     rows = rows * top_k_weights.reshape(-1)[order][:, None]
     rows = rows[torch.sort(order).indices]
@@ -100,15 +100,13 @@ def _with_adapters(
 
 def _linear(experts: Any, key: str, x: Tensor, *, ids: Tensor, offsets: Tensor) -> Tensor:
     """Return [S, out] of x [S, in], which is sorted by expert `ids`: W x, and what is added."""
-    from transformers.integrations.moe import _grouped_linear
-
     bias = getattr(experts, f"{key}_bias")[ids] if experts.has_bias else None
-    out = _grouped_linear(x, getattr(experts, key), offsets, bias=bias)
+    out = grouped_linear(x, getattr(experts, key), offsets, bias=bias)
     a = getattr(experts, f"{key}_lora_A", None)
     if a is None:
         return out
     b = getattr(experts, f"{key}_lora_B")
     filling = -a.shape[1] % _ALIGN
     a, b = F.pad(a, (0, 0, 0, filling)), F.pad(b, (0, filling))
-    low = _grouped_linear(_grouped_linear(x, a, offsets), b, offsets)
+    low = grouped_linear(grouped_linear(x, a, offsets), b, offsets)
     return out + low * experts.adapters.form.scale

@@ -3,7 +3,7 @@
 y = W x + scale * B A x, with A [r, in] and B [out, r]. A layer gets two children, lora_A and
 lora_B, so a parameter's name is PEFT's without its prefix, and FSDP2 and tensor parallelism treat
 them like any other. Fused experts, [E, out, in], get A [E, r, in] and B [E, out, r] beside each of
-their parameters, so that whatever shards experts shards these alike; see lora_experts.py. An
+their parameters, so that whatever shards experts shards these alike; see expert_adapters.py. An
 embedding [V, H] gets those of a linear layer with as many output features as there are tokens, of
 which a token takes its row: A [r, H] and B [V, r].
 Source: arXiv 2106.09685, section 4.1; rank-stabilised scale: 2312.03732.
@@ -28,11 +28,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from spmdrl.check.lora import ALL_LINEAR, LORA
+from spmdrl.model.blocks import blocks, experts_modules
 from spmdrl.model.load import SCALAR_HEAD
 from spmdrl.model.lora.expert_adapters import adaptable, add_to_experts
 from spmdrl.model.lora.files import AdapterFolder
-from spmdrl.model.parallel.expert_parallel import experts_modules
-from spmdrl.model.parallel.fsdp import blocks
 from spmdrl.model.shards import held_boxes
 
 log = logging.getLogger(__name__)
@@ -206,11 +205,7 @@ def targeted(hf_model: nn.Module, targets: str | tuple[str, ...]) -> Targets:
         name: (module, "weight") for name, module in hf_model.named_modules() if module is embedding
     }
     if targets == ALL_LINEAR:
-        inside = {
-            id(m)
-            for parent, attribute in blocks(hf_model)
-            for m in getattr(parent, attribute).modules()
-        }
+        inside = {id(m) for block in blocks(hf_model).values() for m in block.modules()}
         found = {name: place for name, place in known.items() if id(place[0]) in inside}
         if not found:
             raise _no_match(ALL_LINEAR, known, hf_model)

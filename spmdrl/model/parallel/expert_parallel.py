@@ -24,24 +24,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy, fully_sh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from spmdrl.imports import divisors
+from spmdrl.model.blocks import experts_modules
 from spmdrl.model.lora.expert_adapters import compute_experts, counts
 from spmdrl.model.parallel.collectives import with_gradient
-from spmdrl.model.parallel.tp_plan import is_experts
-
-
-def experts_modules(hf_model: nn.Module) -> dict[str, nn.Module]:
-    """Return {name: module} of what transformers' experts functions compute: one per layer of
-    experts, first to last; {} for a dense model."""
-    return {name: module for name, module in hf_model.named_modules() if is_experts(module)}
-
-
-def experts_parameters(hf_model: nn.Module) -> set[str]:
-    """Return the names of the experts' parameters, which are sharded apart from all others."""
-    return {
-        f"{name}.{key}"
-        for name, experts in experts_modules(hf_model).items()
-        for key, _ in experts.named_parameters()
-    }
 
 
 def apply_ep(hf_model: nn.Module, mesh: DeviceMesh) -> None:

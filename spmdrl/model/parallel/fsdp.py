@@ -1,6 +1,9 @@
-"""Parallelism from outside the model, one function per axis, in this order:
-tp (tensor_parallel.py), ep (moe.py), activation checkpointing (memory.py), compile, activations
-on the host (memory.py), FSDP2."""
+"""Compile a model's blocks, and shard them by FSDP2.
+
+Parallelism comes from outside the model, in this order: tp (tensor_parallel.py), ep
+(expert_parallel.py), activation checkpointing (recompute.py), compile, activations on the host
+(recompute.py), FSDP2.
+"""
 
 from __future__ import annotations
 
@@ -17,57 +20,7 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 
-from spmdrl.model.parallel import expert_parallel as moe
-
-
-def blocks(hf_model: nn.Module) -> list[tuple[nn.Module, str]]:
-    """Return (parent, attribute) of every transformer block, first to last.
-
-    Raises: ValueError when the model does not say what its blocks are.
-    """
-    kinds = set(getattr(hf_model, "_no_split_modules", None) or ())
-    found = [
-        (parent, attribute)
-        for parent in hf_model.modules()
-        for attribute, child in parent.named_children()
-        if type(child).__name__ in kinds
-    ]
-    if not found:
-        raise ValueError(
-            f"model: {type(hf_model).__name__} names no blocks "
-            f"(_no_split_modules = {sorted(kinds)}); it cannot be sharded"
-        )
-    return found
-
-
-def apply_liger(hf_model: nn.Module, *, has_rope: bool) -> None:
-    """Put liger's RMSNorm, RoPE and gated-MLP kernels into the model (CUDA only).
-
-    Its cross entropy stays out: logprobs come from our own head. So does its MLP where there are
-    experts: those are transformers' grouped matrix products.
-
-    Args:
-        has_rope: False leaves RoPE to the model. Liger's may write into the query and key that it
-            is given, which selective checkpointing keeps and would have rotated once more.
-    Raises: ValueError when liger-kernel is not installed.
-    """
-    try:
-        from liger_kernel.transformers import _apply_liger_kernel_to_instance
-    except ImportError as error:
-        raise ValueError(
-            f"model.kernels.liger: liger-kernel cannot be imported ({error}); install "
-            "it or set liger to false"
-        ) from error
-    is_dense = not moe.experts_modules(hf_model)
-    _apply_liger_kernel_to_instance(
-        model=hf_model,
-        rope=has_rope,
-        rms_norm=True,
-        swiglu=is_dense,
-        geglu=is_dense,
-        cross_entropy=False,
-        fused_linear_cross_entropy=False,
-    )
+from spmdrl.model.parallel.expert_parallel import shard_experts
 
 
 def apply_compile(hf_blocks: list[nn.Module]) -> None:
@@ -78,7 +31,7 @@ def apply_compile(hf_blocks: list[nn.Module]) -> None:
 
 @dataclass(frozen=True)
 class Gathering:
-    """When FSDP2 gathers weights and lets go of them; of no value, only time and memory."""
+    """When FSDP2 gathers weights and lets go of them: changes time and memory, no result."""
 
     reshard: str = "auto"
     """`always`: a block's weights are freed after its forward pass and gathered again for the
@@ -124,7 +77,7 @@ def apply_fsdp(
     offload = CPUOffloadPolicy(pin_memory=True) if is_on_host else OffloadPolicy()
     is_sharded = mesh["fsdp"].size() > 1
     if expert_mesh is not None:
-        moe.shard_experts(scorer, mesh=expert_mesh, policy=policy, offload=offload)
+        shard_experts(scorer, mesh=expert_mesh, policy=policy, offload=offload)
     for block in hf_blocks:
         fully_shard(
             block,

@@ -7,7 +7,7 @@ gather and free weights, run neither inside a recomputation nor under the hooks 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -19,6 +19,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
+from spmdrl.model.blocks import blocks
 from spmdrl.model.shards import local_part
 from spmdrl.world import World
 from spmdrl.world.torch_internals import (
@@ -30,9 +31,6 @@ from spmdrl.world.torch_internals import (
     tree_leaves,
     write_count,
 )
-
-Places = Sequence[tuple[nn.Module, str]]
-"""(parent, attribute) of every block, first to last."""
 
 KEPT = frozenset(
     {
@@ -60,11 +58,10 @@ _LEAST_BYTES = 1024
 """Tensors below this stay on the device: a copy costs more than it frees."""
 
 
-def checkpoint(places: Places, mode: str) -> None:
+def checkpoint(hf_model: nn.Module, mode: str) -> None:
     """Wrap every block so that activations are recomputed in the backward pass.
 
     Args:
-        places: of the blocks.
         mode: `none`; `full`: a block keeps its input alone; `selective`: besides, what KEPT
             names, so that only what is cheap is computed twice.
     """
@@ -74,14 +71,9 @@ def checkpoint(places: Places, mode: str) -> None:
     options: dict[str, Any] = {"preserve_rng_state": False}
     if mode == "selective":
         options["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
-    for parent, name in places:
-        setattr(
-            parent,
-            name,
-            checkpoint_wrapper(
-                getattr(parent, name), checkpoint_impl=CheckpointImpl.NO_REENTRANT, **options
-            ),
-        )
+    wrap = partial(checkpoint_wrapper, checkpoint_impl=CheckpointImpl.NO_REENTRANT, **options)
+    for name, block in blocks(hf_model).items():
+        hf_model.set_submodule(name, wrap(block))
 
 
 def _policy(context: Any, operation: Any, *args: Any, **options: Any) -> CheckpointPolicy:
@@ -89,15 +81,15 @@ def _policy(context: Any, operation: Any, *args: Any, **options: Any) -> Checkpo
     return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def keep_on_host(places: Places) -> None:
-    """Wrap every block so that what autograd saves in it waits on the host for the backward pass.
+def keep_on_host(hf_model: nn.Module, names: Iterable[str]) -> None:
+    """Wrap blocks so that what autograd saves in them waits on the host for the backward pass.
 
     Weights stay where they are, and so do keyword arguments, which all blocks share. With full
     checkpointing a block's input is all that moves. Copies run on the stream that computes: they
     need no further synchronization, and their time adds to the step's.
     """
-    for parent, name in places:
-        setattr(parent, name, _OnHost(getattr(parent, name)))
+    for name in names:
+        hf_model.set_submodule(name, _OnHost(hf_model.get_submodule(name)))
 
 
 def has(offload: str, what: str) -> bool:

@@ -18,9 +18,9 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from spmdrl.model.blocks import blocks, mixtures
 from spmdrl.model.parallel.collectives import gathered, scattered_sum, with_gradient
-from spmdrl.model.parallel.fsdp import blocks
-from spmdrl.model.parallel.tp_plan import PARTIAL, mixtures
+from spmdrl.model.parallel.tp_plan import PARTIAL
 
 _PARTS = ("self_attn", "mlp")
 
@@ -59,13 +59,10 @@ def why_not(hf_model: nn.Module, styles: Mapping[str, str]) -> str:
     Args:
         styles: what `tp_plan.tp_styles` returned.
     """
-    names = {id(module): name for name, module in hf_model.named_modules()}
-    inside = {id(getattr(parent, attribute)) for parent, attribute in blocks(hf_model)}
-    apart = mixtures(hf_model)
-    for parent, attribute in blocks(hf_model):
-        block = getattr(parent, attribute)
+    inside, apart = blocks(hf_model), mixtures(hf_model)
+    for place, block in inside.items():
         for name, child in block.named_children():
-            where = f"{names[id(block)]}.{name}"
+            where = f"{place}.{name}"
             if where in apart:
                 continue
             if name not in _PARTS and not _is_norm(child):
@@ -75,14 +72,15 @@ def why_not(hf_model: nn.Module, styles: Mapping[str, str]) -> str:
                 if own.dim() > 1 and ".lora_" not in key and not _is_split(style):
                     return f"{where}.{key} is not split"
         parts = [part for part in _PARTS if hasattr(block, part)]
-        has_mixture = any(f"{names[id(block)]}.{n}" in apart for n, _ in block.named_children())
+        has_mixture = any(f"{place}.{n}" in apart for n, _ in block.named_children())
         if len(parts) + (has_mixture and "mlp" not in parts) < len(_PARTS):
-            return f"{names[id(block)]} has no {' or no '.join(_PARTS)}"
+            return f"{place} has no {' or no '.join(_PARTS)}"
     embedding = hf_model.get_input_embeddings()
-    for child in hf_model.base_model.children():
-        holds_blocks = any(id(module) in inside for module in child.modules())
+    for name, child in hf_model.base_model.named_children():
+        where = f"{hf_model.base_model_prefix}.{name}"
+        holds_blocks = any(place.startswith(f"{where}.") for place in inside)
         if child is not embedding and not holds_blocks and not _is_norm(child):
-            return f"{names[id(child)]} is neither embedding, blocks nor norm"
+            return f"{where} is neither embedding, blocks nor norm"
     return ""
 
 
@@ -109,8 +107,7 @@ def shard_tokens(
     partial = {f"{name}.bias" for name, style in styles.items() if style.startswith("rowwise")}
     embedding, base = hf_model.get_input_embeddings(), hf_model.base_model
     whole, apart = {id(p) for p in embedding.parameters()}, mixtures(hf_model).values()
-    for parent, attribute in blocks(hf_model):
-        block = getattr(parent, attribute)
+    for block in blocks(hf_model).values():
         for part in _PARTS:
             module = getattr(block, part, None)
             if module is None or any(module is mixture for mixture in apart):

@@ -21,18 +21,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from spmdrl.model.blocks import experts_parameters, is_latent, mixtures
 from spmdrl.model.lora.layers import plus_adapter
 from spmdrl.model.parallel import sequence_parallel
 from spmdrl.model.parallel.collectives import Exchange, added, gathered, same, with_gradient
-from spmdrl.model.parallel.expert_parallel import experts_parameters
-from spmdrl.model.parallel.tp_plan import (
-    PARTIAL,
-    heads_fields,
-    is_latent,
-    mixtures,
-    style_problems,
-    tp_styles,
-)
+from spmdrl.model.parallel.tp_plan import PARTIAL, heads_fields, style_problems, tp_styles
 from spmdrl.world.torch_internals import put_parameter
 
 log = logging.getLogger(__name__)
@@ -92,7 +85,7 @@ def apply_tp(hf_model: nn.Module, mesh: DeviceMesh) -> dict[str, str]:
         mesh: one-dimensional, the tp axis.
     Returns: {parameter name: "partial" or "replicated"} of the parameters that stay whole on
         every tp rank: the gradient of a partial one covers this rank's heads or tokens only.
-        Experts are not among them: they are cut elsewhere (moe.py).
+        Experts are not among them: they are cut elsewhere (expert_parallel.py).
     Raises: ValueError for a model without a plan, a style that is not known here, heads, features
         or a vocabulary that do not divide, or experts in a model whose tokens cannot be sharded.
     """

@@ -14,6 +14,9 @@ from typing import Any
 
 from torch import nn
 
+from spmdrl.model.blocks import is_latent, mixtures
+from spmdrl.model.transformers_internals import tp_plan
+
 PARTIAL = "replicated_with_grad_allreduce"
 """Style of what every rank has whole, for its own heads: gradients are added up."""
 SPLIT_DIMS: dict[str, int | None] = {
@@ -29,35 +32,12 @@ _LATENT = {"q_proj": "colwise", "q_b_proj": "colwise", "kv_b_proj": "colwise", "
 """Of latent attention's parts; the others make what all heads share (arXiv 2405.04434, 2.1)."""
 
 
-def is_experts(module: nn.Module) -> bool:
-    """Return whether a module is the experts of a layer, computed by transformers' functions."""
-    return hasattr(module, "_apply_gate") and hasattr(module, "num_experts")
-
-
-def is_latent(module: nn.Module) -> bool:
-    """Return whether a module is latent attention."""
-    return hasattr(module, "kv_b_proj") and hasattr(module, "kv_a_proj_with_mqa")
-
-
-def mixtures(hf_model: nn.Module) -> dict[str, nn.Module]:
-    """Return {name: module} of the parts of blocks that hold experts, routers and shared experts
-    included; {} of a dense model."""
-    kinds = set(getattr(hf_model, "_no_split_modules", None) or ())
-    return {
-        f"{name}.{own}": child
-        for name, block in hf_model.named_modules()
-        if type(block).__name__ in kinds
-        for own, child in block.named_children()
-        if any(is_experts(module) for module in child.modules())
-    }
-
-
 def tp_styles(hf_model: nn.Module) -> dict[str, str]:
     """Return {name: style} of a transformers model's modules and parameters that have one.
 
     The output head has none here: whether it is split depends on whether it is the embedding.
     """
-    own = dict(getattr(hf_model, "_tp_plan", None) or {})
+    own = tp_plan(hf_model)
     plan = {**_norms_plan(hf_model, own), **own, **_latent_plan(hf_model)}
     head, inside = hf_model.get_output_embeddings(), tuple(f"{n}." for n in mixtures(hf_model))
     places = [n for n, m in hf_model.named_modules() if m is not head]

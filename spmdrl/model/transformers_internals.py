@@ -1,0 +1,108 @@
+"""All that this program uses of transformers, and of liger-kernel, which is private or no promise.
+
+Serves transformers 5.16 to 5.19 and liger-kernel 0.8. Per line: the name here, the library's own,
+and when it can go.
+
+block_kinds        PreTrainedModel._no_split_modules        once a model tells its blocks in public
+tp_plan            PreTrainedModel._tp_plan                 once `tp_plan` has the model's own part
+ignored_names      _keys_to_ignore_on_load_unexpected       once it is public
+initialise         _init_weights, Tensor._is_hf_initialized once from_pretrained takes a meta model
+as_saved           core_model_loading.revert_weight_conversion  once it is documented
+is_experts, activated  experts modules' _apply_gate         once their functions' contract is public
+grouped_experts, grouped_linear  integrations.moe           once they are documented
+apply_liger        liger_kernel's _apply_liger_kernel_to_instance   once it is public
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+
+def block_kinds(hf_model: nn.Module) -> set[str]:
+    """Return the class names of a model's transformer blocks; empty if it does not tell."""
+    return set(getattr(hf_model, "_no_split_modules", None) or ())
+
+
+def tp_plan(hf_model: nn.Module) -> dict[str, str]:
+    """Return a model's own tensor-parallel plan, {name pattern: style}; {} if it has none."""
+    return dict(getattr(hf_model, "_tp_plan", None) or {})
+
+
+def ignored_names(hf_model: nn.Module) -> list[str]:
+    """Return regular expressions of the names that files of such a model may hold besides."""
+    return list(getattr(hf_model, "_keys_to_ignore_on_load_unexpected", None) or ())
+
+
+def initialise(hf_model: nn.Module, module: nn.Module, *, except_for: Iterable[Tensor]) -> None:
+    """Have a model compute what one of its modules holds at first, some tensors excepted."""
+    for tensor in except_for:
+        tensor._is_hf_initialized = True
+    hf_model._init_weights(module)
+
+
+def as_saved(hf_model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return {name in the safetensors files: tensor} made of {live name: tensor} as saving does."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    return revert_weight_conversion(hf_model, dict(tensors))
+
+
+def is_experts(module: nn.Module) -> bool:
+    """Return whether a module is the experts of a layer, computed by transformers' functions."""
+    return hasattr(module, "_apply_gate") and hasattr(module, "num_experts")
+
+
+def activated(experts: Any, rows: Tensor) -> Tensor:
+    """Return what an expert makes between its projections: [S, I] of [S, 2 I], or of [S, I]."""
+    return experts._apply_gate(rows) if experts.has_gate else experts.act_fn(rows)
+
+
+def grouped_experts(
+    experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+) -> Tensor:
+    """Compute a layer's experts: [T, H] of [T, H], the chosen [T, K] and their weights [T, K]."""
+    from transformers.integrations.moe import grouped_mm_experts_forward
+
+    return grouped_mm_experts_forward(experts, hidden_states, top_k_index, top_k_weights)
+
+
+def grouped_linear(
+    rows: Tensor, weight: Tensor, offsets: Tensor, *, bias: Tensor | None = None
+) -> Tensor:
+    """Multiply rows [S, in], sorted by expert and ending at offsets [E], by [E, out, in]."""
+    from transformers.integrations.moe import _grouped_linear
+
+    return _grouped_linear(rows, weight, offsets, bias=bias)
+
+
+def apply_liger(hf_model: nn.Module, *, has_rope: bool, is_dense: bool) -> None:
+    """Put liger's RMSNorm, RoPE and gated-MLP kernels into the model (CUDA only).
+
+    Its cross entropy stays out: logprobs come from our own head. So does its MLP where there are
+    experts: those are transformers' grouped matrix products.
+
+    Args:
+        has_rope: False leaves RoPE to the model. Liger's may write into the query and key that it
+            is given, which selective checkpointing keeps and would have rotated once more.
+        is_dense: without experts.
+    Raises: ValueError when liger-kernel is not installed.
+    """
+    try:
+        from liger_kernel.transformers import _apply_liger_kernel_to_instance
+    except ImportError as error:
+        raise ValueError(
+            f"model.kernels.liger: liger-kernel cannot be imported ({error}); install "
+            "it or set liger to false"
+        ) from error
+    _apply_liger_kernel_to_instance(
+        model=hf_model,
+        rope=has_rope,
+        rms_norm=True,
+        swiglu=is_dense,
+        geglu=is_dense,
+        cross_entropy=False,
+        fused_linear_cross_entropy=False,
+    )
