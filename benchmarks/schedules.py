@@ -149,7 +149,7 @@ def work(options: Workload, flags: list[str]) -> int:
     import spmdrl.engine.vllm as vllm_engine
     from spmdrl.engine.protocol import Request
 
-    class LongTailed(vllm_engine.Engine):
+    class LongTailed(vllm_engine.VllmEngine):
         """Draws to a length of its own choice, and stops for nothing else."""
 
         def add(self, request: Request) -> None:
@@ -157,7 +157,7 @@ def work(options: Workload, flags: list[str]) -> int:
             left = options.length(key) - (options.limit - request.max_tokens)
             super().add(dataclasses.replace(request, max_tokens=max(1, left), stop_token_ids=()))
 
-    vllm_engine.Engine = LongTailed
+    vllm_engine.VllmEngine = LongTailed
     size = options.prompts * options.group_size
     sys.argv = [
         "train.py",

@@ -118,7 +118,7 @@ def plain_exchange(stream: object, world: World) -> object:
 
 def measure(options: Options, cfg: Config, *, folder: Path) -> dict:
     """Run all rounds and return what was found."""
-    from spmdrl.engine.vllm import Engine as VllmEngine
+    from spmdrl.engine.vllm import VllmEngine
     from spmdrl.sync.stream import WeightStream
     from spmdrl.train.trainer import Trainer
 

@@ -72,12 +72,14 @@ PROMPTS = [tuple(range(10, 10 + n)) for n in (1, 24, 7, 7, 3, 15)]
 
 def draws_of(folders: dict[str, str]) -> dict[str, tuple]:
     """Return per model what a crowd of unequal sequences drew, and its scores."""
-    from spmdrl.engine.transformers import Engine
+    from spmdrl.engine.transformers import TransformersEngine
     from spmdrl.world import World
 
     world, found = World.start(engine_config(next(iter(folders.values())))), {}
     for name, folder in folders.items():
-        engine = Engine(engine_config(folder, max_num_seqs=4, max_batched_tokens=16), world)
+        engine = TransformersEngine(
+            engine_config(folder, max_num_seqs=4, max_batched_tokens=16), world
+        )
         for i, prompt in enumerate(PROMPTS):
             engine.add(Request(str(i), prompt, 20 - i, 1.0, i, ()))
         with pytest.raises(RuntimeError, match="unfinished"):

@@ -79,11 +79,11 @@ def _touch(engine: object) -> None:
 
 
 def _sleep(cfg: Config) -> dict:
-    from spmdrl.engine.transformers import Engine
+    from spmdrl.engine.transformers import TransformersEngine
     from spmdrl.world import World
 
     world = World.start(cfg)
-    engine = Engine(cfg, world)
+    engine = TransformersEngine(cfg, world)
     before = _drawn(engine)
     _touch(engine)
     addresses = [p.data_ptr() for p in engine.model.parameters()]
@@ -233,7 +233,7 @@ def test_vllm_on_the_cpu_stays_awake_and_says_so(tmp_path):
 
 
 def test_what_modules_hold_without_registering_it_is_found(tmp_path, monkeypatch):
-    from spmdrl.engine.vllm import _unregistered_tensors
+    from spmdrl.engine.vllm_internals import unregistered
 
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     layer = torch.nn.Linear(2, 2)
@@ -241,7 +241,7 @@ def test_what_modules_hold_without_registering_it_is_found(tmp_path, monkeypatch
     layer.range, layer.parts, layer.again = torch.ones(1), [torch.ones(2), 3], layer.weight.data
     layer.kv_cache, layer.shared = [torch.ones(8)], layer.scale
     layer.also = layer.range
-    found = _unregistered_tensors(torch.nn.Sequential(layer))
+    found = unregistered(torch.nn.Sequential(layer))
     assert [id(t) for t in found] == [id(layer.range), id(layer.parts[0]), id(layer.again)]
 
 

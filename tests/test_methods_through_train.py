@@ -198,9 +198,9 @@ class _Engines:
     """
 
     def __init__(self) -> None:
-        from spmdrl.engine.vllm import Engine
+        from spmdrl.engine.vllm import VllmEngine
 
-        self._make, self._engine, self._weights = Engine, None, []
+        self._make, self._engine, self._weights = VllmEngine, None, []
         self.close = lambda: None
 
     def __call__(self, cfg: Config, world: World) -> Any:
@@ -223,7 +223,7 @@ def _run_all(configs: dict[str, Config]) -> dict[str, str]:
     from spmdrl.engine import vllm
     from spmdrl.report import report
 
-    vllm.Engine = engines = _Engines()
+    vllm.VllmEngine = engines = _Engines()
     report.draw = lambda *runs, **options: False  # the picture at the end: half of a run's time
     world, failures = _World.start(next(iter(configs.values()))), {}
     for name, cfg in configs.items():

@@ -48,12 +48,12 @@ def source_config(model: str, schedule: dict, **rest) -> Config:
 def replica(cfg: Config) -> Iterator[tuple]:
     """An engine with weights of version 0, and a function that makes a source for it."""
     from spmdrl.data.prompts import load_tokenizer
-    from spmdrl.engine.vllm import Engine
+    from spmdrl.engine.vllm import VllmEngine
     from spmdrl.rollout.source import make_source
     from spmdrl.world import World
 
     world = World.start(cfg)
-    engine = Engine(cfg, world)
+    engine = VllmEngine(cfg, world)
     engine.weights_changed(0)
     yield engine, functools.partial(make_source, cfg, world, tokenizer=load_tokenizer(cfg))
     engine.close()

@@ -16,7 +16,9 @@ def make_engine(cfg: Config, world: World) -> EngineProtocol:
     Raises: ValueError when vLLM is asked for and missing, or the model cannot be built.
     """
     if cfg.engine.kind == "transformers":
-        from spmdrl.engine.transformers import Engine
-    else:
-        from spmdrl.engine.vllm import Engine
-    return Engine(cfg, world)
+        from spmdrl.engine.transformers import TransformersEngine
+
+        return TransformersEngine(cfg, world)
+    from spmdrl.engine.vllm import VllmEngine
+
+    return VllmEngine(cfg, world)

@@ -98,7 +98,7 @@ class _Routes:
         return torch.stack(tuple(self._chosen), dim=1).to(self._dtype).cpu()
 
 
-class Engine:
+class TransformersEngine:
     """One rank's model and cache; nothing on ranks that do not generate.
 
     Args:

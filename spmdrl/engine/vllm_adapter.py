@@ -2,23 +2,21 @@
 
 One LoRA of zeros is registered, and takes vLLM's only slot for good; every request names it.
 vLLM keeps the matrices of a slot stacked per layer, [slots, 1, rank or out, in or rank], in the
-engine's dtype, and multiplies x by A and by B with no scale: B comes scaled. Everything that this
-program knows of vLLM's LoRA stands here. Serves vLLM 0.32 and 0.33.
+engine's dtype, and multiplies x by A and by B with no scale: B comes scaled.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator
-from typing import Any, get_args
+from typing import Any
 
 from torch import Tensor, nn
 
 from spmdrl.config import Config
+from spmdrl.engine.vllm_internals import lora_rank, register_adapter
 from spmdrl.model.load import build_meta_model
 from spmdrl.model.lora.layers import lora_form, pair_names, targeted
-
-_ID = 1
 
 
 def lora_arguments(cfg: Config) -> dict[str, Any]:
@@ -29,15 +27,13 @@ def lora_arguments(cfg: Config) -> dict[str, Any]:
     """
     if cfg.model.lora.get("push") != "adapter":
         return {}
-    from vllm.config.lora import MaxLoRARanks
-
     form = lora_form(cfg.model.lora)
     names = targeted(build_meta_model(cfg.model), form.targets)
     return dict(
         enable_lora=True,
         max_loras=1,
         max_cpu_loras=1,
-        max_lora_rank=min(rank for rank in get_args(MaxLoRARanks) if rank >= form.rank),
+        max_lora_rank=lora_rank(form.rank),
         lora_target_modules=sorted({name.rpartition(".")[2] for name in names}),
     )
 
@@ -50,15 +46,8 @@ class AdapterSlot:
     """
 
     def __init__(self, runner: Any):
-        from vllm.lora.request import LoRARequest
-
-        self._model, self._manager = runner.get_model(), runner.lora_manager._adapter_manager
-        # The path is never read: the id is known.
-        self.request = LoRARequest("policy", _ID, "/written/by/the/trainers")
-        runner.lora_manager.add_dummy_lora(self.request, rank=1)  # all zero
-        self._manager.activate_adapter(_ID)
-        self._manager.pin_adapter(_ID)
-        self._slot = self._manager.lora_index_to_id.index(_ID)
+        self._model = runner.get_model()
+        self.request, self._manager, self._slot = register_adapter(runner)
 
     def memory(self, names: Iterable[str]) -> nn.Module:
         """Return what matrices of these names go into; see protocol.AdapterEngine."""

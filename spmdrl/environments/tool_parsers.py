@@ -1,4 +1,8 @@
-"""vLLM's parsers of tool calls, without its server."""
+"""vLLM's parsers of tool calls, without its server.
+
+They are found and called as vLLM documents for plugins (ToolParserManager; 0.32 and 0.33), and need
+no engine: so they stand here, below engines, and not in engine/vllm_internals.py.
+"""
 
 from __future__ import annotations
 
