@@ -32,7 +32,7 @@ def advantages_of(batch: Batch, cfg: Config, world: World, *, step: int) -> Adva
     """
     if not world.is_trainer:
         return Advantages(())
-    if cfg.algorithm.objective != "rl":
+    if not cfg.objective.samples:
         return per_token(batch, torch.zeros(len(batch.scalars), dtype=torch.float64))
     method = registry.get("advantage", cfg.algorithm.advantage)
     with world.watch.wait("advantages", step):

@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from spmdrl.config.fields import trains_on_pairs
 from spmdrl.data.partition import Plan, partition
 from spmdrl.types import Batch, Microbatch, Rollouts, Scalars, Sums, add_sums, join_turns
 from spmdrl.world import World
@@ -71,7 +70,7 @@ def exchange(rollouts: Rollouts, world: World, *, step: int) -> Batch:
         dp_size=world.dp_size,
         tokens_per_microbatch=world.tokens_per_microbatch,
         num_updates=cfg.updates_per_step,
-        whole_groups=trains_on_pairs(world.cfg),
+        whole_groups=world.cfg.objective.trains_on_pairs,
     )
     local = _move(rollouts, table, plan=plan, world=world, step=step)
     return Batch(

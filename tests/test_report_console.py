@@ -104,7 +104,7 @@ def test_supervised_runs_have_a_table_of_their_own(
 
 
 def test_a_column_comes_with_its_first_value() -> None:
-    columns = console.table_columns("rl", spark=str)
+    columns = console.table_columns(True, spark=str)
     titles = [c.title for c in console.with_values(columns, {"step", "policy/clip_frac"})]
     assert titles == ["done", "trend", "clip", "left"]
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from spmdrl import config
 from spmdrl.config import Config, inference_ranks, trainer_ranks
-from spmdrl.config.fields import least_tokens, replay_folder, trains_on_pairs, useful_tokens
+from spmdrl.config.fields import least_tokens, replay_folder, useful_tokens
 from spmdrl.data.rows import ground_truth_of, read_rows
 from spmdrl.data.tasks import is_generated, make_task
 from spmdrl.rewards.signatures import reward_models
@@ -77,7 +77,7 @@ def problems(cfg: Config) -> Iterator[str]:
             check_environment(cfg.rollout.environment, rows["data.train"])
         except ValueError as error:
             yield str(error)
-    for spec in cfg.rewards.functions if cfg.algorithm.objective == "rl" else ():
+    for spec in cfg.rewards.functions if cfg.objective.samples else ():
         try:
             _check_reward(spec, rows.get("data.train"), cfg=cfg)
         except (ValueError, SystemExit) as error:  # a module of the user's may exit
@@ -101,17 +101,12 @@ def _first_row(cfg: Config, spec: str) -> dict | None:
     if is_generated(spec):
         task = make_task(spec, cfg.data.task_options, size=max(1, cfg.data.size))
         return task.row(cfg.seed, 0, split="train")
-    from spmdrl.algorithms import registry
+    from spmdrl.data.examples import row_kind
 
     is_file = Path(spec).suffix in (".jsonl", ".json", ".parquet")
     if not is_file and importlib.util.find_spec("datasets"):
         return None
-    need = {"rl": "prompt", "sft": "example"}.get(cfg.algorithm.objective, "pair")
-    if cfg.algorithm.objective == "preference" and registry.is_unpaired(
-        registry.get("preference", cfg.algorithm.loss)
-    ):
-        need = "label"
-    return read_rows(spec, size=1, need=need)[0]
+    return read_rows(spec, size=1, need=row_kind(cfg))[0]
 
 
 def _check_reward(spec: str, row: dict | None, *, cfg: Config) -> None:
@@ -167,8 +162,8 @@ def derived(cfg: Config, *, tokens: int = 0) -> dict[str, str]:
     """
     batch, trainers, engines = cfg.batch, trainer_ranks(cfg), inference_ranks(cfg)
     dp = len(trainers) // (cfg.layout.cp * cfg.layout.tp)
-    is_rl = cfg.algorithm.objective == "rl"
-    group = batch.group_size if is_rl else 2 if trains_on_pairs(cfg) else 1
+    is_rl = cfg.objective.samples
+    group = batch.group_size if is_rl else 2 if cfg.objective.trains_on_pairs else 1
     sequences = batch.prompts_per_step * group
     longest = cfg.data.max_prompt_tokens + cfg.sampling.max_response_tokens
     pairs = {
@@ -237,7 +232,7 @@ def mesh_map(cfg: Config) -> dict[str, str]:
 
 def reward_model_sizes(cfg: Config) -> dict[str, str]:
     """Return what each reward model that can be built amounts to, by its rewards.functions."""
-    models = reward_models(cfg.rewards.functions) if cfg.algorithm.objective == "rl" else {}
+    models = reward_models(cfg.rewards.functions) if cfg.objective.samples else {}
     if not models:
         return {}
     from spmdrl.model.load import build_meta_model
@@ -263,7 +258,7 @@ def adapter_size(cfg: Config) -> str:
     from spmdrl.model.load import build_meta_model
     from spmdrl.model.lora.layers import Adapters, lora_form
 
-    model = build_meta_model(cfg.model, is_scalar=cfg.algorithm.objective == "reward_model")
+    model = build_meta_model(cfg.model, is_scalar=cfg.objective.is_scalar)
     total = sum(p.numel() for p in model.parameters())
     adapters = Adapters(model, lora_form(cfg.model.lora))
     count = sum(model.get_parameter(name).numel() for name in adapters.names)

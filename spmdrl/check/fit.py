@@ -57,7 +57,7 @@ class _Policy:
     """The policy's model, as far as its config.json tells: read and built once."""
 
     def __init__(self, cfg: Config):
-        self.cfg, self.is_scalar = cfg, cfg.algorithm.objective == "reward_model"
+        self.cfg, self.is_scalar = cfg, cfg.objective.is_scalar
         self.problem = ""
         """Why it cannot be built; "" as long as nobody asked."""
 

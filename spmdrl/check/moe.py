@@ -45,7 +45,7 @@ def moe_problems(cfg: Config) -> list[str]:
 def _replay_problems(cfg: Config, value: Any) -> list[str]:
     if type(value) is not bool:
         return [f"model.moe.replay: expected true or false, got {value!r}"]
-    if value and cfg.algorithm.objective != "rl":
+    if value and not cfg.objective.samples:
         return [
             "model.moe.replay: true with the objective " + cfg.algorithm.objective + ", where "
             "no engine chooses experts that could be replayed; take it out"

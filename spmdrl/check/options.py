@@ -12,7 +12,7 @@ from typing import Any
 
 from spmdrl.check.lora import lora_problems
 from spmdrl.check.moe import moe_problems
-from spmdrl.config.fields import Config, trains_on_pairs
+from spmdrl.config.fields import Config
 from spmdrl.imports import nearest
 
 ADAMW: dict[str, float] = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.0}
@@ -274,34 +274,31 @@ def _value_problems(chosen: Mapping[str, Any], given: Mapping[str, Any]) -> list
 
 def _use_problems(cfg: Config) -> list[str]:
     """Return what is wrong with options that are right by themselves."""
-    from spmdrl.algorithms import registry
+    from spmdrl.data.examples import row_kind
     from spmdrl.train.objectives.pairs import PairObjective
     from spmdrl.train.objectives.rl import needed_columns
 
     chosen, cached = cfg.algorithm, cfg.model.reference_options.get("cache")
+    objective = cfg.objective
     try:
-        columns = PairObjective(cfg).columns if trains_on_pairs(cfg) else needed_columns(cfg)
-        unpaired = chosen.objective == "preference" and registry.is_unpaired(
-            registry.get("preference", chosen.loss)
-        )
+        columns = PairObjective(cfg).columns if objective.trains_on_pairs else needed_columns(cfg)
+        row = row_kind(cfg)
     except ValueError:
         return []  # an unknown method, which is reported as such
     name = "cache" if cached else "sync_every"
-    if cached and chosen.objective == "rl":
+    if cached and objective.samples:
         return [
             "cache: with the objective rl, whose responses are sampled anew in every step: "
             "there are no rows to look up; leave it out"
         ]
     if "ref_logprobs" not in columns:
-        used = (
-            f"kl_coef {chosen.kl_coef}"
-            if chosen.objective == "rl"
-            else f"the objective {chosen.objective}"
-            if chosen.objective in ("sft", "distill")
-            else f"the loss {chosen.loss}"
-        )
+        used = f"the objective {chosen.objective}"
+        if objective.samples:
+            used = f"kl_coef {chosen.kl_coef}"
+        elif objective.trains_on_pairs:
+            used = f"the loss {chosen.loss}"
         return [f"{name}: {used} uses no reference; leave it out"]
-    if cached and unpaired:
+    if cached and row == "label":
         return [
             f"cache: the loss {chosen.loss} puts each response to another prompt of its step "
             "for the KL, other pairs in every epoch: there are no fixed rows whose logprobs "
@@ -360,7 +357,7 @@ def _record_problems(cfg: Config) -> list[str]:
         )
     if not isinstance(folder, str) or not folder:
         problems.append(f"replay: expected a run's output_dir or a folder, got {folder!r}")
-    if not problems and options and cfg.algorithm.objective != "rl":
+    if not problems and options and not cfg.objective.samples:
         problems.append(
             f"{next(iter(options))}: the objective {cfg.algorithm.objective} samples "
             "nothing; leave it out"

@@ -5,13 +5,7 @@ from __future__ import annotations
 import operator
 
 from spmdrl.check.options import option_problems
-from spmdrl.config.fields import (
-    Config,
-    inference_ranks,
-    replay_folder,
-    trainer_ranks,
-    trains_on_pairs,
-)
+from spmdrl.config.fields import Config, inference_ranks, replay_folder, trainer_ranks
 from spmdrl.data.tasks import is_generated
 from spmdrl.imports import divisors
 from spmdrl.rewards.signatures import reward_models
@@ -70,7 +64,7 @@ def _layout_problems(cfg: Config) -> list[str]:
             f"over all ranks from 0, so trainer_ranks {trainers} must be a multiple of "
             f"inference_tp {layout.inference_tp} (got {trainers / layout.inference_tp:g})"
         )
-    samples = cfg.algorithm.objective == "rl" and not replay_folder(cfg)
+    samples = cfg.objective.samples and not replay_folder(cfg)
     if layout.roles.has_engines != samples:
         problems.append(
             f"layout.placement: {layout.placement} with objective {cfg.algorithm.objective}; sft, "
@@ -132,14 +126,14 @@ def _range_problems(cfg: Config) -> list[str]:
         )
     longest = cfg.data.max_prompt_tokens + cfg.sampling.max_response_tokens
     budget = cfg.batch.tokens_per_microbatch  # 0: found at start, no less than it must be
-    if budget and cfg.algorithm.objective == "rl" and budget < longest:
+    if budget and cfg.objective.samples and budget < longest:
         problems.append(
             f"batch.tokens_per_microbatch: {budget} is below "
             f"data.max_prompt_tokens {cfg.data.max_prompt_tokens} + "
             f"sampling.max_response_tokens {cfg.sampling.max_response_tokens} = {longest}, so "
             "one sequence may not fit; raise it or lower those"
         )
-    if budget and trains_on_pairs(cfg) and budget < 2 * longest:
+    if budget and cfg.objective.trains_on_pairs and budget < 2 * longest:
         problems.append(
             f"batch.tokens_per_microbatch: {budget} is below 2 * "
             f"(data.max_prompt_tokens {cfg.data.max_prompt_tokens} + sampling.max_response_tokens "
@@ -166,9 +160,9 @@ def _method_problems(cfg: Config) -> list[str]:
             f"{len(rewards.functions)} functions"
         )
     problems += _coefficient_problems(cfg)
-    if cfg.algorithm.objective == "sft":
+    if cfg.objective.only_loss:
         return problems
-    if cfg.algorithm.objective != "rl":
+    if not cfg.objective.samples:
         if cfg.rollout.environment:
             problems.append(
                 f"rollout.environment: the objective {cfg.algorithm.objective} samples "
@@ -211,9 +205,7 @@ def _offline_problems(cfg: Config) -> list[str]:
     from spmdrl.algorithms import registry
 
     chosen = cfg.algorithm
-    is_distilled = chosen.objective == "distill"
-    kind = "distillation" if is_distilled else chosen.objective
-    found = registry.problems(kind, chosen.loss, chosen.loss_options)
+    found = registry.problems(cfg.objective.loss_kind, chosen.loss, chosen.loss_options)
     problems = [f"algorithm.loss{text}" for text in found]
     for name in ("kl_coef", "entropy_coef"):
         if getattr(chosen, name):
@@ -221,9 +213,10 @@ def _offline_problems(cfg: Config) -> list[str]:
                 f"algorithm.{name}: {getattr(chosen, name)} has no effect under the "
                 f"objective {chosen.objective}; set it to 0"
             )
-    if is_distilled and not cfg.model.teacher:
+    if cfg.objective.needs_teacher and not cfg.model.teacher:
         problems.append(
-            "model.teacher: is empty, and the objective distill follows a teacher; name a model"
+            f"model.teacher: is empty, and the objective {chosen.objective} follows a teacher; "
+            "name a model"
         )
     return problems
 
@@ -238,7 +231,7 @@ def _coefficient_problems(cfg: Config) -> list[str]:
         "entropy_options": list(chosen.entropy_options),
         "kl_options": [name for name in KL_CONTROLLER if name in chosen.kl_options],
     }
-    if chosen.objective != "rl":
+    if not cfg.objective.samples:
         return [
             f"algorithm.{field}.{names[0]}: has no effect under the objective "
             f"{chosen.objective}, only under rl; take it out"

@@ -82,7 +82,7 @@ def parse(argv: Sequence[str], *, world_size: int) -> Request:
     )
     if chosen.which == "best" and not is_checkpoint:
         raise ValueError(f"--which best: {model} is a model, not a run that keeps its best one")
-    if asked.algorithm.objective == "reward_model" and is_checkpoint:
+    if asked.objective.is_scalar and is_checkpoint:
         raise ValueError(f"{model} is a reward model, which answers nothing; evaluate a policy")
     if left_out := reward_models(asked.rewards.functions):
         print(

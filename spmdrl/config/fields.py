@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 import tyro
 import yaml
 
+from spmdrl.config.objectives import OBJECTIVES, Objective
 from spmdrl.config.placements import PLACEMENTS, Placement
 
 
@@ -497,23 +498,23 @@ class Config:
     evaluate: Evaluate = field(default_factory=Evaluate)
     report: Report = field(default_factory=Report)
 
-
-def trains_on_pairs(cfg: Config) -> bool:
-    """Return whether a row of data is two sequences that train together."""
-    return cfg.algorithm.objective in ("preference", "reward_model")
+    @property
+    def objective(self) -> Objective:
+        """What is known of `algorithm.objective`."""
+        return OBJECTIVES[self.algorithm.objective]
 
 
 def least_tokens(cfg: Config) -> int:
     """Return the tokens of the longest sequence, or pair of them: a micro-batch must hold it."""
     longest = cfg.data.max_prompt_tokens + cfg.sampling.max_response_tokens
-    return 2 * longest if trains_on_pairs(cfg) else longest
+    return 2 * longest if cfg.objective.trains_on_pairs else longest
 
 
 def useful_tokens(cfg: Config) -> int:
     """Return the tokens of a dp rank's share of one update, were all its sequences the longest:
     a larger micro-batch would stay empty."""
     layout, batch = cfg.layout, cfg.batch
-    rows = batch.prompts_per_step * (batch.group_size if cfg.algorithm.objective == "rl" else 1)
+    rows = batch.prompts_per_step * (batch.group_size if cfg.objective.samples else 1)
     parts = len(trainer_ranks(cfg)) // (layout.cp * layout.tp) * batch.updates_per_step
     return -(-rows // max(1, parts)) * least_tokens(cfg)
 

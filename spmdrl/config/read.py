@@ -80,7 +80,7 @@ def _missing_models(cfg: Config) -> list[str]:
         "model.teacher": model.teacher,
     }
     pairs = [*named.items()]
-    if cfg.algorithm.objective == "rl":
+    if cfg.objective.samples:
         pairs += [("rewards.functions", p) for p in reward_models(cfg.rewards.functions).values()]
     return [
         f"{field}: folder {path} does not exist (looked from {Path.cwd()})"

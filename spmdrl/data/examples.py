@@ -29,7 +29,7 @@ from spmdrl.data.prompts import (
     overlong_text,
     usable_rows,
 )
-from spmdrl.data.rows import Messages, label_of, pair_of
+from spmdrl.data.rows import Messages, Need, label_of, pair_of
 
 Example = tuple[list[int], list[bool]]
 _CACHED_ROWS = 16384
@@ -60,13 +60,21 @@ def offline_source(cfg: Config, tokenizer: PreTrainedTokenizerBase) -> OfflineSo
 
     Raises: ValueError for data that cannot be used; see the sources.
     """
-    if cfg.algorithm.objective == "sft":
-        return SupervisedSource(cfg, tokenizer)
-    if cfg.algorithm.objective == "preference" and registry.is_unpaired(
-        registry.get("preference", cfg.algorithm.loss)
+    sources = {"example": SupervisedSource, "pair": PairSource, "label": LabelledSource}
+    return sources[row_kind(cfg)](cfg, tokenizer)
+
+
+def row_kind(cfg: Config) -> Need:
+    """Return what a row of data.train must hold: a pair is one labelled response to some losses.
+
+    Raises: ValueError for an unknown loss on pairs.
+    """
+    objective = cfg.objective
+    if objective.trains_on_pairs and registry.is_unpaired(
+        registry.get(objective.loss_kind, cfg.algorithm.loss)
     ):
-        return LabelledSource(cfg, tokenizer)
-    return PairSource(cfg, tokenizer)
+        return "label"
+    return objective.row
 
 
 class SupervisedSource:

@@ -306,7 +306,7 @@ class ShardedModel:
 
 def scoring_temperature(cfg: Config) -> float:
     """Return the temperature of the distribution that is scored: that of the samples, or 1."""
-    return cfg.sampling.temperature if cfg.algorithm.objective == "rl" else 1.0
+    return cfg.sampling.temperature if cfg.objective.samples else 1.0
 
 
 def packs(tokens: Sequence[Sequence[int]], budget: int) -> list[list[Sequence[int]]]:

@@ -173,7 +173,7 @@ def run_of(
         lora_numel: elements of all adapters, see lora.adapter_numel.
     Raises: ValueError for an unknown method.
     """
-    batch, is_rl = cfg.batch, cfg.algorithm.objective == "rl"
+    batch, is_rl = cfg.batch, cfg.objective.samples
     group = batch.group_size if is_rl else 1
     longest_response = cfg.sampling.max_response_tokens
     columns, is_pair = _columns(cfg)
@@ -205,9 +205,7 @@ def run_of(
         microbatch_tokens=batch.tokens_per_microbatch,
         updates=batch.updates_per_step,
         forwards=len(columns & _PASSES),
-        frozen_models=own_reference
-        + ("teacher_logprobs" in columns)
-        + (cfg.algorithm.objective == "distill"),
+        frozen_models=own_reference + ("teacher_logprobs" in columns) + cfg.objective.needs_teacher,
         trained_models=int(not columns.isdisjoint({"values", "prm_logprobs"})),
         lora_rank=lora["rank"] if cfg.model.lora else 0,
         lora_numel=lora_numel,
@@ -238,11 +236,10 @@ _PASSES = {"old_logprobs", "ref_logprobs", "teacher_logprobs", "values", "prm_lo
 
 def _columns(cfg: Config) -> tuple[set[str], bool]:
     """Return the per-token columns that the methods need, and whether rows are pairs."""
-    from spmdrl.config.fields import trains_on_pairs
     from spmdrl.train.objectives.pairs import PairObjective
     from spmdrl.train.objectives.rl import needed_columns
 
-    is_pair = trains_on_pairs(cfg)
+    is_pair = cfg.objective.trains_on_pairs
     return set(PairObjective(cfg).columns if is_pair else needed_columns(cfg)), is_pair
 
 

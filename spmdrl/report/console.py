@@ -125,17 +125,18 @@ def _metric(name: str, *, width: int) -> Callable[[Values], str]:
 
 
 def table_columns(
-    objective: str, *, spark: Callable[[], str], has_ratio: bool = True
+    samples: bool, *, spark: Callable[[], str], has_ratio: bool = True
 ) -> list[Column]:
-    """Return the columns for an objective: `rl`, or one that fits rows.
+    """Return the columns for an objective.
 
     Args:
+        samples: rollouts; else it fits rows.
         spark: draws the trend of the metric in the second column.
         has_ratio: whether the policy moves between sampling and loss: else nothing is clipped.
     The widths leave a row within WIDTH characters.
     """
     trend = Column("trend", 10, lambda _: spark().ljust(10))
-    if objective != "rl":
+    if not samples:
         named = [
             ("loss", "policy/loss", 9),
             trend,

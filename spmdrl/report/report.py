@@ -79,7 +79,7 @@ class Report:
         self._last: dict[str, float] = {}
         self._last_at = time.perf_counter()
         self._columns = text.table_columns(
-            cfg.algorithm.objective, spark=self._spark, has_ratio=cfg.batch.updates_per_step > 1
+            cfg.objective.samples, spark=self._spark, has_ratio=cfg.batch.updates_per_step > 1
         )
         world.watch.before_exit.append(self._abandon)
 
@@ -298,7 +298,7 @@ class Report:
         return text.sparkline(self._trend, width=10, blocks=self.console.blocks())
 
     def _trend_metric(self) -> str:
-        return "reward/mean" if self.cfg.algorithm.objective == "rl" else "policy/loss"
+        return self.cfg.objective.headline
 
     def _show_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
         every = self._console_options["samples_every"]

@@ -148,7 +148,7 @@ def schedule_problems(cfg: Config) -> list[str]:
             return [f"{name}: unknown option{nearest(name, SCHEDULE)}"]
     if not cfg.rollout.schedule or replay_folder(cfg):
         return []
-    if cfg.algorithm.objective != "rl":
+    if not cfg.objective.samples:
         return [
             f"{next(iter(cfg.rollout.schedule))}: the objective {cfg.algorithm.objective} "
             "samples nothing; leave it out"

@@ -61,9 +61,9 @@ def make_source(cfg: Config, world: World, *, tokenizer: PreTrainedTokenizerBase
         from spmdrl.rollout.replay_source import ReplaySource
 
         source = ReplaySource(cfg, world)
-    elif cfg.algorithm.objective != "rl":
-        source = RowSource(cfg, world, tokenizer=tokenizer)
-    else:
+    elif cfg.objective.samples:
         source = RolloutSource(cfg, world, tokenizer=tokenizer)
+    else:
+        source = RowSource(cfg, world, tokenizer=tokenizer)
     source.check_context(max_positions=hf.max_position_embeddings, vocab_size=hf.vocab_size)
     return source

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from spmdrl.config.fields import least_tokens, trains_on_pairs, useful_tokens
+from spmdrl.config.fields import least_tokens, useful_tokens
 from spmdrl.model.live_bytes import free_bytes, peak_bytes
 from spmdrl.types import Advantages, Batch, Microbatch, Scalars
 from spmdrl.world import World
@@ -139,7 +139,7 @@ class _Probe:
         self._rehearse, self._world, self._shares = rehearse, world, shares
         self._columns, self._vocab = columns, vocab
         self._least, self._most = least_tokens(world.cfg), useful_tokens(world.cfg)
-        self._unit = 2 if trains_on_pairs(world.cfg) else 1
+        self._unit = 2 if world.cfg.objective.trains_on_pairs else 1
         self._room = 0.0
 
     def run(self) -> int:

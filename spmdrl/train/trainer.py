@@ -57,7 +57,7 @@ class Trainer:
 
     def _build(self) -> None:
         cfg, world = self.cfg, self.world
-        self._is_scalar = cfg.algorithm.objective == "reward_model"
+        self._is_scalar = cfg.objective.is_scalar
         hf_model = build_meta_model(cfg.model, is_scalar=self._is_scalar)
         live, self._parts_of_files = live_tensors(hf_model), file_tensors(hf_model)
         self._names = {

@@ -35,7 +35,7 @@ class RewardModels:
 
     def __init__(self, cfg: Config, world: World):
         self.cfg, self.world = cfg, world
-        named = reward_models(cfg.rewards.functions) if cfg.algorithm.objective == "rl" else {}
+        named = reward_models(cfg.rewards.functions) if cfg.objective.samples else {}
         self._models: dict[int, ShardedModel] = {}
         for position, path in named.items():
             try:

@@ -17,7 +17,7 @@ from spmdrl.algorithms import reduce, registry
 from spmdrl.algorithms.preference.shared import log_ratio_of, masked_mean, pairs_in_loss
 from spmdrl.algorithms.preference.unpaired import kto_kl
 from spmdrl.config import Config
-from spmdrl.config.fields import trains_on_pairs
+from spmdrl.data.examples import row_kind
 from spmdrl.model.sharded import ShardedModel
 from spmdrl.train.objectives.rl import Job, Stats
 from spmdrl.types import Batch
@@ -35,14 +35,14 @@ def with_pairs(batch: Batch, cfg: Config) -> Batch:
 
     Returns: the batch as it was under an objective that is not on pairs.
     """
-    if not trains_on_pairs(cfg):
+    if not cfg.objective.trains_on_pairs:
         return batch
     scalars = batch.scalars
     ids = scalars.group_ids.view(-1, 2)
     assert (ids[:, 0] == ids[:, 1]).all() and (ids[1:, 0] != ids[:-1, 0]).all()
     lengths = reduce.loss_lengths(scalars, mask_truncated=cfg.algorithm.mask_truncated)
     present = lengths.view(-1, 2) > 0
-    in_loss = present[:, 0] if _is_unpaired(cfg) else present.all(dim=1)
+    in_loss = present[:, 0] if row_kind(cfg) == "label" else present.all(dim=1)
     updates = []
     for number, update in enumerate(batch.updates):
         own = in_loss & (batch.update_ids[::2] == number)
@@ -66,13 +66,6 @@ def with_pairs(batch: Batch, cfg: Config) -> Batch:
     return replace(batch, columns=tuple(updates))
 
 
-def _is_unpaired(cfg: Config) -> bool:
-    chosen = cfg.algorithm
-    return chosen.objective == "preference" and registry.is_unpaired(
-        registry.get("preference", chosen.loss)
-    )
-
-
 class PairObjective:
     """The mean over a batch's pairs of a preference loss, or of a reward model's.
 
@@ -84,10 +77,10 @@ class PairObjective:
 
     def __init__(self, cfg: Config):
         chosen = cfg.algorithm
-        self._loss = registry.get(chosen.objective, chosen.loss)
+        self._loss = registry.get(cfg.objective.loss_kind, chosen.loss)
         self._options = chosen.loss_options
-        self._is_scalar = chosen.objective == "reward_model"
-        self._is_unpaired = _is_unpaired(cfg)
+        self._is_scalar = cfg.objective.is_scalar
+        self._is_unpaired = row_kind(cfg) == "label"
         asked = set(registry.inputs_of(self._loss))
         self._statistics = asked & {"kl", "mean_log_ratio"}
         self.columns: set[str] = set()

@@ -8,7 +8,6 @@ from typing import Protocol
 from torch import Tensor
 
 from spmdrl.config import Config
-from spmdrl.config.fields import trains_on_pairs
 from spmdrl.model.sharded import ShardedModel
 from spmdrl.train.coefficients import Coefficients
 from spmdrl.train.objectives.distill import Distillation
@@ -39,8 +38,8 @@ def make_objective(cfg: Config, world: World, *, coefficients: Coefficients) -> 
         coefficients: of KL and entropy bonus, which the policy moves from step to step.
     Raises: ValueError for an unknown method, or a teacher that cannot be loaded.
     """
-    if trains_on_pairs(cfg):
+    if cfg.objective.trains_on_pairs:
         return PairObjective(cfg)
-    if cfg.algorithm.objective == "distill":
+    if cfg.objective.needs_teacher:
         return Distillation(cfg, world)
     return Objective(cfg, coefficients)

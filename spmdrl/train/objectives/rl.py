@@ -140,7 +140,7 @@ def _make_job(
 def needed_columns(cfg: Config) -> set[str]:
     """Return the per-token columns that the configured methods need from `Trainer.annotate`."""
     chosen = cfg.algorithm
-    if chosen.objective != "rl":
+    if not cfg.objective.samples:
         return set()
     methods = [
         registry.get(kind, getattr(chosen, kind)) for kind in ("loss", "correction", "advantage")
@@ -181,7 +181,7 @@ class Objective:
     def __init__(self, cfg: Config, coefficients: Coefficients):
         algorithm = self._algorithm = cfg.algorithm
         self._coefficients = coefficients
-        self.is_rl = algorithm.objective == "rl"
+        self.is_rl = cfg.objective.samples
         self._loss = registry.get("loss", algorithm.loss if self.is_rl else "sft")
         self._loss_options = algorithm.loss_options if self.is_rl else {}
         self._correction = registry.get("correction", algorithm.correction)

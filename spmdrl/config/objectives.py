@@ -1,0 +1,45 @@
+"""What the rooms ask of an objective: one entry of a table each.
+
+An objective is an entry here, its name among the choices of `algorithm.objective`, and a file in
+`spmdrl/train/objectives`, which makes a loss of micro-batches. All that others need to know of it
+stands here: nobody compares names, and checks and --dry-run know it without torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What is known of an objective before anything is loaded."""
+
+    loss_kind: Literal["loss", "preference", "reward_model", "distillation"]
+    """Kind of method that its loss is, see algorithms/registry.py."""
+    row: Literal["prompt", "example", "pair"]
+    """What a row of data.train must hold, see data/rows.py."""
+    only_loss: str = ""
+    """Name of its loss, where `algorithm.loss` has no say."""
+    samples: bool = False
+    """Samples rollouts, which are rewarded and have advantages. Else it trains on the rows
+    themselves, under the placement `offline`."""
+    trains_on_pairs: bool = False
+    """A row is two sequences that train together."""
+    is_scalar: bool = False
+    """Trains a model with one number per token instead of the vocabulary's logits."""
+    needs_teacher: bool = False
+    """Follows `model.teacher`, whatever the loss."""
+    headline: str = "policy/loss"
+    """The metric whose trend is shown."""
+
+
+OBJECTIVES = {
+    "rl": Objective(loss_kind="loss", row="prompt", samples=True, headline="reward/mean"),
+    "sft": Objective(loss_kind="loss", row="example", only_loss="sft"),
+    "preference": Objective(loss_kind="preference", row="pair", trains_on_pairs=True),
+    "reward_model": Objective(
+        loss_kind="reward_model", row="pair", trains_on_pairs=True, is_scalar=True
+    ),
+    "distill": Objective(loss_kind="distillation", row="pair", needs_teacher=True),
+}
