@@ -16,8 +16,9 @@ from pathlib import Path
 import pytest
 
 from spmdrl.sandbox import LaunchError, protection, run_python, ways
-from spmdrl.sandbox.process import Way, launch
+from spmdrl.sandbox.request import Limits, Way
 from spmdrl.sandbox.seccomp import seccomp_filter
+from spmdrl.sandbox.supervisor import launch
 
 pytestmark = [
     pytest.mark.timeout(300),
@@ -536,8 +537,7 @@ def test_each_way_that_works_here_keeps_what_it_says(name, way, tmp_path):
             time.sleep(60)
         """),
             way=way,
-            timeout_s=5.0,
-            files_mb=MARK_MB,
+            limits=Limits(5.0, files_mb=MARK_MB),
         )
         with pytest.raises(TimeoutError):
             server.accept()

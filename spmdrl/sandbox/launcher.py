@@ -40,7 +40,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def main(request_fd: int, status_fd: int, parent_pid: int) -> None:
-    """Run one program; see above. The request is a marshalled dict, see `run._request`."""
+    """Run one program; see above. The request is a marshalled dict, see `request.make_request`."""
     for fd in (request_fd, status_fd):
         os.set_inheritable(fd, False)
     _signal.pthread_sigmask(_signal.SIG_UNBLOCK, [_STOP])

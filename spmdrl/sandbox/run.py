@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 
-from spmdrl.sandbox.process import Result, launch
+from spmdrl.sandbox.request import Limits
+from spmdrl.sandbox.supervisor import ProgramResult, launch
 from spmdrl.sandbox.ways import chosen_way
-
-_LEAST_MEMORY_MB = 64
 
 
 class NotProtected(RuntimeError):
@@ -27,7 +25,7 @@ def run_python(
     files_mb: int = 64,
     output_bytes: int = 1_000_000,
     allow_unprotected: bool = False,
-) -> Result:
+) -> ProgramResult:
     """Run a program as `main.py` of an empty folder and return what became of it.
 
     It sees the standard library, an environment of a few harmless names (PYTHONHASHSEED is 0) and
@@ -47,30 +45,11 @@ def run_python(
     Raises: NotProtected; LaunchError when the sandbox could not be set up or was killed from
         outside: nothing is known of the program then; ValueError for arguments.
     """
-    for name, value, least in (
-        ("timeout_s", timeout_s, 0),
-        ("output_bytes", output_bytes, 0),
-        ("memory_mb", memory_mb, _LEAST_MEMORY_MB - 1),
-        ("processes", processes, 0),
-        ("files_mb", files_mb, 0),
-    ):
-        if not least < value < math.inf:
-            raise ValueError(f"{name}: must be above {least}, got {value!r}")
+    limits = Limits(timeout_s, memory_mb, processes, files_mb, output_bytes)
     way, found = chosen_way()
     if not found.is_enough and not allow_unprotected:
         raise NotProtected(
             f"{found.text}. To run the code all the same, with the rights of this "
             "user, pass allow_unprotected=True"
         )
-    return launch(
-        code,
-        way=way,
-        stdin=stdin,
-        timeout_s=timeout_s,
-        memory_mb=memory_mb,
-        files=files,
-        packages=packages,
-        processes=processes,
-        files_mb=files_mb,
-        output_bytes=output_bytes,
-    )
+    return launch(code, way=way, limits=limits, stdin=stdin, files=files, packages=packages)

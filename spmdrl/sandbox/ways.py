@@ -8,8 +8,9 @@ import sys
 import tempfile
 from dataclasses import dataclass
 
-from spmdrl.sandbox.process import LaunchError, Way, launch
+from spmdrl.sandbox.request import Limits, Way
 from spmdrl.sandbox.seccomp import seccomp_filter
+from spmdrl.sandbox.supervisor import LaunchError, launch
 
 _PROBE_S = 20.0
 # It tries what it should not be able to do and prints what it could.
@@ -89,36 +90,29 @@ def chosen_way() -> tuple[Way, Protection]:
         return Way(), _nothing(f"the sandbox needs Linux, this is {sys.platform}")
     failed = []
     for name, way in ways():
-        try:
-            found = tried(way, name=name)
-        except LaunchError as error:
-            failed.append((name, str(error)))
-            continue
-        if found.is_enough:
+        found = _tried_or_why(way, name=name)
+        if isinstance(found, str):
+            failed.append(f"{name}: {found}")
+        elif found.is_enough:
             return way, found
-        failed.append((name, f"works, but a program in it can still use {_open_doors(found)}"))
-    return _weakest(failed)
+        else:
+            failed.append(f"{name}: works, but a program in it can still use {_open_doors(found)}")
+    return _weakest("; ".join(failed))
 
 
 def ways() -> list[tuple[str, Way]]:
     """Return the ways that may be enough, by name, the best first."""
     inside, beside = seccomp_filter(has_own_pids=True), seccomp_filter(has_own_pids=False)
     root = os.geteuid() == 0
-    ways = (
-        [("namespaces of root", Way(namespaces=True, new_net=True, drop_uid=True, seccomp=inside))]
-        if root
-        else []
-    )
-    ways += [
+    of_root = Way(namespaces=True, new_net=True, drop_uid=True, seccomp=inside)
+    return [("namespaces of root", of_root)] * root + [
         ("user namespaces", Way(namespaces=True, new_user=True, new_net=True, seccomp=inside)),
         ("user namespaces without seccomp", Way(namespaces=True, new_user=True, new_net=True)),
         ("Landlock and seccomp", Way(drop_uid=root, landlock=True, seccomp=beside)),
     ]
-    return ways
 
 
-def _weakest(failed: list[tuple[str, str]]) -> tuple[Way, Protection]:
-    reasons = "; ".join(f"{name}: {why}" for name, why in failed)
+def _weakest(reasons: str) -> tuple[Way, Protection]:
     text = (
         "this machine permits no isolation of files and network (" + reasons + "). One of "
         "these is enough: unprivileged user namespaces (sysctl user.max_user_namespaces, "
@@ -128,15 +122,21 @@ def _weakest(failed: list[tuple[str, str]]) -> tuple[Way, Protection]:
     )
     beside, root = seccomp_filter(has_own_pids=False), os.geteuid() == 0
     for way in (Way(drop_uid=root, seccomp=beside), Way(drop_uid=root), Way(seccomp=beside), Way()):
-        try:
-            return way, tried(way, name=text)
-        except LaunchError:
-            continue
+        found = _tried_or_why(way, name=text)
+        if not isinstance(found, str):
+            return way, found
     return Way(), _nothing(text)
 
 
+def _tried_or_why(way: Way, *, name: str) -> Protection | str:
+    try:
+        return tried(way, name=name)
+    except LaunchError as error:
+        return str(error)
+
+
 def _nothing(text: str) -> Protection:
-    return Protection(False, False, False, False, False, False, False, False, text)
+    return Protection(*[False] * 8, text)
 
 
 def tried(way: Way, *, name: str) -> Protection:
@@ -145,7 +145,8 @@ def tried(way: Way, *, name: str) -> Protection:
     with tempfile.NamedTemporaryFile("w", prefix="spmdrl_probe_") as planted:
         os.chmod(planted.name, 0o644)
         asked = f"{planted.name}\n{processes}\n{os.getpid()}\n"
-        done = launch(_PROBE, way=way, stdin=asked, timeout_s=_PROBE_S, processes=processes)
+        limits = Limits(_PROBE_S, processes=processes)
+        done = launch(_PROBE, way=way, limits=limits, stdin=asked)
     if done.status != "ok":
         raise LaunchError(
             f"the probe ended with {done.status} {done.exit_code}: {done.stderr.strip()[-300:]}"
