@@ -156,7 +156,7 @@ class AdditionPairs(Addition):
         }
 
 
-class GuessNumber:
+class GuessNumberTask:
     """Secrets for the game of environments.guess_number. As a task without that environment it is
     a guess in the dark.
 
@@ -268,7 +268,7 @@ def _split_of(problem: str) -> Split:
     return "train" if int.from_bytes(digest, "big") % _HELD_OUT_ONE_IN else "eval"
 
 
-_TASKS = {"addition": Addition, "addition_pairs": AdditionPairs, "guess_number": GuessNumber}
+_TASKS = {"addition": Addition, "addition_pairs": AdditionPairs, "guess_number": GuessNumberTask}
 
 
 class GeneratedRows(Sequence):

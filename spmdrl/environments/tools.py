@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from spmdrl.environments.protocol import Message, Response, ToolCall, Turn, opening_messages
-from spmdrl.environments.schema import argument_problem, describe
+from spmdrl.environments.tool_schema import argument_problem, describe
 from spmdrl.imports import construct, import_object
 from spmdrl.rewards.signatures import ran
 
@@ -42,7 +42,7 @@ class Tool:
     name: str
     call: Callable[..., Any]
     description: dict[str, Any]
-    """For the chat template, see `schema.describe`."""
+    """For the chat template, see `tool_schema.describe`."""
     prepare: Callable[[], None] | None = None
     """Called once per worker before any deadline runs."""
 
