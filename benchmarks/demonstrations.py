@@ -24,7 +24,7 @@ import yaml
 
 from spmdrl.data.tasks import make_task
 from spmdrl.environments.protocol import Message, Response, ToolCall
-from spmdrl.workers.serve import EnvironmentServer
+from spmdrl.workers.environment_jobs import EnvironmentServer
 
 Player = Callable[[list[Message], dict], Response]
 """Answers a conversation, given the data row too."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from spmdrl.environments.protocol import Response, Turn
-from spmdrl.workers.serve import EnvironmentServer
+from spmdrl.workers.environment_jobs import EnvironmentServer
 
 ROW = {"prompt": "What is 2+3?", "answer": "5"}
 

@@ -14,7 +14,7 @@ from spmdrl.data.tasks import make_task
 from spmdrl.environments.guess_number import GuessNumber
 from spmdrl.environments.protocol import Response, Turn
 from spmdrl.imports import construct, import_object
-from spmdrl.workers.serve import (
+from spmdrl.workers.environment_jobs import (
     BUILT_IN,
     BadTurn,
     check_environment,

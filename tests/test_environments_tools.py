@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from spmdrl.environments.calculator import calculator
 from spmdrl.environments.protocol import Response, ToolCall, Turn
 from spmdrl.environments.retrieval import Index, Search
-from spmdrl.environments.schema import argument_problem, describe
 from spmdrl.environments.tool_calls import hermes, llama3
+from spmdrl.environments.tool_schema import argument_problem, describe
 from spmdrl.environments.tools import BrokenTool, ToolEnvironment, make_tools
 
 NO_CALLS = {"tool_calls": 0, "malformed_calls": 0, "tool_errors": 0}

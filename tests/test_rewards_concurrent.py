@@ -10,8 +10,8 @@ from test_rewards_judge import says, serve  # noqa: F401
 from test_rewards_pool import pool_of, results
 
 from spmdrl.rewards.judge import judge
-from spmdrl.rewards.signatures import Sample, adapt
-from spmdrl.workers import jobs
+from spmdrl.rewards.signatures import RewardSample, adapt
+from spmdrl.workers import deadlines
 
 pytestmark = pytest.mark.timeout(300)
 WAITING = """
@@ -126,7 +126,7 @@ def test_a_failing_sample_costs_only_itself_whoever_was_under_way(place, name, b
 
 
 def test_every_call_that_hangs_is_a_timeout_and_they_pass_at_once(place, monkeypatch):
-    monkeypatch.setattr(jobs, "_SILENT_S", 20.0)  # a busy machine may keep the worker waiting
+    monkeypatch.setattr(deadlines, "_SILENT_S", 20.0)  # a busy machine may keep the worker waiting
     with pool_of(f"{place}:waits", timeout_s=4.0) as pool:
         pool.start()
         worker, began = pool._workers[0].process.pid, time.monotonic()
@@ -199,7 +199,7 @@ def ask_at_once(reward, texts):
     values = [None] * len(texts)
 
     def ask(n):
-        sample = Sample({"prompt": "q"}, texts[n], [1], False)
+        sample = RewardSample({"prompt": "q"}, texts[n], [1], False)
         values[n] = adapt(reward, spec="f")(sample).value
 
     threads = [threading.Thread(target=ask, args=(n,)) for n in range(len(texts))]

@@ -14,7 +14,7 @@ from spmdrl.config import Config, Data, Rewards
 from spmdrl.rewards import graders
 from spmdrl.rewards.answers import boxed, fenced_code, last_number
 from spmdrl.rewards.programs import read_cases
-from spmdrl.rewards.signatures import Sample, adapt, load_reward
+from spmdrl.rewards.signatures import RewardSample, adapt, load_reward
 from spmdrl.sandbox import protection
 from spmdrl.types import Prompt
 from spmdrl.workers.pool import RewardPool
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.timeout(300)
 
 
 def graded(function, text, truth=None, **row):
-    sample = Sample({"prompt": "q", "answer": truth} | row, text, [1] * len(text), False)
+    sample = RewardSample({"prompt": "q", "answer": truth} | row, text, [1] * len(text), False)
     return adapt(function, spec="f")(sample).value
 
 

@@ -15,7 +15,7 @@ import pytest
 from spmdrl.config import Config, Data, Rewards
 from spmdrl.rewards.endpoint import EndpointError
 from spmdrl.rewards.judge import judge, reward_server
-from spmdrl.rewards.signatures import Sample, adapt
+from spmdrl.rewards.signatures import RewardSample, adapt
 from spmdrl.types import Prompt
 from spmdrl.workers.pool import RewardPool
 
@@ -81,7 +81,9 @@ def says(text, status=200, **headers):
 
 
 def scored(reward, text="It is 4.", prompt="2+2?", **row):
-    got = adapt(reward, spec="f")(Sample({"prompt": prompt, "answer": "4"} | row, text, [1], False))
+    got = adapt(reward, spec="f")(
+        RewardSample({"prompt": prompt, "answer": "4"} | row, text, [1], False)
+    )
     return got.value, got.extras.get("reply")
 
 

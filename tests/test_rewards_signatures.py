@@ -8,9 +8,9 @@ import numpy
 import pytest
 
 from spmdrl.rewards import graders
-from spmdrl.rewards.signatures import BadValue, Sample, Score, adapt, finite, part_names
+from spmdrl.rewards.signatures import BadValue, RewardSample, Score, adapt, finite, part_names
 from spmdrl.workers.messages import Setup, pack_message, unpack_messages
-from spmdrl.workers.scoring import Scorer
+from spmdrl.workers.reward_jobs import RewardScorer
 
 ROW = {
     "prompt": "2+2=",
@@ -22,7 +22,7 @@ ROW = {
 
 
 def score(function, text="4", row=ROW):
-    return adapt(function, spec="f")(Sample(row, text, [7, 8], False))
+    return adapt(function, spec="f")(RewardSample(row, text, [7, 8], False))
 
 
 def test_verl_functions_get_their_four_columns():
@@ -136,13 +136,13 @@ def test_functions_combine_by_weight_and_none_leaves_one_out(tmp_path):
             tasks=(),
             task_options={},
         )
-        return Scorer(setup).score(1, Sample(ROW, "4", [], False))
+        return RewardScorer(setup).score(1, RewardSample(ROW, "4", [], False))
 
-    got = scored("a", "b", "none", weights=(1.0, 0.5, 9.0))
+    got = scored("a", "b", "none", weights=(1.0, 0.5, 9.0)).result
     assert (got.value, got.parts, got.metrics) == (3.5, {"a": 2.0, "b": 3.0}, {"b/m": 1.0})
     assert scored("none", weights=(1.0,)).failure == "bad_value"
     assert scored("huge", "huge", weights=(1.0, 1.0)).failure == "bad_value"
-    assert scored("a", "a", weights=(1.0, 1.0)).parts == {"a_0": 2.0, "a_1": 2.0}
+    assert scored("a", "a", weights=(1.0, 1.0)).result.parts == {"a_0": 2.0, "a_1": 2.0}
 
 
 def test_messages_survive_being_cut_anywhere():
@@ -237,6 +237,8 @@ def test_functions_in_the_styles_of_verl_trl_and_reasoning_gym_run_as_they_are()
     reasoning_gym = pytest.importorskip("reasoning_gym")
     for name in ("leg_counting", "countdown", "letter_jumble"):
         data = reasoning_gym.create_dataset(name, size=1, seed=0)
-        right = adapt(data.score_answer, spec=name)(Sample(data[0], data[0]["answer"], [], False))
-        wrong = adapt(data.score_answer, spec=name)(Sample(data[0], "no idea", [], False))
+        right = adapt(data.score_answer, spec=name)(
+            RewardSample(data[0], data[0]["answer"], [], False)
+        )
+        wrong = adapt(data.score_answer, spec=name)(RewardSample(data[0], "no idea", [], False))
         assert right.value == 1.0 > wrong.value

@@ -18,7 +18,7 @@ from spmdrl.config.fields import least_tokens, replay_folder, useful_tokens
 from spmdrl.data.rows import ground_truth_of, read_rows
 from spmdrl.data.tasks import is_generated, make_task
 from spmdrl.rewards.signatures import reward_models
-from spmdrl.workers.serve import check_environment
+from spmdrl.workers.environment_jobs import check_environment
 
 _TRL_GIVEN = {"prompts", "completions", "completion_ids", "log_metric", "log_extra"}
 _DTYPE_BYTES = {"bfloat16": 2, "float32": 4}

@@ -35,7 +35,7 @@ class BadValue(Exception):
 
 
 @dataclass(frozen=True)
-class Sample:
+class RewardSample:
     """One response to score."""
 
     row: dict
@@ -55,17 +55,17 @@ class Score:
 
     def note(self, name: str, value: Any) -> None:
         """Keep a finite number as a metric, anything else as text."""
-        try:
-            self.metrics[name] = finite(value)
-        except BadValue:
+        if (number := as_finite(value)) is None:
             self.extras[name] = str(value)[:_MAX_EXTRA_CHARS]
+        else:
+            self.metrics[name] = number
 
 
 @dataclass(frozen=True)
 class Reward:
     """A reward function of any signature: `reward(sample)` gives its Score."""
 
-    call: Callable[[Sample, Score], Any]
+    call: Callable[[RewardSample, Score], Any]
     """Call the function; what it notes beside its result goes into the Score. The result may be
     awaitable."""
     read: Callable[[Any, Score], Score]
@@ -75,7 +75,7 @@ class Reward:
     is_async: bool = False
     """The result is awaitable, and calling takes no time."""
 
-    def __call__(self, sample: Sample) -> Score:
+    def __call__(self, sample: RewardSample) -> Score:
         score = Score()
         return self.read(ran(self.call(sample, score)), score)
 
@@ -143,7 +143,7 @@ def import_function(spec: str) -> Callable:
 
 
 def adapt(function: Callable, *, spec: str) -> Reward:
-    """Wrap a function of a known signature into `Sample -> Score`.
+    """Wrap a function of a known signature into `RewardSample -> Score`.
 
     Raises: ValueError showing the known signatures when the parameter names fit none.
     """
@@ -206,7 +206,9 @@ def _concurrency(function: Callable, *, is_async: bool, spec: str) -> int:
     return chosen
 
 
-def _call_verl(function: Callable, sample: Sample, score: Score, *, wanted: _Parameters) -> Any:
+def _call_verl(
+    function: Callable, sample: RewardSample, score: Score, *, wanted: _Parameters
+) -> Any:
     row = sample.row
     given = {
         "data_source": row.get("data_source"),
@@ -221,7 +223,7 @@ def _call_verl(function: Callable, sample: Sample, score: Score, *, wanted: _Par
     return function(**wanted.select(given))
 
 
-def _call_reasoning_gym(function: Callable, sample: Sample, score: Score) -> Any:
+def _call_reasoning_gym(function: Callable, sample: RewardSample, score: Score) -> Any:
     return function(answer=sample.text, entry=sample.row)
 
 
@@ -239,7 +241,9 @@ def _read_one(result: Any, score: Score) -> Score:
     return score
 
 
-def _call_trl(function: Callable, sample: Sample, score: Score, *, wanted: _Parameters) -> Any:
+def _call_trl(
+    function: Callable, sample: RewardSample, score: Score, *, wanted: _Parameters
+) -> Any:
     row, prompt = sample.row, prompt_of(sample.row)
     is_chat = isinstance(prompt, list)
     reply = [{"role": "assistant", "content": sample.text}] if is_chat else sample.text
@@ -287,9 +291,27 @@ def finite(value: Any) -> float:
 
     Raises: BadValue for anything else: None, text, NaN, infinity, arrays.
     """
+    if (number := as_finite(value)) is None:
+        raise BadValue(not_finite(value))
+    return number
+
+
+def as_finite(value: Any) -> float | None:
+    """Return a number as a finite float; None for anything else."""
+    value = _scalar(value)
+    is_finite = isinstance(value, numbers.Real) and math.isfinite(value)
+    return float(value) if is_finite else None
+
+
+def not_finite(value: Any) -> str:
+    """Say what stands where a finite number should."""
+    value = _scalar(value)
+    return f"expected a finite number, got {value!r:.100} ({type(value).__name__})"
+
+
+def _scalar(value: Any) -> Any:
+    """Return what a scalar of numpy or torch holds; anything else as it is."""
     if not isinstance(value, (numbers.Real, str, bytes)) and hasattr(value, "item"):
         if getattr(value, "size", 1) in (0, 1) or getattr(value, "ndim", 1) == 0:
-            value = value.item()  # scalars of numpy and torch
-    if not isinstance(value, numbers.Real) or not math.isfinite(value):
-        raise BadValue(f"expected a finite number, got {value!r:.100} ({type(value).__name__})")
-    return float(value)
+            return value.item()
+    return value

@@ -15,10 +15,11 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from spmdrl.rewards.signatures import Reward, Sample, Score
+from spmdrl.rewards.signatures import Reward, RewardSample, Score
+from spmdrl.workers.deadlines import no_result, seconds_left
+from spmdrl.workers.main import Server
 from spmdrl.workers.messages import Done, pack_message
-from spmdrl.workers.scoring import Scorer, Scoring
-from spmdrl.workers.worker import Server
+from spmdrl.workers.reward_jobs import PartialScore, RewardScorer
 
 
 def serve_concurrently(
@@ -34,12 +35,10 @@ def serve_concurrently(
     threading.Thread(target=loop.run_forever, daemon=True).start()
     slots = threading.Semaphore(server.scorer.concurrency)
 
-    async def finish(scoring: Scoring) -> None:
+    async def finish(partial: PartialScore) -> None:
         """Do the rest of a sample and send its result."""
-        try:
-            done = await _rest(server.scorer, scoring)
-        finally:
-            slots.release()
+        done = await _rest(server.scorer, partial)
+        slots.release()
         write(pack_message(done))
 
     while True:
@@ -48,40 +47,34 @@ def serve_concurrently(
             return
         id, work = message
         write(pack_message(("began", (id, time.monotonic()))))
-        if isinstance(work, Sample):
+        if isinstance(work, RewardSample):
             asyncio.run_coroutine_threadsafe(finish(server.scorer.begin(id, work)), loop)
         else:
             write(pack_message(server.serve(id, work)))
             slots.release()
 
 
-async def _rest(scorer: Scorer, scoring: Scoring) -> Done:
+async def _rest(scorer: RewardScorer, partial: PartialScore) -> Done:
     """Call what is left to call of a sample, within its deadline."""
-    task = asyncio.ensure_future(_call(scorer, scoring))
-    left_s = scoring.began + scorer.timeout_s - time.monotonic()
-    done, _ = await asyncio.wait({task}, timeout=max(0.0, min(left_s, 1e6)))
+    task = asyncio.ensure_future(_call(scorer, partial))
+    left_s = seconds_left(partial.began, timeout_s=scorer.timeout_s)
+    done, _ = await asyncio.wait({task}, timeout=left_s)
     if done:
-        return scorer.result(scoring)
+        return scorer.result(partial)
     task.cancel()  # and not waited for: it may not listen
     now = time.monotonic()
-    return Done(
-        scoring.id, now, now - scoring.began, "timeout", f"no result within {scorer.timeout_s:g} s"
-    )
+    return Done(partial.id, now, now - partial.began, "timeout", no_result(scorer.timeout_s))
 
 
-async def _call(scorer: Scorer, scoring: Scoring) -> None:
-    for name, reward in scorer.left(scoring):
-        try:
-            scoring.scores[name] = await _scored(reward, scoring.sample)
-        except asyncio.CancelledError as error:
-            scoring.blame(name, error)  # by user code; past the deadline nobody looks any more
-            return
-        except BaseException as error:  # SystemExit too: user code may call sys.exit
-            scoring.blame(name, error)
+async def _call(scorer: RewardScorer, partial: PartialScore) -> None:
+    for name, reward in scorer.left(partial):
+        with partial.blaming(name):
+            partial.scores[name] = await _scored(reward, partial.sample)
+        if partial.failure:
             return
 
 
-async def _scored(reward: Reward, sample: Sample) -> Score:
+async def _scored(reward: Reward, sample: RewardSample) -> Score:
     score = Score()
     call = reward.call if reward.is_async else _in_thread(reward.call)
     result = await call(sample, score)

@@ -1,16 +1,17 @@
 """What passes between the pool and its workers.
 
-A message is a 4-byte little-endian length and a pickle. See `worker` for which come when.
+A message is a 4-byte little-endian length and a pickle. See `main` for which come when.
 """
 
 from __future__ import annotations
 
 import pickle
 import struct
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO, Literal
 
-from spmdrl.environments.protocol import Response, Turn
+from spmdrl.environments.protocol import Message, Response
 
 _HEADER = struct.Struct("<I")
 Failure = Literal["timeout", "error", "bad_value", "overlong"]
@@ -66,6 +67,46 @@ class Respond:
 
 
 @dataclass(frozen=True)
+class RewardResult:
+    """What became of one submitted sample."""
+
+    key: Hashable
+    value: float | None = None
+    """Weighted sum of the functions, without reward models, 0 of none; None when it failed."""
+    parts: dict[str, float] = field(default_factory=dict)
+    """Unweighted value of each function that applies."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """Numbers that the functions reported besides."""
+    extras: dict[str, str] = field(default_factory=dict)
+    """Texts that the functions reported besides."""
+    seconds: float = 0.0
+    failure: Failure | None = None
+    message: str = ""
+
+
+@dataclass(frozen=True)
+class TurnResult:
+    """What became of one `open` or `turn`."""
+
+    key: Hashable
+    environment: bytes = b""
+    """The pickled environment, for the next `turn`; empty when the episode is done, or failed."""
+    messages: tuple[Message, ...] = ()
+    """To append; empty when the episode is done, or failed."""
+    is_done: bool = False
+    reward: float = 0.0
+    """Of this turn: to be added to the episode's."""
+    info: dict[str, float] = field(default_factory=dict)
+    """Numbers for metrics."""
+    state: int = -1
+    """Number of the state that the episode is in now; -1 where the environment names none."""
+    seconds: float = 0.0
+    failure: Failure | None = None
+    """The episode cannot go on, and what it earned so far should not count."""
+    message: str = ""
+
+
+@dataclass(frozen=True)
 class Done:
     """What became of a job, as it travels back."""
 
@@ -73,29 +114,10 @@ class Done:
     finished: float
     """Clock of time.monotonic(), which all processes of a machine share."""
     seconds: float
-    failure: Failure | None
-    message: str
-
-
-@dataclass(frozen=True)
-class Scored(Done):
-    """The result of one sample."""
-
-    value: float | None
-    parts: dict[str, float]
-    metrics: dict[str, float]
-    extras: dict[str, str]
-
-
-@dataclass(frozen=True)
-class Moved(Done):
-    """The result of an Open or a Respond that did not fail."""
-
-    environment: bytes
-    """The pickled environment as it is now; empty when the episode is done."""
-    turn: Turn
-    state: int
-    """See `EnvironmentServer`."""
+    failure: Failure | None = None
+    message: str = ""
+    result: RewardResult | TurnResult | None = None
+    """What was found, with an empty key; None where nothing was."""
 
 
 def pack_message(value: Any) -> bytes:

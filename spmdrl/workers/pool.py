@@ -1,65 +1,25 @@
 """Score responses and play environments in worker processes: no user code can stall us.
 
-Every call ends in exactly one RewardResult or TurnResult. User code that raises, exits, crashes,
-hangs or returns nonsense costs its own sample or episode and nothing else: the worker is
-replaced and the calls behind it are served by another.
+Every call ends in exactly one RewardResult or TurnResult, see `messages`. User code that raises,
+exits, crashes, hangs or returns nonsense costs its own sample or episode and nothing else: the
+worker is replaced and the calls behind it are served by another.
 """
 
 from __future__ import annotations
 
 import pickle
 from collections.abc import Hashable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import replace
 from typing import Any
 
 from spmdrl.config import Config
 from spmdrl.data.tasks import is_generated
-from spmdrl.environments.protocol import Message, Response
-from spmdrl.rewards.signatures import Sample, part_names, reward_models
+from spmdrl.environments.protocol import Response
+from spmdrl.rewards.signatures import RewardSample, part_names, reward_models
 from spmdrl.types import Prompt
-from spmdrl.workers.jobs import JobQueue
-from spmdrl.workers.messages import Done, Failure, Moved, Open, Respond, Scored, Setup
-from spmdrl.workers.process import Job
-
-
-@dataclass(frozen=True)
-class RewardResult:
-    """What became of one submitted sample."""
-
-    key: Hashable
-    value: float | None
-    """Weighted sum of the functions, without reward models, 0 of none; None when it failed."""
-    parts: dict[str, float] = field(default_factory=dict)
-    """Unweighted value of each function that applies."""
-    metrics: dict[str, float] = field(default_factory=dict)
-    """Numbers that the functions reported besides."""
-    extras: dict[str, str] = field(default_factory=dict)
-    """Texts that the functions reported besides."""
-    seconds: float = 0.0
-    failure: Failure | None = None
-    message: str = ""
-
-
-@dataclass(frozen=True)
-class TurnResult:
-    """What became of one `open` or `turn`."""
-
-    key: Hashable
-    environment: bytes = b""
-    """The pickled environment, for the next `turn`; empty when the episode is done, or failed."""
-    messages: tuple[Message, ...] = ()
-    """To append; empty when the episode is done, or failed."""
-    is_done: bool = False
-    reward: float = 0.0
-    """Of this turn: to be added to the episode's."""
-    info: dict[str, float] = field(default_factory=dict)
-    """Numbers for metrics."""
-    state: int = -1
-    """Number of the state that the episode is in now; -1 where the environment names none."""
-    seconds: float = 0.0
-    failure: Failure | None = None
-    """The episode cannot go on, and what it earned so far should not count."""
-    message: str = ""
+from spmdrl.workers.job_queue import JobQueue
+from spmdrl.workers.messages import Done, Open, Respond, RewardResult, Setup, TurnResult
+from spmdrl.workers.worker_process import QueuedJob
 
 
 class RewardPool(JobQueue):
@@ -129,7 +89,7 @@ class RewardPool(JobQueue):
         if not self._num_workers:
             self._unscored.append(RewardResult(key, 0.0))
             return
-        sample = Sample(prompt.row, response_text, response_tokens, truncated)
+        sample = RewardSample(prompt.row, response_text, response_tokens, truncated)
         self._send(key, sample, what=f"data row {prompt.index}")
 
     def open(self, key: Hashable, *, row: dict, seed: int = 0) -> None:
@@ -174,31 +134,15 @@ class RewardPool(JobQueue):
             self.wait()
             yield from self.poll()
 
-    def _send(self, key: Hashable, work: Sample | Open | Respond, *, what: str) -> None:
+    def _send(self, key: Hashable, work: RewardSample | Open | Respond, *, what: str) -> None:
         try:
             self.put(key, work)
         except (pickle.PicklingError, TypeError, AttributeError) as error:
             raise ValueError(f"{what} cannot be sent to a worker process: {error}") from error
 
 
-def _result(job: Job, done: Done) -> RewardResult | TurnResult:
-    common = {"seconds": done.seconds, "failure": done.failure, "message": done.message}
-    if isinstance(done, Scored):
-        return RewardResult(job.key, done.value, done.parts, done.metrics, done.extras, **common)
-    if isinstance(done, Moved):
-        turn = done.turn
-        return TurnResult(
-            job.key,
-            done.environment,
-            tuple(turn.messages),
-            turn.is_done,
-            turn.reward,
-            turn.info,
-            done.state,
-            **common,
-        )
-    return (
-        RewardResult(job.key, None, **common)
-        if job.kind is Sample
-        else TurnResult(job.key, **common)
+def _result(job: QueuedJob, done: Done) -> RewardResult | TurnResult:
+    found = done.result or (RewardResult(None) if job.kind is RewardSample else TurnResult(None))
+    return replace(
+        found, key=job.key, seconds=done.seconds, failure=done.failure, message=done.message
     )

@@ -1,4 +1,4 @@
-"""Serve environments in a worker process: bytes in, one turn, bytes out."""
+"""The jobs of environments, inside a worker: bytes in, one turn, bytes out."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 from spmdrl.environments.protocol import Message, Response, Turn
 from spmdrl.imports import construct, import_object, nearest
-from spmdrl.rewards.signatures import BadValue, finite, ran
+from spmdrl.rewards.signatures import BadValue, as_finite, not_finite, ran
 
 FIELD = "rollout.environment"
 _HERE = "spmdrl.environments."
@@ -150,15 +150,14 @@ def pack(environment: Any) -> bytes:
 
     Raises: BadTurn naming the attribute that cannot be pickled, or the largest one above 16 MiB.
     """
-    try:
-        data = pickle.dumps(environment, protocol=pickle.HIGHEST_PROTOCOL)
-    except Exception as error:  # __reduce__ and __getstate__ are the user's code
+    data = _pickled(environment)
+    if isinstance(data, Exception):
         place = _culprit(environment, type(environment).__name__, depth=_DEPTH)
         raise BadTurn(
-            f"{place} cannot be pickled ({type(error).__name__}: {error}), and an "
+            f"{place} cannot be pickled ({type(data).__name__}: {data}), and an "
             "environment travels with every turn; keep such things in a module "
             "variable or make them anew when used"
-        ) from error
+        ) from data
     if len(data) > _MAX_BYTES:
         sizes = {name: len(pickle.dumps(value)) for name, value in _parts(environment).items()}
         largest = max(sizes, key=sizes.get, default="")
@@ -170,17 +169,19 @@ def pack(environment: Any) -> bytes:
     return data
 
 
+def _pickled(value: Any) -> bytes | Exception:
+    try:
+        return pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
+    except Exception as error:  # __reduce__ and __getstate__ are the user's code
+        return error
+
+
 def _culprit(value: Any, place: str, *, depth: int) -> str:
     """Return the place of the innermost thing that does not pickle, e.g. `Game.client._lock`."""
     for name, part in _parts(value).items() if depth else ():
-        try:
-            pickle.dumps(part, protocol=pickle.HIGHEST_PROTOCOL)
-        except Exception:  # as in `pack`
-            inner = (
-                f"{place}.{name}"
-                if isinstance(name, str) and not isinstance(value, Mapping)
-                else f"{place}[{name!r}]"
-            )
+        if isinstance(_pickled(part), Exception):
+            is_attribute = isinstance(name, str) and not isinstance(value, Mapping)
+            inner = f"{place}.{name}" if is_attribute else f"{place}[{name!r}]"
             return _culprit(part, inner, depth=depth - 1)
     return f"{place} ({type(value).__name__})"
 
@@ -203,19 +204,16 @@ def checked_turn(turn: Any) -> Turn:
     if not isinstance(turn, Turn):
         raise BadTurn(f"`step` must return a Turn, got {turn!r:.100} ({type(turn).__name__})")
     numbers = {"reward": turn.reward} | {f"info[{k!r}]": v for k, v in turn.info.items()}
-    for name, value in numbers.items():
-        try:
-            numbers[name] = finite(value)
-        except BadValue as error:
-            raise BadTurn(f"{name}: {error}") from None
-    reward, *values = numbers.values()
+    values = [as_finite(value) for value in numbers.values()]
+    for (name, given), value in zip(numbers.items(), values):
+        if value is None:
+            raise BadTurn(f"{name}: {not_finite(given)}")
     is_done = bool(turn.is_done)
-    messages = [] if is_done else _checked_messages(turn.messages, roles=_ROLES)
     return Turn(
-        messages=messages,
+        messages=[] if is_done else _checked_messages(turn.messages, roles=_ROLES),
         is_done=is_done,
-        reward=reward,
-        info=dict(zip(map(str, turn.info), values)),
+        reward=values[0],
+        info=dict(zip(map(str, turn.info), values[1:])),
     )
 
 
@@ -250,6 +248,6 @@ def _checked_tools(tools: Any, *, name: str) -> list[dict[str, Any]]:
     except (TypeError, ValueError) as error:
         raise ValueError(
             f"{FIELD}.name: {name}: its `tools` must be descriptions for the chat "
-            f"template, see environments/schema.py: {error}"
+            f"template, see environments/tool_schema.py: {error}"
         ) from error
     return tools

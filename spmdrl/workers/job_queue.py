@@ -15,14 +15,12 @@ from collections import deque
 from collections.abc import Hashable
 from typing import Any
 
+from spmdrl.workers.deadlines import Deadlines, no_result
 from spmdrl.workers.messages import Done, Failure, Setup, pack_message
-from spmdrl.workers.process import Job, WorkerProcess
+from spmdrl.workers.worker_process import QueuedJob, WorkerProcess
 
-_STUCK_TIMES, _STUCK_S = 4.0, 0.2
-"""A job is stuck that runs longer than this many times the mean, and this long."""
 _SPARE_SHARE = 0.5
 """Workers beside those at work, started before they are needed, once one was replaced."""
-_SILENT_S = 1.0  # a worker that keeps its deadlines itself says so earlier
 _START_TIMEOUT_S = 300.0  # importing a user's module; may bring a large package from a slow disk
 
 
@@ -37,12 +35,12 @@ class JobQueue:
     """
 
     def __init__(self, setup: Setup, *, workers: int, timeout_s: float):
-        self._setup, self._num_workers, self._timeout_s = setup, workers, timeout_s
+        self._setup, self._num_workers = setup, workers
+        self._deadlines = Deadlines(timeout_s)
         self._workers: list[WorkerProcess] = []
-        self._waiting: deque[Job] = deque()
-        self._done: list[tuple[Job, Done]] = []
+        self._waiting: deque[QueuedJob] = deque()
+        self._done: list[tuple[QueuedJob, Done]] = []
         self._submitted = 0
-        self._mean_s: dict[type, float] = {}  # by kind of job
         self._num_spares = 0
         self._is_closed = False
         self.facts: dict[str, Any] = {}
@@ -74,10 +72,10 @@ class JobQueue:
         Raises: pickle.PicklingError, TypeError or AttributeError when it cannot be sent.
         """
         frame = pack_message((self._submitted, work))
-        self._waiting.append(Job(self._submitted, key, type(work), frame))
+        self._waiting.append(QueuedJob(self._submitted, key, type(work), frame))
         self._submitted += 1
 
-    def take(self) -> list[tuple[Job, Done]]:
+    def take(self) -> list[tuple[QueuedJob, Done]]:
         """Return what is done, in the order of submission, without waiting.
 
         Raises: ValueError as `start`; RuntimeError when workers cannot be started again.
@@ -101,12 +99,7 @@ class JobQueue:
             poller.register(worker.process.stdout, select.POLLIN)
             if worker.has_unsent:
                 poller.register(worker.process.stdin, select.POLLOUT)
-        left = [self._limit_s(w) - w.running_s() for w in self._workers if w.jobs]
-        left += [
-            self._stuck_s(w) - w.running_s()
-            for w in self._workers
-            if w.jobs and not self._is_stuck(w)
-        ]
+        left = map(self._deadlines.left_s, self._workers)
         poller.poll(1000 * max(0.001, min([0.5, *left])))
 
     def close(self) -> None:
@@ -129,36 +122,21 @@ class JobQueue:
 
     def _replenish(self, count: int) -> None:
         """Have `count` workers beside those that are stuck, for which as many again stand in."""
-        count += min(sum(map(self._is_stuck, self._workers)), self._num_workers)
+        count += min(sum(map(self._deadlines.is_stuck, self._workers)), self._num_workers)
         while len(self._workers) < count:
             self._workers.append(WorkerProcess(self._setup))
-
-    def _limit_s(self, worker: WorkerProcess) -> float:
-        """Return how long a job may run before its worker is killed, seconds."""
-        return self._timeout_s + (_SILENT_S if worker.concurrency > 1 else 0.0)
-
-    def _stuck_s(self, worker: WorkerProcess) -> float:
-        """Return how long the job at the head may run before the worker is stuck, seconds."""
-        if worker.concurrency > 1 or not worker.jobs:
-            return float("inf")
-        mean = self._mean_s.get(next(iter(worker.jobs.values())).kind, self._timeout_s / 8)
-        return max(_STUCK_S, _STUCK_TIMES * mean)
-
-    def _is_stuck(self, worker: WorkerProcess) -> bool:
-        return worker.running_s() > self._stuck_s(worker)
 
     def _collect(self, worker: WorkerProcess) -> None:
         looked = time.monotonic()  # what `_take` does not find was not done by then
         worker.flush()
         self._take(worker)
         self._check_start(worker)
-        if self._is_stuck(worker):
+        if self._deadlines.is_stuck(worker):
             self._expect_faults()
             worker.recall()
-        if worker.running_s(looked) > self._limit_s(worker):
-            self._replace(
-                worker, failure="timeout", message=f"no result within {self._timeout_s:g} s"
-            )
+        if self._deadlines.is_late(worker, at=looked):
+            why = no_result(self._deadlines.timeout_s)
+            self._replace(worker, failure="timeout", message=why)
             return
         if worker.has_ended():
             self._take(worker)  # what it wrote between our look and its end
@@ -170,19 +148,7 @@ class JobQueue:
 
     def _take(self, worker: WorkerProcess) -> None:
         for job, done in worker.receive():
-            # Late is late, whether or not we looked in time to kill it.
-            if done.seconds > self._timeout_s and done.failure != "timeout":
-                done = Done(
-                    done.id,
-                    done.finished,
-                    done.seconds,
-                    "timeout",
-                    f"took {done.seconds:.2f} s, above rewards.timeout_s = {self._timeout_s:g}",
-                )
-            if done.failure is None:
-                mean = self._mean_s.get(job.kind, done.seconds)
-                self._mean_s[job.kind] = 0.95 * mean + 0.05 * done.seconds
-            self._done.append((job, done))
+            self._done.append((job, self._deadlines.judged(done, kind=job.kind)))
         returned, worker.returned = worker.returned, []
         self._waiting.extendleft(reversed(returned))
 
@@ -217,7 +183,7 @@ class JobQueue:
 
     def _hand_out(self) -> None:
         ready = [w for w in self._workers if w.is_ready]
-        able = [w for w in ready if not self._is_stuck(w)][: self._num_workers]
+        able = [w for w in ready if not self._deadlines.is_stuck(w)][: self._num_workers]
         while self._waiting:
             free = [w for w in able if w.has_room(self._waiting[0])]
             if not free:

@@ -1,6 +1,6 @@
 """The worker: reads jobs from stdin, writes one result each to stdout.
 
-    python -m spmdrl.workers.worker
+    python -m spmdrl.workers.main
 
 It scores samples, and opens and plays episodes of the run's environment. The first message in is
 a Setup, the first one out ("ready", (seconds, facts)) or ("refused", message). Then jobs and
@@ -23,19 +23,19 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, BinaryIO
 
-from spmdrl.rewards.signatures import BadValue, Sample
+from spmdrl.rewards.signatures import BadValue, RewardSample
+from spmdrl.workers.environment_jobs import EnvironmentServer
 from spmdrl.workers.messages import (
     RECALL,
     Done,
-    Moved,
     Open,
     Respond,
     Setup,
+    TurnResult,
     pack_message,
     read_message,
 )
-from spmdrl.workers.scoring import MAX_MESSAGE_CHARS, Scorer, describe
-from spmdrl.workers.serve import EnvironmentServer
+from spmdrl.workers.reward_jobs import MAX_MESSAGE_CHARS, RewardScorer, describe
 
 
 class Server:
@@ -49,7 +49,7 @@ class Server:
         if self._environments is not None and not self._environments.is_graded:
             # A generated task is here to make the rows; its environment knows what they are worth.
             setup = replace(setup, tasks=())
-        self.scorer = Scorer(setup)
+        self.scorer = RewardScorer(setup)
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -62,24 +62,26 @@ class Server:
             "tool_parser": self._environments.tool_parser,
         }
 
-    def serve(self, id: int, work: Sample | Open | Respond) -> Done:
+    def serve(self, id: int, work: RewardSample | Open | Respond) -> Done:
         """Do a job; whatever the user's code does is part of the result."""
-        if isinstance(work, Sample):
+        if isinstance(work, RewardSample):
             return self.scorer.score(id, work)
-        began, failure = time.monotonic(), "error"
+        began, failure, message, result = time.monotonic(), None, "", None
         try:
             if isinstance(work, Open):
                 moved = self._environments.open(work.row, seed=work.seed)
             else:
                 moved = self._environments.turn(work.environment, work.response)
-            finished = time.monotonic()
-            return Moved(id, finished, finished - began, None, "", *moved)
+            environment, turn, state = moved
+            result = TurnResult(
+                None, environment, tuple(turn.messages), turn.is_done, turn.reward, turn.info, state
+            )
         except BadValue as error:
             failure, message = "bad_value", str(error)
         except BaseException as error:  # SystemExit too: user code may call sys.exit
-            message = describe(error)
-        finished = time.monotonic()
-        return Done(id, finished, finished - began, failure, message[:MAX_MESSAGE_CHARS])
+            failure, message = "error", describe(error)
+        now = time.monotonic()
+        return Done(id, now, now - began, failure, message[:MAX_MESSAGE_CHARS], result)
 
 
 # --------------------------------------------------------------------------- process
@@ -181,6 +183,6 @@ def _take_pipes() -> tuple[BinaryIO, Callable[[bytes], None]]:
 
 if __name__ == "__main__":
     # Pickles name the module that the parent imported, so serve from that one.
-    from spmdrl.workers import worker
+    from spmdrl.workers import main as module
 
-    worker.main(*map(int, sys.argv[1:]))
+    module.main(*map(int, sys.argv[1:]))

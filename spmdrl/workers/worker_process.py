@@ -20,7 +20,7 @@ from spmdrl.workers.messages import RECALL, Done, Setup, pack_message, unpack_me
 # The child imports from where we import, installed or not, from any working directory.
 _START = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from spmdrl.workers.worker import main; main(int(sys.argv[2]))"
+    "from spmdrl.workers.main import main; main(int(sys.argv[2]))"
 )
 _PIPE_BYTES = 2**20
 _READ_BYTES = 2**18
@@ -29,14 +29,14 @@ _WINDOW_S = 0.25
 
 
 @dataclass
-class Job:
+class QueuedJob:
     """One submitted job."""
 
     number: int
     """Order of submission."""
     key: Hashable
     kind: type
-    """Sample, Open or Respond."""
+    """RewardSample, Open or Respond."""
     frame: bytes
     """The message to the worker."""
     sent: float | None = None
@@ -56,18 +56,17 @@ class WorkerProcess:
     """
 
     def __init__(self, setup: Setup):
-        life_read, self._life = os.pipe()
-        try:
+        read, write = os.pipe()
+        self._life = open(write, "wb", buffering=0)  # noqa: SIM115, lives as long as the child
+        with open(read, "rb", buffering=0):  # ours goes
             self.process = subprocess.Popen(
-                [sys.executable, "-c", _START, json.dumps(sys.path), str(life_read)],
+                [sys.executable, "-c", _START, json.dumps(sys.path), str(read)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                pass_fds=[life_read],
+                pass_fds=[read],
                 start_new_session=True,
                 bufsize=0,
             )
-        finally:
-            os.close(life_read)
         for pipe in (self.process.stdin, self.process.stdout):
             os.set_blocking(pipe.fileno(), False)
             with contextlib.suppress(OSError):  # the system may cap pipes below this: only slower
@@ -76,9 +75,9 @@ class WorkerProcess:
         self.started = time.monotonic()
         self.is_ready, self.refusal = False, ""
         self.facts: dict[str, Any] = {}  # what it said of itself when it was ready
-        self.jobs: dict[int, Job] = {}  # by number, in the order of handing over
-        self.returned: list[Job] = []  # that it gave back
-        self._unsent: deque[tuple[Job | None, memoryview]] = deque()
+        self.jobs: dict[int, QueuedJob] = {}  # by number, in the order of handing over
+        self.returned: list[QueuedJob] = []  # that it gave back
+        self._unsent: deque[tuple[QueuedJob | None, memoryview]] = deque()
         self._inbox = bytearray()
         self._begin = 0.0  # the job at the head cannot have begun before
         self._mean_s: float | None = None
@@ -99,18 +98,18 @@ class WorkerProcess:
         worth = int(_WINDOW_S * self.concurrency / max(mean, 1e-6))
         return max(_MIN_WINDOW * self.concurrency, min(_MAX_WINDOW, worth))
 
-    def has_room(self, job: Job) -> bool:
+    def has_room(self, job: QueuedJob) -> bool:
         """Return whether a job may be handed over now."""
         if job.is_alone:
             return not self.jobs
         return len(self.jobs) < self.window and not any(j.is_alone for j in self.jobs.values())
 
-    def suspects(self) -> list[Job]:
+    def suspects(self) -> list[QueuedJob]:
         """Return the jobs that may be at fault where it ended or stands still: those begun."""
         begun = [job for job in self.jobs.values() if job.began is not None]
         return begun if begun else list(self.jobs.values())[:1]
 
-    def add(self, job: Job) -> None:
+    def add(self, job: QueuedJob) -> None:
         """Queue a job."""
         job.sent = job.began = None
         self.jobs[job.number] = job
@@ -128,30 +127,27 @@ class WorkerProcess:
 
     def flush(self) -> None:
         """Write as much as the pipe takes."""
-        fd = self.process.stdin.fileno()
-        try:
+        with contextlib.suppress(BrokenPipeError):
             while self._unsent:
                 job, view = self._unsent[0]
-                written = os.write(fd, view)
+                written = self.process.stdin.write(view) or 0  # None: there is no room
                 if written < len(view):
                     self._unsent[0] = (job, view[written:])
                     return
                 self._unsent.popleft()
                 if job is not None:
                     job.sent = time.monotonic()
-        except BlockingIOError:
             return
-        except BrokenPipeError:  # it died; `exit_code` tells
-            self._unsent.clear()
+        self._unsent.clear()  # it died; `exit_code` tells
 
-    def receive(self) -> list[tuple[Job, Done]]:
+    def receive(self) -> list[tuple[QueuedJob, Done]]:
         """Return the jobs that are done, with their results."""
         taken = 0
         with contextlib.suppress(BlockingIOError):
             while data := os.read(self.process.stdout.fileno(), _READ_BYTES):
                 self._inbox += data
                 taken += len(data)
-        results: list[tuple[Job, Done]] = []
+        results: list[tuple[QueuedJob, Done]] = []
         for message in unpack_messages(self._inbox):
             if isinstance(message, Done):
                 assert message.id in self.jobs, f"job {message.id} answered, it is not here"
@@ -221,7 +217,8 @@ class WorkerProcess:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
-        self._close_pipes()
+        for pipe in (self.process.stdin, self.process.stdout, self._life):
+            pipe.close()
 
     def close(self, *, grace_s: float = 1.0) -> None:
         """Let an idle child end by itself, then make sure."""
@@ -231,10 +228,3 @@ class WorkerProcess:
             while not self.has_ended() and time.monotonic() < deadline:
                 time.sleep(0.002)
         self.kill()
-
-    def _close_pipes(self) -> None:
-        self.process.stdin.close()
-        self.process.stdout.close()
-        if self._life >= 0:
-            os.close(self._life)
-            self._life = -1

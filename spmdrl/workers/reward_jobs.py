@@ -1,26 +1,28 @@
-"""Score samples with the functions of a run, inside a worker."""
+"""The jobs of rewards: score samples with the functions of a run, inside a worker."""
 
 from __future__ import annotations
 
+import contextlib
 import time
 import traceback
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from spmdrl.data.tasks import is_generated, make_task
 from spmdrl.rewards.answers import reported
-from spmdrl.rewards.signatures import BadValue, Reward, Sample, Score, adapt, load_reward
-from spmdrl.workers.messages import Failure, Scored, Setup
+from spmdrl.rewards.signatures import BadValue, Reward, RewardSample, Score, adapt, load_reward
+from spmdrl.workers.messages import Done, Failure, RewardResult, Setup
 
 MAX_MESSAGE_CHARS = 2000
 
 
 @dataclass
-class Scoring:
+class PartialScore:
     """A sample while it is scored."""
 
     id: int
-    sample: Sample
+    sample: RewardSample
     began: float
     """Clock of time.monotonic()."""
     scores: dict[str, Score] = field(default_factory=dict)
@@ -28,15 +30,18 @@ class Scoring:
     failure: Failure | None = None
     message: str = ""
 
-    def blame(self, name: str, error: BaseException) -> None:
-        """Fail the sample by what a function raised."""
-        if isinstance(error, BadValue):
+    @contextlib.contextmanager
+    def blaming(self, name: str) -> Iterator[None]:
+        """Fail the sample by what a function raises."""
+        try:
+            yield
+        except BadValue as error:
             self.failure, self.message = "bad_value", f"{name} returned {error}"
-        else:
+        except BaseException as error:  # SystemExit too: user code may call sys.exit
             self.failure, self.message = "error", f"{name}: {describe(error)}"
 
 
-class Scorer:
+class RewardScorer:
     """Scores samples with all functions of a Setup.
 
     Raises (on construction): ValueError for a function or task that cannot be used.
@@ -59,40 +64,38 @@ class Scorer:
         than one allows; 1 where none does."""
         return min((r.concurrency for r in self._rewards.values() if r.concurrency > 1), default=1)
 
-    def score(self, id: int, sample: Sample) -> Scored:
+    def score(self, id: int, sample: RewardSample) -> Done:
         """Return the result of one sample; whatever the functions do is part of it."""
-        scoring = Scoring(id, sample, time.monotonic())
-        self._call(scoring, [(n, r) for n, _, r in self._applicable(sample)])
-        return self.result(scoring)
+        return self.result(self._called(id, sample, lambda reward: True))
 
-    def begin(self, id: int, sample: Sample) -> Scoring:
+    def begin(self, id: int, sample: RewardSample) -> PartialScore:
         """Begin a sample with the functions that run one at a time."""
-        scoring = Scoring(id, sample, time.monotonic())
-        self._call(scoring, [(n, r) for n, _, r in self._applicable(sample) if r.concurrency == 1])
-        return scoring
+        return self._called(id, sample, lambda reward: reward.concurrency == 1)
 
-    def left(self, scoring: Scoring) -> list[tuple[str, Reward]]:
+    def left(self, partial: PartialScore) -> list[tuple[str, Reward]]:
         """Return the functions still to be called, beside those of other samples."""
-        return (
-            []
-            if scoring.failure
-            else [(n, r) for n, _, r in self._applicable(scoring.sample) if n not in scoring.scores]
-        )
+        return [
+            (name, reward)
+            for name, _, reward in self._applicable(partial.sample)
+            if name not in partial.scores and not partial.failure
+        ]
 
-    def _call(self, scoring: Scoring, rewards: list[tuple[str, Reward]]) -> None:
-        for name, reward in rewards:
-            try:
-                scoring.scores[name] = reward(scoring.sample)
-            except BaseException as error:  # SystemExit too: user code may call sys.exit
-                scoring.blame(name, error)
-                return
+    def _called(
+        self, id: int, sample: RewardSample, is_wanted: Callable[[Reward], bool]
+    ) -> PartialScore:
+        partial = PartialScore(id, sample, time.monotonic())
+        for name, _, reward in self._applicable(sample):
+            if is_wanted(reward) and not partial.failure:
+                with partial.blaming(name):
+                    partial.scores[name] = reward(sample)
+        return partial
 
-    def result(self, scoring: Scoring) -> Scored:
+    def result(self, partial: PartialScore) -> Done:
         """Return what the functions came to."""
         parts, total = {}, Score(self._least)
-        failure, message = scoring.failure, scoring.message
-        for name, weight, _ in self._applicable(scoring.sample):
-            if (score := scoring.scores.get(name)) is None:
+        failure, message = partial.failure, partial.message
+        for name, weight, _ in self._applicable(partial.sample):
+            if (score := partial.scores.get(name)) is None:
                 continue
             prefix = f"{name}/" if len(self._rewards) > 1 else ""
             total.metrics |= {prefix + k: v for k, v in score.metrics.items()}
@@ -101,26 +104,16 @@ class Scorer:
                 parts[name] = score.value
                 total.value = (total.value or 0.0) + weight * score.value
         if not failure and (total.value is None or not abs(total.value) < float("inf")):
-            failure, message = (
-                "bad_value",
-                (
-                    f"the weighted sum of {parts} is not finite"
-                    if parts
-                    else "every reward function returned None for this row; one at least must apply"
-                ),
-            )
-        finished = time.monotonic()
-        return Scored(
-            id=scoring.id,
-            finished=finished,
-            seconds=finished - scoring.began,
-            value=None if failure else total.value,
-            parts=parts,
-            metrics=total.metrics,
-            extras=total.extras,
-            failure=failure,
-            message=message[:MAX_MESSAGE_CHARS],
-        )
+            failure, message = "bad_value", f"the weighted sum of {parts} is not finite"
+            if not parts:
+                message = (
+                    "every reward function returned None for this row; one at least must apply"
+                )
+        value = None if failure else total.value
+        result = RewardResult(None, value, parts, total.metrics, total.extras)
+        now = time.monotonic()
+        message = message[:MAX_MESSAGE_CHARS]
+        return Done(partial.id, now, now - partial.began, failure, message, result)
 
     def _grader(self, spec: str, setup: Setup) -> Reward:
         task = make_task(spec, setup.task_options)
@@ -131,7 +124,7 @@ class Scorer:
 
         return adapt(graded, spec=spec)
 
-    def _applicable(self, sample: Sample) -> list[tuple[str, float, Reward]]:
+    def _applicable(self, sample: RewardSample) -> list[tuple[str, float, Reward]]:
         if self._rewards:
             return [(n, w, r) for (n, r), w in zip(self._rewards.items(), self._weights)]
         if not self._tasks:  # the environment's rewards are all there are
