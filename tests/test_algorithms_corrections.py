@@ -334,7 +334,7 @@ def test_values_out_of_range_are_refused() -> None:
         ("seq_mask_tis", dict(token_upper=0.0), "token_upper: must be above 0"),
         ("veto", dict(lower=-1.0), "0 <= lower < upper, got -1.0"),
         ("opsm", dict(delta=-0.1), "delta: must be at least 0"),
-        ("vaco", dict(bound=0.0), "bound, upper: must be above 0"),
+        ("vaco", dict(bound=0.0), "bound: must be above 0"),
     ):
         with pytest.raises(ValueError, match=message):
             call(name, case, **options)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from spmdrl.algorithms.groups import ROUNDING, group_rewards
+from spmdrl.algorithms.masked import check_positive
 
 __all__ = [
     "dr_grpo",
@@ -40,7 +41,7 @@ def grpo(rewards: Tensor, group_ids: Tensor, *, is_valid: Tensor, std_eps: float
     Source: arXiv 2402.03300, outcome supervision. Also invariant under adding a constant per
         group.
     """
-    _check_eps(std_eps)
+    check_positive(std_eps=std_eps)
     groups = group_rewards(rewards, group_ids, is_valid=is_valid)
     return groups.centred() / (groups.stds + std_eps)[groups.index]
 
@@ -71,7 +72,7 @@ def lite_ppo(
     Source: arXiv 2508.08221; sigma_batch is the population standard deviation of all valid
         rewards. Also invariant under adding one constant to all rewards.
     """
-    _check_eps(std_eps)
+    check_positive(std_eps=std_eps)
     groups = group_rewards(rewards, group_ids, is_valid=is_valid)
     batch = group_rewards(rewards, torch.zeros_like(group_ids), is_valid=is_valid)
     return groups.centred() / (batch.stds + std_eps)[batch.index]
@@ -86,7 +87,7 @@ def max_rl(
     Source: SkyRL's `maxrl` estimator of maximum-likelihood RL. Not invariant under adding a
         constant, by design.
     """
-    _check_eps(mean_eps)
+    check_positive(mean_eps=mean_eps)
     groups = group_rewards(rewards, group_ids, is_valid=is_valid)
     if (groups.rewards < 0).any():
         raise ValueError(
@@ -142,7 +143,7 @@ def pass_at_k(
     Source: arXiv 2503.19595, the leave-one-out baseline of the max objective. Also invariant
         under adding a constant per group.
     """
-    _check_eps(std_eps)
+    check_positive(std_eps=std_eps)
     groups = group_rewards(rewards, group_ids, is_valid=is_valid)
     best = groups.max(groups.rewards)
     is_best = is_valid & groups.has_spread[groups.index] & (groups.rewards == best[groups.index])
@@ -176,7 +177,7 @@ def gdpo(
     Source: arXiv 2601.05242; sigma_gk needs no eps, as equal rewards give 0. Also invariant
         under adding a constant to one part of a group, or scaling it by a factor above 0.
     """
-    _check_eps(std_eps)
+    check_positive(std_eps=std_eps)
     if reward_parts.dim() != 2:
         raise ValueError(f"reward_parts {tuple(reward_parts.shape)} must have the shape [S, K]")
     num_parts = reward_parts.shape[1]
@@ -214,7 +215,7 @@ def reinforce_plus_plus_baseline(
     Source: arXiv 2501.03262, REINFORCE++ with baseline. Also invariant under adding a
         constant per group.
     """
-    _check_eps(std_eps)
+    check_positive(std_eps=std_eps)
     groups = group_rewards(rewards, group_ids, is_valid=is_valid)
     counted = is_valid & (groups.counts >= 2)[groups.index]
     weights = response_lengths.double() * counted
@@ -251,8 +252,3 @@ def reinforce(rewards: Tensor, *, is_valid: Tensor) -> Tensor:
     """
     one_group = torch.zeros(len(rewards), dtype=torch.int64)
     return group_rewards(rewards, one_group, is_valid=is_valid).rewards
-
-
-def _check_eps(eps: float) -> None:
-    if not eps > 0:
-        raise ValueError(f"std_eps, mean_eps: must be above 0, got {eps}")

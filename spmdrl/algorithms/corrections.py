@@ -20,12 +20,12 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from spmdrl.algorithms.reduce import per_token, sequence_mean, sequence_sum
+from spmdrl.algorithms.masked import Stats, attach, check_bound, keep, masked_mean
+from spmdrl.algorithms.reduce import spread_mean, spread_sum
 
 __all__ = ["icepop", "mis", "none", "opsm", "seq_mask_tis", "sequence_mask", "tis", "vaco", "veto"]
 
 Level = Literal["token", "sequence", "geometric"]
-Stats = dict[str, tuple[Tensor, Tensor]]
 
 
 def none(old_logprobs: Tensor, *, loss_mask: Tensor) -> tuple[Tensor, Stats]:
@@ -56,8 +56,7 @@ def tis(
     Source: Yao et al. 2025, truncated importance sampling between engine and trainer
         (fengyao.notion.site/off-policy-rl); Ionides 2008.
     """
-    if not upper > 0:
-        raise ValueError(f"upper: must be above 0, got {upper}")
+    check_bound(upper=upper)
     rho = _ratio(
         old_logprobs, rollout_logprobs, loss_mask=loss_mask, cu_seqlens=cu_seqlens, level=level
     )
@@ -85,15 +84,11 @@ def mis(
     Source: Liu et al. 2025, masked importance sampling (yingru.notion.site, speed kills
         stability); defaults as in TRL.
     """
-    return _masked_ratio(
-        old_logprobs,
-        rollout_logprobs,
-        loss_mask=loss_mask,
-        cu_seqlens=cu_seqlens,
-        level=level,
-        lower=lower,
-        upper=upper,
+    rho = _ratio(
+        old_logprobs, rollout_logprobs, loss_mask=loss_mask, cu_seqlens=cu_seqlens, level=level
     )
+    weights = keep(rho, _inside(rho, lower, upper))
+    return _finish(weights, weights != rho, loss_mask=loss_mask, like=old_logprobs)
 
 
 def icepop(
@@ -116,7 +111,7 @@ def icepop(
     Raises: ValueError for bounds or a level out of range.
     Source: arXiv 2510.18855 (IcePop; alpha 0.5, beta 5).
     """
-    return _masked_ratio(
+    return mis(
         old_logprobs,
         rollout_logprobs,
         loss_mask=loss_mask,
@@ -185,8 +180,7 @@ def seq_mask_tis(
         lower=lower,
         upper=upper,
     )
-    if not token_upper > 0:
-        raise ValueError(f"token_upper: must be above 0, got {token_upper}")
+    check_bound(token_upper=token_upper)
     rho = _ratio(
         old_logprobs, rollout_logprobs, loss_mask=loss_mask, cu_seqlens=cu_seqlens, level="token"
     )
@@ -216,8 +210,7 @@ def veto(
     rho = _ratio(
         old_logprobs, rollout_logprobs, loss_mask=loss_mask, cu_seqlens=cu_seqlens, level="token"
     )
-    outside = sequence_sum(loss_mask & ~_inside(rho, lower, upper), cu_seqlens)
-    kept = per_token(outside == 0, cu_seqlens, num_tokens=rho.numel())
+    kept = spread_sum(loss_mask & ~_inside(rho, lower, upper), cu_seqlens) == 0
     return _finish(kept.double(), ~kept, loss_mask=loss_mask, like=old_logprobs)
 
 
@@ -247,15 +240,27 @@ def opsm(
     if not delta >= 0:
         raise ValueError(f"delta: must be at least 0, got {delta}")
     log_ratio = log_rho(old_logprobs, rollout_logprobs, loss_mask=loss_mask)
-    drift = per_token(
-        -sequence_mean(log_ratio, cu_seqlens, loss_mask=loss_mask),
-        cu_seqlens,
-        num_tokens=log_ratio.numel(),
-    )
+    drift = -spread_mean(log_ratio, cu_seqlens, loss_mask=loss_mask)
     dropped = (advantages.detach() < 0) & (drift > delta)
     return _finish((~dropped).double(), dropped, loss_mask=loss_mask, like=old_logprobs)
 
 
+def vaco_statistics(old_logprobs: Tensor, rollout_logprobs: Tensor) -> dict[str, Tensor]:
+    """Measure how far the trainer's policy is from the one that sampled, for `vaco`.
+
+    Args:
+        old_logprobs, rollout_logprobs: [N] float, nats, loss tokens of the whole batch (all
+            ranks).
+    Returns: mean_ratio_gap [] float64: mean |rho - 1|, 0 without tokens.
+    Invariant under: permuting the columns, bit for bit.
+    """
+    everything = torch.ones_like(old_logprobs, dtype=torch.bool)
+    rho = log_rho(old_logprobs, rollout_logprobs, loss_mask=everything).clamp(-20.0, 20.0).exp()
+    gaps = (rho - 1).abs().sort().values  # sorted, so that the order cannot change the sum
+    return {"mean_ratio_gap": gaps.sum() / max(len(gaps), 1)}
+
+
+@attach(statistics=vaco_statistics)
 def vaco(
     old_logprobs: Tensor,
     rollout_logprobs: Tensor,
@@ -281,8 +286,7 @@ def vaco(
     Source: arXiv 2603.01365 (VACO), the filter alone. Deviations: pi_old, once per batch,
         where the paper has the current policy; weights truncated at `upper`.
     """
-    if not (bound > 0 and upper > 0):
-        raise ValueError(f"bound, upper: must be above 0, got {bound}, {upper}")
+    check_bound(bound=bound, upper=upper)
     rho = log_rho(old_logprobs, rollout_logprobs, loss_mask=loss_mask).clamp(-20.0, 20.0).exp()
     pushes = advantages.detach() * (rho - 1) > 0
     dropped = pushes & (mean_ratio_gap.detach() > bound)
@@ -290,45 +294,10 @@ def vaco(
     return _finish(weights, weights != rho, loss_mask=loss_mask, like=old_logprobs)
 
 
-def vaco_statistics(old_logprobs: Tensor, rollout_logprobs: Tensor) -> dict[str, Tensor]:
-    """Measure how far the trainer's policy is from the one that sampled, for `vaco`.
-
-    Args:
-        old_logprobs, rollout_logprobs: [N] float, nats, loss tokens of the whole batch (all
-            ranks).
-    Returns: mean_ratio_gap [] float64: mean |rho - 1|, 0 without tokens.
-    Invariant under: permuting the columns, bit for bit.
-    """
-    everything = torch.ones_like(old_logprobs, dtype=torch.bool)
-    rho = log_rho(old_logprobs, rollout_logprobs, loss_mask=everything).clamp(-20.0, 20.0).exp()
-    gaps = (rho - 1).abs().sort().values  # sorted, so that the order cannot change the sum
-    return {"mean_ratio_gap": gaps.sum() / max(len(gaps), 1)}
-
-
-vaco.statistics = vaco_statistics  # type: ignore[attr-defined]
-
-
 def _inside(rho: Tensor, lower: float, upper: float) -> Tensor:
     if not 0 <= lower < upper:
         raise ValueError(f"lower, upper: must be 0 <= lower < upper, got {lower}, {upper}")
     return (rho >= lower) & (rho <= upper)
-
-
-def _masked_ratio(
-    old_logprobs: Tensor,
-    rollout_logprobs: Tensor,
-    *,
-    loss_mask: Tensor,
-    cu_seqlens: Tensor,
-    level: Level,
-    lower: float,
-    upper: float,
-) -> tuple[Tensor, Stats]:
-    rho = _ratio(
-        old_logprobs, rollout_logprobs, loss_mask=loss_mask, cu_seqlens=cu_seqlens, level=level
-    )
-    weights = torch.where(_inside(rho, lower, upper), rho, 0.0)
-    return _finish(weights, weights != rho, loss_mask=loss_mask, like=old_logprobs)
 
 
 def log_rho(old_logprobs: Tensor, rollout_logprobs: Tensor, *, loss_mask: Tensor) -> Tensor:
@@ -338,7 +307,7 @@ def log_rho(old_logprobs: Tensor, rollout_logprobs: Tensor, *, loss_mask: Tensor
     is not finite stays visible, for the update to be skipped.
     """
     old, rollout = old_logprobs.detach().double(), rollout_logprobs.detach().double()
-    return torch.where(loss_mask & rollout.isfinite(), old - rollout, 0.0)
+    return keep(old - rollout, loss_mask & rollout.isfinite())
 
 
 def _ratio(
@@ -351,15 +320,9 @@ def _ratio(
 ) -> Tensor:
     log_ratio = log_rho(old_logprobs, rollout_logprobs, loss_mask=loss_mask)
     if level == "sequence":
-        log_ratio = per_token(
-            sequence_sum(log_ratio, cu_seqlens), cu_seqlens, num_tokens=log_ratio.numel()
-        )
+        log_ratio = spread_sum(log_ratio, cu_seqlens)
     elif level == "geometric":
-        log_ratio = per_token(
-            sequence_mean(log_ratio, cu_seqlens, loss_mask=loss_mask),
-            cu_seqlens,
-            num_tokens=log_ratio.numel(),
-        )
+        log_ratio = spread_mean(log_ratio, cu_seqlens, loss_mask=loss_mask)
     elif level != "token":
         raise ValueError(f"level: must be token, sequence or geometric, got {level!r}")
     return log_ratio.clamp(-20.0, 20.0).exp()
@@ -368,10 +331,9 @@ def _ratio(
 def _finish(
     weights: Tensor, is_cut: Tensor, *, loss_mask: Tensor, like: Tensor
 ) -> tuple[Tensor, Stats]:
-    weights = torch.where(loss_mask, weights, 0.0)
-    count = loss_mask.double().sum()
+    weights = keep(weights, loss_mask)
     stats = {
-        "policy/correction_weight": (weights.sum(), count),
-        "policy/correction_cut_frac": ((loss_mask & is_cut).double().sum(), count),
+        "policy/correction_weight": masked_mean(weights, loss_mask),
+        "policy/correction_cut_frac": masked_mean(is_cut, loss_mask),
     }
     return weights.to(like.dtype), stats

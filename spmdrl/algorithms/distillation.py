@@ -26,11 +26,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from spmdrl.algorithms.preference.shared import log1mexp
+from spmdrl.algorithms.masked import Stats, check_positive, check_unit, keep, log1mexp, masked_mean
 
 __all__ = ["distill_topk", "divergence"]  # the methods, for the registry
 
-Stats = dict[str, tuple[Tensor, Tensor]]
 Kind = Literal["forward", "reverse", "mixed", "jsd"]
 _MAX_LOG_MASS = -1e-7  # float32 cannot tell a sum of probabilities from 1 any closer
 
@@ -57,8 +56,7 @@ def divergence(
     Source: arXiv 2306.13649 (GKD) eq. 1 and 2; 1503.02531 for forward.
     """
     _check_options(kind, beta)
-    if not temperature > 0:
-        raise ValueError(f"temperature: must be above 0, got {temperature}")
+    check_positive(temperature=temperature)
     # Loss tokens alone: at [T, V] the copy costs less than the softmaxes of all the others.
     rows = loss_mask.nonzero().squeeze(1)
     dtype = torch.promote_types(student_logits.dtype, torch.float32)
@@ -66,7 +64,7 @@ def divergence(
     teacher = (teacher_logits.detach()[rows].to(dtype) / temperature).log_softmax(-1)
     found = _divergence(teacher, student, kind=kind, beta=beta)
     terms = found.new_zeros(loss_mask.shape).index_put((rows,), found)
-    return terms, {"policy/distill": _mean(terms, loss_mask)}
+    return terms, {"policy/distill": masked_mean(terms, loss_mask)}
 
 
 def distill_topk(
@@ -148,11 +146,11 @@ def topk_divergence(
         student, teacher = _with_rest(student, student_mass), _with_rest(teacher, teacher_mass)
     else:
         student, teacher = student - student_mass[:, None], teacher - teacher_mass[:, None]
-    terms = torch.where(loss_mask, _divergence(teacher, student, kind=kind, beta=beta), 0.0)
+    terms = keep(_divergence(teacher, student, kind=kind, beta=beta), loss_mask)
     stats = {
-        "policy/distill": _mean(terms, loss_mask),
-        "policy/distill_teacher_mass": _mean(teacher_mass.exp(), loss_mask),
-        "policy/distill_student_mass": _mean(student_mass.exp(), loss_mask),
+        "policy/distill": masked_mean(terms, loss_mask),
+        "policy/distill_teacher_mass": masked_mean(teacher_mass.exp(), loss_mask),
+        "policy/distill_student_mass": masked_mean(student_mass.exp(), loss_mask),
     }
     return terms.to(student_logprobs_at_ids.dtype), stats
 
@@ -188,13 +186,7 @@ def _kl(log_p: Tensor, log_q: Tensor) -> Tensor:
     return (p * ratio).sum(-1)
 
 
-def _mean(values: Tensor, loss_mask: Tensor) -> tuple[Tensor, Tensor]:
-    kept = torch.where(loss_mask, values.detach(), 0.0)
-    return kept.double().sum(), loss_mask.double().sum()
-
-
 def _check_options(kind: str, beta: float) -> None:
     if kind not in ("forward", "reverse", "mixed", "jsd"):
         raise ValueError(f"kind: must be forward, reverse, mixed or jsd, got {kind!r}")
-    if not 0 <= beta <= 1:
-        raise ValueError(f"beta: must be in [0, 1], got {beta}")
+    check_unit(beta=beta)

@@ -12,7 +12,8 @@ from typing import Any
 
 from torch import Tensor
 
-from spmdrl.algorithms.losses.common import Stats, check_share, masked_mean, with_statistics
+from spmdrl.algorithms.losses.common import with_statistics
+from spmdrl.algorithms.masked import Stats, check_share, masked_mean
 
 __all__ = ["adaptive_entropy_coef", "top_entropy"]
 

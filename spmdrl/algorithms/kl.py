@@ -28,7 +28,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from spmdrl.algorithms.losses.common import Stats, keep, log_ratio
+from spmdrl.algorithms.losses.common import log_ratio
+from spmdrl.algorithms.masked import Stats, keep
 from spmdrl.algorithms.shaping import KL_CONTROLLER
 
 __all__ = ["k1", "k2", "k3"]

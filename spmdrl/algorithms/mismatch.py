@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from spmdrl.algorithms.corrections import log_rho
+from spmdrl.algorithms.masked import Stats, keep, masked_mean
 from spmdrl.algorithms.reduce import sequence_mean, sequence_sum
 
-Stats = dict[str, tuple[Tensor, Tensor]]
 _BINS_PER_DECADE = 50  # a bin's upper edge is 4.7 % above its lower one
 _DECADES = 8  # gaps from 1e-8 to 1
 MIN_ESS, MAX_OUTSIDE_FRAC = 0.5, 0.05
@@ -50,24 +50,22 @@ def mismatch_stats(
     log_ratio = log_rho(old_logprobs, rollout_logprobs, loss_mask=loss_mask)
     rho = log_ratio.clamp(-20.0, 20.0).exp()
     gap = _gap(old_logprobs, rollout_logprobs, loss_mask=loss_mask)
-    count = loss_mask.double().sum()
     has_tokens = sequence_sum(loss_mask, cu_seqlens) > 0
     by_sequence = -sequence_mean(log_ratio, cu_seqlens, loss_mask=loss_mask)
-
-    def total(values: Tensor) -> Tensor:
-        return torch.where(loss_mask, values, 0.0).double().sum()
-
-    return {
-        "policy/mismatch_k1": (total(-log_ratio), count),
-        "policy/mismatch_k3": (total(rho - 1 - log_ratio), count),
-        "policy/mismatch_prob_diff": (total(gap), count),
-        "policy/mismatch_logprob_diff": (total(log_ratio.abs()), count),
-        "policy/mismatch_ratio": (total(rho), count),
-        "policy/mismatch_ess": (count, total(rho**2)),
-        "policy/mismatch_seq_k1": (by_sequence.sum(), has_tokens.double().sum()),
-        "policy/mismatch_outside_frac": (total(((rho < 0.5) | (rho > 2)).double()), count),
-        "policy/mismatch_nan_frac": (total((~rollout_logprobs.isfinite()).double()), count),
+    tokens = {
+        "k1": -log_ratio,
+        "k3": rho - 1 - log_ratio,
+        "prob_diff": gap,
+        "logprob_diff": log_ratio.abs(),
+        "ratio": rho,
+        "outside_frac": (rho < 0.5) | (rho > 2),
+        "nan_frac": ~rollout_logprobs.isfinite(),
     }
+    stats = {f"policy/mismatch_{k}": masked_mean(v, loss_mask) for k, v in tokens.items()}
+    squares, count = masked_mean(rho**2, loss_mask)
+    stats["policy/mismatch_ess"] = (count, squares)
+    stats["policy/mismatch_seq_k1"] = (by_sequence.sum(), has_tokens.double().sum())
+    return stats
 
 
 def gap_histogram(old_logprobs: Tensor, rollout_logprobs: Tensor, *, loss_mask: Tensor) -> Tensor:
@@ -176,4 +174,4 @@ def _bin_value(position: Tensor, *, within: float) -> Tensor:
 
 def _gap(old_logprobs: Tensor, rollout_logprobs: Tensor, *, loss_mask: Tensor) -> Tensor:
     old, rollout = old_logprobs.detach().double(), rollout_logprobs.detach().double()
-    return torch.where(loss_mask & rollout.isfinite(), old.exp() - rollout.exp(), 0.0).abs()
+    return keep(old.exp() - rollout.exp(), loss_mask & rollout.isfinite()).abs()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
-from spmdrl.algorithms.losses.common import Stats, keep, masked_mean
+from spmdrl.algorithms.masked import Stats, keep, masked_mean
 from spmdrl.algorithms.reduce import sequence_sum
 
 __all__ = ["outcome_loss"]

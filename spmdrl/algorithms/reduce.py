@@ -105,3 +105,14 @@ def sequence_mean(values: Tensor, cu_seqlens: Tensor, *, loss_mask: Tensor) -> T
     """Average [T] values over each sequence's loss tokens: [S] float64, 0 without any."""
     total = sequence_sum(torch.where(loss_mask, values, 0.0), cu_seqlens)
     return total / sequence_sum(loss_mask, cu_seqlens).clamp(min=1)
+
+
+def spread_sum(values: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """Give each token the sum of [T] values over its sequence: [T] float64."""
+    return per_token(sequence_sum(values, cu_seqlens), cu_seqlens, num_tokens=values.numel())
+
+
+def spread_mean(values: Tensor, cu_seqlens: Tensor, *, loss_mask: Tensor) -> Tensor:
+    """Give each token the mean of [T] values over its sequence's loss tokens: [T] float64."""
+    means = sequence_mean(values, cu_seqlens, loss_mask=loss_mask)
+    return per_token(means, cu_seqlens, num_tokens=values.numel())

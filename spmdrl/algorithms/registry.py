@@ -38,57 +38,26 @@ _TRIAL_PLACES = {
     "num_groups": 1,
     "num_positions": 1,
 }
-_PAIR_LENGTHS = ("chosen_lengths", "rejected_lengths")
-_PER_TOKEN = ("loss_mask", "cu_seqlens", "old_logprobs", "rollout_logprobs")
+_OF_PAIRS = ("preference", "reward_model")
+_PAIRS = "chosen_lengths rejected_lengths"
+_PER_TOKEN = "loss_mask cu_seqlens old_logprobs rollout_logprobs"
 INPUTS: dict[str, tuple[str, ...]] = {
-    "advantage": (
-        "rewards",
-        "reward_parts",
-        "greedy_rewards",
-        "group_ids",
-        "sample_ids",
-        "is_valid",
-        "is_truncated",
-        "lengths",
-        "response_lengths",
-        "turns",
-    ),
-    "token_advantage": (
-        *_PER_TOKEN,
-        "rewards",
-        "group_ids",
-        "kl_rewards",
-        "ref_logprobs",
-        "teacher_logprobs",
-        "values",
-        "prm_logprobs",
-        "square_probs",
-    ),
-    "loss": (
-        *_PER_TOKEN,
-        "logprobs",
-        "advantages",
-        "entropy",
-        "ref_logprobs",
-        "teacher_logprobs",
-        "policy_versions",
-        "version",
-        "token_keys",
-    ),
-    "correction": (*_PER_TOKEN, "advantages"),
-    "kl": (*_PER_TOKEN, "logprobs", "ref_logprobs"),
-    "preference": (
-        *_PAIR_LENGTHS,
-        "chosen_logps",
-        "rejected_logps",
-        "ref_chosen_logps",
-        "ref_rejected_logps",
-        "margins",
-        "mean_log_ratio",
-    ),
-    "unpaired_preference": ("logps", "ref_logps", "is_chosen", "lengths", "kl"),
-    "reward_model": (*_PAIR_LENGTHS, "chosen_scores", "rejected_scores", "margins"),
-    "distillation": ("student_logits", "teacher_logits", "loss_mask"),
+    kind: tuple(named.split())
+    for kind, named in {
+        "advantage": "rewards reward_parts greedy_rewards group_ids sample_ids is_valid "
+        "is_truncated lengths response_lengths turns",
+        "token_advantage": f"{_PER_TOKEN} rewards group_ids kl_rewards ref_logprobs "
+        "teacher_logprobs values prm_logprobs square_probs",
+        "loss": f"{_PER_TOKEN} logprobs advantages entropy ref_logprobs teacher_logprobs "
+        "policy_versions version token_keys",
+        "correction": f"{_PER_TOKEN} advantages",
+        "kl": f"{_PER_TOKEN} logprobs ref_logprobs",
+        "preference": f"{_PAIRS} chosen_logps rejected_logps ref_chosen_logps "
+        "ref_rejected_logps margins mean_log_ratio",
+        "unpaired_preference": "logps ref_logps is_chosen lengths kl",
+        "reward_model": f"{_PAIRS} chosen_scores rejected_scores margins",
+        "distillation": "student_logits teacher_logits loss_mask",
+    }.items()
 }
 """What a method of each kind may ask for. Advantages that ask for `cu_seqlens` are computed per
 token, on one micro-batch, from [T] tensors, `rewards` and `group_ids` [S] of its sequences, and
@@ -121,10 +90,8 @@ def get(kind: Kind, name: str) -> Callable[..., Any]:
         raise ValueError(
             f"unknown {kind} {name!r}{hint}; or name a function of your own as module:function"
         )
-    for module in map(importlib.import_module, MODULES[kind]):
-        if name in module.__all__:
-            return getattr(module, name)
-    raise AssertionError(name)
+    modules = map(importlib.import_module, MODULES[kind])
+    return next(getattr(module, name) for module in modules if name in module.__all__)
 
 
 def _import(name: str) -> Callable[..., Any]:
@@ -273,7 +240,7 @@ def _option_problem(function: Callable[..., Any], option: str, value: Any) -> st
 
 def _offered(kind: Kind, function: Callable[..., Any]) -> dict[str, Tensor]:
     """Return the trial inputs of the form that a method asks for."""
-    if kind == "preference" or kind == "reward_model":
+    if kind in _OF_PAIRS:
         unpaired = kind == "preference" and is_unpaired(function)
         wanted = INPUTS["unpaired_preference" if unpaired else kind]
         return {name: _trial_of_pair(name) for name in wanted}
@@ -295,30 +262,28 @@ def _trial_of_pair(name: str) -> Tensor:
 def _trial_problems(
     kind: Kind, function: Callable[..., Any], options: Mapping[str, Any]
 ) -> list[str]:
-    per_token = kind == "advantage" and is_per_token(function)
     try:
         result = _trial(kind, function, options)
     except Exception as error:  # whatever a function of the user's own raises
         prefix = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
         return [f"_options: {prefix}{error}"]
-    tensor, what = result, "a tensor"
-    of_pairs = kind in ("preference", "reward_model")
-    if kind in ("loss", "correction", "distillation") or per_token or of_pairs:
-        second = "returns or None" if per_token else "stats dict"
-        if not (
-            isinstance(result, tuple)
-            and len(result) == 2
-            and (per_token or isinstance(result[1], dict))
-        ):
+    per_token = kind == "advantage" and is_per_token(function)
+    tensor, what, each = result, "a tensor", "token"
+    if kind != "kl" and (kind != "advantage" or per_token):
+        is_pair = isinstance(result, tuple) and len(result) == 2
+        if not (is_pair and (per_token or isinstance(result[1], dict))):
+            second = "returns or None" if per_token else "stats dict"
             return [
                 f": {function.__name__} must return ([T] tensor, {second}), got "
                 f"{type(result).__name__}"
             ]
         tensor, what = result[0], "as its first value a tensor"
+    if kind in _OF_PAIRS:
+        each = "pair or response"
+    elif kind == "advantage" and not per_token:
+        each = "sequence"
     if not isinstance(tensor, Tensor) or tensor.shape != (2,):
         shape = tuple(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
-        each = "sequence" if kind == "advantage" and not per_token else "token"
-        each = "pair or response" if of_pairs else each
         return [
             f": {function.__name__} must return {what} of one value per {each}, got {shape} for 2"
         ]
@@ -390,37 +355,22 @@ def _call_companion(
 def trial_inputs(kind: Kind, *, is_per_token: bool = False) -> dict[str, Tensor]:
     """Return all that a method of a kind may ask for, for two one-token sequences."""
     ones, yes = torch.ones(2, dtype=torch.int64), torch.ones(2, dtype=torch.bool)
-    rewards = torch.tensor([1.0, 0.0], dtype=torch.float64)
-    if kind == "advantage" and not is_per_token:
-        return dict(
-            rewards=rewards,
-            reward_parts=rewards[:, None],
-            greedy_rewards=0 * rewards,
-            group_ids=0 * ones,
-            sample_ids=torch.arange(2),
-            is_valid=yes,
-            is_truncated=~yes,
-            lengths=2 * ones,
-            response_lengths=ones,
-            turns=torch.zeros(2, 1, 2).double(),
-        )
-    zeros = torch.zeros(2)
+    rewards, zeros = torch.tensor([1.0, 0.0], dtype=torch.float64), torch.zeros(2)
     values = dict(
         rewards=rewards,
-        kl_rewards=zeros,
-        values=zeros,
-        teacher_logprobs=zeros,
+        reward_parts=rewards[:, None],
+        greedy_rewards=0 * rewards,
         group_ids=0 * ones,
-        prm_logprobs=zeros,
-        square_probs=zeros,
-        ref_logprobs=zeros,
-        old_logprobs=zeros,
-        rollout_logprobs=zeros,
+        sample_ids=torch.arange(2),
+        is_valid=yes,
+        is_truncated=~yes,
+        lengths=2 * ones,
+        response_lengths=ones,
+        turns=torch.zeros(2, 1, 2).double(),
         loss_mask=yes,
         cu_seqlens=torch.arange(3, dtype=torch.int32),
         advantages=torch.tensor([1.0, -1.0]),
         logprobs=zeros.clone().requires_grad_(),
-        entropy=zeros,
         policy_versions=0 * ones,
         version=ones[0],
         token_keys=torch.arange(2),
@@ -428,4 +378,4 @@ def trial_inputs(kind: Kind, *, is_per_token: bool = False) -> dict[str, Tensor]
         teacher_logits=zeros[:, None].repeat(1, 3),
     )
     wanted = INPUTS["token_advantage" if is_per_token else kind]
-    return {name: values[name] for name in wanted}
+    return {name: values.get(name, zeros) for name in wanted}

@@ -5,15 +5,13 @@ As in `preference`, a pair with a length of 0 is not in the loss: term and gradi
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
+from spmdrl.algorithms.masked import Stats, check_not_negative, keep, masked_mean
 from spmdrl.algorithms.preference.shared import pairs_in_loss
 
 __all__ = ["bradley_terry"]
-
-Stats = dict[str, tuple[Tensor, Tensor]]
 
 
 def bradley_terry(
@@ -40,21 +38,17 @@ def bradley_terry(
     Source: Bradley and Terry 1952; arXiv 2307.09288 eq. 2 (margin); 2312.09244 (centring).
     Invariant under: permuting pairs, micro-batching, dp size, padding.
     """
-    if not center_coef >= 0:
-        raise ValueError(f"center_coef: must be at least 0, got {center_coef}")
+    check_not_negative(center_coef=center_coef)
     kept = pairs_in_loss(chosen_lengths, rejected_lengths)
     # Replaced before the arithmetic: NaN in a row left out must not reach a gradient.
-    chosen, rejected = (torch.where(kept, s, 0.0) for s in (chosen_scores, rejected_scores))
+    chosen, rejected = (keep(s, kept) for s in (chosen_scores, rejected_scores))
     gap = chosen - rejected
-    margins = torch.where(kept, margins.detach(), 0.0).to(gap.dtype)
+    margins = keep(margins.detach(), kept).to(gap.dtype)
     terms = -logsigmoid(gap - margins) + center_coef * (chosen + rejected) ** 2
 
-    def mean(values: Tensor) -> tuple[Tensor, Tensor]:
-        return torch.where(kept, values.detach(), 0.0).double().sum(), kept.double().sum()
-
-    return torch.where(kept, terms, 0.0), {
-        "reward_model/accuracy": mean((gap.sign() + 1) / 2),
-        "reward_model/margin": mean(gap),
-        "reward_model/chosen_score": mean(chosen),
-        "reward_model/rejected_score": mean(rejected),
+    return keep(terms, kept), {
+        "reward_model/accuracy": masked_mean((gap.sign() + 1) / 2, kept),
+        "reward_model/margin": masked_mean(gap, kept),
+        "reward_model/chosen_score": masked_mean(chosen, kept),
+        "reward_model/rejected_score": masked_mean(rejected, kept),
     }

@@ -18,7 +18,6 @@ T packed tokens, P prompts, L positions in a response.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -26,6 +25,13 @@ from torch import Tensor
 
 from spmdrl.algorithms.groups import ROUNDING
 from spmdrl.algorithms.loss_tokens import discounted_sums, loss_tokens
+from spmdrl.algorithms.masked import (
+    attach,
+    check_bound,
+    check_not_negative,
+    check_positive,
+    check_unit,
+)
 from spmdrl.algorithms.token_baselines import (
     gigpo_steps,
     otb_totals,
@@ -42,10 +48,8 @@ __all__ = ["distill", "gae", "gigpo", "otb", "prime", "reinforce_plus_plus"]
 Result = tuple[Tensor, Tensor | None]
 
 
-def whitened(method: Callable[..., Result]) -> Callable[..., Result]:
-    """Mark a method whose result is to be whitened over all loss tokens of the global batch."""
-    method.whitened = True
-    return method
+whitened = attach(whitened=True)
+"""Marks a method whose result is to be whitened over all loss tokens of the global batch."""
 
 
 @whitened
@@ -76,9 +80,7 @@ def gae(
     Source: arXiv 1506.02438 eq. 16; 2503.01491 (value_lam, VC-PPO); 2504.05118 (length_alpha
         0.05, VAPO; clamped at 0, where its formula is negative).
     """
-    for name, option in (("gamma", gamma), ("lam", lam), ("value_lam", value_lam)):
-        if not 0 <= option <= 1:
-            raise ValueError(f"{name}: must be in [0, 1], got {option}")
+    check_unit(gamma=gamma, lam=lam, value_lam=value_lam)
     if not length_alpha >= 0:
         raise ValueError(f"length_alpha: must be at least 0 (0 is off), got {length_alpha}")
     tokens = loss_tokens(loss_mask, cu_seqlens)
@@ -124,8 +126,7 @@ def distill(
     Raises: ValueError for max_gap not above 0.
     Source: arXiv 2306.08543, 2306.13649 (on-policy distillation, sampled reverse KL).
     """
-    if not max_gap > 0:
-        raise ValueError(f"max_gap: must be above 0, got {max_gap}")
+    check_bound(max_gap=max_gap)
     tokens = loss_tokens(loss_mask, cu_seqlens)
     gap = tokens.take(teacher_logprobs) - tokens.take(old_logprobs)
     return tokens.put(gap.clamp(-max_gap, max_gap)), None
@@ -163,8 +164,7 @@ def prime(
     Source: arXiv 2502.01456 eq. 5 (PRIME), advantage by leave-one-out; phi's rewards from before
         its update on the batch, as in its Algorithm 1.
     """
-    if not 0 <= gamma <= 1:
-        raise ValueError(f"gamma: must be in [0, 1], got {gamma}")
+    check_unit(gamma=gamma)
     tokens = loss_tokens(loss_mask, cu_seqlens)
     process = beta * (tokens.take(prm_logprobs) - tokens.take(ref_logprobs))
     baselines = tokens.spread(process_baselines.double())
@@ -198,8 +198,7 @@ def gigpo(
     Raises: ValueError for a negative step_weight.
     Source: arXiv 2505.10978 (GiGPO).
     """
-    if not step_weight >= 0:
-        raise ValueError(f"step_weight: must be at least 0, got {step_weight}")
+    check_not_negative(step_weight=step_weight)
     tokens = loss_tokens(loss_mask, cu_seqlens)
     steps = step_table.to(tokens.index.device).double()[tokens.sequence, tokens.turn]
     return tokens.put(tokens.spread(episode_advantages.double()) + step_weight * steps), None
@@ -290,8 +289,7 @@ def whiten(
         to rounding.
     Raises: ValueError for eps not above 0.
     """
-    if not eps > 0:
-        raise ValueError(f"eps: must be above 0, got {eps}")
+    check_positive(eps=eps)
     mean, std = torch.as_tensor(mean), torch.as_tensor(std)
     has_scale = std > ROUNDING * mean.abs()
     return torch.where(loss_mask & has_scale, (advantages - mean) / (std + eps), 0.0)

@@ -16,7 +16,7 @@ tokens, U turns of a sequence at most, P prompts, L positions in a response.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal, TypeVar
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -24,17 +24,17 @@ from torch import Tensor
 from spmdrl.algorithms.advantages import dr_grpo, grpo, rloo
 from spmdrl.algorithms.groups import group_rewards
 from spmdrl.algorithms.loss_tokens import LossTokens, discounted_sums, loss_tokens
+from spmdrl.algorithms.masked import Method, attach, check_unit
 from spmdrl.algorithms.reduce import sequence_mean
 
 NO_TURN = -2
 """State of a turn that a sequence has not got; -1 is a turn without a state."""
 Companion = Callable[..., dict[str, Tensor]]
-Advantage = TypeVar("Advantage", bound=Callable[..., Any])
 
 
 def with_totals(
     totals: Companion | None, per_sequence: Companion | None = None
-) -> Callable[[Advantage], Advantage]:
+) -> Callable[[Method], Method]:
     """Attach the functions that give a per-token advantage its whole-batch inputs.
 
     Both get, by name, what they ask for, and those of the method's options that they have.
@@ -51,12 +51,7 @@ def with_totals(
             rows of its micro-batch's sequences.
     """
 
-    def attach(function: Advantage) -> Advantage:
-        function.totals = totals  # type: ignore[attr-defined]
-        function.per_sequence = per_sequence  # type: ignore[attr-defined]
-        return function
-
-    return attach
+    return attach(totals=totals, per_sequence=per_sequence)
 
 
 def implicit_reward_means(
@@ -179,8 +174,7 @@ def gigpo_steps(
     Raises: ValueError for gamma out of range, or where no turn of the batch has a state.
     Source: arXiv 2505.10978 (GiGPO).
     """
-    if not 0 <= gamma <= 1:
-        raise ValueError(f"gamma: must be in [0, 1], got {gamma}")
+    check_unit(gamma=gamma)
     own, states = turns[..., 0].clone(), turns[..., 1]
     exists = (states > NO_TURN) & is_valid[:, None]
     if exists.any() and not (states[exists] >= 0).any():

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from spmdrl.algorithms.losses.common import Stats, keep, masked_mean
+from spmdrl.algorithms.masked import Stats, keep, masked_mean
 
 __all__ = ["value_loss"]
 

@@ -13,22 +13,22 @@ import torch
 from torch import Tensor
 
 from spmdrl.algorithms.losses.common import (
-    Stats,
-    check_clip,
-    check_not_negative,
-    check_positive,
-    check_share,
-    clip_stats,
-    clipped_surrogate,
+    clipped,
     dropped_stats,
-    keep,
     log_ratio,
-    masked_mean,
     ratio_stats,
     rollout_log_ratio,
     rollout_stats,
     sampled_logprobs,
     with_statistics,
+)
+from spmdrl.algorithms.masked import (
+    Stats,
+    check_not_negative,
+    check_positive,
+    check_share,
+    keep,
+    masked_mean,
 )
 
 
@@ -163,18 +163,14 @@ def clip_cov(
         expectation, over the candidates at the batch's start.
     Invariant under: dp size, micro-batching, packing order, padding.
     """
-    check_clip(clip_low, clip_high)
     _check_select(select_frac, cov_low=cov_low, cov_high=cov_high)
     covariance = _covariance(logprobs, advantages, mean_logprob, mean_advantage)
-    advantages = keep(advantages.detach(), loss_mask)
     ratio = log_ratio(logprobs, old_logprobs, loss_mask).exp()
-    surrogate, low, high = clipped_surrogate(
-        ratio, advantages, clip_low=clip_low, clip_high=clip_high
-    )
-    is_candidate = (covariance > cov_low) & (covariance < cov_high) & ~low & ~high
+    found = clipped(ratio, advantages, loss_mask=loss_mask, clip_low=clip_low, clip_high=clip_high)
+    is_candidate = (covariance > cov_low) & (covariance < cov_high) & ~found.low & ~found.high
     dropped = loss_mask & is_candidate & (lots(token_keys, version) < select_probability)
-    stats = ratio_stats(ratio, loss_mask) | clip_stats(loss_mask, low=low, high=high)
-    return keep(-surrogate, loss_mask & ~dropped), stats | dropped_stats(dropped, loss_mask)
+    terms = keep(-found.surrogate, loss_mask & ~dropped)
+    return terms, found.stats | dropped_stats(dropped, loss_mask)
 
 
 def kl_cov_statistics(

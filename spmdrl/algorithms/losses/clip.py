@@ -5,16 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from spmdrl.algorithms.losses.common import (
-    Stats,
-    check_clip,
-    check_positive,
-    clip_stats,
-    keep,
-    log_ratio,
-    masked_mean,
-    ratio_stats,
-)
+from spmdrl.algorithms.losses.common import check_clip, clip_stats, log_ratio, ratio_stats
+from spmdrl.algorithms.masked import Stats, check_positive, keep, masked_mean
 
 
 def ppo_clip(

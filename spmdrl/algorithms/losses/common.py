@@ -1,35 +1,29 @@
-"""What the policy losses share: masked values, log-ratios, stats, checks. T packed tokens."""
+"""What the policy losses share: log-ratios, clipping, stats, checks. T packed tokens."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-Stats = dict[str, tuple[Tensor, Tensor]]
-Loss = TypeVar("Loss", bound=Callable[..., Any])
+from spmdrl.algorithms.masked import Method, Stats, attach, keep, masked_mean
 
 MAX_LOG_RATIO = 20.0  # exp(20) = 5e8: beyond it one token decides the whole gradient
 
 
-def aggregated_by(*names: str) -> Callable[[Loss], Loss]:
+def aggregated_by(*names: str) -> Callable[[Method], Method]:
     """Say which aggregations make a method the objective of its paper; others are refused.
 
     For methods whose terms are a sequence's, which an aggregation over tokens would weigh by
     its length.
     """
 
-    def attach(function: Loss) -> Loss:
-        function.aggregations = names  # type: ignore[attr-defined]
-        return function
-
-    return attach
+    return attach(aggregations=names)
 
 
-def with_statistics(companion: Callable[..., dict[str, Tensor]]) -> Callable[[Loss], Loss]:
+def with_statistics(companion: Callable[..., dict[str, Tensor]]) -> Callable[[Method], Method]:
     """Attach, as `statistics`, the function that gives a method its whole-batch scalars.
 
     The companion takes, by name, [N] columns of the loss tokens of the whole batch (all ranks;
@@ -39,17 +33,7 @@ def with_statistics(companion: Callable[..., dict[str, Tensor]]) -> Callable[[Lo
     Invariant under: permuting the columns, bit for bit.
     """
 
-    def attach(function: Loss) -> Loss:
-        function.statistics = companion  # type: ignore[attr-defined]
-        return function
-
-    return attach
-
-
-def keep(values: Tensor, loss_mask: Tensor) -> Tensor:
-    """Return [T] values with exactly 0, and no gradient, off the loss mask."""
-    # where, not a product: NaN * 0 is NaN, and so would be the gradient.
-    return torch.where(loss_mask, values, 0.0)
+    return attach(statistics=companion)
 
 
 def log_ratio(logprobs: Tensor, old_logprobs: Tensor, loss_mask: Tensor) -> Tensor:
@@ -71,11 +55,6 @@ def sampled_logprobs(logprobs: Tensor, rollout_logprobs: Tensor) -> Tensor:
     """Return log mu: [T], nats, detached; log pi where the engine's is not finite."""
     rollout = rollout_logprobs.detach()
     return torch.where(rollout.isfinite(), rollout, logprobs.detach())
-
-
-def masked_mean(values: Tensor, loss_mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Return sum and count of [T] values over loss tokens, detached float64 scalars."""
-    return keep(values.detach(), loss_mask).double().sum(), loss_mask.double().sum()
 
 
 def ratio_stats(ratio: Tensor, loss_mask: Tensor) -> Stats:
@@ -109,14 +88,38 @@ def dropped_stats(dropped: Tensor, loss_mask: Tensor) -> Stats:
     return {"policy/dropped_frac": masked_mean(dropped.double(), loss_mask)}
 
 
-def clipped_surrogate(
-    ratio: Tensor, advantages: Tensor, *, clip_low: float, clip_high: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return min(r A, clip(r) A) and where its lower and its upper bound is active: [T] each."""
-    clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
+class Clipped(NamedTuple):
+    """A clipped objective of T tokens."""
+
+    surrogate: Tensor
+    """min(r A, clip(r) A)."""
+    low: Tensor
+    """Where the lower bound is active."""
+    high: Tensor
+    stats: Stats
+
+
+def clipped(
+    ratio: Tensor, advantages: Tensor, *, loss_mask: Tensor, clip_low: float, clip_high: float
+) -> Clipped:
+    """Clip a ratio r where it helps the objective. Raises: ValueError for bounds out of range."""
+    check_clip(clip_low, clip_high)
+    advantages = keep(advantages.detach(), loss_mask)
+    bounded = ratio.clamp(1 - clip_low, 1 + clip_high)
     low = (advantages < 0) & (ratio < 1 - clip_low)
     high = (advantages > 0) & (ratio > 1 + clip_high)
-    return torch.minimum(ratio * advantages, clipped * advantages), low, high
+    stats = ratio_stats(ratio, loss_mask) | clip_stats(loss_mask, low=low, high=high)
+    return Clipped(torch.minimum(ratio * advantages, bounded * advantages), low, high, stats)
+
+
+def weighted(
+    logprobs: Tensor, advantages: Tensor, weight: Tensor | None = None, *, loss_mask: Tensor
+) -> Tensor:
+    """Return -weight A log pi: [T], with a weight that carries no gradient; None for 1."""
+    factor = keep(advantages.detach(), loss_mask)
+    if weight is not None:
+        factor = (weight * factor).to(logprobs.dtype)
+    return keep(-factor * keep(logprobs, loss_mask), loss_mask)
 
 
 def check_clip(clip_low: float, clip_high: float) -> None:
@@ -126,27 +129,6 @@ def check_clip(clip_low: float, clip_high: float) -> None:
             f"clip_low, clip_high: distances from a ratio of 1, must be in [0, 1] "
             f"and at least 0, got {clip_low}, {clip_high}"
         )
-
-
-def check_positive(**values: float) -> None:
-    """Raise ValueError for an option that is not a finite number above 0."""
-    for name, value in values.items():
-        if not (value > 0 and math.isfinite(value)):
-            raise ValueError(f"{name}: must be above 0, got {value}")
-
-
-def check_not_negative(**values: float) -> None:
-    """Raise ValueError for an option that is not a finite number of at least 0."""
-    for name, value in values.items():
-        if not (value >= 0 and math.isfinite(value)):
-            raise ValueError(f"{name}: must be at least 0, got {value}")
-
-
-def check_share(**values: float) -> None:
-    """Raise ValueError for an option that is not a share of the tokens."""
-    for name, value in values.items():
-        if not 0 < value <= 1:
-            raise ValueError(f"{name}: a share, must be above 0 and at most 1, got {value}")
 
 
 def check_level(level: str) -> None:

@@ -10,14 +10,12 @@ import torch
 from torch import Tensor
 
 from spmdrl.algorithms.losses.common import (
-    Stats,
-    check_not_negative,
     dropped_stats,
-    keep,
     rollout_log_ratio,
     rollout_stats,
     sampled_logprobs,
 )
+from spmdrl.algorithms.masked import Stats, check_not_negative, keep
 
 
 def dppo_tv(

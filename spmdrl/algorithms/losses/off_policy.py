@@ -10,18 +10,13 @@ import torch
 from torch import Tensor
 
 from spmdrl.algorithms.losses.common import (
-    Stats,
-    check_clip,
-    check_not_negative,
-    clip_stats,
-    clipped_surrogate,
+    clipped,
     dropped_stats,
-    keep,
     log_ratio,
-    ratio_stats,
     rollout_log_ratio,
     rollout_stats,
 )
+from spmdrl.algorithms.masked import Stats, check_not_negative, keep
 
 
 def decoupled_ppo(
@@ -117,14 +112,11 @@ def _decoupled(
     clip_high: float,
     weight_cap: float,
 ) -> tuple[Tensor, Stats]:
-    check_clip(clip_low, clip_high)
     check_not_negative(weight_cap=weight_cap)
-    advantages = keep(advantages.detach(), loss_mask)
-    ratio, weight = log_r.exp(), prox_log_w.exp()
-    surrogate, low, high = clipped_surrogate(
-        ratio, advantages, clip_low=clip_low, clip_high=clip_high
+    weight = prox_log_w.exp()
+    found = clipped(
+        log_r.exp(), advantages, loss_mask=loss_mask, clip_low=clip_low, clip_high=clip_high
     )
     dropped = loss_mask & (weight > (weight_cap or float("inf")))
-    stats = ratio_stats(ratio, loss_mask) | clip_stats(loss_mask, low=low, high=high)
-    terms = keep(-weight * surrogate, loss_mask & ~dropped)
-    return terms, stats | dropped_stats(dropped, loss_mask)
+    terms = keep(-weight * found.surrogate, loss_mask & ~dropped)
+    return terms, found.stats | dropped_stats(dropped, loss_mask)

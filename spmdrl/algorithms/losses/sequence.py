@@ -11,21 +11,17 @@ from torch import Tensor
 
 from spmdrl.algorithms.losses.common import (
     MAX_LOG_RATIO,
-    Stats,
     aggregated_by,
-    check_clip,
-    check_not_negative,
-    check_positive,
     clip_stats,
-    clipped_surrogate,
-    keep,
+    clipped,
     log_ratio,
-    masked_mean,
     ratio_stats,
     rollout_log_ratio,
     rollout_stats,
+    weighted,
 )
-from spmdrl.algorithms.reduce import per_token, sequence_mean, sequence_sum
+from spmdrl.algorithms.masked import Stats, check_not_negative, check_positive, keep, masked_mean
+from spmdrl.algorithms.reduce import per_token, sequence_mean, spread_sum
 
 
 @aggregated_by("seq_mean_token_mean")
@@ -156,9 +152,8 @@ def gmpo(
     log_r = log_ratio(logprobs, old_logprobs, loss_mask)
     high = (advantages > 0) & (log_r > clip_high)
     low = (advantages < 0) & (log_r < -clip_low)
-    clipped = log_r.masked_fill(high, clip_high).masked_fill(low, -clip_low)
-    mean = sequence_mean(clipped, cu_seqlens, loss_mask=loss_mask)
-    ratio = per_token(mean.exp().to(logprobs.dtype), cu_seqlens, num_tokens=logprobs.numel())
+    bounded = log_r.masked_fill(high, clip_high).masked_fill(low, -clip_low)
+    ratio = _mean_exp(bounded, loss_mask=loss_mask, cu_seqlens=cu_seqlens, like=logprobs)
     stats = ratio_stats(log_r.exp(), loss_mask) | clip_stats(loss_mask, low=low, high=high)
     return keep(-ratio * advantages, loss_mask), stats
 
@@ -194,34 +189,30 @@ def vespo(
     check_positive(lambda_pos=lambda_pos, lambda_neg=lambda_neg)
     advantages = keep(advantages.detach(), loss_mask)
     token_log_w = rollout_log_ratio(logprobs, rollout_logprobs, loss_mask).detach()
-    log_w = sequence_sum(token_log_w, cu_seqlens).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    log_w = per_token(log_w, cu_seqlens, num_tokens=logprobs.numel())
+    log_w = spread_sum(token_log_w, cu_seqlens).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     is_negative = advantages < 0
     k = torch.full_like(log_w, k_pos).masked_fill(is_negative, k_neg)
     rate = torch.full_like(log_w, lambda_pos).masked_fill(is_negative, lambda_neg)
     weight = (k * log_w - rate * torch.expm1(log_w)).exp()
-    factor = (weight * advantages).to(logprobs.dtype)
     stats = rollout_stats(token_log_w, loss_mask)
     stats["policy/sequence_weight"] = masked_mean(weight, loss_mask)
-    return keep(-factor * keep(logprobs, loss_mask), loss_mask), stats
+    return weighted(logprobs, advantages, weight, loss_mask=loss_mask), stats
 
 
 def _mean_ratio(
     logprobs: Tensor, old_logprobs: Tensor, *, loss_mask: Tensor, cu_seqlens: Tensor
 ) -> Tensor:
-    mean = sequence_mean(
-        log_ratio(logprobs, old_logprobs, loss_mask), cu_seqlens, loss_mask=loss_mask
-    )
-    return per_token(mean.exp().to(logprobs.dtype), cu_seqlens, num_tokens=logprobs.numel())
+    log_r = log_ratio(logprobs, old_logprobs, loss_mask)
+    return _mean_exp(log_r, loss_mask=loss_mask, cu_seqlens=cu_seqlens, like=logprobs)
+
+
+def _mean_exp(log_r: Tensor, *, loss_mask: Tensor, cu_seqlens: Tensor, like: Tensor) -> Tensor:
+    mean = sequence_mean(log_r, cu_seqlens, loss_mask=loss_mask)
+    return per_token(mean.exp().to(like.dtype), cu_seqlens, num_tokens=like.numel())
 
 
 def _clipped(
     ratio: Tensor, advantages: Tensor, *, loss_mask: Tensor, clip_low: float, clip_high: float
 ) -> tuple[Tensor, Stats]:
-    check_clip(clip_low, clip_high)
-    advantages = keep(advantages.detach(), loss_mask)
-    surrogate, low, high = clipped_surrogate(
-        ratio, advantages, clip_low=clip_low, clip_high=clip_high
-    )
-    stats = ratio_stats(ratio, loss_mask) | clip_stats(loss_mask, low=low, high=high)
-    return keep(-surrogate, loss_mask), stats
+    found = clipped(ratio, advantages, loss_mask=loss_mask, clip_low=clip_low, clip_high=clip_high)
+    return keep(-found.surrogate, loss_mask), found.stats

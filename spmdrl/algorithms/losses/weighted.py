@@ -13,19 +13,16 @@ from torch import Tensor
 
 from spmdrl.algorithms.losses.common import (
     MAX_LOG_RATIO,
-    Stats,
     check_level,
-    check_not_negative,
-    check_positive,
     clip_stats,
-    keep,
     log_ratio,
-    masked_mean,
     ratio_stats,
     rollout_log_ratio,
     rollout_stats,
+    weighted,
 )
-from spmdrl.algorithms.reduce import per_token, sequence_sum
+from spmdrl.algorithms.masked import Stats, check_not_negative, check_positive, keep, masked_mean
+from spmdrl.algorithms.reduce import spread_sum
 
 
 def reinforce(
@@ -41,7 +38,7 @@ def reinforce(
     Invariant under: dp size, micro-batching, packing order, padding.
     """
     ratio = log_ratio(logprobs, old_logprobs, loss_mask).exp()
-    terms = _weighted(logprobs, advantages, loss_mask=loss_mask)
+    terms = weighted(logprobs, advantages, loss_mask=loss_mask)
     return terms, ratio_stats(ratio, loss_mask)
 
 
@@ -71,7 +68,7 @@ def cispo(
             f"ratio itself), got {ratio_low}, {ratio_high}"
         )
     ratio = log_ratio(logprobs, old_logprobs, loss_mask).exp().detach()
-    terms = _weighted(logprobs, advantages, ratio.clamp(ratio_low, ratio_high), loss_mask=loss_mask)
+    terms = weighted(logprobs, advantages, ratio.clamp(ratio_low, ratio_high), loss_mask=loss_mask)
     return terms, ratio_stats(ratio, loss_mask) | clip_stats(
         loss_mask, low=ratio < ratio_low, high=ratio > ratio_high
     )
@@ -98,7 +95,7 @@ def tis_pg(
     """
     check_positive(upper=upper)
     ratio = log_ratio(logprobs, old_logprobs, loss_mask).exp().detach()
-    terms = _weighted(logprobs, advantages, ratio.clamp(max=upper), loss_mask=loss_mask)
+    terms = weighted(logprobs, advantages, ratio.clamp(max=upper), loss_mask=loss_mask)
     return terms, ratio_stats(ratio, loss_mask) | _capped_stats(ratio > upper, loss_mask)
 
 
@@ -126,7 +123,7 @@ def aipo(
     check_positive(upper=upper)
     log_w = rollout_log_ratio(logprobs, rollout_logprobs, loss_mask).detach()
     weight = log_w.exp()
-    terms = _weighted(logprobs, advantages, weight.clamp(max=upper), loss_mask=loss_mask)
+    terms = weighted(logprobs, advantages, weight.clamp(max=upper), loss_mask=loss_mask)
     return terms, rollout_stats(log_w, loss_mask) | _capped_stats(weight > upper, loss_mask)
 
 
@@ -160,10 +157,10 @@ def topr(
     token_log_w = rollout_log_ratio(logprobs, rollout_logprobs, loss_mask).detach()
     log_w = token_log_w.double()
     if level == "sequence":
-        log_w = _of_sequence(log_w, cu_seqlens).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+        log_w = spread_sum(log_w, cu_seqlens).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     advantages = keep(advantages.detach(), loss_mask)
     weight = torch.where(advantages > 0, 1.0, log_w.exp().clamp(max=upper))
-    terms = _weighted(logprobs, advantages, weight, loss_mask=loss_mask)
+    terms = weighted(logprobs, advantages, weight, loss_mask=loss_mask)
     stats = rollout_stats(token_log_w, loss_mask)
     capped = (advantages < 0) & (log_w.exp() > upper)
     return terms, stats | _capped_stats(capped, loss_mask)
@@ -198,7 +195,7 @@ def kimi(
     check_level(level)
     check_not_negative(tau=tau)
     log_r = log_ratio(logprobs, old_logprobs, loss_mask)
-    terms = _weighted(logprobs, advantages, loss_mask=loss_mask)
+    terms = weighted(logprobs, advantages, loss_mask=loss_mask)
     square = _square(log_r, cu_seqlens, level=level)
     return keep(terms + tau / 2 * square, loss_mask), ratio_stats(log_r.exp(), loss_mask)
 
@@ -232,7 +229,7 @@ def dro(
     check_level(level)
     check_not_negative(beta=beta)
     log_w = rollout_log_ratio(logprobs, rollout_logprobs, loss_mask)
-    terms = _weighted(logprobs, advantages, loss_mask=loss_mask)
+    terms = weighted(logprobs, advantages, loss_mask=loss_mask)
     square = _square(log_w, cu_seqlens, level=level)
     return keep(terms + beta / 2 * square, loss_mask), rollout_stats(log_w, loss_mask)
 
@@ -250,23 +247,10 @@ def sft(logprobs: Tensor, *, loss_mask: Tensor) -> tuple[Tensor, Stats]:
     return terms, {"policy/nll": masked_mean(terms, loss_mask)}
 
 
-def _weighted(
-    logprobs: Tensor, advantages: Tensor, weight: Tensor | None = None, *, loss_mask: Tensor
-) -> Tensor:
-    factor = keep(advantages.detach(), loss_mask)
-    if weight is not None:
-        factor = (weight * factor).to(logprobs.dtype)
-    return keep(-factor * keep(logprobs, loss_mask), loss_mask)
-
-
-def _of_sequence(values: Tensor, cu_seqlens: Tensor) -> Tensor:
-    return per_token(sequence_sum(values, cu_seqlens), cu_seqlens, num_tokens=values.numel())
-
-
 def _square(log_ratios: Tensor, cu_seqlens: Tensor, *, level: str) -> Tensor:
     if level == "token":
         return log_ratios**2
-    return (log_ratios * _of_sequence(log_ratios, cu_seqlens)).to(log_ratios.dtype)
+    return (log_ratios * spread_sum(log_ratios, cu_seqlens)).to(log_ratios.dtype)
 
 
 def _capped_stats(capped: Tensor, loss_mask: Tensor) -> Stats:

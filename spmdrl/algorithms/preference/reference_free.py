@@ -5,16 +5,15 @@ from __future__ import annotations
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from spmdrl.algorithms.preference.shared import (
+from spmdrl.algorithms.masked import (
     Stats,
-    check_beta,
-    check_weight,
+    check_not_negative,
+    check_positive,
     keep,
     log1mexp,
     masked_mean,
-    pair_stats,
-    pairs_in_loss,
 )
+from spmdrl.algorithms.preference.shared import pair_stats, pairs_in_loss
 
 
 def simpo(
@@ -35,9 +34,8 @@ def simpo(
     Raises: ValueError for an option out of range.
     Source: arXiv 2405.14734 eq. 6.
     """
-    check_beta(beta)
-    if not gamma >= 0:
-        raise ValueError(f"gamma: must be at least 0, got {gamma}")
+    check_positive(beta=beta)
+    check_not_negative(gamma=gamma)
     kept = pairs_in_loss(chosen_lengths, rejected_lengths)
     chosen = beta * keep(chosen_logps, kept) / chosen_lengths.clamp(min=1)
     rejected = beta * keep(rejected_logps, kept) / rejected_lengths.clamp(min=1)
@@ -66,8 +64,8 @@ def cpo(
     Source: arXiv 2401.08417 (CPO). Deviation: the NLL is the mean over the response's own
         tokens; TRL's is over a micro-batch's, which depends on the layout.
     """
-    check_beta(beta)
-    check_weight("nll_weight", nll_weight)
+    check_positive(beta=beta)
+    check_not_negative(nll_weight=nll_weight)
     kept = pairs_in_loss(chosen_lengths, rejected_lengths)
     chosen, rejected = keep(chosen_logps, kept), keep(rejected_logps, kept)
     nll = -chosen / chosen_lengths.clamp(min=1)
@@ -99,7 +97,7 @@ def orpo(
     Source: arXiv 2403.07691 eq. 6 and 7. Deviation: a mean logprob above -1e-6 counts as
         -1e-6 in the odds, which are infinite at p = 1.
     """
-    check_weight("odds_weight", odds_weight)
+    check_not_negative(odds_weight=odds_weight)
     kept = pairs_in_loss(chosen_lengths, rejected_lengths)
     chosen = keep(chosen_logps, kept) / chosen_lengths.clamp(min=1)
     rejected = keep(rejected_logps, kept) / rejected_lengths.clamp(min=1)

@@ -1,24 +1,25 @@
-"""What the preference losses share: the mask of pairs, sums for the stats, stable logs."""
+"""What the preference losses share: the mask of pairs, log-ratios, the stats."""
 
 from __future__ import annotations
 
-import math
+from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
-Stats = dict[str, tuple[Tensor, Tensor]]
+from spmdrl.algorithms.masked import Stats, check_positive, keep, masked_mean
+
+
+class Side(NamedTuple):
+    """One side of P pairs."""
+
+    logps: Tensor
+    ref_logps: Tensor
+    lengths: Tensor
 
 
 def pairs_in_loss(chosen_lengths: Tensor, rejected_lengths: Tensor) -> Tensor:
     """Return [P] bool: both responses have loss tokens. Their number divides the loss."""
     return (chosen_lengths > 0) & (rejected_lengths > 0)
-
-
-def keep(values: Tensor, kept: Tensor) -> Tensor:
-    """Return values where kept, exactly 0 elsewhere."""
-    # where, not a product: NaN * 0 is NaN, and so would be the gradient.
-    return torch.where(kept, values, 0.0)
 
 
 def log_ratio_of(logps: Tensor, ref_logps: Tensor, kept: Tensor) -> Tensor:
@@ -27,17 +28,27 @@ def log_ratio_of(logps: Tensor, ref_logps: Tensor, kept: Tensor) -> Tensor:
     return keep(logps - ref_logps.detach(), kept)
 
 
-def log1mexp(values: Tensor) -> Tensor:
-    """Return log(1 - exp(x)) for x < 0 without loss of digits, as is its gradient."""
-    # Each form keeps its digits on its own side of -ln 2; inputs stay on that side, since an
-    # infinite gradient of the form not taken would come back as NaN.
-    near, far = values.clamp(min=-math.log(2)), values.clamp(max=-math.log(2))
-    return torch.where(values > -math.log(2), (-near.expm1()).log(), (-far.exp()).log1p())
+def compared(
+    chosen: Side, rejected: Side, *, beta: float, per_token: bool = False
+) -> tuple[Tensor, Tensor, Tensor, Stats]:
+    """Return rho of both sides [P], the mask of pairs in the loss [P], and the stats.
 
-
-def masked_mean(values: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
-    """Return a mean's numerator and denominator: detached float64 scalars."""
-    return keep(values.detach(), kept).double().sum(), kept.double().sum()
+    Args:
+        beta: above 0; the rewards of the stats are beta rho.
+        per_token: divide each rho by its length.
+    Raises: ValueError for beta out of range.
+    """
+    check_positive(beta=beta)
+    kept = pairs_in_loss(chosen.lengths, rejected.lengths)
+    rho = [log_ratio_of(side.logps, side.ref_logps, kept) for side in (chosen, rejected)]
+    if per_token:
+        rho = [r / side.lengths.clamp(min=1) for r, side in zip(rho, (chosen, rejected))]
+    stats = pair_stats(
+        (beta * rho[0], beta * rho[1]),
+        (chosen.logps, rejected.logps),
+        (chosen.lengths, rejected.lengths),
+    )
+    return *rho, kept, stats
 
 
 def pair_stats(
@@ -55,15 +66,3 @@ def pair_stats(
         stats[f"preference/{side}_reward"] = masked_mean(rewards[i], kept)
         stats[f"preference/{side}_logprob"] = (masked_mean(logps[i], kept)[0], num_tokens)
     return stats
-
-
-def check_beta(beta: float) -> None:
-    """Raise ValueError unless beta is above 0."""
-    if not beta > 0:
-        raise ValueError(f"beta: must be above 0, got {beta}")
-
-
-def check_weight(name: str, weight: float) -> None:
-    """Raise ValueError, with the option's name, for a negative weight."""
-    if not weight >= 0:
-        raise ValueError(f"{name}: must be at least 0, got {weight}")

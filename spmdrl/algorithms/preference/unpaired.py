@@ -5,14 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from spmdrl.algorithms.preference.shared import (
-    Stats,
-    check_beta,
-    check_weight,
-    keep,
-    log_ratio_of,
-    masked_mean,
-)
+from spmdrl.algorithms.masked import Stats, check_not_negative, check_positive, keep, masked_mean
+from spmdrl.algorithms.preference.shared import log_ratio_of
 
 
 def kto(
@@ -42,9 +36,8 @@ def kto(
     Raises: ValueError for an option out of range.
     Source: arXiv 2402.01306 (KTO).
     """
-    check_beta(beta)
-    check_weight("chosen_weight", chosen_weight)
-    check_weight("rejected_weight", rejected_weight)
+    check_positive(beta=beta)
+    check_not_negative(chosen_weight=chosen_weight, rejected_weight=rejected_weight)
     kept = lengths > 0
     # Clamped here, after the mean over the batch: a clamp on parts of it is biased upwards.
     zero = kl.detach().clamp(min=0).to(logps.dtype)

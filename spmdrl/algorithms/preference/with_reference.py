@@ -8,15 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from spmdrl.algorithms.preference.shared import (
-    Stats,
-    check_beta,
-    keep,
-    log_ratio_of,
-    masked_mean,
-    pair_stats,
-    pairs_in_loss,
-)
+from spmdrl.algorithms.masked import Stats, keep, masked_mean
+from spmdrl.algorithms.preference.shared import Side, compared
 
 Variant = Literal["sigmoid", "robust", "hinge", "ipo", "norm"]
 
@@ -49,17 +42,16 @@ def dpo(
         confirmed to TRL; OpenRLHF sums); 2403.00409 (robust); 2305.10425 (hinge);
         2411.15124 (norm).
     """
-    check_beta(beta)
     if not 0 <= label_smoothing < 0.5:
         raise ValueError(f"label_smoothing: must be in [0, 0.5), got {label_smoothing}")
     if label_smoothing and variant in ("hinge", "ipo"):
         raise ValueError(f"label_smoothing: has no meaning in the variant {variant}; set it to 0")
-    kept = pairs_in_loss(chosen_lengths, rejected_lengths)
-    chosen = log_ratio_of(chosen_logps, ref_chosen_logps, kept)
-    rejected = log_ratio_of(rejected_logps, ref_rejected_logps, kept)
-    if variant in ("ipo", "norm"):
-        chosen = chosen / chosen_lengths.clamp(min=1)
-        rejected = rejected / rejected_lengths.clamp(min=1)
+    chosen, rejected, kept, stats = compared(
+        Side(chosen_logps, ref_chosen_logps, chosen_lengths),
+        Side(rejected_logps, ref_rejected_logps, rejected_lengths),
+        beta=beta,
+        per_token=variant in ("ipo", "norm"),
+    )
     margin = beta * (chosen - rejected)
     smooth = label_smoothing
     if variant in ("sigmoid", "norm"):
@@ -74,11 +66,6 @@ def dpo(
         terms = (chosen - rejected - 1 / (2 * beta)) ** 2
     else:
         raise ValueError(f"variant: must be sigmoid, robust, hinge, ipo or norm, got {variant!r}")
-    stats = pair_stats(
-        (beta * chosen, beta * rejected),
-        (chosen_logps, rejected_logps),
-        (chosen_lengths, rejected_lengths),
-    )
     return keep(terms, kept), stats
 
 
@@ -100,16 +87,12 @@ def sppo(
     Raises: ValueError for an option out of range.
     Source: arXiv 2405.00675 (SPPO) with win rates 1 and 0 (hard labels).
     """
-    check_beta(beta)
-    target = 1 / (2 * beta)
-    kept = pairs_in_loss(chosen_lengths, rejected_lengths)
-    chosen = log_ratio_of(chosen_logps, ref_chosen_logps, kept)
-    rejected = log_ratio_of(rejected_logps, ref_rejected_logps, kept)
-    stats = pair_stats(
-        (beta * chosen, beta * rejected),
-        (chosen_logps, rejected_logps),
-        (chosen_lengths, rejected_lengths),
+    chosen, rejected, kept, stats = compared(
+        Side(chosen_logps, ref_chosen_logps, chosen_lengths),
+        Side(rejected_logps, ref_rejected_logps, rejected_lengths),
+        beta=beta,
     )
+    target = 1 / (2 * beta)
     return keep((chosen - target) ** 2 + (rejected + target) ** 2, kept), stats
 
 
@@ -133,15 +116,12 @@ def nca(
     Raises: ValueError for an option out of range.
     Source: arXiv 2402.05369 (NCA, pairs).
     """
-    chosen, rejected, kept, stats = _rewards(
-        chosen_logps,
-        rejected_logps,
-        ref_chosen_logps,
-        ref_rejected_logps,
-        chosen_lengths,
-        rejected_lengths,
+    chosen, rejected, kept, stats = compared(
+        Side(chosen_logps, ref_chosen_logps, chosen_lengths),
+        Side(rejected_logps, ref_rejected_logps, rejected_lengths),
         beta=beta,
     )
+    chosen, rejected = beta * chosen, beta * rejected
     terms = -logsigmoid(chosen) - (logsigmoid(-chosen) + logsigmoid(-rejected)) / 2
     return keep(terms, kept), stats
 
@@ -166,15 +146,12 @@ def apo_zero(
     Raises: ValueError for an option out of range.
     Source: arXiv 2408.06266 (APO-zero).
     """
-    chosen, rejected, kept, stats = _rewards(
-        chosen_logps,
-        rejected_logps,
-        ref_chosen_logps,
-        ref_rejected_logps,
-        chosen_lengths,
-        rejected_lengths,
+    chosen, rejected, kept, stats = compared(
+        Side(chosen_logps, ref_chosen_logps, chosen_lengths),
+        Side(rejected_logps, ref_rejected_logps, rejected_lengths),
         beta=beta,
     )
+    chosen, rejected = beta * chosen, beta * rejected
     return keep(torch.sigmoid(-chosen) + torch.sigmoid(rejected), kept), stats
 
 
@@ -198,15 +175,12 @@ def apo_down(
     Raises: ValueError for an option out of range.
     Source: arXiv 2408.06266 (APO-down).
     """
-    chosen, rejected, kept, stats = _rewards(
-        chosen_logps,
-        rejected_logps,
-        ref_chosen_logps,
-        ref_rejected_logps,
-        chosen_lengths,
-        rejected_lengths,
+    chosen, rejected, kept, stats = compared(
+        Side(chosen_logps, ref_chosen_logps, chosen_lengths),
+        Side(rejected_logps, ref_rejected_logps, rejected_lengths),
         beta=beta,
     )
+    chosen, rejected = beta * chosen, beta * rejected
     return keep(torch.sigmoid(chosen) + torch.sigmoid(rejected - chosen), kept), stats
 
 
@@ -233,37 +207,13 @@ def bco(
     Raises: ValueError for an option out of range.
     Source: arXiv 2404.04656 (BCO, pairs; its delta is beta m).
     """
-    chosen, rejected, kept, stats = _rewards(
-        chosen_logps,
-        rejected_logps,
-        ref_chosen_logps,
-        ref_rejected_logps,
-        chosen_lengths,
-        rejected_lengths,
+    chosen, rejected, kept, stats = compared(
+        Side(chosen_logps, ref_chosen_logps, chosen_lengths),
+        Side(rejected_logps, ref_rejected_logps, rejected_lengths),
         beta=beta,
     )
+    chosen, rejected = beta * chosen, beta * rejected
     shift = (beta * mean_log_ratio.detach()).to(chosen.dtype)
     terms = -logsigmoid(chosen - shift) - logsigmoid(shift - rejected)
     log_ratio = masked_mean((chosen + rejected) / (2 * beta), kept)
     return keep(terms, kept), stats | {"preference/log_ratio": log_ratio}
-
-
-def _rewards(
-    chosen_logps: Tensor,
-    rejected_logps: Tensor,
-    ref_chosen_logps: Tensor,
-    ref_rejected_logps: Tensor,
-    chosen_lengths: Tensor,
-    rejected_lengths: Tensor,
-    *,
-    beta: float,
-) -> tuple[Tensor, Tensor, Tensor, Stats]:
-    """Return beta rho of both sides [P], the mask of pairs in the loss [P], and the stats."""
-    check_beta(beta)
-    kept = pairs_in_loss(chosen_lengths, rejected_lengths)
-    chosen = beta * log_ratio_of(chosen_logps, ref_chosen_logps, kept)
-    rejected = beta * log_ratio_of(rejected_logps, ref_rejected_logps, kept)
-    stats = pair_stats(
-        (chosen, rejected), (chosen_logps, rejected_logps), (chosen_lengths, rejected_lengths)
-    )
-    return chosen, rejected, kept, stats
