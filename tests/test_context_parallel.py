@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,14 +15,15 @@ from policy_runs import config
 from ranks import launch_env, run_ranks
 from torch import Tensor
 
-from spmdrl.check.fit import misfits
 from spmdrl.config import Config
 from spmdrl.model.attention import KERNELS
+from spmdrl.model.fits import ModelCounts, context_method, misfits
 from spmdrl.model.packing import make_packing
 from spmdrl.model.parallel import context_parallel
-from spmdrl.model.parallel.context_parallel import METHODS, by_rank, in_row_order, pick_method
+from spmdrl.model.parallel.context_parallel import METHODS, by_rank, in_row_order
 from spmdrl.model.parallel.ring_attention import DENSE, FLASH, Tile, plan_rounds
 from spmdrl.model.parallel.row_slices import Slicing, chunk_spans, make_slice
+from spmdrl.world.axes import Axes
 
 CPU, SIZE = torch.device("cpu"), 4
 LENGTHS = (37, 1, 150, 9, 2, 71, 14)  # 284 tokens, padded to 288: chunks of 36
@@ -349,39 +350,25 @@ def test_a_tile_of_the_ring_by_flash_attention_is_that_by_matrix_products():
 # --------------------------------------------------------------------------- what does not fit
 
 
-def _hf(**fields: object) -> SimpleNamespace:
-    return SimpleNamespace(
-        **{
-            "model_type": "qwen3",
-            "num_attention_heads": 12,
-            "num_key_value_heads": 4,
-            "intermediate_size": 96,
-            "vocab_size": 64,
-        }
-        | fields
-    )
-
-
 def test_what_an_axis_does_not_divide_is_named_with_values_that_do():
-    assert misfits(_hf(), cp=8, tp=4, context="auto") == []
-    (problem,) = misfits(_hf(), cp=1, tp=3, context="auto")
+    counts = ModelCounts("qwen3", heads=12, kv_heads=4, intermediate=96, vocab=64)
+    assert list(misfits(counts, Axes(cp=8, tp=4))) == []
+    (problem,) = misfits(counts, Axes(tp=3))
     assert "layout.tp: 3 does not divide num_key_value_heads 4, vocab_size 64" in problem
     assert problem.endswith("1, 2, 4")
-    (problem,) = misfits(_hf(), cp=4, tp=2, context="ulysses")
+    (problem,) = misfits(counts, Axes(cp=4, tp=2), context="ulysses")
     assert "layout.cp: 4 does not divide the 12 / tp 2 = 6" in problem and "1, 2, 3, 6;" in problem
-    (problem,) = misfits(
-        _hf(layer_types=["linear_attention", "full_attention"]), cp=2, tp=1, context="auto"
-    )
+    (problem,) = misfits(replace(counts, unsliced=("linear_attention",)), Axes(cp=2))
     assert "layout.cp: 2 with a qwen3, whose layers (linear_attention)" in problem
+    (problem,) = misfits(ModelCounts("mamba", vocab=64), Axes(cp=2))
+    assert "layout.cp: 2 with a mamba, whose layers without attention heads" in problem
 
 
 def test_the_method_follows_the_heads():
-    assert pick_method("auto", heads=8, size=4) == "ulysses"
-    assert pick_method("auto", heads=6, size=4) == "gather"
-    assert pick_method("gather", heads=8, size=4) == "gather"
-    assert pick_method("ring", heads=8, size=4) == "ring"
-    with pytest.raises(ValueError, match="layout.cp 4 does not divide the 6"):
-        pick_method("ulysses", heads=6, size=4)
+    assert context_method("auto", heads=8, cp=4) == "ulysses"
+    assert context_method("auto", heads=6, cp=4) == "gather"
+    assert context_method("gather", heads=8, cp=4) == "gather"
+    assert context_method("ring", heads=8, cp=4) == "ring"
 
 
 def test_a_model_that_does_not_fit_is_refused_before_any_group_exists(tiny_model, tmp_path):

@@ -10,16 +10,18 @@ from pathlib import Path
 import pytest
 from runs import ROOT
 
-from spmdrl.commands.plan import SHAPES, main
+from spmdrl.commands.plan import main
 from spmdrl.commands.plan_examples import examples, output
 from spmdrl.config import Config, Model
+from spmdrl.model.fits import misfits
 from spmdrl.model.load import build_meta_model
 from spmdrl.model.shape import ModelShape, model_shape
 from spmdrl.plan.memory import cache_bytes_per_token
 from spmdrl.plan.search import best_plans, layouts, make_plan
 from spmdrl.plan.seconds import step_seconds
-from spmdrl.plan.setting import Axes, Run, axes_problems, rates_of, run_of
+from spmdrl.plan.setting import SHAPES, Run, rates_of, run_of
 from spmdrl.plan.traffic import Flow, push_flows, trainer_flows
+from spmdrl.world.axes import Axes, rank_problems
 
 PARAMETERS = {
     "qwen3-8b": (8.19, 7.57),
@@ -79,14 +81,16 @@ def test_a_layout_that_does_not_divide_is_refused_with_those_that_do(shapes, cap
         ]
     )
     error = capsys.readouterr().err
-    assert status == 2 and "layout.tp 16 does not divide 8 key/value heads" in error
-    assert "1, 2, 4, 8 would" in error
-    found = list(axes_problems(Axes("split", 32, 16, ep=3), _run(shapes["qwen3-30b-a3b"])))
-    assert len(found) == 1 and "layout.ep 3 does not divide 128 experts" in found[0]
-    assert "1, 2, 4, 8, 16 would" in found[0]
-    assert "no experts" in next(
-        axes_problems(Axes("split", 32, 16, ep=2), _run(shapes["qwen3-8b"]))
-    )
+    assert status == 2 and "layout.tp: 16 does not divide num_key_value_heads 8" in error
+    assert "tp cuts: 1, 2, 4, 8 (" in error
+    axes = Axes("split", 32, 16, ep=3)
+    (of_ranks,) = rank_problems(axes, engine_kind="vllm")
+    (of_model,) = misfits(shapes["qwen3-30b-a3b"].counts, axes)
+    assert of_ranks.startswith("layout.ep: 3 does not divide the 16 ranks")
+    assert of_ranks.endswith(": 1, 2, 4, 8, 16")
+    assert of_model.startswith("layout.ep: 3 does not divide the 128 experts")
+    assert of_model.endswith(": 1, 2, 4, 8, 16, 32, 64, 128")
+    assert "no experts" in next(misfits(shapes["qwen3-8b"].counts, axes))
     status = main(
         [
             "--shape",
@@ -199,7 +203,7 @@ def test_heads_that_ulysses_cannot_deal_out_are_refused(capsys):
     main(layout)
     assert "layout.cp" not in capsys.readouterr().err
     assert main([*layout, "--model.kernels", "{context: ulysses}"]) == 2
-    assert "layout.cp 3 does not divide the 32 / tp 1 = 32 query heads" in capsys.readouterr().err
+    assert "layout.cp: 3 does not divide the 32 / tp 1 = 32 query heads" in capsys.readouterr().err
 
 
 def test_moments_in_8_bits_are_planned_where_torchao_is_not_installed(capsys):

@@ -29,7 +29,8 @@ from spmdrl.plan.memory import (
     shards_numel,
     trainer_memory,
 )
-from spmdrl.plan.setting import Axes, Run, axes_of, run_of
+from spmdrl.plan.setting import Run, run_of
+from spmdrl.world.axes import Axes, axes_of
 
 _WIDE = dict(
     hidden_size=128, intermediate_size=512, num_hidden_layers=4, head_dim=32, vocab_size=1000

@@ -9,11 +9,13 @@ import torch
 from policy_runs import config
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from spmdrl.check.fit import fit_problems, inference_misfits
+from spmdrl.check.fit import fit_problems
 from spmdrl.model.blocks import mixtures
-from spmdrl.model.parallel import sequence_parallel, tensor_parallel
+from spmdrl.model.fits import counts_of, misfits, why_never
+from spmdrl.model.parallel import sequence_parallel
 from spmdrl.model.parallel.tp_plan import PARTIAL, style_problems, tp_styles
 from spmdrl.model.shape import model_shape
+from spmdrl.world.axes import Axes
 
 
 def _model(kind: str, **options: object) -> torch.nn.Module:
@@ -97,7 +99,7 @@ def test_a_plan_that_is_missing_or_has_an_unknown_style_is_named():
         "the plan of Qwen2ForCausalLM gives model.layers.0.mlp.up_proj the "
         "style sideways, which is not supported; known: colwise,"
     )
-    assert "layers.1" in second and model_shape(model).tp_problem == first
+    assert "layers.1" in second and model_shape(model).counts.tp_problem == first
     model._tp_plan = {}
     (problem,) = style_problems(model, tp_styles(model))
     assert problem == "Qwen2ForCausalLM has no tensor-parallel plan of its own"
@@ -105,15 +107,15 @@ def test_a_plan_that_is_missing_or_has_an_unknown_style_is_named():
 
 def test_experts_and_latent_attention_are_refused_where_tokens_cannot_be_sharded():
     model = _model("qwen3_next")
-    assert tensor_parallel.why_never(model) == (
+    assert why_never(model) == (
         "experts and latent attention need tokens sharded between layers, which cannot be done "
         "with Qwen3NextForCausalLM: model.layers.0.linear_attn is neither attention, MLP nor norm"
     )
-    assert tensor_parallel.why_never(_model("deepseek_v3")) == ""
+    assert why_never(_model("deepseek_v3")) == ""
     whole = _model("gpt_neox")  # dense: it has all tokens on every rank, if it has a plan
     whole._tp_plan = {"gpt_neox.layers.*.mlp.dense_h_to_4h": "colwise"}
     assert sequence_parallel.why_not(whole, tp_styles(whole)) != ""
-    assert tensor_parallel.why_never(whole) == ""
+    assert why_never(whole) == ""
 
 
 @pytest.mark.parametrize(
@@ -156,12 +158,9 @@ def test_such_models_are_refused_from_their_config_alone(kind, says, tmp_path):
     ],
 )
 def test_an_engine_s_ranks_must_divide_what_vllm_cuts(fields, tp, says):
-    hf_config = AutoConfig.for_model(
-        "qwen3",
-        **dict(num_attention_heads=8, num_key_value_heads=2, intermediate_size=64, vocab_size=104)
-        | fields,
-    )
-    found = inference_misfits(hf_config, tp=tp)
+    sizes = dict(num_attention_heads=8, num_key_value_heads=2, intermediate_size=64, vocab_size=104)
+    counts = counts_of(_model("qwen3", **sizes | fields))
+    found = list(misfits(counts, Axes("split", tp + 1, inference_tp=tp)))
     assert [text for text in found if says in text] if says else not found, found
     if says:
         assert found[0].startswith(f"layout.inference_tp: {tp} does not divide ")

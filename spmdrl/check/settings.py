@@ -5,9 +5,8 @@ from __future__ import annotations
 import operator
 
 from spmdrl.check.options import option_problems
-from spmdrl.config.fields import Config, inference_ranks, replay_folder, trainer_ranks
+from spmdrl.config.fields import Config, replay_folder
 from spmdrl.data.tasks import is_generated
-from spmdrl.imports import divisors
 from spmdrl.rewards.signatures import reward_models
 
 
@@ -22,48 +21,15 @@ def validate(cfg: Config) -> list[str]:
 
 
 def _layout_problems(cfg: Config) -> list[str]:
+    from spmdrl.world.axes import axes_of, rank_problems
+
     layout, problems = cfg.layout, []
-    trainers, engines = len(trainer_ranks(cfg)), len(inference_ranks(cfg))
     for name in ("world_size", "trainer_ranks", "dp_replicate", "cp", "ep", "tp", "inference_tp"):
         if getattr(layout, name) < 1:
             problems.append(f"layout.{name}: must be at least 1, got {getattr(layout, name)}")
     if problems:
         return problems
-    if layout.roles.overlaps and trainers >= layout.world_size:
-        problems.append(
-            f"layout.trainer_ranks: split placement with world_size {layout.world_size} and "
-            f"trainer_ranks {trainers} leaves {layout.world_size - trainers} ranks to generate; "
-            "lower trainer_ranks or start more ranks"
-        )
-    fixed = layout.dp_replicate * layout.cp * layout.tp
-    if trainers % fixed:
-        problems.append(
-            f"layout: {trainers} trainer ranks do not divide by dp_replicate {layout.dp_replicate}"
-            f" * cp {layout.cp} * tp {layout.tp} = {fixed}; {trainers} / {fixed} = "
-            f"{trainers / fixed:g} dp_shard"
-        )
-    elif trainers // layout.dp_replicate % layout.ep:
-        ranks = trainers // layout.dp_replicate
-        problems.append(
-            f"layout.ep: {layout.ep} does not divide the {ranks} ranks of dp_shard * cp * tp; "
-            f"values that do: {divisors(ranks)}"
-        )
-    if engines % layout.inference_tp:
-        problems.append(
-            f"layout.inference_tp: {engines} inference ranks / inference_tp "
-            f"{layout.inference_tp} = {engines / layout.inference_tp:g} replicas, not whole"
-        )
-    if cfg.engine.kind == "transformers" and layout.inference_tp > 1:
-        problems.append(
-            f"layout.inference_tp: {layout.inference_tp} with engine.kind transformers, whose "
-            "engine holds the whole model on one rank; set it to 1, or take vllm"
-        )
-    if layout.roles.overlaps and trainers % layout.inference_tp:
-        problems.append(
-            f"layout.trainer_ranks: vLLM lays tensor-parallel groups of {layout.inference_tp} "
-            f"over all ranks from 0, so trainer_ranks {trainers} must be a multiple of "
-            f"inference_tp {layout.inference_tp} (got {trainers / layout.inference_tp:g})"
-        )
+    problems += rank_problems(axes_of(cfg), engine_kind=cfg.engine.kind)
     samples = cfg.objective.samples and not replay_folder(cfg)
     if layout.roles.has_engines != samples:
         problems.append(

@@ -11,23 +11,25 @@ import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from spmdrl import config
+from spmdrl.check.fit import build_policy, policy_problems
 from spmdrl.check.settings import validate
-from spmdrl.config import Config
 from spmdrl.config.read import read
+from spmdrl.model.head import head_chunk_tokens
+from spmdrl.model.lora.layers import adapter_numel, lora_form
 from spmdrl.model.shape import model_shape
 from spmdrl.plan.search import Plan, best_plans, distinct, make_plan, remedies
-from spmdrl.plan.setting import Rates, Run, axes_of, axes_problems, device_is_gpu, rates_of, run_of
+from spmdrl.plan.setting import SHAPES, Rates, Run, device_is_gpu, rates_of, run_of
 from spmdrl.plan.text import as_dict, layout_text, page
+from spmdrl.world.axes import axes_of
 from spmdrl.world.hardware import GPUS
-
-SHAPES = Path(__file__).with_name("shapes")
 
 
 @dataclass(frozen=True)
 class Question:
     """What is asked: a run of a model, and what it runs on."""
 
-    cfg: Config
+    cfg: config.Config
     run: Run
     rates: Rates
     memory_bytes: int
@@ -113,7 +115,7 @@ def ask(own: argparse.Namespace, rest: list[str]) -> Question:
 
     Raises: ValueError for what cannot be planned; SystemExit(2) for fields that do not exist.
     """
-    cfg = read(rest, prog="python -m spmdrl plan --config FILE") if rest else Config()
+    cfg = read(rest, prog="python -m spmdrl plan --config FILE") if rest else config.Config()
     if own.shape:
         folder = SHAPES / own.shape if (SHAPES / own.shape).is_dir() else Path(own.shape)
         cfg = replace(cfg, model=replace(cfg.model, path=str(folder)))
@@ -130,12 +132,9 @@ def ask(own: argparse.Namespace, rest: list[str]) -> Question:
         gpus_per_node=own.gpus_per_node,
         matmul_frac=own.matmul_frac,
     )
-    _refuse(cfg, has_layout=not own.gpus)
-    from spmdrl.model.head import head_chunk_tokens
-    from spmdrl.model.load import build_meta_model
-    from spmdrl.model.lora.layers import adapter_numel, lora_form
-
-    hf_model = build_meta_model(cfg.model)
+    _refuse(validate(cfg), has_layout=not own.gpus)
+    hf_model = build_policy(cfg)
+    _refuse(policy_problems(cfg, hf_model), has_layout=not own.gpus)
     shape = model_shape(hf_model, name=Path(cfg.model.path).name)
     lora = lora_form(cfg.model.lora)
     run = run_of(
@@ -150,7 +149,7 @@ def ask(own: argparse.Namespace, rest: list[str]) -> Question:
     return Question(cfg, run, rates, int(rates.gpu.memory_gib * 2**30), own.gpus)
 
 
-def _check_flags(own: argparse.Namespace, cfg: Config) -> None:
+def _check_flags(own: argparse.Namespace, cfg: config.Config) -> None:
     if own.gpus < 0 or own.gpus_per_node < 1:
         raise ValueError(
             f"--gpus {own.gpus}, --gpus-per-node {own.gpus_per_node}: expected numbers of GPUs"
@@ -204,7 +203,7 @@ _PLANNED = (
 _NEEDS_TORCHAO = "model.memory.optimizer_dtype: int8 takes"
 
 
-def _refuse(cfg: Config, *, has_layout: bool) -> None:
+def _refuse(problems: list[str], *, has_layout: bool) -> None:
     """Raises: ValueError for what is wrong with the fields that are planned with.
 
     Args:
@@ -212,24 +211,18 @@ def _refuse(cfg: Config, *, has_layout: bool) -> None:
     """
     names = (*_PLANNED, "layout") if has_layout else _PLANNED
     # Where a plan is made, nothing of the run has to be installed.
-    problems = [
-        p for p in validate(cfg) if p.startswith(names) and not p.startswith(_NEEDS_TORCHAO)
-    ]
-    if problems:
-        raise ValueError("\n".join(problems))
+    own = [p for p in problems if p.startswith(names) and not p.startswith(_NEEDS_TORCHAO)]
+    if own:
+        raise ValueError("\n".join(own))
 
 
 def answer(question: Question, *, top: int) -> tuple[Plan, list[Plan]]:
     """Return the plan of the config's layout, or of the best one, and the best few.
 
-    Raises: ValueError when an axis does not divide what it shards, or no layout fits.
+    Raises: ValueError when there is no layout of so many ranks.
     """
     run, rates, memory = question.run, question.rates, question.memory_bytes
     own = axes_of(question.cfg)
-    if not question.gpus:
-        problems = list(axes_problems(own, run))
-        if problems:
-            raise ValueError("\n".join(problems))
     best, nearest = [], None
     if top or question.gpus:
         best, nearest = best_plans(

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from spmdrl.commands.plan import main
 
-_EXAMPLE = re.compile(r"```\n\$ (python -m spmdrl\.plan .*?[^\\]\n)(.*?)```", re.DOTALL)
+_EXAMPLE = re.compile(r"```\n\$ (python -m spmdrl plan .*?[^\\]\n)(.*?)```", re.DOTALL)
 
 
 def examples(text: str) -> list[tuple[str, str]]:
@@ -26,7 +26,7 @@ def output(command: str) -> str:
     """Return what a command of the page prints, refusals included."""
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         with contextlib.redirect_stderr(printed):
-            main(shlex.split(command.replace("\\\n", " "))[3:])
+            main(shlex.split(command.replace("\\\n", " "))[4:])
     return printed.getvalue()
 
 

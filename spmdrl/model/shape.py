@@ -14,7 +14,8 @@ from typing import Any
 from torch import nn
 
 from spmdrl.model.blocks import blocks
-from spmdrl.model.parallel.tp_plan import SPLIT_DIMS, style_problems, tp_styles
+from spmdrl.model.fits import ModelCounts, counts_of
+from spmdrl.model.parallel.tp_plan import split_dim, tp_styles
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,7 @@ class ModelShape:
     rotary_dims: int
     blocks: tuple[Block, ...]
     root: tuple[Weight, ...]  # embedding, final norm, untied head
-    tp_problem: str  # why it cannot be tensor-parallel; empty when it can
+    counts: ModelCounts  # what axes divide in it
 
     @cached_property
     def numel(self) -> int:
@@ -111,11 +112,6 @@ class ModelShape:
         for block in self.blocks:
             counts[block] = counts.get(block, 0) + 1
         return tuple(counts.items())
-
-    @property
-    def num_experts(self) -> int:
-        """Routed experts of a block; 0 of a dense model."""
-        return max((b.experts.count for b in self.blocks if b.experts), default=0)
 
 
 def model_shape(hf_model: nn.Module, *, name: str = "") -> ModelShape:
@@ -137,7 +133,7 @@ def model_shape(hf_model: nn.Module, *, name: str = "") -> ModelShape:
         Weight(
             n,
             tuple(p.shape),
-            0 if head is not None and p is head.weight and not is_tied else _tp_dim(n, styles),
+            0 if head is not None and p is head.weight and not is_tied else split_dim(n, styles),
         )
         for n, p in hf_model.named_parameters()
         if not n.startswith(prefixes)
@@ -159,16 +155,8 @@ def model_shape(hf_model: nn.Module, *, name: str = "") -> ModelShape:
         rotary_dims=2 * tables[0].numel() if tables else 0,
         blocks=tuple(_block(n, m, styles=styles, config=config) for n, m in modules),
         root=tuple(root),
-        tp_problem=next(style_problems(hf_model, styles), ""),
+        counts=counts_of(hf_model),
     )
-
-
-def _tp_dim(name: str, styles: dict[str, str]) -> int | None:
-    """Return the dim of a parameter that tensor parallelism shards."""
-    module, _, kind = name.rpartition(".")
-    style = styles.get(name, styles.get(module))
-    dim = None if style is None else SPLIT_DIMS.get(style)
-    return None if kind == "bias" and dim == 1 else dim
 
 
 def _block(name: str, module: nn.Module, *, styles: dict[str, str], config: Any) -> Block:
@@ -191,7 +179,7 @@ def _block(name: str, module: nn.Module, *, styles: dict[str, str], config: Any)
     ]
     return Block(
         weights=tuple(
-            Weight(n, tuple(p.shape), _tp_dim(f"{name}.{n}", styles), is_expert=".experts." in n)
+            Weight(n, tuple(p.shape), split_dim(f"{name}.{n}", styles), is_expert=".experts." in n)
             for n, p in module.named_parameters()
         ),
         attention=_attention(attention, config=config),

@@ -19,6 +19,7 @@ from spmdrl.config import Config
 from spmdrl.model.attention import pick_attention, register_attention
 from spmdrl.model.blocks import blocks, experts_modules, experts_parameters
 from spmdrl.model.file_tensors import file_tensors, live_tensors
+from spmdrl.model.fits import context_method, counts_of, misfits
 from spmdrl.model.head import head_chunk_tokens, logprobs_and_entropy, with_square_probs
 from spmdrl.model.load import (
     CheckpointReader,
@@ -30,13 +31,14 @@ from spmdrl.model.load import (
 )
 from spmdrl.model.lora.layers import Adapters, LoraForm, train_adapters_only
 from spmdrl.model.parallel import fsdp, recompute, tensor_parallel
-from spmdrl.model.parallel.context_parallel import pick_method, register_context_attention
+from spmdrl.model.parallel.context_parallel import register_context_attention
 from spmdrl.model.parallel.expert_parallel import apply_ep
 from spmdrl.model.parallel.row_slices import Slicing
 from spmdrl.model.scorer import Head, ScoredRow, Scorer, Valuer, make_row
 from spmdrl.model.shards import local_part
 from spmdrl.model.transformers_internals import apply_liger
 from spmdrl.world import World
+from spmdrl.world.axes import axes_of
 from spmdrl.world.torch_internals import multiply_all, plain_name
 
 
@@ -72,6 +74,11 @@ class ShardedModel:
         register_attention()
         register_context_attention()
         self.hf_model = hf_model = build_meta_model(model, is_scalar=is_scalar)
+        found = misfits(
+            counts_of(hf_model), axes_of(cfg), context=kernels["context"], is_policy=False
+        )
+        if problems := list(found):
+            raise ValueError("\n".join(problems))
         self._names, self.parts = list(live_tensors(hf_model)), file_tensors(hf_model)
         if not is_trained:
             for parameter in hf_model.parameters():
@@ -96,7 +103,7 @@ class ShardedModel:
         self.slicing, method = self._slicing(), ""
         if self.slicing.group is not None:
             heads = hf_model.config.num_attention_heads // world.mesh["tp"].size()
-            method = "_" + pick_method(kernels["context"], heads=heads, size=self.slicing.size)
+            method = "_" + context_method(kernels["context"], heads=heads, cp=self.slicing.size)
         hf_model.set_attn_implementation(f"spmdrl_{attention}{method}")
         reader = CheckpointReader(model_folder(path))
         check_weights(reader, hf_model, self.parts, is_scalar=is_scalar)

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
+from spmdrl.model.fits import context_method
 from spmdrl.model.shape import Block, ModelShape, Weight
 from spmdrl.plan.activations import (
     Cut,
@@ -21,7 +22,8 @@ from spmdrl.plan.activations import (
     padded_groups,
     saved_bytes,
 )
-from spmdrl.plan.setting import Axes, Run
+from spmdrl.plan.setting import Run
+from spmdrl.world.axes import Axes
 
 CUDA_CONTEXT = int(1.5 * 2**30)
 """CUDA's context and NCCL's buffers, assumed."""
@@ -189,8 +191,7 @@ def cut_of(run: Run, axes: Axes) -> Cut:
     if axes.cp == 1:
         return Cut(axes.tp, axes.ep)
     heads = min(block.attention.heads for block, _ in run.shape.kinds) // axes.tp
-    fitting = "gather" if heads % axes.cp else "ulysses"
-    method = fitting if run.context in ("auto", "ulysses") else run.context
+    method = context_method(run.context, heads=heads, cp=axes.cp)
     return Cut(axes.tp, axes.ep, axes.cp, method)
 
 

@@ -6,10 +6,12 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
+from spmdrl.model.fits import misfits
 from spmdrl.plan.memory import USABLE_FRAC, Memory, engine_memory, most_tokens, trainer_memory
 from spmdrl.plan.seconds import Seconds, step_seconds
-from spmdrl.plan.setting import Axes, Rates, Run, axes_problems
+from spmdrl.plan.setting import Rates, Run
 from spmdrl.plan.traffic import Flow, exchange_flow, push_flows, trainer_flows
+from spmdrl.world.axes import Axes, rank_problems
 
 _POWERS = (1, 2, 4, 8, 16, 32, 64)
 _SHARED_FRACS = (0.3, 0.45, 0.6, 0.75)
@@ -129,8 +131,7 @@ def remedies(run: Run, plan: Plan, *, rates: Rates, memory_bytes: int) -> list[s
             )
             tokens = change.tokens or tokens
         return (
-            _divides(axes)
-            and not any(axes_problems(axes, own))
+            is_possible(axes, own)
             and not make_plan(
                 own, axes, rates=rates, memory_bytes=memory_bytes, tokens=tokens
             ).problems
@@ -188,13 +189,12 @@ def _first_of_each(found: list[tuple[_Change, ...]]) -> list[str]:
     return list(texts.values())
 
 
-def _divides(axes: Axes) -> bool:
-    inner = axes.dp_replicate * axes.cp * axes.tp
-    if not axes.trainers or axes.trainers % inner or axes.engines % axes.inference_tp:
-        return False
-    if axes.roles.overlaps and axes.trainers % axes.inference_tp:
-        return False
-    return axes.replica % axes.ep == 0
+def is_possible(axes: Axes, run: Run) -> bool:
+    """Return whether ranks can be laid out so, and the model on them."""
+    kind = run.engine_kind
+    return not any(rank_problems(axes, engine_kind=kind)) and not any(
+        misfits(run.shape.counts, axes, context=run.context, engine_kind=kind)
+    )
 
 
 def layouts(run: Run, *, gpus: int, gpus_per_node: int) -> Iterator[Axes]:
@@ -205,8 +205,7 @@ def layouts(run: Run, *, gpus: int, gpus_per_node: int) -> Iterator[Axes]:
     """
     tps = [n for n in _POWERS if n <= min(gpus_per_node, gpus)]
     engine_tps = [n for n in _POWERS if n <= min(4 * gpus_per_node, gpus)] if run.is_rl else [1]
-    experts = run.shape.num_experts
-    eps = [n for n in _POWERS if n == 1 or (experts and experts % n == 0 and n <= gpus)]
+    eps = [n for n in _POWERS if n <= gpus] if run.shape.counts.experts else [1]
     cps = [n for n in _POWERS if n == 1 or run.longest // n >= 2048]
     for placement, trainers in _splits(run, gpus=gpus, gpus_per_node=gpus_per_node):
         for replicate in _POWERS:
@@ -219,7 +218,7 @@ def layouts(run: Run, *, gpus: int, gpus_per_node: int) -> Iterator[Axes]:
                             axes = Axes(
                                 placement, gpus, trainers, replicate, cp, tp, ep, inference_tp
                             )
-                            if _divides(axes) and not any(axes_problems(axes, run)):
+                            if is_possible(axes, run):
                                 yield axes
 
 

@@ -12,8 +12,9 @@ import torch
 from spmdrl.model.flops import forward_flops
 from spmdrl.model.shape import ModelShape
 from spmdrl.plan.memory import cache_bytes_per_token, engine_weight_bytes, shards_numel
-from spmdrl.plan.setting import Axes, Rates, Run
+from spmdrl.plan.setting import Rates, Run
 from spmdrl.plan.traffic import exchange_flow, push_flows, trainer_flows
+from spmdrl.world.axes import Axes
 
 _OPTIMIZER_BYTES = 28  # read and written per float32 parameter: weight, gradient, two moments
 

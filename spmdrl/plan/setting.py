@@ -2,108 +2,24 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from spmdrl.check.lora import LORA
 from spmdrl.check.options import KERNELS, MEMORY
-from spmdrl.config import Config, inference_ranks, trainer_ranks
+from spmdrl.config import Config
 from spmdrl.config.fields import least_tokens
-from spmdrl.config.placements import PLACEMENTS, Placement
-from spmdrl.imports import divisors
 from spmdrl.model.parallel.recompute import has
 from spmdrl.model.shape import ModelShape
 from spmdrl.plan.activations import Kernels
 from spmdrl.rollout.schedule import schedule_of
 from spmdrl.world.hardware import GPUS, Gpu
 
+SHAPES = Path(__file__).with_name("shapes")
+"""Folders with the config.json of well-known models."""
 ITEM = {"bfloat16": 2, "float32": 4}
 MOMENT = ITEM | {"int8": 1 + 4 / 256}
 """Bytes of an element of AdamW's moments; in 8 bits with its share of the block's scale."""
-
-
-@dataclass(frozen=True)
-class Axes:
-    """How the ranks of a job are laid out."""
-
-    placement: str
-    world_size: int
-    trainers: int
-    dp_replicate: int = 1
-    cp: int = 1
-    tp: int = 1
-    ep: int = 1
-    inference_tp: int = 1
-
-    @property
-    def fsdp(self) -> int:
-        """Ranks that share the shards of a parameter: dp_shard * cp."""
-        return self.trainers // (self.dp_replicate * self.tp)
-
-    @property
-    def replica(self) -> int:
-        """Ranks that hold a copy of the model together, experts cut over all of them."""
-        return self.fsdp * self.tp
-
-    @property
-    def dp_shard(self) -> int:
-        """What dp_replicate, cp and tp leave of the trainers."""
-        return self.fsdp // self.cp
-
-    @property
-    def dp_size(self) -> int:
-        """Parts that a batch is cut into."""
-        return self.dp_replicate * self.dp_shard
-
-    @property
-    def roles(self) -> Placement:
-        """What `placement` means."""
-        return PLACEMENTS[self.placement]
-
-    @property
-    def engines(self) -> int:
-        """Ranks that generate."""
-        return len(self.roles.inference_ranks(self.world_size, trainers=self.trainers))
-
-    @property
-    def replicas(self) -> int:
-        """Engines."""
-        return self.engines // self.inference_tp
-
-    def span(self, axis: str) -> int:
-        """Return over how many neighbouring ranks one group of an axis reaches; tp is innermost,
-        then cp, dp_shard, dp_replicate."""
-        inner = {
-            "tp": 1,
-            "cp": self.tp,
-            "ep": 1,
-            "fsdp": self.tp,
-            "dp_replicate": self.tp * self.fsdp,
-        }
-        size = {
-            "tp": self.tp,
-            "cp": self.cp,
-            "ep": self.ep,
-            "fsdp": self.fsdp,
-            "dp_replicate": self.dp_replicate,
-        }
-        return inner[axis] * size[axis]
-
-
-def axes_of(cfg: Config) -> Axes:
-    """Return the layout that a config describes."""
-    layout = cfg.layout
-    return Axes(
-        placement=layout.placement,
-        world_size=layout.world_size,
-        trainers=len(trainer_ranks(cfg)),
-        dp_replicate=layout.dp_replicate,
-        cp=layout.cp,
-        tp=layout.tp,
-        ep=layout.ep,
-        inference_tp=layout.inference_tp if inference_ranks(cfg) else 1,
-    )
 
 
 @dataclass(frozen=True)
@@ -293,67 +209,6 @@ def rates_of(name: str, **changed: float) -> Rates:
             "nearest and give its memory and rates by flags"
         )
     return Rates(replace(GPUS[name], **{k: v for k, v in changed.items() if v}))
-
-
-def axes_problems(axes: Axes, run: Run) -> Iterator[str]:
-    """Yield why a layout is none for this model, with the values that would do."""
-    shape = run.shape
-    own = shape.blocks[0].attention
-    if axes.tp > 1 and shape.tp_problem:
-        yield f"layout.tp {axes.tp}: {shape.tp_problem}; it must be 1"
-    elif axes.tp > 1:
-        dims = {"attention heads": own.heads, "key/value heads": own.kv_heads}
-        dims |= {
-            f"dim {w.tp_dim} of {w.name}": w.shape[w.tp_dim]
-            for weights in (*(b.weights for b, _ in shape.kinds), shape.root)
-            for w in weights
-            if w.tp_dim is not None
-        }
-        yield from _undivided("layout.tp", axes.tp, dims=dims)
-    heads = own.heads // axes.tp
-    if run.context == "ulysses" and not own.heads % axes.tp and heads % axes.cp:
-        yield (
-            f"layout.cp {axes.cp} does not divide the {own.heads} / tp {axes.tp} = {heads} "
-            f"query heads that model.kernels.context ulysses deals out; {divisors(heads)} would"
-        )
-    if axes.engines and axes.inference_tp > 1 and run.engine_kind == "transformers":
-        yield (
-            f"layout.inference_tp {axes.inference_tp}: the transformers engine holds the whole "
-            "model on one rank; it must be 1"
-        )
-    elif axes.engines and axes.inference_tp > 1:
-        kv = own.kv_heads
-        yield from _undivided(
-            "layout.inference_tp",
-            axes.inference_tp,
-            dims={
-                "attention heads": own.heads,
-                "MLP width": shape.blocks[0].intermediate or own.heads,
-            },
-        )
-        if kv % axes.inference_tp and axes.inference_tp % kv:
-            yield (
-                f"layout.inference_tp {axes.inference_tp}: neither divides the {kv} key/value "
-                "heads nor is a multiple of them"
-            )
-    if axes.ep > 1 and not shape.num_experts:
-        yield f"layout.ep {axes.ep}: the model has no experts; it must be 1"
-    elif axes.ep > 1:
-        yield from _undivided(
-            "layout.ep",
-            axes.ep,
-            dims={"experts": shape.num_experts, "dp_shard * cp * tp ranks": axes.replica},
-        )
-
-
-def _undivided(field: str, size: int, *, dims: dict[str, int]) -> Iterator[str]:
-    wrong = {what: count for what, count in dims.items() if count % size}
-    if wrong:
-        what, count = next(iter(wrong.items()))
-        yield (
-            f"{field} {size} does not divide {count} {what}; "
-            f"{divisors(math.gcd(*dims.values()))} would"
-        )
 
 
 def device_is_gpu(cfg: Config) -> bool:

@@ -7,7 +7,8 @@ from typing import Any
 
 from spmdrl.plan.memory import Memory
 from spmdrl.plan.search import Plan
-from spmdrl.plan.setting import Axes, Rates, Run
+from spmdrl.plan.setting import Rates, Run
+from spmdrl.world.axes import Axes
 
 _GIB = 2**30
 
@@ -32,7 +33,9 @@ def page(plan: Plan, best: Sequence[Plan], *, run: Run, rates: Rates) -> Iterato
 
 def _head(run: Run, rates: Rates) -> Iterator[str]:
     shape = run.shape
-    active = f", {shape.active_numel / 1e9:.1f} G in a token's matmuls" if shape.num_experts else ""
+    active = (
+        f", {shape.active_numel / 1e9:.1f} G in a token's matmuls" if shape.counts.experts else ""
+    )
     yield (
         f"{shape.name}: {shape.numel / 1e9:.2f} G parameters{active}, {len(shape.blocks)} "
         f"blocks of {shape.hidden}"

@@ -13,7 +13,8 @@ from spmdrl.plan.memory import (
     lora_numel,
     shards_numel,
 )
-from spmdrl.plan.setting import Axes, Rates, Run
+from spmdrl.plan.setting import Rates, Run
+from spmdrl.world.axes import Axes
 
 _TOKEN_BYTES = 12  # id, marks and logprob, see exchange.py
 

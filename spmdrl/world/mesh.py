@@ -6,6 +6,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from spmdrl.config import Config, trainer_ranks
+from spmdrl.world.axes import axes_of
 from spmdrl.world.torch_internals import unflatten_axis
 
 MESH_AXES = ("dp_replicate", "dp_shard", "cp", "tp")
@@ -13,9 +14,8 @@ MESH_AXES = ("dp_replicate", "dp_shard", "cp", "tp")
 
 def mesh_shape(cfg: Config) -> tuple[int, int, int, int]:
     """Return the sizes of the trainer mesh in the order of MESH_AXES."""
-    layout, trainers = cfg.layout, len(trainer_ranks(cfg))
-    shards = trainers // (layout.dp_replicate * layout.cp * layout.tp)
-    return layout.dp_replicate, shards, layout.cp, layout.tp
+    axes = axes_of(cfg)
+    return axes.dp_replicate, axes.dp_shard, axes.cp, axes.tp
 
 
 def make_meshes(cfg: Config, device: torch.device) -> tuple[DeviceMesh, DeviceMesh]:

@@ -211,20 +211,3 @@ def register_context_attention() -> None:
             AttentionInterface.register(
                 f"spmdrl_{kernel}_{method}", partial(attend, kernel=function)
             )
-
-
-def pick_method(wanted: str, *, heads: int, size: int) -> str:
-    """Return the method for `model.kernels.context`: ulysses, gather or ring.
-
-    Args:
-        heads: query heads of one tensor-parallel rank. size: of the context-parallel group.
-    Raises: ValueError when ulysses is asked for and the heads do not divide.
-    """
-    if wanted == "ulysses" and heads % size:
-        raise ValueError(
-            f"model.kernels.context: ulysses deals out query heads, and layout.cp {size} does not "
-            f"divide the {heads} of a tensor-parallel rank; take a cp that does, or auto"
-        )
-    if wanted == "auto":
-        return "gather" if heads % size else "ulysses"
-    return wanted

@@ -23,7 +23,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from spmdrl.imports import divisors
 from spmdrl.model.blocks import experts_modules
 from spmdrl.model.lora.expert_adapters import compute_experts, counts
 from spmdrl.model.parallel.collectives import with_gradient
@@ -33,19 +32,12 @@ def apply_ep(hf_model: nn.Module, mesh: DeviceMesh) -> None:
     """Shard the experts of a meta model over the ep axis, and have tokens travel to them.
 
     Args:
-        hf_model: a transformers model on the meta device, changed in place; a dense one, such as
-            the value model of a mixture, stays as it is.
+        hf_model: a transformers model on the meta device, changed in place, of whose experts each
+            rank can have as many (see `fits.misfits`); a dense one, such as the value model of a
+            mixture, stays as it is.
         mesh: one-dimensional, the ep axis.
-    Raises: ValueError for experts that do not divide.
     """
-    size = mesh.size()
-    for name, experts in experts_modules(hf_model).items():
-        number = experts.num_experts
-        if number % size:
-            raise ValueError(
-                f"layout.ep: {size} does not divide the {number} experts of {name}; "
-                f"values that do: {divisors(number)}"
-            )
+    for experts in experts_modules(hf_model).values():
         for key, whole in list(experts.named_parameters(recurse=False)):
             sharded = distribute_tensor(whole.detach(), mesh, [Shard(0)], src_data_rank=None)
             setattr(experts, key, nn.Parameter(sharded, requires_grad=whole.requires_grad))

@@ -21,11 +21,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from spmdrl.model.blocks import experts_parameters, is_latent, mixtures
+from spmdrl.model.blocks import experts_parameters
 from spmdrl.model.lora.layers import plus_adapter
 from spmdrl.model.parallel import sequence_parallel
 from spmdrl.model.parallel.collectives import Exchange, added, gathered, same, with_gradient
-from spmdrl.model.parallel.tp_plan import PARTIAL, heads_fields, style_problems, tp_styles
+from spmdrl.model.parallel.tp_plan import PARTIAL, tp_styles
 from spmdrl.world.torch_internals import put_parameter
 
 log = logging.getLogger(__name__)
@@ -63,35 +63,17 @@ REPLICATED = Edges(enter=enter, leave=_leave)
 OWN_TOKENS = Edges(enter=same, leave=sequence_parallel.leave)
 
 
-def why_never(hf_model: nn.Module) -> str:
-    """Return why a model cannot be tensor-parallel, over however many ranks; empty if it can."""
-    styles, kind = tp_styles(hf_model), type(hf_model).__name__
-    problem = next(style_problems(hf_model, styles), "")
-    needs_own = mixtures(hf_model) or any(is_latent(module) for module in hf_model.modules())
-    if problem or not needs_own:
-        return problem
-    reason = sequence_parallel.why_not(hf_model, styles)
-    return reason and (
-        f"experts and latent attention need tokens sharded between layers, which "
-        f"cannot be done with {kind}: {reason}"
-    )
-
-
 def apply_tp(hf_model: nn.Module, mesh: DeviceMesh) -> dict[str, str]:
     """Shard a meta model's modules over the tp axis by its own plan.
 
     Args:
-        hf_model: a transformers causal LM on the meta device, changed in place.
+        hf_model: a transformers causal LM on the meta device, changed in place; one of which
+            `fits.misfits` says nothing over so many ranks.
         mesh: one-dimensional, the tp axis.
     Returns: {parameter name: "partial" or "replicated"} of the parameters that stay whole on
         every tp rank: the gradient of a partial one covers this rank's heads or tokens only.
         Experts are not among them: they are cut elsewhere (expert_parallel.py).
-    Raises: ValueError for a model without a plan, a style that is not known here, heads, features
-        or a vocabulary that do not divide, or experts in a model whose tokens cannot be sharded.
     """
-    if problem := why_never(hf_model):
-        raise ValueError(f"layout.tp: {problem}; set layout.tp to 1")
-    _check_heads(hf_model, mesh.size())
     styles = tp_styles(hf_model)
     reason = sequence_parallel.why_not(hf_model, styles)
     if reason and dist.get_rank() == 0:
@@ -108,11 +90,11 @@ def apply_tp(hf_model: nn.Module, mesh: DeviceMesh) -> dict[str, str]:
             is_linear = isinstance(module, nn.Linear)  # its adapter's matrices are of this kind too
             partial |= {f"{name}.{p}" for p, _ in module.named_parameters(recurse=is_linear)}
         elif style is not None:
-            _apply_style(module, style, name=name, mesh=mesh, edges=edges)
+            _apply_style(module, style, mesh=mesh, edges=edges)
             partial |= _shard_adapter(module, style, name=name, mesh=mesh)
     head, embedding = hf_model.get_output_embeddings(), hf_model.get_input_embeddings()
     if head is not None and not (head.weight is embedding.weight or _is_tied(hf_model)):
-        _shard(head, "weight", dim=0, name="lm_head", mesh=mesh)
+        _shard(head, "weight", dim=0, mesh=mesh)
     if not reason:
         partial |= sequence_parallel.shard_tokens(hf_model, styles, mesh.get_group())
     elsewhere = experts_parameters(hf_model)
@@ -127,27 +109,11 @@ def _is_tied(hf_model: nn.Module) -> bool:
     return bool(getattr(hf_model.config, "tie_word_embeddings", False))
 
 
-def _check_heads(hf_model: nn.Module, size: int) -> None:
-    config = hf_model.config
-    for field in heads_fields(config):
-        count = getattr(config, field, None)
-        if count is not None and count % size:
-            raise ValueError(f"layout.tp: {size} does not divide the model's {field} {count}")
-
-
-def _apply_style(
-    module: nn.Module, style: str, *, name: str, mesh: DeviceMesh, edges: Edges
-) -> None:
-    kind = nn.Embedding if style == "embedding_rowwise" else nn.Linear
-    if not isinstance(module, kind):
-        raise ValueError(
-            f"layout.tp: module {name} ({type(module).__name__}) has the tensor-parallel style "
-            f"{style!r}, which is for {kind.__name__} modules; set layout.tp to 1"
-        )
+def _apply_style(module: nn.Module, style: str, *, mesh: DeviceMesh, edges: Edges) -> None:
     dim = 1 if style.startswith("rowwise") else 0
-    _shard(module, "weight", dim=dim, name=name, mesh=mesh)
+    _shard(module, "weight", dim=dim, mesh=mesh)
     if dim == 0 and getattr(module, "bias", None) is not None:
-        _shard(module, "bias", dim=0, name=name, mesh=mesh)
+        _shard(module, "bias", dim=0, mesh=mesh)
     group = mesh.get_group()
     if style.startswith("colwise"):
         gathers = style == "colwise_gather_output"
@@ -165,13 +131,8 @@ def _apply_style(
         )
 
 
-def _shard(module: nn.Module, key: str, *, dim: int, name: str, mesh: DeviceMesh) -> None:
+def _shard(module: nn.Module, key: str, *, dim: int, mesh: DeviceMesh) -> None:
     whole = getattr(module, key)
-    if whole.shape[dim] % mesh.size():
-        raise ValueError(
-            f"layout.tp: {mesh.size()} does not divide dim {dim} of {name}.{key}, "
-            f"which has shape {list(whole.shape)}"
-        )
     sharded = distribute_tensor(whole.detach(), mesh, [Shard(dim)], src_data_rank=None)
     setattr(module, key, nn.Parameter(sharded, requires_grad=whole.requires_grad))
 
@@ -187,7 +148,7 @@ def _shard_adapter(module: nn.Module, style: str, *, name: str, mesh: DeviceMesh
     dim, split, whole = (
         (1, "lora_A", "lora_B") if style.startswith("rowwise") else (0, "lora_B", "lora_A")
     )
-    _shard(getattr(module, split), "weight", dim=dim, name=f"{name}.{split}", mesh=mesh)
+    _shard(getattr(module, split), "weight", dim=dim, mesh=mesh)
     return {f"{name}.{whole}.weight"}
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 from torch import nn
 
@@ -74,6 +73,14 @@ def _latent_plan(hf_model: nn.Module) -> dict[str, str]:
     }
 
 
+def split_dim(name: str, styles: Mapping[str, str]) -> int | None:
+    """Return the dim of a parameter that tensor parallelism shards; None keeps it whole."""
+    module, _, kind = name.rpartition(".")
+    style = styles.get(name, styles.get(module))
+    dim = None if style is None else SPLIT_DIMS.get(style)
+    return None if kind == "bias" and dim == 1 else dim
+
+
 def style_problems(hf_model: nn.Module, styles: Mapping[str, str]) -> Iterator[str]:
     """Yield why a model cannot be tensor-parallel, as far as its plan tells."""
     if not styles:
@@ -84,10 +91,12 @@ def style_problems(hf_model: nn.Module, styles: Mapping[str, str]) -> Iterator[s
             f"the plan of {type(hf_model).__name__} gives {name} the style {style}, which is "
             f"not supported; known: {', '.join(SPLIT_DIMS)}"
         )
-
-
-def heads_fields(hf_config: Any) -> tuple[str, ...]:
-    """Return the fields of a transformers config that count heads which tp deals out: latent
-    attention has no key/value heads of its own."""
-    fields = ("num_attention_heads", "num_key_value_heads")
-    return fields[:1] if getattr(hf_config, "kv_lora_rank", None) else fields
+    for name, module in hf_model.named_modules():
+        kind = nn.Embedding if styles.get(name) == "embedding_rowwise" else nn.Linear
+        if styles.get(name, PARTIAL) not in (PARTIAL, *unknown.values()) and not isinstance(
+            module, kind
+        ):
+            yield (
+                f"module {name} ({type(module).__name__}) has the tensor-parallel style "
+                f"{styles[name]!r}, which is for {kind.__name__} modules"
+            )

@@ -1,0 +1,223 @@
+"""Bytes that a trainer rank holds at the moment when it holds most.
+
+What FSDP2 gathers and what the backward pass works with are formulas for its peak.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from spmdrl.model.fits import context_method
+from spmdrl.model.shape import Block, ModelShape
+from spmdrl.plan.activations import (
+    Cut,
+    Saved,
+    exchange_bytes,
+    mlp_bytes,
+    padded_groups,
+    saved_bytes,
+)
+from spmdrl.plan.memory import (
+    CUDA_CONTEXT,
+    Memory,
+    gathered_numel,
+    local_shape,
+    lora_numel,
+    shards_numel,
+)
+from spmdrl.plan.setting import Run
+from spmdrl.world.axes import Axes
+
+_ADAPTER = 4  # bytes of an adapter's element, always float32
+
+
+@lru_cache(maxsize=4096)
+def trainer_memory(run: Run, axes: Axes, *, tokens: int = 0) -> Memory:
+    """Return what a trainer rank holds in the backward pass of a full micro-batch.
+
+    Args:
+        tokens: budget of a micro-batch; 0 takes the run's.
+    """
+    shape = run.shape
+    c = run.kernels.compute_bytes
+    own_tokens = -(-(tokens or run.batch.tokens_per_microbatch) // axes.cp)
+    saved = _saved(run, axes, tokens=own_tokens)
+    state = shards_numel(shape, axes)
+    trained = lora_numel(run, axes) if run.lora_rank else state
+    master = _ADAPTER if run.lora_rank else run.master_bytes
+    critic = int(run.trained_models * state * (2 * run.master_bytes + run.moment_bytes))
+    causes = {
+        "weights": c * state + master * trained if run.lora_rank else master * state,
+        "gradients": master * trained,
+        "optimizer": int(run.moment_bytes * trained),
+        "other models": critic + run.frozen_models * c * state * run.holds_weights,
+        "gradients to be reduced": _unreduced(run, axes),
+    }
+    moments = {
+        "where the head's backward pass begins": _at_head(run, axes, saved=saved),
+        "in the backward pass of the last block": _at_last_block(
+            run, axes, saved=saved, tokens=own_tokens
+        ),
+        "where the embedding's gradient is reduced": _at_end(run, axes),
+    }
+    moment = max(moments, key=lambda name: sum(moments[name].values()))
+    causes |= moments[moment]
+    if axes.placement != "offline":
+        # Trainers pack into two buckets; what travels from live memory needs none.
+        causes["stream buckets"] = 2 * min(run.bucket_bytes, state * run.engine_bytes)
+    if run.on_gpu:
+        causes["CUDA context"] = CUDA_CONTEXT
+    resting = sum(causes[name] for name in ("weights", "optimizer", "other models"))
+    return Memory({name: size for name, size in causes.items() if size}, moment, resting=resting)
+
+
+def _unreduced(run: Run, axes: Axes) -> int:
+    """Return the bytes of what micro-batches add up before it is reduced, float32."""
+    if not run.reduces_last:
+        return 0
+    if run.lora_rank:
+        return _ADAPTER * lora_numel(run, axes) * axes.fsdp
+    return 4 * (gathered_numel(run.shape.root, axes) + _blocks_numel(run.shape, axes))
+
+
+def _blocks_numel(shape: ModelShape, axes: Axes) -> int:
+    return sum(count * gathered_numel(block.weights, axes) for block, count in shape.kinds)
+
+
+def _saved(run: Run, axes: Axes, *, tokens: int) -> Saved:
+    shape = run.shape
+    share = run.response_tokens / (run.prompt_tokens + run.response_tokens)
+    groups = ()
+    if run.kernels.is_padded:
+        row = tokens * axes.cp
+        longest = min(run.longest, row)
+        lengths = [longest] * (row // longest) + [row % longest] * (row % longest > 0)
+        groups = padded_groups(lengths)
+    return saved_bytes(
+        shape,
+        run.kernels,
+        tokens=tokens,
+        groups=groups,
+        cut=cut_of(run, axes),
+        num_scored=int(tokens * share),
+    )
+
+
+def cut_of(run: Run, axes: Axes) -> Cut:
+    """Return how a layout shares out the work on a row."""
+    if axes.cp == 1:
+        return Cut(axes.tp, axes.ep)
+    heads = min(block.attention.heads for block, _ in run.shape.kinds) // axes.tp
+    method = context_method(run.context, heads=heads, cp=axes.cp)
+    return Cut(axes.tp, axes.ep, axes.cp, method)
+
+
+def _largest(shape: ModelShape, axes: Axes) -> int:
+    """Return the elements of the largest block when gathered."""
+    return max(gathered_numel(block.weights, axes) for block, _ in shape.kinds)
+
+
+def _shared(block: Block, axes: Axes) -> int:
+    """Return how many of a block's elements are gathered from other ranks."""
+    return gathered_numel([w for w in block.weights if local_shape(w, axes)[1] > 1], axes)
+
+
+def _kept(run: Run, axes: Axes) -> int:
+    """Return the bytes that stay gathered through a micro-batch: the root's weights, and those of
+    blocks that no other rank has a shard of, or that are not let go of."""
+    shape = run.shape
+    numel = gathered_numel(shape.root, axes)
+    for block, count in shape.kinds:
+        numel += count * gathered_numel(block.weights, axes)
+        numel -= 0 if run.reshard == "never" else count * _shared(block, axes)
+    return numel * run.kernels.compute_bytes
+
+
+def _head_rows(shape: ModelShape, axes: Axes) -> int:
+    head = next((w for w in shape.root if w.name.startswith("lm_head")), None)
+    is_split = axes.tp > 1 and (head or shape.root[0]).tp_dim is not None
+    return shape.vocab // axes.tp if is_split else shape.vocab
+
+
+def _at_head(run: Run, axes: Axes, *, saved: Saved) -> dict[str, int]:
+    shape = run.shape
+    c, rows = run.kernels.compute_bytes, _head_rows(shape, axes)
+    # Logits, their exponentials and the gradient in float32, and once more to multiply.
+    logits = run.chunk_tokens * rows * (12 + (c if c < 4 else 0))
+    # The weight's gradient in float32; in bfloat16 also a chunk's share, or the sum.
+    gradient = rows * shape.hidden * (4 + (c if c < 4 else 0))
+    gradient = 0 if run.lora_rank else gradient
+    last = c * _shared(shape.blocks[-1], axes) if run.reshard == "auto" else 0
+    return {
+        "activations": saved.blocks + saved.rest,
+        "head": logits + gradient,
+        "gathered by FSDP": _kept(run, axes) + last,
+    }
+
+
+def _at_last_block(run: Run, axes: Axes, *, saved: Saved, tokens: int) -> dict[str, int]:
+    shape = run.shape
+    c, numel = run.kernels.compute_bytes, _largest(shape, axes)
+    # Gathered: this block and the next, on its way in one piece. Of the block before, gradients
+    # and their float32 copy are still being reduced; the head's gradient waits for the end.
+    gathered = _kept(run, axes)
+    if run.reshard != "never":
+        most = max(_shared(block, axes) for block, _ in shape.kinds)
+        gathered += (3 + max(0, run.ahead - 1)) * c * most
+    reduced = 0 if run.lora_rank or c == 4 else (c + 4) * numel
+    head = 0 if run.lora_rank else c * _head_rows(shape, axes) * shape.hidden
+    return {
+        "activations": saved.total + _working(run, axes, tokens=tokens),
+        "head": head,
+        "gathered by FSDP": gathered,
+        "gradients on their way": reduced,
+    }
+
+
+def _working(run: Run, axes: Axes, *, tokens: int) -> int:
+    """Return what a block's backward pass makes before it drops as much: gradients of the MLP's
+    product and of its factors, and of the residual stream; or, when what the MLP kept is gone,
+    what attention exchanges over cp."""
+    shape, c, cut = run.shape, run.kernels.compute_bytes, cut_of(run, axes)
+    widths = [
+        b.intermediate // axes.tp
+        + (b.experts.top_k * b.experts.intermediate // axes.tp if b.experts else 0)
+        for b, _ in shape.kinds
+    ]
+    stream = tokens * (4 + c) * shape.hidden
+    exchanged = max(
+        exchange_bytes(b.attention, kernels=run.kernels, tokens=tokens, cut=cut)
+        - mlp_bytes(b, kernels=run.kernels, tokens=tokens, hidden=shape.hidden, cut=cut)
+        for b, _ in shape.kinds
+    )
+    return stream + max(tokens * 2 * c * max(widths), exchanged)
+
+
+def _at_end(run: Run, axes: Axes) -> dict[str, int]:
+    shape = run.shape
+    c, numel = run.kernels.compute_bytes, gathered_numel(shape.root, axes)
+    reduced = 0 if run.lora_rank else numel * (c + 4)
+    return {"gathered by FSDP": _kept(run, axes), "gradients on their way": reduced}
+
+
+@lru_cache(maxsize=4096)
+def most_tokens(run: Run, axes: Axes, *, room: int) -> int:
+    """Return the largest tokens_per_microbatch, in steps of 256, whose peak is within `room`
+    bytes; the longest sequence's (or pair's) where no step above it is; 0 when that is not."""
+
+    def fits(tokens: int) -> bool:
+        return trainer_memory(run, axes, tokens=tokens).total <= room
+
+    step, least = 256, max(run.least, axes.cp)
+    if not fits(least):
+        return 0
+    low = high = -(-least // step)  # in steps
+    if not fits(low * step):
+        return least
+    while high < 2**14 and fits(2 * high * step):
+        high *= 2
+    low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle * step) else (low, middle)
+    return low * step

@@ -1,0 +1,130 @@
+"""How the ranks of a job are laid out along its axes, and which ways there are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from spmdrl.config import Config, trainer_ranks
+from spmdrl.config.placements import PLACEMENTS, Placement
+from spmdrl.imports import divisors
+
+
+@dataclass(frozen=True)
+class Axes:
+    """How the ranks of a job are laid out."""
+
+    placement: str = "offline"
+    world_size: int = 1
+    trainers: int = 1
+    dp_replicate: int = 1
+    cp: int = 1
+    tp: int = 1
+    ep: int = 1
+    inference_tp: int = 1
+
+    @property
+    def fsdp(self) -> int:
+        """Ranks that share the shards of a parameter: dp_shard * cp."""
+        return self.trainers // (self.dp_replicate * self.tp)
+
+    @property
+    def replica(self) -> int:
+        """Ranks that hold a copy of the model together, experts cut over all of them."""
+        return self.fsdp * self.tp
+
+    @property
+    def dp_shard(self) -> int:
+        """What dp_replicate, cp and tp leave of the trainers."""
+        return self.fsdp // self.cp
+
+    @property
+    def dp_size(self) -> int:
+        """Parts that a batch is cut into."""
+        return self.dp_replicate * self.dp_shard
+
+    @property
+    def roles(self) -> Placement:
+        """What `placement` means."""
+        return PLACEMENTS[self.placement]
+
+    @property
+    def engines(self) -> int:
+        """Ranks that generate."""
+        return len(self.roles.inference_ranks(self.world_size, trainers=self.trainers))
+
+    @property
+    def replicas(self) -> int:
+        """Engines."""
+        return self.engines // self.inference_tp
+
+    def span(self, axis: str) -> int:
+        """Return over how many neighbouring ranks one group of an axis reaches; tp is innermost,
+        then cp, dp_shard, dp_replicate."""
+        return {
+            "tp": self.tp,
+            "cp": self.tp * self.cp,
+            "ep": self.ep,
+            "fsdp": self.replica,
+            "dp_replicate": self.replica * self.dp_replicate,
+        }[axis]
+
+
+def axes_of(cfg: Config) -> Axes:
+    """Return the layout that a config describes."""
+    layout = cfg.layout
+    return Axes(
+        placement=layout.placement,
+        world_size=layout.world_size,
+        trainers=len(trainer_ranks(cfg)),
+        dp_replicate=layout.dp_replicate,
+        cp=layout.cp,
+        tp=layout.tp,
+        ep=layout.ep,
+        inference_tp=layout.inference_tp,
+    )
+
+
+def rank_problems(axes: Axes, *, engine_kind: str) -> Iterator[str]:
+    """Yield why so many ranks cannot be laid out so, each as `field: what, value seen`.
+
+    What a model asks for besides is in model/fits.py.
+
+    Args:
+        engine_kind: engine.kind.
+    """
+    trainers, engines, inference_tp = axes.trainers, axes.engines, axes.inference_tp
+    if axes.roles.overlaps and not 0 < trainers < axes.world_size:
+        yield (
+            f"layout.trainer_ranks: split placement with world_size {axes.world_size} and "
+            f"trainer_ranks {trainers} leaves {axes.world_size - trainers} ranks to generate; "
+            "lower trainer_ranks or start more ranks"
+        )
+    fixed = axes.dp_replicate * axes.cp * axes.tp
+    if trainers % fixed:
+        yield (
+            f"layout: {trainers} trainer ranks do not divide by dp_replicate {axes.dp_replicate}"
+            f" * cp {axes.cp} * tp {axes.tp} = {fixed}; {trainers} / {fixed} = "
+            f"{trainers / fixed:g} dp_shard"
+        )
+    elif axes.replica % axes.ep:
+        yield (
+            f"layout.ep: {axes.ep} does not divide the {axes.replica} ranks of dp_shard * cp * "
+            f"tp; values that do: {divisors(axes.replica)}"
+        )
+    if engines % inference_tp:
+        yield (
+            f"layout.inference_tp: {engines} inference ranks / inference_tp {inference_tp} = "
+            f"{engines / inference_tp:g} replicas, not whole"
+        )
+    if engine_kind == "transformers" and inference_tp > 1:
+        yield (
+            f"layout.inference_tp: {inference_tp} with engine.kind transformers, whose "
+            "engine holds the whole model on one rank; set it to 1, or take vllm"
+        )
+    if axes.roles.overlaps and trainers % inference_tp:
+        yield (
+            f"layout.trainer_ranks: vLLM lays tensor-parallel groups of {inference_tp} "
+            f"over all ranks from 0, so trainer_ranks {trainers} must be a multiple of "
+            f"inference_tp {inference_tp} (got {trainers / inference_tp:g})"
+        )
