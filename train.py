@@ -15,7 +15,6 @@ import sys
 from typing import TYPE_CHECKING
 
 from spmdrl import config
-from spmdrl.check import dry_run
 from spmdrl.config import Config
 
 if TYPE_CHECKING:
@@ -31,6 +30,7 @@ def train(cfg: Config, world: World) -> int:
     from spmdrl.evaluate import evaluate
     from spmdrl.exchange import exchange
     from spmdrl.report import Report
+    from spmdrl.report.derived import derived
     from spmdrl.rollout.metrics import batch_sums
     from spmdrl.rollout.source import make_source
     from spmdrl.sync.stream import WeightStream
@@ -50,7 +50,7 @@ def train(cfg: Config, world: World) -> int:
     first_push = stream.push(version=state.step)  # meets: proves the path before step one
     probe = stream.probe(source.probe_tokens())  # meets: engine and trainer agree, or stop
     report.start(
-        dry_run.derived(cfg, tokens=world.tokens_per_microbatch),
+        derived(cfg, tokens=world.tokens_per_microbatch),
         step=state.step,
         sums=add_sums(first_push, probe),
     )
@@ -98,6 +98,8 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during imports: no traceback
     cfg = config.parse()
     if cfg.dry_run:
+        from spmdrl.check import dry_run
+
         return dry_run.show(cfg)
     from spmdrl.check.fit import check_fit
     from spmdrl.checkpoint.restore import already_finished

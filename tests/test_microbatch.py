@@ -233,8 +233,8 @@ def test_a_run_that_finds_its_size_equals_one_that_is_given_it_and_resumes(tmp_p
 
 
 def test_the_dry_run_and_the_planner_say_auto(capsys, tmp_path):
-    from spmdrl.check.dry_run import derived
     from spmdrl.commands.plan import main
+    from spmdrl.report.derived import derived
 
     cfg = parse(["--config", "configs/gpu_split_8.yaml", "--batch.tokens-per-microbatch", "0"])
     assert not [p for p in validate(cfg) if "tokens_per_microbatch" in p]

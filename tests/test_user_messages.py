@@ -22,6 +22,7 @@ from spmdrl.checkpoint.restore import already_finished
 from spmdrl.commands.ask import ask
 from spmdrl.config import Config, Data, Layout, Model, Rewards, flatten
 from spmdrl.config.read import is_missing_folder
+from spmdrl.report.derived import derived
 from spmdrl.world.world import Launch, _check_launch
 
 RANK = """
@@ -248,14 +249,13 @@ def test_derived_numbers_are_whole() -> None:
     cfg = dataclasses.replace(
         cfg, batch=dataclasses.replace(cfg.batch, prompts_per_step=128, group_size=8)
     )
-    derived = dry_run.derived(cfg)
-    assert derived["sequences per dp rank"] == "1024 / 6 = about 171"
+    assert derived(cfg)["sequences per dp rank"] == "1024 / 6 = about 171"
     sft = dataclasses.replace(
         cfg,
         layout=Layout(placement="offline"),
         algorithm=dataclasses.replace(cfg.algorithm, objective="sft"),
     )
-    assert "steps of generation ahead" not in dry_run.derived(sft)
+    assert "steps of generation ahead" not in derived(sft)
 
 
 def test_help_names_the_config_file_and_may_be_cut_short() -> None:

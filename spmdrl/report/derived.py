@@ -1,0 +1,60 @@
+"""The arithmetic that follows from a config, as a run says it at its start."""
+
+from __future__ import annotations
+
+from spmdrl.config import Config
+from spmdrl.config.fields import least_tokens, useful_tokens
+from spmdrl.world.axes import axes_of
+
+
+def derived(cfg: Config, *, tokens: int = 0) -> dict[str, str]:
+    """Return the arithmetic that follows from a config, as {name: text with its formula}.
+
+    Args:
+        tokens: of a micro-batch, if the config leaves them open and they are known.
+    """
+    batch, axes = cfg.batch, axes_of(cfg)
+    is_rl = cfg.objective.samples
+    group = batch.group_size if is_rl else 2 if cfg.objective.trains_on_pairs else 1
+    sequences = batch.prompts_per_step * group
+    longest = cfg.data.max_prompt_tokens + cfg.sampling.max_response_tokens
+    most = int(sequences * longest / axes.dp_size / batch.updates_per_step)
+    pairs = {
+        "sequences per step": f"{batch.prompts_per_step} {'prompts' if is_rl else 'rows'} * "
+        f"{group} = {sequences}",
+        "optimizer steps per step": f"{batch.updates_per_step}, of about "
+        f"{sequences / batch.updates_per_step:.0f} sequences",
+        "tokens per step": f"at most {sequences} * {longest} = {sequences * longest:,}",
+        "sequences per dp rank": _share(sequences, axes.dp_size),
+        "micro-batches per dp rank": _microbatches(cfg, most, found=tokens),
+    }
+    if axes.engines:
+        pairs["steps of generation ahead"] = f"{cfg.lag}"
+        pairs["prompts per engine replica"] = _share(batch.prompts_per_step, axes.replicas)
+        rounds = -(-sequences // (axes.replicas * cfg.engine.max_num_seqs))
+        pairs["engine rounds per step"] = (
+            f"{rounds}: {sequences / axes.replicas:.0f} sequences, "
+            f"{cfg.engine.max_num_seqs} at a time"
+        )
+    return pairs
+
+
+def _share(total: int, parts: int) -> str:
+    about = "" if total % parts == 0 else "about "
+    return f"{total} / {parts} = {about}{total / parts:.0f}"
+
+
+def _microbatches(cfg: Config, tokens: int, *, found: int) -> str:
+    """Args: tokens: of a dp rank in one update, at most. found: of a micro-batch, 0 if unknown."""
+    budget, updates = cfg.batch.tokens_per_microbatch, cfg.batch.updates_per_step
+    if not (budget or found):
+        return (
+            f"auto: of {least_tokens(cfg)} to {useful_tokens(cfg)} tokens, as many as fit; "
+            "found at start (python -m spmdrl plan estimates it)"
+        )
+    most = max(1, -(-tokens // (budget or found)))
+    return (
+        f"at most about {most} of {budget or found} tokens"
+        + ("" if budget else ", as found")
+        + (f", for each of {updates} updates" if updates > 1 else "")
+    )
