@@ -16,7 +16,7 @@ from spmdrl.config import Config, Model
 from spmdrl.model.fits import misfits
 from spmdrl.model.load import build_meta_model
 from spmdrl.model.shape import ModelShape, model_shape
-from spmdrl.plan.memory import cache_bytes_per_token
+from spmdrl.plan.engine_memory import cache_bytes_per_token
 from spmdrl.plan.search import best_plans, layouts, make_plan
 from spmdrl.plan.seconds import step_seconds
 from spmdrl.plan.setting import SHAPES, Run, rates_of, run_of
@@ -42,16 +42,11 @@ def shapes():
 
 
 def _run(shape: ModelShape, **changed: object) -> Run:
+    cfg = replace(Config(), sampling=replace(Config().sampling, max_response_tokens=3072))
     own = run_of(
-        Config(), shape, on_gpu=True, chunk_tokens=1024, prompt_tokens=512, response_tokens=1024
+        cfg, shape, on_gpu=True, chunk_tokens=1024, prompt_tokens=512, response_tokens=1024
     )
-    return replace(
-        own,
-        kernels=replace(own.kernels, recomputes=True),
-        longest=4096,
-        longest_response=3072,
-        **changed,
-    )
+    return replace(own, kernels=replace(own.kernels, recomputes=True), **changed)
 
 
 def test_shapes_are_those_of_the_published_models(shapes):
@@ -245,7 +240,7 @@ def test_numbers_that_cannot_be_are_refused(flag, value, says, capsys):
 
 def test_fsdp_moves_what_its_collectives_move(shapes):
     shape = shapes["qwen3-8b"]
-    run = _run(shape, sequences=64, microbatch_tokens=16384)
+    run = _run(shape, sequences=64)
     flows = {f.name: f for f in trainer_flows(run, Axes("split", 32, 16), tokens=16384)}
     # 64 * 1536 tokens over 16 ranks: one micro-batch. Shards are all 16 times smaller.
     shard = shape.numel / 16

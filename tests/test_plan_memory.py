@@ -18,18 +18,14 @@ from plan_runs import (
 from ranks import run_ranks
 from transformers import AutoModelForCausalLM
 
+from spmdrl.config import Config
 from spmdrl.model.lora.layers import Adapters, LoraForm, adapter_numel
 from spmdrl.model.shape import ModelShape, model_shape
 from spmdrl.plan.activations import Kernels, padded_groups, saved_bytes
-from spmdrl.plan.memory import (
-    cache_bytes_per_token,
-    engine_memory,
-    engine_weight_bytes,
-    most_tokens,
-    shards_numel,
-    trainer_memory,
-)
+from spmdrl.plan.engine_memory import cache_bytes_per_token, engine_memory, engine_weight_bytes
+from spmdrl.plan.memory import shards_numel
 from spmdrl.plan.setting import Run, run_of
+from spmdrl.plan.trainer_memory import most_tokens, trainer_memory
 from spmdrl.world.axes import Axes, axes_of
 
 _WIDE = dict(
@@ -155,7 +151,8 @@ def test_a_vllm_engine_holds_what_the_plan_says(tmp_path):
     path = write_model(tmp_path / "model", "qwen3", **sizes)
     cfg = run_config(path, str(tmp_path / "out"), world_size=2)
     axes = replace(axes_of(cfg), inference_tp=2)
-    run = replace(_run(cfg, _shape("qwen3", **sizes)), engine_kind="vllm")
+    cfg = replace(cfg, engine=replace(cfg.engine, kind="vllm"))
+    run = _run(cfg, _shape("qwen3", **sizes))
     engine = engine_memory(run, axes, memory_bytes=0)
     for held in run_ranks(2, vllm_holds, path, str(tmp_path / "out")):
         assert held["engine weights"] == engine.causes["engine weights"]
@@ -165,10 +162,15 @@ def test_a_vllm_engine_holds_what_the_plan_says(tmp_path):
 # --------------------------------------------------------------------------- by hand
 
 
-def _gpu_run(cfg: object, shape: ModelShape, **changed: object) -> Run:
-    return replace(
-        run_of(cfg, shape, on_gpu=True, chunk_tokens=64, prompt_tokens=20, response_tokens=80),
-        **changed,
+def _gpu_run(cfg: Config, shape: ModelShape, *, lora_numel: int = 0, **engine: object) -> Run:
+    return run_of(
+        replace(cfg, engine=replace(cfg.engine, **engine)),
+        shape,
+        on_gpu=True,
+        chunk_tokens=64,
+        prompt_tokens=20,
+        response_tokens=80,
+        lora_numel=lora_numel,
     )
 
 
@@ -189,16 +191,14 @@ def test_kernels_on_cuda_keep_what_their_definitions_say():
     "tp, expected", [(1, 2 * 2 * 2 * 2 * 16), (2, 2 * 2 * 2 * 16), (4, 2 * 2 * 2 * 16)]
 )
 def test_key_value_heads_are_shared_out_and_then_repeated(tp, expected):
-    run = _gpu_run(run_config("m", "o", world_size=8), _shape("llama"), engine_kind="vllm")
+    run = _gpu_run(run_config("m", "o", world_size=8), _shape("llama"), kind="vllm")
     axes = Axes("colocated", 8, 8, inference_tp=tp)
     assert cache_bytes_per_token(run, axes) == expected  # bytes, bfloat16
 
 
 def test_the_engine_gets_its_part_of_a_gpu_and_the_cache_the_rest():
     shape = _shape("llama", vocab_size=1000)
-    run = _gpu_run(
-        run_config("m", "o", world_size=1), shape, engine_kind="vllm", gpu_memory_frac=0.5
-    )
+    run = _gpu_run(run_config("m", "o", world_size=1), shape, kind="vllm", gpu_memory_frac=0.5)
     engine = engine_memory(run, Axes("split", 2, 1), memory_bytes=16 * 2**30)
     used = sum(size for name, size in engine.causes.items() if name != "stream buckets")
     block = 16 * cache_bytes_per_token(run, Axes("split", 2, 1))
@@ -238,7 +238,7 @@ def test_adapters_are_counted_as_their_targets_say(targets, numel):
 
 
 def test_the_largest_microbatch_is_the_largest():
-    run = _gpu_run(run_config("m", "o", world_size=2), _shape("llama"), microbatch_tokens=512)
+    run = _gpu_run(run_config("m", "o", world_size=2), _shape("llama"))
     axes = Axes("split", 4, 2)
     room = 2 * 2**30
     most = most_tokens(run, axes, room=room)

@@ -53,7 +53,7 @@ def fit_problems(cfg: Config) -> list[str]:
 
     A model that cannot be built is passed over: who loads it says why.
     """
-    problems = []
+    problems: list[str] = []
     with contextlib.suppress(ValueError):
         problems = policy_problems(cfg, build_policy(cfg))
     return problems + _companion_problems(cfg)
@@ -93,9 +93,10 @@ def policy_problems(cfg: Config, hf_model: nn.Module) -> list[str]:
 
 def _companion_problems(cfg: Config) -> list[str]:
     """Return why models beside the policy do not fit the layout."""
-    layout, problems = cfg.layout, []
+    layout = cfg.layout
     if layout.cp == layout.ep == layout.tp == 1 and not (KERNELS | cfg.model.kernels)["compile"]:
         return []
+    problems: list[str] = []
     paths = {
         "model.reference": cfg.model.reference,
         "model.teacher": cfg.model.teacher,

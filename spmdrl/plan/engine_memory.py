@@ -93,7 +93,7 @@ def engine_memory(run: Run, axes: Axes, *, memory_bytes: int) -> Memory:
     per_token = cache_bytes_per_token(run, axes)
     used, sequences, width = _cache(max(0, room), run, per_token=per_token)
     causes["KV cache"] = used
-    if axes.placement != "offline":
+    if axes.roles.has_engines:
         causes["stream buckets"] = 2 * min(run.bucket_bytes, weights)
     resting = sum(causes.values())
     if run.engine_sleeps and run.engine.kind == "vllm":

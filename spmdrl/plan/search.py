@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from typing import Any
 
 from spmdrl.model.fits import misfits
-from spmdrl.plan.memory import USABLE_FRAC, Memory, engine_memory, most_tokens, trainer_memory
+from spmdrl.plan.engine_memory import engine_memory
+from spmdrl.plan.memory import USABLE_FRAC, Memory
 from spmdrl.plan.seconds import Seconds, step_seconds
 from spmdrl.plan.setting import Rates, Run
 from spmdrl.plan.traffic import Flow, exchange_flow, push_flows, trainer_flows
+from spmdrl.plan.trainer_memory import most_tokens, trainer_memory
 from spmdrl.world.axes import Axes, rank_problems
 
 _POWERS = (1, 2, 4, 8, 16, 32, 64)
@@ -60,13 +63,9 @@ def make_plan(run: Run, axes: Axes, *, rates: Rates, memory_bytes: int, tokens: 
         if axes.roles.shares_devices:
             trainer_room = room - engine.resting
     most = most_tokens(run, alone, room=trainer_room)
-    tokens = (
-        tokens
-        or run.microbatch_tokens
-        or min(
-            max(most, run.least), -(-run.sequences // (axes.dp_size * run.updates)) * run.longest
-        )
-    )
+    parts = axes.dp_size * run.batch.updates_per_step
+    filled = -(-run.sequences // parts) * run.longest
+    tokens = tokens or run.batch.tokens_per_microbatch or min(max(most, run.least), filled)
     trainer = trainer_memory(run, alone, tokens=tokens)
     seconds = step_seconds(
         run, axes, rates=rates, tokens=tokens, slots=engine.width if engine else 0
@@ -76,7 +75,8 @@ def make_plan(run: Run, axes: Axes, *, rates: Rates, memory_bytes: int, tokens: 
         *push_flows(run, axes),
         *([exchange_flow(run, axes)] if axes.engines else []),
     )
-    found = Plan(axes, tokens, most, trainer, engine, room, run.gpu_memory_frac, flows, seconds, ())
+    frac = run.engine.gpu_memory_frac
+    found = Plan(axes, tokens, most, trainer, engine, room, frac, flows, seconds, ())
     return replace(found, problems=tuple(_memory_problems(found, run, trainer_room=trainer_room)))
 
 
@@ -118,17 +118,15 @@ def _gib(size: float) -> str:
 def remedies(run: Run, plan: Plan, *, rates: Rates, memory_bytes: int) -> list[str]:
     """Return changes of a config after which the layout fits: single ones, or else pairs."""
     changes = list(_changes(run, plan))
+    recomputing = replace(run, kernels=replace(run.kernels, recomputes=True))
 
     def fits(*chosen: _Change) -> bool:
         own, axes, tokens = run, plan.axes, plan.tokens
         for change in chosen:
-            own = replace(own, **change.run)
-            axes = replace(
-                axes,
-                **change.axes,
-                world_size=change.times * axes.world_size,
-                trainers=change.times * axes.trainers,
-            )
+            own = recomputing if change.recomputes else own
+            sizes: dict[str, Any] = {change.axis: change.size} if change.axis else {}
+            sizes["world_size"] = change.times * axes.world_size
+            axes = replace(axes, **sizes, trainers=change.times * axes.trainers)
             tokens = change.tokens or tokens
         return (
             is_possible(axes, own)
@@ -150,8 +148,9 @@ def remedies(run: Run, plan: Plan, *, rates: Rates, memory_bytes: int) -> list[s
 class _Change:
     field: str
     value: str
-    run: dict[str, object] = field(default_factory=dict)
-    axes: dict[str, int] = field(default_factory=dict)
+    recomputes: bool = False
+    axis: str = ""  # of the layout, to be of another `size`
+    size: int = 0
     tokens: int = 0
     times: int = 1  # as many ranks
 
@@ -163,14 +162,13 @@ def _changes(run: Run, plan: Plan) -> Iterator[_Change]:
         tokens = plan.most_tokens or run.least
         yield _Change("batch.tokens_per_microbatch", str(tokens), tokens=tokens)
     if not run.kernels.recomputes:
-        kernels = replace(run.kernels, recomputes=True)
-        yield _Change("model.memory", "{activation_checkpointing: full}", {"kernels": kernels})
+        yield _Change("model.memory", "{activation_checkpointing: full}", recomputes=True)
     for name in ("tp", "cp", "ep", "inference_tp"):
         for size in _POWERS[1:]:
             if size > getattr(axes, name):
-                yield _Change(f"layout.{name}", str(size), axes={name: size})
+                yield _Change(f"layout.{name}", str(size), axis=name, size=size)
     if axes.dp_replicate > 1:
-        yield _Change("layout.dp_replicate", "1", axes={"dp_replicate": 1})
+        yield _Change("layout.dp_replicate", "1", axis="dp_replicate", size=1)
     for factor in (2, 4, 8, 16):
         yield _Change(
             "layout.world_size",
@@ -191,7 +189,7 @@ def _first_of_each(found: list[tuple[_Change, ...]]) -> list[str]:
 
 def is_possible(axes: Axes, run: Run) -> bool:
     """Return whether ranks can be laid out so, and the model on them."""
-    kind = run.engine_kind
+    kind = run.engine.kind
     return not any(rank_problems(axes, engine_kind=kind)) and not any(
         misfits(run.shape.counts, axes, context=run.context, engine_kind=kind)
     )
@@ -260,15 +258,16 @@ def best_plans(
     Args:
         overlaps: whether generation runs ahead under split placement (lag above 0).
     """
+    own_frac = run.engine.gpu_memory_frac
+    fracs = {min(frac, own_frac) for frac in _SHARED_FRACS} if run.on_gpu else {own_frac}
+    shared = [
+        replace(run, overlaps=False, engine=replace(run.engine, gpu_memory_frac=frac))
+        for frac in sorted(fracs)
+    ]
+    alone = [replace(run, overlaps=overlaps)]
     found, nearest = [], None
     for axes in layouts(run, gpus=gpus, gpus_per_node=rates.gpus_per_node):
-        is_shared = axes.roles.shares_devices and run.on_gpu
-        for frac in _SHARED_FRACS if is_shared else (run.gpu_memory_frac,):
-            own = replace(
-                run,
-                overlaps=overlaps and axes.roles.overlaps,
-                gpu_memory_frac=min(frac, run.gpu_memory_frac),
-            )
+        for own in shared if axes.roles.shares_devices else alone:
             plan = make_plan(own, axes, rates=rates, memory_bytes=memory_bytes)
             if 0 < plan.most_tokens < plan.tokens:
                 plan = make_plan(

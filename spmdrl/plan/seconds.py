@@ -11,7 +11,8 @@ import torch
 
 from spmdrl.model.flops import forward_flops
 from spmdrl.model.shape import ModelShape
-from spmdrl.plan.memory import cache_bytes_per_token, engine_weight_bytes, shards_numel
+from spmdrl.plan.engine_memory import cache_bytes_per_token, engine_weight_bytes
+from spmdrl.plan.memory import shards_numel
 from spmdrl.plan.setting import Rates, Run
 from spmdrl.plan.traffic import exchange_flow, push_flows, trainer_flows
 from spmdrl.world.axes import Axes
@@ -80,7 +81,7 @@ def _update(run: Run, axes: Axes, *, rates: Rates, tokens: int) -> tuple[float, 
     hidden = {f.name: f.seconds(rates) for f in flows if f.hides}
     open_ = {f.name: f.seconds(rates) for f in flows if not f.hides}
     steps = (
-        run.updates
+        run.batch.updates_per_step
         * shards_numel(shape, axes)
         * _OPTIMIZER_BYTES
         / (rates.gpu.memory_bytes_per_s * rates.memory_frac)
@@ -119,7 +120,9 @@ def _generate(run: Run, axes: Axes, *, rates: Rates, slots: int) -> tuple[float,
     reading = parts["reading weights"] + parts["reading the KV cache"]
     if matmuls > reading:
         parts |= {"matmuls": matmuls, "reading weights": 0.0, "reading the KV cache": 0.0}
-    prefill = 2 * shape.active_numel * run.prompts * run.prompt_tokens / axes.replicas / tp
+    prefill = (
+        2 * shape.active_numel * run.batch.prompts_per_step * run.prompt_tokens / axes.replicas / tp
+    )
     limit = max(parts, key=lambda name: parts[name])
     if steps > 2 * each * run.response_tokens / width:
         limit += ", few sequences at once"

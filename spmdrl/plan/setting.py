@@ -7,7 +7,7 @@ from pathlib import Path
 
 from spmdrl.check.lora import LORA
 from spmdrl.check.options import KERNELS, MEMORY
-from spmdrl.config import Config
+from spmdrl.config import Batch, Config, Engine
 from spmdrl.config.fields import least_tokens
 from spmdrl.model.parallel.recompute import has
 from spmdrl.model.shape import ModelShape
@@ -22,11 +22,13 @@ MOMENT = ITEM | {"int8": 1 + 4 / 256}
 """Bytes of an element of AdamW's moments; in 8 bits with its share of the block's scale."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Run:
-    """What a config asks for, whatever the layout."""
+    """What a config asks for, whatever the layout. Hashed by identity: its fields are many."""
 
     shape: ModelShape
+    batch: Batch
+    engine: Engine
     kernels: Kernels
     on_gpu: bool
     context: str  # model.kernels.context
@@ -38,15 +40,12 @@ class Run:
     moment_bytes: float  # of AdamW's two moments on the device; 0 where they are on the host
     is_rl: bool
     overlaps: bool  # generation of a later batch beside the update
-    prompts: int  # per step
     sequences: int  # per step
     prompt_tokens: float  # mean
     response_tokens: float  # mean
     longest: int  # prompt and response, tokens
     least: int  # tokens of a micro-batch that holds the longest sequence, or pair
     longest_response: int
-    microbatch_tokens: int  # budget of a dp rank; 0: as many as fit
-    updates: int  # per step
     forwards: int  # passes over a batch besides the training pass
     frozen_models: int  # reference, teacher, reward models, as large as the policy
     trained_models: int  # besides the policy: 1 with a critic
@@ -54,13 +53,8 @@ class Run:
     lora_numel: int  # elements of all adapters
     pushes_adapter: bool  # they alone travel to the engines, which compute with them
     chunk_tokens: int  # positions whose logits exist at once
-    engine_kind: str
     engine_sleeps: bool  # its memory is lent to the update, colocated
     engine_bytes: int  # of one element of its weights and cache
-    max_num_seqs: int
-    max_batched_tokens: int
-    gpu_memory_frac: float
-    cpu_cache_bytes: int
     bucket_bytes: int
 
     @property
@@ -107,19 +101,18 @@ def run_of(
         ahead=0 if memory["prefetch"] == "auto" else memory["prefetch"],
         moment_bytes=0 if is_away else 2 * MOMENT[memory["optimizer_dtype"]],
         shape=shape,
+        batch=batch,
+        engine=cfg.engine,
         kernels=_kernels(cfg, on_gpu=on_gpu),
         on_gpu=on_gpu,
         is_rl=is_rl,
         overlaps=cfg.lag > 0 and cfg.layout.roles.overlaps,
-        prompts=batch.prompts_per_step,
         sequences=batch.prompts_per_step * (2 if is_pair else group),
         prompt_tokens=prompt_tokens or cfg.data.max_prompt_tokens / 2,
         response_tokens=response_tokens or longest_response / 2,
         longest=cfg.data.max_prompt_tokens + longest_response,
         least=least_tokens(cfg),
         longest_response=longest_response,
-        microbatch_tokens=batch.tokens_per_microbatch,
-        updates=batch.updates_per_step,
         forwards=len(columns & _PASSES),
         frozen_models=own_reference + ("teacher_logprobs" in columns) + cfg.objective.needs_teacher,
         trained_models=int(not columns.isdisjoint({"values", "prm_logprobs"})),
@@ -127,13 +120,8 @@ def run_of(
         lora_numel=lora_numel,
         pushes_adapter=bool(cfg.model.lora) and lora["push"] == "adapter",
         chunk_tokens=chunk_tokens,
-        engine_kind=cfg.engine.kind,
         engine_sleeps=_engine_sleeps(cfg, on_gpu=on_gpu),
         engine_bytes=ITEM[cfg.engine.dtype],
-        max_num_seqs=cfg.engine.max_num_seqs,
-        max_batched_tokens=cfg.engine.max_batched_tokens,
-        gpu_memory_frac=cfg.engine.gpu_memory_frac,
-        cpu_cache_bytes=int(cfg.engine.cpu_kv_cache_gib * 2**30),
         bucket_bytes=cfg.stream.bucket_bytes,
     )
 

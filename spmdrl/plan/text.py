@@ -49,8 +49,8 @@ def _head(run: Run, rates: Rates) -> Iterator[str]:
         )
     yield (
         f"step: {run.sequences} sequences of {run.prompt_tokens:g} + {run.response_tokens:g} "
-        f"tokens (mean; longest {run.longest}), {run.updates} "
-        f"update{'s' * (run.updates > 1)}"
+        f"tokens (mean; longest {run.longest}), {run.batch.updates_per_step} "
+        f"update{'s' * (run.batch.updates_per_step > 1)}"
     )
 
 
@@ -79,14 +79,14 @@ def layout_text(axes: Axes) -> str:
 
 def _memory_lines(plan: Plan, run: Run) -> Iterator[str]:
     yield f"Memory of a rank, GiB (of {plan.room / _GIB:.1f} that it may use)"
-    auto = "" if run.microbatch_tokens else " (auto)"
+    auto = "" if run.batch.tokens_per_microbatch else " (auto)"
     own = f"trainer, {plan.trainer.moment}, micro-batch of {plan.tokens} tokens{auto}"
     yield from _cause_lines(own, plan.trainer)
     if plan.engine is not None:
         yield from _cause_lines("engine", plan.engine)
         yield (
             f"    the cache holds {plan.engine.sequences} of the longest sequences "
-            f"(engine.max_num_seqs {run.max_num_seqs})"
+            f"(engine.max_num_seqs {run.engine.max_num_seqs})"
         )
     most = plan.most_tokens or "none: not even the longest sequence"
     yield f"  largest tokens_per_microbatch that fits: {most}"

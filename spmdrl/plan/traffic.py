@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from spmdrl.model.shape import ModelShape
-from spmdrl.plan.memory import (
-    cut_of,
-    engine_weight_bytes,
-    expert_shards_numel,
-    lora_numel,
-    shards_numel,
-)
+from spmdrl.plan.engine_memory import engine_weight_bytes
+from spmdrl.plan.memory import expert_shards_numel, lora_numel, shards_numel
 from spmdrl.plan.setting import Rates, Run
+from spmdrl.plan.trainer_memory import cut_of
 from spmdrl.world.axes import Axes
 
 _TOKEN_BYTES = 12  # id, marks and logprob, see exchange.py
@@ -36,8 +33,8 @@ class Flow:
 
 def microbatches(run: Run, axes: Axes, *, tokens: int) -> int:
     """Return the micro-batches of a dp rank in one step, all updates together."""
-    each = run.tokens / axes.dp_size / run.updates
-    return run.updates * max(1, math.ceil(each / tokens))
+    each = run.tokens / axes.dp_size / run.batch.updates_per_step
+    return run.batch.updates_per_step * max(1, math.ceil(each / tokens))
 
 
 def trainer_flows(run: Run, axes: Axes, *, tokens: int) -> list[Flow]:
@@ -46,73 +43,45 @@ def trainer_flows(run: Run, axes: Axes, *, tokens: int) -> list[Flow]:
     Args:
         tokens: budget of a micro-batch.
     """
-    shape = run.shape
-    c, count = run.kernels.compute_bytes, microbatches(run, axes, tokens=tokens)
-    blocks, passes = len(shape.blocks), 1 + run.forwards
-    again = 1 if run.kernels.recomputes else 0
-    own = run.tokens / axes.dp_size / axes.cp  # tokens of this rank in a step
-    state, n = shards_numel(shape, axes), axes.fsdp
+    count = microbatches(run, axes, tokens=tokens)
+    found = [*_weight_flows(run, axes, count=count), *_activation_flows(run, axes, count=count)]
+    return [flow for flow in found if flow.bytes]
+
+
+def _weight_flows(run: Run, axes: Axes, *, count: int) -> Iterator[Flow]:
+    """Yield what sharding and replicating weights sends in `count` micro-batches."""
+    shape, updates, n = run.shape, run.batch.updates_per_step, axes.fsdp
+    blocks, state = len(shape.blocks), shards_numel(shape, axes)
     trained = lora_numel(run, axes) if run.lora_rank else state
-    flows = []
     apart = expert_shards_numel(shape, axes)  # gathered among the ranks that ep leaves
     sent = (n - 1) * (state - apart) + (axes.replica // axes.ep - 1) * apart
-    if sent:
-        # Forward, backward unless what was gathered is still there; forward alone.
-        gathers = count * ((1 if run.reshard == "never" else 2) + run.forwards)
-        flows.append(
-            Flow(
-                "FSDP gathers", gathers * c * sent, gathers * blocks, axes.span("fsdp"), hides=True
-            )
-        )
-        reduced = (n - 1) * trained if run.lora_rank else sent
-        times = run.updates if run.reduces_last else count
-        flows.append(
-            Flow("FSDP reduces", times * 4 * reduced, times * blocks, axes.span("fsdp"), hides=True)
-        )
-    if axes.dp_replicate > 1:
-        share = 2 * (axes.dp_replicate - 1) / axes.dp_replicate
-        flows.append(
-            Flow(
-                "dp_replicate reduces",
-                run.updates * share * 4 * trained,
-                run.updates * blocks,
-                axes.span("dp_replicate"),
-                hides=True,
-            )
-        )
-    if axes.tp > 1:
-        times = _tp_passes(shape) * (passes + again + 1)
-        share = 2 * (axes.tp - 1) / axes.tp
-        flows.append(
-            Flow(
-                "tp all-reduces",
-                times * share * own * shape.hidden * c,
-                times * count,
-                axes.span("tp"),
-            )
-        )
-    if axes.cp > 1:
-        times = passes + again + 1
-        flows.append(
-            Flow(
-                "cp exchanges",
-                times * own * c * _context_width(run, axes),
-                2 * blocks * times * count,
-                axes.span("cp"),
-            )
-        )
-    if axes.ep > 1:
-        times, share = passes + again + 1, (axes.ep - 1) / axes.ep
-        rows = own / axes.tp * sum(k * b.experts.top_k for b, k in shape.kinds if b.experts)
-        flows.append(
-            Flow(
-                "ep exchanges",
-                2 * times * share * rows * shape.hidden * c,
-                2 * blocks * times * count,
-                axes.span("ep"),
-            )
-        )
-    return flows
+    reduced = (n - 1) * trained if run.lora_rank and sent else sent
+    # Forward, backward unless what was gathered is still there; forward alone.
+    gathers = count * ((1 if run.reshard == "never" else 2) + run.forwards)
+    reduces = updates if run.reduces_last else count
+    c, span = run.kernels.compute_bytes, axes.span("fsdp")
+    yield Flow("FSDP gathers", gathers * c * sent, gathers * blocks, span, hides=True)
+    yield Flow("FSDP reduces", reduces * 4 * reduced, reduces * blocks, span, hides=True)
+    copies, span = axes.dp_replicate, axes.span("dp_replicate")
+    summed = updates * (2 * (copies - 1) / copies) * 4 * trained
+    yield Flow("dp_replicate reduces", summed, updates * blocks, span, hides=True)
+
+
+def _activation_flows(run: Run, axes: Axes, *, count: int) -> Iterator[Flow]:
+    """Yield what sharing out the work on rows sends in `count` micro-batches."""
+    shape, c = run.shape, run.kernels.compute_bytes
+    own = run.tokens / axes.dp_size / axes.cp  # tokens of this rank in a step
+    # Forward, again where it is computed again, backward.
+    passes = 2 + run.forwards + (1 if run.kernels.recomputes else 0)
+    calls = 2 * len(shape.blocks) * passes * count
+    times, share = _tp_passes(shape) * passes, 2 * (axes.tp - 1) / axes.tp
+    sent = times * share * own * shape.hidden * c
+    yield Flow("tp all-reduces", sent, times * count, axes.span("tp"))
+    sent = passes * own * c * _context_width(run, axes)
+    yield Flow("cp exchanges", sent, calls, axes.span("cp"))
+    rows = own / axes.tp * sum(k * b.experts.top_k for b, k in shape.kinds if b.experts)
+    sent = 2 * passes * ((axes.ep - 1) / axes.ep) * rows * shape.hidden * c
+    yield Flow("ep exchanges", sent, calls, axes.span("ep"))
 
 
 def _tp_passes(shape: ModelShape) -> int:

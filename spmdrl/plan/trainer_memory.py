@@ -8,6 +8,7 @@ from __future__ import annotations
 from functools import lru_cache
 
 from spmdrl.model.fits import context_method
+from spmdrl.model.packing import PaddedGroup
 from spmdrl.model.shape import Block, ModelShape
 from spmdrl.plan.activations import (
     Cut,
@@ -62,7 +63,7 @@ def trainer_memory(run: Run, axes: Axes, *, tokens: int = 0) -> Memory:
     }
     moment = max(moments, key=lambda name: sum(moments[name].values()))
     causes |= moments[moment]
-    if axes.placement != "offline":
+    if axes.roles.has_engines:
         # Trainers pack into two buckets; what travels from live memory needs none.
         causes["stream buckets"] = 2 * min(run.bucket_bytes, state * run.engine_bytes)
     if run.on_gpu:
@@ -87,7 +88,7 @@ def _blocks_numel(shape: ModelShape, axes: Axes) -> int:
 def _saved(run: Run, axes: Axes, *, tokens: int) -> Saved:
     shape = run.shape
     share = run.response_tokens / (run.prompt_tokens + run.response_tokens)
-    groups = ()
+    groups: tuple[PaddedGroup, ...] = ()
     if run.kernels.is_padded:
         row = tokens * axes.cp
         longest = min(run.longest, row)
