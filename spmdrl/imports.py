@@ -81,7 +81,7 @@ def construct(make: Callable[..., Any], options: Mapping[str, Any], *, field: st
     Raises: ValueError naming the nearest option for one that it has not, one that is missing,
         or what its constructor refuses.
     """
-    parameters = _parameters(make)
+    parameters = parameters_of(make)
     kinds = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     names = [n for n, p in parameters.items() if p.kind in kinds]
     if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
@@ -115,7 +115,8 @@ def divisors(number: int) -> str:
     return ", ".join(str(n) for n in range(1, min(number, 4096) + 1) if number % n == 0)
 
 
-def _parameters(make: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+def parameters_of(make: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    """Return the parameters of a callable by name; none where it tells nothing."""
     try:
         return inspect.signature(make).parameters
     except (TypeError, ValueError):  # some callables written in C tell nothing

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from spmdrl.data.tasks import Task, make_task
-from spmdrl.environments.protocol import Message, Response, Turn, opening_messages
+from spmdrl.environments.protocol import Message, Response, Turn, check_at_least, opening_messages
 from spmdrl.imports import construct, import_object
 from spmdrl.rewards.signatures import ran
 
@@ -77,8 +77,7 @@ class GymEnvironment:
         show: str = "",
         max_turns: int = 16,
     ):
-        if max_turns < 1:
-            raise ValueError(f"max_turns: must be at least 1, got {max_turns}")
+        check_at_least(1, max_turns=max_turns)
         self._action, self._show = action, show
         _reader(action)
         _shower(show)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import re
 
-from spmdrl.environments.protocol import Message, Response, Turn, opening_messages
+from spmdrl.environments.protocol import Message, Response, Turn, check_at_least, opening_messages
 
 _NUMBER = re.compile(r"-?\d+")
 
@@ -31,8 +31,7 @@ class GuessNumber:
     ):
         if low >= high:
             raise ValueError(f"low: must be below high, got {low} and {high}")
-        if max_turns < 1:
-            raise ValueError(f"max_turns: must be at least 1, got {max_turns}")
+        check_at_least(1, max_turns=max_turns)
         if not 0 <= turn_cost * max_turns <= 1:
             raise ValueError(
                 f"turn_cost: must be from 0 to 1 / max_turns = {1 / max_turns:g}, so "
@@ -61,14 +60,11 @@ class GuessNumber:
             return self._end(reward=1.0 - self.turn_cost * (self.turns - 1), solved=1.0)
         if self.turns >= self.max_turns or response.is_truncated:
             return self._end(reward=0.0, solved=0.0)
-        if guess is None:
-            answer = "no number"
-        else:
-            answer = "higher" if guess < self.secret else "lower"
-            low, high = self.known
-            self.known = (
-                (max(low, guess + 1), high) if guess < self.secret else (low, min(high, guess - 1))
-            )
+        answer, (low, high) = "no number", self.known
+        if guess is not None and guess < self.secret:
+            answer, self.known = "higher", (max(low, guess + 1), high)
+        elif guess is not None:
+            answer, self.known = "lower", (low, min(high, guess - 1))
         return Turn(messages=[{"role": "user", "content": answer}])
 
     def state(self) -> str:

@@ -100,3 +100,10 @@ def opening_messages(row: dict) -> list[Message]:
     if not prompt:
         raise ValueError(f"the row has no prompt; it has {', '.join(map(str, row))}")
     return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+
+
+def check_at_least(least: int, **values: int) -> None:
+    """Raise ValueError for an option below what makes sense."""
+    for name, value in values.items():
+        if value < least:
+            raise ValueError(f"{name}: must be at least {least}, got {value}")

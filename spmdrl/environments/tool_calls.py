@@ -84,7 +84,7 @@ def llama3(text: str) -> tuple[ToolCall, ...]:
             at += 1
             continue
         if "name" in value and ("parameters" in value or "arguments" in value):
-            calls.append(_call_of(value))
+            calls.append(call_of(value))
     begin = text.lstrip()
     if not calls and begin.startswith((_PYTHON_TAG, '{"name"', "{'name'")):
         return (_call_of_json(begin.removeprefix(_PYTHON_TAG).strip()),)
@@ -92,25 +92,29 @@ def llama3(text: str) -> tuple[ToolCall, ...]:
 
 
 def _call_of_json(text: str) -> ToolCall:
-    try:
-        value = json.loads(text)
-    except (json.JSONDecodeError, RecursionError) as error:
-        return ToolCall("", {}, error=f"not valid JSON ({error}): {text[:100]}")
-    return _call_of(value)
+    value, problem = _from_json(text)
+    return ToolCall("", {}, error=problem) if problem else call_of(value)
 
 
-def _call_of(value: Any) -> ToolCall:
+def call_of(value: Any) -> ToolCall:
+    """Return the call that a decoded object is, or a call that says why it is none."""
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         return ToolCall("", {}, error='expected a JSON object with "name" and "arguments"')
-    arguments = value.get("arguments", value.get("parameters", {}))
+    arguments, problem = value.get("arguments", value.get("parameters", {})), ""
     if isinstance(arguments, str):  # as OpenAI's API has them
-        try:
-            arguments = json.loads(arguments)
-        except json.JSONDecodeError:
-            arguments = None
+        arguments, problem = _from_json(arguments)
     if not isinstance(arguments, dict):
-        return ToolCall(value["name"], {}, error='"arguments" must be a JSON object')
+        why = f"; it is {problem}" if problem else ""
+        return ToolCall(value["name"], {}, error=f'"arguments" must be a JSON object{why}')
     return ToolCall(value["name"], arguments)
+
+
+def _from_json(text: str) -> tuple[Any, str]:
+    """Return what a text holds, and why it holds nothing; empty where it does."""
+    try:
+        return json.loads(text), ""
+    except (json.JSONDecodeError, RecursionError) as error:
+        return None, f"not valid JSON ({error}): {text[:100]}"
 
 
 _PARSERS: dict[str, Parser] = {"hermes": hermes, "llama3": llama3}

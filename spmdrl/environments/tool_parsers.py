@@ -6,12 +6,12 @@ no engine: so they stand here, below engines, and not in engine/vllm_internals.p
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 
 from transformers import PreTrainedTokenizerBase
 
 from spmdrl.environments.protocol import ToolCall
+from spmdrl.environments.tool_calls import call_of
 
 
 def vllm_parser(
@@ -38,16 +38,7 @@ def vllm_parser(
 
     def parse(text: str) -> tuple[ToolCall, ...]:
         found = parser.extract_tool_calls(text, request)
-        return tuple(_call_of(c.function.name, c.function.arguments) for c in found.tool_calls)
+        calls = (call.function for call in found.tool_calls)
+        return tuple(call_of({"name": c.name, "arguments": c.arguments}) for c in calls)
 
     return parse
-
-
-def _call_of(name: str, arguments: str) -> ToolCall:
-    try:
-        value = json.loads(arguments)
-    except json.JSONDecodeError as error:
-        return ToolCall(name, {}, error=f"arguments are not valid JSON ({error})")
-    if not isinstance(value, dict):
-        return ToolCall(name, {}, error="arguments must be a JSON object")
-    return ToolCall(name, value)

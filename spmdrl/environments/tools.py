@@ -9,7 +9,14 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from spmdrl.environments.protocol import Message, Response, ToolCall, Turn, opening_messages
+from spmdrl.environments.protocol import (
+    Message,
+    Response,
+    ToolCall,
+    Turn,
+    check_at_least,
+    opening_messages,
+)
 from spmdrl.environments.tool_schema import argument_problem, describe
 from spmdrl.imports import construct, import_object
 from spmdrl.rewards.signatures import ran
@@ -134,10 +141,8 @@ class ToolEnvironment:
                 "tools: expected names (`a, b` or a list), or a mapping from names "
                 f"to options; known: {', '.join(BUILT_IN)}"
             )
-        if max_turns < 1:
-            raise ValueError(f"max_turns: must be at least 1, got {max_turns}")
-        if max_result_chars < 100:
-            raise ValueError(f"max_result_chars: must be at least 100, got {max_result_chars}")
+        check_at_least(1, max_turns=max_turns)
+        check_at_least(100, max_result_chars=max_result_chars)
         if reply_role not in _REPLY_ROLES:
             raise ValueError(f"reply_role: must be tool or user, got {reply_role!r}")
         self._key = json.dumps(dict(tools) if isinstance(tools, Mapping) else list(tools))

@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from spmdrl.environments.protocol import Message, Response, Turn, opening_messages
+from spmdrl.environments.protocol import Message, Response, Turn, check_at_least, opening_messages
 from spmdrl.imports import construct, import_object
 from spmdrl.rewards.signatures import ran
 
@@ -40,8 +40,7 @@ class VerifiersEnvironment:
     def __init__(
         self, *, load: str, load_options: dict[str, Any] | None = None, max_turns: int = 0
     ):
-        if max_turns < 0:
-            raise ValueError(f"max_turns: must be at least 0, got {max_turns}")
+        check_at_least(0, max_turns=max_turns)
         self.load, self.max_turns = load, max_turns
         self._options = json.dumps(load_options or {}, sort_keys=True)
         self.state: dict[str, Any] = {}

@@ -13,14 +13,16 @@ import http.client
 import json
 import os
 import random
+import re
 import sqlite3
 import threading
 import time
 import urllib.error
 import urllib.request
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
+from weakref import WeakValueDictionary
 
 T = TypeVar("T")
 
@@ -73,11 +75,8 @@ class Endpoint:
             raise ValueError(f"url: expected http://... or https://..., got {url!r}")
         if not 0 < timeout_s <= total_s:
             raise ValueError(f"timeout_s: must be in (0, total_s = {total_s}], got {timeout_s}")
-        for name, value in (
-            ("retries", retries),
-            ("backoff_s", backoff_s),
-            ("requests_per_s", requests_per_s),
-        ):
+        counts = {"retries": retries, "backoff_s": backoff_s, "requests_per_s": requests_per_s}
+        for name, value in counts.items():
             if value < 0:
                 raise ValueError(f"{name}: must be 0 or more, got {value}")
         self.url, self._api_key_env = url, api_key_env
@@ -85,7 +84,9 @@ class Endpoint:
         self._retries, self._backoff_s = retries, backoff_s
         self._interval_s = 1 / requests_per_s if requests_per_s else 0.0
         self._next, self._turns = 0.0, threading.Lock()
-        self._asking, self._asking_lock = {}, threading.Lock()  # what threads ask for, by key
+        # What threads ask for, by key; each goes with the last of them.
+        self._asking: WeakValueDictionary[str, Any] = WeakValueDictionary()
+        self._asking_lock = threading.Lock()
         self._cache = _Cache(cache)
         self._opener = urllib.request.build_opener(_NoRedirects)
 
@@ -104,34 +105,19 @@ class Endpoint:
         data = json.dumps(body, sort_keys=True).encode()
         key = hashlib.sha256(self.url.encode() + b"\n" + data).hexdigest()
         end = time.monotonic() + self._total_s
-        with self._alone_with(key, end=end):  # equal requests are asked once
+        with contextlib.ExitStack() as held:
+            if self._cache.is_kept:  # equal requests are asked once
+                with self._asking_lock:
+                    lock = self._asking.setdefault(key, threading.Lock())
+                if not lock.acquire(timeout=max(0.0, end - time.monotonic())):
+                    raise EndpointError(
+                        f"{self.url}: an equal request got no usable reply within "
+                        f"{self._total_s:g} s"
+                    )
+                held.callback(lock.release)
             if (kept := self._cache.get(key)) is not None:
                 return read(json.loads(kept))
             return self._asked(data, key, read=read, end=end)
-
-    @contextlib.contextmanager
-    def _alone_with(self, key: str, *, end: float) -> Iterator[None]:
-        """Keep other threads from asking the same, where an answer would be kept for them."""
-        if not self._cache.is_kept:
-            yield
-            return
-        with self._asking_lock:
-            lock, count = self._asking.get(key, (threading.Lock(), 0))
-            self._asking[key] = lock, count + 1
-        try:
-            if not lock.acquire(timeout=max(0.0, end - time.monotonic())):
-                raise EndpointError(
-                    f"{self.url}: an equal request got no usable reply within {self._total_s:g} s"
-                )
-            try:
-                yield
-            finally:
-                lock.release()
-        finally:
-            with self._asking_lock:
-                lock, count = self._asking.pop(key)
-                if count > 1:
-                    self._asking[key] = lock, count - 1
 
     def _asked(self, data: bytes, key: str, *, read: Callable[[Any], T], end: float) -> T:
         headers, failure = self._headers(), "no time for a request"
@@ -177,10 +163,8 @@ class Endpoint:
 
     def _backoff(self, attempt: int, after: str | None) -> float:
         wait_s = min(_MAX_BACKOFF_S, self._backoff_s * 2**attempt) * random.uniform(0.5, 1.0)
-        try:
-            return max(wait_s, float(after or 0))
-        except ValueError:  # a date
-            return wait_s
+        is_number = re.fullmatch(r"\s*\d+(\.\d*)?\s*", after or "")  # else a date
+        return max(wait_s, float(after)) if is_number else wait_s
 
     def _reply(self, request: urllib.request.Request, *, end: float) -> str:
         with self._opener.open(request, timeout=max(0.001, end - time.monotonic())) as reply:
@@ -208,11 +192,9 @@ class Endpoint:
 
 
 def _described(error: urllib.error.HTTPError) -> str:
-    with error:
-        try:
-            body = error.read(300).decode("utf-8", "replace")
-        except OSError:
-            body = ""
+    body = ""
+    with error, contextlib.suppress(OSError):
+        body = error.read(300).decode("utf-8", "replace")
     return f"status {error.code} {error.reason}: {body}"
 
 

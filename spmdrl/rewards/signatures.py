@@ -16,7 +16,7 @@ from pathlib import PurePath
 from typing import Any
 
 from spmdrl.data.rows import ground_truth_of, prompt_of
-from spmdrl.imports import import_object
+from spmdrl.imports import import_object, parameters_of
 
 KNOWN_SIGNATURES = """\
   verl           compute_score(data_source, solution_str, ground_truth, extra_info=None)
@@ -168,11 +168,7 @@ def adapt(function: Callable, *, spec: str) -> Reward:
 
 
 def _read_parameters(function: Callable) -> _Parameters:
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):  # some callables written in C tell nothing
-        return _Parameters(frozenset(), frozenset(), False)
-    kinds = inspect.Parameter
+    parameters, kinds = parameters_of(function).values(), inspect.Parameter
     named = [p for p in parameters if p.kind not in (kinds.VAR_KEYWORD, kinds.VAR_POSITIONAL)]
     return _Parameters(
         names=frozenset(p.name for p in named),
@@ -215,11 +211,10 @@ def _call_verl(
         "solution_str": sample.text,
         "extra_info": row.get("extra_info"),
     }
-    if "ground_truth" in wanted.required:
+    # A format check, say, can do without.
+    absent = () if "ground_truth" in wanted.required else (ValueError,)
+    with contextlib.suppress(*absent):
         given["ground_truth"] = ground_truth_of(row)
-    else:  # a format check, say: it can do without
-        with contextlib.suppress(ValueError):
-            given["ground_truth"] = ground_truth_of(row)
     return function(**wanted.select(given))
 
 
