@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -40,6 +41,37 @@ class Ragged:
         """Return the token range of each sequence."""
         cu = self.cu_seqlens.tolist()
         return [range(a, b) for a, b in zip(cu, cu[1:])]
+
+    def select(self, members: list[int]) -> Ragged:
+        """Return the micro-batch of these sequences, in this order."""
+        order = torch.tensor([t for s in members for t in self.rows()[s]], dtype=torch.int64)
+        return self._mapped(
+            lambda v: v.detach()[order], lengths=[len(self.rows()[s]) for s in members]
+        )
+
+    def single(self) -> Ragged:
+        """Return it in float32."""
+        return self._mapped(lambda v: v.detach().float() if v.is_floating_point() else v)
+
+    def dirty(self, garbage: float, **others: float) -> Ragged:
+        """Put garbage into every column of numbers off the loss mask; return it."""
+        with torch.no_grad():
+            for name, column in vars(self).items():
+                if column.is_floating_point():
+                    column[~self.loss_mask] = others.get(name, garbage)
+        return self
+
+    def _mapped(self, change: Callable, *, lengths: list[int] | None = None) -> Ragged:
+        flat = {k: change(v) for k, v in vars(self).items() if k != "cu_seqlens"}
+        flat["logprobs"].requires_grad_()
+        cu = self.cu_seqlens if lengths is None else torch.tensor([0, *lengths]).cumsum(0).int()
+        return Ragged(**flat, cu_seqlens=cu)
+
+
+def packed(*lengths: int) -> dict[str, Tensor]:
+    """Return loss_mask and cu_seqlens of sequences whose tokens are all in the loss."""
+    cu = torch.tensor([0, *lengths]).cumsum(0).int()
+    return dict(loss_mask=torch.ones(sum(lengths), dtype=torch.bool), cu_seqlens=cu)
 
 
 def ragged(seed: int, *, drift: float = 0.4) -> Ragged:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ragged import Ragged, ragged
+from ragged import Ragged, packed, ragged
 
 from spmdrl.algorithms import corrections, registry
 from spmdrl.algorithms.mismatch import (
@@ -20,12 +20,15 @@ from spmdrl.algorithms.mismatch import (
 )
 
 LEVELS = ("token", "sequence", "geometric")
-OPTIONS = {
-    "tis": dict(upper=1.3),
-    "mis": dict(lower=0.6, upper=1.6),
-    "icepop": dict(lower=0.7, upper=1.4),
-}
-CASES = [(name, level) for name in OPTIONS for level in LEVELS]
+LEVELLED = [
+    (name, dict(level=level, **options))
+    for name, options in (
+        ("tis", dict(upper=1.3)),
+        ("mis", dict(lower=0.6, upper=1.6)),
+        ("icepop", dict(lower=0.7, upper=1.4)),
+    )
+    for level in LEVELS
+]
 DROPPING = [
     ("sequence_mask", dict(level="geometric", lower=0.85, upper=1.2)),
     ("sequence_mask", dict(level="sequence", lower=0.5, upper=3.0)),
@@ -37,6 +40,7 @@ DROPPING = [
     ("vaco", dict(bound=0.1, upper=1.5)),
     ("vaco", dict(bound=5.0)),
 ]
+CASES = LEVELLED + DROPPING
 
 
 def call(name: str, case: Ragged, **options) -> tuple[torch.Tensor, dict]:
@@ -53,40 +57,7 @@ def columns(case: Ragged) -> dict[str, torch.Tensor]:
     }
 
 
-def reference(name: str, case: Ragged, level: str, options: dict) -> list[float]:
-    old, mu = case.old_logprobs.tolist(), case.rollout_logprobs.tolist()
-    out = [0.0] * len(old)
-    for row in case.rows():
-        kept = [t for t in row if case.loss_mask[t]]
-        logs = {t: old[t] - mu[t] if math.isfinite(mu[t]) else 0.0 for t in kept}
-        for t in kept:
-            rho = math.exp(
-                {
-                    "token": logs[t],
-                    "sequence": sum(logs.values()),
-                    "geometric": sum(logs.values()) / len(kept),
-                }[level]
-            )
-            if name == "tis":
-                out[t] = min(rho, options["upper"])
-            else:
-                out[t] = rho if options["lower"] <= rho <= options["upper"] else 0.0
-    return out
-
-
-@pytest.mark.parametrize("seed", range(6))
-@pytest.mark.parametrize("name, level", CASES)
-def test_weights_equal_a_plain_loop(name: str, level: str, seed: int) -> None:
-    case = ragged(seed)
-    case.rollout_logprobs[4] = math.nan
-    weights, stats = call(name, case, level=level, **OPTIONS[name])
-    expected = torch.tensor(reference(name, case, level, OPTIONS[name]), dtype=torch.float64)
-    assert (weights - expected).abs().max() < 1e-10
-    assert torch.isclose(stats["policy/correction_weight"][0], expected.sum())
-    assert stats["policy/correction_weight"][1] == case.loss_mask.sum()
-
-
-def dropping_reference(name: str, case: Ragged, options: dict) -> list[float]:
+def reference(name: str, case: Ragged, options: dict) -> list[float]:
     old, mu, adv = (x.tolist() for x in (case.old_logprobs, case.rollout_logprobs, case.advantages))
     log = [o - m if math.isfinite(m) else 0.0 for o, m in zip(old, mu)]
     out = [0.0] * len(old)
@@ -98,15 +69,21 @@ def dropping_reference(name: str, case: Ragged, options: dict) -> list[float]:
         mean = total / max(len(kept), 1)
         for t in kept:
             rho = math.exp(log[t])
-            if name in ("sequence_mask", "seq_mask_tis"):
-                level = math.exp(total if options.get("level") == "sequence" else mean)
+            at = {"token": log[t], "sequence": total, "geometric": mean}
+            level = math.exp(at[options.get("level", "geometric")])
+            keep, weight = True, 1.0
+            if name == "tis":
+                weight = min(level, options["upper"])
+            elif name in ("mis", "icepop"):
+                keep, weight = options["lower"] <= level <= options["upper"], level
+            elif name in ("sequence_mask", "seq_mask_tis"):
                 keep = options["lower"] <= level <= options["upper"]
                 weight = min(rho, options["token_upper"]) if name == "seq_mask_tis" else 1.0
             elif name == "veto":
                 low, high = options.get("lower", 1e-4), options.get("upper", 1e2)
-                keep, weight = all(low <= math.exp(log[u]) <= high for u in kept), 1.0
+                keep = all(low <= math.exp(log[u]) <= high for u in kept)
             elif name == "opsm":
-                keep, weight = not (adv[t] < 0 and -mean > options.get("delta", 1e-4)), 1.0
+                keep = not (adv[t] < 0 and -mean > options.get("delta", 1e-4))
             else:
                 keep = gap <= options["bound"] or adv[t] * (rho - 1) <= 0
                 weight = min(rho, options.get("upper", 2.0))
@@ -115,20 +92,18 @@ def dropping_reference(name: str, case: Ragged, options: dict) -> list[float]:
 
 
 @pytest.mark.parametrize("seed", range(6))
-@pytest.mark.parametrize("name, options", DROPPING)
-def test_dropping_weights_equal_a_plain_loop(name: str, options: dict, seed: int) -> None:
+@pytest.mark.parametrize("name, options", CASES)
+def test_weights_equal_a_plain_loop(name: str, options: dict, seed: int) -> None:
     case = ragged(seed)
     case.rollout_logprobs[4] = math.nan
     weights, stats = call(name, case, **options)
-    expected = torch.tensor(dropping_reference(name, case, options), dtype=torch.float64)
+    expected = torch.tensor(reference(name, case, options), dtype=torch.float64)
     assert (weights - expected).abs().max() < 1e-10
     assert torch.isclose(stats["policy/correction_weight"][0], expected.sum())
+    assert stats["policy/correction_weight"][1] == case.loss_mask.sum()
     assert stats["policy/correction_cut_frac"][1] == case.loss_mask.sum()
     assert stats["policy/correction_cut_frac"][0] >= (expected[case.loss_mask] == 0).sum()
-    single = Ragged(
-        **{k: v.detach().float() if v.is_floating_point() else v for k, v in vars(case).items()}
-    )
-    weights, _ = call(name, single, **options)
+    weights, _ = call(name, case.single(), **options)
     assert weights.dtype == torch.float32 and (weights - expected).abs().max() < 1e-5
 
 
@@ -142,17 +117,11 @@ def test_dropping_options_of_these_tests_do_drop_something_and_not_everything() 
         assert not torch.cat(found).all() or not has_strict_bounds or options == dict(bound=5.0)
 
 
-@pytest.mark.parametrize("name, options", DROPPING)
+@pytest.mark.parametrize("name, options", CASES)
 @given(seed=st.integers(0, 10_000))
-@settings(max_examples=10, deadline=None)
-def test_dropping_weights_are_constants_and_ignore_masked_tokens(name, options, seed) -> None:
-    case, dirty = ragged(seed), ragged(seed)
-    for tensor, garbage in (
-        (dirty.old_logprobs, math.nan),
-        (dirty.advantages, math.nan),
-        (dirty.rollout_logprobs, -math.inf),
-    ):
-        tensor[~dirty.loss_mask] = garbage
+@settings(max_examples=15, deadline=None)
+def test_weights_are_constants_and_ignore_masked_tokens(name, options, seed) -> None:
+    case, dirty = ragged(seed), ragged(seed).dirty(math.nan, rollout_logprobs=-math.inf)
     dirty.old_logprobs.requires_grad_()
     (got, stats), (clean, clean_stats) = (call(name, c, **options) for c in (dirty, case))
     assert not got.requires_grad and torch.equal(got, clean) and stats == clean_stats
@@ -168,42 +137,19 @@ def test_dropping_does_not_depend_on_packing_or_micro_batches(name, options, see
     whole, _ = registry.call(getattr(corrections, name), case.inputs() | inputs, options)
     rows = case.rows()
     for s in torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed)).tolist():
-        part = {
-            k: v[rows[s].start : rows[s].stop]
-            for k, v in case.inputs().items()
-            if k != "cu_seqlens"
-        }
-        part["cu_seqlens"] = torch.tensor([0, len(rows[s])], dtype=torch.int32)
+        part = case.select([s]).inputs()
         weights, _ = registry.call(getattr(corrections, name), part | inputs, options)
         assert torch.equal(weights, whole[rows[s].start : rows[s].stop])
 
 
-@pytest.mark.parametrize("name", ["sequence_mask", "seq_mask_tis", "veto", "opsm", "vaco"])
-def test_equal_policies_drop_nothing(name: str) -> None:
+@pytest.mark.parametrize(
+    "name, options",
+    [(name, {}) for name in ("sequence_mask", "seq_mask_tis", "veto", "opsm", "vaco")]
+    + [(name, dict(level=options["level"])) for name, options in LEVELLED],
+)
+def test_equal_policies_get_weight_exactly_one(name: str, options: dict) -> None:
     case = ragged(2, drift=0.0)
-    weights, stats = call(name, case)
-    assert torch.equal(weights, case.loss_mask.double())
-    assert stats["policy/correction_cut_frac"][0] == 0
-
-
-@pytest.mark.parametrize("name, level", CASES)
-@given(seed=st.integers(0, 10_000))
-@settings(max_examples=15, deadline=None)
-def test_weights_are_constants_and_ignore_masked_tokens(name, level, seed) -> None:
-    case, dirty = ragged(seed), ragged(seed)
-    dirty.old_logprobs[~dirty.loss_mask] = math.nan
-    dirty.rollout_logprobs[~dirty.loss_mask] = -math.inf
-    dirty.old_logprobs.requires_grad_()
-    got, _ = call(name, dirty, level=level, **OPTIONS[name])
-    clean, _ = call(name, case, level=level, **OPTIONS[name])
-    assert not got.requires_grad and torch.equal(got, clean)
-    assert (got[~case.loss_mask] == 0).all()
-
-
-@pytest.mark.parametrize("name, level", CASES)
-def test_equal_policies_get_weight_exactly_one(name: str, level: str) -> None:
-    case = ragged(2, drift=0.0)
-    weights, stats = call(name, case, level=level)
+    weights, stats = call(name, case, **options)
     assert torch.equal(weights, case.loss_mask.double())
     assert stats["policy/correction_cut_frac"][0] == 0
 
@@ -218,12 +164,7 @@ def two_tokens(rhos: list[float]) -> Ragged:
     old = torch.tensor(rhos, dtype=torch.float64).log() - 1
     mu = torch.full_like(old, -1)
     return Ragged(
-        logprobs=old,
-        old_logprobs=old,
-        rollout_logprobs=mu,
-        advantages=mu,
-        loss_mask=torch.ones(len(rhos), dtype=torch.bool),
-        cu_seqlens=torch.tensor([0, len(rhos)], dtype=torch.int32),
+        logprobs=old, old_logprobs=old, rollout_logprobs=mu, advantages=mu, **packed(len(rhos))
     )
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ragged import Ragged, ragged
+from ragged import Ragged, packed, ragged
 
 from spmdrl.algorithms import registry
 from spmdrl.algorithms.losses import cispo, gspo, ppo_clip
@@ -82,15 +82,7 @@ def gradient_of(terms: torch.Tensor, case: Ragged) -> torch.Tensor:
 def test_masked_tokens_have_zero_term_and_gradient_whatever_they_hold(
     name, options, seed, garbage
 ) -> None:
-    clean, dirty = ragged(seed), ragged(seed)
-    with torch.no_grad():
-        for tensor in (
-            dirty.logprobs,
-            dirty.old_logprobs,
-            dirty.rollout_logprobs,
-            dirty.advantages,
-        ):
-            tensor[~dirty.loss_mask] = garbage
+    clean, dirty = ragged(seed), ragged(seed).dirty(garbage)
     terms, stats = call(name, dirty, **options)
     gradient = gradient_of(terms, dirty)
     assert (terms[~dirty.loss_mask] == 0).all() and (gradient[~dirty.loss_mask] == 0).all()
@@ -131,7 +123,7 @@ def test_splitting_and_reordering_micro_batches_changes_no_term(name, options, s
     parts, gradients, totals = {}, {}, {}
     order = torch.randperm(8, generator=torch.Generator().manual_seed(seed)).tolist()
     for members in (order[:cut], order[cut:]):
-        piece = select(case, members)
+        piece = case.select(members)
         terms, stats = call(name, piece, case, **options)
         gradient = gradient_of(terms, piece)
         cu = piece.cu_seqlens.tolist()
@@ -145,15 +137,6 @@ def test_splitting_and_reordering_micro_batches_changes_no_term(name, options, s
     assert torch.allclose(together, whole_gradient, atol=1e-12)
     for key, pair in whole_stats.items():
         assert torch.allclose(torch.stack(totals[key]), torch.stack(pair), atol=1e-10)
-
-
-def select(case: Ragged, members: list[int]) -> Ragged:
-    rows = case.rows()
-    order = torch.tensor([t for s in members for t in rows[s]], dtype=torch.int64)
-    lengths = torch.tensor([0] + [len(rows[s]) for s in members])
-    flat = {k: v.detach()[order] for k, v in vars(case).items() if k != "cu_seqlens"}
-    flat["logprobs"].requires_grad_()
-    return Ragged(**flat, cu_seqlens=lengths.cumsum(0).int())
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -186,14 +169,12 @@ def test_engine_logprobs_that_are_not_finite_count_as_ratio_one(name: str, value
 
 def one_token_each(ratios: list[float], advantages: list[float]) -> Ragged:
     logprobs = torch.tensor(ratios, dtype=torch.float64).log() - 1
-    count = len(ratios)
     return Ragged(
         logprobs=logprobs.requires_grad_(),
         old_logprobs=torch.full_like(logprobs, -1),
         rollout_logprobs=torch.full_like(logprobs, -1),
         advantages=torch.tensor(advantages, dtype=torch.float64),
-        loss_mask=torch.ones(count, dtype=torch.bool),
-        cu_seqlens=torch.arange(count + 1, dtype=torch.int32),
+        **packed(*[1] * len(ratios)),
     )
 
 

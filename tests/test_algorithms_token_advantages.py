@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ragged import ragged
+from ragged import packed, ragged
 from torch import Tensor
 
 from spmdrl.algorithms import token_advantages, token_baselines
@@ -74,15 +74,17 @@ def pick(batch: Columns, *names: str) -> Columns:
     return {name: batch[name] for name in ("loss_mask", "cu_seqlens", *names)}
 
 
-def otb_totals(batch: Columns) -> Tensor:
-    names = ("old_logprobs", "square_probs", "kl_rewards", "group_ids", "rewards")
+def otb_totals(batch: Columns, of: Columns | None = None) -> Tensor:
+    """The totals of a micro-batch, with places for all of the batch that it is of."""
+    names, of = ("old_logprobs", "square_probs", "kl_rewards", "group_ids", "rewards"), of or batch
     return token_baselines.otb_totals(
         **pick(batch, *names),
-        num_groups=int(batch["group_ids"].max()) + 1,
-        num_positions=batch["loss_mask"].numel(),
+        num_groups=int(of["group_ids"].max()) + 1,
+        num_positions=of["loss_mask"].numel(),
     )["otb_totals"]
 
 
+PRIME = ("prm_logprobs", "ref_logprobs", "process_baselines", "episode_advantages", "rewards")
 METHODS = {
     "gae": lambda b: gae(
         **pick(b, "rewards", "values", "kl_rewards"), gamma=0.9, lam=0.8, value_lam=0.95
@@ -90,12 +92,7 @@ METHODS = {
     "gae_adaptive": lambda b: gae(**pick(b, "rewards", "values", "kl_rewards"), length_alpha=0.5),
     "reinforce_plus_plus": lambda b: reinforce_plus_plus(**pick(b, "rewards", "kl_rewards")),
     "distill": lambda b: distill(**pick(b, "old_logprobs", "teacher_logprobs"), max_gap=1.5),
-    "prime": lambda b: prime(
-        **pick(
-            b, "prm_logprobs", "ref_logprobs", "process_baselines", "episode_advantages", "rewards"
-        ),
-        gamma=0.9,
-    ),
+    "prime": lambda b: prime(**pick(b, *PRIME), gamma=0.9),
     "gigpo": lambda b: gigpo(**pick(b, "episode_advantages", "step_table"), step_weight=0.7),
     "otb": lambda b: otb(**pick(b, "rewards", "group_ids", "kl_rewards", "otb_totals")),
 }
@@ -456,14 +453,8 @@ def test_step_advantages_equal_a_plain_loop(seed: int, scale: str) -> None:
 @pytest.mark.parametrize("seed", SEEDS)
 def test_sums_of_the_token_baseline_add_up_over_micro_batches(seed: int) -> None:
     batch = columns(seed)
-    sizes = dict(
-        num_groups=int(batch["group_ids"].max()) + 1, num_positions=batch["loss_mask"].numel()
-    )
-    names = ("old_logprobs", "square_probs", "kl_rewards", "group_ids", "rewards")
-    parts = [
-        token_baselines.otb_totals(**pick(select(batch, rows), *names), **sizes)["otb_totals"]
-        for rows in ([4, 0, 7], [2, 3], [1], [6, 5])
-    ]
+    rows = ([4, 0, 7], [2, 3], [1], [6, 5])
+    parts = [otb_totals(select(batch, part), batch) for part in rows]
     assert torch.allclose(sum(parts), otb_totals(batch), atol=1e-12)
 
 
@@ -488,6 +479,13 @@ def test_gigpo_from_turns_to_tokens() -> None:
 # ---------------------------------------------------------------- whitening
 
 
+def moments_of_pieces(advantages: Tensor, mask: Tensor, edges: list[int]) -> tuple[Tensor, Tensor]:
+    """Mean and spread, merged from those of the pieces between the edges."""
+    pieces = zip(edges, edges[1:])
+    parts = [moment_sums(advantages[a:b], loss_mask=mask[a:b]) for a, b in pieces]
+    return mean_and_std(combine_moments(torch.stack(parts)))
+
+
 @given(
     seed=st.integers(0, 300),
     shift=st.sampled_from([0.0, 1e3, -1e6]),
@@ -499,11 +497,7 @@ def test_whitening_by_merged_moments_equals_whitening_in_one_piece(seed, shift, 
     mask = torch.rand(12, generator=g) < 0.7
     mask[0] = mask[5] = True
     advantages = torch.where(mask, shift + torch.randn(12, generator=g).double(), torch.nan)
-    edges = [0, *sorted(cuts), 12]
-    parts = torch.stack(
-        [moment_sums(advantages[a:b], loss_mask=mask[a:b]) for a, b in zip(edges, edges[1:])]
-    )
-    mean, std = mean_and_std(combine_moments(parts))
+    mean, std = moments_of_pieces(advantages, mask, [0, *sorted(cuts), 12])
     kept = [a - shift for a in advantages[mask].tolist()]
     exact = math.fsum(kept) / len(kept)
     spread = math.sqrt(math.fsum((a - exact) ** 2 for a in kept) / len(kept))
@@ -521,15 +515,7 @@ def test_tokens_of_one_value_are_whitened_to_zero(value: float) -> None:
     mask = torch.ones(7, dtype=torch.bool)
     advantages = torch.full((7,), value, dtype=torch.float64)
     advantages[3] *= 1 + 4e-16
-    moments = combine_moments(
-        torch.stack(
-            [
-                moment_sums(advantages[:3], loss_mask=mask[:3]),
-                moment_sums(advantages[3:], loss_mask=mask[3:]),
-            ]
-        )
-    )
-    mean, std = mean_and_std(moments)
+    mean, std = moments_of_pieces(advantages, mask, [0, 3, 7])
     assert (whiten(advantages, loss_mask=mask, mean=mean, std=std) == 0).all()
 
 
@@ -538,22 +524,16 @@ def test_moments_without_tokens_are_zero() -> None:
     assert nothing.tolist() == [0.0, 0.0, 0.0]
     assert combine_moments(nothing.expand(2, 3)).tolist() == [0.0, 0.0, 0.0]
     with pytest.raises(ValueError, match="eps: must be above 0"):
-        whiten(
-            torch.ones(1),
-            loss_mask=torch.ones(1).bool(),
-            mean=torch.ones(()),
-            std=torch.ones(()),
-            eps=0.0,
-        )
+        one = torch.ones(1)
+        whiten(one, loss_mask=one.bool(), mean=one[0], std=one[0], eps=0.0)
 
 
 def test_methods_that_need_whitening_say_so() -> None:
-    marked = [
-        n
-        for n in token_advantages.__all__
-        if getattr(getattr(token_advantages, n), "whitened", False)
+    methods = {n: getattr(token_advantages, n) for n in token_advantages.__all__}
+    assert [n for n, method in methods.items() if getattr(method, "whitened", False)] == [
+        "gae",
+        "reinforce_plus_plus",
     ]
-    assert marked == ["gae", "reinforce_plus_plus"]
 
 
 # ---------------------------------------------------------------- traps
@@ -565,8 +545,7 @@ def one_response(rewards: float, values: list[float], **options: float) -> tuple
         torch.tensor([rewards]),
         torch.tensor(values),
         kl_rewards=torch.zeros(n),
-        loss_mask=torch.ones(n, dtype=torch.bool),
-        cu_seqlens=torch.tensor([0, n], dtype=torch.int32),
+        **packed(n),
         **options,
     )
 
@@ -600,12 +579,7 @@ def test_the_reward_stands_at_the_last_loss_token_not_at_the_last_token() -> Non
 
 
 def test_a_sample_alone_at_a_position_has_no_token_baseline() -> None:
-    batch = dict(
-        kl_rewards=torch.zeros(5),
-        loss_mask=torch.ones(5, dtype=torch.bool),
-        group_ids=torch.tensor([0, 0]),
-        cu_seqlens=torch.tensor([0, 2, 5], dtype=torch.int32),
-    )
+    batch = dict(kl_rewards=torch.zeros(5), group_ids=torch.tensor([0, 0]), **packed(2, 3))
 
     def run(rewards: list[float]) -> Tensor:
         own = batch | {"rewards": torch.tensor(rewards, dtype=torch.float64)}
@@ -630,9 +604,8 @@ def test_tokens_that_were_certain_have_no_token_baseline() -> None:
     batch = dict(
         rewards=torch.tensor([1.0, 0.0]).double(),
         kl_rewards=torch.zeros(2),
-        loss_mask=torch.ones(2, dtype=torch.bool),
         group_ids=torch.tensor([0, 0]),
-        cu_seqlens=torch.tensor([0, 1, 2], dtype=torch.int32),
+        **packed(1, 1),
     )
     totals = token_baselines.otb_totals(
         old_logprobs=torch.zeros(2),
@@ -645,12 +618,7 @@ def test_tokens_that_were_certain_have_no_token_baseline() -> None:
 
 
 def test_a_teacher_that_forbids_a_token_gives_a_finite_advantage() -> None:
-    got, _ = distill(
-        torch.tensor([-1.0, -1.0]),
-        torch.tensor([-math.inf, -0.5]),
-        loss_mask=torch.ones(2, dtype=torch.bool),
-        cu_seqlens=torch.tensor([0, 2], dtype=torch.int32),
-    )
+    got, _ = distill(torch.tensor([-1.0, -1.0]), torch.tensor([-math.inf, -0.5]), **packed(2))
     assert got.tolist() == [-20.0, 0.5]
 
 
@@ -662,8 +630,7 @@ def test_a_process_baseline_that_is_missing_leaves_the_outcome() -> None:
         process_baselines=torch.tensor([math.nan]),
         episode_advantages=torch.tensor([0.75]),
         beta=1.0,
-        loss_mask=torch.ones(2, dtype=torch.bool),
-        cu_seqlens=torch.tensor([0, 2], dtype=torch.int32),
+        **packed(2),
     )
     assert got.tolist() == [0.75, 0.75]
 
@@ -700,17 +667,7 @@ def test_other_options_out_of_range_are_refused() -> None:
             is_valid=torch.ones(1).bool(),
         )
     with pytest.raises(ValueError, match="gamma"):
-        prime(
-            **pick(
-                batch,
-                "prm_logprobs",
-                "ref_logprobs",
-                "process_baselines",
-                "episode_advantages",
-                "rewards",
-            ),
-            gamma=-1.0,
-        )
+        prime(**pick(batch, *PRIME), gamma=-1.0)
 
 
 def test_every_response_token_has_one_place() -> None:
