@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spmdrl.algorithms import preference, registry
+from spmdrl.algorithms.bradley_terry import bradley_terry
 from spmdrl.algorithms.masked import log1mexp
 from spmdrl.algorithms.preference.shared import pairs_in_loss
 from spmdrl.algorithms.preference.unpaired import kto_kl, mismatched
-from spmdrl.algorithms.reward_model import bradley_terry
 
 Pairs = dict[str, torch.Tensor]
 LN2 = 0.6931471805599453

@@ -28,7 +28,7 @@ MODULES = {
     "correction": ("spmdrl.algorithms.corrections",),
     "kl": ("spmdrl.algorithms.kl",),
     "preference": ("spmdrl.algorithms.preference",),
-    "reward_model": ("spmdrl.algorithms.reward_model",),
+    "reward_model": ("spmdrl.algorithms.bradley_terry",),
     "distillation": ("spmdrl.algorithms.distillation",),
 }
 

@@ -22,7 +22,7 @@ _TITLES = {
 }
 BY_IMPORT = {  # functions with no name in the config: module -> names
     "spmdrl.algorithms.values": ("value_loss",),
-    "spmdrl.algorithms.process_reward": ("outcome_loss",),
+    "spmdrl.algorithms.outcome_loss": ("outcome_loss",),
     "spmdrl.algorithms.distillation": ("topk_divergence",),
     "spmdrl.algorithms.entropy": ("top_entropy", "adaptive_entropy_coef"),
     "spmdrl.algorithms.shaping": (

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from spmdrl.algorithms import registry
-from spmdrl.algorithms.process_reward import outcome_loss
+from spmdrl.algorithms.outcome_loss import outcome_loss
 from spmdrl.algorithms.reduce import sequence_sum
 from spmdrl.config import Config
 from spmdrl.model.scorer import ScoredRow
