@@ -60,6 +60,8 @@ def reference(name: str, batch: Scalars) -> list[float]:
             rewards[i] - greedy[i] if valid[i] and not math.isnan(greedy[i]) else 0.0
             for i in range(len(rewards))
         ]
+    if name == "gdpo":
+        return gdpo_loop(batch, [rewards, [2 * r for r in rewards]], weights=(1.0, 2.0))
     members = {g: [i for i in everyone if groups[i] == g] for g in set(groups)}
     usable = {g: m for g, m in members.items() if len(m) >= 2}
     varied = {g: m for g, m in usable.items() if len({rewards[i] for i in m}) > 1}
@@ -83,13 +85,8 @@ def reference(name: str, batch: Scalars) -> list[float]:
                 ),
                 "opo": lambda: rewards[i] - math.fsum(lengths[j] * rewards[j] for j in m) / weight,
                 "pass_at_k": lambda: max(0.0, rewards[i] - max(others)),
-                "gdpo": lambda: 3 * (rewards[i] - mean) / pstd(own),  # both parts alike
                 "reinforce_plus_plus_baseline": lambda: rewards[i] - mean,
             }[name]()
-    if name == "gdpo":
-        counted = [i for m in usable.values() for i in m]
-        std = pstd([out[i] for i in counted])
-        out = [a / (std + 1e-6) for a in out]
     if name == "reinforce_plus_plus_baseline":
         counted = [i for m in usable.values() for i in m]
         tokens = [out[i] for i in counted for _ in range(lengths[i])]
@@ -97,6 +94,23 @@ def reference(name: str, batch: Scalars) -> list[float]:
         for i in counted:
             out[i] = (out[i] - mean) / (std + 1e-8)
     return out
+
+
+def gdpo_loop(
+    batch: Scalars, columns: list[list[float]], *, weights: tuple[float, float]
+) -> list[float]:
+    valid, groups = batch.is_valid.tolist(), batch.group_ids.tolist()
+    out, counted = [0.0] * len(batch), []
+    for group in set(groups):
+        members = [i for i in range(len(batch)) if valid[i] and groups[i] == group]
+        counted += members if len(members) >= 2 else []
+        for weight, column in zip(weights, columns):
+            own = [column[i] for i in members]
+            if len(set(own)) > 1:
+                for i in members:
+                    out[i] += weight * (column[i] - math.fsum(own) / len(own)) / pstd(own)
+    std = pstd([out[i] for i in counted])
+    return [a / (std + 1e-6) for a in out]
 
 
 @pytest.mark.parametrize("name", advantages.__all__)
@@ -227,24 +241,13 @@ def test_gdpo_equals_a_plain_loop(seed: int) -> None:
     g = torch.Generator().manual_seed(seed)
     second = torch.rand(len(batch), generator=g, dtype=torch.float64).round(decimals=1)
     columns = [batch.rewards.tolist(), second.tolist()]
-    valid, groups = batch.is_valid.tolist(), batch.group_ids.tolist()
-    out, counted = [0.0] * len(batch), []
-    for group in set(groups):
-        members = [i for i in range(len(batch)) if valid[i] and groups[i] == group]
-        counted += members if len(members) >= 2 else []
-        for weight, column in zip(WEIGHTS, columns):
-            own = [column[i] for i in members]
-            if len(set(own)) > 1:
-                for i in members:
-                    out[i] += weight * (column[i] - math.fsum(own) / len(own)) / pstd(own)
-    std = pstd([out[i] for i in counted])
     got = gdpo(
         torch.tensor(columns, dtype=torch.float64).T,
         batch.group_ids,
         is_valid=batch.is_valid,
         part_weights=WEIGHTS,
     )
-    expected = torch.tensor([a / (std + 1e-6) for a in out], dtype=torch.float64)
+    expected = torch.tensor(gdpo_loop(batch, columns, weights=WEIGHTS), dtype=torch.float64)
     assert (got - expected).abs().max() < 1e-10
 
 

@@ -76,33 +76,21 @@ def softmax(row: list[float], temperature: float) -> list[float]:
     return [w / sum(weights) for w in weights]
 
 
-def full_reference(case: Case, kind: str, beta: float, temperature: float) -> tuple[list, list]:
+def reference(case: Case, kind: str, beta: float, form: float | str) -> tuple[list, list]:
+    """Return terms and gradients over all outcomes, at a temperature, or of the top with a tail."""
     terms, grads = [], []
     for s, t, kept in zip(*(x.tolist() for x in case)):
-        p, q = softmax(t, temperature), softmax(s, temperature)
-        by_q = slopes(p, q, kind, beta)
-        mean = sum(b * g for b, g in zip(q, by_q))
-        terms.append(value(p, q, kind, beta) if kept else 0.0)
-        grads.append([b * (g - mean) / temperature if kept else 0.0 for b, g in zip(q, by_q)])
-    return terms, grads
-
-
-def topk_reference(case: Case, kind: str, beta: float, tail: str) -> tuple[list, list]:
-    terms, grads = [], []
-    for s, t, kept in zip(*(x.tolist() for x in case)):
-        q, p = [math.exp(x) for x in s], [math.exp(x) for x in t]
-        if tail == "bucket":
-            by_q = slopes(p + [1 - sum(p)], q + [1 - sum(q)], kind, beta)
-            terms.append(value(p + [1 - sum(p)], q + [1 - sum(q)], kind, beta))
-            grads.append([b * (g - by_q[-1]) for b, g in zip(q, by_q)])
+        scale = 1.0
+        if form == "bucket":  # one more outcome, whose probability is what the others leave
+            q, p = ([math.exp(x) for x in side] for side in (s, t))
+            q, p = q + [1 - sum(q)], p + [1 - sum(p)]
         else:
-            p, q = ([x / sum(side) for x in side] for side in (p, q))
-            by_q = slopes(p, q, kind, beta)
-            mean = sum(b * g for b, g in zip(q, by_q))
-            terms.append(value(p, q, kind, beta))
-            grads.append([b * (g - mean) for b, g in zip(q, by_q)])
-        if not kept:
-            terms[-1], grads[-1] = 0.0, [0.0] * len(q)
+            scale = 1.0 if form == "renormalise" else form
+            q, p = softmax(s, scale), softmax(t, scale)
+        by_q = slopes(p, q, kind, beta)
+        free = by_q[-1] if form == "bucket" else sum(b * g for b, g in zip(q, by_q))
+        terms.append(value(p, q, kind, beta) if kept else 0.0)
+        grads.append([b * (g - free) / scale if kept else 0.0 for b, g in zip(q[: len(s)], by_q)])
     return terms, grads
 
 
@@ -123,7 +111,7 @@ def test_full_vocabulary_equals_a_plain_loop(kind: str, beta: float, seed: int) 
                 case[0], case[1], loss_mask=case[2], kind=kind, beta=beta, temperature=temperature
             )
             assert terms.dtype == dtype
-            check(terms, case, full_reference(case, kind, beta, temperature), tolerance)
+            check(terms, case, reference(case, kind, beta, temperature), tolerance)
             assert torch.equal(stats["policy/distill"][0], terms.detach().double().sum())
             assert stats["policy/distill"][1] == case[2].sum()
 
@@ -138,7 +126,7 @@ def test_topk_equals_a_plain_loop(kind: str, beta: float, tail: str, seed: int) 
             case[0], case[1], loss_mask=case[2], kind=kind, beta=beta, tail=tail
         )
         assert terms.dtype == dtype
-        check(terms, case, topk_reference(case, kind, beta, tail), tolerance)
+        check(terms, case, reference(case, kind, beta, tail), tolerance)
         for side, x in (("student", case[0]), ("teacher", case[1])):
             mass = x.detach().double().exp().sum(-1)[case[2]].sum()
             assert torch.isclose(stats[f"policy/distill_{side}_mass"][0], mass)

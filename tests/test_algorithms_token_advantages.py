@@ -374,6 +374,17 @@ def test_leave_one_out_means_rebuild_the_group_mean(rewards) -> None:
     assert torch.allclose(got * (len(values) - 1) + values, values.sum(), atol=1e-9)
 
 
+def spread_of(values: list[float]) -> tuple[float, float]:
+    mean = math.fsum(values) / len(values)
+    return mean, math.sqrt(math.fsum((v - mean) ** 2 for v in values) / len(values))
+
+
+def centred(value: float, others: list[float], scale: str) -> tuple[float, float]:
+    """A value less the mean of all of its kind, over their spread where that is asked for."""
+    mean, spread = spread_of(others)
+    return (value - mean) / (spread + 1e-6 if scale == "std" else 1.0), spread
+
+
 @pytest.mark.parametrize("scale", ["none", "std"])
 @pytest.mark.parametrize("seed", SEEDS)
 def test_gigpo_steps_equal_a_plain_loop(seed: int, scale: str) -> None:
@@ -405,11 +416,8 @@ def test_gigpo_steps_equal_a_plain_loop(seed: int, scale: str) -> None:
         if not is_valid[row] or state < 0 or len(same) == 1:
             assert got["step_table"][row, k] == 0
             continue
-        mean = math.fsum(same) / len(same)
-        spread = math.sqrt(math.fsum((r - mean) ** 2 for r in same) / len(same))
-        expected = returns[row, k] - mean
+        expected, spread = centred(returns[row, k], same, scale)
         if spread > 1e-9:
-            expected /= spread + 1e-6 if scale == "std" else 1.0
             assert got["step_table"][row, k].item() == pytest.approx(expected, abs=1e-9)
     episode = grpo if scale == "std" else dr_grpo
     assert torch.equal(got["episode_advantages"], episode(rewards, groups, is_valid=is_valid))
@@ -439,11 +447,7 @@ def test_step_advantages_equal_a_plain_loop(seed: int, scale: str) -> None:
     key = list(zip(groups.tolist(), anchors.tolist()))
     for i in range(30):
         same = [returns[j].item() for j in range(30) if key[j] == key[i]]
-        mean = math.fsum(same) / len(same)
-        spread = math.sqrt(math.fsum((r - mean) ** 2 for r in same) / len(same))
-        expected = returns[i].item() - mean
-        if scale == "std":
-            expected /= spread + 1e-6
+        expected, _ = centred(returns[i].item(), same, scale)
         if key[i][1] < 0 or len(set(same)) == 1:
             assert got[i] == 0
         else:
@@ -499,8 +503,7 @@ def test_whitening_by_merged_moments_equals_whitening_in_one_piece(seed, shift, 
     advantages = torch.where(mask, shift + torch.randn(12, generator=g).double(), torch.nan)
     mean, std = moments_of_pieces(advantages, mask, [0, *sorted(cuts), 12])
     kept = [a - shift for a in advantages[mask].tolist()]
-    exact = math.fsum(kept) / len(kept)
-    spread = math.sqrt(math.fsum((a - exact) ** 2 for a in kept) / len(kept))
+    exact, spread = spread_of(kept)
     assert mean.item() == pytest.approx(exact + shift, abs=1e-9)
     assert std.item() == pytest.approx(spread, rel=1e-8)
     got = whiten(advantages, loss_mask=mask, mean=mean, std=std)

@@ -10,14 +10,14 @@ import time
 
 import pytest
 from chat_templates import chat_tokenizer
+from pool_runs import pool_of
 
-from spmdrl.config import Config, Data, Rewards, Rollout
 from spmdrl.engine.protocol import Completion
 from spmdrl.environments.protocol import Response
 from spmdrl.environments.tool_calls import hermes
 from spmdrl.rollout.conversation import Chat
 from spmdrl.types import Prompt
-from spmdrl.workers.pool import RewardPool, RewardResult, TurnResult
+from spmdrl.workers.pool import RewardResult, TurnResult
 
 ENVIRONMENT = '''
 import os, threading, time
@@ -62,16 +62,6 @@ def place(tmp_path):
     return path
 
 
-def pool_of(environment, *, functions=(), workers=1, timeout_s=30.0, train="rows.jsonl"):
-    return RewardPool(
-        Config(
-            data=Data(train=train, size=10),
-            rollout=Rollout(environment=environment),
-            rewards=Rewards(functions=functions, workers=workers, timeout_s=timeout_s),
-        )
-    )
-
-
 def opened(pool, *keys, **row):
     for seed, key in enumerate(keys):
         pool.open(key, row={"prompt": "you"} | row, seed=seed)
@@ -89,7 +79,7 @@ def said(pool, environments, text):
 
 
 def test_any_worker_plays_any_turn(place):
-    with pool_of({"name": f"{place}:Odd", "greeting": "hi"}, workers=2) as pool:
+    with pool_of(environment={"name": f"{place}:Odd", "greeting": "hi"}, workers=2) as pool:
         pool.start()
         found = opened(pool, *range(8))
         assert found[3].messages == ({"role": "user", "content": "hi you"},)
@@ -111,14 +101,14 @@ def test_any_worker_plays_any_turn(place):
 
 def test_episodes_outlive_the_pool_that_began_them(place):
     environment = {"name": f"{place}:Odd"}
-    with pool_of(environment) as pool:
+    with pool_of(environment=environment) as pool:
         found = said(pool, opened(pool, "a"), "x")
-    with pool_of(environment) as pool:  # as after a restart from a checkpoint
+    with pool_of(environment=environment) as pool:  # as after a restart from a checkpoint
         assert said(pool, found, "x")["a"].messages[0]["content"] == "0 2"
 
 
 def test_a_killed_worker_costs_no_episode_between_turns(place):
-    with pool_of({"name": f"{place}:Odd"}) as pool:
+    with pool_of(environment={"name": f"{place}:Odd"}) as pool:
         pool.start()
         found = opened(pool, "a", "b")
         os.kill(pool._workers[0].process.pid, signal.SIGKILL)
@@ -142,7 +132,7 @@ def test_a_killed_worker_costs_no_episode_between_turns(place):
     ],
 )
 def test_a_failing_turn_costs_only_its_episode(place, text, failure, words):
-    with pool_of({"name": f"{place}:Odd"}) as pool:
+    with pool_of(environment={"name": f"{place}:Odd"}) as pool:
         found = opened(pool, "a", "b", "c")
         for key, what in zip("abc", ("x", text, "x")):
             pool.turn(key, environment=found[key].environment, response=Response(what))
@@ -160,13 +150,13 @@ def test_a_failing_turn_costs_only_its_episode(place, text, failure, words):
     ],
 )
 def test_a_failing_opening_is_reported(place, reset, failure, words):
-    with pool_of({"name": f"{place}:Odd"}) as pool:
+    with pool_of(environment={"name": f"{place}:Odd"}) as pool:
         result = opened(pool, "a", reset=reset)["a"]
     assert result.failure == failure and re.search(words, result.message), result.message
 
 
 def test_hanging_turns_and_openings_are_killed_at_the_deadline(place):
-    with pool_of({"name": f"{place}:Odd"}, timeout_s=4.0) as pool:
+    with pool_of(environment={"name": f"{place}:Odd"}, timeout_s=4.0) as pool:
         pool.start()
         found = opened(pool, "a", "b")
         pool.turn("a", environment=found["a"].environment, response=Response("hang"))
@@ -183,7 +173,7 @@ def test_unusable_environments_are_refused_at_start():
         ({"name": "guess_number", "hig": 3}, "did you mean high"),
         ({"max_turns": 3}, "rollout.environment.name"),
     ):
-        with pool_of(environment) as pool, pytest.raises(ValueError, match=words):
+        with pool_of(environment=environment) as pool, pytest.raises(ValueError, match=words):
             pool.start()
 
 
@@ -196,7 +186,7 @@ def submit(pool, key, text, **row):
 
 
 def test_one_pool_scores_and_plays(place):
-    with pool_of({"name": f"{place}:Odd"}, functions=(f"{place}:length",)) as pool:
+    with pool_of(f"{place}:length", environment={"name": f"{place}:Odd"}) as pool:
         pool.open("k", row={"prompt": "you"})
         submit(pool, "k", "abc")
         played, scored = pool.drain()
@@ -205,17 +195,19 @@ def test_one_pool_scores_and_plays(place):
 
 
 def test_without_functions_an_environments_own_rewards_are_all(place):
-    with pool_of({"name": f"{place}:Odd"}) as pool:
+    with pool_of(environment={"name": f"{place}:Odd"}) as pool:
         submit(pool, 0, "abc")
         assert [r.value for r in pool.drain()] == [0.0]
         assert pool.tools == []
-    with pool_of({"name": "guess_number"}, train="task:guess_number") as pool:
+    with pool_of(environment={"name": "guess_number"}, train="task:guess_number") as pool:
         submit(pool, 0, "7", answer="7", data_source="task:guess_number")
         assert [(r.value, r.failure) for r in pool.drain()] == [(0.0, None)]
 
 
 def test_the_last_response_of_a_tool_episode_is_graded():
-    with pool_of({"name": "tools", "tools": "calculator"}, train="task:addition") as pool:
+    with pool_of(
+        environment={"name": "tools", "tools": "calculator"}, train="task:addition"
+    ) as pool:
         pool.start()
         assert [t["function"]["name"] for t in pool.tools] == ["calculator"]
         row = {"prompt": "2+3=", "answer": "5", "data_source": "task:addition"}
@@ -241,7 +233,7 @@ def test_tools_and_environments_leave_torch_out_of_the_workers(place):
                 return Turn(is_done=True, info={"torch": "torch" in sys.modules})
     """)
     )
-    with pool_of({"name": f"{place}:Look"}) as pool:
+    with pool_of(environment={"name": f"{place}:Look"}) as pool:
         assert said(pool, opened(pool, 0), "x")[0].info == {"torch": 0.0}
 
 
@@ -257,7 +249,7 @@ def test_a_turn_costs_the_rank_less_than_a_millisecond():
         fields["versions"] = (0,) * len(tokens)
     completions = [Completion(**fields)] * 64
     row = {"prompt": "Guess my number from 1 to 100.", "answer": "7"}
-    with pool_of({"name": "guess_number", "max_turns": 20, "turn_cost": 0.01}) as pool:
+    with pool_of(environment={"name": "guess_number", "max_turns": 20, "turn_cost": 0.01}) as pool:
         pool.start()
         began, calls = time.process_time(), 0
         for key in range(64):

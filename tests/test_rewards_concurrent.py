@@ -6,8 +6,8 @@ import threading
 import time
 
 import pytest
+from pool_runs import pool_of, results
 from test_rewards_judge import says, serve  # noqa: F401
-from test_rewards_pool import pool_of, results
 
 from spmdrl.rewards.judge import judge
 from spmdrl.rewards.signatures import RewardSample, adapt

@@ -9,15 +9,13 @@ import time
 from functools import partial
 
 import pytest
+from pool_runs import pool_of, submit
 
-from spmdrl.config import Config, Data, Rewards
 from spmdrl.rewards import graders
 from spmdrl.rewards.answers import boxed, fenced_code, last_number
 from spmdrl.rewards.programs import read_cases
 from spmdrl.rewards.signatures import RewardSample, adapt, load_reward
 from spmdrl.sandbox import protection
-from spmdrl.types import Prompt
-from spmdrl.workers.pool import RewardPool
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -311,13 +309,10 @@ def test_graders_run_by_name_in_the_pool_and_options_are_bound_in_a_file(tmp_pat
         f"{tmp_path}/mine.py:short",
     )
     truth = {"inputs": ["1 2", "3 5"], "outputs": ["3", "7"]}
-    cfg = Config(data=Data(train="rows.jsonl"), rewards=Rewards(functions=functions, timeout_s=30))
-    with RewardPool(cfg) as pool:
+    with pool_of(*functions) as pool:
         pool.start()
-        prompt = Prompt(index=0, tokens=(1,), text="q", row={"prompt": "q", "answer": truth})
-        pool.submit(0, prompt=prompt, response_text=ADD, response_tokens=[1], truncated=False)
-        bad = Prompt(index=1, tokens=(1,), text="q", row={"prompt": "q", "answer": "{]"})
-        pool.submit(1, prompt=bad, response_text=ADD, response_tokens=[1], truncated=False)
+        submit(pool, 0, ADD, answer=truth)
+        submit(pool, 1, ADD, answer="{]")
         first, second = pool.drain()
     assert first.parts == {"code": 0.0, "half": 0.5, "short": 1.0}, first
     assert first.metrics["half/timed_out"] == 0.0 and first.extras["code/why"] == (
@@ -342,21 +337,13 @@ def test_a_sandbox_that_cannot_run_fails_the_reward_and_is_no_zero(tmp_path):
         "strict = graders.code\n"
     )
 
-    def pool_of(name):
-        return RewardPool(
-            Config(
-                data=Data(train="rows.jsonl"),
-                rewards=Rewards(functions=(f"{tmp_path}/mine.py:{name}",), timeout_s=30),
-            )
-        )
-
-    with pool_of("late") as pool:
-        prompt = Prompt(index=0, tokens=(1,), text="q", row={"prompt": "q", "answer": SUMS})
-        pool.submit(0, prompt=prompt, response_text=ADD, response_tokens=[1], truncated=False)
+    with pool_of(f"{tmp_path}/mine.py:late") as pool:
+        submit(pool, 0, ADD, answer=SUMS)
         (got,) = pool.drain()
     assert (got.value, got.failure) == (None, "error")
     assert "NotProtected: this machine permits no isolation" in got.message
-    with pool_of("strict") as pool, pytest.raises(ValueError, match="bind allow_unprotected=True"):
+    strict = pool_of(f"{tmp_path}/mine.py:strict")
+    with strict as pool, pytest.raises(ValueError, match="bind allow_unprotected=True"):
         pool.start()
 
 

@@ -11,13 +11,11 @@ import threading
 import time
 
 import pytest
+from pool_runs import pool_of, results
 
-from spmdrl.config import Config, Data, Rewards
 from spmdrl.rewards.endpoint import EndpointError
 from spmdrl.rewards.judge import judge, reward_server
 from spmdrl.rewards.signatures import RewardSample, adapt
-from spmdrl.types import Prompt
-from spmdrl.workers.pool import RewardPool
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -317,17 +315,8 @@ def test_a_judge_of_a_users_file_runs_in_the_pool_and_its_failures_are_no_zeros(
         "from spmdrl.rewards.judge import judge\n"
         f"score = judge(url={server.url!r}, model='m', timeout_s=4, total_s=4, cache='memory')\n"
     )
-    cfg = Config(
-        data=Data(train="rows.jsonl"),
-        rewards=Rewards(functions=(f"{tmp_path}/mine.py:score",), timeout_s=30),
-    )
-    with RewardPool(cfg) as pool:
-        for key, text in enumerate(["fine", "HANG", "fine", "LONG"]):
-            prompt = Prompt(index=key, tokens=(1,), text="q", row={"prompt": "q"})
-            pool.submit(
-                key, prompt=prompt, response_text=text, response_tokens=[1], truncated=False
-            )
-        done = pool.drain()
+    with pool_of(f"{tmp_path}/mine.py:score") as pool:
+        done = results(pool, ["fine", "HANG", "fine", "LONG"])
     assert [r.value for r in done] == [0.8, None, 0.8, None]
     assert [r.failure for r in done] == [None, "error", None, "error"]
     assert "timed out" in done[1].message and "status 400" in done[3].message

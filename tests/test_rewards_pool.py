@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import pickle
 import random
@@ -15,9 +14,8 @@ import time
 from pathlib import Path
 
 import pytest
+from pool_runs import group_members, pool_of, results, submit, wait_until, wait_until_gone
 
-from spmdrl.config import Config, Data, Rewards
-from spmdrl.types import Prompt
 from spmdrl.workers import deadlines
 from spmdrl.workers.pool import RewardPool
 
@@ -63,53 +61,6 @@ def functions(tmp_path):
     path = tmp_path / "my_rewards.py"
     path.write_text(FUNCTIONS)
     return f"{path}:compute_score"
-
-
-def pool_of(*functions, workers=1, timeout_s=30.0, weights=(), train="rows.jsonl"):
-    return RewardPool(
-        Config(
-            data=Data(train=train, size=10),
-            rewards=Rewards(
-                functions=functions, workers=workers, timeout_s=timeout_s, weights=weights
-            ),
-        )
-    )
-
-
-def submit(pool, key, text, **row):
-    prompt = Prompt(index=0, tokens=(1,), text="q", row={"prompt": "q", "answer": "1"} | row)
-    pool.submit(key, prompt=prompt, response_text=text, response_tokens=[1, 2], truncated=False)
-
-
-def results(pool, texts):
-    for key, text in enumerate(texts):
-        submit(pool, key, text)
-    drained = pool.drain()
-    assert [r.key for r in drained] == list(range(len(texts)))
-    return drained
-
-
-def wait_until(condition, timeout_s=100.0):
-    deadline = time.monotonic() + timeout_s
-    while not (value := condition()) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return value
-
-
-def group_members(group):
-    """Return the living processes of a process group."""
-    members = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):  # it ended while we looked
-            state, _, own_group = stat.read_text().rpartition(")")[2].split()[:3]
-            if int(own_group) == group and state != "Z":
-                members.append(int(stat.parent.name))
-    return members
-
-
-def wait_until_gone(group):
-    """Wait until no process of a group lives: a killed one takes a moment."""
-    assert wait_until(lambda: not group_members(group)), f"{group_members(group)} live on"
 
 
 # --------------------------------------------------------------------------- failures
@@ -402,7 +353,7 @@ def test_workers_die_with_their_parent_whatever_they_are_doing(functions, text):
     program = textwrap.dedent(f"""
         import sys, time
         sys.path[:0] = {[str(Path(__file__).parent), str(Path(__file__).parent.parent)]!r}
-        from test_rewards_pool import pool_of, submit
+        from pool_runs import pool_of, submit
         pool = pool_of({functions!r})
         pool.start()
         submit(pool, 0, {text!r})
