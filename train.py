@@ -14,7 +14,7 @@ import signal
 import sys
 from typing import TYPE_CHECKING
 
-from spmdrl import config
+from spmdrl.check.settings import parse
 from spmdrl.config import Config
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ def train(cfg: Config, world: World) -> int:
 def main() -> int:
     """Parse, refuse what is wrong with its reasons, and train."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during imports: no traceback
-    cfg = config.parse()
+    cfg = parse()
     if cfg.dry_run:
         from spmdrl.check import dry_run
 

@@ -115,13 +115,17 @@ def work(folder: Path, options: Options) -> None:
         create_model(model, hidden_size=32, layers=1, heads=2, kv_heads=2, intermediate=48)
     os.chdir(folder)
     cfg = config.Config(
-        layout=config.Layout(placement="colocated", world_size=options.replicas, device="cpu"),
-        model=config.Model(path=str(folder / "model_0")),
+        layout=config.LayoutSettings(
+            placement="colocated", world_size=options.replicas, device="cpu"
+        ),
+        model=config.ModelSettings(path=str(folder / "model_0")),
         steps=10**6,
-        data=config.Data(train="task:addition", size=options.rows, max_prompt_tokens=24),
-        batch=config.Batch(prompts_per_step=options.prompts, group_size=options.group_size),
-        sampling=config.Sampling(max_response_tokens=options.limit),
-        engine=config.Engine(kind="transformers", dtype="float32", max_num_seqs=options.seqs),
+        data=config.DataSettings(train="task:addition", size=options.rows, max_prompt_tokens=24),
+        batch=config.BatchSettings(prompts_per_step=options.prompts, group_size=options.group_size),
+        sampling=config.SamplingSettings(max_response_tokens=options.limit),
+        engine=config.EngineSettings(
+            kind="transformers", dtype="float32", max_num_seqs=options.seqs
+        ),
     )
     while not (folder / "model_0" / "tokenizer_config.json").exists():
         time.sleep(0.1)
@@ -149,7 +153,7 @@ def work(folder: Path, options: Options) -> None:
     for _ in range(options.rounds):
         for name, schedule in CASES.items():
             _run(
-                dataclasses.replace(cfg, rollout=config.Rollout(schedule=schedule)),
+                dataclasses.replace(cfg, rollout=config.RolloutSettings(schedule=schedule)),
                 options,
                 engine=engine,
                 world=world,

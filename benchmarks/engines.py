@@ -50,11 +50,11 @@ class Options:
 def make_config(options: Options, kind: str) -> Config:
     """Return the config of one engine."""
     return Config(
-        layout=config.Layout(placement="colocated", world_size=1, device="cpu"),
-        model=config.Model(path=str(options.model)),
-        data=config.Data(max_prompt_tokens=16),
-        sampling=config.Sampling(max_response_tokens=128),
-        engine=config.Engine(
+        layout=config.LayoutSettings(placement="colocated", world_size=1, device="cpu"),
+        model=config.ModelSettings(path=str(options.model)),
+        data=config.DataSettings(max_prompt_tokens=16),
+        sampling=config.SamplingSettings(max_response_tokens=128),
+        engine=config.EngineSettings(
             kind=kind, dtype=options.dtype, max_num_seqs=512, cpu_kv_cache_gib=1.0
         ),
     )

@@ -50,8 +50,8 @@ METHODS: dict[str, dict[str, str]] = {
     # Clip-higher is the demo's own. Late in training few groups have a spread.
     "dapo": {
         "batch.updates-per-step": "2",
-        "rewards.shaping": "{overlong_tokens: 2}",
-        "rollout.schedule": "{dynamic: 20}",
+        "rewards.shaping.overlong_tokens": "2",
+        "rollout.schedule.dynamic": "20",
     },
     "ppo": {"config": "demo_ppo.yaml"},
 }

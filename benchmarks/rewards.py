@@ -26,7 +26,7 @@ from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 
-from spmdrl.config import Config, Data, Rewards
+from spmdrl.config import Config, DataSettings, RewardsSettings
 from spmdrl.types import Prompt
 from spmdrl.workers.pool import RewardPool
 
@@ -67,8 +67,10 @@ def throughput(
     cost_s = args.cost_ms / 1000
     slow_s = min(10 * cost_s, args.timeout_s / 2)
     cfg = Config(
-        data=Data(train="rows.jsonl"),
-        rewards=Rewards(functions=(functions,), workers=args.workers, timeout_s=args.timeout_s),
+        data=DataSettings(train="rows.jsonl"),
+        rewards=RewardsSettings(
+            functions=(functions,), workers=args.workers, timeout_s=args.timeout_s
+        ),
     )
     with RewardPool(cfg) as pool:
         pool.start()

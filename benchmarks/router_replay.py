@@ -24,7 +24,7 @@ import tyro
 from torch import Tensor
 
 from spmdrl import config
-from spmdrl.config import Config
+from spmdrl.config import Config, MoeSettings
 from spmdrl.credit import per_token
 from spmdrl.engine import make_engine
 from spmdrl.engine.protocol import Completion, EngineProtocol, Request
@@ -54,17 +54,17 @@ class Options:
 def make_config(options: Options, compute_dtype: str) -> Config:
     """Return the config of the engine and of one trainer."""
     return Config(
-        layout=config.Layout(placement="colocated", world_size=1, device="cpu"),
+        layout=config.LayoutSettings(placement="colocated", world_size=1, device="cpu"),
         steps=1,
-        model=config.Model(
-            path=str(options.model), compute_dtype=compute_dtype, moe={"replay": True}
+        model=config.ModelSettings(
+            path=str(options.model), compute_dtype=compute_dtype, moe=MoeSettings(replay=True)
         ),
-        data=config.Data(max_prompt_tokens=PROMPT),
-        sampling=config.Sampling(max_response_tokens=RESPONSE),
-        batch=config.Batch(
+        data=config.DataSettings(max_prompt_tokens=PROMPT),
+        sampling=config.SamplingSettings(max_response_tokens=RESPONSE),
+        batch=config.BatchSettings(
             prompts_per_step=options.samples, group_size=1, tokens_per_microbatch=4096
         ),
-        engine=config.Engine(
+        engine=config.EngineSettings(
             kind=options.engine,
             dtype=options.engine_dtype,
             max_num_seqs=64,

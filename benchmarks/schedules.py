@@ -28,16 +28,18 @@ from start import ROOT, as_flags, torchrun
 SCHEDULES: dict[str, dict[str, str]] = {
     "lag 0": {"lag": "0"},
     "lag 1": {"lag": "1"},
-    "in-flight, lag 1": {"lag": "1", "rollout.schedule": "{in_flight: true}"},
-    "in-flight, lag 2": {"lag": "2", "rollout.schedule": "{in_flight: true}"},
+    "in-flight, lag 1": {"lag": "1", "rollout.schedule.in_flight": "true"},
+    "in-flight, lag 2": {"lag": "2", "rollout.schedule.in_flight": "true"},
     "in-flight, lag 2, cache kept": {
         "lag": "2",
-        "rollout.schedule": "{in_flight: true, kv_cache: keep}",
+        "rollout.schedule.in_flight": "true",
+        "rollout.schedule.kv_cache": "keep",
     },
-    "partial (over_sample 1.5), lag 0": {"lag": "0", "rollout.schedule": "{over_sample: 1.5}"},
+    "partial (over_sample 1.5), lag 0": {"lag": "0", "rollout.schedule.over_sample": "1.5"},
     "partial (over_sample 1.5), in-flight, lag 1": {
         "lag": "1",
-        "rollout.schedule": "{over_sample: 1.5, in_flight: true}",
+        "rollout.schedule.over_sample": "1.5",
+        "rollout.schedule.in_flight": "true",
     },
 }
 

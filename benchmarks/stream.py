@@ -25,7 +25,15 @@ import torch
 import torch.distributed as dist
 import tyro
 
-from spmdrl.config import Config, Data, Engine, Layout, Model, Sampling, Stream
+from spmdrl.config import (
+    Config,
+    DataSettings,
+    EngineSettings,
+    LayoutSettings,
+    ModelSettings,
+    SamplingSettings,
+    StreamSettings,
+)
 from spmdrl.world import World
 from spmdrl.world.launch import read_launch
 
@@ -42,7 +50,7 @@ class Options:
     """Tensor-parallel ranks of the policy."""
     inference_tp: int = 1
     """Tensor-parallel ranks of one engine."""
-    bucket_bytes: int = Stream.bucket_bytes
+    bucket_bytes: int = StreamSettings.bucket_bytes
     """Bytes of one bucket."""
     dtype: str = "bfloat16"
     """Dtype of the engine; masters are float32."""
@@ -53,19 +61,19 @@ class Options:
 def make_config(options: Options, *, world_size: int, folder: Path) -> Config:
     """Return the config of the measured world."""
     return Config(
-        layout=Layout(
+        layout=LayoutSettings(
             world_size=world_size,
             trainer_ranks=options.trainer_ranks,
             tp=options.tp,
             inference_tp=options.inference_tp,
         ),
-        model=Model(path=str(folder)),
-        data=Data(train="task:addition", size=1, max_prompt_tokens=64),
-        sampling=Sampling(max_response_tokens=64),
-        engine=Engine(
+        model=ModelSettings(path=str(folder)),
+        data=DataSettings(train="task:addition", size=1, max_prompt_tokens=64),
+        sampling=SamplingSettings(max_response_tokens=64),
+        engine=EngineSettings(
             dtype=options.dtype, cpu_kv_cache_gib=0.1, max_num_seqs=4, max_batched_tokens=128
         ),
-        stream=Stream(bucket_bytes=options.bucket_bytes, mode="traced"),
+        stream=StreamSettings(bucket_bytes=options.bucket_bytes, mode="traced"),
     )
 
 

@@ -31,8 +31,16 @@ import yaml
 from torch import Tensor, nn
 
 from spmdrl.commands.create_model import create_model
-from spmdrl.config import Algorithm, Config, Data, Layout, Model, Optimizer, Sampling
-from spmdrl.config import Batch as BatchConfig
+from spmdrl.config import (
+    AlgorithmSettings,
+    BatchSettings,
+    Config,
+    DataSettings,
+    LayoutSettings,
+    ModelSettings,
+    OptimizerSettings,
+    SamplingSettings,
+)
 from spmdrl.credit import per_token
 from spmdrl.model.flops import training_flops
 from spmdrl.model.load import build_meta_model
@@ -145,15 +153,15 @@ def config_of(options: Options, path: str, out: str) -> Config:
     return Config(
         output_dir=out,
         steps=1000,
-        layout=Layout(placement="offline", world_size=1, device=options.device),
-        model=Model(
+        layout=LayoutSettings(placement="offline", world_size=1, device=options.device),
+        model=ModelSettings(
             path=path, compute_dtype=options.compute_dtype, kernels=yaml.safe_load(options.kernels)
         ),
-        data=Data(max_prompt_tokens=prompt),
-        sampling=Sampling(max_response_tokens=options.length - prompt),
-        batch=BatchConfig(tokens_per_microbatch=options.rows * options.length),
-        algorithm=Algorithm(correction="none"),
-        optimizer=Optimizer(lr=LR, schedule="constant", max_grad_norm=MAX_NORM),
+        data=DataSettings(max_prompt_tokens=prompt),
+        sampling=SamplingSettings(max_response_tokens=options.length - prompt),
+        batch=BatchSettings(tokens_per_microbatch=options.rows * options.length),
+        algorithm=AlgorithmSettings(correction="none"),
+        optimizer=OptimizerSettings(lr=LR, schedule="constant", max_grad_norm=MAX_NORM),
     )
 
 
@@ -216,7 +224,7 @@ def check_same_weights(model: nn.Module, trainer: Trainer, *, steps: int) -> Non
 def show(options: Options, path: str, found: dict[str, list[float]]) -> None:
     """Print the table."""
     lengths = torch.full((options.rows,), options.length)
-    shape = model_shape(build_meta_model(Model(path=path)))
+    shape = model_shape(build_meta_model(ModelSettings(path=path)))
     flops = training_flops(
         shape, lengths=lengths, num_scored=options.rows * (options.length - options.length // 4)
     )

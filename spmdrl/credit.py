@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from spmdrl.algorithms import reduce, registry
-from spmdrl.algorithms.kl import estimator_options
 from spmdrl.algorithms.token_advantages import combine_moments, mean_and_std, moment_sums, whiten
 from spmdrl.config import Config
 from spmdrl.types import Advantages, Batch, Microbatch
@@ -205,9 +204,7 @@ def _kl_rewards(columns: dict[str, Tensor], mask: Tensor, *, batch: Batch, cfg: 
         "ref_logprobs": columns["ref_logprobs"],
         "loss_mask": mask,
     }
-    return -batch.kl_coef * registry.call(
-        registry.get("kl", chosen.kl), inputs, estimator_options(chosen.kl_options)
-    )
+    return -batch.kl_coef * registry.call(registry.get("kl", chosen.kl), inputs, chosen.kl_options)
 
 
 def _with_kl(batch: Batch, cfg: Config, world: World) -> Batch:

@@ -110,6 +110,17 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return f"; did you mean {near[0]}?" if near else f"; known: {', '.join(known) or 'none'}"
 
 
+def is_missing_folder(path: str) -> bool:
+    """Return whether a model's name can only be a folder, and there is none.
+
+    A hub name is `owner/name`, so `runs/mine` is a folder where `runs` is one.
+    """
+    if not path or Path(path).expanduser().is_dir():
+        return False
+    looks_local = path.startswith(("/", ".", "~")) or path.count("/") > 1 or path.endswith("/")
+    return looks_local or ("/" in path and Path(path).parent.is_dir())
+
+
 def divisors(number: int) -> str:
     """Return the values up to 4096 that divide a number, for messages: `1, 2, 3, 6`."""
     return ", ".join(str(n) for n in range(1, min(number, 4096) + 1) if number % n == 0)

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from spmdrl.checkpoint import Checkpointer
-from spmdrl.config import Checkpoint, Config, Layout, Model
+from spmdrl.config import CheckpointSettings, Config, LayoutSettings, ModelSettings
 from spmdrl.world import World
 
 
@@ -45,8 +45,8 @@ def config(
         output_dir=str(output_dir),
         steps=steps,
         seed=seed,
-        model=Model(path=model),
-        layout=Layout(
+        model=ModelSettings(path=model),
+        layout=LayoutSettings(
             placement="split" if split else "offline",
             world_size=world_size,
             trainer_ranks=trainers or world_size,
@@ -57,7 +57,7 @@ def config(
             wait_timeout_s=200,
             startup_timeout_s=300,
         ),
-        checkpoint=Checkpoint(
+        checkpoint=CheckpointSettings(
             every_steps=every,
             resume=resume,
             keep=keep if isinstance(keep, dict) else {"last": keep},

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from spmdrl.config import Config, Layout
+from spmdrl.config import Config, LayoutSettings
 
 TRAINERS = 4
 MESHES = {  # (dp_replicate, dp_shard, cp, tp)
@@ -31,7 +31,7 @@ EXPERT_MESHES = {  # and ep, of dp_shard * cp * tp
     "cp2 tp2 ep4": (1, 1, 2, 2, 4),
     "replicate2 tp2 ep2": (2, 1, 1, 2, 2),
 }
-ALONE = Layout(
+ALONE = LayoutSettings(
     placement="split",
     world_size=TRAINERS,
     trainer_ranks=1,
@@ -42,10 +42,10 @@ ALONE = Layout(
 """One of the same ranks trains, and nothing else happens."""
 
 
-def layout_of(mesh: str, *, inference_tp: int = 0) -> Layout:
+def layout_of(mesh: str, *, inference_tp: int = 0) -> LayoutSettings:
     """Return a layout whose trainers have this mesh; beside them one engine, or none at 0."""
     replicate, _, cp, tp, ep = (*(MESHES | EXPERT_MESHES)[mesh], 1)[:5]
-    return Layout(
+    return LayoutSettings(
         placement="split" if inference_tp else "offline",
         world_size=TRAINERS + inference_tp,
         trainer_ranks=TRAINERS,
@@ -70,7 +70,7 @@ def world_under(base: Any, cfg: Config) -> Any:
     )
 
 
-_made: dict[Layout, tuple[Any, ...]] = {}
+_made: dict[LayoutSettings, tuple[Any, ...]] = {}
 """Of this job: every group has threads, and those of a hundred meshes keep a machine busy."""
 
 

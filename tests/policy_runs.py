@@ -7,8 +7,15 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from spmdrl.config import Algorithm, Config, Layout, Model, Optimizer, Sampling
-from spmdrl.config import Batch as BatchConfig
+from spmdrl.config import (
+    AlgorithmSettings,
+    BatchSettings,
+    Config,
+    LayoutSettings,
+    ModelSettings,
+    OptimizerSettings,
+    SamplingSettings,
+)
 from spmdrl.credit import per_token
 from spmdrl.types import Batch, Microbatch, Scalars
 
@@ -34,7 +41,7 @@ def config(
     return Config(
         output_dir=str(out),
         steps=10,
-        layout=Layout(
+        layout=LayoutSettings(
             placement="offline",
             world_size=world_size,
             dp_replicate=dp_replicate,
@@ -44,15 +51,17 @@ def config(
             startup_timeout_s=300,
             wait_timeout_s=200,
         ),
-        model=Model(
+        model=ModelSettings(
             path=str(path),
             **({"compute_dtype": "float32", "memory": {"head_chunk_tokens": 7}} | (model or {})),
         ),
-        batch=BatchConfig(tokens_per_microbatch=64, updates_per_step=updates),
-        sampling=Sampling(temperature=0.8),
-        algorithm=Algorithm(objective=objective, **algorithm),
+        batch=BatchSettings(tokens_per_microbatch=64, updates_per_step=updates),
+        sampling=SamplingSettings(temperature=0.8),
+        algorithm=AlgorithmSettings(objective=objective, **algorithm),
         # A large eps keeps Adam's step smooth in the gradient, so that layouts can be compared.
-        optimizer=Optimizer(lr=1e-2, options={"eps": 1e-3, "weight_decay": 0.1}, max_grad_norm=0.2),
+        optimizer=OptimizerSettings(
+            lr=1e-2, options={"eps": 1e-3, "weight_decay": 0.1}, max_grad_norm=0.2
+        ),
     )
 
 

@@ -13,7 +13,7 @@ from ragged import scalars
 
 from spmdrl.algorithms import advantages, registry
 from spmdrl.algorithms.advantages import gdpo, grpo, max_rl, opo, pass_at_k, reinforce, remax, rloo
-from spmdrl.config import Algorithm, Config
+from spmdrl.config import AlgorithmSettings, Config
 from spmdrl.credit import sequence_advantages
 from spmdrl.types import Batch, Scalars
 
@@ -389,9 +389,11 @@ def test_advantages_of_a_batch_follow_the_config() -> None:
     batch = Batch(
         scalars=batch_of([[1.0, 0.0]]), updates=(), update_ids=torch.zeros(2, dtype=torch.int64)
     )
-    rl = Config(algorithm=Algorithm(advantage="dr_grpo"))
+    rl = Config(algorithm=AlgorithmSettings(advantage="dr_grpo"))
     assert sequence_advantages(batch, rl).tolist() == [0.5, -0.5]
-    own = Config(algorithm=Algorithm(advantage="test_algorithms_advantages:of_the_wrong_shape"))
+    own = Config(
+        algorithm=AlgorithmSettings(advantage="test_algorithms_advantages:of_the_wrong_shape")
+    )
     with pytest.raises(ValueError, match=r"gave shape \(1,\)"):
         sequence_advantages(batch, own)
 

@@ -16,8 +16,8 @@ from spmdrl.algorithms.shaping import (
     adaptive_kl_coef,
     best_at_k_estimate,
     has_signal,
-    overlong_penalty,
     pass_at_k_estimate,
+    penalize_overlong,
     scale_and_clamp,
     stop_properly,
 )
@@ -36,7 +36,7 @@ def test_reward_shaping_equals_plain_loops(seed, dtype, tolerance) -> None:
         return ((15 - 6) - length) / 6 if length <= 15 else -1.0
 
     results = {
-        "overlong": overlong_penalty(
+        "overlong": penalize_overlong(
             rewards, batch.response_lengths, max_response_tokens=15, buffer_tokens=6, penalty=0.5
         ),
         "stop": stop_properly(rewards, batch.is_truncated, factor=0.25, penalty=0.1),
@@ -55,7 +55,7 @@ def test_reward_shaping_equals_plain_loops(seed, dtype, tolerance) -> None:
 
 
 def test_the_overlong_penalty_at_its_corners() -> None:
-    got = overlong_penalty(
+    got = penalize_overlong(
         torch.zeros(5), torch.tensor([0, 8, 10, 12, 99]), max_response_tokens=12, buffer_tokens=4
     )
     assert got.tolist() == [0.0, 0.0, -0.5, -1.0, -1.0]
@@ -69,7 +69,7 @@ def test_the_overlong_penalty_at_its_corners() -> None:
 )
 @settings(max_examples=40, deadline=None)
 def test_the_overlong_penalty_is_bounded_and_falls_with_length(lengths, limit, part, penalty):
-    got = overlong_penalty(
+    got = penalize_overlong(
         torch.zeros(len(lengths)),
         torch.tensor(sorted(lengths)),
         max_response_tokens=limit,
@@ -101,7 +101,7 @@ def test_rewards_that_are_not_finite_stay_visible() -> None:
     bad = torch.tensor([math.nan, math.inf, -math.inf])
     yes = torch.ones(3, dtype=torch.bool)
     for got in (
-        overlong_penalty(bad, torch.ones(3), max_response_tokens=2, buffer_tokens=1),
+        penalize_overlong(bad, torch.ones(3), max_response_tokens=2, buffer_tokens=1),
         stop_properly(bad, yes, penalty=1.0),
         scale_and_clamp(bad, low=-1.0, high=1.0),
     ):
@@ -230,10 +230,16 @@ def test_a_kl_controller_out_of_range_is_refused(change, message) -> None:
 @pytest.mark.parametrize(
     "call, message",
     [
-        (lambda r: overlong_penalty(r, r, max_response_tokens=4, buffer_tokens=5), "buffer_tokens"),
-        (lambda r: overlong_penalty(r, r, max_response_tokens=4, buffer_tokens=0), "buffer_tokens"),
         (
-            lambda r: overlong_penalty(r, r, max_response_tokens=4, buffer_tokens=1, penalty=-1.0),
+            lambda r: penalize_overlong(r, r, max_response_tokens=4, buffer_tokens=5),
+            "buffer_tokens",
+        ),
+        (
+            lambda r: penalize_overlong(r, r, max_response_tokens=4, buffer_tokens=0),
+            "buffer_tokens",
+        ),
+        (
+            lambda r: penalize_overlong(r, r, max_response_tokens=4, buffer_tokens=1, penalty=-1.0),
             "penalty",
         ),
         (lambda r: stop_properly(r, r > 0, factor=1.5), "factor"),

@@ -14,9 +14,17 @@ from checkpoint_runs import config, restored, save_steps, start
 from ranks import run_ranks
 
 from spmdrl import config as configs
+from spmdrl.check.settings import validate
 from spmdrl.checkpoint import manifest as disk
 from spmdrl.checkpoint.keep import named
-from spmdrl.config import Checkpoint, Config, Data, Evaluate, Model
+from spmdrl.config import (
+    CheckpointSettings,
+    Config,
+    DataSettings,
+    EvaluateSettings,
+    KeepSettings,
+    ModelSettings,
+)
 
 BEST = {"last": 1, "best": "eval/reward"}
 
@@ -115,7 +123,7 @@ def test_a_kill_at_any_moment_leaves_the_old_or_the_new_best(tmp_path, function,
 
 
 def test_a_damaged_best_gives_its_name_to_the_next(tmp_path):
-    cfg = config(tmp_path, keep={"last": 3, "best": "eval/reward"})
+    cfg = config(tmp_path, keep=KeepSettings(last=3, best="eval/reward"))
     run_ranks(1, save_steps, cfg, 3, {1: 0.2, 2: 0.6, 3: 0.8})
     file = next((tmp_path / "checkpoints/step_3/policy").glob("*.distcp"))
     file.write_bytes(file.read_bytes()[:-1])
@@ -128,12 +136,12 @@ def test_a_damaged_best_gives_its_name_to_the_next(tmp_path):
 
 def problems(keep: dict, **evaluate) -> str:
     return "; ".join(
-        configs.validate(
+        validate(
             Config(
-                model=Model(path="m"),
-                data=Data(train="task:addition", size=10, eval="task:addition"),
-                checkpoint=Checkpoint(keep=keep),
-                evaluate=Evaluate(**evaluate),
+                model=ModelSettings(path="m"),
+                data=DataSettings(train="task:addition", size=10, eval="task:addition"),
+                checkpoint=CheckpointSettings(keep=keep),
+                evaluate=EvaluateSettings(**evaluate),
             )
         )
     )
@@ -179,5 +187,5 @@ def _checks(cfg: Config) -> str:
 
 
 def test_a_metric_that_the_first_evaluation_lacks_is_refused(tmp_path):
-    (said,) = run_ranks(1, _checks, config(tmp_path, keep={"best": "eval/maj_at_4"}))
+    (said,) = run_ranks(1, _checks, config(tmp_path, keep=KeepSettings(best="eval/maj_at_4")))
     assert "checkpoint.keep.best: the evaluation gives no eval/maj_at_4" in said

@@ -19,7 +19,14 @@ from ranks import run_ranks
 from spmdrl.checkpoint import Checkpointer
 from spmdrl.checkpoint import manifest as disk
 from spmdrl.checkpoint.restore import candidate_folders, config_differences
-from spmdrl.config import Batch, Checkpoint, Config, Optimizer, Report, flatten
+from spmdrl.config import (
+    BatchSettings,
+    CheckpointSettings,
+    Config,
+    OptimizerSettings,
+    ReportSettings,
+    flatten,
+)
 from spmdrl.world import World
 
 
@@ -117,7 +124,8 @@ def _refused(world: World, policy: SmallPolicy, source: SmallSource) -> list[str
     for cfg in (
         world.cfg,
         dataclasses.replace(
-            world.cfg, checkpoint=Checkpoint(resume=f"{world.cfg.output_dir}/checkpoints/step_3")
+            world.cfg,
+            checkpoint=CheckpointSettings(resume=f"{world.cfg.output_dir}/checkpoints/step_3"),
         ),
     ):
         with pytest.raises(ValueError) as caught:
@@ -159,8 +167,8 @@ def _resumed(cfg: Config) -> list[str]:
         except ValueError as error:
             return str(error)
 
-    changed = dataclasses.replace(cfg, seed=7, optimizer=Optimizer(options={"beta1": 0.5}))
-    allowed = dataclasses.replace(changed, checkpoint=Checkpoint(allow_config_change=True))
+    changed = dataclasses.replace(cfg, seed=7, optimizer=OptimizerSettings(options={"beta1": 0.5}))
+    allowed = dataclasses.replace(changed, checkpoint=CheckpointSettings(allow_config_change=True))
     other_model = SmallPolicy(world, width=16)
     return [resume(changed, policy), resume(allowed, policy), resume(cfg, other_model)]
 
@@ -182,13 +190,13 @@ def test_fields_that_do_not_shape_the_result_may_change():
         base,
         output_dir="elsewhere",
         steps=7,
-        checkpoint=Checkpoint(every_steps=3),
-        report=Report(tracker="none"),
-        batch=Batch(tokens_per_microbatch=99),
+        checkpoint=CheckpointSettings(every_steps=3),
+        report=ReportSettings(tracker="none"),
+        batch=BatchSettings(tokens_per_microbatch=99),
         layout=dataclasses.replace(base.layout, world_size=8, tp=2),
     )
     assert config_differences(old, free) == []
-    cosine = dataclasses.replace(base, steps=7, optimizer=Optimizer(schedule="cosine"))
+    cosine = dataclasses.replace(base, steps=7, optimizer=OptimizerSettings(schedule="cosine"))
     found = config_differences(flatten(dataclasses.replace(cosine, steps=100)), cosine)
     assert found == ["steps: 100 in the checkpoint, 7 now"], "the schedule depends on the steps"
 

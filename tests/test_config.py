@@ -9,11 +9,15 @@ import sys
 import pytest
 
 from spmdrl import config
-from spmdrl.config import Config, Layout
+from spmdrl.check.settings import parse, validate
+from spmdrl.config import Config, KernelsSettings, LayoutSettings, MemorySettings
 
 
 def good(**changes) -> Config:
-    base = Config(model=config.Model(path="m"), data=config.Data(train="task:addition", size=10))
+    base = Config(
+        model=config.ModelSettings(path="m"),
+        data=config.DataSettings(train="task:addition", size=10),
+    )
     return dataclasses.replace(base, **changes)
 
 
@@ -24,7 +28,7 @@ def write(tmp_path, text: str):
 
 
 def test_a_good_config_has_no_problems():
-    assert config.validate(good()) == []
+    assert validate(good()) == []
 
 
 def test_fields_stay_under_one_hundred_and_each_has_a_docstring():
@@ -44,7 +48,7 @@ def test_fields_stay_under_one_hundred_and_each_has_a_docstring():
 
 
 def test_dump_reads_back_equal(tmp_path):
-    cfg = good(optimizer=config.Optimizer(lr=3e-7, options={"eps": 1e-7}))
+    cfg = good(optimizer=config.OptimizerSettings(lr=3e-7, options={"eps": 1e-7}))
     assert config.load_yaml(write(tmp_path, config.dump(cfg))) == cfg
 
 
@@ -85,14 +89,14 @@ def test_missing_file_names_a_near_one(tmp_path):
 
 def test_flags_override_the_file(tmp_path):
     path = write(tmp_path, config.dump(good(steps=5)))
-    cfg = config.parse(["--config", str(path), "--steps", "7", "--batch.group-size", "3"])
+    cfg = parse(["--config", str(path), "--steps", "7", "--batch.group-size", "3"])
     assert (cfg.steps, cfg.batch.group_size, cfg.data.size) == (7, 3, 10)
 
 
 def test_method_options_are_given_as_one_mapping(tmp_path):
-    own = config.Algorithm(loss_options={"clip_low": 0.1})
+    own = config.AlgorithmSettings(loss_options={"clip_low": 0.1})
     path = write(tmp_path, config.dump(good(algorithm=own)))
-    cfg = config.parse(
+    cfg = parse(
         [
             "--config",
             str(path),
@@ -103,12 +107,12 @@ def test_method_options_are_given_as_one_mapping(tmp_path):
         ]
     )
     assert cfg.algorithm.loss_options == {"ratio_high": 4.0}
-    assert config.parse(["--config", str(path)]).algorithm.loss_options == {"clip_low": 0.1}
+    assert parse(["--config", str(path)]).algorithm.loss_options == {"clip_low": 0.1}
 
 
 def test_impossible_layouts_spell_out_the_arithmetic():
     def layout_problems(**fields):
-        return "\n".join(config.validate(good(layout=Layout(**fields))))
+        return "\n".join(validate(good(layout=LayoutSettings(**fields))))
 
     assert "leaves 0 ranks to generate" in layout_problems(world_size=2, trainer_ranks=2)
     assert "3 trainer ranks do not divide by dp_replicate 1 * cp 1 * tp 2 = 2" in layout_problems(
@@ -125,20 +129,24 @@ def test_impossible_layouts_spell_out_the_arithmetic():
 
 def test_senseless_combinations_are_refused():
     def problems(**changes):
-        return "\n".join(config.validate(good(**changes)))
+        return "\n".join(validate(good(**changes)))
 
-    assert "every advantage would be 0" in problems(batch=config.Batch(group_size=1))
-    assert "one sequence may not fit" in problems(batch=config.Batch(tokens_per_microbatch=64))
-    assert "data.eval is empty" in problems(evaluate=config.Evaluate(every_steps=2))
-    assert "has no size of its own" in problems(data=config.Data(train="task:addition"))
-    assert "name at least one reward function" in problems(data=config.Data(train="x.jsonl"))
-    assert "rl `split` or `colocated`" in problems(layout=Layout(placement="offline"))
+    assert "every advantage would be 0" in problems(batch=config.BatchSettings(group_size=1))
+    assert "one sequence may not fit" in problems(
+        batch=config.BatchSettings(tokens_per_microbatch=64)
+    )
+    assert "data.eval is empty" in problems(evaluate=config.EvaluateSettings(every_steps=2))
+    assert "has no size of its own" in problems(data=config.DataSettings(train="task:addition"))
+    assert "name at least one reward function" in problems(
+        data=config.DataSettings(train="x.jsonl")
+    )
+    assert "rl `split` or `colocated`" in problems(layout=LayoutSettings(placement="offline"))
 
 
 def test_combinations_of_methods_are_refused():
-    def problems(layout=Layout(), model=config.Model(path="m"), **algorithm):
-        changed = good(algorithm=config.Algorithm(**algorithm), layout=layout, model=model)
-        return "\n".join(config.validate(changed))
+    def problems(layout=LayoutSettings(), model=config.ModelSettings(path="m"), **algorithm):
+        changed = good(algorithm=config.AlgorithmSettings(**algorithm), layout=layout, model=model)
+        return "\n".join(validate(changed))
 
     assert "the engine would be corrected for twice" in problems(loss="dppo_tv")
     assert problems(loss="dppo_tv", correction="none") == ""
@@ -153,7 +161,7 @@ def test_combinations_of_methods_are_refused():
             advantage=advantage, kl="k1", kl_coef=0.1, kl_in="reward"
         )
     assert problems(advantage="otb", kl="k1", kl_coef=0.1, kl_in="reward") == ""
-    offline = Layout(placement="offline")
+    offline = LayoutSettings(placement="offline")
     assert "model.teacher: is empty" in problems(
         layout=offline, objective="distill", loss="divergence"
     )
@@ -166,11 +174,11 @@ def test_coefficients_that_move_are_checked():
     def problems(**algorithm):
         placement = "colocated" if algorithm.get("objective", "rl") == "rl" else "offline"
         return "\n".join(
-            config.validate(
+            validate(
                 good(
-                    algorithm=config.Algorithm(**algorithm),
-                    layout=Layout(placement=placement),
-                    model=config.Model(path="m", teacher="t"),
+                    algorithm=config.AlgorithmSettings(**algorithm),
+                    layout=LayoutSettings(placement=placement),
+                    model=config.ModelSettings(path="m", teacher="t"),
                 )
             )
         )
@@ -219,15 +227,15 @@ def test_coefficients_that_move_are_checked():
 
 
 def test_method_and_option_names_are_checked():
-    wrong = config.Algorithm(advantage="grop", loss_options={"clip_lo": 0.1})
-    text = "\n".join(config.validate(good(algorithm=wrong)))
+    wrong = config.AlgorithmSettings(advantage="grop", loss_options={"clip_lo": 0.1})
+    text = "\n".join(validate(good(algorithm=wrong)))
     assert "grpo" in text and "clip_low" in text
 
 
 def test_options_of_the_optimizer_are_checked(tmp_path):
     def problems(text: str) -> str:
         return "\n".join(
-            config.validate(
+            validate(
                 good(
                     optimizer=config.load_yaml(
                         write(tmp_path, f"optimizer: {{options: {text}}}")
@@ -247,7 +255,7 @@ def test_options_of_the_optimizer_are_checked(tmp_path):
 def test_options_of_the_schedule_are_checked():
     def problems(**options):
         return "\n".join(
-            config.validate(good(optimizer=config.Optimizer(schedule_options=options)))
+            validate(good(optimizer=config.OptimizerSettings(schedule_options=options)))
         )
 
     assert problems(warmup_steps=10, min_lr_frac=0) == problems() == ""
@@ -262,10 +270,10 @@ def test_options_of_the_schedule_are_checked():
 
 def test_the_transformers_engine_is_one_rank_and_takes_no_options_of_vllm():
     cfg = good(
-        layout=config.Layout(world_size=4, trainer_ranks=2, inference_tp=2),
-        engine=config.Engine(kind="transformers", options={"enforce_eager": True}),
+        layout=config.LayoutSettings(world_size=4, trainer_ranks=2, inference_tp=2),
+        engine=config.EngineSettings(kind="transformers", options={"enforce_eager": True}),
     )
-    tp, options = config.validate(cfg)
+    tp, options = validate(cfg)
     assert tp.startswith(
         "layout.inference_tp: 2 with engine.kind transformers, whose engine holds "
         "the whole model on one rank"
@@ -275,10 +283,11 @@ def test_the_transformers_engine_is_one_rank_and_takes_no_options_of_vllm():
 
 def test_options_of_the_engine_are_names_of_vllm_that_are_not_set_here():
     from spmdrl.check.options import ENGINE_ARGUMENTS, engine_argument_names
+
     from spmdrl.engine.vllm import _own_arguments
 
     def problems(**options):
-        return "\n".join(config.validate(good(engine=config.Engine(options=options))))
+        return "\n".join(validate(good(engine=config.EngineSettings(options=options))))
 
     assert problems(enforce_eager=True, enable_prefix_caching=False) == ""
     assert (
@@ -308,8 +317,8 @@ def test_an_old_logprob_pass_is_made_only_for_methods_that_need_one():
     def columns(updates=2, **algorithm):
         return needed_columns(
             good(
-                algorithm=config.Algorithm(**algorithm),
-                batch=config.Batch(updates_per_step=updates),
+                algorithm=config.AlgorithmSettings(**algorithm),
+                batch=config.BatchSettings(updates_per_step=updates),
             )
         )
 
@@ -326,15 +335,18 @@ def test_an_old_logprob_pass_is_made_only_for_methods_that_need_one():
 
 def test_options_of_kernels_and_memory_are_checked():
     def problems(**fields):
-        return "\n".join(config.validate(good(model=config.Model(path="m", **fields))))
+        return "\n".join(validate(good(model=config.ModelSettings(path="m", **fields))))
 
-    assert problems(kernels={"attention": "flash", "liger": False, "compile": True}) == ""
-    assert problems(memory={"activation_checkpointing": "full", "head_chunk_tokens": 100}) == ""
-    assert problems(kernels={"atention": "flash"}) == (
+    assert problems(kernels=KernelsSettings(attention="flash", liger=False, compile=True)) == ""
+    assert (
+        problems(memory=MemorySettings(activation_checkpointing="full", head_chunk_tokens=100))
+        == ""
+    )
+    assert problems(kernels=KernelsSettings(atention="flash")) == (
         "model.kernels.atention: unknown option; did you mean attention?"
     )
-    assert problems(kernels={"attention": "sdpa"}) == (
+    assert problems(kernels=KernelsSettings(attention="sdpa")) == (
         "model.kernels.attention: expected one of auto, varlen, flash, padded; got 'sdpa'"
     )
-    assert "got True" in problems(memory={"activation_checkpointing": True})
-    assert "got -1" in problems(memory={"head_chunk_tokens": -1})
+    assert "got True" in problems(memory=MemorySettings(activation_checkpointing=True))
+    assert "got -1" in problems(memory=MemorySettings(head_chunk_tokens=-1))

@@ -16,6 +16,7 @@ from safetensors import safe_open
 from test_train import REWARDS, assert_same_end, final_weights
 
 from spmdrl import config as configs
+from spmdrl.check.settings import validate
 from spmdrl.commands.create_model import create_model
 from spmdrl.commands.export import export
 from spmdrl.config import Config
@@ -330,11 +331,11 @@ def test_value_loss_is_a_mean_over_tokens_and_values_come_before_their_token(fou
 
 def test_bad_values_of_the_section_are_reported():
     good = Config(
-        model=configs.Model(path="m"),
-        data=configs.Data(train="task:addition", size=10),
-        algorithm=configs.Algorithm(advantage="gae"),
+        model=configs.ModelSettings(path="m"),
+        data=configs.DataSettings(train="task:addition", size=10),
+        algorithm=configs.AlgorithmSettings(advantage="gae"),
     )
-    assert configs.validate(good) == []
+    assert validate(good) == []
     for critic, place, value in (
         ({"lr": -1.0}, "lr", -1.0),
         ({"options": {"clip": -1.0}}, "options.clip", -1.0),
@@ -343,10 +344,10 @@ def test_bad_values_of_the_section_are_reported():
         ({"options": {"warmup": 1}}, "options.warmup", "did you mean warmup_steps?"),
     ):
         bad = dataclasses.replace(good, critic=dataclasses.replace(good.critic, **critic))
-        (problem,) = configs.validate(bad)
+        (problem,) = validate(bad)
         assert problem.startswith(f"critic.{place}: ") and str(value) in problem
     # One prompt, one sample: there is no group whose mean would be the baseline.
-    assert configs.validate(dataclasses.replace(good, batch=configs.Batch(group_size=1))) == []
+    assert validate(dataclasses.replace(good, batch=configs.BatchSettings(group_size=1))) == []
 
 
 # --------------------------------------------------------------------------- whole runs
@@ -375,11 +376,11 @@ def rewards(tmp_path_factory) -> str:
 def test_ppo_resumes_bit_identical_and_exports_the_policy_alone(start_model, rewards, tmp_path):
     flags = runs.TINY["rl"] | {
         "model.path": start_model,
-        "critic.options": "{warmup_steps: 1}",
+        "critic.warmup_steps": "1",
         "rewards.functions": rewards,
     }
     whole, part = tmp_path / "whole", tmp_path / "part"
-    flags |= {"steps": 3, "checkpoint.every-steps": 2, "checkpoint.keep": "{last: 9}"}
+    flags |= {"steps": 3, "checkpoint.every-steps": 2, "checkpoint.keep.last": "9"}
     runs.run("demo_ppo.yaml", 2, **flags | {"output-dir": whole})
     shutil.copytree(whole, part)
     shutil.rmtree(part / "checkpoints" / "step_3")

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spmdrl.commands.create_model import character_tokenizer
-from spmdrl.config import Batch, Config, Data, Model, Sampling
+from spmdrl.config import BatchSettings, Config, DataSettings, ModelSettings, SamplingSettings
 from spmdrl.data.examples import SupervisedSource, encode_example
 from spmdrl.data.prompts import Order, PromptSource, check_context, end_token_ids, load_tokenizer
 
@@ -21,10 +21,10 @@ USER, REPLY = {"role": "user", "content": "hi"}, {"role": "assistant", "content"
 def config(train, *, per_step=4, seed=0, max_prompt=64, max_response=16, **data):
     return Config(
         seed=seed,
-        data=Data(train=train, max_prompt_tokens=max_prompt, **data),
-        batch=Batch(prompts_per_step=per_step),
-        model=Model(path="m"),
-        sampling=Sampling(max_response_tokens=max_response),
+        data=DataSettings(train=train, max_prompt_tokens=max_prompt, **data),
+        batch=BatchSettings(prompts_per_step=per_step),
+        model=ModelSettings(path="m"),
+        sampling=SamplingSettings(max_response_tokens=max_response),
     )
 
 
@@ -162,11 +162,13 @@ def test_missing_chat_template_names_the_row_that_needs_one(tmp_path):
 
 def test_missing_tokenizer_folder_is_refused(tmp_path):
     with pytest.raises(ValueError, match="model.path: .*is not a folder"):
-        load_tokenizer(Config(model=Model(path=str(tmp_path / "none"))))
+        load_tokenizer(Config(model=ModelSettings(path=str(tmp_path / "none"))))
     with pytest.raises(ValueError, match="model.path: no tokenizer can be loaded"):
-        load_tokenizer(Config(model=Model(path=str(tmp_path))))
+        load_tokenizer(Config(model=ModelSettings(path=str(tmp_path))))
     PLAIN.save_pretrained(tmp_path / "t")
-    assert load_tokenizer(Config(model=Model(path=str(tmp_path / "t")))).eos_token == "<eos>"
+    assert (
+        load_tokenizer(Config(model=ModelSettings(path=str(tmp_path / "t")))).eos_token == "<eos>"
+    )
 
 
 # --------------------------------------------------------------------------- supervised

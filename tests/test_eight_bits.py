@@ -12,11 +12,11 @@ import torch
 from checkpoint_runs import after_two_updates
 from policy_runs import batch, config, update
 from ranks import run_ranks
+from spmdrl.check.options import option_problems
 from torch import Tensor
 
-from spmdrl.check.options import option_problems
 from spmdrl.commands.create_model import create_model
-from spmdrl.config import Config, Optimizer
+from spmdrl.config import Config, OptimizerSettings
 from spmdrl.model.shards import local_part
 from spmdrl.train import optimizer
 from spmdrl.train.optimizer import AdamW
@@ -55,7 +55,7 @@ def test_updates_are_those_of_torchaos_adamw(monkeypatch):
     ours = AdamW(
         mine,
         no_decay=set(),
-        options=Optimizer(options={"beta2": 0.999, "weight_decay": 0.1}),
+        options=OptimizerSettings(options={"beta2": 0.999, "weight_decay": 0.1}),
         dtype=torch.int8,
     )
     torchaos = AdamW8bit(

@@ -14,7 +14,7 @@ import torch
 from ranks import run_ranks
 
 from spmdrl import config
-from spmdrl.config import Config, Layout
+from spmdrl.config import Config, LayoutSettings, ScheduleSettings
 from spmdrl.engine.protocol import Request
 
 PROMPTS = ((5, 6, 7, 8), (9, 10, 11, 12, 13), (5, 6, 7, 8))
@@ -25,11 +25,11 @@ def engine_config(
     model: str, *, kind: str = "vllm", options: dict | None = None, **layout
 ) -> Config:
     return Config(
-        layout=Layout(device="cpu", **layout),
-        model=config.Model(path=model),
-        data=config.Data(max_prompt_tokens=48),
-        sampling=config.Sampling(max_response_tokens=16),
-        engine=config.Engine(
+        layout=LayoutSettings(device="cpu", **layout),
+        model=config.ModelSettings(path=model),
+        data=config.DataSettings(max_prompt_tokens=48),
+        sampling=config.SamplingSettings(max_response_tokens=16),
+        engine=config.EngineSettings(
             kind=kind,
             dtype="float32",
             cpu_kv_cache_gib=0.1,
@@ -83,7 +83,7 @@ def swap(engine, *, mode: str, folders: tuple[str, str]) -> dict:
     """Exchange the weights in the middle of sequences; they are the old ones again at the end."""
     from safetensors.torch import load_file
 
-    rollout = config.Rollout(schedule={"kv_cache": mode})
+    rollout = config.RolloutSettings(schedule=ScheduleSettings(kv_cache=mode))
     engine.cfg = dataclasses.replace(engine.cfg, rollout=rollout)
     engine.weights_changed(7)
     for i in range(6):
@@ -105,9 +105,8 @@ def swap(engine, *, mode: str, folders: tuple[str, str]) -> dict:
 
 
 def vllm_details(engine) -> dict:
-    from vllm.engine.arg_utils import EngineArgs
-
     from spmdrl.check.options import engine_argument_names
+    from vllm.engine.arg_utils import EngineArgs
 
     names = {f.name for f in dataclasses.fields(EngineArgs) if not f.name.startswith("_")}
     assert set(engine_argument_names()) == names

@@ -13,8 +13,9 @@ import torch
 from ranks import run_ranks
 
 from spmdrl import config
+from spmdrl.check.settings import validate
 from spmdrl.commands.create_model import create_model
-from spmdrl.config import Config
+from spmdrl.config import Config, MemorySettings
 from spmdrl.engine.protocol import Request
 from spmdrl.engine.sampling import draw, numbers
 
@@ -59,11 +60,11 @@ def test_draws_follow_the_distribution_of_each_rows_temperature():
 
 def engine_config(model: Path | str, **engine) -> Config:
     return Config(
-        layout=config.Layout(placement="colocated", world_size=1, device="cpu"),
-        model=config.Model(path=str(model), memory={"head_chunk_tokens": 40}),
-        data=config.Data(max_prompt_tokens=24),
-        sampling=config.Sampling(max_response_tokens=20),
-        engine=config.Engine(**({"kind": "transformers", "dtype": "float32"} | engine)),
+        layout=config.LayoutSettings(placement="colocated", world_size=1, device="cpu"),
+        model=config.ModelSettings(path=str(model), memory=MemorySettings(head_chunk_tokens=40)),
+        data=config.DataSettings(max_prompt_tokens=24),
+        sampling=config.SamplingSettings(max_response_tokens=20),
+        engine=config.EngineSettings(**({"kind": "transformers", "dtype": "float32"} | engine)),
     )
 
 
@@ -206,8 +207,8 @@ def _run_config(model: Path, out: Path, **fields) -> Config:
     )
     return Config(
         output_dir=str(out),
-        model=config.Model(path=str(model), compute_dtype="float32"),
-        data=config.Data(
+        model=config.ModelSettings(path=str(model), compute_dtype="float32"),
+        data=config.DataSettings(
             train="task:addition",
             eval="task:addition",
             size=1000,
@@ -215,13 +216,13 @@ def _run_config(model: Path, out: Path, **fields) -> Config:
             task_options={"digits": 2},
             max_prompt_tokens=8,
         ),
-        batch=config.Batch(prompts_per_step=4, group_size=4, tokens_per_microbatch=128),
-        sampling=config.Sampling(max_response_tokens=8),
-        optimizer=config.Optimizer(lr=1e-3),
-        engine=config.Engine(kind="transformers", dtype="float32", max_num_seqs=12),
-        stream=config.Stream(mode="traced", verify_every=1, max_logprob_gap=1e-4),
-        rewards=config.Rewards(functions=(f"{model.parent / 'r.py'}:varied",)),
-        report=config.Report(tracker="none"),
+        batch=config.BatchSettings(prompts_per_step=4, group_size=4, tokens_per_microbatch=128),
+        sampling=config.SamplingSettings(max_response_tokens=8),
+        optimizer=config.OptimizerSettings(lr=1e-3),
+        engine=config.EngineSettings(kind="transformers", dtype="float32", max_num_seqs=12),
+        stream=config.StreamSettings(mode="traced", verify_every=1, max_logprob_gap=1e-4),
+        rewards=config.RewardsSettings(functions=(f"{model.parent / 'r.py'}:varied",)),
+        report=config.ReportSettings(tracker="none"),
         **fields,
     )
 
@@ -250,11 +251,11 @@ def test_three_steps_without_vllm_while_another_rank_trains(schedule, model, tmp
         tmp_path / "run",
         steps=3,
         lag=1,
-        evaluate=config.Evaluate(every_steps=2),
-        rollout=config.Rollout(schedule=schedule),
-        layout=config.Layout(world_size=2, device="cpu", wait_timeout_s=200),
+        evaluate=config.EvaluateSettings(every_steps=2),
+        rollout=config.RolloutSettings(schedule=schedule),
+        layout=config.LayoutSettings(world_size=2, device="cpu", wait_timeout_s=200),
     )
-    assert config.validate(cfg) == []
+    assert validate(cfg) == []
     run_ranks(2, _train, cfg)
     rows = _rows(tmp_path / "run")
     steps = [row for row in rows if "policy/loss" in row]
@@ -271,7 +272,7 @@ def test_a_run_that_both_trains_and_generates_resumes_to_the_same_end(model, tmp
             model,
             tmp_path / out,
             steps=steps,
-            layout=config.Layout(placement="colocated", world_size=1, device="cpu"),
+            layout=config.LayoutSettings(placement="colocated", world_size=1, device="cpu"),
         )
 
     run_ranks(1, _train, cfg("whole", 3), cfg("parts", 2), cfg("parts", 3))

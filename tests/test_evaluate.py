@@ -18,7 +18,7 @@ from spmdrl import config
 from spmdrl.commands.create_model import create_model
 from spmdrl.commands.evaluate import parse
 from spmdrl.commands.export import export
-from spmdrl.config import Config
+from spmdrl.config import Config, KeepSettings
 from spmdrl.evaluate import table
 from spmdrl.report.glossary import values_of
 from spmdrl.rollout.episode import Response, Sample
@@ -194,25 +194,25 @@ def run(tmp_path_factory) -> Path:
     cfg = Config(
         output_dir=str(where / "run"),
         steps=STEPS,
-        layout=config.Layout(placement="colocated", world_size=1, device="cpu"),
-        model=config.Model(path=str(model), compute_dtype="float32"),
-        data=config.Data(
+        layout=config.LayoutSettings(placement="colocated", world_size=1, device="cpu"),
+        model=config.ModelSettings(path=str(model), compute_dtype="float32"),
+        data=config.DataSettings(
             train="task:addition",
             size=100,
             task_options={"digits": 2},
             eval=str(where / "rows.jsonl"),
             max_prompt_tokens=8,
         ),
-        batch=config.Batch(prompts_per_step=4, group_size=4, tokens_per_microbatch=128),
-        sampling=config.Sampling(max_response_tokens=24, stop_token_ids=tuple(digits)),
-        optimizer=config.Optimizer(lr=1e-3),
-        engine=config.Engine(
+        batch=config.BatchSettings(prompts_per_step=4, group_size=4, tokens_per_microbatch=128),
+        sampling=config.SamplingSettings(max_response_tokens=24, stop_token_ids=tuple(digits)),
+        optimizer=config.OptimizerSettings(lr=1e-3),
+        engine=config.EngineSettings(
             kind="transformers", dtype="float32", cpu_kv_cache_gib=0.1, max_num_seqs=64
         ),
         # The answer is the last number: the responses end with a digit.
-        rewards=config.Rewards(functions=("spmdrl.rewards.graders:numeric",)),
-        evaluate=config.Evaluate(every_steps=STEPS, samples=4),
-        checkpoint=config.Checkpoint(keep={"last": 1, "best": "eval/maj_at_4"}),
+        rewards=config.RewardsSettings(functions=("spmdrl.rewards.graders:numeric",)),
+        evaluate=config.EvaluateSettings(every_steps=STEPS, samples=4),
+        checkpoint=config.CheckpointSettings(keep=KeepSettings(last=1, best="eval/maj_at_4")),
     )
     run_ranks(1, _trained, cfg)
     return where / "run"

@@ -25,7 +25,7 @@ from test_sync_engine import (
 from torch import Tensor
 
 from spmdrl.checkpoint.state import tensor_leaves
-from spmdrl.config import Checkpoint, Config
+from spmdrl.config import CheckpointSettings, Config
 
 # --------------------------------------------------------------------------- pushes
 
@@ -163,7 +163,9 @@ def test_a_checkpoint_goes_through_every_mesh_unchanged(kind, tmp_path):
     meshes = [*MESHES] if family == "dense" else [*EXPERT_MESHES, "shard2 tp2"]
     base = config(folder, tmp_path / "out", **options)
     cfgs = {
-        mesh: replace(base, steps=100, layout=layout_of(mesh), checkpoint=Checkpoint(every_steps=1))
+        mesh: replace(
+            base, steps=100, layout=layout_of(mesh), checkpoint=CheckpointSettings(every_steps=1)
+        )
         for mesh in meshes
     }
     for rank, states in enumerate(run_ranks(TRAINERS, relay, cfgs)):

@@ -8,21 +8,25 @@ import pytest
 import torch
 from ranks import run_ranks
 
-from spmdrl.config import Algorithm, Batch, Config, Layout, inference_ranks
+from spmdrl.config import AlgorithmSettings, BatchSettings, Config, LayoutSettings, inference_ranks
 from spmdrl.exchange import exchange
 from spmdrl.types import Batch as ExchangedBatch
 from spmdrl.types import Rollouts, Scalars
 from spmdrl.world import World
 
 
-def config(layout: Layout, **batch: int) -> Config:
+def config(layout: LayoutSettings, **batch: int) -> Config:
     objective = "sft" if layout.placement == "offline" else "rl"
     sizes = dict(prompts_per_step=4, group_size=3, tokens_per_microbatch=64) | batch
-    return Config(layout=layout, batch=Batch(**sizes), algorithm=Algorithm(objective=objective))
+    return Config(
+        layout=layout,
+        batch=BatchSettings(**sizes),
+        algorithm=AlgorithmSettings(objective=objective),
+    )
 
 
-def lay(placement: str, world_size: int, **sizes: int) -> Layout:
-    return Layout(
+def lay(placement: str, world_size: int, **sizes: int) -> LayoutSettings:
+    return LayoutSettings(
         placement=placement,
         world_size=world_size,
         device="cpu",

@@ -9,12 +9,12 @@ import pytest
 import torch
 from policy_runs import batch, config, update
 from ranks import run_ranks
+from spmdrl.check.options import MEMORY, option_problems
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from spmdrl.check.options import MEMORY, option_problems
 from spmdrl.commands.create_model import create_model
-from spmdrl.config import Config, Layout
+from spmdrl.config import Config, LayoutSettings
 from spmdrl.model.parallel.recompute import blocks_ahead
 
 LAYERS = 3
@@ -184,12 +184,12 @@ def test_unknown_ways_are_refused(memory, expected, tmp_path):
 
 def test_blocks_are_asked_for_ahead_where_the_host_waits_within_them():
     class Place:
-        device, cfg = torch.device("cuda"), Config(layout=Layout(ep=2))
+        device, cfg = torch.device("cuda"), Config(layout=LayoutSettings(ep=2))
 
     assert blocks_ahead(MEMORY, Place) == 1
     assert blocks_ahead(MEMORY | {"prefetch": 0}, Place) == 0
-    Place.cfg = Config(layout=Layout(tp=2))
+    Place.cfg = Config(layout=LayoutSettings(tp=2))
     assert blocks_ahead(MEMORY, Place) == 0
-    Place.cfg = Config(layout=Layout(ep=2))
+    Place.cfg = Config(layout=LayoutSettings(ep=2))
     Place.device = torch.device("cpu")
     assert blocks_ahead(MEMORY, Place) == 0 and blocks_ahead(MEMORY | {"prefetch": 3}, Place) == 3

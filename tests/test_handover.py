@@ -29,19 +29,19 @@ def _config(
     return Config(
         output_dir=str(where / "run"),
         steps=10,
-        layout=config.Layout(
+        layout=config.LayoutSettings(
             placement="colocated",
             world_size=world_size,
             device="cpu",
             startup_timeout_s=300,
             wait_timeout_s=200,
         ),
-        model=config.Model(path=str(model), compute_dtype="float32"),
-        data=config.Data(max_prompt_tokens=16),
-        sampling=config.Sampling(max_response_tokens=16),
-        batch=config.Batch(tokens_per_microbatch=64),
-        optimizer=config.Optimizer(lr=1e-2),
-        engine=config.Engine(
+        model=config.ModelSettings(path=str(model), compute_dtype="float32"),
+        data=config.DataSettings(max_prompt_tokens=16),
+        sampling=config.SamplingSettings(max_response_tokens=16),
+        batch=config.BatchSettings(tokens_per_microbatch=64),
+        optimizer=config.OptimizerSettings(lr=1e-2),
+        engine=config.EngineSettings(
             **(
                 {
                     "kind": "transformers",

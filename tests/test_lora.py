@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from spmdrl.commands.create_model import create_model
 from spmdrl.commands.export import export
-from spmdrl.config import Config, Model
+from spmdrl.config import Config, LoraSettings, ModelSettings
 from spmdrl.model.load import build_meta_model
 from spmdrl.model.lora.files import write_adapter
 from spmdrl.model.lora.layers import Adapters, initial_a, lora_form
@@ -281,7 +281,7 @@ def test_a_checkpoint_of_adapters_resumes_on_another_layout_and_no_other_base(sa
         "alpha": replace(
             two, checkpoint=allow, model=replace(cfg.model, lora=cfg.model.lora | {"alpha": 13})
         ),
-        "full": replace(two, checkpoint=allow, model=replace(cfg.model, lora={})),
+        "full": replace(two, checkpoint=allow, model=replace(cfg.model, lora=LoraSettings())),
         "config": replace(two, model=replace(cfg.model, lora=LORA)),
     }
     for found in run_ranks(2, _resume, cfgs):
@@ -316,7 +316,7 @@ def test_an_export_merges_or_is_peft_s_own(saved, tmp_path):
     # What starts from it, starts with its very numbers.
     form = lora_form({"path": str(tmp_path / "adapter")})
     assert (form.rank, form.alpha, form.use_rslora) == (3, 12, True)
-    hf_model = build_meta_model(Model(path=cfg.model.path))
+    hf_model = build_meta_model(ModelSettings(path=cfg.model.path))
     adapters = Adapters(hf_model, form)
     assert len(adapters.targets) == 15  # the embedding is one
     shards = {name: torch.empty(hf_model.get_parameter(name).shape) for name in adapters.names}
@@ -337,13 +337,13 @@ def test_an_embedding_of_pefts_is_read_without_the_weight_under_it(tmp_path):
     theirs.save_pretrained(tmp_path / "with")
     theirs.save_pretrained(tmp_path / "without", save_embedding_layers=False)
     form = lora_form({"path": str(tmp_path / "without")})
-    own = _config(folder, tmp_path / "out", lora={"path": str(tmp_path / "without")})
+    own = _config(folder, tmp_path / "out", lora=LoraSettings(path=str(tmp_path / "without")))
     (scores,) = run_ranks(1, _scores, own)
     with torch.no_grad():
         logprobs = theirs(_tokens()).logits[0].log_softmax(-1)
     expected = logprobs[:-1].gather(1, _tokens()[0, 1:, None])[:, 0]
     torch.testing.assert_close(scores[1:], expected, rtol=1e-5, atol=1e-5)
-    hf_model = build_meta_model(Model(path=str(folder)))
+    hf_model = build_meta_model(ModelSettings(path=str(folder)))
     adapters = Adapters(hf_model, replace(form, path=str(tmp_path / "with")))
     shards = {name: torch.empty(hf_model.get_parameter(name).shape) for name in adapters.names}
     with pytest.raises(ValueError, match="embed_tokens.*save_embedding_layers is False"):
@@ -379,7 +379,7 @@ def test_an_embedding_that_can_have_no_adapter_is_refused(architecture, tied, re
         intermediate=48,
         tied=tied,
     )
-    hf_model = build_meta_model(Model(path=str(folder)))
+    hf_model = build_meta_model(ModelSettings(path=str(folder)))
     with pytest.raises(ValueError, match=f"model.embed_tokens of .* {reason}"):
         Adapters(hf_model, lora_form({"targets": ["embed_tokens"]}))
 

@@ -17,7 +17,7 @@ from spmdrl.check.dry_run import stream_size
 from spmdrl.check.fit import fit_problems
 from spmdrl.check.settings import validate
 from spmdrl.commands.create_model import create_model
-from spmdrl.config import Config, Layout
+from spmdrl.config import Config, LayoutSettings, LoraSettings
 from spmdrl.model.load import build_meta_model
 from spmdrl.model.lora.layers import adapter_numel, lora_form
 from spmdrl.model.shape import model_shape
@@ -29,9 +29,9 @@ from spmdrl.world.axes import axes_of
 LORA = {"rank": 3, "alpha": 12, "use_rslora": True}
 SCALE = 12 / 3**0.5
 LAYOUTS = {  # dtype of the engine, layout
-    "split": ("float32", Layout(world_size=3, trainer_ranks=2)),
-    "tp2": ("bfloat16", Layout(placement="colocated", world_size=2, inference_tp=2)),
-    "tp of both": ("float32", Layout(world_size=4, trainer_ranks=2, tp=2, inference_tp=2)),
+    "split": ("float32", LayoutSettings(world_size=3, trainer_ranks=2)),
+    "tp2": ("bfloat16", LayoutSettings(placement="colocated", world_size=2, inference_tp=2)),
+    "tp of both": ("float32", LayoutSettings(world_size=4, trainer_ranks=2, tp=2, inference_tp=2)),
 }
 
 
@@ -139,7 +139,9 @@ def test_what_engines_sample_is_what_trainers_score(targets, tmp_path):
     folder = create_model(
         tmp_path / "m", hidden_size=128, layers=2, heads=4, kv_heads=2, intermediate=96
     )
-    cfg = make_config(folder, layout=Layout(placement="colocated", world_size=1), dtype="float32")
+    cfg = make_config(
+        folder, layout=LayoutSettings(placement="colocated", world_size=1), dtype="float32"
+    )
     cfg = replace(
         cfg, model=replace(cfg.model, lora=LORA | {"push": "adapter", "targets": targets})
     )
@@ -185,7 +187,7 @@ def _sample(cfg: Config) -> dict[str, float]:
 
 def test_engines_get_experts_with_their_adapters_merged_in(tmp_path):
     folder = make_moe(tmp_path, "qwen3_moe", hidden_size=128, intermediate=48)
-    layout = Layout(world_size=3, trainer_ranks=2, ep=2)
+    layout = LayoutSettings(world_size=3, trainer_ranks=2, ep=2)
     cfg = make_config(folder, layout=layout, dtype="float32")
     cfg = replace(cfg, model=replace(cfg.model, lora=LORA))
     for rank, result in enumerate(run_ranks(3, _push, cfg)):
@@ -206,8 +208,10 @@ def test_engines_get_experts_with_their_adapters_merged_in(tmp_path):
     ],
 )
 def test_pushes_that_cannot_be_are_refused(change, says, tmp_path):
-    cfg = make_config(tmp_path, layout=Layout(world_size=2, trainer_ranks=1))
-    cfg = replace(cfg, model=replace(cfg.model, lora={"push": "adapter"} | change.pop("lora", {})))
+    cfg = make_config(tmp_path, layout=LayoutSettings(world_size=2, trainer_ranks=1))
+    cfg = replace(
+        cfg, model=replace(cfg.model, lora=LoraSettings(push="adapter") | change.pop("lora", {}))
+    )
     for section, fields in change.items():
         cfg = replace(cfg, **{section: replace(getattr(cfg, section), **fields)})
     assert any(says in problem for problem in validate(cfg)), validate(cfg)
@@ -217,7 +221,7 @@ def test_the_dry_run_and_the_planner_say_what_travels(tmp_path):
     folder = create_model(
         tmp_path / "m", hidden_size=128, layers=2, heads=4, kv_heads=2, intermediate=96
     )
-    cfg = make_config(folder, layout=Layout(world_size=3, trainer_ranks=1))
+    cfg = make_config(folder, layout=LayoutSettings(world_size=3, trainer_ranks=1))
     own = replace(cfg, model=replace(cfg.model, lora=LORA | {"push": "adapter"}))
     numel = 2 * 3 * (2 * (128 + 128) + 2 * (128 + 64) + 3 * (128 + 96))
     assert stream_size(own)["bytes per later push"].startswith(f"{numel:,} * 2 = {2 * numel:,} ")
@@ -236,7 +240,9 @@ def test_the_dry_run_and_the_planner_say_what_travels(tmp_path):
 
 
 def test_mixtures_are_refused_before_any_engine_is_built(tmp_path):
-    cfg = make_config(make_moe(tmp_path, "qwen3_moe"), layout=Layout(world_size=2, trainer_ranks=1))
-    own = replace(cfg, model=replace(cfg.model, lora={"push": "adapter"}))
+    cfg = make_config(
+        make_moe(tmp_path, "qwen3_moe"), layout=LayoutSettings(world_size=2, trainer_ranks=1)
+    )
+    own = replace(cfg, model=replace(cfg.model, lora=LoraSettings(push="adapter")))
     assert fit_problems(cfg) == []
     assert "adapter with a qwen3_moe" in fit_problems(own)[0]

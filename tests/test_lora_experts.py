@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from spmdrl.commands.export import export
-from spmdrl.config import Config, Model
+from spmdrl.config import Config, ModelSettings
 from spmdrl.model.file_tensors import file_tensors
 from spmdrl.model.load import build_meta_model
 from spmdrl.model.lora.layers import Adapters, LoraForm, lora_form
@@ -38,7 +38,7 @@ CASES = {  # ranks, ep, experts, rank of the adapters
 
 def _layer(where: Path, family: str) -> tuple[nn.Module, Adapters, dict[str, Tensor]]:
     """A layer of experts with adapters, and its parameters in float64."""
-    hf_model = build_meta_model(Model(path=str(make_moe(where, family))))
+    hf_model = build_meta_model(ModelSettings(path=str(make_moe(where, family))))
     adapters = Adapters(hf_model, LoraForm(rank=RANK, alpha=ALPHA, targets=("experts",)))
     experts = hf_model.model.layers[1].mlp.experts.to_empty(device="cpu")
     torch.manual_seed(0)
@@ -177,7 +177,7 @@ def test_exports_of_experts_adapters_compute_alike_in_peft_and_load_again(saved,
 
 def _read(folder: Path, cfg: Config) -> dict[str, Tensor]:
     """What a policy that starts from an adapter's folder starts with."""
-    hf_model = build_meta_model(Model(path=cfg.model.path))
+    hf_model = build_meta_model(ModelSettings(path=cfg.model.path))
     adapters = Adapters(hf_model, lora_form({"path": str(folder)}))
     shards = {name: torch.empty(hf_model.get_parameter(name).shape) for name in adapters.names}
     adapters.fill(shards, seed=1)

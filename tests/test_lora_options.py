@@ -13,7 +13,7 @@ from policy_runs import config
 from spmdrl.check.fit import fit_problems
 from spmdrl.check.settings import validate
 from spmdrl.commands.create_model import create_model
-from spmdrl.config import Model
+from spmdrl.config import ModelSettings
 from spmdrl.model.load import build_meta_model
 from spmdrl.model.lora.files import write_adapter
 from spmdrl.model.lora.layers import Adapters, LoraForm, initial_a, lora_form, targeted
@@ -42,7 +42,7 @@ def test_a_matrices_start_as_pefts_do_keyed_by_seed_and_name():
     ],
 )
 def test_targets_are_read_as_peft_reads_them(targets, count, tiny_model):
-    hf_model = build_meta_model(Model(path=str(tiny_model)))
+    hf_model = build_meta_model(ModelSettings(path=str(tiny_model)))
     ours = set(targeted(hf_model, targets))
     asked = list(targets) if isinstance(targets, tuple) else targets
     theirs = get_peft_model(hf_model, LoraConfig(target_modules=asked, task_type="CAUSAL_LM"))
@@ -56,7 +56,7 @@ def test_targets_are_read_as_peft_reads_them(targets, count, tiny_model):
 
 @pytest.mark.parametrize("targets", [("q_proj", "query"), ("lm_head",), ".*lm_head.*", ("proj",)])
 def test_targets_that_match_nothing_are_refused_with_the_names_that_exist(targets, tiny_model):
-    hf_model = build_meta_model(Model(path=str(tiny_model)))
+    hf_model = build_meta_model(ModelSettings(path=str(tiny_model)))
     wrong = targets if isinstance(targets, str) else targets[-1]
     with pytest.raises(ValueError, match=re.escape(repr(wrong))) as raised:
         targeted(hf_model, targets)
@@ -124,12 +124,12 @@ def test_adapters_that_compute_something_else_are_refused(change, says, tmp_path
 
 def test_an_adapter_of_another_model_is_refused(tiny_model, tmp_path):
     form = LoraForm(rank=2, alpha=4, targets=("q_proj",))
-    hf_model = build_meta_model(Model(path=str(tiny_model)))
+    hf_model = build_meta_model(ModelSettings(path=str(tiny_model)))
     names = Adapters(hf_model, form).names
     tensors = {n: torch.ones(hf_model.get_parameter(n).shape) for n in names}
     tensors[names[0]] = torch.ones(2, 7)
     write_adapter(tmp_path, tensors, rank=2, alpha=4, use_rslora=False, base="")
-    hf_model = build_meta_model(Model(path=str(tiny_model)))
+    hf_model = build_meta_model(ModelSettings(path=str(tiny_model)))
     adapters = Adapters(hf_model, lora_form({"path": str(tmp_path)}))
     with pytest.raises(ValueError, match=r"lora_A.weight has shape \[2, 7\] there, \[2, 64\]"):
         adapters.fill({n: torch.empty(hf_model.get_parameter(n).shape) for n in names}, seed=0)
@@ -170,7 +170,7 @@ def _mixture(where) -> torch.nn.Module:
         kv_heads=2,
         intermediate=24,
     )
-    return build_meta_model(Model(path=str(folder)))
+    return build_meta_model(ModelSettings(path=str(folder)))
 
 
 _ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}

@@ -9,7 +9,7 @@ from runs import HELD, TINY, metrics, run, run_killed
 from test_train import assert_same_end
 
 from spmdrl.commands.create_model import create_model
-from spmdrl.config import Model
+from spmdrl.config import ModelSettings
 from spmdrl.model.load import build_meta_model
 from spmdrl.model.lora.files import write_adapter
 from spmdrl.model.lora.layers import Adapters, LoraForm, initial_a
@@ -26,7 +26,7 @@ def digits(data_source, solution_str, ground_truth, extra_info=None):
 
 def _random_adapter(model: Path, out: Path) -> Path:
     """An adapter whose B is not zero: engines do not have the weights that training begins with."""
-    hf_model = build_meta_model(Model(path=str(model)))
+    hf_model = build_meta_model(ModelSettings(path=str(model)))
     names = Adapters(hf_model, LoraForm(rank=8, alpha=32, targets="all-linear")).names
     out.mkdir()
     tensors = {

@@ -11,13 +11,13 @@ import torch
 from checkpoint_runs import SmallSource, after_two_updates
 from policy_runs import batch, config, full_parameters, update
 from ranks import run_ranks
+from spmdrl.check.options import option_problems
 from torch import Tensor
 from torch.utils.checkpoint import _VersionWrapper
 
 from spmdrl.check.fit import check_fit
-from spmdrl.check.options import option_problems
 from spmdrl.commands.create_model import create_model
-from spmdrl.config import Config, Layout, Model, Optimizer
+from spmdrl.config import Config, LayoutSettings, MemorySettings, ModelSettings, OptimizerSettings
 from spmdrl.model.parallel.recompute import check_offload, has, move_buffers
 from spmdrl.model.shards import local_part
 from spmdrl.train import optimizer
@@ -155,7 +155,7 @@ def test_rounding_takes_a_neighbour_with_the_right_mean_and_repeats_by_key():
 # ------------------------------------------------------------------ AdamW
 
 
-OPTIONS = Optimizer(options={"beta2": 0.999, "weight_decay": 0.1})
+OPTIONS = OptimizerSettings(options={"beta2": 0.999, "weight_decay": 0.1})
 
 
 def _tensors(dtype: torch.dtype) -> dict[str, Tensor]:
@@ -230,7 +230,7 @@ def _assert_rounded(kept: Tensor, exact: Tensor) -> None:
 
 def test_small_updates_of_bfloat16_weights_add_up():
     weights = {"w": torch.ones(64, 64, dtype=torch.bfloat16)}
-    moved = AdamW(weights, no_decay=set(), options=Optimizer(), dtype=torch.bfloat16)
+    moved = AdamW(weights, no_decay=set(), options=OptimizerSettings(), dtype=torch.bfloat16)
     gradients = {"w": torch.full((64, 64), 0.5, dtype=torch.bfloat16)}
     step = 1e-4  # Adam's, where all gradients are equal; to nearest, all below 1/512 are lost
     assert (weights["w"] - step == weights["w"]).all()
@@ -392,6 +392,9 @@ def test_an_optimizer_is_offloaded_from_cuda_alone():
         check_offload("all", torch.device("cpu"))
     with pytest.raises(ValueError, match="parameters on device cpu: nothing to offload, the param"):
         check_offload("parameters", torch.device("cpu"))
-    cfg = Config(layout=Layout(device="cpu"), model=Model(memory={"offload": "optimizer"}))
+    cfg = Config(
+        layout=LayoutSettings(device="cpu"),
+        model=ModelSettings(memory=MemorySettings(offload="optimizer")),
+    )
     with pytest.raises(ValueError, match="offload: optimizer on device cpu: nothing to offload"):
         check_fit(cfg)  # before anything is started

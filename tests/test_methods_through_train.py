@@ -22,8 +22,9 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from
 
 from spmdrl import config
 from spmdrl.algorithms import registry
+from spmdrl.check.settings import validate
 from spmdrl.commands.create_model import create_model
-from spmdrl.config import Algorithm, Config
+from spmdrl.config import AlgorithmSettings, Config
 from spmdrl.world import World
 
 STEPS = 3
@@ -136,44 +137,46 @@ def _config(where: Path, name: str, settings: dict[str, Any]) -> Config:
         output_dir=str(where / "runs" / name.replace(" ", "_")),
         steps=STEPS,
         lag=lag,
-        layout=config.Layout(
+        layout=config.LayoutSettings(
             placement="colocated" if is_rl else "offline",
             world_size=1,
             device="cpu",
             startup_timeout_s=300,
             wait_timeout_s=200,
         ),
-        model=config.Model(
+        model=config.ModelSettings(
             path=str(where / "start"),
             teacher=str(where / "teacher"),
             compute_dtype="float32",
             reference_options=reference,
         ),
-        data=config.Data(
+        data=config.DataSettings(
             train="task:addition" if is_rl else "task:addition_pairs",
             size=1000,
             task_options={"digits": 2},
             max_prompt_tokens=112 - longest,
         ),
-        batch=config.Batch(
+        batch=config.BatchSettings(
             prompts_per_step=4,
             group_size=4,
             tokens_per_microbatch=224,
             updates_per_step=2 if is_rl else 1,
         ),
-        rollout=config.Rollout(environment=game),
-        sampling=config.Sampling(max_response_tokens=longest, stop_token_ids=_digits(where)),
-        algorithm=Algorithm(**settings),
-        optimizer=config.Optimizer(lr=1e-3),
-        critic=config.Critic(lr=1e-3),
-        engine=config.Engine(dtype="float32", cpu_kv_cache_gib=0.1, max_num_seqs=32),
-        stream=config.Stream(mode="traced"),
-        rewards=config.Rewards(
+        rollout=config.RolloutSettings(environment=game),
+        sampling=config.SamplingSettings(
+            max_response_tokens=longest, stop_token_ids=_digits(where)
+        ),
+        algorithm=AlgorithmSettings(**settings),
+        optimizer=config.OptimizerSettings(lr=1e-3),
+        critic=config.CriticSettings(lr=1e-3),
+        engine=config.EngineSettings(dtype="float32", cpu_kv_cache_gib=0.1, max_num_seqs=32),
+        stream=config.StreamSettings(mode="traced"),
+        rewards=config.RewardsSettings(
             functions=tuple(f"{where / 'r.py'}:{f}" for f in functions) if is_rl else (),
             shaping=shaping,
             on_failure="drop",
         ),
-        report=config.Report(tracker="none"),
+        report=config.ReportSettings(tracker="none"),
     )
 
 
@@ -255,7 +258,7 @@ def ran(tmp_path_factory) -> tuple[Path, dict[str, str]]:
             chat_template=True,
         )
     configs = {name: _config(where, name, settings) for name, settings in METHODS.items()}
-    problems = {name: found for name, cfg in configs.items() if (found := config.validate(cfg))}
+    problems = {name: found for name, cfg in configs.items() if (found := validate(cfg))}
     assert not problems
     (failures,) = run_ranks(1, _run_all, configs)
     return where, failures

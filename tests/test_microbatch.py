@@ -16,7 +16,7 @@ from test_train import REWARDS, assert_same_end
 
 from spmdrl.check.settings import validate
 from spmdrl.commands.create_model import create_model
-from spmdrl.config import Config, parse
+from spmdrl.config import Config, MoeSettings, parse
 from spmdrl.config.fields import least_tokens, useful_tokens
 from spmdrl.credit import per_token
 from spmdrl.model.shards import local_part
@@ -178,7 +178,7 @@ def test_pairs_stay_together_and_a_router_is_left_alone(tmp_path):
         cfg,
         layout=replace(cfg.layout, ep=2),
         batch=replace(cfg.batch, prompts_per_step=4),
-        model=replace(cfg.model, path=str(folder), moe={"balance": "bias"}),
+        model=replace(cfg.model, path=str(folder), moe=MoeSettings(balance="bias")),
     )
     for found in run_ranks(2, _found, cfg):
         assert found["tokens"] == 4 * 8 // 2 * 100
@@ -214,7 +214,7 @@ def test_a_run_that_finds_its_size_equals_one_that_is_given_it_and_resumes(tmp_p
         "lag": 0,
         "steps": 2,
         "checkpoint.every-steps": 1,
-        "checkpoint.keep": "{last: 9}",
+        "checkpoint.keep.last": "9",
     }
     (tmp_path / "r.py").write_text(REWARDS)  # varied rewards: every step must move the weights
     flags["rewards.functions"] = f"{tmp_path / 'r.py'}:varied"

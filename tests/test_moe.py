@@ -11,7 +11,7 @@ from test_policy_forward import _reference, _rows, _work
 from torch import nn
 
 from spmdrl.commands.create_model import create_model
-from spmdrl.config import Model
+from spmdrl.config import ModelSettings
 from spmdrl.model.attention import register_attention
 from spmdrl.model.file_tensors import file_tensors, live_tensors
 from spmdrl.model.load import (
@@ -72,7 +72,7 @@ def test_each_file_tensor_is_the_part_that_transformers_makes_of_it(family):
 
     name, folder = family
     tensors = load_file(folder / "model.safetensors")
-    parts = file_tensors(build_meta_model(Model(path=str(folder))))
+    parts = file_tensors(build_meta_model(ModelSettings(path=str(folder))))
     assert parts.keys() == tensors.keys()
     expert = parts[EXPERT[name]]
     assert expert.tensor == "model.layers.1.mlp.experts.gate_up_proj"
@@ -84,7 +84,10 @@ def test_each_file_tensor_is_the_part_that_transformers_makes_of_it(family):
         assert held.boxes()[key] == (whole,)
         assert torch.equal(held.value(key, whole).read(), tensors[key]), key
     ours = load_whole_model(
-        Model(path=str(folder)), attention="eager", dtype=torch.float32, device=torch.device("cpu")
+        ModelSettings(path=str(folder)),
+        attention="eager",
+        dtype=torch.float32,
+        device=torch.device("cpu"),
     )
     for key, tensor in live_tensors(ours).items():
         assert torch.equal(tensor, theirs[key]), key
@@ -94,7 +97,7 @@ def test_scores_and_gradients_are_those_of_plain_transformers(family):
     _, folder = family
     expected, model = _reference(folder)
     register_attention()
-    hf_model = build_meta_model(Model(path=str(folder)), attention="spmdrl_padded")
+    hf_model = build_meta_model(ModelSettings(path=str(folder)), attention="spmdrl_padded")
     parts = file_tensors(hf_model)
     reader = CheckpointReader(model_folder(str(folder)))
     check_names(reader, {name: part.shape for name, part in parts.items()}, may_be_extra=[])
@@ -141,7 +144,7 @@ def test_weights_that_are_computed_on_saving_are_refused_by_name(tmp_path, monke
     from transformers import conversion_mapping
     from transformers.core_model_loading import Interleave, WeightConverter
 
-    model = build_meta_model(Model(path=str(make_moe(tmp_path, "qwen3_moe"))))
+    model = build_meta_model(ModelSettings(path=str(make_moe(tmp_path, "qwen3_moe"))))
     converter = WeightConverter(
         source_patterns="mlp.experts.mixed",
         target_patterns="mlp.experts.gate_up_proj",
@@ -155,7 +158,7 @@ def test_weights_that_are_computed_on_saving_are_refused_by_name(tmp_path, monke
 
 
 def test_a_dense_model_is_the_plain_case(tiny_model):
-    model = build_meta_model(Model(path=str(tiny_model)))
+    model = build_meta_model(ModelSettings(path=str(tiny_model)))
     assert isinstance(model, nn.Module)
     for name, part in file_tensors(model).items():
         assert part == Part.whole(name, tuple(model.get_parameter(name).shape))

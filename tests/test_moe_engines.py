@@ -19,22 +19,27 @@ from test_sync_engine import (
 )
 from torch import Tensor
 
-from spmdrl.config import Config, Layout
+from spmdrl.config import Config, LayoutSettings
 from spmdrl.model.shards import Held
 
 CASES = {  # engine, family, dtype, layout
-    "vllm": ("vllm", "qwen3_moe", "float32", Layout(world_size=3, trainer_ranks=2, tp=2, ep=2)),
+    "vllm": (
+        "vllm",
+        "qwen3_moe",
+        "float32",
+        LayoutSettings(world_size=3, trainer_ranks=2, tp=2, ep=2),
+    ),
     "vllm_tp2": (
         "vllm",
         "mixtral",
         "bfloat16",
-        Layout(placement="colocated", world_size=2, inference_tp=2),
+        LayoutSettings(placement="colocated", world_size=2, inference_tp=2),
     ),
     "transformers": (
         "transformers",
         "deepseek_v3",
         "float32",
-        Layout(placement="colocated", world_size=2, ep=2),
+        LayoutSettings(placement="colocated", world_size=2, ep=2),
     ),
 }
 

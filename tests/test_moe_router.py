@@ -15,8 +15,9 @@ from torch import Tensor
 
 from spmdrl import config as configs
 from spmdrl.check.fit import fit_problems
+from spmdrl.check.settings import validate
 from spmdrl.commands.export import export
-from spmdrl.config import Checkpoint, Config
+from spmdrl.config import CheckpointSettings, Config, KernelsSettings
 from spmdrl.model.file_tensors import live_tensors
 
 COEF, RATE, EXPERTS, CHOICES = 0.3, 0.02, 8, 2
@@ -163,7 +164,7 @@ def test_experts_and_biases_survive_a_resume_on_another_layout_and_an_export(tmp
 
     folder = make_moe(tmp_path, "deepseek_v3")
     cfg = _config(folder, tmp_path / "out", balance="bias", rate=RATE)
-    cfg = replace(cfg, checkpoint=Checkpoint(every_steps=1))
+    cfg = replace(cfg, checkpoint=CheckpointSettings(every_steps=1))
     two = replace(cfg, layout=replace(cfg.layout, world_size=2, ep=2))
     saved, _ = run_ranks(2, _save, two)
     others = [
@@ -214,7 +215,7 @@ def test_experts_that_do_not_divide_and_dense_models_are_refused_with_values_tha
     compiled = replace(
         three,
         layout=replace(three.layout, ep=1),
-        model=replace(three.model, kernels={"compile": True}),
+        model=replace(three.model, kernels=KernelsSettings(compile=True)),
     )
     (problem,) = fit_problems(compiled)
     assert problem.startswith("model.kernels.compile: true with a qwen3_moe, whose experts cannot")
@@ -257,10 +258,13 @@ def test_tp_must_divide_what_it_cuts_and_leaves_experts_whole(tmp_path):
 
 
 def test_options_of_the_section_are_checked():
-    good = Config(model=configs.Model(path="m"), data=configs.Data(train="task:addition", size=10))
+    good = Config(
+        model=configs.ModelSettings(path="m"),
+        data=configs.DataSettings(train="task:addition", size=10),
+    )
 
     def problems(**moe: object) -> str:
-        return "\n".join(configs.validate(replace(good, model=replace(good.model, moe=moe))))
+        return "\n".join(validate(replace(good, model=replace(good.model, moe=moe))))
 
     assert problems() == problems(balance="aux", coef=0.1) == problems(balance="none") == ""
     assert problems(balance="bias", rate=0.1) == ""
@@ -273,8 +277,8 @@ def test_options_of_the_section_are_checked():
         "model.moe.coef: is an option of balance aux, and balance is none; take it out"
     )
     layout = replace(good.layout, world_size=8, trainer_ranks=6, cp=2, ep=4)
-    assert configs.validate(replace(good, layout=layout)) == [
+    assert validate(replace(good, layout=layout)) == [
         "layout.ep: 4 does not divide the 6 ranks of dp_shard * cp * tp; values that do: 1, 2, 3, 6"
     ]
     across = replace(layout, cp=1, tp=2, ep=6)
-    assert configs.validate(replace(good, layout=across)) == []
+    assert validate(replace(good, layout=across)) == []

@@ -22,8 +22,7 @@ from ranks import run_ranks
 from torch import Tensor
 
 from spmdrl.commands.create_model import create_model
-from spmdrl.config import Batch as BatchConfig
-from spmdrl.config import Config
+from spmdrl.config import BatchSettings, Config
 from spmdrl.types import Batch
 
 RANKS, STEPS = TRAINERS, 2
@@ -330,7 +329,7 @@ def _config(where: Path, row: Row) -> Config:
     model = {"teacher": str(teacher)} if options.get("objective") == "distill" else {}
     return replace(
         config(folder, where, **options | {"model": options.get("model", {}) | model}),
-        batch=BatchConfig(group_size=2, tokens_per_microbatch=64),
+        batch=BatchSettings(group_size=2, tokens_per_microbatch=64),
     )
 
 

@@ -12,7 +12,7 @@ from runs import ROOT
 
 from spmdrl.commands.plan import main
 from spmdrl.commands.plan_examples import examples, output
-from spmdrl.config import Config, Model
+from spmdrl.config import Config, ModelSettings
 from spmdrl.model.fits import misfits
 from spmdrl.model.load import build_meta_model
 from spmdrl.model.shape import ModelShape, model_shape
@@ -37,7 +37,8 @@ GIB = 2**30
 @pytest.fixture(scope="module")
 def shapes():
     return {
-        name: model_shape(build_meta_model(Model(path=str(SHAPES / name)))) for name in PARAMETERS
+        name: model_shape(build_meta_model(ModelSettings(path=str(SHAPES / name))))
+        for name in PARAMETERS
     }
 
 
@@ -129,7 +130,7 @@ def test_what_does_not_fit_says_cause_amount_and_cure(capsys):
     assert "most of it is activations" in printed.err
     assert "would fit: " in printed.err
     assert "model.memory {activation_checkpointing: full}" in printed.err
-    cured = [*arguments, "--model.memory", "{activation_checkpointing: full}"]
+    cured = [*arguments, "--model.memory.activation_checkpointing", "full"]
     assert main(cured) == 0 and not capsys.readouterr().err
     status = main(["--shape", "deepseek-v3", "--gpus", "8"])
     assert status == 1 and "no layout of 8 ranks fits" in capsys.readouterr().err
@@ -164,12 +165,9 @@ def test_wrong_flags_are_refused(capsys):
 @pytest.mark.parametrize(
     "arguments, says",
     [
-        (
-            ["--model.memory", "{activation_checkpoint: full}"],
-            "did you mean activation_checkpointing",
-        ),
-        (["--model.memory", "{optimizer_dtype: int4}"], "expected one of float32, bfloat16, int8"),
-        (["--model.lora", "{rnk: 4}"], "model.lora.rnk: unknown option; did you mean rank?"),
+        (["--model.memory.activation_checkpoint", "full"], "did you mean activation_checkpointing"),
+        (["--model.memory.optimizer_dtype", "int4"], "expected one of float32, bfloat16, int8"),
+        (["--model.lora.rnk", "4"], "model.lora.rnk: unknown option; did you mean rank?"),
         (["--model.lora", "{targets: [query]}"], "'query' matches no linear layer"),
         (["--engine.gpu-memory-frac", "1.5"], "engine.gpu_memory_frac: must be in (0, 1), got 1.5"),
     ],
@@ -192,12 +190,12 @@ def test_heads_that_ulysses_cannot_deal_out_are_refused(capsys):
         "3",
         "--top",
         "0",
-        "--model.memory",
-        "{activation_checkpointing: full}",
+        "--model.memory.activation_checkpointing",
+        "full",
     ]
     main(layout)
     assert "layout.cp" not in capsys.readouterr().err
-    assert main([*layout, "--model.kernels", "{context: ulysses}"]) == 2
+    assert main([*layout, "--model.kernels.context", "ulysses"]) == 2
     assert "layout.cp: 3 does not divide the 32 / tp 1 = 32 query heads" in capsys.readouterr().err
 
 
@@ -211,8 +209,10 @@ def test_moments_in_8_bits_are_planned_where_torchao_is_not_installed(capsys):
                 "8",
                 "--top",
                 "1",
-                "--model.memory",
-                "{optimizer_dtype: int8, activation_checkpointing: full}",
+                "--model.memory.optimizer_dtype",
+                "int8",
+                "--model.memory.activation_checkpointing",
+                "full",
             ]
         )
         == 0

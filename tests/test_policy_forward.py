@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from spmdrl.commands.create_model import create_model
-from spmdrl.config import Model
+from spmdrl.config import ModelSettings
 from spmdrl.model.attention import pick_attention, register_attention
 from spmdrl.model.file_tensors import file_tensors
 from spmdrl.model.load import (
@@ -48,7 +48,7 @@ def _folder(architecture: str, where: Path) -> Path:
 
 def _scorer(folder: Path) -> Scorer:
     register_attention()
-    hf_model = build_meta_model(Model(path=str(folder)), attention="spmdrl_padded")
+    hf_model = build_meta_model(ModelSettings(path=str(folder)), attention="spmdrl_padded")
     parts = file_tensors(hf_model)
     scorer = Scorer(hf_model, chunk_tokens=16, temperature=1.0, tp_group=None)
     scorer.to_empty(device="cpu")

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from spmdrl.check.fit import check_fit, fit_problems
 from spmdrl.commands.create_model import create_model
-from spmdrl.config import Config, Model
+from spmdrl.config import Config, ModelSettings
 from spmdrl.model.load import (
     CheckpointReader,
     build_meta_model,
@@ -35,7 +35,7 @@ def _make(where: Path, name: str = "model", **options: object) -> Path:
 
 
 def _check(folder: Path) -> None:
-    shapes = checkpoint_shapes(Config(model=Model(path=str(folder))))
+    shapes = checkpoint_shapes(Config(model=ModelSettings(path=str(folder))))
     check_names(CheckpointReader(folder), shapes, may_be_extra=[])
 
 
@@ -104,8 +104,10 @@ def test_weights_that_do_not_fit_are_refused_before_anything_is_started(tmp_path
 
 
 def test_tied_weights_appear_once(tmp_path):
-    tied = checkpoint_shapes(Config(model=Model(path=str(_make(tmp_path, "a", tied=True)))))
-    untied = checkpoint_shapes(Config(model=Model(path=str(_make(tmp_path, "b", tied=False)))))
+    tied = checkpoint_shapes(Config(model=ModelSettings(path=str(_make(tmp_path, "a", tied=True)))))
+    untied = checkpoint_shapes(
+        Config(model=ModelSettings(path=str(_make(tmp_path, "b", tied=False))))
+    )
     assert untied.keys() - tied.keys() == {"lm_head.weight"}
 
 
@@ -122,7 +124,7 @@ def test_a_model_with_a_vision_tower_is_refused(tmp_path):
         )
     )
     with pytest.raises(ValueError, match="vision tower"):
-        build_meta_model(Model(path=str(folder)))
+        build_meta_model(ModelSettings(path=str(folder)))
 
 
 def _shards(cfg: Config, folder: str) -> dict:

@@ -13,7 +13,7 @@ from policy_runs import advantages, batch, config, full_parameters, scalars, tra
 from ranks import run_ranks
 
 from spmdrl.commands.create_model import create_model
-from spmdrl.config import Config, Optimizer
+from spmdrl.config import Config, MemorySettings, OptimizerSettings
 from spmdrl.train.optimizer import learning_rate
 
 
@@ -124,7 +124,9 @@ def _twice(cfg: Config, world: object, trainer_class: type) -> list[dict]:
     """Train without and with activation checkpointing, in one world."""
     results = []
     for is_on in (False, True):
-        model = replace(cfg.model, memory={"activation_checkpointing": "full" if is_on else "none"})
+        model = replace(
+            cfg.model, memory=MemorySettings(activation_checkpointing="full" if is_on else "none")
+        )
         trainer = trainer_class(replace(cfg, model=model), world)
         sums = [update(trainer, batch(0, 1), step=s) for s in range(2)]
         results.append({"sums": sums, "parameters": full_parameters(trainer)})
@@ -225,16 +227,16 @@ def test_restored_state_repeats_an_update_bit_by_bit(tmp_path):
 
 
 def test_learning_rate_is_a_pure_function_of_the_step():
-    options = Optimizer(
+    options = OptimizerSettings(
         lr=1.0, schedule="linear", schedule_options={"warmup_steps": 4, "min_lr_frac": 0.5}
     )
     rates = [learning_rate(options, step, steps=14) for step in range(14)]
     assert rates[:4] == [0.25, 0.5, 0.75, 1.0] and rates[4] == 1.0
     assert rates[9] == pytest.approx(0.75) and rates[-1] == pytest.approx(0.55)
-    cosine = Optimizer(lr=2.0, schedule="cosine", schedule_options={"min_lr_frac": 0})
+    cosine = OptimizerSettings(lr=2.0, schedule="cosine", schedule_options={"min_lr_frac": 0})
     assert learning_rate(cosine, 5, steps=10) == pytest.approx(1.0)
     assert learning_rate(cosine, 99, steps=10) == 0.0
-    assert learning_rate(Optimizer(lr=3.0), 7, steps=10) == 3.0
+    assert learning_rate(OptimizerSettings(lr=3.0), 7, steps=10) == 3.0
 
 
 def test_dummy_microbatches_carry_no_sequence():

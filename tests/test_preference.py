@@ -18,11 +18,21 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 from transformers import AutoModelForSequenceClassification
 
-from spmdrl import config as configs
 from spmdrl.algorithms import registry
+from spmdrl.check.settings import validate
 from spmdrl.commands.create_model import character_tokenizer, create_model
 from spmdrl.commands.export import export
-from spmdrl.config import Algorithm, Batch, Config, Data, Layout, Model, Optimizer, Sampling
+from spmdrl.config import (
+    AlgorithmSettings,
+    BatchSettings,
+    Config,
+    DataSettings,
+    LayoutSettings,
+    MemorySettings,
+    ModelSettings,
+    OptimizerSettings,
+    SamplingSettings,
+)
 from spmdrl.data.examples import LabelledSource, PairSource
 from spmdrl.data.rows import pair_of, read_rows
 from spmdrl.data.tasks import GeneratedRows
@@ -55,8 +65,10 @@ def config(
     return Config(
         output_dir=str(out),
         steps=10,
-        model=Model(path=str(model), compute_dtype="float32", memory={"head_chunk_tokens": 7}),
-        layout=Layout(
+        model=ModelSettings(
+            path=str(model), compute_dtype="float32", memory=MemorySettings(head_chunk_tokens=7)
+        ),
+        layout=LayoutSettings(
             placement="offline",
             world_size=world_size,
             tp=tp,
@@ -64,12 +76,14 @@ def config(
             startup_timeout_s=300,
             wait_timeout_s=200,
         ),
-        data=Data(train=str(train), size=64, max_prompt_tokens=16),
-        batch=Batch(prompts_per_step=rows, tokens_per_microbatch=budget),
-        sampling=Sampling(max_response_tokens=16),
-        algorithm=Algorithm(objective=objective, loss=loss, loss_options=options),
+        data=DataSettings(train=str(train), size=64, max_prompt_tokens=16),
+        batch=BatchSettings(prompts_per_step=rows, tokens_per_microbatch=budget),
+        sampling=SamplingSettings(max_response_tokens=16),
+        algorithm=AlgorithmSettings(objective=objective, loss=loss, loss_options=options),
         # A large eps keeps Adam's step smooth in the gradient, so that layouts can be compared.
-        optimizer=Optimizer(lr=1e-2, options={"eps": 1e-3, "weight_decay": 0.1}, max_grad_norm=0.5),
+        optimizer=OptimizerSettings(
+            lr=1e-2, options={"eps": 1e-3, "weight_decay": 0.1}, max_grad_norm=0.5
+        ),
     )
 
 
@@ -156,12 +170,12 @@ def test_a_generated_task_without_pairs_is_refused_with_its_name():
 
 def test_pairs_are_encoded_side_by_side_and_too_long_ones_are_named(tmp_path):
     file = jsonl(tmp_path, [{"chosen": [USER, GOOD], "rejected": [USER, BAD], "margin": 1.5}])
-    cfg = replace(config(file, rows=1), sampling=Sampling(max_response_tokens=64))
+    cfg = replace(config(file, rows=1), sampling=SamplingSettings(max_response_tokens=64))
     unit = PairSource(cfg, CHAT).units_at(0)[0]
     texts = [CHAT.decode([t for t, m in zip(*example) if m]) for example in unit.examples]
     assert texts == ["ho<eos>", "hm?<eos>"] and unit.rewards == (1.5, 0.0)
     with pytest.raises(ValueError, match=r"rows\.jsonl:1: \d+ tokens, above data\.max_prompt"):
-        PairSource(replace(cfg, sampling=Sampling(max_response_tokens=1)), CHAT)
+        PairSource(replace(cfg, sampling=SamplingSettings(max_response_tokens=1)), CHAT)
 
 
 def test_labelled_rows_come_with_a_response_to_another_prompt(tmp_path):
@@ -203,7 +217,7 @@ def test_the_generated_task_has_one_right_and_one_near_answer():
 
 def test_objective_loss_and_placement_must_fit():
     def problems(**changes: object) -> str:
-        return "\n".join(configs.validate(config("task:addition_pairs", **changes)))
+        return "\n".join(validate(config("task:addition_pairs", **changes)))
 
     assert problems() == "" and problems(beta=0.3) == ""
     assert problems(objective="reward_model", loss="bradley_terry") == ""
@@ -214,8 +228,8 @@ def test_objective_loss_and_placement_must_fit():
     assert "beta: must be above 0" in problems(beta=-1.0)
     assert "did you mean beta" in problems(bta=1.0)
     assert "one pair, which stays together, may not fit" in problems(budget=40)
-    split = replace(config("x"), layout=Layout(placement="split"))
-    assert "with objective preference; sft, preference" in "\n".join(configs.validate(split))
+    split = replace(config("x"), layout=LayoutSettings(placement="split"))
+    assert "with objective preference; sft, preference" in "\n".join(validate(split))
 
 
 @pytest.mark.parametrize(
@@ -287,7 +301,7 @@ def _named(
 ) -> Config:
     return replace(
         cfg,
-        algorithm=Algorithm(objective=objective, loss=loss, loss_options=options),
+        algorithm=AlgorithmSettings(objective=objective, loss=loss, loss_options=options),
         batch=replace(cfg.batch, tokens_per_microbatch=budget, updates_per_step=updates),
     )
 

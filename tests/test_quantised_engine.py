@@ -14,13 +14,13 @@ from safetensors.torch import save_file
 from test_sync_engine import PROMPTS, change, make_config, make_folder, parameters, whole_state
 from torch import Tensor
 
-from spmdrl.config import Config, Layout
+from spmdrl.config import Config, LayoutSettings
 
 OPTIONS = {"quantization": "fp8_per_channel"}
 
 
 def _config(folder: Path, *, limit: float, inference_tp: int) -> Config:
-    layout = Layout(world_size=2 + inference_tp, trainer_ranks=2, inference_tp=inference_tp)
+    layout = LayoutSettings(world_size=2 + inference_tp, trainer_ranks=2, inference_tp=inference_tp)
     cfg = make_config(folder, layout=layout)
     return replace(
         cfg,

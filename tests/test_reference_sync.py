@@ -16,8 +16,9 @@ from runs import ROOT, TINY
 from test_train import assert_same_end, final_weights
 
 from spmdrl import config as configs
+from spmdrl.check.settings import parse, validate
 from spmdrl.commands.create_model import create_model
-from spmdrl.config import Config, Layout
+from spmdrl.config import Config, LayoutSettings
 
 MIXES = {"soft": {"sync_every": 2, "sync_mix": 0.3}, "hard": {"sync_every": 2}}
 STEPS = 5
@@ -187,14 +188,14 @@ def test_options_are_checked_by_name_range_and_use():
     def problems(options: dict, **algorithm: object) -> str:
         offline = algorithm.get("objective", "rl") != "rl"
         return "\n".join(
-            configs.validate(
+            validate(
                 Config(
-                    model=configs.Model(path="m", reference_options=options),
-                    data=configs.Data(
+                    model=configs.ModelSettings(path="m", reference_options=options),
+                    data=configs.DataSettings(
                         train="task:addition_pairs" if offline else "task:addition", size=9
                     ),
-                    layout=Layout(placement="offline" if offline else "split"),
-                    algorithm=configs.Algorithm(**algorithm),
+                    layout=LayoutSettings(placement="offline" if offline else "split"),
+                    algorithm=configs.AlgorithmSettings(**algorithm),
                 )
             )
         )
@@ -236,7 +237,7 @@ def _run(argv: list[str], killed_after: str) -> list[int]:
     sys.path.insert(0, str(ROOT))
     from train import train
 
-    cfg, steps, update = configs.parse(argv), [], Trainer.update
+    cfg, steps, update = parse(argv), [], Trainer.update
 
     def counted(self: Trainer, *args: object, step: int) -> dict:
         if killed_after and Path(cfg.output_dir, "checkpoints", killed_after).is_dir():
@@ -252,7 +253,7 @@ def _run(argv: list[str], killed_after: str) -> list[int]:
 @pytest.mark.parametrize(
     "name, options",
     [
-        ("dpo", ["--model.reference-options", "{sync_every: 2, sync_mix: 0.5}"]),
+        ("dpo", ["--model.reference.sync_every", "2", "--model.reference.sync_mix", "0.5"]),
         ("reward_model", []),
     ],
 )
@@ -263,7 +264,7 @@ def test_a_killed_and_resumed_offline_run_ends_bit_identical(name, options, tmp_
         "optimizer.lr": 1e-2,
         "steps": 9,
         "checkpoint.every-steps": 3,
-        "checkpoint.keep": "{last: 9}",
+        "checkpoint.keep.last": "9",
     }
 
     def go(out: Path, killed_after: str = "", **changes: object) -> list[int]:

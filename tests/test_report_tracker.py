@@ -16,7 +16,7 @@ import pytest
 from ranks import free_port
 from report_world import SmallWorld, config, one_rank, record_steps
 
-from spmdrl.config import flatten
+from spmdrl.config import MlflowSettings, flatten
 from spmdrl.report import tracker
 from spmdrl.report.jsonl import read_rows
 from spmdrl.report.report import Report
@@ -40,7 +40,9 @@ def run_id_of(folder: Path) -> str:
 
 def test_a_run_can_be_read_back_from_mlflow_and_is_continued_on_resume(tmp_path: Path) -> None:
     folder = tmp_path / "my_run"
-    cfg = config(folder, steps=8, tracker="mlflow", mlflow={"experiment": "tests"}, aliases="verl")
+    cfg = config(
+        folder, steps=8, tracker="mlflow", mlflow=MlflowSettings(experiment="tests"), aliases="verl"
+    )
     with one_rank() as group:
         report = Report(cfg, SmallWorld(cfg, group))
         report.start({"sequences per step": "64 * 8 = 512"}, step=0)
@@ -85,7 +87,7 @@ def check_artifacts(client: Any, run_id: str, *, folder: Path) -> None:
 def test_a_run_that_ends_early_is_not_left_running(
     ending: str, status: str, tmp_path: Path
 ) -> None:
-    cfg = config(tmp_path, tracker="mlflow", mlflow={"experiment": "tests"})
+    cfg = config(tmp_path, tracker="mlflow", mlflow=MlflowSettings(experiment="tests"))
     with one_rank() as group:
         world = SmallWorld(cfg, group)
         report = Report(cfg, world)
@@ -137,7 +139,7 @@ def test_a_tracker_that_is_down_is_said_once_and_stops_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     uri = f"http://127.0.0.1:{free_port()}"
-    cfg = config(tmp_path, tracker="mlflow", mlflow={"uri": uri})
+    cfg = config(tmp_path, tracker="mlflow", mlflow=MlflowSettings(uri=uri))
     with one_rank() as group:
         report = Report(cfg, SmallWorld(cfg, group))
         report.start({}, step=0)

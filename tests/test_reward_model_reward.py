@@ -18,9 +18,10 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from spmdrl import config as configs
 from spmdrl.algorithms.shaping import shape
 from spmdrl.check import dry_run
+from spmdrl.check.settings import parse, validate
 from spmdrl.commands.create_model import create_model
 from spmdrl.commands.export import export
-from spmdrl.config import Config, Data, Rewards
+from spmdrl.config import Config, DataSettings, RewardsSettings, ShapingSettings
 from spmdrl.rewards.signatures import part_names, reward_models
 from spmdrl.rollout.episode import Response, Sample
 from spmdrl.rollout.metrics import batch_sums
@@ -103,8 +104,8 @@ def _config(
     return dataclasses.replace(
         cfg,
         sampling=dataclasses.replace(cfg.sampling, max_response_tokens=64),
-        data=Data(max_prompt_tokens=64),
-        rewards=Rewards(
+        data=DataSettings(max_prompt_tokens=64),
+        rewards=RewardsSettings(
             functions=functions,
             weights=WEIGHTS[: len(functions)],
             shaping=shaping or {},
@@ -253,7 +254,7 @@ def test_without_a_sample_left_the_run_ends():
         is_truncated=torch.zeros(2, dtype=torch.bool),
         is_valid=torch.tensor([True, False]),
     )
-    cfg = Config(rewards=Rewards(functions=("model:m",), on_failure="drop"))
+    cfg = Config(rewards=RewardsSettings(functions=("model:m",), on_failure="drop"))
     made = Batch(scalars=scalars, updates=(), update_ids=torch.zeros(2))
     with pytest.raises(RuntimeError, match="step 5: no sample is left.* 1 scores"):
         with_scores(made, {0: torch.tensor([math.inf, 0.0]).double()}, cfg=cfg, step=5)
@@ -300,9 +301,9 @@ def test_another_tokenizer_of_the_same_size_is_refused(folders, tmp_path):
 def _good(functions: tuple[str, ...], **changes: object) -> Config:
     return dataclasses.replace(
         Config(
-            model=configs.Model(path="m"),
-            rewards=Rewards(functions=functions),
-            data=Data(train="task:addition", eval="task:addition", size=10),
+            model=configs.ModelSettings(path="m"),
+            rewards=RewardsSettings(functions=functions),
+            data=DataSettings(train="task:addition", eval="task:addition", size=10),
         ),
         **changes,
     )
@@ -310,14 +311,14 @@ def _good(functions: tuple[str, ...], **changes: object) -> Config:
 
 def test_combinations_that_cannot_work_are_refused():
     def problems(*functions: str, **changes: object) -> str:
-        return "\n".join(configs.validate(_good(functions, **changes)))
+        return "\n".join(validate(_good(functions, **changes)))
 
     assert problems("task:addition", "model:x") == "" == problems("model:x", "model:y")
     assert "`model:` names no folder" in problems("model:")
-    evaluate = configs.Evaluate(every_steps=2)
+    evaluate = configs.EvaluateSettings(every_steps=2)
     assert "held-out problems would have no reward" in problems("model:x", evaluate=evaluate)
     assert problems("task:addition", "model:x", evaluate=evaluate) == ""
-    remax = configs.Algorithm(advantage="remax")
+    remax = configs.AlgorithmSettings(advantage="remax")
     assert "needs the reward of greedy ones" in problems("model:x", algorithm=remax)
     assert problems("r:f", algorithm=remax) == ""
     assert "grades problems of its own" in problems("reasoning_gym:chain_sum")
@@ -325,7 +326,7 @@ def test_combinations_that_cannot_work_are_refused():
 
 def test_a_missing_folder_is_refused_before_anything_starts(folders, capsys):
     with pytest.raises(SystemExit):
-        configs.parse(
+        parse(
             [
                 "--config",
                 str(ROOT / "configs" / "demo_grpo.yaml"),
@@ -342,7 +343,7 @@ def test_a_missing_folder_is_refused_before_anything_starts(folders, capsys):
 def test_a_dry_run_opens_reward_models(folders, capsys):
     def show(name: str) -> int:
         return dry_run.show(
-            configs.parse(
+            parse(
                 [
                     "--dry-run",
                     "--config",
@@ -436,7 +437,7 @@ def test_what_is_packed_for_a_model_is_not_shaped_and_says_which_sample_it_is():
         sums={},
         num_shown=1,
         part_names=("f", "scorer"),
-        shaping={"scale": 3.0},
+        shaping=ShapingSettings(scale=3.0),
         max_response_tokens=8,
         is_partial=True,
     )
@@ -504,7 +505,7 @@ def test_a_trained_and_exported_reward_model_is_a_reward(tmp_path):
             "steps": 3,
             "evaluate.every-steps": 3,
             "data.eval-size": 4,
-            "report.console": "{samples_every: 1}",
+            "report.console.samples_every": "1",
         },
     )
     rows = metrics(out)

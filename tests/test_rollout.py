@@ -14,8 +14,9 @@ from ranks import run_ranks
 from runs import TINY, metrics, run
 
 from spmdrl import config
+from spmdrl.check.settings import validate
 from spmdrl.commands.create_model import create_model
-from spmdrl.config import Config, Layout
+from spmdrl.config import Config, LayoutSettings
 
 
 @pytest.fixture(scope="module")
@@ -30,15 +31,15 @@ def model(tmp_path_factory) -> str:
 def source_config(model: str, schedule: dict, **rest) -> Config:
     return dataclasses.replace(
         Config(
-            layout=Layout(placement="colocated", world_size=1, device="cpu"),
-            model=config.Model(path=model),
+            layout=LayoutSettings(placement="colocated", world_size=1, device="cpu"),
+            model=config.ModelSettings(path=model),
             steps=4,
-            data=config.Data(train="task:addition", size=64, max_prompt_tokens=24),
-            batch=config.Batch(prompts_per_step=4, group_size=3),
-            sampling=config.Sampling(max_response_tokens=40),
+            data=config.DataSettings(train="task:addition", size=64, max_prompt_tokens=24),
+            batch=config.BatchSettings(prompts_per_step=4, group_size=3),
+            sampling=config.SamplingSettings(max_response_tokens=40),
             # Few at a time, so that one is half drawn whenever a step is complete.
-            engine=config.Engine(dtype="float32", cpu_kv_cache_gib=0.1, max_num_seqs=2),
-            rollout=config.Rollout(schedule=schedule),
+            engine=config.EngineSettings(dtype="float32", cpu_kv_cache_gib=0.1, max_num_seqs=2),
+            rollout=config.RolloutSettings(schedule=schedule),
         ),
         **rest,
     )
@@ -137,7 +138,7 @@ def test_dynamic_sampling_replaces_groups_without_spread_up_to_a_limit(model, tm
         "def even(completions, **row):\n    return [float(len(c) % 3 == 0) for c in completions]\n"
     )
     cfg = source_config(
-        model, {"dynamic": 50}, rewards=config.Rewards(functions=(f"{tmp_path}/r.py:even",))
+        model, {"dynamic": 50}, rewards=config.RewardsSettings(functions=(f"{tmp_path}/r.py:even",))
     )
     ((rollouts, error),) = run_ranks(1, dynamic, cfg)
     rewards = rollouts.scalars.rewards.view(4, 3)
@@ -167,7 +168,7 @@ def test_dynamic_sampling_replaces_groups_without_spread_up_to_a_limit(model, tm
     ],
 )
 def test_a_schedule_that_cannot_be_is_refused(schedule, says, model):
-    problems = config.validate(source_config(model, schedule))
+    problems = validate(source_config(model, schedule))
     assert [p for p in problems if p.startswith(f"rollout.schedule.{says}")], problems
 
 
@@ -185,7 +186,8 @@ def test_in_flight_updates_train_and_resume(model, tmp_path):
         "data.eval-size": 4,
         "batch.tokens-per-microbatch": 1024,
         "algorithm.correction": "none",
-        "rollout.schedule": "{in_flight: true, over_sample: 1.5}",
+        "rollout.schedule.in_flight": "true",
+        "rollout.schedule.over_sample": "1.5",
     }
     run("demo_grpo.yaml", 4, **flags | {"steps": 4})
     shutil.rmtree(tmp_path / "checkpoints" / "step_4")
@@ -236,8 +238,8 @@ def test_the_turns_of_an_episode_are_the_tokens_that_the_engine_saw_and_drew(tmp
     cfg = source_config(
         str(folder),
         {},
-        rollout=config.Rollout(environment={"name": "guess_number"}),
-        data=config.Data(
+        rollout=config.RolloutSettings(environment={"name": "guess_number"}),
+        data=config.DataSettings(
             train="task:guess_number",
             eval="task:guess_number",
             size=64,
@@ -245,11 +247,11 @@ def test_the_turns_of_an_episode_are_the_tokens_that_the_engine_saw_and_drew(tmp
             task_options={"low": 1, "high": 9},
             max_prompt_tokens=64,
         ),
-        sampling=config.Sampling(max_response_tokens=160, temperature=1.0),
-        batch=config.Batch(prompts_per_step=4, group_size=3),
-        engine=config.Engine(dtype="float32", cpu_kv_cache_gib=0.1, max_num_seqs=12),
+        sampling=config.SamplingSettings(max_response_tokens=160, temperature=1.0),
+        batch=config.BatchSettings(prompts_per_step=4, group_size=3),
+        engine=config.EngineSettings(dtype="float32", cpu_kv_cache_gib=0.1, max_num_seqs=12),
     )
-    assert not [p for p in config.validate(cfg) if p.startswith("rollout")]
+    assert not [p for p in validate(cfg) if p.startswith("rollout")]
     (found,) = run_ranks(1, played, cfg)
     rollouts, seen = found["rollouts"], found["seen"]
     assert len(rollouts) == 12 and len(found["eval"]) == 3

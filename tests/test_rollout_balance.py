@@ -17,7 +17,7 @@ from runs import TINY, metrics, run
 
 from spmdrl import config
 from spmdrl.commands.create_model import create_model
-from spmdrl.config import Config, Layout
+from spmdrl.config import Config, LayoutSettings
 from spmdrl.rollout.idle import CAUSES, Idle, empty_shares, trainer_wait
 
 
@@ -40,13 +40,13 @@ def model(tmp_path_factory) -> str:
 def config_of(model: str, world_size: int, **changes) -> Config:
     return dataclasses.replace(
         Config(
-            layout=Layout(placement="colocated", world_size=world_size, device="cpu"),
-            model=config.Model(path=model),
+            layout=LayoutSettings(placement="colocated", world_size=world_size, device="cpu"),
+            model=config.ModelSettings(path=model),
             steps=6,
-            data=config.Data(train="task:addition", size=64, max_prompt_tokens=24),
-            batch=config.Batch(prompts_per_step=6, group_size=2),
-            sampling=config.Sampling(max_response_tokens=24),
-            engine=config.Engine(
+            data=config.DataSettings(train="task:addition", size=64, max_prompt_tokens=24),
+            batch=config.BatchSettings(prompts_per_step=6, group_size=2),
+            sampling=config.SamplingSettings(max_response_tokens=24),
+            engine=config.EngineSettings(
                 kind="transformers", dtype="float32", cpu_kv_cache_gib=0.1, max_num_seqs=2
             ),
         ),
@@ -147,7 +147,7 @@ def _forget(world) -> None:
 
 
 def _with(cfg: Config, **schedule) -> Config:
-    return dataclasses.replace(cfg, rollout=config.Rollout(schedule=schedule))
+    return dataclasses.replace(cfg, rollout=config.RolloutSettings(schedule=schedule))
 
 
 def _go_on(cfg: Config, world, engine, *, states, tokenizer):
@@ -379,21 +379,21 @@ def test_a_slow_reward_a_slow_environment_and_a_long_response_are_told_apart(mod
     base = config_of(
         model,
         1,
-        batch=config.Batch(prompts_per_step=2, group_size=2),
-        sampling=config.Sampling(max_response_tokens=60),
-        data=config.Data(train="task:addition", size=64, max_prompt_tokens=64),
-        engine=config.Engine(
+        batch=config.BatchSettings(prompts_per_step=2, group_size=2),
+        sampling=config.SamplingSettings(max_response_tokens=60),
+        data=config.DataSettings(train="task:addition", size=64, max_prompt_tokens=64),
+        engine=config.EngineSettings(
             kind="transformers", dtype="float32", cpu_kv_cache_gib=0.1, max_num_seqs=8
         ),
     )
-    fast = config.Rewards(functions=(f"{user}:fast",), workers=4)
+    fast = config.RewardsSettings(functions=(f"{user}:fast",), workers=4)
     cases = {
         "tail": dataclasses.replace(base, rewards=fast),
         "reward": dataclasses.replace(
             base, rewards=dataclasses.replace(fast, functions=(f"{user}:slow",))
         ),
         "environment": dataclasses.replace(
-            base, rewards=fast, rollout=config.Rollout(environment={"name": f"{user}:Slow"})
+            base, rewards=fast, rollout=config.RolloutSettings(environment={"name": f"{user}:Slow"})
         ),
     }
     (found,) = run_ranks(1, idle_by_cause, cases)
@@ -475,7 +475,7 @@ def test_a_curriculum_passes_over_what_is_settled_and_resumes_bit_by_bit(model, 
         "checkpoint.every-steps": 5,
         "optimizer.lr": 1e-4,
         "rewards.functions": f"{tmp_path}/r.py:uneven",
-        "rollout.schedule": "{curriculum: 0.05}",
+        "rollout.schedule.curriculum": "0.05",
     }
     out = tmp_path / "out"
     run("demo_grpo.yaml", 2, **flags | {"output-dir": out})
@@ -520,7 +520,8 @@ def test_replicas_share_a_book_through_updates_in_flight_and_a_resume(model, tmp
         "algorithm.correction": "none",
         "checkpoint.every-steps": 2,
         "output-dir": tmp_path,
-        "rollout.schedule": "{in_flight: true, over_sample: 1.5}",
+        "rollout.schedule.in_flight": "true",
+        "rollout.schedule.over_sample": "1.5",
     }
     run("demo_grpo.yaml", 3, **flags)
     shutil.rmtree(tmp_path / "checkpoints" / "step_4")

@@ -17,8 +17,9 @@ from runs import TINY, metrics, run
 from spmdrl import config
 from spmdrl.algorithms.mismatch import NUM_GAP_BINS, correction_advice, gap_max, gap_sums
 from spmdrl.algorithms.shaping import SHAPING, shape, shaping_problems
+from spmdrl.check.settings import validate
 from spmdrl.commands.create_model import create_model
-from spmdrl.config import Config
+from spmdrl.config import Config, ShapingSettings
 from spmdrl.engine.protocol import Completion, Request
 from spmdrl.rollout.episode import GREEDY, Draw, Group, Response, Sample
 from spmdrl.rollout.loop import Loop
@@ -155,7 +156,7 @@ def test_a_failed_greedy_reward_is_named_as_such_and_can_be_dropped():
 
 def test_a_hanging_reward_is_waited_for_once_not_once_per_sample(tmp_path):
     (tmp_path / "r.py").write_text("import time\ndef f(completions, **row): time.sleep(1000)\n")
-    rewards = config.Rewards(functions=(f"{tmp_path}/r.py:f",), timeout_s=3.0)
+    rewards = config.RewardsSettings(functions=(f"{tmp_path}/r.py:f",), timeout_s=3.0)
     with RewardPool(Config(rewards=rewards)) as pool:
         pool.start()
         began = time.monotonic()
@@ -305,19 +306,22 @@ def test_shaping_goes_penalties_scale_clamp():
 )
 def test_shaping_that_cannot_be_meant_is_refused_by_the_config(options, says):
     cfg = Config(
-        rewards=config.Rewards(shaping=options), sampling=config.Sampling(max_response_tokens=16)
+        rewards=config.RewardsSettings(shaping=options),
+        sampling=config.SamplingSettings(max_response_tokens=16),
     )
-    assert any(p.startswith(f"rewards.shaping.{says}") for p in config.validate(cfg))
+    assert any(p.startswith(f"rewards.shaping.{says}") for p in validate(cfg))
 
 
 def test_what_reads_parts_alone_refuses_what_changes_the_sum():
-    data = config.Data(train="task:addition", size=9)
+    data = config.DataSettings(train="task:addition", size=9)
     cfg = Config(
-        model=config.Model(path="m"), data=data, rewards=config.Rewards(shaping={"scale": 2.0})
+        model=config.ModelSettings(path="m"),
+        data=data,
+        rewards=config.RewardsSettings(shaping=ShapingSettings(scale=2.0)),
     )
-    assert config.validate(cfg) == []
-    gdpo = config.Algorithm(advantage="gdpo", kl_coef=0.1, kl_in="reward")
-    found = config.validate(dataclasses.replace(cfg, algorithm=gdpo))
+    assert validate(cfg) == []
+    gdpo = config.AlgorithmSettings(advantage="gdpo", kl_coef=0.1, kl_in="reward")
+    found = validate(dataclasses.replace(cfg, algorithm=gdpo))
     assert [p.split(":")[0] for p in found] == ["rewards.shaping", "algorithm.kl_in"]
 
 
@@ -380,7 +384,8 @@ def test_remax_trains_on_sampled_responses_with_greedy_baselines(tmp_path):
             "model.path": model,
             "output-dir": tmp_path / "out",
             "steps": 2,
-            "rewards.shaping": "{scale: 2.0, shift: 1.0}",
+            "rewards.shaping.scale": "2.0",
+            "rewards.shaping.shift": "1.0",
             "algorithm.advantage": "remax",
         },
         **{"rewards.functions": f"{tmp_path}/r.py:varied"},

@@ -15,11 +15,26 @@ from test_train import assert_same_end
 
 from spmdrl import config
 from spmdrl.check import dry_run
+from spmdrl.check.settings import validate
 from spmdrl.checkpoint.restore import config_differences
 from spmdrl.commands import view as viewer
 from spmdrl.commands.create_model import create_model
-from spmdrl.config import Config, Data, Layout, Rewards
-from spmdrl.config.fields import Algorithm, Batch, Report, Rollout, Sampling
+from spmdrl.config import (
+    AlgorithmSettings,
+    BatchSettings,
+    Config,
+    ConsoleSettings,
+    DataSettings,
+    LayoutSettings,
+    MoeSettings,
+    RecordSettings,
+    ReportSettings,
+    RewardsSettings,
+    RolloutSettings,
+    SamplingSettings,
+    ScheduleSettings,
+    ShapingSettings,
+)
 from spmdrl.rollout.episode import GREEDY, Draw, Group, Response, Sample
 from spmdrl.rollout.packing import pack_step
 from spmdrl.rollout.record import (
@@ -41,14 +56,16 @@ def config_of(folder: Path, *, record: dict, **rest) -> Config:
     base = Config(
         output_dir=str(folder),
         steps=3,
-        data=Data(train="task:addition", size=100),
-        model=config.Model(path="./somewhere"),
-        batch=Batch(prompts_per_step=4, group_size=2),
-        sampling=Sampling(max_response_tokens=8),
-        rewards=Rewards(
-            functions=("r.py:right", "r.py:brief"), weights=(1.0, 0.5), shaping={"scale": 2.0}
+        data=DataSettings(train="task:addition", size=100),
+        model=config.ModelSettings(path="./somewhere"),
+        batch=BatchSettings(prompts_per_step=4, group_size=2),
+        sampling=SamplingSettings(max_response_tokens=8),
+        rewards=RewardsSettings(
+            functions=("r.py:right", "r.py:brief"),
+            weights=(1.0, 0.5),
+            shaping=ShapingSettings(scale=2.0),
         ),
-        rollout=Rollout(record=record),
+        rollout=RolloutSettings(record=record),
     )
     return dataclasses.replace(base, **rest)
 
@@ -133,7 +150,7 @@ def assert_same_rollouts(a: Rollouts, b: Rollouts) -> None:
 
 @pytest.mark.parametrize("has_greedy", [False, True])
 def test_a_share_comes_back_bit_by_bit(has_greedy, tmp_path):
-    cfg = config_of(tmp_path, record={"every": 1})
+    cfg = config_of(tmp_path, record=RecordSettings(every=1))
     share = record(cfg, 2, range(4), has_greedy=has_greedy)
     files = find_recorded(tmp_path).files_of(2)
     back = read_rollouts(files, part=0, num_parts=1)
@@ -155,7 +172,7 @@ def test_a_share_comes_back_bit_by_bit(has_greedy, tmp_path):
 
 
 def test_any_number_of_ranks_reads_each_group_once(tmp_path):
-    cfg = config_of(tmp_path, record={"every": 1})
+    cfg = config_of(tmp_path, record=RecordSettings(every=1))
     shares = [
         record(cfg, 0, range(replica, 5, 2), replica=replica, replicas=2) for replica in range(2)
     ]
@@ -175,7 +192,7 @@ def test_any_number_of_ranks_reads_each_group_once(tmp_path):
 
 
 def test_steps_are_replaced_whole_and_only_every_nth_is_kept(tmp_path):
-    cfg = config_of(tmp_path, record={"every": 2})
+    cfg = config_of(tmp_path, record=RecordSettings(every=2))
     for step in range(5):
         for replica in range(2):
             record(cfg, step, range(replica, 4, 2), replica=replica, replicas=2)
@@ -193,7 +210,7 @@ def test_steps_are_replaced_whole_and_only_every_nth_is_kept(tmp_path):
 
 
 def test_a_full_disk_ends_the_run_and_leaves_nothing(tmp_path):
-    cfg = config_of(tmp_path, record={"every": 1})
+    cfg = config_of(tmp_path, record=RecordSettings(every=1))
     record(cfg, 0, range(4))
     before = find_recorded(tmp_path).files_of(0)[0].read_bytes()
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -209,7 +226,7 @@ def test_a_full_disk_ends_the_run_and_leaves_nothing(tmp_path):
 def test_a_folder_that_cannot_be_written_to_is_refused_at_start(tmp_path):
     (tmp_path / "rollouts").write_text("a file where the folder should be")
     with pytest.raises(ValueError, match="rollout.record: .*rollouts cannot be written to"):
-        Recorder(config_of(tmp_path, record={"every": 1}), replica=0, num_replicas=1)
+        Recorder(config_of(tmp_path, record=RecordSettings(every=1)), replica=0, num_replicas=1)
 
 
 # --------------------------------------------------------------------------- the config
@@ -227,15 +244,23 @@ def test_a_folder_that_cannot_be_written_to_is_refused_at_start(tmp_path):
         ({"replay": "runs/a/rollouts"}, {}, "replay: runs/a/rollouts is of this very output_dir"),
         (
             {"every": 1},
-            {"algorithm": Algorithm(objective="sft")},
+            {"algorithm": AlgorithmSettings(objective="sft")},
             "the objective sft samples nothing",
         ),
         ({"replay": "elsewhere"}, {}, "layout.placement: split with objective rl"),
-        ({}, {"layout": Layout(**NO_ENGINE)}, "layout.placement: offline with objective rl"),
-        ({}, {"report": Report(console={"table_every": 0})}, "table_every: expected .* 1 or more"),
         (
             {},
-            {"report": Report(console={"table": 1})},
+            {"layout": LayoutSettings(**NO_ENGINE)},
+            "layout.placement: offline with objective rl",
+        ),
+        (
+            {},
+            {"report": ReportSettings(console=ConsoleSettings(table_every=0))},
+            "table_every: expected .* 1 or more",
+        ),
+        (
+            {},
+            {"report": ReportSettings(console=ConsoleSettings(table=1))},
             "table: unknown option; did you mean table_e",
         ),
     ],
@@ -243,22 +268,30 @@ def test_a_folder_that_cannot_be_written_to_is_refused_at_start(tmp_path):
 def test_options_that_cannot_be_are_refused(record, rest, says):
     import re
 
-    problems = config.validate(config_of(Path("runs/a"), record=record, **rest))
+    problems = validate(config_of(Path("runs/a"), record=record, **rest))
     assert re.search(says, "\n".join(problems)), problems
 
 
 def test_a_replay_needs_no_engine_and_its_schedule_does_nothing():
-    cfg = config_of(Path("runs/b"), record={"replay": "runs/a"}, layout=Layout(**NO_ENGINE), lag=1)
-    cfg = dataclasses.replace(
-        cfg, rollout=dataclasses.replace(cfg.rollout, schedule={"in_flight": True, "dynamic": 4})
+    cfg = config_of(
+        Path("runs/b"),
+        record=RecordSettings(replay="runs/a"),
+        layout=LayoutSettings(**NO_ENGINE),
+        lag=1,
     )
-    assert config.validate(cfg) == []
+    cfg = dataclasses.replace(
+        cfg,
+        rollout=dataclasses.replace(
+            cfg.rollout, schedule=ScheduleSettings(in_flight=True, dynamic=4)
+        ),
+    )
+    assert validate(cfg) == []
     saved = config.flatten(cfg) | {"rollout.record": {"replay": "runs/other"}}
     assert config_differences(saved, cfg) == [
         "rollout.record: {'replay': 'runs/other'} in the checkpoint, {'replay': 'runs/a'} now"
     ]
-    recording = dataclasses.replace(cfg, rollout=Rollout(record={"every": 3}))
-    silent = dataclasses.replace(cfg, rollout=Rollout())
+    recording = dataclasses.replace(cfg, rollout=RolloutSettings(record=RecordSettings(every=3)))
+    silent = dataclasses.replace(cfg, rollout=RolloutSettings())
     assert config_differences(config.flatten(recording), silent) == []
 
 
@@ -266,7 +299,12 @@ def test_a_replay_needs_no_engine_and_its_schedule_does_nothing():
 
 
 def replay_config(folder: Path, recorded: Path, **rest) -> Config:
-    return config_of(folder, record={"replay": str(recorded)}, layout=Layout(**NO_ENGINE), **rest)
+    return config_of(
+        folder,
+        record=RecordSettings(replay=str(recorded)),
+        layout=LayoutSettings(**NO_ENGINE),
+        **rest,
+    )
 
 
 def replay_source(cfg: Config) -> ReplaySource:
@@ -275,7 +313,7 @@ def replay_source(cfg: Config) -> ReplaySource:
 
 
 def test_what_a_replay_cannot_train_on_is_refused_by_name(tmp_path):
-    live = config_of(tmp_path / "live", record={"every": 1})
+    live = config_of(tmp_path / "live", record=RecordSettings(every=1))
     for step in (0, 1, 3):
         record(live, step, range(4))
     cfg = replay_config(tmp_path / "again", tmp_path / "live", steps=2)
@@ -283,9 +321,11 @@ def test_what_a_replay_cannot_train_on_is_refused_by_name(tmp_path):
     refused = {
         "not recorded, of steps 4: 2": dict(steps=4),
         r"not recorded, of steps 6: 2, 4, 5": dict(steps=6),
-        "batch.group_size: 2 there, 3 now": dict(batch=Batch(prompts_per_step=4, group_size=3)),
+        "batch.group_size: 2 there, 3 now": dict(
+            batch=BatchSettings(prompts_per_step=4, group_size=3)
+        ),
         "rewards.shaping: {'scale': 2.0} there, {} now": dict(
-            rewards=dataclasses.replace(cfg.rewards, shaping={})
+            rewards=dataclasses.replace(cfg.rewards, shaping=ShapingSettings())
         ),
     }
     for says, changed in refused.items():
@@ -322,14 +362,14 @@ def test_the_engines_routes_come_back_and_a_run_that_needs_them_is_refused_witho
             tokens = len(sample.prompt.tokens) + len(sample.response.tokens)
             routes = (torch.arange((tokens - 1) * 6) * (sample.slot + 3) % 120).view(-1, 3, 2)
             sample.response.routes = made[sample.slot, sample.sample] = routes.to(torch.int8)
-    cfg = config_of(tmp_path / "live", record={"every": 1}, steps=1)
+    cfg = config_of(tmp_path / "live", record=RecordSettings(every=1), steps=1)
     share = pack_step(
         groups, cfg, is_first=True, seconds=1.5, measured={}, dropped=[], num_carried=0
     )
     Recorder(cfg, replica=0, num_replicas=1).record(0, groups, share)
     replay = dataclasses.replace(
         replay_config(tmp_path / "again", tmp_path / "live", steps=1),
-        model=config.Model(path="./somewhere", moe={"replay": True}),
+        model=config.ModelSettings(path="./somewhere", moe=MoeSettings(replay=True)),
     )
     source = replay_source(replay)
     source.check_context(max_positions=7, vocab_size=12)
@@ -344,14 +384,15 @@ def test_the_engines_routes_come_back_and_a_run_that_needs_them_is_refused_witho
         assert bool((own[-1] == -1).all()) and torch.equal(
             own[:-1], made.get(key, torch.full_like(own[:-1], -1))
         )
-    off = replay_source(dataclasses.replace(replay, model=config.Model(path="./somewhere")))
+    off = replay_source(dataclasses.replace(replay, model=config.ModelSettings(path="./somewhere")))
     off.check_context(max_positions=7, vocab_size=12)
     assert off.take(0).routes is None
-    record(config_of(tmp_path / "without", record={"every": 1}), 0, range(4))
+    record(config_of(tmp_path / "without", record=RecordSettings(every=1)), 0, range(4))
     with pytest.raises(ValueError, match="model.moe.replay: .* was recorded without the engine's"):
         check_recorded(
             dataclasses.replace(
-                replay, rollout=Rollout(record={"replay": str(tmp_path / "without")})
+                replay,
+                rollout=RolloutSettings(record=RecordSettings(replay=str(tmp_path / "without"))),
             )
         )
 
@@ -372,7 +413,7 @@ def test_a_replay_ends_bit_equal_to_the_live_run(tmp_path):
         "lag": 1,
         "rewards.functions": f"{tmp_path / 'r.py'}:varied",
     }
-    run("demo_grpo.yaml", 2, **flags | {"output-dir": live, "rollout.record": "{every: 1}"})
+    run("demo_grpo.yaml", 2, **flags | {"output-dir": live, "rollout.record.every": "1"})
     finished = run(
         "demo_grpo.yaml",
         1,
@@ -401,7 +442,9 @@ def test_a_replay_ends_bit_equal_to_the_live_run(tmp_path):
 @pytest.fixture
 def shown(tmp_path) -> Path:
     """A run's folder with two recorded steps and its config."""
-    cfg = config_of(tmp_path, record={"every": 1}, algorithm=Algorithm(advantage="rloo"))
+    cfg = config_of(
+        tmp_path, record=RecordSettings(every=1), algorithm=AlgorithmSettings(advantage="rloo")
+    )
     for step in (0, 1):
         record(cfg, step, range(4), has_greedy=True)
     (tmp_path / "config.yaml").write_text(config.dump(cfg))
@@ -452,9 +495,12 @@ def test_the_viewer_writes_a_page(shown, capsys, tmp_path):
 def test_the_viewer_says_why_it_knows_no_advantages(shown, capsys):
     path, cfg = shown / "config.yaml", config.load_yaml(shown / "config.yaml")
     for algorithm, says in (
-        (Algorithm(advantage="gae"), "gae gives each token its own, and they are not recorded"),
-        (Algorithm(kl_coef=0.1, kl_in="reward"), "the KL in the rewards"),
-        (Algorithm(advantage="grp"), "grp"),
+        (
+            AlgorithmSettings(advantage="gae"),
+            "gae gives each token its own, and they are not recorded",
+        ),
+        (AlgorithmSettings(kl_coef=0.1, kl_in="reward"), "the KL in the rewards"),
+        (AlgorithmSettings(advantage="grp"), "grp"),
     ):
         path.write_text(config.dump(dataclasses.replace(cfg, algorithm=algorithm)))
         assert viewer.main([str(shown), "--step", "1", "--group", "0"]) == 0

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spmdrl.config.fields import Config, Rewards, Rollout
+from spmdrl.config import Config, RewardsSettings, RolloutSettings
 from spmdrl.rollout.schedule import (
     Rules,
     closing,
@@ -95,7 +95,7 @@ def test_a_replica_without_a_share_admits_nothing_and_closes_at_once():
 
 
 def cfg_of(**schedule) -> Config:
-    return Config(rollout=Rollout(schedule=schedule), lag=1)
+    return Config(rollout=RolloutSettings(schedule=schedule), lag=1)
 
 
 @pytest.mark.parametrize(
@@ -131,6 +131,8 @@ def test_a_balance_or_curriculum_that_cannot_be_is_refused(schedule, says):
 
 
 def test_a_curriculum_needs_rewards_that_replicas_know():
-    cfg = dataclasses.replace(cfg_of(curriculum=0.5), rewards=Rewards(functions=("model:m",)))
+    cfg = dataclasses.replace(
+        cfg_of(curriculum=0.5), rewards=RewardsSettings(functions=("model:m",))
+    )
     (problem,) = schedule_problems(cfg)
     assert problem.startswith("curriculum: 0.5, but pass rates are not known where prompts are")

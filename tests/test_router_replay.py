@@ -15,7 +15,7 @@ from test_moe import make_moe
 from torch import Tensor
 
 from spmdrl import config
-from spmdrl.config import Config
+from spmdrl.config import Config, MoeSettings
 from spmdrl.engine.protocol import Completion, Request
 
 LAYERS, EXPERTS, CHOICES = 2, 8, 2
@@ -28,11 +28,13 @@ def engine_config(
     model: Path, *, kind: str, dtype: str = "float32", tp: int = 1, **engine: object
 ) -> Config:
     return Config(
-        layout=config.Layout(placement="colocated", world_size=tp, inference_tp=tp, device="cpu"),
-        model=config.Model(path=str(model), moe={"replay": True}),
-        data=config.Data(max_prompt_tokens=48),
-        sampling=config.Sampling(max_response_tokens=80),
-        engine=config.Engine(
+        layout=config.LayoutSettings(
+            placement="colocated", world_size=tp, inference_tp=tp, device="cpu"
+        ),
+        model=config.ModelSettings(path=str(model), moe=MoeSettings(replay=True)),
+        data=config.DataSettings(max_prompt_tokens=48),
+        sampling=config.SamplingSettings(max_response_tokens=80),
+        engine=config.EngineSettings(
             kind=kind,
             dtype=dtype,
             cpu_kv_cache_gib=0.01,
@@ -118,7 +120,7 @@ def recorded(cfg: Config) -> dict[str, Any] | None:
     drain(engine, done)
     for mode in ("keep", "recompute"):
         schedule = {"kv_cache": mode}
-        engine.cfg = dataclasses.replace(cfg, rollout=config.Rollout(schedule=schedule))
+        engine.cfg = dataclasses.replace(cfg, rollout=config.RolloutSettings(schedule=schedule))
         for i in range(3):
             prompts[f"{mode}-{i}"] = PROMPTS[i]
             engine.add(Request(f"{mode}-{i}", PROMPTS[i], 12, 1.0, 20 + i, ()))

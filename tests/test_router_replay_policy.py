@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from spmdrl import config as configs
 from spmdrl.check.fit import fit_problems
-from spmdrl.config import Config
+from spmdrl.check.settings import validate
+from spmdrl.config import Config, MoeSettings
 from spmdrl.model.attention import register_attention
 from spmdrl.model.blocks import experts_modules
 from spmdrl.model.file_tensors import file_tensors, live_tensors
@@ -148,7 +149,7 @@ def expected_scores(
 
 def replaying_scorer(folder: Path, family: str, *, checkpointing: str) -> tuple[Scorer, list]:
     register_attention()
-    hf_model = build_meta_model(configs.Model(path=str(folder)), attention="spmdrl_padded")
+    hf_model = build_meta_model(configs.ModelSettings(path=str(folder)), attention="spmdrl_padded")
     parts = file_tensors(hf_model)
     hf_model.to_empty(device="cpu")
     read_tensors(CheckpointReader(model_folder(str(folder))), live_tensors(hf_model), parts)
@@ -312,7 +313,7 @@ def test_scores_and_the_reference_choose_their_experts_themselves(tmp_path):
         for name, cfg in {
             "replayed": replayed,
             "adapted": replace(replayed, model=replace(replayed.model, lora=lora)),
-            "plain": replace(replayed, model=replace(replayed.model, moe={})),
+            "plain": replace(replayed, model=replace(replayed.model, moe=MoeSettings())),
         }.items()
     }
     found = {name: run_ranks(1, annotated, cfg)[0] for name, cfg in kept.items()}
@@ -358,16 +359,19 @@ def test_what_cannot_be_replayed_is_refused_before_anything_starts(tmp_path, tin
     (other / "config.json").write_text(text)
     (problem,) = fit_problems(replace(moe, model=replace(moe.model, path=str(other))))
     assert problem.startswith("model.moe.replay: true with a phimoe, whose routers are not among")
-    good = Config(model=configs.Model(path="m"), data=configs.Data(train="task:addition", size=10))
+    good = Config(
+        model=configs.ModelSettings(path="m"),
+        data=configs.DataSettings(train="task:addition", size=10),
+    )
 
     def problems(objective: str, replay: object) -> str:
         return "\n".join(
             text
-            for text in configs.validate(
+            for text in validate(
                 replace(
                     good,
-                    model=replace(good.model, moe={"replay": replay}),
-                    algorithm=configs.Algorithm(objective=objective),
+                    model=replace(good.model, moe=MoeSettings(replay=replay)),
+                    algorithm=configs.AlgorithmSettings(objective=objective),
                 )
             )
             if "replay" in text

@@ -25,9 +25,9 @@ pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 # Two ranks that find each other, as train.py starts; prints what the collective gave.
 WORLD_PROGRAM = """
 import torch, torch.distributed as dist
-from spmdrl.config import Config, Layout
+from spmdrl.config import Config, LayoutSettings
 from spmdrl.world import World
-world = World.start(Config(layout=Layout(world_size=2, trainer_ranks=1, device="cpu")))
+world = World.start(Config(layout=LayoutSettings(world_size=2, trainer_ranks=1, device="cpu")))
 total = torch.tensor(world.rank + 1)
 dist.all_reduce(total)
 print(f"rank {world.rank} trainer {world.is_trainer} engine {world.is_inference} sum {int(total)}")

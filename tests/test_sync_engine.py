@@ -12,7 +12,15 @@ import torch
 from ranks import run_ranks
 from torch import Tensor
 
-from spmdrl.config import Config, Data, Engine, Layout, Model, Sampling, Stream
+from spmdrl.config import (
+    Config,
+    DataSettings,
+    EngineSettings,
+    LayoutSettings,
+    ModelSettings,
+    SamplingSettings,
+    StreamSettings,
+)
 from spmdrl.model.shards import Delta, Part, local_part
 
 PROMPTS = [[5, 9, 12, 7, 30, 21], [1, 8, 40, 41, 42, 8, 9, 3, 17]]
@@ -21,21 +29,21 @@ PROMPTS = [[5, 9, 12, 7, 30, 21], [1, 8, 40, 41, 42, 8, 9, 3, 17]]
 def make_config(
     folder: Path,
     *,
-    layout: Layout,
+    layout: LayoutSettings,
     dtype: str = "bfloat16",
     kind: str = "vllm",
-    stream: Stream | None = None,
+    stream: StreamSettings | None = None,
 ) -> Config:
     """Return a config of a small world on this machine."""
     return Config(
         layout=replace(layout, device="cpu", wait_timeout_s=200, startup_timeout_s=300),
-        model=Model(path=str(folder), compute_dtype="float32"),
-        data=Data(train="task:addition", size=8, max_prompt_tokens=32),
-        sampling=Sampling(max_response_tokens=32),
-        engine=Engine(
+        model=ModelSettings(path=str(folder), compute_dtype="float32"),
+        data=DataSettings(train="task:addition", size=8, max_prompt_tokens=32),
+        sampling=SamplingSettings(max_response_tokens=32),
+        engine=EngineSettings(
             kind=kind, dtype=dtype, cpu_kv_cache_gib=0.05, max_num_seqs=8, max_batched_tokens=256
         ),
-        stream=stream or Stream(bucket_bytes=64 * 2**10, verify_every=1),
+        stream=stream or StreamSettings(bucket_bytes=64 * 2**10, verify_every=1),
     )
 
 
@@ -197,40 +205,40 @@ def make_folder(tmp_path: Path, architecture: str, **fields: Any) -> Path:
 
 
 LAYOUTS = {
-    "split_1_1": (Layout(world_size=2, trainer_ranks=1), "qwen3", "float32", {}),
+    "split_1_1": (LayoutSettings(world_size=2, trainer_ranks=1), "qwen3", "float32", {}),
     "split_2_2_tp2": (
-        Layout(world_size=4, trainer_ranks=2, inference_tp=2),
+        LayoutSettings(world_size=4, trainer_ranks=2, inference_tp=2),
         "qwen2",
         "bfloat16",
         {"tied": True},
     ),
-    "split_3_1": (Layout(world_size=4, trainer_ranks=3), "llama", "bfloat16", {}),
+    "split_3_1": (LayoutSettings(world_size=4, trainer_ranks=3), "llama", "bfloat16", {}),
     "split_tp2_and_2_replicas": (
-        Layout(world_size=4, trainer_ranks=2, tp=2),
+        LayoutSettings(world_size=4, trainer_ranks=2, tp=2),
         "gemma2",
         "float32",
         {"tied": True},
     ),
     "colocated_2": (
-        Layout(placement="colocated", world_size=2),
+        LayoutSettings(placement="colocated", world_size=2),
         "gemma3",
         "float32",
         {"tied": True},
     ),
     "transformers_split_2_2": (
-        Layout(world_size=4, trainer_ranks=2),
+        LayoutSettings(world_size=4, trainer_ranks=2),
         "qwen2",
         "bfloat16",
         {"tied": True},
     ),
     "transformers_colocated_4_cp2_tp2": (
-        Layout(placement="colocated", world_size=4, cp=2, tp=2),
+        LayoutSettings(placement="colocated", world_size=4, cp=2, tp=2),
         "qwen3",
         "bfloat16",
         {},
     ),
     "colocated_4_tp2_tp2": (
-        Layout(placement="colocated", world_size=4, tp=2, inference_tp=2),
+        LayoutSettings(placement="colocated", world_size=4, tp=2, inference_tp=2),
         "qwen3",
         "bfloat16",
         {},
@@ -349,7 +357,9 @@ def test_weights_that_vllm_repacks_are_refused_by_name_and_never_written_in_plac
     )
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    cfg = make_config(tmp_path, layout=Layout(world_size=2, trainer_ranks=1), dtype="float32")
+    cfg = make_config(
+        tmp_path, layout=LayoutSettings(world_size=2, trainer_ranks=1), dtype="float32"
+    )
     for refusals in run_ranks(2, stream_refusals, cfg):
         assert "stream.mode is traced" in refusals["traced"]
         failing = refusals.pop("failing")

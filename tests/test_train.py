@@ -10,6 +10,7 @@ import time
 import pytest
 from runs import HELD, ROOT, TINY, finish, metrics, run, run_killed, start, torchrun, wait_for_step
 
+from spmdrl.check.settings import parse
 from spmdrl.commands.create_model import create_model
 
 
@@ -95,7 +96,7 @@ def test_warm_start_export_and_grpo_in_one_chain(model, tmp_path):
         | {
             "engine.kind": "vllm",
             "evaluate.every-steps": 2,
-            "report.console": "{table_every: 1}",
+            "report.console.table_every": "1",
             "data.eval-size": 8,
             "report.tracker": "mlflow",
         },
@@ -126,7 +127,7 @@ def test_a_killed_and_resumed_run_ends_bit_identical(placement, lag, engine, mod
         "lag": lag,
         "steps": 7,
         "checkpoint.every-steps": 2,
-        "checkpoint.keep": "{last: 9}",
+        "checkpoint.keep.last": "9",
         "engine.kind": engine,
         "rewards.timeout-s": 300.0,
     }
@@ -273,7 +274,6 @@ def test_bad_input_is_refused_with_what_and_where(by, flags, says, model, tmp_pa
 
 
 def test_dry_run_needs_no_launcher_and_no_weights(tmp_path, capsys):
-    from spmdrl import config
     from spmdrl.check import dry_run
     from spmdrl.commands.create_model import create_model
 
@@ -283,7 +283,7 @@ def test_dry_run_needs_no_launcher_and_no_weights(tmp_path, capsys):
     demonstrations.write_text(json.dumps({"messages": talk}) + "\n")
     for path in sorted((ROOT / "configs").glob("*.yaml")):
         made = "demonstrations.jsonl" in path.read_text()
-        cfg = config.parse(
+        cfg = parse(
             [
                 "--config",
                 str(path),

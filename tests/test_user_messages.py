@@ -20,7 +20,14 @@ from spmdrl.check import dry_run
 from spmdrl.checkpoint import manifest as disk
 from spmdrl.checkpoint.restore import already_finished
 from spmdrl.commands.ask import ask
-from spmdrl.config import Config, Data, Layout, Model, Rewards, flatten
+from spmdrl.config import (
+    Config,
+    DataSettings,
+    LayoutSettings,
+    ModelSettings,
+    RewardsSettings,
+    flatten,
+)
 from spmdrl.config.read import is_missing_folder
 from spmdrl.report.derived import derived
 from spmdrl.world.world import Launch, _check_launch
@@ -30,7 +37,7 @@ import os, sys, time
 from datetime import timedelta
 import spmdrl.world.world
 import torch.distributed as dist
-from spmdrl.config import Config, Layout
+from spmdrl.config import Config, LayoutSettings
 from spmdrl.world.world import World, ended
 
 def work(world):
@@ -60,7 +67,8 @@ class Clock:  # what the time is when a signal is obeyed; says that it was
         return next(self.times)
 
 mode, size = sys.argv[1], int(os.environ["WORLD_SIZE"])
-world = World.start(Config(layout=Layout(world_size=size, placement="colocated", device="cpu")))
+layout = LayoutSettings(world_size=size, placement="colocated", device="cpu")
+world = World.start(Config(layout=layout))
 world.watch.before_exit.append(lambda ending: print("closed as", ending, flush=True))
 try:
     work(world)
@@ -211,7 +219,7 @@ def test_a_name_under_a_folder_that_exists_is_no_hub_name(
     ],
 )
 def test_the_layout_that_is_proposed_can_be_had(layout: dict, size: int, says: str) -> None:
-    cfg = Config(layout=Layout(**layout))
+    cfg = Config(layout=LayoutSettings(**layout))
     with pytest.raises(ValueError) as error:
         _check_launch(cfg, Launch(0, size, 0, "a", 1, "torchrun"))
     assert says in str(error.value)
@@ -230,9 +238,9 @@ def test_a_dry_run_finds_what_a_run_would_stumble_over(tiny_model: Path, tmp_pat
 
     def found(*functions: str, **changed: Any) -> str:
         cfg = Config(
-            model=Model(path=str(tiny_model)),
-            rewards=Rewards(functions=functions),
-            data=Data(**dict(train=str(data)) | changed),
+            model=ModelSettings(path=str(tiny_model)),
+            rewards=RewardsSettings(functions=functions),
+            data=DataSettings(**dict(train=str(data)) | changed),
         )
         return "\n".join(dry_run.problems(cfg))
 
@@ -245,14 +253,17 @@ def test_a_dry_run_finds_what_a_run_would_stumble_over(tiny_model: Path, tmp_pat
 
 
 def test_derived_numbers_are_whole() -> None:
-    cfg = Config(data=Data(train="task:addition"), layout=Layout(world_size=8, trainer_ranks=6))
+    cfg = Config(
+        data=DataSettings(train="task:addition"),
+        layout=LayoutSettings(world_size=8, trainer_ranks=6),
+    )
     cfg = dataclasses.replace(
         cfg, batch=dataclasses.replace(cfg.batch, prompts_per_step=128, group_size=8)
     )
     assert derived(cfg)["sequences per dp rank"] == "1024 / 6 = about 171"
     sft = dataclasses.replace(
         cfg,
-        layout=Layout(placement="offline"),
+        layout=LayoutSettings(placement="offline"),
         algorithm=dataclasses.replace(cfg.algorithm, objective="sft"),
     )
     assert "steps of generation ahead" not in derived(sft)

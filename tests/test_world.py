@@ -10,7 +10,7 @@ import pytest
 import torch
 from ranks import free_port, launch_env, run_ranks
 
-from spmdrl.config import Config, Layout
+from spmdrl.config import Config, LayoutSettings
 from spmdrl.world import World
 from spmdrl.world.comm import agree, gather_problems
 from spmdrl.world.launch import first_host, read_launch
@@ -69,7 +69,9 @@ def roles(cfg: Config) -> dict:
     ],
 )
 def test_roles_and_meshes(layout, trainers, engines):
-    found = run_ranks(layout["world_size"], roles, Config(layout=Layout(device="cpu", **layout)))
+    found = run_ranks(
+        layout["world_size"], roles, Config(layout=LayoutSettings(device="cpu", **layout))
+    )
     assert [r for r, f in enumerate(found) if f["trainer"]] == list(trainers)
     assert [r for r, f in enumerate(found) if f["inference"]] == list(engines)
     coordinates = [f["mesh"] for f in found if f["trainer"]]
@@ -133,7 +135,7 @@ def wrong_size(cfg: Config) -> str:
 
 
 def test_a_launch_of_the_wrong_size_is_refused_before_any_group_exists():
-    (message,) = run_ranks(1, wrong_size, Config(layout=Layout(world_size=2, device="cpu")))
+    (message,) = run_ranks(1, wrong_size, Config(layout=LayoutSettings(world_size=2, device="cpu")))
     assert "layout.world_size is 2, but torchrun started 1 ranks" in message
 
 
@@ -146,7 +148,7 @@ def differing(cfg: Config) -> str:
 
 
 def test_ranks_with_different_configs_are_refused():
-    messages = run_ranks(2, differing, Config(layout=Layout(device="cpu")))
+    messages = run_ranks(2, differing, Config(layout=LayoutSettings(device="cpu")))
     assert all("rank 1 has seed = 1, rank 0 has 0" in m for m in messages)
 
 
@@ -154,10 +156,10 @@ WAITER = """
 import os, sys, time
 sys.path.insert(0, {root!r})
 import torch.distributed as dist
-from spmdrl.config import Config, Layout
+from spmdrl.config import Config, LayoutSettings
 from spmdrl.world import World
 from spmdrl.world.comm import agree, gather_problems
-world = World.start(Config(layout=Layout(world_size=3, trainer_ranks=2, device="cpu",
+world = World.start(Config(layout=LayoutSettings(world_size=3, trainer_ranks=2, device="cpu",
                                          wait_timeout_s=4)))
 world.started()
 fault = sys.argv[1]

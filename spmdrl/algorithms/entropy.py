@@ -5,10 +5,7 @@ T packed tokens, N loss tokens of the whole batch.
 
 from __future__ import annotations
 
-import difflib
 import math
-from collections.abc import Mapping
-from typing import Any
 
 from torch import Tensor
 
@@ -16,48 +13,6 @@ from spmdrl.algorithms.losses.common import with_statistics
 from spmdrl.algorithms.masked import Stats, check_share, masked_mean
 
 __all__ = ["adaptive_entropy_coef", "top_entropy"]
-
-FILTER = ("keep_frac",)
-"""Options of `top_entropy`."""
-CONTROLLER = ("target", "delta", "lower", "upper")
-"""Options of `adaptive_entropy_coef`."""
-
-
-def entropy_problems(options: Mapping[str, Any], *, entropy_coef: float) -> list[str]:
-    """Return what is wrong with `algorithm.entropy_options`, each as `name: what, value seen`.
-
-    Args:
-        entropy_coef: at the start.
-    """
-    known = FILTER + CONTROLLER
-    for name, value in options.items():
-        if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            guess = f"; did you mean {near[0]}?" if near else ""
-            return [f"{name}: no such option{guess}; known: {', '.join(known)}"]
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            return [f"{name}: expected a number, got {value!r}"]
-    chosen = {name: value for name, value in options.items() if name in CONTROLLER}
-    missing = [name for name in ("target", "delta") if chosen and name not in chosen]
-    if missing:
-        return [
-            f"{missing[0]}: is missing; an entropy that is held at a target takes both "
-            "target, nats, and delta, the step of the coefficient"
-        ]
-    try:
-        if "keep_frac" in options:
-            check_share(keep_frac=options["keep_frac"])
-        if chosen:
-            adaptive_entropy_coef(entropy_coef, entropy=0.0, **chosen)
-    except ValueError as error:
-        return [str(error)]
-    low, high = chosen.get("lower", 0.0), chosen.get("upper", 1.0)
-    if chosen and not low <= entropy_coef <= high:
-        return [
-            f"lower, upper: algorithm.entropy_coef starts at {entropy_coef}, outside "
-            f"[{low}, {high}]"
-        ]
-    return []
 
 
 def top_entropy_statistics(entropy: Tensor, *, keep_frac: float = 0.2) -> dict[str, Tensor]:

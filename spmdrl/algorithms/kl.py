@@ -22,22 +22,13 @@ Invariant under: dp size, micro-batching, packing order, padding.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from spmdrl.algorithms.losses.common import log_ratio
 from spmdrl.algorithms.masked import Stats, keep
-from spmdrl.algorithms.shaping import KL_CONTROLLER
 
 __all__ = ["k1", "k2", "k3"]
-
-
-def estimator_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return those of `algorithm.kl_options` that are not of `shaping.adaptive_kl_coef`."""
-    return {name: value for name, value in options.items() if name not in KL_CONTROLLER}
 
 
 def k1(

@@ -7,27 +7,13 @@ is not finite stays as it is, for the advantage to refuse by name.
 
 from __future__ import annotations
 
-import difflib
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from spmdrl.algorithms.groups import Groups
-
-SHAPING: dict[str, float] = {
-    "overlong_tokens": 0,
-    "overlong_penalty": 1.0,
-    "truncated_factor": 1.0,
-    "truncated_penalty": 0.0,
-    "shift": 0.0,
-    "scale": 1.0,
-    "clamp_low": -math.inf,
-    "clamp_high": math.inf,
-}
-"""Options of `shape` with the values that change nothing (0 overlong_tokens: no penalty)."""
 
 RIGHT_AT = 1.0
 """A sample is right from this reward on: full marks of a verifiable reward."""
@@ -41,76 +27,41 @@ def shape(
     is_truncated: Tensor,
     *,
     max_response_tokens: int,
-    options: Mapping[str, float],
+    overlong_tokens: int,
+    overlong_penalty: float,
+    truncated_factor: float,
+    truncated_penalty: float,
+    shift: float,
+    scale: float,
+    clamp_low: float,
+    clamp_high: float,
 ) -> Tensor:
     """Apply what `rewards.shaping` asks for: penalties first, then shift, scale and clamp.
 
     Args:
         rewards: [S] float, task units; NaN stays NaN. response_lengths: [S] int64, tokens.
         is_truncated: [S] bool. max_response_tokens: the length limit.
-        options: out of SHAPING. overlong_tokens, overlong_penalty: buffer and penalty of
-            `overlong_penalty`. truncated_factor, truncated_penalty: of `stop_properly`. shift,
-            scale, clamp_low, clamp_high: of `scale_and_clamp`.
+        overlong_tokens, overlong_penalty: buffer and penalty of `penalize_overlong`; 0 tokens: no
+            penalty. truncated_factor, truncated_penalty: of `stop_properly`. shift, scale,
+            clamp_low, clamp_high: of `scale_and_clamp`.
     Returns: [S] float64.
-    Raises: ValueError for an option out of range, which `shaping_problems` names better.
+    Raises: ValueError for an option out of range.
     """
-    chosen = SHAPING | dict(options)
-    if chosen["overlong_tokens"]:
-        rewards = overlong_penalty(
+    if overlong_tokens:
+        rewards = penalize_overlong(
             rewards,
             response_lengths,
             max_response_tokens=max_response_tokens,
-            buffer_tokens=int(chosen["overlong_tokens"]),
-            penalty=chosen["overlong_penalty"],
+            buffer_tokens=overlong_tokens,
+            penalty=overlong_penalty,
         )
     rewards = stop_properly(
-        rewards,
-        is_truncated,
-        factor=chosen["truncated_factor"],
-        penalty=chosen["truncated_penalty"],
+        rewards, is_truncated, factor=truncated_factor, penalty=truncated_penalty
     )
-    return scale_and_clamp(
-        rewards,
-        shift=chosen["shift"],
-        scale=chosen["scale"],
-        low=chosen["clamp_low"],
-        high=chosen["clamp_high"],
-    )
+    return scale_and_clamp(rewards, shift=shift, scale=scale, low=clamp_low, high=clamp_high)
 
 
-def shaping_problems(options: Mapping[str, Any], *, max_response_tokens: int) -> list[str]:
-    """Return what is wrong with the options of `shape`, each as `name: what, value seen`."""
-    for name, value in options.items():
-        if name not in SHAPING:
-            near = difflib.get_close_matches(name, SHAPING, n=1)
-            guess = f"; did you mean {near[0]}?" if near else ""
-            return [f"{name}: no such option{guess}; known: {', '.join(SHAPING)}"]
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            return [f"{name}: expected a number, got {value!r}"]
-    if "overlong_penalty" in options and not options.get("overlong_tokens"):
-        return ["overlong_penalty: needs overlong_tokens, the buffer that it acts in"]
-    chosen = SHAPING | dict(options)
-    tokens, low, high = (chosen[k] for k in ("overlong_tokens", "clamp_low", "clamp_high"))
-    in_range = {
-        "overlong_tokens": (
-            0 <= tokens <= max_response_tokens and tokens == int(tokens),
-            f"a whole number from 0 to sampling.max_response_tokens = {max_response_tokens}",
-        ),
-        "overlong_penalty": (0 <= chosen["overlong_penalty"] < math.inf, "finite, at least 0"),
-        "truncated_factor": (0 <= chosen["truncated_factor"] <= 1, "from 0 to 1"),
-        "truncated_penalty": (0 <= chosen["truncated_penalty"] < math.inf, "finite, at least 0"),
-        "shift": (math.isfinite(chosen["shift"]), "finite"),
-        "scale": (math.isfinite(chosen["scale"]) and chosen["scale"] != 0, "finite and not 0"),
-        "clamp_low": (low < high, f"below clamp_high = {high}"),
-    }
-    return [
-        f"{name}: must be {what}, got {chosen[name]}"
-        for name, (ok, what) in in_range.items()
-        if not ok
-    ]
-
-
-def overlong_penalty(
+def penalize_overlong(
     rewards: Tensor,
     response_lengths: Tensor,
     *,
@@ -235,42 +186,6 @@ def best_at_k_estimate(rewards: Sequence[float], k: int) -> float:
 def _check_k(k: int, num_samples: int) -> None:
     if not 1 <= k <= num_samples:
         raise ValueError(f"k: must be in [1, {num_samples}], the number of samples, got {k}")
-
-
-KL_CONTROLLER = ("target", "horizon")
-"""Options of `adaptive_kl_coef`, in `algorithm.kl_options` beside those of the estimator."""
-
-
-def kl_controller_problems(
-    options: Mapping[str, Any], *, kl_coef: float, num_samples: int
-) -> list[str]:
-    """Return what is wrong with target and horizon, each as `name: what, value seen`.
-
-    Args:
-        options: algorithm.kl_options. kl_coef: at the start. num_samples: sequences of a step.
-    """
-    chosen = {name: options[name] for name in KL_CONTROLLER if name in options}
-    if not chosen:
-        return []
-    for name, value in chosen.items():
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            return [f"{name}: expected a number, got {value!r}"]
-    missing = [name for name in KL_CONTROLLER if name not in chosen]
-    if missing:
-        return [
-            f"{missing[0]}: is missing; a KL that is held at a target takes both target, "
-            "nats per token, and horizon, samples"
-        ]
-    if not kl_coef > 0:
-        return [
-            f"target: {chosen['target']} with algorithm.kl_coef {kl_coef}, which is what is "
-            "moved toward the target and never leaves 0; set it above 0"
-        ]
-    try:
-        adaptive_kl_coef(kl_coef, kl=0.0, num_samples=num_samples, **chosen)
-    except ValueError as error:
-        return [str(error)]
-    return []
 
 
 def adaptive_kl_coef(

@@ -35,7 +35,7 @@ def show(cfg: Config) -> int:
     models = reward_models(cfg.rewards.functions) if cfg.objective.samples else {}
     for path in models.values():
         refusal(partial(_print_reward_model, cfg, path))
-    if cfg.model.lora:
+    if cfg.model.lora.is_on:
         refusal(lambda: print(f"lora: {adapter_size(cfg)}"))
     unbuilt = refusal(lambda: _print_section("stream", stream_size(cfg)))
     sys.stdout.flush()

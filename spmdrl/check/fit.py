@@ -10,8 +10,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from spmdrl.check.lora import MAX_RANK
-from spmdrl.check.options import KERNELS, MEMORY
+from spmdrl.check.model import MAX_RANK
 from spmdrl.config import Config
 from spmdrl.model.file_tensors import file_tensors
 from spmdrl.model.fits import ModelCounts, counts_of, misfits
@@ -37,7 +36,7 @@ def check_fit(cfg: Config) -> None:
     hf_model, folder = build_policy(cfg), Path(cfg.model.path)
     problems = policy_problems(cfg, hf_model) + _companion_problems(cfg)
     if is_on_cpu(cfg):
-        offload = (MEMORY | cfg.model.memory)["offload"]
+        offload = cfg.model.memory.offload
         problems += refusal(lambda: check_offload(offload, torch.device("cpu")))
     if problems:
         raise ValueError("\n".join(problems))
@@ -94,11 +93,11 @@ def policy_problems(cfg: Config, hf_model: nn.Module) -> list[str]:
 def _companion_problems(cfg: Config) -> list[str]:
     """Return why models beside the policy do not fit the layout."""
     layout = cfg.layout
-    if layout.cp == layout.ep == layout.tp == 1 and not (KERNELS | cfg.model.kernels)["compile"]:
+    if layout.cp == layout.ep == layout.tp == 1 and not cfg.model.kernels.compile:
         return []
     problems: list[str] = []
     paths = {
-        "model.reference": cfg.model.reference,
+        "model.reference.path": cfg.model.reference.path,
         "model.teacher": cfg.model.teacher,
         "critic.path": cfg.critic.path,
     }

@@ -16,6 +16,7 @@ from spmdrl.checkpoint import keep
 from spmdrl.checkpoint import manifest as disk
 from spmdrl.checkpoint.state import Saved, SavedSource, set_rng_state, tensor_leaves
 from spmdrl.config import Config, flatten
+from spmdrl.config.former import modernized
 from spmdrl.world import World
 from spmdrl.world.comm import gather_objects, gather_problems
 
@@ -249,8 +250,9 @@ _FREE = (
     "engine.cpu_kv_cache_gib",
     "engine.max_num_seqs",
     "engine.max_batched_tokens",
-    "model.memory",
+    "model.memory.",
     "batch.tokens_per_microbatch",
+    "rollout.record.every",
 )
 
 # What a micro-batch of so many tokens takes depends on these.
@@ -264,7 +266,7 @@ _MATTERS = (
     "critic.",
     "engine.",
     "stream.bucket_bytes",
-    "rollout.schedule",
+    "rollout.schedule.",
 )
 _PATIENCE = ("layout.startup_timeout_s", "layout.wait_timeout_s")
 
@@ -273,7 +275,8 @@ def config_differences(saved: dict[str, Any], cfg: Config) -> list[str]:
     """Return the fields that shape the result and differ, one line each with both values.
 
     Args:
-        saved: flattened config of the checkpoint. A field it does not know had its default.
+        saved: flattened config of the checkpoint, by former names too. A field it does not know had
+            its default.
         cfg: the present config.
     """
     # A decaying learning rate is a function of the number of steps.
@@ -288,20 +291,12 @@ def config_differences(saved: dict[str, Any], cfg: Config) -> list[str]:
 
 
 def _differences(saved: dict[str, Any], cfg: Config) -> list[str]:
-    now, old = (
-        _without_recording(disk.plain(flat)) for flat in (flatten(cfg), flatten(Config()) | saved)
-    )
+    now, old = (disk.plain(flat) for flat in (flatten(cfg), flatten(Config()) | modernized(saved)))
     return [
         f"{name}: {old[name]!r} in the checkpoint, {now.get(name, 'unknown')!r} now"
         for name in old
         if name not in now or old[name] != now[name]
     ]
-
-
-def _without_recording(flat: dict[str, Any]) -> dict[str, Any]:
-    """Return a config without what it records: only what it replays shapes the result."""
-    record = flat["rollout.record"]
-    return flat | {"rollout.record": {k: v for k, v in record.items() if k != "every"}}
 
 
 def _tensor_differences(reader: disk.TensorReader, tensors: dict[str, Tensor]) -> list[str]:

@@ -107,7 +107,7 @@ class Saver:
 
     def _is_new_best(self, step: int, values: dict[str, float]) -> bool:
         options = self.cfg.checkpoint.keep
-        if options.get("best") not in values:
+        if options.best not in values:
             return False
         self._settle(wait=True)  # the save under way may hold the best so far
         return self.world.from_rank_0(

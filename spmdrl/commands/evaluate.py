@@ -27,8 +27,10 @@ from pathlib import Path
 
 from spmdrl import config
 from spmdrl.algorithms.shaping import RIGHT_AT
-from spmdrl.config import Config
-from spmdrl.config.read import is_missing_folder, read, refuse
+from spmdrl.check.settings import validate
+from spmdrl.config import Config, load_yaml
+from spmdrl.config.read import read, refuse
+from spmdrl.imports import is_missing_folder
 from spmdrl.evaluate import Result, sample, table, write
 from spmdrl.rewards.signatures import reward_models
 from spmdrl.rollout.source import make_source
@@ -76,9 +78,10 @@ def parse(argv: Sequence[str], *, world_size: int) -> Request:
     is_checkpoint = _is_checkpoint(model)
     file = "" if has_config or not is_checkpoint else str(_config_of(Path(model)))
     asked = read(
-        ["--config", file, *rest] if file else list(rest),
+        list(rest),
         prog="python -m spmdrl evaluate MODEL",
         about=f"{_HELP}\n",
+        default=load_yaml(file, may_be_former=True) if file else None,
     )
     if chosen.which == "best" and not is_checkpoint:
         raise ValueError(f"--which best: {model} is a model, not a run that keeps its best one")
@@ -100,7 +103,7 @@ def parse(argv: Sequence[str], *, world_size: int) -> Request:
         empty
         or [
             p.replace("data.train", "data.eval").replace("data.size", "data.eval_size")
-            for p in config.validate(cfg)
+            for p in validate(cfg)
         ],
         of=file,
     )
@@ -172,7 +175,7 @@ def evaluation_config(cfg: Config, *, model: str, world_size: int) -> Config:
         deterministic=cfg.deterministic,
         dry_run=cfg.dry_run,
         steps=1,
-        layout=config.Layout(
+        layout=config.LayoutSettings(
             placement="colocated",
             world_size=world_size,
             inference_tp=layout.inference_tp,
@@ -180,19 +183,19 @@ def evaluation_config(cfg: Config, *, model: str, world_size: int) -> Config:
             wait_timeout_s=layout.wait_timeout_s,
             startup_timeout_s=layout.startup_timeout_s,
         ),
-        model=config.Model(
+        model=config.ModelSettings(
             path=model, tokenizer=cfg.model.tokenizer, trust_remote_code=cfg.model.trust_remote_code
         ),
         # The training rows are not needed, and may lie elsewhere.
         data=replace(cfg.data, train=cfg.data.eval, size=cfg.data.eval_size),
-        batch=config.Batch(prompts_per_step=1, tokens_per_microbatch=longest),
+        batch=config.BatchSettings(prompts_per_step=1, tokens_per_microbatch=longest),
         sampling=cfg.sampling,
         engine=cfg.engine,
         evaluate=cfg.evaluate,
-        rollout=replace(cfg.rollout, schedule={}, record={}),
+        rollout=config.RolloutSettings(environment=cfg.rollout.environment),
         rewards=replace(
             cfg.rewards,
-            shaping={},
+            shaping=config.ShapingSettings(),
             functions=tuple(functions[i] for i in kept),
             weights=tuple(cfg.rewards.weights[i] for i in kept) if cfg.rewards.weights else (),
         ),

@@ -39,7 +39,7 @@ from spmdrl.checkpoint import manifest as disk
 from spmdrl.checkpoint.keep import named
 from spmdrl.checkpoint.weights import SavedWeights
 from spmdrl.commands.export_adapter import MergedWeights, export_adapter
-from spmdrl.config import Model
+from spmdrl.config import ModelSettings
 from spmdrl.model.file_tensors import file_tensors
 from spmdrl.model.load import SCALAR_HEAD, build_meta_model, model_folder
 from spmdrl.model.shards import Box, Part, narrow
@@ -119,7 +119,9 @@ def export(
 
     def write() -> None:
         parts = file_tensors(
-            build_meta_model(Model(path=str(made), trust_remote_code=trusts), is_scalar=is_scalar)
+            build_meta_model(
+                ModelSettings(path=str(made), trust_remote_code=trusts), is_scalar=is_scalar
+            )
         )
         weights = MergedWeights(saved, model_folder(model), parts) if saved.has_adapters else saved
         _write_weights(

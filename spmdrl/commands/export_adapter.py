@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from spmdrl.checkpoint.weights import SavedWeights
-from spmdrl.config import Model
+from spmdrl.config import ModelSettings
 from spmdrl.model.load import CheckpointReader, build_meta_model
 from spmdrl.model.lora.files import LAYER_A, base_digest, file_digest, write_adapter
 from spmdrl.model.lora.layers import pair_names
@@ -91,11 +91,11 @@ def export_adapter(
         alpha=float(saved.record("alpha")),
         use_rslora=bool(saved.record("use_rslora")),
         base=base,
-        embedding=_embedding_name(Model(path=base, trust_remote_code=trust_remote_code)),
+        embedding=_embedding_name(ModelSettings(path=base, trust_remote_code=trust_remote_code)),
     )
 
 
-def _embedding_name(model: Model) -> str:
+def _embedding_name(model: ModelSettings) -> str:
     try:
         hf_model = build_meta_model(model)
     except ValueError as error:

@@ -88,7 +88,7 @@ def config_of(recorded: Recorded) -> tuple[Config | None, str]:
     """Return the config of the run that recorded, or None and why it is not known."""
     path = recorded.folder.resolve().parent / "config.yaml"
     try:
-        return load_yaml(path), ""
+        return load_yaml(path, may_be_former=True), ""
     except ValueError as error:  # not there, or of another version of this program
         return None, str(error)
 

@@ -1,58 +1,88 @@
 """The configuration: frozen dataclasses, one YAML file, any field overridable by flag.
 
-`fields` documents every field; `read` turns a file and flags into a Config; `check` lists
-what is wrong with one. Importing this package pulls in neither torch nor vllm, so that
-`--help` and `--dry-run` answer at once.
+`fields` has the sections, with every field's unit, default and reason; `read` turns a file and
+flags into a Config, and a Config into YAML. Nothing of ours is imported here, nor torch: `--help`
+answers at once.
 """
 
-from spmdrl.check.settings import validate
 from spmdrl.config.fields import (
-    Algorithm,
-    Batch,
-    Checkpoint,
+    BatchSettings,
+    CheckpointSettings,
     Config,
-    Critic,
-    Data,
-    Engine,
-    Evaluate,
-    Layout,
-    Model,
-    Optimizer,
-    Options,
-    Report,
-    Rewards,
-    Rollout,
-    Sampling,
-    Stream,
+    ConsoleSettings,
+    DataSettings,
+    EvaluateSettings,
+    KeepSettings,
+    LayoutSettings,
+    MlflowSettings,
+    ReportSettings,
     inference_ranks,
     trainer_ranks,
 )
-from spmdrl.config.read import dump, flatten, from_dict, load_yaml, parse
+from spmdrl.config.generation import (
+    EngineSettings,
+    RecordSettings,
+    RewardsSettings,
+    RolloutSettings,
+    SamplingSettings,
+    ScheduleSettings,
+    ShapingSettings,
+    StreamSettings,
+)
+from spmdrl.config.method import (
+    AlgorithmSettings,
+    CriticSettings,
+    EntropyControlSettings,
+    KlControlSettings,
+    OptimizerSettings,
+)
+from spmdrl.config.model import (
+    KernelsSettings,
+    LoraSettings,
+    MemorySettings,
+    ModelSettings,
+    MoeSettings,
+    ReferenceSettings,
+)
+from spmdrl.config.options import Options
+from spmdrl.config.read import dump, from_tree, load_yaml
+from spmdrl.config.tree import flatten
 
 __all__ = [
-    "Algorithm",
-    "Batch",
-    "Checkpoint",
+    "AlgorithmSettings",
+    "BatchSettings",
+    "CheckpointSettings",
     "Config",
-    "Critic",
-    "Data",
-    "Engine",
-    "Evaluate",
-    "Layout",
-    "Model",
-    "Optimizer",
+    "ConsoleSettings",
+    "CriticSettings",
+    "DataSettings",
+    "EngineSettings",
+    "EntropyControlSettings",
+    "EvaluateSettings",
+    "KeepSettings",
+    "KernelsSettings",
+    "KlControlSettings",
+    "LayoutSettings",
+    "LoraSettings",
+    "MemorySettings",
+    "MlflowSettings",
+    "ModelSettings",
+    "MoeSettings",
+    "OptimizerSettings",
     "Options",
-    "Report",
-    "Rewards",
-    "Rollout",
-    "Sampling",
-    "Stream",
+    "RecordSettings",
+    "ReferenceSettings",
+    "ReportSettings",
+    "RewardsSettings",
+    "RolloutSettings",
+    "SamplingSettings",
+    "ScheduleSettings",
+    "ShapingSettings",
+    "StreamSettings",
     "dump",
     "flatten",
-    "from_dict",
+    "from_tree",
     "inference_ranks",
     "load_yaml",
-    "parse",
     "trainer_ranks",
-    "validate",
 ]

@@ -1,64 +1,55 @@
-"""Reading a config strictly, and writing it back."""
+"""Reading a config strictly, from a file and flags, and writing it back."""
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
-import signal
+import shlex
 import sys
-import types
 import typing
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, Union
+from typing import Any, Literal, NoReturn
 
-import tyro
 import yaml
 
-from spmdrl.check.settings import validate
-from spmdrl.config.fields import Config, option_value
-from spmdrl.rewards.signatures import reward_models
+from spmdrl.config.fields import Config
+from spmdrl.config.former import ELSEWHERE, modernized, present
+from spmdrl.config.tree import (
+    build,
+    convert,
+    flatten,
+    kinds,
+    leaves,
+    nearest_field,
+    sections,
+    settings,
+)
+
+_Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+_Dumper = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
 
 
-def parse(argv: list[str] | None = None) -> Config:
-    """Read `--config FILE` and command-line overrides into a checked Config.
-
-    Args:
-        argv: arguments without the program name; None takes sys.argv.
-    Returns: the Config, valid as far as can be told without starting anything.
-    Raises: SystemExit(2) with every problem listed, one per line.
-    """
-    if argv is None and {"-h", "--help", "--dry-run"} & set(sys.argv):
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `... --help | head` ends without a word
-    argv = list(sys.argv[1:] if argv is None else argv)
-    cfg = read(argv, prog="train.py --config FILE")
-    refuse(
-        validate(cfg) + ([] if cfg.dry_run else _missing_models(cfg)), of=_take_config_flag(argv)[0]
-    )
-    return cfg
-
-
-def read(argv: list[str], *, prog: str, about: str = "") -> Config:
+def read(argv: list[str], *, prog: str, about: str = "", default: Config | None = None) -> Config:
     """Read `--config FILE` and command-line overrides; the values are not checked yet.
 
     Args:
         argv: arguments without the program name.
         prog, about: of the help.
-    Raises: SystemExit(2) as `parse`.
+        default: what to start from without `--config`.
+    Raises: SystemExit(2) with every problem listed, one per line; SystemExit(0) after the help.
     """
-    path, rest = _take_config_flag(argv)
+    path, rest = take_config_flag(argv)
     try:
-        default = load_yaml(path) if path else Config()
+        cfg = load_yaml(path) if path else default or Config()
+        if asked := {"-h", "--help"}.intersection(rest):
+            from spmdrl.config.help import show_help
+
+            show_help(cfg, rest[rest.index(asked.pop()) + 1 :], prog=prog, about=about)
+            raise SystemExit(0)
+        return with_flags(cfg, rest)
     except ValueError as error:
         _exit(str(error))
-    return tyro.cli(
-        Config,
-        default=default,
-        args=rest,
-        prog=prog,
-        description=f"{about}--config FILE\n"
-        "    YAML file to start from, e.g. one of configs/. Every option below is a\n"
-        "    field of it and overrides it; the defaults shown are the file's.",
-    )
 
 
 def refuse(problems: list[str], *, of: str) -> None:
@@ -71,36 +62,8 @@ def refuse(problems: list[str], *, of: str) -> None:
         _exit(_problem_list(f"config {of or '(defaults and flags)'}", problems))
 
 
-def _missing_models(cfg: Config) -> list[str]:
-    model = cfg.model
-    named = {
-        "model.path": model.path,
-        "model.tokenizer": model.tokenizer,
-        "model.reference": model.reference,
-        "model.teacher": model.teacher,
-    }
-    pairs = [*named.items()]
-    if cfg.objective.samples:
-        pairs += [("rewards.functions", p) for p in reward_models(cfg.rewards.functions).values()]
-    return [
-        f"{field}: folder {path} does not exist (looked from {Path.cwd()})"
-        for field, path in pairs
-        if is_missing_folder(path)
-    ]
-
-
-def is_missing_folder(path: str) -> bool:
-    """Return whether a model's name can only be a folder, and there is none.
-
-    A hub name is `owner/name`, so `runs/mine` is a folder where `runs` is one.
-    """
-    if not path or Path(path).expanduser().is_dir():
-        return False
-    looks_local = path.startswith(("/", ".", "~")) or path.count("/") > 1 or path.endswith("/")
-    return looks_local or ("/" in path and Path(path).parent.is_dir())
-
-
-def _take_config_flag(argv: list[str]) -> tuple[str, list[str]]:
+def take_config_flag(argv: list[str]) -> tuple[str, list[str]]:
+    """Return the file that `--config` names, empty for none, and the other arguments."""
     path, rest, i = "", [], 0
     while i < len(argv):
         if argv[i] == "--config":
@@ -114,7 +77,7 @@ def _take_config_flag(argv: list[str]) -> tuple[str, list[str]]:
     return path, rest
 
 
-def _exit(message: str) -> typing.NoReturn:
+def _exit(message: str) -> NoReturn:
     print(message, file=sys.stderr)
     raise SystemExit(2)
 
@@ -124,12 +87,17 @@ def _problem_list(where: str, problems: list[str]) -> str:
     return "\n".join(lines + [f"  - {problem}" for problem in problems])
 
 
-def load_yaml(path: str | Path) -> Config:
+# --------------------------------------------------------------------------- files
+
+
+def load_yaml(path: str | Path, *, may_be_former: bool = False) -> Config:
     """Read one YAML file strictly.
 
+    Args:
+        may_be_former: it is what a run wrote, perhaps of a former version: take its names too.
     Returns: Config with defaults where the file is silent; not yet validated.
-    Raises: ValueError listing every unknown key (with the nearest known one) and every value
-        of a wrong type.
+    Raises: ValueError listing every unknown key (with the nearest known one), every former name
+        (with the present one) and every value of a wrong type.
     """
     path = Path(path)
     if not path.is_file():
@@ -137,95 +105,56 @@ def load_yaml(path: str | Path) -> Config:
         hint = f"; did you mean {path.parent / near[0]}?" if near else ""
         raise ValueError(f"config file {path} does not exist{hint}")
     try:
-        tree = yaml.safe_load(path.read_text()) or {}
+        tree = yaml.load(path.read_text(), _Loader) or {}
     except yaml.YAMLError as error:
         raise ValueError(f"config file {path} is not valid YAML: {error}") from error
-    problems: list[str] = []
-    cfg = from_dict(Config, tree, problems=problems)
-    if problems:
-        raise ValueError(_problem_list(f"config file {path}", problems))
-    return cfg
-
-
-def from_dict(cls: type, tree: Any, *, problems: list[str], prefix: str = "") -> Any:
-    """Build dataclass `cls` from a nested dict, appending to `problems` what does not fit."""
     if not isinstance(tree, dict):
-        problems.append(f"{prefix or 'file'}: expected a mapping of fields, got {tree!r}")
-        return cls()
-    hints = typing.get_type_hints(cls)
-    values = {}
-    for key, value in tree.items():
-        name = f"{prefix}{key}"
-        if key not in hints:
-            problems.append(f"{name}: unknown key{_nearest(str(key), cls)}")
-        elif dataclasses.is_dataclass(hints[key]):
-            values[key] = from_dict(hints[key], value, problems=problems, prefix=f"{name}.")
-        else:
-            try:
-                values[key] = _convert(value, hints[key])
-            except ValueError as error:
-                problems.append(f"{name}: {error}")
-    return cls(**values)
+        raise ValueError(f"config file {path}: expected a mapping of fields, got {tree!r}")
+    flat = leaves(tree)
+    return _config(modernized(flat) if may_be_former else flat, where=f"config file {path}")
 
 
-def _nearest(key: str, cls: type) -> str:
-    own = [f.name for f in dataclasses.fields(cls)]
-    everywhere = {name.rsplit(".", 1)[-1]: name for name in flatten(Config())}
-    if key in everywhere:  # the right name in the wrong section
-        return f"; did you mean {everywhere[key]}?"
-    if near := difflib.get_close_matches(key, own, n=1, cutoff=0.6):
-        return f"; did you mean {near[0]}?"
-    if near := difflib.get_close_matches(key, list(everywhere), n=1, cutoff=0.7):
-        return f"; did you mean {everywhere[near[0]]}?"
-    return f"; known here: {', '.join(own)}"
+def from_tree(tree: Mapping[str, Any], *, where: str = "config") -> Config:
+    """Return the config of nested mappings, as YAML has them. Raises: as `load_yaml`."""
+    return _config(leaves(tree), where=where)
 
 
-def _convert(value: Any, hint: Any) -> Any:
-    if hint is Any:
-        return value
-    origin, args = typing.get_origin(hint), typing.get_args(hint)
-    if origin is Literal:
-        if value in args and type(value) in {type(a) for a in args}:
-            return value
-        near = difflib.get_close_matches(str(value), [str(a) for a in args], n=1)
-        hint_text = f"; did you mean {near[0]}?" if near else ""
-        raise ValueError(f"{value!r} is not one of {', '.join(map(str, args))}{hint_text}")
-    if origin is tuple:
-        if not isinstance(value, (list, tuple)):
-            raise ValueError(f"expected a list, got {value!r}")
-        if len(args) == 2 and args[1] is Ellipsis:
-            return tuple(_convert(item, args[0]) for item in value)
-        if len(value) != len(args):
-            raise ValueError(f"expected {len(args)} values, got {value!r}")
-        return tuple(_convert(item, arg) for item, arg in zip(value, args))
-    if origin is dict:
-        if not isinstance(value, dict):
-            raise ValueError(f"expected a mapping, got {value!r}")
-        return {str(k): _convert(v, args[1]) for k, v in value.items()}
-    if origin in (Union, types.UnionType):
-        if type(value) in args:
-            return option_value(value)
-        raise ValueError(f"expected a plain number, string or bool, got {value!r}")
-    if hint is float and isinstance(value, (int, str)) and not isinstance(value, bool):
+def _config(flat: Mapping[str, Any], *, where: str) -> Config:
+    found, problems = {}, []
+    for name, value in flat.items():
         try:
-            return float(value)  # YAML 1.1 reads 1e-6 as a string
-        except ValueError:
-            raise ValueError(f"expected a number, got {value!r}") from None
-    if type(value) is not hint:
-        raise ValueError(f"expected {hint.__name__}, got {value!r}")
-    return value
+            found[name] = _checked(name, value)
+        except ValueError as error:
+            problems.append(f"{name}: {error}")
+    if problems:
+        raise ValueError(_problem_list(where, problems))
+    return build(found)
 
 
-def flatten(cfg: Any, prefix: str = "") -> dict[str, Any]:
-    """Return {dotted field name: value} of a config."""
-    flat: dict[str, Any] = {}
-    for f in dataclasses.fields(cfg):
-        value = getattr(cfg, f.name)
-        if dataclasses.is_dataclass(value):
-            flat |= flatten(value, f"{prefix}{f.name}.")
-        else:
-            flat[prefix + f.name] = value
-    return flat
+def _checked(name: str, value: Any) -> Any:
+    now = present(name, value)
+    if now is not None:
+        fields = ", ".join(f"{field}: {_flow(own)}" for field, own in now.items())
+        raise ValueError(f"is now {fields}" if fields else "is no field any more; leave it out")
+    if name in sections():
+        raise ValueError(f"expected a mapping of fields, got {value!r}{_fields_of(name)}")
+    if name not in settings():
+        raise ValueError(f"unknown key; {ELSEWHERE[name]}" if name in ELSEWHERE else _unknown(name))
+    return convert(value, settings()[name])
+
+
+def _unknown(name: str) -> str:
+    return f"unknown key{nearest_field(name)}"
+
+
+def _fields_of(section: str) -> str:
+    own = [name for name in settings() if name.rpartition(".")[0] == section]
+    return f"; its fields: {', '.join(own)}"
+
+
+def _flow(value: Any) -> str:
+    text = yaml.dump(value, Dumper=_Dumper, default_flow_style=True, width=10**6).strip()
+    return text.removesuffix("\n...")
 
 
 def dump(cfg: Config) -> str:
@@ -236,4 +165,94 @@ def dump(cfg: Config) -> str:
             return {k: plain(v) for k, v in value.items()}
         return [plain(v) for v in value] if isinstance(value, (list, tuple)) else value
 
-    return yaml.safe_dump(plain(dataclasses.asdict(cfg)), sort_keys=False)
+    return yaml.dump(plain(dataclasses.asdict(cfg)), Dumper=_Dumper, sort_keys=False)
+
+
+# --------------------------------------------------------------------------- flags
+
+
+def with_flags(cfg: Config, argv: list[str]) -> Config:
+    """Return a config with the fields that flags name: `--batch.group-size 4`.
+
+    A value is read as in a file, but for text that stands as it is. Lists are several words;
+    what is true or false may be named alone, `--data.no-shuffle` for false.
+
+    Raises: ValueError listing every problem.
+    """
+    found, problems = {}, []
+    for flag, words in _split(argv):
+        if not flag:
+            problems.append(f"{words[0]}: expected a flag, --SECTION.FIELD VALUE")
+            continue
+        name, text = flag.replace("-", "_"), words
+        section, _, own = name.rpartition(".")
+        positive = f"{section}.{own.removeprefix('no_')}".lstrip(".")
+        if name not in settings() and settings().get(positive) is bool and not words:
+            name, text = positive, ["false"]
+        try:
+            found[name] = _flag_value(name, text)
+        except ValueError as error:
+            problems.append(f"--{name}: {error}")
+    if problems:
+        raise ValueError(_problem_list("flags", problems))
+    return build(flatten(cfg) | found)
+
+
+def _split(argv: list[str]) -> list[tuple[str, list[str]]]:
+    """Return flags, each with the words behind it."""
+    found: list[tuple[str, list[str]]] = []
+    for word in argv:
+        if word.startswith("--"):
+            flag, is_there, value = word[2:].partition("=")
+            found.append((flag, [value] if is_there else []))
+        elif found:
+            found[-1][1].append(word)
+        else:
+            found.append(("", [word]))
+    return found
+
+
+def _flag_value(name: str, words: list[str]) -> Any:
+    value = words[0] if len(words) == 1 else words
+    if name not in settings():
+        value = _yaml(value) if isinstance(value, str) else value
+        now = present(name, value)
+        if now is None and name in sections() and isinstance(value, dict):
+            now = {f"{name}.{key}": own for key, own in value.items()}
+        if now:
+            raise ValueError(f"is now {' '.join(_flag(field, own) for field, own in now.items())}")
+        return _checked(name, value)
+    hint = settings()[name]
+    now = present(name, _yaml(value)) if typing.get_origin(hint) is dict and words else None
+    if now:
+        raise ValueError(f"is now {' '.join(_flag(field, own) for field, own in now.items())}")
+    return convert(_from_words(words, hint), hint)
+
+
+def _from_words(words: list[str], hint: Any) -> Any:
+    """Return words of the command line as YAML would have the value."""
+    if hint is bool and not words:
+        return True
+    of_list = next((kind for kind in kinds(hint) if typing.get_origin(kind) is tuple), None)
+    if of_list and len(words) == 1 and words[0].startswith("[") and words[0].endswith("]"):
+        return _yaml(words[0])
+    if of_list and (len(words) != 1 or str not in kinds(hint)):
+        return [w if typing.get_args(of_list)[0] is str else _yaml(w) for w in words]
+    if len(words) != 1:
+        raise ValueError(f"expected one value, got {' '.join(words) or 'none'}")
+    is_text = str in kinds(hint) or typing.get_origin(hint) is Literal
+    return words[0] if is_text else _yaml(words[0])
+
+
+def _yaml(text: str) -> Any:
+    try:
+        return yaml.load(text, _Loader)
+    except yaml.YAMLError:
+        raise ValueError(f"{text!r} is not valid YAML") from None
+
+
+def _flag(name: str, value: Any) -> str:
+    """Return a value as a flag, for messages."""
+    words = value if isinstance(value, list) else [value]
+    texts = [w if isinstance(w, str) else _flow(w) for w in words]
+    return " ".join([f"--{name}", *map(shlex.quote, texts)])

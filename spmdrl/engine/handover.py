@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 
 from spmdrl.engine.protocol import EngineProtocol
-from spmdrl.rollout.schedule import schedule_of
 from spmdrl.types import Sums
 from spmdrl.world import World
 
@@ -36,7 +35,7 @@ class Handover:
         self._sleeps = (
             world.cfg.layout.roles.shares_devices and world.is_inference and engine.can_sleep
         )
-        if self._sleeps and schedule_of(world.cfg)["over_sample"] > 1:
+        if self._sleeps and world.cfg.rollout.schedule.leaves_unfinished:
             log.warning(
                 "the engine stays awake during updates, and keeps its memory, since "
                 "rollout.schedule.over_sample leaves requests unfinished"

@@ -131,7 +131,7 @@ class TransformersEngine:
             cfg.model, attention="spmdrl_cached", dtype=self.dtype, device=device
         )
         self._held = Held(live_tensors(self._hf_model), file_tensors(self._hf_model))
-        if cfg.model.moe.get("replay"):
+        if cfg.model.moe.replay:
             self._routes = _Routes(self._hf_model)
         config = self._hf_model.config
         self._kernel = pick_attention(
@@ -372,7 +372,7 @@ class TransformersEngine:
         """Take `version` as that of the weights. Unfinished requests keep their keys and values,
         or compute them anew, as rollout.schedule says; no request uses those of another step."""
         self.version = version
-        if self.cfg.rollout.schedule.get("kv_cache") != "keep":
+        if self.cfg.rollout.schedule.kv_cache != "keep":
             self._waiting.extendleft(reversed(self._running))
             self._running.clear()
 

@@ -53,7 +53,7 @@ class VllmEngine:
             return
         on_cpu = world.device.type == "cpu"
         vllm_internals.prepare_process(
-            on_cpu=on_cpu, compiles=bool(cfg.model.kernels.get("compile"))
+            on_cpu=on_cpu, compiles=cfg.model.kernels.compile
         )
         with world.watch.wait("create engine groups", -1):
             self._sockets = vllm_internals.create_groups(world, tp=cfg.layout.inference_tp)
@@ -71,9 +71,9 @@ class VllmEngine:
             vllm_internals.keep_linear_weights_live()
             vllm_internals.keep_expert_weights_live()
         self._llm = vllm_internals.make_llm(_arguments(cfg, on_cpu=on_cpu))
-        if cfg.model.lora.get("push") == "adapter":
+        if cfg.model.lora.pushes_adapter:
             self._slot = AdapterSlot(self._runner)
-        if cfg.model.moe.get("replay"):
+        if cfg.model.moe.replay:
             self._routes = make_routes(self._llm, on_cpu=on_cpu)
 
     # ---------------------------------------------------------------- generation
@@ -186,7 +186,7 @@ class VllmEngine:
             return
         if not self.is_busy:
             self._llm.reset_prefix_cache()
-        elif self.cfg.rollout.schedule.get("kv_cache") != "keep":
+        elif self.cfg.rollout.schedule.kv_cache != "keep":
             self._llm.reset_prefix_cache(reset_running_requests=True)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
@@ -280,10 +280,10 @@ def _arguments(cfg: Config, *, on_cpu: bool) -> dict[str, Any]:
 
 
 def _own_arguments(cfg: Config, *, on_cpu: bool) -> dict[str, Any]:
-    """Return the arguments that engine.options may not hold; see check/options.py."""
+    """Return the arguments that engine.options may not hold; see check/engine_options.py."""
     longest = cfg.data.max_prompt_tokens + cfg.sampling.max_response_tokens
     tokens_per_step = max(cfg.engine.max_batched_tokens, cfg.engine.max_num_seqs)
-    recorded = route_arguments(on_cpu=on_cpu) if cfg.model.moe.get("replay") else {}
+    recorded = route_arguments(on_cpu=on_cpu) if cfg.model.moe.replay else {}
     return (
         dict(
             model=cfg.model.path,
@@ -300,7 +300,7 @@ def _own_arguments(cfg: Config, *, on_cpu: bool) -> dict[str, Any]:
             kv_cache_memory_bytes=int(cfg.engine.cpu_kv_cache_gib * 2**30) if on_cpu else None,
             # With it a step is under way while its predecessor's tokens are handed out, and weights
             # could not be exchanged between two steps.
-            async_scheduling=False if cfg.rollout.schedule else None,
+            async_scheduling=None if cfg.rollout.schedule.is_plain else False,
             logprobs_mode="processed_logprobs",  # of the distribution sampled from
             disable_log_stats=True,
             use_tqdm_on_load=False,

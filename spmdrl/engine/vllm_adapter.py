@@ -25,7 +25,7 @@ def lora_arguments(cfg: Config) -> dict[str, Any]:
     Only layers named like targets get memory for adapters. That leaves out the head: with it,
     vLLM's CPU build cannot give logprobs of prompts.
     """
-    if cfg.model.lora.get("push") != "adapter":
+    if not cfg.model.lora.pushes_adapter:
         return {}
     form = lora_form(cfg.model.lora)
     names = targeted(build_meta_model(cfg.model), form.targets)

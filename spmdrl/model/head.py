@@ -11,8 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from spmdrl.check.options import MEMORY
-from spmdrl.config import Model
+from spmdrl.config import ModelSettings
 
 
 @dataclass(frozen=True)
@@ -32,12 +31,11 @@ class HeadOptions:
     this rank holds all of it."""
 
 
-def head_chunk_tokens(model: Model, hf_model: nn.Module) -> int:
+def head_chunk_tokens(model: ModelSettings, hf_model: nn.Module) -> int:
     """Return the positions whose logits may exist at once: as the config says, or as many as have
     512 MiB in float32, within [256, 8192]: fewer starve the matmul, more gain nothing."""
     rows = hf_model.get_input_embeddings().weight.shape[0]
-    chosen = (MEMORY | model.memory)["head_chunk_tokens"]
-    return chosen or max(256, min(8192, 512 * 2**20 // (4 * rows)))
+    return model.memory.head_chunk_tokens or max(256, min(8192, 512 * 2**20 // (4 * rows)))
 
 
 def logprobs_and_entropy(

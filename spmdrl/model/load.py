@@ -17,8 +17,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from spmdrl.config import Config, Model
-from spmdrl.config.read import is_missing_folder
+from spmdrl.config import Config, ModelSettings
+from spmdrl.imports import is_missing_folder
 from spmdrl.model.file_tensors import file_tensors, live_tensors
 from spmdrl.model.shards import Held, Part
 from spmdrl.model.transformers_internals import ignored_names, initialise
@@ -83,7 +83,7 @@ def model_folder(path: str) -> Path:
 
 
 def build_meta_model(
-    model: Model, *, attention: str = "eager", is_scalar: bool = False
+    model: ModelSettings, *, attention: str = "eager", is_scalar: bool = False
 ) -> nn.Module:
     """Build a model's modules without storage, tied weights tied.
 
@@ -298,7 +298,7 @@ def _computed_buffers(module: nn.Module) -> dict[str, Tensor]:
 
 
 def load_whole_model(
-    model: Model, *, attention: str, dtype: torch.dtype, device: torch.device
+    model: ModelSettings, *, attention: str, dtype: torch.dtype, device: torch.device
 ) -> nn.Module:
     """Build a causal LM with all its weights on this rank, for inference alone.
 

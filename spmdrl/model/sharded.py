@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from spmdrl.check.options import KERNELS, MEMORY
 from spmdrl.config import Config
 from spmdrl.model.attention import pick_attention, register_attention
 from spmdrl.model.blocks import blocks, experts_modules, experts_parameters
@@ -70,12 +69,11 @@ class ShardedModel:
         self.cfg, self.world = cfg, world
         model = replace(cfg.model, path=path)
         dtype = getattr(torch, model.compute_dtype)
-        kernels = KERNELS | model.kernels
         register_attention()
         register_context_attention()
         self.hf_model = hf_model = build_meta_model(model, is_scalar=is_scalar)
         found = misfits(
-            counts_of(hf_model), axes_of(cfg), context=kernels["context"], is_policy=False
+            counts_of(hf_model), axes_of(cfg), context=model.kernels.context, is_policy=False
         )
         if problems := list(found):
             raise ValueError("\n".join(problems))
@@ -90,11 +88,11 @@ class ShardedModel:
             self._names = [*self._names, *self.adapters.names]
             self._changing = train_adapters_only(hf_model, self.adapters, dtype=dtype)
         elif is_trained:
-            master = getattr(torch, (MEMORY | model.memory)["master_dtype"])
+            master = getattr(torch, model.memory.master_dtype)
             for parameter in hf_model.parameters():
                 parameter.data = parameter.data.to(master)
         attention = pick_attention(
-            kernels["attention"],
+            model.kernels.attention,
             device=world.device,
             dtype=dtype,
             has_softcap=getattr(hf_model.config, "attn_logit_softcapping", None) is not None,
@@ -103,7 +101,7 @@ class ShardedModel:
         self.slicing, method = self._slicing(), ""
         if self.slicing.group is not None:
             heads = hf_model.config.num_attention_heads // world.mesh["tp"].size()
-            method = "_" + context_method(kernels["context"], heads=heads, cp=self.slicing.size)
+            method = "_" + context_method(model.kernels.context, heads=heads, cp=self.slicing.size)
         hf_model.set_attn_implementation(f"spmdrl_{attention}{method}")
         reader = CheckpointReader(model_folder(path))
         check_weights(reader, hf_model, self.parts, is_scalar=is_scalar)
@@ -117,9 +115,9 @@ class ShardedModel:
 
     def _give_storage(self) -> None:
         """Give parameters and buffers storage, on the meta device until here."""
-        options, device = MEMORY | self.cfg.model.memory, self.world.device
-        recompute.check_offload(options["offload"], device)
-        if recompute.has(options["offload"], "parameters"):
+        offload, device = self.cfg.model.memory.offload, self.world.device
+        recompute.check_offload(offload, device)
+        if recompute.has(offload, "parameters"):
             self.scorer.to_empty(device="cpu")  # FSDP2 pins them
             recompute.move_buffers(self.scorer, device)
         else:
@@ -134,13 +132,13 @@ class ShardedModel:
 
     def _parallelize(self, hf_model: nn.Module, *, dtype: torch.dtype) -> None:
         cfg, mesh = self.cfg, self.world.mesh
-        kernels, options = KERNELS | cfg.model.kernels, MEMORY | cfg.model.memory
+        kernels, spared = cfg.model.kernels, cfg.model.memory
         self.whole: dict[str, str] = {}  # parameters that every tp rank holds whole
         tp_group = None
-        if kernels["liger"] and self.world.device.type == "cuda":
+        if kernels.liger and self.world.device.type == "cuda":
             apply_liger(
                 hf_model,
-                has_rope=options["activation_checkpointing"] != "selective",
+                has_rope=spared.activation_checkpointing != "selective",
                 is_dense=not experts_modules(hf_model),
             )
         if mesh["tp"].size() > 1:
@@ -154,10 +152,10 @@ class ShardedModel:
         if cfg.layout.ep > 1:
             apply_ep(hf_model, self.world.experts["ep"])
         names = list(blocks(hf_model))
-        recompute.checkpoint(hf_model, options["activation_checkpointing"])
-        if kernels["compile"]:
+        recompute.checkpoint(hf_model, spared.activation_checkpointing)
+        if kernels.compile:
             fsdp.apply_compile([hf_model.get_submodule(name) for name in names])
-        if recompute.has(options["offload"], "activations"):
+        if recompute.has(spared.offload, "activations"):
             recompute.keep_on_host(hf_model, names)
         self.scorer = (
             Valuer(hf_model)
@@ -177,9 +175,9 @@ class ShardedModel:
             expert_mesh=self.world.experts,
             dtype=dtype,
             gathering=fsdp.Gathering(
-                options["reshard"], ahead=recompute.blocks_ahead(options, self.world)
+                spared.reshard, ahead=recompute.blocks_ahead(spared.prefetch, self.world)
             ),
-            is_on_host=recompute.has(options["offload"], "parameters"),
+            is_on_host=recompute.has(spared.offload, "parameters"),
         )
 
     def complete(self, gradients: Mapping[str, Tensor]) -> None:

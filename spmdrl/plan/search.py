@@ -162,7 +162,7 @@ def _changes(run: Run, plan: Plan) -> Iterator[_Change]:
         tokens = plan.most_tokens or run.least
         yield _Change("batch.tokens_per_microbatch", str(tokens), tokens=tokens)
     if not run.kernels.recomputes:
-        yield _Change("model.memory", "{activation_checkpointing: full}", recomputes=True)
+        yield _Change("model.memory.activation_checkpointing", "full", recomputes=True)
     for name in ("tp", "cp", "ep", "inference_tp"):
         for size in _POWERS[1:]:
             if size > getattr(axes, name):

@@ -5,14 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from spmdrl.check.lora import LORA
-from spmdrl.check.options import KERNELS, MEMORY
-from spmdrl.config import Batch, Config, Engine
+from spmdrl.config import BatchSettings, Config, EngineSettings
 from spmdrl.config.fields import least_tokens
 from spmdrl.model.parallel.recompute import has
 from spmdrl.model.shape import ModelShape
 from spmdrl.plan.activations import Kernels
-from spmdrl.rollout.schedule import schedule_of
 from spmdrl.world.hardware import GPUS, Gpu
 
 SHAPES = Path(__file__).with_name("shapes")
@@ -87,19 +84,18 @@ def run_of(
     group = batch.group_size if is_rl else 1
     longest_response = cfg.sampling.max_response_tokens
     columns, is_pair = _columns(cfg)
-    lora = LORA | cfg.model.lora
-    own_reference = "ref_logprobs" in columns and not (cfg.model.lora and not cfg.model.reference)
-    memory = MEMORY | cfg.model.memory
-    is_away = on_gpu and has(memory["offload"], "optimizer")
-    holds_weights = not (on_gpu and has(memory["offload"], "parameters"))
+    memory, lora = cfg.model.memory, cfg.model.lora
+    own_reference = "ref_logprobs" in columns and not (lora.is_on and not cfg.model.reference.path)
+    is_away = on_gpu and has(memory.offload, "optimizer")
+    holds_weights = not (on_gpu and has(memory.offload, "parameters"))
     return Run(
-        master_bytes=ITEM[memory["master_dtype"]] if holds_weights else 0,
+        master_bytes=ITEM[memory.master_dtype] if holds_weights else 0,
         holds_weights=holds_weights,
-        reshard=memory["reshard"],
-        context=(KERNELS | cfg.model.kernels)["context"],
-        reduces_last=memory["reduce"] == "last",
-        ahead=0 if memory["prefetch"] == "auto" else memory["prefetch"],
-        moment_bytes=0 if is_away else 2 * MOMENT[memory["optimizer_dtype"]],
+        reshard=memory.reshard,
+        context=cfg.model.kernels.context,
+        reduces_last=memory.reduce == "last",
+        ahead=0 if memory.prefetch == "auto" else memory.prefetch,
+        moment_bytes=0 if is_away else 2 * MOMENT[memory.optimizer_dtype],
         shape=shape,
         batch=batch,
         engine=cfg.engine,
@@ -116,9 +112,9 @@ def run_of(
         forwards=len(columns & _PASSES),
         frozen_models=own_reference + ("teacher_logprobs" in columns) + cfg.objective.needs_teacher,
         trained_models=int(not columns.isdisjoint({"values", "prm_logprobs"})),
-        lora_rank=lora["rank"] if cfg.model.lora else 0,
+        lora_rank=lora.rank,
         lora_numel=lora_numel,
-        pushes_adapter=bool(cfg.model.lora) and lora["push"] == "adapter",
+        pushes_adapter=lora.pushes_adapter,
         chunk_tokens=chunk_tokens,
         engine_sleeps=_engine_sleeps(cfg, on_gpu=on_gpu),
         engine_bytes=ITEM[cfg.engine.dtype],
@@ -128,7 +124,7 @@ def run_of(
 
 def _engine_sleeps(cfg: Config, *, on_gpu: bool) -> bool:
     """Return whether handover.py can put an engine to sleep: not with requests left over."""
-    if schedule_of(cfg)["over_sample"] > 1:
+    if cfg.rollout.schedule.leaves_unfinished:
         return False
     if cfg.engine.kind == "transformers":
         return True
@@ -148,17 +144,17 @@ def _columns(cfg: Config) -> tuple[set[str], bool]:
 
 
 def _kernels(cfg: Config, *, on_gpu: bool) -> Kernels:
-    chosen, memory = KERNELS | cfg.model.kernels, MEMORY | cfg.model.memory
+    kernels, memory = cfg.model.kernels, cfg.model.memory
     c = ITEM[cfg.model.compute_dtype]
-    is_padded = chosen["attention"] == "padded" or not (on_gpu and c == 2)
-    mode = memory["activation_checkpointing"]
+    is_padded = kernels.attention == "padded" or not (on_gpu and c == 2)
+    mode = memory.activation_checkpointing
     return Kernels(
         compute_bytes=c,
         is_padded=is_padded,
-        has_liger=on_gpu and chosen["liger"],
+        has_liger=on_gpu and kernels.liger,
         recomputes=mode == "full",
         is_selective=mode == "selective",
-        on_host=on_gpu and memory["offload"] in ("activations", "all"),
+        on_host=on_gpu and memory.offload in ("activations", "all"),
     )
 
 

@@ -266,10 +266,10 @@ GLOSSARY: dict[str, Metric] = {
         "1",
         "mean",
         "steps",
-        "weight of the entropy bonus in this step, moved toward entropy_options.target",
+        "weight of the entropy bonus in this step, moved toward entropy_control.target",
     ),
     "policy/kl_coef": _M(
-        "1", "mean", "steps", "weight of the KL in this step, moved toward kl_options.target"
+        "1", "mean", "steps", "weight of the KL in this step, moved toward kl_control.target"
     ),
     "policy/low_entropy_frac": _M(
         _SHARE, "mean", "loss tokens", "tokens below the entropy that top_entropy asks for"

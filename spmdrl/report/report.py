@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from spmdrl.algorithms.mismatch import correction_advice
-from spmdrl.check.options import CONSOLE, MLFLOW
 from spmdrl.commands.curves import draw
 from spmdrl.config import Config, flatten, trainer_ranks
 from spmdrl.model.flops import device_peak_flops, utilisation
@@ -63,7 +62,6 @@ class Report:
         self.folder = Path(cfg.output_dir)
         self.attempt_folder = agree_attempt_folder(world)
         self.console = Console()
-        self._console_options = CONSOLE | cfg.report.console
         self._log = RankLog(
             self.attempt_folder / f"rank_{world.rank}.log", rank=world.rank, console=self.console
         )
@@ -152,12 +150,12 @@ class Report:
         tags = {"mlflow.source.name": Path(environment["command"][0]).name}
         if git:
             tags["mlflow.source.git.commit"] = git["commit"]
-        chosen = MLFLOW | {"run_name": self.folder.resolve().name} | self.cfg.report.mlflow
+        mlflow = self.cfg.report.mlflow
         return MlflowTracker(
-            str(chosen["uri"]),
+            mlflow.uri,
             folder=self.folder,
-            experiment=str(chosen["experiment"]),
-            run_name=str(chosen["run_name"]),
+            experiment=mlflow.experiment,
+            run_name=mlflow.run_name or self.folder.resolve().name,
             resume=step > 0,
             tags=tags,
         )
@@ -279,7 +277,7 @@ class Report:
             self._tracker.metrics(step, values)
 
     def _show(self, step: int) -> None:
-        done, every = step + 1, self._console_options["table_every"]
+        done, every = step + 1, self.cfg.report.console.table_every
         left_s = text.time_left(self._step_seconds, self.cfg.steps - done)
         line = text.progress_line(
             done, self.cfg.steps, left_s=left_s, step_s=self._step_seconds[-1]
@@ -301,11 +299,11 @@ class Report:
         return self.cfg.objective.headline
 
     def _show_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
-        every = self._console_options["samples_every"]
+        every = self.cfg.report.console.samples_every
         if every and step % every == 0:
             for sample in samples[:_SAMPLES_SHOWN]:
                 self.console.line(text.sample_text(dict(sample)))
-        if not samples or step % (every or self._console_options["table_every"]):
+        if not samples or step % (every or self.cfg.report.console.table_every):
             return
         for sample in samples:
             self._samples.append({"step": step, **sample})

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from spmdrl.algorithms.shaping import shape
-from spmdrl.config import Config
-from spmdrl.config.fields import Options
+from spmdrl.config import Config, ShapingSettings
 from spmdrl.rewards.signatures import part_names, reward_models
 from spmdrl.rollout.episode import GREEDY, Group, Sample
 from spmdrl.rollout.sums import mean_reward, step_sums, warn_if_all_failed
@@ -51,9 +50,9 @@ def pack_step(
     one = int(is_first)
     has_models = bool(reward_models(cfg.rewards.functions))
     sums = step_sums(samples, is_first=is_first)
-    if cfg.rewards.shaping and not has_models:
+    if cfg.rewards.shaping.is_on and not has_models:
         sums["reward/mean_raw"] = mean_reward(drawn)
-    if cfg.rollout.schedule:
+    if not cfg.rollout.schedule.is_plain:
         sums["rollout/dropped_groups"] = (len(dropped), one)
         sums["rollout/carried_groups"] = (num_carried, one)
     sums["time/generate"] = (seconds, 1)
@@ -74,7 +73,7 @@ def pack(
     sums: Sums,
     num_shown: int,
     part_names: Sequence[str] = (),
-    shaping: Options | None = None,
+    shaping: ShapingSettings | None = None,
     max_response_tokens: int = 0,
     is_partial: bool = False,
 ) -> Rollouts:
@@ -88,8 +87,9 @@ def pack(
             which they are, so that they can be given their whole reward.
     """
     if is_partial:
-        shaping = {}
-    rewards = shaped_rewards(samples, shaping=shaping or {}, limit=max_response_tokens)
+        shaping = None
+    shaping = shaping or ShapingSettings()
+    rewards = shaped_rewards(samples, shaping=shaping, limit=max_response_tokens)
     greedy = {s.slot: r for s, r in zip(samples, rewards) if s.sample == GREEDY}
     kept = [(s, r) for s, r in zip(samples, rewards) if s.sample != GREEDY]
     samples = [s for s, _ in kept]
@@ -153,7 +153,9 @@ def _shown(samples: Sequence[Sample]) -> list[Sample]:
     return rest if wrong is None else [wrong, *rest]
 
 
-def shaped_rewards(samples: Sequence[Sample], *, shaping: Options, limit: int) -> list[float]:
+def shaped_rewards(
+    samples: Sequence[Sample], *, shaping: ShapingSettings, limit: int
+) -> list[float]:
     """Return each sample's reward after shaping, task units; NaN where it failed."""
     values = [math.nan if s.reward.value is None else s.reward.value for s in samples]
     if not shaping:
@@ -163,7 +165,7 @@ def shaped_rewards(samples: Sequence[Sample], *, shaping: Options, limit: int) -
         ints([s.response.num_sampled for s in samples]),
         torch.tensor([s.response.is_truncated for s in samples], dtype=torch.bool),
         max_response_tokens=limit,
-        options=shaping,
+        **asdict(shaping),
     ).tolist()
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,8 @@ import pyarrow.parquet as parquet
 import torch
 from torch import Tensor
 
-from spmdrl.config import Config, flatten
+from spmdrl.config import Config, ShapingSettings, flatten
+from spmdrl.config.former import modernized
 from spmdrl.rewards.signatures import part_names, reward_models
 from spmdrl.rollout.episode import GREEDY, Group, Sample
 from spmdrl.rollout.packing import cumulative, empty_rollouts, turns_of
@@ -35,7 +36,7 @@ KEPT_FIELDS = (
     "sampling.temperature",
     "rewards.functions",
     "rewards.weights",
-    "rewards.shaping",
+    *(f"rewards.shaping.{name}" for name in flatten(ShapingSettings())),
 )
 """Fields of the config that the recorded numbers already contain."""
 _HEADER = b"spmdrl"
@@ -87,7 +88,7 @@ class Recorder:
     """
 
     def __init__(self, cfg: Config, *, replica: int, num_replicas: int):
-        self.cfg, self.every = cfg, cfg.rollout.record["every"]
+        self.cfg, self.every = cfg, cfg.rollout.record.every
         self.replica, self.num_replicas = replica, num_replicas
         self.folder = Path(cfg.output_dir) / FOLDER
         probe = self.folder / f".replica_{replica}.partial"
@@ -98,7 +99,7 @@ class Recorder:
         except OSError as error:
             raise ValueError(
                 f"rollout.record: {self.folder} cannot be written to: {error}; set "
-                "another output_dir, or leave rollout.record out"
+                "another output_dir, or leave rollout.record.every out"
             ) from error
 
     def record(self, step: int, groups: Sequence[Group], share: Rollouts) -> None:
@@ -122,7 +123,7 @@ class Recorder:
             "lag": self.cfg.lag,
             "part_names": part_names(self.cfg.rewards.functions),
             "is_partial": bool(reward_models(self.cfg.rewards.functions)),
-            "config": kept_fields(self.cfg),
+            "config": kept_fields(flatten(self.cfg)),
             "sums": share.sums,
             "shown": share.samples,
         }
@@ -148,9 +149,9 @@ class Recorder:
                 path.unlink(missing_ok=True)
 
 
-def kept_fields(cfg: Config) -> dict[str, Any]:
-    """Return KEPT_FIELDS of a config as JSON has them."""
-    flat = flatten(cfg)
+def kept_fields(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """Return KEPT_FIELDS of a flattened config, of any version, as JSON has them."""
+    flat = flatten(Config()) | modernized(flat)
     return json.loads(json.dumps({name: flat[name] for name in KEPT_FIELDS}))
 
 
@@ -304,7 +305,7 @@ def find_recorded(path: str | Path) -> Recorded:
         raise ValueError(
             f"{folder} holds no whole step of recorded rollouts"
             + (f", only {names[0]}" if names else "")
-            + "; a run with rollout.record {every: 1} writes them"
+            + "; a run with rollout.record.every 1 writes them"
         )
     return Recorded(folder, steps)
 

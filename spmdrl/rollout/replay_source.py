@@ -6,7 +6,7 @@ import logging
 from dataclasses import replace
 from pathlib import Path
 
-from spmdrl.config import Config
+from spmdrl.config import Config, flatten
 from spmdrl.config.fields import replay_folder
 from spmdrl.rollout.dataset_source import OfflineSource
 from spmdrl.rollout.packing import empty_rollouts
@@ -39,7 +39,7 @@ class ReplaySource(OfflineSource):
                 "a checkpoint by `python -m spmdrl evaluate`"
             )
         self._max_positions = self._vocab_size = 0
-        self._replays_routes = bool(cfg.model.moe.get("replay"))
+        self._replays_routes = cfg.model.moe.replay
 
     def check_context(self, max_positions: int, *, vocab_size: int) -> None:
         """Take up the model's limits, which every step is held against."""
@@ -98,7 +98,7 @@ def check_recorded(cfg: Config) -> Recorded:
         )
     first = recorded.files_of(min(steps))[0]
     _check_fields(cfg, first)
-    if cfg.model.moe.get("replay") and "routes" not in read_header(first):
+    if cfg.model.moe.replay and "routes" not in read_header(first):
         raise ValueError(
             f"model.moe.replay: {first} was recorded without the engine's routes, by "
             "a run that had model.moe.replay off; set it to false, or record anew"
@@ -107,7 +107,7 @@ def check_recorded(cfg: Config) -> Recorded:
 
 
 def _check_fields(cfg: Config, path: Path) -> None:
-    old, now = read_header(path)["config"], kept_fields(cfg)
+    old, now = (kept_fields(flat) for flat in (read_header(path)["config"], flatten(cfg)))
     differing = [
         f"{name}: {old[name]!r} there, {now[name]!r} now" for name in now if old[name] != now[name]
     ]

@@ -29,7 +29,7 @@ from spmdrl.rollout.outcomes import Outcome, outcomes_of
 from spmdrl.rollout.packing import concat_rollouts, empty_rollouts, pack_step, rollouts_from_dict
 from spmdrl.rollout.resume import Share, resumed
 from spmdrl.rollout.saved import group_from_dict, group_to_dict
-from spmdrl.rollout.schedule import Rules, horizon, make_rules, schedule_of
+from spmdrl.rollout.schedule import Rules, horizon, make_rules
 from spmdrl.rollout.sums import has_spread, warn_if_all_failed
 from spmdrl.types import Batch, Prompt, Rollouts, Sums
 from spmdrl.workers.pool import RewardPool
@@ -79,11 +79,11 @@ class RolloutSource:
                 "evaluation: reward models, which score on the trainers, are no part of "
                 "eval/reward; it is of the other rewards.functions alone"
             )
-        self._schedule = schedule_of(cfg)
+        self._schedule = cfg.rollout.schedule
         self._share = Share(
             world.replica,
             max(1, world.num_replicas),
-            is_shared=self._schedule["balance"] == "steal" and world.num_replicas > 1,
+            is_shared=self._schedule.dealing == "steal" and world.num_replicas > 1,
         )
         # Whole groups go to one replica, which prefills the prompt once.
         every = range(cfg.batch.prompts_per_step)
@@ -91,13 +91,13 @@ class RolloutSource:
         self.rules: Rules = make_rules(
             len(own) if world.is_inference else 0,
             lag=cfg.lag,
-            over_sample=self._schedule["over_sample"],
-            max_staleness=self._schedule["max_staleness"],
+            over_sample=self._schedule.over_sample,
+            max_staleness=self._schedule.max_staleness,
         )
         self.planner = Planner(
             self.prompts.order,
             kept=self.prompts.kept,
-            keep=self._schedule["curriculum"],
+            keep=self._schedule.curriculum,
             horizon=horizon(self._schedule, lag=cfg.lag),
             history=self.rules.max_staleness + 1,
         )
@@ -139,7 +139,7 @@ class RolloutSource:
             if not self.is_leader:
                 self.link.follow(engine)
                 return
-            is_ahead = self._schedule["in_flight"] and until > engine.version
+            is_ahead = self._schedule.in_flight and until > engine.version
             self._fill(
                 engine,
                 last=last,
@@ -319,7 +319,7 @@ class RolloutSource:
                 self._note(group)
 
     def _note(self, group: Group) -> None:
-        is_flat = self._schedule["dynamic"] and not has_spread(group.drawn)
+        is_flat = self._schedule.dynamic and not has_spread(group.drawn)
         (self._flat if is_flat else self._complete).append(group.number)
 
     def _await_replicas(self, must_pause: Callable[[], bool]) -> None:
@@ -358,7 +358,7 @@ class RolloutSource:
             self._next += 1
 
     def _plan_sums(self, step: int) -> Sums:
-        if self._schedule["curriculum"] == 1 or self.world.replica:
+        if self._schedule.curriculum == 1 or self.world.replica:
             return {}
         plan = self.planner.at(step)
         return {
@@ -367,14 +367,14 @@ class RolloutSource:
         }
 
     def _recorder(self) -> Recorder | None:
-        if not self.cfg.rollout.record:
+        if not self.cfg.rollout.record.every:
             return None
         from spmdrl.rollout.record import Recorder
 
         return Recorder(self.cfg, replica=self.world.replica, num_replicas=self.world.num_replicas)
 
     def _check_dropped(self, num_dropped: int) -> None:
-        limit = self._schedule["dynamic"]
+        limit = self._schedule.dynamic
         if num_dropped + self.rules.quota <= limit * self.rules.quota:
             return
         rewards = [group.drawn[0].reward.value for group in self._dropped]
@@ -399,7 +399,7 @@ class RolloutSource:
 
     def _costs(self, step: int) -> list[float]:
         """Return the tokens that a sample of each of a step's prompts is expected to come to."""
-        if self._schedule["balance"] == "even":
+        if self._schedule.dealing == "even":
             return [0.0] * self.cfg.batch.prompts_per_step
         prompts = self._prompts_of(step)
         return [
@@ -409,7 +409,7 @@ class RolloutSource:
 
     def _deal(self, step: int) -> list[list[int]]:
         parts = deal(self._costs(step), self._share.replicas)
-        if self._schedule["over_sample"] > 1:
+        if self._schedule.leaves_unfinished:
             # Longest first ends a step early that waits for all; one that is made of the first
             # to be complete would have nothing but long ones under way.
             parts = [sorted(part) for part in parts]

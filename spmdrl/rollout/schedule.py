@@ -12,25 +12,9 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Literal
 
-from spmdrl.config.fields import Config, replay_folder
-from spmdrl.imports import nearest
-from spmdrl.rewards.signatures import reward_models
-
-SCHEDULE: dict[str, Any] = {
-    "in_flight": False,
-    "kv_cache": "recompute",
-    "over_sample": 1.0,
-    "max_staleness": None,
-    "dynamic": 0,
-    "balance": None,
-    "curriculum": 1.0,
-}
-"""What rollout.schedule may hold, with the values that change nothing."""
-BALANCES = ("even", "length", "steal")
-"""How prompts come to engine replicas: by their number, dealt out by expected length, or so
-dealt out and then taken over by whoever is done early."""
+from spmdrl.config import ScheduleSettings
 
 
 @dataclass(frozen=True)
@@ -45,20 +29,22 @@ class Rules:
     """Steps from the version that a token may come from to the one that trains on it."""
 
 
-def make_rules(quota: int, *, over_sample: float, lag: int, max_staleness: int | None) -> Rules:
+def make_rules(
+    quota: int, *, over_sample: float, lag: int, max_staleness: int | Literal["auto"]
+) -> Rules:
     """Return the rules of a replica.
 
     Args:
         quota: groups that a step takes from this replica; may be 0.
         over_sample: groups under way per group of a step, at least 1.
         lag: steps that generation runs ahead.
-        max_staleness: steps; None takes the least that works.
+        max_staleness: steps; auto takes the least that works.
     """
     least = least_staleness(over_sample, lag=lag)
     return Rules(
         quota,
         lookahead=math.ceil(over_sample * quota),
-        max_staleness=least if max_staleness is None else max_staleness,
+        max_staleness=least if max_staleness == "auto" else max_staleness,
     )
 
 
@@ -115,125 +101,13 @@ def closing(
     return chosen if fits else None
 
 
-def horizon(chosen: Mapping[str, Any], *, lag: int) -> int:
+def horizon(schedule: ScheduleSettings, *, lag: int) -> int:
     """Return how many steps before its own a step's prompts may be asked for at the earliest.
 
     Generation runs max(1, lag) steps ahead of what was gathered last, and over-sampling begins
     on up to over_sample - 1 steps more. 0: there is no bound, since dynamic sampling takes as
     many prompts as it needs; then nothing that was measured may decide on them.
     """
-    if chosen["dynamic"]:
+    if schedule.dynamic:
         return 0
-    return max(1, lag) + math.ceil(chosen["over_sample"]) - 1
-
-
-# --------------------------------------------------------------------------- the config
-
-
-def schedule_of(cfg: Config) -> dict[str, Any]:
-    """Return all options of rollout.schedule."""
-    chosen = SCHEDULE | cfg.rollout.schedule
-    if chosen["balance"] is None:
-        # Which replica draws a sample decides the company that it is computed in, and so the
-        # last bits of its logits. Where timing decides on the batch anyway, nothing is lost.
-        is_timed = chosen["in_flight"] or chosen["over_sample"] > 1
-        chosen["balance"] = "steal" if is_timed else "length"
-    return chosen
-
-
-def schedule_problems(cfg: Config) -> list[str]:
-    """Return what is wrong with rollout.schedule, each as `name: what, value seen`."""
-    for name in cfg.rollout.schedule:
-        if name not in SCHEDULE:
-            return [f"{name}: unknown option{nearest(name, SCHEDULE)}"]
-    if not cfg.rollout.schedule or replay_folder(cfg):
-        return []
-    if not cfg.objective.samples:
-        return [
-            f"{next(iter(cfg.rollout.schedule))}: the objective {cfg.algorithm.objective} "
-            "samples nothing; leave it out"
-        ]
-    chosen = SCHEDULE | cfg.rollout.schedule
-    problems = [
-        *_number_problems(chosen),
-        *_in_flight_problems(cfg, chosen),
-        *_balance_problems(chosen),
-        *_curriculum_problems(cfg, chosen),
-    ]
-    if problems:
-        return problems
-    least = least_staleness(chosen["over_sample"], lag=cfg.lag)
-    if chosen["max_staleness"] is not None and chosen["max_staleness"] < least:
-        problems.append(
-            f"max_staleness: {chosen['max_staleness']} is below lag {cfg.lag} + "
-            f"ceil(over_sample {chosen['over_sample']:g}) - 1 = {least}: groups "
-            "that are under way could not all be trained on in time"
-        )
-    if chosen["dynamic"] and cfg.batch.group_size == 1:
-        problems.append("dynamic: with batch.group_size 1 no group has a spread of rewards")
-    if chosen["dynamic"] and reward_models(cfg.rewards.functions):
-        problems.append(
-            "dynamic: the spread of a group's rewards is not known where prompts are "
-            "drawn, since rewards.functions names a model; leave it out"
-        )
-    return problems
-
-
-def _number_problems(chosen: Mapping[str, Any]) -> list[str]:
-    problems, over, stale = [], chosen["over_sample"], chosen["max_staleness"]
-    if isinstance(over, bool) or not isinstance(over, (int, float)) or not 1 <= over < math.inf:
-        problems.append(f"over_sample: must be a number of at least 1, got {over!r}")
-    if stale is not None and (type(stale) is not int or stale < 0):
-        problems.append(f"max_staleness: must be a whole number of steps, got {stale!r}")
-    if type(chosen["dynamic"]) is not int or chosen["dynamic"] < 0 or chosen["dynamic"] == 1:
-        problems.append(
-            f"dynamic: must be a whole number of at least 2, or 0 for off, got "
-            f"{chosen['dynamic']!r}"
-        )
-    return problems
-
-
-def _in_flight_problems(cfg: Config, chosen: Mapping[str, Any]) -> list[str]:
-    problems = []
-    if chosen["kv_cache"] not in ("keep", "recompute"):
-        problems.append(f"kv_cache: expected keep or recompute, got {chosen['kv_cache']!r}")
-    if not isinstance(chosen["in_flight"], bool):
-        problems.append(f"in_flight: expected true or false, got {chosen['in_flight']!r}")
-    elif chosen["in_flight"] and not cfg.layout.roles.overlaps:
-        problems.append(
-            f"in_flight: with layout.placement {cfg.layout.placement} nothing is "
-            "sampled while the policy trains; take split, or leave it out"
-        )
-    elif chosen["in_flight"] and not cfg.lag:
-        problems.append(
-            "in_flight: with lag 0 nothing is sampled while the policy trains; set lag to 1 or more"
-        )
-    return problems
-
-
-def _balance_problems(chosen: Mapping[str, Any]) -> list[str]:
-    if chosen["balance"] in (None, *BALANCES):
-        return []
-    return [f"balance: expected one of {', '.join(BALANCES)}, got {chosen['balance']!r}"]
-
-
-def _curriculum_problems(cfg: Config, chosen: Mapping[str, Any]) -> list[str]:
-    keep = chosen["curriculum"]
-    if isinstance(keep, bool) or not isinstance(keep, (int, float)) or not 0 < keep <= 1:
-        return [
-            f"curriculum: must be in (0, 1], the share of their turns at which prompts that "
-            f"are always or never solved are taken, got {keep!r}"
-        ]
-    if keep == 1:
-        return []
-    if chosen["dynamic"]:
-        return [
-            f"curriculum: {keep:g} with dynamic {chosen['dynamic']}, which takes prompts "
-            "before it is known what earlier steps measured; leave one of them out"
-        ]
-    if reward_models(cfg.rewards.functions):
-        return [
-            f"curriculum: {keep:g}, but pass rates are not known where prompts are drawn, "
-            "since rewards.functions names a model; leave it out"
-        ]
-    return []
+    return max(1, lag) + math.ceil(schedule.over_sample) - 1

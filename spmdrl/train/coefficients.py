@@ -8,8 +8,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from spmdrl.algorithms import entropy
-from spmdrl.algorithms.shaping import KL_CONTROLLER, adaptive_kl_coef
+from spmdrl.algorithms.entropy import adaptive_entropy_coef
+from spmdrl.algorithms.shaping import adaptive_kl_coef
 from spmdrl.config import Config
 from spmdrl.types import Sums
 
@@ -17,7 +17,7 @@ from spmdrl.types import Sums
 class Coefficients:
     """What multiplies the entropy bonus and the KL in the step at hand.
 
-    They stay at algorithm.entropy_coef and algorithm.kl_coef unless entropy_options or kl_options
+    They stay at algorithm.entropy_coef and algorithm.kl_coef unless entropy_control or kl_control
     name a target. Then they move after every step, by what the step's sums over all trainer
     ranks say, so that they are equal on each of them, and a checkpoint keeps them.
 
@@ -30,14 +30,7 @@ class Coefficients:
         self.kl = chosen.kl_coef
         self.entropy = chosen.entropy_coef
         self._carried = chosen.entropy_coef  # goes on moving while `entropy` is off
-        self._kl_options = {
-            name: chosen.kl_options[name] for name in KL_CONTROLLER if name in chosen.kl_options
-        }
-        self._entropy_options = {
-            name: chosen.entropy_options[name]
-            for name in entropy.CONTROLLER
-            if name in chosen.entropy_options
-        }
+        self._kl_control, self._entropy_control = chosen.kl_control, chosen.entropy_control
 
     def move(self, sums: Sums, *, num_samples: int) -> Sums:
         """Take the next step's coefficients from what this step measured.
@@ -49,26 +42,36 @@ class Coefficients:
         Returns: policy/entropy_coef and policy/kl_coef as used in this step; {} for fixed ones.
         """
         used: Sums = {}
-        if self._entropy_options:
+        if self._entropy_control.is_on:
             used["policy/entropy_coef"] = (self.entropy, 1.0)
-            self._carried, self.entropy = entropy.adaptive_entropy_coef(
-                self._carried, entropy=_mean(sums, "policy/entropy"), **self._entropy_options
+            own = self._entropy_control
+            self._carried, self.entropy = adaptive_entropy_coef(
+                self._carried,
+                entropy=_mean(sums, "policy/entropy"),
+                target=own.target,
+                delta=own.delta,
+                lower=own.lower,
+                upper=own.upper,
             )
-        if self._kl_options:
+        if self._kl_control.is_on:
             used["policy/kl_coef"] = (self.kl, 1.0)
             kl = _mean(sums, "policy/kl_ref")
             if math.isfinite(kl):
                 self.kl = adaptive_kl_coef(
-                    self.kl, kl=kl, num_samples=num_samples, **self._kl_options
+                    self.kl,
+                    kl=kl,
+                    num_samples=num_samples,
+                    target=self._kl_control.target,
+                    horizon=self._kl_control.horizon,
                 )
         return used
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return what a checkpoint keeps: copies, float64; {} for fixed coefficients."""
         state = {}
-        if self._entropy_options:
+        if self._entropy_control.is_on:
             state["entropy"] = torch.tensor([self._carried, self.entropy], dtype=torch.float64)
-        if self._kl_options:
+        if self._kl_control.is_on:
             state["kl"] = torch.tensor(self.kl, dtype=torch.float64)
         return state
 

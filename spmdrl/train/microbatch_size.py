@@ -179,7 +179,7 @@ class _Probe:
                 f"{self._least} tokens (data.max_prompt_tokens + sampling.max_response_tokens), "
                 f"fits: a forward and backward pass takes about {_gib(needed)}, and of the free "
                 f"memory {_gib(self._room)} may be used; {_gib(short)} are lacking on the "
-                "fullest trainer rank. Use model.memory {activation_checkpointing: full}, more "
+                "fullest trainer rank. Use model.memory.activation_checkpointing full, more "
                 "trainer ranks, layout.cp or tp, or shorter sequences"
             )
 
@@ -199,7 +199,7 @@ class _Probe:
             raise RuntimeError(
                 f"batch.tokens_per_microbatch: 0, and {count * length} tokens (at least "
                 f"{self._least} have to fit) ran out of memory: {error}. Set a number, or use "
-                "model.memory {activation_checkpointing: full}"
+                "model.memory.activation_checkpointing full"
             ) from error
         found = Point(count * length, peak.bytes)
         log.info("micro-batch of %d tokens: %s at its peak", found.tokens, _gib(found.bytes))

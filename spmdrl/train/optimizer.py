@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
-from spmdrl.check.options import ADAMW, LEARNING_RATE
-from spmdrl.config import Optimizer
+from spmdrl.config import OptimizerSettings
 from spmdrl.model.shards import held_boxes, local_part
 from spmdrl.train.eight_bits import LEAST, Quantised
 from spmdrl.train.rounding import stochastic_round
@@ -27,7 +26,7 @@ _CHUNK = 2**24
 """Elements that are converted, or brought from the host, at once: 64 MiB of each tensor."""
 
 
-def learning_rate(options: Optimizer, step: int, *, steps: int) -> float:
+def learning_rate(options: OptimizerSettings, step: int, *, steps: int) -> float:
     """Return the learning rate of a step: a pure function, so that a resume needs no state.
 
     Args:
@@ -35,8 +34,7 @@ def learning_rate(options: Optimizer, step: int, *, steps: int) -> float:
         step: from 0.
         steps: of the whole run.
     """
-    own = LEARNING_RATE | options.schedule_options
-    warmup_steps, min_lr_frac = own["warmup_steps"], own["min_lr_frac"]
+    warmup_steps, min_lr_frac = options.warmup_steps, options.min_lr_frac
     if step < warmup_steps:
         return options.lr * (step + 1) / warmup_steps
     if options.schedule == "constant":
@@ -117,13 +115,13 @@ class AdamW:
         parameters: Mapping[str, Tensor],
         *,
         no_decay: set[str],
-        options: Optimizer,
+        options: OptimizerSettings,
         dtype: torch.dtype = torch.float32,
         is_on_host: bool = False,
         device: torch.device | None = None,
         key: str = "",
     ):
-        self.parameters, self._key, self._own = dict(parameters), key, ADAMW | options.options
+        self.parameters, self._key, self._own = dict(parameters), key, options
         self.local = {name: local_part(p) for name, p in parameters.items()}
         self._device = device or next(iter(self.local.values())).device
         self._is_away = is_on_host and self._device.type == "cuda"
@@ -150,7 +148,7 @@ class AdamW:
         self._chunks = [
             (decay, chunk)
             for decay, names in (
-                (self._own["weight_decay"], [n for n in self.local if n in decays]),
+                (self._own.weight_decay, [n for n in self.local if n in decays]),
                 (0.0, [n for n in self.local if n not in decays]),
             )
             for chunk in _chunks([p for n in names for p in self._pieces(n, most=most)], most=most)
@@ -210,10 +208,10 @@ class AdamW:
             [],
             [self._updates] * len(pieces),
             lr=lr,
-            beta1=self._own["beta1"],
-            beta2=self._own["beta2"],
+            beta1=self._own.beta1,
+            beta2=self._own.beta2,
             weight_decay=decay,
-            eps=self._own["eps"],
+            eps=self._own.eps,
             amsgrad=False,
             maximize=False,
         )

@@ -11,7 +11,7 @@ between layers, K experts per token.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from spmdrl.check.moe import MOE
+from spmdrl.config import MoeSettings
 from spmdrl.model.blocks import experts_modules
 from spmdrl.model.lora.expert_adapters import counts
 from spmdrl.model.router_replay import RouterReplay
@@ -68,17 +68,16 @@ class Routers:
         hf_model: nn.Module,
         *,
         scorer: nn.Module,
-        options: Mapping[str, Any],
+        options: MoeSettings,
         world: World,
         name: str,
     ):
-        own = MOE | dict(options)
-        self._balance, self._coef, self._rate = own["balance"], own["coef"], own["rate"]
+        self._balance, self._coef, self._rate = options.balance, options.coef, options.rate
         self._world, self._name, self._layers = world, name, _layers(hf_model)
-        if name == "policy" and options and not self._layers:
+        if name == "policy" and options != MoeSettings() and not self._layers:
             raise ValueError(
-                f"model.moe: {dict(options)} with a {hf_model.config.model_type}, "
-                "which has no experts; leave it out"
+                f"model.moe: balance {options.balance}, replay {options.replay} with a "
+                f"{hf_model.config.model_type}, which has no experts; leave it out"
             )
         _check_balance(hf_model, self._layers, balance=self._balance)
         # A value model's experts are not those that the engine chose from.
@@ -88,7 +87,7 @@ class Routers:
                 [layer.router for layer in self._layers],
                 model_type=hf_model.config.model_type,
             )
-            if own["replay"] and name == "policy"
+            if options.replay and name == "policy"
             else None
         )
         self._is_real: Tensor | None = None  # [t] bool, of the forward pass that is watched

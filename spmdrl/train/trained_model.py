@@ -8,8 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from spmdrl.check.options import MEMORY
-from spmdrl.config import Config, Optimizer
+from spmdrl.config import Config, OptimizerSettings
 from spmdrl.model.parallel.recompute import check_offload, has
 from spmdrl.model.sharded import ShardedModel
 from spmdrl.train.objectives.rl import Job, Stats
@@ -40,28 +39,28 @@ class TrainedModel:
         *,
         cfg: Config,
         world: World,
-        options: Optimizer,
+        options: OptimizerSettings,
         name: str = "policy",
     ):
         self.model, self.cfg, self.world, self.options = model, cfg, world, options
         self.name = name
         shards = {name: p for name, p in model.named_shards().items() if p.requires_grad}
         embedding = model.hf_model.get_input_embeddings().weight
-        kept = MEMORY | cfg.model.memory
-        check_offload(kept["offload"], world.device)
+        kept = cfg.model.memory
+        check_offload(kept.offload, world.device)
         self.optimizer = AdamW(
             shards,
             options=options,
             no_decay={name for name, p in shards.items() if p is embedding},
-            dtype=getattr(torch, kept["optimizer_dtype"]),
+            dtype=getattr(torch, kept.optimizer_dtype),
             key=f"{cfg.seed}/{name}",
-            is_on_host=has(kept["offload"], "optimizer"),
+            is_on_host=has(kept.offload, "optimizer"),
             device=world.device,
         )
         self.routers = Routers(
             model.hf_model, scorer=model.scorer, options=cfg.model.moe, world=world, name=name
         )
-        self._reduces_last = kept["reduce"] == "last"
+        self._reduces_last = kept.reduce == "last"
         trainers = len(world.trainer_ranks)
         self._copies = {name: copies(p, num_trainers=trainers) for name, p in shards.items()}
         # FSDP2 averages gradients over these ranks; the loss is a sum.

@@ -236,7 +236,7 @@ class Trainer:
             batch: as exchanged and annotated; on trainers every update has the same number of
                 micro-batches.
             advantages: of its tokens.
-            step: training step, for the schedules. Before critic.options.warmup_steps the policy
+            step: training step, for the schedules. Before critic.warmup_steps the policy
                 stands still, and its sums are absent.
         Returns: policy/, loss/, value/ or prm/ and perf/ sums over all trainer ranks, equal on
             each of them; {} elsewhere.
@@ -253,19 +253,19 @@ class Trainer:
                     batch.scalars,
                     has_head=not self._is_scalar,
                     mask_truncated=self.cfg.algorithm.mask_truncated,
-                    trains_weights=not self.cfg.model.lora,
+                    trains_weights=not self.cfg.model.lora.is_on,
                 )
                 sums |= self._coefficients.move(sums, num_samples=len(batch.scalars))
             for companion in self.companions.values():
                 companion.follow(self.policy.model, step=step)
-            if self.cfg.rollout.schedule.get("in_flight"):
+            if self.cfg.rollout.schedule.in_flight:
                 self.world.announce_updated(step)  # engines pause between two tokens
             return sums
 
     def _stands_still(self, step: int) -> bool:
         """Whether the model of the section `critic` is to train alone for now."""
         is_there = not self.companions.keys().isdisjoint(("critic", "prm"))
-        return is_there and step < self.cfg.critic.options.get("warmup_steps", 0)
+        return is_there and step < self.cfg.critic.warmup_steps
 
     def _update(self, jobs: Sequence[Sequence[Job]], *, step: int) -> Sums:
         loss_of = self._loss_of(jobs, step=step)

@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from spmdrl.check.lora import ALL_LINEAR, LORA
+from spmdrl.config import LoraSettings
 from spmdrl.model.blocks import blocks, experts_modules
 from spmdrl.model.load import SCALAR_HEAD
 from spmdrl.model.lora.expert_adapters import adaptable, add_to_experts
@@ -63,20 +63,23 @@ class SentAdapter:
     factors: Mapping[str, float]  # by name of each B: the scale
 
 
-def lora_form(options: Mapping[str, Any]) -> LoraForm | None:
-    """Return the form that `model.lora` asks for; None when it is empty: all weights train.
+def lora_form(lora: LoraSettings) -> LoraForm | None:
+    """Return the form that `model.lora` asks for; None when it is off: all weights train.
 
     Raises: ValueError when its `path` holds no adapter, or one that cannot be trained here.
     """
-    if not options:
+    if not lora.is_on:
         return None
-    chosen = LORA | dict(options)
-    del chosen["push"]
-    if chosen["path"]:
-        folder = AdapterFolder(Path(chosen["path"]))
-        return LoraForm(**folder.form, targets=folder.targets, path=chosen["path"])
-    targets = chosen["targets"]
-    return LoraForm(**chosen | {"targets": targets if isinstance(targets, str) else tuple(targets)})
+    if lora.path:
+        folder = AdapterFolder(Path(lora.path))
+        return LoraForm(**folder.form, targets=folder.targets, path=lora.path)
+    return LoraForm(
+        rank=lora.rank,
+        alpha=lora.alpha,
+        targets=lora.targets,
+        use_rslora=lora.use_rslora,
+        init=lora.init,
+    )
 
 
 def pair_names(weight: str) -> tuple[str, str]:
@@ -204,11 +207,11 @@ def targeted(hf_model: nn.Module, targets: str | tuple[str, ...]) -> Targets:
     known |= experts | {
         name: (module, "weight") for name, module in hf_model.named_modules() if module is embedding
     }
-    if targets == ALL_LINEAR:
+    if targets == "all-linear":
         inside = {id(m) for block in blocks(hf_model).values() for m in block.modules()}
         found = {name: place for name, place in known.items() if id(place[0]) in inside}
         if not found:
-            raise _no_match(ALL_LINEAR, known, hf_model)
+            raise _no_match("all-linear", known, hf_model)
         if rest := _others(hf_model, known):
             log.warning(
                 "model.lora.targets: all-linear leaves out what is neither a linear layer "
@@ -273,16 +276,16 @@ def adapter_shapes(hf_model: nn.Module, form: LoraForm) -> dict[str, tuple[int, 
     return shapes
 
 
-def sent_adapter(hf_model: nn.Module, options: Mapping[str, Any]) -> SentAdapter | None:
+def sent_adapter(hf_model: nn.Module, lora: LoraSettings) -> SentAdapter | None:
     """Return what engines get of adapters under `push: adapter`; None where weights are merged.
 
     Args:
-        options: model.lora.
+        lora: model.lora.
     Raises: ValueError as `lora_form` and `targeted` do.
     """
-    form = lora_form(options)
-    if form is None or (LORA | dict(options))["push"] != "adapter":
+    if not lora.pushes_adapter:
         return None
+    form = lora_form(lora)
     shapes = adapter_shapes(hf_model, form)
     return SentAdapter(shapes, {name: form.scale for name in shapes if "lora_B" in name})
 

@@ -7,11 +7,11 @@ gather and free weights, run neither inside a recomputation nor under the hooks 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -99,15 +99,15 @@ def has(offload: str, what: str) -> bool:
     return what in named.get(offload, (offload,))
 
 
-def blocks_ahead(options: Mapping[str, Any], world: World) -> int:
+def blocks_ahead(prefetch: int | Literal["auto"], world: World) -> int:
     """Return how many blocks ask for their weights ahead of time: model.memory.prefetch.
 
     `auto` is 1 with experts on other ranks on CUDA: there the host waits, in each block, for the
     numbers of rows that it gets, and could not ask for the next block meanwhile. Elsewhere FSDP2
     asks early enough by itself.
     """
-    if options["prefetch"] != "auto":
-        return options["prefetch"]
+    if prefetch != "auto":
+        return prefetch
     return int(world.cfg.layout.ep > 1 and world.device.type == "cuda")
 
 

@@ -6,7 +6,7 @@ token of a sequence is its reward. S sequences, K reward functions.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
@@ -129,13 +129,13 @@ def with_scores(batch: Batch, scores: dict[int, Tensor], *, cfg: Config, step: i
         total += weights[position] * parts[:, position]
         sums[f"reward/{names[position]}/mean"] = (parts[is_valid, position].sum().item(), count)
     raw = total
-    if rewards.shaping:
+    if rewards.shaping.is_on:
         total = shape(
             total,
             scalars.response_lengths,
             scalars.is_truncated,
             max_response_tokens=cfg.sampling.max_response_tokens,
-            options=rewards.shaping,
+            **asdict(rewards.shaping),
         )
         sums["reward/mean_raw"] = (raw[is_valid].sum().item(), count)
     if num_failed:

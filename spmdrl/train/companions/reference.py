@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from spmdrl.check.options import REFERENCE
 from spmdrl.config import Config
 from spmdrl.model.scorer import ScoredRow
 from spmdrl.model.sharded import ShardedModel
@@ -111,7 +110,7 @@ class Synced(Frozen):
         if differing:
             name = differing[0]
             raise ValueError(
-                f"model.reference_options: sync_every {every} with model.reference {path}, which "
+                f"model.reference.sync_every: {every} with model.reference.path {path}, which "
                 f"is not of the policy's form: {name} is {own.get(name, 'missing')} there and "
                 f"{other.get(name, 'missing')} in the policy ({len(differing)} tensors differ); "
                 "take a model of the same architecture and size"
@@ -151,23 +150,18 @@ class Cached(Untrained):
 
 
 def make_reference(cfg: Config, world: World, *, policy: ShardedModel) -> Companion:
-    """Return the reference in the form that model.reference_options ask for.
+    """Return the reference in the form that model.reference asks for.
 
     Raises: ValueError when it cannot be loaded or laid out, or its rows cannot be read.
     """
-    options = REFERENCE | cfg.model.reference_options
-    path = cfg.model.reference or cfg.model.path
-    if options["cache"]:
+    chosen = cfg.model.reference
+    path = chosen.path or cfg.model.path
+    if chosen.cache:
         return Cached(cfg, world, path=path)
-    if policy.adapters and not cfg.model.reference:
+    if policy.adapters and not chosen.path:
         return WithoutAdapters(policy)
-    if options["sync_every"]:
+    if chosen.sync_every:
         return Synced(
-            cfg,
-            world,
-            path=path,
-            policy=policy,
-            every=options["sync_every"],
-            mix=options["sync_mix"],
+            cfg, world, path=path, policy=policy, every=chosen.sync_every, mix=chosen.sync_mix
         )
     return Frozen(cfg, world, path=path, column="ref_logprobs")

@@ -65,8 +65,7 @@ def cached_logprobs(cfg: Config, world: World, *, path: str) -> Table:
         when the file cannot be written.
     """
     parts = _parts(cfg, world, path=path)
-    choice = cfg.model.reference_options["cache"]
-    folder = Path(cfg.output_dir) / "reference_logprobs" if choice is True else Path(choice)
+    folder = Path(cfg.model.reference.cache_folder or Path(cfg.output_dir) / "reference_logprobs")
     file = table_file(folder, parts)
     table, problem = shared_table(file, parts, world)
     with _agreed(world):
@@ -146,7 +145,7 @@ def _file_digest(path: Path) -> str:
         with path.open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
-        raise ValueError(f"model.reference: cannot read {path}: {error}") from error
+        raise ValueError(f"model.reference.path: cannot read {path}: {error}") from error
 
 
 def _missing(cfg: Config, world: World, table: Table) -> tuple[list[Row], int]:

@@ -104,7 +104,7 @@ def write_table(path: Path, table: Table, parts: Mapping[str, str]) -> None:
     except (OSError, SafetensorError) as error:
         raise RuntimeError(
             f"the reference's logprobs cannot be written to {path}: {error}; free "
-            "disk space, or name another folder by model.reference_options: "
+            "disk space, or name another folder by model.reference.cache_folder: "
             "{cache: FOLDER}"
         ) from error
 

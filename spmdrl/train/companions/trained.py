@@ -99,5 +99,5 @@ def _check_fit(model: ShardedModel, policy: ShardedModel) -> None:
     if model.is_padded != policy.is_padded:
         raise ValueError(
             "critic.path: it and the policy need different attention (one has "
-            "a softcap); set model.kernels to {attention: padded}"
+            "a softcap); set model.kernels.attention to padded"
         )

@@ -32,7 +32,7 @@ class ValueModel(TrainedCompanion):
         super().__init__(
             cfg, world, policy=policy, name="value", what="value model", is_scalar=True
         )
-        self._clip = float(cfg.critic.options.get("clip", 0))
+        self._clip = cfg.critic.clip
 
     @torch.no_grad()
     def columns(self, rows: Sequence[ScoredRow]) -> list[dict[str, Tensor]]:

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from spmdrl.algorithms import reduce, registry
-from spmdrl.algorithms.entropy import FILTER, top_entropy
-from spmdrl.algorithms.kl import estimator_options, kl_stats
+from spmdrl.algorithms.entropy import top_entropy
+from spmdrl.algorithms.kl import kl_stats
 from spmdrl.algorithms.mismatch import gap_histogram, mismatch_stats
 from spmdrl.config import Config
 from spmdrl.model.scorer import ScoredRow
@@ -158,7 +158,7 @@ def needed_columns(cfg: Config) -> set[str]:
     # wants them. A loss that is anchored at the engine's policy asks for none at all.
     before = (
         any(map(registry.statistics_of, methods))
-        or "keep_frac" in chosen.entropy_options
+        or chosen.entropy_control.keep_frac < 1
         or "old_logprobs" in registry.asked_by(methods[2])
         or (chosen.kl_coef and chosen.kl_in == "reward")
         or "square_probs" in needed
@@ -187,12 +187,9 @@ class Objective:
         self._correction = registry.get("correction", algorithm.correction)
         self._correction_options = algorithm.correction_options
         self._kl = registry.get("kl", algorithm.kl)
-        self._kl_options = estimator_options(algorithm.kl_options)
-        self._filter_options = {
-            name: algorithm.entropy_options[name]
-            for name in FILTER
-            if name in algorithm.entropy_options
-        }
+        self._kl_options = algorithm.kl_options
+        keep_frac = algorithm.entropy_control.keep_frac
+        self._filter_options = {"keep_frac": keep_frac} if keep_frac < 1 else {}
         self.columns = needed_columns(cfg)
         self._wants_keys = "token_keys" in registry.inputs_of(self._loss)
 

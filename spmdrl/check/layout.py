@@ -1,0 +1,26 @@
+"""Whether the ranks of a layout add up."""
+
+from __future__ import annotations
+
+from spmdrl.config.fields import Config, replay_folder
+
+
+def layout_problems(cfg: Config) -> list[str]:
+    """Return what is wrong with the section `layout`, each as `field: what, value seen`."""
+    from spmdrl.world.axes import axes_of, rank_problems
+
+    layout, problems = cfg.layout, []
+    for name in ("world_size", "trainer_ranks", "dp_replicate", "cp", "ep", "tp", "inference_tp"):
+        if getattr(layout, name) < 1:
+            problems.append(f"layout.{name}: must be at least 1, got {getattr(layout, name)}")
+    if problems:
+        return problems
+    problems += rank_problems(axes_of(cfg), engine_kind=cfg.engine.kind)
+    samples = cfg.objective.samples and not replay_folder(cfg)
+    if layout.roles.has_engines != samples:
+        problems.append(
+            f"layout.placement: {layout.placement} with objective {cfg.algorithm.objective}; sft, "
+            "preference, reward_model, distill, and rl by rollout.record.replay, run `offline` (no "
+            "engine), else rl `split` or `colocated`"
+        )
+    return problems

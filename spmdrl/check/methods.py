@@ -1,0 +1,259 @@
+"""Whether the methods of an algorithm exist, take their options, and go together."""
+
+from __future__ import annotations
+
+import math
+
+from spmdrl.config.fields import Config
+from spmdrl.data.tasks import is_generated
+from spmdrl.rewards.signatures import reward_models
+
+
+def method_problems(cfg: Config) -> list[str]:
+    """Return what is wrong with methods and their options, each as `field: what, value seen`."""
+    from spmdrl.algorithms import registry  # torch comes with it, which --help spares
+
+    problems = []
+    rewards = cfg.rewards
+    if rewards.weights and len(rewards.weights) != len(rewards.functions):
+        problems.append(
+            f"rewards.weights: {len(rewards.weights)} weights for "
+            f"{len(rewards.functions)} functions"
+        )
+    if cfg.objective.only_loss:
+        return problems
+    if not cfg.objective.samples:
+        return problems + _offline_problems(cfg)
+    environment = cfg.rollout.environment
+    if not rewards.functions and not environment and not is_generated(cfg.data.train):
+        problems.append(
+            "rewards.functions: is empty and data.train is not a generated task with "
+            "a grader of its own; name at least one reward function"
+        )
+    chosen = cfg.algorithm
+    for kind, name, options in (
+        ("advantage", chosen.advantage, chosen.advantage_options),
+        ("loss", chosen.loss, chosen.loss_options),
+        ("correction", chosen.correction, chosen.correction_options),
+        ("kl", chosen.kl, chosen.kl_options),
+    ):
+        problems += [f"algorithm.{kind}{text}" for text in registry.problems(kind, name, options)]
+    if not problems:
+        problems += _combination_problems(cfg)
+    problems += [*_reward_problems(cfg), *_shaping_problems(cfg)]
+    problems += [*_entropy_problems(cfg), *_kl_problems(cfg)]
+    if cfg.batch.group_size == 1 and registry.needs_group(chosen.advantage):
+        problems.append(
+            f"batch.group_size: 1 with advantage {chosen.advantage}, whose baseline is the other "
+            "samples of the prompt: every advantage would be 0; use at least 2"
+        )
+    if cfg.batch.prompts_per_step % cfg.batch.updates_per_step:
+        problems.append(
+            f"batch.updates_per_step: prompts_per_step {cfg.batch.prompts_per_step} / "
+            f"updates_per_step {cfg.batch.updates_per_step} = "
+            f"{cfg.batch.prompts_per_step / cfg.batch.updates_per_step:g} prompts, not whole"
+        )
+    return problems
+
+
+def _offline_problems(cfg: Config) -> list[str]:
+    """Return what is wrong with the method of an offline objective other than sft."""
+    from spmdrl.algorithms import registry
+
+    chosen = cfg.algorithm
+    found = registry.problems(cfg.objective.loss_kind, chosen.loss, chosen.loss_options)
+    problems = [f"algorithm.loss{text}" for text in found]
+    for name in ("kl_coef", "entropy_coef"):
+        if getattr(chosen, name):
+            problems.append(
+                f"algorithm.{name}: {getattr(chosen, name)} has no effect under the "
+                f"objective {chosen.objective}; set it to 0"
+            )
+    if cfg.objective.needs_teacher and not cfg.model.teacher:
+        problems.append(
+            f"model.teacher: is empty, and the objective {chosen.objective} follows a teacher; "
+            "name a model"
+        )
+    return problems
+
+
+def _entropy_problems(cfg: Config) -> list[str]:
+    """Return what is wrong with an entropy that is held at a target."""
+    coef, control = cfg.algorithm.entropy_coef, cfg.algorithm.entropy_control
+    place = "algorithm.entropy_control"
+    if not (control.target or control.delta):
+        unused = [n for n, v in (("lower", 0.0), ("upper", 1.0)) if getattr(control, n) != v]
+        return [
+            f"{place}.{name}: {getattr(control, name)} without target and delta; leave it out"
+            for name in unused
+        ]
+    if not (control.target and control.delta):
+        return [
+            f"{place}.{'delta' if control.target else 'target'}: is missing; an entropy that is "
+            "held at a target takes both target, nats, and delta, the step of the coefficient"
+        ]
+    if not control.lower <= control.upper < math.inf:
+        return [f"{place}: must be 0 <= lower <= upper, got {control.lower}, {control.upper}"]
+    if not control.lower <= coef <= control.upper:
+        return [
+            f"{place}: algorithm.entropy_coef starts at {coef}, outside lower, upper "
+            f"[{control.lower}, {control.upper}]"
+        ]
+    return []
+
+
+def _kl_problems(cfg: Config) -> list[str]:
+    """Return what is wrong with a KL that is held at a target."""
+    coef, control = cfg.algorithm.kl_coef, cfg.algorithm.kl_control
+    place = "algorithm.kl_control"
+    if not (control.target or control.horizon):
+        return []
+    if not (control.target and control.horizon):
+        return [
+            f"{place}.{'horizon' if control.target else 'target'}: is missing; a KL that is held "
+            "at a target takes both target, nats per token, and horizon, samples"
+        ]
+    if not coef > 0:
+        return [
+            f"{place}.target: {control.target} with algorithm.kl_coef {coef}, which is what is "
+            "moved toward the target and never leaves 0; set it above 0"
+        ]
+    num_samples = cfg.batch.prompts_per_step * cfg.batch.group_size
+    if num_samples >= 5 * control.horizon:
+        return [
+            f"{place}.horizon: {control.horizon:g} is too short for {num_samples} samples a step: "
+            f"the coefficient could reach 0; use more than {num_samples / 5:g}"
+        ]
+    return []
+
+
+def _shaping_problems(cfg: Config) -> list[str]:
+    shaping, most, problems = cfg.rewards.shaping, cfg.sampling.max_response_tokens, []
+    if shaping.overlong_penalty != 1 and not shaping.overlong_tokens:
+        problems.append("overlong_penalty: needs overlong_tokens, the buffer that it acts in")
+    if shaping.overlong_tokens > most:
+        problems.append(
+            f"overlong_tokens: must be at most sampling.max_response_tokens = {most}, got "
+            f"{shaping.overlong_tokens}"
+        )
+    if not math.isfinite(shaping.shift):
+        problems.append(f"shift: must be finite, got {shaping.shift}")
+    if not math.isfinite(shaping.scale) or not shaping.scale:
+        problems.append(f"scale: must be finite and not 0, got {shaping.scale}")
+    if not shaping.clamp_low < shaping.clamp_high:
+        problems.append(
+            f"clamp_low: must be below clamp_high = {shaping.clamp_high}, got {shaping.clamp_low}"
+        )
+    return [f"rewards.shaping.{problem}" for problem in problems]
+
+
+def _reward_problems(cfg: Config) -> list[str]:
+    functions, problems = cfg.rewards.functions, []
+    for spec in filter(is_generated, functions):
+        if spec not in (cfg.data.train, cfg.data.eval):
+            problems.append(
+                f"rewards.functions: {spec} grades problems of its own, and data.train "
+                f"is {cfg.data.train}; name it there, or another reward function"
+            )
+    models = reward_models(functions)
+    if "" in models.values():
+        problems.append("rewards.functions: `model:` names no folder; write model:PATH")
+    if models and len(models) == len(functions) and cfg.evaluate.every_steps:
+        problems.append(
+            f"rewards.functions: all {len(models)} are models, which score in training alone, so "
+            "held-out problems would have no reward; add a reward function, or set "
+            f"evaluate.every_steps to 0 (it is {cfg.evaluate.every_steps})"
+        )
+    return problems
+
+
+def _combination_problems(cfg: Config) -> list[str]:
+    """Return what is wrong with methods that are each right by themselves."""
+    from spmdrl.algorithms import registry
+
+    problems, chosen = [], cfg.algorithm
+    loss, advantage = (registry.get(kind, getattr(chosen, kind)) for kind in ("loss", "advantage"))
+    if "rollout_logprobs" in registry.inputs_of(loss) and chosen.correction != "none":
+        problems.append(
+            f"algorithm.correction: {chosen.correction} with the loss {chosen.loss}, which weighs "
+            "by pi / mu itself: the engine would be corrected for twice; set it to none"
+        )
+    if (
+        chosen.kl == "k1"
+        and chosen.kl_coef
+        and chosen.kl_in == "loss"
+        and not chosen.kl_options.get("unbiased")
+    ):
+        problems.append(
+            "algorithm.kl: k1 in the loss has an expected gradient of 0, no penalty at all; take "
+            "k2 or k3, set kl_options {unbiased: true}, or kl_in: reward"
+        )
+    allowed = getattr(loss, "aggregations", (chosen.aggregation,))
+    if chosen.aggregation not in allowed:
+        problems.append(
+            f"algorithm.aggregation: {chosen.aggregation} with the loss {chosen.loss}, "
+            "whose terms are of whole sequences, would not be its paper's objective; "
+            f"take {' or '.join(allowed)}"
+        )
+    asked = registry.inputs_of(loss) + registry.inputs_of(advantage)
+    if "turns" in registry.asked_by(advantage) and not cfg.rollout.environment:
+        problems.append(
+            f"rollout.environment: is empty, and the advantage {chosen.advantage} "
+            "compares turns that answer the same state; name an environment"
+        )
+    if "teacher_logprobs" in asked and not cfg.model.teacher:
+        problems.append(
+            f"model.teacher: is empty, and {chosen.advantage} / {chosen.loss} follows "
+            "a teacher; name a model"
+        )
+    if "reward_parts" in asked and "rewards" not in asked:
+        # Both change the rewards alone, and would do nothing without a word.
+        if cfg.rewards.shaping.is_on:
+            problems.append(
+                f"rewards.shaping: the advantage {chosen.advantage} reads the reward "
+                "functions one by one, which are not shaped; empty it"
+            )
+        if chosen.kl_coef and chosen.kl_in == "reward":
+            problems.append(
+                f"algorithm.kl_in: reward with the advantage {chosen.advantage}, which "
+                "reads the reward functions one by one; set it to loss"
+            )
+    if "greedy_rewards" in asked and reward_models(cfg.rewards.functions):
+        problems.append(
+            f"rewards.functions: has a model, which scores sampled responses alone, "
+            f"and the advantage {chosen.advantage} needs the reward of greedy ones; "
+            "take another advantage, or functions only"
+        )
+    if (
+        chosen.kl_coef
+        and chosen.kl_in == "reward"
+        and registry.is_per_token(advantage)
+        and ("kl_rewards" not in asked)
+    ):
+        problems.append(
+            f"algorithm.kl_in: reward with the advantage {chosen.advantage}, which has "
+            "no place for a KL in the reward; set it to loss"
+        )
+    if "values" in asked or "prm_logprobs" in asked:
+        problems += _critic_problems(cfg)
+    return problems
+
+
+def _critic_problems(cfg: Config) -> list[str]:
+    """Return what is wrong with the section `critic`, asked where the advantage uses it."""
+    from spmdrl.algorithms import registry
+
+    problems, chosen = [], cfg.algorithm
+    warmup_steps = cfg.critic.warmup_steps
+    if warmup_steps >= cfg.steps:
+        problems.append(
+            f"critic.warmup_steps: {warmup_steps} of steps {cfg.steps} leaves none "
+            "that trains the policy; lower it or raise steps"
+        )
+    advantage = registry.get("advantage", chosen.advantage)
+    if registry.trial_of_advantage(advantage, chosen.advantage_options)[1] is None:
+        problems.append(
+            f"algorithm.advantage: {chosen.advantage} asks for a model that is trained beside the "
+            "policy and returns None as its targets; return (advantages, returns)"
+        )
+    return problems

@@ -1,0 +1,190 @@
+"""Whether reference, adapters, routers and memory of a model go together."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import re
+from typing import Any
+
+from spmdrl.config.fields import Config
+
+MAX_RANK = 512
+"""Of vLLM's adapters."""
+
+
+def model_problems(cfg: Config) -> list[str]:
+    """Return what is wrong with the section `model`, each as `field: what, value seen`."""
+    return [
+        *_memory_problems(cfg),
+        *_lora_problems(cfg),
+        *_push_problems(cfg),
+        *_moe_problems(cfg),
+        *_reference_problems(cfg),
+    ]
+
+
+def _changed(section: Any) -> dict[str, Any]:
+    """Return the fields of a section that are not as they are by default."""
+    fields = dataclasses.fields(section)
+    return {f.name: v for f in fields if (v := getattr(section, f.name)) != f.default}
+
+
+def _memory_problems(cfg: Config) -> list[str]:
+    memory, problems = cfg.model.memory, []
+    if memory.optimizer_dtype == "int8" and importlib.util.find_spec("torchao") is None:
+        problems.append(
+            "model.memory.optimizer_dtype: int8 takes its quantisation from torchao, "
+            "which is not installed: pip install --no-deps torchao==0.18.0"
+        )
+    if cfg.model.lora.is_on and memory.offload == "parameters":
+        problems.append(
+            "model.memory.offload: parameters with model.lora, whose adapters are "
+            "small and merged on the device for every push; take optimizer or "
+            "activations"
+        )
+    if cfg.model.lora.is_on and memory.master_dtype == "bfloat16":
+        problems.append(
+            "model.memory.master_dtype: bfloat16 with model.lora, whose adapters stay "
+            "float32 and whose frozen weights are in model.compute_dtype; leave it out"
+        )
+    return problems
+
+
+def _lora_problems(cfg: Config) -> list[str]:
+    lora, problems = cfg.model.lora, []
+    for name, value in _changed(lora).items():
+        if not lora.is_on:
+            problems.append(
+                f"model.lora.{name}: {value!r} without adapters; set model.lora.rank, e.g. to 16"
+            )
+        elif lora.path and name not in ("path", "push"):
+            problems.append(
+                f"model.lora.{name}: {value!r} with path {lora.path}: the adapter there says it; "
+                "leave one of them out"
+            )
+    if not _are_targets(lora.targets):
+        problems.append(
+            "model.lora.targets: expected all-linear, a regular expression of module names, or a "
+            f"list of names or their ends, got {lora.targets!r}"
+        )
+    every = cfg.model.reference.sync_every
+    if lora.is_on and every and not cfg.model.reference.path:
+        problems.append(
+            f"model.reference.sync_every: {every} with model.lora, whose reference is the "
+            "policy without its adapters, which never changes; leave one of them out"
+        )
+    elif lora.is_on and every:
+        problems.append(
+            f"model.reference.sync_every: {every} with model.lora: adapters cannot be "
+            "mixed into a reference; leave one of them out"
+        )
+    return problems
+
+
+def _are_targets(value: str | tuple[str, ...]) -> bool:
+    if not isinstance(value, str):
+        return bool(value) and all(value)
+    try:
+        return bool(re.compile(value).pattern)
+    except re.error:
+        return False
+
+
+def _push_problems(cfg: Config) -> list[str]:
+    problems, lora = [], cfg.model.lora
+    if not lora.pushes_adapter:
+        return []
+    if cfg.engine.kind != "vllm":
+        problems.append(
+            f"model.lora.push: adapter with engine.kind {cfg.engine.kind}: only vllm "
+            "computes with adapters of its own; take merged"
+        )
+    if not cfg.layout.roles.has_engines:
+        problems.append(
+            "model.lora.push: adapter under placement offline, where there is no "
+            "engine to push to; leave it out"
+        )
+    if cfg.stream.mode == "reload":
+        problems.append(
+            "model.lora.push: adapter with stream.mode reload: adapters are written in "
+            "place; take auto, or push merged"
+        )
+    if lora.rank > MAX_RANK:
+        problems.append(
+            f"model.lora.push: adapter with rank {lora.rank}: vLLM has adapters up to rank "
+            f"{MAX_RANK}; take merged"
+        )
+    return problems
+
+
+def _moe_problems(cfg: Config) -> list[str]:
+    moe, problems = cfg.model.moe, []
+    if moe.balance == "bias" and cfg.model.lora.is_on:
+        problems.append(
+            "model.moe.balance: bias with model.lora, which leaves the model's own "
+            "tensors as they are; leave one of them out"
+        )
+    for name, balance in (("coef", "aux"), ("rate", "bias")):
+        if name in _changed(moe) and moe.balance != balance:
+            problems.append(
+                f"model.moe.{name}: is an option of balance {balance}, and balance is "
+                f"{moe.balance}; take it out"
+            )
+    return problems
+
+
+# --------------------------------------------------------------------------- the reference
+
+
+def _reference_problems(cfg: Config) -> list[str]:
+    reference, problems = cfg.model.reference, []
+    if reference.sync_mix != 1 and not reference.sync_every:
+        problems.append(
+            f"sync_mix: {reference.sync_mix} without sync_every, the steps between two syncs"
+        )
+    if reference.cache_folder and not reference.cache:
+        problems.append(f"cache_folder: {reference.cache_folder} without cache; set cache to true")
+    if reference.sync_every and reference.cache:
+        problems.append(
+            f"cache: true with sync_every {reference.sync_every}: the logprobs of a reference "
+            "that changes cannot be kept; leave one of them out"
+        )
+    if not problems and (reference.sync_every or reference.cache):
+        problems = _use_problems(cfg)
+    return [f"model.reference.{problem}" for problem in problems]
+
+
+def _use_problems(cfg: Config) -> list[str]:
+    """Return what is wrong with options that are right by themselves."""
+    from spmdrl.data.examples import row_kind
+    from spmdrl.train.objectives.pairs import PairObjective
+    from spmdrl.train.objectives.rl import needed_columns
+
+    chosen, cached = cfg.algorithm, cfg.model.reference.cache
+    objective = cfg.objective
+    try:
+        columns = PairObjective(cfg).columns if objective.trains_on_pairs else needed_columns(cfg)
+        row = row_kind(cfg)
+    except ValueError:
+        return []  # an unknown method, which is reported as such
+    name = "cache" if cached else "sync_every"
+    if cached and objective.samples:
+        return [
+            "cache: with the objective rl, whose responses are sampled anew in every step: "
+            "there are no rows to look up; leave it out"
+        ]
+    if "ref_logprobs" not in columns:
+        used = f"the objective {chosen.objective}"
+        if objective.samples:
+            used = f"kl_coef {chosen.kl_coef}"
+        elif objective.trains_on_pairs:
+            used = f"the loss {chosen.loss}"
+        return [f"{name}: {used} uses no reference; leave it out"]
+    if cached and row == "label":
+        return [
+            f"cache: the loss {chosen.loss} puts each response to another prompt of its step "
+            "for the KL, other pairs in every epoch: there are no fixed rows whose logprobs "
+            "could be kept; leave it out"
+        ]
+    return []

@@ -1,0 +1,191 @@
+"""Settings of sampling, engines, the weight stream, rollouts and rewards."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Literal
+
+from spmdrl.config.options import NestedOptions
+
+
+@dataclass(frozen=True)
+class SamplingSettings:
+    """How responses are drawn in training."""
+
+    temperature: float = 1.0
+    """Softmax temperature. The trainer scores at the same temperature."""
+    max_response_tokens: int = 512
+    """Longest response in tokens; longer ones are cut and marked truncated."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Token ids that end a response besides the tokenizer's eos and the model's own: those of
+    its generation_config.json, or of its config.json where there is none."""
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """The engine of an inference rank."""
+
+    kind: Literal["vllm", "transformers"] = "vllm"
+    """`transformers` generates with the model's own modules, one rank to an engine, where vLLM
+    does not run."""
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """Dtype of the engine's weights; trainer shards are cast to it by the sender."""
+    gpu_memory_frac: float = 0.85
+    """Share of GPU memory for weights and KV cache; CUDA only. Colocated, the engine has it while
+    it generates, beside the trainers' weights and optimizer state: leave room for these. During
+    updates it sleeps (vLLM with options {enable_sleep_mode: true}, the default there; transformers
+    frees its cache), unless requests are unfinished (over_sample), and its memory is theirs."""
+    cpu_kv_cache_gib: float = 0.5
+    """KV cache size on the CPU, GiB per rank."""
+    max_num_seqs: int = 256
+    """Sequences decoded together in one replica; fewer where the KV cache has no room. To
+    `transformers` every sequence is as long as prompt and response may be."""
+    max_batched_tokens: int = 8192
+    """Token budget of one engine step."""
+    options: NestedOptions = field(default_factory=dict)
+    """Further arguments of vLLM's engine alone, by their names in `EngineArgs`, e.g.
+    {enforce_eager: true} (no CUDA graphs and no compilation; always so on the CPU) or
+    {enable_prefix_caching: false} (by default the samples of a prompt share its prefill).
+    {quantization: fp8_per_channel} makes an engine of another precision of the weights sent; the
+    gap to the trainers then needs algorithm.correction, and a higher stream.max_logprob_gap."""
+    seed_per_request: bool = True
+    """Key every sample by (seed, step, prompt, sample): same tokens whatever rank draws them.
+    Costs vLLM about 8% of throughput at 256 sequences, and `transformers` nothing."""
+
+
+@dataclass(frozen=True)
+class StreamSettings:
+    """Weights from trainer shards into engine storage."""
+
+    bucket_bytes: int = 64 * 2**20
+    """Bytes of one bucket; extra memory is two buckets in flight per rank and role."""
+    mode: Literal["auto", "traced", "reload"] = "auto"
+    """`traced` writes slices in place and refuses what it cannot prove; `reload` sends whole
+    tensors through the engine's own loader; `auto` traces and falls back, saying why."""
+    verify_every: int = 0
+    """Compare per-chunk checksums every N pushes; 0 means after the first push only."""
+    max_logprob_gap: float = 0.1
+    """Largest allowed mean |engine - trainer| logprob on the start-up probe, in nats."""
+
+
+@dataclass(frozen=True)
+class ScheduleSettings:
+    """Departures from "a step samples its prompts to the end"."""
+
+    in_flight: bool = False
+    """Engines take new weights between two tokens, as soon as the trainers are done, and go on;
+    every token keeps the version that sampled it. With lag 1 or more and split placement."""
+    over_sample: float = 1.0
+    """Groups under way per group of a step: with 1.5 half as many more. The first that are
+    complete make the step, the others go on into the next ones."""
+    kv_cache: Literal["recompute", "keep"] = "recompute"
+    """`keep` leaves the cache of unfinished sequences as older weights made it."""
+    max_staleness: int | Literal["auto"] = "auto"
+    """Steps that a token may be old when it is trained on; `auto`: the least that works."""
+    dynamic: int = 0
+    """Replace groups whose rewards are all the same (DAPO). The run ends with an error when a step
+    has sampled so many times its groups and is not full; 0 switches it off."""
+    balance: Literal["auto", "even", "length", "steal"] = "auto"
+    """How prompts come to engine replicas: by `length`, so that their expected lengths add up
+    alike (prompt, and what its row's responses measured before); `steal`: besides, a replica that
+    is done early takes over prompts of another; `even`: by number. See `dealing`."""
+    curriculum: float = 1.0
+    """Share of their turns at which prompts are taken that were always or never solved (reward 1)
+    when last sampled; in (0, 1]."""
+
+    @property
+    def leaves_unfinished(self) -> bool:
+        """Whether requests stay under way from step to step."""
+        return self.over_sample > 1
+
+    @property
+    def dealing(self) -> Literal["even", "length", "steal"]:
+        """What `balance` comes to. Which replica draws a sample decides the company that it is
+        computed in, and so the last bits of its logits. Where timing decides on the batch anyway,
+        `auto` loses nothing by `steal`; elsewhere it is `length`."""
+        if self.balance != "auto":
+            return self.balance
+        return "steal" if self.in_flight or self.leaves_unfinished else "length"
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether nothing departs."""
+        return self == ScheduleSettings()
+
+
+@dataclass(frozen=True)
+class RecordSettings:
+    """Rollouts that are kept, or taken from what another run kept (docs/rollouts.md)."""
+
+    every: int = 0
+    """Keep every N-th step's rollouts, with prompts, texts, logprobs and rewards, in
+    output_dir/rollouts; 0 keeps none."""
+    replay: str = ""
+    """A run's output_dir, or its folder of rollouts: train on those, under placement `offline`;
+    nothing is sampled, rewarded or evaluated."""
+
+
+@dataclass(frozen=True)
+class RolloutSettings:
+    """How responses come about beyond one answer per prompt and one burst per step."""
+
+    environment: NestedOptions = field(default_factory=dict)
+    """What answers the policy, for episodes of several turns: the name (built in: tools,
+    guess_number, task, gym, verifiers; or `module:Class`, `path/file.py:Class`) and its options,
+    e.g. {name: guess_number, high: 20}; see docs/environments.md. Empty: every response is
+    final. A turn has rewards.timeout_s; {rewrites: keep} is for chat templates that would change
+    earlier turns. sampling.max_response_tokens bounds a whole episode behind its opening."""
+    schedule: ScheduleSettings = field(default_factory=ScheduleSettings)
+    record: RecordSettings = field(default_factory=RecordSettings)
+
+
+@dataclass(frozen=True)
+class ShapingSettings:
+    """What becomes of a reward before training, not in evaluation: penalties first, then shift,
+    scale and bounds (algorithms/shaping.py). All but tokens and factors in task units."""
+
+    overlong_tokens: int = 0
+    """Last tokens before the length limit along which a penalty grows linearly (DAPO); 0: none."""
+    overlong_penalty: float = 1.0
+    """That penalty at the limit; 0 or more."""
+    truncated_factor: float = 1.0
+    """Factor of a truncated response's positive reward, from 0 to 1."""
+    truncated_penalty: float = 0.0
+    """Taken off a truncated response; 0 or more."""
+    shift: float = 0.0
+    """Added, before scale."""
+    scale: float = 1.0
+    """Factor; not 0."""
+    clamp_low: float = -math.inf
+    """Least reward, after shift and scale; -.inf: no bound."""
+    clamp_high: float = math.inf
+    """Largest reward, after shift and scale; .inf: no bound."""
+
+    @property
+    def is_on(self) -> bool:
+        """Whether a reward may change."""
+        return self != ShapingSettings()
+
+
+@dataclass(frozen=True)
+class RewardsSettings:
+    """Reward functions and the processes that run them."""
+
+    functions: tuple[str, ...] = ()
+    """Each `module:function` or `path/file.py:function`, in verl's or TRL's signature; a
+    generated task (`task:addition`), for its grader; or `model:PATH`, a reward model with a
+    scalar head and the policy's tokenizer: its reward is the value after the last token. Models
+    are sharded like the policy, on the trainer ranks; evaluation leaves them out. Empty means
+    the generated task's own grader."""
+    weights: tuple[float, ...] = ()
+    """One weight per function; empty means 1 each."""
+    workers: int = 1
+    """Worker processes per engine replica. Where some fail or are stuck, half as many stand by
+    and at most as many stand in."""
+    timeout_s: float = 10.0
+    """Wall-clock seconds for one sample; then its worker is killed and replaced."""
+    on_failure: Literal["fail", "drop"] = "fail"
+    """A reward that raises, hangs or is not a finite number: end the run, or drop the sample
+    (counted, its group keeps the rest; a step that drops all samples ends the run)."""
+    shaping: ShapingSettings = field(default_factory=ShapingSettings)

@@ -1,0 +1,143 @@
+"""Settings of the objective, of the optimizer and of the model that trains beside the policy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from spmdrl.config.options import Options
+
+
+@dataclass(frozen=True)
+class KlControlSettings:
+    """Hold the KL at a target: kl_coef, the first value, moves after each step by at most a fifth
+    per horizon (arXiv 1909.08593). Off unless both are set."""
+
+    target: float = 0.0
+    """KL to hold, nats per token."""
+    horizon: float = 0.0
+    """Samples over which the coefficient may change by a fifth."""
+
+    @property
+    def is_on(self) -> bool:
+        """Whether the coefficient moves."""
+        return self.horizon > 0
+
+
+@dataclass(frozen=True)
+class EntropyControlSettings:
+    """What else acts on the policy's entropy. With target and delta entropy_coef, the first value,
+    moves after each step; above the target there is no bonus."""
+
+    keep_frac: float = 1.0
+    """Share of the batch's tokens, those with the highest entropy, that enter the policy loss;
+    in (0, 1]."""
+    target: float = 0.0
+    """Entropy to hold, nats per token."""
+    delta: float = 0.0
+    """What the coefficient moves by after each step: up while the entropy is below target; 0: it
+    is fixed."""
+    lower: float = 0.0
+    """Least that the coefficient may be."""
+    upper: float = 1.0
+    """Most that the coefficient may be."""
+
+    @property
+    def is_on(self) -> bool:
+        """Whether the coefficient moves."""
+        return self.delta > 0
+
+
+@dataclass(frozen=True)
+class AlgorithmSettings:
+    """The objective: names from `spmdrl.algorithms`, or `module:function` of your own."""
+
+    objective: Literal["rl", "sft", "preference", "reward_model", "distill"] = "rl"
+    """`rl` samples and rewards; `sft` fits the rows' responses; `preference` compares the
+    chosen and rejected responses of rows; `reward_model` trains a scalar head on such pairs;
+    `distill` follows `model.teacher` on the rows' responses."""
+    advantage: str = "grpo"
+    """Advantage estimator."""
+    advantage_options: Options = field(default_factory=dict)
+    """Its keyword options."""
+    loss: str = "ppo_clip"
+    """Policy loss. `sft` uses `sft`; `preference` needs one of its own: dpo, kto, simpo, orpo,
+    cpo, sppo, nca, apo_zero, apo_down, bco; `reward_model` takes bradley_terry, `distill`
+    divergence or distill_topk."""
+    loss_options: Options = field(default_factory=dict)
+    """Its keyword options, e.g. {clip_low: 0.2, clip_high: 0.28}."""
+    aggregation: Literal[
+        "token_mean",
+        "seq_mean_token_mean",
+        "seq_mean_token_sum",
+        "seq_mean_token_sum_norm",
+        "prompt_mean",
+    ] = "token_mean"
+    """How per-token terms become one number; all denominators are global."""
+    correction: str = "tis"
+    """Engine/trainer mismatch weights, or `none`. `tis` (each token's ratio cut at 2) serves lag
+    0 and 1; for longer lags take `icepop` or `mis`, which leave far tokens out. The log warns
+    when the measured ratios say that the choice is not enough."""
+    correction_options: Options = field(default_factory=dict)
+    """Its keyword options, e.g. {level: token, upper: 2.0}."""
+    kl: str = "k3"
+    """Estimator of the KL to the reference: `k1`, `k2` or `k3`."""
+    kl_options: Options = field(default_factory=dict)
+    """Its keyword options, e.g. {unbiased: true}."""
+    kl_coef: float = 0.0
+    """Weight of the KL to `model.reference`, per token in nats; 0 needs no reference."""
+    kl_in: Literal["loss", "reward"] = "loss"
+    """Whether the KL is a term of the loss, or taken off the rewards (where k1 is usual)."""
+    entropy_coef: float = 0.0
+    """Weight of the entropy bonus, per token in nats."""
+    mask_truncated: bool = False
+    """Leave responses cut at max_response_tokens out of the loss (DAPO overlong filter)."""
+    kl_control: KlControlSettings = field(default_factory=KlControlSettings)
+    entropy_control: EntropyControlSettings = field(default_factory=EntropyControlSettings)
+
+
+@dataclass(frozen=True)
+class OptimizerSettings:
+    """AdamW and its schedule."""
+
+    lr: float = 1e-6
+    """Peak learning rate."""
+    beta1: float = 0.9
+    """Decay of AdamW's mean of gradients, per update; in [0, 1)."""
+    beta2: float = 0.95
+    """Decay of its mean of their squares, per update; in [0, 1)."""
+    eps: float = 1e-8
+    """Added to the root of that mean; above 0."""
+    weight_decay: float = 0.0
+    """Decoupled, in [0, 1), and of matrices only: norms, biases and embeddings have none."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Shape after warm-up."""
+    warmup_steps: int = 0
+    """Steps of linear warm-up from 0."""
+    min_lr_frac: float = 0.1
+    """Final learning rate as a fraction of lr, under linear and cosine."""
+    max_grad_norm: float = 1.0
+    """Global gradient-norm bound; 0 switches clipping off."""
+
+
+@dataclass(frozen=True)
+class CriticSettings:
+    """The model that an advantage asks for and that is trained beside the policy, sharded like
+    it, with the rest of `optimizer`: the value model of `gae`, which learns the returns, or the
+    implicit process reward model of `prime`, which learns the outcomes. Ignored, warm-up too,
+    under an advantage that asks for neither."""
+
+    path: str = ""
+    """Folder or hub name it starts from: a causal LM with the policy's tokenizer, or for `gae`
+    a model with a scalar head. Empty means model.path. A head that is not there starts at
+    zero."""
+    lr: float = 1e-5
+    """Peak learning rate. Ten times the policy's default: a head starts from nothing. `prime`
+    has none; its paper takes 1e-6."""
+    warmup_steps: int = 0
+    """First steps that train this model alone: advantages of one that knows nothing mislead. The
+    policy's schedule counts them; its metrics are absent in them."""
+    clip: float = 0.0
+    """Most that `gae`'s value of a state may move in the updates of one batch, task units (PPO's
+    value clipping). 0 clips nothing: no one number suits all rewards, it acts only above one
+    update per batch, and arXiv 2006.05990 finds that it hurts."""

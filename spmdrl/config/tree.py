@@ -1,0 +1,160 @@
+"""The fields of a config by their dotted names, and values of the right types for them."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+import types
+import typing
+from collections.abc import Mapping
+from typing import Any, Literal, Union
+
+from spmdrl.config.fields import Config
+from spmdrl.config.options import option_value
+
+
+@functools.cache
+def hints(cls: type) -> dict[str, Any]:
+    """Return the types of a dataclass's fields."""
+    return typing.get_type_hints(cls)
+
+
+@functools.cache
+def sections() -> dict[str, type]:
+    """Return {dotted name: dataclass} of all sections, in order; "" is the config itself."""
+    found: dict[str, type] = {}
+
+    def walk(cls: type, prefix: str) -> None:
+        found[prefix.rstrip(".")] = cls
+        for name, hint in hints(cls).items():
+            if dataclasses.is_dataclass(hint):
+                walk(hint, f"{prefix}{name}.")
+
+    walk(Config, "")
+    return found
+
+
+@functools.cache
+def settings() -> dict[str, Any]:
+    """Return {dotted name: type} of all fields that hold a value."""
+    return {
+        f"{section}.{name}".lstrip("."): hint
+        for section, cls in sections().items()
+        for name, hint in hints(cls).items()
+        if not dataclasses.is_dataclass(hint)
+    }
+
+
+def flatten(cfg: Any, prefix: str = "") -> dict[str, Any]:
+    """Return {dotted field name: value} of a config."""
+    flat: dict[str, Any] = {}
+    for f in dataclasses.fields(cfg):
+        value = getattr(cfg, f.name)
+        if dataclasses.is_dataclass(value):
+            flat |= flatten(value, f"{prefix}{f.name}.")
+        else:
+            flat[prefix + f.name] = value
+    return flat
+
+
+def build(flat: Mapping[str, Any], cls: type = Config, *, prefix: str = "") -> Any:
+    """Return the config with these values, and defaults for the rest."""
+    values = {}
+    for name, hint in hints(cls).items():
+        if dataclasses.is_dataclass(hint):
+            values[name] = build(flat, hint, prefix=f"{prefix}{name}.")
+        elif prefix + name in flat:
+            values[name] = flat[prefix + name]
+    return cls(**values)
+
+
+def leaves(tree: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
+    """Return {dotted name: value} of nested mappings, as far as they are sections."""
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        name = f"{prefix}{key}"
+        if name in sections() and isinstance(value, dict):
+            flat |= leaves(value, f"{name}.")
+        else:
+            flat[name] = value
+    return flat
+
+
+def nearest_field(name: str) -> str:
+    """Return what a field of an unknown name may be meant to be, for the end of a message."""
+    section, _, key = name.rpartition(".")
+    section = section if section in sections() else ""
+    own = list(hints(sections()[section]))
+    everywhere = {known.rpartition(".")[2]: known for known in reversed(settings())}
+    if key in everywhere:  # the right name in the wrong section
+        return f"; did you mean {everywhere[key]}?"
+    if near := difflib.get_close_matches(key, own, n=1, cutoff=0.6):
+        return f"; did you mean {near[0]}?"
+    if near := difflib.get_close_matches(key, list(everywhere), n=1, cutoff=0.7):
+        return f"; did you mean {everywhere[near[0]]}?"
+    return f"; known here: {', '.join(own)}"
+
+
+def kinds(hint: Any) -> tuple[Any, ...]:
+    """Return the types that a value may have: those of a union, or the one."""
+    is_union = typing.get_origin(hint) in (Union, types.UnionType)
+    return typing.get_args(hint) if is_union else (hint,)
+
+
+def convert(value: Any, hint: Any) -> Any:
+    """Return a value of YAML as the type of a field has it. Raises: ValueError."""
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if hint is Any:
+        return option_value(value)
+    if len(kinds(hint)) > 1:
+        return _one_of(value, args)
+    if origin is Literal:
+        if value in args and isinstance(value, str):
+            return value
+        near = difflib.get_close_matches(str(value), args, n=1)
+        hint_text = f"; did you mean {near[0]}?" if near else ""
+        raise ValueError(f"{value!r} is not one of {', '.join(args)}{hint_text}")
+    if origin is tuple:
+        if not isinstance(value, (list, tuple)):
+            raise ValueError(f"expected a list, got {value!r}")
+        return tuple(convert(item, args[0]) for item in value)
+    if origin is dict:
+        if not isinstance(value, dict):
+            raise ValueError(f"expected a mapping such as {{name: 1.5}}, got {value!r}")
+        return {str(k): convert(v, args[1]) for k, v in value.items()}
+    if hint is float and isinstance(value, (int, str)) and not isinstance(value, bool):
+        try:
+            return float(value)  # YAML 1.1 reads 1e-6 as a string
+        except ValueError:
+            raise ValueError(f"expected a number, got {value!r}") from None
+    if type(value) is not hint:
+        expected = "true or false" if hint is bool else hint.__name__
+        raise ValueError(f"expected {expected}, got {value!r}")
+    return value
+
+
+def _one_of(value: Any, hints: tuple[Any, ...]) -> Any:
+    for hint in hints:
+        if type(value) in (hint, typing.get_origin(hint)):
+            return option_value(value)
+        if typing.get_origin(hint) is Literal and value in typing.get_args(hint):
+            return value
+        if typing.get_origin(hint) is tuple and isinstance(value, list):
+            return convert(value, hint)
+    raise ValueError(f"expected {' or '.join(map(type_text, hints))}, got {value!r}")
+
+
+_TYPE_TEXTS = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
+
+
+def type_text(hint: Any) -> str:
+    """Return a type for people."""
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Literal:
+        return ", ".join(args)
+    if len(kinds(hint)) > 1:
+        return " or ".join(map(type_text, args))
+    if origin is tuple:
+        return f"a list ({type_text(args[0])})"
+    return _TYPE_TEXTS.get(hint, "{name: value, ...}")
