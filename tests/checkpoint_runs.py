@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from spmdrl.checkpoint import Checkpointer
-from spmdrl.config import CheckpointSettings, Config, LayoutSettings, ModelSettings
+from spmdrl.config import CheckpointSettings, Config, KeepSettings, LayoutSettings, ModelSettings
 from spmdrl.world import World
 
 
@@ -33,7 +33,7 @@ def config(
     inference_tp: int = 1,
     steps: int = 100,
     every: int = 1,
-    keep: int | dict = 2,
+    keep: int | KeepSettings = 2,
     resume: str = "auto",
     seed: int = 0,
     allow: bool = False,
@@ -60,7 +60,7 @@ def config(
         checkpoint=CheckpointSettings(
             every_steps=every,
             resume=resume,
-            keep=keep if isinstance(keep, dict) else {"last": keep},
+            keep=KeepSettings(last=keep) if isinstance(keep, int) else keep,
             allow_config_change=allow,
         ),
     )

@@ -8,13 +8,12 @@ import torch
 from torch import Tensor
 
 from spmdrl.config import (
-    AlgorithmSettings,
     BatchSettings,
     Config,
     LayoutSettings,
-    ModelSettings,
     OptimizerSettings,
     SamplingSettings,
+    from_tree,
 )
 from spmdrl.credit import per_token
 from spmdrl.types import Batch, Microbatch, Scalars
@@ -22,6 +21,8 @@ from spmdrl.types import Batch, Microbatch, Scalars
 LENGTHS = (9, 5, 16, 12, 7, 2, 20, 11)
 """Tokens of the batch's sequences; the first third of each is its prompt."""
 VOCABULARY = 96
+OWN = {"compute_dtype": "float32", "memory": {"head_chunk_tokens": 7}}
+"""Settings of the model where a test names no other."""
 
 
 def config(
@@ -51,17 +52,12 @@ def config(
             startup_timeout_s=300,
             wait_timeout_s=200,
         ),
-        model=ModelSettings(
-            path=str(path),
-            **({"compute_dtype": "float32", "memory": {"head_chunk_tokens": 7}} | (model or {})),
-        ),
+        model=from_tree({"model": OWN | {"path": str(path)} | (model or {})}).model,
         batch=BatchSettings(tokens_per_microbatch=64, updates_per_step=updates),
         sampling=SamplingSettings(temperature=0.8),
-        algorithm=AlgorithmSettings(objective=objective, **algorithm),
+        algorithm=from_tree({"algorithm": {"objective": objective, **algorithm}}).algorithm,
         # A large eps keeps Adam's step smooth in the gradient, so that layouts can be compared.
-        optimizer=OptimizerSettings(
-            lr=1e-2, options={"eps": 1e-3, "weight_decay": 0.1}, max_grad_norm=0.2
-        ),
+        optimizer=OptimizerSettings(lr=1e-2, eps=1e-3, weight_decay=0.1, max_grad_norm=0.2),
     )
 
 

@@ -26,7 +26,7 @@ from spmdrl.config import (
     ModelSettings,
 )
 
-BEST = {"last": 1, "best": "eval/reward"}
+BEST = KeepSettings(last=1, best="eval/reward")
 
 
 def names(output_dir: Path) -> list[str]:
@@ -40,7 +40,7 @@ def best(output_dir: Path) -> str:
 @pytest.mark.parametrize(("mode", "stays"), [("max", "step_3"), ("min", "step_2")])
 def test_the_best_stays_beside_the_last_and_equal_ones_are_not_better(tmp_path, mode, stays):
     rewards = {2: 0.5, 3: 0.9, 5: 0.7, 7: float("nan"), 8: 0.9 if mode == "max" else 0.5}
-    cfg = config(tmp_path, every=4, steps=8, keep=BEST | {"mode": mode})
+    cfg = config(tmp_path, every=4, steps=8, keep=dataclasses.replace(BEST, mode=mode))
     (digests,) = run_ranks(1, save_steps, cfg, 8, rewards)
     assert names(tmp_path) == ["best", stays, "step_8"] and best(tmp_path) == stays
     assert named(tmp_path, "best") == (tmp_path / "checkpoints" / stays).resolve()
@@ -75,7 +75,7 @@ def test_a_resumed_run_knows_the_best_and_finds_new_ones_between_the_due_steps(t
     for found in run_ranks(2, _goes_on, cfg, {5: 0.5, 6: 0.8, 7: 0.7}):
         assert found == ["step_2", "step_6", "step_6"]
     # Under another metric mode the checkpoints that are there are compared anew.
-    changed = dataclasses.replace(cfg.checkpoint, keep=BEST | {"mode": "min"})
+    changed = dataclasses.replace(cfg.checkpoint, keep=dataclasses.replace(BEST, mode="min"))
     shutil.copytree(tmp_path / "checkpoints/step_6", tmp_path / "checkpoints/step_9")
     manifest = disk.read_manifest(tmp_path / "checkpoints/step_9")
     disk.write_manifest(
@@ -140,7 +140,7 @@ def problems(keep: dict, **evaluate) -> str:
             Config(
                 model=ModelSettings(path="m"),
                 data=DataSettings(train="task:addition", size=10, eval="task:addition"),
-                checkpoint=CheckpointSettings(keep=keep),
+                checkpoint=CheckpointSettings(keep=KeepSettings(**keep)),
                 evaluate=EvaluateSettings(**evaluate),
             )
         )
@@ -148,7 +148,7 @@ def problems(keep: dict, **evaluate) -> str:
 
 
 def test_what_cannot_be_kept_is_refused_with_the_nearest_name(tmp_path):
-    assert not problems({"last": 1}) and Config().checkpoint.keep == {"last": 2}
+    assert not problems({"last": 1}) and Config().checkpoint.keep.last == 2
     for name in ("eval/reward", "eval/pass_at_4", "eval/maj_at_4", "eval/grade/mean"):
         assert not problems({"best": name, "mode": "min"}, every_steps=3, samples=4)
     for keep, says in (
@@ -158,17 +158,20 @@ def test_what_cannot_be_kept_is_refused_with_the_nearest_name(tmp_path):
             "not measured with evaluate.samples 4; did you mean eval/pass_at_4?",
         ),
         ({"best": "reward/mean"}, "expected a metric of the evaluation"),
-        ({"last": 0}, "keep.last: expected"),
-        ({"last": True}, "keep.last: expected"),
-        ({"bst": "eval/reward"}, "keep.bst: unknown option; did you mean best?"),
-        ({"best": "eval/reward", "mode": "top"}, "expected max or min, got 'top'"),
+        ({"last": 0}, "keep.last: must be at least 1, got 0"),
         ({"mode": "min"}, "without best"),
     ):
         assert says in problems(keep, every_steps=3, samples=4), (keep, says)
     assert "evaluate.every_steps is 0" in problems({"best": "eval/reward"})
-    (tmp_path / "c.yaml").write_text("checkpoint: {keep_last: 2}")
-    with pytest.raises(ValueError, match="keep_last: unknown key; did you mean keep?"):
-        configs.load_yaml(tmp_path / "c.yaml")
+    for text, says in (
+        ("keep_last: 2", "keep_last: unknown key; did you mean keep?"),
+        ("keep: {bst: eval/reward}", "keep.bst: unknown key; did you mean best?"),
+        ("keep: {last: true}", "keep.last: expected int, got True"),
+        ("keep: {mode: top}", "keep.mode: 'top' is not one of max, min"),
+    ):
+        (tmp_path / "c.yaml").write_text(f"checkpoint: {{{text}}}")
+        with pytest.raises(ValueError, match=says):
+            configs.load_yaml(tmp_path / "c.yaml")
     with pytest.raises(ValueError, match="kept none by a metric"):
         named(tmp_path, "best")
 

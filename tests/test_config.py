@@ -3,14 +3,28 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import subprocess
 import sys
+import typing
+from pathlib import Path
+from typing import Any
 
+import hypothesis
 import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
 
 from spmdrl import config
 from spmdrl.check.settings import parse, validate
-from spmdrl.config import Config, KernelsSettings, LayoutSettings, MemorySettings
+from spmdrl.checkpoint.restore import config_differences
+from spmdrl.config import Config, LayoutSettings
+from spmdrl.config.help import field_docs
+from spmdrl.config.read import read
+from spmdrl.config.tree import build, convert, kinds, sections, settings
+
+ROOT = Path(__file__).resolve().parent.parent
 
 
 def good(**changes) -> Config:
@@ -31,24 +45,15 @@ def test_a_good_config_has_no_problems():
     assert validate(good()) == []
 
 
-def test_fields_stay_under_one_hundred_and_each_has_a_docstring():
-    assert len(config.flatten(Config())) < 100
-    from tyro._docstrings import get_field_docstring
-
-    def walk(cls):
-        for f in dataclasses.fields(cls):
-            if f.default_factory is not dataclasses.MISSING and dataclasses.is_dataclass(
-                f.default_factory
-            ):
-                walk(f.default_factory)
-            else:
-                assert get_field_docstring(cls, f.name, ()), f"{cls.__name__}.{f.name}"
-
-    walk(Config)
+def test_each_field_and_section_has_a_docstring():
+    for section, cls in sections().items():
+        assert cls.__doc__ and not cls.__doc__.startswith(cls.__name__), section
+        for name, doc in field_docs(cls).items():
+            assert doc or f"{section}.{name}".lstrip(".") in sections(), f"{section}.{name}"
 
 
 def test_dump_reads_back_equal(tmp_path):
-    cfg = good(optimizer=config.OptimizerSettings(lr=3e-7, options={"eps": 1e-7}))
+    cfg = good(optimizer=config.OptimizerSettings(lr=3e-7, eps=1e-7))
     assert config.load_yaml(write(tmp_path, config.dump(cfg))) == cfg
 
 
@@ -183,32 +188,31 @@ def test_coefficients_that_move_are_checked():
             )
         )
 
-    def entropy(coef=0.0, **options):
-        return problems(entropy_coef=coef, entropy_options=options)
+    def entropy(coef=0.0, **control):
+        own = config.EntropyControlSettings(**control)
+        return problems(entropy_coef=coef, entropy_control=own)
 
-    def kl(coef=0.1, **options):
-        return problems(kl_coef=coef, kl_options=options)
+    def kl(coef=0.1, **control):
+        return problems(kl_coef=coef, kl_control=config.KlControlSettings(**control))
 
     assert entropy(keep_frac=0.2, target=0.3, delta=0.005) == ""
     assert entropy(0.1, target=1, delta=0.1, lower=0.05, upper=0.2) == ""
-    place = "algorithm.entropy_options."
-    assert entropy(keep_fra=0.2) == (
-        f"{place}keep_fra: no such option; did you mean keep_frac?; "
-        "known: keep_frac, target, delta, lower, upper"
+    place = "algorithm.entropy_control"
+    assert entropy(keep_frac=1.5) == f"{place}.keep_frac: must be in (0, 1], got 1.5"
+    assert entropy(target=0.3).startswith(f"{place}.delta: is missing")
+    assert entropy(delta=0.3).startswith(f"{place}.target: is missing")
+    assert entropy(upper=0.3).startswith(f"{place}.upper: 0.3 without target and delta")
+    assert "must be 0 <= lower <= upper, got 0.5, 0.2" in entropy(
+        0.5, target=0.3, delta=0.1, lower=0.5, upper=0.2
     )
-    assert entropy(keep_frac="all") == f"{place}keep_frac: expected a number, got 'all'"
-    assert entropy(keep_frac=1.5).startswith(f"{place}keep_frac: a share, must be above 0")
-    assert entropy(target=0.3).startswith(f"{place}delta: is missing")
-    assert entropy(upper=0.3).startswith(f"{place}target: is missing")
-    assert entropy(target=0.3, delta=0).startswith(f"{place}delta: must be above 0, got 0")
-    assert "entropy_coef starts at 0.5, outside [0.0, 0.2]" in entropy(
+    assert "entropy_coef starts at 0.5, outside lower, upper [0.0, 0.2]" in entropy(
         0.5, target=0.3, delta=0.1, upper=0.2
     )
-    place = "algorithm.kl_options."
-    assert kl(target=0.02, horizon=10000) == kl(target=0.02, horizon=1e4, unbiased=True) == ""
+    place = "algorithm.kl_control."
+    assert kl(target=0.02, horizon=10000) == ""
     assert kl(target=0.02).startswith(f"{place}horizon: is missing")
     assert kl(horizon=9.0).startswith(f"{place}target: is missing")
-    assert kl(target="low", horizon=9).startswith(f"{place}target: expected a number, got 'low'")
+    assert kl(target=-1.0, horizon=1e4).startswith(f"{place}target: must be at least 0")
     assert kl(0.0, target=0.02, horizon=1e4).startswith(
         f"{place}target: 0.02 with algorithm.kl_coef 0.0"
     )
@@ -219,11 +223,11 @@ def test_coefficients_that_move_are_checked():
         found = problems(
             objective=objective,
             loss=loss,
-            entropy_options={"keep_frac": 0.2},
-            kl_options={"target": 0.1},
+            entropy_control=config.EntropyControlSettings(keep_frac=0.2),
+            kl_control=config.KlControlSettings(target=0.1),
         )
-        assert "algorithm.entropy_options.keep_frac: has no effect under the objective" in found
-        assert "algorithm.kl_options.target: has no effect under the objective" in found
+        for name in ("entropy_control.keep_frac: 0.2", "kl_control.target: 0.1"):
+            assert f"algorithm.{name} has no effect under the objective {objective}" in found
 
 
 def test_method_and_option_names_are_checked():
@@ -232,40 +236,299 @@ def test_method_and_option_names_are_checked():
     assert "grpo" in text and "clip_low" in text
 
 
-def test_options_of_the_optimizer_are_checked(tmp_path):
-    def problems(text: str) -> str:
-        return "\n".join(
-            validate(
-                good(
-                    optimizer=config.load_yaml(
-                        write(tmp_path, f"optimizer: {{options: {text}}}")
-                    ).optimizer
-                )
-            )
+def test_options_of_optimizer_and_schedule_are_checked():
+    def problems(**fields):
+        return "\n".join(validate(good(optimizer=config.OptimizerSettings(**fields))))
+
+    assert problems(beta1=0.8, beta2=0.0, eps=1e-8, warmup_steps=10, min_lr_frac=0.0) == ""
+    assert "optimizer.eps: must be above 0 and finite, got 0" in problems(eps=0.0)
+    assert "optimizer.beta2: must be in [0, 1), got 1.0" in problems(beta2=1.0)
+    assert "optimizer.warmup_steps: must be at least 0, got -1" in problems(warmup_steps=-1)
+    assert "optimizer.min_lr_frac: must be in [0, 1], got 2" in problems(min_lr_frac=2)
+
+
+@pytest.mark.parametrize(
+    "text, says",
+    [
+        ("optimizer: {beta3: 1}", "optimizer.beta3: unknown key; did you mean beta"),
+        ("optimizer: {beta1: high}", "optimizer.beta1: expected a number, got 'high'"),
+        ("optimizer: {beta1: true}", "optimizer.beta1: expected float, got True"),
+        ("optimizer: {warmup: 10}", "optimizer.warmup: unknown key; did you mean warmup_steps?"),
+        ("optimizer: {warmup_steps: 0.5}", "optimizer.warmup_steps: expected int, got 0.5"),
+        ("model: {memory: full}", "model.memory: expected a mapping of fields, got 'full'"),
+        ("rollout: {schedule: {in_flight: 1}}", "in_flight: expected true or false, got 1"),
+        ("rollout: {schedule: {kv_cache: drop}}", "'drop' is not one of recompute, keep"),
+        ("rollout: {schedule: {over_sampel: 2}}", "unknown key; did you mean over_sample?"),
+        ("rollout: {record: {evry: 1}}", "record.evry: unknown key; did you mean every?"),
+        ("rewards: {shaping: {scale: x}}", "rewards.shaping.scale: expected a number, got 'x'"),
+        ("report: {console: {table: 1}}", "console.table: unknown key; did you mean table_every"),
+        ("model: {moe: {balance: loss}}", "moe.balance: 'loss' is not one of none, aux, bias"),
+    ],
+)
+def test_what_fields_cannot_hold_is_refused(text, says, tmp_path):
+    with pytest.raises(ValueError, match=re.escape(says)):
+        config.load_yaml(write(tmp_path, text))
+
+
+FORMER = {
+    "optimizer: {options: {weight_decay: 0.1, eps: 1e-7}}": (
+        "optimizer.options: is now optimizer.weight_decay: 0.1, optimizer.eps: 1e-7"
+    ),
+    "optimizer: {schedule_options: {warmup_steps: 5}}": "is now optimizer.warmup_steps: 5",
+    "critic: {options: {clip: 0.2}}": "critic.options: is now critic.clip: 0.2",
+    "model: {reference: a/b}": "model.reference: is now model.reference.path: a/b",
+    "model: {reference_options: {cache: there}}": (
+        "is now model.reference.cache: true, model.reference.cache_folder: there"
+    ),
+    "algorithm: {entropy_options: {keep_frac: 0.2}}": "is now algorithm.entropy_control.keep_frac",
+    "algorithm: {kl_options: {unbiased: true, target: 0.1}}": (
+        "is now algorithm.kl_control.target: 0.1, algorithm.kl_options: {unbiased: true}"
+    ),
+    "critic: {options: {}}": "critic.options: is no field any more; leave it out",
+}
+
+
+@pytest.mark.parametrize("text", FORMER)
+def test_former_spellings_in_files_are_refused_with_the_present_ones(text, tmp_path):
+    with pytest.raises(ValueError, match=re.escape(FORMER[text])):
+        config.load_yaml(write(tmp_path, text))
+
+
+FORMER_FLAGS = {
+    "--model.memory {offload: all}": "--model.memory: is now --model.memory.offload all",
+    "--model.lora {rank: 16, targets: [q_proj, v_proj]}": (
+        "is now --model.lora.rank 16 --model.lora.targets q_proj v_proj"
+    ),
+    "--optimizer.options {weight_decay: 0.1}": "is now --optimizer.weight_decay 0.1",
+    "--optimizer.schedule-options {warmup_steps: 5}": "is now --optimizer.warmup_steps 5",
+    "--model.reference a/b": "--model.reference: is now --model.reference.path a/b",
+    "--algorithm.kl-options {target: 0.1}": "is now --algorithm.kl_control.target 0.1",
+    "--rollout.schedule {in_flight: true}": "is now --rollout.schedule.in_flight true",
+}
+
+
+@pytest.mark.parametrize("flag", FORMER_FLAGS)
+def test_former_flags_are_refused_with_the_present_ones(flag, capsys):
+    name, _, value = flag.partition(" ")
+    with pytest.raises(SystemExit):
+        read([name, value], prog="x")
+    assert FORMER_FLAGS[flag] in capsys.readouterr().err
+
+
+def test_the_problems_of_flags_are_reported_at_once(capsys):
+    wrong = ["stray", "--bacth.group-size", "3", "--steps", "many", "--lag", "--model.lora.r", "4"]
+    with pytest.raises(SystemExit):
+        read(wrong, prog="x")
+    said = capsys.readouterr().err
+    for part in (
+        "5 problems",
+        "stray: expected a flag",
+        "--bacth.group_size: unknown key; did you mean batch.group_size?",
+        "--steps: expected int, got 'many'",
+        "--lag: expected one value, got none",
+        "--model.lora.r: unknown key; PEFT's r is rank here",
+    ):
+        assert part in said
+
+
+def test_flags_and_files_take_the_same_values(tmp_path):
+    flags = [
+        "--engine.options",
+        "{speculative_config: {method: ngram, sizes: [1, 1e-8]}}",
+        "--data.no-shuffle",
+        "--model.lora.targets",
+        "q_proj",
+        "v_proj",
+        "--rewards.functions=a.py:f",
+        "--model.memory.prefetch",
+        "2",
+        "--rewards.shaping.clamp-low",
+        "-1",
+        "--sampling.stop-token-ids",
+        "3",
+        "4",
+    ]
+    text = """
+    engine: {options: {speculative_config: {method: ngram, sizes: [1, 1e-8]}}}
+    data: {shuffle: false}
+    model: {lora: {targets: [q_proj, v_proj]}, memory: {prefetch: 2}}
+    rewards: {functions: ["a.py:f"], shaping: {clamp_low: -1}}
+    sampling: {stop_token_ids: [3, 4]}
+    """
+    cfg = read(flags, prog="x")
+    assert cfg == config.load_yaml(write(tmp_path, text))
+    assert cfg.engine.options["speculative_config"]["sizes"] == [1, 1e-8]
+    assert config.load_yaml(write(tmp_path, config.dump(cfg))) == cfg
+
+
+TEXTS = st.text("ab: #-'\"[]{}1.e~", max_size=6).filter(lambda text: not text.startswith("--"))
+NUMBERS = st.floats(allow_nan=False)
+PLAIN = st.one_of(st.booleans(), st.integers(-9, 9**9), NUMBERS, st.sampled_from(["x", "1e-3"]))
+NESTED = st.recursive(
+    PLAIN, lambda own: st.lists(own, max_size=2) | st.dictionaries(st.sampled_from("ab"), own)
+)
+
+
+def values(hint: Any) -> st.SearchStrategy:
+    """Draw what a field may hold, as YAML has it."""
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if len(kinds(hint)) > 1:
+        return st.one_of(*map(values, kinds(hint)))
+    if origin is typing.Literal:
+        return st.sampled_from(args)
+    if origin is tuple:
+        return st.lists(values(args[0]), min_size=2, max_size=3)
+    if origin is dict:
+        own = NESTED if args[1] is Any else PLAIN
+        return st.dictionaries(st.sampled_from(["one", "two"]), own, max_size=2)
+    return {bool: st.booleans(), int: st.integers(-9, 9**9), float: NUMBERS, str: TEXTS}[hint]
+
+
+def as_flag(name: str, value: Any) -> list[str]:
+    words = value if isinstance(value, list) else [value]
+    return [
+        f"--{name}",
+        *(
+            w
+            if isinstance(w, str)
+            else yaml.safe_dump(w, width=10**6, default_flow_style=True)
+            .removesuffix("\n")
+            .removesuffix("\n...")
+            for w in words
+        ),
+    ]
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda f: f.stem)
+def test_what_a_run_writes_reads_back_and_flags_are_as_good_as_a_file(file, tmp_path):
+    path = tmp_path / "config.yaml"
+
+    @hypothesis.settings(max_examples=25, deadline=None, derandomize=True)
+    @given(st.data())
+    def check(data: st.DataObject) -> None:
+        names = data.draw(
+            st.lists(st.sampled_from(list(settings())), min_size=20, max_size=20, unique=True)
         )
+        chosen = {name: data.draw(values(settings()[name])) for name in names}
+        flags = [word for pair in chosen.items() for word in as_flag(*pair)]
+        cfg = read(["--config", str(file), *flags], prog="x")
+        path.write_text(config.dump(cfg))
+        assert config.load_yaml(path) == cfg
+        tree = config.flatten(config.load_yaml(file)) | chosen
+        assert build(settings_of(tree)) == cfg
 
-    assert problems("{beta1: 0.8, beta2: 0, eps: 1e-8}") == ""  # to YAML, 1e-8 is a text
-    assert "options.beta3: unknown option of AdamW; did you mean" in problems("{beta3: 1}")
-    assert "optimizer.options.eps: must be above 0, got 0" in problems("{eps: 0}")
-    assert "optimizer.options.beta2: must be in [0, 1), got 1.0" in problems("{beta2: 1.0}")
-    assert "optimizer.options.beta1: expected a number, got 'high'" in problems("{beta1: high}")
-    assert "optimizer.options.beta1: expected a number, got True" in problems("{beta1: true}")
+    check()
 
 
-def test_options_of_the_schedule_are_checked():
-    def problems(**options):
-        return "\n".join(
-            validate(good(optimizer=config.OptimizerSettings(schedule_options=options)))
-        )
+def settings_of(flat: dict[str, Any]) -> dict[str, Any]:
+    return {name: convert(value, settings()[name]) for name, value in flat.items()}
 
-    assert problems(warmup_steps=10, min_lr_frac=0) == problems() == ""
-    place = "optimizer.schedule_options."
-    assert problems(warmup=10) == f"{place}warmup: unknown option; did you mean warmup_steps?"
-    assert problems(warmup_steps=-1) == (
-        f"{place}warmup_steps: expected a number of steps, 0 or more, got -1"
-    )
-    assert "got 0.5" in problems(warmup_steps=0.5) and "got True" in problems(warmup_steps=True)
-    assert problems(min_lr_frac=2) == f"{place}min_lr_frac: expected a fraction from 0 to 1, got 2"
+
+# --------------------------------------------------------------------------- former runs
+
+# What `dump` and `flatten` of the tree before typed settings wrote, cut to what differs.
+FORMER_DUMP = """
+steps: 7
+model:
+  path: m
+  reference: other
+  reference_options: {cache: true}
+  kernels: {liger: false}
+  moe: {}
+  memory: {offload: activations}
+  lora: {alpha: 64}
+algorithm:
+  kl_options: {unbiased: true, target: 0.1, horizon: 100}
+  entropy_options: {keep_frac: 0.5}
+optimizer:
+  options: {beta2: 0.98}
+  schedule: cosine
+  schedule_options: {warmup_steps: 5}
+critic:
+  options: {clip: 0.2}
+rollout:
+  schedule: {in_flight: true}
+  environment: {}
+  record: {every: 2}
+rewards:
+  shaping: {}
+checkpoint:
+  keep: {last: 2}
+report:
+  mlflow: {}
+  console: {table_every: 10}
+"""
+PRESENT = {
+    "steps": 7,
+    "model.path": "m",
+    "model.reference.path": "other",
+    "model.reference.cache": True,
+    "model.kernels.liger": False,
+    "model.memory.offload": "activations",
+    "model.lora.alpha": 64.0,
+    "model.lora.rank": 16,
+    "algorithm.kl_options": {"unbiased": True},
+    "algorithm.kl_control.target": 0.1,
+    "algorithm.kl_control.horizon": 100.0,
+    "algorithm.entropy_control.keep_frac": 0.5,
+    "optimizer.beta2": 0.98,
+    "optimizer.schedule": "cosine",
+    "optimizer.warmup_steps": 5,
+    "critic.clip": 0.2,
+    "rollout.schedule.in_flight": True,
+    "rollout.record.every": 2,
+    "report.console.table_every": 10,
+}
+
+
+def test_the_config_of_a_former_run_is_read_by_the_present_names(tmp_path):
+    path = write(tmp_path, FORMER_DUMP)
+    assert config.load_yaml(path, may_be_former=True) == build(PRESENT)
+    with pytest.raises(ValueError, match="model.reference.path: other"):
+        config.load_yaml(path)
+    with pytest.raises(ValueError, match="gone: unknown key"):
+        config.load_yaml(write(tmp_path, "gone: 3"), may_be_former=True)
+
+
+def test_the_manifest_of_a_former_checkpoint_is_compared_by_the_present_names():
+    tree = yaml.safe_load(FORMER_DUMP)
+    flat = {"steps": tree.pop("steps")}
+    flat |= {f"{s}.{name}": value for s, own in tree.items() for name, value in own.items()}
+    cfg = build(PRESENT)
+    assert config_differences(flat, cfg) == []
+    other = dataclasses.replace(cfg.optimizer, beta2=0.9)
+    assert config_differences(flat, dataclasses.replace(cfg, optimizer=other)) == [
+        "optimizer.beta2: 0.98 in the checkpoint, 0.9 now"
+    ]
+
+
+# --------------------------------------------------------------------------- help
+
+
+def help_of(*words: str, capsys) -> str:
+    with pytest.raises(SystemExit) as ended:
+        read(["--help", *words], prog="train.py --config FILE")
+    assert not ended.value.code
+    return capsys.readouterr().out
+
+
+def test_the_help_has_every_field_under_its_section(capsys):
+    said = help_of(capsys=capsys)
+    for name in settings():
+        assert f"  --{name} " in said
+    assert said.index("model.memory: What is spared") < said.index("--model.memory.offload")
+
+
+def test_the_help_of_a_section_or_field_shows_it_alone(capsys):
+    memory = help_of("model.memory", capsys=capsys)
+    shown = re.findall(r"^  --(\S+)", memory, re.MULTILINE)
+    assert shown == [name for name in settings() if name.startswith("model.memory.")]
+    assert "none|activations|optimizer|all|parameters  [none]" in memory
+    assert "--critic.warmup_steps INT  [0]" in help_of("critic", capsys=capsys)
+    assert help_of("model.lora.rank", capsys=capsys).count("  --") == 1
+    with pytest.raises(SystemExit) as ended:
+        read(["--help", "model.memroy"], prog="x")
+    assert ended.value.code == 2 and "did you mean" in capsys.readouterr().err
 
 
 def test_the_transformers_engine_is_one_rank_and_takes_no_options_of_vllm():
@@ -282,8 +545,7 @@ def test_the_transformers_engine_is_one_rank_and_takes_no_options_of_vllm():
 
 
 def test_options_of_the_engine_are_names_of_vllm_that_are_not_set_here():
-    from spmdrl.check.options import ENGINE_ARGUMENTS, engine_argument_names
-
+    from spmdrl.check.engine_options import ENGINE_ARGUMENTS, engine_argument_names
     from spmdrl.engine.vllm import _own_arguments
 
     def problems(**options):
@@ -298,15 +560,15 @@ def test_options_of_the_engine_are_names_of_vllm_that_are_not_set_here():
     assert "engine.options.load_format: cannot be changed" in problems(load_format="dummy")
     known = config.flatten(Config())
     for field in filter(None, ENGINE_ARGUMENTS.values()):
-        assert all(part in known for part in field.split(" + ")), field
+        assert all(part in {*known, *sections()} for part in field.split(" + ")), field
     own = {*_own_arguments(good(), on_cpu=True), "distributed_executor_backend"}
     assert own <= ENGINE_ARGUMENTS.keys() <= set(engine_argument_names())
 
 
 def test_importing_the_config_is_light():
     code = (
-        "import sys, spmdrl.config; bad = [m for m in ('torch.distributed', 'torch', 'vllm') "
-        "if m in sys.modules]; sys.exit(str(bad) if bad else 0)"
+        "import sys, spmdrl.config; bad = [m for m in sys.modules if m in ('torch', 'vllm') or "
+        "m.startswith('spmdrl.') and not m.startswith('spmdrl.config')]; sys.exit(str(bad) if bad else 0)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
 
@@ -330,23 +592,15 @@ def test_an_old_logprob_pass_is_made_only_for_methods_that_need_one():
     assert columns(updates=1, advantage="gae") == {"values"}
     assert columns(updates=1, advantage="otb") == {"square_probs", "old_logprobs"}
     assert columns(updates=1, advantage="prime") == {"prm_logprobs", "ref_logprobs"}
-    assert columns(updates=1, entropy_options={"keep_frac": 0.2}) == {"old_logprobs"}
+    assert columns(updates=1, entropy_control=config.EntropyControlSettings(keep_frac=0.2)) == {
+        "old_logprobs"
+    }
 
 
-def test_options_of_kernels_and_memory_are_checked():
+def test_memory_is_checked():
     def problems(**fields):
-        return "\n".join(validate(good(model=config.ModelSettings(path="m", **fields))))
+        memory = config.MemorySettings(**fields)
+        return "\n".join(validate(good(model=config.ModelSettings(path="m", memory=memory))))
 
-    assert problems(kernels=KernelsSettings(attention="flash", liger=False, compile=True)) == ""
-    assert (
-        problems(memory=MemorySettings(activation_checkpointing="full", head_chunk_tokens=100))
-        == ""
-    )
-    assert problems(kernels=KernelsSettings(atention="flash")) == (
-        "model.kernels.atention: unknown option; did you mean attention?"
-    )
-    assert problems(kernels=KernelsSettings(attention="sdpa")) == (
-        "model.kernels.attention: expected one of auto, varlen, flash, padded; got 'sdpa'"
-    )
-    assert "got True" in problems(memory=MemorySettings(activation_checkpointing=True))
-    assert "got -1" in problems(memory=MemorySettings(head_chunk_tokens=-1))
+    assert problems(activation_checkpointing="full", head_chunk_tokens=100) == ""
+    assert "got -1" in problems(head_chunk_tokens=-1)

@@ -32,25 +32,25 @@ CASES = {
         advantage="prime", advantage_options={"beta": BETA, "gamma": GAMMA}, mask_truncated=True
     ),
     "of one's own": dict(advantage="test_credit:by_position"),
-    "top entropy": dict(advantage="rloo", correction="none", entropy_options={"keep_frac": 0.3}),
+    "top entropy": dict(advantage="rloo", correction="none", entropy_control={"keep_frac": 0.3}),
     "moving": dict(
         advantage="rloo",
         updates=2,
         entropy_coef=0.01,
-        entropy_options=ENTROPY,
+        entropy_control=ENTROPY,
         kl_coef=0.1,
-        kl_options=KL,
+        kl_control=KL,
     ),
     "moving, in the reward": dict(
-        advantage="rloo", kl_coef=0.1, kl="k1", kl_in="reward", kl_options=KL
+        advantage="rloo", kl_coef=0.1, kl="k1", kl_in="reward", kl_control=KL
     ),
     "all at once": dict(
         advantage="prime",
         updates=2,
         entropy_coef=0.01,
         kl_coef=0.1,
-        entropy_options=ENTROPY | {"keep_frac": 0.5},
-        kl_options=KL,
+        entropy_control=ENTROPY | {"keep_frac": 0.5},
+        kl_control=KL,
     ),
 }
 
@@ -91,7 +91,11 @@ def misspelt(leads: Tensor, *, loss_mask: Tensor, cu_seqlens: Tensor) -> tuple[T
 
 def _config(case: str, folders: dict[str, str], out: Path, **layout: int) -> Config:
     cfg = config(
-        folders["start"], out, model={"reference": folders["reference"]}, **CASES[case], **layout
+        folders["start"],
+        out,
+        model={"reference": {"path": folders["reference"]}},
+        **CASES[case],
+        **layout,
     )
     return dataclasses.replace(
         cfg, critic=dataclasses.replace(cfg.critic, path=folders["prm"], lr=2e-2)
@@ -468,7 +472,7 @@ def test_after_a_warm_up_of_the_process_reward_model_a_resumed_run_is_bit_identi
     folders, tmp_path
 ):
     cfg = _config("all at once", folders, tmp_path)
-    critic = dataclasses.replace(cfg.critic, options={"warmup_steps": 1})
+    critic = dataclasses.replace(cfg.critic, warmup_steps=1)
     cfg = dataclasses.replace(cfg, critic=critic)
     (sums, state), (again, restored) = run_ranks(1, _resumed, cfg)[0]
     assert sums == again and state.keys() == restored.keys()

@@ -135,7 +135,7 @@ def _warm_up(cfg: Config, world: object, own: object) -> list[tuple[dict, dict]]
     """Return sums and state after each of three steps, two of them warm-up."""
     from spmdrl.train.trainer import Trainer
 
-    critic = dataclasses.replace(cfg.critic, options={"warmup_steps": 2})
+    critic = dataclasses.replace(cfg.critic, warmup_steps=2)
     trainer = Trainer(dataclasses.replace(cfg, critic=critic), world)
     found = [({}, _whole_state(trainer))]
     for step in range(3):
@@ -271,7 +271,7 @@ def _alone(cfg: Config, missing: str) -> dict:
         two = dataclasses.replace(
             cfg,
             batch=dataclasses.replace(cfg.batch, updates_per_step=2),
-            critic=dataclasses.replace(cfg.critic, options={"clip": clip}),
+            critic=dataclasses.replace(cfg.critic, clip=clip),
         )
         share, of = _step(Trainer(two, world), _batch(two, world), step=0)[2]["value/clip_frac"]
         clips[clip] = share / of
@@ -338,10 +338,9 @@ def test_bad_values_of_the_section_are_reported():
     assert validate(good) == []
     for critic, place, value in (
         ({"lr": -1.0}, "lr", -1.0),
-        ({"options": {"clip": -1.0}}, "options.clip", -1.0),
-        ({"options": {"warmup_steps": -1}}, "options.warmup_steps", -1),
-        ({"options": {"warmup_steps": good.steps}}, "options.warmup_steps", good.steps),
-        ({"options": {"warmup": 1}}, "options.warmup", "did you mean warmup_steps?"),
+        ({"clip": -1.0}, "clip", -1.0),
+        ({"warmup_steps": -1}, "warmup_steps", -1),
+        ({"warmup_steps": good.steps}, "warmup_steps", good.steps),
     ):
         bad = dataclasses.replace(good, critic=dataclasses.replace(good.critic, **critic))
         (problem,) = validate(bad)

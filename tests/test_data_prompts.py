@@ -284,13 +284,15 @@ def test_overlong_supervised_rows_are_refused_or_dropped(tmp_path):
 
 
 def test_a_response_ends_at_the_ids_of_config_tokenizer_and_model(tiny_model, tmp_path) -> None:
-    tokenizer = load_tokenizer(Config(model=Model(path=str(tiny_model))))
+    tokenizer = load_tokenizer(Config(model=ModelSettings(path=str(tiny_model))))
     eos = tokenizer.eos_token_id
     for name, content in (("config.json", [eos, 7]), ("generation_config.json", 9)):
         text = {"eos_token_id": content}
         if name == "config.json":
             text = json.loads((tiny_model / name).read_text()) | text
         (tmp_path / name).write_text(json.dumps(text))
-        cfg = Config(model=Model(path=str(tmp_path)), sampling=Sampling(stop_token_ids=(5,)))
+        cfg = Config(
+            model=ModelSettings(path=str(tmp_path)), sampling=SamplingSettings(stop_token_ids=(5,))
+        )
         expected = {5, eos, 7} if name == "config.json" else {5, eos, 9}
         assert set(end_token_ids(cfg, tokenizer)) == expected

@@ -12,11 +12,11 @@ import torch
 from checkpoint_runs import after_two_updates
 from policy_runs import batch, config, update
 from ranks import run_ranks
-from spmdrl.check.options import option_problems
 from torch import Tensor
 
+from spmdrl.check.model import model_problems
 from spmdrl.commands.create_model import create_model
-from spmdrl.config import Config, OptimizerSettings
+from spmdrl.config import Config, MemorySettings, OptimizerSettings
 from spmdrl.model.shards import local_part
 from spmdrl.train import optimizer
 from spmdrl.train.optimizer import AdamW
@@ -55,7 +55,7 @@ def test_updates_are_those_of_torchaos_adamw(monkeypatch):
     ours = AdamW(
         mine,
         no_decay=set(),
-        options=OptimizerSettings(options={"beta2": 0.999, "weight_decay": 0.1}),
+        options=OptimizerSettings(beta2=0.999, weight_decay=0.1),
         dtype=torch.int8,
     )
     torchaos = AdamW8bit(
@@ -111,7 +111,9 @@ def _train(cfg: Config) -> dict[str, dict]:
 
     world, found = World.start(cfg), {}
     for name, memory in {"float32": {}, "int8": EIGHT}.items():
-        trainer = Trainer(replace(cfg, model=replace(cfg.model, memory=memory)), world)
+        trainer = Trainer(
+            replace(cfg, model=replace(cfg.model, memory=MemorySettings(**memory))), world
+        )
         losses = [update(trainer, batch(0, 1), step=s)["policy/loss"][0] for s in range(15)]
         kept = [t for own in trainer.policy.optimizer._moments.values() for t in own.values()]
         found[name] = {
@@ -180,6 +182,6 @@ def test_a_resumed_run_repeats_the_bits_and_another_layout_reads_it(tmp_path):
 def test_it_is_refused_with_the_command_where_torchao_is_missing(tmp_path, monkeypatch):
     cfg = config("model", tmp_path, model={"memory": EIGHT})
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert any("pip install --no-deps torchao==0.18.0" in p for p in option_problems(cfg))
+    assert any("pip install --no-deps torchao==0.18.0" in p for p in model_problems(cfg))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
-    assert not option_problems(cfg)
+    assert not model_problems(cfg)

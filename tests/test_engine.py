@@ -105,8 +105,9 @@ def swap(engine, *, mode: str, folders: tuple[str, str]) -> dict:
 
 
 def vllm_details(engine) -> dict:
-    from spmdrl.check.options import engine_argument_names
     from vllm.engine.arg_utils import EngineArgs
+
+    from spmdrl.check.engine_options import engine_argument_names
 
     names = {f.name for f in dataclasses.fields(EngineArgs) if not f.name.startswith("_")}
     assert set(engine_argument_names()) == names

@@ -252,7 +252,7 @@ def test_three_steps_without_vllm_while_another_rank_trains(schedule, model, tmp
         steps=3,
         lag=1,
         evaluate=config.EvaluateSettings(every_steps=2),
-        rollout=config.RolloutSettings(schedule=schedule),
+        rollout=config.RolloutSettings(schedule=config.ScheduleSettings(**schedule)),
         layout=config.LayoutSettings(world_size=2, device="cpu", wait_timeout_s=200),
     )
     assert validate(cfg) == []

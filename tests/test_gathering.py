@@ -9,10 +9,10 @@ import pytest
 import torch
 from policy_runs import batch, config, update
 from ranks import run_ranks
-from spmdrl.check.options import MEMORY, option_problems
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from spmdrl.check.ranges import range_problems
 from spmdrl.commands.create_model import create_model
 from spmdrl.config import Config, LayoutSettings
 from spmdrl.model.parallel.recompute import blocks_ahead
@@ -68,7 +68,8 @@ def _in_all_ways(cfg: Config) -> dict[str, dict]:
     world, found = World.start(cfg), {}
     for way, memory in WAYS.items():
         trainer = Trainer(
-            replace(cfg, model=replace(cfg.model, memory=cfg.model.memory | memory)), world
+            replace(cfg, model=replace(cfg.model, memory=replace(cfg.model.memory, **memory))),
+            world,
         )
         own = batch(world.dp_index(world.rank), world.dp_size)
         gradients: dict[str, Tensor] = {}
@@ -168,28 +169,29 @@ def test_nor_do_copies_and_experts_of_their_own_shards(tmp_path):
 @pytest.mark.parametrize(
     "memory, expected",
     [
-        ({"reshard": "sometimes"}, "reshard: expected one of auto, always, never; got 'sometimes'"),
-        ({"reduce": "first"}, "model.memory.reduce: expected one of each, last; got 'first'"),
-        ({"prefetch": -1}, "model.memory.prefetch: expected a number of blocks, or auto; got -1"),
-        (
-            {"prefetch": True},
-            "model.memory.prefetch: expected a number of blocks, or auto; got True",
-        ),
+        ({"reshard": "sometimes"}, "reshard: 'sometimes' is not one of auto, always, never"),
+        ({"reduce": "first"}, "model.memory.reduce: 'first' is not one of each, last"),
+        ({"prefetch": True}, "model.memory.prefetch: expected a whole number or auto, got True"),
     ],
 )
 def test_unknown_ways_are_refused(memory, expected, tmp_path):
-    problems = option_problems(config("model", tmp_path, model={"memory": memory}))
-    assert any(expected in problem for problem in problems), problems
+    with pytest.raises(ValueError, match=expected):
+        config("model", tmp_path, model={"memory": memory})
+
+
+def test_blocks_ahead_are_a_number(tmp_path):
+    (problem,) = range_problems(config("model", tmp_path, model={"memory": {"prefetch": -1}}))
+    assert problem == "model.memory.prefetch: must be at least 0, got -1"
 
 
 def test_blocks_are_asked_for_ahead_where_the_host_waits_within_them():
     class Place:
         device, cfg = torch.device("cuda"), Config(layout=LayoutSettings(ep=2))
 
-    assert blocks_ahead(MEMORY, Place) == 1
-    assert blocks_ahead(MEMORY | {"prefetch": 0}, Place) == 0
+    assert blocks_ahead("auto", Place) == 1
+    assert blocks_ahead(0, Place) == 0
     Place.cfg = Config(layout=LayoutSettings(tp=2))
-    assert blocks_ahead(MEMORY, Place) == 0
+    assert blocks_ahead("auto", Place) == 0
     Place.cfg = Config(layout=LayoutSettings(ep=2))
     Place.device = torch.device("cpu")
-    assert blocks_ahead(MEMORY, Place) == 0 and blocks_ahead(MEMORY | {"prefetch": 3}, Place) == 3
+    assert blocks_ahead("auto", Place) == 0 and blocks_ahead(3, Place) == 3

@@ -279,10 +279,10 @@ def test_a_checkpoint_of_adapters_resumes_on_another_layout_and_no_other_base(sa
         "dp": replace(two, layout=replace(two.layout, tp=1)),
         "base": replace(two, checkpoint=allow, model=replace(cfg.model, path=str(other))),
         "alpha": replace(
-            two, checkpoint=allow, model=replace(cfg.model, lora=cfg.model.lora | {"alpha": 13})
+            two, checkpoint=allow, model=replace(cfg.model, lora=replace(cfg.model.lora, alpha=13))
         ),
         "full": replace(two, checkpoint=allow, model=replace(cfg.model, lora=LoraSettings())),
-        "config": replace(two, model=replace(cfg.model, lora=LORA)),
+        "config": replace(two, model=replace(cfg.model, lora=LoraSettings(**LORA))),
     }
     for found in run_ranks(2, _resume, cfgs):
         for name in ("tp", "dp"):
@@ -337,7 +337,7 @@ def test_an_embedding_of_pefts_is_read_without_the_weight_under_it(tmp_path):
     theirs.save_pretrained(tmp_path / "with")
     theirs.save_pretrained(tmp_path / "without", save_embedding_layers=False)
     form = lora_form({"path": str(tmp_path / "without")})
-    own = _config(folder, tmp_path / "out", lora=LoraSettings(path=str(tmp_path / "without")))
+    own = _config(folder, tmp_path / "out", lora={"path": str(tmp_path / "without")})
     (scores,) = run_ranks(1, _scores, own)
     with torch.no_grad():
         logprobs = theirs(_tokens()).logits[0].log_softmax(-1)

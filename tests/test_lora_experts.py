@@ -126,7 +126,7 @@ def saved(request, tmp_path_factory) -> tuple[Config, list[dict]]:
 
 
 def _scale(cfg: Config) -> float:
-    return ALPHA / cfg.model.lora["rank"]
+    return ALPHA / cfg.model.lora.rank
 
 
 def test_what_is_sent_of_experts_is_merged_bit_by_bit(saved):

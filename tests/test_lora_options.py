@@ -13,7 +13,7 @@ from policy_runs import config
 from spmdrl.check.fit import fit_problems
 from spmdrl.check.settings import validate
 from spmdrl.commands.create_model import create_model
-from spmdrl.config import ModelSettings
+from spmdrl.config import LoraSettings, ModelSettings
 from spmdrl.model.load import build_meta_model
 from spmdrl.model.lora.files import write_adapter
 from spmdrl.model.lora.layers import Adapters, LoraForm, initial_a, lora_form, targeted
@@ -66,29 +66,42 @@ def test_targets_that_match_nothing_are_refused_with_the_names_that_exist(target
 @pytest.mark.parametrize(
     "lora, says",
     [
-        ({"rank": 0}, "model.lora.rank: expected a number, 1 or more, got 0"),
-        ({"rank": True}, "model.lora.rank"),
-        ({"alpha": -1}, "model.lora.alpha"),
+        ({"rank": True}, "model.lora.rank: expected int, got True"),
         ({"r": 8}, "PEFT's r is rank here"),
         ({"rnk": 8}, "did you mean rank?"),
         ({"dropout": 0.1}, "there is none"),
         ({"lora_dropout": 0.0}, "there is none"),
-        ({"targets": []}, "model.lora.targets"),
-        ({"targets": "(q"}, "model.lora.targets"),
         ({"targets": [1]}, "model.lora.targets"),
-        ({"init": "pissa"}, "kaiming or gaussian"),
+        ({"targets": {"q": 1}}, r"model.lora.targets: expected a text or a list \(a text\), got"),
+        ({"init": "pissa"}, "'pissa' is not one of kaiming, gaussian"),
         ({"use_rslora": 1}, "true or false"),
-        ({"path": ""}, "model.lora.path"),
+        ({"push": "own"}, "model.lora.push: 'own' is not one of merged, adapter"),
+    ],
+)
+def test_unknown_options_and_types_are_refused(lora, says, tmp_path):
+    with pytest.raises(ValueError, match=says):
+        config(tmp_path, tmp_path, model={"lora": lora})
+
+
+@pytest.mark.parametrize(
+    "lora, says",
+    [
+        ({"rank": -1}, "model.lora.rank: must be at least 0, got -1"),
+        ({"rank": 4, "alpha": -1}, "model.lora.alpha: must be above 0"),
+        ({"rank": 4, "targets": []}, "model.lora.targets"),
+        ({"rank": 4, "targets": [""]}, "model.lora.targets"),
+        ({"rank": 4, "targets": "(q"}, "model.lora.targets"),
+        ({"targets": ["q_proj"]}, "model.lora.targets: ('q_proj',) without adapters; set"),
         ({"path": "x", "rank": 4}, "model.lora.rank: 4 with path x"),
     ],
 )
-def test_wrong_options_are_refused(lora, says, tmp_path):
+def test_values_that_cannot_be_are_refused(lora, says, tmp_path):
     cfg = config(tmp_path, tmp_path, model={"lora": lora})
     assert any(says in problem for problem in validate(cfg)), validate(cfg)
 
 
 def test_a_reference_that_follows_is_refused(tmp_path):
-    model = {"lora": {"rank": 4}, "reference_options": {"sync_every": 2}}
+    model = {"lora": {"rank": 4}, "reference": {"sync_every": 2}}
     problems = validate(config(tmp_path, tmp_path, model=model, kl_coef=0.1))
     assert any("sync_every: 2 with model.lora" in problem for problem in problems)
 
@@ -119,7 +132,7 @@ def test_adapters_that_compute_something_else_are_refused(change, says, tmp_path
     else:
         file.write_text(json.dumps(json.loads(file.read_text()) | change))
     with pytest.raises(ValueError, match=says):
-        lora_form({"path": str(tmp_path)})
+        lora_form(LoraSettings(path=str(tmp_path)))
 
 
 def test_an_adapter_of_another_model_is_refused(tiny_model, tmp_path):
@@ -130,7 +143,7 @@ def test_an_adapter_of_another_model_is_refused(tiny_model, tmp_path):
     tensors[names[0]] = torch.ones(2, 7)
     write_adapter(tmp_path, tensors, rank=2, alpha=4, use_rslora=False, base="")
     hf_model = build_meta_model(ModelSettings(path=str(tiny_model)))
-    adapters = Adapters(hf_model, lora_form({"path": str(tmp_path)}))
+    adapters = Adapters(hf_model, lora_form(LoraSettings(path=str(tmp_path))))
     with pytest.raises(ValueError, match=r"lora_A.weight has shape \[2, 7\] there, \[2, 64\]"):
         adapters.fill({n: torch.empty(hf_model.get_parameter(n).shape) for n in names}, seed=0)
 
@@ -139,8 +152,8 @@ def test_adapters_that_cannot_be_are_refused_from_the_config_alone(tiny_model, t
     def problems(**lora: object) -> list[str]:
         return fit_problems(config(tiny_model, tmp_path, model={"lora": lora}))
 
-    assert problems(rank=4) == [] and problems(targets=["q_proj"]) == []
-    (text,) = problems(targets=["q_proj", "query"])
+    assert problems(rank=4) == [] and problems(rank=4, targets=["q_proj"]) == []
+    (text,) = problems(rank=4, targets=["q_proj", "query"])
     assert text.startswith("model.lora.targets: 'query' matches no linear layer")
     (text,) = problems(path=str(tmp_path / "nothing"))
     assert text.startswith("model.lora.path: cannot read")
@@ -209,6 +222,8 @@ def test_experts_that_are_kept_otherwise_get_none_and_the_log_says_so(tmp_path, 
 
 @pytest.mark.parametrize("targets, problems", [(["q_proj"], 0), (["q_proj", "embed_tokens"], 1)])
 def test_an_embedding_s_adapter_does_not_travel_by_itself(targets, problems, tiny_model, tmp_path):
-    cfg = config(tiny_model, tmp_path, model={"lora": {"targets": targets, "push": "adapter"}})
+    cfg = config(
+        tiny_model, tmp_path, model={"lora": {"rank": 4, "targets": targets, "push": "adapter"}}
+    )
     found = fit_problems(cfg)
     assert len(found) == problems and all("name the embedding" in text for text in found)

@@ -24,7 +24,7 @@ from spmdrl import config
 from spmdrl.algorithms import registry
 from spmdrl.check.settings import validate
 from spmdrl.commands.create_model import create_model
-from spmdrl.config import AlgorithmSettings, Config
+from spmdrl.config import Config
 from spmdrl.world import World
 
 STEPS = 3
@@ -58,30 +58,30 @@ MIXTURES: dict[str, dict[str, Any]] = {
     "dapo": {
         "loss_options": {"clip_low": 0.2, "clip_high": 0.28},
         "mask_truncated": True,
-        "shaping": {"overlong_tokens": 3},
+        "shaping": config.ShapingSettings(overlong_tokens=3),
     },
     "ppo": {"advantage": "gae", "kl": "k1", "kl_coef": 0.05, "kl_in": "reward"},
     "gdpo of two rewards": {"advantage": "gdpo", "functions": ("spread", "length")},
     "remax with an entropy bonus": {"advantage": "remax", "entropy_coef": 0.01},
     "top entropy and moving coefficients": {
-        "entropy_options": {"keep_frac": 0.5, "target": 1.0, "delta": 0.01},
+        "entropy_control": {"keep_frac": 0.5, "target": 1.0, "delta": 0.01},
         "kl_coef": 0.1,
-        "kl_options": {"target": 0.01, "horizon": 100},
+        "kl_control": {"target": 0.01, "horizon": 100},
     },
-    "top entropy tokens": {"entropy_options": {"keep_frac": 0.2}},
+    "top entropy tokens": {"entropy_control": {"keep_frac": 0.2}},
     "adaptive entropy bonus": {
         "entropy_coef": 0.01,
-        "entropy_options": {"target": 9.0, "delta": 0.005, "lower": 0.0, "upper": 0.1},
+        "entropy_control": {"target": 9.0, "delta": 0.005, "lower": 0.0, "upper": 0.1},
     },
-    "adaptive kl": {"kl_coef": 0.1, "kl_options": {"target": 0.01, "horizon": 1000}},
+    "adaptive kl": {"kl_coef": 0.1, "kl_control": {"target": 0.01, "horizon": 1000}},
     "a reference that follows": {
         "kl_coef": 0.1,
-        "reference_options": {"sync_every": 2, "sync_mix": 0.6},
+        "reference": config.ReferenceSettings(sync_every=2, sync_mix=0.6),
     },
     "dpo of a cached reference": {
         "objective": "preference",
         "loss": "dpo",
-        "reference_options": {"cache": True},
+        "reference": config.ReferenceSettings(cache=True),
     },
     "decoupled_ppo one step behind": {"loss": "decoupled_ppo", "correction": "none", "lag": 1},
     **{
@@ -128,11 +128,14 @@ METHODS = methods()
 def _config(where: Path, name: str, settings: dict[str, Any]) -> Config:
     settings = dict(settings)
     functions, lag = settings.pop("functions", ("spread",)), settings.pop("lag", 0)
-    reference = settings.pop("reference_options", {})
+    reference = settings.pop("reference", config.ReferenceSettings())
     has_turns = settings.pop("environment", False)
     game = {"name": f"{where / 'game.py'}:Game"} if has_turns else {}
     longest = 64 if has_turns else 8
-    shaping, is_rl = settings.pop("shaping", {}), settings.get("objective", "rl") == "rl"
+    shaping, is_rl = (
+        settings.pop("shaping", config.ShapingSettings()),
+        settings.get("objective", "rl") == "rl",
+    )
     return Config(
         output_dir=str(where / "runs" / name.replace(" ", "_")),
         steps=STEPS,
@@ -148,7 +151,7 @@ def _config(where: Path, name: str, settings: dict[str, Any]) -> Config:
             path=str(where / "start"),
             teacher=str(where / "teacher"),
             compute_dtype="float32",
-            reference_options=reference,
+            reference=reference,
         ),
         data=config.DataSettings(
             train="task:addition" if is_rl else "task:addition_pairs",
@@ -166,7 +169,7 @@ def _config(where: Path, name: str, settings: dict[str, Any]) -> Config:
         sampling=config.SamplingSettings(
             max_response_tokens=longest, stop_token_ids=_digits(where)
         ),
-        algorithm=AlgorithmSettings(**settings),
+        algorithm=config.from_tree({"algorithm": settings}).algorithm,
         optimizer=config.OptimizerSettings(lr=1e-3),
         critic=config.CriticSettings(lr=1e-3),
         engine=config.EngineSettings(dtype="float32", cpu_kv_cache_gib=0.1, max_num_seqs=32),

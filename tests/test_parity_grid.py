@@ -108,7 +108,7 @@ ROWS = {
         architecture="qwen2",
         options={
             "model": {
-                "lora": {"targets": ["q_proj", "o_proj"], "use_rslora": True},
+                "lora": {"rank": 16, "targets": ["q_proj", "o_proj"], "use_rslora": True},
                 "memory": {"activation_checkpointing": "full"},
             }
         },

@@ -83,8 +83,9 @@ def trained(tmp_path_factory) -> dict[str, list[dict]]:
     results = {}
     layouts = {"one": {}, "dp": dict(world_size=2), "tp": dict(world_size=2, tp=2)}
     for name, layout in layouts.items():
+        model = {"reference": {"path": str(other)}}
         configs = {
-            case: config(folder, where, **options, **layout, model={"reference": str(other)})
+            case: config(folder, where, **options, **layout, model=model)
             for case, options in CASES.items()
         }
         first = next(iter(configs.values()))

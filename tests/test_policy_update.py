@@ -227,13 +227,11 @@ def test_restored_state_repeats_an_update_bit_by_bit(tmp_path):
 
 
 def test_learning_rate_is_a_pure_function_of_the_step():
-    options = OptimizerSettings(
-        lr=1.0, schedule="linear", schedule_options={"warmup_steps": 4, "min_lr_frac": 0.5}
-    )
+    options = OptimizerSettings(lr=1.0, schedule="linear", warmup_steps=4, min_lr_frac=0.5)
     rates = [learning_rate(options, step, steps=14) for step in range(14)]
     assert rates[:4] == [0.25, 0.5, 0.75, 1.0] and rates[4] == 1.0
     assert rates[9] == pytest.approx(0.75) and rates[-1] == pytest.approx(0.55)
-    cosine = OptimizerSettings(lr=2.0, schedule="cosine", schedule_options={"min_lr_frac": 0})
+    cosine = OptimizerSettings(lr=2.0, schedule="cosine", min_lr_frac=0)
     assert learning_rate(cosine, 5, steps=10) == pytest.approx(1.0)
     assert learning_rate(cosine, 99, steps=10) == 0.0
     assert learning_rate(OptimizerSettings(lr=3.0), 7, steps=10) == 3.0

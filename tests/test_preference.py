@@ -81,9 +81,7 @@ def config(
         sampling=SamplingSettings(max_response_tokens=16),
         algorithm=AlgorithmSettings(objective=objective, loss=loss, loss_options=options),
         # A large eps keeps Adam's step smooth in the gradient, so that layouts can be compared.
-        optimizer=OptimizerSettings(
-            lr=1e-2, options={"eps": 1e-3, "weight_decay": 0.1}, max_grad_norm=0.5
-        ),
+        optimizer=OptimizerSettings(lr=1e-2, eps=1e-3, weight_decay=0.1, max_grad_norm=0.5),
     )
 
 

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from test_preference import NARROW, _batch, _train, config, jsonl, ragged
 
 from spmdrl.commands.create_model import create_model
-from spmdrl.config import Config
+from spmdrl.config import Config, ReferenceSettings
 from spmdrl.data.examples import PairSource
 from spmdrl.data.prompts import load_tokenizer
 
@@ -42,8 +42,11 @@ def _config(folder: Path, *, cache: object, rows: str = "", **options: object) -
     )
     model = dataclasses.replace(
         cfg.model,
-        reference=str(folder / "reference"),
-        reference_options={"cache": cache} if cache else {},
+        reference=ReferenceSettings(
+            path=str(folder / "reference"),
+            cache=bool(cache),
+            cache_folder=cache if isinstance(cache, str) else "",
+        ),
     )
     return dataclasses.replace(cfg, model=model)
 
@@ -92,9 +95,10 @@ def _compare(with_cache: Config, without: Config, *, unshared: Path | None = Non
 
     world, said = World.start(with_cache), _Said()
     if unshared is not None:  # each rank sees a folder of its own
-        model = dataclasses.replace(
-            with_cache.model, reference_options={"cache": str(unshared / str(world.rank))}
+        own = dataclasses.replace(
+            with_cache.model.reference, cache_folder=str(unshared / str(world.rank))
         )
+        model = dataclasses.replace(with_cache.model, reference=own)
         with_cache = dataclasses.replace(with_cache, model=model)
     sent, send = [], reference_table._sent
     reference_table._sent = lambda *args, **sizes: sent.append(sizes) or send(*args, **sizes)
@@ -172,7 +176,8 @@ def _again(configs: dict[str, Config], damage: str) -> dict[str, tuple[str, floa
             _damage(Path(damage))
         trainer = Trainer(cfg, world)
         text, own = said.take(), _columns(trainer, world, steps=4)
-        plain = dataclasses.replace(cfg, model=dataclasses.replace(cfg.model, reference_options={}))
+        uncached = dataclasses.replace(cfg.model.reference, cache=False, cache_folder="")
+        plain = dataclasses.replace(cfg, model=dataclasses.replace(cfg.model, reference=uncached))
         computed = _columns(Trainer(plain, world), world, steps=4)
         found[name] = text, max(float((a - b).abs().max()) for a, b in zip(own, computed))
         said.take()
@@ -203,7 +208,10 @@ def test_what_is_not_of_this_reference_and_these_rows_is_never_used(folder, tmp_
             cfg, data=dataclasses.replace(cfg.data, train=jsonl(tmp_path, rows))
         ),
         "weights": dataclasses.replace(
-            cfg, model=dataclasses.replace(model, reference=str(tmp_path / "other"))
+            cfg,
+            model=dataclasses.replace(
+                model, reference=dataclasses.replace(model.reference, path=str(tmp_path / "other"))
+            ),
         ),
         "dtype": dataclasses.replace(
             cfg, model=dataclasses.replace(model, compute_dtype="bfloat16")
@@ -261,7 +269,8 @@ def _interrupted(cfg: Config) -> list[str]:
         trainer.annotate(batch, step=0)
     file = cfg.output_dir + "/file"
     Path(file).write_text("")
-    model = dataclasses.replace(cfg.model, reference_options={"cache": file + "/folder"})
+    own = dataclasses.replace(cfg.model.reference, cache=True, cache_folder=file + "/folder")
+    model = dataclasses.replace(cfg.model, reference=own)
     with pytest.raises(RuntimeError, match="cannot be written to .*/file/folder"):
         Trainer(dataclasses.replace(cfg, model=model), world)
     world.close()

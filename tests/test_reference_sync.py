@@ -46,7 +46,7 @@ def _model(where: Path, name: str = "start", **options: object) -> Path:
 def _config(
     folder: Path, out: Path, mix: str, *, model: dict | None = None, **options: object
 ) -> Config:
-    chosen = {"reference_options": MIXES[mix]} | (model or {})
+    chosen = {"reference": MIXES[mix]} | (model or {})
     return config(folder, out, kl_coef=0.5, model=chosen, **options)
 
 
@@ -88,7 +88,7 @@ def test_the_reference_is_the_mix_of_the_paper_on_every_mesh(layout, tmp_path):
             folder,
             tmp_path,
             mix,
-            model={"reference": str(other), "reference_options": MIXES[mix]},
+            model={"reference": {"path": str(other)} | MIXES[mix]},
             **LAYOUTS[layout],
         )
         for mix in MIXES
@@ -125,7 +125,7 @@ def _dtypes(cfg: Config) -> dict[str, object]:
         "hard": {"sync_every": 1},
         "soft": {"sync_every": 1, "sync_mix": 0.001},
     }.items():
-        model = dataclasses.replace(cfg.model, reference_options=options)
+        model = dataclasses.replace(cfg.model, reference=configs.ReferenceSettings(**options))
         trainer = Trainer(dataclasses.replace(cfg, model=model), world)
         reference = trainer.companions["reference"]
         own, before = batch(0, 1), _reference(trainer)
@@ -178,10 +178,10 @@ def test_a_reference_of_another_form_cannot_follow(tmp_path):
         _model(tmp_path),
         tmp_path,
         "hard",
-        model={"reference": str(other), "reference_options": MIXES["hard"]},
+        model={"reference": {"path": str(other)} | MIXES["hard"]},
     )
     text = run_ranks(1, _refused, cfg)[0]
-    assert "model.reference_options: sync_every 2" in text and "layers.1" in text, text
+    assert "model.reference.sync_every: 2" in text and "layers.1" in text, text
 
 
 def test_options_are_checked_by_name_range_and_use():
@@ -190,7 +190,9 @@ def test_options_are_checked_by_name_range_and_use():
         return "\n".join(
             validate(
                 Config(
-                    model=configs.ModelSettings(path="m", reference_options=options),
+                    model=configs.ModelSettings(
+                        path="m", reference=configs.ReferenceSettings(**options)
+                    ),
                     data=configs.DataSettings(
                         train="task:addition_pairs" if offline else "task:addition", size=9
                     ),
@@ -203,17 +205,14 @@ def test_options_are_checked_by_name_range_and_use():
     kl, dpo = dict(kl_coef=0.1), dict(objective="preference", loss="dpo")
     assert problems({"sync_every": 5, "sync_mix": 0.6}, **kl) == ""
     assert problems({"sync_every": 5}, **dpo) == problems({"cache": True}, **dpo) == ""
-    assert problems({"cache": "a/folder"}, **dpo) == ""
+    assert problems({"cache": True, "cache_folder": "a/folder"}, **dpo) == ""
     for options, method, words in (
-        ({"sync_evry": 5}, kl, ["sync_evry: unknown option; did you mean sync_every?"]),
-        ({"sync_every": 2.5}, kl, ["sync_every: expected a number of steps", "2.5"]),
         ({"sync_every": -1}, kl, ["sync_every", "-1"]),
-        ({"sync_every": True}, kl, ["sync_every", "True"]),
         ({"sync_every": 5, "sync_mix": 0}, kl, ["sync_mix: must be in (0, 1]", "got 0"]),
         ({"sync_every": 5, "sync_mix": 1.5}, kl, ["sync_mix: must be in (0, 1]", "1.5"]),
         ({"sync_mix": 0.5}, kl, ["sync_mix: 0.5 without sync_every"]),
-        ({"cache": 3}, dpo, ["cache: expected true, false or a folder, got 3"]),
-        ({"cache": True, "sync_every": 5}, dpo, ["cache: True with sync_every 5"]),
+        ({"cache_folder": "a"}, dpo, ["cache_folder: a without cache"]),
+        ({"cache": True, "sync_every": 5}, dpo, ["cache: true with sync_every 5"]),
         ({"cache": True}, kl, ["cache: with the objective rl", "sampled anew"]),
         ({"sync_every": 5}, {}, ["sync_every: kl_coef 0.0 uses no reference"]),
         ({"sync_every": 5}, dpo | {"loss": "simpo"}, ["the loss simpo uses no reference"]),
@@ -221,7 +220,7 @@ def test_options_are_checked_by_name_range_and_use():
         ({"cache": True}, dpo | {"loss": "kto"}, ["the loss kto puts each response to another"]),
     ):
         found = problems(options, **method)
-        assert found.startswith("model.reference_options."), (options, found)
+        assert found.startswith("model.reference."), (options, found)
         for word in words:
             assert word in found, (options, found)
 

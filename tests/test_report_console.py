@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from report_world import SmallWorld, config, group, open_report, record_steps  # noqa: F401
 
+from spmdrl.config import ConsoleSettings
 from spmdrl.report import console
 from spmdrl.report.jsonl import read_rows
 from spmdrl.report.report import Report
@@ -79,7 +80,7 @@ def test_the_table_is_readable_at_100_columns(
 def test_a_row_is_the_mean_over_the_steps_since_the_row_before(
     tmp_path: Path, group: Any, capsys: pytest.CaptureFixture
 ) -> None:
-    report = open_report(config(tmp_path, steps=10, console={"table_every": 4}), group)
+    report = open_report(config(tmp_path, steps=10, console=ConsoleSettings(table_every=4)), group)
     for step, reward in enumerate([9.0, 0.0, 1.0, 2.0]):
         report.step(step, {"reward/mean": (reward * (step + 1), step + 1)}, seconds={})
     report.close("finished")
@@ -153,7 +154,7 @@ def test_a_terminal_without_unicode_is_served_in_ascii() -> None:
 def test_samples_are_printed_on_demand_and_cannot_steer_the_terminal(
     tmp_path: Path, group: Any, capsys: pytest.CaptureFixture
 ) -> None:
-    report = open_report(config(tmp_path, console={"samples_every": 2}), group)
+    report = open_report(config(tmp_path, console=ConsoleSettings(samples_every=2)), group)
     for step in range(3):
         report.step(
             step,

@@ -30,7 +30,7 @@ from spmdrl.train.companions.model_rewards import check_reward_model, with_score
 from spmdrl.types import Batch, Prompt, Scalars
 from spmdrl.workers.pool import RewardPool, RewardResult
 
-SHAPING = {"truncated_penalty": 0.25, "scale": 2.0, "shift": 0.5}
+SHAPING = ShapingSettings(truncated_penalty=0.25, scale=2.0, shift=0.5)
 WEIGHTS = (1.0, 0.5, -2.0)
 OWN = torch.linspace(0, 1, len(LENGTHS)).double().cos()  # what a function gave each sequence
 SPOILED = int(sequence(2)[3])
@@ -96,7 +96,7 @@ def _config(
     out: Path,
     *models: str,
     on_failure: str = "fail",
-    shaping: dict | None = None,
+    shaping: ShapingSettings | None = None,
     **options: object,
 ) -> Config:
     functions = ("r.py:f", *(f"model:{folders[name]}" for name in models))
@@ -108,7 +108,7 @@ def _config(
         rewards=RewardsSettings(
             functions=functions,
             weights=WEIGHTS[: len(functions)],
-            shaping=shaping or {},
+            shaping=shaping or ShapingSettings(),
             on_failure=on_failure,
         ),
     )
@@ -185,7 +185,7 @@ def test_scores_of_any_mesh_are_those_of_transformers(annotated, folders):
             done.scalars.response_lengths,
             done.scalars.is_truncated,
             max_response_tokens=64,
-            options=SHAPING,
+            **dataclasses.asdict(SHAPING),
         )
         expected = torch.where(valid, total, 0.0)
         torch.testing.assert_close(done.scalars.rewards, expected, rtol=1e-4, atol=1e-5)

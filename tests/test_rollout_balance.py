@@ -147,7 +147,9 @@ def _forget(world) -> None:
 
 
 def _with(cfg: Config, **schedule) -> Config:
-    return dataclasses.replace(cfg, rollout=config.RolloutSettings(schedule=schedule))
+    return dataclasses.replace(
+        cfg, rollout=config.RolloutSettings(schedule=config.ScheduleSettings(**schedule))
+    )
 
 
 def _go_on(cfg: Config, world, engine, *, states, tokenizer):

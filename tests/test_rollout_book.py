@@ -11,6 +11,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from spmdrl.config import ScheduleSettings
 from spmdrl.rollout.balance import deal, deal_again
 from spmdrl.rollout.book import Book, OwnBook, SharedBook, finish, take_tickets
 from spmdrl.rollout.resume import Share, resumed
@@ -125,7 +126,7 @@ def test_every_prompt_is_sampled_once_and_every_step_full_whoever_is_fast(
     for i in range(replicas):
         share = Share(i, replicas, is_shared)
         quota = prompts if is_shared else len(range(i, prompts, replicas))
-        rules = make_rules(quota, over_sample=over, lag=lag, max_staleness=None)
+        rules = make_rules(quota, over_sample=over, lag=lag, max_staleness="auto")
         book = SharedBook(store, initial=Book(), writer=i) if is_shared else OwnBook(Book())
         crew.append(Replica(book, rules, share=share, costs=costs))
     sampled, batches = [], {step: {} for step in range(steps)}
@@ -154,7 +155,7 @@ def test_every_prompt_is_sampled_once_and_every_step_full_whoever_is_fast(
 
 
 def test_a_replica_that_is_done_takes_the_shortest_of_another():
-    book, rules = Book(), make_rules(6, over_sample=1, lag=0, max_staleness=None)
+    book, rules = Book(), make_rules(6, over_sample=1, lag=0, max_staleness="auto")
     costs = [6, 5, 4, 3, 2, 1]
     take = functools.partial(
         take_tickets, book, rules, last=0, version=0, deal=lambda step: deal(costs, 2)
@@ -167,7 +168,7 @@ def test_a_replica_that_is_done_takes_the_shortest_of_another():
 
 
 def test_a_plain_step_keeps_its_prompts_in_their_slots_whoever_drew_them():
-    book, rules = Book(), make_rules(4, over_sample=1, lag=0, max_staleness=None)
+    book, rules = Book(), make_rules(4, over_sample=1, lag=0, max_staleness="auto")
     tickets = [
         t
         for part in (1, 0, 1, 1)
@@ -226,7 +227,7 @@ def test_nothing_is_lost_or_doubled_on_another_number_of_replicas(
             prompts if was_shared else len(range(i, prompts, before)),
             over_sample=3.0,
             lag=0,
-            max_staleness=None,
+            max_staleness="auto",
         )
         book = SharedBook(store, initial=Book(), writer=i) if was_shared else OwnBook(Book())
         crew.append(Replica(book, rules, share=share, costs=costs))
@@ -278,10 +279,10 @@ def test_nothing_is_lost_or_doubled_on_another_number_of_replicas(
 )
 def test_no_prompt_is_asked_for_before_its_step_was_planned(lag, over, steps):
     """Admission at its most eager, by the rules, against the bound that plans rely on."""
-    assert horizon({"dynamic": 0, "over_sample": over}, lag=lag) == steps
-    assert horizon({"dynamic": 4, "over_sample": over}, lag=lag) == 0
+    assert horizon(ScheduleSettings(over_sample=over), lag=lag) == steps
+    assert horizon(ScheduleSettings(dynamic=4, over_sample=over), lag=lag) == 0
     prompts, book = 4, Book()
-    rules = make_rules(prompts, over_sample=over, lag=lag, max_staleness=None)
+    rules = make_rules(prompts, over_sample=over, lag=lag, max_staleness="auto")
     latest = 0
     for version in range(5):
         for observed, last in ((version - 1, version), (version, version + lag)):

@@ -52,7 +52,7 @@ from spmdrl.workers.pool import RewardResult
 NO_ENGINE = dict(placement="offline", world_size=1, device="cpu")
 
 
-def config_of(folder: Path, *, record: dict, **rest) -> Config:
+def config_of(folder: Path, *, record: RecordSettings, **rest) -> Config:
     base = Config(
         output_dir=str(folder),
         steps=3,
@@ -235,17 +235,14 @@ def test_a_folder_that_cannot_be_written_to_is_refused_at_start(tmp_path):
 @pytest.mark.parametrize(
     "record, rest, says",
     [
-        ({"evry": 1}, {}, "evry: unknown option; did you mean every?"),
-        ({"every": 0}, {}, "every: expected a number of steps"),
-        ({"every": True}, {}, "every: expected a number of steps"),
-        ({"replay": ""}, {}, "replay: expected a run's output_dir"),
+        ({"every": -1}, {}, "every: must be at least 0, got -1"),
         ({"replay": "elsewhere", "every": 1}, {}, "every: 1 with replay elsewhere"),
         ({"replay": "runs/a"}, {}, "replay: runs/a is of this very output_dir"),
         ({"replay": "runs/a/rollouts"}, {}, "replay: runs/a/rollouts is of this very output_dir"),
         (
             {"every": 1},
             {"algorithm": AlgorithmSettings(objective="sft")},
-            "the objective sft samples nothing",
+            "every: 1 has no effect under the objective sft",
         ),
         ({"replay": "elsewhere"}, {}, "layout.placement: split with objective rl"),
         (
@@ -256,19 +253,14 @@ def test_a_folder_that_cannot_be_written_to_is_refused_at_start(tmp_path):
         (
             {},
             {"report": ReportSettings(console=ConsoleSettings(table_every=0))},
-            "table_every: expected .* 1 or more",
-        ),
-        (
-            {},
-            {"report": ReportSettings(console=ConsoleSettings(table=1))},
-            "table: unknown option; did you mean table_e",
+            "table_every: must be at least 1, got 0",
         ),
     ],
 )
 def test_options_that_cannot_be_are_refused(record, rest, says):
     import re
 
-    problems = validate(config_of(Path("runs/a"), record=record, **rest))
+    problems = validate(config_of(Path("runs/a"), record=RecordSettings(**record), **rest))
     assert re.search(says, "\n".join(problems)), problems
 
 
@@ -286,9 +278,9 @@ def test_a_replay_needs_no_engine_and_its_schedule_does_nothing():
         ),
     )
     assert validate(cfg) == []
-    saved = config.flatten(cfg) | {"rollout.record": {"replay": "runs/other"}}
+    saved = config.flatten(cfg) | {"rollout.record.replay": "runs/other"}
     assert config_differences(saved, cfg) == [
-        "rollout.record: {'replay': 'runs/other'} in the checkpoint, {'replay': 'runs/a'} now"
+        "rollout.record.replay: 'runs/other' in the checkpoint, 'runs/a' now"
     ]
     recording = dataclasses.replace(cfg, rollout=RolloutSettings(record=RecordSettings(every=3)))
     silent = dataclasses.replace(cfg, rollout=RolloutSettings())
@@ -324,7 +316,7 @@ def test_what_a_replay_cannot_train_on_is_refused_by_name(tmp_path):
         "batch.group_size: 2 there, 3 now": dict(
             batch=BatchSettings(prompts_per_step=4, group_size=3)
         ),
-        "rewards.shaping: {'scale': 2.0} there, {} now": dict(
+        "rewards.shaping.scale: 2.0 there, 1.0 now": dict(
             rewards=dataclasses.replace(cfg.rewards, shaping=ShapingSettings())
         ),
     }
@@ -422,7 +414,7 @@ def test_a_replay_ends_bit_equal_to_the_live_run(tmp_path):
             "output-dir": again,
             "layout.placement": "offline",
             "evaluate.every-steps": 2,
-            "rollout.record": f"{{replay: {live}}}",
+            "rollout.record.replay": live,
         },
     )
     assert "evaluation is left out: a replay has no engine" in finished.output

@@ -119,7 +119,7 @@ def recorded(cfg: Config) -> dict[str, Any] | None:
     engine.add(Request("turn", turn, 5, 1.0, 9, ()))
     drain(engine, done)
     for mode in ("keep", "recompute"):
-        schedule = {"kv_cache": mode}
+        schedule = config.ScheduleSettings(kv_cache=mode)
         engine.cfg = dataclasses.replace(cfg, rollout=config.RolloutSettings(schedule=schedule))
         for i in range(3):
             prompts[f"{mode}-{i}"] = PROMPTS[i]

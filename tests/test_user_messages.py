@@ -28,7 +28,7 @@ from spmdrl.config import (
     RewardsSettings,
     flatten,
 )
-from spmdrl.config.read import is_missing_folder
+from spmdrl.imports import is_missing_folder
 from spmdrl.report.derived import derived
 from spmdrl.world.world import Launch, _check_launch
 

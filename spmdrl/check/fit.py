@@ -111,16 +111,16 @@ def _companion_problems(cfg: Config) -> list[str]:
 
 
 def _axes_problems(cfg: Config, counts: ModelCounts, *, at: str, is_policy: bool) -> Iterator[str]:
-    kernels = KERNELS | cfg.model.kernels
+    kernels = cfg.model.kernels
     for problem in misfits(
         counts,
         axes_of(cfg),
-        context=kernels["context"],
+        context=kernels.context,
         engine_kind=cfg.engine.kind,
         is_policy=is_policy,
     ):
         yield f"{problem} {at}"
-    if counts.experts and kernels["compile"]:
+    if counts.experts and kernels.compile:
         # Inductor of torch 2.13 crashes in their backward pass on the CPU.
         yield (
             f"model.kernels.compile: true with a {counts.model_type}, whose experts "
@@ -132,7 +132,7 @@ def _adapter_problems(cfg: Config, hf_model: nn.Module, *, counts: ModelCounts) 
     """Return why the policy can have no such adapters: targets that match nothing, a folder that
     holds none, or one of another model; or why they cannot be those of an engine."""
     lora = cfg.model.lora
-    if not lora:
+    if not lora.is_on:
         return []
     try:
         form = lora_form(lora)
@@ -141,7 +141,7 @@ def _adapter_problems(cfg: Config, hf_model: nn.Module, *, counts: ModelCounts) 
             AdapterFolder(Path(form.path)).check(shapes)
     except ValueError as error:
         return [str(error)]
-    is_pushed = lora.get("push") == "adapter"
+    is_pushed = lora.pushes_adapter
     return _push_problems(cfg, hf_model, form=form, counts=counts) if is_pushed else []
 
 
@@ -170,11 +170,11 @@ def _push_problems(
 def _router_problems(cfg: Config, hf_model: nn.Module, *, counts: ModelCounts) -> list[str]:
     """Return why the policy's routes cannot be replayed, or its experts not balanced so."""
     moe, kind, at = cfg.model.moe, counts.model_type, f"(model.path {cfg.model.path})"
-    if moe.get("replay") and not counts.experts:
+    if moe.replay and not counts.experts:
         return [f"model.moe.replay: true with a {kind}, which has no experts {at}; take it out"]
-    if moe.get("replay") and kind not in WEIGHTS:
+    if moe.replay and kind not in WEIGHTS:
         return [f"{unknown_router(kind)} {at}"]
-    if (balance := moe.get("balance", "none")) == "none":
+    if (balance := moe.balance) == "none":
         return []
     found = refusal(lambda: check_balance(hf_model, balance=balance))
     return [f"{problem} {at}" for problem in found]

@@ -66,8 +66,9 @@ def modernized(flat: Mapping[str, Any]) -> dict[str, Any]:
             found |= now
         elif name in sections() and isinstance(value, dict):
             found |= {f"{name}.{key}": v for key, v in value.items()}
-            if name == "model.lora" and value and not value.keys() & {"rank", "path"}:
-                found["model.lora.rank"] = 16  # which was the default of any adapters
         else:
             found[name] = value
+    lora = {name for name in found if name.startswith("model.lora.")}
+    if lora and not lora & {"model.lora.rank", "model.lora.path"}:
+        found["model.lora.rank"] = 16  # of all adapters that did not say it
     return found

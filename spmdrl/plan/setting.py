@@ -24,8 +24,8 @@ class Run:
     """What a config asks for, whatever the layout. Hashed by identity: its fields are many."""
 
     shape: ModelShape
-    batch: Batch
-    engine: Engine
+    batch: BatchSettings
+    engine: EngineSettings
     kernels: Kernels
     on_gpu: bool
     context: str  # model.kernels.context
