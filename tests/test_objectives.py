@@ -8,16 +8,19 @@ from pathlib import Path
 
 from spmdrl import config
 from spmdrl.algorithms import registry
-from spmdrl.config import Algorithm, Config
+from spmdrl.config import AlgorithmSettings, Config
 from spmdrl.config.objectives import OBJECTIVES
 
 PACKAGE = Path(config.__file__).parents[1]
 
 
 def test_every_objective_has_its_entry():
-    assert set(typing.get_args(typing.get_type_hints(Algorithm)["objective"])) == OBJECTIVES.keys()
+    assert (
+        set(typing.get_args(typing.get_type_hints(AlgorithmSettings)["objective"]))
+        == OBJECTIVES.keys()
+    )
     for name, objective in OBJECTIVES.items():
-        assert Config(algorithm=Algorithm(objective=name)).objective is objective
+        assert Config(algorithm=AlgorithmSettings(objective=name)).objective is objective
         named = registry.names(objective.loss_kind)
         assert objective.only_loss in named if objective.only_loss else named
 

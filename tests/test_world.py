@@ -111,7 +111,7 @@ def agreed_and_summed(cfg: Config) -> dict:
 
 
 def test_ranks_fail_together_and_a_dp_index_counts_once():
-    cfg = Config(layout=Layout(device="cpu", world_size=4, placement="colocated", tp=2))
+    cfg = Config(layout=LayoutSettings(device="cpu", world_size=4, placement="colocated", tp=2))
     for found in run_ranks(4, agreed_and_summed, cfg):
         assert found["said"] == {
             "nobody": "",

@@ -30,8 +30,8 @@ from spmdrl.algorithms.shaping import RIGHT_AT
 from spmdrl.check.settings import validate
 from spmdrl.config import Config, load_yaml
 from spmdrl.config.read import read, refuse
-from spmdrl.imports import is_missing_folder
 from spmdrl.evaluate import Result, sample, table, write
+from spmdrl.imports import is_missing_folder
 from spmdrl.rewards.signatures import reward_models
 from spmdrl.rollout.source import make_source
 from spmdrl.world.launch import launch_alone, read_launch

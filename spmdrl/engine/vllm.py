@@ -52,9 +52,7 @@ class VllmEngine:
         if not self._has_groups:
             return
         on_cpu = world.device.type == "cpu"
-        vllm_internals.prepare_process(
-            on_cpu=on_cpu, compiles=cfg.model.kernels.compile
-        )
+        vllm_internals.prepare_process(on_cpu=on_cpu, compiles=cfg.model.kernels.compile)
         with world.watch.wait("create engine groups", -1):
             self._sockets = vllm_internals.create_groups(world, tp=cfg.layout.inference_tp)
         with world.watch.phase("build engine", -1):
