@@ -6,7 +6,7 @@ import contextlib
 import time
 from pathlib import Path
 
-from spmdrl.config import Config, Data, Rewards, Rollout
+from spmdrl.config import Config, DataSettings, RewardsSettings, RolloutSettings
 from spmdrl.types import Prompt
 from spmdrl.workers.pool import RewardPool
 
@@ -14,9 +14,9 @@ from spmdrl.workers.pool import RewardPool
 def pool_of(*functions, timeout_s=30.0, train="rows.jsonl", environment=None, **rewards):
     """Make a pool of one worker, unless told."""
     cfg = Config(
-        data=Data(train=train, size=10),
-        rollout=Rollout(environment=environment or {}),
-        rewards=Rewards(functions=functions, timeout_s=timeout_s, **rewards),
+        data=DataSettings(train=train, size=10),
+        rollout=RolloutSettings(environment=environment or {}),
+        rewards=RewardsSettings(functions=functions, timeout_s=timeout_s, **rewards),
     )
     return RewardPool(cfg)
 
