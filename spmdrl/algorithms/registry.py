@@ -80,34 +80,40 @@ def get(kind: Kind, name: str) -> Callable[..., Any]:
 
     Raises: ValueError when there is none, naming the nearest known one.
     """
+    found = _found(kind, name)
+    if isinstance(found, str):
+        raise ValueError(found)
+    return found
+
+
+def _found(kind: Kind, name: str) -> Callable[..., Any] | str:
+    """Return a method, or why there is none."""
     if ":" in name:
-        return _import(name)
-    if name not in names(kind):
-        other = [k for k in MODULES if k != kind and name in names(k)]
-        hint = _nearest(name, names(kind))
-        if other:
-            hint = f", which is a method of the kind {other[0]}; known: {', '.join(names(kind))}"
-        raise ValueError(
-            f"unknown {kind} {name!r}{hint}; or name a function of your own as module:function"
-        )
-    modules = map(importlib.import_module, MODULES[kind])
-    return next(getattr(module, name) for module in modules if name in module.__all__)
+        return _imported(name)
+    for module in map(importlib.import_module, MODULES[kind]):
+        if name in module.__all__:
+            return getattr(module, name)
+    other = [k for k in MODULES if k != kind and name in names(k)]
+    hint = _nearest(name, names(kind))
+    if other:
+        hint = f", which is a method of the kind {other[0]}; known: {', '.join(names(kind))}"
+    return f"unknown {kind} {name!r}{hint}; or name a function of your own as module:function"
 
 
-def _import(name: str) -> Callable[..., Any]:
+def _imported(name: str) -> Callable[..., Any] | str:
     module_name, _, attribute = name.partition(":")
     try:
         module = importlib.import_module(module_name)
     except (ImportError, ValueError) as error:
-        raise ValueError(
+        return (
             f"cannot import {module_name!r} of {name!r}: {error}; it must be "
             "importable from the folder of train.py or from PYTHONPATH"
-        ) from error
+        )
     function = getattr(module, attribute, None)
-    if not callable(function):
-        known = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
-        raise ValueError(f"{module_name} has no function {attribute!r}{_nearest(attribute, known)}")
-    return function
+    if callable(function):
+        return function
+    known = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
+    return f"{module_name} has no function {attribute!r}{_nearest(attribute, known)}"
 
 
 def _nearest(name: str, known: typing.Iterable[str]) -> str:
@@ -164,11 +170,8 @@ def needs_group(name: str) -> bool:
     It does if it, or a companion of it, asks for `group_ids`. False for a name that cannot be
     found, which `problems` reports.
     """
-    try:
-        function = get("advantage", name)
-    except ValueError:
-        return False
-    return "group_ids" in asked_by(function)
+    function = _found("advantage", name)
+    return callable(function) and "group_ids" in asked_by(function)
 
 
 def call(
@@ -202,10 +205,9 @@ def problems(kind: Kind, name: str, options: Mapping[str, Any]) -> list[str]:
     Besides names and types of the options it makes a trial call on two one-token sequences,
     so that a bound out of range is reported before anything starts.
     """
-    try:
-        function = get(kind, name)
-    except ValueError as error:
-        return [f": {error}"]
+    function = _found(kind, name)
+    if isinstance(function, str):
+        return [f": {function}"]
     offered = _offered(kind, function)
     strange = [n for n in inputs_of(function) if n not in offered]
     if strange and not companions_of(function):
@@ -240,23 +242,9 @@ def _option_problem(function: Callable[..., Any], option: str, value: Any) -> st
 
 def _offered(kind: Kind, function: Callable[..., Any]) -> dict[str, Tensor]:
     """Return the trial inputs of the form that a method asks for."""
-    if kind in _OF_PAIRS:
-        unpaired = kind == "preference" and is_unpaired(function)
-        wanted = INPUTS["unpaired_preference" if unpaired else kind]
-        return {name: _trial_of_pair(name) for name in wanted}
+    if kind == "preference" and is_unpaired(function):
+        return trial_inputs("unpaired_preference")
     return trial_inputs(kind, is_per_token=kind == "advantage" and is_per_token(function))
-
-
-def _trial_of_pair(name: str) -> Tensor:
-    """Return an input of a loss on pairs, for two pairs of one-token responses."""
-    if name in ("kl", "mean_log_ratio"):
-        return torch.tensor(0.0, dtype=torch.float64)
-    if name.endswith("lengths"):
-        return torch.ones(2, dtype=torch.int64)
-    if name == "is_chosen":
-        return torch.tensor([True, False])
-    values = torch.tensor([-1.0, -2.0], dtype=torch.float64)
-    return values if name.startswith(("ref_", "margins")) else values.requires_grad_()
 
 
 def _trial_problems(
@@ -352,8 +340,12 @@ def _call_companion(
     return call(companion, inputs, {k: v for k, v in options.items() if k in known})
 
 
-def trial_inputs(kind: Kind, *, is_per_token: bool = False) -> dict[str, Tensor]:
-    """Return all that a method of a kind may ask for, for two one-token sequences."""
+def trial_inputs(kind: str, *, is_per_token: bool = False) -> dict[str, Tensor]:
+    """Return all that a method of a kind may ask for: two one-token sequences, pairs, responses.
+
+    Args:
+        kind: a key of INPUTS.
+    """
     ones, yes = torch.ones(2, dtype=torch.int64), torch.ones(2, dtype=torch.bool)
     rewards, zeros = torch.tensor([1.0, 0.0], dtype=torch.float64), torch.zeros(2)
     values = dict(
@@ -376,6 +368,19 @@ def trial_inputs(kind: Kind, *, is_per_token: bool = False) -> dict[str, Tensor]
         token_keys=torch.arange(2),
         student_logits=zeros[:, None].repeat(1, 3),
         teacher_logits=zeros[:, None].repeat(1, 3),
+        chosen_lengths=ones,
+        rejected_lengths=ones,
+        is_chosen=rewards > 0,
+        kl=rewards[1],
+        mean_log_ratio=rewards[1],
     )
-    wanted = INPUTS["token_advantage" if is_per_token else kind]
-    return {name: values.get(name, zeros) for name in wanted}
+    name = "token_advantage" if is_per_token else kind
+    if kind in (*_OF_PAIRS, "unpaired_preference"):
+        of_pairs = torch.tensor([-1.0, -2.0], dtype=torch.float64)
+        values["lengths"] = ones
+        learned = {n for n in INPUTS[name] if n.endswith(("logps", "scores")) and n[:4] != "ref_"}
+        return {
+            n: of_pairs.clone().requires_grad_() if n in learned else values.get(n, of_pairs)
+            for n in INPUTS[name]
+        }
+    return {n: values.get(n, zeros) for n in INPUTS[name]}

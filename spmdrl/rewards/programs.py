@@ -151,9 +151,8 @@ def _failure(program: str, case: Case, **options: Any) -> str:
     got = run_python(_CALLING, stdin=asked, files=files, **options)
     if failure := _status(got):
         return failure
-    try:
-        result = json.loads(got.stdout.rpartition(mark)[2])
-    except (ValueError, RecursionError):
+    result, problem = _parsed(got.stdout.rpartition(mark)[2])
+    if problem:
         return "no result"
     # Some sets wrap each result into a list.
     wrapped = isinstance(case.expected, list) and len(case.expected) == 1
@@ -228,13 +227,21 @@ def _from_json(ground_truth: Any) -> Any:
     if hasattr(ground_truth, "tolist"):  # parquet may give arrays
         return ground_truth.tolist()
     if isinstance(ground_truth, str) and ground_truth.lstrip()[:1] in ("{", "["):
-        try:
-            return json.loads(ground_truth)
-        except ValueError as error:
+        tests, problem = _parsed(ground_truth)
+        if problem:
             raise ValueError(
-                f"the tests {ground_truth!r:.80} look like JSON and are not: {error}"
-            ) from None
+                f"the tests {ground_truth!r:.80} look like JSON and are not: {problem}"
+            )
+        return tests
     return ground_truth
+
+
+def _parsed(text: str) -> tuple[Any, str]:
+    """Return what JSON holds, and why it is none; empty where it is."""
+    try:
+        return json.loads(text), ""
+    except (ValueError, RecursionError) as error:
+        return None, str(error)
 
 
 def _name_of(test: dict) -> str:

@@ -97,10 +97,8 @@ class EnvironmentServer:
                     f"{FIELD}.name: {name} makes a {type(first).__name__}, which has "
                     f"no method `{method}`; see spmdrl/environments/protocol.py"
                 )
-        try:
-            pack(first)
-        except BadTurn as error:
-            raise ValueError(f"{FIELD}.name: {name}: {error}") from error
+        if problem := _packed(first)[1]:
+            raise ValueError(f"{FIELD}.name: {name}: {problem}")
         prepare = getattr(first, "prepare", None)
         if callable(prepare):
             prepare()
@@ -150,23 +148,30 @@ def pack(environment: Any) -> bytes:
 
     Raises: BadTurn naming the attribute that cannot be pickled, or the largest one above 16 MiB.
     """
-    data = _pickled(environment)
+    data, problem = _packed(environment)
+    if problem:
+        raise BadTurn(problem)
+    return data
+
+
+def _packed(environment: Any) -> tuple[bytes, str]:
+    """Return an environment's bytes, and why it cannot travel as such; empty where it can."""
+    data, kind = _pickled(environment), type(environment).__name__
     if isinstance(data, Exception):
-        place = _culprit(environment, type(environment).__name__, depth=_DEPTH)
-        raise BadTurn(
+        place = _culprit(environment, kind, depth=_DEPTH)
+        return b"", (
             f"{place} cannot be pickled ({type(data).__name__}: {data}), and an "
             "environment travels with every turn; keep such things in a module "
             "variable or make them anew when used"
-        ) from data
-    if len(data) > _MAX_BYTES:
-        sizes = {name: len(pickle.dumps(value)) for name, value in _parts(environment).items()}
-        largest = max(sizes, key=sizes.get, default="")
-        raise BadTurn(
-            f"{type(environment).__name__} pickles to {len(data)} bytes, above "
-            f"{_MAX_BYTES}; most of it is {largest!r}. It travels with every turn: keep "
-            "large constant things in a module variable, filled by `prepare`"
         )
-    return data
+    if len(data) <= _MAX_BYTES:
+        return data, ""
+    sizes = {name: len(pickle.dumps(value)) for name, value in _parts(environment).items()}
+    return b"", (
+        f"{kind} pickles to {len(data)} bytes, above {_MAX_BYTES}; most of it is "
+        f"{max(sizes, key=sizes.get, default='')!r}. It travels with every turn: keep "
+        "large constant things in a module variable, filled by `prepare`"
+    )
 
 
 def _pickled(value: Any) -> bytes | Exception:
@@ -234,20 +239,25 @@ def _checked_messages(messages: Any, *, roles: tuple[str, ...]) -> list[Message]
                 f"messages[{i}]: role {message.get('role')!r} must be one of "
                 f"{', '.join(roles)}; the assistant's turns are the policy's"
             )
-    try:
-        # Plain values only: the other side does not import the user's modules.
-        return json.loads(json.dumps(messages))
-    except (TypeError, ValueError) as error:
-        raise BadTurn(f"messages must hold plain values (text, numbers, lists): {error}") from None
+    plain, problem = _plain(messages)
+    if problem:
+        raise BadTurn(f"messages must hold plain values (text, numbers, lists): {problem}")
+    return plain
 
 
 def _checked_tools(tools: Any, *, name: str) -> list[dict[str, Any]]:
-    tools = list(tools or [])
-    try:
-        json.dumps(tools)
-    except (TypeError, ValueError) as error:
+    _, problem = _plain(tools := list(tools or []))
+    if problem:
         raise ValueError(
             f"{FIELD}.name: {name}: its `tools` must be descriptions for the chat "
-            f"template, see environments/tool_schema.py: {error}"
-        ) from error
+            f"template, see environments/tool_schema.py: {problem}"
+        )
     return tools
+
+
+def _plain(value: Any) -> tuple[Any, str]:
+    """Return a value without the user's types, which other processes do not import; or why not."""
+    try:
+        return json.loads(json.dumps(value)), ""
+    except (TypeError, ValueError) as error:
+        return None, str(error)
