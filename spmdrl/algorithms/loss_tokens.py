@@ -66,24 +66,18 @@ def loss_tokens(loss_mask: Tensor, cu_seqlens: Tensor) -> LossTokens:
     """
     index = loss_mask.nonzero()[:, 0]
     sequence = sequence_index(cu_seqlens, num_tokens=loss_mask.numel())[index]
-    counts, position, last = _runs(sequence, num_sequences=cu_seqlens.numel() - 1)
+    counts = torch.zeros(cu_seqlens.numel() - 1, dtype=torch.int64, device=index.device)
+    counts = counts.index_add(0, sequence, torch.ones_like(sequence))
+    ends = counts.cumsum(0)
+    places = torch.arange(len(sequence), device=index.device)
     return LossTokens(
         index=index,
         sequence=sequence,
-        position=position,
-        last=last,
+        position=places - (ends - counts)[sequence],
+        last=ends[sequence] - 1,
         counts=counts,
         num_tokens=loss_mask.numel(),
     )
-
-
-def _runs(sequence: Tensor, *, num_sequences: int) -> tuple[Tensor, Tensor, Tensor]:
-    # sequence [N], ascending -> counts [S], position within and last place of its run [N]
-    counts = torch.zeros(num_sequences, dtype=torch.int64, device=sequence.device)
-    counts = counts.index_add(0, sequence, torch.ones_like(sequence))
-    ends = counts.cumsum(0)
-    places = torch.arange(len(sequence), device=sequence.device)
-    return counts, places - (ends - counts)[sequence], ends[sequence] - 1
 
 
 def discounted_sums(values: Tensor, *, discounts: Tensor | float, last: Tensor) -> Tensor:

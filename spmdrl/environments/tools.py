@@ -67,7 +67,9 @@ class Tool:
             raise
         except Exception as error:  # user code; see above
             return f"Error: {self.name}: {type(error).__name__}: {error}", False
-        return result if isinstance(result, str) else _as_json(result), True
+        if not isinstance(result, str):
+            result = json.dumps(result, ensure_ascii=False, default=str)
+        return result, True
 
 
 def make_tools(specs: Iterable[str] | Mapping[str, Mapping[str, Any]]) -> dict[str, Tool]:
@@ -231,7 +233,3 @@ class ToolEnvironment:
                 }
             )
         return messages
-
-
-def _as_json(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, default=str)

@@ -33,16 +33,11 @@ def run_forked(function: Callable[[], str], *, timeout_s: float) -> str | None:
         os._exit(0)
     os.close(write)
     try:
-        is_done = _is_readable(read, timeout_s=timeout_s)
-        answer = os.read(read, 4096) if is_done else b""
+        poller = select.poll()  # not select(), which fails for descriptors above 1023
+        poller.register(read, select.POLLIN)
+        answer = os.read(read, 4096) if poller.poll(max(0.0, 1000 * timeout_s)) else b""
     finally:
         os.close(read)
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
     return answer.decode() or None
-
-
-def _is_readable(fd: int, *, timeout_s: float) -> bool:
-    poller = select.poll()
-    poller.register(fd, select.POLLIN)
-    return bool(poller.poll(max(0.0, 1000 * timeout_s)))
