@@ -219,7 +219,7 @@ def odd(prompts, completions, **columns):
 )
 
 
-# What else a reward may do wrong is in test_rewards_pool.py and test_rollout_inputs.py.
+# What else a reward may do wrong is in test_workers_pool.py and test_rollout_inputs.py.
 @pytest.mark.parametrize(
     "function, every, says",
     [
