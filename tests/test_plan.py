@@ -165,10 +165,7 @@ def test_wrong_flags_are_refused(capsys):
 @pytest.mark.parametrize(
     "arguments, says",
     [
-        (["--model.memory.activation_checkpoint", "full"], "did you mean activation_checkpointing"),
-        (["--model.memory.optimizer_dtype", "int4"], "expected one of float32, bfloat16, int8"),
-        (["--model.lora.rnk", "4"], "model.lora.rnk: unknown option; did you mean rank?"),
-        (["--model.lora", "{targets: [query]}"], "'query' matches no linear layer"),
+        (["--model.lora.rank", "4", "--model.lora.targets", "query", "o_proj"], "'query' matches"),
         (["--engine.gpu-memory-frac", "1.5"], "engine.gpu_memory_frac: must be in (0, 1), got 1.5"),
     ],
 )
@@ -176,6 +173,20 @@ def test_wrong_flags_are_refused(capsys):
 def test_fields_that_would_not_run_are_not_planned_with(arguments, says, layout, capsys):
     assert main(["--shape", "qwen3-8b", *layout, *arguments]) == 2
     assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments, says",
+    [
+        (["--model.memory.activation_checkpoint", "full"], "did you mean activation_checkpointing"),
+        (["--model.memory.optimizer_dtype", "int4"], "is not one of float32, bfloat16, int8"),
+        (["--model.lora.rnk", "4"], "model.lora.rnk: unknown key; did you mean rank?"),
+    ],
+)
+def test_fields_that_do_not_exist_are_refused(arguments, says, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["--shape", "qwen3-8b", *arguments])
+    assert ended.value.code == 2 and says in capsys.readouterr().err
 
 
 def test_heads_that_ulysses_cannot_deal_out_are_refused(capsys):
