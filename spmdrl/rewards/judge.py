@@ -124,20 +124,13 @@ def judge(
 
     def body(prompt: Any, response: str, row: dict) -> dict:
         """Return the request about one response."""
-
-        def fill(place: re.Match) -> str:  # in one pass: a response may hold {reference}
-            if place[1] == "reference":
-                return str(ground_truth_of(row))
-            return response if place[1] == "response" else _as_text(prompt)
-
-        question = {"role": "user", "content": _PLACES.sub(fill, template)}
-        return rest | {"messages": [*first, question]}
+        text = _filled(template, prompt=prompt, response=response, row=row)
+        return rest | {"messages": [*first, {"role": "user", "content": text}]}
 
     def read(reply: Any) -> tuple[float, str]:
         """Return the score in the judge's reply, and its text."""
         text = reply["choices"][0]["message"]["content"]
-        found = list(pattern.finditer(text))
-        if not found:
+        if not (found := list(pattern.finditer(text))):
             raise ValueError(f"no score in {text[-200:]!r}")
         score = float(found[-1][1])
         if not low <= score <= high:
@@ -150,6 +143,15 @@ def judge(
         read=read,
         concurrency=concurrency,
     )
+
+
+def _filled(template: str, *, prompt: Any, response: str, row: dict) -> str:
+    def fill(place: re.Match) -> str:  # in one pass: a response may hold {reference}
+        if place[1] == "reference":
+            return str(ground_truth_of(row))
+        return response if place[1] == "response" else _as_text(prompt)
+
+    return _PLACES.sub(fill, template)
 
 
 def reward_server(

@@ -98,22 +98,13 @@ def code(
         if needs_fence:
             return {"score": 0.0, "timed_out": 0.0, "why": "no ``` block"}
         program = solution_str
+    options = {"memory_mb": memory_mb, "packages": packages, "allow_unprotected": allow_unprotected}
     end = time.monotonic() + total_s
     passed, timed_out, why = 0, False, ""
     for number, case in enumerate(cases):
-        left = min(timeout_s, end - time.monotonic())
-        failure = (
-            "timeout"
-            if left <= 0
-            else _failure(
-                program,
-                case,
-                timeout_s=left,
-                memory_mb=memory_mb,
-                packages=packages,
-                allow_unprotected=allow_unprotected,
-            )
-        )
+        left, failure = min(timeout_s, end - time.monotonic()), "timeout"
+        if left > 0:
+            failure = _failure(program, case, timeout_s=left, **options)
         passed += not failure
         timed_out |= failure == "timeout"
         why = why or (f"test {number}: {failure}" if failure else "")
