@@ -48,7 +48,7 @@ test: venv .venv/torchao
 grid: venv .venv/torchao
 	$(BIN)/python -m pytest -n 2 -m grid
 
-# For the tests of model.memory {optimizer_dtype: int8}. Beside the environment, not in it, since
+# For the tests of model.memory.optimizer_dtype int8. Beside the environment, not in it, since
 # transformers imports torchao wherever it is found, with warnings, in each rank of each run.
 .venv/torchao: .venv/installed
 	$(BIN)/pip install --quiet --no-deps --target $@ "$$(grep -o 'torchao==[0-9.]*' pyproject.toml)"

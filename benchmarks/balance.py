@@ -27,12 +27,12 @@ from typing import Any
 import tyro
 from start import torchrun
 
-CASES: dict[str, dict] = {
-    "even": {"balance": "even"},
-    "length": {"balance": "length"},
-    "steal": {"balance": "steal"},
-    "over_sample 1.5, even": {"over_sample": 1.5, "balance": "even"},
-    "over_sample 1.5, steal": {"over_sample": 1.5, "balance": "steal"},
+CASES: dict[str, config.ScheduleSettings] = {
+    "even": config.ScheduleSettings(balance="even"),
+    "length": config.ScheduleSettings(balance="length"),
+    "steal": config.ScheduleSettings(balance="steal"),
+    "over_sample 1.5, even": config.ScheduleSettings(over_sample=1.5, balance="even"),
+    "over_sample 1.5, steal": config.ScheduleSettings(over_sample=1.5, balance="steal"),
 }
 
 

@@ -36,6 +36,7 @@ from spmdrl.config import (
     BatchSettings,
     Config,
     DataSettings,
+    KernelsSettings,
     LayoutSettings,
     ModelSettings,
     OptimizerSettings,
@@ -155,7 +156,9 @@ def config_of(options: Options, path: str, out: str) -> Config:
         steps=1000,
         layout=LayoutSettings(placement="offline", world_size=1, device=options.device),
         model=ModelSettings(
-            path=path, compute_dtype=options.compute_dtype, kernels=yaml.safe_load(options.kernels)
+            path=path,
+            compute_dtype=options.compute_dtype,
+            kernels=KernelsSettings(**yaml.safe_load(options.kernels)),
         ),
         data=DataSettings(max_prompt_tokens=prompt),
         sampling=SamplingSettings(max_response_tokens=options.length - prompt),

@@ -1,4 +1,4 @@
-"""Tools that act on the policy's entropy: `algorithm.entropy_options` of the objective `rl`.
+"""Tools that act on the policy's entropy: `algorithm.entropy_control` of the objective `rl`.
 
 T packed tokens, N loss tokens of the whole batch.
 """

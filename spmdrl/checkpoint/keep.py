@@ -109,5 +109,5 @@ def named(path: Path, which: str) -> Path:
             return (root / BEST).resolve()
     raise ValueError(
         f"{path} has no checkpoints/{BEST}: the run kept none by a metric; set "
-        "checkpoint.keep, e.g. {best: eval/reward}, or leave out --which best"
+        "checkpoint.keep.best, e.g. to eval/reward, or leave out --which best"
     )

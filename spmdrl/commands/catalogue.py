@@ -26,7 +26,7 @@ BY_IMPORT = {  # functions with no name in the config: module -> names
     "spmdrl.algorithms.distillation": ("topk_divergence",),
     "spmdrl.algorithms.entropy": ("top_entropy", "adaptive_entropy_coef"),
     "spmdrl.algorithms.shaping": (
-        "overlong_penalty",
+        "penalize_overlong",
         "stop_properly",
         "scale_and_clamp",
         "pass_at_k_estimate",
@@ -58,8 +58,8 @@ def page() -> str:
         "## By import",
         "",
         "Some of these act in the program through other fields: those of `shaping` by",
-        "`rewards.shaping` and `algorithm.kl_options`, those of "
-        "`entropy` by `algorithm.entropy_options`,",
+        "`rewards.shaping` and `algorithm.kl_control`, those of "
+        "`entropy` by `algorithm.entropy_control`,",
         "`value_loss` and `outcome_loss` by the section `critic`.",
         "",
         *_table(methods, show_module=True),
