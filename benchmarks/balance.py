@@ -27,12 +27,12 @@ from typing import Any
 import tyro
 from start import torchrun
 
-CASES: dict[str, config.ScheduleSettings] = {
-    "even": config.ScheduleSettings(balance="even"),
-    "length": config.ScheduleSettings(balance="length"),
-    "steal": config.ScheduleSettings(balance="steal"),
-    "over_sample 1.5, even": config.ScheduleSettings(over_sample=1.5, balance="even"),
-    "over_sample 1.5, steal": config.ScheduleSettings(over_sample=1.5, balance="steal"),
+CASES: dict[str, dict] = {
+    "even": {"balance": "even"},
+    "length": {"balance": "length"},
+    "steal": {"balance": "steal"},
+    "over_sample 1.5, even": {"over_sample": 1.5, "balance": "even"},
+    "over_sample 1.5, steal": {"over_sample": 1.5, "balance": "steal"},
 }
 
 
@@ -153,7 +153,10 @@ def work(folder: Path, options: Options) -> None:
     for _ in range(options.rounds):
         for name, schedule in CASES.items():
             _run(
-                dataclasses.replace(cfg, rollout=config.RolloutSettings(schedule=schedule)),
+                dataclasses.replace(
+                    cfg,
+                    rollout=config.RolloutSettings(schedule=config.ScheduleSettings(**schedule)),
+                ),
                 options,
                 engine=engine,
                 world=world,
