@@ -139,9 +139,11 @@ def lists(options: Options, group: int, sample: int) -> tuple[list[int], list[fl
 
 def finished_group(options: Options, group: int, drawn: dict) -> object:
     """Return a group whose samples have come out of the engine and were rewarded."""
+    import torch
+
     from spmdrl.engine.protocol import Completion
-    from spmdrl.rollout.episode import Draw, Group, Response, Sample
-    from spmdrl.types import Prompt
+    from spmdrl.rollout.episode import Draw, FinishedEpisode, Group, Trajectory
+    from spmdrl.types import Prompt, flat
     from spmdrl.workers.pool import RewardResult
 
     prompt = Prompt(group, tuple(range(group, group + options.prompt)), "", {})
@@ -149,14 +151,13 @@ def finished_group(options: Options, group: int, drawn: dict) -> object:
     found = Group(group, 0, group, prompt, 0, draw)
     for sample in range(options.group_size):
         tokens, logprobs = drawn[group, sample]
-        versions: list[int] = []
-        versions += [group % 3] * (len(tokens) - len(versions))
-        response = Response()
-        response.sampled(Completion("", tuple(tokens), tuple(logprobs), False, tuple(versions)))
-        response.states.append(-1)
-        response.earned.append(0.0)
-        found.samples[sample] = Sample(
-            group, sample, prompt, response, "", RewardResult("", float(sample % 2))
+        drawn_by = torch.full((len(tokens),), group % 3)
+        completion = Completion(
+            "", flat(tokens, "int64"), flat(logprobs, "float32"), drawn_by, False
+        )
+        made = Trajectory.begun(prompt.tokens).sampled(completion).ended(-1)
+        found.samples[sample] = FinishedEpisode(
+            group, sample, prompt, made, "", RewardResult("", float(sample % 2))
         )
     return found
 

@@ -29,9 +29,10 @@ from spmdrl.credit import per_token
 from spmdrl.engine import make_engine
 from spmdrl.engine.protocol import Completion, EngineProtocol, Request
 from spmdrl.exchange import exchange
+from spmdrl.rollout.episode import Trajectory
 from spmdrl.rollout.packing import cumulative
 from spmdrl.train.trainer import Trainer
-from spmdrl.types import Batch, Rollouts, Scalars, join_routes
+from spmdrl.types import Batch, Rollouts, Scalars, Tokens
 from spmdrl.world import World
 from spmdrl.world.launch import launch_alone
 
@@ -96,9 +97,7 @@ def packed(prompts: list[tuple[int, ...]], completions: list[Completion]) -> Rol
     """Pack samples, each a group of its own."""
     ids, drawn = torch.arange(len(prompts)), torch.tensor([len(c.tokens) for c in completions])
     lengths = PROMPT + drawn
-    mask = torch.cat([torch.arange(n) >= PROMPT for n in lengths.tolist()])
-    logprobs = [x for c in completions for x in (*[0.0] * PROMPT, *c.logprobs)]
-    tokens = [t for prompt, c in zip(prompts, completions) for t in (*prompt, *c.tokens)]
+    samples = [Trajectory.begun(p).sampled(c) for p, c in zip(prompts, completions)]
     scalars = Scalars(
         lengths=lengths,
         response_lengths=drawn,
@@ -110,13 +109,7 @@ def packed(prompts: list[tuple[int, ...]], completions: list[Completion]) -> Rol
         min_versions=0 * ids,
     )
     return Rollouts(
-        tokens=torch.tensor(tokens),
-        response_mask=mask,
-        rollout_logprobs=torch.tensor(logprobs),
-        policy_versions=torch.where(mask, 0, -1),
-        cu_seqlens=cumulative(lengths.tolist()),
-        scalars=scalars,
-        routes=join_routes([c.routes for c in completions], lengths.tolist()),
+        **Tokens.concat(samples).columns(), cu_seqlens=cumulative(lengths), scalars=scalars
     )
 
 

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from spmdrl.data.partition import Plan, partition
-from spmdrl.types import Batch, Microbatch, Rollouts, Scalars, Sums, add_sums, join_turns
+from spmdrl.data.partition import Partition, partition
+from spmdrl.types import Batch, Microbatch, Rollouts, Scalars, Sums, Tokens, add_sums, join_turns
 from spmdrl.world import World
 from spmdrl.world.comm import gather_bytes, gather_sizes
 
@@ -33,7 +33,7 @@ _FLOATS = ("rewards", "greedy_rewards", "reward_parts", "turns")
 
 
 @dataclass(frozen=True)
-class _Table:
+class _Gathered:
     """The batch's scalars and where each of its sequences is now."""
 
     scalars: Scalars  # [S], sorted by (group, sample)
@@ -72,10 +72,10 @@ def exchange(rollouts: Rollouts, world: World, *, step: int) -> Batch:
         num_updates=cfg.updates_per_step,
         whole_groups=world.cfg.objective.trains_on_pairs,
     )
-    local = _move(rollouts, table, plan=plan, world=world, step=step)
+    received, starts = _move(rollouts, table, plan=plan, world=world, step=step)
     return Batch(
         scalars=table.scalars,
-        updates=_cut(local, table, plan=plan, world=world),
+        updates=_cut(received, starts, lengths=table.scalars.lengths, plan=plan, world=world),
         update_ids=plan.update_ids,
         sums=table.sums,
         samples=table.samples,
@@ -85,7 +85,7 @@ def exchange(rollouts: Rollouts, world: World, *, step: int) -> Batch:
 # --------------------------------------------------------------------------- the scalars
 
 
-def _gather(rollouts: Rollouts, world: World, *, step: int) -> _Table:
+def _gather(rollouts: Rollouts, world: World, *, step: int) -> _Gathered:
     """Gather everyone's scalars, sums and samples, and sort the sequences."""
     own = rollouts.scalars
     integers = torch.stack([getattr(own, name).long() for name in _INTEGERS], dim=1)
@@ -110,7 +110,7 @@ def _gather(rollouts: Rollouts, world: World, *, step: int) -> _Table:
         columns[name] = (join_turns(column) if name == "turns" else torch.cat(column))[order]
     ranks = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
     positions = torch.cat([torch.arange(count) for count in counts])
-    return _Table(
+    return _Gathered(
         scalars=Scalars(**columns),
         sources=ranks[order],
         positions=positions[order],
@@ -120,7 +120,7 @@ def _gather(rollouts: Rollouts, world: World, *, step: int) -> _Table:
     )
 
 
-def _check(table: _Table, *, step: int) -> None:
+def _check(table: _Gathered, *, step: int) -> None:
     scalars = table.scalars
     if not len(scalars):
         raise RuntimeError(f"step {step}: no rank handed over a single sequence")
@@ -162,20 +162,14 @@ def _check(table: _Table, *, step: int) -> None:
 # --------------------------------------------------------------------------- the tokens
 
 
-@dataclass(frozen=True)
-class _Local:
-    """Tokens that this rank received, one sequence after the other."""
+def _move(
+    rollouts: Rollouts, table: _Gathered, *, plan: Partition, world: World, step: int
+) -> tuple[Tokens, Tensor]:
+    """Send each sequence to all ranks of its dp index: one all-to-all, and one for routes.
 
-    tokens: Tensor  # [T] int64
-    versions: Tensor  # [T] int64
-    response_mask: Tensor  # [T] bool
-    rollout_logprobs: Tensor  # [T] float32
-    starts: dict[int, int]  # row in the scalars -> first token here
-    routes: Tensor | None  # [T, L, K]
-
-
-def _move(rollouts: Rollouts, table: _Table, *, plan: Plan, world: World, step: int) -> _Local:
-    """Send each sequence to all ranks of its dp index: one all-to-all, and one for routes."""
+    Returns: the tokens that this rank received, and where in them each sequence begins: [S]
+        int64, -1 for those that went elsewhere.
+    """
     lengths, dp_ids = table.scalars.lengths, plan.dp_ids
     dp_of_rank = [
         world.dp_index(r) if r in world.trainer_ranks else -1 for r in range(world.world_size)
@@ -186,37 +180,42 @@ def _move(rollouts: Rollouts, table: _Table, *, plan: Plan, world: World, step: 
     from_rank = [
         torch.nonzero(arriving & (table.sources == r)).flatten() for r in range(world.world_size)
     ]
-    order = _token_order(rollouts.cu_seqlens, table.positions[torch.cat(to_rank)])
-    # One payload of 12 bytes per token: id, version (-1 or more) with the mask as lowest bit,
-    # and the logprob's bits.
-    marks = (rollouts.policy_versions + 1) * 2 + rollouts.response_mask.long()
-    payload = torch.stack(
-        [rollouts.tokens.int(), marks.int(), rollouts.rollout_logprobs.float().view(torch.int32)],
-        dim=1,
-    )[order]
+    positions = table.positions[torch.cat(to_rank)]
+    order = _ranges(rollouts.cu_seqlens[positions], rollouts.cu_seqlens.diff()[positions])
     sizes = dict(
         input_split_sizes=[int(lengths[rows].sum()) for rows in to_rank],
         output_split_sizes=[int(lengths[rows].sum()) for rows in from_rank],
     )
     with world.watch.wait("exchange tokens", step):
-        payload = _all_to_all(payload, device=world.device, sizes=sizes)
+        payload = _all_to_all(_to_payload(rollouts)[order], device=world.device, sizes=sizes)
         routes = _move_routes(rollouts, table, order=order, device=world.device, sizes=sizes)
     rows = torch.cat(from_rank)
-    starts = lengths[rows].cumsum(0) - lengths[rows]
-    tokens, marks, logprobs = payload.t().contiguous()
-    return _Local(
+    starts = torch.full_like(lengths, -1)
+    starts[rows] = lengths[rows].cumsum(0) - lengths[rows]
+    return _from_payload(payload, routes=routes), starts
+
+
+def _to_payload(tokens: Tokens) -> Tensor:
+    """Return [T, 3] int32: id, version (-1 or more) with the mask as lowest bit, logprob's bits."""
+    marks = (tokens.policy_versions + 1) * 2 + tokens.response_mask
+    bits = tokens.rollout_logprobs.float().view(torch.int32)
+    return torch.stack([tokens.tokens.int(), marks.int(), bits], dim=1)
+
+
+def _from_payload(payload: Tensor, *, routes: Tensor | None) -> Tokens:
+    tokens, marks, bits = payload.t().contiguous()
+    return Tokens(
         tokens=tokens.long(),
-        versions=(marks // 2 - 1).long(),
         response_mask=marks % 2 == 1,
-        rollout_logprobs=logprobs.view(torch.float32),
-        starts=dict(zip(rows.tolist(), starts.tolist())),
+        rollout_logprobs=bits.view(torch.float32),
+        policy_versions=(marks // 2 - 1).long(),
         routes=routes,
     )
 
 
 def _move_routes(
     rollouts: Rollouts,
-    table: _Table,
+    table: _Gathered,
     *,
     order: Tensor,
     device: torch.device,
@@ -232,11 +231,6 @@ def _move_routes(
     payload = own[order].flatten(1).contiguous().view(torch.uint8)
     received = _all_to_all(payload, device=device, sizes=sizes)
     return received.view(form.dtype).unflatten(1, form.shape[1:])
-
-
-def _token_order(cu_seqlens: Tensor, positions: Tensor) -> Tensor:
-    """Return the token indices of the sequences at `positions`, one after the other: [T]."""
-    return _ranges(cu_seqlens[positions], cu_seqlens.diff()[positions])
 
 
 def _ranges(starts: Tensor, lengths: Tensor) -> Tensor:
@@ -257,7 +251,7 @@ def _all_to_all(payload: Tensor, *, device: torch.device, sizes: dict[str, list[
 
 
 def _cut(
-    local: _Local, table: _Table, *, plan: Plan, world: World
+    received: Tokens, starts: Tensor, *, lengths: Tensor, plan: Partition, world: World
 ) -> tuple[tuple[Microbatch, ...], ...]:
     """Cut what arrived into this rank's micro-batches; nothing off the trainers."""
     if not world.is_trainer:
@@ -266,7 +260,7 @@ def _cut(
     return tuple(
         tuple(
             _microbatch(
-                local, plan.rows(dp_id, update=update, microbatch=m), lengths=table.scalars.lengths
+                received, plan.rows(dp_id, update=update, microbatch=m), starts, lengths=lengths
             )
             for m in range(num_microbatches)
         )
@@ -274,35 +268,26 @@ def _cut(
     )
 
 
-def _microbatch(local: _Local, rows: Tensor, *, lengths: Tensor) -> Microbatch:
+def _microbatch(received: Tokens, rows: Tensor, starts: Tensor, *, lengths: Tensor) -> Microbatch:
     """Pack the sequences `rows` [s] in their order, or one dummy token for none."""
-    device = local.tokens.device
+    device = received.tokens.device
     if not len(rows):
         return dummy_microbatch(device)
-    starts = torch.tensor([local.starts[row] for row in rows.tolist()])
-    order = _ranges(starts, lengths[rows]).to(device)
-    cu_seqlens = torch.cat([torch.zeros(1, dtype=torch.int64), lengths[rows].cumsum(0)])
+    own = lengths[rows]
     return Microbatch(
-        tokens=local.tokens[order],
-        position_ids=_ranges(torch.zeros_like(starts), lengths[rows]).to(device),
-        cu_seqlens=cu_seqlens.int().to(device),
-        response_mask=local.response_mask[order],
-        rollout_logprobs=local.rollout_logprobs[order],
-        policy_versions=local.versions[order],
+        **received.at(_ranges(starts[rows], own).to(device)).columns(),
+        position_ids=_ranges(torch.zeros_like(own), own).to(device),
+        cu_seqlens=torch.nn.functional.pad(own.cumsum(0), (1, 0)).int().to(device),
         sequence_ids=rows.to(device),
-        routes=None if local.routes is None else local.routes[order],
     )
 
 
 def dummy_microbatch(device: torch.device) -> Microbatch:
     """Return a micro-batch of one token that is in no loss, which keeps collectives matched."""
-    zero = torch.zeros(1, dtype=torch.int64, device=device)
-    return Microbatch(
-        tokens=zero,
-        position_ids=zero.clone(),
-        cu_seqlens=torch.tensor([0, 1], dtype=torch.int32, device=device),
-        response_mask=torch.zeros(1, dtype=torch.bool, device=device),
-        rollout_logprobs=torch.zeros(1, device=device),
-        policy_versions=zero - 1,
-        sequence_ids=zero - 1,
+    dummy = Microbatch(
+        **Tokens.given([0]).columns(),
+        position_ids=torch.zeros(1, dtype=torch.int64),
+        cu_seqlens=torch.tensor([0, 1], dtype=torch.int32),
+        sequence_ids=torch.tensor([-1]),
     )
+    return dummy.to(device)

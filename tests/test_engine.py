@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from drawn import plain
 from ranks import run_ranks
 
 from spmdrl import config
@@ -54,7 +55,7 @@ def draw(engine, order, *, temperature=1.0, max_tokens=12, stop=()):
         )
     done = {}
     while engine.is_busy:
-        done |= {c.key: c for c in engine.step()}
+        done |= {c.key: plain(c) for c in engine.step()}
     return done
 
 
@@ -64,7 +65,7 @@ def crowd(engine, order) -> dict:
         engine.add(Request(f"long-{i}", LONG[i], 8, 1.0, 100 + i, ()))
     done = {}
     while engine.is_busy:
-        done |= {c.key: c for c in engine.step()}
+        done |= {c.key: plain(c) for c in engine.step()}
     return done
 
 
@@ -91,16 +92,16 @@ def swap(engine, *, mode: str, folders: tuple[str, str]) -> dict:
         engine.add(Request(f"{mode}-{i}", PROMPTS[i % 3], 12 - i, 1.0, 100 + i, ()))
     done: dict = {}
     for _ in range(4):
-        done |= {c.key: c for c in engine.step()}
+        done |= {c.key: plain(c) for c in engine.step()}
     partial = {c.key: c for c in engine.unfinished()}
     for version, folder in ((8, folders[0]), (9, folders[1])):
         engine.reload_weights(load_file(f"{folder}/model.safetensors").items())
         engine.weights_changed(version)
         engine.add(Request(f"{mode}-{version}", PROMPTS[0], 5, 1.0, version, ()))
         for _ in range(3):
-            done |= {c.key: c for c in engine.step()}
+            done |= {c.key: plain(c) for c in engine.step()}
     while engine.is_busy:
-        done |= {c.key: c for c in engine.step()}
+        done |= {c.key: plain(c) for c in engine.step()}
     return {"partial": partial, "done": done}
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from drawn import plain
 from ranks import run_ranks
 
 from spmdrl import config
@@ -87,7 +88,7 @@ def draws_of(folders: dict[str, str]) -> dict[str, tuple]:
             engine.score([PROMPTS[1]])
         done = {}
         while engine.is_busy:
-            done |= {c.key: c for c in engine.step()}
+            done |= {c.key: plain(c) for c in engine.step()}
         rows = [prompt + done[str(i)].tokens for i, prompt in enumerate(PROMPTS)]
         found[name] = rows, [done[str(i)].logprobs for i in range(len(rows))], engine.score(rows)
         engine.close()

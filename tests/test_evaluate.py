@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from drawn import trajectory
 from ranks import run_ranks
 from runs import ROOT
 
@@ -21,7 +22,7 @@ from spmdrl.commands.export import export
 from spmdrl.config import Config, KeepSettings
 from spmdrl.evaluate import table
 from spmdrl.report.glossary import values_of
-from spmdrl.rollout.episode import Response, Sample
+from spmdrl.rollout.episode import FinishedEpisode
 from spmdrl.rollout.outcomes import Outcome, eval_sums, outcomes_of, summarize
 from spmdrl.types import Prompt
 from spmdrl.workers.pool import RewardResult
@@ -121,10 +122,10 @@ def test_the_loop_reports_every_source_and_only_names_of_the_glossary():
     assert eval_sums([], samples=4) == {}
 
 
-def _sample(index: int, position: int, reward: RewardResult) -> Sample:
+def _sample(index: int, position: int, reward: RewardResult) -> FinishedEpisode:
     prompt = Prompt(index, (1,), "q", {"prompt": "q", "data_source": "s"})
-    response = Response([1, 2], [True] * 2, [0.0] * 2, [0] * 2, is_truncated=position == 0)
-    return Sample(0, position, prompt, response, "", reward)
+    drawn = trajectory((1,), [1, 2], is_truncated=position == 0)
+    return FinishedEpisode(0, position, prompt, drawn, "", reward)
 
 
 def test_answers_and_numbers_come_from_what_reward_functions_report():

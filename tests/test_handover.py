@@ -60,7 +60,7 @@ def _drawn(engine: object) -> list[tuple]:
         engine.add(Request(str(index), prompt, 16, 1.0, index, ()))
     done = {}
     while engine.is_busy:
-        done |= {c.key: (c.tokens, c.logprobs) for c in engine.step()}
+        done |= {c.key: (c.tokens.tolist(), c.logprobs.tolist()) for c in engine.step()}
     return [done[str(index)] for index in range(len(PROMPTS))]
 
 

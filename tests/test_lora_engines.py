@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from drawn import plain
 from ranks import run_ranks
 from test_lora import _merged, _set_b
 from test_moe import make_moe
@@ -170,7 +171,7 @@ def _sample(cfg: Config) -> dict[str, float]:
         )
     done = {}
     while engine.is_busy:
-        done |= {c.key: c for c in engine.step()}
+        done |= {c.key: plain(c) for c in engine.step()}
     rows = [(*prompt, *done[str(i)].tokens) for i, prompt in enumerate(PROMPTS)]
     ours = [s[-4:] for s in trainer.score(rows)]
     with trainer.policy.model.adapters.off():

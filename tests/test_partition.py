@@ -7,10 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spmdrl.data.partition import Plan, partition
+from spmdrl.data.partition import Partition, partition
 
 
-def cut(lengths: list[int], *, groups: int = 0, **options: int) -> Plan:
+def cut(lengths: list[int], *, groups: int = 0, **options: int) -> Partition:
     ids = torch.arange(len(lengths)) * max(groups, 1) // max(len(lengths), 1)
     options = dict(dp_size=1, tokens_per_microbatch=100) | options
     return partition(torch.tensor(lengths, dtype=torch.int64), group_ids=ids, **options)

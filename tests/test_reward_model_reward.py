@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from drawn import trajectory
 from policy_runs import LENGTHS, batch, config, sequence
 from ranks import run_ranks
 from runs import ROOT, TINY, metrics, run
@@ -23,7 +24,7 @@ from spmdrl.commands.create_model import create_model
 from spmdrl.commands.export import export
 from spmdrl.config import Config, DataSettings, RewardsSettings, ShapingSettings
 from spmdrl.rewards.signatures import part_names, reward_models
-from spmdrl.rollout.episode import Response, Sample
+from spmdrl.rollout.episode import FinishedEpisode
 from spmdrl.rollout.metrics import batch_sums
 from spmdrl.rollout.packing import pack
 from spmdrl.train.companions.model_rewards import check_reward_model, with_scores
@@ -424,11 +425,11 @@ def test_models_alone_need_no_worker():
 
 
 def test_what_is_packed_for_a_model_is_not_shaped_and_says_which_sample_it_is():
-    sample = Sample(
+    sample = FinishedEpisode(
         4,
         1,
         Prompt(0, (5, 6), "q", {}),
-        Response([7], [True], [-0.5], [0], True),
+        trajectory((5, 6), [7], logprobs=[-0.5], is_truncated=True),
         "t",
         RewardResult("k", 1.0, parts={"f": 1.0}),
     )

@@ -19,6 +19,8 @@ from spmdrl.check.settings import validate
 from spmdrl.commands.create_model import create_model
 from spmdrl.config import Config, LayoutSettings
 
+COLUMNS = ("tokens", "policy_versions")
+
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> str:
@@ -98,8 +100,10 @@ def test_groups_that_a_step_left_behind_go_on_after_a_resume(model):
     assert len(under_way) == 4
     partial = [e for group in under_way.values() for e in group["episodes"]]
     assert partial, "nothing was unfinished: the case is not tested"
-    drawn = [e for e in partial if e["response"]["tokens"]]
-    assert drawn and all(set(e["response"]["versions"]) == {0} for e in drawn)
+    had = [e["trajectory"] for e in partial]
+    had = [{name: t[name][t["response_mask"]].tolist() for name in COLUMNS} for t in had]
+    drawn = [t for t in had if t["tokens"]]
+    assert drawn and all(set(t["policy_versions"]) == {0} for t in drawn)
     # Each goes on from exactly what it had, with the version that drew it.
     responses = [
         second.tokens[a:b][second.response_mask[a:b]].tolist()
@@ -110,7 +114,7 @@ def test_groups_that_a_step_left_behind_go_on_after_a_resume(model):
         for a, b in zip(second.cu_seqlens, second.cu_seqlens[1:])
     ]
     for episode in drawn:
-        tokens, count = episode["response"]["tokens"], len(episode["response"]["tokens"])
+        tokens, count = episode["tokens"], len(episode["tokens"])
         at = [i for i, response in enumerate(responses) if response[:count] == tokens]
         assert at, "a sequence under way was lost"
         assert any(versions[i][:count] == [0] * count for i in at)
@@ -212,7 +216,7 @@ def played(cfg: Config) -> dict:
         def spied_step():
             finished = step()
             for completion in finished:
-                seen[completion.key].append(completion.tokens)
+                seen[completion.key].append(tuple(completion.tokens.tolist()))
             return finished
 
         engine.add, engine.step = spied_add, spied_step

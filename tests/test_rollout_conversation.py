@@ -6,16 +6,16 @@ import functools
 
 import pytest
 from chat_templates import GEMMA, QWEN, QWEN3, chat_tokenizer
+from drawn import completion
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spmdrl.commands.create_model import character_tokenizer
-from spmdrl.engine.protocol import Completion
 from spmdrl.environments.protocol import ToolCall
 from spmdrl.environments.tool_calls import hermes, make_parser
 from spmdrl.environments.tools import make_tools
 from spmdrl.rollout.conversation import Chat, make_chat
-from spmdrl.rollout.episode import Response
+from spmdrl.rollout.episode import Trajectory
 
 FAMILIES = ("qwen", "llama3", "gemma")
 TOOLS = [tool.description for tool in make_tools(["calculator"]).values()]
@@ -25,18 +25,6 @@ TOOLS = [tool.description for tool in make_tools(["calculator"]).values()]
 def chat_of(family, tools=False):
     tokenizer = chat_tokenizer(family)
     return Chat(tokenizer, stop_token_ids=[tokenizer.eos_token_id], tools=TOOLS if tools else None)
-
-
-def completion(tokens, *, is_truncated=False):
-    made = {
-        "key": "k",
-        "tokens": tuple(tokens),
-        "logprobs": (-1.0,) * len(tokens),
-        "is_truncated": is_truncated,
-    }
-    if "versions" in Completion.__dataclass_fields__:
-        made["versions"] = (3,) * len(tokens)
-    return Completion(**made)
 
 
 # --------------------------------------------------------------------------- properties
@@ -71,12 +59,13 @@ def test_ids_decode_to_the_templates_rendering_and_samples_are_untouched(family,
     @given(conversations(family))
     def check(conversation):
         head, turns = conversation
-        prompt, response, whole, drawn = chat.opening(head), Response(), list(head), []
+        prompt, whole, drawn = chat.opening(head), list(head), []
+        made = Trajectory.begun(prompt)
         for n, (sampled, how, answer) in enumerate(turns):
             tokens = [*([] if how == "empty" else sampled), *([end] if how != "cut" else [])]
-            drawn.append((len(response.tokens), tokens))
-            response.sampled(completion(tokens, is_truncated=how == "cut"))
-            response.observed(chat.observed(tokens, answer))
+            drawn.append((made.num_following, tokens))
+            made = made.sampled(completion(tokens, is_truncated=how == "cut"))
+            made = made.observed(chat.observed(tokens, answer))
             whole += [{"role": "assistant", "content": f"reply-number-{n}"}, *answer]
         rendered = chat.tokenizer.apply_chat_template(
             whole, tools=TOOLS if with_tools else None, tokenize=False, add_generation_prompt=True
@@ -86,12 +75,14 @@ def test_ids_decode_to_the_templates_rendering_and_samples_are_untouched(family,
             reply = decode([t for t in tokens if t != end])
             rendered = rendered.replace(f"reply-number-{n}", f"{n}\ufffd{reply}\ufffd{n}", 1)
         # Cut between replies, since bytes of a reply that are no UTF-8 decode as a whole.
+        response, is_sampled = made.response, made.response_mask[len(prompt) :].tolist()
+        assert made.tokens[: len(prompt)].tolist() == list(prompt)
         assert _decoded(chat, prompt, response, drawn) == rendered
-        marked = [t for t, is_sampled in zip(response.tokens, response.is_sampled) if is_sampled]
+        marked = made.tokens[made.response_mask].tolist()
         assert marked == [t for _, tokens in drawn for t in tokens]
         for start, tokens in drawn:
-            assert response.tokens[start : start + len(tokens)] == tokens
-            assert response.is_sampled[start : start + len(tokens)] == [True] * len(tokens)
+            assert response[start : start + len(tokens)] == tokens
+            assert is_sampled[start : start + len(tokens)] == [True] * len(tokens)
 
     check()
 
@@ -103,11 +94,11 @@ def _decoded(chat, prompt, response, drawn):
     for n, (start, tokens) in enumerate(drawn):
         stop = start + len(tokens)
         is_closed = tokens[-1:] == [end]
-        text += decode(response.tokens[at:start])
+        text += decode(response[at:start])
         text += f"{n}\ufffd{decode(tokens[: len(tokens) - is_closed])}\ufffd{n}"
         text += decode([end]) if is_closed else ""
         at = stop
-    return text + decode(response.tokens[at:])
+    return text + decode(response[at:])
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -245,7 +236,7 @@ def test_responses_have_text_without_and_calls_with_special_tokens():
     )
     text = '<|python_tag|>{"name": "calculator", "parameters": {"expression": "1+1"}}<|eot_id|>'
     tokens = words(text, add_special_tokens=False)["input_ids"]
-    found, cut = chat.responses([completion(tokens), completion([1, 2], is_truncated=True)])
+    found, cut = chat.responses([tokens, [1, 2]], are_truncated=[False, True])
     assert found.text == '{"name": "calculator", "parameters": {"expression": "1+1"}}'
     assert found.tool_calls == (ToolCall("calculator", {"expression": "1+1"}),)
     assert not found.is_truncated and cut.is_truncated and cut.tool_calls == ()

@@ -10,6 +10,7 @@ import time
 
 import pytest
 import torch
+from drawn import completion, trajectory, values
 from report_world import config as report_config
 from report_world import group, open_report, record_steps  # noqa: F401
 from runs import TINY, metrics, run
@@ -21,7 +22,7 @@ from spmdrl.check.settings import validate
 from spmdrl.commands.create_model import create_model
 from spmdrl.config import Config, ShapingSettings
 from spmdrl.engine.protocol import Completion, Request
-from spmdrl.rollout.episode import GREEDY, Draw, Group, Response, Sample
+from spmdrl.rollout.episode import GREEDY, Draw, FinishedEpisode, Group
 from spmdrl.rollout.loop import Loop
 from spmdrl.rollout.packing import concat_rollouts, empty_rollouts, pack, rollouts_from_dict
 from spmdrl.rollout.sums import warn_if_all_failed
@@ -61,7 +62,13 @@ class Engine:
 
     def step(self) -> list[Completion]:
         return [
-            Completion(r.key, (7, 1), (-0.5, -0.25), r.temperature == 0, versions=(2, 2))
+            completion(
+                (7, 1),
+                key=r.key,
+                logprobs=(-0.5, -0.25),
+                versions=(2, 2),
+                is_truncated=r.temperature == 0,
+            )
             for r in (self.open.pop() for _ in range(min(2, len(self.open))))
         ]
 
@@ -94,7 +101,9 @@ class Link:
         pass
 
 
-def draw_all(pool, *, engine: Engine | None = None, **changes) -> tuple[list[Sample], Engine]:
+def draw_all(
+    pool, *, engine: Engine | None = None, **changes
+) -> tuple[list[FinishedEpisode], Engine]:
     engine = engine or Engine()
     loop = Loop(tokenizer=Tokenizer(), pool=pool, link=Link())
     draw = dataclasses.replace(DRAW, **changes)
@@ -123,7 +132,8 @@ def test_the_greedy_sample_is_one_more_request_and_changes_no_other():
     greedy = [r for r in engine.seen if r.temperature == 0]
     assert len(greedy) == 2 and all(r.seed is None for r in greedy)
     assert [r for r in engine.seen if r.temperature] == without.seen
-    assert [s for s in samples if s.sample != GREEDY] == plain
+    drawn = [values(s) for s in samples if s.sample != GREEDY]
+    assert drawn == [values(s) for s in plain]
 
 
 @pytest.mark.parametrize(
@@ -180,20 +190,21 @@ def test_a_replica_without_one_good_reward_is_warned_about_once(caplog):
 # ---------------------------------------------------------------- packing
 
 
-def response(length: int) -> Response:
-    drawn = Response()
-    drawn.sampled(
-        Completion("k", tuple(range(length)), (-0.5,) * length, length > 4, versions=(2,) * length)
+def sample(
+    slot: int, number: int, value: float | None, *, length: int = 2, **parts
+) -> FinishedEpisode:
+    drawn = trajectory(
+        PROMPTS[0][1].tokens,
+        range(length),
+        logprobs=(-0.5,) * length,
+        versions=(2,) * length,
+        is_truncated=length > 4,
     )
-    return drawn
-
-
-def sample(slot: int, number: int, value: float | None, *, length: int = 2, **parts) -> Sample:
-    return Sample(
+    return FinishedEpisode(
         slot,
         number,
         PROMPTS[0][1],
-        response(length),
+        drawn,
         "text",
         RewardResult("k", value, parts=parts, failure=None if value is not None else "error"),
     )

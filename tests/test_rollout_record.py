@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from drawn import trajectory
 from runs import TINY, metrics, run
 from test_train import assert_same_end
 
@@ -35,7 +36,7 @@ from spmdrl.config import (
     ScheduleSettings,
     ShapingSettings,
 )
-from spmdrl.rollout.episode import GREEDY, Draw, Group, Response, Sample
+from spmdrl.rollout.episode import GREEDY, Draw, FinishedEpisode, Group
 from spmdrl.rollout.packing import pack_step
 from spmdrl.rollout.record import (
     Recorder,
@@ -75,8 +76,10 @@ def group_of(slot: int, *, has_greedy: bool = False) -> Group:
     prompt = Prompt(100 + slot, (5, 6, 7 + slot), f"what is <{slot}>?\n", {})
     draw = Draw(0, "train", 2, 8, 1.0, True, (), has_greedy=has_greedy)
     group = Group(slot, 0, slot, prompt, 0, draw)
-    broken = Response([11], [True], [-0.1], [2], False, [-1], [0.0])
-    group.samples[0] = Sample(
+    broken = trajectory(
+        prompt.tokens, [11], logprobs=[-0.1], versions=[2], states=[-1], earned=[0.0]
+    )
+    group.samples[0] = FinishedEpisode(
         slot,
         0,
         prompt,
@@ -93,16 +96,17 @@ def group_of(slot: int, *, has_greedy: bool = False) -> Group:
             "KeyError: x" if slot else "",
         ),
     )
-    two_turns = Response(
+    two_turns = trajectory(
+        prompt.tokens,
         [1, 2, 9, 3],
-        [True, True, False, True],
-        [-0.5, -2.0 - slot, 0.0, -1 / 3],
-        [1, 1, -1, 2],
-        True,
-        [2**47, 7],
-        [0.25, -1.0],
+        is_sampled=[True, True, False, True],
+        logprobs=[-0.5, -2.0 - slot, 0.0, -1 / 3],
+        versions=[1, 1, -1, 2],
+        is_truncated=True,
+        states=[2**47, 7],
+        earned=[0.25, -1.0],
     )
-    group.samples[1] = Sample(
+    group.samples[1] = FinishedEpisode(
         slot,
         1,
         prompt,
@@ -111,8 +115,10 @@ def group_of(slot: int, *, has_greedy: bool = False) -> Group:
         RewardResult("k", 0.1 + slot, {"right": slot, "brief": 0.2}),
     )
     if has_greedy:
-        greedy = Response([4], [True], [-0.25], [2], False, [-1], [0.0])
-        group.samples[GREEDY] = Sample(
+        greedy = trajectory(
+            prompt.tokens, [4], logprobs=[-0.25], versions=[2], states=[-1], earned=[0.0]
+        )
+        group.samples[GREEDY] = FinishedEpisode(
             slot, GREEDY, prompt, greedy, "greedy", RewardResult("k", 0.75)
         )
     return group
@@ -351,9 +357,11 @@ def test_the_engines_routes_come_back_and_a_run_that_needs_them_is_refused_witho
     made = {}
     for group in groups[:2]:  # the last group has none
         for sample in group.drawn:
-            tokens = len(sample.prompt.tokens) + len(sample.response.tokens)
+            tokens = len(sample.trajectory.tokens)
             routes = (torch.arange((tokens - 1) * 6) * (sample.slot + 3) % 120).view(-1, 3, 2)
-            sample.response.routes = made[sample.slot, sample.sample] = routes.to(torch.int8)
+            made[sample.slot, sample.sample] = routes = routes.to(torch.int8)
+            with_routes = dataclasses.replace(sample.trajectory, routes=routes)
+            group.samples[sample.sample] = dataclasses.replace(sample, trajectory=with_routes)
     cfg = config_of(tmp_path / "live", record=RecordSettings(every=1), steps=1)
     share = pack_step(
         groups, cfg, is_first=True, seconds=1.5, measured={}, dropped=[], num_carried=0

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from drawn import plain
 from ranks import run_ranks
 from runs import ROOT
 from test_moe import make_moe
@@ -98,7 +99,7 @@ def watch_cache(engine: Any) -> list[int]:
 
 def drain(engine: Any, found: dict[str, Completion]) -> None:
     while engine.is_busy:
-        found |= {c.key: c for c in engine.step()}
+        found |= {c.key: plain(c) for c in engine.step()}
 
 
 def recorded(cfg: Config) -> dict[str, Any] | None:
@@ -125,7 +126,7 @@ def recorded(cfg: Config) -> dict[str, Any] | None:
             prompts[f"{mode}-{i}"] = PROMPTS[i]
             engine.add(Request(f"{mode}-{i}", PROMPTS[i], 12, 1.0, 20 + i, ()))
         for _ in range(5):
-            done |= {c.key: c for c in engine.step()}
+            done |= {c.key: plain(c) for c in engine.step()}
         before = {c.key: c for c in engine.unfinished()}
         engine.weights_changed(engine.version + 1)
         again = {c.key: c for c in engine.unfinished()}
@@ -211,7 +212,7 @@ def crowded(cfg: Config) -> dict[str, Any]:
     done: dict[str, Completion] = {}
     preempted = 0
     while engine.is_busy:
-        done |= {c.key: c for c in engine.step()}
+        done |= {c.key: plain(c) for c in engine.step()}
         scheduler = engine._llm.engine_core.engine_core.scheduler
         preempted = max(
             preempted, max((r.num_preemptions for r in scheduler.requests.values()), default=0)

@@ -171,13 +171,13 @@ def behaviour(
     started = reference_scores(model, PROMPTS)
     model.load_state_dict(state, strict=False)
     right = reference_scores(model, PROMPTS)
-    sampled = torch.tensor([PROMPTS[0] + list(done[0].tokens)])
+    sampled = torch.tensor([PROMPTS[0] + done[0].tokens.tolist()])
     with torch.no_grad():
         greedy = model(sampled).logits[0].argmax(-1)[len(PROMPTS[0]) - 1 : -1].tolist()
     return {
         "gap": max(float((a - b).abs().max()) for a, b in zip(scores, right)),
         "change": max(float((a - b).abs().max()) for a, b in zip(started, right)),
-        "greedy_wrong": sum(a != b for a, b in zip(done[0].tokens, greedy)),
+        "greedy_wrong": sum(a != b for a, b in zip(done[0].tokens.tolist(), greedy)),
         "sampled": len(done[0].tokens),
     }
 

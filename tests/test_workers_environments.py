@@ -12,7 +12,6 @@ import pytest
 from chat_templates import chat_tokenizer
 from pool_runs import pool_of
 
-from spmdrl.engine.protocol import Completion
 from spmdrl.environments.protocol import Response
 from spmdrl.environments.tool_calls import hermes
 from spmdrl.rollout.conversation import Chat
@@ -244,10 +243,7 @@ def test_a_turn_costs_the_rank_less_than_a_millisecond():
     words = chat_tokenizer("qwen")
     chat = Chat(words, stop_token_ids=[words.eos_token_id])
     tokens = (*words("Is it 1000?", add_special_tokens=False)["input_ids"], words.eos_token_id)
-    fields = {"key": "k", "tokens": tokens, "logprobs": (0.0,) * len(tokens), "is_truncated": False}
-    if "versions" in Completion.__dataclass_fields__:
-        fields["versions"] = (0,) * len(tokens)
-    completions = [Completion(**fields)] * 64
+    turns = dict(turns=[tokens] * 64, are_truncated=[False] * 64)
     row = {"prompt": "Guess my number from 1 to 100.", "answer": "7"}
     with pool_of(environment={"name": "guess_number", "max_turns": 20, "turn_cost": 0.01}) as pool:
         pool.start()
@@ -259,7 +255,7 @@ def test_a_turn_costs_the_rank_less_than_a_millisecond():
             assert chat.opening(list(result.messages))
         calls += len(live)
         for _ in range(10):
-            for result, response in zip(live, chat.responses(completions)):
+            for result, response in zip(live, chat.responses(**turns)):
                 pool.turn(result.key, environment=result.environment, response=response)
             live = pool.drain()
             for result in live:

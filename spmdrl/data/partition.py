@@ -18,7 +18,7 @@ _QUADRATIC_TOKENS = 24576
 
 
 @dataclass(frozen=True)
-class Plan:
+class Partition:
     """Where each of S sequences is trained."""
 
     update_ids: Tensor  # [S] int64
@@ -44,7 +44,7 @@ def partition(
     num_updates: int = 1,
     quadratic_tokens: int = _QUADRATIC_TOKENS,
     whole_groups: bool = False,
-) -> Plan:
+) -> Partition:
     """Assign sequences to updates, dp ranks and micro-batches.
 
     Whole groups go to updates in the order of their ids. Within an update, units (sequences,
@@ -87,7 +87,7 @@ def partition(
         for position, members in enumerate(bins):
             chosen = units[members]
             unit_microbatch[chosen], unit_dp[chosen] = position // dp_size, position % dp_size
-    return Plan(
+    return Partition(
         update_ids=update_ids,
         dp_ids=unit_dp[unit_of],
         microbatch_ids=unit_microbatch[unit_of],

@@ -34,14 +34,14 @@ class Completion:
     """What was drawn for one request."""
 
     key: str
-    tokens: tuple[int, ...]
-    """Sampled ids, the stop token included."""
-    logprobs: tuple[float, ...]
-    """Natural log-probability of each sampled id under the distribution it was drawn from."""
+    tokens: Tensor
+    """[n] int64, sampled ids, the stop token included."""
+    logprobs: Tensor
+    """[n] float32, natural, of each sampled id under the distribution it was drawn from."""
+    versions: Tensor
+    """[n] int64, policy version of the weights that drew each."""
     is_truncated: bool
     """Cut at max_tokens (or at the context's end) instead of stopping by itself."""
-    versions: tuple[int, ...]
-    """Policy version of the weights that drew each."""
     routes: Tensor | None = None
     """[n, L, K] int8 or int16: the K experts of each of L layers with experts that the request's
     first n tokens went to, prompt included. n is all but the last token, which the engine never

@@ -32,6 +32,7 @@ from spmdrl.model.load import load_whole_model
 from spmdrl.model.packing import Packing, make_packing
 from spmdrl.model.sharded import packs
 from spmdrl.model.shards import Held
+from spmdrl.types import flat
 from spmdrl.world import World
 
 log = logging.getLogger(__name__)
@@ -65,10 +66,10 @@ class _Sequence:
     def completion(self, *, is_truncated: bool) -> Completion:
         return Completion(
             self.request.key,
-            tuple(self.tokens),
-            tuple(self.logprobs),
+            flat(self.tokens, "int64"),
+            flat(self.logprobs, "float32"),
+            flat(self.versions, "int64"),
             is_truncated,
-            tuple(self.versions),
             torch.cat(self.routes) if self.routes else None,
         )
 

@@ -20,6 +20,7 @@ from spmdrl.engine.protocol import Completion, Request
 from spmdrl.engine.vllm_adapter import AdapterSlot, lora_arguments
 from spmdrl.engine.vllm_routes import Routes, make_routes, route_arguments
 from spmdrl.model.live_bytes import device_bytes
+from spmdrl.types import flat
 from spmdrl.world import World
 
 log = logging.getLogger(__name__)
@@ -125,12 +126,11 @@ class VllmEngine:
         is_truncated: bool,
         routes: Tensor | None,
     ) -> Completion:
-        versions: list[int] = []
-        for count, version in self._replaced.get(key, ()):
-            versions += [version] * (count - len(versions))
-        versions += [self.version] * (len(tokens) - len(versions))
+        versions = torch.full((len(tokens),), self.version)
+        for count, version in reversed(self._replaced.get(key, ())):
+            versions[:count] = version
         return Completion(
-            key, tuple(tokens), tuple(logprobs), is_truncated, tuple(versions), routes
+            key, flat(tokens, "int64"), flat(logprobs, "float32"), versions, is_truncated, routes
         )
 
     @property

@@ -22,13 +22,12 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal
 
 from transformers import PreTrainedTokenizerBase
 
 from spmdrl.data.prompts import apply_template, render
-from spmdrl.engine.protocol import Completion
 from spmdrl.environments.protocol import Message, Response
 from spmdrl.environments.tool_calls import Parser, make_parser
 
@@ -103,24 +102,18 @@ class Chat:
         is_closed = bool(sampled) and sampled[-1] in self._stops
         return tokens[1:] if is_closed else tokens
 
-    def responses(self, completions: Iterable[Completion]) -> list[Response]:
-        """Return finished turns as environments get them, decoded together."""
-        completions = list(completions)
-        bodies = [
-            c.tokens[:-1] if c.tokens and c.tokens[-1] in self._stops else c.tokens
-            for c in completions
-        ]
+    def responses(
+        self, turns: Sequence[Sequence[int]], *, are_truncated: Sequence[bool]
+    ) -> list[Response]:
+        """Return finished turns, as the engine drew them, as environments get them."""
+        bodies = [t[:-1] if t and t[-1] in self._stops else t for t in turns]
         texts = self.tokenizer.batch_decode(bodies, skip_special_tokens=True)
         if self._parser is None:
-            return [
-                Response(text, is_truncated=c.is_truncated) for text, c in zip(texts, completions)
-            ]
-        # The marks of a call are special tokens in some vocabularies.
-        marked = self.tokenizer.batch_decode(bodies, skip_special_tokens=False)
-        return [
-            Response(text, self._parser(raw), c.is_truncated)
-            for text, raw, c in zip(texts, marked, completions)
-        ]
+            calls = [()] * len(texts)
+        else:  # the marks of a call are special tokens in some vocabularies
+            marked = self.tokenizer.batch_decode(bodies, skip_special_tokens=False)
+            calls = [self._parser(raw) for raw in marked]
+        return [Response(*of_turn) for of_turn in zip(texts, calls, are_truncated)]
 
     # ---------------------------------------------------------------- what the template does
 

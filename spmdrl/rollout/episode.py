@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import copy
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
-from torch import Tensor
 
 from spmdrl.engine.protocol import Completion, Request
-from spmdrl.types import Prompt
+from spmdrl.types import TOKEN_COLUMNS, Prompt, Tokens
 from spmdrl.workers.pool import RewardResult
 
 GREEDY = -1
@@ -38,68 +37,90 @@ class Draw:
     """The first reward that fails ends the run."""
 
 
-@dataclass
-class Response:
-    """All that follows a prompt: sampled tokens, and an environment's between its turns."""
+@dataclass(frozen=True, kw_only=True)
+class Trajectory(Tokens):
+    """A prompt and all that followed: sampled tokens, and an environment's between its turns.
 
-    tokens: list[int] = field(default_factory=list)
-    is_sampled: list[bool] = field(default_factory=list)
-    """By the policy; False for an environment's tokens."""
-    logprobs: list[float] = field(default_factory=list)
-    """Natural, as sampled; 0 for an environment's tokens."""
-    versions: list[int] = field(default_factory=list)
-    """Policy version that sampled each token; -1 for an environment's."""
+    `routes` are of its first tokens; see Completion.
+    """
+
+    num_given: int
+    """Tokens of the prompt."""
     is_truncated: bool = False
     """The last turn was cut at the length limit."""
-    states: list[int] = field(default_factory=list)
+    states: tuple[int, ...] = ()
     """Of each finished turn of the policy: number of the state that it answers; -1 for none."""
-    earned: list[float] = field(default_factory=list)
+    earned: tuple[float, ...] = ()
     """Of each finished turn: its reward from the environment, task units."""
-    routes: Tensor | None = None
-    """[n, L, K] of prompt and response, as the engine chose them; see Completion."""
+
+    @classmethod
+    def begun(cls, prompt: Sequence[int]) -> Trajectory:
+        """Return a prompt, given by its ids, that nothing follows yet."""
+        return Trajectory(**Tokens.given(prompt).columns(), num_given=len(prompt))
 
     @property
-    def turns(self) -> int:
+    def num_turns(self) -> int:
         """Return how many turns of the policy are finished."""
         return len(self.states)
 
     @property
     def num_sampled(self) -> int:
         """Return how many tokens the policy sampled."""
-        return sum(self.is_sampled)
+        return int(self.response_mask.sum())
 
-    def sampled(self, completion: Completion) -> None:
+    @property
+    def response(self) -> list[int]:
+        """Return the ids that follow the prompt."""
+        return self.tokens[self.num_given :].tolist()
+
+    @property
+    def num_following(self) -> int:
+        """Return how many tokens follow the prompt."""
+        return len(self.tokens) - self.num_given
+
+    def sampled(self, completion: Completion) -> Trajectory:
         """Append what the engine drew."""
-        count = len(completion.tokens)
-        self.tokens += completion.tokens
-        self.is_sampled += [True] * count
-        self.logprobs += completion.logprobs
-        self.versions += completion.versions
-        self.is_truncated = completion.is_truncated
+        drawn = Tokens(
+            tokens=completion.tokens,
+            response_mask=torch.ones_like(completion.tokens, dtype=torch.bool),
+            rollout_logprobs=completion.logprobs,
+            policy_versions=completion.versions,
+        )
+        routes = self.routes
         if completion.routes is not None:
             # A turn computes what came before it anew, or finds it in the cache. It was drawn with
             # the routes of then.
-            old = completion.routes[:0] if self.routes is None else self.routes
-            self.routes = torch.cat([old, completion.routes[len(old) :]])
+            old = completion.routes[:0] if routes is None else routes
+            routes = torch.cat([old, completion.routes[len(old) :]])
+        return replace(
+            self._followed_by(drawn), is_truncated=completion.is_truncated, routes=routes
+        )
 
-    def observed(self, tokens: list[int]) -> None:
+    def observed(self, ids: Sequence[int]) -> Trajectory:
         """Append what an environment said."""
-        self.tokens += tokens
-        self.is_sampled += [False] * len(tokens)
-        self.logprobs += [0.0] * len(tokens)
-        self.versions += [-1] * len(tokens)
+        return self._followed_by(Tokens.given(ids))
+
+    def ended(self, state: int) -> Trajectory:
+        """Note that a turn, which answers this state, is finished and has earned nothing yet."""
+        return replace(self, states=(*self.states, state), earned=(*self.earned, 0.0))
+
+    def _followed_by(self, tokens: Tokens) -> Trajectory:
+        columns = {
+            name: torch.cat([getattr(self, name), getattr(tokens, name)]) for name in TOKEN_COLUMNS
+        }
+        return replace(self, **columns)
 
 
 @dataclass(frozen=True)
-class Sample:
-    """One finished response with its reward."""
+class FinishedEpisode:
+    """One finished trajectory with its reward."""
 
     slot: int
     """Position of the prompt in the step's batch."""
     sample: int
     """Position within the prompt's group, or GREEDY."""
     prompt: Prompt
-    response: Response
+    trajectory: Trajectory
     text: str
     """Decoded response, special tokens left out."""
     reward: RewardResult
@@ -119,7 +140,7 @@ class Group:
     version: int
     """Policy version when it was admitted: no token of it is older."""
     draw: Draw
-    samples: dict[int, Sample] = field(default_factory=dict)
+    samples: dict[int, FinishedEpisode] = field(default_factory=dict)
     """Finished ones, by position."""
 
     @property
@@ -133,7 +154,7 @@ class Group:
         return len(self.samples) == len(self.positions)
 
     @property
-    def drawn(self) -> list[Sample]:
+    def drawn(self) -> list[FinishedEpisode]:
         """Return the samples in order, without the greedy one."""
         return [self.samples[i] for i in sorted(self.samples) if i != GREEDY]
 
@@ -147,16 +168,14 @@ class Episode:
 
     group: Group
     sample: int
+    trajectory: Trajectory
     stage: Stage = "draw"
     """What comes next: the environment opens, the engine draws a turn, the environment answers
     it, or the reward functions score the end."""
-    response: Response = field(default_factory=Response)
-    opening: list[int] = field(default_factory=list)
-    """Prompt ids that an environment's opening gave; empty where the data row's are used."""
     environment: bytes = b""
     """The pickled environment, see `environments.protocol`."""
     turn_start: int = 0
-    """Where in the response the policy's latest turn begins."""
+    """Where among the tokens that follow the prompt the policy's latest turn begins."""
     text: str = ""
     """The latest turn, decoded."""
     state: int = -1
@@ -164,26 +183,14 @@ class Episode:
     info: dict[str, float] = field(default_factory=dict)
     """What the environment reported besides, added up over turns."""
 
-    def copy(self) -> Episode:
-        """Return one that does not change with this one; the group is the same."""
-        return replace(self, response=copy.deepcopy(self.response), info=dict(self.info))
+    def with_drawn(self, completion: Completion) -> Episode:
+        """Return a copy in which the engine has drawn this; the group is the same."""
+        return replace(self, trajectory=self.trajectory.sampled(completion), info=dict(self.info))
 
     @property
-    def prompt(self) -> tuple[int, ...]:
-        """Return the ids that the response follows."""
-        return tuple(self.opening) or self.group.prompt.tokens
-
-    @property
-    def turn(self) -> Completion:
-        """Return the policy's latest turn as the engine gave it."""
-        part, response = slice(self.turn_start, None), self.response
-        return Completion(
-            self.key,
-            tuple(response.tokens[part]),
-            tuple(response.logprobs[part]),
-            response.is_truncated,
-            tuple(response.versions[part]),
-        )
+    def turn(self) -> list[int]:
+        """Return the ids of the policy's latest turn."""
+        return self.trajectory.response[self.turn_start :]
 
     @property
     def key(self) -> str:
@@ -194,16 +201,15 @@ class Episode:
     @property
     def request_key(self) -> str:
         """Return the name of the request that draws its next tokens."""
-        return f"{self.key}@{len(self.response.tokens)}"
+        return f"{self.key}@{self.trajectory.num_following}"
 
     def request(self) -> Request:
         """Return the request that draws its next tokens."""
-        draw, so_far = self.group.draw, self.response.tokens
-        is_greedy = self.sample == GREEDY
+        draw, is_greedy = self.group.draw, self.sample == GREEDY
         return Request(
             key=self.request_key,
-            prompt=(*self.prompt, *so_far),
-            max_tokens=draw.max_tokens - len(so_far),
+            prompt=tuple(self.trajectory.tokens.tolist()),
+            max_tokens=draw.max_tokens - self.trajectory.num_following,
             temperature=0.0 if is_greedy else draw.temperature,
             stop_token_ids=draw.stop_token_ids,
             seed=self._seed() if draw.is_seeded and not is_greedy else None,
@@ -211,10 +217,9 @@ class Episode:
 
     def _seed(self) -> int:
         seed = sample_seed(self.group, self.sample)
-        if not self.response.tokens:
-            return seed
+        count = self.trajectory.num_following
         # A continuation must not draw the numbers of the beginning once more.
-        return _hashed(f"{seed}/{len(self.response.tokens)}")
+        return _hashed(f"{seed}/{count}") if count else seed
 
 
 def sample_seed(group: Group, sample: int) -> int:
@@ -234,7 +239,7 @@ def place(group: Group) -> str:
     return f"evaluation after {group.step} steps" if is_eval else f"step {group.step}"
 
 
-def failure_text(sample: Sample) -> str:
+def failure_text(sample: FinishedEpisode) -> str:
     """Say which sample's reward failed and how."""
     which = "the greedy sample" if sample.sample == GREEDY else f"sample {sample.sample}"
     reward = sample.reward

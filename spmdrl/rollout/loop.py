@@ -17,7 +17,15 @@ from transformers import PreTrainedTokenizerBase
 
 from spmdrl.engine.protocol import Completion, EngineProtocol
 from spmdrl.rollout.conversation import Chat
-from spmdrl.rollout.episode import Episode, Group, Sample, failure_text, place, sample_seed
+from spmdrl.rollout.episode import (
+    Episode,
+    FinishedEpisode,
+    Group,
+    Trajectory,
+    failure_text,
+    place,
+    sample_seed,
+)
 from spmdrl.rollout.idle import Idle
 from spmdrl.rollout.link import Link
 from spmdrl.workers.messages import OVERLONG
@@ -71,7 +79,8 @@ class Loop:
         """Start all samples of a group that are not finished."""
         for sample in group.positions:
             if sample not in group.samples:
-                self.go_on(Episode(group, sample, stage="open" if self.chat else "draw"))
+                begun = Trajectory.begun(group.prompt.tokens)  # until an environment says else
+                self.go_on(Episode(group, sample, begun, stage="open" if self.chat else "draw"))
 
     def go_on(self, episode: Episode) -> None:
         """Start an episode, or take it up where it was left."""
@@ -103,14 +112,12 @@ class Loop:
         return sum(episode.stage != "score" for episode in self._outside.values())
 
     def unfinished(self, engine: EngineProtocol) -> list[Episode]:
-        """Return a copy of every episode that is not finished, with what was drawn so far."""
-        found = [episode.copy() for episode in (*self._to_draw, *self._outside.values())]
-        for completion in engine.unfinished():
-            if completion.key in self._drawing:
-                episode = self._drawing[completion.key].copy()
-                episode.response.sampled(completion)
-                found.append(episode)
-        return found
+        """Return every episode that is not finished, with what was drawn so far."""
+        return [*self._to_draw, *self._outside.values()] + [
+            self._drawing[completion.key].with_drawn(completion)
+            for completion in engine.unfinished()
+            if completion.key in self._drawing
+        ]
 
     def tick(self, engine: EngineProtocol) -> list[Group]:
         """Take one engine step, or wait for workers where the engine has nothing to do.
@@ -141,20 +148,22 @@ class Loop:
         """Move what the engine finished on to its environment, or its reward."""
         episodes = [self._drawing.pop(completion.key) for completion in completions]
         for episode, completion in zip(episodes, completions):
-            episode.response.sampled(completion)
-            episode.response.states.append(episode.state)
-            episode.response.earned.append(0.0)
+            episode.trajectory = episode.trajectory.sampled(completion).ended(episode.state)
         if not episodes:
             return
         if self.chat:
             self._answer(episodes)
         else:
-            for episode, text in zip(episodes, self._texts(e.response.tokens for e in episodes)):
+            texts = self._texts(e.trajectory.response for e in episodes)
+            for episode, text in zip(episodes, texts):
                 episode.text = text
             self._score(episodes)
 
     def _answer(self, episodes: Sequence[Episode]) -> None:
-        responses = self.chat.responses([episode.turn for episode in episodes])
+        responses = self.chat.responses(
+            [episode.turn for episode in episodes],
+            are_truncated=[episode.trajectory.is_truncated for episode in episodes],
+        )
         for episode, response in zip(episodes, responses):
             episode.stage, episode.text = "answer", response.text
             self._outside[episode.key] = episode
@@ -168,8 +177,8 @@ class Loop:
                 episode.key,
                 prompt=episode.group.prompt,
                 response_text=episode.text,
-                response_tokens=list(episode.turn.tokens),
-                truncated=episode.response.is_truncated,
+                response_tokens=episode.turn,
+                truncated=episode.trajectory.is_truncated,
             )
 
     def _returned(self, results: Iterable[RewardResult | TurnResult]) -> list[Group]:
@@ -177,62 +186,64 @@ class Loop:
         complete = []
         for result in results:
             episode = self._outside.pop(result.key)
-            if isinstance(result, TurnResult) and not result.failure:
-                failed = self._take_turn(episode, result)
-            elif isinstance(result, TurnResult):
-                failed = _failure(result, result.message)
+            if isinstance(result, TurnResult):
+                reward = self._take_turn(episode, result)
             else:
-                failed = _with_environment(result, episode) if self.chat else result
-            if failed is not None and self._finish(episode, failed).is_complete:
+                reward = _with_environment(result, episode) if self.chat else result
+            if reward is not None and self._finish(episode, reward).is_complete:
                 complete.append(episode.group)
         return complete
 
     def _take_turn(self, episode: Episode, result: TurnResult) -> RewardResult | None:
         """Go on with an opening, or with an answer; return why that fails, if it does."""
-        episode.environment = result.environment
-        episode.state = result.state
+        if result.failure:
+            return _failure(result, result.message)
+        episode.environment, episode.state = result.environment, result.state
         for name, value in result.info.items():
             episode.info[name] = episode.info.get(name, 0.0) + value
-        is_opening, response = episode.stage == "open", episode.response
+        is_opening, so_far = episode.stage == "open", episode.trajectory
         if not is_opening:
-            response.earned[-1] = result.reward
-        if not is_opening and (result.is_done or response.is_truncated):
-            self._score([episode])
-            return None
+            so_far = episode.trajectory = replace(
+                so_far, earned=(*so_far.earned[:-1], result.reward)
+            )
+            if result.is_done or so_far.is_truncated:
+                self._score([episode])
+                return None
         try:
             tokens = (
                 self.chat.opening(list(result.messages))
                 if is_opening
-                else self.chat.observed(episode.turn.tokens, list(result.messages))
+                else self.chat.observed(episode.turn, list(result.messages))
             )
         except ValueError as error:
             return _failure(result, str(error))
         if is_opening:
             if self.openings and len(tokens) > self.openings.max_tokens:
                 return _overlong(result, episode, len(tokens), openings=self.openings)
-            episode.opening = tokens
-        elif len(response.tokens) + len(tokens) >= episode.group.draw.max_tokens:
-            response.is_truncated = True  # no room for another turn
+            episode.trajectory = Trajectory.begun(tokens)
+        elif so_far.num_following + len(tokens) >= episode.group.draw.max_tokens:
+            episode.trajectory = replace(so_far, is_truncated=True)  # no room for another turn
             self._score([episode])
             return None
         else:
-            response.observed(tokens)
-            episode.turn_start = len(response.tokens)
+            episode.trajectory = so_far.observed(tokens)
+            episode.turn_start = episode.trajectory.num_following
         episode.stage = "draw"
         self._to_draw.append(episode)
         return None
 
     def _finish(self, episode: Episode, reward: RewardResult) -> Group:
-        group, text = episode.group, episode.text
+        group, trajectory, text = episode.group, episode.trajectory, episode.text
         prompt = group.prompt
         if self.chat:
-            opening, text = self._texts([episode.opening, episode.response.tokens])
-            prompt = replace(prompt, tokens=episode.prompt, text=opening)
-        sample = Sample(group.slot, episode.sample, prompt, episode.response, text, reward)
-        group.samples[episode.sample] = sample
+            given = trajectory.tokens[: trajectory.num_given].tolist()
+            opening, text = self._texts([given, trajectory.response])
+            prompt = replace(prompt, tokens=tuple(given), text=opening)
+        finished = FinishedEpisode(group.slot, episode.sample, prompt, trajectory, text, reward)
+        group.samples[episode.sample] = finished
         if reward.failure not in (None, OVERLONG) and group.draw.must_score:
             raise RuntimeError(
-                f"{place(group)}: {failure_text(sample)}\nThis is the first reward that "
+                f"{place(group)}: {failure_text(finished)}\nThis is the first reward that "
                 "failed; more may follow. Mend the reward function, or set "
                 "rewards.on_failure=drop to leave such samples out"
             )
@@ -273,7 +284,7 @@ def _with_environment(result: RewardResult, episode: Episode) -> RewardResult:
     """Add the environment's rewards to the score of the end."""
     if result.value is None:
         return result
-    earned = sum(episode.response.earned)
+    earned = sum(episode.trajectory.earned)
     return replace(
         result,
         value=result.value + earned,

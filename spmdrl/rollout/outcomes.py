@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from spmdrl.algorithms.shaping import RIGHT_AT, ROUNDING, best_at_k_estimate, pass_at_k_estimate
-from spmdrl.rollout.episode import Sample
+from spmdrl.rollout.episode import FinishedEpisode
 from spmdrl.types import Sums
 
 _Z95 = 1.96
@@ -52,15 +52,15 @@ class Estimate:
     num_problems: int
 
 
-def outcomes_of(samples: Iterable[Sample]) -> list[Outcome]:
+def outcomes_of(samples: Iterable[FinishedEpisode]) -> list[Outcome]:
     """Group samples by problem, in the order of the rows."""
-    by_index: dict[int, list[Sample]] = defaultdict(list)
+    by_index: dict[int, list[FinishedEpisode]] = defaultdict(list)
     for sample in samples:
         by_index[sample.prompt.index].append(sample)
     return [_outcome(by_index[index]) for index in sorted(by_index)]
 
 
-def _outcome(samples: Sequence[Sample]) -> Outcome:
+def _outcome(samples: Sequence[FinishedEpisode]) -> Outcome:
     prompt = samples[0].prompt
     valid = [s.reward for s in samples if s.reward.value is not None]
     answers = tuple(filter(None, (_answer(r.extras | r.metrics) for r in valid)))
@@ -75,8 +75,8 @@ def _outcome(samples: Sequence[Sample]) -> Outcome:
         source=str(prompt.row.get("data_source") or ""),
         rewards=tuple(r.value for r in valid),
         answers=answers if len(answers) == len(valid) else (),
-        lengths=tuple(s.response.num_sampled for s in samples),
-        num_truncated=sum(s.response.is_truncated for s in samples),
+        lengths=tuple(s.trajectory.num_sampled for s in samples),
+        num_truncated=sum(s.trajectory.is_truncated for s in samples),
         parts={name: tuple(values) for name, values in parts.items()},
     )
 

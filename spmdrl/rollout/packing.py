@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -13,9 +13,9 @@ from torch import Tensor
 from spmdrl.algorithms.shaping import shape
 from spmdrl.config import Config, ShapingSettings
 from spmdrl.rewards.signatures import part_names, reward_models
-from spmdrl.rollout.episode import GREEDY, Group, Sample
+from spmdrl.rollout.episode import GREEDY, FinishedEpisode, Group
 from spmdrl.rollout.sums import mean_reward, step_sums, warn_if_all_failed
-from spmdrl.types import Rollouts, Scalars, Sums, add_sums, join_routes, join_turns
+from spmdrl.types import Rollouts, Scalars, Sums, Tokens, add_sums
 from spmdrl.workers.pool import RewardResult
 
 
@@ -68,7 +68,7 @@ def pack_step(
 
 
 def pack(
-    samples: Sequence[Sample],
+    samples: Sequence[FinishedEpisode],
     *,
     sums: Sums,
     num_shown: int,
@@ -91,61 +91,60 @@ def pack(
     shaping = shaping or ShapingSettings()
     rewards = shaped_rewards(samples, shaping=shaping, limit=max_response_tokens)
     greedy = {s.slot: r for s, r in zip(samples, rewards) if s.sample == GREEDY}
-    kept = [(s, r) for s, r in zip(samples, rewards) if s.sample != GREEDY]
-    samples = [s for s, _ in kept]
-    tokens, mask, logprobs, versions = [], [], [], []
-    for s in samples:
-        prompt, response = len(s.prompt.tokens), s.response
-        tokens += [*s.prompt.tokens, *response.tokens]
-        mask += [False] * prompt + response.is_sampled
-        logprobs += [0.0] * prompt + response.logprobs
-        versions += [-1] * prompt + response.versions
-    lengths = [len(s.prompt.tokens) + len(s.response.tokens) for s in samples]
-    is_valid = [s.reward.value is not None for s in samples]
-    scalars = Scalars(
-        lengths=ints(lengths),
-        response_lengths=ints([s.response.num_sampled for s in samples]),
-        group_ids=ints([s.slot for s in samples]),
-        sample_ids=ints([s.sample for s in samples]),
-        rewards=doubles([r if ok else 0.0 for (_, r), ok in zip(kept, is_valid)]),
-        is_truncated=torch.tensor([s.response.is_truncated for s in samples], dtype=torch.bool),
-        is_valid=torch.tensor(is_valid, dtype=torch.bool),
-        min_versions=ints(
-            [min((v for v in s.response.versions if v >= 0), default=-1) for s in samples]
-        ),
-        reward_parts=doubles([_parts(s.reward, part_names) for s in samples]).view(
-            len(samples), len(part_names) or 1
-        ),
-        greedy_rewards=doubles([greedy.get(s.slot, math.nan) for s in samples]),
-        turns=join_turns([turns_of(s.response.earned, s.response.states) for s in samples])
-        if samples
-        else None,
-        rows=ints([s.prompt.index for s in samples]),
-    )
+    own_rewards = [r for s, r in zip(samples, rewards) if s.sample != GREEDY]
+    samples = [s for s in samples if s.sample != GREEDY]
     shown = tuple(
         {"prompt": s.prompt.text, "response": s.text, "reward": s.reward.value}
         | ({"group": s.slot, "sample": s.sample} if is_partial else {})
         for s in _shown(samples)[:num_shown]
     )
+    trajectories = [s.trajectory for s in samples]
+    tokens = Tokens.concat(trajectories) if samples else Tokens.given([])
+    lengths = ints([len(t.tokens) for t in trajectories])
+    is_valid = torch.tensor([s.reward.value is not None for s in samples], dtype=torch.bool)
+    scalars = Scalars(
+        lengths=lengths,
+        response_lengths=ints([t.num_sampled for t in trajectories]),
+        group_ids=ints([s.slot for s in samples]),
+        sample_ids=ints([s.sample for s in samples]),
+        rewards=doubles(own_rewards).where(is_valid, 0.0),
+        is_truncated=torch.tensor([t.is_truncated for t in trajectories], dtype=torch.bool),
+        is_valid=is_valid,
+        min_versions=_min_versions(tokens, lengths),
+        reward_parts=doubles([_parts(s.reward, part_names) for s in samples]).view(
+            len(samples), len(part_names) or 1
+        ),
+        greedy_rewards=doubles([greedy.get(s.slot, math.nan) for s in samples]),
+        turns=turns_of((t.earned, t.states) for t in trajectories),
+        rows=ints([s.prompt.index for s in samples]),
+    )
     return Rollouts(
-        tokens=ints(tokens),
-        response_mask=torch.tensor(mask, dtype=torch.bool),
-        rollout_logprobs=torch.tensor(logprobs, dtype=torch.float32),
-        policy_versions=ints(versions),
+        **tokens.columns(),
         cu_seqlens=cumulative(lengths),
         scalars=scalars,
         sums=sums,
         samples=shown,
-        routes=join_routes([s.response.routes for s in samples], lengths),
     )
 
 
-def turns_of(earned: Sequence[float], states: Sequence[int]) -> Tensor:
-    """Return one sequence's turns for `Scalars.turns`: [1, U, 2] float64."""
-    return doubles([*zip(earned, states)] or [(0.0, -1)])[None]
+def _min_versions(tokens: Tokens, lengths: Tensor) -> Tensor:
+    """Return the oldest version among each sequence's sampled tokens, [S] int64; -1 for none."""
+    none = torch.iinfo(torch.int64).max
+    versions = tokens.policy_versions.where(tokens.policy_versions >= 0, none)
+    sequences = torch.arange(len(lengths)).repeat_interleave(lengths)
+    oldest = torch.full_like(lengths, none).scatter_reduce(0, sequences, versions, "amin")
+    return oldest.where(oldest < none, -1)
 
 
-def _shown(samples: Sequence[Sample]) -> list[Sample]:
+def turns_of(turns: Iterable[tuple[Sequence[float], Sequence[int]]]) -> Tensor:
+    """Return `Scalars.turns` of sequences, each with what its turns earned and their states."""
+    rows = [[*zip(earned, states)] or [(0.0, -1)] for earned, states in turns]
+    most = max(map(len, rows), default=1)
+    padded = [row + [(0.0, -2)] * (most - len(row)) for row in rows]
+    return doubles(padded).view(len(rows), most, 2)
+
+
+def _shown(samples: Sequence[FinishedEpisode]) -> list[FinishedEpisode]:
     """Return the first sample of each prompt, behind one without reward if there is any."""
     firsts = {s.slot: s for s in reversed(samples)}
     wrong = next((s for s in samples if s.reward.value is not None and s.reward.value <= 0), None)
@@ -154,7 +153,7 @@ def _shown(samples: Sequence[Sample]) -> list[Sample]:
 
 
 def shaped_rewards(
-    samples: Sequence[Sample], *, shaping: ShapingSettings, limit: int
+    samples: Sequence[FinishedEpisode], *, shaping: ShapingSettings, limit: int
 ) -> list[float]:
     """Return each sample's reward after shaping, task units; NaN where it failed."""
     values = [math.nan if s.reward.value is None else s.reward.value for s in samples]
@@ -162,8 +161,8 @@ def shaped_rewards(
         return values
     return shape(
         doubles(values),
-        ints([s.response.num_sampled for s in samples]),
-        torch.tensor([s.response.is_truncated for s in samples], dtype=torch.bool),
+        ints([s.trajectory.num_sampled for s in samples]),
+        torch.tensor([s.trajectory.is_truncated for s in samples], dtype=torch.bool),
         max_response_tokens=limit,
         **asdict(shaping),
     ).tolist()
@@ -181,20 +180,15 @@ def empty_rollouts() -> Rollouts:
     return pack([], sums={}, num_shown=0)
 
 
-def concat_rollouts(parts: list[Rollouts]) -> Rollouts:
+def concat_rollouts(parts: Sequence[Rollouts]) -> Rollouts:
     """Return all sequences of several Rollouts in one."""
-    packed = {
-        name: torch.cat([getattr(p, name) for p in parts])
-        for name in ("tokens", "response_mask", "rollout_logprobs", "policy_versions")
-    }
     scalars = Scalars.concat([p.scalars for p in parts])
     return Rollouts(
-        **packed,
-        cu_seqlens=cumulative(scalars.lengths.tolist()),
+        **Tokens.concat(parts).columns(),
+        cu_seqlens=cumulative(scalars.lengths),
         scalars=scalars,
         sums=add_sums(*(p.sums for p in parts)),
         samples=tuple(s for p in parts for s in p.samples),
-        routes=join_routes([p.routes for p in parts], [len(p.tokens) for p in parts]),
     )
 
 
@@ -210,7 +204,7 @@ def rollouts_from_dict(tree: dict[str, Any]) -> Rollouts:
     )
 
 
-def ints(values: list[int]) -> Tensor:
+def ints(values: Sequence[int]) -> Tensor:
     """Return [n] int64."""
     return torch.tensor(values, dtype=torch.int64)
 
@@ -220,6 +214,6 @@ def doubles(values: Sequence[float] | Sequence[Sequence[float]]) -> Tensor:
     return torch.tensor(values, dtype=torch.float64)
 
 
-def cumulative(lengths: list[int]) -> Tensor:
-    """Return [n + 1] int64, where each sequence starts, and the end."""
-    return torch.cat([ints([0]), ints(lengths).cumsum(0)])
+def cumulative(lengths: Tensor) -> Tensor:
+    """Return [S + 1] int64, where each sequence of these lengths [S] starts, and the end."""
+    return torch.nn.functional.pad(lengths.cumsum(0), (1, 0))

@@ -23,9 +23,9 @@ from torch import Tensor
 from spmdrl.config import Config, ShapingSettings, flatten
 from spmdrl.config.former import modernized
 from spmdrl.rewards.signatures import part_names, reward_models
-from spmdrl.rollout.episode import GREEDY, Group, Sample
+from spmdrl.rollout.episode import GREEDY, FinishedEpisode, Group
 from spmdrl.rollout.packing import cumulative, empty_rollouts, turns_of
-from spmdrl.types import Rollouts, Scalars, add_sums, join_routes, join_turns
+from spmdrl.types import TOKEN_COLUMNS, Rollouts, Scalars, add_sums, join_routes
 
 FORMAT = 1
 FOLDER = "rollouts"
@@ -69,15 +69,9 @@ _SCHEMA = pa.schema(
         ("policy_versions", pa.list_(pa.int32())),
     ]
 )
-_TOKEN_COLUMNS = {
-    "tokens": torch.int64,
-    "response_mask": torch.bool,
-    "rollout_logprobs": torch.float32,
-    "policy_versions": torch.int64,
-}
 _ROUTES = pa.field("routes", pa.large_list(pa.int16()))
 """Of a run with model.moe.replay: [n, L, K] of a sequence, flat; L and K are in the header."""
-SEQUENCE_COLUMNS = tuple(name for name in _SCHEMA.names if name not in _TOKEN_COLUMNS)
+SEQUENCE_COLUMNS = tuple(name for name in _SCHEMA.names if name not in TOKEN_COLUMNS)
 """All but those with a value per token."""
 
 
@@ -188,7 +182,7 @@ def _table(step: int, groups: Sequence[Group], share: Rollouts) -> pa.Table:
         "response_length": scalars.response_lengths.numpy(),
         "min_version": scalars.min_versions.numpy(),
     }
-    for name in _TOKEN_COLUMNS:
+    for name in TOKEN_COLUMNS:
         kind = _SCHEMA.field(name).type
         values = pa.array(getattr(share, name).numpy()).cast(kind.value_type)
         columns[name] = pa.ListArray.from_arrays(offsets, values, type=kind)
@@ -209,12 +203,12 @@ def _table(step: int, groups: Sequence[Group], share: Rollouts) -> pa.Table:
     return table.sort_by([("group", "ascending"), ("sample", "ascending")])
 
 
-def _placed(group: Group) -> list[Sample]:
+def _placed(group: Group) -> list[FinishedEpisode]:
     """Return a group's samples in order, with the slot that the group takes in its step."""
     return [replace(group.samples[i], slot=group.slot) for i in sorted(group.samples)]
 
 
-def _texts(step: int, samples: Sequence[Sample]) -> dict[str, Any]:
+def _texts(step: int, samples: Sequence[FinishedEpisode]) -> dict[str, Any]:
     """Return the columns that a sample has and its packed form has not."""
     return {
         "step": [step] * len(samples),
@@ -227,32 +221,30 @@ def _texts(step: int, samples: Sequence[Sample]) -> dict[str, Any]:
         "failure": [
             f"{s.reward.failure}: {s.reward.message}" if s.reward.failure else None for s in samples
         ],
-        "turns": [s.response.turns for s in samples],
-        "turn_rewards": [s.response.earned for s in samples],
-        "turn_states": [s.response.states for s in samples],
+        "turns": [s.trajectory.num_turns for s in samples],
+        "turn_rewards": [s.trajectory.earned for s in samples],
+        "turn_states": [s.trajectory.states for s in samples],
     }
 
 
 def _greedy_table(
-    step: int, samples: Sequence[Sample], rewards: dict[int, float], num_parts: int
+    step: int, samples: Sequence[FinishedEpisode], rewards: dict[int, float], num_parts: int
 ) -> pa.Table:
-    prompts, responses = [s.prompt.tokens for s in samples], [s.response for s in samples]
-    lengths = [len(p) for p in prompts]
     own = [rewards.get(s.slot, numpy.nan) for s in samples]
+    trajectories = [s.trajectory for s in samples]
+    versions = [t.policy_versions[t.response_mask].tolist() for t in trajectories]
     columns = _texts(step, samples) | {
         "reward": own,
         "greedy_reward": own,
         "reward_parts": [[0.0] * num_parts] * len(samples),
         "is_valid": [s.reward.value is not None for s in samples],
-        "is_truncated": [r.is_truncated for r in responses],
-        "length": [n + len(r.tokens) for n, r in zip(lengths, responses)],
-        "response_length": [r.num_sampled for r in responses],
-        "min_version": [min((v for v in r.versions if v >= 0), default=-1) for r in responses],
-        "tokens": [[*p, *r.tokens] for p, r in zip(prompts, responses)],
-        "response_mask": [[False] * n + r.is_sampled for n, r in zip(lengths, responses)],
-        "rollout_logprobs": [[0.0] * n + r.logprobs for n, r in zip(lengths, responses)],
-        "policy_versions": [[-1] * n + r.versions for n, r in zip(lengths, responses)],
+        "is_truncated": [t.is_truncated for t in trajectories],
+        "length": [len(t.tokens) for t in trajectories],
+        "response_length": [t.num_sampled for t in trajectories],
+        "min_version": [min(own, default=-1) for own in versions],
     }
+    for name in TOKEN_COLUMNS:
+        columns[name] = [getattr(t, name).tolist() for t in trajectories]
     return pa.table(columns, schema=_SCHEMA)
 
 
@@ -393,7 +385,7 @@ def _packed(table: pa.Table, form: Sequence[Any] | None) -> Rollouts:
         return empty_rollouts()
     tokens = {
         name: _tensor(table[name].combine_chunks().flatten(), kind)
-        for name, kind in _TOKEN_COLUMNS.items()
+        for name, kind in TOKEN_COLUMNS.items()
     }
     scalars, routes = scalars_of(table), None
     if form is not None:
@@ -409,7 +401,7 @@ def _packed(table: pa.Table, form: Sequence[Any] | None) -> Rollouts:
             scalars.lengths.tolist(),
         )
     return Rollouts(
-        **tokens, cu_seqlens=cumulative(scalars.lengths.tolist()), scalars=scalars, routes=routes
+        **tokens, cu_seqlens=cumulative(scalars.lengths), scalars=scalars, routes=routes
     )
 
 
@@ -420,10 +412,6 @@ def scalars_of(table: pa.Table) -> Scalars:
         return _tensor(table[name].combine_chunks())
 
     parts = _tensor(table["reward_parts"].combine_chunks().flatten())
-    turns = [
-        turns_of(*of_row)
-        for of_row in zip(table["turn_rewards"].to_pylist(), table["turn_states"].to_pylist())
-    ]
     return Scalars(
         lengths=of("length"),
         response_lengths=of("response_length"),
@@ -435,7 +423,7 @@ def scalars_of(table: pa.Table) -> Scalars:
         min_versions=of("min_version"),
         reward_parts=parts.view(table.num_rows, -1),
         greedy_rewards=of("greedy_reward"),
-        turns=join_turns(turns),
+        turns=turns_of(zip(table["turn_rewards"].to_pylist(), table["turn_states"].to_pylist())),
         rows=of("row"),
     )
 

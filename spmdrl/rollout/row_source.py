@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import chain
+
 import torch
 from transformers import PreTrainedTokenizerBase
 
@@ -9,7 +12,7 @@ from spmdrl.config import Config
 from spmdrl.data.examples import Unit, offline_source
 from spmdrl.rollout.dataset_source import OfflineSource
 from spmdrl.rollout.packing import cumulative, doubles, empty_rollouts, ints
-from spmdrl.types import Rollouts, Scalars
+from spmdrl.types import Rollouts, Scalars, Tokens
 from spmdrl.world import World
 
 
@@ -41,20 +44,19 @@ def pack_units(units: list[tuple[int, Unit]], *, version: int) -> Rollouts:
         for sample, ((tokens, mask), reward) in enumerate(zip(unit.examples, unit.rewards))
     ]
     slots, samples, tokens, masks, rewards = zip(*rows) if rows else [()] * 5
-    lengths, count = [len(t) for t in tokens], len(rows)
-    mask = torch.tensor([m for row in masks for m in row], dtype=torch.bool)
+    lengths, count = ints([len(row) for row in tokens]), len(rows)
+    given = Tokens.given([*chain(*tokens)])
+    mask = torch.tensor([*chain(*masks)], dtype=torch.bool)
+    given = replace(given, response_mask=mask, policy_versions=torch.where(mask, version, -1))
     return Rollouts(
-        tokens=ints([t for row in tokens for t in row]),
-        response_mask=mask,
-        rollout_logprobs=torch.zeros(mask.numel()),
-        policy_versions=torch.where(mask, version, -1),
+        **given.columns(),
         cu_seqlens=cumulative(lengths),
         scalars=Scalars(
-            lengths=ints(lengths),
+            lengths=lengths,
             response_lengths=ints([sum(row) for row in masks]),
-            group_ids=ints(list(slots)),
-            sample_ids=ints(list(samples)),
-            rewards=doubles(list(rewards)),
+            group_ids=ints(slots),
+            sample_ids=ints(samples),
+            rewards=doubles(rewards),
             is_truncated=torch.zeros(count, dtype=torch.bool),
             is_valid=torch.ones(count, dtype=torch.bool),
             min_versions=ints([version] * count),

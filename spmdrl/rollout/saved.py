@@ -2,31 +2,34 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from dataclasses import asdict, fields, replace
 from typing import Any
 
-from spmdrl.rollout.episode import Draw, Episode, Group, Response, Sample
-from spmdrl.types import Prompt
+from spmdrl.rollout.episode import Draw, Episode, FinishedEpisode, Group, Trajectory
+from spmdrl.types import Prompt, Tokens, flat
 from spmdrl.workers.pool import RewardResult
+
+FORMAT = 2
+"""Of what `group_to_dict` returns; in format 1 tokens were lists, apart from their prompt."""
 
 
 def group_to_dict(group: Group, unfinished: Sequence[Episode]) -> dict[str, Any]:
-    """Return a group as dictionaries, lists and numbers. The prompt is known by step and slot.
+    """Return a group as dictionaries, tensors and numbers. The prompt is known by step and slot.
 
     Args:
         unfinished: episodes, of this group and others, with what was drawn so far.
     """
     return {
+        "format": FORMAT,
         "step": group.step,
         "slot": group.slot,
         "version": group.version,
         "samples": [
             {
                 "sample": s.sample,
-                "prompt": (list(s.prompt.tokens), s.prompt.text),
-                "response": asdict(s.response),
+                "prompt": s.prompt.text,
+                "trajectory": dict(vars(s.trajectory)),
                 "text": s.text,
                 "reward": asdict(s.reward),
             }
@@ -40,7 +43,7 @@ def _episode_to_dict(episode: Episode) -> dict[str, Any]:
     plain = {f.name: getattr(episode, f.name) for f in fields(episode) if f.name != "group"}
     # As text: what loads a checkpoint without running code in it takes no bytes.
     return plain | {
-        "response": asdict(episode.response),
+        "trajectory": dict(vars(episode.trajectory)),
         "environment": episode.environment.decode("latin-1"),
     }
 
@@ -48,15 +51,26 @@ def _episode_to_dict(episode: Episode) -> dict[str, Any]:
 def group_from_dict(
     plain: dict[str, Any], *, number: int, draw: Draw, prompt: Prompt
 ) -> tuple[Group, list[Episode]]:
-    """Return a group and its unfinished episodes; undoes `group_to_dict`."""
-    plain = copy.deepcopy(plain)  # episodes go on in their lists
+    """Return a group and its unfinished episodes; undoes `group_to_dict`.
+
+    Raises: ValueError for a format of a later version.
+    """
+    if plain.get("format", 1) > FORMAT:
+        raise ValueError(
+            f"the checkpoint holds groups under way in format {plain['format']}, of a later "
+            f"version; this one reads up to {FORMAT}: resume with the version that wrote it"
+        )
+    if "format" not in plain:
+        plain = _from_format_1(plain, prompt)
     group = Group(number, plain["step"], plain["slot"], prompt, plain["version"], draw)
     for s in plain["samples"]:
-        group.samples[s["sample"]] = Sample(
+        trajectory = Trajectory(**s["trajectory"])
+        given = tuple(trajectory.tokens[: trajectory.num_given].tolist())
+        group.samples[s["sample"]] = FinishedEpisode(
             group.slot,
             s["sample"],
-            _prompt(s, prompt),
-            Response(**s["response"]),
+            replace(prompt, tokens=given, text=s["prompt"]),
+            trajectory,
             s["text"],
             RewardResult(**s["reward"]),
         )
@@ -65,8 +79,9 @@ def group_from_dict(
             group,
             **e
             | {
-                "response": Response(**e["response"]),
+                "trajectory": Trajectory(**e["trajectory"]),
                 "environment": e["environment"].encode("latin-1"),
+                "info": dict(e["info"]),
             },
         )
         for e in plain["episodes"]
@@ -74,7 +89,35 @@ def group_from_dict(
     return group, episodes
 
 
-def _prompt(sample: dict[str, Any], prompt: Prompt) -> Prompt:
-    """Return the row's prompt with the ids and the text that this sample saw."""
-    tokens, text = sample["prompt"]
-    return replace(prompt, tokens=tuple(tokens), text=text)
+def _from_format_1(plain: dict[str, Any], prompt: Prompt) -> dict[str, Any]:
+    """Return a group of format 1 in the present one."""
+    samples = [
+        {**s, "prompt": s["prompt"][1], "trajectory": _joined(s["prompt"][0], s["response"])}
+        for s in plain["samples"]
+    ]
+    episodes = [
+        {**e, "trajectory": _joined(e["opening"] or prompt.tokens, e["response"])}
+        for e in plain["episodes"]
+    ]
+    for old in (*samples, *episodes):
+        del old["response"]
+    for old in episodes:
+        del old["opening"]
+    return {**plain, "samples": samples, "episodes": episodes}
+
+
+def _joined(prompt: Sequence[int], response: dict[str, Any]) -> dict[str, Any]:
+    """Return the trajectory of a prompt and a response of format 1."""
+    following = Tokens(
+        tokens=flat(response["tokens"], "int64"),
+        response_mask=flat(response["is_sampled"], "bool"),
+        rollout_logprobs=flat(response["logprobs"], "float32"),
+        policy_versions=flat(response["versions"], "int64"),
+    )
+    return Tokens.concat([Tokens.given(prompt), following]).columns() | {
+        "routes": response["routes"],
+        "num_given": len(prompt),
+        "is_truncated": response["is_truncated"],
+        "states": tuple(response["states"]),
+        "earned": tuple(response["earned"]),
+    }

@@ -8,14 +8,14 @@ from collections.abc import Sequence
 import torch
 
 from spmdrl.algorithms.groups import group_rewards
-from spmdrl.rollout.episode import GREEDY, Group, Sample, failure_text, place
+from spmdrl.rollout.episode import GREEDY, FinishedEpisode, Group, failure_text, place
 from spmdrl.types import Sums
 from spmdrl.workers.messages import OVERLONG
 
 log = logging.getLogger(__name__)
 
 
-def warn_if_all_failed(samples: Sequence[Sample], groups: Sequence[Group]) -> None:
+def warn_if_all_failed(samples: Sequence[FinishedEpisode], groups: Sequence[Group]) -> None:
     """Warn where no sample of a replica has a reward."""
     if samples and all(s.reward.failure for s in samples):
         log.warning(
@@ -27,7 +27,7 @@ def warn_if_all_failed(samples: Sequence[Sample], groups: Sequence[Group]) -> No
         )
 
 
-def has_spread(samples: Sequence[Sample]) -> bool:
+def has_spread(samples: Sequence[FinishedEpisode]) -> bool:
     """Whether the rewards of a group's samples differ by more than rounding."""
     values = [s.reward.value for s in samples if s.reward.value is not None]
     rewards = torch.tensor(values, dtype=torch.float64)
@@ -39,13 +39,13 @@ def has_spread(samples: Sequence[Sample]) -> bool:
     return bool(found.has_spread.any())
 
 
-def mean_reward(samples: Sequence[Sample]) -> tuple[float, float]:
+def mean_reward(samples: Sequence[FinishedEpisode]) -> tuple[float, float]:
     """Return sum and number of the rewards that did not fail, task units."""
     values = [s.reward.value for s in samples if s.reward.value is not None]
     return sum(values), len(values)
 
 
-def step_sums(samples: Sequence[Sample], *, is_first: bool) -> Sums:
+def step_sums(samples: Sequence[FinishedEpisode], *, is_first: bool) -> Sums:
     """Return the rollout/ and reward/ sums of one replica's share of a step.
 
     Args:
@@ -55,9 +55,9 @@ def step_sums(samples: Sequence[Sample], *, is_first: bool) -> Sums:
     samples = [s for s in samples if s.sample != GREEDY]
     count, one = len(samples), 1 if is_first else 0  # counts add up over replicas: n / 1
     sums: Sums = {
-        "rollout/response_length": (sum(s.response.num_sampled for s in samples), count),
+        "rollout/response_length": (sum(s.trajectory.num_sampled for s in samples), count),
         "rollout/prompt_length": (sum(len(s.prompt.tokens) for s in samples), count),
-        "rollout/truncated_frac": (sum(s.response.is_truncated for s in samples), count),
+        "rollout/truncated_frac": (sum(s.trajectory.is_truncated for s in samples), count),
         "rollout/failed_rewards": (sum(s.reward.value is None for s in samples), one),
         "reward/timeouts": (sum(s.reward.failure == "timeout" for s in samples), one),
         "reward/errors": (sum(s.reward.failure in ("error", "bad_value") for s in samples), one),
@@ -74,8 +74,8 @@ def step_sums(samples: Sequence[Sample], *, is_first: bool) -> Sums:
     overlong = sum(s.reward.failure == OVERLONG for s in samples)
     if overlong:
         sums["rollout/overlong_openings"] = (overlong, one)
-    if any(s.response.turns > 1 for s in samples):
-        sums["rollout/turns"] = (sum(s.response.turns for s in samples), count)
+    if any(s.trajectory.num_turns > 1 for s in samples):
+        sums["rollout/turns"] = (sum(s.trajectory.num_turns for s in samples), count)
     if greedy:
         total, count = mean_reward(greedy)
         sums["rollout/greedy_reward"] = (total, count)
