@@ -76,7 +76,7 @@ def most_under_way(engine) -> int:
     most = 0
     while engine.is_busy:
         engine.step()
-        most = max(most, sum(bool(c.tokens) for c in engine.unfinished()))
+        most = max(most, sum(len(c.tokens) > 0 for c in engine.unfinished()))
     return most
 
 
@@ -93,7 +93,7 @@ def swap(engine, *, mode: str, folders: tuple[str, str]) -> dict:
     done: dict = {}
     for _ in range(4):
         done |= {c.key: plain(c) for c in engine.step()}
-    partial = {c.key: c for c in engine.unfinished()}
+    partial = {c.key: c for c in map(plain, engine.unfinished())}
     for version, folder in ((8, folders[0]), (9, folders[1])):
         engine.reload_weights(load_file(f"{folder}/model.safetensors").items())
         engine.weights_changed(version)

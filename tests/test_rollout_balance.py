@@ -67,6 +67,12 @@ def responses(rollouts) -> dict[tuple[int, int], tuple[list[int], list[int]]]:
     }
 
 
+def _drawn(episode: dict) -> list[int]:
+    """Return what a saved episode's policy sampled."""
+    trajectory = episode["trajectory"]
+    return trajectory["tokens"][trajectory["response_mask"]].tolist()
+
+
 def shared_out(cfg: Config) -> dict:
     """Sample under each balance, replica 0 slowly where that matters (`_paced`); save unfinished
     work and go on from it."""
@@ -230,11 +236,7 @@ def test_what_was_under_way_goes_on_with_any_number_of_replicas(replicas):
     waiting = [(g["step"], g["slot"]) for state in states for g in state["waiting"]]
     assert 0 < len(waiting) == len(set(waiting))  # as many as the engines have places for
     begun = [
-        e["response"]["tokens"]
-        for state in states
-        for g in state["waiting"]
-        for e in g["episodes"]
-        if e["response"]["tokens"]
+        _drawn(e) for state in states for g in state["waiting"] for e in g["episodes"] if _drawn(e)
     ]
     assert begun, "nothing was half drawn: the case is not tested"
     for one, two in zip(first["resumed"], second["resumed"]):

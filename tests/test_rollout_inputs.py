@@ -22,9 +22,10 @@ from spmdrl.check.settings import validate
 from spmdrl.commands.create_model import create_model
 from spmdrl.config import Config, ShapingSettings
 from spmdrl.engine.protocol import Completion, Request
-from spmdrl.rollout.episode import GREEDY, Draw, FinishedEpisode, Group
+from spmdrl.rollout.episode import GREEDY, Draw, Episode, FinishedEpisode, Group, Trajectory
 from spmdrl.rollout.loop import Loop
 from spmdrl.rollout.packing import concat_rollouts, empty_rollouts, pack, rollouts_from_dict
+from spmdrl.rollout.saved import group_from_dict, group_to_dict
 from spmdrl.rollout.sums import warn_if_all_failed
 from spmdrl.types import Prompt, Scalars
 from spmdrl.workers.pool import RewardPool, RewardResult
@@ -254,6 +255,40 @@ def test_rollouts_keep_their_new_columns_through_a_checkpoint():
             getattr(joined.scalars, name), values, rtol=0, atol=0, equal_nan=True
         )
     assert len(concat_rollouts([empty_rollouts(), empty_rollouts()])) == 0
+
+
+def test_a_group_saved_as_lists_in_format_1_goes_on_as_one_saved_now():
+    prompt = Prompt(index=44, tokens=(4, 2), text="q", row={})
+    group = Group(3, 7, 4, prompt, version=2, draw=DRAW)
+    done = trajectory((9, 8), [7, 5, 1], versions=[2] * 3, logprobs=[-0.5] * 3, states=[6])
+    seen = dataclasses.replace(prompt, tokens=(9, 8), text="opened")
+    reward = RewardResult("k", 1.0)
+    group.samples[0] = FinishedEpisode(4, 0, seen, done, "text", reward)
+    half = Episode(group, 1, Trajectory.begun((4, 2)).sampled(completion([3], versions=[2])))
+    now = group_to_dict(group, [half])
+    before = {k: v for k, v in now.items() if k not in ("format", "samples", "episodes")}
+    lists = dict(is_truncated=False, routes=None)
+    three = dict(tokens=[7, 5, 1], is_sampled=[True] * 3, logprobs=[-0.5] * 3, versions=[2] * 3)
+    one = dict(tokens=[3], is_sampled=[True], logprobs=[0.0], versions=[2])
+    before["samples"] = [
+        {
+            "sample": 0,
+            "prompt": ([9, 8], "opened"),
+            "response": three | lists | dict(states=[6], earned=[]),
+            "text": "text",
+            "reward": dataclasses.asdict(reward),
+        }
+    ]
+    episode = {k: v for k, v in now["episodes"][0].items() if k != "trajectory"}
+    before["episodes"] = [
+        episode | {"opening": [], "response": one | lists | dict(states=[], earned=[])}
+    ]
+    for plain in (now, before):
+        again, (going_on,) = group_from_dict(plain, number=3, draw=DRAW, prompt=prompt)
+        assert values(again.samples[0]) == values(group.samples[0])
+        assert going_on.group is again and going_on.request() == half.request()
+    with pytest.raises(ValueError, match="groups under way in format 3, of a later version"):
+        group_from_dict(now | {"format": 3}, number=3, draw=DRAW, prompt=prompt)
 
 
 def test_scalars_made_without_the_new_columns_have_them_all_the_same():

@@ -91,40 +91,56 @@ def pack(
     shaping = shaping or ShapingSettings()
     rewards = shaped_rewards(samples, shaping=shaping, limit=max_response_tokens)
     greedy = {s.slot: r for s, r in zip(samples, rewards) if s.sample == GREEDY}
-    own_rewards = [r for s, r in zip(samples, rewards) if s.sample != GREEDY]
-    samples = [s for s in samples if s.sample != GREEDY]
+    kept = [(s, r) for s, r in zip(samples, rewards) if s.sample != GREEDY]
+    samples = [s for s, _ in kept]
     shown = tuple(
         {"prompt": s.prompt.text, "response": s.text, "reward": s.reward.value}
         | ({"group": s.slot, "sample": s.sample} if is_partial else {})
         for s in _shown(samples)[:num_shown]
     )
-    trajectories = [s.trajectory for s in samples]
-    tokens = Tokens.concat(trajectories) if samples else Tokens.given([])
-    lengths = ints([len(t.tokens) for t in trajectories])
-    is_valid = torch.tensor([s.reward.value is not None for s in samples], dtype=torch.bool)
-    scalars = Scalars(
-        lengths=lengths,
-        response_lengths=ints([t.num_sampled for t in trajectories]),
-        group_ids=ints([s.slot for s in samples]),
-        sample_ids=ints([s.sample for s in samples]),
-        rewards=doubles(own_rewards).where(is_valid, 0.0),
-        is_truncated=torch.tensor([t.is_truncated for t in trajectories], dtype=torch.bool),
-        is_valid=is_valid,
-        min_versions=_min_versions(tokens, lengths),
-        reward_parts=doubles([_parts(s.reward, part_names) for s in samples]).view(
-            len(samples), len(part_names) or 1
-        ),
-        greedy_rewards=doubles([greedy.get(s.slot, math.nan) for s in samples]),
-        turns=turns_of((t.earned, t.states) for t in trajectories),
-        rows=ints([s.prompt.index for s in samples]),
+    tokens, scalars = flat_episodes(
+        samples,
+        rewards=[0.0 if s.reward.value is None else r for s, r in kept],
+        greedy_rewards=[greedy.get(s.slot, math.nan) for s in samples],
+        part_names=part_names,
     )
     return Rollouts(
         **tokens.columns(),
-        cu_seqlens=cumulative(lengths),
+        cu_seqlens=cumulative(scalars.lengths),
         scalars=scalars,
         sums=sums,
         samples=shown,
     )
+
+
+def flat_episodes(
+    episodes: Sequence[FinishedEpisode],
+    *,
+    rewards: Sequence[float],
+    greedy_rewards: Sequence[float],
+    part_names: Sequence[str],
+) -> tuple[Tokens, Scalars]:
+    """Return the tokens of finished episodes, one after the other, and their scalars."""
+    trajectories = [e.trajectory for e in episodes]
+    tokens = Tokens.concat(trajectories) if episodes else Tokens.given([])
+    lengths = ints([len(t.tokens) for t in trajectories])
+    scalars = Scalars(
+        lengths=lengths,
+        response_lengths=ints([t.num_sampled for t in trajectories]),
+        group_ids=ints([e.slot for e in episodes]),
+        sample_ids=ints([e.sample for e in episodes]),
+        rewards=doubles(rewards),
+        is_truncated=bools([t.is_truncated for t in trajectories]),
+        is_valid=bools([e.reward.value is not None for e in episodes]),
+        min_versions=_min_versions(tokens, lengths),
+        reward_parts=doubles([_parts(e.reward, part_names) for e in episodes]).view(
+            len(episodes), len(part_names) or 1
+        ),
+        greedy_rewards=doubles(greedy_rewards),
+        turns=turns_of((t.earned, t.states) for t in trajectories),
+        rows=ints([e.prompt.index for e in episodes]),
+    )
+    return tokens, scalars
 
 
 def _min_versions(tokens: Tokens, lengths: Tensor) -> Tensor:
@@ -162,7 +178,7 @@ def shaped_rewards(
     return shape(
         doubles(values),
         ints([s.trajectory.num_sampled for s in samples]),
-        torch.tensor([s.trajectory.is_truncated for s in samples], dtype=torch.bool),
+        bools([s.trajectory.is_truncated for s in samples]),
         max_response_tokens=limit,
         **asdict(shaping),
     ).tolist()
@@ -207,6 +223,11 @@ def rollouts_from_dict(tree: dict[str, Any]) -> Rollouts:
 def ints(values: Sequence[int]) -> Tensor:
     """Return [n] int64."""
     return torch.tensor(values, dtype=torch.int64)
+
+
+def bools(values: Sequence[bool]) -> Tensor:
+    """Return [n] bool."""
+    return torch.tensor(values, dtype=torch.bool)
 
 
 def doubles(values: Sequence[float] | Sequence[Sequence[float]]) -> Tensor:

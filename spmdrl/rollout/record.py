@@ -24,8 +24,8 @@ from spmdrl.config import Config, ShapingSettings, flatten
 from spmdrl.config.former import modernized
 from spmdrl.rewards.signatures import part_names, reward_models
 from spmdrl.rollout.episode import GREEDY, FinishedEpisode, Group
-from spmdrl.rollout.packing import cumulative, empty_rollouts, turns_of
-from spmdrl.types import TOKEN_COLUMNS, Rollouts, Scalars, add_sums, join_routes
+from spmdrl.rollout.packing import cumulative, empty_rollouts, flat_episodes, turns_of
+from spmdrl.types import TOKEN_COLUMNS, Rollouts, Scalars, Tokens, add_sums, join_routes
 
 FORMAT = 1
 FOLDER = "rollouts"
@@ -165,14 +165,35 @@ def _write(path: Path, table: pa.Table, header: dict[str, Any]) -> None:
 
 def _table(step: int, groups: Sequence[Group], share: Rollouts) -> pa.Table:
     """Return the share's sequences, and the greedy ones before those of their group."""
-    drawn = [s for group in groups for s in _placed(group) if s.sample != GREEDY]
-    greedy = [s for group in groups for s in _placed(group) if s.sample == GREEDY]
+    episodes = [e for group in groups for e in _placed(group)]
+    drawn = [e for e in episodes if e.sample != GREEDY]
+    greedy = [e for e in episodes if e.sample == GREEDY]
     scalars = share.scalars
-    assert [(s.slot, s.sample) for s in drawn] == list(
-        zip(scalars.group_ids.tolist(), scalars.sample_ids.tolist())
-    )
-    offsets = pa.array(share.cu_seqlens.numpy().astype(numpy.int32))
-    columns = _texts(step, drawn) | {
+    slots = scalars.group_ids.tolist()
+    assert [(e.slot, e.sample) for e in drawn] == [*zip(slots, scalars.sample_ids.tolist())]
+    found = dict(zip(slots, scalars.greedy_rewards.tolist()))
+    own = [found.get(e.slot, numpy.nan) for e in greedy]
+    tokens, others = flat_episodes(greedy, rewards=own, greedy_rewards=own, part_names=())
+    no_parts = scalars.reward_parts.new_zeros(len(greedy), scalars.reward_parts.shape[1])
+    # What a table has not is null in its rows: the greedy ones have no routes.
+    rows = [
+        _rows(step, drawn, share, scalars=scalars),
+        _rows(
+            step,
+            greedy,
+            replace(tokens, routes=None),
+            scalars=replace(others, reward_parts=no_parts),
+        ),
+    ]
+    table = pa.concat_tables(rows, promote_options="default")
+    return table.sort_by([("group", "ascending"), ("sample", "ascending")])
+
+
+def _rows(
+    step: int, episodes: Sequence[FinishedEpisode], tokens: Tokens, *, scalars: Scalars
+) -> pa.Table:
+    """Return a table of episodes, each a row."""
+    columns = _texts(step, episodes) | {
         "reward": scalars.rewards.numpy(),
         "greedy_reward": scalars.greedy_rewards.numpy(),
         "reward_parts": scalars.reward_parts.tolist(),
@@ -182,25 +203,20 @@ def _table(step: int, groups: Sequence[Group], share: Rollouts) -> pa.Table:
         "response_length": scalars.response_lengths.numpy(),
         "min_version": scalars.min_versions.numpy(),
     }
+    starts = cumulative(scalars.lengths)
     for name in TOKEN_COLUMNS:
         kind = _SCHEMA.field(name).type
-        values = pa.array(getattr(share, name).numpy()).cast(kind.value_type)
-        columns[name] = pa.ListArray.from_arrays(offsets, values, type=kind)
-    found = dict(zip(scalars.group_ids.tolist(), scalars.greedy_rewards.tolist()))
-    num_parts = scalars.reward_parts.shape[1]
-    own = pa.table(columns, schema=_SCHEMA)
-    if share.routes is not None:
-        per_token = share.routes[0].numel() if len(share.routes) else 0
-        ends = pa.array((share.cu_seqlens * per_token).numpy())
-        flat = pa.array(share.routes.short().flatten().numpy())
-        own = own.append_column(
-            _ROUTES, pa.LargeListArray.from_arrays(ends, flat, type=_ROUTES.type)
-        )
-    # What a table has not is null in its rows: the greedy ones have no routes.
-    table = pa.concat_tables(
-        [own, _greedy_table(step, greedy, found, num_parts)], promote_options="default"
+        values = pa.array(getattr(tokens, name).numpy()).cast(kind.value_type)
+        columns[name] = pa.ListArray.from_arrays(pa.array(starts.int().numpy()), values, type=kind)
+    table = pa.table(columns, schema=_SCHEMA)
+    if tokens.routes is None:
+        return table
+    per_token = tokens.routes[0].numel() if len(tokens.routes) else 0
+    ends = pa.array((starts * per_token).numpy())
+    flat = pa.array(tokens.routes.short().flatten().numpy())
+    return table.append_column(
+        _ROUTES, pa.LargeListArray.from_arrays(ends, flat, type=_ROUTES.type)
     )
-    return table.sort_by([("group", "ascending"), ("sample", "ascending")])
 
 
 def _placed(group: Group) -> list[FinishedEpisode]:
@@ -225,27 +241,6 @@ def _texts(step: int, samples: Sequence[FinishedEpisode]) -> dict[str, Any]:
         "turn_rewards": [s.trajectory.earned for s in samples],
         "turn_states": [s.trajectory.states for s in samples],
     }
-
-
-def _greedy_table(
-    step: int, samples: Sequence[FinishedEpisode], rewards: dict[int, float], num_parts: int
-) -> pa.Table:
-    own = [rewards.get(s.slot, numpy.nan) for s in samples]
-    trajectories = [s.trajectory for s in samples]
-    versions = [t.policy_versions[t.response_mask].tolist() for t in trajectories]
-    columns = _texts(step, samples) | {
-        "reward": own,
-        "greedy_reward": own,
-        "reward_parts": [[0.0] * num_parts] * len(samples),
-        "is_valid": [s.reward.value is not None for s in samples],
-        "is_truncated": [t.is_truncated for t in trajectories],
-        "length": [len(t.tokens) for t in trajectories],
-        "response_length": [t.num_sampled for t in trajectories],
-        "min_version": [min(own, default=-1) for own in versions],
-    }
-    for name in TOKEN_COLUMNS:
-        columns[name] = [getattr(t, name).tolist() for t in trajectories]
-    return pa.table(columns, schema=_SCHEMA)
 
 
 # --------------------------------------------------------------------------- reading
