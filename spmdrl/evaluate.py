@@ -16,7 +16,7 @@ from spmdrl.config import Config
 from spmdrl.engine.protocol import EngineProtocol
 from spmdrl.rollout.outcomes import (
     Estimate,
-    Outcome,
+    ProblemOutcome,
     by_source,
     eval_sums,
     evaluation_file,
@@ -35,7 +35,7 @@ class Result:
 
     step: int
     """Steps that the checkpoint was trained; 0 for a model folder."""
-    outcomes: list[Outcome]
+    outcomes: list[ProblemOutcome]
 
 
 def evaluate(source: Source, engine: EngineProtocol, *, world: World, step: int) -> Sums:
@@ -57,7 +57,9 @@ def evaluate(source: Source, engine: EngineProtocol, *, world: World, step: int)
     return eval_sums(outcomes, samples=cfg.evaluate.samples)
 
 
-def sample(source: Source, engine: EngineProtocol, *, world: World, step: int) -> list[Outcome]:
+def sample(
+    source: Source, engine: EngineProtocol, *, world: World, step: int
+) -> list[ProblemOutcome]:
     """Sample and reward the held-out prompts; return what all came to, in order, on every rank."""
     with world.watch.phase("evaluate", step):
         own = source.evaluate(engine, step=step)
@@ -69,7 +71,7 @@ def sample(source: Source, engine: EngineProtocol, *, world: World, step: int) -
 # --------------------------------------------------------------------------- what is shown
 
 
-def table(outcomes: Sequence[Outcome], *, samples: int, right_at: float) -> str:
+def table(outcomes: Sequence[ProblemOutcome], *, samples: int, right_at: float) -> str:
     """Return the estimates as text, one row for all problems and one per data source."""
     sources = by_source(outcomes)
     parts = {"all": list(outcomes)} | (
@@ -95,7 +97,7 @@ def table(outcomes: Sequence[Outcome], *, samples: int, right_at: float) -> str:
     return "\n".join([*lines, *_notes(outcomes, samples=samples, right_at=right_at)])
 
 
-def _is_binary(outcomes: Sequence[Outcome]) -> bool:
+def _is_binary(outcomes: Sequence[ProblemOutcome]) -> bool:
     return {reward for o in outcomes for reward in o.rewards} <= {0.0, 1.0}
 
 
@@ -106,7 +108,7 @@ def _cell(estimate: Estimate | None) -> str:
     return f"{estimate.mean:.3f}{spread}"
 
 
-def _notes(outcomes: Sequence[Outcome], *, samples: int, right_at: float) -> list[str]:
+def _notes(outcomes: Sequence[ProblemOutcome], *, samples: int, right_at: float) -> list[str]:
     notes = [
         "",
         f"{samples} sample{'s' * (samples > 1)} of each problem; ± is the 95% interval, "
@@ -127,7 +129,7 @@ def content(cfg: Config, result: Result, *, model: str, right_at: float = RIGHT_
     """Return all that was found as plain values for JSON."""
     samples, outcomes = cfg.evaluate.samples, result.outcomes
 
-    def plain(own: Sequence[Outcome]) -> dict:
+    def plain(own: Sequence[ProblemOutcome]) -> dict:
         found = summarize(own, samples=samples, right_at=right_at)
         return {name: asdict(estimate) for name, estimate in found.items()}
 

@@ -122,7 +122,7 @@ def test_a_step_larger_than_the_data_is_refused(tmp_path):
 
 def test_prompt_and_response_beyond_the_context_are_refused_with_the_arithmetic():
     cfg = config("task:addition", size=10)
-    PromptSource(cfg, PLAIN).check_context(80, vocab_size=len(PLAIN))
+    check_context(cfg, PLAIN, max_positions=80, vocab_size=len(PLAIN))
     with pytest.raises(ValueError, match=r"64 \+ .* 16 = 80 tokens, above .* 79"):
         check_context(cfg, PLAIN, max_positions=79)
     with pytest.raises(ValueError, match="embedding 10 rows"):
@@ -190,9 +190,9 @@ def encode(row, tokenizer=CHAT, template="auto"):
 
 def test_generated_rows_train_the_answer_and_eos():
     source = SupervisedSource(config("task:addition", size=64, per_step=8), PLAIN)
-    rows = source.rows_at(3)
-    assert rows == SupervisedSource(config("task:addition", size=64, per_step=8), PLAIN).rows_at(3)
-    for tokens, mask in rows:
+    rows = source.units_at(3)
+    assert rows == SupervisedSource(config("task:addition", size=64, per_step=8), PLAIN).units_at(3)
+    for ((tokens, mask),) in (unit.examples for unit in rows):
         question, answer = PLAIN.decode(tokens).removesuffix("<eos>").split("=")
         assert eval(question) == int(answer)  # our own digits
         assert trained_texts(tokens, mask, PLAIN) == [answer + "<eos>"]
@@ -233,7 +233,8 @@ def test_completions_train_only_themselves():
 def test_supervised_context_is_what_generation_starts_from(tmp_path):
     file = jsonl(tmp_path, [{"messages": [USER, REPLY]}])
     prompt = PromptSource(config(file, per_step=1), CHAT).at(0)[0]
-    tokens, mask = SupervisedSource(config(file, per_step=1), CHAT).rows_at(0)[0]
+    (unit,) = SupervisedSource(config(file, per_step=1), CHAT).units_at(0)
+    ((tokens, mask),) = unit.examples
     assert tuple(tokens[: mask.index(True)]) == prompt.tokens
 
 
@@ -280,7 +281,7 @@ def test_overlong_supervised_rows_are_refused_or_dropped(tmp_path):
     with pytest.raises(ValueError, match=r"rows\.jsonl:2: 901 tokens.*= 80"):
         SupervisedSource(config(file, per_step=1), PLAIN)
     source = SupervisedSource(config(file, per_step=1, overlong_prompts="drop"), PLAIN)
-    assert source.num_dropped == 1 and len(source.rows_at(5)[0][0]) == 21
+    assert source.num_dropped == 1 and len(source.units_at(5)[0].examples[0][0]) == 21
 
 
 def test_a_response_ends_at_the_ids_of_config_tokenizer_and_model(tiny_model, tmp_path) -> None:

@@ -23,13 +23,15 @@ from spmdrl.config import Config, KeepSettings
 from spmdrl.evaluate import table
 from spmdrl.report.glossary import values_of
 from spmdrl.rollout.episode import FinishedEpisode
-from spmdrl.rollout.outcomes import Outcome, eval_sums, outcomes_of, summarize
+from spmdrl.rollout.outcomes import ProblemOutcome, eval_sums, outcomes_of, summarize
 from spmdrl.types import Prompt
 from spmdrl.workers.pool import RewardResult
 
 
-def outcome(index: int, rewards, *, source: str = "", answers=(), failed: int = 0) -> Outcome:
-    return Outcome(
+def outcome(
+    index: int, rewards, *, source: str = "", answers=(), failed: int = 0
+) -> ProblemOutcome:
+    return ProblemOutcome(
         index,
         source,
         tuple(rewards),

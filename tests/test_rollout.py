@@ -79,7 +79,7 @@ def over_sampled(cfg: Config) -> dict:
         engine.weights_changed(1)
         resumed.generate(engine, until=1)
         second = resumed.take(1)
-        keys = [(group.step, group.slot) for group in resumed._waiting.values()]
+        keys = [(group.step, group.slot) for group in resumed.filler.waiting.values()]
         resumed.close()
     return {
         "first": first,
@@ -129,7 +129,7 @@ def dynamic(cfg: Config) -> tuple:
         source = make_source()
         source.generate(engine, until=0)
         rollouts = source.take(0)
-        source._schedule = dataclasses.replace(source._schedule, dynamic=2)
+        source.filler.schedule = dataclasses.replace(source.filler.schedule, dynamic=2)
         source.pool.close()
         source.pool._is_closed, source.pool._num_workers = False, 0  # every reward is 0
         engine.weights_changed(1)

@@ -69,7 +69,7 @@ class Replica:
         self.next = book.read().next
 
     def turn(self, version: int, *, last: int, most: int) -> dict[int, dict[int, int]]:
-        """As RolloutSource._keep_book; returns this replica's share of steps that closed."""
+        """As StepFiller._keep_book; returns this replica's share of steps that closed."""
         complete = tuple(self.done)
 
         def change(book: Book):

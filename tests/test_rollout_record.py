@@ -38,14 +38,8 @@ from spmdrl.config import (
 )
 from spmdrl.rollout.episode import GREEDY, Draw, FinishedEpisode, Group
 from spmdrl.rollout.packing import pack_step
-from spmdrl.rollout.record import (
-    Recorder,
-    find_recorded,
-    ranges,
-    read_header,
-    read_rollouts,
-    read_table,
-)
+from spmdrl.rollout.recorder import Recorder
+from spmdrl.rollout.recordings import find_recorded, ranges, read_header, read_rollouts, read_table
 from spmdrl.rollout.replay_source import ReplaySource, check_recorded
 from spmdrl.types import Prompt, Rollouts, Scalars
 from spmdrl.workers.pool import RewardResult
@@ -305,9 +299,9 @@ def replay_config(folder: Path, recorded: Path, **rest) -> Config:
     )
 
 
-def replay_source(cfg: Config) -> ReplaySource:
+def replay_source(cfg: Config, *, max_positions: int = 7, vocab_size: int = 12) -> ReplaySource:
     world = SimpleNamespace(cfg=cfg, rank=0, dp_size=1, dp_index=lambda rank: 0, speaks_for_dp=True)
-    return ReplaySource(cfg, world)
+    return ReplaySource(cfg, world, max_positions=max_positions, vocab_size=vocab_size)
 
 
 def test_what_a_replay_cannot_train_on_is_refused_by_name(tmp_path):
@@ -336,14 +330,11 @@ def test_what_a_replay_cannot_train_on_is_refused_by_name(tmp_path):
     assert "empty holds no whole step of recorded rollouts" in found[0]
 
     source = replay_source(cfg)
-    source.check_context(max_positions=7, vocab_size=12)
     assert len(source.take(0)) == 8
-    source.check_context(max_positions=6, vocab_size=12)
     with pytest.raises(ValueError, match="step 0 has a sequence of 7 tokens, above .* 6"):
-        source.take(0)
-    source.check_context(max_positions=7, vocab_size=11)
+        replay_source(cfg, max_positions=6).take(0)
     with pytest.raises(ValueError, match="the token 11, and the model's embedding 11 rows"):
-        source.take(0)
+        replay_source(cfg, vocab_size=11).take(0)
     with pytest.raises(ValueError, match="step 2 was not recorded; there are steps 0, 1, 3"):
         source.take(2)
     file = source.recorded.files_of(1)[0]
@@ -372,7 +363,6 @@ def test_the_engines_routes_come_back_and_a_run_that_needs_them_is_refused_witho
         model=config.ModelSettings(path="./somewhere", moe=MoeSettings(replay=True)),
     )
     source = replay_source(replay)
-    source.check_context(max_positions=7, vocab_size=12)
     back = source.take(0)
     assert_same_rollouts(share, back)
     assert back.routes.dtype == torch.int8 and torch.equal(back.routes, share.routes)
@@ -385,7 +375,6 @@ def test_the_engines_routes_come_back_and_a_run_that_needs_them_is_refused_witho
             own[:-1], made.get(key, torch.full_like(own[:-1], -1))
         )
     off = replay_source(dataclasses.replace(replay, model=config.ModelSettings(path="./somewhere")))
-    off.check_context(max_positions=7, vocab_size=12)
     assert off.take(0).routes is None
     record(config_of(tmp_path / "without", record=RecordSettings(every=1)), 0, range(4))
     with pytest.raises(ValueError, match="model.moe.replay: .* was recorded without the engine's"):

@@ -11,7 +11,7 @@ from runs import HELD, ROOT, TINY, metrics, run, run_killed
 from test_train import assert_same_end
 
 from spmdrl.commands.create_model import create_model
-from spmdrl.rollout.record import find_recorded, read_header, read_table
+from spmdrl.rollout.recordings import find_recorded, read_header, read_table
 
 
 @pytest.fixture(scope="module")

@@ -25,7 +25,7 @@ from spmdrl.config.read import load_yaml
 if TYPE_CHECKING:
     import pyarrow
 
-    from spmdrl.rollout.record import Recorded
+    from spmdrl.rollout.recordings import Recorded
 
 _SORTS: dict[str, Callable[[Summary], float]] = {
     "reward": lambda group: -group.mean,
@@ -126,7 +126,8 @@ def _sequences(recorded: Recorded, step: int) -> pyarrow.Table:
     import pyarrow.compute
 
     from spmdrl.rollout.episode import GREEDY
-    from spmdrl.rollout.record import SEQUENCE_COLUMNS, read_table
+    from spmdrl.rollout.recorder import SEQUENCE_COLUMNS
+    from spmdrl.rollout.recordings import read_table
 
     table = pyarrow.concat_tables(
         [read_table(path, columns=SEQUENCE_COLUMNS) for path in recorded.files_of(step)]
@@ -146,7 +147,7 @@ def advantages(
 
     from spmdrl.algorithms import registry
     from spmdrl.credit import sequence_advantages
-    from spmdrl.rollout.record import read_header, scalars_of
+    from spmdrl.rollout.recordings import read_header, scalars_of
     from spmdrl.types import Batch
 
     chosen = cfg.algorithm
@@ -178,7 +179,7 @@ def read_group(
         needs_text: of single tokens, which takes the tokenizer.
     Raises: ValueError for a step or group that is not there, naming those that are.
     """
-    from spmdrl.rollout.record import ranges, read_header, read_table
+    from spmdrl.rollout.recordings import ranges, read_header, read_table
 
     files = recorded.files_of(step)
     rows = [row for path in files for row in read_table(path, group=group).to_pylist()]
@@ -361,7 +362,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _shown(args: argparse.Namespace) -> str:
-    from spmdrl.rollout.record import find_recorded
+    from spmdrl.rollout.recordings import find_recorded
 
     recorded = find_recorded(args.folder)
     if args.step is None:

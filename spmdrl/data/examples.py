@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import hashlib
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -22,7 +22,6 @@ from spmdrl.config import Config
 from spmdrl.data.prompts import (
     Order,
     apply_template,
-    check_context,
     encode_plain,
     encode_prompt,
     load_rows,
@@ -45,17 +44,7 @@ class Unit:
     """Per sequence: the margin of a pair, or the label 1 or 0, at the first; else 0."""
 
 
-class OfflineSource(Protocol):
-    """What `RowSource` asks of a source of rows."""
-
-    def units_at(self, step: int) -> list[Unit]:
-        """Return the rows of `step`, the same on every rank."""
-
-    def check_context(self, max_positions: int, *, vocab_size: int | None = None) -> None:
-        """Raise ValueError unless the longest sequence fits the model."""
-
-
-def offline_source(cfg: Config, tokenizer: PreTrainedTokenizerBase) -> OfflineSource:
+def example_source(cfg: Config, tokenizer: PreTrainedTokenizerBase) -> ExampleSource:
     """Return the source of rows that an offline objective trains on.
 
     Raises: ValueError for data that cannot be used; see the sources.
@@ -77,85 +66,21 @@ def row_kind(cfg: Config) -> Need:
     return objective.row
 
 
-class SupervisedSource:
-    """Supervised rows of each step, a function of (seed, step).
+class ExampleSource:
+    """Units of each step, a function of (seed, step).
 
-    Raises (on construction): ValueError for unreadable or empty data, a row with nothing to
-        imitate (file and line), one that the chat template cannot render, or one above
-        max_prompt_tokens + max_response_tokens, or tokens_per_microbatch, under
-        overlong_prompts=error.
+    Raises (on construction): ValueError for unreadable or empty data, a row without what it needs
+        (file and line), one that the chat template cannot render, or one with a sequence above
+        `limit` under overlong_prompts=error.
     """
 
-    def __init__(self, cfg: Config, tokenizer: PreTrainedTokenizerBase):
-        self.cfg, self.tokenizer = cfg, tokenizer
-        self.rows = load_rows(cfg, split="train", need="example")
-        longest = cfg.data.max_prompt_tokens + cfg.sampling.max_response_tokens
-        self._limit, self._field = min(
-            (longest, "data.max_prompt_tokens + sampling.max_response_tokens"),
-            (cfg.batch.tokens_per_microbatch or longest, "batch.tokens_per_microbatch"),
-        )
-        self._example = functools.lru_cache(maxsize=_CACHED_ROWS)(self._encode)
-        self._example(0)
-        self._kept, self.num_dropped = usable_rows(
-            self.rows,
-            measure=lambda i: len(self._example(i)[0]),
-            limit=self._limit,
-            overlong=cfg.data.overlong_prompts,
-            field=self._field,
-        )
-        self.order = Order(
-            len(self._kept),
-            per_step=cfg.batch.prompts_per_step,
-            seed=cfg.seed,
-            shuffle=cfg.data.shuffle,
-        )
-
-    def rows_at(self, step: int) -> list[Example]:
-        """Return the (tokens, response_mask) pairs of `step`, the same on every rank."""
-        return [self._fitting(self._kept[i]) for i in self.order.at(step)]
-
-    def units_at(self, step: int) -> list[Unit]:
-        """Return the rows of `step`, each as one sequence."""
-        return [Unit((example,), (0.0,)) for example in self.rows_at(step)]
-
-    def check_context(self, max_positions: int, *, vocab_size: int | None = None) -> None:
-        """Check that the longest sequence fits the model; see `prompts.check_context`."""
-        check_context(self.cfg, self.tokenizer, max_positions=max_positions, vocab_size=vocab_size)
-
-    def _fitting(self, index: int) -> Example:
-        example = self._example(index)
-        if len(example[0]) > self._limit:
-            raise ValueError(
-                overlong_text(
-                    self.rows.where(index), len(example[0]), limit=self._limit, field=self._field
-                )
-            )
-        return example
-
-    def _encode(self, index: int) -> Example:
-        return encode_example(
-            self.rows[index],
-            self.tokenizer,
-            template=self.cfg.data.chat_template,
-            where=self.rows.where(index),
-        )
-
-
-class PairSource:
-    """Pairs of responses to compare, a function of (seed, step).
-
-    Raises (on construction): ValueError for unreadable or empty data, a row that is no pair
-        (file and line; see `rows.pair_of`) or cannot be rendered, or one with a side above
-        max_prompt_tokens + max_response_tokens under overlong_prompts=error.
-    """
-
-    need = "pair"
+    need: Need
+    """What a row must hold."""
 
     def __init__(self, cfg: Config, tokenizer: PreTrainedTokenizerBase):
         self.cfg, self.tokenizer = cfg, tokenizer
         self.rows = load_rows(cfg, split="train", need=self.need)
-        self._limit = cfg.data.max_prompt_tokens + cfg.sampling.max_response_tokens
-        self._field = "data.max_prompt_tokens + sampling.max_response_tokens"
+        self._limit, self._field = self.limit()
         self._unit = functools.lru_cache(maxsize=_CACHED_ROWS)(self._encode)
         self._unit(0)
         self._kept, self.num_dropped = usable_rows(
@@ -172,8 +97,13 @@ class PairSource:
             shuffle=cfg.data.shuffle,
         )
 
+    def limit(self) -> tuple[int, str]:
+        """Return the longest sequence allowed, tokens, and the fields that say so."""
+        longest = self.cfg.data.max_prompt_tokens + self.cfg.sampling.max_response_tokens
+        return longest, "data.max_prompt_tokens + sampling.max_response_tokens"
+
     def units_at(self, step: int) -> list[Unit]:
-        """Return the pairs of `step`, (chosen, rejected), the same on every rank."""
+        """Return the units of `step`, the same on every rank."""
         return [self.unit(self._kept[i]) for i in self.order.at(step)]
 
     def rows_of_run(self) -> list[int]:
@@ -195,21 +125,44 @@ class PairSource:
             )
         return unit
 
-    def check_context(self, max_positions: int, *, vocab_size: int | None = None) -> None:
-        """Check that the longest sequence fits the model; see `prompts.check_context`."""
-        check_context(self.cfg, self.tokenizer, max_positions=max_positions, vocab_size=vocab_size)
-
     def _encode(self, index: int) -> Unit:
-        where = self.rows.where(index)
-        prompt, chosen, rejected, margin = pair_of(self.rows[index], place=where)
-        sides = tuple(self._example(index, prompt, side) for side in (chosen, rejected))
-        return Unit(sides, (margin, 0.0))
+        raise NotImplementedError
 
-    def _example(self, index: int, prompt: str | Messages, response: str | Messages) -> Example:
-        row = {"prompt": prompt, "completion": response, "tools": self.rows[index].get("tools")}
+    def _example(self, index: int, row: dict) -> Example:
         return encode_example(
             row, self.tokenizer, template=self.cfg.data.chat_template, where=self.rows.where(index)
         )
+
+
+class SupervisedSource(ExampleSource):
+    """Supervised rows, each a unit of one sequence; no longer than tokens_per_microbatch."""
+
+    need = "example"
+
+    def limit(self) -> tuple[int, str]:
+        """As ExampleSource."""
+        longest = super().limit()
+        budget = self.cfg.batch.tokens_per_microbatch or longest[0]
+        return min(longest, (budget, "batch.tokens_per_microbatch"))
+
+    def _encode(self, index: int) -> Unit:
+        return Unit((self._example(index, self.rows[index]),), (0.0,))
+
+
+class PairSource(ExampleSource):
+    """Pairs of responses to compare: units of (chosen, rejected); see `rows.pair_of`."""
+
+    need = "pair"
+
+    def _encode(self, index: int) -> Unit:
+        row = self.rows[index]
+        prompt, chosen, rejected, margin = pair_of(row, place=self.rows.where(index))
+        sides = tuple(self._reply(index, prompt, side) for side in (chosen, rejected))
+        return Unit(sides, (margin, 0.0))
+
+    def _reply(self, index: int, prompt: str | Messages, response: str | Messages) -> Example:
+        tools = self.rows[index].get("tools")
+        return self._example(index, {"prompt": prompt, "completion": response, "tools": tools})
 
 
 class LabelledSource(PairSource):
@@ -219,7 +172,7 @@ class LabelledSource(PairSource):
     response of another row of the step, for KTO's KL. That response is cut where the sequence
     would exceed the longest allowed.
 
-    Raises (on construction): ValueError as PairSource; see `rows.label_of`.
+    Raises (on construction): ValueError as ExampleSource; see `rows.label_of`.
     """
 
     need = "label"
@@ -246,7 +199,7 @@ class LabelledSource(PairSource):
     def _encode(self, index: int) -> Unit:
         row = self.rows[index]
         label = label_of(row, place=self.rows.where(index))
-        return Unit((self._example(index, row["prompt"], row["completion"]),), (float(label),))
+        return Unit((self._reply(index, row["prompt"], row["completion"]),), (float(label),))
 
 
 def _longest(unit: Unit) -> int:

@@ -207,16 +207,6 @@ class PromptSource:
             self._eval = self._held_out() if self.cfg.data.eval else []
         return self._eval
 
-    def check_context(self, max_positions: int, *, vocab_size: int | None = None) -> None:
-        """Check that prompt and response fit the model.
-
-        Args:
-            max_positions: the model's context, tokens.
-            vocab_size: rows of the model's embedding.
-        Raises: ValueError with the arithmetic.
-        """
-        check_context(self.cfg, self.tokenizer, max_positions=max_positions, vocab_size=vocab_size)
-
     def _held_out(self) -> list[Prompt]:
         rows = load_rows(self.cfg, split="eval")
         kept, _ = self._usable(rows, measure=lambda i: len(self._tokens(rows, i)[0]))

@@ -21,7 +21,7 @@ _ANSWER = "pred"  # verl's name
 
 
 @dataclass(frozen=True)
-class Outcome:
+class ProblemOutcome:
     """What the samples of one held-out problem came to."""
 
     index: int
@@ -52,7 +52,7 @@ class Estimate:
     num_problems: int
 
 
-def outcomes_of(samples: Iterable[FinishedEpisode]) -> list[Outcome]:
+def outcomes_of(samples: Iterable[FinishedEpisode]) -> list[ProblemOutcome]:
     """Group samples by problem, in the order of the rows."""
     by_index: dict[int, list[FinishedEpisode]] = defaultdict(list)
     for sample in samples:
@@ -60,7 +60,7 @@ def outcomes_of(samples: Iterable[FinishedEpisode]) -> list[Outcome]:
     return [_outcome(by_index[index]) for index in sorted(by_index)]
 
 
-def _outcome(samples: Sequence[FinishedEpisode]) -> Outcome:
+def _outcome(samples: Sequence[FinishedEpisode]) -> ProblemOutcome:
     prompt = samples[0].prompt
     valid = [s.reward for s in samples if s.reward.value is not None]
     answers = tuple(filter(None, (_answer(r.extras | r.metrics) for r in valid)))
@@ -70,7 +70,7 @@ def _outcome(samples: Sequence[FinishedEpisode]) -> Outcome:
         for name, value in (own | reward.metrics).items():
             if not _is_answer(name):
                 parts[name].append(value)
-    return Outcome(
+    return ProblemOutcome(
         index=prompt.index,
         source=str(prompt.row.get("data_source") or ""),
         rewards=tuple(r.value for r in valid),
@@ -94,7 +94,7 @@ def _is_answer(name: str) -> bool:
 
 
 def summarize(
-    outcomes: Sequence[Outcome], *, samples: int, right_at: float = RIGHT_AT
+    outcomes: Sequence[ProblemOutcome], *, samples: int, right_at: float = RIGHT_AT
 ) -> dict[str, Estimate]:
     """Estimate what a policy does on problems of this kind.
 
@@ -144,15 +144,17 @@ def evaluation_file(output_dir: str | Path, step: int) -> Path:
     return Path(output_dir) / "evaluations" / f"evaluation_{step}.json"
 
 
-def by_source(outcomes: Sequence[Outcome]) -> dict[str, list[Outcome]]:
+def by_source(outcomes: Sequence[ProblemOutcome]) -> dict[str, list[ProblemOutcome]]:
     """Return the outcomes by `data_source`, in alphabetical order."""
-    sources: dict[str, list[Outcome]] = {name: [] for name in sorted({o.source for o in outcomes})}
+    sources: dict[str, list[ProblemOutcome]] = {
+        name: [] for name in sorted({o.source for o in outcomes})
+    }
     for outcome in outcomes:
         sources[outcome.source].append(outcome)
     return sources
 
 
-def part_means(outcomes: Sequence[Outcome]) -> dict[str, float]:
+def part_means(outcomes: Sequence[ProblemOutcome]) -> dict[str, float]:
     """Return the mean over samples of each number that reward functions gave by name."""
     values: dict[str, list[float]] = defaultdict(list)
     for outcome in outcomes:
@@ -161,7 +163,7 @@ def part_means(outcomes: Sequence[Outcome]) -> dict[str, float]:
     return {name: _mean(own) for name, own in sorted(values.items())}
 
 
-def eval_sums(outcomes: Sequence[Outcome], *, samples: int) -> Sums:
+def eval_sums(outcomes: Sequence[ProblemOutcome], *, samples: int) -> Sums:
     """Return the eval/ metrics of the loop: of all problems, and little of each source.
 
     Args:
@@ -194,7 +196,7 @@ def sizes(samples: int) -> list[int]:
     return [2**i for i in range(samples.bit_length()) if 2**i < samples] + [samples]
 
 
-def _rights(outcome: Outcome, right_at: float) -> list[bool]:
+def _rights(outcome: ProblemOutcome, right_at: float) -> list[bool]:
     return [reward >= right_at - ROUNDING for reward in outcome.rewards]
 
 
@@ -210,7 +212,9 @@ def _majority(answers: Sequence[str], rights: Sequence[bool]) -> float:
     )
 
 
-def _over(outcomes: Sequence[Outcome], value: Callable[[Outcome], float | None]) -> Estimate | None:
+def _over(
+    outcomes: Sequence[ProblemOutcome], value: Callable[[ProblemOutcome], float | None]
+) -> Estimate | None:
     values = [v for v in map(value, outcomes) if v is not None]
     if not values:
         return None

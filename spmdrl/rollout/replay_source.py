@@ -8,29 +8,26 @@ from pathlib import Path
 
 from spmdrl.config import Config, flatten
 from spmdrl.config.fields import replay_folder
-from spmdrl.rollout.dataset_source import OfflineSource
 from spmdrl.rollout.packing import empty_rollouts
-from spmdrl.rollout.record import (
-    Recorded,
-    find_recorded,
-    kept_fields,
-    ranges,
-    read_header,
-    read_rollouts,
-)
+from spmdrl.rollout.recorder import kept_fields
+from spmdrl.rollout.recordings import Recorded, find_recorded, ranges, read_header, read_rollouts
+from spmdrl.rollout.source import Source
 from spmdrl.types import Rollouts
 from spmdrl.world import World
 
 log = logging.getLogger(__name__)
 
 
-class ReplaySource(OfflineSource):
+class ReplaySource(Source):
     """The recorded batch of every step; the first rank of each dp index reads its share.
 
+    Args:
+        max_positions: the model's context, tokens. vocab_size: rows of its embedding. Every step
+            is held against them.
     Raises (on construction): ValueError as `check_recorded`.
     """
 
-    def __init__(self, cfg: Config, world: World):
+    def __init__(self, cfg: Config, world: World, *, max_positions: int, vocab_size: int):
         self.cfg, self.world = cfg, world
         self.recorded = check_recorded(cfg)
         if cfg.evaluate.every_steps and world.rank == 0:
@@ -38,12 +35,8 @@ class ReplaySource(OfflineSource):
                 "evaluation is left out: a replay has no engine to sample with; evaluate "
                 "a checkpoint by `python -m spmdrl evaluate`"
             )
-        self._max_positions = self._vocab_size = 0
-        self._replays_routes = cfg.model.moe.replay
-
-    def check_context(self, max_positions: int, *, vocab_size: int) -> None:
-        """Take up the model's limits, which every step is held against."""
         self._max_positions, self._vocab_size = max_positions, vocab_size
+        self._replays_routes = cfg.model.moe.replay
 
     def take(self, step: int) -> Rollouts:
         """Return this rank's part of the recorded batch.

@@ -9,14 +9,14 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from spmdrl.config import Config
-from spmdrl.data.examples import Unit, offline_source
-from spmdrl.rollout.dataset_source import OfflineSource
+from spmdrl.data.examples import Unit, example_source
 from spmdrl.rollout.packing import cumulative, doubles, empty_rollouts, ints
+from spmdrl.rollout.source import Source
 from spmdrl.types import Rollouts, Scalars, Tokens
 from spmdrl.world import World
 
 
-class RowSource(OfflineSource):
+class RowSource(Source):
     """Rows to train on, cut to this rank's share; the first rank of each dp index supplies.
 
     The sequences of a row are one group: one to imitate, or a pair.
@@ -24,8 +24,7 @@ class RowSource(OfflineSource):
 
     def __init__(self, cfg: Config, world: World, *, tokenizer: PreTrainedTokenizerBase):
         self.world = world
-        self.rows = offline_source(cfg, tokenizer)
-        self.check_context = self.rows.check_context
+        self.rows = example_source(cfg, tokenizer)
 
     def take(self, step: int) -> Rollouts:
         """Return this rank's rows of `step`."""

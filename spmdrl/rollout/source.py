@@ -1,4 +1,4 @@
-"""Sources of batches, behind one interface: rollouts in `sampler`, dataset rows in `rows`.
+"""Sources of batches, behind one interface: sampled, recorded, or rows of a dataset.
 
 A source works ahead: `generate(until=k)` makes sure that this rank's share of the batches up
 to step k exists, `take(k)` hands one over. Only inference ranks generate; nothing here waits
@@ -7,41 +7,45 @@ for another role.
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from spmdrl.config import Config
 from spmdrl.config.fields import replay_folder
+from spmdrl.data.prompts import check_context
 from spmdrl.engine.protocol import EngineProtocol
 from spmdrl.model.load import load_hf_config
-from spmdrl.rollout.outcomes import Outcome
-from spmdrl.rollout.row_source import RowSource
-from spmdrl.rollout.sampled_source import RolloutSource
+from spmdrl.rollout.outcomes import ProblemOutcome
 from spmdrl.types import Batch, Rollouts
 from spmdrl.world import World
 
 
-class Source(Protocol):
-    """What the loop asks of a source."""
+class Source:
+    """What the loop asks of a source. Unless it says else, a batch is a function of the step:
+    nothing is generated or held, and there is no engine to sample or to compare with."""
 
     def generate(self, engine: EngineProtocol, *, until: int) -> None:
         """Make this rank's share of all batches up to step `until`, with the engine's weights."""
 
     def take(self, step: int) -> Rollouts:
         """Hand over this rank's share of the batch of `step`."""
+        raise NotImplementedError
 
     def observe(self, batch: Batch, *, step: int) -> None:
         """Take in what the whole batch of `step` came to, for the choice of later prompts."""
 
     def probe_tokens(self) -> list[tuple[int, ...]]:
         """Return a few sequences for engine and trainer to score; the same on every rank."""
+        return []
 
-    def evaluate(self, engine: EngineProtocol, *, step: int) -> list[Outcome]:
+    def evaluate(self, engine: EngineProtocol, *, step: int) -> list[ProblemOutcome]:
         """Return what this rank's share of the held-out problems came to."""
+        return []
 
     def state_dict(self) -> dict[str, Any] | None:
         """Return what was made ahead and not yet taken; None where nothing is held."""
+        return None
 
     def load_state_dict(self, states: list[dict[str, Any]], step: int) -> None:
         """Take up what all ranks had made ahead when a checkpoint of `step` was written."""
@@ -57,13 +61,16 @@ def make_source(cfg: Config, world: World, *, tokenizer: PreTrainedTokenizerBase
         a reward function cannot be used, or recorded rollouts are not there.
     """
     hf = load_hf_config(cfg.model.path, trust_remote_code=cfg.model.trust_remote_code)
+    limits = {"max_positions": hf.max_position_embeddings, "vocab_size": hf.vocab_size}
     if replay_folder(cfg):
         from spmdrl.rollout.replay_source import ReplaySource
 
-        source = ReplaySource(cfg, world)
-    elif cfg.objective.samples:
-        source = RolloutSource(cfg, world, tokenizer=tokenizer)
-    else:
-        source = RowSource(cfg, world, tokenizer=tokenizer)
-    source.check_context(max_positions=hf.max_position_embeddings, vocab_size=hf.vocab_size)
-    return source
+        return ReplaySource(cfg, world, **limits)
+    check_context(cfg, tokenizer, **limits)
+    if cfg.objective.samples:
+        from spmdrl.rollout.sampled_source import SampledSource
+
+        return SampledSource(cfg, world, tokenizer=tokenizer)
+    from spmdrl.rollout.row_source import RowSource
+
+    return RowSource(cfg, world, tokenizer=tokenizer)

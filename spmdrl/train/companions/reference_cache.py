@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from spmdrl.config import Config
-from spmdrl.data.examples import PairSource, offline_source
+from spmdrl.data.examples import PairSource, example_source
 from spmdrl.data.prompts import load_tokenizer
 from spmdrl.model.load import CheckpointReader, model_folder
 from spmdrl.model.scorer import ScoredRow
@@ -156,7 +156,7 @@ def _missing(cfg: Config, world: World, table: Table) -> tuple[list[Row], int]:
     Returns: them, and how many different sequences its rows have in all.
     Raises: ValueError for rows that cannot be read.
     """
-    source = offline_source(cfg, load_tokenizer(cfg))
+    source = example_source(cfg, load_tokenizer(cfg))
     assert isinstance(source, PairSource), "only losses on pairs ask for a reference"
     known, found, seen = set(table.keys.tolist()), {}, set()
     for index in source.rows_of_run()[world.dp_index(world.rank) :: world.dp_size]:

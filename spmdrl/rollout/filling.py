@@ -1,0 +1,255 @@
+"""How the leader of an engine replica fills its share of the steps: groups admitted, noted, packed.
+
+Under `balance: steal` the replicas keep one book (book.py), and a replica that has nothing left to
+do waits in `_await_replicas` for groups that others have under way. Nowhere else does generation
+wait for another replica.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Any
+
+from spmdrl.config import Config
+from spmdrl.engine.protocol import EngineProtocol
+from spmdrl.rollout.book import Book, Keeper, OwnBook, SharedBook, Ticket, finish, take_tickets
+from spmdrl.rollout.episode import Draw, Group
+from spmdrl.rollout.idle import Idle
+from spmdrl.rollout.loop import Loop
+from spmdrl.rollout.packing import concat_rollouts, pack_step, rollouts_from_dict
+from spmdrl.rollout.resume import Share, resumed
+from spmdrl.rollout.saved import group_from_dict, group_to_dict
+from spmdrl.rollout.schedule import Rules
+from spmdrl.rollout.step_prompts import StepPrompts
+from spmdrl.rollout.sums import has_spread
+from spmdrl.types import Rollouts
+from spmdrl.world import World
+
+if TYPE_CHECKING:
+    from spmdrl.rollout.record import Recorder
+
+_LOOK_EVERY_S = 0.002
+
+
+class StepFiller:
+    """The groups that a replica has under way, and the shares of steps that they complete.
+
+    Args:
+        loop: draws and scores them.
+        prompts: of the steps.
+        draw: how samples of training are drawn.
+        rules: of the schedule. share: of the prompts, this replica's.
+        recorder: writes complete shares; None for none.
+    """
+
+    def __init__(
+        self,
+        cfg: Config,
+        world: World,
+        *,
+        loop: Loop,
+        prompts: StepPrompts,
+        draw: Draw,
+        rules: Rules,
+        share: Share,
+        recorder: Recorder | None,
+    ):
+        self.cfg, self.world, self.schedule = cfg, world, cfg.rollout.schedule
+        self.loop, self.prompts, self.draw, self.rules = loop, prompts, draw, rules
+        self.share, self.recorder = share, recorder
+        self._per_group = draw.samples + draw.has_greedy
+        most = -(-rules.lookahead // share.keepers) * self._per_group
+        loop.idle = Idle(min(cfg.engine.max_num_seqs, most))
+        self._keep(Book())
+        self._ahead: dict[int, Rollouts] = {}  # by step: shares that are complete
+        self._next = 0  # first step without its share
+        self.waiting: dict[int, Group] = {}  # in no step yet, by number
+        self._complete: list[int] = []  # those that became so, and are not in the book yet
+        self._flat: list[int] = []  # the same, without a spread of rewards: to be replaced
+        self._dropped: list[Group] = []  # replaced, since the last step closed
+        # Of generation since the last step closed; when this stretch of it began, inf outside one.
+        self._seconds, self._since = 0.0, math.inf
+
+    def fill(self, engine: EngineProtocol, *, last: int, must_pause: Callable[[], bool]) -> None:
+        """Sample until this replica's share of every step up to `last` is complete, or it must
+        pause.
+
+        Raises: RuntimeError when dynamic sampling finds too few groups with a spread of rewards.
+        """
+        self.loop.idle.came_back(self.world.watch.totals)
+        self._since = time.perf_counter()
+        while True:
+            is_pausing = must_pause()
+            most = 0 if is_pausing else self._room(last)
+            tickets = self._keep_book(engine.version, last=last, most=most)
+            if self._next > last or is_pausing:
+                break
+            for number, step, slot in tickets:
+                prompt = self.prompts.at(step, slot)
+                group = Group(number, step, slot, prompt, engine.version, self.draw)
+                self.waiting[number] = group
+                self.loop.admit(group)
+            if self.loop.is_busy:
+                self.tick(engine)
+            else:
+                self._await_replicas(must_pause)
+        self._seconds += time.perf_counter() - self._since
+        self._since = math.inf
+        self.loop.idle.left(self.world.watch.totals)
+
+    def tick(self, engine: EngineProtocol) -> None:
+        """Take a step of the generation loop, and note the groups of training that it completed."""
+        for group in self.loop.tick(engine):
+            if group.draw.purpose == "train":
+                self._note(group)
+
+    def take(self, step: int) -> Rollouts | None:
+        """Hand over this replica's share of a step; None where it has none."""
+        return self._ahead.pop(step, None)
+
+    # ---------------------------------------------------------------- checkpoints
+
+    def state_dict(self, engine: EngineProtocol | None) -> dict[str, Any]:
+        """Return what was made ahead and what is under way, as plain values."""
+        book = self.book.read()
+        self._hand_over(book.closed)
+        unfinished = self.loop.unfinished(engine) if self.waiting else []
+        return {
+            "ahead": {k: asdict(rollouts) for k, rollouts in self._ahead.items()},
+            "next": self._next,
+            "opened": book.opened,
+            "left": book.left,
+            "is_shared": self.share.is_shared,
+            "waiting": [
+                group_to_dict(self.waiting[n], unfinished) | {"number": n}
+                for n in sorted(self.waiting)
+            ],
+            "planner": self.prompts.state_dict(),
+        }
+
+    def load_state_dict(self, states: list[dict[str, Any]], step: int) -> None:
+        """Share out what was saved over this job's leaders, whatever their number."""
+        self.prompts.load_state_dict(states[0]["planner"], step=step)
+        found = resumed(states, step=step, share=self.share, costs_of=self.prompts.costs)
+        self._keep(found.book)
+        self._next = found.book.next
+        for k in sorted({k for state in found.states for k in state["ahead"]}):
+            parts = [state["ahead"][k] for state in found.states if k in state["ahead"]]
+            self._ahead[k] = concat_rollouts([rollouts_from_dict(part) for part in parts])
+        for number, plain in found.groups:
+            prompt = self.prompts.at(plain["step"], plain["slot"])
+            group, episodes = group_from_dict(plain, number=number, draw=self.draw, prompt=prompt)
+            self.waiting[number] = group
+            if group.is_complete:
+                self._note(group)
+            for episode in episodes:
+                self.loop.go_on(episode)
+
+    # ---------------------------------------------------------------- the book
+
+    def _keep(self, book: Book) -> None:
+        self.book: Keeper = (
+            SharedBook(self.world.store, initial=book, writer=self.world.replica)
+            if self.share.is_shared
+            else OwnBook(book)
+        )
+
+    def _keep_book(self, version: int, *, last: int, most: float) -> list[Ticket]:
+        """Tell the book what is complete, take up to `most` tickets, hand over closed steps."""
+        complete, flat = tuple(self._complete), tuple(self._flat)
+
+        def change(book: Book) -> tuple[list[Ticket], dict[int, dict[int, int]], int]:
+            for step in [step for step in book.closed if step < version]:
+                del book.closed[step]  # all replicas have handed it over
+            finish(
+                book,
+                self.rules,
+                complete=complete,
+                dropped=flat,
+                last=last,
+                slots_of=self.prompts.slots_of,
+            )
+            tickets = take_tickets(
+                book,
+                self.rules,
+                part=self.share.part,
+                most=most,
+                last=last,
+                version=version,
+                deal=self.prompts.deal,
+            )
+            return tickets, dict(book.closed), book.dropped
+
+        tickets, closed, num_dropped = self.book.update(change)
+        self._complete, self._flat = [], []
+        self._dropped += [self.waiting.pop(number) for number in flat]
+        self._hand_over(closed)
+        if flat:
+            self._check_dropped(num_dropped)
+        return tickets
+
+    def _room(self, last: int) -> float:
+        """Return how many groups to take up at most: where there is a choice who does, a fair
+        share of those that are wanted, and not more than the engine has places for."""
+        if not self.share.is_shared:
+            return math.inf
+        wanted = self.rules.quota * (last - self._next) + self.rules.lookahead
+        busy = sum(not group.is_complete for group in self.waiting.values())
+        free = self.cfg.engine.max_num_seqs - self.loop.num_unsampled
+        return max(0, min(-(-wanted // self.share.replicas) - busy, -(-free // self._per_group)))
+
+    def _note(self, group: Group) -> None:
+        is_flat = self.schedule.dynamic and not has_spread(group.drawn)
+        (self._flat if is_flat else self._complete).append(group.number)
+
+    def _await_replicas(self, must_pause: Callable[[], bool]) -> None:
+        """Wait until another replica has changed the book: what is missing is with them."""
+        assert isinstance(self.book, SharedBook), "nothing is under way, and nothing to admit"
+        began = time.perf_counter()
+        with self.world.watch.wait("await other replicas", self._next):
+            while not self.book.is_changed() and not must_pause():
+                time.sleep(_LOOK_EVERY_S)
+        self.loop.idle.add("replicas", time.perf_counter() - began)
+
+    def _hand_over(self, closed: Mapping[int, Mapping[int, int]]) -> None:
+        """Pack this replica's share of the steps that are closed."""
+        for step in sorted(step for step in closed if step >= self._next):
+            groups = [
+                replace(self.waiting.pop(number), slot=slot)
+                for number, slot in sorted(closed[step].items(), key=lambda pair: pair[1])
+                if number in self.waiting
+            ]
+            assert step == self._next
+            assert all(step - g.version <= self.rules.max_staleness for g in groups)
+            now = time.perf_counter()
+            self._ahead[step] = pack_step(
+                groups,
+                self.cfg,
+                is_first=self.world.replica == 0,
+                seconds=self._seconds + max(0.0, now - self._since),
+                measured=self.loop.idle.take() | self.prompts.sums(step),
+                dropped=self._dropped,
+                num_carried=len(self.waiting),
+            )
+            if self.recorder is not None:
+                self.recorder.record(step, groups, self._ahead[step])
+            self._seconds, self._since, self._dropped = 0.0, max(now, self._since), []
+            self._next += 1
+
+    def _check_dropped(self, num_dropped: int) -> None:
+        limit = self.schedule.dynamic
+        if num_dropped + self.rules.quota <= limit * self.rules.quota:
+            return
+        rewards = [group.drawn[0].reward.value for group in self._dropped]
+        highest = max((r for r in rewards if r is not None), default=float("nan"))
+        share = sum(r == highest for r in rewards) / len(rewards)
+        raise RuntimeError(
+            f"step {self._next}: rollout.schedule.dynamic {limit} is used up: {num_dropped} "
+            f"groups had the same reward in all samples ({share:.0%} of them {highest:g}, the "
+            f"others less or none), and the step's {self.rules.quota} are not full. The prompts "
+            "are too easy or too hard for the policy: change data.train, raise "
+            "batch.group_size, or raise the limit"
+        )

@@ -1,0 +1,223 @@
+"""Reading recorded rollouts, as recorder.py writes them: whole steps, files, groups, sequences."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as parquet
+import torch
+from torch import Tensor
+
+from spmdrl.rollout.episode import GREEDY
+from spmdrl.rollout.packing import cumulative, empty_rollouts, turns_of
+from spmdrl.rollout.recorder import FILE_NAME, FOLDER, FORMAT, HEADER, SCHEMA
+from spmdrl.types import TOKEN_COLUMNS, Rollouts, Scalars, add_sums, join_routes
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """The steps that a folder holds."""
+
+    folder: Path
+    steps: dict[int, tuple[Path, ...]]
+    """Step -> its files, one per replica; whole steps only, ascending."""
+
+    def files_of(self, step: int) -> tuple[Path, ...]:
+        """Return the files of a step. Raises: ValueError naming the steps that are there."""
+        if step not in self.steps:
+            raise ValueError(
+                f"{self.folder}: step {step} was not recorded; there are steps {ranges(self.steps)}"
+            )
+        return self.steps[step]
+
+
+def find_recorded(path: str | Path) -> Recorded:
+    """Return what a folder of rollouts, or a run's output_dir with one, holds.
+
+    Raises: ValueError when there is none, or no step is whole.
+    """
+    path = Path(path).expanduser()
+    folder = path / FOLDER if (path / FOLDER).is_dir() else path
+    if not folder.is_dir():
+        raise ValueError(
+            f"{path} is not a folder (looked from {Path.cwd()}); name a run's "
+            f"output_dir or its folder {FOLDER}"
+        )
+    found: dict[int, dict[int, dict[int, Path]]] = {}
+    for file in sorted(folder.iterdir()):
+        if parts := FILE_NAME.fullmatch(file.name):
+            step, replica, count = map(int, parts.groups())
+            found.setdefault(step, {}).setdefault(count, {})[replica] = file
+    steps = {}
+    for step in sorted(found):
+        for count, files in found[step].items():
+            if sorted(files) == list(range(count)):
+                steps[step] = tuple(files[replica] for replica in range(count))
+    if not steps:
+        names = [
+            file.name for one in found.values() for files in one.values() for file in files.values()
+        ]
+        raise ValueError(
+            f"{folder} holds no whole step of recorded rollouts"
+            + (f", only {names[0]}" if names else "")
+            + "; a run with rollout.record.every 1 writes them"
+        )
+    return Recorded(folder, steps)
+
+
+def ranges(steps: Collection[int]) -> str:
+    """Return steps for people, with what lies evenly between put together: `0 to 20 by 5`."""
+    left, texts = sorted(steps), []
+    while left:
+        gap = left[1] - left[0] if len(left) > 1 else 0
+        count = 1
+        while count < len(left) and left[count] - left[count - 1] == gap:
+            count += 1
+        if count < 3:
+            count = 1
+        by = f" by {gap}" if gap > 1 else ""
+        texts.append(f"{left[0]}" if count == 1 else f"{left[0]} to {left[count - 1]}{by}")
+        left = left[count:]
+    return ", ".join(texts)
+
+
+def read_header(path: Path) -> dict[str, Any]:
+    """Return what a file says of itself. Raises: ValueError when it cannot be read."""
+    return _header_of(_open(path), path)
+
+
+def read_table(
+    path: Path, *, columns: Sequence[str] | None = None, group: int | None = None
+) -> pa.Table:
+    """Return the rows of a file, or those of one group, greedy ones too.
+
+    Raises: ValueError when the file cannot be read.
+    """
+    file = _open(path)
+    try:
+        places = range(file.num_row_groups)
+        if group is not None:
+            at = SCHEMA.names.index("group")
+            places = [
+                i for i in places if file.metadata.row_group(i).column(at).statistics.min == group
+            ]
+        return file.read_row_groups(list(places), columns=list(columns) if columns else None)
+    except (pa.ArrowException, OSError) as error:
+        raise _unreadable(path, error) from error
+
+
+def read_rollouts(files: Sequence[Path], *, part: int, num_parts: int) -> Rollouts:
+    """Return one of `num_parts` shares of a step, whole groups each, as they were sampled.
+
+    The metrics and the shown samples are in share 0; times of the recorded run are left out.
+
+    Raises: ValueError when a file cannot be read.
+    """
+    tables, sums, shown, number, form = [], [], (), 0, None
+    for path in files:
+        file = _open(path)
+        header, count = _header_of(file, path), file.num_row_groups
+        mine = [i for i in range(count) if (number + i) % num_parts == part]
+        number += count
+        try:
+            tables.append(file.read_row_groups(mine))
+        except (pa.ArrowException, OSError) as error:
+            raise _unreadable(path, error) from error
+        form = header.get("routes", form)
+        if part == 0:
+            sums.append(
+                {
+                    name: tuple(pair)
+                    for name, pair in header["sums"].items()
+                    if not name.startswith("time/")
+                }
+            )
+            shown += tuple(header["shown"])
+    table = pa.concat_tables(tables, promote_options="default")
+    table = table.filter(pa.array(table["sample"].to_numpy() != GREEDY, type=pa.bool_()))
+    return replace(_packed(table, form), sums=add_sums(*sums), samples=shown)
+
+
+def _packed(table: pa.Table, form: Sequence[Any] | None) -> Rollouts:
+    """Return a table's sequences.
+
+    Args:
+        form: of the routes, (L, K, name of the dtype); None where none were recorded.
+    """
+    if not table.num_rows:
+        return empty_rollouts()
+    tokens = {
+        name: _tensor(table[name].combine_chunks().flatten(), kind)
+        for name, kind in TOKEN_COLUMNS.items()
+    }
+    scalars, routes = scalars_of(table), None
+    if form is not None:
+        layers, chosen, kind = form
+        column = table["routes"].combine_chunks()
+        sizes = column.value_lengths().fill_null(0).to_pylist()
+        parts = _tensor(column.flatten(), getattr(torch, kind)).split(sizes)
+        routes = join_routes(
+            [
+                own.view(-1, layers, chosen) if is_known else None
+                for own, is_known in zip(parts, column.is_valid().to_pylist())
+            ],
+            scalars.lengths.tolist(),
+        )
+    return Rollouts(
+        **tokens, cu_seqlens=cumulative(scalars.lengths), scalars=scalars, routes=routes
+    )
+
+
+def scalars_of(table: pa.Table) -> Scalars:
+    """Return the numbers per sequence of a table, in its order; greedy rows are not left out."""
+
+    def of(name: str) -> Tensor:
+        return _tensor(table[name].combine_chunks())
+
+    parts = _tensor(table["reward_parts"].combine_chunks().flatten())
+    return Scalars(
+        lengths=of("length"),
+        response_lengths=of("response_length"),
+        group_ids=of("group"),
+        sample_ids=of("sample"),
+        rewards=of("reward"),
+        is_truncated=of("is_truncated"),
+        is_valid=of("is_valid"),
+        min_versions=of("min_version"),
+        reward_parts=parts.view(table.num_rows, -1),
+        greedy_rewards=of("greedy_reward"),
+        turns=turns_of(zip(table["turn_rewards"].to_pylist(), table["turn_states"].to_pylist())),
+        rows=of("row"),
+    )
+
+
+def _tensor(column: pa.Array, kind: torch.dtype | None = None) -> Tensor:
+    values = torch.from_numpy(column.to_numpy(zero_copy_only=False).copy())
+    return values if kind is None else values.to(kind)
+
+
+def _open(path: Path) -> parquet.ParquetFile:
+    try:
+        return parquet.ParquetFile(path)
+    except (pa.ArrowException, OSError) as error:
+        raise _unreadable(path, error) from error
+
+
+def _header_of(file: parquet.ParquetFile, path: Path) -> dict[str, Any]:
+    text = (file.schema_arrow.metadata or {}).get(HEADER)
+    header = json.loads(text) if text else {}
+    if header.get("format") != FORMAT:
+        raise ValueError(
+            f"{path}: is of format {header.get('format', 'unknown')}, this program "
+            f"reads format {FORMAT}; record anew"
+        )
+    return header
+
+
+def _unreadable(path: Path, error: Exception) -> ValueError:
+    return ValueError(f"{path}: cannot be read as recorded rollouts: {error}")

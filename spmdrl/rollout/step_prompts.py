@@ -1,0 +1,87 @@
+"""The prompts of each step, what they are expected to cost, and which replica they are dealt to."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+from spmdrl.config import Config
+from spmdrl.data.prompt_order import Planner
+from spmdrl.data.prompts import PromptSource
+from spmdrl.rollout.balance import deal
+from spmdrl.rollout.resume import Share
+from spmdrl.rollout.schedule import horizon
+from spmdrl.types import Batch, Prompt, Sums
+
+
+class StepPrompts:
+    """Prompts by step and slot, planned from what the gathered batches measured.
+
+    Args:
+        prompts: of the data.
+        share: this replica's place among those that share out prompts.
+        max_staleness: steps for which a plan may still be asked for.
+    """
+
+    def __init__(self, cfg: Config, prompts: PromptSource, *, share: Share, max_staleness: int):
+        self.cfg, self.share, self.schedule = cfg, share, cfg.rollout.schedule
+        self.planner = Planner(
+            prompts.order,
+            kept=prompts.kept,
+            keep=self.schedule.curriculum,
+            horizon=horizon(self.schedule, lag=cfg.lag),
+            history=max_staleness + 1,
+        )
+        self._of = functools.lru_cache(maxsize=8)(
+            lambda step: prompts.of(self.planner.at(step).rows)
+        )
+
+    def at(self, step: int, slot: int) -> Prompt:
+        """Return the prompt in a slot of a step."""
+        return self._of(step)[slot]
+
+    def observe(self, batch: Batch, *, step: int) -> None:
+        """Take in what the whole batch of `step` came to."""
+        self.planner.observe(batch.scalars, step=step)
+
+    def costs(self, step: int) -> list[float]:
+        """Return the tokens that a sample of each of a step's prompts is expected to come to."""
+        if self.schedule.dealing == "even":
+            return [0.0] * self.cfg.batch.prompts_per_step
+        lengths = self.planner.at(step).lengths
+        return [len(p.tokens) + length for p, length in zip(self._of(step), lengths)]
+
+    def deal(self, step: int) -> list[list[int]]:
+        """Return the slots of a step by part: of all replicas, or of this one alone."""
+        parts = deal(self.costs(step), self.share.replicas)
+        if self.schedule.leaves_unfinished:
+            # Longest first ends a step early that waits for all; one that is made of the first
+            # to be complete would have nothing but long ones under way.
+            parts = [sorted(part) for part in parts]
+        return self.share.own(parts)
+
+    def slots_of(self, step: int) -> Sequence[int]:
+        """Return the slots of a step's batch that this replica's book fills."""
+        if self.share.is_shared:
+            return range(self.cfg.batch.prompts_per_step)
+        return self.deal(step)[0]
+
+    def sums(self, step: int) -> Sums:
+        """Return the metrics of a step's plan, from the first replica alone."""
+        if self.schedule.curriculum == 1 or self.share.replica:
+            return {}
+        plan = self.planner.at(step)
+        return {
+            "data/passed_over_prompts": (plan.passed_over, 1),
+            "data/settled_prompts_frac": (plan.settled, plan.measured),
+        }
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """Return the planner's state; the first replica's alone, since all are alike."""
+        return None if self.share.replica else self.planner.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any], *, step: int) -> None:
+        """Take up what the first replica returned before `step`."""
+        self.planner.load_state_dict(state, step=step)
+        self._of.cache_clear()
