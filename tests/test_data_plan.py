@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spmdrl.data.prompt_order import Measured, Planner, choose
+from spmdrl.data.prompt_order import Measured, PromptPlanner, choose
 from spmdrl.data.prompts import Order
 from spmdrl.types import Scalars
 
@@ -78,9 +78,9 @@ def test_settled_rows_come_at_the_share_that_is_asked_for():
     assert drawn[True] / drawn.total() == pytest.approx(0.2, abs=0.02)
 
 
-def planner(*, keep=1.0, horizon=2, history=1) -> Planner:
+def planner(*, keep=1.0, horizon=2, history=1) -> PromptPlanner:
     order = Order(10, per_step=4, seed=5, shuffle=True)
-    return Planner(order, kept=range(100, 110), horizon=horizon, keep=keep, history=history)
+    return PromptPlanner(order, kept=range(100, 110), horizon=horizon, keep=keep, history=history)
 
 
 def test_without_a_curriculum_rows_are_the_order_and_lengths_what_was_measured():
@@ -96,7 +96,7 @@ def test_without_a_curriculum_rows_are_the_order_and_lengths_what_was_measured()
     assert planner(horizon=0).at(77).rows == tuple(order.at(77))
 
 
-def run(plans: Planner, begin: int, end: int) -> list:
+def run(plans: PromptPlanner, begin: int, end: int) -> list:
     """Solve even rows always and the others half the time."""
     found = []
     for step in range(begin, end):
@@ -125,7 +125,7 @@ def test_what_is_always_solved_comes_less_often_and_a_resume_changes_nothing():
 def test_a_state_of_other_batches_is_planned_anew_from_the_step():
     stopped, other = (
         planner(),
-        Planner(Order(10, per_step=2, seed=5, shuffle=True), kept=range(100, 110), horizon=2),
+        PromptPlanner(Order(10, per_step=2, seed=5, shuffle=True), kept=range(100, 110), horizon=2),
     )
     run(stopped, 0, 3)
     other.load_state_dict(stopped.state_dict(), step=3)

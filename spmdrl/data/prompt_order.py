@@ -24,7 +24,7 @@ _NEW = 0.5  # share of a new visit in a running mean: a row is seen a few times 
 
 
 @dataclass(frozen=True)
-class Plan:
+class PromptPlan:
     """The prompts of a step."""
 
     rows: tuple[int, ...]
@@ -115,7 +115,7 @@ def _coin(seed: int, cursor: int) -> float:
     return int.from_bytes(digest, "big") / 2**56
 
 
-class Planner:
+class PromptPlanner:
     """Plans of the steps, in order, each from what was measured `horizon` steps before it.
 
     Args:
@@ -140,14 +140,14 @@ class Planner:
         self._kept = kept
         self.measured = Measured()
         self._cursor = self._planned = 0  # in the order; steps
-        self._plans: dict[int, Plan] = {}
+        self._plans: dict[int, PromptPlan] = {}
         self._plan_until(horizon)
 
-    def at(self, step: int) -> Plan:
+    def at(self, step: int) -> PromptPlan:
         """Return the plan of a step."""
         if not self.horizon:
             rows = tuple(self.order.at(step))
-            return Plan(rows, (0.0,) * len(rows))
+            return PromptPlan(rows, (0.0,) * len(rows))
         assert step in self._plans, f"step {step} is not planned: {sorted(self._plans)} are"
         return self._plans[step]
 
@@ -165,7 +165,7 @@ class Planner:
             self._plans[self._planned] = self._next_plan(self._planned)
             self._planned += 1
 
-    def _next_plan(self, step: int) -> Plan:
+    def _next_plan(self, step: int) -> PromptPlan:
         known = self.measured
         if self.keep == 1:
             rows, passed = self.order.at(step), 0
@@ -177,7 +177,7 @@ class Planner:
                 is_settled=lambda row: known.is_settled(self._kept[row]),
             )
         lengths = tuple(known.lengths.get(self._kept[row], known.length) for row in rows)
-        return Plan(
+        return PromptPlan(
             tuple(rows), lengths, passed, len(known.rates), sum(map(known.is_settled, known.rates))
         )
 
@@ -210,7 +210,7 @@ class Planner:
         )
         self._planned, self._cursor = state["planned"], state["cursor"]
         self._plans = {
-            k: Plan(**plan | {name: tuple(plan[name]) for name in ("rows", "lengths")})
+            k: PromptPlan(**plan | {name: tuple(plan[name]) for name in ("rows", "lengths")})
             for k, plan in state["plans"].items()
         }
         if state["per_step"] != self.order.per_step:  # a changed config: plan anew from here

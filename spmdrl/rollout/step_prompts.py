@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from spmdrl.config import Config
-from spmdrl.data.prompt_order import Planner
+from spmdrl.data.prompt_order import PromptPlanner
 from spmdrl.data.prompts import PromptSource
 from spmdrl.rollout.balance import deal
 from spmdrl.rollout.resume import Share
@@ -26,7 +26,7 @@ class StepPrompts:
 
     def __init__(self, cfg: Config, prompts: PromptSource, *, share: Share, max_staleness: int):
         self.cfg, self.share, self.schedule = cfg, share, cfg.rollout.schedule
-        self.planner = Planner(
+        self.planner = PromptPlanner(
             prompts.order,
             kept=prompts.kept,
             keep=self.schedule.curriculum,
