@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
+from typing import Any
 
 import numpy
 import torch
@@ -177,7 +178,7 @@ class Tokens:
         columns = self.columns().items()
         return Tokens(**{name: v if v is None else v[order] for name, v in columns})
 
-    def columns(self) -> dict[str, Tensor | None]:
+    def columns(self) -> dict[str, Any]:
         """Return the columns by name, routes too."""
         return {name: getattr(self, name) for name in (*TOKEN_COLUMNS, "routes")}
 

@@ -100,13 +100,13 @@ def read_table(
     """
     file = _open(path)
     try:
-        places = range(file.num_row_groups)
+        places = list(range(file.num_row_groups))
         if group is not None:
             at = SCHEMA.names.index("group")
             places = [
                 i for i in places if file.metadata.row_group(i).column(at).statistics.min == group
             ]
-        return file.read_row_groups(list(places), columns=list(columns) if columns else None)
+        return file.read_row_groups(places, columns=list(columns) if columns else None)
     except (pa.ArrowException, OSError) as error:
         raise _unreadable(path, error) from error
 

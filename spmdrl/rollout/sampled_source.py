@@ -134,7 +134,7 @@ class SampledSource(Source):
 
     def state_dict(self) -> dict[str, Any] | None:
         """Return what was made ahead and what is under way, as plain values; leaders only."""
-        return self.filler and self.filler.state_dict(self._engine)
+        return None if self.filler is None else self.filler.state_dict(self._engine)
 
     def load_state_dict(self, states: list[dict[str, Any]], step: int) -> None:
         """Share out what was saved over this job's leaders, whatever their number."""
