@@ -28,7 +28,7 @@ from spmdrl.data.prompts import (
     overlong_text,
     usable_rows,
 )
-from spmdrl.data.rows import Messages, Need, label_of, pair_of
+from spmdrl.data.rows import Messages, Need, label_of, pair_of, refusing
 
 Example = tuple[list[int], list[bool]]
 _CACHED_ROWS = 16384
@@ -184,10 +184,8 @@ class LabelledSource(PairSource):
         """
         own = super().units_at(step)
         split = [_split(unit.examples[0]) for unit in own]
-        try:
+        with refusing(f"data.train, step {step}", ValueError):
             others = mismatched(torch.tensor([_key(given) for given, _, _ in split]))
-        except ValueError as error:
-            raise ValueError(f"data.train, step {step}: {error}") from error
         units = []
         for unit, (given, _, _), other in zip(own, split, others.tolist()):
             room = self._limit - len(given)

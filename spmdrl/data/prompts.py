@@ -11,7 +11,7 @@ import numpy
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
 from spmdrl.config import Config
-from spmdrl.data.rows import Messages, Need, prompt_of, read_rows, text_bytes
+from spmdrl.data.rows import Messages, Need, prompt_of, read_rows, refusing, text_bytes
 from spmdrl.data.tasks import GeneratedRows, Split, is_generated
 from spmdrl.types import Prompt
 
@@ -43,14 +43,11 @@ def load_tokenizer(cfg: Config) -> PreTrainedTokenizerBase:
     is_local = name.startswith((".", "/", "~")) or name.count("/") != 1
     if not name or (is_local and "/" in name and not Path(name).is_dir()):
         raise ValueError(f"{field}: {name!r} is not a folder (looked from {Path.cwd()})")
-    try:
+    what = f"{field}: no tokenizer can be loaded from {name!r}, as a folder or hub name"
+    with refusing(what, OSError, ValueError, KeyError):
         tokenizer = AutoTokenizer.from_pretrained(
             name, trust_remote_code=cfg.model.trust_remote_code
         )
-    except (OSError, ValueError, KeyError) as error:
-        raise ValueError(
-            f"{field}: no tokenizer can be loaded from {name!r}, as a folder or hub name: {error}"
-        ) from error
     if tokenizer.eos_token_id is None and not cfg.sampling.stop_token_ids:
         raise ValueError(
             f"{field}: the tokenizer of {name!r} has no eos token, so no response "

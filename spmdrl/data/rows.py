@@ -9,6 +9,7 @@ imported: reward workers read rows through this module.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import math
@@ -71,6 +72,15 @@ def read_rows(spec: str, *, size: int = 0, need: Need = "prompt") -> Rows:
     return Rows(rows, places=places)
 
 
+@contextlib.contextmanager
+def refusing(what: str, *kinds: type[Exception]) -> Iterator[None]:
+    """Turn errors of these kinds into a ValueError that says first what cannot be used."""
+    try:
+        yield
+    except kinds as error:
+        raise ValueError(f"{what}: {error}") from error
+
+
 def _existing(path: Path) -> Path:
     if not path.is_file():
         raise ValueError(f"{path}: no such data file (looked from {Path.cwd()})")
@@ -78,18 +88,19 @@ def _existing(path: Path) -> Path:
 
 
 def _json_rows(path: Path) -> Iterator[tuple[str, Any]]:
-    try:
-        with path.open(encoding="utf-8") as file:
-            first = file.read(1)
-            file.seek(0)
-            if path.suffix == ".json" and first == "[":
-                yield from ((f"{path}: row {i}", row) for i, row in enumerate(json.load(file)))
-                return
-            for number, line in enumerate(file, start=1):
-                if line.strip():
-                    yield f"{path}:{number}", _json_line(line, place=f"{path}:{number}")
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ValueError(f"{path}: cannot be read as UTF-8 JSON: {error}") from error
+    kinds = (OSError, UnicodeDecodeError, json.JSONDecodeError)
+    with (
+        refusing(f"{path}: cannot be read as UTF-8 JSON", *kinds),
+        path.open(encoding="utf-8") as file,
+    ):
+        first = file.read(1)
+        file.seek(0)
+        if path.suffix == ".json" and first == "[":
+            yield from ((f"{path}: row {i}", row) for i, row in enumerate(json.load(file)))
+            return
+        for number, line in enumerate(file, start=1):
+            if line.strip():
+                yield f"{path}:{number}", _json_line(line, place=f"{path}:{number}")
 
 
 def _json_line(line: str, *, place: str) -> Any:
@@ -106,15 +117,15 @@ def _parquet_rows(path: Path, *, size: int) -> Iterator[tuple[str, Any]]:
     import pyarrow
     import pyarrow.parquet
 
-    try:
-        with pyarrow.parquet.ParquetFile(path) as file:
-            number = 0
-            for batch in file.iter_batches(batch_size=min(size or 4096, 4096)):
-                for row in batch.to_pylist():
-                    yield f"{path}: row {number}", row
-                    number += 1
-    except (pyarrow.ArrowException, OSError) as error:
-        raise ValueError(f"{path}: cannot be read as parquet: {error}") from error
+    with (
+        refusing(f"{path}: cannot be read as parquet", pyarrow.ArrowException, OSError),
+        pyarrow.parquet.ParquetFile(path) as file,
+    ):
+        number = 0
+        for batch in file.iter_batches(batch_size=min(size or 4096, 4096)):
+            for row in batch.to_pylist():
+                yield f"{path}: row {number}", row
+                number += 1
 
 
 def _hub_rows(spec: str, path: Path) -> Iterator[tuple[str, Any]]:
@@ -129,10 +140,9 @@ def _hub_rows(spec: str, path: Path) -> Iterator[tuple[str, Any]]:
 
     name, *rest = spec.split(":")
     config, split = rest[0] if len(rest) == 2 else None, rest[-1] if rest else "train"
-    try:
+    # The hub client raises many kinds; all mean "not readable".
+    with refusing(f"hub dataset {name} (config {config}, split {split})", Exception):
         dataset = load_dataset(name, config, split=split)
-    except Exception as error:  # the hub client raises many kinds; all mean "not readable"
-        raise ValueError(f"hub dataset {name} (config {config}, split {split}): {error}") from error
     yield from ((f"{spec}: row {i}", row) for i, row in enumerate(dataset))
 
 

@@ -14,6 +14,8 @@ import random
 from collections.abc import Sequence
 from typing import Any, Literal, Protocol
 
+from spmdrl.data.rows import refusing
+
 Split = Literal["train", "eval"]
 _PREFIXES = ("task:", "reasoning_gym:")
 _HELD_OUT_ONE_IN = 5
@@ -251,15 +253,14 @@ class ReasoningGym:
             # shifted; some also want seed + i below 2 ** 32.
             name = f"{seed}/{split}/{number}".encode()
             hashed = int.from_bytes(hashlib.blake2b(name, digest_size=4).digest(), "big") >> 2
-            try:
+            what = (
+                f"data.task_options {self.options} of reasoning_gym:{self.name} "
+                f"with {self.size} problems"
+            )
+            with refusing(what, TypeError, ValueError, AssertionError):
                 self._blocks[key] = reasoning_gym.create_dataset(
                     self.name, seed=hashed, size=self.size, **self.options
                 )
-            except (TypeError, ValueError, AssertionError) as error:
-                raise ValueError(
-                    f"data.task_options {self.options} of reasoning_gym:{self.name} "
-                    f"with {self.size} problems: {error}"
-                ) from error
         return self._blocks[key]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import pyarrow.parquet as parquet
 import torch
 from torch import Tensor
 
+from spmdrl.data.rows import refusing
 from spmdrl.rollout.episode import GREEDY
 from spmdrl.rollout.packing import cumulative, empty_rollouts, turns_of
 from spmdrl.rollout.recorder import FILE_NAME, FOLDER, FORMAT, HEADER, SCHEMA
@@ -99,7 +101,7 @@ def read_table(
     Raises: ValueError when the file cannot be read.
     """
     file = _open(path)
-    try:
+    with _reading(path):
         places = list(range(file.num_row_groups))
         if group is not None:
             at = SCHEMA.names.index("group")
@@ -107,8 +109,6 @@ def read_table(
                 i for i in places if file.metadata.row_group(i).column(at).statistics.min == group
             ]
         return file.read_row_groups(places, columns=list(columns) if columns else None)
-    except (pa.ArrowException, OSError) as error:
-        raise _unreadable(path, error) from error
 
 
 def read_rollouts(files: Sequence[Path], *, part: int, num_parts: int) -> Rollouts:
@@ -124,10 +124,8 @@ def read_rollouts(files: Sequence[Path], *, part: int, num_parts: int) -> Rollou
         header, count = _header_of(file, path), file.num_row_groups
         mine = [i for i in range(count) if (number + i) % num_parts == part]
         number += count
-        try:
+        with _reading(path):
             tables.append(file.read_row_groups(mine))
-        except (pa.ArrowException, OSError) as error:
-            raise _unreadable(path, error) from error
         form = header.get("routes", form)
         if part == 0:
             sums.append(
@@ -202,10 +200,8 @@ def _tensor(column: pa.Array, kind: torch.dtype | None = None) -> Tensor:
 
 
 def _open(path: Path) -> parquet.ParquetFile:
-    try:
+    with _reading(path):
         return parquet.ParquetFile(path)
-    except (pa.ArrowException, OSError) as error:
-        raise _unreadable(path, error) from error
 
 
 def _header_of(file: parquet.ParquetFile, path: Path) -> dict[str, Any]:
@@ -219,5 +215,6 @@ def _header_of(file: parquet.ParquetFile, path: Path) -> dict[str, Any]:
     return header
 
 
-def _unreadable(path: Path, error: Exception) -> ValueError:
-    return ValueError(f"{path}: cannot be read as recorded rollouts: {error}")
+def _reading(path: Path) -> AbstractContextManager[None]:
+    what = f"{path}: cannot be read as recorded rollouts"
+    return refusing(what, pa.ArrowException, OSError)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from spmdrl.config import Config, flatten
 from spmdrl.config.fields import replay_folder
+from spmdrl.data.rows import refusing
 from spmdrl.rollout.packing import empty_rollouts
 from spmdrl.rollout.recorder import kept_fields
 from spmdrl.rollout.recordings import Recorded, find_recorded, ranges, read_header, read_rollouts
@@ -76,10 +77,8 @@ def check_recorded(cfg: Config) -> Recorded:
     Raises: ValueError when a step up to the last is not there, or the config differs in what
         the recorded numbers contain.
     """
-    try:
+    with refusing("rollout.record.replay", ValueError):
         recorded = find_recorded(replay_folder(cfg))
-    except ValueError as error:
-        raise ValueError(f"rollout.record.replay: {error}") from error
     steps = recorded.steps
     # A resumed run starts at a later step than 0: those before the first may be missing.
     missing = sorted(set(range(min(steps), cfg.steps)) - set(steps))
