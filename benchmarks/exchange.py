@@ -86,14 +86,14 @@ def work(folder: Path, options: Options, layout: dict) -> None:
     from spmdrl.world.comm import gather_objects
 
     cfg = config.Config(
-        layout=config.Layout(device="cpu", **layout),
+        layout=config.LayoutSettings(device="cpu", **layout),
         output_dir=str(folder),
-        batch=config.Batch(
+        batch=config.BatchSettings(
             prompts_per_step=options.groups,
             group_size=options.group_size,
             tokens_per_microbatch=options.tokens_per_microbatch,
         ),
-        sampling=config.Sampling(max_response_tokens=options.response),
+        sampling=config.SamplingSettings(max_response_tokens=options.response),
     )
     world = World.start(cfg)
     mine = range(world.replica, options.groups, world.num_replicas) if world.is_inference else ()

@@ -29,7 +29,7 @@ from spmdrl.types import Rollouts
 from spmdrl.world import World
 
 if TYPE_CHECKING:
-    from spmdrl.rollout.record import Recorder
+    from spmdrl.rollout.recorder import Recorder
 
 _LOOK_EVERY_S = 0.002
 

@@ -173,7 +173,7 @@ def shaped_rewards(
 ) -> list[float]:
     """Return each sample's reward after shaping, task units; NaN where it failed."""
     values = [math.nan if s.reward.value is None else s.reward.value for s in samples]
-    if not shaping:
+    if not shaping.is_on:
         return values
     return shape(
         doubles(values),
