@@ -6,23 +6,39 @@ import argparse
 import json
 import logging
 import math
+import operator
 import signal
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from spmdrl import config
-from spmdrl.check.fit import build_policy, policy_problems
+from spmdrl.check.fit import policy_problems
 from spmdrl.check.settings import validate
 from spmdrl.config.read import read
 from spmdrl.model.head import head_chunk_tokens
+from spmdrl.model.load import build_meta_model
 from spmdrl.model.lora.layers import adapter_numel, lora_form
 from spmdrl.model.shape import model_shape
 from spmdrl.plan.search import Plan, best_plans, distinct, make_plan, remedies
-from spmdrl.plan.setting import SHAPES, Rates, Run, device_is_gpu, rates_of, run_of
+from spmdrl.plan.setting import SHAPES, Rates, Run, rates_of, run_of
 from spmdrl.plan.text import as_dict, layout_text, page
 from spmdrl.world.axes import axes_of
 from spmdrl.world.hardware import GPUS
+
+_RATES = {
+    "--gpu-memory-gib": ("memory_gib", 1.0, "GiB of a GPU"),
+    "--tflops": ("flops", 1e12, "of a GPU, dense bfloat16"),
+    "--memory-gb-per-s": ("memory_bytes_per_s", 1e9, "of the GPU's memory"),
+    "--node-gb-per-s": ("node_bytes_per_s", 1e9, "within a node, per GPU and direction"),
+    "--network-gb-per-s": ("network_bytes_per_s", 1e9, "between nodes, per GPU and direction"),
+}
+"""Flag: the field of Gpu that it replaces, its unit there, what it is."""
+_MEANS = {
+    "--prompt-tokens": "data.max_prompt_tokens",
+    "--response-tokens": "sampling.max_response_tokens",
+}
+"""Flag: the field that bounds it."""
 
 
 @dataclass(frozen=True)
@@ -47,15 +63,8 @@ def main(argv: list[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 2
     if own.json:
-        print(
-            json.dumps(
-                {
-                    "plan": as_dict(plan, rates=question.rates),
-                    "best": [as_dict(other, rates=question.rates) for other in best],
-                },
-                indent=2,
-            )
-        )
+        plain, *others = (as_dict(each, rates=question.rates) for each in (plan, *best))
+        print(json.dumps({"plan": plain, "best": others}, indent=2))
     else:
         print("\n".join(page(plan, best, run=question.run, rates=question.rates)))
     sys.stdout.flush()
@@ -87,24 +96,12 @@ def _arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
         + ", ".join(sorted(p.name for p in SHAPES.iterdir())),
     )
     add("--gpu", default="H100", help=f"of the table: {', '.join(GPUS)} (default H100)")
-    add("--gpu-memory-gib", type=float, default=0.0, metavar="GIB", help="instead of the table's")
-    add("--tflops", type=float, default=0.0, help="dense bfloat16, instead of the table's")
-    for name, what in (
-        ("memory", "of the GPU's memory"),
-        ("node", "within a node"),
-        ("network", "between nodes"),
-    ):
-        add(
-            f"--{name}-gb-per-s",
-            type=float,
-            default=0.0,
-            metavar="GB/S",
-            help=f"{what}, per GPU and direction, instead of the table's",
-        )
+    for flag, (_, _, what) in _RATES.items():
+        add(flag, type=float, default=0.0, metavar="X", help=f"{what}, instead of the table's")
     add("--gpus-per-node", type=int, default=8)
     add("--matmul-frac", type=float, default=0.5, help="of the peak that is reached (0.5)")
-    add("--prompt-tokens", type=float, default=0.0, help="mean; default half of the longest")
-    add("--response-tokens", type=float, default=0.0, help="mean; default half of the longest")
+    for flag in _MEANS:
+        add(flag, type=float, default=0.0, help="mean; default half of the longest")
     add("--top", type=int, default=5, help="layouts to compare (5); 0 looks for none")
     add("--json", action="store_true", help="for programs: bytes and seconds")
     return parser.parse_known_args(argv)
@@ -120,27 +117,19 @@ def ask(own: argparse.Namespace, rest: list[str]) -> Question:
         folder = SHAPES / own.shape if (SHAPES / own.shape).is_dir() else Path(own.shape)
         cfg = replace(cfg, model=replace(cfg.model, path=str(folder)))
     _check_flags(own, cfg)
+    changed = {field: _value(own, flag) * unit for flag, (field, unit, _) in _RATES.items()}
     rates = replace(
-        rates_of(
-            own.gpu,
-            memory_gib=own.gpu_memory_gib,
-            flops=own.tflops * 1e12,
-            memory_bytes_per_s=own.memory_gb_per_s * 1e9,
-            node_bytes_per_s=own.node_gb_per_s * 1e9,
-            network_bytes_per_s=own.network_gb_per_s * 1e9,
-        ),
-        gpus_per_node=own.gpus_per_node,
-        matmul_frac=own.matmul_frac,
+        rates_of(own.gpu, **changed), gpus_per_node=own.gpus_per_node, matmul_frac=own.matmul_frac
     )
     _refuse(validate(cfg), has_layout=not own.gpus)
-    hf_model = build_policy(cfg)
+    hf_model = build_meta_model(cfg.model)
     _refuse(policy_problems(cfg, hf_model), has_layout=not own.gpus)
     shape = model_shape(hf_model, name=Path(cfg.model.path).name)
     lora = lora_form(cfg.model.lora)
     run = run_of(
         cfg,
         shape,
-        on_gpu=device_is_gpu(cfg),
+        on_gpu=cfg.layout.device != "cpu",
         prompt_tokens=own.prompt_tokens,
         response_tokens=own.response_tokens,
         lora_numel=adapter_numel(hf_model, lora) if lora else 0,
@@ -156,37 +145,22 @@ def _check_flags(own: argparse.Namespace, cfg: config.Config) -> None:
         )
     if not 0 < own.matmul_frac <= 1:
         raise ValueError(f"--matmul-frac {own.matmul_frac:g}: expected a fraction, in (0, 1]")
-    for flag in (
-        "gpu_memory_gib",
-        "tflops",
-        "memory_gb_per_s",
-        "node_gb_per_s",
-        "network_gb_per_s",
-    ):
-        if not 0 <= getattr(own, flag) < math.inf:
+    for flag in _RATES:
+        if not 0 <= _value(own, flag) < math.inf:
             raise ValueError(
-                f"--{flag.replace('_', '-')} {getattr(own, flag):g}: expected a "
-                "number above 0, or 0 for the table's"
+                f"{flag} {_value(own, flag):g}: expected a number above 0, or 0 for the table's"
             )
-    for flag, mean, field, most in (
-        (
-            "--prompt-tokens",
-            own.prompt_tokens,
-            "data.max_prompt_tokens",
-            cfg.data.max_prompt_tokens,
-        ),
-        (
-            "--response-tokens",
-            own.response_tokens,
-            "sampling.max_response_tokens",
-            cfg.sampling.max_response_tokens,
-        ),
-    ):
+    for flag, field in _MEANS.items():
+        mean, most = _value(own, flag), operator.attrgetter(field)(cfg)
         if not 0 <= mean <= most:
             raise ValueError(
                 f"{flag} {mean:g}: expected a mean length of at most {field} {most}, "
                 "or 0 for half of it; raise that if sequences are longer"
             )
+
+
+def _value(own: argparse.Namespace, flag: str) -> float:
+    return getattr(own, flag.removeprefix("--").replace("-", "_"))
 
 
 _PLANNED = (
@@ -223,9 +197,10 @@ def answer(question: Question, *, top: int) -> tuple[Plan, list[Plan]]:
     """
     run, rates, memory = question.run, question.rates, question.memory_bytes
     own = axes_of(question.cfg)
-    best, nearest = [], None
+    best: list[Plan] = []
+    plan: Plan | None = None
     if top or question.gpus:
-        best, nearest = best_plans(
+        best, plan = best_plans(
             run,
             gpus=question.gpus or own.world_size,
             rates=rates,
@@ -233,13 +208,15 @@ def answer(question: Question, *, top: int) -> tuple[Plan, list[Plan]]:
             overlaps=question.cfg.lag > 0,
         )
     if not question.gpus:
-        return make_plan(run, own, rates=rates, memory_bytes=memory), distinct(best)[:top]
-    if not best and nearest is None:
+        plan = make_plan(run, own, rates=rates, memory_bytes=memory)
+    elif best:
+        plan = best[0]
+    if plan is None:
         raise ValueError(
             f"--gpus {question.gpus}: no layout of so many ranks suits the model and "
             "this kind of run; rl needs one at least"
         )
-    return (best[0] if best else nearest), distinct(best)[:top]
+    return plan, distinct(best)[:top]
 
 
 def _refusal(question: Question, plan: Plan) -> list[str]:

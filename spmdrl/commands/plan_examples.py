@@ -5,11 +5,11 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import io
 import re
 import shlex
-import sys
 from pathlib import Path
 
 from spmdrl.commands.plan import main
@@ -36,5 +36,9 @@ def renewed(text: str) -> str:
 
 
 if __name__ == "__main__":
-    for name in sys.argv[1:]:
-        Path(name).write_text(renewed(Path(name).read_text()))
+    parser = argparse.ArgumentParser(
+        prog="python -m spmdrl plan_examples", description="Renew the examples of Markdown pages."
+    )
+    parser.add_argument("pages", nargs="+", type=Path, metavar="PAGE")
+    for page in parser.parse_args().pages:
+        page.write_text(renewed(page.read_text()))
