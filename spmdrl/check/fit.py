@@ -79,7 +79,7 @@ def policy_problems(cfg: Config, hf_model: nn.Module) -> list[str]:
     """Return why the policy does not fit its layout, its adapters or its way to the engines.
 
     Args:
-        hf_model: what `build_policy` returned.
+        hf_model: the policy's, with its own head or another.
     Raises: ValueError when the model does not say what its blocks are.
     """
     counts = counts_of(hf_model)

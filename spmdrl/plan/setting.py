@@ -10,6 +10,8 @@ from spmdrl.config.fields import least_tokens
 from spmdrl.model.parallel.recompute import has
 from spmdrl.model.shape import ModelShape
 from spmdrl.plan.activations import Kernels
+from spmdrl.train.objectives.pairs import PairObjective
+from spmdrl.train.objectives.rl import needed_columns
 from spmdrl.world.hardware import GPUS, Gpu
 
 SHAPES = Path(__file__).with_name("shapes")
@@ -29,8 +31,7 @@ class Run:
     kernels: Kernels
     on_gpu: bool
     context: str  # model.kernels.context
-    master_bytes: int  # of a weight, and of its gradient; 0 where they are on the host
-    holds_weights: bool  # on the device; else models' shards are on the host
+    master_bytes: int  # of a weight, and of its gradient; 0 where all models' are on the host
     reshard: str  # model.memory.reshard
     reduces_last: bool  # gradients of all micro-batches at once
     ahead: int  # blocks whose weights are asked for early
@@ -46,8 +47,7 @@ class Run:
     forwards: int  # passes over a batch besides the training pass
     frozen_models: int  # reference, teacher, reward models, as large as the policy
     trained_models: int  # besides the policy: 1 with a critic
-    lora_rank: int  # 0 trains all weights
-    lora_numel: int  # elements of all adapters
+    lora_numel: int  # elements of all adapters; 0 trains all weights
     pushes_adapter: bool  # they alone travel to the engines, which compute with them
     chunk_tokens: int  # positions whose logits exist at once
     engine_sleeps: bool  # its memory is lent to the update, colocated
@@ -75,22 +75,21 @@ def run_of(
     Args:
         shape: of the policy.
         on_gpu: plan for CUDA's kernels.
-        chunk_tokens: positions whose logits exist at once, see policy.head.
+        chunk_tokens: positions whose logits exist at once, see model/head.py.
         prompt_tokens, response_tokens: means; 0 takes half of the longest that may come.
-        lora_numel: elements of all adapters, see lora.adapter_numel.
+        lora_numel: elements of all adapters, see model/lora/layers.py.
     Raises: ValueError for an unknown method.
     """
-    batch, is_rl = cfg.batch, cfg.objective.samples
-    group = batch.group_size if is_rl else 1
+    batch, is_rl, is_pair = cfg.batch, cfg.objective.samples, cfg.objective.trains_on_pairs
+    group = batch.group_size if is_rl else 2 if is_pair else 1
     longest_response = cfg.sampling.max_response_tokens
-    columns, is_pair = _columns(cfg)
+    columns = set(PairObjective(cfg).columns if is_pair else needed_columns(cfg))
     memory, lora = cfg.model.memory, cfg.model.lora
     own_reference = "ref_logprobs" in columns and not (lora.is_on and not cfg.model.reference.path)
     is_away = on_gpu and has(memory.offload, "optimizer")
-    holds_weights = not (on_gpu and has(memory.offload, "parameters"))
+    has_none = on_gpu and has(memory.offload, "parameters")
     return Run(
-        master_bytes=ITEM[memory.master_dtype] if holds_weights else 0,
-        holds_weights=holds_weights,
+        master_bytes=0 if has_none else ITEM[memory.master_dtype],
         reshard=memory.reshard,
         context=cfg.model.kernels.context,
         reduces_last=memory.reduce == "last",
@@ -103,7 +102,7 @@ def run_of(
         on_gpu=on_gpu,
         is_rl=is_rl,
         overlaps=cfg.lag > 0 and cfg.layout.roles.overlaps,
-        sequences=batch.prompts_per_step * (2 if is_pair else group),
+        sequences=batch.prompts_per_step * group,
         prompt_tokens=prompt_tokens or cfg.data.max_prompt_tokens / 2,
         response_tokens=response_tokens or longest_response / 2,
         longest=cfg.data.max_prompt_tokens + longest_response,
@@ -112,7 +111,6 @@ def run_of(
         forwards=len(columns & _PASSES),
         frozen_models=own_reference + ("teacher_logprobs" in columns) + cfg.objective.needs_teacher,
         trained_models=int(not columns.isdisjoint({"values", "prm_logprobs"})),
-        lora_rank=lora.rank,
         lora_numel=lora_numel,
         pushes_adapter=lora.pushes_adapter,
         chunk_tokens=chunk_tokens,
@@ -132,15 +130,6 @@ def _engine_sleeps(cfg: Config, *, on_gpu: bool) -> bool:
 
 
 _PASSES = {"old_logprobs", "ref_logprobs", "teacher_logprobs", "values", "prm_logprobs"}
-
-
-def _columns(cfg: Config) -> tuple[set[str], bool]:
-    """Return the per-token columns that the methods need, and whether rows are pairs."""
-    from spmdrl.train.objectives.pairs import PairObjective
-    from spmdrl.train.objectives.rl import needed_columns
-
-    is_pair = cfg.objective.trains_on_pairs
-    return set(PairObjective(cfg).columns if is_pair else needed_columns(cfg)), is_pair
 
 
 def _kernels(cfg: Config, *, on_gpu: bool) -> Kernels:
@@ -193,8 +182,3 @@ def rates_of(name: str, **changed: float) -> Rates:
             "nearest and give its memory and rates by flags"
         )
     return Rates(replace(GPUS[name], **{k: v for k, v in changed.items() if v}))
-
-
-def device_is_gpu(cfg: Config) -> bool:
-    """Return whether to plan for CUDA: what the config says; `auto` means it does."""
-    return cfg.layout.device != "cpu"

@@ -52,10 +52,10 @@ def _weight_flows(run: Run, axes: Axes, *, count: int) -> Iterator[Flow]:
     """Yield what sharding and replicating weights sends in `count` micro-batches."""
     shape, updates, n = run.shape, run.batch.updates_per_step, axes.fsdp
     blocks, state = len(shape.blocks), shards_numel(shape, axes)
-    trained = lora_numel(run, axes) if run.lora_rank else state
+    trained = lora_numel(run, axes) if run.lora_numel else state
     apart = expert_shards_numel(shape, axes)  # gathered among the ranks that ep leaves
     sent = (n - 1) * (state - apart) + (axes.replica // axes.ep - 1) * apart
-    reduced = (n - 1) * trained if run.lora_rank and sent else sent
+    reduced = (n - 1) * trained if run.lora_numel and sent else sent
     # Forward, backward unless what was gathered is still there; forward alone.
     gathers = count * ((1 if run.reshard == "never" else 2) + run.forwards)
     reduces = updates if run.reduces_last else count

@@ -44,14 +44,14 @@ def trainer_memory(run: Run, axes: Axes, *, tokens: int = 0) -> Memory:
     own_tokens = -(-(tokens or run.batch.tokens_per_microbatch) // axes.cp)
     saved = _saved(run, axes, tokens=own_tokens)
     state = shards_numel(shape, axes)
-    trained = lora_numel(run, axes) if run.lora_rank else state
-    master = _ADAPTER if run.lora_rank else run.master_bytes
+    trained = lora_numel(run, axes) if run.lora_numel else state
+    master = _ADAPTER if run.lora_numel else run.master_bytes
     critic = int(run.trained_models * state * (2 * run.master_bytes + run.moment_bytes))
     causes = {
-        "weights": c * state + master * trained if run.lora_rank else master * state,
+        "weights": c * state + master * trained if run.lora_numel else master * state,
         "gradients": master * trained,
         "optimizer": int(run.moment_bytes * trained),
-        "other models": critic + run.frozen_models * c * state * run.holds_weights,
+        "other models": critic + run.frozen_models * c * state * (run.master_bytes > 0),
         "gradients to be reduced": _unreduced(run, axes),
     }
     moments = {
@@ -76,7 +76,7 @@ def _unreduced(run: Run, axes: Axes) -> int:
     """Return the bytes of what micro-batches add up before it is reduced, float32."""
     if not run.reduces_last:
         return 0
-    if run.lora_rank:
+    if run.lora_numel:
         return _ADAPTER * lora_numel(run, axes) * axes.fsdp
     return 4 * (gathered_numel(run.shape.root, axes) + _blocks_numel(run.shape, axes))
 
@@ -147,7 +147,7 @@ def _at_head(run: Run, axes: Axes, *, saved: Saved) -> dict[str, int]:
     logits = run.chunk_tokens * rows * (12 + (c if c < 4 else 0))
     # The weight's gradient in float32; in bfloat16 also a chunk's share, or the sum.
     gradient = rows * shape.hidden * (4 + (c if c < 4 else 0))
-    gradient = 0 if run.lora_rank else gradient
+    gradient = 0 if run.lora_numel else gradient
     last = c * _shared(shape.blocks[-1], axes) if run.reshard == "auto" else 0
     return {
         "activations": saved.blocks + saved.rest,
@@ -165,8 +165,8 @@ def _at_last_block(run: Run, axes: Axes, *, saved: Saved, tokens: int) -> dict[s
     if run.reshard != "never":
         most = max(_shared(block, axes) for block, _ in shape.kinds)
         gathered += (3 + max(0, run.ahead - 1)) * c * most
-    reduced = 0 if run.lora_rank or c == 4 else (c + 4) * numel
-    head = 0 if run.lora_rank else c * _head_rows(shape, axes) * shape.hidden
+    reduced = 0 if run.lora_numel or c == 4 else (c + 4) * numel
+    head = 0 if run.lora_numel else c * _head_rows(shape, axes) * shape.hidden
     return {
         "activations": saved.total + _working(run, axes, tokens=tokens),
         "head": head,
@@ -197,7 +197,7 @@ def _working(run: Run, axes: Axes, *, tokens: int) -> int:
 def _at_end(run: Run, axes: Axes) -> dict[str, int]:
     shape = run.shape
     c, numel = run.kernels.compute_bytes, gathered_numel(shape.root, axes)
-    reduced = 0 if run.lora_rank else numel * (c + 4)
+    reduced = 0 if run.lora_numel else numel * (c + 4)
     return {"gathered by FSDP": _kept(run, axes), "gradients on their way": reduced}
 
 
