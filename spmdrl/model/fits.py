@@ -180,13 +180,18 @@ def _ep_misfits(counts: ModelCounts, ep: int, *, is_policy: bool) -> Iterator[st
         )
 
 
+def engine_rows(vocab: int) -> int:
+    """Return the rows of vLLM's vocabulary: a multiple of 64."""
+    return -(-vocab // 64) * 64
+
+
 def _engine_misfits(counts: ModelCounts, tp: int) -> Iterator[str]:
     """Yield why vLLM cannot cut a model: its ranks may hold the same key/value heads, but share
     out all else that is cut, of the vocabulary a multiple of 64 rows."""
     whole = {
         "num_attention_heads": counts.heads,
         "intermediate_size": 0 if counts.experts else counts.intermediate,
-        "padded vocab_size": -(-counts.vocab // 64) * 64,
+        "padded vocab_size": engine_rows(counts.vocab),
     }
 
     def unsuited(size: int) -> list[str]:

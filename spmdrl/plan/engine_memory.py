@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from spmdrl.model.fits import engine_rows
 from spmdrl.model.shape import Block, Weight
 from spmdrl.plan.memory import CUDA_CONTEXT, Memory
 from spmdrl.plan.setting import Run
@@ -22,7 +23,7 @@ def engine_weight_bytes(run: Run, axes: Axes) -> int:
     """
     shape = run.shape
     tp, pads = axes.inference_tp, run.engine.kind == "vllm"
-    rows = -(-shape.vocab // 64) * 64 if pads else shape.vocab
+    rows = engine_rows(shape.vocab) if pads else shape.vocab
     numel = 0
     for weight in shape.root:
         is_table = weight.shape[0] == shape.vocab and len(weight.shape) == 2

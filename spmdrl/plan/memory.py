@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
+from spmdrl.model.parallel.expert_parallel import expert_dim
 from spmdrl.model.shape import ModelShape, Weight
 from spmdrl.plan.setting import Run
 from spmdrl.world.axes import Axes
@@ -41,12 +42,12 @@ def shard_numel(weight: Weight, axes: Axes, *, index: int = 0) -> int:
     """Return the elements of a weight that rank `index` of its replica holds.
 
     FSDP2 cuts the first dim into equal runs of rows, the last ones shorter or empty; the second
-    one of experts that are fewer than the ranks (see moe.py).
+    one of experts that are fewer than the ranks (see expert_parallel.py).
     """
     shape, group = local_shape(weight, axes)
     is_apart = weight.is_expert and axes.ep * axes.tp > 1
     index //= axes.ep if is_apart else axes.tp
-    if is_apart and shape[0] < group and len(shape) > 1 and shape[1] % group == 0:
+    if is_apart and expert_dim(shape, count=shape[0], shards=group) == 1:
         return math.prod(shape) // group
     each = -(-shape[0] // group)
     rows = max(0, min(each, shape[0] - each * index))

@@ -13,6 +13,7 @@ rows that this rank's experts compute, H hidden.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -64,14 +65,20 @@ def shard_experts(
             mp_policy=policy,
             offload_policy=offload,
             reshard_after_forward=shards > 1,
-            shard_placement_fn=partial(_placement, num_local=local, shards=shards),
+            shard_placement_fn=partial(_placement, count=local, shards=shards),
         )
 
 
-def _placement(parameter: Tensor, *, num_local: int, shards: int) -> Shard:
-    """Whole experts to each rank, or parts of each expert where there are fewer than ranks."""
-    by_rows = num_local < shards and parameter.dim() > 1 and parameter.shape[1] % shards == 0
-    return Shard(1 if by_rows else 0)
+def _placement(parameter: Tensor, *, count: int, shards: int) -> Shard:
+    return Shard(expert_dim(parameter.shape, count=count, shards=shards))
+
+
+def expert_dim(shape: Sequence[int], *, count: int, shards: int) -> int:
+    """Return the dim over which `count` experts of a parameter [E, ...] are sharded.
+
+    Whole experts to each rank, or parts of each expert where there are fewer than ranks.
+    """
+    return int(count < shards and len(shape) > 1 and shape[1] % shards == 0)
 
 
 class _LocalExperts:
