@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -65,21 +67,17 @@ def write_model(folder: Path, family: str, **sizes: Any) -> str:
     return str(folder)
 
 
-def scoring(lengths: list[int], *, first_scored: int, vocab: int) -> Any:
-    """Return a packed row of sequences whose first tokens are prompts."""
+def scoring(
+    lengths: list[int], *, first_scored: int, vocab: int, make: Callable[..., Any] | None = None
+) -> Any:
+    """Return a packed row of sequences whose first tokens are prompts, as a model makes it."""
     from spmdrl.model.scorer import make_row
 
+    make = make or partial(make_row, device=torch.device("cpu"), padded=True)
     positions = torch.cat([torch.arange(n) for n in lengths])
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(vocab, (sum(lengths),), generator=generator)
-    return make_row(
-        tokens,
-        lengths,
-        mask=positions >= first_scored,
-        position_ids=positions,
-        device=torch.device("cpu"),
-        padded=True,
-    )
+    return make(tokens, lengths, mask=positions >= first_scored, position_ids=positions)
 
 
 def saved_bytes(model: Any, work: Any) -> int:
@@ -192,7 +190,7 @@ def hold(path: str, out: str, layout: dict[str, Any]) -> dict[str, int]:
     shards = model.named_shards()
     optimizer = AdamW(shards, no_decay=set(), options=cfg.optimizer)
     vocab = model.hf_model.config.vocab_size
-    work = _work_of(model, [100, 100, 100, 100], first_scored=20, vocab=vocab)
+    work = scoring([100] * 4, first_scored=20, vocab=vocab, make=model.row)
     for _ in range(2):  # the first pass sets FSDP up
         model.forward(work)[0].sum().backward()
     gradients = optimizer.gradients()
@@ -213,13 +211,6 @@ def hold(path: str, out: str, layout: dict[str, Any]) -> dict[str, int]:
     engine.close()
     world.close()
     return found
-
-
-def _work_of(model: Any, lengths: list[int], *, first_scored: int, vocab: int) -> Any:
-    positions = torch.cat([torch.arange(n) for n in lengths])
-    generator = torch.Generator().manual_seed(1)
-    tokens = torch.randint(vocab, (sum(lengths),), generator=generator)
-    return model.row(tokens, lengths, mask=positions >= first_scored, position_ids=positions)
 
 
 def saved_by_family(folders: dict[str, str], out: str, cases: list[tuple]) -> list[int]:

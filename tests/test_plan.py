@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from runs import ROOT
@@ -32,6 +32,7 @@ PARAMETERS = {
 }
 """As their makers say, in billions: all, and those that a token meets (without its embedding)."""
 GIB = 2**30
+RECOMPUTE = "--model.memory.activation_checkpointing full"
 
 
 @pytest.fixture(scope="module")
@@ -42,11 +43,14 @@ def shapes():
     }
 
 
+def _plan(command: str) -> int:
+    return main(shlex.split(command))
+
+
 def _run(shape: ModelShape, **changed: object) -> Run:
     cfg = replace(Config(), sampling=replace(Config().sampling, max_response_tokens=3072))
-    own = run_of(
-        cfg, shape, on_gpu=True, chunk_tokens=1024, prompt_tokens=512, response_tokens=1024
-    )
+    means = {"prompt_tokens": 512, "response_tokens": 1024}
+    own = run_of(cfg, shape, on_gpu=True, chunk_tokens=1024, **means)
     return replace(own, kernels=replace(own.kernels, recomputes=True), **changed)
 
 
@@ -62,20 +66,8 @@ def test_shapes_are_those_of_the_published_models(shapes):
 
 
 def test_a_layout_that_does_not_divide_is_refused_with_those_that_do(shapes, capsys):
-    status = main(
-        [
-            "--shape",
-            "qwen3-8b",
-            "--layout.world-size",
-            "32",
-            "--layout.trainer-ranks",
-            "16",
-            "--layout.tp",
-            "16",
-            "--top",
-            "0",
-        ]
-    )
+    layout = "--layout.world-size 32 --layout.trainer-ranks 16 --layout.tp 16"
+    status = _plan(f"--shape qwen3-8b {layout} --top 0")
     error = capsys.readouterr().err
     assert status == 2 and "layout.tp: 16 does not divide num_key_value_heads 8" in error
     assert "tp cuts: 1, 2, 4, 8 (" in error
@@ -87,54 +79,25 @@ def test_a_layout_that_does_not_divide_is_refused_with_those_that_do(shapes, cap
     assert of_model.startswith("layout.ep: 3 does not divide the 128 experts")
     assert of_model.endswith(": 1, 2, 4, 8, 16, 32, 64, 128")
     assert "no experts" in next(misfits(shapes["qwen3-8b"].counts, axes))
-    status = main(
-        [
-            "--shape",
-            "qwen3-8b",
-            "--layout.world-size",
-            "8",
-            "--layout.trainer-ranks",
-            "6",
-            "--layout.tp",
-            "4",
-        ]
-    )
+    layout = "--layout.world-size 8 --layout.trainer-ranks 6 --layout.tp 4"
+    status = _plan(f"--shape qwen3-8b {layout}")
     assert status == 2 and "6 trainer ranks do not divide" in capsys.readouterr().err
 
 
 def test_what_does_not_fit_says_cause_amount_and_cure(capsys):
-    arguments = [
-        "--shape",
-        "qwen3-8b",
-        "--layout.world-size",
-        "4",
-        "--layout.trainer-ranks",
-        "2",
-        "--top",
-        "0",
-        "--gpu",
-        "H200",
-        "--gpu-memory-gib",
-        "140",
-    ]
-    assert main(arguments) == 1
+    layout = "--layout.world-size 4 --layout.trainer-ranks 2 --top 0"
+    command = f"--shape qwen3-8b {layout} --gpu H200 --gpu-memory-gib 140"
+    assert _plan(command) == 1
     printed = capsys.readouterr()
-    needs, over = (
-        float(x)
-        for x in (
-            printed.err.split("needs ")[1].split()[0],
-            printed.err.split("GiB, ")[1].split()[0],
-        )
-    )
+    needs, over = map(float, re.search(r"needs ([\d.]+) GiB, ([\d.]+) GiB", printed.err).groups())
     assert over == pytest.approx(needs - 0.95 * 140, abs=0.11)
     assert "most of it is activations" in printed.err
     assert "would fit: " in printed.err
-    assert "model.memory {activation_checkpointing: full}" in printed.err
-    cured = [*arguments, "--model.memory.activation_checkpointing", "full"]
-    assert main(cured) == 0 and not capsys.readouterr().err
-    status = main(["--shape", "deepseek-v3", "--gpus", "8"])
+    assert "model.memory.activation_checkpointing full" in printed.err
+    assert _plan(f"{command} {RECOMPUTE}") == 0 and not capsys.readouterr().err
+    status = _plan("--shape deepseek-v3 --gpus 8")
     assert status == 1 and "no layout of 8 ranks fits" in capsys.readouterr().err
-    assert main(["--shape", "qwen3-8b", "--gpus", "8", "--gpu-memory-gib", "4"]) == 1
+    assert _plan("--shape qwen3-8b --gpus 8 --gpu-memory-gib 4") == 1
     found = capsys.readouterr().err  # nothing is left for engines, whatever their share
     for needs, over, room in re.findall(
         r"needs ([\d.]+) GiB, ([\d.]+) GiB more than the ([\d.]+)", found
@@ -145,7 +108,7 @@ def test_what_does_not_fit_says_cause_amount_and_cure(capsys):
 
 
 def test_output_for_programs_adds_up(capsys):
-    assert main(["--shape", "qwen3-8b", "--gpus", "8", "--json", "--lag", "1"]) == 0
+    assert _plan("--shape qwen3-8b --gpus 8 --json --lag 1") == 0
     found = json.loads(capsys.readouterr().out)
     plan = found["plan"]
     assert plan == found["best"][0] and plan["problems"] == []
@@ -155,95 +118,69 @@ def test_output_for_programs_adds_up(capsys):
     assert steps == sorted(steps)
 
 
-def test_wrong_flags_are_refused(capsys):
-    assert main(["--shape", "qwen3-8b", "--gpu", "H1000"]) == 2
-    assert "known: A100, H100, H200, B200" in capsys.readouterr().err
-    assert main(["--shape", "nowhere/at/all"]) == 2
-    assert "nowhere/at/all" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     "arguments, says",
     [
-        (["--model.lora.rank", "4", "--model.lora.targets", "query", "o_proj"], "'query' matches"),
-        (["--engine.gpu-memory-frac", "1.5"], "engine.gpu_memory_frac: must be in (0, 1), got 1.5"),
+        ("--model.lora.rank 4 --model.lora.targets query o_proj", "'query' matches"),
+        ("--engine.gpu-memory-frac 1.5", "engine.gpu_memory_frac: must be in (0, 1), got 1.5"),
     ],
 )
-@pytest.mark.parametrize("layout", [[], ["--gpus", "8"]], ids=["own layout", "search"])
+@pytest.mark.parametrize("layout", ["", "--gpus 8"], ids=["own layout", "search"])
 def test_fields_that_would_not_run_are_not_planned_with(arguments, says, layout, capsys):
-    assert main(["--shape", "qwen3-8b", *layout, *arguments]) == 2
+    assert _plan(f"--shape qwen3-8b {layout} {arguments}") == 2
     assert says in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     "arguments, says",
     [
-        (["--model.memory.activation_checkpoint", "full"], "did you mean activation_checkpointing"),
-        (["--model.memory.optimizer_dtype", "int4"], "is not one of float32, bfloat16, int8"),
-        (["--model.lora.rnk", "4"], "model.lora.rnk: unknown key; did you mean rank?"),
+        ("--model.memory.activation_checkpoint full", "did you mean activation_checkpointing"),
+        ("--model.memory.optimizer_dtype int4", "is not one of float32, bfloat16, int8"),
+        ("--model.lora.rnk 4", "model.lora.rnk: unknown key; did you mean rank?"),
     ],
 )
 def test_fields_that_do_not_exist_are_refused(arguments, says, capsys):
     with pytest.raises(SystemExit) as ended:
-        main(["--shape", "qwen3-8b", *arguments])
+        _plan(f"--shape qwen3-8b {arguments}")
     assert ended.value.code == 2 and says in capsys.readouterr().err
 
 
 def test_heads_that_ulysses_cannot_deal_out_are_refused(capsys):
-    layout = [
-        "--shape",
-        "qwen3-8b",
-        "--layout.world-size",
-        "6",
-        "--layout.trainer-ranks",
-        "3",
-        "--layout.cp",
-        "3",
-        "--top",
-        "0",
-        "--model.memory.activation_checkpointing",
-        "full",
-    ]
-    main(layout)
+    layout = "--layout.world-size 6 --layout.trainer-ranks 3 --layout.cp 3 --top 0"
+    _plan(f"--shape qwen3-8b {layout} {RECOMPUTE}")
     assert "layout.cp" not in capsys.readouterr().err
-    assert main([*layout, "--model.kernels.context", "ulysses"]) == 2
+    assert _plan(f"--shape qwen3-8b {layout} --model.kernels.context ulysses") == 2
     assert "layout.cp: 3 does not divide the 32 / tp 1 = 32 query heads" in capsys.readouterr().err
 
 
-def test_moments_in_8_bits_are_planned_where_torchao_is_not_installed(capsys):
-    assert (
-        main(
-            [
-                "--shape",
-                "qwen3-8b",
-                "--gpus",
-                "8",
-                "--top",
-                "1",
-                "--model.memory.optimizer_dtype",
-                "int8",
-                "--model.memory.activation_checkpointing",
-                "full",
-            ]
-        )
-        == 0
-    )
+def test_moments_in_8_bits_are_planned_where_torchao_is_not_installed():
+    memory = f"--model.memory.optimizer_dtype int8 {RECOMPUTE}"
+    assert _plan(f"--shape qwen3-8b --gpus 8 --top 1 {memory}") == 0
 
 
 @pytest.mark.parametrize(
-    "flag, value, says",
+    "flags, says",
     [
-        ("--response-tokens", "600", "at most sampling.max_response_tokens 512"),
-        ("--prompt-tokens", "-1", "at most data.max_prompt_tokens 1024"),
-        ("--matmul-frac", "0", "in (0, 1]"),
-        ("--tflops", "-5", "a number above 0"),
-        ("--gpu-memory-gib", "nan", "a number above 0"),
+        ("--response-tokens 600", "at most sampling.max_response_tokens 512"),
+        ("--prompt-tokens -1", "at most data.max_prompt_tokens 1024"),
+        ("--matmul-frac 0", "in (0, 1]"),
+        ("--tflops -5", "a number above 0"),
+        ("--gpu-memory-gib nan", "a number above 0"),
+        ("--gpu H1000", "known: A100, H100, H200, B200"),
     ],
 )
-def test_numbers_that_cannot_be_are_refused(flag, value, says, capsys):
-    assert main(["--shape", "qwen3-8b", "--gpus", "8", flag, value]) == 2
+def test_flags_that_cannot_be_are_refused(flags, says, capsys):
+    assert _plan(f"--shape qwen3-8b --gpus 8 {flags}") == 2
     error = capsys.readouterr().err
-    assert error.startswith(flag) and says in error
+    assert error.startswith(flags.split()[0]) and says in error
+
+
+def test_a_folder_with_a_config_is_enough_and_one_that_is_not_there_is_named(tmp_path, capsys):
+    (tmp_path / "config.json").write_text((SHAPES / "qwen3-8b" / "config.json").read_text())
+    assert _plan(f"--shape {tmp_path} --gpus 8 --top 1") == 0
+    assert "8.19 G parameters" in capsys.readouterr().out
+    assert _plan("--shape nowhere/at/all") == 2
+    assert "nowhere/at/all" in capsys.readouterr().err
 
 
 # --------------------------------------------------------------------------- traffic and time
@@ -258,10 +195,8 @@ def test_fsdp_moves_what_its_collectives_move(shapes):
     assert flows["FSDP gathers"].bytes == pytest.approx(2 * 15 * 2 * shard, rel=1e-4)
     assert flows["FSDP reduces"].bytes == pytest.approx(15 * 4 * shard, rel=1e-4)
     assert flows["FSDP gathers"].span == 16 and flows["FSDP gathers"].hides
-    both = {
-        f.name: f
-        for f in trainer_flows(run, Axes("split", 32, 16, dp_replicate=2, tp=2), tokens=16384)
-    }
+    axes = Axes("split", 32, 16, dp_replicate=2, tp=2)
+    both = {f.name: f for f in trainer_flows(run, axes, tokens=16384)}
     assert both["dp_replicate reduces"].span == 16 and both["FSDP gathers"].span == 8
     assert both["tp all-reduces"].span == 2 and not both["tp all-reduces"].hides
     # A ring all-reduce over two ranks sends the tensor once: two in each pass.
@@ -323,17 +258,9 @@ def test_every_layout_of_the_search_is_one_that_the_config_takes(shapes):
         assert len(set(found)) == len(found) > 20
         assert {a.placement for a in found} == {"split", "colocated"}
         for axes in found:
-            layout = replace(
-                Config().layout,
-                placement=axes.placement,
-                world_size=16,
-                trainer_ranks=axes.trainers,
-                dp_replicate=axes.dp_replicate,
-                cp=axes.cp,
-                tp=axes.tp,
-                ep=axes.ep,
-                inference_tp=axes.inference_tp,
-            )
+            sizes = vars(axes) | {"trainer_ranks": axes.trainers}
+            sizes.pop("trainers")
+            layout = replace(Config().layout, **sizes)
             problems = validate(replace(Config(), layout=layout))
             assert not [p for p in problems if p.startswith("layout")], (axes, problems)
     assert any(a.ep > a.fsdp > 1 for a in found), "experts are dealt out to tp ranks too"
@@ -345,12 +272,8 @@ def test_the_best_layout_fits_and_none_that_fits_is_faster(shapes):
     assert best and all(not p.problems and p.rank_bytes <= p.room for p in best)
     assert nearest is not None and nearest.problems
     for trainers in (2, 4, 6):
-        plan = make_plan(
-            replace(run, overlaps=True),
-            Axes("split", 8, trainers),
-            rates=rates,
-            memory_bytes=79 * GIB,
-        )
+        own, axes = replace(run, overlaps=True), Axes("split", 8, trainers)
+        plan = make_plan(own, axes, rates=rates, memory_bytes=79 * GIB)
         assert plan.problems or plan.seconds.step >= best[0].seconds.step - 0.01
 
 
@@ -359,9 +282,3 @@ def test_the_page_shows_what_the_commands_print():
     assert len(found) == 6
     for command, shown in (found[0], found[-1]):
         assert output(command) == shown, "run `python -m spmdrl plan_examples docs/planning.md`"
-
-
-def test_a_folder_with_a_config_is_enough(tmp_path: Path, capsys):
-    (tmp_path / "config.json").write_text((SHAPES / "qwen3-8b" / "config.json").read_text())
-    assert main(["--shape", str(tmp_path), "--gpus", "8", "--top", "1"]) == 0
-    assert "8.19 G parameters" in capsys.readouterr().out
