@@ -23,7 +23,9 @@ from torch import Tensor
 
 from spmdrl.commands.create_model import create_model
 from spmdrl.config import BatchSettings, Config
+from spmdrl.model.fits import ModelCounts, misfits
 from spmdrl.types import Batch
+from spmdrl.world.axes import Axes
 
 RANKS, STEPS = TRAINERS, 2
 
@@ -182,11 +184,15 @@ _MIXTURES = ("qwen3_moe", "mixtral", "deepseek_v3")
 
 
 def _fits(row: Row, axes: tuple[int, ...]) -> bool:
-    """Whether heads and experts divide; latent attention has as many heads of each kind."""
+    """Whether heads and experts divide; latent attention has no key/value heads of its own."""
     tp, ep = (*axes, 1)[3:5]
-    heads = 4 if row.architecture == "deepseek_v3" else row.model.get("kv_heads", 2)
-    experts = row.model.get("moe_experts", 8) if row.architecture in _MIXTURES else 1
-    return heads % tp == 0 and experts % ep == 0
+    counts = ModelCounts(
+        row.architecture,
+        heads=4,
+        kv_heads=0 if row.architecture == "deepseek_v3" else row.model.get("kv_heads", 2),
+        experts=row.model.get("moe_experts", 8) if row.architecture in _MIXTURES else 0,
+    )
+    return not any(misfits(counts, Axes(tp=tp, ep=ep)))
 
 
 REST = [

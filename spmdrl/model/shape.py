@@ -87,7 +87,6 @@ class ModelShape:
     name: str
     hidden: int
     vocab: int  # rows of the embedding
-    is_tied: bool
     has_gemma_norms: bool  # they keep float32 where others go back to the compute dtype
     rotary: int  # kinds of rotary tables, each of `rotary_dims`
     rotary_dims: int
@@ -149,7 +148,6 @@ def model_shape(hf_model: nn.Module, *, name: str = "") -> ModelShape:
         name=name or config.model_type,
         hidden=embedding.shape[1],
         vocab=embedding.shape[0],
-        is_tied=is_tied,
         has_gemma_norms="gemma" in type(modules[0][1]).__name__.lower(),
         rotary=len(tables),
         rotary_dims=2 * tables[0].numel() if tables else 0,
