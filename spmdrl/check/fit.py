@@ -131,18 +131,18 @@ def _axes_problems(cfg: Config, counts: ModelCounts, *, at: str, is_policy: bool
 def _adapter_problems(cfg: Config, hf_model: nn.Module, *, counts: ModelCounts) -> list[str]:
     """Return why the policy can have no such adapters: targets that match nothing, a folder that
     holds none, or one of another model; or why they cannot be those of an engine."""
-    lora = cfg.model.lora
-    if not lora.is_on:
-        return []
     try:
-        form = lora_form(lora)
+        form = lora_form(cfg.model.lora)
+        if form is None:
+            return []
         shapes = adapter_shapes(hf_model, form)
         if form.path:
             AdapterFolder(Path(form.path)).check(shapes)
     except ValueError as error:
         return [str(error)]
-    is_pushed = lora.pushes_adapter
-    return _push_problems(cfg, hf_model, form=form, counts=counts) if is_pushed else []
+    if not cfg.model.lora.pushes_adapter:
+        return []
+    return _push_problems(cfg, hf_model, form=form, counts=counts)
 
 
 def _push_problems(
