@@ -23,7 +23,7 @@ from spmdrl.model.load import build_meta_model
 from spmdrl.model.lora.layers import adapter_numel, lora_form
 from spmdrl.model.shape import model_shape
 from spmdrl.model.shards import Held, local_part
-from spmdrl.plan.setting import run_of
+from spmdrl.plan.run import run_of
 from spmdrl.plan.traffic import push_flows
 from spmdrl.world.axes import axes_of
 

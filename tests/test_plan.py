@@ -17,9 +17,9 @@ from spmdrl.model.fits import misfits
 from spmdrl.model.load import build_meta_model
 from spmdrl.model.shape import ModelShape, model_shape
 from spmdrl.plan.engine_memory import cache_bytes_per_token
+from spmdrl.plan.run import SHAPES, Run, rates_of, run_of
 from spmdrl.plan.search import best_plans, layouts, make_plan
 from spmdrl.plan.seconds import step_seconds
-from spmdrl.plan.setting import SHAPES, Run, rates_of, run_of
 from spmdrl.plan.traffic import Flow, push_flows, trainer_flows
 from spmdrl.world.axes import Axes, rank_problems
 

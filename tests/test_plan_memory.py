@@ -24,7 +24,7 @@ from spmdrl.model.shape import ModelShape, model_shape
 from spmdrl.plan.activations import Kernels, padded_groups, saved_bytes
 from spmdrl.plan.engine_memory import cache_bytes_per_token, engine_memory, engine_weight_bytes
 from spmdrl.plan.memory import shards_numel
-from spmdrl.plan.setting import Run, run_of
+from spmdrl.plan.run import Run, run_of
 from spmdrl.plan.trainer_memory import most_tokens, trainer_memory
 from spmdrl.world.axes import Axes, axes_of
 

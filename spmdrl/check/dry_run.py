@@ -35,8 +35,7 @@ def show(cfg: Config) -> int:
     models = reward_models(cfg.rewards.functions) if cfg.objective.samples else {}
     for path in models.values():
         refusal(partial(_print_reward_model, cfg, path))
-    if cfg.model.lora.is_on:
-        refusal(lambda: print(f"lora: {adapter_size(cfg)}"))
+    refusal(lambda: _print_adapter(cfg))
     unbuilt = refusal(lambda: _print_section("stream", stream_size(cfg)))
     sys.stdout.flush()
     for problem in dict.fromkeys([*unbuilt, *found]):
@@ -50,6 +49,17 @@ def _print_section(title: str, pairs: dict[str, str]) -> None:
 
 def _print_reward_model(cfg: Config, path: str) -> None:
     print(f"reward model:{path}: {reward_model_size(cfg, path)}")
+
+
+def _print_adapter(cfg: Config) -> None:
+    """Raises: ValueError when targets match nothing, or a path holds no adapter."""
+    if (form := lora_form(cfg.model.lora)) is None:
+        return
+    model = build_policy(cfg)
+    total = sum(p.numel() for p in model.parameters())
+    adapters = Adapters(model, form)
+    count = sum(model.get_parameter(name).numel() for name in adapters.names)
+    print(f"lora: {adapters.summary()}, {count:,} parameters beside the model's {total:,}")
 
 
 def problems(cfg: Config) -> Iterator[str]:
@@ -89,18 +99,6 @@ def reward_model_size(cfg: Config, path: str) -> str:
         f"{count:,} parameters, scored with on the trainers, about "
         f"{count * item // axes_of(cfg).trainers:,} bytes on each"
     )
-
-
-def adapter_size(cfg: Config) -> str:
-    """Return what model.lora amounts to.
-
-    Raises: ValueError when its targets match nothing, or its path holds no adapter.
-    """
-    model = build_policy(cfg)
-    total = sum(p.numel() for p in model.parameters())
-    adapters = Adapters(model, lora_form(cfg.model.lora))
-    count = sum(model.get_parameter(name).numel() for name in adapters.names)
-    return f"{adapters.summary()}, {count:,} parameters beside the model's {total:,}"
 
 
 def stream_size(cfg: Config) -> dict[str, str]:

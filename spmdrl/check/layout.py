@@ -7,7 +7,7 @@ from spmdrl.config.fields import Config, replay_folder
 
 def layout_problems(cfg: Config) -> list[str]:
     """Return what is wrong with the section `layout`, each as `field: what, value seen`."""
-    from spmdrl.world.axes import axes_of, rank_problems
+    from spmdrl.world.axes import axes_of, rank_problems  # here: it comes with torch
 
     layout, problems = cfg.layout, []
     for name in ("world_size", "trainer_ranks", "dp_replicate", "cp", "ep", "tp", "inference_tp"):

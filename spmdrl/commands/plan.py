@@ -20,8 +20,8 @@ from spmdrl.model.head import head_chunk_tokens
 from spmdrl.model.load import build_meta_model
 from spmdrl.model.lora.layers import adapter_numel, lora_form
 from spmdrl.model.shape import model_shape
+from spmdrl.plan.run import SHAPES, Rates, Run, rates_of, run_of
 from spmdrl.plan.search import Plan, best_plans, distinct, make_plan, remedies
-from spmdrl.plan.setting import SHAPES, Rates, Run, rates_of, run_of
 from spmdrl.plan.text import as_dict, layout_text, page
 from spmdrl.world.axes import axes_of
 from spmdrl.world.hardware import GPUS

@@ -7,7 +7,7 @@ import math
 from spmdrl.model.fits import engine_rows
 from spmdrl.model.shape import Block, Weight
 from spmdrl.plan.memory import CUDA_CONTEXT, Memory
-from spmdrl.plan.setting import Run
+from spmdrl.plan.run import Run
 from spmdrl.world.axes import Axes
 
 CUDA_GRAPHS = 2**30

@@ -13,7 +13,7 @@ from functools import lru_cache
 
 from spmdrl.model.parallel.expert_parallel import expert_dim
 from spmdrl.model.shape import ModelShape, Weight
-from spmdrl.plan.setting import Run
+from spmdrl.plan.run import Run
 from spmdrl.world.axes import Axes
 
 CUDA_CONTEXT = int(1.5 * 2**30)

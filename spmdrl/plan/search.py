@@ -10,8 +10,8 @@ from typing import Any
 from spmdrl.model.fits import misfits
 from spmdrl.plan.engine_memory import engine_memory
 from spmdrl.plan.memory import USABLE_FRAC, Memory
+from spmdrl.plan.run import Rates, Run
 from spmdrl.plan.seconds import Seconds, step_seconds
-from spmdrl.plan.setting import Rates, Run
 from spmdrl.plan.traffic import Flow, exchange_flow, push_flows, trainer_flows
 from spmdrl.plan.trainer_memory import most_tokens, trainer_memory
 from spmdrl.world.axes import Axes, rank_problems

@@ -13,7 +13,7 @@ from spmdrl.model.flops import forward_flops
 from spmdrl.model.shape import ModelShape
 from spmdrl.plan.engine_memory import cache_bytes_per_token, engine_weight_bytes
 from spmdrl.plan.memory import shards_numel
-from spmdrl.plan.setting import Rates, Run
+from spmdrl.plan.run import Rates, Run
 from spmdrl.plan.traffic import exchange_flow, push_flows, trainer_flows
 from spmdrl.world.axes import Axes
 

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from spmdrl.plan.memory import Memory
+from spmdrl.plan.run import Rates, Run
 from spmdrl.plan.search import Plan
-from spmdrl.plan.setting import Rates, Run
 from spmdrl.world.axes import Axes
 
 _GIB = 2**30

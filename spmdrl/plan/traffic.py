@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from spmdrl.model.shape import ModelShape
 from spmdrl.plan.engine_memory import engine_weight_bytes
 from spmdrl.plan.memory import expert_shards_numel, lora_numel, shards_numel
-from spmdrl.plan.setting import Rates, Run
+from spmdrl.plan.run import Rates, Run
 from spmdrl.plan.trainer_memory import cut_of
 from spmdrl.world.axes import Axes
 

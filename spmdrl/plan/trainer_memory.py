@@ -26,7 +26,7 @@ from spmdrl.plan.memory import (
     lora_numel,
     shards_numel,
 )
-from spmdrl.plan.setting import Run
+from spmdrl.plan.run import Run
 from spmdrl.world.axes import Axes
 
 _ADAPTER = 4  # bytes of an adapter's element, always float32

@@ -1,9 +1,10 @@
-"""What a plan is made for: how ranks are laid out, what a run asks of them, what a GPU can do."""
+"""What a plan is made for: what a run asks of its ranks, and what a GPU can do."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from spmdrl.config import BatchSettings, Config, EngineSettings
 from spmdrl.config.fields import least_tokens
@@ -181,4 +182,5 @@ def rates_of(name: str, **changed: float) -> Rates:
             f"--gpu {name}: not in the table; known: {', '.join(GPUS)}; take the "
             "nearest and give its memory and rates by flags"
         )
-    return Rates(replace(GPUS[name], **{k: v for k, v in changed.items() if v}))
+    own: dict[str, Any] = {field: value for field, value in changed.items() if value}
+    return Rates(replace(GPUS[name], **own))
