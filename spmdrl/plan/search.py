@@ -206,18 +206,12 @@ def layouts(run: Run, *, gpus: int, gpus_per_node: int) -> Iterator[Axes]:
     eps = [n for n in _POWERS if n <= gpus] if run.shape.counts.experts else [1]
     cps = [n for n in _POWERS if n == 1 or run.longest // n >= 2048]
     for placement, trainers in _splits(run, gpus=gpus, gpus_per_node=gpus_per_node):
-        for replicate in _POWERS:
-            if replicate > 1 and trainers // replicate % gpus_per_node:
-                continue
-            for tp in tps:
-                for cp in cps:
-                    for ep in eps:
-                        for inference_tp in engine_tps:
-                            axes = Axes(
-                                placement, gpus, trainers, replicate, cp, tp, ep, inference_tp
-                            )
-                            if is_possible(axes, run):
-                                yield axes
+        sizes = itertools.product(_POWERS, tps, cps, eps, engine_tps)
+        for replicate, tp, cp, ep, inference_tp in sizes:
+            axes = Axes(placement, gpus, trainers, replicate, cp, tp, ep, inference_tp)
+            of_nodes = replicate == 1 or not trainers // replicate % gpus_per_node
+            if of_nodes and is_possible(axes, run):
+                yield axes
 
 
 def _splits(run: Run, *, gpus: int, gpus_per_node: int) -> Iterator[tuple[str, int]]:

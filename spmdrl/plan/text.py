@@ -164,11 +164,6 @@ def as_dict(plan: Plan, *, rates: Rates) -> dict[str, Any]:
             }
             for f in plan.flows
         },
-        "seconds": {
-            "generate": own.generate,
-            "update": own.update,
-            "push": own.push,
-            "step": own.step,
-        },
+        "seconds": {name: getattr(own, name) for name in ("generate", "update", "push", "step")},
         "limits": own.limits,
     }
