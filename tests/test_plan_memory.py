@@ -18,7 +18,7 @@ from plan_runs import (
 from ranks import run_ranks
 from transformers import AutoModelForCausalLM
 
-from spmdrl.config import Config
+from spmdrl.config import Config, LoraSettings, MemorySettings
 from spmdrl.model.lora.layers import Adapters, LoraForm, adapter_numel
 from spmdrl.model.shape import ModelShape, model_shape
 from spmdrl.plan.activations import Kernels, padded_groups, saved_bytes
@@ -203,7 +203,7 @@ def test_the_engine_gets_its_part_of_a_gpu_and_the_cache_the_rest():
 
 def test_adapters_alone_have_gradients_and_state():
     cfg = run_config("m", "o", world_size=4, dtype="bfloat16")
-    cfg = replace(cfg, model=replace(cfg.model, lora={"rank": 4}))
+    cfg = replace(cfg, model=replace(cfg.model, lora=LoraSettings(rank=4)))
     shape, axes = _shape("llama"), Axes("colocated", 4, 4)
     form = LoraForm(rank=4, alpha=8, targets="all-linear")
     numel = adapter_numel(AutoModelForCausalLM.from_config(tiny_config("llama")), form)
@@ -242,7 +242,7 @@ def test_the_largest_microbatch_is_the_largest():
 def test_options_of_memory_spare_what_they_say():
     def planned(**memory: object) -> dict[str, int]:
         cfg = run_config("m", "o", world_size=4, dtype="bfloat16")
-        cfg = replace(cfg, model=replace(cfg.model, memory=memory))
+        cfg = replace(cfg, model=replace(cfg.model, memory=MemorySettings(**memory)))
         return dict(trainer_memory(_gpu_run(cfg, shape), Axes("colocated", 4, 4)).causes)
 
     shape = _shape("llama", num_hidden_layers=8)
