@@ -53,12 +53,14 @@ def _wrapped(text: str, width: int, *, indent: int) -> str:
 
 def field_docs(cls: type) -> dict[str, str]:
     """Return {field: the docstring under it} of a dataclass, "" where there is none."""
-    body = ast.parse(inspect.getsource(cls)).body[0].body
+    (tree,) = ast.parse(inspect.getsource(cls)).body
     docs: dict[str, str] = {}
-    for line, after in zip(body, [*body[1:], None]):
-        if isinstance(line, ast.AnnAssign):
-            is_text = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
-            docs[line.target.id] = inspect.cleandoc(after.value.value) if is_text else ""
+    name = ""
+    for line in tree.body if isinstance(tree, ast.ClassDef) else ():
+        if name and isinstance(line, ast.Expr) and isinstance(line.value, ast.Constant):
+            docs[name] = str(line.value.value)
+        name = ast.unparse(line.target) if isinstance(line, ast.AnnAssign) else ""
+        docs |= {name: ""} if name else {}
     return docs
 
 

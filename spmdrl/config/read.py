@@ -64,7 +64,8 @@ def refuse(problems: list[str], *, of: str) -> None:
 
 def take_config_flag(argv: list[str]) -> tuple[str, list[str]]:
     """Return the file that `--config` names, empty for none, and the other arguments."""
-    path, rest, i = "", [], 0
+    path, i = "", 0
+    rest: list[str] = []
     while i < len(argv):
         if argv[i] == "--config":
             if i + 1 == len(argv):
@@ -137,19 +138,12 @@ def _checked(name: str, value: Any) -> Any:
         fields = ", ".join(f"{field}: {_flow(own)}" for field, own in now.items())
         raise ValueError(f"is now {fields}" if fields else "is no field any more; leave it out")
     if name in sections():
-        raise ValueError(f"expected a mapping of fields, got {value!r}{_fields_of(name)}")
+        own = [field for field in settings() if field.rpartition(".")[0] == name]
+        raise ValueError(f"expected a mapping of fields, got {value!r}; known: {', '.join(own)}")
     if name not in settings():
-        raise ValueError(f"unknown key; {ELSEWHERE[name]}" if name in ELSEWHERE else _unknown(name))
+        hint = f"; {ELSEWHERE[name]}" if name in ELSEWHERE else nearest_field(name)
+        raise ValueError(f"unknown key{hint}")
     return convert(value, settings()[name])
-
-
-def _unknown(name: str) -> str:
-    return f"unknown key{nearest_field(name)}"
-
-
-def _fields_of(section: str) -> str:
-    own = [name for name in settings() if name.rpartition(".")[0] == section]
-    return f"; its fields: {', '.join(own)}"
 
 
 def _flow(value: Any) -> str:
@@ -213,20 +207,16 @@ def _split(argv: list[str]) -> list[tuple[str, list[str]]]:
 
 
 def _flag_value(name: str, words: list[str]) -> Any:
-    value = words[0] if len(words) == 1 else words
-    if name not in settings():
-        value = _yaml(value) if isinstance(value, str) else value
-        now = present(name, value)
-        if now is None and name in sections() and isinstance(value, dict):
-            now = {f"{name}.{key}": own for key, own in value.items()}
-        if now:
-            raise ValueError(f"is now {' '.join(_flag(field, own) for field, own in now.items())}")
-        return _checked(name, value)
-    hint = settings()[name]
-    now = present(name, _yaml(value)) if typing.get_origin(hint) is dict and words else None
+    hint = settings().get(name)
+    value: Any = words
+    if (hint is None or typing.get_origin(hint) is dict) and len(words) == 1:
+        value = _yaml(words[0])
+    now = present(name, value)
+    if now is None and name in sections() and isinstance(value, dict):
+        now = {f"{name}.{key}": own for key, own in value.items()}
     if now:
         raise ValueError(f"is now {' '.join(_flag(field, own) for field, own in now.items())}")
-    return convert(_from_words(words, hint), hint)
+    return _checked(name, value) if hint is None else convert(_from_words(words, hint), hint)
 
 
 def _from_words(words: list[str], hint: Any) -> Any:

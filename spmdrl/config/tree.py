@@ -8,7 +8,7 @@ import functools
 import types
 import typing
 from collections.abc import Mapping
-from typing import Any, Literal, Union
+from typing import Any, Literal, TypeGuard, Union
 
 from spmdrl.config.fields import Config
 from spmdrl.config.options import option_value
@@ -20,6 +20,11 @@ def hints(cls: type) -> dict[str, Any]:
     return typing.get_type_hints(cls)
 
 
+def is_section(hint: Any) -> TypeGuard[type]:
+    """Return whether a field of this type has fields of its own."""
+    return isinstance(hint, type) and dataclasses.is_dataclass(hint)
+
+
 @functools.cache
 def sections() -> dict[str, type]:
     """Return {dotted name: dataclass} of all sections, in order; "" is the config itself."""
@@ -28,7 +33,7 @@ def sections() -> dict[str, type]:
     def walk(cls: type, prefix: str) -> None:
         found[prefix.rstrip(".")] = cls
         for name, hint in hints(cls).items():
-            if dataclasses.is_dataclass(hint):
+            if is_section(hint):
                 walk(hint, f"{prefix}{name}.")
 
     walk(Config, "")
@@ -42,7 +47,7 @@ def settings() -> dict[str, Any]:
         f"{section}.{name}".lstrip("."): hint
         for section, cls in sections().items()
         for name, hint in hints(cls).items()
-        if not dataclasses.is_dataclass(hint)
+        if not is_section(hint)
     }
 
 
@@ -62,7 +67,7 @@ def build(flat: Mapping[str, Any], cls: type = Config, *, prefix: str = "") -> A
     """Return the config with these values, and defaults for the rest."""
     values = {}
     for name, hint in hints(cls).items():
-        if dataclasses.is_dataclass(hint):
+        if is_section(hint):
             values[name] = build(flat, hint, prefix=f"{prefix}{name}.")
         elif prefix + name in flat:
             values[name] = flat[prefix + name]
