@@ -7,7 +7,6 @@ its seed, size or objective, sees a problem that an evaluation asks.
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import importlib.util
 import random
@@ -15,6 +14,7 @@ from collections.abc import Sequence
 from typing import Any, Literal, Protocol
 
 from spmdrl.data.rows import refusing
+from spmdrl.imports import nearest
 
 Split = Literal["train", "eval"]
 _PREFIXES = ("task:", "reasoning_gym:")
@@ -50,24 +50,19 @@ def make_task(spec: str, options: dict[str, Any], *, size: int = 1) -> Task:
     if prefix == "reasoning_gym":
         return ReasoningGym(name, options, size=size)
     if name not in _TASKS:
-        raise ValueError(f"{spec}: unknown task{_nearest(name, list(_TASKS))}")
+        raise ValueError(f"{spec}: unknown task{nearest(name, list(_TASKS))}")
     known = _TASKS[name].OPTIONS
     for option, value in options.items():
         if option not in known:
             raise ValueError(
                 f"data.task_options.{option}: {spec} has no such option"
-                f"{_nearest(option, list(known))}"
+                f"{nearest(option, list(known))}"
             )
         if type(value) is not known[option]:
             raise ValueError(
                 f"data.task_options.{option}: expected {known[option].__name__}, got {value!r}"
             )
     return _TASKS[name](**options)
-
-
-def _nearest(name: str, known: list[str]) -> str:
-    near = difflib.get_close_matches(name, known, n=1)
-    return f"; did you mean {near[0]}?" if near else f"; known: {', '.join(known)}"
 
 
 class Addition:
@@ -216,7 +211,7 @@ class ReasoningGym:
 
         if name not in DATASETS:
             raise ValueError(
-                f"reasoning_gym:{name}: unknown dataset{_nearest(name, sorted(DATASETS))}"
+                f"reasoning_gym:{name}: unknown dataset{nearest(name, sorted(DATASETS))}"
             )
         self.name, self.options, self.size = name, options, size
         self._blocks: dict[tuple[int, Split, int], Any] = {}

@@ -11,9 +11,10 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from spmdrl.config import Config
+from spmdrl.data.prompts import PromptSource
 from spmdrl.engine.protocol import EngineProtocol
 from spmdrl.rollout.book import Book, Keeper, OwnBook, SharedBook, Ticket, finish, take_tickets
 from spmdrl.rollout.episode import Draw, Group
@@ -22,14 +23,11 @@ from spmdrl.rollout.loop import Loop
 from spmdrl.rollout.packing import concat_rollouts, pack_step, rollouts_from_dict
 from spmdrl.rollout.resume import Share, resumed
 from spmdrl.rollout.saved import group_from_dict, group_to_dict
-from spmdrl.rollout.schedule import Rules
+from spmdrl.rollout.schedule import make_rules
 from spmdrl.rollout.step_prompts import StepPrompts
 from spmdrl.rollout.sums import has_spread
 from spmdrl.types import Rollouts
 from spmdrl.world import World
-
-if TYPE_CHECKING:
-    from spmdrl.rollout.recorder import Recorder
 
 _LOOK_EVERY_S = 0.002
 
@@ -39,29 +37,32 @@ class StepFiller:
 
     Args:
         loop: draws and scores them.
-        prompts: of the steps.
-        draw: how samples of training are drawn.
-        rules: of the schedule. share: of the prompts, this replica's.
-        recorder: writes complete shares; None for none.
+        prompts: of the data. draw: how samples of training are drawn.
     """
 
-    def __init__(
-        self,
-        cfg: Config,
-        world: World,
-        *,
-        loop: Loop,
-        prompts: StepPrompts,
-        draw: Draw,
-        rules: Rules,
-        share: Share,
-        recorder: Recorder | None,
-    ):
-        self.cfg, self.world, self.schedule = cfg, world, cfg.rollout.schedule
-        self.loop, self.prompts, self.draw, self.rules = loop, prompts, draw, rules
-        self.share, self.recorder = share, recorder
+    def __init__(self, cfg: Config, world: World, *, loop: Loop, prompts: PromptSource, draw: Draw):
+        self.cfg, self.world, self.loop, self.draw = cfg, world, loop, draw
+        self.schedule, replicas = cfg.rollout.schedule, max(1, world.num_replicas)
+        is_shared = self.schedule.dealing == "steal" and replicas > 1
+        self.share = Share(world.replica, replicas, is_shared=is_shared)
+        # Whole groups go to one replica, which prefills the prompt once.
+        every = range(cfg.batch.prompts_per_step)
+        self.rules = make_rules(
+            len(every if is_shared else every[world.replica :: replicas]),
+            lag=cfg.lag,
+            over_sample=self.schedule.over_sample,
+            max_staleness=self.schedule.max_staleness,
+        )
+        self.prompts = StepPrompts(
+            cfg, prompts, share=self.share, max_staleness=self.rules.max_staleness
+        )
+        self.recorder = None
+        if cfg.rollout.record.every:
+            from spmdrl.rollout.recorder import Recorder
+
+            self.recorder = Recorder(cfg, replica=world.replica, num_replicas=replicas)
         self._per_group = draw.samples + draw.has_greedy
-        most = -(-rules.lookahead // share.keepers) * self._per_group
+        most = -(-self.rules.lookahead // self.share.keepers) * self._per_group
         loop.idle = Idle(min(cfg.engine.max_num_seqs, most))
         self._keep(Book())
         self._ahead: dict[int, Rollouts] = {}  # by step: shares that are complete

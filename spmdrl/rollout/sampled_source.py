@@ -20,10 +20,7 @@ from spmdrl.rollout.link import Link
 from spmdrl.rollout.loop import Loop, Openings
 from spmdrl.rollout.outcomes import ProblemOutcome, outcomes_of
 from spmdrl.rollout.packing import empty_rollouts
-from spmdrl.rollout.resume import Share
-from spmdrl.rollout.schedule import make_rules
 from spmdrl.rollout.source import Source
-from spmdrl.rollout.step_prompts import StepPrompts
 from spmdrl.rollout.sums import warn_if_all_failed
 from spmdrl.types import Batch, Rollouts
 from spmdrl.workers.pool import RewardPool
@@ -55,7 +52,10 @@ class SampledSource(Source):
         self.pool = RewardPool(cfg)
         self.pool.start()  # an unusable reward function is refused now
         self.loop = _make_loop(cfg, self.pool, self.link, tokenizer=tokenizer, stops=self._stops)
-        self.filler = self._make_filler()
+        draw = self._draw(
+            "train", samples=cfg.batch.group_size, temperature=cfg.sampling.temperature
+        )
+        self.filler = StepFiller(cfg, world, loop=self.loop, prompts=self.prompts, draw=draw)
         if cfg.evaluate.every_steps and world.replica == 0 and reward_models(cfg.rewards.functions):
             log.warning(
                 "evaluation: reward models, which score on the trainers, are no part of "
@@ -145,39 +145,6 @@ class SampledSource(Source):
         """End the reward workers."""
         if self.filler is not None:
             self.pool.close()
-
-    def _make_filler(self) -> StepFiller:
-        cfg, world, schedule = self.cfg, self.world, self.cfg.rollout.schedule
-        share = Share(
-            world.replica,
-            max(1, world.num_replicas),
-            is_shared=schedule.dealing == "steal" and world.num_replicas > 1,
-        )
-        # Whole groups go to one replica, which prefills the prompt once.
-        every = range(cfg.batch.prompts_per_step)
-        rules = make_rules(
-            len(every if share.is_shared else every[world.replica :: share.replicas]),
-            lag=cfg.lag,
-            over_sample=schedule.over_sample,
-            max_staleness=schedule.max_staleness,
-        )
-        recorder = None
-        if cfg.rollout.record.every:
-            from spmdrl.rollout.recorder import Recorder
-
-            recorder = Recorder(cfg, replica=world.replica, num_replicas=world.num_replicas)
-        return StepFiller(
-            cfg,
-            world,
-            loop=self.loop,
-            prompts=StepPrompts(cfg, self.prompts, share=share, max_staleness=rules.max_staleness),
-            draw=self._draw(
-                "train", samples=cfg.batch.group_size, temperature=cfg.sampling.temperature
-            ),
-            rules=rules,
-            share=share,
-            recorder=recorder,
-        )
 
     def _draw(self, purpose: str, *, samples: int, temperature: float) -> Draw:
         cfg = self.cfg

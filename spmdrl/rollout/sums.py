@@ -64,13 +64,11 @@ def step_sums(samples: Sequence[FinishedEpisode], *, is_first: bool) -> Sums:
         "reward/seconds": (sum(s.reward.seconds for s in samples), count),
     }
     for s in samples:
-        for name, value in s.reward.parts.items():
-            total, seen = sums.get(f"reward/{name}/mean", (0.0, 0))
-            sums[f"reward/{name}/mean"] = (total + value, seen + 1)
-        for name, value in s.reward.metrics.items():
-            if name.startswith("environment/"):
-                total, seen = sums.get(name, (0.0, 0))
-                sums[name] = (total + value, seen + 1)
+        named = {f"reward/{name}/mean": value for name, value in s.reward.parts.items()}
+        named |= {k: v for k, v in s.reward.metrics.items() if k.startswith("environment/")}
+        for name, value in named.items():
+            total, seen = sums.get(name, (0.0, 0))
+            sums[name] = (total + value, seen + 1)
     overlong = sum(s.reward.failure == OVERLONG for s in samples)
     if overlong:
         sums["rollout/overlong_openings"] = (overlong, one)
