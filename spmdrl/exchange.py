@@ -14,22 +14,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from spmdrl.data.partition import Partition, partition
-from spmdrl.types import Batch, Microbatch, Rollouts, Scalars, Sums, Tokens, add_sums, join_turns
+from spmdrl.types import Batch, Microbatch, Rollouts, Scalars, Sums, Tokens, add_sums
 from spmdrl.world import World
 from spmdrl.world.comm import gather_bytes, gather_sizes
-
-_INTEGERS = (
-    "lengths",
-    "response_lengths",
-    "group_ids",
-    "sample_ids",
-    "min_versions",
-    "rows",
-    "is_truncated",
-    "is_valid",
-)
-_BOOLEANS = ("is_truncated", "is_valid")
-_FLOATS = ("rewards", "greedy_rewards", "reward_parts", "turns")
 
 
 @dataclass(frozen=True)
@@ -87,33 +74,23 @@ def exchange(rollouts: Rollouts, world: World, *, step: int) -> Batch:
 
 def _gather(rollouts: Rollouts, world: World, *, step: int) -> _Gathered:
     """Gather everyone's scalars, sums and samples, and sort the sequences."""
-    own = rollouts.scalars
-    integers = torch.stack([getattr(own, name).long() for name in _INTEGERS], dim=1)
-    floats = {name: getattr(own, name).double().numpy() for name in _FLOATS}
+    own = {name: column.numpy() for name, column in vars(rollouts.scalars).items()}
     routes = None if rollouts.routes is None else rollouts.routes[:0].numpy()
-    payload = pickle.dumps((integers.numpy(), floats, rollouts.sums, rollouts.samples, routes))
+    payload = pickle.dumps((own, rollouts.sums, rollouts.samples, routes))
     with world.watch.wait("await rollouts", step):  # timed apart: the other role's work
         sizes = gather_sizes(payload, group=world.control)
     with world.watch.wait("exchange scalars", step):
         payloads = gather_bytes(payload, sizes, group=world.control)
-    tables, floats, sums, samples, routes = zip(*map(pickle.loads, payloads))
-    counts = [len(table) for table in tables]
-    integers = torch.cat([torch.from_numpy(table) for table in tables])
-    num_samples = int(integers[:, 3].max()) + 1 if len(integers) else 1
-    order = torch.argsort(integers[:, 2] * num_samples + integers[:, 3], stable=True)
-    columns = dict(zip(_INTEGERS, integers[order].unbind(1)))
-    columns |= {name: columns[name].bool() for name in _BOOLEANS}
-    # A rank without sequences need not know the number of reward functions.
-    filled = [part for part in floats if len(part["rewards"])] or floats[:1]
-    for name in _FLOATS:
-        column = [torch.from_numpy(part[name]) for part in filled]
-        columns[name] = (join_turns(column) if name == "turns" else torch.cat(column))[order]
-    ranks = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
-    positions = torch.cat([torch.arange(count) for count in counts])
+    columns, sums, samples, routes = zip(*map(pickle.loads, payloads))
+    parts = [Scalars(**{k: torch.from_numpy(v) for k, v in own.items()}) for own in columns]
+    scalars = Scalars.concat(parts)
+    num_samples = int(scalars.sample_ids.max()) + 1 if len(scalars) else 1
+    order = torch.argsort(scalars.group_ids * num_samples + scalars.sample_ids, stable=True)
+    counts = torch.tensor([len(part) for part in parts])
     return _Gathered(
-        scalars=Scalars(**columns),
-        sources=ranks[order],
-        positions=positions[order],
+        scalars=Scalars(**{name: column[order] for name, column in vars(scalars).items()}),
+        sources=torch.arange(len(parts)).repeat_interleave(counts)[order],
+        positions=_ranges(torch.zeros_like(counts), counts)[order],
         sums=add_sums(*sums),
         samples=tuple(sample for part in samples for sample in part),
         routes=next((torch.from_numpy(part) for part in routes if part is not None), None),
