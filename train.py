@@ -103,7 +103,8 @@ def main() -> int:
         return dry_run.show(cfg)
     from spmdrl.check.fit import check_fit
     from spmdrl.checkpoint.restore import already_finished
-    from spmdrl.world.world import World, ended
+    from spmdrl.world import World
+    from spmdrl.world.leaving import ended
 
     world = None
     try:

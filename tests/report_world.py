@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from spmdrl.config import Config
 from spmdrl.report.report import Report
+from spmdrl.world import World
 
 
 class FreeWatch:
@@ -34,7 +35,7 @@ class FreeWatch:
 
 @dataclasses.dataclass
 class SmallWorld:
-    """The six attributes of a World that a Report reads."""
+    """What a Report asks of a World."""
 
     cfg: Config
     control: Any
@@ -42,6 +43,7 @@ class SmallWorld:
     world_size: int = 1
     device: torch.device = torch.device("cpu")
     watch: FreeWatch = dataclasses.field(default_factory=FreeWatch)
+    from_rank_0 = World.from_rank_0
 
 
 @contextlib.contextmanager

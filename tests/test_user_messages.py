@@ -30,22 +30,24 @@ from spmdrl.config import (
 )
 from spmdrl.imports import is_missing_folder
 from spmdrl.report.derived import derived
-from spmdrl.world.world import Launch, _check_launch
+from spmdrl.world.launch import Launch
+from spmdrl.world.world import _check_launch
 
 RANK = """
 import os, sys, time
 from datetime import timedelta
-import spmdrl.world.world
+import spmdrl.world.leaving
 import torch.distributed as dist
 from spmdrl.config import Config, LayoutSettings
-from spmdrl.world.world import World, ended
+from spmdrl.world import World
+from spmdrl.world.leaving import ended
 
 def work(world):
     if mode == "start-up":
         block()
     if mode == "signals":
         world.started()
-        spmdrl.world.world.time = Clock()
+        spmdrl.world.leaving.time = Clock()
         block()
     if mode == "same":
         raise ValueError("data.train: no such file")

@@ -34,8 +34,9 @@ from spmdrl.evaluate import Result, sample, table, write
 from spmdrl.imports import is_missing_folder
 from spmdrl.rewards.signatures import reward_models
 from spmdrl.rollout.source import make_source
+from spmdrl.world import World
 from spmdrl.world.launch import launch_alone, read_launch
-from spmdrl.world.world import World, ended
+from spmdrl.world.leaving import ended
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,7 @@ from spmdrl.model.file_tensors import file_tensors
 from spmdrl.model.load import SCALAR_HEAD, build_meta_model, model_folder
 from spmdrl.model.shards import Box, Part, narrow
 from spmdrl.world.comm import agree, gather_objects
-from spmdrl.world.launch import read_launch
+from spmdrl.world.launch import is_launched, known_rank, read_launch
 
 T = TypeVar("T")
 _WAIT = timedelta(hours=2)  # for the slowest rank's files; one that dies is noticed at once
@@ -145,17 +145,11 @@ class Ranks:
 
         Within an allocation of Slurm, but not under srun, this is one process.
         """
-        is_launched = "RANK" in os.environ or "SLURM_STEP_NUM_TASKS" in os.environ
-        launch = read_launch() if is_launched else None
+        launch = read_launch() if is_launched() else None
         if launch is None or launch.world_size == 1:
             return cls()
         if not dist.is_initialized():
-            os.environ.update(
-                RANK=str(launch.rank),
-                WORLD_SIZE=str(launch.world_size),
-                MASTER_ADDR=launch.address,
-                MASTER_PORT=str(launch.port),
-            )
+            launch.pass_on()
             dist.init_process_group("gloo", init_method="env://", timeout=_WAIT)
         return cls(launch.rank, launch.world_size)
 
@@ -343,7 +337,7 @@ def _shards(sizes: dict[str, int], *, limit: int) -> list[list[str]]:
 
 def main() -> None:
     """Run from the command line; where several ranks do, the first one speaks."""
-    is_first = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"
+    is_first = known_rank() in ("0", "?")
     try:
         folder = tyro.cli(functools.partial(export, is_shared=True), prog="python -m spmdrl export")
     except ValueError as error:

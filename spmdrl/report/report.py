@@ -27,7 +27,7 @@ from spmdrl.rollout.idle import trainer_wait
 from spmdrl.rollout.outcomes import evaluation_file
 from spmdrl.types import Sums, add_sums
 from spmdrl.world import World
-from spmdrl.world.comm import Ending
+from spmdrl.world.watch import Ending
 
 log = logging.getLogger(__name__)
 

@@ -27,7 +27,8 @@ from spmdrl.sync.traced import TracedTensors
 from spmdrl.sync.transfer import Transfer, make_gather_groups
 from spmdrl.types import Sums
 from spmdrl.world import World
-from spmdrl.world.comm import agree, first_line, gather_objects, gather_problems
+from spmdrl.world.comm import agree, gather_objects, gather_problems
+from spmdrl.world.watch import first_line
 
 log = logging.getLogger(__name__)
 

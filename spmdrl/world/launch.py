@@ -1,11 +1,16 @@
-"""What torchrun or srun told this process, and a job of one rank where neither did."""
+"""What torchrun or srun told this process. Nothing else of ours reads such variables."""
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import re
 import socket
+import time
 from dataclasses import dataclass
+
+_TOLD_CHARS = 2000
 
 
 @dataclass(frozen=True)
@@ -18,6 +23,18 @@ class Launch:
     address: str
     port: int
     launcher: str
+    keeps_store: bool = False
+    """Whether the launcher's own process holds the job's key-value store; else rank 0 does."""
+
+    def pass_on(self) -> None:
+        """Set the variables that torch and vLLM read, as torchrun does."""
+        os.environ.update(
+            RANK=str(self.rank),
+            WORLD_SIZE=str(self.world_size),
+            LOCAL_RANK=str(self.local_rank),
+            MASTER_ADDR=self.address,
+            MASTER_PORT=str(self.port),
+        )
 
 
 def read_launch(env: dict[str, str] | None = None) -> Launch:
@@ -34,6 +51,7 @@ def read_launch(env: dict[str, str] | None = None) -> Launch:
             env["MASTER_ADDR"],
             int(env["MASTER_PORT"]),
             "torchrun",
+            keeps_store=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         )
     if "SLURM_PROCID" in env:
         nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_NODELIST", "localhost")
@@ -53,16 +71,37 @@ def read_launch(env: dict[str, str] | None = None) -> Launch:
     )
 
 
+def is_launched() -> bool:
+    """Return whether torchrun or srun started this process; a batch script's own is neither."""
+    return "RANK" in os.environ or "SLURM_STEP_NUM_TASKS" in os.environ
+
+
 def launch_alone() -> None:
-    """Where no launcher set its variables, set those of a job of one rank on a free port."""
-    if {"RANK", "SLURM_PROCID"} & os.environ.keys():
+    """Where no launcher started this process, make it a job of one rank on a free port."""
+    if is_launched():
         return
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    os.environ.update(
-        RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=port
-    )
+        Launch(0, 1, 0, "127.0.0.1", free.getsockname()[1], "torchrun").pass_on()
+
+
+def known_rank() -> str:
+    """Return this process's rank for messages, `?` where no launcher said one."""
+    return os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or "?"
+
+
+def tell_launcher(reason: str) -> None:
+    """Leave the reason of an end where torchrun looks for it: it closes its own report with it."""
+    path, text = os.environ.get("TORCHELASTIC_ERROR_FILE"), reason[:_TOLD_CHARS]
+    if path:
+        extra = {"py_callstack": text, "timestamp": str(int(time.time()))}
+        with contextlib.suppress(OSError), open(path, "w") as file:  # it is printed besides
+            json.dump({"message": {"message": text, "extraInfo": extra}}, file)
+
+
+def ask_cublas_to_repeat() -> None:
+    """Have cuBLAS give the same bits each time, as deterministic algorithms of torch need it."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
 def first_host(nodelist: str) -> str:

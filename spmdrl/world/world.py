@@ -2,15 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
-import os
-import signal
 import socket
-import sys
-import threading
-import time
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -23,14 +15,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from spmdrl.config import Config, flatten, inference_ranks, trainer_ranks
 from spmdrl.config.fields import least_tokens
-from spmdrl.world.comm import PeersMissing, Watch, first_line, gather_objects, store_timeout
-from spmdrl.world.launch import Launch, read_launch
+from spmdrl.world.comm import gather_objects
+from spmdrl.world.launch import Launch, ask_cublas_to_repeat, read_launch
+from spmdrl.world.leaving import obey_signals
 from spmdrl.world.mesh import make_expert_mesh, make_meshes
 from spmdrl.world.torch_internals import default_store
+from spmdrl.world.watch import Watch, store_timeout
 
 T = TypeVar("T")
-_TOLD_CHARS = 2000
-_ONE_KEY_PRESS_S = 1.0  # terminal and launcher may both pass on the same Ctrl-C
 
 
 @dataclass
@@ -79,31 +71,8 @@ class World:
         launch = read_launch()
         _check_launch(cfg, launch)
         device = pick_device(cfg, launch.local_rank)
-        os.environ.update(
-            RANK=str(launch.rank),
-            WORLD_SIZE=str(launch.world_size),
-            LOCAL_RANK=str(launch.local_rank),
-            MASTER_ADDR=launch.address,
-            MASTER_PORT=str(launch.port),
-        )
         timeout = store_timeout(max(cfg.layout.wait_timeout_s, cfg.layout.startup_timeout_s))
-        backend = "nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(
-            backend,
-            init_method="env://",
-            timeout=timeout,
-            device_id=device if device.type == "cuda" else None,
-        )
-        store = default_store().clone()
-        # torchrun keeps the store in its own process, srun has rank 0 keep it.
-        is_host = launch.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-        watch = Watch(
-            store,
-            rank=launch.rank,
-            world_size=launch.world_size,
-            timeout_s=cfg.layout.startup_timeout_s,
-            hosts_store=is_host,
-        )
+        watch = _join(cfg, launch, device=device, timeout=timeout)
         with watch.wait("create groups", -1):
             control = dist.new_group(backend="gloo", timeout=timeout)
             trainer_control = dist.new_group(trainer_ranks(cfg), backend="gloo", timeout=timeout)
@@ -122,16 +91,16 @@ class World:
             control=control,
             trainer_control=trainer_control,
             saving=saving,
-            store=store.clone(),
+            store=default_store().clone(),
             replica_control=replica_control,
             mesh=mesh if is_trainer else None,
             sharding=sharding if is_trainer else None,
             experts=experts if is_trainer else None,
         )
         world._check_same_config()
-        world._catch_signals()
+        obey_signals(world)
         if cfg.deterministic:
-            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS asks for it
+            ask_cublas_to_repeat()
             torch.use_deterministic_algorithms(True, warn_only=True)
         return world
 
@@ -269,104 +238,23 @@ class World:
                     "every rank must be started with the same config file and flags"
                 )
 
-    # ---------------------------------------------------------------- signals
 
-    def _catch_signals(self) -> None:
-        """Have a thread act on SIGINT, SIGTERM and SIGUSR1 as they arrive.
-
-        Python runs handlers in the main thread, which may stand in a collective for minutes;
-        the wake-up descriptor is written at once.
-        """
-        read, write = os.pipe()
-        os.set_blocking(write, False)
-        signal.set_wakeup_fd(write, warn_on_full_buffer=False)
-        # A forked child's signals are not ours.
-        os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-            signal.signal(number, lambda *_: None)
-        threading.Thread(
-            target=self._obey_signals, args=(read,), daemon=True, name="spmdrl-signals"
-        ).start()
-
-    def _obey_signals(self, pipe: int) -> None:
-        first_at = None
-        while received := os.read(pipe, 1):
-            number, now = signal.Signals(received[0]), time.monotonic()
-            if number == signal.SIGUSR1:  # Slurm's --signal=USR1@N
-                self.stop_requested = True
-            elif number not in (signal.SIGINT, signal.SIGTERM):
-                continue
-            elif first_at is None:
-                first_at = now
-                self._first_signal(number)
-            elif now - first_at > _ONE_KEY_PRESS_S:
-                self._leave_at_once(number, "the second signal")
-
-    def _first_signal(self, number: signal.Signals) -> None:
-        if self.watch.is_ending:
-            return
-        cause = self.watch.peer_error()
-        if cause:  # the launcher ends us because of a peer
-            self.watch.leave_after_peer(cause)
-        elif not self.is_started:
-            self._leave_at_once(number, "nothing to save before the first step")
-        else:
-            self.stop_requested = True
-            if self.rank == 0:
-                print(
-                    f"[rank 0] {number.name}: this step is finished and saved, then the run "
-                    "stops; a second signal ends it at once",
-                    file=sys.stderr,
-                    flush=True,
-                )
-
-    def _leave_at_once(self, number: signal.Signals, why: str) -> None:
-        try:
-            if self.rank == 0:
-                print(f"[rank 0] {number.name}: ends at once ({why})", file=sys.stderr, flush=True)
-            if self.watch.claim_ending():
-                self.watch.close_early("stopped")
-        finally:
-            os._exit(128 + number)
-
-
-def ended(error: Exception, world: World | None) -> int:
-    """Say why this rank ends, to people, to the launcher and to the other ranks.
-
-    Args:
-        error: what was raised. Of a ValueError (the user's to mend) and of missing peers the
-            message is shown, of anything else the traceback too.
-        world: None when it was not reached.
-    Returns: the exit status.
-    """
-    rank, text = os.environ.get("RANK", "?") if world is None else world.rank, first_line(error)
-    if not isinstance(error, PeersMissing):
-        _tell_launcher(f"{type(error).__name__}: {error}"[:_TOLD_CHARS])
-    if world is not None:
-        world.watch.claim_ending(wait=True)
-        if not isinstance(error, PeersMissing) and not world.watch.claim_cause(text):
-            print(f"[rank {rank}] ends for the same reason", file=sys.stderr, flush=True)
-            return 1
-    if isinstance(error, (ValueError, PeersMissing)):
-        print(f"[rank {rank}] {error}", file=sys.stderr, flush=True)
-    else:
-        traceback.print_exception(error)
-        print(f"[rank {rank}] ended with {text}", file=sys.stderr, flush=True)
-    if world is not None:
-        world.watch.close_early("failed")
-        if not isinstance(error, PeersMissing):
-            world.watch.tell_end(text)
-    return 2 if isinstance(error, ValueError) else 1
-
-
-def _tell_launcher(text: str) -> None:
-    """Leave the reason where torchrun looks for it: it closes its own report with it."""
-    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if path:
-        extra = {"py_callstack": text, "timestamp": str(int(time.time()))}
-        with contextlib.suppress(OSError):  # the reason was printed already
-            with open(path, "w") as file:
-                json.dump({"message": {"message": text, "extraInfo": extra}}, file)
+def _join(cfg: Config, launch: Launch, *, device: torch.device, timeout: timedelta) -> Watch:
+    """Make the group of all ranks, and start this rank's watch."""
+    launch.pass_on()
+    dist.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo",
+        init_method="env://",
+        timeout=timeout,
+        device_id=device if device.type == "cuda" else None,
+    )
+    return Watch(
+        default_store().clone(),
+        rank=launch.rank,
+        world_size=launch.world_size,
+        timeout_s=cfg.layout.startup_timeout_s,
+        hosts_store=launch.rank == 0 and not launch.keeps_store,
+    )
 
 
 def _replica_group(cfg: Config, rank: int, *, timeout: timedelta) -> dist.ProcessGroup | None:

@@ -1,0 +1,110 @@
+"""How a rank leaves before its work is done: by a signal, or by an error that it reports."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from typing import TYPE_CHECKING
+
+from spmdrl.world.launch import known_rank, tell_launcher
+from spmdrl.world.watch import PeersMissing, first_line
+
+if TYPE_CHECKING:
+    from spmdrl.world.world import World
+
+_ONE_KEY_PRESS_S = 1.0  # terminal and launcher may both pass on the same Ctrl-C
+
+
+def obey_signals(world: World) -> None:
+    """Have a thread act on SIGINT, SIGTERM and SIGUSR1 as they arrive.
+
+    Python runs handlers in the main thread, which may stand in a collective for minutes; the
+    wake-up descriptor is written at once.
+    """
+    read, write = os.pipe()
+    os.set_blocking(write, False)
+    signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+    # A forked child's signals are not ours.
+    os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, lambda *_: None)
+    threading.Thread(target=_obey, args=(world, read), daemon=True, name="spmdrl-signals").start()
+
+
+def _obey(world: World, pipe: int) -> None:
+    first_at = None
+    while received := os.read(pipe, 1):
+        number, now = signal.Signals(received[0]), time.monotonic()
+        if number == signal.SIGUSR1:  # Slurm's --signal=USR1@N
+            world.stop_requested = True
+        elif number not in (signal.SIGINT, signal.SIGTERM):
+            continue
+        elif first_at is None:
+            first_at = now
+            _obey_first(world, number)
+        elif now - first_at > _ONE_KEY_PRESS_S:
+            _leave_at_once(world, number, why="the second signal")
+
+
+def _obey_first(world: World, number: signal.Signals) -> None:
+    if world.watch.is_ending:
+        return
+    if cause := world.watch.peer_error():  # the launcher ends us because of a peer
+        world.watch.leave_after_peer(cause)
+    elif not world.is_started:
+        _leave_at_once(world, number, why="nothing to save before the first step")
+    else:
+        world.stop_requested = True
+        _say_on_rank_0(
+            world,
+            f"{number.name}: this step is finished and saved, then the run stops; a second signal "
+            "ends it at once",
+        )
+
+
+def _leave_at_once(world: World, number: signal.Signals, *, why: str) -> None:
+    try:
+        _say_on_rank_0(world, f"{number.name}: ends at once ({why})")
+        if world.watch.claim_ending():
+            world.watch.close_early("stopped")
+    finally:
+        os._exit(128 + number)
+
+
+def _say_on_rank_0(world: World, text: str) -> None:
+    if world.rank == 0:
+        print(f"[rank 0] {text}", file=sys.stderr, flush=True)
+
+
+def ended(error: Exception, world: World | None) -> int:
+    """Say why this rank ends, to people, to the launcher and to the other ranks.
+
+    Args:
+        error: what was raised. Of a ValueError (the user's to mend) and of missing peers the
+            message is shown, of anything else the traceback too.
+        world: None when it was not reached.
+    Returns: the exit status.
+    """
+    rank, text = known_rank() if world is None else world.rank, first_line(error)
+    is_own = not isinstance(error, PeersMissing)
+    if is_own:
+        tell_launcher(f"{type(error).__name__}: {error}")
+    if world is not None:
+        world.watch.claim_ending(wait=True)
+        if is_own and not world.watch.claim_cause(text):
+            print(f"[rank {rank}] ends for the same reason", file=sys.stderr, flush=True)
+            return 1
+    if isinstance(error, (ValueError, PeersMissing)):
+        print(f"[rank {rank}] {error}", file=sys.stderr, flush=True)
+    else:
+        traceback.print_exception(error)
+        print(f"[rank {rank}] ended with {text}", file=sys.stderr, flush=True)
+    if world is not None:
+        world.watch.close_early("failed")
+        if is_own:
+            world.watch.tell_end(text)
+    return 2 if isinstance(error, ValueError) else 1

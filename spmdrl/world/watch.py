@@ -1,0 +1,270 @@
+"""Waits for other ranks, each with a name and a deadline, and what a rank says when one passes.
+
+Every statement that can block on another rank stands inside `watch.wait(name, step)`. A
+thread per rank keeps a heartbeat in the job's store; when a deadline passes, or a peer's
+heartbeat stops, or the collective fails because a peer is gone, the rank says who is missing,
+in which phase and step, and the process ends with EXIT_CODE. A rank that ends by an error of its
+own says so in the store; the others repeat its words and end too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Literal, NamedTuple, TypeVar
+
+import torch.distributed as dist
+
+T = TypeVar("T")
+Ending = Literal["stopped", "failed"]
+EXIT_CODE = 13
+_BEAT_S = 1.0
+_LINGER_S = 5.0
+_CAUSE, _ENDED = "watch/cause", "watch/ended"
+_DEAD_AFTER_S = 60.0  # a rank may hold the interpreter lock for seconds while it compiles
+
+
+class PeersMissing(RuntimeError):
+    """A collective failed because other ranks are gone; the message names them."""
+
+
+class _Place(NamedTuple):
+    """Where a rank is."""
+
+    phase: str
+    step: int
+    since: float  # seconds since the epoch
+    waits: bool
+
+    def __str__(self) -> str:
+        return f"'{self.phase}' at step {self.step}"
+
+
+class Watch:
+    """Names and times the waits of one rank, and reports who is missing when one is late.
+
+    Args:
+        store: a key-value store of the job, used by this object alone.
+        rank, world_size: of the whole job.
+        timeout_s: deadline of one wait, seconds; may be changed between waits.
+        hosts_store: whether the store lives in this process and ends with it.
+    """
+
+    def __init__(
+        self,
+        store: dist.Store,
+        *,
+        rank: int,
+        world_size: int,
+        timeout_s: float,
+        hosts_store: bool = False,
+    ):
+        self.rank, self.world_size, self.timeout_s = rank, world_size, timeout_s
+        self.before_exit: list[Callable[[Ending], None]] = []
+        """Called when the process ends before its work is done; each must be quick."""
+        self.seconds: dict[str, float] = {}
+        """Per phase and wait, since `take_seconds`."""
+        self.totals: dict[str, float] = {}
+        """The same since the start."""
+        self._store, self._hosts_store, self._has_store = store, hosts_store, True
+        self._ending = threading.Lock()  # taken once, by the thread that ends the process
+        self._place = _Place("start", -1, time.time(), False)  # whole, for the thread to read
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True, name="spmdrl-watch")
+        self._thread.start()
+
+    @contextlib.contextmanager
+    def phase(self, name: str, step: int) -> Iterator[None]:
+        """Name local work, so that others can say where this rank is; adds to `seconds`."""
+        with self._entered(name, step, waits=False):
+            yield
+
+    @contextlib.contextmanager
+    def wait(self, name: str, step: int) -> Iterator[None]:
+        """Name a stretch that can block on other ranks and bound it by `timeout_s`.
+
+        Raises: PeersMissing naming the missing ranks when a collective inside fails because a
+            peer is gone. Past the deadline the process exits with EXIT_CODE.
+        """
+        with self._entered(name, step, waits=True):
+            try:
+                yield
+            except (dist.DistError, RuntimeError) as error:
+                if not _is_peer_error(error):
+                    raise
+                time.sleep(3 * _BEAT_S)  # let a dying peer's last heartbeat grow old
+                message = f"{self.report()}\ncaused by: {first_line(error)}"
+                self._linger()
+                raise PeersMissing(message) from error
+
+    @contextlib.contextmanager
+    def _entered(self, name: str, step: int, *, waits: bool) -> Iterator[None]:
+        before, began = self._place, time.time()
+        self._place = _Place(name, step, began, waits)
+        self._beat()
+        try:
+            yield
+        finally:
+            self._place = before
+            for seconds in (self.seconds, self.totals):
+                seconds[name] = seconds.get(name, 0.0) + time.time() - began
+
+    def take_seconds(self) -> dict[str, float]:
+        """Return seconds spent per phase and wait since the last call, and start anew."""
+        seconds, self.seconds = self.seconds, {}
+        return seconds
+
+    def report(self) -> str:
+        """Say where every rank is: who waits, who is missing, whose heartbeat stopped."""
+        now, own = time.time(), self._place
+        lines = [f"rank {self.rank} waited {now - own.since:.0f} s in {own}"]
+        for rank in range(self.world_size):
+            if rank != self.rank:
+                lines.append(f"  rank {rank} {self._state_text(self._read(rank), now=now)}")
+        return "\n".join(lines)
+
+    def _state_text(self, state: dict | None, *, now: float) -> str:
+        if state is None:
+            return "is missing: it never reported, or the store is gone"
+        if "error" in state:
+            return f"ended with {state['error']}"
+        place, silent = _Place(**state["place"]), now - state["beat"]
+        if silent > 2.5 * _BEAT_S:
+            return (
+                f"is missing: no sign of life for {silent:.0f} s, "
+                f"last seen in {place} (killed, or its process stopped)"
+            )
+        if str(place) != str(self._place):
+            return f"is missing: {now - place.since:.0f} s in {place}"
+        return f"waits in {place} too"
+
+    def close(self) -> None:
+        """Stop the heartbeat."""
+        self._closed.set()
+        self._thread.join(timeout=10)
+
+    # ---------------------------------------------------------------- ending
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether some thread is ending this process."""
+        return self._ending.locked()
+
+    def claim_ending(self, *, wait: bool = False) -> bool:
+        """Return whether the caller is the first thread to end this process.
+
+        Args:
+            wait: sleep instead of returning False: the thread that was first ends us all.
+        """
+        return self._ending.acquire(blocking=wait)
+
+    def close_early(self, ending: Ending) -> None:
+        """Run `before_exit`."""
+        for close in self.before_exit:
+            close(ending)
+
+    def claim_cause(self, text: str) -> bool:
+        """Say why this rank ends; return whether no rank has given the same reason before."""
+        said = json.dumps({"rank": self.rank, "error": text})
+        first = json.loads(self._stored(lambda: self._store.compare_set(_CAUSE, "", said), said))
+        return first["rank"] == self.rank or first["error"] != text
+
+    def tell_end(self, text: str) -> None:
+        """Let the other ranks end: they show `text` as what this rank ended with."""
+        self._write(f"watch/{self.rank}", json.dumps({"error": text}))
+        self._write(_ENDED, str(self.rank))
+        self._linger()
+
+    def peer_error(self) -> str:
+        """Return `rank R ended with ...` of the rank that failed first; empty for none."""
+        if not self._stored(lambda: self._store.check([_CAUSE, _ENDED]), False):
+            return ""
+        first = json.loads(self._stored(lambda: self._store.get(_CAUSE), b"{}"))
+        return f"rank {first['rank']} ended with {first['error']}" if first else ""
+
+    def leave_after_peer(self, cause: str) -> None:
+        """End this process because a peer failed; returns only when it is ending already."""
+        self._leave(f"[rank {self.rank}] ends in {self._place}: {cause}")
+
+    def _run(self) -> None:
+        while not self._closed.wait(_BEAT_S):
+            self._beat()
+            if cause := self.peer_error():
+                self.leave_after_peer(cause)
+            place = self._place
+            waited = time.time() - place.since if place.waits else 0.0
+            if waited > self.timeout_s:
+                self._die(f"deadline of {self.timeout_s:.0f} s passed")
+            elif waited > _DEAD_AFTER_S and self._some_rank_is_dead():
+                self._die("a peer is dead")
+
+    def _die(self, why: str) -> None:
+        self._leave(
+            f"[rank {self.rank}] {why}\n{self.report()}\nThis rank ends with exit code {EXIT_CODE}."
+        )
+
+    def _leave(self, text: str) -> None:
+        if not self.claim_ending():
+            return
+        try:
+            print(text, file=sys.stderr, flush=True)
+            self.close_early("failed")
+            self._linger()
+        finally:
+            # Not sys.exit: the main thread is inside a collective and never gets to see it.
+            os._exit(EXIT_CODE)
+
+    def _linger(self) -> None:
+        # Under srun the store lives in rank 0: leave it up until the others have read it.
+        if self._hosts_store and self.world_size > 1:
+            time.sleep(_LINGER_S)
+
+    def _some_rank_is_dead(self) -> bool:
+        states = [self._read(rank) for rank in range(self.world_size)]
+        return any(
+            s is not None and time.time() - s.get("beat", 0.0) > _DEAD_AFTER_S for s in states
+        )
+
+    def _beat(self) -> None:
+        if not self.is_ending:
+            state = {"place": self._place._asdict(), "beat": time.time()}
+            self._write(f"watch/{self.rank}", json.dumps(state))
+
+    def _read(self, rank: int) -> dict | None:
+        key = f"watch/{rank}"
+        if not self._stored(lambda: self._store.check([key]), False):
+            return None
+        return json.loads(self._stored(lambda: self._store.get(key), b"null"))
+
+    def _write(self, key: str, text: str) -> None:
+        self._stored(lambda: self._store.set(key, text), None)
+
+    def _stored(self, use: Callable[[], T], otherwise: T) -> T:
+        """Use the store; `otherwise` once its host is gone, which the collectives will say."""
+        if self._has_store:
+            try:
+                return use()
+            except (dist.DistError, RuntimeError):
+                self._has_store = False
+        return otherwise
+
+
+def _is_peer_error(error: Exception) -> bool:
+    words = ("connection", "peer", "socket", "timed out", "timeout", "gloo", "nccl", "store")
+    return isinstance(error, dist.DistError) or any(w in str(error).lower() for w in words)
+
+
+def first_line(error: BaseException) -> str:
+    """Return the kind of an error and the first line of its message."""
+    return f"{type(error).__name__}: {(str(error).splitlines() or ['(no text)'])[0]}"
+
+
+def store_timeout(seconds: float) -> timedelta:
+    """Return the group timeout that lies behind a Watch deadline, which should speak first."""
+    return timedelta(seconds=seconds + 60)
