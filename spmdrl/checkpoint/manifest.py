@@ -18,6 +18,7 @@ import json
 import os
 import pickle
 import re
+import warnings
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -176,6 +177,32 @@ def damages(
                 f"{path} does not match the manifest's sha256: it was changed or damaged on disk"
             )
     return problems
+
+
+def whole_checkpoint(path: Path) -> tuple[Path, Manifest]:
+    """Return a checkpoint's folder and manifest: `path` itself, or the newest whole one of a run.
+
+    Raises: ValueError when there is none, saying what is wrong with each that is there.
+    """
+    candidates = [path]
+    if not (path / NAME).is_file():
+        candidates = complete_checkpoints(checkpoints_folder(path))
+        candidates = candidates or complete_checkpoints(path)
+    problems = []
+    for folder in candidates:
+        try:
+            content = read_manifest(folder)
+            wrong = damages(folder, content)
+        except ValueError as error:
+            wrong = [str(error)]
+        if not wrong:
+            return folder, content
+        problems += wrong
+        warnings.warn(f"{folder} cannot be used: {'; '.join(wrong)}", stacklevel=2)
+    raise ValueError(
+        f"{path} is no whole checkpoint and no run that has one"
+        + "".join(f"\n  {problem}" for problem in problems)
+    )
 
 
 class TensorReader(FileSystemReader):

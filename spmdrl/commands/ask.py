@@ -15,12 +15,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 import tyro
 import yaml
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from spmdrl.data.prompts import encode_prompt
 from spmdrl.data.rows import Messages, ground_truth_of, prompt_of, read_rows
 from spmdrl.data.tasks import make_task
 
@@ -40,7 +37,7 @@ def ask(
     """Print questions, the model's answers and, for a task, their rewards.
 
     Args:
-        folder: Hugging Face folder, e.g. one that `spmdrl.commands.export` wrote.
+        folder: Hugging Face folder, e.g. one that `python -m spmdrl export` wrote.
         task: a generated task, as in data.train; used without --prompt and --data.
         task_option: an option of the task as NAME=VALUE; may be repeated.
         prompt: a text to continue; may be repeated.
@@ -63,11 +60,11 @@ def ask(
     else:
         problems = make_task(task, options, size=num_problems)
         rows = [problems.row(seed, index, split="eval") for index in range(num_problems)]
-    torch.manual_seed(seed)
+    answers = _answers(
+        folder, rows, max_tokens=max_response_tokens, temperature=temperature, seed=seed
+    )
     rewards = []
-    for row, answer in zip(
-        rows, _answers(folder, rows, max_tokens=max_response_tokens, temperature=temperature)
-    ):
+    for row, answer in zip(rows, answers):
         if problems is None:
             print(f"{_shown(prompt_of(row))}  ->  {answer}{_reference(row)}")
             continue
@@ -86,8 +83,14 @@ def ask(
 
 
 def _answers(
-    folder: Path, rows: Sequence[dict], *, max_tokens: int, temperature: float
+    folder: Path, rows: Sequence[dict], *, max_tokens: int, temperature: float, seed: int
 ) -> Iterator[str]:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from spmdrl.data.prompts import encode_prompt
+
+    torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder)
     for index, row in enumerate(rows):
@@ -114,6 +117,8 @@ def _reference(row: dict) -> str:
 
 
 def _response(model: Any, tokens: list[int], *, max_tokens: int, temperature: float) -> list[int]:
+    import torch
+
     sampling: dict[str, Any] = {"do_sample": False}
     if temperature > 0:
         # The policy's own distribution: no top-k or top-p of a generation config.

@@ -1,15 +1,19 @@
-"""The page of all methods, from their docstrings: `python -m spmdrl catalogue`."""
+"""Print the page of all losses, advantages and corrections, from their docstrings.
+
+    python -m spmdrl catalogue > docs/algorithms.md
+
+For whoever adds or changes a method: the page is made anew, never edited.
+"""
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import inspect
 import re
 import typing
 from collections.abc import Callable, Iterator
 from typing import Any
-
-from spmdrl.algorithms import registry
 
 _TITLES = {
     "advantage": ("Advantages", "`algorithm.advantage`"),
@@ -37,6 +41,8 @@ BY_IMPORT = {  # functions with no name in the config: module -> names
 
 def page() -> str:
     """Return the page, Markdown."""
+    from spmdrl.algorithms import registry
+
     lines = [
         "# Methods",
         "",
@@ -70,6 +76,8 @@ def page() -> str:
 def _table(
     methods: list[tuple[str, Callable[..., Any]]], *, show_module: bool = False
 ) -> Iterator[str]:
+    from spmdrl.algorithms import registry
+
     yield "| name | what it computes | options | source and deviations |"
     yield "| --- | --- | --- | --- |"
     for name, method in methods:
@@ -109,5 +117,15 @@ def _cell(text: str) -> str:
     return text.replace("|", r"\|").replace("*", r"\*")
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Print the page."""
+    argparse.ArgumentParser(
+        prog="python -m spmdrl catalogue",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description=__doc__,
+    ).parse_args()
     print(page(), end="")
+
+
+if __name__ == "__main__":
+    main()

@@ -10,19 +10,12 @@ from __future__ import annotations
 import string
 import sys
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import torch
 import tyro
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    GenerationConfig,
-    PreTrainedTokenizerBase,
-    PreTrainedTokenizerFast,
-)
+
+if TYPE_CHECKING:  # and in the functions: `--help` needs none of it
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 Architecture = Literal[
     "qwen3", "qwen2", "llama", "gemma2", "gemma3", "mistral", "qwen3_moe", "mixtral", "deepseek_v3"
@@ -98,19 +91,10 @@ def create_model(
     Returns: the folder.
     Raises: ValueError when the head counts do not divide, or for an untied Gemma 2.
     """
-    _check_heads(hidden_size, heads=heads, kv_heads=kv_heads)
-    if tied is None:
-        tied = architecture in ("gemma2", "gemma3")
-    if architecture == "gemma2" and not tied:
-        raise ValueError(
-            "tied False with gemma2: its output head is the embedding, vLLM has "
-            "no other; leave tied out"
-        )
-    folder = Path(folder)
-    if tokenizer == "characters":
-        words = character_tokenizer(chat_template=chat_template)
-    else:
-        words = AutoTokenizer.from_pretrained(tokenizer)
+    if hidden_size % heads:
+        raise ValueError(f"hidden_size {hidden_size} is not a multiple of heads {heads}")
+    if heads % kv_heads:
+        raise ValueError(f"heads {heads} is not a multiple of kv_heads {kv_heads}")
     sizes: dict[str, Any] = dict(
         hidden_size=hidden_size,
         num_hidden_layers=layers,
@@ -119,29 +103,32 @@ def create_model(
         head_dim=hidden_size // heads,
         intermediate_size=intermediate,
         max_position_embeddings=max_positions,
-        # A multiple of 8, so that a vocabulary-parallel head divides at tp 2, 4 and 8.
-        vocab_size=-(-len(words) // 8) * 8,
-        tie_word_embeddings=tied,
+        tie_word_embeddings=_is_tied(architecture, tied),
         initializer_range=initializer_std,
-        dtype="float32",
     )
     sizes |= _mixture(architecture, experts=moe_experts, sizes=sizes)
-    config = _make_config(architecture, sizes=sizes, words=words)
-    model = _random_model(config, seed=seed)
-    model.generation_config = GenerationConfig(
-        pad_token_id=words.pad_token_id, eos_token_id=words.eos_token_id
-    )
-    folder.mkdir(parents=True, exist_ok=True)
+    words = _tokenizer(tokenizer, chat_template=chat_template)
+    model = _random_model(architecture, sizes=sizes, words=words, seed=seed)
     model.save_pretrained(folder, max_shard_size=max_shard_size)
     words.save_pretrained(folder)
-    return folder
+    return Path(folder)
 
 
-def _check_heads(hidden_size: int, *, heads: int, kv_heads: int) -> None:
-    if hidden_size % heads:
-        raise ValueError(f"hidden_size {hidden_size} is not a multiple of heads {heads}")
-    if heads % kv_heads:
-        raise ValueError(f"heads {heads} is not a multiple of kv_heads {kv_heads}")
+def _tokenizer(name: str, *, chat_template: bool) -> PreTrainedTokenizerBase:
+    from transformers import AutoTokenizer
+
+    if name == "characters":
+        return character_tokenizer(chat_template=chat_template)
+    return AutoTokenizer.from_pretrained(name)
+
+
+def _is_tied(architecture: Architecture, tied: bool | None) -> bool:
+    if architecture == "gemma2" and tied is False:
+        raise ValueError(
+            "tied False with gemma2: its output head is the embedding, vLLM has "
+            "no other; leave tied out"
+        )
+    return architecture in ("gemma2", "gemma3") if tied is None else tied
 
 
 def _mixture(architecture: Architecture, *, experts: int, sizes: dict[str, Any]) -> dict[str, Any]:
@@ -186,8 +173,13 @@ def _mixture(architecture: Architecture, *, experts: int, sizes: dict[str, Any])
 def _make_config(
     architecture: Architecture, *, sizes: dict[str, Any], words: PreTrainedTokenizerBase
 ) -> Any:
+    from transformers import AutoConfig
+
     fields = dict(
         sizes,
+        dtype="float32",
+        # A multiple of 8, so that a vocabulary-parallel head divides at tp 2, 4 and 8.
+        vocab_size=-(-len(words) // 8) * 8,
         bos_token_id=words.bos_token_id,
         eos_token_id=words.eos_token_id,
         pad_token_id=words.pad_token_id,
@@ -202,7 +194,13 @@ def _make_config(
     return AutoConfig.for_model(_MODEL_TYPES.get(architecture, architecture), **fields)
 
 
-def _random_model(config: Any, *, seed: int) -> torch.nn.Module:
+def _random_model(
+    architecture: Architecture, *, sizes: dict[str, Any], words: PreTrainedTokenizerBase, seed: int
+) -> PreTrainedModel:
+    import torch
+    from transformers import AutoModelForCausalLM, GenerationConfig
+
+    config = _make_config(architecture, sizes=sizes, words=words)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -210,6 +208,9 @@ def _random_model(config: Any, *, seed: int) -> torch.nn.Module:
         for parameter in model.parameters():
             if parameter.dim() == 1:
                 parameter.data += config.initializer_range * torch.randn_like(parameter)
+    model.generation_config = GenerationConfig(
+        pad_token_id=words.pad_token_id, eos_token_id=words.eos_token_id
+    )
     return model
 
 
@@ -223,6 +224,9 @@ def character_tokenizer(*, chat_template: bool = False) -> PreTrainedTokenizerFa
         chat_template: attach a template whose turns read `<|im_start|>role NEWLINE text <eos>`.
     Returns: a tokenizer with pad, bos, eos and unk tokens, its size a multiple of 8.
     """
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
     tokens = list(_SPECIAL) + list(_CHARACTERS)
     fillers = [f"<reserved_{i}>" for i in range(-len(tokens) % 8)]
     vocabulary = {token: i for i, token in enumerate(tokens + fillers)}

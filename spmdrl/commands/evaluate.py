@@ -24,23 +24,22 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from spmdrl import config
-from spmdrl.algorithms.shaping import RIGHT_AT
 from spmdrl.check.settings import validate
 from spmdrl.config import Config, load_yaml
 from spmdrl.config.read import read, refuse
-from spmdrl.evaluate import Result, sample, table, write
 from spmdrl.imports import is_missing_folder
 from spmdrl.rewards.signatures import reward_models
-from spmdrl.rollout.source import make_source
-from spmdrl.world import World
-from spmdrl.world.launch import launch_alone, read_launch
-from spmdrl.world.leaving import ended
+
+if TYPE_CHECKING:  # and in the functions: `--help` needs none of it
+    from spmdrl.evaluate import Result
+    from spmdrl.world import World
 
 
 @dataclass(frozen=True)
-class Request:
+class CommandLine:
     """What the command line asks for."""
 
     model: str
@@ -57,7 +56,7 @@ class Request:
     """What to evaluate with: colocated on all ranks, model.path still `model`."""
 
 
-def parse(argv: Sequence[str], *, world_size: int) -> Request:
+def parse(argv: Sequence[str], *, world_size: int) -> CommandLine:
     """Read the command line.
 
     Raises: ValueError for a model that is none, or a run without its config; SystemExit(2) for
@@ -70,6 +69,8 @@ def parse(argv: Sequence[str], *, world_size: int) -> Request:
             "the first argument is what to evaluate: a model's folder or hub name, a "
             "run's folder, or a checkpoint"
         )
+    from spmdrl.algorithms.shaping import RIGHT_AT
+
     own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     own.add_argument("--out", type=Path)
     own.add_argument("--right-at", type=float, default=RIGHT_AT)
@@ -109,7 +110,7 @@ def parse(argv: Sequence[str], *, world_size: int) -> Request:
         of=file,
     )
     name = Path(model).resolve().name if Path(model).exists() else model.replace("/", "_")
-    return Request(
+    return CommandLine(
         model,
         is_checkpoint,
         chosen.out or Path(f"evaluation_{name}.json"),
@@ -203,7 +204,7 @@ def evaluation_config(cfg: Config, *, model: str, world_size: int) -> Config:
     )
 
 
-def run(request: Request, world: World) -> Result:
+def run(request: CommandLine, world: World) -> Result:
     """Build the engines, sample, and leave the job. Every rank calls it.
 
     Raises: ValueError for a checkpoint, model, data or reward function that cannot be used;
@@ -211,6 +212,8 @@ def run(request: Request, world: World) -> Result:
     """
     from spmdrl.data.prompts import load_tokenizer
     from spmdrl.engine import make_engine
+    from spmdrl.evaluate import Result, sample
+    from spmdrl.rollout.source import make_source
 
     with _model_folder(request, world) as (folder, step):
         cfg = replace(request.cfg, model=replace(request.cfg.model, path=folder))
@@ -225,13 +228,14 @@ def run(request: Request, world: World) -> Result:
 
 
 @contextlib.contextmanager
-def _model_folder(request: Request, world: World) -> Iterator[tuple[str, int]]:
+def _model_folder(request: CommandLine, world: World) -> Iterator[tuple[str, int]]:
     """Give the model as vLLM loads it, and its step; a checkpoint is exported for the time."""
     if not request.is_checkpoint:
         yield request.model, 0
         return
     from spmdrl.checkpoint.keep import named
-    from spmdrl.commands.export import export, whole_checkpoint
+    from spmdrl.checkpoint.manifest import whole_checkpoint
+    from spmdrl.commands.export import export
 
     with contextlib.ExitStack() as stack:
 
@@ -252,8 +256,9 @@ def _model_folder(request: Request, world: World) -> Iterator[tuple[str, int]]:
         yield made
 
 
-def _show(request: Request, result: Result) -> None:
+def _show(request: CommandLine, result: Result) -> None:
     """Print the table, write the files, and add them to the MLflow run of a run's folder."""
+    from spmdrl.evaluate import table, write
     from spmdrl.report.tracker import log_files
 
     print(table(result.outcomes, samples=request.cfg.evaluate.samples, right_at=request.right_at))
@@ -272,6 +277,12 @@ def _show(request: Request, result: Result) -> None:
 def main() -> int:
     """Parse, refuse what is wrong with its reasons, evaluate, print and write."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during imports: no traceback
+    if {"-h", "--help"} & set(sys.argv[1:]):
+        parse(["--help"], world_size=1)
+    from spmdrl.world import World
+    from spmdrl.world.launch import launch_alone, read_launch
+    from spmdrl.world.leaving import ended
+
     launch_alone()
     world = None
     try:

@@ -1,0 +1,243 @@
+"""A policy's checkpoint as a Hugging Face folder: its small files, and its weights file by file."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import math
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import AutoTokenizer
+
+from spmdrl.checkpoint.adapters import MergedWeights
+from spmdrl.checkpoint.weights import SavedWeights
+from spmdrl.config import ModelSettings
+from spmdrl.model.file_tensors import file_tensors
+from spmdrl.model.load import SCALAR_HEAD, build_meta_model, model_folder
+from spmdrl.model.shards import Box, Part, narrow
+from spmdrl.world.comm import agree, gather_objects
+from spmdrl.world.launch import is_launched, read_launch
+
+T = TypeVar("T")
+_WAIT = timedelta(hours=2)  # for the slowest rank's files; one that dies is noticed at once
+_SMALL_FILES = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "*.py")
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process among those that write one folder together."""
+
+    rank: int = 0
+    size: int = 1
+
+    @classmethod
+    @contextlib.contextmanager
+    def joined(cls, *, is_shared: bool) -> Iterator[Ranks]:
+        """Give what torchrun or srun started, in a gloo group for the time; else one process.
+
+        Within an allocation of Slurm, but not under srun, this is one process.
+        """
+        launch = read_launch() if is_shared and is_launched() else None
+        if launch is None or launch.world_size == 1:
+            yield cls()
+            return
+        if dist.is_initialized():
+            yield cls(launch.rank, launch.world_size)
+            return
+        launch.pass_on()
+        dist.init_process_group("gloo", init_method="env://", timeout=_WAIT)
+        yield cls(launch.rank, launch.world_size)
+        dist.destroy_process_group()
+
+    def first(self, work: Callable[[], T]) -> T:
+        """Return on every rank what `work` returns on the first. Raises: as it does, on all."""
+        own = self.all(work if self.rank == 0 else lambda: None)
+        return own if self.size == 1 else gather_objects(own, group=dist.group.WORLD)[0]
+
+    def all(self, work: Callable[[], T]) -> T:
+        """Have every rank work. Raises: ValueError on all of them where it does on one."""
+        if self.size == 1:
+            return work()
+        with agree(group=dist.group.WORLD):
+            done = work()
+        return done
+
+
+def write_folder(
+    checkpoint: Path, out: Path, *, model: ModelSettings, dtype: str, max_file_bytes: int, ranks: Ranks
+) -> None:
+    """Write the weights of a whole checkpoint, adapters merged, beside the small files of `model`.
+
+    Args:
+        checkpoint: its folder.
+        out: an existing, empty folder.
+        model: where config.json and the tokenizer's files come from.
+        dtype: of the floating-point weights; `auto` takes that of config.json.
+        max_file_bytes: of a weight file; a tensor above it gets a file of its own.
+    Raises: ValueError when files of `model` cannot be found, or do not fit the weights.
+    """
+
+    def describe() -> torch.dtype:
+        _copy_small_files(model.path, out, flag="--model")
+        own = ("config.json", "generation_config.json")
+        _copy_small_files(model.tokenizer, out, flag="--tokenizer", skip=own)
+        return _set_dtype(out / "config.json", dtype)
+
+    cast = ranks.first(describe)
+    saved = SavedWeights(checkpoint)
+    is_scalar = SCALAR_HEAD in saved.dtypes
+    if is_scalar:
+        ranks.first(lambda: _make_classifier(out))
+
+    def write() -> None:
+        parts = file_tensors(build_meta_model(replace(model, path=str(out)), is_scalar=is_scalar))
+        base = model_folder(model.path)
+        weights = MergedWeights(saved, base, parts) if saved.has_adapters else saved
+        _write_weights(weights, out, parts=parts, dtype=cast, limit=max_file_bytes, ranks=ranks)
+
+    ranks.all(write)
+
+
+def _copy_small_files(name: str, target: Path, *, flag: str, skip: tuple[str, ...] = ()) -> None:
+    source = Path(name)
+    if not source.is_dir():
+        source = _from_hub(name, flag=flag)
+    if flag == "--model" and not (source / "config.json").is_file():
+        raise ValueError(f"{source} has no config.json; give the model's folder by {flag}")
+    for pattern in _SMALL_FILES:
+        for path in sorted(source.glob(pattern)):
+            if path.name not in skip and not path.name.endswith(".index.json"):
+                shutil.copyfile(path, target / path.name)
+
+
+def _from_hub(name: str, *, flag: str) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=list(_SMALL_FILES)))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        raise ValueError(
+            f"{name} is neither a folder here nor a hub name in reach: {error}; "
+            f"say by {flag} where it is now"
+        ) from error
+
+
+def _set_dtype(path: Path, dtype: str) -> torch.dtype:
+    """Write the dtype of the weights into config.json and return it."""
+    config = json.loads(path.read_text())
+    key = "torch_dtype" if "torch_dtype" in config else "dtype"  # older files have the former
+    if dtype == "auto":
+        dtype = config.get(key) or "float32"
+    config[key] = dtype
+    path.write_text(json.dumps(config, indent=2) + "\n")
+    cast = getattr(torch, dtype, None)
+    if not isinstance(cast, torch.dtype) or not cast.is_floating_point:
+        raise ValueError(f"config.json names the dtype {dtype!r}; choose one by --dtype")
+    return cast
+
+
+def _make_classifier(folder: Path) -> None:
+    """Let config.json say that the model is a sequence classifier of one label.
+
+    transformers takes the score after the last token that is not padding, so padding must not
+    be a token that ends a sequence: then it is the tokenizer's own, or none, which allows one
+    sequence at a time.
+    """
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    config["architectures"] = [
+        name.replace("ForCausalLM", "ForSequenceClassification")
+        for name in config.get("architectures") or ()
+    ]
+    config |= {"num_labels": 1, "id2label": {"0": "score"}, "label2id": {"score": 0}}
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    ends = config.get("eos_token_id")
+    ends = {tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])}
+    candidates = (config.get("pad_token_id"), tokenizer.pad_token_id)
+    config["pad_token_id"] = next((i for i in candidates if i is not None and i not in ends), None)
+    path.write_text(json.dumps(config, indent=2) + "\n")
+
+
+def _write_weights(
+    weights: SavedWeights | MergedWeights,
+    target: Path,
+    *,
+    parts: dict[str, Part],
+    dtype: torch.dtype,
+    limit: int,
+    ranks: Ranks,
+) -> None:
+    """Write every file tensor, cut from the checkpoint's tensors as `parts` says; of the files
+    every rank writes its share, and the first one the index.
+
+    Raises: ValueError when the checkpoint's tensors are not those that config.json asks for.
+    """
+    kept = weights.dtypes
+    _check_fit(kept, parts)
+    sizes = {
+        name: math.prod(part.shape) * _out_dtype(kept[part.tensor], dtype).itemsize
+        for name, part in parts.items()
+    }
+    shards = _shards(sizes, limit=limit)
+    places: dict[str, str] = {}
+    for number, names in enumerate(shards, start=1):
+        file = "model.safetensors"
+        if len(shards) > 1:
+            file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        places |= dict.fromkeys(names, file)
+        if number % ranks.size != ranks.rank:
+            continue
+        content: dict[str, Tensor] = {}
+        for live, own in itertools.groupby(names, key=lambda name: parts[name].tensor):
+            whole = weights.read(live)
+            cast = _out_dtype(kept[live], dtype)
+            content |= {name: _file_tensor(whole, parts[name], dtype=cast) for name in own}
+        save_file(content, target / file, metadata={"format": "pt"})
+    if len(shards) > 1 and ranks.rank == 0:
+        text = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": places}
+        (target / "model.safetensors.index.json").write_text(json.dumps(text, indent=2) + "\n")
+
+
+def _check_fit(kept: dict[str, torch.dtype], parts: dict[str, Part]) -> None:
+    differing = sorted({part.tensor for part in parts.values()} ^ kept.keys())
+    if differing:
+        where = "checkpoint" if differing[0] in kept else "model of config.json"
+        raise ValueError(
+            f"only the {where} has {differing[0]} ({len(differing)} tensors are in "
+            "one alone); name the model that was trained from by --model"
+        )
+
+
+def _out_dtype(kept: torch.dtype, dtype: torch.dtype) -> torch.dtype:
+    return dtype if kept.is_floating_point else kept
+
+
+def _file_tensor(whole: Tensor, part: Part, *, dtype: torch.dtype) -> Tensor:
+    """Return a copy of the file tensor, contiguous."""
+    everything = Box((0,) * whole.dim(), tuple(whole.shape))
+    values = part.as_in_file(narrow(whole, outer=everything, part=part.box))
+    return torch.empty(part.shape, dtype=dtype).copy_(values)
+
+
+def _shards(sizes: dict[str, int], *, limit: int) -> list[list[str]]:
+    """Cut names, in order, into lists of at most `limit` bytes."""
+    shards: list[list[str]] = [[]]
+    used = 0
+    for name, size in sizes.items():
+        if shards[-1] and used + size > limit:
+            shards.append([])
+            used = 0
+        shards[-1].append(name)
+        used += size
+    return shards

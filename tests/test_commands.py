@@ -1,0 +1,40 @@
+"""`python -m spmdrl`: what it lists, and that each command says how it is used, at once."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+
+import pytest
+from runs import ROOT
+
+from spmdrl.__main__ import _COMMANDS
+
+
+def spmdrl(*arguments: str, python: tuple[str, ...] = ()) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, *python, "-m", "spmdrl", *arguments],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+    )
+
+
+@pytest.mark.parametrize("name", sorted(_COMMANDS))
+def test_help_of_a_command_names_it_and_waits_for_no_large_import(name: str) -> None:
+    found = spmdrl(name, "--help", python=("-X", "importtime"))
+    assert found.returncode == 0, found.stderr[-2000:]
+    assert f"python -m spmdrl {name}" in found.stdout
+    large = {"torch", "transformers", "vllm", "pyarrow", "mlflow", "matplotlib"}
+    assert not large & set(re.findall(r"\| +(\w+)$", found.stderr, flags=re.MULTILINE))
+
+
+def test_commands_are_listed_and_a_wrong_name_is_answered_with_the_nearest() -> None:
+    listed = spmdrl()
+    assert listed.returncode == 0
+    for name in _COMMANDS:
+        (line,) = re.findall(rf"^  {name} +(.*)", listed.stdout, flags=re.MULTILINE)
+        assert 20 < len(line) < 90 and line.endswith(".") and "spmdrl" not in line
+    wrong = spmdrl("exprot")
+    assert wrong.returncode == 2 and "did you mean export?" in wrong.stderr
