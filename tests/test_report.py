@@ -14,9 +14,10 @@ import pytest
 from ranks import run_ranks
 from report_world import SmallWorld, config, group, open_report, record_steps  # noqa: F401
 
-from spmdrl.commands import curves
+from spmdrl.commands.curves import main as curves
 from spmdrl.config import load_yaml
 from spmdrl.report import glossary
+from spmdrl.report.curves import series
 from spmdrl.report.glossary import GLOSSARY, values_of, with_aliases
 from spmdrl.report.jsonl import JsonLines, read_rows
 from spmdrl.report.report import Report
@@ -246,15 +247,15 @@ def test_a_finished_run_has_a_picture_of_its_curves(
     report.close("finished")
     assert (tmp_path / "a" / "curves.png").read_bytes().startswith(b"\x89PNG")
     out = tmp_path / "both.svg"
-    assert curves.main([str(tmp_path / "a"), str(tmp_path / "a"), "--out", str(out)]) == 0
+    assert curves([str(tmp_path / "a"), str(tmp_path / "a"), "--out", str(out)]) == 0
     assert "<svg" in out.read_text()
-    assert curves.main([str(tmp_path / "missing")]) == 2
+    assert curves([str(tmp_path / "missing")]) == 2
     assert "missing" in capsys.readouterr().err
 
 
 def test_of_several_rows_of_a_step_curves_show_the_last() -> None:
     rows = [{"step": 0, "x": 1.0}, {"step": 1, "x": 2.0}, {"step": 1, "x": 3.0}, {"step": 2}]
-    assert curves.series(rows, "x") == ([0, 1], [1.0, 3.0])
+    assert series(rows, "x") == ([0, 1], [1.0, 3.0])
 
 
 # --------------------------------------------------------------------------- ranks

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 
 from spmdrl.algorithms.mismatch import correction_advice
-from spmdrl.commands.curves import draw
 from spmdrl.config import Config, flatten, trainer_ranks
 from spmdrl.model.flops import device_peak_flops, utilisation
 from spmdrl.report import console as text
 from spmdrl.report.console import Console
+from spmdrl.report.curves import draw
 from spmdrl.report.glossary import clean_name, values_of, with_aliases
 from spmdrl.report.jsonl import JsonLines, read_rows
 from spmdrl.report.logs import RankLog, agree_attempt_folder

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from html import escape
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from spmdrl.commands.view import Answer, View
+from spmdrl.report.rollout_text import title
+from spmdrl.report.rollout_view import Answer, View
 
 _FAINTEST_NATS = -5.0
 """A token this unlikely, or less, has the strongest colour."""
@@ -37,10 +36,10 @@ def page(view: View, *, color: str = "") -> str:
         if color == "advantage"
         else f"the less likely a token, the stronger; strongest at {_FAINTEST_NATS:g} nats"
     )
-    title = f"step {view.step}, group {view.group}"
+    heading = f"step {view.step}, group {view.group}"
     first = view.sequences[0].row
     body = [
-        f"<h1>{title}</h1>",
+        f"<h1>{heading}</h1>",
         f"<p>data row {first['row']}; {escape(legend)}; grey: not "
         "sampled by the policy. Point at a token for its numbers.</p>",
         *(f'<p class="note">{escape(note)}</p>' for note in view.notes),
@@ -51,15 +50,13 @@ def page(view: View, *, color: str = "") -> str:
         body += _response(one, view, color=color, largest=max(known, default=0.0))
     return (
         f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
-        f"<title>{title}</title><style>{_STYLE}</style></head>\n<body>\n"
+        f"<title>{heading}</title><style>{_STYLE}</style></head>\n<body>\n"
         + "\n".join(body)
         + "\n</body></html>\n"
     )
 
 
 def _response(one: Answer, view: View, *, color: str, largest: float) -> list[str]:
-    from spmdrl.commands.view import title
-
     spans = [
         _token(one, at, color=color, largest=largest)
         for at in range(one.start, len(one.row["tokens"]))

@@ -1,0 +1,83 @@
+"""The curves of one or more runs in one picture: reward, loss, length, KL, entropy, time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+_PANELS = (
+    ("reward", "reward/mean", "eval/reward"),
+    ("loss", "policy/loss", "eval/loss"),
+    ("response length, tokens", "rollout/response_length", "eval/response_length"),
+    ("KL engine/trainer (k3), nats", "policy/mismatch_k3", None),
+    ("entropy, nats", "policy/entropy", None),
+    ("seconds per step", "perf/step_s", None),
+)
+"""(title, metric per step, metric per evaluation)"""
+
+Rows = list[dict[str, Any]]
+
+
+def series(rows: Rows, name: str) -> tuple[list[int], list[float]]:
+    """Return (steps, values) of one metric; of several rows of a step the last one counts."""
+    points = {row["step"]: row[name] for row in rows if row.get(name) is not None}
+    return sorted(points), [points[step] for step in sorted(points)]
+
+
+def smooth(values: list[float], *, window: int) -> list[float]:
+    """Return the mean of each value and the up to `window` - 1 before it."""
+    starts = [max(0, i + 1 - window) for i in range(len(values))]
+    return [sum(values[a : i + 1]) / (i + 1 - a) for i, a in enumerate(starts)]
+
+
+def draw(runs: dict[str, Rows], *, out: Path) -> bool:
+    """Draw reward, length, KL, entropy and time of {label: rows} into the picture `out`.
+
+    Pale lines are steps, strong ones their running mean, dots evaluations on held-out rows.
+    Panels without data are left out. Returns False, and draws nothing, when none has any.
+    """
+    panels = [
+        p
+        for p in _PANELS
+        if any(series(rows, name)[0] for rows in runs.values() for name in p[1:] if name)
+    ]
+    if not panels:
+        return False
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure  # not pyplot: that keeps figures in a global
+
+    columns = min(3, len(panels))
+    lines = -(-len(panels) // columns)
+    figure = Figure(figsize=(5 * columns, 3.2 * lines + 0.4), layout="constrained")
+    FigureCanvasAgg(figure)
+    for i, (title, name, eval_name) in enumerate(panels):
+        axes = figure.add_subplot(lines, columns, i + 1)
+        for k, (label, rows) in enumerate(runs.items()):
+            _draw_run(axes, rows, name=name, eval_name=eval_name, label=label, color=f"C{k % 10}")
+        axes.set_title(title, fontsize=10)
+        axes.set_xlabel("step", fontsize=8)
+        axes.grid(alpha=0.3)
+        if i == 0:
+            axes.legend(fontsize=7)
+    figure.savefig(out, dpi=110)
+    return True
+
+
+def _draw_run(
+    axes: Any, rows: Rows, *, name: str, eval_name: str | None, label: str, color: str
+) -> None:
+    steps, values = series(rows, name)
+    if steps:
+        axes.plot(steps, values, color=color, alpha=0.25, linewidth=1)
+        axes.plot(steps, smooth(values, window=max(1, len(values) // 20)), color=color, label=label)
+    steps, values = series(rows, eval_name) if eval_name else ([], [])
+    if steps:
+        axes.plot(
+            steps,
+            values,
+            "o--",
+            color=color,
+            markersize=4,
+            linewidth=0.8,
+            label=f"{label}, held out",
+        )

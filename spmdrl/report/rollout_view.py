@@ -1,0 +1,213 @@
+"""Recorded rollouts, read for people: a step's groups in short, one group with all we know."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from spmdrl.config import Config
+from spmdrl.config.read import load_yaml
+
+if TYPE_CHECKING:
+    import pyarrow
+
+    from spmdrl.rollout.recordings import Recorded
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One recorded response, greedy or drawn."""
+
+    row: dict[str, Any]
+    """Its columns, those per token too."""
+    advantage: float | None
+    """None where it is not known, or the response is the greedy one."""
+    pieces: list[str] | None
+    """Text of each token; None without a tokenizer."""
+
+    @property
+    def start(self) -> int:
+        """Return the position of the first token after the prompt."""
+        mask = self.row["response_mask"]
+        return mask.index(True) if True in mask else len(mask)
+
+
+@dataclass(frozen=True)
+class View:
+    """One group, as it is shown."""
+
+    step: int
+    group: int
+    header: dict[str, Any]
+    sequences: list[Answer]
+    notes: list[str]
+    """What is not known, and why."""
+
+
+@dataclass(frozen=True)
+class Summary:
+    """One group in a list."""
+
+    group: int
+    row: int
+    samples: int
+    mean: float
+    """Of the rewards that did not fail, task units; NaN where all did."""
+    spread: float
+    """Their standard deviation, population form."""
+    length: float
+    """Mean sampled tokens."""
+    truncated: int
+    prompt: str
+
+
+# --------------------------------------------------------------------------- reading
+
+
+def config_of(recorded: Recorded) -> tuple[Config | None, str]:
+    """Return the config of the run that recorded, or None and why it is not known."""
+    path = recorded.folder.resolve().parent / "config.yaml"
+    try:
+        return load_yaml(path, may_be_former=True), ""
+    except ValueError as error:  # not there, or of another version of this program
+        return None, str(error)
+
+
+def summaries(recorded: Recorded, step: int) -> list[Summary]:
+    """Return the groups of a step, by number. Raises: ValueError for a step that is not there."""
+    table = _sequences(recorded, step)
+    groups: dict[int, list[dict[str, Any]]] = {}
+    for row in table.to_pylist():
+        groups.setdefault(row["group"], []).append(row)
+    found = []
+    for number in sorted(groups):
+        rows = groups[number]
+        rewards = [row["reward"] for row in rows if row["is_valid"]]
+        mean = math.fsum(rewards) / len(rewards) if rewards else math.nan
+        square = math.fsum((r - mean) ** 2 for r in rewards) / max(1, len(rewards))
+        found.append(
+            Summary(
+                number,
+                rows[0]["row"],
+                len(rows),
+                mean,
+                math.sqrt(square),
+                sum(row["response_length"] for row in rows) / len(rows),
+                sum(row["is_truncated"] for row in rows),
+                rows[0]["prompt"],
+            )
+        )
+    return found
+
+
+def _sequences(recorded: Recorded, step: int) -> pyarrow.Table:
+    """Return the drawn sequences of a step, without what is per token, sorted as a batch is."""
+    import pyarrow
+    import pyarrow.compute
+
+    from spmdrl.rollout.episode import GREEDY
+    from spmdrl.rollout.recorder import SEQUENCE_COLUMNS
+    from spmdrl.rollout.recordings import read_table
+
+    table = pyarrow.concat_tables(
+        [read_table(path, columns=SEQUENCE_COLUMNS) for path in recorded.files_of(step)]
+    )
+    table = table.filter(pyarrow.compute.field("sample") != GREEDY)
+    return table.sort_by([("group", "ascending"), ("sample", "ascending")])
+
+
+def advantages(
+    recorded: Recorded, step: int, cfg: Config
+) -> tuple[dict[tuple[int, int], float], str]:
+    """Recompute a step's advantages where they are one number per sequence.
+
+    Returns: {(group, sample): advantage}, and why it is empty if it is.
+    """
+    import torch
+
+    from spmdrl.algorithms import registry
+    from spmdrl.credit import sequence_advantages
+    from spmdrl.rollout.recordings import read_header, scalars_of
+    from spmdrl.types import Batch
+
+    chosen = cfg.algorithm
+    if read_header(recorded.files_of(step)[0])["is_partial"]:
+        return {}, "the part of reward models, which trainers add, is not recorded"
+    try:
+        method = registry.get("advantage", chosen.advantage)
+        if registry.is_per_token(method):
+            return {}, f"{chosen.advantage} gives each token its own, and they are not recorded"
+        if chosen.kl_coef and chosen.kl_in == "reward":
+            return {}, "the KL in the rewards, which trainers add, is not recorded"
+        scalars = scalars_of(_sequences(recorded, step))
+        values = sequence_advantages(
+            Batch(scalars, updates=(), update_ids=torch.zeros(len(scalars), dtype=torch.int64)), cfg
+        )
+    except ValueError as error:
+        return {}, str(error)
+    places = zip(scalars.group_ids.tolist(), scalars.sample_ids.tolist())
+    return dict(zip(places, values.tolist())), ""
+
+
+def read_group(
+    recorded: Recorded, step: int, group: int, *, tokenizer: str = "", needs_text: bool = False
+) -> View:
+    """Return one group with all that is known of it.
+
+    Args:
+        tokenizer: folder or hub name; empty takes the run's own.
+        needs_text: of single tokens, which takes the tokenizer.
+    Raises: ValueError for a step or group that is not there, naming those that are.
+    """
+    from spmdrl.rollout.recordings import ranges, read_header, read_table
+
+    files = recorded.files_of(step)
+    rows = [row for path in files for row in read_table(path, group=group).to_pylist()]
+    if not rows:
+        known = {one.group for one in summaries(recorded, step)}
+        raise ValueError(
+            f"step {step} of {recorded.folder} has no group {group}; it has groups {ranges(known)}"
+        )
+    cfg, reason = config_of(recorded)
+    known, reason = advantages(recorded, step, cfg) if cfg else ({}, reason)
+    notes = [f"advantages are not available: {reason}"] if reason else []
+    header = read_header(files[0])
+    if header["is_partial"]:
+        notes.append("rewards are without the part of reward models, and not shaped")
+    decode, problem = _decoder(cfg, tokenizer) if needs_text else (None, "")
+    notes += [f"tokens are shown as ids: {problem}"] if problem else []
+    rows.sort(key=lambda row: row["sample"])
+    return View(
+        step,
+        group,
+        header,
+        notes=notes,
+        sequences=[
+            Answer(
+                row,
+                known.get((group, row["sample"])),
+                [decode(token) for token in row["tokens"]] if decode else None,
+            )
+            for row in rows
+        ],
+    )
+
+
+def _decoder(cfg: Config | None, name: str) -> tuple[Callable[[int], str] | None, str]:
+    """Return what gives the text of a token id, or why there is nothing that does."""
+    from transformers import AutoTokenizer
+
+    name = name or (cfg.model.tokenizer or cfg.model.path if cfg else "")
+    if not name:
+        return None, "there is no config, which names the tokenizer; give --tokenizer"
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            name,
+            local_files_only=True,
+            trust_remote_code=cfg is not None and cfg.model.trust_remote_code,
+        )
+    except (OSError, ValueError, KeyError):
+        return None, f"no tokenizer can be loaded from {name!r}; give another by --tokenizer"
+    return lambda token: tokenizer.decode([token]), ""
