@@ -1,4 +1,4 @@
-"""Find what a config names in the user's files: reward functions, environments, tools."""
+"""Find what a config names in the user's files, reward functions, environments, tools; run it."""
 
 from __future__ import annotations
 
@@ -136,3 +136,15 @@ def parameters_of(make: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
 
 def _name_of(make: Callable[..., Any]) -> str:
     return getattr(make, "__qualname__", repr(make))
+
+
+def ran(result: Any) -> Any:
+    """Return a result, awaited in an event loop of its own if it asks for that."""
+    if not inspect.isawaitable(result):
+        return result
+    import asyncio
+
+    async def wait() -> Any:
+        return await result
+
+    return asyncio.run(wait())

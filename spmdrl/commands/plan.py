@@ -1,4 +1,9 @@
-"""`python -m spmdrl plan --config FILE --gpus 64`: print a plan. Exit status 1: it cannot run."""
+"""Say which layout of so many GPUs a run fits on, how fast it goes and what it needs.
+
+    python -m spmdrl plan --config FILE --gpus 64
+
+Exit status 1: it cannot run.
+"""
 
 from __future__ import annotations
 

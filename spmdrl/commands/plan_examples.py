@@ -1,6 +1,6 @@
-"""Worked examples in a Markdown page: run each command of it and put in what it prints.
+"""Run the commands of a page's worked examples, and put in what they print.
 
-`python -m spmdrl plan_examples docs/planning.md` brings the page up to date.
+python -m spmdrl plan_examples docs/planning.md
 """
 
 from __future__ import annotations

@@ -10,8 +10,7 @@ from typing import Any
 
 from spmdrl.data.tasks import Task, make_task
 from spmdrl.environments.protocol import Message, Response, Turn, check_at_least, opening_messages
-from spmdrl.imports import construct, import_object
-from spmdrl.rewards.signatures import ran
+from spmdrl.imports import construct, import_object, ran
 
 
 class TaskEnvironment:

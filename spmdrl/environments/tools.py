@@ -18,8 +18,7 @@ from spmdrl.environments.protocol import (
     opening_messages,
 )
 from spmdrl.environments.tool_schema import argument_problem, describe
-from spmdrl.imports import construct, import_object
-from spmdrl.rewards.signatures import ran
+from spmdrl.imports import construct, import_object, ran
 
 _HERE = "spmdrl.environments."
 BUILT_IN = {

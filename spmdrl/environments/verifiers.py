@@ -21,8 +21,7 @@ from collections.abc import Callable
 from typing import Any
 
 from spmdrl.environments.protocol import Message, Response, Turn, check_at_least, opening_messages
-from spmdrl.imports import construct, import_object
-from spmdrl.rewards.signatures import ran
+from spmdrl.imports import construct, import_object, ran
 
 _GROUP_PARAMETERS = {"prompts", "completions", "answers", "states", "tasks", "infos"}
 

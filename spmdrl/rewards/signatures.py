@@ -16,7 +16,7 @@ from pathlib import PurePath
 from typing import Any
 
 from spmdrl.data.rows import ground_truth_of, prompt_of
-from spmdrl.imports import import_object, parameters_of
+from spmdrl.imports import import_object, parameters_of, ran
 
 KNOWN_SIGNATURES = """\
   verl           compute_score(data_source, solution_str, ground_truth, extra_info=None)
@@ -267,18 +267,6 @@ def _read_list(result: Any, score: Score) -> Score:
         raise BadValue(f"expected a list of one value for one completion, got {result!r:.100}")
     score.value = None if values[0] is None else finite(values[0])
     return score
-
-
-def ran(result: Any) -> Any:
-    """Return a result, awaited in an event loop of its own if it asks for that."""
-    if not inspect.isawaitable(result):
-        return result
-    import asyncio
-
-    async def wait() -> Any:
-        return await result
-
-    return asyncio.run(wait())
 
 
 def finite(value: Any) -> float:

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from spmdrl.environments.protocol import Message, Response, Turn
-from spmdrl.imports import construct, import_object, nearest
-from spmdrl.rewards.signatures import BadValue, as_finite, not_finite, ran
+from spmdrl.imports import construct, import_object, nearest, ran
+from spmdrl.rewards.signatures import BadValue, as_finite, not_finite
 
 FIELD = "rollout.environment"
 _HERE = "spmdrl.environments."
