@@ -40,6 +40,10 @@ class JsonLines:
             return
         self._waiting.clear()
 
+    def rows(self) -> list[dict[str, Any]]:
+        """Return what the file holds; nothing where there is none."""
+        return read_rows(self.path) if self.path.exists() else []
+
     def keep(self, wanted: Callable[[dict[str, Any]], bool], *, removed: Path) -> int:
         """Drop the rows that are not `wanted`, and a half-written last line.
 

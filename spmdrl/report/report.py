@@ -3,49 +3,32 @@
 from __future__ import annotations
 
 import logging
-import resource
 import time
-from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from spmdrl.algorithms.mismatch import correction_advice
-from spmdrl.config import Config, flatten, trainer_ranks
-from spmdrl.model.flops import device_peak_flops, utilisation
+from spmdrl.config import Config, flatten
+from spmdrl.model.flops import device_peak_flops
 from spmdrl.report import console as text
 from spmdrl.report.console import Console
 from spmdrl.report.curves import draw
 from spmdrl.report.glossary import clean_name, values_of, with_aliases
-from spmdrl.report.jsonl import JsonLines, read_rows
+from spmdrl.report.implied import implied_sums
+from spmdrl.report.jsonl import JsonLines
 from spmdrl.report.logs import RankLog, agree_attempt_folder
+from spmdrl.report.progress import Progress, Samples
 from spmdrl.report.provenance import save_environment
 from spmdrl.report.tracker import MlflowTracker, Status
-from spmdrl.rollout.idle import trainer_wait
 from spmdrl.rollout.outcomes import evaluation_file
-from spmdrl.types import Sums, add_sums
+from spmdrl.types import Sums
 from spmdrl.world import World
 from spmdrl.world.watch import Ending
 
 log = logging.getLogger(__name__)
 
-WORK_PHASES = ("generate", "update", "push")
-"""Phases that are a step's work; the rest of its time is `perf/other_frac`. Generation that
-overlaps the update (split placement, lag above 0) counts as far as it is the longer one."""
-BESIDE_PHASES = (
-    "evaluate",
-    "gather evaluation",
-    "begin checkpoint",
-    "copy checkpoint",
-    "checkpoint",
-)
-"""Phases between two steps: not part of a step's `perf/other_frac` and `perf/tokens_per_s`."""
-
-_SAMPLES_SHOWN = 3
 _ABANDON_S = 15.0  # torchrun kills after 30 s
-_SAMPLE_ROWS_TRACKED, _CELL_CHARS = 200, 4000  # the tracker's table is rewritten each time
 
 
 class Report:
@@ -66,19 +49,12 @@ class Report:
             self.attempt_folder / f"rank_{world.rank}.log", rank=world.rank, console=self.console
         )
         self._metrics = JsonLines(self.folder / "metrics.jsonl")
-        self._samples = JsonLines(self.folder / "samples.jsonl")
-        self._sample_rows: deque[dict[str, Any]] = deque(maxlen=_SAMPLE_ROWS_TRACKED)
+        self._samples_file = JsonLines(self.folder / "samples.jsonl")
+        self._progress = Progress(cfg, self.console)
+        self._samples = Samples(cfg, self.console, file=self._samples_file)
         self._tracker: MlflowTracker | None = None
-        self._trend: list[float] = []
-        self._step_seconds: list[float] = []
-        self._window: Sums = {}
         self._has_advised = False
-        self._first: dict[str, float] = {}
-        self._last: dict[str, float] = {}
         self._last_at = time.perf_counter()
-        self._columns = text.table_columns(
-            cfg.objective.samples, spark=self._spark, has_ratio=cfg.batch.updates_per_step > 1
-        )
         world.watch.before_exit.append(self._abandon)
 
     # ---------------------------------------------------------------- start
@@ -170,7 +146,7 @@ class Report:
             return row["step"] < step or (is_evaluation and row["step"] == step)
 
         num_dropped = 0
-        for file in (self._metrics, self._samples):
+        for file in (self._metrics, self._samples_file):
             removed = self.attempt_folder / f"removed_{file.path.name}"
             dropped = file.keep(is_past if step else lambda row: False, removed=removed)
             num_dropped += dropped if file is self._metrics else 0
@@ -182,13 +158,8 @@ class Report:
                     step,
                     removed,
                 )
-        if self._metrics.path.exists():
-            name = self._trend_metric()
-            rows = [row for row in read_rows(self._metrics.path) if row.get(name) is not None]
-            self._trend = [row[name] for row in rows]
-            self._first = dict(rows[0]) if rows else {}
-        for row in read_rows(self._samples.path) if self._samples.path.exists() else []:
-            self._track_sample(row)
+        self._progress.resume(self._metrics.rows())
+        self._samples.resume(self._samples_file.rows())
         return num_dropped
 
     # ---------------------------------------------------------------- each step
@@ -219,17 +190,15 @@ class Report:
         times: Sums = {clean_name(f"time/{name}"): (s, 1) for name, s in seconds.items()}
         sums = times | {clean_name(name): pair for name, pair in sums.items()}
         sums = {"perf/step_s": (step_s, 1)} | sums
-        sums |= {k: pair for k, pair in self._derived_sums(sums).items() if k not in sums}
+        implied = implied_sums(sums, self.cfg, peak_flops=self._peak_flops)
+        sums |= {name: pair for name, pair in implied.items() if name not in sums}
         values = values_of(sums)
         self._write(step, values)
-        self._step_seconds.append(step_s)
-        self._window = add_sums(self._window, sums)
-        self._first, self._last = self._first or values, values
-        if self._trend_metric() in values:
-            self._trend.append(values[self._trend_metric()])
         self._advise(step, values)
-        self._show(step)
-        self._show_samples(step, samples)
+        self._progress.show(step, sums, step_s=step_s)
+        newest = self._samples.add(step, samples)
+        if newest and self._tracker:
+            self._tracker.table("samples.json", newest)
         return values
 
     def _advise(self, step: int, values: Mapping[str, float]) -> None:
@@ -238,82 +207,11 @@ class Report:
             self._has_advised = True
             log.warning("step %d: %s", step, advice)
 
-    def _derived_sums(self, sums: Sums) -> Sums:
-        """Return the metrics that follow from others, in a form that adds up over steps."""
-
-        def of(name: str) -> float:
-            numerator, denominator = sums.get(name, (0.0, 0.0))
-            return numerator / denominator if denominator else 0.0
-
-        step_s = of("perf/step_s")
-        generate, update, push = (of(f"time/{name}") for name in WORK_PHASES)
-        layout = self.cfg.layout
-        overlaps = layout.roles.overlaps and self.cfg.lag > 0
-        work = push + (max(generate, update) if overlaps else generate + update)
-        inside = step_s - sum(of(clean_name(f"time/{name}")) for name in BESIDE_PHASES)
-        tokens = sums.get("perf/generated_tokens", sums.get("perf/trained_tokens", (0, 0)))[0]
-        own: Sums = {
-            "perf/other_frac": (max(0.0, inside - work), max(0.0, inside)),
-            "mem/rss_gib": (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, 1),
-        }
-        if "time/engine_idle" in sums and layout.roles.overlaps:
-            own |= trainer_wait(of("time/await_rollouts"), generate, sums)
-        if tokens:
-            own["perf/tokens_per_s"] = (tokens, max(0.0, inside))
-        own |= utilisation(
-            of("perf/trainer_flops"),
-            update,
-            ranks=len(trainer_ranks(self.cfg)),
-            peak_flops=self._peak_flops,
-        )
-        if torch.cuda.is_initialized():
-            own["mem/cuda_gib"] = (torch.cuda.max_memory_allocated() / 2**30, 1)
-        return own
-
     def _write(self, step: int, values: dict[str, float]) -> None:
         values = with_aliases(values, self.cfg.report.aliases)
         self._metrics.append({"step": step, "unix_s": round(time.time(), 3), **values})
         if self._tracker:
             self._tracker.metrics(step, values)
-
-    def _show(self, step: int) -> None:
-        done, every = step + 1, self.cfg.report.console.table_every
-        left_s = text.time_left(self._step_seconds, self.cfg.steps - done)
-        line = text.progress_line(
-            done, self.cfg.steps, left_s=left_s, step_s=self._step_seconds[-1]
-        )
-        if done % every == 0 or done == self.cfg.steps or done == 1:
-            values = values_of(self._window) | {"step": done}
-            if left_s is not None:
-                values["left_s"] = left_s
-            self._window = {}
-            had_header = self.console.table_row(self._columns, values, every=every)
-            if had_header and not self.console.is_live:
-                self.console.line(line)
-        self.console.progress(line)
-
-    def _spark(self) -> str:
-        return text.sparkline(self._trend, width=10, blocks=self.console.blocks())
-
-    def _trend_metric(self) -> str:
-        return self.cfg.objective.headline
-
-    def _show_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
-        every = self.cfg.report.console.samples_every
-        if every and step % every == 0:
-            for sample in samples[:_SAMPLES_SHOWN]:
-                self.console.line(text.sample_text(dict(sample)))
-        if not samples or step % (every or self.cfg.report.console.table_every):
-            return
-        for sample in samples:
-            self._samples.append({"step": step, **sample})
-            self._track_sample({"step": step, **sample})
-        if self._tracker:
-            self._tracker.table("samples.json", list(self._sample_rows))
-
-    def _track_sample(self, row: dict[str, Any]) -> None:
-        short = {k: v[:_CELL_CHARS] if isinstance(v, str) else v for k, v in row.items()}
-        self._sample_rows.append(short)
 
     def evaluation(self, step: int, sums: Sums) -> dict[str, float]:
         """Record an evaluation of the weights after `step` steps; nothing where sums is empty.
@@ -352,19 +250,14 @@ class Report:
 
     def _close_outputs(self, status: Status) -> None:
         picture = self.folder / "curves.png"
-        rows = read_rows(self._metrics.path) if self._metrics.path.exists() else []
-        has_picture = draw({self.folder.name: rows}, out=picture)
+        has_picture = draw({self.folder.name: self._metrics.rows()}, out=picture)
         if self._tracker:
             if has_picture:
                 self._tracker.artifact(picture)
             self._tracker.artifact(self.folder / "config.yaml")
             self._tracker.close(status)
-        name = self._trend_metric()
-        if name in self._first and name in self._last:
-            self.console.line(
-                f"{status}: {name} {self._first[name]:.3f} in the first step, "
-                f"{self._last[name]:.3f} in the last (of these single steps)"
-            )
+        if summary := self._progress.summary():
+            self.console.line(f"{status}: {summary}")
         self.console.line(f"metrics and logs: {self._metrics.path}, {self.attempt_folder}")
         if has_picture:
             self.console.line(f"curves: {picture}")

@@ -1,0 +1,60 @@
+"""Metrics that follow from a step's other metrics: shares of its time, speed, memory."""
+
+from __future__ import annotations
+
+import resource
+
+import torch
+
+from spmdrl.config import Config, trainer_ranks
+from spmdrl.model.flops import utilisation
+from spmdrl.report.glossary import clean_name
+from spmdrl.rollout.idle import trainer_wait
+from spmdrl.types import Sums
+
+WORK_PHASES = ("generate", "update", "push")
+"""Phases that are a step's work; the rest of its time is `perf/other_frac`. Generation that
+overlaps the update (split placement, lag above 0) counts as far as it is the longer one."""
+BESIDE_PHASES = (
+    "evaluate",
+    "gather evaluation",
+    "begin checkpoint",
+    "copy checkpoint",
+    "checkpoint",
+)
+"""Phases between two steps: not part of a step's `perf/other_frac` and `perf/tokens_per_s`."""
+
+
+def implied_sums(sums: Sums, cfg: Config, *, peak_flops: float | None) -> Sums:
+    """Return the metrics that follow from others, in a form that adds up over steps.
+
+    Args:
+        sums: of one step, with its `time/...` and `perf/step_s`.
+        peak_flops: of one trainer's device, 1/s; None where it is not known.
+    """
+
+    def of(name: str) -> float:
+        numerator, denominator = sums.get(name, (0.0, 0.0))
+        return numerator / denominator if denominator else 0.0
+
+    step_s = of("perf/step_s")
+    generate, update, push = (of(f"time/{name}") for name in WORK_PHASES)
+    layout = cfg.layout
+    overlaps = layout.roles.overlaps and cfg.lag > 0
+    work = push + (max(generate, update) if overlaps else generate + update)
+    inside = step_s - sum(of(clean_name(f"time/{name}")) for name in BESIDE_PHASES)
+    tokens = sums.get("perf/generated_tokens", sums.get("perf/trained_tokens", (0, 0)))[0]
+    own: Sums = {
+        "perf/other_frac": (max(0.0, inside - work), max(0.0, inside)),
+        "mem/rss_gib": (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, 1),
+    }
+    if "time/engine_idle" in sums and layout.roles.overlaps:
+        own |= trainer_wait(of("time/await_rollouts"), generate, sums)
+    if tokens:
+        own["perf/tokens_per_s"] = (tokens, max(0.0, inside))
+    own |= utilisation(
+        of("perf/trainer_flops"), update, ranks=len(trainer_ranks(cfg)), peak_flops=peak_flops
+    )
+    if torch.cuda.is_initialized():
+        own["mem/cuda_gib"] = (torch.cuda.max_memory_allocated() / 2**30, 1)
+    return own

@@ -1,0 +1,102 @@
+"""What the console shows of the steps: a table, a line with the time left, a few samples."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from spmdrl.config import Config
+from spmdrl.report import console as text
+from spmdrl.report.console import Console
+from spmdrl.report.glossary import values_of
+from spmdrl.report.jsonl import JsonLines
+from spmdrl.types import Sums, add_sums
+
+_SAMPLES_SHOWN = 3
+_ROWS_KEPT, _CELL_CHARS = 200, 4000  # the tracker's table is rewritten each time
+
+
+class Progress:
+    """The table of steps with the line below it, and the trend of one metric."""
+
+    def __init__(self, cfg: Config, console: Console):
+        self._console, self._num_steps = console, cfg.steps
+        self._every = cfg.report.console.table_every
+        self._headline = cfg.objective.headline
+        self._trend: list[float] = []
+        self._last: float | None = None
+        self._step_seconds: list[float] = []
+        self._window: Sums = {}
+        self._columns = text.table_columns(
+            cfg.objective.samples, spark=self._spark, has_ratio=cfg.batch.updates_per_step > 1
+        )
+
+    def resume(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Take up the metrics of earlier attempts."""
+        values = [row.get(self._headline) for row in rows]
+        self._trend = [value for value in values if value is not None]
+
+    def show(self, step: int, sums: Sums, *, step_s: float) -> None:
+        """Count in one finished step; write a row of the table where one is due, and the line."""
+        self._step_seconds.append(step_s)
+        self._window = add_sums(self._window, sums)
+        self._last = values_of(sums).get(self._headline)
+        if self._last is not None:
+            self._trend.append(self._last)
+        done = step + 1
+        left_s = text.time_left(self._step_seconds, self._num_steps - done)
+        line = text.progress_line(done, self._num_steps, left_s=left_s, step_s=step_s)
+        if done % self._every == 0 or done == self._num_steps or done == 1:
+            row = values_of(self._window) | {"step": done}
+            self._window = {}
+            row |= {} if left_s is None else {"left_s": left_s}
+            had_header = self._console.table_row(self._columns, row, every=self._every)
+            if had_header and not self._console.is_live:
+                self._console.line(line)
+        self._console.progress(line)
+
+    def summary(self) -> str:
+        """Compare the last step with the first, over all attempts; empty if it has no value."""
+        if self._last is None:
+            return ""
+        return (
+            f"{self._headline} {self._trend[0]:.3f} in the first step, "
+            f"{self._last:.3f} in the last (of these single steps)"
+        )
+
+    def _spark(self) -> str:
+        return text.sparkline(self._trend, width=10, blocks=self._console.blocks())
+
+
+class Samples:
+    """Samples of the run: a few on the console, all of a due step in a file and a table."""
+
+    def __init__(self, cfg: Config, console: Console, *, file: JsonLines):
+        self._file, self._console = file, console
+        self._shown_every = cfg.report.console.samples_every
+        self._every = self._shown_every or cfg.report.console.table_every
+        self._rows: deque[dict[str, Any]] = deque(maxlen=_ROWS_KEPT)
+
+    def resume(self, rows: Sequence[dict[str, Any]]) -> None:
+        """Take up the samples of earlier attempts."""
+        for row in rows:
+            self._keep(row)
+
+    def add(self, step: int, samples: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """Show and write the samples of a step where they are due.
+
+        Returns: the newest samples of the run for a table, where there are new ones.
+        """
+        if not samples or step % self._every:
+            return []
+        for sample in samples[:_SAMPLES_SHOWN] if self._shown_every else ():
+            self._console.line(text.sample_text(dict(sample)))
+        for sample in samples:
+            self._file.append({"step": step, **sample})
+            self._keep({"step": step, **sample})
+        return list(self._rows)
+
+    def _keep(self, row: dict[str, Any]) -> None:
+        short = {k: v[:_CELL_CHARS] if isinstance(v, str) else v for k, v in row.items()}
+        self._rows.append(short)
