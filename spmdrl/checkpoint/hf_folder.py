@@ -74,7 +74,13 @@ class Ranks:
 
 
 def write_folder(
-    checkpoint: Path, out: Path, *, model: ModelSettings, dtype: str, max_file_bytes: int, ranks: Ranks
+    checkpoint: Path,
+    out: Path,
+    *,
+    model: ModelSettings,
+    dtype: str,
+    max_file_bytes: int,
+    ranks: Ranks,
 ) -> None:
     """Write the weights of a whole checkpoint, adapters merged, beside the small files of `model`.
 

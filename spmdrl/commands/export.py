@@ -75,7 +75,9 @@ def export(
             write_folder(
                 folder,
                 made,
-                model=ModelSettings(path=base, tokenizer=tokenizer or words, trust_remote_code=trusts),
+                model=ModelSettings(
+                    path=base, tokenizer=tokenizer or words, trust_remote_code=trusts
+                ),
                 dtype=dtype,
                 max_file_bytes=int(max_shard_gib * 2**30),
                 ranks=ranks,
