@@ -264,11 +264,8 @@ class Console:
         return "\r\x1b[K" if self._live else ""
 
     def _encodes(self, text: str) -> bool:
-        try:
-            text.encode(self.stream.encoding or "ascii")
-        except UnicodeEncodeError:
-            return False
-        return True
+        encoding = self.stream.encoding or "ascii"
+        return text.encode(encoding, "ignore").decode(encoding) == text
 
     def _write(self, text: str) -> None:
         encoding = self.stream.encoding or "ascii"

@@ -118,16 +118,13 @@ class _Quiet:
         self._inner = stream
 
     def write(self, text: str) -> int:
-        try:
-            return self._inner.write(text)
-        except (OSError, ValueError):  # no room, or closed while another thread still logs
-            return len(text)
+        with contextlib.suppress(OSError, ValueError):  # no room, or closed while others still log
+            self._inner.write(text)
+        return len(text)
 
     def flush(self) -> None:
-        try:
+        with contextlib.suppress(OSError, ValueError):  # as above
             self._inner.flush()
-        except (OSError, ValueError):  # as above
-            return
 
 
 class _Tee:

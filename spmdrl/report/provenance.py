@@ -36,6 +36,10 @@ _PACKAGES = (
 
 def describe_environment() -> dict[str, Any]:
     """Return package versions, git revision, command line and machine, ready for JSON."""
+    installed = {
+        package.name.lower().replace("_", "-"): package.version
+        for package in importlib.metadata.distributions()
+    }
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return {
         "command": sys.argv,
@@ -45,16 +49,9 @@ def describe_environment() -> dict[str, Any]:
         "cpus": os.cpu_count(),
         "gpus": gpus,
         "cuda": torch.version.cuda,
-        "packages": {name: version for name in _PACKAGES if (version := _version(name))},
+        "packages": {name: installed[name] for name in _PACKAGES if name in installed},
         "git": git_revision(Path(__file__).resolve().parents[2]),
     }
-
-
-def _version(name: str) -> str | None:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:  # most packages of the list are optional
-        return None
 
 
 def git_revision(folder: Path) -> dict[str, Any] | None:
