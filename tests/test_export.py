@@ -157,9 +157,9 @@ def test_the_two_commands_export_a_run_and_ask_the_folder(run, tmp_path):
     folder, _ = run
     out = tmp_path / "out"
     for command in (
-        ["spmdrl.commands.export", str(folder), "--out", str(out)],
+        ["export", str(folder), "--out", str(out)],
         [
-            "spmdrl.commands.ask",
+            "ask",
             str(out),
             "--task",
             "task:addition",
@@ -172,7 +172,7 @@ def test_the_two_commands_export_a_run_and_ask_the_folder(run, tmp_path):
         ],
     ):
         done = subprocess.run(
-            [sys.executable, "-m", *command],
+            [sys.executable, "-m", "spmdrl", *command],
             capture_output=True,
             text=True,
             timeout=300,

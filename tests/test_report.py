@@ -100,8 +100,8 @@ def test_aliases_come_besides_our_names() -> None:
 
 def test_the_page_of_metrics_is_the_glossary() -> None:
     path = Path(__file__).parents[1] / "docs" / "metrics.md"
-    assert path.read_text() == glossary.page() + "\n", (
-        "run: python -m spmdrl.report.glossary > docs/metrics.md"
+    assert path.read_text() == glossary.page(), (
+        "run: python -m spmdrl catalogue metrics > docs/metrics.md"
     )
 
 

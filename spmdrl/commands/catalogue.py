@@ -1,8 +1,9 @@
-"""Print the page of all losses, advantages and corrections, from their docstrings.
+"""Print the page of all methods, or of all metrics, from what the code says of them.
 
     python -m spmdrl catalogue > docs/algorithms.md
+    python -m spmdrl catalogue metrics > docs/metrics.md
 
-For whoever adds or changes a method: the page is made anew, never edited.
+For whoever adds or changes one: the pages are made anew, never edited.
 """
 
 from __future__ import annotations
@@ -118,13 +119,19 @@ def _cell(text: str) -> str:
 
 
 def main() -> None:
-    """Print the page."""
-    argparse.ArgumentParser(
+    """Print a page."""
+    parser = argparse.ArgumentParser(
         prog="python -m spmdrl catalogue",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         description=__doc__,
-    ).parse_args()
-    print(page(), end="")
+    )
+    parser.add_argument("of", nargs="?", choices=("methods", "metrics"), default="methods")
+    if parser.parse_args().of == "methods":
+        print(page(), end="")
+    else:
+        from spmdrl.report import glossary
+
+        print(glossary.page(), end="")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Every metric in one place: unit, estimator, denominator, meaning, and its name elsewhere.
 
-`python -m spmdrl.report.glossary > docs/metrics.md` writes the page for people.
+`python -m spmdrl catalogue metrics > docs/metrics.md` writes the page for people.
 """
 
 from __future__ import annotations
@@ -720,7 +720,7 @@ def page() -> str:
     lines = [
         "# Metrics",
         "",
-        "Written by `python -m spmdrl.report.glossary > docs/metrics.md`; edit "
+        "Written by `python -m spmdrl catalogue metrics > docs/metrics.md`; edit "
         "`spmdrl/report/glossary.py` instead.",
         "",
         "A metric is a sum over the whole world divided by a count over the whole world, so it",
@@ -753,8 +753,4 @@ def page() -> str:
         "`system/...` in MLflow are MLflow's own: CPU, memory, disk, network and GPU of",
         "rank 0's machine, every 10 s.",
     ]
-    return "\n".join(lines)
-
-
-if __name__ == "__main__":
-    print(page())
+    return "\n".join(lines) + "\n"
