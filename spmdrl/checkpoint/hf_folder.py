@@ -107,8 +107,9 @@ def write_folder(
 
     def write() -> None:
         parts = file_tensors(build_meta_model(replace(model, path=str(out)), is_scalar=is_scalar))
-        base = model_folder(model.path)
-        weights = MergedWeights(saved, base, parts) if saved.has_adapters else saved
+        weights: SavedWeights | MergedWeights = saved
+        if saved.has_adapters:
+            weights = MergedWeights(saved, model_folder(model.path), parts)
         _write_weights(weights, out, parts=parts, dtype=cast, limit=max_file_bytes, ranks=ranks)
 
     ranks.all(write)
