@@ -96,19 +96,7 @@ def parse(argv: Sequence[str], *, world_size: int) -> CommandLine:
             file=sys.stderr,
         )
     cfg = evaluation_config(asked, model=model, world_size=world_size)
-    empty = (
-        []
-        if cfg.data.eval
-        else ["data.eval: is empty; name held-out rows, e.g. --data.eval problems.jsonl"]
-    )
-    refuse(
-        empty
-        or [
-            p.replace("data.train", "data.eval").replace("data.size", "data.eval_size")
-            for p in validate(cfg)
-        ],
-        of=file,
-    )
+    refuse(_problems(cfg), of=file)
     name = Path(model).resolve().name if Path(model).exists() else model.replace("/", "_")
     return CommandLine(
         model,
@@ -118,6 +106,16 @@ def parse(argv: Sequence[str], *, world_size: int) -> CommandLine:
         chosen.which,
         cfg,
     )
+
+
+def _problems(cfg: Config) -> list[str]:
+    """Return what is wrong with what is to be evaluated, as this command's fields are called."""
+    if not cfg.data.eval:
+        return ["data.eval: is empty; name held-out rows, e.g. --data.eval problems.jsonl"]
+    return [
+        problem.replace("data.train", "data.eval").replace("data.size", "data.eval_size")
+        for problem in validate(cfg)
+    ]
 
 
 _HELP = """--out FILE
