@@ -73,7 +73,7 @@ def _resident() -> int:
 
 def _touch(engine: object) -> None:
     """Write to all of the cache: only then does the host give pages."""
-    for layer in engine._cache.layers.values():
+    for layer in engine._runner.cache.layers.values():
         for part in layer:
             part.fill_(1.0)
 
@@ -87,7 +87,7 @@ def _sleep(cfg: Config) -> dict:
     before = _drawn(engine)
     _touch(engine)
     addresses = [p.data_ptr() for p in engine.model.parameters()]
-    held, resident, cache = engine.held_bytes(), _resident(), engine._cache.nbytes
+    held, resident, cache = engine.held_bytes(), _resident(), engine._runner.cache.nbytes
     engine.sleep(keeps_weights=False)
     freed = {"counted": held - engine.held_bytes(), "resident": resident - _resident()}
     engine.wake("weights")

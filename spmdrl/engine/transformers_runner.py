@@ -1,0 +1,230 @@
+"""A transformers model, whole, with keys and values of sequences: forward passes to draw and score.
+
+Shape letters: t tokens of a packed row, L layers with experts, K experts per token, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from spmdrl.config import Config
+from spmdrl.engine.kv_cache import KVCache, Work, register_attention
+from spmdrl.engine.protocol import Completion, Request, route_dtype
+from spmdrl.model.attention import pick_attention
+from spmdrl.model.blocks import experts_modules
+from spmdrl.model.head import head_chunk_tokens
+from spmdrl.model.load import load_whole_model
+from spmdrl.model.packing import Packing, make_packing
+from spmdrl.model.sharded import packs
+from spmdrl.types import flat
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class Sampled:
+    """A request and what was drawn for it."""
+
+    request: Request
+    seed: int
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    routes: list[Tensor] = field(default_factory=list)
+    """[n, L, K] of consecutive tokens from the first on, under model.moe.replay."""
+    num_routed: int = 0
+
+    @property
+    def all_tokens(self) -> tuple[int, ...]:
+        """Prompt and response."""
+        return (*self.request.prompt, *self.tokens)
+
+    @property
+    def num_tokens(self) -> int:
+        """Of prompt and response."""
+        return len(self.request.prompt) + len(self.tokens)
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether the last token ends it."""
+        return bool(self.tokens) and self.tokens[-1] in self.request.stop_token_ids
+
+    def completion(self, *, is_truncated: bool) -> Completion:
+        """Return what was drawn."""
+        return Completion(
+            self.request.key,
+            flat(self.tokens, "int64"),
+            flat(self.logprobs, "float32"),
+            flat(self.versions, "int64"),
+            is_truncated,
+            torch.cat(self.routes) if self.routes else None,
+        )
+
+    def went(self, routes: Tensor, *, first: int) -> None:
+        """Take the routes [n, L, K] of the tokens from `first` on; those of tokens that are
+        computed anew are not taken."""
+        if first + len(routes) > self.num_routed:
+            self.routes.append(routes[self.num_routed - first :].clone())
+            self.num_routed = first + len(routes)
+
+
+class _Routes:
+    """What the routers of a model chose in the latest forward pass over a row."""
+
+    def __init__(self, hf_model: nn.Module):
+        layers = list(experts_modules(hf_model).values())
+        self._dtype = route_dtype(max(experts.num_experts for experts in layers))
+        self._chosen: deque[Tensor] = deque(maxlen=len(layers))  # [t, K] of each
+        for experts in layers:
+            experts.register_forward_pre_hook(self._take, with_kwargs=True)
+
+    def _take(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        self._chosen.append(args[1] if len(args) > 1 else kwargs["top_k_index"])
+
+    def read(self) -> Tensor:
+        """Return the routes of the row's tokens, [t, L, K] on the CPU."""
+        return torch.stack(tuple(self._chosen), dim=1).to(self._dtype).cpu()
+
+
+class ModelRunner:
+    """One rank's model, and the cache of the sequences that it draws for.
+
+    Args:
+        cfg: uses model, engine and the lengths in data and sampling.
+        device: of both.
+        longest: tokens of the longest sequence.
+    Raises: ValueError when the model cannot be loaded, or the cache has no room for a sequence.
+    """
+
+    def __init__(self, cfg: Config, device: torch.device, *, longest: int):
+        self._cfg, self._device, self._longest = cfg, device, longest
+        dtype = getattr(torch, cfg.engine.dtype)
+        register_attention()
+        self.hf_model = load_whole_model(
+            cfg.model, attention="spmdrl_cached", dtype=dtype, device=device
+        )
+        self._routes = _Routes(self.hf_model) if cfg.model.moe.replay else None
+        config = self.hf_model.config
+        self._kernel = pick_attention(
+            "auto",
+            device=device,
+            dtype=dtype,
+            has_softcap=getattr(config, "attn_logit_softcapping", None) is not None,
+        )
+        self.cache = KVCache(1, 1)
+        self.next_logits([Sampled(Request("", (0,), 1, 0.0, None, ()), 0)], old=0)
+        self.cache = self.cache.resized(self._fitting_slots(), longest)
+        log.info(
+            "engine: transformers, %d sequences at a time, %d bytes of keys and values",
+            self.cache.num_slots,
+            self.cache.nbytes,
+        )
+
+    def _fitting_slots(self) -> int:
+        engine, per_sequence = self._cfg.engine, self.cache.nbytes * self._longest
+        what, room = "cpu_kv_cache_gib", int(engine.cpu_kv_cache_gib * 2**30)
+        if self._device.type == "cuda":
+            free, total = torch.cuda.mem_get_info(self._device)
+            what = "gpu_memory_frac"
+            room = int(engine.gpu_memory_frac * total) - total + free
+        if room < per_sequence:
+            raise ValueError(
+                f"engine.{what}: {getattr(engine, what)} leaves {max(0, room):,} bytes for keys "
+                f"and values, and a sequence of {self._longest} tokens (data.max_prompt_tokens + "
+                f"sampling.max_response_tokens) takes {per_sequence:,}; raise it"
+            )
+        return min(engine.max_num_seqs, room // per_sequence)
+
+    def next_logits(self, sequences: Sequence[Sampled], *, old: int) -> Tensor:
+        """Return the logits of each sequence's next token, [len(sequences), V].
+
+        Args:
+            sequences: the i-th has slot i; the first `old` have all but their last token in the
+                cache, the others nothing.
+        """
+        prompts: dict[tuple[int, ...], int] = {}  # {tokens: where they begin in the row}
+        tokens: list[int] = []
+        positions: list[int] = []
+        kept: list[int] = []
+        slots: list[int] = []
+        last: list[int] = []  # where in the row each sequence ends
+        for slot, sequence in enumerate(sequences[old:], start=old):
+            own = sequence.all_tokens
+            if own not in prompts:
+                prompts[own] = len(tokens)
+                tokens += own
+                positions += range(len(own))
+            kept += range(prompts[own], prompts[own] + len(own))
+            slots += [slot] * len(own)
+            last.append(prompts[own] + len(own) - 1)
+        num, lengths = len(tokens), [sequence.num_tokens for sequence in sequences[:old]]
+        tokens += [sequence.tokens[-1] for sequence in sequences[:old]]
+        positions += [length - 1 for length in lengths]
+        row = range(num, len(tokens))
+        at = self.tensor(positions)
+        where = self.tensor([*row, *kept])
+        work = Work(
+            self.cache,
+            self._kernel,
+            packing=self._packing([len(own) for own in prompts]),
+            num_prompt_tokens=num,
+            kept=where,
+            slots=self.tensor([*range(old), *slots]),
+            positions=at[where],
+            lengths=self.tensor(lengths),
+            longest=max(lengths, default=0),
+        )
+        logits = self._logits(tokens, at, work=work, wanted=self.tensor([*row, *last]))
+        if self._routes:
+            found = self._routes.read()
+            for sequence, end in zip(sequences, (*row, *last)):
+                count = 1 if end >= num else sequence.num_tokens
+                sequence.went(found[end + 1 - count : end + 1], first=sequence.num_tokens - count)
+        return logits
+
+    def _logits(
+        self, tokens: Sequence[int], positions: Tensor, *, work: Work, wanted: Tensor
+    ) -> Tensor:
+        return self.hf_model(
+            input_ids=self.tensor(tokens)[None],
+            position_ids=positions[None],
+            use_cache=False,
+            logits_to_keep=wanted,
+            work=work,
+        ).logits[0]
+
+    def _packing(self, lengths: Sequence[int]) -> Packing | None:
+        if not lengths:
+            return None
+        return make_packing(lengths, self._device, padded=self._kernel == "padded")
+
+    def tensor(self, values: Sequence[int]) -> Tensor:
+        """Return whole numbers as int64 on the model's device."""
+        return torch.tensor(values, dtype=torch.int64, device=self._device)
+
+    @torch.inference_mode()
+    def score(self, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
+        """Return per sequence [len] float32 natural logprobs at temperature 1; first is 0."""
+        scored: list[Tensor] = []
+        for rows in packs(sequences, head_chunk_tokens(self._cfg.model, self.hf_model)):
+            lengths = [len(row) for row in rows]
+            tokens = [token for row in rows for token in row]
+            positions = self.tensor([at for length in lengths for at in range(length)])
+            work = Work(
+                None, self._kernel, packing=self._packing(lengths), num_prompt_tokens=len(tokens)
+            )
+            logits = self._logits(
+                tokens, positions, work=work, wanted=self.tensor(range(len(tokens) - 1))
+            )
+            logprobs = torch.log_softmax(logits.float(), dim=-1)
+            own = logprobs.gather(1, self.tensor(tokens[1:])[:, None])[:, 0]
+            own = torch.cat([own.new_zeros(1), own]).masked_fill(positions == 0, 0.0)
+            scored += own.cpu().split(lengths)
+        return scored
