@@ -42,7 +42,7 @@ def train(cfg: Config, world: World) -> int:
     source = make_source(cfg, world, tokenizer=tokenizer)  # leaders of replicas: reward workers
     engine = make_engine(cfg, world)  # meets; inference ranks: an engine; others: nothing
     trainer = Trainer(cfg, world)  # meets; trainer ranks: shards; others: nothing
-    stream = WeightStream(trainer, engine, world)  # meets: which slice goes to whom
+    stream = WeightStream(trainer.weights, engine, world)  # meets: which slice goes to whom
     checkpoints = Checkpointer(cfg, world)
     state = checkpoints.restore(trainer, source)  # meets
     stream.release()  # colocated: the engines' memory is the trainers', until the next push

@@ -137,7 +137,7 @@ def measure(options: Options, cfg: Config, *, folder: Path) -> dict:
         )
     dist.barrier(group=world.control)
     engine, trainer = VllmEngine(cfg, world), Trainer(cfg, world)
-    stream = WeightStream(trainer, engine, world)
+    stream = WeightStream(trainer.weights, engine, world)
     plain = plain_exchange(stream, world)
     stream.push(0)
     plain()

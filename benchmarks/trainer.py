@@ -218,7 +218,7 @@ def main(options: Options) -> None:
 def check_same_weights(model: nn.Module, trainer: Trainer, *, steps: int) -> None:
     """Raise AssertionError unless both took the same steps: AdamW moves a weight by up to the
     learning rate in each, and the two must stay within a tenth of that way, in the mean."""
-    own = trainer.named_shards()
+    own = trainer.weights.shards()
     for name, weight in model.named_parameters():
         gap = float((own[name].full_tensor() - weight).abs().mean()) / (LR * steps)
         assert gap < 0.1, f"{name} is {gap:.3f} of the way apart: the two did not do the same work"

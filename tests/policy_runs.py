@@ -162,5 +162,5 @@ def full_parameters(trainer: object) -> dict[str, Tensor]:
     """Gather every parameter; all trainer ranks take part."""
     return {
         name: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach().clone()
-        for name, p in trainer.named_shards().items()
+        for name, p in trainer.weights.shards().items()
     }

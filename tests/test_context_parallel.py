@@ -233,7 +233,7 @@ def _on_ranks(cfg: Config, rows: list[list[int]]) -> dict:
         "gathered": _most_gathered(cp.get_local_rank(), cp.get_group()),
         "dp": (world.dp_index(world.rank), world.dp_size, world.speaks_for_dp),
     }
-    found["scores"] = Trainer(cfg, world).score(rows)
+    found["scores"] = Trainer(cfg, world).weights.score(rows)
     world.close()
     return found
 

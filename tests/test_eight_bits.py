@@ -123,8 +123,8 @@ def _train(cfg: Config) -> dict[str, dict]:
                 for t in kept
             ),
         }
-    found["large"] = sum(p.numel() for p in trainer.named_shards().values() if p.numel() >= 4096)
-    found["small"] = sum(p.numel() for p in trainer.named_shards().values() if p.numel() < 4096)
+    found["large"] = sum(p.numel() for p in trainer.weights.shards().values() if p.numel() >= 4096)
+    found["small"] = sum(p.numel() for p in trainer.weights.shards().values() if p.numel() < 4096)
     world.close()
     return found
 
@@ -156,7 +156,7 @@ def _resumed(cfg: Config, save: bool) -> dict[str, Tensor]:
         for name, kept in part.items()
     }
     update(trainer, own, step=2)
-    local = {name: local_part(p).clone() for name, p in trainer.named_shards().items()}
+    local = {name: local_part(p).clone() for name, p in trainer.weights.shards().items()}
     world.close()
     return local | moments
 

@@ -48,7 +48,7 @@ def push_from_each(cfgs: dict[str, Config]) -> dict[str, dict[str, Any]]:
         world = world_under(base, cfg)
         started = parameters_loaded(engine, weights) if world.is_inference else []
         trainer = Trainer(cfg, world)
-        stream = WeightStream(trainer, engine, world)
+        stream = WeightStream(trainer.weights, engine, world)
         change(trainer, 0.02 * (number + 1))
         stream.push(number + 1)
         state = whole_state(trainer, world)

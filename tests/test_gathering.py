@@ -99,7 +99,7 @@ def _in_all_ways(cfg: Config) -> dict[str, dict]:
             "sums": sums,
             "jobs": len(jobs[0]),
             "waiting": waiting[1],
-            "numel": sum(p.numel() for p in trainer.named_shards().values()),
+            "numel": sum(p.numel() for p in trainer.weights.shards().values()),
         }
     world.close()
     return found

@@ -119,7 +119,7 @@ def _steps(cfg: Config, sleeps: bool) -> dict:
 
     world = World.start(cfg)
     engine, trainer = make_engine(cfg, world), Trainer(cfg, world)
-    stream = WeightStream(trainer, engine, world)
+    stream = WeightStream(trainer.weights, engine, world)
     drawn, pushed, levels = [], [], []
     for step in range(3):
         if step:

@@ -79,7 +79,7 @@ def _one(cfg: Config) -> dict:
     sum((torch.linspace(-1, 2, len(row)) * row).sum() for row in rows).backward()
     found["logprobs"] = [row.detach() for row in rows]
     found["gradients"] = {
-        n: p.grad.full_tensor() for n, p in trainer.named_shards().items() if p.grad is not None
+        n: p.grad.full_tensor() for n, p in trainer.weights.shards().items() if p.grad is not None
     }
     trainer.policy.optimizer.zero_grad()
     found["sums"] = update(trainer, own, step=0)
@@ -96,7 +96,7 @@ def _one(cfg: Config) -> dict:
     trainer = Trainer(half, world)
     _set_b(trainer)
     found["half"] = update(trainer, own, step=0)
-    found["dtypes"] = {n: p.dtype for n, p in trainer.named_shards().items()}
+    found["dtypes"] = {n: p.dtype for n, p in trainer.weights.shards().items()}
     world.close()
     return found
 
@@ -177,7 +177,7 @@ def _save(cfg: Config) -> dict:
     for step in range(2):
         update(trainer, own, step=step)
     Checkpointer(cfg, world).maybe_save(1, trainer, SmallSource(world), stop=True)
-    held = Held(trainer.named_shards(), trainer.parts(), trainer.deltas())
+    held = Held(trainer.weights.shards(), trainer.weights.parts, trainer.weights.deltas())
     values = []
     for name, boxes in held.boxes().items():
         for box in boxes:
@@ -359,7 +359,7 @@ def _scores(cfg: Config) -> Tensor:
     from spmdrl.world import World
 
     world = World.start(cfg)
-    (scores,) = Trainer(cfg, world).score(_tokens().tolist())
+    (scores,) = Trainer(cfg, world).weights.score(_tokens().tolist())
     world.close()
     return scores
 

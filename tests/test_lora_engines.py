@@ -41,7 +41,7 @@ def _train(trainer: Any, step: int) -> None:
     """Change the adapters alone, by a function of their values."""
     if step == 0:
         _set_b(trainer)
-    for name, tensor in trainer.named_shards().items():
+    for name, tensor in trainer.weights.shards().items():
         if "lora" in name:
             local = local_part(tensor)
             local.add_(0.02 * step * torch.sin(1000 * local + step))
@@ -60,7 +60,7 @@ def _push(cfg: Config) -> dict[str, Any]:
 
     world = World.start(cfg)
     engine, trainer = make_engine(cfg, world), Trainer(cfg, world)
-    stream = WeightStream(trainer, engine, world)
+    stream = WeightStream(trainer.weights, engine, world)
     is_own = cfg.model.lora.pushes_adapter
     found: dict[str, Any] = {"mode": stream.mode, "differing": [], "probes": [], "bytes": []}
     for version in range(3):
@@ -85,7 +85,7 @@ def _push(cfg: Config) -> dict[str, Any]:
         else:
             own = {n: p.detach().clone() for n, p in engine.model.named_parameters()}
             merged = _merged({f"live {n}": t for n, t in state.items()} | state, scale=SCALE)
-            held = Held(merged, trainer.parts())
+            held = Held(merged, trainer.weights.parts)
             in_files = {n: held.value(n, box).read() for n, (box,) in held.boxes().items()}
             right = dict(zip(own, parameters_loaded(engine, in_files)))
         found["differing"] += [n for n, t in own.items() if not torch.equal(t, right[n])]
@@ -161,7 +161,7 @@ def _sample(cfg: Config) -> dict[str, float]:
 
     world = World.start(cfg)
     engine, trainer = make_engine(cfg, world), Trainer(cfg, world)
-    stream = WeightStream(trainer, engine, world)
+    stream = WeightStream(trainer.weights, engine, world)
     for step in range(2):
         _train(trainer, step)
     stream.push(1)
@@ -173,9 +173,9 @@ def _sample(cfg: Config) -> dict[str, float]:
     while engine.is_busy:
         done |= {c.key: plain(c) for c in engine.step()}
     rows = [(*prompt, *done[str(i)].tokens) for i, prompt in enumerate(PROMPTS)]
-    ours = [s[-4:] for s in trainer.score(rows)]
+    ours = [s[-4:] for s in trainer.weights.score(rows)]
     with trainer.policy.model.adapters.off():
-        base = [s[-4:] for s in trainer.score(rows)]
+        base = [s[-4:] for s in trainer.weights.score(rows)]
     theirs = [torch.tensor(done[str(i)].logprobs) for i in range(len(PROMPTS))]
     found = {
         "gap": max(float((a - b).abs().max()) for a, b in zip(ours, theirs)),

@@ -195,7 +195,7 @@ def _norms(cfgs: list[Config]) -> list[dict]:
         _set_b(trainer)
         own = batch(world.dp_index(world.rank), world.dp_size)
         sums = update(trainer, own, step=0)
-        shards = trainer.named_shards()
+        shards = trainer.weights.shards()
         experts = {n: p.dtype for n, p in shards.items() if ".experts." in n}
         found.append(
             {
@@ -246,7 +246,7 @@ def _scored(cfg: Config, tokens: list[list[int]]) -> tuple[list[Tensor], dict[st
 
     world = World.start(cfg)
     trainer = Trainer(cfg, world)
-    scores, whole = trainer.score(tokens), full_parameters(trainer)
+    scores, whole = trainer.weights.score(tokens), full_parameters(trainer)
     world.close()
     return scores, whole
 

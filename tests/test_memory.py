@@ -301,7 +301,7 @@ def _resumed(cfg: Config, save: bool) -> dict[str, Tensor]:
             Checkpointer(other, world).restore(Trainer(other, world), SmallSource(world))
     trainer, own = after_two_updates(cfg, world, save=save)
     update(trainer, own, step=2)
-    local = {name: local_part(p).clone() for name, p in trainer.named_shards().items()}
+    local = {name: local_part(p).clone() for name, p in trainer.weights.shards().items()}
     world.close()
     return local
 

@@ -46,7 +46,7 @@ CASES = {  # engine, family, dtype, layout
 
 def in_files(state: dict[str, Tensor], trainer: Any) -> dict[str, Tensor]:
     """The tensors of the files, cut from whole live ones."""
-    held = Held(state, trainer.parts())
+    held = Held(state, trainer.weights.parts)
     return {name: held.value(name, box).read() for name, (box,) in held.boxes().items()}
 
 
@@ -59,7 +59,7 @@ def push_and_compare(cfg: Config) -> dict[str, Any]:
 
     world = World.start(cfg)
     engine, trainer = make_engine(cfg, world), Trainer(cfg, world)
-    stream = WeightStream(trainer, engine, world)
+    stream = WeightStream(trainer.weights, engine, world)
     found: dict[str, Any] = {"mode": stream.mode, "differing": []}
     found["probes"] = [stream.probe(PROMPTS)]
     for version in (1, 2):

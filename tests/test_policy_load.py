@@ -139,8 +139,8 @@ def _shards(cfg: Config, folder: str) -> dict:
     tensors = {}
     for file in Path(folder).glob("*.safetensors"):
         tensors |= load_file(file)
-    shards = trainer.named_shards()
-    assert list(shards) == list(trainer.names())
+    shards = trainer.weights.shards()
+    assert list(shards) == list(trainer.weights.names)
     held = 0
     for name, parameter in shards.items():
         local = parameter.detach().to_local()
@@ -155,7 +155,7 @@ def _shards(cfg: Config, folder: str) -> dict:
             assert view.shape == local.shape and torch.equal(view, local), name
             assert torch.equal(local, tensors[name][part]), f"rank {world.rank}: {name} differs"
         held += local.numel()
-    scores = trainer.score([[5, 6, 7, 8], [9, 10]])
+    scores = trainer.weights.score([[5, 6, 7, 8], [9, 10]])
     names = set(shards)
     world.close()
     return {"held": held, "scores": scores, "names": names}
@@ -221,9 +221,9 @@ def _beside_an_engine(cfg: Config, broken: Config) -> dict:
     trainer = Trainer(cfg, world)
     empty = torch.empty(0)
     result = {
-        "names": trainer.names(),
-        "shards": len(trainer.named_shards()),
-        "score": trainer.score([[5, 6]]),
+        "names": trainer.weights.names,
+        "shards": len(trainer.weights.shards()),
+        "score": trainer.weights.score([[5, 6]]),
     }
     if not world.is_trainer:
         nothing = Batch(scalars=None, updates=(), update_ids=empty)

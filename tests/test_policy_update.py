@@ -145,10 +145,10 @@ def _supervised(cfg: Config, world: object, trainer_class: type) -> dict:
 
 
 def _same_storage(trainer: object) -> bool:
-    before = [p.detach().to_local().data_ptr() for p in trainer.named_shards().values()]
+    before = [p.detach().to_local().data_ptr() for p in trainer.weights.shards().values()]
     update(trainer, batch(0, 1), step=0)
-    trainer.score([[5, 6, 7]])
-    return before == [p.detach().to_local().data_ptr() for p in trainer.named_shards().values()]
+    trainer.weights.score([[5, 6, 7]])
+    return before == [p.detach().to_local().data_ptr() for p in trainer.weights.shards().values()]
 
 
 def test_supervised_loss_falls_and_storage_stays(tmp_path):

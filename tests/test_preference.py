@@ -280,7 +280,7 @@ def _train(cfg: Config, world: object, *, steps: int, trainer: object = None) ->
         sums.append(trainer.update(batch, advantages_of(batch, cfg, world, step=step), step=step))
     whole = {
         name: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach().clone()
-        for name, p in trainer.named_shards().items()
+        for name, p in trainer.weights.shards().items()
     }
     return {"sums": sums, "parameters": whole}
 

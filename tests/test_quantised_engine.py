@@ -40,7 +40,7 @@ def _push(cfg: Config, target: str | None) -> dict[str, Any]:
     engine, trainer = make_engine(cfg, world), Trainer(cfg, world)
     found: dict[str, Any] = {"probes": [], "error": ""}
     if target:
-        stream = WeightStream(trainer, engine, world)
+        stream = WeightStream(trainer.weights, engine, world)
         found["mode"] = stream.mode
         for version in (1, 2):
             change(trainer, 0.02)

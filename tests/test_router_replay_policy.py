@@ -243,7 +243,7 @@ def trained(cfg: Config, layers: int) -> dict[str, Any]:
     trainer = Trainer(cfg, world)
     own = routed_batch(world.dp_index(world.rank), world.dp_size, layers)
     columns = trainer.annotate(own, step=0).columns
-    score = trainer.score([sequence(0).tolist()])[0]
+    score = trainer.weights.score([sequence(0).tolist()])[0]
     sums = [update(trainer, own, step=step) for step in range(2)]
     whole = full_parameters(trainer)
     world.close()
@@ -336,7 +336,7 @@ def annotated(cfg: Config) -> dict[str, Tensor]:
     world = World.start(cfg)
     trainer = Trainer(cfg, world)
     columns = [c for part in trainer.annotate(routed_batch(0, 1, 2), step=0).columns for c in part]
-    score = trainer.score([sequence(0).tolist()])[0]
+    score = trainer.weights.score([sequence(0).tolist()])[0]
     world.close()
     return {
         "score": score,

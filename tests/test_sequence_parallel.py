@@ -22,7 +22,7 @@ def _tokens_between(trainer: object) -> set[int]:
         handles.append(
             block.register_forward_pre_hook(lambda module, args: seen.add(args[0].shape[1]))
         )
-    trainer.score(ROWS)
+    trainer.weights.score(ROWS)
     for handle in handles:
         handle.remove()
     return seen

@@ -49,7 +49,7 @@ def make_config(
 
 def change(trainer: Any, scale: float) -> None:
     """Change every weight, by a function of its value, so that all copies stay equal."""
-    for p in trainer.named_shards().values():
+    for p in trainer.weights.shards().values():
         local = local_part(p)
         local.add_(scale * torch.sin(1000 * local + scale))
 
@@ -60,7 +60,7 @@ def whole_state(trainer: Any, world: Any) -> dict[str, Tensor]:
 
     mine = {
         n: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach().numpy()
-        for n, p in trainer.named_shards().items()
+        for n, p in trainer.weights.shards().items()
     }
     first = gather_objects(mine if world.rank == 0 else None, group=world.control)[0]
     return {n: torch.from_numpy(a) for n, a in first.items()}
@@ -84,9 +84,9 @@ def push_and_compare(cfg: Config, also_reload: bool) -> dict[str, Any]:
 
     world = World.start(cfg)
     engine, trainer = make_engine(cfg, world), Trainer(cfg, world)
-    stream = WeightStream(trainer, engine, world)
+    stream = WeightStream(trainer.weights, engine, world)
     if also_reload:
-        reloading = WeightStream(trainer, engine, with_mode(world, "reload"))
+        reloading = WeightStream(trainer.weights, engine, with_mode(world, "reload"))
     found = {"mode": stream.mode, "sums": [], "differing": [], "moved": 0, "checked": 0}
     found["probe_at_start"] = stream.probe(PROMPTS)
     seen: list[list[Tensor]] = []
@@ -289,26 +289,21 @@ def test_engines_hold_the_trainers_weights_bit_for_bit_after_each_push(case, tmp
 class FileShards:
     """Trainer ranks that hold every tensor of a folder whole: names and weights, no model."""
 
+    adapter = None
+
     def __init__(self, folder: str, is_trainer: bool):
         from safetensors.torch import load_file
 
-        self.weights = load_file(Path(folder) / "model.safetensors")
-        self._is_trainer = is_trainer
+        weights = load_file(Path(folder) / "model.safetensors")
+        self.names = {n: (tuple(w.shape), w.dtype) for n, w in weights.items()}
+        self.parts = {name: Part.whole(name, tuple(w.shape)) for name, w in weights.items()}
+        self._shards = weights if is_trainer else {}
 
-    def names(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        return {n: (tuple(w.shape), w.dtype) for n, w in self.weights.items()}
-
-    def named_shards(self) -> dict[str, Tensor]:
-        return self.weights if self._is_trainer else {}
-
-    def parts(self) -> dict[str, Part]:
-        return {name: Part.whole(name, tuple(w.shape)) for name, w in self.weights.items()}
+    def shards(self) -> dict[str, Tensor]:
+        return self._shards
 
     def deltas(self) -> dict[str, Delta]:
         return {}
-
-    def adapter(self) -> None:
-        return None
 
 
 def _raise(weights: object) -> None:
@@ -324,14 +319,14 @@ def stream_refusals(cfg: Config) -> dict[str, str]:
 
     world = World.start(cfg)
     vllm_internals.keep_expert_weights_live = lambda: None  # as in a version that it does not serve
-    engine, trainer = VllmEngine(cfg, world), FileShards(cfg.model.path, world.is_trainer)
+    engine, weights = VllmEngine(cfg, world), FileShards(cfg.model.path, world.is_trainer)
     refusals = {}
     reload = engine.reload_weights
     for mode in ("traced", "failing", "auto"):
         # It raises for DeepSeek-V3 on the CPU. Last comes its own, which changes the engine.
         engine.reload_weights = reload if mode == "auto" else _raise
         try:
-            WeightStream(trainer, engine, with_mode(world, mode.replace("failing", "auto")))
+            WeightStream(weights, engine, with_mode(world, mode.replace("failing", "auto")))
         except ValueError as error:
             refusals[mode] = str(error)
     engine.close()

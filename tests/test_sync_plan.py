@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spmdrl.model.shards import Box
-from spmdrl.sync.plan import Plan, Want, make_plan
+from spmdrl.sync.plan import StreamPlan, Want, make_plan
 from spmdrl.sync.prove import checksum
 
-DTYPES = {"bfloat16": 2, "float32": 4}
+DTYPES = (torch.bfloat16, torch.float32)
 BOUNDED = settings(max_examples=60, deadline=None, derandomize=True)
 
 
@@ -59,10 +59,10 @@ def make_case(seed: int) -> tuple[dict, list, list]:
     wants = [[] for _ in range(world)]
     per_tp = [[] for _ in range(tp)]
     for name, shape in shapes.items():
-        dtype = rng.choice(list(DTYPES))
+        dtype = rng.choice(DTYPES)
         for box in cut_at_random(Box((0,) * len(shape), shape), rng, cuts=rng.randrange(0, 5)):
             for at in rng.sample(range(tp), rng.randrange(1, tp + 1)):
-                per_tp[at].append(Want(name, box, dtype, DTYPES[dtype]))
+                per_tp[at].append(Want(name, box, dtype))
     for i in range(tp * replicas):
         wants[(trainers * copies if is_split else 0) + i] = per_tp[i % tp]
     return shapes, holders, wants
@@ -115,7 +115,7 @@ def test_no_bucket_is_larger_than_asked_and_blocks_hold_their_slices(seed, bucke
 @BOUNDED
 @given(seed=st.integers(0, 10**9))
 def test_the_same_metadata_give_the_same_plan(seed):
-    def listing(plan: Plan) -> list:
+    def listing(plan: StreamPlan) -> list:
         return [
             plan.num_buckets,
             plan.receivers,
@@ -141,7 +141,7 @@ def test_senders_that_hold_the_same_share_the_work(seed, copies):
     rng = random.Random(seed)
     shapes = {f"w{i}": (rng.randrange(1, 300), rng.randrange(1, 200)) for i in range(20)}
     boxes = {name: (Box((0, 0), shape),) for name, shape in shapes.items()}
-    wants = [Want(name, box, "float32", 4) for name, (box,) in boxes.items()]
+    wants = [Want(name, box, torch.float32) for name, (box,) in boxes.items()]
     plan = make_plan([boxes] * copies + [{}], [[]] * copies + [wants], bucket_bytes=2**20)
     loads = [sum(r.nbytes for r in plan.routes if r.source == i) for i in range(copies)]
     assert max(loads) - min(loads) <= 16 * 2**10 + 200 * 4
@@ -150,7 +150,7 @@ def test_senders_that_hold_the_same_share_the_work(seed, copies):
 def test_replicas_take_equal_parts_and_a_colocated_source_keeps_its_own():
     shape = (64, 64)
     halves = [{"w": (Box((0, 0), (32, 64)),)}, {"w": (Box((32, 0), (32, 64)),)}]
-    want = [Want("w", Box((0, 0), shape), "bfloat16", 2)]
+    want = [Want("w", Box((0, 0), shape), torch.bfloat16)]
     split = make_plan(halves + [{}, {}], [[], [], want, want], bucket_bytes=2**20)
     assert [split.part_bytes(r) for r in (2, 3)] == [4096 + 32] * 2
     colocated = make_plan(halves, [want, want], bucket_bytes=2**20)
@@ -158,7 +158,7 @@ def test_replicas_take_equal_parts_and_a_colocated_source_keeps_its_own():
 
 
 def test_a_tensor_that_nobody_holds_is_named():
-    want = Want("model.norm.weight", Box((0,), (8,)), "float32", 4)
+    want = Want("model.norm.weight", Box((0,), (8,)), torch.float32)
     with pytest.raises(ValueError, match=r"holds model.norm.weight from \[4\], shape \[4\]"):
         make_plan([{"model.norm.weight": (Box((0,), (4,)),)}, {}], [[], [want]], bucket_bytes=2**20)
 

@@ -22,7 +22,7 @@ def _arrived(computed: tuple[str, ...], bucket_bytes: int) -> list[str]:
         name: torch.arange(box.numel, dtype=torch.float32).view(box.shape) + 100 * i
         for i, (name, box) in enumerate(boxes.items())
     }
-    wants = [Want(name, box, "float32", 4) for name, box in boxes.items()]
+    wants = [Want(name, box, torch.float32) for name, box in boxes.items()]
     plan = make_plan(
         [{n: [box] for n, box in boxes.items()}, {}], [[], wants], bucket_bytes=bucket_bytes
     )

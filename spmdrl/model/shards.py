@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -29,6 +29,11 @@ class Box:
 
     start: tuple[int, ...]
     shape: tuple[int, ...]
+
+    @classmethod
+    def whole(cls, shape: Sequence[int]) -> Box:
+        """Return all of a tensor."""
+        return cls((0,) * len(shape), tuple(shape))
 
     @property
     def numel(self) -> int:
@@ -102,7 +107,7 @@ def held_boxes(name: str, tensor: Tensor) -> list[tuple[Box, Tensor]]:
     Raises: ValueError for a placement that is not a part of the value (partial sums).
     """
     if not isinstance(tensor, DTensor):
-        return [(Box((0,) * tensor.dim(), tuple(tensor.shape)), tensor.detach())]
+        return [(Box.whole(tensor.shape), tensor.detach())]
     local = tensor.to_local().detach()
     coordinate = tensor.device_mesh.get_coordinate()
     assert coordinate is not None, f"{name} lives on a mesh that this rank is not part of"
@@ -168,7 +173,7 @@ class Part:
     @classmethod
     def whole(cls, name: str, shape: tuple[int, ...]) -> Part:
         """Return all of a live tensor, as it is."""
-        return cls(name, Box((0,) * len(shape), tuple(shape)), tuple(range(len(shape))))
+        return cls(name, Box.whole(shape), tuple(range(len(shape))))
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -35,13 +35,12 @@ class Want:
 
     name: str  # of the checkpoint tensor
     box: Box
-    dtype: str  # torch name, e.g. "bfloat16"
-    itemsize: int  # bytes of one element of that dtype
+    dtype: torch.dtype
 
     @property
-    def torch_dtype(self) -> torch.dtype:
-        """The dtype itself."""
-        return getattr(torch, self.dtype)
+    def itemsize(self) -> int:
+        """Bytes of one element."""
+        return self.dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -116,7 +115,7 @@ class Route:
 
 
 @dataclass(frozen=True)
-class Plan:
+class StreamPlan:
     """The whole push, equal on every rank."""
 
     world_size: int
@@ -163,8 +162,8 @@ def make_plan(
     wants: Sequence[Sequence[Want]],
     *,
     bucket_bytes: int,
-) -> Plan:
-    """Plan one push.
+) -> StreamPlan:
+    """StreamPlan one push.
 
     Args:
         holders: per rank, the boxes of each checkpoint tensor that it holds.
@@ -195,7 +194,7 @@ def make_plan(
                 pieces=parts,
             )
         )
-    return _cut(Plan(len(wants), tuple(receivers), tuple(routes), 1), bucket_bytes)
+    return _cut(StreamPlan(len(wants), tuple(receivers), tuple(routes), 1), bucket_bytes)
 
 
 def _receivers(wants: Sequence[Sequence[Want]]) -> list[Receiver]:
@@ -259,11 +258,11 @@ def _shared(
             yield rank, part
 
 
-def _cut(plan: Plan, bucket_bytes: int) -> Plan:
+def _cut(plan: StreamPlan, bucket_bytes: int) -> StreamPlan:
     """Return the plan in buckets within `bucket_bytes` on every rank, and enough to overlap."""
 
-    def cut(number: int) -> tuple[Plan, int]:
-        candidate = Plan(plan.world_size, plan.receivers, plan.routes, number)
+    def cut(number: int) -> tuple[StreamPlan, int]:
+        candidate = StreamPlan(plan.world_size, plan.receivers, plan.routes, number)
         return candidate, max(map(max, candidate.bucket_bytes()))
 
     _, largest = cut(1)

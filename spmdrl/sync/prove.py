@@ -11,11 +11,21 @@ from spmdrl.model.file_tensors import live_tensors
 from spmdrl.model.load import CheckpointReader
 from spmdrl.model.shards import Box
 from spmdrl.sync.trace import Copy
+from spmdrl.types import Sums
+from spmdrl.world import World
+from spmdrl.world.comm import gather_objects
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # Odd constants of splitmix64, as signed 64-bit numbers; int64 arithmetic wraps mod 2^64.
 _A, _B, _C = -7046029254386353131, -4658895280553007687, -7723592293110705685
 _ELEMENTS_AT_ONCE = 2**20  # bounds the int64 temporaries of a checksum: 8 MB each
+_SHOWN = 8  # problems spelled out in a message
+
+
+def shown(lines: Sequence[str]) -> str:
+    """Return problems as lines of a message, the first few of them."""
+    more = [f"  and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
+    return "\n".join([f"  - {line}" for line in lines[:_SHOWN]] + more)
 
 
 def checksum(view: Tensor, box: Box, *, shape: Sequence[int]) -> int:
@@ -49,7 +59,7 @@ def checksum(view: Tensor, box: Box, *, shape: Sequence[int]) -> int:
 def parameter_checksums(model: nn.Module) -> dict[str, int]:
     """Return a checksum of each parameter and persistent buffer of an engine's model."""
     return {
-        name: checksum(p.detach(), Box((0,) * p.dim(), tuple(p.shape)), shape=tuple(p.shape))
+        name: checksum(p.detach(), Box.whole(p.shape), shape=p.shape)
         for name, p in live_tensors(model).items()
     }
 
@@ -130,3 +140,46 @@ def checksum_problems(
         for key, value in sums.items()
         if value != totals.get(key, 0)
     ]
+
+
+def probe_gap(
+    of_engine: Sequence[Tensor], of_trainer: Sequence[Tensor], *, world: World, version: int
+) -> Sums:
+    """Compare engines' logprobs of some sequences with the trainers'; every rank calls.
+
+    Args:
+        of_engine, of_trainer: per sequence [len] float32, first 0, of this rank's engine and model;
+            empty where there is none.
+        version: of the weights, for messages.
+    Returns: sync/probe_gap: (sum of |engine - trainer| in nats, tokens), over all replicas.
+    Raises: RuntimeError on every rank when the mean is above `stream.max_logprob_gap` or not a
+        number.
+    """
+    scores = gather_objects((_flat(of_engine), _flat(of_trainer)), group=world.control)
+    engines, trainers = ([own for own in column if len(own)] for column in zip(*scores))
+    trainer, limit = trainers[0], world.cfg.stream.max_logprob_gap
+    gaps = torch.stack([(own - trainer).abs() for own in engines]).double()
+    mean = float(gaps.mean())
+    if not mean <= limit:
+        raise RuntimeError(
+            f"probe at version {version}: engine and trainer logprobs differ by {mean:.4g} "
+            f"nats on average (largest {float(gaps.max()):.4g}), more than "
+            f"stream.max_logprob_gap {limit:g}; mean logprob {float(engines[0].mean()):.4f} by "
+            f"the engine, {float(trainer.mean()):.4f} by the trainer. The two do not compute "
+            f"the same model: {_suspects(world.cfg.engine.options.get('quantization'))}"
+        )
+    return {"sync/probe_gap": (float(gaps.sum()), float(gaps.numel()))}
+
+
+def _flat(scores: Sequence[Tensor]) -> Tensor:
+    """Join scores without each sequence's first token, which has none."""
+    return torch.cat([torch.empty(0), *(one[1:].float().cpu() for one in scores)])
+
+
+def _suspects(quantization: str | None) -> str:
+    if quantization:
+        return (
+            f"engine.options quantization {quantization} may be all of it; then raise the limit, "
+            "and keep an algorithm.correction"
+        )
+    return "compare dtypes and attention settings, or raise the limit"

@@ -237,7 +237,7 @@ class _Watcher(TorchDispatchMode):
         for name, parameter in self._by_name.items():
             if name not in self._needed:
                 continue
-            rest = [Box((0,) * parameter.dim(), tuple(parameter.shape))]
+            rest = [Box.whole(parameter.shape)]
             for box in self._written.get(name, []) + self._filled.get(name, []):
                 rest = [part for old in rest for part in old.minus(box)]
             count = sum(box.numel for box in rest)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from spmdrl.model.shards import Held
-from spmdrl.sync.plan import Want, make_plan
+from spmdrl.sync.plan import StreamPlan, Want, make_plan
 from spmdrl.sync.prove import checksum, checksum_problems
 from spmdrl.sync.trace import Copy
 from spmdrl.sync.transfer import Transfer, make_gather_groups
@@ -34,15 +34,7 @@ class TracedTensors:
         held: Held,
     ):
         self._world, self._shapes, self._copies = world, shapes, copies
-        wants = [
-            Want(
-                copy.name,
-                copy.box,
-                str(copy.view.dtype).removeprefix("torch."),
-                copy.view.element_size(),
-            )
-            for copy in copies
-        ]
+        wants = [Want(copy.name, copy.box, copy.view.dtype) for copy in copies]
         gathered = gather_objects((held.boxes(), wants), group=world.control)
         self.plan = make_plan(
             [boxes for boxes, _ in gathered],
@@ -52,9 +44,14 @@ class TracedTensors:
         self._groups = make_gather_groups(self.plan)
         self.hold(held)
 
+    @property
+    def plans(self) -> list[StreamPlan]:
+        """The plan."""
+        return [self.plan]
+
     def hold(self, held: Held) -> None:
         """Take the tensors from `held` from now on, which has the same boxes."""
-        self._held = held
+        self.held = held
         self.release()
 
     def release(self) -> None:
@@ -68,7 +65,7 @@ class TracedTensors:
                 self.plan,
                 rank=self._world.rank,
                 device=self._world.device,
-                source=self._held.value,
+                source=self.held.value,
                 targets=[copy.view for copy in self._copies],
                 groups=self._groups,
             )
@@ -89,8 +86,8 @@ class TracedTensors:
         for route in plan.routes:
             for piece in route.pieces if route.source == rank else ():
                 key = (route.receiver, piece.want)
-                value = self._held.value(wants[key].name, piece.box).read()
-                value = value.to(wants[key].torch_dtype)
+                value = self.held.value(wants[key].name, piece.box).read()
+                value = value.to(wants[key].dtype)
                 sent[key] = sent.get(key, 0) + checksum(
                     value, piece.box, shape=self._shapes[wants[key].name]
                 )

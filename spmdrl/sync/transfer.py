@@ -17,13 +17,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from spmdrl.model.shards import Box, Value, narrow
-from spmdrl.sync.plan import Piece, Plan, Receiver, Route
+from spmdrl.sync.plan import Piece, Receiver, Route, StreamPlan
 from spmdrl.world.torch_internals import all_gather_single, copy_all
 
 _MESSAGE_BYTES = 128 * 2**10  # smaller pieces are joined up to here, larger ones travel alone
 
 
-def make_gather_groups(plan: Plan) -> dict[tuple[int, ...], dist.ProcessGroup]:
+def make_gather_groups(plan: StreamPlan) -> dict[tuple[int, ...], dist.ProcessGroup]:
     """Create the groups in which replicas gather their parts; every rank must call it."""
     return {
         receiver.ranks: dist.new_group(list(receiver.ranks))
@@ -46,7 +46,7 @@ class Transfer:
 
     def __init__(
         self,
-        plan: Plan,
+        plan: StreamPlan,
         *,
         rank: int,
         device: torch.device,
@@ -167,7 +167,7 @@ class Transfer:
                 if message is not None:
                     yield message
                 message = _Message(block, begin)
-            message.add(piece, end, dtype=getattr(torch, want.dtype))
+            message.add(piece, end, dtype=want.dtype)
         if message is not None:
             yield message
 

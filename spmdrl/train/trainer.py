@@ -6,18 +6,15 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-import torch
 from torch import Tensor
 
 from spmdrl.config import Config
-from spmdrl.model.file_tensors import file_tensors, live_tensors
 from spmdrl.model.flops import countable_shape, trained_flops
 from spmdrl.model.load import build_meta_model, model_folder
 from spmdrl.model.lora.files import AdapterRecord
-from spmdrl.model.lora.layers import SentAdapter, lora_form, sent_adapter
-from spmdrl.model.lora.merge import deltas
+from spmdrl.model.lora.layers import lora_form
 from spmdrl.model.sharded import ShardedModel
-from spmdrl.model.shards import Delta, Part
+from spmdrl.model.weights import SentWeights
 from spmdrl.train.coefficients import Coefficients
 from spmdrl.train.companions.model_rewards import RewardModels
 from spmdrl.train.companions.protocol import Companion, make_companions
@@ -59,15 +56,10 @@ class Trainer:
         cfg, world = self.cfg, self.world
         self._is_scalar = cfg.objective.is_scalar
         hf_model = build_meta_model(cfg.model, is_scalar=self._is_scalar)
-        live, self._parts_of_files = live_tensors(hf_model), file_tensors(hf_model)
-        self._names = {
-            name: (torch.Size(part.shape), live[part.tensor].dtype)
-            for name, part in self._parts_of_files.items()
-        }
         lora = lora_form(cfg.model.lora)
         self._shape = countable_shape(hf_model)
         self._vocab = hf_model.get_input_embeddings().weight.shape[0]
-        self._sent = sent_adapter(hf_model, cfg.model.lora)
+        self.weights = SentWeights(hf_model, cfg.model.lora)
         if not world.is_trainer:
             return
         self._coefficients = Coefficients(cfg)
@@ -75,39 +67,12 @@ class Trainer:
         model = ShardedModel(
             cfg, world, path=cfg.model.path, is_trained=True, is_scalar=self._is_scalar, lora=lora
         )
+        self.weights.model = model
         self.policy = TrainedModel(model, cfg=cfg, world=world, options=cfg.optimizer)
         self.companions = make_companions(cfg, world, policy=model, columns=self._objective.columns)
         self._reward_models = RewardModels(cfg, world)
 
-    # ---------------------------------------------------------------- names and state
-
-    def names(self) -> dict[str, tuple[torch.Size, torch.dtype]]:
-        """Return {name in the safetensors files: (shape, float32)}, on every rank."""
-        return dict(self._names)
-
-    def parts(self) -> dict[str, Part]:
-        """Return {name in the safetensors files: part of a tensor of named_shards}, on every
-        rank."""
-        return dict(self._parts_of_files)
-
-    def named_shards(self) -> dict[str, Tensor]:
-        """Return {name: master parameter, or persistent buffer} by the model's own names.
-
-        DTensors over (dp_replicate,) fsdp and tp; tied weights once; {} off the trainers.
-        The storage stays the same for the life of the policy and is updated in place.
-        """
-        return self.policy.model.named_shards() if self.policy else {}
-
-    def deltas(self) -> dict[str, Delta]:
-        """Return {name in named_shards: what adapters add to it when it is sent}, {} where they
-        travel by themselves. Trainer ranks call it together, before each push."""
-        adapters = self.policy.model.adapters if self.policy and not self._sent else None
-        return deltas(adapters, self.named_shards()) if adapters else {}
-
-    def adapter(self) -> SentAdapter | None:
-        """Return what travels instead of merged weights under model.lora.push: adapter, on every
-        rank; its matrices are in `named_shards`."""
-        return self._sent
+    # ---------------------------------------------------------------- state
 
     def state_dict(self) -> dict[str, object]:
         """Return what a checkpoint keeps, by name, sharing live storage; see TrainedModel.
@@ -180,16 +145,6 @@ class Trainer:
         with self.world.watch.wait("logprobs", step):
             rows = [job.row for update in self._jobs(batch) for job in update]
             return [logprobs for logprobs, _ in self.policy.model.columns(rows)]
-
-    def score(self, tokens: Sequence[Sequence[int]]) -> list[Tensor]:
-        """Score plain sequences at temperature 1; every trainer rank must call with the same.
-
-        Returns: per sequence [len] float32 natural logprobs on the CPU; the first is 0.
-        """
-        if self.policy is None:
-            return []
-        with self.world.watch.wait("score", -1):
-            return self.policy.model.score(tokens)
 
     def _jobs(self, batch: Batch, advantages: Advantages | None = None) -> list[list[Job]]:
         batch = with_pairs(batch, self.cfg)

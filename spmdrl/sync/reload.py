@@ -1,0 +1,130 @@
+"""The slow way of weights into an engine: whole tensors, loaded by vLLM's own reloading."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from spmdrl.engine.protocol import EngineProtocol
+from spmdrl.model.load import CheckpointReader, model_folder
+from spmdrl.model.shards import Box, Held
+from spmdrl.sync.plan import StreamPlan, Want, make_plan
+from spmdrl.sync.prove import parameter_checksums, shown
+from spmdrl.sync.transfer import Transfer, make_gather_groups
+from spmdrl.world import World
+from spmdrl.world.comm import agree, gather_objects, gather_problems
+from spmdrl.world.watch import first_line
+
+Names = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+"""{name in the safetensors files: (shape, dtype)}."""
+
+
+class ReloadedTensors:
+    """The way of all weights into engines that cannot be written in place.
+
+    Every rank constructs it and calls its methods together.
+
+    Args:
+        world: the job.
+        names: of the whole tensors, on every rank.
+        engine: used on inference ranks.
+        held: what this rank has of the tensors.
+    Raises: ValueError on every rank, when reloading the very weights that the engine holds fails
+        or changes it. On the CPU vLLM 0.32 does where it packs weights, as those of
+        DeepSeek-V3's MLA.
+    """
+
+    def __init__(self, world: World, *, names: Names, engine: EngineProtocol, held: Held):
+        self._world, self._engine, self.held = world, engine, held
+        changed = _changed_by_reload(engine, names, world) if world.is_inference else []
+        problems = gather_problems(changed, group=world.control)
+        if problems:
+            raise ValueError(
+                "weight stream: no way to update this engine. Its weights cannot be written in "
+                "place, and vLLM's own reload of the weights that it already holds fails, or "
+                f"changes parameters:\n{shown(problems)}\nUse engine.kind transformers, a model "
+                "without them, or another device or vLLM version"
+            )
+        self.plans = self._plan(names)
+        self._groups = make_gather_groups(self.plans[0])
+
+    def _plan(self, names: Names) -> list[StreamPlan]:
+        """Plan whole tensors to every inference rank, a bucket's worth of names at a time."""
+        world, bucket_bytes = self._world, self._world.cfg.stream.bucket_bytes
+        holders = gather_objects(self.held.boxes(), group=world.control)
+        groups: list[list[Want]] = []
+        size = bucket_bytes
+        for name, (shape, dtype) in names.items():
+            want = Want(name, Box.whole(shape), dtype)
+            nbytes = want.box.numel * want.itemsize
+            if size + nbytes > bucket_bytes:
+                groups, size = groups + [[]], 0
+            groups[-1].append(want)
+            size += nbytes
+        ranks = range(world.world_size)
+        return [
+            make_plan(
+                holders,
+                [group if rank in world.inference_ranks else [] for rank in ranks],
+                bucket_bytes=bucket_bytes,
+            )
+            for group in groups
+        ]
+
+    def hold(self, held: Held) -> None:
+        """Take the tensors from `held` from now on, which has the same boxes."""
+        self.held = held
+
+    def move(self) -> None:
+        """Have every engine load every tensor's value of now.
+
+        Raises: RuntimeError on every rank when one cannot.
+        """
+        tensors = self._whole_tensors()
+        with agree(group=self._world.control, kind=RuntimeError):
+            try:
+                if self._world.is_inference:
+                    self._engine.reload_weights(tensors)
+            except Exception as error:
+                text = f"vLLM could not reload the weights: {type(error).__name__}: {error}"
+                raise RuntimeError(text) from error
+            finally:
+                for _ in tensors:  # the others wait in these exchanges
+                    pass
+
+    def _whole_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield every tensor whole (on inference ranks), a plan's worth at a time."""
+        device = self._world.device
+        for plan in self.plans:
+            wants = plan.receivers[0].wants if self._world.is_inference else ()
+            # New memory each time: vLLM keeps tensors until their layer is complete.
+            whole = [torch.empty(w.box.shape, dtype=w.dtype, device=device) for w in wants]
+            Transfer(
+                plan,
+                rank=self._world.rank,
+                device=device,
+                source=self.held.value,
+                targets=whole,
+                groups=self._groups,
+            ).run()
+            yield from zip([want.name for want in wants], whole)
+
+    def differences(self) -> list[str]:
+        """Return none: what vLLM makes of the tensors is its own affair."""
+        return []
+
+
+def _changed_by_reload(engine: EngineProtocol, names: Names, world: World) -> list[str]:
+    reader = CheckpointReader(model_folder(world.cfg.model.path))
+    before = parameter_checksums(engine.model)
+    try:
+        engine.reload_weights(
+            (name, reader.read(name, start=(0,) * len(shape), shape=tuple(shape)))
+            for name, (shape, _) in names.items()
+        )
+    except Exception as error:  # anything that loading and repacking may do
+        return [first_line(error)]
+    after = parameter_checksums(engine.model)
+    return [name for name in before if before[name] != after[name]]
