@@ -6,7 +6,8 @@ import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
 from types import ModuleType
@@ -31,12 +32,11 @@ def import_object(
         raise ValueError(
             f"{field}: {spec!r} must be `module:{kind}` or `path/file.py:{kind}`{names}"
         )
-    try:
+    # Importing runs the user's code, which can raise anything.
+    with refusing(
+        Exception, say=lambda e: f"{field}: importing {place!r} failed: {type(e).__name__}: {e}"
+    ):
         module = import_file(place) if place.endswith(".py") else importlib.import_module(place)
-    except Exception as error:  # importing runs the user's code, which can raise anything
-        raise ValueError(
-            f"{field}: importing {place!r} failed: {type(error).__name__}: {error}"
-        ) from error
     found = getattr(module, name, None)
     if not callable(found):
         own = [
@@ -101,6 +101,15 @@ def construct(make: Callable[..., Any], options: Mapping[str, Any], *, field: st
         raise ValueError(
             f"{field}: {_name_of(make)} with {dict(options)} raised {type(error).__name__}: {error}"
         ) from error
+
+
+@contextmanager
+def refusing(*kinds: type[Exception], say: Callable[[Any], str]) -> Iterator[None]:
+    """Turn errors of these kinds into a ValueError for the user, in the words of `say`."""
+    try:
+        yield
+    except kinds as error:
+        raise ValueError(say(error)) from error
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

@@ -88,8 +88,6 @@ class AdapterSlot:
         ]
         for parent, key, module in places:
             setattr(parent, key, module.base_layer)
-        try:
-            yield
-        finally:
-            for parent, key, module in places:
-                setattr(parent, key, module)
+        yield
+        for parent, key, module in places:
+            setattr(parent, key, module)

@@ -35,6 +35,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from spmdrl.engine.protocol import Request
+from spmdrl.imports import refusing
 from spmdrl.world import World
 
 _INSTALL_HINT = (
@@ -65,10 +66,8 @@ def prepare_process(*, on_cpu: bool, compiles: bool) -> None:
             # vLLM compiles a small logprob helper: 5 to 19 s at the first generation.
             os.environ["TORCHDYNAMO_DISABLE"] = "1"
     warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")
-    try:
+    with refusing(ImportError, say=lambda error: _INSTALL_HINT.format(error=error)):
         import vllm  # noqa: F401
-    except ImportError as error:
-        raise ValueError(_INSTALL_HINT.format(error=error)) from error
     logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])
 
 
@@ -312,14 +311,15 @@ def moe_layers(model: nn.Module) -> list[int]:
 
     Raises: ValueError when this vLLM cannot say which experts it chooses.
     """
-    try:
-        import vllm.model_executor.layers.fused_moe.routed_experts_capturer  # noqa: F401
-        from vllm.model_executor.layers.fused_moe.layer import MoERunner
-    except ImportError as error:
-        raise ValueError(
+    with refusing(
+        ImportError,
+        say=lambda error: (
             "model.moe.replay: this vLLM cannot say which experts it chooses "
             f"({error}); take 0.32, or set it to false"
-        ) from error
+        ),
+    ):
+        import vllm.model_executor.layers.fused_moe.routed_experts_capturer  # noqa: F401
+        from vllm.model_executor.layers.fused_moe.layer import MoERunner
     return sorted(m.layer_id for m in model.modules() if isinstance(m, MoERunner))
 
 

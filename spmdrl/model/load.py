@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from spmdrl.config import Config, ModelSettings
-from spmdrl.imports import is_missing_folder
+from spmdrl.imports import is_missing_folder, refusing
 from spmdrl.model.file_tensors import file_tensors, live_tensors
 from spmdrl.model.shards import Held, Part
 from spmdrl.model.transformers_internals import ignored_names, initialise
@@ -48,11 +48,10 @@ def load_hf_config(path: str, *, trust_remote_code: bool = False) -> Any:
         raise ValueError(f"model.path: folder {path} does not exist (looked from {Path.cwd()})")
     # A hub that cannot be reached is tried for a minute; the last failure says all there is.
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
-    try:
+    where = "unreadable" if folder.is_dir() else "neither a folder nor a hub model in reach"
+    # transformers raises many kinds, all of them mean the same here.
+    with refusing(Exception, say=lambda error: f"model.path: {path} is {where}: {error}"):
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-    except Exception as error:  # transformers raises many kinds, all of them mean the same here
-        where = "unreadable" if folder.is_dir() else "neither a folder nor a hub model in reach"
-        raise ValueError(f"model.path: {path} is {where}: {error}") from error
     if getattr(config, "vision_config", None) is not None:
         raise ValueError(
             f"model.path: {path} is a {config.model_type} with a vision tower; only "
@@ -76,10 +75,11 @@ def model_folder(path: str) -> Path:
         return Path(path)
     from huggingface_hub import snapshot_download
 
-    try:
+    # Network, access, unknown name: the person gets the hub's words.
+    with refusing(
+        Exception, say=lambda error: f"model.path: cannot fetch the weights of {path}: {error}"
+    ):
         return Path(snapshot_download(path, allow_patterns=["*.safetensors", "*.json"]))
-    except Exception as error:  # network, access, unknown name: the person gets the hub's words
-        raise ValueError(f"model.path: cannot fetch the weights of {path}: {error}") from error
 
 
 def build_meta_model(
@@ -101,19 +101,17 @@ def build_meta_model(
     kind = AutoModelForSequenceClassification if is_scalar else AutoModelForCausalLM
     if is_scalar:
         config.num_labels = 1
-    with torch.device("meta"):
-        try:
-            return kind.from_config(
-                config,
-                dtype=torch.float32,
-                attn_implementation=attention,
-                trust_remote_code=model.trust_remote_code,
-            )
-        except ValueError as error:
-            what = "sequence classifier" if is_scalar else "causal language model"
-            raise ValueError(
-                f"model.path: cannot build {config.model_type} of {model.path} as a {what}: {error}"
-            ) from error
+    what = f"{config.model_type} of {model.path} as a " + (
+        "sequence classifier" if is_scalar else "causal language model"
+    )
+    refused = refusing(ValueError, say=lambda e: f"model.path: cannot build {what}: {e}")
+    with torch.device("meta"), refused:
+        return kind.from_config(
+            config,
+            dtype=torch.float32,
+            attn_implementation=attention,
+            trust_remote_code=model.trust_remote_code,
+        )
 
 
 def checkpoint_shapes(cfg: Config) -> dict[str, torch.Size]:
@@ -136,10 +134,12 @@ class CheckpointReader:
     def _read_index(self) -> dict[str, str]:
         index = self.folder / _INDEX
         if index.is_file():
-            try:
+            with refusing(
+                json.JSONDecodeError,
+                KeyError,
+                say=lambda error: f"model.path: {index} is not a weight index: {error!r}",
+            ):
                 return json.loads(index.read_text())["weight_map"]
-            except (json.JSONDecodeError, KeyError) as error:
-                raise ValueError(f"model.path: {index} is not a weight index: {error!r}") from error
         if not (self.folder / _SINGLE).is_file():
             found = _some(p.name for p in self.folder.iterdir())
             raise ValueError(
@@ -150,13 +150,15 @@ class CheckpointReader:
 
     def _open(self, file: str) -> Any:
         if file not in self._files:
-            try:
-                self._files[file] = safe_open(self.folder / file, framework="pt")
-            except (SafetensorError, OSError) as error:
-                raise ValueError(
+            with refusing(
+                SafetensorError,
+                OSError,
+                say=lambda error: (
                     f"model.path: cannot read {self.folder / file}: {error}; the "
                     "file is missing, cut short or corrupted"
-                ) from error
+                ),
+            ):
+                self._files[file] = safe_open(self.folder / file, framework="pt")
         return self._files[file]
 
     def names(self) -> set[str]:
@@ -179,13 +181,14 @@ class CheckpointReader:
 
     def _slice(self, name: str) -> Any:
         file = self._file_of[name]
-        try:
-            return self._open(file).get_slice(name)
-        except SafetensorError as error:
-            raise ValueError(
+        with refusing(
+            SafetensorError,
+            say=lambda error: (
                 f"model.path: {self.folder / file} does not hold {name}, which "
                 f"{_INDEX} says it does: {error}"
-            ) from error
+            ),
+        ):
+            return self._open(file).get_slice(name)
 
 
 def check_names(

@@ -20,6 +20,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from spmdrl.imports import refusing
+
 
 def block_kinds(hf_model: nn.Module) -> set[str]:
     """Return the class names of a model's transformer blocks; empty if it does not tell."""
@@ -90,13 +92,14 @@ def apply_liger(hf_model: nn.Module, *, has_rope: bool, is_dense: bool) -> None:
         is_dense: without experts.
     Raises: ValueError when liger-kernel is not installed.
     """
-    try:
+    with refusing(
+        ImportError,
+        say=lambda error: (
+            f"model.kernels.liger: liger-kernel cannot be imported ({error}); "
+            "install it or set liger to false"
+        ),
+    ):
         from liger_kernel.transformers import _apply_liger_kernel_to_instance
-    except ImportError as error:
-        raise ValueError(
-            f"model.kernels.liger: liger-kernel cannot be imported ({error}); install "
-            "it or set liger to false"
-        ) from error
     _apply_liger_kernel_to_instance(
         model=hf_model,
         rope=has_rope,

@@ -23,6 +23,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from spmdrl.imports import refusing
 from spmdrl.model.load import CheckpointReader
 from spmdrl.model.lora.expert_adapters import EXPERT_PARAMETERS
 from spmdrl.world.comm import gather_objects
@@ -119,10 +120,12 @@ class AdapterFolder:
             "alpha": config["lora_alpha"],
             "use_rslora": bool(config.get("use_rslora", False)),
         }
-        try:
+        with refusing(
+            SafetensorError,
+            OSError,
+            say=lambda error: f"model.lora.path: cannot read {folder / WEIGHTS}: {error}",
+        ):
             self._file = safe_open(folder / WEIGHTS, framework="pt")
-        except (SafetensorError, OSError) as error:
-            raise ValueError(f"model.lora.path: cannot read {folder / WEIGHTS}: {error}") from error
         self._places = self._find(config.get("target_parameters") or [])
         self.targets = tuple(
             sorted(LAYER_A.sub("", name) for name in self._places if LAYER_A.search(name))
@@ -203,13 +206,15 @@ class AdapterFolder:
 
     def _config(self) -> dict[str, Any]:
         path = self.folder / CONFIG
-        try:
-            config = json.loads(path.read_text())
-        except (OSError, ValueError) as error:
-            raise ValueError(
+        with refusing(
+            OSError,
+            ValueError,
+            say=lambda error: (
                 f"model.lora.path: cannot read {path}: {error}; name a folder that "
                 "PEFT's save_pretrained wrote"
-            ) from error
+            ),
+        ):
+            config = json.loads(path.read_text())
         kind, rank, alpha = (config.get(name) for name in ("peft_type", "r", "lora_alpha"))
         if kind != "LORA" or type(rank) is not int or not isinstance(alpha, (int, float)):
             raise ValueError(

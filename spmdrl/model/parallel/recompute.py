@@ -182,11 +182,9 @@ def _saving_to_host(block: nn.Module, *, shared: Sequence[Any]) -> Iterator[None
         view = (tensor.storage_offset(), tensor.shape, tensor.stride())
         return _Away(seen[key][1], tensor.device, tensor.dtype, view)
 
-    try:
-        with saved_tensors_hooks(pack, _back):
-            yield
-    finally:
-        seen.clear()
+    with saved_tensors_hooks(pack, _back):
+        yield
+    seen.clear()
 
 
 def _storage(tensor: Tensor) -> int:
