@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from spmdrl.model.live_bytes import LiveBytes
+from spmdrl.world.live_bytes import LiveBytes
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},

@@ -73,10 +73,10 @@ def _update(trainer: object, world: object) -> dict:
 
 def _find(cfg: Config, room: int) -> dict:
     """Find the size with so many bytes free on the last rank; look at what is left behind."""
-    from spmdrl.model.live_bytes import peak_bytes
     from spmdrl.train import microbatch_size as microbatch
     from spmdrl.train.trainer import Trainer
     from spmdrl.world import World
+    from spmdrl.world.live_bytes import peak_bytes
 
     world = World.start(cfg)
     trainer = Trainer(cfg, world)

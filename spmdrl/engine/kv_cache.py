@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from spmdrl.model.attention import KERNELS
+from spmdrl.model.attention import KERNELS, Weighing, capped
 from spmdrl.model.packing import Packing
 
 
@@ -135,55 +135,28 @@ def cached_attention(
     outputs, num = [], work.num_prompt_tokens
     if work.packing is not None:
         prompts = (part[:, :, :num] for part in (query, key, value))
-        outputs.append(
-            KERNELS[work.kernel](
-                module,
-                *prompts,
-                attention_mask,
-                packing=work.packing,
-                scaling=scaling,
-                sliding_window=sliding_window,
-                softcap=softcap,
-                **options,
-            )[0]
-        )
+        options |= dict(scaling=scaling, sliding_window=sliding_window, softcap=softcap)
+        kernel = KERNELS[work.kernel]
+        outputs.append(kernel(module, *prompts, attention_mask, packing=work.packing, **options)[0])
     if work.longest:
-        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        outputs.append(
-            _attend_one(
-                query[0, :, num:].transpose(0, 1),
-                *work.cache.layers[module.layer_idx],
-                work=work,
-                scale=scale,
-                window=sliding_window,
-                softcap=softcap,
-            )[None]
-        )
+        how = Weighing(scaling, sliding_window, softcap)
+        kept = work.cache.layers[module.layer_idx]
+        outputs.append(_attend_one(query[0, :, num:].transpose(0, 1), *kept, work, how)[None])
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1), None
 
 
-def _attend_one(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    *,
-    work: Work,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
-) -> Tensor:
+def _attend_one(query: Tensor, keys: Tensor, values: Tensor, work: Work, how: Weighing) -> Tensor:
     """Attend from one token of each sequence, [B, Hq, D], to its slot; returns [B, Hq, D]."""
-    count = len(query)
+    count, scale = len(query), how.scale_of(query)
     keys, values = (kept[:count, :, : work.longest] for kept in (keys, values))
     # Query heads that read one key/value head see the same: they are its rows.
     query = query.unflatten(1, (keys.shape[1], -1))
-    seen = work.is_visible(window)
-    if softcap is None:
+    seen = work.is_visible(how.window)
+    if how.softcap is None:
         return F.scaled_dot_product_attention(
             query, keys, values, attn_mask=seen, scale=scale
         ).flatten(1, 2)
-    scores = torch.matmul(query, keys.transpose(2, 3)).float() * scale
-    scores = (torch.tanh(scores / softcap) * softcap).masked_fill(~seen, float("-inf"))
+    scores = capped(torch.matmul(query, keys.transpose(2, 3)).float() * scale, how.softcap, seen)
     return torch.matmul(scores.softmax(dim=-1).to(values.dtype), values).flatten(1, 2)
 
 

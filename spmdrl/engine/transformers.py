@@ -23,9 +23,9 @@ from spmdrl.engine.protocol import Completion, Request
 from spmdrl.engine.sampling import draw, numbers
 from spmdrl.engine.transformers_runner import ModelRunner, Sampled
 from spmdrl.model.file_tensors import file_tensors, live_tensors
-from spmdrl.model.live_bytes import device_bytes
 from spmdrl.model.shards import Held
 from spmdrl.world import World
+from spmdrl.world.live_bytes import device_bytes
 
 
 class TransformersEngine:

@@ -21,8 +21,7 @@ from spmdrl.model.attention import pick_attention
 from spmdrl.model.blocks import experts_modules
 from spmdrl.model.head import head_chunk_tokens
 from spmdrl.model.load import load_whole_model
-from spmdrl.model.packing import Packing, make_packing
-from spmdrl.model.sharded import packs
+from spmdrl.model.packing import Packing, make_packing, packs
 from spmdrl.types import flat
 
 log = logging.getLogger(__name__)

@@ -19,9 +19,9 @@ from spmdrl.engine import vllm_internals
 from spmdrl.engine.protocol import Completion, Request
 from spmdrl.engine.vllm_adapter import AdapterSlot, lora_arguments
 from spmdrl.engine.vllm_routes import Routes, make_routes, route_arguments
-from spmdrl.model.live_bytes import device_bytes
 from spmdrl.types import flat
 from spmdrl.world import World
+from spmdrl.world.live_bytes import device_bytes
 
 log = logging.getLogger(__name__)
 

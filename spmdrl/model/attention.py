@@ -11,6 +11,7 @@ are padded inside attention only, in groups of similar length.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -20,10 +21,21 @@ from torch import Tensor, nn
 from spmdrl.model.packing import SHORT, Packing, Pad, Unpad
 from spmdrl.world.torch_internals import varlen
 
-Attend = Callable[..., Tensor]
-"""From query [T, Hq, D], key [K, Hkv, D], value [K, Hkv, Dv] and their packing to [T, Hq, Dv];
-scale: factor on the scores, None is D ** -0.5; window: tokens that a query sees, itself included,
-None is all; softcap: scores become softcap * tanh(scores / softcap)."""
+
+@dataclass(frozen=True)
+class Weighing:
+    """How queries and keys become weights."""
+
+    scale: float | None
+    """Factor on the scores; None is D ** -0.5."""
+    window: int | None
+    """Tokens that a query sees, itself included; None is all."""
+    softcap: float | None
+    """Scores become softcap * tanh(scores / softcap)."""
+
+    def scale_of(self, query: Tensor) -> float:
+        """Return the factor for queries [.., D]."""
+        return query.shape[-1] ** -0.5 if self.scale is None else self.scale
 
 
 def _kernel(
@@ -33,7 +45,7 @@ def _kernel(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    attend: Attend,
+    attend: Callable[[Tensor, Tensor, Tensor, Packing, Weighing], Tensor],
     packing: Packing,
     scaling: float | None = None,
     dropout: float = 0.0,
@@ -47,88 +59,58 @@ def _kernel(
     Args:
         query: [1, Hq, T, D]; key: [1, Hkv, K, D]; value: [1, Hkv, K, Dv], of D or another head
             dim. Compute dtype.
+        attend: gets them as [T, Hq, D] and so on, and returns [T, Hq, Dv].
         packing: of the T tokens and the K keys, with its padded layout where it pads.
         model_kwargs: whatever else the model hands to attention; the interface requires it.
     Returns: [1, T, Hq, Dv] and None (no attention weights).
     """
     check_supported(module, attention_mask, dropout, s_aux)
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    out = attend(q, k, v, packing, scale=scaling, window=sliding_window, softcap=softcap)
-    return out[None], None
+    return attend(q, k, v, packing, Weighing(scaling, sliding_window, softcap))[None], None
 
 
-def _padded(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    packing: Packing,
-    *,
-    scale: float | None,
-    window: int | None,
-    softcap: float | None,
-) -> Tensor:
+def _padded(q: Tensor, k: Tensor, v: Tensor, packing: Packing, how: Weighing) -> Tensor:
     """Pad sequences inside this call only; any device."""
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
-    queries = Pad.apply(query, packing)
-    keys, values = (Pad.apply(x, packing.of_keys) for x in (key, value))
+    queries = Pad.apply(q, packing)
+    keys, values = (Pad.apply(x, packing.of_keys) for x in (k, v))
     outputs = []
     for group in packing.groups:
-        q = _rows(queries, group.start, group.length, count=group.count)
-        k, v = (
+        rows = _rows(queries, group.start, group.length, count=group.count)
+        seen = (
             _rows(x, group.key_start, group.key_length, count=group.count) for x in (keys, values)
         )
-        out = _attend(q, k, v, scale=scale, window=window, softcap=softcap)
-        outputs.append(out.flatten(0, 1))
+        outputs.append(_attend(rows, *seen, how).flatten(0, 1))
     padded = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
     return Unpad.apply(padded, packing)
 
 
-def _varlen(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    packing: Packing,
-    *,
-    scale: float | None,
-    window: int | None,
-    softcap: float | None,
-) -> Tensor:
+def _varlen(q: Tensor, k: Tensor, v: Tensor, packing: Packing, how: Weighing) -> Tensor:
     """By torch's varlen kernel (CUDA, bfloat16)."""
-    assert softcap is None, "pick_attention never pairs varlen with softcap"
+    assert how.softcap is None, "pick_attention never pairs varlen with softcap"
     ends, longest = _bounds(packing)
-    out = varlen(
-        query, key, widened(value, query), ends=ends, longest=longest, scale=scale, window=window
-    )
-    return out[..., : value.shape[-1]]
+    wide = widened(v, q)
+    out = varlen(q, k, wide, ends=ends, longest=longest, scale=how.scale, window=how.window)
+    return out[..., : v.shape[-1]]
 
 
-def _flash(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    packing: Packing,
-    *,
-    scale: float | None,
-    window: int | None,
-    softcap: float | None,
-) -> Tensor:
+def _flash(q: Tensor, k: Tensor, v: Tensor, packing: Packing, how: Weighing) -> Tensor:
     """By flash-attn 2 (CUDA, bfloat16)."""
     from flash_attn import flash_attn_varlen_func
 
     ends, longest = _bounds(packing)
     out = flash_attn_varlen_func(
-        query,
-        key,
-        widened(value, query),
+        q,
+        k,
+        widened(v, q),
         *ends,
         *longest,
-        softmax_scale=scale,
+        softmax_scale=how.scale,
         causal=True,
-        window_size=(-1, -1) if window is None else (window - 1, 0),
-        softcap=softcap or 0.0,
+        window_size=(-1, -1) if how.window is None else (how.window - 1, 0),
+        softcap=how.softcap or 0.0,
         deterministic=torch.are_deterministic_algorithms_enabled(),
     )
-    return out[..., : value.shape[-1]]
+    return out[..., : v.shape[-1]]
 
 
 def _bounds(packing: Packing) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:
@@ -147,52 +129,50 @@ def _rows(x: Tensor, start: int, length: int, *, count: int) -> Tensor:
     return x[start : start + count * length].unflatten(0, (count, length))
 
 
-def _attend(
-    q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None, softcap: float | None
-) -> Tensor:
+def _attend(q: Tensor, k: Tensor, v: Tensor, how: Weighing) -> Tensor:
     """Attend causally over [B, L, H, D] rows of equal length; returns [B, L, Hq, D].
 
     Where keys are longer, the queries are their last tokens.
     """
     length, keys = q.shape[1], k.shape[1]
-    window = None if window is None or window >= keys else window
-    if softcap is None and (keys > SHORT or q.is_cuda):
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        is_plain = window is None and length == keys
-        mask = None if is_plain else _is_visible(length, keys, window=window, device=q.device)
-        out = F.scaled_dot_product_attention(
-            q,
-            k,
-            v,
-            attn_mask=mask,
-            is_causal=mask is None,
-            scale=scale,
-            enable_gqa=q.shape[1] != k.shape[1],
-        )
-        return out.transpose(1, 2)
-    return _attend_by_matmul(q, k, v, scale=scale, window=window, softcap=softcap)
+    window = None if how.window is None or how.window >= keys else how.window
+    if how.softcap is not None or (keys <= SHORT and not q.is_cuda):
+        visible = _is_visible(length, keys, window=window, device=q.device)
+        return _attend_by_matmul(q, k, v, visible, how)
+    is_plain = window is None and length == keys
+    mask = None if is_plain else _is_visible(length, keys, window=window, device=q.device)
+    out = F.scaled_dot_product_attention(
+        *(x.transpose(1, 2) for x in (q, k, v)),
+        attn_mask=mask,
+        is_causal=mask is None,
+        scale=how.scale_of(q),
+        enable_gqa=q.shape[2] != k.shape[2],
+    )
+    return out.transpose(1, 2)
 
 
-def _attend_by_matmul(
-    q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None, softcap: float | None
-) -> Tensor:
+def _attend_by_matmul(q: Tensor, k: Tensor, v: Tensor, is_visible: Tensor, how: Weighing) -> Tensor:
     batch, length, heads, dim = q.shape
-    keys, kv_heads = k.shape[1:3]
+    kv_heads, scale = k.shape[2], how.scale_of(q)
     shared = heads // kv_heads  # query heads that read one key/value head
     q = q.unflatten(2, (kv_heads, shared)).permute(0, 2, 3, 1, 4)
     q = q.reshape(batch * kv_heads, shared * length, dim)
-    k, v = (x.transpose(1, 2).reshape(batch * kv_heads, keys, -1) for x in (k, v))
-    is_visible = _is_visible(length, keys, window=window, device=q.device).repeat(shared, 1)
-    if softcap is None:
+    k, v = (x.transpose(1, 2).reshape(batch * kv_heads, x.shape[1], -1) for x in (k, v))
+    is_visible = is_visible.repeat(shared, 1)
+    if how.softcap is None:
         bias = torch.zeros(is_visible.shape, dtype=q.dtype, device=q.device)
         bias.masked_fill_(~is_visible, float("-inf"))
         scores = torch.baddbmm(bias[None], q, k.transpose(1, 2), alpha=scale)
     else:
-        scores = torch.bmm(q, k.transpose(1, 2)) * scale
-        scores = (torch.tanh(scores / softcap) * softcap).masked_fill(~is_visible, float("-inf"))
+        scores = capped(torch.bmm(q, k.transpose(1, 2)) * scale, how.softcap, is_visible)
     weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(v.dtype)
     out = torch.bmm(weights, v).view(batch, kv_heads, shared, length, -1)
     return out.permute(0, 3, 1, 2, 4).reshape(batch, length, heads, -1)
+
+
+def capped(scores: Tensor, softcap: float, is_visible: Tensor) -> Tensor:
+    """Return scores after the softcap, -inf where nothing is to be seen."""
+    return (torch.tanh(scores / softcap) * softcap).masked_fill(~is_visible, float("-inf"))
 
 
 def _is_visible(length: int, keys: int, *, window: int | None, device: torch.device) -> Tensor:

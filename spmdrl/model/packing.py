@@ -158,3 +158,16 @@ class Unpad(torch.autograd.Function):
         rows = ctx.packing.pad_index.numel()
         padded = grad.new_zeros(rows, *grad.shape[1:])
         return padded.index_copy_(0, ctx.packing.unpad_index, grad.contiguous()), None
+
+
+def packs(tokens: Sequence[Sequence[int]], budget: int) -> list[list[Sequence[int]]]:
+    """Split sequences into runs of at most `budget` tokens, each at least one sequence."""
+    packs: list[list[Sequence[int]]] = []
+    room = 0
+    for row in tokens:
+        if not packs or len(row) > room:
+            packs.append([])
+            room = budget
+        packs[-1].append(row)
+        room -= len(row)
+    return packs

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from spmdrl.model.head import HeadOptions, logprobs_and_entropy
 from spmdrl.model.parallel.row_slices import RowSlice, Slicing, make_slice
+from spmdrl.model.shards import to_local
 
 Head = Callable[..., Any]
 """From the states before scored tokens [n, H], this rank's rows of the vocabulary [V, H] and, as
@@ -147,8 +147,7 @@ class Scorer(nn.Module):
         """
         hidden, own = _states(self.base, row.own), row.own
         weight = self.base.get_input_embeddings().weight if self.is_tied else self.lm_head.weight
-        if isinstance(weight, DTensor):
-            weight = weight.to_local()
+        weight = to_local(weight)
         before = hidden.index_select(0, own.before)
         if head is not None:
             return head(before, weight, targets=own.targets)

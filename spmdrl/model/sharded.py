@@ -29,6 +29,7 @@ from spmdrl.model.load import (
     read_tensors,
 )
 from spmdrl.model.lora.layers import Adapters, LoraForm, train_adapters_only
+from spmdrl.model.packing import packs
 from spmdrl.model.parallel import fsdp, recompute, tensor_parallel
 from spmdrl.model.parallel.context_parallel import register_context_attention
 from spmdrl.model.parallel.expert_parallel import apply_ep
@@ -312,16 +313,3 @@ class ShardedModel:
 def scoring_temperature(cfg: Config) -> float:
     """Return the temperature of the distribution that is scored: that of the samples, or 1."""
     return cfg.sampling.temperature if cfg.objective.samples else 1.0
-
-
-def packs(tokens: Sequence[Sequence[int]], budget: int) -> list[list[Sequence[int]]]:
-    """Split sequences into runs of at most `budget` tokens, each at least one sequence."""
-    packs: list[list[Sequence[int]]] = []
-    room = 0
-    for row in tokens:
-        if not packs or len(row) > room:
-            packs.append([])
-            room = budget
-        packs[-1].append(row)
-        room -= len(row)
-    return packs

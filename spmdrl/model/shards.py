@@ -142,8 +142,12 @@ def held_boxes(name: str, tensor: Tensor) -> list[tuple[Box, Tensor]]:
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a DTensor, sharing its storage; a plain tensor as it is."""
-    tensor = tensor.detach()
+    """Return this rank's part of a DTensor, detached, sharing its storage; a plain tensor too."""
+    return to_local(tensor.detach())
+
+
+def to_local(tensor: Any) -> Any:
+    """Return this rank's part of a DTensor, with its gradient; anything else as it is."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
@@ -280,10 +284,7 @@ class Held:
 @torch.no_grad()
 def addresses(shards: Mapping[str, Tensor]) -> tuple[int, ...]:
     """Return where this rank's shards lie, to notice cheaply that one has moved."""
-    return tuple(
-        (tensor.to_local() if isinstance(tensor, DTensor) else tensor).data_ptr()
-        for tensor in shards.values()
-    )
+    return tuple(to_local(tensor).data_ptr() for tensor in shards.values())
 
 
 def narrow(view: Tensor, *, outer: Box, part: Box) -> Tensor:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from spmdrl.model.file_tensors import live_tensors
 from spmdrl.model.shards import Box, box_within, extent
+from spmdrl.world.comm import first_line
 from spmdrl.world.torch_internals import (
     LOCAL_SCALAR,
     TorchDispatchMode,
@@ -72,10 +73,9 @@ def trace_loader(
         with torch.no_grad(), watcher:
             load(iter(placeholders.items()))
     except Exception as error:  # anything a model's loader may do; falling back is the answer
-        text = (str(error).splitlines() or ["(no text)"])[0]
         watcher.trace.reasons.append(
             f"load_weights of {type(model).__name__} on the live model failed at "
-            f"{watcher.last}: {type(error).__name__}: {text}"
+            f"{watcher.last}: {first_line(error)}"
         )
     else:
         watcher.trace.reasons += watcher.uncovered(model) + derived_tensors(model)

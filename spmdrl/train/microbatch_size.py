@@ -18,10 +18,10 @@ import torch
 import torch.distributed as dist
 
 from spmdrl.config.fields import least_tokens, useful_tokens
-from spmdrl.model.live_bytes import free_bytes, peak_bytes
 from spmdrl.types import Advantages, Batch, Microbatch, Scalars
 from spmdrl.world import World
 from spmdrl.world.comm import agree, gather_objects
+from spmdrl.world.live_bytes import free_bytes, peak_bytes
 
 log = logging.getLogger(__name__)
 

@@ -25,14 +25,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from spmdrl.config import LoraSettings
 from spmdrl.model.blocks import blocks, experts_modules
 from spmdrl.model.load import SCALAR_HEAD
 from spmdrl.model.lora.expert_adapters import adaptable, add_to_experts
 from spmdrl.model.lora.files import AdapterFolder
-from spmdrl.model.shards import held_boxes
+from spmdrl.model.shards import held_boxes, to_local
 
 log = logging.getLogger(__name__)
 
@@ -363,7 +362,7 @@ def plus_adapter(module: nn.Linear, out: Tensor, *, x: Tensor) -> Tensor:
     adapters = getattr(module, "adapters", None)
     if adapters is None or not adapters.is_on:
         return out
-    a, b = _local(module.lora_A.weight), _local(module.lora_B.weight)
+    a, b = to_local(module.lora_A.weight), to_local(module.lora_B.weight)
     return out + F.linear(F.linear(x, a), b) * adapters.form.scale
 
 
@@ -376,10 +375,6 @@ def _adapted_rows(module: nn.Embedding, forward: Any, ids: Tensor) -> Tensor:
     out, adapters = forward(ids), module.adapters
     if not adapters.is_on:
         return out
-    a, b = _local(module.lora_A.weight), _local(module.lora_B.weight)
+    a, b = to_local(module.lora_A.weight), to_local(module.lora_B.weight)
     rows = F.embedding(ids, b, padding_idx=module.padding_idx)
     return out + F.linear(rows, a.t()) * adapters.form.scale
-
-
-def _local(weight: Tensor) -> Tensor:
-    return weight.to_local() if isinstance(weight, DTensor) else weight

@@ -16,8 +16,10 @@ Shape letters: T tokens of the padded row, t of a slice, R ranks, H heads, D hea
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,6 +27,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from spmdrl.model.attention import KERNELS, check_supported
+from spmdrl.model.packing import Packing
 from spmdrl.model.parallel import ring_attention as ring
 from spmdrl.model.parallel.collectives import gathered, scattered_sum, swapped, with_gradient
 from spmdrl.model.parallel.row_slices import SlicedPacking
@@ -50,156 +53,124 @@ def by_rank(row: Tensor, *, size: int) -> Tensor:
     return torch.stack([chunks[:size], chunks[size:].flip(0)], dim=2).flatten(2, 3)
 
 
-def ulysses_attention(
+@dataclass(frozen=True)
+class Attend:
+    """A kernel, with all that the model hands to it besides query, key and value."""
+
+    kernel: Kernel
+    """Of KERNELS."""
+    module: nn.Module
+    attention_mask: Tensor | None
+    options: Mapping[str, Any]
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, packing: Packing) -> Tensor:
+        """Return [1, T, Hq, Dv] of query [1, Hq, T, D] and its keys and values."""
+        inputs = (self.module, query, key, value, self.attention_mask)
+        return self.kernel(*inputs, packing=packing, **self.options)[0]
+
+
+def _method(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    packing: SlicedPacking,
+    method: Callable[[Tensor, Tensor, Tensor, SlicedPacking, Attend], Tensor],
     kernel: Kernel,
+    packing: SlicedPacking,
     **options: object,
 ) -> tuple[Tensor, None]:
-    """Attend over whole sequences with a part of the heads.
+    """Attend from a slice to the row that it is of.
 
     Args:
-        query: [1, Hq, t, D]; key, value: [1, Hkv, t, D]. Hq divides by the ranks. Key and value
-            heads are repeated to a number that does.
-        kernel: of KERNELS. options: its own.
-    Returns: [1, t, Hq, D] and None.
-    Source: arXiv 2309.14509, section 3.
+        query: [1, Hq, t, D]; key: [1, Hkv, t, D]; value: [1, Hkv, t, Dv].
+        method: how the ranks exchange. kernel: of KERNELS.
+        options: the kernel's, and whatever else the model hands to attention.
+    Returns: [1, t, Hq, Dv] and None.
     """
+    attend = Attend(kernel, module, attention_mask, options)
+    return method(query, key, value, packing, attend), None
+
+
+def _ulysses(
+    query: Tensor, key: Tensor, value: Tensor, packing: SlicedPacking, attend: Attend
+) -> Tensor:
+    """Attend over whole sequences with a part of the heads. Hq divides by the ranks; key and value
+    heads are repeated to a number that does. Source: arXiv 2309.14509, section 3."""
     group, size = packing.group, dist.get_world_size(packing.group)
     copies = math.lcm(key.shape[1], size) // key.shape[1]
     key, value = (x.repeat_interleave(copies, dim=1) if copies > 1 else x for x in (key, value))
     heads = (
         in_row_order(_swap(x[0].unflatten(0, (size, -1)), group))[None] for x in (query, key, value)
     )
-    out, _ = kernel(module, *heads, attention_mask, packing=packing.whole, **options)
-    slices = by_rank(out[0].transpose(0, 1), size=size)
-    return _swap(slices, group).flatten(0, 1).transpose(0, 1)[None], None
+    slices = by_rank(attend(*heads, packing.whole)[0].transpose(0, 1), size=size)
+    return _swap(slices, group).flatten(0, 1).transpose(0, 1)[None]
 
 
-def gathered_attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    *,
-    packing: SlicedPacking,
-    kernel: Kernel,
-    **options: object,
-) -> tuple[Tensor, None]:
+def _gathered(
+    query: Tensor, key: Tensor, value: Tensor, packing: SlicedPacking, attend: Attend
+) -> Tensor:
     """Attend with own queries over the keys of the row, for a few heads at a time.
 
-    Args:
-        query: [1, Hq, t, D]; key, value: [1, Hkv, t, D].
-        kernel: of KERNELS. options: its own.
-    Returns: [1, t, Hq, D] and None.
     Source: arXiv 2407.21783, section 3.3.2.
     """
     kv_heads, size = key.shape[1], dist.get_world_size(packing.group)
     shared, step = query.shape[1] // kv_heads, -(-kv_heads // size)
-    attend = partial(
-        _attend_gathered,
-        module,
-        attention_mask=attention_mask,
-        packing=packing,
-        kernel=kernel,
-        options=options,
-    )
     outputs = [
         checkpoint(
-            attend,
+            _gathered_heads,
             query[:, start * shared : (start + step) * shared],
             *(x[:, start : start + step] for x in (key, value)),
+            packing,
+            attend,
             use_reentrant=False,
             preserve_rng_state=False,
         )
         for start in range(0, kv_heads, step)
     ]
-    return torch.cat(outputs, dim=2), None
+    return torch.cat(outputs, dim=2)
 
 
-def _attend_gathered(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    attention_mask: Tensor | None,
-    packing: SlicedPacking,
-    kernel: Kernel,
-    options: dict[str, object],
+def _gathered_heads(
+    query: Tensor, key: Tensor, value: Tensor, packing: SlicedPacking, attend: Attend
 ) -> Tensor:
     keys, values = (in_row_order(_gather(x[0], packing.group))[None] for x in (key, value))
     outputs = []
     for own, chunk in zip(query.chunk(2, dim=2), packing.chunks):
         seen = slice(chunk.first_key, chunk.end)
-        out, _ = kernel(
-            module,
-            own,
-            keys[:, :, seen],
-            values[:, :, seen],
-            attention_mask,
-            packing=chunk.packing,
-            **options,
-        )
-        outputs.append(out)
+        outputs.append(attend(own, keys[:, :, seen], values[:, :, seen], chunk.packing))
     return torch.cat(outputs, dim=1)
 
 
-def ring_attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    *,
-    packing: SlicedPacking,
-    kernel: Kernel,
-    scaling: float | None = None,
-    **options: object,
-) -> tuple[Tensor, None]:
+def _ring(
+    query: Tensor, key: Tensor, value: Tensor, packing: SlicedPacking, attend: Attend
+) -> Tensor:
     """Attend with own queries to keys that go round the ranks.
 
-    Layers with a sliding window or a softcap gather instead, which their kernels can.
-
-    Args:
-        query: [1, Hq, t, D]; key: [1, Hkv, t, D]; value: [1, Hkv, t, Dv].
-        kernel: of KERNELS; `padded` stands for matrix products in float32, the others for torch's
-            flash attention.
-        scaling: factor on the scores; None is D ** -0.5.
-        options: the kernel's, and whatever else the model hands to attention.
-    Returns: [1, t, Hq, Dv] and None.
+    Layers with a sliding window or a softcap gather instead, which their kernels can. The padded
+    kernel stands for matrix products in float32, the others for torch's flash attention.
     """
+    options = attend.options
     if options.get("sliding_window") is not None or options.get("softcap") is not None:
-        return gathered_attention(
-            module,
-            query,
-            key,
-            value,
-            attention_mask,
-            packing=packing,
-            kernel=kernel,
-            scaling=scaling,
-            **options,
-        )
-    check_supported(module, attention_mask, options.get("dropout", 0.0), options.get("s_aux"))
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        return _gathered(query, key, value, packing, attend)
+    dropout, s_aux = options.get("dropout", 0.0), options.get("s_aux")
+    check_supported(attend.module, attend.attention_mask, dropout, s_aux)
+    scaling = options.get("scaling")
     out = ring.Ring.apply(
         *(x[0].transpose(0, 1).contiguous() for x in (query, key, value)),
         packing.rounds,
         packing.group,
-        ring.DENSE if kernel is KERNELS["padded"] else ring.FLASH,
-        scale,
+        ring.DENSE if attend.kernel is KERNELS["padded"] else ring.FLASH,
+        query.shape[-1] ** -0.5 if scaling is None else scaling,
     )
-    return out[None], None
+    return out[None]
 
 
-METHODS = {"ulysses": ulysses_attention, "gather": gathered_attention, "ring": ring_attention}
+METHODS = {
+    name: partial(_method, method=method)
+    for name, method in (("ulysses", _ulysses), ("gather", _gathered), ("ring", _ring))
+}
 
 
 def register_context_attention() -> None:

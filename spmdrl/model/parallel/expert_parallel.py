@@ -22,11 +22,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from spmdrl.model.blocks import experts_modules
 from spmdrl.model.lora.expert_adapters import compute_experts, counts
 from spmdrl.model.parallel.collectives import with_gradient
+from spmdrl.model.shards import to_local
 
 
 def apply_ep(hf_model: nn.Module, mesh: DeviceMesh) -> None:
@@ -89,8 +90,7 @@ class _LocalExperts:
         self.num_experts = experts.num_experts // ranks
 
     def __getattr__(self, name: str) -> Any:
-        value = getattr(self._experts, name)
-        return value.to_local() if isinstance(value, DTensor) else value
+        return to_local(getattr(self._experts, name))
 
 
 def _forward(

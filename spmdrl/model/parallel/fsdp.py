@@ -8,6 +8,7 @@ Parallelism comes from outside the model, in this order: tp (tensor_parallel.py)
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
@@ -78,21 +79,10 @@ def apply_fsdp(
     is_sharded = mesh["fsdp"].size() > 1
     if expert_mesh is not None:
         shard_experts(scorer, mesh=expert_mesh, policy=policy, offload=offload)
+    shard = partial(fully_shard, mesh=data_mesh, mp_policy=policy, offload_policy=offload)
     for block in hf_blocks:
-        fully_shard(
-            block,
-            mesh=data_mesh,
-            mp_policy=policy,
-            offload_policy=offload,
-            reshard_after_forward=is_sharded,
-        )
-    fully_shard(
-        scorer,
-        mesh=data_mesh,
-        mp_policy=policy,
-        offload_policy=offload,
-        reshard_after_forward=False,
-    )
+        shard(block, reshard_after_forward=is_sharded)
+    shard(scorer, reshard_after_forward=False)
     kept = {"auto": hf_blocks[-1:], "always": [], "never": hf_blocks}[gathering.reshard]
     for block in kept:  # with its experts
         block.set_reshard_after_forward(False)

@@ -93,7 +93,8 @@ def apply_tp(hf_model: nn.Module, mesh: DeviceMesh) -> dict[str, str]:
             _apply_style(module, style, mesh=mesh, edges=edges)
             partial |= _shard_adapter(module, style, name=name, mesh=mesh)
     head, embedding = hf_model.get_output_embeddings(), hf_model.get_input_embeddings()
-    if head is not None and not (head.weight is embedding.weight or _is_tied(hf_model)):
+    is_tied = getattr(hf_model.config, "tie_word_embeddings", False)
+    if head is not None and not (head.weight is embedding.weight or is_tied):
         _shard(head, "weight", dim=0, mesh=mesh)
     if not reason:
         partial |= sequence_parallel.shard_tokens(hf_model, styles, mesh.get_group())
@@ -103,10 +104,6 @@ def apply_tp(hf_model: nn.Module, mesh: DeviceMesh) -> dict[str, str]:
         for name, p in hf_model.named_parameters()
         if not hasattr(p, "placements") and name not in elsewhere
     }
-
-
-def _is_tied(hf_model: nn.Module) -> bool:
-    return bool(getattr(hf_model.config, "tie_word_embeddings", False))
 
 
 def _apply_style(module: nn.Module, style: str, *, mesh: DeviceMesh, edges: Edges) -> None:

@@ -20,8 +20,9 @@ from spmdrl.config import Config
 from spmdrl.data.examples import PairSource, example_source
 from spmdrl.data.prompts import load_tokenizer
 from spmdrl.model.load import CheckpointReader, model_folder
+from spmdrl.model.packing import packs
 from spmdrl.model.scorer import ScoredRow
-from spmdrl.model.sharded import ShardedModel, packs, scoring_temperature
+from spmdrl.model.sharded import ShardedModel, scoring_temperature
 from spmdrl.train.companions.reference_table import (
     Table,
     other_parts,
