@@ -143,21 +143,26 @@ def checksum_problems(
 
 
 def probe_gap(
-    of_engine: Sequence[Tensor], of_trainer: Sequence[Tensor], *, world: World, version: int
+    of_engine: Sequence[Tensor],
+    of_trainer: Sequence[Tensor],
+    *,
+    limit: float,
+    version: int,
+    world: World,
 ) -> Sums:
     """Compare engines' logprobs of some sequences with the trainers'; every rank calls.
 
     Args:
         of_engine, of_trainer: per sequence [len] float32, first 0, of this rank's engine and model;
             empty where there is none.
+        limit: stream.max_logprob_gap, in nats.
         version: of the weights, for messages.
     Returns: sync/probe_gap: (sum of |engine - trainer| in nats, tokens), over all replicas.
-    Raises: RuntimeError on every rank when the mean is above `stream.max_logprob_gap` or not a
-        number.
+    Raises: RuntimeError on every rank when the mean is above the limit or not a number.
     """
     scores = gather_objects((_flat(of_engine), _flat(of_trainer)), group=world.control)
     engines, trainers = ([own for own in column if len(own)] for column in zip(*scores))
-    trainer, limit = trainers[0], world.cfg.stream.max_logprob_gap
+    trainer = trainers[0]
     gaps = torch.stack([(own - trainer).abs() for own in engines]).double()
     mean = float(gaps.mean())
     if not mean <= limit:

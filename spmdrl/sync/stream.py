@@ -181,7 +181,8 @@ class WeightStream:
         with world.watch.wait("probe", version):
             of_engine = self._engine.score(sequences) if world.is_inference else []
             of_trainer = self._sent.score(sequences) if world.is_trainer else []
-            return probe_gap(of_engine, of_trainer, world=world, version=version)
+            limit = self._cfg.max_logprob_gap
+            return probe_gap(of_engine, of_trainer, limit=limit, version=version, world=world)
 
     # ---------------------------------------------------------------- construction
 
