@@ -15,13 +15,8 @@ from safetensors.torch import load_file, save_file
 from spmdrl.check.fit import check_fit, fit_problems
 from spmdrl.commands.create_model import create_model
 from spmdrl.config import Config, ModelSettings
-from spmdrl.model.load import (
-    CheckpointReader,
-    build_meta_model,
-    check_names,
-    checkpoint_shapes,
-    load_hf_config,
-)
+from spmdrl.model.file_tensors import file_tensors
+from spmdrl.model.load import CheckpointReader, build_meta_model, check_weights, load_hf_config
 
 
 def _make(where: Path, name: str = "model", **options: object) -> Path:
@@ -35,8 +30,8 @@ def _make(where: Path, name: str = "model", **options: object) -> Path:
 
 
 def _check(folder: Path) -> None:
-    shapes = checkpoint_shapes(Config(model=ModelSettings(path=str(folder))))
-    check_names(CheckpointReader(folder), shapes, may_be_extra=[])
+    hf_model = build_meta_model(ModelSettings(path=str(folder)))
+    check_weights(CheckpointReader(folder), hf_model, file_tensors(hf_model))
 
 
 def test_missing_and_unreadable_folders_are_refused(tmp_path):
@@ -104,9 +99,9 @@ def test_weights_that_do_not_fit_are_refused_before_anything_is_started(tmp_path
 
 
 def test_tied_weights_appear_once(tmp_path):
-    tied = checkpoint_shapes(Config(model=ModelSettings(path=str(_make(tmp_path, "a", tied=True)))))
-    untied = checkpoint_shapes(
-        Config(model=ModelSettings(path=str(_make(tmp_path, "b", tied=False))))
+    tied, untied = (
+        file_tensors(build_meta_model(ModelSettings(path=str(_make(tmp_path, name, tied=is_tied)))))
+        for name, is_tied in (("a", True), ("b", False))
     )
     assert untied.keys() - tied.keys() == {"lm_head.weight"}
 
@@ -181,7 +176,7 @@ def test_each_rank_holds_its_slices_of_the_files(architecture, tied, world_size,
     assert len(list(folder.glob("*.safetensors"))) > 1, "the test wants several files"
     cfg = config(folder, tmp_path, world_size=world_size, tp=tp)
     results = run_ranks(world_size, _shards, cfg, str(folder))
-    count = sum(shape.numel() for shape in checkpoint_shapes(cfg).values())
+    count = sum(part.box.numel for part in file_tensors(build_meta_model(cfg.model)).values())
     assert all(r["held"] < 0.75 * count for r in results), "a rank holds (nearly) everything"
     for rank, result in enumerate(results):
         for ours, theirs in zip(result["scores"], _whole_score(folder)):

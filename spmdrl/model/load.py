@@ -114,12 +114,6 @@ def build_meta_model(
         )
 
 
-def checkpoint_shapes(cfg: Config) -> dict[str, torch.Size]:
-    """Return {name in the safetensors files: shape} of the policy; tied weights appear once."""
-    model = build_meta_model(cfg.model, is_scalar=cfg.objective.is_scalar)
-    return {name: torch.Size(part.shape) for name, part in file_tensors(model).items()}
-
-
 class CheckpointReader:
     """The tensors of a folder's safetensors files, read by slice.
 
@@ -191,20 +185,28 @@ class CheckpointReader:
             return self._open(file).get_slice(name)
 
 
-def check_names(
-    reader: CheckpointReader, shapes: Mapping[str, tuple[int, ...]], *, may_be_extra: Iterable[str]
+def check_weights(
+    reader: CheckpointReader,
+    hf_model: nn.Module,
+    parts: Mapping[str, Part],
+    *,
+    is_scalar: bool = False,
 ) -> None:
     """Compare the files' tensors with those that the model is made of.
 
     Args:
         reader: the files.
-        shapes: {name in the files: shape} by the model.
-        may_be_extra: regular expressions of names that a file may hold besides.
+        parts: of the model, see file_tensors.
+        is_scalar: its head is a scalar one, which the files may lack.
     Raises: ValueError naming every missing, extra or wrongly shaped tensor.
     """
-    names, patterns = reader.names(), [re.compile(p) for p in may_be_extra]
+    names = reader.names()
+    shapes = {name: part.shape for name, part in parts.items()}
+    if is_scalar and SCALAR_HEAD not in names:
+        del shapes[SCALAR_HEAD]
     problems = [f"missing: {_some(shapes.keys() - names)}"] if shapes.keys() - names else []
-    extra = {n for n in names - shapes.keys() if not any(p.search(n) for p in patterns)}
+    patterns = _may_be_extra(hf_model, is_scalar=is_scalar)
+    extra = {n for n in names - shapes.keys() if not any(re.search(p, n) for p in patterns)}
     if extra:
         problems.append(f"not part of the model: {_some(extra)}")
     for name in sorted(shapes.keys() & names):
@@ -220,22 +222,7 @@ def check_names(
         )
 
 
-def check_weights(
-    reader: CheckpointReader, hf_model: nn.Module, parts: Mapping[str, Part], *, is_scalar: bool
-) -> None:
-    """Compare the files' tensors with a model's, whose scalar head they may lack.
-
-    Args:
-        parts: of the model, see file_tensors.
-    Raises: ValueError, see check_names.
-    """
-    shapes = {name: part.shape for name, part in parts.items()}
-    if is_scalar and SCALAR_HEAD not in reader.names():
-        shapes.pop(SCALAR_HEAD)
-    check_names(reader, shapes, may_be_extra=may_be_extra(hf_model, is_scalar=is_scalar))
-
-
-def may_be_extra(hf_model: nn.Module, *, is_scalar: bool) -> list[str]:
+def _may_be_extra(hf_model: nn.Module, *, is_scalar: bool) -> list[str]:
     """Return regular expressions of the names that a file may hold besides the model's
     parameters: what transformers ignores, and a tied head's copy."""
     patterns = ignored_names(hf_model)
@@ -254,7 +241,7 @@ def read_tensors(
     A scalar head that the files do not have starts at zero: every value is 0 at first.
 
     Args:
-        reader: the files, checked by `check_names`.
+        reader: the files, checked by `check_weights`.
         tensors: {live name: DTensor or Tensor with storage}.
         parts: {name in the files: part of a live tensor}, see file_tensors.py.
     """
