@@ -6,78 +6,55 @@ in place, into its adapter's memory, at each push.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
 
 from spmdrl.engine.protocol import AdapterEngine
 from spmdrl.model.lora.layers import SentAdapter
-from spmdrl.model.shards import Held, Part, addresses
-from spmdrl.sync.trace import trace_loader
+from spmdrl.model.shards import Part
+from spmdrl.sync.prove import shown
+from spmdrl.sync.source import Source
+from spmdrl.sync.trace import Trace, trace_loader
 from spmdrl.sync.traced import TracedTensors
 from spmdrl.world import World
 from spmdrl.world.comm import gather_problems
 
 
-class AdapterPush:
-    """Moves A and scale * B of every adapter. Every rank constructs it, and calls it, together.
+def trace_adapter(
+    sent: SentAdapter,
+    shards: Callable[[], Mapping[str, Tensor]],
+    *,
+    engine: AdapterEngine,
+    world: World,
+) -> TracedTensors:
+    """Return the way of A and scale * B of every adapter; every rank calls.
 
     Args:
         sent: the matrices, on every rank.
-        shards: of this rank, by name; {} off the trainers.
+        shards: gives this rank's, by name; {} off the trainers.
         engine: used on inference ranks.
         world: the job.
     Raises: ValueError on every rank, when an engine cannot take the matrices in place.
     """
-
-    def __init__(
-        self,
-        sent: SentAdapter,
-        shards: Mapping[str, Tensor],
-        *,
-        engine: AdapterEngine,
-        world: World,
-    ):
-        self._sent, copies, reasons = sent, [], []
-        if world.is_inference:
-            names = {name: (shape, torch.float32) for name, shape in sent.shapes.items()}
-            trace = trace_loader(engine.adapter(sent.shapes), names, load=engine.load_adapter)
-            copies = trace.copies
-            missing = sent.shapes.keys() - {copy.name for copy in copies}
-            reasons = trace.reasons + [
-                f"{name}: the engine takes none of it" for name in sorted(missing)
-            ]
-        lines = gather_problems(reasons, group=world.control)
-        if lines:
-            raise ValueError(
-                "model.lora.push: adapter, but this engine cannot take the adapters; push merged, "
-                "or choose other targets\n  - " + "\n  - ".join(lines[:8])
-            )
-        self._addresses = addresses(self._own(shards))
-        self._tensors = TracedTensors(
-            world, shapes=sent.shapes, copies=copies, held=self._hold(shards)
+    trace, missing = Trace(), set()
+    if world.is_inference:
+        names = {name: (shape, torch.float32) for name, shape in sent.shapes.items()}
+        trace = trace_loader(engine.adapter(sent.shapes), names, load=engine.load_adapter)
+        missing = sent.shapes.keys() - {copy.name for copy in trace.copies}
+    reasons = trace.reasons + [f"{name}: the engine takes none of it" for name in sorted(missing)]
+    problems = gather_problems(reasons, group=world.control)
+    if problems:
+        raise ValueError(
+            "model.lora.push: adapter, but this engine cannot take the adapters; push merged, "
+            f"or choose other targets\n{shown(problems)}"
         )
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes that leave the trainers in one push, all of them together."""
-        return self._tensors.plan.nbytes
+    def own() -> dict[str, Tensor]:
+        held = shards()
+        return {name: held[name] for name in sent.shapes if name in held}
 
-    def push(self, shards: Mapping[str, Tensor]) -> None:
-        """Write the matrices of now; the shards are taken anew if they have moved."""
-        if addresses(self._own(shards)) != self._addresses:
-            self._addresses = addresses(self._own(shards))
-            self._tensors.hold(self._hold(shards))
-        self._tensors.move()
-
-    def differences(self) -> list[str]:
-        """Return what differs between trainers and engines; see TracedTensors."""
-        return self._tensors.differences()
-
-    def _own(self, shards: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return {name: shards[name] for name in self._sent.shapes if name in shards}
-
-    def _hold(self, shards: Mapping[str, Tensor]) -> Held:
-        parts = {name: Part.whole(name, shape) for name, shape in self._sent.shapes.items()}
-        return Held(self._own(shards), parts, factors=self._sent.factors)
+    parts = {name: Part.whole(name, shape) for name, shape in sent.shapes.items()}
+    source = Source(own, parts, factors=sent.factors)
+    return TracedTensors(world, shapes=sent.shapes, copies=trace.copies, source=source)

@@ -18,11 +18,12 @@ from spmdrl.engine.handover import Handover
 from spmdrl.engine.protocol import EngineProtocol
 from spmdrl.model.load import CheckpointReader, model_folder
 from spmdrl.model.lora.layers import SentAdapter
-from spmdrl.model.shards import Delta, Held, Part, addresses
-from spmdrl.sync.adapter import AdapterPush
+from spmdrl.model.shards import Delta, Part
+from spmdrl.sync.adapter import trace_adapter
 from spmdrl.sync.plan import StreamPlan
 from spmdrl.sync.prove import layout_problems, probe_gap, shown
 from spmdrl.sync.reload import ReloadedTensors
+from spmdrl.sync.source import Source
 from spmdrl.sync.trace import Copy, trace_loader
 from spmdrl.sync.traced import TracedTensors
 from spmdrl.types import Sums
@@ -68,8 +69,7 @@ class WeightStream:
         self._sent, self._engine, self._world = sent, engine, world
         self._cfg, self._pushes, self.mode = world.cfg.stream, 0, "idle"
         self._weights: TracedTensors | ReloadedTensors | None = None
-        self._adapter: AdapterPush | None = None
-        self._addresses: tuple[int, ...] = ()
+        self._adapter: TracedTensors | None = None
         if not world.inference_ranks:
             return
         with world.watch.wait("plan stream", -1):
@@ -92,7 +92,7 @@ class WeightStream:
     def nbytes(self) -> int:
         """Bytes that leave the trainers in one push, all of them together; where adapters travel
         by themselves, in one after the first."""
-        return self._adapter.nbytes if self._adapter else self._weight_bytes
+        return self._adapter.plan.nbytes if self._adapter else self._weight_bytes
 
     @property
     def _weight_bytes(self) -> int:
@@ -132,7 +132,7 @@ class WeightStream:
                 if not self._pushes:  # the weights under it stay as they are
                     self._weights.release()
                     nbytes += self._weight_bytes
-                self._adapter.push(self._sent.shards())
+                self._adapter.move()
             woken = self._handover.wake_cache()
             if self._world.device.type == "cuda":
                 torch.cuda.synchronize(self._world.device)
@@ -187,7 +187,8 @@ class WeightStream:
     # ---------------------------------------------------------------- construction
 
     def _plan(self) -> None:
-        held, world = self._held(), self._world
+        sent, world = self._sent, self._world
+        source = Source(sent.shards, sent.parts, deltas=sent.deltas)
         copies, reasons = self._trace()
         problems = gather_problems(reasons, group=world.control)
         if self._cfg.mode == "traced" and problems:
@@ -200,21 +201,23 @@ class WeightStream:
                 "weight stream: falling back to vLLM's own reloading, which is slower, because\n%s",
                 shown(problems),
             )
-        names, sent = self._sent.names, self._sent.adapter
         self.mode = "reload" if self._cfg.mode == "reload" or problems else "traced"
         if self.mode == "traced":
-            shapes = {name: shape for name, (shape, _) in names.items()}
-            self._weights = TracedTensors(world, shapes=shapes, copies=copies, held=held)
-        elif sent is not None:
+            shapes = {name: shape for name, (shape, _) in sent.names.items()}
+            self._weights = TracedTensors(world, shapes=shapes, copies=copies, source=source)
+        elif sent.adapter is not None:
             raise ValueError(
                 "model.lora.push: adapter, but this engine's weights cannot be "
                 "written in place (the log says why); push merged"
             )
         else:
-            self._weights = ReloadedTensors(world, names=names, engine=self._engine, held=held)
-        if sent is not None:
-            shards = self._sent.shards()
-            self._adapter = AdapterPush(sent, shards, engine=self._engine, world=world)
+            self._weights = ReloadedTensors(
+                world, names=sent.names, engine=self._engine, source=source
+            )
+        if sent.adapter is not None:
+            self._adapter = trace_adapter(
+                sent.adapter, sent.shards, engine=self._engine, world=world
+            )
 
     def _trace(self) -> tuple[list[Copy], list[str]]:
         if not self._world.is_inference or self._cfg.mode == "reload":
@@ -225,19 +228,9 @@ class WeightStream:
         reader = CheckpointReader(model_folder(self._world.cfg.model.path))
         return trace.copies, layout_problems(trace.copies, reader)
 
-    def _held(self) -> Held:
-        """Return what this rank has of the weights, with what is to be added to it."""
-        shards = self._sent.shards()
-        self._addresses = addresses(shards)
-        return Held(shards, self._sent.parts, self._sent.deltas())
-
     # ---------------------------------------------------------------- moving
 
     def _push_weights(self) -> None:
-        if addresses(self._sent.shards()) != self._addresses:  # as a restored checkpoint may
-            self._weights.hold(self._held())
-        else:
-            self._weights.held.deltas = dict(self._sent.deltas())
         self._weights.move()
         if self.mode == "traced":
             assert self._engine_pointers() == self._pointers, "an engine's parameters have moved"

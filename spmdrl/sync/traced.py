@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from spmdrl.model.shards import Held
 from spmdrl.sync.plan import StreamPlan, Want, make_plan
 from spmdrl.sync.prove import checksum, checksum_problems
+from spmdrl.sync.source import Source
 from spmdrl.sync.trace import Copy
 from spmdrl.sync.transfer import Transfer, make_gather_groups
 from spmdrl.world import World
@@ -22,7 +22,7 @@ class TracedTensors:
         world: the job.
         shapes: of the whole tensors, by name, on every rank.
         copies: the places in this rank's engine; empty where there is none.
-        held: what this rank has of the tensors.
+        source: what this rank has of the tensors.
     """
 
     def __init__(
@@ -31,28 +31,24 @@ class TracedTensors:
         *,
         shapes: Mapping[str, tuple[int, ...]],
         copies: Sequence[Copy],
-        held: Held,
+        source: Source,
     ):
-        self._world, self._shapes, self._copies = world, shapes, copies
+        self._world, self._shapes = world, shapes
+        self._copies, self._source = copies, source
         wants = [Want(copy.name, copy.box, copy.view.dtype) for copy in copies]
-        gathered = gather_objects((held.boxes(), wants), group=world.control)
+        gathered = gather_objects((source.held.boxes(), wants), group=world.control)
         self.plan = make_plan(
             [boxes for boxes, _ in gathered],
             [own for _, own in gathered],
             bucket_bytes=world.cfg.stream.bucket_bytes,
         )
         self._groups = make_gather_groups(self.plan)
-        self.hold(held)
+        self.release()
 
     @property
     def plans(self) -> list[StreamPlan]:
         """The plan."""
         return [self.plan]
-
-    def hold(self, held: Held) -> None:
-        """Take the tensors from `held` from now on, which has the same boxes."""
-        self.held = held
-        self.release()
 
     def release(self) -> None:
         """Free the buffers until the next `move`."""
@@ -60,12 +56,14 @@ class TracedTensors:
 
     def move(self) -> None:
         """Write every tensor's value of now, in the dtype of its place."""
+        if self._source.refresh():
+            self.release()
         if self._transfer is None:
             self._transfer = Transfer(
                 self.plan,
                 rank=self._world.rank,
                 device=self._world.device,
-                source=self.held.value,
+                source=self._source.held.value,
                 targets=[copy.view for copy in self._copies],
                 groups=self._groups,
             )
@@ -86,7 +84,7 @@ class TracedTensors:
         for route in plan.routes:
             for piece in route.pieces if route.source == rank else ():
                 key = (route.receiver, piece.want)
-                value = self.held.value(wants[key].name, piece.box).read()
+                value = self._source.held.value(wants[key].name, piece.box).read()
                 value = value.to(wants[key].dtype)
                 sent[key] = sent.get(key, 0) + checksum(
                     value, piece.box, shape=self._shapes[wants[key].name]
