@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
 from spmdrl.model.file_tensors import file_tensors, live_tensors
 from spmdrl.model.lora.layers import sent_adapter
 from spmdrl.model.lora.merge import deltas
-from spmdrl.model.sharded import ShardedModel
 from spmdrl.model.shards import Delta
+
+if TYPE_CHECKING:
+    from spmdrl.model.sharded import ShardedModel
 
 
 class SentWeights:

@@ -8,17 +8,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
-from typing import Protocol
+from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 
 from spmdrl.engine.handover import Handover
 from spmdrl.engine.protocol import EngineProtocol
 from spmdrl.model.load import CheckpointReader, model_folder
-from spmdrl.model.lora.layers import SentAdapter
-from spmdrl.model.shards import Delta, Part
+from spmdrl.model.weights import SentWeights
 from spmdrl.sync.adapter import trace_adapter
 from spmdrl.sync.plan import StreamPlan
 from spmdrl.sync.prove import layout_problems, probe_gap, shown
@@ -31,23 +28,6 @@ from spmdrl.world import World
 from spmdrl.world.comm import gather_problems
 
 log = logging.getLogger(__name__)
-
-
-class Sent(Protocol):
-    """What the stream asks of the trainers; see model.weights.SentWeights."""
-
-    names: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
-    parts: Mapping[str, Part]
-    adapter: SentAdapter | None
-
-    def shards(self) -> Mapping[str, Tensor]:
-        """Return {live name: this rank's shard}."""
-
-    def deltas(self) -> Mapping[str, Delta]:
-        """Return {live name: what to add to it}, of the same names each time."""
-
-    def score(self, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
-        """Return per sequence [len] float32 logprobs, first 0."""
 
 
 class WeightStream:
@@ -65,7 +45,7 @@ class WeightStream:
         when vLLM's own reloading is to be used and does not restore what the engine holds.
     """
 
-    def __init__(self, sent: Sent, engine: EngineProtocol, world: World):
+    def __init__(self, sent: SentWeights, engine: EngineProtocol, world: World):
         self._sent, self._engine, self._world = sent, engine, world
         self._cfg, self._pushes, self.mode = world.cfg.stream, 0, "idle"
         self._weights: TracedTensors | ReloadedTensors | None = None
