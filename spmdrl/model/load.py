@@ -114,6 +114,12 @@ def build_meta_model(
         )
 
 
+def checkpoint_shapes(cfg: Config) -> dict[str, torch.Size]:
+    """Return {name in the safetensors files: shape} of the policy; tied weights appear once."""
+    model = build_meta_model(cfg.model, is_scalar=cfg.objective.is_scalar)
+    return {name: torch.Size(part.shape) for name, part in file_tensors(model).items()}
+
+
 class CheckpointReader:
     """The tensors of a folder's safetensors files, read by slice.
 
