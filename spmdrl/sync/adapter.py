@@ -14,8 +14,8 @@ from torch import Tensor
 from spmdrl.engine.protocol import AdapterEngine
 from spmdrl.model.lora.layers import SentAdapter
 from spmdrl.model.shards import Part
+from spmdrl.sync.live_shards import LiveShards
 from spmdrl.sync.prove import shown
-from spmdrl.sync.source import Source
 from spmdrl.sync.trace import Trace, trace_loader
 from spmdrl.sync.traced import TracedTensors
 from spmdrl.world import World
@@ -56,5 +56,5 @@ def trace_adapter(
         return {name: held[name] for name in sent.shapes if name in held}
 
     parts = {name: Part.whole(name, shape) for name, shape in sent.shapes.items()}
-    source = Source(own, parts, factors=sent.factors)
-    return TracedTensors(world, shapes=sent.shapes, copies=trace.copies, source=source)
+    live = LiveShards(own, parts, factors=sent.factors)
+    return TracedTensors(world, shapes=sent.shapes, copies=trace.copies, live=live)

@@ -10,9 +10,9 @@ from torch import Tensor
 from spmdrl.engine.protocol import EngineProtocol
 from spmdrl.model.load import CheckpointReader, model_folder
 from spmdrl.model.shards import Box
+from spmdrl.sync.live_shards import LiveShards
 from spmdrl.sync.plan import StreamPlan, Want, make_plan
 from spmdrl.sync.prove import parameter_checksums, shown
-from spmdrl.sync.source import Source
 from spmdrl.sync.transfer import Transfer, make_gather_groups
 from spmdrl.world import World
 from spmdrl.world.comm import agree, gather_objects, gather_problems
@@ -31,14 +31,14 @@ class ReloadedTensors:
         world: the job.
         names: of the whole tensors, on every rank.
         engine: used on inference ranks.
-        source: what this rank has of the tensors.
+        live: what this rank has of the tensors.
     Raises: ValueError on every rank, when reloading the very weights that the engine holds fails
         or changes it. On the CPU vLLM 0.32 does where it packs weights, as those of
         DeepSeek-V3's MLA.
     """
 
-    def __init__(self, world: World, *, names: Names, engine: EngineProtocol, source: Source):
-        self._world, self._engine, self._source = world, engine, source
+    def __init__(self, world: World, *, names: Names, engine: EngineProtocol, live: LiveShards):
+        self._world, self._engine, self._live = world, engine, live
         changed = _changed_by_reload(engine, names, world) if world.is_inference else []
         problems = gather_problems(changed, group=world.control)
         if problems:
@@ -54,7 +54,7 @@ class ReloadedTensors:
     def _plan(self, names: Names) -> list[StreamPlan]:
         """Plan whole tensors to every inference rank, a bucket's worth of names at a time."""
         world, bucket_bytes = self._world, self._world.cfg.stream.bucket_bytes
-        holders = gather_objects(self._source.held.boxes(), group=world.control)
+        holders = gather_objects(self._live.held.boxes(), group=world.control)
         groups: list[list[Want]] = []
         size = bucket_bytes
         for name, (shape, dtype) in names.items():
@@ -79,7 +79,7 @@ class ReloadedTensors:
 
         Raises: RuntimeError on every rank when one cannot.
         """
-        self._source.refresh()
+        self._live.refresh()
         tensors = self._whole_tensors()
         with agree(group=self._world.control, kind=RuntimeError):
             try:
@@ -103,7 +103,7 @@ class ReloadedTensors:
                 plan,
                 rank=self._world.rank,
                 device=device,
-                source=self._source.held.value,
+                source=self._live.held.value,
                 targets=whole,
                 groups=self._groups,
             ).run()

@@ -17,10 +17,10 @@ from spmdrl.engine.protocol import EngineProtocol
 from spmdrl.model.load import CheckpointReader, model_folder
 from spmdrl.model.weights import SentWeights
 from spmdrl.sync.adapter import trace_adapter
+from spmdrl.sync.live_shards import LiveShards
 from spmdrl.sync.plan import StreamPlan
 from spmdrl.sync.prove import layout_problems, probe_gap, shown
 from spmdrl.sync.reload import ReloadedTensors
-from spmdrl.sync.source import Source
 from spmdrl.sync.trace import Copy, trace_loader
 from spmdrl.sync.traced import TracedTensors
 from spmdrl.types import Sums
@@ -168,7 +168,7 @@ class WeightStream:
 
     def _plan(self) -> None:
         sent, world = self._sent, self._world
-        source = Source(sent.shards, sent.parts, deltas=sent.deltas)
+        live = LiveShards(sent.shards, sent.parts, deltas=sent.deltas)
         copies, reasons = self._trace()
         problems = gather_problems(reasons, group=world.control)
         if self._cfg.mode == "traced" and problems:
@@ -184,16 +184,14 @@ class WeightStream:
         self.mode = "reload" if self._cfg.mode == "reload" or problems else "traced"
         if self.mode == "traced":
             shapes = {name: shape for name, (shape, _) in sent.names.items()}
-            self._weights = TracedTensors(world, shapes=shapes, copies=copies, source=source)
+            self._weights = TracedTensors(world, shapes=shapes, copies=copies, live=live)
         elif sent.adapter is not None:
             raise ValueError(
                 "model.lora.push: adapter, but this engine's weights cannot be "
                 "written in place (the log says why); push merged"
             )
         else:
-            self._weights = ReloadedTensors(
-                world, names=sent.names, engine=self._engine, source=source
-            )
+            self._weights = ReloadedTensors(world, names=sent.names, engine=self._engine, live=live)
         if sent.adapter is not None:
             self._adapter = trace_adapter(
                 sent.adapter, sent.shards, engine=self._engine, world=world

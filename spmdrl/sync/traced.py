@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from spmdrl.sync.live_shards import LiveShards
 from spmdrl.sync.plan import StreamPlan, Want, make_plan
 from spmdrl.sync.prove import checksum, checksum_problems
-from spmdrl.sync.source import Source
 from spmdrl.sync.trace import Copy
 from spmdrl.sync.transfer import Transfer, make_gather_groups
 from spmdrl.world import World
@@ -22,7 +22,7 @@ class TracedTensors:
         world: the job.
         shapes: of the whole tensors, by name, on every rank.
         copies: the places in this rank's engine; empty where there is none.
-        source: what this rank has of the tensors.
+        live: what this rank has of the tensors.
     """
 
     def __init__(
@@ -31,12 +31,12 @@ class TracedTensors:
         *,
         shapes: Mapping[str, tuple[int, ...]],
         copies: Sequence[Copy],
-        source: Source,
+        live: LiveShards,
     ):
         self._world, self._shapes = world, shapes
-        self._copies, self._source = copies, source
+        self._copies, self._live = copies, live
         wants = [Want(copy.name, copy.box, copy.view.dtype) for copy in copies]
-        gathered = gather_objects((source.held.boxes(), wants), group=world.control)
+        gathered = gather_objects((live.held.boxes(), wants), group=world.control)
         self.plan = make_plan(
             [boxes for boxes, _ in gathered],
             [own for _, own in gathered],
@@ -56,14 +56,14 @@ class TracedTensors:
 
     def move(self) -> None:
         """Write every tensor's value of now, in the dtype of its place."""
-        if self._source.refresh():
+        if self._live.refresh():
             self.release()
         if self._transfer is None:
             self._transfer = Transfer(
                 self.plan,
                 rank=self._world.rank,
                 device=self._world.device,
-                source=self._source.held.value,
+                source=self._live.held.value,
                 targets=[copy.view for copy in self._copies],
                 groups=self._groups,
             )
@@ -84,7 +84,7 @@ class TracedTensors:
         for route in plan.routes:
             for piece in route.pieces if route.source == rank else ():
                 key = (route.receiver, piece.want)
-                value = self._source.held.value(wants[key].name, piece.box).read()
+                value = self._live.held.value(wants[key].name, piece.box).read()
                 value = value.to(wants[key].dtype)
                 sent[key] = sent.get(key, 0) + checksum(
                     value, piece.box, shape=self._shapes[wants[key].name]

@@ -9,7 +9,7 @@ from torch import Tensor
 from spmdrl.model.shards import Delta, Held, Part, addresses
 
 
-class Source:
+class LiveShards:
     """This rank's shards of tensors that travel, taken anew when they have moved.
 
     Args:
