@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +72,7 @@ def scoring(
     """Return a packed row of sequences whose first tokens are prompts, as a model makes it."""
     from spmdrl.model.scorer import make_row
 
-    make = make or partial(make_row, device=torch.device("cpu"), padded=True)
+    make = make or make_row
     positions = torch.cat([torch.arange(n) for n in lengths])
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(vocab, (sum(lengths),), generator=generator)

@@ -57,8 +57,6 @@ def _slices(lengths: tuple[int, ...], size: int, *, multiple: int = 1) -> list:
             lengths,
             position_ids=positions,
             scored=scored,
-            device=CPU,
-            padded=True,
             slicing=Slicing(_fake_group(), rank, size, multiple),
         )
         for rank in range(size)
@@ -165,8 +163,6 @@ def _attention_gaps(rank: int, group: dist.ProcessGroup) -> dict[tuple[str, str]
         LENGTHS,
         position_ids=positions,
         scored=torch.tensor([1]),
-        device=CPU,
-        padded=True,
         slicing=Slicing(group, rank, SIZE),
     )
     gaps = {}
@@ -206,8 +202,6 @@ def _most_gathered(rank: int, group: dist.ProcessGroup) -> float:
         [64],
         position_ids=torch.arange(64),
         scored=torch.tensor([1]),
-        device=CPU,
-        padded=True,
         slicing=Slicing(group, rank, SIZE),
     )
     q, k, v = (torch.randn(1, 8, 16, 4, requires_grad=True) for _ in range(3))

@@ -184,8 +184,6 @@ def test_the_experts_are_the_recorded_ones_and_gradients_those_of_float64(
         [len(row) for row in rows],
         mask=positions > 0,
         position_ids=positions,
-        device=torch.device("cpu"),
-        padded=True,
         routes=torch.cat(routes),
     )
     logprobs, _ = scorer(row)

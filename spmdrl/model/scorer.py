@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -54,8 +53,6 @@ def make_row(
     *,
     mask: Tensor,
     position_ids: Tensor,
-    device: torch.device,
-    padded: bool,
     slicing: Slicing = Slicing(),
     routes: Tensor | None = None,
 ) -> ScoredRow:
@@ -65,9 +62,7 @@ def make_row(
         tokens, position_ids: [T] int64 on the CPU.
         lengths: tokens per sequence.
         mask: [T] bool on the CPU.
-        device: of what is returned.
-        padded: attention pads.
-        slicing: which slice of the row this rank computes; all of it by default.
+        slicing: which slice of the row this rank computes, and where; by default all of it.
         routes: [T, L, K] on the CPU, to be replayed; None for none.
     Raises: ValueError when the mask holds a sequence's first token, which nothing predicts.
     """
@@ -78,16 +73,9 @@ def make_row(
             f"{int(first.nonzero()[0])}), which no token comes before; mask it out where rows "
             "are read"
         )
-    scored = mask.nonzero()[:, 0]
+    scored, device = mask.nonzero()[:, 0], slicing.device
     own = make_slice(
-        tokens,
-        lengths,
-        position_ids=position_ids,
-        scored=scored,
-        device=device,
-        padded=padded,
-        slicing=slicing,
-        routes=routes,
+        tokens, lengths, position_ids=position_ids, scored=scored, slicing=slicing, routes=routes
     )
     return ScoredRow(
         tokens=tokens.to(device),

@@ -98,8 +98,9 @@ class ShardedModel:
             dtype=dtype,
             has_softcap=getattr(hf_model.config, "attn_logit_softcapping", None) is not None,
         )
-        self.is_padded = attention == "padded"
-        self.slicing, method = self._slicing(), ""
+        self.slicing, method = self._slicing(is_padded=attention == "padded"), ""
+        self.row = partial(make_row, slicing=self.slicing)
+        """What this model needs to score the masked tokens of a packed row; see make_row."""
         if self.slicing.group is not None:
             heads = hf_model.config.num_attention_heads // world.mesh["tp"].size()
             method = "_" + context_method(model.kernels.context, heads=heads, cp=self.slicing.size)
@@ -124,9 +125,14 @@ class ShardedModel:
         else:
             self.scorer.to_empty(device=device)
 
-    def _slicing(self) -> Slicing:
+    def _slicing(self, *, is_padded: bool) -> Slicing:
         mesh, tp = self.world.mesh["cp"], self.world.mesh["tp"]
-        whole = Slicing(multiple=tp.size(), part=tp.get_local_rank())
+        whole = Slicing(
+            multiple=tp.size(),
+            part=tp.get_local_rank(),
+            is_padded=is_padded,
+            device=self.world.device,
+        )
         if mesh.size() == 1:
             return whole
         return replace(whole, group=mesh.get_group(), rank=mesh.get_local_rank(), size=mesh.size())
@@ -235,27 +241,6 @@ class ShardedModel:
             own, source = local_part(parameter), local_part(state[name])
             if own.data_ptr() != source.data_ptr():
                 own.copy_(source)
-
-    def row(
-        self,
-        tokens: Tensor,
-        lengths: Sequence[int],
-        *,
-        mask: Tensor,
-        position_ids: Tensor,
-        routes: Tensor | None = None,
-    ) -> ScoredRow:
-        """Return what this model needs to score the masked tokens of a row; see make_row."""
-        return make_row(
-            tokens,
-            lengths,
-            mask=mask,
-            position_ids=position_ids,
-            device=self.world.device,
-            padded=self.is_padded,
-            slicing=self.slicing,
-            routes=routes,
-        )
 
     def forward(self, row: ScoredRow, head: Head | None = None) -> Any:
         """Return logprobs and entropy of the scored tokens: each [N] float32, nats.

@@ -27,7 +27,7 @@ from spmdrl.world.torch_internals import tree_map
 
 @dataclass(frozen=True)
 class Slicing:
-    """How packed rows are cut: among which ranks, and to a multiple of what."""
+    """How packed rows are cut: among which ranks, to a multiple of what, for which kernel."""
 
     group: dist.ProcessGroup | None = None
     """Of the context-parallel ranks; None: one rank computes all of a row."""
@@ -37,6 +37,10 @@ class Slicing:
     """Ranks among which a slice is cut once more, in equal parts."""
     part: int = 0
     """Which of these parts is this rank's."""
+    is_padded: bool = True
+    """Attention pads."""
+    device: torch.device | str = "cpu"
+    """Of the slice."""
 
     @property
     def unit(self) -> int:
@@ -110,8 +114,6 @@ def make_slice(
     *,
     position_ids: Tensor,
     scored: Tensor,
-    device: torch.device,
-    padded: bool,
     slicing: Slicing,
     routes: Tensor | None = None,
 ) -> RowSlice:
@@ -121,21 +123,19 @@ def make_slice(
         tokens, position_ids: [row] int64 on the CPU.
         lengths: tokens per sequence.
         scored: [N] int64 on the CPU, positions of the scored tokens, none a sequence's first.
-        device: of the tensors.
-        padded: attention pads.
         slicing: which slice.
         routes: [row, L, K] on the CPU, to be replayed; None for none.
     """
-    missing = -len(tokens) % slicing.unit
+    missing, device = -len(tokens) % slicing.unit, slicing.device
     if missing:
         lengths = [*lengths, missing]
         position_ids = torch.cat([position_ids, torch.arange(missing)])
     row = F.pad(tokens, (0, missing))
-    rows, packing = torch.arange(len(row)), make_packing(lengths, device, padded=padded)
+    rows, packing = torch.arange(len(row)), make_packing(lengths, device, padded=slicing.is_padded)
     if slicing.group is not None:
         spans = chunk_spans(len(row), rank=slicing.rank, size=slicing.size)
         rows = torch.cat([torch.arange(begin, end) for begin, end in spans])
-        packing = _sliced(packing, lengths, slicing=slicing, device=device, padded=padded)
+        packing = _sliced(packing, lengths, slicing)
     place = torch.full((len(row),), -1).index_copy(0, rows, torch.arange(len(rows)))[scored - 1]
     own = (place >= 0).nonzero()[:, 0]
     kept = rows.chunk(slicing.multiple)[slicing.part]
@@ -157,21 +157,19 @@ def make_slice(
     )
 
 
-def _sliced(
-    whole: Packing, lengths: Sequence[int], *, slicing: Slicing, device: torch.device, padded: bool
-) -> SlicedPacking:
+def _sliced(whole: Packing, lengths: Sequence[int], slicing: Slicing) -> SlicedPacking:
     row, rank, size = sum(lengths), slicing.rank, slicing.size
-    spans = chunk_spans(row, rank=rank, size=size)
+    first, second = chunk_spans(row, rank=rank, size=size)
     return SlicedPacking(
         slicing.group,
         whole,
-        tuple(_chunk(span, lengths, device=device, padded=padded) for span in spans),
+        (_chunk(first, lengths, slicing), _chunk(second, lengths, slicing)),
         ring.plan_rounds(
             lengths,
             lambda other: chunk_spans(row, rank=other, size=size),
             rank=rank,
             size=size,
-            device=device,
+            device=slicing.device,
         ),
     )
 
@@ -183,9 +181,7 @@ def chunk_spans(length: int, *, rank: int, size: int) -> tuple[tuple[int, int], 
     return first, second
 
 
-def _chunk(
-    span: tuple[int, int], lengths: Sequence[int], *, device: torch.device, padded: bool
-) -> Chunk:
+def _chunk(span: tuple[int, int], lengths: Sequence[int], slicing: Slicing) -> Chunk:
     begin, end = span
     queries, keys, first_key, at = [], [], begin, 0
     for length in lengths:
@@ -195,9 +191,8 @@ def _chunk(
             keys.append(min(end, at + length) - at)  # back to where the sequence begins
             first_key = min(first_key, at)
         at += length
-    return Chunk(
-        begin, end, first_key, make_packing(queries, device, padded=padded, key_lengths=keys)
-    )
+    packing = make_packing(queries, slicing.device, padded=slicing.is_padded, key_lengths=keys)
+    return Chunk(begin, end, first_key, packing)
 
 
 def _join(values: Tensor, at: Tensor, *, count: int, group: dist.ProcessGroup) -> Tensor:

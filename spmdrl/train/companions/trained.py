@@ -96,7 +96,7 @@ def _check_fit(model: ShardedModel, policy: ShardedModel) -> None:
             f"critic.path: the model embeds {rows} tokens, fewer than the "
             f"policy's {needed}; take one with the policy's tokenizer"
         )
-    if model.is_padded != policy.is_padded:
+    if model.slicing.is_padded != policy.slicing.is_padded:
         raise ValueError(
             "critic.path: it and the policy need different attention (one has "
             "a softcap); set model.kernels.attention to padded"
