@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
+from spmdrl.config import LoraSettings
 from spmdrl.model.file_tensors import file_tensors, live_tensors
 from spmdrl.model.lora.layers import sent_adapter
 from spmdrl.model.lora.merge import deltas
@@ -26,7 +27,7 @@ class SentWeights:
         match nothing.
     """
 
-    def __init__(self, hf_model: nn.Module, lora: Mapping[str, Any]):
+    def __init__(self, hf_model: nn.Module, lora: LoraSettings):
         live = live_tensors(hf_model)
         self.parts = file_tensors(hf_model)
         """{name in the safetensors files: part of a live tensor}."""
