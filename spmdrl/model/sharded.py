@@ -12,14 +12,14 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from spmdrl.config import Config
+from spmdrl.config import Config, ModelSettings
 from spmdrl.model.attention import pick_attention, register_attention
-from spmdrl.model.blocks import blocks, experts_modules, experts_parameters
+from spmdrl.model.blocks import experts_parameters
 from spmdrl.model.file_tensors import file_tensors, live_tensors
 from spmdrl.model.fits import context_method, counts_of, misfits
-from spmdrl.model.head import head_chunk_tokens, logprobs_and_entropy, with_square_probs
+from spmdrl.model.head import logprobs_and_entropy, with_square_probs
 from spmdrl.model.load import (
     CheckpointReader,
     build_meta_model,
@@ -28,15 +28,16 @@ from spmdrl.model.load import (
     model_folder,
     read_tensors,
 )
-from spmdrl.model.lora.layers import Adapters, LoraForm, train_adapters_only
+from spmdrl.model.lora.form import LoraForm
+from spmdrl.model.lora.layers import Adapters, train_adapters_only
 from spmdrl.model.packing import packs
-from spmdrl.model.parallel import fsdp, recompute, tensor_parallel
 from spmdrl.model.parallel.context_parallel import register_context_attention
-from spmdrl.model.parallel.expert_parallel import apply_ep
+from spmdrl.model.parallel.fsdp import reshard
+from spmdrl.model.parallel.layout import give_storage, lay_out, slicing_of
 from spmdrl.model.parallel.row_slices import Slicing
-from spmdrl.model.scorer import Head, ScoredRow, Scorer, Valuer, make_row
+from spmdrl.model.parallel.tensor_parallel import sum_replicated_gradients
+from spmdrl.model.scorer import Head, ScoredRow, make_row
 from spmdrl.model.shards import local_part
-from spmdrl.model.transformers_internals import apply_liger
 from spmdrl.world import World
 from spmdrl.world.axes import axes_of
 from spmdrl.world.torch_internals import multiply_all, plain_name
@@ -92,100 +93,37 @@ class ShardedModel:
             master = getattr(torch, model.memory.master_dtype)
             for parameter in hf_model.parameters():
                 parameter.data = parameter.data.to(master)
-        attention = pick_attention(
-            model.kernels.attention,
-            device=world.device,
-            dtype=dtype,
-            has_softcap=getattr(hf_model.config, "attn_logit_softcapping", None) is not None,
-        )
-        self.slicing, method = self._slicing(is_padded=attention == "padded"), ""
+        self._experts = experts_parameters(hf_model)
+        self._prefix = f"{hf_model.base_model_prefix}."
+        self.slicing = self._set_attention(model)
         self.row = partial(make_row, slicing=self.slicing)
         """What this model needs to score the masked tokens of a packed row; see make_row."""
-        if self.slicing.group is not None:
-            heads = hf_model.config.num_attention_heads // world.mesh["tp"].size()
-            method = "_" + context_method(model.kernels.context, heads=heads, cp=self.slicing.size)
-        hf_model.set_attn_implementation(f"spmdrl_{attention}{method}")
         reader = CheckpointReader(model_folder(path))
         check_weights(reader, hf_model, self.parts, is_scalar=is_scalar)
-        self._parallelize(hf_model, dtype=dtype)
-        self._give_storage()
+        self.scorer, self.whole = lay_out(
+            hf_model, cfg, world, dtype=dtype, temperature=scoring_temperature(cfg)
+        )
+        give_storage(self.scorer, model.memory.offload, device=world.device)
         self.scorer.eval()  # no dropout: current and old logprobs must come out alike
         read_tensors(reader, self.named_shards(), self.parts)
         if self.adapters:
             self.adapters.fill(self.state_dict(), seed=cfg.seed)
         compute_buffers(hf_model)
 
-    def _give_storage(self) -> None:
-        """Give parameters and buffers storage, on the meta device until here."""
-        offload, device = self.cfg.model.memory.offload, self.world.device
-        recompute.check_offload(offload, device)
-        if recompute.has(offload, "parameters"):
-            self.scorer.to_empty(device="cpu")  # FSDP2 pins them
-            recompute.move_buffers(self.scorer, device)
-        else:
-            self.scorer.to_empty(device=device)
-
-    def _slicing(self, *, is_padded: bool) -> Slicing:
-        mesh, tp = self.world.mesh["cp"], self.world.mesh["tp"]
-        whole = Slicing(
-            multiple=tp.size(),
-            part=tp.get_local_rank(),
-            is_padded=is_padded,
-            device=self.world.device,
+    def _set_attention(self, model: ModelSettings) -> Slicing:
+        config, world = self.hf_model.config, self.world
+        attention = pick_attention(
+            model.kernels.attention,
+            device=world.device,
+            dtype=getattr(torch, model.compute_dtype),
+            has_softcap=getattr(config, "attn_logit_softcapping", None) is not None,
         )
-        if mesh.size() == 1:
-            return whole
-        return replace(whole, group=mesh.get_group(), rank=mesh.get_local_rank(), size=mesh.size())
-
-    def _parallelize(self, hf_model: nn.Module, *, dtype: torch.dtype) -> None:
-        cfg, mesh = self.cfg, self.world.mesh
-        kernels, spared = cfg.model.kernels, cfg.model.memory
-        self.whole: dict[str, str] = {}  # parameters that every tp rank holds whole
-        tp_group = None
-        if kernels.liger and self.world.device.type == "cuda":
-            apply_liger(
-                hf_model,
-                has_rope=spared.activation_checkpointing != "selective",
-                is_dense=not experts_modules(hf_model),
-            )
-        if mesh["tp"].size() > 1:
-            self.whole = tensor_parallel.apply_tp(hf_model, mesh["tp"])
-            head = hf_model.get_output_embeddings()
-            if hf_model.config.tie_word_embeddings:
-                head = hf_model.get_input_embeddings()
-            is_split = head is not None and hasattr(head.weight, "placements")
-            tp_group = mesh["tp"].get_group() if is_split else None
-        self._experts = experts_parameters(hf_model)
-        if cfg.layout.ep > 1:
-            apply_ep(hf_model, self.world.experts["ep"])
-        names = list(blocks(hf_model))
-        recompute.checkpoint(hf_model, spared.activation_checkpointing)
-        if kernels.compile:
-            fsdp.apply_compile([hf_model.get_submodule(name) for name in names])
-        if recompute.has(spared.offload, "activations"):
-            recompute.keep_on_host(hf_model, names)
-        self.scorer = (
-            Valuer(hf_model)
-            if hasattr(hf_model, "score")
-            else Scorer(
-                hf_model,
-                chunk_tokens=head_chunk_tokens(cfg.model, hf_model),
-                tp_group=tp_group,
-                temperature=scoring_temperature(cfg),
-            )
-        )
-        self._prefix = f"{hf_model.base_model_prefix}."
-        fsdp.apply_fsdp(
-            self.scorer,
-            [hf_model.get_submodule(name) for name in names],
-            mesh=self.world.sharding,
-            expert_mesh=self.world.experts,
-            dtype=dtype,
-            gathering=fsdp.Gathering(
-                spared.reshard, ahead=recompute.blocks_ahead(spared.prefetch, self.world)
-            ),
-            is_on_host=recompute.has(spared.offload, "parameters"),
-        )
+        slicing, method = slicing_of(world, is_padded=attention == "padded"), ""
+        if slicing.group is not None:
+            heads = config.num_attention_heads // world.mesh["tp"].size()
+            method = "_" + context_method(model.kernels.context, heads=heads, cp=slicing.size)
+        self.hf_model.set_attn_implementation(f"spmdrl_{attention}{method}")
+        return slicing
 
     def complete(self, gradients: Mapping[str, Tensor]) -> None:
         """Make what FSDP2 left of the gradients those of the sum over all ranks, in place.
@@ -205,9 +143,7 @@ class ShardedModel:
         there = {
             name: gradients[name].to(self.world.device) for name in self.whole if name in gradients
         }
-        tensor_parallel.sum_replicated_gradients(
-            there, self.whole, group=self.world.mesh["tp"].get_group()
-        )
+        sum_replicated_gradients(there, self.whole, group=self.world.mesh["tp"].get_group())
         for name, gradient in there.items():
             if gradient is not gradients[name]:
                 gradients[name].copy_(gradient)
@@ -269,7 +205,7 @@ class ShardedModel:
         for row in rows:
             head = partial(with_square_probs, options=self.scorer.head_options) if squares else None
             scored.append(tuple(map(row.spread, self.forward(row, head))))
-        fsdp.reshard(self.scorer)
+        reshard(self.scorer)
         return scored
 
     @torch.no_grad()
@@ -291,7 +227,7 @@ class ShardedModel:
             )
             logprobs, _ = self.forward(row, partial(logprobs_and_entropy, options=options))
             scored += row.spread(logprobs).cpu().split(lengths)
-        fsdp.reshard(self.scorer)
+        reshard(self.scorer)
         return scored
 
 

@@ -1,9 +1,4 @@
-"""Compile a model's blocks, and shard them by FSDP2.
-
-Parallelism comes from outside the model, in this order: tp (tensor_parallel.py), ep
-(expert_parallel.py), activation checkpointing (recompute.py), compile, activations on the host
-(recompute.py), FSDP2.
-"""
+"""Compile a model's blocks, and shard them by FSDP2: the last of what layout.py applies."""
 
 from __future__ import annotations
 
