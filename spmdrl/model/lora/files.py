@@ -29,7 +29,7 @@ from spmdrl.model.lora.expert_adapters import EXPERT_PARAMETERS
 from spmdrl.world.comm import gather_objects
 
 if TYPE_CHECKING:
-    from spmdrl.model.lora.layers import LoraForm
+    from spmdrl.model.lora.form import LoraForm
     from spmdrl.world import World
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"

@@ -15,10 +15,8 @@ import functools
 import hashlib
 import logging
 import math
-import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,67 +24,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from spmdrl.config import LoraSettings
-from spmdrl.model.blocks import blocks, experts_modules
 from spmdrl.model.load import SCALAR_HEAD
-from spmdrl.model.lora.expert_adapters import adaptable, add_to_experts
+from spmdrl.model.lora.expert_adapters import add_to_experts
 from spmdrl.model.lora.files import AdapterFolder
+from spmdrl.model.lora.form import LoraForm, pair_names, targeted, weight_name
 from spmdrl.model.shards import held_boxes, to_local
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class LoraForm:
-    """What adapters of a model are like."""
-
-    rank: int
-    alpha: float
-    targets: str | tuple[str, ...]
-    use_rslora: bool = False
-    init: str = "kaiming"
-    path: str = ""
-    """Folder that they start from; empty: from random numbers."""
-
-    @property
-    def scale(self) -> float:
-        """The factor of B A."""
-        return self.alpha / (math.sqrt(self.rank) if self.use_rslora else self.rank)
-
-
-@dataclass(frozen=True)
-class SentAdapter:
-    """Adapters that engines compute with themselves: A and scale * B travel, in their dtype."""
-
-    shapes: Mapping[str, tuple[int, ...]]  # by name, of all matrices
-    factors: Mapping[str, float]  # by name of each B: the scale
-
-
-def lora_form(lora: LoraSettings) -> LoraForm | None:
-    """Return the form that `model.lora` asks for; None when it is off: all weights train.
-
-    Raises: ValueError when its `path` holds no adapter, or one that cannot be trained here.
-    """
-    if not lora.is_on:
-        return None
-    if lora.path:
-        folder = AdapterFolder(Path(lora.path))
-        return LoraForm(**folder.form, targets=folder.targets, path=lora.path)
-    return LoraForm(
-        rank=lora.rank,
-        alpha=lora.alpha,
-        targets=lora.targets,
-        use_rslora=lora.use_rslora,
-        init=lora.init,
-    )
-
-
-def pair_names(weight: str) -> tuple[str, str]:
-    """Return the names of the matrices A and B of a live tensor `weight`."""
-    layer = weight.removesuffix(".weight")
-    if layer == weight:  # fused experts
-        return f"{weight}_lora_A", f"{weight}_lora_B"
-    return f"{layer}.lora_A.weight", f"{layer}.lora_B.weight"
 
 
 class Adapters:
@@ -113,7 +57,7 @@ class Adapters:
             else:
                 add_to_experts(module, key, rank=form.rank)
             module.adapters = self
-        self.weights = [_weight_name(name, key) for name, (_, key) in self.targets.items()]
+        self.weights = [weight_name(name, key) for name, (_, key) in self.targets.items()]
         """Names of the live tensors that have adapters."""
         self._matrices = {
             name: part for weight in self.weights for part, name in zip("AB", pair_names(weight))
@@ -171,148 +115,6 @@ class Adapters:
         if part == "A":
             return initial_a(name, tuple(parameter.shape), init=self.form.init, seed=seed)
         return torch.zeros(parameter.shape) if part == "B" else None
-
-
-Targets = dict[str, tuple[nn.Module, str]]
-"""{name: (module, its parameter)}: a linear layer or the embedding by its own name, with `weight`;
-a parameter of fused experts by the parameter's name."""
-
-
-def _weight_name(target: str, key: str) -> str:
-    return f"{target}.weight" if key == "weight" else target
-
-
-def targeted(hf_model: nn.Module, targets: str | tuple[str, ...]) -> Targets:
-    """Return the linear layers, experts and embedding that `targets` mean; never the output head.
-
-    Args:
-        targets: `all-linear` for the layers and experts of the blocks; a regular expression of
-            whole names; or names and ends of names, as PEFT's target_modules and
-            target_parameters. A module of experts stands for all its parameters.
-    Raises: ValueError for an entry that matches none, and for an embedding that cannot have one.
-    """
-    heads = (hf_model.get_output_embeddings(), getattr(hf_model, "score", None))
-    known: Targets = {
-        name: (module, "weight")
-        for name, module in hf_model.named_modules()
-        if isinstance(module, nn.Linear) and all(module is not h for h in heads)
-    }
-    experts = {
-        f"{name}.{key}": (module, key)
-        for name, module in experts_modules(hf_model).items()
-        for key in adaptable(module)
-    }
-    embedding = hf_model.get_input_embeddings()
-    known |= experts | {
-        name: (module, "weight") for name, module in hf_model.named_modules() if module is embedding
-    }
-    if targets == "all-linear":
-        inside = {id(m) for block in blocks(hf_model).values() for m in block.modules()}
-        found = {name: place for name, place in known.items() if id(place[0]) in inside}
-        if not found:
-            raise _no_match("all-linear", known, hf_model)
-        if rest := _others(hf_model, known):
-            log.warning(
-                "model.lora.targets: all-linear leaves out what is neither a linear layer "
-                "nor experts that transformers computes fused: %s",
-                ", ".join(rest),
-            )
-        return found
-    names = {name: {name, name.rpartition(".")[0]} if name in experts else {name} for name in known}
-    if isinstance(targets, str):
-        matches = {
-            targets: {
-                name for name, own in names.items() if any(re.fullmatch(targets, n) for n in own)
-            }
-        }
-    else:
-        matches = {
-            t: {
-                name
-                for name, own in names.items()
-                if any(n == t or n.endswith(f".{t}") for n in own)
-            }
-            for t in targets
-        }
-    for target, hits in matches.items():
-        if not hits:
-            raise _no_match(target, known, hf_model)
-    wanted = set().union(*matches.values())
-    found = {name: place for name, place in known.items() if name in wanted}
-    for name, (module, _) in found.items():
-        if module is embedding and (problem := _why_no_rows(hf_model)):
-            raise ValueError(
-                f"model.lora.targets: {name} of {type(hf_model).__name__} {problem}; leave it out"
-            )
-    return found
-
-
-def _why_no_rows(hf_model: nn.Module) -> str:
-    """Return why the embedding can have no adapter; empty if it can."""
-    if hf_model.config.tie_word_embeddings:
-        return "is the output head too, which an adapter of the embedding alone would part from it"
-    kind = type(hf_model.get_input_embeddings())
-    return "" if kind is nn.Embedding else f"is a {kind.__name__}, which does more than look up"
-
-
-def has_embedding(hf_model: nn.Module, form: LoraForm) -> bool:
-    """Return whether the embedding is to have an adapter. Raises: as `targeted`."""
-    return any(
-        isinstance(module, nn.Embedding) for module, _ in targeted(hf_model, form.targets).values()
-    )
-
-
-def adapter_shapes(hf_model: nn.Module, form: LoraForm) -> dict[str, tuple[int, ...]]:
-    """Return {name: shape} of the matrices A and B that a model would get; it stays as it is.
-
-    Raises: ValueError as `targeted` does.
-    """
-    shapes: dict[str, tuple[int, ...]] = {}
-    for name, (module, key) in targeted(hf_model, form.targets).items():
-        *experts, rows, columns = getattr(module, key).shape
-        a, b = pair_names(_weight_name(name, key))
-        shapes |= {a: (*experts, form.rank, columns), b: (*experts, rows, form.rank)}
-    return shapes
-
-
-def sent_adapter(hf_model: nn.Module, lora: LoraSettings) -> SentAdapter | None:
-    """Return what engines get of adapters under `push: adapter`; None where weights are merged.
-
-    Args:
-        lora: model.lora.
-    Raises: ValueError as `lora_form` and `targeted` do.
-    """
-    if not lora.pushes_adapter:
-        return None
-    form = lora_form(lora)
-    shapes = adapter_shapes(hf_model, form)
-    return SentAdapter(shapes, {name: form.scale for name in shapes if "lora_B" in name})
-
-
-def adapter_numel(hf_model: nn.Module, form: LoraForm) -> int:
-    """Return the elements of all adapters that a model would get. Raises: as `targeted`."""
-    return sum(math.prod(shape) for shape in adapter_shapes(hf_model, form).values())
-
-
-def _no_match(target: str, known: Targets, hf_model: nn.Module) -> ValueError:
-    names = dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) for name in known)
-    rest = ", ".join(_others(hf_model, known))
-    return ValueError(
-        f"model.lora.targets: {target!r} matches no linear layer of {type(hf_model).__name__}, and "
-        f"no parameter of its experts; it has {', '.join(names) or 'none'}"
-        + (f"; what is no matrix gets none: {rest}" if rest else "")
-    )
-
-
-def _others(hf_model: nn.Module, known: Targets) -> list[str]:
-    """Return the parameters that are more than a matrix, and cannot be adapted, for messages."""
-    return list(
-        dict.fromkeys(
-            re.sub(r"\.\d+\.", ".*.", name)
-            for name, p in hf_model.named_parameters()
-            if p.dim() > 2 and name not in known
-        )
-    )
 
 
 def train_adapters_only(
