@@ -7,9 +7,9 @@ prepare_process     environment variables VLLM_*            never: its settings
 create_groups, destroy_groups  distributed.parallel_state   once groups can be handed to it
 make_llm            EngineArgs, v1 LLMEngine, UniProcExecutor   once a documented engine runs in a
                     process, at a rank that it is told, and asks its own group alone for memory
-sampling_params     SamplingParams                          never: documented
+sampling_params, scoring_params  SamplingParams             never: documented
 model_runner        LLMEngine.model_executor ... model_runner   once an engine gives its model
-unfinished          output_processor.request_states         once outputs can be asked for
+unfinished, Unfinished  output_processor.request_states         once outputs can be asked for
 unregistered        attributes of layers                    once sleep level 2 keeps them
 keep_linear_weights_live   model_executor.layers.utils.dispatch_cpu_unquantized_gemm (patched)
                                                             once CPU linears may stay unpacked

@@ -1,0 +1,60 @@
+"""Private names of torch, transformers and vLLM stand in one file per library."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+HOMES = (
+    "spmdrl/world/torch_internals.py",
+    "spmdrl/model/transformers_internals.py",
+    "spmdrl/engine/vllm_internals.py",
+)
+# The parsers are a documented plugin interface, and are needed below the engines.
+IMPORTING_VLLM = (*HOMES, "spmdrl/environments/tool_parsers.py")
+OWN = {"self", "cls", "world", "os"}  # whose underscored attributes are ours, or Python's
+FIELDS = {"_no_split_modules", "_tp_plan", "_apply_gate"}
+
+
+def _imported(node: ast.AST) -> list[str]:
+    if isinstance(node, ast.ImportFrom) and node.module:
+        return [f"{node.module}.{alias.name}" for alias in node.names]
+    return [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+
+
+def _private(node: ast.AST) -> Iterator[str]:
+    """Yield what a piece of a file other than HOMES should not say."""
+    for name in _imported(node):
+        library, *rest = name.split(".")
+        if library in ("torch", "transformers", "liger_kernel") and any(p[0] == "_" for p in rest):
+            yield f"imports {name}"
+    if isinstance(node, ast.Attribute) and node.attr[0] == "_" and node.attr[:2] != "__":
+        if not (isinstance(node.value, ast.Name) and node.value.id in OWN):
+            yield ast.unparse(node)
+    if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value in FIELDS:
+        yield node.value
+
+
+def test_private_names_of_libraries_stand_in_one_file_each():
+    found = []
+    for path in sorted((ROOT / "spmdrl").rglob("*.py")):
+        file = path.relative_to(ROOT).as_posix()
+        for node in ast.walk(ast.parse(path.read_text())):
+            place = f"{file}:{getattr(node, 'lineno', 0)}"
+            if file not in HOMES:
+                found += [f"{place} {what}" for what in _private(node)]
+            if file not in IMPORTING_VLLM:
+                found += [f"{place} imports {n}" for n in _imported(node) if n[:4] == "vllm"]
+    assert not found, "\n".join(found)
+
+
+def test_each_private_name_says_when_it_can_go():
+    for home in HOMES:
+        tree = ast.parse((ROOT / home).read_text())
+        table = ast.get_docstring(tree)
+        assert "Serves" in table, home
+        for node in tree.body:
+            if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and node.name[0] != "_":
+                assert node.name in table, f"{home}: {node.name} is not in the table of its file"
