@@ -315,7 +315,7 @@ def test_an_export_merges_or_is_peft_s_own(saved, tmp_path):
     with pytest.raises(ValueError, match="--model"):
         export(Path(cfg.output_dir), out=tmp_path / "no", model=str(_model(tmp_path, seed=1)))
     # What starts from it, starts with its very numbers.
-    form = lora_form({"path": str(tmp_path / "adapter")})
+    form = lora_form(LoraSettings(path=str(tmp_path / "adapter")))
     assert (form.rank, form.alpha, form.use_rslora) == (3, 12, True)
     hf_model = build_meta_model(ModelSettings(path=cfg.model.path))
     adapters = Adapters(hf_model, form)
