@@ -32,11 +32,12 @@ def import_object(
         raise ValueError(
             f"{field}: {spec!r} must be `module:{kind}` or `path/file.py:{kind}`{names}"
         )
-    # Importing runs the user's code, which can raise anything.
-    with refusing(
-        Exception, say=lambda e: f"{field}: importing {place!r} failed: {type(e).__name__}: {e}"
-    ):
+    try:
         module = import_file(place) if place.endswith(".py") else importlib.import_module(place)
+    except Exception as error:  # importing runs the user's code, which can raise anything
+        raise ValueError(
+            f"{field}: importing {place!r} failed: {type(error).__name__}: {error}"
+        ) from error
     found = getattr(module, name, None)
     if not callable(found):
         own = [
@@ -104,12 +105,13 @@ def construct(make: Callable[..., Any], options: Mapping[str, Any], *, field: st
 
 
 @contextmanager
-def refusing(*kinds: type[Exception], say: Callable[[Any], str]) -> Iterator[None]:
-    """Turn errors of these kinds into a ValueError for the user, in the words of `say`."""
+def refusing(what: str, *kinds: type[Exception], hint: str = "") -> Iterator[None]:
+    """Turn errors of these kinds into a ValueError that says first what cannot be used, and last
+    what to do."""
     try:
         yield
     except kinds as error:
-        raise ValueError(say(error)) from error
+        raise ValueError(f"{what}: {error}{hint}") from error
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

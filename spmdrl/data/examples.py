@@ -28,7 +28,8 @@ from spmdrl.data.prompts import (
     overlong_text,
     usable_rows,
 )
-from spmdrl.data.rows import Messages, Need, label_of, pair_of, refusing
+from spmdrl.data.rows import Messages, Need, label_of, pair_of
+from spmdrl.imports import refusing
 
 Example = tuple[list[int], list[bool]]
 _CACHED_ROWS = 16384

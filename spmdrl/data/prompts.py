@@ -11,8 +11,9 @@ import numpy
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
 from spmdrl.config import Config
-from spmdrl.data.rows import Messages, Need, prompt_of, read_rows, refusing, text_bytes
+from spmdrl.data.rows import Messages, Need, prompt_of, read_rows, text_bytes
 from spmdrl.data.tasks import GeneratedRows, Split, is_generated
+from spmdrl.imports import refusing
 from spmdrl.types import Prompt
 
 # Evaluations of runs with different seeds ask the same questions, so that they compare.

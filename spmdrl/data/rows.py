@@ -9,13 +9,14 @@ imported: reward workers read rows through this module.
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import json
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
+
+from spmdrl.imports import refusing
 
 Messages = list[dict[str, Any]]
 Need = Literal["prompt", "example", "pair", "label"]
@@ -70,15 +71,6 @@ def read_rows(spec: str, *, size: int = 0, need: Need = "prompt") -> Rows:
     if not rows:
         raise ValueError(f"{spec}: the dataset is empty (0 rows); give it at least one")
     return Rows(rows, places=places)
-
-
-@contextlib.contextmanager
-def refusing(what: str, *kinds: type[Exception]) -> Iterator[None]:
-    """Turn errors of these kinds into a ValueError that says first what cannot be used."""
-    try:
-        yield
-    except kinds as error:
-        raise ValueError(f"{what}: {error}") from error
 
 
 def _existing(path: Path) -> Path:

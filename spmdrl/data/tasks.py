@@ -13,8 +13,7 @@ import random
 from collections.abc import Sequence
 from typing import Any, Literal, Protocol
 
-from spmdrl.data.rows import refusing
-from spmdrl.imports import nearest
+from spmdrl.imports import nearest, refusing
 
 Split = Literal["train", "eval"]
 _PREFIXES = ("task:", "reasoning_gym:")

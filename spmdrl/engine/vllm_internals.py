@@ -39,7 +39,7 @@ from spmdrl.imports import refusing
 from spmdrl.world import World
 
 _INSTALL_HINT = (
-    "vLLM is not importable: {error}. On a GPU machine `pip install vllm==0.32.0`; on the CPU "
+    ". On a GPU machine `pip install vllm==0.32.0`; on the CPU "
     "use the pinned list in requirements/cpu.txt (see the README). Where vLLM does not run, set "
     "engine.kind to transformers, which needs nothing more."
 )
@@ -66,7 +66,7 @@ def prepare_process(*, on_cpu: bool, compiles: bool) -> None:
             # vLLM compiles a small logprob helper: 5 to 19 s at the first generation.
             os.environ["TORCHDYNAMO_DISABLE"] = "1"
     warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")
-    with refusing(ImportError, say=lambda error: _INSTALL_HINT.format(error=error)):
+    with refusing("vLLM is not importable", ImportError, hint=_INSTALL_HINT):
         import vllm  # noqa: F401
     logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])
 
@@ -311,13 +311,8 @@ def moe_layers(model: nn.Module) -> list[int]:
 
     Raises: ValueError when this vLLM cannot say which experts it chooses.
     """
-    with refusing(
-        ImportError,
-        say=lambda error: (
-            "model.moe.replay: this vLLM cannot say which experts it chooses "
-            f"({error}); take 0.32, or set it to false"
-        ),
-    ):
+    what = "model.moe.replay: this vLLM cannot say which experts it chooses"
+    with refusing(what, ImportError, hint="; take 0.32, or set it to false"):
         import vllm.model_executor.layers.fused_moe.routed_experts_capturer  # noqa: F401
         from vllm.model_executor.layers.fused_moe.layer import MoERunner
     return sorted(m.layer_id for m in model.modules() if isinstance(m, MoERunner))

@@ -12,7 +12,6 @@ from transformers import PreTrainedTokenizerBase
 
 from spmdrl.environments.protocol import ToolCall
 from spmdrl.environments.tool_calls import call_of
-from spmdrl.imports import refusing
 
 
 def vllm_parser(
@@ -28,17 +27,13 @@ def vllm_parser(
     Raises: ValueError for an unknown name, a tokenizer without the format's special tokens, or
         where vLLM is missing.
     """
-    with refusing(
-        KeyError,
-        ImportError,
-        RuntimeError,
-        ValueError,
-        say=lambda error: f"tool parser vllm:{name}: {type(error).__name__}: {error}",
-    ):
+    try:
         from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
         from vllm.tool_parsers import ToolParserManager
 
         parser = ToolParserManager.get_tool_parser(name)(tokenizer)
+    except (KeyError, ImportError, RuntimeError, ValueError) as error:
+        raise ValueError(f"tool parser vllm:{name}: {type(error).__name__}: {error}") from error
     request = ChatCompletionRequest(model="", messages=[])
 
     def parse(text: str) -> tuple[ToolCall, ...]:

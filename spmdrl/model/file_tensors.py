@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from spmdrl.imports import refusing
 from spmdrl.model.shards import Part, box_within
 from spmdrl.model.transformers_internals import as_saved
 from spmdrl.world.torch_internals import UNSAFE_VIEW, TorchDispatchMode, is_persistent, storage_id
@@ -43,18 +42,17 @@ def file_tensors(hf_model: nn.Module) -> dict[str, Part]:
     live = live_tensors(hf_model)
     placeholders = {name: torch.empty(tensor.shape, device="meta") for name, tensor in live.items()}
     by_storage = {storage_id(tensor): name for name, tensor in placeholders.items()}
-    # Any of transformers' conversions may fail in its own way.
-    refused = refusing(
-        Exception, say=lambda error: _refused(hf_model, f"they cannot be followed ({error})")
-    )
-    with refused, torch.no_grad(), _Views():
-        saved = as_saved(hf_model, placeholders)
+    try:
+        with torch.no_grad(), _Views():
+            saved = as_saved(hf_model, placeholders)
+    except Exception as error:  # of any of transformers' conversions
+        raise _refused(hf_model, f"they cannot be followed ({error})") from error
     parts: dict[str, Part] = {}
     for name, tensor in saved.items():
         own = by_storage.get(storage_id(tensor))
         part = own and _part(own, tensor, placeholders[own])
         if not part:
-            raise ValueError(_refused(hf_model, f"{name} is computed"))
+            raise _refused(hf_model, f"{name} is computed")
         parts[name] = part
     _check_whole(hf_model, parts, placeholders)
     order = {name: index for index, name in enumerate(live)}
@@ -108,12 +106,12 @@ def _check_whole(hf_model: nn.Module, parts: dict[str, Part], live: dict[str, Te
     for name, tensor in live.items():
         if counts[name] != tensor.numel():
             why = f"those of {name} have {counts[name]} of its {tensor.numel()} elements"
-            raise ValueError(_refused(hf_model, why))
+            raise _refused(hf_model, why)
 
 
-def _refused(hf_model: nn.Module, why: str) -> str:
+def _refused(hf_model: nn.Module, why: str) -> ValueError:
     kind = getattr(hf_model.config, "model_type", type(hf_model).__name__)
-    return (
+    return ValueError(
         f"model.path: the tensors in the files of a {kind} are not parts of the parameters that "
         f"transformers has for them: {why}. Such a model cannot be trained here; take one of a "
         "family whose files are, such as qwen3_moe, mixtral or deepseek_v3"

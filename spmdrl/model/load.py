@@ -50,7 +50,7 @@ def load_hf_config(path: str, *, trust_remote_code: bool = False) -> Any:
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
     where = "unreadable" if folder.is_dir() else "neither a folder nor a hub model in reach"
     # transformers raises many kinds, all of them mean the same here.
-    with refusing(Exception, say=lambda error: f"model.path: {path} is {where}: {error}"):
+    with refusing(f"model.path: {path} is {where}", Exception):
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     if getattr(config, "vision_config", None) is not None:
         raise ValueError(
@@ -76,9 +76,7 @@ def model_folder(path: str) -> Path:
     from huggingface_hub import snapshot_download
 
     # Network, access, unknown name: the person gets the hub's words.
-    with refusing(
-        Exception, say=lambda error: f"model.path: cannot fetch the weights of {path}: {error}"
-    ):
+    with refusing(f"model.path: cannot fetch the weights of {path}", Exception):
         return Path(snapshot_download(path, allow_patterns=["*.safetensors", "*.json"]))
 
 
@@ -104,8 +102,7 @@ def build_meta_model(
     what = f"{config.model_type} of {model.path} as a " + (
         "sequence classifier" if is_scalar else "causal language model"
     )
-    refused = refusing(ValueError, say=lambda e: f"model.path: cannot build {what}: {e}")
-    with torch.device("meta"), refused:
+    with torch.device("meta"), refusing(f"model.path: cannot build {what}", ValueError):
         return kind.from_config(
             config,
             dtype=torch.float32,
@@ -134,11 +131,8 @@ class CheckpointReader:
     def _read_index(self) -> dict[str, str]:
         index = self.folder / _INDEX
         if index.is_file():
-            with refusing(
-                json.JSONDecodeError,
-                KeyError,
-                say=lambda error: f"model.path: {index} is not a weight index: {error!r}",
-            ):
+            what = f"model.path: {index} is not a weight index"
+            with refusing(what, json.JSONDecodeError, KeyError):
                 return json.loads(index.read_text())["weight_map"]
         if not (self.folder / _SINGLE).is_file():
             found = _some(p.name for p in self.folder.iterdir())
@@ -150,14 +144,9 @@ class CheckpointReader:
 
     def _open(self, file: str) -> Any:
         if file not in self._files:
-            with refusing(
-                SafetensorError,
-                OSError,
-                say=lambda error: (
-                    f"model.path: cannot read {self.folder / file}: {error}; the "
-                    "file is missing, cut short or corrupted"
-                ),
-            ):
+            hint = "; the file is missing, cut short or corrupted"
+            what = f"model.path: cannot read {self.folder / file}"
+            with refusing(what, SafetensorError, OSError, hint=hint):
                 self._files[file] = safe_open(self.folder / file, framework="pt")
         return self._files[file]
 
@@ -181,13 +170,8 @@ class CheckpointReader:
 
     def _slice(self, name: str) -> Any:
         file = self._file_of[name]
-        with refusing(
-            SafetensorError,
-            say=lambda error: (
-                f"model.path: {self.folder / file} does not hold {name}, which "
-                f"{_INDEX} says it does: {error}"
-            ),
-        ):
+        where = f"{self.folder / file} does not hold {name}, which {_INDEX} says it does"
+        with refusing(f"model.path: {where}", SafetensorError):
             return self._open(file).get_slice(name)
 
 

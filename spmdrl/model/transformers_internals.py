@@ -92,13 +92,8 @@ def apply_liger(hf_model: nn.Module, *, has_rope: bool, is_dense: bool) -> None:
         is_dense: without experts.
     Raises: ValueError when liger-kernel is not installed.
     """
-    with refusing(
-        ImportError,
-        say=lambda error: (
-            f"model.kernels.liger: liger-kernel cannot be imported ({error}); "
-            "install it or set liger to false"
-        ),
-    ):
+    hint = "; install it or set liger to false"
+    with refusing("model.kernels.liger: cannot import liger-kernel", ImportError, hint=hint):
         from liger_kernel.transformers import _apply_liger_kernel_to_instance
     _apply_liger_kernel_to_instance(
         model=hf_model,

@@ -14,7 +14,7 @@ import pyarrow.parquet as parquet
 import torch
 from torch import Tensor
 
-from spmdrl.data.rows import refusing
+from spmdrl.imports import refusing
 from spmdrl.rollout.episode import GREEDY
 from spmdrl.rollout.packing import cumulative, empty_rollouts, turns_of
 from spmdrl.rollout.recorder import FILE_NAME, FOLDER, FORMAT, HEADER, SCHEMA

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from spmdrl.config import Config, flatten
 from spmdrl.config.fields import replay_folder
-from spmdrl.data.rows import refusing
+from spmdrl.imports import refusing
 from spmdrl.rollout.packing import empty_rollouts
 from spmdrl.rollout.recorder import kept_fields
 from spmdrl.rollout.recordings import Recorded, find_recorded, ranges, read_header, read_rollouts

@@ -120,11 +120,8 @@ class AdapterFolder:
             "alpha": config["lora_alpha"],
             "use_rslora": bool(config.get("use_rslora", False)),
         }
-        with refusing(
-            SafetensorError,
-            OSError,
-            say=lambda error: f"model.lora.path: cannot read {folder / WEIGHTS}: {error}",
-        ):
+        what = f"model.lora.path: cannot read {folder / WEIGHTS}"
+        with refusing(what, SafetensorError, OSError):
             self._file = safe_open(folder / WEIGHTS, framework="pt")
         self._places = self._find(config.get("target_parameters") or [])
         self.targets = tuple(
@@ -206,14 +203,8 @@ class AdapterFolder:
 
     def _config(self) -> dict[str, Any]:
         path = self.folder / CONFIG
-        with refusing(
-            OSError,
-            ValueError,
-            say=lambda error: (
-                f"model.lora.path: cannot read {path}: {error}; name a folder that "
-                "PEFT's save_pretrained wrote"
-            ),
-        ):
+        hint = "; name a folder that PEFT's save_pretrained wrote"
+        with refusing(f"model.lora.path: cannot read {path}", OSError, ValueError, hint=hint):
             config = json.loads(path.read_text())
         kind, rank, alpha = (config.get(name) for name in ("peft_type", "r", "lora_alpha"))
         if kind != "LORA" or type(rank) is not int or not isinstance(alpha, (int, float)):
