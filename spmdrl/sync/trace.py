@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from spmdrl.model.file_tensors import live_tensors
 from spmdrl.model.shards import Box, box_within, extent
-from spmdrl.world.comm import first_line
 from spmdrl.world.torch_internals import (
     LOCAL_SCALAR,
     TorchDispatchMode,
@@ -26,6 +25,7 @@ from spmdrl.world.torch_internals import (
     storage_id,
     tree_leaves,
 )
+from spmdrl.world.watch import first_line
 
 aten = torch.ops.aten
 
