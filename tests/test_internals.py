@@ -15,6 +15,7 @@ HOMES = (
 # The parsers are a documented plugin interface, and are needed below the engines.
 IMPORTING_VLLM = (*HOMES, "spmdrl/environments/tool_parsers.py")
 OWN = {"self", "cls", "world", "os"}  # whose underscored attributes are ours, or Python's
+PUBLIC = {"_asdict", "_fields", "_make", "_replace"}  # of a NamedTuple
 FIELDS = {"_no_split_modules", "_tp_plan", "_apply_gate"}
 
 
@@ -30,7 +31,8 @@ def _private(node: ast.AST) -> Iterator[str]:
         library, *rest = name.split(".")
         if library in ("torch", "transformers", "liger_kernel") and any(p[0] == "_" for p in rest):
             yield f"imports {name}"
-    if isinstance(node, ast.Attribute) and node.attr[0] == "_" and node.attr[:2] != "__":
+    is_private = isinstance(node, ast.Attribute) and node.attr[0] == "_" and node.attr[:2] != "__"
+    if is_private and node.attr not in PUBLIC:
         if not (isinstance(node.value, ast.Name) and node.value.id in OWN):
             yield ast.unparse(node)
     if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value in FIELDS:
