@@ -337,7 +337,7 @@ def test_an_embedding_of_pefts_is_read_without_the_weight_under_it(tmp_path):
         torch.nn.init.normal_(parameter, std=0.3) if "lora_" in name else None
     theirs.save_pretrained(tmp_path / "with")
     theirs.save_pretrained(tmp_path / "without", save_embedding_layers=False)
-    form = lora_form({"path": str(tmp_path / "without")})
+    form = lora_form(LoraSettings(path=str(tmp_path / "without")))
     own = _config(folder, tmp_path / "out", lora={"path": str(tmp_path / "without")})
     (scores,) = run_ranks(1, _scores, own)
     with torch.no_grad():
