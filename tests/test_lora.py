@@ -382,7 +382,7 @@ def test_an_embedding_that_can_have_no_adapter_is_refused(architecture, tied, re
     )
     hf_model = build_meta_model(ModelSettings(path=str(folder)))
     with pytest.raises(ValueError, match=f"model.embed_tokens of .* {reason}"):
-        Adapters(hf_model, lora_form({"targets": ["embed_tokens"]}))
+        Adapters(hf_model, lora_form(LoraSettings(targets=("embed_tokens",), rank=8)))
 
 
 def _reward_model(cfg: Config) -> dict[str, Tensor]:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from spmdrl.commands.export import export
-from spmdrl.config import Config, ModelSettings
+from spmdrl.config import Config, LoraSettings, ModelSettings
 from spmdrl.model.file_tensors import file_tensors
 from spmdrl.model.load import build_meta_model
 from spmdrl.model.lora.form import LoraForm, lora_form
@@ -179,7 +179,7 @@ def test_exports_of_experts_adapters_compute_alike_in_peft_and_load_again(saved,
 def _read(folder: Path, cfg: Config) -> dict[str, Tensor]:
     """What a policy that starts from an adapter's folder starts with."""
     hf_model = build_meta_model(ModelSettings(path=cfg.model.path))
-    adapters = Adapters(hf_model, lora_form({"path": str(folder)}))
+    adapters = Adapters(hf_model, lora_form(LoraSettings(path=str(folder))))
     shards = {name: torch.empty(hf_model.get_parameter(name).shape) for name in adapters.names}
     adapters.fill(shards, seed=1)
     return shards
