@@ -46,7 +46,7 @@ def train(cfg: Config, world: World) -> int:
     checkpoints = Checkpointer(cfg, world)
     state = checkpoints.restore(trainer, source)  # meets
     stream.release()  # colocated: the engines' memory is the trainers', until the next push
-    trainer.size_microbatches(known=state.found_tokens)  # meets: if the config leaves it open
+    trainer.size_microbatches()  # meets: if the config leaves it open
     first_push = stream.push(version=state.step)  # meets: proves the path before step one
     probe = stream.probe(source.probe_tokens())  # meets: engine and trainer agree, or stop
     report.start(

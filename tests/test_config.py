@@ -575,7 +575,7 @@ def test_importing_the_config_is_light():
 
 
 def test_an_old_logprob_pass_is_made_only_for_methods_that_need_one():
-    from spmdrl.train.objectives.rl import needed_columns
+    from spmdrl.train.objectives.objective_loss import needed_columns
 
     def columns(updates=2, **algorithm):
         return needed_columns(

@@ -256,11 +256,11 @@ def _alone(cfg: Config, missing: str) -> dict:
     trainer = Trainer(cfg, world)
     own = _batch(cfg, world)
     sums = [_step(trainer, own, step=step)[2] for step in range(30)]
-    jobs = [job for update in trainer._jobs(own) for job in update]
+    prepared = [one for update in trainer._prepare(own) for one in update]
     with torch.no_grad():
-        after = [trainer.companions["critic"].model.values(job.row) for job in jobs]
+        after = [trainer.companions["critic"].model.values(one.row) for one in prepared]
     critic = trainer.companions["critic"]
-    before = [row["values"] for row in critic.columns([job.row for job in jobs])]
+    before = [row["values"] for row in critic.columns([one.row for one in prepared])]
     critic.columns = lambda rows: [{"values": row.tokens * math.nan} for row in rows]
     kept = _whole_state(trainer)
     spoiled = _step(trainer, own, step=30)[2]
@@ -288,7 +288,7 @@ def _alone(cfg: Config, missing: str) -> dict:
         "after": after,
         "before": before,
         "spoiled": spoiled,
-        "masks": [job.loss_mask for job in jobs],
+        "masks": [one.loss_mask for one in prepared],
     }
 
 

@@ -74,7 +74,7 @@ def _in_all_ways(cfg: Config) -> dict[str, dict]:
         own = batch(world.dp_index(world.rank), world.dp_size)
         gradients: dict[str, Tensor] = {}
         take, waiting = trainer.policy.optimizer.step, []
-        jobs = trainer._jobs(own)
+        updates = trainer._prepare(own)
 
         def step(found: dict[str, Tensor], *, lr: float) -> None:
             gradients.update({name: g.clone() for name, g in found.items()})
@@ -97,7 +97,7 @@ def _in_all_ways(cfg: Config) -> dict[str, dict]:
             "first": first,
             "second": dict(gradients),
             "sums": sums,
-            "jobs": len(jobs[0]),
+            "microbatches": len(updates[0]),
             "waiting": waiting[1],
             "numel": sum(p.numel() for p in trainer.weights.shards().values()),
         }
@@ -133,15 +133,17 @@ def test_fewer_collectives_and_the_same_gradients(tmp_path):
     )
     for found in run_ranks(2, _in_all_ways, config(model, tmp_path, world_size=2)):
         _assert_alike(found)
-        jobs = found["auto"]["jobs"]
-        assert jobs == 2
+        microbatches = found["auto"]["microbatches"]
+        assert microbatches == 2
         gathers, reduces = (_counts(found, k) for k in ("allgather_base", "reduce_scatter_base"))
         # The root once; each block forward and, unless its weights are still there, backward.
-        assert gathers["always"] == gathers["prefetch 2"] == jobs * (1 + 2 * LAYERS)
-        assert gathers["auto"] == gathers["last"] == gathers["prefetch 1"] == jobs * 2 * LAYERS
-        assert gathers["never"] == gathers["never, last"] == jobs * (1 + LAYERS)
+        assert gathers["always"] == gathers["prefetch 2"] == microbatches * (1 + 2 * LAYERS)
+        assert (
+            gathers["auto"] == gathers["last"] == gathers["prefetch 1"] == microbatches * 2 * LAYERS
+        )
+        assert gathers["never"] == gathers["never, last"] == microbatches * (1 + LAYERS)
         for way, count in reduces.items():
-            assert count == (1 if "last" in way else jobs) * (1 + LAYERS), way
+            assert count == (1 if "last" in way else microbatches) * (1 + LAYERS), way
             held = 4 * found[way]["numel"] if "last" in way else 0
             assert found[way]["waiting"] == held, "float32 of every weight, before the last"
 
@@ -161,7 +163,7 @@ def test_nor_do_copies_and_experts_of_their_own_shards(tmp_path):
     for found in run_ranks(4, _in_all_ways, cfg):
         _assert_alike(found)
         counts = _counts(found, "reduce_scatter_base")
-        assert counts["last"] * found["auto"]["jobs"] == counts["auto"] > 0
+        assert counts["last"] * found["auto"]["microbatches"] == counts["auto"] > 0
         # Over copies gradients are reduced once per update in any way.
         assert len(set(_counts(found, "allreduce").values())) == 1
 

@@ -75,7 +75,7 @@ def _one(cfg: Config) -> dict:
     found["first"] = trainer.annotate(own, step=0).columns[0]
     _set_b(trainer)
     found["b_set"] = {n: t for n, t in full_parameters(trainer).items() if "lora" in n}
-    packed = [job.row for job in trainer._jobs(own)[0]]
+    packed = [one.row for one in trainer._prepare(own)[0]]
     rows = [trainer.policy.model.forward(row)[0] for row in packed]
     sum((torch.linspace(-1, 2, len(row)) * row).sum() for row in rows).backward()
     found["logprobs"] = [row.detach() for row in rows]

@@ -97,7 +97,7 @@ def _find(cfg: Config, room: int) -> dict:
     peaks = {}
     for tokens in (found, found + 400):
         rows = microbatch.make_rows(
-            world, count=tokens // 100, length=100, vocab=96, columns=trainer._objective.columns
+            world, count=tokens // 100, length=100, vocab=96, columns=trainer.columns
         )
         with peak_bytes(world.device) as peak:
             trainer._rehearse(*rows)

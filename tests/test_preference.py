@@ -36,7 +36,7 @@ from spmdrl.config import (
 from spmdrl.data.examples import LabelledSource, PairSource
 from spmdrl.data.rows import pair_of, read_rows
 from spmdrl.data.tasks import GeneratedRows
-from spmdrl.train.objectives.pairs import PairObjective
+from spmdrl.train.objectives.objective_loss import needed_columns
 
 PLAIN, CHAT = character_tokenizer(), character_tokenizer(chat_template=True)
 USER, GOOD, BAD = (
@@ -242,7 +242,7 @@ def test_objective_loss_and_placement_must_fit():
     ],
 )
 def test_a_loss_without_a_reference_builds_none(loss, columns):
-    assert PairObjective(config("x", loss=loss)).columns == columns
+    assert needed_columns(config("x", loss=loss)) == columns
 
 
 # --------------------------------------------------------------------------- meshes
@@ -373,8 +373,8 @@ def _saved_scores(cfg: Config, world: object) -> list[tuple[list[int], float]]:
     nothing = SimpleNamespace(state_dict=lambda: None, load_state_dict=lambda *_: None)
     Checkpointer(cfg, world).maybe_save(3, trainer, nothing, stop=True)
     scored = []
-    for job in trainer._jobs(_batch(cfg, world, step=7))[0]:
-        values, micro = trainer.policy.model.values(job.row).detach(), job.microbatch
+    for one in trainer._prepare(_batch(cfg, world, step=7))[0]:
+        values, micro = trainer.policy.model.values(one.row).detach(), one.packed
         for start, end in zip(micro.cu_seqlens[:-1].tolist(), micro.cu_seqlens[1:].tolist()):
             scored.append((micro.tokens[start:end].tolist(), float(values[end - 1])))
     return scored

@@ -158,13 +158,12 @@ def _reference_problems(cfg: Config) -> list[str]:
 def _use_problems(cfg: Config) -> list[str]:
     """Return what is wrong with options that are right by themselves."""
     from spmdrl.data.examples import row_kind
-    from spmdrl.train.objectives.pairs import PairObjective
-    from spmdrl.train.objectives.rl import needed_columns
+    from spmdrl.train.objectives.objective_loss import needed_columns
 
     chosen, cached = cfg.algorithm, cfg.model.reference.cache
     objective = cfg.objective
     try:
-        columns = PairObjective(cfg).columns if objective.trains_on_pairs else needed_columns(cfg)
+        columns = needed_columns(cfg)
         row = row_kind(cfg)
     except ValueError:
         return []  # an unknown method, which is reported as such

@@ -31,9 +31,6 @@ class TrainState:
     """Steps already done; 0 when fresh."""
     resumed_from: str = ""
     """Checkpoint folder; empty when fresh."""
-    found_tokens: int = 0
-    """What was found for batch.tokens_per_microbatch 0, under a config that takes as much memory;
-    0: to be found anew."""
 
 
 def restore(cfg: Config, world: World, *, policy: Saved, source: SavedSource) -> TrainState:
@@ -60,7 +57,8 @@ def restore(cfg: Config, world: World, *, policy: Saved, source: SavedSource) ->
             _check_config(content, cfg, folder=folder, is_speaker=world.rank == 0)
             _load(folder, content, cfg=cfg, world=world, policy=policy, source=source)
             _clear(cfg, damaged, is_speaker=world.rank == 0)
-            return TrainState(content.step, str(folder), _found_tokens(content, cfg))
+            world.found_tokens = _found_tokens(content, cfg)
+            return TrainState(content.step, str(folder))
         damaged[folder] = problem
         if world.rank == 0:
             log.warning("checkpoint %s cannot be used: %s", folder, problem)

@@ -215,6 +215,11 @@ class Config:
         """What is known of `algorithm.objective`."""
         return OBJECTIVES[self.algorithm.objective]
 
+    @property
+    def loss_name(self) -> str:
+        """Name of the loss among those of `objective.loss_kind`."""
+        return self.objective.only_loss or self.algorithm.loss
+
 
 def least_tokens(cfg: Config) -> int:
     """Return the tokens of the longest sequence, or pair of them: a micro-batch must hold it."""

@@ -15,6 +15,8 @@ from typing import Literal
 class Objective:
     """What is known of an objective before anything is loaded."""
 
+    loss_class: str
+    """`module:class` of what makes its loss, see train/objectives/objective_loss.py."""
     loss_kind: Literal["loss", "preference", "reward_model", "distillation"]
     """Kind of method that its loss is, see algorithms/registry.py."""
     row: Literal["prompt", "example", "pair"]
@@ -35,11 +37,36 @@ class Objective:
 
 
 OBJECTIVES = {
-    "rl": Objective(loss_kind="loss", row="prompt", samples=True, headline="reward/mean"),
-    "sft": Objective(loss_kind="loss", row="example", only_loss="sft"),
-    "preference": Objective(loss_kind="preference", row="pair", trains_on_pairs=True),
-    "reward_model": Objective(
-        loss_kind="reward_model", row="pair", trains_on_pairs=True, is_scalar=True
+    "rl": Objective(
+        loss_class="spmdrl.train.objectives.rl:RolloutLoss",
+        loss_kind="loss",
+        row="prompt",
+        samples=True,
+        headline="reward/mean",
     ),
-    "distill": Objective(loss_kind="distillation", row="pair", needs_teacher=True),
+    "sft": Objective(
+        loss_class="spmdrl.train.objectives.sft:SupervisedLoss",
+        loss_kind="loss",
+        row="example",
+        only_loss="sft",
+    ),
+    "preference": Objective(
+        loss_class="spmdrl.train.objectives.pairs:PairLoss",
+        loss_kind="preference",
+        row="pair",
+        trains_on_pairs=True,
+    ),
+    "reward_model": Objective(
+        loss_class="spmdrl.train.objectives.pairs:PairLoss",
+        loss_kind="reward_model",
+        row="pair",
+        trains_on_pairs=True,
+        is_scalar=True,
+    ),
+    "distill": Objective(
+        loss_class="spmdrl.train.objectives.distill:DistillationLoss",
+        loss_kind="distillation",
+        row="pair",
+        needs_teacher=True,
+    ),
 }

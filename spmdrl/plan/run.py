@@ -11,8 +11,7 @@ from spmdrl.config.fields import least_tokens
 from spmdrl.model.parallel.recompute import has
 from spmdrl.model.shape import ModelShape
 from spmdrl.plan.activations import Kernels
-from spmdrl.train.objectives.pairs import PairObjective
-from spmdrl.train.objectives.rl import needed_columns
+from spmdrl.train.objectives.objective_loss import needed_columns
 from spmdrl.world.hardware import GPUS, Gpu
 
 SHAPES = Path(__file__).with_name("shapes")
@@ -84,7 +83,7 @@ def run_of(
     batch, is_rl, is_pair = cfg.batch, cfg.objective.samples, cfg.objective.trains_on_pairs
     group = batch.group_size if is_rl else 2 if is_pair else 1
     longest_response = cfg.sampling.max_response_tokens
-    columns = set(PairObjective(cfg).columns if is_pair else needed_columns(cfg))
+    columns = needed_columns(cfg)
     memory, lora = cfg.model.memory, cfg.model.lora
     own_reference = "ref_logprobs" in columns and not (lora.is_on and not cfg.model.reference.path)
     is_away = on_gpu and has(memory.offload, "optimizer")

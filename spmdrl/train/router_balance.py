@@ -23,7 +23,7 @@ from spmdrl.config import MoeSettings
 from spmdrl.model.blocks import experts_modules
 from spmdrl.model.lora.expert_adapters import counts
 from spmdrl.model.router_replay import RouterReplay
-from spmdrl.train.objectives.rl import Job
+from spmdrl.train.microbatches import PreparedMicrobatch
 from spmdrl.types import Sums
 from spmdrl.world import World
 
@@ -112,12 +112,12 @@ class Routers:
     # ---------------------------------------------------------------- looking on
 
     @contextlib.contextmanager
-    def watching(self, job: Job) -> Iterator[None]:
+    def watching(self, microbatch: PreparedMicrobatch) -> Iterator[None]:
         """Look on while a forward pass over a micro-batch runs. Passes outside, such as those
         that activation checkpointing repeats, count nowhere."""
         # A dummy micro-batch has one token, which nobody sampled.
-        num_real = len(job.row.tokens) if job.num_tokens else 0
-        self._is_real, self._is_watching = job.row.own.kept < num_real, True
+        num_real = len(microbatch.row.tokens) if microbatch.num_tokens else 0
+        self._is_real, self._is_watching = microbatch.row.own.kept < num_real, True
         for layer in self._layers:
             layer.counts, layer.logits = [], []
         if self._replay:
@@ -154,20 +154,24 @@ class Routers:
 
     # ---------------------------------------------------------------- an update
 
-    def prepare(self, jobs: Sequence[Job], forward: Callable[[Job], object]) -> None:
+    def prepare(
+        self,
+        microbatches: Sequence[PreparedMicrobatch],
+        forward: Callable[[PreparedMicrobatch], object],
+    ) -> None:
         """Begin an update. Under `balance: aux`, find each expert's share of all its tokens,
         which the loss weights with, by one more forward pass over them.
 
         Args:
-            jobs: this rank's micro-batches. forward: runs the model over one.
+            microbatches: this rank's. forward: runs the model over one.
         """
         self._clear()
         if self._balance != "aux":
             return
         with torch.no_grad():
-            for job in jobs:
-                with self.watching(job):
-                    forward(job)
+            for microbatch in microbatches:
+                with self.watching(microbatch):
+                    forward(microbatch)
                 self._counts += self._watched_counts()
                 self._sums[2] += self._is_real.sum()
         counts, sums = self._over_ranks()

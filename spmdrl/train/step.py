@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from spmdrl.algorithms.mismatch import gap_sums
-from spmdrl.train.objectives.rl import Job, Stats, on_host
+from spmdrl.train.microbatches import PreparedMicrobatch, Stats, on_host
 from spmdrl.world import World
 from spmdrl.world.torch_internals import multiply_all
 
@@ -28,10 +28,10 @@ class Totals:
     stats: dict[str, list[Tensor]] = field(default_factory=dict)
     num_tokens: int = 0
 
-    def add(self, job: Job, loss: Tensor, stats: Stats) -> None:
+    def add(self, microbatch: PreparedMicrobatch, loss: Tensor, stats: Stats) -> None:
         """Add one micro-batch."""
         self.loss.append(loss.detach())
-        self.num_tokens += job.num_tokens
+        self.num_tokens += microbatch.num_tokens
         for name, (numerator, denominator) in stats.items():
             pair = torch.stack([numerator.detach().double(), denominator.detach().double()])
             self.stats.setdefault(name, []).append(pair)
@@ -48,7 +48,7 @@ class Totals:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class GlobalTotals:
     """What all trainer ranks know after the sums of an optimizer step were exchanged."""
 
     grad_norm: float
@@ -62,7 +62,7 @@ class Outcome:
         return math.isfinite(self.grad_norm) and math.isfinite(self.loss)
 
 
-def exchange_totals(totals: Totals, norm_share: Tensor, *, world: World) -> Outcome:
+def exchange_totals(totals: Totals, norm_share: Tensor, *, world: World) -> GlobalTotals:
     """Add the totals of all trainer ranks up, in one small collective.
 
     Args:
@@ -78,7 +78,7 @@ def exchange_totals(totals: Totals, norm_share: Tensor, *, world: World) -> Outc
     stats = {name: tuple(pair.flatten().tolist()) for name, pair in found.items()}
     if histogram is not None:
         stats |= gap_sums(histogram[0])
-    return Outcome(
+    return GlobalTotals(
         grad_norm=math.sqrt(square) if square >= 0 else math.nan,
         loss=loss,
         num_tokens=num_tokens,
@@ -93,7 +93,13 @@ def clip_gradients(gradients: Sequence[Tensor], *, norm: float, max_norm: float)
 
 
 def dump_skipped(
-    jobs: Sequence[Job], outcome: Outcome, *, folder: Path, step: int, update: int, rank: int
+    microbatches: Sequence[PreparedMicrobatch],
+    totals: GlobalTotals,
+    *,
+    folder: Path,
+    step: int,
+    update: int,
+    rank: int,
 ) -> Path:
     """Save this rank's micro-batches of a step that was not taken, to look at later.
 
@@ -101,22 +107,22 @@ def dump_skipped(
     """
     name = f"step_{step}_rank_{rank}.pt" if not update else f"step_{step}_{update}_rank_{rank}.pt"
     folder.mkdir(parents=True, exist_ok=True)
-    microbatches = [
-        vars(on_host(job.microbatch))
+    saved = [
+        vars(on_host(one.packed))
         | {
-            "loss_mask": job.loss_mask.cpu(),
-            "weights": job.weights.cpu(),
-            **{name: column.cpu() for name, column in job.columns.items()},
+            "loss_mask": one.loss_mask.cpu(),
+            "weights": one.weights.cpu(),
+            **{name: column.cpu() for name, column in one.columns.items()},
         }
-        for job in jobs
+        for one in microbatches
     ]
     torch.save(
         {
             "step": step,
             "update": update,
-            "loss": outcome.loss,
-            "grad_norm": outcome.grad_norm,
-            "microbatches": microbatches,
+            "loss": totals.loss,
+            "grad_norm": totals.grad_norm,
+            "microbatches": saved,
         },
         folder / name,
     )
@@ -125,8 +131,8 @@ def dump_skipped(
         "ranks; micro-batches saved to %s",
         step,
         update,
-        outcome.loss,
-        outcome.grad_norm,
+        totals.loss,
+        totals.grad_norm,
         folder / name,
     )
     return folder / name

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from spmdrl.config import Config, OptimizerSettings
 from spmdrl.model.parallel.recompute import check_offload, has
 from spmdrl.model.sharded import ShardedModel
-from spmdrl.train.objectives.rl import Job, Stats
+from spmdrl.train.microbatches import LossOf, PreparedMicrobatch
 from spmdrl.train.optimizer import AdamW, copies, learning_rate, square_sum
 from spmdrl.train.router_balance import Routers
-from spmdrl.train.step import Outcome, Totals, clip_gradients, dump_skipped, exchange_totals
-from spmdrl.types import Sums
+from spmdrl.train.step import GlobalTotals, Totals, clip_gradients, dump_skipped, exchange_totals
+from spmdrl.types import Sums, add_sums
 from spmdrl.world import World
-
-LossOf = Callable[[Job], tuple[Tensor, Stats]]
-"""One micro-batch's share of the loss, a [] tensor with a graph, and its metrics."""
 
 
 class TrainedModel:
@@ -66,54 +62,64 @@ class TrainedModel:
         # FSDP2 averages gradients over these ranks; the loss is a sum.
         self._averaged = world.mesh.size() // world.mesh["tp"].size()
 
-    def take_step(self, jobs: Sequence[Job], loss_of: LossOf, *, step: int, number: int) -> Sums:
-        """Run all micro-batches of one update and move the parameters.
+    def update(
+        self, updates: Sequence[Sequence[PreparedMicrobatch]], loss_of: LossOf, *, step: int
+    ) -> Sums:
+        """Take one optimizer step for each of a batch's updates.
 
         An update whose loss or gradient norm is not finite is skipped on all ranks together,
         counted, and its micro-batches are saved under output_dir/skipped (skipped_value).
 
         Args:
-            jobs: this rank's micro-batches; every trainer rank has equally many.
-            loss_of: called once per job, in order.
-            step: training step, for the schedule. number: of the update within the step.
+            updates: this rank's micro-batches; every trainer rank has equally many.
+            loss_of: called once per micro-batch, in order.
+            step: training step, for the schedule.
         Returns: sums over all trainer ranks, equal on each of them.
         """
-        totals = self._accumulate(jobs, loss_of)
+        return add_sums(
+            *[
+                self._take_step(microbatches, loss_of, step=step, number=number)
+                for number, microbatches in enumerate(updates)
+            ]
+        )
+
+    def _take_step(
+        self, microbatches: Sequence[PreparedMicrobatch], loss_of: LossOf, *, step: int, number: int
+    ) -> Sums:
+        own = self._accumulate(microbatches, loss_of)
         gradients = self.optimizer.gradients()
         self.model.complete(gradients)
-        outcome = exchange_totals(totals, square_sum(gradients, self._copies), world=self.world)
+        totals = exchange_totals(own, square_sum(gradients, self._copies), world=self.world)
         lr = learning_rate(self.options, step, steps=self.cfg.steps)
-        if outcome.is_finite:
+        if totals.is_finite:
             clip_gradients(
-                list(gradients.values()),
-                norm=outcome.grad_norm,
-                max_norm=self.options.max_grad_norm,
+                list(gradients.values()), norm=totals.grad_norm, max_norm=self.options.max_grad_norm
             )
             self.optimizer.step(gradients, lr=lr)
         else:
             folder = "skipped" if self.name == "policy" else f"skipped_{self.name}"
             dump_skipped(
-                jobs,
-                outcome,
+                microbatches,
+                totals,
                 folder=Path(self.cfg.output_dir) / folder,
                 step=step,
                 update=number,
                 rank=self.world.rank,
             )
         self.optimizer.zero_grad()
-        routed = self.routers.finish(is_taken=outcome.is_finite)
-        return self._sums(outcome, lr=lr, is_first=number == 0) | routed
+        routed = self.routers.finish(is_taken=totals.is_finite)
+        return self._sums(totals, lr=lr, is_first=number == 0) | routed
 
-    def _accumulate(self, jobs: Sequence[Job], loss_of: LossOf) -> Totals:
+    def _accumulate(self, microbatches: Sequence[PreparedMicrobatch], loss_of: LossOf) -> Totals:
         """Run all micro-batches forward and backward; gradients add up in the parameters."""
         totals = Totals()
-        self.routers.prepare(jobs, loss_of)
-        for index, job in enumerate(jobs):
-            self._reduce(is_last=index == len(jobs) - 1)
-            with self.routers.watching(job):
-                loss, stats = loss_of(job)
+        self.routers.prepare(microbatches, loss_of)
+        for index, microbatch in enumerate(microbatches):
+            self._reduce(is_last=index == len(microbatches) - 1)
+            with self.routers.watching(microbatch):
+                loss, stats = loss_of(microbatch)
             ((loss + self.routers.take()) * self._averaged).backward()
-            totals.add(job, loss, stats)
+            totals.add(microbatch, loss, stats)
         return totals
 
     def _reduce(self, *, is_last: bool) -> None:
@@ -124,10 +130,10 @@ class TrainedModel:
         else:
             self.model.scorer.set_requires_all_reduce(is_last)
 
-    def rehearse(self, jobs: Sequence[Job], loss_of: LossOf) -> None:
-        """Run micro-batches as `take_step` does, and drop gradients and metrics: nothing of the
+    def rehearse(self, microbatches: Sequence[PreparedMicrobatch], loss_of: LossOf) -> None:
+        """Run micro-batches as `update` does, and drop gradients and metrics: nothing of the
         model, its optimizer and its routers is changed."""
-        self._accumulate(jobs, loss_of)
+        self._accumulate(microbatches, loss_of)
         self.optimizer.zero_grad()
         self.routers.finish(is_taken=False)
 
@@ -144,20 +150,20 @@ class TrainedModel:
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
 
-    def _sums(self, outcome: Outcome, *, lr: float, is_first: bool) -> Sums:
+    def _sums(self, totals: GlobalTotals, *, lr: float, is_first: bool) -> Sums:
         once = float(is_first)  # the denominator of what is a total over the step's updates
-        is_finite, name = outcome.is_finite, self.name
+        is_finite, name = totals.is_finite, self.name
         sums: Sums = {
             f"{name}/lr": (lr, 1.0),
             f"{name}/skipped_updates": (float(not is_finite), once),
         }
         if name == "policy":
-            trained = outcome.num_tokens if is_finite else 0.0
+            trained = totals.num_tokens if is_finite else 0.0
             sums["perf/trained_tokens"] = (trained, once)
         if not is_finite:
             return sums
         return (
-            outcome.stats
+            totals.stats
             | sums
-            | {f"{name}/loss": (outcome.loss, 1.0), f"{name}/grad_norm": (outcome.grad_norm, 1.0)}
+            | {f"{name}/loss": (totals.loss, 1.0), f"{name}/grad_norm": (totals.grad_norm, 1.0)}
         )

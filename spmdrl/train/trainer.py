@@ -1,10 +1,11 @@
-"""The policy of this rank and the models beside it; or nothing."""
+"""The policy and the models beside it on this rank; off the trainers nothing."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 from torch import Tensor
 
@@ -16,14 +17,13 @@ from spmdrl.model.lora.form import lora_form
 from spmdrl.model.sharded import ShardedModel
 from spmdrl.model.weights import SentWeights
 from spmdrl.train.coefficients import Coefficients
+from spmdrl.train.companions.companion import Companion
+from spmdrl.train.companions.make import make_companions
 from spmdrl.train.companions.model_rewards import RewardModels
-from spmdrl.train.companions.protocol import Companion, make_companions
-from spmdrl.train.companions.trained import TrainedCompanion
 from spmdrl.train.microbatch_size import find_tokens
-from spmdrl.train.objectives.pairs import with_pairs
-from spmdrl.train.objectives.protocol import make_objective
-from spmdrl.train.objectives.rl import Job, Stats, make_jobs
-from spmdrl.train.trained_model import LossOf, TrainedModel
+from spmdrl.train.microbatches import LossOf, PreparedMicrobatch, prepare
+from spmdrl.train.objectives.objective_loss import Method, loss_class, named_methods
+from spmdrl.train.trained_model import TrainedModel
 from spmdrl.types import Advantages, Batch, Sums, add_sums
 from spmdrl.world import World
 from spmdrl.world.comm import agree
@@ -37,40 +37,60 @@ class Trainer:
     Args:
         cfg: the config.
         world: this rank's view of the job. Every rank constructs, trainers or not.
+        loss_fn, advantage_fn: what is trained on, and what gives its advantages: by their
+            parameters they ask for models beside the policy. Those of the config by default.
     Raises: ValueError, on all ranks together, when a model cannot be loaded or laid out.
     """
 
-    def __init__(self, cfg: Config, world: World):
+    def __init__(
+        self,
+        cfg: Config,
+        world: World,
+        *,
+        loss_fn: Method | None = None,
+        advantage_fn: Method | None = None,
+    ):
         self.cfg, self.world = cfg, world
         self.policy: TrainedModel | None = None
         self.companions: dict[str, Companion] = {}
-        self._records: dict[str, AdapterRecord] = {}
+        self.columns: set[str] = set()
+        """Per-token columns that `annotate` finds."""
+        self._kept: dict[str, Coefficients | AdapterRecord | Companion] = {}
         with agree(group=world.control, waiting=world.watch.wait("load the policy", -1)):
-            self._build()
+            given = {"loss_fn": loss_fn, "advantage_fn": advantage_fn}
+            methods = named_methods(cfg) | {name: f for name, f in given.items() if f}
+            self._describe()
+            if world.is_trainer:
+                self._build(**methods)
         if self.policy and self.policy.model.adapters:  # together: no rank has failed
-            self._records["lora"] = AdapterRecord(
-                self.policy.model.adapters.form, model_folder(cfg.model.path), world
-            )
+            form = self.policy.model.adapters.form
+            self._kept["lora"] = AdapterRecord(form, model_folder(cfg.model.path), world)
 
-    def _build(self) -> None:
-        cfg, world = self.cfg, self.world
-        self._is_scalar = cfg.objective.is_scalar
-        hf_model = build_meta_model(cfg.model, is_scalar=self._is_scalar)
-        lora = lora_form(cfg.model.lora)
-        self._shape = countable_shape(hf_model)
-        self._vocab = hf_model.get_input_embeddings().weight.shape[0]
-        self.weights = SentWeights(hf_model, cfg.model.lora)
-        if not world.is_trainer:
-            return
+    def _describe(self) -> None:
+        """Find what every rank knows of the policy, from its config.json."""
+        model = build_meta_model(self.cfg.model, is_scalar=self.cfg.objective.is_scalar)
+        self._shape = countable_shape(model)
+        self._vocab = model.get_input_embeddings().weight.shape[0]
+        self.weights = SentWeights(model, self.cfg.model.lora)
+
+    def _build(self, loss_fn: Method, advantage_fn: Method) -> None:
+        cfg, world, kind = self.cfg, self.world, loss_class(self.cfg)
         self._coefficients = Coefficients(cfg)
-        self._objective = make_objective(cfg, world, coefficients=self._coefficients)
+        self.columns = kind.columns_of(cfg, loss_fn=loss_fn, advantage_fn=advantage_fn)
+        self._loss = kind(cfg, world, loss_fn=loss_fn, coefficients=self._coefficients)
         model = ShardedModel(
-            cfg, world, path=cfg.model.path, is_trained=True, is_scalar=self._is_scalar, lora=lora
+            cfg,
+            world,
+            path=cfg.model.path,
+            is_trained=True,
+            is_scalar=cfg.objective.is_scalar,
+            lora=lora_form(cfg.model.lora),
         )
         self.weights.model = model
         self.policy = TrainedModel(model, cfg=cfg, world=world, options=cfg.optimizer)
-        self.companions = make_companions(cfg, world, policy=model, columns=self._objective.columns)
+        self.companions = make_companions(cfg, world, policy=model, columns=self.columns)
         self._reward_models = RewardModels(cfg, world)
+        self._kept = {**self.companions, "coefficients": self._coefficients}
 
     # ---------------------------------------------------------------- state
 
@@ -81,27 +101,23 @@ class Trainer:
         coefficients that move under `coefficients`, and what adapters belong to under `lora`.
         """
         state = self.policy.state_dict() if self.policy else {}
-        parts = {name: part.state_dict() for name, part in self._parts().items()}
+        parts = {name: part.state_dict() for name, part in self._kept.items()}
         return state | {name: part for name, part in parts.items() if part}
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Restore what `state_dict` returned, after it was loaded onto this layout."""
         if self.policy:
             self.policy.load_state_dict(state)
-        for name, part in self._parts().items():
+        for name, part in self._kept.items():
             if name in state:
                 part.load_state_dict(state[name])
-
-    def _parts(self) -> dict[str, Companion | Coefficients | AdapterRecord]:
-        coefficients = {"coefficients": self._coefficients} if self.policy else {}
-        return self.companions | self._records | coefficients
 
     # ---------------------------------------------------------------- scoring
 
     def annotate(self, batch: Batch, *, step: int) -> Batch:
-        """Add what the configured methods ask for besides; call on every rank.
+        """Add what loss and advantage ask for besides; call on every rank.
 
-        The scores of reward models go into the rewards, see `reward_model.with_scores`; the rest
+        The scores of reward models go into the rewards, see `model_rewards.with_scores`; the rest
         are per-token columns. Each model takes one forward pass over the batch: `old_logprobs`
         (with `old_entropy` and, if asked for, `square_probs`) of the policy before its update,
         `ref_logprobs` of the reference, `teacher_logprobs`, `prm_logprobs`, and `values`, task
@@ -116,23 +132,20 @@ class Trainer:
             return batch
         # First: a score that fails may take its sample out of the loss.
         batch = self._reward_models.add_to(batch, step=step)
-        if not self._objective.columns:
+        if not self.columns:
             return batch
         with self.world.watch.wait("annotate", step):
-            jobs = self._jobs(batch)
-            rows = [job.row for update in jobs for job in update]
+            updates = self._prepare(batch)
+            rows = [one.row for microbatches in updates for one in microbatches]
             found: list[dict[str, Tensor]] = [{} for _ in rows]
-            if "old_logprobs" in self._objective.columns:
-                own = self.policy.model.columns(
-                    rows, squares="square_probs" in self._objective.columns
-                )
-                for one, values in zip(found, own):
-                    one |= dict(zip(("old_logprobs", "old_entropy", "square_probs"), values))
+            if "old_logprobs" in self.columns:
+                names = ("old_logprobs", "old_entropy", "square_probs")
+                own = self.policy.model.columns(rows, squares="square_probs" in self.columns)
+                found = [dict(zip(names, values)) for values in own]
             for companion in self.companions.values():
-                for one, columns in zip(found, companion.columns(rows)):
-                    one |= columns
+                found = [a | b for a, b in zip(found, companion.columns(rows))]
         each = iter(found)
-        columns = tuple(tuple(next(each) for _ in update) for update in jobs)
+        columns = tuple(tuple(next(each) for _ in microbatches) for microbatches in updates)
         return replace(batch, columns=columns, kl_coef=self._coefficients.kl)
 
     def logprobs(self, batch: Batch, *, step: int = -1) -> list[Tensor]:
@@ -143,32 +156,41 @@ class Trainer:
         if self.policy is None:
             return []
         with self.world.watch.wait("logprobs", step):
-            rows = [job.row for update in self._jobs(batch) for job in update]
+            rows = [one.row for microbatches in self._prepare(batch) for one in microbatches]
             return [logprobs for logprobs, _ in self.policy.model.columns(rows)]
 
-    def _jobs(self, batch: Batch, advantages: Advantages | None = None) -> list[list[Job]]:
-        batch = with_pairs(batch, self.cfg)
-        return make_jobs(batch, advantages, cfg=self.cfg, model=self.policy.model)
+    def score(self, tokens: Sequence[Sequence[int]]) -> list[Tensor]:
+        """Score plain sequences at temperature 1; every trainer rank must call with the same.
+
+        Returns: per sequence [len] float32 natural logprobs on the CPU; the first is 0.
+        """
+        if self.policy is None:
+            return []
+        with self.world.watch.wait("score", -1):
+            return self.policy.model.score(tokens)
+
+    def _prepare(
+        self, batch: Batch, advantages: Advantages | None = None
+    ) -> list[list[PreparedMicrobatch]]:
+        batch = self._loss.with_columns(batch)
+        return prepare(batch, advantages, cfg=self.cfg, model=self.policy.model)
 
     # ---------------------------------------------------------------- training
 
-    def size_microbatches(self, *, known: int = 0) -> None:
+    def size_microbatches(self) -> None:
         """Find the token budget of a micro-batch where the config leaves it open, by 0, and make
         it the world's; call on every rank, once what is to be trained was loaded.
 
-        Args:
-            known: what a checkpoint says was found; nothing is tried then.
-        Raises: see microbatch.find_tokens.
+        What a restored checkpoint says was found is taken, and nothing tried.
+        Raises: see microbatch_size.find_tokens.
         """
         world = self.world
         if self.cfg.batch.tokens_per_microbatch:
             return
+        known = world.found_tokens
         with world.watch.wait("size micro-batches", -1):
             world.found_tokens = known or find_tokens(
-                self._rehearse,
-                world,
-                vocab=self._vocab,
-                columns=self._objective.columns if self.policy else (),
+                self._rehearse, world, vocab=self._vocab, columns=self.columns
             )
         if world.rank == 0:
             log.info(
@@ -178,11 +200,10 @@ class Trainer:
             )
 
     def _rehearse(self, batch: Batch, advantages: Advantages) -> None:
-        jobs = self._jobs(batch, advantages)
+        updates = self._prepare(batch, advantages)
         for companion in self.companions.values():
-            if isinstance(companion, TrainedCompanion):
-                companion.rehearse(jobs[0])
-        self.policy.rehearse(jobs[0], self._loss_of(jobs, step=0))
+            companion.rehearse(updates[0])
+        self.policy.rehearse(updates[0], self._loss_of(updates, step=0))
 
     def update(self, batch: Batch, advantages: Advantages, *, step: int) -> Sums:
         """Take the batch's optimizer steps, those of companions too; call on every rank.
@@ -198,43 +219,26 @@ class Trainer:
         """
         if self.policy is None:
             return {}
+        companions = self.companions.values()
         with self.world.watch.wait("update", step):
-            jobs = self._jobs(batch, advantages)
-            sums = add_sums(*[c.update(jobs, step=step) for c in self.companions.values()])
-            if not self._stands_still(step):
-                sums |= self._update(jobs, step=step)
+            updates = self._prepare(batch, advantages)
+            sums = add_sums(*[companion.update(updates, step=step) for companion in companions])
+            warms_up = step < self.cfg.critic.warmup_steps
+            if not (warms_up and any(companion.is_trained for companion in companions)):
+                loss_of = self._loss_of(updates, step=step)
+                sums |= self.policy.update(updates, loss_of, step=step)
                 sums |= trained_flops(
                     self._shape,
                     batch.scalars,
-                    has_head=not self._is_scalar,
+                    has_head=not self.cfg.objective.is_scalar,
                     mask_truncated=self.cfg.algorithm.mask_truncated,
                     trains_weights=not self.cfg.model.lora.is_on,
                 )
                 sums |= self._coefficients.move(sums, num_samples=len(batch.scalars))
-            for companion in self.companions.values():
+            for companion in companions:
                 companion.follow(self.policy.model, step=step)
-            if self.cfg.rollout.schedule.in_flight:
-                self.world.announce_updated(step)  # engines pause between two tokens
-            return sums
+        return sums
 
-    def _stands_still(self, step: int) -> bool:
-        """Whether the model of the section `critic` is to train alone for now."""
-        is_there = not self.companions.keys().isdisjoint(("critic", "prm"))
-        return is_there and step < self.cfg.critic.warmup_steps
-
-    def _update(self, jobs: Sequence[Sequence[Job]], *, step: int) -> Sums:
-        loss_of = self._loss_of(jobs, step=step)
-        return add_sums(
-            *[
-                self.policy.take_step(update, loss_of, step=step, number=number)
-                for number, update in enumerate(jobs)
-            ]
-        )
-
-    def _loss_of(self, jobs: Sequence[Sequence[Job]], *, step: int) -> LossOf:
-        statistics = self._objective.statistics(jobs, world=self.world)
-
-        def loss_of(job: Job) -> tuple[Tensor, Stats]:
-            return self._objective(self.policy.model, job, step=step, statistics=statistics)
-
-        return loss_of
+    def _loss_of(self, updates: Sequence[Sequence[PreparedMicrobatch]], *, step: int) -> LossOf:
+        statistics = self._loss.statistics(updates, world=self.world)
+        return partial(self._loss, self.policy.model, step=step, statistics=statistics)

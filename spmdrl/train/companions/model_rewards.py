@@ -20,7 +20,7 @@ from spmdrl.model.load import SCALAR_HEAD, CheckpointReader, load_hf_config, mod
 from spmdrl.model.parallel.fsdp import reshard
 from spmdrl.model.sharded import ShardedModel
 from spmdrl.rewards.signatures import part_names, reward_models
-from spmdrl.train.objectives.rl import on_host
+from spmdrl.train.microbatches import on_host
 from spmdrl.types import Batch, Microbatch, Scalars, Sums, add_sums
 from spmdrl.world import World
 

@@ -13,7 +13,7 @@ from spmdrl.config import Config
 from spmdrl.model.scorer import ScoredRow
 from spmdrl.model.sharded import ShardedModel
 from spmdrl.train.companions.trained import TrainedCompanion
-from spmdrl.train.objectives.rl import Job, Stats
+from spmdrl.train.microbatches import PreparedMicrobatch, Stats
 from spmdrl.world import World
 
 
@@ -24,7 +24,7 @@ class ProcessRewardModel(TrainedCompanion):
     forward pass: Algorithm 1 of arXiv 2502.01456.
 
     Args:
-        cfg, world: the config and this rank's view of the job. `beta` is the advantage's.
+        cfg, world: the config and this rank's view of the microbatch. `beta` is the advantage's.
         policy: whose packed rows it reads.
     Raises: ValueError when the model cannot be loaded or laid out, or cannot read those rows.
     """
@@ -45,19 +45,19 @@ class ProcessRewardModel(TrainedCompanion):
         """Score packed rows: per row, `prm_logprobs` [T] float32, nats, 0 off the scored."""
         return [{"prm_logprobs": logprobs} for logprobs, _ in self.model.columns(rows)]
 
-    def _loss(self, job: Job) -> tuple[Tensor, Stats]:
+    def _loss(self, microbatch: PreparedMicrobatch) -> tuple[Tensor, Stats]:
         # The column `returns` has the sequence's outcome, in [0, 1], at each of its loss tokens.
-        logprobs, _ = self.model.forward(job.row)
-        cu_seqlens = job.microbatch.cu_seqlens
-        counts = sequence_sum(job.loss_mask, cu_seqlens).clamp(min=1)
-        outcomes = sequence_sum(job.columns["returns"], cu_seqlens) / counts
+        logprobs, _ = self.model.forward(microbatch.row)
+        cu_seqlens = microbatch.packed.cu_seqlens
+        counts = sequence_sum(microbatch.loss_mask, cu_seqlens).clamp(min=1)
+        outcomes = sequence_sum(microbatch.columns["returns"], cu_seqlens) / counts
         terms, stats = outcome_loss(
-            job.row.spread(logprobs),
-            job.columns["ref_logprobs"],
+            microbatch.row.spread(logprobs),
+            microbatch.columns["ref_logprobs"],
             outcomes=outcomes,
-            loss_mask=job.loss_mask,
+            loss_mask=microbatch.loss_mask,
             cu_seqlens=cu_seqlens,
             beta=self._beta,
         )
         # Every sequence counts the same, whatever the policy's aggregation.
-        return terms.sum() * job.sequence_weight, stats
+        return terms.sum() * microbatch.sequence_weight, stats

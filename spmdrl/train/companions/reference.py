@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -12,34 +11,12 @@ from spmdrl.config import Config
 from spmdrl.model.scorer import ScoredRow
 from spmdrl.model.sharded import ShardedModel
 from spmdrl.model.shards import local_part
+from spmdrl.train.companions.companion import Companion
 from spmdrl.train.companions.reference_cache import cached_logprobs, look_up
-from spmdrl.train.objectives.rl import Job
-from spmdrl.types import Sums
 from spmdrl.world import World
 
-if TYPE_CHECKING:
-    from spmdrl.train.companions.protocol import Companion
 
-
-class Untrained:
-    """What a companion that learns nothing does: nothing."""
-
-    def update(self, jobs: Sequence[Sequence[Job]], *, step: int) -> Sums:
-        """Do nothing, and report nothing."""
-        return {}
-
-    def follow(self, policy: ShardedModel, *, step: int) -> None:
-        """Do nothing."""
-
-    def state_dict(self) -> dict[str, object]:
-        """Return {}: all of it is where it was read."""
-        return {}
-
-    def load_state_dict(self, state: Mapping[str, object]) -> None:
-        """Do nothing."""
-
-
-class Frozen(Untrained):
+class Frozen(Companion):
     """A causal LM that only scores: a reference or a teacher.
 
     Args:
@@ -61,7 +38,7 @@ class Frozen(Untrained):
         return [{self._column: logprobs} for logprobs, _ in self.model.columns(rows)]
 
 
-class WithoutAdapters(Untrained):
+class WithoutAdapters(Companion):
     """The policy as it would be without its adapters: a reference that takes no memory.
 
     Args:
@@ -138,7 +115,7 @@ class Synced(Frozen):
         self.model.load_state_dict(state["model"])
 
 
-class Cached(Untrained):
+class Cached(Companion):
     """A reference of which only the logprobs of the run's rows are left; see reference_cache."""
 
     def __init__(self, cfg: Config, world: World, *, path: str):
@@ -147,21 +124,3 @@ class Cached(Untrained):
     def columns(self, rows: Sequence[ScoredRow]) -> list[dict[str, Tensor]]:
         """Look up packed rows: per row, ref_logprobs [T] float32, nats, 0 off the scored."""
         return [{"ref_logprobs": look_up(self._table, row)} for row in rows]
-
-
-def make_reference(cfg: Config, world: World, *, policy: ShardedModel) -> Companion:
-    """Return the reference in the form that model.reference asks for.
-
-    Raises: ValueError when it cannot be loaded or laid out, or its rows cannot be read.
-    """
-    chosen = cfg.model.reference
-    path = chosen.path or cfg.model.path
-    if chosen.cache:
-        return Cached(cfg, world, path=path)
-    if policy.adapters and not chosen.path:
-        return WithoutAdapters(policy)
-    if chosen.sync_every:
-        return Synced(
-            cfg, world, path=path, policy=policy, every=chosen.sync_every, mix=chosen.sync_mix
-        )
-    return Frozen(cfg, world, path=path, column="ref_logprobs")

@@ -9,13 +9,14 @@ from torch import Tensor
 
 from spmdrl.config import Config
 from spmdrl.model.sharded import ShardedModel
-from spmdrl.train.objectives.rl import Job, Stats
+from spmdrl.train.companions.companion import Companion
+from spmdrl.train.microbatches import PreparedMicrobatch, Stats
 from spmdrl.train.trained_model import TrainedModel
-from spmdrl.types import Sums, add_sums
+from spmdrl.types import Sums
 from spmdrl.world import World
 
 
-class TrainedCompanion:
+class TrainedCompanion(Companion):
     """A companion with its optimizer, on the trainer ranks.
 
     Args:
@@ -25,6 +26,8 @@ class TrainedCompanion:
         is_scalar: with a head of one output per token.
     Raises: ValueError when the model cannot be loaded or laid out, or cannot read those rows.
     """
+
+    is_trained = True
 
     def __init__(
         self,
@@ -36,46 +39,28 @@ class TrainedCompanion:
         what: str,
         is_scalar: bool,
     ):
+        path = cfg.critic.path or cfg.model.path
         try:
-            self.model = ShardedModel(
-                cfg,
-                world,
-                path=cfg.critic.path or cfg.model.path,
-                is_trained=True,
-                is_scalar=is_scalar,
-            )
+            self.model = ShardedModel(cfg, world, path=path, is_trained=True, is_scalar=is_scalar)
         except ValueError as error:
             raise ValueError(f"critic.path: the {what} cannot be made: {error}") from error
         _check_fit(self.model, policy)
-        self.trained = TrainedModel(
-            self.model,
-            cfg=cfg,
-            world=world,
-            name=name,
-            options=replace(cfg.optimizer, lr=cfg.critic.lr),
-        )
+        options = replace(cfg.optimizer, lr=cfg.critic.lr)
+        self.trained = TrainedModel(self.model, cfg=cfg, world=world, name=name, options=options)
 
-    def update(self, jobs: Sequence[Sequence[Job]], *, step: int) -> Sums:
-        """Take an optimizer step for each of the batch's updates.
+    def update(self, updates: Sequence[Sequence[PreparedMicrobatch]], *, step: int) -> Sums:
+        """Take an optimizer step for each of the batch's updates; see TrainedModel.
 
         Args:
-            jobs: [updates][micro-batches], with the columns that the loss reads.
+            updates: [updates][micro-batches], with the columns that the loss reads.
             step: training step, for the schedule.
         Returns: sums over all trainer ranks, equal on each of them.
         """
-        return add_sums(
-            *[
-                self.trained.take_step(update, self._loss, step=step, number=number)
-                for number, update in enumerate(jobs)
-            ]
-        )
+        return self.trained.update(updates, self._loss, step=step)
 
-    def rehearse(self, jobs: Sequence[Job]) -> None:
+    def rehearse(self, microbatches: Sequence[PreparedMicrobatch]) -> None:
         """Run the micro-batches of an update and drop what comes of it; see TrainedModel."""
-        self.trained.rehearse(jobs, self._loss)
-
-    def follow(self, policy: ShardedModel, *, step: int) -> None:
-        """Do nothing: it learns by itself."""
+        self.trained.rehearse(microbatches, self._loss)
 
     def state_dict(self) -> dict[str, object]:
         """Return what a checkpoint keeps, by name, sharing live storage; see TrainedModel."""
@@ -85,7 +70,7 @@ class TrainedCompanion:
         """Restore what `state_dict` returned, after it was loaded onto this layout."""
         self.trained.load_state_dict(state)
 
-    def _loss(self, job: Job) -> tuple[Tensor, Stats]:
+    def _loss(self, microbatch: PreparedMicrobatch) -> tuple[Tensor, Stats]:
         raise NotImplementedError
 
 

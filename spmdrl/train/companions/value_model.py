@@ -14,7 +14,7 @@ from spmdrl.model.parallel.fsdp import reshard
 from spmdrl.model.scorer import ScoredRow
 from spmdrl.model.sharded import ShardedModel
 from spmdrl.train.companions.trained import TrainedCompanion
-from spmdrl.train.objectives.rl import Job, Stats
+from spmdrl.train.microbatches import PreparedMicrobatch, Stats
 from spmdrl.types import Sums
 from spmdrl.world import World
 
@@ -23,7 +23,7 @@ class ValueModel(TrainedCompanion):
     """A value model and its optimizer, on the trainer ranks.
 
     Args:
-        cfg, world: the config and this rank's view of the job.
+        cfg, world: the config and this rank's view of the microbatch.
         policy: whose packed rows it reads.
     Raises: ValueError when the model cannot be loaded or laid out, or cannot read those rows.
     """
@@ -45,12 +45,12 @@ class ValueModel(TrainedCompanion):
         reshard(self.model.scorer)
         return found
 
-    def update(self, jobs: Sequence[Sequence[Job]], *, step: int) -> Sums:
+    def update(self, updates: Sequence[Sequence[PreparedMicrobatch]], *, step: int) -> Sums:
         """Take an optimizer step for each of the batch's updates; see TrainedCompanion.
 
-        The jobs have the columns `values` (as `columns` gave them) and `returns`.
+        The micro-batches have the columns `values` (as `columns` gave them) and `returns`.
         """
-        sums = super().update(jobs, step=step)
+        sums = super().update(updates, step=step)
         if "value/returns" in sums:  # not if every update was skipped
             # Of the totals, since a ratio of variances does not add up over ranks.
             explained = explained_variance(sums)
@@ -58,17 +58,17 @@ class ValueModel(TrainedCompanion):
                 sums["value/explained_variance"] = (explained, 1.0)
         return sums
 
-    def _loss(self, job: Job) -> tuple[Tensor, Stats]:
+    def _loss(self, microbatch: PreparedMicrobatch) -> tuple[Tensor, Stats]:
         # Every state counts the same, whatever the policy's aggregation: its weights would give
         # the regression another scale, or long responses less say in it.
         terms, stats = value_loss(
-            self._values(job.row),
-            job.columns["values"],
-            returns=job.columns["returns"],
-            loss_mask=job.loss_mask,
+            self._values(microbatch.row),
+            microbatch.columns["values"],
+            returns=microbatch.columns["returns"],
+            loss_mask=microbatch.loss_mask,
             clip=self._clip,
         )
-        return terms.double().sum() * job.token_weight, stats
+        return terms.double().sum() * microbatch.token_weight, stats
 
     def _values(self, row: ScoredRow) -> Tensor:
         """Return [T] float32, the value before each scored token; with a graph, if enabled."""

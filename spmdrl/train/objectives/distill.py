@@ -7,7 +7,7 @@ of the vocabulary, gather a chunk's logits and compute the same divergence.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 
 import torch
@@ -20,21 +20,20 @@ from spmdrl.model.head import HeadOptions, chunks, scaled_logits
 from spmdrl.model.load import load_hf_config
 from spmdrl.model.parallel.tensor_parallel import enter, gather_last
 from spmdrl.model.sharded import ShardedModel
-from spmdrl.train.objectives.rl import Job, Stats
+from spmdrl.train.coefficients import Coefficients
+from spmdrl.train.microbatches import PreparedMicrobatch, Stats
+from spmdrl.train.objectives.objective_loss import Method, ObjectiveLoss
 from spmdrl.world import World
 
 
-class Distillation:
+class DistillationLoss(ObjectiveLoss):
     """The distillation loss that a config names, with its teacher in the policy's sharding.
 
-    Raises: ValueError for an unknown method, or a teacher that cannot be loaded or has another
-        vocabulary.
+    Raises: ValueError for a teacher that cannot be loaded or has another vocabulary.
     """
 
-    def __init__(self, cfg: Config, world: World):
-        self.columns: set[str] = set()
-        self._loss = registry.get("distillation", cfg.algorithm.loss)
-        self._options = cfg.algorithm.loss_options
+    def __init__(self, cfg: Config, world: World, *, loss_fn: Method, coefficients: Coefficients):
+        super().__init__(cfg, world, loss_fn=loss_fn, coefficients=coefficients)
         own, other = (
             load_hf_config(path, trust_remote_code=cfg.model.trust_remote_code).vocab_size
             for path in (cfg.model.path, cfg.model.teacher)
@@ -46,25 +45,20 @@ class Distillation:
             )
         self._teacher = ShardedModel(cfg, world, path=cfg.model.teacher, is_trained=False).scorer
 
-    def statistics(self, jobs: Sequence[Sequence[Job]], *, world: World) -> dict[str, Tensor]:
-        """Return nothing: no divergence asks for any."""
-        return {}
-
     def __call__(
-        self, model: ShardedModel, job: Job, *, step: int, statistics: Mapping[str, Tensor]
+        self,
+        model: ShardedModel,
+        microbatch: PreparedMicrobatch,
+        *,
+        step: int,
+        statistics: Mapping[str, Tensor],
     ) -> tuple[Tensor, Stats]:
-        """Run both models forward and return one micro-batch's share of the loss.
-
-        Returns: [] float64 share (shares of all micro-batches and dp ranks add up to the
-            loss) and {metric: (numerator, denominator)}.
-        Invariant under: dp size, micro-batching, packing order.
-        """
+        """See ObjectiveLoss. Both models run forward."""
+        row = microbatch.row
         with torch.no_grad():
-            theirs = self._teacher(job.row, lambda *states, targets: states)
-        terms, stats = model.forward(
-            job.row, partial(self._terms, *theirs, model.scorer.head_options)
-        )
-        return (job.row.spread(terms).double() * job.weights).sum(), stats
+            theirs = self._teacher(row, lambda *states, targets: states)
+        terms, stats = model.forward(row, partial(self._terms, *theirs, model.scorer.head_options))
+        return (row.spread(terms).double() * microbatch.weights).sum(), stats
 
     def _terms(
         self,
@@ -111,7 +105,7 @@ class Distillation:
             "teacher_logits": teacher,
             "loss_mask": torch.ones(len(hidden), dtype=torch.bool, device=hidden.device),
         }
-        return registry.call(self._loss, inputs, self._options)
+        return registry.call(self._loss, inputs, self.cfg.algorithm.loss_options)
 
 
 def _whole_logits(hidden: Tensor, weight: Tensor, options: HeadOptions) -> Tensor:

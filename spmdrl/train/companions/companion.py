@@ -1,0 +1,44 @@
+"""A model beside the policy: what the trainer asks of each. This one learns and keeps nothing.
+
+All are sharded like the policy and run on the trainer ranks, which walk through them in the
+same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor
+
+from spmdrl.model.scorer import ScoredRow
+from spmdrl.model.sharded import ShardedModel
+from spmdrl.train.microbatches import PreparedMicrobatch
+from spmdrl.types import Sums
+
+
+class Companion:
+    """A model beside the policy."""
+
+    is_trained = False
+    """Whether it has an optimizer, and config.critic says how it learns."""
+
+    def columns(self, rows: Sequence[ScoredRow]) -> list[dict[str, Tensor]]:
+        """Return, per packed row, per-token columns by name: [T] float32, 0 off the scored."""
+        raise NotImplementedError
+
+    def update(self, updates: Sequence[Sequence[PreparedMicrobatch]], *, step: int) -> Sums:
+        """Train on a step's batch, before the policy does; return sums over all trainers."""
+        return {}
+
+    def rehearse(self, microbatches: Sequence[PreparedMicrobatch]) -> None:
+        """Run the micro-batches of an update and drop what comes of it."""
+
+    def follow(self, policy: ShardedModel, *, step: int) -> None:
+        """Take over from the policy what is to be taken, after its update of this step."""
+
+    def state_dict(self) -> dict[str, object]:
+        """Return what a checkpoint keeps, as TrainedModel does; {} if it never changes."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
+        """Restore what `state_dict` returned, after it was loaded onto this layout."""

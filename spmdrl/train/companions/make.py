@@ -1,0 +1,50 @@
+"""Which models a run needs beside its policy, and in which form."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from spmdrl.config import Config
+from spmdrl.model.sharded import ShardedModel
+from spmdrl.train.companions.companion import Companion
+from spmdrl.train.companions.process_reward_model import ProcessRewardModel
+from spmdrl.train.companions.reference import Cached, Frozen, Synced, WithoutAdapters
+from spmdrl.train.companions.value_model import ValueModel
+from spmdrl.world import World
+
+
+def make_companions(
+    cfg: Config, world: World, *, policy: ShardedModel, columns: Collection[str]
+) -> dict[str, Companion]:
+    """Return the models that the wanted columns come from, by name, on a trainer rank.
+
+    Raises: ValueError when one cannot be loaded or laid out, or cannot read the policy's rows.
+    """
+    found: dict[str, Companion] = {}
+    if "ref_logprobs" in columns:
+        found["reference"] = make_reference(cfg, world, policy=policy)
+    if "teacher_logprobs" in columns:
+        found["teacher"] = Frozen(cfg, world, path=cfg.model.teacher, column="teacher_logprobs")
+    if "values" in columns:
+        found["critic"] = ValueModel(cfg, world, policy=policy)
+    if "prm_logprobs" in columns:
+        found["prm"] = ProcessRewardModel(cfg, world, policy=policy)
+    return found
+
+
+def make_reference(cfg: Config, world: World, *, policy: ShardedModel) -> Companion:
+    """Return the reference in the form that model.reference asks for.
+
+    Raises: ValueError when it cannot be loaded or laid out, or its rows cannot be read.
+    """
+    chosen = cfg.model.reference
+    path = chosen.path or cfg.model.path
+    if chosen.cache:
+        return Cached(cfg, world, path=path)
+    if policy.adapters and not chosen.path:
+        return WithoutAdapters(policy)
+    if chosen.sync_every:
+        return Synced(
+            cfg, world, path=path, policy=policy, every=chosen.sync_every, mix=chosen.sync_mix
+        )
+    return Frozen(cfg, world, path=path, column="ref_logprobs")

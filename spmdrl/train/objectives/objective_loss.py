@@ -1,0 +1,95 @@
+"""From micro-batches to a loss: what the files beside this one fill in, and which of them does."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from spmdrl.algorithms import registry
+from spmdrl.config import Config
+from spmdrl.model.sharded import ShardedModel
+from spmdrl.train.coefficients import Coefficients
+from spmdrl.train.microbatches import PreparedMicrobatch, Stats
+from spmdrl.types import Batch
+from spmdrl.world import World
+
+Method = Callable[..., Any]
+"""A function of the registry, or one's own with parameters of the same names."""
+
+
+class ObjectiveLoss:
+    """Makes the loss of micro-batches, on the trainer ranks. This one asks for nothing besides.
+
+    Args:
+        cfg, world: the config and this rank's view of the job.
+        loss_fn: what gives the terms.
+        coefficients: of KL and entropy bonus; read anew at each call.
+    Raises: ValueError for an unknown method, or a model that cannot be loaded.
+    """
+
+    def __init__(self, cfg: Config, world: World, *, loss_fn: Method, coefficients: Coefficients):
+        self.cfg, self._loss, self._coefficients = cfg, loss_fn, coefficients
+
+    @classmethod
+    def columns_of(cls, cfg: Config, *, loss_fn: Method, advantage_fn: Method) -> set[str]:
+        """Return the per-token columns that `Trainer.annotate` has to find first."""
+        return set()
+
+    def with_columns(self, batch: Batch) -> Batch:
+        """Add the columns that follow from the batch alone."""
+        return batch
+
+    def statistics(
+        self, updates: Sequence[Sequence[PreparedMicrobatch]], *, world: World
+    ) -> dict[str, Tensor]:
+        """Return [] scalars of the whole batch, once before its updates; trainers meet here."""
+        return {}
+
+    def __call__(
+        self,
+        model: ShardedModel,
+        microbatch: PreparedMicrobatch,
+        *,
+        step: int,
+        statistics: Mapping[str, Tensor],
+    ) -> tuple[Tensor, Stats]:
+        """Run one micro-batch forward and return its share of the loss and its metrics.
+
+        Args:
+            model: in training.
+            microbatch: with the columns of `columns_of` and `with_columns`.
+            step: policy version that is being trained.
+            statistics: of the whole batch, as `statistics` returned.
+        Returns: [] float64 share (shares of all micro-batches and dp ranks add up to the
+            loss) and its metrics.
+        Invariant under: dp size, micro-batching, packing order.
+        """
+        raise NotImplementedError
+
+
+def loss_class(cfg: Config) -> type[ObjectiveLoss]:
+    """Return what makes the loss of the objective that a config names."""
+    module, name = cfg.objective.loss_class.split(":")
+    return getattr(importlib.import_module(module), name)
+
+
+def named_methods(cfg: Config) -> dict[str, Method]:
+    """Return the loss_fn and the advantage_fn that a config names.
+
+    Raises: ValueError for an unknown one.
+    """
+    return {
+        "loss_fn": registry.get(cfg.objective.loss_kind, cfg.loss_name),
+        "advantage_fn": registry.get("advantage", cfg.algorithm.advantage),
+    }
+
+
+def needed_columns(cfg: Config) -> set[str]:
+    """Return the per-token columns that the configured methods need from `Trainer.annotate`.
+
+    Raises: ValueError for an unknown method.
+    """
+    return loss_class(cfg).columns_of(cfg, **named_methods(cfg))
