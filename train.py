@@ -2,9 +2,12 @@
 
 Ranks [0, trainer_ranks) hold shards of the policy, the others an in-process engine (or
 every rank both, in turns: `placement: colocated`). There is no driver: each rank walks through
-the same lines. Lines marked `# meets` can wait for ranks of the other role; between them trainers
-wait for trainers alone (annotate, advantages_of, update), and the ranks of one engine for each
-other (generate). All stand at the top level, where every rank executes them in the same order.
+the same lines. A line marked `# meets` can wait for other ranks: all of them, or those that it
+names. All such lines stand at the top level, where every rank executes them in the same order.
+
+`generate` is called twice, since a step's batch must be there before it is trained on (the first
+call finds it made, except after a start), and the next ones are made while it is (the second).
+Imports that load torch stand inside the functions, so that --help and --dry-run answer at once.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ if TYPE_CHECKING:
 
 def train(cfg: Config, world: World) -> int:
     """Run the experiment to its end, or to a requested stop, and return the exit status."""
+    from spmdrl.algorithms import registry
     from spmdrl.checkpoint import Checkpointer
     from spmdrl.credit import advantages_of
     from spmdrl.data.prompts import load_tokenizer
@@ -37,55 +41,57 @@ def train(cfg: Config, world: World) -> int:
     from spmdrl.train.trainer import Trainer
     from spmdrl.types import add_sums
 
+    # What is trained: two functions of tensors. One of your own may stand here instead; it is
+    # given what its parameters name, see docs/algorithms.md.
+    loss_fn = registry.get(cfg.objective.loss_kind, cfg.loss_name)
+    advantage_fn = registry.get("advantage", cfg.algorithm.advantage)
+
+    # Every rank builds every part, which is empty on ranks that have no share in it.
     report = Report(cfg, world)  # meets: one folder for the logs
-    tokenizer = load_tokenizer(cfg)
-    source = make_source(cfg, world, tokenizer=tokenizer)  # leaders of replicas: reward workers
-    engine = make_engine(cfg, world)  # meets; inference ranks: an engine; others: nothing
-    trainer = Trainer(cfg, world)  # meets; trainer ranks: shards; others: nothing
+    source = make_source(cfg, world, tokenizer=load_tokenizer(cfg))  # prompts, rewards
+    engine = make_engine(cfg, world)  # meets
+    trainer = Trainer(cfg, world, loss_fn=loss_fn, advantage_fn=advantage_fn)  # meets
     stream = WeightStream(trainer.weights, engine, world)  # meets: which slice goes to whom
     checkpoints = Checkpointer(cfg, world)
-    state = checkpoints.restore(trainer, source)  # meets
+
+    state = checkpoints.restore(trainer, source)  # meets: step 0, or where a run had come to
     stream.release()  # colocated: the engines' memory is the trainers', until the next push
-    trainer.size_microbatches()  # meets: if the config leaves it open
-    first_push = stream.push(version=state.step)  # meets: proves the path before step one
-    probe = stream.probe(source.probe_tokens())  # meets: engine and trainer agree, or stop
-    report.start(
-        derived(cfg, tokens=world.tokens_per_microbatch),
-        step=state.step,
-        sums=add_sums(first_push, probe),
-    )
+    trainer.size_microbatches()  # meets: by trying, if the config leaves it open
+    pushed = stream.push(version=state.step)  # meets: proves the path before step one
+    probed = stream.probe(source.probe_tokens())  # meets: engine and trainer agree, or stop
+    sizes = derived(cfg, tokens=world.tokens_per_microbatch)
+    report.start(sizes, step=state.step, sums=add_sums(pushed, probed))
     evaluated = evaluate(source, engine, world=world, step=state.step)  # meets
     report.evaluation(state.step, evaluated)
     checkpoints.check(evaluated)  # what checkpoint.keep compares is measured
-    world.started()
+    world.started()  # from here on a signal saves first
 
     is_stopping = False
     for step in range(state.step, cfg.steps):
-        source.generate(engine, until=step)
+        source.generate(engine, until=step)  # meets: engine's ranks; stealing: all engines
         batch = exchange(source.take(step), world, step=step)  # meets: rollouts to trainers
         source.observe(batch, step=step)  # lengths and pass rates, for the prompts to come
-        source.generate(engine, until=step + cfg.lag)  # lag > 0: overlaps with the update
+        source.generate(engine, until=step + cfg.lag)  # meets: as above; trainers go on
         stream.release()  # colocated: the engines' memory is the update's, until the push
-        batch = trainer.annotate(batch, step=step)  # reference, old logprobs: if a method asks
-        advantages = advantages_of(batch, cfg, world, step=step)
-        updated = trainer.update(batch, advantages, step=step)
+        batch = trainer.annotate(batch, step=step)  # meets: trainers; what the two functions ask
+        advantages = advantages_of(  # meets: trainers
+            batch, advantage_fn, cfg=cfg, world=world, step=step
+        )
+        updated = trainer.update(batch, advantages, step=step)  # meets: trainers; by loss_fn
+        world.announce_updated(step)  # engines with updates in flight pause between two tokens
         is_stopping = world.agree_to_stop(step)  # meets: SIGTERM anywhere stops all
         pushed = stream.push(version=step + 1)  # meets: shards to engines
-        report.step(
-            step,
-            add_sums(batch_sums(batch), updated, pushed),
-            seconds=world.watch.take_seconds(),
-            samples=batch.samples,
-        )
+        sums = add_sums(batch_sums(batch), updated, pushed)
+        report.step(step, sums, seconds=world.watch.take_seconds(), samples=batch.samples)
         evaluated = evaluate(source, engine, world=world, step=step + 1)  # meets
         report.evaluation(step + 1, evaluated)
-        checkpoints.maybe_save(
+        checkpoints.maybe_save(  # meets: if it is time
             step + 1, trainer, source, evaluated=evaluated, stop=is_stopping
-        )  # meets
+        )
         if is_stopping:
             break
 
-    checkpoints.finish()  # meets
+    checkpoints.finish()  # meets: the last one is on disk
     report.close("stopped" if is_stopping else "finished")
     source.close()
     engine.close()  # meets
@@ -110,7 +116,7 @@ def main() -> int:
     try:
         check_fit(cfg)
         world = World.start(cfg)  # meets
-        if already_finished(cfg, world):
+        if already_finished(cfg, world):  # meets: as rank 0 finds it on disk
             world.close()
             return 0
         return train(cfg, world)

@@ -8,7 +8,7 @@ token that it scores: `logprobs[t]` is log p(tokens[t] | tokens before t of its 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import numpy
@@ -234,6 +234,11 @@ class Batch:
     kl_coef: float = 0.0
     """Weight of a KL in the reward at this step, in task units per nat; set by `annotate`."""
 
+    def without(self, sequences: Tensor) -> Batch:
+        """Return the batch with sequences, [S] bool, out of the loss and of every baseline."""
+        kept = self.scalars.is_valid & ~sequences
+        return replace(self, scalars=replace(self.scalars, is_valid=kept))
+
 
 @dataclass(frozen=True)
 class Advantages:
@@ -241,4 +246,3 @@ class Advantages:
 
     tokens: tuple[tuple[Tensor, ...], ...]  # [updates][M] of [T] float64
     returns: tuple[tuple[Tensor, ...], ...] = ()  # the same, targets of a value model
-    sums: Sums = field(default_factory=dict)  # metrics of this rank

@@ -53,11 +53,13 @@ class Run:
     """What all of them write."""
 
 
-def arguments(config: str, world_size: int, **flags: Any) -> list[str]:
+def arguments(
+    config: str, world_size: int, *, script: Path = ROOT / "train.py", **flags: Any
+) -> list[str]:
     """Return what follows the interpreter; flag names are dotted fields."""
     pairs = [x for k, v in flags.items() for x in (f"--{k}", str(v))]
     return [
-        str(ROOT / "train.py"),
+        str(script),
         "--config",
         str(ROOT / "configs" / config),
         "--layout.world-size",

@@ -390,12 +390,12 @@ def test_advantages_of_a_batch_follow_the_config() -> None:
         scalars=batch_of([[1.0, 0.0]]), updates=(), update_ids=torch.zeros(2, dtype=torch.int64)
     )
     rl = Config(algorithm=AlgorithmSettings(advantage="dr_grpo"))
-    assert sequence_advantages(batch, rl).tolist() == [0.5, -0.5]
+    assert sequence_advantages(batch, cfg=rl).tolist() == [0.5, -0.5]
     own = Config(
         algorithm=AlgorithmSettings(advantage="test_algorithms_advantages:of_the_wrong_shape")
     )
     with pytest.raises(ValueError, match=r"gave shape \(1,\)"):
-        sequence_advantages(batch, own)
+        sequence_advantages(batch, cfg=own)
 
 
 def of_the_wrong_shape(rewards: torch.Tensor) -> torch.Tensor:

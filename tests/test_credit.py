@@ -112,7 +112,7 @@ def _step(trainer: object, own: object, *, step: int) -> tuple[object, object, d
     from spmdrl.credit import advantages_of
 
     annotated = trainer.annotate(own, step=step)
-    advantages = advantages_of(annotated, trainer.cfg, trainer.world, step=step)
+    advantages = advantages_of(annotated, cfg=trainer.cfg, world=trainer.world, step=step)
     return annotated, advantages, trainer.update(annotated, advantages, step=step)
 
 
@@ -424,7 +424,7 @@ def _in_the_reward(cfg: Config) -> list[Tensor]:
     annotated = Trainer(cfg, world).annotate(_batch(world, cfg), step=0)
     assert annotated.kl_coef == cfg.algorithm.kl_coef
     found = [
-        advantages_of(dataclasses.replace(annotated, kl_coef=coef), cfg, world, step=0)
+        advantages_of(dataclasses.replace(annotated, kl_coef=coef), cfg=cfg, world=world, step=0)
         for coef in (0.0, 0.1, 0.4)
     ]
     world.close()

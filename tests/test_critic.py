@@ -53,7 +53,7 @@ def _step(trainer: object, own: object, *, step: int) -> tuple[object, object, d
     from spmdrl.credit import advantages_of
 
     annotated = trainer.annotate(own, step=step)
-    advantages = advantages_of(annotated, trainer.cfg, trainer.world, step=step)
+    advantages = advantages_of(annotated, cfg=trainer.cfg, world=trainer.world, step=step)
     return annotated, advantages, trainer.update(annotated, advantages, step=step)
 
 

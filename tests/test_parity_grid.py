@@ -260,7 +260,7 @@ def _train(cfg: Config, base: Any) -> dict[str, Any] | None:
     own, sums = _batch(world.dp_index(world.rank), world.dp_size), []
     for step in range(STEPS):
         annotated = trainer.annotate(own, step=step)
-        advantages = advantages_of(annotated, cfg, world, step=step)
+        advantages = advantages_of(annotated, cfg=cfg, world=world, step=step)
         sums.append(trainer.update(annotated, advantages, step=step))
     tensors = {
         f"{name}, step {step}, gradient of {n}": g

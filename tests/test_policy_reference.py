@@ -49,7 +49,7 @@ def _train_one(cfg: Config, world: object, steps: int) -> dict:
     sums = []
     for step in range(steps):
         annotated = trainer.annotate(own, step=step)
-        advantages = advantages_of(annotated, cfg, world, step=step)
+        advantages = advantages_of(annotated, cfg=cfg, world=world, step=step)
         sums.append(trainer.update(annotated, advantages, step=step))
     return {"sums": sums, "parameters": full_parameters(trainer)}
 

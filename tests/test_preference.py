@@ -277,7 +277,9 @@ def _train(cfg: Config, world: object, *, steps: int, trainer: object = None) ->
     trainer, sums = trainer or Trainer(cfg, world), []
     for step in range(steps):
         batch = trainer.annotate(_batch(cfg, world, step=step), step=step)
-        sums.append(trainer.update(batch, advantages_of(batch, cfg, world, step=step), step=step))
+        sums.append(
+            trainer.update(batch, advantages_of(batch, cfg=cfg, world=world, step=step), step=step)
+        )
     whole = {
         name: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach().clone()
         for name, p in trainer.weights.shards().items()
@@ -359,7 +361,7 @@ def _by_hand(cfg: Config, world: object) -> tuple[float, float, dict]:
         zero = other[kept[:, 1]].mean().clamp(min=0)
         sign = torch.where(batch.scalars.rewards.view(-1, 2)[:, 0] > 0.5, 1, -1)
         terms = torch.sigmoid(-0.5 * sign * (own - zero))[kept[:, 0]]
-    sums = trainer.update(batch, advantages_of(batch, cfg, world, step=5), step=5)
+    sums = trainer.update(batch, advantages_of(batch, cfg=cfg, world=world, step=5), step=5)
     return float(terms.mean()), sums["policy/loss"][0], sums
 
 

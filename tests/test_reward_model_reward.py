@@ -464,7 +464,7 @@ def _train_scorer(cfg: Config) -> None:
     trainer, source = Trainer(cfg, world), RowSource(cfg, world, tokenizer=load_tokenizer(cfg))
     for step in range(cfg.steps):
         own = trainer.annotate(exchange(source.take(step), world, step=step), step=step)
-        trainer.update(own, advantages_of(own, cfg, world, step=step), step=step)
+        trainer.update(own, advantages_of(own, cfg=cfg, world=world, step=step), step=step)
     saver = Checkpointer(cfg, world)
     saver.maybe_save(cfg.steps, trainer, source)
     saver.finish()

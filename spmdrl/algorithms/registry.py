@@ -153,21 +153,21 @@ def statistics_of(function: Callable[..., Any]) -> Callable[..., dict[str, Tenso
     return getattr(function, "statistics", None)
 
 
-def companions_of(function: Callable[..., Any]) -> list[Callable[..., dict[str, Tensor]]]:
+def helpers_of(function: Callable[..., Any]) -> list[Callable[..., dict[str, Tensor]]]:
     """Return the functions that give a method its whole-batch inputs, in the order of calls."""
     known = (getattr(function, name, None) for name in ("statistics", "totals", "per_sequence"))
-    return [companion for companion in known if companion is not None]
+    return [helper for helper in known if helper is not None]
 
 
 def asked_by(function: Callable[..., Any]) -> set[str]:
-    """Return the names of all that a method and its companions ask for."""
-    return {name for each in (function, *companions_of(function)) for name in inputs_of(each)}
+    """Return the names of all that a method and its helpers ask for."""
+    return {name for each in (function, *helpers_of(function)) for name in inputs_of(each)}
 
 
 def needs_group(name: str) -> bool:
     """Return whether an advantage uses the other samples of a prompt as its baseline.
 
-    It does if it, or a companion of it, asks for `group_ids`. False for a name that cannot be
+    It does if it, or a helper of it, asks for `group_ids`. False for a name that cannot be
     found, which `problems` reports.
     """
     function = _found("advantage", name)
@@ -210,7 +210,7 @@ def problems(kind: Kind, name: str, options: Mapping[str, Any]) -> list[str]:
         return [f": {function}"]
     offered = _offered(kind, function)
     strange = [n for n in inputs_of(function) if n not in offered]
-    if strange and not companions_of(function):
+    if strange and not helpers_of(function):
         return [
             f": {name} has the parameter {strange[0]!r} without a default, which is no input "
             f"of an {kind} method; known: {', '.join(offered)}"
@@ -298,9 +298,9 @@ def call_statistics(
 ) -> dict[str, Tensor]:
     """Return the whole-batch scalars that a method asks for, from [N] columns by name.
 
-    {} for a method without such a companion.
+    {} for a method without such a helper.
     """
-    return _call_companion(statistics_of(function), columns, options)
+    return _call_helper(statistics_of(function), columns, options)
 
 
 def call_totals(
@@ -312,11 +312,11 @@ def call_totals(
 
     Args:
         microbatches: inputs of each, with those of `token_baselines.with_totals`.
-    Returns: {name: sum over the micro-batches}; {} for a method without such a companion.
+    Returns: {name: sum over the micro-batches}; {} for a method without such a helper.
     """
     found: dict[str, Tensor] = {}
     for inputs in microbatches:
-        part = _call_companion(getattr(function, "totals", None), inputs, options)
+        part = _call_helper(getattr(function, "totals", None), inputs, options)
         found = {name: found[name] + value if found else value for name, value in part.items()}
     return found
 
@@ -325,19 +325,19 @@ def call_per_sequence(
     function: Callable[..., Any], inputs: Mapping[str, Tensor], options: Mapping[str, Any]
 ) -> dict[str, Tensor]:
     """Return {name: [B, ...]}: what an advantage asks for per sequence of the whole batch."""
-    return _call_companion(getattr(function, "per_sequence", None), inputs, options)
+    return _call_helper(getattr(function, "per_sequence", None), inputs, options)
 
 
-def _call_companion(
-    companion: Callable[..., dict[str, Tensor]] | None,
+def _call_helper(
+    helper: Callable[..., dict[str, Tensor]] | None,
     inputs: Mapping[str, Any],
     options: Mapping[str, Any],
 ) -> dict[str, Tensor]:
-    """Call a companion with those of the method's options that it has; {} without one."""
-    if companion is None:
+    """Call a helper with those of the method's options that it has; {} without one."""
+    if helper is None:
         return {}
-    known = options_of(companion)
-    return call(companion, inputs, {k: v for k, v in options.items() if k in known})
+    known = options_of(helper)
+    return call(helper, inputs, {k: v for k, v in options.items() if k in known})
 
 
 def trial_inputs(kind: str, *, is_per_token: bool = False) -> dict[str, Tensor]:

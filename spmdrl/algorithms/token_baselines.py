@@ -29,11 +29,11 @@ from spmdrl.algorithms.reduce import sequence_mean
 
 NO_TURN = -2
 """State of a turn that a sequence has not got; -1 is a turn without a state."""
-Companion = Callable[..., dict[str, Tensor]]
+Helper = Callable[..., dict[str, Tensor]]
 
 
 def with_totals(
-    totals: Companion | None, per_sequence: Companion | None = None
+    totals: Helper | None, per_sequence: Helper | None = None
 ) -> Callable[[Method], Method]:
     """Attach the functions that give a per-token advantage its whole-batch inputs.
 

@@ -143,7 +143,9 @@ def advantages(
             return {}, "the KL in the rewards, which trainers add, is not recorded"
         scalars = scalars_of(_sequences(recorded, step))
         values = sequence_advantages(
-            Batch(scalars, updates=(), update_ids=torch.zeros(len(scalars), dtype=torch.int64)), cfg
+            Batch(scalars, updates=(), update_ids=torch.zeros(len(scalars), dtype=torch.int64)),
+            method,
+            cfg=cfg,
         )
     except ValueError as error:
         return {}, str(error)

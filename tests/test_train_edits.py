@@ -1,0 +1,100 @@
+"""Experiments that are edits of a few lines of train.py, each run for real."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from runs import ROOT, TINY, metrics, run
+
+from spmdrl.commands.create_model import create_model
+
+# A prompt's samples all get 1 for every second prompt: these groups are solved.
+REWARDS = """
+def half(prompts, completions, **columns):
+    solved = [sum(map(ord, str(p))) % 2 for p in prompts]
+    return [1.0 if s else len(str(c)) % 5 / 10 for s, c in zip(solved, completions)]
+"""
+
+LOOP_SUMS = "sums = add_sums(batch_sums(batch), updated, pushed)"
+EXCHANGED = "batch = exchange(source.take(step), world, step=step)  # meets: rollouts to trainers"
+ADVANTAGE = 'advantage_fn = registry.get("advantage", cfg.algorithm.advantage)'
+AHEAD = "source.generate(engine, until=step + cfg.lag)"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    where = tmp_path_factory.mktemp("edits")
+    create_model(where / "start", hidden_size=64, layers=2, heads=2, kv_heads=1)
+    (where / "r.py").write_text(REWARDS)
+    return where
+
+
+def rows_of(folder: Path, name: str, edits: dict[str, str], **flags) -> list[dict]:
+    """Return the metrics of a copy of train.py in which each line became others."""
+    text = (ROOT / "train.py").read_text()
+    for line, others in edits.items():
+        assert text.count(line) == 1, line
+        before = text[: text.index(line)].rpartition("\n")[2]
+        text = text.replace(line, others.strip().replace("\n", f"\n{before}"))
+    script, out = folder / f"{name}.py", folder / name
+    script.write_text(text)
+    own = {
+        "model.path": folder / "start",
+        "output-dir": out,
+        "engine.kind": "transformers",
+        "sampling.max-response-tokens": 8,
+        "rewards.functions": f"{folder / 'r.py'}:half",
+        "algorithm.aggregation": "token_mean",
+        "lag": 0,
+        "steps": 2,
+    }
+    run("demo_grpo.yaml", 2, script=script, **TINY["rl"] | own | flags)
+    return metrics(out)
+
+
+@pytest.fixture(scope="module")
+def plain(folder) -> list[dict]:
+    """A metric of one's own, which changes nothing."""
+    longest = '{"mine/longest": (float(batch.scalars.lengths.max()), 1.0)}'
+    edits = {LOOP_SUMS: f"sums = add_sums(batch_sums(batch), updated, pushed, {longest})"}
+    return rows_of(folder, "metric", edits)
+
+
+def test_a_metric_of_ones_own_is_logged_at_every_step(plain):
+    assert len(plain) == 2 and all(row["mine/longest"] > 8 for row in plain)
+
+
+def test_groups_that_are_solved_are_dropped(folder, plain):
+    lines = f"""{EXCHANGED}
+from spmdrl.algorithms.groups import group_rewards
+scalars = batch.scalars
+groups = group_rewards(scalars.rewards, scalars.group_ids, is_valid=scalars.is_valid)
+batch = batch.without((groups.means == 1)[groups.index])
+"""
+    mine = '{"mine/trained": (float(batch.scalars.is_valid.sum()), len(batch.scalars))}'
+    edits = {
+        EXCHANGED: lines,
+        LOOP_SUMS: f"sums = add_sums(batch_sums(batch), updated, pushed, {mine})",
+    }
+    rows = rows_of(folder, "solved", edits)
+    assert all(0 < row["mine/trained"] < 1 for row in rows)
+    # The same terms, of which a solved group has none, are divided by fewer tokens.
+    assert rows[0]["policy/grad_norm"] > plain[0]["policy/grad_norm"] * 1.05
+
+
+def test_an_advantage_has_a_second_term(folder, plain):
+    lines = """
+grpo = registry.get("advantage", cfg.algorithm.advantage)
+def advantage_fn(rewards, group_ids, is_valid, response_lengths):
+    return grpo(rewards, group_ids, is_valid=is_valid) - 0.5 * response_lengths
+"""
+    rows = rows_of(folder, "term", {ADVANTAGE: lines})
+    assert rows[0]["reward/mean"] == plain[0]["reward/mean"]
+    assert rows[0]["policy/grad_norm"] > 2 * plain[0]["policy/grad_norm"]
+
+
+def test_steps_without_lag_and_overlapped_ones_take_turns(folder):
+    edits = {AHEAD: "source.generate(engine, until=step + cfg.lag * (step % 2))"}
+    rows = rows_of(folder, "turns", edits, lag=1, steps=5)
+    assert [row["policy/staleness"] for row in rows] == [0, 0, 1, 0, 1]
