@@ -607,6 +607,8 @@ GLOSSARY: dict[str, Metric] = {
         "problems of one data_source",
         "where held-out rows are of several",
     ),
+    # ---- your own
+    "mine/<name>": _M("its own", "mean", "as you count", "what an edit of train.py adds to `sums`"),
 }
 
 ALIASES: dict[str, dict[str, str]] = {
