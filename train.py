@@ -35,8 +35,8 @@ def train(cfg: Config, world: World) -> int:
     from spmdrl.exchange import exchange
     from spmdrl.report import Report
     from spmdrl.report.derived import derived
+    from spmdrl.rollout import make_source
     from spmdrl.rollout.metrics import batch_sums
-    from spmdrl.rollout.source import make_source
     from spmdrl.sync.stream import WeightStream
     from spmdrl.train.trainer import Trainer
     from spmdrl.types import add_sums

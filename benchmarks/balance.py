@@ -172,7 +172,7 @@ def _run(cfg, options: Options, *, engine, world, tokenizer, found) -> None:
     """Sample an epoch to measure, and those that count."""
     import torch.distributed as dist
 
-    from spmdrl.rollout.source import make_source
+    from spmdrl.rollout import make_source
     from spmdrl.types import Batch, Scalars
     from spmdrl.world.comm import gather_objects
 

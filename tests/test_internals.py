@@ -13,7 +13,7 @@ HOMES = (
     "spmdrl/engine/vllm_internals.py",
 )
 # The parsers are a documented plugin interface, and are needed below the engines.
-IMPORTING_VLLM = (*HOMES, "spmdrl/environments/tool_parsers.py")
+IMPORTING_VLLM = (*HOMES, "spmdrl/environments/tool_calls.py")
 OWN = {"self", "cls", "world", "os"}  # whose underscored attributes are ours, or Python's
 PUBLIC = {"_asdict", "_fields", "_make", "_replace"}  # of a NamedTuple
 FIELDS = {"_no_split_modules", "_tp_plan", "_apply_gate"}

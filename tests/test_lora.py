@@ -21,8 +21,8 @@ from spmdrl.commands.export import export
 from spmdrl.config import Config, LoraSettings, ModelSettings
 from spmdrl.model.load import build_meta_model
 from spmdrl.model.lora.files import write_adapter
-from spmdrl.model.lora.form import lora_form
 from spmdrl.model.lora.layers import Adapters, initial_a
+from spmdrl.model.lora.settings import lora_form
 
 LORA = {"rank": 3, "alpha": 12}  # 3 rows of A are not even over 2 ranks
 

@@ -53,7 +53,7 @@ def replica(cfg: Config) -> Iterator[tuple]:
     """An engine with weights of version 0, and a function that makes a source for it."""
     from spmdrl.data.prompts import load_tokenizer
     from spmdrl.engine.vllm import VllmEngine
-    from spmdrl.rollout.source import make_source
+    from spmdrl.rollout import make_source
     from spmdrl.world import World
 
     world = World.start(cfg)

@@ -78,7 +78,7 @@ def shared_out(cfg: Config) -> dict:
     work and go on from it."""
     from spmdrl.data.prompts import load_tokenizer
     from spmdrl.engine import make_engine
-    from spmdrl.rollout.source import make_source
+    from spmdrl.rollout import make_source
     from spmdrl.world import World
 
     world = World.start(cfg)
@@ -160,7 +160,7 @@ def _with(cfg: Config, **schedule) -> Config:
 
 def _go_on(cfg: Config, world, engine, *, states, tokenizer):
     """Resume what `states` hold at step 1, and make two steps more."""
-    from spmdrl.rollout.source import make_source
+    from spmdrl.rollout import make_source
     from spmdrl.types import Batch
 
     source = make_source(cfg, world, tokenizer=tokenizer)
@@ -182,7 +182,7 @@ def alone(cfg: Config, states: list[dict]) -> dict:
     """Sample step 0 with one replica, and go on from two replicas' state."""
     from spmdrl.data.prompts import load_tokenizer
     from spmdrl.engine import make_engine
-    from spmdrl.rollout.source import make_source
+    from spmdrl.rollout import make_source
     from spmdrl.world import World
 
     world = World.start(cfg)
@@ -344,7 +344,7 @@ class Long(Env):
 def idle_by_cause(cases: dict[str, Config]) -> dict[str, dict[str, float]]:
     from spmdrl.data.prompts import load_tokenizer
     from spmdrl.engine import make_engine
-    from spmdrl.rollout.source import make_source
+    from spmdrl.rollout import make_source
     from spmdrl.world import World
 
     first = next(iter(cases.values()))

@@ -14,8 +14,8 @@ from spmdrl.check.fit import build_policy, fit_problems, refusal
 from spmdrl.check.inputs import input_problems
 from spmdrl.config import Config, inference_ranks, trainer_ranks
 from spmdrl.model.load import build_meta_model, checkpoint_shapes
-from spmdrl.model.lora.form import lora_form, sent_adapter
 from spmdrl.model.lora.layers import Adapters
+from spmdrl.model.lora.settings import lora_form, sent_adapter
 from spmdrl.report.derived import derived
 from spmdrl.rewards.signatures import reward_models
 from spmdrl.world.axes import axes_of

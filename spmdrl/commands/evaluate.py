@@ -211,7 +211,7 @@ def run(request: CommandLine, world: World) -> Result:
     from spmdrl.data.prompts import load_tokenizer
     from spmdrl.engine import make_engine
     from spmdrl.evaluate import Result, sample
-    from spmdrl.rollout.source import make_source
+    from spmdrl.rollout import make_source
 
     with _model_folder(request, world) as (folder, step):
         cfg = replace(request.cfg, model=replace(request.cfg.model, path=folder))

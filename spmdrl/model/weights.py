@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from spmdrl.config import LoraSettings
 from spmdrl.model.file_tensors import file_tensors, live_tensors
-from spmdrl.model.lora.form import sent_adapter
 from spmdrl.model.lora.merge import deltas
+from spmdrl.model.lora.settings import sent_adapter
 from spmdrl.model.shards import Delta
 
 if TYPE_CHECKING:

@@ -34,7 +34,7 @@ class Kernels:
 
 
 @dataclass(frozen=True)
-class Saved:
+class SavedBytes:
     """What is kept on one rank, bytes."""
 
     blocks: int  # all blocks, or their inputs
@@ -70,7 +70,7 @@ def saved_bytes(
     num_scored: int,
     cut: Cut = Cut(),
     groups: tuple[PaddedGroup, ...] = (),
-) -> Saved:
+) -> SavedBytes:
     """Return what one micro-batch keeps on a rank.
 
     Args:
@@ -94,9 +94,9 @@ def saved_bytes(
     rest = tables + norm + num_scored * (c * shape.hidden + 24)  # 24: indices, log total, entropy
     largest = max(size for size, _ in each)
     if kernels.on_host:  # a block's comes back when its backward pass begins
-        return Saved(0, largest, rest)
+        return SavedBytes(0, largest, rest)
     if not kernels.recomputes and not kernels.is_selective:
-        return Saved(sum(size * count for size, count in each), 0, rest)
+        return SavedBytes(sum(size * count for size, count in each), 0, rest)
     inputs = len(shape.blocks) * tokens * shape.hidden * c // tp
     if kernels.is_selective:
         kept = [
@@ -105,7 +105,7 @@ def saved_bytes(
         ]
         inputs += sum(size * count for size, count in kept)
         largest = max(0, largest - max(size for size, _ in kept))
-    return Saved(inputs, largest, rest)
+    return SavedBytes(inputs, largest, rest)
 
 
 def _product_width(block: Block, *, hidden: int, tp: int) -> int:

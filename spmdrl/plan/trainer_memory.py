@@ -12,7 +12,7 @@ from spmdrl.model.packing import PaddedGroup
 from spmdrl.model.shape import Block, ModelShape
 from spmdrl.plan.activations import (
     Cut,
-    Saved,
+    SavedBytes,
     exchange_bytes,
     mlp_bytes,
     padded_groups,
@@ -85,7 +85,7 @@ def _blocks_numel(shape: ModelShape, axes: Axes) -> int:
     return sum(count * gathered_numel(block.weights, axes) for block, count in shape.kinds)
 
 
-def _saved(run: Run, axes: Axes, *, tokens: int) -> Saved:
+def _saved(run: Run, axes: Axes, *, tokens: int) -> SavedBytes:
     shape = run.shape
     share = run.response_tokens / (run.prompt_tokens + run.response_tokens)
     groups: tuple[PaddedGroup, ...] = ()
@@ -140,7 +140,7 @@ def _head_rows(shape: ModelShape, axes: Axes) -> int:
     return shape.vocab // axes.tp if is_split else shape.vocab
 
 
-def _at_head(run: Run, axes: Axes, *, saved: Saved) -> dict[str, int]:
+def _at_head(run: Run, axes: Axes, *, saved: SavedBytes) -> dict[str, int]:
     shape = run.shape
     c, rows = run.kernels.compute_bytes, _head_rows(shape, axes)
     # Logits, their exponentials and the gradient in float32, and once more to multiply.
@@ -156,7 +156,7 @@ def _at_head(run: Run, axes: Axes, *, saved: Saved) -> dict[str, int]:
     }
 
 
-def _at_last_block(run: Run, axes: Axes, *, saved: Saved, tokens: int) -> dict[str, int]:
+def _at_last_block(run: Run, axes: Axes, *, saved: SavedBytes, tokens: int) -> dict[str, int]:
     shape = run.shape
     c, numel = run.kernels.compute_bytes, _largest(shape, axes)
     # Gathered: this block and the next, on its way in one piece. Of the block before, gradients

@@ -1,1 +1,38 @@
-"""Where batches come from: sampled by the policy, or rows of a dataset."""
+"""Where batches come from: sampled by the policy, recorded, or rows of a dataset."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from spmdrl.config import Config
+    from spmdrl.rollout.source import Source
+    from spmdrl.world import World
+
+
+def make_source(cfg: Config, world: World, *, tokenizer: PreTrainedTokenizerBase) -> Source:
+    """Return the source that the config's objective asks for.
+
+    Raises: ValueError when prompts and responses do not fit the model's context or vocabulary,
+        a reward function cannot be used, or recorded rollouts are not there.
+    """
+    from spmdrl.config.fields import replay_folder
+    from spmdrl.data.prompts import check_context
+    from spmdrl.model.load import load_hf_config
+
+    hf = load_hf_config(cfg.model.path, trust_remote_code=cfg.model.trust_remote_code)
+    limits = {"max_positions": hf.max_position_embeddings, "vocab_size": hf.vocab_size}
+    if replay_folder(cfg):
+        from spmdrl.rollout.replay_source import ReplaySource
+
+        return ReplaySource(cfg, world, **limits)
+    check_context(cfg, tokenizer, **limits)
+    if cfg.objective.samples:
+        from spmdrl.rollout.sampled_source import SampledSource
+
+        return SampledSource(cfg, world, tokenizer=tokenizer)
+    from spmdrl.rollout.row_source import RowSource
+
+    return RowSource(cfg, world, tokenizer=tokenizer)

@@ -9,16 +9,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
-
-from spmdrl.config import Config
-from spmdrl.config.fields import replay_folder
-from spmdrl.data.prompts import check_context
 from spmdrl.engine.protocol import EngineProtocol
-from spmdrl.model.load import load_hf_config
 from spmdrl.rollout.outcomes import ProblemOutcome
 from spmdrl.types import Batch, Rollouts
-from spmdrl.world import World
 
 
 class Source:
@@ -52,25 +45,3 @@ class Source:
 
     def close(self) -> None:
         """End worker processes."""
-
-
-def make_source(cfg: Config, world: World, *, tokenizer: PreTrainedTokenizerBase) -> Source:
-    """Return the source that the config's objective asks for.
-
-    Raises: ValueError when prompts and responses do not fit the model's context or vocabulary,
-        a reward function cannot be used, or recorded rollouts are not there.
-    """
-    hf = load_hf_config(cfg.model.path, trust_remote_code=cfg.model.trust_remote_code)
-    limits = {"max_positions": hf.max_position_embeddings, "vocab_size": hf.vocab_size}
-    if replay_folder(cfg):
-        from spmdrl.rollout.replay_source import ReplaySource
-
-        return ReplaySource(cfg, world, **limits)
-    check_context(cfg, tokenizer, **limits)
-    if cfg.objective.samples:
-        from spmdrl.rollout.sampled_source import SampledSource
-
-        return SampledSource(cfg, world, tokenizer=tokenizer)
-    from spmdrl.rollout.row_source import RowSource
-
-    return RowSource(cfg, world, tokenizer=tokenizer)

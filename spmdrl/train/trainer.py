@@ -13,7 +13,7 @@ from spmdrl.config import Config
 from spmdrl.model.flops import countable_shape, trained_flops
 from spmdrl.model.load import build_meta_model, model_folder
 from spmdrl.model.lora.files import AdapterRecord
-from spmdrl.model.lora.form import lora_form
+from spmdrl.model.lora.settings import lora_form
 from spmdrl.model.sharded import ShardedModel
 from spmdrl.model.weights import SentWeights
 from spmdrl.train.coefficients import Coefficients

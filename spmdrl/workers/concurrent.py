@@ -17,9 +17,9 @@ from typing import Any
 
 from spmdrl.rewards.signatures import Reward, RewardSample, Score
 from spmdrl.workers.deadlines import no_result, seconds_left
-from spmdrl.workers.main import Server
 from spmdrl.workers.messages import Done, pack_message
 from spmdrl.workers.reward_jobs import PartialScore, RewardScorer
+from spmdrl.workers.server import Server
 
 
 def serve_concurrently(

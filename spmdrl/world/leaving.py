@@ -8,18 +8,24 @@ import sys
 import threading
 import time
 import traceback
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from spmdrl.world.launch import known_rank, tell_launcher
-from spmdrl.world.watch import PeersMissing, first_line
-
-if TYPE_CHECKING:
-    from spmdrl.world.world import World
+from spmdrl.world.watch import PeersMissing, Watch, first_line
 
 _ONE_KEY_PRESS_S = 1.0  # terminal and launcher may both pass on the same Ctrl-C
 
 
-def obey_signals(world: World) -> None:
+class Member(Protocol):
+    """What of the world a rank needs to leave it."""
+
+    rank: int
+    watch: Watch
+    is_started: bool
+    stop_requested: bool
+
+
+def obey_signals(world: Member) -> None:
     """Have a thread act on SIGINT, SIGTERM and SIGUSR1 as they arrive.
 
     Python runs handlers in the main thread, which may stand in a collective for minutes; the
@@ -35,7 +41,7 @@ def obey_signals(world: World) -> None:
     threading.Thread(target=_obey, args=(world, read), daemon=True, name="spmdrl-signals").start()
 
 
-def _obey(world: World, pipe: int) -> None:
+def _obey(world: Member, pipe: int) -> None:
     first_at = None
     while received := os.read(pipe, 1):
         number, now = signal.Signals(received[0]), time.monotonic()
@@ -50,7 +56,7 @@ def _obey(world: World, pipe: int) -> None:
             _leave_at_once(world, number, why="the second signal")
 
 
-def _obey_first(world: World, number: signal.Signals) -> None:
+def _obey_first(world: Member, number: signal.Signals) -> None:
     if world.watch.is_ending:
         return
     if cause := world.watch.peer_error():  # the launcher ends us because of a peer
@@ -66,7 +72,7 @@ def _obey_first(world: World, number: signal.Signals) -> None:
         )
 
 
-def _leave_at_once(world: World, number: signal.Signals, *, why: str) -> None:
+def _leave_at_once(world: Member, number: signal.Signals, *, why: str) -> None:
     try:
         _say_on_rank_0(world, f"{number.name}: ends at once ({why})")
         if world.watch.claim_ending():
@@ -75,12 +81,12 @@ def _leave_at_once(world: World, number: signal.Signals, *, why: str) -> None:
         os._exit(128 + number)
 
 
-def _say_on_rank_0(world: World, text: str) -> None:
+def _say_on_rank_0(world: Member, text: str) -> None:
     if world.rank == 0:
         print(f"[rank 0] {text}", file=sys.stderr, flush=True)
 
 
-def ended(error: Exception, world: World | None) -> int:
+def ended(error: Exception, world: Member | None) -> int:
     """Say why this rank ends, to people, to the launcher and to the other ranks.
 
     Args:

@@ -26,10 +26,10 @@ from torch import Tensor
 from spmdrl.imports import refusing
 from spmdrl.model.load import CheckpointReader
 from spmdrl.model.lora.expert_adapters import EXPERT_PARAMETERS
+from spmdrl.model.lora.form import LoraForm
 from spmdrl.world.comm import gather_objects
 
 if TYPE_CHECKING:
-    from spmdrl.model.lora.form import LoraForm
     from spmdrl.world import World
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -58,7 +58,7 @@ _CHANGING_INITS = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 
 @dataclass(frozen=True)
-class _Place:
+class _FilePlace:
     """Where a matrix is in the file: its name there, and whose it is."""
 
     file: str
@@ -93,12 +93,12 @@ class _Place:
         return matrix.permute(1, 2, 0).flatten(1) if self.expert_part else matrix
 
 
-def _expert_places(module: str, keys: Iterable[str]) -> dict[str, _Place]:
+def _expert_places(module: str, keys: Iterable[str]) -> dict[str, _FilePlace]:
     """Return {name here: place in the file} of all matrices of one module of experts."""
     places, where = {}, f"{_PREFIX}{module}"
     for key in sorted(keys, key=EXPERT_PARAMETERS.index, reverse=True):
         places |= {
-            f"{module}.{key}_lora_{part}": _Place(f"{where}.lora_{part}.weight", part)
+            f"{module}.{key}_lora_{part}": _FilePlace(f"{where}.lora_{part}.weight", part)
             for part in "AB"
         }
         where += _WRAPPED
@@ -129,7 +129,7 @@ class AdapterFolder:
         )
         """Full names of the linear layers, and of the experts' parameters, that have adapters."""
 
-    def _find(self, target_parameters: Sequence[str]) -> dict[str, _Place]:
+    def _find(self, target_parameters: Sequence[str]) -> dict[str, _FilePlace]:
         """Return {name here: place} of all tensors of the file."""
         left, places = set(self._file.keys()), {}
         wanted = [target.rpartition(".") for target in target_parameters]
@@ -153,9 +153,9 @@ class AdapterFolder:
             module, _, end = name.removeprefix(_PREFIX).rpartition(".")
             for own, there in _OF_EMBEDDING.items():
                 if end == there:
-                    places[f"{module}.{own}"] = _Place(name, is_transposed=True)
+                    places[f"{module}.{own}"] = _FilePlace(name, is_transposed=True)
                     left.discard(name)
-        return places | {name.removeprefix(_PREFIX): _Place(name) for name in left}
+        return places | {name.removeprefix(_PREFIX): _FilePlace(name) for name in left}
 
     def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """Compare with the adapters that a model has.
@@ -254,9 +254,9 @@ def write_adapter(
         if f"{name}_lora_A" in tensors:
             module, _, key = name.rpartition(".")
             experts.setdefault(module, []).append(key)
-    places = {name: _Place(_PREFIX + name) for name in tensors}
+    places = {name: _FilePlace(_PREFIX + name) for name in tensors}
     places |= {
-        f"{embedding}.{own}": _Place(f"{_PREFIX}{embedding}.{there}", is_transposed=True)
+        f"{embedding}.{own}": _FilePlace(f"{_PREFIX}{embedding}.{there}", is_transposed=True)
         for own, there in _OF_EMBEDDING.items()
         if f"{embedding}.{own}" in tensors
     }

@@ -10,14 +10,11 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 from torch import nn
 
-from spmdrl.config import LoraSettings
 from spmdrl.model.blocks import blocks, experts_modules
 from spmdrl.model.lora.expert_adapters import adaptable
-from spmdrl.model.lora.files import AdapterFolder
 
 log = logging.getLogger(__name__)
 
@@ -50,25 +47,6 @@ class SentAdapter:
 
     shapes: Mapping[str, tuple[int, ...]]  # by name, of all matrices
     factors: Mapping[str, float]  # by name of each B: the scale
-
-
-def lora_form(lora: LoraSettings) -> LoraForm | None:
-    """Return the form that `model.lora` asks for; None when it is off: all weights train.
-
-    Raises: ValueError when its `path` holds no adapter, or one that cannot be trained here.
-    """
-    if not lora.is_on:
-        return None
-    if lora.path:
-        folder = AdapterFolder(Path(lora.path))
-        return LoraForm(**folder.form, targets=folder.targets, path=lora.path)
-    return LoraForm(
-        rank=lora.rank,
-        alpha=lora.alpha,
-        targets=lora.targets,
-        use_rslora=lora.use_rslora,
-        init=lora.init,
-    )
 
 
 def pair_names(weight: str) -> tuple[str, str]:
@@ -209,17 +187,3 @@ def adapter_shapes(hf_model: nn.Module, form: LoraForm) -> dict[str, tuple[int, 
 def adapter_numel(hf_model: nn.Module, form: LoraForm) -> int:
     """Return the elements of all adapters that a model would get. Raises: as `targeted`."""
     return sum(math.prod(shape) for shape in adapter_shapes(hf_model, form).values())
-
-
-def sent_adapter(hf_model: nn.Module, lora: LoraSettings) -> SentAdapter | None:
-    """Return what engines get of adapters under `push: adapter`; None where weights are merged.
-
-    Args:
-        lora: model.lora.
-    Raises: ValueError as `lora_form` and `targeted` do.
-    """
-    if not lora.pushes_adapter:
-        return None
-    form = lora_form(lora)
-    shapes = adapter_shapes(hf_model, form)
-    return SentAdapter(shapes, {name: form.scale for name in shapes if "lora_B" in name})

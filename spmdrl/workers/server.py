@@ -1,0 +1,61 @@
+"""What a worker has loaded, and any job done with it."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from typing import Any
+
+from spmdrl.rewards.signatures import BadValue, RewardSample
+from spmdrl.workers.environment_jobs import EnvironmentServer
+from spmdrl.workers.messages import Done, Open, Respond, Setup, TurnResult
+from spmdrl.workers.reward_jobs import MAX_MESSAGE_CHARS, RewardScorer, describe
+
+
+class Server:
+    """Does every kind of job.
+
+    Raises (on construction): ValueError for what cannot be loaded.
+    """
+
+    def __init__(self, setup: Setup):
+        self._environments = EnvironmentServer(setup.environment) if setup.environment else None
+        if self._environments is not None and not self._environments.is_graded:
+            # A generated task is here to make the rows; its environment knows what they are worth.
+            setup = replace(setup, tasks=())
+        self.scorer = RewardScorer(setup)
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """Return what the parent may want to know of what was loaded."""
+        facts = {"concurrency": self.scorer.concurrency}
+        if self._environments is None:
+            return facts
+        return facts | {
+            "tools": self._environments.tools,
+            "tool_parser": self._environments.tool_parser,
+        }
+
+    def serve(self, id: int, work: RewardSample | Open | Respond) -> Done:
+        """Do a job; whatever the user's code does is part of the result."""
+        if isinstance(work, RewardSample):
+            return self.scorer.score(id, work)
+        began, failure, message, result = time.monotonic(), None, "", None
+        try:
+            if isinstance(work, Open):
+                moved = self._environments.open(work.row, seed=work.seed)
+            else:
+                moved = self._environments.turn(work.environment, work.response)
+            environment, turn, state = moved
+            result = TurnResult(
+                None, environment, tuple(turn.messages), turn.is_done, turn.reward, turn.info, state
+            )
+        except BadValue as error:
+            failure, message = "bad_value", str(error)
+        except BaseException as error:  # SystemExit too: user code may call sys.exit
+            failure, message = "error", describe(error)
+        now = time.monotonic()
+        return Done(id, now, now - began, failure, message[:MAX_MESSAGE_CHARS], result)
+
+
+# --------------------------------------------------------------------------- process
