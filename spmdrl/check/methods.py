@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 from spmdrl.config.fields import Config
 from spmdrl.data.tasks import is_generated
@@ -195,6 +196,14 @@ def _combination_problems(cfg: Config) -> list[str]:
             "whose terms are of whole sequences, would not be its paper's objective; "
             f"take {' or '.join(allowed)}"
         )
+    return problems + _input_problems(cfg, loss=loss, advantage=advantage)
+
+
+def _input_problems(cfg: Config, *, loss: Callable, advantage: Callable) -> list[str]:
+    """Return what is missing of, or would not reach, the inputs that methods ask for."""
+    from spmdrl.algorithms import registry
+
+    problems, chosen = [], cfg.algorithm
     asked = registry.inputs_of(loss) + registry.inputs_of(advantage)
     if "turns" in registry.asked_by(advantage) and not cfg.rollout.environment:
         problems.append(

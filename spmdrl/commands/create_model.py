@@ -65,8 +65,7 @@ def create_model(
 ) -> Path:
     """Write a model with random float32 weights, and its tokenizer, into a folder.
 
-    The defaults give a Qwen3 of 0.67 million parameters. The head dim is
-    hidden_size / heads; vLLM on the CPU takes 32, 64, 80, 96, 112, 128 and some larger ones.
+    The defaults give a Qwen3 of 0.67 million parameters. The head dim is hidden_size / heads.
 
     Args:
         folder: where to write; made when missing. Files of the same names are replaced.
@@ -78,15 +77,12 @@ def create_model(
         intermediate: width of the MLP, or of each expert.
         moe_experts: experts per layer of a mixture of experts (qwen3_moe, mixtral, deepseek_v3),
             of which two serve each token; deepseek_v3 needs a multiple of 4. Others have none.
-        tokenizer: `characters` (one token per ASCII character), or the folder or hub name of
-            an existing tokenizer to take along.
+        tokenizer: `characters` (one token per ASCII character), or one to take along.
         chat_template: give the character tokenizer a chat template.
         max_positions: longest sequence in tokens.
-        tied: use the embedding as the output head; None does as the family does: Gemma's
-            models are tied, the others not.
+        tied: use the embedding as the output head; None does as the family does.
         max_shard_size: weights above this are cut into several files, e.g. `100KB`.
-        initializer_std: of the random weights. 0.02 suits wide models; one this narrow learns
-            faster from hidden_size ** -0.5.
+        initializer_std: of the weights. Narrow models learn faster from hidden_size ** -0.5.
         seed: of the weights; the same seed gives the same bytes.
     Returns: the folder.
     Raises: ValueError when the head counts do not divide, or for an untied Gemma 2.

@@ -187,12 +187,10 @@ def model_runner(llm: Any) -> Any:
 def unregistered(model: nn.Module) -> list[Tensor]:
     """Return the device tensors that modules hold as plain attributes, or hold objects that do,
     the KV cache left out."""
-    found: dict[int, Tensor] = {}
-    for module in model.modules():
-        for held in _held(module):
-            for tensor in (held, *([] if isinstance(held, Tensor) else _held(held))):
-                if isinstance(tensor, Tensor) and tensor.is_cuda:
-                    found[id(tensor)] = tensor
+    direct = [held for module in model.modules() for held in _held(module)]
+    inner = [own for held in direct if not isinstance(held, Tensor) for own in _held(held)]
+    tensors = (t for t in (*direct, *inner) if isinstance(t, Tensor) and t.is_cuda)
+    found = {id(tensor): tensor for tensor in tensors}
     known = {id(t) for t in (*model.parameters(), *model.buffers())}
     return [tensor for key, tensor in found.items() if key not in known]
 

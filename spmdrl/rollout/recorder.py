@@ -151,12 +151,12 @@ def _write(path: Path, table: pa.Table, header: dict[str, Any]) -> None:
     """Write a table whose rows are sorted by group, each group a row group of the file."""
     table = table.replace_schema_metadata({HEADER: json.dumps(header)})
     groups = table["group"].to_numpy()
-    starts = [0, *(numpy.flatnonzero(numpy.diff(groups)) + 1).tolist(), len(groups)]
+    inner = (numpy.flatnonzero(numpy.diff(groups)) + 1).tolist()
+    starts = [0, *inner, len(groups)] if len(groups) else []
     with path.open("wb") as file:
         with parquet.ParquetWriter(file, table.schema, compression="zstd") as writer:
             for start, end in zip(starts, starts[1:]):
-                if end > start:
-                    writer.write_table(table.slice(start, end - start))
+                writer.write_table(table.slice(start, end - start))
         file.flush()
         os.fsync(file.fileno())
 

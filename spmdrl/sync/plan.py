@@ -208,10 +208,9 @@ def _receivers(wants: Sequence[Sequence[Want]]) -> list[Receiver]:
 def _owners(holders: Sequence[Mapping[str, Sequence[Box]]]) -> dict[str, dict[Box, list[int]]]:
     owners: dict[str, dict[Box, list[int]]] = {}
     for rank, held in enumerate(holders):
-        for name, boxes in held.items():
-            for box in boxes:
-                if box.numel:
-                    owners.setdefault(name, {}).setdefault(box, []).append(rank)
+        for name, box in ((name, box) for name, boxes in held.items() for box in boxes):
+            if box.numel:
+                owners.setdefault(name, {}).setdefault(box, []).append(rank)
     return {name: dict(sorted(boxes.items())) for name, boxes in owners.items()}
 
 

@@ -93,19 +93,14 @@ class Transfer:
         bucket = _Bucket()
         # For this rank's own messages to itself, see _list_received.
         begin = 0
+        own = [route for route in self._plan.routes if route.source == self._rank]
         for target in range(self._plan.world_size):
-            for route in self._plan.routes:
-                if route.source == self._rank and target in route.targets:
-                    end = begin + route.block_bytes(self._plan.num_buckets)
-                    if target != self._rank:
-                        self._list_sent(
-                            bucket,
-                            route,
-                            target=target,
-                            index=index,
-                            block=self._sent[index % 2][begin:end],
-                        )
-                    begin = end
+            for route in (route for route in own if target in route.targets):
+                end = begin + route.block_bytes(self._plan.num_buckets)
+                if target != self._rank:
+                    block = self._sent[index % 2][begin:end]
+                    self._list_sent(bucket, route, target=target, index=index, block=block)
+                begin = end
         for i, rank in enumerate(self._receiver.ranks):
             begin = i * self._part
             for route in self._plan.routes:

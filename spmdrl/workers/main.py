@@ -67,14 +67,21 @@ def _read_ahead(source: BinaryIO, inbox: queue.SimpleQueue, write: Callable[[byt
             if message != RECALL:
                 inbox.put(message)
                 continue
+            # This thread alone puts, so what is there now can only become less.
             ids = []
-            with contextlib.suppress(queue.Empty):
-                while True:
-                    ids.append(inbox.get_nowait()[0])
+            while (job := _taken(inbox)) is not None:
+                ids.append(job[0])
             write(pack_message(("returned", ids)))
         inbox.put(None)
     except BaseException as error:  # a row that cannot be unpickled here is its job's fault
         inbox.put(error)
+
+
+def _taken(inbox: queue.SimpleQueue) -> Any:
+    """Return the next job that is there now; None for none."""
+    with contextlib.suppress(queue.Empty):
+        return inbox.get_nowait()
+    return None
 
 
 def _next(inbox: queue.SimpleQueue) -> Any:

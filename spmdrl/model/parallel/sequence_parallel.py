@@ -67,10 +67,8 @@ def why_not(hf_model: nn.Module, styles: Mapping[str, str]) -> str:
                 continue
             if name not in _PARTS and not _is_norm(child):
                 return f"{where} is neither attention, MLP nor norm"
-            for key, own in child.named_parameters() if name in _PARTS else ():
-                style = styles.get(f"{where}.{key.rpartition('.')[0]}")
-                if own.dim() > 1 and ".lora_" not in key and not _is_split(style):
-                    return f"{where}.{key} is not split"
+            if name in _PARTS and (key := _unsplit(child, where, styles)):
+                return f"{where}.{key} is not split"
         parts = [part for part in _PARTS if hasattr(block, part)]
         has_mixture = any(f"{place}.{n}" in apart for n, _ in block.named_children())
         if len(parts) + (has_mixture and "mlp" not in parts) < len(_PARTS):
@@ -81,6 +79,15 @@ def why_not(hf_model: nn.Module, styles: Mapping[str, str]) -> str:
         holds_blocks = any(place.startswith(f"{where}.") for place in inside)
         if child is not embedding and not holds_blocks and not _is_norm(child):
             return f"{where} is neither embedding, blocks nor norm"
+    return ""
+
+
+def _unsplit(part: nn.Module, where: str, styles: Mapping[str, str]) -> str:
+    """Return the first matrix of a block's part that no style splits; empty for none."""
+    for key, own in part.named_parameters():
+        style = styles.get(f"{where}.{key.rpartition('.')[0]}")
+        if own.dim() > 1 and ".lora_" not in key and not _is_split(style):
+            return key
     return ""
 
 

@@ -123,20 +123,13 @@ def with_scores(batch: Batch, scores: dict[int, Tensor], *, cfg: Config, step: i
             "reward models are not finite; check the models of rewards.functions"
         )
     sums: Sums = {}
-    parts, total = scalars.reward_parts.clone(), scalars.rewards.clone()
+    parts, raw = scalars.reward_parts.clone(), scalars.rewards.clone()
     for position, score in scores.items():
         parts[:, position] = torch.where(score.isfinite(), score, 0.0)
-        total += weights[position] * parts[:, position]
+        raw += weights[position] * parts[:, position]
         sums[f"reward/{names[position]}/mean"] = (parts[is_valid, position].sum().item(), count)
-    raw = total
+    total = _shaped(raw, scalars, cfg) if rewards.shaping.is_on else raw
     if rewards.shaping.is_on:
-        total = shape(
-            total,
-            scalars.response_lengths,
-            scalars.is_truncated,
-            max_response_tokens=cfg.sampling.max_response_tokens,
-            **asdict(rewards.shaping),
-        )
         sums["reward/mean_raw"] = (raw[is_valid].sum().item(), count)
     if num_failed:
         sums |= {name: (num_failed, 0) for name in ("rollout/failed_rewards", "reward/errors")}
@@ -149,6 +142,16 @@ def with_scores(batch: Batch, scores: dict[int, Tensor], *, cfg: Config, step: i
         scalars=scalars,
         sums=add_sums(batch.sums, sums),
         samples=_with_rewards(batch.samples, scalars, rewards=raw, parts=shown),
+    )
+
+
+def _shaped(rewards: Tensor, scalars: Scalars, cfg: Config) -> Tensor:
+    return shape(
+        rewards,
+        scalars.response_lengths,
+        scalars.is_truncated,
+        max_response_tokens=cfg.sampling.max_response_tokens,
+        **asdict(cfg.rewards.shaping),
     )
 
 
