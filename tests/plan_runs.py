@@ -200,8 +200,8 @@ def hold(path: str, out: str, layout: dict[str, Any]) -> dict[str, int]:
         "gradients": sum(g.nbytes for g in gradients.values()),
         "optimizer": sum(t.nbytes for t in moments),
         "engine weights": sum(p.nbytes for p in engine.model.parameters()),
-        "KV cache": engine._cache.nbytes,
-        "slots": engine._cache.num_slots,
+        "KV cache": engine._runner.cache.nbytes,
+        "slots": engine._runner.cache.num_slots,
     }
     gc.collect()
     with LiveBytes() as live:

@@ -382,7 +382,7 @@ def test_buffers_get_another_device_and_keep_what_they_are():
     assert {p.device.type for p in root.parameters()} == {"cpu"}
 
 
-def test_an_optimizer_is_offloaded_from_cuda_alone():
+def test_an_optimizer_is_offloaded_from_cuda_alone(tiny_model):
     check_offload("activations", torch.device("cpu"))
     check_offload("all", torch.device("cuda"))
     check_offload("parameters", torch.device("cuda"))
@@ -392,7 +392,7 @@ def test_an_optimizer_is_offloaded_from_cuda_alone():
         check_offload("parameters", torch.device("cpu"))
     cfg = Config(
         layout=LayoutSettings(device="cpu"),
-        model=ModelSettings(memory=MemorySettings(offload="optimizer")),
+        model=ModelSettings(path=str(tiny_model), memory=MemorySettings(offload="optimizer")),
     )
     with pytest.raises(ValueError, match="offload: optimizer on device cpu: nothing to offload"):
         check_fit(cfg)  # before anything is started
