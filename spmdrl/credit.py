@@ -57,7 +57,8 @@ def sequence_advantages(batch: Batch, method: Method | None = None, *, cfg: Conf
     Raises: ValueError for a result of a method of one's own that is not [S] finite numbers.
     """
     method = method or registry.get("advantage", cfg.algorithm.advantage)
-    scalars, options = batch.scalars, dict(cfg.algorithm.advantage_options)
+    scalars = batch.scalars
+    options: dict[str, Any] = dict(cfg.algorithm.advantage_options)
     if "part_weights" in registry.options_of(method) and cfg.rewards.weights:
         options["part_weights"] = cfg.rewards.weights
     advantages = registry.call(method, vars(scalars), options).double()
@@ -95,7 +96,8 @@ def _of_tokens(values: Tensor, microbatch: Microbatch) -> Tensor:
 
 def _token_advantages(batch: Batch, method: Method, *, cfg: Config, world: World) -> Advantages:
     options, inputs = cfg.algorithm.advantage_options, _inputs(batch, cfg)
-    totals, per_sequence = {}, {}
+    totals: dict[str, Tensor] = {}
+    per_sequence: dict[str, Tensor] = {}
     if registry.helpers_of(method):
         totals, per_sequence = _whole_batch(method, inputs, batch=batch, cfg=cfg, world=world)
     found = []
@@ -157,7 +159,10 @@ def _whole_batch(
     known = vars(batch.scalars) | totals | {"loss_lengths": lengths}
     per_sequence = registry.call_per_sequence(method, known, options)
     device = inputs[0]["loss_mask"].device
-    return tuple({n: v.to(device) for n, v in part.items()} for part in (totals, per_sequence))
+    totals, per_sequence = (
+        {n: v.to(device) for n, v in part.items()} for part in (totals, per_sequence)
+    )
+    return totals, per_sequence
 
 
 def _whiten(advantages: Sequence[Tensor], masks: Sequence[Tensor], *, world: World) -> list[Tensor]:

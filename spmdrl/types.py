@@ -44,6 +44,10 @@ class Prompt:
     """The whole row as read; reward functions get its columns by name."""
 
 
+_LEFT_OUT = torch.empty(0)
+"""A column of Scalars that is not given; it is made from the others."""
+
+
 @dataclass(frozen=True)
 class Scalars:
     """Per-sequence numbers of a whole batch: small, gathered, equal on every rank.
@@ -61,31 +65,31 @@ class Scalars:
     is_truncated: Tensor  # [S] bool, cut at max_response_tokens
     is_valid: Tensor  # [S] bool, False: reward failed under on_failure=drop
     min_versions: Tensor  # [S] int64, oldest policy version among the sampled tokens
-    reward_parts: Tensor | None = None
+    reward_parts: Tensor = _LEFT_OUT
     """[S, K] float64, each reward function's own value: no weight, no shaping; 0 where it does
     not apply. Always there: left out, the rewards [S, 1]."""
-    greedy_rewards: Tensor | None = None
+    greedy_rewards: Tensor = _LEFT_OUT
     """[S] float64, reward of the prompt's greedy response, shaped; NaN where there is none.
     Always there: left out, all NaN."""
 
-    turns: Tensor | None = None
+    turns: Tensor = _LEFT_OUT
     """[S, U, 2] float64, of each turn of the policy: its reward from the environment, task units,
     and the number of the state that it answers (-1: no state is known). Sequences with fewer
     than U turns have state -2 behind them. Always there: left out, one turn without a state."""
-    rows: Tensor | None = None
+    rows: Tensor = _LEFT_OUT
     """[S] int64, position of the prompt's row in its data, as `Prompt.index`; -1 where it is not
     known. Always there: left out, all -1."""
 
     def __post_init__(self) -> None:
-        if self.reward_parts is None:
+        if self.reward_parts is _LEFT_OUT:
             object.__setattr__(self, "reward_parts", self.rewards.double()[:, None])
-        if self.greedy_rewards is None:
+        if self.greedy_rewards is _LEFT_OUT:
             none = torch.full_like(self.rewards, torch.nan, dtype=torch.float64)
             object.__setattr__(self, "greedy_rewards", none)
-        if self.turns is None:
+        if self.turns is _LEFT_OUT:
             one = torch.tensor([[0.0, -1.0]], dtype=torch.float64)
             object.__setattr__(self, "turns", one.repeat(len(self), 1, 1))
-        if self.rows is None:
+        if self.rows is _LEFT_OUT:
             object.__setattr__(self, "rows", torch.full_like(self.lengths, -1))
 
     def __len__(self) -> int:
