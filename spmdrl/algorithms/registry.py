@@ -22,7 +22,7 @@ Kind = Literal[
     "advantage", "loss", "correction", "kl", "preference", "reward_model", "distillation"
 ]
 
-MODULES = {
+MODULES: dict[Kind, tuple[str, ...]] = {
     "advantage": ("spmdrl.algorithms.advantages", "spmdrl.algorithms.token_advantages"),
     "loss": ("spmdrl.algorithms.losses",),
     "correction": ("spmdrl.algorithms.corrections",),

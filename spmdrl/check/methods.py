@@ -32,12 +32,9 @@ def method_problems(cfg: Config) -> list[str]:
             "a grader of its own; name at least one reward function"
         )
     chosen = cfg.algorithm
-    for kind, name, options in (
-        ("advantage", chosen.advantage, chosen.advantage_options),
-        ("loss", chosen.loss, chosen.loss_options),
-        ("correction", chosen.correction, chosen.correction_options),
-        ("kl", chosen.kl, chosen.kl_options),
-    ):
+    kinds: tuple[registry.Kind, ...] = ("advantage", "loss", "correction", "kl")
+    for kind in kinds:
+        name, options = getattr(chosen, kind), getattr(chosen, f"{kind}_options")
         problems += [f"algorithm.{kind}{text}" for text in registry.problems(kind, name, options)]
     if not problems:
         problems += _combination_problems(cfg)

@@ -12,11 +12,13 @@ import argparse
 import importlib
 import inspect
 import re
-import typing
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-_TITLES = {
+if TYPE_CHECKING:
+    from spmdrl.algorithms.registry import Kind
+
+_TITLES: dict[Kind, tuple[str, str]] = {
     "advantage": ("Advantages", "`algorithm.advantage`"),
     "loss": ("Policy losses", "`algorithm.loss` of the objective `rl`"),
     "correction": ("Corrections of the gap between engine and trainer", "`algorithm.correction`"),
@@ -52,9 +54,8 @@ def page() -> str:
         "Options are set by the field's neighbour `..._options`.",
     ]
     for kind, (title, field) in _TITLES.items():
-        if kind in typing.get_args(registry.Kind):
-            methods = [(name, registry.get(kind, name)) for name in registry.names(kind)]
-            lines += ["", f"## {title}", "", f"Named by {field}.", "", *_table(methods)]
+        methods = [(name, registry.get(kind, name)) for name in registry.names(kind)]
+        lines += ["", f"## {title}", "", f"Named by {field}.", "", *_table(methods)]
     methods = [
         (name, getattr(importlib.import_module(module), name))
         for module, names in BY_IMPORT.items()
