@@ -51,6 +51,7 @@ def main(request_fd: int, status_fd: int, parent_pid: int) -> None:
         run(request, status_fd, parent_pid)
     except Exception as error:
         where = error.__traceback__
+        assert where is not None
         while where.tb_next:
             where = where.tb_next
         _say(status_fd, f"failed {where.tb_frame.f_code.co_name}: {type(error).__name__}: {error}")

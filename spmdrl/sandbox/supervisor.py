@@ -104,9 +104,9 @@ class _Running:
                 cwd="/",
                 env=library_path(),
             )
-        self._pipes = {
-            pipe.fileno(): pipe for pipe in (self._status, self.process.stdout, self.process.stderr)
-        }
+        out, err = self.process.stdout, self.process.stderr
+        assert out and err
+        self._pipes = {pipe.fileno(): pipe for pipe in (self._status, out, err)}
         self._read = {fd: bytearray() for fd in self._pipes}
         self._stopped: Status | None = None
         self._began: float | None = None
@@ -183,12 +183,14 @@ class _Running:
                 or f"the launcher ended with {self.process.wait()}: {err.strip()[-500:]}"
             )
         code = next((int(x.split()[1]) for x in lines if x.startswith("ended ")), None)
-        if self._stopped is None and code is None:
+        if self._stopped:
+            code = -9
+        elif code is None:
             raise LaunchError("the launcher was killed while the program ran")
-        natural: Status = "ok" if code == 0 else "signal" if (code or 0) < 0 else "error"
+        natural: Status = "ok" if code == 0 else "signal" if code < 0 else "error"
         return ProgramResult(
             self._stopped or natural,
-            -9 if self._stopped else code,
+            code,
             out,
             err,
             (self._ended or time.monotonic()) - self._began,

@@ -49,25 +49,25 @@ print(",".join(can))
 """
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Protection:
     """What holds for a program in the sandbox on this machine."""
 
-    killed_on_deadline: bool
+    killed_on_deadline: bool = False
     """It and all it started are gone at its deadline."""
-    no_network: bool
+    no_network: bool = False
     """It has no sockets."""
-    no_files: bool
+    no_files: bool = False
     """It reads nothing but the Python installation and its own folder."""
-    no_signals: bool
+    no_signals: bool = False
     """It reaches no process outside."""
-    process_limit: bool
+    process_limit: bool = False
     """The number of its processes is limited; else only the time and memory of each."""
-    limits: bool
+    limits: bool = False
     """Of processor time, memory, file size and open files, each process by itself."""
-    own_pids: bool
+    own_pids: bool = False
     """It sees no processes but its own, and they die with ours even if we are killed."""
-    system_call_filter: bool
+    system_call_filter: bool = False
     """seccomp refuses what programs do not need."""
     text: str
     """In words: the way that was found, or what is missing and how to get it."""
@@ -136,7 +136,7 @@ def _tried_or_why(way: Way, *, name: str) -> Protection | str:
 
 
 def _nothing(text: str) -> Protection:
-    return Protection(*[False] * 8, text)
+    return Protection(text=text)
 
 
 def tried(way: Way, *, name: str) -> Protection:
