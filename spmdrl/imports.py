@@ -65,6 +65,7 @@ def import_file(place: str) -> ModuleType:
             return loaded  # a second copy's classes would not be those that were pickled
         name += "_"
     spec = importlib.util.spec_from_file_location(name, path)
+    assert spec and spec.loader, f"{path} ends in .py"
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     sys.path.append(str(path.parent))  # a file may import its neighbours, as a script may

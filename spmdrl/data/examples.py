@@ -109,7 +109,8 @@ class ExampleSource:
 
     def rows_of_run(self) -> list[int]:
         """Return which rows the run's steps take, ascending: all, unless it ends before."""
-        places, steps = set(), 0
+        places: set[int] = set()
+        steps = 0
         while len(places) < self.order.num_rows and steps < self.cfg.steps:
             places.update(self.order.at(steps))
             steps += 1
@@ -138,7 +139,7 @@ class ExampleSource:
 class SupervisedSource(ExampleSource):
     """Supervised rows, each a unit of one sequence; no longer than tokens_per_microbatch."""
 
-    need = "example"
+    need: Need = "example"
 
     def limit(self) -> tuple[int, str]:
         """As ExampleSource."""
@@ -153,7 +154,7 @@ class SupervisedSource(ExampleSource):
 class PairSource(ExampleSource):
     """Pairs of responses to compare: units of (chosen, rejected); see `rows.pair_of`."""
 
-    need = "pair"
+    need: Need = "pair"
 
     def _encode(self, index: int) -> Unit:
         row = self.rows[index]
@@ -254,10 +255,9 @@ def encode_example(
             )
         given, _ = encode_prompt(prompt, tokenizer, template=template, tools=None, where=where)
         whole = encode_plain(prompt + completion, tokenizer)
-        reply = _closed(
-            _added_ids(given, whole, text=completion, tokenizer=tokenizer), tokenizer, where=where
-        )
-        return given + reply, [False] * len(given) + [True] * len(reply)
+        added = _added_ids(given, whole, text=completion, tokenizer=tokenizer)
+        added = _closed(added, tokenizer, where=where)
+        return given + added, [False] * len(given) + [True] * len(added)
     if row.get("messages"):
         return _encode_conversation(
             row["messages"], tokenizer, template=template, row=row, first=0, where=where

@@ -12,7 +12,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,7 +23,7 @@ Need = Literal["prompt", "example", "pair", "label"]
 _SUFFIXES = (".jsonl", ".json", ".parquet")
 
 
-class Rows(Sequence):
+class Rows:
     """Rows in memory that know where they came from."""
 
     def __init__(self, rows: list[dict], *, places: list[str]):
@@ -35,6 +35,9 @@ class Rows(Sequence):
 
     def __getitem__(self, index: int) -> dict:
         return self._rows[index]
+
+    def __iter__(self) -> Iterator[dict]:
+        return iter(self._rows)
 
     def where(self, index: int) -> str:
         """Return the origin of a row for error messages, e.g. `train.jsonl:12`."""
@@ -61,7 +64,8 @@ def read_rows(spec: str, *, size: int = 0, need: Need = "prompt") -> Rows:
         numbered = _parquet_rows(_existing(path), size=size)
     else:
         numbered = _hub_rows(spec, path)
-    rows, places = [], []
+    rows: list[dict] = []
+    places: list[str] = []
     for place, row in numbered:
         if size and len(rows) == size:
             break
@@ -195,14 +199,15 @@ def _checked_messages(messages: list, *, place: str) -> Messages:
 # --------------------------------------------------------------------------- reading columns
 
 
-def prompt_of(row: dict) -> str | Messages | None:
-    """Return what to generate from: `prompt`, or `messages` without a final assistant turn."""
+def prompt_of(row: dict) -> str | Messages:
+    """Return what to generate from: `prompt`, or `messages` without a final assistant turn;
+    empty where there is neither."""
     if row.get("prompt"):
         return row["prompt"]
     messages = list(row.get("messages") or [])
     if messages and messages[-1]["role"] == "assistant":
         messages.pop()
-    return messages or None
+    return messages or ""
 
 
 def has_target(row: dict) -> bool:

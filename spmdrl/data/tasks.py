@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import random
-from collections.abc import Sequence
 from typing import Any, Literal, Protocol
 
 from spmdrl.imports import nearest, refusing
@@ -263,10 +262,14 @@ def _split_of(problem: str) -> Split:
     return "train" if int.from_bytes(digest, "big") % _HELD_OUT_ONE_IN else "eval"
 
 
-_TASKS = {"addition": Addition, "addition_pairs": AdditionPairs, "guess_number": GuessNumberTask}
+_TASKS: dict[str, type[Addition | GuessNumberTask]] = {
+    "addition": Addition,
+    "addition_pairs": AdditionPairs,
+    "guess_number": GuessNumberTask,
+}
 
 
-class GeneratedRows(Sequence):
+class GeneratedRows:
     """Rows of a task, made when asked for."""
 
     def __init__(self, spec: str, options: dict[str, Any], *, size: int, seed: int, split: Split):

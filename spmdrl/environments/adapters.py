@@ -24,7 +24,8 @@ class TaskEnvironment:
     def __init__(self, *, task: str, **options: Any):
         if ":" not in task:
             raise ValueError(f"task: expected task:NAME or reasoning_gym:NAME, got {task!r}")
-        self.task, self._options, self.row = task, json.dumps(options), {}
+        self.task, self._options = task, json.dumps(options)
+        self.row: dict = {}
         _task(task, self._options)
 
     def reset(self, row: dict) -> list[Message]:
