@@ -163,8 +163,9 @@ class Endpoint:
 
     def _backoff(self, attempt: int, after: str | None) -> float:
         wait_s = min(_MAX_BACKOFF_S, self._backoff_s * 2**attempt) * random.uniform(0.5, 1.0)
-        is_number = re.fullmatch(r"\s*\d+(\.\d*)?\s*", after or "")  # else a date
-        return max(wait_s, float(after)) if is_number else wait_s
+        if after and re.fullmatch(r"\s*\d+(\.\d*)?\s*", after):  # else a date
+            return max(wait_s, float(after))
+        return wait_s
 
     def _reply(self, request: urllib.request.Request, *, end: float) -> str:
         with self._opener.open(request, timeout=max(0.001, end - time.monotonic())) as reply:

@@ -124,7 +124,9 @@ def math(
         is_right, pred = _judged(right, f"\\boxed{{{boxed(given)}}}")  # 2 ms; forked 10
         return reported(float(is_right), pred=pred)
     text = run_forked(lambda: json.dumps(_judged(right, given)), timeout_s=timeout_s)
-    is_right, pred = (False, None) if text is None else json.loads(text)
+    if text is None:
+        return reported(0.0, pred=None)
+    is_right, pred = json.loads(text)
     return reported(float(is_right), pred=pred)
 
 
@@ -166,7 +168,7 @@ def _prepare_math(**_: Any) -> None:
     _judged(_read_reference("0.5"), "$\\frac{1}{2}$")
 
 
-math.prepare = _prepare_math
+vars(math)["prepare"] = _prepare_math
 
 
 def think_format(

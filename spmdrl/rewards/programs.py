@@ -123,7 +123,7 @@ def _prepare(*, allow_unprotected: bool = False, **_: Any) -> None:
         )
 
 
-code.prepare = _prepare
+vars(code)["prepare"] = _prepare
 
 
 # --------------------------------------------------------------------------- one test

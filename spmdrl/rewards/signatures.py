@@ -106,10 +106,12 @@ def load_reward(spec: str) -> Reward:
     """
     function = import_function(spec)
     reward = adapt(function, spec=spec)
-    is_bound = isinstance(function, functools.partial)
-    prepare = getattr(function.func if is_bound else function, "prepare", None)
+    inner, bound = function, {}
+    if isinstance(function, functools.partial):
+        inner, bound = function.func, function.keywords
+    prepare = getattr(inner, "prepare", None)
     if callable(prepare):
-        prepare(**(function.keywords if is_bound else {}))
+        prepare(**bound)
     return reward
 
 

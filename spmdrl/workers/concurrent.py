@@ -96,6 +96,7 @@ def _in_thread(function: Callable) -> Callable:
                 future.set_result(outcome)
 
         def work() -> None:
+            outcome: tuple[Any, BaseException | None]
             try:
                 outcome = function(*args), None
             except BaseException as error:  # raised again where it is awaited

@@ -40,7 +40,8 @@ def environment_problems(options: Mapping[str, Any]) -> list[str]:
 
     Returns: `field: what, value seen` each; none for an empty mapping.
     """
-    problems, name = [], options.get("name")
+    problems: list[str] = []
+    name = options.get("name")
     if not options:
         return problems
     if not isinstance(name, str) or not name:
@@ -169,7 +170,7 @@ def _packed(environment: Any) -> tuple[bytes, str]:
     sizes = {name: len(pickle.dumps(value)) for name, value in _parts(environment).items()}
     return b"", (
         f"{kind} pickles to {len(data)} bytes, above {_MAX_BYTES}; most of it is "
-        f"{max(sizes, key=sizes.get, default='')!r}. It travels with every turn: keep "
+        f"{max(sizes, key=sizes.__getitem__, default='')!r}. It travels with every turn: keep "
         "large constant things in a module variable, filled by `prepare`"
     )
 
@@ -209,10 +210,11 @@ def checked_turn(turn: Any) -> Turn:
     if not isinstance(turn, Turn):
         raise BadTurn(f"`step` must return a Turn, got {turn!r:.100} ({type(turn).__name__})")
     numbers = {"reward": turn.reward} | {f"info[{k!r}]": v for k, v in turn.info.items()}
-    values = [as_finite(value) for value in numbers.values()]
-    for (name, given), value in zip(numbers.items(), values):
-        if value is None:
+    values = []
+    for name, given in numbers.items():
+        if (value := as_finite(given)) is None:
             raise BadTurn(f"{name}: {not_finite(given)}")
+        values.append(value)
     is_done = bool(turn.is_done)
     return Turn(
         messages=[] if is_done else _checked_messages(turn.messages, roles=_ROLES),

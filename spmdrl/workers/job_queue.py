@@ -96,9 +96,9 @@ class JobQueue:
         self._hand_out()  # what was put since the last look would wait as long as we do
         poller = select.poll()  # not select(), which fails for descriptors above 1023
         for worker in self._workers:
-            poller.register(worker.process.stdout, select.POLLIN)
+            poller.register(worker.stdout, select.POLLIN)
             if worker.has_unsent:
-                poller.register(worker.process.stdin, select.POLLOUT)
+                poller.register(worker.stdin, select.POLLOUT)
         left = map(self._deadlines.left_s, self._workers)
         poller.poll(1000 * max(0.001, min([0.5, *left])))
 

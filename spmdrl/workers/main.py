@@ -12,6 +12,7 @@ with a ("began", (id, seconds)) before each. RECALL, instead of a job, asks for 
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import queue
 import select
@@ -116,6 +117,7 @@ def _take_pipes() -> tuple[BinaryIO, Callable[[bytes], None]]:
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.dup2(2, 1)
+    assert isinstance(sys.stdout, io.TextIOWrapper)
     sys.stdout.reconfigure(line_buffering=True)
     is_free = threading.Lock()
 

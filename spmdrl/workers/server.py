@@ -8,7 +8,7 @@ from typing import Any
 
 from spmdrl.rewards.signatures import BadValue, RewardSample
 from spmdrl.workers.environment_jobs import EnvironmentServer
-from spmdrl.workers.messages import Done, Open, Respond, Setup, TurnResult
+from spmdrl.workers.messages import Done, Failure, Open, Respond, Setup, TurnResult
 from spmdrl.workers.reward_jobs import MAX_MESSAGE_CHARS, RewardScorer, describe
 
 
@@ -40,7 +40,9 @@ class Server:
         """Do a job; whatever the user's code does is part of the result."""
         if isinstance(work, RewardSample):
             return self.scorer.score(id, work)
-        began, failure, message, result = time.monotonic(), None, "", None
+        assert self._environments is not None, "a job of an environment needs one"
+        began, message, result = time.monotonic(), "", None
+        failure: Failure | None = None
         try:
             if isinstance(work, Open):
                 moved = self._environments.open(work.row, seed=work.seed)

@@ -67,11 +67,13 @@ class WorkerProcess:
                 start_new_session=True,
                 bufsize=0,
             )
-        for pipe in (self.process.stdin, self.process.stdout):
+        assert self.process.stdin and self.process.stdout
+        self.stdin, self.stdout = self.process.stdin, self.process.stdout
+        for pipe in (self.stdin, self.stdout):
             os.set_blocking(pipe.fileno(), False)
             with contextlib.suppress(OSError):  # the system may cap pipes below this: only slower
                 fcntl.fcntl(pipe.fileno(), fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
-        self._pipe_bytes = fcntl.fcntl(self.process.stdout.fileno(), fcntl.F_GETPIPE_SZ)
+        self._pipe_bytes = fcntl.fcntl(self.stdout.fileno(), fcntl.F_GETPIPE_SZ)
         self.started = time.monotonic()
         self.is_ready, self.refusal = False, ""
         self.facts: dict[str, Any] = {}  # what it said of itself when it was ready
@@ -130,7 +132,7 @@ class WorkerProcess:
         with contextlib.suppress(BrokenPipeError):
             while self._unsent:
                 job, view = self._unsent[0]
-                written = self.process.stdin.write(view) or 0  # None: there is no room
+                written = self.stdin.write(view) or 0  # None: there is no room
                 if written < len(view):
                     self._unsent[0] = (job, view[written:])
                     return
@@ -144,7 +146,7 @@ class WorkerProcess:
         """Return the jobs that are done, with their results."""
         taken = 0
         with contextlib.suppress(BlockingIOError):
-            while data := os.read(self.process.stdout.fileno(), _READ_BYTES):
+            while data := os.read(self.stdout.fileno(), _READ_BYTES):
                 self._inbox += data
                 taken += len(data)
         results: list[tuple[QueuedJob, Done]] = []
@@ -185,10 +187,13 @@ class WorkerProcess:
             return 0.0
         head = next(iter(self.jobs.values()))
         began = [job.began for job in self.jobs.values() if job.began is not None]
-        if not began and (self.concurrency > 1 or head.sent is None):
+        if began:
+            start = min(began)
+        elif self.concurrency > 1 or head.sent is None:
             return 0.0
-        now = time.monotonic() if at is None else at
-        return now - (min(began) if began else max(self._begin, head.sent))
+        else:
+            start = max(self._begin, head.sent)
+        return (time.monotonic() if at is None else at) - start
 
     @property
     def has_unsent(self) -> bool:
@@ -217,13 +222,13 @@ class WorkerProcess:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
-        for pipe in (self.process.stdin, self.process.stdout, self._life):
+        for pipe in (self.stdin, self.stdout, self._life):
             pipe.close()
 
     def close(self, *, grace_s: float = 1.0) -> None:
         """Let an idle child end by itself, then make sure."""
         if not self.jobs and self.is_ready:
-            self.process.stdin.close()
+            self.stdin.close()
             deadline = time.monotonic() + grace_s
             while not self.has_ended() and time.monotonic() < deadline:
                 time.sleep(0.002)
