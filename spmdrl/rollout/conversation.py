@@ -28,7 +28,7 @@ from typing import Any, Literal
 from transformers import PreTrainedTokenizerBase
 
 from spmdrl.data.prompts import apply_template, render
-from spmdrl.environments.protocol import Message, Response
+from spmdrl.environments.protocol import Message, Response, ToolCall
 from spmdrl.environments.tool_calls import Parser, make_parser
 
 _REPLY = "spmdrl-stands-for-the-reply"
@@ -108,9 +108,8 @@ class Chat:
         """Return finished turns, as the engine drew them, as environments get them."""
         bodies = [t[:-1] if t and t[-1] in self._stops else t for t in turns]
         texts = self.tokenizer.batch_decode(bodies, skip_special_tokens=True)
-        if self._parser is None:
-            calls = [()] * len(texts)
-        else:  # the marks of a call are special tokens in some vocabularies
+        calls: list[tuple[ToolCall, ...]] = [()] * len(texts)
+        if self._parser is not None:  # the marks of a call are special tokens in some vocabularies
             marked = self.tokenizer.batch_decode(bodies, skip_special_tokens=False)
             calls = [self._parser(raw) for raw in marked]
         return [Response(*of_turn) for of_turn in zip(texts, calls, are_truncated)]

@@ -8,6 +8,7 @@ wait for another replica.
 from __future__ import annotations
 
 import math
+import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
@@ -17,7 +18,7 @@ from spmdrl.config import Config
 from spmdrl.data.prompts import PromptSource
 from spmdrl.engine.protocol import EngineProtocol
 from spmdrl.rollout.book import Book, Keeper, OwnBook, SharedBook, Ticket, finish, take_tickets
-from spmdrl.rollout.episode import Draw, Group
+from spmdrl.rollout.episode import Draw, Episode, Group
 from spmdrl.rollout.idle import Idle
 from spmdrl.rollout.loop import Loop
 from spmdrl.rollout.packing import concat_rollouts, pack_step, rollouts_from_dict
@@ -117,7 +118,10 @@ class StepFiller:
         """Return what was made ahead and what is under way, as plain values."""
         book = self.book.read()
         self._hand_over(book.closed)
-        unfinished = self.loop.unfinished(engine) if self.waiting else []
+        unfinished: list[Episode] = []
+        if self.waiting:
+            assert engine is not None, "groups are under way before the first generation"
+            unfinished = self.loop.unfinished(engine)
         return {
             "ahead": {k: asdict(rollouts) for k, rollouts in self._ahead.items()},
             "next": self._next,
@@ -158,7 +162,7 @@ class StepFiller:
             else OwnBook(book)
         )
 
-    def _keep_book(self, version: int, *, last: int, most: float) -> list[Ticket]:
+    def _keep_book(self, version: int, *, last: int, most: int) -> list[Ticket]:
         """Tell the book what is complete, take up to `most` tickets, hand over closed steps."""
         complete, flat = tuple(self._complete), tuple(self._flat)
 
@@ -192,11 +196,11 @@ class StepFiller:
             self._check_dropped(num_dropped)
         return tickets
 
-    def _room(self, last: int) -> float:
+    def _room(self, last: int) -> int:
         """Return how many groups to take up at most: where there is a choice who does, a fair
         share of those that are wanted, and not more than the engine has places for."""
         if not self.share.is_shared:
-            return math.inf
+            return sys.maxsize
         wanted = self.rules.quota * (last - self._next) + self.rules.lookahead
         busy = sum(not group.is_complete for group in self.waiting.values())
         free = self.cfg.engine.max_num_seqs - self.loop.num_unsampled

@@ -10,7 +10,7 @@ step, and whatever the workers have by then.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from transformers import PreTrainedTokenizerBase
@@ -73,7 +73,7 @@ class Loop:
         self.openings, self.idle = openings, idle or Idle()
         self._to_draw: list[Episode] = []
         self._drawing: dict[str, Episode] = {}  # by request
-        self._outside: dict[str, Episode] = {}  # with the workers, by key
+        self._outside: dict[Hashable, Episode] = {}  # with the workers, by key
 
     def admit(self, group: Group) -> None:
         """Start all samples of a group that are not finished."""
@@ -160,6 +160,7 @@ class Loop:
             self._score(episodes)
 
     def _answer(self, episodes: Sequence[Episode]) -> None:
+        assert self.chat is not None
         responses = self.chat.responses(
             [episode.turn for episode in episodes],
             are_truncated=[episode.trajectory.is_truncated for episode in episodes],
@@ -196,6 +197,7 @@ class Loop:
 
     def _take_turn(self, episode: Episode, result: TurnResult) -> RewardResult | None:
         """Go on with an opening, or with an answer; return why that fails, if it does."""
+        assert self.chat is not None
         if result.failure:
             return _failure(result, result.message)
         episode.environment, episode.state = result.environment, result.state

@@ -63,7 +63,7 @@ def outcomes_of(samples: Iterable[FinishedEpisode]) -> list[ProblemOutcome]:
 def _outcome(samples: Sequence[FinishedEpisode]) -> ProblemOutcome:
     prompt = samples[0].prompt
     valid = [s.reward for s in samples if s.reward.value is not None]
-    answers = tuple(filter(None, (_answer(r.extras | r.metrics) for r in valid)))
+    answers = tuple(filter(None, (_answer({**r.extras, **r.metrics}) for r in valid)))
     parts: dict[str, list[float]] = defaultdict(list)
     for reward in valid:
         own = reward.parts if len(reward.parts) > 1 else {}
@@ -73,7 +73,7 @@ def _outcome(samples: Sequence[FinishedEpisode]) -> ProblemOutcome:
     return ProblemOutcome(
         index=prompt.index,
         source=str(prompt.row.get("data_source") or ""),
-        rewards=tuple(r.value for r in valid),
+        rewards=tuple(r.value for r in valid if r.value is not None),
         answers=answers if len(answers) == len(valid) else (),
         lengths=tuple(s.trajectory.num_sampled for s in samples),
         num_truncated=sum(s.trajectory.is_truncated for s in samples),
@@ -177,8 +177,8 @@ def eval_sums(outcomes: Sequence[ProblemOutcome], *, samples: int) -> Sums:
     sums: Sums = {}
     for name in names:
         sums[f"eval/{name}"] = (found[name].mean, 1)
-        if name == "reward" and found[name].half_width is not None:
-            sums["eval/reward_ci95"] = (found[name].half_width, 1)
+        if name == "reward" and (half_width := found[name].half_width) is not None:
+            sums["eval/reward_ci95"] = (half_width, 1)
     sums |= {f"eval/{name}/mean": (mean, 1) for name, mean in part_means(outcomes).items()}
     sources = by_source(outcomes)
     for source, own in sources.items() if len(sources) > 1 else ():

@@ -157,7 +157,7 @@ def turns_of(turns: Iterable[tuple[Sequence[float], Sequence[int]]]) -> Tensor:
     rows = [[*zip(earned, states)] or [(0.0, -1)] for earned, states in turns]
     most = max(map(len, rows), default=1)
     padded = [row + [(0.0, -2)] * (most - len(row)) for row in rows]
-    return doubles(padded).view(len(rows), most, 2)
+    return torch.tensor(padded, dtype=torch.float64).view(len(rows), most, 2)
 
 
 def _shown(samples: Sequence[FinishedEpisode]) -> list[FinishedEpisode]:

@@ -75,7 +75,7 @@ def step_sums(samples: Sequence[FinishedEpisode], *, is_first: bool) -> Sums:
     if any(s.trajectory.num_turns > 1 for s in samples):
         sums["rollout/turns"] = (sum(s.trajectory.num_turns for s in samples), count)
     if greedy:
-        total, count = mean_reward(greedy)
-        sums["rollout/greedy_reward"] = (total, count)
-        sums["rollout/failed_greedy_rewards"] = (len(greedy) - count, one)
+        total, scored = mean_reward(greedy)
+        sums["rollout/greedy_reward"] = (total, scored)
+        sums["rollout/failed_greedy_rewards"] = (len(greedy) - scored, one)
     return sums
