@@ -136,6 +136,7 @@ def table_columns(
     The widths leave a row within WIDTH characters.
     """
     trend = Column("trend", 10, lambda _: spark().ljust(10))
+    named: list[Column | tuple[str, str, int]]
     if not samples:
         named = [
             ("loss", "policy/loss", 9),

@@ -52,7 +52,8 @@ class JsonLines:
         """
         if not self.path.exists():
             return 0
-        kept, dropped = [], []
+        kept: list[str] = []
+        dropped: list[str] = []
         for line in self.path.read_text().splitlines():
             row = _parse(line)
             (kept if row is not None and wanted(row) else dropped).append(line)

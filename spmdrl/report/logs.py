@@ -97,7 +97,7 @@ class _Short(logging.Formatter):
         text = super().format(record)
         if record.levelno < logging.WARNING:
             return text
-        return f"[rank {record.rank}] {record.levelname.lower()}: {text}"
+        return f"[rank {vars(record)['rank']}] {record.levelname.lower()}: {text}"
 
 
 class _ConsoleHandler(logging.Handler):

@@ -168,9 +168,9 @@ def read_group(
     files = recorded.files_of(step)
     rows = [row for path in files for row in read_table(path, group=group).to_pylist()]
     if not rows:
-        known = {one.group for one in summaries(recorded, step)}
+        others = {one.group for one in summaries(recorded, step)}
         raise ValueError(
-            f"step {step} of {recorded.folder} has no group {group}; it has groups {ranges(known)}"
+            f"step {step} of {recorded.folder} has no group {group}; it has groups {ranges(others)}"
         )
     cfg, reason = config_of(recorded)
     known, reason = advantages(recorded, step, cfg) if cfg else ({}, reason)

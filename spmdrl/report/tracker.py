@@ -84,7 +84,7 @@ class MlflowTracker:
         self.run_id = ""
         self._items: deque = deque()
         self._dropped, self._failing, self._sent_at = 0, False, 0.0
-        self._status: Status | None = None
+        self._status: Status = "failed"  # until `close` says how it ended
         self._wake, self._closing = threading.Condition(), threading.Event()
         # Here, not in the thread: two threads that import large packages can meet each other's
         # half-imported modules. Costs 1.5 s, on rank 0 only.
