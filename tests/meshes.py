@@ -81,6 +81,4 @@ def _groups(base: Any, cfg: Config) -> tuple[Any, ...]:
     mesh, sharding = make_meshes(cfg, base.device)
     experts = make_expert_mesh(cfg, base.device)
     group = dist.new_group(trainer_ranks(cfg), backend="gloo")
-    if base.rank not in trainer_ranks(cfg):
-        mesh = sharding = experts = None
     return mesh, sharding, experts, group

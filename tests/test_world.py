@@ -44,7 +44,8 @@ def test_first_host_of_a_node_list(nodes, first):
 
 def roles(cfg: Config) -> dict:
     world = World.start(cfg)
-    mesh = None if world.mesh is None else tuple(world.mesh.get_coordinate())
+    place = world.mesh.get_coordinate()
+    mesh = None if place is None else tuple(place)
     found = dict(
         trainer=world.is_trainer,
         inference=world.is_inference,

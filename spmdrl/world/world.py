@@ -42,14 +42,14 @@ class World:
     saving: dist.ProcessGroup
     """gloo group over the trainer ranks for the thread that writes checkpoints and nothing else:
     two threads in one group would meet each other's collectives."""
-    mesh: DeviceMesh | None
-    """Trainer mesh with axes MESH_AXES; None on ranks that do not train."""
-    sharding: DeviceMesh | None
+    mesh: DeviceMesh
+    """Trainer mesh with axes MESH_AXES; ranks that do not train have no place in it."""
+    sharding: DeviceMesh
     """The same ranks with axes dp_replicate, fsdp (dp_shard and cp in one) and tp, over which
-    parameters are sharded; None on ranks that do not train."""
+    parameters are sharded."""
     experts: DeviceMesh | None
-    """The same ranks with axes dp_replicate, efsdp and ep, over which experts are sharded; None on
-    ranks that do not train, and without expert or tensor parallelism."""
+    """The same ranks with axes dp_replicate, efsdp and ep, over which experts are sharded; None
+    without expert or tensor parallelism."""
     store: dist.Store
     """Key-value store of the job, for what a rank may learn without waiting for it."""
     replica_control: dist.ProcessGroup | None = None
@@ -80,7 +80,6 @@ class World:
             replica_control = _replica_group(cfg, launch.rank, timeout=timeout)
             mesh, sharding = make_meshes(cfg, device)
             experts = make_expert_mesh(cfg, device)
-        is_trainer = launch.rank in trainer_ranks(cfg)
         world = cls(
             cfg=cfg,
             rank=launch.rank,
@@ -93,9 +92,9 @@ class World:
             saving=saving,
             store=default_store().clone(),
             replica_control=replica_control,
-            mesh=mesh if is_trainer else None,
-            sharding=sharding if is_trainer else None,
-            experts=experts if is_trainer else None,
+            mesh=mesh,
+            sharding=sharding,
+            experts=experts,
         )
         world._check_same_config()
         obey_signals(world)
@@ -109,7 +108,7 @@ class World:
     @property
     def is_trainer(self) -> bool:
         """Whether this rank holds a shard of the policy."""
-        return self.mesh is not None
+        return self.rank in self.trainer_ranks
 
     @property
     def is_inference(self) -> bool:
