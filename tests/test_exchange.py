@@ -65,10 +65,11 @@ def rollouts(keys: list[tuple[int, int]], **changes) -> Rollouts:
         is_truncated=samples == 2,
         is_valid=(groups + samples) % 4 != 3,
         min_versions=groups * 0,
-        # Two reward functions; a rank without sequences does not know how many there are.
-        reward_parts=torch.stack([groups / 3.0, samples / 5.0], dim=1).double() if keys else None,
         greedy_rewards=groups.double() / 7,
     )
+    if keys:  # two reward functions; a rank without sequences does not know how many there are
+        parts_of = torch.stack([groups / 3.0, samples / 5.0], dim=1).double()
+        scalars = dataclasses.replace(scalars, reward_parts=parts_of)
 
     def flat(name: str, dtype: torch.dtype) -> torch.Tensor:
         return torch.cat([torch.zeros(0), *[p[name] for p in parts]]).to(dtype)
