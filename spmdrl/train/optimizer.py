@@ -10,6 +10,7 @@ import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -251,7 +252,7 @@ class AdamW:
     def _like(self, name: str, kept: Tensor) -> Tensor:
         return _like(self.parameters[name], kept.view(self.local[name].shape))
 
-    def load_state_dict(self, state: Mapping[str, Mapping[str, Tensor] | Tensor]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned, on this layout."""
         for moment, own in self._moments.items():
             for name, kept in own.items():

@@ -90,7 +90,7 @@ class Routers:
             if options.replay and name == "policy"
             else None
         )
-        self._is_real: Tensor | None = None  # [t] bool, of the forward pass that is watched
+        self._is_real: Tensor  # [t] bool, of the forward pass that is watched
         self._is_watching = False
         self._shares: Tensor | None = None  # [L, E] float64, under `aux`
         self._num_tokens = 1.0  # of the update, in the whole world
@@ -120,14 +120,15 @@ class Routers:
         self._is_real, self._is_watching = microbatch.row.own.kept < num_real, True
         for layer in self._layers:
             layer.counts, layer.logits = [], []
+        seen: list[Tensor] = []
         if self._replay:
-            self._replay.seen = []
+            self._replay.seen = seen
         try:
             yield
         finally:
             self._is_watching = False
             if self._replay:
-                self._replayed, self._replay.seen = self._replay.seen, None
+                self._replayed, self._replay.seen = seen, None
 
     def _counter(self, layer: _Layer) -> Callable[..., None]:
         def count(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -137,7 +138,7 @@ class TrainedModel:
         self.optimizer.zero_grad()
         self.routers.finish(is_taken=False)
 
-    def state_dict(self) -> dict[str, object]:
+    def state_dict(self) -> dict[str, Any]:
         """Return model and optimizer state as nested dicts of DTensors that share live storage.
 
         Names are the model's own for its parameters. Loading into the tensors in place restores
@@ -145,7 +146,7 @@ class TrainedModel:
         """
         return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
 
-    def load_state_dict(self, state: Mapping[str, object]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned, after it was loaded onto this layout."""
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])

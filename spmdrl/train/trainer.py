@@ -6,6 +6,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from torch import Tensor
 
@@ -51,7 +52,6 @@ class Trainer:
         advantage_fn: Method | None = None,
     ):
         self.cfg, self.world = cfg, world
-        self.policy: TrainedModel | None = None
         self.companions: dict[str, Companion] = {}
         self.columns: set[str] = set()
         """Per-token columns that `annotate` finds."""
@@ -62,7 +62,7 @@ class Trainer:
             self._describe()
             if world.is_trainer:
                 self._build(**methods)
-        if self.policy and self.policy.model.adapters:  # together: no rank has failed
+        if world.is_trainer and self.policy.model.adapters:  # together: no rank has failed
             form = self.policy.model.adapters.form
             self._kept["lora"] = AdapterRecord(form, model_folder(cfg.model.path), world)
 
@@ -94,19 +94,19 @@ class Trainer:
 
     # ---------------------------------------------------------------- state
 
-    def state_dict(self) -> dict[str, object]:
+    def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint keeps, by name, sharing live storage; see TrainedModel.
 
         The parts of companions that change, such as the value model, are under their names,
         coefficients that move under `coefficients`, and what adapters belong to under `lora`.
         """
-        state = self.policy.state_dict() if self.policy else {}
+        state = self.policy.state_dict() if self.world.is_trainer else {}
         parts = {name: part.state_dict() for name, part in self._kept.items()}
         return state | {name: part for name, part in parts.items() if part}
 
-    def load_state_dict(self, state: Mapping[str, object]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned, after it was loaded onto this layout."""
-        if self.policy:
+        if self.world.is_trainer:
             self.policy.load_state_dict(state)
         for name, part in self._kept.items():
             if name in state:
@@ -128,7 +128,7 @@ class Trainer:
         Raises: ValueError, on all trainer ranks, for a score that is not finite under
             rewards.on_failure=fail.
         """
-        if self.policy is None:
+        if not self.world.is_trainer:
             return batch
         # First: a score that fails may take its sample out of the loss.
         batch = self._reward_models.add_to(batch, step=step)
@@ -153,7 +153,7 @@ class Trainer:
 
         Returns: per micro-batch, in order of updates, [T] float32 nats, 0 off the loss mask.
         """
-        if self.policy is None:
+        if not self.world.is_trainer:
             return []
         with self.world.watch.wait("logprobs", step):
             rows = [one.row for microbatches in self._prepare(batch) for one in microbatches]
@@ -164,7 +164,7 @@ class Trainer:
 
         Returns: per sequence [len] float32 natural logprobs on the CPU; the first is 0.
         """
-        if self.policy is None:
+        if not self.world.is_trainer:
             return []
         with self.world.watch.wait("score", -1):
             return self.policy.model.score(tokens)
@@ -217,7 +217,7 @@ class Trainer:
         Returns: policy/, loss/, value/ or prm/ and perf/ sums over all trainer ranks, equal on
             each of them; {} elsewhere.
         """
-        if self.policy is None:
+        if not self.world.is_trainer:
             return {}
         companions = self.companions.values()
         with self.world.watch.wait("update", step):

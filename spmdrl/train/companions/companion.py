@@ -7,6 +7,7 @@ same order.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from torch import Tensor
 
@@ -36,9 +37,9 @@ class Companion:
     def follow(self, policy: ShardedModel, *, step: int) -> None:
         """Take over from the policy what is to be taken, after its update of this step."""
 
-    def state_dict(self) -> dict[str, object]:
+    def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint keeps, as TrainedModel does; {} if it never changes."""
         return {}
 
-    def load_state_dict(self, state: Mapping[str, object]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned, after it was loaded onto this layout."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -46,13 +47,14 @@ class WithoutAdapters(Companion):
     """
 
     def __init__(self, policy: ShardedModel):
-        self._policy = policy
+        assert policy.adapters is not None
+        self._policy, self._adapters = policy, policy.adapters
 
     def columns(self, rows: Sequence[ScoredRow]) -> list[dict[str, Tensor]]:
         """Score packed rows: per row, ref_logprobs [T] float32, nats, 0 off the scored."""
         # A reference chooses its experts by itself, in whichever form it is kept.
         rows = [row.without_routes() for row in rows]
-        with self._policy.adapters.off():
+        with self._adapters.off():
             return [{"ref_logprobs": logprobs} for logprobs, _ in self._policy.columns(rows)]
 
 
@@ -106,11 +108,11 @@ class Synced(Frozen):
             else:
                 own.lerp_(other.to(own.dtype), self._mix)
 
-    def state_dict(self) -> dict[str, object]:
+    def state_dict(self) -> dict[str, Any]:
         """Return the parameters by name, as TrainedModel does, sharing live storage."""
         return {"model": self.model.state_dict()}
 
-    def load_state_dict(self, state: Mapping[str, object]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned, after it was loaded onto this layout."""
         self.model.load_state_dict(state["model"])
 

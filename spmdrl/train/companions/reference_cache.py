@@ -74,7 +74,7 @@ def cached_logprobs(cfg: Config, world: World, *, path: str) -> Table:
     keys = hashlib.sha256(repr([s.key for s in own]).encode()).hexdigest()
     with world.watch.wait("count rows", -1):
         counts = world.gather_per_dp((num_own, len(own), keys))
-    rows, lacking = (sum(count[i] for count in counts) for i in range(2))
+    rows, lacking = sum(n for n, _, _ in counts), sum(n for _, n, _ in counts)
     if world.rank == 0:
         _say_start(file, parts, problem=problem, rows=rows, lacking=lacking)
     if not lacking:
@@ -231,7 +231,8 @@ def _compute(
     if world.rank == 0 and done:
         log.info("reference logprobs: an earlier start has left %d sequences", len(done))
     rows += [[]] * (rounds - len(rows))  # all ranks meet in every forward pass
-    found, saved = {}, began
+    found: dict[int, Tensor] = {}
+    saved = began
     for begin in range(0, rounds, _PACKS):
         chunk = rows[begin : begin + _PACKS]
         with world.watch.wait("reference logprobs", -1):
@@ -286,7 +287,7 @@ def _score(model: ShardedModel, rows: Sequence[Sequence[Row]]) -> dict[int, nump
                 position_ids=torch.cat([torch.arange(n) for n in lengths]),
             )
         )
-    found = {}
+    found: dict[int, numpy.ndarray] = {}
     for row, (logprobs, _) in zip(rows, model.columns(scored)):
         pieces = logprobs.cpu().split([len(s) for s in row]) if row else ()
         found |= {s.key: piece[s.mask].numpy() for s, piece in zip(row, pieces)}

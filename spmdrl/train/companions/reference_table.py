@@ -163,14 +163,14 @@ def shared_table(path: Path, parts: Mapping[str, str], world: World) -> tuple[Ta
         digests = gather_objects(table.digest() if table else "", group=world.trainer_control)
     return (
         table
-        if set(digests) == {digest}
+        if table and set(digests) == {digest}
         else _sent(table, world, num_keys=num_keys, num_values=num_values)
     ), ""
 
 
 def _sent(table: Table | None, world: World, *, num_keys: int, num_values: int) -> Table:
     """Return rank 0's table on every trainer rank."""
-    if world.rank != world.trainer_ranks[0]:
+    if table is None or world.rank != world.trainer_ranks[0]:
         table = Table(
             keys=torch.zeros(num_keys, dtype=torch.int64),
             offsets=torch.zeros(num_keys + 1, dtype=torch.int64),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from torch import Tensor
 
@@ -62,11 +63,11 @@ class TrainedCompanion(Companion):
         """Run the micro-batches of an update and drop what comes of it; see TrainedModel."""
         self.trained.rehearse(microbatches, self._loss)
 
-    def state_dict(self) -> dict[str, object]:
+    def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint keeps, by name, sharing live storage; see TrainedModel."""
         return self.trained.state_dict()
 
-    def load_state_dict(self, state: Mapping[str, object]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned, after it was loaded onto this layout."""
         self.trained.load_state_dict(state)
 

@@ -56,8 +56,10 @@ class DistillationLoss(ObjectiveLoss):
         """See ObjectiveLoss. Both models run forward."""
         row = microbatch.row
         with torch.no_grad():
-            theirs = self._teacher(row, lambda *states, targets: states)
-        terms, stats = model.forward(row, partial(self._terms, *theirs, model.scorer.head_options))
+            states, weight = self._teacher(row, lambda *states, targets: states)
+        terms, stats = model.forward(
+            row, partial(self._terms, states, weight, model.scorer.head_options)
+        )
         return (row.spread(terms).double() * microbatch.weights).sum(), stats
 
     def _terms(
@@ -87,7 +89,10 @@ class DistillationLoss(ObjectiveLoss):
             )
             terms.append(found)
             stats.append(own)
-        total = {name: tuple(map(sum, zip(*(own[name] for own in stats)))) for name in stats[0]}
+        total = {
+            name: (sum(own[name][0] for own in stats), sum(own[name][1] for own in stats))
+            for name in stats[0]
+        }
         return torch.cat(terms), total
 
     def _chunk(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -63,8 +64,9 @@ class RolloutLoss(ObjectiveLoss):
 
         Trainer ranks gather the columns of all loss tokens; {} when no method asks.
         """
-        chosen, found = self.cfg.algorithm, {}
-        methods = [
+        chosen = self.cfg.algorithm
+        found: dict[str, Tensor] = {}
+        methods: list[tuple[Method, Mapping[str, Any]]] = [
             (self._loss, chosen.loss_options),
             (self._correction, chosen.correction_options),
             *([(top_entropy, self._filter_options)] if self._filter_options else []),
