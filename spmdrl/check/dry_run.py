@@ -54,11 +54,11 @@ def _print_reward_model(cfg: Config, path: str) -> None:
 
 def _print_adapter(cfg: Config) -> None:
     """Raises: ValueError when targets match nothing, or a path holds no adapter."""
-    if (form := lora_form(cfg.model.lora)) is None:
+    if not cfg.model.lora.is_on:
         return
     model = build_policy(cfg)
     total = sum(p.numel() for p in model.parameters())
-    adapters = Adapters(model, form)
+    adapters = Adapters(model, lora_form(cfg.model.lora))
     count = sum(model.get_parameter(name).numel() for name in adapters.names)
     print(f"lora: {adapters.summary()}, {count:,} parameters beside the model's {total:,}")
 

@@ -132,10 +132,10 @@ def _axes_problems(cfg: Config, counts: ModelCounts, *, at: str, is_policy: bool
 def _adapter_problems(cfg: Config, hf_model: nn.Module, *, counts: ModelCounts) -> list[str]:
     """Return why the policy can have no such adapters: targets that match nothing, a folder that
     holds none, or one of another model; or why they cannot be those of an engine."""
+    if not cfg.model.lora.is_on:
+        return []
     try:
         form = lora_form(cfg.model.lora)
-        if form is None:
-            return []
         shapes = adapter_shapes(hf_model, form)
         if form.path:
             AdapterFolder(Path(form.path)).check(shapes)

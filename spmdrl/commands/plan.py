@@ -131,14 +131,14 @@ def ask(own: argparse.Namespace, rest: list[str]) -> Question:
     hf_model = build_meta_model(cfg.model)
     _refuse(policy_problems(cfg, hf_model), has_layout=not own.gpus)
     shape = model_shape(hf_model, name=Path(cfg.model.path).name)
-    lora = lora_form(cfg.model.lora)
+    lora = cfg.model.lora
     run = run_of(
         cfg,
         shape,
         on_gpu=cfg.layout.device != "cpu",
         prompt_tokens=own.prompt_tokens,
         response_tokens=own.response_tokens,
-        lora_numel=adapter_numel(hf_model, lora) if lora else 0,
+        lora_numel=adapter_numel(hf_model, lora_form(lora)) if lora.is_on else 0,
         chunk_tokens=head_chunk_tokens(cfg.model, hf_model),
     )
     return Question(cfg, run, rates, int(rates.gpu.memory_gib * 2**30), own.gpus)

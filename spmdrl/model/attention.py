@@ -76,10 +76,10 @@ def _padded(q: Tensor, k: Tensor, v: Tensor, packing: Packing, how: Weighing) ->
     outputs = []
     for group in packing.groups:
         rows = _rows(queries, group.start, group.length, count=group.count)
-        seen = (
+        k_rows, v_rows = (
             _rows(x, group.key_start, group.key_length, count=group.count) for x in (keys, values)
         )
-        outputs.append(_attend(rows, *seen, how).flatten(0, 1))
+        outputs.append(_attend(rows, k_rows, v_rows, how).flatten(0, 1))
     padded = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
     return Unpad.apply(padded, packing)
 
@@ -116,7 +116,8 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, packing: Packing, how: Weighing) -> 
 def _bounds(packing: Packing) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:
     """Return where sequences end, and the longest's tokens, of queries and keys."""
     both = (packing, packing.of_keys)
-    return tuple(own.cu_seqlens for own in both), tuple(own.max_seqlen for own in both)
+    (ends, longest), (key_ends, key_longest) = ((p.cu_seqlens, p.max_seqlen) for p in both)
+    return (ends, key_ends), (longest, key_longest)
 
 
 def widened(values: Tensor, like: Tensor) -> Tensor:
@@ -142,7 +143,9 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, how: Weighing) -> Tensor:
     is_plain = window is None and length == keys
     mask = None if is_plain else _is_visible(length, keys, window=window, device=q.device)
     out = F.scaled_dot_product_attention(
-        *(x.transpose(1, 2) for x in (q, k, v)),
+        q.transpose(1, 2),
+        k.transpose(1, 2),
+        v.transpose(1, 2),
         attn_mask=mask,
         is_causal=mask is None,
         scale=how.scale_of(q),

@@ -74,6 +74,7 @@ class RouterReplay:
         chosen other experts, and tokens with a recorded route."""
         scorer.register_forward_pre_hook(self._begin)
         for layer, router in enumerate(routers):
+            assert router is not None
             router.register_forward_hook(self._chooser(layer))
 
     def _begin(self, scorer: nn.Module, args: tuple[ScoredRow, Any]) -> None:

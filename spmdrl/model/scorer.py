@@ -113,10 +113,10 @@ class Scorer(nn.Module):
                 "has a bias, which the logprob head does not support"
             )
         config = hf_model.config
-        self.is_tied = bool(config.tie_word_embeddings)
-        assert self.is_tied or head.weight is not embedding.weight
+        is_tied = bool(config.tie_word_embeddings)
+        assert is_tied or head.weight is not embedding.weight
         self.base = hf_model.base_model
-        self.lm_head = None if self.is_tied else head
+        self.lm_head = None if is_tied else head
         scale = getattr(config, "logit_scale", None) or 1.0
         scale /= getattr(config, "logits_scaling", None) or 1.0
         self.head_options = HeadOptions(
@@ -134,8 +134,8 @@ class Scorer(nn.Module):
             head: what to make of the states instead.
         """
         hidden, own = _states(self.base, row.own), row.own
-        weight = self.base.get_input_embeddings().weight if self.is_tied else self.lm_head.weight
-        weight = to_local(weight)
+        rows = self.base.get_input_embeddings() if self.lm_head is None else self.lm_head
+        weight = to_local(rows.weight)
         before = hidden.index_select(0, own.before)
         if head is not None:
             return head(before, weight, targets=own.targets)

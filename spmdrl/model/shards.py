@@ -52,14 +52,14 @@ class Box:
 
     def minus(self, hole: Box) -> list[Box]:
         """Return disjoint boxes that cover this one except `hole`."""
-        hole = self.intersect(hole)
-        if hole is None:
+        common = self.intersect(hole)
+        if common is None:
             return [self]
         rest, start, shape = [], list(self.start), list(self.shape)
         for dim in range(len(shape)):
-            below = hole.start[dim] - start[dim]
-            above = start[dim] + shape[dim] - hole.start[dim] - hole.shape[dim]
-            for at, size in ((start[dim], below), (hole.start[dim] + hole.shape[dim], above)):
+            first, count = common.start[dim], common.shape[dim]
+            below, above = first - start[dim], start[dim] + shape[dim] - first - count
+            for at, size in ((start[dim], below), (first + count, above)):
                 if size:
                     rest.append(
                         Box(
@@ -67,7 +67,7 @@ class Box:
                             (*shape[:dim], size, *shape[dim + 1 :]),
                         )
                     )
-            start[dim], shape[dim] = hole.start[dim], hole.shape[dim]
+            start[dim], shape[dim] = first, count
         return rest
 
     def span(self, first: int, last: int) -> Iterator[Box]:

@@ -84,7 +84,7 @@ class Trainer:
             path=cfg.model.path,
             is_trained=True,
             is_scalar=cfg.objective.is_scalar,
-            lora=lora_form(cfg.model.lora),
+            lora=lora_form(cfg.model.lora) if cfg.model.lora.is_on else None,
         )
         self.weights.model = model
         self.policy = TrainedModel(model, cfg=cfg, world=world, options=cfg.optimizer)

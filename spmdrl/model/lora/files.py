@@ -95,7 +95,8 @@ class _FilePlace:
 
 def _expert_places(module: str, keys: Iterable[str]) -> dict[str, _FilePlace]:
     """Return {name here: place in the file} of all matrices of one module of experts."""
-    places, where = {}, f"{_PREFIX}{module}"
+    places: dict[str, _FilePlace] = {}
+    where = f"{_PREFIX}{module}"
     for key in sorted(keys, key=EXPERT_PARAMETERS.index, reverse=True):
         places |= {
             f"{module}.{key}_lora_{part}": _FilePlace(f"{where}.lora_{part}.weight", part)
@@ -131,7 +132,8 @@ class AdapterFolder:
 
     def _find(self, target_parameters: Sequence[str]) -> dict[str, _FilePlace]:
         """Return {name here: place} of all tensors of the file."""
-        left, places = set(self._file.keys()), {}
+        left = set(self._file.keys())
+        places: dict[str, _FilePlace] = {}
         wanted = [target.rpartition(".") for target in target_parameters]
         modules = {
             re.sub(r"\.lora_[AB]\.weight$", "", name.removeprefix(_PREFIX)).replace(_WRAPPED, "")
@@ -312,7 +314,7 @@ class AdapterRecord:
         digests = {name: digest for part in shared for name, digest in part.items()}
         self._folder, self._form, self._base = folder, form, base_digest(digests)
 
-    def state_dict(self) -> dict[str, object]:
+    def state_dict(self) -> dict[str, Tensor]:
         """Return {alpha: [] float64, use_rslora: [] int64, base: [] int64}."""
         return {
             "alpha": torch.tensor(self._form.alpha, dtype=torch.float64),

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from torch import nn
@@ -116,10 +116,9 @@ def _matches(
     targets: str | tuple[str, ...], known: Targets, experts: Targets
 ) -> dict[str, set[str]]:
     """Return {target: names of what it matches}; a module of experts by all its parameters."""
+    is_match: Callable[[str, str], object] = _is_end
     if isinstance(targets, str):
         targets, is_match = (targets,), re.fullmatch
-    else:
-        is_match = _is_end
     return {
         target: {
             name

@@ -103,7 +103,9 @@ class Adapters:
             folder.check({name: tuple(shards[name].shape) for name in self.names})
         for name, parameter in shards.items():
             whole = self._first(name, parameter, folder=folder, seed=seed)
-            for box, view in held_boxes(name, parameter) if whole is not None else ():
+            if whole is None:
+                continue
+            for box, view in held_boxes(name, parameter):
                 view.copy_(whole[tuple(slice(s, s + n) for s, n in zip(box.start, box.shape))])
 
     def _first(

@@ -11,13 +11,11 @@ from spmdrl.model.lora.files import AdapterFolder
 from spmdrl.model.lora.form import LoraForm, SentAdapter, adapter_shapes
 
 
-def lora_form(lora: LoraSettings) -> LoraForm | None:
-    """Return the form that `model.lora` asks for; None when it is off: all weights train.
+def lora_form(lora: LoraSettings) -> LoraForm:
+    """Return the form that `model.lora`, which is on, asks for.
 
     Raises: ValueError when its `path` holds no adapter, or one that cannot be trained here.
     """
-    if not lora.is_on:
-        return None
     if lora.path:
         folder = AdapterFolder(Path(lora.path))
         return LoraForm(**folder.form, targets=folder.targets, path=lora.path)

@@ -101,10 +101,10 @@ def _ulysses(
     group, size = packing.group, dist.get_world_size(packing.group)
     copies = math.lcm(key.shape[1], size) // key.shape[1]
     key, value = (x.repeat_interleave(copies, dim=1) if copies > 1 else x for x in (key, value))
-    heads = (
+    q, k, v = (
         in_row_order(_swap(x[0].unflatten(0, (size, -1)), group))[None] for x in (query, key, value)
     )
-    slices = by_rank(attend(*heads, packing.whole)[0].transpose(0, 1), size=size)
+    slices = by_rank(attend(q, k, v, packing.whole)[0].transpose(0, 1), size=size)
     return _swap(slices, group).flatten(0, 1).transpose(0, 1)[None]
 
 

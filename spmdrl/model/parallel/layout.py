@@ -51,6 +51,7 @@ def lay_out(
         is_split = head is not None and hasattr(head.weight, "placements")
         tp_group = mesh["tp"].get_group() if is_split else None
     if cfg.layout.ep > 1:
+        assert world.experts is not None
         apply_ep(hf_model, world.experts["ep"])
     hf_blocks = _wrapped_blocks(hf_model, cfg)
     if hasattr(hf_model, "score"):

@@ -326,6 +326,7 @@ class Ring(torch.autograd.Function):
                 of_here += following.wait()
             following = _Arriving(of_here, ctx.group)
             here = next_ones.wait() if next_ones else here
+        assert following is not None, "a row has at least one round"
         of_k, of_v = following.wait().split([k.shape[-1], v.shape[-1]], dim=-1)
         return of_q.to(q.dtype), of_k.to(k.dtype), of_v.to(v.dtype), None, None, None, None
 

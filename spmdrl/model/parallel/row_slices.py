@@ -131,11 +131,12 @@ def make_slice(
         lengths = [*lengths, missing]
         position_ids = torch.cat([position_ids, torch.arange(missing)])
     row = F.pad(tokens, (0, missing))
-    rows, packing = torch.arange(len(row)), make_packing(lengths, device, padded=slicing.is_padded)
+    rows, whole = torch.arange(len(row)), make_packing(lengths, device, padded=slicing.is_padded)
+    packing: Packing | SlicedPacking = whole
     if slicing.group is not None:
         spans = chunk_spans(len(row), rank=slicing.rank, size=slicing.size)
         rows = torch.cat([torch.arange(begin, end) for begin, end in spans])
-        packing = _sliced(packing, lengths, slicing)
+        packing = _sliced(whole, lengths, slicing)
     place = torch.full((len(row),), -1).index_copy(0, rows, torch.arange(len(rows)))[scored - 1]
     own = (place >= 0).nonzero()[:, 0]
     kept = rows.chunk(slicing.multiple)[slicing.part]
