@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -74,6 +75,9 @@ class KVCache:
                 kept[to, :, :length] = kept[of, :, :length]
 
 
+_NONE = torch.empty(0, dtype=torch.int64)
+
+
 @dataclass
 class Work:
     """What one forward pass does with its T packed tokens."""
@@ -86,13 +90,13 @@ class Work:
     """Of the P prompt tokens; None without any."""
     num_prompt_tokens: int = 0
     """P."""
-    kept: Tensor | None = None
+    kept: Tensor = _NONE
     """[W] int64, packed positions of the tokens to keep; one may go to several slots."""
-    slots: Tensor | None = None
+    slots: Tensor = _NONE
     """[W] int64."""
-    positions: Tensor | None = None
+    positions: Tensor = _NONE
     """[W] int64."""
-    lengths: Tensor | None = None
+    lengths: Tensor = _NONE
     """[B] int64, tokens of each sequence that goes on, the new one included."""
     longest: int = 0
     """L, of these; 0 when none goes on."""
@@ -120,7 +124,7 @@ def cached_attention(
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
-    **options: object,
+    **options: Any,
 ) -> tuple[Tensor, None]:
     """Attend within each prompt, and from each new token to its sequence; keep keys and values.
 
@@ -130,18 +134,22 @@ def cached_attention(
     Returns: [1, T, Hq, D] and None (no attention weights).
     """
     if work.cache is not None:
-        rows = (part[0].transpose(0, 1)[work.kept] for part in (key, value))
-        work.cache.write(module.layer_idx, *rows, slots=work.slots, positions=work.positions)
+        new_keys, new_values = (part[0].transpose(0, 1)[work.kept] for part in (key, value))
+        work.cache.write(
+            module.layer_idx, new_keys, new_values, slots=work.slots, positions=work.positions
+        )
     outputs, num = [], work.num_prompt_tokens
     if work.packing is not None:
-        prompts = (part[:, :, :num] for part in (query, key, value))
+        q, k, v = (part[:, :, :num] for part in (query, key, value))
         options |= dict(scaling=scaling, sliding_window=sliding_window, softcap=softcap)
         kernel = KERNELS[work.kernel]
-        outputs.append(kernel(module, *prompts, attention_mask, packing=work.packing, **options)[0])
+        outputs.append(kernel(module, q, k, v, attention_mask, packing=work.packing, **options)[0])
     if work.longest:
         how = Weighing(scaling, sliding_window, softcap)
-        kept = work.cache.layers[module.layer_idx]
-        outputs.append(_attend_one(query[0, :, num:].transpose(0, 1), *kept, work, how)[None])
+        assert work.cache is not None, "what goes on has its keys there"
+        keys, values = work.cache.layers[module.layer_idx]
+        own = query[0, :, num:].transpose(0, 1)
+        outputs.append(_attend_one(own, keys, values, work, how)[None])
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1), None
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -121,8 +121,9 @@ class EngineProtocol(Protocol):
         """Free the engine. On every rank, before the process group goes."""
 
 
-class AdapterEngine(EngineProtocol, Protocol):
-    """An engine that computes with the policy's adapters itself."""
+@runtime_checkable
+class AdapterEngine(Protocol):
+    """What an engine that computes with the policy's adapters itself has besides."""
 
     def adapter(self, names: Iterable[str]) -> nn.Module:
         """Return the live memory of the adapters that matrices of these names (as

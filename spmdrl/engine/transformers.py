@@ -44,7 +44,6 @@ class TransformersEngine:
         self._longest = cfg.data.max_prompt_tokens + cfg.sampling.max_response_tokens
         self._waiting: deque[Sampled] = deque()
         self._running: list[Sampled] = []  # the i-th has slot i
-        self._runner: ModelRunner | None = None
         if not world.inference_ranks:
             return
         with world.watch.phase("build engine", -1):
@@ -99,7 +98,8 @@ class TransformersEngine:
         """
         free = self._runner.cache.num_slots - len(self._running)
         budget = self.cfg.engine.max_batched_tokens - len(self._running)
-        admitted, prompts = [], set()
+        admitted: list[Sampled] = []
+        prompts: set[tuple[int, ...]] = set()
         while self._waiting and len(admitted) < free:
             prompt = self._waiting[0].all_tokens
             if prompt not in prompts:
@@ -222,4 +222,5 @@ class TransformersEngine:
 
     def close(self) -> None:
         """Free the model and its cache."""
-        self._runner, self._held = None, None
+        if self.world.is_inference:
+            del self._runner, self._held

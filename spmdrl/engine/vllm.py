@@ -198,10 +198,12 @@ class VllmEngine:
 
     def adapter(self, names: Iterable[str]) -> nn.Module:
         """Return the live memory that matrices of these names go into; see AdapterEngine."""
+        assert self._slot is not None
         return self._slot.memory(names)
 
     def load_adapter(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Copy whole matrices A and scale * B by name into that memory."""
+        assert self._slot is not None
         self._slot.load(weights)
 
     def reload_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:

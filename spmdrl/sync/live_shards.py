@@ -30,6 +30,7 @@ class LiveShards:
         self._shards, self._deltas = shards, deltas
         self._parts, self._factors = parts, factors
         self._addresses: tuple[int, ...] | None = None
+        self.held: Held
         self.refresh()
 
     def refresh(self) -> bool:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 
 from spmdrl.engine.handover import Handover
-from spmdrl.engine.protocol import EngineProtocol
+from spmdrl.engine.protocol import AdapterEngine, EngineProtocol
 from spmdrl.model.load import CheckpointReader, model_folder
 from spmdrl.model.weights import SentWeights
 from spmdrl.sync.adapter import trace_adapter
@@ -48,7 +48,6 @@ class WeightStream:
     def __init__(self, sent: SentWeights, engine: EngineProtocol, world: World):
         self._sent, self._engine, self._world = sent, engine, world
         self._cfg, self._pushes, self.mode = world.cfg.stream, 0, "idle"
-        self._weights: TracedTensors | ReloadedTensors | None = None
         self._adapter: TracedTensors | None = None
         if not world.inference_ranks:
             return
@@ -66,7 +65,7 @@ class WeightStream:
     @property
     def plans(self) -> list[StreamPlan]:
         """How the weights travel, in this order."""
-        return self._weights.plans if self._weights else []
+        return [] if self.mode == "idle" else self._weights.plans
 
     @property
     def nbytes(self) -> int:
@@ -110,6 +109,7 @@ class WeightStream:
                 self._push_weights()
             if self._adapter is not None:
                 if not self._pushes:  # the weights under it stay as they are
+                    assert isinstance(self._weights, TracedTensors)
                     self._weights.release()
                     nbytes += self._weight_bytes
                 self._adapter.move()
@@ -137,8 +137,8 @@ class WeightStream:
         Raises: RuntimeError on every rank, naming engine, checkpoint tensor and both sums.
         """
         with self._world.watch.wait("verify push", version):
-            ways = [way for way in (self._weights, self._adapter) if way is not None]
-            problems = [line for way in ways for line in way.differences()]
+            problems = self._weights.differences()
+            problems += self._adapter.differences() if self._adapter else []
         if problems:
             raise RuntimeError(
                 f"push {version}: engine weights differ from the trainers'\n{shown(problems)}"
@@ -182,6 +182,7 @@ class WeightStream:
                 shown(problems),
             )
         self.mode = "reload" if self._cfg.mode == "reload" or problems else "traced"
+        self._weights: TracedTensors | ReloadedTensors
         if self.mode == "traced":
             shapes = {name: shape for name, (shape, _) in sent.names.items()}
             self._weights = TracedTensors(world, shapes=shapes, copies=copies, live=live)
@@ -193,6 +194,7 @@ class WeightStream:
         else:
             self._weights = ReloadedTensors(world, names=sent.names, engine=self._engine, live=live)
         if sent.adapter is not None:
+            assert isinstance(self._engine, AdapterEngine)
             self._adapter = trace_adapter(
                 sent.adapter, sent.shards, engine=self._engine, world=world
             )
