@@ -61,8 +61,10 @@ class Ranks:
 
     def first(self, work: Callable[[], T]) -> T:
         """Return on every rank what `work` returns on the first. Raises: as it does, on all."""
+        if self.size == 1:
+            return work()
         own = self.all(work if self.rank == 0 else lambda: None)
-        return own if self.size == 1 else gather_objects(own, group=dist.group.WORLD)[0]
+        return gather_objects(own, group=dist.group.WORLD)[0]
 
     def all(self, work: Callable[[], T]) -> T:
         """Have every rank work. Raises: ValueError on all of them where it does on one."""
