@@ -35,10 +35,10 @@ def train(cfg: Config, world: World) -> int:
     from spmdrl.exchange import exchange
     from spmdrl.report import Report
     from spmdrl.report.derived import derived
+    from spmdrl.roles import make_trainer
     from spmdrl.rollout import make_source
     from spmdrl.rollout.metrics import batch_sums
     from spmdrl.sync.stream import WeightStream
-    from spmdrl.train.trainer import Trainer
     from spmdrl.types import add_sums
 
     # What is trained: two functions of tensors. One of your own may stand here instead; it is
@@ -50,7 +50,7 @@ def train(cfg: Config, world: World) -> int:
     report = Report(cfg, world)  # meets: one folder for the logs
     source = make_source(cfg, world, tokenizer=load_tokenizer(cfg))  # prompts, rewards
     engine = make_engine(cfg, world)  # meets
-    trainer = Trainer(cfg, world, loss_fn=loss_fn, advantage_fn=advantage_fn)  # meets
+    trainer = make_trainer(cfg, world, loss_fn=loss_fn, advantage_fn=advantage_fn)  # meets
     stream = WeightStream(trainer.weights, engine, world)  # meets: which slice goes to whom
     checkpoints = Checkpointer(cfg, world)
 

@@ -29,6 +29,7 @@ from spmdrl.credit import per_token
 from spmdrl.engine import make_engine
 from spmdrl.engine.protocol import Completion, EngineProtocol, Request
 from spmdrl.exchange import exchange
+from spmdrl.roles import make_trainer
 from spmdrl.rollout.episode import Trajectory
 from spmdrl.rollout.packing import cumulative
 from spmdrl.train.trainer import Trainer
@@ -140,7 +141,7 @@ def measure(options: Options) -> dict[str, Any]:
     batch = exchange(packed(prompts, completions), world, step=0)
     for dtype in options.trainer_dtypes:
         cfg = make_config(options, dtype)
-        trainer = Trainer(cfg, replace(world, cfg=cfg))
+        trainer = make_trainer(cfg, replace(world, cfg=cfg))
         row = found[dtype] = {}
         for name, own in (("own choice", without_routes(batch)), ("replayed", batch)):
             gap = gaps(trainer, own)

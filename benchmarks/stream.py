@@ -127,8 +127,8 @@ def plain_exchange(stream: object, world: World) -> object:
 def measure(options: Options, cfg: Config, *, folder: Path) -> dict:
     """Run all rounds and return what was found."""
     from spmdrl.engine.vllm import VllmEngine
+    from spmdrl.roles import make_trainer
     from spmdrl.sync.stream import WeightStream
-    from spmdrl.train.trainer import Trainer
 
     world = World.start(cfg)
     if world.rank == 0:
@@ -136,7 +136,7 @@ def measure(options: Options, cfg: Config, *, folder: Path) -> dict:
             folder, megabytes=options.megabytes, itemsize=getattr(torch, options.dtype).itemsize
         )
     dist.barrier(group=world.control)
-    engine, trainer = VllmEngine(cfg, world), Trainer(cfg, world)
+    engine, trainer = VllmEngine(cfg, world), make_trainer(cfg, world)
     stream = WeightStream(trainer.weights, engine, world)
     plain = plain_exchange(stream, world)
     stream.push(0)

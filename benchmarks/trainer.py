@@ -46,6 +46,7 @@ from spmdrl.credit import per_token
 from spmdrl.model.flops import training_flops
 from spmdrl.model.load import build_meta_model
 from spmdrl.model.shape import model_shape
+from spmdrl.roles import make_trainer
 from spmdrl.train.trainer import Trainer
 from spmdrl.types import Batch, Microbatch, Scalars
 from spmdrl.world import World
@@ -198,7 +199,7 @@ def main(options: Options) -> None:
         tokens = torch.randint(8, 96, (options.rows, options.length), generator=generator)
         advantages = torch.randn(options.rows, generator=generator)
         tokens, advantages = tokens.to(world.device), advantages.to(world.device)
-        model, trainer = bare_model(path, world.device), Trainer(cfg, world)
+        model, trainer = bare_model(path, world.device), make_trainer(cfg, world)
         steps = {
             "bare loop": bare(options, model, tokens, advantages),
             "spmdrl": ours(trainer, tokens, advantages),

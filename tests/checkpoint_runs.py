@@ -189,10 +189,10 @@ def after_two_updates(cfg: Config, world: World, *, save: bool) -> tuple[Any, An
     a checkpoint, or it is restored from that."""
     from policy_runs import batch, update
 
-    from spmdrl.train.trainer import Trainer
+    from spmdrl.roles import make_trainer
 
     trainer, source, checkpointer = (
-        Trainer(cfg, world),
+        make_trainer(cfg, world),
         SmallSource(world),
         Checkpointer(cfg, world),
     )

@@ -146,11 +146,11 @@ def batch(dp_index: int, dp_size: int, *, updates: int = 1) -> Batch:
 
 def train(cfg: Config, steps: int = 2) -> dict:
     """Start a world, take steps on the batch, return sums and the whole parameters."""
-    from spmdrl.train.trainer import Trainer
+    from spmdrl.roles import make_trainer
     from spmdrl.world import World
 
     world = World.start(cfg)
-    trainer = Trainer(cfg, world)
+    trainer = make_trainer(cfg, world)
     own = batch(world.dp_index(world.rank), world.dp_size, updates=cfg.batch.updates_per_step)
     sums = [update(trainer, own, step=step) for step in range(steps)]
     whole = full_parameters(trainer)

@@ -18,7 +18,7 @@ STEPS = 8
 
 def _both(critic: Config, rewarding: Config) -> dict[str, dict]:
     """Train a policy with its value model, and a reward model, in each dtype."""
-    from spmdrl.train.trainer import Trainer
+    from spmdrl.roles import make_trainer
     from spmdrl.world import World
 
     world, found = World.start(critic), {}
@@ -27,7 +27,7 @@ def _both(critic: Config, rewarding: Config) -> dict[str, dict]:
             dataclasses.replace(cfg, model=dataclasses.replace(cfg.model, compute_dtype=dtype))
             for cfg in (critic, rewarding)
         )
-        trainer = Trainer(value, world)
+        trainer = make_trainer(value, world)
         own = test_critic._batch(value, world)
         steps = [test_critic._step(trainer, own, step=step) for step in range(STEPS)]
         model = trainer.companions["critic"].model

@@ -71,11 +71,11 @@ def test_a_stop_saves_and_waits_although_no_save_was_due(tmp_path):
 
 
 def _policy(cfg: Config, save: bool) -> dict[str, bytes]:
-    from spmdrl.train.trainer import Trainer
+    from spmdrl.roles import make_trainer
 
     world = World.start(cfg)
     trainer, source, checkpointer = (
-        Trainer(cfg, world),
+        make_trainer(cfg, world),
         SmallSource(world),
         Checkpointer(cfg, world),
     )

@@ -217,7 +217,7 @@ def _most_gathered(rank: int, group: dist.ProcessGroup) -> float:
 
 
 def _on_ranks(cfg: Config, rows: list[list[int]]) -> dict:
-    from spmdrl.train.trainer import Trainer
+    from spmdrl.roles import make_trainer
     from spmdrl.world import World
 
     world = World.start(cfg)
@@ -227,7 +227,7 @@ def _on_ranks(cfg: Config, rows: list[list[int]]) -> dict:
         "gathered": _most_gathered(cp.get_local_rank(), cp.get_group()),
         "dp": (world.dp_index(world.rank), world.dp_size, world.speaks_for_dp),
     }
-    found["scores"] = Trainer(cfg, world).weights.score(rows)
+    found["scores"] = make_trainer(cfg, world).weights.score(rows)
     world.close()
     return found
 

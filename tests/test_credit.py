@@ -127,12 +127,12 @@ def _whole_state(trainer: object) -> dict[str, Tensor]:
 
 def _train(first: Config, configs: dict[str, Config]) -> dict[str, dict]:
     """Return of each case the step's sums, step 0's advantages by sequence, and the end state."""
-    from spmdrl.train.trainer import Trainer
+    from spmdrl.roles import make_trainer
     from spmdrl.world import World
 
     world, found = World.start(first), {}
     for case, cfg in configs.items():
-        trainer, own, sums = Trainer(cfg, world), _batch(world, cfg), []
+        trainer, own, sums = make_trainer(cfg, world), _batch(world, cfg), []
         for step in range(STEPS):
             annotated, credit, updated = _step(trainer, own, step=step)
             sums.append(updated)
@@ -417,11 +417,11 @@ def test_a_moving_coefficient_acts_in_loss_and_reward(trained):
 def _in_the_reward(cfg: Config) -> list[Tensor]:
     """Return a sequence's advantage without KL, and with two coefficients."""
     from spmdrl.credit import advantages_of
-    from spmdrl.train.trainer import Trainer
+    from spmdrl.roles import make_trainer
     from spmdrl.world import World
 
     world = World.start(cfg)
-    annotated = Trainer(cfg, world).annotate(_batch(world, cfg), step=0)
+    annotated = make_trainer(cfg, world).annotate(_batch(world, cfg), step=0)
     assert annotated.kl_coef == cfg.algorithm.kl_coef
     found = [
         advantages_of(dataclasses.replace(annotated, kl_coef=coef), cfg=cfg, world=world, step=0)
@@ -444,11 +444,11 @@ class _NoSource:
 def _resumed(cfg: Config) -> tuple[tuple, tuple]:
     """Train after a warm-up, save, and go on twice: without a stop, and from the checkpoint."""
     from spmdrl.checkpoint import Checkpointer
-    from spmdrl.train.trainer import Trainer
+    from spmdrl.roles import make_trainer
     from spmdrl.world import World
 
     world = World.start(cfg)
-    own, first = _batch(world, cfg), Trainer(cfg, world)
+    own, first = _batch(world, cfg), make_trainer(cfg, world)
     before = _whole_state(first)
     warm_up = _step(first, own, step=0)[2]
     assert "prm/loss" in warm_up and "policy/loss" not in warm_up
@@ -458,7 +458,7 @@ def _resumed(cfg: Config) -> tuple[tuple, tuple]:
     saver = Checkpointer(dataclasses.replace(cfg, steps=2), world)
     saver.maybe_save(2, first, _NoSource())
     saver.finish()
-    second = Trainer(cfg, world)
+    second = make_trainer(cfg, world)
     assert Checkpointer(cfg, world).restore(second, _NoSource()).step == 2
     found = []
     for trainer in (first, second):
@@ -491,7 +491,7 @@ def test_the_kl_in_the_reward_is_weighed_by_the_coefficient_of_the_step(folders,
 
 
 def _refused(cfg: Config) -> str:
-    from spmdrl.train.trainer import Trainer
+    from spmdrl.roles import make_trainer
     from spmdrl.world import World
 
     world = World.start(cfg)
@@ -499,7 +499,7 @@ def _refused(cfg: Config) -> str:
     rewards = REWARDS.index_fill(0, torch.tensor(3), -1.0)
     own = dataclasses.replace(own, scalars=dataclasses.replace(own.scalars, rewards=rewards))
     with pytest.raises(ValueError) as caught:
-        _step(Trainer(cfg, world), own, step=0)
+        _step(make_trainer(cfg, world), own, step=0)
     world.close()
     return str(caught.value)
 

@@ -86,11 +86,11 @@ def _train(cfg: Config, steps: int = 3, restored: Path | None = None) -> dict:
     takes steps with another policy of the same world, that has a warm-up.
     """
     from spmdrl.checkpoint import Checkpointer
-    from spmdrl.train.trainer import Trainer
+    from spmdrl.roles import make_trainer
     from spmdrl.world import World
 
     world = World.start(cfg)
-    trainer = Trainer(cfg, world)
+    trainer = make_trainer(cfg, world)
     own, sums = _batch(cfg, world), []
     for step in range(steps):
         annotated, advantages, updated = _step(trainer, own, step=step)
@@ -133,10 +133,10 @@ def _whole_state(trainer: object) -> dict[str, torch.Tensor]:
 
 def _warm_up(cfg: Config, world: object, own: object) -> list[tuple[dict, dict]]:
     """Return sums and state after each of three steps, two of them warm-up."""
-    from spmdrl.train.trainer import Trainer
+    from spmdrl.roles import make_trainer
 
     critic = dataclasses.replace(cfg.critic, warmup_steps=2)
-    trainer = Trainer(dataclasses.replace(cfg, critic=critic), world)
+    trainer = make_trainer(dataclasses.replace(cfg, critic=critic), world)
     found = [({}, _whole_state(trainer))]
     for step in range(3):
         sums = _step(trainer, own, step=step)[2]
@@ -249,11 +249,11 @@ def test_values_and_metrics_of_one_process_are_what_they_say(one):
 
 def _alone(cfg: Config, missing: str) -> dict:
     """Checks that need no second rank, in one start of the world."""
-    from spmdrl.train.trainer import Trainer
+    from spmdrl.roles import make_trainer
     from spmdrl.world import World
 
     world = World.start(cfg)
-    trainer = Trainer(cfg, world)
+    trainer = make_trainer(cfg, world)
     own = _batch(cfg, world)
     sums = [_step(trainer, own, step=step)[2] for step in range(30)]
     prepared = [one for update in trainer._prepare(own) for one in update]
@@ -273,14 +273,16 @@ def _alone(cfg: Config, missing: str) -> dict:
             batch=dataclasses.replace(cfg.batch, updates_per_step=2),
             critic=dataclasses.replace(cfg.critic, clip=clip),
         )
-        share, of = _step(Trainer(two, world), _batch(two, world), step=0)[2]["value/clip_frac"]
+        share, of = _step(make_trainer(two, world), _batch(two, world), step=0)[2][
+            "value/clip_frac"
+        ]
         clips[clip] = share / of
     cfg = dataclasses.replace(cfg, critic=dataclasses.replace(cfg.critic, path=missing))
     with pytest.raises(ValueError, match="^critic.path: .*" + missing):
-        Trainer(cfg, world)
+        make_trainer(cfg, world)
     # Under any other advantage the section is ignored.
     algorithm = dataclasses.replace(cfg.algorithm, advantage="grpo")
-    assert Trainer(dataclasses.replace(cfg, algorithm=algorithm), world).companions == {}
+    assert make_trainer(dataclasses.replace(cfg, algorithm=algorithm), world).companions == {}
     world.close()
     return {
         "clips": clips,

@@ -106,12 +106,12 @@ def test_scales_cut_otherwise_keep_the_values_nearly_and_alike_cut_exactly():
 
 
 def _train(cfg: Config) -> dict[str, dict]:
-    from spmdrl.train.trainer import Trainer
+    from spmdrl.roles import make_trainer
     from spmdrl.world import World
 
     world, found = World.start(cfg), {}
     for name, memory in {"float32": {}, "int8": EIGHT}.items():
-        trainer = Trainer(
+        trainer = make_trainer(
             replace(cfg, model=replace(cfg.model, memory=MemorySettings(**memory))), world
         )
         losses = [update(trainer, batch(0, 1), step=s)["policy/loss"][0] for s in range(15)]

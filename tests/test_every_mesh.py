@@ -35,8 +35,8 @@ def push_from_each(cfgs: dict[str, Config]) -> dict[str, dict[str, Any]]:
     from safetensors.torch import load_file
 
     from spmdrl.engine import make_engine
+    from spmdrl.roles import make_trainer
     from spmdrl.sync.stream import WeightStream
-    from spmdrl.train.trainer import Trainer
     from spmdrl.world import World
 
     first = next(iter(cfgs.values()))
@@ -47,7 +47,7 @@ def push_from_each(cfgs: dict[str, Config]) -> dict[str, dict[str, Any]]:
     for number, (mesh, cfg) in enumerate(cfgs.items()):
         world = world_under(base, cfg)
         started = parameters_loaded(engine, weights) if world.is_inference else []
-        trainer = Trainer(cfg, world)
+        trainer = make_trainer(cfg, world)
         stream = WeightStream(trainer.weights, engine, world)
         change(trainer, 0.02 * (number + 1))
         stream.push(number + 1)
@@ -106,13 +106,13 @@ def relay(cfgs: dict[str, Config]) -> list[dict[str, Tensor]]:
     Returns: the whole state on each mesh, the same on every rank.
     """
     from spmdrl.checkpoint import Checkpointer
-    from spmdrl.train.trainer import Trainer
+    from spmdrl.roles import make_trainer
     from spmdrl.world import World
 
     base, states = World.start(next(iter(cfgs.values()))), []
     for step, cfg in enumerate(cfgs.values(), start=1):
         world = world_under(base, cfg)
-        trainer, source = Trainer(cfg, world), SmallSource(world)
+        trainer, source = make_trainer(cfg, world), SmallSource(world)
         checkpoints = Checkpointer(cfg, world)
         if step == 1:
             _move(trainer)

@@ -27,10 +27,10 @@ from spmdrl.world import World
 
 def _nudged(cfg: Config) -> dict[str, bytes]:
     """Save a policy that differs from its folder, and return its whole tensors."""
-    from spmdrl.train.trainer import Trainer
+    from spmdrl.roles import make_trainer
 
     world = World.start(cfg)
-    trainer = Trainer(cfg, world)
+    trainer = make_trainer(cfg, world)
     state = trainer.state_dict()
     for k, (_, tensor) in enumerate(sorted(state["model"].items())):
         tensor.mul_(1.0 + 0.01 * k)

@@ -62,12 +62,12 @@ def _unreduced_bytes(trainer: object) -> int:
 
 
 def _in_all_ways(cfg: Config) -> dict[str, dict]:
-    from spmdrl.train.trainer import Trainer
+    from spmdrl.roles import make_trainer
     from spmdrl.world import World
 
     world, found = World.start(cfg), {}
     for way, memory in WAYS.items():
-        trainer = Trainer(
+        trainer = make_trainer(
             replace(cfg, model=replace(cfg.model, memory=replace(cfg.model.memory, **memory))),
             world,
         )

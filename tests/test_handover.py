@@ -113,12 +113,12 @@ def test_a_sleeping_engine_frees_its_cache_and_draws_alike_after(tmp_path):
 
 def _steps(cfg: Config, sleeps: bool) -> dict:
     from spmdrl.engine import handover, make_engine
+    from spmdrl.roles import make_trainer
     from spmdrl.sync.stream import WeightStream
-    from spmdrl.train.trainer import Trainer
     from spmdrl.world import World
 
     world = World.start(cfg)
-    engine, trainer = make_engine(cfg, world), Trainer(cfg, world)
+    engine, trainer = make_engine(cfg, world), make_trainer(cfg, world)
     stream = WeightStream(trainer.weights, engine, world)
     drawn, pushed, levels = [], [], []
     for step in range(3):

@@ -65,12 +65,12 @@ def _set_b(trainer: object) -> None:
 
 def _one(cfg: Config) -> dict:
     """All that one start of one rank can show."""
+    from spmdrl.roles import make_trainer
     from spmdrl.train.companions.reference import Frozen
-    from spmdrl.train.trainer import Trainer
     from spmdrl.world import World
 
     world, own = World.start(cfg), batch(0, 1)
-    trainer = Trainer(cfg, world)
+    trainer = make_trainer(cfg, world)
     before, found = full_parameters(trainer), {}
     found["first"] = trainer.annotate(own, step=0).columns[0]
     _set_b(trainer)
@@ -94,7 +94,7 @@ def _one(cfg: Config) -> dict:
         t.to_local().nbytes for key in ("exp_avg", "exp_avg_sq") for t in moments[key].values()
     )
     half = replace(cfg, model=replace(cfg.model, compute_dtype="bfloat16"))
-    trainer = Trainer(half, world)
+    trainer = make_trainer(half, world)
     _set_b(trainer)
     found["half"] = update(trainer, own, step=0)
     found["dtypes"] = {n: p.dtype for n, p in trainer.weights.shards().items()}
@@ -169,11 +169,11 @@ def _save(cfg: Config) -> dict:
     """Train on dp_shard x tp = 2 x 2, save, and read all boxes as the stream does."""
     from spmdrl.checkpoint import Checkpointer
     from spmdrl.model.shards import Box, Held
-    from spmdrl.train.trainer import Trainer
+    from spmdrl.roles import make_trainer
     from spmdrl.world import World
 
     world = World.start(cfg)
-    trainer = Trainer(cfg, world)
+    trainer = make_trainer(cfg, world)
     own = batch(world.dp_index(world.rank), world.dp_size)
     for step in range(2):
         update(trainer, own, step=step)
@@ -206,12 +206,12 @@ def _whole(trainer: object) -> dict[str, Tensor]:
 def _resume(cfgs: dict[str, Config]) -> dict[str, object]:
     """Restore under each config: the whole state, or why not."""
     from spmdrl.checkpoint import Checkpointer
-    from spmdrl.train.trainer import Trainer
+    from spmdrl.roles import make_trainer
     from spmdrl.world import World
 
     world, found = World.start(next(iter(cfgs.values()))), {}
     for name, cfg in cfgs.items():
-        trainer = Trainer(cfg, world)
+        trainer = make_trainer(cfg, world)
         try:
             Checkpointer(cfg, world).restore(trainer, SmallSource(world))
         except ValueError as error:
@@ -356,11 +356,11 @@ def _tokens() -> Tensor:
 
 
 def _scores(cfg: Config) -> Tensor:
-    from spmdrl.train.trainer import Trainer
+    from spmdrl.roles import make_trainer
     from spmdrl.world import World
 
     world = World.start(cfg)
-    (scores,) = Trainer(cfg, world).weights.score(_tokens().tolist())
+    (scores,) = make_trainer(cfg, world).weights.score(_tokens().tolist())
     world.close()
     return scores
 
@@ -388,11 +388,11 @@ def test_an_embedding_that_can_have_no_adapter_is_refused(architecture, tied, re
 def _reward_model(cfg: Config) -> dict[str, Tensor]:
     """Save adapters with a scalar head, which trains in full."""
     from spmdrl.checkpoint import Checkpointer
-    from spmdrl.train.trainer import Trainer
+    from spmdrl.roles import make_trainer
     from spmdrl.world import World
 
     world = World.start(cfg)
-    trainer = Trainer(cfg, world)
+    trainer = make_trainer(cfg, world)
     _set_b(trainer)
     with torch.no_grad():
         head = trainer.state_dict()["model"]["score.weight"].to_local()

@@ -55,12 +55,12 @@ def _slots(engine: Any, names: list[str]) -> dict[str, Tensor]:
 def _push(cfg: Config) -> dict[str, Any]:
     """Push adapters of three versions; hold vLLM's memory against its own loading of them."""
     from spmdrl.engine import make_engine
+    from spmdrl.roles import make_trainer
     from spmdrl.sync.stream import WeightStream
-    from spmdrl.train.trainer import Trainer
     from spmdrl.world import World
 
     world = World.start(cfg)
-    engine, trainer = make_engine(cfg, world), Trainer(cfg, world)
+    engine, trainer = make_engine(cfg, world), make_trainer(cfg, world)
     stream = WeightStream(trainer.weights, engine, world)
     is_own = cfg.model.lora.pushes_adapter
     found: dict[str, Any] = {"mode": stream.mode, "differing": [], "probes": [], "bytes": []}
@@ -156,12 +156,12 @@ def _sample(cfg: Config) -> dict[str, float]:
     """Sample after a push; score what was sampled by the trainer, with and without adapters."""
     from spmdrl.engine import make_engine
     from spmdrl.engine.protocol import Request
+    from spmdrl.roles import make_trainer
     from spmdrl.sync.stream import WeightStream
-    from spmdrl.train.trainer import Trainer
     from spmdrl.world import World
 
     world = World.start(cfg)
-    engine, trainer = make_engine(cfg, world), Trainer(cfg, world)
+    engine, trainer = make_engine(cfg, world), make_trainer(cfg, world)
     stream = WeightStream(trainer.weights, engine, world)
     for step in range(2):
         _train(trainer, step)

@@ -188,12 +188,12 @@ def _read(folder: Path, cfg: Config) -> dict[str, Tensor]:
 
 def _norms(cfgs: list[Config]) -> list[dict]:
     """The first update's norms under each config, with the dtypes of what is trained and not."""
-    from spmdrl.train.trainer import Trainer
+    from spmdrl.roles import make_trainer
     from spmdrl.world import World
 
     world, found = World.start(cfgs[0]), []
     for cfg in cfgs:
-        trainer = Trainer(cfg, world)
+        trainer = make_trainer(cfg, world)
         _set_b(trainer)
         own = batch(world.dp_index(world.rank), world.dp_size)
         sums = update(trainer, own, step=0)
@@ -243,11 +243,11 @@ def test_experts_adapters_stay_float32_and_are_gathered_in_the_compute_dtype(tmp
 
 
 def _scored(cfg: Config, tokens: list[list[int]]) -> tuple[list[Tensor], dict[str, Tensor]]:
-    from spmdrl.train.trainer import Trainer
+    from spmdrl.roles import make_trainer
     from spmdrl.world import World
 
     world = World.start(cfg)
-    trainer = Trainer(cfg, world)
+    trainer = make_trainer(cfg, world)
     scores, whole = trainer.weights.score(tokens), full_parameters(trainer)
     world.close()
     return scores, whole

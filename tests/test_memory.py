@@ -76,12 +76,12 @@ def _kept_bytes(trainer: object) -> dict[str, int]:
 
 
 def _in_all_ways(cfg: Config) -> dict[str, dict]:
-    from spmdrl.train.trainer import Trainer
+    from spmdrl.roles import make_trainer
     from spmdrl.world import World
 
     world, found = World.start(cfg), {}
     for way, memory in WAYS.items():
-        trainer = Trainer(_with(cfg, memory), world)
+        trainer = make_trainer(_with(cfg, memory), world)
         own = batch(world.dp_index(world.rank), world.dp_size)
         found[way] = {
             "sums": [update(trainer, own, step=step) for step in range(2)],
@@ -244,12 +244,12 @@ def test_small_updates_of_bfloat16_weights_add_up():
 
 def _sft(cfg: Config) -> dict[str, dict]:
     """Train with all kept in float32 and in bfloat16; and what is refused on the CPU."""
-    from spmdrl.train.trainer import Trainer
+    from spmdrl.roles import make_trainer
     from spmdrl.world import World
 
     world, found = World.start(cfg), {}
     for name, memory in {"float32": {}, "bfloat16": HALF}.items():
-        trainer = Trainer(_with(cfg, memory), world)
+        trainer = make_trainer(_with(cfg, memory), world)
         losses = [update(trainer, batch(0, 1), step=s)["policy/loss"][0] for s in range(15)]
         seen: list[dict[str, Tensor]] = []
         trainer.policy.optimizer.step = lambda gradients, lr, seen=seen: seen.append(
@@ -271,7 +271,7 @@ def _sft(cfg: Config) -> dict[str, dict]:
             "numel": sum(p.numel() for p in state["model"].values()),
         }
     with pytest.raises(ValueError, match="model.memory.offload: optimizer on device cpu"):
-        Trainer(_with(cfg, {"offload": "optimizer"}), world)
+        make_trainer(_with(cfg, {"offload": "optimizer"}), world)
     world.close()
     return found
 
@@ -291,14 +291,14 @@ def test_bfloat16_takes_half_the_bytes_and_learns_alike(tmp_path):
 def _resumed(cfg: Config, save: bool) -> dict[str, Tensor]:
     """Take three updates, with a checkpoint after two; or the third one from that checkpoint."""
     from spmdrl.checkpoint import Checkpointer
-    from spmdrl.train.trainer import Trainer
+    from spmdrl.roles import make_trainer
     from spmdrl.world import World
 
     world = World.start(cfg)
     if not save:
         other = _with(cfg, {"master_dtype": "bfloat16"})
         with pytest.raises(ValueError, match="exp_avg.* is torch.bfloat16 there, torch.float32"):
-            Checkpointer(other, world).restore(Trainer(other, world), SmallSource(world))
+            Checkpointer(other, world).restore(make_trainer(other, world), SmallSource(world))
     trainer, own = after_two_updates(cfg, world, save=save)
     update(trainer, own, step=2)
     local = {name: local_part(p).clone() for name, p in trainer.weights.shards().items()}

@@ -73,13 +73,13 @@ def _update(trainer: object, world: object) -> dict:
 
 def _find(cfg: Config, room: int) -> dict:
     """Find the size with so many bytes free on the last rank; look at what is left behind."""
+    from spmdrl.roles import make_trainer
     from spmdrl.train import microbatch_size as microbatch
-    from spmdrl.train.trainer import Trainer
     from spmdrl.world import World
     from spmdrl.world.live_bytes import peak_bytes
 
     world = World.start(cfg)
-    trainer = Trainer(cfg, world)
+    trainer = make_trainer(cfg, world)
     is_last = world.rank == world.world_size - 1
     # Shared by the ranks of this machine.
     microbatch.free_bytes = lambda device: world.world_size * (room if is_last else 10 * room)
@@ -104,7 +104,7 @@ def _find(cfg: Config, room: int) -> dict:
         peaks[tokens] = peak.bytes
     sums = _update(trainer, world)
     parameters = full_parameters(trainer)
-    other = Trainer(cfg, world)  # which tries nothing
+    other = make_trainer(cfg, world)  # which tries nothing
     assert sums == _update(other, world)
     assert all(torch.equal(parameters[n], p) for n, p in full_parameters(other).items())
     world.close()
@@ -132,12 +132,12 @@ def test_what_is_found_fits_and_400_tokens_more_do_not(options, tmp_path):
 
 
 def _refused(cfg: Config, room: int) -> str:
+    from spmdrl.roles import make_trainer
     from spmdrl.train import microbatch_size as microbatch
-    from spmdrl.train.trainer import Trainer
     from spmdrl.world import World
 
     world = World.start(cfg)
-    trainer = Trainer(cfg, world)
+    trainer = make_trainer(cfg, world)
     microbatch.free_bytes = lambda device: room * (2 if world.rank else 20)
     try:
         trainer.size_microbatches()
@@ -185,11 +185,11 @@ def test_pairs_stay_together_and_a_router_is_left_alone(tmp_path):
 
 
 def _found(cfg: Config) -> dict:
-    from spmdrl.train.trainer import Trainer
+    from spmdrl.roles import make_trainer
     from spmdrl.world import World
 
     world = World.start(cfg)
-    trainer = Trainer(cfg, world)
+    trainer = make_trainer(cfg, world)
     model = trainer.state_dict()["model"]
     before = {name: local_part(tensor).clone() for name, tensor in model.items()}
     trainer.size_microbatches()
@@ -197,7 +197,7 @@ def _found(cfg: Config) -> dict:
     assert all(torch.equal(local_part(after[name]), before[name]) for name in after)
     if cfg.model.moe.balance != "none":
         assert any(BIAS in name for name in after), "routers have a bias that could have moved"
-        assert _update(Trainer(cfg, world), world) == _update(trainer, world)
+        assert _update(make_trainer(cfg, world), world) == _update(trainer, world)
     world.close()
     return {"tokens": world.tokens_per_microbatch}
 

@@ -53,12 +53,12 @@ def in_files(state: dict[str, Tensor], trainer: Any) -> dict[str, Tensor]:
 def push_and_compare(cfg: Config) -> dict[str, Any]:
     """Push changed weights twice; hold the engine against its own loading of them."""
     from spmdrl.engine import make_engine
+    from spmdrl.roles import make_trainer
     from spmdrl.sync.stream import WeightStream
-    from spmdrl.train.trainer import Trainer
     from spmdrl.world import World
 
     world = World.start(cfg)
-    engine, trainer = make_engine(cfg, world), Trainer(cfg, world)
+    engine, trainer = make_engine(cfg, world), make_trainer(cfg, world)
     stream = WeightStream(trainer.weights, engine, world)
     found: dict[str, Any] = {"mode": stream.mode, "differing": []}
     found["probes"] = [stream.probe(PROMPTS)]

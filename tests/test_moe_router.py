@@ -63,11 +63,11 @@ def _expected(seen: list[list[tuple[Tensor, Tensor]]]) -> dict[str, Tensor]:
 
 def _one_step(cfg: Config) -> dict:
     """An update whose only gradient is of the balancing loss: all advantages are 0."""
-    from spmdrl.train.trainer import Trainer
+    from spmdrl.roles import make_trainer
     from spmdrl.world import World
 
     world = World.start(cfg)
-    trainer, gradients = Trainer(cfg, world), {}
+    trainer, gradients = make_trainer(cfg, world), {}
     step = trainer.policy.optimizer.step
 
     def take(found: dict[str, Tensor], *, lr: float) -> None:
@@ -127,11 +127,11 @@ def _save(cfg: Config) -> dict[str, Tensor]:
     from checkpoint_runs import SmallSource
 
     from spmdrl.checkpoint import Checkpointer
-    from spmdrl.train.trainer import Trainer
+    from spmdrl.roles import make_trainer
     from spmdrl.world import World
 
     world = World.start(cfg)
-    trainer = Trainer(cfg, world)
+    trainer = make_trainer(cfg, world)
     update(trainer, batch(world.dp_index(world.rank), world.dp_size), step=0)
     Checkpointer(cfg, world).maybe_save(1, trainer, SmallSource(world), stop=True)
     whole = full_parameters(trainer)
@@ -143,16 +143,16 @@ def _restore(cfg: Config, missing: list[dict]) -> tuple[dict[str, Tensor], list[
     from checkpoint_runs import SmallSource
 
     from spmdrl.checkpoint import Checkpointer
-    from spmdrl.train.trainer import Trainer
+    from spmdrl.roles import make_trainer
     from spmdrl.world import World
 
     world = World.start(cfg)
-    trainer = Trainer(cfg, world)
+    trainer = make_trainer(cfg, world)
     Checkpointer(cfg, world).restore(trainer, SmallSource(world))
     whole, refusals = full_parameters(trainer), []
     for model in missing:
         try:
-            Trainer(replace(cfg, model=replace(cfg.model, **model)), world)
+            make_trainer(replace(cfg, model=replace(cfg.model, **model)), world)
         except ValueError as error:
             refusals.append(str(error))
     world.close()
@@ -191,11 +191,11 @@ def test_experts_and_biases_survive_a_resume_on_another_layout_and_an_export(tmp
 
 
 def _refusal(cfg: Config) -> str:
-    from spmdrl.train.trainer import Trainer
+    from spmdrl.roles import make_trainer
     from spmdrl.world import World
 
     try:
-        Trainer(cfg, World.start(cfg))
+        make_trainer(cfg, World.start(cfg))
     except ValueError as error:
         return str(error)
     return ""

@@ -245,10 +245,10 @@ def _watch(trained: Any, kept: list[dict[str, Tensor]]) -> None:
 def _train(cfg: Config, base: Any) -> dict[str, Any] | None:
     """Take the steps; None on a rank that does not train."""
     from spmdrl.credit import advantages_of
-    from spmdrl.train.trainer import Trainer
+    from spmdrl.roles import make_trainer
 
     world = world_under(base, cfg)
-    trainer = Trainer(cfg, world)
+    trainer = make_trainer(cfg, world)
     if not world.is_trainer:
         return None
     parts = {"policy": trainer.policy} | {

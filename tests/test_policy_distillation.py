@@ -55,11 +55,11 @@ def _cfg(
 
 
 def _train(cfg: Config, steps: int) -> dict:
-    from spmdrl.train.trainer import Trainer
+    from spmdrl.roles import make_trainer
     from spmdrl.world import World
 
     world = World.start(cfg)
-    trainer = Trainer(cfg, world)
+    trainer = make_trainer(cfg, world)
     own = batch(world.dp_index(world.rank), world.dp_size)
     sums = [update(trainer, own, step=step) for step in range(steps)]
     whole = full_parameters(trainer)

@@ -126,11 +126,11 @@ def _shards(cfg: Config, folder: str) -> dict:
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     from spmdrl.model.shards import held_boxes
-    from spmdrl.train.trainer import Trainer
+    from spmdrl.roles import make_trainer
     from spmdrl.world import World
 
     world = World.start(cfg)
-    trainer = Trainer(cfg, world)
+    trainer = make_trainer(cfg, world)
     tensors = {}
     for file in Path(folder).glob("*.safetensors"):
         tensors |= load_file(file)
@@ -186,12 +186,12 @@ def test_each_rank_holds_its_slices_of_the_files(architecture, tied, world_size,
 
 
 def _refused(cfg: Config) -> str:
-    from spmdrl.train.trainer import Trainer
+    from spmdrl.roles import make_trainer
     from spmdrl.world import World
 
     world = World.start(cfg)
     try:
-        Trainer(cfg, world)
+        make_trainer(cfg, world)
     except ValueError as error:
         return str(error)
     finally:
@@ -208,12 +208,12 @@ def test_heads_that_do_not_divide_by_tp_are_refused_on_all_ranks(tmp_path):
 
 
 def _beside_an_engine(cfg: Config, broken: Config) -> dict:
-    from spmdrl.train.trainer import Trainer
+    from spmdrl.roles import make_trainer
     from spmdrl.types import Advantages, Batch
     from spmdrl.world import World
 
     world = World.start(cfg)
-    trainer = Trainer(cfg, world)
+    trainer = make_trainer(cfg, world)
     empty = torch.empty(0)
     result = {
         "names": trainer.weights.names,
@@ -226,7 +226,7 @@ def _beside_an_engine(cfg: Config, broken: Config) -> dict:
         result["update"] = trainer.update(nothing, Advantages(()), step=0)
         result["state"] = trainer.state_dict()
     try:
-        Trainer(broken, world)
+        make_trainer(broken, world)
     except ValueError as error:
         result["refused"] = str(error)
     world.close()

@@ -40,9 +40,9 @@ def _train(first: Config, configs: dict[str, Config], steps: int = 2) -> dict[st
 
 def _train_one(cfg: Config, world: object, steps: int) -> dict:
     from spmdrl.credit import advantages_of
-    from spmdrl.train.trainer import Trainer
+    from spmdrl.roles import make_trainer
 
-    trainer = Trainer(cfg, world)
+    trainer = make_trainer(cfg, world)
     own = batch(world.dp_index(world.rank), world.dp_size, updates=cfg.batch.updates_per_step)
     rewards = torch.linspace(0, 1, len(LENGTHS)).double().cos()
     own = dataclasses.replace(own, scalars=dataclasses.replace(own.scalars, rewards=rewards))
@@ -115,11 +115,11 @@ def test_every_layout_trains_like_one_process(case, layout, trained):
 
 def _step_zero(cfg: Config) -> tuple[list, list]:
     """Return the columns of step 0, and whether the reference stays while the policy moves."""
-    from spmdrl.train.trainer import Trainer
+    from spmdrl.roles import make_trainer
     from spmdrl.world import World
 
     world = World.start(cfg)
-    trainer = Trainer(cfg, world)
+    trainer = make_trainer(cfg, world)
     own = batch(0, 1)
     first = trainer.annotate(own, step=0).columns
     update(trainer, own, step=0)

@@ -85,11 +85,11 @@ def test_several_updates_with_entropy_bonus_do_not_depend_on_the_mesh(tmp_path):
 
 def _one_process(cfg: Config, which: str) -> object:
     """Checks that need no second rank, in one start of the world."""
-    from spmdrl.train.trainer import Trainer
+    from spmdrl.roles import make_trainer
     from spmdrl.world import World
 
     world = World.start(cfg)
-    result = globals()[which](cfg, world, Trainer)
+    result = globals()[which](cfg, world, make_trainer)
     world.close()
     return result
 
@@ -160,11 +160,11 @@ def test_supervised_loss_falls_and_storage_stays(tmp_path):
 
 def _spoil(cfg: Config) -> dict:
     """Rank 1 alone has a NaN advantage; then a good batch follows."""
-    from spmdrl.train.trainer import Trainer
+    from spmdrl.roles import make_trainer
     from spmdrl.world import World
 
     world = World.start(cfg)
-    trainer = Trainer(cfg, world)
+    trainer = make_trainer(cfg, world)
     own, before = batch(world.dp_index(world.rank), world.dp_size), full_parameters(trainer)
     values = advantages()
     values[-1] = math.nan  # the sequence of the last dp rank
@@ -193,11 +193,11 @@ def test_a_non_finite_loss_is_skipped_on_all_ranks_counted_and_saved(tmp_path):
 
 def _round_trip(cfg: Config) -> bool:
     """Save after one update, take another; restore, take it again."""
-    from spmdrl.train.trainer import Trainer
+    from spmdrl.roles import make_trainer
     from spmdrl.world import World
 
     world = World.start(cfg)
-    trainer = Trainer(cfg, world)
+    trainer = make_trainer(cfg, world)
     own = batch(world.dp_index(world.rank), world.dp_size)
     update(trainer, own, step=0)
     state = trainer.state_dict()

@@ -272,9 +272,9 @@ def _batch(cfg: Config, world: object, *, step: int) -> object:
 def _train(cfg: Config, world: object, *, steps: int, trainer: object = None) -> dict:
     """Take steps and return their sums and the whole parameters."""
     from spmdrl.credit import advantages_of
-    from spmdrl.train.trainer import Trainer
+    from spmdrl.roles import make_trainer
 
-    trainer, sums = trainer or Trainer(cfg, world), []
+    trainer, sums = trainer or make_trainer(cfg, world), []
     for step in range(steps):
         batch = trainer.annotate(_batch(cfg, world, step=step), step=step)
         sums.append(
@@ -336,9 +336,9 @@ def _by_hand(cfg: Config, world: object) -> tuple[float, float, dict]:
     One pair has a side that is not valid, so it is in nothing.
     """
     from spmdrl.credit import advantages_of
-    from spmdrl.train.trainer import Trainer
+    from spmdrl.roles import make_trainer
 
-    trainer = Trainer(cfg, world)
+    trainer = make_trainer(cfg, world)
     _train(cfg, world, steps=2, trainer=trainer)
     batch = _batch(cfg, world, step=5)
     is_valid = batch.scalars.is_valid.clone()
@@ -368,9 +368,9 @@ def _by_hand(cfg: Config, world: object) -> tuple[float, float, dict]:
 def _saved_scores(cfg: Config, world: object) -> list[tuple[list[int], float]]:
     """Train, save a checkpoint, and return token sequences with the policy's scores."""
     from spmdrl.checkpoint import Checkpointer
-    from spmdrl.train.trainer import Trainer
+    from spmdrl.roles import make_trainer
 
-    trainer = Trainer(cfg, world)
+    trainer = make_trainer(cfg, world)
     _train(cfg, world, steps=3, trainer=trainer)
     nothing = SimpleNamespace(state_dict=lambda: None, load_state_dict=lambda *_: None)
     Checkpointer(cfg, world).maybe_save(3, trainer, nothing, stop=True)

@@ -32,12 +32,12 @@ def _config(folder: Path, *, limit: float, inference_tp: int) -> Config:
 def _push(cfg: Config, target: str | None) -> dict[str, Any]:
     """Start an engine; with a target, push changed weights into it, and write them there."""
     from spmdrl.engine import make_engine
+    from spmdrl.roles import make_trainer
     from spmdrl.sync.stream import WeightStream
-    from spmdrl.train.trainer import Trainer
     from spmdrl.world import World
 
     world = World.start(cfg)
-    engine, trainer = make_engine(cfg, world), Trainer(cfg, world)
+    engine, trainer = make_engine(cfg, world), make_trainer(cfg, world)
     found: dict[str, Any] = {"probes": [], "error": ""}
     if target:
         stream = WeightStream(trainer.weights, engine, world)

@@ -89,8 +89,8 @@ def _columns(trainer: object, world: object, *, steps: int) -> list[torch.Tensor
 
 def _compare(with_cache: Config, without: Config, *, unshared: Path | None = None) -> dict:
     """Columns and training with and without the cache; then what a second run says."""
+    from spmdrl.roles import make_trainer
     from spmdrl.train.companions import reference_cache, reference_table
-    from spmdrl.train.trainer import Trainer
     from spmdrl.world import World
 
     world, said = World.start(with_cache), _Said()
@@ -102,9 +102,9 @@ def _compare(with_cache: Config, without: Config, *, unshared: Path | None = Non
         with_cache = dataclasses.replace(with_cache, model=model)
     sent, send = [], reference_table._sent
     reference_table._sent = lambda *args, **sizes: sent.append(sizes) or send(*args, **sizes)
-    trainer = Trainer(with_cache, world)
+    trainer = make_trainer(with_cache, world)
     found = {"first": said.take(), "has_model": hasattr(trainer.companions["reference"], "model")}
-    plain = Trainer(without, world)
+    plain = make_trainer(without, world)
     pairs = zip(_columns(trainer, world, steps=8), _columns(plain, world, steps=8), strict=True)
     pairs = list(pairs)
     found["zeros"] = all(torch.equal(a == 0, b == 0) for a, b in pairs)
@@ -115,7 +115,7 @@ def _compare(with_cache: Config, without: Config, *, unshared: Path | None = Non
     ]
     said.take()
     reference_cache.ShardedModel = None  # a second run loads no reference
-    _columns(Trainer(with_cache, world), world, steps=1)
+    _columns(make_trainer(with_cache, world), world, steps=1)
     found |= {"second": said.take(), "sent": len(sent)}
     world.close()
     return found
@@ -167,18 +167,18 @@ def _unshared(with_cache: Config, without: Config, where: Path) -> dict:
 
 def _again(configs: dict[str, Config], damage: str) -> dict[str, tuple[str, float]]:
     """What each config in turn says, and how far its columns are from computed ones."""
-    from spmdrl.train.trainer import Trainer
+    from spmdrl.roles import make_trainer
     from spmdrl.world import World
 
     world, said, found = World.start(next(iter(configs.values()))), _Said(), {}
     for name, cfg in configs.items():
         if name == "damaged":
             _damage(Path(damage))
-        trainer = Trainer(cfg, world)
+        trainer = make_trainer(cfg, world)
         text, own = said.take(), _columns(trainer, world, steps=4)
         uncached = dataclasses.replace(cfg.model.reference, cache=False, cache_folder="")
         plain = dataclasses.replace(cfg, model=dataclasses.replace(cfg.model, reference=uncached))
-        computed = _columns(Trainer(plain, world), world, steps=4)
+        computed = _columns(make_trainer(plain, world), world, steps=4)
         found[name] = text, max(float((a - b).abs().max()) for a, b in zip(own, computed))
         said.take()
     world.close()
@@ -237,8 +237,8 @@ def test_what_is_not_of_this_reference_and_these_rows_is_never_used(folder, tmp_
 
 def _interrupted(cfg: Config) -> list[str]:
     """Stop a run amid its computing, and say what the next one says; then a changed row."""
+    from spmdrl.roles import make_trainer
     from spmdrl.train.companions import reference_cache
-    from spmdrl.train.trainer import Trainer
     from spmdrl.world import World
 
     world, said = World.start(cfg), _Said()
@@ -253,12 +253,12 @@ def _interrupted(cfg: Config) -> list[str]:
 
     reference_cache._score = stopping
     with pytest.raises(RuntimeError, match="goes down"):
-        Trainer(cfg, world)
+        make_trainer(cfg, world)
     found = [said.take()]
-    trainer = Trainer(cfg, world)
+    trainer = make_trainer(cfg, world)
     found.append(said.take())
     whole = dataclasses.replace(cfg, output_dir=cfg.output_dir + "/whole")
-    Trainer(whole, world)
+    make_trainer(whole, world)
     files = [list(Path(c.output_dir).glob("reference_logprobs/*")) for c in (cfg, whole)]
     assert [len(f) for f in files] == [1, 1] and files[0][0].name == files[1][0].name
     ours, expected = (load_file(f[0]) for f in files)
@@ -272,7 +272,7 @@ def _interrupted(cfg: Config) -> list[str]:
     own = dataclasses.replace(cfg.model.reference, cache=True, cache_folder=file + "/folder")
     model = dataclasses.replace(cfg.model, reference=own)
     with pytest.raises(RuntimeError, match="cannot be written to .*/file/folder"):
-        Trainer(dataclasses.replace(cfg, model=model), world)
+        make_trainer(dataclasses.replace(cfg, model=model), world)
     world.close()
     return found
 

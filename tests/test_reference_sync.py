@@ -57,13 +57,13 @@ def _reference(trainer: object) -> dict[str, torch.Tensor]:
 
 def _follow(configs_of: dict[str, Config]) -> dict[str, dict]:
     """Train under each config; return policy and reference after each step, and their columns."""
-    from spmdrl.train.trainer import Trainer
+    from spmdrl.roles import make_trainer
     from spmdrl.world import World
 
     world = World.start(next(iter(configs_of.values())))
     found = {}
     for name, cfg in configs_of.items():
-        trainer = Trainer(cfg, world)
+        trainer = make_trainer(cfg, world)
         own = batch(world.dp_index(world.rank), world.dp_size)
         trainers, references = [full_parameters(trainer)], [_reference(trainer)]
         for step in range(STEPS):
@@ -117,7 +117,7 @@ def test_the_reference_is_the_mix_of_the_paper_on_every_mesh(layout, tmp_path):
 
 def _dtypes(cfg: Config) -> dict[str, object]:
     """In bfloat16: what the reference is kept in, and whether small shares add up in it."""
-    from spmdrl.train.trainer import Trainer
+    from spmdrl.roles import make_trainer
     from spmdrl.world import World
 
     world, found = World.start(cfg), {}
@@ -126,7 +126,7 @@ def _dtypes(cfg: Config) -> dict[str, object]:
         "soft": {"sync_every": 1, "sync_mix": 0.001},
     }.items():
         model = dataclasses.replace(cfg.model, reference=configs.ReferenceSettings(**options))
-        trainer = Trainer(dataclasses.replace(cfg, model=model), world)
+        trainer = make_trainer(dataclasses.replace(cfg, model=model), world)
         reference = trainer.companions["reference"]
         own, before = batch(0, 1), _reference(trainer)
         update(trainer, own, step=0)
@@ -154,12 +154,12 @@ def test_a_mixed_reference_is_kept_in_float32_so_that_small_shares_add_up(tmp_pa
 
 
 def _refused(cfg: Config) -> str:
-    from spmdrl.train.trainer import Trainer
+    from spmdrl.roles import make_trainer
     from spmdrl.world import World
 
     world = World.start(cfg)
     with pytest.raises(ValueError) as caught:
-        Trainer(cfg, world)
+        make_trainer(cfg, world)
     world.close()
     return str(caught.value)
 

@@ -130,13 +130,13 @@ def _batch(cfg: Config, world: object) -> Batch:
 
 def _annotate(cfgs: list[Config]) -> list[Batch | str]:
     """Annotate with each config in one world: the batch, or the error's text."""
-    from spmdrl.train.trainer import Trainer
+    from spmdrl.roles import make_trainer
     from spmdrl.world import World
 
     world, found = World.start(cfgs[0]), []
     for cfg in cfgs:
         try:
-            trainer = Trainer(cfg, world)
+            trainer = make_trainer(cfg, world)
             assert "reward_model" not in str(trainer.state_dict().keys())
             done = trainer.annotate(_batch(cfg, world), step=3)
             assert len(done.columns) == 1 and "old_logprobs" in done.columns[0][0]
@@ -456,12 +456,12 @@ def _train_scorer(cfg: Config) -> None:
     from spmdrl.credit import advantages_of
     from spmdrl.data.prompts import load_tokenizer
     from spmdrl.exchange import exchange
+    from spmdrl.roles import make_trainer
     from spmdrl.rollout.row_source import RowSource
-    from spmdrl.train.trainer import Trainer
     from spmdrl.world import World
 
     world = World.start(cfg)
-    trainer, source = Trainer(cfg, world), RowSource(cfg, world, tokenizer=load_tokenizer(cfg))
+    trainer, source = make_trainer(cfg, world), RowSource(cfg, world, tokenizer=load_tokenizer(cfg))
     for step in range(cfg.steps):
         own = trainer.annotate(exchange(source.take(step), world, step=step), step=step)
         trainer.update(own, advantages_of(own, cfg=cfg, world=world, step=step), step=step)

@@ -234,11 +234,11 @@ def routed_batch(dp_index: int, dp_size: int, layers: int) -> Batch:
 
 def trained(cfg: Config, layers: int) -> dict[str, Any]:
     """Take two steps with old logprobs and a reference; also score without replay."""
-    from spmdrl.train.trainer import Trainer
+    from spmdrl.roles import make_trainer
     from spmdrl.world import World
 
     world = World.start(cfg)
-    trainer = Trainer(cfg, world)
+    trainer = make_trainer(cfg, world)
     own = routed_batch(world.dp_index(world.rank), world.dp_size, layers)
     columns = trainer.annotate(own, step=0).columns
     score = trainer.weights.score([sequence(0).tolist()])[0]
@@ -328,11 +328,11 @@ def test_scores_and_the_reference_choose_their_experts_themselves(tmp_path):
 
 
 def annotated(cfg: Config) -> dict[str, Tensor]:
-    from spmdrl.train.trainer import Trainer
+    from spmdrl.roles import make_trainer
     from spmdrl.world import World
 
     world = World.start(cfg)
-    trainer = Trainer(cfg, world)
+    trainer = make_trainer(cfg, world)
     columns = [c for part in trainer.annotate(routed_batch(0, 1, 2), step=0).columns for c in part]
     score = trainer.weights.score([sequence(0).tolist()])[0]
     world.close()

@@ -30,7 +30,7 @@ def _tokens_between(trainer: object) -> set[int]:
 
 def _on_ranks(cfg: Config) -> dict:
     """Train with and without, and alone; return the gaps and the tokens between layers."""
-    from spmdrl.train.trainer import Trainer
+    from spmdrl.roles import make_trainer
     from spmdrl.world import World
 
     base = World.start(cfg)
@@ -43,7 +43,7 @@ def _on_ranks(cfg: Config) -> dict:
         sequence_parallel.why_not = reason
         world = grid.world_under(base, cfg)
         found[name] = (
-            _tokens_between(Trainer(cfg, world)),
+            _tokens_between(make_trainer(cfg, world)),
             grid._gaps(grid._train(cfg, base), reference[0]),
         )
     sequence_parallel.why_not = why_not

@@ -78,12 +78,12 @@ def parameters_loaded(engine: Any, state: dict[str, Tensor]) -> list[Tensor]:
 def push_and_compare(cfg: Config, also_reload: bool) -> dict[str, Any]:
     """Push changed weights and hold every engine parameter against its own loading of them."""
     from spmdrl.engine import make_engine
+    from spmdrl.roles import make_trainer
     from spmdrl.sync.stream import WeightStream
-    from spmdrl.train.trainer import Trainer
     from spmdrl.world import World
 
     world = World.start(cfg)
-    engine, trainer = make_engine(cfg, world), Trainer(cfg, world)
+    engine, trainer = make_engine(cfg, world), make_trainer(cfg, world)
     stream = WeightStream(trainer.weights, engine, world)
     if also_reload:
         reloading = WeightStream(trainer.weights, engine, with_mode(world, "reload"))

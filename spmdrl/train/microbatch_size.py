@@ -9,8 +9,6 @@ collectives are matched, and the least of their answers serves all.
 from __future__ import annotations
 
 import logging
-import socket
-from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
@@ -20,7 +18,6 @@ import torch.distributed as dist
 from spmdrl.config.fields import least_tokens, useful_tokens
 from spmdrl.types import Advantages, Batch, Microbatch, Scalars
 from spmdrl.world import World
-from spmdrl.world.comm import agree, gather_objects
 from spmdrl.world.live_bytes import free_bytes, peak_bytes
 
 log = logging.getLogger(__name__)
@@ -107,27 +104,22 @@ def make_rows(
     return batch, Advantages((ones,), (tuple(map(torch.zeros_like, ones)),))
 
 
-def find_tokens(rehearse: Rehearse, world: World, *, columns: Collection[str], vocab: int) -> int:
-    """Return the tokens of the largest micro-batch that fits; every rank of the job calls it.
+def find_tokens(
+    rehearse: Rehearse, world: World, *, columns: Collection[str], vocab: int, shares: int
+) -> int:
+    """Return the tokens of the largest micro-batch that fits; every trainer rank calls it.
 
     Args:
-        rehearse: on trainer ranks; on others it is not called.
         columns, vocab: see `make_rows`.
+        shares: ranks that have this one's memory together.
     Returns: at least the longest sequence (pair), at most an update's share of a dp rank; above
-        the former a multiple of 256, unless it is the latter. The same on every rank.
-    Raises: ValueError, on all ranks together, when not even the longest sequence (pair) fits;
-        RuntimeError, on one rank, when it ran out of a GPU's memory in the middle, of which the
-        others are told.
+        the former a multiple of 256, unless it is the latter. The same on every trainer rank.
+    Raises: ValueError when not even the longest sequence (pair) fits; RuntimeError, on one rank,
+        when it ran out of a GPU's memory in the middle, of which the others are told.
     """
-    hosts = gather_objects(socket.gethostname(), group=world.control)
-    shares = 1 if world.device.type == "cuda" else Counter(hosts)[hosts[world.rank]]
-    found, devices = 0, [world.device] if world.device.type == "cuda" else []
-    with agree(group=world.control):
-        if world.is_trainer:
-            with torch.random.fork_rng(devices=devices):
-                probe = _Probe(rehearse, world, columns=columns, vocab=vocab, shares=shares)
-                found = probe.run()
-    return gather_objects(found, group=world.control)[world.trainer_ranks[0]]
+    devices = [world.device] if world.device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices):
+        return _Probe(rehearse, world, columns=columns, vocab=vocab, shares=shares).run()
 
 
 class _Probe:

@@ -1,18 +1,17 @@
-"""The policy and the models beside it on this rank; off the trainers nothing."""
+"""The policy and the models beside it, on a rank that trains."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from spmdrl.config import Config
 from spmdrl.model.flops import countable_shape, trained_flops
-from spmdrl.model.load import build_meta_model, model_folder
+from spmdrl.model.load import model_folder
 from spmdrl.model.lora.files import AdapterRecord
 from spmdrl.model.lora.settings import lora_form
 from spmdrl.model.sharded import ShardedModel
@@ -27,20 +26,20 @@ from spmdrl.train.objectives.objective_loss import Method, loss_class, named_met
 from spmdrl.train.trained_model import TrainedModel
 from spmdrl.types import Advantages, Batch, Sums, add_sums
 from spmdrl.world import World
-from spmdrl.world.comm import agree
-
-log = logging.getLogger(__name__)
+from spmdrl.world.found_tokens import agree_on_tokens
 
 
 class Trainer:
-    """Train and score with a sharded transformers model. Off the trainers it holds nothing.
+    """Train and score with a sharded transformers model; made by `roles.make_trainer`.
 
     Args:
         cfg: the config.
-        world: this rank's view of the job. Every rank constructs, trainers or not.
+        world: the view of a trainer rank.
+        hf_model: the policy on the meta device.
+        weights: what the stream asks of the policy.
         loss_fn, advantage_fn: what is trained on, and what gives its advantages: by their
             parameters they ask for models beside the policy. Those of the config by default.
-    Raises: ValueError, on all ranks together, when a model cannot be loaded or laid out.
+    Raises: ValueError when a model cannot be loaded or laid out.
     """
 
     def __init__(
@@ -48,36 +47,20 @@ class Trainer:
         cfg: Config,
         world: World,
         *,
+        hf_model: nn.Module,
+        weights: SentWeights,
         loss_fn: Method | None = None,
         advantage_fn: Method | None = None,
     ):
-        self.cfg, self.world = cfg, world
-        self.companions: dict[str, Companion] = {}
-        self.columns: set[str] = set()
+        self.cfg, self.world, self.weights = cfg, world, weights
+        self._shape = countable_shape(hf_model)
+        self._vocab = hf_model.get_input_embeddings().weight.shape[0]
+        given = {"loss_fn": loss_fn, "advantage_fn": advantage_fn}
+        methods = named_methods(cfg) | {name: f for name, f in given.items() if f}
+        self._coefficients, kind = Coefficients(cfg), loss_class(cfg)
+        self.columns = kind.columns_of(cfg, **methods)
         """Per-token columns that `annotate` finds."""
-        self._kept: dict[str, Coefficients | AdapterRecord | Companion] = {}
-        with agree(group=world.control, waiting=world.watch.wait("load the policy", -1)):
-            given = {"loss_fn": loss_fn, "advantage_fn": advantage_fn}
-            methods = named_methods(cfg) | {name: f for name, f in given.items() if f}
-            self._describe()
-            if world.is_trainer:
-                self._build(**methods)
-        if world.is_trainer and self.policy.model.adapters:  # together: no rank has failed
-            form = self.policy.model.adapters.form
-            self._kept["lora"] = AdapterRecord(form, model_folder(cfg.model.path), world)
-
-    def _describe(self) -> None:
-        """Find what every rank knows of the policy, from its config.json."""
-        model = build_meta_model(self.cfg.model, is_scalar=self.cfg.objective.is_scalar)
-        self._shape = countable_shape(model)
-        self._vocab = model.get_input_embeddings().weight.shape[0]
-        self.weights = SentWeights(model, self.cfg.model.lora)
-
-    def _build(self, loss_fn: Method, advantage_fn: Method) -> None:
-        cfg, world, kind = self.cfg, self.world, loss_class(self.cfg)
-        self._coefficients = Coefficients(cfg)
-        self.columns = kind.columns_of(cfg, loss_fn=loss_fn, advantage_fn=advantage_fn)
-        self._loss = kind(cfg, world, loss_fn=loss_fn, coefficients=self._coefficients)
+        self._loss = kind(cfg, world, loss_fn=methods["loss_fn"], coefficients=self._coefficients)
         model = ShardedModel(
             cfg,
             world,
@@ -86,11 +69,20 @@ class Trainer:
             is_scalar=cfg.objective.is_scalar,
             lora=lora_form(cfg.model.lora) if cfg.model.lora.is_on else None,
         )
-        self.weights.model = model
+        weights.model = model
         self.policy = TrainedModel(model, cfg=cfg, world=world, options=cfg.optimizer)
         self.companions = make_companions(cfg, world, policy=model, columns=self.columns)
         self._reward_models = RewardModels(cfg, world)
-        self._kept = {**self.companions, "coefficients": self._coefficients}
+        self._kept: dict[str, Coefficients | AdapterRecord | Companion] = {
+            **self.companions,
+            "coefficients": self._coefficients,
+        }
+
+    def joined(self) -> None:
+        """Do what trainers do together once every one of them is built."""
+        if adapters := self.policy.model.adapters:
+            folder = model_folder(self.cfg.model.path)
+            self._kept["lora"] = AdapterRecord(adapters.form, folder, self.world)
 
     # ---------------------------------------------------------------- state
 
@@ -100,14 +92,13 @@ class Trainer:
         The parts of companions that change, such as the value model, are under their names,
         coefficients that move under `coefficients`, and what adapters belong to under `lora`.
         """
-        state = self.policy.state_dict() if self.world.is_trainer else {}
+        state = self.policy.state_dict()
         parts = {name: part.state_dict() for name, part in self._kept.items()}
         return state | {name: part for name, part in parts.items() if part}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned, after it was loaded onto this layout."""
-        if self.world.is_trainer:
-            self.policy.load_state_dict(state)
+        self.policy.load_state_dict(state)
         for name, part in self._kept.items():
             if name in state:
                 part.load_state_dict(state[name])
@@ -115,7 +106,7 @@ class Trainer:
     # ---------------------------------------------------------------- scoring
 
     def annotate(self, batch: Batch, *, step: int) -> Batch:
-        """Add what loss and advantage ask for besides; call on every rank.
+        """Add what loss and advantage ask for besides.
 
         The scores of reward models go into the rewards, see `model_rewards.with_scores`; the rest
         are per-token columns. Each model takes one forward pass over the batch: `old_logprobs`
@@ -124,12 +115,10 @@ class Trainer:
         units, of the state before each token. Trainer ranks meet each other.
 
         Returns: the batch with columns, [T] float32 (nats), 0 off the loss mask; as it was
-            where nothing is asked for. Off the trainers as it was.
+            where nothing is asked for.
         Raises: ValueError, on all trainer ranks, for a score that is not finite under
             rewards.on_failure=fail.
         """
-        if not self.world.is_trainer:
-            return batch
         # First: a score that fails may take its sample out of the loss.
         batch = self._reward_models.add_to(batch, step=step)
         if not self.columns:
@@ -153,8 +142,6 @@ class Trainer:
 
         Returns: per micro-batch, in order of updates, [T] float32 nats, 0 off the loss mask.
         """
-        if not self.world.is_trainer:
-            return []
         with self.world.watch.wait("logprobs", step):
             rows = [one.row for microbatches in self._prepare(batch) for one in microbatches]
             return [logprobs for logprobs, _ in self.policy.model.columns(rows)]
@@ -164,8 +151,6 @@ class Trainer:
 
         Returns: per sequence [len] float32 natural logprobs on the CPU; the first is 0.
         """
-        if not self.world.is_trainer:
-            return []
         with self.world.watch.wait("score", -1):
             return self.policy.model.score(tokens)
 
@@ -178,26 +163,18 @@ class Trainer:
     # ---------------------------------------------------------------- training
 
     def size_microbatches(self) -> None:
-        """Find the token budget of a micro-batch where the config leaves it open, by 0, and make
-        it the world's; call on every rank, once what is to be trained was loaded.
+        """Find the token budget of a micro-batch where the config leaves it open, by 0; call on
+        every rank, once what is to be trained was loaded.
 
-        What a restored checkpoint says was found is taken, and nothing tried.
-        Raises: see microbatch_size.find_tokens.
+        Raises: see `find_tokens`.
         """
-        world = self.world
-        if self.cfg.batch.tokens_per_microbatch:
-            return
-        known = world.found_tokens
-        with world.watch.wait("size micro-batches", -1):
-            world.found_tokens = known or find_tokens(
-                self._rehearse, world, vocab=self._vocab, columns=self.columns
+
+        def find(shares: int) -> int:
+            return find_tokens(
+                self._rehearse, self.world, vocab=self._vocab, columns=self.columns, shares=shares
             )
-        if world.rank == 0:
-            log.info(
-                "micro-batches of %d tokens (batch.tokens_per_microbatch: 0%s)",
-                world.found_tokens,
-                ", as the checkpoint says" if known else "",
-            )
+
+        agree_on_tokens(self.world, find)
 
     def _rehearse(self, batch: Batch, advantages: Advantages) -> None:
         updates = self._prepare(batch, advantages)
@@ -206,7 +183,7 @@ class Trainer:
         self.policy.rehearse(updates[0], self._loss_of(updates, step=0))
 
     def update(self, batch: Batch, advantages: Advantages, *, step: int) -> Sums:
-        """Take the batch's optimizer steps, those of companions too; call on every rank.
+        """Take the batch's optimizer steps, those of companions too.
 
         Args:
             batch: as exchanged and annotated; on trainers every update has the same number of
@@ -215,10 +192,8 @@ class Trainer:
             step: training step, for the schedules. Before critic.warmup_steps the policy
                 stands still, and its sums are absent.
         Returns: policy/, loss/, value/ or prm/ and perf/ sums over all trainer ranks, equal on
-            each of them; {} elsewhere.
+            each of them.
         """
-        if not self.world.is_trainer:
-            return {}
         companions = self.companions.values()
         with self.world.watch.wait("update", step):
             updates = self._prepare(batch, advantages)
