@@ -170,7 +170,7 @@ def test_experts_and_biases_survive_a_resume_on_another_layout_and_an_export(tmp
     others = [
         {"path": str(tiny_model)},
         {"path": str(make_moe(tmp_path, "mixtral"))},
-        {"moe": {"balance": "aux"}},
+        {"moe": MoeSettings(balance="aux")},
     ]
     restored, refusals = run_ranks(1, _restore, cfg, others)[0]
     assert "with a qwen3, which has no experts; leave it out" in refusals[0]
