@@ -1,0 +1,178 @@
+"""The rooms: who imports whom, one word per thing, limits of size, pages that show them."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from collections import Counter, defaultdict
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "docs"))
+import rooms  # noqa: E402
+
+FILES = sorted((ROOT / "spmdrl").rglob("*.py"))
+TREES = {path: ast.parse(path.read_text()) for path in [*FILES, ROOT / "train.py"]}
+
+
+def test_every_module_has_a_room() -> None:
+    unknown = {rooms.room_of(m) for m in rooms.modules() if m} - {*rooms.LEVELS, "__main__"}
+    assert not unknown, f"rooms without a place in docs/rooms.py: {unknown}"
+
+
+def test_rooms_import_only_from_rooms_below() -> None:
+    wrong = [
+        f"{one.path.relative_to(ROOT)}:{one.line} imports {one.imported}"
+        for one in rooms.imports()
+        if (here := rooms.room_of(one.module)) in rooms.LEVELS
+        and (there := rooms.room_of(one.imported)) != here
+        and rooms.LEVELS[there] >= rooms.LEVELS[here]
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_there_is_no_import_ring() -> None:
+    uses = defaultdict(set)
+    for one in rooms.imports():
+        uses[one.module].add(one.imported)
+    reached: dict[str, set[str]] = {}
+
+    def reach(module: str) -> set[str]:
+        seen: set[str] = set()
+        todo = [*uses[module]]
+        while todo:
+            if (other := todo.pop()) not in seen:
+                seen.add(other)
+                todo += uses[other]
+        return seen
+
+    reached = {module: reach(module) for module in rooms.modules()}
+    assert not [module for module, seen in reached.items() if module in seen]
+
+
+def test_config_imports_nothing_of_ours() -> None:
+    assert not [
+        (one.module, one.imported)
+        for one in rooms.imports()
+        if rooms.room_of(one.module) == "config" and rooms.room_of(one.imported) != "config"
+    ]
+    loaded = _modules_after("import spmdrl.config")
+    assert "torch" not in loaded and "transformers" not in loaded
+    assert {name.split(".")[1] for name in loaded if name.startswith("spmdrl.")} == {"config"}
+
+
+@pytest.mark.parametrize("room", ["engine", "sync", "model", "rollout"])
+def test_an_inference_rank_never_imports_training(room: str) -> None:
+    names = [f"spmdrl.{m}" for m in rooms.modules() if rooms.room_of(m) == room]
+    lazily = [  # what stands inside functions is not loaded by importing the module
+        (one.module, one.imported)
+        for one in rooms.imports()
+        if rooms.room_of(one.module) == room and rooms.room_of(one.imported) == "train"
+    ]
+    assert not lazily
+    # vLLM itself is loaded inside functions alone.
+    loaded = _modules_after("\n".join(f"import {name}" for name in names))
+    assert not [name for name in loaded if name.startswith("spmdrl.train")]
+
+
+def _modules_after(code: str) -> set[str]:
+    """Return the names of the modules that a fresh interpreter has loaded after some code."""
+    code += "\nimport sys; print(' '.join(sys.modules))"
+    run = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=300
+    )
+    assert run.returncode == 0, run.stderr
+    return set(run.stdout.split())
+
+
+def test_no_two_classes_have_one_name() -> None:
+    names = Counter(
+        node.name
+        for tree in TREES.values()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef)
+    )
+    assert not [name for name, count in names.items() if count > 1]
+
+
+def test_no_two_files_of_a_room_differ_by_an_s_alone() -> None:
+    stems = defaultdict(set)
+    for path in FILES:
+        stems[path.parent].add(path.stem)
+    assert not [
+        path / stem for path, found in stems.items() for stem in found if stem + "s" in found
+    ]
+
+
+def test_no_file_imports_one_of_its_own_name() -> None:
+    # A command is named as a person types it, and a package may show what is in it.
+    assert not [
+        (one.module, one.imported)
+        for one in rooms.imports()
+        if one.module.split(".")[-1] == one.imported.split(".")[-1]
+        and not one.imported.startswith(one.module + ".")
+        and rooms.room_of(one.module) != "commands"
+    ]
+
+
+def test_functions_classes_and_files_stay_within_what_one_reads_at_once() -> None:
+    lists = {"glossary.py", "fields.py"}  # long where they are lists
+    too_long = [f"{p.relative_to(ROOT)}: {n}" for p in TREES if p.name not in lists
+                and (n := len(p.read_text().splitlines())) > 400]  # fmt: skip
+    for path, tree in TREES.items():
+        for node in ast.walk(tree):
+            limit = {ast.FunctionDef: 60, ast.AsyncFunctionDef: 60, ast.ClassDef: 250}.get(
+                type(node), 10**6
+            )
+            if (path.name, getattr(node, "name", "")) == ("train.py", "train"):
+                limit = 75  # 15 of them imports, which stand inside so that --help answers at once
+            if path.name not in lists and (n := _lines(node)) > limit:
+                too_long.append(f"{path.relative_to(ROOT)}: {node.name} {n}")
+    assert not too_long, "\n".join(too_long)
+
+
+def _lines(node: ast.AST) -> int:
+    return node.end_lineno - node.lineno + 1 if hasattr(node, "lineno") else 0
+
+
+_NESTS = (ast.For, ast.AsyncFor, ast.While, ast.If, ast.With, ast.AsyncWith, ast.Try)
+
+
+def test_statements_nest_at_most_three_deep() -> None:
+    deep = []
+
+    def walk(node: ast.AST, depth: int, path: Path) -> None:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+                walk(child, 0, path)
+                continue
+            is_elif = isinstance(child, ast.If) and isinstance(node, ast.If) and (
+                node.orelse == [child])  # fmt: skip
+            inner = depth + (isinstance(child, _NESTS) and not is_elif)
+            if inner > 3 and isinstance(child, _NESTS) and not is_elif:
+                deep.append(f"{path.relative_to(ROOT)}:{child.lineno}")
+            walk(child, inner, path)
+
+    for path, tree in TREES.items():
+        walk(tree, 0, path)
+    assert not deep, "\n".join(deep)
+
+
+def test_the_picture_of_the_rooms_is_that_of_the_imports() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    assert page == rooms.page_with(rooms.picture(), page), "run `python docs/rooms.py`"
+
+
+def test_the_tree_in_the_readme_is_the_real_tree() -> None:
+    block = (ROOT / "README.md").read_text().split("## The tree")[1].split("\n## ")[0]
+    named = set(re.findall(r"^ {6}(\w+(?:/|\.py))", block, flags=re.M))
+    real = {
+        path.name + "/" * path.is_dir()
+        for path in (ROOT / "spmdrl").iterdir()
+        if not path.name.startswith("__")
+    }
+    assert named == real, (named - real, real - named)
