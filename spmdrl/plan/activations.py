@@ -202,10 +202,11 @@ def _attention_bytes(
 def exchange_bytes(own: Attention, *, kernels: Kernels, tokens: int, cut: Cut) -> int:
     """Return what attention's exchange over cp holds at once, at most: in the backward pass.
 
-    ulysses: the gradient of its output, as it is sent, and as it arrives. gather: for the key and
-    value heads of one turn, the row's keys and values as they arrive and in order, and the
-    gradients of both; queries and output of the heads that read them are computed again. ring: two
-    slices of keys and values, and of their gradients; the gradients of queries and output.
+    ulysses: the gradient of its output, as it is sent, and as it arrives, in place of the output
+    itself, which the projection after it has let go of. gather: for the key and value heads of one
+    turn, the row's keys and values as they arrive and in order, and the gradients of both; queries
+    and output of the heads that read them are computed again. ring: two slices of keys and values,
+    and of their gradients; the gradients of queries and output.
 
     Args:
         tokens: of the rank's slice.
@@ -213,7 +214,7 @@ def exchange_bytes(own: Attention, *, kernels: Kernels, tokens: int, cut: Cut) -
     c = kernels.compute_bytes
     heads, kv_heads = max(1, own.heads // cut.tp), max(1, own.kv_heads // cut.tp)
     if cut.method == "ulysses":
-        return 3 * tokens * c * heads * own.v_dim
+        return 2 * tokens * c * heads * own.v_dim
     if cut.method == "gather":
         turn = -(-kv_heads // cut.cp)
         widths = 4 * cut.cp * turn + heads // kv_heads * turn
@@ -221,6 +222,24 @@ def exchange_bytes(own: Attention, *, kernels: Kernels, tokens: int, cut: Cut) -
     if cut.method == "ring":
         return tokens * c * (4 * kv_heads + heads) * (own.qk_dim + own.v_dim)
     return 0
+
+
+def unkept_bytes(own: Attention, *, kernels: Kernels, tokens: int, cut: Cut) -> int:
+    """Return what ulysses holds, besides what is kept, when its kernel is done.
+
+    Queries, keys and values as they were before the exchange and repeated; where the kernel pads,
+    also all of them and the output in the row's order. The output is not swapped back yet.
+
+    Args:
+        tokens: of the rank's slice.
+    """
+    heads, kv_heads = max(1, own.heads // cut.tp), max(1, own.kv_heads // cut.tp)
+    repeated = math.lcm(kv_heads, cut.cp)
+    both = own.qk_dim + own.v_dim
+    width = heads * (own.qk_dim - own.v_dim) + kv_heads * both
+    width += repeated * both if repeated > kv_heads else 0
+    width += (heads + repeated) * both if kernels.is_padded else 0
+    return tokens * kernels.compute_bytes * width
 
 
 def _group_bytes(own: Attention, group: PaddedGroup, *, c: int, heads: int, kv_heads: int) -> int:

@@ -17,6 +17,7 @@ from spmdrl.plan.activations import (
     mlp_bytes,
     padded_groups,
     saved_bytes,
+    unkept_bytes,
 )
 from spmdrl.plan.memory import (
     CUDA_CONTEXT,
@@ -61,6 +62,10 @@ def trainer_memory(run: Run, axes: Axes, *, tokens: int = 0) -> Memory:
         ),
         "where the embedding's gradient is reduced": _at_end(run, axes),
     }
+    if cut_of(run, axes).method == "ulysses":
+        moments["in the attention of the last block"] = _in_attention(
+            run, axes, saved=saved, tokens=own_tokens
+        )
     moment = max(moments, key=lambda name: sum(moments[name].values()))
     causes |= moments[moment]
     if axes.roles.has_engines:
@@ -154,6 +159,24 @@ def _at_head(run: Run, axes: Axes, *, saved: SavedBytes) -> dict[str, int]:
         "head": logits + gradient,
         "gathered by FSDP": _kept(run, axes) + last,
     }
+
+
+def _in_attention(run: Run, axes: Axes, *, saved: SavedBytes, tokens: int) -> dict[str, int]:
+    """Return what is there when ulysses has attended; what the MLP keeps is yet to come."""
+    shape, kernels, cut = run.shape, run.kernels, cut_of(run, axes)
+    c = kernels.compute_bytes
+    if kernels.recomputes or kernels.is_selective:  # once more, in the block's backward pass
+        at_once = _at_last_block(run, axes, saved=saved, tokens=tokens)
+        stream = tokens * (4 + c) * shape.hidden
+    else:  # gathered: this block, and once more as it came, in one piece
+        shared = 0 if run.reshard == "never" else max(_shared(b, axes) for b, _ in shape.kinds)
+        at_once, stream = {"gathered by FSDP": _kept(run, axes) + 2 * c * shared}, 0
+    unkept = max(
+        unkept_bytes(b.attention, kernels=kernels, tokens=tokens, cut=cut)
+        - mlp_bytes(b, kernels=kernels, tokens=tokens, hidden=shape.hidden, cut=cut)
+        for b, _ in shape.kinds
+    )
+    return at_once | {"activations": saved.total + stream + unkept}
 
 
 def _at_last_block(run: Run, axes: Axes, *, saved: SavedBytes, tokens: int) -> dict[str, int]:
