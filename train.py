@@ -5,8 +5,8 @@ every rank both, in turns: `placement: colocated`). There is no driver: each ran
 the same lines. A line marked `# meets` can wait for other ranks: all of them, or those that it
 names. All such lines stand at the top level, where every rank executes them in the same order.
 
-`generate` is called twice, since a step's batch must be there before it is trained on (the first
-call finds it made, except after a start), and the next ones are made while it is (the second).
+`generate` is called twice: with `lag: 0` the first call samples the batch that is trained on next;
+with a lag the second samples those to come, beside the update, and the first finds its batch made.
 Imports that load torch stand inside the functions, so that --help and --dry-run answer at once.
 """
 
@@ -41,8 +41,8 @@ def train(cfg: Config, world: World) -> int:
     from spmdrl.sync.stream import WeightStream
     from spmdrl.types import add_sums
 
-    # What is trained: two functions of tensors. One of your own may stand here instead; it is
-    # given what its parameters name, see docs/algorithms.md.
+    # What is trained: two functions of tensors. One of your own may stand here instead; it is given
+    # what its parameters name, see docs/methods.md. train/objectives/ adds correction, KL, entropy.
     loss_fn = registry.get(cfg.objective.loss_kind, cfg.loss_name)
     advantage_fn = registry.get("advantage", cfg.algorithm.advantage)
 
@@ -55,37 +55,37 @@ def train(cfg: Config, world: World) -> int:
     checkpoints = Checkpointer(cfg, world)
 
     state = checkpoints.restore(trainer, source)  # meets: step 0, or where a run had come to
-    stream.release()  # colocated: the engines' memory is the trainers', until the next push
+    stream.release()  # colocated: the engines' memory is the trainers' until the next push
     trainer.size_microbatches()  # meets: by trying, if the config leaves it open
-    pushed = stream.push(version=state.step)  # meets: proves the path before step one
+    pushed = stream.push(version=state.step)  # meets: proves the path before the first step
     probed = stream.probe(source.probe_tokens())  # meets: engine and trainer agree, or stop
     sizes = derived(cfg, tokens=world.tokens_per_microbatch)
     report.start(sizes, step=state.step, sums=add_sums(pushed, probed))
-    evaluated = evaluate(source, engine, world=world, step=state.step)  # meets
+    evaluated = evaluate(source, engine, world=world, step=state.step)  # meets: if due
     report.evaluation(state.step, evaluated)
     checkpoints.check(evaluated)  # what checkpoint.keep compares is measured
     world.started()  # from here on a signal saves first
 
     is_stopping = False
     for step in range(state.step, cfg.steps):
-        source.generate(engine, until=step)  # meets: engine's ranks; stealing: all engines
+        source.generate(engine, until=step)  # meets: engine's ranks; all engines, if they steal
         batch = exchange(source.take(step), world, step=step)  # meets: rollouts to trainers
-        source.observe(batch, step=step)  # lengths and pass rates, for the prompts to come
-        source.generate(engine, until=step + cfg.lag)  # meets: as above; trainers go on
+        source.observe(batch, step=step)  # lengths and rewards so far, for the prompts to come
+        source.generate(engine, until=step + cfg.lag)  # meets: as above; beside the update
         stream.release()  # colocated: the engines' memory is the update's, until the push
         batch = trainer.annotate(batch, step=step)  # meets: trainers; what the two functions ask
         advantages = advantages_of(  # meets: trainers
             batch, advantage_fn, cfg=cfg, world=world, step=step
         )
         updated = trainer.update(batch, advantages, step=step)  # meets: trainers; by loss_fn
-        world.announce_updated(step)  # engines with updates in flight pause between two tokens
-        is_stopping = world.agree_to_stop(step)  # meets: SIGTERM anywhere stops all
+        world.announce_updated(step)  # engines in flight look for it in `generate`, and pause
+        is_stopping = world.agree_to_stop(step)  # meets: Ctrl-C or SIGTERM on any rank stops all
         pushed = stream.push(version=step + 1)  # meets: shards to engines
         sums = add_sums(batch_sums(batch), updated, pushed)
         report.step(step, sums, seconds=world.watch.take_seconds(), samples=batch.samples)
-        evaluated = evaluate(source, engine, world=world, step=step + 1)  # meets
+        evaluated = evaluate(source, engine, world=world, step=step + 1)  # meets: if due
         report.evaluation(step + 1, evaluated)
-        checkpoints.maybe_save(  # meets: if it is time
+        checkpoints.maybe_save(  # meets: if it is time, or a save is under way
             step + 1, trainer, source, evaluated=evaluated, stop=is_stopping
         )
         if is_stopping:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from spmdrl.data.partition import Partition, partition
+from spmdrl.data.microbatch_plan import Partition, partition
 from spmdrl.types import Batch, Microbatch, Rollouts, Scalars, Sums, Tokens, add_sums
 from spmdrl.world import World
 from spmdrl.world.comm import gather_bytes, gather_sizes

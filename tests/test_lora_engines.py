@@ -20,8 +20,8 @@ from spmdrl.check.settings import validate
 from spmdrl.commands.create_model import create_model
 from spmdrl.config import Config, LayoutSettings, LoraSettings
 from spmdrl.model.load import build_meta_model
-from spmdrl.model.lora.form import adapter_numel
 from spmdrl.model.lora.settings import lora_form
+from spmdrl.model.lora.targets import adapter_numel
 from spmdrl.model.shape import model_shape
 from spmdrl.model.shards import Held, local_part
 from spmdrl.plan.run import run_of

@@ -21,9 +21,9 @@ from spmdrl.commands.export import export
 from spmdrl.config import Config, LoraSettings, ModelSettings
 from spmdrl.model.file_tensors import file_tensors
 from spmdrl.model.load import build_meta_model
-from spmdrl.model.lora.form import LoraForm
 from spmdrl.model.lora.layers import Adapters
 from spmdrl.model.lora.settings import lora_form
+from spmdrl.model.lora.targets import LoraForm
 from spmdrl.model.shards import Held
 
 RANK, ALPHA = 3, 12

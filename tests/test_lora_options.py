@@ -16,9 +16,9 @@ from spmdrl.commands.create_model import create_model
 from spmdrl.config import LoraSettings, ModelSettings
 from spmdrl.model.load import build_meta_model
 from spmdrl.model.lora.files import write_adapter
-from spmdrl.model.lora.form import LoraForm, targeted
 from spmdrl.model.lora.layers import Adapters, initial_a
 from spmdrl.model.lora.settings import lora_form
+from spmdrl.model.lora.targets import LoraForm, targeted
 
 
 def test_a_matrices_start_as_pefts_do_keyed_by_seed_and_name():

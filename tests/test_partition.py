@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spmdrl.data.partition import Partition, partition
+from spmdrl.data.microbatch_plan import Partition, partition
 
 
 def cut(lengths: list[int], *, groups: int = 0, **options: int) -> Partition:

@@ -19,8 +19,8 @@ from ranks import run_ranks
 from transformers import AutoModelForCausalLM
 
 from spmdrl.config import Config, LoraSettings, MemorySettings
-from spmdrl.model.lora.form import LoraForm, adapter_numel
 from spmdrl.model.lora.layers import Adapters
+from spmdrl.model.lora.targets import LoraForm, adapter_numel
 from spmdrl.model.shape import ModelShape, model_shape
 from spmdrl.plan.activations import Kernels, padded_groups, saved_bytes
 from spmdrl.plan.engine_memory import cache_bytes_per_token, engine_memory, engine_weight_bytes

@@ -15,7 +15,7 @@ from spmdrl.config import ScheduleSettings
 from spmdrl.rollout.balance import deal, deal_again
 from spmdrl.rollout.book import Book, OwnBook, SharedBook, finish, take_tickets
 from spmdrl.rollout.resume import Share, resumed
-from spmdrl.rollout.schedule import horizon, make_rules
+from spmdrl.rollout.staleness import horizon, make_rules
 
 COSTS = st.lists(st.integers(0, 50), min_size=1, max_size=24)
 

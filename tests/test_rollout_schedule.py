@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from spmdrl.check.rollouts import schedule_problems
 from spmdrl.config import Config, RewardsSettings, RolloutSettings, ScheduleSettings
-from spmdrl.rollout.schedule import Rules, closing, least_staleness, make_rules, num_to_admit
+from spmdrl.rollout.staleness import Rules, closing, least_staleness, make_rules, num_to_admit
 
 
 @settings(max_examples=300, deadline=None)

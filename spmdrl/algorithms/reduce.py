@@ -2,7 +2,7 @@
 
     loss = sum_s weights[s] * sum_{t in s} terms[t]
 
-The weights come from counts of the whole batch, which every rank has, so value and gradient
+The weights come from counts of one update's sequences, which every rank has, so value and gradient
 do not depend on dp size, micro-batching or packing order. Shape letters: S sequences,
 T packed tokens.
 """

@@ -16,8 +16,8 @@ from spmdrl.model.file_tensors import file_tensors
 from spmdrl.model.fits import ModelCounts, counts_of, misfits
 from spmdrl.model.load import CheckpointReader, build_meta_model, check_weights
 from spmdrl.model.lora.files import AdapterFolder
-from spmdrl.model.lora.form import LoraForm, adapter_shapes, has_embedding
 from spmdrl.model.lora.settings import lora_form
+from spmdrl.model.lora.targets import LoraForm, adapter_shapes, has_embedding
 from spmdrl.model.parallel.recompute import check_offload
 from spmdrl.model.router_replay import WEIGHTS, unknown_router
 from spmdrl.rewards.signatures import reward_models

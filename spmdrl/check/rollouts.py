@@ -6,7 +6,7 @@ from pathlib import Path
 
 from spmdrl.config.fields import Config, replay_folder
 from spmdrl.rewards.signatures import reward_models
-from spmdrl.rollout.schedule import least_staleness
+from spmdrl.rollout.staleness import least_staleness
 
 
 def schedule_problems(cfg: Config) -> list[str]:

@@ -13,8 +13,8 @@ from spmdrl.checkpoint.weights import SavedWeights
 from spmdrl.config import ModelSettings
 from spmdrl.model.load import CheckpointReader, build_meta_model
 from spmdrl.model.lora.files import LAYER_A, base_digest, file_digest, write_adapter
-from spmdrl.model.lora.form import pair_names
 from spmdrl.model.lora.merge import low_rank_product
+from spmdrl.model.lora.targets import pair_names
 from spmdrl.model.shards import Box, Part, narrow
 
 

@@ -23,8 +23,8 @@ from spmdrl.check.settings import validate
 from spmdrl.config.read import read
 from spmdrl.model.head import head_chunk_tokens
 from spmdrl.model.load import build_meta_model
-from spmdrl.model.lora.form import adapter_numel
 from spmdrl.model.lora.settings import lora_form
+from spmdrl.model.lora.targets import adapter_numel
 from spmdrl.model.shape import model_shape
 from spmdrl.plan.run import SHAPES, Rates, Run, rates_of, run_of
 from spmdrl.plan.search import Plan, best_plans, distinct, make_plan, remedies

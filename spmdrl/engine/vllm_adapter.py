@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from spmdrl.config import Config
 from spmdrl.engine.vllm_internals import lora_rank, register_adapter
 from spmdrl.model.load import build_meta_model
-from spmdrl.model.lora.form import pair_names, targeted
 from spmdrl.model.lora.settings import lora_form
+from spmdrl.model.lora.targets import pair_names, targeted
 
 
 def lora_arguments(cfg: Config) -> dict[str, Any]:

@@ -28,8 +28,8 @@ from spmdrl.model.load import (
     model_folder,
     read_tensors,
 )
-from spmdrl.model.lora.form import LoraForm
 from spmdrl.model.lora.layers import Adapters, train_adapters_only
+from spmdrl.model.lora.targets import LoraForm
 from spmdrl.model.packing import packs
 from spmdrl.model.parallel.context_parallel import register_context_attention
 from spmdrl.model.parallel.fsdp import reshard

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch.distributed as dist
 
-from spmdrl.rollout.schedule import Rules, closing, num_to_admit
+from spmdrl.rollout.staleness import Rules, closing, num_to_admit
 
 T = TypeVar("T")
 _KEY = "rollout/book"

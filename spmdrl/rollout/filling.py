@@ -24,7 +24,7 @@ from spmdrl.rollout.loop import Loop
 from spmdrl.rollout.packing import concat_rollouts, pack_step, rollouts_from_dict
 from spmdrl.rollout.resume import Share, resumed
 from spmdrl.rollout.saved import group_from_dict, group_to_dict
-from spmdrl.rollout.schedule import make_rules
+from spmdrl.rollout.staleness import make_rules
 from spmdrl.rollout.step_prompts import StepPrompts
 from spmdrl.rollout.sums import has_spread
 from spmdrl.types import Rollouts

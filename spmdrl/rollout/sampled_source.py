@@ -9,7 +9,8 @@ from transformers import PreTrainedTokenizerBase
 
 from spmdrl.algorithms import registry
 from spmdrl.config import Config
-from spmdrl.data.prompts import PromptSource, end_token_ids
+from spmdrl.data.end_tokens import end_token_ids
+from spmdrl.data.prompts import PromptSource
 from spmdrl.engine.protocol import EngineProtocol
 from spmdrl.rewards.signatures import reward_models
 from spmdrl.rollout.conversation import make_chat

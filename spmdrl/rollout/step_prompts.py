@@ -11,7 +11,7 @@ from spmdrl.data.prompt_order import PromptPlanner
 from spmdrl.data.prompts import PromptSource
 from spmdrl.rollout.balance import deal
 from spmdrl.rollout.resume import Share
-from spmdrl.rollout.schedule import horizon
+from spmdrl.rollout.staleness import horizon
 from spmdrl.types import Batch, Prompt, Sums
 
 

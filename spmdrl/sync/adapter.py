@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from spmdrl.engine.protocol import AdapterEngine
-from spmdrl.model.lora.form import SentAdapter
+from spmdrl.model.lora.targets import SentAdapter
 from spmdrl.model.shards import Part
 from spmdrl.sync.live_shards import LiveShards
 from spmdrl.sync.prove import shown

@@ -26,7 +26,7 @@ from torch import Tensor
 from spmdrl.imports import refusing
 from spmdrl.model.load import CheckpointReader
 from spmdrl.model.lora.expert_adapters import EXPERT_PARAMETERS
-from spmdrl.model.lora.form import LoraForm
+from spmdrl.model.lora.targets import LoraForm
 from spmdrl.world.comm import gather_objects
 
 if TYPE_CHECKING:

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from spmdrl.model.load import SCALAR_HEAD
 from spmdrl.model.lora.expert_adapters import add_to_experts
 from spmdrl.model.lora.files import AdapterFolder
-from spmdrl.model.lora.form import LoraForm, pair_names, targeted, weight_name
+from spmdrl.model.lora.targets import LoraForm, pair_names, targeted, weight_name
 from spmdrl.model.shards import held_boxes, to_local
 
 log = logging.getLogger(__name__)

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
-from spmdrl.model.lora.form import pair_names
 from spmdrl.model.lora.layers import Adapters
+from spmdrl.model.lora.targets import pair_names
 from spmdrl.model.shards import Box, Delta, held_boxes, narrow
 
 _Parts = list[tuple[Box, Tensor]]

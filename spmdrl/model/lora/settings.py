@@ -8,7 +8,7 @@ from torch import nn
 
 from spmdrl.config import LoraSettings
 from spmdrl.model.lora.files import AdapterFolder
-from spmdrl.model.lora.form import LoraForm, SentAdapter, adapter_shapes
+from spmdrl.model.lora.targets import LoraForm, SentAdapter, adapter_shapes
 
 
 def lora_form(lora: LoraSettings) -> LoraForm:

@@ -1,4 +1,4 @@
-"""When a replica admits prompts and when a step's share is complete: pure functions.
+"""When a replica admits prompts and when a step's share is complete, so that no token gets too old.
 
 Groups of a replica are numbered in the order in which they are admitted. A step takes `quota`
 of them. Without over-sampling it takes the next `quota` in order; with it, up to
