@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import multiprocessing
 import os
 import pickle
 import queue
 import random
 import socket
+import tempfile
 import time
 import traceback
 from collections.abc import Callable
@@ -18,19 +20,33 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+_PORTS = range(16000, 20000)  # below those of jobs under Slurm, and those that the system deals out
+
 
 def free_port() -> int:
-    """Return a TCP port that was free a moment ago.
+    """Return a TCP port that was free a moment ago, and that no other test gets meanwhile.
 
-    Below those that the system deals out by itself, which any connection may take before the port
-    is used; and each of the processes that pytest-xdist starts has its own.
+    It may be seconds until ranks bind it. All processes of all runs of the tests on this machine
+    therefore take the next one by a counter in a locked file.
     """
-    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % 16
-    while True:
-        port = 16000 + 1000 * worker + random.SystemRandom().randrange(1000)
+    counter = Path(tempfile.gettempdir()) / f"spmdrl-test-ports-{os.getuid()}"
+    with counter.open("a+") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        file.seek(0)
+        taken = int(file.read() or random.SystemRandom().choice(_PORTS))
+        port = _next_free(taken)
+        file.truncate(0)
+        file.write(str(port))
+    return port
+
+
+def _next_free(port: int) -> int:
+    for _ in _PORTS:
+        port = port + 1 if port + 1 in _PORTS else _PORTS.start
         with socket.socket() as s, contextlib.suppress(OSError):
             s.bind(("127.0.0.1", port))
             return port
+    raise OSError(f"no port of {_PORTS} is free")
 
 
 def launch_env(rank: int, world_size: int, port: int) -> dict[str, str]:
