@@ -92,5 +92,5 @@ game tools: venv
 	$(TORCHRUN) train.py --config configs/demo_$@.yaml
 
 clean:
-	rm -rf .venv build *.egg-info .pytest_cache .hypothesis
+	rm -rf .venv build *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
