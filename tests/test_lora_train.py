@@ -47,7 +47,7 @@ def test_grpo_of_adapters_improves_and_a_killed_run_ends_bit_identical(tmp_path)
     )
     flags = TINY["rl"] | {
         "model.path": begin,
-        "model.lora": f"{{path: {_random_adapter(begin, tmp_path / 'a')}}}",
+        "model.lora.path": _random_adapter(begin, tmp_path / "a"),
         "engine.kind": "transformers",
         "rewards.functions": f"{tmp_path / 'r.py'}:digits",
         "optimizer.lr": 0.01,
@@ -98,7 +98,8 @@ def test_vllm_draws_with_adapters_of_its_own_as_it_does_with_merged_weights(tmp_
             **TINY["rl"]
             | {
                 "model.path": begin,
-                "model.lora": f"{{rank: 8, push: {push}}}",
+                "model.lora.rank": 8,
+                "model.lora.push": push,
                 "rewards.functions": f"{tmp_path / 'r.py'}:digits",
                 "optimizer.lr": 0.01,
                 "lag": 0,

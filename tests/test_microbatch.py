@@ -19,9 +19,9 @@ from spmdrl.commands.create_model import create_model
 from spmdrl.config import Config, MoeSettings
 from spmdrl.config.fields import least_tokens, useful_tokens
 from spmdrl.credit import per_token
+from spmdrl.model.routers import BIAS
 from spmdrl.model.shards import local_part
 from spmdrl.train.microbatch_size import Point, fitting_tokens
-from spmdrl.train.router_balance import BIAS
 from spmdrl.types import Advantages
 
 

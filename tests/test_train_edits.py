@@ -19,6 +19,7 @@ def half(prompts, completions, **columns):
 LOOP_SUMS = "sums = add_sums(batch_sums(batch), updated, pushed)"
 EXCHANGED = "batch = exchange(source.take(step), world, step=step)  # meets: rollouts to trainers"
 ADVANTAGE = 'advantage_fn = registry.get("advantage", cfg.algorithm.advantage)'
+FINISH = "checkpoints.finish()  # meets: the last one is on disk"
 AHEAD = "source.generate(engine, until=step + cfg.lag)"
 
 
@@ -57,12 +58,23 @@ def rows_of(folder: Path, name: str, edits: dict[str, str], **flags) -> list[dic
 def plain(folder) -> list[dict]:
     """A metric of one's own, which changes nothing."""
     longest = '{"mine/longest": (float(batch.scalars.lengths.max()), 1.0)}'
-    edits = {LOOP_SUMS: f"sums = add_sums(batch_sums(batch), updated, pushed, {longest})"}
+    modules = f"""{FINISH}
+ours = [name for name in sys.modules if name.startswith("spmdrl.")]
+open(f"{{cfg.output_dir}}/modules_{{world.rank}}", "w").write(" ".join(ours))
+"""
+    sums = f"sums = add_sums(batch_sums(batch), updated, pushed, {longest})"
+    edits = {LOOP_SUMS: sums, FINISH: modules}
     return rows_of(folder, "metric", edits)
 
 
 def test_a_metric_of_ones_own_is_logged_at_every_step(plain):
     assert len(plain) == 2 and all(row["mine/longest"] > 8 for row in plain)
+
+
+def test_a_rank_that_does_not_train_loads_nothing_of_training(folder, plain):
+    trainer, generator = ((folder / "metric" / f"modules_{r}").read_text() for r in (0, 1))
+    assert "spmdrl.train.trainer" in trainer and "spmdrl.engine.transformers" in generator
+    assert "spmdrl.train" not in generator
 
 
 def test_groups_that_are_solved_are_dropped(folder, plain):

@@ -20,8 +20,8 @@ from spmdrl.model.lora.settings import lora_form
 from spmdrl.model.lora.targets import LoraForm, adapter_shapes, has_embedding
 from spmdrl.model.parallel.recompute import check_offload
 from spmdrl.model.router_replay import WEIGHTS, unknown_router
+from spmdrl.model.routers import check_balance
 from spmdrl.rewards.signatures import reward_models
-from spmdrl.train.router_balance import check_balance
 from spmdrl.world.axes import axes_of
 from spmdrl.world.world import is_on_cpu
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,35 +19,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from spmdrl.config import MoeSettings
-from spmdrl.model.blocks import experts_modules
 from spmdrl.model.lora.expert_adapters import counts
 from spmdrl.model.router_replay import RouterReplay
+from spmdrl.model.routers import RoutedLayer, check_layers, routed_layers
 from spmdrl.train.microbatches import PreparedMicrobatch
 from spmdrl.types import Sums
 from spmdrl.world import World
-
-BIAS = "e_score_correction_bias"
-
-
-@dataclass
-class _Layer:
-    """A layer's modules, and what its hooks have seen of the micro-batch that is watched."""
-
-    experts: nn.Module
-    router: nn.Module | None
-    """Returns its logits [t, E] first; None where transformers does not say which module it is."""
-    bias: Tensor | None
-    """[E] float32, live: added to scores to choose, not to weight."""
-    counts: list[Tensor] = field(default_factory=list)  # [E] float64: (token, choice) pairs
-    logits: list[Tensor] = field(default_factory=list)  # [t, E], with a graph
-
-    def probs(self, logits: Tensor) -> Tensor:
-        """Return each expert's share of a token's favour, [t, E] float64."""
-        if self.bias is None:
-            return torch.softmax(logits.double(), dim=-1)
-        # Routers with a bias take sigmoids, made shares as in arXiv 2412.19437, equation 19.
-        scores = torch.sigmoid(logits.double())
-        return scores / scores.sum(dim=-1, keepdim=True)
 
 
 class Routers:
@@ -73,13 +49,13 @@ class Routers:
         name: str,
     ):
         self._balance, self._coef, self._rate = options.balance, options.coef, options.rate
-        self._world, self._name, self._layers = world, name, _layers(hf_model)
+        self._world, self._name, self._layers = world, name, routed_layers(hf_model)
         if name == "policy" and options != MoeSettings() and not self._layers:
             raise ValueError(
                 f"model.moe: balance {options.balance}, replay {options.replay} with a "
                 f"{hf_model.config.model_type}, which has no experts; leave it out"
             )
-        _check_balance(hf_model, self._layers, balance=self._balance)
+        check_layers(hf_model, self._layers, balance=self._balance)
         # A value model's experts are not those that the engine chose from.
         self._replay = (
             RouterReplay(
@@ -130,7 +106,7 @@ class Routers:
             if self._replay:
                 self._replayed, self._replay.seen = seen, None
 
-    def _counter(self, layer: _Layer) -> Callable[..., None]:
+    def _counter(self, layer: RoutedLayer) -> Callable[..., None]:
         def count(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
             if not self._is_watching:
                 return
@@ -141,7 +117,7 @@ class Routers:
 
         return count
 
-    def _keeper(self, layer: _Layer) -> Callable[..., None]:
+    def _keeper(self, layer: RoutedLayer) -> Callable[..., None]:
         def keep(module: nn.Module, args: tuple, output: tuple[Tensor, ...]) -> None:
             # Nothing is computed here: activation checkpointing must see the same operations
             # when it repeats the pass, which nobody watches.
@@ -247,59 +223,3 @@ class Routers:
         packed = packed.to(self._counts.device)
         split = self._counts.numel()
         return packed[:split].view_as(self._counts), packed[split:]
-
-
-# --------------------------------------------------------------------------- construction
-
-
-def _layers(hf_model: nn.Module) -> list[_Layer]:
-    experts = list(experts_modules(hf_model).values())
-    recorders = getattr(hf_model.base_model, "_can_record_outputs", None) or {}
-    recorder = recorders.get("router_logits")
-    kind = getattr(recorder, "target_class", None)
-    found = [m for m in hf_model.modules() if kind is not None and type(m) is kind]
-    known = len(found) == len(experts) and getattr(recorder, "index", 0) == 0
-    routers = found if known else [None] * len(experts)
-    biases = [
-        buffer
-        for module in hf_model.modules()
-        for name, buffer in module.named_buffers(recurse=False)
-        if name == BIAS
-    ]
-    biases = biases if len(biases) == len(experts) else [None] * len(experts)
-    return [_Layer(*one) for one in zip(experts, routers, biases)]
-
-
-def check_balance(hf_model: nn.Module, *, balance: str) -> None:
-    """Refuse model.moe.balance for a policy that has no experts, or no such routers.
-
-    Args:
-        hf_model: as it was built, on any device.
-    Raises: ValueError.
-    """
-    layers = _layers(hf_model)
-    if balance != "none" and not layers:
-        raise ValueError(
-            f"model.moe.balance: {balance} with a {hf_model.config.model_type}, which "
-            "has no experts; leave it out"
-        )
-    _check_balance(hf_model, layers, balance=balance)
-
-
-def _check_balance(hf_model: nn.Module, layers: Sequence[_Layer], *, balance: str) -> None:
-    kind = hf_model.config.model_type
-    if balance == "bias" and any(layer.bias is None for layer in layers):
-        raise ValueError(
-            f"model.moe.balance: bias moves the routers' {BIAS}, which a {kind} does "
-            "not have; take aux"
-        )
-    if balance == "aux" and any(layer.bias is not None for layer in layers):
-        raise ValueError(
-            f"model.moe.balance: aux, whose loss is on softmax probabilities, with a "
-            f"{kind}, whose routers have sigmoids and a {BIAS}; take bias"
-        )
-    if balance == "aux" and any(layer.router is None for layer in layers):
-        raise ValueError(
-            f"model.moe.balance: aux needs the routers' logits, and transformers does "
-            f"not say which modules of a {kind} return them; take none"
-        )
