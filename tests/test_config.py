@@ -605,3 +605,8 @@ def test_memory_is_checked():
 
     assert problems(activation_checkpointing="full", head_chunk_tokens=100) == ""
     assert "got -1" in problems(head_chunk_tokens=-1)
+
+
+def test_no_updates_are_refused_and_not_divided_by():
+    cfg = good(batch=config.BatchSettings(updates_per_step=0))
+    assert "batch.updates_per_step: must be at least 1, got 0" in validate(cfg)

@@ -45,7 +45,7 @@ def method_problems(cfg: Config) -> list[str]:
             f"batch.group_size: 1 with advantage {chosen.advantage}, whose baseline is the other "
             "samples of the prompt: every advantage would be 0; use at least 2"
         )
-    if cfg.batch.prompts_per_step % cfg.batch.updates_per_step:
+    if cfg.batch.updates_per_step > 0 and cfg.batch.prompts_per_step % cfg.batch.updates_per_step:
         problems.append(
             f"batch.updates_per_step: prompts_per_step {cfg.batch.prompts_per_step} / "
             f"updates_per_step {cfg.batch.updates_per_step} = "
