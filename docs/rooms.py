@@ -77,8 +77,8 @@ def _imported(node: ast.AST, known: dict[str, Path]) -> list[str]:
         names = [alias.name for alias in node.names]
     elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
         inner = [f"{node.module}.{alias.name}" for alias in node.names]
-        # `from package import module` means the module, not what the package itself says.
-        names = [full if full.removeprefix("spmdrl.") in known else node.module for full in inner]
+        # `from package import module` runs the package's own file too.
+        names = [node.module, *inner]
     else:
         return []
     own = [name.removeprefix("spmdrl.") for name in names if name.startswith("spmdrl.")]

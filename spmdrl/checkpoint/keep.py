@@ -12,7 +12,7 @@ import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from spmdrl.checkpoint import manifest as disk
+import spmdrl.checkpoint.manifest as disk
 from spmdrl.config import Config, KeepSettings
 from spmdrl.imports import nearest
 

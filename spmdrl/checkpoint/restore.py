@@ -12,8 +12,8 @@ from typing import Any
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
-from spmdrl.checkpoint import keep
-from spmdrl.checkpoint import manifest as disk
+import spmdrl.checkpoint.keep as keep
+import spmdrl.checkpoint.manifest as disk
 from spmdrl.checkpoint.state import Saved, SavedSource, set_rng_state, tensor_leaves
 from spmdrl.config import Config, flatten
 from spmdrl.config.former import modernized

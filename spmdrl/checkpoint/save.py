@@ -22,8 +22,8 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 
-from spmdrl.checkpoint import keep
-from spmdrl.checkpoint import manifest as disk
+import spmdrl.checkpoint.keep as keep
+import spmdrl.checkpoint.manifest as disk
 from spmdrl.checkpoint.state import Saved, SavedSource, rng_state, tensor_leaves
 from spmdrl.config import Config, flatten
 from spmdrl.report.glossary import clean_name, values_of

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+import spmdrl.engine.vllm_internals as vllm_internals
 from spmdrl.config import Config
-from spmdrl.engine import vllm_internals
 from spmdrl.engine.protocol import Completion, Request
 from spmdrl.engine.vllm_adapter import AdapterSlot, lora_arguments
 from spmdrl.engine.vllm_routes import Routes, make_routes, route_arguments

@@ -6,8 +6,8 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import spmdrl.report.console as text
 from spmdrl.config import Config
-from spmdrl.report import console as text
 from spmdrl.report.console import Console
 from spmdrl.report.glossary import values_of
 from spmdrl.report.jsonl import JsonLines

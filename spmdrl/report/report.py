@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import spmdrl.report.console as text
 from spmdrl.algorithms.mismatch import correction_advice
 from spmdrl.config import Config, flatten
 from spmdrl.model.flops import device_peak_flops
-from spmdrl.report import console as text
 from spmdrl.report.console import Console
 from spmdrl.report.curves import draw
 from spmdrl.report.glossary import clean_name, values_of, with_aliases
