@@ -3,10 +3,8 @@ loads nothing of spmdrl.train."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
-
-from torch import Tensor
 
 from spmdrl.config import Config
 from spmdrl.model.load import build_meta_model
@@ -52,14 +50,6 @@ class Bystander:
     def update(self, batch: Batch, advantages: Advantages, *, step: int) -> Sums:
         """Return {}."""
         return {}
-
-    def logprobs(self, batch: Batch, *, step: int = -1) -> list[Tensor]:
-        """Return []."""
-        return []
-
-    def score(self, tokens: Sequence[Sequence[int]]) -> list[Tensor]:
-        """Return []."""
-        return []
 
 
 def make_trainer(

@@ -146,14 +146,6 @@ class Trainer:
             rows = [one.row for microbatches in self._prepare(batch) for one in microbatches]
             return [logprobs for logprobs, _ in self.policy.model.columns(rows)]
 
-    def score(self, tokens: Sequence[Sequence[int]]) -> list[Tensor]:
-        """Score plain sequences at temperature 1; every trainer rank must call with the same.
-
-        Returns: per sequence [len] float32 natural logprobs on the CPU; the first is 0.
-        """
-        with self.world.watch.wait("score", -1):
-            return self.policy.model.score(tokens)
-
     def _prepare(
         self, batch: Batch, advantages: Advantages | None = None
     ) -> list[list[PreparedMicrobatch]]:
