@@ -164,8 +164,8 @@ def _move(
         output_split_sizes=[int(lengths[rows].sum()) for rows in from_rank],
     )
     with world.watch.wait("exchange tokens", step):
-        payload = _all_to_all(_to_payload(rollouts)[order], device=world.device, sizes=sizes)
-        routes = _move_routes(rollouts, table, order=order, device=world.device, sizes=sizes)
+        payload = _all_to_all(_to_payload(rollouts)[order], world, sizes=sizes)
+        routes = _move_routes(rollouts, table, world, order=order, sizes=sizes)
     rows = torch.cat(from_rank)
     starts = torch.full_like(lengths, -1)
     starts[rows] = lengths[rows].cumsum(0) - lengths[rows]
@@ -193,9 +193,9 @@ def _from_payload(payload: Tensor, *, routes: Tensor | None) -> Tokens:
 def _move_routes(
     rollouts: Rollouts,
     table: _Gathered,
+    world: World,
     *,
     order: Tensor,
-    device: torch.device,
     sizes: dict[str, list[int]],
 ) -> Tensor | None:
     """Send the tokens' routes the way of the tokens, in their own dtype."""
@@ -206,7 +206,7 @@ def _move_routes(
     if own is None:  # such as samples that were under way when replay was switched on
         own = form.new_full((len(rollouts.tokens), *form.shape[1:]), -1)
     payload = own[order].flatten(1).contiguous().view(torch.uint8)
-    received = _all_to_all(payload, device=device, sizes=sizes)
+    received = _all_to_all(payload, world, sizes=sizes)
     return received.view(form.dtype).unflatten(1, form.shape[1:])
 
 
@@ -217,11 +217,11 @@ def _ranges(starts: Tensor, lengths: Tensor) -> Tensor:
     return torch.arange(int(lengths.sum())) + offsets
 
 
-def _all_to_all(payload: Tensor, *, device: torch.device, sizes: dict[str, list[int]]) -> Tensor:
-    payload = payload.to(device)
+def _all_to_all(payload: Tensor, world: World, *, sizes: dict[str, list[int]]) -> Tensor:
+    payload = payload.to(world.wire)
     received = payload.new_empty(sum(sizes["output_split_sizes"]), *payload.shape[1:])
     dist.all_to_all_single(received, payload, **sizes)
-    return received
+    return received.to(world.device)
 
 
 # --------------------------------------------------------------------------- micro-batches

@@ -10,10 +10,12 @@ import pytest
 import torch
 from ranks import free_port, launch_env, run_ranks
 
+from spmdrl.check.layout import layout_problems
 from spmdrl.config import Config, LayoutSettings
 from spmdrl.world import World
 from spmdrl.world.comm import agree, gather_problems
 from spmdrl.world.launch import first_host, read_launch
+from spmdrl.world.world import pick_backend, pick_device
 
 
 def test_torchrun_and_slurm_variables_are_read():
@@ -148,6 +150,43 @@ def differing(cfg: Config) -> str:
     return str(error.value)
 
 
+@pytest.mark.parametrize("backend, places", [("gloo", [0, 1, 0]), ("auto", [0, 1, None])])
+def test_ranks_share_a_gpu_by_gloo_alone(backend, places, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda index: None)
+    cfg = Config(layout=LayoutSettings(world_size=3, device="cuda", backend=backend))
+    assert pick_backend(cfg) == ("gloo" if backend == "gloo" else "nccl")
+    for local_rank, index in enumerate(places):
+        if index is None:
+            with pytest.raises(ValueError, match="GPU 2, but 2 are .* --layout.backend gloo"):
+                pick_device(cfg, local_rank)
+        else:
+            assert pick_device(cfg, local_rank) == torch.device("cuda", index)
+
+
+def test_messages_of_gloo_start_and_end_on_the_host():
+    world = object.__new__(World)
+    world.device, world.backend = torch.device("cuda", 0), "gloo"
+    assert world.wire == torch.device("cpu")
+    world.backend = "nccl"
+    assert world.wire == torch.device("cuda", 0)
+
+
+@pytest.mark.parametrize("axis", ["cp", "ep", "tp", "inference_tp"])
+def test_what_goes_from_gpu_to_gpu_is_refused_on_gloo(axis):
+    sizes = {axis: 2, "world_size": 4, "trainer_ranks": 2, "backend": "gloo"}
+    asked = f"layout.backend: gloo with layout.{axis} 2"
+    on_gpus = layout_problems(Config(layout=LayoutSettings(device="cuda", **sizes)))
+    assert any(asked in problem for problem in on_gpus)
+    on_cpus = layout_problems(Config(layout=LayoutSettings(device="cpu", **sizes)))
+    assert not any("layout.backend" in problem for problem in on_cpus)
+
+
+def test_nccl_without_gpus_is_refused():
+    layout = LayoutSettings(device="cpu", backend="nccl")
+    assert any("NCCL needs GPUs" in problem for problem in layout_problems(Config(layout=layout)))
+
+
 def test_ranks_with_different_configs_are_refused():
     messages = run_ranks(2, differing, Config(layout=LayoutSettings(device="cpu")))
     assert all("rank 1 has seed = 1, rank 0 has 0" in m for m in messages)
@@ -157,6 +196,7 @@ WAITER = """
 import os, sys, time
 sys.path.insert(0, {root!r})
 import torch.distributed as dist
+from spmdrl.check.layout import layout_problems
 from spmdrl.config import Config, LayoutSettings
 from spmdrl.world import World
 from spmdrl.world.comm import agree, gather_problems

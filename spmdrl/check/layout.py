@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from spmdrl.config.fields import Config, replay_folder
+from spmdrl.config.fields import Config, LayoutSettings, replay_folder
 
 
 def layout_problems(cfg: Config) -> list[str]:
@@ -16,6 +16,7 @@ def layout_problems(cfg: Config) -> list[str]:
     if problems:
         return problems
     problems += rank_problems(axes_of(cfg), engine_kind=cfg.engine.kind)
+    problems += _backend_problems(layout)
     samples = cfg.objective.samples and not replay_folder(cfg)
     if layout.roles.has_engines != samples:
         problems.append(
@@ -24,3 +25,17 @@ def layout_problems(cfg: Config) -> list[str]:
             "engine), else rl `split` or `colocated`"
         )
     return problems
+
+
+def _backend_problems(layout: LayoutSettings) -> list[str]:
+    if layout.backend == "nccl" and layout.device == "cpu":
+        return ["layout.backend: nccl with layout.device cpu; NCCL needs GPUs: take gloo or auto"]
+    if layout.backend != "gloo" or layout.device == "cpu":
+        return []
+    return [
+        f"layout.backend: gloo with layout.{name} {getattr(layout, name)}; between ranks of this "
+        "axis messages go straight from GPU to GPU: leave layout.backend at auto (or say "
+        "layout.device cpu, if no GPU is meant)"
+        for name in ("cp", "ep", "tp", "inference_tp")
+        if getattr(layout, name) > 1
+    ]

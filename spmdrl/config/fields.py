@@ -50,6 +50,10 @@ class LayoutSettings:
     """Tensor-parallel ranks of one engine replica. Replicas = inference ranks / this."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where tensors live. `auto` takes CUDA when this machine has it."""
+    backend: Literal["auto", "nccl", "gloo"] = "auto"
+    """What carries messages: `auto` takes NCCL between GPUs, gloo between CPUs. `gloo` with device
+    cuda stages every message through the host: slow and exact. It lets several ranks share one GPU,
+    which NCCL refuses, and so a split run be tried on it."""
     wait_timeout_s: float = 600.0
     """Seconds that one named cross-rank wait may take before the job reports who is missing
     and ends. Longer than the slowest generation phase."""

@@ -83,10 +83,9 @@ def create_groups(world: World, *, tp: int) -> tempfile.TemporaryDirectory:
     # Not in TMPDIR, which can be long: a socket's path may have 107 characters.
     sockets = tempfile.TemporaryDirectory(prefix="spmdrl-", dir=before or "/tmp")
     os.environ[_SOCKETS] = sockets.name
-    backend = "nccl" if world.device.type == "cuda" else "gloo"
     with set_current_vllm_config(VllmConfig()):
         parallel_state.init_distributed_environment(
-            world.world_size, world.rank, "env://", world.local_rank, backend
+            world.world_size, world.rank, "env://", world.local_rank, world.backend
         )
         parallel_state.initialize_model_parallel(tp)
     del os.environ[_SOCKETS]

@@ -102,7 +102,7 @@ class ReloadedTensors:
             Transfer(
                 plan,
                 rank=self._world.rank,
-                device=device,
+                device=self._world.wire,
                 source=self._live.held.value,
                 targets=whole,
                 groups=self._groups,

@@ -62,7 +62,7 @@ class TracedTensors:
             self._transfer = Transfer(
                 self.plan,
                 rank=self._world.rank,
-                device=self._world.device,
+                device=self._world.wire,
                 source=self._live.held.value,
                 targets=[copy.view for copy in self._copies],
                 groups=self._groups,

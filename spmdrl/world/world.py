@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import TypeVar
 
@@ -34,6 +34,8 @@ class World:
     world_size: int
     local_rank: int
     device: torch.device
+    backend: str
+    """What carries tensors between ranks: nccl, or gloo."""
     watch: Watch
     control: dist.ProcessGroup
     """gloo group over all ranks, for small messages."""
@@ -71,6 +73,8 @@ class World:
         launch = read_launch()
         _check_launch(cfg, launch)
         device = pick_device(cfg, launch.local_rank)
+        if device.type == "cuda":  # with gloo, ranks of higher local ranks share its GPU
+            launch = replace(launch, local_rank=device.index)
         timeout = store_timeout(max(cfg.layout.wait_timeout_s, cfg.layout.startup_timeout_s))
         watch = _join(cfg, launch, device=device, timeout=timeout)
         with watch.wait("create groups", -1):
@@ -86,6 +90,7 @@ class World:
             world_size=launch.world_size,
             local_rank=launch.local_rank,
             device=device,
+            backend=pick_backend(cfg),
             watch=watch,
             control=control,
             trainer_control=trainer_control,
@@ -170,6 +175,11 @@ class World:
         know alike is counted there."""
         return self.is_trainer and self.trainer_ranks.index(self.rank) % self.ranks_per_dp == 0
 
+    @property
+    def wire(self) -> torch.device:
+        """Where tensors must be to be sent: gloo's messages start and end on the host."""
+        return self.device if self.backend == "nccl" else torch.device("cpu")
+
     # ---------------------------------------------------------------- exchanges
 
     def from_rank_0(self, work: Callable[[], T], *, wait: str, step: int = -1) -> T:
@@ -242,10 +252,10 @@ def _join(cfg: Config, launch: Launch, *, device: torch.device, timeout: timedel
     """Make the group of all ranks, and start this rank's watch."""
     launch.pass_on()
     dist.init_process_group(
-        "nccl" if device.type == "cuda" else "gloo",
+        pick_backend(cfg),
         init_method="env://",
         timeout=timeout,
-        device_id=device if device.type == "cuda" else None,
+        device_id=device if pick_backend(cfg) == "nccl" else None,
     )
     return Watch(
         default_store().clone(),
@@ -297,18 +307,27 @@ def is_on_cpu(cfg: Config) -> bool:
     return kind == "cpu" or (kind == "auto" and torch.cuda.device_count() == 0)
 
 
+def pick_backend(cfg: Config) -> str:
+    """Return what carries tensors between ranks: nccl between GPUs unless gloo is asked for."""
+    return "gloo" if is_on_cpu(cfg) or cfg.layout.backend == "gloo" else "nccl"
+
+
 def pick_device(cfg: Config, local_rank: int) -> torch.device:
     """Return this rank's device.
 
-    Raises: ValueError when CUDA is asked for and this rank has no GPU.
+    Raises: ValueError when CUDA is asked for and this rank has no GPU: with gloo ranks share GPUs,
+        with NCCL each needs one.
     """
     if is_on_cpu(cfg):
         return torch.device("cpu")
     count = torch.cuda.device_count()
-    if local_rank >= count:
+    if not count or (local_rank >= count and pick_backend(cfg) == "nccl"):
         raise ValueError(
             f"layout.device: rank with local rank {local_rank} on {socket.gethostname()} needs "
             f"GPU {local_rank}, but {count} are visible; start {count} ranks per node"
+            + ", or let ranks share a GPU, slowly, by --layout.backend gloo"
+            * (count > 0)
         )
-    torch.cuda.set_device(local_rank)
-    return torch.device("cuda", local_rank)
+    index = local_rank % count
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
