@@ -9,13 +9,10 @@ def layout_problems(cfg: Config) -> list[str]:
     """Return what is wrong with the section `layout`, each as `field: what, value seen`."""
     from spmdrl.world.axes import axes_of, rank_problems  # here: it comes with torch
 
-    layout, problems = cfg.layout, []
-    for name in ("world_size", "trainer_ranks", "dp_replicate", "cp", "ep", "tp", "inference_tp"):
-        if getattr(layout, name) < 1:
-            problems.append(f"layout.{name}: must be at least 1, got {getattr(layout, name)}")
-    if problems:
-        return problems
-    problems += rank_problems(axes_of(cfg), engine_kind=cfg.engine.kind)
+    layout = cfg.layout
+    if any(size < 1 for size in vars(layout).values() if isinstance(size, int)):
+        return []  # which says what is wrong, see config/ranges.py
+    problems = [*rank_problems(axes_of(cfg), engine_kind=cfg.engine.kind)]
     problems += _backend_problems(layout)
     samples = cfg.objective.samples and not replay_folder(cfg)
     if layout.roles.has_engines != samples:

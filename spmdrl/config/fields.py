@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
 
 from spmdrl.config.generation import (
     EngineSettings,
@@ -17,6 +17,7 @@ from spmdrl.config.model import ModelSettings
 from spmdrl.config.objectives import OBJECTIVES, Objective
 from spmdrl.config.options import Options
 from spmdrl.config.placements import PLACEMENTS, Placement
+from spmdrl.config.ranges import Count, Natural, NonNegative, at_least
 
 
 @dataclass(frozen=True)
@@ -27,26 +28,26 @@ class LayoutSettings:
     """`split`: ranks [0, trainer_ranks) train, the others generate. `colocated`: every rank
     does both in turns. `offline`: every rank trains on a dataset, or on recorded rollouts; no
     engine is built."""
-    world_size: int = 2
+    world_size: Count = 2
     """Number of ranks. Must equal what the launcher started; written down here so that a
     layout can be checked without starting one."""
-    trainer_ranks: int = 1
+    trainer_ranks: Count = 1
     """Ranks that train under `split` placement. Ignored otherwise (all ranks train)."""
-    dp_replicate: int = 1
+    dp_replicate: Count = 1
     """Copies of the sharded policy (HSDP). The dp_shard axis takes the ranks that
     dp_replicate, cp and tp leave: dp_shard = trainers / (dp_replicate * cp * tp)."""
-    cp: int = 1
+    cp: Count = 1
     """Context-parallel ranks: each computes a slice of every packed row, so that sequences may
     be as long as these ranks together hold. They also share the shards of dp_shard."""
-    ep: int = 1
+    ep: Count = 1
     """Expert-parallel ranks of a mixture of experts, taken from the dp_shard * cp * tp ranks: each
     has some of the experts of a layer, and tokens travel to them. Must divide dp_shard * cp * tp
     and the number of experts."""
-    tp: int = 1
+    tp: Count = 1
     """Tensor-parallel ranks of the policy, by the model's own plan. Between attention and MLP they
     shard the tokens (sequence parallelism) if blocks are those two and norms; else a log tells.
     Experts are not split by it: each rank sends its own tokens to them, see ep."""
-    inference_tp: int = 1
+    inference_tp: Count = 1
     """Tensor-parallel ranks of one engine replica. Replicas = inference ranks / this."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where tensors live. `auto` takes CUDA when this machine has it."""
@@ -54,10 +55,10 @@ class LayoutSettings:
     """What carries messages: `auto` takes NCCL between GPUs, gloo between CPUs. `gloo` with device
     cuda stages every message through the host: slow and exact. It lets several ranks share one GPU,
     which NCCL refuses, and so a split run be tried on it."""
-    wait_timeout_s: float = 600.0
+    wait_timeout_s: Annotated[float, at_least(1)] = 600.0
     """Seconds that one named cross-rank wait may take before the job reports who is missing
     and ends. Longer than the slowest generation phase."""
-    startup_timeout_s: float = 1800.0
+    startup_timeout_s: Annotated[float, at_least(1)] = 1800.0
     """The same for waits before the first step: model loading and compilation are slow."""
 
     @property
@@ -77,13 +78,13 @@ class DataSettings:
     """Held-out rows for evaluation, same forms; empty switches evaluation off."""
     task_options: Options = field(default_factory=dict)
     """Keyword options of a generated task, e.g. {digits: 3}."""
-    size: int = 0
+    size: Natural = 0
     """Rows to take: required for a generated task, 0 means all rows of a file."""
-    eval_size: int = 256
+    eval_size: Natural = 256
     """Held-out rows to take from `eval`; 0 means all."""
     shuffle: bool = True
     """New order each epoch, a function of (seed, epoch) alone."""
-    max_prompt_tokens: int = 1024
+    max_prompt_tokens: Count = 1024
     """Longest prompt in tokens."""
     overlong_prompts: Literal["error", "drop"] = "error"
     """A prompt above max_prompt_tokens stops the run at start, or is dropped and counted."""
@@ -95,15 +96,15 @@ class DataSettings:
 class BatchSettings:
     """How much one step generates and how it is cut for training."""
 
-    prompts_per_step: int = 64
+    prompts_per_step: Count = 64
     """Prompts sampled per step; in SFT, rows per step."""
-    group_size: int = 8
+    group_size: Count = 8
     """Responses sampled per prompt."""
-    tokens_per_microbatch: int = 16384
+    tokens_per_microbatch: Natural = 16384
     """Token budget of one forward pass on one dp rank. At least the longest sequence. 0: found
     before the first step, by forward and backward passes over rows of growing size, as many as
     leave a tenth of the free memory; a resumed run repeats it on the same layout and model."""
-    updates_per_step: int = 1
+    updates_per_step: Count = 1
     """Optimizer steps per batch (mini-batches). Above 1, old logprobs get a pass of their
     own; at 1 they are the current ones and the ratio is exactly 1."""
 
@@ -112,7 +113,7 @@ class BatchSettings:
 class KeepSettings:
     """Which checkpoints stay."""
 
-    last: int = 2
+    last: Count = 2
     """The newest N stay."""
     best: str = ""
     """So does the best by this metric of the in-loop evaluation, e.g. eval/reward; a new best is
@@ -125,7 +126,7 @@ class KeepSettings:
 class CheckpointSettings:
     """Saving, resuming, exporting."""
 
-    every_steps: int = 0
+    every_steps: Natural = 0
     """Save every N steps; 0 saves only at the end and on SIGTERM."""
     resume: str = "auto"
     """`auto` takes the newest complete checkpoint of output_dir, `never` starts afresh (and
@@ -139,11 +140,11 @@ class CheckpointSettings:
 class EvaluateSettings:
     """Held-out evaluation inside the loop."""
 
-    every_steps: int = 0
+    every_steps: Natural = 0
     """Evaluate every N steps and at the end; 0 switches it off."""
-    temperature: float = 1.0
+    temperature: NonNegative = 1.0
     """Sampling temperature; 0 is greedy."""
-    samples: int = 1
+    samples: Count = 1
     """Responses per held-out prompt."""
 
 
@@ -163,9 +164,9 @@ class MlflowSettings:
 class ConsoleSettings:
     """What is printed while it runs."""
 
-    table_every: int = 5
+    table_every: Count = 5
     """Steps between two rows of the table."""
-    samples_every: int = 0
+    samples_every: Natural = 0
     """Steps between printed sample responses; 0 prints none."""
 
 
@@ -189,9 +190,9 @@ class Config:
     """Checkpoints, logs, metrics and the resolved config go here."""
     seed: int = 0
     """Keys every random draw together with step, prompt and sample; never the rank."""
-    steps: int = 100
+    steps: Count = 100
     """Training steps (batches) in all."""
-    lag: int = 0
+    lag: Natural = 0
     """Steps that generation runs ahead of training. 0 is on-policy; 1 overlaps generation
     with the update in split placement."""
     deterministic: bool = True

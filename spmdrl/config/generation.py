@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
 
 from spmdrl.config.options import NestedOptions
+from spmdrl.config.ranges import Count, Fraction, InsideUnit, Natural, NonNegative, Share, at_least
 
 
 @dataclass(frozen=True)
@@ -15,7 +16,7 @@ class SamplingSettings:
 
     temperature: float = 1.0
     """Softmax temperature. The trainer scores at the same temperature."""
-    max_response_tokens: int = 512
+    max_response_tokens: Count = 512
     """Longest response in tokens; longer ones are cut and marked truncated."""
     stop_token_ids: tuple[int, ...] = ()
     """Token ids that end a response besides the tokenizer's eos and the model's own: those of
@@ -31,17 +32,17 @@ class EngineSettings:
     does not run."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Dtype of the engine's weights; trainer shards are cast to it by the sender."""
-    gpu_memory_frac: float = 0.85
+    gpu_memory_frac: InsideUnit = 0.85
     """Share of GPU memory for weights and KV cache; CUDA only. Colocated, the engine has it while
     it generates, beside the trainers' weights and optimizer state: leave room for these. During
     updates it sleeps (vLLM with options {enable_sleep_mode: true}, the default there; transformers
     frees its cache), unless requests are unfinished (over_sample), and its memory is theirs."""
     cpu_kv_cache_gib: float = 0.5
     """KV cache size on the CPU, GiB per rank."""
-    max_num_seqs: int = 256
+    max_num_seqs: Count = 256
     """Sequences decoded together in one replica; fewer where the KV cache has no room. To
     `transformers` every sequence is as long as prompt and response may be."""
-    max_batched_tokens: int = 8192
+    max_batched_tokens: Count = 8192
     """Token budget of one engine step."""
     options: NestedOptions = field(default_factory=dict)
     """Further arguments of vLLM's engine alone, by their names in `EngineArgs`, e.g.
@@ -58,12 +59,12 @@ class EngineSettings:
 class StreamSettings:
     """Weights from trainer shards into engine storage."""
 
-    bucket_bytes: int = 64 * 2**20
+    bucket_bytes: Annotated[int, at_least(1024)] = 64 * 2**20
     """Bytes of one bucket; extra memory is two buckets in flight per rank and role."""
     mode: Literal["auto", "traced", "reload"] = "auto"
     """`traced` writes slices in place and refuses what it cannot prove; `reload` sends whole
     tensors through the engine's own loader; `auto` traces and falls back, saying why."""
-    verify_every: int = 0
+    verify_every: Natural = 0
     """Compare per-chunk checksums every N pushes; 0 means after the first push only."""
     max_logprob_gap: float = 0.1
     """Largest allowed mean |engine - trainer| logprob on the start-up probe, in nats."""
@@ -76,21 +77,21 @@ class ScheduleSettings:
     in_flight: bool = False
     """Engines take new weights between two tokens, as soon as the trainers are done, and go on;
     every token keeps the version that sampled it. With lag 1 or more and split placement."""
-    over_sample: float = 1.0
+    over_sample: Annotated[float, at_least(1)] = 1.0
     """Groups under way per group of a step: with 1.5 half as many more. The first that are
     complete make the step, the others go on into the next ones."""
     kv_cache: Literal["recompute", "keep"] = "recompute"
     """`keep` leaves the cache of unfinished sequences as older weights made it."""
-    max_staleness: int | Literal["auto"] = "auto"
+    max_staleness: Natural | Literal["auto"] = "auto"
     """Steps that a token may be old when it is trained on; `auto`: the least that works."""
-    dynamic: int = 0
+    dynamic: Natural = 0
     """Replace groups whose rewards are all the same (DAPO). The run ends with an error when a step
     has sampled so many times its groups and is not full; 0 switches it off."""
     balance: Literal["auto", "even", "length", "steal"] = "auto"
     """How prompts come to engine replicas: by `length`, so that their expected lengths add up
     alike (prompt, and what its row's responses measured before); `steal`: besides, a replica that
     is done early takes over prompts of another; `even`: by number. See `dealing`."""
-    curriculum: float = 1.0
+    curriculum: Share = 1.0
     """Share of their turns at which prompts are taken that were always or never solved (reward 1)
     when last sampled; in (0, 1]."""
 
@@ -118,7 +119,7 @@ class ScheduleSettings:
 class RecordSettings:
     """Rollouts that are kept, or taken from what another run kept (docs/rollouts.md)."""
 
-    every: int = 0
+    every: Natural = 0
     """Keep every N-th step's rollouts, with prompts, texts, logprobs and rewards, in
     output_dir/rollouts; 0 keeps none."""
     replay: str = ""
@@ -145,13 +146,13 @@ class ShapingSettings:
     """What becomes of a reward before training, not in evaluation: penalties first, then shift,
     scale and bounds (algorithms/shaping.py). All but tokens and factors in task units."""
 
-    overlong_tokens: int = 0
+    overlong_tokens: Natural = 0
     """Last tokens before the length limit along which a penalty grows linearly (DAPO); 0: none."""
-    overlong_penalty: float = 1.0
+    overlong_penalty: NonNegative = 1.0
     """That penalty at the limit; 0 or more."""
-    truncated_factor: float = 1.0
+    truncated_factor: Fraction = 1.0
     """Factor of a truncated response's positive reward, from 0 to 1."""
-    truncated_penalty: float = 0.0
+    truncated_penalty: NonNegative = 0.0
     """Taken off a truncated response; 0 or more."""
     shift: float = 0.0
     """Added, before scale."""
@@ -180,7 +181,7 @@ class RewardsSettings:
     the generated task's own grader."""
     weights: tuple[float, ...] = ()
     """One weight per function; empty means 1 each."""
-    workers: int = 1
+    workers: Count = 1
     """Worker processes per engine replica. Where some fail or are stuck, half as many stand by
     and at most as many stand in."""
     timeout_s: float = 10.0

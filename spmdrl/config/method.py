@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from spmdrl.config.options import Options
+from spmdrl.config.ranges import BelowOne, Fraction, Natural, NonNegative, Positive, Share
 
 
 @dataclass(frozen=True)
@@ -13,9 +14,9 @@ class KlControlSettings:
     """Hold the KL at a target: kl_coef, the first value, moves after each step by at most a fifth
     per horizon (arXiv 1909.08593). Off unless both are set."""
 
-    target: float = 0.0
+    target: NonNegative = 0.0
     """KL to hold, nats per token."""
-    horizon: float = 0.0
+    horizon: NonNegative = 0.0
     """Samples over which the coefficient may change by a fifth."""
 
     @property
@@ -29,15 +30,15 @@ class EntropyControlSettings:
     """What else acts on the policy's entropy. With target and delta entropy_coef, the first value,
     moves after each step; above the target there is no bonus."""
 
-    keep_frac: float = 1.0
+    keep_frac: Share = 1.0
     """Share of the batch's tokens, those with the highest entropy, that enter the policy loss;
     in (0, 1]."""
-    target: float = 0.0
+    target: NonNegative = 0.0
     """Entropy to hold, nats per token."""
-    delta: float = 0.0
+    delta: NonNegative = 0.0
     """What the coefficient moves by after each step: up while the entropy is below target; 0: it
     is fixed."""
-    lower: float = 0.0
+    lower: NonNegative = 0.0
     """Least that the coefficient may be."""
     upper: float = 1.0
     """Most that the coefficient may be."""
@@ -84,7 +85,7 @@ class AlgorithmSettings:
     """Estimator of the KL to the reference: `k1`, `k2` or `k3`."""
     kl_options: Options = field(default_factory=dict)
     """Its keyword options, e.g. {unbiased: true}."""
-    kl_coef: float = 0.0
+    kl_coef: NonNegative = 0.0
     """Weight of the KL to `model.reference`, per token in nats; 0 needs no reference."""
     kl_in: Literal["loss", "reward"] = "loss"
     """Whether the KL is a term of the loss, or taken off the rewards (where k1 is usual)."""
@@ -100,23 +101,23 @@ class AlgorithmSettings:
 class OptimizerSettings:
     """AdamW and its schedule."""
 
-    lr: float = 1e-6
+    lr: NonNegative = 1e-6
     """Peak learning rate."""
-    beta1: float = 0.9
+    beta1: BelowOne = 0.9
     """Decay of AdamW's mean of gradients, per update; in [0, 1)."""
-    beta2: float = 0.95
+    beta2: BelowOne = 0.95
     """Decay of its mean of their squares, per update; in [0, 1)."""
-    eps: float = 1e-8
+    eps: Positive = 1e-8
     """Added to the root of that mean; above 0."""
-    weight_decay: float = 0.0
+    weight_decay: BelowOne = 0.0
     """Decoupled, in [0, 1), and of matrices only: norms, biases and embeddings have none."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Shape after warm-up."""
-    warmup_steps: int = 0
+    warmup_steps: Natural = 0
     """Steps of linear warm-up from 0."""
-    min_lr_frac: float = 0.1
+    min_lr_frac: Fraction = 0.1
     """Final learning rate as a fraction of lr, under linear and cosine."""
-    max_grad_norm: float = 1.0
+    max_grad_norm: NonNegative = 1.0
     """Global gradient-norm bound; 0 switches clipping off."""
 
 
@@ -131,13 +132,13 @@ class CriticSettings:
     """Folder or hub name it starts from: a causal LM with the policy's tokenizer, or for `gae`
     a model with a scalar head. Empty means model.path. A head that is not there starts at
     zero."""
-    lr: float = 1e-5
+    lr: NonNegative = 1e-5
     """Peak learning rate. Ten times the policy's default: a head starts from nothing. `prime`
     has none; its paper takes 1e-6."""
-    warmup_steps: int = 0
+    warmup_steps: Natural = 0
     """First steps that train this model alone: advantages of one that knows nothing mislead. The
     policy's schedule counts them; its metrics are absent in them."""
-    clip: float = 0.0
+    clip: NonNegative = 0.0
     """Most that `gae`'s value of a state may move in the updates of one batch, task units (PPO's
     value clipping). 0 clips nothing: no one number suits all rewards, it acts only above one
     update per batch, and arXiv 2006.05990 finds that it hurts."""

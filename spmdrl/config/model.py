@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from spmdrl.config.ranges import Natural, Positive, Share
+
 
 @dataclass(frozen=True)
 class ReferenceSettings:
@@ -14,9 +16,9 @@ class ReferenceSettings:
     path: str = ""
     """Folder or hub name; empty: model.path, the policy as training began (with model.lora the
     policy without its adapters: no second model)."""
-    sync_every: int = 0
+    sync_every: Natural = 0
     """Steps between two moves toward the policy (TR-DPO); 0: it stays as it is."""
-    sync_mix: float = 1.0
+    sync_mix: Share = 1.0
     """Share of the policy in such a move, in (0, 1]; at 1 the reference becomes the policy."""
     cache: bool = False
     """Offline: find its logprobs of all rows once, before training, and free the model."""
@@ -49,9 +51,9 @@ class MoeSettings:
     balance: Literal["none", "aux", "bias"] = "none"
     """Balance the load by Switch's loss over the global batch (`aux`: one more forward pass per
     update), or by the routers' correction bias (`bias`: families that have one, deepseek_v3)."""
-    coef: float = 0.001
+    coef: Positive = 0.001
     """Weight of that loss, under `aux`."""
-    rate: float = 0.001
+    rate: Positive = 0.001
     """What the bias moves by after each update, under `bias`: up where load is below the mean."""
     replay: bool = False
     """Record the engine's choice of experts, and make it again in the trainer's passes over the
@@ -70,7 +72,7 @@ class MemorySettings:
     """What waits in host memory: `activations` of blocks, for the backward pass; `optimizer`,
     AdamW's state; `all`, both; `parameters`, shards, gradients and AdamW's state (FSDP2's
     CPUOffloadPolicy): weights then come over the bus for each pass. All but activations: CUDA."""
-    head_chunk_tokens: int = 0
+    head_chunk_tokens: Natural = 0
     """Positions whose logits exist at once, each vocabulary * 4 bytes; 0: as many as have 512
     MiB."""
     master_dtype: Literal["float32", "bfloat16"] = "float32"
@@ -87,7 +89,7 @@ class MemorySettings:
     """Whether `each` micro-batch's gradients go to their shards, or the `last` one's with all
     before: one reduction per update, for a float32 of every weight on each rank (tp and ep divide
     them) and sums in another order."""
-    prefetch: int | Literal["auto"] = "auto"
+    prefetch: Natural | Literal["auto"] = "auto"
     """Blocks whose weights are asked for ahead, in memory for as many more. `auto`: 1 on CUDA with
     ep, whose host waits within a block; else 0, FSDP2's own order. Changes no result."""
 
@@ -97,9 +99,9 @@ class LoraSettings:
     """Low-rank adapters that train instead of the weights (arXiv 2106.09685). The weights are
     frozen, in compute_dtype, and no part of checkpoints; the section critic trains in full."""
 
-    rank: int = 0
+    rank: Natural = 0
     """Rank of the adapters; 0: none, all weights train (unless `path` names adapters)."""
-    alpha: float = 32.0
+    alpha: Positive = 32.0
     """An update is scaled by alpha / rank."""
     targets: str | tuple[str, ...] = "all-linear"
     """What gets adapters: all-linear, the linear layers of the blocks and all their experts; or

@@ -12,6 +12,7 @@ from typing import Any, Literal, TypeGuard, Union
 
 from spmdrl.config.fields import Config
 from spmdrl.config.options import option_value
+from spmdrl.config.ranges import Range
 
 
 @functools.cache
@@ -48,6 +49,18 @@ def settings() -> dict[str, Any]:
         for section, cls in sections().items()
         for name, hint in hints(cls).items()
         if not is_section(hint)
+    }
+
+
+@functools.cache
+def bounds() -> dict[str, Range]:
+    """Return {dotted name: range} of all fields whose numbers are bounded."""
+    return {
+        f"{section}.{name}".lstrip("."): bound
+        for section, cls in sections().items()
+        for name, hint in typing.get_type_hints(cls, include_extras=True).items()
+        for kind in kinds(hint)
+        for bound in getattr(kind, "__metadata__", ())
     }
 
 
