@@ -25,16 +25,27 @@ class Metric(NamedTuple):
 
 
 _M = Metric
-_SHARE = "share"
+
+
+def _total(unit: str, description: str) -> Metric:
+    return Metric(unit, "total", "-", description)
+
+
+def _mean(unit: str, denominator: str, description: str) -> Metric:
+    return Metric(unit, "mean", denominator, description)
+
+
+def _share(denominator: str, description: str) -> Metric:
+    return _mean("share", denominator, description)
+
 
 GLOSSARY: dict[str, Metric] = {
     # ---- what the samples earned
-    "reward/mean": _M(
-        "task units", "mean", "valid samples", "reward of sampled responses, after rewards.shaping"
+    "reward/mean": _mean(
+        "task units", "valid samples", "reward of sampled responses, after rewards.shaping"
     ),
-    "reward/mean_raw": _M(
+    "reward/mean_raw": _mean(
         "task units",
-        "mean",
         "valid samples",
         "the same before rewards.shaping; absent where nothing is shaped",
     ),
@@ -44,112 +55,85 @@ GLOSSARY: dict[str, Metric] = {
         "groups of at least 2 valid samples",
         "how much samples of a prompt differ",
     ),
-    "reward/zero_spread_groups_frac": _M(
-        _SHARE,
-        "mean",
+    "reward/zero_spread_groups_frac": _share(
         "groups of at least 2 valid samples",
         "groups whose rewards are all equal: they carry no signal",
     ),
-    "reward/timeouts": _M("samples", "total", "-", "rewards that passed their deadline"),
-    "reward/errors": _M("samples", "total", "-", "rewards that raised or were not a finite number"),
-    "reward/seconds": _M("s", "mean", "samples", "wall time of one reward in its worker"),
-    "reward/<name>/mean": _M(
+    "reward/timeouts": _total("samples", "rewards that passed their deadline"),
+    "reward/errors": _total("samples", "rewards that raised or were not a finite number"),
+    "reward/seconds": _mean("s", "samples", "wall time of one reward in its worker"),
+    "reward/<name>/mean": _mean(
         "task units",
-        "mean",
         "samples that have it",
         "one reward function or model, or one number that it reports besides",
     ),
     # ---- what the engines produced
-    "rollout/response_length": _M("tokens", "mean", "samples", "sampled tokens of a response"),
+    "rollout/response_length": _mean("tokens", "samples", "sampled tokens of a response"),
     "rollout/response_length_max": _M("tokens", "max", "steps", "longest response"),
-    "rollout/prompt_length": _M("tokens", "mean", "samples", "tokens of a prompt"),
-    "rollout/truncated_frac": _M(
-        _SHARE, "mean", "samples", "responses cut at sampling.max_response_tokens"
-    ),
-    "rollout/failed_rewards": _M("samples", "total", "-", "samples left out: reward failed"),
-    "rollout/greedy_reward": _M(
+    "rollout/prompt_length": _mean("tokens", "samples", "tokens of a prompt"),
+    "rollout/truncated_frac": _share("samples", "responses cut at sampling.max_response_tokens"),
+    "rollout/failed_rewards": _total("samples", "samples left out: reward failed"),
+    "rollout/greedy_reward": _mean(
         "task units",
-        "mean",
         "prompts whose greedy response was rewarded",
         "reward of greedy responses, unshaped: baselines of `remax`, in no other metric",
     ),
-    "rollout/failed_greedy_rewards": _M(
-        "prompts",
-        "total",
-        "-",
-        "greedy responses whose reward failed: their prompts' advantages are 0",
+    "rollout/failed_greedy_rewards": _total(
+        "prompts", "greedy responses whose reward failed: their prompts' advantages are 0"
     ),
-    "rollout/turns": _M(
-        "turns",
-        "mean",
-        "samples",
-        "turns of the policy, in a step where a sample has more than one",
+    "rollout/turns": _mean(
+        "turns", "samples", "turns of the policy, in a step where a sample has more than one"
     ),
-    "environment/<name>": _M(
+    "environment/<name>": _mean(
         "see the environment",
-        "mean",
         "samples that have it",
         "what rollout.environment reports, added up over an episode's turns",
     ),
-    "rollout/samples": _M("samples", "total", "-", "responses in the step's batch"),
-    "rollout/dropped_groups": _M(
+    "rollout/samples": _total("samples", "responses in the step's batch"),
+    "rollout/dropped_groups": _total(
         "groups",
-        "total",
-        "-",
-        "groups without a spread of rewards that "
-        "others took the place of, since the last step (dynamic)",
+        "groups without a spread of rewards that others took the place of, since the last step "
+        "(dynamic)",
     ),
-    "rollout/carried_groups": _M(
-        "groups", "total", "-", "groups under way or complete that stay for later steps"
+    "rollout/carried_groups": _total(
+        "groups", "groups under way or complete that stay for later steps"
     ),
-    "rollout/overlong_openings": _M(
+    "rollout/overlong_openings": _total(
         "samples",
-        "total",
-        "-",
-        "samples left out: the environment "
-        "opened with more than data.max_prompt_tokens; absent for "
-        "none",
+        "samples left out: the environment opened with more than data.max_prompt_tokens; absent "
+        "for none",
     ),
-    "time/engine_idle": _M(
+    "time/engine_idle": _mean(
         "s",
-        "mean",
         "replicas",
-        "idle time of an engine from one step's share "
-        "to the next, evaluation and checkpoints left out: its seconds, each "
-        "counted by the share of places that are empty (places: what a share "
-        "can fill, at most engine.max_num_seqs); the sum of the rows below",
+        "idle time of an engine from one step's share to the next, evaluation and checkpoints "
+        "left out: its seconds, each counted by the share of places that are empty (places: what "
+        "a share can fill, at most engine.max_num_seqs); the sum of the rows below",
     ),
-    "time/engine_idle_tail": _M("s", "mean", "replicas", "of it: the last sequences are long"),
-    "time/engine_idle_reward": _M(
-        "s", "mean", "replicas", "of it: nothing is left to do but to score"
+    "time/engine_idle_tail": _mean("s", "replicas", "of it: the last sequences are long"),
+    "time/engine_idle_reward": _mean("s", "replicas", "of it: nothing is left to do but to score"),
+    "time/engine_idle_environment": _mean("s", "replicas", "of it: an environment is to answer"),
+    "time/engine_idle_replicas": _mean(
+        "s", "replicas", "of it: another replica has what is missing"
     ),
-    "time/engine_idle_environment": _M(
-        "s", "mean", "replicas", "of it: an environment is to answer"
+    "time/engine_idle_exchange": _mean("s", "replicas", "of it: rollouts go to the trainers"),
+    "time/engine_idle_update": _mean(
+        "s", "replicas", "of it: the trainers are at work, or, with lag above 0, another replica"
     ),
-    "time/engine_idle_replicas": _M(
-        "s", "mean", "replicas", "of it: another replica has what is missing"
-    ),
-    "time/engine_idle_exchange": _M("s", "mean", "replicas", "of it: rollouts go to the trainers"),
-    "time/engine_idle_update": _M(
-        "s",
-        "mean",
-        "replicas",
-        "of it: the trainers are at work, or, with lag above 0, another replica",
-    ),
-    "time/engine_idle_push": _M("s", "mean", "replicas", "of it: weights come in"),
+    "time/engine_idle_push": _mean("s", "replicas", "of it: weights come in"),
     "time/await_rollouts_sampling": _M(
         "s",
         "time/await_rollouts * (1 - the shares below)",
         "steps",
-        "the trainers' wait for "
-        "rollouts (split placement) while engines sampled; with the three rows below it adds up",
+        "the trainers' wait for rollouts (split placement) while engines sampled; with the three "
+        "rows below it adds up",
     ),
     "time/await_rollouts_tail": _M(
         "s",
         "time/await_rollouts * engine_idle_tail / time/generate",
         "steps",
-        "the same, while engines were empty since the last sequences are long; wait and idle "
-        "time are taken to overlap in proportion",
+        "the same, while engines were empty since the last sequences are long; wait and idle time "
+        "are taken to overlap in proportion",
     ),
     "time/await_rollouts_reward": _M(
         "s",
@@ -163,8 +147,8 @@ GLOSSARY: dict[str, Metric] = {
         "steps",
         "the same, while environments were to answer",
     ),
-    "rollout/logprob": _M(
-        "nats", "mean", "sampled tokens", "engine's log-probability of a sampled token"
+    "rollout/logprob": _mean(
+        "nats", "sampled tokens", "engine's log-probability of a sampled token"
     ),
     # ---- the update
     "policy/loss": _M(
@@ -179,23 +163,21 @@ GLOSSARY: dict[str, Metric] = {
         "updates",
         "over all parameters and ranks; skipped updates left out",
     ),
-    "policy/lr": _M("1", "mean", "updates", "learning rate in use"),
+    "policy/lr": _mean("1", "updates", "learning rate in use"),
     "policy/entropy": _M(
         "nats",
         "exact, full softmax at the sampling temperature",
         "loss tokens",
         "entropy of the policy's next-token distribution",
     ),
-    "policy/nll": _M("nats", "mean", "loss tokens", "negative log-likelihood (sft)"),
-    "policy/accuracy": _M(
-        _SHARE, "mean", "loss tokens", "targets that are the most likely token (sft)"
+    "policy/nll": _mean("nats", "loss tokens", "negative log-likelihood (sft)"),
+    "policy/accuracy": _share("loss tokens", "targets that are the most likely token (sft)"),
+    "policy/clip_frac": _share(
+        "loss tokens", "tokens whose ratio is clipped, so that they get no gradient"
     ),
-    "policy/clip_frac": _M(
-        _SHARE, "mean", "loss tokens", "tokens whose ratio is clipped, so that they get no gradient"
-    ),
-    "policy/clip_low_frac": _M(_SHARE, "mean", "loss tokens", "clipped at the lower bound"),
-    "policy/clip_high_frac": _M(_SHARE, "mean", "loss tokens", "clipped at the upper bound"),
-    "policy/dual_clip_frac": _M(_SHARE, "mean", "loss tokens", "cut by the dual clip"),
+    "policy/clip_low_frac": _share("loss tokens", "clipped at the lower bound"),
+    "policy/clip_high_frac": _share("loss tokens", "clipped at the upper bound"),
+    "policy/dual_clip_frac": _share("loss tokens", "cut by the dual clip"),
     "policy/ratio": _M(
         "1",
         "mean of exp(logprobs - old_logprobs)",
@@ -218,11 +200,9 @@ GLOSSARY: dict[str, Metric] = {
         "loss tokens",
         "ratio of losses that are anchored at the engine's policy",
     ),
-    "policy/dropped_frac": _M(_SHARE, "mean", "loss tokens", "tokens that the loss leaves out"),
-    "policy/kl_cov_frac": _M(
-        _SHARE, "mean", "loss tokens", "tokens that kl_cov holds back by a KL"
-    ),
-    "policy/sequence_weight": _M("1", "mean", "loss tokens", "vespo's weight of a sequence"),
+    "policy/dropped_frac": _share("loss tokens", "tokens that the loss leaves out"),
+    "policy/kl_cov_frac": _share("loss tokens", "tokens that kl_cov holds back by a KL"),
+    "policy/sequence_weight": _mean("1", "loss tokens", "vespo's weight of a sequence"),
     "<model>/router_max_load": _M(
         "1",
         "largest load of an expert / mean load",
@@ -230,17 +210,11 @@ GLOSSARY: dict[str, Metric] = {
         "how far the experts of a layer are from equal shares of (token, choice) pairs; 1 is "
         "balanced. No token is dropped",
     ),
-    "<model>/router_idle_experts_frac": _M(
-        _SHARE,
-        "mean",
-        "experts of all layers * updates",
-        "experts that no token of the update chose",
+    "<model>/router_idle_experts_frac": _share(
+        "experts of all layers * updates", "experts that no token of the update chose"
     ),
-    "<model>/router_entropy": _M(
-        "nats",
-        "mean",
-        "tokens * layers with experts",
-        "entropy of the router's distribution over experts",
+    "<model>/router_entropy": _mean(
+        "nats", "tokens * layers with experts", "entropy of the router's distribution over experts"
     ),
     "<model>/router_balance_loss": _M(
         "1",
@@ -248,31 +222,26 @@ GLOSSARY: dict[str, Metric] = {
         "tokens * layers with experts",
         "Switch's balancing loss of a layer, before model.moe.coef; 1 is balanced",
     ),
-    "policy/router_disagreement": _M(
-        _SHARE,
-        "mean",
+    "policy/router_disagreement": _share(
         "tokens * layers with a recorded route",
         "the trainer's router would have chosen other experts than the engine's, which were "
         "replayed (model.moe.replay)",
     ),
-    "policy/router_replayed_frac": _M(
-        _SHARE,
-        "mean",
+    "policy/router_replayed_frac": _share(
         "tokens * layers with experts",
         "a route of the engine was replayed; the rest, such as each sequence's last token, was "
         "routed by the trainer",
     ),
-    "policy/entropy_coef": _M(
+    "policy/entropy_coef": _mean(
         "1",
-        "mean",
         "steps",
         "weight of the entropy bonus in this step, moved toward entropy_control.target",
     ),
-    "policy/kl_coef": _M(
-        "1", "mean", "steps", "weight of the KL in this step, moved toward kl_control.target"
+    "policy/kl_coef": _mean(
+        "1", "steps", "weight of the KL in this step, moved toward kl_control.target"
     ),
-    "policy/low_entropy_frac": _M(
-        _SHARE, "mean", "loss tokens", "tokens below the entropy that top_entropy asks for"
+    "policy/low_entropy_frac": _share(
+        "loss tokens", "tokens below the entropy that top_entropy asks for"
     ),
     "policy/kl_ref": _M(
         "nats",
@@ -283,31 +252,26 @@ GLOSSARY: dict[str, Metric] = {
     "policy/kl_ref_k3": _M(
         "nats", "k3", "loss tokens", "distance from the frozen reference, never negative"
     ),
-    "policy/distill": _M("nats", "mean", "loss tokens", "divergence from the teacher"),
-    "policy/distill_teacher_mass": _M(
-        "probability", "mean", "loss tokens", "of the teacher, on the tokens it names"
+    "policy/distill": _mean("nats", "loss tokens", "divergence from the teacher"),
+    "policy/distill_teacher_mass": _mean(
+        "probability", "loss tokens", "of the teacher, on the tokens it names"
     ),
-    "policy/distill_student_mass": _M(
-        "probability", "mean", "loss tokens", "of the policy, on the tokens that the teacher names"
+    "policy/distill_student_mass": _mean(
+        "probability", "loss tokens", "of the policy, on the tokens that the teacher names"
     ),
     # ---- pairs: preference losses and reward models
     "preference/accuracy": _M(
-        _SHARE,
+        "share",
         "mean, ties count one half",
         "pairs",
         "pairs whose chosen response has the higher implicit reward",
     ),
-    "preference/margin": _M(
-        "as the loss says",
-        "mean",
-        "pairs",
-        "implicit reward of the chosen minus that of the rejected",
+    "preference/margin": _mean(
+        "as the loss says", "pairs", "implicit reward of the chosen minus that of the rejected"
     ),
-    "preference/chosen_reward": _M(
-        "as the loss says", "mean", "chosen responses", "implicit reward"
-    ),
-    "preference/rejected_reward": _M(
-        "as the loss says", "mean", "rejected responses", "implicit reward"
+    "preference/chosen_reward": _mean("as the loss says", "chosen responses", "implicit reward"),
+    "preference/rejected_reward": _mean(
+        "as the loss says", "rejected responses", "implicit reward"
     ),
     "preference/chosen_logprob": _M(
         "nats", "mean of means over tokens", "chosen responses", "log-probability of a token"
@@ -321,27 +285,27 @@ GLOSSARY: dict[str, Metric] = {
         "chosen responses",
         "negative log-likelihood (cpo, orpo)",
     ),
-    "preference/log_ratio": _M("nats", "mean", "responses", "log-ratio to the reference (bco)"),
+    "preference/log_ratio": _mean("nats", "responses", "log-ratio to the reference (bco)"),
     "preference/kl": _M(
         "nats", "mean, at least 0", "mismatched pairs", "KL to the reference that kto compares with"
     ),
     "reward_model/accuracy": _M(
-        _SHARE, "mean, ties count one half", "pairs", "pairs whose chosen response scores higher"
+        "share", "mean, ties count one half", "pairs", "pairs whose chosen response scores higher"
     ),
-    "reward_model/margin": _M("score", "mean", "pairs", "chosen score minus rejected score"),
-    "reward_model/chosen_score": _M("score", "mean", "pairs", "of the chosen response"),
-    "reward_model/rejected_score": _M("score", "mean", "pairs", "of the rejected response"),
+    "reward_model/margin": _mean("score", "pairs", "chosen score minus rejected score"),
+    "reward_model/chosen_score": _mean("score", "pairs", "of the chosen response"),
+    "reward_model/rejected_score": _mean("score", "pairs", "of the rejected response"),
     # ---- the value model of PPO
     "value/loss": _M("task units squared", "half the mean square", "loss tokens", "value loss"),
-    "value/grad_norm": _M("1", "mean", "updates", "global gradient norm before clipping"),
-    "value/lr": _M("1", "mean", "updates", "learning rate of the value model"),
-    "value/skipped_updates": _M("updates", "total", "-", "as policy/skipped_updates"),
-    "value/mean": _M("task units", "mean", "loss tokens", "predicted value"),
-    "value/clip_frac": _M(_SHARE, "mean", "loss tokens", "values cut by the clip"),
-    "value/returns": _M("task units", "mean", "loss tokens", "target of the value model"),
-    "value/returns_square": _M("task units squared", "mean", "loss tokens", "square of it"),
-    "value/error": _M("task units", "mean", "loss tokens", "returns minus old values"),
-    "value/error_square": _M("task units squared", "mean", "loss tokens", "square of it"),
+    "value/grad_norm": _mean("1", "updates", "global gradient norm before clipping"),
+    "value/lr": _mean("1", "updates", "learning rate of the value model"),
+    "value/skipped_updates": _total("updates", "as policy/skipped_updates"),
+    "value/mean": _mean("task units", "loss tokens", "predicted value"),
+    "value/clip_frac": _share("loss tokens", "values cut by the clip"),
+    "value/returns": _mean("task units", "loss tokens", "target of the value model"),
+    "value/returns_square": _mean("task units squared", "loss tokens", "square of it"),
+    "value/error": _mean("task units", "loss tokens", "returns minus old values"),
+    "value/error_square": _mean("task units squared", "loss tokens", "square of it"),
     "value/explained_variance": _M(
         "1",
         "1 - Var(returns - values) / Var(returns)",
@@ -355,36 +319,29 @@ GLOSSARY: dict[str, Metric] = {
         "sequences with loss tokens",
         "loss of the process reward model; ln 2 knows nothing",
     ),
-    "prm/grad_norm": _M("1", "mean", "updates", "global gradient norm before clipping"),
-    "prm/lr": _M("1", "mean", "updates", "learning rate of the process reward model"),
-    "prm/skipped_updates": _M("updates", "total", "-", "as policy/skipped_updates"),
-    "prm/accuracy": _M(
-        _SHARE,
-        "mean",
+    "prm/grad_norm": _mean("1", "updates", "global gradient norm before clipping"),
+    "prm/lr": _mean("1", "updates", "learning rate of the process reward model"),
+    "prm/skipped_updates": _total("updates", "as policy/skipped_updates"),
+    "prm/accuracy": _share(
         "sequences with loss tokens",
         "outcomes on the predicted side of one half, before the update",
     ),
-    "prm/score": _M(
+    "prm/score": _mean(
         "task units",
-        "mean",
         "sequences with loss tokens",
         "summed process rewards: beta times the log-ratio to the reference",
     ),
-    "policy/skipped_updates": _M(
-        "updates", "total", "-", "updates skipped on all ranks: loss or gradient not finite"
+    "policy/skipped_updates": _total(
+        "updates", "updates skipped on all ranks: loss or gradient not finite"
     ),
-    "policy/staleness": _M(
-        "versions",
-        "mean",
-        "sampled tokens",
-        "trainer's version minus the version that sampled the token",
+    "policy/staleness": _mean(
+        "versions", "sampled tokens", "trainer's version minus the version that sampled the token"
     ),
     "policy/staleness_max": _M("versions", "max", "steps", "largest staleness"),
-    "policy/advantage": _M("1", "mean", "valid samples", "advantage of a sample"),
+    "policy/advantage": _mean("1", "valid samples", "advantage of a sample"),
     "policy/advantage_std": _M("1", "standard deviation", "steps", "spread of advantages"),
-    "loss/<name>": _M(
+    "loss/<name>": _mean(
         "see the loss",
-        "mean",
         "as the loss says",
         "a statistic that the loss function returned under this name",
     ),
@@ -425,7 +382,7 @@ GLOSSARY: dict[str, Metric] = {
     ),
     "policy/mismatch_ratio_max": _M("1", "max of exp(d)", "updates", "worst token"),
     "policy/mismatch_ess": _M(
-        _SHARE,
+        "share",
         "1 / mean of exp(2 d)",
         "loss tokens",
         "effective share of the samples; 1 is on-policy",
@@ -436,21 +393,19 @@ GLOSSARY: dict[str, Metric] = {
         "sequences with loss tokens",
         "as mismatch_k1, every sequence counting the same",
     ),
-    "policy/mismatch_outside_frac": _M(
-        _SHARE, "mean", "loss tokens", "tokens with exp(d) outside [0.5, 2]"
+    "policy/mismatch_outside_frac": _share("loss tokens", "tokens with exp(d) outside [0.5, 2]"),
+    "policy/mismatch_nan_frac": _share(
+        "loss tokens", "engine logprobs that are not finite; they count as d = 0"
     ),
-    "policy/mismatch_nan_frac": _M(
-        _SHARE, "mean", "loss tokens", "engine logprobs that are not finite; they count as d = 0"
+    "policy/correction_weight": _mean(
+        "1", "loss tokens", "weight that the mismatch correction applied"
     ),
-    "policy/correction_weight": _M(
-        "1", "mean", "loss tokens", "weight that the mismatch correction applied"
-    ),
-    "policy/correction_cut_frac": _M(
-        _SHARE, "mean", "loss tokens", "tokens truncated or masked by the correction"
+    "policy/correction_cut_frac": _share(
+        "loss tokens", "tokens truncated or masked by the correction"
     ),
     # ---- the weight stream
-    "sync/bytes": _M("bytes", "total", "-", "weights sent per push"),
-    "sync/seconds": _M("s", "mean", "pushes", "wall time of a push"),
+    "sync/bytes": _total("bytes", "weights sent per push"),
+    "sync/seconds": _mean("s", "pushes", "wall time of a push"),
     "sync/gb_per_s": _M("GB/s", "bytes / seconds / 1e9", "pushes", "throughput of a push"),
     "sync/probe_gap": _M(
         "nats",
@@ -460,25 +415,22 @@ GLOSSARY: dict[str, Metric] = {
     ),
     "sync/probe_gap_max": _M("nats", "max", "probes", "worst token of the probe"),
     # ---- time and throughput
-    "time/<phase>": _M(
+    "time/<phase>": _mean(
         "s",
-        "mean",
         "ranks that report it",
-        "wall time in a phase or named wait: rank 0's; time/generate where rank 0 "
-        "does not generate: engine replicas'",
+        "wall time in a phase or named wait: rank 0's; time/generate where rank 0 does not "
+        "generate: engine replicas'",
     ),
-    "perf/step_s": _M("s", "mean", "steps", "wall time from one step's report to the next"),
-    "perf/generated_tokens": _M("tokens", "total", "-", "sampled tokens in the batch"),
-    "perf/batch_tokens": _M("tokens", "total", "-", "prompt and sampled tokens in the batch"),
-    "perf/trained_tokens": _M(
-        "tokens", "total", "-", "tokens through forward and backward, prompts included"
+    "perf/step_s": _mean("s", "steps", "wall time from one step's report to the next"),
+    "perf/generated_tokens": _total("tokens", "sampled tokens in the batch"),
+    "perf/batch_tokens": _total("tokens", "prompt and sampled tokens in the batch"),
+    "perf/trained_tokens": _total(
+        "tokens", "tokens through forward and backward, prompts included"
     ),
-    "perf/trainer_flops": _M(
+    "perf/trainer_flops": _total(
         "operations",
-        "total",
-        "-",
-        "floating point operations of the policy's matmuls on real tokens, "
-        "forward and backward; see spmdrl/model/flops.py",
+        "floating point operations of the policy's matmuls on real tokens, forward and backward; "
+        "see spmdrl/model/flops.py",
     ),
     "perf/trainer_tflops_per_s": _M(
         "TFLOP/s",
@@ -487,7 +439,7 @@ GLOSSARY: dict[str, Metric] = {
         "arithmetic of one trainer rank, recomputation not counted",
     ),
     "perf/mfu": _M(
-        _SHARE,
+        "share",
         "perf/trainer_tflops_per_s / peak of the device in bfloat16",
         "seconds of time/update",
         "model FLOPs utilisation in the update; absent where the peak is not known, as on the CPU",
@@ -499,63 +451,48 @@ GLOSSARY: dict[str, Metric] = {
         "throughput of the whole job",
     ),
     "perf/other_frac": _M(
-        _SHARE,
-        "1 - (generate + update + push) / "
-        "(step - evaluate - checkpoint); max(generate, update) where the two "
-        "overlap",
+        "share",
+        "1 - (generate + update + push) / (step - evaluate - checkpoint); max(generate, update) "
+        "where the two overlap",
         "-",
         "wall time outside the work, as rank 0 sees it",
     ),
     "mem/rss_gib": _M("GiB", "peak so far", "-", "resident memory of rank 0's process"),
-    "mem/engine_freed_gib": _M(
+    "mem/engine_freed_gib": _mean(
         "GiB",
-        "mean",
         "pushes",
-        "memory that rank 0's engine gave up while "
-        "it slept, by the device's count (on the CPU, its cache's); absent "
-        "where it stays awake",
+        "memory that rank 0's engine gave up while it slept, by the device's count (on the CPU, "
+        "its cache's); absent where it stays awake",
     ),
-    "mem/after_wake_gib": _M(
+    "mem/after_wake_gib": _mean(
         "GiB",
-        "mean",
         "pushes",
-        "memory in use on rank 0's device after its "
-        "engine woke, by whomever (on the CPU, by the engine); a run ends if "
-        "it grows by 5% (and 0.5 GiB)",
+        "memory in use on rank 0's device after its engine woke, by whomever (on the CPU, by the "
+        "engine); a run ends if it grows by 5% (and 0.5 GiB)",
     ),
     "mem/cuda_gib": _M("GiB", "peak so far", "-", "CUDA memory that torch allocated on rank 0"),
     # ---- data and evaluation
-    "data/groups": _M("groups", "total", "-", "prompts in the step's batch"),
-    "data/groups_of_one": _M(
-        "groups",
-        "total",
-        "-",
-        "groups left with one valid sample, whose advantage is 0 under group baselines",
+    "data/groups": _total("groups", "prompts in the step's batch"),
+    "data/groups_of_one": _total(
+        "groups", "groups left with one valid sample, whose advantage is 0 under group baselines"
     ),
-    "data/epoch": _M("epochs", "mean", "steps", "passes over the training rows so far"),
-    "data/passed_over_prompts": _M(
+    "data/epoch": _mean("epochs", "steps", "passes over the training rows so far"),
+    "data/passed_over_prompts": _total(
         "prompts",
-        "total",
-        "-",
-        "prompts whose turn came and that were "
-        "passed over for this step, since they were always or never "
-        "solved (curriculum)",
+        "prompts whose turn came and that were passed over for this step, since they were always "
+        "or never solved (curriculum)",
     ),
-    "data/settled_prompts_frac": _M(
-        _SHARE,
-        "mean",
+    "data/settled_prompts_frac": _share(
         "rows that were sampled before",
         "rows that were always or never solved when the step was planned (curriculum)",
     ),
-    "data/dropped_prompts": _M(
-        "rows", "total", "-", "rows left out as longer than data.max_prompt_tokens"
-    ),
+    "data/dropped_prompts": _total("rows", "rows left out as longer than data.max_prompt_tokens"),
     "eval/reward": _M(
         "task units",
         "mean of the means over a problem's samples (avg@n)",
         "held-out problems with a valid sample",
-        "reward on held-out rows, at evaluate.temperature; of functions alone: "
-        "reward models are left out",
+        "reward on held-out rows, at evaluate.temperature; of functions alone: reward models are "
+        "left out",
     ),
     "eval/reward_ci95": _M(
         "task units",
@@ -564,28 +501,25 @@ GLOSSARY: dict[str, Metric] = {
         "half-width of the 95% interval of eval/reward; absent for a single problem",
     ),
     "eval/pass_at_<k>": _M(
-        _SHARE,
+        "share",
         "1 - C(n - c, k) / C(n, k) with c right of n samples, mean",
         "held-out problems with k valid samples",
-        "at least one of k samples "
-        "has a reward of at least 1; k is 1, 2, 4, ... and evaluate.samples, "
-        "absent where that is 1",
+        "at least one of k samples has a reward of at least 1; k is 1, 2, 4, ... and "
+        "evaluate.samples, absent where that is 1",
     ),
     "eval/maj_at_<n>": _M(
-        _SHARE,
+        "share",
         "mean; equally frequent answers share",
         "held-out problems with n valid samples",
-        "the most frequent answer has "
-        "a reward of at least 1; where a reward function reports the answer as "
-        "`pred`",
+        "the most frequent answer has a reward of at least 1; where a reward function reports the "
+        "answer as `pred`",
     ),
-    "eval/response_length": _M("tokens", "mean", "held-out samples", "sampled tokens"),
-    "eval/truncated_frac": _M(_SHARE, "mean", "held-out samples", "responses cut"),
-    "eval/failed_frac": _M(_SHARE, "mean", "held-out samples", "rewards that failed"),
-    "eval/loss": _M("nats", "mean", "held-out loss tokens", "negative log-likelihood (sft)"),
-    "eval/<name>/mean": _M(
+    "eval/response_length": _mean("tokens", "held-out samples", "sampled tokens"),
+    "eval/truncated_frac": _share("held-out samples", "responses cut"),
+    "eval/failed_frac": _share("held-out samples", "rewards that failed"),
+    "eval/loss": _mean("nats", "held-out loss tokens", "negative log-likelihood (sft)"),
+    "eval/<name>/mean": _mean(
         "task units",
-        "mean",
         "held-out samples that have it",
         "one of several reward functions, or one number that they report besides",
     ),
@@ -596,19 +530,19 @@ GLOSSARY: dict[str, Metric] = {
         "where held-out rows are of several",
     ),
     "eval/<source>/pass_at_n": _M(
-        _SHARE,
+        "share",
         "as eval/pass_at_<k>, k = evaluate.samples",
         "problems of one data_source",
         "where held-out rows are of several",
     ),
     "eval/<source>/maj_at_n": _M(
-        _SHARE,
+        "share",
         "as eval/maj_at_<n>",
         "problems of one data_source",
         "where held-out rows are of several",
     ),
     # ---- your own
-    "mine/<name>": _M("its own", "mean", "as you count", "what an edit of train.py adds to `sums`"),
+    "mine/<name>": _mean("its own", "as you count", "what an edit of train.py adds to `sums`"),
 }
 
 ALIASES: dict[str, dict[str, str]] = {
