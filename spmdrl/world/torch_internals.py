@@ -10,6 +10,8 @@ StridedShard              placement_types._StridedShard     once it is public
 sharded_like              tensor._dtensor_spec              once from_local keeps a tensor's device
 unflatten_axis            DeviceMesh._unflatten             once it is public
 default_store             distributed_c10d._get_default_store   once it is public
+split_no_groups           ProcessGroup.bound_device_id      once a gloo group splits nothing
+set_group_timeout         distributed_c10d.default_pg_*timeout  once meshes take a timeout
 LOCAL_SCALAR, UNSAFE_VIEW aten._local_scalar_dense, _unsafe_view    never: names of operations
 FLASH_FORWARD, FLASH_BACKWARD  aten._flash_attention_*      once varlen_attn differentiates its lse
 operation_name, is_write  OpOverload._schema                once schemas are public
@@ -26,6 +28,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -122,6 +125,20 @@ def sharded_like(whole: DTensor, local: Tensor) -> DTensor:
 def default_store() -> dist.Store:
     """Return the store in which the ranks of the job met."""
     return dist.distributed_c10d._get_default_store()
+
+
+def split_no_groups() -> None:
+    """Have groups to come make communicators of their own, instead of splitting the world's.
+
+    The communicator of all ranks, which a group bound to a device has at once, stays.
+    """
+    dist.distributed_c10d._get_default_group().bound_device_id = None
+
+
+def set_group_timeout(timeout: timedelta) -> None:
+    """Give groups to come this timeout where they are made without one: 10 or 30 minutes else."""
+    dist.distributed_c10d.default_pg_timeout = timeout
+    dist.distributed_c10d.default_pg_nccl_timeout = timeout
 
 
 def unflatten_axis(

@@ -16,9 +16,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from spmdrl.config import Config, flatten, inference_ranks, trainer_ranks
 from spmdrl.config.fields import least_tokens
 from spmdrl.world.comm import gather_objects
+from spmdrl.world.groups import join_world, make_groups
 from spmdrl.world.launch import Launch, ask_cublas_to_repeat, read_launch
 from spmdrl.world.leaving import obey_signals
-from spmdrl.world.mesh import make_expert_mesh, make_meshes
 from spmdrl.world.torch_internals import default_store
 from spmdrl.world.watch import Watch, store_timeout
 
@@ -78,12 +78,7 @@ class World:
         timeout = store_timeout(max(cfg.layout.wait_timeout_s, cfg.layout.startup_timeout_s))
         watch = _join(cfg, launch, device=device, timeout=timeout)
         with watch.wait("create groups", -1):
-            control = dist.new_group(backend="gloo", timeout=timeout)
-            trainer_control = dist.new_group(trainer_ranks(cfg), backend="gloo", timeout=timeout)
-            saving = dist.new_group(trainer_ranks(cfg), backend="gloo", timeout=timeout)
-            replica_control = _replica_group(cfg, launch.rank, timeout=timeout)
-            mesh, sharding = make_meshes(cfg, device)
-            experts = make_expert_mesh(cfg, device)
+            groups = make_groups(cfg, rank=launch.rank, device=device)
         world = cls(
             cfg=cfg,
             rank=launch.rank,
@@ -92,14 +87,14 @@ class World:
             device=device,
             backend=pick_backend(cfg),
             watch=watch,
-            control=control,
-            trainer_control=trainer_control,
-            saving=saving,
+            control=groups.control,
+            trainer_control=groups.trainer_control,
+            saving=groups.saving,
             store=default_store().clone(),
-            replica_control=replica_control,
-            mesh=mesh,
-            sharding=sharding,
-            experts=experts,
+            replica_control=groups.replica_control,
+            mesh=groups.mesh,
+            sharding=groups.sharding,
+            experts=groups.experts,
         )
         world._check_same_config()
         obey_signals(world)
@@ -251,12 +246,7 @@ class World:
 def _join(cfg: Config, launch: Launch, *, device: torch.device, timeout: timedelta) -> Watch:
     """Make the group of all ranks, and start this rank's watch."""
     launch.pass_on()
-    dist.init_process_group(
-        pick_backend(cfg),
-        init_method="env://",
-        timeout=timeout,
-        device_id=device if pick_backend(cfg) == "nccl" else None,
-    )
+    join_world(pick_backend(cfg), device=device, timeout=timeout)
     return Watch(
         default_store().clone(),
         rank=launch.rank,
@@ -264,18 +254,6 @@ def _join(cfg: Config, launch: Launch, *, device: torch.device, timeout: timedel
         timeout_s=cfg.layout.startup_timeout_s,
         hosts_store=launch.rank == 0 and not launch.keeps_store,
     )
-
-
-def _replica_group(cfg: Config, rank: int, *, timeout: timedelta) -> dist.ProcessGroup | None:
-    """Return the gloo group of this rank's engine replica; every rank helps to create all."""
-    size, own = cfg.layout.inference_tp, None
-    if size == 1:
-        return None
-    ranks = inference_ranks(cfg)
-    for first in range(0, len(ranks), size):
-        group = dist.new_group(ranks[first : first + size], backend="gloo", timeout=timeout)
-        own = group if rank in ranks[first : first + size] else own
-    return own
 
 
 def _check_launch(cfg: Config, launch: Launch) -> None:

@@ -1,0 +1,70 @@
+"""The process groups of a job, made by every rank in one order."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from spmdrl.config import Config, inference_ranks, trainer_ranks
+from spmdrl.world.mesh import make_expert_mesh, make_meshes
+from spmdrl.world.torch_internals import set_group_timeout, split_no_groups
+
+
+@dataclass(frozen=True)
+class WorldGroups:
+    """The groups and meshes of World, each described there."""
+
+    control: dist.ProcessGroup
+    trainer_control: dist.ProcessGroup
+    saving: dist.ProcessGroup
+    replica_control: dist.ProcessGroup | None
+    mesh: DeviceMesh
+    sharding: DeviceMesh
+    experts: DeviceMesh | None
+
+
+def join_world(backend: str, *, device: torch.device, timeout: timedelta) -> None:
+    """Make the group of all ranks. NCCL's communicator is made at once, by all ranks.
+
+    Args:
+        backend: nccl or gloo.
+        timeout: of this group and of all that are made later, meshes and vLLM's too: it lies
+            behind the deadlines of Watch, which should speak first.
+    """
+    dist.init_process_group(
+        backend,
+        init_method="env://",
+        timeout=timeout,
+        device_id=device if backend == "nccl" else None,
+    )
+    # A group that stays bound to its device has each rank outside a new group, a gloo one too, take
+    # part in a split over all ranks; gloo's own members do not, and all would wait for good.
+    split_no_groups()
+    set_group_timeout(timeout)
+
+
+def make_groups(cfg: Config, *, rank: int, device: torch.device) -> WorldGroups:
+    """Make all groups but vLLM's. Every rank of the job must call, with the same config."""
+    control = dist.new_group(backend="gloo")
+    trainer_control = dist.new_group(trainer_ranks(cfg), backend="gloo")
+    saving = dist.new_group(trainer_ranks(cfg), backend="gloo")
+    replica_control = _replica_group(cfg, rank)
+    mesh, sharding = make_meshes(cfg, device)
+    experts = make_expert_mesh(cfg, device)
+    return WorldGroups(control, trainer_control, saving, replica_control, mesh, sharding, experts)
+
+
+def _replica_group(cfg: Config, rank: int) -> dist.ProcessGroup | None:
+    """Return the gloo group of this rank's engine replica; every rank helps to create all."""
+    size, own = cfg.layout.inference_tp, None
+    if size == 1:
+        return None
+    ranks = inference_ranks(cfg)
+    for first in range(0, len(ranks), size):
+        group = dist.new_group(ranks[first : first + size], backend="gloo")
+        own = group if rank in ranks[first : first + size] else own
+    return own
