@@ -16,8 +16,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from spmdrl.algorithms.groups import ROUNDING, group_rewards
-from spmdrl.algorithms.masked import check_positive
+from spmdrl.algorithms.groups import ROUNDING, Groups, group_rewards
+from spmdrl.algorithms.masked import check_positive, making
 
 __all__ = [
     "dr_grpo",
@@ -35,52 +35,51 @@ __all__ = [
 ]  # the methods, for the registry
 
 
-def grpo(rewards: Tensor, group_ids: Tensor, *, is_valid: Tensor, std_eps: float = 1e-6) -> Tensor:
+@making(groups=group_rewards)
+def grpo(groups: Groups, *, std_eps: float = 1e-6) -> Tensor:
     """Standardise within the group: (R - mu_g) / (sigma_g + std_eps).
 
     Source: arXiv 2402.03300, outcome supervision. Also invariant under adding a constant per
         group.
     """
     check_positive(std_eps=std_eps)
-    groups = group_rewards(rewards, group_ids, is_valid=is_valid)
     return groups.centred() / (groups.stds + std_eps)[groups.index]
 
 
-def dr_grpo(rewards: Tensor, group_ids: Tensor, *, is_valid: Tensor) -> Tensor:
+@making(groups=group_rewards)
+def dr_grpo(groups: Groups) -> Tensor:
     """Centre within the group: R - mu_g.
 
     Source: arXiv 2503.20783. Also invariant under adding a constant per group.
     """
-    return group_rewards(rewards, group_ids, is_valid=is_valid).centred()
+    return groups.centred()
 
 
-def rloo(rewards: Tensor, group_ids: Tensor, *, is_valid: Tensor) -> Tensor:
+@making(groups=group_rewards)
+def rloo(groups: Groups) -> Tensor:
     """Subtract the mean of the group's other samples: G / (G - 1) * (R - mu_g).
 
     Source: arXiv 2402.14740. Also invariant under adding a constant per group.
     """
-    groups = group_rewards(rewards, group_ids, is_valid=is_valid)
     factor = groups.counts / (groups.counts - 1).clamp(min=1)
     return groups.centred() * factor[groups.index]
 
 
-def lite_ppo(
-    rewards: Tensor, group_ids: Tensor, *, is_valid: Tensor, std_eps: float = 1e-6
-) -> Tensor:
+@making(groups=group_rewards)
+def lite_ppo(groups: Groups, *, std_eps: float = 1e-6) -> Tensor:
     """Centre within the group, scale by the batch: (R - mu_g) / (sigma_batch + std_eps).
 
     Source: arXiv 2508.08221; sigma_batch is the population standard deviation of all valid
         rewards. Also invariant under adding one constant to all rewards.
     """
     check_positive(std_eps=std_eps)
-    groups = group_rewards(rewards, group_ids, is_valid=is_valid)
-    batch = group_rewards(rewards, torch.zeros_like(group_ids), is_valid=is_valid)
+    one_group = torch.zeros_like(groups.index)
+    batch = group_rewards(groups.rewards, one_group, is_valid=groups.is_valid)
     return groups.centred() / (batch.stds + std_eps)[batch.index]
 
 
-def max_rl(
-    rewards: Tensor, group_ids: Tensor, *, is_valid: Tensor, mean_eps: float = 1e-6
-) -> Tensor:
+@making(groups=group_rewards)
+def max_rl(groups: Groups, *, mean_eps: float = 1e-6) -> Tensor:
     """Scale by the group's success rate: (R - mu_g) / (mu_g + mean_eps).
 
     Raises: ValueError for a negative reward, with which the divisor can vanish.
@@ -88,7 +87,6 @@ def max_rl(
         constant, by design.
     """
     check_positive(mean_eps=mean_eps)
-    groups = group_rewards(rewards, group_ids, is_valid=is_valid)
     if (groups.rewards < 0).any():
         raise ValueError(
             f"max_rl needs rewards of at least 0, got {float(groups.rewards.min())}; "
@@ -97,41 +95,35 @@ def max_rl(
     return groups.centred() / (groups.means + mean_eps)[groups.index]
 
 
-def gpg(rewards: Tensor, group_ids: Tensor, *, is_valid: Tensor) -> Tensor:
+@making(groups=group_rewards)
+def gpg(groups: Groups) -> Tensor:
     """Centre within the group, make up for groups without signal: alpha (R - mu_g).
 
     alpha = valid samples / valid samples in groups whose rewards differ.
 
     Source: arXiv 2504.02546. Also invariant under adding a constant per group.
     """
-    groups = group_rewards(rewards, group_ids, is_valid=is_valid)
     with_signal = (groups.counts * groups.has_spread).sum().clamp(min=1)
     return groups.centred() * (groups.counts.sum() / with_signal)
 
 
-def opo(
-    rewards: Tensor, group_ids: Tensor, *, is_valid: Tensor, response_lengths: Tensor
-) -> Tensor:
+@making(groups=group_rewards)
+def opo(groups: Groups, *, response_lengths: Tensor) -> Tensor:
     """Subtract the length-weighted group mean: R - sum(|y| R) / sum(|y|).
 
     Args:
         response_lengths: [S] int64, tokens.
     Source: arXiv 2505.23585. Also invariant under adding a constant per group.
     """
-    groups = group_rewards(rewards, group_ids, is_valid=is_valid)
-    lengths = response_lengths.double() * is_valid
+    lengths = response_lengths.double() * groups.is_valid
     offset = groups.rewards - groups.means[groups.index]  # around the mean: no cancellation
     shift = groups.sum(lengths * offset) / groups.sum(lengths).clamp(min=1)
     return groups.centred(groups.means + shift)
 
 
+@making(groups=group_rewards)
 def pass_at_k(
-    rewards: Tensor,
-    group_ids: Tensor,
-    *,
-    is_valid: Tensor,
-    scale: Literal["none", "std"] = "none",
-    std_eps: float = 1e-6,
+    groups: Groups, *, scale: Literal["none", "std"] = "none", std_eps: float = 1e-6
 ) -> Tensor:
     """Credit the group's best sample alone, by its lead: best - second best, others 0.
 
@@ -144,9 +136,9 @@ def pass_at_k(
         under adding a constant per group.
     """
     check_positive(std_eps=std_eps)
-    groups = group_rewards(rewards, group_ids, is_valid=is_valid)
     best = groups.max(groups.rewards)
-    is_best = is_valid & groups.has_spread[groups.index] & (groups.rewards == best[groups.index])
+    is_best = groups.is_valid & groups.has_spread[groups.index]
+    is_best = is_best & (groups.rewards == best[groups.index])
     below = torch.where(is_best, -torch.inf, groups.rewards)
     second = torch.where(groups.sum(is_best.double()) > 1, best, groups.max(below))
     lead = best - second
@@ -198,13 +190,9 @@ def gdpo(
     return total / (std + std_eps)
 
 
+@making(groups=group_rewards)
 def reinforce_plus_plus_baseline(
-    rewards: Tensor,
-    group_ids: Tensor,
-    *,
-    is_valid: Tensor,
-    response_lengths: Tensor,
-    std_eps: float = 1e-8,
+    groups: Groups, *, response_lengths: Tensor, std_eps: float = 1e-8
 ) -> Tensor:
     """Centre within the group, then whiten over all response tokens of the batch.
 
@@ -216,8 +204,7 @@ def reinforce_plus_plus_baseline(
         constant per group.
     """
     check_positive(std_eps=std_eps)
-    groups = group_rewards(rewards, group_ids, is_valid=is_valid)
-    counted = is_valid & (groups.counts >= 2)[groups.index]
+    counted = groups.is_valid & (groups.counts >= 2)[groups.index]
     weights = response_lengths.double() * counted
     total = weights.sum().clamp(min=1)
     centred = groups.centred()

@@ -15,17 +15,79 @@ Invariant under: dp size, micro-batching, packing order, padding.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from spmdrl.algorithms.masked import Stats, attach, check_bound, keep, masked_mean
+from spmdrl.algorithms.masked import Stats, attach, check_bound, keep, making, masked_mean
 from spmdrl.algorithms.reduce import spread_mean, spread_sum
 
 __all__ = ["icepop", "mis", "none", "opsm", "seq_mask_tis", "sequence_mask", "tis", "vaco", "veto"]
 
 Level = Literal["token", "sequence", "geometric"]
+Correction = tuple[Tensor, Stats]
+
+
+def log_rho(old_logprobs: Tensor, rollout_logprobs: Tensor, *, loss_mask: Tensor) -> Tensor:
+    """Return log rho of each loss token: [T] float64, detached.
+
+    0 off the loss mask and where the engine's logprob is not finite. A trainer logprob that
+    is not finite stays visible, for the update to be skipped.
+    """
+    old, rollout = old_logprobs.detach().double(), rollout_logprobs.detach().double()
+    return keep(old - rollout, loss_mask & rollout.isfinite())
+
+
+@dataclass(frozen=True)
+class Rho:
+    """rho of one micro-batch, and what a correction by it returns."""
+
+    log: Tensor  # [T] float64, of each loss token; 0 elsewhere
+    loss_mask: Tensor  # [T] bool
+    cu_seqlens: Tensor  # [S+1] int32
+    dtype: torch.dtype  # of the weights
+
+    def at(self, level: Level) -> Tensor:
+        """Return rho of each token at a level: [T] float64. Raises: ValueError for another."""
+        log = self.log
+        if level == "sequence":
+            log = spread_sum(log, self.cu_seqlens)
+        elif level == "geometric":
+            log = spread_mean(log, self.cu_seqlens, loss_mask=self.loss_mask)
+        elif level != "token":
+            raise ValueError(f"level: must be token, sequence or geometric, got {level!r}")
+        return log.clamp(-20.0, 20.0).exp()
+
+    def masked(self, level: Level, lower: float, upper: float) -> Correction:
+        """Weigh by rho inside the bounds, drop what is outside."""
+        rho = self.at(level)
+        weights = keep(rho, _inside(rho, lower, upper))
+        return self.correction(weights, weights != rho)
+
+    def correction(self, weights: Tensor, is_cut: Tensor) -> Correction:
+        """Return [T] weights, and the stats: their mean, and the share of tokens that are cut."""
+        weights = keep(weights, self.loss_mask)
+        stats = {
+            "policy/correction_weight": masked_mean(weights, self.loss_mask),
+            "policy/correction_cut_frac": masked_mean(is_cut, self.loss_mask),
+        }
+        return weights.to(self.dtype), stats
+
+
+def rho_of(
+    old_logprobs: Tensor, rollout_logprobs: Tensor, *, loss_mask: Tensor, cu_seqlens: Tensor
+) -> Rho:
+    """Compare the trainer's logprobs with the engine's, [T] float each, nats."""
+    log = log_rho(old_logprobs, rollout_logprobs, loss_mask=loss_mask)
+    return Rho(log, loss_mask, cu_seqlens, old_logprobs.dtype)
+
+
+def _inside(rho: Tensor, lower: float, upper: float) -> Tensor:
+    if not 0 <= lower < upper:
+        raise ValueError(f"lower, upper: must be 0 <= lower < upper, got {lower}, {upper}")
+    return (rho >= lower) & (rho <= upper)
 
 
 def none(old_logprobs: Tensor, *, loss_mask: Tensor) -> tuple[Tensor, Stats]:
@@ -36,15 +98,8 @@ def none(old_logprobs: Tensor, *, loss_mask: Tensor) -> tuple[Tensor, Stats]:
     return loss_mask.to(old_logprobs.dtype), {}
 
 
-def tis(
-    old_logprobs: Tensor,
-    rollout_logprobs: Tensor,
-    *,
-    loss_mask: Tensor,
-    cu_seqlens: Tensor,
-    level: Level = "token",
-    upper: float = 2.0,
-) -> tuple[Tensor, Stats]:
+@making(rho=rho_of)
+def tis(rho: Rho, *, level: Level = "token", upper: float = 2.0) -> Correction:
     """Truncate: min(rho, upper).
 
     Args:
@@ -57,22 +112,14 @@ def tis(
         (fengyao.notion.site/off-policy-rl); Ionides 2008.
     """
     check_bound(upper=upper)
-    rho = _ratio(
-        old_logprobs, rollout_logprobs, loss_mask=loss_mask, cu_seqlens=cu_seqlens, level=level
-    )
-    return _finish(rho.clamp(max=upper), rho > upper, loss_mask=loss_mask, like=old_logprobs)
+    own = rho.at(level)
+    return rho.correction(own.clamp(max=upper), own > upper)
 
 
+@making(rho=rho_of)
 def mis(
-    old_logprobs: Tensor,
-    rollout_logprobs: Tensor,
-    *,
-    loss_mask: Tensor,
-    cu_seqlens: Tensor,
-    level: Level = "sequence",
-    lower: float = 0.0,
-    upper: float = 3.0,
-) -> tuple[Tensor, Stats]:
+    rho: Rho, *, level: Level = "sequence", lower: float = 0.0, upper: float = 3.0
+) -> Correction:
     """Mask: rho inside [lower, upper], else 0.
 
     Args:
@@ -84,23 +131,13 @@ def mis(
     Source: Liu et al. 2025, masked importance sampling (yingru.notion.site, speed kills
         stability); defaults as in TRL.
     """
-    rho = _ratio(
-        old_logprobs, rollout_logprobs, loss_mask=loss_mask, cu_seqlens=cu_seqlens, level=level
-    )
-    weights = keep(rho, _inside(rho, lower, upper))
-    return _finish(weights, weights != rho, loss_mask=loss_mask, like=old_logprobs)
+    return rho.masked(level, lower, upper)
 
 
+@making(rho=rho_of)
 def icepop(
-    old_logprobs: Tensor,
-    rollout_logprobs: Tensor,
-    *,
-    loss_mask: Tensor,
-    cu_seqlens: Tensor,
-    level: Level = "token",
-    lower: float = 0.5,
-    upper: float = 5.0,
-) -> tuple[Tensor, Stats]:
+    rho: Rho, *, level: Level = "token", lower: float = 0.5, upper: float = 5.0
+) -> Correction:
     """Mask both sides: rho inside [lower, upper], else 0; per token in the paper.
 
     Args:
@@ -111,27 +148,17 @@ def icepop(
     Raises: ValueError for bounds or a level out of range.
     Source: arXiv 2510.18855 (IcePop; alpha 0.5, beta 5).
     """
-    return mis(
-        old_logprobs,
-        rollout_logprobs,
-        loss_mask=loss_mask,
-        cu_seqlens=cu_seqlens,
-        level=level,
-        lower=lower,
-        upper=upper,
-    )
+    return rho.masked(level, lower, upper)
 
 
+@making(rho=rho_of)
 def sequence_mask(
-    old_logprobs: Tensor,
-    rollout_logprobs: Tensor,
+    rho: Rho,
     *,
-    loss_mask: Tensor,
-    cu_seqlens: Tensor,
     level: Literal["sequence", "geometric"] = "geometric",
     lower: float = 0.99,
     upper: float = 1.01,
-) -> tuple[Tensor, Stats]:
+) -> Correction:
     """Drop whole sequences: weight 1 if the sequence's rho is inside [lower, upper], else 0.
 
     Args:
@@ -145,23 +172,14 @@ def sequence_mask(
     """
     if level == "token":
         raise ValueError("level: must be sequence or geometric, got 'token'")
-    rho = _ratio(
-        old_logprobs, rollout_logprobs, loss_mask=loss_mask, cu_seqlens=cu_seqlens, level=level
-    )
-    kept = _inside(rho, lower, upper)
-    return _finish(kept.double(), ~kept, loss_mask=loss_mask, like=old_logprobs)
+    kept = _inside(rho.at(level), lower, upper)
+    return rho.correction(kept.double(), ~kept)
 
 
+@making(rho=rho_of)
 def seq_mask_tis(
-    old_logprobs: Tensor,
-    rollout_logprobs: Tensor,
-    *,
-    loss_mask: Tensor,
-    cu_seqlens: Tensor,
-    lower: float = 0.99,
-    upper: float = 1.01,
-    token_upper: float = 2.0,
-) -> tuple[Tensor, Stats]:
+    rho: Rho, *, lower: float = 0.99, upper: float = 1.01, token_upper: float = 2.0
+) -> Correction:
     """Drop sequences by their geometric rho, truncate the rest: min(rho_t, token_upper).
 
     Args:
@@ -172,31 +190,15 @@ def seq_mask_tis(
     Raises: ValueError for bounds out of range.
     Source: `sequence_mask` times `tis`.
     """
-    kept, _ = sequence_mask(
-        old_logprobs,
-        rollout_logprobs,
-        loss_mask=loss_mask,
-        cu_seqlens=cu_seqlens,
-        lower=lower,
-        upper=upper,
-    )
+    kept = _inside(rho.at("geometric"), lower, upper)
     check_bound(token_upper=token_upper)
-    rho = _ratio(
-        old_logprobs, rollout_logprobs, loss_mask=loss_mask, cu_seqlens=cu_seqlens, level="token"
-    )
-    weights = torch.where(kept > 0, rho.clamp(max=token_upper), 0.0)
-    return _finish(weights, weights != rho, loss_mask=loss_mask, like=old_logprobs)
+    own = rho.at("token")
+    weights = torch.where(kept, own.clamp(max=token_upper), 0.0)
+    return rho.correction(weights, weights != own)
 
 
-def veto(
-    old_logprobs: Tensor,
-    rollout_logprobs: Tensor,
-    *,
-    loss_mask: Tensor,
-    cu_seqlens: Tensor,
-    lower: float = 1e-4,
-    upper: float = 1e2,
-) -> tuple[Tensor, Stats]:
+@making(rho=rho_of)
+def veto(rho: Rho, *, lower: float = 1e-4, upper: float = 1e2) -> Correction:
     """Drop a sequence if one of its loss tokens has rho outside [lower, upper]; else weight 1.
 
     Args:
@@ -207,22 +209,13 @@ def veto(
     Raises: ValueError for bounds out of range.
     Source: Liu et al. 2025, outlier veto (yingru.notion.site).
     """
-    rho = _ratio(
-        old_logprobs, rollout_logprobs, loss_mask=loss_mask, cu_seqlens=cu_seqlens, level="token"
-    )
-    kept = spread_sum(loss_mask & ~_inside(rho, lower, upper), cu_seqlens) == 0
-    return _finish(kept.double(), ~kept, loss_mask=loss_mask, like=old_logprobs)
+    outside = rho.loss_mask & ~_inside(rho.at("token"), lower, upper)
+    kept = spread_sum(outside, rho.cu_seqlens) == 0
+    return rho.correction(kept.double(), ~kept)
 
 
-def opsm(
-    old_logprobs: Tensor,
-    rollout_logprobs: Tensor,
-    *,
-    advantages: Tensor,
-    loss_mask: Tensor,
-    cu_seqlens: Tensor,
-    delta: float = 1e-4,
-) -> tuple[Tensor, Stats]:
+@making(rho=rho_of)
+def opsm(rho: Rho, *, advantages: Tensor, delta: float = 1e-4) -> Correction:
     """Drop off-policy sequences with a negative advantage; weight 1 for the others.
 
     Dropped where A < 0 and the sequence's mean log mu - log pi_old is above delta, that is
@@ -239,10 +232,9 @@ def opsm(
     """
     if not delta >= 0:
         raise ValueError(f"delta: must be at least 0, got {delta}")
-    log_ratio = log_rho(old_logprobs, rollout_logprobs, loss_mask=loss_mask)
-    drift = -spread_mean(log_ratio, cu_seqlens, loss_mask=loss_mask)
+    drift = -spread_mean(rho.log, rho.cu_seqlens, loss_mask=rho.loss_mask)
     dropped = (advantages.detach() < 0) & (drift > delta)
-    return _finish((~dropped).double(), dropped, loss_mask=loss_mask, like=old_logprobs)
+    return rho.correction((~dropped).double(), dropped)
 
 
 def vaco_statistics(old_logprobs: Tensor, rollout_logprobs: Tensor) -> dict[str, Tensor]:
@@ -261,16 +253,10 @@ def vaco_statistics(old_logprobs: Tensor, rollout_logprobs: Tensor) -> dict[str,
 
 
 @attach(statistics=vaco_statistics)
+@making(rho=rho_of)
 def vaco(
-    old_logprobs: Tensor,
-    rollout_logprobs: Tensor,
-    *,
-    advantages: Tensor,
-    loss_mask: Tensor,
-    mean_ratio_gap: Tensor,
-    bound: float = 0.2,
-    upper: float = 2.0,
-) -> tuple[Tensor, Stats]:
+    rho: Rho, *, advantages: Tensor, mean_ratio_gap: Tensor, bound: float = 0.2, upper: float = 2.0
+) -> Correction:
     """Drop the tokens that push pi further from mu, while the two are too far apart.
 
     With the batch's mean |rho - 1| (twice the total variation) above `bound`, tokens with
@@ -287,53 +273,8 @@ def vaco(
         where the paper has the current policy; weights truncated at `upper`.
     """
     check_bound(bound=bound, upper=upper)
-    rho = log_rho(old_logprobs, rollout_logprobs, loss_mask=loss_mask).clamp(-20.0, 20.0).exp()
-    pushes = advantages.detach() * (rho - 1) > 0
+    own = rho.at("token")
+    pushes = advantages.detach() * (own - 1) > 0
     dropped = pushes & (mean_ratio_gap.detach() > bound)
-    weights = torch.where(dropped, 0.0, rho.clamp(max=upper))
-    return _finish(weights, weights != rho, loss_mask=loss_mask, like=old_logprobs)
-
-
-def _inside(rho: Tensor, lower: float, upper: float) -> Tensor:
-    if not 0 <= lower < upper:
-        raise ValueError(f"lower, upper: must be 0 <= lower < upper, got {lower}, {upper}")
-    return (rho >= lower) & (rho <= upper)
-
-
-def log_rho(old_logprobs: Tensor, rollout_logprobs: Tensor, *, loss_mask: Tensor) -> Tensor:
-    """Return log rho of each loss token: [T] float64, detached.
-
-    0 off the loss mask and where the engine's logprob is not finite. A trainer logprob that
-    is not finite stays visible, for the update to be skipped.
-    """
-    old, rollout = old_logprobs.detach().double(), rollout_logprobs.detach().double()
-    return keep(old - rollout, loss_mask & rollout.isfinite())
-
-
-def _ratio(
-    old_logprobs: Tensor,
-    rollout_logprobs: Tensor,
-    *,
-    loss_mask: Tensor,
-    cu_seqlens: Tensor,
-    level: Level,
-) -> Tensor:
-    log_ratio = log_rho(old_logprobs, rollout_logprobs, loss_mask=loss_mask)
-    if level == "sequence":
-        log_ratio = spread_sum(log_ratio, cu_seqlens)
-    elif level == "geometric":
-        log_ratio = spread_mean(log_ratio, cu_seqlens, loss_mask=loss_mask)
-    elif level != "token":
-        raise ValueError(f"level: must be token, sequence or geometric, got {level!r}")
-    return log_ratio.clamp(-20.0, 20.0).exp()
-
-
-def _finish(
-    weights: Tensor, is_cut: Tensor, *, loss_mask: Tensor, like: Tensor
-) -> tuple[Tensor, Stats]:
-    weights = keep(weights, loss_mask)
-    stats = {
-        "policy/correction_weight": masked_mean(weights, loss_mask),
-        "policy/correction_cut_frac": masked_mean(is_cut, loss_mask),
-    }
-    return weights.to(like.dtype), stats
+    weights = torch.where(dropped, 0.0, own.clamp(max=upper))
+    return rho.correction(weights, weights != own)

@@ -22,23 +22,35 @@ Invariant under: dp size, micro-batching, packing order, padding.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from spmdrl.algorithms.losses.common import log_ratio
-from spmdrl.algorithms.masked import Stats, keep
+from spmdrl.algorithms.masked import Stats, keep, making
 
 __all__ = ["k1", "k2", "k3"]
 
 
-def k1(
-    logprobs: Tensor,
-    ref_logprobs: Tensor,
-    *,
-    old_logprobs: Tensor,
-    loss_mask: Tensor,
-    unbiased: bool = False,
-) -> Tensor:
+class Apart(NamedTuple):
+    """How far T tokens are from the reference, and from the policy that sampled them."""
+
+    d: Tensor
+    r: Tensor
+    loss_mask: Tensor
+
+
+def apart_of(
+    logprobs: Tensor, ref_logprobs: Tensor, *, old_logprobs: Tensor, loss_mask: Tensor
+) -> Apart:
+    """Compare the policy's logprobs with the others, [T] float each, nats."""
+    d = log_ratio(logprobs, ref_logprobs, loss_mask)
+    return Apart(d, log_ratio(logprobs, old_logprobs, loss_mask).exp(), loss_mask)
+
+
+@making(apart=apart_of)
+def k1(apart: Apart, *, unbiased: bool = False) -> Tensor:
     """Estimate the KL by the log-ratio: d, or r d. As a loss it needs `unbiased`.
 
     Args:
@@ -49,20 +61,11 @@ def k1(
     Returns: terms [T], nats, in the dtype of `logprobs`. Negative for some tokens.
     Source: Schulman 2020, joschu.net/blog/kl-approx.html.
     """
-    terms = log_ratio(logprobs, ref_logprobs, loss_mask)
-    if unbiased:
-        terms = terms * log_ratio(logprobs, old_logprobs, loss_mask).exp()
-    return keep(terms, loss_mask)
+    return keep(apart.d * apart.r if unbiased else apart.d, apart.loss_mask)
 
 
-def k2(
-    logprobs: Tensor,
-    ref_logprobs: Tensor,
-    *,
-    old_logprobs: Tensor,
-    loss_mask: Tensor,
-    unbiased: bool = False,
-) -> Tensor:
+@making(apart=apart_of)
+def k2(apart: Apart, *, unbiased: bool = False) -> Tensor:
     """Estimate the KL by half the squared log-ratio: d^2 / 2, or sg(r) d^2 / 2.
 
     Args:
@@ -74,20 +77,12 @@ def k2(
     Returns: terms [T], nats, in the dtype of `logprobs`, at least 0.
     Source: Schulman 2020, joschu.net/blog/kl-approx.html; 2501.03262 as a loss.
     """
-    terms = log_ratio(logprobs, ref_logprobs, loss_mask) ** 2 / 2
-    if unbiased:
-        terms = terms * log_ratio(logprobs, old_logprobs, loss_mask).exp().detach()
-    return keep(terms, loss_mask)
+    terms = apart.d**2 / 2
+    return keep(terms * apart.r.detach() if unbiased else terms, apart.loss_mask)
 
 
-def k3(
-    logprobs: Tensor,
-    ref_logprobs: Tensor,
-    *,
-    old_logprobs: Tensor,
-    loss_mask: Tensor,
-    unbiased: bool = False,
-) -> Tensor:
+@making(apart=apart_of)
+def k3(apart: Apart, *, unbiased: bool = False) -> Tensor:
     """Estimate the KL without a negative term: e^-d + d - 1, or r times that.
 
     Args:
@@ -99,12 +94,9 @@ def k3(
     Source: Schulman 2020, joschu.net/blog/kl-approx.html; 2402.03300 eq. 4 as a loss;
         2512.02556 for `unbiased`.
     """
-    difference = log_ratio(logprobs, ref_logprobs, loss_mask)
     # expm1: e^-d - 1 loses all digits near d = 0, where most tokens are.
-    terms = torch.expm1(-difference) + difference
-    if unbiased:
-        terms = terms * log_ratio(logprobs, old_logprobs, loss_mask).exp()
-    return keep(terms, loss_mask)
+    terms = torch.expm1(-apart.d) + apart.d
+    return keep(terms * apart.r if unbiased else terms, apart.loss_mask)
 
 
 def kl_stats(logprobs: Tensor, ref_logprobs: Tensor, *, loss_mask: Tensor) -> Stats:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import math
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -20,6 +22,38 @@ def attach(**attributes: Any) -> Callable[[Method], Method]:
     def to(function: Method) -> Method:
         vars(function).update(attributes)
         return function
+
+    return to
+
+
+def making(**makers: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Make some of a method's parameters from others, which its callers give instead.
+
+    `@making(groups=group_rewards)` above `def grpo(groups, *, std_eps=1e-6)` is a method
+    grpo(rewards, group_ids, *, is_valid, std_eps=1e-6): what methods have in common is written
+    once, and each says what is its own. The signature shows what callers give; where maker and
+    method have a parameter of one name, both get it, and the method's default counts.
+    """
+
+    def to(method: Callable[..., Any]) -> Callable[..., Any]:
+        own = inspect.signature(method, eval_str=True)
+        asked = {n: inspect.signature(maker, eval_str=True) for n, maker in makers.items()}
+        given = {p.name: p for one in (*asked.values(), own) for p in one.parameters.values()}
+        given = {name: p for name, p in given.items() if name not in makers}
+        signature = own.replace(parameters=sorted(given.values(), key=lambda p: p.kind))
+
+        @functools.wraps(method)
+        def called(*args: Any, **options: Any) -> Any:
+            bound = signature.bind(*args, **options)
+            bound.apply_defaults()
+            values = bound.arguments
+            for name, maker in makers.items():
+                values[name] = maker(**{n: values[n] for n in asked[name].parameters})
+            return method(**{n: values[n] for n in own.parameters})
+
+        called.__signature__ = signature  # type: ignore[attr-defined]
+        called.__annotations__ = {name: p.annotation for name, p in given.items()}
+        return called
 
     return to
 

@@ -13,21 +13,19 @@ import torch
 from torch import Tensor
 
 from spmdrl.algorithms.losses.common import (
-    clipped,
-    dropped_stats,
-    log_ratio,
-    ratio_stats,
-    rollout_log_ratio,
-    rollout_stats,
+    Loss,
+    Moved,
+    from_old,
+    from_rollout,
     sampled_logprobs,
     with_statistics,
 )
 from spmdrl.algorithms.masked import (
-    Stats,
     check_not_negative,
     check_positive,
     check_share,
     keep,
+    making,
     masked_mean,
 )
 
@@ -65,7 +63,7 @@ def m2po(
     loss_mask: Tensor,
     m2_cut: Tensor,
     threshold: float = 0.04,
-) -> tuple[Tensor, Stats]:
+) -> Loss:
     """Return -w A without the batch's outliers in (log pi_old - log mu)^2.
 
     The largest squares of the batch are dropped until the mean of the rest is at most
@@ -83,10 +81,9 @@ def m2po(
     Invariant under: dp size, micro-batching, packing order, padding.
     """
     check_positive(threshold=threshold)
-    dropped = loss_mask & (_squared_log_rho(old_logprobs, rollout_logprobs) > m2_cut)
-    log_w = rollout_log_ratio(logprobs, rollout_logprobs, loss_mask)
-    terms = keep(-log_w.exp() * keep(advantages.detach(), loss_mask), loss_mask & ~dropped)
-    return terms, rollout_stats(log_w, loss_mask) | dropped_stats(dropped, loss_mask)
+    moved = from_rollout(logprobs, rollout_logprobs, advantages=advantages, loss_mask=loss_mask)
+    dropped = _squared_log_rho(old_logprobs, rollout_logprobs) > m2_cut
+    return moved.loss(-moved.ratio * moved.advantages, dropped=dropped)
 
 
 def _squared_log_rho(old_logprobs: Tensor, rollout_logprobs: Tensor) -> Tensor:
@@ -125,12 +122,10 @@ def clip_cov_statistics(
 
 
 @with_statistics(clip_cov_statistics)
+@making(moved=from_old)
 def clip_cov(
-    logprobs: Tensor,
-    old_logprobs: Tensor,
+    moved: Moved,
     *,
-    advantages: Tensor,
-    loss_mask: Tensor,
     token_keys: Tensor,
     version: Tensor,
     mean_advantage: Tensor,
@@ -141,7 +136,7 @@ def clip_cov(
     select_frac: float = 2e-4,
     cov_low: float = 1.0,
     cov_high: float = 5.0,
-) -> tuple[Tensor, Stats]:
+) -> Loss:
     """Clip as ppo_clip, and drop a few tokens of high covariance, which use up entropy.
 
     Candidates are tokens with c = (A - mean A)(log pi - mean log pi) inside (cov_low,
@@ -164,13 +159,11 @@ def clip_cov(
     Invariant under: dp size, micro-batching, packing order, padding.
     """
     _check_select(select_frac, cov_low=cov_low, cov_high=cov_high)
-    covariance = _covariance(logprobs, advantages, mean_logprob, mean_advantage)
-    ratio = log_ratio(logprobs, old_logprobs, loss_mask).exp()
-    found = clipped(ratio, advantages, loss_mask=loss_mask, clip_low=clip_low, clip_high=clip_high)
-    is_candidate = (covariance > cov_low) & (covariance < cov_high) & ~found.low & ~found.high
-    dropped = loss_mask & is_candidate & (lots(token_keys, version) < select_probability)
-    terms = keep(-found.surrogate, loss_mask & ~dropped)
-    return terms, found.stats | dropped_stats(dropped, loss_mask)
+    covariance = _covariance(moved.logprobs, moved.advantages, mean_logprob, mean_advantage)
+    surrogate, low, high = moved.clipped(clip_low, clip_high)
+    is_candidate = (covariance > cov_low) & (covariance < cov_high) & ~low & ~high
+    dropped = is_candidate & (lots(token_keys, version) < select_probability)
+    return moved.loss(-surrogate, low=low, high=high, dropped=dropped)
 
 
 def kl_cov_statistics(
@@ -199,18 +192,16 @@ def kl_cov_statistics(
 
 
 @with_statistics(kl_cov_statistics)
+@making(moved=from_old)
 def kl_cov(
-    logprobs: Tensor,
-    old_logprobs: Tensor,
+    moved: Moved,
     *,
-    advantages: Tensor,
-    loss_mask: Tensor,
     mean_advantage: Tensor,
     mean_logprob: Tensor,
     cov_cut: Tensor,
     select_frac: float = 2e-3,
     kl_coef: float = 1.0,
-) -> tuple[Tensor, Stats]:
+) -> Loss:
     """Return -r A, plus kl_coef |log r| on the few tokens of highest covariance.
 
     The covariance is c = (A - mean A)(log pi - mean log pi). There is no clip. At the batch's
@@ -230,15 +221,11 @@ def kl_cov(
     """
     check_share(select_frac=select_frac)
     check_not_negative(kl_coef=kl_coef)
-    covariance = _covariance(logprobs, advantages, mean_logprob, mean_advantage)
-    selected = loss_mask & (covariance > cov_cut)
-    log_r = log_ratio(logprobs, old_logprobs, loss_mask)
-    ratio = log_r.exp()
-    terms = -ratio * keep(advantages.detach(), loss_mask)
-    terms = terms + kl_coef * keep(log_r.abs(), selected)
-    stats = ratio_stats(ratio, loss_mask)
-    stats["policy/kl_cov_frac"] = masked_mean(selected.double(), loss_mask)
-    return keep(terms, loss_mask), stats
+    covariance = _covariance(moved.logprobs, moved.advantages, mean_logprob, mean_advantage)
+    selected = moved.loss_mask & (covariance > cov_cut)
+    held_back = kl_coef * keep(moved.log_ratio.abs(), selected)
+    terms, stats = moved.loss(-moved.ratio * moved.advantages + held_back)
+    return terms, stats | {"policy/kl_cov_frac": masked_mean(selected, moved.loss_mask)}
 
 
 def lots(token_keys: Tensor, version: Tensor) -> Tensor:

@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
-from spmdrl.algorithms.losses.common import check_clip, clip_stats, log_ratio, ratio_stats
-from spmdrl.algorithms.masked import Stats, check_positive, keep, masked_mean
+from spmdrl.algorithms.losses.common import Loss, Moved, check_clip, from_old
+from spmdrl.algorithms.masked import check_positive, making, masked_mean
 
 
+@making(moved=from_old)
 def ppo_clip(
-    logprobs: Tensor,
-    old_logprobs: Tensor,
+    moved: Moved,
     *,
-    advantages: Tensor,
-    loss_mask: Tensor,
     clip_low: float = 0.2,
     clip_high: float = 0.2,
     dual_clip: float = 0.0,
     ratio_cap: float = 0.0,
-) -> tuple[Tensor, Stats]:
+) -> Loss:
     """Clip the ratio r = pi / pi_old: -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A).
 
     Args:
@@ -43,8 +40,8 @@ def ppo_clip(
             f"ratio_cap: must be above 1 + clip_high = {1 + clip_high:g} (or 0 for "
             f"off), got {ratio_cap}"
         )
-    advantages = keep(advantages.detach(), loss_mask)
-    ratio = log_ratio(logprobs, old_logprobs, loss_mask).exp()
+    advantages, ratio = moved.advantages, moved.ratio
+    _, low, high = moved.clipped(clip_low, clip_high)
     capped = ratio.clamp(max=ratio_cap) if ratio_cap else ratio
     clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
     surrogate = torch.minimum(capped * advantages, clipped * advantages)
@@ -53,24 +50,12 @@ def ppo_clip(
         surrogate = torch.where((advantages < 0) & (surrogate < floor), floor, surrogate)
     bound = min([b for b in (dual_clip, ratio_cap) if b], default=float("inf"))
     beyond = (advantages < 0) & (ratio > bound)
-    stats = ratio_stats(ratio, loss_mask) | clip_stats(
-        loss_mask,
-        low=(advantages < 0) & (ratio < 1 - clip_low),
-        high=((advantages > 0) & (ratio > 1 + clip_high)) | beyond,
-    )
-    stats["policy/dual_clip_frac"] = masked_mean(beyond.double(), loss_mask)
-    return keep(-surrogate, loss_mask), stats
+    terms, stats = moved.loss(-surrogate, low=low, high=high | beyond)
+    return terms, stats | {"policy/dual_clip_frac": masked_mean(beyond, moved.loss_mask)}
 
 
-def sapo(
-    logprobs: Tensor,
-    old_logprobs: Tensor,
-    *,
-    advantages: Tensor,
-    loss_mask: Tensor,
-    tau_pos: float = 1.0,
-    tau_neg: float = 1.05,
-) -> tuple[Tensor, Stats]:
+@making(moved=from_old)
+def sapo(moved: Moved, *, tau_pos: float = 1.0, tau_neg: float = 1.05) -> Loss:
     """Gate the ratio softly: -(4 / tau) sigmoid(tau (r - 1)) A.
 
     The gradient's weight is 4 s (1 - s) r A with s the sigmoid: A at r = 1, for any tau, and
@@ -86,8 +71,6 @@ def sapo(
     Invariant under: dp size, micro-batching, packing order, padding.
     """
     check_positive(tau_pos=tau_pos, tau_neg=tau_neg)
-    advantages = keep(advantages.detach(), loss_mask)
-    ratio = log_ratio(logprobs, old_logprobs, loss_mask).exp()
-    tau = torch.full_like(ratio, tau_neg).masked_fill(advantages > 0, tau_pos)
-    gate = 4 / tau * torch.sigmoid(tau * (ratio - 1))
-    return keep(-gate * advantages, loss_mask), ratio_stats(ratio, loss_mask)
+    tau = torch.full_like(moved.ratio, tau_neg).masked_fill(moved.advantages > 0, tau_pos)
+    gate = 4 / tau * torch.sigmoid(tau * (moved.ratio - 1))
+    return moved.loss(-gate * moved.advantages)

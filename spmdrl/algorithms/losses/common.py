@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -11,6 +12,8 @@ from torch import Tensor
 from spmdrl.algorithms.masked import Method, Stats, attach, keep, masked_mean
 
 MAX_LOG_RATIO = 20.0  # exp(20) = 5e8: beyond it one token decides the whole gradient
+Loss = tuple[Tensor, Stats]
+"""[T] terms, and what to report."""
 
 
 def aggregated_by(*names: str) -> Callable[[Method], Method]:
@@ -42,84 +45,114 @@ def log_ratio(logprobs: Tensor, old_logprobs: Tensor, loss_mask: Tensor) -> Tens
     return difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
-def rollout_log_ratio(logprobs: Tensor, rollout_logprobs: Tensor, loss_mask: Tensor) -> Tensor:
-    """Return log w = log pi - log mu: [T], nats, clamped, 0 off the loss mask.
-
-    Where the engine's logprob is not finite, mu is taken to be the current policy: w is 1 and
-    has the gradient of an on-policy token.
-    """
-    return log_ratio(logprobs, sampled_logprobs(logprobs, rollout_logprobs), loss_mask)
-
-
 def sampled_logprobs(logprobs: Tensor, rollout_logprobs: Tensor) -> Tensor:
-    """Return log mu: [T], nats, detached; log pi where the engine's is not finite."""
+    """Return log mu: [T], nats, detached.
+
+    Where the engine's logprob is not finite, mu is taken to be the current policy: the ratio is 1
+    and has the gradient of an on-policy token.
+    """
     rollout = rollout_logprobs.detach()
     return torch.where(rollout.isfinite(), rollout, logprobs.detach())
 
 
-def ratio_stats(ratio: Tensor, loss_mask: Tensor) -> Stats:
-    """Report a [T] ratio to pi_old: its mean, and k1 of old || current in nats."""
-    ratio = ratio.detach()
-    return {
-        "policy/ratio": masked_mean(ratio, loss_mask),
-        "policy/kl_old": masked_mean(-ratio.log(), loss_mask),
-    }
+@dataclass(frozen=True)
+class Moved:
+    """How far the policy has moved from an earlier one at T tokens, and where to."""
+
+    logprobs: Tensor
+    """log pi, with its gradient."""
+    before: Tensor
+    """Of the earlier policy, detached."""
+    log_ratio: Tensor
+    """Clamped, 0 off the loss mask."""
+    advantages: Tensor
+    """Detached, 0 off the loss mask."""
+    loss_mask: Tensor
+    is_from_old: bool
+    """The earlier policy is pi_old, else mu."""
+
+    @cached_property
+    def ratio(self) -> Tensor:
+        """Of the probabilities."""
+        return self.log_ratio.exp()
+
+    def loss(
+        self,
+        terms: Tensor,
+        *,
+        ratio: Tensor | None = None,
+        low: Tensor | None = None,
+        high: Tensor | None = None,
+        dropped: Tensor | None = None,
+    ) -> Loss:
+        """Return the terms of the loss tokens, and what there is to report.
+
+        Args:
+            terms: [T] float.
+            ratio: [T] float, to report instead of each token's own.
+            low, high: [T] bool, what is clipped at either bound.
+            dropped: [T] bool, what is left out.
+        """
+        mask = self.loss_mask
+        stats = self._moves(self.ratio if ratio is None else ratio)
+        if high is not None:
+            low = torch.zeros_like(high) if low is None else low
+            clips = {"": low | high, "_low": low, "_high": high}
+            stats |= {f"policy/clip{n}_frac": masked_mean(v, mask) for n, v in clips.items()}
+        if dropped is not None:
+            stats["policy/dropped_frac"] = masked_mean(dropped & mask, mask)
+            mask = mask & ~dropped
+        return keep(terms, mask), stats
+
+    def _moves(self, ratio: Tensor) -> Stats:
+        """Report the mean ratio, and k1 of earlier || current in nats."""
+        mask, ratio = self.loss_mask, ratio.detach()
+        if self.is_from_old:
+            kl = masked_mean(-ratio.log(), mask)
+            return {"policy/ratio": masked_mean(ratio, mask), "policy/kl_old": kl}
+        kl = masked_mean(-self.log_ratio, mask)
+        return {"policy/rollout_ratio": masked_mean(ratio, mask), "policy/kl_rollout": kl}
+
+    def clipped(
+        self, clip_low: float, clip_high: float, *, ratio: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Clip a ratio r (default: each token's own) where it helps the objective.
+
+        Returns: min(r A, clip(r) A), and where the lower and the upper bound are active.
+        Raises: ValueError for bounds out of range.
+        """
+        check_clip(clip_low, clip_high)
+        advantages, ratio = self.advantages, self.ratio if ratio is None else ratio
+        bounded = ratio.clamp(1 - clip_low, 1 + clip_high)
+        low = (advantages < 0) & (ratio < 1 - clip_low)
+        high = (advantages > 0) & (ratio > 1 + clip_high)
+        return torch.minimum(ratio * advantages, bounded * advantages), low, high
+
+    def weighted(self, weight: Tensor | None = None) -> Tensor:
+        """Return -weight A log pi: [T], with a weight that carries no gradient; None for 1."""
+        factor = self.advantages
+        if weight is not None:
+            factor = (weight * factor).to(self.logprobs.dtype)
+        return -factor * keep(self.logprobs, self.loss_mask)
 
 
-def rollout_stats(log_w: Tensor, loss_mask: Tensor) -> Stats:
-    """Report [T] log w: the mean of w = pi / mu, and k1 of mu || current in nats."""
-    return {
-        "policy/rollout_ratio": masked_mean(log_w.detach().exp(), loss_mask),
-        "policy/kl_rollout": masked_mean(-log_w, loss_mask),
-    }
-
-
-def clip_stats(loss_mask: Tensor, *, low: Tensor, high: Tensor) -> Stats:
-    """Report the shares of tokens clipped at either bound, from [T] bool each."""
-    return {
-        "policy/clip_frac": masked_mean((low | high).double(), loss_mask),
-        "policy/clip_low_frac": masked_mean(low.double(), loss_mask),
-        "policy/clip_high_frac": masked_mean(high.double(), loss_mask),
-    }
-
-
-def dropped_stats(dropped: Tensor, loss_mask: Tensor) -> Stats:
-    """Report the share of loss tokens that a method leaves out, from [T] bool."""
-    return {"policy/dropped_frac": masked_mean(dropped.double(), loss_mask)}
-
-
-class Clipped(NamedTuple):
-    """A clipped objective of T tokens."""
-
-    surrogate: Tensor
-    """min(r A, clip(r) A)."""
-    low: Tensor
-    """Where the lower bound is active."""
-    high: Tensor
-    stats: Stats
-
-
-def clipped(
-    ratio: Tensor, advantages: Tensor, *, loss_mask: Tensor, clip_low: float, clip_high: float
-) -> Clipped:
-    """Clip a ratio r where it helps the objective. Raises: ValueError for bounds out of range."""
-    check_clip(clip_low, clip_high)
+def from_old(
+    logprobs: Tensor, old_logprobs: Tensor, *, advantages: Tensor, loss_mask: Tensor
+) -> Moved:
+    """Compare with pi_old, the policy at the batch's start; [T] each."""
+    log_r = log_ratio(logprobs, old_logprobs, loss_mask)
     advantages = keep(advantages.detach(), loss_mask)
-    bounded = ratio.clamp(1 - clip_low, 1 + clip_high)
-    low = (advantages < 0) & (ratio < 1 - clip_low)
-    high = (advantages > 0) & (ratio > 1 + clip_high)
-    stats = ratio_stats(ratio, loss_mask) | clip_stats(loss_mask, low=low, high=high)
-    return Clipped(torch.minimum(ratio * advantages, bounded * advantages), low, high, stats)
+    return Moved(logprobs, old_logprobs.detach(), log_r, advantages, loss_mask, is_from_old=True)
 
 
-def weighted(
-    logprobs: Tensor, advantages: Tensor, weight: Tensor | None = None, *, loss_mask: Tensor
-) -> Tensor:
-    """Return -weight A log pi: [T], with a weight that carries no gradient; None for 1."""
-    factor = keep(advantages.detach(), loss_mask)
-    if weight is not None:
-        factor = (weight * factor).to(logprobs.dtype)
-    return keep(-factor * keep(logprobs, loss_mask), loss_mask)
+def from_rollout(
+    logprobs: Tensor, rollout_logprobs: Tensor, *, advantages: Tensor, loss_mask: Tensor
+) -> Moved:
+    """Compare with mu, the policy that sampled; [T] each. See `sampled_logprobs`."""
+    before = sampled_logprobs(logprobs, rollout_logprobs)
+    log_w = log_ratio(logprobs, before, loss_mask)
+    advantages = keep(advantages.detach(), loss_mask)
+    return Moved(logprobs, before, log_w, advantages, loss_mask, is_from_old=False)
 
 
 def check_clip(clip_low: float, clip_high: float) -> None:

@@ -9,24 +9,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from spmdrl.algorithms.losses.common import (
-    dropped_stats,
-    rollout_log_ratio,
-    rollout_stats,
-    sampled_logprobs,
-)
-from spmdrl.algorithms.masked import Stats, check_not_negative, keep
+from spmdrl.algorithms.losses.common import Loss, Moved, from_rollout
+from spmdrl.algorithms.masked import check_not_negative, making
 
 
-def dppo_tv(
-    logprobs: Tensor,
-    rollout_logprobs: Tensor,
-    *,
-    advantages: Tensor,
-    loss_mask: Tensor,
-    threshold_low: float = 0.15,
-    threshold_high: float = 0.15,
-) -> tuple[Tensor, Stats]:
+@making(moved=from_rollout)
+def dppo_tv(moved: Moved, *, threshold_low: float = 0.15, threshold_high: float = 0.15) -> Loss:
     """Return -w A, without the tokens whose probability moved too far the way A pushes.
 
     Dropped: pi - mu > threshold_high where A > 0, mu - pi > threshold_low where A < 0.
@@ -42,27 +30,13 @@ def dppo_tv(
     Invariant under: dp size, micro-batching, packing order, padding.
     """
     check_not_negative(threshold_low=threshold_low, threshold_high=threshold_high)
-    new, sampled = _log_probabilities(logprobs, rollout_logprobs)
-    moved = new.exp() - sampled.exp()
-    return _without(
-        moved > threshold_high,
-        moved < -threshold_low,
-        logprobs=logprobs,
-        rollout_logprobs=rollout_logprobs,
-        advantages=advantages,
-        loss_mask=loss_mask,
-    )
+    new, sampled = _log_probabilities(moved)
+    gap = new.exp() - sampled.exp()
+    return _without(gap > threshold_high, gap < -threshold_low, moved)
 
 
-def dppo_kl(
-    logprobs: Tensor,
-    rollout_logprobs: Tensor,
-    *,
-    advantages: Tensor,
-    loss_mask: Tensor,
-    threshold_low: float = 0.05,
-    threshold_high: float = 0.05,
-) -> tuple[Tensor, Stats]:
+@making(moved=from_rollout)
+def dppo_kl(moved: Moved, *, threshold_low: float = 0.05, threshold_high: float = 0.05) -> Loss:
     """Return -w A, without the tokens whose divergence grew too far the way A pushes.
 
     The divergence is KL(mu || pi) of taking the token or another,
@@ -79,38 +53,21 @@ def dppo_kl(
     Invariant under: dp size, micro-batching, packing order, padding.
     """
     check_not_negative(threshold_low=threshold_low, threshold_high=threshold_high)
-    new, sampled = _log_probabilities(logprobs, rollout_logprobs)
+    new, sampled = _log_probabilities(moved)
     rest = -torch.expm1(sampled)  # 1 - mu, exact where mu is near 1
     of_rest = rest * (rest.log() - (-torch.expm1(new)).log())
     divergence = sampled.exp() * (sampled - new) + torch.where(rest > 0, of_rest, 0.0)
-    return _without(
-        (divergence > threshold_high) & (new > sampled),
-        (divergence > threshold_low) & (new < sampled),
-        logprobs=logprobs,
-        rollout_logprobs=rollout_logprobs,
-        advantages=advantages,
-        loss_mask=loss_mask,
-    )
+    up = (divergence > threshold_high) & (new > sampled)
+    return _without(up, (divergence > threshold_low) & (new < sampled), moved)
 
 
-def _log_probabilities(logprobs: Tensor, rollout_logprobs: Tensor) -> tuple[Tensor, Tensor]:
+def _log_probabilities(moved: Moved) -> tuple[Tensor, Tensor]:
     """Return log pi and log mu, [T] float64, detached, at most 0 where rounding had it above."""
-    sampled = sampled_logprobs(logprobs, rollout_logprobs)
-    return logprobs.detach().double().clamp(max=0.0), sampled.double().clamp(max=0.0)
+    new, sampled = (x.detach().double().clamp(max=0.0) for x in (moved.logprobs, moved.before))
+    return new, sampled
 
 
-def _without(
-    up: Tensor,
-    down: Tensor,
-    *,
-    logprobs: Tensor,
-    rollout_logprobs: Tensor,
-    advantages: Tensor,
-    loss_mask: Tensor,
-) -> tuple[Tensor, Stats]:
+def _without(up: Tensor, down: Tensor, moved: Moved) -> Loss:
     """Drop where A pushes further `up` or `down`, both [T] bool."""
-    advantages = keep(advantages.detach(), loss_mask)
-    dropped = ((advantages > 0) & up) | ((advantages < 0) & down)
-    log_w = rollout_log_ratio(logprobs, rollout_logprobs, loss_mask)
-    terms = keep(-log_w.exp() * advantages, loss_mask & ~dropped)
-    return terms, rollout_stats(log_w, loss_mask) | dropped_stats(dropped, loss_mask)
+    dropped = ((moved.advantages > 0) & up) | ((moved.advantages < 0) & down)
+    return moved.loss(-moved.ratio * moved.advantages, dropped=dropped)

@@ -6,30 +6,31 @@ pi_prox / mu corrects for the sampling policy; take no correction besides.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from spmdrl.algorithms.losses.common import (
-    clipped,
-    dropped_stats,
+    Loss,
+    Moved,
+    from_old,
+    from_rollout,
     log_ratio,
-    rollout_log_ratio,
-    rollout_stats,
+    sampled_logprobs,
 )
-from spmdrl.algorithms.masked import Stats, check_not_negative, keep
+from spmdrl.algorithms.masked import check_not_negative, making
 
 
+@making(moved=from_old)
 def decoupled_ppo(
-    logprobs: Tensor,
-    old_logprobs: Tensor,
+    moved: Moved,
     rollout_logprobs: Tensor,
     *,
-    advantages: Tensor,
-    loss_mask: Tensor,
     clip_low: float = 0.2,
     clip_high: float = 0.2,
     weight_cap: float = 0.0,
-) -> tuple[Tensor, Stats]:
+) -> Loss:
     """Clip around pi_old, weigh by its ratio to mu: -sg(pi_old / mu) min(r A, clip(r) A).
 
     Args:
@@ -42,31 +43,21 @@ def decoupled_ppo(
     Source: arXiv 2110.00641; 2505.24298 (AReaL), whose code has the cap.
     Invariant under: dp size, micro-batching, packing order, padding.
     """
-    prox_log_w = rollout_log_ratio(old_logprobs.detach(), rollout_logprobs, loss_mask)
-    log_r = log_ratio(logprobs, old_logprobs, loss_mask)
-    return _decoupled(
-        log_r,
-        prox_log_w,
-        advantages=advantages,
-        loss_mask=loss_mask,
-        clip_low=clip_low,
-        clip_high=clip_high,
-        weight_cap=weight_cap,
-    )
+    mu = sampled_logprobs(moved.before, rollout_logprobs)
+    weight = log_ratio(moved.before, mu, moved.loss_mask).exp()
+    return _decoupled(moved, weight, (clip_low, clip_high), weight_cap=weight_cap)
 
 
+@making(moved=from_rollout)
 def a3po(
-    logprobs: Tensor,
-    rollout_logprobs: Tensor,
+    moved: Moved,
     *,
-    advantages: Tensor,
-    loss_mask: Tensor,
     policy_versions: Tensor,
     version: Tensor,
     clip_low: float = 0.2,
     clip_high: float = 0.2,
     weight_cap: float = 0.0,
-) -> tuple[Tensor, Stats]:
+) -> Loss:
     """Do as decoupled_ppo with a guessed pi_prox, which spares scoring the batch beforehand.
 
     log pi_prox = log mu + alpha (log pi - log mu), detached, with
@@ -86,37 +77,20 @@ def a3po(
     Source: arXiv 2512.06547 (A-3PO), alpha as in AReaL, whose v_prox is one behind its v_pi.
     Invariant under: dp size, micro-batching, packing order, padding.
     """
-    log_w = rollout_log_ratio(logprobs, rollout_logprobs, loss_mask)
+    log_w = moved.log_ratio
     age = (version - policy_versions).clamp(min=0).to(log_w.dtype)
     alpha = torch.where(policy_versions >= 0, age / (age + 1), 0.0)
     prox_log_w = alpha * log_w.detach()
-    terms, stats = _decoupled(
-        log_w - prox_log_w,
-        prox_log_w,
-        advantages=advantages,
-        loss_mask=loss_mask,
-        clip_low=clip_low,
-        clip_high=clip_high,
-        weight_cap=weight_cap,
-    )
-    return terms, stats | rollout_stats(log_w, loss_mask)
+    from_prox = replace(moved, log_ratio=log_w - prox_log_w, is_from_old=True)
+    weight, bounds = prox_log_w.exp(), (clip_low, clip_high)
+    terms, stats = _decoupled(from_prox, weight, bounds, weight_cap=weight_cap)
+    return terms, stats | moved.loss(terms)[1]
 
 
 def _decoupled(
-    log_r: Tensor,
-    prox_log_w: Tensor,
-    *,
-    advantages: Tensor,
-    loss_mask: Tensor,
-    clip_low: float,
-    clip_high: float,
-    weight_cap: float,
-) -> tuple[Tensor, Stats]:
+    moved: Moved, weight: Tensor, bounds: tuple[float, float], *, weight_cap: float
+) -> Loss:
     check_not_negative(weight_cap=weight_cap)
-    weight = prox_log_w.exp()
-    found = clipped(
-        log_r.exp(), advantages, loss_mask=loss_mask, clip_low=clip_low, clip_high=clip_high
-    )
-    dropped = loss_mask & (weight > (weight_cap or float("inf")))
-    terms = keep(-weight * found.surrogate, loss_mask & ~dropped)
-    return terms, found.stats | dropped_stats(dropped, loss_mask)
+    surrogate, low, high = moved.clipped(*bounds)
+    dropped = weight > (weight_cap or float("inf"))
+    return moved.loss(-weight * surrogate, low=low, high=high, dropped=dropped)

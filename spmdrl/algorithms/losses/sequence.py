@@ -11,30 +11,21 @@ from torch import Tensor
 
 from spmdrl.algorithms.losses.common import (
     MAX_LOG_RATIO,
+    Loss,
+    Moved,
     aggregated_by,
-    clip_stats,
-    clipped,
-    log_ratio,
-    ratio_stats,
-    rollout_log_ratio,
-    rollout_stats,
-    weighted,
+    from_old,
+    from_rollout,
 )
-from spmdrl.algorithms.masked import Stats, check_not_negative, check_positive, keep, masked_mean
+from spmdrl.algorithms.masked import check_not_negative, check_positive, keep, making, masked_mean
 from spmdrl.algorithms.reduce import per_token, sequence_mean, spread_sum
 
 
 @aggregated_by("seq_mean_token_mean")
+@making(moved=from_old)
 def gspo(
-    logprobs: Tensor,
-    old_logprobs: Tensor,
-    *,
-    advantages: Tensor,
-    loss_mask: Tensor,
-    cu_seqlens: Tensor,
-    clip_low: float = 3e-4,
-    clip_high: float = 4e-4,
-) -> tuple[Tensor, Stats]:
+    moved: Moved, *, cu_seqlens: Tensor, clip_low: float = 3e-4, clip_high: float = 4e-4
+) -> Loss:
     """Clip the sequence's ratio s = exp(mean_t log r_t): -min(s A, clip(s) A) at each token.
 
     With aggregation `seq_mean_token_mean` this is the paper's objective.
@@ -49,21 +40,14 @@ def gspo(
     Source: arXiv 2507.18071 (GSPO).
     Invariant under: dp size, micro-batching, packing order, padding.
     """
-    ratio = _mean_ratio(logprobs, old_logprobs, loss_mask=loss_mask, cu_seqlens=cu_seqlens)
-    return _clipped(ratio, advantages, loss_mask=loss_mask, clip_low=clip_low, clip_high=clip_high)
+    return _clipped(moved, _mean_exp(moved.log_ratio, moved, cu_seqlens), (clip_low, clip_high))
 
 
 @aggregated_by("seq_mean_token_mean")
+@making(moved=from_old)
 def gspo_token(
-    logprobs: Tensor,
-    old_logprobs: Tensor,
-    *,
-    advantages: Tensor,
-    loss_mask: Tensor,
-    cu_seqlens: Tensor,
-    clip_low: float = 3e-4,
-    clip_high: float = 4e-4,
-) -> tuple[Tensor, Stats]:
+    moved: Moved, *, cu_seqlens: Tensor, clip_low: float = 3e-4, clip_high: float = 4e-4
+) -> Loss:
     """Clip as gspo, with each token's own gradient: s_t = sg(s) pi_t / sg(pi_t).
 
     Equal to gspo, value and gradient, where A is one value per sequence; advantages may differ
@@ -79,22 +63,16 @@ def gspo_token(
         weighs a sequence's tokens alike.
     Invariant under: dp size, micro-batching, packing order, padding.
     """
-    ratio = _mean_ratio(logprobs.detach(), old_logprobs, loss_mask=loss_mask, cu_seqlens=cu_seqlens)
-    ratio = ratio * keep(logprobs - logprobs.detach(), loss_mask).exp()
-    return _clipped(ratio, advantages, loss_mask=loss_mask, clip_low=clip_low, clip_high=clip_high)
+    ratio = _mean_exp(moved.log_ratio.detach(), moved, cu_seqlens)
+    ratio = ratio * keep(moved.logprobs - moved.logprobs.detach(), moved.loss_mask).exp()
+    return _clipped(moved, ratio, (clip_low, clip_high))
 
 
 @aggregated_by("seq_mean_token_sum", "seq_mean_token_sum_norm")
+@making(moved=from_old)
 def luspo(
-    logprobs: Tensor,
-    old_logprobs: Tensor,
-    *,
-    advantages: Tensor,
-    loss_mask: Tensor,
-    cu_seqlens: Tensor,
-    clip_low: float = 3e-4,
-    clip_high: float = 4e-4,
-) -> tuple[Tensor, Stats]:
+    moved: Moved, *, cu_seqlens: Tensor, clip_low: float = 3e-4, clip_high: float = 4e-4
+) -> Loss:
     """Weigh gspo's sequence term by the length: -min(s A, clip(s) A) at each token, summed.
 
     The terms are gspo's: it is the aggregation `seq_mean_token_sum` that multiplies by |y| and
@@ -110,28 +88,14 @@ def luspo(
     Source: arXiv 2602.05261 (LUSPO); bounds as in gspo.
     Invariant under: dp size, micro-batching, packing order, padding.
     """
-    return gspo(
-        logprobs,
-        old_logprobs,
-        advantages=advantages,
-        loss_mask=loss_mask,
-        cu_seqlens=cu_seqlens,
-        clip_low=clip_low,
-        clip_high=clip_high,
-    )
+    return _clipped(moved, _mean_exp(moved.log_ratio, moved, cu_seqlens), (clip_low, clip_high))
 
 
 @aggregated_by("seq_mean_token_mean")
+@making(moved=from_old)
 def gmpo(
-    logprobs: Tensor,
-    old_logprobs: Tensor,
-    *,
-    advantages: Tensor,
-    loss_mask: Tensor,
-    cu_seqlens: Tensor,
-    clip_low: float = 0.4,
-    clip_high: float = 0.4,
-) -> tuple[Tensor, Stats]:
+    moved: Moved, *, cu_seqlens: Tensor, clip_low: float = 0.4, clip_high: float = 0.4
+) -> Loss:
     """Clip each token's log-ratio on its harmful side, then take their geometric mean.
 
     The term is -A exp(mean_t l_t), with l_t = min(log r_t, clip_high) where A > 0,
@@ -148,28 +112,24 @@ def gmpo(
     Invariant under: dp size, micro-batching, packing order, padding.
     """
     check_not_negative(clip_low=clip_low, clip_high=clip_high)
-    advantages = keep(advantages.detach(), loss_mask)
-    log_r = log_ratio(logprobs, old_logprobs, loss_mask)
+    log_r, advantages = moved.log_ratio, moved.advantages
     high = (advantages > 0) & (log_r > clip_high)
     low = (advantages < 0) & (log_r < -clip_low)
     bounded = log_r.masked_fill(high, clip_high).masked_fill(low, -clip_low)
-    ratio = _mean_exp(bounded, loss_mask=loss_mask, cu_seqlens=cu_seqlens, like=logprobs)
-    stats = ratio_stats(log_r.exp(), loss_mask) | clip_stats(loss_mask, low=low, high=high)
-    return keep(-ratio * advantages, loss_mask), stats
+    terms = -_mean_exp(bounded, moved, cu_seqlens) * advantages
+    return moved.loss(terms, low=low, high=high)
 
 
+@making(moved=from_rollout)
 def vespo(
-    logprobs: Tensor,
-    rollout_logprobs: Tensor,
+    moved: Moved,
     *,
-    advantages: Tensor,
-    loss_mask: Tensor,
     cu_seqlens: Tensor,
     k_pos: float = 2.0,
     lambda_pos: float = 3.0,
     k_neg: float = 3.0,
     lambda_neg: float = 2.0,
-) -> tuple[Tensor, Stats]:
+) -> Loss:
     """Shape the sequence's weight softly: -sg(phi(W)) A log pi, phi = W^k exp(lambda (1 - W)).
 
     W is the product of w = pi / mu over the sequence's loss tokens; phi(1) = 1. It already
@@ -187,32 +147,21 @@ def vespo(
     """
     check_not_negative(k_pos=k_pos, k_neg=k_neg)
     check_positive(lambda_pos=lambda_pos, lambda_neg=lambda_neg)
-    advantages = keep(advantages.detach(), loss_mask)
-    token_log_w = rollout_log_ratio(logprobs, rollout_logprobs, loss_mask).detach()
-    log_w = spread_sum(token_log_w, cu_seqlens).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    is_negative = advantages < 0
+    log_w = spread_sum(moved.log_ratio.detach(), cu_seqlens).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    is_negative = moved.advantages < 0
     k = torch.full_like(log_w, k_pos).masked_fill(is_negative, k_neg)
     rate = torch.full_like(log_w, lambda_pos).masked_fill(is_negative, lambda_neg)
     weight = (k * log_w - rate * torch.expm1(log_w)).exp()
-    stats = rollout_stats(token_log_w, loss_mask)
-    stats["policy/sequence_weight"] = masked_mean(weight, loss_mask)
-    return weighted(logprobs, advantages, weight, loss_mask=loss_mask), stats
+    terms, stats = moved.loss(moved.weighted(weight))
+    return terms, stats | {"policy/sequence_weight": masked_mean(weight, moved.loss_mask)}
 
 
-def _mean_ratio(
-    logprobs: Tensor, old_logprobs: Tensor, *, loss_mask: Tensor, cu_seqlens: Tensor
-) -> Tensor:
-    log_r = log_ratio(logprobs, old_logprobs, loss_mask)
-    return _mean_exp(log_r, loss_mask=loss_mask, cu_seqlens=cu_seqlens, like=logprobs)
+def _mean_exp(log_r: Tensor, moved: Moved, cu_seqlens: Tensor) -> Tensor:
+    mean = sequence_mean(log_r, cu_seqlens, loss_mask=moved.loss_mask)
+    own = mean.exp().to(moved.logprobs.dtype)
+    return per_token(own, cu_seqlens, num_tokens=log_r.numel())
 
 
-def _mean_exp(log_r: Tensor, *, loss_mask: Tensor, cu_seqlens: Tensor, like: Tensor) -> Tensor:
-    mean = sequence_mean(log_r, cu_seqlens, loss_mask=loss_mask)
-    return per_token(mean.exp().to(like.dtype), cu_seqlens, num_tokens=like.numel())
-
-
-def _clipped(
-    ratio: Tensor, advantages: Tensor, *, loss_mask: Tensor, clip_low: float, clip_high: float
-) -> tuple[Tensor, Stats]:
-    found = clipped(ratio, advantages, loss_mask=loss_mask, clip_low=clip_low, clip_high=clip_high)
-    return keep(-found.surrogate, loss_mask), found.stats
+def _clipped(moved: Moved, ratio: Tensor, bounds: tuple[float, float]) -> Loss:
+    surrogate, low, high = moved.clipped(*bounds, ratio=ratio)
+    return moved.loss(-surrogate, ratio=ratio, low=low, high=high)

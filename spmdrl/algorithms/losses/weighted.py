@@ -13,21 +13,20 @@ from torch import Tensor
 
 from spmdrl.algorithms.losses.common import (
     MAX_LOG_RATIO,
+    Loss,
+    Moved,
     check_level,
-    clip_stats,
-    log_ratio,
-    ratio_stats,
-    rollout_log_ratio,
-    rollout_stats,
-    weighted,
+    from_old,
+    from_rollout,
 )
-from spmdrl.algorithms.masked import Stats, check_not_negative, check_positive, keep, masked_mean
+from spmdrl.algorithms.masked import check_not_negative, check_positive, keep, making, masked_mean
 from spmdrl.algorithms.reduce import spread_sum
 
+Level = Literal["token", "sequence"]
 
-def reinforce(
-    logprobs: Tensor, old_logprobs: Tensor, *, advantages: Tensor, loss_mask: Tensor
-) -> tuple[Tensor, Stats]:
+
+@making(moved=from_old)
+def reinforce(moved: Moved) -> Loss:
     """Return the plain policy gradient: -A log pi, without a ratio.
 
     Args:
@@ -37,20 +36,11 @@ def reinforce(
     Source: Williams 1992, REINFORCE.
     Invariant under: dp size, micro-batching, packing order, padding.
     """
-    ratio = log_ratio(logprobs, old_logprobs, loss_mask).exp()
-    terms = weighted(logprobs, advantages, loss_mask=loss_mask)
-    return terms, ratio_stats(ratio, loss_mask)
+    return moved.loss(moved.weighted())
 
 
-def cispo(
-    logprobs: Tensor,
-    old_logprobs: Tensor,
-    *,
-    advantages: Tensor,
-    loss_mask: Tensor,
-    ratio_low: float = 0.0,
-    ratio_high: float = 5.0,
-) -> tuple[Tensor, Stats]:
+@making(moved=from_old)
+def cispo(moved: Moved, *, ratio_low: float = 0.0, ratio_high: float = 5.0) -> Loss:
     """Clip the weight, keep every gradient: -sg(clip(r, ratio_low, ratio_high)) A log pi.
 
     Args:
@@ -67,21 +57,13 @@ def cispo(
             f"ratio_low, ratio_high: must be 0 <= low < 1 < high (bounds on the "
             f"ratio itself), got {ratio_low}, {ratio_high}"
         )
-    ratio = log_ratio(logprobs, old_logprobs, loss_mask).exp().detach()
-    terms = weighted(logprobs, advantages, ratio.clamp(ratio_low, ratio_high), loss_mask=loss_mask)
-    return terms, ratio_stats(ratio, loss_mask) | clip_stats(
-        loss_mask, low=ratio < ratio_low, high=ratio > ratio_high
-    )
+    ratio = moved.ratio.detach()
+    terms = moved.weighted(ratio.clamp(ratio_low, ratio_high))
+    return moved.loss(terms, low=ratio < ratio_low, high=ratio > ratio_high)
 
 
-def tis_pg(
-    logprobs: Tensor,
-    old_logprobs: Tensor,
-    *,
-    advantages: Tensor,
-    loss_mask: Tensor,
-    upper: float = 1.0,
-) -> tuple[Tensor, Stats]:
+@making(moved=from_old)
+def tis_pg(moved: Moved, *, upper: float = 1.0) -> Loss:
     """Truncate the weight at `upper`: -sg(min(r, upper)) A log pi, for A of either sign.
 
     Args:
@@ -93,20 +75,11 @@ def tis_pg(
     Source: arXiv 2503.14286, its truncated importance sampling baseline, per token.
     Invariant under: dp size, micro-batching, packing order, padding.
     """
-    check_positive(upper=upper)
-    ratio = log_ratio(logprobs, old_logprobs, loss_mask).exp().detach()
-    terms = weighted(logprobs, advantages, ratio.clamp(max=upper), loss_mask=loss_mask)
-    return terms, ratio_stats(ratio, loss_mask) | _capped_stats(ratio > upper, loss_mask)
+    return _truncated(moved, upper)
 
 
-def aipo(
-    logprobs: Tensor,
-    rollout_logprobs: Tensor,
-    *,
-    advantages: Tensor,
-    loss_mask: Tensor,
-    upper: float = 4.0,
-) -> tuple[Tensor, Stats]:
+@making(moved=from_rollout)
+def aipo(moved: Moved, *, upper: float = 4.0) -> Loss:
     """Weigh by the ratio to the sampling policy, capped: -sg(min(w, upper)) A log pi.
 
     w = pi / mu already corrects for the engine; take no correction besides.
@@ -120,23 +93,13 @@ def aipo(
     Source: arXiv 2505.24034 (AIPO). The default cap is ours.
     Invariant under: dp size, micro-batching, packing order, padding.
     """
-    check_positive(upper=upper)
-    log_w = rollout_log_ratio(logprobs, rollout_logprobs, loss_mask).detach()
-    weight = log_w.exp()
-    terms = weighted(logprobs, advantages, weight.clamp(max=upper), loss_mask=loss_mask)
-    return terms, rollout_stats(log_w, loss_mask) | _capped_stats(weight > upper, loss_mask)
+    return _truncated(moved, upper)
 
 
+@making(moved=from_rollout)
 def topr(
-    logprobs: Tensor,
-    rollout_logprobs: Tensor,
-    *,
-    advantages: Tensor,
-    loss_mask: Tensor,
-    cu_seqlens: Tensor,
-    level: Literal["token", "sequence"] = "sequence",
-    upper: float = 1.0,
-) -> tuple[Tensor, Stats]:
+    moved: Moved, *, cu_seqlens: Tensor, level: Level = "sequence", upper: float = 1.0
+) -> Loss:
     """Taper what is unlearnt only: -A log pi for A > 0, else -sg(min(w, upper)) A log pi.
 
     w = pi / mu already corrects for the engine; take no correction besides.
@@ -154,28 +117,16 @@ def topr(
     """
     check_level(level)
     check_positive(upper=upper)
-    token_log_w = rollout_log_ratio(logprobs, rollout_logprobs, loss_mask).detach()
-    log_w = token_log_w.double()
+    log_w = moved.log_ratio.detach().double()
     if level == "sequence":
         log_w = spread_sum(log_w, cu_seqlens).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    advantages = keep(advantages.detach(), loss_mask)
-    weight = torch.where(advantages > 0, 1.0, log_w.exp().clamp(max=upper))
-    terms = weighted(logprobs, advantages, weight, loss_mask=loss_mask)
-    stats = rollout_stats(token_log_w, loss_mask)
-    capped = (advantages < 0) & (log_w.exp() > upper)
-    return terms, stats | _capped_stats(capped, loss_mask)
+    weight = torch.where(moved.advantages > 0, 1.0, log_w.exp().clamp(max=upper))
+    capped = (moved.advantages < 0) & (log_w.exp() > upper)
+    return moved.loss(moved.weighted(weight), high=capped)
 
 
-def kimi(
-    logprobs: Tensor,
-    old_logprobs: Tensor,
-    *,
-    advantages: Tensor,
-    loss_mask: Tensor,
-    cu_seqlens: Tensor,
-    level: Literal["token", "sequence"] = "sequence",
-    tau: float = 0.1,
-) -> tuple[Tensor, Stats]:
+@making(moved=from_old)
+def kimi(moved: Moved, *, cu_seqlens: Tensor, level: Level = "sequence", tau: float = 0.1) -> Loss:
     """Pull back to pi_old by a square: -A log pi + (tau / 2) (log r)^2.
 
     At level `sequence` the square is that of the sequence's summed log-ratio; each token's
@@ -192,24 +143,12 @@ def kimi(
         square is the sequence's. The default tau is ours.
     Invariant under: dp size, micro-batching, packing order, padding.
     """
-    check_level(level)
     check_not_negative(tau=tau)
-    log_r = log_ratio(logprobs, old_logprobs, loss_mask)
-    terms = weighted(logprobs, advantages, loss_mask=loss_mask)
-    square = _square(log_r, cu_seqlens, level=level)
-    return keep(terms + tau / 2 * square, loss_mask), ratio_stats(log_r.exp(), loss_mask)
+    return moved.loss(moved.weighted() + tau / 2 * _square(moved, cu_seqlens, level=level))
 
 
-def dro(
-    logprobs: Tensor,
-    rollout_logprobs: Tensor,
-    *,
-    advantages: Tensor,
-    loss_mask: Tensor,
-    cu_seqlens: Tensor,
-    level: Literal["token", "sequence"] = "token",
-    beta: float = 0.05,
-) -> tuple[Tensor, Stats]:
+@making(moved=from_rollout)
+def dro(moved: Moved, *, cu_seqlens: Tensor, level: Level = "token", beta: float = 0.05) -> Loss:
     """Pull back to the sampling policy by a square: -A log pi + (beta / 2) (log w)^2.
 
     The policy part of direct reward optimisation, with mu as the reference and A for reward
@@ -226,15 +165,11 @@ def dro(
         sequence's, ours is the token's by default as in Tinker.
     Invariant under: dp size, micro-batching, packing order, padding.
     """
-    check_level(level)
     check_not_negative(beta=beta)
-    log_w = rollout_log_ratio(logprobs, rollout_logprobs, loss_mask)
-    terms = weighted(logprobs, advantages, loss_mask=loss_mask)
-    square = _square(log_w, cu_seqlens, level=level)
-    return keep(terms + beta / 2 * square, loss_mask), rollout_stats(log_w, loss_mask)
+    return moved.loss(moved.weighted() + beta / 2 * _square(moved, cu_seqlens, level=level))
 
 
-def sft(logprobs: Tensor, *, loss_mask: Tensor) -> tuple[Tensor, Stats]:
+def sft(logprobs: Tensor, *, loss_mask: Tensor) -> Loss:
     """Return the negative log-likelihood of the data: -log pi.
 
     Args:
@@ -247,11 +182,15 @@ def sft(logprobs: Tensor, *, loss_mask: Tensor) -> tuple[Tensor, Stats]:
     return terms, {"policy/nll": masked_mean(terms, loss_mask)}
 
 
-def _square(log_ratios: Tensor, cu_seqlens: Tensor, *, level: str) -> Tensor:
+def _square(moved: Moved, cu_seqlens: Tensor, *, level: Level) -> Tensor:
+    check_level(level)
+    log_ratios = moved.log_ratio
     if level == "token":
         return log_ratios**2
     return (log_ratios * spread_sum(log_ratios, cu_seqlens)).to(log_ratios.dtype)
 
 
-def _capped_stats(capped: Tensor, loss_mask: Tensor) -> Stats:
-    return clip_stats(loss_mask, low=torch.zeros_like(capped), high=capped)
+def _truncated(moved: Moved, upper: float) -> Loss:
+    check_positive(upper=upper)
+    weight = moved.ratio.detach()
+    return moved.loss(moved.weighted(weight.clamp(max=upper)), high=weight > upper)

@@ -6,25 +6,17 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from spmdrl.algorithms.masked import (
-    Stats,
     check_not_negative,
     check_positive,
-    keep,
     log1mexp,
+    making,
     masked_mean,
 )
-from spmdrl.algorithms.preference.shared import pair_stats, pairs_in_loss
+from spmdrl.algorithms.preference.shared import Loss, Pairs, pairs_of
 
 
-def simpo(
-    chosen_logps: Tensor,
-    rejected_logps: Tensor,
-    *,
-    chosen_lengths: Tensor,
-    rejected_lengths: Tensor,
-    beta: float = 2.0,
-    gamma: float = 1.0,
-) -> tuple[Tensor, Stats]:
+@making(pairs=pairs_of)
+def simpo(pairs: Pairs, *, beta: float = 2.0, gamma: float = 1.0) -> Loss:
     """Compare log pi per token, without a reference: -log sigma(beta (w - l) - gamma).
 
     Args:
@@ -36,24 +28,12 @@ def simpo(
     """
     check_positive(beta=beta)
     check_not_negative(gamma=gamma)
-    kept = pairs_in_loss(chosen_lengths, rejected_lengths)
-    chosen = beta * keep(chosen_logps, kept) / chosen_lengths.clamp(min=1)
-    rejected = beta * keep(rejected_logps, kept) / rejected_lengths.clamp(min=1)
-    stats = pair_stats(
-        (chosen, rejected), (chosen_logps, rejected_logps), (chosen_lengths, rejected_lengths)
-    )
-    return keep(-logsigmoid(chosen - rejected - gamma), kept), stats
+    chosen, rejected = rewards = pairs.per_token([beta * side for side in pairs.own])
+    return pairs.loss(-logsigmoid(chosen - rejected - gamma), rewards)
 
 
-def cpo(
-    chosen_logps: Tensor,
-    rejected_logps: Tensor,
-    *,
-    chosen_lengths: Tensor,
-    rejected_lengths: Tensor,
-    beta: float = 0.1,
-    nll_weight: float = 1.0,
-) -> tuple[Tensor, Stats]:
+@making(pairs=pairs_of)
+def cpo(pairs: Pairs, *, beta: float = 0.1, nll_weight: float = 1.0) -> Loss:
     """Prefer and imitate, without a reference: -log sigma(beta (w - l)) + nll_weight NLL_w.
 
     Args:
@@ -66,26 +46,15 @@ def cpo(
     """
     check_positive(beta=beta)
     check_not_negative(nll_weight=nll_weight)
-    kept = pairs_in_loss(chosen_lengths, rejected_lengths)
-    chosen, rejected = keep(chosen_logps, kept), keep(rejected_logps, kept)
-    nll = -chosen / chosen_lengths.clamp(min=1)
+    chosen, rejected = pairs.own
+    nll = -pairs.per_token(pairs.own)[0]
     terms = -logsigmoid(beta * (chosen - rejected)) + nll_weight * nll
-    stats = pair_stats(
-        (beta * chosen, beta * rejected),
-        (chosen_logps, rejected_logps),
-        (chosen_lengths, rejected_lengths),
-    )
-    return keep(terms, kept), stats | {"preference/nll": masked_mean(nll, kept)}
+    terms, stats = pairs.loss(terms, (beta * chosen, beta * rejected))
+    return terms, stats | {"preference/nll": masked_mean(nll, pairs.kept)}
 
 
-def orpo(
-    chosen_logps: Tensor,
-    rejected_logps: Tensor,
-    *,
-    chosen_lengths: Tensor,
-    rejected_lengths: Tensor,
-    odds_weight: float = 0.1,
-) -> tuple[Tensor, Stats]:
+@making(pairs=pairs_of)
+def orpo(pairs: Pairs, *, odds_weight: float = 0.1) -> Loss:
     """Imitate the chosen and compare odds: NLL_w - odds_weight log sigma(logit_w - logit_l).
 
     logit = log p / (1 - p) with p = exp(log pi / |y|), NLL_w = -log pi_w / |w|.
@@ -98,17 +67,10 @@ def orpo(
         -1e-6 in the odds, which are infinite at p = 1.
     """
     check_not_negative(odds_weight=odds_weight)
-    kept = pairs_in_loss(chosen_lengths, rejected_lengths)
-    chosen = keep(chosen_logps, kept) / chosen_lengths.clamp(min=1)
-    rejected = keep(rejected_logps, kept) / rejected_lengths.clamp(min=1)
-    odds_chosen, odds_rejected = _log_odds(chosen), _log_odds(rejected)
-    terms = -chosen - odds_weight * logsigmoid(odds_chosen - odds_rejected)
-    stats = pair_stats(
-        (odds_chosen, odds_rejected),
-        (chosen_logps, rejected_logps),
-        (chosen_lengths, rejected_lengths),
-    )
-    return keep(terms, kept), stats | {"preference/nll": masked_mean(-chosen, kept)}
+    means = pairs.per_token(pairs.own)
+    odds = [_log_odds(mean) for mean in means]
+    terms, stats = pairs.loss(-means[0] - odds_weight * logsigmoid(odds[0] - odds[1]), odds)
+    return terms, stats | {"preference/nll": masked_mean(-means[0], pairs.kept)}
 
 
 def _log_odds(mean_logps: Tensor) -> Tensor:

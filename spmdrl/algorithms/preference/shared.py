@@ -1,20 +1,16 @@
-"""What the preference losses share: the mask of pairs, log-ratios, the stats."""
+"""What the preference losses share: the pairs in the loss, log-ratios, the stats."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
 
 from torch import Tensor
 
 from spmdrl.algorithms.masked import Stats, check_positive, keep, masked_mean
 
-
-class Side(NamedTuple):
-    """One side of P pairs."""
-
-    logps: Tensor
-    ref_logps: Tensor
-    lengths: Tensor
+Loss = tuple[Tensor, Stats]
 
 
 def pairs_in_loss(chosen_lengths: Tensor, rejected_lengths: Tensor) -> Tensor:
@@ -28,41 +24,80 @@ def log_ratio_of(logps: Tensor, ref_logps: Tensor, kept: Tensor) -> Tensor:
     return keep(logps - ref_logps.detach(), kept)
 
 
+@dataclass(frozen=True)
+class Pairs:
+    """P pairs as a loss compares them; [P] tensors (of the chosen, of the rejected)."""
+
+    logps: Sequence[Tensor]
+    lengths: Sequence[Tensor]
+    own: Sequence[Tensor]
+    """log pi, or rho where there is a reference; 0 for pairs that are not in the loss."""
+    beta: float = 1.0
+
+    @cached_property
+    def kept(self) -> Tensor:
+        """What is in the loss, [P] bool."""
+        return pairs_in_loss(*self.lengths)
+
+    def per_token(self, values: Sequence[Tensor]) -> list[Tensor]:
+        """Divide each side's values by its lengths."""
+        return [v / n.clamp(min=1) for v, n in zip(values, self.lengths)]
+
+    def scaled(self, values: Sequence[Tensor] | None = None) -> list[Tensor]:
+        """Return beta times each side's values; of `own`, if none are given."""
+        return [self.beta * v for v in (self.own if values is None else values)]
+
+    def loss(self, terms: Tensor, rewards: Sequence[Tensor] | None = None) -> Loss:
+        """Return the terms of the pairs in the loss, and the package's stats.
+
+        Args:
+            terms: [P] float.
+            rewards: of each side, [P] float; None for beta `own`.
+        """
+        rewards, kept = rewards or self.scaled(), self.kept
+        margin = rewards[0].detach() - rewards[1].detach()
+        stats = {
+            "preference/accuracy": masked_mean((margin.sign() + 1) / 2, kept),
+            "preference/margin": masked_mean(margin, kept),
+        }
+        for i, side in enumerate(("chosen", "rejected")):
+            num_tokens = keep(self.lengths[i].double(), kept).sum()
+            stats[f"preference/{side}_reward"] = masked_mean(rewards[i], kept)
+            stats[f"preference/{side}_logprob"] = (masked_mean(self.logps[i], kept)[0], num_tokens)
+        return keep(terms, kept), stats
+
+
+def pairs_of(
+    chosen_logps: Tensor,
+    rejected_logps: Tensor,
+    *,
+    chosen_lengths: Tensor,
+    rejected_lengths: Tensor,
+) -> Pairs:
+    """Compare pairs without a reference; see the package for the inputs."""
+    logps, lengths = (chosen_logps, rejected_logps), (chosen_lengths, rejected_lengths)
+    kept = pairs_in_loss(*lengths)
+    return Pairs(logps, lengths, [keep(side, kept) for side in logps])
+
+
 def compared(
-    chosen: Side, rejected: Side, *, beta: float, per_token: bool = False
-) -> tuple[Tensor, Tensor, Tensor, Stats]:
-    """Return rho of both sides [P], the mask of pairs in the loss [P], and the stats.
+    chosen_logps: Tensor,
+    rejected_logps: Tensor,
+    *,
+    ref_chosen_logps: Tensor,
+    ref_rejected_logps: Tensor,
+    chosen_lengths: Tensor,
+    rejected_lengths: Tensor,
+    beta: float,
+) -> Pairs:
+    """Compare pairs with a reference; see the package for the inputs.
 
     Args:
         beta: above 0; the rewards of the stats are beta rho.
-        per_token: divide each rho by its length.
     Raises: ValueError for beta out of range.
     """
     check_positive(beta=beta)
-    kept = pairs_in_loss(chosen.lengths, rejected.lengths)
-    rho = [log_ratio_of(side.logps, side.ref_logps, kept) for side in (chosen, rejected)]
-    if per_token:
-        rho = [r / side.lengths.clamp(min=1) for r, side in zip(rho, (chosen, rejected))]
-    stats = pair_stats(
-        (beta * rho[0], beta * rho[1]),
-        (chosen.logps, rejected.logps),
-        (chosen.lengths, rejected.lengths),
-    )
-    return *rho, kept, stats
-
-
-def pair_stats(
-    rewards: tuple[Tensor, Tensor], logps: tuple[Tensor, Tensor], lengths: tuple[Tensor, Tensor]
-) -> Stats:
-    """Compute the package's stats from [P] tensors, each (of the chosen, of the rejected)."""
-    kept = pairs_in_loss(*lengths)
-    margin = rewards[0].detach() - rewards[1].detach()
-    stats = {
-        "preference/accuracy": masked_mean((margin.sign() + 1) / 2, kept),
-        "preference/margin": masked_mean(margin, kept),
-    }
-    for i, side in enumerate(("chosen", "rejected")):
-        num_tokens = keep(lengths[i].double(), kept).sum()
-        stats[f"preference/{side}_reward"] = masked_mean(rewards[i], kept)
-        stats[f"preference/{side}_logprob"] = (masked_mean(logps[i], kept)[0], num_tokens)
-    return stats
+    logps, lengths = (chosen_logps, rejected_logps), (chosen_lengths, rejected_lengths)
+    kept, refs = pairs_in_loss(*lengths), (ref_chosen_logps, ref_rejected_logps)
+    rho = [log_ratio_of(side, ref, kept) for side, ref in zip(logps, refs)]
+    return Pairs(logps, lengths, rho, beta)

@@ -8,24 +8,16 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from spmdrl.algorithms.masked import Stats, keep, masked_mean
-from spmdrl.algorithms.preference.shared import Side, compared
+from spmdrl.algorithms.masked import making, masked_mean
+from spmdrl.algorithms.preference.shared import Loss, Pairs, compared
 
 Variant = Literal["sigmoid", "robust", "hinge", "ipo", "norm"]
 
 
+@making(pairs=compared)
 def dpo(
-    chosen_logps: Tensor,
-    rejected_logps: Tensor,
-    *,
-    ref_chosen_logps: Tensor,
-    ref_rejected_logps: Tensor,
-    chosen_lengths: Tensor,
-    rejected_lengths: Tensor,
-    beta: float = 0.1,
-    variant: Variant = "sigmoid",
-    label_smoothing: float = 0.0,
-) -> tuple[Tensor, Stats]:
+    pairs: Pairs, *, beta: float = 0.1, variant: Variant = "sigmoid", label_smoothing: float = 0.0
+) -> Loss:
     """Classify pairs by the margin h of log-ratios.
 
     Args:
@@ -46,12 +38,8 @@ def dpo(
         raise ValueError(f"label_smoothing: must be in [0, 0.5), got {label_smoothing}")
     if label_smoothing and variant in ("hinge", "ipo"):
         raise ValueError(f"label_smoothing: has no meaning in the variant {variant}; set it to 0")
-    chosen, rejected, kept, stats = compared(
-        Side(chosen_logps, ref_chosen_logps, chosen_lengths),
-        Side(rejected_logps, ref_rejected_logps, rejected_lengths),
-        beta=beta,
-        per_token=variant in ("ipo", "norm"),
-    )
+    rho = pairs.per_token(pairs.own) if variant in ("ipo", "norm") else pairs.own
+    chosen, rejected = rho
     margin = beta * (chosen - rejected)
     smooth = label_smoothing
     if variant in ("sigmoid", "norm"):
@@ -66,19 +54,11 @@ def dpo(
         terms = (chosen - rejected - 1 / (2 * beta)) ** 2
     else:
         raise ValueError(f"variant: must be sigmoid, robust, hinge, ipo or norm, got {variant!r}")
-    return keep(terms, kept), stats
+    return pairs.loss(terms, pairs.scaled(rho))
 
 
-def sppo(
-    chosen_logps: Tensor,
-    rejected_logps: Tensor,
-    *,
-    ref_chosen_logps: Tensor,
-    ref_rejected_logps: Tensor,
-    chosen_lengths: Tensor,
-    rejected_lengths: Tensor,
-    beta: float = 1e-3,
-) -> tuple[Tensor, Stats]:
+@making(pairs=compared)
+def sppo(pairs: Pairs, *, beta: float = 1e-3) -> Loss:
     """Regress the log-ratios on +-1 / (2 beta): (rho_w - c)^2 + (rho_l + c)^2.
 
     Args:
@@ -87,25 +67,12 @@ def sppo(
     Raises: ValueError for an option out of range.
     Source: arXiv 2405.00675 (SPPO) with win rates 1 and 0 (hard labels).
     """
-    chosen, rejected, kept, stats = compared(
-        Side(chosen_logps, ref_chosen_logps, chosen_lengths),
-        Side(rejected_logps, ref_rejected_logps, rejected_lengths),
-        beta=beta,
-    )
-    target = 1 / (2 * beta)
-    return keep((chosen - target) ** 2 + (rejected + target) ** 2, kept), stats
+    (chosen, rejected), target = pairs.own, 1 / (2 * beta)
+    return pairs.loss((chosen - target) ** 2 + (rejected + target) ** 2)
 
 
-def nca(
-    chosen_logps: Tensor,
-    rejected_logps: Tensor,
-    *,
-    ref_chosen_logps: Tensor,
-    ref_rejected_logps: Tensor,
-    chosen_lengths: Tensor,
-    rejected_lengths: Tensor,
-    beta: float = 0.1,
-) -> tuple[Tensor, Stats]:
+@making(pairs=compared)
+def nca(pairs: Pairs, *, beta: float = 0.1) -> Loss:
     """Raise the chosen, hold both near the reference.
 
     -log sigma(a) - log sigma(-a) / 2 - log sigma(-b) / 2 with a = beta rho_w, b = beta rho_l.
@@ -116,26 +83,13 @@ def nca(
     Raises: ValueError for an option out of range.
     Source: arXiv 2402.05369 (NCA, pairs).
     """
-    chosen, rejected, kept, stats = compared(
-        Side(chosen_logps, ref_chosen_logps, chosen_lengths),
-        Side(rejected_logps, ref_rejected_logps, rejected_lengths),
-        beta=beta,
-    )
-    chosen, rejected = beta * chosen, beta * rejected
+    chosen, rejected = pairs.scaled()
     terms = -logsigmoid(chosen) - (logsigmoid(-chosen) + logsigmoid(-rejected)) / 2
-    return keep(terms, kept), stats
+    return pairs.loss(terms)
 
 
-def apo_zero(
-    chosen_logps: Tensor,
-    rejected_logps: Tensor,
-    *,
-    ref_chosen_logps: Tensor,
-    ref_rejected_logps: Tensor,
-    chosen_lengths: Tensor,
-    rejected_lengths: Tensor,
-    beta: float = 0.1,
-) -> tuple[Tensor, Stats]:
+@making(pairs=compared)
+def apo_zero(pairs: Pairs, *, beta: float = 0.1) -> Loss:
     """Raise the chosen, lower the rejected: 1 - sigma(beta rho_w) + sigma(beta rho_l).
 
     For chosen responses that are better than the model's own.
@@ -146,25 +100,12 @@ def apo_zero(
     Raises: ValueError for an option out of range.
     Source: arXiv 2408.06266 (APO-zero).
     """
-    chosen, rejected, kept, stats = compared(
-        Side(chosen_logps, ref_chosen_logps, chosen_lengths),
-        Side(rejected_logps, ref_rejected_logps, rejected_lengths),
-        beta=beta,
-    )
-    chosen, rejected = beta * chosen, beta * rejected
-    return keep(torch.sigmoid(-chosen) + torch.sigmoid(rejected), kept), stats
+    chosen, rejected = pairs.scaled()
+    return pairs.loss(torch.sigmoid(-chosen) + torch.sigmoid(rejected))
 
 
-def apo_down(
-    chosen_logps: Tensor,
-    rejected_logps: Tensor,
-    *,
-    ref_chosen_logps: Tensor,
-    ref_rejected_logps: Tensor,
-    chosen_lengths: Tensor,
-    rejected_lengths: Tensor,
-    beta: float = 0.1,
-) -> tuple[Tensor, Stats]:
+@making(pairs=compared)
+def apo_down(pairs: Pairs, *, beta: float = 0.1) -> Loss:
     """Lower both, the rejected more: sigma(beta rho_w) + 1 - sigma(beta h).
 
     For chosen responses that are worse than the model's own.
@@ -175,26 +116,12 @@ def apo_down(
     Raises: ValueError for an option out of range.
     Source: arXiv 2408.06266 (APO-down).
     """
-    chosen, rejected, kept, stats = compared(
-        Side(chosen_logps, ref_chosen_logps, chosen_lengths),
-        Side(rejected_logps, ref_rejected_logps, rejected_lengths),
-        beta=beta,
-    )
-    chosen, rejected = beta * chosen, beta * rejected
-    return keep(torch.sigmoid(chosen) + torch.sigmoid(rejected - chosen), kept), stats
+    chosen, rejected = pairs.scaled()
+    return pairs.loss(torch.sigmoid(chosen) + torch.sigmoid(rejected - chosen))
 
 
-def bco(
-    chosen_logps: Tensor,
-    rejected_logps: Tensor,
-    *,
-    ref_chosen_logps: Tensor,
-    ref_rejected_logps: Tensor,
-    chosen_lengths: Tensor,
-    rejected_lengths: Tensor,
-    mean_log_ratio: Tensor,
-    beta: float = 0.1,
-) -> tuple[Tensor, Stats]:
+@making(pairs=compared)
+def bco(pairs: Pairs, *, mean_log_ratio: Tensor, beta: float = 0.1) -> Loss:
     """Classify each response by itself, against a common zero m.
 
     -log sigma(beta (rho_w - m)) - log sigma(-beta (rho_l - m)).
@@ -207,13 +134,8 @@ def bco(
     Raises: ValueError for an option out of range.
     Source: arXiv 2404.04656 (BCO, pairs; its delta is beta m).
     """
-    chosen, rejected, kept, stats = compared(
-        Side(chosen_logps, ref_chosen_logps, chosen_lengths),
-        Side(rejected_logps, ref_rejected_logps, rejected_lengths),
-        beta=beta,
-    )
-    chosen, rejected = beta * chosen, beta * rejected
+    chosen, rejected = pairs.scaled()
     shift = (beta * mean_log_ratio.detach()).to(chosen.dtype)
-    terms = -logsigmoid(chosen - shift) - logsigmoid(shift - rejected)
-    log_ratio = masked_mean((chosen + rejected) / (2 * beta), kept)
-    return keep(terms, kept), stats | {"preference/log_ratio": log_ratio}
+    terms, stats = pairs.loss(-logsigmoid(chosen - shift) - logsigmoid(shift - rejected))
+    log_ratio = masked_mean((chosen + rejected) / (2 * beta), pairs.kept)
+    return terms, stats | {"preference/log_ratio": log_ratio}
