@@ -106,13 +106,15 @@ def construct(make: Callable[..., Any], options: Mapping[str, Any], *, field: st
 
 
 @contextmanager
-def refusing(what: str, *kinds: type[Exception], hint: str = "") -> Iterator[None]:
-    """Turn errors of these kinds into a ValueError that says first what cannot be used, and last
+def refusing(
+    what: str, *kinds: type[Exception], hint: str = "", kind: type[Exception] = ValueError
+) -> Iterator[None]:
+    """Turn errors of these kinds into one of `kind` that says first what cannot be used, and last
     what to do."""
     try:
         yield
     except kinds as error:
-        raise ValueError(f"{what}: {error}{hint}") from error
+        raise kind(f"{what}: {error}{hint}") from error
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

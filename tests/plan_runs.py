@@ -76,7 +76,7 @@ def scoring(
     positions = torch.cat([torch.arange(n) for n in lengths])
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(vocab, (sum(lengths),), generator=generator)
-    return make(tokens, lengths, mask=positions >= first_scored, position_ids=positions)
+    return make(tokens, lengths, mask=positions >= first_scored)
 
 
 def saved_bytes(model: Any, work: Any) -> int:

@@ -53,11 +53,7 @@ def _slices(lengths: tuple[int, ...], size: int, *, multiple: int = 1) -> list:
     scored = (positions > 0).nonzero()[:, 0][::2]
     return [
         make_slice(
-            tokens,
-            lengths,
-            position_ids=positions,
-            scored=scored,
-            slicing=Slicing(_fake_group(), rank, size, multiple),
+            tokens, lengths, scored=scored, slicing=Slicing(_fake_group(), rank, size, multiple)
         )
         for rank in range(size)
     ], scored
@@ -157,14 +153,7 @@ def test_so_it_is_with_the_kernels_of_cuda(kernel, window):
 def _attention_gaps(rank: int, group: dist.ProcessGroup) -> dict[tuple[str, str], float]:
     """Return {(case, method): largest difference of outputs and gradients from whole rows'}."""
     tokens = torch.zeros(sum(LENGTHS), dtype=torch.int64)
-    positions = torch.cat([torch.arange(n) for n in LENGTHS])
-    own = make_slice(
-        tokens,
-        LENGTHS,
-        position_ids=positions,
-        scored=torch.tensor([1]),
-        slicing=Slicing(group, rank, SIZE),
-    )
+    own = make_slice(tokens, LENGTHS, scored=torch.tensor([1]), slicing=Slicing(group, rank, SIZE))
     gaps = {}
     for case, (heads, kv_heads, window, softcap) in CASES.items():
         drawn = torch.Generator().manual_seed(len(case))
@@ -200,7 +189,6 @@ def _most_gathered(rank: int, group: dist.ProcessGroup) -> float:
     own = make_slice(
         torch.zeros(64, dtype=torch.int64),
         [64],
-        position_ids=torch.arange(64),
         scored=torch.tensor([1]),
         slicing=Slicing(group, rank, SIZE),
     )

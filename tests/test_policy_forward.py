@@ -65,9 +65,7 @@ def _rows() -> list[torch.Tensor]:
 
 def _work(rows: list[torch.Tensor]) -> ScoredRow:
     positions = torch.cat([torch.arange(len(row)) for row in rows])
-    return make_row(
-        torch.cat(rows), [len(row) for row in rows], mask=positions > 0, position_ids=positions
-    )
+    return make_row(torch.cat(rows), [len(row) for row in rows], mask=positions > 0)
 
 
 def _reference(folder: Path) -> tuple[list[torch.Tensor], torch.nn.Module]:
@@ -142,4 +140,4 @@ def test_kernels_are_refused_where_they_cannot_run():
 def test_a_first_token_cannot_be_scored():
     row = torch.arange(5, 9)
     with pytest.raises(ValueError, match="first token of a sequence"):
-        make_row(row, [4], mask=torch.ones(4, dtype=torch.bool), position_ids=torch.arange(4))
+        make_row(row, [4], mask=torch.ones(4, dtype=torch.bool))

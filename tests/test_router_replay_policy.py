@@ -180,11 +180,7 @@ def test_the_experts_are_the_recorded_ones_and_gradients_those_of_float64(
     scorer, seen = replaying_scorer(folder, family, checkpointing=checkpointing)
     positions = torch.cat([torch.arange(len(row)) for row in rows])
     row = make_row(
-        torch.cat(rows),
-        [len(row) for row in rows],
-        mask=positions > 0,
-        position_ids=positions,
-        routes=torch.cat(routes),
+        torch.cat(rows), [len(row) for row in rows], mask=positions > 0, routes=torch.cat(routes)
     )
     logprobs, _ = scorer(row)
     expected, model = expected_scores(folder, family, routes)

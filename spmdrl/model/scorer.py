@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -23,7 +25,7 @@ class ScoredRow:
     """One packed row and the positions of it to score. N scored positions, T tokens."""
 
     tokens: Tensor  # [T] int64
-    position_ids: Tensor  # [T] int64
+    lengths: tuple[int, ...]  # tokens per sequence
     scored: Tensor  # [N] int64, positions of the scored tokens; none is a sequence's first
     targets: Tensor  # [N] int64, the scored tokens
     own: RowSlice
@@ -52,34 +54,31 @@ def make_row(
     lengths: Sequence[int],
     *,
     mask: Tensor,
-    position_ids: Tensor,
     slicing: Slicing = Slicing(),
     routes: Tensor | None = None,
 ) -> ScoredRow:
     """Return what the scorer needs to score the masked tokens of a packed row.
 
     Args:
-        tokens, position_ids: [T] int64 on the CPU.
+        tokens: [T] int64 on the CPU.
         lengths: tokens per sequence.
         mask: [T] bool on the CPU.
         slicing: which slice of the row this rank computes, and where; by default all of it.
         routes: [T, L, K] on the CPU, to be replayed; None for none.
     Raises: ValueError when the mask holds a sequence's first token, which nothing predicts.
     """
-    first = mask & (position_ids == 0)
-    if first.any():
+    firsts = torch.tensor([0, *accumulate(lengths[:-1])])
+    first = firsts[mask[firsts]]
+    if len(first):
         raise ValueError(
             f"response_mask holds the first token of a sequence (packed position "
-            f"{int(first.nonzero()[0])}), which no token comes before; mask it out where rows "
-            "are read"
+            f"{int(first[0])}), which no token comes before; mask it out where rows are read"
         )
     scored, device = mask.nonzero()[:, 0], slicing.device
-    own = make_slice(
-        tokens, lengths, position_ids=position_ids, scored=scored, slicing=slicing, routes=routes
-    )
+    own = make_slice(tokens, lengths, scored=scored, slicing=slicing, routes=routes)
     return ScoredRow(
         tokens=tokens.to(device),
-        position_ids=position_ids.to(device),
+        lengths=tuple(lengths),
         scored=scored.to(device),
         targets=tokens[scored].to(device),
         own=own,

@@ -218,12 +218,10 @@ class ShardedModel:
         options = replace(self.scorer.head_options, temperature=1.0)
         for pack in packs(tokens, self.world.tokens_per_microbatch):
             lengths = [len(sequence) for sequence in pack]
-            positions = torch.cat([torch.arange(n) for n in lengths])
             row = self.row(
                 torch.tensor([t for sequence in pack for t in sequence]),
                 lengths,
-                mask=positions > 0,
-                position_ids=positions,
+                mask=torch.cat([torch.arange(n) > 0 for n in lengths]),
             )
             logprobs, _ = self.forward(row, partial(logprobs_and_entropy, options=options))
             scored += row.spread(logprobs).cpu().split(lengths)

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from spmdrl.config.fields import least_tokens, useful_tokens
+from spmdrl.imports import refusing
 from spmdrl.types import Advantages, Batch, Microbatch, Scalars
 from spmdrl.world import World
 from spmdrl.world.live_bytes import free_bytes, peak_bytes
@@ -184,15 +185,14 @@ class _Probe:
         rows = make_rows(
             self._world, count=count, length=length, columns=self._columns, vocab=self._vocab
         )
-        try:
+        what = (
+            f"batch.tokens_per_microbatch: 0, and {count * length} tokens (at least "
+            f"{self._least} have to fit) ran out of memory"
+        )
+        hint = ". Set a number, or use model.memory.activation_checkpointing full"
+        with refusing(what, torch.OutOfMemoryError, hint=hint, kind=RuntimeError):
             with peak_bytes(self._world.device) as peak:
                 self._rehearse(*rows)
-        except torch.OutOfMemoryError as error:
-            raise RuntimeError(
-                f"batch.tokens_per_microbatch: 0, and {count * length} tokens (at least "
-                f"{self._least} have to fit) ran out of memory: {error}. Set a number, or use "
-                "model.memory.activation_checkpointing full"
-            ) from error
         found = Point(count * length, peak.bytes)
         log.info("micro-batch of %d tokens: %s at its peak", found.tokens, _gib(found.bytes))
         return found

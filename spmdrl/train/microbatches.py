@@ -107,13 +107,7 @@ def _prepared(
     loss_mask = host.response_mask & (in_loss > 0)
     return PreparedMicrobatch(
         packed=microbatch.to(device),
-        row=model.row(
-            host.tokens,
-            lengths.tolist(),
-            mask=loss_mask,
-            position_ids=host.position_ids,
-            routes=host.routes,
-        ),
+        row=model.row(host.tokens, lengths.tolist(), mask=loss_mask, routes=host.routes),
         loss_mask=loss_mask.to(device),
         weights=weights.to(device),
         num_tokens=int(lengths[host.sequence_ids >= 0].sum()),

@@ -99,12 +99,10 @@ class Routers:
         seen: list[Tensor] = []
         if self._replay:
             self._replay.seen = seen
-        try:
-            yield
-        finally:
-            self._is_watching = False
-            if self._replay:
-                self._replayed, self._replay.seen = seen, None
+        yield
+        self._is_watching = False
+        if self._replay:
+            self._replayed, self._replay.seen = seen, None
 
     def _counter(self, layer: RoutedLayer) -> Callable[..., None]:
         def count(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:

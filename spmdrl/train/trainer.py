@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from spmdrl.config import Config
@@ -207,5 +208,6 @@ class Trainer:
         return sums
 
     def _loss_of(self, updates: Sequence[Sequence[PreparedMicrobatch]], *, step: int) -> LossOf:
-        statistics = self._loss.statistics(updates, world=self.world)
-        return partial(self._loss, self.policy.model, step=step, statistics=statistics)
+        known = self._loss.statistics(updates, world=self.world)
+        known["version"] = torch.tensor(step, device=self.world.device)
+        return partial(self._loss, self.policy.model, known=known)

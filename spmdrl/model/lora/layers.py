@@ -83,10 +83,8 @@ class Adapters:
     def off(self) -> Iterator[None]:
         """Let the model compute what it would without adapters."""
         self.is_on = False
-        try:
-            yield
-        finally:
-            self.is_on = True
+        yield
+        self.is_on = True
 
     @torch.no_grad()
     def fill(self, shards: Mapping[str, Tensor], *, seed: int) -> None:

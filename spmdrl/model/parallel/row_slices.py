@@ -112,7 +112,6 @@ def make_slice(
     tokens: Tensor,
     lengths: Sequence[int],
     *,
-    position_ids: Tensor,
     scored: Tensor,
     slicing: Slicing,
     routes: Tensor | None = None,
@@ -120,7 +119,7 @@ def make_slice(
     """Return a rank's slice of a packed row.
 
     Args:
-        tokens, position_ids: [row] int64 on the CPU.
+        tokens: [row] int64 on the CPU.
         lengths: tokens per sequence.
         scored: [N] int64 on the CPU, positions of the scored tokens, none a sequence's first.
         slicing: which slice.
@@ -129,7 +128,7 @@ def make_slice(
     missing, device = -len(tokens) % slicing.unit, slicing.device
     if missing:
         lengths = [*lengths, missing]
-        position_ids = torch.cat([position_ids, torch.arange(missing)])
+    position_ids = torch.cat([torch.arange(length) for length in lengths])
     row = F.pad(tokens, (0, missing))
     rows, whole = torch.arange(len(row)), make_packing(lengths, device, padded=slicing.is_padded)
     packing: Packing | SlicedPacking = whole

@@ -186,11 +186,9 @@ def _vocab_parallel(
         own_padding = None
     put_parameter(module, "weight", local)
     module.padding_idx = own_padding
-    try:
-        out = forward((ids - first).clamp(0, local.shape[0] - 1))
-    finally:
-        put_parameter(module, "weight", whole)
-        module.padding_idx = padding
+    out = forward((ids - first).clamp(0, local.shape[0] - 1))
+    put_parameter(module, "weight", whole)
+    module.padding_idx = padding
     return leave(out * is_own[..., None], group)
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from spmdrl.algorithms.shaping import shape
 from spmdrl.config import Config
 from spmdrl.data.prompts import load_tokenizer
+from spmdrl.imports import refusing
 from spmdrl.model.load import SCALAR_HEAD, CheckpointReader, load_hf_config, model_folder
 from spmdrl.model.parallel.fsdp import reshard
 from spmdrl.model.sharded import ShardedModel
@@ -38,15 +39,11 @@ class RewardModels:
         named = reward_models(cfg.rewards.functions) if cfg.objective.samples else {}
         self._models: dict[int, ShardedModel] = {}
         for position, path in named.items():
-            try:
+            with refusing(f"rewards.functions: model:{path} cannot be a reward", ValueError):
                 check_reward_model(cfg, path, folder=model_folder(path))
                 self._models[position] = ShardedModel(
                     cfg, world, path=path, is_trained=False, is_scalar=True
                 )
-            except ValueError as error:
-                raise ValueError(
-                    f"rewards.functions: model:{path} cannot be a reward: {error}"
-                ) from error
 
     def add_to(self, batch: Batch, *, step: int) -> Batch:
         """Score every sequence and make the scores a part of the rewards; see `with_scores`.
@@ -77,12 +74,8 @@ class RewardModels:
         """Return the value after the last token of each sequence: [s] float32."""
         host = on_host(microbatch)
         # Not the policy's packing: the two may need different attention.
-        row = model.row(
-            host.tokens,
-            host.cu_seqlens.diff().tolist(),
-            mask=torch.zeros_like(host.response_mask),
-            position_ids=host.position_ids,
-        )
+        lengths, none = host.cu_seqlens.diff().tolist(), torch.zeros_like(host.response_mask)
+        row = model.row(host.tokens, lengths, mask=none)
         ends = (host.cu_seqlens[1:].long() - 1).to(self.world.device)
         return model.values(row).index_select(0, ends)
 

@@ -19,7 +19,9 @@ from torch import Tensor
 from spmdrl.config import Config
 from spmdrl.data.examples import PairSource, example_source
 from spmdrl.data.prompts import load_tokenizer
+from spmdrl.imports import refusing
 from spmdrl.model.load import CheckpointReader, model_folder
+from spmdrl.model.lora.files import file_digest
 from spmdrl.model.packing import packs
 from spmdrl.model.scorer import ScoredRow
 from spmdrl.model.sharded import ShardedModel, scoring_temperature
@@ -97,13 +99,10 @@ def look_up(table: Table, row: ScoredRow) -> Tensor:
 
     Raises: RuntimeError for a sequence that is not in the table.
     """
-    tokens, positions = row.tokens.cpu(), row.position_ids.cpu()
-    mask = torch.zeros(tokens.shape, dtype=torch.bool)
+    tokens = row.tokens.cpu()
+    mask, found = torch.zeros(tokens.shape, dtype=torch.bool), torch.zeros(tokens.shape)
     mask[row.scored.cpu()] = True
-    lengths = torch.diff((positions == 0).nonzero()[:, 0], append=torch.tensor([len(tokens)]))
-    found = torch.zeros(tokens.shape)
-    parts = zip(*(t.split(lengths.tolist()) for t in (tokens, mask, found)))
-    for sequence, own, values in parts:
+    for sequence, own, values in zip(*(t.split(row.lengths) for t in (tokens, mask, found))):
         if not own.any():
             continue
         known = table.find(sequence_key(sequence, own))
@@ -142,11 +141,8 @@ def _parts(cfg: Config, world: World, *, path: str) -> dict[str, str]:
 
 
 def _file_digest(path: Path) -> str:
-    try:
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-    except OSError as error:
-        raise ValueError(f"model.reference.path: cannot read {path}: {error}") from error
+    with refusing(f"model.reference.path: cannot read {path}", OSError):
+        return file_digest(path)
 
 
 def _missing(cfg: Config, world: World, table: Table) -> tuple[list[Row], int]:
@@ -284,7 +280,6 @@ def _score(model: ShardedModel, rows: Sequence[Sequence[Row]]) -> dict[int, nump
                 torch.cat([dummy, *(s.tokens.long() for s in row)]),
                 lengths,
                 mask=torch.cat([dummy.bool(), *(s.mask for s in row)]),
-                position_ids=torch.cat([torch.arange(n) for n in lengths]),
             )
         )
     found: dict[int, numpy.ndarray] = {}

@@ -19,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from spmdrl.imports import refusing
 from spmdrl.world import World
 from spmdrl.world.comm import gather_objects
 
@@ -92,7 +93,11 @@ def table_file(folder: Path, parts: Mapping[str, str]) -> Path:
 def write_table(path: Path, table: Table, parts: Mapping[str, str]) -> None:
     """Write a table, by one rename. Raises: RuntimeError when the disk refuses."""
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
-    try:
+    what = f"the reference's logprobs cannot be written to {path}"
+    hint = (
+        "; free disk space, or name another folder by model.reference.cache_folder: {cache: FOLDER}"
+    )
+    with refusing(what, OSError, SafetensorError, hint=hint, kind=RuntimeError):
         path.parent.mkdir(parents=True, exist_ok=True)
         save_file(
             {name: getattr(table, name) for name in _NAMES},
@@ -101,29 +106,30 @@ def write_table(path: Path, table: Table, parts: Mapping[str, str]) -> None:
         )
         partial.chmod(0o644)  # safetensors lets only the owner read
         os.replace(partial, path)
-    except (OSError, SafetensorError) as error:
-        raise RuntimeError(
-            f"the reference's logprobs cannot be written to {path}: {error}; free "
-            "disk space, or name another folder by model.reference.cache_folder: "
-            "{cache: FOLDER}"
-        ) from error
 
 
 def read_table(path: Path, parts: Mapping[str, str]) -> tuple[Table | None, str]:
     """Return a table and ""; or None and what is wrong with its file, "" if there is none."""
     if not path.is_file():
         return None, ""
-    try:
-        with safe_open(path, framework="pt") as file:
-            metadata = file.metadata() or {}
-            table = Table(**{name: file.get_tensor(name) for name in _NAMES})
-    except (OSError, SafetensorError) as error:
-        return None, f"cannot be read: {error}"
+    table, metadata, problem = _content(path)
+    if table is None:
+        return None, problem
     if {name: metadata.get(name) for name in parts} != dict(parts):
         return None, "is of another reference than its name says"
     if table.digest() != metadata.get("sha256"):
         return None, "does not match its own sha256: it was changed or damaged"
     return table, ""
+
+
+def _content(path: Path) -> tuple[Table | None, dict[str, str], str]:
+    """Return a file's table and metadata, and why it cannot be read."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            table = Table(**{name: file.get_tensor(name) for name in _NAMES})
+            return table, file.metadata() or {}, ""
+    except (OSError, SafetensorError) as error:
+        return None, {}, f"cannot be read: {error}"
 
 
 def other_parts(path: Path, parts: Mapping[str, str]) -> list[str]:
@@ -132,12 +138,9 @@ def other_parts(path: Path, parts: Mapping[str, str]) -> list[str]:
         (p for p in path.parent.glob("*.safetensors") if p != path), key=lambda p: p.stat().st_mtime
     )
     for other in others[::-1]:
-        try:
-            with safe_open(other, framework="pt") as file:
-                metadata = file.metadata() or {}
-        except (OSError, SafetensorError):
-            continue  # whatever it is, it is none of ours
-        return [name for name, value in parts.items() if metadata.get(name) != value]
+        table, metadata, _ = _content(other)
+        if table is not None:  # else, whatever it is, it is none of ours
+            return [name for name, value in parts.items() if metadata.get(name) != value]
     return []
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from spmdrl.config import Config
+from spmdrl.imports import refusing
 from spmdrl.model.sharded import ShardedModel
 from spmdrl.train.companions.companion import Companion
 from spmdrl.train.microbatches import PreparedMicrobatch, Stats
@@ -41,10 +42,8 @@ class TrainedCompanion(Companion):
         is_scalar: bool,
     ):
         path = cfg.critic.path or cfg.model.path
-        try:
+        with refusing(f"critic.path: the {what} cannot be made", ValueError):
             self.model = ShardedModel(cfg, world, path=path, is_trained=True, is_scalar=is_scalar)
-        except ValueError as error:
-            raise ValueError(f"critic.path: the {what} cannot be made: {error}") from error
         _check_fit(self.model, policy)
         options = replace(cfg.optimizer, lr=cfg.critic.lr)
         self.trained = TrainedModel(self.model, cfg=cfg, world=world, name=name, options=options)

@@ -7,7 +7,6 @@ of the vocabulary, gather a chunk's logits and compute the same divergence.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import partial
 
 import torch
@@ -22,7 +21,7 @@ from spmdrl.model.parallel.tensor_parallel import enter, gather_last
 from spmdrl.model.sharded import ShardedModel
 from spmdrl.train.coefficients import Coefficients
 from spmdrl.train.microbatches import PreparedMicrobatch, Stats
-from spmdrl.train.objectives.objective_loss import Method, ObjectiveLoss
+from spmdrl.train.objectives.objective_loss import Known, Method, ObjectiveLoss
 from spmdrl.world import World
 
 
@@ -46,12 +45,7 @@ class DistillationLoss(ObjectiveLoss):
         self._teacher = ShardedModel(cfg, world, path=cfg.model.teacher, is_trained=False).scorer
 
     def __call__(
-        self,
-        model: ShardedModel,
-        microbatch: PreparedMicrobatch,
-        *,
-        step: int,
-        statistics: Mapping[str, Tensor],
+        self, model: ShardedModel, microbatch: PreparedMicrobatch, *, known: Known
     ) -> tuple[Tensor, Stats]:
         """See ObjectiveLoss. Both models run forward."""
         row = microbatch.row

@@ -18,6 +18,9 @@ from spmdrl.world import World
 
 Method = Callable[..., Any]
 """A function of the registry, or one's own with parameters of the same names."""
+Known = Mapping[str, Tensor]
+"""Scalars of the whole batch, [] each: what `statistics` returned, and `version`, int64, the
+policy version that is being trained."""
 
 
 class ObjectiveLoss:
@@ -49,20 +52,14 @@ class ObjectiveLoss:
         return {}
 
     def __call__(
-        self,
-        model: ShardedModel,
-        microbatch: PreparedMicrobatch,
-        *,
-        step: int,
-        statistics: Mapping[str, Tensor],
+        self, model: ShardedModel, microbatch: PreparedMicrobatch, *, known: Known
     ) -> tuple[Tensor, Stats]:
         """Run one micro-batch forward and return its share of the loss and its metrics.
 
         Args:
             model: in training.
             microbatch: with the columns of `columns_of` and `with_columns`.
-            step: policy version that is being trained.
-            statistics: of the whole batch, as `statistics` returned.
+            known: of the whole batch.
         Returns: [] float64 share (shares of all micro-batches and dp ranks add up to the
             loss) and its metrics.
         Invariant under: dp size, micro-batching, packing order.

@@ -7,7 +7,7 @@ needs to know of the pairs travels as columns of the micro-batch, see `PairLoss.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -20,7 +20,7 @@ from spmdrl.config import Config
 from spmdrl.model.sharded import ShardedModel
 from spmdrl.train.coefficients import Coefficients
 from spmdrl.train.microbatches import PreparedMicrobatch, Stats
-from spmdrl.train.objectives.objective_loss import Method, ObjectiveLoss
+from spmdrl.train.objectives.objective_loss import Known, Method, ObjectiveLoss
 from spmdrl.types import Batch, Microbatch
 from spmdrl.world import World
 
@@ -108,16 +108,11 @@ class PairLoss(ObjectiveLoss):
         return masked_mean((ratios[0] + ratios[1]) / 2, kept)
 
     def __call__(
-        self,
-        model: ShardedModel,
-        microbatch: PreparedMicrobatch,
-        *,
-        step: int,
-        statistics: Mapping[str, Tensor],
+        self, model: ShardedModel, microbatch: PreparedMicrobatch, *, known: Known
     ) -> tuple[Tensor, Stats]:
         """See ObjectiveLoss. A reward model's score of a sequence is the value after its last
         token."""
-        inputs = self._known(microbatch) | dict(statistics)
+        inputs = self._known(microbatch) | dict(known)
         stats: Stats = {}
         if self.cfg.objective.is_scalar:
             ends = microbatch.packed.cu_seqlens[1:].long() - 1

@@ -16,7 +16,7 @@ from spmdrl.config import Config
 from spmdrl.model.sharded import ShardedModel
 from spmdrl.train.coefficients import Coefficients
 from spmdrl.train.microbatches import PreparedMicrobatch, Stats
-from spmdrl.train.objectives.objective_loss import Method, ObjectiveLoss
+from spmdrl.train.objectives.objective_loss import Known, Method, ObjectiveLoss
 from spmdrl.types import Microbatch
 from spmdrl.world import World
 
@@ -87,21 +87,16 @@ class RolloutLoss(ObjectiveLoss):
         return {name: value.to(world.device) for name, value in found.items()}
 
     def __call__(
-        self,
-        model: ShardedModel,
-        microbatch: PreparedMicrobatch,
-        *,
-        step: int,
-        statistics: Mapping[str, Tensor],
+        self, model: ShardedModel, microbatch: PreparedMicrobatch, *, known: Known
     ) -> tuple[Tensor, Stats]:
         """See ObjectiveLoss."""
         chosen, coefficients = self.cfg.algorithm, self._coefficients
         logprobs, entropy = map(microbatch.row.spread, model.forward(microbatch.row))
-        inputs = self._inputs(microbatch, logprobs, entropy=entropy, step=step) | dict(statistics)
+        inputs = self._inputs(microbatch, logprobs, entropy=entropy, known=known)
         terms, stats = registry.call(self._loss, inputs, chosen.loss_options)
         weights, own = registry.call(self._correction, inputs, chosen.correction_options)
         terms = terms * weights.detach()
-        stats = stats | own | _sampling_stats(inputs, microbatch, step=step)
+        stats = stats | own | _sampling_stats(inputs, microbatch)
         if self._filter_options:
             at_start = inputs | {"entropy": microbatch.columns["old_entropy"]}
             kept, filtered = registry.call(top_entropy, at_start, self._filter_options)
@@ -116,11 +111,11 @@ class RolloutLoss(ObjectiveLoss):
         return (terms.double() * microbatch.weights).sum(), stats
 
     def _inputs(
-        self, microbatch: PreparedMicrobatch, logprobs: Tensor, *, entropy: Tensor, step: int
+        self, microbatch: PreparedMicrobatch, logprobs: Tensor, *, entropy: Tensor, known: Known
     ) -> dict[str, Tensor]:
         """Return all that a method may ask for, by name."""
-        packed, mask = microbatch.packed, microbatch.loss_mask
-        keys = {"token_keys": _token_keys(packed, step=step)} if self._wants_keys else {}
+        packed = microbatch.packed
+        keys = {"token_keys": _token_keys(packed, known["version"])} if self._wants_keys else {}
         return {
             # Without a pass of their own the old logprobs are the current ones.
             "old_logprobs": logprobs.detach(),
@@ -128,21 +123,19 @@ class RolloutLoss(ObjectiveLoss):
             **keys,
             "logprobs": logprobs,
             "rollout_logprobs": packed.rollout_logprobs,
-            "loss_mask": mask,
+            "loss_mask": microbatch.loss_mask,
             "cu_seqlens": packed.cu_seqlens,
             "entropy": entropy,
             "policy_versions": packed.policy_versions,
-            "version": torch.tensor(step, device=mask.device),
+            **known,
         }
 
 
-def _sampling_stats(
-    inputs: Mapping[str, Tensor], microbatch: PreparedMicrobatch, *, step: int
-) -> Stats:
+def _sampling_stats(inputs: Mapping[str, Tensor], microbatch: PreparedMicrobatch) -> Stats:
     """Return how far the policy is from the one that sampled, and how sure it is."""
     packed, mask, old = microbatch.packed, microbatch.loss_mask, inputs["old_logprobs"]
     gaps = gap_histogram(old, packed.rollout_logprobs, loss_mask=mask)
-    age = torch.where(mask, step - packed.policy_versions, 0)
+    age = torch.where(mask, inputs["version"] - packed.policy_versions, 0)
     return {
         "policy/entropy": (inputs["entropy"].detach().double().sum(), mask.sum()),
         **mismatch_stats(
@@ -159,9 +152,9 @@ def _column(microbatch: PreparedMicrobatch, name: str) -> Tensor:
     return columns[name] if name in columns else getattr(microbatch.packed, name)
 
 
-def _token_keys(packed: Microbatch, *, step: int) -> Tensor:
+def _token_keys(packed: Microbatch, version: Tensor) -> Tensor:
     """Return [T] int64, one key per token of the run, whatever the layout."""
     rows = packed.sequence_ids.repeat_interleave(
         packed.cu_seqlens.diff().long(), output_size=packed.tokens.numel()
     )
-    return (((step << 20) + rows) << 22) + packed.position_ids
+    return (((version << 20) + rows) << 22) + packed.position_ids

@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from torch import Tensor
 
 from spmdrl.algorithms import registry
 from spmdrl.model.sharded import ShardedModel
 from spmdrl.train.microbatches import PreparedMicrobatch, Stats
-from spmdrl.train.objectives.objective_loss import ObjectiveLoss
+from spmdrl.train.objectives.objective_loss import Known, ObjectiveLoss
 
 
 class SupervisedLoss(ObjectiveLoss):
     """The policy's surprise at the responses of its rows, less an entropy bonus if there is one."""
 
     def __call__(
-        self,
-        model: ShardedModel,
-        microbatch: PreparedMicrobatch,
-        *,
-        step: int,
-        statistics: Mapping[str, Tensor],
+        self, model: ShardedModel, microbatch: PreparedMicrobatch, *, known: Known
     ) -> tuple[Tensor, Stats]:
         """See ObjectiveLoss."""
         logprobs, entropy = map(microbatch.row.spread, model.forward(microbatch.row))
