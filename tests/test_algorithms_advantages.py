@@ -115,7 +115,7 @@ def gdpo_loop(
 
 @pytest.mark.parametrize("name", advantages.__all__)
 @pytest.mark.parametrize("seed", range(8))
-def test_advantage_equals_a_plain_loop(name: str, seed: int) -> None:
+def test_advantage_equals_a_plain_loop(name, seed):
     batch = scalars(seed)
     if seed == 7:  # no response of a group has a token: any finite baseline will do
         lengths = batch.response_lengths.clone()
@@ -159,7 +159,7 @@ def batch_of(groups: list[list[float]], *, first_length: int = 3) -> Scalars:
 @pytest.mark.parametrize("name", SHIFT_INVARIANT)
 @given(groups=groups_of_rewards, constant=st.floats(-100, 100))
 @settings(max_examples=25, deadline=None)
-def test_a_constant_added_to_the_rewards_changes_nothing(name, groups, constant) -> None:
+def test_a_constant_added_to_the_rewards_changes_nothing(name, groups, constant):
     batch = batch_of(groups)
     moved = dataclasses.replace(batch, rewards=batch.rewards + constant)
     assert torch.allclose(run(name, batch), run(name, moved), rtol=1e-8, atol=1e-10)
@@ -168,7 +168,7 @@ def test_a_constant_added_to_the_rewards_changes_nothing(name, groups, constant)
 @pytest.mark.parametrize("name", advantages.__all__)
 @given(groups=groups_of_rewards, seed=st.integers(0, 1000))
 @settings(max_examples=25, deadline=None)
-def test_permuting_sequences_permutes_advantages(name, groups, seed) -> None:
+def test_permuting_sequences_permutes_advantages(name, groups, seed):
     if name == "max_rl":
         groups = [[abs(r) for r in g] for g in groups]
     batch = batch_of(groups)
@@ -180,7 +180,7 @@ def test_permuting_sequences_permutes_advantages(name, groups, seed) -> None:
 @pytest.mark.parametrize("name", GROUP_BASED)
 @given(rewards=st.lists(st.floats(0, 1), min_size=1, max_size=6))
 @settings(max_examples=25, deadline=None)
-def test_groups_of_one_get_zero_and_do_not_touch_others(name, rewards) -> None:
+def test_groups_of_one_get_zero_and_do_not_touch_others(name, rewards):
     assert (run(name, batch_of([[r] for r in rewards])) == 0).all()
     others = run(name, batch_of([[0.0, 1.0]]))
     if name not in ("lite_ppo", "gpg"):  # those two scale by the whole batch
@@ -190,7 +190,7 @@ def test_groups_of_one_get_zero_and_do_not_touch_others(name, rewards) -> None:
 
 @pytest.mark.parametrize("name", GROUP_BASED)
 @pytest.mark.parametrize("value", [0.0, 0.1, 1 / 3, 1e6, 0.1 + 0.2])
-def test_equal_rewards_give_exactly_zero(name: str, value: float) -> None:
+def test_equal_rewards_give_exactly_zero(name, value):
     assert (run(name, batch_of([[value] * 7, [value] * 3])) == 0).all()
     almost = [value] * 7 + [value * (1 + 4e-16)]
     assert (run(name, batch_of([almost])) == 0).all()
@@ -199,7 +199,7 @@ def test_equal_rewards_give_exactly_zero(name: str, value: float) -> None:
 @pytest.mark.parametrize("name", CENTRED)
 @given(groups=groups_of_rewards)
 @settings(max_examples=25, deadline=None)
-def test_advantages_of_a_group_add_up_to_zero(name, groups) -> None:
+def test_advantages_of_a_group_add_up_to_zero(name, groups):
     batch = batch_of([[abs(r) for r in g] for g in groups])
     got = run(name, batch)
     sums = torch.zeros(len(groups), dtype=torch.float64).index_add(0, batch.group_ids, got)
@@ -208,7 +208,7 @@ def test_advantages_of_a_group_add_up_to_zero(name, groups) -> None:
 
 @given(groups=groups_of_rewards)
 @settings(max_examples=25, deadline=None)
-def test_advantages_are_bounded(groups) -> None:
+def test_advantages_are_bounded(groups):
     batch = batch_of(groups)
     sizes = torch.tensor([len(g) for g in groups for _ in g], dtype=torch.float64)
     assert (run("grpo", batch).abs() <= (sizes - 1).sqrt() + 1e-9).all()
@@ -224,7 +224,7 @@ def test_advantages_are_bounded(groups) -> None:
     factors=st.tuples(st.floats(0.1, 10), st.floats(0.1, 10)),
 )
 @settings(max_examples=25, deadline=None)
-def test_gdpo_ignores_the_offset_and_unit_of_each_reward_function(rows, constants, factors) -> None:
+def test_gdpo_ignores_the_offset_and_unit_of_each_reward_function(rows, constants, factors):
     parts = torch.tensor(rows, dtype=torch.float64) / 4
     batch = batch_of([[0.0] * len(rows)])
     args = dict(group_ids=batch.group_ids, is_valid=batch.is_valid, part_weights=WEIGHTS)
@@ -236,7 +236,7 @@ def test_gdpo_ignores_the_offset_and_unit_of_each_reward_function(rows, constant
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_gdpo_equals_a_plain_loop(seed: int) -> None:
+def test_gdpo_equals_a_plain_loop(seed):
     batch = scalars(seed)
     g = torch.Generator().manual_seed(seed)
     second = torch.rand(len(batch), generator=g, dtype=torch.float64).round(decimals=1)
@@ -251,7 +251,7 @@ def test_gdpo_equals_a_plain_loop(seed: int) -> None:
     assert (got - expected).abs().max() < 1e-10
 
 
-def test_gdpo_tells_apart_what_one_sum_of_rewards_confuses() -> None:
+def test_gdpo_tells_apart_what_one_sum_of_rewards_confuses():
     parts = torch.tensor([[0.0, 0.0], [0.0, 1.0], [1.0, 0.0], [1.0, 0.0]], dtype=torch.float64)
     batch = batch_of([[0.0] * 4])
     got = gdpo(parts, batch.group_ids, is_valid=batch.is_valid)
@@ -259,7 +259,7 @@ def test_gdpo_tells_apart_what_one_sum_of_rewards_confuses() -> None:
     assert got[2] == got[3]
 
 
-def test_gdpo_does_not_blow_up_parts_that_cancel_out() -> None:
+def test_gdpo_does_not_blow_up_parts_that_cancel_out():
     first = torch.tensor([0.1, 0.7, 0.3, 0.9], dtype=torch.float64)
     batch = batch_of([[0.0] * 4])
     for factor in (1.0, 1 / 3, 7.0):
@@ -267,7 +267,7 @@ def test_gdpo_does_not_blow_up_parts_that_cancel_out() -> None:
         assert (gdpo(parts, batch.group_ids, is_valid=batch.is_valid) == 0).all()
 
 
-def test_gdpo_refuses_a_wrong_number_of_weights() -> None:
+def test_gdpo_refuses_a_wrong_number_of_weights():
     batch = batch_of([[1.0, 0.0]])
     with pytest.raises(ValueError, match="3 weights for 2 reward functions"):
         gdpo(parts_of(batch), batch.group_ids, is_valid=batch.is_valid, part_weights=[1, 2, 3])
@@ -276,25 +276,25 @@ def test_gdpo_refuses_a_wrong_number_of_weights() -> None:
 # ---------------------------------------------------------------- pass at k, greedy baseline
 
 
-def test_pass_at_k_credits_the_best_sample_by_its_lead() -> None:
+def test_pass_at_k_credits_the_best_sample_by_its_lead():
     batch = batch_of([[0.2, 1.0, 0.7], [0.5, 0.5, 0.1], [0.9]])
     assert run("pass_at_k", batch).tolist() == [0.0, pytest.approx(0.3), 0.0] + [0.0] * 4
     scaled = pass_at_k(batch.rewards, batch.group_ids, is_valid=batch.is_valid, scale="std")
     assert scaled[1].item() == pytest.approx(0.3 / (pstd([0.2, 1.0, 0.7]) + 1e-6))
 
 
-def test_pass_at_k_takes_a_lead_at_rounding_level_for_a_tie() -> None:
+def test_pass_at_k_takes_a_lead_at_rounding_level_for_a_tie():
     assert (run("pass_at_k", batch_of([[0.3, 0.1 + 0.2, 0.0]])) == 0).all()
 
 
-def test_pass_at_k_looks_at_valid_samples_alone() -> None:
+def test_pass_at_k_looks_at_valid_samples_alone():
     batch = dataclasses.replace(
         batch_of([[-1.0, -3.0, 9.0]]), is_valid=torch.tensor([True, True, False])
     )
     assert run("pass_at_k", batch).tolist() == [2.0, 0.0, 0.0]
 
 
-def test_remax_gives_zero_without_a_greedy_sample_and_for_an_equal_one() -> None:
+def test_remax_gives_zero_without_a_greedy_sample_and_for_an_equal_one():
     rewards = torch.tensor([1.0, 1.0, 0.3, float("nan")], dtype=torch.float64)
     greedy = torch.tensor([0.25, float("nan"), 0.1 + 0.2, 0.5], dtype=torch.float64)
     got = remax(rewards, greedy, is_valid=torch.tensor([True, True, True, False]))
@@ -304,7 +304,7 @@ def test_remax_gives_zero_without_a_greedy_sample_and_for_an_equal_one() -> None
 
 
 @pytest.mark.parametrize("name", advantages.__all__)
-def test_float32_rewards_give_the_same_up_to_their_precision(name: str) -> None:
+def test_float32_rewards_give_the_same_up_to_their_precision(name):
     batch = scalars(2)
     rough = dataclasses.replace(batch, rewards=batch.rewards.float())
     got = run(name, rough)
@@ -313,7 +313,7 @@ def test_float32_rewards_give_the_same_up_to_their_precision(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", advantages.__all__)
-def test_a_batch_without_sequences_has_no_advantages(name: str) -> None:
+def test_a_batch_without_sequences_has_no_advantages(name):
     batch = scalars(0)
     empty = Scalars(**{k: v[:0] for k, v in vars(batch).items()})
     assert run(name, empty).shape == (0,)
@@ -322,18 +322,18 @@ def test_a_batch_without_sequences_has_no_advantages(name: str) -> None:
 # ---------------------------------------------------------------- traps
 
 
-def test_one_success_in_sixteen_stands_out_by_the_full_groups_spread() -> None:
+def test_one_success_in_sixteen_stands_out_by_the_full_groups_spread():
     advantages = run("grpo", batch_of([[1.0] + [0.0] * 15]))
     assert advantages[0].item() == pytest.approx(math.sqrt(15), rel=1e-4)  # not +1.0
     assert advantages[1].item() == pytest.approx(-1 / math.sqrt(15), rel=1e-4)
 
 
-def test_a_winner_among_equal_losers_is_not_blown_up_by_rounding() -> None:
+def test_a_winner_among_equal_losers_is_not_blown_up_by_rounding():
     advantages = run("grpo", batch_of([[1.0] + [-0.7] * 7]))
     assert advantages.abs().max().item() == pytest.approx(math.sqrt(7), rel=1e-4)  # not 5247
 
 
-def test_samples_that_are_not_valid_enter_no_statistic() -> None:
+def test_samples_that_are_not_valid_enter_no_statistic():
     batch = dataclasses.replace(
         batch_of([[1.0, 0.0, 5.0], [1.0, 0.0]]), group_ids=torch.tensor([1, 1, 1, 5, 5])
     )
@@ -350,25 +350,25 @@ def test_samples_that_are_not_valid_enter_no_statistic() -> None:
         assert got[2] == 0 and torch.allclose(got[:2], got[3:])
 
 
-def test_a_group_left_with_one_valid_sample_gets_zero() -> None:
+def test_a_group_left_with_one_valid_sample_gets_zero():
     batch = batch_of([[1.0, 0.0]])
     batch = dataclasses.replace(batch, is_valid=torch.tensor([True, False]))
     for name in GROUP_BASED:
         assert (run(name, batch) == 0).all()
 
 
-def test_a_reward_that_is_not_finite_is_refused() -> None:
+def test_a_reward_that_is_not_finite_is_refused():
     with pytest.raises(ValueError, match=r"sequence 1 \(group 0\) is nan"):
         run("grpo", batch_of([[1.0, float("nan")]]))
 
 
-def test_max_rl_refuses_negative_rewards() -> None:
+def test_max_rl_refuses_negative_rewards():
     batch = batch_of([[-1.0, 1.0]])
     with pytest.raises(ValueError, match="rewards of at least 0, got -1.0"):
         max_rl(batch.rewards, batch.group_ids, is_valid=batch.is_valid)
 
 
-def test_shapes_that_differ_are_refused() -> None:
+def test_shapes_that_differ_are_refused():
     with pytest.raises(ValueError, match="one shape"):
         grpo(
             torch.ones(2),
@@ -377,7 +377,7 @@ def test_shapes_that_differ_are_refused() -> None:
         )
 
 
-def test_rloo_and_opo_have_zero_mean_in_their_own_measure() -> None:
+def test_rloo_and_opo_have_zero_mean_in_their_own_measure():
     batch = batch_of([[0.2, 0.9, 0.4, 0.1]])
     args = dict(is_valid=batch.is_valid)
     assert rloo(batch.rewards, batch.group_ids, **args).sum().abs() < 1e-12
@@ -385,7 +385,7 @@ def test_rloo_and_opo_have_zero_mean_in_their_own_measure() -> None:
     assert (weighted * batch.response_lengths).sum().abs() < 1e-12
 
 
-def test_advantages_of_a_batch_follow_the_config() -> None:
+def test_advantages_of_a_batch_follow_the_config():
     batch = Batch(
         scalars=batch_of([[1.0, 0.0]]), updates=(), update_ids=torch.zeros(2, dtype=torch.int64)
     )
@@ -402,7 +402,7 @@ def of_the_wrong_shape(rewards: torch.Tensor) -> torch.Tensor:
     return rewards[:1]
 
 
-def test_plain_reinforce_keeps_the_reward() -> None:
+def test_plain_reinforce_keeps_the_reward():
     assert reinforce(torch.tensor([0.3, 2.0]), is_valid=torch.tensor([True, False])).tolist() == [
         pytest.approx(0.3),
         0.0,

@@ -93,7 +93,7 @@ def reference(name: str, case: Ragged, options: dict) -> list[float]:
 
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("name, options", CASES)
-def test_weights_equal_a_plain_loop(name: str, options: dict, seed: int) -> None:
+def test_weights_equal_a_plain_loop(name, options, seed):
     case = ragged(seed)
     case.rollout_logprobs[4] = math.nan
     weights, stats = call(name, case, **options)
@@ -107,7 +107,7 @@ def test_weights_equal_a_plain_loop(name: str, options: dict, seed: int) -> None
     assert weights.dtype == torch.float32 and (weights - expected).abs().max() < 1e-5
 
 
-def test_dropping_options_of_these_tests_do_drop_something_and_not_everything() -> None:
+def test_dropping_options_of_these_tests_do_drop_something_and_not_everything():
     for name, options in DROPPING:
         found = [
             call(name, ragged(seed), **options)[0][ragged(seed).loss_mask] > 0 for seed in range(6)
@@ -120,7 +120,7 @@ def test_dropping_options_of_these_tests_do_drop_something_and_not_everything() 
 @pytest.mark.parametrize("name, options", CASES)
 @given(seed=st.integers(0, 10_000))
 @settings(max_examples=15, deadline=None)
-def test_weights_are_constants_and_ignore_masked_tokens(name, options, seed) -> None:
+def test_weights_are_constants_and_ignore_masked_tokens(name, options, seed):
     case, dirty = ragged(seed), ragged(seed).dirty(math.nan, rollout_logprobs=-math.inf)
     dirty.old_logprobs.requires_grad_()
     (got, stats), (clean, clean_stats) = (call(name, c, **options) for c in (dirty, case))
@@ -131,7 +131,7 @@ def test_weights_are_constants_and_ignore_masked_tokens(name, options, seed) -> 
 @pytest.mark.parametrize("name, options", DROPPING)
 @given(seed=st.integers(0, 10_000))
 @settings(max_examples=6, deadline=None)
-def test_dropping_does_not_depend_on_packing_or_micro_batches(name, options, seed) -> None:
+def test_dropping_does_not_depend_on_packing_or_micro_batches(name, options, seed):
     case = ragged(seed)
     inputs = corrections.vaco.statistics(**columns(case)) if name == "vaco" else {}
     whole, _ = registry.call(getattr(corrections, name), case.inputs() | inputs, options)
@@ -147,14 +147,14 @@ def test_dropping_does_not_depend_on_packing_or_micro_batches(name, options, see
     [(name, {}) for name in ("sequence_mask", "seq_mask_tis", "veto", "opsm", "vaco")]
     + [(name, dict(level=options["level"])) for name, options in LEVELLED],
 )
-def test_equal_policies_get_weight_exactly_one(name: str, options: dict) -> None:
+def test_equal_policies_get_weight_exactly_one(name, options):
     case = ragged(2, drift=0.0)
     weights, stats = call(name, case, **options)
     assert torch.equal(weights, case.loss_mask.double())
     assert stats["policy/correction_cut_frac"][0] == 0
 
 
-def test_none_is_one_on_the_mask() -> None:
+def test_none_is_one_on_the_mask():
     case = ragged(2)
     weights, stats = call("none", case)
     assert torch.equal(weights, case.loss_mask.double()) and stats == {}
@@ -168,7 +168,7 @@ def two_tokens(rhos: list[float]) -> Ragged:
     )
 
 
-def test_bounds_are_on_rho_and_not_on_its_inverse() -> None:
+def test_bounds_are_on_rho_and_not_on_its_inverse():
     case = two_tokens([0.3, 3.0])
     weights, stats = call("icepop", case, lower=0.5, upper=5.0)
     assert weights.tolist() == pytest.approx([0.0, 3.0])  # bounds on 1/rho would keep the other
@@ -176,20 +176,20 @@ def test_bounds_are_on_rho_and_not_on_its_inverse() -> None:
     assert call("tis", case, upper=2.0)[0].tolist() == pytest.approx([0.3, 2.0])
 
 
-def test_levels_see_the_token_the_product_and_the_geometric_mean() -> None:
+def test_levels_see_the_token_the_product_and_the_geometric_mean():
     case = two_tokens([2.0, 2.0])
     found = {level: call("tis", case, level=level, upper=100.0)[0][0].item() for level in LEVELS}
     assert found == pytest.approx(dict(token=2.0, sequence=4.0, geometric=2.0))
 
 
-def test_a_kept_sequence_has_weight_one_under_a_mask_and_rho_under_mis() -> None:
+def test_a_kept_sequence_has_weight_one_under_a_mask_and_rho_under_mis():
     case = two_tokens([1.5, 1.5])
     assert call("sequence_mask", case, lower=0.5, upper=2.0)[0].tolist() == [1.0, 1.0]
     kept = call("mis", case, level="geometric", lower=0.5, upper=2.0)[0]
     assert kept.tolist() == pytest.approx([1.5, 1.5])
 
 
-def test_sequence_masks_bound_rho_and_not_its_inverse() -> None:
+def test_sequence_masks_bound_rho_and_not_its_inverse():
     for level, rho in (("geometric", 3.0), ("sequence", 9.0)):
         case = two_tokens([3.0, 3.0])
         for name in ("sequence_mask",) + ("seq_mask_tis",) * (level == "geometric"):
@@ -199,7 +199,7 @@ def test_sequence_masks_bound_rho_and_not_its_inverse() -> None:
             assert (inside > 0).all() and (outside == 0).all()
 
 
-def test_one_outlier_vetoes_its_sequence_and_no_other() -> None:
+def test_one_outlier_vetoes_its_sequence_and_no_other():
     case = two_tokens([1.0, 150.0, 1.0, 5e-5, 1.0, 90.0])
     case.cu_seqlens = torch.tensor([0, 2, 4, 4, 6], dtype=torch.int32)
     weights, stats = call("veto", case)
@@ -207,7 +207,7 @@ def test_one_outlier_vetoes_its_sequence_and_no_other() -> None:
     assert float(stats["policy/correction_cut_frac"][0]) == 4
 
 
-def test_an_outlier_off_the_loss_mask_vetoes_nothing() -> None:
+def test_an_outlier_off_the_loss_mask_vetoes_nothing():
     case = two_tokens([1.0, 1e6])
     case.loss_mask[1] = False
     assert call("veto", case)[0].tolist() == [1.0, 0.0]
@@ -216,7 +216,7 @@ def test_an_outlier_off_the_loss_mask_vetoes_nothing() -> None:
     assert call("veto", case, lower=0.0, upper=0.5)[0].tolist() == [1.0, 0.0]
 
 
-def test_opsm_keeps_positive_advantages_and_drift_the_other_way() -> None:
+def test_opsm_keeps_positive_advantages_and_drift_the_other_way():
     for rho, advantage, kept in (
         (0.5, -1.0, 0.0),
         (0.5, 1.0, 1.0),
@@ -228,7 +228,7 @@ def test_opsm_keeps_positive_advantages_and_drift_the_other_way() -> None:
         assert call("opsm", case, delta=0.1)[0].tolist() == [kept, kept]
 
 
-def test_vaco_drops_what_moves_away_only_while_the_batch_is_too_far() -> None:
+def test_vaco_drops_what_moves_away_only_while_the_batch_is_too_far():
     case = two_tokens([1.5, 1.5, 0.5, 0.5, 1.0])
     case.advantages = torch.tensor([1.0, -1.0, 1.0, -1.0, 1.0], dtype=torch.float64)
     assert float(corrections.vaco.statistics(**columns(case))["mean_ratio_gap"]) == (
@@ -240,14 +240,14 @@ def test_vaco_drops_what_moves_away_only_while_the_batch_is_too_far() -> None:
 
 @given(seed=st.integers(0, 10_000))
 @settings(max_examples=15, deadline=None)
-def test_vaco_statistics_do_not_depend_on_the_order_of_tokens(seed) -> None:
+def test_vaco_statistics_do_not_depend_on_the_order_of_tokens(seed):
     found = columns(ragged(seed))
     order = torch.randperm(len(found["old_logprobs"]), generator=torch.Generator().manual_seed(3))
     permuted = {name: column[order] for name, column in found.items()}
     assert corrections.vaco.statistics(**found) == corrections.vaco.statistics(**permuted)
 
 
-def test_vaco_statistics_count_a_missing_engine_logprob_as_ratio_one() -> None:
+def test_vaco_statistics_count_a_missing_engine_logprob_as_ratio_one():
     case = two_tokens([3.0, 3.0])
     case.rollout_logprobs[0] = math.nan
     assert float(corrections.vaco.statistics(**columns(case))["mean_ratio_gap"]) == (
@@ -257,14 +257,14 @@ def test_vaco_statistics_count_a_missing_engine_logprob_as_ratio_one() -> None:
     assert float(corrections.vaco.statistics(**columns(case))["mean_ratio_gap"]) == 0
 
 
-def test_huge_ratios_stay_finite() -> None:
+def test_huge_ratios_stay_finite():
     case = two_tokens([1.0, 1.0])
     case.rollout_logprobs -= 5000.0
     assert call("mis", case, level="sequence")[0].tolist() == [0.0, 0.0]
     assert call("tis", case, level="sequence")[0].tolist() == [2.0, 2.0]
 
 
-def test_values_out_of_range_are_refused() -> None:
+def test_values_out_of_range_are_refused():
     case = two_tokens([1.0])
     for name, options, message in (
         ("tis", dict(upper=0.0), "upper: must be above 0"),
@@ -295,7 +295,7 @@ def values(case: Ragged) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_mismatch_metrics_equal_plain_loops(seed: int) -> None:
+def test_mismatch_metrics_equal_plain_loops(seed):
     case = ragged(seed)
     pairs = [
         [
@@ -324,7 +324,7 @@ def test_mismatch_metrics_equal_plain_loops(seed: int) -> None:
     assert values(case) == pytest.approx(expected, abs=1e-10)
 
 
-def test_fully_masked_rows_do_not_dilute_a_mean() -> None:
+def test_fully_masked_rows_do_not_dilute_a_mean():
     case = two_tokens([0.5, 0.5])
     before = values(case)
     padded = Ragged(
@@ -339,7 +339,7 @@ def test_fully_masked_rows_do_not_dilute_a_mean() -> None:
     assert before["policy/mismatch_seq_k1"] == pytest.approx(math.log(2))
 
 
-def test_engine_logprobs_that_are_not_finite_count_as_ratio_one_and_are_counted() -> None:
+def test_engine_logprobs_that_are_not_finite_count_as_ratio_one_and_are_counted():
     case = two_tokens([2.0, 2.0, 2.0, 2.0])
     case.rollout_logprobs[1:3] = torch.tensor([math.nan, -math.inf], dtype=torch.float64)
     found = values(case)
@@ -366,7 +366,7 @@ def histogram(case: Ragged) -> torch.Tensor:
     frac=st.floats(0.01, 1.0),
 )
 @settings(max_examples=30, deadline=None)
-def test_histograms_add_up_and_give_the_quantile_and_the_maximum(seeds, drift, frac) -> None:
+def test_histograms_add_up_and_give_the_quantile_and_the_maximum(seeds, drift, frac):
     cases = [ragged(seed, drift=drift) for seed in seeds]
     for case in cases:
         case.rollout_logprobs.clamp_(max=0.0)  # a probability
@@ -379,14 +379,14 @@ def test_histograms_add_up_and_give_the_quantile_and_the_maximum(seeds, drift, f
     assert flat[-1] * (1 - 1e-9) <= float(gap_max(total)) <= 1.048 * flat[-1] + 1e-8
 
 
-def test_p999_ignores_one_outlier_in_ten_thousand_and_the_maximum_shows_it() -> None:
+def test_p999_ignores_one_outlier_in_ten_thousand_and_the_maximum_shows_it():
     case = two_tokens([1.001] * 9999 + [2.0])
     total = histogram(case)
     assert float(gap_quantile(total, 0.999)) == pytest.approx(0.001 * math.exp(-1), rel=0.024)
     assert float(gap_max(total)) == pytest.approx(math.exp(-1), rel=0.048)
 
 
-def test_histogram_counts_what_is_not_finite_and_nothing_off_the_mask() -> None:
+def test_histogram_counts_what_is_not_finite_and_nothing_off_the_mask():
     case = two_tokens([1.0, 1.0, 1.0, 1.0])
     case.old_logprobs[0], case.rollout_logprobs[1] = math.nan, math.nan
     case.old_logprobs[2] = math.inf
@@ -396,7 +396,7 @@ def test_histogram_counts_what_is_not_finite_and_nothing_off_the_mask() -> None:
     assert total.sum() == 3 and total[-1] == 2 and total[0] == 1
 
 
-def test_an_empty_histogram_reads_zero_and_a_share_out_of_range_is_refused() -> None:
+def test_an_empty_histogram_reads_zero_and_a_share_out_of_range_is_refused():
     empty = torch.zeros(NUM_GAP_BINS, dtype=torch.float64)
     assert float(gap_max(empty)) == float(gap_quantile(empty, 0.999)) == 0
     with pytest.raises(ValueError, match="frac: must be in"):

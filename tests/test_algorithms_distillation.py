@@ -103,7 +103,7 @@ def check(terms: torch.Tensor, case: Case, expected: tuple[list, list], toleranc
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("kind, beta", KINDS)
-def test_full_vocabulary_equals_a_plain_loop(kind: str, beta: float, seed: int) -> None:
+def test_full_vocabulary_equals_a_plain_loop(kind, beta, seed):
     for dtype, tolerance in ((torch.float64, 1e-10), (torch.float32, 1e-5)):
         for temperature in (1.0, 2.5):
             case = logits(seed, dtype=dtype)
@@ -119,7 +119,7 @@ def test_full_vocabulary_equals_a_plain_loop(kind: str, beta: float, seed: int) 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("tail", ["bucket", "renormalise"])
 @pytest.mark.parametrize("kind, beta", KINDS)
-def test_topk_equals_a_plain_loop(kind: str, beta: float, tail: str, seed: int) -> None:
+def test_topk_equals_a_plain_loop(kind, beta, tail, seed):
     for dtype, tolerance in ((torch.float64, 1e-10), (torch.float32, 1e-5)):
         case = topk(seed, dtype=dtype)
         terms, stats = topk_divergence(
@@ -146,7 +146,7 @@ def both(case: Case, kind: str, beta: float, *, full: bool) -> torch.Tensor:
 @settings(max_examples=8, deadline=None)
 def test_masked_tokens_have_zero_term_and_gradient_whatever_they_hold(
     kind, beta, full, seed, garbage
-) -> None:
+):
     clean, dirty = ((logits if full else topk)(seed) for _ in range(2))
     with torch.no_grad():
         for tensor in dirty[:2]:
@@ -163,7 +163,7 @@ def test_masked_tokens_have_zero_term_and_gradient_whatever_they_hold(
 @pytest.mark.parametrize("kind, beta", KINDS)
 @given(seed=st.integers(0, 10_000))
 @settings(max_examples=8, deadline=None)
-def test_permuting_and_splitting_tokens_changes_no_term(kind, beta, full, seed) -> None:
+def test_permuting_and_splitting_tokens_changes_no_term(kind, beta, full, seed):
     case = (logits if full else topk)(seed)
     whole = both(case, kind, beta, full=full)
     assert (whole >= -1e-12).all()
@@ -178,7 +178,7 @@ def test_permuting_and_splitting_tokens_changes_no_term(kind, beta, full, seed) 
 @pytest.mark.parametrize("kind, beta", KINDS)
 @given(seed=st.integers(0, 10_000))
 @settings(max_examples=8, deadline=None)
-def test_the_bucket_is_a_lower_bound_and_exact_with_all_but_one_id(kind, beta, seed) -> None:
+def test_the_bucket_is_a_lower_bound_and_exact_with_all_but_one_id(kind, beta, seed):
     student, teacher, mask = logits(seed)
     whole = both((student, teacher, mask), kind, beta, full=True)
     s, t = student.log_softmax(-1), teacher.log_softmax(-1)
@@ -192,7 +192,7 @@ def test_the_bucket_is_a_lower_bound_and_exact_with_all_but_one_id(kind, beta, s
 
 @pytest.mark.parametrize("full", [True, False])
 @pytest.mark.parametrize("kind, beta", KINDS)
-def test_equal_distributions_give_zero_and_no_gradient(kind: str, beta: float, full: bool) -> None:
+def test_equal_distributions_give_zero_and_no_gradient(kind, beta, full):
     uniform = (
         torch.zeros(3, 6, dtype=torch.float64)
         if full
@@ -204,7 +204,7 @@ def test_equal_distributions_give_zero_and_no_gradient(kind: str, beta: float, f
     assert terms.abs().max() < 1e-15 and gradient.abs().max() < 1e-15
 
 
-def test_jsd_limits_are_the_forward_and_the_reverse_kl() -> None:
+def test_jsd_limits_are_the_forward_and_the_reverse_kl():
     case = logits(4)
     for beta, near, kind in ((0.0, 1e-7, "forward"), (1.0, 1 - 1e-7, "reverse")):
         at_limit = both(case, "jsd", beta, full=True)
@@ -213,16 +213,14 @@ def test_jsd_limits_are_the_forward_and_the_reverse_kl() -> None:
         assert torch.allclose(close, at_limit, rtol=1e-4, atol=1e-6)
 
 
-def test_jsd_at_one_half_is_symmetric_and_at_most_ln_2() -> None:
+def test_jsd_at_one_half_is_symmetric_and_at_most_ln_2():
     student, teacher, mask = logits(3)
     one = both((student, teacher, mask), "jsd", 0.5, full=True)
     other = both((teacher, student, mask), "jsd", 0.5, full=True)
     assert torch.allclose(one, other.detach()) and one.max().item() < math.log(2)
 
 
-def test_the_bucket_punishes_probability_outside_the_teachers_ids_and_renormalising_does_not() -> (
-    None
-):
+def test_the_bucket_punishes_probability_outside_the_teachers_ids_and_renormalising_does_not():
     teacher = torch.tensor([[0.6, 0.3]], dtype=torch.float64).log()
     student = (torch.tensor([[0.06, 0.03]], dtype=torch.float64).log()).requires_grad_()
     mask = torch.tensor([True])
@@ -235,7 +233,7 @@ def test_the_bucket_punishes_probability_outside_the_teachers_ids_and_renormalis
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("kind, beta", KINDS)
-def test_a_teacher_or_student_sure_of_its_ids_stays_finite(kind, beta, dtype) -> None:
+def test_a_teacher_or_student_sure_of_its_ids_stays_finite(kind, beta, dtype):
     sure = torch.tensor([[0.9, 0.1], [0.9, 0.1000001]], dtype=dtype).log()  # mass 1 and above
     open_minded = torch.tensor([[0.5, 0.2], [0.5, 0.2]], dtype=dtype).log()
     for s, t in ((sure, open_minded), (open_minded, sure), (sure, sure)):
@@ -246,7 +244,7 @@ def test_a_teacher_or_student_sure_of_its_ids_stays_finite(kind, beta, dtype) ->
 
 
 @pytest.mark.parametrize("kind, beta", KINDS)
-def test_outcomes_that_both_rule_out_count_nothing(kind: str, beta: float) -> None:
+def test_outcomes_that_both_rule_out_count_nothing(kind, beta):
     for full, draw in ((True, logits), (False, topk)):
         student, teacher, mask = draw(5)
         plain = both((student, teacher, mask), kind, beta, full=full)
@@ -259,7 +257,7 @@ def test_outcomes_that_both_rule_out_count_nothing(kind: str, beta: float) -> No
         assert (found[:, -2:] == 0).all()
 
 
-def test_a_token_that_only_the_student_rules_out_is_infinite_and_visible() -> None:
+def test_a_token_that_only_the_student_rules_out_is_infinite_and_visible():
     student, teacher, mask = logits(5)
     with torch.no_grad():
         student[1, 0] = -math.inf
@@ -268,14 +266,14 @@ def test_a_token_that_only_the_student_rules_out_is_infinite_and_visible() -> No
 
 
 @pytest.mark.parametrize("full", [True, False])
-def test_nothing_in_the_loss_gives_zero_with_a_gradient_of_zero(full: bool) -> None:
+def test_nothing_in_the_loss_gives_zero_with_a_gradient_of_zero(full):
     student, teacher, mask = (logits if full else topk)(2)
     terms = both((student, teacher, mask & False), "jsd", 0.5, full=full)
     (gradient,) = torch.autograd.grad(terms.sum(), student)
     assert (terms == 0).all() and (gradient == 0).all()
 
 
-def test_the_teacher_gets_no_gradient_and_bfloat16_is_computed_in_float32() -> None:
+def test_the_teacher_gets_no_gradient_and_bfloat16_is_computed_in_float32():
     student, teacher, mask = logits(2)
     teacher.requires_grad_()
     divergence(student, teacher, loss_mask=mask)[0].sum().backward()
@@ -286,7 +284,7 @@ def test_the_teacher_gets_no_gradient_and_bfloat16_is_computed_in_float32() -> N
     assert half.dtype == torch.float32 and (half - exact).abs().max() < 1e-5
 
 
-def test_options_out_of_range_are_refused() -> None:
+def test_options_out_of_range_are_refused():
     student, teacher, mask = topk(0)
     for function, options, message in (
         (divergence, dict(kind="forwards"), "kind: must be forward, reverse, mixed or jsd"),
@@ -300,7 +298,7 @@ def test_options_out_of_range_are_refused() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_teachers_top_tokens_come_from_its_logits(dtype) -> None:
+def test_the_teachers_top_tokens_come_from_its_logits(dtype):
     generator = torch.Generator().manual_seed(0)
     student, teacher = (2 * torch.randn(2, 7, 12, generator=generator)).to(dtype)
     mask = torch.arange(7) != 3
@@ -317,7 +315,7 @@ def test_the_teachers_top_tokens_come_from_its_logits(dtype) -> None:
         distill_topk(student, teacher, loss_mask=mask, k=0)
 
 
-def test_off_the_mask_the_top_tokens_give_no_gradient_whatever_stands_there() -> None:
+def test_off_the_mask_the_top_tokens_give_no_gradient_whatever_stands_there():
     student = torch.randn(3, 9, generator=torch.Generator().manual_seed(1))
     student[1] = math.nan
     student.requires_grad_()

@@ -25,7 +25,7 @@ def weights(entropy: list[float], **options: float) -> list[float]:
 
 @given(entropy=st.lists(FINITE, min_size=1, max_size=40), frac=st.floats(0.01, 1.0))
 @settings(max_examples=60, deadline=None)
-def test_the_top_share_stays_with_its_equals(entropy, frac) -> None:
+def test_the_top_share_stays_with_its_equals(entropy, frac):
     found = weights(entropy, keep_frac=frac)
     wanted = max(1, math.ceil(frac * len(entropy) - 1e-9))
     edge = sorted(entropy, reverse=True)[wanted - 1]
@@ -35,7 +35,7 @@ def test_the_top_share_stays_with_its_equals(entropy, frac) -> None:
 
 @given(entropy=st.lists(FINITE, max_size=40), seed=st.integers(0, 100))
 @settings(max_examples=30, deadline=None)
-def test_the_cut_does_not_depend_on_the_order(entropy, seed) -> None:
+def test_the_cut_does_not_depend_on_the_order(entropy, seed):
     column = torch.tensor(entropy, dtype=torch.float64)
     order = torch.randperm(len(column), generator=torch.Generator().manual_seed(seed))
     one, two = top_entropy.statistics(column), top_entropy.statistics(column[order])
@@ -44,7 +44,7 @@ def test_the_cut_does_not_depend_on_the_order(entropy, seed) -> None:
 
 
 @pytest.mark.parametrize("garbage", [math.nan, math.inf, -math.inf])
-def test_masked_tokens_have_weight_zero_and_enter_no_count(garbage: float) -> None:
+def test_masked_tokens_have_weight_zero_and_enter_no_count(garbage):
     entropy = torch.tensor([0.1, garbage, 2.0, 1.0], requires_grad=True)
     mask = torch.tensor([True, False, True, True])
     cut = top_entropy.statistics(entropy[mask], keep_frac=0.5)
@@ -55,7 +55,7 @@ def test_masked_tokens_have_weight_zero_and_enter_no_count(garbage: float) -> No
     assert (float(numerator), float(denominator)) == (1, 3) and numerator.dtype == torch.float64
 
 
-def test_an_entropy_that_is_not_a_number_is_not_dropped() -> None:
+def test_an_entropy_that_is_not_a_number_is_not_dropped():
     entropy = torch.tensor([math.nan, 0.5])
     found, _ = top_entropy(
         entropy,
@@ -65,12 +65,12 @@ def test_an_entropy_that_is_not_a_number_is_not_dropped() -> None:
     assert found.tolist() == [1, 0]  # the update must see it
 
 
-def test_shares_that_round_badly_keep_what_they_say() -> None:
+def test_shares_that_round_badly_keep_what_they_say():
     for percent in range(1, 101):  # 0.07 * 100 is 7.000000000000001
         assert sum(weights([float(i) for i in range(100)], keep_frac=percent / 100)) == percent
 
 
-def test_scalars_and_options_fit_the_mask() -> None:
+def test_scalars_and_options_fit_the_mask():
     assert set(top_entropy.statistics(torch.ones(3))) <= set(registry.inputs_of(top_entropy))
     assert registry.options_of(top_entropy.statistics) == registry.options_of(top_entropy)
     for frac in (0.0, 1.1, math.nan):
@@ -78,7 +78,7 @@ def test_scalars_and_options_fit_the_mask() -> None:
             top_entropy.statistics(torch.ones(3), keep_frac=frac)
 
 
-def test_the_coefficient_steps_towards_the_target_and_rests_above_it() -> None:
+def test_the_coefficient_steps_towards_the_target_and_rests_above_it():
     coef, applied, path = 0.0, 0.0, []
     for entropy in (0.1, 0.1, 0.3, 0.2, 0.1):
         coef, applied = adaptive_entropy_coef(coef, entropy=entropy, target=0.2, delta=0.01)
@@ -93,7 +93,7 @@ def test_the_coefficient_steps_towards_the_target_and_rests_above_it() -> None:
     upper=st.floats(0.02, 0.1),
 )
 @settings(max_examples=60, deadline=None)
-def test_the_coefficient_stays_in_bounds_and_moves_one_step(coef, entropy, lower, upper) -> None:
+def test_the_coefficient_stays_in_bounds_and_moves_one_step(coef, entropy, lower, upper):
     coef = min(max(coef, lower), upper)
     found, applied = adaptive_entropy_coef(
         coef, entropy=entropy, target=0.5, delta=5e-3, lower=lower, upper=upper
@@ -103,7 +103,7 @@ def test_the_coefficient_stays_in_bounds_and_moves_one_step(coef, entropy, lower
     assert applied == (found if entropy <= 0.5 else 0.0)
 
 
-def test_an_entropy_that_is_not_finite_moves_nothing() -> None:
+def test_an_entropy_that_is_not_finite_moves_nothing():
     assert adaptive_entropy_coef(0.03, entropy=math.nan, target=0.2, delta=0.01) == (0.03, 0.0)
 
 
@@ -111,7 +111,7 @@ def test_an_entropy_that_is_not_finite_moves_nothing() -> None:
     "option, value",
     [("target", math.nan), ("delta", 0.0), ("lower", -1.0), ("lower", 2.0), ("upper", math.nan)],
 )
-def test_options_out_of_range_are_named(option: str, value: float) -> None:
+def test_options_out_of_range_are_named(option, value):
     options = dict(entropy=0.1, target=0.2, delta=0.01) | {option: value}
     with pytest.raises(ValueError, match=f"{option}.*{value}"):
         adaptive_entropy_coef(0.0, **options)

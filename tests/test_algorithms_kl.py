@@ -48,7 +48,7 @@ def reference(name: str, case: Ragged, *, unbiased: bool) -> tuple[list[float], 
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("name, unbiased", CASES)
-def test_terms_and_gradients_equal_a_plain_loop(name: str, unbiased: bool, seed: int) -> None:
+def test_terms_and_gradients_equal_a_plain_loop(name, unbiased, seed):
     for case, tolerance in ((ragged(seed), 1e-10), (ragged(seed).single(), 1e-5)):
         terms = call(name, case, unbiased=unbiased)
         (gradient,) = torch.autograd.grad(terms.sum(), case.logprobs)
@@ -63,7 +63,7 @@ def test_terms_and_gradients_equal_a_plain_loop(name: str, unbiased: bool, seed:
 @settings(max_examples=15, deadline=None)
 def test_masked_tokens_have_zero_term_and_gradient_whatever_they_hold(
     name, unbiased, seed, garbage
-) -> None:
+):
     clean, dirty = ragged(seed), ragged(seed).dirty(garbage)
     got, expected = (call(name, case, unbiased=unbiased) for case in (dirty, clean))
     (gradient,) = torch.autograd.grad(got.sum(), dirty.logprobs)
@@ -79,7 +79,7 @@ def test_masked_tokens_have_zero_term_and_gradient_whatever_they_hold(
 @pytest.mark.parametrize("name, unbiased", CASES)
 @given(seed=st.integers(0, 10_000))
 @settings(max_examples=15, deadline=None)
-def test_permuting_and_splitting_tokens_changes_no_term(name, unbiased, seed) -> None:
+def test_permuting_and_splitting_tokens_changes_no_term(name, unbiased, seed):
     case = ragged(seed)
     whole = call(name, case, unbiased=unbiased)
     order = torch.randperm(len(whole), generator=torch.Generator().manual_seed(seed))
@@ -119,19 +119,19 @@ def expected(name: str, *, unbiased: bool, stale: bool) -> dict[str, torch.Tenso
     }
 
 
-def test_k1_as_a_loss_has_no_gradient_in_expectation() -> None:
+def test_k1_as_a_loss_has_no_gradient_in_expectation():
     found = expected("k1", unbiased=False, stale=False)
     assert torch.isclose(found["value"], found["kl"])
     assert found["value_gradient"].abs().max() < 1e-12
 
 
-def test_k2_as_a_loss_has_the_gradient_of_the_kl_but_not_its_value() -> None:
+def test_k2_as_a_loss_has_the_gradient_of_the_kl_but_not_its_value():
     found = expected("k2", unbiased=False, stale=False)
     assert torch.allclose(found["value_gradient"], found["kl_gradient"])
     assert not torch.isclose(found["value"], found["kl"], rtol=1e-2)
 
 
-def test_k3_as_a_loss_has_the_gradient_of_the_other_direction() -> None:
+def test_k3_as_a_loss_has_the_gradient_of_the_other_direction():
     found = expected("k3", unbiased=False, stale=False)
     assert torch.isclose(found["value"], found["kl"])
     assert torch.allclose(found["value_gradient"], found["other_kl_gradient"])
@@ -140,13 +140,13 @@ def test_k3_as_a_loss_has_the_gradient_of_the_other_direction() -> None:
 
 @pytest.mark.parametrize("stale", [False, True])
 @pytest.mark.parametrize("name", NAMES)
-def test_unbiased_has_the_gradient_of_the_kl_for_tokens_of_the_old_policy(name, stale) -> None:
+def test_unbiased_has_the_gradient_of_the_kl_for_tokens_of_the_old_policy(name, stale):
     found = expected(name, unbiased=True, stale=stale)
     assert torch.allclose(found["value_gradient"], found["kl_gradient"], atol=1e-12)
     assert torch.isclose(found["value"], found["kl"]) == (name != "k2")
 
 
-def test_unbiased_k2_and_k3_have_one_gradient_per_token() -> None:
+def test_unbiased_k2_and_k3_have_one_gradient_per_token():
     case = ragged(3)
     one, other = (
         torch.autograd.grad(call(k, case, unbiased=True).sum(), case.logprobs)[0]
@@ -159,14 +159,14 @@ def test_unbiased_k2_and_k3_have_one_gradient_per_token() -> None:
 
 
 @pytest.mark.parametrize("name, unbiased", CASES)
-def test_policy_equal_to_reference_gives_zero(name: str, unbiased: bool) -> None:
+def test_policy_equal_to_reference_gives_zero(name, unbiased):
     case = ragged(2, drift=0.0)
     assert (call(name, case, unbiased=unbiased) == 0).all()
 
 
 @pytest.mark.parametrize("unbiased", [False, True])
 @pytest.mark.parametrize("gap", [1e-4, -1e-4, 3e-3, 0.0])
-def test_k3_keeps_its_sign_and_digits_near_zero_in_float32(unbiased: bool, gap: float) -> None:
+def test_k3_keeps_its_sign_and_digits_near_zero_in_float32(unbiased, gap):
     new, ref = torch.tensor([gap]), torch.zeros(1)
     term = kl.k3(new, ref, old_logprobs=new, loss_mask=torch.tensor([True]), unbiased=unbiased)
     exact = math.expm1(-gap) + gap
@@ -174,7 +174,7 @@ def test_k3_keeps_its_sign_and_digits_near_zero_in_float32(unbiased: bool, gap: 
 
 
 @pytest.mark.parametrize("name, unbiased", CASES)
-def test_log_ratios_beyond_twenty_stay_finite(name: str, unbiased: bool) -> None:
+def test_log_ratios_beyond_twenty_stay_finite(name, unbiased):
     for shift in (500.0, -500.0, math.inf):
         case = ragged(1)
         with torch.no_grad():
@@ -185,13 +185,13 @@ def test_log_ratios_beyond_twenty_stay_finite(name: str, unbiased: bool) -> None
         assert terms.isfinite().all() and gradient.isfinite().all()
 
 
-def test_a_logprob_that_is_not_a_number_is_not_hidden_inside_the_mask() -> None:
+def test_a_logprob_that_is_not_a_number_is_not_hidden_inside_the_mask():
     case = ragged(1)
     case.rollout_logprobs[4] = math.nan
     assert all(call(name, case, unbiased=False)[4].isnan() for name in NAMES)
 
 
-def test_the_reference_and_the_old_policy_get_no_gradient() -> None:
+def test_the_reference_and_the_old_policy_get_no_gradient():
     for name, unbiased in CASES:
         case = ragged(1)
         case.rollout_logprobs.requires_grad_()
@@ -200,7 +200,7 @@ def test_the_reference_and_the_old_policy_get_no_gradient() -> None:
         assert case.rollout_logprobs.grad is None and case.old_logprobs.grad is None
 
 
-def test_stats_are_sums_over_loss_tokens_and_detached() -> None:
+def test_stats_are_sums_over_loss_tokens_and_detached():
     case = ragged(4)
     stats = kl.kl_stats(case.logprobs, case.rollout_logprobs, loss_mask=case.loss_mask)
     assert list(stats) == ["policy/kl_ref", "policy/kl_ref_k3"]
@@ -211,7 +211,7 @@ def test_stats_are_sums_over_loss_tokens_and_detached() -> None:
         assert numerator.shape == () and not numerator.requires_grad
 
 
-def test_nothing_in_the_loss_gives_zero_over_zero() -> None:
+def test_nothing_in_the_loss_gives_zero_over_zero():
     case = ragged(4)
     case.loss_mask[:] = False
     stats = kl.kl_stats(case.logprobs, case.rollout_logprobs, loss_mask=case.loss_mask)

@@ -79,9 +79,7 @@ def gradient_of(terms: torch.Tensor, case: Ragged) -> torch.Tensor:
 @pytest.mark.parametrize("name, options", CASES)
 @given(seed=st.integers(0, 10_000), garbage=st.sampled_from([math.nan, math.inf, -math.inf, 1e30]))
 @settings(max_examples=15, deadline=None)
-def test_masked_tokens_have_zero_term_and_gradient_whatever_they_hold(
-    name, options, seed, garbage
-) -> None:
+def test_masked_tokens_have_zero_term_and_gradient_whatever_they_hold(name, options, seed, garbage):
     clean, dirty = ragged(seed), ragged(seed).dirty(garbage)
     terms, stats = call(name, dirty, **options)
     gradient = gradient_of(terms, dirty)
@@ -95,7 +93,7 @@ def test_masked_tokens_have_zero_term_and_gradient_whatever_they_hold(
 @pytest.mark.parametrize("name", [n for n in NAMES if n not in ("sft", "clip_cov")])
 @given(seed=st.integers(0, 10_000))
 @settings(max_examples=15, deadline=None)
-def test_at_ratio_one_every_loss_has_the_plain_policy_gradient(name, seed) -> None:
+def test_at_ratio_one_every_loss_has_the_plain_policy_gradient(name, seed):
     # sft has no advantage, clip_cov drops tokens by covariance: each has a test of its own.
     case = ragged(seed, drift=0.0)
     terms, stats = call(name, case)
@@ -107,7 +105,7 @@ def test_at_ratio_one_every_loss_has_the_plain_policy_gradient(name, seed) -> No
 
 
 @pytest.mark.parametrize("name", ["ppo_clip", "cispo", "reinforce"])
-def test_at_ratio_one_the_gradient_is_exact(name: str) -> None:
+def test_at_ratio_one_the_gradient_is_exact(name):
     case = ragged(4, drift=0.0)
     terms, _ = call(name, case)
     assert torch.equal(gradient_of(terms, case), -case.advantages * case.loss_mask)
@@ -116,7 +114,7 @@ def test_at_ratio_one_the_gradient_is_exact(name: str) -> None:
 @pytest.mark.parametrize("name, options", CASES)
 @given(seed=st.integers(0, 10_000), cut=st.integers(1, 7))
 @settings(max_examples=12, deadline=None)
-def test_splitting_and_reordering_micro_batches_changes_no_term(name, options, seed, cut) -> None:
+def test_splitting_and_reordering_micro_batches_changes_no_term(name, options, seed, cut):
     case = ragged(seed)
     whole, whole_stats = call(name, case, **options)
     whole_gradient = gradient_of(whole, case)
@@ -140,7 +138,7 @@ def test_splitting_and_reordering_micro_batches_changes_no_term(name, options, s
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_only_the_current_logprobs_carry_a_gradient(name: str) -> None:
+def test_only_the_current_logprobs_carry_a_gradient(name):
     case = ragged(2)
     for tensor in (case.old_logprobs, case.rollout_logprobs, case.advantages):
         tensor.requires_grad_()
@@ -152,7 +150,7 @@ def test_only_the_current_logprobs_carry_a_gradient(name: str) -> None:
 
 @pytest.mark.parametrize("name", [*TO_MU, "decoupled_ppo"])
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_engine_logprobs_that_are_not_finite_count_as_ratio_one(name: str, value: float) -> None:
+def test_engine_logprobs_that_are_not_finite_count_as_ratio_one(name, value):
     options = dict(threshold=100.0) if name == "m2po" else {}
     case, plain = ragged(3), ragged(3)
     plain.rollout_logprobs = plain.logprobs.detach().clone()
@@ -178,7 +176,7 @@ def one_token_each(ratios: list[float], advantages: list[float]) -> Ragged:
     )
 
 
-def test_log_ratios_beyond_twenty_stay_finite() -> None:
+def test_log_ratios_beyond_twenty_stay_finite():
     for shift in (500.0, -500.0):
         case = one_token_each([1.0, 1.0], [1.0, -1.0])
         with torch.no_grad():
@@ -188,7 +186,7 @@ def test_log_ratios_beyond_twenty_stay_finite() -> None:
             assert terms.isfinite().all() and gradient_of(terms, case).isfinite().all(), name
 
 
-def test_a_logprob_that_is_not_finite_is_not_hidden_inside_the_mask() -> None:
+def test_a_logprob_that_is_not_finite_is_not_hidden_inside_the_mask():
     for current in (True, False):
         case = one_token_each([1.0, 1.0], [1.0, 1.0])
         with torch.no_grad():
@@ -200,7 +198,7 @@ def test_a_logprob_that_is_not_finite_is_not_hidden_inside_the_mask() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_stats_are_detached_and_named_policy(name: str) -> None:
+def test_stats_are_detached_and_named_policy(name):
     _, stats = call(name, ragged(3))
     for key, (numerator, denominator) in stats.items():
         assert key.startswith("policy/")
@@ -209,7 +207,7 @@ def test_stats_are_detached_and_named_policy(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_dummy_micro_batch_gives_zero(name: str) -> None:
+def test_a_dummy_micro_batch_gives_zero(name):
     case = Ragged(
         **{
             k: torch.zeros(1, dtype=torch.float64, requires_grad=k == "logprobs")
@@ -234,7 +232,7 @@ def raises(message: str, function: Callable, **options: float) -> None:
         registry.call(function, inputs | case.inputs() | {"version": case.version}, options)
 
 
-def test_bounds_out_of_range_are_refused() -> None:
+def test_bounds_out_of_range_are_refused():
     raises("clip_low, clip_high", ppo_clip, clip_low=1.5)
     raises("dual_clip: must be above 1", ppo_clip, dual_clip=0.5)
     raises("ratio_cap: must be above 1 . clip_high = 1.2", ppo_clip, ratio_cap=1.1)
@@ -275,5 +273,5 @@ def test_bounds_out_of_range_are_refused() -> None:
         ("kl_cov", "kl_coef", -1.0),
     ],
 )
-def test_an_option_out_of_range_is_named_with_its_value(name, option, value) -> None:
+def test_an_option_out_of_range_is_named_with_its_value(name, option, value):
     raises(f"{option}.*{value}", registry.get("loss", name), **{option: value})

@@ -258,7 +258,7 @@ def drawn(seed: int) -> Ragged:
 
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("name, options", CASES)
-def test_loss_and_gradient_equal_a_plain_loop(name: str, options: dict, seed: int) -> None:
+def test_loss_and_gradient_equal_a_plain_loop(name, options, seed):
     case = drawn(seed)
     single = Ragged(
         **{k: v.detach().float() if v.is_floating_point() else v for k, v in vars(case).items()}
@@ -273,7 +273,7 @@ def test_loss_and_gradient_equal_a_plain_loop(name: str, options: dict, seed: in
             assert ((got - expected).abs() <= tolerance * expected.abs().clamp(min=1)).all()
 
 
-def test_every_loss_has_tokens_on_both_sides_of_its_bounds() -> None:
+def test_every_loss_has_tokens_on_both_sides_of_its_bounds():
     # Otherwise the comparisons above would not see a bound.
     for name, options in CASES:
         totals: dict[str, float] = {}

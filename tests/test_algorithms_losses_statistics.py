@@ -34,7 +34,7 @@ def columns(rows: list[tuple[float, float, float]]) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("loss", SCALARS)
 @given(rows=ROUGH, seed=st.integers(0, 100))
 @settings(max_examples=25, deadline=None)
-def test_scalars_are_the_losss_inputs_and_the_same_bits_in_any_order(loss, rows, seed) -> None:
+def test_scalars_are_the_losss_inputs_and_the_same_bits_in_any_order(loss, rows, seed):
     found = registry.call(loss.statistics, columns(rows), {})
     assert list(found) == SCALARS[loss] and set(found) <= set(registry.inputs_of(loss))
     order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed))
@@ -45,14 +45,14 @@ def test_scalars_are_the_losss_inputs_and_the_same_bits_in_any_order(loss, rows,
 
 
 @pytest.mark.parametrize("loss", SCALARS)
-def test_options_have_the_losss_names_and_defaults(loss) -> None:
+def test_options_have_the_losss_names_and_defaults(loss):
     options = registry.options_of(loss.statistics)
     assert options.items() <= registry.options_of(loss).items()
 
 
 @given(rows=COLUMNS, threshold=st.sampled_from([0.04, 0.3, 1.0, 4.0]))
 @settings(max_examples=50, deadline=None)
-def test_m2po_keeps_as_many_as_the_bound_allows(rows, threshold) -> None:
+def test_m2po_keeps_as_many_as_the_bound_allows(rows, threshold):
     table = columns(rows)
     cut = float(registry.call(m2po.statistics, table, dict(threshold=threshold))["m2_cut"])
     squares = sorted(((table["old_logprobs"] - table["rollout_logprobs"]) ** 2).tolist())
@@ -63,7 +63,7 @@ def test_m2po_keeps_as_many_as_the_bound_allows(rows, threshold) -> None:
         assert sum(more) / len(more) > threshold - 1e-12
 
 
-def test_m2po_drops_all_when_every_token_is_far_and_none_when_all_are_near() -> None:
+def test_m2po_drops_all_when_every_token_is_far_and_none_when_all_are_near():
     for ratio, dropped in ((10.0, 3.0), (1.0, 0.0)):
         case = one_token_each([1.0] * 3, [1.0] * 3)
         case.rollout_logprobs = case.old_logprobs - math.log(ratio)
@@ -72,7 +72,7 @@ def test_m2po_drops_all_when_every_token_is_far_and_none_when_all_are_near() -> 
         assert (terms == 0).all() == (dropped > 0)
 
 
-def test_m2po_keeps_tokens_whose_engine_logprob_is_not_finite() -> None:
+def test_m2po_keeps_tokens_whose_engine_logprob_is_not_finite():
     case = one_token_each([1.0] * 4, [1.0] * 4)
     case.rollout_logprobs[:] = torch.tensor([math.nan, -math.inf, -1.1, -4.0])
     assert (call("m2po", case)[0] != 0).tolist() == [True, True, True, False]
@@ -80,7 +80,7 @@ def test_m2po_keeps_tokens_whose_engine_logprob_is_not_finite() -> None:
 
 @given(rows=COLUMNS, frac=st.sampled_from([0.002, 0.1, 0.5, 1.0]))
 @settings(max_examples=40, deadline=None)
-def test_kl_cov_selects_the_top_share_and_never_more(rows, frac) -> None:
+def test_kl_cov_selects_the_top_share_and_never_more(rows, frac):
     table = columns(rows)
     found = registry.call(kl_cov.statistics, table, dict(select_frac=frac))
     covariance = (table["advantages"] - found["mean_advantage"]) * (
@@ -94,7 +94,7 @@ def test_kl_cov_selects_the_top_share_and_never_more(rows, frac) -> None:
         assert selected.sum() == wanted
 
 
-def test_kl_cov_holds_back_exactly_the_top_share_at_the_start() -> None:
+def test_kl_cov_holds_back_exactly_the_top_share_at_the_start():
     for seed in range(5):
         case = ragged(seed, drift=0.0)
         _, stats = call("kl_cov", case, select_frac=0.3)
@@ -102,12 +102,12 @@ def test_kl_cov_holds_back_exactly_the_top_share_at_the_start() -> None:
         assert float(stats["policy/kl_cov_frac"][0]) == max(1, int(0.3 * count))
 
 
-def test_kl_cov_selects_none_where_all_advantages_are_equal() -> None:
+def test_kl_cov_selects_none_where_all_advantages_are_equal():
     case = one_token_each([0.5, 1.0, 2.0], [1.0, 1.0, 1.0])
     assert float(call("kl_cov", case, select_frac=0.5)[1]["policy/kl_cov_frac"][0]) == 0
 
 
-def test_clip_cov_drops_the_asked_share_at_ratio_one_and_leaves_the_rest() -> None:
+def test_clip_cov_drops_the_asked_share_at_ratio_one_and_leaves_the_rest():
     count = 20_000
     g = torch.Generator().manual_seed(0)
     case = one_token_each([1.0] * count, [0.0] * count)
@@ -127,12 +127,12 @@ def test_clip_cov_drops_the_asked_share_at_ratio_one_and_leaves_the_rest() -> No
     assert ((covariance > 1) & (covariance < 5))[gradient == 0].all()
 
 
-def test_clip_cov_takes_every_candidate_when_there_are_fewer_than_asked_for() -> None:
+def test_clip_cov_takes_every_candidate_when_there_are_fewer_than_asked_for():
     scalars = statistics("clip_cov", ragged(0), dict(select_frac=1.0))
     assert float(scalars["select_probability"]) == 1
 
 
-def test_lots_are_those_of_splitmix64_uniform_and_new_each_version() -> None:
+def test_lots_are_those_of_splitmix64_uniform_and_new_each_version():
     keys = torch.tensor([0, 1, -1, 2**62, -(2**63), 123_456_789])
     for version in (0, 1, 7, 10**9):
         expected = [lot(k % 2**64, version) for k in keys.tolist()]

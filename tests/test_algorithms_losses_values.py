@@ -29,7 +29,7 @@ from spmdrl.algorithms.losses import reinforce, sft
         ("kl_cov", dict(kl_coef=0.0), [-0.5, 1.0, -3.0]),
     ],
 )
-def test_clip_table(name: str, options: dict, expected: list[float]) -> None:
+def test_clip_table(name, options, expected):
     case = one_token_each([0.5, 1.0, 1.5], [1.0, -1.0, 2.0])
     terms, stats = call(name, case, **options)
     assert terms.tolist() == pytest.approx(expected)
@@ -39,14 +39,14 @@ def test_clip_table(name: str, options: dict, expected: list[float]) -> None:
         assert float(stats["policy/clip_high_frac"][0]) == 1
 
 
-def test_low_and_high_bounds_are_separate() -> None:
+def test_low_and_high_bounds_are_separate():
     case = one_token_each([0.7, 1.25, 1.25, 0.7], [-1.0, 1.0, -1.0, 1.0])
     terms, stats = call("ppo_clip", case, clip_low=0.1, clip_high=0.28)
     assert terms.tolist() == pytest.approx([0.9, -1.25, 1.25, -0.7])
     assert [float(stats[f"policy/clip_{side}_frac"][0]) for side in ("low", "high")] == [1, 0]
 
 
-def test_dual_clip_and_ratio_cap_bound_negative_advantages() -> None:
+def test_dual_clip_and_ratio_cap_bound_negative_advantages():
     case = one_token_each([10.0, 10.0], [-1.0, 1.0])
     for options, bound in ((dict(dual_clip=3.0), 3.0), (dict(ratio_cap=4.0), 4.0)):
         terms, stats = call("ppo_clip", case, **options)
@@ -56,14 +56,14 @@ def test_dual_clip_and_ratio_cap_bound_negative_advantages() -> None:
         assert float(stats["policy/clip_frac"][0]) == 2
 
 
-def test_cispo_keeps_the_gradient_of_clipped_tokens() -> None:
+def test_cispo_keeps_the_gradient_of_clipped_tokens():
     case = one_token_each([10.0], [2.0])
     terms, stats = call("cispo", case)
     assert gradient_of(terms, case).tolist() == pytest.approx([-10.0])  # 5 * 2
     assert float(stats["policy/clip_high_frac"][0]) == 1
 
 
-def test_sapo_fades_on_both_sides_and_faster_for_negative_advantages() -> None:
+def test_sapo_fades_on_both_sides_and_faster_for_negative_advantages():
     case = one_token_each([0.5, 1.0, 1.5, 3.0], [1.0] * 4)
     up = (-gradient_of(call("sapo", case, tau_pos=2.0)[0], case)).tolist()
     assert up[1] == pytest.approx(1) and up[0] < 0.5 and up[2] < 1.5 and up[3] < up[2]
@@ -74,7 +74,7 @@ def test_sapo_fades_on_both_sides_and_faster_for_negative_advantages() -> None:
     assert gradient_of(call("sapo", down)[0], down)[0] < -positive
 
 
-def test_gspo_token_is_gspo_where_a_sequence_has_one_advantage() -> None:
+def test_gspo_token_is_gspo_where_a_sequence_has_one_advantage():
     case, other = ragged(8), ragged(8)
     bounds = dict(clip_low=0.1, clip_high=0.1)
     one, two = call("gspo", case, **bounds)[0], call("gspo_token", other, **bounds)[0]
@@ -82,7 +82,7 @@ def test_gspo_token_is_gspo_where_a_sequence_has_one_advantage() -> None:
     assert torch.allclose(gradient_of(one, case), gradient_of(two, other), atol=1e-14)
 
 
-def test_decoupled_ppo_is_ppo_times_the_detached_weight() -> None:
+def test_decoupled_ppo_is_ppo_times_the_detached_weight():
     case, other = ragged(8), ragged(8)
     weight = (case.old_logprobs - case.rollout_logprobs).exp()
     one, two = call("decoupled_ppo", case)[0], call("ppo_clip", other)[0] * weight
@@ -90,7 +90,7 @@ def test_decoupled_ppo_is_ppo_times_the_detached_weight() -> None:
     assert torch.allclose(gradient_of(one, case), gradient_of(two, other), atol=1e-14)
 
 
-def test_a3po_is_decoupled_ppo_where_its_guess_is_right() -> None:
+def test_a3po_is_decoupled_ppo_where_its_guess_is_right():
     case = ragged(8)
     age = (case.version - case.policy_versions).double()
     gap = case.logprobs.detach() - case.rollout_logprobs
@@ -99,7 +99,7 @@ def test_a3po_is_decoupled_ppo_where_its_guess_is_right() -> None:
     assert torch.allclose(one, two, atol=1e-14)
 
 
-def test_a3po_moves_the_anchor_with_the_age_of_a_token() -> None:
+def test_a3po_moves_the_anchor_with_the_age_of_a_token():
     # log w = log 2 each; the anchor is s / (s + 1) of the way from mu to pi.
     case = one_token_each([2.0] * 5, [-1.0] * 5)
     case.policy_versions = int(case.version) - torch.tensor([0, 1, 3, -2, 10])
@@ -112,7 +112,7 @@ def test_a3po_moves_the_anchor_with_the_age_of_a_token() -> None:
     assert float(stats["policy/dropped_frac"][0]) == 1
 
 
-def test_dropped_tokens_have_no_gradient_and_stay_in_the_count() -> None:
+def test_dropped_tokens_have_no_gradient_and_stay_in_the_count():
     case = one_token_each([3.0, 1.1], [1.0, 1.0])
     for name in ("dppo_tv", "dppo_kl"):
         terms, stats = call(name, case)
@@ -122,7 +122,7 @@ def test_dropped_tokens_have_no_gradient_and_stay_in_the_count() -> None:
         assert float(call(name, back)[1]["policy/dropped_frac"][0]) == 0
 
 
-def test_dppo_kl_is_finite_at_probability_one() -> None:
+def test_dppo_kl_is_finite_at_probability_one():
     case = one_token_each([1.0] * 4, [1.0, 1.0, -1.0, -1.0])
     with torch.no_grad():
         case.logprobs[:] = torch.tensor([0.0, 1e-9, 0.0, -1.0])
@@ -133,7 +133,7 @@ def test_dppo_kl_is_finite_at_probability_one() -> None:
     assert (terms == 0).tolist() == [False, True, False, True]
 
 
-def test_topr_leaves_positives_alone_and_takes_the_ratio_of_the_sequence() -> None:
+def test_topr_leaves_positives_alone_and_takes_the_ratio_of_the_sequence():
     case = one_token_each([0.5, 4.0, 0.5, 4.0], [1.0, 1.0, -1.0, -1.0])
     case.cu_seqlens = torch.tensor([0, 2, 4], dtype=torch.int32)
     for level, weights in (("token", [1, 1, 0.5, 1]), ("sequence", [1, 1, 1, 1])):
@@ -142,7 +142,7 @@ def test_topr_leaves_positives_alone_and_takes_the_ratio_of_the_sequence() -> No
         assert gradient.tolist() == pytest.approx(expected)
 
 
-def test_reinforce_and_sft_are_one_formula_at_advantage_one() -> None:
+def test_reinforce_and_sft_are_one_formula_at_advantage_one():
     case = ragged(5)
     one, _ = reinforce(
         case.logprobs,

@@ -205,7 +205,7 @@ def reference(name: str, case: Pairs, options: dict) -> torch.Tensor:
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("name, options", CASES)
-def test_terms_and_gradients_equal_a_plain_loop(name: str, options: dict, seed: int) -> None:
+def test_terms_and_gradients_equal_a_plain_loop(name, options, seed):
     for dtype, tolerance in ((torch.float64, 1e-10), (torch.float32, 1e-5)):
         case = pairs(seed, dtype=dtype)
         terms, _ = call(name, case, options)
@@ -221,7 +221,7 @@ def test_terms_and_gradients_equal_a_plain_loop(name: str, options: dict, seed: 
 @settings(max_examples=8, deadline=None)
 def test_empty_responses_have_zero_term_and_gradient_whatever_they_hold(
     name, options, seed, garbage
-) -> None:
+):
     clean, dirty = pairs(seed), pairs(seed)
     out = ~kept(name, clean)
     with torch.no_grad():
@@ -238,9 +238,7 @@ def test_empty_responses_have_zero_term_and_gradient_whatever_they_hold(
 @pytest.mark.parametrize("name, options", CASES)
 @given(seed=st.integers(0, 10_000), cut=st.integers(1, 8))
 @settings(max_examples=8, deadline=None)
-def test_permuting_and_splitting_pairs_changes_no_term_and_no_stat(
-    name, options, seed, cut
-) -> None:
+def test_permuting_and_splitting_pairs_changes_no_term_and_no_stat(name, options, seed, cut):
     case = pairs(seed)
     whole, whole_stats = call(name, case, options)
     order = torch.randperm(len(whole), generator=torch.Generator().manual_seed(seed))
@@ -257,7 +255,7 @@ def test_permuting_and_splitting_pairs_changes_no_term_and_no_stat(
 
 
 @pytest.mark.parametrize("name, options", CASES)
-def test_stats_are_detached_float64_scalars_named_by_their_phase(name, options) -> None:
+def test_stats_are_detached_float64_scalars_named_by_their_phase(name, options):
     case = pairs(3, dtype=torch.float32)
     for key, pair in call(name, case, options)[1].items():
         assert key.startswith(("preference/", "reward_model/"))
@@ -266,7 +264,7 @@ def test_stats_are_detached_float64_scalars_named_by_their_phase(name, options) 
 
 
 @pytest.mark.parametrize("name, options", CASES)
-def test_log_ratios_of_thousands_of_nats_stay_finite(name: str, options: dict) -> None:
+def test_log_ratios_of_thousands_of_nats_stay_finite(name, options):
     for shift in (5000.0, -5000.0):
         case = pairs(4, dtype=torch.float32)
         with torch.no_grad():
@@ -293,7 +291,7 @@ def at_reference(seed: int = 0) -> Pairs:
     }
 
 
-def test_dpo_at_the_reference_is_ln_2() -> None:
+def test_dpo_at_the_reference_is_ln_2():
     case = at_reference()
     for options in (
         {},
@@ -307,7 +305,7 @@ def test_dpo_at_the_reference_is_ln_2() -> None:
     assert stats["preference/accuracy"] == (3.5, 7)  # neither right nor wrong
 
 
-def test_other_losses_at_the_reference() -> None:
+def test_other_losses_at_the_reference():
     case = at_reference() | dict(mean_log_ratio=torch.tensor(0.0), kl=torch.tensor(0.0))
     for name, options, expected in (
         ("nca", {}, 2 * LN2),
@@ -325,7 +323,7 @@ def test_other_losses_at_the_reference() -> None:
         ), name
 
 
-def test_robust_dpo_is_unbiased_under_flipped_labels() -> None:
+def test_robust_dpo_is_unbiased_under_flipped_labels():
     case = pairs(5)
     swapped = case | {
         f"{a}{side}_{k}": case[f"{a}{other}_{k}"]
@@ -337,7 +335,7 @@ def test_robust_dpo_is_unbiased_under_flipped_labels() -> None:
     assert torch.allclose(mixed, call("dpo", case, {})[0])
 
 
-def test_ipo_and_norm_compare_per_token_and_sigmoid_does_not() -> None:
+def test_ipo_and_norm_compare_per_token_and_sigmoid_does_not():
     case = pairs(6)
     longer = case | {k: v * 2 for k, v in case.items() if k.endswith(("logps", "lengths"))}
     for options in (dict(variant="ipo"), dict(variant="norm")):
@@ -345,7 +343,7 @@ def test_ipo_and_norm_compare_per_token_and_sigmoid_does_not() -> None:
     assert not torch.allclose(call("dpo", longer, {})[0], call("dpo", case, {})[0])
 
 
-def test_cpo_and_orpo_nll_does_not_depend_on_the_micro_batch() -> None:
+def test_cpo_and_orpo_nll_does_not_depend_on_the_micro_batch():
     case = pairs(7)
     for name in ("cpo", "orpo"):
         terms, _ = call(name, case, {})
@@ -355,7 +353,7 @@ def test_cpo_and_orpo_nll_does_not_depend_on_the_micro_batch() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("logp", [0.0, -1e-9, -1e-6, -1e-4, -0.7, -20.0, -3000.0])
-def test_orpo_is_stable_from_certain_to_impossible(logp: float, dtype: torch.dtype) -> None:
+def test_orpo_is_stable_from_certain_to_impossible(logp, dtype):
     lengths = torch.ones(1, dtype=torch.int64)
     for w, lost in ((logp, -1.0), (-1.0, logp)):
         inputs = dict(
@@ -370,7 +368,7 @@ def test_orpo_is_stable_from_certain_to_impossible(logp: float, dtype: torch.dty
 
 
 @pytest.mark.parametrize("x", [-1e-12, -1e-7, -1e-3, -0.5, -math.log(2), -0.8, -5.0, -40.0, -1e4])
-def test_log1mexp_keeps_its_digits_and_its_gradient(x: float) -> None:
+def test_log1mexp_keeps_its_digits_and_its_gradient(x):
     value = torch.tensor(x, dtype=torch.float64, requires_grad=True)
     found = log1mexp(value)
     found.backward()
@@ -380,7 +378,7 @@ def test_log1mexp_keeps_its_digits_and_its_gradient(x: float) -> None:
     assert float(value.grad) == pytest.approx(-slope, rel=1e-12, abs=1e-300)
 
 
-def test_kto_clamps_the_kl_after_the_mean_and_not_before() -> None:
+def test_kto_clamps_the_kl_after_the_mean_and_not_before():
     logps = torch.tensor([3.0, -5.0], dtype=torch.float64)
     sums = [kto_kl(logps[i : i + 1], torch.zeros(1), lengths=torch.ones(1)) for i in (0, 1)]
     numerator, denominator = (sum(s[i] for s in sums) for i in (0, 1))
@@ -393,7 +391,7 @@ def test_kto_clamps_the_kl_after_the_mean_and_not_before() -> None:
 
 @given(seed=st.integers(0, 10_000))
 @settings(max_examples=15, deadline=None)
-def test_kto_kl_is_a_mean_over_sequences_with_tokens(seed) -> None:
+def test_kto_kl_is_a_mean_over_sequences_with_tokens(seed):
     case = pairs(seed)
     case["ref_logps"][2] = math.nan
     numerator, denominator = kto_kl(case["logps"], case["ref_logps"], lengths=case["lengths"])
@@ -408,7 +406,7 @@ def test_kto_kl_is_a_mean_over_sequences_with_tokens(seed) -> None:
 
 @given(sizes=st.lists(st.integers(1, 6), min_size=2, max_size=6), seed=st.integers(0, 1000))
 @settings(max_examples=50, deadline=None)
-def test_mismatched_responses_are_of_other_prompts(sizes, seed) -> None:
+def test_mismatched_responses_are_of_other_prompts(sizes, seed):
     ids = torch.tensor([7 * i for i, size in enumerate(sizes) for _ in range(size)])
     ids = ids[torch.randperm(len(ids), generator=torch.Generator().manual_seed(seed))]
     found = mismatched(ids)
@@ -417,13 +415,13 @@ def test_mismatched_responses_are_of_other_prompts(sizes, seed) -> None:
         assert torch.equal(found.sort().values, torch.arange(len(ids)))
 
 
-def test_a_batch_of_one_prompt_has_no_mismatched_response() -> None:
+def test_a_batch_of_one_prompt_has_no_mismatched_response():
     with pytest.raises(ValueError, match="all 3 samples are of prompt 4"):
         mismatched(torch.tensor([4, 4, 4]))
     assert mismatched(torch.tensor([], dtype=torch.int64)).tolist() == []
 
 
-def test_stats_of_two_pairs_by_hand() -> None:
+def test_stats_of_two_pairs_by_hand():
     case = dict(
         chosen_logps=torch.tensor([-4.0, -6.0]),
         rejected_logps=torch.tensor([-9.0, -2.0]),
@@ -443,7 +441,7 @@ def test_stats_of_two_pairs_by_hand() -> None:
     }
 
 
-def test_kto_stats_keep_the_two_labels_apart() -> None:
+def test_kto_stats_keep_the_two_labels_apart():
     case = dict(
         logps=torch.tensor([-1.0, -4.0, -9.0]),
         ref_logps=torch.full((3,), -4.0),
@@ -460,7 +458,7 @@ def test_kto_stats_keep_the_two_labels_apart() -> None:
     }
 
 
-def test_bradley_terry_is_ln_2_for_equal_scores_and_centring_pulls_to_zero() -> None:
+def test_bradley_terry_is_ln_2_for_equal_scores_and_centring_pulls_to_zero():
     score = torch.tensor([3.0], dtype=torch.float64, requires_grad=True)
     inputs = dict(
         chosen_scores=score,
@@ -476,7 +474,7 @@ def test_bradley_terry_is_ln_2_for_equal_scores_and_centring_pulls_to_zero() -> 
     assert terms.item() == pytest.approx(LN2 + 0.36) and float(sum(pulls)) == pytest.approx(0.24)
 
 
-def test_a_logprob_that_is_not_a_number_is_not_hidden() -> None:
+def test_a_logprob_that_is_not_a_number_is_not_hidden():
     for name, options in CASES:
         case = pairs(1)
         with torch.no_grad():
@@ -484,7 +482,7 @@ def test_a_logprob_that_is_not_a_number_is_not_hidden() -> None:
         assert call(name, case, options)[0][3].isnan(), name
 
 
-def test_the_reference_gets_no_gradient() -> None:
+def test_the_reference_gets_no_gradient():
     for name, options in CASES:
         case = pairs(1)
         constants = [
@@ -496,7 +494,7 @@ def test_the_reference_gets_no_gradient() -> None:
         assert all(v.grad is None for v in constants), name
 
 
-def test_bco_reports_the_mean_log_ratio_that_it_takes_as_its_zero() -> None:
+def test_bco_reports_the_mean_log_ratio_that_it_takes_as_its_zero():
     case = pairs(8)
     _, stats = call("bco", case, dict(beta=0.3))
     total = sum(
@@ -507,7 +505,7 @@ def test_bco_reports_the_mean_log_ratio_that_it_takes_as_its_zero() -> None:
     assert stats["preference/log_ratio"][1] == 7
 
 
-def test_options_out_of_range_are_refused() -> None:
+def test_options_out_of_range_are_refused():
     for name, options, message in (
         ("dpo", dict(beta=0.0), "beta: must be above 0"),
         ("dpo", dict(label_smoothing=0.5), "label_smoothing: must be in"),

@@ -51,7 +51,7 @@ def reference(batch: Scalars, terms: list[list[float]], aggregation: str) -> flo
 @settings(max_examples=25, deadline=None)
 def test_any_split_into_micro_batches_adds_up_to_the_definition(
     aggregation, seed, mask_truncated, pieces
-) -> None:
+):
     batch = scalars(seed)
     lengths = loss_lengths(batch, mask_truncated=mask_truncated)
     g = torch.Generator().manual_seed(seed)
@@ -67,12 +67,12 @@ def test_any_split_into_micro_batches_adds_up_to_the_definition(
 
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
-def test_nothing_in_the_loss_gives_zero_and_not_nan(aggregation: str) -> None:
+def test_nothing_in_the_loss_gives_zero_and_not_nan(aggregation):
     batch = scalars(0)
     assert (weights_of(batch, torch.zeros_like(batch.lengths), aggregation) == 0).all()
 
 
-def test_loss_lengths_leave_out_invalid_and_on_request_truncated_responses() -> None:
+def test_loss_lengths_leave_out_invalid_and_on_request_truncated_responses():
     batch = scalars(3)
     plain, masked = loss_lengths(batch), loss_lengths(batch, mask_truncated=True)
     for i in range(len(batch)):
@@ -81,7 +81,7 @@ def test_loss_lengths_leave_out_invalid_and_on_request_truncated_responses() -> 
         assert masked[i] == length * (not batch.is_truncated[i])
 
 
-def test_an_update_is_normalised_by_its_own_sequences() -> None:
+def test_an_update_is_normalised_by_its_own_sequences():
     batch = dataclasses.replace(scalars(1), is_valid=torch.ones(len(scalars(1)), dtype=bool))
     update_ids = torch.arange(len(batch)) % 2
     for update in (0, 1):
@@ -91,12 +91,12 @@ def test_an_update_is_normalised_by_its_own_sequences() -> None:
         assert float((weights * lengths).sum()) == pytest.approx(1.0)
 
 
-def test_unknown_aggregation_is_refused() -> None:
+def test_unknown_aggregation_is_refused():
     with pytest.raises(ValueError, match="unknown 'mean'"):
         weights_of(scalars(0), scalars(0).lengths, "mean")
 
 
-def test_segment_helpers_handle_empty_sequences() -> None:
+def test_segment_helpers_handle_empty_sequences():
     cu = torch.tensor([0, 0, 2, 2, 3], dtype=torch.int32)
     values = torch.tensor([1.0, 3.0, 5.0])
     assert sequence_sum(values, cu).tolist() == [0, 4, 0, 5]
@@ -108,7 +108,7 @@ def test_segment_helpers_handle_empty_sequences() -> None:
 # ---------------------------------------------------------------- registry
 
 
-def test_every_built_in_method_passes_its_own_check() -> None:
+def test_every_built_in_method_passes_its_own_check():
     for kind in typing.get_args(registry.Kind):
         for name in registry.names(kind):
             assert registry.problems(kind, name, {}) == []
@@ -143,7 +143,7 @@ def test_every_built_in_method_passes_its_own_check() -> None:
         ("loss", "test_algorithms_reduce:failing", {}, ["_options: ZeroDivisionError"]),
     ],
 )
-def test_a_wrong_choice_is_named_with_what_to_do(kind, name, options, texts) -> None:
+def test_a_wrong_choice_is_named_with_what_to_do(kind, name, options, texts):
     (problem,) = registry.problems(kind, name, options)
     assert problem.startswith((": ", "_options"))
     assert all(text in problem for text in texts), problem
@@ -169,7 +169,7 @@ def ones(rewards: torch.Tensor, *, scale: float = 1.0) -> torch.Tensor:
     return torch.ones_like(rewards) * scale
 
 
-def test_a_function_of_ones_own_is_used_by_its_path() -> None:
+def test_a_function_of_ones_own_is_used_by_its_path():
     name = "test_algorithms_reduce:ones"
     assert registry.problems("advantage", name, {"scale": 2.0}) == []
     assert not registry.needs_group(name)
@@ -177,13 +177,13 @@ def test_a_function_of_ones_own_is_used_by_its_path() -> None:
     assert registry.call(registry.get("advantage", name), inputs, {"scale": 2}).tolist() == [2, 2]
 
 
-def test_needs_group_tells_baselines_from_plain_rewards() -> None:
+def test_needs_group_tells_baselines_from_plain_rewards():
     assert registry.needs_group("grpo") and not registry.needs_group("reinforce")
     assert not registry.needs_group("no_such_method")
     assert not registry.needs_group("no_such_module:f")
 
 
-def test_call_refuses_missing_inputs_and_unknown_options() -> None:
+def test_call_refuses_missing_inputs_and_unknown_options():
     function = registry.get("advantage", "grpo")
     with pytest.raises(ValueError, match="asks for group_ids, is_valid; available: rewards"):
         registry.call(function, {"rewards": torch.ones(1)}, {})

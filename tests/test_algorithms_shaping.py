@@ -25,7 +25,7 @@ from spmdrl.algorithms.shaping import (
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-10), (torch.float32, 1e-5)])
-def test_reward_shaping_equals_plain_loops(seed, dtype, tolerance) -> None:
+def test_reward_shaping_equals_plain_loops(seed, dtype, tolerance):
     batch = scalars(seed)
     rewards = (batch.rewards - 0.4).to(dtype)
     lengths, cut = batch.response_lengths.tolist(), batch.is_truncated.tolist()
@@ -54,7 +54,7 @@ def test_reward_shaping_equals_plain_loops(seed, dtype, tolerance) -> None:
     assert all(r.dtype == torch.float64 for r in results.values())
 
 
-def test_the_overlong_penalty_at_its_corners() -> None:
+def test_the_overlong_penalty_at_its_corners():
     got = penalize_overlong(
         torch.zeros(5), torch.tensor([0, 8, 10, 12, 99]), max_response_tokens=12, buffer_tokens=4
     )
@@ -85,19 +85,19 @@ def test_the_overlong_penalty_is_bounded_and_falls_with_length(lengths, limit, p
     penalty=st.floats(0, 2),
 )
 @settings(max_examples=40, deadline=None)
-def test_a_truncated_response_never_gains(rewards, factor, penalty) -> None:
+def test_a_truncated_response_never_gains(rewards, factor, penalty):
     before = torch.tensor(rewards, dtype=torch.float64)
     cut = torch.arange(len(rewards)) % 2 == 0
     after = stop_properly(before, cut, factor=factor, penalty=penalty)
     assert (after <= before).all() and torch.equal(after[~cut], before[~cut])
 
 
-def test_a_factor_does_not_reward_truncation_of_a_bad_answer() -> None:
+def test_a_factor_does_not_reward_truncation_of_a_bad_answer():
     got = stop_properly(torch.tensor([-1.0, 1.0]), torch.tensor([True, True]), factor=0.0)
     assert got.tolist() == [-1.0, 0.0]
 
 
-def test_rewards_that_are_not_finite_stay_visible() -> None:
+def test_rewards_that_are_not_finite_stay_visible():
     bad = torch.tensor([math.nan, math.inf, -math.inf])
     yes = torch.ones(3, dtype=torch.bool)
     for got in (
@@ -109,7 +109,7 @@ def test_rewards_that_are_not_finite_stay_visible() -> None:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_a_group_has_signal_when_two_valid_rewards_differ(seed: int) -> None:
+def test_a_group_has_signal_when_two_valid_rewards_differ(seed):
     batch = scalars(seed)
     groups = group_rewards(batch.rewards, batch.group_ids, is_valid=batch.is_valid)
     rewards, valid = batch.rewards.tolist(), batch.is_valid.tolist()
@@ -123,7 +123,7 @@ def test_a_group_has_signal_when_two_valid_rewards_differ(seed: int) -> None:
     assert has_signal(shifted).tolist() == expected
 
 
-def test_rewards_that_differ_by_rounding_carry_no_signal() -> None:
+def test_rewards_that_differ_by_rounding_carry_no_signal():
     groups = group_rewards(
         torch.tensor([0.3, 0.1 + 0.2]).double(),
         torch.zeros(2).long(),
@@ -135,13 +135,13 @@ def test_rewards_that_differ_by_rounding_carry_no_signal() -> None:
 # ---------------------------------------------------------------- pass at k
 
 
-def test_best_of_four_with_two_of_four_right_is_exactly_one() -> None:
+def test_best_of_four_with_two_of_four_right_is_exactly_one():
     assert pass_at_k_estimate(4, 2, 4) == 1.0  # not .926, a bootstrap with replacement
     assert best_at_k_estimate([1.0, 0.0, 0.0, 1.0], 4) == 1.0
 
 
 @pytest.mark.parametrize("num_samples", range(1, 8))
-def test_pass_at_k_equals_the_mean_over_all_subsets(num_samples: int) -> None:
+def test_pass_at_k_equals_the_mean_over_all_subsets(num_samples):
     for correct in range(num_samples + 1):
         right = [1.0] * correct + [0.0] * (num_samples - correct)
         for k in range(1, num_samples + 1):
@@ -153,7 +153,7 @@ def test_pass_at_k_equals_the_mean_over_all_subsets(num_samples: int) -> None:
 
 @given(rewards=st.lists(st.floats(-3, 3), min_size=1, max_size=7), data=st.data())
 @settings(max_examples=40, deadline=None)
-def test_best_at_k_equals_the_mean_over_all_subsets(rewards, data) -> None:
+def test_best_at_k_equals_the_mean_over_all_subsets(rewards, data):
     k = data.draw(st.integers(1, len(rewards)))
     subsets = list(itertools.combinations(rewards, k))
     expected = math.fsum(max(s) for s in subsets) / len(subsets)
@@ -162,7 +162,7 @@ def test_best_at_k_equals_the_mean_over_all_subsets(rewards, data) -> None:
 
 @given(num_samples=st.integers(1, 2000), data=st.data())
 @settings(max_examples=40, deadline=None)
-def test_pass_at_k_is_a_share_that_grows_with_k_and_with_success(num_samples, data) -> None:
+def test_pass_at_k_is_a_share_that_grows_with_k_and_with_success(num_samples, data):
     correct = data.draw(st.integers(0, num_samples))
     k = data.draw(st.integers(1, num_samples))
     got = pass_at_k_estimate(num_samples, correct, k)
@@ -172,7 +172,7 @@ def test_pass_at_k_is_a_share_that_grows_with_k_and_with_success(num_samples, da
     assert pass_at_k_estimate(num_samples, correct, 1) == correct / num_samples
 
 
-def test_pass_at_k_of_many_samples_is_precise() -> None:
+def test_pass_at_k_of_many_samples_is_precise():
     # A product of 1 - k / i in floats loses a small chance in the last digits of 1.
     assert pass_at_k_estimate(10**6, 1, 3) == 3 / 10**6
 
@@ -187,7 +187,7 @@ def test_pass_at_k_of_many_samples_is_precise() -> None:
         ((0, 0, 1), "k: must"),
     ],
 )
-def test_impossible_counts_are_refused(arguments, message) -> None:
+def test_impossible_counts_are_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
         pass_at_k_estimate(*arguments)
 
@@ -195,7 +195,7 @@ def test_impossible_counts_are_refused(arguments, message) -> None:
 # ---------------------------------------------------------------- KL coefficient
 
 
-def test_the_kl_coefficient_moves_toward_its_target() -> None:
+def test_the_kl_coefficient_moves_toward_its_target():
     args = dict(target=6.0, horizon=10_000, num_samples=256)
     assert adaptive_kl_coef(0.2, kl=6.0, **args) == 0.2
     assert adaptive_kl_coef(0.2, kl=6.6, **args) == pytest.approx(0.2 * (1 + 0.1 * 0.0256))
@@ -205,7 +205,7 @@ def test_the_kl_coefficient_moves_toward_its_target() -> None:
 
 @given(coef=st.floats(0, 10), kl=st.floats(-100, 100), num_samples=st.integers(0, 4000))
 @settings(max_examples=40, deadline=None)
-def test_the_kl_coefficient_never_turns_negative(coef, kl, num_samples) -> None:
+def test_the_kl_coefficient_never_turns_negative(coef, kl, num_samples):
     got = adaptive_kl_coef(coef, kl=kl, target=0.1, horizon=1000.0, num_samples=num_samples)
     change = 0.2 * num_samples / 1000
     assert coef * (1 - change) - 1e-9 <= got <= coef * (1 + change) + 1e-9 and got >= 0
@@ -221,7 +221,7 @@ def test_the_kl_coefficient_never_turns_negative(coef, kl, num_samples) -> None:
         (dict(num_samples=500), "horizon: 100 is too short for 500"),
     ],
 )
-def test_a_kl_controller_out_of_range_is_refused(change, message) -> None:
+def test_a_kl_controller_out_of_range_is_refused(change, message):
     arguments = dict(coef=0.1, kl=0.1, target=0.1, horizon=100, num_samples=8) | change
     with pytest.raises(ValueError, match=message):
         adaptive_kl_coef(arguments.pop("coef"), **arguments)
@@ -248,6 +248,6 @@ def test_a_kl_controller_out_of_range_is_refused(change, message) -> None:
         (lambda r: scale_and_clamp(r, scale=math.inf), "shift, scale"),
     ],
 )
-def test_shaping_options_out_of_range_are_refused(call, message) -> None:
+def test_shaping_options_out_of_range_are_refused(call, message):
     with pytest.raises(ValueError, match=message):
         call(torch.ones(2))

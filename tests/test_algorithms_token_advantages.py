@@ -177,7 +177,7 @@ def reference(name: str, batch: Columns, row: int, tokens: list[int]) -> list[fl
 
 @pytest.mark.parametrize("name", METHODS)
 @pytest.mark.parametrize("seed", SEEDS)
-def test_token_advantage_equals_a_plain_loop(name: str, seed: int) -> None:
+def test_token_advantage_equals_a_plain_loop(name, seed):
     batch = everything(seed)
     got, returns = METHODS[name](batch)
     assert got.dtype == torch.float64 and got.shape == batch["loss_mask"].shape
@@ -189,7 +189,7 @@ def test_token_advantage_equals_a_plain_loop(name: str, seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_the_returns_of_gae_have_their_own_lambda(seed: int) -> None:
+def test_the_returns_of_gae_have_their_own_lambda(seed):
     batch = columns(seed)
     _, returns = METHODS["gae"](batch)
     for row, tokens in enumerate(responses(batch)):
@@ -202,7 +202,7 @@ def test_the_returns_of_gae_have_their_own_lambda(seed: int) -> None:
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_float32_inputs_give_the_same_up_to_their_precision(name: str) -> None:
+def test_float32_inputs_give_the_same_up_to_their_precision(name):
     rough, exact = everything(1, dtype=torch.float32), everything(1)
     got = METHODS[name](rough | {"otb_totals": exact["otb_totals"]})[0]
     assert got.dtype == torch.float64
@@ -234,7 +234,7 @@ def select(batch: Columns, order: list[int]) -> Columns:
     shuffle=st.randoms(use_true_random=False),
 )
 @settings(max_examples=12, deadline=None)
-def test_packing_order_and_micro_batching_change_nothing(name, seed, cuts, shuffle) -> None:
+def test_packing_order_and_micro_batching_change_nothing(name, seed, cuts, shuffle):
     batch = everything(seed)
     whole = METHODS[name](batch)
     cu = batch["cu_seqlens"].tolist()
@@ -250,7 +250,7 @@ def test_packing_order_and_micro_batching_change_nothing(name, seed, cuts, shuff
 
 
 @pytest.mark.parametrize("name", [m for m in METHODS if m != "gigpo"])  # holes part its turns
-def test_holes_in_a_response_are_stepped_over(name: str) -> None:
+def test_holes_in_a_response_are_stepped_over(name):
     batch = everything(2)
     kept = batch["loss_mask"]
     cu = torch.cat([torch.zeros(1, dtype=torch.int64), kept.long().cumsum(0)])
@@ -260,7 +260,7 @@ def test_holes_in_a_response_are_stepped_over(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_a_micro_batch_without_loss_tokens_has_no_advantages(name: str) -> None:
+def test_a_micro_batch_without_loss_tokens_has_no_advantages(name):
     batch = everything(0)
     for rows in ([], [0], [1], [0, 1]):  # none, empty, masked whole
         part = select(batch, rows)
@@ -269,7 +269,7 @@ def test_a_micro_batch_without_loss_tokens_has_no_advantages(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_advantages_carry_no_gradient(name: str) -> None:
+def test_advantages_carry_no_gradient(name):
     batch = everything(0)
     batch = {
         n: v.clone().requires_grad_() if v.is_floating_point() and n in TOKEN_COLUMNS else v
@@ -280,7 +280,7 @@ def test_advantages_carry_no_gradient(name: str) -> None:
 
 @given(seed=st.integers(0, 200), gap=st.floats(0.01, 5))
 @settings(max_examples=15, deadline=None)
-def test_distillation_is_bounded(seed: int, gap: float) -> None:
+def test_distillation_is_bounded(seed, gap):
     batch = columns(seed)
     got, _ = distill(**pick(batch, "old_logprobs", "teacher_logprobs"), max_gap=gap)
     assert (got.abs() <= gap).all()
@@ -292,7 +292,7 @@ def test_distillation_is_bounded(seed: int, gap: float) -> None:
     seed=st.integers(0, 99),
 )
 @settings(max_examples=40, deadline=None)
-def test_discounted_sums_equal_the_recursion(counts, discount, seed) -> None:
+def test_discounted_sums_equal_the_recursion(counts, discount, seed):
     g = torch.Generator().manual_seed(seed)
     values = torch.randn(sum(counts), generator=g, dtype=torch.float64)
     last = torch.tensor(
@@ -311,7 +311,7 @@ def test_discounted_sums_equal_the_recursion(counts, discount, seed) -> None:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_process_baselines_equal_a_plain_loop(seed: int) -> None:
+def test_process_baselines_equal_a_plain_loop(seed):
     batch = columns(seed)
     names = ("prm_logprobs", "ref_logprobs")
     means = token_baselines.implicit_reward_means(**pick(batch, *names), beta=0.2)
@@ -334,7 +334,7 @@ def test_process_baselines_equal_a_plain_loop(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_process_rewards_come_to_the_rows_of_the_batch(seed: int) -> None:
+def test_process_rewards_come_to_the_rows_of_the_batch(seed):
     batch = columns(seed)
     names, count = ("prm_logprobs", "ref_logprobs"), len(batch["cu_seqlens"]) - 1
     means = token_baselines.implicit_reward_means(**pick(batch, *names))
@@ -366,7 +366,7 @@ def test_process_rewards_come_to_the_rows_of_the_batch(seed: int) -> None:
 
 @given(rewards=st.lists(st.floats(-3, 3), min_size=2, max_size=6))
 @settings(max_examples=25, deadline=None)
-def test_leave_one_out_means_rebuild_the_group_mean(rewards) -> None:
+def test_leave_one_out_means_rebuild_the_group_mean(rewards):
     values = torch.tensor(rewards, dtype=torch.float64)
     groups = torch.zeros(len(values), dtype=torch.int64)
     is_valid = torch.ones(len(values), dtype=torch.bool)
@@ -387,7 +387,7 @@ def centred(value: float, others: list[float], scale: str) -> tuple[float, float
 
 @pytest.mark.parametrize("scale", ["none", "std"])
 @pytest.mark.parametrize("seed", SEEDS)
-def test_gigpo_steps_equal_a_plain_loop(seed: int, scale: str) -> None:
+def test_gigpo_steps_equal_a_plain_loop(seed, scale):
     g = torch.Generator().manual_seed(seed)
     rewards = torch.rand(9, generator=g, dtype=torch.float64).round(decimals=1)
     groups, is_valid = torch.arange(9) // 3, torch.arange(9) != 4
@@ -423,7 +423,7 @@ def test_gigpo_steps_equal_a_plain_loop(seed: int, scale: str) -> None:
     assert torch.equal(got["episode_advantages"], episode(rewards, groups, is_valid=is_valid))
 
 
-def test_gigpo_without_a_single_state_is_refused() -> None:
+def test_gigpo_without_a_single_state_is_refused():
     turns = torch.tensor([[[0.0, -1.0]], [[0.0, -1.0]]], dtype=torch.float64)
     with pytest.raises(ValueError, match="no turn has one; give rollout.environment a method"):
         token_baselines.gigpo_steps(
@@ -436,7 +436,7 @@ def test_gigpo_without_a_single_state_is_refused() -> None:
 
 @pytest.mark.parametrize("scale", ["none", "std"])
 @pytest.mark.parametrize("seed", SEEDS)
-def test_step_advantages_equal_a_plain_loop(seed: int, scale: str) -> None:
+def test_step_advantages_equal_a_plain_loop(seed, scale):
     g = torch.Generator().manual_seed(seed)
     returns = torch.rand(30, generator=g, dtype=torch.float64).round(decimals=1)
     groups = torch.randint(0, 3, (30,), generator=g)
@@ -455,14 +455,14 @@ def test_step_advantages_equal_a_plain_loop(seed: int, scale: str) -> None:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_sums_of_the_token_baseline_add_up_over_micro_batches(seed: int) -> None:
+def test_sums_of_the_token_baseline_add_up_over_micro_batches(seed):
     batch = columns(seed)
     rows = ([4, 0, 7], [2, 3], [1], [6, 5])
     parts = [otb_totals(select(batch, part), batch) for part in rows]
     assert torch.allclose(sum(parts), otb_totals(batch), atol=1e-12)
 
 
-def test_gigpo_from_turns_to_tokens() -> None:
+def test_gigpo_from_turns_to_tokens():
     # Two episodes of a prompt meet state 7 first; then 8 and 9, seen once each.
     mask = torch.tensor([True, True, False, True, True, False, True])
     batch = dict(loss_mask=mask, cu_seqlens=torch.tensor([0, 4, 7], dtype=torch.int32))
@@ -496,7 +496,7 @@ def moments_of_pieces(advantages: Tensor, mask: Tensor, edges: list[int]) -> tup
     cuts=st.lists(st.integers(0, 12), max_size=4),
 )
 @settings(max_examples=30, deadline=None)
-def test_whitening_by_merged_moments_equals_whitening_in_one_piece(seed, shift, cuts) -> None:
+def test_whitening_by_merged_moments_equals_whitening_in_one_piece(seed, shift, cuts):
     g = torch.Generator().manual_seed(seed)
     mask = torch.rand(12, generator=g) < 0.7
     mask[0] = mask[5] = True
@@ -514,7 +514,7 @@ def test_whitening_by_merged_moments_equals_whitening_in_one_piece(seed, shift, 
 
 
 @pytest.mark.parametrize("value", [0.0, 0.1, 1 / 3, -1e6])
-def test_tokens_of_one_value_are_whitened_to_zero(value: float) -> None:
+def test_tokens_of_one_value_are_whitened_to_zero(value):
     mask = torch.ones(7, dtype=torch.bool)
     advantages = torch.full((7,), value, dtype=torch.float64)
     advantages[3] *= 1 + 4e-16
@@ -522,7 +522,7 @@ def test_tokens_of_one_value_are_whitened_to_zero(value: float) -> None:
     assert (whiten(advantages, loss_mask=mask, mean=mean, std=std) == 0).all()
 
 
-def test_moments_without_tokens_are_zero() -> None:
+def test_moments_without_tokens_are_zero():
     nothing = moment_sums(torch.full((3,), torch.nan), loss_mask=torch.zeros(3, dtype=torch.bool))
     assert nothing.tolist() == [0.0, 0.0, 0.0]
     assert combine_moments(nothing.expand(2, 3)).tolist() == [0.0, 0.0, 0.0]
@@ -531,7 +531,7 @@ def test_moments_without_tokens_are_zero() -> None:
         whiten(one, loss_mask=one.bool(), mean=one[0], std=one[0], eps=0.0)
 
 
-def test_methods_that_need_whitening_say_so() -> None:
+def test_methods_that_need_whitening_say_so():
     methods = {n: getattr(token_advantages, n) for n in token_advantages.__all__}
     assert [n for n, method in methods.items() if getattr(method, "whitened", False)] == [
         "gae",
@@ -553,7 +553,7 @@ def one_response(rewards: float, values: list[float], **options: float) -> tuple
     )
 
 
-def test_gae_at_the_ends_of_lambda() -> None:
+def test_gae_at_the_ends_of_lambda():
     values = [0.5, 0.25, 0.75]
     got, returns = one_response(1.0, values, lam=1.0)
     assert got.tolist() == [0.5, 0.75, 0.25]  # R - V
@@ -563,14 +563,14 @@ def test_gae_at_the_ends_of_lambda() -> None:
     assert returns.tolist() == [0.25, 0.75, 1.0]
 
 
-def test_the_adaptive_lambda_of_a_short_response_is_clamped_at_zero() -> None:
+def test_the_adaptive_lambda_of_a_short_response_is_clamped_at_zero():
     short, _ = one_response(1.0, [0.5, 0.25, 0.75], length_alpha=0.05)  # 1 - 1 / .15 < 0
     assert short.tolist() == [-0.25, 0.5, 0.25]
     long, _ = one_response(1.0, [0.0] * 40, length_alpha=0.05)  # 1 - 1 / 2
     assert long[38].item() == pytest.approx(0.5)
 
 
-def test_the_reward_stands_at_the_last_loss_token_not_at_the_last_token() -> None:
+def test_the_reward_stands_at_the_last_loss_token_not_at_the_last_token():
     mask = torch.tensor([False, True, False, True, False])
     got, _ = reinforce_plus_plus(
         torch.tensor([1.0]),
@@ -581,7 +581,7 @@ def test_the_reward_stands_at_the_last_loss_token_not_at_the_last_token() -> Non
     assert got.tolist() == [0.0, 0.25, 0.0, 0.5, 0.0]
 
 
-def test_a_sample_alone_at_a_position_has_no_token_baseline() -> None:
+def test_a_sample_alone_at_a_position_has_no_token_baseline():
     batch = dict(kl_rewards=torch.zeros(5), group_ids=torch.tensor([0, 0]), **packed(2, 3))
 
     def run(rewards: list[float]) -> Tensor:
@@ -603,7 +603,7 @@ def test_a_sample_alone_at_a_position_has_no_token_baseline() -> None:
         assert (run([reward, reward * (1 + 4e-16)]) == 0).all()  # equal up to rounding
 
 
-def test_tokens_that_were_certain_have_no_token_baseline() -> None:
+def test_tokens_that_were_certain_have_no_token_baseline():
     batch = dict(
         rewards=torch.tensor([1.0, 0.0]).double(),
         kl_rewards=torch.zeros(2),
@@ -620,12 +620,12 @@ def test_tokens_that_were_certain_have_no_token_baseline() -> None:
     assert otb(**totals, **batch)[0].tolist() == [0.0, 0.0]
 
 
-def test_a_teacher_that_forbids_a_token_gives_a_finite_advantage() -> None:
+def test_a_teacher_that_forbids_a_token_gives_a_finite_advantage():
     got, _ = distill(torch.tensor([-1.0, -1.0]), torch.tensor([-math.inf, -0.5]), **packed(2))
     assert got.tolist() == [-20.0, 0.5]
 
 
-def test_a_process_baseline_that_is_missing_leaves_the_outcome() -> None:
+def test_a_process_baseline_that_is_missing_leaves_the_outcome():
     got, _ = prime(
         torch.tensor([-1.0, -2.0]),
         torch.tensor([-3.0, -1.0]),
@@ -639,7 +639,7 @@ def test_a_process_baseline_that_is_missing_leaves_the_outcome() -> None:
 
 
 @pytest.mark.parametrize("name", ["gae", "reinforce_plus_plus", "otb"])
-def test_a_reward_that_is_not_finite_is_refused(name: str) -> None:
+def test_a_reward_that_is_not_finite_is_refused(name):
     batch = everything(0)
     rewards = batch["rewards"].clone()
     rewards[2] = math.inf
@@ -650,12 +650,12 @@ def test_a_reward_that_is_not_finite_is_refused(name: str) -> None:
 @pytest.mark.parametrize(
     "option, value", [("gamma", 1.1), ("lam", -0.1), ("value_lam", 2.0), ("length_alpha", -1.0)]
 )
-def test_options_out_of_range_are_refused_by_name(option: str, value: float) -> None:
+def test_options_out_of_range_are_refused_by_name(option, value):
     with pytest.raises(ValueError, match=f"^{option}: must be"):
         one_response(1.0, [0.0], **{option: value})
 
 
-def test_other_options_out_of_range_are_refused() -> None:
+def test_other_options_out_of_range_are_refused():
     batch = everything(0)
     with pytest.raises(ValueError, match="max_gap"):
         distill(**pick(batch, "old_logprobs", "teacher_logprobs"), max_gap=0.0)
@@ -673,7 +673,7 @@ def test_other_options_out_of_range_are_refused() -> None:
         prime(**pick(batch, *PRIME), gamma=-1.0)
 
 
-def test_every_response_token_has_one_place() -> None:
+def test_every_response_token_has_one_place():
     batch = columns(3)
     tokens = loss_tokens(batch["loss_mask"], batch["cu_seqlens"])
     rows = responses(batch)
@@ -684,7 +684,7 @@ def test_every_response_token_has_one_place() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", METHODS)
-def test_cuda_gives_what_the_cpu_gives(name: str) -> None:
+def test_cuda_gives_what_the_cpu_gives(name):
     batch = everything(4)
     there = {n: v.cuda() for n, v in batch.items()}
     for got, expected in zip(METHODS[name](there), METHODS[name](batch)):

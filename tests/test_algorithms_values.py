@@ -40,7 +40,7 @@ def loop(value: float, old: float, target: float, clip: float) -> tuple[float, f
 
 @pytest.mark.parametrize("clip", [0.0, 0.2, 1.0])
 @pytest.mark.parametrize("seed", range(6))
-def test_value_loss_and_gradient_equal_a_plain_loop(seed: int, clip: float) -> None:
+def test_value_loss_and_gradient_equal_a_plain_loop(seed, clip):
     batch, _ = columns(seed)
     terms, stats = value_loss(**batch, clip=clip)
     terms.sum().backward()
@@ -59,7 +59,7 @@ def test_value_loss_and_gradient_equal_a_plain_loop(seed: int, clip: float) -> N
     assert stats["value/mean"][0].item() == pytest.approx(math.fsum(own), abs=1e-10)
 
 
-def test_float32_values_give_float32_terms_of_their_precision() -> None:
+def test_float32_values_give_float32_terms_of_their_precision():
     rough, exact = columns(1, dtype=torch.float32)[0], columns(1)[0]
     terms, stats = value_loss(**rough)
     assert terms.dtype == torch.float32
@@ -69,7 +69,7 @@ def test_float32_values_give_float32_terms_of_their_precision() -> None:
     assert value_loss(**mixed)[0].dtype == torch.float32
 
 
-def test_masked_tokens_have_no_term_and_no_gradient() -> None:
+def test_masked_tokens_have_no_term_and_no_gradient():
     batch, base = columns(2)
     terms, _ = value_loss(**batch)
     terms.sum().backward()
@@ -82,7 +82,7 @@ def test_masked_tokens_have_no_term_and_no_gradient() -> None:
 
 @given(seed=st.integers(0, 300), shuffle=st.randoms(use_true_random=False))
 @settings(max_examples=20, deadline=None)
-def test_packing_order_and_micro_batching_change_nothing(seed, shuffle) -> None:
+def test_packing_order_and_micro_batching_change_nothing(seed, shuffle):
     batch, base = columns(seed)
     rows = base.rows()
     shuffle.shuffle(rows)
@@ -99,13 +99,13 @@ def test_packing_order_and_micro_batching_change_nothing(seed, shuffle) -> None:
         assert added[name] == pytest.approx([numerator.item(), denominator.item()], abs=1e-10)
 
 
-def test_the_clipped_loss_is_never_below_the_plain_one() -> None:
+def test_the_clipped_loss_is_never_below_the_plain_one():
     for seed in range(6):
         batch, _ = columns(seed)
         assert (value_loss(**batch)[0] >= value_loss(**batch, clip=0.0)[0]).all()
 
 
-def test_an_unmoved_value_gets_the_plain_gradient() -> None:
+def test_an_unmoved_value_gets_the_plain_gradient():
     values = torch.tensor([0.5], dtype=torch.float64, requires_grad=True)
     terms, _ = value_loss(
         values, torch.tensor([0.5]), returns=torch.tensor([2.0]), loss_mask=torch.tensor([True])
@@ -114,7 +114,7 @@ def test_an_unmoved_value_gets_the_plain_gradient() -> None:
     assert values.grad.item() == -1.5  # not half of it: both branches of the max are equal
 
 
-def test_a_negative_clip_is_refused() -> None:
+def test_a_negative_clip_is_refused():
     with pytest.raises(ValueError, match="clip: must be at least 0"):
         value_loss(**columns(0)[0], clip=-0.1)
 
@@ -140,7 +140,7 @@ def variance(values: list[float]) -> float:
     cut=st.integers(0, 20),
 )
 @settings(max_examples=40, deadline=None)
-def test_explained_variance_is_exact_over_ranks(rows, cut) -> None:
+def test_explained_variance_is_exact_over_ranks(rows, cut):
     values, returns = [float(v) for v, _ in rows], [float(r) for _, r in rows]
     parts = [sums_of(values[a:b], returns[a:b]) for a, b in ((0, cut), (cut, len(rows)))]
     added = {n: tuple(x + y for x, y in zip(parts[0][n], parts[1][n])) for n in parts[0]}
@@ -153,7 +153,7 @@ def test_explained_variance_is_exact_over_ranks(rows, cut) -> None:
     assert got <= 1
 
 
-def test_explained_variance_of_known_cases() -> None:
+def test_explained_variance_of_known_cases():
     returns = [0.0, 1.0, 0.0, 1.0]
     assert explained_variance(sums_of(returns, returns)) == 1.0
     assert explained_variance(sums_of([0.3] * 4, returns)) == pytest.approx(0.0)
@@ -163,7 +163,7 @@ def test_explained_variance_of_known_cases() -> None:
     assert math.isnan(explained_variance(sums_of([0.0, 1.0], [0.3, 0.1 + 0.2])))
 
 
-def test_the_loss_reports_how_the_old_values_explain_the_returns() -> None:
+def test_the_loss_reports_how_the_old_values_explain_the_returns():
     batch, _ = columns(3)
     _, stats = value_loss(**batch)
     alone = explained_variance_sums(

@@ -22,7 +22,7 @@ def spmdrl(*arguments: str, python: tuple[str, ...] = ()) -> subprocess.Complete
 
 
 @pytest.mark.parametrize("name", sorted(_COMMANDS))
-def test_help_of_a_command_names_it_and_waits_for_no_large_import(name: str) -> None:
+def test_help_of_a_command_names_it_and_waits_for_no_large_import(name):
     found = spmdrl(name, "--help", python=("-X", "importtime"))
     assert found.returncode == 0, found.stderr[-2000:]
     assert f"python -m spmdrl {name}" in found.stdout
@@ -32,7 +32,7 @@ def test_help_of_a_command_names_it_and_waits_for_no_large_import(name: str) -> 
     assert not large & set(re.findall(r"\| +(\w+)$", found.stderr, flags=re.MULTILINE))
 
 
-def test_commands_are_listed_and_a_wrong_name_is_answered_with_the_nearest() -> None:
+def test_commands_are_listed_and_a_wrong_name_is_answered_with_the_nearest():
     listed = spmdrl()
     assert listed.returncode == 0
     for name in _COMMANDS:

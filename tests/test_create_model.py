@@ -22,7 +22,7 @@ WORDS = character_tokenizer(chat_template=True)
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_folder_loads_with_plain_transformers(architecture: str, tmp_path: Path) -> None:
+def test_folder_loads_with_plain_transformers(architecture, tmp_path):
     folder = create_model(tmp_path / "model", architecture=architecture, **SMALL)
     words = AutoTokenizer.from_pretrained(folder)
     model, info = AutoModelForCausalLM.from_pretrained(
@@ -41,14 +41,14 @@ def test_folder_loads_with_plain_transformers(architecture: str, tmp_path: Path)
 
 @given(st.text(alphabet=[chr(i) for i in range(32, 127)] + ["\n", "\t"], max_size=60))
 @settings(max_examples=200, deadline=None)
-def test_each_character_is_one_token_and_comes_back(text: str) -> None:
+def test_each_character_is_one_token_and_comes_back(text):
     ids = WORDS.encode(text)
     if not any(token in text for token in WORDS.all_special_tokens):
         assert len(ids) == len(text)
     assert WORDS.decode(ids) == text
 
 
-def test_tokenizer_is_the_same_after_saving(tmp_path: Path) -> None:
+def test_tokenizer_is_the_same_after_saving(tmp_path):
     WORDS.save_pretrained(tmp_path)
     loaded = AutoTokenizer.from_pretrained(tmp_path)
     text = "x  = 1 .\n\n don 't , ok ?\t"
@@ -59,11 +59,11 @@ def test_tokenizer_is_the_same_after_saving(tmp_path: Path) -> None:
     assert loaded.get_vocab() == WORDS.get_vocab() and len(loaded) % 8 == 0
 
 
-def test_characters_outside_ascii_become_unk() -> None:
+def test_characters_outside_ascii_become_unk():
     assert WORDS.encode("a\u00e9b") == [*WORDS.encode("a"), WORDS.unk_token_id, *WORDS.encode("b")]
 
 
-def test_chat_template_marks_assistant_text_and_ends_turns_with_eos() -> None:
+def test_chat_template_marks_assistant_text_and_ends_turns_with_eos():
     turns = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]
     out = WORDS.apply_chat_template(turns, return_dict=True, return_assistant_tokens_mask=True)
     marked = [i for i, m in zip(out["input_ids"], out["assistant_masks"]) if m]
@@ -73,7 +73,7 @@ def test_chat_template_marks_assistant_text_and_ends_turns_with_eos() -> None:
     assert character_tokenizer().chat_template is None
 
 
-def test_chat_template_shows_tools_by_signature_and_calls_as_hermes_writes_them() -> None:
+def test_chat_template_shows_tools_by_signature_and_calls_as_hermes_writes_them():
     from spmdrl.environments.tool_calls import make_parser
     from spmdrl.environments.tools import make_tools
 
@@ -98,7 +98,7 @@ def _digest(folder: Path) -> str:
     return hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
 
 
-def test_seed_decides_the_weights_and_leaves_the_global_generator_alone(tmp_path: Path) -> None:
+def test_seed_decides_the_weights_and_leaves_the_global_generator_alone(tmp_path):
     torch.manual_seed(5)
     expected = torch.rand(3)
     torch.manual_seed(5)
@@ -109,12 +109,12 @@ def test_seed_decides_the_weights_and_leaves_the_global_generator_alone(tmp_path
     assert _digest(first) == _digest(again) != _digest(other)
 
 
-def test_defaults_have_the_size_that_the_help_states(tmp_path: Path) -> None:
+def test_defaults_have_the_size_that_the_help_states(tmp_path):
     model = AutoModelForCausalLM.from_pretrained(create_model(tmp_path), dtype=torch.float32)
     assert 0.66e6 < model.num_parameters() < 0.68e6
 
 
-def test_weights_can_be_cut_into_several_files(tmp_path: Path) -> None:
+def test_weights_can_be_cut_into_several_files(tmp_path):
     folder = create_model(tmp_path, max_shard_size="100KB", **SMALL)
     index = json.loads((folder / "model.safetensors.index.json").read_text())
     assert len(set(index["weight_map"].values())) > 1
@@ -128,15 +128,13 @@ def test_weights_can_be_cut_into_several_files(tmp_path: Path) -> None:
         (dict(architecture="gemma2", tied=False), "tied False with gemma2"),
     ],
 )
-def test_impossible_shapes_are_refused_before_writing(
-    change: dict, words: str, tmp_path: Path
-) -> None:
+def test_impossible_shapes_are_refused_before_writing(change, words, tmp_path):
     with pytest.raises(ValueError, match=words):
         create_model(tmp_path / "model", **{**SMALL, **change})
     assert not (tmp_path / "model").exists()
 
 
-def test_command_line_makes_a_tied_model_with_a_template(tmp_path: Path) -> None:
+def test_command_line_makes_a_tied_model_with_a_template(tmp_path):
     command = [
         sys.executable,
         "-m",

@@ -285,7 +285,7 @@ def test_overlong_supervised_rows_are_refused_or_dropped(tmp_path):
     assert source.num_dropped == 1 and len(source.units_at(5)[0].examples[0][0]) == 21
 
 
-def test_a_response_ends_at_the_ids_of_config_tokenizer_and_model(tiny_model, tmp_path) -> None:
+def test_a_response_ends_at_the_ids_of_config_tokenizer_and_model(tiny_model, tmp_path):
     tokenizer = load_tokenizer(Config(model=ModelSettings(path=str(tiny_model))))
     eos = tokenizer.eos_token_id
     for name, content in (("config.json", [eos, 7]), ("generation_config.json", 9)):

@@ -146,7 +146,7 @@ LAYOUTS = [
 
 
 @pytest.mark.parametrize("layout, sizes", LAYOUTS)
-def test_every_sequence_arrives_whole_at_one_dp_index(layout, sizes) -> None:
+def test_every_sequence_arrives_whole_at_one_dp_index(layout, sizes):
     cfg = config(layout, **sizes)
     results = run_ranks(layout.world_size, deliver, cfg)
     for i, _ in enumerate(HOWS):
@@ -189,7 +189,7 @@ def deliver_routes(cfg: Config, dtype: torch.dtype) -> tuple[list[ExchangedBatch
         (lay("colocated", 4, cp=2, inference_tp=2), torch.int8),
     ],
 )
-def test_routes_arrive_with_their_tokens(layout, dtype) -> None:
+def test_routes_arrive_with_their_tokens(layout, dtype):
     results = run_ranks(layout.world_size, deliver_routes, config(layout), dtype)
     for which in range(2):
         check_delivery([(batches[which], dp) for batches, dp in results], config(layout))
@@ -297,7 +297,7 @@ def fail(cfg: Config) -> dict[str, str]:
     return messages
 
 
-def test_bad_batches_are_refused_by_every_rank_at_the_same_point() -> None:
+def test_bad_batches_are_refused_by_every_rank_at_the_same_point():
     for messages in run_ranks(2, fail, config(lay("split", 2))):
         for fault, text in FAULTS.items():
             assert messages[fault].startswith(text)

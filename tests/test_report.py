@@ -8,7 +8,6 @@ import logging
 import sys
 import warnings
 from pathlib import Path
-from typing import Any
 
 import pytest
 from ranks import run_ranks
@@ -26,24 +25,24 @@ from spmdrl.types import add_sums
 # --------------------------------------------------------------------------- metrics
 
 
-def test_a_metric_is_its_numerator_over_its_denominator() -> None:
+def test_a_metric_is_its_numerator_over_its_denominator():
     sums = add_sums({"reward/mean": (3.0, 4)}, {"reward/mean": (1.0, 4)})
     assert values_of(sums) == {"reward/mean": 0.5}
 
 
-def test_a_zero_denominator_leaves_the_metric_out() -> None:
+def test_a_zero_denominator_leaves_the_metric_out():
     assert values_of({"reward/mean": (0.0, 0), "policy/entropy": (2.0, 1)}) == {
         "policy/entropy": 2.0
     }
 
 
-def test_a_total_adds_up_over_ranks() -> None:
+def test_a_total_adds_up_over_ranks():
     parts = [{"reward/timeouts": (2, 1)}, {"reward/timeouts": (3, 1)}]
     assert values_of(add_sums(*parts)) == {"reward/timeouts": 5.0}
     assert values_of({"reward/timeouts": (0, 1)}) == {"reward/timeouts": 0.0}
 
 
-def test_an_unknown_metric_is_an_error_that_names_the_nearest() -> None:
+def test_an_unknown_metric_is_an_error_that_names_the_nearest():
     with pytest.raises(ValueError, match="policy/entropi.*did you mean policy/entropy"):
         values_of({"policy/entropi": (1, 1)})
 
@@ -52,17 +51,17 @@ def test_an_unknown_metric_is_an_error_that_names_the_nearest() -> None:
     "name",
     ["time/update", "reward/accuracy/mean", "loss/my_statistic", "reward/package.file:score/mean"],
 )
-def test_names_with_a_free_part_are_known(name: str) -> None:
+def test_names_with_a_free_part_are_known(name):
     glossary.lookup(name)
 
 
 @pytest.mark.parametrize("name", ["time/", "reward/accuracy", "loss", "reward//mean"])
-def test_a_free_part_must_be_there(name: str) -> None:
+def test_a_free_part_must_be_there(name):
     with pytest.raises(ValueError):
         glossary.lookup(name)
 
 
-def test_every_entry_of_the_glossary_is_filled_and_prefixed() -> None:
+def test_every_entry_of_the_glossary_is_filled_and_prefixed():
     prefixes = {
         "rollout",
         "reward",
@@ -87,19 +86,19 @@ def test_every_entry_of_the_glossary_is_filled_and_prefixed() -> None:
         assert all(metric), name
 
 
-def test_every_alias_belongs_to_a_metric_and_is_used_once() -> None:
+def test_every_alias_belongs_to_a_metric_and_is_used_once():
     for system, names in glossary.ALIASES.items():
         for name in names:
             glossary.lookup(name)
         assert len(set(names.values())) == len(names), system
 
 
-def test_aliases_come_besides_our_names() -> None:
+def test_aliases_come_besides_our_names():
     values = with_aliases({"reward/mean": 0.5, "sync/bytes": 1.0}, "verl")
     assert values == {"reward/mean": 0.5, "sync/bytes": 1.0, "critic/score/mean": 0.5}
 
 
-def test_the_page_of_metrics_is_the_glossary() -> None:
+def test_the_page_of_metrics_is_the_glossary():
     path = Path(__file__).parents[1] / "docs" / "metrics.md"
     assert path.read_text() == glossary.page(), (
         "run: python -m spmdrl catalogue metrics > docs/metrics.md"
@@ -109,9 +108,7 @@ def test_the_page_of_metrics_is_the_glossary() -> None:
 # --------------------------------------------------------------------------- time
 
 
-def test_evaluations_and_checkpoints_do_not_count_against_a_step(
-    tmp_path: Path, group: Any
-) -> None:
+def test_evaluations_and_checkpoints_do_not_count_against_a_step(tmp_path, group):
     report = open_report(config(tmp_path), group)
     values = report.step(
         0,
@@ -123,9 +120,7 @@ def test_evaluations_and_checkpoints_do_not_count_against_a_step(
     assert values["perf/other_frac"] == pytest.approx(0.1)
 
 
-def test_time_outside_the_work_counts_overlapped_generation_once(
-    tmp_path: Path, group: Any
-) -> None:
+def test_time_outside_the_work_counts_overlapped_generation_once(tmp_path, group):
     sums = {"perf/step_s": (1.0, 1), "time/generate": (0.6, 1)}
     seconds = {"update": 0.5, "push": 0.2, "exchange": 0.1}
     for lag, other in ((1, 0.2), (0, 0.0)):
@@ -140,7 +135,7 @@ def test_time_outside_the_work_counts_overlapped_generation_once(
 # --------------------------------------------------------------------------- files
 
 
-def test_metrics_are_written_at_every_step_with_aliases(tmp_path: Path, group: Any) -> None:
+def test_metrics_are_written_at_every_step_with_aliases(tmp_path, group):
     report = open_report(config(tmp_path, aliases="trl"), group)
     record_steps(report, 0, 3)
     rows = read_rows(tmp_path / "metrics.jsonl")  # before close: nothing waits in a buffer
@@ -154,9 +149,7 @@ def test_metrics_are_written_at_every_step_with_aliases(tmp_path: Path, group: A
     assert len(read_rows(tmp_path / "metrics.jsonl")) == 4
 
 
-def test_a_resumed_run_takes_out_the_rows_it_writes_again(
-    tmp_path: Path, group: Any, capsys: pytest.CaptureFixture
-) -> None:
+def test_a_resumed_run_takes_out_the_rows_it_writes_again(tmp_path, group, capsys):
     report = open_report(config(tmp_path), group)
     record_steps(report, 0, 4)
     report.evaluation(4, {"eval/reward": (1, 4)})
@@ -177,9 +170,7 @@ def test_a_resumed_run_takes_out_the_rows_it_writes_again(
     assert "resumed at step 4 of 10" in capsys.readouterr().out
 
 
-def test_a_start_from_nothing_over_earlier_metrics_says_so(
-    tmp_path: Path, group: Any, capsys: pytest.CaptureFixture
-) -> None:
+def test_a_start_from_nothing_over_earlier_metrics_says_so(tmp_path, group, capsys):
     report = open_report(config(tmp_path), group)
     record_steps(report, 0, 2)
     report.close("stopped")
@@ -188,7 +179,7 @@ def test_a_start_from_nothing_over_earlier_metrics_says_so(
     assert "10 steps, no checkpoint, starting at step 0" in capsys.readouterr().out
 
 
-def test_numbers_that_are_not_finite_leave_valid_json(tmp_path: Path, group: Any) -> None:
+def test_numbers_that_are_not_finite_leave_valid_json(tmp_path, group):
     report = open_report(config(tmp_path), group)
     report.step(0, {"policy/loss": (float("nan"), 1)}, seconds={})
     report.close("finished")
@@ -197,9 +188,7 @@ def test_numbers_that_are_not_finite_leave_valid_json(tmp_path: Path, group: Any
     assert row["policy/loss"] is None
 
 
-def test_rows_wait_in_memory_while_the_disk_is_full(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_rows_wait_in_memory_while_the_disk_is_full(tmp_path, caplog):
     file = JsonLines(tmp_path / "full" / "metrics.jsonl")  # no folder: every write fails
     file.append({"step": 0})
     file.append({"step": 1})
@@ -210,7 +199,7 @@ def test_rows_wait_in_memory_while_the_disk_is_full(
     assert [row["step"] for row in read_rows(file.path)] == [0, 1, 2]
 
 
-def test_the_run_keeps_its_config_and_environment(tmp_path: Path, group: Any) -> None:
+def test_the_run_keeps_its_config_and_environment(tmp_path, group):
     cfg = config(tmp_path)
     open_report(cfg, group).close("finished")
     assert load_yaml(str(tmp_path / "config.yaml")) == cfg
@@ -219,9 +208,7 @@ def test_the_run_keeps_its_config_and_environment(tmp_path: Path, group: Any) ->
     assert (tmp_path / "logs" / "attempt_1" / "config.yaml").exists()
 
 
-def test_records_warnings_and_stderr_reach_the_log_file(
-    tmp_path: Path, group: Any, capsys: pytest.CaptureFixture
-) -> None:
+def test_records_warnings_and_stderr_reach_the_log_file(tmp_path, group, capsys):
     before = sys.stderr
     report = open_report(config(tmp_path), group)
     logging.getLogger("spmdrl.anything").info("a plain record")
@@ -239,9 +226,7 @@ def test_records_warnings_and_stderr_reach_the_log_file(
     assert "a plain record" in shown.out and "something broke" in shown.err
 
 
-def test_a_finished_run_has_a_picture_of_its_curves(
-    tmp_path: Path, group: Any, capsys: pytest.CaptureFixture
-) -> None:
+def test_a_finished_run_has_a_picture_of_its_curves(tmp_path, group, capsys):
     report = open_report(config(tmp_path / "a"), group)
     record_steps(report, 0, 5)
     report.evaluation(5, {"eval/reward": (1, 2)})
@@ -254,7 +239,7 @@ def test_a_finished_run_has_a_picture_of_its_curves(
     assert "missing" in capsys.readouterr().err
 
 
-def test_of_several_rows_of_a_step_curves_show_the_last() -> None:
+def test_of_several_rows_of_a_step_curves_show_the_last():
     rows = [{"step": 0, "x": 1.0}, {"step": 1, "x": 2.0}, {"step": 1, "x": 3.0}, {"step": 2}]
     assert series(rows, "x") == ([0, 1], [1.0, 3.0])
 
@@ -281,7 +266,7 @@ def _two_ranks(folder: str) -> list[str]:
     return found
 
 
-def test_every_rank_has_a_log_in_the_folder_of_its_attempt(tmp_path: Path) -> None:
+def test_every_rank_has_a_log_in_the_folder_of_its_attempt(tmp_path):
     (tmp_path / "logs" / "attempt_6").mkdir(parents=True)
     assert run_ranks(2, _two_ranks, str(tmp_path)) == [["attempt_7", "attempt_8"]] * 2
     for attempt in (7, 8):

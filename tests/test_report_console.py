@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import io
-from pathlib import Path
-from typing import Any
 
 import pytest
 from report_world import SmallWorld, config, group, open_report, record_steps  # noqa: F401
@@ -16,7 +14,7 @@ from spmdrl.report.jsonl import read_rows
 from spmdrl.report.report import Report
 
 
-def test_time_left_is_steps_left_times_the_mean_of_recent_steps() -> None:
+def test_time_left_is_steps_left_times_the_mean_of_recent_steps():
     assert console.time_left([], 10) is None
     assert console.time_left([30.0], 10) == 300.0
     assert console.time_left([30.0, 1.0, 3.0], 10) == pytest.approx(20.0)  # first: warm-up
@@ -37,7 +35,7 @@ def test_time_left_is_steps_left_times_the_mean_of_recent_steps() -> None:
         (None, "-"),
     ],
 )
-def test_durations_are_short(seconds: float | None, text: str) -> None:
+def test_durations_are_short(seconds, text):
     assert console.duration(seconds) == text
 
 
@@ -45,11 +43,11 @@ def test_durations_are_short(seconds: float | None, text: str) -> None:
     "value",
     [0, 0.5, -0.5, 12.25, 999.94, 1e5, 123456789.0, 3e-4, -3e-14, float("nan"), float("inf"), None],
 )
-def test_numbers_fit_their_column(value: float | None) -> None:
+def test_numbers_fit_their_column(value):
     assert len(console.number(value, width=7)) == 7
 
 
-def test_a_sparkline_shows_the_whole_history_in_its_width() -> None:
+def test_a_sparkline_shows_the_whole_history_in_its_width():
     blocks = "01234567"
     assert console.sparkline([], width=4, blocks=blocks) == ""
     assert console.sparkline([5.0] * 3, width=4, blocks=blocks) == "000"
@@ -57,9 +55,7 @@ def test_a_sparkline_shows_the_whole_history_in_its_width() -> None:
     assert rising == "01234567"
 
 
-def test_the_table_is_readable_at_100_columns(
-    tmp_path: Path, group: Any, capsys: pytest.CaptureFixture
-) -> None:
+def test_the_table_is_readable_at_100_columns(tmp_path, group, capsys):
     report = open_report(config(tmp_path, steps=200), group)
     record_steps(report, 0, 200)
     report.close("finished")
@@ -77,9 +73,7 @@ def test_the_table_is_readable_at_100_columns(
     assert any("step 1/200" in line and "left" in line for line in lines)
 
 
-def test_a_row_is_the_mean_over_the_steps_since_the_row_before(
-    tmp_path: Path, group: Any, capsys: pytest.CaptureFixture
-) -> None:
+def test_a_row_is_the_mean_over_the_steps_since_the_row_before(tmp_path, group, capsys):
     report = open_report(config(tmp_path, steps=10, console=ConsoleSettings(table_every=4)), group)
     for step, reward in enumerate([9.0, 0.0, 1.0, 2.0]):
         report.step(step, {"reward/mean": (reward * (step + 1), step + 1)}, seconds={})
@@ -88,9 +82,7 @@ def test_a_row_is_the_mean_over_the_steps_since_the_row_before(
     assert f"{(0 * 2 + 1 * 3 + 2 * 4) / 9:.3f}" in last[0]
 
 
-def test_supervised_runs_have_a_table_of_their_own(
-    tmp_path: Path, group: Any, capsys: pytest.CaptureFixture
-) -> None:
+def test_supervised_runs_have_a_table_of_their_own(tmp_path, group, capsys):
     cfg = config(tmp_path, steps=5)
     cfg = dataclasses.replace(cfg, algorithm=dataclasses.replace(cfg.algorithm, objective="sft"))
     report = open_report(cfg, group)
@@ -104,7 +96,7 @@ def test_supervised_runs_have_a_table_of_their_own(
     assert values["perf/tokens_per_s"] == pytest.approx(1000 / values["perf/step_s"])
 
 
-def test_a_column_comes_with_its_first_value() -> None:
+def test_a_column_comes_with_its_first_value():
     columns = console.table_columns(True, spark=str)
     titles = [c.title for c in console.with_values(columns, {"step", "policy/clip_frac"})]
     assert titles == ["done", "trend", "clip", "left"]
@@ -125,7 +117,7 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_a_terminal_keeps_one_progress_line_below_the_text() -> None:
+def test_a_terminal_keeps_one_progress_line_below_the_text():
     stream = Terminal("utf-8")
     shown = console.Console(stream=stream)
     shown.progress("first")
@@ -135,7 +127,7 @@ def test_a_terminal_keeps_one_progress_line_below_the_text() -> None:
     assert stream.getvalue() == ("first\r\x1b[Ksecond\r\x1b[Ka message\nsecond\r\x1b[K")
 
 
-def test_a_plain_stream_gets_no_carriage_return() -> None:
+def test_a_plain_stream_gets_no_carriage_return():
     stream = io.StringIO()
     shown = console.Console(stream=stream)
     shown.progress("never seen")
@@ -143,7 +135,7 @@ def test_a_plain_stream_gets_no_carriage_return() -> None:
     assert stream.getvalue() == "seen\n"
 
 
-def test_a_terminal_without_unicode_is_served_in_ascii() -> None:
+def test_a_terminal_without_unicode_is_served_in_ascii():
     stream = Terminal("ascii")
     shown = console.Console(stream=stream)
     shown.line("caf\u00e9")
@@ -151,9 +143,7 @@ def test_a_terminal_without_unicode_is_served_in_ascii() -> None:
     assert shown.blocks().isascii()
 
 
-def test_samples_are_printed_on_demand_and_cannot_steer_the_terminal(
-    tmp_path: Path, group: Any, capsys: pytest.CaptureFixture
-) -> None:
+def test_samples_are_printed_on_demand_and_cannot_steer_the_terminal(tmp_path, group, capsys):
     report = open_report(config(tmp_path, console=ConsoleSettings(samples_every=2)), group)
     for step in range(3):
         report.step(
@@ -169,9 +159,7 @@ def test_samples_are_printed_on_demand_and_cannot_steer_the_terminal(
     assert [row["step"] for row in read_rows(tmp_path / "samples.jsonl")] == [0, 2]
 
 
-def test_the_derived_arithmetic_is_printed_at_start(
-    tmp_path: Path, group: Any, capsys: pytest.CaptureFixture
-) -> None:
+def test_the_derived_arithmetic_is_printed_at_start(tmp_path, group, capsys):
     report = open_report(config(tmp_path), group, **{"sequences per step": "64 prompts * 8 = 512"})
     report.close("finished")
     out = capsys.readouterr().out
@@ -179,9 +167,7 @@ def test_the_derived_arithmetic_is_printed_at_start(
     assert "start-up: build engine 12.3 s\n" in out
 
 
-def test_the_probe_of_engine_against_trainer_is_printed_and_recorded(
-    tmp_path: Path, group: Any, capsys: pytest.CaptureFixture
-) -> None:
+def test_the_probe_of_engine_against_trainer_is_printed_and_recorded(tmp_path, group, capsys):
     cfg = config(tmp_path)
     report = Report(cfg, SmallWorld(cfg, group))
     report.start(

@@ -38,7 +38,7 @@ def run_id_of(folder: Path) -> str:
     return json.loads((folder / "mlflow_run.json").read_text())["run_id"]
 
 
-def test_a_run_can_be_read_back_from_mlflow_and_is_continued_on_resume(tmp_path: Path) -> None:
+def test_a_run_can_be_read_back_from_mlflow_and_is_continued_on_resume(tmp_path):
     folder = tmp_path / "my_run"
     cfg = config(
         folder, steps=8, tracker="mlflow", mlflow=MlflowSettings(experiment="tests"), aliases="verl"
@@ -84,9 +84,7 @@ def check_artifacts(client: Any, run_id: str, *, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("ending, status", [("failed", "FAILED"), ("stopped", "KILLED")])
-def test_a_run_that_ends_early_is_not_left_running(
-    ending: str, status: str, tmp_path: Path
-) -> None:
+def test_a_run_that_ends_early_is_not_left_running(ending, status, tmp_path):
     cfg = config(tmp_path, tracker="mlflow", mlflow=MlflowSettings(experiment="tests"))
     with one_rank() as group:
         world = SmallWorld(cfg, group)
@@ -99,7 +97,7 @@ def test_a_run_that_ends_early_is_not_left_running(
         report.close("failed")
 
 
-def test_a_fresh_start_in_the_same_folder_is_a_new_mlflow_run(tmp_path: Path) -> None:
+def test_a_fresh_start_in_the_same_folder_is_a_new_mlflow_run(tmp_path):
     ids = []
     for resume in (False, True, False):
         run = open_tracker(tmp_path, resume=resume)
@@ -109,7 +107,7 @@ def test_a_fresh_start_in_the_same_folder_is_a_new_mlflow_run(tmp_path: Path) ->
     assert ids[0] == ids[1] != ids[2]
 
 
-def test_system_metrics_are_recorded(tmp_path: Path) -> None:
+def test_system_metrics_are_recorded(tmp_path):
     run = open_tracker(tmp_path, system_every_s=0.2)
     client, deadline, found = None, time.monotonic() + 60, []
     while not found and time.monotonic() < deadline:
@@ -122,9 +120,7 @@ def test_system_metrics_are_recorded(tmp_path: Path) -> None:
     assert "system/cpu_utilization_percentage" in found
 
 
-def test_a_deleted_mlflow_run_is_replaced_and_said(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_deleted_mlflow_run_is_replaced_and_said(tmp_path, caplog):
     run = open_tracker(tmp_path)
     run.close("finished")
     old = run_id_of(tmp_path)
@@ -135,9 +131,7 @@ def test_a_deleted_mlflow_run_is_replaced_and_said(
     assert run_id_of(tmp_path) != old and f"MLflow run {old} is gone" in caplog.text
 
 
-def test_a_tracker_that_is_down_is_said_once_and_stops_nothing(
-    tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_a_tracker_that_is_down_is_said_once_and_stops_nothing(tmp_path, capsys):
     uri = f"http://127.0.0.1:{free_port()}"
     cfg = config(tmp_path, tracker="mlflow", mlflow=MlflowSettings(uri=uri))
     with one_rank() as group:
@@ -153,9 +147,7 @@ def test_a_tracker_that_is_down_is_said_once_and_stops_nothing(
     assert len(read_rows(tmp_path / "metrics.jsonl")) == 3
 
 
-def test_a_tracker_that_comes_back_gets_what_it_missed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_tracker_that_comes_back_gets_what_it_missed(tmp_path, monkeypatch, caplog):
     caplog.set_level(logging.INFO, "spmdrl")
     monkeypatch.setattr(tracker, "_RETRY_S", 0.2)
     blocker = tmp_path / "store"
@@ -180,7 +172,7 @@ def wait_for(condition: Any, *, timeout_s: float = 60.0) -> None:
         time.sleep(0.1)
 
 
-def test_mlflow_does_not_phone_home() -> None:
+def test_mlflow_does_not_phone_home():
     # In a process that MLflow does not take for a test or a CI job, where it is quiet anyway.
     code = (
         "from spmdrl.report.tracker import _import_mlflow; _import_mlflow();"
@@ -196,7 +188,7 @@ def test_mlflow_does_not_phone_home() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_a_step_costs_the_loop_little(tmp_path: Path) -> None:
+def test_a_step_costs_the_loop_little(tmp_path):
     cfg = config(tmp_path, steps=60, tracker="mlflow")
     taken = []
     with one_rank() as group:

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -105,7 +104,7 @@ def texts_of(processes: list[subprocess.Popen]) -> list[str]:
             process.kill()
 
 
-def test_a_rank_that_raises_is_quoted_by_the_others_which_end_quietly() -> None:
+def test_a_rank_that_raises_is_quoted_by_the_others_which_end_quietly():
     processes = start_ranks("raise", 2)
     zero, one = texts_of(processes)  # which waits less than the 1000 s that rank 0 would sleep
     assert "Traceback" in one and "[rank 1] ended with RuntimeError: out of memory" in one
@@ -118,7 +117,7 @@ def test_a_rank_that_raises_is_quoted_by_the_others_which_end_quietly() -> None:
     assert all(process.returncode != 0 for process in processes)
 
 
-def test_what_all_ranks_say_is_said_once() -> None:
+def test_what_all_ranks_say_is_said_once():
     text = "".join(texts_of(start_ranks("same", 2)))
     assert text.count("data.train: no such file") in (1, 2) and "Traceback" not in text
     assert (
@@ -128,7 +127,7 @@ def test_what_all_ranks_say_is_said_once() -> None:
     )
 
 
-def test_a_signal_in_start_up_ends_a_blocked_rank_at_once() -> None:
+def test_a_signal_in_start_up_ends_a_blocked_rank_at_once():
     (process,) = start_ranks("start-up", 1)
     assert process.stdout.readline() == "blocked\n"
     process.send_signal(signal.SIGTERM)
@@ -138,7 +137,7 @@ def test_a_signal_in_start_up_ends_a_blocked_rank_at_once() -> None:
     assert "nothing to save before the first step" in text and "closed as stopped" in text
 
 
-def test_the_first_ctrl_c_asks_for_a_stop_and_the_second_ends_at_once() -> None:
+def test_the_first_ctrl_c_asks_for_a_stop_and_the_second_ends_at_once():
     (process,) = start_ranks("signals", 1)
     assert process.stdout.readline() == "blocked\n"
     for _ in range(2):  # the same key press, passed on twice
@@ -150,9 +149,7 @@ def test_the_first_ctrl_c_asks_for_a_stop_and_the_second_ends_at_once() -> None:
     assert "this step is finished and saved" in text and "the second signal" in text
 
 
-def test_ctrl_c_saves_and_a_finished_run_is_not_built_again(
-    tiny_model: Path, tmp_path: Path
-) -> None:
+def test_ctrl_c_saves_and_a_finished_run_is_not_built_again(tiny_model, tmp_path):
     flags = TINY["sft"] | {
         "model.path": tiny_model,
         "output-dir": tmp_path,
@@ -174,9 +171,7 @@ def test_ctrl_c_saves_and_a_finished_run_is_not_built_again(
 # --------------------------------------------------------------------------- without ranks
 
 
-def test_only_a_whole_checkpoint_of_the_same_run_counts_as_finished(
-    tmp_path: Path, group: Any, capsys: pytest.CaptureFixture
-) -> None:
+def test_only_a_whole_checkpoint_of_the_same_run_counts_as_finished(tmp_path, group, capsys):
     cfg = Config(output_dir=str(tmp_path), steps=5)
     world = SmallWorld(cfg, group)
     assert not already_finished(cfg, world)
@@ -200,9 +195,7 @@ def test_only_a_whole_checkpoint_of_the_same_run_counts_as_finished(
     assert not already_finished(dataclasses.replace(cfg, seed=1), world)
 
 
-def test_a_name_under_a_folder_that_exists_is_no_hub_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_name_under_a_folder_that_exists_is_no_hub_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs" / "there").mkdir(parents=True)
     for name in ("runs/nope", "./a", "a/b/c"):
@@ -220,14 +213,14 @@ def test_a_name_under_a_folder_that_exists_is_no_hub_name(
         (dict(world_size=2, placement="colocated"), 1, "set --layout.world-size 1"),
     ],
 )
-def test_the_layout_that_is_proposed_can_be_had(layout: dict, size: int, says: str) -> None:
+def test_the_layout_that_is_proposed_can_be_had(layout, size, says):
     cfg = Config(layout=LayoutSettings(**layout))
     with pytest.raises(ValueError) as error:
         _check_launch(cfg, Launch(0, size, 0, "a", 1, "torchrun"))
     assert says in str(error.value)
 
 
-def test_a_dry_run_finds_what_a_run_would_stumble_over(tiny_model: Path, tmp_path: Path) -> None:
+def test_a_dry_run_finds_what_a_run_would_stumble_over(tiny_model, tmp_path):
     data, code = tmp_path / "rows.jsonl", tmp_path / "r.py"
     data.write_text('{"prompt": "1+1="}\n')
     code.write_text(
@@ -254,7 +247,7 @@ def test_a_dry_run_finds_what_a_run_would_stumble_over(tiny_model: Path, tmp_pat
     assert "unknown task" in found(train="task:additon", size=4)
 
 
-def test_derived_numbers_are_whole() -> None:
+def test_derived_numbers_are_whole():
     cfg = Config(
         data=DataSettings(train="task:addition"),
         layout=LayoutSettings(world_size=8, trainer_ranks=6),
@@ -271,7 +264,7 @@ def test_derived_numbers_are_whole() -> None:
     assert "steps of generation ahead" not in derived(sft)
 
 
-def test_help_names_the_config_file_and_may_be_cut_short() -> None:
+def test_help_names_the_config_file_and_may_be_cut_short():
     done = subprocess.run(
         f"{sys.executable} train.py --help | head -3",
         shell=True,
@@ -283,9 +276,7 @@ def test_help_names_the_config_file_and_may_be_cut_short() -> None:
     assert "--config FILE" in done.stdout and done.stderr == ""
 
 
-def test_ask_takes_texts_and_rows_and_hints_at_the_options_of_a_task(
-    tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_ask_takes_texts_and_rows_and_hints_at_the_options_of_a_task(tiny_model, tmp_path, capsys):
     path = tmp_path / "rows.jsonl"
     path.write_text('{"prompt": "1+1=", "answer": "2"}\n{"prompt": "5+5="}\n')
     assert ask(tiny_model, prompt=("3+4=",), data=str(path), max_response_tokens=2) is None
