@@ -59,3 +59,13 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         intermediate=96,
         max_positions=256,
     )
+
+
+@pytest.fixture(scope="session")
+def chat_model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A folder with such a model whose words are far from even, and a chat template."""
+    from built import small_model
+
+    folder = tmp_path_factory.mktemp("chat_model")
+    sizes = dict(hidden_size=64, heads=2, intermediate=96)
+    return str(small_model(folder, **sizes, initializer_std=0.2, chat_template=True))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -102,6 +103,34 @@ def ragged(seed: int, *, drift: float = 0.4) -> Ragged:
     return case
 
 
+def scalars_of(
+    rewards: Sequence[float] | Tensor,
+    group_ids: Sequence[int] | Tensor = (),
+    *,
+    response_lengths: Sequence[int] | Tensor = (),
+    prompt_length: int = 1,
+    **columns: Any,
+) -> Scalars:
+    """Return a batch's scalars, of one group unless told: samples in order, all valid and whole."""
+    count = len(rewards)
+    groups = torch.as_tensor(group_ids if len(group_ids) else [0] * count)
+    lengths = torch.as_tensor(response_lengths if len(response_lengths) else [4] * count)
+    before = (groups[:, None] == groups[None, :]).tril(-1)
+    own = dict(
+        sample_ids=before.sum(1),
+        is_truncated=torch.zeros(count, dtype=torch.bool),
+        is_valid=torch.ones(count, dtype=torch.bool),
+        min_versions=torch.zeros(count, dtype=torch.int64),
+    )
+    return Scalars(
+        lengths=lengths + prompt_length,
+        response_lengths=lengths,
+        group_ids=groups,
+        rewards=torch.as_tensor(rewards, dtype=torch.float64),
+        **(own | {name: torch.as_tensor(column) for name, column in columns.items()}),
+    )
+
+
 def scalars(seed: int, *, num_groups: int = 6) -> Scalars:
     """Draw a batch's scalars with groups of one, equal rewards, and samples not valid."""
     g = torch.Generator().manual_seed(seed)
@@ -113,13 +142,11 @@ def scalars(seed: int, *, num_groups: int = 6) -> Scalars:
     is_valid = torch.rand(count, generator=g) < 0.85
     response_lengths = torch.randint(0, 20, (count,), generator=g)
     response_lengths[-1] = 5
-    return Scalars(
-        lengths=response_lengths + 3,
+    return scalars_of(
+        rewards,
+        group_ids,
         response_lengths=response_lengths,
-        group_ids=group_ids,
-        sample_ids=torch.cat([torch.arange(size) for size in sizes]),
-        rewards=rewards,
+        prompt_length=3,
         is_truncated=torch.rand(count, generator=g) < 0.2,
         is_valid=is_valid,
-        min_versions=torch.zeros(count, dtype=torch.int64),
     )

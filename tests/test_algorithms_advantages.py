@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ragged import scalars
+from ragged import scalars, scalars_of
 
 from spmdrl.algorithms import advantages, registry
 from spmdrl.algorithms.advantages import gdpo, grpo, max_rl, opo, pass_at_k, reinforce, remax, rloo
@@ -140,20 +140,10 @@ groups_of_rewards = st.lists(
 )
 
 
-def batch_of(groups: list[list[float]], *, first_length: int = 3) -> Scalars:
-    flat = torch.tensor([r for g in groups for r in g], dtype=torch.float64)
-    count = len(flat)
-    lengths = torch.arange(count) % 5 + first_length
-    return Scalars(
-        lengths=lengths + 2,
-        response_lengths=lengths,
-        group_ids=torch.tensor([i for i, g in enumerate(groups) for _ in g]),
-        sample_ids=torch.tensor([i for g in groups for i in range(len(g))]),
-        rewards=flat,
-        is_truncated=torch.zeros(count, dtype=torch.bool),
-        is_valid=torch.ones(count, dtype=torch.bool),
-        min_versions=torch.zeros(count, dtype=torch.int64),
-    )
+def batch_of(groups: list[list[float]]) -> Scalars:
+    ids = [i for i, g in enumerate(groups) for _ in g]
+    lengths = torch.arange(len(ids)) % 5 + 3
+    return scalars_of([r for g in groups for r in g], ids, response_lengths=lengths)
 
 
 @pytest.mark.parametrize("name", SHIFT_INVARIANT)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 from pathlib import Path
 
 import pytest
 import torch
+from built import changed, small_model, started, training
 from policy_runs import LENGTHS, batch, config, sequence
 from ranks import run_ranks
 from torch import Tensor
@@ -18,7 +18,6 @@ from spmdrl.algorithms.entropy import adaptive_entropy_coef
 from spmdrl.algorithms.loss_tokens import loss_tokens
 from spmdrl.algorithms.shaping import adaptive_kl_coef
 from spmdrl.algorithms.token_baselines import with_totals
-from spmdrl.commands.create_model import create_model
 from spmdrl.config import Config
 
 STEPS = 3
@@ -90,21 +89,14 @@ def misspelt(leads: Tensor, *, loss_mask: Tensor, cu_seqlens: Tensor) -> tuple[T
 
 
 def _config(case: str, folders: dict[str, str], out: Path, **layout: int) -> Config:
-    cfg = config(
-        folders["start"],
-        out,
-        model={"reference": {"path": folders["reference"]}},
-        **CASES[case],
-        **layout,
-    )
-    return dataclasses.replace(
-        cfg, critic=dataclasses.replace(cfg.critic, path=folders["prm"], lr=2e-2)
-    )
+    model = {"reference": {"path": folders["reference"]}}
+    cfg = config(folders["start"], out, model=model, **CASES[case], **layout)
+    return changed(cfg, critic=dict(path=folders["prm"], lr=2e-2))
 
 
 def _batch(world: object, cfg: Config) -> object:
     own = batch(world.dp_index(world.rank), world.dp_size, updates=cfg.batch.updates_per_step)
-    return dataclasses.replace(own, scalars=dataclasses.replace(own.scalars, rewards=REWARDS))
+    return changed(own, scalars=dict(rewards=REWARDS))
 
 
 def _step(trainer: object, own: object, *, step: int) -> tuple[object, object, dict]:
@@ -128,26 +120,21 @@ def _whole_state(trainer: object) -> dict[str, Tensor]:
 def _train(first: Config, configs: dict[str, Config]) -> dict[str, dict]:
     """Return of each case the step's sums, step 0's advantages by sequence, and the end state."""
     from spmdrl.roles import make_trainer
-    from spmdrl.world import World
 
-    world, found = World.start(first), {}
-    for case, cfg in configs.items():
-        trainer, own, sums = make_trainer(cfg, world), _batch(world, cfg), []
-        for step in range(STEPS):
-            annotated, credit, updated = _step(trainer, own, step=step)
-            sums.append(updated)
-            if step == 0:
-                rows = {}
-                for micro, tokens in zip(sum(own.updates, ()), sum(credit.tokens, ())):
-                    pieces = tokens.split(micro.cu_seqlens.diff().tolist())
-                    rows |= dict(zip(micro.sequence_ids.tolist(), pieces))
-        found[case] = {
-            "sums": sums,
-            "advantages": rows,
-            "state": _whole_state(trainer),
-            "kl_coef": annotated.kl_coef,
-        }
-    world.close()
+    found = {}
+    with started(first) as world:
+        for case, cfg in configs.items():
+            trainer, own, sums = make_trainer(cfg, world), _batch(world, cfg), []
+            for step in range(STEPS):
+                annotated, credit, updated = _step(trainer, own, step=step)
+                sums.append(updated)
+                if step == 0:
+                    rows = {}
+                    for micro, tokens in zip(sum(own.updates, ()), sum(credit.tokens, ())):
+                        pieces = tokens.split(micro.cu_seqlens.diff().tolist())
+                        rows |= dict(zip(micro.sequence_ids.tolist(), pieces))
+            found[case] = dict(sums=sums, advantages=rows, kl_coef=annotated.kl_coef)
+            found[case]["state"] = _whole_state(trainer)
     return found
 
 
@@ -155,19 +142,7 @@ def _train(first: Config, configs: dict[str, Config]) -> dict[str, dict]:
 def folders(tmp_path_factory) -> dict[str, str]:
     where = tmp_path_factory.mktemp("models")
     return {
-        name: str(
-            create_model(
-                where / name,
-                architecture="qwen3",
-                hidden_size=32,
-                layers=1,
-                heads=4,
-                kv_heads=2,
-                intermediate=48,
-                seed=seed,
-                initializer_std=0.2,
-            )
-        )
+        name: str(small_model(where / name, layers=1, seed=seed, initializer_std=0.2))
         for name, seed in (("start", 0), ("reference", 7), ("prm", 9))
     }
 
@@ -176,11 +151,8 @@ def folders(tmp_path_factory) -> dict[str, str]:
 def trained(folders, tmp_path_factory) -> dict[str, list[dict]]:
     """Results of every case by layout, per rank."""
     where, results = tmp_path_factory.mktemp("credit"), {}
-    for name, layout in {
-        "one": {},
-        "dp": dict(world_size=2),
-        "tp": dict(world_size=2, tp=2),
-    }.items():
+    layouts = {"one": {}, "dp": dict(world_size=2), "tp": dict(world_size=2, tp=2)}
+    for name, layout in layouts.items():
         configs = {case: _config(case, folders, where, **layout) for case in CASES}
         results[name] = run_ranks(layout.get("world_size", 1), _train, configs["otb"], configs)
     return results
@@ -197,23 +169,15 @@ def test_every_layout_trains_like_one_process(case, layout, trained):
                 if name.startswith("policy/mismatch"):
                     continue  # squares of large ratios: the rows are not the policy's own
                 assert a[name][1] == pytest.approx(n, rel=1e-6), name
-                assert math.isclose(a[name][0], x, rel_tol=2e-4, abs_tol=2e-5 * max(1, n)), (
-                    name,
-                    a[name],
-                    (x, n),
-                )
+                close = math.isclose(a[name][0], x, rel_tol=2e-4, abs_tol=2e-5 * max(1, n))
+                assert close, (name, a[name], (x, n))
         for row, tokens in ours["advantages"].items():
             if row >= 0:
                 torch.testing.assert_close(tokens, one["advantages"][row], rtol=1e-4, atol=1e-5)
         assert ours["state"].keys() == one["state"].keys()
         for name, expected in one["state"].items():
-            torch.testing.assert_close(
-                ours["state"][name],
-                expected,
-                rtol=1e-4,
-                atol=1e-5,
-                msg=lambda m, n=name: f"{n}: {m}",
-            )
+            told = dict(msg=lambda m, n=name: f"{n}: {m}")
+            torch.testing.assert_close(ours["state"][name], expected, rtol=1e-4, atol=1e-5, **told)
 
 
 # --------------------------------------------------------------------------- plain float64
@@ -235,9 +199,15 @@ def _distributions(folder: str, row: int) -> Tensor:
 
 def _logprobs(folder: str, row: int) -> Tensor:
     """Return log pi of the response's tokens: [L], with a graph."""
-    return _distributions(folder, row).gather(1, sequence(row)[(LENGTHS[row] + 2) // 3 :, None])[
-        :, 0
-    ]
+    response = sequence(row)[(LENGTHS[row] + 2) // 3 :, None]
+    return _distributions(folder, row).gather(1, response)[:, 0]
+
+
+def _gradient_norm(model: torch.nn.Module, loss: Tensor) -> float:
+    model.zero_grad()
+    loss.backward()
+    grads = [p.grad.flatten() for p in model.parameters() if p.grad is not None]
+    return float(torch.cat(grads).norm())
 
 
 def _groups(row: int, rows: tuple[int, ...]) -> list[int]:
@@ -316,13 +286,11 @@ def test_the_process_reward_model_learns_the_outcomes_by_cross_entropy(trained, 
         - (1 - REWARDS[row]) * (1 - scores[row].sigmoid()).log()
         for row in rows
     ) / len(rows)
-    model.zero_grad()
-    loss.backward()
-    norm = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]).norm()
+    norm = _gradient_norm(model, loss)
     for ranks in trained.values():
         for sums in (rank["prime"]["sums"] for rank in ranks):
             assert sums[0]["prm/loss"] == (pytest.approx(loss.item(), rel=1e-4), 1.0)
-            assert sums[0]["prm/grad_norm"] == (pytest.approx(float(norm), rel=1e-3), 1.0)
+            assert sums[0]["prm/grad_norm"] == (pytest.approx(norm, rel=1e-3), 1.0)
             right = sum((scores[row] > 0).item() == (REWARDS[row] > 0.5).item() for row in rows)
             assert sums[0]["prm/accuracy"] == (right, len(rows))
             assert sums[-1]["prm/loss"][0] < sums[0]["prm/loss"][0]
@@ -368,16 +336,14 @@ def test_top_entropy_trains_the_tokens_of_the_highest_entropy_alone(trained, fol
         ]
     )
     own = torch.cat([_logprobs(folders["start"], row) for row in rows])
-    model.zero_grad()
-    (-(advantages * own)[kept].sum() / len(own)).backward()
-    norm = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]).norm()
+    norm = _gradient_norm(model, -(advantages * own)[kept].sum() / len(own))
     for ranks in trained.values():
         for sums in (rank["top entropy"]["sums"] for rank in ranks):
             assert sums[0]["policy/low_entropy_frac"] == (len(own) - count, len(own))
             assert sums[0]["policy/loss"][0] == pytest.approx(
                 float(-advantages[kept].sum() / len(own)), rel=1e-5
             )
-            assert sums[0]["policy/grad_norm"][0] == pytest.approx(float(norm), rel=1e-3)
+            assert sums[0]["policy/grad_norm"][0] == pytest.approx(norm, rel=1e-3)
 
 
 # --------------------------------------------------------------------------- coefficients
@@ -417,17 +383,14 @@ def test_a_moving_coefficient_acts_in_loss_and_reward(trained):
 def _in_the_reward(cfg: Config) -> list[Tensor]:
     """Return a sequence's advantage without KL, and with two coefficients."""
     from spmdrl.credit import advantages_of
-    from spmdrl.roles import make_trainer
-    from spmdrl.world import World
 
-    world = World.start(cfg)
-    annotated = make_trainer(cfg, world).annotate(_batch(world, cfg), step=0)
-    assert annotated.kl_coef == cfg.algorithm.kl_coef
-    found = [
-        advantages_of(dataclasses.replace(annotated, kl_coef=coef), cfg=cfg, world=world, step=0)
-        for coef in (0.0, 0.1, 0.4)
-    ]
-    world.close()
+    with training(cfg) as (world, trainer):
+        annotated = trainer.annotate(_batch(world, cfg), step=0)
+        assert annotated.kl_coef == cfg.algorithm.kl_coef
+        found = [
+            advantages_of(changed(annotated, kl_coef=coef), cfg=cfg, world=world, step=0)
+            for coef in (0.0, 0.1, 0.4)
+        ]
     return [torch.cat(sum(each.tokens, ())) for each in found]
 
 
@@ -445,35 +408,30 @@ def _resumed(cfg: Config) -> tuple[tuple, tuple]:
     """Train after a warm-up, save, and go on twice: without a stop, and from the checkpoint."""
     from spmdrl.checkpoint import Checkpointer
     from spmdrl.roles import make_trainer
-    from spmdrl.world import World
 
-    world = World.start(cfg)
-    own, first = _batch(world, cfg), make_trainer(cfg, world)
-    before = _whole_state(first)
-    warm_up = _step(first, own, step=0)[2]
-    assert "prm/loss" in warm_up and "policy/loss" not in warm_up
-    moved = [n for n, t in _whole_state(first).items() if not torch.equal(t, before[n])]
-    assert {name.split(".")[0] for name in moved} == {"prm"}
-    _step(first, own, step=1)
-    saver = Checkpointer(dataclasses.replace(cfg, steps=2), world)
-    saver.maybe_save(2, first, _NoSource())
-    saver.finish()
-    second = make_trainer(cfg, world)
-    assert Checkpointer(cfg, world).restore(second, _NoSource()).step == 2
-    found = []
-    for trainer in (first, second):
-        sums = [_step(trainer, own, step=step)[2] for step in (2, 3)]
-        found.append((sums, _whole_state(trainer)))
-    world.close()
+    with training(cfg) as (world, first):
+        own, before = _batch(world, cfg), _whole_state(first)
+        warm_up = _step(first, own, step=0)[2]
+        assert "prm/loss" in warm_up and "policy/loss" not in warm_up
+        moved = [n for n, t in _whole_state(first).items() if not torch.equal(t, before[n])]
+        assert {name.split(".")[0] for name in moved} == {"prm"}
+        _step(first, own, step=1)
+        saver = Checkpointer(changed(cfg, steps=2), world)
+        saver.maybe_save(2, first, _NoSource())
+        saver.finish()
+        second = make_trainer(cfg, world)
+        assert Checkpointer(cfg, world).restore(second, _NoSource()).step == 2
+        found = []
+        for trainer in (first, second):
+            sums = [_step(trainer, own, step=step)[2] for step in (2, 3)]
+            found.append((sums, _whole_state(trainer)))
     return tuple(found)
 
 
 def test_after_a_warm_up_of_the_process_reward_model_a_resumed_run_is_bit_identical(
     folders, tmp_path
 ):
-    cfg = _config("all at once", folders, tmp_path)
-    critic = dataclasses.replace(cfg.critic, warmup_steps=1)
-    cfg = dataclasses.replace(cfg, critic=critic)
+    cfg = changed(_config("all at once", folders, tmp_path), critic=dict(warmup_steps=1))
     (sums, state), (again, restored) = run_ranks(1, _resumed, cfg)[0]
     assert sums == again and state.keys() == restored.keys()
     assert all(torch.equal(restored[name], tensor) for name, tensor in state.items())
@@ -491,16 +449,11 @@ def test_the_kl_in_the_reward_is_weighed_by_the_coefficient_of_the_step(folders,
 
 
 def _refused(cfg: Config) -> str:
-    from spmdrl.roles import make_trainer
-    from spmdrl.world import World
-
-    world = World.start(cfg)
-    own = _batch(world, cfg)
     rewards = REWARDS.index_fill(0, torch.tensor(3), -1.0)
-    own = dataclasses.replace(own, scalars=dataclasses.replace(own.scalars, rewards=rewards))
-    with pytest.raises(ValueError) as caught:
-        _step(make_trainer(cfg, world), own, step=0)
-    world.close()
+    with training(cfg) as (world, trainer):
+        own = changed(_batch(world, cfg), scalars=dict(rewards=rewards))
+        with pytest.raises(ValueError) as caught:
+            _step(trainer, own, step=0)
     return str(caught.value)
 
 

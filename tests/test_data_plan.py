@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from ragged import scalars_of
 
 from spmdrl.data.prompt_order import Measured, PromptPlanner, choose
 from spmdrl.data.prompts import Order
@@ -19,16 +20,11 @@ ALWAYS, NEVER, MIXED = [1.0, 1.0], [0.0, 0.3], [1.0, 0.0]
 def batch(rows, rewards, *, lengths=None, is_valid=None) -> Scalars:
     """Groups of two samples, in the order given."""
     count = 2 * len(rows)
-    lengths = torch.tensor(lengths or [4] * count)
-    return Scalars(
-        lengths=lengths + 1,
-        response_lengths=lengths,
-        group_ids=torch.arange(count) // 2,
-        sample_ids=torch.arange(count) % 2,
-        rewards=torch.tensor(rewards).double().flatten(),
-        is_truncated=torch.zeros(count, dtype=torch.bool),
-        is_valid=torch.tensor(is_valid if is_valid else [True] * count),
-        min_versions=torch.zeros(count, dtype=torch.int64),
+    return scalars_of(
+        torch.tensor(rewards).flatten(),
+        torch.arange(count) // 2,
+        response_lengths=lengths or (),
+        is_valid=is_valid or [True] * count,
         rows=torch.tensor(rows).repeat_interleave(2),
     )
 

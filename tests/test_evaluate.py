@@ -11,15 +11,14 @@ import sys
 from pathlib import Path
 
 import pytest
+from built import made, small_model
 from drawn import trajectory
 from ranks import run_ranks
 from runs import ROOT
 
-from spmdrl import config
-from spmdrl.commands.create_model import create_model
 from spmdrl.commands.evaluate import parse
 from spmdrl.commands.export import export
-from spmdrl.config import Config, KeepSettings
+from spmdrl.config import Config
 from spmdrl.evaluate import table
 from spmdrl.report.glossary import values_of
 from spmdrl.rollout.episode import FinishedEpisode
@@ -175,77 +174,47 @@ def run(tmp_path_factory) -> Path:
     from transformers import AutoTokenizer
 
     where = tmp_path_factory.mktemp("evaluate")
-    model = create_model(
-        where / "start",
-        hidden_size=64,
-        layers=1,
-        heads=2,
-        kv_heads=1,
-        intermediate=48,
-        max_positions=64,
-    )
+    sizes = dict(hidden_size=64, layers=1, heads=2, kv_heads=1, max_positions=64)
+    model = small_model(where / "start", **sizes)
     digits = AutoTokenizer.from_pretrained(model).convert_tokens_to_ids(list("0123456789"))
-    rows = [
-        {
-            "prompt": f"{i}+{i}=",
-            "data_source": "odd" if i % 2 else "even",
-            "ground_truth": str(i % 10),
-        }
-        for i in range(10, 22)
-    ]
-    (where / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    cfg = Config(
+    sources, rows = ("even", "odd"), where / "rows.jsonl"
+    row = '{{"prompt": "{0}+{0}=", "data_source": "{1}", "ground_truth": "{2}"}}\n'
+    rows.write_text("".join(row.format(i, sources[i % 2], i % 10) for i in range(10, 22)))
+    task = dict(train="task:addition", size=100, task_options={"digits": 2})
+    cfg = made(
         output_dir=str(where / "run"),
         steps=STEPS,
-        layout=config.LayoutSettings(placement="colocated", world_size=1, device="cpu"),
-        model=config.ModelSettings(path=str(model), compute_dtype="float32"),
-        data=config.DataSettings(
-            train="task:addition",
-            size=100,
-            task_options={"digits": 2},
-            eval=str(where / "rows.jsonl"),
-            max_prompt_tokens=8,
-        ),
-        batch=config.BatchSettings(prompts_per_step=4, group_size=4, tokens_per_microbatch=128),
-        sampling=config.SamplingSettings(max_response_tokens=24, stop_token_ids=tuple(digits)),
-        optimizer=config.OptimizerSettings(lr=1e-3),
-        engine=config.EngineSettings(
-            kind="transformers", dtype="float32", cpu_kv_cache_gib=0.1, max_num_seqs=64
-        ),
+        layout=dict(placement="colocated", world_size=1, device="cpu"),
+        model=dict(path=str(model), compute_dtype="float32"),
+        data=task | dict(eval=str(rows), max_prompt_tokens=8),
+        batch=dict(prompts_per_step=4, group_size=4, tokens_per_microbatch=128),
+        sampling=dict(max_response_tokens=24, stop_token_ids=tuple(digits)),
+        optimizer=dict(lr=1e-3),
+        engine=dict(kind="transformers", dtype="float32", cpu_kv_cache_gib=0.1, max_num_seqs=64),
         # The answer is the last number: the responses end with a digit.
-        rewards=config.RewardsSettings(functions=("spmdrl.rewards.graders:numeric",)),
-        evaluate=config.EvaluateSettings(every_steps=STEPS, samples=4),
-        checkpoint=config.CheckpointSettings(keep=KeepSettings(last=1, best="eval/maj_at_4")),
+        rewards=dict(functions=("spmdrl.rewards.graders:numeric",)),
+        evaluate=dict(every_steps=STEPS, samples=4),
+        checkpoint=dict(keep=dict(last=1, best="eval/maj_at_4")),
     )
     run_ranks(1, _trained, cfg)
     return where / "run"
 
 
-def _evaluated(launcher: list[str], *arguments: str) -> tuple[dict, str]:
-    out = arguments[arguments.index("--out") + 1]
+def _evaluated(launcher: list[str], out: Path, *arguments: object) -> tuple[dict, str]:
+    words = [*launcher, "-m", "spmdrl", "evaluate", *map(str, arguments), "--out", str(out)]
     done = subprocess.run(
-        [sys.executable, *launcher, "-m", "spmdrl", "evaluate", *arguments],
-        cwd=ROOT,
-        text=True,
-        timeout=300,
-        capture_output=True,
+        [sys.executable, *words], cwd=ROOT, text=True, timeout=300, capture_output=True
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    return json.loads(Path(out).read_text()), done.stdout
+    return json.loads(out.read_text()), done.stdout
 
 
 def test_a_run_and_its_model_give_what_the_loop_measured_on_any_ranks(run, tmp_path):
     rows = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
     first, looped = [row for row in rows if "eval/reward" in row]
     assert (first["step"], looped["step"]) == (0, STEPS)
-    of_run, printed = _evaluated(
-        ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"],
-        str(run),
-        "--which",
-        "best",
-        "--out",
-        str(tmp_path / "run.json"),
-    )
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    of_run, printed = _evaluated(launcher, tmp_path / "run.json", run, "--which", "best")
     assert of_run["step"] == STEPS and len(of_run["problems"]) == 12
     assert 0 < of_run["all"]["reward"]["mean"] < 1
     names = {f"eval/{name}": name for name in of_run["all"] if not name.startswith("best")}
@@ -285,14 +254,8 @@ def test_a_run_and_its_model_give_what_the_loop_measured_on_any_ranks(run, tmp_p
     assert (run / "checkpoints" / "best" / "manifest.json").is_file()
 
     # A model's folder counts as step 0, by which the loop's first samples were keyed too.
-    of_model, _ = _evaluated(
-        [],
-        str(run.parent / "start"),
-        "--config",
-        str(run / "config.yaml"),
-        "--out",
-        str(tmp_path / "model.json"),
-    )
+    start, options = run.parent / "start", ("--config", run / "config.yaml")
+    of_model, _ = _evaluated([], tmp_path / "model.json", start, *options)
     assert of_model["step"] == 0
     for theirs, name in names.items():
         assert of_model["all"][name]["mean"] == pytest.approx(first[theirs], abs=1e-12), name
@@ -303,12 +266,8 @@ def test_folders_are_told_apart(run, tiny_model, tmp_path):
     assert parse([str(run), "--which", "best"], world_size=1).which == "best"
     with pytest.raises(ValueError, match="--which best: .* is a model"):
         parse([str(tiny_model), "--which", "best", *flags], world_size=1)
-    for path in (
-        run,
-        run / "checkpoints",
-        run / "checkpoints/best",
-        run / f"checkpoints/step_{STEPS}",
-    ):
+    for part in ("", "checkpoints", "checkpoints/best", f"checkpoints/step_{STEPS}"):
+        path = run / part
         request = parse([str(path), "--evaluate.samples", "2"], world_size=3)
         assert request.is_checkpoint and request.cfg.evaluate.samples == 2
         assert request.cfg.layout.world_size == 3 and request.cfg.engine.dtype == "float32"

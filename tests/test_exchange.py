@@ -6,9 +6,10 @@ import dataclasses
 
 import pytest
 import torch
+from built import changed, made, started
 from ranks import run_ranks
 
-from spmdrl.config import AlgorithmSettings, BatchSettings, Config, LayoutSettings, inference_ranks
+from spmdrl.config import Config, LayoutSettings, inference_ranks
 from spmdrl.exchange import exchange
 from spmdrl.types import Batch as ExchangedBatch
 from spmdrl.types import Rollouts, Scalars
@@ -18,11 +19,7 @@ from spmdrl.world import World
 def config(layout: LayoutSettings, **batch: int) -> Config:
     objective = "sft" if layout.placement == "offline" else "rl"
     sizes = dict(prompts_per_step=4, group_size=3, tokens_per_microbatch=64) | batch
-    return Config(
-        layout=layout,
-        batch=BatchSettings(**sizes),
-        algorithm=AlgorithmSettings(objective=objective),
-    )
+    return made(layout=layout, batch=sizes, algorithm=dict(objective=objective))
 
 
 def lay(placement: str, world_size: int, **sizes: int) -> LayoutSettings:
@@ -107,11 +104,9 @@ HOWS = ("spread", "last has all")
 
 
 def deliver(cfg: Config) -> tuple[list[ExchangedBatch], int]:
-    world = World.start(cfg)
-    batches = [exchange(rollouts(share(world, how)), world, step=3) for how in HOWS]
-    dp = world.dp_index(world.rank) if world.is_trainer else -1
-    world.close()
-    return batches, dp
+    with started(cfg) as world:
+        batches = [exchange(rollouts(share(world, how)), world, step=3) for how in HOWS]
+        return batches, world.dp_index(world.rank) if world.is_trainer else -1
 
 
 def check_microbatch(mb, scalars: Scalars, budget: int) -> list[int]:
@@ -168,17 +163,16 @@ def routes_of(group: int, sample: int, dtype: torch.dtype) -> torch.Tensor:
 
 def deliver_routes(cfg: Config, dtype: torch.dtype) -> tuple[list[ExchangedBatch], int]:
     """Exchange with routes everywhere, and where the leader with the lowest rank has none."""
-    world, batches = World.start(cfg), []
-    for silent in (-1, inference_ranks(cfg)[0]):
-        mine = share(world, "spread")
-        own = rollouts(mine)
-        if mine and world.rank != silent:
-            parts = [routes_of(*key, dtype) for key in mine]
-            own = dataclasses.replace(own, routes=torch.cat(parts))
-        batches.append(exchange(own, world, step=3))
-    dp = world.dp_index(world.rank) if world.is_trainer else -1
-    world.close()
-    return batches, dp
+    batches = []
+    with started(cfg) as world:
+        for silent in (-1, inference_ranks(cfg)[0]):
+            mine = share(world, "spread")
+            own = rollouts(mine)
+            if mine and world.rank != silent:
+                parts = [routes_of(*key, dtype) for key in mine]
+                own = dataclasses.replace(own, routes=torch.cat(parts))
+            batches.append(exchange(own, world, step=3))
+        return batches, world.dp_index(world.rank) if world.is_trainer else -1
 
 
 @pytest.mark.parametrize(
@@ -276,24 +270,23 @@ def faulty(world: World, fault: str) -> Rollouts:
             name: getattr(none, name)[:0]
             for name in ("tokens", "response_mask", "rollout_logprobs", "policy_versions")
         }
-        scalars = dataclasses.replace(none.scalars, lengths=none.scalars.lengths * 0)
-        return dataclasses.replace(none, scalars=scalars, cu_seqlens=none.cu_seqlens * 0, **zeros)
+        lengths = none.scalars.lengths * 0
+        return changed(none, scalars=dict(lengths=lengths), cu_seqlens=none.cu_seqlens * 0, **zeros)
     return rollouts({"twice": [(1, 2)], "nothing": []}.get(fault, mine))
 
 
 def fail(cfg: Config) -> dict[str, str]:
-    world, messages = World.start(cfg), {}
-    for fault in FAULTS:
-        budget = 40 if fault == "long" else 64
-        world.cfg = dataclasses.replace(
-            cfg, batch=dataclasses.replace(cfg.batch, tokens_per_microbatch=budget)
-        )
-        try:
-            exchange(faulty(world, fault), world, step=7)
-            messages[fault] = "accepted"
-        except (ValueError, RuntimeError) as error:
-            messages[fault] = f"{type(error).__name__}: {error}"
-    world.close()
+    messages = {}
+    with started(cfg) as world:
+        for fault in FAULTS:
+            world.cfg = changed(
+                cfg, batch=dict(tokens_per_microbatch=40 if fault == "long" else 64)
+            )
+            try:
+                exchange(faulty(world, fault), world, step=7)
+                messages[fault] = "accepted"
+            except (ValueError, RuntimeError) as error:
+                messages[fault] = f"{type(error).__name__}: {error}"
     return messages
 
 

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
 
 import pytest
 import torch
+from built import changed, made, small_model, started
 from policy_runs import batch, config, update
 from ranks import run_ranks
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from spmdrl.check.ranges import range_problems
-from spmdrl.commands.create_model import create_model
-from spmdrl.config import Config, LayoutSettings
+from spmdrl.config import Config
 from spmdrl.model.parallel.recompute import blocks_ahead
 
 LAYERS = 3
@@ -62,47 +61,46 @@ def _unreduced_bytes(trainer: object) -> int:
 
 
 def _in_all_ways(cfg: Config) -> dict[str, dict]:
-    from spmdrl.roles import make_trainer
-    from spmdrl.world import World
-
-    world, found = World.start(cfg), {}
-    for way, memory in WAYS.items():
-        trainer = make_trainer(
-            replace(cfg, model=replace(cfg.model, memory=replace(cfg.model.memory, **memory))),
-            world,
-        )
-        own = batch(world.dp_index(world.rank), world.dp_size)
-        gradients: dict[str, Tensor] = {}
-        take, waiting = trainer.policy.optimizer.step, []
-        updates = trainer._prepare(own)
-
-        def step(found: dict[str, Tensor], *, lr: float) -> None:
-            gradients.update({name: g.clone() for name, g in found.items()})
-            take(found, lr=lr)
-
-        trainer.policy.optimizer.step = step
-        reduce = trainer.policy._reduce
-
-        def watch(*, is_last: bool) -> None:
-            waiting.append(_unreduced_bytes(trainer))
-            reduce(is_last=is_last)
-
-        trainer.policy._reduce = watch
-        with Collectives() as seen:
-            sums = [update(trainer, own, step=0)]
-        first = dict(gradients)
-        sums.append(update(trainer, own, step=1))
-        found[way] = {
-            "counts": dict(seen.counts),
-            "first": first,
-            "second": dict(gradients),
-            "sums": sums,
-            "microbatches": len(updates[0]),
-            "waiting": waiting[1],
-            "numel": sum(p.numel() for p in trainer.weights.shards().values()),
+    with started(cfg) as world:
+        return {
+            way: _in_one_way(changed(cfg, model=dict(memory=own)), world)
+            for way, own in WAYS.items()
         }
-    world.close()
-    return found
+
+
+def _in_one_way(cfg: Config, world: object) -> dict:
+    from spmdrl.roles import make_trainer
+
+    trainer, own = make_trainer(cfg, world), batch(world.dp_index(world.rank), world.dp_size)
+    gradients: dict[str, Tensor] = {}
+    take, waiting = trainer.policy.optimizer.step, []
+    updates = trainer._prepare(own)
+
+    def step(found: dict[str, Tensor], *, lr: float) -> None:
+        gradients.update({name: g.clone() for name, g in found.items()})
+        take(found, lr=lr)
+
+    trainer.policy.optimizer.step = step
+    reduce = trainer.policy._reduce
+
+    def watch(*, is_last: bool) -> None:
+        waiting.append(_unreduced_bytes(trainer))
+        reduce(is_last=is_last)
+
+    trainer.policy._reduce = watch
+    with Collectives() as seen:
+        sums = [update(trainer, own, step=0)]
+    first = dict(gradients)
+    sums.append(update(trainer, own, step=1))
+    return {
+        "counts": dict(seen.counts),
+        "first": first,
+        "second": dict(gradients),
+        "sums": sums,
+        "microbatches": len(updates[0]),
+        "waiting": waiting[1],
+        "numel": sum(p.numel() for p in trainer.weights.shards().values()),
+    }
 
 
 def _assert_alike(found: dict[str, dict]) -> None:
@@ -128,9 +126,7 @@ def _counts(found: dict[str, dict], kind: str) -> dict[str, int]:
 
 
 def test_fewer_collectives_and_the_same_gradients(tmp_path):
-    model = create_model(
-        tmp_path / "model", hidden_size=32, layers=LAYERS, heads=4, kv_heads=2, intermediate=48
-    )
+    model = small_model(tmp_path / "model", layers=LAYERS)
     for found in run_ranks(2, _in_all_ways, config(model, tmp_path, world_size=2)):
         _assert_alike(found)
         microbatches = found["auto"]["microbatches"]
@@ -149,17 +145,8 @@ def test_fewer_collectives_and_the_same_gradients(tmp_path):
 
 
 def test_nor_do_copies_and_experts_of_their_own_shards(tmp_path):
-    model = create_model(
-        tmp_path / "moe",
-        architecture="qwen3_moe",
-        hidden_size=32,
-        layers=2,
-        heads=4,
-        kv_heads=2,
-        intermediate=16,
-    )
-    cfg = config(model, tmp_path, world_size=4, dp_replicate=2)
-    cfg = replace(cfg, layout=replace(cfg.layout, ep=2))
+    model = small_model(tmp_path / "moe", architecture="qwen3_moe", intermediate=16)
+    cfg = changed(config(model, tmp_path, world_size=4, dp_replicate=2), layout=dict(ep=2))
     for found in run_ranks(4, _in_all_ways, cfg):
         _assert_alike(found)
         counts = _counts(found, "reduce_scatter_base")
@@ -188,12 +175,12 @@ def test_blocks_ahead_are_a_number(tmp_path):
 
 def test_blocks_are_asked_for_ahead_where_the_host_waits_within_them():
     class Place:
-        device, cfg = torch.device("cuda"), Config(layout=LayoutSettings(ep=2))
+        device, cfg = torch.device("cuda"), made(layout=dict(ep=2))
 
     assert blocks_ahead("auto", Place) == 1
     assert blocks_ahead(0, Place) == 0
-    Place.cfg = Config(layout=LayoutSettings(tp=2))
+    Place.cfg = made(layout=dict(tp=2))
     assert blocks_ahead("auto", Place) == 0
-    Place.cfg = Config(layout=LayoutSettings(ep=2))
+    Place.cfg = made(layout=dict(ep=2))
     Place.device = torch.device("cpu")
     assert blocks_ahead("auto", Place) == 0 and blocks_ahead(3, Place) == 3

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from built import changed, generating, made, small_model
 from policy_runs import batch, update
 from ranks import run_ranks
 from runs import TINY, metrics, run
 
-from spmdrl import config
-from spmdrl.commands.create_model import create_model
 from spmdrl.config import Config
 from spmdrl.engine.protocol import Request
 
@@ -23,35 +21,19 @@ PROMPTS = [tuple(range(10, 10 + n)) for n in (1, 14, 7, 7, 3)]
 def _config(
     where: Path, *, world_size: int = 1, cache_gib: float = 0.02, **engine: object
 ) -> Config:
-    model = create_model(
-        where / "model", hidden_size=64, layers=2, heads=2, kv_heads=1, intermediate=48
-    )
-    return Config(
+    model = small_model(where / "model", hidden_size=64, heads=2, kv_heads=1)
+    patience = dict(startup_timeout_s=300, wait_timeout_s=200)
+    own = dict(kind="transformers", dtype="float32", max_num_seqs=1000, cpu_kv_cache_gib=cache_gib)
+    return made(
         output_dir=str(where / "run"),
         steps=10,
-        layout=config.LayoutSettings(
-            placement="colocated",
-            world_size=world_size,
-            device="cpu",
-            startup_timeout_s=300,
-            wait_timeout_s=200,
-        ),
-        model=config.ModelSettings(path=str(model), compute_dtype="float32"),
-        data=config.DataSettings(max_prompt_tokens=16),
-        sampling=config.SamplingSettings(max_response_tokens=16),
-        batch=config.BatchSettings(tokens_per_microbatch=64),
-        optimizer=config.OptimizerSettings(lr=1e-2),
-        engine=config.EngineSettings(
-            **(
-                {
-                    "kind": "transformers",
-                    "dtype": "float32",
-                    "max_num_seqs": 1000,
-                    "cpu_kv_cache_gib": cache_gib,
-                }
-                | engine
-            )
-        ),
+        layout=dict(placement="colocated", world_size=world_size, device="cpu") | patience,
+        model=dict(path=str(model), compute_dtype="float32"),
+        data=dict(max_prompt_tokens=16),
+        sampling=dict(max_response_tokens=16),
+        batch=dict(tokens_per_microbatch=64),
+        optimizer=dict(lr=1e-2),
+        engine=own | engine,
     )
 
 
@@ -79,25 +61,19 @@ def _touch(engine: object) -> None:
 
 
 def _sleep(cfg: Config) -> dict:
-    from spmdrl.engine.transformers import TransformersEngine
-    from spmdrl.world import World
-
-    world = World.start(cfg)
-    engine = TransformersEngine(cfg, world)
-    before = _drawn(engine)
-    _touch(engine)
-    addresses = [p.data_ptr() for p in engine.model.parameters()]
-    held, resident, cache = engine.held_bytes(), _resident(), engine._runner.cache.nbytes
-    engine.sleep(keeps_weights=False)
-    freed = {"counted": held - engine.held_bytes(), "resident": resident - _resident()}
-    engine.wake("weights")
-    assert held - engine.held_bytes() == freed["counted"]
-    engine.wake("cache")
-    assert engine.held_bytes() == held
-    assert addresses == [p.data_ptr() for p in engine.model.parameters()]
-    same = _drawn(engine) == before
-    engine.close()
-    world.close()
+    with generating(cfg) as (_, engine):
+        before = _drawn(engine)
+        _touch(engine)
+        addresses = [p.data_ptr() for p in engine.model.parameters()]
+        held, resident, cache = engine.held_bytes(), _resident(), engine._runner.cache.nbytes
+        engine.sleep(keeps_weights=False)
+        freed = {"counted": held - engine.held_bytes(), "resident": resident - _resident()}
+        engine.wake("weights")
+        assert held - engine.held_bytes() == freed["counted"]
+        engine.wake("cache")
+        assert engine.held_bytes() == held
+        assert addresses == [p.data_ptr() for p in engine.model.parameters()]
+        same = _drawn(engine) == before
     return freed | {"cache": cache, "same": same}
 
 
@@ -112,44 +88,39 @@ def test_a_sleeping_engine_frees_its_cache_and_draws_alike_after(tmp_path):
 
 
 def _steps(cfg: Config, sleeps: bool) -> dict:
-    from spmdrl.engine import handover, make_engine
+    from spmdrl.engine import handover
     from spmdrl.roles import make_trainer
     from spmdrl.sync.stream import WeightStream
-    from spmdrl.world import World
 
-    world = World.start(cfg)
-    engine, trainer = make_engine(cfg, world), make_trainer(cfg, world)
-    stream = WeightStream(trainer.weights, engine, world)
-    drawn, pushed, levels = [], [], []
-    for step in range(3):
-        if step:
-            drawn.append(_drawn(engine))
-        if sleeps:
-            stream.release()
-            stream.release()  # asleep already
+    drawn, pushed, levels, text = [], [], [], ""
+    with generating(cfg) as (world, engine):
+        trainer = make_trainer(cfg, world)
+        stream = WeightStream(trainer.weights, engine, world)
+        for step in range(3):
+            if step:
+                drawn.append(_drawn(engine))
+            if sleeps:
+                stream.release()
+                stream.release()  # asleep already
+                levels.append(engine.held_bytes())
+            if step:
+                update(trainer, batch(world.dp_index(world.rank), world.dp_size), step=step)
+            pushed.append(stream.push(version=step))
             levels.append(engine.held_bytes())
-        if step:
-            update(trainer, batch(world.dp_index(world.rank), world.dp_size), step=step)
-        pushed.append(stream.push(version=step))
-        levels.append(engine.held_bytes())
-    engine.add(Request("left", PROMPTS[1], 16, 1.0, 7, ()))
-    engine.step()
-    stream.release()
-    awake = engine.held_bytes() == levels[-1] and bool(engine.step() is not None)
-    while engine.is_busy:
+        engine.add(Request("left", PROMPTS[1], 16, 1.0, 7, ()))
         engine.step()
-    assert stream.push(version=9).keys() == {"sync/bytes", "sync/seconds", "sync/gb_per_s"}
-    text = ""
-    if sleeps:  # an engine that takes more each time it wakes
-        handover.GROWTH_BYTES = handover.GROWTH_FRAC = 0
         stream.release()
-        engine._num_slots += 5
-        try:
-            stream.push(version=10)
-        except RuntimeError as error:
-            text = str(error)
-    engine.close()
-    world.close()
+        awake = engine.held_bytes() == levels[-1] and bool(engine.step() is not None)
+        while engine.is_busy:
+            engine.step()
+        assert stream.push(version=9).keys() == {"sync/bytes", "sync/seconds", "sync/gb_per_s"}
+        if sleeps:  # an engine that takes more each time it wakes
+            handover.GROWTH_BYTES = handover.GROWTH_FRAC = 0
+            stream.release()
+            engine._num_slots += 5
+            with pytest.raises(RuntimeError) as caught:
+                stream.push(version=10)
+            text = str(caught.value)
     return {"drawn": drawn, "pushed": pushed, "levels": levels, "awake": awake, "text": text}
 
 
@@ -172,21 +143,16 @@ def test_samples_are_the_same_and_every_push_says_what_came_back(tmp_path):
 
 
 def test_a_run_logs_what_its_engine_freed(tmp_path):
-    model = create_model(tmp_path / "start", hidden_size=32, layers=2, heads=2, kv_heads=1)
-    run(
-        "demo_grpo.yaml",
-        2,
-        **TINY["rl"]
-        | {
-            "model.path": model,
-            "engine.kind": "transformers",
-            "layout.placement": "colocated",
-            "lag": 1,
-            "steps": 3,
-            "output-dir": tmp_path / "run",
-            "report.aliases": "verl",
-        },
-    )
+    flags = {
+        "model.path": small_model(tmp_path / "start"),
+        "engine.kind": "transformers",
+        "layout.placement": "colocated",
+        "lag": 1,
+        "steps": 3,
+        "output-dir": tmp_path / "run",
+        "report.aliases": "verl",
+    }
+    run("demo_grpo.yaml", 2, **TINY["rl"] | flags)
     rows = metrics(tmp_path / "run")
     assert len(rows) == 3 and all(row["mem/engine_freed_gib"] > 0 for row in rows)
     assert len({row["mem/after_wake_gib"] for row in rows}) == 1
@@ -196,31 +162,25 @@ def test_a_run_logs_what_its_engine_freed(tmp_path):
 
 
 def _vllm(cfg: Config) -> dict:
-    from spmdrl.engine import make_engine
     from spmdrl.engine.handover import Handover
-    from spmdrl.world import World
 
     records: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: records.append(record.getMessage())
     logging.getLogger("spmdrl").addHandler(handler)
     logging.getLogger("spmdrl").setLevel(logging.INFO)
-    world = World.start(cfg)
-    engine = make_engine(cfg, world)
-    held, own = engine.held_bytes(), Handover(engine, world)
-    own.release(keeps_weights=False)
-    own.wake_weights()
-    found = {
-        "can_sleep": engine.can_sleep,
-        "held": held,
-        "same": engine.held_bytes() == held,
-        "sums": own.wake_cache(),
-        "drawn": len(_drawn(engine)),
-        "log": records,
-    }
-    engine.close()
-    world.close()
-    return found
+    with generating(cfg) as (world, engine):
+        held, own = engine.held_bytes(), Handover(engine, world)
+        own.release(keeps_weights=False)
+        own.wake_weights()
+        return {
+            "can_sleep": engine.can_sleep,
+            "held": held,
+            "same": engine.held_bytes() == held,
+            "sums": own.wake_cache(),
+            "drawn": len(_drawn(engine)),
+            "log": records,
+        }
 
 
 def test_vllm_on_the_cpu_stays_awake_and_says_so(tmp_path):
@@ -259,10 +219,10 @@ def test_the_planner_lends_memory_from_role_to_role():
 
     shape = model_shape(AutoModelForCausalLM.from_config(tiny_config("llama")))
     cfg = run_config("m", "o", world_size=1)
-    cfg = replace(cfg, engine=replace(cfg.engine, kind="vllm", gpu_memory_frac=0.6))
+    cfg = changed(cfg, engine=dict(kind="vllm", gpu_memory_frac=0.6))
 
-    def planned(**changed: object):
-        own = replace(cfg, engine=replace(cfg.engine, **changed))
+    def planned(**engine: object):
+        own = changed(cfg, engine=engine)
         run = run_of(own, shape, on_gpu=True, chunk_tokens=64, prompt_tokens=20, response_tokens=80)
         return make_plan(
             run, Axes("colocated", 1, 1), rates=rates_of("H100"), memory_bytes=16 * 2**30

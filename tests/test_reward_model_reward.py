@@ -5,13 +5,17 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
+from built import changed, good, made, small_model, started, training
 from drawn import trajectory
 from policy_runs import LENGTHS, batch, config, sequence
+from pool_runs import submit
+from ragged import scalars_of
 from ranks import run_ranks
 from runs import ROOT, TINY, metrics, run
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
@@ -20,34 +24,28 @@ from spmdrl import config as configs
 from spmdrl.algorithms.shaping import shape
 from spmdrl.check import dry_run
 from spmdrl.check.settings import parse, validate
-from spmdrl.commands.create_model import create_model
 from spmdrl.commands.export import export
-from spmdrl.config import Config, DataSettings, RewardsSettings, ShapingSettings
+from spmdrl.config import Config, ShapingSettings
 from spmdrl.rewards.signatures import part_names, reward_models
 from spmdrl.rollout.episode import FinishedEpisode
 from spmdrl.rollout.metrics import batch_sums
 from spmdrl.rollout.packing import pack
 from spmdrl.train.companions.model_rewards import check_reward_model, with_scores
-from spmdrl.types import Batch, Prompt, Scalars
+from spmdrl.types import Batch, Prompt
 from spmdrl.workers.pool import RewardPool, RewardResult
 
 SHAPING = ShapingSettings(truncated_penalty=0.25, scale=2.0, shift=0.5)
 WEIGHTS = (1.0, 0.5, -2.0)
 OWN = torch.linspace(0, 1, len(LENGTHS)).double().cos()  # what a function gave each sequence
+ROWS = [sequence(i).tolist() for i in range(len(LENGTHS))]
 SPOILED = int(sequence(2)[3])
-
-
-def _policy(where: Path, **options: object) -> Path:
-    return create_model(
-        where, hidden_size=32, layers=2, heads=4, kv_heads=2, intermediate=48, **options
-    )
 
 
 def _classifier(
     where: Path,
     trainer: Path,
     *,
-    seed: int,
+    seed: int = 1,
     labels: int = 1,
     spoiled: int | None = None,
     **changes: object,
@@ -73,16 +71,17 @@ def _classifier(
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory) -> dict[str, Path]:
     at = tmp_path_factory.mktemp("models")
-    trainer = _policy(at / "policy")
-    return {
-        "policy": trainer,
-        "good": _classifier(at / "good", trainer, seed=1),
-        "other": _classifier(at / "other", trainer, seed=2),
-        "spoiled": _classifier(at / "spoiled", trainer, seed=1, spoiled=SPOILED),
-        "two": _classifier(at / "two", trainer, seed=1, labels=2),
-        "short": _classifier(at / "short", trainer, seed=1, max_position_embeddings=16),
-        "few": _classifier(at / "few", trainer, seed=1, vocab_size=64),
+    trainer = small_model(at / "policy")
+    scorers = {
+        "good": {},
+        "other": {"seed": 2},
+        "spoiled": {"spoiled": SPOILED},
+        "two": {"labels": 2},
+        "short": {"max_position_embeddings": 16},
+        "few": {"vocab_size": 64},
     }
+    made_of = {name: _classifier(at / name, trainer, **own) for name, own in scorers.items()}
+    return {"policy": trainer} | made_of
 
 
 def _scores(folder: Path, rows: list[list[int]]) -> torch.Tensor:
@@ -97,21 +96,16 @@ def _config(
     out: Path,
     *models: str,
     on_failure: str = "fail",
-    shaping: ShapingSettings | None = None,
+    shaping: ShapingSettings = ShapingSettings(),
     **options: object,
 ) -> Config:
     functions = ("r.py:f", *(f"model:{folders[name]}" for name in models))
-    cfg = config(folders["policy"], out, **options)
-    return dataclasses.replace(
-        cfg,
-        sampling=dataclasses.replace(cfg.sampling, max_response_tokens=64),
-        data=DataSettings(max_prompt_tokens=64),
-        rewards=RewardsSettings(
-            functions=functions,
-            weights=WEIGHTS[: len(functions)],
-            shaping=shaping or ShapingSettings(),
-            on_failure=on_failure,
-        ),
+    weights = WEIGHTS[: len(functions)]
+    return changed(
+        config(folders["policy"], out, **options),
+        sampling=dict(max_response_tokens=64),
+        data=dict(max_prompt_tokens=64),
+        rewards=dict(functions=functions, weights=weights, shaping=shaping, on_failure=on_failure),
     )
 
 
@@ -131,30 +125,24 @@ def _batch(cfg: Config, world: object) -> Batch:
 def _annotate(cfgs: list[Config]) -> list[Batch | str]:
     """Annotate with each config in one world: the batch, or the error's text."""
     from spmdrl.roles import make_trainer
-    from spmdrl.world import World
 
-    world, found = World.start(cfgs[0]), []
-    for cfg in cfgs:
-        try:
-            trainer = make_trainer(cfg, world)
-            assert "reward_model" not in str(trainer.state_dict().keys())
-            done = trainer.annotate(_batch(cfg, world), step=3)
-            assert len(done.columns) == 1 and "old_logprobs" in done.columns[0][0]
-            found.append(dataclasses.replace(done, updates=(), columns=()))
-        except ValueError as error:
-            found.append(str(error))
-    world.close()
+    found = []
+    with started(cfgs[0]) as world:
+        for cfg in cfgs:
+            try:
+                trainer = make_trainer(cfg, world)
+                assert "reward_model" not in str(trainer.state_dict().keys())
+                done = trainer.annotate(_batch(cfg, world), step=3)
+                assert len(done.columns) == 1 and "old_logprobs" in done.columns[0][0]
+                found.append(dataclasses.replace(done, updates=(), columns=()))
+            except ValueError as error:
+                found.append(str(error))
     return found
 
 
 @pytest.fixture(
     scope="module",
-    params=[
-        {},
-        {"world_size": 2},
-        {"world_size": 2, "tp": 2},
-        {"world_size": 2, "dp_replicate": 2},
-    ],
+    params=[{}, *({"world_size": 2} | own for own in ({}, {"tp": 2}, {"dp_replicate": 2}))],
     ids=["one", "dp", "tp", "replicas"],
 )
 def annotated(request, folders, tmp_path_factory) -> list[list]:
@@ -171,8 +159,7 @@ def annotated(request, folders, tmp_path_factory) -> list[list]:
 
 
 def test_scores_of_any_mesh_are_those_of_transformers(annotated, folders):
-    rows = [sequence(i).tolist() for i in range(len(LENGTHS))]
-    first, second = (_scores(folders[name], rows) for name in ("good", "other"))
+    first, second = (_scores(folders[name], ROWS) for name in ("good", "other"))
     assert float(first.std()) > 0.1, "scores too alike to tell a mistake"
     for done, *_ in annotated:
         valid = done.scalars.is_valid
@@ -216,12 +203,11 @@ def test_every_rank_has_the_same_rewards_to_the_bit(annotated):
 
 
 def test_scores_that_are_not_finite_follow_on_failure(annotated, folders):
-    rows = [sequence(i).tolist() for i in range(len(LENGTHS))]
-    bad = [SPOILED in row for row in rows]
+    bad = [SPOILED in row for row in ROWS]
     assert bad[2] and not all(bad[i] for i in (0, 1, 3)), "choose another token"
     lost = sum(b for i, b in enumerate(bad) if i != 4)
     first = next(i for i, b in enumerate(bad) if b and i != 4)
-    right = _scores(folders["good"], rows)
+    right = _scores(folders["good"], ROWS)
     for _, dropped, failed, _ in annotated:
         assert dropped.scalars.is_valid.tolist() == [i != 4 and not b for i, b in enumerate(bad)]
         assert not dropped.scalars.rewards[2] and dropped.scalars.rewards.isfinite().all()
@@ -246,19 +232,11 @@ def test_a_causal_lm_is_refused_at_start_on_every_rank(annotated, folders):
 
 
 def test_without_a_sample_left_the_run_ends():
-    scalars = Scalars(
-        **{
-            name: torch.zeros(2, dtype=torch.int64)
-            for name in ("lengths", "response_lengths", "group_ids", "sample_ids", "min_versions")
-        },
-        rewards=torch.zeros(2).double(),
-        is_truncated=torch.zeros(2, dtype=torch.bool),
-        is_valid=torch.tensor([True, False]),
-    )
-    cfg = Config(rewards=RewardsSettings(functions=("model:m",), on_failure="drop"))
-    made = Batch(scalars=scalars, updates=(), update_ids=torch.zeros(2))
+    scalars = scalars_of([0.0, 0.0], is_valid=[True, False])
+    cfg = made(rewards=dict(functions=("model:m",), on_failure="drop"))
+    own = Batch(scalars=scalars, updates=(), update_ids=torch.zeros(2))
     with pytest.raises(RuntimeError, match="step 5: no sample is left.* 1 scores"):
-        with_scores(made, {0: torch.tensor([math.inf, 0.0]).double()}, cfg=cfg, step=5)
+        with_scores(own, {0: torch.tensor([math.inf, 0.0]).double()}, cfg=cfg, step=5)
 
 
 # --------------------------------------------------------------------------- what does not fit
@@ -266,8 +244,6 @@ def test_without_a_sample_left_the_run_ends():
 
 def _tokenizer_of(folder: Path, out: Path) -> Path:
     """Copy a model folder with two characters of its tokenizer exchanged."""
-    import shutil
-
     shutil.copytree(folder, out)
     path = out / "tokenizer.json"
     tree = json.loads(path.read_text())
@@ -300,13 +276,8 @@ def test_another_tokenizer_of_the_same_size_is_refused(folders, tmp_path):
 
 
 def _good(functions: tuple[str, ...], **changes: object) -> Config:
-    return dataclasses.replace(
-        Config(
-            model=configs.ModelSettings(path="m"),
-            rewards=RewardsSettings(functions=functions),
-            data=DataSettings(train="task:addition", eval="task:addition", size=10),
-        ),
-        **changes,
+    return changed(
+        good(rewards=dict(functions=functions), data=dict(eval="task:addition")), **changes
     )
 
 
@@ -316,47 +287,30 @@ def test_combinations_that_cannot_work_are_refused():
 
     assert problems("task:addition", "model:x") == "" == problems("model:x", "model:y")
     assert "`model:` names no folder" in problems("model:")
-    evaluate = configs.EvaluateSettings(every_steps=2)
+    evaluate = dict(every_steps=2)
     assert "held-out problems would have no reward" in problems("model:x", evaluate=evaluate)
     assert problems("task:addition", "model:x", evaluate=evaluate) == ""
-    remax = configs.AlgorithmSettings(advantage="remax")
+    remax = dict(advantage="remax")
     assert "needs the reward of greedy ones" in problems("model:x", algorithm=remax)
     assert problems("r:f", algorithm=remax) == ""
     assert "grades problems of its own" in problems("reasoning_gym:chain_sum")
 
 
+def _parsed(folders: dict, scorer: object, *flags: str) -> Config:
+    path, policy = str(ROOT / "configs" / "demo_grpo.yaml"), str(folders["policy"])
+    rewards = ["--rewards.functions", "task:addition", f"model:{scorer}"]
+    return parse([*flags, "--config", path, "--model.path", policy, *rewards])
+
+
 def test_a_missing_folder_is_refused_before_anything_starts(folders, capsys):
     with pytest.raises(SystemExit):
-        parse(
-            [
-                "--config",
-                str(ROOT / "configs" / "demo_grpo.yaml"),
-                "--model.path",
-                str(folders["policy"]),
-                "--rewards.functions",
-                "task:addition",
-                "model:./nowhere",
-            ]
-        )
+        _parsed(folders, "./nowhere")
     assert "rewards.functions: folder ./nowhere does not exist" in capsys.readouterr().err
 
 
 def test_a_dry_run_opens_reward_models(folders, capsys):
     def show(name: str) -> int:
-        return dry_run.show(
-            parse(
-                [
-                    "--dry-run",
-                    "--config",
-                    str(ROOT / "configs" / "demo_grpo.yaml"),
-                    "--model.path",
-                    str(folders["policy"]),
-                    "--rewards.functions",
-                    "task:addition",
-                    f"model:{folders[name]}",
-                ]
-            )
-        )
+        return dry_run.show(_parsed(folders, folders[name], "--dry-run"))
 
     assert show("good") == 0
     model = AutoModelForSequenceClassification.from_pretrained(folders["good"])
@@ -368,9 +322,7 @@ def test_a_dry_run_opens_reward_models(folders, capsys):
 
 def test_a_dry_run_counts_a_policy_with_a_scalar_head(folders, capsys):
     cfg = configs.load_yaml(ROOT / "configs" / "demo_reward_model.yaml")
-    cfg = dataclasses.replace(
-        cfg, model=dataclasses.replace(cfg.model, path=str(folders["policy"]))
-    )
+    cfg = changed(cfg, model=dict(path=str(folders["policy"])))
     model = AutoModelForSequenceClassification.from_pretrained(folders["good"])
     count = sum(p.numel() for p in model.parameters())
     assert dry_run.stream_size(cfg)["parameters"].startswith(f"{count:,} in ")
@@ -385,21 +337,13 @@ def test_names_and_positions_of_models():
     assert part_names(specs) == ("f_0", "scorer_1", "f_2", "scorer_3", "model", "add")
 
 
-def _pooled(cfg: Config, texts: list[str]) -> tuple[RewardPool, list[RewardResult]]:
+def _pooled(cfg: Config, texts: list[str]) -> tuple[int, list[RewardResult]]:
     with RewardPool(cfg) as pool:
         pool.start()
-        started = len(pool._workers)
+        num_workers = len(pool._workers)
         for key, text in enumerate(texts):
-            prompt = Prompt(
-                index=0,
-                tokens=(1,),
-                text="q",
-                row={"prompt": "q", "answer": "12", "data_source": "task:addition"},
-            )
-            pool.submit(
-                key, prompt=prompt, response_text=text, response_tokens=[1], truncated=False
-            )
-        return started, pool.drain()
+            submit(pool, key, text, answer="12", data_source="task:addition")
+        return num_workers, pool.drain()
 
 
 def test_workers_score_the_functions_and_leave_the_models_out(tmp_path):
@@ -407,10 +351,7 @@ def test_workers_score_the_functions_and_leave_the_models_out(tmp_path):
         "def f(completions, **row): return [2.0]\ndef none(completions, **row): return [None]\n"
     )
     functions = (f"{tmp_path}/r.py:f", "model:x", f"{tmp_path}/r.py:f", "task:addition")
-    cfg = _good(functions)
-    cfg = dataclasses.replace(
-        cfg, rewards=dataclasses.replace(cfg.rewards, weights=(1.0, 7.0, 0.5, 10.0))
-    )
+    cfg = _good(functions, rewards=dict(weights=(1.0, 7.0, 0.5, 10.0)))
     _, (right, wrong) = _pooled(cfg, ["12", "13"])
     assert right.value == 13.0 and wrong.value == 3.0
     assert right.parts == {"f_0": 2.0, "f_2": 2.0, "addition": 1.0}
@@ -419,8 +360,8 @@ def test_workers_score_the_functions_and_leave_the_models_out(tmp_path):
 
 
 def test_models_alone_need_no_worker():
-    started, results = _pooled(_good(("model:x",)), ["12", "13"])
-    assert started == 0 and [r.key for r in results] == [0, 1]
+    num_workers, results = _pooled(_good(("model:x",)), ["12", "13"])
+    assert num_workers == 0 and [r.key for r in results] == [0, 1]
     assert all(r.value == 0.0 and not r.failure and r.parts == {} for r in results)
 
 
@@ -456,37 +397,31 @@ def _train_scorer(cfg: Config) -> None:
     from spmdrl.credit import advantages_of
     from spmdrl.data.prompts import load_tokenizer
     from spmdrl.exchange import exchange
-    from spmdrl.roles import make_trainer
     from spmdrl.rollout.row_source import RowSource
-    from spmdrl.world import World
 
-    world = World.start(cfg)
-    trainer, source = make_trainer(cfg, world), RowSource(cfg, world, tokenizer=load_tokenizer(cfg))
-    for step in range(cfg.steps):
-        own = trainer.annotate(exchange(source.take(step), world, step=step), step=step)
-        trainer.update(own, advantages_of(own, cfg=cfg, world=world, step=step), step=step)
-    saver = Checkpointer(cfg, world)
-    saver.maybe_save(cfg.steps, trainer, source)
-    saver.finish()
-    world.close()
+    with training(cfg) as (world, trainer):
+        source = RowSource(cfg, world, tokenizer=load_tokenizer(cfg))
+        for step in range(cfg.steps):
+            own = trainer.annotate(exchange(source.take(step), world, step=step), step=step)
+            trainer.update(own, advantages_of(own, cfg=cfg, world=world, step=step), step=step)
+        saver = Checkpointer(cfg, world)
+        saver.maybe_save(cfg.steps, trainer, source)
+        saver.finish()
 
 
 def test_a_trained_and_exported_reward_model_is_a_reward(tmp_path):
-    model = create_model(tmp_path / "model", hidden_size=64, layers=2, heads=2, kv_heads=1)
-    cfg = configs.load_yaml(ROOT / "configs" / "demo_reward_model.yaml")
-    run_ranks(
-        1,
-        _train_scorer,
-        dataclasses.replace(
-            cfg,
-            steps=8,
-            output_dir=str(tmp_path / "rm"),
-            layout=dataclasses.replace(cfg.layout, world_size=1, device="cpu"),
-            model=dataclasses.replace(cfg.model, path=str(model)),
-            batch=dataclasses.replace(cfg.batch, prompts_per_step=16),
-            optimizer=dataclasses.replace(cfg.optimizer, lr=3e-3),
-        ),
+    sizes = dict(hidden_size=64, heads=2, kv_heads=1, intermediate=288)
+    model = small_model(tmp_path / "model", **sizes)
+    cfg = changed(
+        configs.load_yaml(ROOT / "configs" / "demo_reward_model.yaml"),
+        steps=8,
+        output_dir=str(tmp_path / "rm"),
+        layout=dict(world_size=1, device="cpu"),
+        model=dict(path=str(model)),
+        batch=dict(prompts_per_step=16),
+        optimizer=dict(lr=3e-3),
     )
+    run_ranks(1, _train_scorer, cfg)
     scorer = export(tmp_path / "rm", out=tmp_path / "scorer")
     tree = yaml.safe_load((ROOT / "configs" / "demo_grpo.yaml").read_text())
     tree["rewards"] = {
@@ -496,19 +431,15 @@ def test_a_trained_and_exported_reward_model_is_a_reward(tmp_path):
     }
     (tmp_path / "grpo.yaml").write_text(yaml.safe_dump(tree))
     out = tmp_path / "grpo"
-    finished = run(
-        str(tmp_path / "grpo.yaml"),
-        2,
-        **TINY["rl"]
-        | {
-            "model.path": model,
-            "output-dir": out,
-            "steps": 3,
-            "evaluate.every-steps": 3,
-            "data.eval-size": 4,
-            "report.console.samples_every": "1",
-        },
-    )
+    flags = {
+        "model.path": model,
+        "output-dir": out,
+        "steps": 3,
+        "evaluate.every-steps": 3,
+        "data.eval-size": 4,
+        "report.console.samples_every": "1",
+    }
+    finished = run(str(tmp_path / "grpo.yaml"), 2, **TINY["rl"] | flags)
     rows = metrics(out)
     assert len(rows) == 3
     for row in rows:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import math
 import shutil
@@ -11,57 +10,40 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from built import changed, generating, made
 from ranks import run_ranks
 from runs import TINY, metrics, run
 
-from spmdrl import config
 from spmdrl.check.settings import validate
-from spmdrl.commands.create_model import create_model
-from spmdrl.config import Config, LayoutSettings
+from spmdrl.config import Config
 
 COLUMNS = ("tokens", "policy_versions")
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> str:
-    folder = tmp_path_factory.mktemp("model") / "init"
-    create_model(
-        folder, hidden_size=64, layers=2, heads=2, kv_heads=2, intermediate=96, initializer_std=0.2
-    )
-    return str(folder)
-
-
 def source_config(model: str, schedule: dict, **rest) -> Config:
-    return dataclasses.replace(
-        Config(
-            layout=LayoutSettings(placement="colocated", world_size=1, device="cpu"),
-            model=config.ModelSettings(path=model),
-            steps=4,
-            data=config.DataSettings(train="task:addition", size=64, max_prompt_tokens=24),
-            batch=config.BatchSettings(prompts_per_step=4, group_size=3),
-            sampling=config.SamplingSettings(max_response_tokens=40),
-            # Few at a time, so that one is half drawn whenever a step is complete.
-            engine=config.EngineSettings(dtype="float32", cpu_kv_cache_gib=0.1, max_num_seqs=2),
-            rollout=config.RolloutSettings(schedule=config.ScheduleSettings(**schedule)),
-        ),
-        **rest,
+    cfg = made(
+        layout=dict(placement="colocated", world_size=1, device="cpu"),
+        model=dict(path=model),
+        steps=4,
+        data=dict(train="task:addition", size=64, max_prompt_tokens=24),
+        batch=dict(prompts_per_step=4, group_size=3),
+        sampling=dict(max_response_tokens=40),
+        # Few at a time, so that one is half drawn whenever a step is complete.
+        engine=dict(dtype="float32", cpu_kv_cache_gib=0.1, max_num_seqs=2),
+        rollout=dict(schedule=schedule),
     )
+    return changed(cfg, **rest)
 
 
 @contextlib.contextmanager
 def replica(cfg: Config) -> Iterator[tuple]:
     """An engine with weights of version 0, and a function that makes a source for it."""
     from spmdrl.data.prompts import load_tokenizer
-    from spmdrl.engine.vllm import VllmEngine
     from spmdrl.rollout import make_source
-    from spmdrl.world import World
 
-    world = World.start(cfg)
-    engine = VllmEngine(cfg, world)
-    engine.weights_changed(0)
-    yield engine, functools.partial(make_source, cfg, world, tokenizer=load_tokenizer(cfg))
-    engine.close()
-    world.close()
+    with generating(cfg) as (world, engine):
+        engine.weights_changed(0)
+        yield engine, functools.partial(make_source, cfg, world, tokenizer=load_tokenizer(cfg))
 
 
 def over_sampled(cfg: Config) -> dict:
@@ -90,8 +72,8 @@ def over_sampled(cfg: Config) -> dict:
     }
 
 
-def test_groups_that_a_step_left_behind_go_on_after_a_resume(model):
-    (found,) = run_ranks(1, over_sampled, source_config(model, {"over_sample": 2.0}))
+def test_groups_that_a_step_left_behind_go_on_after_a_resume(chat_model):
+    (found,) = run_ranks(1, over_sampled, source_config(chat_model, {"over_sample": 2.0}))
     first, second = found["first"], found["second"]
     assert len(first) == len(second) == 12 and found["opened"] == (2, {})
     assert set(first.policy_versions[first.response_mask].tolist()) == {0}
@@ -105,14 +87,13 @@ def test_groups_that_a_step_left_behind_go_on_after_a_resume(model):
     drawn = [t for t in had if t["tokens"]]
     assert drawn and all(set(t["policy_versions"]) == {0} for t in drawn)
     # Each goes on from exactly what it had, with the version that drew it.
-    responses = [
-        second.tokens[a:b][second.response_mask[a:b]].tolist()
-        for a, b in zip(second.cu_seqlens, second.cu_seqlens[1:])
-    ]
-    versions = [
-        second.policy_versions[a:b][second.response_mask[a:b]].tolist()
-        for a, b in zip(second.cu_seqlens, second.cu_seqlens[1:])
-    ]
+    responses, versions = (
+        [
+            column[a:b][second.response_mask[a:b]].tolist()
+            for a, b in zip(second.cu_seqlens, second.cu_seqlens[1:])
+        ]
+        for column in (second.tokens, second.policy_versions)
+    )
     for episode in drawn:
         tokens, count = episode["tokens"], len(episode["tokens"])
         at = [i for i, response in enumerate(responses) if response[:count] == tokens]
@@ -129,7 +110,7 @@ def dynamic(cfg: Config) -> tuple:
         source = make_source()
         source.generate(engine, until=0)
         rollouts = source.take(0)
-        source.filler.schedule = dataclasses.replace(source.filler.schedule, dynamic=2)
+        source.filler.schedule = changed(source.filler.schedule, dynamic=2)
         source.pool.close()
         source.pool._is_closed, source.pool._num_workers = False, 0  # every reward is 0
         engine.weights_changed(1)
@@ -138,13 +119,12 @@ def dynamic(cfg: Config) -> tuple:
     return rollouts, str(caught.value)
 
 
-def test_dynamic_sampling_replaces_groups_without_spread_up_to_a_limit(model, tmp_path):
+def test_dynamic_sampling_replaces_groups_without_spread_up_to_a_limit(chat_model, tmp_path):
     (tmp_path / "r.py").write_text(
         "def even(completions, **row):\n    return [float(len(c) % 3 == 0) for c in completions]\n"
     )
-    cfg = source_config(
-        model, {"dynamic": 50}, rewards=config.RewardsSettings(functions=(f"{tmp_path}/r.py:even",))
-    )
+    rewards = dict(functions=(f"{tmp_path}/r.py:even",))
+    cfg = source_config(chat_model, {"dynamic": 50}, rewards=rewards)
     ((rollouts, error),) = run_ranks(1, dynamic, cfg)
     rewards = rollouts.scalars.rewards.view(4, 3)
     assert (rewards.std(dim=1) > 0).all()
@@ -170,17 +150,17 @@ def test_dynamic_sampling_replaces_groups_without_spread_up_to_a_limit(model, tm
         ({"dynamic": 1}, "dynamic: must be at least 2, or 0 for off, got 1"),
     ],
 )
-def test_a_schedule_that_cannot_be_is_refused(schedule, says, model):
-    problems = validate(source_config(model, schedule))
+def test_a_schedule_that_cannot_be_is_refused(schedule, says, chat_model):
+    problems = validate(source_config(chat_model, schedule))
     assert [p for p in problems if p.startswith(f"rollout.schedule.{says}")], problems
 
 
-def test_in_flight_updates_train_and_resume(model, tmp_path):
+def test_in_flight_updates_train_and_resume(chat_model, tmp_path):
     """Engines take weights in the middle of sequences, on two ranks that must agree."""
     flags = TINY["rl"] | {
         "layout.trainer-ranks": 2,
         "layout.inference-tp": 2,
-        "model.path": model,
+        "model.path": chat_model,
         "output-dir": tmp_path,
         "lag": 2,
         "sampling.max-response-tokens": 64,
@@ -227,32 +207,15 @@ def played(cfg: Config) -> dict:
     return found
 
 
-def test_the_turns_of_an_episode_are_the_tokens_that_the_engine_saw_and_drew(tmp_path):
-    folder = create_model(
-        tmp_path / "chat",
-        hidden_size=64,
-        layers=2,
-        heads=2,
-        kv_heads=2,
-        intermediate=96,
-        initializer_std=0.2,
-        chat_template=True,
-    )
+def test_the_turns_of_an_episode_are_the_tokens_that_the_engine_saw_and_drew(chat_model):
+    game = dict(train="task:guess_number", eval="task:guess_number", eval_size=3)
     cfg = source_config(
-        str(folder),
+        chat_model,
         {},
-        rollout=config.RolloutSettings(environment={"name": "guess_number"}),
-        data=config.DataSettings(
-            train="task:guess_number",
-            eval="task:guess_number",
-            size=64,
-            eval_size=3,
-            task_options={"low": 1, "high": 9},
-            max_prompt_tokens=64,
-        ),
-        sampling=config.SamplingSettings(max_response_tokens=160, temperature=1.0),
-        batch=config.BatchSettings(prompts_per_step=4, group_size=3),
-        engine=config.EngineSettings(dtype="float32", cpu_kv_cache_gib=0.1, max_num_seqs=12),
+        rollout=dict(environment={"name": "guess_number"}),
+        data=game | dict(task_options={"low": 1, "high": 9}, max_prompt_tokens=64),
+        sampling=dict(max_response_tokens=160, temperature=1.0),
+        engine=dict(max_num_seqs=12),
     )
     assert not [p for p in validate(cfg) if p.startswith("rollout")]
     (found,) = run_ranks(1, played, cfg)
@@ -282,17 +245,7 @@ def test_the_turns_of_an_episode_are_the_tokens_that_the_engine_saw_and_drew(tmp
     assert rollouts.sums["rollout/turns"][0] > 12
 
 
-def test_an_environment_that_fails_ends_the_run_by_name(tmp_path):
-    folder = create_model(
-        tmp_path / "chat",
-        hidden_size=64,
-        layers=2,
-        heads=2,
-        kv_heads=2,
-        intermediate=96,
-        initializer_std=0.2,
-        chat_template=True,
-    )
+def test_an_environment_that_fails_ends_the_run_by_name(chat_model, tmp_path):
     (tmp_path / "env.py").write_text(
         "class Broken:\n"
         "    def reset(self, row):\n        return [{'role': 'user', 'content': row['prompt']}]\n"
@@ -304,7 +257,7 @@ def test_an_environment_that_fails_ends_the_run_by_name(tmp_path):
         status=1,
         **TINY["rl"]
         | {
-            "model.path": folder,
+            "model.path": chat_model,
             "output-dir": tmp_path / "out",
             "steps": 1,
             "rollout.environment": f"{{name: '{tmp_path}/env.py:Broken'}}",

@@ -8,50 +8,32 @@ import shutil
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from built import changed, generating, made
 from ranks import run_ranks
 from runs import TINY, metrics, run
 
-from spmdrl import config
-from spmdrl.commands.create_model import create_model
-from spmdrl.config import Config, LayoutSettings
+from spmdrl.config import Config
+from spmdrl.data.prompts import load_tokenizer
 from spmdrl.rollout.idle import CAUSES, Idle, empty_shares, trainer_wait
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> str:
-    folder = tmp_path_factory.mktemp("model") / "init"
-    create_model(
-        folder,
-        hidden_size=64,
-        layers=2,
-        heads=2,
-        kv_heads=2,
-        intermediate=96,
-        initializer_std=0.2,
-        chat_template=True,
-    )
-    return str(folder)
+from spmdrl.types import Batch
 
 
 def config_of(model: str, world_size: int, **changes) -> Config:
-    return dataclasses.replace(
-        Config(
-            layout=LayoutSettings(placement="colocated", world_size=world_size, device="cpu"),
-            model=config.ModelSettings(path=model),
-            steps=6,
-            data=config.DataSettings(train="task:addition", size=64, max_prompt_tokens=24),
-            batch=config.BatchSettings(prompts_per_step=6, group_size=2),
-            sampling=config.SamplingSettings(max_response_tokens=24),
-            engine=config.EngineSettings(
-                kind="transformers", dtype="float32", cpu_kv_cache_gib=0.1, max_num_seqs=2
-            ),
-        ),
-        **changes,
+    cfg = made(
+        layout=dict(placement="colocated", world_size=world_size, device="cpu"),
+        model=dict(path=model),
+        steps=6,
+        data=dict(train="task:addition", size=64, max_prompt_tokens=24),
+        batch=dict(prompts_per_step=6, group_size=2),
+        sampling=dict(max_response_tokens=24),
+        engine=dict(kind="transformers", dtype="float32", cpu_kv_cache_gib=0.1, max_num_seqs=2),
     )
+    return changed(cfg, **changes)
 
 
 # --------------------------------------------------------------------------- who draws what
@@ -76,41 +58,35 @@ def _drawn(episode: dict) -> list[int]:
 def shared_out(cfg: Config) -> dict:
     """Sample under each balance, replica 0 slowly where that matters (`_paced`); save unfinished
     work and go on from it."""
-    from spmdrl.data.prompts import load_tokenizer
-    from spmdrl.engine import make_engine
     from spmdrl.rollout import make_source
-    from spmdrl.world import World
 
-    world = World.start(cfg)
-    engine, tokenizer = make_engine(cfg, world), load_tokenizer(cfg)
-    step, found = engine.step, {}
-    for balance in ("even", "length", "steal"):
-        source = make_source(_with(cfg, balance=balance), world, tokenizer=tokenizer)
-        engine.weights_changed(0)
+    with generating(cfg) as (world, engine):
+        tokenizer, step, found = load_tokenizer(cfg), engine.step, {}
+        for balance in ("even", "length", "steal"):
+            source = make_source(_with(cfg, balance=balance), world, tokenizer=tokenizer)
+            engine.weights_changed(0)
+            dist.barrier(group=world.control)
+            engine.step = _paced(step, engine, world, balance)
+            source.generate(engine, until=0)
+            found[balance] = source.take(0)
+            source.close()
+            _forget(world)
+        over = _with(cfg, over_sample=2.0)
+        source = make_source(over, world, tokenizer=tokenizer)
         dist.barrier(group=world.control)
-        engine.step = _paced(step, engine, world, balance)
+        engine.step = _paced(step, engine, world, "over")
         source.generate(engine, until=0)
-        found[balance] = source.take(0)
+        world.store.set(f"over/left by {world.rank}", "")
+        engine.step = step
+        dist.barrier(group=world.control)
+        found["over"], found["state"] = source.take(0), source.state_dict()
         source.close()
+        while engine.is_busy:  # as if the process had ended
+            step()
+        states: list = [None] * world.world_size
+        dist.all_gather_object(states, found["state"], group=world.control)
         _forget(world)
-    over = _with(cfg, over_sample=2.0)
-    source = make_source(over, world, tokenizer=tokenizer)
-    dist.barrier(group=world.control)
-    engine.step = _paced(step, engine, world, "over")
-    source.generate(engine, until=0)
-    world.store.set(f"over/left by {world.rank}", "")
-    engine.step = step
-    dist.barrier(group=world.control)
-    found["over"], found["state"] = source.take(0), source.state_dict()
-    source.close()
-    while engine.is_busy:  # as if the process had ended
-        step()
-    states: list = [None] * world.world_size
-    dist.all_gather_object(states, found["state"], group=world.control)
-    _forget(world)
-    found["resumed"] = _go_on(over, world, engine, states=states, tokenizer=tokenizer)
-    engine.close()
-    world.close()
+        found["resumed"] = _go_on(over, world, engine, states=states, tokenizer=tokenizer)
     return found
 
 
@@ -153,15 +129,12 @@ def _forget(world) -> None:
 
 
 def _with(cfg: Config, **schedule) -> Config:
-    return dataclasses.replace(
-        cfg, rollout=config.RolloutSettings(schedule=config.ScheduleSettings(**schedule))
-    )
+    return changed(cfg, rollout=dict(schedule=schedule))
 
 
 def _go_on(cfg: Config, world, engine, *, states, tokenizer):
     """Resume what `states` hold at step 1, and make two steps more."""
     from spmdrl.rollout import make_source
-    from spmdrl.types import Batch
 
     source = make_source(cfg, world, tokenizer=tokenizer)
     source.load_state_dict(states, 1)
@@ -180,31 +153,25 @@ def _go_on(cfg: Config, world, engine, *, states, tokenizer):
 
 def alone(cfg: Config, states: list[dict]) -> dict:
     """Sample step 0 with one replica, and go on from two replicas' state."""
-    from spmdrl.data.prompts import load_tokenizer
-    from spmdrl.engine import make_engine
     from spmdrl.rollout import make_source
-    from spmdrl.world import World
 
-    world = World.start(cfg)
-    engine, tokenizer = make_engine(cfg, world), load_tokenizer(cfg)
-    engine.weights_changed(0)
-    source = make_source(cfg, world, tokenizer=tokenizer)
-    source.generate(engine, until=0)
-    found = {"plain": source.take(0)}
-    source.close()
-    found["resumed"] = _go_on(
-        _with(cfg, over_sample=2.0), world, engine, states=states, tokenizer=tokenizer
-    )
-    engine.close()
-    world.close()
+    with generating(cfg) as (world, engine):
+        tokenizer = load_tokenizer(cfg)
+        engine.weights_changed(0)
+        source = make_source(cfg, world, tokenizer=tokenizer)
+        source.generate(engine, until=0)
+        found = {"plain": source.take(0)}
+        source.close()
+        over = _with(cfg, over_sample=2.0)
+        found["resumed"] = _go_on(over, world, engine, states=states, tokenizer=tokenizer)
     return found
 
 
 @pytest.fixture(scope="module")
-def replicas(model) -> tuple[dict, dict, dict]:
+def replicas(chat_model) -> tuple[dict, dict, dict]:
     """What each of two replicas did, and one alone that takes up what they had under way."""
-    first, second = run_ranks(2, shared_out, config_of(model, 2))
-    (single,) = run_ranks(1, alone, config_of(model, 1), [first["state"], second["state"]])
+    first, second = run_ranks(2, shared_out, config_of(chat_model, 2))
+    (single,) = run_ranks(1, alone, config_of(chat_model, 1), [first["state"], second["state"]])
     return first, second, single
 
 
@@ -342,63 +309,50 @@ class Long(Env):
 
 
 def idle_by_cause(cases: dict[str, Config]) -> dict[str, dict[str, float]]:
-    from spmdrl.data.prompts import load_tokenizer
-    from spmdrl.engine import make_engine
     from spmdrl.rollout import make_source
-    from spmdrl.world import World
 
-    first = next(iter(cases.values()))
-    world, found = World.start(first), {}
-    engine, tokenizer = make_engine(first, world), load_tokenizer(first)
-    step = engine.step
-    for name, cfg in cases.items():
-        long = {"tail": 1}.get(name, 0)
+    found, first = {}, next(iter(cases.values()))
+    with generating(first) as (world, engine):
+        tokenizer, step = load_tokenizer(first), engine.step
+        for name, cfg in cases.items():
 
-        def uneven_step():
-            for sequence in engine._waiting:  # the first group draws long
-                is_long = long and sequence.request.key.startswith("train-0-0-")
-                sequence.request = dataclasses.replace(
-                    sequence.request, stop_token_ids=(), max_tokens=24 if is_long else 3
-                )
-            time.sleep(0.12)
-            return step()
+            def uneven_step():
+                for sequence in engine._waiting:  # the first group draws long
+                    is_long = name == "tail" and sequence.request.key.startswith("train-0-0-")
+                    sequence.request = dataclasses.replace(
+                        sequence.request, stop_token_ids=(), max_tokens=24 if is_long else 3
+                    )
+                time.sleep(0.12)
+                return step()
 
-        engine.step = uneven_step
-        engine.weights_changed(0)
-        source = make_source(cfg, world, tokenizer=tokenizer)
-        source.generate(engine, until=0)
-        sums = source.take(0).sums
-        found[name] = {cause: sums[f"time/engine_idle_{cause}"][0] for cause in CAUSES}
-        found[name]["all"] = sums["time/engine_idle"][0]
-        found[name]["generate"] = sums["time/generate"][0]
-        source.close()
-    engine.close()
-    world.close()
+            engine.step = uneven_step
+            engine.weights_changed(0)
+            source = make_source(cfg, world, tokenizer=tokenizer)
+            source.generate(engine, until=0)
+            sums = source.take(0).sums
+            found[name] = {cause: sums[f"time/engine_idle_{cause}"][0] for cause in CAUSES}
+            found[name]["all"] = sums["time/engine_idle"][0]
+            found[name]["generate"] = sums["time/generate"][0]
+            source.close()
     return found
 
 
-def test_a_slow_reward_a_slow_environment_and_a_long_response_are_told_apart(model, tmp_path):
+def test_a_slow_reward_a_slow_environment_and_a_long_response_are_told_apart(chat_model, tmp_path):
     user = tmp_path / "user.py"
     user.write_text(USER)
-    base = config_of(
-        model,
+    fast = config_of(
+        chat_model,
         1,
-        batch=config.BatchSettings(prompts_per_step=2, group_size=2),
-        sampling=config.SamplingSettings(max_response_tokens=60),
-        data=config.DataSettings(train="task:addition", size=64, max_prompt_tokens=64),
-        engine=config.EngineSettings(
-            kind="transformers", dtype="float32", cpu_kv_cache_gib=0.1, max_num_seqs=8
-        ),
+        batch=dict(prompts_per_step=2),
+        sampling=dict(max_response_tokens=60),
+        data=dict(max_prompt_tokens=64),
+        engine=dict(max_num_seqs=8),
+        rewards=dict(functions=(f"{user}:fast",), workers=4),
     )
-    fast = config.RewardsSettings(functions=(f"{user}:fast",), workers=4)
     cases = {
-        "tail": dataclasses.replace(base, rewards=fast),
-        "reward": dataclasses.replace(
-            base, rewards=dataclasses.replace(fast, functions=(f"{user}:slow",))
-        ),
-        "environment": dataclasses.replace(
-            base, rewards=fast, rollout=config.RolloutSettings(environment={"name": f"{user}:Slow"})
-        ),
+        "tail": fast,
+        "reward": changed(fast, rewards=dict(functions=(f"{user}:slow",))),
+        "environment": changed(fast, rollout=dict(environment={"name": f"{user}:Slow"})),
     }
     (found,) = run_ranks(1, idle_by_cause, cases)
     for name, causes in found.items():
@@ -420,19 +374,18 @@ def test_a_slow_reward_a_slow_environment_and_a_long_response_are_told_apart(mod
 # --------------------------------------------------------------------------- train.py
 
 
-def test_an_opening_that_is_too_long_is_refused_by_name_or_dropped(model, tmp_path):
+def flags_of(model: str, rows: Path) -> dict[str, object]:
+    own = {"data.train": rows, "data.eval": "", "data.size": 0, "data.task-options": "{}"}
+    return TINY["rl"] | own | {"engine.kind": "transformers", "model.path": model}
+
+
+def test_an_opening_that_is_too_long_is_refused_by_name_or_dropped(chat_model, tmp_path):
     (tmp_path / "user.py").write_text(USER.replace("self.long", "'12'"))
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(f'{{"prompt": "{10 + i}", "answer": "1"}}\n' for i in range(8)))
-    flags = TINY["rl"] | {
-        "engine.kind": "transformers",
-        "model.path": model,
+    flags = flags_of(chat_model, rows) | {
         "steps": 1,
         "layout.placement": "colocated",
-        "data.train": rows,
-        "data.eval": "",
-        "data.size": 0,
-        "data.task-options": "{}",
         "data.max-prompt-tokens": 64,
         "rewards.functions": f"{tmp_path}/user.py:fast",
         "rollout.environment": f"{{name: '{tmp_path}/user.py:Long'}}",
@@ -462,19 +415,13 @@ def uneven(completions, hard, **row):
 """
 
 
-def test_a_curriculum_passes_over_what_is_settled_and_resumes_bit_by_bit(model, tmp_path):
+def test_a_curriculum_passes_over_what_is_settled_and_resumes_bit_by_bit(chat_model, tmp_path):
     (tmp_path / "r.py").write_text(REWARDS)
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(f'{{"prompt": "{i}+1=", "hard": {i % 3}}}\n' for i in range(12)))
-    flags = TINY["rl"] | {
-        "engine.kind": "transformers",
-        "model.path": model,
+    flags = flags_of(chat_model, rows) | {
         "steps": 8,
         "lag": 1,
-        "data.train": rows,
-        "data.eval": "",
-        "data.size": 0,
-        "data.task-options": "{}",
         "batch.prompts-per-step": 4,
         "checkpoint.every-steps": 5,
         "optimizer.lr": 1e-4,
@@ -511,10 +458,10 @@ def test_a_curriculum_passes_over_what_is_settled_and_resumes_bit_by_bit(model, 
             assert name.startswith(timed) or one[name] == two[name], (one["step"], name)
 
 
-def test_replicas_share_a_book_through_updates_in_flight_and_a_resume(model, tmp_path):
+def test_replicas_share_a_book_through_updates_in_flight_and_a_resume(chat_model, tmp_path):
     flags = TINY["rl"] | {
         "engine.kind": "transformers",
-        "model.path": model,
+        "model.path": chat_model,
         "steps": 4,
         "lag": 2,
         "layout.trainer-ranks": 1,

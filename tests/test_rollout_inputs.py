@@ -10,17 +10,16 @@ import time
 
 import pytest
 import torch
+from built import changed, good, made, small_model
 from drawn import completion, trajectory, values
 from report_world import config as report_config
 from report_world import group, open_report, record_steps  # noqa: F401
 from runs import TINY, metrics, run
 
-from spmdrl import config
 from spmdrl.algorithms.mismatch import NUM_GAP_BINS, correction_advice, gap_max, gap_sums
 from spmdrl.algorithms.shaping import shape
 from spmdrl.check.settings import validate
-from spmdrl.commands.create_model import create_model
-from spmdrl.config import Config, ShapingSettings
+from spmdrl.config import ShapingSettings
 from spmdrl.engine.protocol import Completion, Request
 from spmdrl.rollout.episode import GREEDY, Draw, Episode, FinishedEpisode, Group, Trajectory
 from spmdrl.rollout.loop import Loop
@@ -167,8 +166,8 @@ def test_a_failed_greedy_reward_is_named_as_such_and_can_be_dropped():
 
 def test_a_hanging_reward_is_waited_for_once_not_once_per_sample(tmp_path):
     (tmp_path / "r.py").write_text("import time\ndef f(completions, **row): time.sleep(1000)\n")
-    rewards = config.RewardsSettings(functions=(f"{tmp_path}/r.py:f",), timeout_s=3.0)
-    with RewardPool(Config(rewards=rewards)) as pool:
+    rewards = dict(functions=(f"{tmp_path}/r.py:f",), timeout_s=3.0)
+    with RewardPool(made(rewards=rewards)) as pool:
         pool.start()
         began = time.monotonic()
         with pytest.raises(RuntimeError, match="timeout after "):
@@ -307,24 +306,12 @@ def test_scalars_made_without_the_new_columns_have_them_all_the_same():
 def test_shaping_goes_penalties_scale_clamp():
     rewards, lengths = torch.tensor([1.0, 1.0, -1.0, math.nan]), torch.tensor([2, 10, 10, 9])
     cut = torch.tensor([False, True, True, False])
-    got = shape(
-        rewards,
-        lengths,
-        cut,
-        max_response_tokens=10,
-        **dataclasses.asdict(
-            ShapingSettings(
-                overlong_tokens=4,
-                truncated_factor=0.5,
-                truncated_penalty=0.25,
-                scale=2.0,
-                clamp_low=-3.0,
-            )
-        ),
+    options = dict(overlong_tokens=4, truncated_factor=0.5, truncated_penalty=0.25, scale=2.0)
+    got, unchanged = (
+        shape(rewards, lengths, cut, max_response_tokens=10, **dataclasses.asdict(own))
+        for own in (ShapingSettings(**options, clamp_low=-3.0), ShapingSettings())
     )
     assert got.tolist()[:3] == [2.0, -0.5, -3.0] and math.isnan(got[3])
-    none = dataclasses.asdict(ShapingSettings())
-    unchanged = shape(rewards, lengths, cut, max_response_tokens=10, **none)
     assert unchanged[:3].tolist() == [1.0, 1.0, -1.0]
 
 
@@ -344,23 +331,15 @@ def test_shaping_goes_penalties_scale_clamp():
     ],
 )
 def test_shaping_that_cannot_be_meant_is_refused_by_the_config(options, says):
-    cfg = Config(
-        rewards=config.RewardsSettings(shaping=ShapingSettings(**options)),
-        sampling=config.SamplingSettings(max_response_tokens=16),
-    )
+    cfg = made(rewards=dict(shaping=options), sampling=dict(max_response_tokens=16))
     assert any(p.startswith(f"rewards.shaping.{says}") for p in validate(cfg))
 
 
 def test_what_reads_parts_alone_refuses_what_changes_the_sum():
-    data = config.DataSettings(train="task:addition", size=9)
-    cfg = Config(
-        model=config.ModelSettings(path="m"),
-        data=data,
-        rewards=config.RewardsSettings(shaping=ShapingSettings(scale=2.0)),
-    )
+    cfg = good(rewards=dict(shaping=dict(scale=2.0)))
     assert validate(cfg) == []
-    gdpo = config.AlgorithmSettings(advantage="gdpo", kl_coef=0.1, kl_in="reward")
-    found = validate(dataclasses.replace(cfg, algorithm=gdpo))
+    gdpo = dict(advantage="gdpo", kl_coef=0.1, kl_in="reward")
+    found = validate(changed(cfg, algorithm=gdpo))
     assert [p.split(":")[0] for p in found] == ["rewards.shaping", "algorithm.kl_in"]
 
 
@@ -412,23 +391,17 @@ def test_gap_metrics_come_from_the_sum_of_all_ranks():
 def test_remax_trains_on_sampled_responses_with_greedy_baselines(tmp_path):
     (tmp_path / "r.py").write_text(
         "def varied(completions, **row): return [sum(map(ord, completions[0])) % 7 / 7]\n"
-        "def short(completions, **row): return [float(len(completions[0]) < 6)]\n"
     )
-    model = create_model(tmp_path / "model", hidden_size=64, layers=2, heads=2, kv_heads=1)
-    run(
-        "demo_grpo.yaml",
-        2,
-        **TINY["rl"],
-        **{
-            "model.path": model,
-            "output-dir": tmp_path / "out",
-            "steps": 2,
-            "rewards.shaping.scale": "2.0",
-            "rewards.shaping.shift": "1.0",
-            "algorithm.advantage": "remax",
-        },
-        **{"rewards.functions": f"{tmp_path}/r.py:varied"},
-    )
+    flags = {
+        "model.path": small_model(tmp_path / "model", hidden_size=64, heads=2, kv_heads=1),
+        "output-dir": tmp_path / "out",
+        "steps": 2,
+        "rewards.functions": f"{tmp_path}/r.py:varied",
+        "rewards.shaping.scale": "2.0",
+        "rewards.shaping.shift": "1.0",
+        "algorithm.advantage": "remax",
+    }
+    run("demo_grpo.yaml", 2, **TINY["rl"], **flags)
     rows = metrics(tmp_path / "out")
     assert len(rows) == 2
     for row in rows:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 import resource
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from built import changed, made, small_model
 from drawn import trajectory
 from runs import TINY, metrics, run
 from test_train import assert_same_end
@@ -19,24 +21,8 @@ from spmdrl.check import dry_run
 from spmdrl.check.settings import validate
 from spmdrl.checkpoint.restore import config_differences
 from spmdrl.commands import view as viewer
-from spmdrl.commands.create_model import create_model
-from spmdrl.config import (
-    AlgorithmSettings,
-    BatchSettings,
-    Config,
-    ConsoleSettings,
-    DataSettings,
-    LayoutSettings,
-    MoeSettings,
-    RecordSettings,
-    ReportSettings,
-    RewardsSettings,
-    RolloutSettings,
-    SamplingSettings,
-    ScheduleSettings,
-    ShapingSettings,
-)
-from spmdrl.rollout.episode import GREEDY, Draw, FinishedEpisode, Group
+from spmdrl.config import Config
+from spmdrl.rollout.episode import GREEDY, Draw, FinishedEpisode, Group, Trajectory
 from spmdrl.rollout.packing import pack_step
 from spmdrl.rollout.recorder import Recorder
 from spmdrl.rollout.recordings import find_recorded, ranges, read_header, read_rollouts, read_table
@@ -47,22 +33,19 @@ from spmdrl.workers.pool import RewardResult
 NO_ENGINE = dict(placement="offline", world_size=1, device="cpu")
 
 
-def config_of(folder: Path, *, record: RecordSettings, **rest) -> Config:
-    base = Config(
+def config_of(folder: Path, *, every: int = 1, replay: str | Path = "", **rest) -> Config:
+    functions = ("r.py:right", "r.py:brief")
+    cfg = made(
         output_dir=str(folder),
         steps=3,
-        data=DataSettings(train="task:addition", size=100),
-        model=config.ModelSettings(path="./somewhere"),
-        batch=BatchSettings(prompts_per_step=4, group_size=2),
-        sampling=SamplingSettings(max_response_tokens=8),
-        rewards=RewardsSettings(
-            functions=("r.py:right", "r.py:brief"),
-            weights=(1.0, 0.5),
-            shaping=ShapingSettings(scale=2.0),
-        ),
-        rollout=RolloutSettings(record=record),
+        data=dict(train="task:addition", size=100),
+        model=dict(path="./somewhere"),
+        batch=dict(prompts_per_step=4, group_size=2),
+        sampling=dict(max_response_tokens=8),
+        rewards=dict(functions=functions, weights=(1.0, 0.5), shaping=dict(scale=2.0)),
+        rollout=dict(record=dict(every=every, replay=str(replay))),
     )
-    return dataclasses.replace(base, **rest)
+    return changed(cfg, **rest)
 
 
 def group_of(slot: int, *, has_greedy: bool = False) -> Group:
@@ -70,26 +53,15 @@ def group_of(slot: int, *, has_greedy: bool = False) -> Group:
     prompt = Prompt(100 + slot, (5, 6, 7 + slot), f"what is <{slot}>?\n", {})
     draw = Draw(0, "train", 2, 8, 1.0, True, (), has_greedy=has_greedy)
     group = Group(slot, 0, slot, prompt, 0, draw)
-    broken = trajectory(
-        prompt.tokens, [11], logprobs=[-0.1], versions=[2], states=[-1], earned=[0.0]
-    )
-    group.samples[0] = FinishedEpisode(
-        slot,
-        0,
-        prompt,
-        broken,
-        "no",
-        RewardResult(
-            "k",
-            None if slot else -1.0,
-            {} if slot else {"right": -1.0},
-            {},
-            {},
-            0.1,
-            "error" if slot else None,
-            "KeyError: x" if slot else "",
-        ),
-    )
+    one_turn = dict(versions=[2], states=[-1], earned=[0.0])
+
+    def add(sample: int, made: Trajectory, text: str, reward: RewardResult) -> None:
+        group.samples[sample] = FinishedEpisode(slot, sample, prompt, made, text, reward)
+
+    good = RewardResult("k", -1.0, {"right": -1.0}, seconds=0.1)
+    failed = RewardResult("k", None, seconds=0.1, failure="error", message="KeyError: x")
+    broken = trajectory(prompt.tokens, [11], logprobs=[-0.1], **one_turn)
+    add(0, broken, "no", failed if slot else good)
     two_turns = trajectory(
         prompt.tokens,
         [1, 2, 9, 3],
@@ -100,21 +72,11 @@ def group_of(slot: int, *, has_greedy: bool = False) -> Group:
         states=[2**47, 7],
         earned=[0.25, -1.0],
     )
-    group.samples[1] = FinishedEpisode(
-        slot,
-        1,
-        prompt,
-        two_turns,
-        "a <b> & c",
-        RewardResult("k", 0.1 + slot, {"right": slot, "brief": 0.2}),
-    )
+    parts = {"right": slot, "brief": 0.2}
+    add(1, two_turns, "a <b> & c", RewardResult("k", 0.1 + slot, parts))
     if has_greedy:
-        greedy = trajectory(
-            prompt.tokens, [4], logprobs=[-0.25], versions=[2], states=[-1], earned=[0.0]
-        )
-        group.samples[GREEDY] = FinishedEpisode(
-            slot, GREEDY, prompt, greedy, "greedy", RewardResult("k", 0.75)
-        )
+        greedy = trajectory(prompt.tokens, [4], logprobs=[-0.25], **one_turn)
+        add(GREEDY, greedy, "greedy", RewardResult("k", 0.75))
     return group
 
 
@@ -128,11 +90,15 @@ def record(
     has_greedy: bool = False,
 ) -> Rollouts:
     groups = [group_of(slot, has_greedy=has_greedy) for slot in slots]
-    share = pack_step(
-        groups, cfg, is_first=replica == 0, seconds=1.5, measured={}, dropped=[], num_carried=0
-    )
-    recorder = Recorder(cfg, replica=replica, num_replicas=replicas)
-    recorder.record(step, groups, share)
+    return record_groups(cfg, step, groups, replica=replica, replicas=replicas)
+
+
+def record_groups(
+    cfg: Config, step: int, groups: list[Group], *, replica: int = 0, replicas: int = 1
+) -> Rollouts:
+    plain = dict(seconds=1.5, measured={}, dropped=[], num_carried=0)
+    share = pack_step(groups, cfg, is_first=replica == 0, **plain)
+    Recorder(cfg, replica=replica, num_replicas=replicas).record(step, groups, share)
     return share
 
 
@@ -150,7 +116,7 @@ def assert_same_rollouts(a: Rollouts, b: Rollouts) -> None:
 
 @pytest.mark.parametrize("has_greedy", [False, True])
 def test_a_share_comes_back_bit_by_bit(has_greedy, tmp_path):
-    cfg = config_of(tmp_path, record=RecordSettings(every=1))
+    cfg = config_of(tmp_path)
     share = record(cfg, 2, range(4), has_greedy=has_greedy)
     files = find_recorded(tmp_path).files_of(2)
     back = read_rollouts(files, part=0, num_parts=1)
@@ -172,7 +138,7 @@ def test_a_share_comes_back_bit_by_bit(has_greedy, tmp_path):
 
 
 def test_any_number_of_ranks_reads_each_group_once(tmp_path):
-    cfg = config_of(tmp_path, record=RecordSettings(every=1))
+    cfg = config_of(tmp_path)
     shares = [
         record(cfg, 0, range(replica, 5, 2), replica=replica, replicas=2) for replica in range(2)
     ]
@@ -192,7 +158,7 @@ def test_any_number_of_ranks_reads_each_group_once(tmp_path):
 
 
 def test_steps_are_replaced_whole_and_only_every_nth_is_kept(tmp_path):
-    cfg = config_of(tmp_path, record=RecordSettings(every=2))
+    cfg = config_of(tmp_path, every=2)
     for step in range(5):
         for replica in range(2):
             record(cfg, step, range(replica, 4, 2), replica=replica, replicas=2)
@@ -210,7 +176,7 @@ def test_steps_are_replaced_whole_and_only_every_nth_is_kept(tmp_path):
 
 
 def test_a_full_disk_ends_the_run_and_leaves_nothing(tmp_path):
-    cfg = config_of(tmp_path, record=RecordSettings(every=1))
+    cfg = config_of(tmp_path)
     record(cfg, 0, range(4))
     before = find_recorded(tmp_path).files_of(0)[0].read_bytes()
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -226,7 +192,7 @@ def test_a_full_disk_ends_the_run_and_leaves_nothing(tmp_path):
 def test_a_folder_that_cannot_be_written_to_is_refused_at_start(tmp_path):
     (tmp_path / "rollouts").write_text("a file where the folder should be")
     with pytest.raises(ValueError, match="rollout.record: .*rollouts cannot be written to"):
-        Recorder(config_of(tmp_path, record=RecordSettings(every=1)), replica=0, num_replicas=1)
+        Recorder(config_of(tmp_path), replica=0, num_replicas=1)
 
 
 # --------------------------------------------------------------------------- the config
@@ -241,49 +207,29 @@ def test_a_folder_that_cannot_be_written_to_is_refused_at_start(tmp_path):
         ({"replay": "runs/a/rollouts"}, {}, "replay: runs/a/rollouts is of this very output_dir"),
         (
             {"every": 1},
-            {"algorithm": AlgorithmSettings(objective="sft")},
+            {"algorithm": {"objective": "sft"}},
             "every: 1 has no effect under the objective sft",
         ),
         ({"replay": "elsewhere"}, {}, "layout.placement: split with objective rl"),
-        (
-            {},
-            {"layout": LayoutSettings(**NO_ENGINE)},
-            "layout.placement: offline with objective rl",
-        ),
-        (
-            {},
-            {"report": ReportSettings(console=ConsoleSettings(table_every=0))},
-            "table_every: must be at least 1, got 0",
-        ),
+        ({}, {"layout": NO_ENGINE}, "layout.placement: offline with objective rl"),
+        ({}, {"report": {"console": {"table_every": 0}}}, "table_every: must be at least 1, got 0"),
     ],
 )
 def test_options_that_cannot_be_are_refused(record, rest, says):
-    import re
-
-    problems = validate(config_of(Path("runs/a"), record=RecordSettings(**record), **rest))
+    problems = validate(config_of(Path("runs/a"), **{"every": 0} | record, **rest))
     assert re.search(says, "\n".join(problems)), problems
 
 
 def test_a_replay_needs_no_engine_and_its_schedule_does_nothing():
-    cfg = config_of(
-        Path("runs/b"),
-        record=RecordSettings(replay="runs/a"),
-        layout=LayoutSettings(**NO_ENGINE),
-        lag=1,
-    )
-    cfg = dataclasses.replace(
-        cfg,
-        rollout=dataclasses.replace(
-            cfg.rollout, schedule=ScheduleSettings(in_flight=True, dynamic=4)
-        ),
-    )
+    cfg = replay_config(Path("runs/b"), Path("runs/a"), lag=1)
+    cfg = changed(cfg, rollout=dict(schedule=dict(in_flight=True, dynamic=4)))
     assert validate(cfg) == []
     saved = config.flatten(cfg) | {"rollout.record.replay": "runs/other"}
     assert config_differences(saved, cfg) == [
         "rollout.record.replay: 'runs/other' in the checkpoint, 'runs/a' now"
     ]
-    recording = dataclasses.replace(cfg, rollout=RolloutSettings(record=RecordSettings(every=3)))
-    silent = dataclasses.replace(cfg, rollout=RolloutSettings())
+    silent = dataclasses.replace(cfg, rollout=config.RolloutSettings())
+    recording = changed(silent, rollout=dict(record=dict(every=3)))
     assert config_differences(config.flatten(recording), silent) == []
 
 
@@ -291,12 +237,7 @@ def test_a_replay_needs_no_engine_and_its_schedule_does_nothing():
 
 
 def replay_config(folder: Path, recorded: Path, **rest) -> Config:
-    return config_of(
-        folder,
-        record=RecordSettings(replay=str(recorded)),
-        layout=LayoutSettings(**NO_ENGINE),
-        **rest,
-    )
+    return config_of(folder, every=0, replay=recorded, layout=NO_ENGINE, **rest)
 
 
 def replay_source(cfg: Config, *, max_positions: int = 7, vocab_size: int = 12) -> ReplaySource:
@@ -305,7 +246,7 @@ def replay_source(cfg: Config, *, max_positions: int = 7, vocab_size: int = 12) 
 
 
 def test_what_a_replay_cannot_train_on_is_refused_by_name(tmp_path):
-    live = config_of(tmp_path / "live", record=RecordSettings(every=1))
+    live = config_of(tmp_path / "live")
     for step in (0, 1, 3):
         record(live, step, range(4))
     cfg = replay_config(tmp_path / "again", tmp_path / "live", steps=2)
@@ -313,16 +254,12 @@ def test_what_a_replay_cannot_train_on_is_refused_by_name(tmp_path):
     refused = {
         "not recorded, of steps 4: 2": dict(steps=4),
         r"not recorded, of steps 6: 2, 4, 5": dict(steps=6),
-        "batch.group_size: 2 there, 3 now": dict(
-            batch=BatchSettings(prompts_per_step=4, group_size=3)
-        ),
-        "rewards.shaping.scale: 2.0 there, 1.0 now": dict(
-            rewards=dataclasses.replace(cfg.rewards, shaping=ShapingSettings())
-        ),
+        "batch.group_size: 2 there, 3 now": dict(batch=dict(group_size=3)),
+        "rewards.shaping.scale: 2.0 there, 1.0 now": dict(rewards=dict(shaping=dict(scale=1.0))),
     }
-    for says, changed in refused.items():
+    for says, other in refused.items():
         with pytest.raises(ValueError, match=says):
-            check_recorded(dataclasses.replace(cfg, **changed))
+            check_recorded(changed(cfg, **other))
     with pytest.raises(ValueError, match="rollout.record.replay: .*nowhere is not a folder"):
         check_recorded(replay_config(tmp_path / "again", tmp_path / "nowhere"))
     (tmp_path / "empty").mkdir()
@@ -353,14 +290,10 @@ def test_the_engines_routes_come_back_and_a_run_that_needs_them_is_refused_witho
             made[sample.slot, sample.sample] = routes = routes.to(torch.int8)
             with_routes = dataclasses.replace(sample.trajectory, routes=routes)
             group.samples[sample.sample] = dataclasses.replace(sample, trajectory=with_routes)
-    cfg = config_of(tmp_path / "live", record=RecordSettings(every=1), steps=1)
-    share = pack_step(
-        groups, cfg, is_first=True, seconds=1.5, measured={}, dropped=[], num_carried=0
-    )
-    Recorder(cfg, replica=0, num_replicas=1).record(0, groups, share)
-    replay = dataclasses.replace(
-        replay_config(tmp_path / "again", tmp_path / "live", steps=1),
-        model=config.ModelSettings(path="./somewhere", moe=MoeSettings(replay=True)),
+    cfg = config_of(tmp_path / "live", steps=1)
+    share = record_groups(cfg, 0, groups)
+    replay = replay_config(
+        tmp_path / "again", tmp_path / "live", steps=1, model=dict(moe=dict(replay=True))
     )
     source = replay_source(replay)
     back = source.take(0)
@@ -374,16 +307,12 @@ def test_the_engines_routes_come_back_and_a_run_that_needs_them_is_refused_witho
         assert bool((own[-1] == -1).all()) and torch.equal(
             own[:-1], made.get(key, torch.full_like(own[:-1], -1))
         )
-    off = replay_source(dataclasses.replace(replay, model=config.ModelSettings(path="./somewhere")))
+    off = replay_source(changed(replay, model=dict(moe=dict(replay=False))))
     assert off.take(0).routes is None
-    record(config_of(tmp_path / "without", record=RecordSettings(every=1)), 0, range(4))
+    record(config_of(tmp_path / "without"), 0, range(4))
+    without = dict(record=dict(replay=str(tmp_path / "without")))
     with pytest.raises(ValueError, match="model.moe.replay: .* was recorded without the engine's"):
-        check_recorded(
-            dataclasses.replace(
-                replay,
-                rollout=RolloutSettings(record=RecordSettings(replay=str(tmp_path / "without"))),
-            )
-        )
+        check_recorded(changed(replay, rollout=without))
 
 
 REWARD = """
@@ -392,8 +321,7 @@ def varied(prompts, completions, **columns): return [sum(map(ord, c)) % 7 / 7 fo
 
 
 def test_a_replay_ends_bit_equal_to_the_live_run(tmp_path):
-    model = tmp_path / "model"
-    create_model(model, hidden_size=64, layers=2, heads=2, kv_heads=1)
+    model = small_model(tmp_path / "model", hidden_size=64, heads=2, kv_heads=1)
     (tmp_path / "r.py").write_text(REWARD)  # varied: every step must move the weights
     live, again = tmp_path / "live", tmp_path / "again"
     flags = TINY["rl"] | {
@@ -403,17 +331,9 @@ def test_a_replay_ends_bit_equal_to_the_live_run(tmp_path):
         "rewards.functions": f"{tmp_path / 'r.py'}:varied",
     }
     run("demo_grpo.yaml", 2, **flags | {"output-dir": live, "rollout.record.every": "1"})
-    finished = run(
-        "demo_grpo.yaml",
-        1,
-        **flags
-        | {
-            "output-dir": again,
-            "layout.placement": "offline",
-            "evaluate.every-steps": 2,
-            "rollout.record.replay": live,
-        },
-    )
+    replay = {"layout.placement": "offline", "rollout.record.replay": live}
+    flags |= replay | {"output-dir": again, "evaluate.every-steps": 2}
+    finished = run("demo_grpo.yaml", 1, **flags)
     assert "evaluation is left out: a replay has no engine" in finished.output
     assert_same_end(live, again)
     rows = [metrics(folder) for folder in (live, again)]
@@ -431,9 +351,7 @@ def test_a_replay_ends_bit_equal_to_the_live_run(tmp_path):
 @pytest.fixture
 def shown(tmp_path) -> Path:
     """A run's folder with two recorded steps and its config."""
-    cfg = config_of(
-        tmp_path, record=RecordSettings(every=1), algorithm=AlgorithmSettings(advantage="rloo")
-    )
+    cfg = config_of(tmp_path, algorithm=dict(advantage="rloo"))
     for step in (0, 1):
         record(cfg, step, range(4), has_greedy=True)
     (tmp_path / "config.yaml").write_text(config.dump(cfg))
@@ -466,7 +384,7 @@ def test_the_viewer_lists_steps_groups_and_one_group(shown, capsys):
 def test_the_viewer_writes_a_page(shown, capsys, tmp_path):
     page = tmp_path / "group.html"
     asked = [str(shown), "--step", "1", "--group", "0", "--html", str(page)]
-    create_model(tmp_path / "model", hidden_size=64, layers=1, heads=2, kv_heads=1)
+    small_model(tmp_path / "model", layers=1)
     assert viewer.main([*asked, "--tokenizer", str(tmp_path / "model")]) == 0
     text = page.read_text()
     assert "what is &lt;0&gt;?" in text and "<script" not in text and "http" not in text
@@ -484,14 +402,11 @@ def test_the_viewer_writes_a_page(shown, capsys, tmp_path):
 def test_the_viewer_says_why_it_knows_no_advantages(shown, capsys):
     path, cfg = shown / "config.yaml", config.load_yaml(shown / "config.yaml")
     for algorithm, says in (
-        (
-            AlgorithmSettings(advantage="gae"),
-            "gae gives each token its own, and they are not recorded",
-        ),
-        (AlgorithmSettings(kl_coef=0.1, kl_in="reward"), "the KL in the rewards"),
-        (AlgorithmSettings(advantage="grp"), "grp"),
+        (dict(advantage="gae"), "gae gives each token its own, and they are not recorded"),
+        (dict(advantage="grpo", kl_coef=0.1, kl_in="reward"), "the KL in the rewards"),
+        (dict(advantage="grp"), "grp"),
     ):
-        path.write_text(config.dump(dataclasses.replace(cfg, algorithm=algorithm)))
+        path.write_text(config.dump(changed(cfg, algorithm=algorithm)))
         assert viewer.main([str(shown), "--step", "1", "--group", "0"]) == 0
         out = capsys.readouterr().out
         assert "advantages are not available: " in out and says in out and ", advantage" not in out

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from built import changed, generating, made
 from drawn import plain
 from ranks import run_ranks
 from runs import ROOT
 from test_moe import make_moe
 from torch import Tensor
 
-from spmdrl import config
-from spmdrl.config import Config, MoeSettings
+from spmdrl.config import Config
 from spmdrl.engine.protocol import Completion, Request
 
 LAYERS, EXPERTS, CHOICES = 2, 8, 2
@@ -28,21 +27,13 @@ PROMPTS = (SHARED + (5,), (7, 8, 9), SHARED + (6, 4), (11,), SHARED, (7, 8, 9), 
 def engine_config(
     model: Path, *, kind: str, dtype: str = "float32", tp: int = 1, **engine: object
 ) -> Config:
-    return Config(
-        layout=config.LayoutSettings(
-            placement="colocated", world_size=tp, inference_tp=tp, device="cpu"
-        ),
-        model=config.ModelSettings(path=str(model), moe=MoeSettings(replay=True)),
-        data=config.DataSettings(max_prompt_tokens=48),
-        sampling=config.SamplingSettings(max_response_tokens=80),
-        engine=config.EngineSettings(
-            kind=kind,
-            dtype=dtype,
-            cpu_kv_cache_gib=0.01,
-            max_num_seqs=4,
-            max_batched_tokens=128,
-            **engine,
-        ),
+    limits = dict(cpu_kv_cache_gib=0.01, max_num_seqs=4, max_batched_tokens=128)
+    return made(
+        layout=dict(placement="colocated", world_size=tp, inference_tp=tp, device="cpu"),
+        model=dict(path=str(model), moe=dict(replay=True)),
+        data=dict(max_prompt_tokens=48),
+        sampling=dict(max_response_tokens=80),
+        engine=dict(kind=kind, dtype=dtype, **limits, **engine),
     )
 
 
@@ -104,48 +95,41 @@ def drain(engine: Any, found: dict[str, Completion]) -> None:
 
 def recorded(cfg: Config) -> dict[str, Any] | None:
     """A crowd that shares prefixes; a second turn; weights told to have changed in the middle."""
-    from spmdrl.engine import make_engine
-    from spmdrl.world import World
-
-    world = World.start(cfg)
-    engine = make_engine(cfg, world)
-    cached = watch_cache(engine) if cfg.engine.kind == "vllm" else [SHARED]
-    prompts = {str(i): prompt for i, prompt in enumerate(PROMPTS)}
-    for i, prompt in enumerate(PROMPTS):
-        engine.add(Request(str(i), prompt, 6 + i, 1.0, i, ()))
+    prompts: dict[str, tuple[int, ...]] = {}
     done: dict[str, Completion] = {}
-    drain(engine, done)
-    turn = PROMPTS[0] + done["0"].tokens + (3, 4, 5)
-    prompts["turn"] = turn
-    engine.add(Request("turn", turn, 5, 1.0, 9, ()))
-    drain(engine, done)
-    for mode in ("keep", "recompute"):
-        schedule = config.ScheduleSettings(kv_cache=mode)
-        engine.cfg = dataclasses.replace(cfg, rollout=config.RolloutSettings(schedule=schedule))
-        for i in range(3):
-            prompts[f"{mode}-{i}"] = PROMPTS[i]
-            engine.add(Request(f"{mode}-{i}", PROMPTS[i], 12, 1.0, 20 + i, ()))
-        for _ in range(5):
-            done |= {c.key: plain(c) for c in engine.step()}
-        before = {c.key: c for c in engine.unfinished()}
-        engine.weights_changed(engine.version + 1)
-        again = {c.key: c for c in engine.unfinished()}
+    with generating(cfg) as (_, engine):
+        cached = watch_cache(engine) if cfg.engine.kind == "vllm" else [SHARED]
+
+        def add(key: str, prompt: tuple[int, ...], max_tokens: int, seed: int) -> None:
+            prompts[key] = prompt
+            engine.add(Request(key, prompt, max_tokens, 1.0, seed, ()))
+
+        for i, prompt in enumerate(PROMPTS):
+            add(str(i), prompt, 6 + i, i)
         drain(engine, done)
-        for key, part in before.items():
-            count = len(prompts[key]) + len(part.tokens) - 1
-            assert len(part.tokens) == 5 and part.routes.shape[0] == count, part
-            assert torch.equal(again[key].routes, part.routes)
-            assert torch.equal(done[key].routes[:count], part.routes)
-    engine.score([PROMPTS[0], PROMPTS[1]])
-    engine.add(Request("last", PROMPTS[1], 3, 1.0, 0, ()))
-    prompts["last"] = PROMPTS[1]
-    drain(engine, done)
-    engine.close()
-    world.close()
+        add("turn", PROMPTS[0] + done["0"].tokens + (3, 4, 5), 5, 9)
+        drain(engine, done)
+        for mode in ("keep", "recompute"):
+            engine.cfg = changed(cfg, rollout=dict(schedule=dict(kv_cache=mode)))
+            for i in range(3):
+                add(f"{mode}-{i}", PROMPTS[i], 12, 20 + i)
+            for _ in range(5):
+                done |= {c.key: plain(c) for c in engine.step()}
+            before = {c.key: c for c in engine.unfinished()}
+            engine.weights_changed(engine.version + 1)
+            again = {c.key: c for c in engine.unfinished()}
+            drain(engine, done)
+            for key, part in before.items():
+                count = len(prompts[key]) + len(part.tokens) - 1
+                assert len(part.tokens) == 5 and part.routes.shape[0] == count, part
+                assert torch.equal(again[key].routes, part.routes)
+                assert torch.equal(done[key].routes[:count], part.routes)
+        engine.score([PROMPTS[0], PROMPTS[1]])
+        add("last", PROMPTS[1], 3, 0)
+        drain(engine, done)
     return {
         "rows": {k: (prompts[k] + c.tokens, c.routes) for k, c in done.items()},
         "cached": cached,
-        "logprobs": {k: c.logprobs for k, c in done.items()},
     }
 
 
@@ -169,11 +153,8 @@ def test_engines_record_the_experts_of_every_token_but_the_last(case, tmp_path):
         assert len(result["rows"]) == len(PROMPTS) + 8
         assert any(result["cached"]), "no prompt was found in the cache"
         for key, (tokens, routes) in result["rows"].items():
-            assert routes.dtype == torch.int8 and routes.shape == (
-                len(tokens) - 1,
-                layers,
-                CHOICES,
-            ), key
+            shape = (len(tokens) - 1, layers, CHOICES)
+            assert routes.dtype == torch.int8 and routes.shape == shape, key
             assert bool((routes >= 0).all()) and bool((routes < EXPERTS).all()), key
         assert differing(folder, result["rows"], margin=1e-4) == []
     spread = torch.cat([routes.flatten() for _, routes in results[0]["rows"].values()])
@@ -189,9 +170,8 @@ def gaps_of(folder: Path) -> dict[str, Any]:
 
 
 def test_replay_closes_the_gap_that_other_experts_open(tmp_path):
-    folder = make_moe(
-        tmp_path, "qwen3_moe", hidden_size=128, intermediate=96, layers=4, moe_experts=32
-    )
+    sizes = dict(hidden_size=128, intermediate=96, layers=4, moe_experts=32)
+    folder = make_moe(tmp_path, "qwen3_moe", **sizes)
     (found,) = run_ranks(1, gaps_of, folder)
     own, replayed = found["float32"]["own choice"], found["float32"]["replayed"]
     assert found["tokens"] > 300 and found["float32"]["disagreement"] > 0.003
@@ -201,24 +181,16 @@ def test_replay_closes_the_gap_that_other_experts_open(tmp_path):
 
 def crowded(cfg: Config) -> dict[str, Any]:
     """More sequences than the KV cache can hold to their end."""
-    from spmdrl.engine import make_engine
-    from spmdrl.world import World
-
-    world = World.start(cfg)
-    engine = make_engine(cfg, world)
     prompts = {str(i): PROMPTS[1] + (30 + i,) for i in range(4)}
-    for key, prompt in prompts.items():
-        engine.add(Request(key, prompt, 76, 1.0, int(key), ()))
     done: dict[str, Completion] = {}
     preempted = 0
-    while engine.is_busy:
-        done |= {c.key: plain(c) for c in engine.step()}
-        scheduler = engine._llm.engine_core.engine_core.scheduler
-        preempted = max(
-            preempted, max((r.num_preemptions for r in scheduler.requests.values()), default=0)
-        )
-    engine.close()
-    world.close()
+    with generating(cfg) as (_, engine):
+        for key, prompt in prompts.items():
+            engine.add(Request(key, prompt, 76, 1.0, int(key), ()))
+        while engine.is_busy:
+            done |= {c.key: plain(c) for c in engine.step()}
+            requests = engine._llm.engine_core.engine_core.scheduler.requests.values()
+            preempted = max([preempted, *(r.num_preemptions for r in requests)])
     return {
         "preempted": preempted,
         "rows": {k: (prompts[k] + c.tokens, c.routes) for k, c in done.items()},
@@ -227,9 +199,8 @@ def crowded(cfg: Config) -> dict[str, Any]:
 
 def test_a_sequence_that_vllm_preempts_keeps_its_routes(tmp_path):
     folder = make_moe(tmp_path, "qwen3_moe", **SIZES)
-    cfg = engine_config(
-        folder, kind="vllm", options={"num_gpu_blocks_override": 8, "block_size": 32}
-    )
+    options = {"num_gpu_blocks_override": 8, "block_size": 32}
+    cfg = engine_config(folder, kind="vllm", options=options)
     (found,) = run_ranks(1, crowded, cfg)
     assert found["preempted"] > 0
     assert differing(folder, found["rows"], margin=1e-4) == []

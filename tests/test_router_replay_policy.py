@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from built import changed, good, training
 from policy_runs import LENGTHS, batch, config, full_parameters, sequence, update
 from ranks import run_ranks
 from test_moe import make_moe
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from spmdrl import config as configs
 from spmdrl.check.fit import fit_problems
 from spmdrl.check.settings import validate
-from spmdrl.config import Config, MoeSettings
+from spmdrl.config import Config
 from spmdrl.model.attention import register_attention
 from spmdrl.model.blocks import experts_modules
 from spmdrl.model.file_tensors import file_tensors, live_tensors
@@ -230,41 +231,22 @@ def routed_batch(dp_index: int, dp_size: int, layers: int) -> Batch:
 
 def trained(cfg: Config, layers: int) -> dict[str, Any]:
     """Take two steps with old logprobs and a reference; also score without replay."""
-    from spmdrl.roles import make_trainer
-    from spmdrl.world import World
-
-    world = World.start(cfg)
-    trainer = make_trainer(cfg, world)
-    own = routed_batch(world.dp_index(world.rank), world.dp_size, layers)
-    columns = trainer.annotate(own, step=0).columns
-    score = trainer.weights.score([sequence(0).tolist()])[0]
-    sums = [update(trainer, own, step=step) for step in range(2)]
-    whole = full_parameters(trainer)
-    world.close()
-    return {"sums": sums, "parameters": whole, "score": score, "columns": columns}
+    with training(cfg) as (world, trainer):
+        own = routed_batch(world.dp_index(world.rank), world.dp_size, layers)
+        trainer.annotate(own, step=0)
+        score = trainer.weights.score([sequence(0).tolist()])[0]
+        sums = [update(trainer, own, step=step) for step in range(2)]
+        return {"sums": sums, "parameters": full_parameters(trainer), "score": score}
 
 
 def _config(folder: Path, out: Path, family: str, **layout: int) -> Config:
-    moe = {"replay": True} | (
-        {"balance": "bias", "rate": 0.02}
-        if family == "deepseek_v3"
-        else {"balance": "aux", "coef": 0.2}
-    )
-    cfg = config(
-        folder,
-        out,
-        world_size=layout.get("world_size", 1),
-        cp=layout.get("cp", 1),
-        tp=layout.get("tp", 1),
-        kl_coef=0.1,
-        correction="tis",
-        model={"moe": moe, "memory": {"activation_checkpointing": "full"}},
-    )
-    return replace(
-        cfg,
-        layout=replace(cfg.layout, ep=layout.get("ep", 1)),
-        batch=replace(cfg.batch, updates_per_step=1),
-    )
+    balance = {"balance": "aux", "coef": 0.2}
+    if family == "deepseek_v3":
+        balance = {"balance": "bias", "rate": 0.02}
+    memory = {"activation_checkpointing": "full"}
+    model = {"moe": {"replay": True} | balance, "memory": memory}
+    cfg = config(folder, out, kl_coef=0.1, correction="tis", model=model)
+    return changed(cfg, layout=layout)
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
@@ -300,15 +282,12 @@ def test_every_mesh_replays_like_one_process(family, tmp_path):
 
 def test_scores_and_the_reference_choose_their_experts_themselves(tmp_path):
     folder = make_moe(tmp_path, "qwen3_moe")
-    replayed = _config(folder, tmp_path, "qwen3_moe")
+    replayed = changed(_config(folder, tmp_path, "qwen3_moe"), batch=dict(updates_per_step=2))
     lora = configs.LoraSettings(rank=2, targets=("q_proj",))
     kept = {
-        name: replace(cfg, batch=replace(cfg.batch, updates_per_step=2))
-        for name, cfg in {
-            "replayed": replayed,
-            "adapted": replace(replayed, model=replace(replayed.model, lora=lora)),
-            "plain": replace(replayed, model=replace(replayed.model, moe=MoeSettings())),
-        }.items()
+        "replayed": replayed,
+        "adapted": changed(replayed, model=dict(lora=lora)),
+        "plain": changed(replayed, model=dict(moe=configs.MoeSettings())),
     }
     found = {name: run_ranks(1, annotated, cfg)[0] for name, cfg in kept.items()}
     plain = found["plain"]
@@ -324,14 +303,9 @@ def test_scores_and_the_reference_choose_their_experts_themselves(tmp_path):
 
 
 def annotated(cfg: Config) -> dict[str, Tensor]:
-    from spmdrl.roles import make_trainer
-    from spmdrl.world import World
-
-    world = World.start(cfg)
-    trainer = make_trainer(cfg, world)
-    columns = [c for part in trainer.annotate(routed_batch(0, 1, 2), step=0).columns for c in part]
-    score = trainer.weights.score([sequence(0).tolist()])[0]
-    world.close()
+    with training(cfg) as (_, trainer):
+        columns = sum(trainer.annotate(routed_batch(0, 1, 2), step=0).columns, ())
+        score = trainer.weights.score([sequence(0).tolist()])[0]
     return {
         "score": score,
         "old": torch.cat([c["old_logprobs"] for c in columns]),
@@ -345,31 +319,17 @@ def annotated(cfg: Config) -> dict[str, Tensor]:
 def test_what_cannot_be_replayed_is_refused_before_anything_starts(tmp_path, tiny_model):
     moe = _config(make_moe(tmp_path, "qwen3_moe"), tmp_path, "qwen3_moe")
     assert fit_problems(moe) == []
-    dense = replace(moe, model=replace(moe.model, path=str(tiny_model)))
-    (problem,) = fit_problems(dense)
+    (problem,) = fit_problems(changed(moe, model=dict(path=str(tiny_model))))
     assert problem.startswith("model.moe.replay: true with a qwen3, which has no experts (model.")
     other = make_moe(tmp_path, "mixtral")
     text = (other / "config.json").read_text().replace('"mixtral"', '"phimoe"')
     (other / "config.json").write_text(text)
-    (problem,) = fit_problems(replace(moe, model=replace(moe.model, path=str(other))))
+    (problem,) = fit_problems(changed(moe, model=dict(path=str(other))))
     assert problem.startswith("model.moe.replay: true with a phimoe, whose routers are not among")
-    good = Config(
-        model=configs.ModelSettings(path="m"),
-        data=configs.DataSettings(train="task:addition", size=10),
-    )
 
     def problems(objective: str, replay: object) -> str:
-        return "\n".join(
-            text
-            for text in validate(
-                replace(
-                    good,
-                    model=replace(good.model, moe=MoeSettings(replay=replay)),
-                    algorithm=configs.AlgorithmSettings(objective=objective),
-                )
-            )
-            if "replay" in text
-        )
+        cfg = good(model=dict(moe=dict(replay=replay)), algorithm=dict(objective=objective))
+        return "\n".join(text for text in validate(cfg) if "replay" in text)
 
     assert problems("rl", True) == problems("rl", False) == ""
     assert "model.moe.replay: True has no effect under the objective sft" in problems("sft", True)

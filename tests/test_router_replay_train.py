@@ -7,26 +7,17 @@ from pathlib import Path
 import numpy
 import pytest
 import yaml
+from built import small_model
 from runs import HELD, ROOT, TINY, metrics, run, run_killed
 from test_train import assert_same_end
 
-from spmdrl.commands.create_model import create_model
 from spmdrl.rollout.recordings import find_recorded, read_header, read_table
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return create_model(
-        tmp_path_factory.mktemp("model") / "moe",
-        architecture="qwen3_moe",
-        hidden_size=128,
-        layers=2,
-        heads=4,
-        kv_heads=2,
-        intermediate=48,
-        initializer_std=0.1,
-        chat_template=True,
-    )
+    options = dict(architecture="qwen3_moe", initializer_std=0.1, chat_template=True)
+    return small_model(tmp_path_factory.mktemp("model") / "moe", hidden_size=128, **options)
 
 
 REWARD = (
@@ -40,22 +31,18 @@ def varied(prompts, completions, **columns):
 
 
 def flags_of(model: Path, out: Path, **flags: object) -> dict[str, object]:
-    return (
-        TINY["rl"]
-        | {
-            "model.path": model,
-            "output-dir": out,
-            "model.moe.replay": "true",
-            "layout.placement": "split",
-            "layout.trainer-ranks": 2,
-            "layout.ep": 2,
-            "rollout.record.every": "1",
-            "rewards.functions": f"{out.parent / 'r.py'}:varied",
-            "evaluate.every-steps": 0,
-            "lag": 0,
-        }
-        | flags
-    )
+    own = {
+        "model.path": model,
+        "output-dir": out,
+        "model.moe.replay": "true",
+        "layout.placement": "split",
+        "layout.trainer-ranks": 2,
+        "layout.ep": 2,
+        "rollout.record.every": "1",
+        "rewards.functions": f"{out.parent / 'r.py'}:varied",
+        "lag": 0,
+    }
+    return TINY["rl"] | own | flags
 
 
 def check_recorded(out: Path, steps: int) -> list[dict]:
@@ -84,29 +71,24 @@ def test_a_killed_and_resumed_run_with_replay_ends_bit_identical(model, tmp_path
     (tmp_path / "r.py").write_text(REWARD)
     whole, killed = tmp_path / "whole", tmp_path / "killed"
 
-    def flags(out: Path) -> dict[str, object]:
-        return flags_of(
-            model,
-            out,
-            **{  # with lag 1 a checkpoint holds a batch that was made ahead
-                "engine.kind": "transformers",
-                "engine.dtype": "bfloat16",
-                "steps": 6,
-                "lag": 1,
-                "layout.trainer-ranks": 1,
-                "layout.ep": 1,
-                "checkpoint.every-steps": 1,
-                "checkpoint.keep.last": "9",
-                "batch.updates-per-step": 2,
-                "rewards.timeout-s": 300,
-            },
-        )
-
-    run("demo_grpo.yaml", 2, **flags(whole))
+    flags = {  # with lag 1 a checkpoint holds a batch that was made ahead
+        "engine.kind": "transformers",
+        "engine.dtype": "bfloat16",
+        "steps": 6,
+        "lag": 1,
+        "layout.trainer-ranks": 1,
+        "layout.ep": 1,
+        "checkpoint.every-steps": 1,
+        "checkpoint.keep.last": "9",
+        "batch.updates-per-step": 2,
+        "rewards.timeout-s": 300,
+    }
+    again = flags_of(model, killed, **flags)
+    run("demo_grpo.yaml", 2, **flags_of(model, whole, **flags))
     check_metrics(whole, check_recorded(whole, 6))
     assert any(logged["policy/router_disagreement"] > 0 for logged in metrics(whole))
-    run_killed("demo_grpo.yaml", 2, rewards=tmp_path / "r.py", step=1, hold=3, **flags(killed))
-    resumed = run("demo_grpo.yaml", 2, **flags(killed))
+    run_killed("demo_grpo.yaml", 2, rewards=tmp_path / "r.py", step=1, hold=3, **again)
+    resumed = run("demo_grpo.yaml", 2, **again)
     assert "resume" in resumed.output
     assert_same_end(whole, killed)
 
@@ -132,20 +114,16 @@ def test_turns_of_a_game_are_replayed_as_one_sequence(model, tmp_path):
 def test_samples_that_are_carried_over_updates_and_a_resume_keep_their_routes(model, tmp_path):
     (tmp_path / "r.py").write_text(REWARD)
     out = tmp_path / "out"
-    flags = flags_of(
-        model,
-        out,
-        **{
-            "engine.kind": "vllm",
-            "engine.dtype": "bfloat16",
-            "lag": 1,
-            "rollout.schedule.in_flight": "true",
-            "rollout.schedule.over_sample": "1.5",
-            "rollout.schedule.max_staleness": "3",
-            "sampling.max-response-tokens": 40,
-            "checkpoint.every-steps": 2,
-        },
-    )
+    flags = flags_of(model, out) | {
+        "engine.kind": "vllm",
+        "engine.dtype": "bfloat16",
+        "lag": 1,
+        "rollout.schedule.in_flight": "true",
+        "rollout.schedule.over_sample": "1.5",
+        "rollout.schedule.max_staleness": "3",
+        "sampling.max-response-tokens": 40,
+        "checkpoint.every-steps": 2,
+    }
     run("demo_grpo.yaml", 3, **flags, steps=4)
     run("demo_grpo.yaml", 3, **flags, steps=8)
     rows = check_recorded(out, 8)
