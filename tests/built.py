@@ -66,7 +66,7 @@ def generating(cfg: Config) -> Iterator[tuple[Any, Any]]:
 
 
 def small_model(folder: Path, **changes: Any) -> Path:
-    """Create a model of 0.04 million parameters."""
+    """Create a model of some ten thousand parameters."""
     from spmdrl.commands.create_model import create_model
 
     sizes = dict(hidden_size=32, layers=2, heads=4, kv_heads=2, intermediate=48)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 import subprocess
 import sys
@@ -13,13 +12,13 @@ from typing import Any
 import hypothesis
 import pytest
 import yaml
+from built import changed, good
 from hypothesis import given
 from hypothesis import strategies as st
 
 from spmdrl import config
-from spmdrl.check.settings import parse, validate
+from spmdrl.check.settings import parse
 from spmdrl.checkpoint.restore import config_differences
-from spmdrl.config import Config, LayoutSettings
 from spmdrl.config.help import field_docs
 from spmdrl.config.read import read
 from spmdrl.config.tree import build, convert, kinds, sections, settings
@@ -27,22 +26,10 @@ from spmdrl.config.tree import build, convert, kinds, sections, settings
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def good(**changes) -> Config:
-    base = Config(
-        model=config.ModelSettings(path="m"),
-        data=config.DataSettings(train="task:addition", size=10),
-    )
-    return dataclasses.replace(base, **changes)
-
-
 def write(tmp_path, text: str):
     path = tmp_path / "c.yaml"
     path.write_text(text)
     return path
-
-
-def test_a_good_config_has_no_problems():
-    assert validate(good()) == []
 
 
 def test_each_field_and_section_has_a_docstring():
@@ -53,7 +40,7 @@ def test_each_field_and_section_has_a_docstring():
 
 
 def test_dump_reads_back_equal(tmp_path):
-    cfg = good(optimizer=config.OptimizerSettings(lr=3e-7, eps=1e-7))
+    cfg = good(optimizer=dict(lr=3e-7, eps=1e-7))
     assert config.load_yaml(write(tmp_path, config.dump(cfg))) == cfg
 
 
@@ -99,152 +86,12 @@ def test_flags_override_the_file(tmp_path):
 
 
 def test_method_options_are_given_as_one_mapping(tmp_path):
-    own = config.AlgorithmSettings(loss_options={"clip_low": 0.1})
+    own = dict(loss_options={"clip_low": 0.1})
     path = write(tmp_path, config.dump(good(algorithm=own)))
-    cfg = parse(
-        [
-            "--config",
-            str(path),
-            "--algorithm.loss",
-            "cispo",
-            "--algorithm.loss-options",
-            "{ratio_high: 4.0}",
-        ]
-    )
+    flags = ["--algorithm.loss", "cispo", "--algorithm.loss-options", "{ratio_high: 4.0}"]
+    cfg = parse(["--config", str(path), *flags])
     assert cfg.algorithm.loss_options == {"ratio_high": 4.0}
     assert parse(["--config", str(path)]).algorithm.loss_options == {"clip_low": 0.1}
-
-
-def test_impossible_layouts_spell_out_the_arithmetic():
-    def layout_problems(**fields):
-        return "\n".join(validate(good(layout=LayoutSettings(**fields))))
-
-    assert "leaves 0 ranks to generate" in layout_problems(world_size=2, trainer_ranks=2)
-    assert "3 trainer ranks do not divide by dp_replicate 1 * cp 1 * tp 2 = 2" in layout_problems(
-        world_size=4, trainer_ranks=3, tp=2
-    )
-    assert "3 inference ranks / inference_tp 2 = 1.5 replicas" in layout_problems(
-        world_size=5, trainer_ranks=2, inference_tp=2
-    )
-    assert "must be a multiple of inference_tp 2" in layout_problems(
-        world_size=5, trainer_ranks=3, inference_tp=2
-    )
-    assert layout_problems(world_size=4, trainer_ranks=2, inference_tp=2, tp=2) == ""
-
-
-def test_senseless_combinations_are_refused():
-    def problems(**changes):
-        return "\n".join(validate(good(**changes)))
-
-    assert "every advantage would be 0" in problems(batch=config.BatchSettings(group_size=1))
-    assert "one sequence may not fit" in problems(
-        batch=config.BatchSettings(tokens_per_microbatch=64)
-    )
-    assert "data.eval is empty" in problems(evaluate=config.EvaluateSettings(every_steps=2))
-    assert "has no size of its own" in problems(data=config.DataSettings(train="task:addition"))
-    assert "name at least one reward function" in problems(
-        data=config.DataSettings(train="x.jsonl")
-    )
-    assert "rl `split` or `colocated`" in problems(layout=LayoutSettings(placement="offline"))
-
-
-def test_combinations_of_methods_are_refused():
-    def problems(layout=LayoutSettings(), model=config.ModelSettings(path="m"), **algorithm):
-        changed = good(algorithm=config.AlgorithmSettings(**algorithm), layout=layout, model=model)
-        return "\n".join(validate(changed))
-
-    assert "the engine would be corrected for twice" in problems(loss="dppo_tv")
-    assert problems(loss="dppo_tv", correction="none") == ""
-    assert "expected gradient of 0" in problems(kl="k1", kl_coef=0.1)
-    assert "take seq_mean_token_mean" in problems(loss="gspo")
-    assert problems(loss="gspo", aggregation="seq_mean_token_mean") == ""
-    assert "name an environment" in problems(advantage="gigpo")
-    assert problems(kl="k1", kl_coef=0.1, kl_in="reward") == ""
-    assert "model.teacher: is empty" in problems(advantage="distill")
-    for advantage in ("prime", "distill"):
-        assert "has no place for a KL in the reward" in problems(
-            advantage=advantage, kl="k1", kl_coef=0.1, kl_in="reward"
-        )
-    assert problems(advantage="otb", kl="k1", kl_coef=0.1, kl_in="reward") == ""
-    offline = LayoutSettings(placement="offline")
-    assert "model.teacher: is empty" in problems(
-        layout=offline, objective="distill", loss="divergence"
-    )
-    assert "which is a method of the kind loss" in problems(
-        layout=offline, objective="preference", loss="ppo_clip"
-    )
-
-
-def test_coefficients_that_move_are_checked():
-    def problems(**algorithm):
-        placement = "colocated" if algorithm.get("objective", "rl") == "rl" else "offline"
-        return "\n".join(
-            validate(
-                good(
-                    algorithm=config.AlgorithmSettings(**algorithm),
-                    layout=LayoutSettings(placement=placement),
-                    model=config.ModelSettings(path="m", teacher="t"),
-                )
-            )
-        )
-
-    def entropy(coef=0.0, **control):
-        own = config.EntropyControlSettings(**control)
-        return problems(entropy_coef=coef, entropy_control=own)
-
-    def kl(coef=0.1, **control):
-        return problems(kl_coef=coef, kl_control=config.KlControlSettings(**control))
-
-    assert entropy(keep_frac=0.2, target=0.3, delta=0.005) == ""
-    assert entropy(0.1, target=1, delta=0.1, lower=0.05, upper=0.2) == ""
-    place = "algorithm.entropy_control"
-    assert entropy(keep_frac=1.5) == f"{place}.keep_frac: must be in (0, 1], got 1.5"
-    assert entropy(target=0.3).startswith(f"{place}.delta: is missing")
-    assert entropy(delta=0.3).startswith(f"{place}.target: is missing")
-    assert entropy(upper=0.3).startswith(f"{place}.upper: 0.3 without target and delta")
-    assert "must be 0 <= lower <= upper, got 0.5, 0.2" in entropy(
-        0.5, target=0.3, delta=0.1, lower=0.5, upper=0.2
-    )
-    assert "entropy_coef starts at 0.5, outside lower, upper [0.0, 0.2]" in entropy(
-        0.5, target=0.3, delta=0.1, upper=0.2
-    )
-    place = "algorithm.kl_control."
-    assert kl(target=0.02, horizon=10000) == ""
-    assert kl(target=0.02).startswith(f"{place}horizon: is missing")
-    assert kl(horizon=9.0).startswith(f"{place}target: is missing")
-    assert kl(target=-1.0, horizon=1e4).startswith(f"{place}target: must be at least 0")
-    assert kl(0.0, target=0.02, horizon=1e4).startswith(
-        f"{place}target: 0.02 with algorithm.kl_coef 0.0"
-    )
-    assert kl(target=0.02, horizon=10).startswith(
-        f"{place}horizon: 10 is too short for 512 samples a step"
-    )
-    for objective, loss in (("sft", "sft"), ("distill", "divergence"), ("preference", "dpo")):
-        found = problems(
-            objective=objective,
-            loss=loss,
-            entropy_control=config.EntropyControlSettings(keep_frac=0.2),
-            kl_control=config.KlControlSettings(target=0.1),
-        )
-        for name in ("entropy_control.keep_frac: 0.2", "kl_control.target: 0.1"):
-            assert f"algorithm.{name} has no effect under the objective {objective}" in found
-
-
-def test_method_and_option_names_are_checked():
-    wrong = config.AlgorithmSettings(advantage="grop", loss_options={"clip_lo": 0.1})
-    text = "\n".join(validate(good(algorithm=wrong)))
-    assert "grpo" in text and "clip_low" in text
-
-
-def test_options_of_optimizer_and_schedule_are_checked():
-    def problems(**fields):
-        return "\n".join(validate(good(optimizer=config.OptimizerSettings(**fields))))
-
-    assert problems(beta1=0.8, beta2=0.0, eps=1e-8, warmup_steps=10, min_lr_frac=0.0) == ""
-    assert "optimizer.eps: must be above 0 and finite, got 0" in problems(eps=0.0)
-    assert "optimizer.beta2: must be in [0, 1), got 1.0" in problems(beta2=1.0)
-    assert "optimizer.warmup_steps: must be at least 0, got -1" in problems(warmup_steps=-1)
-    assert "optimizer.min_lr_frac: must be in [0, 1], got 2" in problems(min_lr_frac=2)
 
 
 @pytest.mark.parametrize(
@@ -496,8 +343,7 @@ def test_the_manifest_of_a_former_checkpoint_is_compared_by_the_present_names():
     flat |= {f"{s}.{name}": value for s, own in tree.items() for name, value in own.items()}
     cfg = build(PRESENT)
     assert config_differences(flat, cfg) == []
-    other = dataclasses.replace(cfg.optimizer, beta2=0.9)
-    assert config_differences(flat, dataclasses.replace(cfg, optimizer=other)) == [
+    assert config_differences(flat, changed(cfg, optimizer=dict(beta2=0.9))) == [
         "optimizer.beta2: 0.98 in the checkpoint, 0.9 now"
     ]
 
@@ -531,34 +377,11 @@ def test_the_help_of_a_section_or_field_shows_it_alone(capsys):
     assert ended.value.code == 2 and "did you mean" in capsys.readouterr().err
 
 
-def test_the_transformers_engine_is_one_rank_and_takes_no_options_of_vllm():
-    cfg = good(
-        layout=config.LayoutSettings(world_size=4, trainer_ranks=2, inference_tp=2),
-        engine=config.EngineSettings(kind="transformers", options={"enforce_eager": True}),
-    )
-    tp, options = validate(cfg)
-    assert tp.startswith(
-        "layout.inference_tp: 2 with engine.kind transformers, whose engine holds "
-        "the whole model on one rank"
-    )
-    assert options.startswith("engine.options.enforce_eager: is an argument of vLLM's engine")
-
-
 def test_options_of_the_engine_are_names_of_vllm_that_are_not_set_here():
     from spmdrl.check.engine_options import ENGINE_ARGUMENTS, engine_argument_names
     from spmdrl.engine.vllm import _own_arguments
 
-    def problems(**options):
-        return "\n".join(validate(good(engine=config.EngineSettings(options=options))))
-
-    assert problems(enforce_eager=True, enable_prefix_caching=False) == ""
-    assert (
-        "engine.options.enforce_eagr: the vLLM that is installed has no such engine argument; "
-        "did you mean enforce_eager?" in problems(enforce_eagr=True)
-    )
-    assert "engine.options.max_num_seqs: is set by engine.max_num_seqs" in problems(max_num_seqs=4)
-    assert "engine.options.load_format: cannot be changed" in problems(load_format="dummy")
-    known = config.flatten(Config())
+    known = config.flatten(config.Config())
     for field in filter(None, ENGINE_ARGUMENTS.values()):
         assert all(part in {*known, *sections()} for part in field.split(" + ")), field
     own = {*_own_arguments(good(), on_cpu=True), "distributed_executor_backend"}
@@ -578,12 +401,7 @@ def test_an_old_logprob_pass_is_made_only_for_methods_that_need_one():
     from spmdrl.train.objectives.objective_loss import needed_columns
 
     def columns(updates=2, **algorithm):
-        return needed_columns(
-            good(
-                algorithm=config.AlgorithmSettings(**algorithm),
-                batch=config.BatchSettings(updates_per_step=updates),
-            )
-        )
+        return needed_columns(good(algorithm=algorithm, batch=dict(updates_per_step=updates)))
 
     assert columns(updates=1) == set() and columns() == {"old_logprobs"}
     assert columns(loss="dppo_tv", correction="none") == set()
@@ -593,20 +411,4 @@ def test_an_old_logprob_pass_is_made_only_for_methods_that_need_one():
     assert columns(updates=1, advantage="gae") == {"values"}
     assert columns(updates=1, advantage="otb") == {"square_probs", "old_logprobs"}
     assert columns(updates=1, advantage="prime") == {"prm_logprobs", "ref_logprobs"}
-    assert columns(updates=1, entropy_control=config.EntropyControlSettings(keep_frac=0.2)) == {
-        "old_logprobs"
-    }
-
-
-def test_memory_is_checked():
-    def problems(**fields):
-        memory = config.MemorySettings(**fields)
-        return "\n".join(validate(good(model=config.ModelSettings(path="m", memory=memory))))
-
-    assert problems(activation_checkpointing="full", head_chunk_tokens=100) == ""
-    assert "got -1" in problems(head_chunk_tokens=-1)
-
-
-def test_no_updates_are_refused_and_not_divided_by():
-    cfg = good(batch=config.BatchSettings(updates_per_step=0))
-    assert "batch.updates_per_step: must be at least 1, got 0" in validate(cfg)
+    assert columns(updates=1, entropy_control=dict(keep_frac=0.2)) == {"old_logprobs"}

@@ -12,7 +12,6 @@ from ranks import run_ranks
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from spmdrl.check.ranges import range_problems
 from spmdrl.config import Config
 from spmdrl.model.parallel.recompute import blocks_ahead
 
@@ -166,11 +165,6 @@ def test_nor_do_copies_and_experts_of_their_own_shards(tmp_path):
 def test_unknown_ways_are_refused(memory, expected, tmp_path):
     with pytest.raises(ValueError, match=expected):
         config("model", tmp_path, model={"memory": memory})
-
-
-def test_blocks_ahead_are_a_number(tmp_path):
-    problems = range_problems(config("model", tmp_path, model={"memory": {"prefetch": -1}}))
-    assert "model.memory.prefetch: must be at least 0, got -1" in problems
 
 
 def test_blocks_are_asked_for_ahead_where_the_host_waits_within_them():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import math
 import shutil
 from collections.abc import Iterator
 
@@ -138,21 +137,6 @@ def test_dynamic_sampling_replaces_groups_without_spread_up_to_a_limit(chat_mode
         "raise batch.group_size",
     ):
         assert part in error
-
-
-@pytest.mark.parametrize(
-    "schedule, says",
-    [
-        ({"over_sample": 0.5}, "over_sample: must be at least 1, got 0.5"),
-        ({"over_sample": math.inf}, "over_sample: must be at least 1 and finite, got inf"),
-        ({"in_flight": True}, "in_flight: with layout.placement colocated"),
-        ({"over_sample": 2.5, "max_staleness": 1}, "max_staleness: 1 is below lag 0 + ceil("),
-        ({"dynamic": 1}, "dynamic: must be at least 2, or 0 for off, got 1"),
-    ],
-)
-def test_a_schedule_that_cannot_be_is_refused(schedule, says, chat_model):
-    problems = validate(source_config(chat_model, schedule))
-    assert [p for p in problems if p.startswith(f"rollout.schedule.{says}")], problems
 
 
 def test_in_flight_updates_train_and_resume(chat_model, tmp_path):

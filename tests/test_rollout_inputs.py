@@ -10,7 +10,7 @@ import time
 
 import pytest
 import torch
-from built import changed, good, made, small_model
+from built import made, small_model
 from drawn import completion, trajectory, values
 from report_world import config as report_config
 from report_world import group, open_report, record_steps  # noqa: F401
@@ -18,7 +18,6 @@ from runs import TINY, metrics, run
 
 from spmdrl.algorithms.mismatch import NUM_GAP_BINS, correction_advice, gap_max, gap_sums
 from spmdrl.algorithms.shaping import shape
-from spmdrl.check.settings import validate
 from spmdrl.config import ShapingSettings
 from spmdrl.engine.protocol import Completion, Request
 from spmdrl.rollout.episode import GREEDY, Draw, Episode, FinishedEpisode, Group, Trajectory
@@ -300,9 +299,6 @@ def test_scalars_made_without_the_new_columns_have_them_all_the_same():
     assert torch.equal(moved.reward_parts, made.reward_parts)
 
 
-# ---------------------------------------------------------------- options of shaping
-
-
 def test_shaping_goes_penalties_scale_clamp():
     rewards, lengths = torch.tensor([1.0, 1.0, -1.0, math.nan]), torch.tensor([2, 10, 10, 9])
     cut = torch.tensor([False, True, True, False])
@@ -313,34 +309,6 @@ def test_shaping_goes_penalties_scale_clamp():
     )
     assert got.tolist()[:3] == [2.0, -0.5, -3.0] and math.isnan(got[3])
     assert unchanged[:3].tolist() == [1.0, 1.0, -1.0]
-
-
-@pytest.mark.parametrize(
-    "options, says",
-    [
-        (
-            {"overlong_tokens": 17},
-            "overlong_tokens: must be at most sampling.max_response_tokens = 16, got 17",
-        ),
-        ({"overlong_tokens": -1}, "overlong_tokens: must be at least 0, got -1"),
-        ({"overlong_penalty": 2.0}, "overlong_penalty: needs overlong_tokens"),
-        ({"truncated_factor": 2}, "truncated_factor: must be in [0, 1], got 2"),
-        ({"truncated_penalty": math.nan}, "truncated_penalty: must be at least 0, got nan"),
-        ({"scale": 0}, "scale: must be finite and not 0, got 0"),
-        ({"clamp_low": 1, "clamp_high": 1}, "clamp_low: must be below clamp_high = 1, got 1"),
-    ],
-)
-def test_shaping_that_cannot_be_meant_is_refused_by_the_config(options, says):
-    cfg = made(rewards=dict(shaping=options), sampling=dict(max_response_tokens=16))
-    assert any(p.startswith(f"rewards.shaping.{says}") for p in validate(cfg))
-
-
-def test_what_reads_parts_alone_refuses_what_changes_the_sum():
-    cfg = good(rewards=dict(shaping=dict(scale=2.0)))
-    assert validate(cfg) == []
-    gdpo = dict(advantage="gdpo", kl_coef=0.1, kl_in="reward")
-    found = validate(changed(cfg, algorithm=gdpo))
-    assert [p.split(":")[0] for p in found] == ["rewards.shaping", "algorithm.kl_in"]
 
 
 # ---------------------------------------------------------------- engine against trainer

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spmdrl.check.rollouts import schedule_problems
-from spmdrl.config import Config, RewardsSettings, RolloutSettings, ScheduleSettings
+from spmdrl.config import Config, RolloutSettings, ScheduleSettings
 from spmdrl.rollout.staleness import Rules, closing, least_staleness, make_rules, num_to_admit
 
 
@@ -104,20 +102,3 @@ def cfg_of(**schedule) -> Config:
 def test_work_is_taken_over_where_timing_decides_on_the_batch_anyway(schedule, balance):
     assert cfg_of(**schedule).rollout.schedule.dealing == balance
     assert not schedule_problems(cfg_of(**schedule))
-
-
-@pytest.mark.parametrize(
-    "schedule, says",
-    [({"curriculum": 0.5, "dynamic": 2}, "curriculum: 0.5 with dynamic 2, which takes prompts ")],
-)
-def test_a_balance_or_curriculum_that_cannot_be_is_refused(schedule, says):
-    (problem,) = schedule_problems(cfg_of(**schedule))
-    assert problem.startswith(f"rollout.schedule.{says}")
-
-
-def test_a_curriculum_needs_rewards_that_replicas_know():
-    cfg = dataclasses.replace(
-        cfg_of(curriculum=0.5), rewards=RewardsSettings(functions=("model:m",))
-    )
-    (problem,) = schedule_problems(cfg)
-    assert problem.startswith("rollout.schedule.curriculum: 0.5, but pass rates are not known")

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from built import changed, good, training
+from built import changed, training
 from policy_runs import LENGTHS, batch, config, full_parameters, sequence, update
 from ranks import run_ranks
 from test_moe import make_moe
@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from spmdrl import config as configs
 from spmdrl.check.fit import fit_problems
-from spmdrl.check.settings import validate
 from spmdrl.config import Config
 from spmdrl.model.attention import register_attention
 from spmdrl.model.blocks import experts_modules
@@ -326,10 +325,3 @@ def test_what_cannot_be_replayed_is_refused_before_anything_starts(tmp_path, tin
     (other / "config.json").write_text(text)
     (problem,) = fit_problems(changed(moe, model=dict(path=str(other))))
     assert problem.startswith("model.moe.replay: true with a phimoe, whose routers are not among")
-
-    def problems(objective: str, replay: object) -> str:
-        cfg = good(model=dict(moe=dict(replay=replay)), algorithm=dict(objective=objective))
-        return "\n".join(text for text in validate(cfg) if "replay" in text)
-
-    assert problems("rl", True) == problems("rl", False) == ""
-    assert "model.moe.replay: True has no effect under the objective sft" in problems("sft", True)
