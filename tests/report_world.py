@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from spmdrl.config import Config
 from spmdrl.report.report import Report
+from spmdrl.types import Sums
 from spmdrl.world import World
 
 
@@ -63,11 +64,22 @@ def group() -> Iterator[Any]:
         yield made
 
 
-def open_report(cfg: Config, group: Any, *, step: int = 0, **derived: Any) -> Report:
-    """Return a Report that was started at `step`."""
-    report = Report(cfg, SmallWorld(cfg, group))
-    report.start(derived, step=step)
-    return report
+@contextlib.contextmanager
+def reporting(
+    cfg: Config,
+    *,
+    step: int = 0,
+    ending: str = "finished",
+    derived: dict[str, str] | None = None,
+    sums: Sums | None = None,
+    watch: FreeWatch | None = None,
+) -> Iterator[Report]:
+    """Yield a Report that was started at `step`, and close it."""
+    with one_rank() as group:
+        report = Report(cfg, SmallWorld(cfg, group, watch=watch or FreeWatch()))
+        report.start(derived or {}, step=step, sums=sums)
+        yield report
+        report.close(ending)
 
 
 def config(folder: Path, *, steps: int = 10, **report: Any) -> Config:

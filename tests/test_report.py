@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from ranks import run_ranks
-from report_world import SmallWorld, config, group, open_report, record_steps  # noqa: F401
+from report_world import SmallWorld, config, record_steps, reporting
 
 from spmdrl.commands.curves import main as curves
 from spmdrl.config import load_yaml
@@ -25,21 +25,17 @@ from spmdrl.types import add_sums
 # --------------------------------------------------------------------------- metrics
 
 
-def test_a_metric_is_its_numerator_over_its_denominator():
-    sums = add_sums({"reward/mean": (3.0, 4)}, {"reward/mean": (1.0, 4)})
-    assert values_of(sums) == {"reward/mean": 0.5}
-
-
-def test_a_zero_denominator_leaves_the_metric_out():
-    assert values_of({"reward/mean": (0.0, 0), "policy/entropy": (2.0, 1)}) == {
-        "policy/entropy": 2.0
-    }
-
-
-def test_a_total_adds_up_over_ranks():
-    parts = [{"reward/timeouts": (2, 1)}, {"reward/timeouts": (3, 1)}]
-    assert values_of(add_sums(*parts)) == {"reward/timeouts": 5.0}
-    assert values_of({"reward/timeouts": (0, 1)}) == {"reward/timeouts": 0.0}
+@pytest.mark.parametrize(
+    "ranks, values",
+    [
+        ([{"reward/mean": (3.0, 4)}, {"reward/mean": (1.0, 4)}], {"reward/mean": 0.5}),
+        ([{"reward/mean": (0.0, 0), "policy/entropy": (2.0, 1)}], {"policy/entropy": 2.0}),
+        ([{"reward/timeouts": (2, 1)}, {"reward/timeouts": (3, 1)}], {"reward/timeouts": 5.0}),
+        ([{"reward/timeouts": (0, 1)}], {"reward/timeouts": 0.0}),
+    ],
+)
+def test_a_metric_is_its_numerator_over_its_denominator_and_a_total_adds_up(ranks, values):
+    assert values_of(add_sums(*ranks)) == values
 
 
 def test_an_unknown_metric_is_an_error_that_names_the_nearest():
@@ -62,25 +58,9 @@ def test_a_free_part_must_be_there(name):
 
 
 def test_every_entry_of_the_glossary_is_filled_and_prefixed():
-    prefixes = {
-        "rollout",
-        "reward",
-        "policy",
-        "value",
-        "prm",
-        "preference",
-        "reward_model",
-        "loss",
-        "sync",
-        "time",
-        "perf",
-        "mem",
-        "data",
-        "eval",
-        "environment",
-        "mine",
-        "<model>",
-    }
+    objectives = {"policy", "value", "prm", "preference", "reward_model", "loss", "<model>"}
+    generation = {"rollout", "reward", "environment", "data", "eval", "sync", "mine"}
+    prefixes = objectives | generation | {"time", "perf", "mem"}
     for name, metric in GLOSSARY.items():
         assert name.split("/")[0] in prefixes, name
         assert all(metric), name
@@ -108,26 +88,24 @@ def test_the_page_of_metrics_is_the_glossary():
 # --------------------------------------------------------------------------- time
 
 
-def test_evaluations_and_checkpoints_do_not_count_against_a_step(tmp_path, group):
-    report = open_report(config(tmp_path), group)
-    values = report.step(
-        0,
-        {"perf/step_s": (3.0, 1), "perf/generated_tokens": (500, 1)},
-        seconds={"update": 0.9, "gather evaluation": 1.5, "checkpoint": 0.5},
-    )
-    report.close("finished")
+def test_evaluations_and_checkpoints_do_not_count_against_a_step(tmp_path):
+    with reporting(config(tmp_path)) as report:
+        values = report.step(
+            0,
+            {"perf/step_s": (3.0, 1), "perf/generated_tokens": (500, 1)},
+            seconds={"update": 0.9, "gather evaluation": 1.5, "checkpoint": 0.5},
+        )
     assert values["perf/tokens_per_s"] == pytest.approx(500)
     assert values["perf/other_frac"] == pytest.approx(0.1)
 
 
-def test_time_outside_the_work_counts_overlapped_generation_once(tmp_path, group):
+def test_time_outside_the_work_counts_overlapped_generation_once(tmp_path):
     sums = {"perf/step_s": (1.0, 1), "time/generate": (0.6, 1)}
     seconds = {"update": 0.5, "push": 0.2, "exchange": 0.1}
     for lag, other in ((1, 0.2), (0, 0.0)):
         cfg = dataclasses.replace(config(tmp_path / str(lag)), lag=lag)
-        report = open_report(cfg, group)
-        values = report.step(0, sums, seconds=seconds)
-        report.close("finished")
+        with reporting(cfg) as report:
+            values = report.step(0, sums, seconds=seconds)
         assert values["perf/other_frac"] == pytest.approx(other)
         assert values["time/generate"] == 0.6 and values["time/exchange"] == 0.1
 
@@ -135,13 +113,12 @@ def test_time_outside_the_work_counts_overlapped_generation_once(tmp_path, group
 # --------------------------------------------------------------------------- files
 
 
-def test_metrics_are_written_at_every_step_with_aliases(tmp_path, group):
-    report = open_report(config(tmp_path, aliases="trl"), group)
-    record_steps(report, 0, 3)
-    rows = read_rows(tmp_path / "metrics.jsonl")  # before close: nothing waits in a buffer
-    report.evaluation(3, {"eval/reward": (40, 100)})
-    report.evaluation(4, {})
-    report.close("finished")
+def test_metrics_are_written_at_every_step_with_aliases(tmp_path):
+    with reporting(config(tmp_path, aliases="trl")) as report:
+        record_steps(report, 0, 3)
+        rows = read_rows(tmp_path / "metrics.jsonl")  # before close: nothing waits in a buffer
+        report.evaluation(3, {"eval/reward": (40, 100)})
+        report.evaluation(4, {})
     assert [row["step"] for row in rows] == [0, 1, 2]
     assert rows[0]["reward/mean"] == rows[0]["reward"] == 0.5
     assert rows[0]["time/await_peers"] == 0.001 and rows[0]["mem/rss_gib"] > 0
@@ -149,18 +126,16 @@ def test_metrics_are_written_at_every_step_with_aliases(tmp_path, group):
     assert len(read_rows(tmp_path / "metrics.jsonl")) == 4
 
 
-def test_a_resumed_run_takes_out_the_rows_it_writes_again(tmp_path, group, capsys):
-    report = open_report(config(tmp_path), group)
-    record_steps(report, 0, 4)
-    report.evaluation(4, {"eval/reward": (1, 4)})
-    record_steps(report, 4, 6)
-    report.evaluation(6, {"eval/reward": (2, 4)})
-    report.close("stopped")
+def test_a_resumed_run_takes_out_the_rows_it_writes_again(tmp_path, capsys):
+    with reporting(config(tmp_path), ending="stopped") as report:
+        record_steps(report, 0, 4)
+        report.evaluation(4, {"eval/reward": (1, 4)})
+        record_steps(report, 4, 6)
+        report.evaluation(6, {"eval/reward": (2, 4)})
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 6, "rewa')  # killed while writing
-    report = open_report(config(tmp_path), group, step=4)
-    record_steps(report, 4, 5, reward=0.75)
-    report.close("finished")
+    with reporting(config(tmp_path), step=4) as report:
+        record_steps(report, 4, 5, reward=0.75)
     rows = read_rows(tmp_path / "metrics.jsonl")
     assert [row["step"] for row in rows] == [0, 1, 2, 3, 4, 4]
     assert rows[4]["eval/reward"] == 0.25 and rows[5]["reward/mean"] == 0.75
@@ -170,19 +145,18 @@ def test_a_resumed_run_takes_out_the_rows_it_writes_again(tmp_path, group, capsy
     assert "resumed at step 4 of 10" in capsys.readouterr().out
 
 
-def test_a_start_from_nothing_over_earlier_metrics_says_so(tmp_path, group, capsys):
-    report = open_report(config(tmp_path), group)
-    record_steps(report, 0, 2)
-    report.close("stopped")
+def test_a_start_from_nothing_over_earlier_metrics_says_so(tmp_path, capsys):
+    with reporting(config(tmp_path), ending="stopped") as report:
+        record_steps(report, 0, 2)
     assert "no checkpoint" not in capsys.readouterr().out
-    open_report(config(tmp_path), group).close("stopped")
+    with reporting(config(tmp_path), ending="stopped"):
+        pass
     assert "10 steps, no checkpoint, starting at step 0" in capsys.readouterr().out
 
 
-def test_numbers_that_are_not_finite_leave_valid_json(tmp_path, group):
-    report = open_report(config(tmp_path), group)
-    report.step(0, {"policy/loss": (float("nan"), 1)}, seconds={})
-    report.close("finished")
+def test_numbers_that_are_not_finite_leave_valid_json(tmp_path):
+    with reporting(config(tmp_path)) as report:
+        report.step(0, {"policy/loss": (float("nan"), 1)}, seconds={})
     text = (tmp_path / "metrics.jsonl").read_text()
     row = json.loads(text, parse_constant=lambda name: pytest.fail(name))
     assert row["policy/loss"] is None
@@ -199,25 +173,25 @@ def test_rows_wait_in_memory_while_the_disk_is_full(tmp_path, caplog):
     assert [row["step"] for row in read_rows(file.path)] == [0, 1, 2]
 
 
-def test_the_run_keeps_its_config_and_environment(tmp_path, group):
+def test_the_run_keeps_its_config_and_environment(tmp_path):
     cfg = config(tmp_path)
-    open_report(cfg, group).close("finished")
+    with reporting(cfg, ending="finished"):
+        pass
     assert load_yaml(str(tmp_path / "config.yaml")) == cfg
     environment = json.loads((tmp_path / "environment.json").read_text())
     assert environment["packages"]["torch"] and environment["command"] == sys.argv
     assert (tmp_path / "logs" / "attempt_1" / "config.yaml").exists()
 
 
-def test_records_warnings_and_stderr_reach_the_log_file(tmp_path, group, capsys):
+def test_records_warnings_and_stderr_reach_the_log_file(tmp_path, capsys):
     before = sys.stderr
-    report = open_report(config(tmp_path), group)
-    logging.getLogger("spmdrl.anything").info("a plain record")
-    with warnings.catch_warnings():
-        warnings.simplefilter("always")
-        logging.captureWarnings(True)
-        warnings.warn("a python warning", stacklevel=1)
-    print("Traceback: something broke", file=sys.stderr)
-    report.close("finished")
+    with reporting(config(tmp_path)):
+        logging.getLogger("spmdrl.anything").info("a plain record")
+        with warnings.catch_warnings():
+            warnings.simplefilter("always")
+            logging.captureWarnings(True)
+            warnings.warn("a python warning", stacklevel=1)
+        print("Traceback: something broke", file=sys.stderr)
     text = (tmp_path / "logs" / "attempt_1" / "rank_0.log").read_text()
     for part in ("a plain record", "a python warning", "Traceback: something broke"):
         assert part in text
@@ -226,11 +200,10 @@ def test_records_warnings_and_stderr_reach_the_log_file(tmp_path, group, capsys)
     assert "a plain record" in shown.out and "something broke" in shown.err
 
 
-def test_a_finished_run_has_a_picture_of_its_curves(tmp_path, group, capsys):
-    report = open_report(config(tmp_path / "a"), group)
-    record_steps(report, 0, 5)
-    report.evaluation(5, {"eval/reward": (1, 2)})
-    report.close("finished")
+def test_a_finished_run_has_a_picture_of_its_curves(tmp_path, capsys):
+    with reporting(config(tmp_path / "a")) as report:
+        record_steps(report, 0, 5)
+        report.evaluation(5, {"eval/reward": (1, 2)})
     assert (tmp_path / "a" / "curves.png").read_bytes().startswith(b"\x89PNG")
     out = tmp_path / "both.svg"
     assert curves([str(tmp_path / "a"), str(tmp_path / "a"), "--out", str(out)]) == 0

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 import io
 
 import pytest
-from report_world import SmallWorld, config, group, open_report, record_steps  # noqa: F401
+from built import changed
+from report_world import config, record_steps, reporting
 
 from spmdrl.config import ConsoleSettings
 from spmdrl.report import console
 from spmdrl.report.jsonl import read_rows
-from spmdrl.report.report import Report
 
 
 def test_time_left_is_steps_left_times_the_mean_of_recent_steps():
@@ -55,10 +54,9 @@ def test_a_sparkline_shows_the_whole_history_in_its_width():
     assert rising == "01234567"
 
 
-def test_the_table_is_readable_at_100_columns(tmp_path, group, capsys):
-    report = open_report(config(tmp_path, steps=200), group)
-    record_steps(report, 0, 200)
-    report.close("finished")
+def test_the_table_is_readable_at_100_columns(tmp_path, capsys):
+    with reporting(config(tmp_path, steps=200)) as report:
+        record_steps(report, 0, 200)
     lines = capsys.readouterr().out.splitlines()
     header = next(line for line in lines if line.strip().startswith("done "))
     rows = [line for line in lines if line.strip()[:3].strip().isdigit()]
@@ -73,23 +71,20 @@ def test_the_table_is_readable_at_100_columns(tmp_path, group, capsys):
     assert any("step 1/200" in line and "left" in line for line in lines)
 
 
-def test_a_row_is_the_mean_over_the_steps_since_the_row_before(tmp_path, group, capsys):
-    report = open_report(config(tmp_path, steps=10, console=ConsoleSettings(table_every=4)), group)
-    for step, reward in enumerate([9.0, 0.0, 1.0, 2.0]):
-        report.step(step, {"reward/mean": (reward * (step + 1), step + 1)}, seconds={})
-    report.close("finished")
+def test_a_row_is_the_mean_over_the_steps_since_the_row_before(tmp_path, capsys):
+    with reporting(config(tmp_path, steps=10, console=ConsoleSettings(table_every=4))) as report:
+        for step, reward in enumerate([9.0, 0.0, 1.0, 2.0]):
+            report.step(step, {"reward/mean": (reward * (step + 1), step + 1)}, seconds={})
     last = [line for line in capsys.readouterr().out.splitlines() if line.startswith("     4 ")]
     assert f"{(0 * 2 + 1 * 3 + 2 * 4) / 9:.3f}" in last[0]
 
 
-def test_supervised_runs_have_a_table_of_their_own(tmp_path, group, capsys):
-    cfg = config(tmp_path, steps=5)
-    cfg = dataclasses.replace(cfg, algorithm=dataclasses.replace(cfg.algorithm, objective="sft"))
-    report = open_report(cfg, group)
-    values = report.step(
-        0, {"policy/loss": (2.5, 1), "perf/trained_tokens": (1000, 1)}, seconds={"update": 0.1}
-    )
-    report.close("finished")
+def test_supervised_runs_have_a_table_of_their_own(tmp_path, capsys):
+    cfg = changed(config(tmp_path, steps=5), algorithm=dict(objective="sft"))
+    with reporting(cfg) as report:
+        values = report.step(
+            0, {"policy/loss": (2.5, 1), "perf/trained_tokens": (1000, 1)}, seconds={"update": 0.1}
+        )
     out = capsys.readouterr().out
     assert "loss" in out and "2.500" in out and "clip" not in out and "eval" not in out
     assert "entropy" not in out  # no value, no column
@@ -143,44 +138,39 @@ def test_a_terminal_without_unicode_is_served_in_ascii():
     assert shown.blocks().isascii()
 
 
-def test_samples_are_printed_on_demand_and_cannot_steer_the_terminal(tmp_path, group, capsys):
-    report = open_report(config(tmp_path, console=ConsoleSettings(samples_every=2)), group)
-    for step in range(3):
-        report.step(
-            step,
-            {},
-            seconds={},
-            samples=({"prompt": f"2+{step}=", "response": "\x1b[2J\rx\ny", "reward": 0.25},),
-        )
-    report.close("finished")
+def test_samples_are_printed_on_demand_and_cannot_steer_the_terminal(tmp_path, capsys):
+    with reporting(config(tmp_path, console=ConsoleSettings(samples_every=2))) as report:
+        for step in range(3):
+            report.step(
+                step,
+                {},
+                seconds={},
+                samples=({"prompt": f"2+{step}=", "response": "\x1b[2J\rx\ny", "reward": 0.25},),
+            )
     out = capsys.readouterr().out
     assert "2+0=" in out and "2+2=" in out and "2+1=" not in out
     assert "\\x1b[2J\\rx" in out and "\x1b" not in out and "0.250" in out
     assert [row["step"] for row in read_rows(tmp_path / "samples.jsonl")] == [0, 2]
 
 
-def test_the_derived_arithmetic_is_printed_at_start(tmp_path, group, capsys):
-    report = open_report(config(tmp_path), group, **{"sequences per step": "64 prompts * 8 = 512"})
-    report.close("finished")
+def test_the_derived_arithmetic_is_printed_at_start(tmp_path, capsys):
+    with reporting(config(tmp_path), derived={"sequences per step": "64 prompts * 8 = 512"}):
+        pass
     out = capsys.readouterr().out
     assert "sequences per step  64 prompts * 8 = 512" in out
     assert "start-up: build engine 12.3 s\n" in out
 
 
-def test_the_probe_of_engine_against_trainer_is_printed_and_recorded(tmp_path, group, capsys):
+def test_the_probe_of_engine_against_trainer_is_printed_and_recorded(tmp_path, capsys):
     cfg = config(tmp_path)
-    report = Report(cfg, SmallWorld(cfg, group))
-    report.start(
-        {},
-        step=0,
-        sums={
-            "sync/bytes": (4_000_000, 1),
-            "sync/gb_per_s": (1.5, 1),
-            "sync/probe_gap": (0.016, 10),
-            "sync/probe_gap_max": (1.2e-6, 1),
-        },
-    )
-    report.close("finished")
+    sums = {
+        "sync/bytes": (4_000_000, 1),
+        "sync/gb_per_s": (1.5, 1),
+        "sync/probe_gap": (0.016, 10),
+        "sync/probe_gap_max": (1.2e-6, 1),
+    }
+    with reporting(cfg, sums=sums):
+        pass
     out = capsys.readouterr().out
     assert "first push of the weights: 4,000,000 bytes, 1.500 GB/s" in out
     assert "probe_gap 0.0016, probe_gap_max 1.2e-06 (mean allowed: 0.1)" in out

@@ -14,12 +14,11 @@ from typing import Any
 
 import pytest
 from ranks import free_port
-from report_world import SmallWorld, config, one_rank, record_steps
+from report_world import FreeWatch, config, record_steps, reporting
 
 from spmdrl.config import MlflowSettings, flatten
 from spmdrl.report import tracker
 from spmdrl.report.jsonl import read_rows
-from spmdrl.report.report import Report
 from spmdrl.report.tracker import MlflowTracker
 
 
@@ -43,20 +42,14 @@ def test_a_run_can_be_read_back_from_mlflow_and_is_continued_on_resume(tmp_path)
     cfg = config(
         folder, steps=8, tracker="mlflow", mlflow=MlflowSettings(experiment="tests"), aliases="verl"
     )
-    with one_rank() as group:
-        report = Report(cfg, SmallWorld(cfg, group))
-        report.start({"sequences per step": "64 * 8 = 512"}, step=0)
+    derived = {"sequences per step": "64 * 8 = 512"}
+    with reporting(cfg, ending="stopped", derived=derived) as report:
         record_steps(report, 0, 6)
-        report.close("stopped")
-        first = run_id_of(folder)
-        client = client_of(folder)
-        assert client.get_run(first).info.status == "KILLED"
-        changed = dataclasses.replace(cfg, steps=9)
-        report = Report(changed, SmallWorld(changed, group))
-        report.start({}, step=4)
+    first, client = run_id_of(folder), client_of(folder)
+    assert client.get_run(first).info.status == "KILLED"
+    with reporting(dataclasses.replace(cfg, steps=9), step=4) as report:
         record_steps(report, 4, 9, reward=0.75)
         report.evaluation(9, {"eval/reward": (3, 4)})
-        report.close("finished")
     assert run_id_of(folder) == first
     run = client.get_run(first)
     assert run.info.status == "FINISHED" and run.info.run_name == "my_run"
@@ -86,15 +79,12 @@ def check_artifacts(client: Any, run_id: str, *, folder: Path) -> None:
 @pytest.mark.parametrize("ending, status", [("failed", "FAILED"), ("stopped", "KILLED")])
 def test_a_run_that_ends_early_is_not_left_running(ending, status, tmp_path):
     cfg = config(tmp_path, tracker="mlflow", mlflow=MlflowSettings(experiment="tests"))
-    with one_rank() as group:
-        world = SmallWorld(cfg, group)
-        report = Report(cfg, world)
-        report.start({}, step=0)
+    watch = FreeWatch()
+    with reporting(cfg, ending="failed", watch=watch) as report:
         record_steps(report, 0, 1)
-        for close in world.watch.before_exit:  # what a rank does before os._exit
+        for close in watch.before_exit:  # what a rank does before os._exit
             close(ending)
         assert client_of(tmp_path).get_run(run_id_of(tmp_path)).info.status == status
-        report.close("failed")
 
 
 def test_a_fresh_start_in_the_same_folder_is_a_new_mlflow_run(tmp_path):
@@ -134,12 +124,9 @@ def test_a_deleted_mlflow_run_is_replaced_and_said(tmp_path, caplog):
 def test_a_tracker_that_is_down_is_said_once_and_stops_nothing(tmp_path, capsys):
     uri = f"http://127.0.0.1:{free_port()}"
     cfg = config(tmp_path, tracker="mlflow", mlflow=MlflowSettings(uri=uri))
-    with one_rank() as group:
-        report = Report(cfg, SmallWorld(cfg, group))
-        report.start({}, step=0)
+    with reporting(cfg) as report:
         record_steps(report, 0, 3)
         began = time.monotonic()
-        report.close("finished")
     assert time.monotonic() - began < 60
     out = capsys.readouterr().out
     assert out.count(f"MLflow at {uri} fails") == 1
@@ -191,12 +178,9 @@ def test_mlflow_does_not_phone_home():
 def test_a_step_costs_the_loop_little(tmp_path):
     cfg = config(tmp_path, steps=60, tracker="mlflow")
     taken = []
-    with one_rank() as group:
-        report = Report(cfg, SmallWorld(cfg, group))
-        report.start({}, step=0)
+    with reporting(cfg) as report:
         for step in range(60):
             began = time.perf_counter()
             record_steps(report, step, step + 1)
             taken.append(time.perf_counter() - began)
-        report.close("finished")
     assert statistics.median(taken) < 0.02, f"median {statistics.median(taken) * 1e3:.1f} ms"

@@ -13,7 +13,7 @@ import torch
 from built import made, small_model
 from drawn import completion, trajectory, values
 from report_world import config as report_config
-from report_world import group, open_report, record_steps  # noqa: F401
+from report_world import record_steps, reporting
 from runs import TINY, metrics, run
 
 from spmdrl.algorithms.mismatch import NUM_GAP_BINS, correction_advice, gap_max, gap_sums
@@ -334,12 +334,11 @@ def test_the_advice_comes_when_the_correction_rests_on_few_tokens():
     assert "mismatch_ess nan" in advice("tis", 1, ess=math.nan)
 
 
-def test_a_run_warns_once_of_a_correction_that_is_not_enough(group, tmp_path, caplog):
-    report = open_report(report_config(tmp_path), group)
-    record_steps(report, 0, 2)
-    for step in (2, 3):
-        report.step(step, {"policy/mismatch_ess": (30, 100)}, seconds={})
-    report.close("finished")
+def test_a_run_warns_once_of_a_correction_that_is_not_enough(tmp_path, caplog):
+    with reporting(report_config(tmp_path)) as report:
+        record_steps(report, 0, 2)
+        for step in (2, 3):
+            report.step(step, {"policy/mismatch_ess": (30, 100)}, seconds={})
     (text,) = [r.getMessage() for r in caplog.records if "not enough" in r.getMessage()]
     assert text.startswith("step 2: policy/mismatch_ess 0.30 (healthy from 0.5)")
 
