@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+
+from hypothesis import given, settings
 
 from spmdrl.config import Config
 
@@ -71,3 +73,8 @@ def small_model(folder: Path, **changes: Any) -> Path:
 
     sizes = dict(hidden_size=32, layers=2, heads=4, kv_heads=2, intermediate=48)
     return create_model(folder, **(sizes | changes))
+
+
+def examples(count: int, *drawn: Any, **named: Any) -> Callable[[Callable], Callable]:
+    """Call a test with so many examples of what hypothesis draws, however long each takes."""
+    return lambda test: settings(max_examples=count, deadline=None)(given(*drawn, **named)(test))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,6 +68,36 @@ class Ragged:
         flat["logprobs"].requires_grad_()
         cu = self.cu_seqlens if lengths is None else torch.tensor([0, *lengths]).cumsum(0).int()
         return Ragged(**flat, cu_seqlens=cu)
+
+
+def assert_loop(
+    terms: Tensor, learned: Sequence[Tensor], expected: Iterable, *, tolerance: float
+) -> None:
+    """Compare terms, and the gradients of their sum by what is learned, with those of a loop."""
+    found = (terms, *torch.autograd.grad(terms.sum(), learned))
+    for got, wanted in zip(found, expected, strict=True):
+        wanted = torch.as_tensor(wanted, dtype=torch.float64)
+        assert ((got - wanted).abs() <= tolerance * wanted.abs().clamp(min=1)).all()
+
+
+def assert_nothing_is_read(
+    call: Callable, cases: Sequence, learned: Callable[..., Sequence[Tensor]], *, off: Tensor
+) -> None:
+    """Compare two cases that differ where nothing may be read: terms and gradients are 0 there."""
+    found, stats = [], []
+    for case in cases:
+        terms, own = call(case)
+        found.append((terms, *torch.autograd.grad(terms.sum(), learned(case))))
+        stats.append(own)
+    for got, expected in zip(*found):
+        assert torch.equal(got, expected) and (got[off] == 0).all()
+    assert stats[0] == stats[1]
+
+
+def mean_and_spread(values: Sequence[float]) -> tuple[float, float]:
+    """Return a mean and a population's standard deviation, as exact sums give them."""
+    mean = math.fsum(values) / len(values)
+    return mean, math.sqrt(math.fsum((v - mean) ** 2 for v in values) / len(values))
 
 
 def packed(*lengths: int) -> dict[str, Tensor]:

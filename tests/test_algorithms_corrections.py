@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from built import examples
 from hypothesis import strategies as st
 from ragged import Ragged, packed, ragged
 
@@ -118,8 +118,7 @@ def test_dropping_options_of_these_tests_do_drop_something_and_not_everything():
 
 
 @pytest.mark.parametrize("name, options", CASES)
-@given(seed=st.integers(0, 10_000))
-@settings(max_examples=15, deadline=None)
+@examples(15, seed=st.integers(0, 10_000))
 def test_weights_are_constants_and_ignore_masked_tokens(name, options, seed):
     case, dirty = ragged(seed), ragged(seed).dirty(math.nan, rollout_logprobs=-math.inf)
     dirty.old_logprobs.requires_grad_()
@@ -129,8 +128,7 @@ def test_weights_are_constants_and_ignore_masked_tokens(name, options, seed):
 
 
 @pytest.mark.parametrize("name, options", DROPPING)
-@given(seed=st.integers(0, 10_000))
-@settings(max_examples=6, deadline=None)
+@examples(6, seed=st.integers(0, 10_000))
 def test_dropping_does_not_depend_on_packing_or_micro_batches(name, options, seed):
     case = ragged(seed)
     inputs = corrections.vaco.statistics(**columns(case)) if name == "vaco" else {}
@@ -238,8 +236,7 @@ def test_vaco_drops_what_moves_away_only_while_the_batch_is_too_far():
     assert call("vaco", case, bound=0.5)[0].tolist() == pytest.approx([1.5, 1.5, 0.5, 0.5, 1])
 
 
-@given(seed=st.integers(0, 10_000))
-@settings(max_examples=15, deadline=None)
+@examples(15, seed=st.integers(0, 10_000))
 def test_vaco_statistics_do_not_depend_on_the_order_of_tokens(seed):
     found = columns(ragged(seed))
     order = torch.randperm(len(found["old_logprobs"]), generator=torch.Generator().manual_seed(3))
@@ -360,12 +357,12 @@ def histogram(case: Ragged) -> torch.Tensor:
     return gap_histogram(case.old_logprobs, case.rollout_logprobs, loss_mask=case.loss_mask)
 
 
-@given(
+@examples(
+    30,
     seeds=st.lists(st.integers(0, 10_000), min_size=1, max_size=6),
     drift=st.sampled_from([1e-4, 1e-2, 0.4, 3.0]),
     frac=st.floats(0.01, 1.0),
 )
-@settings(max_examples=30, deadline=None)
 def test_histograms_add_up_and_give_the_quantile_and_the_maximum(seeds, drift, frac):
     cases = [ragged(seed, drift=drift) for seed in seeds]
     for case in cases:

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from built import examples
 from hypothesis import strategies as st
 
 from spmdrl.algorithms import registry
@@ -23,8 +23,7 @@ def weights(entropy: list[float], **options: float) -> list[float]:
     )[0].tolist()
 
 
-@given(entropy=st.lists(FINITE, min_size=1, max_size=40), frac=st.floats(0.01, 1.0))
-@settings(max_examples=60, deadline=None)
+@examples(60, entropy=st.lists(FINITE, min_size=1, max_size=40), frac=st.floats(0.01, 1.0))
 def test_the_top_share_stays_with_its_equals(entropy, frac):
     found = weights(entropy, keep_frac=frac)
     wanted = max(1, math.ceil(frac * len(entropy) - 1e-9))
@@ -33,8 +32,7 @@ def test_the_top_share_stays_with_its_equals(entropy, frac):
     assert sum(found) >= wanted
 
 
-@given(entropy=st.lists(FINITE, max_size=40), seed=st.integers(0, 100))
-@settings(max_examples=30, deadline=None)
+@examples(30, entropy=st.lists(FINITE, max_size=40), seed=st.integers(0, 100))
 def test_the_cut_does_not_depend_on_the_order(entropy, seed):
     column = torch.tensor(entropy, dtype=torch.float64)
     order = torch.randperm(len(column), generator=torch.Generator().manual_seed(seed))
@@ -86,13 +84,13 @@ def test_the_coefficient_steps_towards_the_target_and_rests_above_it():
     assert path == [(0.01, 0.01), (0.02, 0.02), (0.01, 0.0), (0.01, 0.01), (0.02, 0.02)]
 
 
-@given(
+@examples(
+    60,
     coef=st.floats(0, 0.05),
     entropy=st.floats(0, 1),
     lower=st.floats(0, 0.01),
     upper=st.floats(0.02, 0.1),
 )
-@settings(max_examples=60, deadline=None)
 def test_the_coefficient_stays_in_bounds_and_moves_one_step(coef, entropy, lower, upper):
     coef = min(max(coef, lower), upper)
     found, applied = adaptive_entropy_coef(

@@ -6,9 +6,9 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from built import examples
 from hypothesis import strategies as st
-from ragged import Ragged, ragged
+from ragged import Ragged, assert_loop, assert_nothing_is_read, ragged
 
 from spmdrl.algorithms import kl
 
@@ -51,34 +51,30 @@ def reference(name: str, case: Ragged, *, unbiased: bool) -> tuple[list[float], 
 def test_terms_and_gradients_equal_a_plain_loop(name, unbiased, seed):
     for case, tolerance in ((ragged(seed), 1e-10), (ragged(seed).single(), 1e-5)):
         terms = call(name, case, unbiased=unbiased)
-        (gradient,) = torch.autograd.grad(terms.sum(), case.logprobs)
         assert terms.dtype == case.logprobs.dtype
-        for got, expected in zip((terms, gradient), reference(name, case, unbiased=unbiased)):
-            expected = torch.tensor(expected, dtype=torch.float64)
-            assert ((got - expected).abs() <= tolerance * expected.abs().clamp(min=1)).all()
+        expected = reference(name, case, unbiased=unbiased)
+        assert_loop(terms, [case.logprobs], expected, tolerance=tolerance)
 
 
 @pytest.mark.parametrize("name, unbiased", CASES)
-@given(seed=st.integers(0, 10_000), garbage=st.sampled_from([math.nan, math.inf, -math.inf, 1e30]))
-@settings(max_examples=15, deadline=None)
+@examples(
+    15, seed=st.integers(0, 10_000), garbage=st.sampled_from([math.nan, math.inf, -math.inf, 1e30])
+)
 def test_masked_tokens_have_zero_term_and_gradient_whatever_they_hold(
     name, unbiased, seed, garbage
 ):
     clean, dirty = ragged(seed), ragged(seed).dirty(garbage)
-    got, expected = (call(name, case, unbiased=unbiased) for case in (dirty, clean))
-    (gradient,) = torch.autograd.grad(got.sum(), dirty.logprobs)
-    (clean_gradient,) = torch.autograd.grad(expected.sum(), clean.logprobs)
-    assert torch.equal(got, expected) and torch.equal(gradient, clean_gradient)
-    assert (got[~clean.loss_mask] == 0).all() and (gradient[~clean.loss_mask] == 0).all()
-    stats = [
-        kl.kl_stats(c.logprobs, c.rollout_logprobs, loss_mask=c.loss_mask) for c in (dirty, clean)
-    ]
-    assert stats[0] == stats[1]
+
+    def both(case: Ragged) -> tuple[torch.Tensor, dict]:
+        stats = kl.kl_stats(case.logprobs, case.rollout_logprobs, loss_mask=case.loss_mask)
+        return call(name, case, unbiased=unbiased), stats
+
+    off = ~clean.loss_mask
+    assert_nothing_is_read(both, (dirty, clean), lambda case: [case.logprobs], off=off)
 
 
 @pytest.mark.parametrize("name, unbiased", CASES)
-@given(seed=st.integers(0, 10_000))
-@settings(max_examples=15, deadline=None)
+@examples(15, seed=st.integers(0, 10_000))
 def test_permuting_and_splitting_tokens_changes_no_term(name, unbiased, seed):
     case = ragged(seed)
     whole = call(name, case, unbiased=unbiased)

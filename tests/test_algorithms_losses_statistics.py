@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from built import examples
 from hypothesis import strategies as st
 from ragged import ragged
 from test_algorithms_losses import call, one_token_each, statistics
@@ -32,8 +32,7 @@ def columns(rows: list[tuple[float, float, float]]) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("loss", SCALARS)
-@given(rows=ROUGH, seed=st.integers(0, 100))
-@settings(max_examples=25, deadline=None)
+@examples(25, rows=ROUGH, seed=st.integers(0, 100))
 def test_scalars_are_the_losss_inputs_and_the_same_bits_in_any_order(loss, rows, seed):
     found = registry.call(loss.statistics, columns(rows), {})
     assert list(found) == SCALARS[loss] and set(found) <= set(registry.inputs_of(loss))
@@ -50,8 +49,7 @@ def test_options_have_the_losss_names_and_defaults(loss):
     assert options.items() <= registry.options_of(loss).items()
 
 
-@given(rows=COLUMNS, threshold=st.sampled_from([0.04, 0.3, 1.0, 4.0]))
-@settings(max_examples=50, deadline=None)
+@examples(50, rows=COLUMNS, threshold=st.sampled_from([0.04, 0.3, 1.0, 4.0]))
 def test_m2po_keeps_as_many_as_the_bound_allows(rows, threshold):
     table = columns(rows)
     cut = float(registry.call(m2po.statistics, table, dict(threshold=threshold))["m2_cut"])
@@ -78,8 +76,7 @@ def test_m2po_keeps_tokens_whose_engine_logprob_is_not_finite():
     assert (call("m2po", case)[0] != 0).tolist() == [True, True, True, False]
 
 
-@given(rows=COLUMNS, frac=st.sampled_from([0.002, 0.1, 0.5, 1.0]))
-@settings(max_examples=40, deadline=None)
+@examples(40, rows=COLUMNS, frac=st.sampled_from([0.002, 0.1, 0.5, 1.0]))
 def test_kl_cov_selects_the_top_share_and_never_more(rows, frac):
     table = columns(rows)
     found = registry.call(kl_cov.statistics, table, dict(select_frac=frac))

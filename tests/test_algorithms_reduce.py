@@ -7,7 +7,7 @@ import typing
 
 import pytest
 import torch
-from hypothesis import given, settings
+from built import examples
 from hypothesis import strategies as st
 from ragged import scalars
 
@@ -47,8 +47,7 @@ def reference(batch: Scalars, terms: list[list[float]], aggregation: str) -> flo
 
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
-@given(seed=st.integers(0, 10_000), mask_truncated=st.booleans(), pieces=st.integers(1, 5))
-@settings(max_examples=25, deadline=None)
+@examples(25, seed=st.integers(0, 10_000), mask_truncated=st.booleans(), pieces=st.integers(1, 5))
 def test_any_split_into_micro_batches_adds_up_to_the_definition(
     aggregation, seed, mask_truncated, pieces
 ):

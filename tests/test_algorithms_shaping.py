@@ -7,7 +7,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from built import examples
 from hypothesis import strategies as st
 from ragged import scalars
 
@@ -61,13 +61,13 @@ def test_the_overlong_penalty_at_its_corners():
     assert got.tolist() == [0.0, 0.0, -0.5, -1.0, -1.0]
 
 
-@given(
+@examples(
+    40,
     lengths=st.lists(st.integers(0, 50), min_size=1, max_size=8),
     limit=st.integers(1, 40),
     part=st.floats(0, 1),
     penalty=st.floats(0, 5),
 )
-@settings(max_examples=40, deadline=None)
 def test_the_overlong_penalty_is_bounded_and_falls_with_length(lengths, limit, part, penalty):
     got = penalize_overlong(
         torch.zeros(len(lengths)),
@@ -79,12 +79,12 @@ def test_the_overlong_penalty_is_bounded_and_falls_with_length(lengths, limit, p
     assert ((got <= 0) & (got >= -penalty)).all() and (got.diff() <= 0).all()
 
 
-@given(
+@examples(
+    40,
     rewards=st.lists(st.floats(-5, 5), min_size=1, max_size=6),
     factor=st.floats(0, 1),
     penalty=st.floats(0, 2),
 )
-@settings(max_examples=40, deadline=None)
 def test_a_truncated_response_never_gains(rewards, factor, penalty):
     before = torch.tensor(rewards, dtype=torch.float64)
     cut = torch.arange(len(rewards)) % 2 == 0
@@ -151,8 +151,7 @@ def test_pass_at_k_equals_the_mean_over_all_subsets(num_samples):
             assert best_at_k_estimate(right, k) == pytest.approx(expected, abs=1e-12)
 
 
-@given(rewards=st.lists(st.floats(-3, 3), min_size=1, max_size=7), data=st.data())
-@settings(max_examples=40, deadline=None)
+@examples(40, rewards=st.lists(st.floats(-3, 3), min_size=1, max_size=7), data=st.data())
 def test_best_at_k_equals_the_mean_over_all_subsets(rewards, data):
     k = data.draw(st.integers(1, len(rewards)))
     subsets = list(itertools.combinations(rewards, k))
@@ -160,8 +159,7 @@ def test_best_at_k_equals_the_mean_over_all_subsets(rewards, data):
     assert best_at_k_estimate(rewards, k) == pytest.approx(expected, abs=1e-12)
 
 
-@given(num_samples=st.integers(1, 2000), data=st.data())
-@settings(max_examples=40, deadline=None)
+@examples(40, num_samples=st.integers(1, 2000), data=st.data())
 def test_pass_at_k_is_a_share_that_grows_with_k_and_with_success(num_samples, data):
     correct = data.draw(st.integers(0, num_samples))
     k = data.draw(st.integers(1, num_samples))
@@ -203,8 +201,7 @@ def test_the_kl_coefficient_moves_toward_its_target():
     assert adaptive_kl_coef(0.2, kl=-1.0, **args) == pytest.approx(0.2 * (1 - 0.2 * 0.0256))
 
 
-@given(coef=st.floats(0, 10), kl=st.floats(-100, 100), num_samples=st.integers(0, 4000))
-@settings(max_examples=40, deadline=None)
+@examples(40, coef=st.floats(0, 10), kl=st.floats(-100, 100), num_samples=st.integers(0, 4000))
 def test_the_kl_coefficient_never_turns_negative(coef, kl, num_samples):
     got = adaptive_kl_coef(coef, kl=kl, target=0.1, horizon=1000.0, num_samples=num_samples)
     change = 0.2 * num_samples / 1000

@@ -6,9 +6,9 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from built import examples
 from hypothesis import strategies as st
-from ragged import packed, ragged
+from ragged import mean_and_spread, packed, ragged
 from torch import Tensor
 
 from spmdrl.algorithms import token_advantages, token_baselines
@@ -228,12 +228,12 @@ def select(batch: Columns, order: list[int]) -> Columns:
 
 
 @pytest.mark.parametrize("name", METHODS)
-@given(
+@examples(
+    12,
     seed=st.integers(0, 500),
     cuts=st.lists(st.integers(0, 8), max_size=3),
     shuffle=st.randoms(use_true_random=False),
 )
-@settings(max_examples=12, deadline=None)
 def test_packing_order_and_micro_batching_change_nothing(name, seed, cuts, shuffle):
     batch = everything(seed)
     whole = METHODS[name](batch)
@@ -278,20 +278,19 @@ def test_advantages_carry_no_gradient(name):
     assert not any(r.requires_grad for r in METHODS[name](batch) if r is not None)
 
 
-@given(seed=st.integers(0, 200), gap=st.floats(0.01, 5))
-@settings(max_examples=15, deadline=None)
+@examples(15, seed=st.integers(0, 200), gap=st.floats(0.01, 5))
 def test_distillation_is_bounded(seed, gap):
     batch = columns(seed)
     got, _ = distill(**pick(batch, "old_logprobs", "teacher_logprobs"), max_gap=gap)
     assert (got.abs() <= gap).all()
 
 
-@given(
+@examples(
+    40,
     counts=st.lists(st.integers(0, 40), min_size=1, max_size=5),
     discount=st.sampled_from([0.0, 0.5, 0.99, 1.0]),
     seed=st.integers(0, 99),
 )
-@settings(max_examples=40, deadline=None)
 def test_discounted_sums_equal_the_recursion(counts, discount, seed):
     g = torch.Generator().manual_seed(seed)
     values = torch.randn(sum(counts), generator=g, dtype=torch.float64)
@@ -364,8 +363,7 @@ def test_process_rewards_come_to_the_rows_of_the_batch(seed):
         )
 
 
-@given(rewards=st.lists(st.floats(-3, 3), min_size=2, max_size=6))
-@settings(max_examples=25, deadline=None)
+@examples(25, rewards=st.lists(st.floats(-3, 3), min_size=2, max_size=6))
 def test_leave_one_out_means_rebuild_the_group_mean(rewards):
     values = torch.tensor(rewards, dtype=torch.float64)
     groups = torch.zeros(len(values), dtype=torch.int64)
@@ -374,14 +372,9 @@ def test_leave_one_out_means_rebuild_the_group_mean(rewards):
     assert torch.allclose(got * (len(values) - 1) + values, values.sum(), atol=1e-9)
 
 
-def spread_of(values: list[float]) -> tuple[float, float]:
-    mean = math.fsum(values) / len(values)
-    return mean, math.sqrt(math.fsum((v - mean) ** 2 for v in values) / len(values))
-
-
 def centred(value: float, others: list[float], scale: str) -> tuple[float, float]:
     """A value less the mean of all of its kind, over their spread where that is asked for."""
-    mean, spread = spread_of(others)
+    mean, spread = mean_and_spread(others)
     return (value - mean) / (spread + 1e-6 if scale == "std" else 1.0), spread
 
 
@@ -490,12 +483,12 @@ def moments_of_pieces(advantages: Tensor, mask: Tensor, edges: list[int]) -> tup
     return mean_and_std(combine_moments(torch.stack(parts)))
 
 
-@given(
+@examples(
+    30,
     seed=st.integers(0, 300),
     shift=st.sampled_from([0.0, 1e3, -1e6]),
     cuts=st.lists(st.integers(0, 12), max_size=4),
 )
-@settings(max_examples=30, deadline=None)
 def test_whitening_by_merged_moments_equals_whitening_in_one_piece(seed, shift, cuts):
     g = torch.Generator().manual_seed(seed)
     mask = torch.rand(12, generator=g) < 0.7
@@ -503,7 +496,7 @@ def test_whitening_by_merged_moments_equals_whitening_in_one_piece(seed, shift, 
     advantages = torch.where(mask, shift + torch.randn(12, generator=g).double(), torch.nan)
     mean, std = moments_of_pieces(advantages, mask, [0, *sorted(cuts), 12])
     kept = [a - shift for a in advantages[mask].tolist()]
-    exact, spread = spread_of(kept)
+    exact, spread = mean_and_spread(kept)
     assert mean.item() == pytest.approx(exact + shift, abs=1e-9)
     assert std.item() == pytest.approx(spread, rel=1e-8)
     got = whiten(advantages, loss_mask=mask, mean=mean, std=std)

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from built import examples
 from hypothesis import strategies as st
 from ragged import Ragged, ragged
 from torch import Tensor
@@ -80,8 +80,7 @@ def test_masked_tokens_have_no_term_and_no_gradient():
     assert (terms == 0).all() and all(n == d == 0 for n, d in stats.values())
 
 
-@given(seed=st.integers(0, 300), shuffle=st.randoms(use_true_random=False))
-@settings(max_examples=20, deadline=None)
+@examples(20, seed=st.integers(0, 300), shuffle=st.randoms(use_true_random=False))
 def test_packing_order_and_micro_batching_change_nothing(seed, shuffle):
     batch, base = columns(seed)
     rows = base.rows()
@@ -135,11 +134,11 @@ def variance(values: list[float]) -> float:
     return math.fsum((v - mean) ** 2 for v in values) / len(values)
 
 
-@given(
+@examples(
+    40,
     rows=st.lists(st.tuples(st.floats(-5, 5), st.integers(-9, 9)), min_size=2, max_size=20),
     cut=st.integers(0, 20),
 )
-@settings(max_examples=40, deadline=None)
 def test_explained_variance_is_exact_over_ranks(rows, cut):
     values, returns = [float(v) for v, _ in rows], [float(r) for _, r in rows]
     parts = [sums_of(values[a:b], returns[a:b]) for a, b in ((0, cut), (cut, len(rows)))]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from built import examples
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -39,8 +39,7 @@ def test_folder_loads_with_plain_transformers(architecture, tmp_path):
     assert model.config.eos_token_id == model.generation_config.eos_token_id == eos
 
 
-@given(st.text(alphabet=[chr(i) for i in range(32, 127)] + ["\n", "\t"], max_size=60))
-@settings(max_examples=200, deadline=None)
+@examples(200, st.text(alphabet=[chr(i) for i in range(32, 127)] + ["\n", "\t"], max_size=60))
 def test_each_character_is_one_token_and_comes_back(text):
     ids = WORDS.encode(text)
     if not any(token in text for token in WORDS.all_special_tokens):

@@ -6,7 +6,7 @@ import json
 from collections import Counter
 
 import pytest
-from hypothesis import given, settings
+from built import examples
 from hypothesis import strategies as st
 
 from spmdrl.commands.create_model import character_tokenizer
@@ -38,9 +38,12 @@ def jsonl(tmp_path, rows):
 # --------------------------------------------------------------------------- order
 
 
-@settings(max_examples=50, deadline=None)
-@given(
-    num_rows=st.integers(1, 60), data=st.data(), seed=st.integers(-3, 2**70), shuffle=st.booleans()
+@examples(
+    50,
+    num_rows=st.integers(1, 60),
+    data=st.data(),
+    seed=st.integers(-3, 2**70),
+    shuffle=st.booleans(),
 )
 def test_order_takes_every_row_once_per_epoch(num_rows, data, seed, shuffle):
     per_step = data.draw(st.integers(1, num_rows))

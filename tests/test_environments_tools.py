@@ -9,8 +9,8 @@ import time
 from typing import Literal
 
 import pytest
+from built import examples
 from environment_runs import ROW, play, served
-from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spmdrl.environments.calculator import calculator
@@ -169,8 +169,7 @@ def check_calls(calls, expected):
             assert (call.name, call.arguments, call.error) == (*wanted, "")
 
 
-@settings(max_examples=200, deadline=None)
-@given(st.text(alphabet='<tool_cal>{}/"name:,[]1 ;\\', max_size=80))
+@examples(200, st.text(alphabet='<tool_cal>{}/"name:,[]1 ;\\', max_size=80))
 def test_no_text_breaks_a_parser(text):
     for parse in (hermes, llama3):
         for call in parse(text):
@@ -345,8 +344,7 @@ def test_the_calculator_refuses_at_once(expression):
     assert time.thread_time() - began < 0.5
 
 
-@settings(max_examples=300, deadline=None)
-@given(st.text(alphabet="0123456789+-*/().%^, esqrtround", max_size=60))
+@examples(300, st.text(alphabet="0123456789+-*/().%^, esqrtround", max_size=60))
 def test_no_expression_takes_long_or_raises_anything_else(expression):
     began = time.thread_time()
     with contextlib.suppress(ValueError, ArithmeticError, TypeError):

@@ -8,7 +8,8 @@ import random
 
 import pytest
 import torch.distributed as dist
-from hypothesis import given, settings
+from built import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from spmdrl.config import ScheduleSettings
@@ -107,8 +108,8 @@ class Replica:
         return list(range(count)) if self.share.is_shared else self.deal(step)[0]
 
 
-@settings(max_examples=150, deadline=None)
-@given(
+@examples(
+    150,
     seed=st.integers(0, 2**32),
     replicas=st.integers(1, 3),
     prompts=st.integers(1, 6),
@@ -207,8 +208,8 @@ def test_two_that_write_at_once_lose_nothing():
 # --------------------------------------------------------------------------- resume
 
 
-@settings(max_examples=100, deadline=None)
-@given(
+@examples(
+    100,
     data=st.data(),
     before=st.integers(1, 3),
     after=st.integers(1, 3),

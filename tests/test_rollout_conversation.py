@@ -5,9 +5,9 @@ from __future__ import annotations
 import functools
 
 import pytest
+from built import examples
 from chat_templates import GEMMA, QWEN, QWEN3, chat_tokenizer
 from drawn import completion
-from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spmdrl.commands.create_model import character_tokenizer
@@ -55,8 +55,7 @@ def test_ids_decode_to_the_templates_rendering_and_samples_are_untouched(family,
     chat = chat_of(family, with_tools)
     end = chat.tokenizer.eos_token_id
 
-    @settings(max_examples=80, deadline=None)
-    @given(conversations(family))
+    @examples(80, conversations(family))
     def check(conversation):
         head, turns = conversation
         prompt, whole, drawn = chat.opening(head), list(head), []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from built import examples
 from hypothesis import strategies as st
 
 from spmdrl.check.rollouts import schedule_problems
@@ -11,8 +11,8 @@ from spmdrl.config import Config, RolloutSettings, ScheduleSettings
 from spmdrl.rollout.staleness import Rules, closing, least_staleness, make_rules, num_to_admit
 
 
-@settings(max_examples=300, deadline=None)
-@given(
+@examples(
+    300,
     data=st.data(),
     quota=st.integers(1, 4),
     over=st.sampled_from([1.0, 1.25, 1.5, 2.0, 3.0]),
