@@ -6,8 +6,10 @@ from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
+from worlds import ON_CPU
 
-from spmdrl.config import Config, LayoutSettings
+from spmdrl.config import Config, LayoutSettings, trainer_ranks
+from spmdrl.world.mesh import make_expert_mesh, make_meshes
 
 TRAINERS = 4
 MESHES = {  # (dp_replicate, dp_shard, cp, tp)
@@ -31,21 +33,15 @@ EXPERT_MESHES = {  # and ep, of dp_shard * cp * tp
     "cp2 tp2 ep4": (1, 1, 2, 2, 4),
     "replicate2 tp2 ep2": (2, 1, 1, 2, 2),
 }
-ALONE = LayoutSettings(
-    placement="split",
-    world_size=TRAINERS,
-    trainer_ranks=1,
-    device="cpu",
-    startup_timeout_s=300,
-    wait_timeout_s=200,
-)
+ALONE = replace(ON_CPU, placement="split", world_size=TRAINERS, trainer_ranks=1)
 """One of the same ranks trains, and nothing else happens."""
 
 
 def layout_of(mesh: str, *, inference_tp: int = 0) -> LayoutSettings:
     """Return a layout whose trainers have this mesh; beside them one engine, or none at 0."""
     replicate, _, cp, tp, ep = (*(MESHES | EXPERT_MESHES)[mesh], 1)[:5]
-    return LayoutSettings(
+    return replace(
+        ON_CPU,
         placement="split" if inference_tp else "offline",
         world_size=TRAINERS + inference_tp,
         trainer_ranks=TRAINERS,
@@ -54,9 +50,6 @@ def layout_of(mesh: str, *, inference_tp: int = 0) -> LayoutSettings:
         cp=cp,
         tp=tp,
         ep=ep,
-        device="cpu",
-        startup_timeout_s=300,
-        wait_timeout_s=200,
     )
 
 
@@ -75,9 +68,6 @@ _made: dict[LayoutSettings, tuple[Any, ...]] = {}
 
 
 def _groups(base: Any, cfg: Config) -> tuple[Any, ...]:
-    from spmdrl.config import trainer_ranks
-    from spmdrl.world.mesh import make_expert_mesh, make_meshes
-
     mesh, sharding = make_meshes(cfg, base.device)
     experts = make_expert_mesh(cfg, base.device)
     group = dist.new_group(trainer_ranks(cfg), backend="gloo")

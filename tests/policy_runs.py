@@ -2,63 +2,95 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
+from dataclasses import is_dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
+from comparing import full_parameters
 from torch import Tensor
+from worlds import ON_CPU, with_trainer
 
+from spmdrl.commands.create_model import create_model
 from spmdrl.config import (
     BatchSettings,
     Config,
-    LayoutSettings,
+    DataSettings,
+    ModelSettings,
     OptimizerSettings,
     SamplingSettings,
     from_tree,
 )
-from spmdrl.credit import per_token
-from spmdrl.types import Batch, Microbatch, Scalars
+from spmdrl.credit import advantages_of, per_token
+from spmdrl.model.load import build_meta_model
+from spmdrl.types import Advantages, Batch, Microbatch, Scalars
 
 LENGTHS = (9, 5, 16, 12, 7, 2, 20, 11)
 """Tokens of the batch's sequences; the first third of each is its prompt."""
 VOCABULARY = 96
+AXES = {"world_size", "dp_replicate", "cp", "tp", "ep"}
 OWN = {"compute_dtype": "float32", "memory": {"head_chunk_tokens": 7}}
 """Settings of the model where a test names no other."""
+
+
+VALID = Config(model=ModelSettings(path="m"), data=DataSettings(train="task:addition", size=10))
+"""What the checks of settings let pass."""
 
 
 def config(
     path: str | Path,
     out: str | Path,
     *,
-    world_size: int = 1,
-    dp_replicate: int = 1,
-    cp: int = 1,
-    tp: int = 1,
     objective: str = "rl",
     updates: int = 1,
     model: dict | None = None,
-    **algorithm: object,
+    **options: Any,
 ) -> Config:
-    """A float32 CPU config. `offline` placement: every rank trains, no engine is built."""
+    """A float32 CPU config; options are of the layout, or else of the algorithm."""
+    layout = {name: options.pop(name) for name in AXES & options.keys()}
     return Config(
         output_dir=str(out),
         steps=10,
-        layout=LayoutSettings(
-            placement="offline",
-            world_size=world_size,
-            dp_replicate=dp_replicate,
-            cp=cp,
-            tp=tp,
-            device="cpu",
-            startup_timeout_s=300,
-            wait_timeout_s=200,
-        ),
+        layout=replace(ON_CPU, **layout),
         model=from_tree({"model": OWN | {"path": str(path)} | (model or {})}).model,
         batch=BatchSettings(tokens_per_microbatch=64, updates_per_step=updates),
         sampling=SamplingSettings(temperature=0.8),
-        algorithm=from_tree({"algorithm": {"objective": objective, **algorithm}}).algorithm,
+        algorithm=from_tree({"algorithm": {"objective": objective, **options}}).algorithm,
         # A large eps keeps Adam's step smooth in the gradient, so that layouts can be compared.
         optimizer=OptimizerSettings(lr=1e-2, eps=1e-3, weight_decay=0.1, max_grad_norm=0.2),
     )
+
+
+def changed(settings: Any, **fields: Any) -> Any:
+    """Return settings with other values; of a section, a mapping of the fields that differ."""
+    own = {name: getattr(settings, name) for name in fields}
+    return replace(
+        settings,
+        **{
+            name: changed(own[name], **value)
+            if is_dataclass(own[name]) and isinstance(value, Mapping)
+            else value
+            for name, value in fields.items()
+        },
+    )
+
+
+def small_model(
+    where: Path, name: str = "model", *, hf_config: dict | None = None, **options: Any
+) -> Path:
+    """Write a model of two narrow layers; `hf_config` are fields of its config.json."""
+    sizes = dict(hidden_size=32, layers=2, heads=4, kv_heads=2, intermediate=48)
+    folder = create_model(where / name, **sizes | options)
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | (hf_config or {})))
+    return folder
+
+
+def meta_model(folder: Path | str) -> torch.nn.Module:
+    """Return transformers' model of a folder, with no weights."""
+    return build_meta_model(ModelSettings(path=str(folder)))
 
 
 def sequence(index: int) -> Tensor:
@@ -144,23 +176,27 @@ def batch(dp_index: int, dp_size: int, *, updates: int = 1) -> Batch:
     return Batch(scalars=scalars(), updates=tuple(parts), update_ids=update_ids)
 
 
-def train(cfg: Config, steps: int = 2) -> dict:
-    """Start a world, take steps on the batch, return sums and the whole parameters."""
-    from spmdrl.roles import make_trainer
-    from spmdrl.world import World
+def own_batch(world: Any, *, rewards: Tensor | None = None) -> Batch:
+    """This rank's part of the batch, with other rewards of the sequences where given."""
+    updates = world.cfg.batch.updates_per_step
+    own = batch(world.dp_index(world.rank), world.dp_size, updates=updates)
+    return own if rewards is None else changed(own, scalars={"rewards": rewards})
 
-    world = World.start(cfg)
-    trainer = make_trainer(cfg, world)
-    own = batch(world.dp_index(world.rank), world.dp_size, updates=cfg.batch.updates_per_step)
+
+def step_as_train_does(trainer: Any, own: Batch, *, step: int) -> tuple[Batch, Advantages, dict]:
+    """Annotate, credit, update; return what each gives."""
+    own = trainer.annotate(own, step=step)
+    found = advantages_of(own, cfg=trainer.cfg, world=trainer.world, step=step)
+    return own, found, trainer.update(own, found, step=step)
+
+
+def train(cfg: Config, steps: int = 2) -> list[dict]:
+    """Take steps on the batch; return sums and the whole parameters of every rank."""
+    return with_trainer(cfg, updated, steps)
+
+
+def updated(trainer: Any, steps: int = 2) -> dict:
+    """Take steps on the batch; return sums and the whole parameters."""
+    own = own_batch(trainer.world)
     sums = [update(trainer, own, step=step) for step in range(steps)]
-    whole = full_parameters(trainer)
-    world.close()
-    return {"sums": sums, "parameters": whole}
-
-
-def full_parameters(trainer: object) -> dict[str, Tensor]:
-    """Gather every parameter; all trainer ranks take part."""
-    return {
-        name: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach().clone()
-        for name, p in trainer.weights.shards().items()
-    }
+    return {"sums": sums, "parameters": full_parameters(trainer)}

@@ -156,6 +156,18 @@ def read(run: Run) -> str:
     return run.printed.read_text(errors="replace")
 
 
+def call(*arguments: Any, **env: str) -> subprocess.CompletedProcess[str]:
+    """Run Python with arguments and more environment to its end; return what it printed."""
+    return subprocess.run(
+        [sys.executable, *map(str, arguments)],
+        cwd=ROOT,
+        env=os.environ | env,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
 HELD = """
 import pathlib, time
 def wait_to_be_killed():

@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from comparing import plain_scores
 from policy_runs import config
-from ranks import launch_env, run_ranks
+from ranks import launch_env
+from runs import arguments, call
 from torch import Tensor
+from transformers import AutoModelForCausalLM
+from worlds import with_trainer
 
-from spmdrl.config import Config
 from spmdrl.model.attention import KERNELS
 from spmdrl.model.fits import ModelCounts, context_method, misfits
 from spmdrl.model.packing import make_packing
 from spmdrl.model.parallel import context_parallel
 from spmdrl.model.parallel.context_parallel import METHODS, by_rank, in_row_order
 from spmdrl.model.parallel.ring_attention import DENSE, FLASH, Tile, plan_rounds
-from spmdrl.model.parallel.row_slices import Slicing, chunk_spans, make_slice
+from spmdrl.model.parallel.row_slices import RowSlice, Slicing, chunk_spans, make_slice
 from spmdrl.world.axes import Axes
 
 CPU, SIZE = torch.device("cpu"), 4
@@ -150,10 +151,19 @@ def test_so_it_is_with_the_kernels_of_cuda(kernel, window):
 # --------------------------------------------------------------------------- attention, scores
 
 
+def _slice(lengths: tuple[int, ...], rank: int, group: dist.ProcessGroup) -> RowSlice:
+    """A rank's part of a row, whose second token alone is scored."""
+    return make_slice(
+        torch.zeros(sum(lengths), dtype=torch.int64),
+        lengths,
+        scored=torch.tensor([1]),
+        slicing=Slicing(group, rank, SIZE),
+    )
+
+
 def _attention_gaps(rank: int, group: dist.ProcessGroup) -> dict[tuple[str, str], float]:
     """Return {(case, method): largest difference of outputs and gradients from whole rows'}."""
-    tokens = torch.zeros(sum(LENGTHS), dtype=torch.int64)
-    own = make_slice(tokens, LENGTHS, scored=torch.tensor([1]), slicing=Slicing(group, rank, SIZE))
+    own = _slice(LENGTHS, rank, group)
     gaps = {}
     for case, (heads, kv_heads, window, softcap) in CASES.items():
         drawn = torch.Generator().manual_seed(len(case))
@@ -186,12 +196,7 @@ def _most_gathered(rank: int, group: dist.ProcessGroup) -> float:
         sizes.append(parts.numel())
         return parts
 
-    own = make_slice(
-        torch.zeros(64, dtype=torch.int64),
-        [64],
-        scored=torch.tensor([1]),
-        slicing=Slicing(group, rank, SIZE),
-    )
+    own = _slice((64,), rank, group)
     q, k, v = (torch.randn(1, 8, 16, 4, requires_grad=True) for _ in range(3))
     context_parallel._gather = counted
     try:
@@ -204,26 +209,20 @@ def _most_gathered(rank: int, group: dist.ProcessGroup) -> float:
     return max(sizes) / k.numel()
 
 
-def _on_ranks(cfg: Config, rows: list[list[int]]) -> dict:
-    from spmdrl.roles import make_trainer
-    from spmdrl.world import World
-
-    world = World.start(cfg)
-    cp = world.mesh["cp"]
-    found = {
+def _on_ranks(trainer: Any) -> dict:
+    world, cp = trainer.world, trainer.world.mesh["cp"]
+    return {
         "gaps": _attention_gaps(cp.get_local_rank(), cp.get_group()),
         "gathered": _most_gathered(cp.get_local_rank(), cp.get_group()),
         "dp": (world.dp_index(world.rank), world.dp_size, world.speaks_for_dp),
+        "scores": trainer.weights.score(_rows()),
     }
-    found["scores"] = make_trainer(cfg, world).weights.score(rows)
-    world.close()
-    return found
 
 
 @pytest.fixture(scope="module")
 def found(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
     cfg = config(tiny_model, tmp_path_factory.mktemp("cp"), world_size=SIZE, cp=SIZE)
-    return run_ranks(SIZE, _on_ranks, cfg, _rows())
+    return with_trainer(cfg, _on_ranks)
 
 
 def _rows() -> list[list[int]]:
@@ -247,14 +246,8 @@ def test_cp_ranks_share_one_batch(found):
 
 
 def test_scores_under_cp_are_those_of_plain_transformers(found, tiny_model):
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).eval()
-    for at, row in enumerate(_rows()):
-        row = torch.tensor(row)
-        with torch.no_grad():
-            logp = torch.log_softmax(model(row[None]).logits[0], -1)
-        expected = torch.cat([torch.zeros(1), logp[:-1].gather(1, row[1:, None])[:, 0]])
+    right = plain_scores(AutoModelForCausalLM.from_pretrained(tiny_model), _rows())
+    for at, expected in enumerate(right):
         for result in found:
             torch.testing.assert_close(result["scores"][at], expected, rtol=1e-5, atol=1e-5)
 
@@ -354,31 +347,14 @@ def test_the_method_follows_the_heads():
 
 
 def test_a_model_that_does_not_fit_is_refused_before_any_group_exists(tiny_model, tmp_path):
-    root = Path(__file__).parent.parent
-    # One process of two: would it wait for its peer, it would not end.
-    ended = subprocess.run(
-        [
-            sys.executable,
-            "train.py",
-            "--config",
-            "configs/demo_sft.yaml",
-            "--output-dir",
-            str(tmp_path),
-            "--model.path",
-            str(tiny_model),
-            "--layout.world-size",
-            "4",
-            "--layout.cp",
-            "4",
-            "--model.kernels.context",
-            "ulysses",
-        ],
-        cwd=root,
-        env=os.environ | launch_env(0, 4, 1),
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    flags = {
+        "output-dir": tmp_path,
+        "model.path": tiny_model,
+        "layout.cp": 4,
+        "model.kernels.context": "ulysses",
+    }
+    # One process of four: would it wait for its peers, it would not end.
+    ended = call(*arguments("demo_sft.yaml", 4, **flags), **launch_env(0, 4, 1))
     assert ended.returncode == 2, ended.stderr
     assert "layout.cp: 4 does not divide the 2 / tp 1 = 2 query heads" in ended.stderr
     assert f"model.path {tiny_model}" in ended.stderr

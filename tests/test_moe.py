@@ -6,24 +6,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from comparing import differing
+from policy_runs import meta_model, small_model
 from safetensors.torch import load_file, save_file
-from test_policy_forward import _reference, _rows, _work
+from test_policy_forward import assert_scored_as_by_transformers, plain_scorer
 from torch import nn
+from transformers import AutoModelForCausalLM
 
-from spmdrl.commands.create_model import create_model
 from spmdrl.config import ModelSettings
-from spmdrl.model.attention import register_attention
 from spmdrl.model.file_tensors import file_tensors, live_tensors
-from spmdrl.model.load import (
-    CheckpointReader,
-    build_meta_model,
-    check_weights,
-    compute_buffers,
-    load_whole_model,
-    model_folder,
-    read_tensors,
-)
-from spmdrl.model.scorer import Scorer
+from spmdrl.model.load import load_whole_model
 from spmdrl.model.shards import Box, Held, Part
 
 FAMILIES = ("qwen3_moe", "mixtral", "deepseek_v3")
@@ -37,19 +29,8 @@ HIDDEN, WIDTH = 32, 24
 
 def make_moe(where: Path, family: str, **options: object) -> Path:
     """A tiny mixture of eight experts, whose routers tell tokens apart."""
-    folder = create_model(
-        where / family,
-        architecture=family,
-        **{
-            "hidden_size": HIDDEN,
-            "layers": 2,
-            "heads": 4,
-            "kv_heads": 2,
-            "intermediate": WIDTH,
-            "initializer_std": 0.1,
-        }
-        | options,
-    )
+    sizes = dict(hidden_size=HIDDEN, intermediate=WIDTH, initializer_std=0.1)
+    folder = small_model(where, family, architecture=family, **sizes | options)
     file = folder / "model.safetensors"
     tensors = load_file(file)
     for name, tensor in tensors.items():
@@ -68,11 +49,9 @@ def family(
 
 
 def test_each_file_tensor_is_the_part_that_transformers_makes_of_it(family):
-    from transformers import AutoModelForCausalLM
-
     name, folder = family
     tensors = load_file(folder / "model.safetensors")
-    parts = file_tensors(build_meta_model(ModelSettings(path=str(folder))))
+    parts = file_tensors(meta_model(folder))
     assert parts.keys() == tensors.keys()
     expert = parts[EXPERT[name]]
     assert expert.tensor == "model.layers.1.mlp.experts.gate_up_proj"
@@ -89,33 +68,13 @@ def test_each_file_tensor_is_the_part_that_transformers_makes_of_it(family):
         dtype=torch.float32,
         device=torch.device("cpu"),
     )
-    for key, tensor in live_tensors(ours).items():
-        assert torch.equal(tensor, theirs[key]), key
+    assert not differing(theirs, live_tensors(ours))
 
 
 def test_scores_and_gradients_are_those_of_plain_transformers(family):
     _, folder = family
-    expected, model = _reference(folder)
-    register_attention()
-    hf_model = build_meta_model(ModelSettings(path=str(folder)), attention="spmdrl_padded")
-    parts = file_tensors(hf_model)
-    reader = CheckpointReader(model_folder(str(folder)))
-    check_weights(reader, hf_model, parts)
-    hf_model.to_empty(device="cpu")
-    read_tensors(reader, live_tensors(hf_model), parts)
-    compute_buffers(hf_model)
-    scorer = Scorer(hf_model, chunk_tokens=16, temperature=1.0, tp_group=None).eval()
-    logprobs, _ = scorer(_work(_rows()))
-    torch.testing.assert_close(logprobs.double(), torch.cat(expected), rtol=1e-5, atol=1e-5)
-    signs = torch.cos(torch.arange(logprobs.numel()).double())
-    (logprobs.double() * signs).sum().backward()
-    (torch.cat(expected) * signs).sum().backward()
-    theirs = dict(model.named_parameters())
-    assert theirs.keys() == dict(hf_model.named_parameters()).keys()
-    for name, parameter in hf_model.named_parameters():
-        grad = theirs[name].grad
-        gap = (parameter.grad - grad).abs().max().item()
-        assert gap <= 1e-5 * max(1.0, grad.abs().max().item()), f"{name}: differs by {gap}"
+    hf_model, scorer = plain_scorer(folder)
+    assert_scored_as_by_transformers(folder, scorer, dict(hf_model.named_parameters()))
 
 
 def test_a_value_may_be_computed_when_it_is_read_and_is_that_of_its_box():
@@ -144,7 +103,7 @@ def test_weights_that_are_computed_on_saving_are_refused_by_name(tmp_path, monke
     from transformers import conversion_mapping
     from transformers.core_model_loading import Interleave, WeightConverter
 
-    model = build_meta_model(ModelSettings(path=str(make_moe(tmp_path, "qwen3_moe"))))
+    model = meta_model(make_moe(tmp_path, "qwen3_moe"))
     converter = WeightConverter(
         source_patterns="mlp.experts.mixed",
         target_patterns="mlp.experts.gate_up_proj",
@@ -158,7 +117,7 @@ def test_weights_that_are_computed_on_saving_are_refused_by_name(tmp_path, monke
 
 
 def test_a_dense_model_is_the_plain_case(tiny_model):
-    model = build_meta_model(ModelSettings(path=str(tiny_model)))
+    model = meta_model(tiny_model)
     assert isinstance(model, nn.Module)
     for name, part in file_tensors(model).items():
         assert part == Part.whole(name, tuple(model.get_parameter(name).shape))

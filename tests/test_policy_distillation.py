@@ -2,69 +2,32 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from policy_runs import batch, config, full_parameters, sequence, update
-from ranks import run_ranks
+from comparing import assert_near
+from policy_runs import batch, changed, config, sequence, small_model, train
 from torch import Tensor
 
-from spmdrl.commands.create_model import create_model
 from spmdrl.config import Config
 
 
-def _model(where: Path, name: str, **options: object) -> Path:
-    return create_model(
-        where / name,
-        architecture="qwen3",
-        hidden_size=32,
-        layers=2,
-        heads=4,
-        kv_heads=2,
-        intermediate=48,
-        **options,
-    )
-
-
 def _cfg(
-    where: Path,
-    student: Path,
-    teacher: Path,
-    *,
-    world_size: int = 1,
-    tp: int = 1,
-    loss: str = "divergence",
-    **options,
+    where: Path, student: Path, teacher: Path, *, loss: str = "divergence", layout=None, **options
 ) -> Config:
     cfg = config(
         student,
         where,
-        world_size=world_size,
-        tp=tp,
         objective="distill",
         loss=loss,
         loss_options=options,
         model={"teacher": str(teacher)},
+        **(layout or {}),
     )
-    return replace(cfg, optimizer=replace(cfg.optimizer, max_grad_norm=0.0))
-
-
-def _train(cfg: Config, steps: int) -> dict:
-    from spmdrl.roles import make_trainer
-    from spmdrl.world import World
-
-    world = World.start(cfg)
-    trainer = make_trainer(cfg, world)
-    own = batch(world.dp_index(world.rank), world.dp_size)
-    sums = [update(trainer, own, step=step) for step in range(steps)]
-    whole = full_parameters(trainer)
-    world.close()
-    return {"sums": sums, "parameters": whole}
+    return changed(cfg, optimizer={"max_grad_norm": 0.0})
 
 
 def _kl(p: Tensor, q: Tensor) -> float:
@@ -112,30 +75,27 @@ CASES = {
 def test_the_loss_is_that_of_plain_transformers_and_falls_alike_on_every_layout(case, tmp_path):
     options, compare = CASES[case]
     student, teacher = (
-        _model(tmp_path, "student"),
-        _model(tmp_path, "teacher", seed=3, initializer_std=0.3),
+        small_model(tmp_path, "student"),
+        small_model(tmp_path, "teacher", seed=3, initializer_std=0.3),
     )
-    one = run_ranks(1, _train, _cfg(tmp_path, student, teacher, **options), 4)[0]
+    one = train(_cfg(tmp_path, student, teacher, **options), 4)[0]
     losses = [sums["policy/loss"][0] for sums in one["sums"]]
     assert losses[0] == pytest.approx(_by_transformers(student, teacher, compare), rel=1e-4)
     assert losses[-1] < 0.9 * losses[0], losses
-    for layout in ({}, {"tp": 2}):
-        cfg = _cfg(tmp_path, student, teacher, world_size=2, **layout, **options)
-        for ours in run_ranks(2, _train, cfg, 4):
+    for tp in (1, 2):
+        layout = {"world_size": 2, "tp": tp}
+        for ours in train(_cfg(tmp_path, student, teacher, layout=layout, **options), 4):
             for a, b in zip(ours["sums"], one["sums"]):
                 assert a.keys() == b.keys()
                 for name in ("policy/loss", "policy/distill", "policy/grad_norm"):
                     assert math.isclose(a[name][0], b[name][0], rel_tol=1e-5), (layout, name)
-            for name, expected in one["parameters"].items():
-                torch.testing.assert_close(ours["parameters"][name], expected, rtol=1e-4, atol=1e-5)
+            assert_near(ours["parameters"], one["parameters"], rtol=1e-4, atol=1e-5)
     has_mass = "policy/distill_teacher_mass" in one["sums"][0]
     assert has_mass == (case == "top")
 
 
 def test_a_teacher_with_another_vocabulary_is_refused(tmp_path):
-    student = _model(tmp_path, "student")
-    teacher = _model(tmp_path, "other")
-    described = json.loads((teacher / "config.json").read_text())
-    (teacher / "config.json").write_text(json.dumps(described | {"vocab_size": 200}))
+    student = small_model(tmp_path, "student")
+    teacher = small_model(tmp_path, "other", hf_config={"vocab_size": 200})
     with pytest.raises(AssertionError, match="model.teacher: has a vocabulary of"):
-        run_ranks(1, _train, _cfg(tmp_path, student, teacher), 1)
+        train(_cfg(tmp_path, student, teacher), 1)

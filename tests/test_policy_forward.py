@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
+from comparing import next_logprobs
+from policy_runs import small_model
+from transformers import AutoModelForCausalLM
 
-from spmdrl.commands.create_model import create_model
 from spmdrl.config import ModelSettings
 from spmdrl.model.attention import pick_attention, register_attention
-from spmdrl.model.file_tensors import file_tensors
-from spmdrl.model.load import (
-    CheckpointReader,
-    build_meta_model,
-    compute_buffers,
-    model_folder,
-    read_tensors,
-)
+from spmdrl.model.load import load_whole_model
 from spmdrl.model.packing import make_packing
 from spmdrl.model.scorer import ScoredRow, Scorer, make_row
 
@@ -28,34 +22,24 @@ ARCHITECTURES = ("qwen3", "qwen2", "llama", "gemma2", "gemma3", "mistral")
 
 def _folder(architecture: str, where: Path) -> Path:
     """A tiny model whose sliding window, where it has one, is shorter than the sequences."""
-    folder = create_model(
-        where / architecture,
-        architecture=architecture,
-        hidden_size=32,
-        layers=2,
-        heads=4,
-        kv_heads=2,
-        intermediate=48,
-    )
-    config = json.loads((folder / "config.json").read_text())
+    fields = {}
     if architecture in ("gemma2", "gemma3", "mistral"):
-        config["sliding_window"] = 6
+        fields["sliding_window"] = 6
     if architecture == "gemma2":  # caps low enough to matter at these tiny logits
-        config |= {"attn_logit_softcapping": 0.5, "final_logit_softcapping": 1.0}
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
+        fields |= {"attn_logit_softcapping": 0.5, "final_logit_softcapping": 1.0}
+    return small_model(where, architecture, architecture=architecture, hf_config=fields)
 
 
-def _scorer(folder: Path) -> Scorer:
+def plain_scorer(folder: Path) -> tuple[torch.nn.Module, Scorer]:
+    """The model of a folder, and what scores packed rows with it."""
     register_attention()
-    hf_model = build_meta_model(ModelSettings(path=str(folder)), attention="spmdrl_padded")
-    parts = file_tensors(hf_model)
-    scorer = Scorer(hf_model, chunk_tokens=16, temperature=1.0, tp_group=None)
-    scorer.to_empty(device="cpu")
-    names = {n.replace("base.", "model."): p for n, p in scorer.named_parameters()}
-    read_tensors(CheckpointReader(model_folder(str(folder))), names, parts)
-    compute_buffers(hf_model)
-    return scorer.eval()
+    hf_model = load_whole_model(
+        ModelSettings(path=str(folder)),
+        attention="spmdrl_padded",
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+    ).requires_grad_()
+    return hf_model, Scorer(hf_model, chunk_tokens=16, temperature=1.0, tp_group=None).eval()
 
 
 def _rows() -> list[torch.Tensor]:
@@ -68,38 +52,36 @@ def _work(rows: list[torch.Tensor]) -> ScoredRow:
     return make_row(torch.cat(rows), [len(row) for row in rows], mask=positions > 0)
 
 
-def _reference(folder: Path) -> tuple[list[torch.Tensor], torch.nn.Module]:
-    from transformers import AutoModelForCausalLM
-
+def assert_scored_as_by_transformers(
+    folder: Path, scorer: Scorer, parameters: dict[str, torch.nn.Parameter]
+) -> None:
+    """Compare logprobs of packed rows, and gradients of a sum of them, with the plain model's."""
     model = AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager"
     ).eval()
-    scored = []
-    for row in _rows():
-        logp = torch.log_softmax(model(row[None]).logits[0].double(), -1)
-        scored.append(logp[:-1].gather(1, row[1:, None])[:, 0])
-    return scored, model
+    expected = torch.cat([next_logprobs(model, row) for row in _rows()])
+    logprobs, _ = scorer(_work(_rows()))
+    torch.testing.assert_close(logprobs.double(), expected, rtol=1e-5, atol=1e-5)
+    signs = torch.cos(torch.arange(logprobs.numel()).double())
+    (logprobs.double() * signs).sum().backward()
+    (expected * signs).sum().backward()
+    theirs = dict(model.named_parameters())
+    assert theirs.keys() == parameters.keys()
+    for name, parameter in parameters.items():
+        grad = theirs[name].grad
+        gap = (parameter.grad - grad).abs().max().item()
+        assert gap <= 1e-5 * max(1.0, grad.abs().max().item()), f"{name}: differs by {gap}"
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_packed_logprobs_and_gradients_equal_plain_transformers(architecture, tmp_path):
     folder = _folder(architecture, tmp_path)
-    expected, model = _reference(folder)
-    scorer, work = _scorer(folder), _work(_rows())
-    logprobs, _ = scorer(work)
-    torch.testing.assert_close(logprobs.double(), torch.cat(expected), rtol=1e-5, atol=1e-5)
-    signs = torch.cos(torch.arange(logprobs.numel()).double())
-    (logprobs.double() * signs).sum().backward()
-    (torch.cat(expected) * signs).sum().backward()
-    theirs = {n: p.grad for n, p in model.named_parameters()}
-    for name, parameter in scorer.named_parameters():
-        grad = theirs[name.replace("base.", "model.")]
-        gap = (parameter.grad - grad).abs().max().item()
-        assert gap <= 1e-4 * grad.abs().max().item() + 1e-5, f"{name}: gradient differs by {gap}"
+    hf_model, scorer = plain_scorer(folder)
+    assert_scored_as_by_transformers(folder, scorer, dict(hf_model.named_parameters()))
 
 
 def test_packing_order_changes_no_score(tmp_path):
-    scorer, rows = _scorer(_folder("qwen3", tmp_path)), _rows()
+    (_, scorer), rows = plain_scorer(_folder("qwen3", tmp_path)), _rows()
     order = [3, 0, 6, 2, 5, 1, 4]
     with torch.no_grad():
         scores = []

@@ -3,34 +3,29 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from policy_runs import config
+from comparing import plain_scores
+from policy_runs import changed, config, meta_model, small_model
 from ranks import run_ranks
 from safetensors.torch import load_file, save_file
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from transformers import AutoModelForCausalLM
+from worlds import another_trainer, refusal, with_trainer
 
 from spmdrl.check.fit import check_fit, fit_problems
-from spmdrl.commands.create_model import create_model
-from spmdrl.config import Config, ModelSettings
+from spmdrl.config import Config
 from spmdrl.model.file_tensors import file_tensors
-from spmdrl.model.load import CheckpointReader, build_meta_model, check_weights, load_hf_config
-
-
-def _make(where: Path, name: str = "model", **options: object) -> Path:
-    return create_model(
-        where / name,
-        **(
-            {"hidden_size": 32, "layers": 2, "heads": 4, "kv_heads": 2, "intermediate": 48}
-            | options
-        ),
-    )
+from spmdrl.model.load import CheckpointReader, check_weights, load_hf_config
+from spmdrl.model.shards import held_boxes
+from spmdrl.types import Advantages, Batch
 
 
 def _check(folder: Path) -> None:
-    hf_model = build_meta_model(ModelSettings(path=str(folder)))
+    hf_model = meta_model(folder)
     check_weights(CheckpointReader(folder), hf_model, file_tensors(hf_model))
 
 
@@ -46,14 +41,14 @@ def test_missing_and_unreadable_folders_are_refused(tmp_path):
 
 
 def test_a_folder_without_safetensors_is_refused(tmp_path):
-    folder = _make(tmp_path)
+    folder = small_model(tmp_path)
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
     with pytest.raises(ValueError, match="pytorch_model.bin"):
         CheckpointReader(folder)
 
 
 def test_a_file_cut_short_is_named(tmp_path):
-    folder = _make(tmp_path)
+    folder = small_model(tmp_path)
     file = folder / "model.safetensors"
     file.write_bytes(file.read_bytes()[:5000])
     with pytest.raises(ValueError, match="model.safetensors.*cut short"):
@@ -61,7 +56,7 @@ def test_a_file_cut_short_is_named(tmp_path):
 
 
 def test_missing_extra_and_misshapen_tensors_are_all_named(tmp_path):
-    folder = _make(tmp_path)
+    folder = small_model(tmp_path)
     _check(folder)
     tensors = load_file(folder / "model.safetensors")
     del tensors["model.layers.1.mlp.up_proj.weight"]
@@ -77,9 +72,9 @@ def test_missing_extra_and_misshapen_tensors_are_all_named(tmp_path):
 
 
 def test_weights_that_do_not_fit_are_refused_before_anything_is_started(tmp_path):
-    folder = _make(tmp_path)
+    folder = small_model(tmp_path)
     cfg = config(folder, tmp_path)
-    scalar = replace(cfg, algorithm=replace(cfg.algorithm, objective="reward_model"))
+    scalar = changed(cfg, algorithm={"objective": "reward_model"})
     for fine in (cfg, scalar):
         check_fit(fine)
     tensors = load_file(folder / "model.safetensors")
@@ -100,14 +95,14 @@ def test_weights_that_do_not_fit_are_refused_before_anything_is_started(tmp_path
 
 def test_tied_weights_appear_once(tmp_path):
     tied, untied = (
-        file_tensors(build_meta_model(ModelSettings(path=str(_make(tmp_path, name, tied=is_tied)))))
+        file_tensors(meta_model(small_model(tmp_path, name, tied=is_tied)))
         for name, is_tied in (("a", True), ("b", False))
     )
     assert untied.keys() - tied.keys() == {"lm_head.weight"}
 
 
 def test_a_model_with_a_vision_tower_is_refused(tmp_path):
-    folder = _make(tmp_path)
+    folder = small_model(tmp_path)
     plain = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(
         json.dumps(
@@ -119,20 +114,15 @@ def test_a_model_with_a_vision_tower_is_refused(tmp_path):
         )
     )
     with pytest.raises(ValueError, match="vision tower"):
-        build_meta_model(ModelSettings(path=str(folder)))
+        meta_model(folder)
 
 
-def _shards(cfg: Config, folder: str) -> dict:
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+ROWS = ([5, 6, 7, 8], [9, 10])
 
-    from spmdrl.model.shards import held_boxes
-    from spmdrl.roles import make_trainer
-    from spmdrl.world import World
 
-    world = World.start(cfg)
-    trainer = make_trainer(cfg, world)
+def _shards(trainer: Any, folder: Path) -> dict:
     tensors = {}
-    for file in Path(folder).glob("*.safetensors"):
+    for file in folder.glob("*.safetensors"):
         tensors |= load_file(file)
     shards = trainer.weights.shards()
     assert list(shards) == list(trainer.weights.names)
@@ -148,97 +138,59 @@ def _shards(cfg: Config, folder: str) -> dict:
             assert (tuple(expected[0]), tuple(expected[1])) == (box.shape, box.start), name
             part = tuple(slice(s, s + n) for s, n in zip(box.start, box.shape))
             assert view.shape == local.shape and torch.equal(view, local), name
-            assert torch.equal(local, tensors[name][part]), f"rank {world.rank}: {name} differs"
+            assert torch.equal(local, tensors[name][part]), f"{trainer.world.rank}: {name} differs"
         held += local.numel()
-    scores = trainer.weights.score([[5, 6, 7, 8], [9, 10]])
-    names = set(shards)
-    world.close()
-    return {"held": held, "scores": scores, "names": names}
-
-
-def _whole_score(folder: Path) -> list[torch.Tensor]:
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    scores = []
-    for row in ([5, 6, 7, 8], [9, 10]):
-        logp = torch.log_softmax(model(torch.tensor([row])).logits[0], -1).detach()
-        own = logp[:-1].gather(1, torch.tensor(row)[1:, None])[:, 0]
-        scores.append(torch.cat([torch.zeros(1), own]))
-    return scores
+    return {"held": held, "scores": trainer.weights.score(ROWS)}
 
 
 @pytest.mark.parametrize(
     "architecture,tied,world_size,tp", [("qwen3", False, 4, 2), ("gemma2", None, 3, 1)]
 )
 def test_each_rank_holds_its_slices_of_the_files(architecture, tied, world_size, tp, tmp_path):
-    folder = _make(tmp_path, architecture=architecture, tied=tied, max_shard_size="20KB")
+    folder = small_model(tmp_path, architecture=architecture, tied=tied, max_shard_size="20KB")
     assert len(list(folder.glob("*.safetensors"))) > 1, "the test wants several files"
     cfg = config(folder, tmp_path, world_size=world_size, tp=tp)
-    results = run_ranks(world_size, _shards, cfg, str(folder))
-    count = sum(part.box.numel for part in file_tensors(build_meta_model(cfg.model)).values())
+    results = with_trainer(cfg, _shards, folder)
+    count = sum(part.box.numel for part in file_tensors(meta_model(folder)).values())
     assert all(r["held"] < 0.75 * count for r in results), "a rank holds (nearly) everything"
+    expected = plain_scores(AutoModelForCausalLM.from_pretrained(folder), ROWS)
     for rank, result in enumerate(results):
-        for ours, theirs in zip(result["scores"], _whole_score(folder)):
+        for ours, theirs in zip(result["scores"], expected):
             torch.testing.assert_close(
                 ours, theirs, rtol=1e-5, atol=1e-5, msg=lambda m, r=rank: f"rank {r}: {m}"
             )
 
 
-def _refused(cfg: Config) -> str:
-    from spmdrl.roles import make_trainer
-    from spmdrl.world import World
-
-    world = World.start(cfg)
-    try:
-        make_trainer(cfg, world)
-    except ValueError as error:
-        return str(error)
-    finally:
-        world.close()
-    return "accepted"
-
-
 def test_heads_that_do_not_divide_by_tp_are_refused_on_all_ranks(tmp_path):
-    folder = _make(tmp_path, heads=2, kv_heads=1)
-    texts = run_ranks(2, _refused, config(folder, tmp_path, world_size=2, tp=2))
+    folder = small_model(tmp_path, heads=2, kv_heads=1)
+    texts = run_ranks(2, refusal, config(folder, tmp_path, world_size=2, tp=2))
     assert all("layout.tp: 2 does not divide num_key_value_heads 1; values" in t for t in texts), (
         texts
     )
 
 
-def _beside_an_engine(cfg: Config, broken: Config) -> dict:
-    from spmdrl.roles import make_trainer
-    from spmdrl.types import Advantages, Batch
-    from spmdrl.world import World
-
-    world = World.start(cfg)
-    trainer = make_trainer(cfg, world)
-    empty = torch.empty(0)
+def _beside_an_engine(trainer: Any, broken: Config) -> dict:
     result = {
         "names": trainer.weights.names,
         "shards": len(trainer.weights.shards()),
         "score": trainer.weights.score([[5, 6]]),
     }
-    if not world.is_trainer:
-        nothing = Batch(scalars=None, updates=(), update_ids=empty)
+    if not trainer.world.is_trainer:
+        nothing = Batch(scalars=None, updates=(), update_ids=torch.empty(0))
         assert trainer.annotate(nothing, step=0) is nothing
         result["update"] = trainer.update(nothing, Advantages(()), step=0)
         result["state"] = trainer.state_dict()
-    try:
-        make_trainer(broken, world)
-    except ValueError as error:
-        result["refused"] = str(error)
-    world.close()
-    return result
+    with pytest.raises(ValueError) as refused:
+        another_trainer(trainer, broken)
+    return result | {"refused": str(refused.value)}
 
 
 def test_a_rank_that_only_generates_knows_names_and_holds_nothing(tmp_path):
-    folder, broken = _make(tmp_path), _make(tmp_path, "broken")
+    folder, broken = small_model(tmp_path), small_model(tmp_path, "broken")
     (broken / "model.safetensors").unlink()
     cfg, bad = (config(path, tmp_path, world_size=2) for path in (folder, broken))
-    cfg, bad = (replace(c, layout=replace(c.layout, placement="split")) for c in (cfg, bad))
-    trainer, generator = run_ranks(2, _beside_an_engine, cfg, bad)
+    cfg, bad = (changed(c, layout={"placement": "split"}) for c in (cfg, bad))
+    trainer, generator = with_trainer(cfg, _beside_an_engine, bad)
     assert trainer["names"] == generator["names"] and trainer["shards"] == len(trainer["names"])
     assert generator["shards"] == 0 and generator["score"] == []
     assert generator["update"] == {} and generator["state"] == {}

@@ -2,56 +2,30 @@
 
 from __future__ import annotations
 
-import dataclasses
-import math
-from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from policy_runs import LENGTHS, batch, config, full_parameters, update
-from ranks import run_ranks
+from comparing import assert_near, assert_same_sums, full_parameters
+from policy_runs import LENGTHS, config, own_batch, small_model, step_as_train_does, update
+from worlds import in_world, make_trainer, with_trainer
 
-from spmdrl.commands.create_model import create_model
 from spmdrl.config import Config
 
 
-def _model(where: Path, name: str = "start", **options: object) -> Path:
-    return create_model(
-        where / name,
-        architecture="qwen3",
-        hidden_size=32,
-        layers=2,
-        heads=4,
-        kv_heads=2,
-        intermediate=48,
-        **options,
-    )
+def _train(configs: dict[Any, Config], steps: int = 2) -> list[dict[Any, dict]]:
+    """Train under each config as train.py does, in one world."""
+    return in_world(next(iter(configs.values())), _train_each, configs, steps)
 
 
-def _train(first: Config, configs: dict[str, Config], steps: int = 2) -> dict[str, dict]:
-    """Train under each config as train.py does (annotate, credit, update), in one world."""
-    from spmdrl.world import World
-
-    world = World.start(first)
-    found = {name: _train_one(cfg, world, steps) for name, cfg in configs.items()}
-    world.close()
+def _train_each(world: Any, configs: dict[Any, Config], steps: int) -> dict[Any, dict]:
+    found, rewards = {}, torch.linspace(0, 1, len(LENGTHS)).double().cos()
+    for name, cfg in configs.items():
+        world.cfg = cfg
+        trainer, own = make_trainer(cfg, world), own_batch(world, rewards=rewards)
+        sums = [step_as_train_does(trainer, own, step=step)[2] for step in range(steps)]
+        found[name] = {"sums": sums, "parameters": full_parameters(trainer)}
     return found
-
-
-def _train_one(cfg: Config, world: object, steps: int) -> dict:
-    from spmdrl.credit import advantages_of
-    from spmdrl.roles import make_trainer
-
-    trainer = make_trainer(cfg, world)
-    own = batch(world.dp_index(world.rank), world.dp_size, updates=cfg.batch.updates_per_step)
-    rewards = torch.linspace(0, 1, len(LENGTHS)).double().cos()
-    own = dataclasses.replace(own, scalars=dataclasses.replace(own.scalars, rewards=rewards))
-    sums = []
-    for step in range(steps):
-        annotated = trainer.annotate(own, step=step)
-        advantages = advantages_of(annotated, cfg=cfg, world=world, step=step)
-        sums.append(trainer.update(annotated, advantages, step=step))
-    return {"sums": sums, "parameters": full_parameters(trainer)}
 
 
 CASES = {
@@ -79,7 +53,7 @@ CASES = {
 def trained(tmp_path_factory) -> dict[str, list[dict]]:
     """Results of every case by layout, per rank."""
     where = tmp_path_factory.mktemp("reference")
-    folder, other = _model(where), _model(where, "reference", seed=7)
+    folder, other = small_model(where), small_model(where, "reference", seed=7)
     results = {}
     layouts = {"one": {}, "dp": dict(world_size=2), "tp": dict(world_size=2, tp=2)}
     for name, layout in layouts.items():
@@ -88,8 +62,7 @@ def trained(tmp_path_factory) -> dict[str, list[dict]]:
             case: config(folder, where, **options, **layout, model=model)
             for case, options in CASES.items()
         }
-        first = next(iter(configs.values()))
-        results[name] = run_ranks(layout.get("world_size", 1), _train, first, configs)
+        results[name] = _train(configs)
     return results
 
 
@@ -100,37 +73,21 @@ def test_every_layout_trains_like_one_process(case, layout, trained):
     if "kl_coef" in CASES[case]:
         assert one["sums"][0]["policy/kl_ref_k3"][0] > 0.01
     for ours in (rank[case] for rank in trained[layout]):
-        for a, b in zip(ours["sums"], one["sums"]):
-            assert a.keys() == b.keys()
-            for name, (x, n) in b.items():
-                assert a[name][1] == pytest.approx(n, rel=1e-6), name
-                assert math.isclose(a[name][0], x, rel_tol=1e-4, abs_tol=2e-5 * max(1, n)), (
-                    name,
-                    a[name],
-                    (x, n),
-                )
-        for name, expected in one["parameters"].items():
-            torch.testing.assert_close(ours["parameters"][name], expected, rtol=1e-4, atol=5e-6)
+        assert_same_sums(ours["sums"], one["sums"], rel=1e-4, abs_=2e-5)
+        assert_near(ours["parameters"], one["parameters"], rtol=1e-4, atol=5e-6)
 
 
-def _step_zero(cfg: Config) -> tuple[list, list]:
+def _step_zero(trainer: Any) -> tuple[list, list]:
     """Return the columns of step 0, and whether the reference stays while the policy moves."""
-    from spmdrl.roles import make_trainer
-    from spmdrl.world import World
-
-    world = World.start(cfg)
-    trainer = make_trainer(cfg, world)
-    own = batch(0, 1)
+    own = own_batch(trainer.world)
     first = trainer.annotate(own, step=0).columns
     update(trainer, own, step=0)
-    second = trainer.annotate(own, step=1).columns
-    world.close()
-    return first, second
+    return first, trainer.annotate(own, step=1).columns
 
 
 def test_the_reference_is_the_policy_at_first_and_stays(tmp_path):
-    cfg = config(_model(tmp_path), tmp_path, kl_coef=0.1, kl_in="reward", kl="k1")
-    first, second = run_ranks(1, _step_zero, cfg)[0]
+    cfg = config(small_model(tmp_path), tmp_path, kl_coef=0.1, kl_in="reward", kl="k1")
+    first, second = with_trainer(cfg, _step_zero)[0]
     for before, after in zip(first[0], second[0]):
         assert torch.equal(before["old_logprobs"], before["ref_logprobs"])
         assert torch.equal(before["ref_logprobs"], after["ref_logprobs"])
@@ -138,12 +95,12 @@ def test_the_reference_is_the_policy_at_first_and_stays(tmp_path):
 
 
 def test_a_strong_kl_holds_the_policy_at_the_reference(tmp_path):
-    folder = _model(tmp_path)
-    configs = {}
-    for coef in (0.0, 50.0):
-        cfg = config(folder, tmp_path, kl_coef=coef or 1e-9, kl="k2", loss="reinforce")
-        configs[coef] = cfg
-    results = run_ranks(1, _train, cfg, configs, 12)[0]
+    folder = small_model(tmp_path)
+    configs = {
+        coef: config(folder, tmp_path, kl_coef=coef or 1e-9, kl="k2", loss="reinforce")
+        for coef in (0.0, 50.0)
+    }
+    results = _train(configs, 12)[0]
     found = {coef: r["sums"][-1]["policy/kl_ref_k3"] for coef, r in results.items()}
     free, held = (total / count for total, count in (found[0.0], found[50.0]))
     assert held < 0.5 * free, (held, free)

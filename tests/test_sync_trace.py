@@ -5,8 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from ranks import run_ranks
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from spmdrl.model.shards import Box, held_boxes
 from spmdrl.sync.trace import trace_loader
@@ -127,16 +132,6 @@ def test_a_tensor_made_from_weights_after_loading_is_a_reason():
 
 def check_held_boxes(mesh_shape: tuple[int, int, int]) -> list[str]:
     """Compare each rank's boxes with the tensors that torch assembles from the same shards."""
-    import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-    from torch.distributed.tensor import Shard, distribute_tensor
-    from torch.distributed.tensor.parallel import (
-        ColwiseParallel,
-        RowwiseParallel,
-        parallelize_module,
-    )
-
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=("dp_replicate", "dp_shard", "tp"))
     torch.manual_seed(0)

@@ -18,7 +18,7 @@ from spmdrl.model.shape import model_shape
 from spmdrl.world.axes import Axes
 
 
-def _model(kind: str, **options: object) -> torch.nn.Module:
+def model_of(kind: str, **options: object) -> torch.nn.Module:
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(
             AutoConfig.for_model(kind, num_hidden_layers=2, **options)
@@ -26,7 +26,7 @@ def _model(kind: str, **options: object) -> torch.nn.Module:
 
 
 def test_a_dense_model_has_the_styles_of_its_own_plan():
-    styles = tp_styles(_model("qwen3"))
+    styles = tp_styles(model_of("qwen3"))
     own = {
         "q_proj": "colwise",
         "k_proj": "colwise",
@@ -53,7 +53,7 @@ def test_a_dense_model_has_the_styles_of_its_own_plan():
     ],
 )
 def test_norms_of_a_ranks_own_heads_have_a_part_of_their_gradient(kind, norms):
-    styles = tp_styles(_model(kind, **({"use_qk_norm": True} if kind == "glm4_moe" else {})))
+    styles = tp_styles(model_of(kind, **({"use_qk_norm": True} if kind == "glm4_moe" else {})))
     found = {
         name.rpartition(".")[2]: style
         for name, style in styles.items()
@@ -64,7 +64,7 @@ def test_norms_of_a_ranks_own_heads_have_a_part_of_their_gradient(kind, norms):
 
 def test_latent_attention_is_split_by_heads_and_a_mixture_is_left_alone():
     for kind in ("deepseek_v3", "deepseek_v2"):  # with no plan for it, and with one
-        model = _model(kind, first_k_dense_replace=1)
+        model = model_of(kind, first_k_dense_replace=1)
         styles = tp_styles(model)
         assert list(mixtures(model)) == ["model.layers.1.mlp"], kind
         inside = {
@@ -92,7 +92,7 @@ def test_latent_attention_is_split_by_heads_and_a_mixture_is_left_alone():
 
 
 def test_a_plan_that_is_missing_or_has_an_unknown_style_is_named():
-    model = _model("qwen2")
+    model = model_of("qwen2")
     model._tp_plan = {"model.layers.*.mlp.up_proj": "sideways"}
     first, second = style_problems(model, tp_styles(model))
     assert first.startswith(
@@ -106,13 +106,13 @@ def test_a_plan_that_is_missing_or_has_an_unknown_style_is_named():
 
 
 def test_experts_and_latent_attention_are_refused_where_tokens_cannot_be_sharded():
-    model = _model("qwen3_next")
+    model = model_of("qwen3_next")
     assert why_never(model) == (
         "experts and latent attention need tokens sharded between layers, which cannot be done "
         "with Qwen3NextForCausalLM: model.layers.0.linear_attn is neither attention, MLP nor norm"
     )
-    assert why_never(_model("deepseek_v3")) == ""
-    whole = _model("gpt_neox")  # dense: it has all tokens on every rank, if it has a plan
+    assert why_never(model_of("deepseek_v3")) == ""
+    whole = model_of("gpt_neox")  # dense: it has all tokens on every rank, if it has a plan
     whole._tp_plan = {"gpt_neox.layers.*.mlp.dense_h_to_4h": "colwise"}
     assert sequence_parallel.why_not(whole, tp_styles(whole)) != ""
     assert why_never(whole) == ""
@@ -159,7 +159,7 @@ def test_such_models_are_refused_from_their_config_alone(kind, says, tmp_path):
 )
 def test_an_engine_s_ranks_must_divide_what_vllm_cuts(fields, tp, says):
     sizes = dict(num_attention_heads=8, num_key_value_heads=2, intermediate_size=64, vocab_size=104)
-    counts = counts_of(_model("qwen3", **sizes | fields))
+    counts = counts_of(model_of("qwen3", **sizes | fields))
     found = list(misfits(counts, Axes("split", tp + 1, inference_tp=tp)))
     assert [text for text in found if says in text] if says else not found, found
     if says:

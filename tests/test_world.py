@@ -9,6 +9,7 @@ import sys
 import pytest
 import torch
 from ranks import free_port, launch_env, run_ranks
+from worlds import in_world
 
 from spmdrl.check.layout import layout_problems
 from spmdrl.config import Config, LayoutSettings
@@ -44,8 +45,7 @@ def test_first_host_of_a_node_list(nodes, first):
     assert first_host(nodes) == first
 
 
-def roles(cfg: Config) -> dict:
-    world = World.start(cfg)
+def roles(world: World) -> dict:
     place = world.mesh.get_coordinate()
     mesh = None if place is None else tuple(place)
     found = dict(
@@ -57,9 +57,7 @@ def roles(cfg: Config) -> dict:
         stop=world.agree_to_stop(0),
     )
     world.stop_requested = world.rank == 1
-    found["stop_after_request"] = world.agree_to_stop(1)
-    world.close()
-    return found
+    return found | {"stop_after_request": world.agree_to_stop(1)}
 
 
 @pytest.mark.parametrize(
@@ -72,9 +70,7 @@ def roles(cfg: Config) -> dict:
     ],
 )
 def test_roles_and_meshes(layout, trainers, engines):
-    found = run_ranks(
-        layout["world_size"], roles, Config(layout=LayoutSettings(device="cpu", **layout))
-    )
+    found = in_world(Config(layout=LayoutSettings(device="cpu", **layout)), roles)
     assert [r for r, f in enumerate(found) if f["trainer"]] == list(trainers)
     assert [r for r, f in enumerate(found) if f["inference"]] == list(engines)
     coordinates = [f["mesh"] for f in found if f["trainer"]]
@@ -87,8 +83,7 @@ def test_roles_and_meshes(layout, trainers, engines):
     assert all(f["stop_after_request"] for f in found)
 
 
-def agreed_and_summed(cfg: Config) -> dict:
-    world = World.start(cfg)
+def agreed_and_summed(world: World) -> dict:
     said = {}
     for name, fails in {"nobody": (), "one": (2,), "all": (0, 1, 2, 3), "two": (0, 3)}.items():
         text = f"of rank {world.rank}" if name == "two" else "the same"
@@ -102,20 +97,18 @@ def agreed_and_summed(cfg: Config) -> dict:
     lines = ["a", "b"] if world.rank else ["a"]
     problems = [gather_problems(own, group=world.control) for own in ((), ["a"], lines)]
     own = torch.tensor([1.0, 10.0]) * (world.dp_index(world.rank) + 1)
-    found = dict(
+    return dict(
         said=said,
         problems=problems,
         sum=world.sum_over_trainers(own).tolist(),
         parts=world.gather_per_dp(world.rank),
         first=world.from_rank_0(lambda: world.rank + 7, wait="ask rank 0"),
     )
-    world.close()
-    return found
 
 
 def test_ranks_fail_together_and_a_dp_index_counts_once():
     cfg = Config(layout=LayoutSettings(device="cpu", world_size=4, placement="colocated", tp=2))
-    for found in run_ranks(4, agreed_and_summed, cfg):
+    for found in in_world(cfg, agreed_and_summed):
         assert found["said"] == {
             "nobody": "",
             "one": "rank 2: the same",
