@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 import hashlib
+import os
+import shutil
+import signal
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from policy_runs import own_batch, update
+from ranks import run_ranks
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
@@ -17,20 +26,18 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from worlds import ON_CPU
 
 from spmdrl.checkpoint import Checkpointer
-from spmdrl.config import CheckpointSettings, Config, KeepSettings, LayoutSettings, ModelSettings
+from spmdrl.checkpoint import manifest as disk
+from spmdrl.config import CheckpointSettings, Config, KeepSettings, ModelSettings
 from spmdrl.world import World
 
 
 def config(
     output_dir: Path | str,
     *,
-    world_size: int = 1,
     trainers: int | None = None,
-    cp: int = 1,
-    tp: int = 1,
-    inference_tp: int = 1,
     steps: int = 100,
     every: int = 1,
     keep: int | KeepSettings = 2,
@@ -38,25 +45,16 @@ def config(
     seed: int = 0,
     allow: bool = False,
     model: str = "",
+    **layout: int,
 ) -> Config:
     """Return a config of a job with these ranks; without `trainers` all ranks train."""
-    split = trainers is not None
+    split = {"placement": "split", "trainer_ranks": trainers} if trainers else {}
     return Config(
         output_dir=str(output_dir),
         steps=steps,
         seed=seed,
         model=ModelSettings(path=model),
-        layout=LayoutSettings(
-            placement="split" if split else "offline",
-            world_size=world_size,
-            trainer_ranks=trainers or world_size,
-            cp=cp,
-            tp=tp,
-            inference_tp=inference_tp,
-            device="cpu",
-            wait_timeout_s=200,
-            startup_timeout_s=300,
-        ),
+        layout=replace(ON_CPU, **layout, **split),
         checkpoint=CheckpointSettings(
             every_steps=every,
             resume=resume,
@@ -148,59 +146,116 @@ class SmallSource:
         self.loaded = (states, step)
 
 
-def start(cfg: Config) -> tuple[World, SmallPolicy, SmallSource, Checkpointer]:
+Job = tuple[World, SmallPolicy, SmallSource, Checkpointer]
+"""What one rank of a job has."""
+
+
+def start(cfg: Config) -> Job:
     """Start one rank of a job."""
     world = World.start(cfg)
     return world, SmallPolicy(world), SmallSource(world), Checkpointer(cfg, world)
 
 
-def save_steps(cfg: Config, steps: int, rewards: dict[int, float] | None = None) -> list[str]:
-    """Train and save at every step of one rank; return the state's digest after each.
+def on_ranks(cfg: Config, body: Callable, *args: Any) -> list[Any]:
+    """Run `body(job, *args)` on every rank of a job; return what it gave, in rank order."""
+    return run_ranks(cfg.layout.world_size, _on_rank, cfg, body, args)
+
+
+def _on_rank(cfg: Config, body: Callable, args: tuple) -> Any:
+    job = start(cfg)
+    found = body(job, *args)
+    job[0].close()
+    return found
+
+
+def save_steps(cfg: Config, steps: int, rewards: dict[int, float] | None = None) -> list[list[str]]:
+    """Train and save at every step of all ranks; return the state's digests of each.
 
     Args:
         rewards: eval/reward by step, where it was evaluated.
     """
-    world, trainer, source, checkpointer = start(cfg)
+    return on_ranks(cfg, _save_steps, steps, rewards or {})
+
+
+def _save_steps(job: Job, steps: int, rewards: dict[int, float]) -> list[str]:
+    _, trainer, source, checkpointer = job
     digests = []
     for step in range(1, steps + 1):
         trainer.update()
-        found = rewards.get(step) if rewards else None
-        checkpointer.maybe_save(
-            step, trainer, source, evaluated={} if found is None else {"eval/reward": (found, 1)}
-        )
+        evaluated = {"eval/reward": (rewards[step], 1)} if step in rewards else {}
+        checkpointer.maybe_save(step, trainer, source, evaluated=evaluated)
         digests.append(trainer.digest())
     checkpointer.finish()
-    world.close()
     return digests
 
 
-def restored(cfg: Config) -> tuple[int, str, str, Any]:
-    """Restore on one rank; return step, folder, the state's digest and what the source got."""
-    world, trainer, source, checkpointer = start(cfg)
+def restored(cfg: Config) -> list[tuple[int, str, str, Any]]:
+    """Restore on all ranks; return step, folder, the state's digest and what the source got."""
+    return on_ranks(cfg, _restored)
+
+
+def _restored(job: Job) -> tuple[int, str, str, Any]:
+    _, trainer, source, checkpointer = job
     trainer.update(2)  # whatever was there before is overwritten
     state = checkpointer.restore(trainer, source)
-    result = state.step, Path(state.resumed_from).name, trainer.digest(), source.loaded
-    world.close()
-    return result
+    return state.step, Path(state.resumed_from).name, trainer.digest(), source.loaded
 
 
-def after_two_updates(cfg: Config, world: World, *, save: bool) -> tuple[Any, Any]:
-    """Return a real policy that has taken two updates, and its batch: it took them now, and saved
-    a checkpoint, or it is restored from that."""
-    from policy_runs import batch, update
+def dies(job: Job, point: str) -> None:
+    """Save, and be killed at a point of the save of a better policy.
 
-    from spmdrl.roles import make_trainer
-
-    trainer, source, checkpointer = (
-        make_trainer(cfg, world),
-        SmallSource(world),
-        Checkpointer(cfg, world),
-    )
-    own = batch(world.dp_index(world.rank), world.dp_size)
-    if save:
-        for step in range(2):
-            update(trainer, own, step=step)
-        checkpointer.maybe_save(2, trainer, source, stop=True)
+    Args:
+        point: `writing`, when bytes are there and the disk is not done; or the function that it
+            calls next: write_manifest, rename, replace, or rmtree.
+    """
+    world, trainer, source, checkpointer = job
+    checkpointer.maybe_save(1, trainer, source, evaluated={"eval/reward": (0.5, 1)})
+    checkpointer.finish()
+    partial = Path(world.cfg.output_dir) / "checkpoints/step_2.partial"
+    if point == "writing":
+        threading.Thread(target=_die_when_written, daemon=True, args=(partial,)).start()
+        os.fsync = lambda handle: time.sleep(1000)
     else:
-        assert checkpointer.restore(trainer, source).step == 2
-    return trainer, own
+        owner = {"rmtree": shutil, "write_manifest": disk}.get(point, os)
+        before = getattr(owner, point)
+
+        def die(*args: object, **options: object) -> None:
+            if point != "rmtree" or Path(str(args[0])).name == "step_1.partial":
+                os.kill(os.getpid(), signal.SIGKILL)
+            before(*args, **options)
+
+        setattr(owner, point, die)
+    trainer.update()
+    checkpointer.maybe_save(2, trainer, source, evaluated={"eval/reward": (0.7, 1)})
+    checkpointer.finish()
+
+
+def _die_when_written(partial: Path) -> None:
+    while not any(p.stat().st_size for p in partial.glob("policy/*.distcp")):
+        time.sleep(0.005)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def save(trainer: Any, step: int) -> None:
+    """Save what a trainer is after a step, and wait for the disk."""
+    Checkpointer(trainer.world.cfg, trainer.world).maybe_save(
+        step, trainer, SmallSource(trainer.world), stop=True
+    )
+
+
+def restore(trainer: Any, cfg: Config | None = None, *, step: int) -> None:
+    """Restore a trainer from the checkpoint of a step that a config, its own by default, names."""
+    own = Checkpointer(cfg or trainer.world.cfg, trainer.world)
+    assert own.restore(trainer, SmallSource(trainer.world)).step == step
+
+
+def after_two_updates(trainer: Any, *, is_new: bool) -> Any:
+    """Give a real policy two updates, now and saved, or restored; return its batch."""
+    own = own_batch(trainer.world)
+    if not is_new:
+        restore(trainer, step=2)
+        return own
+    for step in range(2):
+        update(trainer, own, step=step)
+    save(trainer, 2)
+    return own

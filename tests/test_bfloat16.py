@@ -2,52 +2,48 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
+from typing import Any
 
 import pytest
 import test_critic
 import test_preference
 import torch
-from ranks import run_ranks
+from policy_runs import changed, own_batch, small_model, step_as_train_does
+from worlds import in_world, make_trainer
 
 from spmdrl.config import Config
 
 STEPS = 8
 
 
-def _both(critic: Config, rewarding: Config) -> dict[str, dict]:
+def _both(world: Any, rewarding: Config) -> dict[str, dict]:
     """Train a policy with its value model, and a reward model, in each dtype."""
-    from spmdrl.roles import make_trainer
-    from spmdrl.world import World
-
-    world, found = World.start(critic), {}
+    critic, found = world.cfg, {}
     for dtype in ("float32", "bfloat16"):
         value, reward = (
-            dataclasses.replace(cfg, model=dataclasses.replace(cfg.model, compute_dtype=dtype))
-            for cfg in (critic, rewarding)
+            changed(cfg, model={"compute_dtype": dtype}) for cfg in (critic, rewarding)
         )
         trainer = make_trainer(value, world)
-        own = test_critic._batch(value, world)
-        steps = [test_critic._step(trainer, own, step=step) for step in range(STEPS)]
+        own = own_batch(world, rewards=test_critic.REWARDS_OF)
+        steps = [step_as_train_does(trainer, own, step=step) for step in range(STEPS)]
         model = trainer.companions["critic"].model
         columns = torch.cat([c["values"] for c in trainer.annotate(own, step=STEPS).columns[0]])
         found[dtype] = {
             "value": [sums for _, _, sums in steps],
             "values": columns,
             "masters": {p.dtype for p in model.named_shards().values()},
-            "reward": test_preference._train(reward, world, steps=STEPS)["sums"],
+            "reward": test_preference.train_on_pairs(reward, world, steps=STEPS)["sums"],
         }
         world.cfg = critic
-    world.close()
     return found
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory) -> dict[str, dict]:
     where: Path = tmp_path_factory.mktemp("bfloat16")
-    model = test_critic._model(where)
-    critic = test_critic._config(model, where, critic={"lr": 8e-3})
+    model = small_model(where)
+    critic = test_critic.critic_config(model, where, critic={"lr": 8e-3})
     rewarding = test_preference.config(
         test_preference.jsonl(where, test_preference.ragged()),
         model=model,
@@ -55,7 +51,7 @@ def found(tmp_path_factory) -> dict[str, dict]:
         objective="reward_model",
         loss="bradley_terry",
     )
-    return run_ranks(1, _both, critic, rewarding)[0]
+    return in_world(critic, _both, rewarding)[0]
 
 
 def test_a_value_model_learns_in_bfloat16_as_in_float32(found):

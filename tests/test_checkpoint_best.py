@@ -3,34 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import shutil
-import signal
 from pathlib import Path
 
 import pytest
-from checkpoint_runs import config, restored, save_steps, start
-from ranks import run_ranks
+from checkpoint_runs import Job, config, dies, on_ranks, restored, save_steps
+from policy_runs import VALID, changed
+from test_checkpoint import names
 
 from spmdrl import config as configs
 from spmdrl.check.settings import validate
 from spmdrl.checkpoint import manifest as disk
 from spmdrl.checkpoint.keep import named
-from spmdrl.config import (
-    CheckpointSettings,
-    Config,
-    DataSettings,
-    EvaluateSettings,
-    KeepSettings,
-    ModelSettings,
-)
+from spmdrl.config import Config, KeepSettings
 
 BEST = KeepSettings(last=1, best="eval/reward")
-
-
-def names(output_dir: Path) -> list[str]:
-    return sorted(p.name for p in disk.checkpoints_folder(output_dir).iterdir())
 
 
 def best(output_dir: Path) -> str:
@@ -41,7 +29,7 @@ def best(output_dir: Path) -> str:
 def test_the_best_stays_beside_the_last_and_equal_ones_are_not_better(tmp_path, mode, stays):
     rewards = {2: 0.5, 3: 0.9, 5: 0.7, 7: float("nan"), 8: 0.9 if mode == "max" else 0.5}
     cfg = config(tmp_path, every=4, steps=8, keep=dataclasses.replace(BEST, mode=mode))
-    (digests,) = run_ranks(1, save_steps, cfg, 8, rewards)
+    (digests,) = save_steps(cfg, 8, rewards)
     assert names(tmp_path) == ["best", stays, "step_8"] and best(tmp_path) == stays
     assert named(tmp_path, "best") == (tmp_path / "checkpoints" / stays).resolve()
     assert disk.read_manifest(named(tmp_path, "best")).evaluated == {
@@ -49,59 +37,39 @@ def test_the_best_stays_beside_the_last_and_equal_ones_are_not_better(tmp_path, 
     }
     # Another run goes on from it by its name; the same run would mix two histories.
     there = str(tmp_path / "checkpoints" / "best")
-    other = run_ranks(1, restored, config(tmp_path / "other", resume=there))
+    other = restored(config(tmp_path / "other", resume=there))
     assert other[0][0] == int(stays[-1]) and other[0][2] == digests[int(stays[-1]) - 1]
     with pytest.raises(AssertionError, match="mix two histories"):
-        run_ranks(1, restored, config(tmp_path, resume=there))
+        restored(config(tmp_path, resume=there))
 
 
-def _goes_on(cfg: Config, rewards: dict[int, float]) -> list[str]:
+def _goes_on(job: Job, rewards: dict[int, float]) -> list[str]:
     """Resume, then offer evaluations; return what best names after each."""
-    world, policy, source, checkpointer = start(cfg)
+    world, policy, source, checkpointer = job
     checkpointer.restore(policy, source)
     found = []
     for step, value in rewards.items():
         checkpointer.maybe_save(step, policy, source, evaluated={"eval/reward": (value, 1)})
         checkpointer.finish()
-        found.append(best(Path(cfg.output_dir)))
-    world.close()
+        found.append(best(Path(world.cfg.output_dir)))
     return found
 
 
 def test_a_resumed_run_knows_the_best_and_finds_new_ones_between_the_due_steps(tmp_path):
     cfg = config(tmp_path, world_size=2, every=0, keep=BEST)
-    run_ranks(2, save_steps, cfg, 4, {1: 0.2, 2: 0.6, 3: 0.4})
+    save_steps(cfg, 4, {1: 0.2, 2: 0.6, 3: 0.4})
     assert names(tmp_path) == ["best", "step_2"]
-    for found in run_ranks(2, _goes_on, cfg, {5: 0.5, 6: 0.8, 7: 0.7}):
+    for found in on_ranks(cfg, _goes_on, {5: 0.5, 6: 0.8, 7: 0.7}):
         assert found == ["step_2", "step_6", "step_6"]
     # Under another metric mode the checkpoints that are there are compared anew.
-    changed = dataclasses.replace(cfg.checkpoint, keep=dataclasses.replace(BEST, mode="min"))
     shutil.copytree(tmp_path / "checkpoints/step_6", tmp_path / "checkpoints/step_9")
     manifest = disk.read_manifest(tmp_path / "checkpoints/step_9")
     disk.write_manifest(
         tmp_path / "checkpoints/step_9",
         dataclasses.replace(manifest, step=9, evaluated={"eval/reward": 0.1}),
     )
-    run_ranks(2, restored, dataclasses.replace(cfg, checkpoint=changed))
+    restored(changed(cfg, checkpoint={"keep": {"mode": "min"}}))
     assert best(tmp_path) == "step_9"
-
-
-def _dies(cfg: Config, function: str) -> None:
-    """Save a best and be killed at the first call of `function` in saving a better one."""
-    _world, policy, source, checkpointer = start(cfg)
-    checkpointer.maybe_save(1, policy, source, evaluated={"eval/reward": (0.5, 1)})
-    checkpointer.finish()
-    owner = {"replace": os, "rename": os, "rmtree": shutil, "write_manifest": disk}[function]
-    before = getattr(owner, function)
-
-    def die(*args: object, **options: object) -> None:
-        if function != "rmtree" or Path(str(args[0])).name == "step_1.partial":
-            os.kill(os.getpid(), signal.SIGKILL)
-        before(*args, **options)
-
-    setattr(owner, function, die)
-    checkpointer.maybe_save(2, policy, source, evaluated={"eval/reward": (0.7, 1)})
-    checkpointer.finish()
 
 
 @pytest.mark.parametrize(
@@ -116,18 +84,18 @@ def _dies(cfg: Config, function: str) -> None:
 def test_a_kill_at_any_moment_leaves_the_old_or_the_new_best(tmp_path, function, whole):
     cfg = config(tmp_path, keep=BEST)
     with pytest.raises(AssertionError, match="died without a result"):
-        run_ranks(1, _dies, cfg, function)
+        on_ranks(cfg, dies, function)
     assert (tmp_path / "checkpoints" / "best" / disk.NAME).is_file(), "best names what is gone"
-    assert run_ranks(1, restored, cfg)[0][:2] == (int(whole[-1]), whole)
+    assert restored(cfg)[0][:2] == (int(whole[-1]), whole)
     assert best(tmp_path) == whole and "step_2.partial" not in names(tmp_path)
 
 
 def test_a_damaged_best_gives_its_name_to_the_next(tmp_path):
     cfg = config(tmp_path, keep=KeepSettings(last=3, best="eval/reward"))
-    run_ranks(1, save_steps, cfg, 3, {1: 0.2, 2: 0.6, 3: 0.8})
+    save_steps(cfg, 3, {1: 0.2, 2: 0.6, 3: 0.8})
     file = next((tmp_path / "checkpoints/step_3/policy").glob("*.distcp"))
     file.write_bytes(file.read_bytes()[:-1])
-    assert run_ranks(1, restored, cfg)[0][0] == 2
+    assert restored(cfg)[0][0] == 2
     assert best(tmp_path) == "step_2"
 
 
@@ -135,16 +103,10 @@ def test_a_damaged_best_gives_its_name_to_the_next(tmp_path):
 
 
 def problems(keep: dict, **evaluate) -> str:
-    return "; ".join(
-        validate(
-            Config(
-                model=ModelSettings(path="m"),
-                data=DataSettings(train="task:addition", size=10, eval="task:addition"),
-                checkpoint=CheckpointSettings(keep=KeepSettings(**keep)),
-                evaluate=EvaluateSettings(**evaluate),
-            )
-        )
+    cfg = changed(
+        VALID, data={"eval": "task:addition"}, checkpoint={"keep": keep}, evaluate=evaluate
     )
+    return "; ".join(validate(cfg))
 
 
 def test_what_cannot_be_kept_is_refused_with_the_nearest_name(tmp_path):
@@ -176,19 +138,15 @@ def test_what_cannot_be_kept_is_refused_with_the_nearest_name(tmp_path):
         named(tmp_path, "best")
 
 
-def _checks(cfg: Config) -> str:
-    world, _, _, checkpointer = start(cfg)
+def _checks(job: Job) -> str:
+    checkpointer = job[-1]
     checkpointer.check({})
     checkpointer.check({"eval/maj_at_4": (1, 1)})
-    try:
+    with pytest.raises(ValueError) as refused:
         checkpointer.check({"eval/math/reward": (1, 1), "eval/reward": (1, 1)})
-    except ValueError as error:
-        return json.dumps(str(error))
-    finally:
-        world.close()
-    return ""
+    return str(refused.value)
 
 
 def test_a_metric_that_the_first_evaluation_lacks_is_refused(tmp_path):
-    (said,) = run_ranks(1, _checks, config(tmp_path, keep=KeepSettings(best="eval/maj_at_4")))
+    (said,) = on_ranks(config(tmp_path, keep=KeepSettings(best="eval/maj_at_4")), _checks)
     assert "checkpoint.keep.best: the evaluation gives no eval/maj_at_4" in said

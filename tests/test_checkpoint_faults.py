@@ -13,34 +13,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from checkpoint_runs import SmallPolicy, SmallSource, config, start
-from ranks import run_ranks
+from checkpoint_runs import Job, SmallPolicy, SmallSource, config, on_ranks
+from policy_runs import changed
+from worlds import Said
 
 from spmdrl.checkpoint import Checkpointer
 from spmdrl.checkpoint import manifest as disk
 from spmdrl.checkpoint.restore import candidate_folders, config_differences
-from spmdrl.config import (
-    BatchSettings,
-    CheckpointSettings,
-    Config,
-    OptimizerSettings,
-    ReportSettings,
-    flatten,
-)
+from spmdrl.config import Config, flatten
 from spmdrl.world import World
-
-
-class Lines(logging.Handler):
-    """Collects what was logged."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-        logging.getLogger("spmdrl").addHandler(self)
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
-
 
 # ------------------------------------------------------------------ damage
 
@@ -84,8 +65,8 @@ def drop_file(folder: Path) -> str:
 DAMAGES = (truncate, flip, drop_manifest, change_manifest, cut_manifest, drop_file)
 
 
-def _damaged(cfg: Config) -> list[str]:
-    world, policy, source, checkpointer = start(cfg)
+def _damaged(job: Job) -> list[str]:
+    world, policy, source, checkpointer = job
     digests = []
     for step in (1, 2, 3):
         policy.update()
@@ -102,7 +83,7 @@ def _check_damage(
 ) -> None:
     copy = Path(world.cfg.output_dir) / damage.__name__
     shutil.copytree(disk.checkpoints_folder(world.cfg.output_dir), copy / "checkpoints")
-    expected, log = damage(copy / "checkpoints/step_3"), Lines()
+    expected, log = damage(copy / "checkpoints/step_3"), Said(logging.WARNING)
     cfg = dataclasses.replace(world.cfg, output_dir=str(copy))
     state = Checkpointer(cfg, world).restore(policy, source)
     assert state.step == 2 and policy.digest() == second, damage.__name__
@@ -121,13 +102,8 @@ def _refused(world: World, policy: SmallPolicy, source: SmallSource) -> list[str
     messages = []
     for folder in disk.complete_checkpoints(disk.checkpoints_folder(world.cfg.output_dir)):
         flip(folder)
-    for cfg in (
-        world.cfg,
-        dataclasses.replace(
-            world.cfg,
-            checkpoint=CheckpointSettings(resume=f"{world.cfg.output_dir}/checkpoints/step_3"),
-        ),
-    ):
+    named = {"resume": f"{world.cfg.output_dir}/checkpoints/step_3"}
+    for cfg in (world.cfg, changed(world.cfg, checkpoint=named)):
         with pytest.raises(ValueError) as caught:
             Checkpointer(cfg, world).restore(policy, source)
         messages.append(str(caught.value))
@@ -135,7 +111,7 @@ def _refused(world: World, policy: SmallPolicy, source: SmallSource) -> list[str
 
 
 def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_used(tmp_path):
-    (messages,) = run_ranks(1, _damaged, config(tmp_path))
+    (messages,) = on_ranks(config(tmp_path), _damaged)
     assert "step_3" in messages[0] and "step_2" in messages[0] and "no checkpoint" in messages[0]
     assert "step_3" in messages[1] and "step_2" not in messages[1]
     # A refusal touches nothing.
@@ -157,47 +133,44 @@ def test_an_index_that_would_run_code_is_refused(tmp_path):
 # ------------------------------------------------------------------ another config or model
 
 
-def _resumed(cfg: Config) -> list[str]:
-    world, policy, source, checkpointer = start(cfg)
+def _resumed(job: Job) -> list[str]:
+    world, policy, source, checkpointer = job
     checkpointer.maybe_save(1, policy, source, stop=True)
-
-    def resume(changed: Config, policy: SmallPolicy) -> str:
-        try:
-            return f"step {Checkpointer(changed, world).restore(policy, source).step}"
-        except ValueError as error:
-            return str(error)
-
-    changed = dataclasses.replace(cfg, seed=7, optimizer=OptimizerSettings(beta1=0.5))
-    allowed = dataclasses.replace(changed, checkpoint=CheckpointSettings(allow_config_change=True))
-    other_model = SmallPolicy(world, width=16)
-    return [resume(changed, policy), resume(allowed, policy), resume(cfg, other_model)]
+    other = changed(world.cfg, seed=7, optimizer={"beta1": 0.5})
+    allowed = changed(other, checkpoint={"allow_config_change": True})
+    assert Checkpointer(allowed, world).restore(policy, source).step == 1
+    messages = []
+    for cfg, own in ((other, policy), (world.cfg, SmallPolicy(world, width=16))):
+        with pytest.raises(ValueError) as refused:
+            Checkpointer(cfg, world).restore(own, source)
+        messages.append(str(refused.value))
+    return messages
 
 
 def test_another_config_or_model_is_refused_on_all_ranks_with_the_difference(tmp_path):
-    results = run_ranks(3, _resumed, config(tmp_path, world_size=3, trainers=2))
+    results = on_ranks(config(tmp_path, world_size=3, trainers=2), _resumed)
     assert results[0] == results[1] == results[2]
-    refused, allowed, other_model = results[0]
+    refused, other_model = results[0]
     assert "seed: 0 in the checkpoint, 7 now" in refused
     assert "optimizer.beta1: 0.9 in the checkpoint, 0.5 now" in refused
     assert "allow-config-change" in refused
-    assert allowed == "step 1"
     assert "model.0.weight has shape (6, 12) there, (6, 16) here" in other_model
 
 
 def test_fields_that_do_not_shape_the_result_may_change():
     old, base = flatten(Config()), Config()
-    free = dataclasses.replace(
+    free = changed(
         base,
         output_dir="elsewhere",
         steps=7,
-        checkpoint=CheckpointSettings(every_steps=3),
-        report=ReportSettings(tracker="none"),
-        batch=BatchSettings(tokens_per_microbatch=99),
-        layout=dataclasses.replace(base.layout, world_size=8, tp=2),
+        checkpoint={"every_steps": 3},
+        report={"tracker": "none"},
+        batch={"tokens_per_microbatch": 99},
+        layout={"world_size": 8, "tp": 2},
     )
     assert config_differences(old, free) == []
-    cosine = dataclasses.replace(base, steps=7, optimizer=OptimizerSettings(schedule="cosine"))
-    found = config_differences(flatten(dataclasses.replace(cosine, steps=100)), cosine)
+    cosine = changed(base, steps=7, optimizer={"schedule": "cosine"})
+    found = config_differences(flatten(changed(cosine, steps=100)), cosine)
     assert found == ["steps: 100 in the checkpoint, 7 now"], "the schedule depends on the steps"
 
 
@@ -246,18 +219,18 @@ def test_resume_modes_choose_and_refuse(tmp_path):
 # ------------------------------------------------------------------ full disk
 
 
-def _fills(cfg: Config, limit_bytes: int) -> tuple[list[str], str]:
-    world, policy, source, checkpointer = start(cfg)
+def _fills(job: Job, limit_bytes: int) -> tuple[list[str], str]:
+    world, _, source, checkpointer = job
     policy = SmallPolicy(world, width=20_000)  # 240 k elements: 2.9 MB with optimizer state
     policy.update()
-    log = Lines()
+    log = Said(logging.WARNING)
     if limit_bytes and world.rank == 0:
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, limit_bytes))
     checkpointer.maybe_save(4, policy, source)
     policy.update()
     while checkpointer._pending is not None:
         checkpointer.maybe_save(5, policy, source)
-    root = Path(cfg.output_dir) / "checkpoints"
+    root = Path(world.cfg.output_dir) / "checkpoints"
     assert (root / "step_0" / disk.NAME).is_file(), "an older checkpoint was touched"
     # Rank 0 removes what was half-written; its peers do not wait for that.
     assert world.rank or [p.name for p in root.iterdir()] == ["step_0"]
@@ -267,7 +240,9 @@ def _fills(cfg: Config, limit_bytes: int) -> tuple[list[str], str]:
     return log.lines, str(caught.value)
 
 
-def _check_full(results: list[tuple[list[str], str]], reason: str) -> None:
+def _check_full(folder: Path, limit_bytes: int, reason: str) -> None:
+    make(folder / "checkpoints/step_0", 0)
+    results = on_ranks(config(folder, world_size=2, every=4), _fills, limit_bytes)
     (line,) = results[0][0]
     assert reason in line and "step 4" in line and "training goes on" in line
     assert all(reason in final and "step_0" in final for _, final in results), results
@@ -286,12 +261,8 @@ def full_disk(tmp_path) -> Iterator[Path]:
 
 
 def test_a_full_disk_costs_one_checkpoint_and_not_the_run(full_disk):
-    make(full_disk / "checkpoints/step_0", 0)
-    cfg = config(full_disk, world_size=2, every=4)
-    _check_full(run_ranks(2, _fills, cfg, 0), "No space left on device")
+    _check_full(full_disk, 0, "No space left on device")
 
 
 def test_a_write_error_of_one_rank_is_agreed_on_by_all(tmp_path):
-    make(tmp_path / "checkpoints/step_0", 0)
-    cfg = config(tmp_path, world_size=2, every=4)
-    _check_full(run_ranks(2, _fills, cfg, 100_000), "File too large")
+    _check_full(tmp_path, 100_000, "File too large")

@@ -2,59 +2,34 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import runs
 import torch
-from policy_runs import LENGTHS, batch, config
-from ranks import run_ranks
+from checkpoint_runs import restore, save
+from comparing import assert_near, assert_same_sums, differing, full_state
+from policy_runs import LENGTHS, VALID, changed, config, own_batch, small_model, step_as_train_does
 from safetensors import safe_open
-from test_train import REWARDS, assert_same_end, final_weights
+from test_train import assert_same_end, final_weights, reward
+from worlds import another_trainer, make_trainer, with_trainer
 
-from spmdrl import config as configs
 from spmdrl.check.settings import validate
 from spmdrl.commands.create_model import create_model
 from spmdrl.commands.export import export
 from spmdrl.config import Config
 
-
-def _model(where: Path, name: str = "start", **options: object) -> Path:
-    return create_model(
-        where / name,
-        architecture="qwen3",
-        hidden_size=32,
-        layers=2,
-        heads=4,
-        kv_heads=2,
-        intermediate=48,
-        **options,
-    )
+REWARDS_OF = torch.linspace(0, 1, len(LENGTHS)).double().cos()
 
 
-def _config(folder: Path, out: Path, *, critic: dict | None = None, **options: object) -> Config:
+def critic_config(
+    folder: Path, out: Path, *, critic: dict | None = None, **options: object
+) -> Config:
     cfg = config(folder, out, **{"advantage": "gae"} | options)
-    return dataclasses.replace(
-        cfg, critic=dataclasses.replace(cfg.critic, **{"lr": 2e-2} | (critic or {}))
-    )
-
-
-def _batch(cfg: Config, world: object) -> object:
-    own = batch(world.dp_index(world.rank), world.dp_size, updates=cfg.batch.updates_per_step)
-    rewards = torch.linspace(0, 1, len(LENGTHS)).double().cos()
-    return dataclasses.replace(own, scalars=dataclasses.replace(own.scalars, rewards=rewards))
-
-
-def _step(trainer: object, own: object, *, step: int) -> tuple[object, object, dict]:
-    """As train.py does: annotate, credit, update."""
-    from spmdrl.credit import advantages_of
-
-    annotated = trainer.annotate(own, step=step)
-    advantages = advantages_of(annotated, cfg=trainer.cfg, world=trainer.world, step=step)
-    return annotated, advantages, trainer.update(annotated, advantages, step=step)
+    return changed(cfg, critic={"lr": 2e-2} | (critic or {}))
 
 
 def _by_sequence(own: object, parts: tuple) -> dict[int, torch.Tensor]:
@@ -69,125 +44,71 @@ def _by_sequence(own: object, parts: tuple) -> dict[int, torch.Tensor]:
     return found
 
 
-class _NoSource:
-    """Nothing is made ahead."""
-
-    def state_dict(self) -> None:
-        return None
-
-    def load_state_dict(self, states: list, step: int) -> None:
-        assert states == []
-
-
-def _train(cfg: Config, steps: int = 3, restored: Path | None = None) -> dict:
+def _train(trainer: Any, steps: int = 3, restored: Path | None = None) -> dict:
     """Take steps; return sums, whole parameters of both models, and the last step's credit.
 
     Saves at the end, or takes up the checkpoint `restored` and goes on from it twice; and
     takes steps with another policy of the same world, that has a warm-up.
     """
-    from spmdrl.checkpoint import Checkpointer
-    from spmdrl.roles import make_trainer
-    from spmdrl.world import World
-
-    world = World.start(cfg)
-    trainer = make_trainer(cfg, world)
-    own, sums = _batch(cfg, world), []
+    cfg, world, sums = trainer.cfg, trainer.world, []
+    own = own_batch(world, rewards=REWARDS_OF)
     for step in range(steps):
-        annotated, advantages, updated = _step(trainer, own, step=step)
+        annotated, advantages, updated = step_as_train_does(trainer, own, step=step)
         sums.append(updated)
     values = tuple(tuple(m["values"] for m in u) for u in annotated.columns)
     result = {
         "sums": sums,
-        "state": _whole_state(trainer),
+        "state": full_state(trainer),
         "values": _by_sequence(own, values),
         "returns": _by_sequence(own, advantages.returns),
         "advantages": _by_sequence(own, advantages.tokens),
     }
     if restored is None:
-        saver = Checkpointer(dataclasses.replace(cfg, steps=steps), world)
-        saver.maybe_save(steps, trainer, _NoSource())
-        saver.finish()
-    else:
-        result["resumed"] = []
-        for _ in range(2):
-            resume = dataclasses.replace(cfg.checkpoint, resume=str(restored))
-            loader = Checkpointer(dataclasses.replace(cfg, checkpoint=resume), world)
-            assert loader.restore(trainer, _NoSource()).step == steps
-            before = _whole_state(trainer)
-            updated = _step(trainer, own, step=steps)[2]
-            result["resumed"].append((before, updated, _whole_state(trainer)))
-        result["warm_up"] = _warm_up(cfg, world, own)
-    world.close()
-    return result
+        save(trainer, steps)
+        return result
+    result["resumed"] = []
+    for _ in range(2):
+        restore(trainer, changed(cfg, checkpoint={"resume": str(restored)}), step=steps)
+        before = full_state(trainer)
+        updated = step_as_train_does(trainer, own, step=steps)[2]
+        result["resumed"].append((before, updated, full_state(trainer)))
+    return result | {"warm_up": _warm_up(trainer, own)}
 
 
-def _whole_state(trainer: object) -> dict[str, torch.Tensor]:
-    """Gather everything that a checkpoint keeps; all trainer ranks take part."""
-    from spmdrl.checkpoint.state import tensor_leaves
-
-    return {
-        name: (t.full_tensor() if hasattr(t, "full_tensor") else t).clone()
-        for name, t in tensor_leaves(trainer.state_dict()).items()
-    }
-
-
-def _warm_up(cfg: Config, world: object, own: object) -> list[tuple[dict, dict]]:
+def _warm_up(other: Any, own: object) -> list[tuple[dict, dict]]:
     """Return sums and state after each of three steps, two of them warm-up."""
-    from spmdrl.roles import make_trainer
-
-    critic = dataclasses.replace(cfg.critic, warmup_steps=2)
-    trainer = make_trainer(dataclasses.replace(cfg, critic=critic), world)
-    found = [({}, _whole_state(trainer))]
+    trainer = another_trainer(other, changed(other.cfg, critic={"warmup_steps": 2}))
+    found = [({}, full_state(trainer))]
     for step in range(3):
-        sums = _step(trainer, own, step=step)[2]
-        found.append((sums, _whole_state(trainer)))
+        sums = step_as_train_does(trainer, own, step=step)[2]
+        found.append((sums, full_state(trainer)))
     return found
-
-
-def _assert_same_sums(ours: list, reference: list, what: str) -> None:
-    for step, (a, b) in enumerate(zip(ours, reference, strict=True)):
-        assert a.keys() == b.keys()
-        for name, (x, n) in b.items():
-            assert a[name][1] == pytest.approx(n, rel=1e-6), (what, step, name)
-            assert math.isclose(a[name][0], x, rel_tol=1e-4, abs_tol=2e-5 * max(1.0, n)), (
-                what,
-                step,
-                name,
-                a[name],
-                (x, n),
-            )
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    return _model(tmp_path_factory.mktemp("model"))
+    return small_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")
 def one(folder, tmp_path_factory) -> dict:
     out = tmp_path_factory.mktemp("one")
-    result = run_ranks(1, _train, _config(folder, out, updates=2))[0]
+    result = with_trainer(critic_config(folder, out, updates=2), _train)[0]
     return result | {"checkpoint": out / "checkpoints" / "step_3"}
 
 
 @pytest.fixture(scope="module", params=[{}, {"tp": 2}], ids=["dp", "tp"])
 def two(request, folder, one, tmp_path_factory) -> list[dict]:
-    cfg = _config(folder, tmp_path_factory.mktemp("two"), world_size=2, updates=2, **request.param)
-    return run_ranks(2, _train, cfg, 3, one["checkpoint"])
+    cfg = critic_config(
+        folder, tmp_path_factory.mktemp("two"), world_size=2, updates=2, **request.param
+    )
+    return with_trainer(cfg, _train, 3, one["checkpoint"])
 
 
 def test_every_mesh_trains_both_models_like_one_process(two, one):
     for rank, ours in enumerate(two):
-        _assert_same_sums(ours["sums"], one["sums"], f"rank {rank}")
-        assert ours["state"].keys() == one["state"].keys()
-        for name, expected in one["state"].items():
-            torch.testing.assert_close(
-                ours["state"][name],
-                expected,
-                rtol=1e-4,
-                atol=5e-6,
-                msg=lambda m, n=name: f"{n}: {m}",
-            )
+        assert_same_sums(ours["sums"], one["sums"], f"rank {rank}", rel=1e-4, abs_=2e-5)
+        assert_near(ours["state"], one["state"], f"rank {rank}", rtol=1e-4, atol=5e-6)
         for kind in ("values", "advantages", "returns"):  # advantages: whitened over all ranks
             for row, tokens in ours[kind].items():
                 torch.testing.assert_close(tokens, one[kind][row], rtol=1e-4, atol=1e-5)
@@ -198,13 +119,9 @@ def test_a_checkpoint_of_one_process_goes_on_bit_identical(two, one):
     for ours in two:
         first, again = ours["resumed"]
         for before, _, _ in (first, again):
-            assert before.keys() == one["state"].keys()
-            assert all(torch.equal(before[n], t) for n, t in one["state"].items())
-        assert first[1] == again[1]
-        assert all(torch.equal(first[2][n], t) for n, t in again[2].items())
-        assert not torch.equal(
-            first[0]["critic.model.score.weight"], first[2]["critic.model.score.weight"]
-        )
+            assert not differing(before, one["state"])
+        assert first[1] == again[1] and not differing(first[2], again[2])
+        assert "critic.model.score.weight" in differing(first[0], first[2])
 
 
 def test_warm_up_trains_the_value_model_alone(two):
@@ -213,13 +130,10 @@ def test_warm_up_trains_the_value_model_alone(two):
         own = [name for name in start if not name.startswith("critic.")]
         for step, (sums, state) in enumerate(ours["warm_up"][1:]):
             is_warm = step < 2
-            assert all(torch.equal(state[n], start[n]) for n in own) == is_warm
+            assert set(own).isdisjoint(differing(state, start)) == is_warm
             assert ("policy/loss" in sums) != is_warm and sums["value/loss"][0] > 0
             assert state["critic.optimizer.updates"] == 2 * (step + 1)
-            assert not torch.equal(
-                state["critic.model.score.weight"],
-                ours["warm_up"][step][1]["critic.model.score.weight"],
-            )
+            assert "critic.model.score.weight" in differing(state, ours["warm_up"][step][1])
 
 
 def test_values_and_metrics_of_one_process_are_what_they_say(one):
@@ -233,8 +147,7 @@ def test_values_and_metrics_of_one_process_are_what_they_say(one):
     rows = torch.arange(len(LENGTHS)).repeat_interleave(torch.tensor(LENGTHS))
     kept = mask & (rows != 4)  # an invalid sequence
     assert not values[~kept].any() and not returns[~kept].any() and values[kept].all()
-    rewards = torch.linspace(0, 1, len(LENGTHS)).double().cos()
-    torch.testing.assert_close(returns[kept], rewards[rows[kept]], rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(returns[kept], REWARDS_OF[rows[kept]], rtol=1e-6, atol=1e-6)
     errors = (returns - values)[kept]
     explained = float(1 - errors.var(correction=0) / returns[kept].var(correction=0))
     last = one["sums"][-1]
@@ -247,43 +160,35 @@ def test_values_and_metrics_of_one_process_are_what_they_say(one):
     assert float(tokens[kept].std(correction=0)) == pytest.approx(1, abs=1e-6)
 
 
-def _alone(cfg: Config, missing: str) -> dict:
+def _alone(trainer: Any, missing: str) -> dict:
     """Checks that need no second rank, in one start of the world."""
-    from spmdrl.roles import make_trainer
-    from spmdrl.world import World
-
-    world = World.start(cfg)
-    trainer = make_trainer(cfg, world)
-    own = _batch(cfg, world)
-    sums = [_step(trainer, own, step=step)[2] for step in range(30)]
+    cfg, world = trainer.cfg, trainer.world
+    own = own_batch(world, rewards=REWARDS_OF)
+    sums = [step_as_train_does(trainer, own, step=step)[2] for step in range(30)]
     prepared = [one for update in trainer._prepare(own) for one in update]
-    with torch.no_grad():
-        after = [trainer.companions["critic"].model.values(one.row) for one in prepared]
     critic = trainer.companions["critic"]
+    with torch.no_grad():
+        after = [critic.model.values(one.row) for one in prepared]
     before = [row["values"] for row in critic.columns([one.row for one in prepared])]
     critic.columns = lambda rows: [{"values": row.tokens * math.nan} for row in rows]
-    kept = _whole_state(trainer)
-    spoiled = _step(trainer, own, step=30)[2]
-    assert all(torch.equal(t, kept[name]) for name, t in _whole_state(trainer).items())
+    kept = full_state(trainer)
+    spoiled = step_as_train_does(trainer, own, step=30)[2]
+    assert not differing(full_state(trainer), kept)
     # The second update of a batch finds values that the first has moved further than the clip.
     clips = {}
     for clip in (0.0, 1e-6):
-        two = dataclasses.replace(
-            cfg,
-            batch=dataclasses.replace(cfg.batch, updates_per_step=2),
-            critic=dataclasses.replace(cfg.critic, clip=clip),
-        )
-        share, of = _step(make_trainer(two, world), _batch(two, world), step=0)[2][
-            "value/clip_frac"
-        ]
+        two = changed(cfg, batch={"updates_per_step": 2}, critic={"clip": clip})
+        world.cfg = two
+        share, of = step_as_train_does(
+            make_trainer(two, world), own_batch(world, rewards=REWARDS_OF), step=0
+        )[2]["value/clip_frac"]
         clips[clip] = share / of
-    cfg = dataclasses.replace(cfg, critic=dataclasses.replace(cfg.critic, path=missing))
+    cfg = changed(cfg, critic={"path": missing})
     with pytest.raises(ValueError, match="^critic.path: .*" + missing):
         make_trainer(cfg, world)
     # Under any other advantage the section is ignored.
-    algorithm = dataclasses.replace(cfg.algorithm, advantage="grpo")
-    assert make_trainer(dataclasses.replace(cfg, algorithm=algorithm), world).companions == {}
-    world.close()
+    grpo = changed(cfg, algorithm={"advantage": "grpo"})
+    assert make_trainer(grpo, world).companions == {}
     return {
         "clips": clips,
         "sums": sums,
@@ -297,13 +202,13 @@ def _alone(cfg: Config, missing: str) -> dict:
 @pytest.fixture(scope="module")
 def found(folder, tmp_path_factory) -> dict:
     # Whatever the policy's aggregation: each state counts once.
-    cfg = _config(
+    cfg = critic_config(
         folder,
         tmp_path_factory.mktemp("alone"),
         aggregation="seq_mean_token_sum",
         critic={"lr": 8e-3},
     )
-    return run_ranks(1, _alone, cfg, "./nowhere")[0] | {"folder": Path(cfg.output_dir)}
+    return with_trainer(cfg, _alone, "./nowhere")[0] | {"folder": Path(cfg.output_dir)}
 
 
 def test_values_move_no_further_than_the_clip_in_a_batch(found):
@@ -319,11 +224,10 @@ def test_values_that_are_not_finite_skip_the_updates_of_both_models(found):
 
 
 def test_value_loss_is_a_mean_over_tokens_and_values_come_before_their_token(found):
-    rewards = torch.linspace(0, 1, len(LENGTHS)).double().cos()
     counts = [n - (n + 2) // 3 for n in LENGTHS]
-    squares = [0.5 * float(r) ** 2 * n for i, (r, n) in enumerate(zip(rewards, counts)) if i != 4]
-    total = sum(n for i, n in enumerate(counts) if i != 4)
-    assert found["sums"][0]["value/loss"][0] == pytest.approx(sum(squares) / total, rel=1e-6)
+    counts[4] = 0  # not valid
+    squares = [0.5 * float(r) ** 2 * n for r, n in zip(REWARDS_OF, counts)]
+    assert found["sums"][0]["value/loss"][0] == pytest.approx(sum(squares) / sum(counts), rel=1e-6)
     for after, before, mask in zip(found["after"], found["before"], found["masks"]):
         at = mask.nonzero()[:, 0]
         assert torch.equal(before[at], after[at - 1]) and after[at - 1].any()
@@ -332,11 +236,7 @@ def test_value_loss_is_a_mean_over_tokens_and_values_come_before_their_token(fou
 
 
 def test_bad_values_of_the_section_are_reported():
-    good = Config(
-        model=configs.ModelSettings(path="m"),
-        data=configs.DataSettings(train="task:addition", size=10),
-        algorithm=configs.AlgorithmSettings(advantage="gae"),
-    )
+    good = changed(VALID, algorithm={"advantage": "gae"})
     assert validate(good) == []
     for critic, place, value in (
         ({"lr": -1.0}, "lr", -1.0),
@@ -344,11 +244,10 @@ def test_bad_values_of_the_section_are_reported():
         ({"warmup_steps": -1}, "warmup_steps", -1),
         ({"warmup_steps": good.steps}, "warmup_steps", good.steps),
     ):
-        bad = dataclasses.replace(good, critic=dataclasses.replace(good.critic, **critic))
-        (problem,) = validate(bad)
+        (problem,) = validate(changed(good, critic=critic))
         assert problem.startswith(f"critic.{place}: ") and str(value) in problem
     # One prompt, one sample: there is no group whose mean would be the baseline.
-    assert validate(dataclasses.replace(good, batch=configs.BatchSettings(group_size=1))) == []
+    assert validate(changed(good, batch={"group_size": 1})) == []
 
 
 # --------------------------------------------------------------------------- whole runs
@@ -356,22 +255,14 @@ def test_bad_values_of_the_section_are_reported():
 
 @pytest.fixture(scope="module")
 def start_model(tmp_path_factory) -> str:
-    return str(
-        create_model(
-            tmp_path_factory.mktemp("model") / "start",
-            hidden_size=64,
-            layers=2,
-            heads=2,
-            kv_heads=1,
-        )
-    )
+    where = tmp_path_factory.mktemp("model") / "start"
+    return str(create_model(where, hidden_size=64, layers=2, heads=2, kv_heads=1))
 
 
 @pytest.fixture(scope="module")
 def rewards(tmp_path_factory) -> str:
-    path = tmp_path_factory.mktemp("rewards") / "r.py"
-    path.write_text(REWARDS)
-    return f"{path}:varied"  # so that every step moves the weights
+    # So that every step moves the weights.
+    return reward(tmp_path_factory.mktemp("rewards"), "varied")
 
 
 def test_ppo_resumes_bit_identical_and_exports_the_policy_alone(start_model, rewards, tmp_path):

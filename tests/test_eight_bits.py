@@ -2,37 +2,33 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import sys
-from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from checkpoint_runs import after_two_updates
-from policy_runs import batch, config, update
-from ranks import run_ranks
+from comparing import differing
+from policy_runs import batch, changed, config, small_model, update
 from torch import Tensor
+from worlds import another_trainer, with_trainer
 
 from spmdrl.check.model import model_problems
-from spmdrl.commands.create_model import create_model
-from spmdrl.config import Config, MemorySettings, OptimizerSettings
+from spmdrl.config import MemorySettings, OptimizerSettings
 from spmdrl.model.shards import local_part
 from spmdrl.train import optimizer
 from spmdrl.train.optimizer import AdamW
 
+_model = functools.partial(small_model, hidden_size=64, heads=2, intermediate=96)
 EIGHT = {"optimizer_dtype": "int8"}
 sys.path.append(str(Path(sys.prefix) / "torchao"))  # where `make test` puts it; ranks inherit it
 needs_torchao = pytest.mark.skipif(
     importlib.util.find_spec("torchao") is None,
     reason="torchao is not installed: make .venv/torchao",
 )
-
-
-def _model(where: Path) -> Path:
-    return create_model(
-        where / "model", hidden_size=64, layers=2, heads=2, kv_heads=2, intermediate=96
-    )
 
 
 def _tensors() -> dict[str, Tensor]:
@@ -105,15 +101,11 @@ def test_scales_cut_otherwise_keep_the_values_nearly_and_alike_cut_exactly():
         assert ((found - read[300:900]).abs() <= 0.03 * read.abs().max()).all()
 
 
-def _train(cfg: Config) -> dict[str, dict]:
-    from spmdrl.roles import make_trainer
-    from spmdrl.world import World
-
-    world, found = World.start(cfg), {}
+def _train(first: Any) -> dict[str, dict]:
+    found = {}
     for name, memory in {"float32": {}, "int8": EIGHT}.items():
-        trainer = make_trainer(
-            replace(cfg, model=replace(cfg.model, memory=MemorySettings(**memory))), world
-        )
+        cfg = changed(first.cfg, model={"memory": MemorySettings(**memory)})
+        trainer = another_trainer(first, cfg)
         losses = [update(trainer, batch(0, 1), step=s)["policy/loss"][0] for s in range(15)]
         kept = [t for own in trainer.policy.optimizer._moments.values() for t in own.values()]
         found[name] = {
@@ -123,15 +115,14 @@ def _train(cfg: Config) -> dict[str, dict]:
                 for t in kept
             ),
         }
-    found["large"] = sum(p.numel() for p in trainer.weights.shards().values() if p.numel() >= 4096)
-    found["small"] = sum(p.numel() for p in trainer.weights.shards().values() if p.numel() < 4096)
-    world.close()
-    return found
+    sizes = [p.numel() for p in trainer.weights.shards().values()]
+    large = sum(size for size in sizes if size >= 4096)
+    return found | {"large": large, "small": sum(sizes) - large}
 
 
 @needs_torchao
 def test_a_model_learns_as_with_float32_moments_in_a_quarter_of_their_bytes(tmp_path):
-    found = run_ranks(1, _train, config(_model(tmp_path), tmp_path, objective="sft"))[0]
+    found = with_trainer(config(_model(tmp_path), tmp_path, objective="sft"), _train)[0]
     full, eight = found["float32"], found["int8"]
     assert full["bytes"] == 8 * (found["large"] + found["small"])
     # Blocks are filled up: at most one more for each of some twenty tensors and two moments.
@@ -142,34 +133,29 @@ def test_a_model_learns_as_with_float32_moments_in_a_quarter_of_their_bytes(tmp_
         assert ours == pytest.approx(theirs, rel=0.03)
 
 
-def _resumed(cfg: Config, save: bool) -> dict[str, Tensor]:
+def _resumed(trainer: Any, is_new: bool) -> dict[str, Tensor]:
     """Take three updates, with a checkpoint after two; or the third one from that checkpoint."""
-    from spmdrl.world import World
-
-    world = World.start(cfg)
-    trainer, own = after_two_updates(cfg, world, save=save)
+    own = after_two_updates(trainer, is_new=is_new)
     moments = {
         f"{key}/{name}": (
-            kept if isinstance(kept, Tensor) else kept.to(world.device, torch.float32)
+            kept if isinstance(kept, Tensor) else kept.to(trainer.world.device, torch.float32)
         ).clone()
         for key, part in trainer.policy.optimizer._moments.items()
         for name, kept in part.items()
     }
     update(trainer, own, step=2)
     local = {name: local_part(p).clone() for name, p in trainer.weights.shards().items()}
-    world.close()
     return local | moments
 
 
 @needs_torchao
 def test_a_resumed_run_repeats_the_bits_and_another_layout_reads_it(tmp_path):
     cfg = config(_model(tmp_path), tmp_path / "run", world_size=2, model={"memory": EIGHT})
-    straight, resumed = (run_ranks(2, _resumed, cfg, save) for save in (True, False))
+    straight, resumed = (with_trainer(cfg, _resumed, is_new) for is_new in (True, False))
     for before, after in zip(straight, resumed):
-        assert before.keys() == after.keys()
-        assert all(torch.equal(before[name], after[name]) for name in before)
+        assert not differing(after, before)
     alone = config(cfg.model.path, tmp_path / "run", model={"memory": EIGHT})
-    (whole,) = run_ranks(1, _resumed, alone, False)
+    (whole,) = with_trainer(alone, _resumed, False)
     for name in straight[0]:
         parts = torch.cat([part[name].flatten() for part in straight])
         own = whole[name].flatten()

@@ -4,61 +4,44 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from checkpoint_runs import SmallSource, config
+from checkpoint_runs import config, save
+from comparing import differing, whole
+from policy_runs import small_model
 from ranks import run_ranks
+from runs import call
+from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from worlds import with_trainer
 
-from spmdrl.checkpoint import Checkpointer
 from spmdrl.checkpoint import manifest as disk
 from spmdrl.commands.ask import ask
-from spmdrl.commands.create_model import create_model
 from spmdrl.commands.export import export
-from spmdrl.config import Config
-from spmdrl.world import World
 
 
-def _nudged(cfg: Config) -> dict[str, bytes]:
+def _nudged(trainer: Any) -> dict[str, Tensor]:
     """Save a policy that differs from its folder, and return its whole tensors."""
-    from spmdrl.roles import make_trainer
-
-    world = World.start(cfg)
-    trainer = make_trainer(cfg, world)
-    state = trainer.state_dict()
-    for k, (_, tensor) in enumerate(sorted(state["model"].items())):
+    model = trainer.state_dict()["model"]
+    for k, (_, tensor) in enumerate(sorted(model.items())):
         tensor.mul_(1.0 + 0.01 * k)
-    Checkpointer(cfg, world).maybe_save(1, trainer, SmallSource(world), stop=True)
-    whole = {
-        name: tensor.full_tensor().numpy().tobytes()
-        for name, tensor in trainer.state_dict()["model"].items()
-    }
-    world.close()
-    return whole
+    save(trainer, 1)
+    return whole(model)
 
 
 @pytest.fixture(scope="module", params=["untied", "tied"])
-def run(request, tmp_path_factory) -> tuple[Path, dict[str, bytes]]:
+def run(request, tmp_path_factory) -> tuple[Path, dict[str, Tensor]]:
     """A run of dp_shard x tp = 2 x 2 (tied: 1 x 2) ranks, and the whole tensors it saved."""
     folder = tmp_path_factory.mktemp("run")
-    model = create_model(
-        folder / "model",
-        hidden_size=64,
-        layers=2,
-        heads=2,
-        kv_heads=2,
-        intermediate=96,
-        tied=request.param == "tied",
-    )
+    sizes = dict(hidden_size=64, heads=2, intermediate=96)
+    model = small_model(folder, tied=request.param == "tied", **sizes)
     ranks = 2 if request.param == "tied" else 4
     cfg = config(folder / "out", world_size=ranks, tp=2, model=str(model))
-    return folder / "out", run_ranks(ranks, _nudged, cfg)[0]
+    return folder / "out", with_trainer(cfg, _nudged)[0]
 
 
 # Of the two kinds of run, the first is enough.
@@ -66,34 +49,27 @@ once = pytest.mark.parametrize("run", ["untied"], indirect=True)
 
 
 def test_an_export_loads_in_transformers_bit_equal_and_in_several_files(run, tmp_path):
-    folder, whole = run
+    folder, saved = run
     out = export(folder, out=tmp_path / "out", max_shard_gib=60_000 / 2**30)
     files = sorted(out.glob("*.safetensors"))
     assert len(files) > 2 and files[0].name == f"model-00001-of-{len(files):05d}.safetensors"
     model, report = AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
     assert not report["missing_keys"] and not report["unexpected_keys"], report
     assert model.dtype == torch.float32
-    loaded = dict(model.named_parameters())
-    assert loaded.keys() == whole.keys()
-    for name, content in whole.items():
-        assert loaded[name].detach().numpy().tobytes() == content, name
-    assert (
-        AutoTokenizer.from_pretrained(out).decode(
-            AutoTokenizer.from_pretrained(out)("12+3=")["input_ids"]
-        )
-        == "12+3="
-    )
+    assert not differing(dict(model.named_parameters()), saved)
+    tokenizer = AutoTokenizer.from_pretrained(out)
+    assert tokenizer.decode(tokenizer("12+3=")["input_ids"]) == "12+3="
 
 
 def test_an_export_in_bfloat16_is_the_cast_of_the_masters_in_one_file(run, tmp_path):
-    folder, whole = run
+    folder, saved = run
     export(folder / "checkpoints/step_1", out=tmp_path / "out", dtype="bfloat16")
     assert [p.name for p in (tmp_path / "out").glob("*.safetensors")] == ["model.safetensors"]
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert model.dtype == torch.bfloat16
-    for name, tensor in model.named_parameters():
-        master = torch.frombuffer(bytearray(whole[name]), dtype=torch.float32)
-        assert torch.equal(tensor.flatten(), master.bfloat16()), name
+    assert not differing(
+        {n: t.bfloat16() for n, t in saved.items()}, dict(model.named_parameters())
+    )
 
 
 @once
@@ -133,16 +109,11 @@ def test_vllm_answers_as_transformers_does_from_an_export(run, tmp_path):
         "params = vllm.SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)\n"
         "print('TOKENS', *llm.generate('12+34=', params)[0].outputs[0].token_ids)\n"
     )
-    env = dict(
-        os.environ, VLLM_ENABLE_V1_MULTIPROCESSING="0", TORCHDYNAMO_DISABLE="1", OMP_NUM_THREADS="1"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", program, str(out)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-        env=env,
+    done = call(
+        *("-c", program, out),
+        VLLM_ENABLE_V1_MULTIPROCESSING="0",
+        TORCHDYNAMO_DISABLE="1",
+        OMP_NUM_THREADS="1",
     )
     assert done.returncode == 0, done.stderr[-3000:]
     answered = re.search(r"^TOKENS (.*)$", done.stdout, re.MULTILINE)[1].split()
@@ -157,27 +128,10 @@ def test_the_two_commands_export_a_run_and_ask_the_folder(run, tmp_path):
     folder, _ = run
     out = tmp_path / "out"
     for command in (
-        ["export", str(folder), "--out", str(out)],
-        [
-            "ask",
-            str(out),
-            "--task",
-            "task:addition",
-            "--task-option",
-            "digits=2",
-            "-n",
-            "3",
-            "--max-response-tokens",
-            "4",
-        ],
+        f"export {folder} --out {out}",
+        f"ask {out} --task task:addition --task-option digits=2 -n 3 --max-response-tokens 4",
     ):
-        done = subprocess.run(
-            [sys.executable, "-m", "spmdrl", *command],
-            capture_output=True,
-            text=True,
-            timeout=300,
-            check=False,
-        )
+        done = call("-m", "spmdrl", *command.split())
         assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert len(lines) == 4 and re.match(r"\d\d\+\d\d=  ->  .*\(reward 0; right: \d+\)", lines[0])

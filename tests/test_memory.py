@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import gc
-from dataclasses import replace
-from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from checkpoint_runs import SmallSource, after_two_updates
-from policy_runs import batch, config, full_parameters, update
-from ranks import run_ranks
+from checkpoint_runs import after_two_updates, restore
+from comparing import differing
+from policy_runs import batch, changed, config, small_model, update, updated
 from torch import Tensor
 from torch.utils.checkpoint import _VersionWrapper
+from worlds import another_trainer, with_trainer
 
 from spmdrl.check.fit import check_fit
 from spmdrl.check.model import model_problems
-from spmdrl.commands.create_model import create_model
 from spmdrl.config import Config, LayoutSettings, MemorySettings, ModelSettings, OptimizerSettings
 from spmdrl.model.parallel.recompute import check_offload, has, move_buffers
 from spmdrl.model.shards import local_part
@@ -35,14 +34,10 @@ WAYS = {
 HALF = {"master_dtype": "bfloat16", "optimizer_dtype": "bfloat16"}
 
 
-def _model(where: Path) -> Path:
-    return create_model(
-        where / "model", hidden_size=32, layers=2, heads=4, kv_heads=2, intermediate=48
-    )
-
-
-def _with(cfg: Config, memory: dict) -> Config:
-    return replace(cfg, model=replace(cfg.model, memory=MemorySettings(**memory)))
+def _with(trainer: Any, memory: dict) -> Any:
+    """A trainer of the same world, with other settings of memory."""
+    cfg = changed(trainer.world.cfg, model={"memory": MemorySettings(**memory)})
+    return another_trainer(trainer, cfg)
 
 
 # ------------------------------------------------------------------ activations
@@ -52,7 +47,12 @@ def _kept_bytes(trainer: object) -> dict[str, int]:
     """Bytes that one forward pass leaves for the backward pass, by where they are; each storage
     once, and none of weights. What selective checkpointing keeps passes no hook of autograd."""
     model, micro = trainer.policy.model, batch(0, 1).updates[0][0]
-    row = model.row(micro.tokens, micro.cu_seqlens.diff().tolist(), mask=micro.response_mask)
+    row = model.row(
+        micro.tokens,
+        micro.cu_seqlens.diff().tolist(),
+        mask=micro.response_mask,
+        position_ids=micro.position_ids,
+    )
     saved: list[Tensor] = []
 
     def pack(tensor: Tensor) -> Tensor:
@@ -70,21 +70,13 @@ def _kept_bytes(trainer: object) -> dict[str, int]:
     return sum(size for place, size in found.items() if place not in weights)
 
 
-def _in_all_ways(cfg: Config) -> dict[str, dict]:
-    from spmdrl.roles import make_trainer
-    from spmdrl.world import World
-
-    world, found = World.start(cfg), {}
+def _in_all_ways(first: Any) -> dict[str, dict]:
+    found = {}
     for way, memory in WAYS.items():
-        trainer = make_trainer(_with(cfg, memory), world)
-        own = batch(world.dp_index(world.rank), world.dp_size)
-        found[way] = {
-            "sums": [update(trainer, own, step=step) for step in range(2)],
-            "parameters": full_parameters(trainer),
-        }
-        if world.world_size == 1:
+        trainer = _with(first, memory)
+        found[way] = updated(trainer)
+        if trainer.world.world_size == 1:
             found[way]["bytes"] = _kept_bytes(trainer)
-    world.close()
     return found
 
 
@@ -92,40 +84,27 @@ def _assert_all_the_same(found: dict[str, dict]) -> None:
     plain = found["none"]
     for way, result in found.items():
         assert result["sums"] == plain["sums"], way
-        differing = [
-            name
-            for name, whole in plain["parameters"].items()
-            if not torch.equal(result["parameters"][name], whole)
-        ]
-        assert not differing, (way, differing)
+        assert not differing(result["parameters"], plain["parameters"]), way
 
 
 def test_no_way_to_spare_activations_changes_a_bit(tmp_path):
-    found = run_ranks(1, _in_all_ways, config(_model(tmp_path), tmp_path))[0]
+    found = with_trainer(config(small_model(tmp_path), tmp_path), _in_all_ways)[0]
     _assert_all_the_same(found)
     assert found["host"]["bytes"] < 0.5 * found["none"]["bytes"]
     assert found["full"]["bytes"] < found["selective"]["bytes"] < 0.7 * found["none"]["bytes"]
 
 
-def test_nor_does_any_under_tensor_and_context_parallelism(tmp_path):
-    cfg = config(_model(tmp_path), tmp_path, world_size=4, cp=2, tp=2)
-    for found in run_ranks(4, _in_all_ways, cfg):
-        _assert_all_the_same(found)
-
-
-def test_nor_does_any_where_experts_are_on_other_ranks(tmp_path):
-    folder = create_model(
-        tmp_path / "moe",
-        architecture="qwen3_moe",
-        hidden_size=32,
-        layers=2,
-        heads=4,
-        kv_heads=2,
-        intermediate=16,
-    )
-    cfg = config(folder, tmp_path, world_size=2)
-    cfg = replace(cfg, layout=replace(cfg.layout, ep=2))
-    for found in run_ranks(2, _in_all_ways, cfg):
+@pytest.mark.parametrize(
+    "model, layout",
+    [
+        ({}, {"world_size": 4, "cp": 2, "tp": 2}),
+        ({"architecture": "qwen3_moe", "intermediate": 16}, {"world_size": 2, "ep": 2}),
+    ],
+    ids=["tensor and context parallelism", "experts on other ranks"],
+)
+def test_nor_does_any_under(model, layout, tmp_path):
+    cfg = config(small_model(tmp_path, **model), tmp_path, **layout)
+    for found in with_trainer(cfg, _in_all_ways):
         _assert_all_the_same(found)
 
 
@@ -186,7 +165,7 @@ def test_float32_is_torchs_adamw_bit_by_bit():
         for name, p in theirs.items():
             p.grad = gradients[name]
         torchs.step()
-        assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+        assert not differing(mine, theirs)
 
 
 @pytest.mark.parametrize("master", [torch.float32, torch.bfloat16], ids=str)
@@ -237,14 +216,11 @@ def test_small_updates_of_bfloat16_weights_add_up():
 # ------------------------------------------------------------------ bfloat16 in training
 
 
-def _sft(cfg: Config) -> dict[str, dict]:
+def _sft(first: Any) -> dict[str, dict]:
     """Train with all kept in float32 and in bfloat16; and what is refused on the CPU."""
-    from spmdrl.roles import make_trainer
-    from spmdrl.world import World
-
-    world, found = World.start(cfg), {}
+    found = {}
     for name, memory in {"float32": {}, "bfloat16": HALF}.items():
-        trainer = make_trainer(_with(cfg, memory), world)
+        trainer = _with(first, memory)
         losses = [update(trainer, batch(0, 1), step=s)["policy/loss"][0] for s in range(15)]
         seen: list[dict[str, Tensor]] = []
         trainer.policy.optimizer.step = lambda gradients, lr, seen=seen: seen.append(
@@ -266,14 +242,12 @@ def _sft(cfg: Config) -> dict[str, dict]:
             "numel": sum(p.numel() for p in state["model"].values()),
         }
     with pytest.raises(ValueError, match="model.memory.offload: optimizer on device cpu"):
-        make_trainer(_with(cfg, {"offload": "optimizer"}), world)
-    world.close()
+        _with(first, {"offload": "optimizer"})
     return found
 
 
 def test_bfloat16_takes_half_the_bytes_and_learns_alike(tmp_path):
-    cfg = config(_model(tmp_path), tmp_path, objective="sft")
-    found = run_ranks(1, _sft, cfg)[0]
+    found = with_trainer(config(small_model(tmp_path), tmp_path, objective="sft"), _sft)[0]
     full, half = found["float32"], found["bfloat16"]
     numel = full["numel"]
     assert set(full["bytes"].values()) == {4 * numel}
@@ -283,32 +257,22 @@ def test_bfloat16_takes_half_the_bytes_and_learns_alike(tmp_path):
         assert ours == pytest.approx(theirs, rel=0.02)
 
 
-def _resumed(cfg: Config, save: bool) -> dict[str, Tensor]:
+def _resumed(trainer: Any, is_new: bool) -> dict[str, Tensor]:
     """Take three updates, with a checkpoint after two; or the third one from that checkpoint."""
-    from spmdrl.checkpoint import Checkpointer
-    from spmdrl.roles import make_trainer
-    from spmdrl.world import World
-
-    world = World.start(cfg)
-    if not save:
-        other = _with(cfg, {"master_dtype": "bfloat16"})
+    if not is_new:
+        other = _with(trainer, {"master_dtype": "bfloat16"})
         with pytest.raises(ValueError, match="exp_avg.* is torch.bfloat16 there, torch.float32"):
-            Checkpointer(other, world).restore(make_trainer(other, world), SmallSource(world))
-    trainer, own = after_two_updates(cfg, world, save=save)
-    update(trainer, own, step=2)
-    local = {name: local_part(p).clone() for name, p in trainer.weights.shards().items()}
-    world.close()
-    return local
+            restore(other, other.cfg, step=2)
+    update(trainer, after_two_updates(trainer, is_new=is_new), step=2)
+    return {name: local_part(p).clone() for name, p in trainer.weights.shards().items()}
 
 
 def test_a_resumed_run_rounds_alike_and_copies_stay_equal(tmp_path):
-    cfg = config(
-        _model(tmp_path), tmp_path / "run", world_size=2, dp_replicate=2, model={"memory": HALF}
-    )
-    straight, resumed = (run_ranks(2, _resumed, cfg, save) for save in (True, False))
+    layout = dict(world_size=2, dp_replicate=2)
+    cfg = config(small_model(tmp_path), tmp_path / "run", model={"memory": HALF}, **layout)
+    straight, resumed = (with_trainer(cfg, _resumed, is_new) for is_new in (True, False))
     for local in (straight[1], *resumed):
-        assert local.keys() == straight[0].keys()
-        assert all(torch.equal(local[name], straight[0][name]) for name in local)
+        assert not differing(local, straight[0])
     assert {p.dtype for p in straight[0].values()} == {torch.bfloat16}
 
 
@@ -332,22 +296,16 @@ def test_unknown_ways_to_spare_memory_are_refused(memory, expected, tmp_path):
         config("model", tmp_path, model={"memory": memory})
 
 
-def test_bfloat16_masters_are_refused_where_only_adapters_train(tmp_path):
-    cfg = config("model", tmp_path, model={"memory": HALF, "lora": {"rank": 2}})
-    assert any(
-        "model.memory.master_dtype: bfloat16 with model.lora" in problem
-        for problem in model_problems(cfg)
-    )
-
-
-def test_parameters_are_not_offloaded_beside_adapters(tmp_path):
-    cfg = config(
-        "model", tmp_path, model={"memory": {"offload": "parameters"}, "lora": {"rank": 2}}
-    )
-    assert any(
-        "model.memory.offload: parameters with model.lora" in problem
-        for problem in model_problems(cfg)
-    )
+@pytest.mark.parametrize(
+    "memory, says",
+    [
+        (HALF, "model.memory.master_dtype: bfloat16 with model.lora"),
+        ({"offload": "parameters"}, "model.memory.offload: parameters with model.lora"),
+    ],
+)
+def test_ways_that_do_not_go_with_adapters_are_refused(memory, says, tmp_path):
+    cfg = config("model", tmp_path, model={"memory": memory, "lora": {"rank": 2}})
+    assert any(says in problem for problem in model_problems(cfg))
 
 
 def test_what_is_named_goes_to_the_host():

@@ -5,37 +5,33 @@ from __future__ import annotations
 import json
 import math
 import random
-from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
-from ranks import run_ranks
+from checkpoint_runs import save
+from comparing import assert_near, assert_same_sums, full_parameters
+from policy_runs import changed, small_model, step_as_train_does
+from policy_runs import config as policy_config
 from runs import TINY, metrics, run
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 from transformers import AutoModelForSequenceClassification
+from worlds import in_world, make_trainer
 
 from spmdrl.algorithms import registry
 from spmdrl.check.settings import validate
 from spmdrl.commands.create_model import character_tokenizer, create_model
 from spmdrl.commands.export import export
-from spmdrl.config import (
-    AlgorithmSettings,
-    BatchSettings,
-    Config,
-    DataSettings,
-    LayoutSettings,
-    MemorySettings,
-    ModelSettings,
-    OptimizerSettings,
-    SamplingSettings,
-)
+from spmdrl.config import AlgorithmSettings, Config, LayoutSettings
+from spmdrl.credit import advantages_of
 from spmdrl.data.examples import LabelledSource, PairSource
+from spmdrl.data.prompts import load_tokenizer
 from spmdrl.data.rows import pair_of, read_rows
 from spmdrl.data.tasks import GeneratedRows
+from spmdrl.exchange import exchange
+from spmdrl.rollout.row_source import RowSource
 from spmdrl.train.objectives.objective_loss import needed_columns
 
 PLAIN, CHAT = character_tokenizer(), character_tokenizer(chat_template=True)
@@ -62,26 +58,21 @@ def config(
     **options: object,
 ) -> Config:
     """A float32 CPU config on pairs."""
-    return Config(
-        output_dir=str(out),
-        steps=10,
-        model=ModelSettings(
-            path=str(model), compute_dtype="float32", memory=MemorySettings(head_chunk_tokens=7)
-        ),
-        layout=LayoutSettings(
-            placement="offline",
-            world_size=world_size,
-            tp=tp,
-            device="cpu",
-            startup_timeout_s=300,
-            wait_timeout_s=200,
-        ),
-        data=DataSettings(train=str(train), size=64, max_prompt_tokens=16),
-        batch=BatchSettings(prompts_per_step=rows, tokens_per_microbatch=budget),
-        sampling=SamplingSettings(max_response_tokens=16),
-        algorithm=AlgorithmSettings(objective=objective, loss=loss, loss_options=options),
-        # A large eps keeps Adam's step smooth in the gradient, so that layouts can be compared.
-        optimizer=OptimizerSettings(lr=1e-2, eps=1e-3, weight_decay=0.1, max_grad_norm=0.5),
+    cfg = policy_config(
+        str(model),
+        out,
+        world_size=world_size,
+        tp=tp,
+        objective=objective,
+        loss=loss,
+        loss_options=options,
+    )
+    return changed(
+        cfg,
+        data={"train": str(train), "size": 64, "max_prompt_tokens": 16},
+        batch={"prompts_per_step": rows, "tokens_per_microbatch": budget},
+        sampling={"max_response_tokens": 16, "temperature": 1.0},
+        optimizer={"max_grad_norm": 0.5},
     )
 
 
@@ -168,12 +159,12 @@ def test_a_generated_task_without_pairs_is_refused_with_its_name():
 
 def test_pairs_are_encoded_side_by_side_and_too_long_ones_are_named(tmp_path):
     file = jsonl(tmp_path, [{"chosen": [USER, GOOD], "rejected": [USER, BAD], "margin": 1.5}])
-    cfg = replace(config(file, rows=1), sampling=SamplingSettings(max_response_tokens=64))
+    cfg = changed(config(file, rows=1), sampling={"max_response_tokens": 64})
     unit = PairSource(cfg, CHAT).units_at(0)[0]
     texts = [CHAT.decode([t for t, m in zip(*example) if m]) for example in unit.examples]
     assert texts == ["ho<eos>", "hm?<eos>"] and unit.rewards == (1.5, 0.0)
     with pytest.raises(ValueError, match=r"rows\.jsonl:1: \d+ tokens, above data\.max_prompt"):
-        PairSource(replace(cfg, sampling=SamplingSettings(max_response_tokens=1)), CHAT)
+        PairSource(changed(cfg, sampling={"max_response_tokens": 1}), CHAT)
 
 
 def test_labelled_rows_come_with_a_response_to_another_prompt(tmp_path):
@@ -226,7 +217,7 @@ def test_objective_loss_and_placement_must_fit():
     assert "beta: must be above 0" in problems(beta=-1.0)
     assert "did you mean beta" in problems(bta=1.0)
     assert "one pair, which stays together, may not fit" in problems(budget=40)
-    split = replace(config("x"), layout=LayoutSettings(placement="split"))
+    split = changed(config("x"), layout=LayoutSettings(placement="split"))
     assert "with objective preference; sft, preference" in "\n".join(validate(split))
 
 
@@ -248,43 +239,20 @@ def test_a_loss_without_a_reference_builds_none(loss, columns):
 # --------------------------------------------------------------------------- meshes
 
 
-def _in_world(cfg: Config, body: Callable[[Config, object], object]) -> object:
-    """Start a world and run body(cfg, world) in it."""
-    from spmdrl.world import World
-
-    world = World.start(cfg)
-    result = body(cfg, world)
-    world.close()
-    return result
-
-
-def _batch(cfg: Config, world: object, *, step: int) -> object:
+def batch_of_pairs(cfg: Config, world: object, *, step: int) -> object:
     """Read, pack, exchange: the batch of a step as train.py makes it."""
-    from spmdrl.data.prompts import load_tokenizer
-    from spmdrl.exchange import exchange
-    from spmdrl.rollout.row_source import RowSource
-
     world.cfg = cfg
     source = RowSource(cfg, world, tokenizer=load_tokenizer(cfg))
     return exchange(source.take(step), world, step=step)
 
 
-def _train(cfg: Config, world: object, *, steps: int, trainer: object = None) -> dict:
+def train_on_pairs(cfg: Config, world: object, *, steps: int, trainer: object = None) -> dict:
     """Take steps and return their sums and the whole parameters."""
-    from spmdrl.credit import advantages_of
-    from spmdrl.roles import make_trainer
-
     trainer, sums = trainer or make_trainer(cfg, world), []
     for step in range(steps):
-        batch = trainer.annotate(_batch(cfg, world, step=step), step=step)
-        sums.append(
-            trainer.update(batch, advantages_of(batch, cfg=cfg, world=world, step=step), step=step)
-        )
-    whole = {
-        name: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach().clone()
-        for name, p in trainer.weights.shards().items()
-    }
-    return {"sums": sums, "parameters": whole}
+        own = batch_of_pairs(cfg, world, step=step)
+        sums.append(step_as_train_does(trainer, own, step=step)[2])
+    return {"sums": sums, "parameters": full_parameters(trainer)}
 
 
 COMPARED = (
@@ -299,29 +267,31 @@ COMPARED = (
 def _named(
     cfg: Config, objective: str, loss: str, options: dict, *, budget: int = BUDGET, updates: int = 1
 ) -> Config:
-    return replace(
+    return changed(
         cfg,
         algorithm=AlgorithmSettings(objective=objective, loss=loss, loss_options=options),
-        batch=replace(cfg.batch, tokens_per_microbatch=budget, updates_per_step=updates),
+        batch={"tokens_per_microbatch": budget, "updates_per_step": updates},
     )
 
 
-def _compared(cfg: Config, world: object) -> dict:
+def _compared(world: Any) -> dict:
+    base = world.cfg
     return {
-        loss: _train(_named(cfg, objective, loss, options), world, steps=2)
+        loss: train_on_pairs(_named(base, objective, loss, options), world, steps=2)
         for objective, loss, options in COMPARED
     }
 
 
-def _everything(cfg: Config, world: object) -> dict:
+def _everything(world: Any) -> dict:
     """What one process can check: the reference, other packings, all names, sums by hand."""
-    found = {"reference": _compared(cfg, world), "narrow": {}, "all": {}}
+    cfg = world.cfg
+    found = {"reference": _compared(world), "narrow": {}, "all": {}}
     for objective, loss, options in COMPARED:
         narrow = _named(cfg, objective, loss, options, budget=NARROW)
-        found["narrow"][loss] = _train(narrow, world, steps=2)
+        found["narrow"][loss] = train_on_pairs(narrow, world, steps=2)
     for loss in NAMES:
         own = _named(cfg, "preference", loss, {}, updates=2)
-        found["all"][loss] = _train(own, world, steps=3)["sums"]
+        found["all"][loss] = train_on_pairs(own, world, steps=3)["sums"]
     found["by_hand"] = {
         loss: _by_hand(_named(cfg, "preference", loss, {"beta": 0.5}), world)
         for loss in ("dpo", "kto")
@@ -335,16 +305,12 @@ def _by_hand(cfg: Config, world: object) -> tuple[float, float, dict]:
 
     One pair has a side that is not valid, so it is in nothing.
     """
-    from spmdrl.credit import advantages_of
-    from spmdrl.roles import make_trainer
-
     trainer = make_trainer(cfg, world)
-    _train(cfg, world, steps=2, trainer=trainer)
-    batch = _batch(cfg, world, step=5)
+    train_on_pairs(cfg, world, steps=2, trainer=trainer)
+    batch = batch_of_pairs(cfg, world, step=5)
     is_valid = batch.scalars.is_valid.clone()
     is_valid[2] = False
-    batch = replace(batch, scalars=replace(batch.scalars, is_valid=is_valid))
-    batch = trainer.annotate(batch, step=5)
+    batch = trainer.annotate(changed(batch, scalars={"is_valid": is_valid}), step=5)
     rho = torch.zeros(len(batch.scalars), dtype=torch.float64)
     for logprobs, micro, columns in zip(
         trainer.logprobs(batch), batch.updates[0], batch.columns[0]
@@ -367,15 +333,11 @@ def _by_hand(cfg: Config, world: object) -> tuple[float, float, dict]:
 
 def _saved_scores(cfg: Config, world: object) -> list[tuple[list[int], float]]:
     """Train, save a checkpoint, and return token sequences with the policy's scores."""
-    from spmdrl.checkpoint import Checkpointer
-    from spmdrl.roles import make_trainer
-
     trainer = make_trainer(cfg, world)
-    _train(cfg, world, steps=3, trainer=trainer)
-    nothing = SimpleNamespace(state_dict=lambda: None, load_state_dict=lambda *_: None)
-    Checkpointer(cfg, world).maybe_save(3, trainer, nothing, stop=True)
+    train_on_pairs(cfg, world, steps=3, trainer=trainer)
+    save(trainer, 3)
     scored = []
-    for one in trainer._prepare(_batch(cfg, world, step=7))[0]:
+    for one in trainer._prepare(batch_of_pairs(cfg, world, step=7))[0]:
         values, micro = trainer.policy.model.values(one.row).detach(), one.packed
         for start, end in zip(micro.cu_seqlens[:-1].tolist(), micro.cu_seqlens[1:].tolist()):
             scored.append((micro.tokens[start:end].tolist(), float(values[end - 1])))
@@ -386,31 +348,16 @@ def _saved_scores(cfg: Config, world: object) -> list[tuple[list[int], float]]:
 def found(tmp_path_factory) -> dict:
     """One process's results, and where the model and the rows are."""
     folder = tmp_path_factory.mktemp("pairs")
-    model = create_model(
-        folder / "model", hidden_size=32, layers=2, heads=4, kv_heads=2, intermediate=48
-    )
-    cfg = config(jsonl(folder, ragged()), model=model, out=folder / "run")
-    return {"cfg": cfg, **run_ranks(1, _in_world, cfg, _everything)[0]}
+    cfg = config(jsonl(folder, ragged()), model=small_model(folder), out=folder / "run")
+    return {"cfg": cfg, **in_world(cfg, _everything)[0]}
 
 
 def _assert_same(ours: dict[str, dict], reference: dict[str, dict], what: str) -> None:
     assert ours.keys() == reference.keys()
     for loss, expected in reference.items():
-        for step, (a, b) in enumerate(zip(ours[loss]["sums"], expected["sums"])):
-            assert a.keys() == b.keys()
-            for name, (y, n) in b.items():
-                x, m = a[name]
-                assert math.isclose(x, y, rel_tol=1e-5, abs_tol=1e-5 * max(1.0, abs(n))) and (
-                    m == pytest.approx(n)
-                ), f"{what}, {loss} step {step}: {name} {x, m} != {y, n}"
-        for name, value in expected["parameters"].items():
-            torch.testing.assert_close(
-                ours[loss]["parameters"][name],
-                value,
-                rtol=1e-5,
-                atol=3e-6,
-                msg=lambda m, n=name, k=loss: f"{what}, {k}: {n}: {m}",
-            )
+        where = f"{what}, {loss}"
+        assert_same_sums(ours[loss]["sums"], expected["sums"], where, rel=1e-5, abs_=1e-5)
+        assert_near(ours[loss]["parameters"], expected["parameters"], where, rtol=1e-5, atol=3e-6)
 
 
 def test_other_micro_batches_change_neither_loss_nor_gradient(found):
@@ -419,9 +366,8 @@ def test_other_micro_batches_change_neither_loss_nor_gradient(found):
 
 @pytest.mark.parametrize("tp", [1, 2])
 def test_two_ranks_train_like_one(found, tp):
-    cfg = found["cfg"]
-    cfg = replace(cfg, layout=replace(cfg.layout, world_size=2, tp=tp))
-    for rank, result in enumerate(run_ranks(2, _in_world, cfg, _compared)):
+    cfg = changed(found["cfg"], layout={"world_size": 2, "tp": tp})
+    for rank, result in enumerate(in_world(cfg, _compared)):
         _assert_same(result, found["reference"], f"tp {tp}, rank {rank}")
 
 

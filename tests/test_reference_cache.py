@@ -14,7 +14,7 @@ import torch
 from ranks import run_ranks
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from test_preference import NARROW, _batch, _train, config, jsonl, ragged
+from test_preference import NARROW, batch_of_pairs, config, jsonl, ragged, train_on_pairs
 
 from spmdrl.commands.create_model import create_model
 from spmdrl.config import Config, ReferenceSettings
@@ -80,11 +80,11 @@ class _Said(logging.Handler):
 
 def _columns(trainer: object, world: object, *, steps: int) -> list[torch.Tensor]:
     """ref_logprobs of this rank's micro-batches, step after step."""
-    return [
-        columns["ref_logprobs"]
-        for step in range(steps)
-        for columns in trainer.annotate(_batch(trainer.cfg, world, step=step), step=step).columns[0]
-    ]
+    found = []
+    for step in range(steps):
+        own = trainer.annotate(batch_of_pairs(trainer.cfg, world, step=step), step=step)
+        found += [columns["ref_logprobs"] for columns in own.columns[0]]
+    return found
 
 
 def _compare(with_cache: Config, without: Config, *, unshared: Path | None = None) -> dict:
@@ -110,7 +110,7 @@ def _compare(with_cache: Config, without: Config, *, unshared: Path | None = Non
     found["zeros"] = all(torch.equal(a == 0, b == 0) for a, b in pairs)
     found["gap"] = max(float((a - b).abs().max()) for a, b in pairs)
     found["sums"] = [
-        _train(cfg, world, steps=2, trainer=p)["sums"]
+        train_on_pairs(cfg, world, steps=2, trainer=p)["sums"]
         for cfg, p in ((with_cache, trainer), (without, plain))
     ]
     said.take()
@@ -263,7 +263,7 @@ def _interrupted(cfg: Config) -> list[str]:
     assert [len(f) for f in files] == [1, 1] and files[0][0].name == files[1][0].name
     ours, expected = (load_file(f[0]) for f in files)
     assert all(torch.equal(ours[name], t) for name, t in expected.items()), "not the same bits"
-    batch = _batch(cfg, world, step=0)
+    batch = batch_of_pairs(cfg, world, step=0)
     batch.updates[0][0].tokens[1] += 1
     with pytest.raises(RuntimeError, match="is not among the reference's logprobs"):
         trainer.annotate(batch, step=0)

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import signal
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from policy_runs import batch, config, full_parameters, update
+from comparing import assert_near, differing, full_parameters, whole
+from policy_runs import VALID, batch, changed, config, own_batch, small_model, update
 from ranks import run_ranks
 from runs import ROOT, TINY
 from test_train import assert_same_end, final_weights
+from worlds import in_world, make_trainer, refusal
 
-from spmdrl import config as configs
 from spmdrl.check.settings import parse, validate
 from spmdrl.commands.create_model import create_model
-from spmdrl.config import Config, LayoutSettings
+from spmdrl.config import Config
 
 MIXES = {"soft": {"sync_every": 2, "sync_mix": 0.3}, "hard": {"sync_every": 2}}
 STEPS = 5
@@ -30,19 +31,6 @@ LAYOUTS = {
 }
 
 
-def _model(where: Path, name: str = "start", **options: object) -> Path:
-    return create_model(
-        where / name,
-        architecture="qwen3",
-        hidden_size=32,
-        layers=2,
-        heads=4,
-        kv_heads=2,
-        intermediate=48,
-        **options,
-    )
-
-
 def _config(
     folder: Path, out: Path, mix: str, *, model: dict | None = None, **options: object
 ) -> Config:
@@ -50,21 +38,15 @@ def _config(
     return config(folder, out, kl_coef=0.5, model=chosen, **options)
 
 
-def _reference(trainer: object) -> dict[str, torch.Tensor]:
-    found = trainer.companions["reference"].model.named_shards()
-    return {n: p.full_tensor().clone() for n, p in found.items()}
+def _reference(trainer: Any) -> dict[str, torch.Tensor]:
+    return whole(trainer.companions["reference"].model.named_shards())
 
 
-def _follow(configs_of: dict[str, Config]) -> dict[str, dict]:
+def _follow(world: Any, configs_of: dict[str, Config]) -> dict[str, dict]:
     """Train under each config; return policy and reference after each step, and their columns."""
-    from spmdrl.roles import make_trainer
-    from spmdrl.world import World
-
-    world = World.start(next(iter(configs_of.values())))
     found = {}
     for name, cfg in configs_of.items():
-        trainer = make_trainer(cfg, world)
-        own = batch(world.dp_index(world.rank), world.dp_size)
+        trainer, own = make_trainer(cfg, world), own_batch(world)
         trainers, references = [full_parameters(trainer)], [_reference(trainer)]
         for step in range(STEPS):
             update(trainer, own, step=step)
@@ -74,15 +56,14 @@ def _follow(configs_of: dict[str, Config]) -> dict[str, dict]:
                 scored, columns = trainer.logprobs(own), trainer.annotate(own, step=4).columns[0]
                 same = all(torch.equal(a, b["ref_logprobs"]) for a, b in zip(scored, columns))
         found[name] = {"policies": trainers, "references": references, "is_policy": same}
-    world.close()
     return found
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_reference_is_the_mix_of_the_paper_on_every_mesh(layout, tmp_path):
     tied = layout in ("dp", "tp")
-    folder = _model(tmp_path, tied=tied)
-    other = _model(tmp_path, "other", seed=7, tied=tied)
+    folder = small_model(tmp_path, tied=tied)
+    other = small_model(tmp_path, "other", seed=7, tied=tied)
     wanted = {
         mix: _config(
             folder,
@@ -93,7 +74,7 @@ def test_the_reference_is_the_mix_of_the_paper_on_every_mesh(layout, tmp_path):
         )
         for mix in MIXES
     }
-    for result in run_ranks(LAYOUTS[layout].get("world_size", 1), _follow, wanted):
+    for result in in_world(wanted["soft"], _follow, wanted):
         for mix, found in result.items():
             share = MIXES[mix].get("sync_mix", 1.0)
             expected = {n: t.double() for n, t in found["references"][0].items()}
@@ -105,28 +86,21 @@ def test_the_reference_is_the_mix_of_the_paper_on_every_mesh(layout, tmp_path):
                         n: share * trainer[n].double() + (1 - share) * t
                         for n, t in expected.items()
                     }
-                for name, value in expected.items():
-                    torch.testing.assert_close(reference[name].double(), value, rtol=0, atol=1e-7)
-                still = found["references"][done - 1]
-                if done % 2:
-                    assert all(torch.equal(reference[n], still[n]) for n in still)
-                else:
-                    assert any(not torch.equal(reference[n], still[n]) for n in still)
+                doubles = {name: value.double() for name, value in reference.items()}
+                assert_near(doubles, expected, mix, rtol=0, atol=1e-7)
+                moved = differing(reference, found["references"][done - 1])
+                assert bool(moved) == (done % 2 == 0)
             assert found["is_policy"] == (mix == "hard")
 
 
-def _dtypes(cfg: Config) -> dict[str, object]:
+def _dtypes(world: Any) -> dict[str, object]:
     """In bfloat16: what the reference is kept in, and whether small shares add up in it."""
-    from spmdrl.roles import make_trainer
-    from spmdrl.world import World
-
-    world, found = World.start(cfg), {}
+    found = {}
     for mix, options in {
         "hard": {"sync_every": 1},
         "soft": {"sync_every": 1, "sync_mix": 0.001},
     }.items():
-        model = dataclasses.replace(cfg.model, reference=configs.ReferenceSettings(**options))
-        trainer = make_trainer(dataclasses.replace(cfg, model=model), world)
+        trainer = make_trainer(changed(world.cfg, model={"reference": options}), world)
         reference = trainer.companions["reference"]
         own, before = batch(0, 1), _reference(trainer)
         update(trainer, own, step=0)
@@ -142,65 +116,39 @@ def _dtypes(cfg: Config) -> dict[str, object]:
             torch.isfinite(c["ref_logprobs"]).all()
             for c in trainer.annotate(own, step=1).columns[0]
         )
-    world.close()
     return found
 
 
 def test_a_mixed_reference_is_kept_in_float32_so_that_small_shares_add_up(tmp_path):
-    cfg = _config(_model(tmp_path), tmp_path, "hard", model={"compute_dtype": "bfloat16"})
-    found = run_ranks(1, _dtypes, cfg)[0]
+    cfg = _config(small_model(tmp_path), tmp_path, "hard", model={"compute_dtype": "bfloat16"})
+    found = in_world(cfg, _dtypes)[0]
     assert found["hard"][0] == torch.bfloat16 and found["soft"][0] == torch.float32
     assert found["soft"][1] == pytest.approx(1 - 0.999**200, rel=1e-2)
 
 
-def _refused(cfg: Config) -> str:
-    from spmdrl.roles import make_trainer
-    from spmdrl.world import World
-
-    world = World.start(cfg)
-    with pytest.raises(ValueError) as caught:
-        make_trainer(cfg, world)
-    world.close()
-    return str(caught.value)
-
-
 def test_a_reference_of_another_form_cannot_follow(tmp_path):
-    other = create_model(
-        tmp_path / "other",
-        architecture="qwen3",
-        hidden_size=32,
-        layers=1,
-        heads=4,
-        kv_heads=2,
-        intermediate=48,
-    )
+    other = small_model(tmp_path, "other", layers=1)
     cfg = _config(
-        _model(tmp_path),
+        small_model(tmp_path),
         tmp_path,
         "hard",
         model={"reference": {"path": str(other)} | MIXES["hard"]},
     )
-    text = run_ranks(1, _refused, cfg)[0]
+    text = run_ranks(1, refusal, cfg)[0]
     assert "model.reference.sync_every: 2" in text and "layers.1" in text, text
 
 
 def test_options_are_checked_by_name_range_and_use():
     def problems(options: dict, **algorithm: object) -> str:
         offline = algorithm.get("objective", "rl") != "rl"
-        return "\n".join(
-            validate(
-                Config(
-                    model=configs.ModelSettings(
-                        path="m", reference=configs.ReferenceSettings(**options)
-                    ),
-                    data=configs.DataSettings(
-                        train="task:addition_pairs" if offline else "task:addition", size=9
-                    ),
-                    layout=LayoutSettings(placement="offline" if offline else "split"),
-                    algorithm=configs.AlgorithmSettings(**algorithm),
-                )
-            )
+        cfg = changed(
+            VALID,
+            model={"reference": options},
+            data={"train": "task:addition_pairs" if offline else "task:addition"},
+            layout={"placement": "offline" if offline else "split"},
+            algorithm=algorithm,
         )
+        return "\n".join(validate(cfg))
 
     kl, dpo = dict(kl_coef=0.1), dict(objective="preference", loss="dpo")
     assert problems({"sync_every": 5, "sync_mix": 0.6}, **kl) == ""

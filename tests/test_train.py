@@ -8,8 +8,22 @@ import signal
 import time
 
 import pytest
-from runs import HELD, ROOT, TINY, finish, metrics, run, run_killed, start, torchrun, wait_for_step
+from runs import (
+    HELD,
+    ROOT,
+    TINY,
+    Finished,
+    call,
+    finish,
+    metrics,
+    run,
+    run_killed,
+    start,
+    torchrun,
+    wait_for_step,
+)
 
+from spmdrl.check import dry_run
 from spmdrl.check.settings import parse
 from spmdrl.commands.create_model import create_model
 
@@ -28,6 +42,17 @@ def rl(model: str, folder, **flags) -> dict:
         | TINY["rl"]
         | flags
     )
+
+
+def grpo(model: str, folder, flags: dict | None = None, *, ranks: int = 2, **how) -> Finished:
+    """Run GRPO with flags; `how` is of `run`."""
+    return run("demo_grpo.yaml", ranks, **how, **rl(model, folder, **flags or {}))
+
+
+def reward(folder, name: str) -> str:
+    """Write REWARDS into a folder; return what names one of them."""
+    (folder / "r.py").write_text(REWARDS)
+    return f"{folder / 'r.py'}:{name}"
 
 
 def final_weights(folder) -> dict:
@@ -67,9 +92,6 @@ def assert_same_end(a, b) -> None:
 
 
 def test_warm_start_export_and_grpo_in_one_chain(model, tmp_path):
-    import subprocess
-    import sys
-
     warm = tmp_path / "sft"
     run(
         "demo_sft.yaml",
@@ -81,26 +103,17 @@ def test_warm_start_export_and_grpo_in_one_chain(model, tmp_path):
     losses = [row["policy/loss"] for row in metrics(warm)]
     assert len(losses) == 4 and losses[-1] < losses[0]
     exported = tmp_path / "warm"
-    subprocess.run(
-        [sys.executable, "-m", "spmdrl", "export", str(warm), "--out", str(exported)],
-        check=True,
-        timeout=300,
-        cwd=ROOT,
-    )
+    assert call("-m", "spmdrl", "export", warm, "--out", exported).returncode == 0
     out = tmp_path / "grpo"
-    finished = run(
-        "demo_grpo.yaml",
-        2,
-        by=torchrun,
-        **rl(str(exported), out, steps=3)
-        | {
-            "engine.kind": "vllm",
-            "evaluate.every-steps": 2,
-            "report.console.table_every": "1",
-            "data.eval-size": 8,
-            "report.tracker": "mlflow",
-        },
-    )
+    flags = {
+        "steps": 3,
+        "engine.kind": "vllm",
+        "evaluate.every-steps": 2,
+        "report.console.table_every": "1",
+        "data.eval-size": 8,
+        "report.tracker": "mlflow",
+    }
+    finished = grpo(str(exported), out, flags, by=torchrun)
     rows = metrics(out)
     assert [row["step"] for row in rows] == [0, 1, 2]
     assert rows[0]["policy/staleness"] == 0 and rows[2]["policy/staleness"] == 1  # lag 1
@@ -131,15 +144,13 @@ def test_a_killed_and_resumed_run_ends_bit_identical(placement, lag, engine, mod
         "engine.kind": engine,
         "rewards.timeout-s": 300.0,
     }
-    (tmp_path / "r.py").write_text(REWARDS)  # varied rewards: every step must move the weights
-    flags["rewards.functions"] = f"{tmp_path / 'r.py'}:varied"
+    flags["rewards.functions"] = reward(tmp_path, "varied")  # every step must move the weights
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    run("demo_grpo.yaml", 2, **rl(model, whole, **flags))
+    grpo(model, whole, flags)
     run_killed(
         "demo_grpo.yaml", 2, rewards=tmp_path / "r.py", step=2, hold=4, **rl(model, killed, **flags)
     )
-    resumed = run("demo_grpo.yaml", 2, **rl(model, killed, **flags))
-    assert "resume" in resumed.output
+    assert "resume" in grpo(model, killed, flags).output
     assert_same_end(whole, killed)
 
 
@@ -156,28 +167,24 @@ def test_saving_at_every_step_never_meets_the_update(model, tmp_path):
 
 
 def test_sigterm_saves_before_leaving_and_the_run_goes_on_from_there(model, tmp_path):
-    flags = rl(model, tmp_path, steps=4000, **{"checkpoint.every-steps": 0})
-    under_way = torchrun("demo_grpo.yaml", 2, **flags)
+    flags = {"steps": 4000, "checkpoint.every-steps": 0}
+    under_way = torchrun("demo_grpo.yaml", 2, **rl(model, tmp_path, **flags))
     wait_for_step(under_way, tmp_path, 1, timeout_s=300)
     os.kill(under_way.pids[0], signal.SIGTERM)
     finish(under_way, timeout_s=200)
     (saved,) = tmp_path.glob("checkpoints/step_*")
     step = int(saved.name.split("_")[1])
     assert 1 < step < 4000
-    run("demo_grpo.yaml", 2, **flags | {"steps": step + 1})
+    grpo(model, tmp_path, flags | {"steps": step + 1})
     assert metrics(tmp_path)[-1]["step"] == step
 
 
 def test_a_checkpoint_resumes_on_another_layout_but_not_with_another_config(model, tmp_path):
-    run("demo_grpo.yaml", 2, **rl(model, tmp_path, steps=2, **{"layout.placement": "split"}))
-    changed = rl(model, tmp_path, steps=4) | {"optimizer.lr": 0.5}
-    refused = run("demo_grpo.yaml", 2, status=2, **changed)
+    split = {"layout.placement": "split"}
+    grpo(model, tmp_path, split | {"steps": 2})
+    refused = grpo(model, tmp_path, {"steps": 4, "optimizer.lr": 0.5}, status=2)
     assert "optimizer.lr" in refused.output and "0.5" in refused.output
-    run(
-        "demo_grpo.yaml",
-        3,
-        **rl(model, tmp_path, steps=4, **{"layout.placement": "split", "layout.trainer-ranks": 2}),
-    )
+    grpo(model, tmp_path, split | {"steps": 4, "layout.trainer-ranks": 2}, ranks=3)
     assert [row["step"] for row in metrics(tmp_path)] == [0, 1, 2, 3]
 
 
@@ -228,30 +235,20 @@ def odd(prompts, completions, **columns):
     ],
 )
 def test_a_failing_reward_ends_the_run_by_name(function, every, says, model, tmp_path):
-    (tmp_path / "r.py").write_text(REWARDS)
-    finished = run(
-        "demo_grpo.yaml",
-        2,
-        status=1,
-        **rl(model, tmp_path / "out", steps=2)
-        | {
-            "rewards.functions": f"{tmp_path / 'r.py'}:{function}",
-            "rewards.timeout-s": 1.0 if function == "hanging" else 300.0,
-            "evaluate.every-steps": every,
-        },
-    )
+    flags = {
+        "steps": 2,
+        "rewards.functions": reward(tmp_path, function),
+        "rewards.timeout-s": 1.0 if function == "hanging" else 300.0,
+        "evaluate.every-steps": every,
+    }
+    finished = grpo(model, tmp_path / "out", flags, status=1)
     for part in (*says, "Mend the reward function"):
         assert part in finished.output
 
 
 def test_failing_rewards_can_be_dropped_and_are_counted(model, tmp_path):
-    (tmp_path / "r.py").write_text(REWARDS)
-    run(
-        "demo_grpo.yaml",
-        2,
-        **rl(model, tmp_path / "out", steps=3)
-        | {"rewards.functions": f"{tmp_path / 'r.py'}:odd", "rewards.on-failure": "drop"},
-    )
+    rewards = {"rewards.functions": reward(tmp_path, "odd"), "rewards.on-failure": "drop"}
+    grpo(model, tmp_path / "out", rewards | {"steps": 3})
     rows = metrics(tmp_path / "out")
     assert sum(row["rollout/failed_rewards"] for row in rows) > 0
     assert all(row["reward/mean"] == 1.0 for row in rows)
@@ -267,32 +264,21 @@ def test_failing_rewards_can_be_dropped_and_are_counted(model, tmp_path):
     ],
 )
 def test_bad_input_is_refused_with_what_and_where(by, flags, says, model, tmp_path):
-    finished = run("demo_grpo.yaml", 2, by=by, status=2, **rl(model, tmp_path) | flags)
+    finished = grpo(model, tmp_path, flags, by=by, status=2)
     assert says in finished.output
     ours = finished.output.split("torch/distributed/elastic")[0]
     assert "Traceback" not in ours, finished.output
 
 
 def test_dry_run_needs_no_launcher_and_no_weights(tmp_path, capsys):
-    from spmdrl.check import dry_run
-    from spmdrl.commands.create_model import create_model
-
     model = str(create_model(tmp_path / "chat", chat_template=True))
     talk = [{"role": "user", "content": "1-9?"}, {"role": "assistant", "content": "5"}]
     demonstrations = tmp_path / "demonstrations.jsonl"  # a step before makes them
     demonstrations.write_text(json.dumps({"messages": talk}) + "\n")
     for path in sorted((ROOT / "configs").glob("*.yaml")):
         made = "demonstrations.jsonl" in path.read_text()
-        cfg = parse(
-            [
-                "--config",
-                str(path),
-                "--dry-run",
-                "--model.path",
-                model,
-                *(["--data.train", str(demonstrations)] if made else []),
-            ]
-        )
+        argv = ["--config", str(path), "--dry-run", "--model.path", model]
+        cfg = parse([*argv, *(["--data.train", str(demonstrations)] if made else [])])
         assert dry_run.show(cfg) == 0, path.name
         shown = capsys.readouterr().out
         for part in ("sequences per step", "micro-batches", "rank 0", "parameters"):
