@@ -3,43 +3,44 @@
 from __future__ import annotations
 
 import shutil
-from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from checkpoint_runs import SmallSource
+from checkpoint_runs import restore, save
+from comparing import assert_near, differing, full_parameters, full_state, plain_scores, whole
 from peft import LoraConfig, PeftModel, get_peft_model
-from policy_runs import batch, config, full_parameters, scalars, sequence, update
+from policy_runs import (
+    batch,
+    changed,
+    config,
+    meta_model,
+    scalars,
+    sequence,
+    small_model,
+    update,
+    updated,
+)
 from ranks import run_ranks
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from worlds import another_trainer, in_world, make_trainer, with_trainer
 
-from spmdrl.commands.create_model import create_model
 from spmdrl.commands.export import export
-from spmdrl.config import Config, LoraSettings, ModelSettings
-from spmdrl.model.load import build_meta_model
+from spmdrl.config import Config, LoraSettings
 from spmdrl.model.lora.files import write_adapter
 from spmdrl.model.lora.layers import Adapters, initial_a
 from spmdrl.model.lora.settings import lora_form
+from spmdrl.model.shards import Box, Held, held_boxes
+from spmdrl.train.companions.reference import Frozen
 
 LORA = {"rank": 3, "alpha": 12}  # 3 rows of A are not even over 2 ranks
 
 
-def _model(where: Path, name: str = "model", **options: object) -> Path:
-    return create_model(
-        where / name, hidden_size=32, layers=2, heads=4, kv_heads=2, intermediate=48, **options
-    )
-
-
 def _config(
-    folder: Path,
-    out: Path,
-    *,
-    lora: dict | None = None,
-    model: dict | None = None,
-    **options: object,
+    folder: Path, out: Path, *, lora: dict | None = None, model: dict | None = None, **options
 ) -> Config:
     return config(folder, out, model={"lora": lora or LORA} | (model or {}), **options)
 
@@ -50,9 +51,7 @@ def _spread(name: str, shape: tuple[int, ...]) -> Tensor:
 
 
 @torch.no_grad()
-def _set_b(trainer: object) -> None:
-    from spmdrl.model.shards import held_boxes
-
+def set_b(trainer: object) -> None:
     for name, tensor in trainer.state_dict()["model"].items():
         if "lora_B" in name:
             for box, view in held_boxes(name, tensor):
@@ -63,17 +62,12 @@ def _set_b(trainer: object) -> None:
 # --------------------------------------------------------------------------- one process
 
 
-def _one(cfg: Config) -> dict:
+def _one(trainer: Any) -> dict:
     """All that one start of one rank can show."""
-    from spmdrl.roles import make_trainer
-    from spmdrl.train.companions.reference import Frozen
-    from spmdrl.world import World
-
-    world, own = World.start(cfg), batch(0, 1)
-    trainer = make_trainer(cfg, world)
+    cfg, world, own = trainer.cfg, trainer.world, batch(0, 1)
     before, found = full_parameters(trainer), {}
     found["first"] = trainer.annotate(own, step=0).columns[0]
-    _set_b(trainer)
+    set_b(trainer)
     found["b_set"] = {n: t for n, t in full_parameters(trainer).items() if "lora" in n}
     packed = [one.row for one in trainer._prepare(own)[0]]
     rows = [trainer.policy.model.forward(row)[0] for row in packed]
@@ -86,28 +80,24 @@ def _one(cfg: Config) -> dict:
     found["sums"] = update(trainer, own, step=0)
     frozen = Frozen(cfg, world, path=cfg.model.path, column="ref_logprobs").columns(packed)
     found["second"] = list(zip(trainer.annotate(own, step=1).columns[0], frozen))
-    found["moved"] = {
-        n for n, p in full_parameters(trainer).items() if not torch.equal(p, before[n])
-    }
+    found["moved"] = {*differing(full_parameters(trainer), before)}
     moments = trainer.state_dict()["optimizer"]
     found["bytes"] = sum(
         t.to_local().nbytes for key in ("exp_avg", "exp_avg_sq") for t in moments[key].values()
     )
-    half = replace(cfg, model=replace(cfg.model, compute_dtype="bfloat16"))
-    trainer = make_trainer(half, world)
-    _set_b(trainer)
+    trainer = another_trainer(trainer, changed(cfg, model={"compute_dtype": "bfloat16"}))
+    set_b(trainer)
     found["half"] = update(trainer, own, step=0)
     found["dtypes"] = {n: p.dtype for n, p in trainer.weights.shards().items()}
-    world.close()
     return found
 
 
 @pytest.fixture(scope="module")
 def one(tmp_path_factory) -> tuple[Path, dict]:
-    folder = _model(tmp_path_factory.mktemp("one"))
+    folder = small_model(tmp_path_factory.mktemp("one"))
     model = {"memory": {"activation_checkpointing": "full"}}
     cfg = _config(folder, folder.parent / "out", model=model, kl_coef=0.1, kl_in="reward", kl="k1")
-    return folder, run_ranks(1, _one, cfg)[0]
+    return folder, with_trainer(cfg, _one)[0]
 
 
 def test_logprobs_and_gradients_are_those_of_peft(one, tmp_path):
@@ -136,9 +126,7 @@ def test_logprobs_and_gradients_are_those_of_peft(one, tmp_path):
     assert theirs.keys() == found["gradients"].keys() and len(theirs) == 2 * 7 * 2
     for name, gradient in theirs.items():
         atol = 1e-5 * float(gradient.abs().max())
-        torch.testing.assert_close(
-            found["gradients"][name], gradient, rtol=0, atol=atol, msg=lambda m, n=name: f"{n}: {m}"
-        )
+        assert_near({name: found["gradients"][name]}, {name: gradient}, rtol=0, atol=atol)
 
 
 def test_the_reference_is_the_policy_without_adapters_and_no_second_model(one):
@@ -165,19 +153,10 @@ def test_only_adapters_move_have_state_and_stay_float32(one):
 # --------------------------------------------------------------------------- many ranks
 
 
-def _save(cfg: Config) -> dict:
-    """Train on dp_shard x tp = 2 x 2, save, and read all boxes as the stream does."""
-    from spmdrl.checkpoint import Checkpointer
-    from spmdrl.model.shards import Box, Held
-    from spmdrl.roles import make_trainer
-    from spmdrl.world import World
-
-    world = World.start(cfg)
-    trainer = make_trainer(cfg, world)
-    own = batch(world.dp_index(world.rank), world.dp_size)
-    for step in range(2):
-        update(trainer, own, step=step)
-    Checkpointer(cfg, world).maybe_save(1, trainer, SmallSource(world), stop=True)
+def train_and_save(trainer: Any) -> dict:
+    """Train on a mesh, save, and read all boxes as the stream does."""
+    updated(trainer)
+    save(trainer, 1)
     held = Held(trainer.weights.shards(), trainer.weights.parts, trainer.weights.deltas())
     values = []
     for name, boxes in held.boxes().items():
@@ -188,37 +167,25 @@ def _save(cfg: Config) -> dict:
                     tuple(a + n // 2 for a, n in zip(box.start, box.shape)), (1,) * len(box.shape)
                 )
                 values.append((name, at, held.value(name, at).read()))
-    state = _whole(trainer)
-    world.close()
-    return {"values": values, "state": state}
+    return {"values": values, "state": _state(trainer)}
 
 
-def _whole(trainer: object) -> dict[str, Tensor]:
-    from spmdrl.checkpoint.state import tensor_leaves
-
-    leaves = tensor_leaves(trainer.state_dict())
-    whole = {n: t.full_tensor() if hasattr(t, "full_tensor") else t for n, t in leaves.items()}
-    return {n: t.clone() for n, t in whole.items()} | {
-        f"live {n}": t for n, t in full_parameters(trainer).items()
-    }
+def _state(trainer: Any) -> dict[str, Tensor]:
+    live = {f"live {n}": t for n, t in full_parameters(trainer).items()}
+    return full_state(trainer) | live
 
 
-def _resume(cfgs: dict[str, Config]) -> dict[str, object]:
+def resume(world: Any, cfgs: dict[str, Config]) -> dict[str, object]:
     """Restore under each config: the whole state, or why not."""
-    from spmdrl.checkpoint import Checkpointer
-    from spmdrl.roles import make_trainer
-    from spmdrl.world import World
-
-    world, found = World.start(next(iter(cfgs.values()))), {}
+    found = {}
     for name, cfg in cfgs.items():
+        world.cfg = cfg
         trainer = make_trainer(cfg, world)
         try:
-            Checkpointer(cfg, world).restore(trainer, SmallSource(world))
+            restore(trainer, step=1)
+            found[name] = _state(trainer)
         except ValueError as error:
             found[name] = str(error)
-            continue
-        found[name] = _whole(trainer)
-    world.close()
     return found
 
 
@@ -226,16 +193,16 @@ def _resume(cfgs: dict[str, Config]) -> dict[str, object]:
 def saved(tmp_path_factory) -> tuple[Config, list[dict]]:
     where = tmp_path_factory.mktemp("saved")
     cfg = _config(
-        _model(where),
+        small_model(where),
         where / "out",
         world_size=4,
         tp=2,
         lora=LORA | {"use_rslora": True, "targets": ".*(_proj|embed_tokens)"},
     )
-    return cfg, run_ranks(4, _save, cfg)
+    return cfg, with_trainer(cfg, train_and_save)
 
 
-def _merged(state: dict[str, Tensor], *, scale: float = 12 / 3**0.5) -> dict[str, Tensor]:
+def merged_by_hand(state: dict[str, Tensor], *, scale: float = 12 / 3**0.5) -> dict[str, Tensor]:
     """W + scale * B A by loops over the rank, in the order that engines get it."""
     found = {}
     for name, tensor in state.items():
@@ -254,9 +221,8 @@ def _merged(state: dict[str, Tensor], *, scale: float = 12 / 3**0.5) -> dict[str
     return found
 
 
-def test_what_is_sent_is_merged_bit_by_bit_wherever_it_is_cut(saved):
-    _, ranks = saved
-    expected = _merged(ranks[0]["state"])
+def assert_sent(ranks: list[dict], expected: dict[str, Tensor]) -> None:
+    """Each value that a rank reads is float32 and bit-equal, and together they are everything."""
     covered = {name: torch.zeros_like(t) for name, t in expected.items()}
     for found in ranks:
         for name, box, value in found["values"]:
@@ -266,6 +232,11 @@ def test_what_is_sent_is_merged_bit_by_bit_wherever_it_is_cut(saved):
     assert all(bool(t.all()) for t in covered.values())
 
 
+def test_what_is_sent_is_merged_bit_by_bit_wherever_it_is_cut(saved):
+    _, ranks = saved
+    assert_sent(ranks, merged_by_hand(ranks[0]["state"]))
+
+
 def test_a_checkpoint_of_adapters_resumes_on_another_layout_and_no_other_base(saved, tmp_path):
     cfg, ranks = saved
     other = tmp_path / "other"
@@ -273,61 +244,71 @@ def test_a_checkpoint_of_adapters_resumes_on_another_layout_and_no_other_base(sa
     weights = load_file(other / "model.safetensors")
     weights["model.norm.weight"] *= 1.5
     save_file(weights, other / "model.safetensors", metadata={"format": "pt"})
-    allow = replace(cfg.checkpoint, allow_config_change=True)
-    two = replace(cfg, layout=replace(cfg.layout, world_size=2))
+    allow = {"allow_config_change": True}
+    two = changed(cfg, layout={"world_size": 2})
     cfgs = {
         "tp": two,
-        "dp": replace(two, layout=replace(two.layout, tp=1)),
-        "base": replace(two, checkpoint=allow, model=replace(cfg.model, path=str(other))),
-        "alpha": replace(
-            two, checkpoint=allow, model=replace(cfg.model, lora=replace(cfg.model.lora, alpha=13))
-        ),
-        "full": replace(two, checkpoint=allow, model=replace(cfg.model, lora=LoraSettings())),
-        "config": replace(two, model=replace(cfg.model, lora=LoraSettings(**LORA))),
+        "dp": changed(two, layout={"tp": 1}),
+        "base": changed(two, checkpoint=allow, model={"path": str(other)}),
+        "alpha": changed(two, checkpoint=allow, model={"lora": {"alpha": 13}}),
+        "full": changed(two, checkpoint=allow, model={"lora": LoraSettings()}),
+        "config": changed(two, model={"lora": LoraSettings(**LORA)}),
     }
-    for found in run_ranks(2, _resume, cfgs):
+    for found in in_world(two, resume, cfgs):
         for name in ("tp", "dp"):
-            expected = ranks[0]["state"]
-            assert found[name].keys() == expected.keys()
-            for key, tensor in expected.items():
-                assert torch.equal(found[name][key], tensor), f"{name}: {key}"
+            assert not differing(found[name], ranks[0]["state"]), name
         assert "other weights than" in found["base"] and str(other) in found["base"]
         assert "have alpha 12" in found["alpha"] and "has 13" in found["alpha"]
         assert "only there: lora." in found["full"] or "only there: model." in found["full"]
         assert "model.lora" in found["config"]
 
 
-def test_an_export_merges_or_is_peft_s_own(saved, tmp_path):
-    cfg, ranks = saved
-    export(Path(cfg.output_dir), out=tmp_path / "merged")
-    for name, tensor in load_file(tmp_path / "merged" / "model.safetensors").items():
-        assert torch.equal(tensor, _merged(ranks[0]["state"])[name]), name
-    export(Path(cfg.output_dir), out=tmp_path / "adapter", adapter=True)
-    base = AutoModelForCausalLM.from_pretrained(cfg.model.path)
-    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+def exports(cfg: Config, where: Path) -> tuple[Any, Any]:
+    """Export adapters merged and by themselves; return the first as transformers loads it, and
+    the logits of the base, of PEFT's adapter on it, and of the merged model."""
+    export(Path(cfg.output_dir), out=where / "merged")
+    export(Path(cfg.output_dir), out=where / "adapter", adapter=True)
+    base, merged = (
+        AutoModelForCausalLM.from_pretrained(folder)
+        for folder in (cfg.model.path, where / "merged")
+    )
     tokens = torch.randint(5, 90, (2, 20), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
-        plain = base(tokens).logits
-        theirs = PeftModel.from_pretrained(base, tmp_path / "adapter")(tokens).logits
-        ours = merged(tokens).logits
+        plain, ours = base(tokens).logits, merged(tokens).logits
+        theirs = PeftModel.from_pretrained(base, where / "adapter")(tokens).logits
+    return merged, (plain, theirs, ours)
+
+
+def as_read(adapter: Path, base: Path | str) -> tuple[Adapters, dict[str, Tensor]]:
+    """Return the adapters of a folder, and what a policy starts with that starts from them."""
+    hf_model = meta_model(base)
+    adapters = Adapters(hf_model, lora_form(LoraSettings(path=str(adapter))))
+    shards = {name: torch.empty(hf_model.get_parameter(name).shape) for name in adapters.names}
+    adapters.fill(shards, seed=1)
+    return adapters, shards
+
+
+def test_an_export_merges_or_is_peft_s_own(saved, tmp_path):
+    cfg, ranks = saved
+    _, (plain, theirs, ours) = exports(cfg, tmp_path)
+    expected = merged_by_hand(ranks[0]["state"])
+    for name, tensor in load_file(tmp_path / "merged" / "model.safetensors").items():
+        assert torch.equal(tensor, expected[name]), name
     torch.testing.assert_close(theirs, ours, rtol=1e-5, atol=1e-5)
     assert (plain - ours).abs().max() > 1e-2
     with pytest.raises(ValueError, match="--model"):
-        export(Path(cfg.output_dir), out=tmp_path / "no", model=str(_model(tmp_path, seed=1)))
+        export(Path(cfg.output_dir), out=tmp_path / "no", model=str(small_model(tmp_path, seed=1)))
     # What starts from it, starts with its very numbers.
     form = lora_form(LoraSettings(path=str(tmp_path / "adapter")))
     assert (form.rank, form.alpha, form.use_rslora) == (3, 12, True)
-    hf_model = build_meta_model(ModelSettings(path=cfg.model.path))
-    adapters = Adapters(hf_model, form)
+    adapters, shards = as_read(tmp_path / "adapter", cfg.model.path)
     assert len(adapters.targets) == 15  # the embedding is one
-    shards = {name: torch.empty(hf_model.get_parameter(name).shape) for name in adapters.names}
-    adapters.fill(shards, seed=1)
     for name, tensor in shards.items():
         assert torch.equal(tensor, ranks[0]["state"][f"model.{name}"]), name
 
 
 def test_an_embedding_of_pefts_is_read_without_the_weight_under_it(tmp_path):
-    folder = _model(tmp_path)
+    folder = small_model(tmp_path)
     torch.manual_seed(0)
     theirs = get_peft_model(
         AutoModelForCausalLM.from_pretrained(folder),
@@ -337,32 +318,18 @@ def test_an_embedding_of_pefts_is_read_without_the_weight_under_it(tmp_path):
         torch.nn.init.normal_(parameter, std=0.3) if "lora_" in name else None
     theirs.save_pretrained(tmp_path / "with")
     theirs.save_pretrained(tmp_path / "without", save_embedding_layers=False)
-    form = lora_form(LoraSettings(path=str(tmp_path / "without")))
     own = _config(folder, tmp_path / "out", lora={"path": str(tmp_path / "without")})
-    (scores,) = run_ranks(1, _scores, own)
-    with torch.no_grad():
-        logprobs = theirs(_tokens()).logits[0].log_softmax(-1)
-    expected = logprobs[:-1].gather(1, _tokens()[0, 1:, None])[:, 0]
-    torch.testing.assert_close(scores[1:], expected, rtol=1e-5, atol=1e-5)
-    hf_model = build_meta_model(ModelSettings(path=str(folder)))
-    adapters = Adapters(hf_model, replace(form, path=str(tmp_path / "with")))
-    shards = {name: torch.empty(hf_model.get_parameter(name).shape) for name in adapters.names}
+    (scores,) = with_trainer(own, scores_and_parameters)[0][0]
+    torch.testing.assert_close(scores, plain_scores(theirs, TOKENS)[0], rtol=1e-5, atol=1e-5)
     with pytest.raises(ValueError, match="embed_tokens.*save_embedding_layers is False"):
-        adapters.fill(shards, seed=1)
+        as_read(tmp_path / "with", folder)
 
 
-def _tokens() -> Tensor:
-    return torch.randint(5, 90, (1, 20), generator=torch.Generator().manual_seed(0))
+TOKENS = torch.randint(5, 90, (1, 20), generator=torch.Generator().manual_seed(0)).tolist()
 
 
-def _scores(cfg: Config) -> Tensor:
-    from spmdrl.roles import make_trainer
-    from spmdrl.world import World
-
-    world = World.start(cfg)
-    (scores,) = make_trainer(cfg, world).weights.score(_tokens().tolist())
-    world.close()
-    return scores
+def scores_and_parameters(trainer: Any) -> tuple[list[Tensor], dict[str, Tensor]]:
+    return trainer.weights.score(TOKENS), full_parameters(trainer)
 
 
 @pytest.mark.parametrize(
@@ -370,43 +337,27 @@ def _scores(cfg: Config) -> Tensor:
     [("qwen2", True, "is the output head too"), ("gemma3", False, "Gemma3TextScaledWordEmbedding")],
 )
 def test_an_embedding_that_can_have_no_adapter_is_refused(architecture, tied, reason, tmp_path):
-    folder = create_model(
-        tmp_path,
-        architecture=architecture,
-        hidden_size=32,
-        layers=1,
-        heads=4,
-        kv_heads=2,
-        intermediate=48,
-        tied=tied,
-    )
-    hf_model = build_meta_model(ModelSettings(path=str(folder)))
+    folder = small_model(tmp_path, architecture=architecture, layers=1, tied=tied)
+    hf_model = meta_model(folder)
     with pytest.raises(ValueError, match=f"model.embed_tokens of .* {reason}"):
         Adapters(hf_model, lora_form(LoraSettings(targets=("embed_tokens",), rank=8)))
 
 
-def _reward_model(cfg: Config) -> dict[str, Tensor]:
+def _reward_model(trainer: Any) -> dict[str, Tensor]:
     """Save adapters with a scalar head, which trains in full."""
-    from spmdrl.checkpoint import Checkpointer
-    from spmdrl.roles import make_trainer
-    from spmdrl.world import World
-
-    world = World.start(cfg)
-    trainer = make_trainer(cfg, world)
-    _set_b(trainer)
+    set_b(trainer)
     with torch.no_grad():
         head = trainer.state_dict()["model"]["score.weight"].to_local()
         head.copy_(torch.linspace(-1, 1, head.numel()).view_as(head))
-    Checkpointer(cfg, world).maybe_save(1, trainer, SmallSource(world), stop=True)
-    world.close()
-    return {n: t.full_tensor() for n, t in trainer.state_dict()["model"].items()}
+    save(trainer, 1)
+    return whole(trainer.state_dict()["model"])
 
 
 def test_a_reward_model_keeps_its_head_with_its_adapters(tmp_path):
     cfg = _config(
-        _model(tmp_path), tmp_path / "out", objective="reward_model", loss="bradley_terry"
+        small_model(tmp_path), tmp_path / "out", objective="reward_model", loss="bradley_terry"
     )
-    state = run_ranks(1, _reward_model, cfg)[0]
+    state = with_trainer(cfg, _reward_model)[0]
     merged = export(tmp_path / "out", out=tmp_path / "merged")
     adapter = export(tmp_path / "out", out=tmp_path / "adapter", adapter=True)
     ours = AutoModelForSequenceClassification.from_pretrained(merged)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from drawn import plain
 from ranks import run_ranks
-from test_lora import _merged, _set_b
+from test_lora import merged_by_hand, set_b
 from test_moe import make_moe
 from test_sync_engine import PROMPTS, make_config, parameters_loaded, whole_state
 from torch import Tensor
@@ -41,7 +41,7 @@ LAYOUTS = {  # dtype of the engine, layout
 def _train(trainer: Any, step: int) -> None:
     """Change the adapters alone, by a function of their values."""
     if step == 0:
-        _set_b(trainer)
+        set_b(trainer)
     for name, tensor in trainer.weights.shards().items():
         if "lora" in name:
             local = local_part(tensor)
@@ -85,7 +85,7 @@ def _push(cfg: Config) -> dict[str, Any]:
             found["matrices"] = (len(matrices), sum(int((t != 0).sum()) for t in own.values()))
         else:
             own = {n: p.detach().clone() for n, p in engine.model.named_parameters()}
-            merged = _merged({f"live {n}": t for n, t in state.items()} | state, scale=SCALE)
+            merged = merged_by_hand({f"live {n}": t for n, t in state.items()} | state, scale=SCALE)
             held = Held(merged, trainer.weights.parts)
             in_files = {n: held.value(n, box).read() for n, (box,) in held.boxes().items()}
             right = dict(zip(own, parameters_loaded(engine, in_files)))

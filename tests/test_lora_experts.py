@@ -2,27 +2,35 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from peft import LoraConfig, PeftModel, get_peft_model
-from policy_runs import batch, config, full_parameters, update
-from ranks import run_ranks
+from comparing import assert_near, differing, plain_scores
+from peft import LoraConfig, get_peft_model
+from policy_runs import changed, config, meta_model, own_batch, update
 from safetensors.torch import load_file
-from test_lora import _merged, _resume, _save, _set_b
+from test_lora import (
+    TOKENS,
+    as_read,
+    assert_sent,
+    exports,
+    merged_by_hand,
+    resume,
+    scores_and_parameters,
+    set_b,
+    train_and_save,
+)
 from test_moe import make_moe
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
+from worlds import another_trainer, in_world, with_trainer
 
-from spmdrl.commands.export import export
-from spmdrl.config import Config, LoraSettings, ModelSettings
+from spmdrl.config import Config
 from spmdrl.model.file_tensors import file_tensors
-from spmdrl.model.load import build_meta_model
 from spmdrl.model.lora.layers import Adapters
-from spmdrl.model.lora.settings import lora_form
 from spmdrl.model.lora.targets import LoraForm
 from spmdrl.model.shards import Held
 
@@ -40,7 +48,7 @@ CASES = {  # ranks, ep, experts, rank of the adapters
 
 def _layer(where: Path, family: str) -> tuple[nn.Module, Adapters, dict[str, Tensor]]:
     """A layer of experts with adapters, and its parameters in float64."""
-    hf_model = build_meta_model(ModelSettings(path=str(make_moe(where, family))))
+    hf_model = meta_model(make_moe(where, family))
     adapters = Adapters(hf_model, LoraForm(rank=RANK, alpha=ALPHA, targets=("experts",)))
     experts = hf_model.model.layers[1].mlp.experts.to_empty(device="cpu")
     torch.manual_seed(0)
@@ -92,9 +100,7 @@ def test_values_and_gradients_are_those_of_materialised_weights(family, tmp_path
     for name, (ours, theirs) in pairs.items():
         atol = 1e-5 * float(theirs.abs().max())
         assert theirs.abs().max() > 0
-        torch.testing.assert_close(
-            ours.double(), theirs, rtol=0, atol=atol, msg=lambda m, n=name: f"{n}: {m}"
-        )
+        assert_near({name: ours.double()}, {name: theirs}, rtol=0, atol=atol)
     with torch.no_grad():
         on = experts(x, chosen, weights)
         for name, parameter in experts.named_parameters():
@@ -118,13 +124,13 @@ def saved(request, tmp_path_factory) -> tuple[Config, list[dict]]:
         folder,
         where / "out",
         world_size=ranks,
+        ep=ep,
         model={
             "lora": {"rank": rank, "alpha": ALPHA},
             "memory": {"activation_checkpointing": "selective"},
         },
     )
-    cfg = replace(cfg, layout=replace(cfg.layout, ep=ep))
-    return cfg, run_ranks(ranks, _save, cfg)
+    return cfg, with_trainer(cfg, train_and_save)
 
 
 def _scale(cfg: Config) -> float:
@@ -133,90 +139,52 @@ def _scale(cfg: Config) -> float:
 
 def test_what_is_sent_of_experts_is_merged_bit_by_bit(saved):
     cfg, ranks = saved
-    merged = _merged(ranks[0]["state"], scale=_scale(cfg))
-    held = Held(merged, file_tensors(build_meta_model(cfg.model)))
+    merged = merged_by_hand(ranks[0]["state"], scale=_scale(cfg))
+    held = Held(merged, file_tensors(meta_model(cfg.model.path)))
     expected = {name: held.value(name, box).read() for name, (box,) in held.boxes().items()}
     assert "model.layers.1.mlp.experts.1.up_proj.weight" in expected
-    covered = {name: torch.zeros_like(t) for name, t in expected.items()}
-    for found in ranks:
-        for name, box, value in found["values"]:
-            part = tuple(slice(s, s + n) for s, n in zip(box.start, box.shape))
-            assert torch.equal(value, expected[name][part]), name
-            covered[name][part] = 1
-    assert all(bool(t.all()) for t in covered.values())
+    assert_sent(ranks, expected)
 
 
 @pytest.mark.parametrize("saved", ["ep", "by rows, A by expert"], indirect=True)
 def test_a_checkpoint_of_experts_adapters_resumes_on_another_layout(saved):
     cfg, ranks = saved
-    one = replace(cfg, layout=replace(cfg.layout, world_size=1, ep=1))
-    found, expected = run_ranks(1, _resume, {"one": one})[0]["one"], ranks[0]["state"]
-    assert found.keys() == expected.keys()
-    for key, tensor in expected.items():
-        assert torch.equal(found[key], tensor), key
+    one, expected = changed(cfg, layout={"world_size": 1, "ep": 1}), ranks[0]["state"]
+    assert not differing(in_world(one, resume, {"one": one})[0]["one"], expected)
     trained = {key.rpartition(".")[2] for key in expected if key.startswith("optimizer.exp_avg.")}
     assert "gate_up_proj_lora_A" in trained and "down_proj" not in trained
 
 
 def test_exports_of_experts_adapters_compute_alike_in_peft_and_load_again(saved, tmp_path):
     cfg, ranks = saved
-    export(Path(cfg.output_dir), out=tmp_path / "merged")
-    export(Path(cfg.output_dir), out=tmp_path / "adapter", adapter=True)
-    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
-    expected = _merged(ranks[0]["state"], scale=_scale(cfg))
+    merged, (plain, theirs, ours) = exports(cfg, tmp_path)
+    expected = merged_by_hand(ranks[0]["state"], scale=_scale(cfg))
     for name, parameter in merged.named_parameters():
         assert torch.equal(parameter, expected[name]), name
-    tokens = torch.randint(5, 90, (2, 20), generator=torch.Generator().manual_seed(0))
-    base = AutoModelForCausalLM.from_pretrained(cfg.model.path)
-    with torch.no_grad():
-        plain, ours = base(tokens).logits, merged(tokens).logits
-        theirs = PeftModel.from_pretrained(base, tmp_path / "adapter")(tokens).logits
     torch.testing.assert_close(theirs, ours, rtol=1e-4, atol=1e-5)
     assert (plain - ours).abs().max() > 1e-2
-    for name, tensor in _read(tmp_path / "adapter", cfg).items():
+    for name, tensor in as_read(tmp_path / "adapter", cfg.model.path)[1].items():
         assert torch.equal(tensor, ranks[0]["state"][f"model.{name}"]), name
 
 
-def _read(folder: Path, cfg: Config) -> dict[str, Tensor]:
-    """What a policy that starts from an adapter's folder starts with."""
-    hf_model = build_meta_model(ModelSettings(path=cfg.model.path))
-    adapters = Adapters(hf_model, lora_form(LoraSettings(path=str(folder))))
-    shards = {name: torch.empty(hf_model.get_parameter(name).shape) for name in adapters.names}
-    adapters.fill(shards, seed=1)
-    return shards
-
-
-def _norms(cfgs: list[Config]) -> list[dict]:
+def _norms(first: Any, cfgs: list[Config]) -> list[dict]:
     """The first update's norms under each config, with the dtypes of what is trained and not."""
-    from spmdrl.roles import make_trainer
-    from spmdrl.world import World
-
-    world, found = World.start(cfgs[0]), []
+    found = []
     for cfg in cfgs:
-        trainer = make_trainer(cfg, world)
-        _set_b(trainer)
-        own = batch(world.dp_index(world.rank), world.dp_size)
+        trainer, own = another_trainer(first, cfg), own_batch(first.world)
+        set_b(trainer)
         sums = update(trainer, own, step=0)
-        shards = trainer.weights.shards()
-        experts = {n: p.dtype for n, p in shards.items() if ".experts." in n}
+        experts = {n: p.dtype for n, p in trainer.weights.shards().items() if ".experts." in n}
+        rows = trainer.annotate(own, step=1).columns[0]
         found.append(
             {
                 "norm": sums["policy/grad_norm"][0],
                 "own": {d for n, d in experts.items() if "lora" in n},
                 "frozen": {d for n, d in experts.items() if "lora" not in n},
-                "same": _equals_reference(trainer, own),
+                "same": [torch.equal(row["old_logprobs"], row["ref_logprobs"]) for row in rows],
             }
         )
-    world.close()
     return found
-
-
-def _equals_reference(trainer: object, own: object) -> list[bool]:
-    """Whether the reference is the policy as it is with adapters, per row."""
-    return [
-        bool(torch.equal(row["old_logprobs"], row["ref_logprobs"]))
-        for row in trainer.annotate(own, step=1).columns[0]
-    ]
 
 
 def test_experts_adapters_stay_float32_and_are_gathered_in_the_compute_dtype(tmp_path):
@@ -225,14 +193,14 @@ def test_experts_adapters_stay_float32_and_are_gathered_in_the_compute_dtype(tmp
         folder,
         tmp_path / "out",
         world_size=2,
+        ep=2,
         kl_coef=0.1,
         kl_in="reward",
         kl="k1",
         model={"lora": {"rank": RANK, "targets": ["experts"]}},
     )
-    full = replace(full, layout=replace(full.layout, ep=2))
-    half = replace(full, model=replace(full.model, compute_dtype="bfloat16"))
-    for first, second in run_ranks(2, _norms, [full, half]):
+    half = changed(full, model={"compute_dtype": "bfloat16"})
+    for first, second in with_trainer(full, _norms, [full, half]):
         assert second["norm"] == pytest.approx(first["norm"], rel=0.1) and first["norm"] > 0
         assert first["own"] == second["own"] == {torch.float32}
         assert first["frozen"] == {torch.float32} and second["frozen"] == {torch.bfloat16}
@@ -240,17 +208,6 @@ def test_experts_adapters_stay_float32_and_are_gathered_in_the_compute_dtype(tmp
 
 
 # --------------------------------------------------------------------------- PEFT's own
-
-
-def _scored(cfg: Config, tokens: list[list[int]]) -> tuple[list[Tensor], dict[str, Tensor]]:
-    from spmdrl.roles import make_trainer
-    from spmdrl.world import World
-
-    world = World.start(cfg)
-    trainer = make_trainer(cfg, world)
-    scores, whole = trainer.weights.score(tokens), full_parameters(trainer)
-    world.close()
-    return scores, whole
 
 
 @pytest.mark.parametrize(
@@ -277,16 +234,10 @@ def test_what_peft_wrote_is_computed_as_peft_does(parameters, tmp_path):
         ),
     )
     theirs.save_pretrained(tmp_path / "adapter")
-    tokens = torch.randint(5, 90, (1, 20), generator=torch.Generator().manual_seed(0))
-    with torch.no_grad():
-        logprobs = theirs(tokens).logits[0].log_softmax(-1)
-    expected = logprobs[:-1].gather(1, tokens[0, 1:, None])[:, 0]
-    cfg = config(
-        folder, tmp_path / "out", world_size=2, model={"lora": {"path": str(tmp_path / "adapter")}}
-    )
-    cfg = replace(cfg, layout=replace(cfg.layout, ep=2))
-    (scores, whole), _ = run_ranks(2, _scored, cfg, tokens.tolist())
-    torch.testing.assert_close(scores[0][1:], expected, rtol=1e-5, atol=1e-5)
+    model = {"lora": {"path": str(tmp_path / "adapter")}}
+    cfg = config(folder, tmp_path / "out", world_size=2, ep=2, model=model)
+    (scores, whole), _ = with_trainer(cfg, scores_and_parameters)
+    torch.testing.assert_close(scores[0], plain_scores(theirs, TOKENS)[0], rtol=1e-5, atol=1e-5)
     stored = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
     assert len(stored) == sum("lora" in name for name in whole)
     outer = stored["base_model.model.model.layers.1.mlp.experts.lora_B.weight"]

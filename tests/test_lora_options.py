@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from policy_runs import config
+from policy_runs import config, meta_model, small_model
 
 from spmdrl.check.fit import fit_problems
 from spmdrl.check.settings import validate
-from spmdrl.commands.create_model import create_model
-from spmdrl.config import LoraSettings, ModelSettings
-from spmdrl.model.load import build_meta_model
+from spmdrl.config import LoraSettings
 from spmdrl.model.lora.files import write_adapter
 from spmdrl.model.lora.layers import Adapters, initial_a
 from spmdrl.model.lora.settings import lora_form
@@ -44,7 +43,7 @@ def test_a_matrices_start_as_pefts_do_keyed_by_seed_and_name():
     ],
 )
 def test_targets_are_read_as_peft_reads_them(targets, count, tiny_model):
-    hf_model = build_meta_model(ModelSettings(path=str(tiny_model)))
+    hf_model = meta_model(tiny_model)
     ours = set(targeted(hf_model, targets))
     asked = list(targets) if isinstance(targets, tuple) else targets
     theirs = get_peft_model(hf_model, LoraConfig(target_modules=asked, task_type="CAUSAL_LM"))
@@ -58,7 +57,7 @@ def test_targets_are_read_as_peft_reads_them(targets, count, tiny_model):
 
 @pytest.mark.parametrize("targets", [("q_proj", "query"), ("lm_head",), ".*lm_head.*", ("proj",)])
 def test_targets_that_match_nothing_are_refused_with_the_names_that_exist(targets, tiny_model):
-    hf_model = build_meta_model(ModelSettings(path=str(tiny_model)))
+    hf_model = meta_model(tiny_model)
     wrong = targets if isinstance(targets, str) else targets[-1]
     with pytest.raises(ValueError, match=re.escape(repr(wrong))) as raised:
         targeted(hf_model, targets)
@@ -108,6 +107,11 @@ def test_a_reference_that_follows_is_refused(tmp_path):
     assert any("sync_every: 2 with model.lora" in problem for problem in problems)
 
 
+def _write(folder: Path, layer: str, a: torch.Tensor, b: torch.Tensor) -> None:
+    matrices = {f"{layer}.lora_A.weight": a, f"{layer}.lora_B.weight": b}
+    write_adapter(folder, matrices, rank=2, alpha=4, use_rslora=False, base="")
+
+
 @pytest.mark.parametrize(
     "change, says",
     [
@@ -120,14 +124,7 @@ def test_a_reference_that_follows_is_refused(tmp_path):
     ],
 )
 def test_adapters_that_compute_something_else_are_refused(change, says, tmp_path):
-    write_adapter(
-        tmp_path,
-        {"x.lora_A.weight": torch.ones(2, 4), "x.lora_B.weight": torch.ones(3, 2)},
-        rank=2,
-        alpha=4,
-        use_rslora=False,
-        base="",
-    )
+    _write(tmp_path, "x", torch.ones(2, 4), torch.ones(3, 2))
     file = tmp_path / "adapter_config.json"
     if change is None:
         file.unlink()
@@ -139,12 +136,12 @@ def test_adapters_that_compute_something_else_are_refused(change, says, tmp_path
 
 def test_an_adapter_of_another_model_is_refused(tiny_model, tmp_path):
     form = LoraForm(rank=2, alpha=4, targets=("q_proj",))
-    hf_model = build_meta_model(ModelSettings(path=str(tiny_model)))
+    hf_model = meta_model(tiny_model)
     names = Adapters(hf_model, form).names
     tensors = {n: torch.ones(hf_model.get_parameter(n).shape) for n in names}
     tensors[names[0]] = torch.ones(2, 7)
     write_adapter(tmp_path, tensors, rank=2, alpha=4, use_rslora=False, base="")
-    hf_model = build_meta_model(ModelSettings(path=str(tiny_model)))
+    hf_model = meta_model(tiny_model)
     adapters = Adapters(hf_model, lora_form(LoraSettings(path=str(tmp_path))))
     with pytest.raises(ValueError, match=r"lora_A.weight has shape \[2, 7\] there, \[2, 64\]"):
         adapters.fill({n: torch.empty(hf_model.get_parameter(n).shape) for n in names}, seed=0)
@@ -159,33 +156,14 @@ def test_adapters_that_cannot_be_are_refused_from_the_config_alone(tiny_model, t
     assert text.startswith("model.lora.targets: 'query' matches no linear layer")
     (text,) = problems(path=str(tmp_path / "nothing"))
     assert text.startswith("model.lora.path: cannot read")
-    names = (
-        "model.layers.0.self_attn.q_proj.lora_A.weight",
-        "model.layers.0.self_attn.q_proj.lora_B.weight",
-    )
-    write_adapter(
-        tmp_path,
-        dict(zip(names, (torch.ones(2, 7), torch.ones(64, 2)))),
-        rank=2,
-        alpha=4,
-        use_rslora=False,
-        base="",
-    )
+    layer = "model.layers.0.self_attn.q_proj"
+    _write(tmp_path, layer, torch.ones(2, 7), torch.ones(64, 2))
     (text,) = problems(path=str(tmp_path))
     assert "does not fit the model" in text and "has shape [2, 7] there" in text
 
 
-def _mixture(where) -> torch.nn.Module:
-    folder = create_model(
-        where,
-        architecture="qwen3_moe",
-        hidden_size=32,
-        layers=2,
-        heads=4,
-        kv_heads=2,
-        intermediate=24,
-    )
-    return build_meta_model(ModelSettings(path=str(folder)))
+def _mixture(where: Path) -> torch.nn.Module:
+    return meta_model(small_model(where, architecture="qwen3_moe", intermediate=24))
 
 
 _ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+from policy_runs import meta_model
 from runs import HELD, TINY, metrics, run, run_killed
 from test_train import assert_same_end
 
 from spmdrl.commands.create_model import create_model
-from spmdrl.config import ModelSettings
-from spmdrl.model.load import build_meta_model
 from spmdrl.model.lora.files import write_adapter
 from spmdrl.model.lora.layers import Adapters, initial_a
 from spmdrl.model.lora.targets import LoraForm
@@ -27,7 +27,7 @@ def digits(data_source, solution_str, ground_truth, extra_info=None):
 
 def _random_adapter(model: Path, out: Path) -> Path:
     """An adapter whose B is not zero: engines do not have the weights that training begins with."""
-    hf_model = build_meta_model(ModelSettings(path=str(model)))
+    hf_model = meta_model(model)
     names = Adapters(hf_model, LoraForm(rank=8, alpha=32, targets="all-linear")).names
     out.mkdir()
     tensors = {
@@ -38,20 +38,27 @@ def _random_adapter(model: Path, out: Path) -> Path:
     return out
 
 
+def _flags(where: Path) -> dict[str, Any]:
+    """Flags of GRPO from a new model, for rewards of a new file."""
+    (where / "r.py").write_text(REWARD)
+    begin = create_model(
+        where / "model", hidden_size=64, layers=2, heads=2, kv_heads=1, initializer_std=0.1
+    )
+    return TINY["rl"] | {
+        "model.path": begin,
+        "rewards.functions": f"{where / 'r.py'}:digits",
+        "optimizer.lr": 0.01,
+        "lag": 0,
+    }
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_grpo_of_adapters_improves_and_a_killed_run_ends_bit_identical(tmp_path):
-    (tmp_path / "r.py").write_text(REWARD)
-    begin = create_model(
-        tmp_path / "model", hidden_size=64, layers=2, heads=2, kv_heads=1, initializer_std=0.1
-    )
-    flags = TINY["rl"] | {
-        "model.path": begin,
-        "model.lora.path": _random_adapter(begin, tmp_path / "a"),
+    flags = _flags(tmp_path)
+    flags |= {
+        "model.lora.path": _random_adapter(flags["model.path"], tmp_path / "a"),
         "engine.kind": "transformers",
-        "rewards.functions": f"{tmp_path / 'r.py'}:digits",
-        "optimizer.lr": 0.01,
-        "lag": 0,
         "algorithm.kl-coef": 1e-3,
         "batch.prompts-per-step": 16,
         "batch.group-size": 8,
@@ -84,31 +91,18 @@ def test_grpo_of_adapters_improves_and_a_killed_run_ends_bit_identical(tmp_path)
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_vllm_draws_with_adapters_of_its_own_as_it_does_with_merged_weights(tmp_path):
-    (tmp_path / "r.py").write_text(REWARD)
-    begin = create_model(
-        tmp_path / "model", hidden_size=64, layers=2, heads=2, kv_heads=1, initializer_std=0.1
-    )
-    rows = {}
+    rows, flags = {}, _flags(tmp_path)
     for push in ("merged", "adapter"):
         out = tmp_path / push
-        run(
-            "demo_grpo.yaml",
-            2,
-            timeout_s=400,
-            **TINY["rl"]
-            | {
-                "model.path": begin,
-                "model.lora.rank": 8,
-                "model.lora.push": push,
-                "rewards.functions": f"{tmp_path / 'r.py'}:digits",
-                "optimizer.lr": 0.01,
-                "lag": 0,
-                "stream.verify-every": 1,
-                "steps": 4,
-                "checkpoint.every-steps": 0,
-                "output-dir": out,
-            },
-        )
+        own = {
+            "model.lora.rank": 8,
+            "model.lora.push": push,
+            "stream.verify-every": 1,
+            "steps": 4,
+            "checkpoint.every-steps": 0,
+            "output-dir": out,
+        }
+        run("demo_grpo.yaml", 2, timeout_s=400, **flags | own)
         rows[push] = metrics(out)
         assert max(abs(row["policy/mismatch_k1"]) for row in rows[push]) < 1e-4
     for merged, own in zip(rows["merged"], rows["adapter"], strict=True):
