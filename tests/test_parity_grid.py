@@ -7,7 +7,6 @@ two steps on one rank of that job, in float32.
 
 from __future__ import annotations
 
-import json
 import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -16,18 +15,27 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from meshes import ALONE, EXPERT_MESHES, MESHES, TRAINERS, layout_of, world_under
-from policy_runs import LENGTHS, config, microbatch, scalars
-from ranks import run_ranks
+from comparing import whole
+from meshes import ALONE, EXPERT_MESHES, MESHES, layout_of, world_under
+from policy_runs import (
+    LENGTHS,
+    changed,
+    config,
+    microbatch,
+    scalars,
+    small_model,
+    step_as_train_does,
+)
 from torch import Tensor
+from worlds import in_world, make_trainer
 
-from spmdrl.commands.create_model import create_model
 from spmdrl.config import BatchSettings, Config
 from spmdrl.model.fits import ModelCounts, misfits
+from spmdrl.train.optimizer import _like
 from spmdrl.types import Batch
 from spmdrl.world.axes import Axes
 
-RANKS, STEPS = TRAINERS, 2
+STEPS = 2
 
 
 @dataclass(frozen=True)
@@ -36,42 +44,35 @@ class Row:
 
     meshes: tuple[str, ...]
     architecture: str = "qwen3"
-    model: dict[str, Any] = field(default_factory=dict)
+    sizes: dict[str, Any] = field(default_factory=dict)
     """Arguments of create_model, where they differ."""
     hf_config: dict[str, Any] = field(default_factory=dict)
     """Fields of config.json, where they differ."""
+    model: dict[str, Any] = field(default_factory=dict)
+    """The model's section of the config."""
     options: dict[str, Any] = field(default_factory=dict)
-    """Arguments of policy_runs.config."""
+    """Other arguments of policy_runs.config."""
 
 
 _UNEVEN = {"hidden_size": 48, "heads": 6, "kv_heads": 3}  # neither cp 4 nor cp 2 * tp 2 divides
+_MIXTURES = ("qwen3_moe", "mixtral", "deepseek_v3")
+_RECOMPUTED = {"memory": {"activation_checkpointing": "full"}}
+_RING, _GATHER = ({"kernels": {"context": method}} for method in ("ring", "gather"))
+_AUX = {"moe": {"balance": "aux", "coef": 0.5}}
+_REWARD_MODEL = {"objective": "reward_model", "loss": "bradley_terry"}
 ROWS = {
     "qwen3": Row(("shard4", "replicate2 shard2", "cp4", "shard2 cp2", "cp2 tp2", "replicate2 tp2")),
-    "qwen3, uneven heads": Row(("cp4",), model=_UNEVEN),
-    "qwen3, gather": Row(
-        ("cp2 tp2", "replicate2 cp2"), options={"model": {"kernels": {"context": "gather"}}}
-    ),
-    "qwen3, ring": Row(
-        ("cp4", "shard2 cp2"), model=_UNEVEN, options={"model": {"kernels": {"context": "ring"}}}
-    ),
-    "deepseek_v3, ring, checkpointing": Row(  # values with another head dim than keys
-        ("cp2 ep2",),
-        architecture="deepseek_v3",
-        model={"initializer_std": 0.1},
-        options={
-            "model": {
-                "kernels": {"context": "ring"},
-                "memory": {"activation_checkpointing": "full"},
-            }
-        },
+    "qwen3, uneven heads": Row(("cp4",), sizes=_UNEVEN),
+    "qwen3, gather": Row(("cp2 tp2", "replicate2 cp2"), model=_GATHER),
+    "qwen3, ring": Row(("cp4", "shard2 cp2"), sizes=_UNEVEN, model=_RING),
+    # Values with another head dim than keys.
+    "deepseek_v3, ring, checkpointing": Row(
+        ("cp2 ep2",), architecture="deepseek_v3", model=_RING | _RECOMPUTED
     ),
     "qwen2, tied, checkpointing": Row(
-        ("cp2 tp2", "shard2 tp2"),
-        architecture="qwen2",
-        model={"tied": True},
-        options={"model": {"memory": {"activation_checkpointing": "full"}}},
+        ("cp2 tp2", "shard2 tp2"), architecture="qwen2", sizes={"tied": True}, model=_RECOMPUTED
     ),
-    "llama": Row(("shard2 tp2", "tp4"), architecture="llama", model={"kv_heads": 4}),
+    "llama": Row(("shard2 tp2", "tp4"), architecture="llama", sizes={"kv_heads": 4}),
     "gemma2": Row(  # caps low enough, and a window short enough, to matter
         ("shard2 cp2", "cp2 tp2"),
         architecture="gemma2",
@@ -84,103 +85,64 @@ ROWS = {
     "gemma2, gather, checkpointing": Row(
         ("cp4",),
         architecture="gemma2",
-        model=_UNEVEN,
+        sizes=_UNEVEN,
         hf_config={"sliding_window": 6, "attn_logit_softcapping": 0.5},
-        options={"model": {"memory": {"activation_checkpointing": "full"}}},
+        model=_RECOMPUTED,
     ),
     "mistral": Row(("replicate2 cp2",), architecture="mistral", hf_config={"sliding_window": 6}),
     "dpo": Row(("cp2 tp2",), options={"objective": "preference", "loss": "dpo"}),
     "critic": Row(("cp2 tp2", "shard2 cp2"), options={"advantage": "gae"}),
-    "reward model": Row(
-        ("cp2 tp2",), options={"objective": "reward_model", "loss": "bradley_terry"}
-    ),
+    "reward model": Row(("cp2 tp2",), options=_REWARD_MODEL),
     "sft": Row(("replicate2 cp2",), options={"objective": "sft"}),
     "distillation": Row(("cp2 tp2",), options={"objective": "distill", "loss": "divergence"}),
     "prime": Row(("cp4",), options={"advantage": "prime"}),
     "lora": Row(
         ("shard2 tp2", "cp2 tp2", "replicate2 tp2"),
-        options={"kl_coef": 0.1, "model": {"lora": {"rank": 3, "alpha": 12}}},
+        model={"lora": {"rank": 3, "alpha": 12}},
+        options={"kl_coef": 0.1},
     ),
     "lora, embedding": Row(
-        ("cp2 tp2",),
-        options={"model": {"lora": {"rank": 3, "targets": ["embed_tokens", "down_proj"]}}},
+        ("cp2 tp2",), model={"lora": {"rank": 3, "targets": ["embed_tokens", "down_proj"]}}
     ),
     "lora, qwen2, checkpointing": Row(
         ("shard2 tp2",),
         architecture="qwen2",
-        options={
-            "model": {
-                "lora": {"rank": 16, "targets": ["q_proj", "o_proj"], "use_rslora": True},
-                "memory": {"activation_checkpointing": "full"},
-            }
-        },
+        model=_RECOMPUTED
+        | {"lora": {"rank": 16, "targets": ["q_proj", "o_proj"], "use_rslora": True}},
     ),
-    "lora, reward model": Row(
-        ("shard2 tp2",),
-        options={
-            "objective": "reward_model",
-            "loss": "bradley_terry",
-            "model": {"lora": {"rank": 4}},
-        },
-    ),
+    "lora, reward model": Row(("shard2 tp2",), model={"lora": {"rank": 4}}, options=_REWARD_MODEL),
     "lora, deepseek_v3": Row(  # adapters on attention, dense layers and all experts
-        ("shard2 tp2 ep2",),
-        architecture="deepseek_v3",
-        model={"initializer_std": 0.1},
-        options={"model": {"lora": {"rank": 3}}},
+        ("shard2 tp2 ep2",), architecture="deepseek_v3", model={"lora": {"rank": 3}}
     ),
     "lora, qwen3_moe, experts": Row(
         ("cp2 ep2", "replicate2 tp2"),
         architecture="qwen3_moe",
-        model={"initializer_std": 0.1},
-        options={
-            "kl_coef": 0.1,
-            "model": {
-                "lora": {"rank": 3, "alpha": 12},
-                "memory": {"activation_checkpointing": "full"},
-            },
-        },
+        model=_RECOMPUTED | {"lora": {"rank": 3, "alpha": 12}},
+        options={"kl_coef": 0.1},
     ),
     "lora, qwen3_moe, fewer experts than ranks": Row(
         ("shard4 ep2",),
         architecture="qwen3_moe",
-        model={"initializer_std": 0.1, "moe_experts": 2},
-        options={"model": {"lora": {"rank": 3, "targets": ["experts"]}}},
+        sizes={"moe_experts": 2},
+        model={"lora": {"rank": 3, "targets": ["experts"]}},
     ),
-    "qwen3_moe": Row(
-        ("shard4 ep4", "cp2 tp2 ep4", "shard2 tp2"),
-        architecture="qwen3_moe",
-        model={"initializer_std": 0.1},
-    ),
+    "qwen3_moe": Row(("shard4 ep4", "cp2 tp2 ep4", "shard2 tp2"), architecture="qwen3_moe"),
     "qwen3_moe, fewer experts than ranks": Row(  # each is cut by rows
-        ("shard4 ep2",), architecture="qwen3_moe", model={"initializer_std": 0.1, "moe_experts": 2}
+        ("shard4 ep2",), architecture="qwen3_moe", sizes={"moe_experts": 2}
     ),
     "qwen3_moe, balancing loss": Row(
-        ("shard4", "shard2 tp2 ep2"),
-        architecture="qwen3_moe",
-        model={"initializer_std": 0.1},
-        options={"model": {"moe": {"balance": "aux", "coef": 0.5}}},
+        ("shard4", "shard2 tp2 ep2"), architecture="qwen3_moe", model=_AUX
     ),
     "mixtral, checkpointing": Row(
-        ("replicate2 tp2 ep2",),
-        architecture="mixtral",
-        model={"initializer_std": 0.1},
-        options={
-            "model": {
-                "memory": {"activation_checkpointing": "full"},
-                "moe": {"balance": "aux", "coef": 0.5},
-            }
-        },
+        ("replicate2 tp2 ep2",), architecture="mixtral", model=_RECOMPUTED | _AUX
     ),
     "deepseek_v3, balancing bias": Row(
         ("cp2 ep2", "tp4 ep4"),
         architecture="deepseek_v3",
-        model={"initializer_std": 0.1},
-        options={"model": {"moe": {"balance": "bias", "rate": 0.02}}},
+        model={"moe": {"balance": "bias", "rate": 0.02}},
     ),
 }
 DEFAULT = [(row, mesh) for row in ROWS for mesh in ROWS[row].meshes]
-_MIXTURES = ("qwen3_moe", "mixtral", "deepseek_v3")
 
 
 def _fits(row: Row, axes: tuple[int, ...]) -> bool:
@@ -189,8 +151,8 @@ def _fits(row: Row, axes: tuple[int, ...]) -> bool:
     counts = ModelCounts(
         row.architecture,
         heads=4,
-        kv_heads=0 if row.architecture == "deepseek_v3" else row.model.get("kv_heads", 2),
-        experts=row.model.get("moe_experts", 8) if row.architecture in _MIXTURES else 0,
+        kv_heads=0 if row.architecture == "deepseek_v3" else row.sizes.get("kv_heads", 2),
+        experts=row.sizes.get("moe_experts", 8) if row.architecture in _MIXTURES else 0,
     )
     return not any(misfits(counts, Axes(tp=tp, ep=ep)))
 
@@ -222,21 +184,12 @@ def _batch(dp_index: int, dp_size: int) -> Batch:
     )
 
 
-def _whole(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {
-        name: (t.full_tensor() if hasattr(t, "full_tensor") else t).detach().clone()
-        for name, t in tensors.items()
-    }
-
-
 def _watch(trained: Any, kept: list[dict[str, Tensor]]) -> None:
     """Keep the gradients, as whole tensors, that the optimizer gets."""
-    from spmdrl.train.optimizer import _like
-
     step, parameters = trained.optimizer.step, trained.optimizer.parameters
 
     def take(gradients: dict[str, Tensor], *, lr: float) -> None:
-        kept.append(_whole({n: _like(parameters[n], g) for n, g in gradients.items()}))
+        kept.append(whole({n: _like(parameters[n], g) for n, g in gradients.items()}))
         step(gradients, lr=lr)
 
     trained.optimizer.step = take
@@ -244,9 +197,6 @@ def _watch(trained: Any, kept: list[dict[str, Tensor]]) -> None:
 
 def _train(cfg: Config, base: Any) -> dict[str, Any] | None:
     """Take the steps; None on a rank that does not train."""
-    from spmdrl.credit import advantages_of
-    from spmdrl.roles import make_trainer
-
     world = world_under(base, cfg)
     trainer = make_trainer(cfg, world)
     if not world.is_trainer:
@@ -259,9 +209,7 @@ def _train(cfg: Config, base: Any) -> dict[str, Any] | None:
         _watch(trained, gradients[name])
     own, sums = _batch(world.dp_index(world.rank), world.dp_size), []
     for step in range(STEPS):
-        annotated = trainer.annotate(own, step=step)
-        advantages = advantages_of(annotated, cfg=cfg, world=world, step=step)
-        sums.append(trainer.update(annotated, advantages, step=step))
+        sums.append(step_as_train_does(trainer, own, step=step)[2])
     tensors = {
         f"{name}, step {step}, gradient of {n}": g
         for name, found in gradients.items()
@@ -269,7 +217,7 @@ def _train(cfg: Config, base: Any) -> dict[str, Any] | None:
         for n, g in grads.items()
     }
     for name, trained in parts.items():
-        tensors |= {f"{name}, {n}": p for n, p in _whole(trained.model.named_shards()).items()}
+        tensors |= {f"{name}, {n}": p for n, p in whole(trained.model.named_shards()).items()}
     return {"sums": sums, "tensors": tensors}
 
 
@@ -295,11 +243,10 @@ def _gaps(ours: dict[str, Any], reference: dict[str, Any]) -> list[str]:
     return found
 
 
-def _run_cells(cfgs: dict[str, Config], cells: list[tuple[str, str]]) -> dict[tuple, list[str]]:
+def _run_cells(
+    base: Any, cfgs: dict[str, Config], cells: list[tuple[str, str]]
+) -> dict[tuple, list[str]]:
     """Train all cells in one job; return what is wrong with each, on every rank."""
-    from spmdrl.world import World
-
-    base = World.start(replace(next(iter(cfgs.values())), layout=layout_of("shard4")))
     wrong: dict[tuple, list[str]] = {}
     for row in dict.fromkeys(row for row, _ in cells):
         reference = [_train(replace(cfgs[row], layout=ALONE), base)]
@@ -310,7 +257,6 @@ def _run_cells(cfgs: dict[str, Config], cells: list[tuple[str, str]]) -> dict[tu
             wrong[row, mesh] = _gaps(ours, reference[0])
             if base.rank == 0:
                 print(f"{row} on {mesh}: {time.monotonic() - began:.1f} s", flush=True)
-    base.close()
     return wrong
 
 
@@ -318,7 +264,8 @@ def _results(where: Path, cells: list[tuple[str, str]]) -> dict[tuple, list[str]
     """Return {cell: what is wrong with it on any rank}."""
     rows = dict.fromkeys(row for row, _ in cells)
     cfgs = {name: _config(where / str(index), ROWS[name]) for index, name in enumerate(rows)}
-    ranks = run_ranks(RANKS, _run_cells, cfgs, cells, timeout_s=120 + 8 * len(cells))
+    first = replace(next(iter(cfgs.values())), layout=layout_of("shard4"))
+    ranks = in_world(first, _run_cells, cfgs, cells, timeout_s=120 + 8 * len(cells))
     return {
         cell: [f"rank {rank}: {text}" for rank, found in enumerate(ranks) for text in found[cell]]
         for cell in cells
@@ -326,15 +273,14 @@ def _results(where: Path, cells: list[tuple[str, str]]) -> dict[tuple, list[str]
 
 
 def _config(where: Path, row: Row) -> Config:
-    sizes = {"hidden_size": 32, "layers": 2, "heads": 4, "kv_heads": 2, "intermediate": 48}
-    folder = create_model(where / "model", architecture=row.architecture, **sizes | row.model)
-    teacher = create_model(where / "teacher", **sizes, seed=1)
-    file = folder / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | row.hf_config))
-    options = dict(row.options)
-    model = {"teacher": str(teacher)} if options.get("objective") == "distill" else {}
-    return replace(
-        config(folder, where, **options | {"model": options.get("model", {}) | model}),
+    std = {"initializer_std": 0.1} if row.architecture in _MIXTURES else {}
+    sizes = std | row.sizes
+    folder = small_model(where, architecture=row.architecture, hf_config=row.hf_config, **sizes)
+    model = row.model
+    if row.options.get("objective") == "distill":
+        model = model | {"teacher": str(small_model(where, "teacher", seed=1))}
+    return changed(
+        config(folder, where, model=model, **row.options),
         batch=BatchSettings(group_size=2, tokens_per_microbatch=64),
     )
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import test_parity_grid as grid
 import torch
-from ranks import run_ranks
-from transformers import AutoConfig, AutoModelForCausalLM
+from test_tp_plan import model_of
+from worlds import in_world, make_trainer
 
-from spmdrl.config import Config
 from spmdrl.model.parallel import sequence_parallel
 from spmdrl.model.parallel.tp_plan import tp_styles
 
@@ -28,14 +29,9 @@ def _tokens_between(trainer: object) -> set[int]:
     return seen
 
 
-def _on_ranks(cfg: Config) -> dict:
+def _on_ranks(base: Any) -> dict:
     """Train with and without, and alone; return the gaps and the tokens between layers."""
-    from spmdrl.roles import make_trainer
-    from spmdrl.world import World
-
-    base = World.start(cfg)
-    mesh = grid.layout_of("shard2 tp2")
-    cfg = grid.replace(cfg, layout=mesh)
+    cfg = grid.replace(base.cfg, layout=grid.layout_of("shard2 tp2"))
     reference = [grid._train(grid.replace(cfg, layout=grid.ALONE), base)]
     torch.distributed.broadcast_object_list(reference, src=0, group=base.control)
     found, why_not = {}, sequence_parallel.why_not
@@ -47,7 +43,6 @@ def _on_ranks(cfg: Config) -> dict:
             grid._gaps(grid._train(cfg, base), reference[0]),
         )
     sequence_parallel.why_not = why_not
-    base.close()
     return found
 
 
@@ -55,41 +50,23 @@ def _on_ranks(cfg: Config) -> dict:
 def test_tokens_are_sharded_between_layers_and_training_is_the_same(row, tmp_path):
     cfg = grid._config(tmp_path, grid.ROWS[row])
     cfg = grid.replace(cfg, layout=grid.layout_of("shard4"))
-    for rank, found in enumerate(run_ranks(grid.RANKS, _on_ranks, cfg)):
+    for rank, found in enumerate(in_world(cfg, _on_ranks)):
         assert found["sharded"] == ({6}, []), f"rank {rank}"
         assert found["whole"] == ({12}, []), f"rank {rank}"
 
 
-def _reason(kind: str, **options: object) -> str:
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(
-            AutoConfig.for_model(kind, num_hidden_layers=2, **options)
-        )
+def _reason(kind: str) -> str:
+    model = model_of(kind)
     return sequence_parallel.why_not(model, tp_styles(model))
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        "qwen2",
-        "qwen3",
-        "llama",
-        "gemma2",
-        "gemma3_text",
-        "mistral",
-        "phi3",
-        "olmo2",
-        "cohere",
-        "granite",
-        "qwen3_moe",
-        "qwen2_moe",
-        "mixtral",
-        "olmoe",
-        "deepseek_v2",
-        "deepseek_v3",
-        "glm4_moe",
-    ],
+FAMILIES = (
+    "qwen2 qwen3 llama gemma2 gemma3_text mistral phi3 olmo2 cohere granite qwen3_moe qwen2_moe "
+    "mixtral olmoe deepseek_v2 deepseek_v3 glm4_moe"
 )
+
+
+@pytest.mark.parametrize("kind", FAMILIES.split())
 def test_families_of_attention_and_mlp_shard_their_tokens(kind):
     assert _reason(kind) == ""
 
