@@ -10,12 +10,13 @@ own says so in the store; the others repeat its words and end too.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Literal, NamedTuple, TypeVar
 
@@ -24,7 +25,12 @@ import torch.distributed as dist
 T = TypeVar("T")
 Ending = Literal["stopped", "failed"]
 EXIT_CODE = 13
-_BEAT_S = 1.0
+_LEAST_BEAT_S = 1.0
+# What the ranks of a job ask of its store, which bears some 40000 requests a second on one core
+# (benchmarks/results/scale.md): the more ranks, the more seldom each.
+_BEATS_PER_S = 1000
+_LOOKS_PER_S = 32  # at all ranks' heartbeats
+_FEW_RANKS = 64  # so many write each change of place at once
 _LINGER_S = 5.0
 _CAUSE, _ENDED = "watch/cause", "watch/ended"
 _DEAD_AFTER_S = 60.0  # a rank may hold the interpreter lock for seconds while it compiles
@@ -75,6 +81,10 @@ class Watch:
         self._store, self._hosts_store, self._has_store = store, hosts_store, True
         self._ending = threading.Lock()  # taken once, by the thread that ends the process
         self._place = _Place("start", -1, time.time(), False)  # whole, for the thread to read
+        self._beat_s = max(_LEAST_BEAT_S, world_size / _BEATS_PER_S)
+        self._spacing_s = 0.0 if world_size <= _FEW_RANKS else self._beat_s
+        self._beat_at = 0.0
+        self._beats_per_look = -(-world_size // int(_LOOKS_PER_S * self._beat_s))
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True, name="spmdrl-watch")
         self._thread.start()
@@ -98,7 +108,7 @@ class Watch:
             except (dist.DistError, RuntimeError) as error:
                 if not _is_peer_error(error):
                     raise
-                time.sleep(3 * _BEAT_S)  # let a dying peer's last heartbeat grow old
+                time.sleep(3 * self._beat_s)  # let a dying peer's last heartbeat grow old
                 message = f"{self.report()}\ncaused by: {first_line(error)}"
                 self._linger()
                 raise PeersMissing(message) from error
@@ -107,7 +117,8 @@ class Watch:
     def _entered(self, name: str, step: int, *, waits: bool) -> Iterator[None]:
         before, began = self._place, time.time()
         self._place = _Place(name, step, began, waits)
-        self._beat()
+        if began - self._beat_at >= self._spacing_s:  # else the thread says it with its next
+            self._beat()
         try:
             yield
         finally:
@@ -123,11 +134,12 @@ class Watch:
     def report(self) -> str:
         """Say where every rank is: who waits, who is missing, whose heartbeat stopped."""
         now, own = time.time(), self._place
-        lines = [f"rank {self.rank} waited {now - own.since:.0f} s in {own}"]
-        for rank in range(self.world_size):
+        ranks_of: dict[str, list[int]] = {}
+        for rank, state in enumerate(self._read(range(self.world_size))):
             if rank != self.rank:
-                lines.append(f"  rank {rank} {self._state_text(self._read(rank), now=now)}")
-        return "\n".join(lines)
+                ranks_of.setdefault(self._state_text(state, now=now), []).append(rank)
+        lines = [f"rank {self.rank} waited {now - own.since:.0f} s in {own}"]
+        return "\n".join(lines + [f"  {_names(ranks)} {text}" for text, ranks in ranks_of.items()])
 
     def _state_text(self, state: dict | None, *, now: float) -> str:
         if state is None:
@@ -135,7 +147,7 @@ class Watch:
         if "error" in state:
             return f"ended with {state['error']}"
         place, silent = _Place(**state["place"]), now - state["beat"]
-        if silent > 2.5 * _BEAT_S:
+        if silent > 2.5 * self._beat_s:
             return (
                 f"is missing: no sign of life for {silent:.0f} s, "
                 f"last seen in {place} (killed, or its process stopped)"
@@ -193,16 +205,19 @@ class Watch:
         self._leave(f"[rank {self.rank}] ends in {self._place}: {cause}")
 
     def _run(self) -> None:
-        while not self._closed.wait(_BEAT_S):
+        beats = self.rank  # ranks look in turns
+        while not self._closed.wait(self._beat_s):
             self._beat()
+            beats += 1
             if cause := self.peer_error():
                 self.leave_after_peer(cause)
             place = self._place
             waited = time.time() - place.since if place.waits else 0.0
             if waited > self.timeout_s:
                 self._die(f"deadline of {self.timeout_s:.0f} s passed")
-            elif waited > _DEAD_AFTER_S and self._some_rank_is_dead():
-                self._die("a peer is dead")
+            elif waited > _DEAD_AFTER_S and not beats % self._beats_per_look:
+                if self._some_rank_is_dead():
+                    self._die("a peer is dead")
 
     def _die(self, why: str) -> None:
         self._leave(
@@ -226,21 +241,28 @@ class Watch:
             time.sleep(_LINGER_S)
 
     def _some_rank_is_dead(self) -> bool:
-        states = [self._read(rank) for rank in range(self.world_size)]
+        states = self._read(range(self.world_size))
         return any(
             s is not None and time.time() - s.get("beat", 0.0) > _DEAD_AFTER_S for s in states
         )
 
     def _beat(self) -> None:
         if not self.is_ending:
-            state = {"place": self._place._asdict(), "beat": time.time()}
+            self._beat_at = time.time()
+            state = {"place": self._place._asdict(), "beat": self._beat_at}
             self._write(f"watch/{self.rank}", json.dumps(state))
 
-    def _read(self, rank: int) -> dict | None:
-        key = f"watch/{rank}"
-        if not self._stored(lambda: self._store.check([key]), False):
-            return None
-        return json.loads(self._stored(lambda: self._store.get(key), b"null"))
+    def _read(self, ranks: Sequence[int]) -> list[dict | None]:
+        """Return what each of some ranks wrote last, in two requests if all have; None for
+        nothing."""
+        keys = [f"watch/{rank}" for rank in ranks]
+        if self._stored(lambda: self._store.check(keys), False):
+            texts = self._stored(lambda: self._store.multi_get(keys), [b"null"] * len(keys))
+            return list(map(json.loads, texts))
+        if len(ranks) == 1 or not self._has_store:
+            return [None] * len(ranks)
+        half = len(ranks) // 2
+        return self._read(ranks[:half]) + self._read(ranks[half:])
 
     def _write(self, key: str, text: str) -> None:
         self._stored(lambda: self._store.set(key, text), None)
@@ -253,6 +275,19 @@ class Watch:
             except (dist.DistError, RuntimeError):
                 self._has_store = False
         return otherwise
+
+
+def _names(ranks: Sequence[int]) -> str:
+    """Return `rank 3`, or of several that are ascending `each of the ranks 0-2, 5`."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    runs = [
+        [rank for _, rank in run]
+        for _, run in itertools.groupby(enumerate(ranks), lambda pair: pair[1] - pair[0])
+    ]
+    return "each of the ranks " + ", ".join(
+        f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs
+    )
 
 
 def _is_peer_error(error: Exception) -> bool:

@@ -1,0 +1,133 @@
+"""Heartbeats and announcements: what a job of many ranks asks of its store, whom a rank names."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter
+
+import torch.distributed as dist
+
+from spmdrl.world import watch as watch_module
+from spmdrl.world.awaited import Awaited
+from spmdrl.world.watch import Watch
+
+
+class CountedStore:
+    """A store of this process that counts what it is asked."""
+
+    def __init__(self) -> None:
+        self._store = dist.HashStore()
+        self.asked: list[str] = []
+
+    def __getattr__(self, name: str):
+        def ask(*args):
+            self.asked.append(name)
+            return getattr(self._store, name)(*args)
+
+        return ask
+
+    def take(self) -> Counter:
+        """Return how often each request was made since the last call."""
+        asked, self.asked = self.asked, []
+        return Counter(asked)
+
+    def place(self, ranks, *, phase: str, silent_s: float = 0.0, waits: bool = True) -> None:
+        now = time.time() - silent_s
+        place = dict(phase=phase, step=7, since=now, waits=waits)
+        for rank in ranks:
+            self._store.set(f"watch/{rank}", json.dumps({"place": place, "beat": now}))
+
+
+def make_watch(store: CountedStore, *, rank: int = 0, world_size: int) -> Watch:
+    return Watch(store, rank=rank, world_size=world_size, timeout_s=1000)
+
+
+def test_few_ranks_write_each_place_and_many_at_most_once_a_beat() -> None:
+    for world_size, least, most in ((64, 200, 206), (1024, 1, 3)):
+        store = CountedStore()
+        watch = make_watch(store, world_size=world_size)
+        for step in range(100):
+            with watch.wait("exchange", step), watch.phase("pack", step):
+                pass
+        assert least <= store.take()["set"] <= most
+        watch.close()
+
+
+def test_the_thread_says_later_what_was_not_said_at_once() -> None:
+    store = CountedStore()
+    watch = make_watch(store, world_size=1024)
+    with watch.phase("first", 7):
+        pass
+    with watch.phase("second", 7):
+        assert b'"first"' in store.get("watch/0")
+        time.sleep(1.5)
+        assert b'"second"' in store.get("watch/0")
+    watch.close()
+
+
+def test_a_report_on_many_ranks_takes_few_requests_and_names_those_that_differ() -> None:
+    store = CountedStore()
+    watch = make_watch(store, rank=1, world_size=1024)
+    with watch.wait("exchange", 7):
+        store.place(range(1024), phase="exchange")
+        store.place([5, 6, 1023], phase="generate", waits=False)
+        store.place([9], phase="exchange", silent_s=30)
+        store.take()
+        lines = watch.report().splitlines()
+        assert sum(store.take().values()) <= 4  # two, and the thread's own
+        assert lines == [
+            "rank 1 waited 0 s in 'exchange' at step 7",
+            "  each of the ranks 0, 2-4, 7-8, 10-1022 waits in 'exchange' at step 7 too",
+            "  each of the ranks 5-6, 1023 is missing: 0 s in 'generate' at step 7",
+            "  rank 9 is missing: no sign of life for 30 s, last seen in 'exchange' at step 7 "
+            "(killed, or its process stopped)",
+        ]
+        store.delete_key("watch/600")
+        store.take()
+        assert "\n  rank 600 is missing: it never reported, or the store is gone" in watch.report()
+        assert sum(store.take().values()) < 60  # not two per rank
+    watch.close()
+
+
+def test_ranks_that_wait_long_look_for_dead_ones_in_turns(monkeypatch) -> None:
+    monkeypatch.setattr(watch_module, "_DEAD_AFTER_S", 3.0)
+    left = []
+    monkeypatch.setattr(Watch, "_leave", lambda self, text: left.append((self.rank, text)))
+    store = CountedStore()
+    store.place(range(1024), phase="exchange", silent_s=-100)
+    watches = [make_watch(store, rank=rank, world_size=1024) for rank in range(64)]
+    for watch in watches:
+        watch._place = watch._place._replace(waits=True, since=time.time() - 10)
+    time.sleep(2.5)  # two beats of each
+    asked = store.take()
+    assert asked["set"] == asked["check"] - asked["multi_get"] == 128
+    assert 2 <= asked["multi_get"] <= 6  # 2 beats * 64 of 1024 ranks * 32 looks a second: 4
+    for watch in watches:
+        watch.close()
+    assert not left
+    store.place([700], phase="generate", silent_s=20)
+    watch = make_watch(store, rank=31, world_size=1024)  # whose turn is at its first beat
+    watch._place = watch._place._replace(waits=True, since=time.time() - 10)
+    time.sleep(1.5)
+    watch.close()
+    ((rank, text),) = left
+    assert rank == 31 and "rank 700 is missing: no sign of life" in text
+
+
+def test_an_announcement_is_heard_without_asking_twice() -> None:
+    host = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = CountedStore()
+    store._store = host.clone()
+    cloned = []
+    store.clone = lambda: cloned.append(host.clone()) or cloned[-1]
+    awaited = Awaited(store)
+    for step in range(3):
+        assert not any(awaited.is_set(f"updated/{step}") for _ in range(1000))
+        time.sleep(0.05)
+        assert not awaited.is_set(f"updated/{step}")
+        store.set(f"updated/{step}", "")
+        deadline = time.monotonic() + 10
+        while not awaited.is_set(f"updated/{step}"):
+            assert time.monotonic() < deadline
+    assert len(cloned) == 1 and store.take() == {"set": 3}
