@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from spmdrl.config import Config, flatten, inference_ranks, trainer_ranks
 from spmdrl.config.fields import least_tokens
+from spmdrl.world.awaited import Awaited
 from spmdrl.world.comm import gather_objects
 from spmdrl.world.groups import join_world, make_groups
 from spmdrl.world.launch import Launch, ask_cublas_to_repeat, read_launch
@@ -60,8 +61,13 @@ class World:
     """A signal asked for it: save at the next step boundary, then leave."""
     is_started: bool = field(default=False)
     """Start-up is over: there is progress to save."""
+    updated: Awaited = field(init=False)
+    """The announcement of the trainers that a replica waits for."""
     found_tokens: int = field(default=0)
     """What was found for batch.tokens_per_microbatch 0, the same on every rank; 0 before."""
+
+    def __post_init__(self) -> None:
+        self.updated = Awaited(self.store)
 
     @classmethod
     def start(cls, cfg: Config) -> World:
@@ -212,8 +218,9 @@ class World:
             self.store.delete_key(f"updated/{step - 2}")
 
     def is_updated(self, step: int) -> bool:
-        """Whether the trainers are done with `step`; one look at the store, about 0.1 ms."""
-        return self.store.check([f"updated/{step}"])
+        """Whether the trainers are done with `step`, as far as this rank knows; asked again and
+        again it costs the store one request."""
+        return self.updated.is_set(f"updated/{step}")
 
     def agree_to_stop(self, step: int) -> bool:
         """Return on all ranks, once all are here, whether any rank was asked to stop."""
