@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Mapping, Sequence
 
 
@@ -18,12 +19,12 @@ def deal(costs: Sequence[float], parts: int) -> list[list[int]]:
     """
     sizes = [len(range(part, len(costs), parts)) for part in range(parts)]
     dealt: list[list[int]] = [[] for _ in sizes]
-    sums = [0.0] * parts
+    able = [(0.0, 0, part) for part in range(parts)]  # (sum, count, part), a heap
     for slot in sorted(range(len(costs)), key=lambda slot: (-costs[slot], slot)):
-        open_parts = [part for part in range(parts) if len(dealt[part]) < sizes[part]]
-        part = min(open_parts, key=lambda part: (sums[part], len(dealt[part]), part))
+        total, count, part = heapq.heappop(able)
         dealt[part].append(slot)
-        sums[part] += costs[slot]
+        if count + 1 < sizes[part]:
+            heapq.heappush(able, (total + costs[slot], count + 1, part))
     return dealt
 
 
