@@ -203,7 +203,8 @@ def _run(cfg, options: Options, *, engine, world, tokenizer, found) -> None:
         engine.step()
     dist.barrier(group=world.control)
     if world.rank == 0:
-        world.store.delete_key("rollout/book")
+        for key in [key for key in world.store.list_keys() if key.startswith("rollout/move")]:
+            world.store.delete_key(key)
     dist.barrier(group=world.control)
 
 

@@ -124,7 +124,8 @@ def _forget(world) -> None:
     """Take the book out of the store, as if another job began."""
     dist.barrier(group=world.control)
     if world.rank == 0:
-        world.store.delete_key("rollout/book")
+        for key in [key for key in world.store.list_keys() if key.startswith("rollout/move")]:
+            world.store.delete_key(key)
     dist.barrier(group=world.control)
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
+import copy
 import functools
 import random
+import time
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -14,7 +17,7 @@ from hypothesis import strategies as st
 
 from spmdrl.config import ScheduleSettings
 from spmdrl.rollout.balance import deal, deal_again
-from spmdrl.rollout.book import Book, OwnBook, SharedBook, finish, take_tickets
+from spmdrl.rollout.book import Book, Move, OwnBook, Practice, SharedBook, finish, take_tickets
 from spmdrl.rollout.resume import Share, resumed
 from spmdrl.rollout.staleness import horizon, make_rules
 
@@ -62,39 +65,34 @@ def test_a_long_tail_is_spread():
 class Replica:
     """What a replica does with a book: take, sample in any order, tell."""
 
-    def __init__(self, book, rules, *, share: Share, costs):
-        self.book, self.rules, self.share, self.costs = book, rules, share, costs
+    def __init__(self, store: dist.Store, rules, *, share: Share, costs):
+        self.rules, self.share, self.costs = rules, share, costs
+        practice = Practice(rules, self.deal, self.slots)
+        self.book = OwnBook(Book(), practice)
+        if share.is_shared:
+            self.book = SharedBook(store, Book(), practice, replicas=share.replicas)
         self.running: dict[int, tuple[int, int]] = {}
         self.done: list[int] = []
         self.versions: dict[int, int] = {}
-        self.next = book.read().next
+        self.next = 0
 
     def turn(self, version: int, *, last: int, most: int) -> dict[int, dict[int, int]]:
         """As StepFiller._keep_book; returns this replica's share of steps that closed."""
-        complete = tuple(self.done)
-
-        def change(book: Book):
-            for step in [step for step in book.closed if step < version]:
-                del book.closed[step]
-            finish(book, self.rules, complete=complete, dropped=(), last=last, slots_of=self.slots)
-            tickets = take_tickets(
-                book,
-                self.rules,
-                part=self.share.part,
-                most=most,
-                last=last,
-                version=version,
-                deal=self.deal,
-            )
-            return tickets, dict(book.closed)
-
-        tickets, closed = self.book.update(change)
+        self.book.follow()
+        move = Move(self.share.part, version, last, most, complete=tuple(self.done))
+        before = copy.deepcopy(self.book.book)
+        changes = self.book.practice.changes(before, move)
+        tickets = self.book.move(move)
+        if not changes:
+            assert self.book.book == before and not tickets
+            self.book.practice.play(before, move)
+            assert self.book.book == before, "a move that changes something was left out"
         self.done = []
         for number, step, slot in tickets:
             self.running[number], self.versions[number] = (step, slot), version
         own = {
             step: {n: slot for n, slot in groups.items() if n in self.versions}
-            for step, groups in closed.items()
+            for step, groups in self.book.book.closed.items()
             if step >= self.next
         }
         self.next = max([self.next, *(step + 1 for step in own)])
@@ -128,8 +126,7 @@ def test_every_prompt_is_sampled_once_and_every_step_full_whoever_is_fast(
         share = Share(i, replicas, is_shared)
         quota = prompts if is_shared else len(range(i, prompts, replicas))
         rules = make_rules(quota, over_sample=over, lag=lag, max_staleness="auto")
-        book = SharedBook(store, initial=Book(), writer=i) if is_shared else OwnBook(Book())
-        crew.append(Replica(book, rules, share=share, costs=costs))
+        crew.append(Replica(store, rules, share=share, costs=costs))
     sampled, batches = [], {step: {} for step in range(steps)}
     for version in range(steps):
         for last in (version, min(version + lag, steps - 1)):
@@ -181,28 +178,66 @@ def test_a_plain_step_keeps_its_prompts_in_their_slots_whoever_drew_them():
     assert book.closed == {0: {t.number: t.slot for t in tickets}}
 
 
+def pair(*stores: Any, prompts: int = 6) -> list[SharedBook]:
+    """Return the books of two replicas, each by its view of the store."""
+    rules = make_rules(prompts, over_sample=1, lag=0, max_staleness="auto")
+    practice = Practice(rules, lambda step: deal([0] * prompts, 2), lambda step: range(prompts))
+    return [SharedBook(store, Book(), practice, replicas=2) for store in stores]
+
+
+class Interrupted:
+    """A store in which another replica writes just before this one does."""
+
+    def __init__(self, store: dist.Store, interrupt: Callable[[], None]):
+        self._store, self._interrupt = store, interrupt
+
+    def __getattr__(self, name: str):
+        return getattr(self._store, name)
+
+    def add(self, key: str, amount: int) -> int:
+        if amount:
+            self._interrupt()
+        return self._store.add(key, amount)
+
+
 def test_two_that_write_at_once_lose_nothing():
+    store, taken = dist.HashStore(), []
+    late = Move(part=1, version=0, last=0, most=4)
+    one, two = pair(Interrupted(store, lambda: taken.extend(two.move(late))), store)
+    tickets = one.move(Move(part=0, version=0, last=0, most=9))
+    assert [t.slot for t in taken] == [1, 3, 5, 4] and [t.slot for t in tickets] == [0, 2]
+    assert [t.number for t in [*taken, *tickets]] == [0, 1, 2, 3, 4, 5]
+    assert two.book != one.book and two.follow() and two.book == one.book
+    assert not one.follow() and not two.follow()
+    assert one.move(Move(part=0, version=0, last=0, most=9)) == []
+    assert not two.follow(), "nothing was changed"
+
+
+def test_what_all_have_played_leaves_the_store():
     store = dist.HashStore()
-    one, two = (SharedBook(store, initial=Book(), writer=i) for i in range(2))
-    tries = []
+    books = pair(store, store, prompts=4)
+    for step in range(50):
+        for _ in range(2):
+            for part, book in enumerate(books):
+                for ticket in book.move(Move(part, step, step, most=1)):
+                    book.move(Move(part, step, step, most=0, complete=(ticket.number,)))
+        for book in books:
+            book.follow()
+            assert book.book.next == step + 1 and set(book.book.closed[step].values()) == {
+                *range(4)
+            }
+    assert store.num_keys() < 30, "8 moves a step"
 
-    def add(book: Book) -> int:
-        book.number += 1
-        return book.number
 
-    def late(book: Book) -> int:
-        if not tries:
-            two.update(add)  # in the midst of the other's change
-        tries.append(book.number)
-        return add(book)
-
-    assert one.update(late) == 2 and tries == [0, 1]
-    assert one.read() == two.read() == dataclasses.replace(Book(), number=2)
-    assert not one.is_changed() and not two.is_changed()
-    two.update(lambda book: None)
-    assert not one.is_changed(), "nothing was changed"
-    two.update(add)
-    assert one.is_changed()
+def test_replicas_ask_more_seldom_the_more_they_are():
+    store = dist.HashStore()
+    practice = pair(store, store)[0].practice
+    for replicas, is_due in ((2, True), (512, False)):
+        book = SharedBook(store, Book(), practice, replicas=replicas)
+        assert book.is_due
+        book.follow()
+        time.sleep(0.01)
+        assert book.is_due == is_due and not book.follow()
 
 
 # --------------------------------------------------------------------------- resume
@@ -230,14 +265,14 @@ def test_nothing_is_lost_or_doubled_on_another_number_of_replicas(
             lag=0,
             max_staleness="auto",
         )
-        book = SharedBook(store, initial=Book(), writer=i) if was_shared else OwnBook(Book())
-        crew.append(Replica(book, rules, share=share, costs=costs))
+        crew.append(Replica(store, rules, share=share, costs=costs))
     for replica in crew:  # they come to different steps, as dynamic sampling lets them
         for _ in range(data.draw(st.integers(0, 4))):
             replica.turn(0, last=0, most=data.draw(st.integers(0, 3)))
             taken |= set(replica.running.values())
     for replica in crew:
-        book = replica.book.read()
+        replica.book.follow()
+        book = replica.book.book
         states.append(
             {
                 "is_shared": was_shared,

@@ -1,24 +1,26 @@
 """What engine replicas have under way for the steps to come, and who takes what next.
 
-A book is kept by one replica for itself, or by all together in the job's store: then whoever is
-done early takes prompts that were dealt to another, and none is lost or sampled twice.
-`take_tickets` and `finish` change a book and nothing else, so that a change of the book in the
-store, made by compare and set, may be tried again.
+A book is kept by one replica for itself, or by all together: then whoever is done early takes
+prompts that were dealt to another, and none is lost or sampled twice. All together keep the list of
+moves in the job's store; `take_tickets` and `finish` are functions of book and move alone, so that
+all who play the moves in this order have the same book.
 """
 
 from __future__ import annotations
 
 import json
+import math
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any, NamedTuple, Protocol, TypeVar
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch.distributed as dist
 
 from spmdrl.rollout.staleness import Rules, closing, num_to_admit
 
-T = TypeVar("T")
-_KEY = "rollout/book"
+_COUNT, _KEY = "rollout/moves", "rollout/move/{}"
+_LOOKS_PER_S = 1000  # of all replicas
 
 
 class Ticket(NamedTuple):
@@ -73,11 +75,8 @@ def take_tickets(
         last: last step wanted. version: of the caller's weights.
         deal: returns the slots of a step by part.
     """
-    count = num_to_admit(
-        rules, len(book.waiting), next_step=book.next, last_step=last, version=version
-    )
     tickets = []
-    for _ in range(min(count, most)):
+    for _ in range(min(most, _num_to_take(book, rules, last=last, version=version))):
         if not book.left:
             book.left[book.opened] = [list(slots) for slots in deal(book.opened)]
             book.opened += 1
@@ -111,15 +110,32 @@ def finish(
     for number in dropped:
         del book.waiting[number]
     book.dropped += len(dropped)
-    while book.next <= last and len(book.complete) >= rules.quota:
-        versions = {number: version for number, (version, _, _) in book.waiting.items()}
-        chosen = closing(rules, versions, complete=set(book.complete), step=book.next)
-        if chosen is None:
-            return
+    while (chosen := _closing(book, rules, last=last)) is not None:
         groups = {number: book.waiting.pop(number) for number in chosen}
         book.complete = [number for number in book.complete if number not in groups]
         book.closed[book.next] = _placed(groups, step=book.next, slots=slots_of(book.next))
         book.next, book.dropped = book.next + 1, 0
+
+
+def _num_to_take(book: Book, rules: Rules, *, last: int, version: int) -> int:
+    """Count the tickets that the rules leave to take."""
+    return num_to_admit(
+        rules, len(book.waiting), next_step=book.next, last_step=last, version=version
+    )
+
+
+def _closing(book: Book, rules: Rules, *, last: int) -> list[int] | None:
+    """Return the groups of the next step if it can be closed now."""
+    if book.next > last or len(book.complete) < rules.quota:
+        return None
+    versions = {number: version for number, (version, _, _) in book.waiting.items()}
+    return closing(rules, versions, complete=set(book.complete), step=book.next)
+
+
+def _handed_over(book: Book, *, version: int) -> list[int]:
+    """Return the closed steps that every replica has handed over, or none had weights of this
+    version."""
+    return [step for step in book.closed if step < version]
 
 
 def _placed(
@@ -134,101 +150,144 @@ def _placed(
 # --------------------------------------------------------------------------- where it is kept
 
 
-class Keeper(Protocol):
-    """Holds a book."""
+class Move(NamedTuple):
+    """What a replica tells a book, and asks of it."""
 
-    def update(self, change: Callable[[Book], T]) -> T:
-        """Apply a change, which may run more than once, on its own, and return its result."""
+    part: int
+    """The replica's."""
+    version: int
+    """Of its weights."""
+    last: int
+    """Last step wanted, and that may be closed."""
+    most: int
+    """Tickets to take at most."""
+    complete: tuple[int, ...] = ()
+    """Numbers of groups that are complete."""
+    dropped: tuple[int, ...] = ()
+    """Numbers of groups that are to be replaced."""
 
-    def read(self) -> Book:
-        """Return the book; it is not to be changed."""
+
+@dataclass(frozen=True)
+class Practice:
+    """By what a book is kept; the same on all replicas that share it."""
+
+    rules: Rules
+    deal: Callable[[int], list[list[int]]]
+    """Returns the slots of a step by part."""
+    slots_of: Callable[[int], Sequence[int]]
+    """Returns the slots of a step's batch that are filled from the book."""
+
+    def play(self, book: Book, move: Move) -> list[Ticket]:
+        """Change a book by a move; return the tickets that it takes."""
+        for step in _handed_over(book, version=move.version):
+            del book.closed[step]
+        finish(
+            book,
+            self.rules,
+            complete=move.complete,
+            dropped=move.dropped,
+            last=move.last,
+            slots_of=self.slots_of,
+        )
+        return take_tickets(
+            book,
+            self.rules,
+            part=move.part,
+            most=move.most,
+            last=move.last,
+            version=move.version,
+            deal=self.deal,
+        )
+
+    def changes(self, book: Book, move: Move) -> bool:
+        """Whether a move would change the book."""
+        return bool(
+            move.complete
+            or move.dropped
+            or _handed_over(book, version=move.version)
+            or _closing(book, self.rules, last=move.last) is not None
+            or (move.most and _num_to_take(book, self.rules, last=move.last, version=move.version))
+        )
 
 
 class OwnBook:
     """A book of one replica alone."""
 
-    def __init__(self, book: Book):
-        self.book = book
+    def __init__(self, book: Book, practice: Practice):
+        self.book, self.practice = book, practice
 
-    def update(self, change: Callable[[Book], T]) -> T:
-        """As Keeper."""
-        return change(self.book)
+    @property
+    def is_due(self) -> bool:
+        """Whether a replica that has other things to do should make a move now."""
+        return True
 
-    def read(self) -> Book:
-        """As Keeper."""
-        return self.book
+    def move(self, move: Move) -> list[Ticket]:
+        """Make a move, of which `book` shows the outcome; return its tickets."""
+        return self.practice.play(self.book, move)
+
+    def follow(self) -> bool:
+        """Bring `book` up to date; return whether another replica has changed it."""
+        return False
 
 
-class SharedBook:
-    """A book of all replicas, in the job's store.
+class SharedBook(OwnBook):
+    """A book of all replicas: each has a copy, and plays all moves in the order of the job's store.
+
+    A move is some 60 bytes, however large the book. Nobody asks more often than `spacing_s` unless
+    it has something to say or nothing else to do, so that the store bears many replicas
+    (benchmarks/results/scale.md).
 
     Args:
         store: of the job.
-        initial: the book that stands as long as nobody has changed it; the same for all.
-        writer: this replica: what two write must differ, or both would take it as theirs.
+        book: that stands before the first move; the same for all.
+        replicas: how many share it.
     """
 
-    def __init__(self, store: dist.Store, *, initial: Book, writer: int):
-        self._store, self._initial, self._writer = store, _to_text(initial), writer
-        self._changes = 0
-        self._seen = ""
+    def __init__(self, store: dist.Store, book: Book, practice: Practice, *, replicas: int):
+        super().__init__(book, practice)
+        self.spacing_s = replicas / _LOOKS_PER_S
+        self._store, self._looked_at = store, -math.inf
+        self._seen = 0  # moves that are in `book`
+        self._own: list[int] = []  # of them this replica's that are in the store
+        self._closed_at: dict[int, int] = {}  # {step: number of the move that closed it}
 
-    def update(self, change: Callable[[Book], T]) -> T:
-        """As Keeper: one round trip of about 0.1 ms, two where something changes."""
-        seen = self._latest()
-        while True:
-            before = _body(seen) or self._initial
-            book = _from_text(before)
-            result = change(book)
-            after = _to_text(book)
-            if after == before:
-                return result
-            self._changes += 1
-            wanted = f"{self._writer} {self._changes}\n{after}"
-            seen = self._store.compare_set(_KEY, seen, wanted).decode()
-            if seen == wanted:
-                self._seen = seen
-                return result
+    @property
+    def is_due(self) -> bool:
+        """As OwnBook."""
+        return time.monotonic() - self._looked_at >= self.spacing_s
 
-    def read(self) -> Book:
-        """As Keeper."""
-        return _from_text(_body(self._latest()) or self._initial)
+    def move(self, move: Move) -> list[Ticket]:
+        """As OwnBook. A move that would change nothing is not written down."""
+        if self.is_due:
+            self.follow()
+        if not self.practice.changes(self.book, move):
+            return []
+        number = self._store.add(_COUNT, 1)
+        self._store.set(_KEY.format(number), json.dumps(move))
+        self._own.append(number)
+        self._play_until(number - 1)
+        return self._play(move)
 
-    def is_changed(self) -> bool:
-        """Whether another replica has changed it since this one last looked."""
-        seen = self._seen
-        return self._latest() != seen
+    def follow(self) -> bool:
+        """As OwnBook."""
+        before = self._seen
+        self._play_until(self._store.add(_COUNT, 0))
+        return self._seen > before
 
-    def _latest(self) -> str:
-        has_any = self._seen or self._store.check([_KEY])
-        self._seen = self._store.get(_KEY).decode() if has_any else ""
-        return self._seen
+    def _play_until(self, number: int) -> None:
+        self._looked_at = time.monotonic()
+        keys = [_KEY.format(k) for k in range(self._seen + 1, number + 1)]
+        for text in self._store.multi_get(keys) if keys else ():
+            part, version, last, most, complete, dropped = json.loads(text)
+            self._play(Move(part, version, last, most, tuple(complete), tuple(dropped)))
 
-
-def _body(text: str) -> str:
-    return text.partition("\n")[2]
-
-
-def _to_text(book: Book) -> str:
-    return json.dumps(asdict(book), separators=(",", ":"))
-
-
-def _from_text(text: str) -> Book:
-    return book_from_dict(json.loads(text))
-
-
-def book_from_dict(plain: dict[str, Any]) -> Book:
-    """Undo dataclasses.asdict, whether or not it went through JSON, where keys are text."""
-    return Book(
-        **plain
-        | {
-            "left": {
-                int(step): [list(slots) for slots in parts] for step, parts in plain["left"].items()
-            },
-            "waiting": {int(number): tuple(group) for number, group in plain["waiting"].items()},
-            "closed": {
-                int(step): {int(number): slot for number, slot in groups.items()}
-                for step, groups in plain["closed"].items()
-            },
-        }
-    )
+    def _play(self, move: Move) -> list[Ticket]:
+        before, self._seen = self.book.next, self._seen + 1
+        tickets = self.practice.play(self.book, move)
+        self._closed_at |= dict.fromkeys(range(before, self.book.next), self._seen)
+        # Weights of this version were pushed: all replicas had closed the steps before.
+        past = [step for step in self._closed_at if step < move.version]
+        end = max((self._closed_at.pop(step) for step in past), default=0)
+        while self._own and self._own[0] <= end:
+            self._store.delete_key(_KEY.format(self._own.pop(0)))
+        return tickets

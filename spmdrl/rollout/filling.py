@@ -17,7 +17,7 @@ from typing import Any
 from spmdrl.config import Config
 from spmdrl.data.prompts import PromptSource
 from spmdrl.engine.protocol import EngineProtocol
-from spmdrl.rollout.book import Book, Keeper, OwnBook, SharedBook, Ticket, finish, take_tickets
+from spmdrl.rollout.book import Book, Move, OwnBook, Practice, SharedBook, Ticket
 from spmdrl.rollout.episode import Draw, Episode, Group
 from spmdrl.rollout.idle import Idle
 from spmdrl.rollout.loop import Loop
@@ -86,7 +86,9 @@ class StepFiller:
         while True:
             is_pausing = must_pause()
             most = 0 if is_pausing else self._room(last)
-            tickets = self._keep_book(engine.version, last=last, most=most)
+            tickets = []
+            if self.book.is_due or is_pausing or not self.loop.is_busy:
+                tickets = self._keep_book(engine.version, last=last, most=most)
             if self._next > last or is_pausing:
                 break
             for number, step, slot in tickets:
@@ -116,7 +118,8 @@ class StepFiller:
 
     def state_dict(self, engine: EngineProtocol | None) -> dict[str, Any]:
         """Return what was made ahead and what is under way, as plain values."""
-        book = self.book.read()
+        self.book.follow()
+        book = self.book.book
         self._hand_over(book.closed)
         unfinished: list[Episode] = []
         if self.waiting:
@@ -156,42 +159,22 @@ class StepFiller:
     # ---------------------------------------------------------------- the book
 
     def _keep(self, book: Book) -> None:
-        self.book: Keeper = (
-            SharedBook(self.world.store, initial=book, writer=self.world.replica)
-            if self.share.is_shared
-            else OwnBook(book)
-        )
+        practice = Practice(self.rules, self.prompts.deal, self.prompts.slots_of)
+        self.book = OwnBook(book, practice)
+        if self.share.is_shared:
+            replicas = self.share.replicas
+            self.book = SharedBook(self.world.store, book, practice, replicas=replicas)
 
     def _keep_book(self, version: int, *, last: int, most: int) -> list[Ticket]:
         """Tell the book what is complete, take up to `most` tickets, hand over closed steps."""
         complete, flat = tuple(self._complete), tuple(self._flat)
-
-        def change(book: Book) -> tuple[list[Ticket], dict[int, dict[int, int]], int]:
-            for step in [step for step in book.closed if step < version]:
-                del book.closed[step]  # all replicas have handed it over
-            finish(
-                book,
-                self.rules,
-                complete=complete,
-                dropped=flat,
-                last=last,
-                slots_of=self.prompts.slots_of,
-            )
-            tickets = take_tickets(
-                book,
-                self.rules,
-                part=self.share.part,
-                most=most,
-                last=last,
-                version=version,
-                deal=self.prompts.deal,
-            )
-            return tickets, dict(book.closed), book.dropped
-
-        tickets, closed, num_dropped = self.book.update(change)
+        tickets = self.book.move(
+            Move(self.share.part, version, last, most, complete=complete, dropped=flat)
+        )
         self._complete, self._flat = [], []
         self._dropped += [self.waiting.pop(number) for number in flat]
-        self._hand_over(closed)
+        num_dropped = self.book.book.dropped
+        self._hand_over(self.book.book.closed)
         if flat:
             self._check_dropped(num_dropped)
         return tickets
@@ -212,10 +195,10 @@ class StepFiller:
 
     def _await_replicas(self, must_pause: Callable[[], bool]) -> None:
         """Wait until another replica has changed the book: what is missing is with them."""
-        assert isinstance(self.book, SharedBook), "nothing is under way, and nothing to admit"
+        assert self.share.is_shared, "nothing is under way, and nothing to admit"
         began = time.perf_counter()
         with self.world.watch.wait("await other replicas", self._next):
-            while not self.book.is_changed() and not must_pause():
+            while not must_pause() and not (self.book.is_due and self.book.follow()):
                 time.sleep(_LOOK_EVERY_S)
         self.loop.idle.add("replicas", time.perf_counter() - began)
 
