@@ -11,8 +11,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def torchrun(ranks: int, program: Path | str, *arguments: str, timeout_s: float) -> None:
-    """Run a program under torchrun to its end, one thread to a rank, in this checkout.
+def torchrun(ranks: int, program: Path | str, *arguments: str, timeout_s: float) -> str:
+    """Run a program under torchrun to its end, one thread to a rank, in this checkout, and return
+    what it printed.
 
     Raises: RuntimeError with the end of what it printed, when it fails.
     """
@@ -35,6 +36,7 @@ def torchrun(ranks: int, program: Path | str, *arguments: str, timeout_s: float)
     )
     if done.returncode:
         raise RuntimeError(done.stdout[-2000:] + done.stderr[-4000:])
+    return done.stdout
 
 
 def as_flags(fields: Mapping[str, object]) -> list[str]:

@@ -2,11 +2,13 @@
 
     torchrun --nproc-per-node 2 benchmarks/stream.py --megabytes 100
     torchrun --nproc-per-node 4 benchmarks/stream.py --trainer-ranks 2 --inference-tp 2
+    torchrun --nproc-per-node 1 benchmarks/stream.py --placement colocated
 
 A random Qwen3 is made in a temporary folder, loaded by real trainers and real vLLM engines,
 pushed a few times, and removed. Each round times one push (pack, cast, all-to-all, gather,
 write into live engine parameters) and one bare `all_to_all_single` whose pairs of ranks
-exchange the bytes of that push, from and into warm buffers. The slowest rank's clock counts.
+exchange the bytes of that push, from and into warm buffers; with one rank, one copy of as many
+bytes on its device. The slowest rank's clock counts.
 Prints a table and one line of JSON on rank 0.
 """
 
@@ -20,6 +22,7 @@ import tempfile
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -44,6 +47,8 @@ class Options:
 
     megabytes: int = 100
     """Size of the weights as the engine holds them, 1e6 bytes, about."""
+    placement: Literal["split", "colocated"] = "split"
+    """colocated: every rank does both."""
     trainer_ranks: int = 1
     """Ranks that train; the others hold engines."""
     tp: int = 1
@@ -62,6 +67,7 @@ def make_config(options: Options, *, world_size: int, folder: Path) -> Config:
     """Return the config of the measured world."""
     return Config(
         layout=LayoutSettings(
+            placement=options.placement,
             world_size=world_size,
             trainer_ranks=options.trainer_ranks,
             tp=options.tp,
@@ -116,7 +122,11 @@ def sent_bytes(stream: object, world: World) -> list[list[int]]:
 
 
 def plain_exchange(stream: object, world: World) -> object:
-    """Return a function that runs one all-to-all of the bytes of one push."""
+    """Return a function that runs one all-to-all of the bytes of one push, or one copy of them."""
+    if world.world_size == 1:
+        own = torch.ones(stream.nbytes, dtype=torch.uint8, device=world.device)
+        other = torch.zeros_like(own)
+        return lambda: other.copy_(own)
     rows = sent_bytes(stream, world)
     sent, taken = rows[world.rank], [row[world.rank] for row in rows]
     send = torch.ones(sum(sent), dtype=torch.uint8, device=world.device)
@@ -145,9 +155,11 @@ def measure(options: Options, cfg: Config, *, folder: Path) -> dict:
     for version in range(1, options.rounds + 1):
         push_s.append(seconds_of(lambda: stream.push(version), world))
         plain_s.append(seconds_of(plain, world))
-    gigabytes, moved = stream.nbytes / 1e9, sum(map(sum, sent_bytes(stream, world))) / 1e9
-    # Pairs of ranks exchange equal parts in each bucket, so a little more than the weights.
-    assert 0 <= moved / gigabytes - 1 < 0.05, f"plain moves {moved} GB, the push {gigabytes} GB"
+    gigabytes = stream.nbytes / 1e9
+    if world.world_size > 1:
+        moved = sum(map(sum, sent_bytes(stream, world))) / 1e9
+        # Pairs of ranks exchange equal parts in each bucket, so a little more than the weights.
+        assert 0 <= moved / gigabytes - 1 < 0.05, f"plain moves {moved} GB, the push {gigabytes} GB"
     found = {
         **asdict(options),
         "world_size": world.world_size,

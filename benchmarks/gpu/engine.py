@@ -1,0 +1,185 @@
+"""Part of `make gpu`: our engine against vLLM's own `LLM.generate`, on the same requests.
+
+    python -m benchmarks.gpu.engine --shape 1b            # tiny for a rehearsal on the CPU
+
+Each side has a process of its own, the whole GPU and its defaults; a seed per request on both, no
+end-of-sequence, so that every request has its full length, which is asserted. Ours records the
+logprob of every sampled token, so `LLM.generate` is asked for it too.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+import tyro
+
+from benchmarks.gpu import update
+from benchmarks.gpu.rows import Row, attempt, judged, last_words, read_rows
+from spmdrl.config import (
+    Config,
+    DataSettings,
+    EngineSettings,
+    LayoutSettings,
+    ModelSettings,
+    SamplingSettings,
+)
+
+_AIM = 0.98  # of LLM.generate's tokens/s: not below, but for the noise of two processes
+_PROMPT = 256
+
+
+@dataclass(frozen=True)
+class Options:
+    """What to run."""
+
+    shape: Literal["tiny", "1b", "4b"] = "1b"
+    device: Literal["cpu", "cuda"] = "cuda"
+    requests: int = 512
+    length: int = 256
+    """Tokens of a response."""
+    rounds: int = 2
+    """Rounds that count, after one that does not."""
+    side: Literal["", "ours", "deterministic", "llm"] = ""
+    """One side alone, on the model in `model`: what the parent starts."""
+    model: str = ""
+    timeout_s: float = 170.0
+
+
+def prompts(options: Options, turn: int) -> list[list[int]]:
+    """Return the prompts of one round: [requests] of random ids, other ones in each."""
+    drawn = torch.Generator().manual_seed(turn)
+    return torch.randint(8, 400, (options.requests, _PROMPT), generator=drawn).tolist()
+
+
+def ours(options: Options) -> list[float]:
+    """Return the seconds of each round of our engine."""
+    from spmdrl.engine import make_engine
+    from spmdrl.engine.protocol import Request
+    from spmdrl.world import World
+    from spmdrl.world.launch import launch_alone
+
+    dtype: Literal["bfloat16", "float32"] = "float32" if options.device == "cpu" else "bfloat16"
+    cfg = Config(
+        deterministic=options.side == "deterministic",
+        layout=LayoutSettings(placement="colocated", world_size=1, device=options.device),
+        model=ModelSettings(path=options.model),
+        data=DataSettings(max_prompt_tokens=_PROMPT),
+        sampling=SamplingSettings(max_response_tokens=options.length),
+        engine=EngineSettings(dtype=dtype, max_num_seqs=256, options={"enable_sleep_mode": False}),
+    )
+    launch_alone()
+    world = World.start(cfg)
+    engine, took = make_engine(cfg, world), []
+    for turn in range(options.rounds + 1):
+        engine.weights_changed(turn)
+        began, tokens = time.perf_counter(), 0
+        for i, prompt in enumerate(prompts(options, turn)):
+            engine.add(Request(str(i), tuple(prompt), options.length, 1.0, 7919 * turn + i, ()))
+        while engine.is_busy:
+            tokens += sum(len(done.tokens) for done in engine.step())
+        took.append(time.perf_counter() - began)
+        assert tokens == options.requests * options.length, f"{tokens} tokens were drawn"
+    engine.close()
+    world.close()
+    return took[1:]
+
+
+def llm(options: Options) -> list[float]:
+    """Return the seconds of each round of LLM.generate."""
+    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}
+    if options.device == "cpu":
+        os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    from vllm import LLM, SamplingParams
+
+    own = LLM(
+        options.model,
+        dtype="float32" if options.device == "cpu" else "bfloat16",
+        max_model_len=_PROMPT + options.length,
+        max_num_seqs=256,
+        max_num_batched_tokens=8192,
+        skip_tokenizer_init=True,
+        gpu_memory_utilization=EngineSettings.gpu_memory_frac,
+        enforce_eager=options.device == "cpu",
+        enable_chunked_prefill=options.device == "cuda",
+        seed=0,
+    )
+    took = []
+    for turn in range(options.rounds + 1):
+        asked = [
+            SamplingParams(
+                temperature=1.0, max_tokens=options.length, seed=7919 * turn + i,
+                ignore_eos=True, detokenize=False, logprobs=0,
+            )
+            for i in range(options.requests)
+        ]  # fmt: skip
+        own.reset_prefix_cache()
+        inputs = [{"prompt_token_ids": prompt} for prompt in prompts(options, turn)]
+        began = time.perf_counter()
+        done = own.generate(inputs, asked, use_tqdm=False)
+        took.append(time.perf_counter() - began)
+        tokens = sum(len(each.outputs[0].token_ids) for each in done)
+        assert tokens == options.requests * options.length, f"{tokens} tokens were drawn"
+    return took[1:]
+
+
+def one_side(options: Options) -> None:
+    """Print one side's seconds as a row for the parent."""
+    took = llm(options) if options.side == "llm" else ours(options)
+    Row(options.side, "", numbers={"seconds": took}).tell()
+    sys.stdout.flush()
+    os._exit(0)
+
+
+def run_side(side: str, options: Options, model: str) -> float:
+    """Return the tokens per second of the best round of one side, from its own process.
+
+    Raises: RuntimeError with the end of what it printed, when it fails.
+    """
+    words = [sys.executable, "-m", "benchmarks.gpu.engine", "--side", side, "--model", model]
+    for name in ("device", "requests", "length", "rounds"):
+        words += [f"--{name}", str(getattr(options, name))]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=options.timeout_s)
+    for row in read_rows(done.stdout):
+        return options.requests * options.length / min(row.numbers["seconds"])
+    raise RuntimeError(last_words(done.stdout + done.stderr))
+
+
+def main(options: Options) -> None:
+    """Run both sides, and ours in deterministic mode."""
+    if options.side:
+        one_side(options)
+    base = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(dir=base if base.is_dir() else None) as scratch:
+        shaped = update.Options(shape=options.shape, device=options.device)
+        model = update.write_model(Path(scratch) / "model", shaped)
+        update.free()
+        found: dict[str, float] = {}
+        for side in ("ours", "llm", "deterministic"):
+            with attempt(f"engine at {options.shape}, {side}"):
+                found[side] = run_side(side, options, model)
+        if {"ours", "llm"} <= set(found):
+            share = found["ours"] / found["llm"]
+            judged(
+                f"engine at {options.shape}, {options.requests} of {_PROMPT} + {options.length}",
+                f"{found['ours']:,.0f} tokens/s, {share:.3f} of LLM.generate",
+                beside=f"{found['llm']:,.0f} tokens/s",
+                met=share >= _AIM,
+                aim="not below",
+                tokens_per_s=found,
+            ).tell()
+        if {"ours", "deterministic"} <= set(found):
+            ratio = found["ours"] / found["deterministic"]
+            what = f"deterministic mode of the engine at {options.shape}"
+            Row(what, f"{ratio:.2f} of the time", numbers={"ratio": ratio}).tell()
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Options))

@@ -1,0 +1,295 @@
+"""Part of `make gpu`: the trainer's update against a bare hand-written loop, at real shapes.
+
+    python -m benchmarks.gpu.update --shape 1b            # or 4b; tiny for a rehearsal on the CPU
+
+Random weights, 8192 packed tokens in four rows, the work of benchmarks/trainer.py: policy-gradient
+steps with AdamW and a clipped gradient norm. The bare loop gives transformers a [rows, length]
+batch and computes all logits at once. One after the other, as both do not fit beside each other;
+that the gradient norms of the first step agree is asserted. Tells tokens/s, MFU, the share of the
+bare loop's speed, memory against the planner's, and what deterministic mode costs.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import tyro
+from torch import Tensor
+
+from benchmarks.gpu.rows import Row, attempt, judged, median_seconds
+from benchmarks.trainer import LR, MAX_NORM, ours
+from spmdrl.config import (
+    AlgorithmSettings,
+    BatchSettings,
+    Config,
+    DataSettings,
+    KernelsSettings,
+    LayoutSettings,
+    MemorySettings,
+    ModelSettings,
+    OptimizerSettings,
+    SamplingSettings,
+)
+from spmdrl.model.flops import training_flops
+from spmdrl.model.head import head_chunk_tokens
+from spmdrl.model.load import build_meta_model
+from spmdrl.model.shape import ModelShape, model_shape
+from spmdrl.plan.run import run_of
+from spmdrl.plan.trainer_memory import trainer_memory
+from spmdrl.roles import make_trainer
+from spmdrl.world import World
+from spmdrl.world.axes import axes_of
+from spmdrl.world.hardware import known_gpu
+from spmdrl.world.launch import launch_alone
+
+_AIM_OF_BARE, _AIM_MFU = 0.95, 0.5
+_MEMORY_OFF = 0.15  # of the planner's figure
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "tiny": dict(model_type="qwen3", hidden_size=64, intermediate_size=160, num_hidden_layers=2,
+                 num_attention_heads=4, num_key_value_heads=2, head_dim=64, vocab_size=512),
+    # As Llama 3.2 1B and Qwen3 4B.
+    "1b": dict(model_type="llama", hidden_size=2048, intermediate_size=8192, num_hidden_layers=16,
+               num_attention_heads=32, num_key_value_heads=8, head_dim=64, vocab_size=128256),
+    "4b": dict(model_type="qwen3", hidden_size=2560, intermediate_size=9728, num_hidden_layers=36,
+               num_attention_heads=32, num_key_value_heads=8, head_dim=128, vocab_size=151936),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Options:
+    """What to run."""
+
+    shape: Literal["tiny", "1b", "4b"] = "1b"
+    device: Literal["cpu", "cuda"] = "cuda"
+    rows: int = 4
+    length: int = 2048
+    rounds: int = 8
+    """Steps that count, after three that do not."""
+
+    @property
+    def is_large(self) -> bool:
+        """Whether 16 bytes a weight are too many: bfloat16 weights and moments then, on both
+        sides, and activations made again."""
+        return self.shape == "4b"
+
+
+def write_model(folder: Path, options: Options) -> str:
+    """Write random weights of a shape, made on the device: on the host it would take minutes."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    sizes = SHAPES[options.shape] | {
+        "max_position_embeddings": 4096, "tie_word_embeddings": True,
+        "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+    }  # fmt: skip
+    with torch.device(options.device):
+        model = AutoModelForCausalLM.from_config(
+            AutoConfig.for_model(**sizes), dtype=torch.bfloat16
+        )
+    model.save_pretrained(folder)
+    return str(folder)
+
+
+def config_of(options: Options, path: str, *, compile: bool, deterministic: bool = False) -> Config:
+    """Return what train.py would be given."""
+    prompt, dtype = options.length // 4, "bfloat16" if options.is_large else "float32"
+    return Config(
+        output_dir=str(Path(path).parent / "run"),
+        steps=1000,
+        deterministic=deterministic,
+        layout=LayoutSettings(placement="offline", world_size=1, device=options.device),
+        model=ModelSettings(
+            path=path,
+            kernels=KernelsSettings(compile=compile),
+            memory=MemorySettings(
+                activation_checkpointing="full" if options.is_large else "none",
+                master_dtype=dtype,
+                optimizer_dtype=dtype,
+            ),
+        ),
+        data=DataSettings(max_prompt_tokens=prompt),
+        sampling=SamplingSettings(max_response_tokens=options.length - prompt),
+        batch=BatchSettings(tokens_per_microbatch=options.rows * options.length),
+        algorithm=AlgorithmSettings(correction="none"),
+        optimizer=OptimizerSettings(lr=LR, max_grad_norm=MAX_NORM),
+    )
+
+
+@dataclass(frozen=True)
+class Timed:
+    """One side's figures."""
+
+    seconds: float
+    grad_norm: float
+    """Of the first step, before clipping."""
+    peak_bytes: int
+
+
+def time_bare(options: Options, path: str, tokens: Tensor, advantages: Tensor) -> Timed:
+    """Time a loop as one writes it by hand."""
+    from transformers import AutoModelForCausalLM
+
+    dtype = torch.bfloat16 if options.is_large else torch.float32
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="sdpa")
+    model = model.to(tokens.device).train()
+    if options.is_large:
+        model.gradient_checkpointing_enable()
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=LR, betas=(0.9, 0.95), weight_decay=0.0, fused=True
+    )
+    norms: list[Tensor] = []
+
+    def step() -> None:
+        with torch.autocast(tokens.device.type, torch.bfloat16):
+            logits = model(tokens, use_cache=False).logits
+        logprobs = logits[:, :-1].float().log_softmax(-1)
+        chosen = logprobs.gather(-1, tokens[:, 1:, None])[..., 0][:, options.length // 4 - 1 :]
+        ratio = (chosen - chosen.detach()).exp()
+        (-(ratio * advantages[:, None]).mean()).backward()
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM).detach())
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return timed(step, options, lambda: float(norms[0]))
+
+
+def time_ours(cfg: Config, options: Options, tokens: Tensor, advantages: Tensor) -> Timed:
+    """Time the trainer's update, from a batch on the host."""
+    launch_alone()
+    world = World.start(cfg)
+    try:
+        trainer = make_trainer(cfg, world)
+        norms: list[float] = []
+        update = trainer.update
+
+        def noted(*args: Any, **named: Any) -> Any:
+            sums = update(*args, **named)
+            total, count = sums["policy/grad_norm"]
+            norms.append(float(total) / float(count))
+            return sums
+
+        trainer.update = noted
+        return timed(ours(trainer, tokens, advantages), options, lambda: norms[0])
+    finally:
+        world.close()
+        if cfg.deterministic:
+            torch.use_deterministic_algorithms(False)
+
+
+def timed(step: Callable[[], None], options: Options, norm: Callable[[], float]) -> Timed:
+    """Run the steps and return what they took."""
+    is_cuda = options.device == "cuda"
+    wait: Callable[[], object] = torch.cuda.synchronize if is_cuda else lambda: None
+    if is_cuda:
+        torch.cuda.reset_peak_memory_stats()
+    seconds = median_seconds(step, warm=3, rounds=options.rounds, wait=wait)
+    return Timed(seconds, norm(), torch.cuda.max_memory_allocated() if is_cuda else 0)
+
+
+def free() -> None:
+    """Give the memory of what went out of use back."""
+    gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+
+
+def tell(name: str, found: Timed, bare: Timed, *, options: Options, shape: ModelShape) -> None:
+    """Print the rows of one way to compute."""
+    off = abs(found.grad_norm / bare.grad_norm - 1)
+    assert off < 0.05, (
+        f"gradient norm {found.grad_norm} against the bare loop's {bare.grad_norm}: "
+        "the two did not do the same work"
+    )
+    lengths = torch.full((options.rows,), options.length)
+    scored = options.rows * (options.length - options.length // 4)
+    flops = training_flops(shape, lengths=lengths, num_scored=scored)
+    gpu = known_gpu(torch.cuda.get_device_name()) if options.device == "cuda" else None
+    tokens, share = options.rows * options.length, bare.seconds / found.seconds
+    mfu = flops / found.seconds / gpu.flops if gpu else None
+    numbers = dict(seconds=found.seconds, bare_s=bare.seconds, share=share, mfu=mfu, grad_off=off)
+    judged(
+        f"update at {options.shape}, {name}",
+        f"{tokens / found.seconds:,.0f} tokens/s, {share:.3f} of the bare loop",
+        beside=f"{tokens / bare.seconds:,.0f} tokens/s",
+        met=share >= _AIM_OF_BARE,
+        aim=f"{_AIM_OF_BARE} of it",
+        **numbers,
+    ).tell()
+    if mfu is not None:
+        judged(
+            f"update at {options.shape}, {name}: MFU", f"{mfu:.1%}", met=mfu >= _AIM_MFU,
+            beside=f"{flops / bare.seconds / gpu.flops:.1%}", aim=f"{_AIM_MFU:.0%}",
+            kind="matmul_frac", mfu=mfu,
+        ).tell()  # fmt: skip
+
+
+def tell_memory(found: Timed, cfg: Config, *, options: Options, shape: ModelShape) -> None:
+    """Print what torch allocated at most, beside what the planner says."""
+    hf_model, prompt = build_meta_model(cfg.model), options.length // 4
+    run = run_of(
+        cfg, shape, on_gpu=True, chunk_tokens=head_chunk_tokens(cfg.model, hf_model),
+        prompt_tokens=prompt, response_tokens=options.length - prompt,
+    )  # fmt: skip
+    causes = dict(trainer_memory(run, axes_of(cfg)).causes)
+    causes.pop("CUDA context")
+    planned = sum(causes.values())
+    off = found.peak_bytes / planned - 1
+    what, beside = f"memory of the update at {options.shape}", f"{planned / 2**30:.2f} GiB planned"
+    if options.device == "cpu":
+        Row(what, "needs CUDA", beside, verdict="not run").tell()
+        return
+    judged(
+        what,
+        f"{found.peak_bytes / 2**30:.2f} GiB at most",
+        beside=beside,
+        met=abs(off) <= _MEMORY_OFF,
+        aim=f"within {_MEMORY_OFF:.0%}",
+        peak=found.peak_bytes,
+        planned=planned,
+        causes=causes,
+    ).tell()
+
+
+def main(options: Options) -> None:
+    """Time the bare loop, then ours in each way."""
+    base = Path("/dev/shm")  # 8 GB of weights: no disk
+    with tempfile.TemporaryDirectory(dir=base if base.is_dir() else None) as scratch:
+        path = write_model(Path(scratch) / "model", options)
+        free()
+        drawn = torch.Generator().manual_seed(0)
+        tokens = torch.randint(8, 96, (options.rows, options.length), generator=drawn)
+        tokens = tokens.to(options.device)
+        advantages = torch.randn(options.rows, generator=drawn).to(options.device)
+        bare = time_bare(options, path, tokens, advantages)
+        free()
+        cfg = config_of(options, path, compile=False)
+        shape = model_shape(build_meta_model(cfg.model))
+        ways = {"as it is": cfg, "deterministic": replace(cfg, deterministic=True)}
+        if options.device == "cuda":
+            ways["compile"] = config_of(options, path, compile=True)
+        plain: Timed | None = None
+        for name, way in ways.items():
+            with attempt(f"update at {options.shape}, {name}"):
+                found = time_ours(way, options, tokens, advantages)
+                free()
+                if name == "deterministic" and plain is not None:
+                    ratio = found.seconds / plain.seconds
+                    what = f"deterministic mode of the update at {options.shape}"
+                    Row(what, f"{ratio:.2f} of the time", numbers={"ratio": ratio}).tell()
+                    continue
+                tell(name, found, bare, options=options, shape=shape)
+                if name == "as it is":
+                    plain = found
+                    tell_memory(found, way, options=options, shape=shape)
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Options))
+    sys.stdout.flush()
