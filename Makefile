@@ -2,6 +2,7 @@
 # make game    warm up and train on a game of several turns: runs/game; make tools: a calculator
 # make test    install, run the whole suite
 # make lint    ruff (lint and format) and mypy over spmdrl/ and train.py, in seconds
+# make gpu     what only GPUs can show, as one table: minutes; says so where there is none
 # make grid    every model and objective on every mesh: the parity grid of the nightly run
 # make venv    install only, into .venv
 # make clean   remove .venv and caches; runs/ stays
@@ -17,7 +18,7 @@ RUN    := runs/demo$(if $(filter-out 0,$(SEED)),_seed$(SEED))
 export OMP_NUM_THREADS ?= 1
 TORCHRUN := $(BIN)/torchrun --standalone --nproc-per-node 2
 
-.PHONY: venv lint test grid demo game tools clean
+.PHONY: venv lint test grid gpu demo game tools clean
 
 venv: .venv/installed
 
@@ -47,6 +48,12 @@ test: venv .venv/torchao
 
 grid: venv .venv/torchao
 	$(BIN)/python -m pytest -n 2 -m grid
+
+# On a GPU machine vLLM's CUDA build is installed as docs/gpu.md says, seldom by `make venv`.
+GPU_PYTHON ?= $(firstword $(wildcard $(BIN)/python) python3)
+
+gpu:
+	$(GPU_PYTHON) -m benchmarks.gpu $(if $(PARTS),--parts $(PARTS))
 
 # For the tests of model.memory.optimizer_dtype int8. Beside the environment, not in it, since
 # transformers imports torchao wherever it is found, with warnings, in each rank of each run.

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import pickle
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -185,16 +187,20 @@ def test_ranks_with_different_configs_are_refused():
     assert all("rank 1 has seed = 1, rank 0 has 0" in m for m in messages)
 
 
+def _last_collective(path: Path) -> str:
+    """Return the name of the last one that torch's flight recorder saw."""
+    return pickle.loads(path.read_bytes())["entries"][-1]["profiling_name"]
+
+
 WAITER = """
 import os, sys, time
 sys.path.insert(0, {root!r})
 import torch.distributed as dist
-from spmdrl.check.layout import layout_problems
 from spmdrl.config import Config, LayoutSettings
 from spmdrl.world import World
 from spmdrl.world.comm import agree, gather_problems
-world = World.start(Config(layout=LayoutSettings(world_size=3, trainer_ranks=2, device="cpu",
-                                         wait_timeout_s=4)))
+layout = LayoutSettings(world_size=3, trainer_ranks=2, device="cpu", wait_timeout_s=4)
+world = World.start(Config(output_dir=sys.argv[2], layout=layout))
 world.started()
 fault = sys.argv[1]
 if world.rank == 2:
@@ -224,7 +230,7 @@ def test_a_stalled_or_dead_rank_is_named_in_time(fault, says, tmp_path):
     port = free_port()
     processes = [
         subprocess.Popen(
-            [sys.executable, str(script), fault],
+            [sys.executable, str(script), fault, str(tmp_path)],
             text=True,
             env=os.environ | launch_env(rank, 3, port),
             stdout=subprocess.PIPE,
@@ -238,6 +244,9 @@ def test_a_stalled_or_dead_rank_is_named_in_time(fault, says, tmp_path):
             assert process.returncode in (1, 13), err
             assert f"rank {rank} waited" in err and "'exchange' at step 7" in err, err
             assert says in err and "'generate' at step 7" in err, err
+            if process.returncode == 13:  # the watch ended it, not an error of the collective
+                assert _last_collective(tmp_path / "flight" / f"rank_{rank}") == "gloo:barrier"
+        assert fault == "kill" or {process.returncode for process in processes[:2]} == {13}
     finally:
         for process in processes:
             process.kill()

@@ -20,6 +20,7 @@ is_persistent             Module._non_persistent_buffers_set    once named_buffe
 put_parameter             Module._parameters                once a parameter may be a plain tensor
 multiply_all, copy_all, norms_of  _foreach_mul_, _copy_, _norm  once they are public
 fused_adamw               _fused_adamw_                     once it is public
+flight_record             distributed_c10d._dump_nccl_trace, _dump_fr_trace    once public
 all_gather_single         all_gather_into_tensor            with 2.12, the last to call it so
 varlen                    varlen_attn(is_causal=)           with 2.11, the last to have it
 """
@@ -139,6 +140,14 @@ def set_group_timeout(timeout: timedelta) -> None:
     """Give groups to come this timeout where they are made without one: 10 or 30 minutes else."""
     dist.distributed_c10d.default_pg_timeout = timeout
     dist.distributed_c10d.default_pg_nccl_timeout = timeout
+
+
+def flight_record() -> bytes:
+    """Return the last collectives of this process, as `torchfrtrace` reads them."""
+    c10d: Any = torch._C._distributed_c10d
+    # A build with CUDA has both; each knows its own backend's collectives alone.
+    is_nccl = dist.is_initialized() and dist.get_backend() == "nccl"
+    return c10d._dump_nccl_trace() if is_nccl else c10d._dump_fr_trace()
 
 
 def unflatten_axis(

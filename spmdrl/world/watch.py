@@ -18,9 +18,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import Literal, NamedTuple, TypeVar
 
 import torch.distributed as dist
+
+from spmdrl.world.torch_internals import flight_record
 
 T = TypeVar("T")
 Ending = Literal["stopped", "failed"]
@@ -60,6 +63,7 @@ class Watch:
         rank, world_size: of the whole job.
         timeout_s: deadline of one wait, seconds; may be changed between waits.
         hosts_store: whether the store lives in this process and ends with it.
+        flight_folder: where to leave this rank's last collectives when a wait came to no end.
     """
 
     def __init__(
@@ -70,6 +74,7 @@ class Watch:
         world_size: int,
         timeout_s: float,
         hosts_store: bool = False,
+        flight_folder: Path | None = None,
     ):
         self.rank, self.world_size, self.timeout_s = rank, world_size, timeout_s
         self.before_exit: list[Callable[[Ending], None]] = []
@@ -79,6 +84,7 @@ class Watch:
         self.totals: dict[str, float] = {}
         """The same since the start."""
         self._store, self._hosts_store, self._has_store = store, hosts_store, True
+        self._flight_folder = flight_folder
         self._ending = threading.Lock()  # taken once, by the thread that ends the process
         self._place = _Place("start", -1, time.time(), False)  # whole, for the thread to read
         self._beat_s = max(_LEAST_BEAT_S, world_size / _BEATS_PER_S)
@@ -221,8 +227,21 @@ class Watch:
 
     def _die(self, why: str) -> None:
         self._leave(
-            f"[rank {self.rank}] {why}\n{self.report()}\nThis rank ends with exit code {EXIT_CODE}."
+            f"[rank {self.rank}] {why}\n{self.report()}\n{self._record_flight()}"
+            f"This rank ends with exit code {EXIT_CODE}."
         )
+
+    def _record_flight(self) -> str:
+        """Write which collectives this rank entered last; return where, for the message."""
+        if self._flight_folder is None:
+            return ""
+        path = self._flight_folder / f"rank_{self.rank}"
+        try:
+            self._flight_folder.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(flight_record())
+        except OSError as error:  # a full disk must not keep a rank that is lost
+            return f"its last collectives could not be written to {path}: {error}\n"
+        return f"its last collectives: {path} (torchfrtrace -p rank_ {path.parent})\n"
 
     def _leave(self, text: str) -> None:
         if not self.claim_ending():

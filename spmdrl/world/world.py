@@ -6,6 +6,7 @@ import socket
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from pathlib import Path
 from typing import TypeVar
 
 import torch
@@ -260,6 +261,7 @@ def _join(cfg: Config, launch: Launch, *, device: torch.device, timeout: timedel
         world_size=launch.world_size,
         timeout_s=cfg.layout.startup_timeout_s,
         hosts_store=launch.rank == 0 and not launch.keeps_store,
+        flight_folder=Path(cfg.output_dir) / "flight",
     )
 
 
