@@ -2,7 +2,8 @@
 
 PYTHON=${PYTHON:-.venv/bin/python}
 if ! [ -f train.py ] || ! command -v "$PYTHON" >/dev/null; then
-  echo "no train.py or no $PYTHON in $PWD: submit from the repository root, after an install (docs/gpu.md; without GPUs: make venv)" >&2
+  echo "no train.py or no $PYTHON in $PWD: submit from the repository root, after an install" \
+    "(docs/gpu.md; on machines without GPUs: make venv)" >&2
   exit 2
 fi
 
