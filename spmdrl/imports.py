@@ -11,7 +11,9 @@ from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 
 def import_object(
@@ -115,6 +117,16 @@ def refusing(
         yield
     except kinds as error:
         raise kind(f"{what}: {error}{hint}") from error
+
+
+def attempt(
+    work: Callable[[], T], kinds: type[BaseException] | tuple[type[BaseException], ...] = ValueError
+) -> tuple[T, None] | tuple[None, BaseException]:
+    """Return what `work` returns and None; or None and what it raises, an error of these kinds."""
+    try:
+        return work(), None
+    except kinds as error:
+        return None, error
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

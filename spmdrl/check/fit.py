@@ -12,6 +12,7 @@ from torch import nn
 
 from spmdrl.check.model import MAX_RANK
 from spmdrl.config import Config
+from spmdrl.imports import attempt
 from spmdrl.model.file_tensors import file_tensors
 from spmdrl.model.fits import ModelCounts, counts_of, misfits
 from spmdrl.model.load import CheckpointReader, build_meta_model, check_weights
@@ -61,11 +62,8 @@ def fit_problems(cfg: Config) -> list[str]:
 
 def refusal(check: Callable[[], object]) -> list[str]:
     """Return what a check says when it raises a ValueError; [] when it does not."""
-    try:
-        check()
-    except ValueError as error:
-        return [str(error)]
-    return []
+    _, error = attempt(check)
+    return [str(error)] if error else []
 
 
 def build_policy(cfg: Config) -> nn.Module:
@@ -134,16 +132,20 @@ def _adapter_problems(cfg: Config, hf_model: nn.Module, *, counts: ModelCounts) 
     holds none, or one of another model; or why they cannot be those of an engine."""
     if not cfg.model.lora.is_on:
         return []
-    try:
-        form = lora_form(cfg.model.lora)
-        shapes = adapter_shapes(hf_model, form)
-        if form.path:
-            AdapterFolder(Path(form.path)).check(shapes)
-    except ValueError as error:
+    form, error = attempt(lambda: _form_of(cfg, hf_model))
+    if form is None:
         return [str(error)]
     if not cfg.model.lora.pushes_adapter:
         return []
     return _push_problems(cfg, hf_model, form=form, counts=counts)
+
+
+def _form_of(cfg: Config, hf_model: nn.Module) -> LoraForm:
+    form = lora_form(cfg.model.lora)
+    shapes = adapter_shapes(hf_model, form)
+    if form.path:
+        AdapterFolder(Path(form.path)).check(shapes)
+    return form
 
 
 def _push_problems(

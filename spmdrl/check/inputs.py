@@ -17,6 +17,7 @@ from spmdrl.data.examples import row_kind
 from spmdrl.data.prompts import load_tokenizer
 from spmdrl.data.rows import ground_truth_of, read_rows
 from spmdrl.data.tasks import is_generated, make_task
+from spmdrl.imports import attempt
 from spmdrl.rewards.signatures import import_function, load_reward, reward_models
 from spmdrl.rollout.replay_source import check_recorded
 from spmdrl.train.companions.model_rewards import check_reward_model
@@ -33,18 +34,17 @@ def input_problems(cfg: Config) -> Iterator[str]:
         return
     rows: dict[str, dict | None] = {"data.train": None}
     for field, spec in (("data.train", cfg.data.train), ("data.eval", cfg.data.eval)):
-        try:
-            rows[field] = _first_row(cfg, spec)
-        except ValueError as error:
+        rows[field], error = attempt(lambda: _first_row(cfg, spec))
+        if error:
             yield f"{field}: {error}"
     row, environment = rows["data.train"], cfg.rollout.environment
     yield from refusal(lambda: load_tokenizer(cfg))
     if environment and row:
         yield from refusal(lambda: check_environment(environment, row))
     for spec in cfg.rewards.functions if cfg.objective.samples else ():
-        try:
-            _check_reward(spec, row, cfg=cfg)
-        except (ValueError, SystemExit) as error:  # a module of the user's may exit
+        # A module of the user's may exit.
+        _, error = attempt(lambda: _check_reward(spec, row, cfg=cfg), (ValueError, SystemExit))
+        if error:
             yield str(error) or f"rewards.functions: importing {spec!r} exits"
 
 

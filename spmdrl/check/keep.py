@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from spmdrl.config.fields import Config
-from spmdrl.imports import nearest
+from spmdrl.imports import attempt, nearest
 
 
 def keep_problems(cfg: Config) -> list[str]:
@@ -19,8 +19,10 @@ def keep_problems(cfg: Config) -> list[str]:
 
 
 def _metric_problems(cfg: Config, name: str) -> list[str]:
+    from spmdrl.report.glossary import lookup
+
     known = _usual_metrics(cfg.evaluate.samples)
-    if not name.startswith("eval/") or not _is_metric(name):
+    if not name.startswith("eval/") or not attempt(lambda: lookup(name))[0]:
         return [f"expected a metric of the evaluation, got {name!r}{nearest(name, known)}"]
     if name.split("_at_")[0] in ("eval/pass", "eval/maj") and name not in known:
         return [
@@ -38,16 +40,6 @@ def _metric_problems(cfg: Config, name: str) -> list[str]:
             "(a new best is saved when it is found, whatever checkpoint.every_steps says)"
         ]
     return []
-
-
-def _is_metric(name: str) -> bool:
-    from spmdrl.report.glossary import lookup
-
-    try:
-        lookup(name)
-    except ValueError:
-        return False
-    return True
 
 
 def _usual_metrics(samples: int) -> list[str]:

@@ -8,6 +8,7 @@ import re
 from typing import Any
 
 from spmdrl.config.fields import Config
+from spmdrl.imports import attempt
 
 MAX_RANK = 512
 """Of vLLM's adapters."""
@@ -85,10 +86,8 @@ def _lora_problems(cfg: Config) -> list[str]:
 def _are_targets(value: str | tuple[str, ...]) -> bool:
     if not isinstance(value, str):
         return bool(value) and all(value)
-    try:
-        return bool(re.compile(value).pattern)
-    except re.error:
-        return False
+    _, error = attempt(lambda: re.compile(value), re.error)
+    return bool(value) and not error
 
 
 def _push_problems(cfg: Config) -> list[str]:
@@ -162,10 +161,9 @@ def _use_problems(cfg: Config) -> list[str]:
 
     chosen, cached = cfg.algorithm, cfg.model.reference.cache
     objective = cfg.objective
-    try:
-        columns = needed_columns(cfg)
-        row = row_kind(cfg)
-    except ValueError:
+    columns, _error = attempt(lambda: needed_columns(cfg))
+    row, _error = attempt(lambda: row_kind(cfg))
+    if columns is None or row is None:
         return []  # an unknown method, which is reported as such
     name = "cache" if cached else "sync_every"
     if cached and objective.samples:

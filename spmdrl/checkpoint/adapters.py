@@ -11,6 +11,7 @@ from torch import Tensor
 
 from spmdrl.checkpoint.weights import SavedWeights
 from spmdrl.config import ModelSettings
+from spmdrl.imports import refusing
 from spmdrl.model.load import CheckpointReader, build_meta_model
 from spmdrl.model.lora.files import LAYER_A, base_digest, file_digest, write_adapter
 from spmdrl.model.lora.merge import low_rank_product
@@ -96,12 +97,8 @@ def export_adapter(
 
 
 def _embedding_name(model: ModelSettings) -> str:
-    try:
+    what = "--adapter needs the config of the weights under the adapters; name them by --model"
+    with refusing(what, ValueError):
         hf_model = build_meta_model(model)
-    except ValueError as error:
-        raise ValueError(
-            "--adapter needs the config of the weights under the adapters; name "
-            f"them by --model: {error}"
-        ) from error
     embedding = hf_model.get_input_embeddings()
     return next(name for name, module in hf_model.named_modules() if module is embedding)

@@ -22,6 +22,7 @@ from transformers import AutoTokenizer
 from spmdrl.checkpoint.adapters import MergedWeights
 from spmdrl.checkpoint.weights import SavedWeights
 from spmdrl.config import ModelSettings
+from spmdrl.imports import refusing
 from spmdrl.model.file_tensors import file_tensors
 from spmdrl.model.load import SCALAR_HEAD, build_meta_model, model_folder
 from spmdrl.model.shards import Box, Part, narrow
@@ -131,15 +132,13 @@ def _copy_small_files(name: str, target: Path, *, flag: str, skip: tuple[str, ..
 
 def _from_hub(name: str, *, flag: str) -> Path:
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
-    try:
+    what, hint = (
+        "is neither a folder here nor a hub name in reach",
+        f"; say by {flag} where it is now",
+    )
+    with refusing(f"{name} {what}", OSError, ValueError, hint=hint):
         return Path(snapshot_download(name, allow_patterns=list(_SMALL_FILES)))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        raise ValueError(
-            f"{name} is neither a folder here nor a hub name in reach: {error}; "
-            f"say by {flag} where it is now"
-        ) from error
 
 
 def _set_dtype(path: Path, dtype: str) -> torch.dtype:

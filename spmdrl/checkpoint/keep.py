@@ -14,7 +14,7 @@ from pathlib import Path
 
 import spmdrl.checkpoint.manifest as disk
 from spmdrl.config import Config, KeepSettings
-from spmdrl.imports import nearest
+from spmdrl.imports import attempt, nearest
 
 BEST = "best"
 """Name of the link."""
@@ -68,10 +68,8 @@ def is_new_best(root: Path, keep: KeepSettings, values: Mapping[str, float]) -> 
 
 
 def _value(folder: Path, metric: str) -> float:
-    try:
-        return disk.read_manifest(folder).evaluated.get(metric, math.nan)
-    except ValueError:
-        return math.nan
+    content, _ = attempt(lambda: disk.read_manifest(folder))
+    return content.evaluated.get(metric, math.nan) if content else math.nan
 
 
 def kept(root: Path, keep: KeepSettings) -> list[Path]:

@@ -27,6 +27,8 @@ import torch
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata
 
+from spmdrl.imports import attempt, refusing
+
 NAME = "manifest.json"
 POLICY = "policy"
 _FORMAT = 1
@@ -127,11 +129,9 @@ def read_manifest(folder: Path) -> Manifest:
     path = folder / NAME
     if not path.is_file():
         raise ValueError(f"{path} is missing")
-    try:
+    with refusing(f"{path} is not a manifest", ValueError, KeyError, AttributeError, TypeError):
         body = json.loads(path.read_bytes())
         written = body.pop("sha256")
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
-        raise ValueError(f"{path} is not a manifest ({error})") from error
     if written != _digest(body):
         raise ValueError(f"{path} does not match its own sha256: it was changed or damaged")
     if body.pop("format") != _FORMAT:
@@ -190,12 +190,9 @@ def whole_checkpoint(path: Path) -> tuple[Path, Manifest]:
         candidates = candidates or complete_checkpoints(path)
     problems = []
     for folder in candidates:
-        try:
-            content = read_manifest(folder)
-            wrong = damages(folder, content)
-        except ValueError as error:
-            wrong = [str(error)]
-        if not wrong:
+        content, error = attempt(lambda: read_manifest(folder))
+        wrong = damages(folder, content) if content else [str(error)]
+        if content and not wrong:
             return folder, content
         problems += wrong
         warnings.warn(f"{folder} cannot be used: {'; '.join(wrong)}", stacklevel=2)
@@ -214,11 +211,9 @@ class TensorReader(FileSystemReader):
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Return the index of tensors. Raises: ValueError when the file holds anything else."""
         path = Path(self.path) / ".metadata"
-        try:
-            with path.open("rb") as f:
-                metadata = _IndexUnpickler(f).load()
-        except (pickle.UnpicklingError, EOFError, AttributeError, IndexError) as error:
-            raise ValueError(f"{path} is not an index of tensors: {error}") from error
+        kinds = (pickle.UnpicklingError, EOFError, AttributeError, IndexError)
+        with refusing(f"{path} is not an index of tensors", *kinds), path.open("rb") as f:
+            metadata = _IndexUnpickler(f).load()
         if not isinstance(metadata, Metadata):
             raise ValueError(f"{path} holds a {type(metadata).__name__}, not an index of tensors")
         return metadata

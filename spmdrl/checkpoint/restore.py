@@ -17,6 +17,7 @@ import spmdrl.checkpoint.manifest as disk
 from spmdrl.checkpoint.state import Saved, SavedSource, set_rng_state, tensor_leaves
 from spmdrl.config import Config, flatten
 from spmdrl.config.former import modernized
+from spmdrl.imports import attempt
 from spmdrl.world import World
 from spmdrl.world.comm import gather_objects, gather_problems
 
@@ -95,7 +96,7 @@ def already_finished(cfg: Config, world: World) -> bool:
 
 def _finished_steps(cfg: Config) -> int:
     folders, _ = candidate_folders(cfg)
-    content = _manifest_or_problem(folders[0])[0] if folders else None
+    content = attempt(lambda: disk.read_manifest(folders[0]))[0] if folders else None
     if content is None or content.step < cfg.steps:
         return 0
     is_whole = not disk.damages(folders[0], content, digests=False)
@@ -125,7 +126,7 @@ def candidate_folders(cfg: Config) -> tuple[list[Path], str]:
             f"checkpoint.resume: {path} has no {disk.NAME}, so it is not a complete "
             f"checkpoint{hint}"
         )
-    content, _problem = _manifest_or_problem(path)
+    content, _error = attempt(lambda: disk.read_manifest(path))
     if content is not None and found and disk.step_of(found[0]) > content.step:
         return [], (
             f"checkpoint.resume: {path} is of step {content.step}, older than {found[0]}; going "
@@ -137,22 +138,15 @@ def candidate_folders(cfg: Config) -> tuple[list[Path], str]:
 
 def _checked(folder: Path, world: World) -> tuple[disk.Manifest | None, str]:
     """Verify a checkpoint, each rank reading its share of the files."""
-    content, problem = world.from_rank_0(
-        lambda: _manifest_or_problem(folder), wait="find checkpoint"
+    content, error = world.from_rank_0(
+        lambda: attempt(lambda: disk.read_manifest(folder)), wait="find checkpoint"
     )
     if content is None:
-        return None, problem
+        return None, str(error)
     with world.watch.wait("verify checkpoint", content.step):
         mine = disk.damages(folder, content, part=world.rank, num_parts=world.world_size)
         problems = [p for part in gather_objects(mine, group=world.control) for p in part]
     return (None, "; ".join(problems)) if problems else (content, "")
-
-
-def _manifest_or_problem(folder: Path) -> tuple[disk.Manifest | None, str]:
-    try:
-        return disk.read_manifest(folder), ""
-    except ValueError as error:
-        return None, str(error)
 
 
 def _check_config(content: disk.Manifest, cfg: Config, *, folder: Path, is_speaker: bool) -> None:
@@ -298,10 +292,10 @@ def _differences(saved: dict[str, Any], cfg: Config) -> list[str]:
 
 
 def _tensor_differences(reader: disk.TensorReader, tensors: dict[str, Tensor]) -> list[str]:
-    try:
-        index = reader.read_metadata().state_dict_metadata
-    except ValueError as error:
+    metadata, error = attempt(reader.read_metadata)
+    if metadata is None:
         return [str(error)]
+    index = metadata.state_dict_metadata
     saved = {name: tuple(entry.size) for name, entry in index.items()}
     own = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     problems = [

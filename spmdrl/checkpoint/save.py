@@ -26,7 +26,8 @@ import spmdrl.checkpoint.keep as keep
 import spmdrl.checkpoint.manifest as disk
 from spmdrl.checkpoint.state import Saved, SavedSource, rng_state, tensor_leaves
 from spmdrl.config import Config, flatten
-from spmdrl.report.glossary import clean_name, values_of
+from spmdrl.imports import attempt
+from spmdrl.report.glossary import values_of
 from spmdrl.types import Sums
 from spmdrl.world import World
 from spmdrl.world.comm import gather_objects
@@ -44,7 +45,7 @@ class _Outcome:
 @dataclass(frozen=True)
 class _Pending:
     step: int
-    written: Future[_Outcome]
+    written: Future[dict[str, disk.FileEntry]]
     rollout_ranks: tuple[int, ...]
     began: float
     evaluated: dict[str, float]
@@ -89,7 +90,7 @@ class Saver:
         """
         self._settle()
         is_last = stop or step == self.cfg.steps
-        every, values = self.cfg.checkpoint.every_steps, _values(evaluated)
+        every, values = self.cfg.checkpoint.every_steps, values_of(evaluated or {})
         is_due = is_last or (every > 0 and step % every == 0)
         if not is_due and not self._is_new_best(step, values):
             return
@@ -103,7 +104,7 @@ class Saver:
 
         Raises: ValueError naming the nearest metric.
         """
-        keep.check_measured(self.cfg, _values(evaluated))
+        keep.check_measured(self.cfg, values_of(evaluated))
 
     def _is_new_best(self, step: int, values: dict[str, float]) -> bool:
         options = self.cfg.checkpoint.keep
@@ -160,8 +161,7 @@ class Saver:
         with self.world.watch.wait("checkpoint", pending.step):
             if wait:
                 concurrent.futures.wait([pending.written])
-            mine = pending.written.result() if pending.written.done() else None
-            outcomes = gather_objects(mine, group=self.world.control)
+            outcomes = gather_objects(_outcome(pending.written), group=self.world.control)
             if None in outcomes:
                 return
             failed = [f"rank {r}: {o.problem}" for r, o in enumerate(outcomes) if o.problem]
@@ -241,24 +241,31 @@ class Saver:
 
 def _write(
     partial: Path, rank: int, *, tensors: Future | None, extra: dict[str, bytes]
-) -> _Outcome:
+) -> dict[str, disk.FileEntry]:
     """Run in the writing thread: finish this rank's files and return their digests."""
-    try:
-        if tensors is not None:
-            tensors.result()
-        for name, content in extra.items():
-            disk.write_file(partial / name, content)
-        # DCP numbers its files by rank in the trainer group, which starts at rank 0.
-        own = [*partial.glob(f"{disk.POLICY}/__{rank}_*.distcp")] if tensors is not None else []
-        own += [partial / disk.POLICY / ".metadata"] if rank == 0 else []
-        own += [partial / name for name in extra]
-        return _Outcome({str(p.relative_to(partial)): disk.file_entry(p) for p in own})
-    except BaseException as error:  # DCP's CheckpointException is no Exception
-        causes = [error]
-        if isinstance(error, dcp.api.CheckpointException):
-            causes = [cause for cause, _ in error.failures.values()]
-        text = "; ".join(dict.fromkeys(f"{type(c).__name__}: {c}" for c in causes))
-        return _Outcome({}, text, is_disk=all(isinstance(c, OSError) for c in causes))
+    if tensors is not None:
+        tensors.result()
+    for name, content in extra.items():
+        disk.write_file(partial / name, content)
+    # DCP numbers its files by rank in the trainer group, which starts at rank 0.
+    own = [*partial.glob(f"{disk.POLICY}/__{rank}_*.distcp")] if tensors is not None else []
+    own += [partial / disk.POLICY / ".metadata"] if rank == 0 else []
+    own += [partial / name for name in extra]
+    return {str(p.relative_to(partial)): disk.file_entry(p) for p in own}
+
+
+def _outcome(written: Future[dict[str, disk.FileEntry]]) -> _Outcome | None:
+    """Return what this rank's writing thread came to; None while it writes."""
+    if not written.done():
+        return None
+    error = written.exception()
+    if error is None:
+        return _Outcome(written.result())
+    causes = [error]
+    if isinstance(error, dcp.api.CheckpointException):
+        causes = [cause for cause, _ in error.failures.values()]
+    text = "; ".join(dict.fromkeys(f"{type(c).__name__}: {c}" for c in causes))
+    return _Outcome({}, text, is_disk=all(isinstance(c, OSError) for c in causes))
 
 
 class _TensorWriter(dcp.FileSystemWriter):
@@ -278,10 +285,6 @@ class _TensorWriter(dcp.FileSystemWriter):
             raise (cause or error) from None
 
 
-def _values(evaluated: Sums | None) -> dict[str, float]:
-    return values_of({clean_name(name): pair for name, pair in (evaluated or {}).items()})
-
-
 def _make_folder(path: Path) -> None:
     shutil.rmtree(path, ignore_errors=True)
     (path / disk.POLICY).mkdir(parents=True)
@@ -289,11 +292,8 @@ def _make_folder(path: Path) -> None:
 
 def _os_error(function: Callable[..., None], *args: Any) -> str:
     """Call a function and return its OSError as text, "" if it had none."""
-    try:
-        function(*args)
-    except OSError as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
+    _, error = attempt(lambda: function(*args), OSError)
+    return f"{type(error).__name__}: {error}" if error else ""
 
 
 def _packed(state: dict[str, Any]) -> bytes:

@@ -631,13 +631,14 @@ def clean_name(name: str) -> str:
 
 
 def values_of(sums: Sums) -> dict[str, float]:
-    """Return {metric: numerator / denominator}; for totals, the numerator.
+    """Return {clean name: numerator / denominator}; for totals, the numerator.
 
     A mean over nothing has no value: with denominator 0 the metric is left out.
     Raises: ValueError for a metric that is not in the glossary.
     """
     values = {}
-    for name, (numerator, denominator) in sums.items():
+    for given, (numerator, denominator) in sums.items():
+        name = clean_name(given)
         if lookup(name).estimator == "total":
             values[name] = float(numerator)
         elif denominator != 0:

@@ -10,6 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from spmdrl.imports import attempt
+
 log = logging.getLogger(__name__)
 
 
@@ -27,10 +29,8 @@ class JsonLines:
         """Write one row at the end of the file; numbers that are not finite become null."""
         self._waiting.append((json.dumps(_finite(row)) + "\n").encode())
         good = self.path.stat().st_size if self.path.exists() else 0
-        try:
-            with self.path.open("ab") as file:
-                file.write(b"".join(self._waiting))
-        except OSError as error:  # disk full or a lost mount must not end a training run
+        _, error = attempt(self._write_waiting, OSError)
+        if error:  # disk full or a lost mount must not end a training run
             if len(self._waiting) == 1:
                 log.error(
                     "%s: cannot write (%s); rows are kept in memory until it can", self.path, error
@@ -39,6 +39,10 @@ class JsonLines:
                 os.truncate(self.path, good)
             return
         self._waiting.clear()
+
+    def _write_waiting(self) -> None:
+        with self.path.open("ab") as file:
+            file.write(b"".join(self._waiting))
 
     def rows(self) -> list[dict[str, Any]]:
         """Return what the file holds; nothing where there is none."""
@@ -74,10 +78,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def _parse(line: str) -> dict[str, Any] | None:
-    try:
-        row = json.loads(line)
-    except json.JSONDecodeError:  # the process was killed while it wrote this line
-        return None
+    row, _error = attempt(lambda: json.loads(line))  # it may be cut: the process was killed
     return row if isinstance(row, dict) else None
 
 

@@ -15,6 +15,7 @@ import torch
 
 from spmdrl import config
 from spmdrl.config import Config
+from spmdrl.imports import attempt
 
 _PACKAGES = (
     "spmdrl",
@@ -64,13 +65,12 @@ def git_revision(folder: Path) -> dict[str, Any] | None:
 
 
 def _git(folder: Path, *words: str) -> str | None:
-    try:
-        done = subprocess.run(
-            ["git", "-C", str(folder), *words], capture_output=True, text=True, timeout=10
-        )
-    except (OSError, subprocess.TimeoutExpired):  # no git here, or a hanging file system
-        return None
-    return done.stdout.rstrip("\n") if done.returncode == 0 else None
+    command = ["git", "-C", str(folder), *words]
+    done, _error = attempt(
+        lambda: subprocess.run(command, capture_output=True, text=True, timeout=10),
+        (OSError, subprocess.TimeoutExpired),  # no git here, or a hanging file system
+    )
+    return done.stdout.rstrip("\n") if done and done.returncode == 0 else None
 
 
 def save_environment(cfg: Config, *, folder: Path, attempt_folder: Path) -> dict[str, Any]:

@@ -220,7 +220,7 @@ class Report:
         """
         if self.rank != 0 or not sums:
             return {}
-        values = values_of({clean_name(name): pair for name, pair in sums.items()})
+        values = values_of(sums)
         self._write(step, values)
         if self._tracker:
             file = evaluation_file(self.folder, step)

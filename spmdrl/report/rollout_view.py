@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from spmdrl.config import Config
 from spmdrl.config.read import load_yaml
+from spmdrl.imports import attempt
 
 if TYPE_CHECKING:
     import pyarrow
@@ -66,15 +67,6 @@ class Summary:
 # --------------------------------------------------------------------------- reading
 
 
-def config_of(recorded: Recorded) -> tuple[Config | None, str]:
-    """Return the config of the run that recorded, or None and why it is not known."""
-    path = recorded.folder.resolve().parent / "config.yaml"
-    try:
-        return load_yaml(path, may_be_former=True), ""
-    except ValueError as error:  # not there, or of another version of this program
-        return None, str(error)
-
-
 def summaries(recorded: Recorded, step: int) -> list[Summary]:
     """Return the groups of a step, by number. Raises: ValueError for a step that is not there."""
     table = _sequences(recorded, step)
@@ -118,12 +110,11 @@ def _sequences(recorded: Recorded, step: int) -> pyarrow.Table:
     return table.sort_by([("group", "ascending"), ("sample", "ascending")])
 
 
-def advantages(
-    recorded: Recorded, step: int, cfg: Config
-) -> tuple[dict[tuple[int, int], float], str]:
+def advantages(recorded: Recorded, step: int, cfg: Config) -> dict[tuple[int, int], float]:
     """Recompute a step's advantages where they are one number per sequence.
 
-    Returns: {(group, sample): advantage}, and why it is empty if it is.
+    Returns: {(group, sample): advantage}.
+    Raises: ValueError saying why they cannot be known.
     """
     import torch
 
@@ -134,23 +125,20 @@ def advantages(
 
     chosen = cfg.algorithm
     if read_header(recorded.files_of(step)[0])["is_partial"]:
-        return {}, "the part of reward models, which trainers add, is not recorded"
-    try:
-        method = registry.get("advantage", chosen.advantage)
-        if registry.is_per_token(method):
-            return {}, f"{chosen.advantage} gives each token its own, and they are not recorded"
-        if chosen.kl_coef and chosen.kl_in == "reward":
-            return {}, "the KL in the rewards, which trainers add, is not recorded"
-        scalars = scalars_of(_sequences(recorded, step))
-        values = sequence_advantages(
-            Batch(scalars, updates=(), update_ids=torch.zeros(len(scalars), dtype=torch.int64)),
-            method,
-            cfg=cfg,
-        )
-    except ValueError as error:
-        return {}, str(error)
+        raise ValueError("the part of reward models, which trainers add, is not recorded")
+    method = registry.get("advantage", chosen.advantage)
+    if registry.is_per_token(method):
+        raise ValueError(f"{chosen.advantage} gives each token its own, and they are not recorded")
+    if chosen.kl_coef and chosen.kl_in == "reward":
+        raise ValueError("the KL in the rewards, which trainers add, is not recorded")
+    scalars = scalars_of(_sequences(recorded, step))
+    values = sequence_advantages(
+        Batch(scalars, updates=(), update_ids=torch.zeros(len(scalars), dtype=torch.int64)),
+        method,
+        cfg=cfg,
+    )
     places = zip(scalars.group_ids.tolist(), scalars.sample_ids.tolist())
-    return dict(zip(places, values.tolist())), ""
+    return dict(zip(places, values.tolist()))
 
 
 def read_group(
@@ -172,14 +160,20 @@ def read_group(
         raise ValueError(
             f"step {step} of {recorded.folder} has no group {group}; it has groups {ranges(others)}"
         )
-    cfg, reason = config_of(recorded)
-    known, reason = advantages(recorded, step, cfg) if cfg else ({}, reason)
-    notes = [f"advantages are not available: {reason}"] if reason else []
+    # Not there, or of another version of this program.
+    path = recorded.folder.resolve().parent / "config.yaml"
+    cfg, error = attempt(lambda: load_yaml(path, may_be_former=True))
+    known = None
+    if cfg:
+        known, error = attempt(lambda: advantages(recorded, step, cfg))
+    notes = [f"advantages are not available: {error}"] if error else []
     header = read_header(files[0])
     if header["is_partial"]:
         notes.append("rewards are without the part of reward models, and not shaped")
-    decode, problem = _decoder(cfg, tokenizer) if needs_text else (None, "")
-    notes += [f"tokens are shown as ids: {problem}"] if problem else []
+    decode = None
+    if needs_text:
+        decode, error = attempt(lambda: _decoder(cfg, tokenizer))
+        notes += [f"tokens are shown as ids: {error}"] if error else []
     rows.sort(key=lambda row: row["sample"])
     return View(
         step,
@@ -189,7 +183,7 @@ def read_group(
         sequences=[
             Answer(
                 row,
-                known.get((group, row["sample"])),
+                known.get((group, row["sample"])) if known else None,
                 [decode(token) for token in row["tokens"]] if decode else None,
             )
             for row in rows
@@ -197,19 +191,20 @@ def read_group(
     )
 
 
-def _decoder(cfg: Config | None, name: str) -> tuple[Callable[[int], str] | None, str]:
-    """Return what gives the text of a token id, or why there is nothing that does."""
+def _decoder(cfg: Config | None, name: str) -> Callable[[int], str]:
+    """Return what gives the text of a token id. Raises: ValueError when there is nothing."""
     from transformers import AutoTokenizer
 
     name = name or (cfg.model.tokenizer or cfg.model.path if cfg else "")
     if not name:
-        return None, "there is no config, which names the tokenizer; give --tokenizer"
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(
-            name,
-            local_files_only=True,
-            trust_remote_code=cfg is not None and cfg.model.trust_remote_code,
-        )
-    except (OSError, ValueError, KeyError):
-        return None, f"no tokenizer can be loaded from {name!r}; give another by --tokenizer"
-    return lambda token: tokenizer.decode([token]), ""
+        raise ValueError("there is no config, which names the tokenizer; give --tokenizer")
+    trusts = cfg is not None and cfg.model.trust_remote_code
+    tokenizer, _error = attempt(
+        lambda: AutoTokenizer.from_pretrained(
+            name, local_files_only=True, trust_remote_code=trusts
+        ),
+        (OSError, ValueError, KeyError),
+    )
+    if tokenizer is None:
+        raise ValueError(f"no tokenizer can be loaded from {name!r}; give another by --tokenizer")
+    return lambda token: tokenizer.decode([token])
