@@ -8,6 +8,8 @@ import sys
 from difflib import get_close_matches
 from pathlib import Path
 
+from spmdrl.imports import attempt
+
 _COMMANDS = {path.stem: path for path in sorted(Path(__file__).parent.glob("commands/[a-z]*.py"))}
 
 
@@ -16,7 +18,7 @@ def main() -> int | None:
     name = sys.argv[1].replace("-", "_") if len(sys.argv) > 1 else "help"
     if name in _COMMANDS:
         sys.argv[:2] = [f"python -m spmdrl {name}"]
-        runpy.run_module(f"spmdrl.commands.{name}", run_name="__main__")
+        _run(name)
         return None
     if name in ("help", "__help", "_h"):
         print(_listed())
@@ -30,6 +32,17 @@ def main() -> int | None:
         file=sys.stderr,
     )
     return 2
+
+
+def _run(name: str) -> None:
+    """Raises: SystemExit saying what the command refuses; where several ranks run it, rank 0 says
+    it."""
+    module = f"spmdrl.commands.{name}"
+    _, error = attempt(lambda: runpy.run_module(module, run_name="__main__"))
+    if error is not None:
+        from spmdrl.world.launch import known_rank  # here: it comes with torch
+
+        raise SystemExit(f"{name}: {error}" if known_rank() in ("0", "?") else 1) from error
 
 
 def _listed() -> str:

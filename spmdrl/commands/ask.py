@@ -20,6 +20,7 @@ import yaml
 
 from spmdrl.data.rows import Messages, ground_truth_of, prompt_of, read_rows
 from spmdrl.data.tasks import make_task
+from spmdrl.imports import attempt
 
 
 def ask(
@@ -66,7 +67,9 @@ def ask(
     rewards = []
     for row, answer in zip(rows, answers):
         if problems is None:
-            print(f"{_shown(prompt_of(row))}  ->  {answer}{_reference(row)}")
+            right, error = attempt(lambda: ground_truth_of(row))
+            reference = "" if error else f"  (right: {right})"
+            print(f"{_shown(prompt_of(row))}  ->  {answer}{reference}")
             continue
         rewards.append(problems.score_answer(answer, row))
         print(f"{row['prompt']}  ->  {answer}  (reward {rewards[-1]:g}; right: {row['answer']})")
@@ -109,13 +112,6 @@ def _shown(prompt: str | Messages) -> str:
     return prompt if isinstance(prompt, str) else str(prompt[-1].get("content"))
 
 
-def _reference(row: dict) -> str:
-    try:
-        return f"  (right: {ground_truth_of(row)})"
-    except ValueError:  # a row without a reference answer
-        return ""
-
-
 def _response(model: Any, tokens: list[int], *, max_tokens: int, temperature: float) -> list[int]:
     import torch
 
@@ -143,10 +139,7 @@ def _options(pairs: tuple[str, ...]) -> dict[str, Any]:
 
 def main() -> None:
     """Run from the command line."""
-    try:
-        tyro.cli(ask, prog="python -m spmdrl ask")
-    except ValueError as error:
-        raise SystemExit(f"ask: {error}") from error
+    tyro.cli(ask, prog="python -m spmdrl ask")
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ For demos and tests: what it writes is an ordinary folder that transformers and 
 from __future__ import annotations
 
 import string
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -249,10 +248,7 @@ def character_tokenizer(*, chat_template: bool = False) -> PreTrainedTokenizerFa
 
 def main() -> None:
     """Create the model that the command line describes and print its folder."""
-    try:
-        print(tyro.cli(create_model, prog="python -m spmdrl create_model"))
-    except ValueError as error:
-        sys.exit(f"create_model: {error}")
+    print(tyro.cli(create_model, prog="python -m spmdrl create_model"))
 
 
 if __name__ == "__main__":

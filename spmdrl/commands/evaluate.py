@@ -30,7 +30,7 @@ from spmdrl import config
 from spmdrl.check.settings import validate
 from spmdrl.config import Config, load_yaml
 from spmdrl.config.read import read, refuse
-from spmdrl.imports import is_missing_folder
+from spmdrl.imports import attempt, is_missing_folder
 from spmdrl.rewards.signatures import reward_models
 
 if TYPE_CHECKING:  # and in the functions: `--help` needs none of it
@@ -264,9 +264,9 @@ def _show(request: CommandLine, result: Result) -> None:
     print(f"written to {' and '.join(map(str, files))}")
     if not request.is_checkpoint:
         return
-    try:
-        uri = log_files(_run_folder(Path(request.model)), files)
-    except Exception as error:  # a tracker that is down is no reason to fail: the files are there
+    # A tracker that is down is no reason to fail: the files are there.
+    uri, error = attempt(lambda: log_files(_run_folder(Path(request.model)), files), Exception)
+    if error:
         print(f"MLflow did not take them: {type(error).__name__}: {error}", file=sys.stderr)
     else:
         print(f"and to MLflow at {uri}" if uri else "the run has no MLflow run to add them to")

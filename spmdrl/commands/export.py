@@ -106,18 +106,11 @@ def _moved(made: Path, out: Path) -> Path:
 
 def main() -> None:
     """Run from the command line; where several ranks do, the first one speaks."""
-    try:
-        folder = tyro.cli(functools.partial(export, is_shared=True), prog="python -m spmdrl export")
-    except ValueError as error:
-        raise SystemExit(f"export: {error}" if _is_first() else 1) from error
-    if _is_first():
-        print(folder)
-
-
-def _is_first() -> bool:
     from spmdrl.world.launch import known_rank
 
-    return known_rank() in ("0", "?")
+    folder = tyro.cli(functools.partial(export, is_shared=True), prog="python -m spmdrl export")
+    if known_rank() in ("0", "?"):
+        print(folder)
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from spmdrl import config
 from spmdrl.check.fit import policy_problems
 from spmdrl.check.settings import validate
 from spmdrl.config.read import read
+from spmdrl.imports import attempt
 from spmdrl.model.head import head_chunk_tokens
 from spmdrl.model.load import build_meta_model
 from spmdrl.model.lora.settings import lora_form
@@ -62,12 +63,11 @@ def main(argv: list[str] | None = None) -> int:
     """Print the plan and return the exit status: 0, 1 when nothing fits, 2 for bad input."""
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     own, rest = _arguments(sys.argv[1:] if argv is None else argv)
-    try:
-        question = ask(own, rest)
-        plan, best = answer(question, top=own.top)
-    except ValueError as error:
+    found, error = attempt(lambda: answer(ask(own, rest), top=own.top))
+    if found is None:
         print(error, file=sys.stderr)
         return 2
+    question, plan, best = found
     if own.json:
         plain, *others = (as_dict(each, rates=question.rates) for each in (plan, *best))
         print(json.dumps({"plan": plain, "best": others}, indent=2))
@@ -196,8 +196,8 @@ def _refuse(problems: list[str], *, has_layout: bool) -> None:
         raise ValueError("\n".join(own))
 
 
-def answer(question: Question, *, top: int) -> tuple[Plan, list[Plan]]:
-    """Return the plan of the config's layout, or of the best one, and the best few.
+def answer(question: Question, *, top: int) -> tuple[Question, Plan, list[Plan]]:
+    """Return the question, the plan of the config's layout, or of the best one, and the best few.
 
     Raises: ValueError when there is no layout of so many ranks.
     """
@@ -222,7 +222,7 @@ def answer(question: Question, *, top: int) -> tuple[Plan, list[Plan]]:
             f"--gpus {question.gpus}: no layout of so many ranks suits the model and "
             "this kind of run; rl needs one at least"
         )
-    return plan, distinct(best)[:top]
+    return question, plan, distinct(best)[:top]
 
 
 def _refusal(question: Question, plan: Plan) -> list[str]:

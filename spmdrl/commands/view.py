@@ -15,6 +15,7 @@ import signal
 import sys
 from pathlib import Path
 
+from spmdrl.imports import attempt
 from spmdrl.report.rollout_text import SORTS, group_text, groups_text, steps_text
 from spmdrl.report.rollout_view import read_group, summaries
 
@@ -51,12 +52,9 @@ def main(argv: list[str] | None = None) -> int:
         parser.error("--group needs --step")
     if args.group is None and (args.html or args.tokens):
         parser.error("--html and --tokens show one group: give --step and --group")
-    try:
-        print(_shown(args))
-    except (ValueError, OSError) as error:
-        print(error, file=sys.stderr)
-        return 2
-    return 0
+    text, error = attempt(lambda: _shown(args), (ValueError, OSError))
+    print(error or text, file=sys.stderr if error else sys.stdout)
+    return 2 if error else 0
 
 
 def _shown(args: argparse.Namespace) -> str:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import shlex
 import sys
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
@@ -105,10 +106,7 @@ def load_yaml(path: str | Path, *, may_be_former: bool = False) -> Config:
         near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.yaml")])
         hint = f"; did you mean {path.parent / near[0]}?" if near else ""
         raise ValueError(f"config file {path} does not exist{hint}")
-    try:
-        tree = yaml.load(path.read_text(), _Loader) or {}
-    except yaml.YAMLError as error:
-        raise ValueError(f"config file {path} is not valid YAML: {error}") from error
+    tree = _yaml(path.read_text(), file=str(path)) or {}
     if not isinstance(tree, dict):
         raise ValueError(f"config file {path}: expected a mapping of fields, got {tree!r}")
     flat = leaves(tree)
@@ -121,15 +119,23 @@ def from_tree(tree: Mapping[str, Any], *, where: str = "config") -> Config:
 
 
 def _config(flat: Mapping[str, Any], *, where: str) -> Config:
-    found, problems = {}, []
+    found: dict[str, Any] = {}
+    problems: list[str] = []
     for name, value in flat.items():
-        try:
+        with _noted(problems, name):
             found[name] = _checked(name, value)
-        except ValueError as error:
-            problems.append(f"{name}: {error}")
     if problems:
         raise ValueError(_problem_list(where, problems))
     return build(found)
+
+
+@contextlib.contextmanager
+def _noted(problems: list[str], name: str) -> Iterator[None]:
+    """Put a ValueError among the problems."""
+    try:
+        yield
+    except ValueError as error:
+        problems.append(f"{name}: {error}")
 
 
 def _checked(name: str, value: Any) -> Any:
@@ -183,10 +189,8 @@ def with_flags(cfg: Config, argv: list[str]) -> Config:
         positive = f"{section}.{own.removeprefix('no_')}".lstrip(".")
         if name not in settings() and settings().get(positive) is bool and not words:
             name, text = positive, ["false"]
-        try:
+        with _noted(problems, f"--{name}"):
             found[name] = _flag_value(name, text)
-        except ValueError as error:
-            problems.append(f"--{name}: {error}")
     if problems:
         raise ValueError(_problem_list("flags", problems))
     return build(flatten(cfg) | found)
@@ -234,11 +238,12 @@ def _from_words(words: list[str], hint: Any) -> Any:
     return words[0] if is_text else _yaml(words[0])
 
 
-def _yaml(text: str) -> Any:
+def _yaml(text: str, *, file: str = "") -> Any:
     try:
         return yaml.load(text, _Loader)
-    except yaml.YAMLError:
-        raise ValueError(f"{text!r} is not valid YAML") from None
+    except yaml.YAMLError as error:
+        what = f"config file {file} is not valid YAML: {error}" if file else ""
+        raise ValueError(what or f"{text!r} is not valid YAML") from None
 
 
 def _flag(name: str, value: Any) -> str:
