@@ -224,9 +224,7 @@ def test_the_planner_lends_memory_from_role_to_role():
     def planned(**engine: object):
         own = changed(cfg, engine=engine)
         run = run_of(own, shape, on_gpu=True, chunk_tokens=64, prompt_tokens=20, response_tokens=80)
-        return make_plan(
-            run, Axes("colocated", 1, 1), rates=rates_of("H100"), memory_bytes=16 * 2**30
-        )
+        return make_plan(run, Axes("colocated", 1, 1), rates=rates_of("H100", memory_gib=16))
 
     asleep, awake = planned(), planned(options={"enable_sleep_mode": False})
     assert asleep.most_tokens > 1.5 * awake.most_tokens

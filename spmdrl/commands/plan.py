@@ -55,7 +55,6 @@ class Question:
     cfg: config.Config
     run: Run
     rates: Rates
-    memory_bytes: int
     gpus: int  # 0: the layout of the config
 
 
@@ -141,7 +140,7 @@ def ask(own: argparse.Namespace, rest: list[str]) -> Question:
         lora_numel=adapter_numel(hf_model, lora_form(lora)) if lora.is_on else 0,
         chunk_tokens=head_chunk_tokens(cfg.model, hf_model),
     )
-    return Question(cfg, run, rates, int(rates.gpu.memory_gib * 2**30), own.gpus)
+    return Question(cfg, run, rates, own.gpus)
 
 
 def _check_flags(own: argparse.Namespace, cfg: config.Config) -> None:
@@ -201,20 +200,16 @@ def answer(question: Question, *, top: int) -> tuple[Question, Plan, list[Plan]]
 
     Raises: ValueError when there is no layout of so many ranks.
     """
-    run, rates, memory = question.run, question.rates, question.memory_bytes
+    run, rates = question.run, question.rates
     own = axes_of(question.cfg)
     best: list[Plan] = []
     plan: Plan | None = None
     if top or question.gpus:
         best, plan = best_plans(
-            run,
-            gpus=question.gpus or own.world_size,
-            rates=rates,
-            memory_bytes=memory,
-            overlaps=question.cfg.lag > 0,
+            run, gpus=question.gpus or own.world_size, rates=rates, overlaps=question.cfg.lag > 0
         )
     if not question.gpus:
-        plan = make_plan(run, own, rates=rates, memory_bytes=memory)
+        plan = make_plan(run, own, rates=rates)
     elif best:
         plan = best[0]
     if plan is None:
@@ -230,7 +225,7 @@ def _refusal(question: Question, plan: Plan) -> list[str]:
     if not plan.problems:
         return []
     lines = [f"does not fit: {problem}" for problem in plan.problems]
-    changes = remedies(question.run, plan, rates=question.rates, memory_bytes=question.memory_bytes)
+    changes = remedies(question.run, plan, rates=question.rates)
     lines.append(
         f"would fit: {'; or '.join(changes)}"
         if changes

@@ -62,33 +62,29 @@ class Cut:
     method: str = ""  # of attention under cp: ulysses, gather or ring
 
 
-def saved_bytes(
-    shape: ModelShape,
-    kernels: Kernels,
-    *,
-    tokens: int,
-    num_scored: int,
-    cut: Cut = Cut(),
-    groups: tuple[PaddedGroup, ...] = (),
-) -> SavedBytes:
+@dataclass(frozen=True)
+class Work:
+    """A rank's part of one row."""
+
+    kernels: Kernels
+    tokens: int  # that the rank works on
+    cut: Cut = Cut()  # among whom
+    groups: tuple[PaddedGroup, ...] = ()  # of the whole row; needed if the kernels pad
+
+    def heads(self, own: Attention) -> tuple[int, int]:
+        """Return how many query heads and key/value heads the rank has under tp."""
+        return max(1, own.heads // self.cut.tp), max(1, own.kv_heads // self.cut.tp)
+
+
+def saved_bytes(shape: ModelShape, work: Work, *, num_scored: int) -> SavedBytes:
     """Return what one micro-batch keeps on a rank.
 
     Args:
-        tokens: that the rank works on.
-        num_scored: of them, those with a logprob.
-        cut: among whom.
-        groups: of padded attention, of the whole row; needed if the kernels pad.
+        num_scored: of its tokens, those with a logprob.
     """
-    c, tp = kernels.compute_bytes, cut.tp
-    each = [
-        (
-            _block_bytes(
-                block, shape=shape, kernels=kernels, tokens=tokens, cut=cut, groups=groups
-            ),
-            count,
-        )
-        for block, count in shape.kinds
-    ]
+    kernels, tokens, tp = work.kernels, work.tokens, work.cut.tp
+    c = kernels.compute_bytes
+    each = [(_block_bytes(block, shape, work), count) for block, count in shape.kinds]
     tables = 2 * shape.rotary * tokens * shape.rotary_dims * c
     norm = tokens * _norm_bytes(shape.hidden, kernels, is_gemma=shape.has_gemma_norms) // tp
     rest = tables + norm + num_scored * (c * shape.hidden + 24)  # 24: indices, log total, entropy
@@ -128,29 +124,20 @@ def _norm_bytes(width: int, kernels: Kernels, *, is_gemma: bool) -> int:
 
 
 @lru_cache(maxsize=4096)
-def _block_bytes(
-    block: Block,
-    *,
-    shape: ModelShape,
-    kernels: Kernels,
-    tokens: int,
-    cut: Cut,
-    groups: tuple[PaddedGroup, ...],
-) -> int:
+def _block_bytes(block: Block, shape: ModelShape, work: Work) -> int:
+    kernels, tokens, tp = work.kernels, work.tokens, work.cut.tp
     c, hidden, is_gemma = kernels.compute_bytes, shape.hidden, shape.has_gemma_norms
-    tp = cut.tp
     # Norms and experts are of own tokens under tp; what enters attention and MLP is gathered.
     total = block.norms * tokens * _norm_bytes(hidden, kernels, is_gemma=is_gemma) // tp
     total += tokens * hidden * c  # the input of attention, and that of the MLP
     total += tokens * hidden * c // (tp if block.experts else 1)
-    total += _attention_bytes(
-        block.attention, kernels=kernels, tokens=tokens, cut=cut, groups=groups, is_gemma=is_gemma
-    )
-    return total + mlp_bytes(block, kernels=kernels, tokens=tokens, hidden=hidden, cut=cut)
+    total += _attention_bytes(block.attention, work, is_gemma=is_gemma)
+    return total + mlp_bytes(block, work, hidden=hidden)
 
 
-def mlp_bytes(block: Block, *, kernels: Kernels, tokens: int, hidden: int, cut: Cut) -> int:
+def mlp_bytes(block: Block, work: Work, *, hidden: int) -> int:
     """Return what is kept of a block's MLP, or of its experts, besides their input."""
+    kernels, tokens, cut = work.kernels, work.tokens, work.cut
     c = kernels.compute_bytes
     # Gate, its activation (liger computes it again), up, their product.
     per_width = (3 if kernels.has_liger else 4) * c
@@ -165,17 +152,10 @@ def mlp_bytes(block: Block, *, kernels: Kernels, tokens: int, hidden: int, cut: 
     return total
 
 
-def _attention_bytes(
-    own: Attention,
-    *,
-    kernels: Kernels,
-    tokens: int,
-    cut: Cut,
-    groups: tuple[PaddedGroup, ...],
-    is_gemma: bool,
-) -> int:
+def _attention_bytes(own: Attention, work: Work, *, is_gemma: bool) -> int:
+    kernels, tokens, cut = work.kernels, work.tokens, work.cut
     c = kernels.compute_bytes
-    heads, kv_heads = max(1, own.heads // cut.tp), max(1, own.kv_heads // cut.tp)
+    heads, kv_heads = work.heads(own)
     total = 0
     if own.has_qk_norm:
         total += tokens * (heads + kv_heads) * _norm_bytes(own.qk_dim, kernels, is_gemma=is_gemma)
@@ -191,15 +171,14 @@ def _attention_bytes(
         tokens, heads = tokens * cut.cp, heads // cut.cp
         kv_heads = math.lcm(kv_heads, cut.cp) // cut.cp
     if kernels.is_padded:
-        return total + sum(
-            _group_bytes(own, g, c=c, heads=heads, kv_heads=kv_heads) for g in groups
-        )
+        each = (_group_bytes(own, g, c=c, heads=heads, kv_heads=kv_heads) for g in work.groups)
+        return total + sum(each)
     # Query, key, value, output (the input of the next projection), log-sum-exp.
     width = heads * (own.qk_dim + own.v_dim) + kv_heads * (own.qk_dim + own.v_dim)
     return total + tokens * (width * c + 4 * heads)
 
 
-def exchange_bytes(own: Attention, *, kernels: Kernels, tokens: int, cut: Cut) -> int:
+def exchange_bytes(own: Attention, work: Work) -> int:
     """Return what attention's exchange over cp holds at once, at most: in the backward pass.
 
     ulysses: the gradient of its output, as it is sent, and as it arrives, in place of the output
@@ -207,12 +186,9 @@ def exchange_bytes(own: Attention, *, kernels: Kernels, tokens: int, cut: Cut) -
     turn, the row's keys and values as they arrive and in order, and the gradients of both; queries
     and output of the heads that read them are computed again. ring: two slices of keys and values,
     and of their gradients; the gradients of queries and output.
-
-    Args:
-        tokens: of the rank's slice.
     """
-    c = kernels.compute_bytes
-    heads, kv_heads = max(1, own.heads // cut.tp), max(1, own.kv_heads // cut.tp)
+    c, tokens, cut = work.kernels.compute_bytes, work.tokens, work.cut
+    heads, kv_heads = work.heads(own)
     if cut.method == "ulysses":
         return 2 * tokens * c * heads * own.v_dim
     if cut.method == "gather":
@@ -224,22 +200,19 @@ def exchange_bytes(own: Attention, *, kernels: Kernels, tokens: int, cut: Cut) -
     return 0
 
 
-def unkept_bytes(own: Attention, *, kernels: Kernels, tokens: int, cut: Cut) -> int:
+def unkept_bytes(own: Attention, work: Work) -> int:
     """Return what ulysses holds, besides what is kept, when its kernel is done.
 
     Queries, keys and values as they were before the exchange and repeated; where the kernel pads,
     also all of them and the output in the row's order. The output is not swapped back yet.
-
-    Args:
-        tokens: of the rank's slice.
     """
-    heads, kv_heads = max(1, own.heads // cut.tp), max(1, own.kv_heads // cut.tp)
-    repeated = math.lcm(kv_heads, cut.cp)
+    heads, kv_heads = work.heads(own)
+    repeated = math.lcm(kv_heads, work.cut.cp)
     both = own.qk_dim + own.v_dim
     width = heads * (own.qk_dim - own.v_dim) + kv_heads * both
     width += repeated * both if repeated > kv_heads else 0
-    width += (heads + repeated) * both if kernels.is_padded else 0
-    return tokens * kernels.compute_bytes * width
+    width += (heads + repeated) * both if work.kernels.is_padded else 0
+    return work.tokens * work.kernels.compute_bytes * width
 
 
 def _group_bytes(own: Attention, group: PaddedGroup, *, c: int, heads: int, kv_heads: int) -> int:

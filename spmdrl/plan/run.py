@@ -160,6 +160,11 @@ class Rates:
     collective_s: float = 20e-6  # before a collective's first byte
 
     @property
+    def memory_bytes(self) -> int:
+        """Of the GPU."""
+        return int(self.gpu.memory_gib * 2**30)
+
+    @property
     def flops(self) -> float:
         """Reached in matmuls, 1/s."""
         return self.gpu.flops * self.matmul_frac

@@ -47,19 +47,18 @@ class Plan:
         return max(self.trainer.total, self.engine.total)
 
 
-def make_plan(run: Run, axes: Axes, *, rates: Rates, memory_bytes: int, tokens: int = 0) -> Plan:
+def make_plan(run: Run, axes: Axes, *, rates: Rates, tokens: int = 0) -> Plan:
     """Plan one layout.
 
     Args:
-        memory_bytes: of a rank's device.
         tokens: budget of a micro-batch; 0 takes the run's, and where that is left open as many
             as fit and an update can fill.
     """
     alone = replace(axes, inference_tp=1)  # what trainers hold does not depend on it
-    engine, room = None, int(USABLE_FRAC * memory_bytes)
+    engine, room = None, int(USABLE_FRAC * rates.memory_bytes)
     trainer_room = room
     if axes.engines:
-        engine = engine_memory(run, axes, memory_bytes=memory_bytes)
+        engine = engine_memory(run, axes, memory_bytes=rates.memory_bytes)
         if axes.roles.shares_devices:
             trainer_room = room - engine.resting
     most = most_tokens(run, alone, room=trainer_room)
@@ -115,7 +114,7 @@ def _gib(size: float) -> str:
     return f"{size / 2**30:.1f} GiB"
 
 
-def remedies(run: Run, plan: Plan, *, rates: Rates, memory_bytes: int) -> list[str]:
+def remedies(run: Run, plan: Plan, *, rates: Rates) -> list[str]:
     """Return changes of a config after which the layout fits: single ones, or else pairs."""
     changes = list(_changes(run, plan))
     recomputing = replace(run, kernels=replace(run.kernels, recomputes=True))
@@ -128,12 +127,9 @@ def remedies(run: Run, plan: Plan, *, rates: Rates, memory_bytes: int) -> list[s
             sizes["world_size"] = change.times * axes.world_size
             axes = replace(axes, **sizes, trainers=change.times * axes.trainers)
             tokens = change.tokens or tokens
-        return (
-            is_possible(axes, own)
-            and not make_plan(
-                own, axes, rates=rates, memory_bytes=memory_bytes, tokens=tokens
-            ).problems
-        )
+        if not is_possible(axes, own):
+            return False
+        return not make_plan(own, axes, rates=rates, tokens=tokens).problems
 
     single = _first_of_each([(c,) for c in changes if fits(c)])
     if single:
@@ -242,7 +238,7 @@ def distinct(plans: list[Plan]) -> list[Plan]:
 
 
 def best_plans(
-    run: Run, *, gpus: int, rates: Rates, memory_bytes: int, overlaps: bool
+    run: Run, *, gpus: int, rates: Rates, overlaps: bool
 ) -> tuple[list[Plan], Plan | None]:
     """Return the plans that fit, fastest step first, and of those that do not the nearest.
 
@@ -262,11 +258,9 @@ def best_plans(
     found, nearest = [], None
     for axes in layouts(run, gpus=gpus, gpus_per_node=rates.gpus_per_node):
         for own in shared if axes.roles.shares_devices else alone:
-            plan = make_plan(own, axes, rates=rates, memory_bytes=memory_bytes)
+            plan = make_plan(own, axes, rates=rates)
             if 0 < plan.most_tokens < plan.tokens:
-                plan = make_plan(
-                    own, axes, rates=rates, memory_bytes=memory_bytes, tokens=plan.most_tokens
-                )
+                plan = make_plan(own, axes, rates=rates, tokens=plan.most_tokens)
             if not plan.problems:
                 found.append(plan)
             elif nearest is None or plan.rank_bytes < nearest.rank_bytes:

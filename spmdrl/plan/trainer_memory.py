@@ -13,6 +13,7 @@ from spmdrl.model.shape import Block, ModelShape
 from spmdrl.plan.activations import (
     Cut,
     SavedBytes,
+    Work,
     exchange_bytes,
     mlp_bytes,
     padded_groups,
@@ -43,7 +44,9 @@ def trainer_memory(run: Run, axes: Axes, *, tokens: int = 0) -> Memory:
     shape = run.shape
     c = run.kernels.compute_bytes
     own_tokens = -(-(tokens or run.batch.tokens_per_microbatch) // axes.cp)
-    saved = _saved(run, axes, tokens=own_tokens)
+    work = _work(run, axes, tokens=own_tokens)
+    share = run.response_tokens / (run.prompt_tokens + run.response_tokens)
+    saved = saved_bytes(shape, work, num_scored=int(own_tokens * share))
     state = shards_numel(shape, axes)
     trained = lora_numel(run, axes) if run.lora_numel else state
     master = _ADAPTER if run.lora_numel else run.master_bytes
@@ -57,15 +60,11 @@ def trainer_memory(run: Run, axes: Axes, *, tokens: int = 0) -> Memory:
     }
     moments = {
         "where the head's backward pass begins": _at_head(run, axes, saved=saved),
-        "in the backward pass of the last block": _at_last_block(
-            run, axes, saved=saved, tokens=own_tokens
-        ),
+        "in the backward pass of the last block": _at_last_block(run, axes, saved, work),
         "where the embedding's gradient is reduced": _at_end(run, axes),
     }
-    if cut_of(run, axes).method == "ulysses":
-        moments["in the attention of the last block"] = _in_attention(
-            run, axes, saved=saved, tokens=own_tokens
-        )
+    if work.cut.method == "ulysses":
+        moments["in the attention of the last block"] = _in_attention(run, axes, saved, work)
     moment = max(moments, key=lambda name: sum(moments[name].values()))
     causes |= moments[moment]
     if axes.roles.has_engines:
@@ -90,23 +89,14 @@ def _blocks_numel(shape: ModelShape, axes: Axes) -> int:
     return sum(count * gathered_numel(block.weights, axes) for block, count in shape.kinds)
 
 
-def _saved(run: Run, axes: Axes, *, tokens: int) -> SavedBytes:
-    shape = run.shape
-    share = run.response_tokens / (run.prompt_tokens + run.response_tokens)
+def _work(run: Run, axes: Axes, *, tokens: int) -> Work:
     groups: tuple[PaddedGroup, ...] = ()
     if run.kernels.is_padded:
         row = tokens * axes.cp
         longest = min(run.longest, row)
         lengths = [longest] * (row // longest) + [row % longest] * (row % longest > 0)
         groups = padded_groups(lengths)
-    return saved_bytes(
-        shape,
-        run.kernels,
-        tokens=tokens,
-        groups=groups,
-        cut=cut_of(run, axes),
-        num_scored=int(tokens * share),
-    )
+    return Work(run.kernels, tokens, cut_of(run, axes), groups)
 
 
 def cut_of(run: Run, axes: Axes) -> Cut:
@@ -161,25 +151,23 @@ def _at_head(run: Run, axes: Axes, *, saved: SavedBytes) -> dict[str, int]:
     }
 
 
-def _in_attention(run: Run, axes: Axes, *, saved: SavedBytes, tokens: int) -> dict[str, int]:
+def _in_attention(run: Run, axes: Axes, saved: SavedBytes, work: Work) -> dict[str, int]:
     """Return what is there when ulysses has attended; what the MLP keeps is yet to come."""
-    shape, kernels, cut = run.shape, run.kernels, cut_of(run, axes)
-    c = kernels.compute_bytes
+    shape, kernels, c = run.shape, run.kernels, run.kernels.compute_bytes
     if kernels.recomputes or kernels.is_selective:  # once more, in the block's backward pass
-        at_once = _at_last_block(run, axes, saved=saved, tokens=tokens)
-        stream = tokens * (4 + c) * shape.hidden
+        at_once = _at_last_block(run, axes, saved, work)
+        stream = work.tokens * (4 + c) * shape.hidden
     else:  # gathered: this block, and once more as it came, in one piece
         shared = 0 if run.reshard == "never" else max(_shared(b, axes) for b, _ in shape.kinds)
         at_once, stream = {"gathered by FSDP": _kept(run, axes) + 2 * c * shared}, 0
     unkept = max(
-        unkept_bytes(b.attention, kernels=kernels, tokens=tokens, cut=cut)
-        - mlp_bytes(b, kernels=kernels, tokens=tokens, hidden=shape.hidden, cut=cut)
+        unkept_bytes(b.attention, work) - mlp_bytes(b, work, hidden=shape.hidden)
         for b, _ in shape.kinds
     )
     return at_once | {"activations": saved.total + stream + unkept}
 
 
-def _at_last_block(run: Run, axes: Axes, *, saved: SavedBytes, tokens: int) -> dict[str, int]:
+def _at_last_block(run: Run, axes: Axes, saved: SavedBytes, work: Work) -> dict[str, int]:
     shape = run.shape
     c, numel = run.kernels.compute_bytes, _largest(shape, axes)
     # Gathered: this block and the next, on its way in one piece. Of the block before, gradients
@@ -191,27 +179,25 @@ def _at_last_block(run: Run, axes: Axes, *, saved: SavedBytes, tokens: int) -> d
     reduced = 0 if run.lora_numel or c == 4 else (c + 4) * numel
     head = 0 if run.lora_numel else c * _head_rows(shape, axes) * shape.hidden
     return {
-        "activations": saved.total + _working(run, axes, tokens=tokens),
+        "activations": saved.total + _working(run.shape, work),
         "head": head,
         "gathered by FSDP": gathered,
         "gradients on their way": reduced,
     }
 
 
-def _working(run: Run, axes: Axes, *, tokens: int) -> int:
+def _working(shape: ModelShape, work: Work) -> int:
     """Return what a block's backward pass makes before it drops as much: gradients of the MLP's
     product and of its factors, and of the residual stream; or, when what the MLP kept is gone,
     what attention exchanges over cp."""
-    shape, c, cut = run.shape, run.kernels.compute_bytes, cut_of(run, axes)
+    c, tokens, tp = work.kernels.compute_bytes, work.tokens, work.cut.tp
     widths = [
-        b.intermediate // axes.tp
-        + (b.experts.top_k * b.experts.intermediate // axes.tp if b.experts else 0)
+        b.intermediate // tp + (b.experts.top_k * b.experts.intermediate // tp if b.experts else 0)
         for b, _ in shape.kinds
     ]
     stream = tokens * (4 + c) * shape.hidden
     exchanged = max(
-        exchange_bytes(b.attention, kernels=run.kernels, tokens=tokens, cut=cut)
-        - mlp_bytes(b, kernels=run.kernels, tokens=tokens, hidden=shape.hidden, cut=cut)
+        exchange_bytes(b.attention, work) - mlp_bytes(b, work, hidden=shape.hidden)
         for b, _ in shape.kinds
     )
     return stream + max(tokens * 2 * c * max(widths), exchanged)
