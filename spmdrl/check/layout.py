@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from spmdrl.config.fields import Config, LayoutSettings, replay_folder
 
 
-def layout_problems(cfg: Config) -> list[str]:
-    """Return what is wrong with the section `layout`, each as `field: what, value seen`."""
+def layout_problems(cfg: Config) -> Iterator[str]:
+    """Yield what is wrong with the section `layout`, each as `field: what, value seen`."""
     from spmdrl.world.axes import axes_of, rank_problems  # here: it comes with torch
 
     layout = cfg.layout
     if any(size < 1 for size in vars(layout).values() if isinstance(size, int)):
-        return []  # which says what is wrong, see config/ranges.py
-    problems = [*rank_problems(axes_of(cfg), engine_kind=cfg.engine.kind)]
-    problems += _backend_problems(layout)
+        return  # which says what is wrong, see config/ranges.py
+    yield from rank_problems(axes_of(cfg), engine_kind=cfg.engine.kind)
+    yield from _backend_problems(layout)
     samples = cfg.objective.samples and not replay_folder(cfg)
     if layout.roles.has_engines != samples:
-        problems.append(
+        yield (
             f"layout.placement: {layout.placement} with objective {cfg.algorithm.objective}; sft, "
             "preference, reward_model, distill, and rl by rollout.record.replay, run `offline` (no "
             "engine), else rl `split` or `colocated`"
         )
-    return problems
 
 
 def _backend_problems(layout: LayoutSettings) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from spmdrl.config.fields import Config
 from spmdrl.data.tasks import is_generated
@@ -24,7 +24,7 @@ def method_problems(cfg: Config) -> list[str]:
     if cfg.objective.only_loss:
         return problems
     if not cfg.objective.samples:
-        return problems + _offline_problems(cfg)
+        return [*problems, *_offline_problems(cfg)]
     environment = cfg.rollout.environment
     if not rewards.functions and not environment and not is_generated(cfg.data.train):
         problems.append(
@@ -54,25 +54,24 @@ def method_problems(cfg: Config) -> list[str]:
     return problems
 
 
-def _offline_problems(cfg: Config) -> list[str]:
-    """Return what is wrong with the method of an offline objective other than sft."""
+def _offline_problems(cfg: Config) -> Iterator[str]:
+    """Yield what is wrong with the method of an offline objective other than sft."""
     from spmdrl.algorithms import registry
 
     chosen = cfg.algorithm
     found = registry.problems(cfg.objective.loss_kind, chosen.loss, chosen.loss_options)
-    problems = [f"algorithm.loss{text}" for text in found]
+    yield from (f"algorithm.loss{text}" for text in found)
     for name in ("kl_coef", "entropy_coef"):
         if getattr(chosen, name):
-            problems.append(
+            yield (
                 f"algorithm.{name}: {getattr(chosen, name)} has no effect under the "
                 f"objective {chosen.objective}; set it to 0"
             )
     if cfg.objective.needs_teacher and not cfg.model.teacher:
-        problems.append(
+        yield (
             f"model.teacher: is empty, and the objective {chosen.objective} follows a teacher; "
             "name a model"
         )
-    return problems
 
 
 def _entropy_problems(cfg: Config) -> list[str]:
@@ -145,34 +144,33 @@ def _shaping_problems(cfg: Config) -> list[str]:
     return [f"rewards.shaping.{problem}" for problem in problems]
 
 
-def _reward_problems(cfg: Config) -> list[str]:
-    functions, problems = cfg.rewards.functions, []
+def _reward_problems(cfg: Config) -> Iterator[str]:
+    functions = cfg.rewards.functions
     for spec in filter(is_generated, functions):
         if spec not in (cfg.data.train, cfg.data.eval):
-            problems.append(
+            yield (
                 f"rewards.functions: {spec} grades problems of its own, and data.train "
                 f"is {cfg.data.train}; name it there, or another reward function"
             )
     models = reward_models(functions)
     if "" in models.values():
-        problems.append("rewards.functions: `model:` names no folder; write model:PATH")
+        yield "rewards.functions: `model:` names no folder; write model:PATH"
     if models and len(models) == len(functions) and cfg.evaluate.every_steps:
-        problems.append(
+        yield (
             f"rewards.functions: all {len(models)} are models, which score in training alone, so "
             "held-out problems would have no reward; add a reward function, or set "
             f"evaluate.every_steps to 0 (it is {cfg.evaluate.every_steps})"
         )
-    return problems
 
 
-def _combination_problems(cfg: Config) -> list[str]:
-    """Return what is wrong with methods that are each right by themselves."""
+def _combination_problems(cfg: Config) -> Iterator[str]:
+    """Yield what is wrong with methods that are each right by themselves."""
     from spmdrl.algorithms import registry
 
-    problems, chosen = [], cfg.algorithm
+    chosen = cfg.algorithm
     loss, advantage = (registry.get(kind, getattr(chosen, kind)) for kind in ("loss", "advantage"))
     if "rollout_logprobs" in registry.inputs_of(loss) and chosen.correction != "none":
-        problems.append(
+        yield (
             f"algorithm.correction: {chosen.correction} with the loss {chosen.loss}, which weighs "
             "by pi / mu itself: the engine would be corrected for twice; set it to none"
         )
@@ -182,50 +180,50 @@ def _combination_problems(cfg: Config) -> list[str]:
         and chosen.kl_in == "loss"
         and not chosen.kl_options.get("unbiased")
     ):
-        problems.append(
+        yield (
             "algorithm.kl: k1 in the loss has an expected gradient of 0, no penalty at all; take "
             "k2 or k3, set kl_options {unbiased: true}, or kl_in: reward"
         )
     allowed = getattr(loss, "aggregations", (chosen.aggregation,))
     if chosen.aggregation not in allowed:
-        problems.append(
+        yield (
             f"algorithm.aggregation: {chosen.aggregation} with the loss {chosen.loss}, "
             "whose terms are of whole sequences, would not be its paper's objective; "
             f"take {' or '.join(allowed)}"
         )
-    return problems + _input_problems(cfg, loss=loss, advantage=advantage)
+    yield from _input_problems(cfg, loss=loss, advantage=advantage)
 
 
-def _input_problems(cfg: Config, *, loss: Callable, advantage: Callable) -> list[str]:
-    """Return what is missing of, or would not reach, the inputs that methods ask for."""
+def _input_problems(cfg: Config, *, loss: Callable, advantage: Callable) -> Iterator[str]:
+    """Yield what is missing of, or would not reach, the inputs that methods ask for."""
     from spmdrl.algorithms import registry
 
-    problems, chosen = [], cfg.algorithm
+    chosen = cfg.algorithm
     asked = registry.inputs_of(loss) + registry.inputs_of(advantage)
     if "turns" in registry.asked_by(advantage) and not cfg.rollout.environment:
-        problems.append(
+        yield (
             f"rollout.environment: is empty, and the advantage {chosen.advantage} "
             "compares turns that answer the same state; name an environment"
         )
     if "teacher_logprobs" in asked and not cfg.model.teacher:
-        problems.append(
+        yield (
             f"model.teacher: is empty, and {chosen.advantage} / {chosen.loss} follows "
             "a teacher; name a model"
         )
     if "reward_parts" in asked and "rewards" not in asked:
         # Both change the rewards alone, and would do nothing without a word.
         if cfg.rewards.shaping.is_on:
-            problems.append(
+            yield (
                 f"rewards.shaping: the advantage {chosen.advantage} reads the reward "
                 "functions one by one, which are not shaped; empty it"
             )
         if chosen.kl_coef and chosen.kl_in == "reward":
-            problems.append(
+            yield (
                 f"algorithm.kl_in: reward with the advantage {chosen.advantage}, which "
                 "reads the reward functions one by one; set it to loss"
             )
     if "greedy_rewards" in asked and reward_models(cfg.rewards.functions):
-        problems.append(
+        yield (
             f"rewards.functions: has a model, which scores sampled responses alone, "
             f"and the advantage {chosen.advantage} needs the reward of greedy ones; "
             "take another advantage, or functions only"
@@ -236,30 +234,28 @@ def _input_problems(cfg: Config, *, loss: Callable, advantage: Callable) -> list
         and registry.is_per_token(advantage)
         and ("kl_rewards" not in asked)
     ):
-        problems.append(
+        yield (
             f"algorithm.kl_in: reward with the advantage {chosen.advantage}, which has "
             "no place for a KL in the reward; set it to loss"
         )
     if "values" in asked or "prm_logprobs" in asked:
-        problems += _critic_problems(cfg)
-    return problems
+        yield from _critic_problems(cfg)
 
 
-def _critic_problems(cfg: Config) -> list[str]:
-    """Return what is wrong with the section `critic`, asked where the advantage uses it."""
+def _critic_problems(cfg: Config) -> Iterator[str]:
+    """Yield what is wrong with the section `critic`, asked where the advantage uses it."""
     from spmdrl.algorithms import registry
 
-    problems, chosen = [], cfg.algorithm
+    chosen = cfg.algorithm
     warmup_steps = cfg.critic.warmup_steps
     if warmup_steps >= cfg.steps:
-        problems.append(
+        yield (
             f"critic.warmup_steps: {warmup_steps} of steps {cfg.steps} leaves none "
             "that trains the policy; lower it or raise steps"
         )
     advantage = registry.get("advantage", chosen.advantage)
     if registry.trial_of_advantage(advantage, chosen.advantage_options)[1] is None:
-        problems.append(
+        yield (
             f"algorithm.advantage: {chosen.advantage} asks for a model that is trained beside the "
             "policy and returns None as its targets; return (advantages, returns)"
         )
-    return problems

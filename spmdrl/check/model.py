@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import re
+from collections.abc import Iterator
 from typing import Any
 
 from spmdrl.config.fields import Config
@@ -31,56 +32,54 @@ def _changed(section: Any) -> dict[str, Any]:
     return {f.name: v for f in fields if (v := getattr(section, f.name)) != f.default}
 
 
-def _memory_problems(cfg: Config) -> list[str]:
-    memory, problems = cfg.model.memory, []
+def _memory_problems(cfg: Config) -> Iterator[str]:
+    memory = cfg.model.memory
     if memory.optimizer_dtype == "int8" and importlib.util.find_spec("torchao") is None:
-        problems.append(
+        yield (
             "model.memory.optimizer_dtype: int8 takes its quantisation from torchao, "
             "which is not installed: pip install --no-deps torchao==0.18.0"
         )
     if cfg.model.lora.is_on and memory.offload == "parameters":
-        problems.append(
+        yield (
             "model.memory.offload: parameters with model.lora, whose adapters are "
             "small and merged on the device for every push; take optimizer or "
             "activations"
         )
     if cfg.model.lora.is_on and memory.master_dtype == "bfloat16":
-        problems.append(
+        yield (
             "model.memory.master_dtype: bfloat16 with model.lora, whose adapters stay "
             "float32 and whose frozen weights are in model.compute_dtype; leave it out"
         )
-    return problems
 
 
-def _lora_problems(cfg: Config) -> list[str]:
-    lora, problems = cfg.model.lora, []
+def _lora_problems(cfg: Config) -> Iterator[str]:
+    lora = cfg.model.lora
     for name, value in _changed(lora).items():
         if not lora.is_on:
-            problems.append(
+            yield (
                 f"model.lora.{name}: {value!r} without adapters; set model.lora.rank, e.g. to 16"
             )
         elif lora.path and name not in ("path", "push"):
-            problems.append(
+            yield (
                 f"model.lora.{name}: {value!r} with path {lora.path}: the adapter there says it; "
                 "leave one of them out"
             )
     if not _are_targets(lora.targets):
-        problems.append(
+        yield (
             "model.lora.targets: expected all-linear, a regular expression of module names, or a "
             f"list of names or their ends, got {lora.targets!r}"
         )
     every = cfg.model.reference.sync_every
     if lora.is_on and every and not cfg.model.reference.path:
-        problems.append(
+        yield (
             f"model.reference.sync_every: {every} with model.lora, whose reference is the "
             "policy without its adapters, which never changes; leave one of them out"
         )
     elif lora.is_on and every:
-        problems.append(
+        yield (
             f"model.reference.sync_every: {every} with model.lora: adapters cannot be "
             "mixed into a reference; leave one of them out"
         )
-    return problems
 
 
 def _are_targets(value: str | tuple[str, ...]) -> bool:
@@ -90,47 +89,45 @@ def _are_targets(value: str | tuple[str, ...]) -> bool:
     return bool(value) and not error
 
 
-def _push_problems(cfg: Config) -> list[str]:
-    problems, lora = [], cfg.model.lora
+def _push_problems(cfg: Config) -> Iterator[str]:
+    lora = cfg.model.lora
     if not lora.pushes_adapter:
-        return []
+        return
     if cfg.engine.kind != "vllm":
-        problems.append(
+        yield (
             f"model.lora.push: adapter with engine.kind {cfg.engine.kind}: only vllm "
             "computes with adapters of its own; take merged"
         )
     if not cfg.layout.roles.has_engines:
-        problems.append(
+        yield (
             "model.lora.push: adapter under placement offline, where there is no "
             "engine to push to; leave it out"
         )
     if cfg.stream.mode == "reload":
-        problems.append(
+        yield (
             "model.lora.push: adapter with stream.mode reload: adapters are written in "
             "place; take auto, or push merged"
         )
     if lora.rank > MAX_RANK:
-        problems.append(
+        yield (
             f"model.lora.push: adapter with rank {lora.rank}: vLLM has adapters up to rank "
             f"{MAX_RANK}; take merged"
         )
-    return problems
 
 
-def _moe_problems(cfg: Config) -> list[str]:
-    moe, problems = cfg.model.moe, []
+def _moe_problems(cfg: Config) -> Iterator[str]:
+    moe = cfg.model.moe
     if moe.balance == "bias" and cfg.model.lora.is_on:
-        problems.append(
+        yield (
             "model.moe.balance: bias with model.lora, which leaves the model's own "
             "tensors as they are; leave one of them out"
         )
     for name, balance in (("coef", "aux"), ("rate", "bias")):
         if name in _changed(moe) and moe.balance != balance:
-            problems.append(
+            yield (
                 f"model.moe.{name}: is an option of balance {balance}, and balance is "
                 f"{moe.balance}; take it out"
             )
-    return problems
 
 
 # --------------------------------------------------------------------------- the reference

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 from spmdrl.config.fields import Config, replay_folder
@@ -41,18 +42,17 @@ def _in_flight_problems(cfg: Config) -> list[str]:
     return []
 
 
-def _dynamic_problems(cfg: Config) -> list[str]:
-    dynamic, problems = cfg.rollout.schedule.dynamic, []
+def _dynamic_problems(cfg: Config) -> Iterator[str]:
+    dynamic = cfg.rollout.schedule.dynamic
     if dynamic == 1:
-        problems.append("dynamic: must be at least 2, or 0 for off, got 1")
+        yield "dynamic: must be at least 2, or 0 for off, got 1"
     if dynamic and cfg.batch.group_size == 1:
-        problems.append("dynamic: with batch.group_size 1 no group has a spread of rewards")
+        yield "dynamic: with batch.group_size 1 no group has a spread of rewards"
     if dynamic and reward_models(cfg.rewards.functions):
-        problems.append(
+        yield (
             "dynamic: the spread of a group's rewards is not known where prompts are "
             "drawn, since rewards.functions names a model; leave it out"
         )
-    return problems
 
 
 def _curriculum_problems(cfg: Config) -> list[str]:
