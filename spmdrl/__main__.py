@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-import runpy
+import importlib
 import sys
 from difflib import get_close_matches
 from pathlib import Path
@@ -18,8 +18,7 @@ def main() -> int | None:
     name = sys.argv[1].replace("-", "_") if len(sys.argv) > 1 else "help"
     if name in _COMMANDS:
         sys.argv[:2] = [f"python -m spmdrl {name}"]
-        _run(name)
-        return None
+        return _run(name)
     if name in ("help", "__help", "_h"):
         print(_listed())
         return 0
@@ -34,15 +33,18 @@ def main() -> int | None:
     return 2
 
 
-def _run(name: str) -> None:
-    """Raises: SystemExit saying what the command refuses; where several ranks run it, rank 0 says
-    it."""
-    module = f"spmdrl.commands.{name}"
-    _, error = attempt(lambda: runpy.run_module(module, run_name="__main__"))
+def _run(name: str) -> int | None:
+    """Return a command's exit status.
+
+    Raises: SystemExit saying what it refuses; where several ranks run it, rank 0 says it.
+    """
+    command = importlib.import_module(f"spmdrl.commands.{name}")
+    status, error = attempt(command.main)
     if error is not None:
         from spmdrl.world.launch import known_rank  # here: it comes with torch
 
         raise SystemExit(f"{name}: {error}" if known_rank() in ("0", "?") else 1) from error
+    return status
 
 
 def _listed() -> str:

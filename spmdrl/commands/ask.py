@@ -140,7 +140,3 @@ def _options(pairs: tuple[str, ...]) -> dict[str, Any]:
 def main() -> None:
     """Run from the command line."""
     tyro.cli(ask, prog="python -m spmdrl ask")
-
-
-if __name__ == "__main__":
-    main()

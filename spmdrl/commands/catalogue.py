@@ -133,7 +133,3 @@ def main() -> None:
         from spmdrl.report import glossary
 
         print(glossary.page(), end="")
-
-
-if __name__ == "__main__":
-    main()

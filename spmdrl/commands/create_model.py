@@ -249,7 +249,3 @@ def character_tokenizer(*, chat_template: bool = False) -> PreTrainedTokenizerFa
 def main() -> None:
     """Create the model that the command line describes and print its folder."""
     print(tyro.cli(create_model, prog="python -m spmdrl create_model"))
-
-
-if __name__ == "__main__":
-    main()

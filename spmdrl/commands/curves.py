@@ -38,7 +38,3 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     print(f"wrote {args.out}")
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

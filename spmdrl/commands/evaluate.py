@@ -272,7 +272,15 @@ def _show(request: CommandLine, result: Result) -> None:
         print(f"and to MLflow at {uri}" if uri else "the run has no MLflow run to add them to")
 
 
-def main() -> int:
+def main() -> None:
+    """Do what the command line says, and end this process."""
+    status = _main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)  # peers may be gone: no thread or group of theirs may keep this process
+
+
+def _main() -> int:
     """Parse, refuse what is wrong with its reasons, evaluate, print and write."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during imports: no traceback
     if {"-h", "--help"} & set(sys.argv[1:]):
@@ -296,10 +304,3 @@ def main() -> int:
         return 0
     except Exception as error:
         return ended(error, world)  # says why, here and to the other ranks
-
-
-if __name__ == "__main__":
-    status = main()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)  # peers may be gone: no thread or group of theirs may keep this process

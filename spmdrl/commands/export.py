@@ -111,7 +111,3 @@ def main() -> None:
     folder = tyro.cli(functools.partial(export, is_shared=True), prog="python -m spmdrl export")
     if known_rank() in ("0", "?"):
         print(folder)
-
-
-if __name__ == "__main__":
-    main()

@@ -61,6 +61,8 @@ class Question:
 def main(argv: list[str] | None = None) -> int:
     """Print the plan and return the exit status: 0, 1 when nothing fits, 2 for bad input."""
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    if argv is None:
+        logging.disable(logging.WARNING)
     own, rest = _arguments(sys.argv[1:] if argv is None else argv)
     found, error = attempt(lambda: answer(ask(own, rest), top=own.top))
     if found is None:
@@ -242,8 +244,3 @@ def _refusal(question: Question, plan: Plan) -> list[str]:
             f"{layout_text(plan.axes)}"
         )
     return lines
-
-
-if __name__ == "__main__":
-    logging.disable(logging.WARNING)
-    sys.exit(main())

@@ -12,7 +12,7 @@ import re
 import shlex
 from pathlib import Path
 
-from spmdrl.commands.plan import main
+from spmdrl.commands import plan
 
 _EXAMPLE = re.compile(r"```\n\$ (python -m spmdrl plan .*?[^\\]\n)(.*?)```", re.DOTALL)
 
@@ -26,7 +26,7 @@ def output(command: str) -> str:
     """Return what a command of the page prints, refusals included."""
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         with contextlib.redirect_stderr(printed):
-            main(shlex.split(command.replace("\\\n", " "))[4:])
+            plan.main(shlex.split(command.replace("\\\n", " "))[4:])
     return printed.getvalue()
 
 
@@ -35,7 +35,8 @@ def renewed(text: str) -> str:
     return _EXAMPLE.sub(lambda found: f"```\n$ {found[1]}{output(found[1])}```", text)
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Renew the pages named on the command line."""
     parser = argparse.ArgumentParser(
         prog="python -m spmdrl plan_examples", description="Renew the examples of Markdown pages."
     )

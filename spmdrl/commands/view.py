@@ -78,7 +78,3 @@ def _shown(args: argparse.Namespace) -> str:
 
     args.html.write_text(page(view, color=args.color), encoding="utf-8")
     return f"wrote {args.html}"
-
-
-if __name__ == "__main__":
-    sys.exit(main())

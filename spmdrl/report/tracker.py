@@ -16,6 +16,8 @@ import re
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -38,18 +40,9 @@ class _Metrics(NamedTuple):
     values: dict[str, float]
 
 
-class _Params(NamedTuple):
-    values: dict[str, str]
-    step: int
-
-
-class _Table(NamedTuple):
-    name: str
-    text: str
-
-
-class _File(NamedTuple):
-    path: Path
+class _Task(NamedTuple):
+    send: Callable[[], None]
+    table: str = ""  # that it writes
 
 
 class MlflowTracker:
@@ -97,7 +90,8 @@ class MlflowTracker:
 
     def params(self, values: dict[str, Any], *, step: int) -> None:
         """Log parameters. One that the run already has with another value becomes a tag."""
-        self._put(_Params({_clean(k): str(v)[:_MAX_PARAM_CHARS] for k, v in values.items()}, step))
+        texts = {_clean(k): str(v)[:_MAX_PARAM_CHARS] for k, v in values.items()}
+        self._put(_Task(partial(self._send_params, texts, step)))
 
     def metrics(self, step: int, values: dict[str, float]) -> None:
         """Log one step's metrics, stamped with the present time."""
@@ -107,15 +101,15 @@ class MlflowTracker:
         """Show rows as the table artifact `name` (*.json), in place of what it held."""
         columns = list(dict.fromkeys(key for row in rows for key in row))
         data = [[row.get(key) for key in columns] for row in rows]
-        item = _Table(name, json.dumps({"columns": columns, "data": data}, default=str))
+        text = json.dumps({"columns": columns, "data": data}, default=str)
         with self._wake:  # one that still waits is out of date
-            for old in [i for i in self._items if isinstance(i, _Table) and i.name == name]:
+            for old in [i for i in self._items if isinstance(i, _Task) and i.table == name]:
                 self._items.remove(old)
-        self._put(item)
+        self._put(_Task(partial(self._send_table, name, text), name))
 
     def artifact(self, path: Path) -> None:
         """Keep a copy of a file with the run."""
-        self._put(_File(path))
+        self._put(_Task(lambda: self._client.log_artifact(self.run_id, str(path))))
 
     def close(self, status: Status, *, timeout_s: float = 30.0) -> None:
         """Send what waits, end the MLflow run with `status`; give up after `timeout_s`."""
@@ -210,28 +204,24 @@ class MlflowTracker:
             self._client.log_batch(self.run_id, metrics=points[start : start + _MAX_METRICS])
         self._took(steps)
         for item in items:
-            if isinstance(item, _Params):
-                self._send_params(item)
-            elif isinstance(item, _Table):
-                self._send_table(item)
-            elif isinstance(item, _File):
-                self._client.log_artifact(self.run_id, str(item.path))
-            self._took([item])
+            if isinstance(item, _Task):
+                item.send()
+                self._took([item])
 
-    def _send_params(self, item: _Params) -> None:
+    def _send_params(self, values: dict[str, str], step: int) -> None:
         from mlflow.entities import Param
 
         known = self._client.get_run(self.run_id).data.params
-        new = [Param(k, v) for k, v in item.values.items() if k not in known]
+        new = [Param(k, v) for k, v in values.items() if k not in known]
         for start in range(0, len(new), _MAX_PARAMS):
             self._client.log_batch(self.run_id, params=new[start : start + _MAX_PARAMS])
-        for key, value in item.values.items():
+        for key, value in values.items():
             if known.get(key, value) != value:  # parameters of a run cannot change in MLflow
-                self._client.set_tag(self.run_id, f"from_step_{item.step}.{key}", value)
+                self._client.set_tag(self.run_id, f"from_step_{step}.{key}", value)
 
-    def _send_table(self, item: _Table) -> None:
-        self._client.log_text(self.run_id, item.text, item.name)
-        entries = [{"path": item.name, "type": "table"}]
+    def _send_table(self, name: str, text: str) -> None:
+        self._client.log_text(self.run_id, text, name)
+        entries = [{"path": name, "type": "table"}]
         self._client.set_tag(self.run_id, _TABLE_TAG, json.dumps(entries))
 
     def _connect(self) -> None:
