@@ -46,24 +46,21 @@ class RankLog:
         self._stderr = sys.stderr
         tee = _Tee(sys.stderr, self._file)
         sys.stderr = tee
-        to_file = _handler(logging.StreamHandler(_Quiet(self._file)), rank=rank, level=logging.INFO)
-        to_file.setFormatter(logging.Formatter(_FORMAT))
-        if rank == 0:
-            to_person = _handler(_ConsoleHandler(console), rank=rank, level=logging.INFO)
-        else:
-            to_person = _handler(
-                logging.StreamHandler(self._stderr), rank=rank, level=logging.WARNING
-            )
-        to_person.setFormatter(_Short())
+        to_file: logging.Handler = logging.StreamHandler(_Quiet(self._file))
+        to_file.setLevel(logging.INFO)
+        to_file.setFormatter(logging.Formatter(_FORMAT, defaults={"rank": rank}))
+        to_stderr = logging.StreamHandler(self._stderr)
+        to_stderr.setLevel(logging.WARNING)
+        to_person = _ConsoleHandler(console) if rank == 0 else to_stderr
+        to_person.setFormatter(_Short(rank))
         self._own = logging.getLogger("spmdrl")
         self._levels = self._own.level
         self._own.setLevel(logging.INFO)
         root = logging.getLogger()
         self._installed = [(root, to_file), (self._own, to_person)]
         if rank == 0:
-            others = _handler(logging.StreamHandler(self._stderr), rank=rank, level=logging.WARNING)
-            others.addFilter(lambda record: not record.name.startswith("spmdrl"))
-            self._installed.append((root, others))
+            to_stderr.addFilter(lambda record: not record.name.startswith("spmdrl"))
+            self._installed.append((root, to_stderr))
         for logger, handler in self._installed:
             logger.addHandler(handler)
         logging.captureWarnings(True)
@@ -80,31 +77,25 @@ class RankLog:
             self._file.close()
 
 
-def _handler(handler: logging.Handler, *, rank: int, level: int) -> logging.Handler:
-    def add_rank(record: logging.LogRecord) -> bool:
-        record.rank = rank
-        return True
-
-    handler.addFilter(add_rank)
-    handler.setLevel(level)
-    return handler
-
-
 class _Short(logging.Formatter):
     """Message alone for information; with level and rank from WARNING up."""
+
+    def __init__(self, rank: int):
+        super().__init__()
+        self._rank = rank
 
     def format(self, record: logging.LogRecord) -> str:
         text = super().format(record)
         if record.levelno < logging.WARNING:
             return text
-        return f"[rank {vars(record)['rank']}] {record.levelname.lower()}: {text}"
+        return f"[rank {self._rank}] {record.levelname.lower()}: {text}"
 
 
 class _ConsoleHandler(logging.Handler):
     """Writes records above the progress line."""
 
     def __init__(self, console: Console):
-        super().__init__()
+        super().__init__(logging.INFO)
         self._console = console
 
     def emit(self, record: logging.LogRecord) -> None:
