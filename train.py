@@ -33,8 +33,8 @@ def train(cfg: Config, world: World) -> int:
     from spmdrl.engine import make_engine
     from spmdrl.evaluate import evaluate
     from spmdrl.exchange import exchange
-    from spmdrl.report import Report
     from spmdrl.report.derived import derived
+    from spmdrl.report.report import Report
     from spmdrl.roles import make_trainer
     from spmdrl.rollout import make_source
     from spmdrl.rollout.metrics import batch_sums

@@ -7,7 +7,6 @@ import math
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 
 from spmdrl import config
 from spmdrl.check.fit import build_policy, fit_problems, refusal
@@ -35,7 +34,7 @@ def show(cfg: Config) -> int:
     found = list(problems(cfg))
     models = reward_models(cfg.rewards.functions) if cfg.objective.samples else {}
     for path in models.values():
-        refusal(partial(_print_reward_model, cfg, path))
+        refusal(lambda: print(f"reward model:{path}: {reward_model_size(cfg, path)}"))
     refusal(lambda: _print_adapter(cfg))
     unbuilt = refusal(lambda: _print_section("stream", stream_size(cfg)))
     sys.stdout.flush()
@@ -46,10 +45,6 @@ def show(cfg: Config) -> int:
 
 def _print_section(title: str, pairs: dict[str, str]) -> None:
     print(f"{title}:", *(f"  {name:<28} {value}" for name, value in pairs.items()), sep="\n")
-
-
-def _print_reward_model(cfg: Config, path: str) -> None:
-    print(f"reward model:{path}: {reward_model_size(cfg, path)}")
 
 
 def _print_adapter(cfg: Config) -> None:

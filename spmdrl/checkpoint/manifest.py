@@ -86,11 +86,6 @@ def step_of(folder: Path) -> int:
     return int(match[1]) if match else -1
 
 
-def partial_checkpoints(root: Path) -> list[Path]:
-    """Return the folders of saves that never finished."""
-    return sorted(root.glob("step_*.partial"))
-
-
 def file_entry(path: Path) -> FileEntry:
     """Read one file and return its size and digest."""
     with path.open("rb") as f:

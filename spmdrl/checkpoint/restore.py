@@ -190,15 +190,15 @@ def _load(
     held = [disk.load_plain(folder / f"rollouts_{r}.pt") for r in content.rollout_ranks]
     source.load_state_dict(held, content.step)
     # On another layout there is no rank that the saved generators would belong to.
-    if not any(line.startswith("layout.") for line in _differences(content.config, cfg)):
+    if not any(name.startswith("layout.") for name in _differences(content.config, cfg)):
         set_rng_state(disk.load_plain(folder / f"rng_{world.rank}.pt"))
 
 
 def _found_tokens(content: disk.Manifest, cfg: Config) -> int:
     """Return the found size of a micro-batch, which repeats the last bits; 0 where other fields
     than those of the run's course differ: it might not fit, or more might."""
-    differing = {line.split(":")[0] for line in _differences(content.config, cfg)}
-    matters = sorted(name for name in differing - {*_PATIENCE} if name.startswith(_MATTERS))
+    differing = _differences(content.config, cfg).keys() - {*_PATIENCE}
+    matters = sorted(name for name in differing if name.startswith(_MATTERS))
     if matters and content.found_tokens:
         log.info(
             "the size of a micro-batch is found anew, since these differ: %s", ", ".join(matters)
@@ -217,7 +217,7 @@ def _clear(cfg: Config, damaged: dict[Path, str], *, is_speaker: bool) -> None:
     root = disk.checkpoints_folder(cfg.output_dir)
     if root.is_dir():  # the best one may have been set aside, or be another by a new metric
         keep.link_best(root, cfg.checkpoint.keep)
-    for partial in disk.partial_checkpoints(root):
+    for partial in sorted(root.glob("step_*.partial")):
         log.warning("removing %s: the job that wrote it ended before it was complete", partial)
         shutil.rmtree(partial)
 
@@ -272,23 +272,23 @@ def config_differences(saved: dict[str, Any], cfg: Config) -> list[str]:
         cfg: the present config.
     """
     # A decaying learning rate is a function of the number of steps.
-    free = [name for name in _FREE if name != "steps" or cfg.optimizer.schedule == "constant"]
+    free = {name for name in _FREE if name != "steps" or cfg.optimizer.schedule == "constant"}
+    sections = tuple(name for name in free if name.endswith("."))
     return [
-        difference
-        for difference in _differences(saved, cfg)
-        if not any(
-            difference.startswith(name if name.endswith(".") else f"{name}:") for name in free
-        )
+        line
+        for name, line in _differences(saved, cfg).items()
+        if name not in free and not name.startswith(sections)
     ]
 
 
-def _differences(saved: dict[str, Any], cfg: Config) -> list[str]:
+def _differences(saved: dict[str, Any], cfg: Config) -> dict[str, str]:
+    """Return {field: line with both values}."""
     now, old = (disk.plain(flat) for flat in (flatten(cfg), flatten(Config()) | modernized(saved)))
-    return [
-        f"{name}: {old[name]!r} in the checkpoint, {now.get(name, 'unknown')!r} now"
+    return {
+        name: f"{name}: {old[name]!r} in the checkpoint, {now.get(name, 'unknown')!r} now"
         for name in old
         if name not in now or old[name] != now[name]
-    ]
+    }
 
 
 def _tensor_differences(reader: disk.TensorReader, tensors: dict[str, Tensor]) -> list[str]:

@@ -82,11 +82,9 @@ def _unreduced(run: Run, axes: Axes) -> int:
         return 0
     if run.lora_numel:
         return _ADAPTER * lora_numel(run, axes) * axes.fsdp
-    return 4 * (gathered_numel(run.shape.root, axes) + _blocks_numel(run.shape, axes))
-
-
-def _blocks_numel(shape: ModelShape, axes: Axes) -> int:
-    return sum(count * gathered_numel(block.weights, axes) for block, count in shape.kinds)
+    shape = run.shape
+    numel = sum(count * gathered_numel(block.weights, axes) for block, count in shape.kinds)
+    return 4 * (gathered_numel(shape.root, axes) + numel)
 
 
 def _work(run: Run, axes: Axes, *, tokens: int) -> Work:

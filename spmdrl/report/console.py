@@ -120,8 +120,8 @@ class Column(NamedTuple):
     """The one it shows, where it is worth no column without a value."""
 
 
-def _metric(name: str, *, width: int) -> Callable[[Values], str]:
-    return lambda values: number(values.get(name), width=width)
+def _shown(title: str, metric: str, width: int) -> Column:
+    return Column(title, width, lambda values: number(values.get(metric), width=width), metric)
 
 
 def table_columns(
@@ -136,40 +136,35 @@ def table_columns(
     The widths leave a row within WIDTH characters.
     """
     trend = Column("trend", 10, lambda _: spark().ljust(10))
-    named: list[Column | tuple[str, str, int]]
     if not samples:
         named = [
-            ("loss", "policy/loss", 9),
+            _shown("loss", "policy/loss", 9),
             trend,
-            ("entropy", "policy/entropy", 8),
-            ("accuracy", "preference/accuracy", 8),
-            ("accuracy", "reward_model/accuracy", 8),
-            ("grad norm", "policy/grad_norm", 9),
-            ("lr", "policy/lr", 8),
-            ("update s", "time/update", 8),
+            _shown("entropy", "policy/entropy", 8),
+            _shown("accuracy", "preference/accuracy", 8),
+            _shown("accuracy", "reward_model/accuracy", 8),
+            _shown("grad norm", "policy/grad_norm", 9),
+            _shown("lr", "policy/lr", 8),
+            _shown("update s", "time/update", 8),
         ]
     else:
         named = [
-            ("reward", "reward/mean", 7),
+            _shown("reward", "reward/mean", 7),
             trend,
-            ("length", "rollout/response_length", 7),
-            ("KL e/t", "policy/mismatch_k3", 8),
-            ("entropy", "policy/entropy", 7),
-            ("clip", "policy/clip_frac", 7),
-            ("gen s", "time/generate", 7),
-            ("upd s", "time/update", 7),
-            ("push s", "time/push", 7),
+            _shown("length", "rollout/response_length", 7),
+            _shown("KL e/t", "policy/mismatch_k3", 8),
+            _shown("entropy", "policy/entropy", 7),
+            _shown("clip", "policy/clip_frac", 7),
+            _shown("gen s", "time/generate", 7),
+            _shown("upd s", "time/update", 7),
+            _shown("push s", "time/push", 7),
         ]
         if not has_ratio:
-            named = [c for c in named if c[0] != "clip"]
-    middle = [
-        c if isinstance(c, Column) else Column(c[0], c[2], _metric(c[1], width=c[2]), c[1])
-        for c in named
-    ]
+            named = [c for c in named if c.title != "clip"]
     return [
         Column("done", 6, lambda values: f"{int(values['step']):>6}"),
-        *middle,
-        Column("tok/s", 7, _metric("perf/tokens_per_s", width=7), "perf/tokens_per_s"),
+        *named,
+        _shown("tok/s", "perf/tokens_per_s", 7),
         Column("left", 6, lambda values: duration(values.get("left_s")).rjust(6)),
     ]
 
