@@ -177,7 +177,17 @@ class Saver:
     def _complete(self, pending: _Pending, outcomes: list[_Outcome]) -> None:
         partial = self._partial(pending.step)
         files = {name: entry for o in outcomes for name, entry in o.files.items()}
-        content = self._manifest(pending, files)
+        model = self.cfg.model
+        content = disk.Manifest(
+            step=pending.step,
+            config=disk.plain(flatten(self.cfg)),
+            model=_absolute(model.path),
+            tokenizer=_absolute(model.tokenizer or model.path),
+            rollout_ranks=pending.rollout_ranks,
+            files=files,
+            evaluated=pending.evaluated,
+            found_tokens=self.world.found_tokens,
+        )
         missing = disk.damages(partial, content, digests=False)
         if missing:
             raise OSError(
@@ -206,19 +216,6 @@ class Saver:
             doomed = old.with_name(old.name + ".partial")
             os.rename(old, doomed)
             shutil.rmtree(doomed)
-
-    def _manifest(self, pending: _Pending, files: dict[str, disk.FileEntry]) -> disk.Manifest:
-        model = self.cfg.model
-        return disk.Manifest(
-            step=pending.step,
-            config=disk.plain(flatten(self.cfg)),
-            model=_absolute(model.path),
-            tokenizer=_absolute(model.tokenizer or model.path),
-            rollout_ranks=pending.rollout_ranks,
-            files=files,
-            evaluated=pending.evaluated,
-            found_tokens=self.world.found_tokens,
-        )
 
     def _give_up(self, step: int, problem: str, *, is_fatal: bool) -> None:
         kept = disk.complete_checkpoints(self.root)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import dataclasses
 import difflib
@@ -65,18 +66,12 @@ def refuse(problems: list[str], *, of: str) -> None:
 
 def take_config_flag(argv: list[str]) -> tuple[str, list[str]]:
     """Return the file that `--config` names, empty for none, and the other arguments."""
-    path, i = "", 0
-    rest: list[str] = []
-    while i < len(argv):
-        if argv[i] == "--config":
-            if i + 1 == len(argv):
-                _exit("--config needs a file name after it")
-            path, i = argv[i + 1], i + 2
-        elif argv[i].startswith("--config="):
-            path, i = argv[i].split("=", 1)[1], i + 1
-        else:
-            rest, i = rest + [argv[i]], i + 1
-    return path, rest
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--config", nargs="?", default="")
+    found, rest = parser.parse_known_args(argv)
+    if found.config is None:
+        _exit("--config needs a file name after it")
+    return found.config, rest
 
 
 def _exit(message: str) -> NoReturn:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
+import operator
 import types
 import typing
 from collections.abc import Mapping
@@ -64,16 +65,9 @@ def bounds() -> dict[str, Range]:
     }
 
 
-def flatten(cfg: Any, prefix: str = "") -> dict[str, Any]:
+def flatten(cfg: Config) -> dict[str, Any]:
     """Return {dotted field name: value} of a config."""
-    flat: dict[str, Any] = {}
-    for f in dataclasses.fields(cfg):
-        value = getattr(cfg, f.name)
-        if dataclasses.is_dataclass(value):
-            flat |= flatten(value, f"{prefix}{f.name}.")
-        else:
-            flat[prefix + f.name] = value
-    return flat
+    return {name: operator.attrgetter(name)(cfg) for name in settings()}
 
 
 def build(flat: Mapping[str, Any], cls: type = Config, *, prefix: str = "") -> Any:

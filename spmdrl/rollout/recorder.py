@@ -34,7 +34,7 @@ KEPT_FIELDS = (
     "sampling.temperature",
     "rewards.functions",
     "rewards.weights",
-    *(f"rewards.shaping.{name}" for name in flatten(ShapingSettings())),
+    *(f"rewards.shaping.{name}" for name in vars(ShapingSettings())),
 )
 """Fields of the config that the recorded numbers already contain."""
 HEADER = b"spmdrl"
