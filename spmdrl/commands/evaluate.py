@@ -167,7 +167,8 @@ def _run_folder(path: Path) -> Path | None:
 
 def evaluation_config(cfg: Config, *, model: str, world_size: int) -> Config:
     """Return a config that takes from a training one what generating and rewarding need."""
-    layout, longest = cfg.layout, cfg.data.max_prompt_tokens + cfg.sampling.max_response_tokens
+    longest = cfg.data.max_prompt_tokens + cfg.sampling.max_response_tokens
+    uncut = replace(cfg.layout, trainer_ranks=1, dp_replicate=1, cp=1, ep=1, tp=1)
     functions, models = cfg.rewards.functions, reward_models(cfg.rewards.functions)
     kept = [i for i in range(len(functions)) if i not in models]  # models score on trainers
     return Config(
@@ -175,14 +176,7 @@ def evaluation_config(cfg: Config, *, model: str, world_size: int) -> Config:
         deterministic=cfg.deterministic,
         dry_run=cfg.dry_run,
         steps=1,
-        layout=config.LayoutSettings(
-            placement="colocated",
-            world_size=world_size,
-            inference_tp=layout.inference_tp,
-            device=layout.device,
-            wait_timeout_s=layout.wait_timeout_s,
-            startup_timeout_s=layout.startup_timeout_s,
-        ),
+        layout=replace(uncut, placement="colocated", world_size=world_size),
         model=config.ModelSettings(
             path=model, tokenizer=cfg.model.tokenizer, trust_remote_code=cfg.model.trust_remote_code
         ),
