@@ -15,6 +15,7 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoTokenizer
@@ -197,13 +198,13 @@ def _write_weights(
         name: math.prod(part.shape) * _out_dtype(kept[part.tensor], dtype).itemsize
         for name, part in parts.items()
     }
-    shards = _shards(sizes, limit=limit)
-    places: dict[str, str] = {}
-    for number, names in enumerate(shards, start=1):
-        file = "model.safetensors"
-        if len(shards) > 1:
-            file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        places |= dict.fromkeys(names, file)
+    split = split_state_dict_into_shards_factory(
+        sizes,
+        get_storage_size=int,
+        filename_pattern="model{suffix}.safetensors",
+        max_shard_size=limit,
+    )
+    for number, (file, names) in enumerate(split.filename_to_tensors.items(), start=1):
         if number % ranks.size != ranks.rank:
             continue
         content: dict[str, Tensor] = {}
@@ -212,8 +213,8 @@ def _write_weights(
             cast = _out_dtype(kept[live], dtype)
             content |= {name: _file_tensor(whole, parts[name], dtype=cast) for name in own}
         save_file(content, target / file, metadata={"format": "pt"})
-    if len(shards) > 1 and ranks.rank == 0:
-        text = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": places}
+    if split.is_sharded and ranks.rank == 0:
+        text = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         (target / "model.safetensors.index.json").write_text(json.dumps(text, indent=2) + "\n")
 
 
@@ -236,16 +237,3 @@ def _file_tensor(whole: Tensor, part: Part, *, dtype: torch.dtype) -> Tensor:
     everything = Box((0,) * whole.dim(), tuple(whole.shape))
     values = part.as_in_file(narrow(whole, outer=everything, part=part.box))
     return torch.empty(part.shape, dtype=dtype).copy_(values)
-
-
-def _shards(sizes: dict[str, int], *, limit: int) -> list[list[str]]:
-    """Cut names, in order, into lists of at most `limit` bytes."""
-    shards: list[list[str]] = [[]]
-    used = 0
-    for name, size in sizes.items():
-        if shards[-1] and used + size > limit:
-            shards.append([])
-            used = 0
-        shards[-1].append(name)
-        used += size
-    return shards
