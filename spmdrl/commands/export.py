@@ -106,8 +106,8 @@ def _moved(made: Path, out: Path) -> Path:
 
 def main() -> None:
     """Run from the command line; where several ranks do, the first one speaks."""
-    from spmdrl.world.launch import known_rank
-
     folder = tyro.cli(functools.partial(export, is_shared=True), prog="python -m spmdrl export")
+    from spmdrl.world.launch import known_rank  # here: it comes with torch
+
     if known_rank() in ("0", "?"):
         print(folder)
