@@ -22,7 +22,7 @@ from spmdrl.config import Config, LoraSettings, MemorySettings
 from spmdrl.model.lora.layers import Adapters
 from spmdrl.model.lora.targets import LoraForm, adapter_numel
 from spmdrl.model.shape import ModelShape, model_shape
-from spmdrl.plan.activations import Kernels, Work, padded_groups, saved_bytes
+from spmdrl.plan.activations import Kernels, RowPart, padded_groups, saved_bytes
 from spmdrl.plan.engine_memory import cache_bytes_per_token, engine_memory, engine_weight_bytes
 from spmdrl.plan.memory import shards_numel
 from spmdrl.plan.run import Run, run_of
@@ -127,7 +127,7 @@ def test_a_forward_pass_keeps_what_the_plan_says(tmp_path):
             has_liger=False,
             recomputes=recomputes,
         )
-        work = Work(kernels, sum(lengths), groups=padded_groups(lengths))
+        work = RowPart(kernels, sum(lengths), groups=padded_groups(lengths))
         scored = sum(lengths) - 3 * len(lengths)
         own = saved_bytes(_shape(family), work, num_scored=scored)
         planned = own.blocks + own.rest  # what is made again is not there yet
@@ -170,9 +170,9 @@ def test_kernels_on_cuda_keep_what_their_definitions_say():
     block = 2 * (64 * c + 4) + 2 * 64 * c + (2 * 64 + 2 * 32) * c + 4 * 4 + 3 * 160 * c
     rest = 2 * 16 * c + 64 * c + 4
     kernels = Kernels(compute_bytes=2, is_padded=False, has_liger=True, recomputes=False)
-    own = saved_bytes(shape, Work(kernels, tokens), num_scored=0)
+    own = saved_bytes(shape, RowPart(kernels, tokens), num_scored=0)
     assert own.total == tokens * (2 * block + rest)
-    again = saved_bytes(shape, Work(replace(kernels, recomputes=True), tokens), num_scored=0)
+    again = saved_bytes(shape, RowPart(replace(kernels, recomputes=True), tokens), num_scored=0)
     assert again.blocks == tokens * 2 * 64 * c and again.recomputed == tokens * block
 
 

@@ -63,7 +63,7 @@ class Cut:
 
 
 @dataclass(frozen=True)
-class Work:
+class RowPart:
     """A rank's part of one row."""
 
     kernels: Kernels
@@ -76,7 +76,7 @@ class Work:
         return max(1, own.heads // self.cut.tp), max(1, own.kv_heads // self.cut.tp)
 
 
-def saved_bytes(shape: ModelShape, work: Work, *, num_scored: int) -> SavedBytes:
+def saved_bytes(shape: ModelShape, work: RowPart, *, num_scored: int) -> SavedBytes:
     """Return what one micro-batch keeps on a rank.
 
     Args:
@@ -124,7 +124,7 @@ def _norm_bytes(width: int, kernels: Kernels, *, is_gemma: bool) -> int:
 
 
 @lru_cache(maxsize=4096)
-def _block_bytes(block: Block, shape: ModelShape, work: Work) -> int:
+def _block_bytes(block: Block, shape: ModelShape, work: RowPart) -> int:
     kernels, tokens, tp = work.kernels, work.tokens, work.cut.tp
     c, hidden, is_gemma = kernels.compute_bytes, shape.hidden, shape.has_gemma_norms
     # Norms and experts are of own tokens under tp; what enters attention and MLP is gathered.
@@ -135,7 +135,7 @@ def _block_bytes(block: Block, shape: ModelShape, work: Work) -> int:
     return total + mlp_bytes(block, work, hidden=hidden)
 
 
-def mlp_bytes(block: Block, work: Work, *, hidden: int) -> int:
+def mlp_bytes(block: Block, work: RowPart, *, hidden: int) -> int:
     """Return what is kept of a block's MLP, or of its experts, besides their input."""
     kernels, tokens, cut = work.kernels, work.tokens, work.cut
     c = kernels.compute_bytes
@@ -152,7 +152,7 @@ def mlp_bytes(block: Block, work: Work, *, hidden: int) -> int:
     return total
 
 
-def _attention_bytes(own: Attention, work: Work, *, is_gemma: bool) -> int:
+def _attention_bytes(own: Attention, work: RowPart, *, is_gemma: bool) -> int:
     kernels, tokens, cut = work.kernels, work.tokens, work.cut
     c = kernels.compute_bytes
     heads, kv_heads = work.heads(own)
@@ -178,7 +178,7 @@ def _attention_bytes(own: Attention, work: Work, *, is_gemma: bool) -> int:
     return total + tokens * (width * c + 4 * heads)
 
 
-def exchange_bytes(own: Attention, work: Work) -> int:
+def exchange_bytes(own: Attention, work: RowPart) -> int:
     """Return what attention's exchange over cp holds at once, at most: in the backward pass.
 
     ulysses: the gradient of its output, as it is sent, and as it arrives, in place of the output
@@ -200,7 +200,7 @@ def exchange_bytes(own: Attention, work: Work) -> int:
     return 0
 
 
-def unkept_bytes(own: Attention, work: Work) -> int:
+def unkept_bytes(own: Attention, work: RowPart) -> int:
     """Return what ulysses holds, besides what is kept, when its kernel is done.
 
     Queries, keys and values as they were before the exchange and repeated; where the kernel pads,

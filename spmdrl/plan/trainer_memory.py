@@ -12,8 +12,8 @@ from spmdrl.model.packing import PaddedGroup
 from spmdrl.model.shape import Block, ModelShape
 from spmdrl.plan.activations import (
     Cut,
+    RowPart,
     SavedBytes,
-    Work,
     exchange_bytes,
     mlp_bytes,
     padded_groups,
@@ -87,14 +87,14 @@ def _unreduced(run: Run, axes: Axes) -> int:
     return 4 * (gathered_numel(shape.root, axes) + numel)
 
 
-def _work(run: Run, axes: Axes, *, tokens: int) -> Work:
+def _work(run: Run, axes: Axes, *, tokens: int) -> RowPart:
     groups: tuple[PaddedGroup, ...] = ()
     if run.kernels.is_padded:
         row = tokens * axes.cp
         longest = min(run.longest, row)
         lengths = [longest] * (row // longest) + [row % longest] * (row % longest > 0)
         groups = padded_groups(lengths)
-    return Work(run.kernels, tokens, cut_of(run, axes), groups)
+    return RowPart(run.kernels, tokens, cut_of(run, axes), groups)
 
 
 def cut_of(run: Run, axes: Axes) -> Cut:
@@ -149,7 +149,7 @@ def _at_head(run: Run, axes: Axes, *, saved: SavedBytes) -> dict[str, int]:
     }
 
 
-def _in_attention(run: Run, axes: Axes, saved: SavedBytes, work: Work) -> dict[str, int]:
+def _in_attention(run: Run, axes: Axes, saved: SavedBytes, work: RowPart) -> dict[str, int]:
     """Return what is there when ulysses has attended; what the MLP keeps is yet to come."""
     shape, kernels, c = run.shape, run.kernels, run.kernels.compute_bytes
     if kernels.recomputes or kernels.is_selective:  # once more, in the block's backward pass
@@ -165,7 +165,7 @@ def _in_attention(run: Run, axes: Axes, saved: SavedBytes, work: Work) -> dict[s
     return at_once | {"activations": saved.total + stream + unkept}
 
 
-def _at_last_block(run: Run, axes: Axes, saved: SavedBytes, work: Work) -> dict[str, int]:
+def _at_last_block(run: Run, axes: Axes, saved: SavedBytes, work: RowPart) -> dict[str, int]:
     shape = run.shape
     c, numel = run.kernels.compute_bytes, _largest(shape, axes)
     # Gathered: this block and the next, on its way in one piece. Of the block before, gradients
@@ -184,7 +184,7 @@ def _at_last_block(run: Run, axes: Axes, saved: SavedBytes, work: Work) -> dict[
     }
 
 
-def _working(shape: ModelShape, work: Work) -> int:
+def _working(shape: ModelShape, work: RowPart) -> int:
     """Return what a block's backward pass makes before it drops as much: gradients of the MLP's
     product and of its factors, and of the residual stream; or, when what the MLP kept is gone,
     what attention exchanges over cp."""
