@@ -86,10 +86,7 @@ def create_model(
     Returns: the folder.
     Raises: ValueError when the head counts do not divide, or for an untied Gemma 2.
     """
-    if hidden_size % heads:
-        raise ValueError(f"hidden_size {hidden_size} is not a multiple of heads {heads}")
-    if heads % kv_heads:
-        raise ValueError(f"heads {heads} is not a multiple of kv_heads {kv_heads}")
+    _check_heads(hidden_size, heads=heads, kv_heads=kv_heads)
     sizes: dict[str, Any] = dict(
         hidden_size=hidden_size,
         num_hidden_layers=layers,
@@ -107,6 +104,13 @@ def create_model(
     model.save_pretrained(folder, max_shard_size=max_shard_size)
     words.save_pretrained(folder)
     return Path(folder)
+
+
+def _check_heads(hidden_size: int, *, heads: int, kv_heads: int) -> None:
+    if hidden_size % heads:
+        raise ValueError(f"hidden_size {hidden_size} is not a multiple of heads {heads}")
+    if heads % kv_heads:
+        raise ValueError(f"heads {heads} is not a multiple of kv_heads {kv_heads}")
 
 
 def _tokenizer(name: str, *, chat_template: bool) -> PreTrainedTokenizerBase:
