@@ -379,7 +379,7 @@ def test_the_help_of_a_section_or_field_shows_it_alone(capsys):
 
 def test_options_of_the_engine_are_names_of_vllm_that_are_not_set_here():
     from spmdrl.check.engine_options import ENGINE_ARGUMENTS, engine_argument_names
-    from spmdrl.engine.vllm import _own_arguments
+    from spmdrl.engine.vllm_arguments import _own_arguments
 
     known = config.flatten(config.Config())
     for field in filter(None, ENGINE_ARGUMENTS.values()):

@@ -1,4 +1,4 @@
-"""Private names of torch, transformers and vLLM stand in one file per library."""
+"""Private names of torch, transformers and vLLM stand in the files named here."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ HOMES = (
     "spmdrl/world/torch_internals.py",
     "spmdrl/model/transformers_internals.py",
     "spmdrl/engine/vllm_internals.py",
+    "spmdrl/engine/vllm_cpu.py",  # patches of its CPU build
 )
 # The parsers are a documented plugin interface, and are needed below the engines.
 IMPORTING_VLLM = (*HOMES, "spmdrl/environments/tool_calls.py")

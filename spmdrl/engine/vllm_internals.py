@@ -1,4 +1,5 @@
-"""All that this program knows of vLLM: the one file that imports it, but for its tool-call parsers.
+"""All that this program knows of vLLM: the one file that imports it, but for its tool-call parsers
+and the patches of its CPU build, vllm_cpu.py.
 
 Serves vLLM 0.24 to 0.33; what says so, 0.32 and 0.33 only. Per line: the name here, vLLM's own, and
 when it can go.
@@ -8,25 +9,28 @@ create_groups, destroy_groups  distributed.parallel_state   once groups can be h
 make_llm            EngineArgs, v1 LLMEngine, UniProcExecutor   once a documented engine runs in a
                     process, at a rank that it is told, and asks its own group alone for memory
 sampling_params, scoring_params  SamplingParams             never: documented
+close_llm           InprocClient._finalizer, EngineCore         once an engine leaves groups alone
+reload_weights      Worker.reload_weights                   never: documented
+seeds_by_numpy      Worker.use_v2_model_runner              once V1 is gone
 model_runner        LLMEngine.model_executor ... model_runner   once an engine gives its model
 unfinished, Unfinished  output_processor.request_states         once outputs can be asked for
 unregistered        attributes of layers                    once sleep level 2 keeps them
-keep_linear_weights_live   model_executor.layers.utils.dispatch_cpu_unquantized_gemm (patched)
-                                                            once CPU linears may stay unpacked
-keep_expert_weights_live   fused_moe.experts.cpu_moe.CPUUnquantizedExperts (patched; 0.32, 0.33)
-                                                            once CPU experts may stay unpacked
 lora_rank, register_adapter  config.lora, lora_manager     once LoRA weights may be set (0.32, 0.33)
-moe_layers, num_experts, watch_routers, SlotCache  fused_moe, forward_context, kv_cache_interface
-                    (0.32, 0.33)                            once the CPU too returns routed experts
+moe_layers, num_experts  fused_moe.MoERunner, ModelConfig   once an engine says which it chooses
+watch_routers, SlotCache  fused_moe, forward_context, kv_cache_interface (0.32, 0.33, CPU alone)
+                                                            once the CPU too returns routed experts
 """
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import logging
 import os
+import sys
 import tempfile
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
 
@@ -37,6 +41,7 @@ from torch import Tensor, nn
 from spmdrl.engine.protocol import Request
 from spmdrl.imports import refusing
 from spmdrl.world import World
+from spmdrl.world.torch_internals import count_compile_threads
 
 _INSTALL_HINT = (
     ". On a GPU machine `pip install vllm==0.32.0`; on the CPU "
@@ -44,6 +49,12 @@ _INSTALL_HINT = (
     "engine.kind to transformers, which needs nothing more."
 )
 _SOCKETS = "VLLM_RPC_BASE_PATH"
+_COMPILE_THREADS = "TORCHINDUCTOR_COMPILE_THREADS"
+_NO_COMMUNICATORS = {
+    "VLLM_DISABLE_PYNCCL": "1",
+    "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
+    "VLLM_ALLREDUCE_USE_FLASHINFER": "0",
+}
 
 
 # --------------------------------------------------------------------------- process and groups
@@ -66,31 +77,57 @@ def prepare_process(*, on_cpu: bool, compiles: bool) -> None:
             # vLLM compiles a small logprob helper: 5 to 19 s at the first generation.
             os.environ["TORCHDYNAMO_DISABLE"] = "1"
     warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")
+    # Where it is loaded already, what is there is its own.
+    asked = None if "vllm" in sys.modules else os.environ.get(_COMPILE_THREADS)
     with refusing("vLLM is not importable", ImportError, hint=_INSTALL_HINT):
         import vllm  # noqa: F401
+    if compiles:  # vLLM has it done by one thread, 32 else
+        os.environ.pop(_COMPILE_THREADS, None)
+        os.environ.update({_COMPILE_THREADS: asked} if asked else {})
+        count_compile_threads()
     logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])
 
 
-def create_groups(world: World, *, tp: int) -> tempfile.TemporaryDirectory:
+def create_groups(
+    world: World, *, tp: int, has_custom_all_reduce: bool
+) -> tempfile.TemporaryDirectory:
     """Create vLLM's process groups over the whole world; every rank must call it.
 
+    Ranks that do not generate open no communicator of vLLM's own: each would take memory.
+
+    Args:
+        has_custom_all_reduce: whether engines may use vLLM's own all-reduce.
     Returns: the folder of their sockets: the files stay when a replica's message queues close.
     """
     from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.distributed import parallel_state
 
-    before = os.environ.get(_SOCKETS)
     # Not in TMPDIR, which can be long: a socket's path may have 107 characters.
-    sockets = tempfile.TemporaryDirectory(prefix="spmdrl-", dir=before or "/tmp")
-    os.environ[_SOCKETS] = sockets.name
-    with set_current_vllm_config(VllmConfig()):
+    sockets = tempfile.TemporaryDirectory(prefix="spmdrl-", dir=os.environ.get(_SOCKETS, "/tmp"))
+    idle = {} if world.is_inference else _NO_COMMUNICATORS
+    # Its own check whether GPUs reach each other ends in a wait for all ranks.
+    told = {_SOCKETS: sockets.name, "VLLM_SKIP_P2P_CHECK": "1"} | idle
+    # Before the groups, which read it once.
+    parallel_state.set_custom_all_reduce(world.is_inference and has_custom_all_reduce)
+    with set_current_vllm_config(VllmConfig()), _environment(told):
         parallel_state.init_distributed_environment(
             world.world_size, world.rank, "env://", world.local_rank, world.backend
         )
         parallel_state.initialize_model_parallel(tp)
-    del os.environ[_SOCKETS]
-    os.environ.update({_SOCKETS: before} if before is not None else {})
     return sockets
+
+
+@contextlib.contextmanager
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Set variables that vLLM reads inside, and set them back."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name)
+            os.environ.update({name: value} if value is not None else {})
 
 
 def destroy_groups() -> None:
@@ -118,9 +155,27 @@ def make_llm(arguments: Mapping[str, Any]) -> Any:
             dist.all_reduce(smallest, op=dist.ReduceOp.MIN, group=get_tp_group().cpu_group)
             return smallest.tolist()
 
-    return LLMEngine.from_engine_args(
+    num_threads = torch.get_num_threads()
+    llm = LLMEngine.from_engine_args(
         EngineArgs(distributed_executor_backend=InWorldExecutor, **arguments)
     )
+    torch.set_num_threads(num_threads)  # it leaves one where OMP_NUM_THREADS says nothing
+    return llm
+
+
+def close_llm(llm: Any) -> None:
+    """Free an engine's memory, and leave the job's process groups alone.
+
+    Where vLLM's engine is dropped (0.32), or told to shut down, it destroys the default group too.
+    """
+    client = llm.engine_core
+    if hasattr(client, "_finalizer"):
+        client._finalizer.detach()
+    core = client.engine_core
+    core.structured_output_manager.clear_backend()
+    core.model_executor.shutdown()
+    core.scheduler.shutdown()
+    gc.unfreeze()  # the engine froze what it had made, so that nothing of it would be collected
 
 
 # --------------------------------------------------------------------------- requests
@@ -179,8 +234,22 @@ def unfinished(llm: Any) -> Iterator[Unfinished]:
 
 
 def model_runner(llm: Any) -> Any:
-    """Return an engine's model runner, which has `get_model`, `reload_weights`, `kv_caches`."""
+    """Return an engine's model runner, which has `get_model` and `kv_caches`."""
     return llm.model_executor.driver_worker.worker.model_runner
+
+
+def reload_weights(llm: Any, weights: Iterable[tuple[str, Tensor]]) -> None:
+    """Load whole tensors by checkpoint name through vLLM's layerwise reloading."""
+    from vllm.config import set_current_vllm_config
+
+    worker = llm.model_executor.driver_worker.worker
+    with set_current_vllm_config(worker.vllm_config):  # 0.24 does not itself
+        worker.reload_weights(weights_iterator=weights)
+
+
+def seeds_by_numpy(llm: Any) -> bool:
+    """Return whether requests without a seed get theirs from numpy's generator of the process."""
+    return getattr(llm.model_executor.driver_worker.worker, "use_v2_model_runner", False)
 
 
 def unregistered(model: nn.Module) -> list[Tensor]:
@@ -201,76 +270,6 @@ def _held(thing: Any) -> Iterator[Any]:
             continue
         value = [*value.values()] if isinstance(value, dict) else value
         yield from value if isinstance(value, (list, tuple)) else (value,)
-
-
-def keep_linear_weights_live() -> None:
-    """Stop vLLM's CPU build from packing linear weights into copies and freeing the originals.
-
-    With packed copies an update in place finds empty tensors. Costs under 3% of throughput.
-    """
-    from vllm.model_executor.layers import utils
-
-    def unpacked(layer: nn.Module, remove_weight: bool) -> None:
-        layer.cpu_linear = nn.functional.linear
-
-    utils.dispatch_cpu_unquantized_gemm = unpacked
-
-
-def keep_expert_weights_live() -> None:
-    """Have vLLM's CPU build compute experts from their weights as they were loaded.
-
-    It packs them into storage of the same shape, and its reload (0.32.0) leaves the new ones
-    unpacked, so that neither a write in place nor a reload would be right. Without that module
-    the proof of layout refuses.
-    """
-    try:
-        from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
-    except ImportError:
-        return
-
-    def keep(self: Any, layer: nn.Module) -> None:
-        self._use_zentorch = False
-
-    CPUUnquantizedExperts.process_weights_after_loading = keep
-    CPUUnquantizedExperts.apply = _apply_experts
-
-
-def _apply_experts(
-    self: Any,
-    *,
-    output: Tensor,
-    hidden_states: Tensor,
-    w1: Tensor,
-    w2: Tensor,
-    topk_weights: Tensor,
-    topk_ids: Tensor,
-    activation: Any,
-    apply_router_weight_on_input: bool,
-    **others: Any,
-) -> None:
-    """Write the experts' weighted sum into output, [T, H], as `CPUUnquantizedExperts.apply` does.
-
-    w1: [E, 2 I, H], gate before up. w2: [E, H, I]. topk_weights, topk_ids: [T, K]. others: what
-    vLLM hands over besides, for kernels that need it.
-    """
-    from vllm.model_executor.layers.fused_moe.activation import apply_moe_activation
-
-    num_tokens, num_chosen = topk_ids.shape
-    ids, order = torch.sort(topk_ids.flatten().long(), stable=True)
-    rows = hidden_states[order // num_chosen]
-    parts = []
-    for index, part in enumerate(rows.split(torch.bincount(ids, minlength=len(w1)).tolist())):
-        bias1, bias2 = (b if b is None else b[index] for b in (self.w1_bias, self.w2_bias))
-        gate_up = nn.functional.linear(part, w1[index], bias1)
-        inner = gate_up.new_empty(len(part), w2.shape[2])
-        if len(part):
-            apply_moe_activation(activation, inner, gate_up)
-        parts.append(nn.functional.linear(inner, w2[index], bias2))
-    computed = torch.empty_like(rows).index_copy_(0, order, torch.cat(parts))
-    computed = computed.view(num_tokens, num_chosen, -1)
-    if not apply_router_weight_on_input:  # else the rows came weighted
-        computed = computed * topk_weights[..., None]
-    output.copy_(computed.sum(dim=1))
 
 
 # --------------------------------------------------------------------------- LoRA
@@ -318,7 +317,9 @@ def moe_layers(model: nn.Module) -> list[int]:
 def num_experts(runner: Any) -> tuple[int, int]:
     """Return the experts of a layer, and how many of them a token goes to."""
     config = runner.vllm_config.model_config
-    return config.get_num_experts(), config.get_num_experts_per_tok()
+    if hasattr(config, "get_num_experts_per_tok"):
+        return config.get_num_experts(), config.get_num_experts_per_tok()
+    return config.get_num_experts(), config.hf_text_config.num_experts_per_tok  # 0.24
 
 
 class SlotCache:

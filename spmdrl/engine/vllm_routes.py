@@ -59,8 +59,9 @@ def make_routes(llm: Any, *, on_cpu: bool) -> Routes:
 
 def route_arguments(*, on_cpu: bool) -> dict[str, Any]:
     """Return the engine arguments that recording needs."""
-    # A finished request is read before the next step is scheduled.
-    return {"async_scheduling": False} if on_cpu else {"enable_return_routed_experts": True}
+    # A finished request is read before the next step is scheduled. With it on, a stop token leaves
+    # a step behind, and vLLM's own recorder (0.32) fails at the next one.
+    return {"async_scheduling": False} | ({} if on_cpu else {"enable_return_routed_experts": True})
 
 
 class _BySlot:

@@ -12,6 +12,8 @@ unflatten_axis            DeviceMesh._unflatten             once it is public
 default_store             distributed_c10d._get_default_store   once it is public
 split_no_groups           ProcessGroup.bound_device_id      once a gloo group splits nothing
 set_group_timeout         distributed_c10d.default_pg_*timeout  once meshes take a timeout
+pin_exactly               _accelerator_setAllocatorSettings   once it is public (2.13: 2.11 cannot)
+count_compile_threads     torch._inductor.config            once its module is public
 LOCAL_SCALAR, UNSAFE_VIEW aten._local_scalar_dense, _unsafe_view    never: names of operations
 FLASH_FORWARD, FLASH_BACKWARD  aten._flash_attention_*      once varlen_attn differentiates its lse
 operation_name, is_write  OpOverload._schema                once schemas are public
@@ -28,6 +30,7 @@ varlen                    varlen_attn(is_causal=)           with 2.11, the last 
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -56,11 +59,14 @@ __all__ = [
     "tree_map",
 ]
 
+log = logging.getLogger(__name__)
+
 LOCAL_SCALAR = torch.ops.aten._local_scalar_dense.default
 """What `tensor.item()` calls."""
 UNSAFE_VIEW = torch.ops.aten._unsafe_view.default
 """What a reshape that had to copy ends in."""
 FLASH_FORWARD = torch.ops.aten._flash_attention_forward
+_ROUND_PINNED = "pinned_max_round_threshold_mb"
 FLASH_BACKWARD = torch.ops.aten._flash_attention_backward
 multiply_all = torch._foreach_mul_
 copy_all = torch._foreach_copy_
@@ -148,6 +154,27 @@ def flight_record() -> bytes:
     # A build with CUDA has both; each knows its own backend's collectives alone.
     is_nccl = dist.is_initialized() and dist.get_backend() == "nccl"
     return c10d._dump_nccl_trace() if is_nccl else c10d._dump_fr_trace()
+
+
+def pin_exactly() -> None:
+    """Have pinned memory above 1 MiB be as large as is asked for: rounded up to a power of 2 else.
+
+    To be called before any is taken. torch 2.11 cannot, and says so.
+    """
+    asked = f"{_ROUND_PINNED}:1"
+    try:
+        before = torch._C._accelerator_getAllocatorSettings()
+        if _ROUND_PINNED not in before:  # else by PYTORCH_ALLOC_CONF: the user's
+            torch._C._accelerator_setAllocatorSettings(f"{before},{asked}" if before else asked)
+    except (AttributeError, RuntimeError, ValueError) as error:
+        log.warning("pinned host memory is rounded up to powers of 2: %s", error)
+
+
+def count_compile_threads() -> None:
+    """Compile by as many threads as the environment says now; torch read it when it was loaded."""
+    from torch._inductor import config
+
+    config.compile_threads = config.decide_compile_threads()
 
 
 def unflatten_axis(

@@ -1,0 +1,87 @@
+"""Patches of vLLM's CPU build, without which its weights cannot be written in place.
+
+Serves vLLM 0.24 to 0.33; what says so, 0.32 and 0.33 only. Per line: the name here, what it
+patches, and when it can go.
+
+keep_linear_weights_live   model_executor.layers.utils.dispatch_cpu_unquantized_gemm
+                                                            once CPU linears may stay unpacked
+keep_expert_weights_live   fused_moe.experts.cpu_moe.CPUUnquantizedExperts (0.32, 0.33)
+                                                            once CPU experts may stay unpacked
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+def keep_linear_weights_live() -> None:
+    """Stop vLLM's CPU build from packing linear weights into copies and freeing the originals.
+
+    With packed copies an update in place finds empty tensors. Costs under 3% of throughput.
+    """
+    from vllm.model_executor.layers import utils
+
+    def unpacked(layer: nn.Module, remove_weight: bool) -> None:
+        layer.cpu_linear = nn.functional.linear
+
+    utils.dispatch_cpu_unquantized_gemm = unpacked
+
+
+def keep_expert_weights_live() -> None:
+    """Have vLLM's CPU build compute experts from their weights as they were loaded.
+
+    It packs them into storage of the same shape, and its reload (0.32.0) leaves the new ones
+    unpacked, so that neither a write in place nor a reload would be right. Without that module
+    the proof of layout refuses.
+    """
+    try:
+        from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+    except ImportError:
+        return
+
+    def keep(self: Any, layer: nn.Module) -> None:
+        self._use_zentorch = False
+
+    CPUUnquantizedExperts.process_weights_after_loading = keep
+    CPUUnquantizedExperts.apply = _apply_experts
+
+
+def _apply_experts(
+    self: Any,
+    *,
+    output: Tensor,
+    hidden_states: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    activation: Any,
+    apply_router_weight_on_input: bool,
+    **others: Any,
+) -> None:
+    """Write the experts' weighted sum into output, [T, H], as `CPUUnquantizedExperts.apply` does.
+
+    w1: [E, 2 I, H], gate before up. w2: [E, H, I]. topk_weights, topk_ids: [T, K]. others: what
+    vLLM hands over besides, for kernels that need it.
+    """
+    from vllm.model_executor.layers.fused_moe.activation import apply_moe_activation
+
+    num_tokens, num_chosen = topk_ids.shape
+    ids, order = torch.sort(topk_ids.flatten().long(), stable=True)
+    rows = hidden_states[order // num_chosen]
+    parts = []
+    for index, part in enumerate(rows.split(torch.bincount(ids, minlength=len(w1)).tolist())):
+        bias1, bias2 = (b if b is None else b[index] for b in (self.w1_bias, self.w2_bias))
+        gate_up = nn.functional.linear(part, w1[index], bias1)
+        inner = gate_up.new_empty(len(part), w2.shape[2])
+        if len(part):
+            apply_moe_activation(activation, inner, gate_up)
+        parts.append(nn.functional.linear(inner, w2[index], bias2))
+    computed = torch.empty_like(rows).index_copy_(0, order, torch.cat(parts))
+    computed = computed.view(num_tokens, num_chosen, -1)
+    if not apply_router_weight_on_input:  # else the rows came weighted
+        computed = computed * topk_weights[..., None]
+    output.copy_(computed.sum(dim=1))
