@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from cuda_world import records
 
 from spmdrl.config import Config, LayoutSettings
@@ -29,7 +31,13 @@ def test_every_rank_makes_the_same_groups_and_splits_none(layout):
 
     def start(rank: int) -> None:
         device = torch.device("cuda", rank)
-        join_world("nccl", device=device, timeout=TIMEOUT)
+        join_world(
+            "nccl",
+            SimpleNamespace(rank=rank, world_size=cfg.layout.world_size),
+            store=dist.HashStore(),
+            device=device,
+            timeout=TIMEOUT,
+        )
         make_groups(cfg, rank=rank, device=device)
 
     first, *others = records(cfg.layout.world_size, start)

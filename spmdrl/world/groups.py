@@ -8,8 +8,10 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.rendezvous import rendezvous
 
 from spmdrl.config import Config, inference_ranks, trainer_ranks
+from spmdrl.world.launch import Launch
 from spmdrl.world.mesh import make_expert_mesh, make_meshes
 from spmdrl.world.torch_internals import set_group_timeout, split_no_groups
 
@@ -27,17 +29,31 @@ class WorldGroups:
     experts: DeviceMesh | None
 
 
-def join_world(backend: str, *, device: torch.device, timeout: timedelta) -> None:
+def meet(launch: Launch, *, timeout: timedelta) -> dist.Store:
+    """Return the key-value store of this attempt of the job, at the address that was told."""
+    found = rendezvous("env://", launch.rank, launch.world_size, timeout=timeout)
+    store, *_ = next(found)
+    store.set_timeout(timeout)
+    # torchrun keeps its store when it starts ranks anew, with what the dead ones wrote there.
+    return dist.PrefixStore(f"attempt{launch.attempt}", store)
+
+
+def join_world(
+    backend: str, launch: Launch, *, store: dist.Store, device: torch.device, timeout: timedelta
+) -> None:
     """Make the group of all ranks. NCCL's communicator is made at once, by all ranks.
 
     Args:
         backend: nccl or gloo.
+        store: of `meet`.
         timeout: of this group and of all that are made later, meshes and vLLM's too: it lies
             behind the deadlines of Watch, which should speak first.
     """
     dist.init_process_group(
         backend,
-        init_method="env://",
+        store=dist.PrefixStore("default_pg", store),
+        rank=launch.rank,
+        world_size=launch.world_size,
         timeout=timeout,
         device_id=device if backend == "nccl" else None,
     )

@@ -25,6 +25,8 @@ class Launch:
     launcher: str
     keeps_store: bool = False
     """Whether the launcher's own process holds the job's key-value store; else rank 0 does."""
+    attempt: int = 0
+    """How often torchrun has started the ranks anew, on one store."""
 
     def pass_on(self) -> None:
         """Set the variables that torch and vLLM read, as torchrun does."""
@@ -52,6 +54,7 @@ def read_launch(env: dict[str, str] | None = None) -> Launch:
             int(env["MASTER_PORT"]),
             "torchrun",
             keeps_store=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+            attempt=int(env.get("TORCHELASTIC_RESTART_COUNT", 0)),
         )
     if "SLURM_PROCID" in env:
         nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_NODELIST", "localhost")
@@ -83,6 +86,11 @@ def launch_alone() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         Launch(0, 1, 0, "127.0.0.1", free.getsockname()[1], "torchrun").pass_on()
+
+
+def hides_gpus() -> bool:
+    """Return whether this process was told to see no GPU."""
+    return os.environ.get("CUDA_VISIBLE_DEVICES") == ""
 
 
 def known_rank() -> str:
