@@ -43,7 +43,7 @@ lint: venv
 	$(BIN)/ruff format --check .
 	$(BIN)/python -m mypy
 
-test: venv .venv/torchao
+test: venv .venv/torchao .venv/liger
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 grid: venv .venv/torchao
@@ -59,6 +59,12 @@ gpu:
 # transformers imports torchao wherever it is found, with warnings, in each rank of each run.
 .venv/torchao: .venv/installed
 	$(BIN)/pip install --quiet --no-deps --target $@ "$$(grep -o 'torchao==[0-9.]*' pyproject.toml)"
+	touch $@
+
+# For the tests of liger's kernels on meta tensors: beside the environment, since it needs triton,
+# which the tests replace by a stub.
+.venv/liger: .venv/installed
+	$(BIN)/pip install --quiet --no-deps --target $@ "$$(grep -o 'liger-kernel==[0-9.]*' pyproject.toml)"
 	touch $@
 
 # Starts afresh: an earlier run of the same seed is removed.

@@ -16,6 +16,12 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-${SLURM_CPUS_PER_TASK:-1}}
 # Since Slurm 22.05 srun no longer takes --cpus-per-task over from sbatch by itself.
 if [ -n "${SLURM_CPUS_PER_TASK:-}" ]; then export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK; fi
 
+# What ranks compile, each for itself: on a shared file system those of many nodes would wait for
+# each other's locks, and read what another is still writing. Kept for the job's later attempts.
+NODE_CACHE=${SLURM_TMPDIR:-${TMPDIR:-/tmp}}/spmdrl-cache-$(id -u)
+export VLLM_CACHE_ROOT=${VLLM_CACHE_ROOT:-$NODE_CACHE/vllm}
+export TRITON_CACHE_DIR=${TRITON_CACHE_DIR:-$NODE_CACHE/triton}
+
 # Queue this job again if its time, not its work, came to an end. train.py has saved and left
 # with status 0 on USR1 (time limit) or TERM (pre-emption with a grace time); either leaves less
 # than SPARE_S seconds: the 120 of --signal, 60 by which Slurm may be early, 60 for the clock.

@@ -158,7 +158,8 @@ class Saver:
         pending = self._pending
         if pending is None:
             return
-        with self.world.watch.wait("checkpoint", pending.step):
+        limit = self.cfg.checkpoint.write_timeout_s if wait else None
+        with self.world.watch.wait("checkpoint", pending.step, timeout_s=limit):
             if wait:
                 concurrent.futures.wait([pending.written])
             outcomes = gather_objects(_outcome(pending.written), group=self.world.control)

@@ -131,6 +131,9 @@ class CheckpointSettings:
     resume: str = "auto"
     """`auto` takes the newest complete checkpoint of output_dir, `never` starts afresh (and
     refuses an output_dir that has checkpoints), else the path of one checkpoint folder."""
+    write_timeout_s: Annotated[float, at_least(1)] = 3600.0
+    """Seconds that a save may take to be on disk where it is waited for: the last one, and one
+    that is under way when the next is due. Instead of layout.wait_timeout_s: disks may be slow."""
     allow_config_change: bool = False
     """Resume although fields that shape the result differ; the difference is printed."""
     keep: KeepSettings = field(default_factory=KeepSettings)

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 
 import torch
 import torch.nn.functional as F
@@ -142,6 +143,10 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, how: Weighing) -> Tensor:
         return _attend_by_matmul(q, k, v, visible, how)
     is_plain = window is None and length == keys
     mask = None if is_plain else _is_visible(length, keys, window=window, device=q.device)
+    shared = q.shape[2] // k.shape[2]
+    if shared > 1 and q.device.type != "cpu" and q.dtype == torch.float32:
+        # The one kernel for float32 that holds no scores, [B, Hq, L, K] of them, knows no groups.
+        k, v = (x.repeat_interleave(shared, dim=2) for x in (k, v))
     out = F.scaled_dot_product_attention(
         q.transpose(1, 2),
         k.transpose(1, 2),
@@ -228,6 +233,8 @@ def pick_attention(
     Raises: ValueError when the one asked for cannot serve this device, dtype or model.
     """
     fits_kernels = device.type == "cuda" and dtype == torch.bfloat16
+    if wanted == "auto" and fits_kernels and has_softcap and find_spec("flash_attn") is not None:
+        return "flash"
     if wanted == "auto":
         return "varlen" if fits_kernels and not has_softcap else "padded"
     if wanted != "padded" and not fits_kernels:

@@ -10,17 +10,23 @@ initialise         _init_weights, Tensor._is_hf_initialized once from_pretrained
 as_saved           core_model_loading.revert_weight_conversion  once it is documented
 is_experts, activated  experts modules' _apply_gate         once their functions' contract is public
 grouped_experts, grouped_linear  integrations.moe           once they are documented
+zero_idle_experts  integrations.moe._grouped_mm (patched)  once torch zeroes them on Blackwell
 apply_liger        liger_kernel's _apply_liger_kernel_to_instance   once it is public
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from spmdrl.imports import refusing
+
+log = logging.getLogger(__name__)
 
 
 def block_kinds(hf_model: nn.Module) -> set[str]:
@@ -80,7 +86,40 @@ def grouped_linear(
     return _grouped_linear(rows, weight, offsets, bias=bias)
 
 
-def apply_liger(hf_model: nn.Module, *, has_rope: bool, is_dense: bool) -> None:
+def zero_idle_experts() -> None:
+    """Have weight gradients of experts that got no token be zero, for the whole process.
+
+    The kernels of Blackwell GPUs may leave them as the memory was (torch 2.11 to 2.13).
+    """
+    from transformers.integrations import moe
+
+    original = moe._grouped_mm
+    if hasattr(original, "original"):
+        return
+
+    def guarded(input: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
+        return original(input, _ZeroIdle.apply(weight, offs), offs=offs)
+
+    guarded.original = original  # type: ignore[attr-defined]
+    moe._grouped_mm = guarded
+
+
+class _ZeroIdle(torch.autograd.Function):
+    """Weights [E, ...] as they are; no gradient of those whose rows end, by offs [E], at once."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, offs: Tensor) -> Tensor:
+        ctx.save_for_backward(offs)
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (offs,) = ctx.saved_tensors
+        is_idle = offs.diff(prepend=offs.new_zeros(1)) == 0
+        return grad.masked_fill(is_idle.view(-1, *[1] * (grad.dim() - 1)), 0), None
+
+
+def apply_liger(hf_model: nn.Module, *, has_rope: bool, is_dense: bool) -> bool:
     """Put liger's RMSNorm, RoPE and gated-MLP kernels into the model (CUDA only).
 
     Its cross entropy stays out: logprobs come from our own head. So does its MLP where there are
@@ -90,13 +129,14 @@ def apply_liger(hf_model: nn.Module, *, has_rope: bool, is_dense: bool) -> None:
         has_rope: False leaves RoPE to the model. Liger's may write into the query and key that it
             is given, which selective checkpointing keeps and would have rotated once more.
         is_dense: without experts.
+    Returns: whether it did. A kind of model that liger refuses keeps transformers' own layers.
     Raises: ValueError when liger-kernel is not installed.
     """
     hint = "; install it or set liger to false"
     with refusing("model.kernels.liger: cannot import liger-kernel", ImportError, hint=hint):
         from liger_kernel.transformers import _apply_liger_kernel_to_instance
-    _apply_liger_kernel_to_instance(
-        model=hf_model,
+    put = partial(
+        _apply_liger_kernel_to_instance,
         rope=has_rope,
         rms_norm=True,
         swiglu=is_dense,
@@ -104,3 +144,12 @@ def apply_liger(hf_model: nn.Module, *, has_rope: bool, is_dense: bool) -> None:
         cross_entropy=False,
         fused_linear_cross_entropy=False,
     )
+    try:
+        try:
+            put(model=hf_model)
+        except TypeError:  # it knows some scorers by what is below their head alone
+            put(model=hf_model.base_model)
+    except TypeError as error:
+        log.warning("%s goes without liger's kernels: %s", type(hf_model).__name__, error)
+        return False
+    return True

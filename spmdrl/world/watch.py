@@ -50,6 +50,7 @@ class _Place(NamedTuple):
     step: int
     since: float  # seconds since the epoch
     waits: bool
+    timeout_s: float | None = None  # of this wait; None is the watch's
 
     def __str__(self) -> str:
         return f"'{self.phase}' at step {self.step}"
@@ -102,13 +103,15 @@ class Watch:
             yield
 
     @contextlib.contextmanager
-    def wait(self, name: str, step: int) -> Iterator[None]:
-        """Name a stretch that can block on other ranks and bound it by `timeout_s`.
+    def wait(self, name: str, step: int, *, timeout_s: float | None = None) -> Iterator[None]:
+        """Name a stretch that can block on other ranks and bound it.
 
+        Args:
+            timeout_s: deadline of this wait, seconds; None takes the watch's.
         Raises: PeersMissing naming the missing ranks when a collective inside fails because a
             peer is gone. Past the deadline the process exits with EXIT_CODE.
         """
-        with self._entered(name, step, waits=True):
+        with self._entered(name, step, waits=True, timeout_s=timeout_s):
             try:
                 yield
             except (dist.DistError, RuntimeError) as error:
@@ -120,9 +123,11 @@ class Watch:
                 raise PeersMissing(message) from error
 
     @contextlib.contextmanager
-    def _entered(self, name: str, step: int, *, waits: bool) -> Iterator[None]:
+    def _entered(
+        self, name: str, step: int, *, waits: bool, timeout_s: float | None = None
+    ) -> Iterator[None]:
         before, began = self._place, time.time()
-        self._place = _Place(name, step, began, waits)
+        self._place = _Place(name, step, began, waits, timeout_s)
         if began - self._beat_at >= self._spacing_s:  # else the thread says it with its next
             self._beat()
         try:
@@ -219,8 +224,9 @@ class Watch:
                 self.leave_after_peer(cause)
             place = self._place
             waited = time.time() - place.since if place.waits else 0.0
-            if waited > self.timeout_s:
-                self._die(f"deadline of {self.timeout_s:.0f} s passed")
+            deadline = self.timeout_s if place.timeout_s is None else place.timeout_s
+            if waited > deadline:
+                self._die(f"deadline of {deadline:.0f} s passed")
             elif waited > _DEAD_AFTER_S and not beats % self._beats_per_look:
                 if self._some_rank_is_dead():
                     self._die("a peer is dead")
@@ -309,9 +315,29 @@ def _names(ranks: Sequence[int]) -> str:
     )
 
 
+_PEER_TEXTS = (
+    "connection closed",  # gloo, and NCCL with "by remote peer"
+    "connection reset",
+    "connection refused",
+    "broken pipe",
+    "by peer",
+    "remote process",
+    "ncclremoteerror",
+    "communicator was aborted",
+    "timed out",
+    "timeout",
+)
+_LOCAL_TEXTS = ("cuda error", "out of memory")
+
+
 def _is_peer_error(error: Exception) -> bool:
-    words = ("connection", "peer", "socket", "timed out", "timeout", "gloo", "nccl", "store")
-    return isinstance(error, dist.DistError) or any(w in str(error).lower() for w in words)
+    """Return whether a failed collective says that another rank is gone, and not that this one
+    lacks memory or asked for what cannot be."""
+    if isinstance(error, (dist.DistNetworkError, dist.DistStoreError)):
+        return True
+    text = str(error).lower()
+    is_local = any(words in text for words in _LOCAL_TEXTS)
+    return not is_local and any(words in text for words in _PEER_TEXTS)
 
 
 def first_line(error: BaseException) -> str:

@@ -18,7 +18,8 @@ from spmdrl.config import Config, flatten, inference_ranks, trainer_ranks
 from spmdrl.config.fields import least_tokens
 from spmdrl.world.awaited import Awaited
 from spmdrl.world.comm import gather_objects
-from spmdrl.world.groups import join_world, make_groups
+from spmdrl.world.gpus import check_driver, check_memory, check_own_gpus, warn_of_detours
+from spmdrl.world.groups import join_world, make_groups, meet
 from spmdrl.world.launch import Launch, ask_cublas_to_repeat, read_launch
 from spmdrl.world.leaving import obey_signals
 from spmdrl.world.torch_internals import default_store
@@ -79,10 +80,20 @@ class World:
         """
         launch = read_launch()
         _check_launch(cfg, launch)
+        check_driver(cfg)
         device = pick_device(cfg, launch.local_rank)
-        if device.type == "cuda":  # with gloo, ranks of higher local ranks share its GPU
+        if device.type == "cuda":
+            check_memory(cfg, launch, device)
+            warn_of_detours(launch)
+            # With gloo, ranks of higher local ranks share its GPU.
             launch = replace(launch, local_rank=device.index)
-        timeout = store_timeout(max(cfg.layout.wait_timeout_s, cfg.layout.startup_timeout_s))
+        timeout = store_timeout(
+            max(
+                cfg.layout.wait_timeout_s,
+                cfg.layout.startup_timeout_s,
+                cfg.checkpoint.write_timeout_s,
+            )
+        )
         watch = _join(cfg, launch, device=device, timeout=timeout)
         with watch.wait("create groups", -1):
             groups = make_groups(cfg, rank=launch.rank, device=device)
@@ -108,6 +119,9 @@ class World:
         if cfg.deterministic:
             ask_cublas_to_repeat()
             torch.use_deterministic_algorithms(True, warn_only=True)
+            # It would write NaN into each new tensor first, the engine's and FSDP2's buffers too:
+            # time, and rows that only pad a batch would come to routers as NaN.
+            torch.utils.deterministic.fill_uninitialized_memory = False
         return world
 
     # ---------------------------------------------------------------- roles
@@ -254,7 +268,10 @@ class World:
 def _join(cfg: Config, launch: Launch, *, device: torch.device, timeout: timedelta) -> Watch:
     """Make the group of all ranks, and start this rank's watch."""
     launch.pass_on()
-    join_world(pick_backend(cfg), device=device, timeout=timeout)
+    store, backend = meet(launch, timeout=timeout), pick_backend(cfg)
+    if backend == "nccl":
+        check_own_gpus(launch, device, store)
+    join_world(backend, launch, store=store, device=device, timeout=timeout)
     return Watch(
         default_store().clone(),
         rank=launch.rank,

@@ -18,8 +18,9 @@ from spmdrl.model.parallel import fsdp, recompute, tensor_parallel
 from spmdrl.model.parallel.expert_parallel import apply_ep
 from spmdrl.model.parallel.row_slices import Slicing
 from spmdrl.model.scorer import Scorer, Valuer
-from spmdrl.model.transformers_internals import apply_liger
+from spmdrl.model.transformers_internals import apply_liger, zero_idle_experts
 from spmdrl.world import World
+from spmdrl.world.torch_internals import pin_exactly
 
 
 def lay_out(
@@ -37,6 +38,8 @@ def lay_out(
     """
     kernels, spared, mesh = cfg.model.kernels, cfg.model.memory, world.mesh
     whole, tp_group = {}, None
+    if experts_modules(hf_model) and _is_blackwell(world.device):
+        zero_idle_experts()
     if kernels.liger and world.device.type == "cuda":
         apply_liger(
             hf_model,
@@ -74,6 +77,10 @@ def lay_out(
     return scorer, whole
 
 
+def _is_blackwell(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 10
+
+
 def _wrapped_blocks(hf_model: nn.Module, cfg: Config) -> list[nn.Module]:
     """Return the blocks, first to last, with what spares their activations around them."""
     names, spared = list(blocks(hf_model)), cfg.model.memory
@@ -92,6 +99,8 @@ def give_storage(scorer: nn.Module, offload: str, *, device: torch.device) -> No
         offload: model.memory.offload.
     """
     recompute.check_offload(offload, device)
+    if recompute.pins_exactly(offload):
+        pin_exactly()
     if recompute.has(offload, "parameters"):
         scorer.to_empty(device="cpu")  # FSDP2 pins them
         recompute.move_buffers(scorer, device)

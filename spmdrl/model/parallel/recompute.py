@@ -99,6 +99,15 @@ def has(offload: str, what: str) -> bool:
     return what in named.get(offload, (offload,))
 
 
+def pins_exactly(offload: str) -> bool:
+    """Return whether pinned memory is to be as large as what is put there, not the next power of 2.
+
+    That spares up to half of it where it is taken once. Activations come and go, in sizes that
+    differ: rounded up, one's memory does for the next.
+    """
+    return has(offload, "optimizer") and not has(offload, "activations")
+
+
 def blocks_ahead(prefetch: int | Literal["auto"], world: World) -> int:
     """Return how many blocks ask for their weights ahead of time: model.memory.prefetch.
 
