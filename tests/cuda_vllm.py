@@ -75,17 +75,21 @@ def believe_in_gpus() -> None:
 
 
 def have_vllm_believe() -> None:
-    """Have vLLM, which has found what it is built for, take the CUDA platform."""
-    import vllm.config.vllm as config
-    import vllm.device_allocator.cumem as cumem
+    """Have vLLM, which has found what it is built for, take the CUDA platform.
+
+    Before anything else of it is imported: its modules take the platform as they load.
+    """
     import vllm.platforms as platforms
-    from vllm.distributed.device_communicators import cuda_wrapper
     from vllm.platforms.cuda import NonNvmlCudaPlatform
 
     platforms._current_platform = NonNvmlCudaPlatform()
-    config.HAS_TRITON = True
+    from vllm.distributed.device_communicators import cuda_wrapper
+
     cuda_wrapper.CudaRTLibrary = _Runtime
-    cumem.cumem_available = True
+    import vllm.config.vllm as config
+    import vllm.device_allocator.cumem as cumem
+
+    config.HAS_TRITON = cumem.cumem_available = True
 
 
 # --------------------------------------------------------------------------- what is found

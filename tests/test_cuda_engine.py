@@ -86,8 +86,8 @@ def test_the_runner_of_gpus_gets_what_it_needs_for_each_model_and_option(on_gpus
     found = on_gpus["configurations"]
     assert len(found) == 25
     for name, made in found.items():
-        model, case = name.split()
-        assert made["v2"] == (model != "gemma3"), name
+        case = name.split()[1]
+        assert made["v2"], name
         assert made["autotune"] == case.startswith("tuned"), name  # only where it was asked for
         assert made["moe_backend"] == ("auto" if case == "tuned" else "triton"), name
         # With routes, or weights that change between two tokens, no step may be under way.
