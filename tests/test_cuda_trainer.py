@@ -265,13 +265,12 @@ def test_only_what_peers_cause_is_said_of_peers(error: Exception, is_peers: bool
 def test_a_wait_may_have_a_deadline_of_its_own(monkeypatch) -> None:
     died = []
     monkeypatch.setattr(Watch, "_die", lambda self, why: died.append(why))
-    monkeypatch.setattr(watch, "_BEAT_S", 0.02)
     one = Watch(dist.HashStore(), rank=0, world_size=1, timeout_s=0.1)
     with one.wait("checkpoint", 3, timeout_s=60.0):
-        one._closed.wait(0.5)
+        one._closed.wait(1.3)  # the thread looks once a second
     assert not died
     with one.wait("exchange", 3):
-        one._closed.wait(0.5)
+        one._closed.wait(1.3)  # the thread looks once a second
     one.close()
     assert died and died[0] == "deadline of 0 s passed"
 
