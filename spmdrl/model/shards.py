@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor
 
-from spmdrl.world.torch_internals import StridedShard
+from spmdrl.model.cuts import cut_of
 
 
 @dataclass(frozen=True, order=True)
@@ -106,26 +106,17 @@ def held_boxes(name: str, tensor: Tensor) -> list[tuple[Box, Tensor]]:
         this rank's shard is empty.
     Raises: ValueError for a placement that is not a part of the value (partial sums).
     """
+    cut = cut_of(name, tensor)
     if not isinstance(tensor, DTensor):
         return [(Box.whole(tensor.shape), tensor.detach())]
     local = tensor.to_local().detach()
     coordinate = tensor.device_mesh.get_coordinate()
     assert coordinate is not None, f"{name} lives on a mesh that this rank is not part of"
-    kept: dict[int, Tensor] = {}  # dim -> global indices that this rank keeps, ascending
-    for at, size, placement in zip(coordinate, tensor.device_mesh.shape, tensor.placements):
-        if isinstance(placement, Replicate):
-            continue
-        if not isinstance(placement, (Shard, StridedShard)):
-            raise ValueError(
-                f"{name} has placement {placement}; only sharded and replicated "
-                "parameters can be streamed"
-            )
-        indices = kept.get(placement.dim, torch.arange(tensor.shape[placement.dim]))
-        # A strided shard is taken from each of `split_factor` parts: FSDP2 lists its axis
-        # first, but shards what tensor parallelism left.
-        parts = _chunks(indices, getattr(placement, "split_factor", 1))
-        kept[placement.dim] = torch.cat([_chunks(part, size)[at] for part in parts])
-    runs = [_runs(kept[d]) if d in kept else [(0, 0, n)] for d, n in enumerate(tensor.shape)]
+    runs = []
+    for dim in range(tensor.dim()):
+        own = cut.runs(dim)[cut.position(dim, coordinate)]
+        offsets = itertools.accumulate((length for _, length in own), initial=0)
+        runs.append([(start, at, length) for (start, length), at in zip(own, offsets)])
     boxes = []
     for combination in itertools.product(*runs):
         view = local
@@ -149,21 +140,6 @@ def local_part(tensor: Tensor) -> Tensor:
 def to_local(tensor: Any) -> Any:
     """Return this rank's part of a DTensor, with its gradient; anything else as it is."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _chunks(indices: Tensor, number: int) -> list[Tensor]:
-    """Cut as torch.chunk does, but always into `number` parts, the last ones empty."""
-    parts = list(torch.chunk(indices, number))
-    return parts + [indices[:0]] * (number - len(parts))
-
-
-def _runs(indices: Tensor) -> list[tuple[int, int, int]]:
-    """Return (global start, local start, length) of each run of consecutive indices."""
-    if not len(indices):
-        return []
-    breaks = (torch.nonzero(torch.diff(indices) != 1).flatten() + 1).tolist()
-    edges = [0, *breaks, len(indices)]
-    return [(int(indices[a]), a, b - a) for a, b in zip(edges, edges[1:])]
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,115 @@
+"""How a tensor is cut over a mesh of ranks: what ranks tell each other instead of their boxes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from spmdrl.world.torch_internals import StridedShard
+
+Runs = tuple[tuple[int, int], ...]
+"""(start, length) of indices of a dim, ascending, with gaps between them."""
+
+
+@dataclass(frozen=True)
+class CutAxis:
+    """What one axis of a mesh does to a tensor."""
+
+    size: int
+    dim: int | None = None  # that it shards; None: its ranks have the same
+    factor: int = 1  # parts of the dim, of each of which a rank has a piece (FSDP2 beside tp)
+
+
+@dataclass(frozen=True)
+class TensorCut:
+    """How a tensor lies on ranks, alike on all of them."""
+
+    shape: tuple[int, ...]
+    ranks: tuple[int, ...] = ()  # of the mesh, row-major; (): whoever says so has all of it
+    axes: tuple[CutAxis, ...] = ()
+
+    def runs(self, dim: int) -> tuple[Runs, ...]:
+        """Return what each position on the axes that shard `dim` (row-major) has of it."""
+        own = tuple((axis.size, axis.factor) for axis in self.axes if axis.dim == dim)
+        return _kept(self.shape[dim], own)
+
+    def position(self, dim: int, coordinate: Sequence[int]) -> int:
+        """Return the index in `runs` of the rank at a coordinate of the mesh."""
+        index = 0
+        for axis, at in zip(self.axes, coordinate):
+            if axis.dim == dim:
+                index = index * axis.size + at
+        return index
+
+
+def cut_of(name: str, tensor: Tensor) -> TensorCut:
+    """Describe a DTensor of any mesh, or a plain tensor, which this rank then has whole.
+
+    Args:
+        name: for messages.
+    Raises: ValueError for a placement that is not a part of the value (partial sums).
+    """
+    shape = tuple(tensor.shape)
+    if not isinstance(tensor, DTensor):
+        return TensorCut(shape)
+    mesh, axes = tensor.device_mesh, []
+    for size, placement in zip(mesh.shape, tensor.placements):
+        if isinstance(placement, Replicate):
+            axes.append(CutAxis(size))
+        elif isinstance(placement, (Shard, StridedShard)):
+            # A strided shard is taken from each of `split_factor` parts: FSDP2 lists its axis
+            # first, but shards what tensor parallelism left.
+            axes.append(CutAxis(size, placement.dim, getattr(placement, "split_factor", 1)))
+        else:
+            raise ValueError(
+                f"{name} has placement {placement}; only sharded and replicated "
+                "parameters can be streamed"
+            )
+    return TensorCut(shape, tuple(mesh.mesh.flatten().tolist()), tuple(axes))
+
+
+@lru_cache(maxsize=4096)
+def _kept(length: int, axes: tuple[tuple[int, int], ...]) -> tuple[Runs, ...]:
+    kept: list[Runs] = [((0, length),)]
+    for size, factor in axes:
+        kept = [part for runs in kept for part in _dealt(runs, size, factor=factor)]
+    return tuple(kept)
+
+
+def _dealt(runs: Runs, size: int, *, factor: int) -> list[Runs]:
+    parts = [
+        list(_chunks(first, last, size))
+        for first, last in _chunks(0, sum(length for _, length in runs), factor)
+    ]
+    return [_joined(run for own in taken for run in _within(runs, *own)) for taken in zip(*parts)]
+
+
+def _joined(runs: Iterable[tuple[int, int]]) -> Runs:
+    """Return runs without those that begin where another ends."""
+    joined: list[tuple[int, int]] = []
+    for start, length in runs:
+        if joined and sum(joined[-1]) == start:
+            start, length = joined[-1][0], joined.pop()[1] + length
+        joined.append((start, length))
+    return tuple(joined)
+
+
+def _chunks(first: int, last: int, number: int) -> Iterator[tuple[int, int]]:
+    """TensorCut as torch.chunk does, but always into `number` parts, the last ones empty."""
+    step = -(-(last - first) // number)
+    for i in range(number):
+        yield min(first + i * step, last), min(first + (i + 1) * step, last)
+
+
+def _within(runs: Runs, low: int, high: int) -> Iterator[tuple[int, int]]:
+    """Yield what elements [low, high) of the indices that the runs list are, as runs."""
+    at = 0
+    for start, length in runs:
+        first, last = max(low - at, 0), min(high - at, length)
+        if first < last:
+            yield start + first, last - first
+        at += length
