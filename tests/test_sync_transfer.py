@@ -6,10 +6,12 @@ import itertools
 
 import torch
 import torch.distributed as dist
+from planned import plan_all
 from ranks import run_ranks
 
-from spmdrl.model.shards import Box, Value
-from spmdrl.sync.plan import Want, make_plan
+from spmdrl.model.cuts import TensorCut
+from spmdrl.model.shards import Box, Part, Value
+from spmdrl.sync.tables import FileTable, Want
 from spmdrl.sync.transfer import Transfer
 
 SHAPES = {"a": (6, 4), "b": (5,), "c": (3, 8)}
@@ -22,19 +24,19 @@ def _arrived(computed: tuple[str, ...], bucket_bytes: int) -> list[str]:
         name: torch.arange(box.numel, dtype=torch.float32).view(box.shape) + 100 * i
         for i, (name, box) in enumerate(boxes.items())
     }
+    parts = {name: Part.whole(name, shape) for name, shape in SHAPES.items()}
     wants = [Want(name, box, torch.float32) for name, box in boxes.items()]
-    plan = make_plan(
-        [{n: [box] for n, box in boxes.items()}, {}], [[], wants], bucket_bytes=bucket_bytes
-    )
+    cuts = {name: TensorCut(shape) for name, shape in SHAPES.items()}
+    plan = plan_all([cuts, {}], [[], wants], parts, bucket_bytes=bucket_bytes)[rank]
 
     def source(name: str, box: Box) -> Value:
         part = held[name][tuple(slice(s, s + n) for s, n in zip(box.start, box.shape))]
         return Value(part, (lambda: torch.full(box.shape, 0.5)) if name in computed else None)
 
-    targets = [torch.full(SHAPES[want.name], -1.0) for want in plan.receivers[0].wants]
+    targets = [(want.box, torch.full(want.box.shape, -1.0)) for want in wants]
     Transfer(
         plan,
-        rank=rank,
+        FileTable(parts),
         device=torch.device("cpu"),
         source=source,
         targets=targets if rank == 1 else [],
@@ -45,7 +47,7 @@ def _arrived(computed: tuple[str, ...], bucket_bytes: int) -> list[str]:
         if rank == 0
         else [
             want.name
-            for want, got in zip(plan.receivers[0].wants, targets)
+            for want, (_, got) in zip(wants, targets)
             if not torch.equal(got, held[want.name] + 0.5 * (want.name in computed))
         ]
     )

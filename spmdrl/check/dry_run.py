@@ -17,6 +17,7 @@ from spmdrl.model.lora.layers import Adapters
 from spmdrl.model.lora.settings import lora_form, sent_adapter
 from spmdrl.report.derived import derived
 from spmdrl.rewards.signatures import reward_models
+from spmdrl.sync.bucket_size import LARGEST
 from spmdrl.world.axes import axes_of
 from spmdrl.world.mesh import MESH_AXES, mesh_shape
 
@@ -109,7 +110,8 @@ def stream_size(cfg: Config) -> dict[str, str]:
     if engines:
         item = _DTYPE_BYTES[cfg.engine.dtype]
         tp = cfg.layout.inference_tp
-        buckets = max(1, -(-count * item // tp // cfg.stream.bucket_bytes))
+        most = cfg.stream.bucket_bytes
+        buckets = max(1, -(-count * item // tp // most)) if most else 0
         pairs["bytes per push"] = (
             f"{count:,} * {item} = {count * item:,} out of the trainers, "
             f"about {count * item // tp:,} into each engine rank"
@@ -120,8 +122,10 @@ def stream_size(cfg: Config) -> dict[str, str]:
                 f"{matrices:,} * {item} = {matrices * item:,} for each whole engine: adapters alone"
             )
         pairs["buckets"] = (
-            f"about {buckets} of {cfg.stream.bucket_bytes:,} bytes"
+            f"chosen from bytes, ranks and links, up to {LARGEST:,} bytes each"
+            if not most
+            else f"about {buckets} of {most:,} bytes"
             if buckets > 1
-            else f"1 (they may hold {cfg.stream.bucket_bytes:,} bytes)"
+            else f"1 (they may hold {most:,} bytes)"
         )
     return pairs

@@ -24,6 +24,11 @@ def _data_problems(cfg: Config, flat: dict[str, Any]) -> Iterator[str]:
             f"sampling.temperature: must be above 0, got {cfg.sampling.temperature}; greedy "
             "samples of one prompt are all the same and carry no signal"
         )
+    if 0 < cfg.stream.bucket_bytes < 1024:
+        problems.append(
+            f"stream.bucket_bytes: must be at least 1024, or 0 to have it chosen, got "
+            f"{cfg.stream.bucket_bytes}"
+        )
     for name in ("model.path", "data.train"):
         if not flat[name]:
             yield f"{name}: is required and empty"

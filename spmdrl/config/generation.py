@@ -59,8 +59,9 @@ class EngineSettings:
 class StreamSettings:
     """Weights from trainer shards into engine storage."""
 
-    bucket_bytes: Annotated[int, at_least(1024)] = 64 * 2**20
-    """Bytes of one bucket; extra memory is two buckets in flight per rank and role."""
+    bucket_bytes: Annotated[int, at_least(0)] = 0
+    """The most bytes of one bucket; extra memory is two buckets in flight per rank and role. 0
+    chooses it from bytes, ranks and links, up to 512 MiB; see docs/stream.md."""
     mode: Literal["auto", "traced", "reload"] = "auto"
     """`traced` writes slices in place and refuses what it cannot prove; `reload` sends whole
     tensors through the engine's own loader; `auto` traces and falls back, saying why."""

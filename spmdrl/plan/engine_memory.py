@@ -8,6 +8,7 @@ from spmdrl.model.fits import engine_rows
 from spmdrl.model.shape import Block, Weight
 from spmdrl.plan.memory import CUDA_CONTEXT, Memory
 from spmdrl.plan.run import Run
+from spmdrl.plan.stream_buckets import bucket_count
 from spmdrl.world.axes import Axes
 
 CUDA_GRAPHS = 2**30
@@ -95,7 +96,7 @@ def engine_memory(run: Run, axes: Axes, *, memory_bytes: int) -> Memory:
     used, sequences, width = _cache(max(0, room), run, per_token=per_token)
     causes["KV cache"] = used
     if axes.roles.has_engines:
-        causes["stream buckets"] = 2 * min(run.bucket_bytes, weights)
+        causes["stream buckets"] = 2 * weights // bucket_count(run, axes, nbytes=weights)
     resting = sum(causes.values())
     if run.engine_sleeps and run.engine.kind == "vllm":
         resting = CUDA_GRAPHS  # CUDA's context is the process's own, and counted with the trainer

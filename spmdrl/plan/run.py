@@ -12,7 +12,7 @@ from spmdrl.model.parallel.recompute import has
 from spmdrl.model.shape import ModelShape
 from spmdrl.plan.activations import Kernels
 from spmdrl.train.objectives.objective_loss import needed_columns
-from spmdrl.world.hardware import GPUS, Gpu
+from spmdrl.world.hardware import GPUS, LINK_FRAC, MEMORY_FRAC, Gpu
 
 SHAPES = Path(__file__).with_name("shapes")
 """Folders with the config.json of well-known models."""
@@ -154,8 +154,8 @@ class Rates:
     gpu: Gpu
     gpus_per_node: int = 8
     matmul_frac: float = 0.5  # of the peak, in training and prefill
-    memory_frac: float = 0.7  # of the bandwidth, in decoding
-    link_frac: float = 0.7  # of the bandwidth, in collectives
+    memory_frac: float = MEMORY_FRAC
+    link_frac: float = LINK_FRAC
     engine_step_s: float = 0.003  # an engine step's work on the host
     collective_s: float = 20e-6  # before a collective's first byte
 

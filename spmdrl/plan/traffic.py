@@ -10,6 +10,7 @@ from spmdrl.model.shape import ModelShape
 from spmdrl.plan.engine_memory import engine_weight_bytes
 from spmdrl.plan.memory import expert_shards_numel, lora_numel, shards_numel
 from spmdrl.plan.run import Rates, Run
+from spmdrl.plan.stream_buckets import bucket_count, rounds_s
 from spmdrl.plan.trainer_memory import cut_of
 from spmdrl.world.axes import Axes
 
@@ -25,10 +26,11 @@ class Flow:
     calls: float  # collectives
     span: int  # neighbouring ranks that its group reaches over
     hides: bool = False  # behind computation
+    rounds_s: float = 0.0  # seconds of the rounds in which it travels
 
     def seconds(self, rates: Rates) -> float:
         """Return the time it takes on its link, if nothing else is on it."""
-        return self.bytes / rates.link(self.span) + self.calls * rates.collective_s
+        return self.bytes / rates.link(self.span) + self.calls * rates.collective_s + self.rounds_s
 
 
 def microbatches(run: Run, axes: Axes, *, tokens: int) -> int:
@@ -108,7 +110,8 @@ def _context_width(run: Run, axes: Axes) -> float:
 
 def push_flows(run: Run, axes: Axes) -> list[Flow]:
     """Return what a rank sends in a push of the weights: a trainer its part of a copy for each
-    tp rank of an engine, an engine rank its part to the other replicas."""
+    tp rank of an engine (or what an engine rank takes, where that is more), an engine rank its
+    part to the other replicas."""
     if not axes.engines:
         return []
     whole = engine_weight_bytes(run, axes)
@@ -116,10 +119,12 @@ def push_flows(run: Run, axes: Axes) -> list[Flow]:
         whole = run.engine_bytes * run.lora_numel
     flows = []
     if axes.roles.overlaps:
-        flows.append(Flow("stream", whole * axes.inference_tp / axes.trainers, 1, axes.world_size))
+        busiest = whole * max(axes.inference_tp / axes.trainers, 1 / axes.replicas)
+        rounds = rounds_s(run, axes, nbytes=whole)
+        flows.append(Flow("stream", busiest, 0, axes.world_size, rounds_s=rounds))
     if axes.replicas > 1:
         share = (axes.replicas - 1) / axes.replicas
-        buckets = max(1, math.ceil(whole / run.bucket_bytes))
+        buckets = bucket_count(run, axes, nbytes=whole)
         flows.append(Flow("stream among replicas", whole * share, buckets, axes.engines))
     return flows
 

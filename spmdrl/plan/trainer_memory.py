@@ -29,6 +29,7 @@ from spmdrl.plan.memory import (
     shards_numel,
 )
 from spmdrl.plan.run import Run
+from spmdrl.plan.stream_buckets import bucket_count
 from spmdrl.world.axes import Axes
 
 _ADAPTER = 4  # bytes of an adapter's element, always float32
@@ -69,7 +70,8 @@ def trainer_memory(run: Run, axes: Axes, *, tokens: int = 0) -> Memory:
     causes |= moments[moment]
     if axes.roles.has_engines:
         # Trainers pack into two buckets; what travels from live memory needs none.
-        causes["stream buckets"] = 2 * min(run.bucket_bytes, state * run.engine_bytes)
+        sent, whole = state * run.engine_bytes, run.shape.numel * run.engine_bytes
+        causes["stream buckets"] = 2 * sent // bucket_count(run, axes, nbytes=whole)
     if run.on_gpu:
         causes["CUDA context"] = CUDA_CONTEXT
     resting = sum(causes[name] for name in ("weights", "optimizer", "other models"))

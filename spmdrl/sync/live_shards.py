@@ -6,7 +6,9 @@ from collections.abc import Callable, Mapping
 
 from torch import Tensor
 
+from spmdrl.model.cuts import TensorCut, cut_of
 from spmdrl.model.shards import Delta, Held, Part, addresses
+from spmdrl.sync.tables import FileTable
 
 
 class LiveShards:
@@ -28,10 +30,19 @@ class LiveShards:
         factors: Mapping[str, float] | None = None,
     ):
         self._shards, self._deltas = shards, deltas
-        self._parts, self._factors = parts, factors
+        self.parts, self._factors = parts, factors
+        self.table = FileTable(parts)
         self._addresses: tuple[int, ...] | None = None
         self.held: Held
         self.refresh()
+
+    def cuts(self) -> dict[str, TensorCut]:
+        """Return how this rank's tensors are cut, of those that travel.
+
+        Raises: ValueError for partial sums.
+        """
+        sent = {part.tensor for part in self.parts.values()}
+        return {name: cut_of(name, shard) for name, shard in self._shards().items() if name in sent}
 
     def refresh(self) -> bool:
         """Take what is there now; return whether it has moved (a restored checkpoint may)."""
@@ -40,6 +51,6 @@ class LiveShards:
         if at == self._addresses:
             self.held.deltas = dict(deltas)
             return False
-        self.held = Held(shards, self._parts, deltas, self._factors)
+        self.held = Held(shards, self.parts, deltas, self._factors)
         self._addresses = at
         return True

@@ -1,276 +1,240 @@
-"""Which slice of which weight goes from whom to whom: a pure function of gathered metadata.
+"""How the routes of a push are cut into buckets, and what one rank sends and takes in each.
 
-Every rank computes the same plan from the same inputs. The words:
-- a box is a rectangular part (start, shape) of a checkpoint tensor (`spmdrl.model.shards`);
-- a want is a box that an inference rank needs, with the dtype it needs it in;
-- a receiver is a set of ranks with the same wants (the replicas of one tensor-parallel rank):
-  each byte leaves the trainers once for all of them, a part to each, and they gather the parts;
-- a route is everything that one source sends to one receiver, as an ordered list of pieces.
-
-A route is cut into `num_buckets` (times the receiver's parts) slices of equal bytes, wherever
-that falls in a box. So every bucket carries the same traffic between the same pairs: senders
-stay balanced within each bucket, block sizes are constants, and the bound on memory is
-arithmetic.
+A route is cut into slices of equal bytes, `ways` of them in each bucket, wherever that falls in a
+cell. So every bucket carries the same traffic from every source: senders stay balanced within
+each, block sizes are constants, and the bound on memory is arithmetic. A slice goes to one rank of
+the receiver, another one in each bucket; with few sources to many replicas, to several at once.
 """
 
 from __future__ import annotations
 
-import bisect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
-import torch
+import numpy
 
-from spmdrl.model.shards import Box
+from spmdrl.sync.routes import Cells, OwnRoutes, dealt
+from spmdrl.sync.tables import Array
 
 _ALIGN = 16  # bytes; blocks start at a multiple of it, so that any dtype can view them
-_SPREAD_BYTES = 16 * 2**10  # pieces above this are spread over all their holders
-_OVERLAP_BUCKETS = 16  # a push below one bucket is still cut, to overlap its stages
-_OVERLAP_BYTES = 32 * 2**20  # ... into buckets of about this: below it, calls outweigh overlap
+_UNEVEN = 1.1  # the most that replicas, which gather parts of equal size, may pad
+_SMALLEST_BLOCK = 2 * _ALIGN  # of a few elements: no bucket count makes it less
 
 
 @dataclass(frozen=True)
-class Want:
-    """A box that an inference rank needs."""
+class Traffic:
+    """Bytes of every route, and how much room they take in a bucket.
 
-    name: str  # of the checkpoint tensor
-    box: Box
-    dtype: torch.dtype
-
-    @property
-    def itemsize(self) -> int:
-        """Bytes of one element."""
-        return self.dtype.itemsize
-
-
-@dataclass(frozen=True)
-class Receiver:
-    """Ranks, ascending, that need the same boxes."""
-
-    ranks: tuple[int, ...]
-    wants: tuple[Want, ...]
-
-
-@dataclass(frozen=True)
-class Piece:
-    """A part of a want that one source sends."""
-
-    want: int  # index in the receiver's wants
-    box: Box
-
-
-class Route:
-    """What one source rank sends to one receiver, in order, and how it is cut.
-
-    Args:
-        source: rank that sends.
-        receiver: index in the plan's receivers.
-        targets: ranks of the receiver that get a slice each in every bucket.
-        wants: the receiver's.
-        pieces: in order; wider dtypes first, so that every element is aligned.
+    Equal on every rank.
     """
 
-    def __init__(
-        self,
-        source: int,
-        receiver: int,
-        *,
-        targets: tuple[int, ...],
-        wants: Sequence[Want],
-        pieces: Sequence[Piece],
-    ):
-        self.source, self.receiver, self.targets = source, receiver, targets
-        self.pieces = sorted(pieces, key=lambda p: (-wants[p.want].itemsize, p.want, p.box.start))
-        self._itemsizes = [wants[p.want].itemsize for p in self.pieces]
-        self._ends: list[int] = []
-        end = 0
-        for piece, itemsize in zip(self.pieces, self._itemsizes):
-            end += piece.box.numel * itemsize
-            self._ends.append(end)
-        self.nbytes = end
+    receivers: tuple[tuple[int, ...], ...]  # ranks of each, ascending
+    nbytes: Array  # [world, receivers] int64: of each route
 
-    def block_bytes(self, num_buckets: int) -> int:
-        """Return the room that one slice takes: the same in every bucket, for every target."""
-        slices = num_buckets * len(self.targets)
+    @cached_property
+    def keeps(self) -> Array:
+        """[world, receivers] bool: the source is itself of the receiver, and keeps its share."""
+        keeps = numpy.zeros(self.nbytes.shape, bool)
+        for index, ranks in enumerate(self.receivers):
+            keeps[list(ranks), index] = True
+        return keeps & (self.nbytes > 0)
+
+    @cached_property
+    def order(self) -> Array:
+        """[world, receivers] int64: number of a source among those outside the receiver."""
+        outside = (self.nbytes > 0) & ~self.keeps
+        return outside.cumsum(axis=0) - outside
+
+    @cached_property
+    def ways(self) -> Array:
+        """[receivers] int64: targets of a source outside in one bucket. The fewer, the fewer
+        messages; targets get as much each, or about."""
+        found = []
+        for index, ranks in enumerate(self.receivers):
+            nbytes = self.nbytes[:, index][~self.keeps[:, index]]
+            found.append(_ways(nbytes[nbytes > 0], len(ranks)))
+        return numpy.array(found, numpy.int64)
+
+    def slices(self, num_buckets: int) -> Array:
+        """Return [world, receivers] int64: the slices of each route."""
+        return num_buckets * numpy.where(self.keeps, 1, self.ways)
+
+    def blocks(self, num_buckets: int) -> Array:
+        """Return [world, receivers] int64: the room that a slice of each route takes, bytes."""
+        slices = self.slices(num_buckets)
         # A cut falls on an element: a slice may be up to one 8-byte element longer.
-        return -(-(-(-self.nbytes // slices) + 7) // _ALIGN) * _ALIGN if self.nbytes else 0
+        room = -(-(-(-self.nbytes // slices) + 7) // _ALIGN) * _ALIGN
+        return numpy.where(self.nbytes > 0, room, 0)
 
-    def slice(self, bucket: int, *, target: int, num_buckets: int) -> list[Piece]:
-        """Return the pieces that `target` gets in `bucket`, in order, back to back."""
-        slices = num_buckets * len(self.targets)
-        index = bucket * len(self.targets) + self.targets.index(target)
-        low, high = index * self.nbytes // slices, (index + 1) * self.nbytes // slices
-        parts: list[Piece] = []
-        i = bisect.bisect_right(self._ends, low)
-        while i < len(self.pieces) and self._begin(i) < high:
-            piece, size, begin = self.pieces[i], self._itemsizes[i], self._begin(i)
-            first = max(low - begin, 0) // size
-            last = min((high - begin) // size, piece.box.numel)
-            parts += [Piece(piece.want, box) for box in piece.box.span(first, last)]
-            i += 1
-        return parts
+    def targets(self, receiver: int, bucket: int = 0) -> Array:
+        """Return [world, ways] int64: which ranks of a receiver a source outside it sends to."""
+        ways = int(self.ways[receiver])
+        first = (self.order[:, receiver] + bucket) * ways
+        return (first[:, None] + numpy.arange(ways)) % len(self.receivers[receiver])
 
-    def _begin(self, i: int) -> int:
-        return self._ends[i - 1] if i else 0
+    def places(self, receiver: int, num_buckets: int) -> tuple[Array, int]:
+        """Return where blocks lie in the part of the rank that gets them, and a part's bytes.
+
+        Which blocks meet in a part is the same in every bucket, of another rank each time.
+
+        Returns: [world, ways] int64 (a source that keeps its share has the first), and an int.
+        """
+        blocks = self.blocks(num_buckets)[:, receiver]
+        keeps = self.keeps[:, receiver]
+        kept = int(blocks[keeps].max(initial=0))
+        targets = self.targets(receiver)
+        room = numpy.where(keeps, 0, blocks)[:, None].repeat(targets.shape[1], axis=1)
+        places = numpy.zeros_like(room)
+        fullest = 0
+        for target in range(len(self.receivers[receiver])):
+            meet = targets == target
+            ends = room[meet].cumsum()
+            places[meet] = kept + ends - room[meet]
+            fullest = max(fullest, int(ends[-1]) if len(ends) else 0)
+        places[keeps] = 0
+        return places, kept + fullest
+
+    def bucket_bytes(self, num_buckets: int) -> tuple[Array, Array]:
+        """Return [world] int64 each: the bytes of one send bucket and of one receive bucket."""
+        blocks = self.blocks(num_buckets)
+        sent = (numpy.where(self.keeps, 0, blocks) * self.ways).sum(axis=1)
+        taken: Array = numpy.zeros(len(blocks), numpy.int64)
+        for index, ranks in enumerate(self.receivers):
+            # The parts of all replicas, gathered at equal size.
+            taken[list(ranks)] = len(ranks) * self.places(index, num_buckets)[1]
+        return sent, taken
+
+    @property
+    def messages(self) -> int:
+        """The most blocks that a rank sends and takes in a bucket."""
+        outside = (self.nbytes > 0) & ~self.keeps
+        count = (outside * self.ways).sum(axis=1)
+        for index, ranks in enumerate(self.receivers):
+            meet = numpy.bincount(self.targets(index)[outside[:, index]].ravel())
+            count[list(ranks)] += meet.max(initial=0)
+        return int(count.max(initial=0))
+
+
+def _ways(nbytes: Array, targets: int) -> int:
+    """Return the least divisor of `targets` with which each of them gets about as much.
+
+    Args:
+        nbytes: [sources] int64, in the order of Traffic.order.
+    """
+    for ways in (n for n in range(1, targets) if targets % n == 0):
+        groups: Array = numpy.arange(len(nbytes)) % (targets // ways)
+        loads = numpy.bincount(groups, nbytes, targets // ways)
+        if loads.max() <= _UNEVEN * loads.mean():
+            return ways
+    return targets
+
+
+@dataclass(frozen=True)
+class Slices(Cells):
+    """Cells on the wire, a row each: by bucket, then by block, in each in the order of the line."""
+
+    bucket: Array  # [N] int64
+    target: Array  # [N] int64: rank that the block goes to
+    at: Array  # [N] int64: byte of the bucket at which the block begins
+
+    def of(self, bucket: int) -> Slices:
+        """Return those of one bucket."""
+        return self.rows(slice(*self.bucket.searchsorted([bucket, bucket + 1])))
 
 
 @dataclass(frozen=True)
 class StreamPlan:
-    """The whole push, equal on every rank."""
+    """One rank's part of a push."""
 
-    world_size: int
-    receivers: tuple[Receiver, ...]
-    routes: tuple[Route, ...]
+    rank: int
+    traffic: Traffic
     num_buckets: int
+    sent: Slices  # to ranks of receivers that this rank is not of
+    taken: Slices  # all that comes to the receiver that this rank is of, by whichever rank of it
 
     @property
     def nbytes(self) -> int:
-        """Bytes that leave the sources in one push."""
-        return sum(route.nbytes for route in self.routes)
+        """Bytes that leave the sources in one push, all of them together."""
+        return int(self.traffic.nbytes.sum())
 
-    def split_bytes(self, source: int) -> list[int]:
-        """Return the bytes that `source` sends to each rank in every bucket."""
-        split = [0] * self.world_size
-        for route in self.routes:
-            if route.source == source:
-                for target in route.targets:
-                    split[target] += route.block_bytes(self.num_buckets)
-        return split
+    @property
+    def replicas(self) -> tuple[int, ...]:
+        """Ranks of the receiver that this rank is of, () if it wants nothing."""
+        return next((own for own in self.traffic.receivers if self.rank in own), ())
 
-    def part_bytes(self, rank: int) -> int:
-        """Return the bytes that `rank` takes from all sources in every bucket."""
-        return sum(r.block_bytes(self.num_buckets) for r in self.routes if rank in r.targets)
+    @property
+    def held_here(self) -> Slices:
+        """What this rank is the source of, sent or kept."""
+        kept = self.taken.rows((self.taken.source == self.rank) & (self.taken.target == self.rank))
+        return Slices.join([self.sent, kept])
 
-    def bucket_bytes(self) -> list[tuple[int, int]]:
-        """Return per rank the sizes of one send bucket and of one receive bucket."""
-        sent, part, got = ([0] * self.world_size for _ in range(3))
-        for route in self.routes:
-            block = route.block_bytes(self.num_buckets)
-            sent[route.source] += block * len(route.targets)
-            for target in route.targets:
-                part[target] += block
-        for receiver in self.receivers:
-            # The parts of all replicas, gathered at equal size.
-            whole = len(receiver.ranks) * max(part[rank] for rank in receiver.ranks)
-            for rank in receiver.ranks:
-                got[rank] = whole
-        return list(zip(sent, got))
+    @cached_property
+    def bucket_bytes(self) -> tuple[int, int]:
+        """Bytes of this rank's send bucket and of its receive bucket."""
+        sent, taken = self.traffic.bucket_bytes(self.num_buckets)
+        return int(sent[self.rank]), int(taken[self.rank])
 
 
-def make_plan(
-    holders: Sequence[Mapping[str, Sequence[Box]]],
-    wants: Sequence[Sequence[Want]],
-    *,
-    bucket_bytes: int,
-) -> StreamPlan:
-    """StreamPlan one push.
+def count_buckets(traffic: Traffic, bucket_bytes: int) -> int:
+    """Return the fewest buckets that are within `bucket_bytes` on every rank.
+
+    With so many ranks that a few elements for each do not fit, a bucket is as small as it can be.
+    """
+    number = max(1, -(-_largest(traffic, 1) // bucket_bytes))
+    while (
+        _largest(traffic, number) > bucket_bytes and traffic.blocks(number).max() > _SMALLEST_BLOCK
+    ):
+        number += max(1, number // 16)
+    return number
+
+
+def _largest(traffic: Traffic, num_buckets: int) -> int:
+    return int(numpy.max(traffic.bucket_bytes(num_buckets)))
+
+
+def cut_routes(rank: int, traffic: Traffic, *, num_buckets: int, routes: OwnRoutes) -> StreamPlan:
+    """TensorCut a rank's routes into buckets."""
+    blocks, end = traffic.blocks(num_buckets)[rank], 0
+    sent, taken = [], []
+    for index, cells in enumerate(routes.sent):
+        ways = int(traffic.ways[index])
+        places = end + numpy.arange(ways) * blocks[index]
+        sent.append(_sliced(cells, traffic, index, num_buckets=num_buckets, places=places[None]))
+        if traffic.keeps[rank, index]:
+            sent[-1] = sent[-1].rows(slice(0))  # it is among what it takes
+        else:
+            end += ways * int(blocks[index])
+    for index, ranks in enumerate(traffic.receivers):
+        if rank in ranks and routes.taken:
+            places, part = traffic.places(index, num_buckets)
+            own = _sliced(routes.taken, traffic, index, num_buckets=num_buckets, places=places)
+            own.at[:] += numpy.array(ranks).searchsorted(own.target) * part
+            taken.append(own)
+    taken = taken or [sent[0].rows(slice(0))]
+    return StreamPlan(rank, traffic, num_buckets, _in_order(sent), _in_order(taken))
+
+
+def _sliced(
+    cells: Cells, traffic: Traffic, receiver: int, *, num_buckets: int, places: Array
+) -> Slices:
+    """TensorCut routes to one receiver into slices.
 
     Args:
-        holders: per rank, the boxes of each checkpoint tensor that it holds.
-        wants: per rank, what it needs; empty where nothing is.
-        bucket_bytes: bound of one send or receive bucket of a rank, bytes. With so many
-            ranks that a few elements for each do not fit, a bucket is as small as it can be.
-    Returns: a plan in which every element of every want comes from exactly one source.
-    Raises: ValueError naming a box that nobody holds.
+        places: [world or 1, ways]: where blocks lie.
     """
-    receivers = _receivers(wants)
-    owners = _owners(holders)
-    loads = [0] * len(wants)
-    pieces: dict[tuple[int, int], list[Piece]] = {}
-    for index, receiver in enumerate(receivers):
-        for i, want in enumerate(receiver.wants):
-            for source, box in _sources(want, owners, loads=loads, near=receiver.ranks):
-                pieces.setdefault((source, index), []).append(Piece(i, box))
-    routes = []
-    for (source, index), parts in sorted(pieces.items(), key=lambda item: item[0]):
-        ranks = receivers[index].ranks
-        # A source that is itself one of the replicas keeps its share: nothing moves twice.
-        routes.append(
-            Route(
-                source,
-                index,
-                targets=(source,) if source in ranks else ranks,
-                wants=receivers[index].wants,
-                pieces=parts,
-            )
-        )
-    return _cut(StreamPlan(len(wants), tuple(receivers), tuple(routes), 1), bucket_bytes)
+    ranks = numpy.array(traffic.receivers[receiver])
+    pieces, index = dealt(cells, traffic.slices(num_buckets)[cells.source, receiver])
+    source, keeps = pieces.source, traffic.keeps[pieces.source, receiver]
+    ways = numpy.where(keeps, 1, traffic.ways[receiver])
+    bucket, way = numpy.divmod(index, ways)
+    turn = (traffic.order[source, receiver] + bucket) * ways + way
+    target = numpy.where(keeps, source, ranks[turn % len(ranks)])
+    at = places[source % len(places), way]
+    columns: list[Array] = [*pieces.columns, bucket, target, at]
+    return Slices(*columns)
 
 
-def _receivers(wants: Sequence[Sequence[Want]]) -> list[Receiver]:
-    ranks: dict[tuple[Want, ...], list[int]] = {}
-    for rank, own in enumerate(wants):
-        if own:
-            ranks.setdefault(tuple(own), []).append(rank)
-    return [Receiver(tuple(group), own) for own, group in ranks.items()]
-
-
-def _owners(holders: Sequence[Mapping[str, Sequence[Box]]]) -> dict[str, dict[Box, list[int]]]:
-    owners: dict[str, dict[Box, list[int]]] = {}
-    for rank, held in enumerate(holders):
-        for name, box in ((name, box) for name, boxes in held.items() for box in boxes):
-            if box.numel:
-                owners.setdefault(name, {}).setdefault(box, []).append(rank)
-    return {name: dict(sorted(boxes.items())) for name, boxes in owners.items()}
-
-
-def _sources(
-    want: Want,
-    owners: Mapping[str, Mapping[Box, list[int]]],
-    *,
-    loads: list[int],
-    near: tuple[int, ...],
-) -> Iterator[tuple[int, Box]]:
-    """Yield (rank, box) that together are the want; `loads` (bytes sent) is brought up to date."""
-    missing = [want.box]
-    for held, ranks in owners.get(want.name, {}).items():
-        rest = []
-        for box in missing:
-            common = box.intersect(held)
-            if common is None:
-                rest.append(box)
-                continue
-            rest += box.minus(held)
-            yield from _shared(
-                common, want.itemsize, loads=loads, ranks=[r for r in ranks if r in near] or ranks
-            )
-        missing = rest
-        if not missing:
-            return
-    raise ValueError(
-        f"no trainer rank holds {want.name} from {list(missing[0].start)}, shape "
-        f"{list(missing[0].shape)}, which an engine needs; the policy's named_shards() must "
-        "cover every tensor of names()"
-    )
-
-
-def _shared(
-    box: Box, itemsize: int, *, loads: list[int], ranks: list[int]
-) -> Iterator[tuple[int, Box]]:
-    """Yield the box, spread over all `ranks` that hold it, or from the least busy if small."""
-    if box.numel * itemsize < _SPREAD_BYTES:
-        ranks = [min(ranks, key=lambda r: (loads[r], r))]
-    for i, rank in enumerate(ranks):
-        first, last = (box.numel * j // len(ranks) for j in (i, i + 1))
-        loads[rank] += (last - first) * itemsize
-        for part in box.span(first, last):
-            yield rank, part
-
-
-def _cut(plan: StreamPlan, bucket_bytes: int) -> StreamPlan:
-    """Return the plan in buckets within `bucket_bytes` on every rank, and enough to overlap."""
-
-    def cut(number: int) -> tuple[StreamPlan, int]:
-        candidate = StreamPlan(plan.world_size, plan.receivers, plan.routes, number)
-        return candidate, max(map(max, candidate.bucket_bytes()))
-
-    _, largest = cut(1)
-    wished = min(_OVERLAP_BUCKETS, largest // _OVERLAP_BYTES)
-    number = max(1, wished, -(-largest // bucket_bytes))
-    smallest_block = 2 * _ALIGN
-    while True:
-        candidate, size = cut(number)
-        blocks = [r.block_bytes(number) for r in plan.routes]
-        if size <= bucket_bytes or max(blocks) <= smallest_block:
-            return candidate
-        number += max(1, number // 16)
+def _in_order(parts: Sequence[Slices]) -> Slices:
+    joined = Slices.join(parts)
+    return joined.rows(numpy.lexsort((joined.at, joined.bucket)))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -113,33 +113,6 @@ def layout_problems(copies: Sequence[Copy], reader: CheckpointReader) -> list[st
 def _same_bits(a: Tensor, b: Tensor) -> bool:
     integer = _INTEGERS[b.element_size()]
     return torch.equal(a.contiguous().view(integer), b.contiguous().view(integer))
-
-
-def checksum_problems(
-    sent: Sequence[Mapping[tuple[int, int], int]],
-    held: Sequence[Mapping[tuple[int, int], int]],
-    *,
-    names: Mapping[tuple[int, int], str],
-) -> list[str]:
-    """Compare the senders' sums with every receiving rank's.
-
-    Args:
-        sent: per rank, (receiver, want) -> checksum of the parts that this rank sends.
-        held: per rank, (receiver, want) -> checksum of what its engine holds.
-        names: (receiver, want) -> checkpoint name.
-    Returns: one line per rank and want that differs.
-    """
-    totals: dict[tuple[int, int], int] = {}
-    for sums in sent:
-        for key, value in sums.items():
-            totals[key] = (totals.get(key, 0) + value) % 2**64
-    return [
-        f"engine of rank {rank}: {names[key]} has checksum {value:016x}, the trainers sent "
-        f"{totals.get(key, 0):016x}"
-        for rank, sums in enumerate(held)
-        for key, value in sums.items()
-        if value != totals.get(key, 0)
-    ]
 
 
 def probe_gap(

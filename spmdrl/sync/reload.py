@@ -10,12 +10,14 @@ from torch import Tensor
 from spmdrl.engine.protocol import EngineProtocol
 from spmdrl.model.load import CheckpointReader, model_folder
 from spmdrl.model.shards import Box
+from spmdrl.sync.bucket_size import LARGEST
 from spmdrl.sync.live_shards import LiveShards
-from spmdrl.sync.plan import StreamPlan, Want, make_plan
+from spmdrl.sync.planning import make_plans
 from spmdrl.sync.prove import parameter_checksums, shown
+from spmdrl.sync.tables import Want
 from spmdrl.sync.transfer import Transfer, make_gather_groups
 from spmdrl.world import World
-from spmdrl.world.comm import agree, gather_objects, gather_problems
+from spmdrl.world.comm import agree, gather_problems
 from spmdrl.world.watch import first_line
 
 Names = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
@@ -48,31 +50,10 @@ class ReloadedTensors:
                 f"changes parameters:\n{shown(problems)}\nUse engine.kind transformers, a model "
                 "without them, or another device or vLLM version"
             )
-        self.plans = self._plan(names)
+        self._pushes = _grouped(names, world.cfg.stream.bucket_bytes or LARGEST)
+        wants = self._pushes if world.is_inference else [[] for _ in self._pushes]
+        self.plans = make_plans(wants, live, world=world, kind="reload")
         self._groups = make_gather_groups(self.plans[0])
-
-    def _plan(self, names: Names) -> list[StreamPlan]:
-        """Plan whole tensors to every inference rank, a bucket's worth of names at a time."""
-        world, bucket_bytes = self._world, self._world.cfg.stream.bucket_bytes
-        holders = gather_objects(self._live.held.boxes(), group=world.control)
-        groups: list[list[Want]] = []
-        size = bucket_bytes
-        for name, (shape, dtype) in names.items():
-            want = Want(name, Box.whole(shape), dtype)
-            nbytes = want.box.numel * want.itemsize
-            if size + nbytes > bucket_bytes:
-                groups, size = groups + [[]], 0
-            groups[-1].append(want)
-            size += nbytes
-        ranks = range(world.world_size)
-        return [
-            make_plan(
-                holders,
-                [group if rank in world.inference_ranks else [] for rank in ranks],
-                bucket_bytes=bucket_bytes,
-            )
-            for group in groups
-        ]
 
     def move(self) -> None:
         """Have every engine load every tensor's value of now.
@@ -95,16 +76,16 @@ class ReloadedTensors:
     def _whole_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield every tensor whole (on inference ranks), a plan's worth at a time."""
         device = self._world.device
-        for plan in self.plans:
-            wants = plan.receivers[0].wants if self._world.is_inference else ()
+        for plan, push in zip(self.plans, self._pushes):
+            wants = push if self._world.is_inference else []
             # New memory each time: vLLM keeps tensors until their layer is complete.
             whole = [torch.empty(w.box.shape, dtype=w.dtype, device=device) for w in wants]
             Transfer(
                 plan,
-                rank=self._world.rank,
+                self._live.table,
                 device=self._world.wire,
                 source=self._live.held.value,
-                targets=whole,
+                targets=[(want.box, tensor) for want, tensor in zip(wants, whole)],
                 groups=self._groups,
             ).run()
             yield from zip([want.name for want in wants], whole)
@@ -126,3 +107,17 @@ def _changed_by_reload(engine: EngineProtocol, names: Names, world: World) -> li
         return [first_line(error)]
     after = parameter_checksums(engine.model)
     return [name for name in before if before[name] != after[name]]
+
+
+def _grouped(names: Names, most: int) -> list[list[Want]]:
+    """Return whole tensors in groups of up to so many bytes, or of one."""
+    groups: list[list[Want]] = []
+    size = most
+    for name, (shape, dtype) in names.items():
+        want = Want(name, Box.whole(shape), dtype)
+        nbytes = want.box.numel * dtype.itemsize
+        if size + nbytes > most:
+            groups, size = groups + [[]], 0
+        groups[-1].append(want)
+        size += nbytes
+    return groups

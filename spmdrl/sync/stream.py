@@ -55,12 +55,6 @@ class WeightStream:
             self._plan()
         self._pointers = self._engine_pointers()
         self._handover = Handover(engine, world)
-        log.info(
-            "weight stream: %s, %d bytes, buckets: %d",
-            self.mode,
-            self.nbytes,
-            sum(plan.num_buckets for plan in self.plans),
-        )
 
     @property
     def plans(self) -> list[StreamPlan]:
@@ -185,7 +179,9 @@ class WeightStream:
         self._weights: TracedTensors | ReloadedTensors
         if self.mode == "traced":
             shapes = {name: shape for name, (shape, _) in sent.names.items()}
-            self._weights = TracedTensors(world, shapes=shapes, copies=copies, live=live)
+            self._weights = TracedTensors(
+                world, kind="weights", shapes=shapes, copies=copies, live=live
+            )
         elif sent.adapter is not None:
             raise ValueError(
                 "model.lora.push: adapter, but this engine's weights cannot be "

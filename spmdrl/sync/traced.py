@@ -4,9 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import torch
+import torch.distributed as dist
+
 from spmdrl.sync.live_shards import LiveShards
-from spmdrl.sync.plan import StreamPlan, Want, make_plan
-from spmdrl.sync.prove import checksum, checksum_problems
+from spmdrl.sync.pieces import pieces_of
+from spmdrl.sync.plan import StreamPlan
+from spmdrl.sync.planning import make_plans
+from spmdrl.sync.prove import checksum
+from spmdrl.sync.tables import Want
 from spmdrl.sync.trace import Copy
 from spmdrl.sync.transfer import Transfer, make_gather_groups
 from spmdrl.world import World
@@ -20,6 +26,7 @@ class TracedTensors:
 
     Args:
         world: the job.
+        kind: of tensors, names the folder of plans.
         shapes: of the whole tensors, by name, on every rank.
         copies: the places in this rank's engine; empty where there is none.
         live: what this rank has of the tensors.
@@ -29,6 +36,7 @@ class TracedTensors:
         self,
         world: World,
         *,
+        kind: str,
         shapes: Mapping[str, tuple[int, ...]],
         copies: Sequence[Copy],
         live: LiveShards,
@@ -36,12 +44,7 @@ class TracedTensors:
         self._world, self._shapes = world, shapes
         self._copies, self._live = copies, live
         wants = [Want(copy.name, copy.box, copy.view.dtype) for copy in copies]
-        gathered = gather_objects((live.held.boxes(), wants), group=world.control)
-        self.plan = make_plan(
-            [boxes for boxes, _ in gathered],
-            [own for _, own in gathered],
-            bucket_bytes=world.cfg.stream.bucket_bytes,
-        )
+        (self.plan,) = make_plans([wants], live, world=world, kind=kind)
         self._groups = make_gather_groups(self.plan)
         self.release()
 
@@ -61,10 +64,10 @@ class TracedTensors:
         if self._transfer is None:
             self._transfer = Transfer(
                 self.plan,
-                rank=self._world.rank,
+                self._live.table,
                 device=self._world.wire,
                 source=self._live.held.value,
-                targets=[copy.view for copy in self._copies],
+                targets=[(copy.box, copy.view) for copy in self._copies],
                 groups=self._groups,
             )
         self._transfer.run()
@@ -74,30 +77,29 @@ class TracedTensors:
 
         Returns: on every rank, what differs: engine, tensor and both sums.
         """
-        plan, rank = self.plan, self._world.rank
-        wants = {
-            (i, j): want
-            for i, receiver in enumerate(plan.receivers)
-            for j, want in enumerate(receiver.wants)
-        }
-        sent: dict[tuple[int, int], int] = {}
-        for route in plan.routes:
-            for piece in route.pieces if route.source == rank else ():
-                key = (route.receiver, piece.want)
-                value = self._live.held.value(wants[key].name, piece.box).read()
-                value = value.to(wants[key].dtype)
-                sent[key] = sent.get(key, 0) + checksum(
-                    value, piece.box, shape=self._shapes[wants[key].name]
+        receivers, rank = self.plan.traffic.receivers, self._world.rank
+        counts = gather_objects(len(self._copies), group=self._world.control)
+        sent = [[0] * max(counts) for _ in receivers]  # of each want of each receiver, mod 2^64
+        receiver_of = {target: i for i, ranks in enumerate(receivers) for target in ranks}
+        for piece in pieces_of(self.plan.held_here, self._live.table):
+            value = self._live.held.value(piece.name, piece.box).read().to(piece.dtype)
+            own = sent[receiver_of[piece.target]]
+            own[piece.want] += checksum(value, piece.box, shape=self._shapes[piece.name])
+        sums = torch.tensor([[_signed(total) for total in own] for own in sent])
+        dist.all_reduce(sums, group=self._world.control)
+        problems = []
+        for want, copy in enumerate(self._copies):
+            held = checksum(copy.view, copy.box, shape=self._shapes[copy.name])
+            total = int(sums[receiver_of[rank], want]) % 2**64
+            if held != total:
+                problems.append(
+                    f"engine of rank {rank}: {copy.name} has checksum {held:016x}, the trainers "
+                    f"sent {total:016x}"
                 )
-        held = {
-            (i, j): checksum(copy.view, copy.box, shape=self._shapes[copy.name])
-            for i, receiver in enumerate(plan.receivers)
-            if rank in receiver.ranks
-            for j, copy in enumerate(self._copies)
-        }
-        both = gather_objects((sent, held), group=self._world.control)
-        return checksum_problems(
-            [s for s, _ in both],
-            [h for _, h in both],
-            names={key: want.name for key, want in wants.items()},
-        )
+        every = gather_objects(problems, group=self._world.control)
+        return [line for lines in every for line in lines]
+
+
+def _signed(total: int) -> int:
+    """Return an integer mod 2^64 as int64 has it."""
+    return (total + 2**63) % 2**64 - 2**63

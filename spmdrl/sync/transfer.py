@@ -17,7 +17,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from spmdrl.model.shards import Box, Value, narrow
-from spmdrl.sync.plan import Piece, Receiver, Route, StreamPlan
+from spmdrl.sync.pieces import Piece, pieces_of
+from spmdrl.sync.plan import Slices, StreamPlan
+from spmdrl.sync.tables import FileTable
 from spmdrl.world.torch_internals import all_gather_single, copy_all
 
 _MESSAGE_BYTES = 128 * 2**10  # smaller pieces are joined up to here, larger ones travel alone
@@ -26,9 +28,7 @@ _MESSAGE_BYTES = 128 * 2**10  # smaller pieces are joined up to here, larger one
 def make_gather_groups(plan: StreamPlan) -> dict[tuple[int, ...], dist.ProcessGroup]:
     """Create the groups in which replicas gather their parts; every rank must call it."""
     return {
-        receiver.ranks: dist.new_group(list(receiver.ranks))
-        for receiver in plan.receivers
-        if len(receiver.ranks) > 1
+        ranks: dist.new_group(list(ranks)) for ranks in plan.traffic.receivers if len(ranks) > 1
     }
 
 
@@ -36,35 +36,32 @@ class Transfer:
     """One rank's side of a plan, ready to run any number of times.
 
     Args:
-        plan: the same on every rank.
-        rank: of the default group, over which the messages travel.
+        plan: of this rank.
+        table: of the file tensors.
         device: of the buffers.
-        source: gives what this rank holds in a box of a checkpoint tensor.
-        targets: per want of this rank, the live view to write; empty where nothing is wanted.
+        source: gives what this rank holds in a box of a file tensor.
+        targets: per want of this rank, its box and the live view to write; empty where nothing is
+            wanted.
         groups: from make_gather_groups.
     """
 
     def __init__(
         self,
         plan: StreamPlan,
+        table: FileTable,
         *,
-        rank: int,
         device: torch.device,
         source: Callable[[str, Box], Value],
-        targets: Sequence[Tensor],
+        targets: Sequence[tuple[Box, Tensor]],
         groups: dict[tuple[int, ...], dist.ProcessGroup],
     ):
-        self._plan, self._rank = plan, rank
+        self._plan, self._table = plan, table
         self._source, self._targets = source, targets
-        mine = [r for r in plan.receivers if rank in r.ranks]
-        self._receiver = mine[0] if mine else Receiver((), ())
-        ranks = self._receiver.ranks
-        self._group = groups.get(ranks)
-        self._part = max((plan.part_bytes(r) for r in ranks), default=0)
-        self._sent, self._received = [], []
-        for _ in range(min(2, plan.num_buckets)):
-            self._sent.append(_bytes(sum(plan.split_bytes(rank)), device))
-            self._received.append(_bytes(len(ranks) * self._part, device))
+        self._group = groups.get(plan.replicas)
+        send, receive = plan.bucket_bytes
+        buffers = range(min(2, plan.num_buckets))
+        self._sent = [_bytes(send, device) for _ in buffers]
+        self._received = [_bytes(receive, device) for _ in buffers]
         self._buckets = [self._list(k) for k in range(plan.num_buckets)]
 
     def run(self) -> None:
@@ -82,104 +79,88 @@ class Transfer:
         for work in travelling:
             work.wait()
         if self._group is not None:
-            parts = self._received[index % 2]
-            begin = self._receiver.ranks.index(self._rank) * self._part
-            all_gather_single(parts, parts[begin : begin + self._part], group=self._group)
+            whole = self._received[index % 2]
+            own = whole.chunk(len(self._plan.replicas))[self._plan.replicas.index(self._plan.rank)]
+            all_gather_single(whole, own, group=self._group)
         self._buckets[index].unpack.run()
 
     # ---------------------------------------------------------------- what to do, listed once
 
     def _list(self, index: int) -> _Bucket:
         bucket = _Bucket()
-        # For this rank's own messages to itself, see _list_received.
-        begin = 0
-        own = [route for route in self._plan.routes if route.source == self._rank]
-        for target in range(self._plan.world_size):
-            for route in (route for route in own if target in route.targets):
-                end = begin + route.block_bytes(self._plan.num_buckets)
-                if target != self._rank:
-                    block = self._sent[index % 2][begin:end]
-                    self._list_sent(bucket, route, target=target, index=index, block=block)
-                begin = end
-        for i, rank in enumerate(self._receiver.ranks):
-            begin = i * self._part
-            for route in self._plan.routes:
-                if rank in route.targets:
-                    end = begin + route.block_bytes(self._plan.num_buckets)
-                    self._list_received(
-                        bucket,
-                        route,
-                        target=rank,
-                        index=index,
-                        block=self._received[index % 2][begin:end],
-                    )
-                    begin = end
+        for message in self._messages(self._plan.sent, index, self._sent):
+            self._list_sent(bucket, message)
+        for message in self._messages(self._plan.taken, index, self._received):
+            self._list_taken(bucket, message)
         return bucket
 
-    def _list_sent(
-        self, bucket: _Bucket, route: Route, *, target: int, index: int, block: Tensor
-    ) -> None:
-        for message in self._messages(route, target=target, index=index, block=block):
-            values = self._values(message, route)
-            is_plain = all(value.is_live for value in values)
-            live = [value.live for value in values] if is_plain else []
-            if not message.is_like(live):
-                bucket.pack.add(message.views, values)
-            bucket.operations.append(dist.P2POp(dist.isend, message.wire(live), target))
+    def _list_sent(self, bucket: _Bucket, message: _Message) -> None:
+        values = self._values(message)
+        is_plain = all(value.is_live for value in values)
+        live = [value.live for value in values] if is_plain else []
+        if not message.is_like(live):
+            bucket.pack.add(message.views, values)
+        bucket.operations.append(dist.P2POp(dist.isend, message.wire(live), message.target))
 
-    def _list_received(
-        self, bucket: _Bucket, route: Route, *, target: int, index: int, block: Tensor
-    ) -> None:
-        wants = self._receiver.wants
+    def _list_taken(self, bucket: _Bucket, message: _Message) -> None:
+        rank = self._plan.rank
         is_alone = self._group is None  # else other replicas take it from this one's buffer
-        for message in self._messages(route, target=target, index=index, block=block):
-            live = [
-                narrow(self._targets[p.want], outer=wants[p.want].box, part=p.box)
-                for p in message.pieces
-            ]
-            from_self = route.source == self._rank
-            if from_self:
-                bucket.pack.add(live if is_alone else message.views, self._values(message, route))
-            elif target == self._rank:
-                wire = message.wire(live if is_alone else ())
-                bucket.operations.append(dist.P2POp(dist.irecv, wire, route.source))
-            if not (is_alone and (from_self or message.is_like(live))):
-                bucket.unpack.add(live, [Value(view) for view in message.views])
+        live = []
+        for piece in message.pieces:
+            outer, view = self._targets[piece.want]
+            live.append(narrow(view, outer=outer, part=piece.box))
+        from_self = message.source == rank
+        if from_self:
+            bucket.pack.add(live if is_alone else message.views, self._values(message))
+        elif message.target == rank:
+            wire = message.wire(live if is_alone else ())
+            bucket.operations.append(dist.P2POp(dist.irecv, wire, message.source))
+        if not (is_alone and (from_self or message.is_like(live))):
+            bucket.unpack.add(live, [Value(view) for view in message.views])
 
-    def _values(self, message: _Message, route: Route) -> list[Value]:
-        wants = self._plan.receivers[route.receiver].wants
-        return [self._source(wants[piece.want].name, piece.box) for piece in message.pieces]
+    def _values(self, message: _Message) -> list[Value]:
+        return [self._source(piece.name, piece.box) for piece in message.pieces]
 
     def _messages(
-        self, route: Route, *, target: int, index: int, block: Tensor
+        self, slices: Slices, index: int, buffers: Sequence[Tensor]
     ) -> Iterator[_Message]:
-        """Yield what `target` gets in one bucket; the same cuts on both sides."""
-        wants, message, end = self._plan.receivers[route.receiver].wants, None, 0
-        for piece in route.slice(index, target=target, num_buckets=self._plan.num_buckets):
-            want, begin = wants[piece.want], end
-            end = begin + piece.box.numel * want.itemsize
-            if message is None or end - message.begin > _MESSAGE_BYTES:
+        """Yield what travels in one bucket; the same cuts on both sides."""
+        message = None
+        for piece in pieces_of(slices.of(index), self._table):
+            if message is None or not message.takes(piece):
                 if message is not None:
                     yield message
-                message = _Message(block, begin)
-            message.add(piece, end, dtype=want.dtype)
+                message = _Message(buffers[index % 2], piece, after=message)
+            message.add(piece)
         if message is not None:
             yield message
 
 
 class _Message:
-    """Pieces that travel together, and their places in a buffer, back to back."""
+    """Pieces that travel together, and their places in a buffer, back to back.
 
-    def __init__(self, block: Tensor, begin: int):
-        self._block, self.begin, self._end = block, begin, begin
+    Args:
+        first: its first piece.
+        after: the message before, in the same block perhaps.
+    """
+
+    def __init__(self, buffer: Tensor, first: Piece, *, after: _Message | None):
+        self._buffer, self.at = buffer, first.at
+        self.source, self.target = first.source, first.target
+        self._begin: int = after.end if after is not None and after.at == first.at else first.at
+        self.end: int = self._begin
         self.pieces: list[Piece] = []
         self.views: list[Tensor] = []
 
-    def add(self, piece: Piece, end: int, *, dtype: torch.dtype) -> None:
-        flat = self._block[self._end : end].view(dtype)
+    def takes(self, piece: Piece) -> bool:
+        """Whether a piece is of the same block and not too much."""
+        return piece.at == self.at and self.end + piece.nbytes - self._begin <= _MESSAGE_BYTES
+
+    def add(self, piece: Piece) -> None:
+        flat = self._buffer[self.end : self.end + piece.nbytes].view(piece.dtype)
         self.pieces.append(piece)
         self.views.append(flat.view(piece.box.shape))
-        self._end = end
+        self.end += piece.nbytes
 
     def is_like(self, live: Sequence[Tensor]) -> bool:
         """Return whether the live memory of the pieces already is the message."""
@@ -194,7 +175,7 @@ class _Message:
         """Return the bytes to send from or receive into: the live memory if it can be."""
         if self.is_like(live):
             return live[0].flatten().view(torch.uint8)
-        return self._block[self.begin : self._end]
+        return self._buffer[self._begin : self.end]
 
 
 class _Copies:

@@ -78,3 +78,19 @@ def gather_bytes(payload: bytes, sizes: Sequence[int], *, group: dist.ProcessGro
     gathered = torch.empty(len(sizes) * max(sizes), dtype=torch.uint8)
     all_gather_single(gathered, padded, group=group)
     return [row[:size].numpy().tobytes() for row, size in zip(gathered.chunk(len(sizes)), sizes)]
+
+
+def bytes_from(rank: int, payload: bytes, *, group: dist.ProcessGroup) -> bytes:
+    """Return on every rank of `group` (gloo) the bytes, at least one, that one of them has.
+
+    Args:
+        rank: in `group`.
+        payload: read there alone.
+    """
+    size = torch.tensor(len(payload))
+    dist.broadcast(size, group=group, group_src=rank)
+    data = torch.empty(int(size), dtype=torch.uint8)
+    if dist.get_rank(group) == rank:
+        data = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+    dist.broadcast(data, group=group, group_src=rank)
+    return data.numpy().tobytes()

@@ -28,6 +28,29 @@ GPUS: dict[str, Gpu] = {
 }
 
 
+@dataclass(frozen=True)
+class LinkCost:
+    """What messages between ranks cost."""
+
+    bytes_per_s: float  # of one rank, in one direction
+    round_s: float  # before the first byte of messages that start together
+    message_s: float  # each of them
+    copy_bytes_per_s: float  # from memory to memory of one device
+
+
+CPU_LINK = LinkCost(2e9, 1e-3, 50e-6, 4e9)
+"""Of gloo on one machine, as benchmarks/results/stream.md has it."""
+LINK_FRAC = 0.7  # of a link's bandwidth, reached in collectives
+MEMORY_FRAC = 0.7  # of a memory's bandwidth, reached in copies and in decoding
+
+
+def gpu_link(gpu: Gpu, *, is_one_node: bool) -> LinkCost:
+    """Return the link of a GPU to the others of its node, or to those of all nodes (NCCL)."""
+    bandwidth = gpu.node_bytes_per_s if is_one_node else gpu.network_bytes_per_s
+    # Assumed: 50 us to start a group of messages, 5 us each; a copy reads and writes.
+    return LinkCost(bandwidth * LINK_FRAC, 50e-6, 5e-6, gpu.memory_bytes_per_s * MEMORY_FRAC / 2)
+
+
 def known_gpu(device_name: str) -> Gpu | None:
     """Return the table's entry for what `torch.cuda.get_device_name` says; None if it has none.
 
