@@ -9,7 +9,7 @@ pushed a few times, and removed. Each round times one push (pack, cast, all-to-a
 write into live engine parameters) and one bare `all_to_all_single` whose pairs of ranks
 exchange the bytes of that push, from and into warm buffers; with one rank, one copy of as many
 bytes on its device. The slowest rank's clock counts.
-Prints a table and one line of JSON on rank 0.
+Prints a table, what the planner says of the push, and one line of JSON on rank 0.
 """
 
 from __future__ import annotations
@@ -37,7 +37,12 @@ from spmdrl.config import (
     SamplingSettings,
     StreamSettings,
 )
+from spmdrl.plan.run import Rates, run_of
+from spmdrl.plan.traffic import push_flows
 from spmdrl.world import World
+from spmdrl.world.axes import axes_of
+from spmdrl.world.comm import gather_objects
+from spmdrl.world.hardware import CPU_LINK, Gpu
 from spmdrl.world.launch import read_launch
 
 
@@ -56,7 +61,7 @@ class Options:
     inference_tp: int = 1
     """Tensor-parallel ranks of one engine."""
     bucket_bytes: int = StreamSettings.bucket_bytes
-    """Bytes of one bucket."""
+    """Bytes of one bucket; 0 has it chosen."""
     dtype: str = "bfloat16"
     """Dtype of the engine; masters are float32."""
     rounds: int = 9
@@ -66,6 +71,7 @@ class Options:
 def make_config(options: Options, *, world_size: int, folder: Path) -> Config:
     """Return the config of the measured world."""
     return Config(
+        output_dir=str(folder),
         layout=LayoutSettings(
             placement=options.placement,
             world_size=world_size,
@@ -115,10 +121,10 @@ def seconds_of(run: object, world: World) -> float:
 
 def sent_bytes(stream: object, world: World) -> list[list[int]]:
     """Return [ranks][ranks]: the bytes that each sends to each in one push."""
-    plan = stream.plans[0]
-    return [
-        [n * plan.num_buckets for n in plan.split_bytes(rank)] for rank in range(world.world_size)
-    ]
+    plan, sent = stream.plans[0], [0] * world.world_size
+    for target, nbytes in zip(plan.sent.target.tolist(), plan.sent.nbytes.tolist()):
+        sent[target] += nbytes
+    return gather_objects(sent, group=world.control)
 
 
 def plain_exchange(stream: object, world: World) -> object:
@@ -132,6 +138,24 @@ def plain_exchange(stream: object, world: World) -> object:
     send = torch.ones(sum(sent), dtype=torch.uint8, device=world.device)
     receive = torch.zeros(sum(taken), dtype=torch.uint8, device=world.device)
     return lambda: dist.all_to_all_single(receive, send, taken, sent)
+
+
+def planned_seconds(cfg: Config) -> float:
+    """Return what the planner says of a push over the links of a CPU."""
+    from spmdrl.model.load import build_meta_model
+    from spmdrl.model.shape import model_shape
+
+    run = run_of(
+        cfg,
+        model_shape(build_meta_model(cfg.model)),
+        on_gpu=False,
+        chunk_tokens=1,
+        prompt_tokens=0,
+        response_tokens=0,
+    )
+    link = CPU_LINK.bytes_per_s
+    rates = Rates(Gpu("CPU", 0.0, 0.0, 0.0, link, link), link_frac=1.0)
+    return sum(flow.seconds(rates) for flow in push_flows(run, axes_of(cfg)))
 
 
 def measure(options: Options, cfg: Config, *, folder: Path) -> dict:
@@ -155,11 +179,10 @@ def measure(options: Options, cfg: Config, *, folder: Path) -> dict:
     for version in range(1, options.rounds + 1):
         push_s.append(seconds_of(lambda: stream.push(version), world))
         plain_s.append(seconds_of(plain, world))
-    gigabytes = stream.nbytes / 1e9
-    if world.world_size > 1:
-        moved = sum(map(sum, sent_bytes(stream, world))) / 1e9
-        # Pairs of ranks exchange equal parts in each bucket, so a little more than the weights.
-        assert 0 <= moved / gigabytes - 1 < 0.05, f"plain moves {moved} GB, the push {gigabytes} GB"
+    gigabytes, traffic = stream.nbytes / 1e9, stream.plans[0].traffic
+    moved = sum(map(sum, sent_bytes(stream, world))) + int(traffic.nbytes[traffic.keeps].sum())
+    assert moved == stream.nbytes, f"plain moves {moved} bytes, the push {stream.nbytes}"
+    planned_s = planned_seconds(cfg)
     found = {
         **asdict(options),
         "world_size": world.world_size,
@@ -171,6 +194,9 @@ def measure(options: Options, cfg: Config, *, folder: Path) -> dict:
         "push_gb_per_s": gigabytes / statistics.median(push_s),
         "plain_gb_per_s": gigabytes / statistics.median(plain_s),
         "ratio": statistics.median(plain_s) / statistics.median(push_s),
+        "bucket_mib": max(stream.plans[0].bucket_bytes) / 2**20,
+        "planned_s": planned_s,
+        "planned_ratio": planned_s / statistics.median(push_s),
         "push_best_s": min(push_s),
         "plain_best_s": min(plain_s),
         "ratio_of_bests": min(plain_s) / min(push_s),
@@ -200,7 +226,8 @@ def main() -> None:
             print(f"{name:16}{found[name + '_s']:10.4f}{found[name + '_gb_per_s']:10.3f}")
         print(
             f"ratio {found['ratio']:.2f} (push / plain throughput, medians; of the best rounds "
-            f"{found['ratio_of_bests']:.2f})"
+            f"{found['ratio_of_bests']:.2f}); the planner says {found['planned_s']:.4f} s, "
+            f"{found['planned_ratio']:.2f} of the push; {found['buckets']} buckets"
         )
         print(json.dumps(found))
         sys.stdout.flush()

@@ -25,8 +25,8 @@ def _data_problems(cfg: Config, flat: dict[str, Any]) -> Iterator[str]:
             "samples of one prompt are all the same and carry no signal"
         )
     if 0 < cfg.stream.bucket_bytes < 1024:
-        problems.append(
-            f"stream.bucket_bytes: must be at least 1024, or 0 to have it chosen, got "
+        yield (
+            "stream.bucket_bytes: must be at least 1024, or 0 to have it chosen, got "
             f"{cfg.stream.bucket_bytes}"
         )
     for name in ("model.path", "data.train"):
