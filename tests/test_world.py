@@ -251,3 +251,35 @@ def test_a_stalled_or_dead_rank_is_named_in_time(fault, says, tmp_path):
         for process in processes:
             process.kill()
             process.communicate()
+
+
+RESTARTED = """
+import os, sys
+sys.path.insert(0, {root!r})
+import torch, torch.distributed as dist
+from spmdrl.config import Config, LayoutSettings
+from spmdrl.world import World
+world = World.start(Config(layout=LayoutSettings(world_size=2, trainer_ranks=1, device="cpu")))
+total = torch.ones(1)
+dist.all_reduce(total)
+if world.rank == 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    os._exit(3)
+world.close()
+print("rank", world.rank, "sums to", int(total), flush=True)
+"""
+
+
+def test_ranks_that_torchrun_starts_anew_meet_again(tmp_path):
+    script = tmp_path / "restarted.py"
+    script.write_text(RESTARTED.format(root=os.path.dirname(os.path.dirname(__file__))))
+    run = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+        + ["--max-restarts", "1", "--master-port", str(free_port()), str(script)],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    said = sorted(line for line in run.stdout.splitlines() if line.startswith("rank"))
+    assert said == ["rank 0 sums to 2", "rank 1 sums to 2"]
