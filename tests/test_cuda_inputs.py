@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from spmdrl.check.engine_options import build_problems
+from spmdrl.check.fit import check_fit
 from spmdrl.check.settings import validate
 from spmdrl.config import Config, EngineSettings, LayoutSettings
 from spmdrl.world import gpus
@@ -84,6 +85,8 @@ def test_an_old_driver_is_refused_under_auto_too(monkeypatch, tmp_path, device, 
     text = str(refused.value)
     assert "driver on your system is too old (found version 12020)" in text
     assert "built for CUDA 13.0" in text and "--layout.device cpu" in text
+    with pytest.raises(ValueError, match="driver on your system is too old"):
+        check_fit(_config(device=device))  # not what would follow from taking the CPU
     gpus.check_driver(_config(device="cpu"))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     gpus.check_driver(_config(device=device))

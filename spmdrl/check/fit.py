@@ -24,6 +24,7 @@ from spmdrl.model.router_replay import WEIGHTS, unknown_router
 from spmdrl.model.routers import check_balance
 from spmdrl.rewards.signatures import reward_models
 from spmdrl.world.axes import axes_of
+from spmdrl.world.gpus import check_driver
 from spmdrl.world.world import is_on_cpu
 
 
@@ -32,9 +33,10 @@ def check_fit(cfg: Config) -> None:
 
     Of a hub model the weights would have to be fetched, and are not looked at.
 
-    Raises: ValueError with every problem; where there is none, for weights that lack tensors of the
-        policy or have others.
+    Raises: ValueError for GPUs that torch cannot start, else with every problem; where there is
+        none, for weights that lack tensors of the policy or have others.
     """
+    check_driver(cfg)  # first: without it a GPU would be taken for a CPU here
     hf_model, folder = build_policy(cfg), Path(cfg.model.path)
     problems = policy_problems(cfg, hf_model) + _companion_problems(cfg)
     if is_on_cpu(cfg):
