@@ -48,7 +48,7 @@ _PROCESSES = 2
 class Options:
     """What to run."""
 
-    sections: tuple[str, ...] = ("plan", "store", "beats", "announcements", "book")
+    sections: tuple[str, ...] = ("plan", "stream", "store", "beats", "announcements", "book")
     ranks: int = 1024
     """Of the job whose store it is."""
     replicas: int = 256
@@ -436,8 +436,14 @@ def _share(index: int, port: int, replicas: int, groups: int) -> tuple[int, floa
     return CountedStore.asked.total(), time.process_time() - seconds
 
 
+def stream(options: Options) -> None:
+    """Print what it costs a rank to plan the weight stream of large models."""
+    subprocess.run([sys.executable, Path(__file__).with_name("stream_plans.py")], check=True)
+
+
 SECTIONS: dict[str, Callable[[Options], None]] = {
     "plan": plan,
+    "stream": stream,
     "store": store,
     "beats": beats,
     "announcements": announcements,

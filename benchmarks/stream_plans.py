@@ -59,8 +59,17 @@ LLAMA_70B = dict(
 )
 WORLDS = (
     World("70B", "qwen3-32b", LLAMA_70B, 128, 128, 8, before="13.6 s"),
-    World("235B-A22B", "qwen3-235b-a22b", {}, 128, 128, 8, ep=32, before="43 s + 27 s, 301 MB"),
-    World("671B", "deepseek-v3", {}, 512, 512, 16, ep=64, before="not measured"),
+    World(
+        "235B-A22B",
+        "qwen3-235b-a22b",
+        {},
+        128,
+        128,
+        8,
+        ep=32,
+        before="43 s, 27 s of pickling, 301 MB",
+    ),
+    World("671B", "deepseek-v3", {}, 512, 512, 16, ep=64, before="never run"),
 )
 
 
@@ -125,9 +134,20 @@ def wanted(parts: dict[str, Any], at: int, *, tp: int) -> list[Any]:
     return found
 
 
-COLUMNS_OF_TABLE = (
-    f"{'':12}{'files':>8}{'ranks':>7}{'rank':>10}{'plan s':>8}{'kept s':>8}{'MB gathered':>13}"
-    f"{'MB at most':>12}{'list s':>8}{'list MB':>9}{'buckets':>9}{'MiB each':>10}  before"
+HEADS = (
+    "model",
+    "file tensors",
+    "ranks",
+    "a rank that",
+    "plans in s",
+    "reads a kept plan in s",
+    "gathers MB",
+    "takes MB",
+    "lists messages in s",
+    "and MB",
+    "buckets",
+    "of MiB",
+    "before",
 )
 
 
@@ -157,14 +177,22 @@ def plan_world(world: World) -> None:
     for rank, mine in ((0, (cuts, [])), (world.trainers, ({}, wants[0]))):
         with multiprocessing.get_context("fork").Pool(1) as pool:
             found = pool.apply(plan_rank, (rank, mine, heard, table, sums))
-        kind = "trainer" if rank == 0 else "engine"
-        print(
-            f"{world.name:12}{len(table.names):8}{size:7}{kind:>10}{found['seconds']:8.2f}"
-            f"{found['kept_seconds']:8.2f}{gathered / 1e6:13.1f}{found['bytes'] / 1e6:12.0f}"
-            f"{found['list_seconds']:8.2f}{found['list_bytes'] / 1e6:9.0f}"
-            f"{found['buckets']:9}{found['bucket_bytes'] / 2**20:10.0f}  {world.before}",
-            flush=True,
+        cells = (
+            world.name,
+            len(table.names),
+            size,
+            "generates" if rank else "trains",
+            f"{found['seconds']:.2f}",
+            f"{found['kept_seconds']:.2f}",
+            f"{gathered / 1e6:.1f}",
+            f"{found['bytes'] / 1e6:.0f}",
+            f"{found['list_seconds']:.1f}",
+            f"{found['list_bytes'] / 1e6:.0f}",
+            found["buckets"],
+            f"{found['bucket_bytes'] / 2**20:.0f}",
+            world.before,
         )
+        print("|", " | ".join(map(str, cells)), "|", flush=True)
 
 
 def plan_rank(rank: int, mine: Any, heard: Any, table: Any, sums: Any) -> dict[str, float]:
@@ -248,7 +276,7 @@ if __name__ == "__main__":
     parser.add_argument("--world", choices=[world.name for world in WORLDS])
     options = parser.parse_args()
     if not options.world:
-        print(COLUMNS_OF_TABLE, flush=True)
+        print("|", " | ".join(HEADS), "|\n" + "| --- " * len(HEADS) + "|", flush=True)
     for world in WORLDS:
         if options.world == world.name:
             plan_world(world)

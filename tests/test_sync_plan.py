@@ -16,6 +16,7 @@ from planned import at, boxes_in_files, check_both_sides, plan_all, random_mesh_
 from spmdrl.model.cuts import CutAxis, TensorCut
 from spmdrl.model.shards import Box, Part
 from spmdrl.sync.bucket_size import LARGEST, best_count, choose_buckets, overhead_s
+from spmdrl.sync.pieces import pieces_of
 from spmdrl.sync.plan import Traffic
 from spmdrl.sync.prove import checksum
 from spmdrl.sync.tables import DTYPES, FileTable, Want
@@ -121,6 +122,16 @@ def test_a_slow_source_with_much_to_send_spreads_it_over_all_replicas():
     plans = plan_all(held, [[], [], want, want], parts, bucket_bytes=2**20)
     assert plans[0].sent.target.tolist() == [2, 3]
     assert plans[2].bucket_bytes[1] < 1.1 * 4000
+
+
+def test_cuts_fall_between_rows_where_rows_are_short():
+    shape = (999, 10)
+    parts, held = {"w": Part.whole("w", shape)}, {"w": TensorCut(shape)}
+    want = [Want("w", Box.whole(shape), torch.float32)]
+    plan = plan_all([held, {}], [[], want], parts, bucket_bytes=4096)[0]
+    pieces = list(pieces_of(plan.sent, FileTable(parts)))
+    assert len(pieces) == plan.num_buckets > 9 and all(p.box.shape[1] == 10 for p in pieces)
+    assert max(plan.bucket_bytes) <= 4096
 
 
 def test_what_nobody_holds_or_not_alike_is_named():

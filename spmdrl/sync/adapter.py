@@ -57,4 +57,4 @@ def trace_adapter(
 
     parts = {name: Part.whole(name, shape) for name, shape in sent.shapes.items()}
     live = LiveShards(own, parts, factors=sent.factors)
-    return TracedTensors(world, kind="adapters", shapes=sent.shapes, copies=trace.copies, live=live)
+    return TracedTensors(world, kind="adapters", copies=trace.copies, live=live)

@@ -60,11 +60,17 @@ class Traffic:
         """Return [world, receivers] int64: the slices of each route."""
         return num_buckets * numpy.where(self.keeps, 1, self.ways)
 
+    def slack(self, num_buckets: int) -> Array:
+        """Return [world, receivers] int64: bytes by which a cut may move to the start of a row."""
+        slices = self.slices(num_buckets)
+        return numpy.where(slices > 1, self.nbytes // slices // 16, 0)
+
     def blocks(self, num_buckets: int) -> Array:
         """Return [world, receivers] int64: the room that a slice of each route takes, bytes."""
         slices = self.slices(num_buckets)
         # A cut falls on an element: a slice may be up to one 8-byte element longer.
-        room = -(-(-(-self.nbytes // slices) + 7) // _ALIGN) * _ALIGN
+        longest = -(-self.nbytes // slices) + 7 + self.slack(num_buckets)
+        room = -(-longest // _ALIGN) * _ALIGN
         return numpy.where(self.nbytes > 0, room, 0)
 
     def targets(self, receiver: int, bucket: int = 0) -> Array:
@@ -224,7 +230,10 @@ def _sliced(
         places: [world or 1, ways]: where blocks lie.
     """
     ranks = numpy.array(traffic.receivers[receiver])
-    pieces, index = dealt(cells, traffic.slices(num_buckets)[cells.source, receiver])
+    slices, slack = (
+        of(num_buckets)[cells.source, receiver] for of in (traffic.slices, traffic.slack)
+    )
+    pieces, index = dealt(cells, slices, slack=slack)
     source, keeps = pieces.source, traffic.keeps[pieces.source, receiver]
     ways = numpy.where(keeps, 1, traffic.ways[receiver])
     bucket, way = numpy.divmod(index, ways)

@@ -134,12 +134,14 @@ def _cells(
     return Cells(want, file, wants.dtype[want], start, shape, none, numel, line.astype(numpy.int64))
 
 
-def dealt(cells: Cells, parts: Array) -> tuple[Cells, Array]:
-    """TensorCut the line of each source into equal parts, at elements.
+def dealt(cells: Cells, parts: Array, *, slack: Array | int = 0) -> tuple[Cells, Array]:
+    """Cut the line of each source into equal parts, at elements.
 
     Args:
         cells: ordered by source; the cells of a source make up its line.
         parts: [N] int64, of the line that a cell is on.
+        slack: [N] int64, bytes: a cut within a row of less is made before the row, so that both
+            parts are boxes.
     Returns: the cells, those that a cut falls into several times, and the part of each.
     """
     nbytes, size = cells.nbytes, ITEMSIZES[cells.dtype]
@@ -153,15 +155,24 @@ def dealt(cells: Cells, parts: Array) -> tuple[Cells, Array]:
     number = high - low + 1
     row: Array = numpy.repeat(numpy.arange(len(low)), number)
     part = numpy.arange(len(row)) - numpy.repeat(number.cumsum() - number - low, number)
-    whole, parts, begin, size = whole[row], parts[row], begin[row], size[row]
-    first = numpy.maximum(whole * part // parts - begin, 0) // size
-    last = (whole * (part + 1) // parts - begin) // size
-    pieces = cells.rows(row)
-    last = pieces.first + numpy.minimum(last, pieces.last - pieces.first)
-    pieces.first[:] += first
-    pieces.last[:] = last
+    pieces, width = cells.rows(row), _row_elements(cells)
+    width = numpy.where(width * size <= slack, width, 1)[row]
+
+    def cut(part: Array) -> Array:
+        byte = numpy.maximum(whole[row] * part // parts[row] - begin[row], 0)
+        at = cells.first[row] + byte // size[row]
+        at = numpy.where(at < cells.last[row], at - at % width, cells.last[row])
+        return numpy.maximum(at, cells.first[row])
+
+    pieces.first[:], pieces.last[:] = cut(part), cut(part + 1)
     some = pieces.first < pieces.last
     return pieces.rows(some), part[some]
+
+
+def _row_elements(cells: Cells) -> Array:
+    """Return [N] int64: the elements of a cell at one index of its first dim of more than 1."""
+    first = (cells.shape > 1).argmax(axis=1)
+    return cells.shape.prod(axis=1) // numpy.take_along_axis(cells.shape, first[:, None], 1)[:, 0]
 
 
 def uncovered(pieces: Cells, wants: Wants) -> Array:

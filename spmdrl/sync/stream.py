@@ -178,10 +178,7 @@ class WeightStream:
         self.mode = "reload" if self._cfg.mode == "reload" or problems else "traced"
         self._weights: TracedTensors | ReloadedTensors
         if self.mode == "traced":
-            shapes = {name: shape for name, (shape, _) in sent.names.items()}
-            self._weights = TracedTensors(
-                world, kind="weights", shapes=shapes, copies=copies, live=live
-            )
+            self._weights = TracedTensors(world, kind="weights", copies=copies, live=live)
         elif sent.adapter is not None:
             raise ValueError(
                 "model.lora.push: adapter, but this engine's weights cannot be "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -27,22 +27,12 @@ class TracedTensors:
     Args:
         world: the job.
         kind: of tensors, names the folder of plans.
-        shapes: of the whole tensors, by name, on every rank.
         copies: the places in this rank's engine; empty where there is none.
         live: what this rank has of the tensors.
     """
 
-    def __init__(
-        self,
-        world: World,
-        *,
-        kind: str,
-        shapes: Mapping[str, tuple[int, ...]],
-        copies: Sequence[Copy],
-        live: LiveShards,
-    ):
-        self._world, self._shapes = world, shapes
-        self._copies, self._live = copies, live
+    def __init__(self, world: World, *, kind: str, copies: Sequence[Copy], live: LiveShards):
+        self._world, self._copies, self._live = world, copies, live
         wants = [Want(copy.name, copy.box, copy.view.dtype) for copy in copies]
         (self.plan,) = make_plans([wants], live, world=world, kind=kind)
         self._groups = make_gather_groups(self.plan)
@@ -84,12 +74,12 @@ class TracedTensors:
         for piece in pieces_of(self.plan.held_here, self._live.table):
             value = self._live.held.value(piece.name, piece.box).read().to(piece.dtype)
             own = sent[receiver_of[piece.target]]
-            own[piece.want] += checksum(value, piece.box, shape=self._shapes[piece.name])
+            own[piece.want] += checksum(value, piece.box, shape=self._live.parts[piece.name].shape)
         sums = torch.tensor([[_signed(total) for total in own] for own in sent])
         dist.all_reduce(sums, group=self._world.control)
         problems = []
         for want, copy in enumerate(self._copies):
-            held = checksum(copy.view, copy.box, shape=self._shapes[copy.name])
+            held = checksum(copy.view, copy.box, shape=self._live.parts[copy.name].shape)
             total = int(sums[receiver_of[rank], want]) % 2**64
             if held != total:
                 problems.append(
