@@ -14,18 +14,15 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import os
 import random
 import statistics
-import sys
 import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import tyro
-from start import torchrun
+from start import begin, header, in_ranks, row
 
 CASES: dict[str, dict] = {
     "even": {"balance": "even"},
@@ -63,30 +60,35 @@ class Options:
 def main(options: Options) -> None:
     """Start the ranks, and print a table."""
     with tempfile.TemporaryDirectory() as folder:
-        torchrun(
-            options.replicas,
-            Path(__file__).resolve(),
-            "--worker",
-            folder,
-            json.dumps(dataclasses.asdict(options)),
-            timeout_s=900,
-        )
-        found = json.loads((Path(folder) / "found.json").read_text())
-    totals = {name: row["tokens"] for name, row in found.items() if "over_sample" not in name}
+        model = make_model(Path(folder))
+        given = dataclasses.asdict(options)
+        found = json.loads(in_ranks(options.replicas, __file__, given, model))
+    totals = {name: own["tokens"] for name, own in found.items() if "over_sample" not in name}
     assert len(set(totals.values())) == 1, f"not the same work, sampled tokens: {totals}"
     base = statistics.median(found["even"]["seconds"])
-    print(
-        "| balance | median step s | of even | mean wait of a replica s | engine steps of the "
-        "busiest | its share of tokens |"
-    )
-    print("| --- | --- | --- | --- | --- | --- |")
-    for name, row in found.items():
-        seconds = statistics.median(row["seconds"])
-        print(
-            f"| {name} | {seconds:.3f} | {seconds / base:.2f} | "
-            f"{statistics.fmean(row['waits']):.3f} | {statistics.fmean(row['steps']):.0f} | "
-            f"{statistics.fmean(row['shares']):.2f} |"
+    waits, steps = "mean wait of a replica s", "engine steps of the busiest"
+    header("balance", "median step s", "of even", waits, steps, "its share of tokens")
+    for name, own in found.items():
+        seconds = statistics.median(own["seconds"])
+        waits, steps, shares = (statistics.fmean(own[k]) for k in ("waits", "steps", "shares"))
+        row(
+            name,
+            f"{seconds:.3f}",
+            f"{seconds / base:.2f}",
+            f"{waits:.3f}",
+            f"{steps:.0f}",
+            f"{shares:.2f}",
         )
+
+
+def make_model(folder: Path) -> str:
+    """Write a tiny random model, and return its folder."""
+    import torch
+
+    from spmdrl.commands.create_model import create_model
+
+    torch.manual_seed(0)
+    return str(create_model(folder, hidden_size=32, layers=1, heads=2, kv_heads=2, intermediate=48))
 
 
 def length_of(options: Options, prompt: tuple[int, ...], sample: str) -> int:
@@ -96,9 +98,8 @@ def length_of(options: Options, prompt: tuple[int, ...], sample: str) -> int:
     return max(1, min(int(drawn), options.limit))
 
 
-def work(folder: Path, options: Options) -> None:
+def work(folder: Path, given: dict, model: str) -> None:
     """Generate, as one of the ranks."""
-    import torch
     import torch.distributed as dist
 
     from spmdrl import config
@@ -106,19 +107,13 @@ def work(folder: Path, options: Options) -> None:
     from spmdrl.engine import make_engine
     from spmdrl.world import World
 
-    rank = int(os.environ["RANK"])
-    model = folder / f"model_{rank}"
-    if not model.exists():
-        from spmdrl.commands.create_model import create_model
-
-        torch.manual_seed(0)
-        create_model(model, hidden_size=32, layers=1, heads=2, kv_heads=2, intermediate=48)
-    os.chdir(folder)
+    options = Options(**given)
     cfg = config.Config(
         layout=config.LayoutSettings(
             placement="colocated", world_size=options.replicas, device="cpu"
         ),
-        model=config.ModelSettings(path=str(folder / "model_0")),
+        model=config.ModelSettings(path=model),
+        output_dir=str(folder),
         steps=10**6,
         data=config.DataSettings(train="task:addition", size=options.rows, max_prompt_tokens=24),
         batch=config.BatchSettings(prompts_per_step=options.prompts, group_size=options.group_size),
@@ -127,8 +122,6 @@ def work(folder: Path, options: Options) -> None:
             kind="transformers", dtype="float32", max_num_seqs=options.seqs
         ),
     )
-    while not (folder / "model_0" / "tokenizer_config.json").exists():
-        time.sleep(0.1)
     world = World.start(cfg)
     engine, tokenizer = make_engine(cfg, world), load_tokenizer(cfg)
     step, add = engine.step, engine.add
@@ -163,7 +156,7 @@ def work(folder: Path, options: Options) -> None:
                 tokenizer=tokenizer,
                 found=found[name],
             )
-    if rank == 0:
+    if world.rank == 0:
         (folder / "found.json").write_text(json.dumps(found))
     dist.barrier(group=world.control)
 
@@ -209,9 +202,4 @@ def _run(cfg, options: Options, *, engine, world, tokenizer, found) -> None:
 
 
 if __name__ == "__main__":
-    if "--worker" in sys.argv:
-        at = sys.argv.index("--worker")
-        work(Path(sys.argv[at + 1]), Options(**json.loads(sys.argv[at + 2])))
-        sys.stdout.flush()
-        os._exit(0)
-    main(tyro.cli(Options))
+    begin(main, work, Options)

@@ -6,12 +6,11 @@ wall time outside max(generate, update) and push.
 
 from __future__ import annotations
 
-import json
-import statistics
 from dataclasses import dataclass
 from pathlib import Path
 
 import tyro
+from start import steps_of
 
 
 @dataclass(frozen=True)
@@ -26,20 +25,10 @@ class Options:
 
 def main(options: Options) -> None:
     """Print one line for each phase and wait, longest first."""
-    lines = (options.run / "metrics.jsonl").read_text().splitlines()
-    rows = [
-        row
-        for row in map(json.loads, lines)
-        if "perf/step_s" in row and row["step"] >= options.first
-    ]
-
-    def mean(name: str) -> float:
-        return statistics.fmean(row.get(name, 0.0) for row in rows)
-
-    print(f"{len(rows)} steps of {mean('perf/step_s'):.3f} s; other {mean('perf/other_frac'):.1%}")
-    names = {name for row in rows for name in row if name.startswith("time/")}
-    for name in sorted(names, key=mean, reverse=True):
-        print(f"  {name.removeprefix('time/'):24}{1e3 * mean(name):9.1f} ms")
+    number, mean = steps_of((options.run / "metrics.jsonl").read_text(), first=options.first)
+    print(f"{number} steps of {mean['perf/step_s']:.3f} s; other {mean['perf/other_frac']:.1%}")
+    for name in sorted((n for n in mean if n.startswith("time/")), key=mean.get, reverse=True):
+        print(f"  {name.removeprefix('time/'):24}{1e3 * mean[name]:9.1f} ms")
 
 
 if __name__ == "__main__":

@@ -12,17 +12,14 @@ second and one line of JSON.
 
 from __future__ import annotations
 
-import json
-import os
 import statistics
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 import tyro
+from start import conditions, leave
 
 from spmdrl import config
 from spmdrl.config import Config
@@ -117,19 +114,9 @@ def main() -> None:
     for load, rates in found.items():
         vllm, own = (statistics.median(rates[kind]) for kind in ("vllm", "transformers"))
         print(f"{load:<20}{vllm:>12.0f}{own:>14.0f}{own / vllm:>8.2f}")
-    print(
-        json.dumps(
-            {
-                "torch": torch.__version__,
-                "threads": torch.get_num_threads(),
-                "dtype": options.dtype,
-                "tokens_per_s": found,
-            }
-        )
-    )
+    conditions(dtype=options.dtype, tokens_per_s=found)
 
 
 if __name__ == "__main__":
     main()
-    sys.stdout.flush()
-    os._exit(0)
+    leave()

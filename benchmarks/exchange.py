@@ -11,17 +11,14 @@ checked. A rank's seconds are those of the slower rank.
 from __future__ import annotations
 
 import json
-import os
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import tyro
-from start import torchrun
+from start import begin, header, in_ranks, row
 
 CASES = {
     "1 rank": dict(placement="colocated", world_size=1),
@@ -52,30 +49,16 @@ def main(options: Options) -> None:
         ["git", "describe", "--always", "--dirty"], capture_output=True, text=True
     ).stdout.strip()
     print(f"commit {commit}, python {sys.version.split()[0]}")
-    print(f"| ranks | {' s | '.join(STRETCHES)} s | all s | from | to |")
-    print("| --- " * 7 + "|")
+    header("ranks", *(f"{stretch} s" for stretch in STRETCHES), "all s", "from", "to")
     for name, layout in CASES.items():
-        with tempfile.TemporaryDirectory() as folder:
-            work = json.dumps([asdict(options), layout])
-            torchrun(
-                layout["world_size"],
-                Path(__file__).resolve(),
-                "--worker",
-                folder,
-                work,
-                timeout_s=900,
-            )
-            rounds = json.loads((Path(folder) / "found.json").read_text())
-        medians = [statistics.median(own[i] for own in rounds) for i in range(len(STRETCHES))]
+        found = in_ranks(layout["world_size"], __file__, asdict(options), layout)
+        rounds = json.loads(found)
         alls = [sum(own) for own in rounds]
-        print(
-            f"| {name} | {' | '.join(f'{m:.2f}' for m in medians)} | "
-            f"{statistics.median(alls):.2f} | {min(alls):.2f} | {max(alls):.2f} |",
-            flush=True,
-        )
+        medians = [statistics.median(each) for each in (*zip(*rounds), alls)]
+        row(name, *(f"{seconds:.2f}" for seconds in (*medians, min(alls), max(alls))))
 
 
-def work(folder: Path, options: Options, layout: dict) -> None:
+def work(folder: Path, given: dict, layout: dict) -> None:
     """Do the rounds, as one of the ranks."""
     import torch.distributed as dist
 
@@ -85,6 +68,7 @@ def work(folder: Path, options: Options, layout: dict) -> None:
     from spmdrl.world import World
     from spmdrl.world.comm import gather_objects
 
+    options = Options(**given)
     cfg = config.Config(
         layout=config.LayoutSettings(device="cpu", **layout),
         output_dir=str(folder),
@@ -207,9 +191,4 @@ def check(options: Options, per_rank: list[list[float]]) -> None:
 
 
 if __name__ == "__main__":
-    if "--worker" in sys.argv:
-        at = sys.argv.index("--worker")
-        given, layout = json.loads(sys.argv[at + 2])
-        work(Path(sys.argv[at + 1]), Options(**given), layout)
-        os._exit(0)
-    main(tyro.cli(Options))
+    begin(main, work, Options)

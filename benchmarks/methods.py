@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import tyro
-from start import ROOT, as_flags, torchrun
+from start import ROOT, as_flags, header, row, torchrun
 
 METHODS: dict[str, dict[str, str]] = {
     "grpo": {},
@@ -92,30 +92,17 @@ def curve(folder: Path) -> dict[int, float]:
 def main(options: Options) -> None:
     """Run, and print as the runs end."""
     folders = {name: ROOT / "runs" / "methods" / name for name in options.only or METHODS}
-    header_printed = False
-    for name, folder in folders.items():
+    for number, (name, folder) in enumerate(folders.items()):
         if folder.exists():
             sys.exit(f"{folder} exists; remove it to run {name} again")
         train(name, options, folder)
         rewards = curve(folder)
-        if not header_printed:
-            print("| method | " + " | ".join(map(str, rewards)) + " |")
-            print("| --- |" + " --- |" * len(rewards))
-            header_printed = True
-        print(f"| {name} | " + " | ".join(f"{v:.3f}" for v in rewards.values()) + " |", flush=True)
-    subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "spmdrl",
-            "curves",
-            *map(str, folders.values()),
-            "--out",
-            str(ROOT / "runs" / "methods" / "curves.png"),
-        ],
-        check=True,
-        cwd=ROOT,
-    )
+        if not number:
+            header("method", *rewards)
+        row(name, *(f"{v:.3f}" for v in rewards.values()))
+    picture = str(ROOT / "runs" / "methods" / "curves.png")
+    command = ["spmdrl", "curves", *map(str, folders.values()), "--out", picture]
+    subprocess.run([sys.executable, "-m", *command], check=True, cwd=ROOT)
 
 
 if __name__ == "__main__":

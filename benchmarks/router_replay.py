@@ -12,15 +12,13 @@ pairs whose experts the trainer would have chosen otherwise, and one line of JSO
 
 from __future__ import annotations
 
-import json
-import os
-import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import tyro
+from start import conditions, leave
 from torch import Tensor
 
 from spmdrl import config
@@ -176,19 +174,9 @@ def main() -> None:
                 f"{row['largest']:>10.4f}{row['above_0.1']:>10.4f}"
             )
         print(f"{dtype:<10}other experts than the engine's: {found[dtype]['disagreement']:.4f}")
-    print(
-        json.dumps(
-            {
-                "torch": torch.__version__,
-                "threads": torch.get_num_threads(),
-                "engine": [options.engine, options.engine_dtype],
-                **found,
-            }
-        )
-    )
+    conditions(engine=[options.engine, options.engine_dtype], **found)
 
 
 if __name__ == "__main__":
     main()
-    sys.stdout.flush()
-    os._exit(0)
+    leave()

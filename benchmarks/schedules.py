@@ -12,18 +12,14 @@ Rewards are a generated task's.
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
-import os
 import random
 import statistics
 import sys
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-import tyro
-from start import ROOT, as_flags, torchrun
+from start import ROOT, as_flags, begin, header, in_ranks, row, steps_of
 
 SCHEDULES: dict[str, dict[str, str]] = {
     "lag 0": {"lag": "0"},
@@ -87,16 +83,24 @@ def main(options: Options) -> None:
     check(options, found)
     best = {name: max(runs, key=lambda r: r["sequences_per_s"]) for name, runs in found.items()}
     base = best.get("lag 0", next(iter(best.values())))["sequences_per_s"]
-    print(
-        "| schedule | sequences/s | of lag 0 | step s | generate s | update s | staleness | "
-        "length |"
+    seconds = ("step_s", "generate_s", "update_s")
+    header(
+        "schedule",
+        "sequences/s",
+        "of lag 0",
+        *(n.replace("_", " ") for n in seconds),
+        "staleness",
+        "length",
     )
-    print("| --- | --- | --- | --- | --- | --- | --- | --- |")
-    for name, row in best.items():
-        print(
-            f"| {name} | {row['sequences_per_s']:.1f} | {row['sequences_per_s'] / base:.2f} | "
-            f"{row['step_s']:.3f} | {row['generate_s']:.3f} | {row['update_s']:.3f} | "
-            f"{row['staleness']:.2f} | {row['length']:.1f} |"
+    for name, own in best.items():
+        rate = own["sequences_per_s"]
+        row(
+            name,
+            f"{rate:.1f}",
+            f"{rate / base:.2f}",
+            *(f"{own[n]:.3f}" for n in seconds),
+            f"{own['staleness']:.2f}",
+            f"{own['length']:.1f}",
         )
 
 
@@ -111,45 +115,32 @@ def check(options: Options, found: dict[str, list[dict]]) -> None:
     expected = statistics.fmean(lengths)
     for name, runs in found.items():
         tolerance = 0.05 if "over_sample" in str(SCHEDULES[name]) else 1e-6
-        for row in runs:
-            gap = abs(row["length"] / expected - 1)
-            assert gap <= tolerance, f"{name}: mean length {row['length']}, expected {expected}"
+        for own in runs:
+            gap = abs(own["length"] / expected - 1)
+            assert gap <= tolerance, f"{name}: mean length {own['length']}, expected {expected}"
 
 
 def _run(options: Options, flags: dict[str, str]) -> dict[str, float]:
-    with tempfile.TemporaryDirectory() as folder:
-        workload = dataclasses.asdict(options) | {"model": str(options.model.resolve())}
-        torchrun(
-            2,
-            Path(__file__).resolve(),
-            "--worker",
-            json.dumps(workload),
-            *as_flags(flags),
-            "--output-dir",
-            folder,
-            timeout_s=600,
-        )
-        rows = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").open()]
-    rows = [row for row in rows if "perf/step_s" in row and row["step"] >= options.first]
-
-    def mean(name: str) -> float:
-        return statistics.fmean(row.get(name, 0.0) for row in rows)
-
+    workload = dataclasses.asdict(options) | {"model": str(options.model.resolve())}
+    metrics = in_ranks(2, __file__, workload, flags, found="metrics.jsonl")
+    _, mean = steps_of(metrics, first=options.first)
     per_step = options.prompts * options.group_size
     return {
-        "sequences_per_s": per_step / mean("perf/step_s"),
-        "step_s": mean("perf/step_s"),
-        "generate_s": mean("time/generate"),
-        "update_s": mean("time/update"),
-        "staleness": mean("policy/staleness"),
-        "length": mean("rollout/response_length"),
+        "sequences_per_s": per_step / mean["perf/step_s"],
+        "step_s": mean["perf/step_s"],
+        "generate_s": mean["time/generate"],
+        "update_s": mean["time/update"],
+        "staleness": mean["policy/staleness"],
+        "length": mean["rollout/response_length"],
     }
 
 
-def work(options: Workload, flags: list[str]) -> int:
+def work(folder: Path, workload: dict, flags: dict[str, str]) -> int:
     """Train as train.py does, with an engine whose responses have given lengths."""
     import spmdrl.engine.vllm as vllm_engine
     from spmdrl.engine.protocol import Request
+
+    options = Options(**workload)
 
     class LongTailed(vllm_engine.VllmEngine):
         """Draws to a length of its own choice, and stops for nothing else."""
@@ -160,33 +151,21 @@ def work(options: Workload, flags: list[str]) -> int:
             super().add(dataclasses.replace(request, max_tokens=max(1, left), stop_token_ids=()))
 
     vllm_engine.VllmEngine = LongTailed
-    size = options.prompts * options.group_size
-    sys.argv = [
-        "train.py",
-        "--config",
-        str(ROOT / "configs" / "demo_grpo.yaml"),
-        "--model.path",
-        str(options.model),
-        "--steps",
-        str(options.steps),
-        "--sampling.max-response-tokens",
-        str(options.limit),
-        "--batch.prompts-per-step",
-        str(options.prompts),
-        "--batch.group-size",
-        str(options.group_size),
-        "--engine.max-num-seqs",
-        str(size),
-        "--evaluate.every-steps",
-        "0",
-        "--checkpoint.every-steps",
-        "0",
-        "--report.tracker",
-        "none",
-        "--optimizer.lr",
-        "1e-6",
-        *flags,
-    ]
+    own = {
+        "output-dir": folder,
+        "model.path": options.model,
+        "steps": options.steps,
+        "sampling.max-response-tokens": options.limit,
+        "batch.prompts-per-step": options.prompts,
+        "batch.group-size": options.group_size,
+        "engine.max-num-seqs": options.prompts * options.group_size,
+        "evaluate.every-steps": 0,
+        "checkpoint.every-steps": 0,
+        "report.tracker": "none",
+        "optimizer.lr": "1e-6",
+    }
+    config = str(ROOT / "configs" / "demo_grpo.yaml")
+    sys.argv = ["train.py", "--config", config, *as_flags(own | flags)]
     sys.path.insert(0, str(ROOT))
     import train
 
@@ -194,9 +173,4 @@ def work(options: Workload, flags: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    if "--worker" in sys.argv:
-        at = sys.argv.index("--worker")
-        status = work(Options(**json.loads(sys.argv[at + 1])), sys.argv[at + 2 :])
-        sys.stdout.flush()
-        os._exit(status)
-    main(tyro.cli(Options))
+    begin(main, work, Options)

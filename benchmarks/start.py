@@ -1,12 +1,18 @@
-"""Starting ranks for a benchmark, as a user's shell would."""
+"""What benchmarks share: starting ranks as a user's shell would, reading metrics, printing."""
 
 from __future__ import annotations
 
+import json
 import os
+import statistics
 import subprocess
 import sys
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
+
+import tyro
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -17,17 +23,9 @@ def torchrun(ranks: int, program: Path | str, *arguments: str, timeout_s: float)
 
     Raises: RuntimeError with the end of what it printed, when it fails.
     """
+    launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node"]
     done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            "--nproc-per-node",
-            str(ranks),
-            str(program),
-            *arguments,
-        ],
+        [sys.executable, "-m", *launcher, str(ranks), str(program), *arguments],
         cwd=ROOT,
         env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
         capture_output=True,
@@ -42,3 +40,59 @@ def torchrun(ranks: int, program: Path | str, *arguments: str, timeout_s: float)
 def as_flags(fields: Mapping[str, object]) -> list[str]:
     """Return the words of a command line that set fields of the config."""
     return [word for name, value in fields.items() for word in (f"--{name}", str(value))]
+
+
+def in_ranks(ranks: int, program: str, *given: object, found: str = "found.json") -> str:
+    """Have the ranks of a program that is started by `begin` work, and return what they found.
+
+    Args:
+        program: its `__file__`.
+        given: to its `work`, after a new folder; what JSON can hold.
+        found: file in that folder.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        own = Path(program).resolve()
+        torchrun(ranks, own, "--worker", folder, json.dumps(given), timeout_s=900)
+        return (Path(folder) / found).read_text()
+
+
+def begin(main: Callable, work: Callable, options: type) -> None:
+    """Call `main` with the options of the command line; or in a rank, `work`, and leave."""
+    if sys.argv[1:2] != ["--worker"]:
+        main(tyro.cli(options))
+        return
+    folder, given = sys.argv[2:]
+    leave(work(Path(folder), *json.loads(given)) or 0)
+
+
+def leave(status: int = 0) -> None:
+    """End this process, whatever threads of libraries there are."""
+    sys.stdout.flush()
+    os._exit(status)
+
+
+def steps_of(metrics: str, *, first: int) -> tuple[int, dict[str, float]]:
+    """Return the number of steps from `first` on in metrics.jsonl, and the means of each metric;
+    one that is absent counts as 0."""
+    rows = map(json.loads, metrics.splitlines())
+    rows = [row for row in rows if "perf/step_s" in row and row["step"] >= first]
+    names = {name for row in rows for name, value in row.items() if isinstance(value, float | int)}
+    return len(rows), {n: statistics.fmean(row.get(n, 0.0) for row in rows) for n in names}
+
+
+def row(*cells: object) -> None:
+    """Print a row of a Markdown table."""
+    print(f"| {' | '.join(map(str, cells))} |", flush=True)
+
+
+def header(*names: object) -> None:
+    """Print the head of a Markdown table."""
+    row(*names)
+    row(*("---" for _ in names))
+
+
+def conditions(**more: Any) -> None:
+    """Print what figures depend on, and the figures, for whoever reads them by program."""
+    import torch
+
+    print(json.dumps({"torch": torch.__version__, "threads": torch.get_num_threads(), **more}))

@@ -14,6 +14,7 @@ Prints a table, what the planner says of the push, and one line of JSON on rank 
 
 from __future__ import annotations
 
+import atexit
 import json
 import shutil
 import statistics
@@ -28,15 +29,8 @@ import torch
 import torch.distributed as dist
 import tyro
 
-from spmdrl.config import (
-    Config,
-    DataSettings,
-    EngineSettings,
-    LayoutSettings,
-    ModelSettings,
-    SamplingSettings,
-    StreamSettings,
-)
+from spmdrl import config
+from spmdrl.config import Config, StreamSettings
 from spmdrl.plan.run import Rates, run_of
 from spmdrl.plan.traffic import push_flows
 from spmdrl.world import World
@@ -72,17 +66,17 @@ def make_config(options: Options, *, world_size: int, folder: Path) -> Config:
     """Return the config of the measured world."""
     return Config(
         output_dir=str(folder),
-        layout=LayoutSettings(
+        layout=config.LayoutSettings(
             placement=options.placement,
             world_size=world_size,
             trainer_ranks=options.trainer_ranks,
             tp=options.tp,
             inference_tp=options.inference_tp,
         ),
-        model=ModelSettings(path=str(folder)),
-        data=DataSettings(train="task:addition", size=1, max_prompt_tokens=64),
-        sampling=SamplingSettings(max_response_tokens=64),
-        engine=EngineSettings(
+        model=config.ModelSettings(path=str(folder)),
+        data=config.DataSettings(train="task:addition", size=1, max_prompt_tokens=64),
+        sampling=config.SamplingSettings(max_response_tokens=64),
+        engine=config.EngineSettings(
             dtype=options.dtype, cpu_kv_cache_gib=0.1, max_num_seqs=4, max_batched_tokens=128
         ),
         stream=StreamSettings(bucket_bytes=options.bucket_bytes, mode="traced"),
@@ -211,15 +205,10 @@ def main() -> None:
     options = tyro.cli(Options)
     launch = read_launch()
     folder = Path(tempfile.gettempdir()) / f"spmdrl-stream-{launch.port}"
-    try:
-        found = measure(
-            options,
-            make_config(options, world_size=launch.world_size, folder=folder),
-            folder=folder,
-        )
-    finally:
-        if launch.rank == 0:
-            shutil.rmtree(folder, ignore_errors=True)
+    if launch.rank == 0:
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    cfg = make_config(options, world_size=launch.world_size, folder=folder)
+    found = measure(options, cfg, folder=folder)
     if launch.rank == 0:
         print(f"{'':16}{'seconds':>10}{'GB/s':>10}")
         for name in ("push", "plain"):

@@ -28,20 +28,12 @@ from typing import Literal
 import torch
 import tyro
 import yaml
+from start import header, row
 from torch import Tensor, nn
 
+from spmdrl import config
 from spmdrl.commands.create_model import create_model
-from spmdrl.config import (
-    AlgorithmSettings,
-    BatchSettings,
-    Config,
-    DataSettings,
-    KernelsSettings,
-    LayoutSettings,
-    ModelSettings,
-    OptimizerSettings,
-    SamplingSettings,
-)
+from spmdrl.config import Config
 from spmdrl.credit import per_token
 from spmdrl.model.flops import training_flops
 from spmdrl.model.load import build_meta_model
@@ -155,17 +147,17 @@ def config_of(options: Options, path: str, out: str) -> Config:
     return Config(
         output_dir=out,
         steps=1000,
-        layout=LayoutSettings(placement="offline", world_size=1, device=options.device),
-        model=ModelSettings(
+        layout=config.LayoutSettings(placement="offline", world_size=1, device=options.device),
+        model=config.ModelSettings(
             path=path,
             compute_dtype=options.compute_dtype,
-            kernels=KernelsSettings(**yaml.safe_load(options.kernels)),
+            kernels=config.KernelsSettings(**yaml.safe_load(options.kernels)),
         ),
-        data=DataSettings(max_prompt_tokens=prompt),
-        sampling=SamplingSettings(max_response_tokens=options.length - prompt),
-        batch=BatchSettings(tokens_per_microbatch=options.rows * options.length),
-        algorithm=AlgorithmSettings(correction="none"),
-        optimizer=OptimizerSettings(lr=LR, schedule="constant", max_grad_norm=MAX_NORM),
+        data=config.DataSettings(max_prompt_tokens=prompt),
+        sampling=config.SamplingSettings(max_response_tokens=options.length - prompt),
+        batch=config.BatchSettings(tokens_per_microbatch=options.rows * options.length),
+        algorithm=config.AlgorithmSettings(correction="none"),
+        optimizer=config.OptimizerSettings(lr=LR, schedule="constant", max_grad_norm=MAX_NORM),
     )
 
 
@@ -228,7 +220,7 @@ def check_same_weights(model: nn.Module, trainer: Trainer, *, steps: int) -> Non
 def show(options: Options, path: str, found: dict[str, list[float]]) -> None:
     """Print the table."""
     lengths = torch.full((options.rows,), options.length)
-    shape = model_shape(build_meta_model(ModelSettings(path=path)))
+    shape = model_shape(build_meta_model(config.ModelSettings(path=path)))
     flops = training_flops(
         shape, lengths=lengths, num_scored=options.rows * (options.length - options.length // 4)
     )
@@ -236,16 +228,14 @@ def show(options: Options, path: str, found: dict[str, list[float]]) -> None:
     print(
         f"{shape.numel / 1e6:.1f} M parameters, {options.rows} rows of {options.length} tokens, "
         f"{options.compute_dtype}, {options.device}, torch {torch.__version__}, kernels "
-        f"{options.kernels}\n\n| | s/step | tokens/s | TFLOP/s | MFU |\n"
-        "| --- | --- | --- | --- | --- |"
+        f"{options.kernels}\n"
     )
+    header("", "s/step", "tokens/s", "TFLOP/s", "MFU")
     for name, took in found.items():
         median = statistics.median(took)
         share = f"{flops / median / gpu.flops:.3f}" if gpu else "-"
-        print(
-            f"| {name} | {median:.4f} | {options.rows * options.length / median:.0f} | "
-            f"{flops / median / 1e12:.4f} | {share} |"
-        )
+        rate = options.rows * options.length / median
+        row(name, f"{median:.4f}", f"{rate:.0f}", f"{flops / median / 1e12:.4f}", share)
     ratios = [a / b for a, b in zip(found["bare loop"], found["spmdrl"])]
     print(
         f"\nspmdrl's tokens/s are {statistics.median(ratios):.3f} of the bare loop's "
