@@ -7,7 +7,7 @@ method needs the whole batch's tokens. S sequences, T packed tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from spmdrl.algorithms import reduce, registry
+from spmdrl.algorithms.registry import Method
 from spmdrl.algorithms.token_advantages import combine_moments, mean_and_std, moment_sums, whiten
 from spmdrl.config import Config
 from spmdrl.types import Advantages, Batch, Microbatch
 from spmdrl.world import World
 
-Method = Callable[..., Any]
 Inputs = dict[str, Tensor]
 """What a method may ask for of one micro-batch, by name."""
 
@@ -157,7 +157,7 @@ def _whole_batch(
     totals = registry.call_totals(method, [one | sizes for one in inputs], options)
     totals = {name: world.sum_over_trainers(totals[name]) for name in sorted(totals)}
     known = vars(batch.scalars) | totals | {"loss_lengths": lengths}
-    per_sequence = registry.call_per_sequence(method, known, options)
+    per_sequence = registry.call_helper(method, "per_sequence", known, options)
     device = inputs[0]["loss_mask"].device
     totals, per_sequence = (
         {n: v.to(device) for n, v in part.items()} for part in (totals, per_sequence)

@@ -15,7 +15,6 @@ from spmdrl.algorithms.groups import group_rewards
 from spmdrl.algorithms.shaping import (
     adaptive_kl_coef,
     best_at_k_estimate,
-    has_signal,
     pass_at_k_estimate,
     penalize_overlong,
     scale_and_clamp,
@@ -118,9 +117,9 @@ def test_a_group_has_signal_when_two_valid_rewards_differ(seed):
         len({rewards[i] for i in range(len(ids)) if ids[i] == g and valid[i]}) > 1
         for g in sorted(set(ids))
     ]
-    assert has_signal(groups).tolist() == expected
+    assert groups.has_spread.tolist() == expected
     shifted = group_rewards(batch.rewards + 7.0, batch.group_ids, is_valid=batch.is_valid)
-    assert has_signal(shifted).tolist() == expected
+    assert shifted.has_spread.tolist() == expected
 
 
 def test_rewards_that_differ_by_rounding_carry_no_signal():
@@ -129,7 +128,7 @@ def test_rewards_that_differ_by_rounding_carry_no_signal():
         torch.zeros(2).long(),
         is_valid=torch.ones(2, dtype=torch.bool),
     )
-    assert has_signal(groups).tolist() == [False]
+    assert groups.has_spread.tolist() == [False]
 
 
 # ---------------------------------------------------------------- pass at k

@@ -77,36 +77,20 @@ def log1mexp(values: Tensor) -> Tensor:
     return torch.where(values > -math.log(2), (-near.expm1()).log(), (-far.exp()).log1p())
 
 
-def check_positive(**values: float) -> None:
-    """Raise ValueError for an option that is not a finite number above 0."""
-    for name, value in values.items():
-        if not (value > 0 and math.isfinite(value)):
-            raise ValueError(f"{name}: must be above 0, got {value}")
+def _check(is_right: Callable[[float], bool], what: str) -> Callable[..., None]:
+    """Return what raises ValueError for options, by name, that are not what they must be."""
+
+    def check(**values: float) -> None:
+        for name, value in values.items():
+            if not is_right(value):
+                raise ValueError(f"{name}: {what}, got {value}")
+
+    return check
 
 
-def check_bound(**values: float) -> None:
-    """Raise ValueError for an upper bound that is not above 0; infinity bounds nothing."""
-    for name, value in values.items():
-        if not value > 0:
-            raise ValueError(f"{name}: must be above 0, got {value}")
-
-
-def check_not_negative(**values: float) -> None:
-    """Raise ValueError for an option that is not a finite number of at least 0."""
-    for name, value in values.items():
-        if not (value >= 0 and math.isfinite(value)):
-            raise ValueError(f"{name}: must be at least 0, got {value}")
-
-
-def check_unit(**values: float) -> None:
-    """Raise ValueError for an option outside [0, 1]."""
-    for name, value in values.items():
-        if not 0 <= value <= 1:
-            raise ValueError(f"{name}: must be in [0, 1], got {value}")
-
-
-def check_share(**values: float) -> None:
-    """Raise ValueError for an option that is not a share of the tokens."""
-    for name, value in values.items():
-        if not 0 < value <= 1:
-            raise ValueError(f"{name}: a share, must be above 0 and at most 1, got {value}")
+check_positive = _check(lambda v: v > 0 and math.isfinite(v), "must be above 0")
+check_bound = _check(lambda v: v > 0, "must be above 0")
+"""An upper bound: infinity bounds nothing."""
+check_not_negative = _check(lambda v: v >= 0 and math.isfinite(v), "must be at least 0")
+check_unit = _check(lambda v: 0 <= v <= 1, "must be in [0, 1]")
+check_share = _check(lambda v: 0 < v <= 1, "a share, must be above 0 and at most 1")

@@ -18,6 +18,12 @@ from typing import Any, Literal, Union
 import torch
 from torch import Tensor
 
+Method = Callable[..., Any]
+"""A function of the registry, or one's own with parameters of the same names."""
+Named = Mapping[str, Any]
+"""Inputs, or options."""
+Helper = Literal["statistics", "totals", "per_sequence"]
+"""What gives a method its whole-batch inputs, in the order of calls."""
 Kind = Literal[
     "advantage", "loss", "correction", "kl", "preference", "reward_model", "distillation"
 ]
@@ -75,7 +81,7 @@ def names(kind: Kind) -> tuple[str, ...]:
     )
 
 
-def get(kind: Kind, name: str) -> Callable[..., Any]:
+def get(kind: Kind, name: str) -> Method:
     """Return the function behind a method name or a `module:function` of one's own.
 
     Raises: ValueError when there is none, naming the nearest known one.
@@ -86,7 +92,7 @@ def get(kind: Kind, name: str) -> Callable[..., Any]:
     return found
 
 
-def _found(kind: Kind, name: str) -> Callable[..., Any] | str:
+def _found(kind: Kind, name: str) -> Method | str:
     """Return a method, or why there is none."""
     if ":" in name:
         return _imported(name)
@@ -100,7 +106,7 @@ def _found(kind: Kind, name: str) -> Callable[..., Any] | str:
     return f"unknown {kind} {name!r}{hint}; or name a function of your own as module:function"
 
 
-def _imported(name: str) -> Callable[..., Any] | str:
+def _imported(name: str) -> Method | str:
     module_name, _, attribute = name.partition(":")
     try:
         module = importlib.import_module(module_name)
@@ -123,43 +129,43 @@ def _nearest(name: str, known: typing.Iterable[str]) -> str:
     return f"{guess}; known: {', '.join(known) or '(none)'}"
 
 
-def inputs_of(function: Callable[..., Any]) -> tuple[str, ...]:
+def inputs_of(function: Method) -> tuple[str, ...]:
     """Return the names of the tensors that a method asks for."""
     return tuple(p.name for p in _parameters(function) if p.default is p.empty)
 
 
-def options_of(function: Callable[..., Any]) -> dict[str, Any]:
+def options_of(function: Method) -> dict[str, Any]:
     """Return a method's options with their defaults."""
     return {p.name: p.default for p in _parameters(function) if p.default is not p.empty}
 
 
-def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
+def _parameters(function: Method) -> list[inspect.Parameter]:
     packed = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     return [p for p in inspect.signature(function).parameters.values() if p.kind not in packed]
 
 
-def is_per_token(advantage: Callable[..., Any]) -> bool:
+def is_per_token(advantage: Method) -> bool:
     """Return whether an advantage is computed per token, on one micro-batch."""
     return "cu_seqlens" in inputs_of(advantage)
 
 
-def is_unpaired(preference: Callable[..., Any]) -> bool:
+def is_unpaired(preference: Method) -> bool:
     """Return whether a preference loss judges single responses, labelled good or bad."""
     return "is_chosen" in inputs_of(preference)
 
 
-def statistics_of(function: Callable[..., Any]) -> Callable[..., dict[str, Tensor]] | None:
+def statistics_of(function: Method) -> Method | None:
     """Return the function that gives a method its whole-batch scalars, if it has one."""
     return getattr(function, "statistics", None)
 
 
-def helpers_of(function: Callable[..., Any]) -> list[Callable[..., dict[str, Tensor]]]:
+def helpers_of(function: Method) -> list[Method]:
     """Return the functions that give a method its whole-batch inputs, in the order of calls."""
-    known = (getattr(function, name, None) for name in ("statistics", "totals", "per_sequence"))
+    known = (getattr(function, name, None) for name in typing.get_args(Helper))
     return [helper for helper in known if helper is not None]
 
 
-def asked_by(function: Callable[..., Any]) -> set[str]:
+def asked_by(function: Method) -> set[str]:
     """Return the names of all that a method and its helpers ask for."""
     return {name for each in (function, *helpers_of(function)) for name in inputs_of(each)}
 
@@ -174,9 +180,7 @@ def needs_group(name: str) -> bool:
     return callable(function) and "group_ids" in asked_by(function)
 
 
-def call(
-    function: Callable[..., Any], inputs: Mapping[str, Tensor], options: Mapping[str, Any]
-) -> Any:
+def call(function: Method, inputs: Mapping[str, Tensor], options: Named) -> Any:
     """Call a method with the inputs that it names, out of a larger set, and with its options.
 
     Raises: ValueError for an input that is not there or an option that it does not have.
@@ -199,7 +203,7 @@ def call(
 # --------------------------------------------------------------------------- checking
 
 
-def problems(kind: Kind, name: str, options: Mapping[str, Any]) -> list[str]:
+def problems(kind: Kind, name: str, options: Named) -> list[str]:
     """Return what is wrong with a choice, each as text that goes after `algorithm.<kind>`.
 
     Besides names and types of the options it makes a trial call on two one-token sequences,
@@ -223,7 +227,7 @@ def problems(kind: Kind, name: str, options: Mapping[str, Any]) -> list[str]:
     return found or _trial_problems(kind, function, options)
 
 
-def _option_problem(function: Callable[..., Any], option: str, value: Any) -> str:
+def _option_problem(function: Method, option: str, value: Any) -> str:
     known = options_of(function)
     if option not in known:
         return f"unknown option of {function.__name__}{_nearest(option, known)}"
@@ -240,16 +244,14 @@ def _option_problem(function: Callable[..., Any], option: str, value: Any) -> st
     return f"expected {' or '.join(a.__name__ for a in accepted)}, got {value!r}"
 
 
-def _offered(kind: Kind, function: Callable[..., Any]) -> dict[str, Tensor]:
+def _offered(kind: Kind, function: Method) -> dict[str, Tensor]:
     """Return the trial inputs of the form that a method asks for."""
     if kind == "preference" and is_unpaired(function):
         return trial_inputs("unpaired_preference")
     return trial_inputs(kind, is_per_token=kind == "advantage" and is_per_token(function))
 
 
-def _trial_problems(
-    kind: Kind, function: Callable[..., Any], options: Mapping[str, Any]
-) -> list[str]:
+def _trial_problems(kind: Kind, function: Method, options: Named) -> list[str]:
     try:
         result = _trial(kind, function, options)
     except Exception as error:  # whatever a function of the user's own raises
@@ -278,35 +280,23 @@ def _trial_problems(
     return []
 
 
-def trial_of_advantage(function: Callable[..., Any], options: Mapping[str, Any]) -> Any:
+def trial_of_advantage(function: Method, options: Named) -> Any:
     """Return what an advantage gives for the trial's two one-token sequences."""
     return _trial("advantage", function, options)
 
 
-def _trial(kind: Kind, function: Callable[..., Any], options: Mapping[str, Any]) -> Any:
+def _trial(kind: Kind, function: Method, options: Named) -> Any:
     inputs = _offered(kind, function)
-    inputs |= call_statistics(function, inputs, options)
+    inputs |= call_helper(function, "statistics", inputs, options)
     if kind == "advantage":
         inputs |= call_totals(function, [inputs | _TRIAL_PLACES], options)
         scalars = trial_inputs("advantage") | {"loss_lengths": torch.ones(2, dtype=torch.int64)}
-        inputs |= call_per_sequence(function, scalars | inputs, options)
+        inputs |= call_helper(function, "per_sequence", scalars | inputs, options)
     return call(function, inputs, options)
 
 
-def call_statistics(
-    function: Callable[..., Any], columns: Mapping[str, Tensor], options: Mapping[str, Any]
-) -> dict[str, Tensor]:
-    """Return the whole-batch scalars that a method asks for, from [N] columns by name.
-
-    {} for a method without such a helper.
-    """
-    return _call_helper(statistics_of(function), columns, options)
-
-
 def call_totals(
-    function: Callable[..., Any],
-    microbatches: Sequence[Mapping[str, Any]],
-    options: Mapping[str, Any],
+    function: Method, microbatches: Sequence[Named], options: Named
 ) -> dict[str, Tensor]:
     """Return this rank's share of the sums over the whole batch that an advantage asks for.
 
@@ -316,24 +306,22 @@ def call_totals(
     """
     found: dict[str, Tensor] = {}
     for inputs in microbatches:
-        part = _call_helper(getattr(function, "totals", None), inputs, options)
+        part = call_helper(function, "totals", inputs, options)
         found = {name: found[name] + value if found else value for name, value in part.items()}
     return found
 
 
-def call_per_sequence(
-    function: Callable[..., Any], inputs: Mapping[str, Tensor], options: Mapping[str, Any]
+def call_helper(
+    function: Method, which: Helper, inputs: Named, options: Named
 ) -> dict[str, Tensor]:
-    """Return {name: [B, ...]}: what an advantage asks for per sequence of the whole batch."""
-    return _call_helper(getattr(function, "per_sequence", None), inputs, options)
+    """Return what a method asks for of the whole batch, by name; {} for one without the helper.
 
-
-def _call_helper(
-    helper: Callable[..., dict[str, Tensor]] | None,
-    inputs: Mapping[str, Any],
-    options: Mapping[str, Any],
-) -> dict[str, Tensor]:
-    """Call a helper with those of the method's options that it has; {} without one."""
+    Args:
+        which: `statistics`: scalars, from [N] columns; `totals`: a micro-batch's share of sums;
+            `per_sequence`: [B, ...] each, from those sums and the batch's scalars.
+        options: of the method; the helper gets those that it has.
+    """
+    helper = getattr(function, which, None)
     if helper is None:
         return {}
     known = options_of(helper)

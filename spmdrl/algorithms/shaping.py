@@ -13,8 +13,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from spmdrl.algorithms.groups import Groups
-
 RIGHT_AT = 1.0
 """A sample is right from this reward on: full marks of a verifiable reward."""
 ROUNDING = 1e-9
@@ -137,17 +135,6 @@ def scale_and_clamp(
         raise ValueError(f"shift, scale: must be finite, got {shift}, {scale}")
     scaled = scale * (rewards.double() + shift)
     return torch.where(scaled.isfinite(), scaled.clamp(low, high), scaled)
-
-
-def has_signal(groups: Groups) -> Tensor:
-    """Return which groups dynamic sampling keeps: two valid samples or more that differ.
-
-    Args:
-        groups: `groups.group_rewards` of the batch, of G groups.
-    Returns: [G] bool. For rewards of 0 and 1: neither all wrong nor all right.
-    Source: arXiv 2503.14476 eq. 11 (DAPO); rewards equal up to rounding count as equal.
-    """
-    return groups.has_spread
 
 
 def pass_at_k_estimate(num_samples: int, num_correct: int, k: int) -> float:

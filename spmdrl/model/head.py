@@ -5,6 +5,7 @@ Shape letters: N scored positions, H hidden, V vocabulary (this rank's part of i
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -90,15 +91,8 @@ class _Head(torch.autograd.Function):
         grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
         for part in chunks(hidden.shape[0], options.chunk_tokens):
             logits = scaled_logits(hidden[part], weight, options)
-            grad = _grad_logits(
-                logits,
-                local[part],
-                log_total=log_total[part],
-                entropy=entropy[part],
-                grad_logprobs=grad_logprobs[part],
-                grad_entropy=grad_entropy[part],
-                options=options,
-            ).to(weight.dtype)
+            own = [x[part] for x in (local, log_total, entropy, grad_logprobs, grad_entropy)]
+            grad = _grad_logits(logits, own, options).to(weight.dtype)
             torch.mm(grad, weight, out=grad_hidden[part])
             if weight.dtype == torch.float32:
                 grad_weight.addmm_(grad.t(), hidden[part])
@@ -179,21 +173,16 @@ def _summarize(
     )
 
 
-def _grad_logits(
-    logits: Tensor,
-    local: Tensor,
-    *,
-    log_total: Tensor,
-    entropy: Tensor,
-    grad_logprobs: Tensor,
-    grad_entropy: Tensor,
-    options: HeadOptions,
-) -> Tensor:
+def _grad_logits(logits: Tensor, own: Sequence[Tensor], options: HeadOptions) -> Tensor:
     """Return the [n, V] float32 gradient of the raw logits; overwrites `logits`.
 
     With p = exp(z - log_total): d logprob/dz = onehot - p and
     d entropy/dz = -p * (z - log_total + entropy).
+
+    Args:
+        own: targets, log_total, entropy, and the gradients of logprobs and of entropy, [n] each.
     """
+    local, log_total, entropy, grad_logprobs, grad_entropy = own
     if options.softcap is not None:
         capped = logits * (options.temperature / options.softcap)
         slope = capped.square_().neg_().add_(1)  # of softcap * tanh(x / softcap)

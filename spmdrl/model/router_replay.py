@@ -14,6 +14,7 @@ experts per token.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -75,30 +76,27 @@ class RouterReplay:
         scorer.register_forward_pre_hook(self._begin)
         for layer, router in enumerate(routers):
             assert router is not None
-            router.register_forward_hook(self._chooser(layer))
+            router.register_forward_hook(partial(self._choose, layer))
 
     def _begin(self, scorer: nn.Module, args: tuple[ScoredRow, Any]) -> None:
         # It stays when the pass is over: the backward pass may repeat blocks.
         self._routes = args[0].own.routes
 
-    def _chooser(self, layer: int) -> Callable[..., tuple[Tensor, Tensor, Tensor] | None]:
-        def choose(
-            router: nn.Module, args: tuple, output: tuple[Tensor, Tensor, Tensor]
-        ) -> tuple[Tensor, Tensor, Tensor] | None:
-            if self._routes is None:
-                return None
-            logits, weights, own = output
-            recorded = self._routes[:, layer].long()  # of the tokens that this router sees
-            assert recorded.shape == own.shape, (recorded.shape, own.shape)
-            is_recorded = recorded[:, :1] >= 0
-            chosen = torch.where(is_recorded, recorded, own)
-            if self.seen is not None:
-                is_other = (recorded.sort(dim=1).values != own.sort(dim=1).values).any(dim=1)
-                known = is_recorded[:, 0]
-                self.seen.append(torch.stack([(is_other & known).sum(), known.sum()]).double())
-            return logits, self._weigh(router, logits, chosen).to(weights.dtype), chosen
-
-        return choose
+    def _choose(
+        self, layer: int, router: nn.Module, args: tuple, output: tuple[Tensor, Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor] | None:
+        if self._routes is None:
+            return None
+        logits, weights, own = output
+        recorded = self._routes[:, layer].long()  # of the tokens that this router sees
+        assert recorded.shape == own.shape, (recorded.shape, own.shape)
+        is_recorded = recorded[:, :1] >= 0
+        chosen = torch.where(is_recorded, recorded, own)
+        if self.seen is not None:
+            is_other = (recorded.sort(dim=1).values != own.sort(dim=1).values).any(dim=1)
+            known = is_recorded[:, 0]
+            self.seen.append(torch.stack([(is_other & known).sum(), known.sum()]).double())
+        return logits, self._weigh(router, logits, chosen).to(weights.dtype), chosen
 
 
 def unknown_router(model_type: str) -> str:

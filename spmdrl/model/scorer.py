@@ -27,7 +27,6 @@ class ScoredRow:
     tokens: Tensor  # [T] int64
     lengths: tuple[int, ...]  # tokens per sequence
     scored: Tensor  # [N] int64, positions of the scored tokens; none is a sequence's first
-    targets: Tensor  # [N] int64, the scored tokens
     own: RowSlice
     """What this rank computes of it."""
 
@@ -77,11 +76,7 @@ def make_row(
     scored, device = mask.nonzero()[:, 0], slicing.device
     own = make_slice(tokens, lengths, scored=scored, slicing=slicing, routes=routes)
     return ScoredRow(
-        tokens=tokens.to(device),
-        lengths=tuple(lengths),
-        scored=scored.to(device),
-        targets=tokens[scored].to(device),
-        own=own,
+        tokens=tokens.to(device), lengths=tuple(lengths), scored=scored.to(device), own=own
     )
 
 

@@ -37,7 +37,7 @@ from spmdrl.model.parallel.layout import give_storage, lay_out, slicing_of
 from spmdrl.model.parallel.row_slices import Slicing
 from spmdrl.model.parallel.tensor_parallel import sum_replicated_gradients
 from spmdrl.model.scorer import Head, ScoredRow, make_row
-from spmdrl.model.shards import local_part
+from spmdrl.model.shards import local_part, write
 from spmdrl.world import World
 from spmdrl.world.axes import axes_of
 from spmdrl.world.torch_internals import multiply_all, plain_name
@@ -174,9 +174,7 @@ class ShardedModel:
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Restore what `state_dict` returned, after it was loaded onto this layout."""
         for name, parameter in self.state_dict().items():
-            own, source = local_part(parameter), local_part(state[name])
-            if own.data_ptr() != source.data_ptr():
-                own.copy_(source)
+            write(local_part(parameter), local_part(state[name]))
 
     def forward(self, row: ScoredRow, head: Head | None = None) -> Any:
         """Return logprobs and entropy of the scored tokens: each [N] float32, nats.

@@ -137,6 +137,12 @@ def local_part(tensor: Tensor) -> Tensor:
     return to_local(tensor.detach())
 
 
+def write(target: Tensor, source: Tensor) -> None:
+    """Copy into live memory, unless the source is this very memory."""
+    if target.data_ptr() != source.data_ptr():
+        target.copy_(source)
+
+
 def to_local(tensor: Any) -> Any:
     """Return this rank's part of a DTensor, with its gradient; anything else as it is."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

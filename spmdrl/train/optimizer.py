@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
 from spmdrl.config import OptimizerSettings
-from spmdrl.model.shards import held_boxes, local_part
+from spmdrl.model.packing import packs
+from spmdrl.model.shards import held_boxes, local_part, write
 from spmdrl.train.eight_bits import LEAST, Quantised
 from spmdrl.train.rounding import stochastic_round
 from spmdrl.world.torch_internals import fused_adamw, norms_of, sharded_like
@@ -152,7 +153,9 @@ class AdamW:
                 (self._own.weight_decay, [n for n in self.local if n in decays]),
                 (0.0, [n for n in self.local if n not in decays]),
             )
-            for chunk in _chunks([p for n in names for p in self._pieces(n, most=most)], most=most)
+            for chunk in packs(
+                (p for n in names for p in self._pieces(n, most=most)), most, size=_size
+            )
         ]
 
     def _pieces(self, name: str, *, most: int) -> Iterator[_Piece]:
@@ -258,10 +261,10 @@ class AdamW:
             for name, kept in own.items():
                 saved = local_part(state[moment][name])
                 if isinstance(kept, Quantised):
-                    _copy(kept.codes[: kept.count], saved.flatten())
+                    write(kept.codes[: kept.count], saved.flatten())
                     kept.take_scales(local_part(state[f"{moment}_scales"][name]).flatten())
                 else:
-                    _copy(kept, saved)
+                    write(kept, saved)
         self._updates.fill_(float(state["updates"]))
 
 
@@ -280,29 +283,15 @@ def _zeros(
     return Quantised.zeros(local.numel(), is_signed=is_signed, **place)
 
 
+def _size(piece: _Piece) -> int:
+    return piece.parameter.numel()
+
+
 def _run(kept: Tensor | Quantised, begin: int, *, count: int) -> Tensor | Quantised:
     if isinstance(kept, Quantised):
         return kept.part(begin, count)
     return kept.view(-1)[begin : begin + count]
 
 
-def _chunks(pieces: Sequence[_Piece], *, most: int) -> list[list[_Piece]]:
-    """Return runs of pieces of at most `most` elements together, each at least one piece."""
-    chunks: list[list[_Piece]] = []
-    room = 0
-    for piece in pieces:
-        if not chunks or piece.parameter.numel() > room:
-            chunks.append([])
-            room = most
-        chunks[-1].append(piece)
-        room -= piece.parameter.numel()
-    return chunks
-
-
 def _like(parameter: Tensor, local: Tensor) -> Tensor:
     return sharded_like(parameter, local) if isinstance(parameter, DTensor) else local
-
-
-def _copy(target: Tensor, source: Tensor) -> None:
-    if target.data_ptr() != source.data_ptr():
-        target.copy_(source)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -72,9 +73,9 @@ class Routers:
         self._num_tokens = 1.0  # of the update, in the whole world
         self._replayed: Sequence[Tensor] = ()  # see RouterReplay.seen
         for layer in self._layers:
-            layer.experts.register_forward_pre_hook(self._counter(layer), with_kwargs=True)
+            layer.experts.register_forward_pre_hook(partial(self._count, layer), with_kwargs=True)
             if layer.router is not None:
-                layer.router.register_forward_hook(self._keeper(layer))
+                layer.router.register_forward_hook(partial(self._keep, layer))
         self._clear()
 
     def _clear(self) -> None:
@@ -104,25 +105,19 @@ class Routers:
         if self._replay:
             self._replayed, self._replay.seen = seen, None
 
-    def _counter(self, layer: RoutedLayer) -> Callable[..., None]:
-        def count(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-            if not self._is_watching:
-                return
-            index = args[1] if len(args) > 1 else kwargs["top_k_index"]  # [t, K]
-            number = module.num_experts
-            chosen = torch.where(self._is_real[:, None], index, number)  # out of range: nowhere
-            layer.counts.append(counts(chosen, number).double())
+    def _count(self, layer: RoutedLayer, module: Any, args: tuple, kwargs: dict[str, Any]) -> None:
+        if not self._is_watching:
+            return
+        index = args[1] if len(args) > 1 else kwargs["top_k_index"]  # [t, K]
+        number = module.num_experts
+        chosen = torch.where(self._is_real[:, None], index, number)  # out of range: nowhere
+        layer.counts.append(counts(chosen, number).double())
 
-        return count
-
-    def _keeper(self, layer: RoutedLayer) -> Callable[..., None]:
-        def keep(module: nn.Module, args: tuple, output: tuple[Tensor, ...]) -> None:
-            # Nothing is computed here: activation checkpointing must see the same operations
-            # when it repeats the pass, which nobody watches.
-            if self._is_watching:
-                layer.logits.append(output[0])
-
-        return keep
+    def _keep(self, layer: RoutedLayer, module: nn.Module, args: tuple, output: tuple) -> None:
+        # Nothing is computed here: activation checkpointing must see the same operations when it
+        # repeats the pass, which nobody watches.
+        if self._is_watching:
+            layer.logits.append(output[0])
 
     def _watched_counts(self) -> Tensor:
         return torch.stack([torch.stack(layer.counts).sum(0) for layer in self._layers])

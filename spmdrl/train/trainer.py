@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from spmdrl.algorithms.registry import Method
 from spmdrl.config import Config
 from spmdrl.model.flops import countable_shape, trained_flops
 from spmdrl.model.load import model_folder
@@ -23,7 +24,7 @@ from spmdrl.train.companions.make import make_companions
 from spmdrl.train.companions.model_rewards import RewardModels
 from spmdrl.train.microbatch_size import find_tokens
 from spmdrl.train.microbatches import LossOf, PreparedMicrobatch, prepare
-from spmdrl.train.objectives.objective_loss import Method, loss_class, named_methods
+from spmdrl.train.objectives.objective_loss import loss_class, named_methods
 from spmdrl.train.trained_model import TrainedModel
 from spmdrl.types import Advantages, Batch, Sums, add_sums
 from spmdrl.world import World

@@ -11,6 +11,7 @@ Shape letters: T tokens, K experts per token, S = T K, E experts of this rank, r
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -43,19 +44,7 @@ def add_to_experts(experts: nn.Module, key: str, *, rank: int) -> None:
         matrix = nn.Parameter(torch.empty(shape, dtype=torch.float32, device="meta"))
         experts.register_parameter(f"{key}_lora_{part}", matrix)
     if not hasattr(experts, "adapters"):
-        experts.forward = functools.partial(_adapted, experts, experts.forward)
-
-
-def _adapted(
-    experts: nn.Module,
-    forward: Any,
-    hidden_states: Tensor,
-    top_k_index: Tensor,
-    top_k_weights: Tensor,
-) -> Tensor:
-    if not experts.adapters.is_on:
-        return forward(hidden_states, top_k_index, top_k_weights)
-    return _with_adapters(experts, hidden_states, top_k_index, top_k_weights)
+        experts.forward = functools.partial(compute_experts, experts, plain=experts.forward)
 
 
 def counts(chosen: Tensor, number: int) -> Tensor:
@@ -67,19 +56,26 @@ def counts(chosen: Tensor, number: int) -> Tensor:
 
 
 def compute_experts(
-    experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+    experts: Any,
+    hidden_states: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    *,
+    plain: Callable[..., Tensor] | None = None,
 ) -> Tensor:
     """Compute what transformers' grouped experts do, with the adapters where there are some.
 
     Args:
         experts: what these functions read of a module of experts.
         hidden_states: [T, H]. top_k_index, top_k_weights: [T, K].
+        plain: what computes them without adapters; None for transformers' grouped products.
     Returns: [T, H].
     """
+    inputs = (hidden_states, top_k_index, top_k_weights)
     adapters = getattr(experts, "adapters", None)
-    is_plain = adapters is None or not adapters.is_on
-    compute = grouped_experts if is_plain else _with_adapters
-    return compute(experts, hidden_states, top_k_index, top_k_weights)
+    if adapters is not None and adapters.is_on:
+        return _with_adapters(experts, *inputs)
+    return plain(*inputs) if plain else grouped_experts(experts, *inputs)
 
 
 def _with_adapters(

@@ -65,14 +65,6 @@ class _FilePlace:
     expert_part: str = ""  # A or B of experts; empty: of a linear layer, as it is
     is_transposed: bool = False  # of an embedding
 
-    def shape(self, there: Sequence[int], *, rank: int) -> tuple[int, ...]:
-        """Return the shape here of a matrix that has the shape `there` in the file."""
-        if self.is_transposed:
-            return tuple(there[::-1])
-        if self.expert_part == "A":
-            return there[0] // rank, rank, there[1]
-        return (there[1] // rank, there[0], rank) if self.expert_part else tuple(there)
-
     def from_file(self, matrix: Tensor, *, rank: int) -> Tensor:
         """Return [E, r, in] of [E r, in], [E, out, r] of [out, r E]; an embedding's transposed,
         others as they are."""
@@ -177,10 +169,8 @@ class AdapterFolder:
             if names
         ]
         for name in sorted(shapes.keys() & own.keys()):
-            place = own[name]
-            found = place.shape(
-                self._file.get_slice(place.file).get_shape(), rank=self.form["rank"]
-            )
+            there = torch.empty(self._file.get_slice(own[name].file).get_shape(), device="meta")
+            found = own[name].from_file(there, rank=self.form["rank"]).shape
             if found != shapes[name]:
                 problems.append(f"{name} has shape {list(found)} there, {list(shapes[name])} here")
         if problems:

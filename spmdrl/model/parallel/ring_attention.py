@@ -152,22 +152,16 @@ def dense_forward(
 
 
 def dense_backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    tile: Tile,
-    *,
-    scale: float,
+    of_queries: Sequence[Tensor], k: Tensor, v: Tensor, tile: Tile, *, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v, float32, of a tile of a larger softmax.
 
     Args:
-        grad, out: [n, Hq, Dv], of all tiles together. lse: [n, Hq] likewise.
+        of_queries: gradient [n, Hq, Dv], q, and of all tiles together out [n, Hq, Dv] and lse
+            [n, Hq].
     Source: arXiv 2205.14135, appendix B.2.
     """
+    grad, q, out, lse = of_queries
     heads = (k.shape[1], -1)
     lse, delta = (
         x.transpose(0, 1).unflatten(0, heads)[..., None]
@@ -208,17 +202,10 @@ def flash_forward(
 
 
 def flash_backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    tile: Tile,
-    *,
-    scale: float,
+    of_queries: Sequence[Tensor], k: Tensor, v: Tensor, tile: Tile, *, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As `dense_backward`, by torch's flash attention (CUDA, bfloat16)."""
+    grad, q, out, lse = of_queries
     no_dropout = torch.zeros(2, dtype=torch.uint64, device=q.device)
     found = FLASH_BACKWARD(
         widened(grad, q).contiguous(),
@@ -309,18 +296,11 @@ class Ring(torch.autograd.Function):
             keys, values = here.split([k.shape[-1], v.shape[-1]], dim=-1)
             of_here = torch.zeros_like(here, dtype=torch.float32)
             for tile in tiles:
-                rows = tile.queries
+                own = [x[tile.queries] for x in (grad, q, out, lse)]
                 parts = ctx.kernel[1](
-                    grad[rows],
-                    q[rows],
-                    keys[tile.keys],
-                    values[tile.keys],
-                    out[rows],
-                    lse[rows],
-                    tile,
-                    scale=ctx.scale,
+                    own, keys[tile.keys], values[tile.keys], tile, scale=ctx.scale
                 )
-                of_q[rows] += parts[0]
+                of_q[tile.queries] += parts[0]
                 of_here[tile.keys] += torch.cat(parts[1:], dim=-1)
             if following:  # what other ranks found for these keys
                 of_here += following.wait()

@@ -9,10 +9,10 @@ gradients that come back.
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -111,21 +111,15 @@ def _apply_style(module: nn.Module, style: str, *, mesh: DeviceMesh, edges: Edge
     _shard(module, "weight", dim=dim, mesh=mesh)
     if dim == 0 and getattr(module, "bias", None) is not None:
         _shard(module, "bias", dim=0, mesh=mesh)
-    group = mesh.get_group()
     if style.startswith("colwise"):
         gathers = style == "colwise_gather_output"
-        module.forward = functools.partial(
-            _colwise, module, group=group, gathers=gathers, enter=edges.enter
-        )
+        forward = partial(_colwise, module, gathers=gathers, enter=edges.enter)
     elif style.startswith("rowwise"):
         splits = style == "rowwise_split_input"
-        module.forward = functools.partial(
-            _rowwise, module, group=group, splits=splits, leave=edges.leave
-        )
+        forward = partial(_rowwise, module, splits=splits, leave=edges.leave)
     else:
-        module.forward = functools.partial(
-            _vocab_parallel, module, module.forward, group=group, leave=edges.leave
-        )
+        forward = partial(_vocab_parallel, module, module.forward, leave=edges.leave)
+    module.forward = partial(forward, group=mesh.get_group())
 
 
 def _shard(module: nn.Module, key: str, *, dim: int, mesh: DeviceMesh) -> None:

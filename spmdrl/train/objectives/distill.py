@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from spmdrl.algorithms import registry
+from spmdrl.algorithms.registry import Method
 from spmdrl.config import Config
 from spmdrl.model.head import HeadOptions, chunks, scaled_logits
 from spmdrl.model.load import load_hf_config
@@ -21,7 +22,7 @@ from spmdrl.model.parallel.tensor_parallel import enter, gather_last
 from spmdrl.model.sharded import ShardedModel
 from spmdrl.train.coefficients import Coefficients
 from spmdrl.train.microbatches import PreparedMicrobatch, Stats
-from spmdrl.train.objectives.objective_loss import Known, Method, ObjectiveLoss
+from spmdrl.train.objectives.objective_loss import Known, ObjectiveLoss
 from spmdrl.world import World
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
 from spmdrl.algorithms import registry
+from spmdrl.algorithms.registry import Method
 from spmdrl.config import Config
 from spmdrl.model.sharded import ShardedModel
 from spmdrl.train.coefficients import Coefficients
@@ -16,8 +16,6 @@ from spmdrl.train.microbatches import PreparedMicrobatch, Stats
 from spmdrl.types import Batch
 from spmdrl.world import World
 
-Method = Callable[..., Any]
-"""A function of the registry, or one's own with parameters of the same names."""
 Known = Mapping[str, Tensor]
 """Scalars of the whole batch, [] each: what `statistics` returned, and `version`, int64, the
 policy version that is being trained."""

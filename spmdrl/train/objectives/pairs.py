@@ -16,11 +16,12 @@ from torch import Tensor
 from spmdrl.algorithms import reduce, registry
 from spmdrl.algorithms.preference.shared import log_ratio_of, masked_mean, pairs_in_loss
 from spmdrl.algorithms.preference.unpaired import kto_kl
+from spmdrl.algorithms.registry import Method
 from spmdrl.config import Config
 from spmdrl.model.sharded import ShardedModel
 from spmdrl.train.coefficients import Coefficients
 from spmdrl.train.microbatches import PreparedMicrobatch, Stats
-from spmdrl.train.objectives.objective_loss import Known, Method, ObjectiveLoss
+from spmdrl.train.objectives.objective_loss import Known, ObjectiveLoss
 from spmdrl.types import Batch, Microbatch
 from spmdrl.world import World
 

@@ -12,11 +12,12 @@ from spmdrl.algorithms import registry
 from spmdrl.algorithms.entropy import top_entropy
 from spmdrl.algorithms.kl import kl_stats
 from spmdrl.algorithms.mismatch import gap_histogram, mismatch_stats
+from spmdrl.algorithms.registry import Method
 from spmdrl.config import Config
 from spmdrl.model.sharded import ShardedModel
 from spmdrl.train.coefficients import Coefficients
 from spmdrl.train.microbatches import PreparedMicrobatch, Stats
-from spmdrl.train.objectives.objective_loss import Known, Method, ObjectiveLoss
+from spmdrl.train.objectives.objective_loss import Known, ObjectiveLoss
 from spmdrl.types import Microbatch
 from spmdrl.world import World
 
@@ -83,7 +84,7 @@ class RolloutLoss(ObjectiveLoss):
             ]
             parts = world.gather_per_dp(torch.cat(own, dim=1).cpu().numpy())
             columns = torch.cat([torch.from_numpy(part) for part in parts], dim=1)
-            found |= registry.call_statistics(method, dict(zip(wanted, columns)), options)
+            found |= registry.call_helper(method, "statistics", dict(zip(wanted, columns)), options)
         return {name: value.to(world.device) for name, value in found.items()}
 
     def __call__(
