@@ -114,10 +114,9 @@ def packed(prompts: list[tuple[int, ...]], completions: list[Completion]) -> Rol
 
 def gaps(trainer: Trainer, batch: Batch) -> Tensor:
     """Return |engine's - trainer's| logprob of the sampled tokens, nats."""
-    microbatches = [m for update in batch.updates for m in update]
     found = [
         (own - m.rollout_logprobs)[m.response_mask].abs()
-        for m, own in zip(microbatches, trainer.logprobs(batch))
+        for m, own in zip(batch.microbatches, trainer.logprobs(batch))
     ]
     return torch.cat(found).double()
 

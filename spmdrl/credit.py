@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 import torch
@@ -95,35 +96,58 @@ def _of_tokens(values: Tensor, microbatch: Microbatch) -> Tensor:
 
 
 def _token_advantages(batch: Batch, method: Method, *, cfg: Config, world: World) -> Advantages:
+    """Compute an advantage that is one number per token.
+
+    A method may ask for sums over the whole batch, and for [S, ...] per sequence, see
+    `token_baselines.with_totals`. Trainers meet for each sum.
+    """
     options, inputs = cfg.algorithm.advantage_options, _inputs(batch, cfg)
     totals: dict[str, Tensor] = {}
     per_sequence: dict[str, Tensor] = {}
     if registry.helpers_of(method):
-        totals, per_sequence = _whole_batch(method, inputs, batch=batch, cfg=cfg, world=world)
+        lengths = inputs[0]["loss_lengths"]
+        whole = {
+            "num_sequences": len(lengths),
+            "num_groups": int(batch.scalars.group_ids.max()) + 1,
+            "num_positions": int(lengths.max()),
+        }
+        totals = registry.call_totals(method, [one | whole for one in inputs], options)
+        totals = {name: world.sum_over_trainers(totals[name]) for name in sorted(totals)}
+        known = vars(batch.scalars) | totals | {"loss_lengths": lengths}
+        per_sequence = registry.call_helper(method, "per_sequence", known, options)
+    device = inputs[0]["loss_mask"].device
+    totals = {name: total.to(device) for name, total in totals.items()}
     found = []
     for one in inputs:
-        own = {name: values[one["sequence_ids"]] for name, values in per_sequence.items()}
+        rows = one["sequence_ids"]
+        own = {name: values.to(device)[rows] for name, values in per_sequence.items()}
         found.append(registry.call(method, one | totals | own, options))
     advantages = [tokens for tokens, _ in found]
     if getattr(method, "whitened", False):
         advantages = _whiten(advantages, [one["loss_mask"] for one in inputs], world=world)
     returns = [r for _, r in found if r is not None]
-    return Advantages(_nested(advantages, batch), _nested(returns, batch) if returns else ())
+    sizes = [len(update) for update in batch.updates]
+
+    def nested(flat: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], ...]:
+        each = iter(flat)
+        return tuple(tuple(islice(each, size)) for size in sizes)
+
+    return Advantages(nested(advantages), nested(returns) if returns else ())
 
 
 def _inputs(batch: Batch, cfg: Config) -> list[Inputs]:
     """Return all that a method may ask for of each micro-batch."""
-    scalars = batch.scalars
+    scalars, chosen = batch.scalars, cfg.algorithm
+    lengths = reduce.loss_lengths(scalars, mask_truncated=chosen.mask_truncated)
     of_sequences = {
         "rewards": scalars.rewards,
         "group_ids": scalars.group_ids,
-        "in_loss": _loss_lengths(batch, cfg) > 0,
+        "in_loss": lengths > 0,
     }  # a dummy's row is -1
     of_sequences = {n: torch.cat([v, v.new_zeros(1)]) for n, v in of_sequences.items()}
-    microbatches = [one for update in batch.updates for one in update]
-    each = [one for update in batch.columns for one in update] or [{}] * len(microbatches)
+    each = [one for update in batch.columns for one in update] or [{}] * len(batch.microbatches)
     found = []
-    for microbatch, columns in zip(microbatches, each):
+    for microbatch, columns in zip(batch.microbatches, each):
         rows = microbatch.sequence_ids
         own = {name: values.to(rows.device)[rows] for name, values in of_sequences.items()}
         mask = microbatch.response_mask & _of_tokens(own.pop("in_loss"), microbatch)
@@ -133,36 +157,17 @@ def _inputs(batch: Batch, cfg: Config) -> list[Inputs]:
                 **own,
                 "sequence_ids": rows,
                 "loss_mask": mask,
+                "loss_lengths": lengths,
                 "cu_seqlens": microbatch.cu_seqlens,
                 "rollout_logprobs": microbatch.rollout_logprobs,
-                "kl_rewards": _kl_rewards(columns, mask, batch=batch, cfg=cfg),
+                "kl_rewards": torch.zeros(mask.shape, device=mask.device),
             }
         )
+        if chosen.kl_coef and chosen.kl_in == "reward":
+            asked = found[-1] | {"logprobs": columns["old_logprobs"]}
+            kl = registry.call(registry.get("kl", chosen.kl), asked, chosen.kl_options)
+            found[-1]["kl_rewards"] = -batch.kl_coef * kl
     return found
-
-
-def _whole_batch(
-    method: Method, inputs: Sequence[Inputs], *, batch: Batch, cfg: Config, world: World
-) -> tuple[Inputs, Inputs]:
-    """Return what a method asks for of the whole batch: sums, and [S, ...] per sequence.
-
-    See `token_baselines.with_totals`. Trainers meet for each sum.
-    """
-    options, lengths = cfg.algorithm.advantage_options, _loss_lengths(batch, cfg)
-    sizes = {
-        "num_sequences": len(lengths),
-        "num_groups": int(batch.scalars.group_ids.max()) + 1,
-        "num_positions": int(lengths.max()),
-    }
-    totals = registry.call_totals(method, [one | sizes for one in inputs], options)
-    totals = {name: world.sum_over_trainers(totals[name]) for name in sorted(totals)}
-    known = vars(batch.scalars) | totals | {"loss_lengths": lengths}
-    per_sequence = registry.call_helper(method, "per_sequence", known, options)
-    device = inputs[0]["loss_mask"].device
-    totals, per_sequence = (
-        {n: v.to(device) for n, v in part.items()} for part in (totals, per_sequence)
-    )
-    return totals, per_sequence
 
 
 def _whiten(advantages: Sequence[Tensor], masks: Sequence[Tensor], *, world: World) -> list[Tensor]:
@@ -173,34 +178,6 @@ def _whiten(advantages: Sequence[Tensor], masks: Sequence[Tensor], *, world: Wor
         return list(advantages)  # as they are: the update is skipped on all ranks, and counted
     mean, std = mean.to(own.device), std.to(own.device)
     return [whiten(a, loss_mask=m, mean=mean, std=std) for a, m in zip(advantages, masks)]
-
-
-def _loss_lengths(batch: Batch, cfg: Config) -> Tensor:
-    """Return [S] int64, tokens of each sequence that are in the loss."""
-    return reduce.loss_lengths(batch.scalars, mask_truncated=cfg.algorithm.mask_truncated)
-
-
-def _nested(flat: Sequence[Tensor], batch: Batch) -> tuple[tuple[Tensor, ...], ...]:
-    tensors = iter(flat)
-    return tuple(tuple(next(tensors) for _ in update) for update in batch.updates)
-
-
-# --------------------------------------------------------------------------- KL in the reward
-
-
-def _kl_rewards(columns: Inputs, mask: Tensor, *, batch: Batch, cfg: Config) -> Tensor:
-    """Return -kl_coef times the KL estimate of each token: [T]; zeros when that is off."""
-    chosen = cfg.algorithm
-    if not chosen.kl_coef or chosen.kl_in != "reward":
-        return torch.zeros(mask.shape, device=mask.device)
-    old = columns["old_logprobs"]
-    inputs = {
-        "logprobs": old,
-        "old_logprobs": old,
-        "ref_logprobs": columns["ref_logprobs"],
-        "loss_mask": mask,
-    }
-    return -batch.kl_coef * registry.call(registry.get("kl", chosen.kl), inputs, chosen.kl_options)
 
 
 def _with_kl(batch: Batch, *, cfg: Config, world: World) -> Batch:

@@ -238,6 +238,11 @@ class Batch:
     kl_coef: float = 0.0
     """Weight of a KL in the reward at this step, in task units per nat; set by `annotate`."""
 
+    @property
+    def microbatches(self) -> list[Microbatch]:
+        """Of all updates, in order."""
+        return [one for update in self.updates for one in update]
+
     def without(self, sequences: Tensor) -> Batch:
         """Return the batch with sequences, [S] bool, out of the loss and of every baseline."""
         kept = self.scalars.is_valid & ~sequences
@@ -250,3 +255,8 @@ class Advantages:
 
     tokens: tuple[tuple[Tensor, ...], ...]  # [updates][M] of [T] float64
     returns: tuple[tuple[Tensor, ...], ...] = ()  # the same, targets of a value model
+
+    def columns(self, update: int, microbatch: int) -> dict[str, Tensor]:
+        """Return those of one micro-batch, by name: [T] float32 each."""
+        known = {"advantages": self.tokens} | ({"returns": self.returns} if self.returns else {})
+        return {name: parts[update][microbatch].float() for name, parts in known.items()}

@@ -7,6 +7,8 @@ import torch
 from plan_runs import FAMILIES, scoring, tiny_config
 from torch.utils.flop_counter import FlopCounterMode
 
+from spmdrl.algorithms.reduce import loss_lengths
+from spmdrl.config import AlgorithmSettings, Config
 from spmdrl.model.attention import register_attention
 from spmdrl.model.flops import (
     forward_flops,
@@ -107,13 +109,15 @@ def test_flops_of_a_step_count_every_token_and_score_the_loss_tokens():
         is_valid=flags != 0,
         min_versions=torch.zeros_like(flags),
     )
-    asked = dict(mask_truncated=True, has_head=True, trains_weights=True)
-    sums = trained_flops(shape, scalars, **asked)
+    scored = int(loss_lengths(scalars, mask_truncated=True).sum())
+    asked = dict(lengths=scalars.lengths, num_scored=scored)
+    sums = trained_flops(shape, **asked, cfg=Config())
     expected = training_flops(shape, lengths=scalars.lengths, num_scored=8 + 12)
     assert sums == {"perf/trainer_flops": (expected, 1.0)}
-    without = trained_flops(shape, scalars, **asked | {"has_head": False})
+    scalar = Config(algorithm=AlgorithmSettings(objective="reward_model"))
+    without = trained_flops(shape, **asked, cfg=scalar)
     assert without["perf/trainer_flops"][0] == expected - 3 * 2 * 20 * 104 * 64
-    assert trained_flops(None, scalars, **asked) == {}
+    assert trained_flops(None, **asked, cfg=Config()) == {}
 
 
 def test_utilisation_is_a_share_of_the_peak_where_that_is_known():

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from spmdrl.algorithms.reduce import loss_lengths
+from spmdrl.config import Config
 from spmdrl.model.shape import ModelShape, model_shape
-from spmdrl.types import Scalars, Sums
+from spmdrl.types import Sums
 from spmdrl.world.hardware import known_gpu
 
 log = logging.getLogger(__name__)
@@ -102,27 +102,22 @@ def countable_shape(hf_model: nn.Module) -> ModelShape | None:
 
 
 def trained_flops(
-    shape: ModelShape | None,
-    scalars: Scalars,
-    *,
-    mask_truncated: bool,
-    has_head: bool,
-    trains_weights: bool,
+    shape: ModelShape | None, *, lengths: Tensor, num_scored: int, cfg: Config
 ) -> Sums:
     """Return perf/trainer_flops of a step: every sequence forward and backward once.
 
     Args:
         shape: None where the model cannot be counted.
-        scalars: of the whole batch, all ranks.
-        mask_truncated: responses that were cut are not scored.
-        has_head: over the vocabulary; False for a scalar one, which costs nothing to speak of.
-        trains_weights: False with adapters.
+        lengths: [S] tokens, of the whole batch, all ranks.
+        num_scored: loss tokens; a scalar head costs nothing to speak of.
     """
     if shape is None:
         return {}
-    scored = int(loss_lengths(scalars, mask_truncated=mask_truncated).sum()) if has_head else 0
     flops = training_flops(
-        shape, lengths=scalars.lengths, num_scored=scored, trains_weights=trains_weights
+        shape,
+        lengths=lengths,
+        num_scored=0 if cfg.objective.is_scalar else num_scored,
+        trains_weights=not cfg.model.lora.is_on,
     )
     return {"perf/trainer_flops": (flops, 1.0)}
 

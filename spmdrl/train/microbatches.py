@@ -27,9 +27,18 @@ class PreparedMicrobatch:
     loss_mask: Tensor  # [T] bool
     weights: Tensor  # [T] float64, of each token's term in the loss
     num_tokens: int  # 0 for a dummy
-    token_weight: float  # 1 / loss tokens of this update on all ranks; 1 without any
-    sequence_weight: float  # 1 / sequences of this update that have loss tokens; 1 without any
+    update_counts: tuple[int, int]  # loss tokens of the update on all ranks; sequences with some
     columns: Mapping[str, Tensor]  # [T] each: advantages, returns, what annotate found
+
+    @property
+    def token_weight(self) -> float:
+        """1 / loss tokens of this update on all ranks; 1 without any."""
+        return 1.0 / max(1, self.update_counts[0])
+
+    @property
+    def sequence_weight(self) -> float:
+        """1 / sequences of this update that have loss tokens; 1 without any."""
+        return 1.0 / max(1, self.update_counts[1])
 
 
 LossOf = Callable[[PreparedMicrobatch], tuple[Tensor, Stats]]
@@ -48,9 +57,9 @@ def prepare(
     Returns: [updates][micro-batches].
     Raises: ValueError when a sequence's first token is marked as a response.
     """
-    scalars = batch.scalars
+    scalars, device = batch.scalars, model.world.device
     lengths = reduce.loss_lengths(scalars, mask_truncated=cfg.algorithm.mask_truncated)
-    updates = []
+    updates: list[list[PreparedMicrobatch]] = []
     for number, microbatches in enumerate(batch.updates):
         own = lengths * (batch.update_ids == number)
         weights = reduce.sequence_weights(
@@ -62,59 +71,30 @@ def prepare(
         per_sequence = torch.stack([weights.cpu(), own.cpu().double()])
         # A dummy's sequence id is -1: the zeros in the last column.
         per_sequence = torch.cat([per_sequence, per_sequence.new_zeros(2, 1)], dim=1)
-        updates.append(
-            [
-                _prepared(
-                    microbatch,
-                    per_sequence,
-                    model=model,
-                    token_weight=1.0 / max(1, int(own.sum())),
-                    sequence_weight=1.0 / max(1, int((own > 0).sum())),
-                    columns=_columns(batch, advantages, at=(number, index)),
+        counts = int(own.sum()), int((own > 0).sum())
+        updates.append([])
+        for index, microbatch in enumerate(microbatches):
+            columns = dict(batch.columns[number][index]) if batch.columns else {}
+            if advantages is not None:
+                columns |= advantages.columns(number, index)
+            host = on_host(microbatch)
+            sizes = host.cu_seqlens.diff().long()
+            weights, in_loss = per_sequence[:, host.sequence_ids].repeat_interleave(
+                sizes, dim=1, output_size=host.tokens.numel()
+            )
+            loss_mask = host.response_mask & (in_loss > 0)
+            updates[-1].append(
+                PreparedMicrobatch(
+                    packed=microbatch.to(device),
+                    row=model.row(host.tokens, sizes.tolist(), mask=loss_mask, routes=host.routes),
+                    loss_mask=loss_mask.to(device),
+                    weights=weights.to(device),
+                    num_tokens=int(sizes[host.sequence_ids >= 0].sum()),
+                    update_counts=counts,
+                    columns={name: column.to(device) for name, column in columns.items()},
                 )
-                for index, microbatch in enumerate(microbatches)
-            ]
-        )
+            )
     return updates
-
-
-def _columns(
-    batch: Batch, advantages: Advantages | None, *, at: tuple[int, int]
-) -> dict[str, Tensor]:
-    update, index = at
-    columns = dict(batch.columns[update][index]) if batch.columns else {}
-    if advantages is not None:
-        columns["advantages"] = advantages.tokens[update][index].float()
-        if advantages.returns:
-            columns["returns"] = advantages.returns[update][index].float()
-    return columns
-
-
-def _prepared(
-    microbatch: Microbatch,
-    per_sequence: Tensor,
-    *,
-    model: ShardedModel,
-    token_weight: float,
-    sequence_weight: float,
-    columns: Mapping[str, Tensor],
-) -> PreparedMicrobatch:
-    host, device = on_host(microbatch), model.world.device
-    lengths = host.cu_seqlens.diff().long()
-    weights, in_loss = per_sequence[:, host.sequence_ids].repeat_interleave(
-        lengths, dim=1, output_size=host.tokens.numel()
-    )
-    loss_mask = host.response_mask & (in_loss > 0)
-    return PreparedMicrobatch(
-        packed=microbatch.to(device),
-        row=model.row(host.tokens, lengths.tolist(), mask=loss_mask, routes=host.routes),
-        loss_mask=loss_mask.to(device),
-        weights=weights.to(device),
-        num_tokens=int(lengths[host.sequence_ids >= 0].sum()),
-        token_weight=token_weight,
-        sequence_weight=sequence_weight,
-        columns={name: column.to(device) for name, column in columns.items()},
-    )
 
 
 def on_host(microbatch: Microbatch) -> Microbatch:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from spmdrl.algorithms.registry import Method
@@ -23,7 +21,7 @@ from spmdrl.train.companions.companion import Companion
 from spmdrl.train.companions.make import make_companions
 from spmdrl.train.companions.model_rewards import RewardModels
 from spmdrl.train.microbatch_size import find_tokens
-from spmdrl.train.microbatches import LossOf, PreparedMicrobatch, prepare
+from spmdrl.train.microbatches import PreparedMicrobatch, prepare
 from spmdrl.train.objectives.objective_loss import loss_class, named_methods
 from spmdrl.train.trained_model import TrainedModel
 from spmdrl.types import Advantages, Batch, Sums, add_sums
@@ -174,7 +172,8 @@ class Trainer:
         updates = self._prepare(batch, advantages)
         for companion in self.companions.values():
             companion.rehearse(updates[0])
-        self.policy.rehearse(updates[0], self._loss_of(updates, step=0))
+        loss_of = self._loss.of_updates(updates, self.policy.model, step=0)
+        self.policy.rehearse(updates[0], loss_of)
 
     def update(self, batch: Batch, advantages: Advantages, *, step: int) -> Sums:
         """Take the batch's optimizer steps, those of companions too.
@@ -194,21 +193,15 @@ class Trainer:
             sums = add_sums(*[companion.update(updates, step=step) for companion in companions])
             warms_up = step < self.cfg.critic.warmup_steps
             if not (warms_up and any(companion.is_trained for companion in companions)):
-                loss_of = self._loss_of(updates, step=step)
+                loss_of = self._loss.of_updates(updates, self.policy.model, step=step)
                 sums |= self.policy.update(updates, loss_of, step=step)
                 sums |= trained_flops(
                     self._shape,
-                    batch.scalars,
-                    has_head=not self.cfg.objective.is_scalar,
-                    mask_truncated=self.cfg.algorithm.mask_truncated,
-                    trains_weights=not self.cfg.model.lora.is_on,
+                    lengths=batch.scalars.lengths,
+                    num_scored=sum(update[0].update_counts[0] for update in updates),
+                    cfg=self.cfg,
                 )
                 sums |= self._coefficients.move(sums, num_samples=len(batch.scalars))
             for companion in companions:
                 companion.follow(self.policy.model, step=step)
         return sums
-
-    def _loss_of(self, updates: Sequence[Sequence[PreparedMicrobatch]], *, step: int) -> LossOf:
-        known = self._loss.statistics(updates, world=self.world)
-        known["version"] = torch.tensor(step, device=self.world.device)
-        return partial(self._loss, self.policy.model, known=known)

@@ -64,7 +64,7 @@ class RewardModels:
     def _scores(self, model: ShardedModel, batch: Batch) -> Tensor:
         """Return [S] float64, task units, on the CPU: 0 for the sequences of other ranks."""
         scores = torch.zeros(len(batch.scalars) + 1, dtype=torch.float64)  # a dummy's row is -1
-        for microbatch in (m for update in batch.updates for m in update):
+        for microbatch in batch.microbatches:
             own = self._ends(model, microbatch)
             scores[microbatch.sequence_ids.cpu()] = own.double().cpu()
         reshard(model.scorer)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping, Sequence
+from functools import partial
 
+import torch
 from torch import Tensor
 
 from spmdrl.algorithms import registry
@@ -12,7 +14,7 @@ from spmdrl.algorithms.registry import Method
 from spmdrl.config import Config
 from spmdrl.model.sharded import ShardedModel
 from spmdrl.train.coefficients import Coefficients
-from spmdrl.train.microbatches import PreparedMicrobatch, Stats
+from spmdrl.train.microbatches import LossOf, PreparedMicrobatch, Stats
 from spmdrl.types import Batch
 from spmdrl.world import World
 
@@ -48,6 +50,14 @@ class ObjectiveLoss:
     ) -> dict[str, Tensor]:
         """Return [] scalars of the whole batch, once before its updates; trainers meet here."""
         return {}
+
+    def of_updates(
+        self, updates: Sequence[Sequence[PreparedMicrobatch]], model: ShardedModel, *, step: int
+    ) -> LossOf:
+        """Return the loss of a step's micro-batches; trainers meet where it asks for scalars."""
+        known = self.statistics(updates, world=model.world)
+        version = torch.tensor(step, device=model.world.device)
+        return partial(self, model, known=known | {"version": version})
 
     def __call__(
         self, model: ShardedModel, microbatch: PreparedMicrobatch, *, known: Known
