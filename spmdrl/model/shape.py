@@ -214,7 +214,8 @@ def _experts(mlp: nn.Module, *, config: Any) -> Experts:
 
 
 def _attention(module: nn.Module, *, config: Any) -> Attention:
-    heads, softcap = config.num_attention_heads, getattr(config, "attn_logit_softcapping", None)
+    heads = config.num_attention_heads
+    has_softcap = getattr(config, "attn_logit_softcapping", None) is not None
     if hasattr(module, "kv_b_proj"):
         return Attention(
             heads=heads,
@@ -222,7 +223,7 @@ def _attention(module: nn.Module, *, config: Any) -> Attention:
             qk_dim=module.qk_head_dim,
             v_dim=module.v_head_dim,
             window=None,
-            has_softcap=softcap is not None,
+            has_softcap=has_softcap,
             has_qk_norm=False,
             latent=(module.q_lora_rank or 0, module.kv_lora_rank, module.qk_rope_head_dim),
         )
@@ -237,6 +238,6 @@ def _attention(module: nn.Module, *, config: Any) -> Attention:
         qk_dim=module.head_dim,
         v_dim=module.head_dim,
         window=getattr(module, "sliding_window", getattr(config, "sliding_window", None)),
-        has_softcap=softcap is not None,
+        has_softcap=has_softcap,
         has_qk_norm=hasattr(module, "q_norm"),
     )

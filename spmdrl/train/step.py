@@ -15,7 +15,6 @@ from torch import Tensor
 from spmdrl.algorithms.mismatch import gap_sums
 from spmdrl.train.microbatches import PreparedMicrobatch, Stats, on_host
 from spmdrl.world import World
-from spmdrl.world.torch_internals import multiply_all
 
 log = logging.getLogger(__name__)
 
@@ -84,12 +83,6 @@ def exchange_totals(totals: Totals, norm_share: Tensor, *, world: World) -> Glob
         num_tokens=num_tokens,
         stats=stats,
     )
-
-
-def clip_gradients(gradients: Sequence[Tensor], *, norm: float, max_norm: float) -> None:
-    """Scale gradients in place so that their global norm is at most `max_norm`; 0 is off."""
-    if max_norm and norm > max_norm:
-        multiply_all(list(gradients), max_norm / norm)
 
 
 def dump_skipped(

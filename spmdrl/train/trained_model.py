@@ -14,9 +14,10 @@ from spmdrl.model.sharded import ShardedModel
 from spmdrl.train.microbatches import LossOf, PreparedMicrobatch
 from spmdrl.train.optimizer import AdamW, copies, learning_rate, square_sum
 from spmdrl.train.router_balance import Routers
-from spmdrl.train.step import GlobalTotals, Totals, clip_gradients, dump_skipped, exchange_totals
+from spmdrl.train.step import GlobalTotals, Totals, dump_skipped, exchange_totals
 from spmdrl.types import Sums, add_sums
 from spmdrl.world import World
+from spmdrl.world.torch_internals import multiply_all
 
 
 class TrainedModel:
@@ -93,9 +94,9 @@ class TrainedModel:
         totals = exchange_totals(own, square_sum(gradients, self._copies), world=self.world)
         lr = learning_rate(self.options, step, steps=self.cfg.steps)
         if totals.is_finite:
-            clip_gradients(
-                list(gradients.values()), norm=totals.grad_norm, max_norm=self.options.max_grad_norm
-            )
+            max_norm = self.options.max_grad_norm  # 0 is off
+            if max_norm and totals.grad_norm > max_norm:
+                multiply_all(list(gradients.values()), max_norm / totals.grad_norm)
             self.optimizer.step(gradients, lr=lr)
         else:
             folder = "skipped" if self.name == "policy" else f"skipped_{self.name}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -25,18 +24,6 @@ def apply_compile(hf_blocks: list[nn.Module]) -> None:
         block.compile(dynamic=True)
 
 
-@dataclass(frozen=True)
-class Gathering:
-    """When FSDP2 gathers weights and lets go of them: changes time and memory, no result."""
-
-    reshard: str = "auto"
-    """`always`: a block's weights are freed after its forward pass and gathered again for the
-    backward pass. `auto`: not the last block's, whose backward pass comes next. `never`."""
-    ahead: int = 0
-    """Blocks that are asked for before they are needed; 0 leaves it to FSDP2, which asks for the
-    next one as soon as the host gets there."""
-
-
 def apply_fsdp(
     scorer: nn.Module,
     hf_blocks: list[nn.Module],
@@ -44,7 +31,8 @@ def apply_fsdp(
     mesh: DeviceMesh,
     expert_mesh: DeviceMesh | None,
     dtype: torch.dtype,
-    gathering: Gathering = Gathering(),
+    reshard_blocks: str = "auto",
+    ahead: int = 0,
     is_on_host: bool = False,
 ) -> None:
     """Shard every block, and the rest as one unit, over the axes dp_replicate and fsdp.
@@ -60,7 +48,11 @@ def apply_fsdp(
         expert_mesh: for experts, with axes dp_replicate, efsdp and ep (World.experts); None: as all
             else.
         dtype: of forward and backward.
-        gathering: of the blocks; the rest stays gathered from forward to backward pass.
+        reshard_blocks: `always`: a block's weights are freed after its forward pass and gathered
+            again for the backward pass. `auto`: not the last block's, whose backward pass comes
+            next. `never`. The rest stays gathered from forward to backward pass.
+        ahead: blocks that are asked for before they are needed; 0 leaves it to FSDP2, which asks
+            for the next one as soon as the host gets there. Neither changes a result.
         is_on_host: shards and their gradients are in pinned host memory, where the model is to be
             given storage; what is gathered is on the mesh's device (CUDA).
     """
@@ -78,10 +70,10 @@ def apply_fsdp(
     for block in hf_blocks:
         shard(block, reshard_after_forward=is_sharded)
     shard(scorer, reshard_after_forward=False)
-    kept = {"auto": hf_blocks[-1:], "always": [], "never": hf_blocks}[gathering.reshard]
+    kept = {"auto": hf_blocks[-1:], "always": [], "never": hf_blocks}[reshard_blocks]
     for block in kept:  # with its experts
         block.set_reshard_after_forward(False)
-    _ask_ahead(scorer, hf_blocks, ahead=gathering.ahead)
+    _ask_ahead(scorer, hf_blocks, ahead=ahead)
 
 
 def _ask_ahead(scorer: nn.Module, hf_blocks: list[nn.Module], *, ahead: int) -> None:

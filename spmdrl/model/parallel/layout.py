@@ -64,14 +64,14 @@ def lay_out(
         scorer = Scorer(
             hf_model, chunk_tokens=chunk_tokens, tp_group=tp_group, temperature=temperature
         )
-    ahead = recompute.blocks_ahead(spared.prefetch, world)
     fsdp.apply_fsdp(
         scorer,
         hf_blocks,
         mesh=world.sharding,
         expert_mesh=world.experts,
         dtype=dtype,
-        gathering=fsdp.Gathering(spared.reshard, ahead=ahead),
+        reshard_blocks=spared.reshard,
+        ahead=recompute.blocks_ahead(spared.prefetch, world),
         is_on_host=recompute.has(spared.offload, "parameters"),
     )
     return scorer, whole
