@@ -9,8 +9,7 @@ import math
 
 from torch import Tensor
 
-from spmdrl.algorithms.losses.common import with_statistics
-from spmdrl.algorithms.masked import Stats, check_share, masked_mean
+from spmdrl.algorithms.masked import Stats, attach, check_share, masked_mean
 
 __all__ = ["adaptive_entropy_coef", "top_entropy"]
 
@@ -34,7 +33,7 @@ def top_entropy_statistics(entropy: Tensor, *, keep_frac: float = 0.2) -> dict[s
     return {"entropy_cut": entropy.topk(count).values[-1]}
 
 
-@with_statistics(top_entropy_statistics)
+@attach(statistics=top_entropy_statistics)
 def top_entropy(
     entropy: Tensor, *, loss_mask: Tensor, entropy_cut: Tensor, keep_frac: float = 0.2
 ) -> tuple[Tensor, Stats]:

@@ -17,7 +17,19 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def attach(**attributes: Any) -> Callable[[Method], Method]:
-    """Say of a method what the program has to know besides its signature."""
+    """Say of a method what the program has to know besides its signature.
+
+    statistics: the function that gives it its whole-batch scalars. That takes, by name, [N] columns
+        of the loss tokens of the whole batch (all ranks; N may be 0) and those of the method's
+        options that matter to it, and returns {input name: [] float64}, to be passed to the method
+        for every micro-batch. Its columns are those of the batch's start: computed once, the
+        scalars do not move during the batch's updates. Invariant under: permuting the columns, bit
+        for bit.
+    aggregations: which of them make it the objective of its paper; others are refused. For terms
+        that are a sequence's, which an aggregation over tokens would weigh by its length.
+    totals, per_sequence: see `token_baselines.with_totals`.
+    whitened: its result is to be whitened over all loss tokens of the global batch.
+    """
 
     def to(function: Method) -> Method:
         vars(function).update(attributes)

@@ -14,7 +14,7 @@ engine's logprob is not finite, mu counts as the policy that it is compared with
 carries a gradient.
 
 A loss with a `statistics` function takes scalars of the whole batch from it
-(`common.with_statistics`).
+(`masked.attach`).
 
 Stats are {name: (numerator, denominator)}, detached float64 scalars summed over loss tokens;
 add up pairwise over micro-batches and dp ranks, then divide.

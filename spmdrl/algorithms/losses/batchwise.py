@@ -12,15 +12,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from spmdrl.algorithms.losses.common import (
-    Loss,
-    Moved,
-    from_old,
-    from_rollout,
-    sampled_logprobs,
-    with_statistics,
-)
+from spmdrl.algorithms.losses.common import Loss, Moved, from_old, from_rollout, sampled_logprobs
 from spmdrl.algorithms.masked import (
+    attach,
     check_not_negative,
     check_positive,
     check_share,
@@ -53,7 +47,7 @@ def m2po_statistics(
     return {"m2_cut": torch.where(may_stay, squares, -1.0).max()}
 
 
-@with_statistics(m2po_statistics)
+@attach(statistics=m2po_statistics)
 def m2po(
     logprobs: Tensor,
     old_logprobs: Tensor,
@@ -121,7 +115,7 @@ def clip_cov_statistics(
     }
 
 
-@with_statistics(clip_cov_statistics)
+@attach(statistics=clip_cov_statistics)
 @making(moved=from_old)
 def clip_cov(
     moved: Moved,
@@ -191,7 +185,7 @@ def kl_cov_statistics(
     return {"mean_advantage": mean_advantage, "mean_logprob": mean_logprob, "cov_cut": cut}
 
 
-@with_statistics(kl_cov_statistics)
+@attach(statistics=kl_cov_statistics)
 @making(moved=from_old)
 def kl_cov(
     moved: Moved,

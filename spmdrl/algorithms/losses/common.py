@@ -2,41 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from spmdrl.algorithms.masked import Method, Stats, attach, keep, masked_mean
+from spmdrl.algorithms.masked import Stats, keep, masked_mean
 
 MAX_LOG_RATIO = 20.0  # exp(20) = 5e8: beyond it one token decides the whole gradient
 Loss = tuple[Tensor, Stats]
 """[T] terms, and what to report."""
-
-
-def aggregated_by(*names: str) -> Callable[[Method], Method]:
-    """Say which aggregations make a method the objective of its paper; others are refused.
-
-    For methods whose terms are a sequence's, which an aggregation over tokens would weigh by
-    its length.
-    """
-
-    return attach(aggregations=names)
-
-
-def with_statistics(companion: Callable[..., dict[str, Tensor]]) -> Callable[[Method], Method]:
-    """Attach, as `statistics`, the function that gives a method its whole-batch scalars.
-
-    The companion takes, by name, [N] columns of the loss tokens of the whole batch (all ranks;
-    N may be 0) and those of the method's options that matter to it. It returns {input name: []
-    float64}, to be passed to the method for every micro-batch. Its columns are those of the
-    batch's start: computed once, the scalars do not move during the batch's updates.
-    Invariant under: permuting the columns, bit for bit.
-    """
-
-    return attach(statistics=companion)
 
 
 def log_ratio(logprobs: Tensor, old_logprobs: Tensor, loss_mask: Tensor) -> Tensor:

@@ -9,19 +9,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from spmdrl.algorithms.losses.common import (
-    MAX_LOG_RATIO,
-    Loss,
-    Moved,
-    aggregated_by,
-    from_old,
-    from_rollout,
+from spmdrl.algorithms.losses.common import MAX_LOG_RATIO, Loss, Moved, from_old, from_rollout
+from spmdrl.algorithms.masked import (
+    attach,
+    check_not_negative,
+    check_positive,
+    keep,
+    making,
+    masked_mean,
 )
-from spmdrl.algorithms.masked import check_not_negative, check_positive, keep, making, masked_mean
 from spmdrl.algorithms.reduce import per_token, sequence_mean, spread_sum
 
 
-@aggregated_by("seq_mean_token_mean")
+@attach(aggregations=("seq_mean_token_mean",))
 @making(moved=from_old)
 def gspo(
     moved: Moved, *, cu_seqlens: Tensor, clip_low: float = 3e-4, clip_high: float = 4e-4
@@ -43,7 +43,7 @@ def gspo(
     return _clipped(moved, _mean_exp(moved.log_ratio, moved, cu_seqlens), (clip_low, clip_high))
 
 
-@aggregated_by("seq_mean_token_mean")
+@attach(aggregations=("seq_mean_token_mean",))
 @making(moved=from_old)
 def gspo_token(
     moved: Moved, *, cu_seqlens: Tensor, clip_low: float = 3e-4, clip_high: float = 4e-4
@@ -68,7 +68,7 @@ def gspo_token(
     return _clipped(moved, ratio, (clip_low, clip_high))
 
 
-@aggregated_by("seq_mean_token_sum", "seq_mean_token_sum_norm")
+@attach(aggregations=("seq_mean_token_sum", "seq_mean_token_sum_norm"))
 @making(moved=from_old)
 def luspo(
     moved: Moved, *, cu_seqlens: Tensor, clip_low: float = 3e-4, clip_high: float = 4e-4
@@ -91,7 +91,7 @@ def luspo(
     return _clipped(moved, _mean_exp(moved.log_ratio, moved, cu_seqlens), (clip_low, clip_high))
 
 
-@aggregated_by("seq_mean_token_mean")
+@attach(aggregations=("seq_mean_token_mean",))
 @making(moved=from_old)
 def gmpo(
     moved: Moved, *, cu_seqlens: Tensor, clip_low: float = 0.4, clip_high: float = 0.4
