@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
+import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -109,14 +110,31 @@ def construct(make: Callable[..., Any], options: Mapping[str, Any], *, field: st
 
 @contextmanager
 def refusing(
-    what: str, *kinds: type[Exception], hint: str = "", kind: type[Exception] = ValueError
+    what: str,
+    *kinds: type[Exception],
+    hint: str = "",
+    kind: type[Exception] = ValueError,
+    names_kind: bool = False,
 ) -> Iterator[None]:
     """Turn errors of these kinds into one of `kind` that says first what cannot be used, and last
-    what to do."""
+    what to do.
+
+    Args:
+        names_kind: say which kind it was: of what runs the user's code, whose texts may say little.
+    """
     try:
         yield
     except kinds as error:
-        raise kind(f"{what}: {error}{hint}") from error
+        name = f"{type(error).__name__}: " if names_kind else ""
+        raise kind(f"{what}: {name}{error}{hint}") from error
+
+
+def parsed_json(text: str) -> tuple[Any, str]:
+    """Return what a JSON text holds, and why it holds nothing; empty where it does."""
+    try:
+        return json.loads(text), ""
+    except (ValueError, RecursionError) as error:
+        return None, str(error)
 
 
 def attempt(

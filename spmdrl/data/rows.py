@@ -96,17 +96,10 @@ def _json_rows(path: Path) -> Iterator[tuple[str, Any]]:
             return
         for number, line in enumerate(file, start=1):
             if line.strip():
-                yield f"{path}:{number}", _json_line(line, place=f"{path}:{number}")
-
-
-def _json_line(line: str, *, place: str) -> Any:
-    try:
-        return json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ValueError(
-            f"{place}: not a JSON value ({error.msg} at column {error.colno}); "
-            f"the line begins {line[:60]!r}"
-        ) from None
+                place, begin = f"{path}:{number}", f"; the line begins {line[:60]!r}"
+                with refusing(f"{place}: not a JSON value", json.JSONDecodeError, hint=begin):
+                    row = json.loads(line)
+                yield place, row
 
 
 def _parquet_rows(path: Path, *, size: int) -> Iterator[tuple[str, Any]]:
@@ -152,11 +145,9 @@ def _check_row(row: Any, *, place: str, need: Need) -> None:
     for column in ("prompt", "completion", "messages", *compared):
         if isinstance(row.get(column), list):
             row[column] = _checked_messages(row[column], place=f"{place}: column {column!r}")
-    if need == "pair":
-        pair_of(row, place=place)
-        return
-    if need == "label":
-        label_of(row, place=place)
+    if need in ("pair", "label"):
+        read = pair_of if need == "pair" else label_of
+        read(row, place=place)
         return
     if need == "example" and (row.get("text") or has_target(row)):
         return

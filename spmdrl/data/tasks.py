@@ -7,6 +7,7 @@ its seed, size or objective, sees a problem that an evaluation asks.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib.util
 import random
@@ -177,13 +178,9 @@ class GuessNumberTask:
                 f"secrets can be held out, got {low} and {high}"
             )
         self.low, self.high, self.held_out = low, high, held_out
-        try:
+        what = f"data.task_options.prompt: {prompt!r} may hold {{low}} and {{high}} only"
+        with refusing(what, KeyError, IndexError, ValueError, names_kind=True):
             self.prompt = prompt.format(low=low, high=high)
-        except (KeyError, IndexError, ValueError) as error:
-            raise ValueError(
-                f"data.task_options.prompt: {prompt!r} may hold {{low}} and {{high}} "
-                f"only: {type(error).__name__}: {error}"
-            ) from error
 
     def row(self, seed: int, index: int, *, split: Split) -> dict:
         """Return problem `index`; see the class."""
@@ -212,7 +209,7 @@ class ReasoningGym:
                 f"reasoning_gym:{name}: unknown dataset{nearest(name, sorted(DATASETS))}"
             )
         self.name, self.options, self.size = name, options, size
-        self._blocks: dict[tuple[int, Split, int], Any] = {}
+        self._block = functools.cache(self._made)
 
     def row(self, seed: int, index: int, *, split: Split) -> dict:
         """Return problem `index`: the first of its candidates that belongs to `split`.
@@ -220,7 +217,7 @@ class ReasoningGym:
         Raises: ValueError when none does: the dataset has too few problems.
         """
         for number in range(_TRIES):
-            entry = self._block(seed, split=split, number=number)[index]
+            entry = self._block(seed, split, number)[index]
             if _split_of(entry["question"]) == split:
                 return {
                     "prompt": entry["question"],
@@ -235,26 +232,24 @@ class ReasoningGym:
 
     def score_answer(self, answer: str, entry: dict) -> float:
         """Return the dataset's own score of a response to a row made by `row`."""
-        return self._block(0, split="train", number=0).score_answer(answer, entry["entry"])
+        return self._block(0, "train", 0).score_answer(answer, entry["entry"])
 
-    def _block(self, seed: int, *, split: Split, number: int) -> Any:
-        key = (seed, split, number)
-        if key not in self._blocks:
-            import reasoning_gym
+    def _made(self, seed: int, split: Split, number: int) -> Any:
+        """Return one candidate for each of the problems."""
+        import reasoning_gym
 
-            # Datasets draw problem i from seed + i, so near seeds give the same problems
-            # shifted; some also want seed + i below 2 ** 32.
-            name = f"{seed}/{split}/{number}".encode()
-            hashed = int.from_bytes(hashlib.blake2b(name, digest_size=4).digest(), "big") >> 2
-            what = (
-                f"data.task_options {self.options} of reasoning_gym:{self.name} "
-                f"with {self.size} problems"
+        # Datasets draw problem i from seed + i, so near seeds give the same problems
+        # shifted; some also want seed + i below 2 ** 32.
+        name = f"{seed}/{split}/{number}".encode()
+        hashed = int.from_bytes(hashlib.blake2b(name, digest_size=4).digest(), "big") >> 2
+        what = (
+            f"data.task_options {self.options} of reasoning_gym:{self.name} "
+            f"with {self.size} problems"
+        )
+        with refusing(what, TypeError, ValueError, AssertionError):
+            return reasoning_gym.create_dataset(
+                self.name, seed=hashed, size=self.size, **self.options
             )
-            with refusing(what, TypeError, ValueError, AssertionError):
-                self._blocks[key] = reasoning_gym.create_dataset(
-                    self.name, seed=hashed, size=self.size, **self.options
-                )
-        return self._blocks[key]
 
 
 def _split_of(problem: str) -> Split:

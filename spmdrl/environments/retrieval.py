@@ -11,6 +11,9 @@ from array import array
 from collections import Counter, defaultdict
 from pathlib import Path
 
+from spmdrl.environments.protocol import check_at_least
+from spmdrl.imports import refusing
+
 _WORD = re.compile(r"\w+")
 _K1, _B = 1.2, 0.75
 
@@ -70,10 +73,7 @@ class Search:
     def __init__(self, *, corpus: str, results: int = 3, max_chars: int = 600):
         if not Path(corpus).expanduser().is_file():
             raise ValueError(f"corpus: no such file {corpus!r} (looked from {Path.cwd()})")
-        if results < 1 or max_chars < 1:
-            raise ValueError(
-                f"results and max_chars: must be at least 1, got {results}, {max_chars}"
-            )
+        check_at_least(1, results=results, max_chars=max_chars)
         self.corpus, self.results, self.max_chars = corpus, results, max_chars
 
     def prepare(self) -> None:
@@ -104,14 +104,10 @@ def _corpus(place: str) -> tuple[list[str], list[str], Index]:
         for number, line in enumerate(file, start=1):
             if not line.strip():
                 continue
-            try:
+            what = f"{place}:{number}: expected a JSON object with `text`"
+            with refusing(what, json.JSONDecodeError, KeyError, TypeError, names_kind=True):
                 row = json.loads(line)
                 texts.append(str(row["text"]))
-            except (json.JSONDecodeError, KeyError, TypeError) as error:
-                raise ValueError(
-                    f"{place}:{number}: expected a JSON object with `text`: "
-                    f"{type(error).__name__}: {error}"
-                ) from None
             titles.append(f"{row['title']}: " if row.get("title") else "")
     if not texts:
         raise ValueError(f"{place}: the corpus is empty")

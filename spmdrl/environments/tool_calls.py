@@ -15,7 +15,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from spmdrl.environments.protocol import ToolCall
-from spmdrl.imports import nearest
+from spmdrl.imports import nearest, parsed_json, refusing
 
 Parser = Callable[[str], tuple[ToolCall, ...]]
 """From a response's text, special tokens included but for the one that ended it."""
@@ -108,19 +108,14 @@ def call_of(value: Any) -> ToolCall:
 
 
 def _from_json(text: str) -> tuple[Any, str]:
-    """Return what a text holds, and why it holds nothing; empty where it does."""
-    try:
-        return json.loads(text), ""
-    except (json.JSONDecodeError, RecursionError) as error:
-        return None, f"not valid JSON ({error}): {text[:100]}"
+    value, problem = parsed_json(text)
+    return value, f"not valid JSON ({problem}): {text[:100]}" if problem else ""
 
 
 _PARSERS: dict[str, Parser] = {"hermes": hermes, "llama3": llama3}
 
 
-def vllm_parser(
-    name: str, tokenizer: PreTrainedTokenizerBase
-) -> Callable[[str], tuple[ToolCall, ...]]:
+def vllm_parser(name: str, tokenizer: PreTrainedTokenizerBase) -> Parser:
     """Return one of vLLM's parsers as a function of a response's text.
 
     They take a call that they cannot read for plain text, so malformed calls are not told from
@@ -132,13 +127,12 @@ def vllm_parser(
     Raises: ValueError for an unknown name, a tokenizer without the format's special tokens, or
         where vLLM is missing.
     """
-    try:
+    kinds = (KeyError, ImportError, RuntimeError, ValueError)
+    with refusing(f"tool parser vllm:{name}", *kinds, names_kind=True):
         from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
         from vllm.tool_parsers import ToolParserManager
 
         parser = ToolParserManager.get_tool_parser(name)(tokenizer)
-    except (KeyError, ImportError, RuntimeError, ValueError) as error:
-        raise ValueError(f"tool parser vllm:{name}: {type(error).__name__}: {error}") from error
     request = ChatCompletionRequest(model="", messages=[])
 
     def parse(text: str) -> tuple[ToolCall, ...]:

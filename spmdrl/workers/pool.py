@@ -15,6 +15,7 @@ from typing import Any
 from spmdrl.config import Config
 from spmdrl.data.tasks import is_generated
 from spmdrl.environments.protocol import Response
+from spmdrl.imports import refusing
 from spmdrl.rewards.signatures import RewardSample, part_names, reward_models
 from spmdrl.types import Prompt
 from spmdrl.workers.job_queue import JobQueue
@@ -135,10 +136,9 @@ class RewardPool(JobQueue):
             yield from self.poll()
 
     def _send(self, key: Hashable, work: RewardSample | Open | Respond, *, what: str) -> None:
-        try:
+        kinds = (pickle.PicklingError, TypeError, AttributeError)
+        with refusing(f"{what} cannot be sent to a worker process", *kinds):
             self.put(key, work)
-        except (pickle.PicklingError, TypeError, AttributeError) as error:
-            raise ValueError(f"{what} cannot be sent to a worker process: {error}") from error
 
 
 def _result(job: QueuedJob, done: Done) -> RewardResult | TurnResult:
