@@ -19,6 +19,7 @@ from spmdrl.environments.retrieval import Index, Search
 from spmdrl.environments.tool_calls import hermes, llama3
 from spmdrl.environments.tool_schema import argument_problem, describe
 from spmdrl.environments.tools import BrokenTool, ToolEnvironment, make_tools
+from spmdrl.sandbox import LaunchError
 
 NO_CALLS = {"tool_calls": 0, "malformed_calls": 0, "tool_errors": 0}
 
@@ -407,14 +408,15 @@ def test_programs_run_in_the_sandbox():
     assert "Error" in run(f"open({__file__!r})")
 
 
-def test_a_broken_tool_ends_the_episode_and_is_not_shown_to_the_policy(monkeypatch):
+@pytest.mark.parametrize("kind", [LaunchError, BrokenTool])
+def test_a_broken_tool_ends_the_episode_and_is_not_shown_to_the_policy(monkeypatch, kind):
     from spmdrl.environments import python_tool
 
     def broken(*args, **options):
-        raise python_tool.LaunchError("no space left")
+        raise kind("no space left")
 
     monkeypatch.setattr(python_tool, "run_python", broken)
-    with pytest.raises(BrokenTool, match="no space left"):
+    with pytest.raises(kind, match="no space left"):
         play(
             served("tools", tools={"python": {"allow_unprotected": True}}),
             ROW,

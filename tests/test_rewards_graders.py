@@ -343,7 +343,7 @@ def test_a_sandbox_that_cannot_run_fails_the_reward_and_is_no_zero(tmp_path):
     assert (got.value, got.failure) == (None, "error")
     assert "NotProtected: this machine permits no isolation" in got.message
     strict = pool_of(f"{tmp_path}/mine.py:strict")
-    with strict as pool, pytest.raises(ValueError, match="bind allow_unprotected=True"):
+    with strict as pool, pytest.raises(ValueError, match="set allow_unprotected=True"):
         pool.start()
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from spmdrl.environments.tools import BrokenTool
-from spmdrl.sandbox import LaunchError, protection, run_python
+from spmdrl.imports import refusing
+from spmdrl.sandbox import NotProtected, check_protection, run_python
+from spmdrl.sandbox.request import Limits
 
 _MAX_ERROR_CHARS = 800
 
@@ -24,11 +25,7 @@ class Python:
     def __init__(
         self, *, timeout_s: float = 5.0, memory_mb: int = 512, allow_unprotected: bool = False
     ):
-        if not timeout_s > 0 or memory_mb < 64:
-            raise ValueError(
-                f"timeout_s must be above 0 and memory_mb at least 64, got "
-                f"{timeout_s} and {memory_mb}"
-            )
+        Limits(timeout_s, memory_mb)  # refused now, if out of range
         self.timeout_s, self.memory_mb = timeout_s, memory_mb
         self.allow_unprotected = allow_unprotected
 
@@ -37,13 +34,8 @@ class Python:
 
         Raises: ValueError when that is not enough.
         """
-        found = protection()
-        if not found.is_enough and not self.allow_unprotected:
-            raise ValueError(
-                f"the tool python: {found.text}. To run the policy's programs all the "
-                "same, with the rights of this user, set its option "
-                "allow_unprotected"
-            )
+        with refusing("the tool python", NotProtected):
+            check_protection(allow_unprotected=self.allow_unprotected)
 
     def __call__(self, code: str) -> str:
         """Run a Python program and return what it prints. Nothing is kept between programs.
@@ -52,15 +44,12 @@ class Python:
             code: The program. It has the standard library, no network and no files. Print
                 results.
         """
-        try:
-            result = run_python(
-                code,
-                timeout_s=self.timeout_s,
-                memory_mb=self.memory_mb,
-                allow_unprotected=self.allow_unprotected,
-            )
-        except LaunchError as error:
-            raise BrokenTool(f"the sandbox: {error}") from error
+        result = run_python(
+            code,
+            timeout_s=self.timeout_s,
+            memory_mb=self.memory_mb,
+            allow_unprotected=self.allow_unprotected,
+        )
         said = {
             "ok": "",
             "error": result.stderr[-_MAX_ERROR_CHARS:],

@@ -19,6 +19,7 @@ from spmdrl.environments.protocol import (
 )
 from spmdrl.environments.tool_schema import argument_problem, describe
 from spmdrl.imports import construct, import_object, ran
+from spmdrl.sandbox import LaunchError
 
 _HERE = "spmdrl.environments."
 BUILT_IN = {
@@ -55,14 +56,14 @@ class Tool:
     def run(self, call: ToolCall) -> tuple[str, bool]:
         """Return the result as text, and whether the call was good.
 
-        Raises: BrokenTool. What else the tool raises is the policy's to read.
+        Raises: BrokenTool, LaunchError. What else the tool raises is the policy's to read.
         """
         problem = argument_problem(call.arguments, self.description["function"]["parameters"])
         if problem:
             return f"Error: {self.name}: {problem}", False
         try:
             result = ran(self.call(**call.arguments))
-        except BrokenTool:
+        except (BrokenTool, LaunchError):
             raise
         except Exception as error:  # user code; see above
             return f"Error: {self.name}: {type(error).__name__}: {error}", False

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
 from typing import Any, Literal
 
+from spmdrl.imports import parsed_json, refusing
 from spmdrl.rewards.answers import fenced_code
-from spmdrl.sandbox import protection, run_python
+from spmdrl.sandbox import NotProtected, check_protection, run_python
 
 _SHAPES = """\
   {"inputs": [...], "outputs": [...]}                  stdin and stdout (APPS, PRIME)
@@ -115,12 +116,8 @@ def code(
 
 
 def _prepare(*, allow_unprotected: bool = False, **_: Any) -> None:
-    found = protection()
-    if not found.is_enough and not allow_unprotected:
-        raise ValueError(
-            f"the grader `code`: {found.text}. To run the code all the same, bind "
-            "allow_unprotected=True"
-        )
+    with refusing("the grader `code`", NotProtected):
+        check_protection(allow_unprotected=allow_unprotected)
 
 
 vars(code)["prepare"] = _prepare
@@ -142,7 +139,7 @@ def _failure(program: str, case: Case, **options: Any) -> str:
     got = run_python(_CALLING, stdin=asked, files=files, **options)
     if failure := _status(got):
         return failure
-    result, problem = _parsed(got.stdout.rpartition(mark)[2])
+    result, problem = parsed_json(got.stdout.rpartition(mark)[2])
     if problem:
         return "no result"
     # Some sets wrap each result into a list.
@@ -218,21 +215,13 @@ def _from_json(ground_truth: Any) -> Any:
     if hasattr(ground_truth, "tolist"):  # parquet may give arrays
         return ground_truth.tolist()
     if isinstance(ground_truth, str) and ground_truth.lstrip()[:1] in ("{", "["):
-        tests, problem = _parsed(ground_truth)
+        tests, problem = parsed_json(ground_truth)
         if problem:
             raise ValueError(
                 f"the tests {ground_truth!r:.80} look like JSON and are not: {problem}"
             )
         return tests
     return ground_truth
-
-
-def _parsed(text: str) -> tuple[Any, str]:
-    """Return what JSON holds, and why it is none; empty where it is."""
-    try:
-        return json.loads(text), ""
-    except (ValueError, RecursionError) as error:
-        return None, str(error)
 
 
 def _name_of(test: dict) -> str:

@@ -24,8 +24,16 @@ What is not a boundary:
 - Time: the program shares its processor, and a busy machine makes it late.
 """
 
-from spmdrl.sandbox.run import NotProtected, run_python
+from spmdrl.sandbox.run import NotProtected, check_protection, run_python
 from spmdrl.sandbox.supervisor import LaunchError, ProgramResult
 from spmdrl.sandbox.ways import Protection, protection
 
-__all__ = ["LaunchError", "NotProtected", "ProgramResult", "Protection", "protection", "run_python"]
+__all__ = [
+    "LaunchError",
+    "NotProtected",
+    "ProgramResult",
+    "Protection",
+    "check_protection",
+    "protection",
+    "run_python",
+]

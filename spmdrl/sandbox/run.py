@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from spmdrl.sandbox.request import Limits
 from spmdrl.sandbox.supervisor import ProgramResult, launch
-from spmdrl.sandbox.ways import chosen_way
+from spmdrl.sandbox.ways import chosen_way, protection
 
 
 class NotProtected(RuntimeError):
@@ -46,10 +46,19 @@ def run_python(
         outside: nothing is known of the program then; ValueError for arguments.
     """
     limits = Limits(timeout_s, memory_mb, processes, files_mb, output_bytes)
-    way, found = chosen_way()
+    check_protection(allow_unprotected=allow_unprotected)
+    way = chosen_way()[0]
+    return launch(code, way=way, limits=limits, stdin=stdin, files=files, packages=packages)
+
+
+def check_protection(*, allow_unprotected: bool) -> None:
+    """Find out what protects this machine.
+
+    Raises: NotProtected when that is not enough, unless it is allowed.
+    """
+    found = protection()
     if not found.is_enough and not allow_unprotected:
         raise NotProtected(
             f"{found.text}. To run the code all the same, with the rights of this "
-            "user, pass allow_unprotected=True"
+            "user, set allow_unprotected=True"
         )
-    return launch(code, way=way, limits=limits, stdin=stdin, files=files, packages=packages)

@@ -120,11 +120,11 @@ class _Running:
         """Make sure that nothing is left, whatever happened."""
         if self.process.poll() is None:
             self.process.send_signal(_STOP)
-            try:
+            with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(timeout=_GRACE_S)
-            except subprocess.TimeoutExpired:
-                os.killpg(self.process.pid, signal.SIGKILL)
-                self.process.wait()
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
         for pipe in self._pipes.values():
             pipe.close()
 

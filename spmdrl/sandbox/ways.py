@@ -15,36 +15,25 @@ from spmdrl.sandbox.supervisor import LaunchError, launch
 _PROBE_S = 20.0
 # It tries what it should not be able to do and prints what it could.
 _PROBE = """
-import os, sys
+import os, socket, sys, time
+from contextlib import suppress
 planted, processes, parent = sys.stdin.read().splitlines()
-processes, parent = int(processes), int(parent)
 can = []
-try:
+with suppress(OSError):
     open(planted).close()
     can.append("files")
-except OSError:
-    pass
-try:
-    import socket
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as one:
-        one.connect(("127.0.0.1", 9))
+with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as one:
+    one.connect(("127.0.0.1", 9))
     can.append("network")
-except OSError:
-    pass
-try:
-    os.kill(parent, 0)
+with suppress(OSError):
+    os.kill(int(parent), 0)
     can.append("signals")
-except OSError:
-    pass
-try:
-    for _ in range(processes + 1):
+with suppress(OSError):
+    for _ in range(int(processes) + 1):
         if os.fork() == 0:
-            import time
             time.sleep(10)
             os._exit(0)
     can.append("processes")
-except OSError:
-    pass
 print(",".join(can))
 """
 
@@ -87,7 +76,7 @@ def protection() -> Protection:
 def chosen_way() -> tuple[Way, Protection]:
     """Return the first way that is enough, else the one that gives the most."""
     if sys.platform != "linux":
-        return Way(), _nothing(f"the sandbox needs Linux, this is {sys.platform}")
+        return Way(), Protection(text=f"the sandbox needs Linux, this is {sys.platform}")
     failed = []
     for name, way in ways():
         found = _tried_or_why(way, name=name)
@@ -125,7 +114,7 @@ def _weakest(reasons: str) -> tuple[Way, Protection]:
         found = _tried_or_why(way, name=text)
         if not isinstance(found, str):
             return way, found
-    return Way(), _nothing(text)
+    return Way(), Protection(text=text)
 
 
 def _tried_or_why(way: Way, *, name: str) -> Protection | str:
@@ -133,10 +122,6 @@ def _tried_or_why(way: Way, *, name: str) -> Protection | str:
         return tried(way, name=name)
     except LaunchError as error:
         return str(error)
-
-
-def _nothing(text: str) -> Protection:
-    return Protection(text=text)
 
 
 def tried(way: Way, *, name: str) -> Protection:
