@@ -14,14 +14,8 @@ from spmdrl.data.tasks import make_task
 from spmdrl.environments.guess_number import GuessNumber
 from spmdrl.environments.protocol import Response, Turn
 from spmdrl.imports import construct, import_object
-from spmdrl.workers.environment_jobs import (
-    BUILT_IN,
-    BadTurn,
-    check_environment,
-    checked_turn,
-    environment_problems,
-    pack,
-)
+from spmdrl.rewards.signatures import BadValue
+from spmdrl.workers.environment_jobs import BUILT_IN, check_environment, checked_turn, pack
 
 # --------------------------------------------------------------------------- loading
 
@@ -56,10 +50,14 @@ def test_unusable_environments_are_refused_at_start(name, options, words):
         assert word in str(caught.value), str(caught.value)
 
 
-def test_a_config_is_checked_without_importing_and_a_dry_run_opens_a_row():
-    assert environment_problems({}) == environment_problems({"name": "no_such_module:Class"}) == []
-    assert len(environment_problems({"name": 3, "rewrites": "x"})) == 2
-    assert "did you mean verifiers" in environment_problems({"name": "verifier"})[0]
+def test_a_dry_run_checks_the_options_and_opens_a_row():
+    for options, words in (
+        ({}, "environment.name: 'None' must be"),
+        ({"name": "verifier"}, "did you mean verifiers"),
+        ({"name": "guess_number", "rewrites": "x"}, "rewrites: must be refuse or keep, got 'x'"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            check_environment(options, ROW)
     check_environment({"name": "guess_number"}, ROW)
     with pytest.raises(ValueError, match="guess_number cannot open the first row .*'seven'"):
         check_environment({"name": "guess_number"}, ROW | {"answer": "seven"})
@@ -97,13 +95,13 @@ class Holds:
     ],
 )
 def test_what_does_not_pickle_is_named(environment, place):
-    with pytest.raises(BadTurn) as caught:
+    with pytest.raises(BadValue) as caught:
         pack(environment)
     assert str(caught.value).startswith(f"{place} cannot be pickled")
 
 
 def test_an_environment_too_large_to_travel_is_refused_with_its_largest_attribute():
-    with pytest.raises(BadTurn, match="most of it is 'corpus'"):
+    with pytest.raises(BadValue, match="most of it is 'corpus'"):
         pack(Holds(small=b"x" * 1000, corpus=b"x" * 20_000_000))
 
 
@@ -137,7 +135,7 @@ def test_an_unpicklable_environment_is_refused_at_start(tmp_path):
     ],
 )
 def test_unusable_turns_are_refused(turn, words):
-    with pytest.raises(BadTurn) as caught:
+    with pytest.raises(BadValue) as caught:
         checked_turn(turn)
     assert words in str(caught.value)
 

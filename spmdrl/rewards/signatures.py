@@ -226,15 +226,12 @@ def _call_reasoning_gym(function: Callable, sample: RewardSample, score: Score) 
 
 def _read_one(result: Any, score: Score) -> Score:
     """Read a number, or verl's dict with `score`."""
-    if not isinstance(result, dict):
-        score.value = finite(result)
-        return score
-    if "score" not in result:
+    found = dict(result) if isinstance(result, dict) else {"score": result}
+    if "score" not in found:
         raise BadValue(f"a dict without `score`: {result!r:.100}")
-    score.value = finite(result["score"])
-    for name, value in result.items():
-        if name != "score":
-            score.note(name, value)
+    score.value = finite(found.pop("score"))
+    for name, value in found.items():
+        score.note(name, value)
     return score
 
 
@@ -271,13 +268,18 @@ def _read_list(result: Any, score: Score) -> Score:
     return score
 
 
-def finite(value: Any) -> float:
+def finite(value: Any, *, what: str = "") -> float:
     """Return a number as a finite float.
 
+    Args:
+        what: said first where it is none.
     Raises: BadValue for anything else: None, text, NaN, infinity, arrays.
     """
     if (number := as_finite(value)) is None:
-        raise BadValue(not_finite(value))
+        value = _scalar(value)
+        raise BadValue(
+            f"{what}expected a finite number, got {value!r:.100} ({type(value).__name__})"
+        )
     return number
 
 
@@ -286,12 +288,6 @@ def as_finite(value: Any) -> float | None:
     value = _scalar(value)
     is_finite = isinstance(value, numbers.Real) and math.isfinite(value)
     return float(value) if is_finite else None
-
-
-def not_finite(value: Any) -> str:
-    """Say what stands where a finite number should."""
-    value = _scalar(value)
-    return f"expected a finite number, got {value!r:.100} ({type(value).__name__})"
 
 
 def _scalar(value: Any) -> Any:

@@ -9,13 +9,12 @@ sample notices. Where the whole process stands still, the parent ends it.
 from __future__ import annotations
 
 import asyncio
-import inspect
 import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
-from spmdrl.rewards.signatures import Reward, RewardSample, Score
+from spmdrl.rewards.signatures import RewardSample, Score
 from spmdrl.workers.deadlines import no_result, seconds_left
 from spmdrl.workers.messages import Done, pack_message
 from spmdrl.workers.reward_jobs import PartialScore, RewardScorer
@@ -62,51 +61,33 @@ async def _rest(scorer: RewardScorer, partial: PartialScore) -> Done:
     if done:
         return scorer.result(partial)
     task.cancel()  # and not waited for: it may not listen
-    now = time.monotonic()
-    return Done(partial.id, now, now - partial.began, "timeout", no_result(scorer.timeout_s))
+    partial.failure, partial.message = "timeout", no_result(scorer.timeout_s)
+    return partial.done(None)
 
 
 async def _call(scorer: RewardScorer, partial: PartialScore) -> None:
     for name, reward in scorer.left(partial):
-        with partial.blaming(name):
-            partial.scores[name] = await _scored(reward, partial.sample)
+        if reward.is_async:
+            with partial.blaming(returned=f"{name} returned ", raised=f"{name}: "):
+                score = Score()
+                result = await reward.call(partial.sample, score)
+                partial.scores[name] = reward.read(result, score)
+        else:
+            await _in_thread(partial.call, name, reward)
         if partial.failure:
             return
 
 
-async def _scored(reward: Reward, sample: RewardSample) -> Score:
-    score = Score()
-    call = reward.call if reward.is_async else _in_thread(reward.call)
-    result = await call(sample, score)
-    return reward.read(await result if inspect.isawaitable(result) else result, score)
-
-
-def _in_thread(function: Callable) -> Callable:
-    """Return a function that calls `function` in a thread of its own, to be awaited.
+async def _in_thread(work: Callable[..., None], *args: Any) -> None:
+    """Wait for work, which does not raise, in a thread of its own.
 
     Not asyncio's pool: a call that hangs would keep a place there, and the process's end waiting.
     """
+    loop, is_done = asyncio.get_running_loop(), asyncio.Event()
 
-    async def call(*args: Any) -> Any:
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future = loop.create_future()
+    def run() -> None:
+        work(*args)
+        loop.call_soon_threadsafe(is_done.set)
 
-        def settle(*outcome: Any) -> None:
-            if not future.done():  # cancelled
-                future.set_result(outcome)
-
-        def work() -> None:
-            outcome: tuple[Any, BaseException | None]
-            try:
-                outcome = function(*args), None
-            except BaseException as error:  # raised again where it is awaited
-                outcome = None, error
-            loop.call_soon_threadsafe(settle, *outcome)
-
-        threading.Thread(target=work, daemon=True).start()
-        result, error = await future
-        if error is not None:
-            raise error
-        return result
-
-    return call
+    threading.Thread(target=run, daemon=True).start()
+    await is_done.wait()

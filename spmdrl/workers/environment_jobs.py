@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from spmdrl.environments.protocol import Message, Response, Turn
-from spmdrl.imports import construct, import_object, nearest, ran
-from spmdrl.rewards.signatures import BadValue, as_finite, not_finite
+from spmdrl.imports import construct, import_object, ran, refusing
+from spmdrl.rewards.signatures import BadValue, finite
 
 FIELD = "rollout.environment"
 _HERE = "spmdrl.environments."
@@ -31,47 +31,15 @@ _ROLES = ("user", "tool", "system")
 _DEPTH = 4
 
 
-class BadTurn(BadValue):
-    """An environment returned something that cannot be used."""
-
-
-def environment_problems(options: Mapping[str, Any]) -> list[str]:
-    """Return what is wrong with rollout.environment, as far as it shows without importing.
-
-    Returns: `field: what, value seen` each; none for an empty mapping.
-    """
-    problems: list[str] = []
-    name = options.get("name")
-    if not options:
-        return problems
-    if not isinstance(name, str) or not name:
-        problems.append(
-            f"{FIELD}.name: expected the name of an environment ({', '.join(BUILT_IN)},"
-            f" `module:Class` or `path/file.py:Class`), got {name!r}"
-        )
-    elif ":" not in name and name not in BUILT_IN:
-        problems.append(
-            f"{FIELD}.name: unknown name {name!r}{nearest(name, BUILT_IN)}; or give "
-            "`module:Class` or `path/file.py:Class`"
-        )
-    if options.get("rewrites", "refuse") not in ("refuse", "keep"):
-        problems.append(f"{FIELD}.rewrites: must be refuse or keep, got {options['rewrites']!r}")
-    return problems
-
-
 def check_environment(options: Mapping[str, Any], row: dict) -> None:
     """Load an environment and open one episode here, as a worker will.
 
     Raises: ValueError when that fails.
     """
     server = EnvironmentServer(options)
-    try:
+    what = f"{FIELD}: {options['name']} cannot open the first row of data.train"
+    with refusing(what, Exception, names_kind=True):  # the user's code
         server.open(row, seed=0)
-    except Exception as error:  # the user's code
-        raise ValueError(
-            f"{FIELD}: {options['name']} cannot open the first row of data.train: "
-            f"{type(error).__name__}: {error}"
-        ) from error
 
 
 class EnvironmentServer:
@@ -86,9 +54,10 @@ class EnvironmentServer:
     """
 
     def __init__(self, options: Mapping[str, Any]):
-        for problem in environment_problems(options):
-            raise ValueError(problem)
-        name = options["name"]
+        rewrites = options.get("rewrites", "refuse")
+        if rewrites not in ("refuse", "keep"):
+            raise ValueError(f"{FIELD}.rewrites: must be refuse or keep, got {rewrites!r}")
+        name = str(options.get("name"))
         self._make = import_object(name, known=BUILT_IN, kind="Class", field=f"{FIELD}.name")
         self._options = {k: v for k, v in options.items() if k not in _RESERVED}
         first = construct(self._make, self._options, field=FIELD)
@@ -98,12 +67,18 @@ class EnvironmentServer:
                     f"{FIELD}.name: {name} makes a {type(first).__name__}, which has "
                     f"no method `{method}`; see spmdrl/environments/protocol.py"
                 )
-        if problem := _packed(first)[1]:
-            raise ValueError(f"{FIELD}.name: {name}: {problem}")
+        with refusing(f"{FIELD}.name: {name}", BadValue):
+            pack(first)
         prepare = getattr(first, "prepare", None)
         if callable(prepare):
             prepare()
-        self.tools = _checked_tools(getattr(first, "tools", None), name=name)
+        self.tools = list(getattr(first, "tools", None) or [])
+        with refusing(f"{FIELD}.name: {name}", BadValue):
+            _plain(
+                self.tools,
+                what="its `tools` must be descriptions for the chat template, see "
+                "environments/tool_schema.py",
+            )
         self.tool_parser = str(getattr(first, "tool_parser", "auto" if self.tools else ""))
         self.is_graded = bool(getattr(first, "is_graded", False))
         self._wants_seed = "seed" in inspect.signature(first.reset).parameters
@@ -113,7 +88,7 @@ class EnvironmentServer:
 
         Returns: the pickled environment, a turn with the opening messages, and the number of the
             state, the same for equal states everywhere; -1 where the environment names none.
-        Raises: BadTurn, or whatever the environment raises.
+        Raises: BadValue, or whatever the environment raises.
         """
         environment = self._make(**self._options)
         given = {"seed": seed} if self._wants_seed else {}
@@ -126,7 +101,7 @@ class EnvironmentServer:
 
         Returns: the pickled environment, empty when the episode is done, its answer, and the
             number of the state, as `open` gives it.
-        Raises: BadTurn, or whatever the environment raises.
+        Raises: BadValue, or whatever the environment raises.
         """
         live = pickle.loads(environment)
         turn = checked_turn(ran(live.step(response)))
@@ -147,32 +122,24 @@ def _state_of(environment: Any) -> int:
 def pack(environment: Any) -> bytes:
     """Pickle an environment.
 
-    Raises: BadTurn naming the attribute that cannot be pickled, or the largest one above 16 MiB.
+    Raises: BadValue naming the attribute that cannot be pickled, or the largest one above 16 MiB.
     """
-    data, problem = _packed(environment)
-    if problem:
-        raise BadTurn(problem)
-    return data
-
-
-def _packed(environment: Any) -> tuple[bytes, str]:
-    """Return an environment's bytes, and why it cannot travel as such; empty where it can."""
     data, kind = _pickled(environment), type(environment).__name__
     if isinstance(data, Exception):
         place = _culprit(environment, kind, depth=_DEPTH)
-        return b"", (
+        raise BadValue(
             f"{place} cannot be pickled ({type(data).__name__}: {data}), and an "
             "environment travels with every turn; keep such things in a module "
             "variable or make them anew when used"
         )
-    if len(data) <= _MAX_BYTES:
-        return data, ""
-    sizes = {name: len(pickle.dumps(value)) for name, value in _parts(environment).items()}
-    return b"", (
-        f"{kind} pickles to {len(data)} bytes, above {_MAX_BYTES}; most of it is "
-        f"{max(sizes, key=sizes.__getitem__, default='')!r}. It travels with every turn: keep "
-        "large constant things in a module variable, filled by `prepare`"
-    )
+    if len(data) > _MAX_BYTES:
+        sizes = {name: len(pickle.dumps(value)) for name, value in _parts(environment).items()}
+        raise BadValue(
+            f"{kind} pickles to {len(data)} bytes, above {_MAX_BYTES}; most of it is "
+            f"{max(sizes, key=sizes.__getitem__, default='')!r}. It travels with every turn: keep "
+            "large constant things in a module variable, filled by `prepare`"
+        )
+    return data
 
 
 def _pickled(value: Any) -> bytes | Exception:
@@ -205,61 +172,45 @@ def _parts(value: Any) -> dict[Any, Any]:
 def checked_turn(turn: Any) -> Turn:
     """Return a turn whose fields are what they should be.
 
-    Raises: BadTurn saying which is not.
+    Raises: BadValue saying which is not.
     """
     if not isinstance(turn, Turn):
-        raise BadTurn(f"`step` must return a Turn, got {turn!r:.100} ({type(turn).__name__})")
-    numbers = {"reward": turn.reward} | {f"info[{k!r}]": v for k, v in turn.info.items()}
-    values = []
-    for name, given in numbers.items():
-        if (value := as_finite(given)) is None:
-            raise BadTurn(f"{name}: {not_finite(given)}")
-        values.append(value)
+        raise BadValue(f"`step` must return a Turn, got {turn!r:.100} ({type(turn).__name__})")
     is_done = bool(turn.is_done)
     return Turn(
+        reward=finite(turn.reward, what="reward: "),
+        info={str(k): finite(v, what=f"info[{k!r}]: ") for k, v in turn.info.items()},
         messages=[] if is_done else _checked_messages(turn.messages, roles=_ROLES),
         is_done=is_done,
-        reward=values[0],
-        info=dict(zip(map(str, turn.info), values[1:])),
     )
 
 
 def _checked_messages(messages: Any, *, roles: tuple[str, ...]) -> list[Message]:
     if not isinstance(messages, (list, tuple)) or not messages:
-        raise BadTurn(
+        raise BadValue(
             f"messages must be a list of at least one message, got {messages!r:.100}; "
             "without one the policy would answer itself"
         )
     for i, message in enumerate(messages):
         if not isinstance(message, dict) or not isinstance(message.get("content"), str):
-            raise BadTurn(
+            raise BadValue(
                 f"messages[{i}]: expected a dict with `role` and `content` (text), got "
                 f"{message!r:.100}"
             )
         if message.get("role") not in roles:
-            raise BadTurn(
+            raise BadValue(
                 f"messages[{i}]: role {message.get('role')!r} must be one of "
                 f"{', '.join(roles)}; the assistant's turns are the policy's"
             )
-    plain, problem = _plain(messages)
-    if problem:
-        raise BadTurn(f"messages must hold plain values (text, numbers, lists): {problem}")
-    return plain
+    return _plain(messages, what="messages must hold plain values (text, numbers, lists)")
 
 
-def _checked_tools(tools: Any, *, name: str) -> list[dict[str, Any]]:
-    _, problem = _plain(tools := list(tools or []))
-    if problem:
-        raise ValueError(
-            f"{FIELD}.name: {name}: its `tools` must be descriptions for the chat "
-            f"template, see environments/tool_schema.py: {problem}"
-        )
-    return tools
+def _plain(value: Any, *, what: str) -> Any:
+    """Return a value without the user's types, which other processes do not import.
 
-
-def _plain(value: Any) -> tuple[Any, str]:
-    """Return a value without the user's types, which other processes do not import; or why not."""
+    Raises: BadValue saying what must be so.
+    """
     try:
-        return json.loads(json.dumps(value)), ""
+        return json.loads(json.dumps(value))
     except (TypeError, ValueError) as error:
-        return None, str(error)
+        raise BadValue(f"{what}: {error}") from error

@@ -12,33 +12,53 @@ from typing import Any
 from spmdrl.data.tasks import is_generated, make_task
 from spmdrl.rewards.answers import reported
 from spmdrl.rewards.signatures import BadValue, Reward, RewardSample, Score, adapt, load_reward
-from spmdrl.workers.messages import Done, Failure, RewardResult, Setup
+from spmdrl.workers.messages import Done, Failure, RewardResult, Setup, TurnResult
 
-MAX_MESSAGE_CHARS = 2000
+_MAX_MESSAGE_CHARS = 2000
 
 
-@dataclass
-class PartialScore:
-    """A sample while it is scored."""
+@dataclass(kw_only=True)
+class RunningJob:
+    """A job while the user's code runs."""
 
     id: int
-    sample: RewardSample
-    began: float
+    began: float = field(default_factory=time.monotonic)
     """Clock of time.monotonic()."""
-    scores: dict[str, Score] = field(default_factory=dict)
-    """Of the functions that are done."""
     failure: Failure | None = None
     message: str = ""
 
     @contextlib.contextmanager
-    def blaming(self, name: str) -> Iterator[None]:
-        """Fail the sample by what a function raises."""
+    def blaming(self, *, returned: str = "", raised: str = "") -> Iterator[None]:
+        """Fail the job by what the user's code raises.
+
+        Args:
+            returned: said before what is wrong with a value. raised: before any other error.
+        """
         try:
             yield
         except BadValue as error:
-            self.failure, self.message = "bad_value", f"{name} returned {error}"
+            self.failure, self.message = "bad_value", f"{returned}{error}"
         except BaseException as error:  # SystemExit too: user code may call sys.exit
-            self.failure, self.message = "error", f"{name}: {describe(error)}"
+            self.failure, self.message = "error", f"{raised}{describe(error)}"
+
+    def done(self, result: RewardResult | TurnResult | None) -> Done:
+        """Return what became of it."""
+        now, message = time.monotonic(), self.message[:_MAX_MESSAGE_CHARS]
+        return Done(self.id, now, now - self.began, self.failure, message, result)
+
+
+@dataclass(kw_only=True)
+class PartialScore(RunningJob):
+    """A sample while it is scored."""
+
+    sample: RewardSample
+    scores: dict[str, Score] = field(default_factory=dict)
+    """Of the functions that are done."""
+
+    def call(self, name: str, reward: Reward) -> None:
+        """Call a function here and now; whatever it does is part of the score."""
+        with self.blaming(returned=f"{name} returned ", raised=f"{name}: "):
+            self.scores[name] = reward(self.sample)
 
 
 class RewardScorer:
@@ -83,17 +103,15 @@ class RewardScorer:
     def _called(
         self, id: int, sample: RewardSample, is_wanted: Callable[[Reward], bool]
     ) -> PartialScore:
-        partial = PartialScore(id, sample, time.monotonic())
+        partial = PartialScore(id=id, sample=sample)
         for name, _, reward in self._applicable(sample):
             if is_wanted(reward) and not partial.failure:
-                with partial.blaming(name):
-                    partial.scores[name] = reward(sample)
+                partial.call(name, reward)
         return partial
 
     def result(self, partial: PartialScore) -> Done:
         """Return what the functions came to."""
         parts, total = {}, Score(self._least)
-        failure, message = partial.failure, partial.message
         for name, weight, _ in self._applicable(partial.sample):
             if (score := partial.scores.get(name)) is None:
                 continue
@@ -103,17 +121,15 @@ class RewardScorer:
             if score.value is not None:
                 parts[name] = score.value
                 total.value = (total.value or 0.0) + weight * score.value
-        if not failure and (total.value is None or not abs(total.value) < float("inf")):
-            failure, message = "bad_value", f"the weighted sum of {parts} is not finite"
-            if not parts:
-                message = (
-                    "every reward function returned None for this row; one at least must apply"
-                )
-        value = None if failure else total.value
-        result = RewardResult(None, value, parts, total.metrics, total.extras)
-        now = time.monotonic()
-        message = message[:MAX_MESSAGE_CHARS]
-        return Done(partial.id, now, now - partial.began, failure, message, result)
+        if not partial.failure and (total.value is None or not abs(total.value) < float("inf")):
+            partial.failure = "bad_value"
+            partial.message = (
+                f"the weighted sum of {parts} is not finite"
+                if parts
+                else "every reward function returned None for this row; one at least must apply"
+            )
+        value = None if partial.failure else total.value
+        return partial.done(RewardResult(None, value, parts, total.metrics, total.extras))
 
     def _grader(self, spec: str, setup: Setup) -> Reward:
         task = make_task(spec, setup.task_options)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 from typing import Any
 
-from spmdrl.rewards.signatures import BadValue, RewardSample
+from spmdrl.rewards.signatures import RewardSample
 from spmdrl.workers.environment_jobs import EnvironmentServer
-from spmdrl.workers.messages import Done, Failure, Open, Respond, Setup, TurnResult
-from spmdrl.workers.reward_jobs import MAX_MESSAGE_CHARS, RewardScorer, describe
+from spmdrl.workers.messages import Done, Open, Respond, Setup, TurnResult
+from spmdrl.workers.reward_jobs import RewardScorer, RunningJob
 
 
 class Server:
@@ -41,9 +40,8 @@ class Server:
         if isinstance(work, RewardSample):
             return self.scorer.score(id, work)
         assert self._environments is not None, "a job of an environment needs one"
-        began, message, result = time.monotonic(), "", None
-        failure: Failure | None = None
-        try:
+        job, result = RunningJob(id=id), None
+        with job.blaming():
             if isinstance(work, Open):
                 moved = self._environments.open(work.row, seed=work.seed)
             else:
@@ -52,12 +50,4 @@ class Server:
             result = TurnResult(
                 None, environment, tuple(turn.messages), turn.is_done, turn.reward, turn.info, state
             )
-        except BadValue as error:
-            failure, message = "bad_value", str(error)
-        except BaseException as error:  # SystemExit too: user code may call sys.exit
-            failure, message = "error", describe(error)
-        now = time.monotonic()
-        return Done(id, now, now - began, failure, message[:MAX_MESSAGE_CHARS], result)
-
-
-# --------------------------------------------------------------------------- process
+        return job.done(result)
