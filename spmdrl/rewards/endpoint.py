@@ -19,7 +19,6 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 from weakref import WeakValueDictionary
@@ -203,19 +202,14 @@ class _Cache:
     """Replies by key: nowhere, in memory, or in a file. For several threads."""
 
     def __init__(self, place: str):
-        self._place = place
-        self._kept: OrderedDict[str, str] = OrderedDict()
+        self.is_kept, self._is_bounded = bool(place), place == "memory"
+        self._place = ":memory:" if self._is_bounded else place
         self._file: sqlite3.Connection | None = None
         self._lock = threading.Lock()
 
-    @property
-    def is_kept(self) -> bool:
-        """Whether replies are kept at all."""
-        return bool(self._place)
-
     def get(self, key: str) -> str | None:
-        if self._place in ("", "memory"):
-            return self._kept.get(key)
+        if not self.is_kept:
+            return None
         with self._lock:
             found = self._open().execute("SELECT reply FROM replies WHERE key = ?", (key,))
             row = found.fetchone()
@@ -223,14 +217,13 @@ class _Cache:
 
     def put(self, key: str, reply: str) -> None:
         """Keep a reply under its request's key; where there is no cache, do nothing."""
-        with self._lock:
-            if self._place == "memory":
-                self._kept[key] = reply
-                if len(self._kept) > _MAX_REMEMBERED:
-                    self._kept.popitem(last=False)
-            elif self._place:
-                with self._open() as file:
-                    file.execute("INSERT OR REPLACE INTO replies VALUES (?, ?)", (key, reply))
+        if not self.is_kept:
+            return
+        with self._lock, self._open() as file:
+            put = file.execute("INSERT OR REPLACE INTO replies VALUES (?, ?)", (key, reply))
+            if self._is_bounded:  # rows are numbered in the order of coming
+                oldest = (put.lastrowid or 0) - _MAX_REMEMBERED
+                file.execute("DELETE FROM replies WHERE rowid <= ?", (oldest,))
 
     def _open(self) -> sqlite3.Connection:
         if self._file is None:  # here, so that each process has its own
