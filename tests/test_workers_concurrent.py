@@ -157,8 +157,8 @@ def test_functions_that_allow_one_at_a_time_get_that_beside_others(place):
 def test_a_concurrency_that_is_no_number_is_refused(place):
     with pool_of(f"{place}:wrong") as pool, pytest.raises(ValueError, match="'many'; expected"):
         pool.start()
-    with pytest.raises(ValueError, match="concurrency: must be 1 or more"):
-        judge(url="http://x", model="m", concurrency=0)
+    with pytest.raises(ValueError, match="f has concurrency 0; expected .* 1 or more"):
+        adapt(judge(url="http://x", model="m", concurrency=0), spec="f")
 
 
 # ------------------------------------------------------------------ a judge

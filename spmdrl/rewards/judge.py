@@ -55,8 +55,6 @@ class ServedReward:
         read: Callable[[Any], tuple[float, str]],
         concurrency: int,
     ):
-        if type(concurrency) is not int or concurrency < 1:
-            raise ValueError(f"concurrency: must be 1 or more requests, got {concurrency!r}")
         self.concurrency = concurrency
         self._endpoint, self._body, self._read = endpoint, body, read
 
