@@ -14,7 +14,7 @@ from spmdrl.commands.create_model import character_tokenizer
 from spmdrl.environments.protocol import ToolCall
 from spmdrl.environments.tool_calls import hermes, make_parser
 from spmdrl.environments.tools import make_tools
-from spmdrl.rollout.conversation import Chat, make_chat
+from spmdrl.rollout.conversation import Chat
 from spmdrl.rollout.episode import Trajectory
 
 FAMILIES = ("qwen", "llama3", "gemma")
@@ -215,14 +215,10 @@ def test_missing_templates_and_refused_roles_say_so():
 
 def test_a_run_says_how_to_treat_rewriting_in_its_config():
     words = chat_tokenizer("qwen", template=QWEN3)
-    given = {"stop_token_ids": [words.eos_token_id], "tools": TOOLS, "tool_parser": "auto"}
-    assert make_chat({"name": "tools", "rewrites": "keep"}, words, **given).tools == TOOLS
-    for options, text in (
-        ({"name": "tools"}, "<think>"),
-        ({"rewrites": "kep"}, "must be refuse or keep, got 'kep'"),
-    ):
-        with pytest.raises(ValueError, match=text):
-            make_chat(options, words, **given)
+    given = {"stop_token_ids": [words.eos_token_id], "tools": TOOLS}
+    assert Chat(words, rewrites="keep", **given).tools == TOOLS
+    with pytest.raises(ValueError, match="<think>"):
+        Chat(words, **given)
 
 
 # --------------------------------------------------------------------------- responses

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,15 +20,7 @@ from transformers import PreTrainedTokenizerBase
 from spmdrl.algorithms import registry
 from spmdrl.algorithms.preference.unpaired import mismatched
 from spmdrl.config import Config
-from spmdrl.data.prompts import (
-    Order,
-    apply_template,
-    encode_plain,
-    encode_prompt,
-    load_rows,
-    overlong_text,
-    usable_rows,
-)
+from spmdrl.data.prompts import Fit, Order, apply_template, encode_plain, load_rows
 from spmdrl.data.rows import Messages, Need, label_of, pair_of
 from spmdrl.imports import refusing
 
@@ -81,15 +74,11 @@ class ExampleSource:
     def __init__(self, cfg: Config, tokenizer: PreTrainedTokenizerBase):
         self.cfg, self.tokenizer = cfg, tokenizer
         self.rows = load_rows(cfg, split="train", need=self.need)
-        self._limit, self._field = self.limit()
+        self._fit = Fit(*self.limit(), cfg.data.overlong_prompts)
         self._unit = functools.lru_cache(maxsize=_CACHED_ROWS)(self._encode)
         self._unit(0)
-        self._kept, self.num_dropped = usable_rows(
-            self.rows,
-            measure=lambda i: _longest(self._unit(i)),
-            limit=self._limit,
-            overlong=cfg.data.overlong_prompts,
-            field=self._field,
+        self._kept, self.num_dropped = self._fit.usable(
+            self.rows, measure=lambda i: _longest(self._unit(i))
         )
         self.order = Order(
             len(self._kept),
@@ -119,12 +108,7 @@ class ExampleSource:
     def unit(self, index: int) -> Unit:
         """Return a row's sequences. Raises: ValueError, as on construction."""
         unit = self._unit(index)
-        if _longest(unit) > self._limit:
-            raise ValueError(
-                overlong_text(
-                    self.rows.where(index), _longest(unit), limit=self._limit, field=self._field
-                )
-            )
+        self._fit.check(self.rows, index, length=_longest(unit))
         return unit
 
     def _encode(self, index: int) -> Unit:
@@ -190,7 +174,7 @@ class LabelledSource(PairSource):
             others = mismatched(torch.tensor([_key(given) for given, _, _ in split]))
         units = []
         for unit, (given, _, _), other in zip(own, split, others.tolist()):
-            room = self._limit - len(given)
+            room = self._fit.limit - len(given)
             _, reply, mask = split[other]
             example = (given + reply[:room], [False] * len(given) + mask[:room])
             units.append(Unit((*unit.examples, example), (*unit.rewards, 0.0)))
@@ -236,6 +220,9 @@ def encode_example(
     Raises: ValueError when the row cannot be rendered or nothing in it is to be trained.
     """
     prompt = row.get("prompt")
+    show = functools.partial(
+        apply_template, tokenizer=tokenizer, template=template, tools=row.get("tools"), where=where
+    )
     if prompt:
         completion = row.get("completion") or row.get("answer")
         if not isinstance(completion, (str, list)):
@@ -244,24 +231,15 @@ def encode_example(
             )
         if isinstance(prompt, list) or isinstance(completion, list) or template == "always":
             context = _as_messages(prompt, role="user")
-            reply = _as_messages(completion, role="assistant")
-            return _encode_conversation(
-                context + reply,
-                tokenizer,
-                template=template,
-                row=row,
-                first=len(context),
-                where=where,
-            )
-        given, _ = encode_prompt(prompt, tokenizer, template=template, tools=None, where=where)
+            talk = context + _as_messages(completion, role="assistant")
+            return _encode_conversation(talk, tokenizer, show=show, first=len(context), where=where)
+        given = encode_plain(prompt, tokenizer)
         whole = encode_plain(prompt + completion, tokenizer)
         added = _added_ids(given, whole, text=completion, tokenizer=tokenizer)
         added = _closed(added, tokenizer, where=where)
         return given + added, [False] * len(given) + [True] * len(added)
     if row.get("messages"):
-        return _encode_conversation(
-            row["messages"], tokenizer, template=template, row=row, first=0, where=where
-        )
+        return _encode_conversation(row["messages"], tokenizer, show=show, first=0, where=where)
     tokens = _closed(encode_plain(row["text"], tokenizer), tokenizer, where=where)
     return tokens, [False] + [True] * (len(tokens) - 1)
 
@@ -292,19 +270,10 @@ def _encode_conversation(
     messages: Messages,
     tokenizer: PreTrainedTokenizerBase,
     *,
-    template: str,
-    row: dict,
+    show: Callable[..., str],
     first: int,
     where: str,
 ) -> Example:
-    if template == "never":
-        raise ValueError(
-            f"{where}: the row is a list of messages, but data.chat_template is "
-            "`never`; use `auto`, or rows with plain text"
-        )
-    show = functools.partial(
-        apply_template, tokenizer=tokenizer, tools=row.get("tools"), where=where
-    )
     ends = _special_ids(tokenizer)
     tokens: list[int] = []
     mask: list[bool] = []

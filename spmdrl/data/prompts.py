@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -13,7 +14,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from spmdrl.config import Config
 from spmdrl.data.rows import Messages, Need, prompt_of, read_rows, text_bytes
 from spmdrl.data.tasks import GeneratedRows, Split, is_generated
-from spmdrl.imports import refusing
+from spmdrl.imports import is_missing_folder, refusing
 from spmdrl.types import Prompt
 
 # Evaluations of runs with different seeds ask the same questions, so that they compare.
@@ -41,8 +42,7 @@ def load_tokenizer(cfg: Config) -> PreTrainedTokenizerBase:
     """
     name = cfg.model.tokenizer or cfg.model.path
     field = "model.tokenizer" if cfg.model.tokenizer else "model.path"
-    is_local = name.startswith((".", "/", "~")) or name.count("/") != 1
-    if not name or (is_local and "/" in name and not Path(name).is_dir()):
+    if not name or is_missing_folder(name):
         raise ValueError(f"{field}: {name!r} is not a folder (looked from {Path.cwd()})")
     what = f"{field}: no tokenizer can be loaded from {name!r}, as a folder or hub name"
     with refusing(what, OSError, ValueError, KeyError):
@@ -104,46 +104,53 @@ class Order:
         return numpy.random.Generator(numpy.random.PCG64(entropy)).permutation(self.num_rows)
 
 
-def usable_rows(
-    rows: LocatedRows, *, measure: Callable[[int], int], limit: int, overlong: str, field: str
-) -> tuple[Sequence[int], int]:
-    """Find the rows that fit.
+@dataclass(frozen=True)
+class Fit:
+    """How long a row may be, and what becomes of one that is longer."""
 
-    Args:
-        rows: all rows.
-        measure: returns the length of a row in tokens.
-        limit: longest length, tokens.
-        overlong: `error` or `drop`.
-        field: the config field that sets the limit, for the message.
-    Returns: indices of the rows to use, and how many were dropped. Rows whose bytes already
-        fit are not tokenised, so that opening a large file stays cheap.
-    Raises: ValueError naming the first overlong row, or when none is left.
-    """
-    is_sampled = isinstance(rows, GeneratedRows) and overlong == "error"
-    scanned = min(len(rows), _MEASURED_GENERATED_ROWS) if is_sampled else len(rows)
-    kept = []
-    for i in range(scanned):
-        length = 0 if text_bytes(rows[i]) <= limit else measure(i)
-        if length <= limit:
-            kept.append(i)
-        elif overlong == "error":
-            raise ValueError(overlong_text(rows.where(i), length, limit=limit, field=field))
-    if not kept:
-        raise ValueError(
-            f"{rows.where(0)} and all {len(rows)} rows are longer than {field} = "
-            f"{limit} tokens; nothing is left to train on"
-        )
-    if len(kept) == scanned:
-        return range(len(rows)), 0
-    return kept, len(rows) - len(kept)
+    limit: int
+    """Tokens."""
+    field: str
+    """The config field that sets the limit, for messages."""
+    overlong: str
+    """`error` or `drop`."""
 
+    def check(self, rows: LocatedRows, index: int, *, length: int) -> None:
+        """Raise ValueError naming a row that is too long, tokens."""
+        if length > self.limit:
+            raise ValueError(
+                f"{rows.where(index)}: {length} tokens, above {self.field} = {self.limit}; raise "
+                "it, shorten the row, or set data.overlong_prompts=drop"
+            )
 
-def overlong_text(where: str, length: int, *, limit: int, field: str) -> str:
-    """Return the message about a row that is too long."""
-    return (
-        f"{where}: {length} tokens, above {field} = {limit}; raise it, shorten the row, or "
-        "set data.overlong_prompts=drop"
-    )
+    def usable(
+        self, rows: LocatedRows, *, measure: Callable[[int], int]
+    ) -> tuple[Sequence[int], int]:
+        """Find the rows that fit.
+
+        Args:
+            measure: returns the length of a row in tokens.
+        Returns: indices of the rows to use, and how many were dropped. Rows whose bytes already
+            fit are not tokenised, so that opening a large file stays cheap.
+        Raises: ValueError naming the first overlong row, or when none is left.
+        """
+        is_sampled = isinstance(rows, GeneratedRows) and self.overlong == "error"
+        scanned = min(len(rows), _MEASURED_GENERATED_ROWS) if is_sampled else len(rows)
+        kept = []
+        for i in range(scanned):
+            length = 0 if text_bytes(rows[i]) <= self.limit else measure(i)
+            if self.overlong == "error":
+                self.check(rows, i, length=length)
+            if length <= self.limit:
+                kept.append(i)
+        if not kept:
+            raise ValueError(
+                f"{rows.where(0)} and all {len(rows)} rows are longer than {self.field} = "
+                f"{self.limit} tokens; nothing is left to train on"
+            )
+        if len(kept) == scanned:
+            return range(len(rows)), 0
+        return kept, len(rows) - len(kept)
 
 
 class PromptSource:
@@ -156,14 +163,14 @@ class PromptSource:
 
     def __init__(self, cfg: Config, tokenizer: PreTrainedTokenizerBase):
         self.cfg, self.tokenizer = cfg, tokenizer
+        limit = cfg.data.max_prompt_tokens
+        self._fit = Fit(limit, "data.max_prompt_tokens", cfg.data.overlong_prompts)
         self._train = load_rows(cfg, split="train")
         self._prompt = functools.lru_cache(maxsize=_CACHED_ROWS)(
             functools.partial(self._encode, self._train)
         )
         self._prompt(0)
-        self.kept, self.num_dropped = self._usable(
-            self._train, measure=lambda i: len(self._tokens(self._train, i)[0])
-        )
+        self.kept, self.num_dropped = self._usable(self._train)
         self.order = Order(
             len(self.kept),
             per_step=cfg.batch.prompts_per_step,
@@ -191,30 +198,15 @@ class PromptSource:
 
     def _held_out(self) -> list[Prompt]:
         rows = load_rows(self.cfg, split="eval")
-        kept, _ = self._usable(rows, measure=lambda i: len(self._tokens(rows, i)[0]))
-        return [self._encode(rows, i) for i in kept]
+        return [self._encode(rows, i) for i in self._usable(rows)[0]]
 
-    def _usable(
-        self, rows: LocatedRows, *, measure: Callable[[int], int]
-    ) -> tuple[Sequence[int], int]:
-        data = self.cfg.data
-        return usable_rows(
-            rows,
-            measure=measure,
-            limit=data.max_prompt_tokens,
-            overlong=data.overlong_prompts,
-            field="data.max_prompt_tokens",
-        )
+    def _usable(self, rows: LocatedRows) -> tuple[Sequence[int], int]:
+        return self._fit.usable(rows, measure=lambda i: len(self._tokens(rows, i)[0]))
 
     def _encode(self, rows: LocatedRows, index: int) -> Prompt:
         tokens, text, row = self._tokens(rows, index)
-        limit = self.cfg.data.max_prompt_tokens
-        if len(tokens) > limit and self.cfg.data.overlong_prompts == "error":
-            raise ValueError(
-                overlong_text(
-                    rows.where(index), len(tokens), limit=limit, field="data.max_prompt_tokens"
-                )
-            )
+        if self._fit.overlong == "error":
+            self._fit.check(rows, index, length=len(tokens))
         if not tokens:
             raise ValueError(f"{rows.where(index)}: the prompt {text!r:.40} has no tokens")
         return Prompt(index=index, tokens=tuple(tokens), text=text, row=row)
@@ -280,14 +272,7 @@ def encode_prompt(
         return encode_plain(prompt, tokenizer), prompt
     if isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]
-    text = render(
-        prompt,
-        tokenizer,
-        template=template,
-        tools=tools,
-        where=where,
-        opens_reply=prompt[-1]["role"] != "assistant",
-    )
+    text = render(prompt, tokenizer, template=template, tools=tools, where=where)
     return tokenizer(text, add_special_tokens=False)["input_ids"], text
 
 
@@ -304,26 +289,17 @@ def render(
     messages: Messages,
     tokenizer: PreTrainedTokenizerBase,
     *,
-    template: str,
     tools: list | None,
     where: str,
-    opens_reply: bool,
+    template: str = "auto",
 ) -> str:
-    """Return a conversation as text by the tokenizer's chat template.
-
-    Args:
-        opens_reply: end with the opening of an assistant turn; otherwise the last turn, if
-            the assistant's, stays open to be continued.
-    Raises: ValueError when the template is missing, switched off, or refuses the messages.
-    """
-    if template == "never":
-        raise ValueError(
-            f"{where}: the row is a list of messages, but data.chat_template is "
-            "`never`; use `auto`, or rows with plain text prompts"
-        )
+    """Return a conversation as text, up to where the policy goes on: the opening of an assistant
+    turn, or a last turn of the assistant's, left open. Raises as `apply_template`."""
+    opens_reply = messages[-1]["role"] != "assistant"
     return apply_template(
         messages,
         tokenizer,
+        template=template,
         tools=tools,
         where=where,
         add_generation_prompt=opens_reply,
@@ -337,17 +313,27 @@ def apply_template(
     *,
     tools: list | None,
     where: str,
+    template: str = "auto",
     add_generation_prompt: bool = False,
     continue_final_message: bool = False,
 ) -> str:
-    """Render messages, turning every fault of the template into a ValueError with the row."""
+    """Return a conversation as text by the tokenizer's chat template.
+
+    Raises: ValueError when the template is missing, switched off, or refuses the messages.
+    """
+    if template == "never":
+        raise ValueError(
+            f"{where}: the row is a list of messages, but data.chat_template is "
+            "`never`; use `auto`, or rows with plain text prompts"
+        )
     if not tokenizer.chat_template:
         raise ValueError(
             f"{where}: the row needs a chat template and the tokenizer of "
             f"{tokenizer.name_or_path or 'the model'} has none; set model.tokenizer to one that "
             "has, or give rows with plain text prompts"
         )
-    try:
+    # Templates are programs: jinja's errors, and TypeError, KeyError.
+    with refusing(f"{where}: the chat template refuses the messages", Exception, names_kind=True):
         return tokenizer.apply_chat_template(
             messages,
             tools=tools,
@@ -355,7 +341,3 @@ def apply_template(
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
         )
-    except Exception as error:  # templates are programs: jinja's errors, and TypeError, KeyError
-        raise ValueError(
-            f"{where}: the chat template refuses the messages: {type(error).__name__}: {error}"
-        ) from error

@@ -22,14 +22,15 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal
 
 from transformers import PreTrainedTokenizerBase
 
 from spmdrl.data.prompts import apply_template, render
 from spmdrl.environments.protocol import Message, Response, ToolCall
-from spmdrl.environments.tool_calls import Parser, make_parser
+from spmdrl.environments.tool_calls import Parser
 
 _REPLY = "spmdrl-stands-for-the-reply"
 _WHERE = "rollout.environment"
@@ -69,14 +70,15 @@ class Chat:
         self._stops = frozenset(stop_token_ids)
         # The samples of a group open alike, and openings are the long texts.
         self._encoded_opening = functools.lru_cache(maxsize=_CACHED_OPENINGS)(self._encode)
-        if rewrites not in ("refuse", "keep"):
-            raise ValueError(
-                f"rollout.environment.rewrites: must be refuse or keep, got {rewrites!r}"
-            )
         self._check_closing()
         kinds = _probes(has_tools=bool(tools))
         for messages in kinds:
-            self._check_answer(messages)
+            advice = (
+                "A template without tool messages takes the environment `tools` with "
+                "reply_role=user"
+            )
+            with _explained(f"a reply answered by {_roles(messages)}. {advice}"):
+                self._joint(messages)
         if rewrites == "refuse":
             for head in self._heads():
                 for messages in kinds:
@@ -88,7 +90,7 @@ class Chat:
         A final assistant message is not closed: the policy continues it.
         Raises: ValueError when the template refuses the messages.
         """
-        return list(self._encoded_opening(self._opening_text(messages, tools=self.tools)))
+        return list(self._encoded_opening(self._opening_text(messages)))
 
     def observed(self, sampled: Sequence[int], messages: list[Message]) -> list[int]:
         """Return the ids to append behind what the policy sampled, up to its next turn.
@@ -119,15 +121,8 @@ class Chat:
     def _encode(self, text: str) -> list[int]:
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]
 
-    def _opening_text(self, messages: list[Message], *, tools: list[dict] | None) -> str:
-        return render(
-            messages,
-            self.tokenizer,
-            template="auto",
-            tools=tools,
-            where=_WHERE,
-            opens_reply=messages[-1]["role"] != "assistant",
-        )
+    def _opening_text(self, messages: list[Message]) -> str:
+        return render(messages, self.tokenizer, tools=self.tools, where=_WHERE)
 
     def _rendered(self, messages: list[Message], **options: Any) -> str:
         return apply_template(messages, self.tokenizer, where=_WHERE, tools=None, **options)
@@ -158,21 +153,11 @@ class Chat:
             + (f": {tokens[0]}" if tokens else ", or use a chat template that closes replies")
         )
 
-    def _check_answer(self, messages: list[Message]) -> None:
-        try:
-            self._joint(messages)
-        except ValueError as error:
-            raise ValueError(
-                f"{error}\nThat was a reply answered by {_roles(messages)}. A "
-                "template without tool messages takes the environment `tools` with "
-                "reply_role=user"
-            ) from None
-
     def _heads(self) -> list[list[Message]]:
         user = [{"role": "user", "content": "begin"}]
         system = [{"role": "system", "content": "rules"}, *user]
         try:
-            self._opening_text(system, tools=self.tools)
+            self._opening_text(system)
         except ValueError:  # Gemma's has no system turn: an environment cannot use one either
             return [user]
         return [user, system]
@@ -180,45 +165,24 @@ class Chat:
     def _check_rewriting(self, head: list[Message], messages: list[Message]) -> None:
         """Compare a conversation as it is kept here with the template's rendering of it."""
         replies = ["first", "<think>\nwhy\n</think>\n\nsecond", "third"]
-        kept, whole = self._opening_text(head, tools=self.tools), list(head)
+        kept, whole = self._opening_text(head), list(head)
         for reply in replies:
             kept += reply + self._joint(messages)
             whole += [{"role": "assistant", "content": reply}, *messages]
-        try:
-            theirs = self._opening_text(whole, tools=self.tools)
-        except ValueError as error:
-            raise ValueError(
-                f"{error}\nThat was a conversation of replies, each answered by "
-                f"{_roles(messages)}. {_KEEP}"
-            ) from None
+        answers = f"a conversation of replies, each answered by {_roles(messages)}. {_KEEP}"
+        with _explained(answers):
+            theirs = self._opening_text(whole)
         if kept != theirs:
             raise ValueError(_difference(kept, theirs, messages))
 
 
-def make_chat(
-    options: Mapping[str, Any],
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    stop_token_ids: Collection[int],
-    tools: list[dict],
-    tool_parser: str,
-) -> Chat:
-    """Make the Chat of a run.
-
-    Args:
-        options: rollout.environment, of which `rewrites` is for this.
-        stop_token_ids: ids that end a response in the engine.
-        tools, tool_parser: of the environment, as RewardPool has them after `start`.
-    Raises: ValueError as Chat and make_parser.
-    """
-    parser = make_parser(tool_parser, tokenizer) if tool_parser else None
-    return Chat(
-        tokenizer,
-        stop_token_ids=stop_token_ids,
-        tools=tools,
-        parser=parser,
-        rewrites=options.get("rewrites", "refuse"),
-    )
+@contextmanager
+def _explained(what: str) -> Iterator[None]:
+    """Say behind a refusal of the template what was shown to it."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{error}\nThat was {what}") from None
 
 
 def _probes(*, has_tools: bool) -> list[list[Message]]:

@@ -12,8 +12,9 @@ from spmdrl.config import Config
 from spmdrl.data.end_tokens import end_token_ids
 from spmdrl.data.prompts import PromptSource
 from spmdrl.engine.protocol import EngineProtocol
+from spmdrl.environments.tool_calls import make_parser
 from spmdrl.rewards.signatures import reward_models
-from spmdrl.rollout.conversation import make_chat
+from spmdrl.rollout.conversation import Chat
 from spmdrl.rollout.episode import Draw, Group
 from spmdrl.rollout.filling import StepFiller
 from spmdrl.rollout.idle import Idle
@@ -173,8 +174,12 @@ def _make_loop(
 ) -> Loop:
     options, chat, openings = cfg.rollout.environment, None, None
     if options:
-        chat = make_chat(
-            options, tokenizer, tools=pool.tools, stop_token_ids=stops, tool_parser=pool.tool_parser
+        chat = Chat(
+            tokenizer,
+            stop_token_ids=stops,
+            tools=pool.tools,
+            parser=make_parser(pool.tool_parser, tokenizer) if pool.tool_parser else None,
+            rewrites=options.get("rewrites", "refuse"),
         )
         openings = Openings(
             str(options["name"]),
