@@ -20,6 +20,7 @@ import pyarrow.parquet as parquet
 
 from spmdrl.config import Config, ShapingSettings, flatten
 from spmdrl.config.former import modernized
+from spmdrl.imports import refusing
 from spmdrl.rewards.signatures import part_names, reward_models
 from spmdrl.rollout.episode import GREEDY, FinishedEpisode, Group
 from spmdrl.rollout.packing import cumulative, flat_episodes
@@ -69,6 +70,19 @@ SCHEMA = pa.schema(
 )
 _ROUTES = pa.field("routes", pa.large_list(pa.int16()))
 """Of a run with model.moe.replay: [n, L, K] of a sequence, flat; L and K are in the header."""
+NUMBERS = {
+    "group": "group_ids",
+    "sample": "sample_ids",
+    "row": "rows",
+    "reward": "rewards",
+    "greedy_reward": "greedy_rewards",
+    "is_valid": "is_valid",
+    "is_truncated": "is_truncated",
+    "length": "lengths",
+    "response_length": "response_lengths",
+    "min_version": "min_versions",
+}
+"""{column: field of Scalars} of what is one number per sequence."""
 SEQUENCE_COLUMNS = tuple(name for name in SCHEMA.names if name not in TOKEN_COLUMNS)
 """All but those with a value per token."""
 
@@ -84,15 +98,12 @@ class Recorder:
         self.replica, self.num_replicas = replica, num_replicas
         self.folder = Path(cfg.output_dir) / FOLDER
         probe = self.folder / f".replica_{replica}.partial"
-        try:
+        what = f"rollout.record: {self.folder} cannot be written to"
+        hint = "; set another output_dir, or leave rollout.record.every out"
+        with refusing(what, OSError, hint=hint):
             self.folder.mkdir(parents=True, exist_ok=True)
             probe.write_bytes(b"")
             probe.unlink()
-        except OSError as error:
-            raise ValueError(
-                f"rollout.record: {self.folder} cannot be written to: {error}; set "
-                "another output_dir, or leave rollout.record.every out"
-            ) from error
 
     def record(self, step: int, groups: Sequence[Group], share: Rollouts) -> None:
         """Write a share, if its step is one of those to record.
@@ -191,16 +202,8 @@ def _rows(
     step: int, episodes: Sequence[FinishedEpisode], tokens: Tokens, *, scalars: Scalars
 ) -> pa.Table:
     """Return a table of episodes, each a row."""
-    columns = _texts(step, episodes) | {
-        "reward": scalars.rewards.numpy(),
-        "greedy_reward": scalars.greedy_rewards.numpy(),
-        "reward_parts": scalars.reward_parts.tolist(),
-        "is_valid": scalars.is_valid.numpy(),
-        "is_truncated": scalars.is_truncated.numpy(),
-        "length": scalars.lengths.numpy(),
-        "response_length": scalars.response_lengths.numpy(),
-        "min_version": scalars.min_versions.numpy(),
-    }
+    columns = _texts(step, episodes) | {"reward_parts": scalars.reward_parts.tolist()}
+    columns |= {name: getattr(scalars, field).numpy() for name, field in NUMBERS.items()}
     starts = cumulative(scalars.lengths)
     for name in TOKEN_COLUMNS:
         kind = SCHEMA.field(name).type
@@ -226,9 +229,6 @@ def _texts(step: int, samples: Sequence[FinishedEpisode]) -> dict[str, Any]:
     """Return the columns that a sample has and its packed form has not."""
     return {
         "step": [step] * len(samples),
-        "group": [s.slot for s in samples],
-        "sample": [s.sample for s in samples],
-        "row": [s.prompt.index for s in samples],
         "prompt": [s.prompt.text for s in samples],
         "response": [s.text for s in samples],
         "raw_reward": [s.reward.value for s in samples],

@@ -17,7 +17,7 @@ from torch import Tensor
 from spmdrl.imports import refusing
 from spmdrl.rollout.episode import GREEDY
 from spmdrl.rollout.packing import cumulative, empty_rollouts, turns_of
-from spmdrl.rollout.recorder import FILE_NAME, FOLDER, FORMAT, HEADER, SCHEMA
+from spmdrl.rollout.recorder import FILE_NAME, FOLDER, FORMAT, HEADER, NUMBERS, SCHEMA
 from spmdrl.types import TOKEN_COLUMNS, Rollouts, Scalars, add_sums, join_routes
 
 
@@ -174,23 +174,11 @@ def _packed(table: pa.Table, form: Sequence[Any] | None) -> Rollouts:
 def scalars_of(table: pa.Table) -> Scalars:
     """Return the numbers per sequence of a table, in its order; greedy rows are not left out."""
 
-    def of(name: str) -> Tensor:
-        return _tensor(table[name].combine_chunks())
-
     parts = _tensor(table["reward_parts"].combine_chunks().flatten())
     return Scalars(
-        lengths=of("length"),
-        response_lengths=of("response_length"),
-        group_ids=of("group"),
-        sample_ids=of("sample"),
-        rewards=of("reward"),
-        is_truncated=of("is_truncated"),
-        is_valid=of("is_valid"),
-        min_versions=of("min_version"),
+        **{field: _tensor(table[name].combine_chunks()) for name, field in NUMBERS.items()},
         reward_parts=parts.view(table.num_rows, -1),
-        greedy_rewards=of("greedy_reward"),
         turns=turns_of(zip(table["turn_rewards"].to_pylist(), table["turn_states"].to_pylist())),
-        rows=of("row"),
     )
 
 
