@@ -28,7 +28,7 @@ from spmdrl.rollout.episode import (
 )
 from spmdrl.rollout.idle import Idle
 from spmdrl.rollout.link import Link
-from spmdrl.workers.messages import OVERLONG
+from spmdrl.workers.messages import OVERLONG, Failure
 from spmdrl.workers.pool import RewardPool, RewardResult, TurnResult
 
 ENVIRONMENT = "environment"
@@ -199,7 +199,7 @@ class Loop:
         """Go on with an opening, or with an answer; return why that fails, if it does."""
         assert self.chat is not None
         if result.failure:
-            return _failure(result, result.message)
+            return _failed(result, result.failure, f"environment: {result.message}")
         episode.environment, episode.state = result.environment, result.state
         for name, value in result.info.items():
             episode.info[name] = episode.info.get(name, 0.0) + value
@@ -218,7 +218,7 @@ class Loop:
                 else self.chat.observed(episode.turn, list(result.messages))
             )
         except ValueError as error:
-            return _failure(result, str(error))
+            return _failed(result, "error", f"environment: {error}")
         if is_opening:
             if self.openings and len(tokens) > self.openings.max_tokens:
                 return _overlong(result, episode, len(tokens), openings=self.openings)
@@ -255,14 +255,8 @@ class Loop:
         return self.tokenizer.batch_decode(list(rows), skip_special_tokens=True)
 
 
-def _failure(result: TurnResult, message: str) -> RewardResult:
-    return RewardResult(
-        result.key,
-        None,
-        seconds=result.seconds,
-        failure=result.failure or "error",
-        message=f"environment: {message}",
-    )
+def _failed(result: TurnResult, failure: Failure, message: str) -> RewardResult:
+    return RewardResult(result.key, seconds=result.seconds, failure=failure, message=message)
 
 
 def _overlong(
@@ -279,7 +273,7 @@ def _overlong(
             f"{message}; raise it, shorten the opening, or set "
             "data.overlong_prompts=drop to leave such samples out"
         )
-    return RewardResult(result.key, None, seconds=result.seconds, failure=OVERLONG, message=message)
+    return _failed(result, OVERLONG, message)
 
 
 def _with_environment(result: RewardResult, episode: Episode) -> RewardResult:

@@ -111,27 +111,17 @@ def summarize(
         K = 1, 2, 4, ... and n; `maj_at_n`: the most frequent answer is right (equally frequent
         ones count by halves); `response_length`, tokens; `truncated_frac`, `failed_frac`.
     """
-    found = {"reward": _over(outcomes, lambda o: _mean(o.rewards) if o.rewards else None)}
+    scored = {k: [o for o in outcomes if len(o.rewards) >= k] for k in (1, *sizes(samples))}
+    voted = [o for o in outcomes if len(o.answers) >= samples]
+    found = {"reward": _over(scored[1], lambda o: _mean(o.rewards))}
     for k in sizes(samples):
         found[f"pass_at_{k}"] = _over(
-            outcomes,
-            lambda o: (
-                None
-                if len(o.rewards) < k
-                else (pass_at_k_estimate(len(o.rewards), sum(_rights(o, right_at)), k))
-            ),
+            scored[k], lambda o: pass_at_k_estimate(len(o.rewards), sum(_rights(o, right_at)), k)
         )
     for k in sizes(samples):
-        found[f"best_at_{k}"] = _over(
-            outcomes, lambda o: None if len(o.rewards) < k else (best_at_k_estimate(o.rewards, k))
-        )
+        found[f"best_at_{k}"] = _over(scored[k], lambda o: best_at_k_estimate(o.rewards, k))
     found |= {
-        f"maj_at_{samples}": _over(
-            outcomes,
-            lambda o: (
-                None if len(o.answers) < samples else (_majority(o.answers, _rights(o, right_at)))
-            ),
-        ),
+        f"maj_at_{samples}": _over(voted, lambda o: _majority(o.answers, _rights(o, right_at))),
         "response_length": _over(outcomes, lambda o: _mean(o.lengths)),
         "truncated_frac": _over(outcomes, lambda o: o.num_truncated / len(o.lengths)),
         "failed_frac": _over(outcomes, lambda o: 1 - len(o.rewards) / len(o.lengths)),
@@ -146,12 +136,8 @@ def evaluation_file(output_dir: str | Path, step: int) -> Path:
 
 def by_source(outcomes: Sequence[ProblemOutcome]) -> dict[str, list[ProblemOutcome]]:
     """Return the outcomes by `data_source`, in alphabetical order."""
-    sources: dict[str, list[ProblemOutcome]] = {
-        name: [] for name in sorted({o.source for o in outcomes})
-    }
-    for outcome in outcomes:
-        sources[outcome.source].append(outcome)
-    return sources
+    sources = sorted({o.source for o in outcomes})
+    return {name: [o for o in outcomes if o.source == name] for name in sources}
 
 
 def part_means(outcomes: Sequence[ProblemOutcome]) -> dict[str, float]:
@@ -204,18 +190,14 @@ def _majority(answers: Sequence[str], rights: Sequence[bool]) -> float:
     votes = Counter(answers)
     first = [answer for answer, count in votes.items() if count == max(votes.values())]
     # A grader may judge one answer in two ways, by what stands around it: its mean.
-    return _mean(
-        [
-            _mean([right for given, right in zip(answers, rights) if given == answer])
-            for answer in first
-        ]
-    )
+    judged = [[r for given, r in zip(answers, rights) if given == answer] for answer in first]
+    return _mean(list(map(_mean, judged)))
 
 
 def _over(
-    outcomes: Sequence[ProblemOutcome], value: Callable[[ProblemOutcome], float | None]
+    outcomes: Sequence[ProblemOutcome], value: Callable[[ProblemOutcome], float]
 ) -> Estimate | None:
-    values = [v for v in map(value, outcomes) if v is not None]
+    values = list(map(value, outcomes))
     if not values:
         return None
     mean, count = _mean(values), len(values)
