@@ -9,7 +9,6 @@ to write.
 from __future__ import annotations
 
 import functools
-import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from spmdrl.algorithms import registry
 from spmdrl.algorithms.preference.unpaired import mismatched
 from spmdrl.config import Config
+from spmdrl.data.hashed import hashed
 from spmdrl.data.prompts import Fit, Order, apply_template, encode_plain, load_rows
 from spmdrl.data.rows import Messages, Need, label_of, pair_of
 from spmdrl.imports import refusing
@@ -170,8 +170,9 @@ class LabelledSource(PairSource):
         """
         own = super().units_at(step)
         split = [_split(unit.examples[0]) for unit in own]
+        prompts = [hashed(repr(given)) >> 1 for given, _, _ in split]
         with refusing(f"data.train, step {step}", ValueError):
-            others = mismatched(torch.tensor([_key(given) for given, _, _ in split]))
+            others = mismatched(torch.tensor(prompts))
         units = []
         for unit, (given, _, _), other in zip(own, split, others.tolist()):
             room = self._fit.limit - len(given)
@@ -195,12 +196,6 @@ def _split(example: Example) -> tuple[list[int], list[int], list[bool]]:
     tokens, mask = example
     first = mask.index(True)
     return tokens[:first], tokens[first:], mask[first:]
-
-
-def _key(tokens: list[int]) -> int:
-    """Return a number of 63 bits that tells prompts apart."""
-    digest = hashlib.blake2b(repr(tokens).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") >> 1
 
 
 def encode_example(

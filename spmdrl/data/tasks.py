@@ -8,11 +8,11 @@ its seed, size or objective, sees a problem that an evaluation asks.
 from __future__ import annotations
 
 import functools
-import hashlib
 import importlib.util
 import random
 from typing import Any, Literal, Protocol
 
+from spmdrl.data.hashed import hashed
 from spmdrl.imports import nearest, refusing
 
 Split = Literal["train", "eval"]
@@ -240,21 +240,19 @@ class ReasoningGym:
 
         # Datasets draw problem i from seed + i, so near seeds give the same problems
         # shifted; some also want seed + i below 2 ** 32.
-        name = f"{seed}/{split}/{number}".encode()
-        hashed = int.from_bytes(hashlib.blake2b(name, digest_size=4).digest(), "big") >> 2
+        drawn = hashed(f"{seed}/{split}/{number}", num_bytes=4) >> 2
         what = (
             f"data.task_options {self.options} of reasoning_gym:{self.name} "
             f"with {self.size} problems"
         )
         with refusing(what, TypeError, ValueError, AssertionError):
             return reasoning_gym.create_dataset(
-                self.name, seed=hashed, size=self.size, **self.options
+                self.name, seed=drawn, size=self.size, **self.options
             )
 
 
 def _split_of(problem: str) -> Split:
-    digest = hashlib.blake2b(problem.encode(), digest_size=8).digest()
-    return "train" if int.from_bytes(digest, "big") % _HELD_OUT_ONE_IN else "eval"
+    return "train" if hashed(problem) % _HELD_OUT_ONE_IN else "eval"
 
 
 _TASKS: dict[str, type[Addition | GuessNumberTask]] = {

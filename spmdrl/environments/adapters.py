@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 import json
 from collections.abc import Callable
 from typing import Any
 
+from spmdrl.data.hashed import hashed
 from spmdrl.data.tasks import Task, make_task
 from spmdrl.environments.protocol import Message, Response, Turn, check_at_least, opening_messages
 from spmdrl.imports import construct, import_object, ran
@@ -91,8 +91,7 @@ class GymEnvironment:
         seed = row.get("seed")
         if seed is None:
             text = json.dumps(messages, sort_keys=True, default=str)
-            digest = hashlib.blake2b(text.encode(), digest_size=4).digest()
-            seed = int.from_bytes(digest, "big") >> 1
+            seed = hashed(text, num_bytes=4) >> 1
         observation, _ = ran(self.env.reset(seed=int(seed)))
         shown = _shower(self._show)(observation)
         if messages[-1]["role"] == "user":

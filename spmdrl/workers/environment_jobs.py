@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 import inspect
 import json
 import pickle
 from collections.abc import Mapping
 from typing import Any
 
+from spmdrl.data.hashed import hashed
 from spmdrl.environments.protocol import Message, Response, Turn
 from spmdrl.imports import construct, import_object, ran, refusing
 from spmdrl.rewards.signatures import BadValue, finite
@@ -115,8 +115,7 @@ def _state_of(environment: Any) -> int:
     name = getattr(environment, "state", None)
     if not callable(name):
         return -1
-    digest = hashlib.blake2b(str(ran(name())).encode(), digest_size=6).digest()
-    return int.from_bytes(digest, "big")
+    return hashed(str(ran(name())), num_bytes=6)
 
 
 def pack(environment: Any) -> bytes:

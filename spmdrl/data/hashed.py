@@ -1,0 +1,10 @@
+"""Numbers drawn from texts: the same in every process, on every machine, in every run."""
+
+from __future__ import annotations
+
+import hashlib
+
+
+def hashed(text: str, *, num_bytes: int = 8) -> int:
+    """Return a number of so many bytes, at least 0, that equal texts share."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=num_bytes).digest(), "big")
