@@ -8,14 +8,16 @@ step and the gathered numbers, never of a rank or of timing.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 import torch
 
 from spmdrl.algorithms.shaping import RIGHT_AT, ROUNDING
+from spmdrl.data.hashed import hashed
 from spmdrl.data.prompts import Order
 from spmdrl.types import Scalars
 
@@ -52,17 +54,17 @@ class Measured:
 
     def observe(self, scalars: Scalars) -> None:
         """Take in a batch, group after group."""
-        groups: dict[int, list[tuple[int, int, bool, bool]]] = {}
+        is_right = scalars.rewards >= RIGHT_AT - ROUNDING
         columns = (
+            scalars.group_ids,
             scalars.rows,
             scalars.response_lengths,
-            scalars.rewards >= RIGHT_AT - ROUNDING,
+            is_right,
             scalars.is_valid,
         )
-        for group, *sample in zip(scalars.group_ids.tolist(), *(c.tolist() for c in columns)):
-            groups.setdefault(group, []).append(tuple(sample))
-        for group in sorted(groups):
-            rows, lengths, right, valid = zip(*groups[group])
+        samples = sorted(zip(*(c.tolist() for c in columns)), key=itemgetter(0))
+        for _, group in groupby(samples, key=itemgetter(0)):
+            _, rows, lengths, right, valid = zip(*group)
             _move(self.lengths, rows[0], sum(lengths) / len(lengths))
             if any(valid):
                 num_right = sum(r for r, is_valid in zip(right, valid) if is_valid)
@@ -111,8 +113,7 @@ def choose(
 
 
 def _coin(seed: int, cursor: int) -> float:
-    digest = hashlib.blake2b(f"{seed}/curriculum/{cursor}".encode(), digest_size=7).digest()
-    return int.from_bytes(digest, "big") / 2**56
+    return hashed(f"{seed}/curriculum/{cursor}", num_bytes=7) / 2**56
 
 
 class PromptPlanner:

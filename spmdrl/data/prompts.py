@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +13,7 @@ import numpy
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from spmdrl.config import Config
-from spmdrl.data.rows import Messages, Need, prompt_of, read_rows, text_bytes
+from spmdrl.data.rows import Messages, Need, prompt_of, read_rows
 from spmdrl.data.tasks import GeneratedRows, Split, is_generated
 from spmdrl.imports import is_missing_folder, refusing
 from spmdrl.types import Prompt
@@ -138,7 +139,7 @@ class Fit:
         scanned = min(len(rows), _MEASURED_GENERATED_ROWS) if is_sampled else len(rows)
         kept = []
         for i in range(scanned):
-            length = 0 if text_bytes(rows[i]) <= self.limit else measure(i)
+            length = 0 if _text_bytes(rows[i]) <= self.limit else measure(i)
             if self.overlong == "error":
                 self.check(rows, i, length=length)
             if length <= self.limit:
@@ -151,6 +152,21 @@ class Fit:
         if len(kept) == scanned:
             return range(len(rows)), 0
         return kept, len(rows) - len(kept)
+
+
+def _text_bytes(row: dict) -> int:
+    """Return an upper bound on the tokens of a row under a tokenizer whose tokens cover at
+    least one byte each: its UTF-8 bytes plus allowances for special tokens and templates."""
+    names = ("prompt", "messages", "completion", "answer", "text", "tools", "chosen", "rejected")
+    columns = [row.get(c) for c in names]
+    total = 512  # a template's own system prompt
+    for value in columns:
+        if isinstance(value, str):
+            total += len(value.encode())
+        elif value is not None:
+            total += len(json.dumps(value, ensure_ascii=False, default=str).encode())
+            total += 32 * len(value) if isinstance(value, list) else 0
+    return total
 
 
 class PromptSource:

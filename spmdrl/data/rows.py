@@ -306,18 +306,3 @@ def ground_truth_of(row: dict) -> Any:
         "the row has no reference answer (reward_model.ground_truth, ground_truth or "
         f"answer); its columns are {', '.join(map(str, row))}"
     )
-
-
-def text_bytes(row: dict) -> int:
-    """Return an upper bound on the tokens of a row under a tokenizer whose tokens cover at
-    least one byte each: its UTF-8 bytes plus allowances for special tokens and templates."""
-    names = ("prompt", "messages", "completion", "answer", "text", "tools", "chosen", "rejected")
-    columns = [row.get(c) for c in names]
-    total = 512  # a template's own system prompt
-    for value in columns:
-        if isinstance(value, str):
-            total += len(value.encode())
-        elif value is not None:
-            total += len(json.dumps(value, ensure_ascii=False, default=str).encode())
-            total += 32 * len(value) if isinstance(value, list) else 0
-    return total
