@@ -24,17 +24,7 @@ _TYPES = {
     list: "array",
     dict: "object",
 }
-_CHECKS: dict[str, Callable[[Any], bool]] = {
-    "integer": lambda v: isinstance(v, int) and not isinstance(v, bool),
-    "number": lambda v: (
-        isinstance(v, (int, float)) and not isinstance(v, bool) and math.isfinite(v)
-    ),
-    "string": lambda v: isinstance(v, str),
-    "boolean": lambda v: isinstance(v, bool),
-    "null": lambda v: v is None,
-    "array": lambda v: isinstance(v, list),
-    "object": lambda v: isinstance(v, dict),
-}
+_KINDS = {name: kind for kind, name in _TYPES.items()}
 _SECTION = re.compile(r"\n\s*(Args|Returns|Raises):", re.IGNORECASE)
 _ARGUMENT = re.compile(r"\s*(\w+):\s*(.*)")
 
@@ -143,6 +133,12 @@ def argument_problem(arguments: dict[str, Any], schema: dict[str, Any]) -> str:
     return ""
 
 
+def _is_of(kind: str, value: Any) -> bool:
+    if kind == "number" and isinstance(value, (int, float)):
+        return type(value) is not bool and math.isfinite(value)
+    return isinstance(value, _KINDS[kind]) and (kind == "boolean" or type(value) is not bool)
+
+
 def _value_problem(value: Any, schema: dict[str, Any]) -> str:
     if value is None and schema.get("nullable"):
         return ""
@@ -151,7 +147,7 @@ def _value_problem(value: Any, schema: dict[str, Any]) -> str:
         return "" if "" in problems else " or ".join(problems)
     kinds = schema.get("type", ())
     kinds = [kinds] if isinstance(kinds, str) else kinds
-    if kinds and not any(_CHECKS[kind](value) for kind in kinds):
+    if kinds and not any(_is_of(kind, value) for kind in kinds):
         return f"expected {' or '.join(kinds)}, got {value!r:.60}"
     if "enum" in schema and value not in schema["enum"]:
         return f"must be one of {', '.join(map(repr, schema['enum']))}, got {value!r:.60}"
