@@ -24,11 +24,13 @@ Keyword-only parameters are options. To set them, bind them in a file of your ow
 from __future__ import annotations
 
 import functools
+import importlib
 import json
 import logging
 import re
 from typing import Any
 
+from spmdrl.imports import refusing
 from spmdrl.rewards.answers import boxed, find_answer, last_number, reference_answer, reported
 from spmdrl.rewards.forked import run_forked
 from spmdrl.rewards.programs import code
@@ -122,11 +124,9 @@ def math(
         given = f"\\boxed{{{given}}}"
     if given.count("\\boxed") == 1 and _PLAIN.fullmatch(boxed(given) or ""):
         is_right, pred = _judged(right, f"\\boxed{{{boxed(given)}}}")  # 2 ms; forked 10
-        return reported(float(is_right), pred=pred)
-    text = run_forked(lambda: json.dumps(_judged(right, given)), timeout_s=timeout_s)
-    if text is None:
-        return reported(0.0, pred=None)
-    is_right, pred = json.loads(text)
+    else:
+        text = run_forked(lambda: json.dumps(_judged(right, given)), timeout_s=timeout_s)
+        is_right, pred = json.loads(text) if text else (False, "")
     return reported(float(is_right), pred=pred)
 
 
@@ -152,13 +152,9 @@ def _judged(right: tuple, given: str) -> tuple[bool, str]:
 
 
 def _math_verify() -> Any:
-    try:
-        import math_verify
-    except ImportError as error:
-        raise ValueError(
-            f"the grader `math` needs math-verify ({error}): pip install 'math-verify[antlr4_13_2]'"
-        ) from None
-    return math_verify
+    hint = "; pip install 'math-verify[antlr4_13_2]'"
+    with refusing("the grader `math` needs math-verify", ImportError, hint=hint):
+        return importlib.import_module("math_verify")
 
 
 def _prepare_math(**_: Any) -> None:

@@ -149,24 +149,32 @@ def adapt(function: Callable, *, spec: str) -> Reward:
 
     Raises: ValueError showing the known signatures when the parameter names fit none.
     """
-    wanted, call, read = _read_parameters(function), None, _read_one
+    given: Callable[[RewardSample, Score, _Parameters], dict[str, Any]]
+    wanted, read = _read_parameters(function), _read_one
     if {"solution_str", "ground_truth"} <= wanted.names:
-        _refuse(wanted.required - _VERL_GIVEN, spec)
-        call = functools.partial(_call_verl, function, wanted=wanted)
+        unknown, given = wanted.required - _VERL_GIVEN, _given_verl
     elif {"answer", "entry"} <= wanted.names:
-        _refuse(wanted.required - {"answer", "entry"}, spec)
-        call = functools.partial(_call_reasoning_gym, function)
+        unknown, given = wanted.required - {"answer", "entry"}, _given_reasoning_gym
     elif "completions" in wanted.names:
-        _refuse(wanted.required & _TRL_MISSING, spec)
-        call, read = functools.partial(_call_trl, function, wanted=wanted), _read_list
-    if call is not None:
-        is_async = _is_async(function)
-        return Reward(call, read, _concurrency(function, is_async=is_async, spec=spec), is_async)
-    shown = ", ".join(sorted(wanted.names)) or "none that can be read"
-    raise ValueError(
-        f"rewards.functions: {spec} has parameters ({shown}), which fit none of the "
-        f"known signatures:\n{KNOWN_SIGNATURES}"
-    )
+        unknown, given, read = wanted.required & _TRL_MISSING, _given_trl, _read_list
+    else:
+        shown = ", ".join(sorted(wanted.names)) or "none that can be read"
+        raise ValueError(
+            f"rewards.functions: {spec} has parameters ({shown}), which fit none of the "
+            f"known signatures:\n{KNOWN_SIGNATURES}"
+        )
+    if unknown:
+        raise ValueError(
+            f"rewards.functions: {spec} requires {', '.join(sorted(unknown))}, which "
+            f"is not available here; give a default. Known:\n{KNOWN_SIGNATURES}"
+        )
+
+    def call(sample: RewardSample, score: Score) -> Any:
+        """Call the function with what it takes of what there is."""
+        return function(**wanted.select(given(sample, score, wanted)))
+
+    is_async = _is_async(function)
+    return Reward(call, read, _concurrency(function, is_async=is_async, spec=spec), is_async)
 
 
 def _read_parameters(function: Callable) -> _Parameters:
@@ -177,14 +185,6 @@ def _read_parameters(function: Callable) -> _Parameters:
         required=frozenset(p.name for p in named if p.default is kinds.empty),
         takes_any=any(p.kind is kinds.VAR_KEYWORD for p in parameters),
     )
-
-
-def _refuse(unknown: frozenset[str], spec: str) -> None:
-    if unknown:
-        raise ValueError(
-            f"rewards.functions: {spec} requires {', '.join(sorted(unknown))}, which "
-            f"is not available here; give a default. Known:\n{KNOWN_SIGNATURES}"
-        )
 
 
 def _is_async(function: Callable) -> bool:
@@ -204,9 +204,7 @@ def _concurrency(function: Callable, *, is_async: bool, spec: str) -> int:
     return chosen
 
 
-def _call_verl(
-    function: Callable, sample: RewardSample, score: Score, *, wanted: _Parameters
-) -> Any:
+def _given_verl(sample: RewardSample, _: Score, wanted: _Parameters) -> dict[str, Any]:
     row = sample.row
     given = {
         "data_source": row.get("data_source"),
@@ -217,11 +215,11 @@ def _call_verl(
     absent = () if "ground_truth" in wanted.required else (ValueError,)
     with contextlib.suppress(*absent):
         given["ground_truth"] = ground_truth_of(row)
-    return function(**wanted.select(given))
+    return given
 
 
-def _call_reasoning_gym(function: Callable, sample: RewardSample, score: Score) -> Any:
-    return function(answer=sample.text, entry=sample.row)
+def _given_reasoning_gym(sample: RewardSample, *_: Any) -> dict[str, Any]:
+    return {"answer": sample.text, "entry": sample.row}
 
 
 def _read_one(result: Any, score: Score) -> Score:
@@ -235,9 +233,7 @@ def _read_one(result: Any, score: Score) -> Score:
     return score
 
 
-def _call_trl(
-    function: Callable, sample: RewardSample, score: Score, *, wanted: _Parameters
-) -> Any:
+def _given_trl(sample: RewardSample, score: Score, wanted: _Parameters) -> dict[str, Any]:
     row, prompt = sample.row, prompt_of(sample.row)
     is_chat = isinstance(prompt, list)
     reply = [{"role": "assistant", "content": sample.text}] if is_chat else sample.text
@@ -255,7 +251,7 @@ def _call_trl(
             f"the function asks for column {sorted(absent)[0]!r}, the row has "
             f"{', '.join(map(str, row))}"
         )
-    return function(**wanted.select(given))
+    return given
 
 
 def _read_list(result: Any, score: Score) -> Score:
