@@ -80,12 +80,11 @@ def chosen_way() -> tuple[Way, Protection]:
     failed = []
     for name, way in ways():
         found = _tried_or_why(way, name=name)
-        if isinstance(found, str):
-            failed.append(f"{name}: {found}")
-        elif found.is_enough:
-            return way, found
-        else:
-            failed.append(f"{name}: works, but a program in it can still use {_open_doors(found)}")
+        if isinstance(found, Protection):
+            if found.is_enough:
+                return way, found
+            found = f"works, but a program in it can still use {_open_doors(found)}"
+        failed.append(f"{name}: {found}")
     return _weakest("; ".join(failed))
 
 

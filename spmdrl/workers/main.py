@@ -1,7 +1,5 @@
 """The worker: reads jobs from stdin, writes one result each to stdout.
 
-    python -m spmdrl.workers.main
-
 It scores samples, and opens and plays episodes of the run's environment. The first message in is
 a Setup, the first one out ("ready", (seconds, facts)) or ("refused", message). Then jobs and
 results, one by one, in order; where functions allow several at once (`concurrent`), in any order,
@@ -28,18 +26,17 @@ from spmdrl.workers.reward_jobs import describe
 from spmdrl.workers.server import Server
 
 
-def main(life_fd: int = -1) -> None:
+def main(life_fd: int) -> None:
     """Serve until stdin closes.
 
     Args:
-        life_fd: read end of a pipe whose write end only the parent holds; -1 for none.
+        life_fd: read end of a pipe whose write end only the parent holds.
     """
     # Schedulers signal every process of a job; what to do about it is the parent's to say. Not
     # SIG_IGN, which programs started by reward functions would inherit.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, lambda *_: None)
-    if life_fd >= 0:
-        _die_with(life_fd)
+    _die_with(life_fd)
     source, write = _take_pipes()
     setup = read_message(source)
     try:
@@ -128,10 +125,3 @@ def _take_pipes() -> tuple[BinaryIO, Callable[[bytes], None]]:
                 view = view[os.write(sink, view) :]
 
     return source, write
-
-
-if __name__ == "__main__":
-    # Pickles name the module that the parent imported, so serve from that one.
-    from spmdrl.workers import main as module
-
-    module.main(*map(int, sys.argv[1:]))

@@ -66,11 +66,22 @@ class Respond:
     response: Response
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Result:
+    """What became of a call."""
+
+    key: Hashable = field(kw_only=False)
+    seconds: float = 0.0
+    failure: Failure | None = None
+    """Why it came to nothing. Of an episode: it cannot go on, and what it earned so far should not
+    count."""
+    message: str = ""
+
+
 @dataclass(frozen=True)
-class RewardResult:
+class RewardResult(_Result):
     """What became of one submitted sample."""
 
-    key: Hashable
     value: float | None = None
     """Weighted sum of the functions, without reward models, 0 of none; None when it failed."""
     parts: dict[str, float] = field(default_factory=dict)
@@ -79,16 +90,12 @@ class RewardResult:
     """Numbers that the functions reported besides."""
     extras: dict[str, str] = field(default_factory=dict)
     """Texts that the functions reported besides."""
-    seconds: float = 0.0
-    failure: Failure | None = None
-    message: str = ""
 
 
 @dataclass(frozen=True)
-class TurnResult:
+class TurnResult(_Result):
     """What became of one `open` or `turn`."""
 
-    key: Hashable
     environment: bytes = b""
     """The pickled environment, for the next `turn`; empty when the episode is done, or failed."""
     messages: tuple[Message, ...] = ()
@@ -100,10 +107,6 @@ class TurnResult:
     """Numbers for metrics."""
     state: int = -1
     """Number of the state that the episode is in now; -1 where the environment names none."""
-    seconds: float = 0.0
-    failure: Failure | None = None
-    """The episode cannot go on, and what it earned so far should not count."""
-    message: str = ""
 
 
 @dataclass(frozen=True)

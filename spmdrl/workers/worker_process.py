@@ -26,6 +26,7 @@ _PIPE_BYTES = 2**20
 _READ_BYTES = 2**18
 _MIN_WINDOW, _MAX_WINDOW = 2, 256
 _WINDOW_S = 0.25
+_GRACE_S = 1.0
 
 
 @dataclass
@@ -225,11 +226,11 @@ class WorkerProcess:
         for pipe in (self.stdin, self.stdout, self._life):
             pipe.close()
 
-    def close(self, *, grace_s: float = 1.0) -> None:
+    def close(self) -> None:
         """Let an idle child end by itself, then make sure."""
         if not self.jobs and self.is_ready:
             self.stdin.close()
-            deadline = time.monotonic() + grace_s
+            deadline = time.monotonic() + _GRACE_S
             while not self.has_ended() and time.monotonic() < deadline:
                 time.sleep(0.002)
         self.kill()
