@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
 
+from spmdrl.data.hashed import hashed
 from spmdrl.engine.protocol import Completion, Request
 from spmdrl.types import TOKEN_COLUMNS, Prompt, Tokens
 from spmdrl.workers.pool import RewardResult
@@ -154,6 +154,11 @@ class Group:
         return len(self.samples) == len(self.positions)
 
     @property
+    def placed(self) -> list[FinishedEpisode]:
+        """Return the samples in order, the greedy one first, each with the group's slot."""
+        return [replace(self.samples[i], slot=self.slot) for i in sorted(self.samples)]
+
+    @property
     def drawn(self) -> list[FinishedEpisode]:
         """Return the samples in order, without the greedy one."""
         return [self.samples[i] for i in sorted(self.samples) if i != GREEDY]
@@ -219,18 +224,14 @@ class Episode:
         seed = sample_seed(self.group, self.sample)
         count = self.trajectory.num_following
         # A continuation must not draw the numbers of the beginning once more.
-        return _hashed(f"{seed}/{count}") if count else seed
+        return hashed(f"{seed}/{count}") >> 1 if count else seed
 
 
 def sample_seed(group: Group, sample: int) -> int:
     """Return the 63-bit seed of one sample: a function of the run's seed, the step, the
     prompt's slot and the sample's position, never of a rank."""
     draw = group.draw
-    return _hashed(f"{draw.seed}/{draw.purpose}/{group.step}/{group.slot}/{sample}")
-
-
-def _hashed(name: str) -> int:
-    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "big") >> 1
+    return hashed(f"{draw.seed}/{draw.purpose}/{group.step}/{group.slot}/{sample}") >> 1
 
 
 def place(group: Group) -> str:

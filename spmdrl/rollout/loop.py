@@ -56,7 +56,6 @@ class Loop:
         link: to the replica's other ranks.
         chat: joins the turns of episodes; None where every response is final.
         openings: bounds what environments say first; None for no bound.
-        idle: takes the seconds in which the engine was not full.
     """
 
     def __init__(
@@ -67,10 +66,10 @@ class Loop:
         link: Link,
         chat: Chat | None = None,
         openings: Openings | None = None,
-        idle: Idle | None = None,
     ):
         self.tokenizer, self.pool, self.link, self.chat = tokenizer, pool, link, chat
-        self.openings, self.idle = openings, idle or Idle()
+        self.openings = openings
+        self.idle = Idle()  # takes the seconds in which the engine was not full
         self._to_draw: list[Episode] = []
         self._drawing: dict[str, Episode] = {}  # by request
         self._outside: dict[Hashable, Episode] = {}  # with the workers, by key

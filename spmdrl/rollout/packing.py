@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -40,11 +40,7 @@ def pack_step(
         dropped: groups without a spread of rewards that were replaced.
         num_carried: groups that stay under way for later steps.
     """
-    samples = [
-        replace(group.samples[i], slot=group.slot)
-        for group in groups
-        for i in sorted(group.samples)
-    ]
+    samples = [sample for group in groups for sample in group.placed]
     drawn = [s for s in samples if s.sample != GREEDY]
     warn_if_all_failed(drawn, groups)
     one = int(is_first)

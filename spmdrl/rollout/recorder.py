@@ -174,7 +174,7 @@ def _write(path: Path, table: pa.Table, header: dict[str, Any]) -> None:
 
 def _table(step: int, groups: Sequence[Group], share: Rollouts) -> pa.Table:
     """Return the share's sequences, and the greedy ones before those of their group."""
-    episodes = [e for group in groups for e in _placed(group)]
+    episodes = [e for group in groups for e in group.placed]
     drawn = [e for e in episodes if e.sample != GREEDY]
     greedy = [e for e in episodes if e.sample == GREEDY]
     scalars = share.scalars
@@ -218,11 +218,6 @@ def _rows(
     return table.append_column(
         _ROUTES, pa.LargeListArray.from_arrays(ends, flat, type=_ROUTES.type)
     )
-
-
-def _placed(group: Group) -> list[FinishedEpisode]:
-    """Return a group's samples in order, with the slot that the group takes in its step."""
-    return [replace(group.samples[i], slot=group.slot) for i in sorted(group.samples)]
 
 
 def _texts(step: int, samples: Sequence[FinishedEpisode]) -> dict[str, Any]:

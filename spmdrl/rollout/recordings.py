@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -50,20 +51,18 @@ def find_recorded(path: str | Path) -> Recorded:
             f"{path} is not a folder (looked from {Path.cwd()}); name a run's "
             f"output_dir or its folder {FOLDER}"
         )
-    found: dict[int, dict[int, dict[int, Path]]] = {}
+    found: dict[tuple[int, int], dict[int, Path]] = defaultdict(dict)
     for file in sorted(folder.iterdir()):
         if parts := FILE_NAME.fullmatch(file.name):
             step, replica, count = map(int, parts.groups())
-            found.setdefault(step, {}).setdefault(count, {})[replica] = file
-    steps = {}
-    for step in sorted(found):
-        for count, files in found[step].items():
-            if sorted(files) == list(range(count)):
-                steps[step] = tuple(files[replica] for replica in range(count))
+            found[step, count][replica] = file
+    steps = {
+        step: tuple(files[replica] for replica in range(count))
+        for (step, count), files in sorted(found.items())
+        if files.keys() == set(range(count))
+    }
     if not steps:
-        names = [
-            file.name for one in found.values() for files in one.values() for file in files.values()
-        ]
+        names = [file.name for files in found.values() for file in files.values()]
         raise ValueError(
             f"{folder} holds no whole step of recorded rollouts"
             + (f", only {names[0]}" if names else "")

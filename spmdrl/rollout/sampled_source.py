@@ -53,10 +53,10 @@ class SampledSource(Source):
             return
         self.pool = RewardPool(cfg)
         self.pool.start()  # an unusable reward function is refused now
-        self.loop = _make_loop(cfg, self.pool, self.link, tokenizer=tokenizer, stops=self._stops)
         draw = self._draw(
             "train", samples=cfg.batch.group_size, temperature=cfg.sampling.temperature
         )
+        self.loop = _make_loop(cfg, self.pool, self.link, tokenizer=tokenizer, stops=self._stops)
         self.filler = StepFiller(cfg, world, loop=self.loop, prompts=self.prompts, draw=draw)
         if cfg.evaluate.every_steps and world.replica == 0 and reward_models(cfg.rewards.functions):
             log.warning(
@@ -100,7 +100,7 @@ class SampledSource(Source):
     def observe(self, batch: Batch, *, step: int) -> None:
         """Take in what the whole batch of `step` came to, for the prompts to come."""
         if self.filler is not None:
-            self.filler.prompts.observe(batch, step=step)
+            self.filler.prompts.planner.observe(batch.scalars, step=step)
 
     def probe_tokens(self) -> list[tuple[int, ...]]:
         """Return the first prompts of the data, those with more than one token."""

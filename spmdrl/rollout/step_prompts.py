@@ -12,7 +12,7 @@ from spmdrl.data.prompts import PromptSource
 from spmdrl.rollout.balance import deal
 from spmdrl.rollout.resume import Share
 from spmdrl.rollout.staleness import horizon
-from spmdrl.types import Batch, Prompt, Sums
+from spmdrl.types import Prompt, Sums
 
 
 class StepPrompts:
@@ -40,10 +40,6 @@ class StepPrompts:
     def at(self, step: int, slot: int) -> Prompt:
         """Return the prompt in a slot of a step."""
         return self._of(step)[slot]
-
-    def observe(self, batch: Batch, *, step: int) -> None:
-        """Take in what the whole batch of `step` came to."""
-        self.planner.observe(batch.scalars, step=step)
 
     def costs(self, step: int) -> list[float]:
         """Return the tokens that a sample of each of a step's prompts is expected to come to."""
