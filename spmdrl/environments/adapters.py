@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 from collections.abc import Callable
@@ -138,10 +139,8 @@ def _reader(name: str) -> Callable[[str], Any]:
 
 def _last_number(text: str, *, kind: type) -> int | float:
     for word in reversed(text.replace(",", " ").split()):
-        try:
+        with contextlib.suppress(ValueError):
             return kind(word.strip("().;:!*'\"[]"))
-        except ValueError:
-            continue
     raise ValueError(f"expected a number ({kind.__name__}) as the action")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import secrets
@@ -169,10 +170,9 @@ def _same_output(given: str, expected: str) -> bool:
 
 
 def _numbers(line: str) -> list[Decimal] | None:
-    try:
+    with contextlib.suppress(InvalidOperation):
         return [Decimal(word) for word in line.split()]
-    except InvalidOperation:
-        return None
+    return None
 
 
 # --------------------------------------------------------------------------- reading tests

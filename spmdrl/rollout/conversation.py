@@ -23,7 +23,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, Literal
 
 from transformers import PreTrainedTokenizerBase
@@ -156,11 +156,10 @@ class Chat:
     def _heads(self) -> list[list[Message]]:
         user = [{"role": "user", "content": "begin"}]
         system = [{"role": "system", "content": "rules"}, *user]
-        try:
+        with suppress(ValueError):  # Gemma's has no system turn: nor can an environment use one
             self._opening_text(system)
-        except ValueError:  # Gemma's has no system turn: an environment cannot use one either
-            return [user]
-        return [user, system]
+            return [user, system]
+        return [user]
 
     def _check_rewriting(self, head: list[Message], messages: list[Message]) -> None:
         """Compare a conversation as it is kept here with the template's rendering of it."""
