@@ -7,33 +7,23 @@ import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import numpy
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from spmdrl.config import Config
-from spmdrl.data.rows import Messages, Need, prompt_of, read_rows
+from spmdrl.data.rows import Messages, Need, Rows, prompt_of, read_rows
 from spmdrl.data.tasks import GeneratedRows, Split, is_generated
 from spmdrl.imports import is_missing_folder, refusing
 from spmdrl.types import Prompt
 
+LocatedRows = Rows | GeneratedRows
+"""Rows that can say where they came from."""
 # Evaluations of runs with different seeds ask the same questions, so that they compare.
 _EVAL_SEED = 0
 _CACHED_ROWS = 16384
 # Of a generated task only the first problems are measured at start: they are all alike.
 _MEASURED_GENERATED_ROWS = 256
-
-
-class LocatedRows(Protocol):
-    """Rows that can say where they came from."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int) -> dict: ...
-
-    def where(self, index: int) -> str:
-        """Return the origin of a row for error messages."""
 
 
 def load_tokenizer(cfg: Config) -> PreTrainedTokenizerBase:

@@ -56,7 +56,7 @@ class SampledSource(Source):
         draw = self._draw(
             "train", samples=cfg.batch.group_size, temperature=cfg.sampling.temperature
         )
-        self.loop = _make_loop(cfg, self.pool, self.link, tokenizer=tokenizer, stops=self._stops)
+        self.loop = self._make_loop(tokenizer)
         self.filler = StepFiller(cfg, world, loop=self.loop, prompts=self.prompts, draw=draw)
         if cfg.evaluate.every_steps and world.replica == 0 and reward_models(cfg.rewards.functions):
             log.warning(
@@ -163,27 +163,20 @@ class SampledSource(Source):
             must_score=cfg.rewards.on_failure == "fail",
         )
 
-
-def _make_loop(
-    cfg: Config,
-    pool: RewardPool,
-    link: Link,
-    *,
-    tokenizer: PreTrainedTokenizerBase,
-    stops: tuple[int, ...],
-) -> Loop:
-    options, chat, openings = cfg.rollout.environment, None, None
-    if options:
-        chat = Chat(
-            tokenizer,
-            stop_token_ids=stops,
-            tools=pool.tools,
-            parser=make_parser(pool.tool_parser, tokenizer) if pool.tool_parser else None,
-            rewrites=options.get("rewrites", "refuse"),
-        )
-        openings = Openings(
-            str(options["name"]),
-            max_tokens=cfg.data.max_prompt_tokens,
-            is_dropped=cfg.data.overlong_prompts == "drop",
-        )
-    return Loop(tokenizer=tokenizer, pool=pool, link=link, chat=chat, openings=openings)
+    def _make_loop(self, tokenizer: PreTrainedTokenizerBase) -> Loop:
+        cfg, pool = self.cfg, self.pool
+        options, chat, openings = cfg.rollout.environment, None, None
+        if options:
+            chat = Chat(
+                tokenizer,
+                stop_token_ids=self._stops,
+                tools=pool.tools,
+                parser=make_parser(pool.tool_parser, tokenizer) if pool.tool_parser else None,
+                rewrites=options.get("rewrites", "refuse"),
+            )
+            openings = Openings(
+                str(options["name"]),
+                max_tokens=cfg.data.max_prompt_tokens,
+                is_dropped=cfg.data.overlong_prompts == "drop",
+            )
+        return Loop(tokenizer=tokenizer, pool=pool, link=self.link, chat=chat, openings=openings)
