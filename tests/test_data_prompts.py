@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 
 from spmdrl.commands.create_model import character_tokenizer
 from spmdrl.config import BatchSettings, Config, DataSettings, ModelSettings, SamplingSettings
-from spmdrl.data.end_tokens import end_token_ids
 from spmdrl.data.examples import SupervisedSource, encode_example
-from spmdrl.data.prompts import Order, PromptSource, check_context, load_tokenizer
+from spmdrl.data.prompts import Order, PromptSource, check_context, end_token_ids, load_tokenizer
 
 PLAIN, CHAT = character_tokenizer(), character_tokenizer(chat_template=True)
 USER, REPLY = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}
