@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from spmdrl.config import Config, flatten
 from spmdrl.config.fields import replay_folder
@@ -49,7 +50,7 @@ class ReplaySource(Source):
         files = self.recorded.files_of(step)
         if not world.speaks_for_dp:
             return empty_rollouts()
-        _check_fields(self.cfg, files[0])
+        _check_fields(self.cfg, files[0], header=read_header(files[0]))
         rollouts = read_rollouts(files, part=world.dp_index(world.rank), num_parts=world.dp_size)
         if len(rollouts):
             self._check(rollouts, step)
@@ -89,8 +90,9 @@ def check_recorded(cfg: Config) -> Recorded:
             "record every step"
         )
     first = recorded.files_of(min(steps))[0]
-    _check_fields(cfg, first)
-    if cfg.model.moe.replay and "routes" not in read_header(first):
+    header = read_header(first)
+    _check_fields(cfg, first, header=header)
+    if cfg.model.moe.replay and "routes" not in header:
         raise ValueError(
             f"model.moe.replay: {first} was recorded without the engine's routes, by "
             "a run that had model.moe.replay off; set it to false, or record anew"
@@ -98,8 +100,8 @@ def check_recorded(cfg: Config) -> Recorded:
     return recorded
 
 
-def _check_fields(cfg: Config, path: Path) -> None:
-    old, now = (kept_fields(flat) for flat in (read_header(path)["config"], flatten(cfg)))
+def _check_fields(cfg: Config, path: Path, *, header: dict[str, Any]) -> None:
+    old, now = (kept_fields(flat) for flat in (header["config"], flatten(cfg)))
     differing = [
         f"{name}: {old[name]!r} there, {now[name]!r} now" for name in now if old[name] != now[name]
     ]
