@@ -89,9 +89,18 @@ class Endpoint:
         self._cache = _Cache(cache)
         self._opener = urllib.request.build_opener(_NoRedirects)
 
-    def prepare(self) -> None:
-        """Check what can be checked without a request. Raises: ValueError."""
-        self._headers()
+    def headers(self) -> dict[str, str]:
+        """Return those of a request. Raises: ValueError without the key."""
+        headers = {"Content-Type": "application/json"}
+        if self._api_key_env:
+            key = os.environ.get(self._api_key_env)
+            if not key:
+                raise ValueError(
+                    f"api_key_env: the environment variable {self._api_key_env} is "
+                    "not set here; export it where the job starts"
+                )
+            headers["Authorization"] = f"Bearer {key}"
+        return headers
 
     def ask(self, body: Mapping[str, Any], *, read: Callable[[Any], T]) -> T:
         """Send a request and return what `read` makes of the reply.
@@ -119,7 +128,7 @@ class Endpoint:
             return self._asked(data, key, read=read, end=end)
 
     def _asked(self, data: bytes, key: str, *, read: Callable[[Any], T], end: float) -> T:
-        headers, failure = self._headers(), "no time for a request"
+        headers, failure = self.headers(), "no time for a request"
         for attempt in range(self._retries + 1):
             if not self._wait_for_turn(end):
                 break
@@ -177,18 +186,6 @@ class Endpoint:
                 if size > _MAX_REPLY_BYTES:
                     raise ValueError(f"more than {_MAX_REPLY_BYTES} bytes")
         return b"".join(parts).decode()
-
-    def _headers(self) -> dict[str, str]:
-        headers = {"Content-Type": "application/json"}
-        if self._api_key_env:
-            key = os.environ.get(self._api_key_env)
-            if not key:
-                raise ValueError(
-                    f"api_key_env: the environment variable {self._api_key_env} is "
-                    "not set here; export it where the job starts"
-                )
-            headers["Authorization"] = f"Bearer {key}"
-        return headers
 
 
 def _described(error: urllib.error.HTTPError) -> str:

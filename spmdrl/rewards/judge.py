@@ -56,11 +56,8 @@ class ServedReward:
         concurrency: int,
     ):
         self.concurrency = concurrency
+        self.prepare = endpoint.headers  # refuses at the start what no request can cure
         self._endpoint, self._body, self._read = endpoint, body, read
-
-    def prepare(self) -> None:
-        """Refuse at the start of a worker what no request can cure. Raises: ValueError."""
-        self._endpoint.prepare()
 
     def __call__(
         self, prompts: list, completions: list, log_extra: Callable | None = None, **columns: list
