@@ -104,7 +104,7 @@ def draw_all(
     pool, *, engine: Engine | None = None, **changes
 ) -> tuple[list[FinishedEpisode], Engine]:
     engine = engine or Engine()
-    loop = Loop(tokenizer=Tokenizer(), pool=pool, link=Link())
+    loop = Loop(Config(), tokenizer=Tokenizer(), pool=pool, link=Link())
     draw = dataclasses.replace(DRAW, **changes)
     groups = [
         Group(number, 7, slot, prompt, version=2, draw=draw)

@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from transformers import PreTrainedTokenizerBase
 
+from spmdrl.config import Config
 from spmdrl.engine.protocol import Completion, EngineProtocol
 from spmdrl.rollout.conversation import Chat
 from spmdrl.rollout.episode import (
@@ -35,40 +36,28 @@ ENVIRONMENT = "environment"
 """Name of the environment's rewards among a sample's parts."""
 
 
-@dataclass(frozen=True)
-class Openings:
-    """How long what an environment says first may be."""
-
-    environment: str
-    """Its name, for messages."""
-    max_tokens: int
-    """data.max_prompt_tokens."""
-    is_dropped: bool = False
-    """A longer one costs its sample, and is counted; otherwise it ends the run."""
-
-
 class Loop:
     """Episodes under way on a replica; the leader alone has one.
 
     Args:
+        cfg: data.*, for how long what an environment says first may be.
         tokenizer: decodes responses for the reward functions.
         pool: worker processes, of rewards and environments.
         link: to the replica's other ranks.
         chat: joins the turns of episodes; None where every response is final.
-        openings: bounds what environments say first; None for no bound.
     """
 
     def __init__(
         self,
+        cfg: Config,
         *,
         tokenizer: PreTrainedTokenizerBase,
         pool: RewardPool,
         link: Link,
         chat: Chat | None = None,
-        openings: Openings | None = None,
     ):
-        self.tokenizer, self.pool, self.link, self.chat = tokenizer, pool, link, chat
-        self.openings = openings
+        self.cfg, self.tokenizer = cfg, tokenizer
+        self.pool, self.link, self.chat = pool, link, chat
         self.idle = Idle()  # takes the seconds in which the engine was not full
         self._to_draw: list[Episode] = []
         self._drawing: dict[str, Episode] = {}  # by request
@@ -219,8 +208,8 @@ class Loop:
         except ValueError as error:
             return _failed(result, "error", f"environment: {error}")
         if is_opening:
-            if self.openings and len(tokens) > self.openings.max_tokens:
-                return _overlong(result, episode, len(tokens), openings=self.openings)
+            if len(tokens) > self.cfg.data.max_prompt_tokens:
+                return self._overlong(result, episode, length=len(tokens))
             episode.trajectory = Trajectory.begun(tokens)
         elif so_far.num_following + len(tokens) >= episode.group.draw.max_tokens:
             episode.trajectory = replace(so_far, is_truncated=True)  # no room for another turn
@@ -232,6 +221,21 @@ class Loop:
         episode.stage = "draw"
         self._to_draw.append(episode)
         return None
+
+    def _overlong(self, result: TurnResult, episode: Episode, *, length: int) -> RewardResult:
+        """Drop a sample whose opening is too long. Raises: ValueError where that ends the run."""
+        data = self.cfg.data
+        message = (
+            f"rollout.environment {self.cfg.rollout.environment['name']}: what it opens data row "
+            f"{episode.group.prompt.index} with has {length} tokens, above "
+            f"data.max_prompt_tokens = {data.max_prompt_tokens}"
+        )
+        if data.overlong_prompts != "drop":
+            raise ValueError(
+                f"{message}; raise it, shorten the opening, or set "
+                "data.overlong_prompts=drop to leave such samples out"
+            )
+        return _failed(result, OVERLONG, message)
 
     def _finish(self, episode: Episode, reward: RewardResult) -> Group:
         group, trajectory, text = episode.group, episode.trajectory, episode.text
@@ -256,23 +260,6 @@ class Loop:
 
 def _failed(result: TurnResult, failure: Failure, message: str) -> RewardResult:
     return RewardResult(result.key, seconds=result.seconds, failure=failure, message=message)
-
-
-def _overlong(
-    result: TurnResult, episode: Episode, length: int, *, openings: Openings
-) -> RewardResult:
-    """Drop a sample whose opening is too long. Raises: ValueError where that ends the run."""
-    message = (
-        f"rollout.environment {openings.environment}: what it opens data row "
-        f"{episode.group.prompt.index} with has {length} tokens, above "
-        f"data.max_prompt_tokens = {openings.max_tokens}"
-    )
-    if not openings.is_dropped:
-        raise ValueError(
-            f"{message}; raise it, shorten the opening, or set "
-            "data.overlong_prompts=drop to leave such samples out"
-        )
-    return _failed(result, OVERLONG, message)
 
 
 def _with_environment(result: RewardResult, episode: Episode) -> RewardResult:

@@ -18,7 +18,7 @@ from spmdrl.rollout.episode import Draw, Group
 from spmdrl.rollout.filling import StepFiller
 from spmdrl.rollout.idle import Idle
 from spmdrl.rollout.link import Link
-from spmdrl.rollout.loop import Loop, Openings
+from spmdrl.rollout.loop import Loop
 from spmdrl.rollout.outcomes import ProblemOutcome, outcomes_of
 from spmdrl.rollout.packing import empty_rollouts
 from spmdrl.rollout.source import Source
@@ -164,7 +164,7 @@ class SampledSource(Source):
 
     def _make_loop(self, tokenizer: PreTrainedTokenizerBase) -> Loop:
         cfg, pool = self.cfg, self.pool
-        options, chat, openings = cfg.rollout.environment, None, None
+        options, chat = cfg.rollout.environment, None
         if options:
             chat = Chat(
                 tokenizer,
@@ -173,9 +173,4 @@ class SampledSource(Source):
                 parser=make_parser(pool.tool_parser, tokenizer) if pool.tool_parser else None,
                 rewrites=options.get("rewrites", "refuse"),
             )
-            openings = Openings(
-                str(options["name"]),
-                max_tokens=cfg.data.max_prompt_tokens,
-                is_dropped=cfg.data.overlong_prompts == "drop",
-            )
-        return Loop(tokenizer=tokenizer, pool=pool, link=self.link, chat=chat, openings=openings)
+        return Loop(cfg, tokenizer=tokenizer, pool=pool, link=self.link, chat=chat)
