@@ -209,7 +209,5 @@ def _plain(value: Any, *, what: str) -> Any:
 
     Raises: BadValue saying what must be so.
     """
-    try:
+    with refusing(what, TypeError, ValueError, kind=BadValue):
         return json.loads(json.dumps(value))
-    except (TypeError, ValueError) as error:
-        raise BadValue(f"{what}: {error}") from error
