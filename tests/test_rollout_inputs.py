@@ -18,7 +18,7 @@ from runs import TINY, metrics, run
 
 from spmdrl.algorithms.mismatch import NUM_GAP_BINS, correction_advice, gap_max, gap_sums
 from spmdrl.algorithms.shaping import shape
-from spmdrl.config import ShapingSettings
+from spmdrl.config import Config, ShapingSettings
 from spmdrl.engine.protocol import Completion, Request
 from spmdrl.rollout.episode import GREEDY, Draw, Episode, FinishedEpisode, Group, Trajectory
 from spmdrl.rollout.loop import Loop
