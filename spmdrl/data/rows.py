@@ -95,11 +95,12 @@ def _json_rows(path: Path) -> Iterator[tuple[str, Any]]:
             yield from ((f"{path}: row {i}", row) for i, row in enumerate(json.load(file)))
             return
         for number, line in enumerate(file, start=1):
-            if line.strip():
-                place, begin = f"{path}:{number}", f"; the line begins {line[:60]!r}"
-                with refusing(f"{place}: not a JSON value", json.JSONDecodeError, hint=begin):
-                    row = json.loads(line)
-                yield place, row
+            if not line.strip():
+                continue
+            place, begin = f"{path}:{number}", f"; the line begins {line[:60]!r}"
+            with refusing(f"{place}: not a JSON value", json.JSONDecodeError, hint=begin):
+                row = json.loads(line)
+            yield place, row
 
 
 def _parquet_rows(path: Path, *, size: int) -> Iterator[tuple[str, Any]]:
