@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 
 from spmdrl.config import Config
@@ -73,6 +74,14 @@ def small_model(folder: Path, **changes: Any) -> Path:
 
     sizes = dict(hidden_size=32, layers=2, heads=4, kv_heads=2, intermediate=48)
     return create_model(folder, **(sizes | changes))
+
+
+@contextlib.contextmanager
+def refused(*words: str, by: type[Exception] = ValueError) -> Iterator[None]:
+    """Expect an error that says all of this."""
+    with pytest.raises(by) as caught:
+        yield
+    assert not [word for word in words if word not in str(caught.value)], str(caught.value)
 
 
 def examples(count: int, *drawn: Any, **named: Any) -> Callable[[Callable], Callable]:

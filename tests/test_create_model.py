@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from built import examples
 from hypothesis import strategies as st
+from test_commands import spmdrl
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from spmdrl.commands.create_model import character_tokenizer, create_model
@@ -134,21 +133,8 @@ def test_impossible_shapes_are_refused_before_writing(change, words, tmp_path):
 
 
 def test_command_line_makes_a_tied_model_with_a_template(tmp_path):
-    command = [
-        sys.executable,
-        "-m",
-        "spmdrl",
-        "create_model",
-        str(tmp_path / "m"),
-        "--layers",
-        "1",
-        "--architecture",
-        "qwen2",
-        "--tied",
-        "True",
-        "--chat-template",
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    flags = ["--layers", "1", "--architecture", "qwen2", "--tied", "True", "--chat-template"]
+    done = spmdrl("create_model", str(tmp_path / "m"), *flags)
     assert done.returncode == 0, done.stderr
     assert json.loads((tmp_path / "m" / "config.json").read_text())["tie_word_embeddings"]
     assert AutoTokenizer.from_pretrained(tmp_path / "m").chat_template

@@ -7,6 +7,7 @@ import json
 import pyarrow
 import pyarrow.parquet
 import pytest
+from built import refused
 
 from spmdrl.data.rows import ground_truth_of, prompt_of, read_rows
 from spmdrl.data.tasks import GeneratedRows, make_task
@@ -74,10 +75,8 @@ def test_json_array_is_read(tmp_path):
 )
 def test_bad_row_is_refused_with_file_and_line(tmp_path, line, words):
     file = write_jsonl(tmp_path / "bad.jsonl", ['{"prompt": "fine"}', "", line])
-    with pytest.raises(ValueError) as caught:
+    with refused(f"{file}:3", *words):
         read_rows(file)
-    for word in [f"{file}:3", *words]:
-        assert word in str(caught.value)
 
 
 def test_bad_parquet_row_is_refused_with_file_and_row(tmp_path):
@@ -128,9 +127,10 @@ def test_supervised_row_without_a_response_is_refused_with_the_line(tmp_path):
 
 def test_addition_is_a_function_of_seed_split_and_index():
     options = {"digits": 3}
-    rows = GeneratedRows("task:addition", options, size=50, seed=4, split="train")
-    longer = GeneratedRows("task:addition", options, size=500, seed=4, split="train")
-    other = GeneratedRows("task:addition", options, size=50, seed=5, split="train")
+    rows, longer, other = (
+        GeneratedRows("task:addition", options, size=size, seed=seed, split="train")
+        for size, seed in ((50, 4), (500, 4), (50, 5))
+    )
     assert list(rows) == [longer[i] for i in range(50)]
     assert rows[49] == rows[49]
     assert sum(a == b for a, b in zip(rows, other)) < 5
@@ -161,13 +161,8 @@ def test_no_held_out_problem_is_ever_a_training_problem(options):
 
 
 def test_subtraction_is_right_and_partial_reward_counts_digits():
-    rows = GeneratedRows(
-        "task:addition",
-        {"digits": 2, "subtraction": True, "partial": True},
-        size=200,
-        seed=0,
-        split="train",
-    )
+    options = {"digits": 2, "subtraction": True, "partial": True}
+    rows = GeneratedRows("task:addition", options, size=200, seed=0, split="train")
     assert any("-" in row["prompt"] for row in rows)
     for row in rows:
         assert str(eval(row["prompt"].rstrip("="))) == row["answer"]  # our own digits and signs
@@ -177,14 +172,14 @@ def test_subtraction_is_right_and_partial_reward_counts_digits():
 
 
 def test_unknown_tasks_and_options_name_the_nearest():
-    with pytest.raises(ValueError, match="did you mean addition"):
-        make_task("task:adition", {})
-    with pytest.raises(ValueError, match="did you mean digits"):
-        make_task("task:addition", {"digit": 3})
-    with pytest.raises(ValueError, match="expected int"):
-        make_task("task:addition", {"digits": "3"})
-    with pytest.raises(ValueError, match="from 1 to 100"):
-        make_task("task:addition", {"digits": 0})
+    for task, options, words in (
+        ("task:adition", {}, "did you mean addition"),
+        ("task:addition", {"digit": 3}, "did you mean digits"),
+        ("task:addition", {"digits": "3"}, "expected int"),
+        ("task:addition", {"digits": 0}, "from 1 to 100"),
+    ):
+        with refused(words):
+            make_task(task, options)
     pytest.importorskip("reasoning_gym")
     with pytest.raises(ValueError, match="did you mean chain_sum"):
         make_task("reasoning_gym:chain_sums", {})
@@ -196,13 +191,9 @@ def test_reasoning_gym_rows_are_deterministic_disjoint_and_graded():
     pytest.importorskip("reasoning_gym")
 
     def rows(split, seed=0, size=200):
-        return GeneratedRows(
-            "reasoning_gym:chain_sum",
-            {"max_terms": 2, "max_digits": 1},
-            size=size,
-            seed=seed,
-            split=split,
-        )
+        options = {"max_terms": 2, "max_digits": 1}
+        name = "reasoning_gym:chain_sum"
+        return GeneratedRows(name, options, size=size, seed=seed, split=split)
 
     train, held_out = rows("train"), rows("eval")
     assert list(train) == list(rows("train"))

@@ -8,6 +8,7 @@ import textwrap
 import threading
 
 import pytest
+from built import refused
 from environment_runs import ROW, play, served
 
 from spmdrl.data.tasks import make_task
@@ -44,10 +45,8 @@ from spmdrl.workers.environment_jobs import BUILT_IN, check_environment, checked
     ],
 )
 def test_unusable_environments_are_refused_at_start(name, options, words):
-    with pytest.raises(ValueError) as caught:
+    with refused(*words):
         served(name, **options)
-    for word in words:
-        assert word in str(caught.value), str(caught.value)
 
 
 def test_a_dry_run_checks_the_options_and_opens_a_row():
@@ -105,17 +104,18 @@ def test_an_environment_too_large_to_travel_is_refused_with_its_largest_attribut
         pack(Holds(small=b"x" * 1000, corpus=b"x" * 20_000_000))
 
 
+LOCKED = """
+import threading
+class Locked:
+    def __init__(self):
+        self.client = threading.Lock()
+    def reset(self, row): return []
+    def step(self, response): ...
+"""
+
+
 def test_an_unpicklable_environment_is_refused_at_start(tmp_path):
-    (tmp_path / "locked_env.py").write_text(
-        textwrap.dedent("""
-        import threading
-        class Locked:
-            def __init__(self):
-                self.client = threading.Lock()
-            def reset(self, row): return []
-            def step(self, response): ...
-    """)
-    )
+    (tmp_path / "locked_env.py").write_text(LOCKED)
     with pytest.raises(ValueError, match="Locked.client .* cannot be pickled"):
         served(f"{tmp_path}/locked_env.py:Locked")
 
@@ -135,9 +135,8 @@ def test_an_unpicklable_environment_is_refused_at_start(tmp_path):
     ],
 )
 def test_unusable_turns_are_refused(turn, words):
-    with pytest.raises(BadValue) as caught:
+    with refused(words, by=BadValue):
         checked_turn(turn)
-    assert words in str(caught.value)
 
 
 def test_async_environments_and_seeds_are_served(tmp_path):
@@ -164,11 +163,8 @@ def test_async_environments_and_seeds_are_served(tmp_path):
     first = server.turn(opened, Response("a"))
     again = server.turn(opened, Response("a"))
     second = server.turn(first[0], Response("b"))
-    assert [turn.messages[0]["content"] for _, turn, _ in (first, again, second)] == [
-        "41 4",
-        "41 4",
-        "41 5",
-    ]
+    said = [turn.messages[0]["content"] for _, turn, _ in (first, again, second)]
+    assert said == ["41 4", "41 4", "41 5"]
 
 
 def test_guessing_by_halves_wins_and_earns_more_for_fewer_turns():
@@ -194,10 +190,9 @@ def test_a_game_without_a_right_guess_is_worth_nothing():
     turns = play(served("guess_number", max_turns=3), ROW | {"answer": 7}, ["what?", "9", "1"])
     assert [t.messages[0]["content"] for t in turns[:2]] == ["no number", "lower"]
     assert turns[2] == Turn(is_done=True, info={"solved": 0.0, "turns": 3})
-    game = GuessNumber()
-    game.reset({"prompt": "find it"})
-    other = GuessNumber()
-    other.reset({"prompt": "find it"})
+    game, other = GuessNumber(), GuessNumber()
+    for one in (game, other):
+        one.reset({"prompt": "find it"})
     assert game.secret == other.secret  # one group looks for one number
     assert game.step(Response(str(game.secret), is_truncated=True)).is_done
 
@@ -254,14 +249,8 @@ def words(observation): return f"You are at {observation}."
 def test_gym_like_environments_are_played_in_words(tmp_path):
     place = tmp_path / "walk_env.py"
     place.write_text(GYM)
-    server = served(
-        "gym",
-        env=f"{place}:Walk",
-        env_options={"goal": 4},
-        action="int",
-        show=f"{place}:words",
-        max_turns=5,
-    )
+    options = dict(env_options={"goal": 4}, action="int", show=f"{place}:words", max_turns=5)
+    server = served("gym", env=f"{place}:Walk", **options)
     environment, turn, _ = server.open({"prompt": "Go to 4."}, seed=0)
     assert turn.messages == [{"role": "user", "content": "Go to 4.\n\nYou are at 0."}]
     same = pickle.loads(server.open({"prompt": "Go to 4."}, seed=1)[0])

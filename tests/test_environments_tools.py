@@ -32,11 +32,8 @@ def hermes_call(name, **arguments):
 
 
 def test_calls_are_run_until_a_response_has_none():
-    texts = [
-        f"{hermes_call('calculator', expression='2+3')}\n"
-        f"{hermes_call('calculator', expression='2*3')}",
-        "It is 5.",
-    ]
+    calls = [hermes_call("calculator", expression=text) for text in ("2+3", "2*3")]
+    texts = ["\n".join(calls), "It is 5."]
     turns = play(served("tools", tools=["calculator"]), ROW, texts, read=hermes)
     assert turns[0].messages == [
         {"role": "tool", "name": "calculator", "content": "5", "tool_call_id": "call00001"},
@@ -47,15 +44,9 @@ def test_calls_are_run_until_a_response_has_none():
 
 
 def test_malformed_and_failing_calls_are_answered_and_counted():
-    text = "".join(
-        [
-            "<tool_call>{name: calculator}</tool_call>",
-            hermes_call("calculate", expression="1"),
-            hermes_call("calculator", expression="1/0"),
-            hermes_call("calculator", expr="1"),
-            hermes_call("calculator", expression=3),
-        ]
-    )
+    text = "<tool_call>{name: calculator}</tool_call>" + hermes_call("calculate", expression="1")
+    for arguments in ({"expression": "1/0"}, {"expr": "1"}, {"expression": 3}):
+        text += hermes_call("calculator", **arguments)
     (turn,) = play(served("tools", tools="calculator", reply_role="user"), ROW, [text], read=hermes)
     (message,) = turn.messages
     assert message["role"] == "user"
@@ -89,9 +80,8 @@ def test_turns_and_results_are_bounded(tmp_path):
         'def long(n: int) -> str:\n    """Say much.\n\n    Args:\n        n: How much.\n    """\n'
         '    return "x" * n\n'
     )
-    server = served(
-        "tools", tools=[f"{tmp_path}/long_tool.py:long"], max_turns=2, max_result_chars=100
-    )
+    limits = dict(max_turns=2, max_result_chars=100)
+    server = served("tools", tools=[f"{tmp_path}/long_tool.py:long"], **limits)
     text = hermes_call("long", n=150)
     turns = play(server, ROW, [text, text], read=hermes)
     assert turns[0].messages[0]["content"] == "x" * 100 + "\n[50 more characters left out]"
@@ -100,9 +90,8 @@ def test_turns_and_results_are_bounded(tmp_path):
 
 def test_tools_do_not_travel_with_the_episode(tmp_path):
     corpus = tmp_path / "corpus.jsonl"
-    corpus.write_text(
-        "\n".join(json.dumps({"text": f"text {i} " + "word " * 50}) for i in range(200))
-    )
+    rows = ({"text": f"text {i} " + "word " * 50} for i in range(200))
+    corpus.write_text("\n".join(map(json.dumps, rows)))
     server = served("tools", tools={"search": {"corpus": str(corpus)}})
     assert len(server.open(ROW, seed=0)[0]) < 1000
     assert server.is_graded and server.tools[0]["function"]["name"] == "search"
@@ -125,43 +114,37 @@ def test_a_subclass_may_keep_state_for_its_tools():
 
 
 @pytest.mark.parametrize(
-    ("text", "expected"),
+    ("parse", "text", "expected"),
     [
-        ("no call at all", []),
-        ('<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>', [("f", {"a": 1})]),
-        ('Hm.<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}', [("f", {"a": 1})]),
-        ('<tool_call>{"name": "f", "arguments": [1]}</tool_call>', ["must be a JSON object"]),
+        (hermes, "no call at all", []),
+        (hermes, '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>', [("f", {"a": 1})]),
+        (hermes, 'Hm.<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}', [("f", {"a": 1})]),
         (
+            hermes,
+            '<tool_call>{"name": "f", "arguments": [1]}</tool_call>',
+            ["must be a JSON object"],
+        ),
+        (
+            hermes,
             '<tool_call>{"nam": "f"}</tool_call><tool_call>{"name": "g"}</tool_call>',
             ["expected a JSON object", ("g", {})],
         ),
-        ("<tool_call>f(1)</tool_call>", ["not valid JSON"]),
-        ("<tool_call>" + "[" * 100000, ["not valid JSON"]),
-    ],
-)
-def test_hermes_calls(text, expected):
-    check_calls(hermes(text), expected)
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("In {braces} there is no call", []),
-        ('{"name": "f", "parameters": {"a": {"b": "}"}}}', [("f", {"a": {"b": "}"}})]),
+        (hermes, "<tool_call>f(1)</tool_call>", ["not valid JSON"]),
+        (hermes, "<tool_call>" + "[" * 100000, ["not valid JSON"]),
+        (llama3, "In {braces} there is no call", []),
+        (llama3, '{"name": "f", "parameters": {"a": {"b": "}"}}}', [("f", {"a": {"b": "}"}})]),
         (
+            llama3,
             '<|python_tag|>{"name": "f", "parameters": {}}; {"name": "g", "arguments": {"x": 2}}',
             [("f", {}), ("g", {"x": 2})],
         ),
-        ('{"name": "f", "parameters": {"a": 1}', ["not valid JSON"]),
-        ("<|python_tag|>print(1)", ["not valid JSON"]),
-        ('A set is {"a": 1}.', []),
+        (llama3, '{"name": "f", "parameters": {"a": 1}', ["not valid JSON"]),
+        (llama3, "<|python_tag|>print(1)", ["not valid JSON"]),
+        (llama3, 'A set is {"a": 1}.', []),
     ],
 )
-def test_llama3_calls(text, expected):
-    check_calls(llama3(text), expected)
-
-
-def check_calls(calls, expected):
+def test_calls_are_read_from_text(parse, text, expected):
+    calls = parse(text)
     assert len(calls) == len(expected), calls
     for call, wanted in zip(calls, expected):
         if isinstance(wanted, str):
@@ -222,16 +205,8 @@ def test_descriptions_are_those_of_transformers():
 
 def test_arguments_are_checked():
     schema = describe(every_type)["function"]["parameters"]
-    good = {
-        "text": "a",
-        "count": 1,
-        "share": 1,
-        "yes": True,
-        "names": ["x"],
-        "table": {"a": 1},
-        "kind": "a",
-        "either": "x",
-    }
+    good = dict(text="a", count=1, share=1, yes=True, names=["x"], kind="a", either="x")
+    good["table"] = {"a": 1}
     assert argument_problem(good, schema) == ""
     assert argument_problem(good | {"maybe": None, "either": 3}, schema) == ""
     for name, value, words in [
@@ -417,9 +392,5 @@ def test_a_broken_tool_ends_the_episode_and_is_not_shown_to_the_policy(monkeypat
 
     monkeypatch.setattr(python_tool, "run_python", broken)
     with pytest.raises(kind, match="no space left"):
-        play(
-            served("tools", tools={"python": {"allow_unprotected": True}}),
-            ROW,
-            [hermes_call("python", code="1")],
-            read=hermes,
-        )
+        server = served("tools", tools={"python": {"allow_unprotected": True}})
+        play(server, ROW, [hermes_call("python", code="1")], read=hermes)

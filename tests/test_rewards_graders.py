@@ -58,6 +58,16 @@ def graded(function, text, truth=None, **row):
         ("", "1", 0.0),
         ("72", "She sold 48/2 = 24. 48+24 = 72.\n#### 72", 1.0),
         ("7", "so \\boxed{7} of 9", 1.0),
+        ("the answer is 72.", "... #### 72", 1.0),
+        ("1,234", "1234", 1.0),
+        ("-5", 5, 0.0),
+        ("x = 1e3", "1000", 1.0),
+        ("12 then 13", "12", 0.0),
+        ("none", "3", 0.0),
+        (".5", "0.5", 1.0),
+        ("12345", "12345", 1.0),
+        ("3.0000001", "3", 1.0),
+        ("3.001", "3", 0.0),
     ],
 )
 def test_numeric_reads_numbers_as_people_write_them(text, truth, value):
@@ -84,12 +94,8 @@ def test_options_of_graders_hold_and_wrong_ones_are_refused():
     assert graded(partial(graders.numeric, tolerance=0.01), "3.14", "3.1416") == 1.0
     assert graded(graders.numeric, "3.14", "3.1416") == 0.0
     assert graded(partial(graders.exact, where="boxed"), "\\boxed{x^{2}}", "so \\boxed{x^{2}}") == 1
-    assert (
-        graded(
-            partial(graders.exact, where="tag", ignore_case=True), "<answer>Paris</answer>", "PARIS"
-        )
-        == 1.0
-    )
+    in_tag = partial(graders.exact, where="tag", ignore_case=True)
+    assert graded(in_tag, "<answer>Paris</answer>", "PARIS") == 1.0
     assert graded(graders.exact, "Paris", "PARIS") == 0.0
     with pytest.raises(ValueError, match="where: expected one of all, boxed, hashes, tag"):
         graded(partial(graders.exact, where="box"), "x", "x")
@@ -127,18 +133,8 @@ def test_format_and_length_rewards():
     with pytest.raises(ValueError, match="requires pattern"):
         adapt(graders.matches, spec="f")
     short = partial(graders.length, min_tokens=2, max_tokens=4, slack_tokens=3)
-    assert [graded(short, "x" * n) for n in range(10)] == [
-        0.5,
-        0.75,
-        1.0,
-        1.0,
-        1.0,
-        0.75,
-        0.5,
-        0.25,
-        0.0,
-        0.0,
-    ]
+    values = [graded(short, "x" * n) for n in range(10)]
+    assert values == [0.5, 0.75, 1.0, 1.0, 1.0, 0.75, 0.5, 0.25, 0.0, 0.0]
     strict = partial(graders.length, max_tokens=1)
     assert [graded(strict, "x" * n) for n in range(4)] == [1.0, 1.0, 0.0, 0.0]
 
@@ -185,6 +181,10 @@ def test_math_reports_the_answer_in_and_out_of_a_forked_process():
         ("\\boxed{-\\frac{1}{2}}", "$-0.5$", 1.0),
         ("$\\{2,1\\}$", "$\\{1,2\\}$", 1.0),
         ("\\boxed{x+1}", "$x+2$", 0.0),
+        ("so it is $\\boxed{0.5}$", "$\\frac{1}{2}$", 1.0),
+        ("so it is $\\boxed{\\frac{1}{2}}$", "\\frac{1}{2}", 1.0),
+        ("I say 7", "8", 0.0),
+        ("nothing", "8", 0.0),
     ],
 )
 def test_math_compares_expressions(text, truth, value):
@@ -198,10 +198,8 @@ def test_a_response_that_cannot_be_computed_is_wrong_and_costs_its_time_only():
     began = time.monotonic()
     assert graded(partial(graders.math, timeout_s=1.0), "\\boxed{9^{9^{9^{9}}}}", "$3$") == 0.0
     assert time.monotonic() - began < 30
-    assert (
-        graded(partial(graders.math, where="hashes", timeout_s=100.0), "#### \\frac{1}{2}", "$0.5$")
-        == 1.0
-    )
+    hashes = partial(graders.math, where="hashes", timeout_s=100.0)
+    assert graded(hashes, "#### \\frac{1}{2}", "$0.5$") == 1.0
     with pytest.raises(ValueError, match="cannot be read as mathematics"):
         graded(graders.math, "3", "")
 
@@ -249,13 +247,8 @@ def test_programs_are_graded_by_tests_of_every_known_shape(text, truth, value):
 @needs_sandbox
 def test_humaneval_programs_check_the_entry_point():
     truth = "def check(candidate):\n    assert candidate(2) == 4\n"
-    assert graded(graders.code, DOUBLE, truth, extra_info={"entry_point": "double"}) == 1.0
-    assert (
-        graded(
-            graders.code, DOUBLE.replace("* 2", "* 3"), truth, extra_info={"entry_point": "double"}
-        )
-        == 0.0
-    )
+    for text, value in ((DOUBLE, 1.0), (DOUBLE.replace("* 2", "* 3"), 0.0)):
+        assert graded(graders.code, text, truth, extra_info={"entry_point": "double"}) == value
 
 
 @needs_sandbox
@@ -276,20 +269,10 @@ def test_a_case_that_times_out_has_failed_and_the_others_count():
     assert (got["score"], got["why"]) == (0.0, "no ``` block")
 
 
-@pytest.mark.parametrize(
-    "truth",
-    [
-        {},
-        [],
-        "",
-        7,
-        {"inputs": ["1"]},
-        {"inputs": [], "outputs": []},
-        [1],
-        {"inputs": ["1"], "outputs": []},
-        "[]",
-    ],
-)
+PARTIAL = [{"inputs": ["1"]}, {"inputs": [], "outputs": []}, {"inputs": ["1"], "outputs": []}]
+
+
+@pytest.mark.parametrize("truth", [{}, [], "", 7, *PARTIAL, [1], "[]"])
 def test_tests_of_unknown_shape_are_refused(truth):
     with pytest.raises(ValueError, match="known shapes|inputs and"):
         read_cases(truth)
@@ -303,13 +286,9 @@ def test_graders_run_by_name_in_the_pool_and_options_are_bound_in_a_file(tmp_pat
         "close = partial(graders.numeric, tolerance=0.1)\n"
         "short = partial(graders.length, max_tokens=100)\n"
     )
-    functions = (
-        "spmdrl.rewards.graders:code",
-        f"{tmp_path}/mine.py:half",
-        f"{tmp_path}/mine.py:short",
-    )
+    own = [f"{tmp_path}/mine.py:{name}" for name in ("half", "short")]
     truth = {"inputs": ["1 2", "3 5"], "outputs": ["3", "7"]}
-    with pool_of(*functions) as pool:
+    with pool_of("spmdrl.rewards.graders:code", *own) as pool:
         pool.start()
         submit(pool, 0, ADD, answer=truth)
         submit(pool, 1, ADD, answer="{]")

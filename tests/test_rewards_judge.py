@@ -79,9 +79,8 @@ def says(text, status=200, **headers):
 
 
 def scored(reward, text="It is 4.", prompt="2+2?", **row):
-    got = adapt(reward, spec="f")(
-        RewardSample({"prompt": prompt, "answer": "4"} | row, text, [1], False)
-    )
+    sample = RewardSample({"prompt": prompt, "answer": "4"} | row, text, [1], False)
+    got = adapt(reward, spec="f")(sample)
     return got.value, got.extras.get("reply")
 
 
@@ -90,14 +89,9 @@ FAST = {"backoff_s": 0.01, "timeout_s": 100.0, "total_s": 100.0}
 
 def test_the_template_is_filled_and_the_last_score_is_scaled(serve):
     server = serve(says("Score: 1? No. **Score:** 7.5"))
-    reward = judge(
-        url=server.url + "/v1/",
-        model="m",
-        system="Be fair.",
-        options={"seed": 3},
-        template="{prompt}|{response}|{reference}|{other}",
-        **FAST,
-    )
+    template = "{prompt}|{response}|{reference}|{other}"
+    options = dict(system="Be fair.", options={"seed": 3}, template=template)
+    reward = judge(url=server.url + "/v1/", model="m", **options, **FAST)
     value, reply = scored(reward, "has {reference}", prompt=[{"role": "user", "content": "2+2?"}])
     assert (value, reply) == (0.75, "Score: 1? No. **Score:** 7.5")
     path, body, headers, _ = server.asked[0]
@@ -173,11 +167,9 @@ def test_what_will_not_pass_is_an_error_at_once_with_the_reason(serve):
 )
 def test_the_deadline_holds_and_the_error_says_what_came_last(serve, bad, words):
     server = serve(bad)
-    began = time.monotonic()
+    began, times = time.monotonic(), dict(backoff_s=0.1, timeout_s=3.5, total_s=4.5, retries=50)
     with pytest.raises(EndpointError, match=words):
-        scored(
-            judge(url=server.url, model="m", backoff_s=0.1, timeout_s=3.5, total_s=4.5, retries=50)
-        )
+        scored(judge(url=server.url, model="m", **times))
     assert time.monotonic() - began < 20  # it would be minutes
     assert 1 <= len(server.asked) < 20
 
@@ -302,13 +294,8 @@ def test_wrong_arguments_are_refused_when_the_judge_is_made(options, words):
 def test_a_judge_of_a_users_file_runs_in_the_pool_and_its_failures_are_no_zeros(serve, tmp_path):
     def by_text(body):
         text = body["messages"][-1]["content"]
-        return (
-            (200, "hang", {})
-            if "HANG" in text
-            else (400, "too long", {})
-            if ("LONG" in text)
-            else says("Score: 8")
-        )
+        failures = {"HANG": (200, "hang", {}), "LONG": (400, "too long", {})}
+        return next((failures[word] for word in failures if word in text), says("Score: 8"))
 
     server = serve(by_text)
     (tmp_path / "mine.py").write_text(

@@ -130,12 +130,8 @@ def test_functions_combine_by_weight_and_none_leaves_one_out(tmp_path):
 
     def scored(*names, weights):
         specs = [f"{tmp_path}/r.py:{n}" for n in names]
-        setup = Setup(
-            functions=dict(zip(part_names(specs), specs)),
-            weights=weights,
-            tasks=(),
-            task_options={},
-        )
+        functions = dict(zip(part_names(specs), specs))
+        setup = Setup(functions=functions, weights=weights, tasks=(), task_options={})
         return RewardScorer(setup).score(1, RewardSample(ROW, "4", [], False))
 
     got = scored("a", "b", "none", weights=(1.0, 0.5, 9.0)).result
@@ -159,25 +155,6 @@ def test_messages_survive_being_cut_anywhere():
 # --------------------------------------------------------------------------- graders
 
 
-@pytest.mark.parametrize(
-    ("text", "truth", "value"),
-    [
-        ("the answer is 72.", "... #### 72", 1.0),
-        ("1,234", "1234", 1.0),
-        ("-5", 5, 0.0),
-        ("x = 1e3", "1000", 1.0),
-        ("12 then 13", "12", 0.0),
-        ("none", "3", 0.0),
-        (".5", "0.5", 1.0),
-        ("12345", "12345", 1.0),
-        ("3.0000001", "3", 1.0),
-        ("3.001", "3", 0.0),
-    ],
-)
-def test_numeric_compares_the_last_numbers(text, truth, value):
-    assert graders.numeric("d", text, truth)["score"] == value
-
-
 def test_numeric_refuses_a_reference_without_a_number():
     with pytest.raises(ValueError, match="holds no number"):
         graders.numeric("d", "3", "three")
@@ -197,14 +174,6 @@ def test_numeric_refuses_a_reference_without_a_number():
 )
 def test_think_format_wants_one_thought_and_an_answer(text, value):
     assert graders.think_format("d", text, None) == value
-
-
-def test_math_sees_equality_behind_notation():
-    pytest.importorskip("math_verify")
-    assert graders.math("d", "so it is $\\boxed{0.5}$", "$\\frac{1}{2}$")["score"] == 1.0
-    assert graders.math("d", "so it is $\\boxed{\\frac{1}{2}}$", "\\frac{1}{2}")["score"] == 1.0
-    assert graders.math("d", "I say 7", "8")["score"] == 0.0
-    assert graders.math("d", "nothing", "8")["score"] == 0.0
 
 
 # --------------------------------------------------------------------------- as others write them
@@ -237,8 +206,7 @@ def test_functions_in_the_styles_of_verl_trl_and_reasoning_gym_run_as_they_are()
     reasoning_gym = pytest.importorskip("reasoning_gym")
     for name in ("leg_counting", "countdown", "letter_jumble"):
         data = reasoning_gym.create_dataset(name, size=1, seed=0)
-        right = adapt(data.score_answer, spec=name)(
-            RewardSample(data[0], data[0]["answer"], [], False)
+        right, wrong = (
+            score(data.score_answer, text, data[0]).value for text in (data[0]["answer"], "no idea")
         )
-        wrong = adapt(data.score_answer, spec=name)(RewardSample(data[0], "no idea", [], False))
-        assert right.value == 1.0 > wrong.value
+        assert right == 1.0 > wrong

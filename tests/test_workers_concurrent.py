@@ -139,12 +139,8 @@ def test_every_call_that_hangs_is_a_timeout_and_they_pass_at_once(place, monkeyp
 
 
 def test_functions_that_allow_one_at_a_time_get_that_beside_others(place):
-    with pool_of(
-        f"{place}:one_at_a_time",
-        f"{place}:waits",
-        f"{place}:together_in_threads",
-        weights=(1.0, 1.0, 0.0),
-    ) as pool:
+    names = ("one_at_a_time", "waits", "together_in_threads")
+    with pool_of(*(f"{place}:{name}" for name in names), weights=(1.0, 1.0, 0.0)) as pool:
         done = results(pool, ["x" * n for n in range(24)])
     assert [r.value for r in done] == [100.0 + n for n in range(24)]
     assert {r.metrics["one_at_a_time/most"] for r in done} == {1.0}

@@ -10,12 +10,11 @@ import time
 
 import pytest
 from chat_templates import chat_tokenizer
-from pool_runs import pool_of
+from pool_runs import pool_of, submit
 
 from spmdrl.environments.protocol import Response
 from spmdrl.environments.tool_calls import hermes
 from spmdrl.rollout.conversation import Chat
-from spmdrl.types import Prompt
 from spmdrl.workers.pool import RewardResult, TurnResult
 
 ENVIRONMENT = '''
@@ -177,11 +176,6 @@ def test_unusable_environments_are_refused_at_start():
 
 
 # --------------------------------------------------------------------------- with rewards
-
-
-def submit(pool, key, text, **row):
-    prompt = Prompt(index=0, tokens=(1,), text="q", row={"prompt": "q"} | row)
-    pool.submit(key, prompt=prompt, response_text=text, response_tokens=[1], truncated=False)
 
 
 def test_one_pool_scores_and_plays(place):

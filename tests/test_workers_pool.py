@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 
 import pytest
+from built import refused
 from pool_runs import group_members, pool_of, results, submit, wait_until, wait_until_gone
 
 from spmdrl.workers import deadlines
@@ -198,11 +199,8 @@ def test_results_come_one_by_one_and_do_not_wait_for_one_that_hangs(functions, t
         pool.start()
         coming = pool.results()
         # Both behind it were handed to its worker already: they come back, and another does them.
-        assert [(r.key, r.value) for r in (next(coming) for _ in range(3))] == [
-            (0, 2.0),
-            (2, 3.0),
-            (3, 4.0),
-        ]
+        first = [next(coming) for _ in range(3)]
+        assert [(r.key, r.value) for r in first] == [(0, 2.0), (2, 3.0), (3, 4.0)]
         gate.touch()
         assert [r.key for r in coming] == [1] and list(pool.results()) == []
 
@@ -324,10 +322,8 @@ def test_workers_start_lazily_without_torch_and_end_with_close(tmp_path):
 )
 def test_unusable_functions_are_refused_at_start(tmp_path, body, words):
     (tmp_path / "f.py").write_text(body)
-    with pool_of(f"{tmp_path}/f.py:f") as pool, pytest.raises(ValueError) as caught:
+    with pool_of(f"{tmp_path}/f.py:f") as pool, refused(*words):
         pool.start()
-    for word in words:
-        assert word in str(caught.value)
 
 
 def test_misspelt_places_are_refused_at_start(tmp_path):
