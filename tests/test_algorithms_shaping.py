@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 
@@ -223,21 +224,15 @@ def test_a_kl_controller_out_of_range_is_refused(change, message):
         adaptive_kl_coef(arguments.pop("coef"), **arguments)
 
 
+of_four = functools.partial(penalize_overlong, max_response_tokens=4)
+
+
 @pytest.mark.parametrize(
     "call, message",
     [
-        (
-            lambda r: penalize_overlong(r, r, max_response_tokens=4, buffer_tokens=5),
-            "buffer_tokens",
-        ),
-        (
-            lambda r: penalize_overlong(r, r, max_response_tokens=4, buffer_tokens=0),
-            "buffer_tokens",
-        ),
-        (
-            lambda r: penalize_overlong(r, r, max_response_tokens=4, buffer_tokens=1, penalty=-1.0),
-            "penalty",
-        ),
+        (lambda r: of_four(r, r, buffer_tokens=5), "buffer_tokens"),
+        (lambda r: of_four(r, r, buffer_tokens=0), "buffer_tokens"),
+        (lambda r: of_four(r, r, buffer_tokens=1, penalty=-1.0), "penalty"),
         (lambda r: stop_properly(r, r > 0, factor=1.5), "factor"),
         (lambda r: stop_properly(r, r > 0, penalty=-1.0), "penalty"),
         (lambda r: scale_and_clamp(r, low=1.0, high=1.0), "low, high"),

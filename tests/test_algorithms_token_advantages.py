@@ -29,15 +29,9 @@ from spmdrl.algorithms.token_advantages import (
 
 Columns = dict[str, Tensor]
 SEEDS = range(6)
-TOKEN_COLUMNS = (
-    "values",
-    "kl_rewards",
-    "old_logprobs",
-    "teacher_logprobs",
-    "prm_logprobs",
-    "ref_logprobs",
-    "square_probs",
-)
+ONE_GROUP = dict(group_ids=torch.zeros(2).long(), is_valid=torch.ones(2).bool())
+LOGPROBS = ("old_logprobs", "teacher_logprobs", "prm_logprobs", "ref_logprobs")
+TOKEN_COLUMNS = ("values", "kl_rewards", *LOGPROBS, "square_probs")
 
 
 def columns(seed: int, *, dtype: torch.dtype = torch.float64) -> Columns:
@@ -49,7 +43,7 @@ def columns(seed: int, *, dtype: torch.dtype = torch.float64) -> Columns:
     out = {
         name: torch.randn(num_tokens, generator=g, dtype=torch.float64) for name in TOKEN_COLUMNS
     }
-    for name in ("old_logprobs", "teacher_logprobs", "prm_logprobs", "ref_logprobs"):
+    for name in LOGPROBS:
         out[name] = -out[name].abs() - 0.01
     probs = out["old_logprobs"].exp()
     out["square_probs"] = probs**2 + (1 - probs) ** 2 * torch.rand(num_tokens, generator=g)
@@ -337,16 +331,12 @@ def test_process_rewards_come_to_the_rows_of_the_batch(seed):
     batch = columns(seed)
     names, count = ("prm_logprobs", "ref_logprobs"), len(batch["cu_seqlens"]) - 1
     means = token_baselines.implicit_reward_means(**pick(batch, *names))
-    totals = []
+    total = 0.0
     for rows in ([4, 0, 7], [2, 3], [1], [6, 5]):
         ids = torch.tensor([row if responses(batch)[row] else -1 for row in rows])
-        totals.append(
-            token_baselines.prime_totals(
-                **pick(select(batch, rows), *names), sequence_ids=ids, num_sequences=count
-            )
-        )
-    totals = sum(part["implicit_means"] for part in totals)
-    assert torch.allclose(totals, means, atol=1e-12)
+        part = pick(select(batch, rows), *names) | dict(sequence_ids=ids, num_sequences=count)
+        total = total + token_baselines.prime_totals(**part)["implicit_means"]
+    assert torch.allclose(total, means, atol=1e-12)
     lengths = torch.tensor([len(row) for row in responses(batch)])
     is_valid = torch.arange(count) != 5
     rewards = torch.where(is_valid, torch.linspace(0, 1, count).double(), 7.0)
@@ -366,8 +356,7 @@ def test_process_rewards_come_to_the_rows_of_the_batch(seed):
 @examples(25, rewards=st.lists(st.floats(-3, 3), min_size=2, max_size=6))
 def test_leave_one_out_means_rebuild_the_group_mean(rewards):
     values = torch.tensor(rewards, dtype=torch.float64)
-    groups = torch.zeros(len(values), dtype=torch.int64)
-    is_valid = torch.ones(len(values), dtype=torch.bool)
+    groups, is_valid = torch.zeros(len(values)).long(), torch.ones(len(values)).bool()
     got = token_baselines.leave_one_out_means(values, groups, is_valid=is_valid)
     assert torch.allclose(got * (len(values) - 1) + values, values.sum(), atol=1e-9)
 
@@ -419,12 +408,7 @@ def test_gigpo_steps_equal_a_plain_loop(seed, scale):
 def test_gigpo_without_a_single_state_is_refused():
     turns = torch.tensor([[[0.0, -1.0]], [[0.0, -1.0]]], dtype=torch.float64)
     with pytest.raises(ValueError, match="no turn has one; give rollout.environment a method"):
-        token_baselines.gigpo_steps(
-            turns,
-            torch.tensor([1.0, 0.0]),
-            group_ids=torch.zeros(2).long(),
-            is_valid=torch.ones(2, dtype=torch.bool),
-        )
+        token_baselines.gigpo_steps(turns, torch.tensor([1.0, 0.0]), **ONE_GROUP)
 
 
 @pytest.mark.parametrize("scale", ["none", "std"])
@@ -460,14 +444,8 @@ def test_gigpo_from_turns_to_tokens():
     mask = torch.tensor([True, True, False, True, True, False, True])
     batch = dict(loss_mask=mask, cu_seqlens=torch.tensor([0, 4, 7], dtype=torch.int32))
     turns = torch.tensor([[[0.0, 7], [0.0, 8]], [[0.0, 7], [0.0, 9]]], dtype=torch.float64)
-    found = token_baselines.gigpo_steps(
-        turns,
-        torch.tensor([1.0, 0.0], dtype=torch.float64),
-        gamma=0.5,
-        scale="none",
-        group_ids=torch.zeros(2, dtype=torch.int64),
-        is_valid=torch.ones(2, dtype=torch.bool),
-    )
+    rewards = torch.tensor([1.0, 0.0], dtype=torch.float64)
+    found = token_baselines.gigpo_steps(turns, rewards, gamma=0.5, scale="none", **ONE_GROUP)
     assert found["step_table"].tolist() == [[0.25, 0.0], [-0.25, 0.0]]
     got, _ = gigpo(**found, step_weight=2.0, **batch)
     assert got.tolist() == [1.0, 1.0, 0.0, 0.5, -1.0, 0.0, -0.5]
@@ -655,13 +633,7 @@ def test_other_options_out_of_range_are_refused():
     with pytest.raises(ValueError, match="step_weight"):
         gigpo(**pick(batch, "episode_advantages", "step_table"), step_weight=-1.0)
     with pytest.raises(ValueError, match="gamma"):
-        token_baselines.gigpo_steps(
-            torch.zeros(1, 1, 2),
-            torch.zeros(1),
-            gamma=1.5,
-            group_ids=torch.zeros(1).long(),
-            is_valid=torch.ones(1).bool(),
-        )
+        token_baselines.gigpo_steps(torch.zeros(2, 1, 2), torch.zeros(2), gamma=1.5, **ONE_GROUP)
     with pytest.raises(ValueError, match="gamma"):
         prime(**pick(batch, *PRIME), gamma=-1.0)
 

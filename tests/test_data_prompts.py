@@ -6,11 +6,10 @@ import json
 from collections import Counter
 
 import pytest
-from built import examples
+from built import examples, made
 from hypothesis import strategies as st
 
 from spmdrl.commands.create_model import character_tokenizer
-from spmdrl.config import BatchSettings, Config, DataSettings, ModelSettings, SamplingSettings
 from spmdrl.data.examples import SupervisedSource, encode_example
 from spmdrl.data.prompts import Order, PromptSource, check_context, end_token_ids, load_tokenizer
 
@@ -19,12 +18,12 @@ USER, REPLY = {"role": "user", "content": "hi"}, {"role": "assistant", "content"
 
 
 def config(train, *, per_step=4, seed=0, max_prompt=64, max_response=16, **data):
-    return Config(
+    return made(
         seed=seed,
-        data=DataSettings(train=train, max_prompt_tokens=max_prompt, **data),
-        batch=BatchSettings(prompts_per_step=per_step),
-        model=ModelSettings(path="m"),
-        sampling=SamplingSettings(max_response_tokens=max_response),
+        data=dict(train=train, max_prompt_tokens=max_prompt, **data),
+        batch=dict(prompts_per_step=per_step),
+        model=dict(path="m"),
+        sampling=dict(max_response_tokens=max_response),
     )
 
 
@@ -69,24 +68,14 @@ def test_prompts_of_a_step_do_not_depend_on_the_steps_before():
     assert fresh.at(9) == prompts
     assert [PLAIN.decode(p.tokens) for p in prompts] == [p.text for p in prompts]
     assert all(p.row["prompt"] == p.text for p in prompts)
-    assert Counter(p.index for s in range(25) for p in source.at(s)) == Counter(
-        {i: 4 for i in range(100)}
-    )
+    drawn = Counter(p.index for s in range(25) for p in source.at(s))
+    assert drawn == dict.fromkeys(range(100), 4)
 
 
 def test_held_out_prompts_are_the_same_for_every_seed_and_never_trained_on():
     def source(seed):
-        return PromptSource(
-            config(
-                "task:addition",
-                size=400,
-                seed=seed,
-                eval="task:addition",
-                eval_size=50,
-                task_options={"digits": 2},
-            ),
-            PLAIN,
-        )
+        held_out = dict(eval="task:addition", eval_size=50, task_options={"digits": 2})
+        return PromptSource(config("task:addition", size=400, seed=seed, **held_out), PLAIN)
 
     held_out = source(0).eval()
     assert len(held_out) == 50
@@ -164,14 +153,11 @@ def test_missing_chat_template_names_the_row_that_needs_one(tmp_path):
 
 
 def test_missing_tokenizer_folder_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="model.path: .*is not a folder"):
-        load_tokenizer(Config(model=ModelSettings(path=str(tmp_path / "none"))))
-    with pytest.raises(ValueError, match="model.path: no tokenizer can be loaded"):
-        load_tokenizer(Config(model=ModelSettings(path=str(tmp_path))))
+    for folder, says in (("none", ".*is not a folder"), ("", "no tokenizer can be loaded")):
+        with pytest.raises(ValueError, match=f"model.path: {says}"):
+            load_tokenizer(made(model=dict(path=str(tmp_path / folder))))
     PLAIN.save_pretrained(tmp_path / "t")
-    assert (
-        load_tokenizer(Config(model=ModelSettings(path=str(tmp_path / "t")))).eos_token == "<eos>"
-    )
+    assert load_tokenizer(made(model=dict(path=str(tmp_path / "t")))).eos_token == "<eos>"
 
 
 # --------------------------------------------------------------------------- supervised
@@ -203,14 +189,9 @@ def test_generated_rows_train_the_answer_and_eos():
 
 
 def test_only_assistant_turns_and_their_end_token_are_trained():
-    messages = [
-        {"role": "system", "content": "s"},
-        USER,
-        REPLY,
-        {"role": "user", "content": "ho"},
-        {"role": "assistant", "content": "bye"},
-        {"role": "user", "content": "never seen"},
-    ]
+    later = [("user", "ho"), ("assistant", "bye"), ("user", "never seen")]
+    messages = [{"role": "system", "content": "s"}, USER, REPLY]
+    messages += [{"role": role, "content": text} for role, text in later]
     tokens, mask = encode({"messages": messages})
     assert trained_texts(tokens, mask) == ["ho<eos>", "bye<eos>"]
     assert CHAT.decode(tokens) == (
@@ -288,15 +269,13 @@ def test_overlong_supervised_rows_are_refused_or_dropped(tmp_path):
 
 
 def test_a_response_ends_at_the_ids_of_config_tokenizer_and_model(tiny_model, tmp_path):
-    tokenizer = load_tokenizer(Config(model=ModelSettings(path=str(tiny_model))))
+    tokenizer = load_tokenizer(made(model=dict(path=str(tiny_model))))
     eos = tokenizer.eos_token_id
     for name, content in (("config.json", [eos, 7]), ("generation_config.json", 9)):
         text = {"eos_token_id": content}
         if name == "config.json":
             text = json.loads((tiny_model / name).read_text()) | text
         (tmp_path / name).write_text(json.dumps(text))
-        cfg = Config(
-            model=ModelSettings(path=str(tmp_path)), sampling=SamplingSettings(stop_token_ids=(5,))
-        )
+        cfg = made(model=dict(path=str(tmp_path)), sampling=dict(stop_token_ids=(5,)))
         expected = {5, eos, 7} if name == "config.json" else {5, eos, 9}
         assert set(end_token_ids(cfg, tokenizer)) == expected
