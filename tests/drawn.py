@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -47,6 +48,14 @@ def plain(drawn: Completion) -> Plain:
     """Return a completion as tuples."""
     columns = (drawn.tokens, drawn.logprobs, drawn.versions)
     return Plain(drawn.key, *(tuple(c.tolist()) for c in columns), drawn.is_truncated, drawn.routes)
+
+
+def finished(engine: Any) -> dict[str, Plain]:
+    """Step an engine until it is idle; return by key what that finishes."""
+    done: dict[str, Plain] = {}
+    while engine.is_busy:
+        done |= {c.key: plain(c) for c in engine.step()}
+    return done
 
 
 def trajectory(

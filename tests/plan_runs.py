@@ -4,40 +4,43 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import policy_runs
 import torch
+from policy_runs import changed
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_leaves
+from transformers import AutoConfig, AutoModelForCausalLM
 
+from spmdrl.engine import make_engine
+from spmdrl.model.scorer import make_row
+from spmdrl.model.sharded import ShardedModel
+from spmdrl.model.shards import local_part
+from spmdrl.train.optimizer import AdamW
+from spmdrl.world import World
 from spmdrl.world.live_bytes import LiveBytes
 
+_WINDOWS: dict[str, Any] = {
+    "sliding_window": 32,
+    "query_pre_attn_scalar": 16,
+    "layer_types": ["sliding_attention", "full_attention"],
+}
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen2": {},
     "qwen3": {},
     "mistral": {"sliding_window": 32},
-    "gemma2": {
-        "sliding_window": 32,
-        "query_pre_attn_scalar": 16,
-        "layer_types": ["sliding_attention", "full_attention"],
-    },
-    "gemma3_text": {
-        "sliding_window": 32,
-        "query_pre_attn_scalar": 16,
-        "layer_types": ["sliding_attention", "full_attention"],
-    },
+    "gemma2": _WINDOWS,
+    "gemma3_text": _WINDOWS,
     "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48},
 }
 
 
 def tiny_config(family: str, **sizes: Any) -> Any:
     """Return the transformers config of a model of some ten thousand parameters."""
-    from transformers import AutoConfig
-
     return AutoConfig.for_model(
         family,
         **dict(
@@ -56,23 +59,22 @@ def tiny_config(family: str, **sizes: Any) -> Any:
     )
 
 
+def tiny_model(family: str, **sizes: Any) -> Any:
+    """Return a random float32 model of transformers, of the given shape."""
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(tiny_config(family, **sizes), dtype=torch.float32)
+
+
 def write_model(folder: Path, family: str, **sizes: Any) -> str:
     """Write a random float32 model of the given shape."""
-    from transformers import AutoModelForCausalLM
-
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(tiny_config(family, **sizes), dtype=torch.float32)
-    model.save_pretrained(folder)
+    tiny_model(family, **sizes).save_pretrained(folder)
     return str(folder)
 
 
 def scoring(
-    lengths: list[int], *, first_scored: int, vocab: int, make: Callable[..., Any] | None = None
+    lengths: list[int], *, first_scored: int, vocab: int, make: Callable[..., Any] = make_row
 ) -> Any:
     """Return a packed row of sequences whose first tokens are prompts, as a model makes it."""
-    from spmdrl.model.scorer import make_row
-
-    make = make or make_row
     positions = torch.cat([torch.arange(n) for n in lengths])
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(vocab, (sum(lengths),), generator=generator)
@@ -119,8 +121,6 @@ def saved_bytes(model: Any, work: Any) -> int:
 
 
 def _gathered_storages(model: Any) -> set[int]:
-    from torch.distributed.fsdp import FSDPModule
-
     found = set()
     for module in model.scorer.modules():
         if isinstance(module, FSDPModule):
@@ -135,57 +135,36 @@ def run_config(
     path: str,
     out: str,
     *,
-    world_size: int,
-    tp: int = 1,
-    ep: int = 1,
-    cp: int = 1,
-    dp_replicate: int = 1,
     recomputes: bool = False,
     dtype: str = "float32",
     context: str = "auto",
-    memory: dict[str, Any] | None = None,
+    placement: str = "colocated",
+    **layout: int,
 ) -> Any:
-    """Return the config of a colocated run on the CPU with the transformers engine."""
-    cfg = policy_runs.config(
-        path,
-        out,
-        world_size=world_size,
-        tp=tp,
-        dp_replicate=dp_replicate,
+    """Return the config of a run on the CPU with the transformers engine."""
+    return changed(
+        policy_runs.config(path, out),
         model={
             "compute_dtype": dtype,
             "kernels": {"context": context},
             "memory": {
                 "head_chunk_tokens": 64,
                 "activation_checkpointing": "full" if recomputes else "none",
-                **(memory or {}),
             },
         },
-    )
-    return replace(
-        cfg,
-        layout=replace(cfg.layout, placement="colocated", ep=ep, cp=cp),
-        data=replace(cfg.data, max_prompt_tokens=20),
-        sampling=replace(cfg.sampling, max_response_tokens=80),
-        batch=replace(cfg.batch, tokens_per_microbatch=400),
-        engine=replace(
-            cfg.engine, kind="transformers", dtype="bfloat16", max_num_seqs=7, cpu_kv_cache_gib=0.01
-        ),
+        layout={"placement": placement, **layout},
+        data={"max_prompt_tokens": 20},
+        sampling={"max_response_tokens": 80},
+        batch={"tokens_per_microbatch": 400},
+        engine=dict(kind="transformers", dtype="bfloat16", max_num_seqs=7, cpu_kv_cache_gib=0.01),
     )
 
 
-def hold(path: str, out: str, layout: dict[str, Any]) -> dict[str, int]:
+def hold(world: World) -> dict[str, int]:
     """Build a trainer and an engine, take a backward pass, and return this rank's bytes."""
-    from spmdrl.engine import make_engine
-    from spmdrl.model.sharded import ShardedModel
-    from spmdrl.model.shards import local_part
-    from spmdrl.train.optimizer import AdamW
-    from spmdrl.world import World
-
-    cfg = run_config(path, out, **layout)
-    world = World.start(cfg)
+    cfg = world.cfg
     engine = make_engine(cfg, world)
-    model = ShardedModel(cfg, world, path=path, is_trained=True)
+    model = ShardedModel(cfg, world, path=cfg.model.path, is_trained=True)
     shards = model.named_shards()
     optimizer = AdamW(shards, no_decay=set(), options=cfg.optimizer)
     vocab = model.hf_model.config.vocab_size
@@ -208,45 +187,27 @@ def hold(path: str, out: str, layout: dict[str, Any]) -> dict[str, int]:
         model.forward(work)[0].sum().backward()
     found["working"] = live.peak  # besides weights, gradients and optimizer state
     engine.close()
-    world.close()
     return found
 
 
-def saved_by_family(folders: dict[str, str], out: str, cases: list[tuple]) -> list[int]:
+def saved_by_family(world: World, folders: dict[str, str], cases: list[tuple]) -> list[int]:
     """Return what a forward pass keeps, bytes, for (family, dtype, recomputes, lengths)."""
-    from spmdrl.model.sharded import ShardedModel
-    from spmdrl.world import World
-
-    def own(family: str, dtype: str, recomputes: bool) -> Any:
-        cfg = run_config(folders[family], out, world_size=1, dtype=dtype, recomputes=recomputes)
-        return replace(cfg, layout=replace(cfg.layout, placement="offline"))
-
-    world, found = World.start(own(cases[0][0], "float32", False)), []
+    found, out = [], world.cfg.output_dir
     for family, dtype, recomputes, lengths in cases:
-        model = ShardedModel(
-            own(family, dtype, recomputes), world, path=folders[family], is_trained=True
-        )
+        path, how = folders[family], {"dtype": dtype, "recomputes": recomputes}
+        cfg = run_config(path, out, placement="offline", **how)
+        model = ShardedModel(cfg, world, path=path, is_trained=True)
         found.append(saved_bytes(model, scoring(lengths, first_scored=3, vocab=104)))
-    world.close()
     return found
 
 
-def vllm_holds(path: str, out: str) -> dict[str, int]:
-    """Return the bytes of a vLLM engine's rank, one of two that share it."""
-    from spmdrl.engine import make_engine
-    from spmdrl.world import World
-
-    cfg = run_config(path, out, world_size=2)
-    cfg = replace(
-        cfg, layout=replace(cfg.layout, inference_tp=2), engine=replace(cfg.engine, kind="vllm")
-    )
-    world = World.start(cfg)
-    engine = make_engine(cfg, world)
+def vllm_holds(world: World) -> dict[str, int]:
+    """Return the bytes of a vLLM engine's rank."""
+    engine = make_engine(world.cfg, world)
     cache = engine._runner.kv_caches
     found = {
         "engine weights": sum(p.nbytes for p in engine.model.parameters()),
         "KV cache": sum(t.nbytes for t in cache),
     }
     engine.close()
-    world.close()
     return found

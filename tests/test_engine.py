@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import os
 import shutil
@@ -11,11 +12,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from drawn import plain
-from ranks import run_ranks
+from drawn import finished, plain
+from policy_runs import changed
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+from worlds import in_world, make_engine
 
 from spmdrl import config
-from spmdrl.config import Config, LayoutSettings, ScheduleSettings
+from spmdrl.check.engine_options import engine_argument_names
+from spmdrl.config import Config, LayoutSettings
 from spmdrl.engine.protocol import Request
 
 PROMPTS = ((5, 6, 7, 8), (9, 10, 11, 12, 13), (5, 6, 7, 8))
@@ -41,32 +46,17 @@ def engine_config(
     )
 
 
-def draw(engine, order, *, temperature=1.0, max_tokens=12, stop=()):
+def draw(engine, order, *, temperature=1.0, max_tokens=12, stop=()) -> dict:
     for i in order:
-        engine.add(
-            Request(
-                key=str(i),
-                prompt=PROMPTS[i % 3],
-                max_tokens=max_tokens,
-                temperature=temperature,
-                seed=100 + i,
-                stop_token_ids=stop,
-            )
-        )
-    done = {}
-    while engine.is_busy:
-        done |= {c.key: plain(c) for c in engine.step()}
-    return done
+        engine.add(Request(str(i), PROMPTS[i % 3], max_tokens, temperature, 100 + i, stop))
+    return finished(engine)
 
 
 def crowd(engine, order) -> dict:
     """Draw seeded behind prompts that do not fit into one step together."""
     for i in order:
         engine.add(Request(f"long-{i}", LONG[i], 8, 1.0, 100 + i, ()))
-    done = {}
-    while engine.is_busy:
-        done |= {c.key: plain(c) for c in engine.step()}
-    return done
+    return finished(engine)
 
 
 def most_under_way(engine) -> int:
@@ -82,10 +72,7 @@ def most_under_way(engine) -> int:
 
 def swap(engine, *, mode: str, folders: tuple[str, str]) -> dict:
     """Exchange the weights in the middle of sequences; they are the old ones again at the end."""
-    from safetensors.torch import load_file
-
-    rollout = config.RolloutSettings(schedule=ScheduleSettings(kv_cache=mode))
-    engine.cfg = dataclasses.replace(engine.cfg, rollout=rollout)
+    engine.cfg = changed(engine.cfg, rollout={"schedule": {"kv_cache": mode}})
     engine.weights_changed(7)
     for i in range(6):
         # The last two come later, and share the prompt of one that is under way.
@@ -100,27 +87,19 @@ def swap(engine, *, mode: str, folders: tuple[str, str]) -> dict:
         engine.add(Request(f"{mode}-{version}", PROMPTS[0], 5, 1.0, version, ()))
         for _ in range(3):
             done |= {c.key: plain(c) for c in engine.step()}
-    while engine.is_busy:
-        done |= {c.key: plain(c) for c in engine.step()}
-    return {"partial": partial, "done": done}
+    return {"partial": partial, "done": done | finished(engine)}
 
 
 def vllm_details(engine) -> dict:
     from vllm.engine.arg_utils import EngineArgs
-
-    from spmdrl.check.engine_options import engine_argument_names
 
     names = {f.name for f in dataclasses.fields(EngineArgs) if not f.name.startswith("_")}
     assert set(engine_argument_names()) == names
     return {"caches": engine._llm.vllm_config.cache_config.enable_prefix_caching}
 
 
-def on_engine(cfg: Config, other: str = "") -> dict | None:
-    from spmdrl.engine import make_engine
-    from spmdrl.world import World
-
-    world = World.start(cfg)
-    before = torch.random.get_rng_state()
+def on_engine(world, other: str = "") -> dict | None:
+    cfg, before = world.cfg, torch.random.get_rng_state()
     engine = make_engine(cfg, world)
     assert torch.equal(before, torch.random.get_rng_state()), "the engine moved our generator"
     found = None
@@ -151,15 +130,12 @@ def on_engine(cfg: Config, other: str = "") -> dict | None:
                 for mode in ("recompute", "keep")
             }
     engine.close()
-    world.close()
     return found
 
 
 @pytest.fixture(scope="module")
 def other_model(tiny_model, tmp_path_factory) -> Path:
     """The tiny model with other weights."""
-    from safetensors.torch import load_file, save_file
-
     folder = tmp_path_factory.mktemp("models") / "other"
     shutil.copytree(tiny_model, folder)
     weights = load_file(folder / "model.safetensors")
@@ -186,7 +162,7 @@ def ending_model(tiny_model, tmp_path_factory) -> Path:
 
 def found_by(kind: str, tiny_model: Path, other_model: Path) -> dict:
     cfg = engine_config(str(tiny_model), kind=kind, placement="split", world_size=2)
-    trainer, generator = run_ranks(2, on_engine, cfg, str(other_model))
+    trainer, generator = in_world(cfg, on_engine, str(other_model))
     assert trainer is None
     return generator
 
@@ -231,34 +207,32 @@ def test_no_more_sequences_are_under_way_than_max_num_seqs(found):
 
 
 def test_logprobs_are_those_of_the_distribution_sampled_from(found, tiny_model):
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
     for (key, completion), scored in zip(sorted(found["warm"].items()), found["scored"]):
         prompt = PROMPTS[int(key) % 3]
-        tokens = torch.tensor([prompt + completion.tokens])
-        with torch.no_grad():
-            logits = model(tokens).logits[0].float()
         for temperature, got in (
             (0.7, torch.tensor(completion.logprobs)),
             (1.0, scored[len(prompt) :]),
         ):
-            logprobs = torch.log_softmax(logits / temperature, -1)[len(prompt) - 1 : -1]
-            want = logprobs.gather(1, torch.tensor(completion.tokens)[:, None])[:, 0]
+            want = logprobs_of(tiny_model, prompt, completion, temperature=temperature)
             assert torch.allclose(got, want, atol=2e-4), (got - want).abs().max()
 
 
-def logprobs_of(folder: Path, key: str, completion) -> torch.Tensor:
-    """What transformers says of a completion's tokens."""
-    from transformers import AutoModelForCausalLM
+@functools.cache
+def plain_model(folder: Path) -> AutoModelForCausalLM:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    number = int(key.split("-")[1])
-    prompt = PROMPTS[number % 3 if number < 6 else 0]
+
+def logprobs_of(folder: Path, prompt, completion, *, temperature=1.0) -> torch.Tensor:
+    """What transformers says of a completion's tokens."""
     with torch.no_grad():
-        logits = model(torch.tensor([prompt + completion.tokens])).logits[0].float()
-    logprobs = torch.log_softmax(logits, -1)[len(prompt) - 1 : -1]
+        logits = plain_model(folder)(torch.tensor([prompt + completion.tokens])).logits[0].float()
+    logprobs = torch.log_softmax(logits / temperature, -1)[len(prompt) - 1 : -1]
     return logprobs.gather(1, torch.tensor(completion.tokens)[:, None])[:, 0]
+
+
+def swapped_logprobs(folder: Path, key: str, completion) -> torch.Tensor:
+    number = int(key.split("-")[1])
+    return logprobs_of(folder, PROMPTS[number % 3 if number < 6 else 0], completion)
 
 
 def test_each_token_carries_the_version_that_sampled_it(found, tiny_model, other_model):
@@ -271,7 +245,8 @@ def test_each_token_carries_the_version_that_sampled_it(found, tiny_model, other
         assert len(completion.versions) == len(completion.tokens) == len(completion.logprobs)
         mixed += len(set(completion.versions)) == 3
         by_model = {
-            folder: logprobs_of(folder, key, completion) for folder in (tiny_model, other_model)
+            folder: swapped_logprobs(folder, key, completion)
+            for folder in (tiny_model, other_model)
         }
         for i, version in enumerate(completion.versions):
             own = by_model[other_model if version == 8 else tiny_model][i]
@@ -291,7 +266,7 @@ def test_a_kept_cache_serves_unfinished_sequences_and_no_new_one(found, tiny_mod
     for key, completion in swapped["done"].items():
         is_new = int(key.split("-")[1]) > 6
         for version, folder in ((8, other_model), (9, tiny_model)):
-            own = logprobs_of(folder, key, completion)
+            own = swapped_logprobs(folder, key, completion)
             at = [i for i, v in enumerate(completion.versions) if v == version]
             gap = [abs(float(own[i]) - completion.logprobs[i]) for i in at]
             if is_new and set(completion.versions) == {version}:
@@ -315,7 +290,7 @@ def test_tensor_parallel_ranks_agree_with_each_other_and_with_one_rank(
     found = vllm_found
     layout = dict(placement="split", world_size=4, trainer_ranks=2, inference_tp=2)
     options = {"enable_prefix_caching": False, "enforce_eager": False}
-    results = run_ranks(4, on_engine, engine_config(str(tiny_model), options=options, **layout))
+    results = in_world(engine_config(str(tiny_model), options=options, **layout), on_engine)
     assert results[:2] == [None, None] and not os.listdir(sockets.name)
     assert found["caches"] and not results[2]["caches"], "engine.options reach vLLM"
     for part in ("forward", "greedy"):

@@ -10,15 +10,19 @@ from pathlib import Path
 
 import pytest
 import torch
-from drawn import plain
+from comparing import plain_scores
+from drawn import finished
+from policy_runs import small_model
 from ranks import run_ranks
+from transformers import AutoModelForCausalLM
+from worlds import in_world, make_engine
 
 from spmdrl import config
 from spmdrl.check.settings import validate
-from spmdrl.commands.create_model import create_model
 from spmdrl.config import Config, MemorySettings
 from spmdrl.engine.protocol import Request
 from spmdrl.engine.sampling import draw, numbers
+from spmdrl.world import World
 
 # --------------------------------------------------------------------------- draws
 
@@ -72,33 +76,23 @@ def engine_config(model: Path | str, **engine) -> Config:
 PROMPTS = [tuple(range(10, 10 + n)) for n in (1, 24, 7, 7, 3, 15)]
 
 
-def draws_of(folders: dict[str, str]) -> dict[str, tuple]:
+def draws_of(world: World, folders: list[Path]) -> dict[Path, tuple]:
     """Return per model what a crowd of unequal sequences drew, and its scores."""
-    from spmdrl.engine.transformers import TransformersEngine
-    from spmdrl.world import World
-
-    world, found = World.start(engine_config(next(iter(folders.values())))), {}
-    for name, folder in folders.items():
-        engine = TransformersEngine(
-            engine_config(folder, max_num_seqs=4, max_batched_tokens=16), world
-        )
+    found = {}
+    for folder in folders:
+        engine = make_engine(engine_config(folder, max_num_seqs=4, max_batched_tokens=16), world)
         for i, prompt in enumerate(PROMPTS):
             engine.add(Request(str(i), prompt, 20 - i, 1.0, i, ()))
         with pytest.raises(RuntimeError, match="unfinished"):
             engine.score([PROMPTS[1]])
-        done = {}
-        while engine.is_busy:
-            done |= {c.key: plain(c) for c in engine.step()}
+        done = finished(engine)
         rows = [prompt + done[str(i)].tokens for i, prompt in enumerate(PROMPTS)]
-        found[name] = rows, [done[str(i)].logprobs for i in range(len(rows))], engine.score(rows)
+        found[folder] = rows, [done[str(i)].logprobs for i in range(len(rows))], engine.score(rows)
         engine.close()
-    world.close()
     return found
 
 
 def test_attention_over_the_cache_is_that_of_the_plain_model(tmp_path):
-    from transformers import AutoModelForCausalLM
-
     # Windows and soft caps smaller than what these sequences and scores come to.
     narrow = {
         "qwen2": {},
@@ -107,30 +101,19 @@ def test_attention_over_the_cache_is_that_of_the_plain_model(tmp_path):
         "gemma2": {"sliding_window": 4, "attn_logit_softcapping": 0.5, "query_pre_attn_scalar": 1},
     }
     for name, fields in narrow.items():
-        create_model(
-            tmp_path / name,
-            architecture=name,
-            hidden_size=64,
-            layers=2,
-            heads=4,
-            kv_heads=2,
-            intermediate=48,
-            initializer_std=0.08,
-        )
-        file = tmp_path / name / "config.json"
-        file.write_text(json.dumps(json.loads(file.read_text()) | fields))
-    (found,) = run_ranks(1, draws_of, {name: str(tmp_path / name) for name in narrow})
-    for name, (rows, logprobs, scores) in found.items():
+        sizes = dict(hidden_size=64, initializer_std=0.08)
+        small_model(tmp_path, name, architecture=name, hf_config=fields, **sizes)
+    folders = [tmp_path / name for name in narrow]
+    (found,) = in_world(engine_config(folders[0]), draws_of, folders)
+    for folder, (rows, logprobs, scores) in found.items():
         model = AutoModelForCausalLM.from_pretrained(
-            tmp_path / name, dtype=torch.float32, attn_implementation="eager"
+            folder, dtype=torch.float32, attn_implementation="eager"
         )
-        for row, prompt, drawn, score in zip(rows, PROMPTS, logprobs, scores):
-            with torch.no_grad():
-                plain = model(torch.tensor([row])).logits[0].log_softmax(-1)[:-1]
-            want = plain.gather(1, torch.tensor(row)[1:, None])[:, 0]
+        right = plain_scores(model, rows)
+        for want, prompt, drawn, score in zip(right, PROMPTS, logprobs, scores):
             assert float(score[0]) == 0
-            assert torch.allclose(score[1:], want, atol=1e-4), name
-            assert torch.allclose(torch.tensor(drawn), want[len(prompt) - 1 :], atol=1e-4), name
+            assert torch.allclose(score, want, atol=1e-4), folder
+            assert torch.allclose(torch.tensor(drawn), want[len(prompt) :], atol=1e-4), folder
 
 
 def forbid_vllm() -> None:
@@ -139,12 +122,8 @@ def forbid_vllm() -> None:
         sys.modules[name] = None
 
 
-def refusals(model: str) -> dict[str, str]:
-    from spmdrl.engine import make_engine
-    from spmdrl.world import World
-
-    world, found = World.start(engine_config(model)), {}
-    engine = make_engine(engine_config(model), world)
+def refusals(world: World, model: str) -> dict[str, str]:
+    engine, found = make_engine(world.cfg, world), {}
     with torch.no_grad():
         engine.model.get_input_embeddings().weight[9] = math.nan
 
@@ -165,12 +144,11 @@ def refusals(model: str) -> dict[str, str]:
             call()
         found[name] = str(caught.value)
     engine.close()
-    world.close()
     return found
 
 
 def test_what_cannot_be_done_is_refused_with_the_reason(tiny_model):
-    (found,) = run_ranks(1, refusals, str(tiny_model))
+    (found,) = in_world(engine_config(tiny_model), refusals, str(tiny_model))
     assert "a prompt of 44 tokens; from 1 to 43" in found["long"]
     assert "a prompt of 0 tokens" in found["empty"]
     assert "no tensor other.weight" in found["name"]
@@ -185,7 +163,6 @@ def test_what_cannot_be_done_is_refused_with_the_reason(tiny_model):
 def _train(*configs: Config) -> None:
     import train
     from spmdrl.report import report
-    from spmdrl.world import World
 
     class Lasting(World):
         """One that several runs take part in."""
@@ -230,15 +207,8 @@ def _run_config(model: Path, out: Path, **fields) -> Config:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> Path:
-    return create_model(
-        tmp_path_factory.mktemp("model") / "start",
-        hidden_size=64,
-        layers=1,
-        heads=2,
-        kv_heads=1,
-        intermediate=48,
-        max_positions=64,
-    )
+    sizes = dict(hidden_size=64, layers=1, heads=2, kv_heads=1, max_positions=64)
+    return small_model(tmp_path_factory.mktemp("model"), "start", **sizes)
 
 
 def _rows(folder: Path) -> list[dict]:

@@ -8,14 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint_runs import SmallSource
+from checkpoint_runs import restore, save
+from comparing import differing, full_state, whole
 from meshes import EXPERT_MESHES, MESHES, TRAINERS, layout_of, world_under
 from policy_runs import config
-from ranks import run_ranks
+from safetensors.torch import load_file
 from test_moe import make_moe
-from test_moe_engines import in_files
 from test_sync_engine import (
     change,
+    in_files,
     make_config,
     make_folder,
     parameters,
@@ -23,26 +24,17 @@ from test_sync_engine import (
     whole_state,
 )
 from torch import Tensor
+from worlds import WeightStream, in_world, make_engine, make_trainer
 
-from spmdrl.checkpoint.state import tensor_leaves
 from spmdrl.config import CheckpointSettings, Config
 
 # --------------------------------------------------------------------------- pushes
 
 
-def push_from_each(cfgs: dict[str, Config]) -> dict[str, dict[str, Any]]:
+def push_from_each(base: Any, cfgs: dict[str, Config]) -> dict[str, dict[str, Any]]:
     """Push changed weights into one engine from each mesh in turn."""
-    from safetensors.torch import load_file
-
-    from spmdrl.engine import make_engine
-    from spmdrl.roles import make_trainer
-    from spmdrl.sync.stream import WeightStream
-    from spmdrl.world import World
-
-    first = next(iter(cfgs.values()))
-    base = World.start(first)
-    engine = make_engine(first, base)
-    weights = load_file(Path(first.model.path) / "model.safetensors")
+    engine = make_engine(base.cfg, base)
+    weights = load_file(Path(base.cfg.model.path) / "model.safetensors")
     found = {}
     for number, (mesh, cfg) in enumerate(cfgs.items()):
         world = world_under(base, cfg)
@@ -52,16 +44,15 @@ def push_from_each(cfgs: dict[str, Config]) -> dict[str, dict[str, Any]]:
         change(trainer, 0.02 * (number + 1))
         stream.push(number + 1)
         state = whole_state(trainer, world)
-        own = {n: p.detach().clone() for n, p in parameters(engine, world).items()}
+        own = whole(parameters(engine, world))
         right = parameters_loaded(engine, in_files(state, trainer)) if world.is_inference else []
         found[mesh] = {
             "mode": stream.mode,
             "checked": len(own),
-            "differing": [n for (n, a), b in zip(own.items(), right) if not torch.equal(a, b)],
+            "differing": differing(own, dict(zip(own, right))),
             "stale": [n for (n, a), b in zip(own.items(), started) if torch.equal(a, b)],
         }
     engine.close()
-    base.close()
     return found
 
 
@@ -88,7 +79,7 @@ def test_a_push_from_every_mesh_is_bit_equal(family, inference_tp, tmp_path):
         mesh: make_config(folder, layout=layout_of(mesh, inference_tp=inference_tp), dtype=dtype)
         for mesh in meshes
     }
-    results = run_ranks(TRAINERS + inference_tp, push_from_each, cfgs)
+    results = in_world(cfgs[meshes[0]], push_from_each, cfgs)
     for rank, of_meshes in enumerate(results):
         for mesh, found in of_meshes.items():
             where = f"rank {rank}, {mesh}"
@@ -100,33 +91,20 @@ def test_a_push_from_every_mesh_is_bit_equal(family, inference_tp, tmp_path):
 # --------------------------------------------------------------------------- checkpoints
 
 
-def relay(cfgs: dict[str, Config]) -> list[dict[str, Tensor]]:
+def relay(base: Any, cfgs: dict[str, Config]) -> list[dict[str, Tensor]]:
     """Save on the first mesh, and on each next what was restored there.
 
     Returns: the whole state on each mesh, the same on every rank.
     """
-    from spmdrl.checkpoint import Checkpointer
-    from spmdrl.roles import make_trainer
-    from spmdrl.world import World
-
-    base, states = World.start(next(iter(cfgs.values()))), []
+    states = []
     for step, cfg in enumerate(cfgs.values(), start=1):
-        world = world_under(base, cfg)
-        trainer, source = make_trainer(cfg, world), SmallSource(world)
-        checkpoints = Checkpointer(cfg, world)
+        trainer = make_trainer(cfg, world_under(base, cfg))
         if step == 1:
             _move(trainer)
         else:
-            assert checkpoints.restore(trainer, source).step == step - 1
-        states.append(
-            {
-                name: (t.full_tensor() if hasattr(t, "full_tensor") else t).clone()
-                for name, t in tensor_leaves(trainer.state_dict()).items()
-            }
-        )
-        checkpoints.maybe_save(step, trainer, source, stop=True)
-        checkpoints.finish()
-    base.close()
+            restore(trainer, step=step - 1)
+        states.append(full_state(trainer))
+        save(trainer, step)
     return states
 
 
@@ -168,11 +146,8 @@ def test_a_checkpoint_goes_through_every_mesh_unchanged(kind, tmp_path):
         )
         for mesh in meshes
     }
-    for rank, states in enumerate(run_ranks(TRAINERS, relay, cfgs)):
+    for rank, states in enumerate(in_world(cfgs[meshes[0]], relay, cfgs)):
         for mesh, state in zip(meshes, states):
-            assert state.keys() == states[0].keys()
-            assert [n for n in state if not torch.equal(state[n], states[0][n])] == [], (
-                f"rank {rank}, {mesh}"
-            )
+            assert differing(state, states[0]) == [], f"rank {rank}, {mesh}"
         moments = [t for n, t in states[0].items() if "exp_avg" in n]
         assert moments and all(float(t.abs().max()) > 0 for t in moments)

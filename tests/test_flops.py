@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
-from plan_runs import FAMILIES, scoring, tiny_config
+from plan_runs import FAMILIES, scoring, tiny_model
 from torch.utils.flop_counter import FlopCounterMode
 
 from spmdrl.algorithms.reduce import loss_lengths
@@ -28,18 +30,20 @@ LENGTHS = [48, 48, 48]
 knows no CPU attention kernel."""
 
 
-@pytest.mark.parametrize("family", sorted(FAMILIES))
-def test_a_forward_pass_has_as_many_operations_as_torch_counts(family):
-    from transformers import AutoModelForCausalLM
-
+def _scorer(family: str) -> tuple[Any, Scorer, Any]:
+    """A model, what scores with it, and a row to score."""
     register_attention()
-    config = tiny_config(family)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model = tiny_model(family)
     model.set_attn_implementation("spmdrl_padded")
-    if hasattr(config, "num_local_experts"):
+    if hasattr(model.config, "num_local_experts"):
         model.set_experts_implementation("eager")  # the counter knows no grouped matmul
     scorer = Scorer(model, chunk_tokens=29, temperature=1.0, tp_group=None)
-    work = scoring(LENGTHS, first_scored=11, vocab=config.vocab_size)
+    return model, scorer, scoring(LENGTHS, first_scored=11, vocab=model.config.vocab_size)
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_a_forward_pass_has_as_many_operations_as_torch_counts(family):
+    model, scorer, work = _scorer(family)
     own = forward_flops(
         model_shape(model),
         lengths=torch.tensor(LENGTHS),
@@ -55,13 +59,7 @@ def test_a_forward_pass_has_as_many_operations_as_torch_counts(family):
 
 
 def test_a_backward_pass_has_twice_the_operations_of_a_forward_pass():
-    from transformers import AutoModelForCausalLM
-
-    register_attention()
-    model = AutoModelForCausalLM.from_config(tiny_config("qwen3"), dtype=torch.float32)
-    model.set_attn_implementation("spmdrl_padded")
-    scorer = Scorer(model, chunk_tokens=29, temperature=1.0, tp_group=None)
-    work = scoring(LENGTHS, first_scored=11, vocab=104)
+    model, scorer, work = _scorer("qwen3")
     with FlopCounterMode(display=False) as forward:
         states = scorer(work, lambda before, weight, targets: before)
     with FlopCounterMode(display=False) as backward:
@@ -95,9 +93,7 @@ def test_pairs_are_those_of_a_causal_band(window):
 
 
 def test_flops_of_a_step_count_every_token_and_score_the_loss_tokens():
-    from transformers import AutoModelForCausalLM
-
-    shape = model_shape(AutoModelForCausalLM.from_config(tiny_config("llama")))
+    shape = model_shape(tiny_model("llama"))
     flags = torch.arange(4)
     scalars = Scalars(
         lengths=torch.tensor([10, 20, 30, 40]),

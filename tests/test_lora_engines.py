@@ -7,18 +7,27 @@ from typing import Any
 
 import pytest
 import torch
-from drawn import plain
-from ranks import run_ranks
+from comparing import differing
+from drawn import finished
+from policy_runs import changed
 from test_lora import merged_by_hand, set_b
 from test_moe import make_moe
-from test_sync_engine import PROMPTS, make_config, parameters_loaded, whole_state
+from test_sync_engine import (
+    PROMPTS,
+    assert_pushed,
+    make_config,
+    make_folder,
+    parameters_loaded,
+    whole_state,
+)
 from torch import Tensor
+from worlds import with_stream
 
 from spmdrl.check.dry_run import stream_size
 from spmdrl.check.fit import fit_problems
 from spmdrl.check.settings import validate
-from spmdrl.commands.create_model import create_model
-from spmdrl.config import Config, LayoutSettings, LoraSettings
+from spmdrl.config import LayoutSettings, LoraSettings
+from spmdrl.engine.protocol import Request
 from spmdrl.model.load import build_meta_model
 from spmdrl.model.lora.settings import lora_form
 from spmdrl.model.lora.targets import adapter_numel
@@ -52,17 +61,10 @@ def _slots(engine: Any, names: list[str]) -> dict[str, Tensor]:
     return {n: p.detach().clone() for n, p in engine.adapter(names).named_parameters()}
 
 
-def _push(cfg: Config) -> dict[str, Any]:
+def _push(stream: Any, engine: Any, trainer: Any) -> dict[str, Any]:
     """Push adapters of three versions; hold vLLM's memory against its own loading of them."""
-    from spmdrl.engine import make_engine
-    from spmdrl.roles import make_trainer
-    from spmdrl.sync.stream import WeightStream
-    from spmdrl.world import World
-
-    world = World.start(cfg)
-    engine, trainer = make_engine(cfg, world), make_trainer(cfg, world)
-    stream = WeightStream(trainer.weights, engine, world)
-    is_own = cfg.model.lora.pushes_adapter
+    world = trainer.world
+    is_own = world.cfg.model.lora.pushes_adapter
     found: dict[str, Any] = {"mode": stream.mode, "differing": [], "probes": [], "bytes": []}
     for version in range(3):
         if world.is_trainer:
@@ -89,10 +91,8 @@ def _push(cfg: Config) -> dict[str, Any]:
             held = Held(merged, trainer.weights.parts)
             in_files = {n: held.value(n, box).read() for n, (box,) in held.boxes().items()}
             right = dict(zip(own, parameters_loaded(engine, in_files)))
-        found["differing"] += [n for n, t in own.items() if not torch.equal(t, right[n])]
+        found["differing"] += differing(own, right)
     found["errors"] = _damage(stream, engine, world=world) if is_own else []
-    engine.close()
-    world.close()
     return found
 
 
@@ -101,36 +101,27 @@ def _damage(stream: Any, engine: Any, *, world: Any) -> list[str]:
     name = "model.layers.1.mlp.down_proj.lora_A.weight"
     if world.rank == world.inference_ranks[-1]:
         next(iter(engine.adapter([name]).parameters())).data[0, 0, 1, 2] += 1.0
-    try:
+    with pytest.raises(RuntimeError) as refused:
         stream.verify(9)
-    except RuntimeError as error:
-        message = str(error)
     stream.push(10)
     stream.verify(10)
-    return [message]
+    return [str(refused.value)]
 
 
 @pytest.mark.parametrize("case", list(LAYOUTS))
 def test_engines_compute_with_adapters_of_their_own_bit_for_bit(case, tmp_path):
     dtype, layout = LAYOUTS[case]
-    folder = create_model(
-        tmp_path / "m", hidden_size=128, layers=2, heads=4, kv_heads=2, intermediate=96
-    )
+    folder = make_folder(tmp_path, "qwen3")
     cfg = make_config(folder, layout=layout, dtype=dtype)
-    cfg = replace(cfg, model=replace(cfg.model, lora=replace(LORA, push="adapter")))
-    results = run_ranks(layout.world_size, _push, cfg)
-    limit = 1e-4 if dtype == "float32" else 0.05
+    results = with_stream(changed(cfg, model={"lora": replace(LORA, push="adapter")}), _push)
     item = 4 if dtype == "float32" else 2
     q, kv, out = 128 + 128, 128 + 64, 128 + 96
     once = item * 2 * 3 * (2 * q + 2 * kv + 3 * out)  # layers, rank
     for rank, result in enumerate(results):
-        assert result["mode"] == "traced" and result["differing"] == [], f"rank {rank}"
+        assert_pushed(result, dtype=dtype, where=f"rank {rank}")
         first, *later = result["bytes"]
         # What every rank of inference_tp has whole goes to each.
         assert once <= later[0] == later[1] < 2 * once and first > 10 * later[0]
-        for probe in result["probes"]:
-            gap, count = probe["sync/probe_gap"]
-            assert count >= 13 and gap / count < limit, f"rank {rank}: {result['probes']}"
         assert "model.layers.1.mlp.down_proj.lora_A.weight" in result["errors"][0]
         if "matrices" in result:
             number, nonzero = result["matrices"]
@@ -139,65 +130,40 @@ def test_engines_compute_with_adapters_of_their_own_bit_for_bit(case, tmp_path):
 
 @pytest.mark.parametrize("targets", [("q_proj", "down_proj"), "all-linear"], ids=["some", "all"])
 def test_what_engines_sample_is_what_trainers_score(targets, tmp_path):
-    folder = create_model(
-        tmp_path / "m", hidden_size=128, layers=2, heads=4, kv_heads=2, intermediate=96
-    )
-    cfg = make_config(
-        folder, layout=LayoutSettings(placement="colocated", world_size=1), dtype="float32"
-    )
-    cfg = replace(
-        cfg, model=replace(cfg.model, lora=replace(LORA, push="adapter", targets=targets))
-    )
-    of = run_ranks(1, _sample, cfg)[0]
+    folder = make_folder(tmp_path, "qwen3")
+    layout = LayoutSettings(placement="colocated", world_size=1)
+    cfg = make_config(folder, layout=layout, dtype="float32")
+    cfg = changed(cfg, model={"lora": replace(LORA, push="adapter", targets=targets)})
+    of = with_stream(cfg, _sample)[0]
     assert of["gap"] < 1e-3 and of["sampled"] == 8 and of["moved"] > 0.05, of
 
 
-def _sample(cfg: Config) -> dict[str, float]:
+def _sample(stream: Any, engine: Any, trainer: Any) -> dict[str, float]:
     """Sample after a push; score what was sampled by the trainer, with and without adapters."""
-    from spmdrl.engine import make_engine
-    from spmdrl.engine.protocol import Request
-    from spmdrl.roles import make_trainer
-    from spmdrl.sync.stream import WeightStream
-    from spmdrl.world import World
-
-    world = World.start(cfg)
-    engine, trainer = make_engine(cfg, world), make_trainer(cfg, world)
-    stream = WeightStream(trainer.weights, engine, world)
     for step in range(2):
         _train(trainer, step)
     stream.push(1)
     for i, prompt in enumerate(PROMPTS):
-        engine.add(
-            Request(str(i), tuple(prompt), max_tokens=4, temperature=1.0, seed=i, stop_token_ids=())
-        )
-    done = {}
-    while engine.is_busy:
-        done |= {c.key: plain(c) for c in engine.step()}
+        engine.add(Request(str(i), tuple(prompt), 4, 1.0, i, ()))
+    done = finished(engine)
     rows = [(*prompt, *done[str(i)].tokens) for i, prompt in enumerate(PROMPTS)]
     ours = [s[-4:] for s in trainer.weights.score(rows)]
     with trainer.policy.model.adapters.off():
         base = [s[-4:] for s in trainer.weights.score(rows)]
     theirs = [torch.tensor(done[str(i)].logprobs) for i in range(len(PROMPTS))]
-    found = {
+    return {
         "gap": max(float((a - b).abs().max()) for a, b in zip(ours, theirs)),
         "moved": max(float((a - b).abs().max()) for a, b in zip(ours, base)),
         "sampled": sum(len(done[str(i)].tokens) for i in range(len(PROMPTS))),
     }
-    engine.close()
-    world.close()
-    return found
 
 
 def test_engines_get_experts_with_their_adapters_merged_in(tmp_path):
     folder = make_moe(tmp_path, "qwen3_moe", hidden_size=128, intermediate=48)
     layout = LayoutSettings(world_size=3, trainer_ranks=2, ep=2)
     cfg = make_config(folder, layout=layout, dtype="float32")
-    cfg = replace(cfg, model=replace(cfg.model, lora=LORA))
-    for rank, result in enumerate(run_ranks(3, _push, cfg)):
-        assert result["mode"] == "traced" and result["differing"] == [], f"rank {rank}"
-        for probe in result["probes"]:
-            gap, count = probe["sync/probe_gap"]
-            assert count >= 13 and gap / count < 1e-4, f"rank {rank}: {result['probes']}"
+    for rank, result in enumerate(with_stream(changed(cfg, model={"lora": LORA}), _push)):
+        assert_pushed(result, dtype="float32", where=f"rank {rank}")
 
 
 @pytest.mark.parametrize(
@@ -211,18 +177,15 @@ def test_engines_get_experts_with_their_adapters_merged_in(tmp_path):
 )
 def test_pushes_that_cannot_be_are_refused(change, says, tmp_path):
     cfg = make_config(tmp_path, layout=LayoutSettings(world_size=2, trainer_ranks=1))
-    cfg = replace(cfg, model=replace(cfg.model, lora=replace(ADAPTER, **change.pop("lora", {}))))
-    for section, fields in change.items():
-        cfg = replace(cfg, **{section: replace(getattr(cfg, section), **fields)})
+    own = changed(cfg, model={"lora": replace(ADAPTER, **change.pop("lora", {}))})
+    cfg = changed(own, **change)
     assert any(says in problem for problem in validate(cfg)), validate(cfg)
 
 
 def test_the_dry_run_and_the_planner_say_what_travels(tmp_path):
-    folder = create_model(
-        tmp_path / "m", hidden_size=128, layers=2, heads=4, kv_heads=2, intermediate=96
-    )
+    folder = make_folder(tmp_path, "qwen3")
     cfg = make_config(folder, layout=LayoutSettings(world_size=3, trainer_ranks=1))
-    own = replace(cfg, model=replace(cfg.model, lora=replace(LORA, push="adapter")))
+    own = changed(cfg, model={"lora": replace(LORA, push="adapter")})
     numel = 2 * 3 * (2 * (128 + 128) + 2 * (128 + 64) + 3 * (128 + 96))
     assert stream_size(own)["bytes per later push"].startswith(f"{numel:,} * 2 = {2 * numel:,} ")
     assert "bytes per later push" not in stream_size(cfg)
@@ -243,6 +206,6 @@ def test_mixtures_are_refused_before_any_engine_is_built(tmp_path):
     cfg = make_config(
         make_moe(tmp_path, "qwen3_moe"), layout=LayoutSettings(world_size=2, trainer_ranks=1)
     )
-    own = replace(cfg, model=replace(cfg.model, lora=ADAPTER))
+    own = changed(cfg, model={"lora": ADAPTER})
     assert fit_problems(cfg) == []
     assert "adapter with a qwen3_moe" in fit_problems(own)[0]

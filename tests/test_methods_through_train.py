@@ -15,15 +15,16 @@ from typing import Any
 
 import pytest
 import torch
+from policy_runs import changed, small_model
+from policy_runs import config as policy_config
 from ranks import run_ranks
 from safetensors.torch import load_file
-from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
+from test_train import final_weights
+from transformers import AutoTokenizer
 
 from spmdrl import config
 from spmdrl.algorithms import registry
 from spmdrl.check.settings import validate
-from spmdrl.commands.create_model import create_model
 from spmdrl.config import Config
 from spmdrl.world import World
 
@@ -136,57 +137,39 @@ def _config(where: Path, name: str, settings: dict[str, Any]) -> Config:
         settings.pop("shaping", config.ShapingSettings()),
         settings.get("objective", "rl") == "rl",
     )
-    return Config(
-        output_dir=str(where / "runs" / name.replace(" ", "_")),
+    stops = AutoTokenizer.from_pretrained(where / "start").convert_tokens_to_ids(list(DIGITS))
+    model = {"teacher": str(where / "teacher"), "reference": reference}
+    return changed(
+        policy_config(where / "start", where / "runs" / name.replace(" ", "_"), **settings),
         steps=STEPS,
         lag=lag,
-        layout=config.LayoutSettings(
-            placement="colocated" if is_rl else "offline",
-            world_size=1,
-            device="cpu",
-            startup_timeout_s=300,
-            wait_timeout_s=200,
-        ),
-        model=config.ModelSettings(
-            path=str(where / "start"),
-            teacher=str(where / "teacher"),
-            compute_dtype="float32",
-            reference=reference,
-        ),
-        data=config.DataSettings(
+        layout={"placement": "colocated" if is_rl else "offline"},
+        model=model | {"memory": config.MemorySettings()},
+        data=dict(
             train="task:addition" if is_rl else "task:addition_pairs",
             size=1000,
             task_options={"digits": 2},
             max_prompt_tokens=112 - longest,
         ),
-        batch=config.BatchSettings(
+        batch=dict(
             prompts_per_step=4,
             group_size=4,
             tokens_per_microbatch=224,
             updates_per_step=2 if is_rl else 1,
         ),
-        rollout=config.RolloutSettings(environment=game),
-        sampling=config.SamplingSettings(
-            max_response_tokens=longest, stop_token_ids=_digits(where)
-        ),
-        algorithm=config.from_tree({"algorithm": settings}).algorithm,
+        rollout={"environment": game},
+        sampling=config.SamplingSettings(max_response_tokens=longest, stop_token_ids=(*stops,)),
         optimizer=config.OptimizerSettings(lr=1e-3),
-        critic=config.CriticSettings(lr=1e-3),
-        engine=config.EngineSettings(dtype="float32", cpu_kv_cache_gib=0.1, max_num_seqs=32),
-        stream=config.StreamSettings(mode="traced"),
-        rewards=config.RewardsSettings(
+        critic={"lr": 1e-3},
+        engine=dict(dtype="float32", cpu_kv_cache_gib=0.1, max_num_seqs=32),
+        stream={"mode": "traced"},
+        rewards=dict(
             functions=tuple(f"{where / 'r.py'}:{f}" for f in functions) if is_rl else (),
             shaping=shaping,
             on_failure="drop",
         ),
-        report=config.ReportSettings(tracker="none"),
+        report={"tracker": "none"},
     )
-
-
-def _digits(where: Path) -> tuple[int, ...]:
-    from transformers import AutoTokenizer
-
-    return tuple(AutoTokenizer.from_pretrained(where / "start").convert_tokens_to_ids(list(DIGITS)))
 
 
 class _World(World):
@@ -249,32 +232,13 @@ def ran(tmp_path_factory) -> tuple[Path, dict[str, str]]:
     (where / "r.py").write_text(REWARDS)
     (where / "game.py").write_text(GAME)
     for name, seed in (("start", 0), ("teacher", 5)):
-        create_model(
-            where / name,
-            hidden_size=64,
-            layers=1,
-            heads=2,
-            kv_heads=1,
-            intermediate=48,
-            max_positions=128,
-            seed=seed,
-            chat_template=True,
-        )
+        sizes = dict(hidden_size=64, layers=1, heads=2, kv_heads=1, max_positions=128)
+        small_model(where, name, seed=seed, chat_template=True, **sizes)
     configs = {name: _config(where, name, settings) for name, settings in METHODS.items()}
     problems = {name: found for name, cfg in configs.items() if (found := validate(cfg))}
     assert not problems
     (failures,) = run_ranks(1, _run_all, configs)
     return where, failures
-
-
-def _saved_model(folder: Path) -> dict[str, torch.Tensor]:
-    reader = FileSystemReader(folder / f"checkpoints/step_{STEPS}/policy")
-    tree = _load_state_dict_from_keys(storage_reader=reader)
-    return {
-        name.removeprefix("model."): value
-        for name, value in tree.items()
-        if name.startswith("model.")
-    }
 
 
 def _check_that_pushes_arrive(settings: dict[str, Any], gaps: list[float]) -> None:
@@ -305,7 +269,8 @@ def test_three_steps_train_the_policy(name, ran):
         assert sum(row["rollout/failed_rewards"] for row in rows) > 0
         _check_that_pushes_arrive(METHODS[name], [row["policy/mismatch_k3"] for row in rows])
     before = load_file(where / "start" / "model.safetensors")
-    after = _saved_model(folder)
+    saved = final_weights(folder).items()
+    after = {n.removeprefix(".model."): t for n, t in saved if n.startswith(".model.")}
     compared = before.keys() & after.keys()
     assert len(compared) >= len(before) - 1  # a reward model has no language head
     assert not [key for key in compared if torch.equal(before[key], after[key])]

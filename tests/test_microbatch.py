@@ -4,40 +4,37 @@ from __future__ import annotations
 
 import random
 import re
-from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from policy_runs import advantages, batch, config, full_parameters
-from ranks import run_ranks
+from comparing import differing, full_parameters
+from policy_runs import advantages, changed, config, own_batch, small_model
 from runs import TINY, metrics, run
-from test_train import REWARDS, assert_same_end
+from test_train import assert_same_end, reward
+from worlds import another_trainer, with_trainer
 
 from spmdrl.check.settings import parse, validate
 from spmdrl.commands.create_model import create_model
-from spmdrl.config import Config, MoeSettings
+from spmdrl.config import Config
 from spmdrl.config.fields import least_tokens, useful_tokens
 from spmdrl.credit import per_token
 from spmdrl.model.routers import BIAS
 from spmdrl.model.shards import local_part
+from spmdrl.train import microbatch_size as microbatch
 from spmdrl.train.microbatch_size import Point, fitting_tokens
 from spmdrl.types import Advantages
-
-
-def _model(where: Path) -> Path:
-    return create_model(
-        where / "model", hidden_size=32, layers=2, heads=4, kv_heads=2, intermediate=48
-    )
+from spmdrl.world.live_bytes import peak_bytes
 
 
 def _config(where: Path, **options: object) -> Config:
-    cfg = config(_model(where), where / "run", **options)
-    return replace(
+    cfg = config(small_model(where), where / "run", **options)
+    return changed(
         cfg,
-        data=replace(cfg.data, max_prompt_tokens=40),
-        sampling=replace(cfg.sampling, max_response_tokens=60),
-        batch=replace(cfg.batch, tokens_per_microbatch=0, prompts_per_step=100, group_size=8),
+        data={"max_prompt_tokens": 40},
+        sampling={"max_response_tokens": 60},
+        batch={"tokens_per_microbatch": 0, "prompts_per_step": 100, "group_size": 8},
     )
 
 
@@ -58,42 +55,35 @@ def test_bounds_follow_from_the_config(tmp_path):
     cfg = _config(tmp_path, world_size=4, tp=2, updates=2)
     assert least_tokens(cfg) == 100
     assert useful_tokens(cfg) == 100 * 8 // 2 // 2 * 100  # samples, dp, updates, tokens
-    pairs = replace(cfg, algorithm=replace(cfg.algorithm, objective="preference"))
+    pairs = changed(cfg, algorithm={"objective": "preference"})
     assert least_tokens(pairs) == 200 and useful_tokens(pairs) == 100 // 2 // 2 * 200
 
 
 # ------------------------------------------------------------------ real ranks
 
 
-def _update(trainer: object, world: object) -> dict:
-    own = trainer.annotate(batch(world.dp_index(world.rank), world.dp_size), step=0)
+def _update(trainer: Any) -> dict:
+    own = trainer.annotate(own_batch(trainer.world), step=0)
     tokens = per_token(own, advantages()).tokens
     return trainer.update(own, Advantages(tokens, returns=tokens), step=0)
 
 
-def _find(cfg: Config, room: int) -> dict:
+def _find(trainer: Any, room: int) -> dict:
     """Find the size with so many bytes free on the last rank; look at what is left behind."""
-    from spmdrl.roles import make_trainer
-    from spmdrl.train import microbatch_size as microbatch
-    from spmdrl.world import World
-    from spmdrl.world.live_bytes import peak_bytes
-
-    world = World.start(cfg)
-    trainer = make_trainer(cfg, world)
+    world = trainer.world
     is_last = world.rank == world.world_size - 1
     # Shared by the ranks of this machine.
     microbatch.free_bytes = lambda device: world.world_size * (room if is_last else 10 * room)
     before = full_parameters(trainer), trainer.policy.optimizer.state_dict()["updates"].clone()
     random_state = torch.get_rng_state(), random.getstate()
-    assert world.tokens_per_microbatch == least_tokens(cfg)
+    assert world.tokens_per_microbatch == least_tokens(world.cfg)
     trainer.size_microbatches()
     found = world.tokens_per_microbatch
     assert torch.equal(torch.get_rng_state(), random_state[0])
     assert random.getstate() == random_state[1]
     assert not trainer.policy.optimizer.gradients()
     assert float(trainer.policy.optimizer.state_dict()["updates"]) == float(before[1]) == 0
-    after = full_parameters(trainer)
-    assert all(torch.equal(after[name], value) for name, value in before[0].items())
+    assert not differing(full_parameters(trainer), before[0])
     peaks = {}
     for tokens in (found, found + 400):
         rows = microbatch.make_rows(
@@ -102,12 +92,9 @@ def _find(cfg: Config, room: int) -> dict:
         with peak_bytes(world.device) as peak:
             trainer._rehearse(*rows)
         peaks[tokens] = peak.bytes
-    sums = _update(trainer, world)
-    parameters = full_parameters(trainer)
-    other = make_trainer(cfg, world)  # which tries nothing
-    assert sums == _update(other, world)
-    assert all(torch.equal(parameters[n], p) for n, p in full_parameters(other).items())
-    world.close()
+    other = another_trainer(trainer)  # which tries nothing
+    assert _update(trainer) == _update(other)
+    assert not differing(full_parameters(trainer), full_parameters(other))
     return {"found": found, "peaks": peaks}
 
 
@@ -124,32 +111,22 @@ def _find(cfg: Config, room: int) -> dict:
 def test_what_is_found_fits_and_400_tokens_more_do_not(options, tmp_path):
     cfg = _config(tmp_path, **options)
     room = 8 * 2**20
-    results = run_ranks(cfg.layout.world_size, _find, cfg, room)
+    results = with_trainer(cfg, _find, room)
     assert len({r["found"] for r in results}) == 1
     found, peaks = results[-1]["found"], results[-1]["peaks"]
     assert 500 < found < useful_tokens(cfg) and found % 256 == 0
     assert peaks[found] <= 0.9 * room < peaks[found + 400], (found, peaks)
 
 
-def _refused(cfg: Config, room: int) -> str:
-    from spmdrl.roles import make_trainer
-    from spmdrl.train import microbatch_size as microbatch
-    from spmdrl.world import World
-
-    world = World.start(cfg)
-    trainer = make_trainer(cfg, world)
-    microbatch.free_bytes = lambda device: room * (2 if world.rank else 20)
-    try:
+def _refused(trainer: Any, room: int) -> str:
+    microbatch.free_bytes = lambda device: room * (2 if trainer.world.rank else 20)
+    with pytest.raises(ValueError) as refused:
         trainer.size_microbatches()
-    except ValueError as error:
-        return str(error)
-    finally:
-        world.close()
-    return f"accepted {world.tokens_per_microbatch}"
+    return str(refused.value)
 
 
 def test_too_little_memory_for_one_sequence_is_refused_on_all_ranks(tmp_path):
-    for text in run_ranks(2, _refused, _config(tmp_path, world_size=2), 2**18):
+    for text in with_trainer(_config(tmp_path, world_size=2), _refused, 2**18):
         assert text.startswith(
             "batch.tokens_per_microbatch: 0, and not even the longest sequence, 100 tokens"
         )
@@ -161,45 +138,32 @@ def test_too_little_memory_for_one_sequence_is_refused_on_all_ranks(tmp_path):
 
 def test_pairs_stay_together_and_a_router_is_left_alone(tmp_path):
     cfg = _config(tmp_path, objective="preference", loss="dpo")
-    cfg = replace(cfg, batch=replace(cfg.batch, prompts_per_step=3))
-    found = run_ranks(1, _found, cfg)[0]
+    cfg = changed(cfg, batch={"prompts_per_step": 3})
+    found = with_trainer(cfg, _found)[0]
     assert found["tokens"] == useful_tokens(cfg) == 3 * 200
-    folder = create_model(
-        tmp_path / "moe",
-        architecture="deepseek_v3",
-        hidden_size=32,
-        layers=2,
-        heads=4,
-        kv_heads=4,
-        intermediate=16,
+    folder = small_model(tmp_path, "moe", architecture="deepseek_v3", kv_heads=4, intermediate=16)
+    cfg = changed(
+        _config(tmp_path, world_size=2, ep=2),
+        batch={"prompts_per_step": 4},
+        model={"path": str(folder), "moe": {"balance": "bias"}},
     )
-    cfg = _config(tmp_path, world_size=2)
-    cfg = replace(
-        cfg,
-        layout=replace(cfg.layout, ep=2),
-        batch=replace(cfg.batch, prompts_per_step=4),
-        model=replace(cfg.model, path=str(folder), moe=MoeSettings(balance="bias")),
-    )
-    for found in run_ranks(2, _found, cfg):
+    for found in with_trainer(cfg, _found):
         assert found["tokens"] == 4 * 8 // 2 * 100
 
 
-def _found(cfg: Config) -> dict:
-    from spmdrl.roles import make_trainer
-    from spmdrl.world import World
+def _found(trainer: Any) -> dict:
+    def state() -> dict[str, torch.Tensor]:
+        model = trainer.state_dict()["model"]
+        return {name: local_part(tensor).clone() for name, tensor in model.items()}
 
-    world = World.start(cfg)
-    trainer = make_trainer(cfg, world)
-    model = trainer.state_dict()["model"]
-    before = {name: local_part(tensor).clone() for name, tensor in model.items()}
+    before = state()
     trainer.size_microbatches()
-    after = trainer.state_dict()["model"]
-    assert all(torch.equal(local_part(after[name]), before[name]) for name in after)
-    if cfg.model.moe.balance != "none":
+    after = state()
+    assert not differing(after, before)
+    if trainer.cfg.model.moe.balance != "none":
         assert any(BIAS in name for name in after), "routers have a bias that could have moved"
-        assert _update(make_trainer(cfg, world), world) == _update(trainer, world)
-    world.close()
-    return {"tokens": world.tokens_per_microbatch}
+        assert _update(another_trainer(trainer)) == _update(trainer)
+    return {"tokens": trainer.world.tokens_per_microbatch}
 
 
 # ------------------------------------------------------------------ the program
@@ -216,8 +180,7 @@ def test_a_run_that_finds_its_size_equals_one_that_is_given_it_and_resumes(tmp_p
         "checkpoint.every-steps": 1,
         "checkpoint.keep.last": "9",
     }
-    (tmp_path / "r.py").write_text(REWARDS)  # varied rewards: every step must move the weights
-    flags["rewards.functions"] = f"{tmp_path / 'r.py'}:varied"
+    flags["rewards.functions"] = reward(tmp_path, "varied")  # every step must move the weights
     auto, given = tmp_path / "auto", tmp_path / "given"
     open_, steps = {"output-dir": auto, "batch.tokens-per-microbatch": 0}, {"steps": 1}
     finished = run("demo_grpo.yaml", 2, **flags | open_ | steps)

@@ -2,81 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
 
 import pytest
-import torch
-from ranks import run_ranks
 from test_moe import make_moe
-from test_sync_engine import (
-    PROMPTS,
-    behaviour,
-    change,
-    make_config,
-    parameters,
-    parameters_loaded,
-    whole_state,
-)
-from torch import Tensor
+from test_sync_engine import assert_pushed, make_config, push_and_compare
+from worlds import with_stream
 
-from spmdrl.config import Config, LayoutSettings
-from spmdrl.model.shards import Held
+from spmdrl.config import LayoutSettings
 
+SPLIT = LayoutSettings(world_size=3, trainer_ranks=2)
+COLOCATED = LayoutSettings(placement="colocated", world_size=2)
 CASES = {  # engine, family, dtype, layout
-    "vllm": (
-        "vllm",
-        "qwen3_moe",
-        "float32",
-        LayoutSettings(world_size=3, trainer_ranks=2, tp=2, ep=2),
-    ),
-    "vllm_tp2": (
-        "vllm",
-        "mixtral",
-        "bfloat16",
-        LayoutSettings(placement="colocated", world_size=2, inference_tp=2),
-    ),
-    "transformers": (
-        "transformers",
-        "deepseek_v3",
-        "float32",
-        LayoutSettings(placement="colocated", world_size=2, ep=2),
-    ),
+    "vllm": ("vllm", "qwen3_moe", "float32", replace(SPLIT, tp=2, ep=2)),
+    "vllm_tp2": ("vllm", "mixtral", "bfloat16", replace(COLOCATED, inference_tp=2)),
+    "transformers": ("transformers", "deepseek_v3", "float32", replace(COLOCATED, ep=2)),
 }
-
-
-def in_files(state: dict[str, Tensor], trainer: Any) -> dict[str, Tensor]:
-    """The tensors of the files, cut from whole live ones."""
-    held = Held(state, trainer.weights.parts)
-    return {name: held.value(name, box).read() for name, (box,) in held.boxes().items()}
-
-
-def push_and_compare(cfg: Config) -> dict[str, Any]:
-    """Push changed weights twice; hold the engine against its own loading of them."""
-    from spmdrl.engine import make_engine
-    from spmdrl.roles import make_trainer
-    from spmdrl.sync.stream import WeightStream
-    from spmdrl.world import World
-
-    world = World.start(cfg)
-    engine, trainer = make_engine(cfg, world), make_trainer(cfg, world)
-    stream = WeightStream(trainer.weights, engine, world)
-    found: dict[str, Any] = {"mode": stream.mode, "differing": []}
-    found["probes"] = [stream.probe(PROMPTS)]
-    for version in (1, 2):
-        change(trainer, 0.02 * version)
-        stream.push(version)
-        state = whole_state(trainer, world)
-        found["probes"].append(stream.probe(PROMPTS))
-        if world.is_inference:
-            own = {n: p.detach().clone() for n, p in parameters(engine, world).items()}
-            right = parameters_loaded(engine, in_files(state, trainer))
-            found["differing"] += [
-                n for (n, a), b in zip(own.items(), right) if not torch.equal(a, b)
-            ]
-    found["behaviour"] = behaviour(engine, world, state=state, cfg=cfg)
-    engine.close()
-    world.close()
-    return found
 
 
 @pytest.mark.parametrize("case", list(CASES))
@@ -86,13 +27,10 @@ def test_engines_hold_the_trainers_experts_and_agree_on_logprobs(case, tmp_path)
     sizes = {"hidden_size": 128, "intermediate": 48} if kind == "vllm" else {}
     folder = make_moe(tmp_path, family, **sizes)
     cfg = make_config(folder, layout=layout, dtype=dtype, kind=kind)
-    results = run_ranks(layout.world_size, push_and_compare, cfg)
+    results = with_stream(cfg, push_and_compare)
     limit = 1e-4 if dtype == "float32" else 0.1
     for rank, result in enumerate(results):
-        assert result["mode"] == "traced" and result["differing"] == [], f"rank {rank}"
-        for probe in result["probes"]:
-            gap, count = probe["sync/probe_gap"]
-            assert count >= 13 and gap / count < limit, f"rank {rank}: {result['probes']}"
+        assert_pushed(result, dtype=dtype, where=f"rank {rank}", half_gap=0.1)
         of = result["behaviour"]
         if of:
             assert of["change"] > 0.05, "the test's change of weights is too small to be seen"

@@ -3,21 +3,24 @@ their state is kept. That nothing of it depends on the layout, test_parity_grid.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from policy_runs import LENGTHS, batch, config, full_parameters, sequence, update
+from checkpoint_runs import restore, save
+from comparing import differing, full_parameters
+from policy_runs import LENGTHS, VALID, batch, changed, config, own_batch, sequence, update
 from ranks import run_ranks
 from test_moe import make_moe
 from torch import Tensor
+from transformers import AutoModelForCausalLM
+from worlds import another_trainer, refusal, with_trainer
 
-from spmdrl import config as configs
 from spmdrl.check.fit import fit_problems
 from spmdrl.check.settings import validate
 from spmdrl.commands.export import export
-from spmdrl.config import CheckpointSettings, Config, KernelsSettings, MoeSettings
+from spmdrl.config import Config, MoeSettings
 from spmdrl.model.file_tensors import live_tensors
 
 COEF, RATE, EXPERTS, CHOICES = 0.3, 0.02, 8, 2
@@ -26,8 +29,6 @@ COEF, RATE, EXPERTS, CHOICES = 0.3, 0.02, 8, 2
 def _hooked(folder: Path) -> tuple[torch.nn.Module, list[list[tuple[Tensor, Tensor]]]]:
     """Run plain transformers over the batch: per layer and sequence, the router's logits and the
     experts that it chose."""
-    from transformers import AutoModelForCausalLM
-
     model = AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager"
     ).eval()
@@ -61,14 +62,9 @@ def _expected(seen: list[list[tuple[Tensor, Tensor]]]) -> dict[str, Tensor]:
     }
 
 
-def _one_step(cfg: Config) -> dict:
+def _one_step(trainer: Any) -> dict:
     """An update whose only gradient is of the balancing loss: all advantages are 0."""
-    from spmdrl.roles import make_trainer
-    from spmdrl.world import World
-
-    world = World.start(cfg)
-    trainer, gradients = make_trainer(cfg, world), {}
-    step = trainer.policy.optimizer.step
+    gradients, step = {}, trainer.policy.optimizer.step
 
     def take(found: dict[str, Tensor], *, lr: float) -> None:
         gradients.update({name: g.clone() for name, g in found.items()})
@@ -76,21 +72,19 @@ def _one_step(cfg: Config) -> dict:
 
     trainer.policy.optimizer.step = take
     sums = update(trainer, batch(0, 1), step=0, values=torch.zeros(len(LENGTHS)).double())
-    after = full_parameters(trainer)
-    world.close()
-    return {"sums": sums, "gradients": gradients, "after": after}
+    return {"sums": sums, "gradients": gradients, "after": full_parameters(trainer)}
 
 
 def _config(folder: Path, out: Path, **options: object) -> Config:
     cfg = config(folder, out, model={"compute_dtype": "float32", "moe": options})
-    return replace(cfg, optimizer=replace(cfg.optimizer, max_grad_norm=0.0))
+    return changed(cfg, optimizer={"max_grad_norm": 0.0})
 
 
 def test_the_balancing_loss_its_gradient_and_the_metrics_are_those_of_their_definitions(tmp_path):
     folder = make_moe(tmp_path, "qwen3_moe")
     model, seen = _hooked(folder)
     expected = _expected(seen)
-    (found,) = run_ranks(1, _one_step, _config(folder, tmp_path, balance="aux", coef=COEF))
+    (found,) = with_trainer(_config(folder, tmp_path, balance="aux", coef=COEF), _one_step)
     metrics = {name: total / count for name, (total, count) in found["sums"].items() if count}
     for name, value in (
         ("router_balance_loss", expected["loss"] / len(seen)),
@@ -114,7 +108,7 @@ def test_the_correction_bias_moves_by_the_sign_of_the_load_error(tmp_path):
     model, seen = _hooked(folder)
     counts = _expected(seen)["counts"]
     assert counts.sum() == CHOICES * sum(LENGTHS)
-    (found,) = run_ranks(1, _one_step, _config(folder, tmp_path, balance="bias", rate=RATE))
+    (found,) = with_trainer(_config(folder, tmp_path, balance="bias", rate=RATE), _one_step)
     ((name, bias),) = [(n, b) for n, b in live_tensors(model).items() if n.endswith("_bias")]
     expected = bias + RATE * torch.sign(counts.mean() - counts[0]).float()
     assert torch.equal(found["after"][name], expected)
@@ -123,104 +117,61 @@ def test_the_correction_bias_moves_by_the_sign_of_the_load_error(tmp_path):
     assert total / count == pytest.approx(float(counts.max() / counts.mean()))
 
 
-def _save(cfg: Config) -> dict[str, Tensor]:
-    from checkpoint_runs import SmallSource
-
-    from spmdrl.checkpoint import Checkpointer
-    from spmdrl.roles import make_trainer
-    from spmdrl.world import World
-
-    world = World.start(cfg)
-    trainer = make_trainer(cfg, world)
-    update(trainer, batch(world.dp_index(world.rank), world.dp_size), step=0)
-    Checkpointer(cfg, world).maybe_save(1, trainer, SmallSource(world), stop=True)
-    whole = full_parameters(trainer)
-    world.close()
-    return whole
+def _save(trainer: Any) -> dict[str, Tensor]:
+    update(trainer, own_batch(trainer.world), step=0)
+    save(trainer, 1)
+    return full_parameters(trainer)
 
 
-def _restore(cfg: Config, missing: list[dict]) -> tuple[dict[str, Tensor], list[str]]:
-    from checkpoint_runs import SmallSource
-
-    from spmdrl.checkpoint import Checkpointer
-    from spmdrl.roles import make_trainer
-    from spmdrl.world import World
-
-    world = World.start(cfg)
-    trainer = make_trainer(cfg, world)
-    Checkpointer(cfg, world).restore(trainer, SmallSource(world))
-    whole, refusals = full_parameters(trainer), []
+def _restore(trainer: Any, missing: list[dict]) -> tuple[dict[str, Tensor], list[str]]:
+    restore(trainer, step=1)
+    refusals = []
     for model in missing:
-        try:
-            make_trainer(replace(cfg, model=replace(cfg.model, **model)), world)
-        except ValueError as error:
-            refusals.append(str(error))
-    world.close()
-    return whole, refusals
+        with pytest.raises(ValueError) as refused:
+            another_trainer(trainer, changed(trainer.cfg, model=model))
+        refusals.append(str(refused.value))
+    return full_parameters(trainer), refusals
 
 
 def test_experts_and_biases_survive_a_resume_on_another_layout_and_an_export(tmp_path, tiny_model):
-    from transformers import AutoModelForCausalLM
-
     folder = make_moe(tmp_path, "deepseek_v3")
     cfg = _config(folder, tmp_path / "out", balance="bias", rate=RATE)
-    cfg = replace(cfg, checkpoint=CheckpointSettings(every_steps=1))
-    two = replace(cfg, layout=replace(cfg.layout, world_size=2, ep=2))
-    saved, _ = run_ranks(2, _save, two)
+    cfg = changed(cfg, checkpoint={"every_steps": 1})
+    saved, _ = with_trainer(changed(cfg, layout={"world_size": 2, "ep": 2}), _save)
     others = [
         {"path": str(tiny_model)},
         {"path": str(make_moe(tmp_path, "mixtral"))},
         {"moe": MoeSettings(balance="aux")},
     ]
-    restored, refusals = run_ranks(1, _restore, cfg, others)[0]
+    restored, refusals = with_trainer(cfg, _restore, others)[0]
     assert "with a qwen3, which has no experts; leave it out" in refusals[0]
     assert "which a mixtral does not have; take aux" in refusals[1]
     assert "take bias" in refusals[2] and len(refusals) == 3
     start = dict(live_tensors(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)))
-    assert restored.keys() == saved.keys() == start.keys()
-    for name, tensor in saved.items():
-        assert torch.equal(restored[name], tensor), name
-        assert not torch.equal(start[name], tensor), f"{name} should have been trained"
+    assert not differing(restored, saved)
+    assert set(differing(start, saved)) == saved.keys(), "all should have been trained"
     # Files of 20 kB, so that the experts of a layer are cut.
     out = export(tmp_path / "out", out=tmp_path / "exported", max_shard_gib=20_000 / 2**30)
     assert len(list(out.glob("*.safetensors"))) > 3
     exported, report = AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
     assert not report["missing_keys"] and not report["unexpected_keys"], report
-    for name, tensor in live_tensors(exported).items():
-        assert torch.equal(tensor, saved[name]), name
-
-
-def _refusal(cfg: Config) -> str:
-    from spmdrl.roles import make_trainer
-    from spmdrl.world import World
-
-    try:
-        make_trainer(cfg, World.start(cfg))
-    except ValueError as error:
-        return str(error)
-    return ""
+    assert not differing(saved, live_tensors(exported))
 
 
 def test_experts_that_do_not_divide_and_dense_models_are_refused_with_values_that_work(
     tmp_path, tiny_model
 ):
-    three = config(make_moe(tmp_path, "qwen3_moe", moe_experts=3), tmp_path, world_size=2)
-    three = replace(three, layout=replace(three.layout, ep=2))
-    dense = replace(three, model=replace(three.model, path=str(tiny_model)))
-    for text in run_ranks(2, _refusal, three):
+    three = config(make_moe(tmp_path, "qwen3_moe", moe_experts=3), tmp_path, world_size=2, ep=2)
+    dense = changed(three, model={"path": str(tiny_model)})
+    for text in run_ranks(2, refusal, three):
         assert "layout.ep: 2 does not divide the 3 experts" in text
         assert "values that do: 1, 3" in text
     (problem,) = fit_problems(dense)
     assert problem.startswith("layout.ep: 2 with a qwen3, which has no experts; set layout.ep to 1")
-    compiled = replace(
-        three,
-        layout=replace(three.layout, ep=1),
-        model=replace(three.model, kernels=KernelsSettings(compile=True)),
-    )
+    compiled = changed(three, layout={"ep": 1}, model={"kernels": {"compile": True}})
     (problem,) = fit_problems(compiled)
     assert problem.startswith("model.kernels.compile: true with a qwen3_moe, whose experts cannot")
-    plain = replace(compiled, model=replace(compiled.model, path=dense.model.path))
-    assert fit_problems(plain) == []
+    assert fit_problems(changed(compiled, model={"path": str(tiny_model)})) == []
 
 
 @pytest.mark.parametrize(
@@ -258,13 +209,8 @@ def test_tp_must_divide_what_it_cuts_and_leaves_experts_whole(tmp_path):
 
 
 def test_options_of_the_section_are_checked():
-    good = Config(
-        model=configs.ModelSettings(path="m"),
-        data=configs.DataSettings(train="task:addition", size=10),
-    )
-
     def problems(**moe: object) -> str:
-        return "\n".join(validate(replace(good, model=replace(good.model, moe=MoeSettings(**moe)))))
+        return "\n".join(validate(changed(VALID, model={"moe": moe})))
 
     assert problems() == problems(balance="aux", coef=0.1) == problems(balance="none") == ""
     assert problems(balance="bias", rate=0.1) == ""
@@ -272,9 +218,8 @@ def test_options_of_the_section_are_checked():
     assert problems(coef=0.1) == (
         "model.moe.coef: is an option of balance aux, and balance is none; take it out"
     )
-    layout = replace(good.layout, world_size=8, trainer_ranks=6, cp=2, ep=4)
-    assert validate(replace(good, layout=layout)) == [
+    layout = dict(world_size=8, trainer_ranks=6)
+    assert validate(changed(VALID, layout=layout | {"cp": 2, "ep": 4})) == [
         "layout.ep: 4 does not divide the 6 ranks of dp_shard * cp * tp; values that do: 1, 2, 3, 6"
     ]
-    across = replace(layout, cp=1, tp=2, ep=6)
-    assert validate(replace(good, layout=across)) == []
+    assert validate(changed(VALID, layout=layout | {"tp": 2, "ep": 6})) == []

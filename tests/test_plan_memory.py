@@ -11,14 +11,14 @@ from plan_runs import (
     hold,
     run_config,
     saved_by_family,
-    tiny_config,
+    tiny_model,
     vllm_holds,
     write_model,
 )
-from ranks import run_ranks
-from transformers import AutoModelForCausalLM
+from policy_runs import changed
+from worlds import in_world
 
-from spmdrl.config import Config, LoraSettings, MemorySettings
+from spmdrl.config import Config, MemorySettings
 from spmdrl.model.lora.layers import Adapters
 from spmdrl.model.lora.targets import LoraForm, adapter_numel
 from spmdrl.model.shape import ModelShape, model_shape
@@ -35,7 +35,7 @@ _WIDE = dict(
 
 
 def _shape(family: str, **sizes: object) -> ModelShape:
-    return model_shape(AutoModelForCausalLM.from_config(tiny_config(family, **sizes)))
+    return model_shape(tiny_model(family, **sizes))
 
 
 def _run(cfg: object, shape: ModelShape) -> Run:
@@ -89,9 +89,7 @@ def _compare(family: str, layout: dict, tmp_path: Path, *, sizes: dict, within: 
     run = _run(cfg, shape)
     engine = engine_memory(run, axes, memory_bytes=0)
     plan = trainer_memory(run, axes)
-    for rank, held in enumerate(
-        run_ranks(layout["world_size"], hold, path, str(tmp_path / "out"), layout)
-    ):
+    for rank, held in enumerate(in_world(cfg, hold)):
         numel = shards_numel(shape, axes, index=rank)
         assert held["weights"] == 4 * numel, (rank, held["weights"] / 4, numel)
         assert held["gradients"] == 4 * numel and held["optimizer"] == 8 * numel
@@ -119,7 +117,8 @@ def test_a_forward_pass_keeps_what_the_plan_says(tmp_path):
             ("bfloat16", True, [100, 90, 80]),
         )
     ]
-    measured = run_ranks(1, saved_by_family, folders, str(tmp_path), cases)[0]
+    first = run_config(folders["llama"], str(tmp_path), placement="offline")
+    measured = in_world(first, saved_by_family, folders, cases)[0]
     for (family, dtype, recomputes, lengths), found in zip(cases, measured):
         kernels = Kernels(
             {"float32": 4, "bfloat16": 2}[dtype],
@@ -138,12 +137,11 @@ def test_a_vllm_engine_holds_what_the_plan_says(tmp_path):
     pytest.importorskip("vllm")
     sizes = dict(hidden_size=128, head_dim=32, vocab_size=1000)
     path = write_model(tmp_path / "model", "qwen3", **sizes)
-    cfg = run_config(path, str(tmp_path / "out"), world_size=2)
-    axes = replace(axes_of(cfg), inference_tp=2)
-    cfg = replace(cfg, engine=replace(cfg.engine, kind="vllm"))
+    cfg = run_config(path, str(tmp_path / "out"), world_size=2, inference_tp=2)
+    cfg = changed(cfg, engine={"kind": "vllm"})
     run = _run(cfg, _shape("qwen3", **sizes))
-    engine = engine_memory(run, axes, memory_bytes=0)
-    for held in run_ranks(2, vllm_holds, path, str(tmp_path / "out")):
+    engine = engine_memory(run, axes_of(cfg), memory_bytes=0)
+    for held in in_world(cfg, vllm_holds):
         assert held["engine weights"] == engine.causes["engine weights"]
         assert held["KV cache"] == engine.causes["KV cache"]
 
@@ -153,7 +151,7 @@ def test_a_vllm_engine_holds_what_the_plan_says(tmp_path):
 
 def _gpu_run(cfg: Config, shape: ModelShape, *, lora_numel: int = 0, **engine: object) -> Run:
     return run_of(
-        replace(cfg, engine=replace(cfg.engine, **engine)),
+        changed(cfg, engine=engine),
         shape,
         on_gpu=True,
         chunk_tokens=64,
@@ -200,10 +198,10 @@ def test_the_engine_gets_its_part_of_a_gpu_and_the_cache_the_rest():
 
 def test_adapters_alone_have_gradients_and_state():
     cfg = run_config("m", "o", world_size=4, dtype="bfloat16")
-    cfg = replace(cfg, model=replace(cfg.model, lora=LoraSettings(rank=4)))
+    cfg = changed(cfg, model={"lora": {"rank": 4}})
     shape, axes = _shape("llama"), Axes("colocated", 4, 4)
     form = LoraForm(rank=4, alpha=8, targets="all-linear")
-    numel = adapter_numel(AutoModelForCausalLM.from_config(tiny_config("llama")), form)
+    numel = adapter_numel(tiny_model("llama"), form)
     plan = trainer_memory(_gpu_run(cfg, shape, lora_numel=numel), axes)
     outs = [(64, 64), (32, 64), (32, 64), (64, 64), (160, 64), (160, 64), (64, 160)]
     adapters = 2 * sum(4 * (a + b) for a, b in outs) // 4
@@ -217,7 +215,7 @@ def test_adapters_alone_have_gradients_and_state():
     [(("experts",), 2 * 8 * 4 * (64 + 2 * 48 + 48 + 64)), (r".*\.0\..*q_proj", 4 * (64 + 64))],
 )
 def test_adapters_are_counted_as_their_targets_say(targets, numel):
-    hf_model = AutoModelForCausalLM.from_config(tiny_config("qwen3_moe"))
+    hf_model = tiny_model("qwen3_moe")
     form = LoraForm(rank=4, alpha=8, targets=targets)
     assert adapter_numel(hf_model, form) == numel
     before = {n for n, _ in hf_model.named_parameters()}
@@ -239,7 +237,7 @@ def test_the_largest_microbatch_is_the_largest():
 def test_options_of_memory_spare_what_they_say():
     def planned(**memory: object) -> dict[str, int]:
         cfg = run_config("m", "o", world_size=4, dtype="bfloat16")
-        cfg = replace(cfg, model=replace(cfg.model, memory=MemorySettings(**memory)))
+        cfg = changed(cfg, model={"memory": MemorySettings(**memory)})
         return dict(trainer_memory(_gpu_run(cfg, shape), Axes("colocated", 4, 4)).causes)
 
     shape = _shape("llama", num_hidden_layers=8)

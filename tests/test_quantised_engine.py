@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from ranks import run_ranks
+from policy_runs import changed
 from safetensors.torch import save_file
 from test_sync_engine import PROMPTS, change, make_config, make_folder, parameters, whole_state
 from torch import Tensor
+from worlds import WeightStream, with_engine
 
 from spmdrl.config import Config, LayoutSettings
 
@@ -21,24 +23,17 @@ OPTIONS = {"quantization": "fp8_per_channel"}
 
 def _config(folder: Path, *, limit: float, inference_tp: int) -> Config:
     layout = LayoutSettings(world_size=2 + inference_tp, trainer_ranks=2, inference_tp=inference_tp)
-    cfg = make_config(folder, layout=layout)
-    return replace(
-        cfg,
-        engine=replace(cfg.engine, options=OPTIONS),
-        stream=replace(cfg.stream, max_logprob_gap=limit),
+    return changed(
+        make_config(folder, layout=layout),
+        engine={"options": OPTIONS},
+        stream={"max_logprob_gap": limit},
     )
 
 
-def _push(cfg: Config, target: str | None) -> dict[str, Any]:
+def _push(engine: Any, trainer: Any, target: str | None) -> dict[str, Any]:
     """Start an engine; with a target, push changed weights into it, and write them there."""
-    from spmdrl.engine import make_engine
-    from spmdrl.roles import make_trainer
-    from spmdrl.sync.stream import WeightStream
-    from spmdrl.world import World
-
-    world = World.start(cfg)
-    engine, trainer = make_engine(cfg, world), make_trainer(cfg, world)
-    found: dict[str, Any] = {"probes": [], "error": ""}
+    world = trainer.world
+    found: dict[str, Any] = {"probes": []}
     if target:
         stream = WeightStream(trainer.weights, engine, world)
         found["mode"] = stream.mode
@@ -54,14 +49,10 @@ def _push(cfg: Config, target: str | None) -> dict[str, Any]:
                 metadata={"format": "pt"},
             )
         stream._cfg = replace(stream._cfg, max_logprob_gap=1e-3)
-        try:
+        with pytest.raises(RuntimeError) as refused:
             stream.probe(PROMPTS, version=2)
-        except RuntimeError as error:
-            found["error"] = str(error)
-    found["parameters"] = {n: _bits(p) for n, p in parameters(engine, world).items()}
-    engine.close()
-    world.close()
-    return found
+        found["error"] = str(refused.value)
+    return found | {"parameters": {n: _bits(p) for n, p in parameters(engine, world).items()}}
 
 
 def _bits(tensor: Tensor) -> tuple[str, bytes]:
@@ -75,20 +66,11 @@ def test_an_fp8_engine_holds_after_a_push_what_a_fresh_one_makes_of_the_weights(
 ):
     folder = make_folder(tmp_path, "qwen3", intermediate=128)
     pushed = tmp_path / "pushed"
-    pushed.mkdir()
-    for file in folder.iterdir():
-        if file.suffix == ".json" and "index" not in file.name:
-            (pushed / file.name).write_text(file.read_text())
+    shutil.copytree(folder, pushed, ignore=shutil.ignore_patterns("*.safetensors", "*index*"))
     assert json.loads((pushed / "config.json").read_text())["model_type"] == "qwen3"
     cfg = _config(folder, limit=0.3, inference_tp=inference_tp)
-    after = run_ranks(cfg.layout.world_size, _push, cfg, str(pushed))
-    fresh = run_ranks(
-        cfg.layout.world_size,
-        _push,
-        replace(cfg, model=replace(cfg.model, path=str(pushed))),
-        None,
-        timeout_s=240,
-    )
+    after = with_engine(cfg, _push, str(pushed))
+    fresh = with_engine(changed(cfg, model={"path": str(pushed)}), _push, None, timeout_s=240)
     for rank, (own, right) in enumerate(zip(after, fresh)):
         assert own["mode"] == "reload"
         for gap, count in own["probes"]:

@@ -2,33 +2,26 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
-import logging
-import math
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from ranks import run_ranks
+from comparing import assert_same_sums, differing
+from policy_runs import changed, small_model
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from test_preference import NARROW, batch_of_pairs, config, jsonl, ragged, train_on_pairs
+from worlds import Said, in_world, make_trainer
 
-from spmdrl.commands.create_model import create_model
-from spmdrl.config import Config, ReferenceSettings
+from spmdrl.config import Config
 from spmdrl.data.examples import PairSource
 from spmdrl.data.prompts import load_tokenizer
 
 NUM_ROWS, ROWS_PER_STEP = 24, 6
 LAYOUTS = {"one": {}, "dp": dict(world_size=2), "tp": dict(world_size=2, tp=2)}
-
-
-def _model(where: Path, **options: object) -> Path:
-    return create_model(
-        where, hidden_size=32, layers=2, heads=4, kv_heads=2, intermediate=48, **options
-    )
 
 
 def _config(folder: Path, *, cache: object, rows: str = "", **options: object) -> Config:
@@ -40,42 +33,17 @@ def _config(folder: Path, *, cache: object, rows: str = "", **options: object) -
         budget=NARROW,
         **options,
     )
-    model = dataclasses.replace(
-        cfg.model,
-        reference=ReferenceSettings(
-            path=str(folder / "reference"),
-            cache=bool(cache),
-            cache_folder=cache if isinstance(cache, str) else "",
-        ),
-    )
-    return dataclasses.replace(cfg, model=model)
+    of = {"cache": bool(cache), "cache_folder": cache if isinstance(cache, str) else ""}
+    return changed(cfg, model={"reference": of | {"path": str(folder / "reference")}})
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     where = tmp_path_factory.mktemp("cache")
-    _model(where / "model")
-    _model(where / "reference", seed=7)
+    small_model(where)
+    small_model(where, "reference", seed=7)
     jsonl(where, ragged(NUM_ROWS))
     return where
-
-
-class _Said(logging.Handler):
-    """Collects the lines of the program's log."""
-
-    def __init__(self):
-        super().__init__()
-        self.lines: list[str] = []
-        logger = logging.getLogger("spmdrl")
-        logger.setLevel(logging.INFO)
-        logger.addHandler(self)
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
-
-    def take(self) -> str:
-        text, self.lines = "\n".join(self.lines), []
-        return text
 
 
 def _columns(trainer: object, world: object, *, steps: int) -> list[torch.Tensor]:
@@ -87,19 +55,14 @@ def _columns(trainer: object, world: object, *, steps: int) -> list[torch.Tensor
     return found
 
 
-def _compare(with_cache: Config, without: Config, *, unshared: Path | None = None) -> dict:
+def _compare(world: Any, without: Config, *, unshared: Path | None = None) -> dict:
     """Columns and training with and without the cache; then what a second run says."""
-    from spmdrl.roles import make_trainer
     from spmdrl.train.companions import reference_cache, reference_table
-    from spmdrl.world import World
 
-    world, said = World.start(with_cache), _Said()
+    with_cache, said = world.cfg, Said()
     if unshared is not None:  # each rank sees a folder of its own
-        own = dataclasses.replace(
-            with_cache.model.reference, cache_folder=str(unshared / str(world.rank))
-        )
-        model = dataclasses.replace(with_cache.model, reference=own)
-        with_cache = dataclasses.replace(with_cache, model=model)
+        own = {"cache_folder": str(unshared / str(world.rank))}
+        with_cache = changed(with_cache, model={"reference": own})
     sent, send = [], reference_table._sent
     reference_table._sent = lambda *args, **sizes: sent.append(sizes) or send(*args, **sizes)
     trainer = make_trainer(with_cache, world)
@@ -116,30 +79,21 @@ def _compare(with_cache: Config, without: Config, *, unshared: Path | None = Non
     said.take()
     reference_cache.ShardedModel = None  # a second run loads no reference
     _columns(make_trainer(with_cache, world), world, steps=1)
-    found |= {"second": said.take(), "sent": len(sent)}
-    world.close()
-    return found
+    return found | {"second": said.take(), "sent": len(sent)}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_looked_up_logprobs_are_those_computed_and_are_reused(layout, folder, tmp_path):
     configs = [
-        dataclasses.replace(
-            _config(folder, cache=cache, **LAYOUTS[layout]), output_dir=str(tmp_path)
-        )
+        changed(_config(folder, cache=cache, **LAYOUTS[layout]), output_dir=str(tmp_path))
         for cache in (True, False)
     ]
-    results = run_ranks(LAYOUTS[layout].get("world_size", 1), _compare, *configs)
+    results = in_world(configs[0], _compare, configs[1])
     for found in results:
         # Not bit-equal: a row's neighbours in a packed row are others. One ulp of -5 is 5e-7.
         assert found["gap"] < 1e-5 and found["zeros"] and not found["has_model"], found["gap"]
         assert found["sent"] == 0, "all ranks see the file"
-        for ours, plain in zip(*found["sums"]):
-            assert ours.keys() == plain.keys()
-            for name, (value, count) in plain.items():
-                assert math.isclose(
-                    ours[name][0], value, rel_tol=1e-4, abs_tol=1e-4 * max(1, count)
-                ), name
+        assert_same_sums(*found["sums"], layout, rel=1e-4, abs_=1e-4)
     said = results[0]
     assert f"{2 * NUM_ROWS} of {2 * NUM_ROWS} sequences are to be computed" in said["first"]
     assert "reference logprobs: 804 of 804 tokens in" in said["first"], said["first"]
@@ -151,37 +105,32 @@ def test_looked_up_logprobs_are_those_computed_and_are_reused(layout, folder, tm
 
 def test_ranks_that_do_not_share_the_folder_are_sent_the_logprobs(folder, tmp_path):
     configs = [_config(folder, cache=cache, world_size=2) for cache in (True, False)]
-    results = run_ranks(2, _unshared, *configs, tmp_path)
+    results = in_world(configs[0], _unshared, configs[1], tmp_path)
     for found in results:
         assert found["gap"] < 1e-5 and found["zeros"] and found["sent"] == 2
     assert f"all {2 * NUM_ROWS} sequences are in" in results[0]["second"]
     assert [p.name for p in tmp_path.iterdir()] == ["0"], "rank 1 wrote nothing"
 
 
-def _unshared(with_cache: Config, without: Config, where: Path) -> dict:
-    return _compare(with_cache, without, unshared=where)
+def _unshared(world: Any, without: Config, where: Path) -> dict:
+    return _compare(world, without, unshared=where)
 
 
 # --------------------------------------------------------------------------- stale ones
 
 
-def _again(configs: dict[str, Config], damage: str) -> dict[str, tuple[str, float]]:
+def _again(world: Any, configs: dict[str, Config], damage: str) -> dict[str, tuple[str, float]]:
     """What each config in turn says, and how far its columns are from computed ones."""
-    from spmdrl.roles import make_trainer
-    from spmdrl.world import World
-
-    world, said, found = World.start(next(iter(configs.values()))), _Said(), {}
+    said, found = Said(), {}
     for name, cfg in configs.items():
         if name == "damaged":
             _damage(Path(damage))
         trainer = make_trainer(cfg, world)
         text, own = said.take(), _columns(trainer, world, steps=4)
-        uncached = dataclasses.replace(cfg.model.reference, cache=False, cache_folder="")
-        plain = dataclasses.replace(cfg, model=dataclasses.replace(cfg.model, reference=uncached))
+        plain = changed(cfg, model={"reference": {"cache": False, "cache_folder": ""}})
         computed = _columns(make_trainer(plain, world), world, steps=4)
         found[name] = text, max(float((a - b).abs().max()) for a, b in zip(own, computed))
         said.take()
-    world.close()
     return found
 
 
@@ -197,29 +146,19 @@ def _damage(folder: Path) -> None:
 
 def test_what_is_not_of_this_reference_and_these_rows_is_never_used(folder, tmp_path):
     kept = tmp_path / "kept"
-    cfg = dataclasses.replace(_config(folder, cache=str(kept)), steps=4)
-    _model(tmp_path / "other", seed=9)
+    cfg = changed(_config(folder, cache=str(kept)), steps=4)
+    other = small_model(tmp_path, "other", seed=9)
     rows = [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
     rows[5]["chosen"] += "h"
-    model = cfg.model
     configs = {
         "first": cfg,
-        "one response": dataclasses.replace(
-            cfg, data=dataclasses.replace(cfg.data, train=jsonl(tmp_path, rows))
-        ),
-        "weights": dataclasses.replace(
-            cfg,
-            model=dataclasses.replace(
-                model, reference=dataclasses.replace(model.reference, path=str(tmp_path / "other"))
-            ),
-        ),
-        "dtype": dataclasses.replace(
-            cfg, model=dataclasses.replace(model, compute_dtype="bfloat16")
-        ),
+        "one response": changed(cfg, data={"train": jsonl(tmp_path, rows)}),
+        "weights": changed(cfg, model={"reference": {"path": str(other)}}),
+        "dtype": changed(cfg, model={"compute_dtype": "bfloat16"}),
         "both": cfg,
         "damaged": cfg,
     }
-    found = run_ranks(1, _again, configs, str(kept))[0]
+    found = in_world(cfg, _again, configs, str(kept))[0]
     said = {name: text for name, (text, _) in found.items()}
     for name, (_, gap) in found.items():
         assert gap < (0.1 if name == "dtype" else 1e-5), (name, gap)
@@ -235,13 +174,11 @@ def test_what_is_not_of_this_reference_and_these_rows_is_never_used(folder, tmp_
 # --------------------------------------------------------------------------- on the way
 
 
-def _interrupted(cfg: Config) -> list[str]:
+def _interrupted(world: Any) -> list[str]:
     """Stop a run amid its computing, and say what the next one says; then a changed row."""
-    from spmdrl.roles import make_trainer
     from spmdrl.train.companions import reference_cache
-    from spmdrl.world import World
 
-    world, said = World.start(cfg), _Said()
+    cfg, said = world.cfg, Said()
     reference_cache._PACKS, reference_cache._SAY_S, reference_cache._SAVE_S = 1, -1.0, -1.0
     score, calls = reference_cache._score, []
 
@@ -257,29 +194,27 @@ def _interrupted(cfg: Config) -> list[str]:
     found = [said.take()]
     trainer = make_trainer(cfg, world)
     found.append(said.take())
-    whole = dataclasses.replace(cfg, output_dir=cfg.output_dir + "/whole")
+    whole = changed(cfg, output_dir=cfg.output_dir + "/whole")
     make_trainer(whole, world)
     files = [list(Path(c.output_dir).glob("reference_logprobs/*")) for c in (cfg, whole)]
     assert [len(f) for f in files] == [1, 1] and files[0][0].name == files[1][0].name
     ours, expected = (load_file(f[0]) for f in files)
-    assert all(torch.equal(ours[name], t) for name, t in expected.items()), "not the same bits"
+    assert not differing(ours, expected), "not the same bits"
     batch = batch_of_pairs(cfg, world, step=0)
     batch.updates[0][0].tokens[1] += 1
     with pytest.raises(RuntimeError, match="is not among the reference's logprobs"):
         trainer.annotate(batch, step=0)
     file = cfg.output_dir + "/file"
     Path(file).write_text("")
-    own = dataclasses.replace(cfg.model.reference, cache=True, cache_folder=file + "/folder")
-    model = dataclasses.replace(cfg.model, reference=own)
+    broken = changed(cfg, model={"reference": {"cache": True, "cache_folder": file + "/folder"}})
     with pytest.raises(RuntimeError, match="cannot be written to .*/file/folder"):
-        make_trainer(dataclasses.replace(cfg, model=model), world)
-    world.close()
+        make_trainer(broken, world)
     return found
 
 
 def test_a_run_that_was_stopped_goes_on_with_what_it_had_found(folder, tmp_path):
-    cfg = dataclasses.replace(_config(folder, cache=True), output_dir=str(tmp_path))
-    first, second = run_ranks(1, _interrupted, cfg)[0]
+    cfg = changed(_config(folder, cache=True), output_dir=str(tmp_path))
+    first, second = in_world(cfg, _interrupted)[0]
     assert re.search(r"\d+ of 804 tokens in \d+ s, about \d+ s left", first), first
     left = re.search(r"an earlier start has left (\d+) sequences", second)
     assert left and 0 < int(left[1]) < 2 * NUM_ROWS, second
@@ -291,7 +226,7 @@ def test_only_the_rows_of_the_runs_steps_are_needed(folder):
     cfg = _config(folder, cache=True)
     tokenizer = load_tokenizer(cfg)
     for steps, count in ((1, ROWS_PER_STEP), (2, 2 * ROWS_PER_STEP), (9, NUM_ROWS)):
-        source = PairSource(dataclasses.replace(cfg, steps=steps), tokenizer)
+        source = PairSource(changed(cfg, steps=steps), tokenizer)
         rows = source.rows_of_run()
         taken = [unit for step in range(steps) for unit in source.units_at(step)]
         units = [source.unit(i) for i in rows]

@@ -9,7 +9,8 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -83,51 +84,56 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
         assert not left, f"daemons of the test's Slurm still run: {left}"
 
 
-@pytest.fixture
-def checkout(tmp_path: Path) -> Path:
+@dataclass(frozen=True)
+class Desk:
     """A folder to submit from: the repository's slurm/, configs/ and train.py, no runs."""
+
+    env: dict[str, str]
+    folder: Path
+
+    def run(self, *command: str, timeout_s: float = 200) -> str:
+        """Return what a command prints, which must not fail."""
+        options = dict(env=self.env, cwd=self.folder, capture_output=True, text=True)
+        done = subprocess.run(command, timeout=timeout_s, **options)
+        assert done.returncode == 0, (
+            f"{command} gave {done.returncode}:\n{done.stdout}{done.stderr}"
+        )
+        return done.stdout
+
+    def submit(self, *flags: str, options: Sequence[str] = ()) -> str:
+        """Return the number of a job of the file for one node."""
+        file = str(self.folder / "slurm" / "single_node.sbatch")
+        return self.run("sbatch", "--parsable", *SMALL, *options, file, *flags).strip()
+
+    def end_of(self, job: str, *, timeout_s: float = 400) -> str:
+        """Return the job's final state; fail with all its output when time is up."""
+        deadline, state = time.monotonic() + timeout_s, "UNKNOWN"
+        while time.monotonic() < deadline:
+            shown = self.run("scontrol", "show", "job", job)
+            state = re.search(r"JobState=(\w+)", shown).group(1)
+            if state in ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL"):
+                return state
+            time.sleep(0.5)
+        raise AssertionError(f"job {job} is {state} after {timeout_s} s:\n{self.output()}")
+
+    def output(self) -> str:
+        """Return what all jobs wrote."""
+        logs = sorted(self.folder.glob("runs/slurm/*/*/*.out"))
+        files = [*self.folder.glob("slurm-*.out"), *logs]
+        return "\n".join(f"--- {f.relative_to(self.folder)}\n{f.read_text()}" for f in files)
+
+
+@pytest.fixture
+def desk(slurm: dict[str, str], tmp_path: Path) -> Desk:
     for name in ("slurm", "configs"):
         shutil.copytree(ROOT / name, tmp_path / name)
     shutil.copy(ROOT / "train.py", tmp_path)
-    return tmp_path
+    return Desk(slurm, tmp_path)
 
 
-def _run(command: list[str], env: dict[str, str], cwd: Path, *, timeout_s: float) -> str:
-    done = subprocess.run(
-        command, env=env, cwd=cwd, capture_output=True, text=True, timeout=timeout_s
-    )
-    assert done.returncode == 0, f"{command} gave {done.returncode}:\n{done.stdout}{done.stderr}"
-    return done.stdout
-
-
-def _submit(env: dict[str, str], cwd: Path, *, options: list[str], flags: list[str]) -> str:
-    file = str(cwd / "slurm" / "single_node.sbatch")
-    command = ["sbatch", "--parsable", *SMALL, *options, file, *flags]
-    return _run(command, env, cwd, timeout_s=200).strip()
-
-
-def _wait_for_end(job: str, env: dict[str, str], cwd: Path, *, timeout_s: float) -> str:
-    """Return the job's final state; fail with all its output when time is up."""
-    deadline, state = time.monotonic() + timeout_s, "UNKNOWN"
-    while time.monotonic() < deadline:
-        shown = _run(["scontrol", "show", "job", job], env, cwd, timeout_s=200)
-        state = re.search(r"JobState=(\w+)", shown).group(1)
-        if state in ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL"):
-            return state
-        time.sleep(0.5)
-    raise AssertionError(f"job {job} is {state} after {timeout_s} s:\n{_output(cwd)}")
-
-
-def _output(cwd: Path) -> str:
-    files = [*cwd.glob("slurm-*.out"), *sorted(cwd.glob("runs/slurm/*/*/*.out"))]
-    return "\n".join(f"--- {file.relative_to(cwd)}\n{file.read_text()}" for file in files)
-
-
-def test_ranks_find_each_other_from_slurms_own_variables(
-    slurm: dict[str, str], tmp_path: Path
-) -> None:
+def test_ranks_find_each_other_from_slurms_own_variables(desk):
     command = ["srun", "--ntasks=2", "--kill-on-bad-exit=1", sys.executable, "-c", WORLD_PROGRAM]
-    out = _run(command, slurm, tmp_path, timeout_s=300)
+    out = desk.run(*command, timeout_s=300)
     lines = sorted(line for line in out.splitlines() if line.startswith("rank"))
     assert lines == [
         "rank 0 trainer True engine False sum 3",
@@ -136,77 +142,54 @@ def test_ranks_find_each_other_from_slurms_own_variables(
 
 
 @pytest.mark.parametrize("file", SBATCH_FILES, ids=lambda file: file.stem)
-def test_slurm_accepts_the_file(file: Path, slurm: dict[str, str], checkout: Path) -> None:
-    _run(["sbatch", "--test-only", *SMALL, str(file)], slurm, checkout, timeout_s=200)
+def test_slurm_accepts_the_file(file, desk):
+    desk.run("sbatch", "--test-only", *SMALL, str(file))
 
 
-def test_job_out_of_time_is_asked_to_stop_and_queued_again(
-    slurm: dict[str, str], checkout: Path
-) -> None:
-    (checkout / "train.py").write_text(STOPPABLE_PROGRAM)
+def test_job_out_of_time_is_asked_to_stop_and_queued_again(desk):
+    (desk.folder / "train.py").write_text(STOPPABLE_PROGRAM)
     # Of five minutes, the signal comes in the first one; "out of time" is when 30 s have gone,
     # which the first attempt stays and the second does not.
-    shared = checkout / "slurm" / "attempt.sh"
+    shared = desk.folder / "slurm" / "attempt.sh"
     shared.write_text(shared.read_text().replace("SPARE_S=240", "SPARE_S=270"))
-    job = _submit(
-        slurm,
-        checkout,
-        options=["--time=5", "--signal=USR1@290"],
-        flags=["--config", "a file.yaml", "--steps", "3"],
-    )
-    state = _wait_for_end(job, slurm, checkout, timeout_s=400)
-    assert state == "COMPLETED", _output(checkout)
-    logs = checkout / "runs" / "slurm" / f"spmdrl-{job}"
-    flags = "flags ['--config', 'a file.yaml', '--steps', '3'] threads 1"
+    own = ["--config", "a file.yaml", "--steps", "3"]
+    job = desk.submit(*own, options=["--time=5", "--signal=USR1@290"])
+    assert desk.end_of(job) == "COMPLETED", desk.output()
+    logs = desk.folder / "runs" / "slurm" / f"spmdrl-{job}"
+    flags = f"flags {own} threads 1"
     for rank in range(2):
         first = (logs / "attempt_0" / f"rank_{rank}.out").read_text().splitlines()
         again = (logs / "attempt_1" / f"rank_{rank}.out").read_text().splitlines()
-        assert first == [flags, "asked ['USR1']"], _output(checkout)
-        assert again == [flags, "asked []"], _output(checkout)
-    text = (checkout / f"slurm-spmdrl-{job}.out").read_text()
+        assert first == [flags, "asked ['USR1']"], desk.output()
+        assert again == [flags, "asked []"], desk.output()
+    text = (desk.folder / f"slurm-spmdrl-{job}.out").read_text()
     assert "attempt 0" in text and "attempt 1" in text, "the second attempt must append"
 
 
-def test_failing_rank_ends_the_job_which_is_not_queued_again(
-    slurm: dict[str, str], checkout: Path
-) -> None:
-    (checkout / "train.py").write_text(FAILING_PROGRAM)
-    job = _submit(slurm, checkout, options=[], flags=[])
-    assert _wait_for_end(job, slurm, checkout, timeout_s=200) == "FAILED", _output(checkout)
-    assert not list(checkout.glob("runs/slurm/*/attempt_1"))
+def test_failing_rank_ends_the_job_which_is_not_queued_again(desk):
+    (desk.folder / "train.py").write_text(FAILING_PROGRAM)
+    assert desk.end_of(desk.submit(), timeout_s=200) == "FAILED", desk.output()
+    assert not list(desk.folder.glob("runs/slurm/*/attempt_1"))
 
 
-def test_submitting_from_elsewhere_says_where_to_submit_from(
-    slurm: dict[str, str], checkout: Path
-) -> None:
-    (checkout / "train.py").unlink()
-    job = _submit(slurm, checkout, options=[], flags=[])
-    assert _wait_for_end(job, slurm, checkout, timeout_s=200) == "FAILED"
-    assert "submit from the repository root" in _output(checkout)
+def test_submitting_from_elsewhere_says_where_to_submit_from(desk):
+    (desk.folder / "train.py").unlink()
+    assert desk.end_of(desk.submit(), timeout_s=200) == "FAILED"
+    assert "submit from the repository root" in desk.output()
 
 
-def test_train_runs_from_the_sbatch_file(
-    slurm: dict[str, str], checkout: Path, tiny_model: Path
-) -> None:
-    out = checkout / "out"
-    job = _submit(
-        slurm,
-        checkout,
-        options=[],
-        flags=[
-            "--config",
-            "configs/demo_sft.yaml",
-            "--steps",
-            "3",
-            "--model.path",
-            str(tiny_model),
-            "--output-dir",
-            str(out),
-            "--batch.prompts-per-step",
-            "16",
-        ],
+def test_train_runs_from_the_sbatch_file(desk, tiny_model):
+    out = desk.folder / "out"
+    flags = {
+        "config": "configs/demo_sft.yaml",
+        "steps": "3",
+        "model.path": tiny_model,
+        "output-dir": out,
+        "batch.prompts-per-step": "16",
+    }
+    job = desk.submit(
+        *(word for name, value in flags.items() for word in (f"--{name}", str(value)))
     )
-    state = _wait_for_end(job, slurm, checkout, timeout_s=400)
-    assert state == "COMPLETED", _output(checkout)
+    assert desk.end_of(job) == "COMPLETED", desk.output()
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [0, 1, 2], rows

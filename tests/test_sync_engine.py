@@ -9,8 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import run_ranks
+from comparing import differing, full_parameters, plain_scores, whole
+from drawn import finished
+from policy_runs import small_model
 from torch import Tensor
+from transformers import AutoModelForCausalLM
+from worlds import WeightStream, in_world, with_stream
 
 from spmdrl.config import (
     Config,
@@ -21,7 +25,9 @@ from spmdrl.config import (
     SamplingSettings,
     StreamSettings,
 )
-from spmdrl.model.shards import Delta, Part, local_part
+from spmdrl.engine.protocol import Request
+from spmdrl.model.shards import Delta, Held, Part, local_part
+from spmdrl.world.comm import gather_objects
 
 PROMPTS = [[5, 9, 12, 7, 30, 21], [1, 8, 40, 41, 42, 8, 9, 3, 17]]
 
@@ -56,14 +62,15 @@ def change(trainer: Any, scale: float) -> None:
 
 def whole_state(trainer: Any, world: Any) -> dict[str, Tensor]:
     """Return the policy's full float32 state on every rank, assembled by torch."""
-    from spmdrl.world.comm import gather_objects
-
-    mine = {
-        n: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach().numpy()
-        for n, p in trainer.weights.shards().items()
-    }
+    mine = {n: p.numpy() for n, p in full_parameters(trainer).items()}
     first = gather_objects(mine if world.rank == 0 else None, group=world.control)[0]
     return {n: torch.from_numpy(a) for n, a in first.items()}
+
+
+def in_files(state: dict[str, Tensor], trainer: Any) -> dict[str, Tensor]:
+    """Return the tensors of the files, cut from whole live ones."""
+    held = Held(state, trainer.weights.parts)
+    return {name: held.value(name, box).read() for name, (box,) in held.boxes().items()}
 
 
 def parameters_loaded(engine: Any, state: dict[str, Tensor]) -> list[Tensor]:
@@ -75,21 +82,16 @@ def parameters_loaded(engine: Any, state: dict[str, Tensor]) -> list[Tensor]:
     return [p.detach().clone() for p in engine.model.parameters()]
 
 
-def push_and_compare(cfg: Config, also_reload: bool) -> dict[str, Any]:
+def push_and_compare(
+    stream: Any, engine: Any, trainer: Any, also_reload: bool = False
+) -> dict[str, Any]:
     """Push changed weights and hold every engine parameter against its own loading of them."""
-    from spmdrl.engine import make_engine
-    from spmdrl.roles import make_trainer
-    from spmdrl.sync.stream import WeightStream
-    from spmdrl.world import World
-
-    world = World.start(cfg)
-    engine, trainer = make_engine(cfg, world), make_trainer(cfg, world)
-    stream = WeightStream(trainer.weights, engine, world)
+    world = trainer.world
     if also_reload:
         reloading = WeightStream(trainer.weights, engine, with_mode(world, "reload"))
     found = {"mode": stream.mode, "sums": [], "differing": [], "moved": 0, "checked": 0}
-    found["probe_at_start"] = stream.probe(PROMPTS)
-    seen: list[list[Tensor]] = []
+    found["probes"] = [stream.probe(PROMPTS)]
+    seen: list[dict[str, Tensor]] = []
     for version in (1, 2, 3) if also_reload else (1, 2):
         change(trainer, 0.02 * version)
         stream = reloading if version == 3 else stream
@@ -98,21 +100,27 @@ def push_and_compare(cfg: Config, also_reload: bool) -> dict[str, Any]:
         state = whole_state(trainer, world)
         own = parameters(engine, world)
         found["moved"] += pointers != [p.data_ptr() for p in own.values()]
-        seen.append([p.detach().clone() for p in own.values()])
+        seen.append(whole(own))
         if world.is_inference:
             assert engine.version == version
-            right = parameters_loaded(engine, state)
-            found["differing"] += [
-                (version, n) for n, a, b in zip(own, seen[-1], right) if not torch.equal(a, b)
-            ]
+            right = dict(zip(own, parameters_loaded(engine, in_files(state, trainer))))
+            found["differing"] += [(version, n) for n in differing(seen[-1], right)]
             found["checked"] += len(own)
-    found["stale"] = sum(torch.equal(a, b) for a, b in zip(*seen[:2]))
-    found["behaviour"] = behaviour(engine, world, state=state, cfg=cfg)
-    found["probe"] = stream.probe(PROMPTS)
-    found["errors"] = errors_after_damage(stream, engine, world=world)
-    engine.close()
-    world.close()
+        found["probes"].append(stream.probe(PROMPTS))
+    found["stale"] = seen[0].keys() - differing(*seen[:2])
+    found["behaviour"] = behaviour(engine, world, state=state)
+    if "model.layers.1.mlp.down_proj.weight" in trainer.weights.names:
+        found["errors"] = errors_after_damage(stream, engine, world=world)
     return found
+
+
+def assert_pushed(found: dict[str, Any], *, dtype: str, where: str, half_gap: float = 0.05) -> None:
+    """Check that engines hold the trainers' weights, as the trace wrote them, and score alike."""
+    assert found["mode"] == "traced" and found["differing"] == [], where
+    for probe in found["probes"]:
+        gap, count = probe["sync/probe_gap"]
+        limit = 1e-4 if dtype == "float32" else half_gap
+        assert count >= 13 and gap / count < limit, (where, found["probes"])
 
 
 def with_mode(world: Any, mode: str) -> Any:
@@ -143,105 +151,59 @@ def errors_after_damage(stream: Any, engine: Any, *, world: Any) -> list[str]:
     return messages
 
 
-def behaviour(
-    engine: Any, world: Any, *, state: dict[str, Tensor], cfg: Config
-) -> dict[str, float]:
+def behaviour(engine: Any, world: Any, *, state: dict[str, Tensor]) -> dict[str, float]:
     """Compare the engine's prefill logprobs and greedy tokens with transformers on `state`."""
-    from transformers import AutoModelForCausalLM
-
-    from spmdrl.engine.protocol import Request
-
     if not world.is_inference:
         return {}
     scores = engine.score(PROMPTS)
-    engine.add(
-        Request(
-            key="a",
-            prompt=tuple(PROMPTS[0]),
-            max_tokens=8,
-            temperature=0.0,
-            seed=None,
-            stop_token_ids=(),
-        )
-    )
-    done = []
-    while engine.is_busy:
-        done += engine.step()
-    model = AutoModelForCausalLM.from_pretrained(cfg.model.path, dtype=torch.float32)
-    started = reference_scores(model, PROMPTS)
+    engine.add(Request("a", tuple(PROMPTS[0]), 8, 0.0, None, ()))
+    tokens = list(finished(engine)["a"].tokens)
+    model = AutoModelForCausalLM.from_pretrained(world.cfg.model.path, dtype=torch.float32)
+    started = plain_scores(model, PROMPTS)
     model.load_state_dict(state, strict=False)
-    right = reference_scores(model, PROMPTS)
-    sampled = torch.tensor([PROMPTS[0] + done[0].tokens.tolist()])
+    right = plain_scores(model, PROMPTS)
+    sampled = torch.tensor([PROMPTS[0] + tokens])
     with torch.no_grad():
         greedy = model(sampled).logits[0].argmax(-1)[len(PROMPTS[0]) - 1 : -1].tolist()
     return {
         "gap": max(float((a - b).abs().max()) for a, b in zip(scores, right)),
         "change": max(float((a - b).abs().max()) for a, b in zip(started, right)),
-        "greedy_wrong": sum(a != b for a, b in zip(done[0].tokens.tolist(), greedy)),
-        "sampled": len(done[0].tokens),
+        "greedy_wrong": sum(a != b for a, b in zip(tokens, greedy)),
+        "sampled": len(tokens),
     }
-
-
-def reference_scores(model: torch.nn.Module, sequences: list[list[int]]) -> list[Tensor]:
-    """Return logprobs by transformers, first 0."""
-    scores = []
-    for tokens in sequences:
-        ids = torch.tensor([tokens])
-        with torch.no_grad():
-            logprobs = model(ids).logits[0].float().log_softmax(-1)
-        own = logprobs[:-1].gather(1, ids[0, 1:, None])[:, 0]
-        scores.append(torch.cat([torch.zeros(1), own]))
-    return scores
 
 
 def make_folder(tmp_path: Path, architecture: str, **fields: Any) -> Path:
     """Write a tiny model with several shards of weights."""
-    from spmdrl.commands.create_model import create_model
-
-    sizes = dict(hidden_size=128, layers=2, heads=4, kv_heads=2, intermediate=96)
-    return create_model(
-        tmp_path / architecture, architecture=architecture, seed=1, **(sizes | fields)
-    )
+    sizes = dict(hidden_size=128, intermediate=96, seed=1)
+    return small_model(tmp_path, architecture, architecture=architecture, **sizes | fields)
 
 
-LAYOUTS = {
+TIED = {"tied": True}
+COLOCATED = LayoutSettings(placement="colocated")
+LAYOUTS = {  # layout, architecture, the engine's dtype, fields of the model
     "split_1_1": (LayoutSettings(world_size=2, trainer_ranks=1), "qwen3", "float32", {}),
     "split_2_2_tp2": (
         LayoutSettings(world_size=4, trainer_ranks=2, inference_tp=2),
-        "qwen2",
-        "bfloat16",
-        {"tied": True},
+        *("qwen2", "bfloat16", TIED),
     ),
     "split_3_1": (LayoutSettings(world_size=4, trainer_ranks=3), "llama", "bfloat16", {}),
     "split_tp2_and_2_replicas": (
         LayoutSettings(world_size=4, trainer_ranks=2, tp=2),
-        "gemma2",
-        "float32",
-        {"tied": True},
+        *("gemma2", "float32", TIED),
     ),
-    "colocated_2": (
-        LayoutSettings(placement="colocated", world_size=2),
-        "gemma3",
-        "float32",
-        {"tied": True},
-    ),
+    "colocated_2": (replace(COLOCATED, world_size=2), "gemma3", "float32", TIED),
     "transformers_split_2_2": (
         LayoutSettings(world_size=4, trainer_ranks=2),
-        "qwen2",
-        "bfloat16",
-        {"tied": True},
+        *("qwen2", "bfloat16", TIED),
     ),
     "transformers_colocated_4_cp2_tp2": (
-        LayoutSettings(placement="colocated", world_size=4, cp=2, tp=2),
-        "qwen3",
-        "bfloat16",
-        {},
+        replace(COLOCATED, world_size=4, cp=2, tp=2),
+        *("qwen3", "bfloat16", {}),
     ),
     "colocated_4_tp2_tp2": (
-        LayoutSettings(placement="colocated", world_size=4, tp=2, inference_tp=2),
-        "qwen3",
-        "bfloat16",
-        {},
+        replace(COLOCATED, world_size=4, tp=2, inference_tp=2),
+        *("qwen3", "bfloat16", {}),
     ),
 }
 
@@ -252,25 +214,19 @@ def test_engines_hold_the_trainers_weights_bit_for_bit_after_each_push(case, tmp
     folder = make_folder(tmp_path, architecture, **fields)
     also_reload = case == "split_2_2_tp2"
     kind = "transformers" if case.startswith("transformers") else "vllm"
-    results = run_ranks(
-        layout.world_size,
-        push_and_compare,
-        make_config(folder, layout=layout, dtype=dtype, kind=kind),
-        also_reload,
-    )
+    cfg = make_config(folder, layout=layout, dtype=dtype, kind=kind)
+    results = with_stream(cfg, push_and_compare, also_reload)
     is_colocated = layout.placement == "colocated"
     engines = results[0 if is_colocated else layout.trainer_ranks :]
     for rank, result in enumerate(results):
-        assert result["mode"] == "traced"
-        assert result["differing"] == [], f"rank {rank}"
+        replicas = len(engines) // layout.inference_tp
+        assert_pushed(result, dtype=dtype, where=f"rank {rank}")
         assert result["moved"] == 0, f"rank {rank}: engine parameters moved"
         numerator, denominator = result["sums"][0]["sync/gb_per_s"]
         assert numerator > 0 and denominator > 0
-        for probe in (result["probe_at_start"], result["probe"]):
-            gap, count = probe["sync/probe_gap"]
-            replicas = len(engines) // layout.inference_tp
-            assert count == sum(len(p) - 1 for p in PROMPTS) * replicas * layout.inference_tp
-            assert gap / count < (1e-4 if dtype == "float32" else 0.05)
+        for probe in result["probes"]:
+            count = sum(len(p) - 1 for p in PROMPTS) * replicas * layout.inference_tp
+            assert probe["sync/probe_gap"][1] == count
         verify_error, probe_error = result["errors"]
         assert also_reload or "model.norm.weight has checksum" in verify_error
         assert also_reload or "model.layers.1.mlp.down_proj.weight has" in verify_error
@@ -278,7 +234,7 @@ def test_engines_hold_the_trainers_weights_bit_for_bit_after_each_push(case, tmp
         assert "stream.max_logprob_gap 0.1" in probe_error
     for result in engines:
         assert result["checked"] > 10
-        assert result["stale"] == 0, "a parameter did not change with the policy"
+        assert not result["stale"], "a parameter did not change with the policy"
         of = result["behaviour"]
         assert of["change"] > 0.1, "the test's change of weights is too small to be seen"
         assert of["gap"] < (1e-3 if dtype == "float32" else 0.1), of
@@ -310,14 +266,12 @@ def _raise(weights: object) -> None:
     raise RuntimeError("the sizes differ")
 
 
-def stream_refusals(cfg: Config) -> dict[str, str]:
+def stream_refusals(world: Any) -> dict[str, str]:
     """Return per mode why a stream into this engine is refused."""
     from spmdrl.engine import vllm_cpu
     from spmdrl.engine.vllm import VllmEngine
-    from spmdrl.sync.stream import WeightStream
-    from spmdrl.world import World
 
-    world = World.start(cfg)
+    cfg = world.cfg
     vllm_cpu.keep_expert_weights_live = lambda: None  # as in a version that it does not serve
     engine, weights = VllmEngine(cfg, world), FileShards(cfg.model.path, world.is_trainer)
     refusals = {}
@@ -325,37 +279,18 @@ def stream_refusals(cfg: Config) -> dict[str, str]:
     for mode in ("traced", "failing", "auto"):
         # It raises for DeepSeek-V3 on the CPU. Last comes its own, which changes the engine.
         engine.reload_weights = reload if mode == "auto" else _raise
-        try:
+        with pytest.raises(ValueError) as refused:
             WeightStream(weights, engine, with_mode(world, mode.replace("failing", "auto")))
-        except ValueError as error:
-            refusals[mode] = str(error)
+        refusals[mode] = str(refused.value)
     engine.close()
-    world.close()
     return refusals
 
 
 def test_weights_that_vllm_repacks_are_refused_by_name_and_never_written_in_place(tmp_path):
-    from transformers import AutoModelForCausalLM, Qwen3MoeConfig
-
-    config = Qwen3MoeConfig(
-        hidden_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        head_dim=32,
-        intermediate_size=96,
-        moe_intermediate_size=32,
-        num_experts=4,
-        num_experts_per_tok=2,
-        vocab_size=104,
-        max_position_embeddings=128,
-    )
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    cfg = make_config(
-        tmp_path, layout=LayoutSettings(world_size=2, trainer_ranks=1), dtype="float32"
-    )
-    for refusals in run_ranks(2, stream_refusals, cfg):
+    sizes = dict(hidden_size=64, heads=2, intermediate=32, moe_experts=4)
+    folder = make_folder(tmp_path, "qwen3_moe", **sizes)
+    layout = LayoutSettings(world_size=2, trainer_ranks=1)
+    for refusals in in_world(make_config(folder, layout=layout, dtype="float32"), stream_refusals):
         assert "stream.mode is traced" in refusals["traced"]
         failing = refusals.pop("failing")
         assert "reload of the weights that it already holds fails" in failing
