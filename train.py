@@ -29,7 +29,7 @@ def train(cfg: Config, world: World) -> int:
     from spmdrl.algorithms import registry
     from spmdrl.checkpoint import Checkpointer
     from spmdrl.credit import advantages_of
-    from spmdrl.data.prompts import load_tokenizer
+    from spmdrl.data.tokenizer import load_tokenizer
     from spmdrl.engine import make_engine
     from spmdrl.evaluate import evaluate
     from spmdrl.exchange import exchange

@@ -103,7 +103,7 @@ def work(folder: Path, given: dict, model: str) -> None:
     import torch.distributed as dist
 
     from spmdrl import config
-    from spmdrl.data.prompts import load_tokenizer
+    from spmdrl.data.tokenizer import load_tokenizer
     from spmdrl.engine import make_engine
     from spmdrl.world import World
 

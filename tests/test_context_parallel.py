@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from worlds import with_trainer
 
 from spmdrl.model.attention import KERNELS
-from spmdrl.model.fits import ModelCounts, context_method, misfits
+from spmdrl.model.divisibility import ModelCounts, context_method, misfits
 from spmdrl.model.packing import make_packing
 from spmdrl.model.parallel import context_parallel
 from spmdrl.model.parallel.context_parallel import METHODS, by_rank, in_row_order

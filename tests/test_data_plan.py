@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ragged import scalars_of
 
-from spmdrl.data.prompt_order import Measured, PromptPlanner, choose
-from spmdrl.data.prompts import Order
+from spmdrl.data.prompt_order import Order
+from spmdrl.data.prompt_plan import Measured, PromptPlanner, choose
 from spmdrl.types import Scalars
 
 ALWAYS, NEVER, MIXED = [1.0, 1.0], [0.0, 0.3], [1.0, 0.0]

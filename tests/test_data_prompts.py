@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 
 from spmdrl.commands.create_model import character_tokenizer
 from spmdrl.data.examples import SupervisedSource, encode_example
-from spmdrl.data.prompts import Order, PromptSource, check_context, end_token_ids, load_tokenizer
+from spmdrl.data.prompt_order import Order
+from spmdrl.data.prompts import PromptSource, check_context
+from spmdrl.data.tokenizer import end_token_ids, load_tokenizer
 
 PLAIN, CHAT = character_tokenizer(), character_tokenizer(chat_template=True)
 USER, REPLY = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}

@@ -30,7 +30,7 @@ from torch import Tensor
 from worlds import in_world, make_trainer
 
 from spmdrl.config import BatchSettings, Config
-from spmdrl.model.fits import ModelCounts, misfits
+from spmdrl.model.divisibility import ModelCounts, misfits
 from spmdrl.train.optimizer import _like
 from spmdrl.types import Batch
 from spmdrl.world.axes import Axes

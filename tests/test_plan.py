@@ -13,7 +13,7 @@ from runs import ROOT
 from spmdrl.commands.plan import main
 from spmdrl.commands.plan_examples import examples, output
 from spmdrl.config import Config, ModelSettings
-from spmdrl.model.fits import misfits
+from spmdrl.model.divisibility import misfits
 from spmdrl.model.load import build_meta_model
 from spmdrl.model.shape import ModelShape, model_shape
 from spmdrl.plan.engine_memory import cache_bytes_per_token

@@ -27,9 +27,9 @@ from spmdrl.commands.export import export
 from spmdrl.config import AlgorithmSettings, Config, LayoutSettings
 from spmdrl.credit import advantages_of
 from spmdrl.data.examples import LabelledSource, PairSource
-from spmdrl.data.prompts import load_tokenizer
 from spmdrl.data.rows import pair_of, read_rows
 from spmdrl.data.tasks import GeneratedRows
+from spmdrl.data.tokenizer import load_tokenizer
 from spmdrl.exchange import exchange
 from spmdrl.rollout.row_source import RowSource
 from spmdrl.train.objectives.objective_loss import needed_columns

@@ -18,7 +18,7 @@ from worlds import Said, in_world, make_trainer
 
 from spmdrl.config import Config
 from spmdrl.data.examples import PairSource
-from spmdrl.data.prompts import load_tokenizer
+from spmdrl.data.tokenizer import load_tokenizer
 
 NUM_ROWS, ROWS_PER_STEP = 24, 6
 LAYOUTS = {"one": {}, "dp": dict(world_size=2), "tp": dict(world_size=2, tp=2)}

@@ -380,7 +380,7 @@ def _train_scorer(cfg: Config) -> None:
     """Train a reward model as train.py does, in this process alone, and save it."""
     from spmdrl.checkpoint import Checkpointer
     from spmdrl.credit import advantages_of
-    from spmdrl.data.prompts import load_tokenizer
+    from spmdrl.data.tokenizer import load_tokenizer
     from spmdrl.exchange import exchange
     from spmdrl.rollout.row_source import RowSource
 

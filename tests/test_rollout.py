@@ -37,7 +37,7 @@ def source_config(model: str, schedule: dict, **rest) -> Config:
 @contextlib.contextmanager
 def replica(cfg: Config) -> Iterator[tuple]:
     """An engine with weights of version 0, and a function that makes a source for it."""
-    from spmdrl.data.prompts import load_tokenizer
+    from spmdrl.data.tokenizer import load_tokenizer
     from spmdrl.rollout import make_source
 
     with generating(cfg) as (world, engine):

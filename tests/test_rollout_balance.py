@@ -18,7 +18,7 @@ from ranks import run_ranks
 from runs import TINY, metrics, run
 
 from spmdrl.config import Config
-from spmdrl.data.prompts import load_tokenizer
+from spmdrl.data.tokenizer import load_tokenizer
 from spmdrl.rollout.idle import CAUSES, Idle, empty_shares, trainer_wait
 from spmdrl.types import Batch
 

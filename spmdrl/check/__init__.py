@@ -6,8 +6,8 @@ Each rule stands once, where whoever needs it can ask:
   `ranges`, `layout` (with world/axes.py: what ranks must divide whatever the model is), `methods`,
   `model`, `engine_options`, `rollouts` and `keep`. Asked by whatever takes a config.
 - `fit`: the models of a config by their config.json: adapters, routers, and what axes must divide
-  in a model, which is in model/fits.py. Asked by train.py, the dry run and the planner; the files
-  of the weights, and what cannot be offloaded here, by train.py alone.
+  in a model, which is in model/divisibility.py. Asked by train.py, the dry run and the planner; the
+  files of the weights, and what cannot be offloaded here, by train.py alone.
 - `inputs`: data, tokenizer, environment and reward functions, as far as opening them is quick.
   Asked by the dry run; a run opens them itself.
 - `dry_run`: prints what a config amounts to, and all of the above.

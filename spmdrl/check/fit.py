@@ -13,8 +13,8 @@ from torch import nn
 from spmdrl.check.model import MAX_RANK
 from spmdrl.config import Config
 from spmdrl.imports import attempt
+from spmdrl.model.divisibility import ModelCounts, counts_of, misfits
 from spmdrl.model.file_tensors import file_tensors
-from spmdrl.model.fits import ModelCounts, counts_of, misfits
 from spmdrl.model.load import CheckpointReader, build_meta_model, check_weights
 from spmdrl.model.lora.files import AdapterFolder
 from spmdrl.model.lora.settings import lora_form

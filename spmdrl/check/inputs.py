@@ -14,9 +14,9 @@ from spmdrl.check.fit import refusal
 from spmdrl.config import Config
 from spmdrl.config.fields import replay_folder
 from spmdrl.data.examples import row_kind
-from spmdrl.data.prompts import load_tokenizer
 from spmdrl.data.rows import ground_truth_of, read_rows
 from spmdrl.data.tasks import is_generated, make_task
+from spmdrl.data.tokenizer import load_tokenizer
 from spmdrl.imports import attempt
 from spmdrl.rewards.signatures import import_function, load_reward, reward_models
 from spmdrl.rollout.replay_source import check_recorded

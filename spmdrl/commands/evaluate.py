@@ -202,7 +202,7 @@ def run(request: CommandLine, world: World) -> Result:
     Raises: ValueError for a checkpoint, model, data or reward function that cannot be used;
         RuntimeError naming the sample when a reward fails under on_failure=fail.
     """
-    from spmdrl.data.prompts import load_tokenizer
+    from spmdrl.data.tokenizer import load_tokenizer
     from spmdrl.engine import make_engine
     from spmdrl.evaluate import Result, sample
     from spmdrl.rollout import make_source

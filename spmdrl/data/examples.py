@@ -20,7 +20,8 @@ from spmdrl.algorithms import registry
 from spmdrl.algorithms.preference.unpaired import mismatched
 from spmdrl.config import Config
 from spmdrl.data.hashed import hashed
-from spmdrl.data.prompts import Fit, Order, apply_template, encode_plain, load_rows
+from spmdrl.data.prompt_order import Order
+from spmdrl.data.prompts import Fit, apply_template, encode_plain, load_rows
 from spmdrl.data.rows import Messages, Need, label_of, pair_of
 from spmdrl.imports import refusing
 

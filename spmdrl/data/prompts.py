@@ -6,15 +6,14 @@ import functools
 import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-import numpy
-from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from spmdrl.config import Config
+from spmdrl.data.prompt_order import Order
 from spmdrl.data.rows import Messages, Need, Rows, prompt_of, read_rows
 from spmdrl.data.tasks import GeneratedRows, Split, is_generated
-from spmdrl.imports import is_missing_folder, refusing
+from spmdrl.imports import refusing
 from spmdrl.types import Prompt
 
 LocatedRows = Rows | GeneratedRows
@@ -24,44 +23,6 @@ _EVAL_SEED = 0
 _CACHED_ROWS = 16384
 # Of a generated task only the first problems are measured at start: they are all alike.
 _MEASURED_GENERATED_ROWS = 256
-
-
-def load_tokenizer(cfg: Config) -> PreTrainedTokenizerBase:
-    """Load the tokenizer that goes with the model.
-
-    Raises: ValueError when it cannot be read, or when nothing would end a response.
-    """
-    name = cfg.model.tokenizer or cfg.model.path
-    field = "model.tokenizer" if cfg.model.tokenizer else "model.path"
-    if not name or is_missing_folder(name):
-        raise ValueError(f"{field}: {name!r} is not a folder (looked from {Path.cwd()})")
-    what = f"{field}: no tokenizer can be loaded from {name!r}, as a folder or hub name"
-    with refusing(what, OSError, ValueError, KeyError):
-        tokenizer = AutoTokenizer.from_pretrained(
-            name, trust_remote_code=cfg.model.trust_remote_code
-        )
-    if tokenizer.eos_token_id is None and not cfg.sampling.stop_token_ids:
-        raise ValueError(
-            f"{field}: the tokenizer of {name!r} has no eos token, so no response "
-            "would end; set sampling.stop_token_ids, or add an eos token to it"
-        )
-    return tokenizer
-
-
-def end_token_ids(cfg: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """Return the ids that end a response: sampling.stop_token_ids, the tokenizer's eos, and what
-    the model's generation_config.json names (config.json where there is none), as vLLM's own
-    server takes them."""
-    name, trusted = cfg.model.path, cfg.model.trust_remote_code
-    try:
-        generation = GenerationConfig.from_pretrained(name, trust_remote_code=trusted)
-    except OSError:
-        hf_config = AutoConfig.from_pretrained(name, trust_remote_code=trusted)
-        generation = GenerationConfig.from_model_config(hf_config)
-    own = generation.eos_token_id
-    own = own if isinstance(own, list) else [own]
-    known = (*cfg.sampling.stop_token_ids, tokenizer.eos_token_id, *own)
-    return tuple(dict.fromkeys(i for i in known if i is not None))
 
 
 def load_rows(cfg: Config, *, split: Split, need: Need = "prompt") -> LocatedRows:
@@ -76,39 +37,6 @@ def load_rows(cfg: Config, *, split: Split, need: Need = "prompt") -> LocatedRow
         seed = cfg.seed if split == "train" else _EVAL_SEED
         return GeneratedRows(spec, cfg.data.task_options, size=size, seed=seed, split=split)
     return read_rows(spec, size=size, need=need)
-
-
-class Order:
-    """Which rows each step takes: epoch after epoch, each a permutation by (seed, epoch).
-
-    A step that crosses the end of an epoch goes on into the next, so that every row is taken
-    equally often.
-    """
-
-    def __init__(self, num_rows: int, *, per_step: int, seed: int, shuffle: bool):
-        if per_step > num_rows:
-            raise ValueError(
-                f"batch.prompts_per_step: {per_step} is above the {num_rows} usable rows of "
-                "data.train, so one step would repeat rows; lower it or give more rows"
-            )
-        self.num_rows, self.per_step, self.seed, self.shuffle = num_rows, per_step, seed, shuffle
-        self._epoch = functools.lru_cache(maxsize=2)(self._permutation)
-
-    def at(self, step: int) -> list[int]:
-        """Return the row positions of `step`."""
-        begin = step * self.per_step
-        return [self.row(place) for place in range(begin, begin + self.per_step)]
-
-    def row(self, place: int) -> int:
-        """Return the row position at a place of the endless order of all epochs."""
-        epoch, i = divmod(place, self.num_rows)
-        return int(self._epoch(epoch)[i])
-
-    def _permutation(self, epoch: int) -> Sequence[int]:
-        if not self.shuffle:
-            return range(self.num_rows)
-        entropy = numpy.random.SeedSequence([self.seed % 2**64, epoch])
-        return numpy.random.Generator(numpy.random.PCG64(entropy)).permutation(self.num_rows)
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from spmdrl.config import Config
 from spmdrl.engine.protocol import Completion, Request
-from spmdrl.engine.sampling import draw, numbers
+from spmdrl.engine.seeded_draws import draw, numbers
 from spmdrl.engine.transformers_runner import ModelRunner, Sampled
 from spmdrl.model.file_tensors import file_tensors, live_tensors
 from spmdrl.model.shards import Held

@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from spmdrl.model.blocks import blocks
-from spmdrl.model.fits import ModelCounts, counts_of
+from spmdrl.model.divisibility import ModelCounts, counts_of
 from spmdrl.model.parallel.tp_plan import split_dim, tp_styles
 
 

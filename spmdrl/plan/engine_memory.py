@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from spmdrl.model.fits import engine_rows
+from spmdrl.model.divisibility import engine_rows
 from spmdrl.model.shape import Block, Weight
 from spmdrl.plan.memory import CUDA_CONTEXT, Memory
 from spmdrl.plan.run import Run

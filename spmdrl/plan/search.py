@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from spmdrl.model.fits import misfits
+from spmdrl.model.divisibility import misfits
 from spmdrl.plan.engine_memory import engine_memory
 from spmdrl.plan.memory import USABLE_FRAC, Memory
 from spmdrl.plan.run import Rates, Run

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from spmdrl.model.fits import context_method
+from spmdrl.model.divisibility import context_method
 from spmdrl.model.packing import PaddedGroup
 from spmdrl.model.shape import Block, ModelShape
 from spmdrl.plan.activations import (

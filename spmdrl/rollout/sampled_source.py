@@ -9,7 +9,8 @@ from transformers import PreTrainedTokenizerBase
 
 from spmdrl.algorithms import registry
 from spmdrl.config import Config
-from spmdrl.data.prompts import PromptSource, end_token_ids
+from spmdrl.data.prompts import PromptSource
+from spmdrl.data.tokenizer import end_token_ids
 from spmdrl.engine.protocol import EngineProtocol
 from spmdrl.environments.tool_calls import make_parser
 from spmdrl.rewards.signatures import reward_models

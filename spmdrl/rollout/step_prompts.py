@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from spmdrl.config import Config
-from spmdrl.data.prompt_order import PromptPlanner
+from spmdrl.data.prompt_plan import PromptPlanner
 from spmdrl.data.prompts import PromptSource
 from spmdrl.rollout.balance import deal
 from spmdrl.rollout.resume import Share

@@ -88,7 +88,7 @@ def axes_of(cfg: Config) -> Axes:
 def rank_problems(axes: Axes, *, engine_kind: str) -> Iterator[str]:
     """Yield why so many ranks cannot be laid out so, each as `field: what, value seen`.
 
-    What a model asks for besides is in model/fits.py.
+    What a model asks for besides is in model/divisibility.py.
 
     Args:
         engine_kind: engine.kind.

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from spmdrl.algorithms.shaping import shape
 from spmdrl.config import Config
-from spmdrl.data.prompts import load_tokenizer
+from spmdrl.data.tokenizer import load_tokenizer
 from spmdrl.imports import refusing
 from spmdrl.model.load import SCALAR_HEAD, CheckpointReader, load_hf_config, model_folder
 from spmdrl.model.parallel.fsdp import reshard

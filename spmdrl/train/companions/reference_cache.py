@@ -18,7 +18,7 @@ from torch import Tensor
 
 from spmdrl.config import Config
 from spmdrl.data.examples import PairSource, example_source
-from spmdrl.data.prompts import load_tokenizer
+from spmdrl.data.tokenizer import load_tokenizer
 from spmdrl.imports import refusing
 from spmdrl.model.load import CheckpointReader, model_folder
 from spmdrl.model.lora.files import file_digest

@@ -1,0 +1,219 @@
+"""Which rows a step takes and how long they are expected to be: fixed some steps before.
+
+What earlier steps measured is known to all ranks alike after the exchange of a batch, but the
+prompts of a step may be drawn ahead of it, by replicas at different times. So a step is planned
+`horizon` steps before it is trained on, from what was known then. A plan is a function of seed,
+step and the gathered numbers, never of a rank or of timing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import groupby
+from operator import itemgetter
+from typing import Any
+
+import torch
+
+from spmdrl.algorithms.shaping import RIGHT_AT, ROUNDING
+from spmdrl.data.hashed import hashed
+from spmdrl.data.prompt_order import Order
+from spmdrl.types import Scalars
+
+_SETTLED_MARGIN = 0.05
+_NEW = 0.5  # share of a new visit in a running mean: a row is seen a few times in a run
+
+
+@dataclass(frozen=True)
+class PromptPlan:
+    """The prompts of a step."""
+
+    rows: tuple[int, ...]
+    """Positions among the usable rows."""
+    lengths: tuple[float, ...]
+    """Expected sampled tokens of a response, of each; 0 where nothing was measured yet."""
+    passed_over: int = 0
+    """Prompts whose turn came and that were left for later, for this step."""
+    measured: int = 0
+    """Rows of the data whose pass rate is known."""
+    settled: int = 0
+    """Those of them whose pass rate is 0 or 1."""
+
+
+@dataclass
+class Measured:
+    """Running means by row of the data, and of all rows together."""
+
+    rates: dict[int, float] = field(default_factory=dict)
+    """Share of samples that were right; rows whose rewards all failed are not in it."""
+    lengths: dict[int, float] = field(default_factory=dict)
+    """Sampled tokens of a response."""
+    length: float = 0.0
+    """The same over all rows."""
+
+    def observe(self, scalars: Scalars) -> None:
+        """Take in a batch, group after group."""
+        is_right = scalars.rewards >= RIGHT_AT - ROUNDING
+        columns = (
+            scalars.group_ids,
+            scalars.rows,
+            scalars.response_lengths,
+            is_right,
+            scalars.is_valid,
+        )
+        samples = sorted(zip(*(c.tolist() for c in columns)), key=itemgetter(0))
+        for _, group in groupby(samples, key=itemgetter(0)):
+            _, rows, lengths, right, valid = zip(*group)
+            _move(self.lengths, rows[0], sum(lengths) / len(lengths))
+            if any(valid):
+                num_right = sum(r for r, is_valid in zip(right, valid) if is_valid)
+                _move(self.rates, rows[0], num_right / sum(valid))
+        mean = scalars.response_lengths.double().mean().item()
+        self.length = mean if not self.length else self.length + _NEW * (mean - self.length)
+
+    def is_settled(self, row: int) -> bool:
+        """Whether the policy always or never solves a row, as far as is known."""
+        rate = self.rates.get(row, 0.5)
+        return not _SETTLED_MARGIN <= rate <= 1 - _SETTLED_MARGIN
+
+
+def _move(means: dict[int, float], row: int, value: float) -> None:
+    means[row] = means[row] + _NEW * (value - means[row]) if row in means else value
+
+
+def choose(
+    order: Order, cursor: int, *, is_settled: Callable[[int], bool], keep: float
+) -> tuple[list[int], int, int]:
+    """Take the next rows of the order, passing over most of those that are settled.
+
+    A settled row is taken with probability `keep` when its turn comes, so that it is measured
+    again now and then; no row is lost, and the others keep their order.
+
+    Source: as GRESO's pre-rollout filter (arXiv 2506.02177), whose probability depends on how
+        often a prompt's rewards were alike; the fixed share and the pass rate are the habit of
+        difficulty pools. That prompts at 0 or 1 give no gradient: arXiv 2503.14476, section 3.2.
+    Args:
+        cursor: place in the endless order to go on from.
+        is_settled: of a position among the usable rows.
+    Returns: row positions, none twice; the new cursor; and how many were passed over. Where two
+        epochs do not fill a step, rows that were passed over fill it.
+    """
+    taken: list[int] = []
+    passed: list[int] = []
+    end = cursor + 2 * order.num_rows
+    while len(taken) < order.per_step and cursor < end:
+        row = order.row(cursor)
+        if row not in taken and row not in passed:
+            is_taken = not is_settled(row) or _coin(order.seed, cursor) < keep
+            (taken if is_taken else passed).append(row)
+        cursor += 1
+    missing = order.per_step - len(taken)
+    return taken + passed[:missing], cursor, len(passed) - min(missing, len(passed))
+
+
+def _coin(seed: int, cursor: int) -> float:
+    return hashed(f"{seed}/curriculum/{cursor}", num_bytes=7) / 2**56
+
+
+class PromptPlanner:
+    """Plans of the steps, in order, each from what was measured `horizon` steps before it.
+
+    Args:
+        order: of the rows.
+        kept: index in the data of each usable row.
+        horizon: steps, at least 1; 0 plans any step at any time, from nothing measured.
+        keep: probability that a settled row is taken when its turn comes; 1 takes all alike.
+        history: steps to remember plans for, behind the last that was observed.
+    """
+
+    def __init__(
+        self,
+        order: Order,
+        *,
+        kept: Sequence[int],
+        horizon: int,
+        keep: float = 1.0,
+        history: int = 0,
+    ):
+        assert keep == 1 or horizon, "a curriculum needs what was measured"
+        self.order, self.horizon, self.keep, self.history = order, horizon, keep, history
+        self._kept = kept
+        self.measured = Measured()
+        self._cursor = self._planned = 0  # in the order; steps
+        self._plans: dict[int, PromptPlan] = {}
+        self._plan_until(horizon)
+
+    def at(self, step: int) -> PromptPlan:
+        """Return the plan of a step."""
+        if not self.horizon:
+            rows = tuple(self.order.at(step))
+            return PromptPlan(rows, (0.0,) * len(rows))
+        assert step in self._plans, f"step {step} is not planned: {sorted(self._plans)} are"
+        return self._plans[step]
+
+    def observe(self, scalars: Scalars, *, step: int) -> None:
+        """Take in what the batch of `step` came to, and plan what follows from it."""
+        if not self.horizon:
+            return
+        self.measured.observe(scalars)
+        self._plan_until(step + self.horizon + 1)
+        for old in [k for k in self._plans if k < step - self.history]:
+            del self._plans[old]
+
+    def _plan_until(self, step: int) -> None:
+        while self._planned < step:
+            self._plans[self._planned] = self._next_plan(self._planned)
+            self._planned += 1
+
+    def _next_plan(self, step: int) -> PromptPlan:
+        known = self.measured
+        if self.keep == 1:
+            rows, passed = self.order.at(step), 0
+        else:
+            rows, self._cursor, passed = choose(
+                self.order,
+                self._cursor,
+                keep=self.keep,
+                is_settled=lambda row: known.is_settled(self._kept[row]),
+            )
+        lengths = tuple(known.lengths.get(self._kept[row], known.length) for row in rows)
+        return PromptPlan(
+            tuple(rows), lengths, passed, len(known.rates), sum(map(known.is_settled, known.rates))
+        )
+
+    # ---------------------------------------------------------------- checkpoints
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what was measured and planned as tensors and plain values."""
+        known = self.measured
+        rows = sorted(known.lengths)
+        return {
+            "per_step": self.order.per_step,
+            "cursor": self._cursor,
+            "planned": self._planned,
+            "plans": {step: asdict(plan) for step, plan in self._plans.items()},
+            "rows": torch.tensor(rows, dtype=torch.int64),
+            "lengths": torch.tensor([known.lengths[r] for r in rows], dtype=torch.float64),
+            "rates": torch.tensor(
+                [known.rates.get(r, torch.nan) for r in rows], dtype=torch.float64
+            ),
+            "length": known.length,
+        }
+
+    def load_state_dict(self, state: dict[str, Any], *, step: int) -> None:
+        """Take up what `state_dict` returned before `step`."""
+        rows, rates = state["rows"].tolist(), state["rates"].tolist()
+        self.measured = Measured(
+            rates={row: rate for row, rate in zip(rows, rates) if rate == rate},
+            lengths=dict(zip(rows, state["lengths"].tolist())),
+            length=state["length"],
+        )
+        self._planned, self._cursor = state["planned"], state["cursor"]
+        self._plans = {
+            k: PromptPlan(**plan | {name: tuple(plan[name]) for name in ("rows", "lengths")})
+            for k, plan in state["plans"].items()
+        }
+        if state["per_step"] != self.order.per_step:  # a changed config: plan anew from here
+            self._planned, self._cursor, self._plans = step, step * self.order.per_step, {}
+        self._plan_until(step + self.horizon)
