@@ -123,13 +123,7 @@ def with_scores(batch: Batch, scores: dict[int, Tensor], *, cfg: Config, step: i
         sums[f"reward/{names[position]}/mean"] = (parts[is_valid, position].sum().item(), count)
     total = raw
     if rewards.shaping.is_on:
-        total = shape(
-            raw,
-            scalars.response_lengths,
-            scalars.is_truncated,
-            max_response_tokens=cfg.sampling.max_response_tokens,
-            **asdict(rewards.shaping),
-        )
+        total = _shaped(raw, scalars, cfg=cfg)
         sums["reward/mean_raw"] = (raw[is_valid].sum().item(), count)
     if num_failed:
         sums |= {name: (num_failed, 0) for name in ("rollout/failed_rewards", "reward/errors")}
@@ -142,6 +136,16 @@ def with_scores(batch: Batch, scores: dict[int, Tensor], *, cfg: Config, step: i
         scalars=scalars,
         sums=add_sums(batch.sums, sums),
         samples=_with_rewards(batch.samples, scalars, rewards=raw, parts=shown),
+    )
+
+
+def _shaped(raw: Tensor, scalars: Scalars, *, cfg: Config) -> Tensor:
+    return shape(
+        raw,
+        scalars.response_lengths,
+        scalars.is_truncated,
+        max_response_tokens=cfg.sampling.max_response_tokens,
+        **asdict(cfg.rewards.shaping),
     )
 
 
