@@ -24,6 +24,7 @@ from spmdrl.plan.traffic import Flow, push_flows, trainer_flows
 from spmdrl.world.axes import Axes, rank_problems
 
 PARAMETERS = {
+    "qwen3-1.7b": (1.72, 1.72),  # its head is its embedding
     "qwen3-8b": (8.19, 7.57),
     "qwen3-32b": (32.8, 32.0),
     "qwen3-30b-a3b": (30.5, 3.04),

@@ -18,6 +18,7 @@ import platform
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -180,10 +181,22 @@ def page(rows: list[tuple[str, Row]], about: dict[str, str], *, command: str) ->
     return "\n".join(lines) + "\n"
 
 
+_RATES: dict[str, tuple[str, Callable[[list[float]], float]]] = {
+    "matmul_frac": ("mfu", max),
+    "link_frac": ("link_frac", max),
+    "engine_step_s": ("engine_step_s", min),
+}
+"""Rate of the planner: the number of a row of that kind, and which of several."""
+
+
 def rates_of(rows: list[tuple[str, Row]], about: dict[str, str]) -> dict[str, float | str]:
     """Return what the planner can take from here, by the names of `spmdrl.plan.run.Rates`."""
-    best = [row.numbers["mfu"] for _, row in rows if row.numbers.get("kind") == "matmul_frac"]
-    return {"gpu": about.get("GPU", ""), **({"matmul_frac": max(best)} if best else {})}
+    found: dict[str, float | str] = {"gpu": about.get("GPU", "")}
+    # The best of several, as plans compare layouts that are each at their best.
+    for rate, (number, best) in _RATES.items():
+        own = [row.numbers[number] for _, row in rows if row.numbers.get("kind") == rate]
+        found |= {rate: best(own)} if own else {}
+    return found
 
 
 def main(options: Options) -> int:

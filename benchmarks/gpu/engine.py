@@ -24,6 +24,7 @@ import tyro
 from benchmarks.gpu import update
 from benchmarks.gpu.rows import Row, attempt, judged, last_words, read_rows
 from spmdrl.config import (
+    BatchSettings,
     Config,
     DataSettings,
     EngineSettings,
@@ -31,6 +32,12 @@ from spmdrl.config import (
     ModelSettings,
     SamplingSettings,
 )
+from spmdrl.model.load import build_meta_model
+from spmdrl.model.shape import ModelShape, model_shape
+from spmdrl.plan.run import Rates, run_of
+from spmdrl.plan.seconds import step_seconds
+from spmdrl.world.axes import axes_of
+from spmdrl.world.hardware import Gpu, known_gpu
 
 _AIM = 0.98  # of LLM.generate's tokens/s: not below, but for the noise of two processes
 _PROMPT = 256
@@ -130,6 +137,41 @@ def llm(options: Options) -> list[float]:
     return took[1:]
 
 
+def engine_step_s(options: Options, shape: ModelShape, *, tokens_per_s: float, gpu: Gpu) -> float:
+    """Return the host's seconds in an engine step with which the planner, all else by its
+    formula, gives the measured tokens/s; below 0 where reading weights alone takes longer."""
+    cfg = Config(
+        layout=LayoutSettings(placement="colocated", world_size=1),
+        data=DataSettings(max_prompt_tokens=_PROMPT),
+        batch=BatchSettings(prompts_per_step=options.requests, group_size=1),
+        sampling=SamplingSettings(max_response_tokens=options.length),
+    )
+    run = run_of(
+        cfg, shape, on_gpu=True, chunk_tokens=1,
+        prompt_tokens=_PROMPT, response_tokens=options.length,
+    )  # fmt: skip
+
+    def generate(step_s: float) -> float:
+        rates = Rates(gpu, engine_step_s=step_s)
+        return step_seconds(run, axes_of(cfg), rates=rates, tokens=1, slots=256).generate
+
+    took = options.requests * options.length / tokens_per_s
+    return (took - generate(0.0)) / (generate(1.0) - generate(0.0))
+
+
+def tell_step(options: Options, model: str, *, tokens_per_s: float) -> None:
+    """Print the host's part of an engine step, where the GPU is in the planner's table."""
+    gpu = known_gpu(torch.cuda.get_device_name()) if options.device == "cuda" else None
+    if gpu is None:
+        return
+    shape = model_shape(build_meta_model(ModelSettings(path=model)))
+    found = engine_step_s(options, shape, tokens_per_s=tokens_per_s, gpu=gpu)
+    # A rate of 0 or less says that the formula's share of the memory bandwidth is too small.
+    numbers = {"kind": "engine_step_s", "engine_step_s": found} if found > 0 else {}
+    what = f"host's part of an engine step at {options.shape}"
+    Row(what, f"{1000 * found:.2f} ms", beside="3 ms planned", numbers=numbers).tell()
+
+
 def one_side(options: Options) -> None:
     """Print one side's seconds as a row for the parent."""
     took = llm(options) if options.side == "llm" else ours(options)
@@ -165,6 +207,8 @@ def main(options: Options) -> None:
         for side in ("ours", "llm", "deterministic"):
             with attempt(f"engine at {options.shape}, {side}"):
                 found[side] = run_side(side, options, model)
+        if "ours" in found:
+            tell_step(options, model, tokens_per_s=found["ours"])
         if {"ours", "llm"} <= set(found):
             share = found["ours"] / found["llm"]
             judged(

@@ -9,10 +9,12 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 
+import torch
 import tyro
 
-from benchmarks.gpu.rows import attempt, judged
+from benchmarks.gpu.rows import Row, attempt, judged
 from benchmarks.start import torchrun
+from spmdrl.world.hardware import Gpu, known_gpu
 
 
 @dataclass(frozen=True)
@@ -22,6 +24,18 @@ class Options:
     ranks: int = 1
     megabytes: int = 2000
     timeout_s: float = 150.0
+
+
+def link_row(plain_gb_per_s: float, *, senders: int, gpu: Gpu) -> Row:
+    """Return the share of a link within a node that one plain all-to-all reaches.
+
+    Args:
+        plain_gb_per_s: of all senders together, each of which has its own link.
+    """
+    share = plain_gb_per_s * 1e9 / senders / gpu.node_bytes_per_s
+    what = f"link of {gpu.name} within a node"
+    numbers = {"kind": "link_frac", "link_frac": share}
+    return Row(what, f"{share:.2f} of {gpu.node_bytes_per_s / 1e9:g} GB/s", numbers=numbers)
 
 
 def main(options: Options) -> None:
@@ -45,6 +59,9 @@ def main(options: Options) -> None:
             aim=f"{aim} of it",
             **found,
         ).tell()
+        gpu = known_gpu(torch.cuda.get_device_name()) if found["device"] == "cuda" else None
+        if gpu and options.ranks > 1:
+            link_row(found["plain_gb_per_s"], senders=options.ranks // 2, gpu=gpu).tell()
 
 
 if __name__ == "__main__":

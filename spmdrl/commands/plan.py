@@ -27,9 +27,10 @@ from spmdrl.model.load import build_meta_model
 from spmdrl.model.lora.settings import lora_form
 from spmdrl.model.lora.targets import adapter_numel
 from spmdrl.model.shape import model_shape
+from spmdrl.plan.measured import read_measured
 from spmdrl.plan.run import SHAPES, Rates, Run, rates_of, run_of
 from spmdrl.plan.search import Plan, best_plans, distinct, make_plan, remedies
-from spmdrl.plan.text import as_dict, layout_text, page
+from spmdrl.plan.text import as_dict, brief, layout_text, page, rates_dict
 from spmdrl.world.axes import axes_of
 from spmdrl.world.hardware import GPUS
 
@@ -64,14 +65,17 @@ def main(argv: list[str] | None = None) -> int:
     if argv is None:
         logging.disable(logging.WARNING)
     own, rest = _arguments(sys.argv[1:] if argv is None else argv)
-    found, error = attempt(lambda: answer(ask(own, rest), top=own.top))
+    found, error = attempt(lambda: answer(ask(own, rest), top=0 if own.brief else own.top))
     if found is None:
         print(error, file=sys.stderr)
         return 2
     question, plan, best = found
     if own.json:
         plain, *others = (as_dict(each, rates=question.rates) for each in (plan, *best))
-        print(json.dumps({"plan": plain, "best": others}, indent=2))
+        told = {"plan": plain, "best": others, "rates": rates_dict(question.rates)}
+        print(json.dumps(told, indent=2))
+    elif own.brief:
+        print("\n".join(brief(plan, run=question.run, rates=question.rates)))
     else:
         print("\n".join(page(plan, best, run=question.run, rates=question.rates)))
     sys.stdout.flush()
@@ -102,14 +106,30 @@ def _arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
         help="a model by its shape, instead of model.path: a folder with a config.json, or "
         + ", ".join(sorted(p.name for p in SHAPES.iterdir())),
     )
-    add("--gpu", default="H100", help=f"of the table: {', '.join(GPUS)} (default H100)")
+    add(
+        "--gpu",
+        default="",
+        help=f"of the table: {', '.join(GPUS)} (default: that of --measured, else H100)",
+    )
+    add(
+        "--measured",
+        default="",
+        metavar="FILE",
+        help="rates from the .json that python -m benchmarks.gpu writes, instead of the formula's",
+    )
     for flag, (_, _, what) in _RATES.items():
         add(flag, type=float, default=0.0, metavar="X", help=f"{what}, instead of the table's")
     add("--gpus-per-node", type=int, default=8)
-    add("--matmul-frac", type=float, default=0.5, help="of the peak that is reached (0.5)")
+    add(
+        "--matmul-frac",
+        type=float,
+        metavar="X",
+        help="of the peak that is reached (default: that of --measured, else 0.5)",
+    )
     for flag in _MEANS:
         add(flag, type=float, default=0.0, help="mean; default half of the longest")
     add("--top", type=int, default=5, help="layouts to compare (5); 0 looks for none")
+    add("--brief", action="store_true", help="three lines: what a rank holds, seconds of a step")
     add("--json", action="store_true", help="for programs: bytes and seconds")
     return parser.parse_known_args(argv)
 
@@ -124,10 +144,7 @@ def ask(own: argparse.Namespace, rest: list[str]) -> Question:
         folder = SHAPES / own.shape if (SHAPES / own.shape).is_dir() else Path(own.shape)
         cfg = replace(cfg, model=replace(cfg.model, path=str(folder)))
     _check_flags(own, cfg)
-    changed = {field: _value(own, flag) * unit for flag, (field, unit, _) in _RATES.items()}
-    rates = replace(
-        rates_of(own.gpu, **changed), gpus_per_node=own.gpus_per_node, matmul_frac=own.matmul_frac
-    )
+    rates = _rates(own)
     _refuse(validate(cfg), has_layout=not own.gpus)
     hf_model = build_meta_model(cfg.model)
     _refuse(policy_problems(cfg, hf_model), has_layout=not own.gpus)
@@ -145,12 +162,33 @@ def ask(own: argparse.Namespace, rest: list[str]) -> Question:
     return Question(cfg, run, rates, own.gpus)
 
 
+def _rates(own: argparse.Namespace) -> Rates:
+    """Return the table's rates; over them the measured ones; over these the flags'.
+
+    Raises: ValueError for a GPU that is not in the table, or is another than the measured one.
+    """
+    measured = read_measured(own.measured) if own.measured else None
+    changed = {field: _value(own, flag) * unit for flag, (field, unit, _) in _RATES.items()}
+    rates = rates_of(own.gpu or (measured.gpu if measured else "H100"), **changed)
+    rates = replace(rates, gpus_per_node=own.gpus_per_node)
+    if measured and rates.gpu.name != measured.gpu:
+        raise ValueError(
+            f"--gpu {own.gpu}: {own.measured} was measured on {measured.gpu}, and the rates of one "
+            "GPU say nothing of another; leave one of the two flags out"
+        )
+    if measured:
+        rates = rates.known(measured.rates, source=measured.source)
+    if own.matmul_frac is not None:
+        rates = rates.known({"matmul_frac": own.matmul_frac}, source="--matmul-frac")
+    return rates
+
+
 def _check_flags(own: argparse.Namespace, cfg: config.Config) -> None:
     if own.gpus < 0 or own.gpus_per_node < 1:
         raise ValueError(
             f"--gpus {own.gpus}, --gpus-per-node {own.gpus_per_node}: expected numbers of GPUs"
         )
-    if not 0 < own.matmul_frac <= 1:
+    if own.matmul_frac is not None and not 0 < own.matmul_frac <= 1:
         raise ValueError(f"--matmul-frac {own.matmul_frac:g}: expected a fraction, in (0, 1]")
     for flag in _RATES:
         if not 0 <= _value(own, flag) < math.inf:

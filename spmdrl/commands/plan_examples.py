@@ -1,6 +1,9 @@
 """Run the commands of a page's worked examples, and put in what they print.
 
-python -m spmdrl plan_examples docs/planning.md
+    python -m spmdrl plan_examples docs/planning.md configs/gpu_*.yaml
+
+In Markdown an example is a fenced block that begins with `$ python -m spmdrl plan`; in a config it
+is such a line of a comment, `#     $ ...`, and the comment's lines of that depth below it.
 """
 
 from __future__ import annotations
@@ -15,6 +18,8 @@ from pathlib import Path
 from spmdrl.commands import plan
 
 _EXAMPLE = re.compile(r"```\n\$ (python -m spmdrl plan .*?[^\\]\n)(.*?)```", re.DOTALL)
+
+_COMMENT = re.compile(r"^#     \$ (python -m spmdrl plan .*\n)(?:#     .*\n)*", re.MULTILINE)
 
 
 def examples(text: str) -> list[tuple[str, str]]:
@@ -31,14 +36,20 @@ def output(command: str) -> str:
 
 
 def renewed(text: str) -> str:
-    """Return the page with new output."""
+    """Return the page, or config, with new output."""
+    text = _COMMENT.sub(lambda found: f"#     $ {found[1]}{_commented(output(found[1]))}", text)
     return _EXAMPLE.sub(lambda found: f"```\n$ {found[1]}{output(found[1])}```", text)
+
+
+def _commented(lines: str) -> str:
+    return "".join(f"#     {line}\n" for line in lines.splitlines())
 
 
 def main() -> None:
     """Renew the pages named on the command line."""
     parser = argparse.ArgumentParser(
-        prog="python -m spmdrl plan_examples", description="Renew the examples of Markdown pages."
+        prog="python -m spmdrl plan_examples",
+        description="Renew the examples of Markdown pages and configs.",
     )
     parser.add_argument("pages", nargs="+", type=Path, metavar="PAGE")
     for page in parser.parse_args().pages:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -158,6 +159,18 @@ class Rates:
     link_frac: float = LINK_FRAC
     engine_step_s: float = 0.003  # an engine step's work on the host
     collective_s: float = 20e-6  # before a collective's first byte
+    sources: Mapping[str, str] = field(default_factory=dict)
+    """Where rates are from that are not the formula's: {field: what a page says}."""
+
+    def known(self, rates: Mapping[str, float], *, source: str) -> Rates:
+        """Return these with some replaced by better known ones."""
+        sources = {**self.sources, **dict.fromkeys(rates, source)}
+        changed: dict[str, Any] = {**rates, "sources": sources}
+        return replace(self, **changed)
+
+    def source(self, name: str) -> str:
+        """Return where a rate is from."""
+        return self.sources.get(name, "formula")
 
     @property
     def memory_bytes(self) -> int:
@@ -174,6 +187,10 @@ class Rates:
         is_within = span <= self.gpus_per_node
         own = self.gpu.node_bytes_per_s if is_within else self.gpu.network_bytes_per_s
         return own * self.link_frac
+
+
+FORMULA_RATES = ("matmul_frac", "memory_frac", "link_frac", "engine_step_s", "collective_s")
+"""Rates that are assumed, the same for every GPU, as long as nobody measured them."""
 
 
 def rates_of(name: str, **changed: float) -> Rates:

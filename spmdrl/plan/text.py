@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from spmdrl.plan.memory import Memory
-from spmdrl.plan.run import Rates, Run
+from spmdrl.plan.run import FORMULA_RATES, Rates, Run
 from spmdrl.plan.search import Plan
 from spmdrl.world.axes import Axes
 
@@ -47,11 +47,24 @@ def _head(run: Run, rates: Rates) -> Iterator[str]:
             f"{gpu.memory_bytes_per_s / 1e12:g} TB/s, node {gpu.node_bytes_per_s / 1e9:g} GB/s, "
             f"network {gpu.network_bytes_per_s / 1e9:g} GB/s, {rates.gpus_per_node} to a node"
         )
-    yield (
-        f"step: {run.sequences} sequences of {run.prompt_tokens:g} + {run.response_tokens:g} "
+    yield f"rates: {'; '.join(_rate_texts(rates))}"
+    yield f"step: {_step_text(run)}"
+
+
+def _step_text(run: Run) -> str:
+    """Return what one step works on."""
+    return (
+        f"{run.sequences} sequences of {run.prompt_tokens:g} + {run.response_tokens:g} "
         f"tokens (mean; longest {run.longest}), {run.batch.updates_per_step} "
         f"update{'s' * (run.batch.updates_per_step > 1)}"
     )
+
+
+def _rate_texts(rates: Rates) -> Iterator[str]:
+    """Yield the rates of each source, and the source."""
+    for source in dict.fromkeys(map(rates.source, FORMULA_RATES)):
+        own = [name for name in FORMULA_RATES if rates.source(name) == source]
+        yield ", ".join(f"{name} {getattr(rates, name):g}" for name in own) + f" ({source})"
 
 
 def layout_text(axes: Axes) -> str:
@@ -72,6 +85,21 @@ def layout_text(axes: Axes) -> str:
     if axes.engines:
         parts.append(f"{axes.engines} generate ({axes.replicas} engines, tp {axes.inference_tp})")
     return "; ".join(parts)
+
+
+def brief(plan: Plan, *, run: Run, rates: Rates) -> Iterator[str]:
+    """Yield a plan in three lines: what a rank holds, how long a step takes, what a step is."""
+    engine = f", engine {plan.engine.total / _GIB:.1f}" if plan.engine else ""
+    verdict = "does not fit" if plan.problems else "fits"
+    yield (
+        f"{verdict}: the fullest rank holds {plan.rank_bytes / _GIB:.1f} of {plan.room / _GIB:.1f} "
+        f"GiB on {rates.gpu.name} (trainer {plan.trainer.total / _GIB:.1f}{engine})"
+    )
+    own = plan.seconds
+    phases = ", ".join(f"{n} {getattr(own, n):.1f}" for n in ("generate", "update", "push"))
+    sources = sorted(set(map(rates.source, FORMULA_RATES)))
+    yield f"step: {own.step:.1f} s ({phases}; rates: {', '.join(sources)})"
+    yield f"of {_step_text(run)}"
 
 
 # --------------------------------------------------------------------------- parts
@@ -141,6 +169,14 @@ def _best_lines(best: Sequence[Plan]) -> Iterator[str]:
 
 
 # --------------------------------------------------------------------------- for programs
+
+
+def rates_dict(rates: Rates) -> dict[str, Any]:
+    """Return each rate that may be measured, and where it is from."""
+    return {
+        name: {"value": getattr(rates, name), "source": rates.source(name)}
+        for name in FORMULA_RATES
+    }
 
 
 def as_dict(plan: Plan, *, rates: Rates) -> dict[str, Any]:
