@@ -63,7 +63,7 @@ def read_rows(spec: str, *, size: int = 0, need: Need = "prompt") -> Rows:
     elif path.suffix == ".parquet":
         numbered = _parquet_rows(_existing(path), size=size)
     else:
-        numbered = _hub_rows(spec, path)
+        numbered = hub_rows(spec)
     rows: list[dict] = []
     places: list[str] = []
     for place, row in numbered:
@@ -118,7 +118,12 @@ def _parquet_rows(path: Path, *, size: int) -> Iterator[tuple[str, Any]]:
                 number += 1
 
 
-def _hub_rows(spec: str, path: Path) -> Iterator[tuple[str, Any]]:
+def hub_rows(spec: str) -> Iterator[tuple[str, Any]]:
+    """Yield each row of a hub dataset with its origin for messages, unchecked.
+
+    Raises: ValueError when `datasets` is not installed, or the dataset cannot be read.
+    """
+    path = Path(spec).expanduser()
     if path.is_absolute() or spec.startswith((".", "~")) or path.exists():
         raise ValueError(f"{spec}: a data file must end in {', '.join(_SUFFIXES)}")
     if importlib.util.find_spec("datasets") is None:
