@@ -199,12 +199,12 @@ def test_the_dry_run_and_the_planner_say_auto(capsys, tmp_path):
     from spmdrl.commands.plan import main
     from spmdrl.report.derived import derived
 
-    cfg = parse(["--config", "configs/gpu_split_8.yaml", "--batch.tokens-per-microbatch", "0"])
+    cfg = parse(["--config", "configs/gpu_qwen3_1.7b_8.yaml", "--batch.tokens-per-microbatch", "0"])
     assert not [p for p in validate(cfg) if "tokens_per_microbatch" in p]
     text = derived(cfg)["micro-batches per dp rank"]
     assert text.startswith(f"auto: of {least_tokens(cfg)} to {useful_tokens(cfg)} tokens")
     assert "as found" in derived(cfg, tokens=5000)["micro-batches per dp rank"]
-    shape = ["--config", "configs/gpu_split_8.yaml", "--shape", "qwen3-8b", "--top", "0"]
+    shape = ["--config", "configs/gpu_qwen3_1.7b_8.yaml", "--shape", "qwen3-8b", "--top", "0"]
     assert main([*shape, "--batch.tokens-per-microbatch", "0"]) == 0
     out = capsys.readouterr().out
     most = re.search(r"largest tokens_per_microbatch that fits: (\d+)", out)[1]

@@ -4,7 +4,7 @@
     python -m spmdrl evaluate runs/demo/grpo --which best
     python -m spmdrl evaluate runs/demo/grpo/checkpoints/step_50
     python -m spmdrl evaluate my_model --config configs/demo_grpo.yaml --right-at 0.5
-    torchrun --nproc-per-node 4 -m spmdrl evaluate my_model --config configs/gpu_split_8.yaml
+    torchrun --nproc-per-node 4 -m spmdrl evaluate my_model --config configs/gpu_qwen3_1.7b_8.yaml
 
 The first argument is a Hugging Face folder or hub name, a run's folder (its newest whole checkpoint
 is taken, or its best one) or a checkpoint. Runs and checkpoints bring their own config; any field
