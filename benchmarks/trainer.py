@@ -28,9 +28,11 @@ from typing import Literal
 import torch
 import tyro
 import yaml
-from start import header, row
 from torch import Tensor, nn
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.start import header, row
 from spmdrl import config
 from spmdrl.commands.create_model import create_model
 from spmdrl.config import Config
