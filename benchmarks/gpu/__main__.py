@@ -69,7 +69,7 @@ PARTS = [
     Part("engine_1b", _module("engine", "--shape", "1b"), 300, 1,
          (*_TINY, "--requests", "8", "--length", "8")),
     Part("update_4b", _module("update", "--shape", "4b"), 180),
-    *_runs("replay", "deepseek", "lora"),
+    *_runs("replay", "deepseek", "lora", "resumed", "transformers", "dpo"),
     *_runs("split", "colocated_tp"),
     Part("meshes_2", _module("meshes"), 300, 2, ("--device", "cpu", "--only", "ring")),
     Part("push_2", _module("push", "--ranks", "2"), 150, 2, ("--megabytes", "20")),

@@ -33,6 +33,8 @@ class Case:
     flags: dict[str, Any]
     architecture: str = "qwen3"
     ranks: int = 1
+    resumes: bool = False
+    """Ends half-way and starts again."""
 
 
 def _split(trainers: int, world: int, **flags: Any) -> dict[str, Any]:
@@ -47,6 +49,18 @@ CASES = {
     "replay": Case({"model.moe.replay": "true"}, "qwen3_moe"),
     "deepseek": Case({"stream.mode": "auto"}, "deepseek_v3"),
     "lora": Case({"model.lora.rank": 8, "model.lora.push": "adapter"}),
+    "resumed": Case({"batch.tokens-per-microbatch": 0}, resumes=True),
+    "transformers": Case({"engine.kind": "transformers", "stream.mode": "auto"}),
+    "dpo": Case(
+        {
+            "layout.placement": "offline",
+            "algorithm.objective": "preference",
+            "algorithm.loss": "dpo",
+            "algorithm.correction": "none",
+            "model.reference.cache": "true",
+            "data.train": "task:addition_pairs",
+        }
+    ),
     # A trainer and an engine on one GPU, which NCCL refuses: messages go through the host.
     "shared": Case(_split(1, 2) | SHARED, ranks=2),
     "split": Case(_split(1, 2), ranks=2),
@@ -155,7 +169,9 @@ def main(options: Options) -> None:
         flags = flags_of(case, options, model=model, out=out)
         began = time.monotonic()
         try:
-            torchrun(case.ranks, "train.py", *as_flags(flags), timeout_s=options.timeout_s)
+            for steps in (options.steps // 2, options.steps) if case.resumes else (options.steps,):
+                asked = as_flags(flags | {"steps": steps})
+                torchrun(case.ranks, "train.py", *asked, timeout_s=options.timeout_s)
         except subprocess.TimeoutExpired as error:
             said = last_words((error.stdout or b"").decode(errors="replace"))
             why = f"no end in {options.timeout_s:.0f} s; last words: {said}"
