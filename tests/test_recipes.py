@@ -48,7 +48,7 @@ def test_a_recipe_runs_on_its_ranks_as_far_as_a_shape_can_tell(name):
     assert f"fetch_problems {problems.pop()}" in (ROOT / "configs" / name).read_text()
     assert cfg.output_dir == f"runs/{name.removesuffix('.yaml')}"
     is_mixture = "30b" in name or "deepseek" in name
-    assert cfg.model.moe.replay == is_mixture and cfg.algorithm.correction == "tis"
+    assert (cfg.algorithm.loss == "gspo") == is_mixture and cfg.algorithm.correction == "tis"
 
 
 @pytest.mark.parametrize("name", RECIPES)
