@@ -16,8 +16,9 @@ from worlds import in_world
 from spmdrl.check.layout import layout_problems
 from spmdrl.config import Config, LayoutSettings
 from spmdrl.world import World
+from spmdrl.world import launch as launch_module
 from spmdrl.world.comm import agree, gather_problems
-from spmdrl.world.launch import first_host, read_launch
+from spmdrl.world.launch import Launch, first_host, read_launch
 from spmdrl.world.world import pick_backend, pick_device
 
 
@@ -35,8 +36,25 @@ def test_torchrun_and_slurm_variables_are_read():
     assert (launch.rank, launch.world_size, launch.local_rank) == (5, 8, 1)
     assert (launch.address, launch.launcher) == ("gpu003", "srun")
     assert 20000 <= launch.port < 60000
+    assert read_launch(torchrun).nodes == launch.nodes == 1
+    assert read_launch(torchrun | {"GROUP_WORLD_SIZE": "2"}).nodes == 2
+    assert read_launch(slurm | {"SLURM_NNODES": "4"}).nodes == 4
+    assert read_launch(slurm | {"SLURM_NNODES": "4", "SLURM_STEP_NUM_NODES": "2"}).nodes == 2
     with pytest.raises(ValueError, match="no launcher"):
         read_launch({})
+
+
+@pytest.mark.parametrize(
+    "nodes, chosen, passed_on", [(1, "", None), (2, "", "found"), (2, "mine", "mine")]
+)
+def test_gloo_is_told_the_interface_where_there_are_several_nodes(
+    nodes, chosen, passed_on, monkeypatch
+):
+    monkeypatch.setattr(launch_module, "interface_towards", {"a": "found"}.__getitem__)
+    environ = {"GLOO_SOCKET_IFNAME": chosen} if chosen else {}
+    monkeypatch.setattr(launch_module.os, "environ", environ)
+    Launch(0, 2, 0, "a", 1, "torchrun", nodes=nodes).pass_on()
+    assert environ.get("GLOO_SOCKET_IFNAME") == passed_on
 
 
 @pytest.mark.parametrize(

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import ipaddress
 import json
 import os
 import re
 import socket
+import struct
 import time
 from dataclasses import dataclass
 
 _TOLD_CHARS = 2000
+_GLOO = "GLOO_SOCKET_IFNAME"
+_OUTSIDE = ("8.8.8.8", "2001:4860:4860::8888")  # of no matter which: nothing is sent
+_GET_ADDRESS = 0x8915  # SIOCGIFADDR of Linux
 
 
 @dataclass(frozen=True)
@@ -27,9 +33,11 @@ class Launch:
     """Whether the launcher's own process holds the job's key-value store; else rank 0 does."""
     attempt: int = 0
     """How often torchrun has started the ranks anew, on one store."""
+    nodes: int = 1
 
     def pass_on(self) -> None:
-        """Set the variables that torch and vLLM read, as torchrun does."""
+        """Set the variables that torch and vLLM read, as torchrun does, and have gloo listen where
+        other nodes reach this one: it takes the address of the host's name, often 127.0.1.1."""
         os.environ.update(
             RANK=str(self.rank),
             WORLD_SIZE=str(self.world_size),
@@ -37,6 +45,9 @@ class Launch:
             MASTER_ADDR=self.address,
             MASTER_PORT=str(self.port),
         )
+        if self.nodes > 1 and not os.environ.get(_GLOO):
+            with contextlib.suppress(OSError):  # no such way: gloo looks for itself
+                os.environ[_GLOO] = interface_towards(self.address)
 
 
 def read_launch(env: dict[str, str] | None = None) -> Launch:
@@ -55,6 +66,7 @@ def read_launch(env: dict[str, str] | None = None) -> Launch:
             "torchrun",
             keeps_store=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
             attempt=int(env.get("TORCHELASTIC_RESTART_COUNT", 0)),
+            nodes=int(env.get("GROUP_WORLD_SIZE", 1)),
         )
     if "SLURM_PROCID" in env:
         nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_NODELIST", "localhost")
@@ -66,6 +78,7 @@ def read_launch(env: dict[str, str] | None = None) -> Launch:
             env.get("MASTER_ADDR") or first_host(nodes),
             int(env.get("MASTER_PORT") or 20000 + job % 40000),
             "srun",
+            nodes=int(env.get("SLURM_STEP_NUM_NODES") or env.get("SLURM_NNODES") or 1),
         )
     raise ValueError(
         "no launcher: neither RANK (torchrun) nor SLURM_PROCID (srun) is set. Start with "
@@ -118,3 +131,45 @@ def first_host(nodelist: str) -> str:
     if not match:
         raise ValueError(f"cannot read the Slurm node list {nodelist!r}; set MASTER_ADDR")
     return "".join(part or "" for part in match.groups())
+
+
+def interface_towards(host: str) -> str:
+    """Return the network interface by which this machine reaches a host, such as `eth0`.
+
+    Where the host is this machine itself under an address that others cannot reach, it is the one
+    by which everything else is reached. Nothing is sent.
+
+    Raises: OSError where there is no way, or no interface has the address that it begins at.
+    """
+    own = _own_address(host)
+    for outside in _OUTSIDE if own.is_loopback else ():
+        with contextlib.suppress(OSError):
+            own = _own_address(outside)
+            break
+    for _, name in socket.if_nameindex():
+        if own in _addresses(name):
+            return name
+    raise OSError(f"no interface has the address {own}")
+
+
+Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+
+
+def _own_address(host: str) -> Address:
+    """Return the address of this machine from which packets to a host are sent."""
+    family, kind, *_, where = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as way:
+        way.connect(where)
+        return ipaddress.ip_address(way.getsockname()[0].partition("%")[0])
+
+
+def _addresses(interface: str) -> list[Address]:
+    """Return the first IPv4 address and all IPv6 addresses of an interface."""
+    found: list[Address] = []
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_, contextlib.suppress(OSError):
+        packed = fcntl.ioctl(any_, _GET_ADDRESS, struct.pack("256s", interface.encode()))
+        found.append(ipaddress.IPv4Address(packed[20:24]))
+    with contextlib.suppress(OSError), open("/proc/net/if_inet6") as file:
+        lines = [line.split() for line in file]
+        found += [ipaddress.IPv6Address(bytes.fromhex(x[0])) for x in lines if x[5] == interface]
+    return found
