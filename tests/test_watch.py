@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -125,6 +126,22 @@ def test_ranks_that_wait_long_look_for_dead_ones_in_turns(monkeypatch) -> None:
     watch.close()
     rank, text = left[0]
     assert rank == 31 and "rank 700 is missing: no sign of life" in text
+
+
+def test_a_store_that_does_not_answer_ends_the_rank(monkeypatch) -> None:
+    left, exits, store, never = [], [], CountedStore(), threading.Event()
+    monkeypatch.setattr(Watch, "_leave", lambda self, text: left.append(text))
+    monkeypatch.setattr(watch_module.os, "_exit", exits.append)
+    watch = Watch(store, rank=1, world_size=2, timeout_s=2)
+    with watch.phase("update", 7):
+        time.sleep(5)
+        assert not left  # it answers
+        store.check = lambda keys: never.wait()
+        time.sleep(6.5)
+    never.set()
+    watch.close()
+    assert "[rank 1] in 'update' at step 7: the job's store has not answered for 3 s" in left[0]
+    assert set(exits) == {13}
 
 
 def test_an_announcement_is_heard_without_asking_twice() -> None:

@@ -90,11 +90,12 @@ class Watch:
         self._place = _Place("start", -1, time.time(), False)  # whole, for the thread to read
         self._beat_s = max(_LEAST_BEAT_S, world_size / _BEATS_PER_S)
         self._spacing_s = 0.0 if world_size <= _FEW_RANKS else self._beat_s
-        self._beat_at = 0.0
+        self._beat_at, self._turns = 0.0, 0
         self._beats_per_look = -(-world_size // int(_LOOKS_PER_S * self._beat_s))
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True, name="spmdrl-watch")
         self._thread.start()
+        threading.Thread(target=self._mind_store, daemon=True, name="spmdrl-store").start()
 
     @contextlib.contextmanager
     def phase(self, name: str, step: int) -> Iterator[None]:
@@ -148,24 +149,10 @@ class Watch:
         ranks_of: dict[str, list[int]] = {}
         for rank, state in enumerate(self._read(range(self.world_size))):
             if rank != self.rank:
-                ranks_of.setdefault(self._state_text(state, now=now), []).append(rank)
+                text = _state_text(state, own=own, beat_s=self._beat_s, now=now)
+                ranks_of.setdefault(text, []).append(rank)
         lines = [f"rank {self.rank} waited {now - own.since:.0f} s in {own}"]
         return "\n".join(lines + [f"  {_names(ranks)} {text}" for text, ranks in ranks_of.items()])
-
-    def _state_text(self, state: dict | None, *, now: float) -> str:
-        if state is None:
-            return "is missing: it never reported, or the store is gone"
-        if "error" in state:
-            return f"ended with {state['error']}"
-        place, silent = _Place(**state["place"]), now - state["beat"]
-        if silent > 2.5 * self._beat_s:
-            return (
-                f"is missing: no sign of life for {silent:.0f} s, "
-                f"last seen in {place} (killed, or its process stopped)"
-            )
-        if str(place) != str(self._place):
-            return f"is missing: {now - place.since:.0f} s in {place}"
-        return f"waits in {place} too"
 
     def close(self) -> None:
         """Stop the heartbeat."""
@@ -219,7 +206,7 @@ class Watch:
         beats = self.rank  # ranks look in turns
         while not self._closed.wait(self._beat_s):
             self._beat()
-            beats += 1
+            beats, self._turns = beats + 1, self._turns + 1
             if cause := self.peer_error():
                 self.leave_after_peer(cause)
             place = self._place
@@ -230,6 +217,21 @@ class Watch:
             elif waited > _DEAD_AFTER_S and not beats % self._beats_per_look:
                 if self._some_rank_is_dead():
                     self._die("a peer is dead")
+
+    def _mind_store(self) -> None:
+        # A node without power closes no connection: to ask the store that it kept takes a quarter
+        # of an hour, in which the other thread would look at no deadline.
+        turns, silent_s = -1, 0.0
+        while not self._closed.wait(self._beat_s):
+            silent_s = silent_s + self._beat_s if turns == self._turns else 0.0
+            turns = self._turns
+            if silent_s > self.timeout_s:
+                self._leave(
+                    f"[rank {self.rank}] in {self._place}: the job's store has not answered for "
+                    f"{silent_s:.0f} s: the node that keeps it (rank 0's) is gone or cut off\n"
+                    f"{self._record_flight()}This rank ends with exit code {EXIT_CODE}."
+                )
+                os._exit(EXIT_CODE)  # another thread was ending it, and waits for the store too
 
     def _die(self, why: str) -> None:
         self._leave(
@@ -300,6 +302,23 @@ class Watch:
             except (dist.DistError, RuntimeError):
                 self._has_store = False
         return otherwise
+
+
+def _state_text(state: dict | None, *, own: _Place, beat_s: float, now: float) -> str:
+    """Say where a rank is that wrote this last, to one in a place of its own."""
+    if state is None:
+        return "is missing: it never reported, or the store is gone"
+    if "error" in state:
+        return f"ended with {state['error']}"
+    place, silent = _Place(**state["place"]), now - state["beat"]
+    if silent > 2.5 * beat_s:
+        return (
+            f"is missing: no sign of life for {silent:.0f} s, "
+            f"last seen in {place} (killed, or its process stopped)"
+        )
+    if str(place) != str(own):
+        return f"is missing: {now - place.since:.0f} s in {place}"
+    return f"waits in {place} too"
 
 
 def _names(ranks: Sequence[int]) -> str:
