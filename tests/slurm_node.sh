@@ -1,7 +1,10 @@
 #!/usr/bin/env bash
-# A one-node Slurm on loopback for the tests, with a munge of its own: everything lives in FOLDER.
+# A Slurm for the tests, of one node on loopback or of two, with a munge of its own: everything lives
+# in FOLDER.
 #     slurm_node.sh start FOLDER     prints nothing; FOLDER/slurm.conf is what SLURM_CONF names
 #     slurm_node.sh stop FOLDER
+#     slurm_node.sh both FOLDER COMMAND...     of two nodes that nodes.sh made, run on each of them;
+#                                              the first then runs the command, and all of it ends
 # Needs root and Debian's slurm-wlm and munge.
 set -euo pipefail
 PATH=$PATH:/usr/sbin:/sbin
@@ -24,17 +27,15 @@ print(*(one.getsockname()[1] for one in found))
 PY
 }
 
+# write_conf CONTROLLER PORT PORT NODES NODE_ADDRESSES: ports of slurmctld and slurmd
 write_conf() {
-  local host ctld_port d_port
-  host=$(hostname -s)
-  read -r ctld_port d_port < <(free_ports)
   # config_overrides: eight CPUs, whatever the machine has, so that ranks never queue for one.
   # cred_expire is also how long a requeued job waits: 120 s by default.
   cat > "$SLURM_CONF" <<CONF
 ClusterName=test
-SlurmctldHost=$host(127.0.0.1)
-SlurmctldPort=$ctld_port
-SlurmdPort=$d_port
+SlurmctldHost=$1
+SlurmctldPort=$2
+SlurmdPort=$3
 SlurmUser=root
 AuthType=auth/munge
 AuthInfo=socket=$folder/munge.socket,cred_expire=5
@@ -45,49 +46,84 @@ SelectTypeParameters=CR_CPU
 SlurmdParameters=config_overrides
 SchedulerParameters=sched_interval=2,bf_interval=2
 StateSaveLocation=$folder/state
-SlurmdSpoolDir=$folder/spool
+SlurmdSpoolDir=$folder/spool/%n
 SlurmctldPidFile=$folder/slurmctld.pid
-SlurmdPidFile=$folder/slurmd.pid
+SlurmdPidFile=$folder/slurmd-%n.pid
 SlurmctldLogFile=$folder/slurmctld.log
-SlurmdLogFile=$folder/slurmd.log
+SlurmdLogFile=$folder/slurmd-%n.log
 MpiDefault=none
 ReturnToService=2
 KillWait=10
-NodeName=$host NodeAddr=127.0.0.1 CPUs=8 State=UNKNOWN
-PartitionName=main Nodes=$host Default=YES MaxTime=INFINITE State=UP
+NodeName=$4 NodeAddr=$5 CPUs=8 State=UNKNOWN
+PartitionName=main Nodes=$4 Default=YES MaxTime=INFINITE State=UP
 CONF
 }
 
 start() {
+  local host
+  host=$(hostname -s)
+  prepare
+  write_conf "$host(127.0.0.1)" $(free_ports) "$host" 127.0.0.1
+  start_controller
+  slurmd
+  wait_for_idle 1
+}
+
+both() {
+  shift 2
+  if [ "$(hostname)" = node-0 ]; then
+    prepare
+    write_conf "node-0(10.0.0.1)" 6817 6818 "node-[0-1]" "10.0.0.[1-2]"
+    start_controller
+    touch "$folder/is_up"
+    slurmd
+    wait_for_idle 2
+    "$@" || { touch "$folder/is_over"; return 1; }
+    touch "$folder/is_over"
+  else
+    until [ -e "$folder/is_up" ]; do sleep 0.1; done
+    slurmd
+    until [ -e "$folder/is_over" ]; do sleep 0.1; done
+  fi
+}
+
+prepare() {
   mkdir -p "$folder/state" "$folder/spool"
   chmod 755 "$folder"  # munged refuses a socket folder that others cannot enter
   head -c 1024 /dev/urandom > "$folder/munge.key"
   chmod 400 "$folder/munge.key"
-  write_conf
+}
+
+start_controller() {
   munged --force --key-file="$folder/munge.key" --socket="$folder/munge.socket" \
     --pid-file="$folder/munged.pid" --log-file="$folder/munged.log" \
     --seed-file="$folder/munged.seed"
   slurmctld
-  slurmd
+}
+
+# wait_for_idle COUNT
+wait_for_idle() {
   for _ in $(seq 240); do
-    if sinfo --noheader --format=%T 2>/dev/null | grep -q '^idle'; then return; fi
+    if [ "$(sinfo --noheader --Node --format=%T 2>/dev/null | grep -c '^idle')" = "$1" ]; then
+      return
+    fi
     sleep 0.5
   done
-  echo "the node did not become idle within 120 s" >&2
+  echo "$1 nodes did not become idle within 120 s" >&2
   tail -n 20 "$folder"/*.log >&2
   return 1
 }
 
 stop() {
-  local name pid
+  local file pid
   timeout 10 scancel --user=root >/dev/null 2>&1 || true
   for _ in $(seq 40); do
     if [ -z "$(timeout 5 squeue --noheader 2>/dev/null)" ]; then break; fi
     sleep 0.5
   done
-  for name in slurmd slurmctld munged; do
-    if ! [ -f "$folder/$name.pid" ]; then continue; fi
-    pid=$(cat "$folder/$name.pid")
+  for file in "$folder"/slurmd-*.pid "$folder/slurmctld.pid" "$folder/munged.pid"; do
+    if ! [ -f "$file" ]; then continue; fi
+    pid=$(cat "$file")
     kill "$pid" 2>/dev/null || true
     for _ in $(seq 40); do
       if ! kill -0 "$pid" 2>/dev/null; then continue 2; fi
@@ -97,4 +133,4 @@ stop() {
   done
 }
 
-"$1"
+"$1" "$@"
