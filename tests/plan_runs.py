@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import policy_runs
@@ -139,6 +140,7 @@ def run_config(
     dtype: str = "float32",
     context: str = "auto",
     placement: str = "colocated",
+    memory: Mapping[str, Any] = MappingProxyType({}),
     **layout: int,
 ) -> Any:
     """Return the config of a run on the CPU with the transformers engine."""
@@ -150,6 +152,7 @@ def run_config(
             "memory": {
                 "head_chunk_tokens": 64,
                 "activation_checkpointing": "full" if recomputes else "none",
+                **memory,
             },
         },
         layout={"placement": placement, **layout},

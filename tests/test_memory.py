@@ -47,12 +47,7 @@ def _kept_bytes(trainer: object) -> dict[str, int]:
     """Bytes that one forward pass leaves for the backward pass, by where they are; each storage
     once, and none of weights. What selective checkpointing keeps passes no hook of autograd."""
     model, micro = trainer.policy.model, batch(0, 1).updates[0][0]
-    row = model.row(
-        micro.tokens,
-        micro.cu_seqlens.diff().tolist(),
-        mask=micro.response_mask,
-        position_ids=micro.position_ids,
-    )
+    row = model.row(micro.tokens, micro.cu_seqlens.diff().tolist(), mask=micro.response_mask)
     saved: list[Tensor] = []
 
     def pack(tensor: Tensor) -> Tensor:
