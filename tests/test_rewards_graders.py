@@ -192,6 +192,40 @@ def test_math_compares_expressions(text, truth, value):
     assert graded(partial(graders.math, timeout_s=100.0), text, truth) == value
 
 
+_REFERENCES = (
+    r"3\sqrt{13}",
+    "6 - 5i",
+    "y = 2x + 3",
+    "1,-2",
+    r"(-\infty,2) \cup (3,\infty)",
+    r"\text{June 20}",
+    r"10,\!080",
+    "p - q",
+    r"\$32,\!348",
+    r"\frac12",
+    "(1,2)",
+    "x^2+1",
+    "1/2",
+    "-3",
+)
+
+
+@pytest.mark.parametrize("truth", _REFERENCES)
+def test_a_bare_reference_is_read_whole(truth):
+    pytest.importorskip("math_verify")
+    grade = partial(graders.math, timeout_s=100.0)
+    assert graded(grade, f"so it is \\boxed{{{truth}}}", truth) == 1.0
+    assert graded(grade, "so it is \\boxed{13}", truth) == 0.0
+
+
+@pytest.mark.parametrize(
+    "truth, value", [("The answer is 5", "5"), ("72 dollars", "72"), ("#### 1,000", "1000")]
+)
+def test_a_reference_in_words_is_its_last_number(truth, value):
+    pytest.importorskip("math_verify")
+    assert graded(partial(graders.math, timeout_s=100.0), f"\\boxed{{{value}}}", truth) == 1.0
+
+
 def test_a_response_that_cannot_be_computed_is_wrong_and_costs_its_time_only():
     pytest.importorskip("math_verify")
     graders.math.prepare()
