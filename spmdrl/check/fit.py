@@ -22,6 +22,7 @@ from spmdrl.model.lora.targets import LoraForm, adapter_shapes, has_embedding
 from spmdrl.model.parallel.recompute import check_offload
 from spmdrl.model.router_replay import WEIGHTS, unknown_router
 from spmdrl.model.routers import check_balance
+from spmdrl.model.separation import leaks
 from spmdrl.rewards.signatures import reward_models
 from spmdrl.world.axes import axes_of
 from spmdrl.world.gpus import check_driver
@@ -85,6 +86,7 @@ def policy_problems(cfg: Config, hf_model: nn.Module) -> list[str]:
     """
     counts = counts_of(hf_model)
     return [
+        *_separation_problems(hf_model, at=f"model.path {cfg.model.path}"),
         *_adapter_problems(cfg, hf_model, counts=counts),
         *_router_problems(cfg, hf_model, counts=counts),
         *_axes_problems(cfg, counts, at=f"(model.path {cfg.model.path})", is_policy=True),
@@ -92,10 +94,7 @@ def policy_problems(cfg: Config, hf_model: nn.Module) -> list[str]:
 
 
 def _companion_problems(cfg: Config) -> list[str]:
-    """Return why models beside the policy do not fit the layout."""
-    layout = cfg.layout
-    if layout.cp == layout.ep == layout.tp == 1 and not cfg.model.kernels.compile:
-        return []
+    """Return why models beside the policy cannot be packed, or do not fit the layout."""
     problems: list[str] = []
     paths = {
         "model.reference.path": cfg.model.reference.path,
@@ -105,10 +104,23 @@ def _companion_problems(cfg: Config) -> list[str]:
     models = reward_models(cfg.rewards.functions).values()
     paths |= {f"rewards.functions model:{path}": path for path in models}
     for field, path in paths.items():
+        if not path or path == cfg.model.path:
+            continue
         with contextlib.suppress(ValueError):
-            counts = counts_of(build_meta_model(replace(cfg.model, path=path)))
-            problems += _axes_problems(cfg, counts, at=f"({field} {path})", is_policy=False)
+            hf_model = build_meta_model(replace(cfg.model, path=path))
+            problems += _separation_problems(hf_model, at=f"{field} {path}")
+            at = f"({field} {path})"
+            problems += _axes_problems(cfg, counts_of(hf_model), at=at, is_policy=False)
     return problems
+
+
+def _separation_problems(hf_model: nn.Module, *, at: str) -> Iterator[str]:
+    if reason := leaks(hf_model):
+        yield (
+            f"{at}: {type(hf_model).__name__} is not served: {reason}, so that sequences packed "
+            "into one row would not be computed as single ones are; take a model all of whose "
+            "layers attend through transformers' attention interface"
+        )
 
 
 def _axes_problems(cfg: Config, counts: ModelCounts, *, at: str, is_policy: bool) -> Iterator[str]:
