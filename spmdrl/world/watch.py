@@ -23,7 +23,7 @@ from typing import Literal, NamedTuple, TypeVar
 
 import torch.distributed as dist
 
-from spmdrl.world.torch_internals import flight_record
+from spmdrl.world.flight import leave_record
 
 T = TypeVar("T")
 Ending = Literal["stopped", "failed"]
@@ -229,27 +229,16 @@ class Watch:
                 self._leave(
                     f"[rank {self.rank}] in {self._place}: the job's store has not answered for "
                     f"{silent_s:.0f} s: the node that keeps it (rank 0's) is gone or cut off\n"
-                    f"{self._record_flight()}This rank ends with exit code {EXIT_CODE}."
+                    f"{self._last_line()}"
                 )
                 os._exit(EXIT_CODE)  # another thread was ending it, and waits for the store too
 
     def _die(self, why: str) -> None:
-        self._leave(
-            f"[rank {self.rank}] {why}\n{self.report()}\n{self._record_flight()}"
-            f"This rank ends with exit code {EXIT_CODE}."
-        )
+        self._leave(f"[rank {self.rank}] {why}\n{self.report()}\n{self._last_line()}")
 
-    def _record_flight(self) -> str:
-        """Write which collectives this rank entered last; return where, for the message."""
-        if self._flight_folder is None:
-            return ""
-        path = self._flight_folder / f"rank_{self.rank}"
-        try:
-            self._flight_folder.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(flight_record())
-        except OSError as error:  # a full disk must not keep a rank that is lost
-            return f"its last collectives could not be written to {path}: {error}\n"
-        return f"its last collectives: {path} (torchfrtrace -p rank_ {path.parent})\n"
+    def _last_line(self) -> str:
+        left = leave_record(self._flight_folder, rank=self.rank)
+        return f"{left}This rank ends with exit code {EXIT_CODE}."
 
     def _leave(self, text: str) -> None:
         if not self.claim_ending():

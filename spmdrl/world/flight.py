@@ -1,0 +1,45 @@
+"""The last collectives of a rank whose wait came to no end, by torch's flight recorder."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from spmdrl.world.torch_internals import flight_record
+
+_SHOWN = 64
+
+
+def leave_record(folder: Path | None, *, rank: int) -> str:
+    """Write which collectives this rank entered last: readable, and as `torchfrtrace` takes NCCL's.
+
+    Returns: where, as a line for the rank's last message; empty without a folder.
+    """
+    if folder is None:
+        return ""
+    path = folder / f"collectives_{rank}.txt"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        record = flight_record()
+        (folder / f"rank_{rank}").write_bytes(record)
+        path.write_text(text_of(record))
+    except OSError as error:  # a full disk must not keep a rank that is lost
+        return f"its last collectives could not be written to {path}: {error}\n"
+    return f"its last collectives: {path}\n"
+
+
+def text_of(record: bytes) -> str:
+    """Return a line for each of the last collectives, the newest last: group, number in the group,
+    state, what it was, sizes, and the line of code outside torch that called it."""
+    entries = pickle.loads(record).get("entries", [])[-_SHOWN:]
+    return "".join(f"{_line(entry)}\n" for entry in entries) or "no collectives were recorded\n"
+
+
+def _line(entry: Mapping[str, Any]) -> str:
+    own = (f for f in entry.get("frames", ()) if "/torch/" not in f["filename"])
+    caller = next((f"{f['filename']}:{f['line']} {f['name']}" for f in own), "?")
+    group, number = entry["process_group"][0], entry["collective_seq_id"]
+    what = f"{entry['profiling_name']} {entry['input_sizes']}"
+    return f"group {group} number {number}  {entry['state']:<10} {what}  {caller}"
