@@ -275,7 +275,10 @@ def test_dry_run_needs_no_launcher_and_no_weights(tmp_path, capsys):
     talk = [{"role": "user", "content": "1-9?"}, {"role": "assistant", "content": "5"}]
     demonstrations = tmp_path / "demonstrations.jsonl"  # a step before makes them
     demonstrations.write_text(json.dumps({"messages": talk}) + "\n")
-    for path in sorted((ROOT / "configs").glob("*.yaml")):
+    # Those for GPUs name hub models and problems to fetch: tests/test_recipes.py.
+    paths = [p for p in sorted((ROOT / "configs").glob("*.yaml")) if not p.name.startswith("gpu_")]
+    assert len(paths) > 8
+    for path in paths:
         made = "demonstrations.jsonl" in path.read_text()
         argv = ["--config", str(path), "--dry-run", "--model.path", model]
         cfg = parse([*argv, *(["--data.train", str(demonstrations)] if made else [])])
