@@ -9,6 +9,12 @@
 set -euo pipefail
 PATH=$PATH:/usr/sbin:/sbin
 folder=$2
+# slurmd's sockets, FOLDER/spool/NODE/NODE_1.4294967291, end at 108 characters, and its job then waits
+# for ever.
+if [ ${#folder} -gt 60 ]; then
+  echo "slurm_node.sh: FOLDER has ${#folder} characters, and Unix sockets in it allow 60: $folder" >&2
+  exit 2
+fi
 export SLURM_CONF=$folder/slurm.conf
 
 free_ports() {

@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -57,9 +58,9 @@ sys.exit(7)
 
 
 @pytest.fixture(scope="module")
-def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+def slurm() -> Iterator[dict[str, str]]:
     """Environment for Slurm's commands, with a node behind it that goes away afterwards."""
-    folder = tmp_path_factory.mktemp("slurm")
+    folder = Path(tempfile.mkdtemp(prefix="slurm_"))  # one of pytest's is too long for sockets
     env = {
         k: v
         for k, v in os.environ.items()
@@ -82,6 +83,7 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
         subprocess.run(["bash", NODE, "stop", folder], timeout=300, check=True)
         left = [pid for pid in pids if Path(f"/proc/{pid}").exists()]
         assert not left, f"daemons of the test's Slurm still run: {left}"
+        shutil.rmtree(folder)
 
 
 @dataclass(frozen=True)

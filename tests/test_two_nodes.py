@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -155,15 +156,22 @@ def _wait_for_text(file: Path, text: str, *, timeout_s: float) -> None:
         time.sleep(0.2)
 
 
+@pytest.fixture
+def short_folder() -> Iterator[Path]:
+    """A folder for Slurm's sockets, which a folder of pytest's is too long for."""
+    with tempfile.TemporaryDirectory(prefix="slurm_") as name:
+        yield Path(name)
+
+
 @pytest.mark.slurm
-def test_slurm_trains_on_a_node_and_generates_on_another(folder, tiny_model):
-    checkout, state = folder / "checkout", folder / "slurm"
+def test_slurm_trains_on_a_node_and_generates_on_another(folder, short_folder, tiny_model):
+    checkout, state = folder / "checkout", short_folder
     for name in ("slurm", "configs"):
         shutil.copytree(ROOT / name, checkout / name)
     shutil.copy(ROOT / "train.py", checkout)
-    state.mkdir()
     flags = TINY["rl"] | {"model.path": tiny_model, "steps": 3, "engine.kind": "transformers"}
     job = [
+        *["timeout", "300"],  # so that what Slurm's logs say of a job that never ends is shown
         "sbatch",
         "--wait",
         f"--chdir={checkout}",
