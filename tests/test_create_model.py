@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from test_commands import spmdrl
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from spmdrl.commands.create_model import character_tokenizer, create_model
+from spmdrl.commands.create_model import create_model
+from spmdrl.data.characters import character_tokenizer
 
 ARCHITECTURES = ("qwen3", "qwen2", "llama", "gemma2", "gemma3", "mistral")
 SMALL = dict(hidden_size=64, layers=2, heads=2, kv_heads=2, intermediate=96, max_positions=128)

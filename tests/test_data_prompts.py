@@ -9,7 +9,7 @@ import pytest
 from built import examples, made
 from hypothesis import strategies as st
 
-from spmdrl.commands.create_model import character_tokenizer
+from spmdrl.data.characters import character_tokenizer
 from spmdrl.data.examples import SupervisedSource, encode_example
 from spmdrl.data.prompt_order import Order
 from spmdrl.data.prompts import PromptSource, check_context

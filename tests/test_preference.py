@@ -22,10 +22,11 @@ from worlds import in_world, make_trainer
 
 from spmdrl.algorithms import registry
 from spmdrl.check.settings import validate
-from spmdrl.commands.create_model import character_tokenizer, create_model
+from spmdrl.commands.create_model import create_model
 from spmdrl.commands.export import export
 from spmdrl.config import AlgorithmSettings, Config, LayoutSettings
 from spmdrl.credit import advantages_of
+from spmdrl.data.characters import character_tokenizer
 from spmdrl.data.examples import LabelledSource, PairSource
 from spmdrl.data.rows import pair_of, read_rows
 from spmdrl.data.tasks import GeneratedRows

@@ -10,7 +10,7 @@ from chat_templates import GEMMA, QWEN, QWEN3, chat_tokenizer
 from drawn import completion
 from hypothesis import strategies as st
 
-from spmdrl.commands.create_model import character_tokenizer
+from spmdrl.data.characters import character_tokenizer
 from spmdrl.environments.protocol import ToolCall
 from spmdrl.environments.tool_calls import hermes, make_parser
 from spmdrl.environments.tools import make_tools

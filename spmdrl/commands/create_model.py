@@ -7,14 +7,13 @@ For demos and tests: what it writes is an ordinary folder that transformers and 
 
 from __future__ import annotations
 
-import string
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
 if TYPE_CHECKING:  # and in the functions: `--help` needs none of it
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 Architecture = Literal[
     "qwen3", "qwen2", "llama", "gemma2", "gemma3", "mistral", "qwen3_moe", "mixtral", "deepseek_v3"
@@ -22,26 +21,6 @@ Architecture = Literal[
 
 # gemma3 without its vision tower has a model type of its own.
 _MODEL_TYPES = {"gemma3": "gemma3_text"}
-# Ids 0, 1, 2, ... in this order; then the characters; then filler up to a multiple of 8.
-_SPECIAL = ("<pad>", "<bos>", "<eos>", "<unk>", "<|im_start|>")
-_CHARACTERS = (
-    string.digits + string.ascii_lowercase + string.ascii_uppercase + string.punctuation + " \n\t"
-)
-# A turn ends with <eos>, so that a chat model stops by the same token as a plain one. Tools are
-# told by their signatures alone: each character of a full description would be a token.
-_CHAT_TEMPLATE = (
-    "{% if tools %}{{ '<|im_start|>tools\n' }}{% for tool in tools %}"
-    "{{ tool['function']['name'] + '(' }}"
-    "{{ tool['function']['parameters']['properties'] | join(', ') + ')' }}"
-    "{% if not loop.last %}{{ '\n' }}{% endif %}{% endfor %}{{ '<eos>\n' }}{% endif %}"
-    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}"
-    "{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] or '' }}"
-    "{% for call in message['tool_calls'] or [] %}{{ '<tool_call>' }}"
-    "{{ {'name': call['function']['name'], 'arguments': call['function']['arguments']} | tojson }}"
-    "{{ '</tool_call>' }}{% endfor %}{{ '<eos>' }}{% endgeneration %}"
-    "{% else %}{{ message['content'] + '<eos>' }}{% endif %}{{ '\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
 
 
 def create_model(
@@ -115,6 +94,8 @@ def _check_heads(hidden_size: int, *, heads: int, kv_heads: int) -> None:
 
 def _tokenizer(name: str, *, chat_template: bool) -> PreTrainedTokenizerBase:
     from transformers import AutoTokenizer
+
+    from spmdrl.data.characters import character_tokenizer
 
     if name == "characters":
         return character_tokenizer(chat_template=chat_template)
@@ -211,39 +192,6 @@ def _random_model(
         pad_token_id=words.pad_token_id, eos_token_id=words.eos_token_id
     )
     return model
-
-
-def character_tokenizer(*, chat_template: bool = False) -> PreTrainedTokenizerFast:
-    """Make a tokenizer with one token for each printable ASCII character, newline and tab.
-
-    Any other character becomes `<unk>`. No token is added at the beginning or the end, and
-    decode(encode(text)) == text for text of these characters.
-
-    Args:
-        chat_template: attach a template whose turns read `<|im_start|>role NEWLINE text <eos>`.
-    Returns: a tokenizer with pad, bos, eos and unk tokens, its size a multiple of 8.
-    """
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    tokens = list(_SPECIAL) + list(_CHARACTERS)
-    fillers = [f"<reserved_{i}>" for i in range(-len(tokens) % 8)]
-    vocabulary = {token: i for i, token in enumerate(tokens + fillers)}
-    inner = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    inner.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
-    inner.decoder = decoders.Fuse()
-    words = PreTrainedTokenizerFast(
-        tokenizer_object=inner,
-        pad_token="<pad>",
-        bos_token="<bos>",
-        eos_token="<eos>",
-        unk_token="<unk>",
-        extra_special_tokens=["<|im_start|>", *fillers],
-        clean_up_tokenization_spaces=False,
-    )
-    if chat_template:
-        words.chat_template = _CHAT_TEMPLATE
-    return words
 
 
 def main() -> None:

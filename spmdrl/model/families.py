@@ -1,0 +1,203 @@
+"""Text families of transformers that are checked by name, each as a released model of it says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+_LLAMA3 = dict(
+    rope_type="llama3",
+    rope_theta=500000.0,
+    factor=32.0,
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
+    original_max_position_embeddings=8192,
+)
+_YARN = dict(
+    rope_type="yarn",
+    rope_theta=10000.0,
+    factor=40,
+    mscale=1.0,
+    mscale_all_dim=1.0,
+    beta_fast=32,
+    beta_slow=1,
+    original_max_position_embeddings=4096,
+)
+_LONGROPE = dict(
+    rope_type="longrope",
+    rope_theta=10000.0,
+    short_factor=[1.0 + 0.01 * i for i in range(48)],
+    long_factor=[1.0 + 0.9 * i for i in range(48)],
+    original_max_position_embeddings=4096,
+)
+_GRANITE = dict(
+    embedding_multiplier=12.0,
+    logits_scaling=16.0,
+    residual_multiplier=0.22,
+    attention_multiplier=0.0078125,
+    num_key_value_heads=8,
+    tie_word_embeddings=True,
+)
+_LFM2 = "conv conv full conv conv full conv conv full conv full conv full conv full conv"
+_SLIDING, _FULL = "sliding_attention", "full_attention"
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen2": dict(
+        hidden_size=1536,
+        num_attention_heads=12,
+        num_key_value_heads=2,
+        intermediate_size=8960,
+        tie_word_embeddings=True,
+    ),
+    "qwen2_moe": {},
+    "qwen3": dict(
+        hidden_size=1024,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        intermediate_size=3072,
+        tie_word_embeddings=True,
+    ),
+    "qwen3_moe": dict(head_dim=128),
+    "qwen3_next": {},
+    "qwen3_5_text": {},
+    "qwen3_5_moe_text": {},
+    "llama": dict(
+        hidden_size=2048,
+        num_key_value_heads=8,
+        head_dim=64,
+        intermediate_size=8192,
+        max_position_embeddings=131072,
+        tie_word_embeddings=True,
+        rope_parameters=_LLAMA3,
+    ),
+    "llama4_text": {},
+    "mistral": {},
+    "ministral": dict(
+        num_hidden_layers=36, head_dim=128, layer_types=[_FULL, _SLIDING, _SLIDING, _SLIDING] * 9
+    ),
+    "ministral3": {},
+    "mixtral": {},
+    "gemma2": {},
+    "gemma3_text": {},
+    "gemma3n_text": {},
+    "gemma4_text": {},
+    "phi": {},
+    "phi3": dict(sliding_window=2047),
+    "phimoe": dict(sliding_window=2047, lm_head_bias=True, attention_bias=True),
+    "olmo2": {},
+    "olmo3": {},
+    "olmoe": {},
+    "glm4": {},
+    "glm4_moe": dict(head_dim=128, attention_bias=True),
+    "starcoder2": dict(sliding_window=4096),
+    "granite": _GRANITE,
+    "granitemoe": _GRANITE
+    | dict(hidden_size=1536, num_attention_heads=24, num_local_experts=40, num_experts_per_tok=8),
+    "granitemoehybrid": _GRANITE
+    | dict(
+        hidden_size=1536,
+        num_attention_heads=12,
+        num_key_value_heads=4,
+        num_hidden_layers=40,
+        layer_types=["full_attention" if i % 10 == 5 else "linear_attention" for i in range(40)],
+        num_local_experts=64,
+        num_experts_per_tok=6,
+        mamba_n_heads=48,
+        position_embedding_type="nope",
+    ),
+    "cohere2": dict(
+        hidden_size=4096, num_attention_heads=32, num_key_value_heads=8, logit_scale=0.25
+    ),
+    "ernie4_5": {},
+    "ernie4_5_moe": {},
+    "exaone4": dict(num_key_value_heads=8),
+    "apertus": dict(num_key_value_heads=8),
+    "smollm3": {},
+    "seed_oss": {},
+    "hunyuan_v1_dense": dict(
+        hidden_size=2048,
+        num_attention_heads=16,
+        num_key_value_heads=4,
+        head_dim=128,
+        tie_word_embeddings=True,
+    ),
+    "hunyuan_v1_moe": dict(
+        num_key_value_heads=8,
+        head_dim=128,
+        intermediate_size=3072,
+        num_experts=64,
+        moe_topk=8,
+        tie_word_embeddings=True,
+    ),
+    "gpt_oss": {},
+    "deepseek_v2": dict(
+        hidden_size=2048,
+        num_attention_heads=16,
+        num_key_value_heads=16,
+        q_lora_rank=None,
+        n_group=1,
+        topk_group=1,
+        num_experts_per_tok=6,
+        first_k_dense_replace=1,
+        moe_intermediate_size=1408,
+        max_position_embeddings=163840,
+        rope_parameters=_YARN | dict(mscale=0.707, mscale_all_dim=0.707),
+    ),
+    "deepseek_v3": dict(
+        # vLLM reads both from config.json, transformers neither.
+        topk_method="noaux_tc",
+        scoring_func="sigmoid",
+        max_position_embeddings=163840,
+        rope_parameters=_YARN,
+    ),
+    "minimax_m2": {},
+    "mamba2": {},
+    "nemotron_h": {},
+    "falcon_h1": dict(
+        embedding_multiplier=5.656854249492381,
+        lm_head_multiplier=0.0390625,
+        key_multiplier=0.390625,
+        mlp_multipliers=[0.8838834764831845, 0.5859375],
+        ssm_multipliers=[0.3535533905932738, 0.25, 0.3535533905932738, 0.5, 0.3535533905932738],
+        attention_out_multiplier=0.9375,
+        ssm_in_multiplier=1.25,
+        ssm_out_multiplier=0.23570226039551587,
+    ),
+    "jamba": {},
+    "lfm2": dict(
+        hidden_size=2048,
+        num_hidden_layers=16,
+        layer_types=[kind.replace("full", "full_attention") for kind in _LFM2.split()],
+    ),
+    "gpt2": {},
+    "gpt_neox": {},
+    "stablelm": dict(use_qkv_bias=True),
+    "nemotron": dict(num_key_value_heads=8),
+    "falcon": {},
+    "bloom": {},
+    "gptj": {},
+    "minimax": dict(head_dim=128),
+    # Settings that released models have and the class's own do not.
+    "qwen2_moe+window": dict(use_sliding_window=True, sliding_window=32768, max_window_layers=12),
+    "phi3+longrope": dict(max_position_embeddings=131072, rope_parameters=_LONGROPE),
+    "gemma4_text+moe": dict(
+        enable_moe_block=True,
+        num_experts=128,
+        top_k_experts=8,
+        moe_intermediate_size=704,
+        attention_k_eq_v=True,
+        hidden_size_per_layer_input=0,
+        num_global_key_value_heads=2,
+    ),
+    "gemma4_text+shared": dict(num_kv_shared_layers=18, use_double_wide_mlp=True),
+}
+"""{model type: fields that differ from its class's defaults}; a name may end with `+VARIANT`."""
+
+
+def family_config(family: str) -> Any:
+    """Return the transformers config of a family of the table, or of any other by its defaults.
+
+    Raises: ValueError for a model type that transformers does not know.
+    """
+    from transformers import AutoConfig
+
+    return AutoConfig.for_model(family.partition("+")[0], **FAMILIES.get(family, {}))
