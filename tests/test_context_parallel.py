@@ -28,12 +28,14 @@ from spmdrl.world.axes import Axes
 
 CPU, SIZE = torch.device("cpu"), 4
 LENGTHS = (37, 1, 150, 9, 2, 71, 14)  # 284 tokens, padded to 288: chunks of 36
-CASES = {  # (query heads, key/value heads, window, softcap)
-    "one key head": (4, 1, None, None),
-    "grouped": (8, 2, 20, None),
-    "all heads": (8, 8, None, 0.7),
-    "uneven": (6, 3, None, None),
-    "uneven, window, softcap": (3, 3, 50, 0.7),
+CASES = {  # (query heads, key/value heads, window, softcap, are there sinks)
+    "one key head": (4, 1, None, None, False),
+    "grouped": (8, 2, 20, None, False),
+    "all heads": (8, 8, None, 0.7, False),
+    "uneven": (6, 3, None, None, False),
+    "uneven, window, softcap": (3, 3, 50, 0.7, False),
+    "sinks": (8, 2, None, None, True),
+    "uneven, sinks, window": (6, 2, 50, None, True),
 }
 
 
@@ -165,24 +167,31 @@ def _attention_gaps(rank: int, group: dist.ProcessGroup) -> dict[tuple[str, str]
     """Return {(case, method): largest difference of outputs and gradients from whole rows'}."""
     own = _slice(LENGTHS, rank, group)
     gaps = {}
-    for case, (heads, kv_heads, window, softcap) in CASES.items():
+    for case, (heads, kv_heads, window, softcap, has_sinks) in CASES.items():
         drawn = torch.Generator().manual_seed(len(case))
         sizes = (heads, kv_heads, kv_heads, heads)
         *whole, signs = (torch.randn(1, n, own.row_length, 8, generator=drawn) for n in sizes)
         leaves = [x.requires_grad_() for x in whole]
-        options = {"sliding_window": window, "softcap": softcap}
+        sinks = torch.randn(heads, generator=drawn).requires_grad_() if has_sinks else None
+        options = {"sliding_window": window, "softcap": softcap, "s_aux": sinks}
         out, _ = KERNELS["padded"](_Module(), *leaves, None, packing=own.packing.whole, **options)
         (out * signs.transpose(1, 2)).sum().backward()
         for method, attend in METHODS.items():
             if method == "ulysses" and heads % SIZE:
                 continue
             parts = [x.detach()[:, :, own.rows].requires_grad_() for x in leaves]
+            theirs = None
+            if sinks is not None:
+                theirs = options["s_aux"] = sinks.detach().requires_grad_()
             ours, _ = attend(
                 _Module(), *parts, None, packing=own.packing, kernel=KERNELS["padded"], **options
             )
             (ours * signs[:, :, own.rows].transpose(1, 2)).sum().backward()
             pairs = [(ours, out[:, own.rows])]
             pairs += [(part.grad, x.grad[:, :, own.rows]) for part, x in zip(parts, leaves)]
+            if theirs is not None:  # each rank has that of its tokens, or of its heads
+                dist.all_reduce(theirs.grad, group=group)
+                pairs.append((theirs.grad, sinks.grad))
             gaps[case, method] = max(float((a - b).abs().max() / b.abs().max()) for a, b in pairs)
     return gaps
 
@@ -232,7 +241,7 @@ def _rows() -> list[list[int]]:
 
 def test_attention_over_slices_is_that_over_whole_rows(found):
     for rank, result in enumerate(found):
-        assert len(result["gaps"]) == 2 * len(CASES) + 3  # ulysses where heads divide
+        assert len(result["gaps"]) == 2 * len(CASES) + 4  # ulysses where heads divide
         for case, gap in result["gaps"].items():
             assert gap < 1e-5, f"rank {rank}: {case} is off by {gap:.2g}"
 

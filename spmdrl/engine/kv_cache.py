@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from spmdrl.model.attention import KERNELS, Weighing, capped
 from spmdrl.model.packing import Packing
+from spmdrl.model.sinks import with_sink_scores
 
 
 class KVCache:
@@ -124,6 +125,7 @@ def cached_attention(
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
     """Attend within each prompt, and from each new token to its sequence; keep keys and values.
@@ -142,10 +144,11 @@ def cached_attention(
     if work.packing is not None:
         q, k, v = (part[:, :, :num] for part in (query, key, value))
         options |= dict(scaling=scaling, sliding_window=sliding_window, softcap=softcap)
+        options["s_aux"] = s_aux
         kernel = KERNELS[work.kernel]
         outputs.append(kernel(module, q, k, v, attention_mask, packing=work.packing, **options)[0])
     if work.longest:
-        how = Weighing(scaling, sliding_window, softcap)
+        how = Weighing(scaling, sliding_window, softcap, s_aux)
         assert work.cache is not None, "what goes on has its keys there"
         keys, values = work.cache.layers[module.layer_idx]
         own = query[0, :, num:].transpose(0, 1)
@@ -160,12 +163,21 @@ def _attend_one(query: Tensor, keys: Tensor, values: Tensor, work: Work, how: We
     # Query heads that read one key/value head see the same: they are its rows.
     query = query.unflatten(1, (keys.shape[1], -1))
     seen = work.is_visible(how.window)
-    if how.softcap is None:
+    if how.softcap is None and how.sinks is None:
         return F.scaled_dot_product_attention(
             query, keys, values, attn_mask=seen, scale=scale
         ).flatten(1, 2)
-    scores = capped(torch.matmul(query, keys.transpose(2, 3)).float() * scale, how.softcap, seen)
-    return torch.matmul(scores.softmax(dim=-1).to(values.dtype), values).flatten(1, 2)
+    scores = torch.matmul(query, keys.transpose(2, 3)).float() * scale
+    if how.softcap is None:
+        scores = scores.masked_fill(~seen, float("-inf"))
+    else:
+        scores = capped(scores, how.softcap, seen)
+    if how.sinks is None:
+        weights = scores.softmax(dim=-1)
+    else:
+        rows = scores.flatten(0, 1)  # [B * Hkv, Hq / Hkv, L]
+        weights = with_sink_scores(rows, how.sinks, kv_heads=keys.shape[1]).view_as(scores)
+    return torch.matmul(weights.to(values.dtype), values).flatten(1, 2)
 
 
 def register_attention() -> None:

@@ -20,6 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from spmdrl.model.packing import SHORT, Packing, Pad, Unpad
+from spmdrl.model.shards import to_local
+from spmdrl.model.sinks import FlashWithSinks, with_sink_keys, with_sink_scores
 from spmdrl.world.torch_internals import varlen
 
 
@@ -33,6 +35,8 @@ class Weighing:
     """Tokens that a query sees, itself included; None is all."""
     softcap: float | None
     """Scores become softcap * tanh(scores / softcap)."""
+    sinks: Tensor | None = None
+    """[Hq], per head the score of a key whose value is zero; None is none."""
 
     def scale_of(self, query: Tensor) -> float:
         """Return the factor for queries [.., D]."""
@@ -62,12 +66,14 @@ def _kernel(
             dim. Compute dtype.
         attend: gets them as [T, Hq, D] and so on, and returns [T, Hq, Dv].
         packing: of the T tokens and the K keys, with its padded layout where it pads.
+        s_aux: [Hq], attention sinks; sharded over tp as the heads are.
         model_kwargs: whatever else the model hands to attention; the interface requires it.
     Returns: [1, T, Hq, Dv] and None (no attention weights).
     """
-    check_supported(module, attention_mask, dropout, s_aux)
+    check_supported(module, attention_mask, dropout, s_aux, softcap)
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    return attend(q, k, v, packing, Weighing(scaling, sliding_window, softcap))[None], None
+    how = Weighing(scaling, sliding_window, softcap, to_local(s_aux))
+    return attend(q, k, v, packing, how)[None], None
 
 
 def _padded(q: Tensor, k: Tensor, v: Tensor, packing: Packing, how: Weighing) -> Tensor:
@@ -90,12 +96,18 @@ def _varlen(q: Tensor, k: Tensor, v: Tensor, packing: Packing, how: Weighing) ->
     assert how.softcap is None, "pick_attention never pairs varlen with softcap"
     ends, longest = _bounds(packing)
     wide = widened(v, q)
-    out = varlen(q, k, wide, ends=ends, longest=longest, scale=how.scale, window=how.window)
+    if how.sinks is None:
+        out = varlen(q, k, wide, ends=ends, longest=longest, scale=how.scale, window=how.window)
+    else:
+        scale = how.scale_of(q)
+        out = FlashWithSinks.apply(q, k, wide, how.sinks, ends, longest, scale, how.window)
     return out[..., : v.shape[-1]]
 
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, packing: Packing, how: Weighing) -> Tensor:
-    """By flash-attn 2 (CUDA, bfloat16)."""
+    """By flash-attn 2 (CUDA, bfloat16); with sinks, which it does not know, by torch's own."""
+    if how.sinks is not None:
+        return _varlen(q, k, v, packing, how)
     from flash_attn import flash_attn_varlen_func
 
     ends, longest = _bounds(packing)
@@ -147,16 +159,35 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, how: Weighing) -> Tensor:
     if shared > 1 and q.device.type != "cpu" and q.dtype == torch.float32:
         # The one kernel for float32 that holds no scores, [B, Hq, L, K] of them, knows no groups.
         k, v = (x.repeat_interleave(shared, dim=2) for x in (k, v))
+    scale = how.scale_of(q)
+    if how.sinks is not None:
+        return _attend_with_sinks(q, k, v, mask, sinks=how.sinks, scale=scale)
+    return _sdpa(q, k, v, mask, scale=scale)
+
+
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, scale: float) -> Tensor:
     out = F.scaled_dot_product_attention(
         q.transpose(1, 2),
         k.transpose(1, 2),
         v.transpose(1, 2),
         attn_mask=mask,
         is_causal=mask is None,
-        scale=how.scale_of(q),
+        scale=scale,
         enable_gqa=q.shape[2] != k.shape[2],
     )
     return out.transpose(1, 2)
+
+
+def _attend_with_sinks(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, sinks: Tensor, scale: float
+) -> Tensor:
+    """Attend with the sinks as the first key, which all see. Without a mask it gets a query, too,
+    so that a causal kernel has as many queries as keys."""
+    width, is_causal = v.shape[-1], mask is None
+    q, k, v = with_sink_keys(q, k, v, sinks, scale=scale)
+    if is_causal:
+        return _sdpa(F.pad(q, (0, 0, 0, 0, 1, 0)), k, v, None, scale=scale)[:, 1:, :, :width]
+    return _sdpa(q, k, v, F.pad(mask, (1, 0), value=True), scale=scale)[..., :width]
 
 
 def _attend_by_matmul(q: Tensor, k: Tensor, v: Tensor, is_visible: Tensor, how: Weighing) -> Tensor:
@@ -173,8 +204,11 @@ def _attend_by_matmul(q: Tensor, k: Tensor, v: Tensor, is_visible: Tensor, how: 
         scores = torch.baddbmm(bias[None], q, k.transpose(1, 2), alpha=scale)
     else:
         scores = capped(torch.bmm(q, k.transpose(1, 2)) * scale, how.softcap, is_visible)
-    weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(v.dtype)
-    out = torch.bmm(weights, v).view(batch, kv_heads, shared, length, -1)
+    if how.sinks is None:
+        weights = torch.softmax(scores, dim=-1, dtype=torch.float32)
+    else:
+        weights = with_sink_scores(scores, how.sinks, kv_heads=kv_heads)
+    out = torch.bmm(weights.to(v.dtype), v).view(batch, kv_heads, shared, length, -1)
     return out.permute(0, 3, 1, 2, 4).reshape(batch, length, heads, -1)
 
 
@@ -191,13 +225,17 @@ def _is_visible(length: int, keys: int, *, window: int | None, device: torch.dev
 
 
 def check_supported(
-    module: nn.Module, attention_mask: Tensor | None, dropout: float, s_aux: Tensor | None
+    module: nn.Module,
+    attention_mask: Tensor | None,
+    dropout: float,
+    s_aux: Tensor | None,
+    softcap: float | None,
 ) -> None:
     """Refuse what packed attention would silently leave out."""
     for is_present, what in (
         (attention_mask is not None, "an attention mask"),
         (dropout, f"attention dropout {dropout}"),
-        (s_aux is not None, "attention sinks"),
+        (s_aux is not None and softcap is not None, "attention sinks beside a softcap"),
         (not getattr(module, "is_causal", True), "bidirectional attention"),
     ):
         if is_present:

@@ -31,6 +31,7 @@ from spmdrl.model.packing import Packing
 from spmdrl.model.parallel import ring_attention as ring
 from spmdrl.model.parallel.collectives import gathered, scattered_sum, swapped, with_gradient
 from spmdrl.model.parallel.row_slices import SlicedPacking
+from spmdrl.model.shards import to_local
 
 Kernel = Callable[..., tuple[Tensor, None]]
 
@@ -63,10 +64,15 @@ class Attend:
     attention_mask: Tensor | None
     options: Mapping[str, Any]
 
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, packing: Packing) -> Tensor:
-        """Return [1, T, Hq, Dv] of query [1, Hq, T, D] and its keys and values."""
+    sinks: Tensor | None
+    """[Hq], as the kernel's s_aux, of this rank's heads."""
+
+    def __call__(
+        self, query: Tensor, key: Tensor, value: Tensor, packing: Packing, sinks: Tensor | None
+    ) -> Tensor:
+        """Return [1, T, Hq, Dv] of query [1, Hq, T, D], its keys and values, and its heads' sinks."""
         inputs = (self.module, query, key, value, self.attention_mask)
-        return self.kernel(*inputs, packing=packing, **self.options)[0]
+        return self.kernel(*inputs, packing=packing, s_aux=sinks, **self.options)[0]
 
 
 def _method(
@@ -79,6 +85,7 @@ def _method(
     method: Callable[[Tensor, Tensor, Tensor, SlicedPacking, Attend], Tensor],
     kernel: Kernel,
     packing: SlicedPacking,
+    s_aux: Tensor | None = None,
     **options: object,
 ) -> tuple[Tensor, None]:
     """Attend from a slice to the row that it is of.
@@ -89,7 +96,7 @@ def _method(
         options: the kernel's, and whatever else the model hands to attention.
     Returns: [1, t, Hq, Dv] and None.
     """
-    attend = Attend(kernel, module, attention_mask, options)
+    attend = Attend(kernel, module, attention_mask, options, to_local(s_aux))
     return method(query, key, value, packing, attend), None
 
 
@@ -104,7 +111,10 @@ def _ulysses(
     q, k, v = (
         in_row_order(_swap(x[0].unflatten(0, (size, -1)), group))[None] for x in (query, key, value)
     )
-    slices = by_rank(attend(q, k, v, packing.whole)[0].transpose(0, 1), size=size)
+    sinks = attend.sinks
+    if sinks is not None:
+        sinks = sinks.unflatten(0, (size, -1))[dist.get_rank(group)]
+    slices = by_rank(attend(q, k, v, packing.whole, sinks)[0].transpose(0, 1), size=size)
     return _swap(slices, group).flatten(0, 1).transpose(0, 1)[None]
 
 
@@ -116,12 +126,14 @@ def _gathered(
     Source: arXiv 2407.21783, section 3.3.2.
     """
     kv_heads, size = key.shape[1], dist.get_world_size(packing.group)
+    sinks = attend.sinks
     shared, step = query.shape[1] // kv_heads, -(-kv_heads // size)
     outputs = [
         checkpoint(
             _gathered_heads,
             query[:, start * shared : (start + step) * shared],
             *(x[:, start : start + step] for x in (key, value)),
+            None if sinks is None else sinks[start * shared : (start + step) * shared],
             packing,
             attend,
             use_reentrant=False,
@@ -133,13 +145,18 @@ def _gathered(
 
 
 def _gathered_heads(
-    query: Tensor, key: Tensor, value: Tensor, packing: SlicedPacking, attend: Attend
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sinks: Tensor | None,
+    packing: SlicedPacking,
+    attend: Attend,
 ) -> Tensor:
     keys, values = (in_row_order(_gather(x[0], packing.group))[None] for x in (key, value))
     outputs = []
     for own, chunk in zip(query.chunk(2, dim=2), packing.chunks):
         seen = slice(chunk.first_key, chunk.end)
-        outputs.append(attend(own, keys[:, :, seen], values[:, :, seen], chunk.packing))
+        outputs.append(attend(own, keys[:, :, seen], values[:, :, seen], chunk.packing, sinks))
     return torch.cat(outputs, dim=1)
 
 
@@ -154,8 +171,8 @@ def _ring(
     options = attend.options
     if options.get("sliding_window") is not None or options.get("softcap") is not None:
         return _gathered(query, key, value, packing, attend)
-    dropout, s_aux = options.get("dropout", 0.0), options.get("s_aux")
-    check_supported(attend.module, attend.attention_mask, dropout, s_aux)
+    dropout = options.get("dropout", 0.0)
+    check_supported(attend.module, attend.attention_mask, dropout, attend.sinks, None)
     scaling = options.get("scaling")
     out = ring.Ring.apply(
         *(x[0].transpose(0, 1).contiguous() for x in (query, key, value)),
@@ -163,6 +180,7 @@ def _ring(
         packing.group,
         ring.DENSE if attend.kernel is KERNELS["padded"] else ring.FLASH,
         query.shape[-1] ** -0.5 if scaling is None else scaling,
+        attend.sinks,
     )
     return out[None]
 

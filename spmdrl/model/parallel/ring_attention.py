@@ -28,6 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from spmdrl.model.attention import widened
+from spmdrl.model.sinks import sink_gradient
 from spmdrl.world.torch_internals import FLASH_BACKWARD, FLASH_FORWARD
 
 Spans = tuple[tuple[int, int], tuple[int, int]]
@@ -266,10 +267,13 @@ class Ring(torch.autograd.Function):
         group: dist.ProcessGroup,
         kernel: tuple[Callable, Callable],
         scale: float,
+        sinks: Tensor | None,
     ) -> Tensor:
-        """Return [t, Hq, Dv] from q [t, Hq, D], k [t, Hkv, D] and v [t, Hkv, Dv]."""
+        """Return [t, Hq, Dv] from q [t, Hq, D], k [t, Hkv, D], v [t, Hkv, Dv] and sinks [Hq]."""
         out = q.new_zeros(*q.shape[:2], v.shape[-1], dtype=torch.float32)
         lse = out.new_full(q.shape[:2], float("-inf"))
+        if sinks is not None:  # scores that all queries have met, of values that are zero
+            lse.copy_(sinks)
         here = torch.cat([k, v], dim=-1)
         for turn, tiles in enumerate(rounds):
             next_ones = _Arriving(here, group) if turn + 1 < len(rounds) else None
@@ -281,14 +285,14 @@ class Ring(torch.autograd.Function):
                 _merge(out[tile.queries], lse[tile.queries], *part)
             here = next_ones.wait() if next_ones else here
         out = out.to(q.dtype)
-        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.save_for_backward(q, k, v, out, lse, sinks)
         ctx.rounds, ctx.group, ctx.kernel, ctx.scale = rounds, group, kernel, scale
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients of q, k and v."""
-        q, k, v, out, lse = ctx.saved_tensors
+        """Return the gradients of q, k, v and sinks."""
+        q, k, v, out, lse, sinks = ctx.saved_tensors
         grad, of_q = grad.contiguous(), torch.zeros_like(q, dtype=torch.float32)
         here, following = torch.cat([k, v], dim=-1), None
         for turn, tiles in enumerate(ctx.rounds):
@@ -308,7 +312,9 @@ class Ring(torch.autograd.Function):
             here = next_ones.wait() if next_ones else here
         assert following is not None, "a row has at least one round"
         of_k, of_v = following.wait().split([k.shape[-1], v.shape[-1]], dim=-1)
-        return of_q.to(q.dtype), of_k.to(k.dtype), of_v.to(v.dtype), None, None, None, None
+        of_sinks = None if sinks is None else sink_gradient(grad, out, lse, sinks)
+        parts = (of_q.to(q.dtype), of_k.to(k.dtype), of_v.to(v.dtype))
+        return *parts, None, None, None, None, of_sinks
 
 
 def _merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
