@@ -55,7 +55,8 @@ class Row:
 
 
 _UNEVEN = {"hidden_size": 48, "heads": 6, "kv_heads": 3}  # neither cp 4 nor cp 2 * tp 2 divides
-_MIXTURES = ("qwen3_moe", "mixtral", "deepseek_v3")
+_MIXTURES = ("qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss")
+_GPT_OSS = {"architecture": "gpt_oss", "hf_config": {"sliding_window": 6}}
 _RECOMPUTED = {"memory": {"activation_checkpointing": "full"}}
 _RING, _GATHER = ({"kernels": {"context": method}} for method in ("ring", "gather"))
 _AUX = {"moe": {"balance": "aux", "coef": 0.5}}
@@ -136,6 +137,11 @@ ROWS = {
     "mixtral, checkpointing": Row(
         ("replicate2 tp2 ep2",), architecture="mixtral", model=_RECOMPUTED | _AUX
     ),
+    # Sinks by heads (tp, ulysses) and by tokens (gather, ring); experts with biases.
+    "gpt_oss": Row(("cp2 tp2 ep4", "shard2 tp2"), model=_AUX, **_GPT_OSS),
+    "gpt_oss, ring, checkpointing": Row(("cp2 ep2",), model=_RING | _RECOMPUTED, **_GPT_OSS),
+    "gpt_oss, gather": Row(("cp4",), model=_GATHER, **_GPT_OSS),
+    "lora, gpt_oss": Row(("shard2 tp2 ep2",), model={"lora": {"rank": 3}}, **_GPT_OSS),
     "deepseek_v3, balancing bias": Row(
         ("cp2 ep2", "tp4 ep4"),
         architecture="deepseek_v3",

@@ -26,7 +26,6 @@ LEAKING: dict[str, tuple[dict[str, Any], str]] = {
     "gptj": ({}, "does not attend by"),
     "llama4_text": ({"layer_types": ["chunked_attention", "full_attention"]}, "chunked_attention"),
     "phimoe": ({"sliding_window": 8}, "sliding_window of 8 stands in the mask argument alone"),
-    "gpt_oss": ({}, "attention sinks"),
 }
 APART = (
     "llama",
@@ -46,6 +45,7 @@ APART = (
     "granite",
     "cohere2",
     "exaone4",
+    "gpt_oss",
 )
 
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from test_moe import make_moe
+from test_policy_forward import assert_scored_as_by_transformers, plain_scorer
 from torch import Tensor
 
-from spmdrl.model import attention, sinks
+from spmdrl.model import sinks
 from spmdrl.model.attention import KERNELS
 from spmdrl.model.packing import make_packing
 
@@ -170,8 +173,34 @@ def test_so_it_is_with_the_kernels_of_cuda(kernel, window):
         assert (ours.cpu().double() - right).norm() < limit * right.norm()
 
 
-def test_sinks_beside_a_softcap_are_refused():
+@pytest.mark.parametrize(
+    "option, what",
+    [
+        ({"softcap": 30.0}, "attention sinks beside a softcap"),
+        ({"block_indices": 1}, "asks for block_indices"),
+        ({"is_causal": False}, "bidirectional attention"),
+    ],
+)
+def test_what_attention_would_leave_out_is_refused(option, what):
     packing = make_packing(LENGTHS, CPU, padded=True)
     q, k, v, own, _ = _drawn(LENGTHS, LENGTHS, dtype=torch.float32)
-    with pytest.raises(ValueError, match="attention sinks beside a softcap"):
-        attention.KERNELS["padded"](MODULE, q, k, v, None, packing=packing, softcap=30.0, s_aux=own)
+    with pytest.raises(ValueError, match=what):
+        KERNELS["padded"](MODULE, q, k, v, None, packing=packing, s_aux=own, **option)
+
+
+# --------------------------------------------------------------------------- GPT-OSS
+
+
+@pytest.fixture(scope="module")
+def gpt_oss(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny mixture with windows of 6 in every other layer and sinks of both signs."""
+    fields = {"sliding_window": 6}
+    return make_moe(tmp_path_factory.mktemp("gpt_oss"), "gpt_oss", hf_config=fields)
+
+
+def test_scores_and_gradients_are_those_of_plain_transformers(gpt_oss):
+    hf_model, scorer = plain_scorer(gpt_oss)
+    parameters = dict(hf_model.named_parameters())
+    assert_scored_as_by_transformers(gpt_oss, scorer, parameters)
+    grads = [p.grad.abs().max() for name, p in parameters.items() if name.endswith(".sinks")]
+    assert len(grads) == 2 and min(grads) > 1e-3

@@ -91,6 +91,20 @@ def test_latent_attention_is_split_by_heads_and_a_mixture_is_left_alone():
         assert {dim for name, dim in dims.items() if name.startswith("mlp.")} == {None}
 
 
+def test_attention_with_sinks_is_split_by_heads_and_they_with_it():
+    model = model_of("gpt_oss")  # its own plan has the output head alone
+    styles = tp_styles(model)
+    own = {"q_proj": "colwise", "k_proj": "colwise", "v_proj": "colwise", "o_proj": "rowwise"}
+    assert styles == {
+        f"model.layers.{i}.self_attn.{name}": style
+        for i in range(2)
+        for name, style in {**own, "sinks": "colwise"}.items()
+    }
+    assert why_never(model) == ""
+    dims = {w.name: w.tp_dim for w in model_shape(model).blocks[1].weights}
+    assert dims["self_attn.sinks"] == 0 and dims["self_attn.o_proj.bias"] is None
+
+
 def test_a_plan_that_is_missing_or_has_an_unknown_style_is_named():
     model = model_of("qwen2")
     model._tp_plan = {"model.layers.*.mlp.up_proj": "sideways"}
@@ -121,7 +135,7 @@ def test_experts_and_latent_attention_are_refused_where_tokens_cannot_be_sharded
 @pytest.mark.parametrize(
     "kind, says",
     [
-        ("gpt_oss", "GptOssForCausalLM has no tensor-parallel plan of its own"),
+        ("phimoe", "PhimoeForCausalLM has no tensor-parallel plan of its own"),
         ("qwen3_next", "experts and latent attention need tokens sharded between layers"),
     ],
 )

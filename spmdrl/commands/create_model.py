@@ -16,7 +16,16 @@ if TYPE_CHECKING:  # and in the functions: `--help` needs none of it
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 Architecture = Literal[
-    "qwen3", "qwen2", "llama", "gemma2", "gemma3", "mistral", "qwen3_moe", "mixtral", "deepseek_v3"
+    "qwen3",
+    "qwen2",
+    "llama",
+    "gemma2",
+    "gemma3",
+    "mistral",
+    "qwen3_moe",
+    "mixtral",
+    "deepseek_v3",
+    "gpt_oss",
 ]
 
 # gemma3 without its vision tower has a model type of its own.
@@ -53,8 +62,8 @@ def create_model(
         heads: query heads per block; must divide hidden_size.
         kv_heads: key/value heads per block; must divide heads.
         intermediate: width of the MLP, or of each expert.
-        moe_experts: experts per layer of a mixture of experts (qwen3_moe, mixtral, deepseek_v3),
-            of which two serve each token; deepseek_v3 needs a multiple of 4. Others have none.
+        moe_experts: experts per layer of a mixture (qwen3_moe, mixtral, deepseek_v3, gpt_oss), of
+            which two serve each token; deepseek_v3 needs a multiple of 4. Others have none.
         tokenizer: `characters` (one token per ASCII character), or one to take along.
         chat_template: give the character tokenizer a chat template.
         max_positions: longest sequence in tokens.
@@ -121,6 +130,8 @@ def _mixture(architecture: Architecture, *, experts: int, sizes: dict[str, Any])
             moe_intermediate_size=width,
             norm_topk_prob=True,
         )
+    if architecture == "gpt_oss":
+        return dict(num_local_experts=experts, num_experts_per_tok=2)
     if architecture == "mixtral":
         return dict(num_local_experts=experts, num_experts_per_tok=2, sliding_window=None)
     if architecture != "deepseek_v3":
@@ -164,12 +175,13 @@ def _make_config(
         eos_token_id=words.eos_token_id,
         pad_token_id=words.pad_token_id,
     )
-    if architecture in ("gemma2", "gemma3"):
+    if architecture in ("gemma2", "gemma3", "gpt_oss"):
         # Both kinds of layer in a model of any depth, and a window that short texts leave:
         # otherwise half of the attention code would never run at this size.
         kinds = ("sliding_attention", "full_attention")
         fields["layer_types"] = [kinds[i % 2] for i in range(sizes["num_hidden_layers"])]
         fields["sliding_window"] = 32
+    if architecture in ("gemma2", "gemma3"):
         fields["query_pre_attn_scalar"] = sizes["head_dim"]
     return AutoConfig.for_model(_MODEL_TYPES.get(architecture, architecture), **fields)
 

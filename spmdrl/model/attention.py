@@ -10,7 +10,7 @@ are padded inside attention only, in groups of similar length.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
@@ -23,6 +23,9 @@ from spmdrl.model.packing import SHORT, Packing, Pad, Unpad
 from spmdrl.model.shards import to_local
 from spmdrl.model.sinks import FlashWithSinks, with_sink_keys, with_sink_scores
 from spmdrl.world.torch_internals import varlen
+
+_CHOOSING = ("indices", "block_indices", "position_bias")
+"""Keyword arguments by which models choose keys, or weigh them, beside the mask."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +73,8 @@ def _kernel(
         model_kwargs: whatever else the model hands to attention; the interface requires it.
     Returns: [1, T, Hq, Dv] and None (no attention weights).
     """
-    check_supported(module, attention_mask, dropout, s_aux, softcap)
+    asked = {"dropout": dropout, "softcap": softcap, "s_aux": s_aux, **model_kwargs}
+    check_supported(module, attention_mask, asked)
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     how = Weighing(scaling, sliding_window, softcap, to_local(s_aux))
     return attend(q, k, v, packing, how)[None], None
@@ -225,18 +229,23 @@ def _is_visible(length: int, keys: int, *, window: int | None, device: torch.dev
 
 
 def check_supported(
-    module: nn.Module,
-    attention_mask: Tensor | None,
-    dropout: float,
-    s_aux: Tensor | None,
-    softcap: float | None,
+    module: nn.Module, attention_mask: Tensor | None, options: Mapping[str, object]
 ) -> None:
-    """Refuse what packed attention would silently leave out."""
+    """Refuse what packed attention would silently leave out.
+
+    Args:
+        options: keyword arguments that the model gives to its attention.
+    Raises: ValueError.
+    """
+    dropout, chooses = options.get("dropout"), [n for n in _CHOOSING if options.get(n) is not None]
+    has_both = options.get("s_aux") is not None and options.get("softcap") is not None
+    is_causal = getattr(module, "is_causal", True) and options.get("is_causal") is not False
     for is_present, what in (
         (attention_mask is not None, "an attention mask"),
         (dropout, f"attention dropout {dropout}"),
-        (s_aux is not None and softcap is not None, "attention sinks beside a softcap"),
-        (not getattr(module, "is_causal", True), "bidirectional attention"),
+        (has_both, "attention sinks beside a softcap"),
+        (chooses, " and ".join(chooses)),
+        (not is_causal, "bidirectional attention"),
     ):
         if is_present:
             raise ValueError(

@@ -39,8 +39,6 @@ def _leaks(hf_model: nn.Module) -> Iterator[str]:
         if not attention:
             mixers = ", ".join(type(child).__name__ for child in block.children())
             yield f"{name} ({mixers}) does not attend by transformers' attention interface"
-        if any(hasattr(part, "sinks") for part in attention):
-            yield f"{name} has attention sinks, which the attention here does not know"
     kinds = {*(getattr(config, "layer_types", None) or ())} - _KNOWN_LAYERS
     if kinds:
         yield f"its layer_types name {', '.join(sorted(kinds))}"

@@ -5,9 +5,9 @@ or a token). No kernel knows them, and two ways lead there without one:
 
 - as a key: queries get a feature that holds their head's sink, keys one that is 0, and a key is
   added of which this feature alone is 1. Any kernel with gradients then serves.
-- after a kernel that returns lse, the logs of the softmax's sums: with the sink in them,
-  lse' = log(exp(lse) + exp(sink)), and out' = out * exp(lse - lse'). Given out' and lse', the kernel's
-  backward pass computes the weights exp(score - lse') and the sum over all of them of weight times
+- after a kernel that returns lse, the logs of the softmax's sums: with the sink in them, lse2 =
+  log(exp(lse) + exp(sink)), and out2 = out * exp(lse - lse2). Given out2 and lse2, the kernel's
+  backward pass computes the weights exp(score - lse2) and the sum over all of them of weight times
   gradient, to which the sink, whose value is 0, adds nothing: its gradients of queries, keys and
   values are right as they are.
 

@@ -70,7 +70,7 @@ class Attend:
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, packing: Packing, sinks: Tensor | None
     ) -> Tensor:
-        """Return [1, T, Hq, Dv] of query [1, Hq, T, D], its keys and values, and its heads' sinks."""
+        """Return [1, T, Hq, Dv] of query [1, Hq, T, D], its keys, values and heads' sinks."""
         inputs = (self.module, query, key, value, self.attention_mask)
         return self.kernel(*inputs, packing=packing, s_aux=sinks, **self.options)[0]
 
@@ -171,8 +171,7 @@ def _ring(
     options = attend.options
     if options.get("sliding_window") is not None or options.get("softcap") is not None:
         return _gathered(query, key, value, packing, attend)
-    dropout = options.get("dropout", 0.0)
-    check_supported(attend.module, attend.attention_mask, dropout, attend.sinks, None)
+    check_supported(attend.module, attend.attention_mask, options)
     scaling = options.get("scaling")
     out = ring.Ring.apply(
         *(x[0].transpose(0, 1).contiguous() for x in (query, key, value)),

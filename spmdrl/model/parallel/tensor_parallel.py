@@ -25,7 +25,7 @@ from spmdrl.model.blocks import experts_parameters
 from spmdrl.model.lora.layers import plus_adapter
 from spmdrl.model.parallel import sequence_parallel
 from spmdrl.model.parallel.collectives import Exchange, added, gathered, same, with_gradient
-from spmdrl.model.parallel.tp_plan import PARTIAL, tp_styles
+from spmdrl.model.parallel.tp_plan import PARTIAL, SPLIT_DIMS, tp_styles
 from spmdrl.world.torch_internals import put_parameter
 
 log = logging.getLogger(__name__)
@@ -92,6 +92,11 @@ def apply_tp(hf_model: nn.Module, mesh: DeviceMesh) -> dict[str, str]:
         elif style is not None:
             _apply_style(module, style, mesh=mesh, edges=edges)
             partial |= _shard_adapter(module, style, name=name, mesh=mesh)
+    for name, _ in list(hf_model.named_parameters()):
+        dim = SPLIT_DIMS.get(styles.get(name, PARTIAL))
+        if dim is not None:  # a parameter that has a style itself: sinks, one per head
+            place, _, key = name.rpartition(".")
+            _shard(hf_model.get_submodule(place), key, dim=dim, mesh=mesh)
     head, embedding = hf_model.get_output_embeddings(), hf_model.get_input_embeddings()
     is_tied = getattr(hf_model.config, "tie_word_embeddings", False)
     if head is not None and not (head.weight is embedding.weight or is_tied):

@@ -1,9 +1,9 @@
 """What tensor parallelism makes of each part of a model: its style, read off the model.
 
 transformers' models have a plan of their own, {name pattern: style}. Three things are added: latent
-attention (DeepSeek's), of which some plans say nothing, is split by heads; so are norms of queries
-and keys by head, which some plans forget; and a mixture of experts is left alone, since each rank
-computes it for its own tokens.
+attention (DeepSeek's) and attention with sinks (GPT-OSS's), of which some plans say nothing, are
+split by heads; so are norms of queries and keys by head, which some plans forget; and a mixture of
+experts is left alone, since each rank computes it for its own tokens.
 """
 
 from __future__ import annotations
@@ -29,6 +29,14 @@ SPLIT_DIMS: dict[str, int | None] = {
 """Dim of a weight that each style shards; None: none."""
 _LATENT = {"q_proj": "colwise", "q_b_proj": "colwise", "kv_b_proj": "colwise", "o_proj": "rowwise"}
 """Of latent attention's parts; the others make what all heads share (arXiv 2405.04434, 2.1)."""
+_WITH_SINKS = {
+    "q_proj": "colwise",
+    "k_proj": "colwise",
+    "v_proj": "colwise",
+    "o_proj": "rowwise",
+    "sinks": "colwise",
+}
+"""Of attention that has these parts and no others."""
 
 
 def tp_styles(hf_model: nn.Module) -> dict[str, str]:
@@ -37,7 +45,8 @@ def tp_styles(hf_model: nn.Module) -> dict[str, str]:
     The output head has none here: whether it is split depends on whether it is the embedding.
     """
     own = tp_plan(hf_model)
-    plan = {**_norms_plan(hf_model, own), **own, **_latent_plan(hf_model)}
+    added = {**_norms_plan(hf_model, own), **_sinks_plan(hf_model)}
+    plan = {**added, **own, **_latent_plan(hf_model)}
     head, inside = hf_model.get_output_embeddings(), tuple(f"{n}." for n in mixtures(hf_model))
     places = [n for n, m in hf_model.named_modules() if m is not head]
     places += [n for n, _ in hf_model.named_parameters()]
@@ -60,6 +69,15 @@ def _norms_plan(hf_model: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
         if plan.get(_pattern(f"{name}.q_proj")) == "colwise"
         for own, child in module.named_children()
         if (shapes := [p.dim() for p in child.parameters()]) and max(shapes) == 1
+    }
+
+
+def _sinks_plan(hf_model: nn.Module) -> dict[str, str]:
+    return {
+        _pattern(f"{name}.{part}"): style
+        for name, module in hf_model.named_modules()
+        if {part.partition(".")[0] for part, _ in module.named_parameters()} == _WITH_SINKS.keys()
+        for part, style in _WITH_SINKS.items()
     }
 
 
