@@ -11,6 +11,7 @@ HOMES = (
     "spmdrl/world/torch_internals.py",
     "spmdrl/model/transformers_internals.py",
     "spmdrl/engine/vllm_internals.py",
+    "spmdrl/engine/vllm_backend.py",  # a patch of its Transformers backend
     "spmdrl/engine/vllm_cpu.py",  # patches of its CPU build
 )
 # The parsers are a documented plugin interface, and are needed below the engines.

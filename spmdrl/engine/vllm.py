@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+import spmdrl.engine.vllm_backend as vllm_backend
 import spmdrl.engine.vllm_cpu as vllm_cpu
 import spmdrl.engine.vllm_internals as vllm_internals
 from spmdrl.config import Config
@@ -72,8 +73,10 @@ class VllmEngine:
 
     def _build(self, *, on_cpu: bool) -> None:
         cfg = self.cfg
+        vllm_backend.keep_transformers_classes()
         if on_cpu:
             vllm_cpu.keep_linear_weights_live()
+            vllm_cpu.keep_convolutions_live()
             vllm_cpu.keep_expert_weights_live()
         self._llm = vllm_internals.make_llm(engine_arguments(cfg, on_cpu=on_cpu))
         if vllm_internals.seeds_by_numpy(self._llm):

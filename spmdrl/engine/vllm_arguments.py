@@ -34,10 +34,9 @@ def engine_arguments(cfg: Config, *, on_cpu: bool) -> dict[str, Any]:
 
 def _defaults(cfg: Config, *, on_cpu: bool) -> dict[str, Any]:
     """Return what holds where engine.options says nothing else."""
-    shared: dict[str, Any] = {"enable_prefix_caching": True}
     if on_cpu:
-        return shared | {"enable_sleep_mode": False}
-    shared |= {"enable_sleep_mode": cfg.layout.roles.shares_devices}
+        return {"enable_sleep_mode": False}
+    shared: dict[str, Any] = {"enable_sleep_mode": cfg.layout.roles.shares_devices}
     options, kernels = cfg.engine.options, cfg.engine.options.get("kernel_config")
     said = {*options, *(kernels if isinstance(kernels, Mapping) else ())}
     if "enable_flashinfer_autotune" not in said:

@@ -5,12 +5,16 @@ patches, and when it can go.
 
 keep_linear_weights_live   model_executor.layers.utils.dispatch_cpu_unquantized_gemm
                                                             once CPU linears may stay unpacked
+keep_convolutions_live     _custom_ops.causal_conv1d_fwd_cpu, causal_conv1d_update_cpu (0.32, 0.33)
+                                                            with the first
 keep_expert_weights_live   fused_moe.experts.cpu_moe.CPUUnquantizedExperts (0.32, 0.33)
                                                             once CPU experts may stay unpacked
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import torch
@@ -28,6 +32,29 @@ def keep_linear_weights_live() -> None:
         layer.cpu_linear = nn.functional.linear
 
     utils.dispatch_cpu_unquantized_gemm = unpacked
+
+
+def keep_convolutions_live() -> None:
+    """Have convolutions over tokens take their weights as they were loaded.
+
+    On CPUs with AVX512-bf16 vLLM packs these weights where it packs those of linear layers, which
+    `keep_linear_weights_live` prevents, and tells the kernels that they are packed.
+    """
+    from vllm import _custom_ops
+
+    for name in ("causal_conv1d_fwd_cpu", "causal_conv1d_update_cpu"):
+        kernel = getattr(_custom_ops, name, None)
+        if kernel is not None and not hasattr(kernel, "__wrapped__"):
+            setattr(_custom_ops, name, _of_unpacked(kernel))
+
+
+def _of_unpacked(kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    @wraps(kernel)
+    def call(*, weight: Tensor, is_weight_packed: bool, **others: Any) -> Tensor:
+        """weight: [channels, 1, width], or without its second dim."""
+        return kernel(weight=weight.flatten(1), is_weight_packed=False, **others)
+
+    return call
 
 
 def keep_expert_weights_live() -> None:

@@ -1,5 +1,5 @@
 """All that this program knows of vLLM: the one file that imports it, but for its tool-call parsers
-and the patches of its CPU build, vllm_cpu.py.
+and patches, in vllm_backend.py (of its Transformers backend) and vllm_cpu.py (of its CPU build).
 
 Serves vLLM 0.24 to 0.33; what says so, 0.32 and 0.33 only. Per line: the name here, vLLM's own, and
 when it can go.
@@ -156,9 +156,11 @@ def make_llm(arguments: Mapping[str, Any]) -> Any:
             return smallest.tolist()
 
     num_threads = torch.get_num_threads()
-    llm = LLMEngine.from_engine_args(
-        EngineArgs(distributed_executor_backend=InWorldExecutor, **arguments)
-    )
+    asked = EngineArgs(distributed_executor_backend=InWorldExecutor, **arguments)
+    if asked.enable_prefix_caching is None and asked.enable_chunked_prefill is False:
+        # vLLM keeps states of layers (SSM and the like) at the ends of chunks alone.
+        asked.enable_prefix_caching = not asked.create_model_config().has_inner_state
+    llm = LLMEngine.from_engine_args(asked)
     torch.set_num_threads(num_threads)  # it leaves one where OMP_NUM_THREADS says nothing
     return llm
 

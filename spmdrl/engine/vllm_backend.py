@@ -1,0 +1,76 @@
+"""A patch of vLLM's Transformers backend, without which no trainer can stand beside its engines.
+
+Serves vLLM 0.24 to 0.33.
+
+keep_transformers_classes  models.transformers.base.Base, support_torch_compile
+                                                    once it decorates classes of its own
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+_ADDED = ("__init__", "__call__", "save_aot_compiled_function", "_ignore_compile_vllm")
+
+
+def keep_transformers_classes() -> None:
+    """Have engines of that backend hold a subclass of transformers' class instead of changing it.
+
+    vLLM gives the class itself a base, an `__init__` and a `__call__` of its own for good. Then no
+    model of that class can be built where no engine is (`Current vLLM config is not set`), and none
+    that was built before can be called.
+    """
+    from vllm.model_executor.models.transformers import base
+
+    if hasattr(base.Base.__init__, "__wrapped__"):
+        return
+    build, decorate = base.Base.__init__, base.support_torch_compile
+
+    def built(self: Any, **options: Any) -> None:
+        found: list[_Undecorated] = []
+
+        def noted(**settings: Any) -> Any:
+            def decorated(cls: type) -> type:
+                found.append(_Undecorated(cls))
+                return decorate(**settings)(cls)
+
+            return decorated
+
+        base.support_torch_compile = noted
+        try:
+            build(self, **options)
+        finally:
+            base.support_torch_compile = decorate
+            for before in found:
+                before.restore(self)
+
+    built.__wrapped__ = build  # type: ignore[attr-defined]
+    base.Base.__init__ = built
+
+
+class _Undecorated:
+    """A class as it was before vLLM decorated it."""
+
+    def __init__(self, cls: type):
+        self._cls, self._bases = cls, cls.__bases__
+        self._own = {name: cls.__dict__[name] for name in _ADDED if name in cls.__dict__}
+
+    def restore(self, model: nn.Module) -> None:
+        """Make the class what it was, and modules of it in `model` ones of a decorated subclass."""
+        cls = self._cls
+        added = {name: cls.__dict__[name] for name in _ADDED if name in cls.__dict__}
+        own_bases = tuple(base for base in cls.__bases__ if base not in self._bases)
+        for name in added:
+            delattr(cls, name)
+        for name, value in self._own.items():
+            setattr(cls, name, value)
+        cls.__bases__ = self._bases
+        if not own_bases:
+            return
+        name = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
+        decorated = type(cls.__name__, (cls, *own_bases), added | name)
+        for module in model.modules():
+            if type(module) is cls:
+                module.__class__ = decorated
