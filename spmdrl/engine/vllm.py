@@ -74,6 +74,7 @@ class VllmEngine:
     def _build(self, *, on_cpu: bool) -> None:
         cfg = self.cfg
         vllm_backend.keep_transformers_classes()
+        vllm_backend.keep_head_bias()
         if on_cpu:
             vllm_cpu.keep_linear_weights_live()
             vllm_cpu.keep_convolutions_live()

@@ -1,13 +1,15 @@
-"""A patch of vLLM's Transformers backend, without which no trainer can stand beside its engines.
+"""Patches of vLLM's Transformers backend, without which no trainer can stand beside its engines.
 
-Serves vLLM 0.24 to 0.33.
+Serves vLLM 0.24 to 0.33. Per line: the name here, what it patches, and when it can go.
 
 keep_transformers_classes  models.transformers.base.Base, support_torch_compile
                                                     once it decorates classes of its own
+keep_head_bias             ParallelLMHead._register_bias   once a second loading keeps the bias
 """
 
 from __future__ import annotations
 
+from functools import wraps
 from typing import Any
 
 from torch import nn
@@ -28,6 +30,7 @@ def keep_transformers_classes() -> None:
         return
     build, decorate = base.Base.__init__, base.support_torch_compile
 
+    @wraps(build)
     def built(self: Any, **options: Any) -> None:
         found: list[_Undecorated] = []
 
@@ -46,8 +49,26 @@ def keep_transformers_classes() -> None:
             for before in found:
                 before.restore(self)
 
-    built.__wrapped__ = build  # type: ignore[attr-defined]
     base.Base.__init__ = built
+
+
+def keep_head_bias() -> None:
+    """Have every loading of weights write the head's bias in place.
+
+    That backend makes the bias as it loads it, and so another one in each later loading.
+    """
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
+    register = getattr(ParallelLMHead, "_register_bias", None)
+    if register is None or hasattr(register, "__wrapped__"):
+        return
+
+    @wraps(register)
+    def register_once(self: Any) -> None:
+        if getattr(self, "bias", None) is None:
+            register(self)
+
+    ParallelLMHead._register_bias = register_once
 
 
 class _Undecorated:
@@ -60,7 +81,9 @@ class _Undecorated:
     def restore(self, model: nn.Module) -> None:
         """Make the class what it was, and modules of it in `model` ones of a decorated subclass."""
         cls = self._cls
-        added = {name: cls.__dict__[name] for name in _ADDED if name in cls.__dict__}
+        added: dict[str, Any] = {
+            name: cls.__dict__[name] for name in _ADDED if name in cls.__dict__
+        }
         own_bases = tuple(base for base in cls.__bases__ if base not in self._bases)
         for name in added:
             delattr(cls, name)
@@ -69,8 +92,8 @@ class _Undecorated:
         cls.__bases__ = self._bases
         if not own_bases:
             return
-        name = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
-        decorated = type(cls.__name__, (cls, *own_bases), added | name)
+        added.update(__module__=cls.__module__, __qualname__=cls.__qualname__)
+        decorated = type(cls.__name__, (cls, *own_bases), added)
         for module in model.modules():
             if type(module) is cls:
                 module.__class__ = decorated
