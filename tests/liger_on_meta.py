@@ -37,7 +37,7 @@ def main() -> dict[str, list[str]]:
     """Return {family and kind: names of what computes its norms}."""
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-    from spmdrl.model.blocks import experts_modules
+    from spmdrl.model.blocks import base_of, experts_modules
     from spmdrl.model.transformers_internals import apply_liger
 
     FAMILIES.update(MORE)
@@ -51,7 +51,8 @@ def main() -> dict[str, list[str]]:
     found = {}
     for name, model in models.items():
         norms = [m for n, m in model.named_modules() if n.endswith("layernorm")]
-        is_done = apply_liger(model, has_rope=True, is_dense=not experts_modules(model))
+        is_dense = not experts_modules(model)
+        is_done = apply_liger(model, base_of(model)[1], has_rope=True, is_dense=is_dense)
         assert is_done, name
         found[name] = sorted({norm.forward.__qualname__ for norm in norms})
     return found

@@ -61,7 +61,7 @@ def test_a_forward_pass_has_as_many_operations_as_torch_counts(family):
 def test_a_backward_pass_has_twice_the_operations_of_a_forward_pass():
     model, scorer, work = _scorer("qwen3")
     with FlopCounterMode(display=False) as forward:
-        states = scorer(work, lambda before, weight, targets: before)
+        states = scorer(work, lambda before, *rows, targets: before)
     with FlopCounterMode(display=False) as backward:
         states.sum().backward()
     assert backward.get_total_flops() == 2 * forward.get_total_flops()

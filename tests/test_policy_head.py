@@ -20,10 +20,15 @@ def _inputs(dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, ...]:
     return hidden.to(dtype), weight.to(dtype), targets, upstream
 
 
-def _reference(options: HeadOptions) -> tuple[torch.Tensor, ...]:
+def _bias() -> torch.Tensor:
+    return torch.linspace(-1.5, 2.0, V).cos()
+
+
+def _reference(options: HeadOptions, *, has_bias: bool = False) -> tuple[torch.Tensor, ...]:
     hidden, weight, targets, upstream = _inputs()
     hidden, weight = hidden.double().requires_grad_(), weight.double().requires_grad_()
-    logits = hidden @ weight.t() * options.scale
+    bias = (_bias() * has_bias).double().requires_grad_()
+    logits = (hidden @ weight.t() + bias) * options.scale
     if options.softcap is not None:
         logits = options.softcap * torch.tanh(logits / options.softcap)
     logp = torch.log_softmax(logits / options.temperature, dim=-1)
@@ -31,23 +36,28 @@ def _reference(options: HeadOptions) -> tuple[torch.Tensor, ...]:
     entropy = -(logp.exp() * logp).sum(-1)
     (logprobs * upstream[0] + entropy * upstream[1]).sum().backward()
     squares = logp.exp().square().sum(-1)
-    return logprobs.detach(), entropy.detach(), hidden.grad, weight.grad, squares.detach()
+    own = [bias.grad] if has_bias else []
+    return logprobs.detach(), entropy.detach(), hidden.grad, weight.grad, squares.detach(), *own
 
 
-def _ours(options: HeadOptions, rows: slice = slice(None)) -> tuple[torch.Tensor, ...]:
+def _ours(
+    options: HeadOptions, rows: slice = slice(None), *, has_bias: bool = False
+) -> tuple[torch.Tensor, ...]:
     hidden, weight, targets, upstream = _inputs()
     hidden = hidden.requires_grad_()
     weight = weight[rows].clone().requires_grad_()
-    logprobs, entropy = logprobs_and_entropy(hidden, weight, targets=targets, options=options)
+    bias = _bias()[rows].clone().requires_grad_() if has_bias else None
+    logprobs, entropy = logprobs_and_entropy(hidden, weight, bias, targets=targets, options=options)
     (logprobs * upstream[0] + entropy * upstream[1]).sum().backward()
-    again = with_square_probs(hidden, weight, targets=targets, options=options)
+    again = with_square_probs(hidden, weight, bias, targets=targets, options=options)
     assert torch.equal(again[0], logprobs) and torch.equal(again[1], entropy)
-    return logprobs.detach(), entropy.detach(), hidden.grad, weight.grad, again[2]
+    own = [] if bias is None else [bias.grad]
+    return logprobs.detach(), entropy.detach(), hidden.grad, weight.grad, again[2], *own
 
 
 def _assert_equal(ours: tuple[torch.Tensor, ...], reference: tuple[torch.Tensor, ...]) -> None:
-    names = ("logprobs", "entropy", "grad hidden", "grad weight", "squared probabilities")
-    for name, a, b in zip(names, ours, reference, strict=True):
+    names = ("logprobs", "entropy", "grad hidden", "grad weight", "squares", "grad bias")
+    for name, a, b in zip(names[: len(reference)], ours, reference, strict=True):
         gap = (a.double() - b).abs().max().item()
         assert gap < 2e-5, f"{name}: max difference {gap}"
 
@@ -59,7 +69,8 @@ def _assert_equal(ours: tuple[torch.Tensor, ...], reference: tuple[torch.Tensor,
 )
 def test_values_and_gradients_equal_the_full_softmax(chunk, temperature, softcap, scale):
     options = HeadOptions(chunk_tokens=chunk, temperature=temperature, softcap=softcap, scale=scale)
-    _assert_equal(_ours(options), _reference(options))
+    for has_bias in (False, True):
+        _assert_equal(_ours(options, has_bias=has_bias), _reference(options, has_bias=has_bias))
 
 
 def test_chunking_changes_no_value():
@@ -110,10 +121,9 @@ def _half_vocabulary() -> bool:
         options = HeadOptions(
             chunk_tokens=5, temperature=0.7, softcap=softcap, group=dist.group.WORLD
         )
-        logprobs, entropy, grad_hidden, grad_weight, squares = _reference(options)
-        _assert_equal(
-            _ours(options, rows), (logprobs, entropy, grad_hidden, grad_weight[rows], squares)
-        )
+        whole = _reference(options, has_bias=True)
+        parts = (*whole[:3], whole[3][rows], whole[4], whole[5][rows])
+        _assert_equal(_ours(options, rows, has_bias=True), parts)
     dist.destroy_process_group()
     return True
 

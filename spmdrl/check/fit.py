@@ -13,8 +13,10 @@ from torch import nn
 from spmdrl.check.model import MAX_RANK
 from spmdrl.config import Config
 from spmdrl.imports import attempt
+from spmdrl.model.blocks import unshardable
 from spmdrl.model.divisibility import ModelCounts, counts_of, misfits
 from spmdrl.model.file_tensors import file_tensors
+from spmdrl.model.head_form import head_form
 from spmdrl.model.load import CheckpointReader, build_meta_model, check_weights
 from spmdrl.model.lora.files import AdapterFolder
 from spmdrl.model.lora.settings import lora_form
@@ -87,6 +89,7 @@ def policy_problems(cfg: Config, hf_model: nn.Module) -> list[str]:
     counts = counts_of(hf_model)
     return [
         *_separation_problems(hf_model, at=f"model.path {cfg.model.path}"),
+        *_build_problems(hf_model, at=f"model.path {cfg.model.path}"),
         *_adapter_problems(cfg, hf_model, counts=counts),
         *_router_problems(cfg, hf_model, counts=counts),
         *_axes_problems(cfg, counts, at=f"(model.path {cfg.model.path})", is_policy=True),
@@ -109,6 +112,7 @@ def _companion_problems(cfg: Config) -> list[str]:
         with contextlib.suppress(ValueError):
             hf_model = build_meta_model(replace(cfg.model, path=path))
             problems += _separation_problems(hf_model, at=f"{field} {path}")
+            problems += _build_problems(hf_model, at=f"{field} {path}")
             at = f"({field} {path})"
             problems += _axes_problems(cfg, counts_of(hf_model), at=at, is_policy=False)
     return problems
@@ -121,6 +125,14 @@ def _separation_problems(hf_model: nn.Module, *, at: str) -> Iterator[str]:
             "into one row would not be computed as single ones are; take a model all of whose "
             "layers attend through transformers' attention interface"
         )
+
+
+def _build_problems(hf_model: nn.Module, *, at: str) -> Iterator[str]:
+    """Yield why a model's parameters cannot be sharded, or its logits not be made here."""
+    if reason := unshardable(hf_model):
+        yield f"{at}: {type(hf_model).__name__} is not served: {reason}; take another family"
+    if not hasattr(hf_model, "score"):
+        yield from (f"{at}: {reason}" for reason in refusal(lambda: head_form(hf_model)))
 
 
 def _axes_problems(cfg: Config, counts: ModelCounts, *, at: str, is_policy: bool) -> Iterator[str]:

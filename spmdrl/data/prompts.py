@@ -177,15 +177,18 @@ def check_context(
     cfg: Config,
     tokenizer: PreTrainedTokenizerBase,
     *,
-    max_positions: int,
+    max_positions: int | None,
     vocab_size: int | None = None,
 ) -> None:
     """Check that the longest sequence and the tokenizer's ids fit the model.
 
+    Args:
+        max_positions: tokens of a sequence; None for any number.
+
     Raises: ValueError with the arithmetic.
     """
     prompt, response = cfg.data.max_prompt_tokens, cfg.sampling.max_response_tokens
-    if prompt + response > max_positions:
+    if max_positions is not None and prompt + response > max_positions:
         raise ValueError(
             f"data.max_prompt_tokens {prompt} + sampling.max_response_tokens {response} = "
             f"{prompt + response} tokens, above the model's context of {max_positions}; lower one "

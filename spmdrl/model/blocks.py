@@ -10,20 +10,69 @@ from spmdrl.model.transformers_internals import block_kinds, is_experts
 def blocks(hf_model: nn.Module) -> dict[str, nn.Module]:
     """Return {name: module} of the transformer blocks, first to last.
 
-    Raises: ValueError when the model does not say what its blocks are.
+    Where a model does not say what its blocks are, they are the list of modules that holds most
+    of its parameters.
+
+    Raises: ValueError when there is none.
     """
     found = _blocks(hf_model)
     if not found:
         raise ValueError(
             f"model: {type(hf_model).__name__} names no blocks "
-            f"(_no_split_modules = {sorted(block_kinds(hf_model))}); it cannot be sharded"
+            f"(_no_split_modules = {sorted(block_kinds(hf_model))}) and has no list of layers; "
+            "it cannot be sharded"
         )
     return found
 
 
 def _blocks(hf_model: nn.Module) -> dict[str, nn.Module]:
     kinds = block_kinds(hf_model)
-    return {n: module for n, module in hf_model.named_modules() if type(module).__name__ in kinds}
+    found = {n: module for n, module in hf_model.named_modules() if type(module).__name__ in kinds}
+    if not found:
+        return _layers(hf_model)
+    # Some models name parts of their blocks too.
+    inside = {id(m) for block in found.values() for m in block.modules() if m is not block}
+    return {name: module for name, module in found.items() if id(module) not in inside}
+
+
+def _layers(hf_model: nn.Module) -> dict[str, nn.Module]:
+    """Return the items of the list of modules that holds most parameters."""
+    lists = {n: m for n, m in hf_model.named_modules() if isinstance(m, nn.ModuleList) and len(m)}
+    if not lists:
+        return {}
+    name = max(lists, key=lambda name: sum(p.numel() for p in lists[name].parameters()))
+    return {f"{name}.{index}": module for index, module in lists[name].named_children()}
+
+
+def unshardable(hf_model: nn.Module) -> str:
+    """Return why a model's parameters cannot be sharded block by block; empty if they can."""
+    seen: dict[int, str] = {}
+    for place, block in blocks(hf_model).items():
+        for name, parameter in block.named_parameters():
+            where = f"{place}.{name}"
+            if (other := seen.setdefault(id(parameter), where)) != where:
+                return f"{where} is {other} too, and blocks are gathered one by one"
+    scalars = [name for name, parameter in hf_model.named_parameters() if not parameter.dim()]
+    return f"{scalars[0]} is a parameter without dims, which FSDP2 cannot shard" if scalars else ""
+
+
+def base_of(hf_model: nn.Module) -> tuple[str, nn.Module]:
+    """Return (name, module) of what makes the states below a model's head.
+
+    A model's `base_model_prefix` may name what only another class of its family has: then it is
+    the part that holds the blocks.
+    """
+    prefix = str(getattr(hf_model, "base_model_prefix", ""))
+    base = getattr(hf_model, prefix, None) if prefix else None
+    if isinstance(base, nn.Module):
+        return prefix, base
+    name = next(iter(blocks(hf_model))).partition(".")[0]
+    return name, hf_model.get_submodule(name)
+
+
+def name_of(hf_model: nn.Module, part: nn.Module) -> str:
+    """Return the name that a model has for one of its modules."""
+    return next(name for name, module in hf_model.named_modules() if module is part)
 
 
 def mixtures(hf_model: nn.Module) -> dict[str, nn.Module]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 from spmdrl.imports import divisors
-from spmdrl.model.blocks import blocks, is_latent, mixtures
+from spmdrl.model.blocks import blocks, experts_modules, is_latent, mixtures
 from spmdrl.model.parallel import sequence_parallel
 from spmdrl.model.parallel.tp_plan import split_dim, style_problems, tp_styles
 from spmdrl.world.axes import Axes
@@ -33,6 +33,7 @@ class ModelCounts:
     intermediate: int = 0  # width of MLPs that are no mixture of experts
     vocab: int = 0
     experts: int = 0  # of a layer
+    has_own_experts: bool = False  # computed by its own code, of which nothing is known here
     other: tuple[tuple[str, int], ...] = ()  # (weight and dim, size) that tp cuts besides
     unsliced: tuple[str, ...] = ()  # kinds of layers that need whole sequences
     tp_problem: str = ""  # why it cannot be tensor-parallel over however many ranks
@@ -79,6 +80,7 @@ def counts_of(hf_model: nn.Module) -> ModelCounts:
     return replace(
         own,
         experts=next((number for number in map(count, _EXPERTS) if number), 0),
+        has_own_experts=not experts_modules(hf_model),
         other=tuple((name, size) for size, name in other.items()),
         unsliced=tuple(sorted(set(kinds) - set(_SLICED))),
         tp_problem=why_never(hf_model),
@@ -172,6 +174,11 @@ def _ep_misfits(counts: ModelCounts, ep: int, *, is_policy: bool) -> Iterator[st
     if ep > 1 and not counts.experts and is_policy:
         yield (
             f"layout.ep: {ep} with a {counts.model_type}, which has no experts; set layout.ep to 1"
+        )
+    if ep > 1 and counts.experts and counts.has_own_experts:
+        yield (
+            f"layout.ep: {ep} with a {counts.model_type}, whose experts are computed by code of "
+            "its own instead of transformers' functions for experts; set layout.ep to 1"
         )
     if counts.experts % ep:
         yield (

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from spmdrl.config import ModelSettings
@@ -40,7 +41,12 @@ def head_chunk_tokens(model: ModelSettings, hf_model: nn.Module) -> int:
 
 
 def logprobs_and_entropy(
-    hidden: Tensor, weight: Tensor, *, targets: Tensor, options: HeadOptions
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    targets: Tensor,
+    options: HeadOptions,
 ) -> tuple[Tensor, Tensor]:
     """Score one target per position under softmax(logits / temperature).
 
@@ -48,18 +54,24 @@ def logprobs_and_entropy(
         hidden: [N, H] compute dtype. The state before each scored token. May be empty.
         weight: [V, H] compute dtype. Rows of this rank's part of the vocabulary; parts are
             equal in size and in the order of the ranks of `options.group`.
+        bias: [V] compute dtype, of the same rows; None for a head without one.
         targets: [N] int64. Token ids in the whole vocabulary.
         options: chunk size, temperature, softcap, group.
     Returns: logprobs [N] float32 and entropy [N] float32, in nats; both differentiable in
-        hidden and weight, equal on every rank of the group.
+        hidden, weight and bias, equal on every rank of the group.
     Invariant under: chunk_tokens, the number of ranks in the group (to rounding).
     """
-    return _Head.apply(hidden, weight, targets, options)
+    return _Head.apply(hidden, weight, bias, targets, options)
 
 
 @torch.no_grad()
 def with_square_probs(
-    hidden: Tensor, weight: Tensor, *, targets: Tensor, options: HeadOptions
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    targets: Tensor,
+    options: HeadOptions,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return logprobs and entropy as `logprobs_and_entropy`, and sum_v pi_v^2: [N] float32 each.
 
@@ -67,7 +79,7 @@ def with_square_probs(
     Invariant under: chunk_tokens, the number of ranks in the group (to rounding).
     """
     logprobs, entropy, _, squares = _scores(
-        hidden, weight, _local(targets, weight, options), options, squares=True
+        hidden, weight, bias, _local(targets, weight, options), options, squares=True
     )
     return logprobs, entropy, squares
 
@@ -75,24 +87,33 @@ def with_square_probs(
 class _Head(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx, hidden: Tensor, weight: Tensor, targets: Tensor, options: HeadOptions
+        ctx,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        options: HeadOptions,
     ) -> tuple[Tensor, Tensor]:
         local = _local(targets, weight, options)
-        logprobs, entropy, log_total = _scores(hidden, weight, local, options)
-        ctx.save_for_backward(hidden, weight, local, log_total, entropy)
+        logprobs, entropy, log_total = _scores(hidden, weight, bias, local, options)
+        ctx.save_for_backward(hidden, weight, bias, local, log_total, entropy)
         ctx.options = options
         return logprobs, entropy
 
     @staticmethod
     def backward(ctx, grad_logprobs: Tensor, grad_entropy: Tensor):
-        hidden, weight, local, log_total, entropy = ctx.saved_tensors
+        hidden, weight, bias, local, log_total, entropy = ctx.saved_tensors
         options = ctx.options
         grad_hidden = torch.empty_like(hidden)
         grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
+        grad_bias = None if bias is None else grad_weight.new_zeros(bias.shape)
         for part in chunks(hidden.shape[0], options.chunk_tokens):
-            logits = scaled_logits(hidden[part], weight, options)
+            logits = scaled_logits(hidden[part], weight, options, bias=bias)
             own = [x[part] for x in (local, log_total, entropy, grad_logprobs, grad_entropy)]
-            grad = _grad_logits(logits, own, options).to(weight.dtype)
+            grad = _grad_logits(logits, own, options)
+            if grad_bias is not None:
+                grad_bias += grad.sum(dim=0)
+            grad = grad.to(weight.dtype)
             torch.mm(grad, weight, out=grad_hidden[part])
             if weight.dtype == torch.float32:
                 grad_weight.addmm_(grad.t(), hidden[part])
@@ -100,7 +121,8 @@ class _Head(torch.autograd.Function):
                 grad_weight += grad.t() @ hidden[part]
         if options.group is not None:
             dist.all_reduce(grad_hidden, group=options.group)
-        return grad_hidden, grad_weight.to(weight.dtype), None, None
+        grad_bias = None if grad_bias is None else grad_bias.to(bias.dtype)
+        return grad_hidden, grad_weight.to(weight.dtype), grad_bias, None, None
 
 
 def _local(targets: Tensor, weight: Tensor, options: HeadOptions) -> Tensor:
@@ -110,7 +132,13 @@ def _local(targets: Tensor, weight: Tensor, options: HeadOptions) -> Tensor:
 
 
 def _scores(
-    hidden: Tensor, weight: Tensor, local: Tensor, options: HeadOptions, *, squares: bool = False
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    local: Tensor,
+    options: HeadOptions,
+    *,
+    squares: bool = False,
 ) -> list[Tensor]:
     """Return what `_summarize` does for all positions, chunk by chunk: [N] float32 each."""
     count = hidden.shape[0]
@@ -118,7 +146,7 @@ def _scores(
         torch.empty(count, dtype=torch.float32, device=hidden.device) for _ in range(3 + squares)
     ]
     for part in chunks(count, options.chunk_tokens):
-        logits = scaled_logits(hidden[part], weight, options)
+        logits = scaled_logits(hidden[part], weight, options, bias=bias)
         for whole, values in zip(found, _summarize(logits, local[part], options, squares=squares)):
             whole[part] = values
     return found
@@ -129,9 +157,11 @@ def chunks(count: int, size: int) -> list[slice]:
     return [slice(start, min(start + size, count)) for start in range(0, count, size)]
 
 
-def scaled_logits(hidden: Tensor, weight: Tensor, options: HeadOptions) -> Tensor:
+def scaled_logits(
+    hidden: Tensor, weight: Tensor, options: HeadOptions, *, bias: Tensor | None = None
+) -> Tensor:
     """Return [n, V] float32 logits over temperature, of this rank's part of the vocabulary."""
-    logits = (hidden @ weight.t()).float()
+    logits = F.linear(hidden, weight, bias).float()
     if options.scale != 1.0:
         logits.mul_(options.scale)
     if options.softcap is not None:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from spmdrl.config import Config, ModelSettings
 from spmdrl.imports import is_missing_folder, refusing
+from spmdrl.model.blocks import name_of
 from spmdrl.model.file_tensors import file_tensors, live_tensors
 from spmdrl.model.shards import Held, Part
 from spmdrl.model.transformers_internals import ignored_names, initialise
@@ -102,13 +103,24 @@ def build_meta_model(
     what = f"{config.model_type} of {model.path} as a " + (
         "sequence classifier" if is_scalar else "causal language model"
     )
-    with torch.device("meta"), refusing(f"model.path: cannot build {what}", ValueError):
-        return kind.from_config(
+    # Configurations of many kinds are read by code of many kinds; all errors mean the same here.
+    what = f"model.path: cannot build {what}"
+    with torch.device("meta"), refusing(what, Exception, names_kind=True):
+        hf_model = kind.from_config(
             config,
             dtype=torch.float32,
             attn_implementation=attention,
             trust_remote_code=model.trust_remote_code,
         )
+    head, embedding = hf_model.get_output_embeddings(), hf_model.get_input_embeddings()
+    # Some say so of a head that is one of its own, and some do not say it.
+    config.tie_word_embeddings = getattr(head, "weight", None) is embedding.weight
+    return hf_model
+
+
+def max_positions(config: Any) -> int | None:
+    """Return the tokens that a sequence may have; None where the model's config names no limit."""
+    return getattr(config.get_text_config(), "max_position_embeddings", None)
 
 
 def checkpoint_shapes(cfg: Config) -> dict[str, torch.Size]:
@@ -165,8 +177,9 @@ class CheckpointReader:
     def read(self, name: str, *, start: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
         """Return one box of a tensor, in the dtype of the file, on the CPU."""
         box = tuple(slice(s, s + n) for s, n in zip(start, shape))
-        part = self._slice(name)
-        return part[box] if box else part[:]
+        if not box:  # which a slice cannot be cut from
+            return self._open(self._file_of[name]).get_tensor(name)
+        return self._slice(name)[box]
 
     def _slice(self, name: str) -> Any:
         file = self._file_of[name]
@@ -217,8 +230,11 @@ def _may_be_extra(hf_model: nn.Module, *, is_scalar: bool) -> list[str]:
     parameters: what transformers ignores, and a tied head's copy."""
     patterns = ignored_names(hf_model)
     patterns.append(r"rotary_emb\.inv_freq$")  # stored by old versions, computed by us
-    if hf_model.config.tie_word_embeddings or is_scalar:
-        patterns.append(r"^lm_head\.weight$")
+    if is_scalar:
+        patterns.append(r"^(lm_head|embed_out)\.(weight|bias)$")
+    elif hf_model.config.tie_word_embeddings:
+        head = name_of(hf_model, hf_model.get_output_embeddings())
+        patterns.append(rf"^{re.escape(head)}\.weight$")
     return patterns
 
 

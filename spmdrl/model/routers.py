@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from spmdrl.model.blocks import experts_modules
+from spmdrl.model.blocks import base_of, experts_modules
 
 BIAS = "e_score_correction_bias"
 
@@ -37,7 +37,7 @@ class RoutedLayer:
 def routed_layers(hf_model: nn.Module) -> list[RoutedLayer]:
     """Return the layers with experts, first to last."""
     experts = list(experts_modules(hf_model).values())
-    recorders = getattr(hf_model.base_model, "_can_record_outputs", None) or {}
+    recorders = getattr(base_of(hf_model)[1], "_can_record_outputs", None) or {}
     recorder = recorders.get("router_logits")
     kind = getattr(recorder, "target_class", None)
     found = [m for m in hf_model.modules() if kind is not None and type(m) is kind]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -11,13 +12,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from spmdrl.model.blocks import base_of, name_of
 from spmdrl.model.head import HeadOptions, logprobs_and_entropy
+from spmdrl.model.head_form import head_form
 from spmdrl.model.parallel.row_slices import RowSlice, Slicing, make_slice
 from spmdrl.model.shards import to_local
 
 Head = Callable[..., Any]
-"""From the states before scored tokens [n, H], this rank's rows of the vocabulary [V, H] and, as
-`targets`, these tokens [n] to tensors [n, ...] and sums over them; see RowSlice.join_scored."""
+"""From the states before scored tokens [n, H], this rank's rows of the vocabulary [V, H], their
+bias [V] or None and, as `targets`, these tokens [n] to tensors [n, ...] and sums over them; see
+RowSlice.join_scored."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +92,7 @@ class Scorer(nn.Module):
         chunk_tokens: positions whose logits exist at once.
         temperature: of the distribution that is scored.
         tp_group: ranks among which the head's rows are sharded; None when they are not.
-    Raises: ValueError for a head with a bias.
+    Raises: ValueError for a model whose head makes logits in another way; see head_form.
     """
 
     def __init__(
@@ -100,25 +104,16 @@ class Scorer(nn.Module):
         tp_group: dist.ProcessGroup | None,
     ):
         super().__init__()
-        head, embedding = hf_model.get_output_embeddings(), hf_model.get_input_embeddings()
-        if head is None or getattr(head, "bias", None) is not None:
-            raise ValueError(
-                f"model: the output head of {type(hf_model).__name__} is missing or "
-                "has a bias, which the logprob head does not support"
-            )
-        config = hf_model.config
-        is_tied = bool(config.tie_word_embeddings)
-        assert is_tied or head.weight is not embedding.weight
-        self.base = hf_model.base_model
-        self.lm_head = None if is_tied else head
-        scale = getattr(config, "logit_scale", None) or 1.0
-        scale /= getattr(config, "logits_scaling", None) or 1.0
+        form, head = head_form(hf_model), hf_model.get_output_embeddings()
+        _, self.base = base_of(hf_model)
+        self._is_tied = bool(hf_model.config.tie_word_embeddings)
+        self.lm_head = _own_part(head) if self._is_tied else head
         self.head_options = HeadOptions(
             chunk_tokens=chunk_tokens,
             temperature=temperature,
             group=tp_group,
-            scale=scale,
-            softcap=getattr(config, "final_logit_softcapping", None),
+            scale=form.scale,
+            softcap=form.softcap,
         )
 
     def forward(self, row: ScoredRow, head: Head | None = None) -> Any:
@@ -128,12 +123,31 @@ class Scorer(nn.Module):
             head: what to make of the states instead.
         """
         hidden, own = _states(self.base, row.own), row.own
-        rows = self.base.get_input_embeddings() if self.lm_head is None else self.lm_head
-        weight = to_local(rows.weight)
-        before = hidden.index_select(0, own.before)
-        if head is not None:
-            return head(before, weight, targets=own.targets)
-        return logprobs_and_entropy(before, weight, targets=own.targets, options=self.head_options)
+        rows: Any = self.base.get_input_embeddings() if self._is_tied else self.lm_head
+        weight, bias = to_local(rows.weight), to_local(getattr(self.lm_head, "bias", None))
+        head = head or partial(logprobs_and_entropy, options=self.head_options)
+        return head(hidden.index_select(0, own.before), weight, bias, targets=own.targets)
+
+
+class _OwnPart(nn.Module):
+    """What a head has besides the embedding's rows."""
+
+    def __init__(self, bias: nn.Parameter):
+        super().__init__()
+        self.bias = bias
+
+
+def _own_part(head: nn.Module) -> nn.Module | None:
+    bias = getattr(head, "bias", None)
+    return None if bias is None else _OwnPart(bias)
+
+
+def scorer_prefixes(hf_model: nn.Module) -> dict[str, str]:
+    """Return {a child of the scorer: the name that the model has for it}."""
+    prefixes = {"base": base_of(hf_model)[0], "score": "score"}
+    if head := hf_model.get_output_embeddings():
+        prefixes["lm_head"] = name_of(hf_model, head)
+    return prefixes
 
 
 def _states(base: nn.Module, own: RowSlice) -> Tensor:
@@ -156,7 +170,7 @@ class Valuer(nn.Module):
 
     def __init__(self, hf_model: nn.Module):
         super().__init__()
-        self.base, self.score = hf_model.base_model, hf_model.score
+        (_, self.base), self.score = base_of(hf_model), hf_model.score
 
     def forward(self, row: ScoredRow) -> Tensor:
         """Return the value after each token of the slice: [t] float32."""

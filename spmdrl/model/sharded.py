@@ -36,7 +36,7 @@ from spmdrl.model.parallel.fsdp import reshard
 from spmdrl.model.parallel.layout import give_storage, lay_out, slicing_of
 from spmdrl.model.parallel.row_slices import Slicing
 from spmdrl.model.parallel.tensor_parallel import sum_replicated_gradients
-from spmdrl.model.scorer import Head, ScoredRow, make_row
+from spmdrl.model.scorer import Head, ScoredRow, make_row, scorer_prefixes
 from spmdrl.model.shards import local_part, write
 from spmdrl.world import World
 from spmdrl.world.axes import axes_of
@@ -94,7 +94,7 @@ class ShardedModel:
             for parameter in hf_model.parameters():
                 parameter.data = parameter.data.to(master)
         self._experts = experts_parameters(hf_model)
-        self._prefix = f"{hf_model.base_model_prefix}."
+        self._prefixes = scorer_prefixes(hf_model)
         self.slicing = self._set_attention(model)
         self.row = partial(make_row, slicing=self.slicing)
         """What this model needs to score the masked tokens of a packed row; see make_row."""
@@ -159,9 +159,8 @@ class ShardedModel:
         """
         named = {}
         for name, tensor in live_tensors(self.scorer).items():
-            name = plain_name(name)
-            name = self._prefix + name[5:] if name.startswith("base.") else name
-            named[name] = tensor
+            part, _, rest = plain_name(name).partition(".")
+            named[f"{self._prefixes[part]}.{rest}"] = tensor
         return {name: named[name] for name in self._names}
 
     def state_dict(self) -> dict[str, Tensor]:

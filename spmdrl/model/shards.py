@@ -187,7 +187,7 @@ class Part:
     def as_in_file(self, values: Tensor) -> Tensor:
         """Return a view of a box of the live tensor with the dims of the file tensor."""
         others = [d for d in range(values.dim()) if d not in self.dims]
-        return values.permute(*self.dims, *others)[(..., *[0] * len(others))]
+        return values.permute((*self.dims, *others))[(..., *[0] * len(others))]
 
 
 Delta = Callable[[Box], Tensor]

@@ -119,13 +119,14 @@ class _ZeroIdle(torch.autograd.Function):
         return grad.masked_fill(is_idle.view(-1, *[1] * (grad.dim() - 1)), 0), None
 
 
-def apply_liger(hf_model: nn.Module, *, has_rope: bool, is_dense: bool) -> bool:
+def apply_liger(hf_model: nn.Module, base: nn.Module, *, has_rope: bool, is_dense: bool) -> bool:
     """Put liger's RMSNorm, RoPE and gated-MLP kernels into the model (CUDA only).
 
     Its cross entropy stays out: logprobs come from our own head. So does its MLP where there are
     experts: those are transformers' grouped matrix products.
 
     Args:
+        base: what is below the model's head.
         has_rope: False leaves RoPE to the model. Liger's may write into the query and key that it
             is given, which selective checkpointing keeps and would have rotated once more.
         is_dense: without experts.
@@ -148,7 +149,7 @@ def apply_liger(hf_model: nn.Module, *, has_rope: bool, is_dense: bool) -> bool:
         try:
             put(model=hf_model)
         except TypeError:  # it knows some scorers by what is below their head alone
-            put(model=hf_model.base_model)
+            put(model=base)
     except TypeError as error:
         log.warning("%s goes without liger's kernels: %s", type(hf_model).__name__, error)
         return False

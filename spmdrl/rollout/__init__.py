@@ -20,10 +20,10 @@ def make_source(cfg: Config, world: World, *, tokenizer: PreTrainedTokenizerBase
     """
     from spmdrl.config.fields import replay_folder
     from spmdrl.data.prompts import check_context
-    from spmdrl.model.load import load_hf_config
+    from spmdrl.model.load import load_hf_config, max_positions
 
     hf = load_hf_config(cfg.model.path, trust_remote_code=cfg.model.trust_remote_code)
-    limits = {"max_positions": hf.max_position_embeddings, "vocab_size": hf.vocab_size}
+    limits = {"max_positions": max_positions(hf), "vocab_size": hf.vocab_size}
     if replay_folder(cfg):
         from spmdrl.rollout.replay_source import ReplaySource
 

@@ -24,12 +24,12 @@ class ReplaySource(Source):
     """The recorded batch of every step; the first rank of each dp index reads its share.
 
     Args:
-        max_positions: the model's context, tokens. vocab_size: rows of its embedding. Every step
-            is held against them.
+        max_positions: the model's context, tokens; None for any. vocab_size: rows of its embedding.
+            Every step is held against them.
     Raises (on construction): ValueError as `check_recorded`.
     """
 
-    def __init__(self, cfg: Config, world: World, *, max_positions: int, vocab_size: int):
+    def __init__(self, cfg: Config, world: World, *, max_positions: int | None, vocab_size: int):
         self.cfg, self.world = cfg, world
         self.recorded = check_recorded(cfg)
         if cfg.evaluate.every_steps and world.rank == 0:
@@ -59,7 +59,7 @@ class ReplaySource(Source):
 
     def _check(self, rollouts: Rollouts, step: int) -> None:
         longest, highest = int(rollouts.scalars.lengths.max()), int(rollouts.tokens.max())
-        if longest > self._max_positions:
+        if self._max_positions is not None and longest > self._max_positions:
             raise ValueError(
                 f"{self.recorded.folder}: step {step} has a sequence of {longest} "
                 f"tokens, above the model's context of {self._max_positions}"

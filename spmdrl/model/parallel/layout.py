@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from spmdrl.config import Config
-from spmdrl.model.blocks import blocks, experts_modules
+from spmdrl.model.blocks import base_of, blocks, experts_modules
 from spmdrl.model.head import head_chunk_tokens
 from spmdrl.model.parallel import fsdp, recompute, tensor_parallel
 from spmdrl.model.parallel.expert_parallel import apply_ep
@@ -43,6 +43,7 @@ def lay_out(
     if kernels.liger and world.device.type == "cuda":
         apply_liger(
             hf_model,
+            base_of(hf_model)[1],
             has_rope=spared.activation_checkpointing != "selective",
             is_dense=not experts_modules(hf_model),
         )

@@ -18,7 +18,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from spmdrl.model.blocks import blocks, mixtures
+from spmdrl.model.blocks import base_of, blocks, mixtures
 from spmdrl.model.parallel.collectives import gathered, scattered_sum, with_gradient
 from spmdrl.model.parallel.tp_plan import PARTIAL
 
@@ -74,8 +74,9 @@ def why_not(hf_model: nn.Module, styles: Mapping[str, str]) -> str:
         if len(parts) + (has_mixture and "mlp" not in parts) < len(_PARTS):
             return f"{place} has no {' or no '.join(_PARTS)}"
     embedding = hf_model.get_input_embeddings()
-    for name, child in hf_model.base_model.named_children():
-        where = f"{hf_model.base_model_prefix}.{name}"
+    prefix, base = base_of(hf_model)
+    for name, child in base.named_children():
+        where = f"{prefix}.{name}"
         holds_blocks = any(place.startswith(f"{where}.") for place in inside)
         if child is not embedding and not holds_blocks and not _is_norm(child):
             return f"{where} is neither embedding, blocks nor norm"
@@ -112,7 +113,7 @@ def shard_tokens(
         what row-wise layers add to their sum, and what is with experts.
     """
     partial = {f"{name}.bias" for name, style in styles.items() if style.startswith("rowwise")}
-    embedding, base = hf_model.get_input_embeddings(), hf_model.base_model
+    embedding, (_, base) = hf_model.get_input_embeddings(), base_of(hf_model)
     whole, apart = {id(p) for p in embedding.parameters()}, mixtures(hf_model).values()
     for block in blocks(hf_model).values():
         for part in _PARTS:

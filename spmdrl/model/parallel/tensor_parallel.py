@@ -99,8 +99,13 @@ def apply_tp(hf_model: nn.Module, mesh: DeviceMesh) -> dict[str, str]:
             _shard(hf_model.get_submodule(place), key, dim=dim, mesh=mesh)
     head, embedding = hf_model.get_output_embeddings(), hf_model.get_input_embeddings()
     is_tied = getattr(hf_model.config, "tie_word_embeddings", False)
-    if head is not None and not (head.weight is embedding.weight or is_tied):
+    is_tied = is_tied or (head is not None and head.weight is embedding.weight)
+    if head is not None and not is_tied:
         _shard(head, "weight", dim=0, mesh=mesh)
+    if getattr(head, "bias", None) is not None and hasattr(
+        (embedding if is_tied else head).weight, "placements"
+    ):
+        _shard(head, "bias", dim=0, mesh=mesh)
     if not reason:
         partial |= sequence_parallel.shard_tokens(hf_model, styles, mesh.get_group())
     elsewhere = experts_parameters(hf_model)

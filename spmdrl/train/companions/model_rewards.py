@@ -17,7 +17,13 @@ from spmdrl.algorithms.shaping import shape
 from spmdrl.config import Config
 from spmdrl.data.tokenizer import load_tokenizer
 from spmdrl.imports import refusing
-from spmdrl.model.load import SCALAR_HEAD, CheckpointReader, load_hf_config, model_folder
+from spmdrl.model.load import (
+    SCALAR_HEAD,
+    CheckpointReader,
+    load_hf_config,
+    max_positions,
+    model_folder,
+)
 from spmdrl.model.parallel.fsdp import reshard
 from spmdrl.model.sharded import ShardedModel
 from spmdrl.rewards.signatures import part_names, reward_models
@@ -205,9 +211,10 @@ def check_reward_model(cfg: Config, path: str, *, folder: Path | None) -> None:
             f"{policy.vocab_size}; take one with the policy's tokenizer"
         )
     longest = cfg.data.max_prompt_tokens + cfg.sampling.max_response_tokens
-    if hf.max_position_embeddings < longest:
+    limit = max_positions(hf)
+    if limit is not None and limit < longest:
         raise ValueError(
-            f"it reads sequences of up to {hf.max_position_embeddings} tokens, and "
+            f"it reads sequences of up to {limit} tokens, and "
             f"data.max_prompt_tokens + sampling.max_response_tokens is {longest}; lower those"
         )
     if folder is None:

@@ -25,6 +25,10 @@ from spmdrl.train.microbatches import PreparedMicrobatch, Stats
 from spmdrl.train.objectives.objective_loss import Known, ObjectiveLoss
 from spmdrl.world import World
 
+Given = tuple[Tensor, Tensor, Tensor | None]
+"""What a head gets: states before the scored tokens [n, H], and rows of the vocabulary, [V, H] with
+a bias [V] or None."""
+
 
 class DistillationLoss(ObjectiveLoss):
     """The distillation loss that a config names, with its teacher in the policy's sharding.
@@ -51,20 +55,16 @@ class DistillationLoss(ObjectiveLoss):
         """See ObjectiveLoss. Both models run forward."""
         row = microbatch.row
         with torch.no_grad():
-            states, weight = self._teacher(row, lambda *states, targets: states)
-        terms, stats = model.forward(
-            row, partial(self._terms, states, weight, model.scorer.head_options)
-        )
+            taught = self._teacher(row, lambda *given, targets: given)
+        terms, stats = model.forward(row, partial(self._terms, taught, model.scorer.head_options))
         return (row.spread(terms).double() * microbatch.weights).sum(), stats
 
     def _terms(
         self,
-        states: Tensor,
-        teacher_weight: Tensor,
+        taught: Given,
         options: HeadOptions,
         hidden: Tensor,
-        weight: Tensor,
-        *,
+        *rows: Tensor | None,
         targets: Tensor,
     ) -> tuple[Tensor, Stats]:
         """Return the divergence at each scored token, [n] float32 nats, and its metrics."""
@@ -74,10 +74,8 @@ class DistillationLoss(ObjectiveLoss):
         for part in chunks(len(hidden), options.chunk_tokens) or [slice(0, 0)]:
             found, own = checkpoint(
                 self._chunk,
-                hidden[part],
-                weight,
-                states[part],
-                teacher_weight,
+                (hidden[part], *rows),
+                (taught[0][part], *taught[1:]),
                 options,
                 use_reentrant=False,
                 preserve_rng_state=False,
@@ -90,26 +88,22 @@ class DistillationLoss(ObjectiveLoss):
         }
         return torch.cat(terms), total
 
-    def _chunk(
-        self,
-        hidden: Tensor,
-        weight: Tensor,
-        states: Tensor,
-        teacher_weight: Tensor,
-        options: HeadOptions,
-    ) -> tuple[Tensor, Stats]:
+    def _chunk(self, own: Given, taught: Given, options: HeadOptions) -> tuple[Tensor, Stats]:
         with torch.no_grad():
-            teacher = _whole_logits(states, teacher_weight, self._teacher.head_options)
+            teacher = _whole_logits(*taught, self._teacher.head_options)
         inputs = {
-            "student_logits": _whole_logits(hidden, weight, options),
+            "student_logits": _whole_logits(*own, options),
             "teacher_logits": teacher,
-            "loss_mask": torch.ones(len(hidden), dtype=torch.bool, device=hidden.device),
+            "loss_mask": torch.ones(len(own[0]), dtype=torch.bool, device=own[0].device),
         }
         return registry.call(self._loss, inputs, self.cfg.algorithm.loss_options)
 
 
-def _whole_logits(hidden: Tensor, weight: Tensor, options: HeadOptions) -> Tensor:
+def _whole_logits(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, options: HeadOptions
+) -> Tensor:
     """Return [n, V] float32 logits of the whole vocabulary, equal on every rank of the group."""
     if options.group is None:
-        return scaled_logits(hidden, weight, options)
-    return gather_last(scaled_logits(enter(hidden, options.group), weight, options), options.group)
+        return scaled_logits(hidden, weight, options, bias=bias)
+    own = scaled_logits(enter(hidden, options.group), weight, options, bias=bias)
+    return gather_last(own, options.group)
