@@ -19,6 +19,7 @@ from worlds import with_trainer
 
 from spmdrl.model.attention import KERNELS
 from spmdrl.model.divisibility import ModelCounts, context_method, misfits
+from spmdrl.model.mask_spans import Span
 from spmdrl.model.packing import make_packing
 from spmdrl.model.parallel import context_parallel
 from spmdrl.model.parallel.context_parallel import METHODS, by_rank, in_row_order
@@ -41,6 +42,9 @@ CASES = {  # (query heads, key/value heads, window, softcap, are there sinks)
 
 class _Module:
     is_causal = True
+
+    def __init__(self, window: int | None = None):
+        self.span = Span(window)
 
 
 # --------------------------------------------------------------------------- slices
@@ -128,9 +132,7 @@ def _last_tokens(window: int | None) -> tuple[list[int], list[int], list[Tensor]
 def test_queries_may_be_the_last_tokens_of_their_keys(window, softcap):
     lengths, key_lengths, drawn, seen = _last_tokens(window)
     packing = make_packing(lengths, CPU, padded=True, key_lengths=key_lengths)
-    out, _ = KERNELS["padded"](
-        _Module(), *drawn, None, packing=packing, sliding_window=window, softcap=softcap
-    )
+    out, _ = KERNELS["padded"](_Module(window), *drawn, None, packing=packing, softcap=softcap)
     expected = _attend_by_mask(*drawn, seen, softcap=softcap)
     torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
 
@@ -145,7 +147,7 @@ def test_so_it_is_with_the_kernels_of_cuda(kernel, window):
     device = torch.device("cuda")
     drawn = [x.to(device, torch.bfloat16) for x in drawn]
     packing = make_packing(lengths, device, padded=False, key_lengths=key_lengths)
-    out, _ = KERNELS[kernel](_Module(), *drawn, None, packing=packing, sliding_window=window)
+    out, _ = KERNELS[kernel](_Module(window), *drawn, None, packing=packing)
     expected = _attend_by_mask(*drawn, seen.to(device), softcap=None)
     torch.testing.assert_close(out.double(), expected, rtol=2e-2, atol=2e-2)
 
@@ -173,8 +175,8 @@ def _attention_gaps(rank: int, group: dist.ProcessGroup) -> dict[tuple[str, str]
         *whole, signs = (torch.randn(1, n, own.row_length, 8, generator=drawn) for n in sizes)
         leaves = [x.requires_grad_() for x in whole]
         sinks = torch.randn(heads, generator=drawn).requires_grad_() if has_sinks else None
-        options = {"sliding_window": window, "softcap": softcap, "s_aux": sinks}
-        out, _ = KERNELS["padded"](_Module(), *leaves, None, packing=own.packing.whole, **options)
+        module, options = _Module(window), {"softcap": softcap, "s_aux": sinks}
+        out, _ = KERNELS["padded"](module, *leaves, None, packing=own.packing.whole, **options)
         (out * signs.transpose(1, 2)).sum().backward()
         for method, attend in METHODS.items():
             if method == "ulysses" and heads % SIZE:
@@ -184,7 +186,7 @@ def _attention_gaps(rank: int, group: dist.ProcessGroup) -> dict[tuple[str, str]
             if sinks is not None:
                 theirs = options["s_aux"] = sinks.detach().requires_grad_()
             ours, _ = attend(
-                _Module(), *parts, None, packing=own.packing, kernel=KERNELS["padded"], **options
+                module, *parts, None, packing=own.packing, kernel=KERNELS["padded"], **options
             )
             (ours * signs[:, :, own.rows].transpose(1, 2)).sum().backward()
             pairs = [(ours, out[:, own.rows])]

@@ -15,6 +15,7 @@ from spmdrl.model.attention import pick_attention, register_attention
 from spmdrl.model.load import load_whole_model
 from spmdrl.model.packing import make_packing
 from spmdrl.model.scorer import ScoredRow, Scorer, make_row
+from spmdrl.model.separation import separate
 
 LENGTHS = (5, 70, 1, 33, 9, 90, 66)
 ARCHITECTURES = ("qwen3", "qwen2", "llama", "gemma2", "gemma3", "mistral")
@@ -39,6 +40,7 @@ def plain_scorer(folder: Path) -> tuple[torch.nn.Module, Scorer]:
         dtype=torch.float32,
         device=torch.device("cpu"),
     ).requires_grad_()
+    separate(hf_model)
     return hf_model, Scorer(hf_model, chunk_tokens=16, temperature=1.0, tp_group=None).eval()
 
 

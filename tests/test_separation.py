@@ -1,4 +1,4 @@
-"""Models whose layers would mix packed sequences are refused by name, from config.json alone."""
+"""How packed sequences are kept apart is read off config.json alone, or the model is refused."""
 
 from __future__ import annotations
 
@@ -10,54 +10,46 @@ from built import changed, good
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from spmdrl.check.fit import check_fit
-from spmdrl.model.separation import leaks
+from spmdrl.model.mask_spans import Span, visible
+from spmdrl.model.separation import separate, separation_of
 
 HYBRID = ["linear_attention", "full_attention"]
-LEAKING: dict[str, tuple[dict[str, Any], str]] = {
-    "mamba2": ({}, "convolution"),
-    "qwen3_next": ({"layer_types": HYBRID}, "convolution"),
-    "qwen3_5_text": ({"layer_types": HYBRID}, "convolution"),
-    "falcon_h1": ({}, "convolution"),
-    "nemotron_h": ({}, "convolution"),
-    "minimax": ({"layer_types": HYBRID}, "does not attend by"),
-    "lfm2": ({"layer_types": ["conv", "full_attention"]}, "convolution"),
+SLIDING = ["sliding_attention", "full_attention"]
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "falcon": ({}, "does not attend by transformers' attention interface"),
-    "bloom": ({}, "does not attend by"),
+    "bloom": ({}, "(LayerNorm, BloomAttention, LayerNorm, BloomMLP) does not attend by"),
     "gptj": ({}, "does not attend by"),
-    "llama4_text": ({"layer_types": ["chunked_attention", "full_attention"]}, "chunked_attention"),
-    "phimoe": ({"sliding_window": 8}, "sliding_window of 8 stands in the mask argument alone"),
+    "stablelm": ({}, "does not hand on to self_attn where sequences begin"),
 }
-APART = (
-    "llama",
-    "qwen2",
-    "qwen3",
-    "qwen3_moe",
-    "gemma2",
-    "gemma3_text",
-    "mistral",
-    "mixtral",
-    "deepseek_v3",
-    "phi3",
-    "olmo2",
-    "olmoe",
-    "glm4",
-    "starcoder2",
-    "granite",
-    "cohere2",
-    "exaone4",
-    "gpt_oss",
-)
+SEEN: dict[str, tuple[dict[str, Any], list[Span]]] = {
+    "llama": ({}, [Span(), Span()]),
+    "gpt_oss": ({"layer_types": SLIDING, "sliding_window": 8}, [Span(window=8), Span()]),
+    "qwen3_moe": ({}, [Span(), Span()]),
+    "deepseek_v3": ({}, [Span(), Span()]),
+    "mistral": ({"sliding_window": 8}, [Span(window=8), Span(window=8)]),
+    "phimoe": ({"sliding_window": 8}, [Span(window=8), Span(window=8)]),
+    "gemma2": ({"layer_types": SLIDING, "sliding_window": 8}, [Span(window=8), Span()]),
+    "cohere2": ({"layer_types": SLIDING, "sliding_window": 8}, [Span(window=8), Span()]),
+    "llama4_text": (
+        {"layer_types": ["chunked_attention", "full_attention"], "attention_chunk_size": 8},
+        [Span(chunk=8), Span()],
+    ),
+}
+MIXERS: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "mamba2": ({}, ["Mamba2Mixer", "Mamba2Mixer"]),
+    "qwen3_next": ({"layer_types": HYBRID}, ["Qwen3NextGatedDeltaNet"]),
+    "qwen3_5_text": ({"layer_types": HYBRID}, ["Qwen3_5GatedDeltaNet"]),
+    "falcon_h1": ({}, ["FalconH1Mixer", "FalconH1Mixer"]),
+    "minimax": ({"layer_types": HYBRID}, ["MiniMaxLightningAttention"]),
+    "lfm2": ({"layer_types": ["conv", "full_attention"]}, ["Lfm2ShortConv"]),
+}
 
 
 def config_of(family: str, **fields: Any) -> Any:
     """Return a family's own configuration with two layers."""
     config = AutoConfig.for_model(family)
-    is_given = "layer_types" in fields
-    if getattr(config, "layer_types", None) and not is_given and "layer_types" in vars(config):
-        fields["layer_types"] = config.layer_types[-2:]
     for name, value in {"num_hidden_layers": 2, **fields}.items():
-        if family not in ("falcon_h1", "nemotron_h", "mamba2") or name != "num_hidden_layers":
-            setattr(config, name, value)
+        setattr(config, name, value)
     return config
 
 
@@ -66,15 +58,47 @@ def meta_model(family: str, **fields: Any) -> torch.nn.Module:
         return AutoModelForCausalLM.from_config(config_of(family, **fields))
 
 
-@pytest.mark.parametrize("family", LEAKING)
+@pytest.mark.parametrize("family", REFUSED)
 def test_what_would_mix_packed_sequences_is_named(family):
-    fields, why = LEAKING[family]
-    assert why in leaks(meta_model(family, **fields))
+    fields, why = REFUSED[family]
+    model = meta_model(family, **fields)
+    assert why in separation_of(model).reasons[0]
+    with pytest.raises(ValueError, match=f"{type(model).__name__} is not served"):
+        separate(model)
 
 
-@pytest.mark.parametrize("family", APART)
-def test_families_that_attend_by_the_interface_alone_are_served(family):
-    assert leaks(meta_model(family)) == ""
+@pytest.mark.parametrize("family", SEEN)
+def test_windows_and_chunks_are_those_that_the_model_asks_for(family):
+    fields, spans = SEEN[family]
+    model = meta_model(family, **fields)
+    attention = model.config._attn_implementation
+    forwards = [vars(module).get("forward") for module in model.modules()]
+    found = separation_of(model)
+    assert not found.reasons and not found.mixers
+    assert list(found.spans.values()) == spans
+    assert found.row_tokens == (8191 if family == "llama4_text" else None)
+    # The model is as it was.
+    assert [vars(module).get("forward") for module in model.modules()] == forwards
+    assert all(parameter.is_meta for parameter in model.parameters())
+    assert model.config._attn_implementation == attention
+
+
+@pytest.mark.parametrize("family", MIXERS)
+def test_layers_that_are_no_attention_compute_one_sequence_per_row(family):
+    fields, kinds = MIXERS[family]
+    model = meta_model(family, **fields)
+    found = separation_of(model)
+    assert not found.reasons
+    names = [name for own in found.mixers.values() for name in own]
+    assert [type(model.get_submodule(name)).__name__ for name in names] == kinds
+
+
+def test_what_a_token_sees_is_counted_from_the_sequences_first():
+    at = torch.arange(7)
+    assert visible(at[5:6], at, Span()).tolist() == [[True] * 6 + [False]]
+    assert visible(at[5:6], at, Span(window=2)).tolist() == [[False] * 4 + [True] * 2 + [False]]
+    assert visible(at[5:6], at, Span(chunk=4)).tolist() == [[False] * 4 + [True] * 2 + [False]]
+    assert visible(at[3:4], at, Span(chunk=4)).tolist() == [[True] * 4 + [False] * 3]
 
 
 @pytest.mark.parametrize("field", ["model", "teacher"])

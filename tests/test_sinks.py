@@ -14,10 +14,10 @@ from torch import Tensor
 
 from spmdrl.model import sinks
 from spmdrl.model.attention import KERNELS
+from spmdrl.model.mask_spans import Span
 from spmdrl.model.packing import make_packing
 
 CPU, META = torch.device("cpu"), torch.device("meta")
-MODULE = SimpleNamespace(is_causal=True)
 LENGTHS, KEY_LENGTHS = [5, 3, 80, 1, 70, 130], [120, 3, 80, 4, 70, 130]
 HEADS, KV_HEADS = 4, 2
 WINDOWS = [None, 3, 70]
@@ -53,8 +53,9 @@ def _expected(drawn: list[Tensor], lengths: list[int], keys: list[int], window: 
 
 def _found(kernel: str, drawn: list[Tensor], packing: Any, window: int | None) -> list[Tensor]:
     q, k, v, own, signs = drawn
-    options = {"scaling": 0.25, "sliding_window": window, "s_aux": own}
-    out, _ = KERNELS[kernel](MODULE, q, k, v, None, packing=packing, **options)
+    options = {"scaling": 0.25, "s_aux": own}
+    module = SimpleNamespace(is_causal=True, span=Span(window))
+    out, _ = KERNELS[kernel](module, q, k, v, None, packing=packing, **options)
     (out * signs).sum().backward()
     return [out, *(x.grad for x in (q, k, v, own))]
 
@@ -185,7 +186,16 @@ def test_what_attention_would_leave_out_is_refused(option, what):
     packing = make_packing(LENGTHS, CPU, padded=True)
     q, k, v, own, _ = _drawn(LENGTHS, LENGTHS, dtype=torch.float32)
     with pytest.raises(ValueError, match=what):
-        KERNELS["padded"](MODULE, q, k, v, None, packing=packing, s_aux=own, **option)
+        KERNELS["padded"](
+            SimpleNamespace(is_causal=True, span=Span()),
+            q,
+            k,
+            v,
+            None,
+            packing=packing,
+            s_aux=own,
+            **option,
+        )
 
 
 # --------------------------------------------------------------------------- GPT-OSS

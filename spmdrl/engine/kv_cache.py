@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from spmdrl.model.attention import KERNELS, Weighing, capped
+from spmdrl.model.mask_spans import Span, span_of, visible
 from spmdrl.model.packing import Packing
 from spmdrl.model.sinks import with_sink_scores
 
@@ -101,17 +102,14 @@ class Work:
     """[B] int64, tokens of each sequence that goes on, the new one included."""
     longest: int = 0
     """L, of these; 0 when none goes on."""
-    _is_visible: dict[int | None, Tensor] = field(default_factory=dict)
+    _is_visible: dict[Span, Tensor] = field(default_factory=dict)
 
-    def is_visible(self, window: int | None) -> Tensor:
-        """Return [B, 1, 1, L] bool: what the new tokens see, the same in every layer."""
-        if window not in self._is_visible:
+    def is_visible(self, span: Span) -> Tensor:
+        """Return [B, 1, 1, L] bool: what the new tokens see, the same in layers of one span."""
+        if span not in self._is_visible:
             at = torch.arange(self.longest, device=self.lengths.device)
-            seen = at < self.lengths[:, None]
-            if window is not None:
-                seen &= at >= self.lengths[:, None] - window
-            self._is_visible[window] = seen[:, None, None]
-        return self._is_visible[window]
+            self._is_visible[span] = visible(self.lengths - 1, at, span)[:, None, None]
+        return self._is_visible[span]
 
 
 def cached_attention(
@@ -123,7 +121,6 @@ def cached_attention(
     *,
     work: Work,
     scaling: float | None = None,
-    sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     **options: Any,
@@ -143,26 +140,27 @@ def cached_attention(
     outputs, num = [], work.num_prompt_tokens
     if work.packing is not None:
         q, k, v = (part[:, :, :num] for part in (query, key, value))
-        options |= dict(scaling=scaling, sliding_window=sliding_window, softcap=softcap)
-        options["s_aux"] = s_aux
+        options |= dict(scaling=scaling, softcap=softcap, s_aux=s_aux)
         kernel = KERNELS[work.kernel]
         outputs.append(kernel(module, q, k, v, attention_mask, packing=work.packing, **options)[0])
     if work.longest:
-        how = Weighing(scaling, sliding_window, softcap, s_aux)
+        span = span_of(module)
+        how = Weighing(scaling, span.window, softcap, s_aux)
         assert work.cache is not None, "what goes on has its keys there"
         keys, values = work.cache.layers[module.layer_idx]
         own = query[0, :, num:].transpose(0, 1)
-        outputs.append(_attend_one(own, keys, values, work, how)[None])
+        seen = work.is_visible(span)
+        outputs.append(_attend_one(own, keys, values, seen, how)[None])
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1), None
 
 
-def _attend_one(query: Tensor, keys: Tensor, values: Tensor, work: Work, how: Weighing) -> Tensor:
-    """Attend from one token of each sequence, [B, Hq, D], to its slot; returns [B, Hq, D]."""
+def _attend_one(query: Tensor, keys: Tensor, values: Tensor, seen: Tensor, how: Weighing) -> Tensor:
+    """Attend from one token of each sequence, [B, Hq, D], to what it sees of its slot, [B, 1, 1, L]
+    bool; returns [B, Hq, D]."""
     count, scale = len(query), how.scale_of(query)
-    keys, values = (kept[:count, :, : work.longest] for kept in (keys, values))
+    keys, values = (kept[:count, :, : seen.shape[-1]] for kept in (keys, values))
     # Query heads that read one key/value head see the same: they are its rows.
     query = query.unflatten(1, (keys.shape[1], -1))
-    seen = work.is_visible(how.window)
     if how.softcap is None and how.sinks is None:
         return F.scaled_dot_product_attention(
             query, keys, values, attn_mask=seen, scale=scale

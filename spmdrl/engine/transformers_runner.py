@@ -22,6 +22,7 @@ from spmdrl.model.blocks import experts_modules
 from spmdrl.model.head import head_chunk_tokens
 from spmdrl.model.load import load_whole_model
 from spmdrl.model.packing import Packing, make_packing, packs
+from spmdrl.model.separation import separate
 from spmdrl.types import flat
 
 log = logging.getLogger(__name__)
@@ -109,6 +110,7 @@ class ModelRunner:
         self.hf_model = load_whole_model(
             cfg.model, attention="spmdrl_cached", dtype=dtype, device=device
         )
+        self._separation = separate(self.hf_model)
         self._routes = _Routes(self.hf_model) if cfg.model.moe.replay else None
         config = self.hf_model.config
         self._kernel = pick_attention(
@@ -121,10 +123,17 @@ class ModelRunner:
         self.next_logits([Sampled(Request("", (0,), 1, 0.0, None, ()), 0)], old=0)
         self.cache = self.cache.resized(self._fitting_slots(), longest)
         log.info(
-            "engine: transformers, %d sequences at a time, %d bytes of keys and values",
+            "engine: transformers, %d sequences at a time, %d bytes of keys and values%s",
             self.cache.num_slots,
             self.cache.nbytes,
+            "" if self._keeps else ": layers that keep a state compute all tokens at each step",
         )
+
+    @property
+    def _keeps(self) -> bool:
+        """Whether what was computed of a sequence is kept: states of layers besides attention are
+        not."""
+        return not self._separation.mixers
 
     def _fitting_slots(self) -> int:
         engine, per_sequence = self._cfg.engine, self.cache.nbytes * self._longest
@@ -133,6 +142,8 @@ class ModelRunner:
             free, total = torch.cuda.mem_get_info(self._device)
             what = "gpu_memory_frac"
             room = int(engine.gpu_memory_frac * total) - total + free
+        if not self._keeps:
+            return max(1, min(engine.max_num_seqs, engine.max_batched_tokens // self._longest))
         if room < per_sequence:
             raise ValueError(
                 f"engine.{what}: {getattr(engine, what)} leaves {max(0, room):,} bytes for keys "
@@ -148,6 +159,7 @@ class ModelRunner:
             sequences: the i-th has slot i; the first `old` have all but their last token in the
                 cache, the others nothing.
         """
+        old = old if self._keeps else 0
         prompts: dict[tuple[int, ...], int] = {}  # {tokens: where they begin in the row}
         tokens: list[int] = []
         positions: list[int] = []
@@ -170,7 +182,7 @@ class ModelRunner:
         at = self.tensor(positions)
         where = self.tensor([*row, *kept])
         work = Work(
-            self.cache,
+            self.cache if self._keeps else None,
             self._kernel,
             packing=self._packing([len(own) for own in prompts]),
             num_prompt_tokens=num,
@@ -202,7 +214,8 @@ class ModelRunner:
     def _packing(self, lengths: Sequence[int]) -> Packing | None:
         if not lengths:
             return None
-        return make_packing(lengths, self._device, padded=self._kernel == "padded")
+        is_padded = self._kernel == "padded" or not self._keeps
+        return make_packing(lengths, self._device, padded=is_padded, chunk=self._separation.chunk)
 
     def tensor(self, values: Sequence[int]) -> Tensor:
         """Return whole numbers as int64 on the model's device."""

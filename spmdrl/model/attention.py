@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from spmdrl.model.mask_spans import span_of
 from spmdrl.model.packing import SHORT, Packing, Pad, Unpad
 from spmdrl.model.shards import to_local
 from spmdrl.model.sinks import FlashWithSinks, with_sink_keys, with_sink_scores
@@ -57,7 +58,6 @@ def _kernel(
     packing: Packing,
     scaling: float | None = None,
     dropout: float = 0.0,
-    sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     **model_kwargs: object,
@@ -68,6 +68,7 @@ def _kernel(
         query: [1, Hq, T, D]; key: [1, Hkv, K, D]; value: [1, Hkv, K, Dv], of D or another head
             dim. Compute dtype.
         attend: gets them as [T, Hq, D] and so on, and returns [T, Hq, Dv].
+        module: one that separation.py has told what it sees.
         packing: of the T tokens and the K keys, with its padded layout where it pads.
         s_aux: [Hq], attention sinks; sharded over tp as the heads are.
         model_kwargs: whatever else the model hands to attention; the interface requires it.
@@ -76,7 +77,9 @@ def _kernel(
     asked = {"dropout": dropout, "softcap": softcap, "s_aux": s_aux, **model_kwargs}
     check_supported(module, attention_mask, asked)
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    how = Weighing(scaling, sliding_window, softcap, to_local(s_aux))
+    span = span_of(module)
+    packing = packing.in_chunks if span.chunk else packing
+    how = Weighing(scaling, span.window, softcap, to_local(s_aux))
     return attend(q, k, v, packing, how)[None], None
 
 

@@ -17,10 +17,10 @@ from spmdrl.imports import divisors
 from spmdrl.model.blocks import blocks, experts_modules, is_latent, mixtures
 from spmdrl.model.parallel import sequence_parallel
 from spmdrl.model.parallel.tp_plan import split_dim, style_problems, tp_styles
+from spmdrl.model.separation import separation_of
 from spmdrl.world.axes import Axes
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-_SLICED = ("full_attention", "sliding_attention")  # layers of which packed attention knows all
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,7 @@ class ModelCounts:
     has_own_experts: bool = False  # computed by its own code, of which nothing is known here
     other: tuple[tuple[str, int], ...] = ()  # (weight and dim, size) that tp cuts besides
     unsliced: tuple[str, ...] = ()  # kinds of layers that need whole sequences
+    mixers: tuple[str, ...] = ()  # kinds of those that compute one sequence per row
     tp_problem: str = ""  # why it cannot be tensor-parallel over however many ranks
 
     @property
@@ -62,7 +63,10 @@ def counts_of(hf_model: nn.Module) -> ModelCounts:
         return value if isinstance(value, int) else 0
 
     has_mlp = len(mixtures(hf_model)) < len(blocks(hf_model))
-    kinds = getattr(config, "layer_types", None) or ()
+    separation = separation_of(hf_model)
+    names = {name for own in separation.mixers.values() for name in own}
+    mixers = sorted({type(hf_model.get_submodule(name)).__name__ for name in names})
+    chunked = ["attention within chunks"] if separation.chunk else []
     own = ModelCounts(
         model_type=config.model_type,
         heads=count("num_attention_heads"),
@@ -82,8 +86,9 @@ def counts_of(hf_model: nn.Module) -> ModelCounts:
         experts=next((number for number in map(count, _EXPERTS) if number), 0),
         has_own_experts=not experts_modules(hf_model),
         other=tuple((name, size) for size, name in other.items()),
-        unsliced=tuple(sorted(set(kinds) - set(_SLICED))),
-        tp_problem=why_never(hf_model),
+        unsliced=(*mixers, *chunked),
+        mixers=tuple(mixers),
+        tp_problem=f"its {mixers[0]} is not cut" if mixers else why_never(hf_model),
     )
 
 

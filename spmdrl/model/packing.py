@@ -44,11 +44,19 @@ class Packing:
     keys: Packing | None = None
     """Of the keys, where they are not the queries' own tokens: its index tensors serve, not its
     groups."""
+    chunked: Packing | None = None
+    """The same tokens, each chunk a sequence of its own."""
 
     @property
     def of_keys(self) -> Packing:
         """Where sequences begin among the keys."""
         return self.keys or self
+
+    @property
+    def in_chunks(self) -> Packing:
+        """The same tokens for layers that attend within chunks."""
+        assert self.chunked is not None, "whoever makes packings knows the model's chunks"
+        return self.chunked
 
 
 def make_packing(
@@ -57,6 +65,7 @@ def make_packing(
     *,
     padded: bool,
     key_lengths: Sequence[int] | None = None,
+    chunk: int | None = None,
 ) -> Packing:
     """Return the packing of sequences that lie one after another.
 
@@ -66,7 +75,13 @@ def make_packing(
         padded: build the padded layout, which varlen kernels do not need.
         key_lengths: tokens of each sequence's keys, of which the last are its queries' own; None
             where they are the same tokens.
+        chunk: tokens of the chunks that some of the model's layers attend within; None without.
     """
+    assert chunk is None or key_lengths is None, "slices of chunks are refused"
+    chunked = None
+    if chunk is not None:
+        parts = [min(chunk, length - at) for length in lengths for at in range(0, length, chunk)]
+        chunked = make_packing(parts, device, padded=padded)
     count = torch.tensor(lengths, dtype=torch.int64)
     others = count if key_lengths is None else torch.tensor(key_lengths, dtype=torch.int64)
     members = _alike(count, others) if padded else []
@@ -84,7 +99,7 @@ def make_packing(
         )
         for own, start, key_start in zip(members, starts, key_starts)
     )
-    return replace(packing, groups=groups, keys=keys)
+    return replace(packing, groups=groups, keys=keys, chunked=chunked)
 
 
 def _alike(lengths: Tensor, key_lengths: Tensor) -> list[Tensor]:

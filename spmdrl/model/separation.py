@@ -1,60 +1,170 @@
-"""Whether sequences packed into one row are kept apart by every layer of a model.
+"""How the layers of a model keep apart the sequences that are packed into one row.
 
-They are apart in attention that goes through transformers' interface, since ours is behind it. What
-else lets a token see others, and what a model says in the mask argument alone, knows nothing of it.
+Attention that asks transformers' interface gets ours, which knows where sequences begin; what each
+layer's sees besides is found by mask_spans.py. Other layers that mix tokens (state-space models,
+short convolutions, linear attention) know nothing of packing: they compute one sequence per row,
+padded behind its end, where causal layers do not look. What is neither is refused by name.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from functools import cache
+from dataclasses import dataclass, field
+from functools import cache, partial
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from spmdrl.model.blocks import blocks
+from spmdrl.model.mask_spans import Span, block_inputs
+from spmdrl.model.packing import Packing, Pad, Unpad
+from spmdrl.world.torch_internals import tree_map
 
-_KNOWN_LAYERS = {"full_attention", "sliding_attention"}
+_MIXES = {"attention_mask", "past_key_values", "past_key_value", "layer_past", "cache_params"}
+"""Parameters that a module has if its tokens see others."""
+
+
+@dataclass
+class Separation:
+    """What keeps sequences apart in a model."""
+
+    spans: dict[str, Span] = field(default_factory=dict)
+    """{attention that asks the interface: what it sees}."""
+    mixers: dict[str, list[str]] = field(default_factory=dict)
+    """{block: its modules that compute one sequence per row}."""
+    reasons: list[str] = field(default_factory=list)
+    """Why the model cannot be served; empty if it can."""
+    row_tokens: int | None = None
+    """Rows of more tokens are computed wrongly; None: of any number are right."""
+
+    @property
+    def chunk(self) -> int | None:
+        """Return the tokens of the chunks that some layers attend within; None without any."""
+        return next((span.chunk for span in self.spans.values() if span.chunk), None)
+
+
+def separation_of(hf_model: nn.Module) -> Separation:
+    """Read off a model how its layers keep packed sequences apart.
+
+    Args:
+        hf_model: on any device; nothing of it is computed, and a model of the hub's own code is
+            read alike.
+    """
+    found = Separation()
+    try:
+        given = block_inputs(hf_model)
+    except Exception as error:  # of the model's own code, which may do anything
+        found.reasons.append(f"what its layers see cannot be found: {error}")
+        return found
+    for name, block in blocks(hf_model).items():
+        found.reasons += _read_block(name, block, given[name], found)
+    if len({span.chunk for span in found.spans.values() if span.chunk}) > 1:
+        found.reasons.append("its layers attend within chunks of several sizes")
+    return found
 
 
 def leaks(hf_model: nn.Module) -> str:
-    """Return why packed sequences would not be computed as single ones are; empty if they are.
+    """Return why packed sequences would not be computed as single ones are; empty if they are."""
+    return next(iter(separation_of(hf_model).reasons), "")
 
-    Read off the layers' own code, without a forward pass. A model of the hub's own code is read
-    alike.
+
+def separate(hf_model: nn.Module) -> Separation:
+    """Have the layers of a model keep packed sequences apart, and say how.
+
+    Its blocks are to be given `packing`, or `work` that has one.
+
+    Raises: ValueError for a model that cannot be served.
     """
-    return next(_leaks(hf_model), "")
-
-
-def _leaks(hf_model: nn.Module) -> Iterator[str]:
-    config = hf_model.config.get_text_config()
-    for name, block in blocks(hf_model).items():
-        parts = [*block.modules()]
-        attention = [part for part in parts if _asks_interface(part)]
-        convolutions = [n for n, part in block.named_modules() if isinstance(part, nn.Conv1d)]
-        if convolutions:
-            yield f"{name}.{convolutions[0]} is a convolution over the tokens of the row"
-        if not attention:
-            mixers = ", ".join(type(child).__name__ for child in block.children())
-            yield f"{name} ({mixers}) does not attend by transformers' attention interface"
-    kinds = {*(getattr(config, "layer_types", None) or ())} - _KNOWN_LAYERS
-    if kinds:
-        yield f"its layer_types name {', '.join(sorted(kinds))}"
-    if _has_window(config) and not any(_takes_window(part) for part in hf_model.modules()):
-        yield (
-            f"its sliding_window of {config.sliding_window} stands in the mask argument alone, "
-            "not in what its attention is given"
+    found = separation_of(hf_model)
+    if found.reasons:
+        raise ValueError(f"model: {type(hf_model).__name__} is not served: {found.reasons[0]}")
+    for name, span in found.spans.items():
+        hf_model.get_submodule(name).span = span  # type: ignore[assignment]
+    for name, own in found.mixers.items():
+        mixers = [hf_model.get_submodule(mixer) for mixer in own]
+        for mixer in mixers:
+            mixer.forward = partial(_by_rows, mixer, mixer.forward)  # type: ignore[assignment]
+        # At each call of the block, so that a recomputation has the packing of its own row.
+        hf_model.get_submodule(name).register_forward_pre_hook(
+            partial(_tell, mixers), with_kwargs=True
         )
+    return found
+
+
+# --------------------------------------------------------------------------- reading
+
+
+def _read_block(
+    name: str, block: nn.Module, given: Mapping[str, Any], found: Separation
+) -> Iterator[str]:
+    span = given.get("attention_mask")
+    is_causal = isinstance(span, Span)
+    asking, mixing = _parts(block)
+    if is_causal and not asking:
+        own = ", ".join(type(child).__name__ for child in block.children())
+        yield f"{name} ({own}) does not attend by transformers' attention interface"
+    if "packing" not in given:
+        yield f"{name} is not told where sequences begin: the model hands no such argument on"
+    for part in asking:
+        if not all(map(_hands_on, (block, block.get_submodule(part)))):
+            yield f"{name} does not hand on to {part} where sequences begin"
+        found.spans[f"{name}.{part}"] = span if isinstance(span, Span) else Span()
+        yield from _attention_problems(f"{name}.{part}", block.get_submodule(part), found)
+    for part in mixing:
+        if not is_causal or asking:
+            found.mixers.setdefault(name, []).append(f"{name}.{part}")
+    for part, module in block.named_modules():
+        if isinstance(module, nn.Conv1d) and not _is_within(part, mixing):
+            yield f"{name}.{part} is a convolution over the tokens of the row"
+
+
+def _parts(block: nn.Module) -> tuple[list[str], list[str]]:
+    """Return the names of the attention modules in a block that ask the interface, and those of its
+    topmost other modules that mix tokens."""
+    asking = [name for name, part in block.named_modules() if name and _asks_interface(part)]
+    mixing: list[str] = []
+    for name, part in block.named_modules():
+        is_known = not name or _is_within(name, [*asking, *mixing])
+        if not is_known and _mixes(part) and not any(_is_within(a, [name]) for a in asking):
+            mixing.append(name)
+    return asking, mixing
+
+
+def _is_within(name: str, others: list[str]) -> bool:
+    return any(name == other or name.startswith(f"{other}.") for other in others)
+
+
+def _mixes(module: nn.Module) -> bool:
+    is_told = bool(_MIXES & set(inspect.signature(type(module).forward).parameters))
+    return is_told or any(isinstance(child, nn.Conv1d) for child in module.children())
+
+
+def _attention_problems(name: str, module: nn.Module, found: Separation) -> Iterator[str]:
+    if "torch.arange" in _code(type(module).forward):
+        # Llama 4 scales queries by their place in the row, by 1 below `floor_scale`.
+        if isinstance(floor := getattr(module, "floor_scale", None), int):
+            found.row_tokens = floor - 1
+        else:
+            yield f"{name} counts the places of tokens by the row, not by their sequence"
+    for part, child in module.named_modules():
+        if part and _mixes(child):
+            yield f"{name}.{part} ({type(child).__name__}) chooses keys by code of its own"
+    if not getattr(module, "is_causal", True):
+        yield f"{name} attends in both directions"
+
+
+def _hands_on(module: nn.Module) -> bool:
+    """Return whether a module takes further keyword arguments, and names them once more."""
+    parameters = inspect.signature(type(module).forward).parameters.values()
+    others = [p.name for p in parameters if p.kind is p.VAR_KEYWORD]
+    return bool(others) and _code(type(module).forward).count(f"**{others[0]}") > 1
 
 
 def _asks_interface(module: nn.Module) -> bool:
     return "ALL_ATTENTION_FUNCTIONS" in _code(type(module).forward)
-
-
-def _takes_window(module: nn.Module) -> bool:
-    return _asks_interface(module) and "sliding_window" in _code(type(module).forward)
 
 
 @cache
@@ -66,6 +176,49 @@ def _code(forward: Any) -> str:
     return ""
 
 
-def _has_window(config: object) -> bool:
-    window = getattr(config, "sliding_window", None)
-    return bool(window) and getattr(config, "use_sliding_window", True) is not False
+# --------------------------------------------------------------------------- computing
+
+
+def _tell(mixers: list[nn.Module], block: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+    packing = kwargs["packing"] if "packing" in kwargs else kwargs["work"].packing
+    for mixer in mixers:
+        mixer.packing = packing
+
+
+def _by_rows(
+    mixer: nn.Module, forward: Callable[..., Any], hidden_states: Tensor, **kwargs: Any
+) -> Any:
+    """Compute a layer one sequence per row: [1, T, H] of [1, T, H].
+
+    Sequences of similar length go together, [B, L, H], each padded by its own last token; layers
+    are causal, so no token sees what comes behind it.
+
+    Args:
+        forward: the layer's own.
+        kwargs: others of its arguments; tensors [1, T, ...] are cut alike, and what tells of
+            packing, which it does not know, stays out.
+    """
+    packing = mixer.packing
+    assert isinstance(packing, Packing)
+    kwargs = {k: v for k, v in kwargs.items() if k not in ("packing", "work")}
+    length = hidden_states.shape[1]
+
+    def pad(value: Any) -> Any:
+        is_of_tokens = isinstance(value, Tensor) and value.shape[:2] == (1, length)
+        return Pad.apply(value[0], packing) if is_of_tokens else value
+
+    whole, others = pad(hidden_states), tree_map(pad, kwargs)
+    padded = whole.shape[0]
+    outputs = []
+    for group in packing.groups:
+        end = group.start + group.count * group.length
+
+        def cut(value: Any) -> Any:
+            if not isinstance(value, Tensor) or value.shape[:1] != (padded,):
+                return value
+            return value[group.start : end].unflatten(0, (group.count, group.length))
+
+        outputs.append(forward(cut(whole), **tree_map(cut, others)))
+    firsts = [output[0] if isinstance(output, tuple) else output for output in outputs]
+    joined = Unpad.apply(torch.cat([first.flatten(0, 1) for first in firsts]), packing)[None]
+    return (joined, *outputs[-1][1:]) if isinstance(outputs[-1], tuple) else joined

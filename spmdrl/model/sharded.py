@@ -37,6 +37,7 @@ from spmdrl.model.parallel.layout import give_storage, lay_out, slicing_of
 from spmdrl.model.parallel.row_slices import Slicing
 from spmdrl.model.parallel.tensor_parallel import sum_replicated_gradients
 from spmdrl.model.scorer import Head, ScoredRow, make_row, scorer_prefixes
+from spmdrl.model.separation import Separation, separate
 from spmdrl.model.shards import local_part, write
 from spmdrl.world import World
 from spmdrl.world.axes import axes_of
@@ -79,6 +80,7 @@ class ShardedModel:
         )
         if problems := list(found):
             raise ValueError("\n".join(problems))
+        separation = separate(hf_model)
         self._names, self.parts = list(live_tensors(hf_model)), file_tensors(hf_model)
         if not is_trained:
             for parameter in hf_model.parameters():
@@ -95,7 +97,7 @@ class ShardedModel:
                 parameter.data = parameter.data.to(master)
         self._experts = experts_parameters(hf_model)
         self._prefixes = scorer_prefixes(hf_model)
-        self.slicing = self._set_attention(model)
+        self.slicing = self._set_attention(model, separation)
         self.row = partial(make_row, slicing=self.slicing)
         """What this model needs to score the masked tokens of a packed row; see make_row."""
         reader = CheckpointReader(model_folder(path))
@@ -110,7 +112,7 @@ class ShardedModel:
             self.adapters.fill(self.state_dict(), seed=cfg.seed)
         compute_buffers(hf_model)
 
-    def _set_attention(self, model: ModelSettings) -> Slicing:
+    def _set_attention(self, model: ModelSettings, separation: Separation) -> Slicing:
         config, world = self.hf_model.config, self.world
         attention = pick_attention(
             model.kernels.attention,
@@ -118,7 +120,8 @@ class ShardedModel:
             dtype=getattr(torch, model.compute_dtype),
             has_softcap=getattr(config, "attn_logit_softcapping", None) is not None,
         )
-        slicing, method = slicing_of(world, is_padded=attention == "padded"), ""
+        is_padded = attention == "padded" or bool(separation.mixers)
+        slicing, method = slicing_of(world, is_padded=is_padded, chunk=separation.chunk), ""
         if slicing.group is not None:
             heads = config.num_attention_heads // world.mesh["tp"].size()
             method = "_" + context_method(model.kernels.context, heads=heads, cp=slicing.size)

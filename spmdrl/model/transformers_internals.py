@@ -11,13 +11,15 @@ as_saved           core_model_loading.revert_weight_conversion  once it is docum
 is_experts, activated  experts modules' _apply_gate         once their functions' contract is public
 grouped_experts, grouped_linear  integrations.moe           once they are documented
 zero_idle_experts  integrations.moe._grouped_mm (patched)  once torch zeroes them on Blackwell
+attention_implementation  config._attn_implementation_internal   once masks can be asked for
 apply_liger        liger_kernel's _apply_liger_kernel_to_instance   once it is public
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -154,3 +156,19 @@ def apply_liger(hf_model: nn.Module, base: nn.Module, *, has_rope: bool, is_dens
         log.warning("%s goes without liger's kernels: %s", type(hf_model).__name__, error)
         return False
     return True
+
+
+@contextmanager
+def attention_implementation(hf_model: nn.Module, name: str) -> Iterator[None]:
+    """Have all configs of a model name another attention for a while, whatever the model allows."""
+    configs = {
+        id(part.config): part.config for part in hf_model.modules() if hasattr(part, "config")
+    }
+    before = [(config, config._attn_implementation) for config in configs.values()]
+    for config, _ in before:
+        config._attn_implementation_internal = name
+    try:
+        yield
+    finally:
+        for config, own in before:
+            config._attn_implementation_internal = own

@@ -20,6 +20,7 @@ operation_name, is_write  OpOverload._schema                once schemas are pub
 storage_id, write_count   UntypedStorage._cdata, Tensor._version    once they are public
 is_persistent             Module._non_persistent_buffers_set    once named_buffers tells them apart
 put_parameter             Module._parameters                once a parameter may be a plain tensor
+zeros_in                  Module._parameters, _buffers      never: where a module keeps its own
 multiply_all, copy_all, norms_of  _foreach_mul_, _copy_, _norm  once they are public
 fused_adamw               _fused_adamw_                     once it is public
 flight_record             distributed_c10d._dump_nccl_trace, _dump_fr_trace    once public
@@ -31,7 +32,8 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -225,3 +227,16 @@ def varlen(
             shared = query.shape[1] // key.shape[1]
             key, value = (x.repeat_interleave(shared, dim=1) for x in (key, value))
     return varlen_attn(query, key, value, *ends, *longest, **options)
+
+
+@contextmanager
+def zeros_in(module: nn.Module) -> Iterator[None]:
+    """Have what a module itself holds, on any device, be zeros on the CPU for a while."""
+    held = [(own, dict(own)) for own in (module._parameters, module._buffers)]
+    for own, tensors in held:
+        own.update({k: t if t is None else torch.zeros(t.shape) for k, t in tensors.items()})
+    try:
+        yield
+    finally:
+        for own, tensors in held:
+            own.update(tensors)

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from spmdrl.model.attention import KERNELS, check_supported
+from spmdrl.model.mask_spans import span_of
 from spmdrl.model.packing import Packing
 from spmdrl.model.parallel import ring_attention as ring
 from spmdrl.model.parallel.collectives import gathered, scattered_sum, swapped, with_gradient
@@ -169,7 +170,7 @@ def _ring(
     kernel stands for matrix products in float32, the others for torch's flash attention.
     """
     options = attend.options
-    if options.get("sliding_window") is not None or options.get("softcap") is not None:
+    if span_of(attend.module).window is not None or options.get("softcap") is not None:
         return _gathered(query, key, value, packing, attend)
     check_supported(attend.module, attend.attention_mask, options)
     scaling = options.get("scaling")

@@ -109,11 +109,15 @@ def give_storage(scorer: nn.Module, offload: str, *, device: torch.device) -> No
         scorer.to_empty(device=device)
 
 
-def slicing_of(world: World, *, is_padded: bool) -> Slicing:
-    """Return which part of every packed row this rank computes."""
+def slicing_of(world: World, *, is_padded: bool, chunk: int | None) -> Slicing:
+    """Return which part of every packed row this rank computes; see Slicing."""
     mesh, tp = world.mesh["cp"], world.mesh["tp"]
     whole = Slicing(
-        multiple=tp.size(), part=tp.get_local_rank(), is_padded=is_padded, device=world.device
+        multiple=tp.size(),
+        part=tp.get_local_rank(),
+        is_padded=is_padded,
+        chunk=chunk,
+        device=world.device,
     )
     if mesh.size() == 1:
         return whole

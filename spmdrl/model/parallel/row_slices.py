@@ -38,7 +38,9 @@ class Slicing:
     part: int = 0
     """Which of these parts is this rank's."""
     is_padded: bool = True
-    """Attention pads."""
+    """Attention pads, or other layers do."""
+    chunk: int | None = None
+    """Tokens of the chunks that some layers attend within."""
     device: torch.device | str = "cpu"
     """Of the slice."""
 
@@ -130,7 +132,8 @@ def make_slice(
         lengths = [*lengths, missing]
     position_ids = torch.cat([torch.arange(length) for length in lengths])
     row = F.pad(tokens, (0, missing))
-    rows, whole = torch.arange(len(row)), make_packing(lengths, device, padded=slicing.is_padded)
+    rows = torch.arange(len(row))
+    whole = make_packing(lengths, device, padded=slicing.is_padded, chunk=slicing.chunk)
     packing: Packing | SlicedPacking = whole
     if slicing.group is not None:
         spans = chunk_spans(len(row), rank=slicing.rank, size=slicing.size)
