@@ -31,7 +31,11 @@ SEEN: dict[str, tuple[dict[str, Any], list[Span]]] = {
     "gemma2": ({"layer_types": SLIDING, "sliding_window": 8}, [Span(window=8), Span()]),
     "cohere2": ({"layer_types": SLIDING, "sliding_window": 8}, [Span(window=8), Span()]),
     "llama4_text": (
-        {"layer_types": ["chunked_attention", "full_attention"], "attention_chunk_size": 8},
+        {
+            "layer_types": ["chunked_attention", "full_attention"],
+            "attention_chunk_size": 8,
+            "no_rope_layers": [1, 0],
+        },
         [Span(chunk=8), Span()],
     ),
 }
@@ -76,7 +80,8 @@ def test_windows_and_chunks_are_those_that_the_model_asks_for(family):
     found = separation_of(model)
     assert not found.reasons and not found.mixers
     assert list(found.spans.values()) == spans
-    assert found.row_tokens == (8191 if family == "llama4_text" else None)
+    scaled = ["model.layers.1.self_attn"] if family == "llama4_text" else []
+    assert list(found.temperatures) == scaled
     # The model is as it was.
     assert [vars(module).get("forward") for module in model.modules()] == forwards
     assert all(parameter.is_meta for parameter in model.parameters())
@@ -111,3 +116,18 @@ def test_a_run_refuses_such_a_model_before_anything_is_loaded(field, tiny_model,
         own = {"path": str(tiny_model), "teacher": str(tmp_path)}
     with pytest.raises(ValueError, match="GPTJForCausalLM is not served: transformer.h.0"):
         check_fit(changed(good(), model=own))
+
+
+def test_rotary_frequencies_that_change_with_the_longest_sequence_of_a_row_are_refused(tmp_path):
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 64}
+    rope |= {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+    sizes = dict(original_max_position_embeddings=64)
+    sizes |= dict(hidden_size=32, num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=1)
+    AutoConfig.for_model(
+        "phi3", **sizes, intermediate_size=32, vocab_size=64, rope_parameters=rope, pad_token_id=0
+    ).save_pretrained(tmp_path)
+    cfg = changed(good(), model={"path": str(tmp_path)}, sampling={"max_response_tokens": 32})
+    with pytest.raises(ValueError, match="longrope.*change for a whole row.*take at most 64"):
+        check_fit(changed(cfg, data={"max_prompt_tokens": 33}))
+    with pytest.raises(ValueError, match="has neither model.safetensors"):  # nothing else is wrong
+        check_fit(changed(cfg, data={"max_prompt_tokens": 32}))

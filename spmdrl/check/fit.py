@@ -89,6 +89,7 @@ def policy_problems(cfg: Config, hf_model: nn.Module) -> list[str]:
     counts = counts_of(hf_model)
     return [
         *_separation_problems(hf_model, at=f"model.path {cfg.model.path}"),
+        *_rope_problems(cfg, hf_model, at=f"model.path {cfg.model.path}"),
         *_build_problems(hf_model, at=f"model.path {cfg.model.path}"),
         *_adapter_problems(cfg, hf_model, counts=counts),
         *_router_problems(cfg, hf_model, counts=counts),
@@ -112,6 +113,7 @@ def _companion_problems(cfg: Config) -> list[str]:
         with contextlib.suppress(ValueError):
             hf_model = build_meta_model(replace(cfg.model, path=path))
             problems += _separation_problems(hf_model, at=f"{field} {path}")
+            problems += _rope_problems(cfg, hf_model, at=f"{field} {path}")
             problems += _build_problems(hf_model, at=f"{field} {path}")
             at = f"({field} {path})"
             problems += _axes_problems(cfg, counts_of(hf_model), at=at, is_policy=False)
@@ -122,9 +124,25 @@ def _separation_problems(hf_model: nn.Module, *, at: str) -> Iterator[str]:
     if reason := leaks(hf_model):
         yield (
             f"{at}: {type(hf_model).__name__} is not served: {reason}, so that sequences packed "
-            "into one row would not be computed as single ones are; take a model all of whose "
-            "layers attend through transformers' attention interface"
+            "into one row would not be computed as single ones are; take a model of another family"
         )
+
+
+def _rope_problems(cfg: Config, hf_model: nn.Module, *, at: str) -> Iterator[str]:
+    """Yield that a model would compute all sequences of a row by the frequencies of the longest."""
+    longest = cfg.data.max_prompt_tokens + cfg.sampling.max_response_tokens
+    config = hf_model.config.get_text_config()
+    own = getattr(config, "rope_parameters", None) or {}
+    for rope in (own, *(part for part in own.values() if isinstance(part, dict))):
+        kind, known = rope.get("rope_type"), rope.get("original_max_position_embeddings")
+        known = known or getattr(config, "max_position_embeddings", None)
+        if kind in ("dynamic", "longrope") and known and longest > known:
+            yield (
+                f"data.max_prompt_tokens + sampling.max_response_tokens: {longest} tokens, and the "
+                f"rotary frequencies of {at} (rope_type {kind}) change for a whole row once a "
+                f"sequence of it is longer than {known}; take at most {known}, or a rope_type "
+                "such as yarn"
+            )
 
 
 def _build_problems(hf_model: nn.Module, *, at: str) -> Iterator[str]:

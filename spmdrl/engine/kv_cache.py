@@ -148,6 +148,9 @@ def cached_attention(
         how = Weighing(scaling, span.window, softcap, s_aux)
         assert work.cache is not None, "what goes on has its keys there"
         keys, values = work.cache.layers[module.layer_idx]
+        if (temperature := getattr(module, "temperature", None)) is not None:
+            query = temperature.applied(query[:, :, num:], work.lengths - 1)
+            num = 0
         own = query[0, :, num:].transpose(0, 1)
         seen = work.is_visible(span)
         outputs.append(_attend_one(own, keys, values, seen, how)[None])

@@ -47,6 +47,22 @@ class Weighing:
         return query.shape[-1] ** -0.5 if self.scale is None else self.scale
 
 
+@dataclass(frozen=True)
+class Temperature:
+    """A factor on queries that grows with their place in the sequence (Llama 4; arXiv 2501.19399).
+
+    1 + scale * log(1 + floor((place + 1) / length)), places from 0.
+    """
+
+    length: float  # tokens
+    scale: float
+
+    def applied(self, query: Tensor, places: Tensor) -> Tensor:
+        """Return queries [1, Hq, T, D] at places [T], scaled."""
+        factors = torch.log1p(torch.floor((places.float() + 1) / self.length)) * self.scale + 1
+        return (query * factors[:, None]).to(query.dtype)
+
+
 def _kernel(
     module: nn.Module,
     query: Tensor,
@@ -76,6 +92,8 @@ def _kernel(
     """
     asked = {"dropout": dropout, "softcap": softcap, "s_aux": s_aux, **model_kwargs}
     check_supported(module, attention_mask, asked)
+    if (temperature := getattr(module, "temperature", None)) is not None:
+        query = temperature.applied(query, packing.places(query.shape[2]))
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     span = span_of(module)
     packing = packing.in_chunks if span.chunk else packing

@@ -52,6 +52,13 @@ class Packing:
         """Where sequences begin among the keys."""
         return self.keys or self
 
+    def places(self, count: int) -> Tensor:
+        """Return each of the T = count tokens' place in its sequence, [T] int64."""
+        assert self.keys is None, "places of a slice are not known"
+        lengths = self.cu_seqlens.diff()
+        starts = self.cu_seqlens[:-1].repeat_interleave(lengths, output_size=count)
+        return torch.arange(count, device=starts.device) - starts
+
     @property
     def in_chunks(self) -> Packing:
         """The same tokens for layers that attend within chunks."""

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from spmdrl.model.attention import Temperature
 from spmdrl.model.blocks import blocks
 from spmdrl.model.mask_spans import Span, block_inputs
 from spmdrl.model.packing import Packing, Pad, Unpad
@@ -37,8 +38,8 @@ class Separation:
     """{block: its modules that compute one sequence per row}."""
     reasons: list[str] = field(default_factory=list)
     """Why the model cannot be served; empty if it can."""
-    row_tokens: int | None = None
-    """Rows of more tokens are computed wrongly; None: of any number are right."""
+    temperatures: dict[str, Temperature] = field(default_factory=dict)
+    """{attention that scales queries by their place in the row: how}."""
 
     @property
     def chunk(self) -> int | None:
@@ -83,6 +84,9 @@ def separate(hf_model: nn.Module) -> Separation:
         raise ValueError(f"model: {type(hf_model).__name__} is not served: {found.reasons[0]}")
     for name, span in found.spans.items():
         hf_model.get_submodule(name).span = span  # type: ignore[assignment]
+    for name, temperature in found.temperatures.items():
+        attention: Any = hf_model.get_submodule(name)
+        attention.attn_temperature_tuning, attention.temperature = False, temperature
     for name, own in found.mixers.items():
         mixers = [hf_model.get_submodule(mixer) for mixer in own]
         for mixer in mixers:
@@ -144,11 +148,11 @@ def _mixes(module: nn.Module) -> bool:
 
 def _attention_problems(name: str, module: nn.Module, found: Separation) -> Iterator[str]:
     if "torch.arange" in _code(type(module).forward):
-        # Llama 4 scales queries by their place in the row, by 1 below `floor_scale`.
-        if isinstance(floor := getattr(module, "floor_scale", None), int):
-            found.row_tokens = floor - 1
-        else:
+        # Llama 4's, by their place in the row. It is the last thing that they go through.
+        if not hasattr(module, "attn_temperature_tuning"):
             yield f"{name} counts the places of tokens by the row, not by their sequence"
+        elif module.attn_temperature_tuning and not module.use_rope:
+            found.temperatures[name] = Temperature(module.floor_scale, module.attn_scale)
     for part, child in module.named_modules():
         if part and _mixes(child):
             yield f"{name}.{part} ({type(child).__name__}) chooses keys by code of its own"
