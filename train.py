@@ -33,6 +33,7 @@ def train(cfg: Config, world: World) -> int:
     from spmdrl.engine import make_engine
     from spmdrl.evaluate import evaluate
     from spmdrl.exchange import exchange
+    from spmdrl.proof.record import tell_unchecked
     from spmdrl.report.derived import derived
     from spmdrl.report.report import Report
     from spmdrl.roles import make_trainer
@@ -48,6 +49,7 @@ def train(cfg: Config, world: World) -> int:
 
     # Every rank builds every part, which is empty on ranks that have no share in it.
     report = Report(cfg, world)  # meets: one folder for the logs
+    tell_unchecked(cfg, world)  # whether this kind of model was proved, see docs/models.md
     source = make_source(cfg, world, tokenizer=load_tokenizer(cfg))  # prompts, rewards
     engine = make_engine(cfg, world)  # meets
     trainer = make_trainer(cfg, world, loss_fn=loss_fn, advantage_fn=advantage_fn)  # meets

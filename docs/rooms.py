@@ -34,6 +34,7 @@ ORDER = tuple(
         "checkpoint",
         "evaluate",
         "check",
+        "proof",
         "plan",
         "commands",
     ]

@@ -40,13 +40,10 @@ _FIXED: dict[str, int] = {
     "linear_num_key_heads": 2,
     "linear_key_head_dim": HEAD_DIM,
     "linear_value_head_dim": HEAD_DIM,
-    # Latent attention
+    # Latent attention, whose kernels know the real rank and rotary width alone
     "q_lora_rank": 2 * HEAD_DIM,
-    "kv_lora_rank": 2 * HEAD_DIM,
     "qk_nope_head_dim": HEAD_DIM,
-    "qk_rope_head_dim": HEAD_DIM // 2,
     "v_head_dim": HEAD_DIM,
-    "qk_head_dim": HEAD_DIM + HEAD_DIM // 2,
     # Gemma 3n and 4
     "laurel_rank": 16,
     "hidden_size_per_layer_input": HEAD_DIM,
@@ -118,9 +115,10 @@ def _heads(common: Mapping[str, Any], *, kv_heads: int) -> dict[str, Any]:
     wide = hidden * ratio * count * HEAD_DIM / (heads * head_dim)
     if "qk_rope_head_dim" in common:  # latent attention, whose heads make no width
         wide = 4 * HEAD_DIM
+        found["qk_head_dim"] = HEAD_DIM + common["qk_rope_head_dim"]
     if common.get("head_dim"):
         is_rotary = common.get("kv_lora_rank") and head_dim == common["qk_rope_head_dim"]
-        found["head_dim"] = HEAD_DIM // 2 if is_rotary else HEAD_DIM
+        found["head_dim"] = head_dim if is_rotary else HEAD_DIM
     return found | {"hidden_size": max(2 * HEAD_DIM, HEAD_DIM * round(wide / HEAD_DIM))}
 
 

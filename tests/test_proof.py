@@ -1,0 +1,148 @@
+"""The proof of a model: that it finds what is wrong, what it keeps, and a few families whole."""
+
+from __future__ import annotations
+
+import datetime
+from dataclasses import replace
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+from spmdrl.model.families import FAMILIES, family_config
+from spmdrl.proof import jobs, prove
+from spmdrl.proof import record as records
+from spmdrl.proof.line import Line
+from spmdrl.proof.prove import Proof
+from spmdrl.proof.record import Record
+from spmdrl.proof.table import page_with
+
+SERVED = ("qwen2", "qwen3", "llama", "gemma2", "mixtral", "olmo3", "glm4", "granite", "phi3")
+"""Of these one is proved whole in each run of the suite, another every day."""
+OF_TODAY = SERVED[datetime.date.today().toordinal() % len(SERVED)]
+
+
+def leaking(*args: str) -> jobs.Measured:
+    """Do a job with rows whose sequences are taken for one."""
+    from spmdrl.model.parallel import row_slices
+
+    def whole(lengths, *others, **options):
+        return row_slices_packing([sum(lengths)], *others, **options)
+
+    row_slices_packing = row_slices.make_packing
+    with mock.patch.object(row_slices, "make_packing", whole):
+        return jobs.alone(*args)
+
+
+def still(cfg) -> jobs.Measured:
+    """Do a job with a stream whose pushes move nothing."""
+    from spmdrl.sync.stream import WeightStream
+
+    with (
+        mock.patch.object(WeightStream, "_push_weights", lambda self: None),
+        mock.patch.object(WeightStream, "verify", lambda self, version: None),
+    ):
+        return jobs.engine(cfg)
+
+
+def test_sequences_that_see_each_other_and_pushes_that_move_nothing_are_wrong(tmp_path):
+    with mock.patch.object(jobs, "alone", leaking), mock.patch.object(jobs, "engine", still):
+        proof = Proof(family_config("qwen3"), tmp_path)
+        lines = {line.name: line for line in proof.lines(engines=("transformers",))}
+    packed, engine = lines["packed = single = plain"], lines["transformers engine"]
+    assert packed.verdict == "WRONG" and "single" in packed.note, packed
+    assert lines["gradients"].verdict == "WRONG" and lines["export"].verdict == "proved"
+    assert engine.verdict == "WRONG" and "moved 0.0e+00" in engine.note
+    assert lines["tp 2"].verdict == "proved"
+    assert lines["ep 2"].verdict == "refused" and "no experts" in lines["ep 2"].note
+
+
+def test_a_model_that_is_not_served_is_refused_by_name(tmp_path):
+    (line,) = Proof(family_config("gptj"), tmp_path).lines()
+    assert line.verdict == "refused" and "GPTJForCausalLM" in line.note
+
+
+def assert_whole(family: str, folder: Path) -> None:
+    lines = list(Proof(family_config(family), folder).lines())
+    wrong = [str(line) for line in lines if line.verdict == "WRONG"]
+    assert not wrong, "\n".join(wrong)
+    known = records.record_of(family, family_config(family), lines, class_name="")
+    assert known.is_proved or lines[-1].verdict == "refused", "\n".join(map(str, lines))
+
+
+@pytest.mark.slow
+def test_the_family_of_the_day_is_proved_whole(tmp_path):
+    assert_whole(OF_TODAY, tmp_path)
+
+
+@pytest.mark.models
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_is_proved_or_refused(family, tmp_path):
+    assert_whole(family, tmp_path)
+
+
+# ------------------------------------------------------------------------- records, table
+
+GOOD = tuple(
+    Line(name, "proved", "1e-7", 1.0, kind)
+    for name, kind in (
+        ("model", ""),
+        ("packed = single = plain", ""),
+        ("gradients", ""),
+        ("export", ""),
+        ("transformers engine", "traced"),
+        ("vllm engine", "reload"),
+    )
+)
+
+
+def known(*lines: Line, model: str = "llama") -> Record:
+    kept = records.record_of(model, family_config("llama"), lines, class_name="LlamaForCausalLM")
+    return replace(kept, date="2026-11-22")
+
+
+def changed(name: str, verdict: str, note: str = "") -> tuple[Line, ...]:
+    found = [replace(one, verdict=verdict, note=note) if one.name == name else one for one in GOOD]
+    return tuple(found)
+
+
+def test_what_counts_as_proved():
+    assert known(*GOOD).is_proved
+    assert known(*changed("vllm engine", "refused")).is_proved  # the other engine serves
+    assert known(*GOOD, Line("ep 2", "refused", "no experts", 0.0)).is_proved
+    assert not known(*changed("vllm engine", "WRONG")).is_proved
+    assert not known(*changed("gradients", "refused")).is_proved
+    assert not known(Line("model", "refused", "leaks", 0.0)).is_proved
+    assert not known(*GOOD, Line("layout", "refused", "heads", 0.0)).is_proved
+
+
+def test_records_are_kept_once_per_model_and_read_back(tmp_path):
+    path = tmp_path / "deep" / "file.jsonl"
+    records.keep(known(*GOOD), path)
+    records.keep(known(*GOOD, model="other"), path)
+    records.keep(known(*changed("export", "WRONG", "2.0")), path)
+    found = records.read(path)
+    assert [one.model for one in found] == ["llama", "other"]
+    assert found[0] == known(*changed("export", "WRONG", "2.0")) and not found[0].is_proved
+
+
+def test_a_run_says_what_was_never_checked_and_what_was_found_wrong():
+    good, wrong = known(*GOOD), known(*changed("export", "WRONG", "2.0 nats"))
+    old = replace(good, versions=good.versions | {"torch": "1.0"})
+    assert records.unchecked("llama", [wrong, good]) == ""
+    assert "never checked with spmdrl" in records.unchecked("qwen2", [good])
+    assert "only with other versions" in records.unchecked("llama", [old])
+    assert "2.0 nats" in records.unchecked("llama", [wrong])
+
+
+def test_the_table_has_a_row_per_model_and_its_reasons_below():
+    page = page_with([known(*GOOD), known(*changed("export", "WRONG", "off"), model="b")], "# M\n")
+    assert "| `llama` | proved | proved |" in page and "| reload | traced | proved |" in page
+    assert "WRONG (1)" in page and "1. export: off" in page
+    again = page_with([known(*GOOD)], page)
+    assert again.count("`llama`") == 1 and "`b`" not in again and again.startswith("# M\n")
+
+
+def test_limits_are_those_of_the_docs():
+    page = (Path(__file__).parents[1] / "docs" / "models.md").read_text()
+    assert "at most 2e-6 nats apart" in page and prove.EXACT == 2e-6
