@@ -74,18 +74,24 @@ def _gather(processes: list[BaseProcess], results: Any, *, deadline: float) -> l
         try:
             rank, value, error = results.get(timeout=0.2)
         except queue.Empty:
-            lost = [r for r, p in enumerate(processes) if not p.is_alive() and r not in values]
-            if time.monotonic() > deadline:
-                raise RankError("Timeout", "no answer in time", "") from None
-            if lost and results.empty():
-                time.sleep(0.5)  # what it sent may still be on its way
-                if results.empty():
-                    raise RankError("Killed", f"ranks {lost} died without a word", "") from None
+            _check_alive(processes, results, values, deadline=deadline)
             continue
         if error is not None:
             raise RankError(*error)
         values[rank] = pickle.loads(value)
     return [values[rank] for rank in range(len(processes))]
+
+
+def _check_alive(
+    processes: list[BaseProcess], results: Any, values: dict[int, Any], *, deadline: float
+) -> None:
+    if time.monotonic() > deadline:
+        raise RankError("Timeout", "no answer in time", "")
+    lost = [r for r, p in enumerate(processes) if not p.is_alive() and r not in values]
+    if lost and results.empty():
+        time.sleep(0.5)  # what it sent may still be on its way
+        if results.empty():
+            raise RankError("Killed", f"ranks {lost} died without a word", "")
 
 
 def _free_port() -> int:
