@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -62,6 +62,17 @@ def parameter_checksums(model: nn.Module) -> dict[str, int]:
         name: checksum(p.detach(), Box.whole(p.shape), shape=p.shape)
         for name, p in live_tensors(model).items()
     }
+
+
+def flip_bits(model: nn.Module, names: Collection[str]) -> None:
+    """Invert every bit of some parameters and persistent buffers; a second time undoes it."""
+    seen: set[int] = set()
+    for name, tensor in live_tensors(model).items():
+        if name in names and tensor.numel() and tensor.data_ptr() not in seen:
+            seen.add(tensor.data_ptr())  # tied ones are flipped once
+            bits = tensor.detach()
+            bits = bits if bits.dtype == torch.bool else bits.view(_INTEGERS[bits.itemsize])
+            torch.bitwise_not(bits, out=bits)
 
 
 def _strips(view: Tensor, box: Box) -> Iterator[tuple[Box, Tensor]]:

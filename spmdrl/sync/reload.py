@@ -13,11 +13,12 @@ from spmdrl.model.shards import Box
 from spmdrl.sync.bucket_size import LARGEST
 from spmdrl.sync.live_shards import LiveShards
 from spmdrl.sync.planning import make_plans
-from spmdrl.sync.prove import parameter_checksums, shown
+from spmdrl.sync.prove import checksum, flip_bits, parameter_checksums, shown
 from spmdrl.sync.tables import Want
+from spmdrl.sync.traced import sums_sent
 from spmdrl.sync.transfer import Transfer, make_gather_groups
 from spmdrl.world import World
-from spmdrl.world.comm import agree, gather_problems
+from spmdrl.world.comm import agree, gather_objects, gather_problems
 from spmdrl.world.watch import first_line
 
 Names = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
@@ -41,6 +42,7 @@ class ReloadedTensors:
 
     def __init__(self, world: World, *, names: Names, engine: EngineProtocol, live: LiveShards):
         self._world, self._engine, self._live = world, engine, live
+        self._sums: list[int] | None = None  # of tensors handed over, where they are wanted
         changed = _changed_by_reload(engine, names, world) if world.is_inference else []
         problems = gather_problems(changed, group=world.control)
         if problems:
@@ -88,25 +90,74 @@ class ReloadedTensors:
                 targets=[(want.box, tensor) for want, tensor in zip(wants, whole)],
                 groups=self._groups,
             ).run()
+            if self._sums is not None:
+                self._sums += [checksum(t, w.box, shape=w.box.shape) for w, t in zip(wants, whole)]
             yield from zip([want.name for want in wants], whole)
 
     def differences(self) -> list[str]:
-        """Return none: what vLLM makes of the tensors is its own affair."""
-        return []
+        """Load every tensor once more, over rubbish, and compare both loadings.
+
+        Returns: on every rank, which parameters are not those that vLLM makes of the trainers'
+            tensors of now, and which of these tensors did not arrive as they were sent.
+        """
+        model = self._engine.model if self._world.is_inference else None
+        held = parameter_checksums(model) if model is not None else {}
+        if model is not None:
+            flip_bits(model, dict(model.named_parameters()))
+        self._sums = []
+        self.move()
+        arrived, self._sums = self._sums, None
+        again = parameter_checksums(model) if model is not None else {}
+        problems = [
+            f"engine of rank {self._world.rank}: {name} has checksum {held[name]:016x}, and "
+            f"{again[name]:016x} when the trainers' tensors are loaded again"
+            for name in held
+            if held[name] != again[name]
+        ]
+        problems += self._lost(arrived)
+        every = gather_objects(problems, group=self._world.control)
+        return [line for lines in every for line in lines]
+
+    def _lost(self, arrived: list[int]) -> list[str]:
+        """Return which tensors are not those that trainers sent, by their checksums here."""
+        sent: list[int] = []
+        for plan, push in zip(self.plans, self._pushes):
+            sent += sums_sent(plan, self._live, most=len(push), world=self._world)
+        names = [want.name for push in self._pushes for want in push]
+        return [
+            f"engine of rank {self._world.rank}: {name} arrived with checksum {own:016x}, the "
+            f"trainers sent {total:016x}"
+            for name, own, total in zip(names, arrived, sent)
+            if own != total
+        ]
 
 
 def _changed_by_reload(engine: EngineProtocol, names: Names, world: World) -> list[str]:
-    reader = CheckpointReader(model_folder(world.cfg.model.path))
-    before = parameter_checksums(engine.model)
+    """Reload the files' weights over rubbish; return what is not as it was before, and why."""
+    reader, model = CheckpointReader(model_folder(world.cfg.model.path)), engine.model
+    before = parameter_checksums(model)
+    flip_bits(model, before)
+    flipped = parameter_checksums(model)
     try:
         engine.reload_weights(
             (name, reader.read(name, start=(0,) * len(shape), shape=tuple(shape)))
             for name, (shape, _) in names.items()
         )
     except Exception as error:  # anything that loading and repacking may do
-        return [first_line(error)]
-    after = parameter_checksums(engine.model)
-    return [name for name in before if before[name] != after[name]]
+        failed = [first_line(error)]
+    else:
+        failed = []
+    after, parameters = parameter_checksums(model), dict(model.named_parameters())
+    changed = [name for name in before if before[name] != after[name]]
+    left = [name for name in changed if after[name] == flipped[name]]
+    flip_bits(model, left)
+    # Buffers may be the engine's own, of no tensor of the files.
+    constants = set(left) - parameters.keys()
+    return failed or [
+        f"{name}: the reload does not write it" if name in left else name
+        for name in changed
+        if name not in constants
+    ]
 
 
 def _grouped(names: Names, most: int) -> list[list[Want]]:

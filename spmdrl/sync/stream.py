@@ -49,6 +49,7 @@ class WeightStream:
         self._sent, self._engine, self._world = sent, engine, world
         self._cfg, self._pushes, self.mode = world.cfg.stream, 0, "idle"
         self._adapter: TracedTensors | None = None
+        self._probed: Sequence[Sequence[int]] = ()
         if not world.inference_ranks:
             return
         with world.watch.wait("plan stream", -1):
@@ -126,9 +127,11 @@ class WeightStream:
     def verify(self, version: int) -> None:
         """Compare checksums of what trainers hold with what engines hold, slice by slice.
 
-        Nothing is compared in reload mode.
+        In reload mode every tensor is loaded once more, over rubbish: that has to give the same
+        parameters from tensors that arrived as they were sent. The last probe is repeated then,
+        for what vLLM makes of the parameters besides.
 
-        Raises: RuntimeError on every rank, naming engine, checkpoint tensor and both sums.
+        Raises: RuntimeError on every rank, naming engine, tensor and both sums.
         """
         with self._world.watch.wait("verify push", version):
             problems = self._weights.differences()
@@ -137,6 +140,10 @@ class WeightStream:
             raise RuntimeError(
                 f"push {version}: engine weights differ from the trainers'\n{shown(problems)}"
             )
+        if self.mode == "reload":
+            if self._world.is_inference:
+                self._engine.weights_changed(version)
+            self.probe(self._probed, version=version)
 
     def probe(self, sequences: Sequence[Sequence[int]], *, version: int = 0) -> Sums:
         """Score token sequences by engines and trainers and compare.
@@ -151,7 +158,7 @@ class WeightStream:
         """
         if self.mode == "idle" or not sequences:
             return {}
-        world = self._world
+        world, self._probed = self._world, sequences
         with world.watch.wait("probe", version):
             of_engine = self._engine.score(sequences) if world.is_inference else []
             of_trainer = self._sent.score(sequences) if world.is_trainer else []

@@ -67,27 +67,37 @@ class TracedTensors:
 
         Returns: on every rank, what differs: engine, tensor and both sums.
         """
-        receivers, rank = self.plan.traffic.receivers, self._world.rank
         counts = gather_objects(len(self._copies), group=self._world.control)
-        sent = [[0] * max(counts) for _ in receivers]  # of each want of each receiver, mod 2^64
-        receiver_of = {target: i for i, ranks in enumerate(receivers) for target in ranks}
-        for piece in pieces_of(self.plan.held_here, self._live.table):
-            value = self._live.held.value(piece.name, piece.box).read().to(piece.dtype)
-            own = sent[receiver_of[piece.target]]
-            own[piece.want] += checksum(value, piece.box, shape=self._live.parts[piece.name].shape)
-        sums = torch.tensor([[_signed(total) for total in own] for own in sent])
-        dist.all_reduce(sums, group=self._world.control)
+        sums = sums_sent(self.plan, self._live, most=max(counts), world=self._world)
         problems = []
         for want, copy in enumerate(self._copies):
             held = checksum(copy.view, copy.box, shape=self._live.parts[copy.name].shape)
-            total = int(sums[receiver_of[rank], want]) % 2**64
+            total = sums[want]
             if held != total:
                 problems.append(
-                    f"engine of rank {rank}: {copy.name} has checksum {held:016x}, the trainers "
-                    f"sent {total:016x}"
+                    f"engine of rank {self._world.rank}: {copy.name} has checksum {held:016x}, "
+                    f"the trainers sent {total:016x}"
                 )
         every = gather_objects(problems, group=self._world.control)
         return [line for lines in every for line in lines]
+
+
+def sums_sent(plan: StreamPlan, live: LiveShards, *, most: int, world: World) -> list[int]:
+    """Return the checksum of what all trainers hold of each want of this rank, mod 2^64.
+
+    Args:
+        most: the wants of the rank that has most. Every rank calls.
+    """
+    receivers = plan.traffic.receivers
+    receiver_of = {target: i for i, ranks in enumerate(receivers) for target in ranks}
+    sent = [[0] * most for _ in receivers]
+    for piece in pieces_of(plan.held_here, live.table):
+        value = live.held.value(piece.name, piece.box).read().to(piece.dtype)
+        own = sent[receiver_of[piece.target]]
+        own[piece.want] += checksum(value, piece.box, shape=live.parts[piece.name].shape)
+    sums = torch.tensor([[_signed(total) for total in own] for own in sent])
+    dist.all_reduce(sums, group=world.control)
+    return [int(total) % 2**64 for total in sums[receiver_of.get(world.rank, 0)]]
 
 
 def _signed(total: int) -> int:
