@@ -78,7 +78,8 @@ def parameters_loaded(engine: Any, state: dict[str, Tensor]) -> list[Tensor]:
     with torch.no_grad():
         for p in engine.model.parameters():
             p.fill_(7.0)
-        engine.load_weights(iter(state.items()))
+        # Copies: vLLM's loader of GPT-OSS writes zeros into what it is given.
+        engine.load_weights((name, tensor.clone()) for name, tensor in state.items())
     return [p.detach().clone() for p in engine.model.parameters()]
 
 

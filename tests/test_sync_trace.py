@@ -71,6 +71,39 @@ def test_fused_sliced_transposed_and_reshaped_loads_are_replayed_exactly():
         assert torch.equal(a, b)
 
 
+def test_a_tensor_put_in_another_order_of_memory_is_still_the_files():
+    def load(p, w):
+        p["turned"].data.copy_(w["t"].permute(0, 2, 1).contiguous())
+        p["part"].data.copy_(w["t"][1:, :, 2:].clone())
+
+    model, right = (Loader(load, turned=(3, 5, 4), part=(2, 4, 3)) for _ in range(2))
+    weights = {"t": torch.randn(3, 4, 5, generator=torch.Generator().manual_seed(0))}
+    got, reasons = replay(model, weights)
+    assert reasons == []
+    with torch.no_grad():
+        right.load_weights(weights.items())
+    assert all(torch.equal(a, b) for a, b in zip(got, right.parameters()))
+
+
+def test_what_a_loader_changed_in_place_is_not_the_files_any_more():
+    def load(p, w):
+        w["zeros"].zero_()  # as vLLM does with a bias on all ranks but one
+        p["zeros"].data.copy_(w["zeros"])
+        w["scaled"].mul_(2)
+        p["scaled"].data.copy_(w["scaled"])
+        copy = w["copied"].clone()
+        copy.zero_()
+        p["copied"].data.copy_(w["copied"])
+
+    model = Loader(load, zeros=(4,), scaled=(4,), copied=(4,))
+    weights = {name: torch.ones(4) for name in ("zeros", "scaled", "copied")}
+    got, reasons = replay(model, weights)
+    assert [reason.partition(": ")[0] for reason in reasons[:2]] == ["scaled", "copied"]
+    assert "is written from aten.mul_.Tensor of scaled" in reasons[0]
+    assert not any(reason.startswith("zeros") for reason in reasons)
+    assert bool((got[0] == 7).all()), "zeros are the engine's own, and no tensor is sent for them"
+
+
 def test_padding_and_tied_parameters_count_as_covered():
     def load(p, w):
         p["table"].data[:5].copy_(w["table"])

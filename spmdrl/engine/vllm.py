@@ -75,6 +75,7 @@ class VllmEngine:
         cfg = self.cfg
         vllm_backend.keep_transformers_classes()
         vllm_backend.keep_head_bias()
+        vllm_backend.count_own_ranks()
         if on_cpu:
             vllm_cpu.keep_linear_weights_live()
             vllm_cpu.keep_convolutions_live()

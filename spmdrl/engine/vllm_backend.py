@@ -1,15 +1,18 @@
-"""Patches of vLLM's Transformers backend, without which no trainer can stand beside its engines.
+"""Patches of vLLM's models, those of its Transformers backend above all, without which no trainer
+can stand beside its engines.
 
 Serves vLLM 0.24 to 0.33. Per line: the name here, what it patches, and when it can go.
 
 keep_transformers_classes  models.transformers.base.Base, support_torch_compile
                                                     once it decorates classes of its own
 keep_head_bias             ParallelLMHead._register_bias   once a second loading keeps the bias
+count_own_ranks            models.gpt_oss.MLPBlock         once it asks no rank but its engine's
 """
 
 from __future__ import annotations
 
 from functools import wraps
+from types import SimpleNamespace
 from typing import Any
 
 from torch import nn
@@ -69,6 +72,16 @@ def keep_head_bias() -> None:
             register(self)
 
     ParallelLMHead._register_bias = register_once
+
+
+def count_own_ranks() -> None:
+    """Have GPT-OSS's experts be divided by the ranks of their engine, not by those of the job."""
+    from vllm.distributed import get_tensor_model_parallel_world_size
+    from vllm.model_executor.models import gpt_oss
+
+    gpt_oss.dist = SimpleNamespace(
+        is_initialized=lambda: True, get_world_size=get_tensor_model_parallel_world_size
+    )
 
 
 class _Undecorated:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import wraps
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -94,8 +95,6 @@ def _apply_experts(
     w1: [E, 2 I, H], gate before up. w2: [E, H, I]. topk_weights, topk_ids: [T, K]. others: what
     vLLM hands over besides, for kernels that need it.
     """
-    from vllm.model_executor.layers.fused_moe.activation import apply_moe_activation
-
     num_tokens, num_chosen = topk_ids.shape
     ids, order = torch.sort(topk_ids.flatten().long(), stable=True)
     rows = hidden_states[order // num_chosen]
@@ -105,10 +104,25 @@ def _apply_experts(
         gate_up = nn.functional.linear(part, w1[index], bias1)
         inner = gate_up.new_empty(len(part), w2.shape[2])
         if len(part):
-            apply_moe_activation(activation, inner, gate_up)
+            _activate(activation, inner, gate_up)
         parts.append(nn.functional.linear(inner, w2[index], bias2))
     computed = torch.empty_like(rows).index_copy_(0, order, torch.cat(parts))
     computed = computed.view(num_tokens, num_chosen, -1)
     if not apply_router_weight_on_input:  # else the rows came weighted
         computed = computed * topk_weights[..., None]
     output.copy_(computed.sum(dim=1))
+
+
+def _activate(activation: Any, output: Tensor, rows: Tensor) -> None:
+    """Write into output, [S, I], what an expert makes of rows, [S, 2 I], between its projections.
+
+    GPT-OSS's operation is in the packed kernel of the CPU build alone: its numbers are those there.
+    """
+    from vllm.model_executor.layers.activation import SwigluOAIAndMul
+    from vllm.model_executor.layers.fused_moe.activation import apply_moe_activation
+
+    if activation.value == "swigluoai":
+        numbers = SimpleNamespace(alpha=1.702, limit=7.0)
+        output.copy_(SwigluOAIAndMul.forward_native(numbers, rows))  # type: ignore[arg-type]
+    else:
+        apply_moe_activation(activation, output, rows)

@@ -113,6 +113,8 @@ class _Watcher(TorchDispatchMode):
         self.trace, self.last = Trace(), "its start"
         self._sources = {storage_id(t): (name, t) for name, t in placeholders.items()}
         self._computed: dict[int, str] = {}  # storage -> what it was computed by
+        self._cloned: set[int] = set()  # storages of which there are copies, as views
+        self._zeros: set[int] = set()  # storages that the loader made zero as a whole
         self._kept: list[Tensor] = []  # storages must outlive their ids
         self._scalars: dict[float, tuple[str, Box]] = {}
         # A loader may write persistent buffers too, but need not: some are of the engine's own.
@@ -134,7 +136,13 @@ class _Watcher(TorchDispatchMode):
         if target is not None:
             self._write(func, args, name=target)
             return args[0]
+        if func is aten.clone.default and storage_id(args[0]) in self._sources:
+            # What is only put in another order of memory is still what it was.
+            self._cloned.add(storage_id(args[0]))
+            return aten.alias.default(args[0])
         result = func(*args, **kwargs)
+        if is_write(func) and args and isinstance(args[0], Tensor):
+            self._overwritten(func, args[0])
         self._follow(func, args, result=result)
         return result
 
@@ -163,13 +171,31 @@ class _Watcher(TorchDispatchMode):
         elif func is aten.fill_.Scalar and args[1] in self._scalars:
             source, box = self._scalars[args[1]]
             self._note(Copy(source, box, name, args[0].reshape(box.shape)), inside)
-        elif func in (aten.fill_.Scalar, aten.zero_.default) or self._is_constant(func, args):
+        elif (
+            func in (aten.fill_.Scalar, aten.zero_.default)
+            or self._is_constant(func, args)
+            or (func is aten.copy_.default and storage_id(args[1]) in self._zeros)
+        ):
             self._filled.setdefault(name, []).append(inside)
             if any(inside.intersect(box) for box in self._written.get(name, ())):
                 self._refuse(name, f"{func} overwrites what was loaded")
         else:
             made = self._computed.get(storage_id(args[1])) if func is aten.copy_.default else None
             self._refuse(name, f"is written from {made}" if made else f"is changed by {func}")
+
+    def _overwritten(self, func: Any, target: Tensor) -> None:
+        """Take note that the loader writes into what it was given: no longer the checkpoint's."""
+        key = storage_id(target)
+        source = self._sources.pop(key, None)
+        if source is None:
+            return
+        name, whole = source
+        self._kept.append(whole)
+        is_whole = target.numel() == whole.numel() and key not in self._cloned
+        if func is aten.zero_.default and is_whole:
+            self._zeros.add(key)
+        else:
+            self._computed[key] = f"{func} of {name}"
 
     def _is_constant(self, func: Any, args: Any) -> bool:
         """Whether this is `part[i] = number`, of no checkpoint tensor."""
