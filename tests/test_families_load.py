@@ -17,6 +17,7 @@ from worlds import another_trainer, with_trainer
 
 from spmdrl.check.fit import check_fit
 from spmdrl.config import Config
+from spmdrl.model.blocks import uneven_experts
 from spmdrl.model.file_tensors import file_tensors
 from spmdrl.model.head_form import HeadForm, head_form
 from spmdrl.model.load import build_meta_model, load_hf_config, max_positions
@@ -194,6 +195,16 @@ def test_experts_of_a_models_own_code_are_not_cut_by_ep(tmp_path):
     folder = family_folder(tmp_path, "llama4_text")
     with pytest.raises(ValueError, match="layout.ep: 2 with a llama4_text, whose experts are comp"):
         check_fit(config(folder, tmp_path, world_size=2, ep=2))
+
+
+def test_experts_that_no_grouped_product_takes_are_refused(tmp_path):
+    fields = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
+    own = AutoConfig.for_model("qwen3_moe", **GROUPED | {"head_dim": 8} | fields)
+    own.save_pretrained(tmp_path)
+    cfg = config(tmp_path, tmp_path, model={"compute_dtype": "bfloat16"})
+    with pytest.raises(ValueError, match=r"experts.gate_up_proj \[4, 24, 32\] has|down_proj"):
+        check_fit(cfg)
+    assert not uneven_experts(build_meta_model(cfg.model), dtype=torch.float32)
 
 
 def test_a_model_without_a_limit_of_positions_has_none(tmp_path):

@@ -14,9 +14,14 @@ HOMES = (
     "spmdrl/engine/vllm_backend.py",  # a patch of its Transformers backend
     "spmdrl/engine/vllm_cpu.py",  # patches of its CPU build
 )
-# The parsers are a documented plugin interface, and are needed below the engines; what is loaded
-# once for the ranks of a proof is not used there.
-IMPORTING_VLLM = (*HOMES, "spmdrl/environments/tool_calls.py", "spmdrl/proof/preloaded.py")
+# Documented plugin interfaces: parsers, which are needed below the engines, and a loader; what is
+# loaded once for the ranks of a proof is not used there.
+IMPORTING_VLLM = (
+    *HOMES,
+    "spmdrl/environments/tool_calls.py",
+    "spmdrl/engine/vllm_plain.py",
+    "spmdrl/proof/preloaded.py",
+)
 OWN = {"self", "cls", "world", "os"}  # whose underscored attributes are ours, or Python's
 PUBLIC = {"_asdict", "_fields", "_make", "_replace"}  # of a NamedTuple
 FIELDS = {"_no_split_modules", "_tp_plan", "_apply_gate"}

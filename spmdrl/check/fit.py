@@ -13,7 +13,7 @@ from torch import nn
 from spmdrl.check.model import MAX_RANK
 from spmdrl.config import Config
 from spmdrl.imports import attempt
-from spmdrl.model.blocks import unshardable
+from spmdrl.model.blocks import uneven_experts, unshardable
 from spmdrl.model.divisibility import ModelCounts, counts_of, misfits
 from spmdrl.model.file_tensors import file_tensors
 from spmdrl.model.head_form import head_form
@@ -90,7 +90,7 @@ def policy_problems(cfg: Config, hf_model: nn.Module) -> list[str]:
     return [
         *_separation_problems(hf_model, at=f"model.path {cfg.model.path}"),
         *_rope_problems(cfg, hf_model, at=f"model.path {cfg.model.path}"),
-        *_build_problems(hf_model, at=f"model.path {cfg.model.path}"),
+        *_build_problems(cfg, hf_model, at=f"model.path {cfg.model.path}"),
         *_adapter_problems(cfg, hf_model, counts=counts),
         *_router_problems(cfg, hf_model, counts=counts),
         *_axes_problems(cfg, counts, at=f"(model.path {cfg.model.path})", is_policy=True),
@@ -114,7 +114,7 @@ def _companion_problems(cfg: Config) -> list[str]:
             hf_model = build_meta_model(replace(cfg.model, path=path))
             problems += _separation_problems(hf_model, at=f"{field} {path}")
             problems += _rope_problems(cfg, hf_model, at=f"{field} {path}")
-            problems += _build_problems(hf_model, at=f"{field} {path}")
+            problems += _build_problems(cfg, hf_model, at=f"{field} {path}")
             at = f"({field} {path})"
             problems += _axes_problems(cfg, counts_of(hf_model), at=at, is_policy=False)
     return problems
@@ -145,8 +145,16 @@ def _rope_problems(cfg: Config, hf_model: nn.Module, *, at: str) -> Iterator[str
             )
 
 
-def _build_problems(hf_model: nn.Module, *, at: str) -> Iterator[str]:
-    """Yield why a model's parameters cannot be sharded, or its logits not be made here."""
+def _build_problems(cfg: Config, hf_model: nn.Module, *, at: str) -> Iterator[str]:
+    """Yield why a model's parameters cannot be sharded, its experts not be computed, or its logits
+    not be made here."""
+    dtype = getattr(torch, cfg.model.compute_dtype)
+    if uneven := uneven_experts(hf_model, dtype=dtype):
+        yield (
+            f"{at}: {uneven} has rows that are no multiple of 16 bytes in model.compute_dtype "
+            f"{cfg.model.compute_dtype}, as torch's grouped products of experts need; take a "
+            "mixture whose hidden size and expert width are multiples of 8"
+        )
     if reason := unshardable(hf_model):
         yield f"{at}: {type(hf_model).__name__} is not served: {reason}; take another family"
     if not hasattr(hf_model, "score"):

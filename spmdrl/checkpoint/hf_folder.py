@@ -26,6 +26,7 @@ from spmdrl.config import ModelSettings
 from spmdrl.imports import refusing
 from spmdrl.model.file_tensors import file_tensors
 from spmdrl.model.load import SCALAR_HEAD, build_meta_model, model_folder
+from spmdrl.model.quantised import QUANTISATION_KEYS
 from spmdrl.model.shards import Box, Part, narrow
 from spmdrl.world.comm import agree, gather_objects
 from spmdrl.world.launch import is_launched, read_launch
@@ -143,8 +144,10 @@ def _from_hub(name: str, *, flag: str) -> Path:
 
 
 def _set_dtype(path: Path, dtype: str) -> torch.dtype:
-    """Write the dtype of the weights into config.json and return it."""
+    """Write the dtype of the weights into config.json and return it; they are plain now."""
     config = json.loads(path.read_text())
+    for key in QUANTISATION_KEYS:
+        config.pop(key, None)
     key = "torch_dtype" if "torch_dtype" in config else "dtype"  # older files have the former
     if dtype == "auto":
         dtype = config.get(key) or "float32"

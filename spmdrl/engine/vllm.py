@@ -23,6 +23,7 @@ from spmdrl.config import Config
 from spmdrl.engine.protocol import Completion, Request
 from spmdrl.engine.vllm_adapter import AdapterSlot
 from spmdrl.engine.vllm_arguments import engine_arguments
+from spmdrl.engine.vllm_plain import with_plain_weights
 from spmdrl.engine.vllm_routes import Routes, make_routes
 from spmdrl.types import flat
 from spmdrl.world import World
@@ -80,7 +81,8 @@ class VllmEngine:
             vllm_cpu.keep_linear_weights_live()
             vllm_cpu.keep_convolutions_live()
             vllm_cpu.keep_expert_weights_live()
-        self._llm = vllm_internals.make_llm(engine_arguments(cfg, on_cpu=on_cpu))
+        arguments = with_plain_weights(cfg, engine_arguments(cfg, on_cpu=on_cpu))
+        self._llm = vllm_internals.make_llm(arguments)
         if vllm_internals.seeds_by_numpy(self._llm):
             # Ranks of a replica must draw alike, and replicas not.
             self._seeds = random.Random(f"{cfg.seed} {self.world.replica}")

@@ -1,5 +1,6 @@
-"""All that this program knows of vLLM: the one file that imports it, but for its tool-call parsers
-and patches, in vllm_backend.py (of its Transformers backend) and vllm_cpu.py (of its CPU build).
+"""All that this program knows of vLLM: the one file that imports it, but for its tool-call
+parsers, a loader (vllm_plain.py) and patches, in vllm_backend.py (of its Transformers backend) and
+vllm_cpu.py (of its CPU build).
 
 Serves vLLM 0.24 to 0.33; what says so, 0.32 and 0.33 only. Per line: the name here, vLLM's own, and
 when it can go.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import nn
 
 from spmdrl.model.transformers_internals import block_kinds, is_experts
@@ -99,6 +100,16 @@ def experts_parameters(hf_model: nn.Module) -> set[str]:
         for name, experts in experts_modules(hf_model).items()
         for key, _ in experts.named_parameters()
     }
+
+
+def uneven_experts(hf_model: nn.Module, *, dtype: torch.dtype) -> str:
+    """Return the first weight of experts of which some dim is no multiple of 16 bytes in a dtype;
+    empty for none. Grouped products read both of its dims so, one of them in the backward pass."""
+    for name, experts in experts_modules(hf_model).items():
+        for key, own in experts.named_parameters(recurse=False):
+            if own.dim() == 3 and any(size * dtype.itemsize % 16 for size in own.shape[1:]):
+                return f"{name}.{key} {list(own.shape)}"
+    return ""
 
 
 def is_latent(module: nn.Module) -> bool:

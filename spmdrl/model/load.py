@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from spmdrl.config import Config, ModelSettings
 from spmdrl.imports import is_missing_folder, refusing
 from spmdrl.model.blocks import name_of
 from spmdrl.model.file_tensors import file_tensors, live_tensors
+from spmdrl.model.quantised import quantisation, quantised_tensors
 from spmdrl.model.shards import Held, Part
 from spmdrl.model.transformers_internals import ignored_names, initialise
 from spmdrl.world.torch_internals import is_persistent
@@ -53,6 +54,8 @@ def load_hf_config(path: str, *, trust_remote_code: bool = False) -> Any:
     # transformers raises many kinds, all of them mean the same here.
     with refusing(f"model.path: {path} is {where}", Exception):
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    with refusing(f"model.path: {path} cannot be loaded", ValueError):
+        quantisation(config.to_dict())
     if getattr(config, "vision_config", None) is not None:
         raise ValueError(
             f"model.path: {path} is a {config.model_type} with a vision tower; only "
@@ -130,15 +133,22 @@ def checkpoint_shapes(cfg: Config) -> dict[str, torch.Size]:
 
 
 class CheckpointReader:
-    """The tensors of a folder's safetensors files, read by slice.
+    """The tensors of a folder's safetensors files, read by slice; quantised ones made plain.
 
-    Raises: ValueError when the folder has no safetensors weights or a file is unreadable.
+    Raises: ValueError when the folder has no safetensors weights or a file is unreadable, or they
+        are quantised in a way that is not known.
     """
 
     def __init__(self, folder: Path):
         self.folder = folder
         self._files: dict[str, Any] = {}
         self._file_of = self._read_index()
+        self._quantised, hidden = quantised_tensors(_quantisation_of(folder), self._file_of)
+        self._names = (self._file_of.keys() | self._quantised.keys()) - hidden
+
+    def is_quantised(self, name: str) -> bool:
+        """Whether the files hold a tensor in fewer bits than are returned."""
+        return name in self._quantised
 
     def _read_index(self) -> dict[str, str]:
         index = self.folder / _INDEX
@@ -164,7 +174,7 @@ class CheckpointReader:
 
     def names(self) -> set[str]:
         """Return the names of all tensors."""
-        return set(self._file_of)
+        return set(self._names)
 
     def files(self) -> set[str]:
         """Return the names of the files that hold them."""
@@ -172,10 +182,32 @@ class CheckpointReader:
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return a tensor's shape, read from the file's header."""
-        return tuple(self._slice(name).get_shape())
+        own = self._quantised.get(name)
+        return own.shape(self) if own else self.raw_shape(name)
 
     def read(self, name: str, *, start: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
-        """Return one box of a tensor, in the dtype of the file, on the CPU."""
+        """Return one box of a tensor, in the dtype of the file, on the CPU; float32 of one that the
+        file holds in fewer bits.
+
+        Raises: ValueError for one whose scales do not fit it.
+        """
+        if own := self._quantised.get(name):
+            with refusing(f"model.path: {self.folder}", ValueError):
+                return own.read(self, start, shape)
+        found = self.raw(name, start, shape)
+        if found.is_floating_point() and found.dtype.itemsize < 2:
+            raise ValueError(
+                f"model.path: {name} in {self.folder} is {found.dtype} without scales: its "
+                "config.json has no quantization_config that says how to read it"
+            )
+        return found
+
+    def raw_shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of what the file holds under a name."""
+        return tuple(self._slice(name).get_shape())
+
+    def raw(self, name: str, start: Sequence[int], shape: Sequence[int]) -> Tensor:
+        """Return one box of what the file holds under a name."""
         box = tuple(slice(s, s + n) for s, n in zip(start, shape))
         if not box:  # which a slice cannot be cut from
             return self._open(self._file_of[name]).get_tensor(name)
@@ -186,6 +218,15 @@ class CheckpointReader:
         where = f"{self.folder / file} does not hold {name}, which {_INDEX} says it does"
         with refusing(f"model.path: {where}", SafetensorError):
             return self._open(file).get_slice(name)
+
+
+def _quantisation_of(folder: Path) -> dict[str, Any]:
+    """Return the quantization_config that a folder's config.json has, or {}. Raises: ValueError."""
+    file = folder / "config.json"
+    if not file.is_file():
+        return {}
+    with refusing(f"model.path: {folder}", ValueError):
+        return quantisation(json.loads(file.read_text()))
 
 
 def check_weights(

@@ -1,0 +1,196 @@
+"""Weights that a folder's files hold in fewer bits, made plain while slices of them are read.
+
+Two kinds are known: 8-bit floats with scales of blocks, rows or whole tensors, as DeepSeek-V3's and
+those of compressed-tensors, and mxfp4, as GPT-OSS's experts. A box of a tensor is made of the same
+box of what the file holds and of the scales that cover it: no tensor is ever whole for it. Values
+are exact in float32, which is what is returned; the caller rounds them once, to its own dtype.
+
+Sources: arXiv 2412.19437, section 3.3.2 (blocks of 128 x 128); OCP Microscaling Formats 1.0,
+sections 5.3.3 and 6.3 (E2M1 in blocks of 32 with E8M0 scales).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_PER_BLOCK = 32  # weights with one scale in mxfp4
+QUANTISATION_KEYS = ("quantization_config", "compression_config")
+"""Fields of a config.json that say how its weights are quantised."""
+_FLOATS = (torch.float8_e4m3fn, torch.float8_e5m2)
+_NOT_WEIGHTS = (".activation_scale", ".input_scale", ".k_scale", ".v_scale", ".q_scale")
+"""Ends of names of what an engine would quantise activations by, which no training does."""
+
+
+class Files(Protocol):
+    """What files hold, as it is there."""
+
+    def raw_shape(self, name: str) -> tuple[int, ...]:
+        """Return a tensor's shape."""
+
+    def raw(self, name: str, start: Sequence[int], shape: Sequence[int]) -> Tensor:
+        """Return a box of a tensor."""
+
+
+def quantisation(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the quantization_config of a config.json; {} where the weights are plain.
+
+    Raises: ValueError for one by which weights cannot be made plain here, naming it.
+    """
+    own: Mapping[str, Any] = next(
+        (found for key in QUANTISATION_KEYS if (found := config.get(key))), {}
+    )
+    if problem := _unknown(own):
+        raise ValueError(
+            f"its weights are quantised by {problem}; known are fp8 (float8 weights with scales), "
+            "compressed-tensors of 8-bit floats, and mxfp4. Take the plain weights of this model, "
+            "or write them by a tool of the format"
+        )
+    return dict(own)
+
+
+def _unknown(own: Mapping[str, Any]) -> str:
+    method = own.get("quant_method")
+    if not own or method in ("mxfp4", "fp8"):
+        return ""
+    if method != "compressed-tensors":
+        return f"quant_method {method}"
+    for name, group in (own.get("config_groups") or {}).items():
+        weights = group.get("weights") or {}
+        said = {key: weights.get(key) for key in ("type", "num_bits", "strategy", "symmetric")}
+        is_known = weights.get("strategy") in ("tensor", "channel", "block")
+        if not is_known or said | {"strategy": ""} != {
+            "type": "float",
+            "num_bits": 8,
+            "strategy": "",
+            "symmetric": True,
+        }:
+            return f"compressed-tensors, {name} with weights of {said}"
+    return ""
+
+
+@dataclass(frozen=True)
+class Scaled:
+    """A tensor of 8-bit floats, and scales of parts of it."""
+
+    weight: str
+    scales: str
+    block: tuple[int, int] | None
+    """Rows and columns of the last two dims with one scale; None: as the scales' shape says."""
+
+    def shape(self, files: Files) -> tuple[int, ...]:
+        """Return the shape of the plain tensor."""
+        return files.raw_shape(self.weight)
+
+    def read(self, files: Files, start: Sequence[int], shape: Sequence[int]) -> Tensor:
+        """Return a box of the plain tensor, float32.
+
+        Raises: ValueError for a weight that is not of 8-bit floats, or scales that do not fit it.
+        """
+        values = files.raw(self.weight, start, shape)
+        if values.dtype not in _FLOATS:
+            raise ValueError(
+                f"{self.weight}, which has scales, is {values.dtype} and no 8-bit float"
+            )
+        blocks = self._blocks(files)
+        if blocks is None:
+            every = files.raw_shape(self.scales)
+            whole = files.raw(self.scales, [0] * len(every), every)
+            return values.float() * _plain_scales(whole).reshape([1] * values.dim())
+        first = [a // b for a, b in zip(start, blocks)]
+        count = [-(-(a + n) // b) - f for a, n, b, f in zip(start, shape, blocks, first)]
+        scales = files.raw(self.scales, first, count)
+        scales = _plain_scales(scales).reshape(count)
+        for dim, (a, n, b, f) in enumerate(zip(start, shape, blocks, first)):
+            scales = scales.index_select(dim, torch.arange(a, a + n) // b - f)
+        return values.float() * scales
+
+    def _blocks(self, files: Files) -> tuple[int, ...] | None:
+        """Return the elements of each dim with one scale; None where all have the same."""
+        whole, scales = files.raw_shape(self.weight), files.raw_shape(self.scales)
+        if all(size == 1 for size in scales):
+            return None
+        if self.block is not None and len(whole) >= 2:
+            blocks = (*[1] * (len(whole) - 2), *self.block)
+        else:
+            blocks = tuple(n if s == 1 else 1 for n, s in zip(whole, scales))
+        if scales != tuple(-(-n // b) for n, b in zip(whole, blocks)):
+            raise ValueError(
+                f"{self.scales} has shape {list(scales)}, which does not fit {list(whole)} of "
+                f"{self.weight} in blocks of {list(blocks)}"
+            )
+        return blocks
+
+
+def _plain_scales(scales: Tensor) -> Tensor:
+    if scales.dtype == torch.uint8:  # E8M0 in a container of bytes
+        return (scales.float() - 127).exp2()
+    return scales.float()
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A tensor [..., I, O] of mxfp4: blocks [..., O, I / 32, 16] and scales [..., O, I / 32]."""
+
+    blocks: str
+    scales: str
+
+    def shape(self, files: Files) -> tuple[int, ...]:
+        """Return the shape of the plain tensor."""
+        *outer, rows, groups, _ = files.raw_shape(self.blocks)
+        return (*outer, groups * _PER_BLOCK, rows)
+
+    def read(self, files: Files, start: Sequence[int], shape: Sequence[int]) -> Tensor:
+        """Return a box of the plain tensor, float32."""
+        *outer, at, row = start
+        *sizes, width, rows = shape
+        first, last = at // _PER_BLOCK, -(-(at + width) // _PER_BLOCK)
+        begin, count = [*outer, row, first], [*sizes, rows, last - first]
+        packed = files.raw(self.blocks, [*begin, 0], [*count, _PER_BLOCK // 2])
+        exponents = files.raw(self.scales, begin, count).to(torch.int32) - 127
+        signed = torch.tensor([*_E2M1, *(-value for value in _E2M1)])
+        # A byte has two weights, that of the lower index in its low half.
+        values = torch.stack([signed[(packed & 15).int()], signed[(packed >> 4).int()]], dim=-1)
+        values = torch.ldexp(values.flatten(-2), exponents[..., None]).flatten(-2)
+        inside = at - first * _PER_BLOCK
+        return values[..., inside : inside + width].transpose(-1, -2).contiguous()
+
+
+QuantisedTensor = Scaled | Packed
+
+
+def quantised_tensors(
+    own: Mapping[str, Any], names: Collection[str]
+) -> tuple[dict[str, QuantisedTensor], set[str]]:
+    """Return what files hold in fewer bits, and the names that they have for it and its scales.
+
+    Args:
+        own: what `quantisation` returned.
+        names: of all that the files hold.
+    Returns: ({name of the plain tensor: how to make it}, names that stand for no plain tensor).
+    """
+    if not own:
+        return {}, set()
+    block = _block(own)
+    found: dict[str, QuantisedTensor] = {}
+    for name in names:
+        if name.endswith("_blocks") and f"{(base := name[:-7])}_scales" in names:
+            found[base] = Packed(name, f"{base}_scales")
+        for end in ("_scale_inv", "_scale"):
+            if name.endswith(end) and (base := name.removesuffix(end)) in names:
+                found[base] = Scaled(base, name, block)
+    used = {name for one in found.values() for name in vars(one).values()} - found.keys()
+    return found, used | {name for name in names if name.endswith(_NOT_WEIGHTS)}
+
+
+def _block(own: Mapping[str, Any]) -> tuple[int, int] | None:
+    groups = (own.get("config_groups") or {}).values()
+    said = [own.get("weight_block_size")]
+    said += [group["weights"].get("block_structure") for group in groups]
+    sizes = next((size for size in said if size), None)
+    return None if sizes is None else (int(sizes[0]), int(sizes[1]))
