@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from comparing import assert_near, assert_same_sums, full_parameters, plain_scores
+from comparing import assert_near, assert_same_sums, differing, full_parameters, plain_scores
 from policy_runs import config, updated
 from safetensors.torch import load_file
 from test_policy_forward import assert_scored_as_by_transformers, plain_scorer
@@ -16,11 +16,13 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from worlds import another_trainer, with_trainer
 
 from spmdrl.check.fit import check_fit
-from spmdrl.config import Config
+from spmdrl.config import Config, ModelSettings
 from spmdrl.model.blocks import uneven_experts
+from spmdrl.model.families import family_config
 from spmdrl.model.file_tensors import file_tensors
 from spmdrl.model.head_form import HeadForm, head_form
-from spmdrl.model.load import build_meta_model, load_hf_config, max_positions
+from spmdrl.model.load import build_meta_model, load_hf_config, load_whole_model, max_positions
+from spmdrl.model.shrink import shrunk, tiny_model
 from spmdrl.model.transformers_internals import as_saved
 
 SIZES = {
@@ -211,3 +213,17 @@ def test_a_model_without_a_limit_of_positions_has_none(tmp_path):
     own = load_hf_config(str(family_folder(tmp_path, "bloom")))
     assert max_positions(own) is None
     assert max_positions(load_hf_config(str(family_folder(tmp_path, "gpt2")))) == 128
+
+
+@pytest.mark.parametrize("family", ["gemma3n_text", "falcon_h1"])
+def test_buffers_that_a_model_computes_for_its_parts_are_those_of_transformers(family, tmp_path):
+    """One by numbers of the model inside the causal one, the other for all layers at once."""
+    theirs = tiny_model(shrunk(family_config(family)), tmp_path)
+    ours = load_whole_model(
+        ModelSettings(path=str(tmp_path)),
+        attention="eager",
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+    )
+    buffers = dict(ours.named_buffers())
+    assert not differing(dict(theirs.named_buffers()), buffers) and len(buffers) >= 4

@@ -23,7 +23,7 @@ from spmdrl.model.blocks import name_of
 from spmdrl.model.file_tensors import file_tensors, live_tensors
 from spmdrl.model.quantised import quantisation, quantised_tensors
 from spmdrl.model.shards import Held, Part
-from spmdrl.model.transformers_internals import ignored_names, initialise
+from spmdrl.model.transformers_internals import ignored_names, initialise, owners
 from spmdrl.world.torch_internals import is_persistent
 
 SCALAR_HEAD = "score.weight"
@@ -311,13 +311,15 @@ def compute_buffers(hf_model: nn.Module) -> None:
     Raises: ValueError naming a buffer that stayed without a value.
     """
     from_files = live_tensors(hf_model).values()
+    computed = {name: _computed_buffers(module) for name, module in hf_model.named_modules()}
+    for buffer in (buffer for own in computed.values() for buffer in own.values()):
+        if buffer.is_floating_point():
+            buffer.fill_(float("nan"))
+    for name, owner in owners(hf_model).items():
+        module = hf_model.get_submodule(name)
+        if computed[name] or module is owner:  # a model may compute what its layers have
+            initialise(owner, module, except_for=from_files)
     for name, module in hf_model.named_modules():
-        own = _computed_buffers(module)
-        for buffer in own.values():
-            if buffer.is_floating_point():
-                buffer.fill_(float("nan"))
-        if own:
-            initialise(hf_model, module, except_for=from_files)
         for key, buffer in _computed_buffers(module).items():
             if not buffer.is_floating_point() or bool(buffer.isnan().any()):
                 raise ValueError(

@@ -6,7 +6,7 @@ and when it can go.
 block_kinds        PreTrainedModel._no_split_modules        once a model tells its blocks in public
 tp_plan            PreTrainedModel._tp_plan                 once `tp_plan` has the model's own part
 ignored_names      _keys_to_ignore_on_load_unexpected       once it is public
-initialise         _init_weights, Tensor._is_hf_initialized once from_pretrained takes a meta model
+owners, initialise _init_weights, Tensor._is_hf_initialized once from_pretrained takes a meta model
 as_saved           core_model_loading.revert_weight_conversion  once it is documented
 is_experts, activated  experts modules' _apply_gate         once their functions' contract is public
 grouped_experts, grouped_linear  integrations.moe           once they are documented
@@ -44,6 +44,16 @@ def tp_plan(hf_model: nn.Module) -> dict[str, str]:
 def ignored_names(hf_model: nn.Module) -> list[str]:
     """Return regular expressions of the names that files of such a model may hold besides."""
     return list(getattr(hf_model, "_keys_to_ignore_on_load_unexpected", None) or ())
+
+
+def owners(hf_model: nn.Module) -> dict[str, nn.Module]:
+    """Return {name of a module: the innermost model that it is of, itself included}, each of which
+    has its own way to initialise."""
+    found: dict[str, nn.Module] = {}
+    for name, module in hf_model.named_modules():
+        outer = found.get(name.rpartition(".")[0], hf_model)
+        found[name] = module if hasattr(type(module), "_init_weights") else outer
+    return found
 
 
 def initialise(hf_model: nn.Module, module: nn.Module, *, except_for: Iterable[Tensor]) -> None:
