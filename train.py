@@ -33,7 +33,6 @@ def train(cfg: Config, world: World) -> int:
     from spmdrl.engine import make_engine
     from spmdrl.evaluate import evaluate
     from spmdrl.exchange import exchange
-    from spmdrl.proof.record import tell_unchecked
     from spmdrl.report.derived import derived
     from spmdrl.report.report import Report
     from spmdrl.roles import make_trainer
@@ -49,7 +48,6 @@ def train(cfg: Config, world: World) -> int:
 
     # Every rank builds every part, which is empty on ranks that have no share in it.
     report = Report(cfg, world)  # meets: one folder for the logs
-    tell_unchecked(cfg, world)  # whether this kind of model was proved, see docs/models.md
     source = make_source(cfg, world, tokenizer=load_tokenizer(cfg))  # prompts, rewards
     engine = make_engine(cfg, world)  # meets
     trainer = make_trainer(cfg, world, loss_fn=loss_fn, advantage_fn=advantage_fn)  # meets
@@ -59,10 +57,11 @@ def train(cfg: Config, world: World) -> int:
     state = checkpoints.restore(trainer, source)  # meets: step 0, or where a run had come to
     stream.release()  # colocated: the engines' memory is the trainers' until the next push
     trainer.size_microbatches()  # meets: by trying, if the config leaves it open
+    agreed = trainer.check_agreement()  # meets: trainers; rows are computed right, or stop
     pushed = stream.push(version=state.step)  # meets: proves the path before the first step
     probed = stream.probe(source.probe_tokens())  # meets: engine and trainer agree, or stop
     sizes = derived(cfg, tokens=world.tokens_per_microbatch)
-    report.start(sizes, step=state.step, sums=add_sums(pushed, probed))
+    report.start(sizes, step=state.step, sums=add_sums(agreed, pushed, probed))
     evaluated = evaluate(source, engine, world=world, step=state.step)  # meets: if due
     report.evaluation(state.step, evaluated)
     checkpoints.check(evaluated)  # what checkpoint.keep compares is measured
@@ -111,6 +110,7 @@ def main() -> int:
         return dry_run.show(cfg)
     from spmdrl.check.fit import check_fit
     from spmdrl.checkpoint.restore import already_finished
+    from spmdrl.proof.record import tell_unchecked
     from spmdrl.world import World
     from spmdrl.world.leaving import ended
 
@@ -121,6 +121,7 @@ def main() -> int:
         if already_finished(cfg, world):  # meets: as rank 0 finds it on disk
             world.close()
             return 0
+        tell_unchecked(cfg, world)  # whether this kind of model was proved, see docs/models.md
         return train(cfg, world)
     except Exception as error:
         return ended(error, world)  # says why, here and to the other ranks

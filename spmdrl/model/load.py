@@ -85,21 +85,26 @@ def model_folder(path: str) -> Path:
 
 
 def build_meta_model(
-    model: ModelSettings, *, attention: str = "eager", is_scalar: bool = False
+    model: ModelSettings,
+    *,
+    attention: str | None = "eager",
+    is_scalar: bool = False,
+    config: Any = None,
 ) -> nn.Module:
     """Build a model's modules without storage, tied weights tied.
 
     Args:
         model: the config's model section.
-        attention: name in transformers' attention interface.
+        attention: name in transformers' attention interface; None for its own choice.
         is_scalar: with a head `score` of one output instead of the vocabulary's.
+        config: a transformers config instead of that of `model.path`.
     Returns: a transformers causal LM, or sequence classifier, all parameters float32 on the
         meta device.
     Raises: ValueError for a missing folder or an architecture that has no such form.
     """
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-    config = load_hf_config(model.path, trust_remote_code=model.trust_remote_code)
+    config = config or load_hf_config(model.path, trust_remote_code=model.trust_remote_code)
     kind = AutoModelForSequenceClassification if is_scalar else AutoModelForCausalLM
     if is_scalar:
         config.num_labels = 1
@@ -337,21 +342,28 @@ def _computed_buffers(module: nn.Module) -> dict[str, Tensor]:
 
 
 def load_whole_model(
-    model: ModelSettings, *, attention: str, dtype: torch.dtype, device: torch.device
+    model: ModelSettings,
+    *,
+    attention: str | None,
+    dtype: torch.dtype,
+    device: torch.device,
+    config: Any = None,
 ) -> nn.Module:
     """Build a causal LM with all its weights on this rank, for inference alone.
 
     Args:
         model: the config's model section; `path` is read.
-        attention: name in transformers' attention interface.
+        attention: name in transformers' attention interface; None for its own choice.
         dtype: of the parameters; buffers stay as the model makes them.
         device: of parameters and buffers.
+        config: a transformers config of the model's first layers; the files have more.
     Raises: ValueError when the files do not fit the model, or cannot be read.
     """
-    hf_model = build_meta_model(model, attention=attention)
+    hf_model = build_meta_model(model, attention=attention, config=config)
     names, parts = list(live_tensors(hf_model)), file_tensors(hf_model)
     reader = CheckpointReader(model_folder(model.path))
-    check_weights(reader, hf_model, parts, is_scalar=False)
+    if config is None:
+        check_weights(reader, hf_model, parts, is_scalar=False)
     for parameter in hf_model.parameters():
         parameter.requires_grad = False
         parameter.data = parameter.data.to(dtype)

@@ -36,7 +36,7 @@ from spmdrl.model.parallel.fsdp import reshard
 from spmdrl.model.parallel.layout import give_storage, lay_out, slicing_of
 from spmdrl.model.parallel.row_slices import Slicing
 from spmdrl.model.parallel.tensor_parallel import sum_replicated_gradients
-from spmdrl.model.scorer import Head, ScoredRow, make_row, scorer_prefixes
+from spmdrl.model.scorer import Head, ScoredRow, Valuer, make_row, scorer_prefixes
 from spmdrl.model.separation import Separation, separate
 from spmdrl.model.shards import local_part, write
 from spmdrl.world import World
@@ -209,20 +209,29 @@ class ShardedModel:
         return scored
 
     @torch.no_grad()
-    def score(self, tokens: Sequence[Sequence[int]]) -> list[Tensor]:
+    def score(
+        self, tokens: Sequence[Sequence[int]], *, row_tokens: int | None = None
+    ) -> list[Tensor]:
         """Score plain sequences at temperature 1; every trainer rank must call with the same.
 
-        Returns: per sequence [len] float32 natural logprobs on the CPU; the first is 0.
+        Args:
+            row_tokens: the most tokens of a row that holds several sequences; by default
+                batch.tokens_per_microbatch.
+        Returns: per sequence [len] float32 natural logprobs on the CPU; the first is 0. Of a
+            scalar head its values, the first too.
         """
         scored: list[Tensor] = []
-        options = replace(self.scorer.head_options, temperature=1.0)
-        for pack in packs(tokens, self.world.tokens_per_microbatch):
+        for pack in packs(tokens, row_tokens or self.world.tokens_per_microbatch):
             lengths = [len(sequence) for sequence in pack]
             row = self.row(
                 torch.tensor([t for sequence in pack for t in sequence]),
                 lengths,
                 mask=torch.cat([torch.arange(n) > 0 for n in lengths]),
             )
+            if isinstance(self.scorer, Valuer):
+                scored += self.values(row).cpu().split(lengths)
+                continue
+            options = replace(self.scorer.head_options, temperature=1.0)
             logprobs, _ = self.forward(row, partial(logprobs_and_entropy, options=options))
             scored += row.spread(logprobs).cpu().split(lengths)
         reshard(self.scorer)

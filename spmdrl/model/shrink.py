@@ -50,6 +50,19 @@ def shrunk(config: Any, *, kv_heads: int = 2) -> Any:
     )
 
 
+def first_layers(config: Any) -> Any:
+    """Return the config of a model's first layers, one at least of each kind that it has.
+
+    Raises: ValueError when these would be of other kinds.
+    """
+    kinds = _layer_kinds(config)
+    chosen = range(1 + max(_place(kinds, kind, 1) for kind in {*kinds}))
+    small = _made(config, cut_layers(config.to_dict(), layers=len(kinds), chosen=chosen))
+    if _layer_kinds(small) != [kinds[i] for i in chosen]:
+        raise ValueError(f"{config.model_type}: its first {len(chosen)} layers are of other kinds")
+    return small
+
+
 def tiny_model(config: Any, folder: Path, *, seed: int = 0) -> PreTrainedModel:
     """Write random weights of a config and a tokenizer of characters into a folder.
 

@@ -403,6 +403,12 @@ GLOSSARY: dict[str, Metric] = {
     "policy/correction_cut_frac": _share(
         "loss tokens", "tokens truncated or masked by the correction"
     ),
+    # ---- the model's rows, at start
+    "proof/leak": _mean(
+        "nats", "starts", "change of a sequence's logprobs by other tokens elsewhere in its row"
+    ),
+    "proof/packed_gap": _mean("nats", "starts", "packed rows against rows of one sequence"),
+    "proof/plain_gap": _mean("nats", "starts", "packed rows against plain transformers, float32"),
     # ---- the weight stream
     "sync/bytes": _total("bytes", "weights sent per push"),
     "sync/seconds": _mean("s", "pushes", "wall time of a push"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from itertools import cycle, islice
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -31,6 +32,7 @@ from spmdrl.world import World
 log = logging.getLogger(__name__)
 
 _PROBE_PROMPTS = 16
+_PROBE_TOKENS = 4096  # engines score prompts with all logits of a part of them at once
 
 
 class SampledSource(Source):
@@ -103,9 +105,12 @@ class SampledSource(Source):
             self.filler.prompts.planner.observe(batch.scalars, step=step)
 
     def probe_tokens(self) -> list[tuple[int, ...]]:
-        """Return the first prompts of the data, those with more than one token."""
-        prompts = self.prompts.at(0)[:_PROBE_PROMPTS]
-        return [p.tokens for p in prompts if len(p.tokens) > 1]
+        """Return the first prompts of the data, those with more than one token, and one sequence of
+        their tokens that is as long as a sample can be, or 4096."""
+        prompts = [p.tokens for p in self.prompts.at(0)[:_PROBE_PROMPTS] if len(p.tokens) > 1]
+        longest = self.cfg.data.max_prompt_tokens + self.cfg.sampling.max_response_tokens - 1
+        tokens = cycle(token for prompt in prompts for token in prompt)
+        return [*prompts, tuple(islice(tokens, min(longest, _PROBE_TOKENS)))] if prompts else []
 
     def evaluate(self, engine: EngineProtocol, *, step: int) -> list[ProblemOutcome]:
         """Sample this replica's held-out prompts; its leader gets what they came to.

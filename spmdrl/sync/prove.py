@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
+from spmdrl.config import Config
 from spmdrl.model.file_tensors import live_tensors
 from spmdrl.model.load import CheckpointReader
 from spmdrl.model.shards import Box
@@ -154,8 +155,8 @@ def probe_gap(
             f"probe at version {version}: engine and trainer logprobs differ by {mean:.4g} "
             f"nats on average (largest {float(gaps.max()):.4g}), more than "
             f"stream.max_logprob_gap {limit:g}; mean logprob {float(engines[0].mean()):.4f} by "
-            f"the engine, {float(trainer.mean()):.4f} by the trainer. The two do not compute "
-            f"the same model: {_suspects(world.cfg.engine.options.get('quantization'))}"
+            f"the engine, {float(trainer.mean()):.4f} by the trainer, whose rows "
+            f"were found right, so look at the engine: {_suspects(world.cfg)}"
         )
     return {"sync/probe_gap": (float(gaps.sum()), float(gaps.numel()))}
 
@@ -165,10 +166,18 @@ def _flat(scores: Sequence[Tensor]) -> Tensor:
     return torch.cat([torch.empty(0), *(one[1:].float().cpu() for one in scores)])
 
 
-def _suspects(quantization: str | None) -> str:
-    if quantization:
+def _suspects(cfg: Config) -> str:
+    if quantization := cfg.engine.options.get("quantization"):
         return (
             f"engine.options quantization {quantization} may be all of it; then raise the limit, "
             "and keep an algorithm.correction"
         )
-    return "compare dtypes and attention settings, or raise the limit"
+    kind, dtype, other = cfg.engine.kind, cfg.engine.dtype, cfg.model.compute_dtype
+    if dtype != other or dtype != "float32":
+        return (
+            f"engine.dtype {dtype} beside model.compute_dtype {other} may be all of it, which "
+            f"float32 for both would show; else it is {kind}'s own code or kernels for this model"
+        )
+    if kind == "transformers":
+        return "its weights are not the trainer's, or its attention is wrong; this is a bug here"
+    return f"{kind}'s own code or kernels for this model; engine.kind transformers has others"

@@ -16,6 +16,7 @@ from spmdrl.model.lora.files import AdapterRecord
 from spmdrl.model.lora.settings import lora_form
 from spmdrl.model.sharded import ShardedModel
 from spmdrl.model.weights import SentWeights
+from spmdrl.train.agreement import check_agreement
 from spmdrl.train.coefficients import Coefficients
 from spmdrl.train.companions.companion import Companion
 from spmdrl.train.companions.make import make_companions
@@ -153,6 +154,14 @@ class Trainer:
         return prepare(batch, advantages, cfg=self.cfg, model=self.policy.model)
 
     # ---------------------------------------------------------------- training
+
+    def check_agreement(self) -> Sums:
+        """Compare packed rows with single ones, and with plain transformers; trainers meet.
+
+        Returns, raises: see agreement.check_agreement.
+        """
+        with self.world.watch.wait("check rows", -1):
+            return check_agreement(self.policy.model, self.cfg, self.world)
 
     def size_microbatches(self) -> None:
         """Find the token budget of a micro-batch where the config leaves it open, by 0; call on
