@@ -50,7 +50,10 @@ def check_fit(cfg: Config) -> None:
     if folder.is_dir():
         is_scalar = hasattr(hf_model, "score")
         check_weights(
-            CheckpointReader(folder), hf_model, file_tensors(hf_model), is_scalar=is_scalar
+            CheckpointReader(folder, part=cfg.model.part),
+            hf_model,
+            file_tensors(hf_model),
+            is_scalar=is_scalar,
         )
 
 

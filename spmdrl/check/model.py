@@ -18,6 +18,7 @@ MAX_RANK = 512
 def model_problems(cfg: Config) -> list[str]:
     """Return what is wrong with the section `model`, each as `field: what, value seen`."""
     return [
+        *_part_problems(cfg),
         *_memory_problems(cfg),
         *_lora_problems(cfg),
         *_push_problems(cfg),
@@ -30,6 +31,20 @@ def _changed(section: Any) -> dict[str, Any]:
     """Return the fields of a section that are not as they are by default."""
     fields = dataclasses.fields(section)
     return {f.name: v for f in fields if (v := getattr(section, f.name)) != f.default}
+
+
+def _part_problems(cfg: Config) -> Iterator[str]:
+    model = cfg.model
+    if model.part == "text" and model.trust_remote_code:
+        yield (
+            "model.part: text with model.trust_remote_code: which tensors are the text model's is "
+            "read off transformers' own classes; take one of them out"
+        )
+    if model.part == "text" and cfg.objective.is_scalar:
+        yield (
+            f"model.part: text with the objective {cfg.algorithm.objective}, whose model has a "
+            "head of its own, for which the whole has no place; take a text model"
+        )
 
 
 def _memory_problems(cfg: Config) -> Iterator[str]:

@@ -26,11 +26,15 @@ class MergedWeights:
         saved: a checkpoint of adapters.
         base: folder of the weights that they were trained on.
         parts: {name in its files: part of a live tensor}.
+        part: model.part.
     Raises: ValueError when `base` has other weights.
     """
 
-    def __init__(self, saved: SavedWeights, base: Path, parts: Mapping[str, Part]):
-        self._saved, self._reader, self._parts = saved, CheckpointReader(base), parts
+    def __init__(
+        self, saved: SavedWeights, base: Path, parts: Mapping[str, Part], *, part: str = "all"
+    ):
+        self._saved, self._parts = saved, parts
+        self._reader = CheckpointReader(base, part=part)
         found = base_digest({name: file_digest(base / name) for name in self._reader.files()})
         if found != int(saved.record("base")):
             raise ValueError(

@@ -25,7 +25,7 @@ from spmdrl.checkpoint.weights import SavedWeights
 from spmdrl.config import ModelSettings
 from spmdrl.imports import refusing
 from spmdrl.model.file_tensors import file_tensors
-from spmdrl.model.load import SCALAR_HEAD, build_meta_model, model_folder
+from spmdrl.model.load import SCALAR_HEAD, CheckpointReader, build_meta_model, model_folder
 from spmdrl.model.quantised import QUANTISATION_KEYS
 from spmdrl.model.shards import Box, Part, narrow
 from spmdrl.world.comm import agree, gather_objects
@@ -114,8 +114,14 @@ def write_folder(
         parts = file_tensors(build_meta_model(replace(model, path=str(out)), is_scalar=is_scalar))
         weights: SavedWeights | MergedWeights = saved
         if saved.has_adapters:
-            weights = MergedWeights(saved, model_folder(model.path), parts)
-        _write_weights(weights, out, parts=parts, dtype=cast, limit=max_file_bytes, ranks=ranks)
+            weights = MergedWeights(saved, model_folder(model.path), parts, part=model.part)
+        rest = None
+        if model.part != "all":
+            rest = CheckpointReader(model_folder(model.path), part=model.part)
+            parts = {rest.named.get(name, name): part for name, part in parts.items()}
+        _write_weights(
+            weights, out, parts=parts, rest=rest, dtype=cast, limit=max_file_bytes, ranks=ranks
+        )
 
     ranks.all(write)
 
@@ -186,12 +192,14 @@ def _write_weights(
     target: Path,
     *,
     parts: dict[str, Part],
+    rest: CheckpointReader | None,
     dtype: torch.dtype,
     limit: int,
     ranks: Ranks,
 ) -> None:
-    """Write every file tensor, cut from the checkpoint's tensors as `parts` says; of the files
-    every rank writes its share, and the first one the index.
+    """Write every file tensor, cut from the checkpoint's tensors as `parts` says, and the `rest` of
+    the folder that was trained from as it is; of the files every rank writes its share, and the
+    first one the index.
 
     Raises: ValueError when the checkpoint's tensors are not those that config.json asks for.
     """
@@ -201,6 +209,8 @@ def _write_weights(
         name: math.prod(part.shape) * _out_dtype(kept[part.tensor], dtype).itemsize
         for name, part in parts.items()
     }
+    carried = sorted(rest.rest) if rest else []
+    sizes |= {name: _whole(rest, name).nbytes for name in carried if rest}
     split = split_state_dict_into_shards_factory(
         sizes,
         get_storage_size=int,
@@ -210,8 +220,9 @@ def _write_weights(
     for number, (file, names) in enumerate(split.filename_to_tensors.items(), start=1):
         if number % ranks.size != ranks.rank:
             continue
-        content: dict[str, Tensor] = {}
-        for live, own in itertools.groupby(names, key=lambda name: parts[name].tensor):
+        content = {name: _whole(rest, name) for name in names if rest and name not in parts}
+        trained = [name for name in names if name in parts]
+        for live, own in itertools.groupby(trained, key=lambda name: parts[name].tensor):
             whole = weights.read(live)
             cast = _out_dtype(kept[live], dtype)
             content |= {name: _file_tensor(whole, parts[name], dtype=cast) for name in own}
@@ -219,6 +230,11 @@ def _write_weights(
     if split.is_sharded and ranks.rank == 0:
         text = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         (target / "model.safetensors.index.json").write_text(json.dumps(text, indent=2) + "\n")
+
+
+def _whole(reader: CheckpointReader, name: str) -> Tensor:
+    shape = reader.shape(name)
+    return reader.read(name, start=(0,) * len(shape), shape=shape)
 
 
 def _check_fit(kept: dict[str, torch.dtype], parts: dict[str, Part]) -> None:

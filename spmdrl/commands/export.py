@@ -76,7 +76,10 @@ def export(
                 folder,
                 made,
                 model=ModelSettings(
-                    path=base, tokenizer=tokenizer or words, trust_remote_code=trusts
+                    path=base,
+                    tokenizer=tokenizer or words,
+                    trust_remote_code=trusts,
+                    part="text" if content.config.get("model.part") == "text" else "all",
                 ),
                 dtype=dtype,
                 max_file_bytes=int(max_shard_gib * 2**30),

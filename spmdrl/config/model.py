@@ -141,6 +141,9 @@ class ModelSettings:
     compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Dtype of forward and backward. Master weights and optimizer state are float32, unless
     model.memory says otherwise."""
+    part: Literal["all", "text"] = "all"
+    """`text`: of a model that sees or hears too, train the text model within. The rest is left out,
+    and written by export as it was."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model folder. Only for folders you trust."""
     reference: ReferenceSettings = field(default_factory=ReferenceSettings)

@@ -1,8 +1,9 @@
-"""vLLM over files of quantised weights, as over a folder of the same weights in plain form.
+"""vLLM over files of quantised weights, or of more than text, as over a plain text model's folder.
 
-Trainers send plain weights, so an engine must hold such: vLLM is told nothing of the quantisation,
-and what it loads are the tensors that trainers load, made plain one by one (model/quantised.py).
-What vLLM makes of them after loading, and so the proof of layout, is that of a plain folder.
+Trainers send the plain weights of a text model, so an engine must hold such: vLLM is told nothing
+of the quantisation or the other parts, and what it loads are the tensors that trainers load, under
+their names, made plain one by one (model/quantised.py, model/text_part.py). What vLLM makes of
+them after loading, and so the proof of layout, is that of a plain folder.
 
 Uses vLLM's documented register_model_loader, and get_all_weights of its own loader (0.32).
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +20,8 @@ from torch import Tensor
 
 from spmdrl.config import Config
 from spmdrl.model.load import CheckpointReader, model_folder
-from spmdrl.model.quantised import quantisation
+from spmdrl.model.quantised import QUANTISATION_KEYS, quantisation
+from spmdrl.model.text_part import TextPart, has_towers, text_config, text_part
 
 _FORMAT = "spmdrl_plain"
 
@@ -30,15 +33,26 @@ def with_plain_weights(cfg: Config, arguments: dict[str, Any]) -> dict[str, Any]
         arguments: of vLLM's EngineArgs; returned as they are where the files are plain.
     """
     folder = model_folder(cfg.model.path)
-    if not quantisation(json.loads((folder / "config.json").read_text())):
+    text = text_part(str(folder)) if cfg.model.part == "text" else None
+    if not text and not quantisation(json.loads((folder / "config.json").read_text())):
         return arguments
-    _register()
-    overrides = {"quantization_config": None, "compression_config": None}
-    given = arguments.get("hf_overrides") or {}
-    return arguments | {"load_format": _FORMAT, "hf_overrides": {**given, **overrides}}
+    _register(cfg.model.part)
+    overrides = {**(arguments.get("hf_overrides") or {}), **dict.fromkeys(QUANTISATION_KEYS)}
+    said = partial(_text_alone, text, overrides) if text else overrides
+    return arguments | {"load_format": _FORMAT, "hf_overrides": said}
 
 
-def _register() -> None:
+def _text_alone(text: TextPart, overrides: dict[str, Any], config: Any) -> Any:
+    """Return the text model's own config of a transformers config, as vLLM's hf_overrides asks."""
+    if not has_towers(config):  # vLLM tries with an empty one first
+        return config
+    own = text_config(config)
+    own.update({"architectures": [text.architecture], "tie_word_embeddings": text.is_tied})
+    own.update(overrides)
+    return own
+
+
+def _register(part: str) -> None:
     from vllm.model_executor.model_loader import register_model_loader
     from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
@@ -49,11 +63,11 @@ def _register() -> None:
         def get_all_weights(self, model_config: Any, model: Any) -> Iterator[tuple[str, Tensor]]:
             """Yield every tensor by its name in a plain folder: quantised ones in the engine's
             dtype, others in their own."""
-            return _plain_tensors(model_config.model, dtype=model_config.dtype)
+            return _plain_tensors(model_config.model, part=part, dtype=model_config.dtype)
 
 
-def _plain_tensors(path: str, *, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    reader = CheckpointReader(model_folder(path))
+def _plain_tensors(path: str, *, part: str, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    reader = CheckpointReader(model_folder(path), part=part)
     for name in sorted(reader.names()):
         shape = reader.shape(name)
         tensor = reader.read(name, start=(0,) * len(shape), shape=shape)

@@ -23,6 +23,7 @@ from spmdrl.model.blocks import name_of
 from spmdrl.model.file_tensors import file_tensors, live_tensors
 from spmdrl.model.quantised import quantisation, quantised_tensors
 from spmdrl.model.shards import Held, Part
+from spmdrl.model.text_part import TextPart, has_towers, text_config, text_part
 from spmdrl.model.transformers_internals import ignored_names, initialise, owners
 from spmdrl.world.torch_internals import is_persistent
 
@@ -30,9 +31,11 @@ SCALAR_HEAD = "score.weight"
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
-def load_hf_config(path: str, *, trust_remote_code: bool = False) -> Any:
+def load_hf_config(path: str, *, trust_remote_code: bool = False, part: str = "all") -> Any:
     """Read a model's config.json from a local folder or the hub; no weights are touched.
 
+    Args:
+        part: model.part; `text` returns the text model's own config.
     Returns: the transformers PreTrainedConfig.
     Raises: ValueError when the folder is missing or its config cannot be read.
     """
@@ -56,11 +59,16 @@ def load_hf_config(path: str, *, trust_remote_code: bool = False) -> Any:
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     with refusing(f"model.path: {path} cannot be loaded", ValueError):
         quantisation(config.to_dict())
-    if getattr(config, "vision_config", None) is not None:
+    if not has_towers(config):
+        return config
+    if part != "text":
         raise ValueError(
             f"model.path: {path} is a {config.model_type} with a vision tower; only "
-            "text models can be trained"
+            "text models can be trained: set model.part to text to train its text part alone"
         )
+    own = text_part(path)
+    config = text_config(config)
+    config.tie_word_embeddings = own is not None and own.is_tied
     return config
 
 
@@ -104,7 +112,8 @@ def build_meta_model(
     """
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-    config = config or load_hf_config(model.path, trust_remote_code=model.trust_remote_code)
+    trusts = model.trust_remote_code
+    config = config or load_hf_config(model.path, trust_remote_code=trusts, part=model.part)
     kind = AutoModelForSequenceClassification if is_scalar else AutoModelForCausalLM
     if is_scalar:
         config.num_labels = 1
@@ -140,20 +149,38 @@ def checkpoint_shapes(cfg: Config) -> dict[str, torch.Size]:
 class CheckpointReader:
     """The tensors of a folder's safetensors files, read by slice; quantised ones made plain.
 
+    Args:
+        folder: of the files.
+        part: model.part; `text` shows the text model's tensors, by the names of that model alone.
     Raises: ValueError when the folder has no safetensors weights or a file is unreadable, or they
         are quantised in a way that is not known.
     """
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, *, part: str = "all"):
         self.folder = folder
         self._files: dict[str, Any] = {}
         self._file_of = self._read_index()
         self._quantised, hidden = quantised_tensors(_quantisation_of(folder), self._file_of)
         self._names = (self._file_of.keys() | self._quantised.keys()) - hidden
+        self.rest: set[str] = set()
+        """Names of tensors that are no part of what is shown."""
+        self.named: dict[str, str] = {}
+        """{name of a tensor: that in the files}, where they differ."""
+        if part == "text" and (text := text_part(str(folder))):
+            self._show(text)
+
+    def _show(self, text: TextPart) -> None:
+        self.named = {own: name for own, name in text.names.items() if name in self._names}
+        shown = {*self.named.values()}
+        unknown = {n for n in self._names - shown if n.startswith(text.prefix)}
+        self.rest = self._names - shown - unknown
+        if text.is_tied:  # a copy would be that of another embedding once this one is trained
+            self.rest = {name for name in self.rest if not name.endswith("lm_head.weight")}
+        self._names = self.named.keys() | unknown
 
     def is_quantised(self, name: str) -> bool:
         """Whether the files hold a tensor in fewer bits than are returned."""
-        return name in self._quantised
+        return self.named.get(name, name) in self._quantised
 
     def _read_index(self) -> dict[str, str]:
         index = self.folder / _INDEX
@@ -187,6 +214,7 @@ class CheckpointReader:
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return a tensor's shape, read from the file's header."""
+        name = self.named.get(name, name)
         own = self._quantised.get(name)
         return own.shape(self) if own else self.raw_shape(name)
 
@@ -196,6 +224,7 @@ class CheckpointReader:
 
         Raises: ValueError for one whose scales do not fit it.
         """
+        name = self.named.get(name, name)
         if own := self._quantised.get(name):
             with refusing(f"model.path: {self.folder}", ValueError):
                 return own.read(self, start, shape)
@@ -361,7 +390,7 @@ def load_whole_model(
     """
     hf_model = build_meta_model(model, attention=attention, config=config)
     names, parts = list(live_tensors(hf_model)), file_tensors(hf_model)
-    reader = CheckpointReader(model_folder(model.path))
+    reader = CheckpointReader(model_folder(model.path), part=model.part)
     if config is None:
         check_weights(reader, hf_model, parts, is_scalar=False)
     for parameter in hf_model.parameters():

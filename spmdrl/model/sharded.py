@@ -100,7 +100,7 @@ class ShardedModel:
         self.slicing = self._set_attention(model, separation)
         self.row = partial(make_row, slicing=self.slicing)
         """What this model needs to score the masked tokens of a packed row; see make_row."""
-        reader = CheckpointReader(model_folder(path))
+        reader = CheckpointReader(model_folder(path), part=model.part)
         check_weights(reader, hf_model, self.parts, is_scalar=is_scalar)
         self.scorer, self.whole = lay_out(
             hf_model, cfg, world, dtype=dtype, temperature=scoring_temperature(cfg)

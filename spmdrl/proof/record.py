@@ -116,7 +116,8 @@ def tell_unchecked(cfg: Config, world: World) -> None:
         return
     from spmdrl.model.load import load_hf_config
 
-    hf_config = load_hf_config(cfg.model.path, trust_remote_code=cfg.model.trust_remote_code)
+    own = cfg.model
+    hf_config = load_hf_config(own.path, trust_remote_code=own.trust_remote_code, part=own.part)
     model_type = hf_config.get_text_config().model_type
     if said := unchecked(model_type, [*read(own_records()), *read(SHIPPED)]):
         log.warning("%s: python -m spmdrl check %s", said, cfg.model.path)

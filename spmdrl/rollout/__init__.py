@@ -22,7 +22,8 @@ def make_source(cfg: Config, world: World, *, tokenizer: PreTrainedTokenizerBase
     from spmdrl.data.prompts import check_context
     from spmdrl.model.load import load_hf_config, max_positions
 
-    hf = load_hf_config(cfg.model.path, trust_remote_code=cfg.model.trust_remote_code)
+    own = cfg.model
+    hf = load_hf_config(own.path, trust_remote_code=own.trust_remote_code, part=own.part)
     limits = {"max_positions": max_positions(hf), "vocab_size": hf.vocab_size}
     if replay_folder(cfg):
         from spmdrl.rollout.replay_source import ReplaySource

@@ -134,7 +134,8 @@ class ReloadedTensors:
 
 def _changed_by_reload(engine: EngineProtocol, names: Names, world: World) -> list[str]:
     """Reload the files' weights over rubbish; return what is not as it was before, and why."""
-    reader, model = CheckpointReader(model_folder(world.cfg.model.path)), engine.model
+    cfg, model = world.cfg.model, engine.model
+    reader = CheckpointReader(model_folder(cfg.path), part=cfg.part)
     before = parameter_checksums(model)
     flip_bits(model, before)
     flipped = parameter_checksums(model)

@@ -205,7 +205,8 @@ class WeightStream:
         trace = trace_loader(self._engine.model, self._sent.names, load=self._engine.load_weights)
         if trace.reasons:
             return [], trace.reasons
-        reader = CheckpointReader(model_folder(self._world.cfg.model.path))
+        model = self._world.cfg.model
+        reader = CheckpointReader(model_folder(model.path), part=model.part)
         return trace.copies, layout_problems(trace.copies, reader)
 
     # ---------------------------------------------------------------- moving

@@ -202,7 +202,7 @@ def check_reward_model(cfg: Config, path: str, *, folder: Path | None) -> None:
         or (where it has a tokenizer.json) another tokenizer.
     """
     hf, policy = (
-        load_hf_config(p, trust_remote_code=cfg.model.trust_remote_code)
+        load_hf_config(p, trust_remote_code=cfg.model.trust_remote_code, part=cfg.model.part)
         for p in (path, cfg.model.path)
     )
     if hf.vocab_size < policy.vocab_size:

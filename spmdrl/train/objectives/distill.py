@@ -39,7 +39,9 @@ class DistillationLoss(ObjectiveLoss):
     def __init__(self, cfg: Config, world: World, *, loss_fn: Method, coefficients: Coefficients):
         super().__init__(cfg, world, loss_fn=loss_fn, coefficients=coefficients)
         own, other = (
-            load_hf_config(path, trust_remote_code=cfg.model.trust_remote_code).vocab_size
+            load_hf_config(
+                path, trust_remote_code=cfg.model.trust_remote_code, part=cfg.model.part
+            ).vocab_size
             for path in (cfg.model.path, cfg.model.teacher)
         )
         if own != other:

@@ -1,0 +1,147 @@
+"""The text part of models that see: trained as a model of its own, exported into the whole."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoint_runs import save
+from comparing import plain_scores
+from policy_runs import changed, config
+from safetensors.torch import load_file
+from test_sync_engine import change, make_config
+from transformers import AutoConfig, AutoModelForImageTextToText
+from worlds import with_stream, with_trainer
+
+from spmdrl.check.fit import check_fit
+from spmdrl.check.model import model_problems
+from spmdrl.commands.export import export
+from spmdrl.config import LayoutSettings
+from spmdrl.model.load import CheckpointReader, load_hf_config
+from spmdrl.model.text_part import text_part
+
+ROWS = ([5, 6, 7, 8, 40, 41], [9, 10, 11])
+TEXT = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+    "max_position_embeddings": 128,
+}
+VISION = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
+WHOLES: dict[str, dict[str, Any]] = {
+    "gemma3": {
+        "text_config": TEXT
+        | {
+            "model_type": "gemma3_text",
+            "layer_types": ["full_attention"] * 2,
+            "query_pre_attn_scalar": 8,
+        },
+        "vision_config": VISION | {"model_type": "siglip_vision_model"},
+        "mm_tokens_per_image": 4,
+    },
+    "mistral3": {
+        "text_config": TEXT | {"model_type": "mistral", "sliding_window": None},
+        "vision_config": VISION | {"model_type": "pixtral", "head_dim": 8},
+        "tie_word_embeddings": False,
+    },
+}
+
+
+def _folder(where: Path, family: str) -> Path:
+    torch.manual_seed(0)
+    own = AutoConfig.for_model(family, **WHOLES[family])
+    model = AutoModelForImageTextToText.from_config(own, dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    model.save_pretrained(where / family)
+    return where / family
+
+
+class _Plain(torch.nn.Module):
+    def __init__(self, whole: torch.nn.Module):
+        super().__init__()
+        self.whole = whole.eval()
+
+    def forward(self, *inputs: Any, **options: Any) -> Any:
+        return self.whole(*inputs, **options)
+
+
+def _trained(trainer: Any) -> list[torch.Tensor]:
+    scores = trainer.weights.score(ROWS)
+    change(trainer, 0.02)
+    save(trainer, 1)
+    return scores
+
+
+@pytest.mark.parametrize("family", WHOLES)
+def test_the_text_part_is_scored_as_within_the_whole_and_exported_into_it(family, tmp_path):
+    folder = _folder(tmp_path, family)
+    cfg = config(folder, tmp_path / "run", world_size=2, model={"part": "text"})
+    check_fit(cfg)
+    whole = AutoModelForImageTextToText.from_pretrained(folder, attn_implementation="eager")
+    expected = plain_scores(_Plain(whole), ROWS)
+    for scores in with_trainer(cfg, _trained):
+        for ours, theirs in zip(scores, expected):
+            assert (ours - theirs).abs().mean() < 2e-6
+    out = export(tmp_path / "run", out=tmp_path / "out", dtype="float32")
+    before, after = (load_file(path / "model.safetensors") for path in (folder, out))
+    assert before.keys() == after.keys()
+    text = {*text_part(str(folder)).names.values()}
+    assert text and before.keys() - text
+    same = {name for name in before if torch.equal(before[name], after[name])}
+    assert same == before.keys() - text
+    own = [json.loads((path / "config.json").read_text()) for path in (folder, out)]
+    assert own[0] == own[1]
+    _, report = AutoModelForImageTextToText.from_pretrained(out, output_loading_info=True)
+    assert not report["missing_keys"] and not report["unexpected_keys"], report
+
+
+def _pushed(stream: Any, engine: Any, trainer: Any) -> dict[str, Any]:
+    found = {"mode": stream.mode, "probes": [stream.probe(ROWS)["sync/probe_gap"]]}
+    change(trainer, 0.02)
+    stream.push(1)
+    return found | {"probes": [*found["probes"], stream.probe(ROWS)["sync/probe_gap"]]}
+
+
+@pytest.mark.parametrize("kind", ["vllm", "transformers"])
+def test_an_engine_is_that_of_the_text_part_alone(kind, tmp_path):
+    layout = LayoutSettings(world_size=1, placement="colocated")
+    cfg = make_config(_folder(tmp_path, "gemma3"), layout=layout, dtype="float32", kind=kind)
+    (found,) = with_stream(changed(cfg, model={"part": "text"}), _pushed)
+    assert found["mode"] == "traced"
+    for gap, count in found["probes"]:
+        assert count == 7 and gap / count < 1e-4, found
+
+
+def test_what_is_no_text_part_is_refused_or_kept_apart(tmp_path):
+    folder = _folder(tmp_path, "mistral3")
+    with pytest.raises(ValueError, match="set model.part to text"):
+        load_hf_config(str(folder))
+    reader = CheckpointReader(folder, part="text")
+    assert "model.embed_tokens.weight" in reader.names()
+    assert not [name for name in reader.rest if name.startswith("language_model.model")]
+    for fields in ({"objective": "reward_model"}, {"model": {"trust_remote_code": True}}):
+        model = {"part": "text", **fields.pop("model", {})}
+        (problem,) = model_problems(config(folder, tmp_path, model=model, **fields))
+        assert problem.startswith("model.part: text with")
+    AutoConfig.for_model("qwen2_5_vl").save_pretrained(tmp_path / "qwen")
+    with pytest.raises(ValueError, match="model.part: text of a qwen2_5_vl .* cannot be told"):
+        load_hf_config(str(tmp_path / "qwen"), part="text")
