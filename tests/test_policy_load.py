@@ -18,8 +18,9 @@ from worlds import another_trainer, refusal, with_trainer
 
 from spmdrl.check.fit import check_fit, fit_problems
 from spmdrl.config import Config
+from spmdrl.model.checkpoint_reader import CheckpointReader
 from spmdrl.model.file_tensors import file_tensors
-from spmdrl.model.load import CheckpointReader, check_weights, load_hf_config
+from spmdrl.model.load import check_weights, load_hf_config
 from spmdrl.model.shards import held_boxes
 from spmdrl.types import Advantages, Batch
 

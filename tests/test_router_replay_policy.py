@@ -20,14 +20,9 @@ from spmdrl.check.fit import fit_problems
 from spmdrl.config import Config
 from spmdrl.model.attention import register_attention
 from spmdrl.model.blocks import experts_modules
+from spmdrl.model.checkpoint_reader import CheckpointReader
 from spmdrl.model.file_tensors import file_tensors, live_tensors
-from spmdrl.model.load import (
-    CheckpointReader,
-    build_meta_model,
-    compute_buffers,
-    model_folder,
-    read_tensors,
-)
+from spmdrl.model.load import build_meta_model, compute_buffers, model_folder, read_tensors
 from spmdrl.model.parallel import recompute
 from spmdrl.model.router_replay import WEIGHTS, RouterReplay
 from spmdrl.model.scorer import Scorer, make_row

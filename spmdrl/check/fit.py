@@ -14,10 +14,11 @@ from spmdrl.check.model import MAX_RANK
 from spmdrl.config import Config
 from spmdrl.imports import attempt
 from spmdrl.model.blocks import uneven_experts, unshardable
+from spmdrl.model.checkpoint_reader import CheckpointReader
 from spmdrl.model.divisibility import ModelCounts, counts_of, misfits
 from spmdrl.model.file_tensors import file_tensors
 from spmdrl.model.head_form import head_form
-from spmdrl.model.load import CheckpointReader, build_meta_model, check_weights
+from spmdrl.model.load import build_meta_model, check_weights
 from spmdrl.model.lora.files import AdapterFolder
 from spmdrl.model.lora.settings import lora_form
 from spmdrl.model.lora.targets import LoraForm, adapter_shapes, has_embedding

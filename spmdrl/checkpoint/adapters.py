@@ -12,7 +12,8 @@ from torch import Tensor
 from spmdrl.checkpoint.weights import SavedWeights
 from spmdrl.config import ModelSettings
 from spmdrl.imports import refusing
-from spmdrl.model.load import CheckpointReader, build_meta_model
+from spmdrl.model.checkpoint_reader import CheckpointReader
+from spmdrl.model.load import build_meta_model
 from spmdrl.model.lora.files import LAYER_A, base_digest, file_digest, write_adapter
 from spmdrl.model.lora.merge import low_rank_product
 from spmdrl.model.lora.targets import pair_names

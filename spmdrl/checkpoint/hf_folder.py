@@ -24,8 +24,9 @@ from spmdrl.checkpoint.adapters import MergedWeights
 from spmdrl.checkpoint.weights import SavedWeights
 from spmdrl.config import ModelSettings
 from spmdrl.imports import refusing
+from spmdrl.model.checkpoint_reader import CheckpointReader
 from spmdrl.model.file_tensors import file_tensors
-from spmdrl.model.load import SCALAR_HEAD, CheckpointReader, build_meta_model, model_folder
+from spmdrl.model.load import SCALAR_HEAD, build_meta_model, model_folder
 from spmdrl.model.quantised import QUANTISATION_KEYS
 from spmdrl.model.shards import Box, Part, narrow
 from spmdrl.world.comm import agree, gather_objects

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from spmdrl.config import Config
-from spmdrl.model.load import CheckpointReader, model_folder
+from spmdrl.model.checkpoint_reader import CheckpointReader
+from spmdrl.model.load import model_folder
 from spmdrl.model.quantised import QUANTISATION_KEYS, quantisation
 from spmdrl.model.text_part import TextPart, has_towers, text_config, text_part
 

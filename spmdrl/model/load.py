@@ -6,29 +6,27 @@ rank reads only its own slices of the safetensors files.
 
 from __future__ import annotations
 
-import json
 import logging
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from spmdrl.config import Config, ModelSettings
 from spmdrl.imports import is_missing_folder, refusing
 from spmdrl.model.blocks import name_of
+from spmdrl.model.checkpoint_reader import CheckpointReader, some
 from spmdrl.model.file_tensors import file_tensors, live_tensors
-from spmdrl.model.quantised import quantisation, quantised_tensors
+from spmdrl.model.quantised import quantisation
 from spmdrl.model.shards import Held, Part
-from spmdrl.model.text_part import TextPart, has_towers, text_config, text_part
+from spmdrl.model.text_part import has_towers, text_config, text_part
 from spmdrl.model.transformers_internals import ignored_names, initialise, owners
 from spmdrl.world.torch_internals import is_persistent
 
 SCALAR_HEAD = "score.weight"
-_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
 def load_hf_config(path: str, *, trust_remote_code: bool = False, part: str = "all") -> Any:
@@ -47,7 +45,7 @@ def load_hf_config(path: str, *, trust_remote_code: bool = False, part: str = "a
     if folder.is_dir() and not (folder / "config.json").is_file():
         raise ValueError(
             f"model.path: folder {path} has no config.json; is it a Hugging Face "
-            f"model folder? it holds {_some(p.name for p in folder.iterdir())}"
+            f"model folder? it holds {some(p.name for p in folder.iterdir())}"
         )
     if is_missing_folder(path):
         raise ValueError(f"model.path: folder {path} does not exist (looked from {Path.cwd()})")
@@ -70,12 +68,6 @@ def load_hf_config(path: str, *, trust_remote_code: bool = False, part: str = "a
     config = text_config(config)
     config.tie_word_embeddings = own is not None and own.is_tied
     return config
-
-
-def _some(names: Iterable[str], limit: int = 8) -> str:
-    names = sorted(names)
-    more = f" and {len(names) - limit} more" if len(names) > limit else ""
-    return (", ".join(names[:limit]) or "nothing") + more
 
 
 def model_folder(path: str) -> Path:
@@ -146,123 +138,6 @@ def checkpoint_shapes(cfg: Config) -> dict[str, torch.Size]:
     return {name: torch.Size(part.shape) for name, part in file_tensors(model).items()}
 
 
-class CheckpointReader:
-    """The tensors of a folder's safetensors files, read by slice; quantised ones made plain.
-
-    Args:
-        folder: of the files.
-        part: model.part; `text` shows the text model's tensors, by the names of that model alone.
-    Raises: ValueError when the folder has no safetensors weights or a file is unreadable, or they
-        are quantised in a way that is not known.
-    """
-
-    def __init__(self, folder: Path, *, part: str = "all"):
-        self.folder = folder
-        self._files: dict[str, Any] = {}
-        self._file_of = self._read_index()
-        self._quantised, hidden = quantised_tensors(_quantisation_of(folder), self._file_of)
-        self._names = (self._file_of.keys() | self._quantised.keys()) - hidden
-        self.rest: set[str] = set()
-        """Names of tensors that are no part of what is shown."""
-        self.named: dict[str, str] = {}
-        """{name of a tensor: that in the files}, where they differ."""
-        if part == "text" and (text := text_part(str(folder))):
-            self._show(text)
-
-    def _show(self, text: TextPart) -> None:
-        self.named = {own: name for own, name in text.names.items() if name in self._names}
-        shown = {*self.named.values()}
-        unknown = {n for n in self._names - shown if n.startswith(text.prefix)}
-        self.rest = self._names - shown - unknown
-        if text.is_tied:  # a copy would be that of another embedding once this one is trained
-            self.rest = {name for name in self.rest if not name.endswith("lm_head.weight")}
-        self._names = self.named.keys() | unknown
-
-    def is_quantised(self, name: str) -> bool:
-        """Whether the files hold a tensor in fewer bits than are returned."""
-        return self.named.get(name, name) in self._quantised
-
-    def _read_index(self) -> dict[str, str]:
-        index = self.folder / _INDEX
-        if index.is_file():
-            what = f"model.path: {index} is not a weight index"
-            with refusing(what, json.JSONDecodeError, KeyError):
-                return json.loads(index.read_text())["weight_map"]
-        if not (self.folder / _SINGLE).is_file():
-            found = _some(p.name for p in self.folder.iterdir())
-            raise ValueError(
-                f"model.path: {self.folder} has neither {_SINGLE} nor {_INDEX}, only "
-                f"{found}; convert the weights to safetensors"
-            )
-        return dict.fromkeys(self._open(_SINGLE).keys(), _SINGLE)
-
-    def _open(self, file: str) -> Any:
-        if file not in self._files:
-            hint = "; the file is missing, cut short or corrupted"
-            what = f"model.path: cannot read {self.folder / file}"
-            with refusing(what, SafetensorError, OSError, hint=hint):
-                self._files[file] = safe_open(self.folder / file, framework="pt")
-        return self._files[file]
-
-    def names(self) -> set[str]:
-        """Return the names of all tensors."""
-        return set(self._names)
-
-    def files(self) -> set[str]:
-        """Return the names of the files that hold them."""
-        return set(self._file_of.values())
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Return a tensor's shape, read from the file's header."""
-        name = self.named.get(name, name)
-        own = self._quantised.get(name)
-        return own.shape(self) if own else self.raw_shape(name)
-
-    def read(self, name: str, *, start: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
-        """Return one box of a tensor, in the dtype of the file, on the CPU; float32 of one that the
-        file holds in fewer bits.
-
-        Raises: ValueError for one whose scales do not fit it.
-        """
-        name = self.named.get(name, name)
-        if own := self._quantised.get(name):
-            with refusing(f"model.path: {self.folder}", ValueError):
-                return own.read(self, start, shape)
-        found = self.raw(name, start, shape)
-        if found.is_floating_point() and found.dtype.itemsize < 2:
-            raise ValueError(
-                f"model.path: {name} in {self.folder} is {found.dtype} without scales: its "
-                "config.json has no quantization_config that says how to read it"
-            )
-        return found
-
-    def raw_shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of what the file holds under a name."""
-        return tuple(self._slice(name).get_shape())
-
-    def raw(self, name: str, start: Sequence[int], shape: Sequence[int]) -> Tensor:
-        """Return one box of what the file holds under a name."""
-        box = tuple(slice(s, s + n) for s, n in zip(start, shape))
-        if not box:  # which a slice cannot be cut from
-            return self._open(self._file_of[name]).get_tensor(name)
-        return self._slice(name)[box]
-
-    def _slice(self, name: str) -> Any:
-        file = self._file_of[name]
-        where = f"{self.folder / file} does not hold {name}, which {_INDEX} says it does"
-        with refusing(f"model.path: {where}", SafetensorError):
-            return self._open(file).get_slice(name)
-
-
-def _quantisation_of(folder: Path) -> dict[str, Any]:
-    """Return the quantization_config that a folder's config.json has, or {}. Raises: ValueError."""
-    file = folder / "config.json"
-    if not file.is_file():
-        return {}
-    with refusing(f"model.path: {folder}", ValueError):
-        return quantisation(json.loads(file.read_text()))
-
-
 def check_weights(
     reader: CheckpointReader,
     hf_model: nn.Module,
@@ -282,11 +157,11 @@ def check_weights(
     shapes = {name: part.shape for name, part in parts.items()}
     if is_scalar and SCALAR_HEAD not in names:
         del shapes[SCALAR_HEAD]
-    problems = [f"missing: {_some(shapes.keys() - names)}"] if shapes.keys() - names else []
+    problems = [f"missing: {some(shapes.keys() - names)}"] if shapes.keys() - names else []
     patterns = _may_be_extra(hf_model, is_scalar=is_scalar)
     extra = {n for n in names - shapes.keys() if not any(re.search(p, n) for p in patterns)}
     if extra:
-        problems.append(f"not part of the model: {_some(extra)}")
+        problems.append(f"not part of the model: {some(extra)}")
     for name in sorted(shapes.keys() & names):
         if reader.shape(name) != tuple(shapes[name]):
             problems.append(

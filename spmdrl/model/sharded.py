@@ -17,11 +17,11 @@ from torch import Tensor
 from spmdrl.config import Config, ModelSettings
 from spmdrl.model.attention import pick_attention, register_attention
 from spmdrl.model.blocks import experts_parameters
+from spmdrl.model.checkpoint_reader import CheckpointReader
 from spmdrl.model.divisibility import context_method, counts_of, misfits
 from spmdrl.model.file_tensors import file_tensors, live_tensors
 from spmdrl.model.head import logprobs_and_entropy, with_square_probs
 from spmdrl.model.load import (
-    CheckpointReader,
     build_meta_model,
     check_weights,
     compute_buffers,

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from spmdrl.engine.protocol import EngineProtocol
-from spmdrl.model.load import CheckpointReader, model_folder
+from spmdrl.model.checkpoint_reader import CheckpointReader
+from spmdrl.model.load import model_folder
 from spmdrl.model.shards import Box
 from spmdrl.sync.bucket_size import LARGEST
 from spmdrl.sync.live_shards import LiveShards

@@ -14,7 +14,8 @@ import torch
 
 from spmdrl.engine.handover import Handover
 from spmdrl.engine.protocol import AdapterEngine, EngineProtocol
-from spmdrl.model.load import CheckpointReader, model_folder
+from spmdrl.model.checkpoint_reader import CheckpointReader
+from spmdrl.model.load import model_folder
 from spmdrl.model.weights import SentWeights
 from spmdrl.sync.adapter import trace_adapter
 from spmdrl.sync.live_shards import LiveShards

@@ -24,7 +24,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from spmdrl.imports import refusing
-from spmdrl.model.load import CheckpointReader
+from spmdrl.model.checkpoint_reader import CheckpointReader
 from spmdrl.model.lora.expert_adapters import EXPERT_PARAMETERS
 from spmdrl.model.lora.targets import LoraForm
 from spmdrl.world.comm import gather_objects

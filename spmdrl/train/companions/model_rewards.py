@@ -17,13 +17,8 @@ from spmdrl.algorithms.shaping import shape
 from spmdrl.config import Config
 from spmdrl.data.tokenizer import load_tokenizer
 from spmdrl.imports import refusing
-from spmdrl.model.load import (
-    SCALAR_HEAD,
-    CheckpointReader,
-    load_hf_config,
-    max_positions,
-    model_folder,
-)
+from spmdrl.model.checkpoint_reader import CheckpointReader
+from spmdrl.model.load import SCALAR_HEAD, load_hf_config, max_positions, model_folder
 from spmdrl.model.parallel.fsdp import reshard
 from spmdrl.model.sharded import ShardedModel
 from spmdrl.rewards.signatures import part_names, reward_models

@@ -20,7 +20,8 @@ from spmdrl.config import Config
 from spmdrl.data.examples import PairSource, example_source
 from spmdrl.data.tokenizer import load_tokenizer
 from spmdrl.imports import refusing
-from spmdrl.model.load import CheckpointReader, model_folder
+from spmdrl.model.checkpoint_reader import CheckpointReader
+from spmdrl.model.load import model_folder
 from spmdrl.model.lora.files import file_digest
 from spmdrl.model.packing import packs
 from spmdrl.model.scorer import ScoredRow

@@ -1,0 +1,141 @@
+"""The safetensors files of a model's folder, read by slice."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from spmdrl.imports import refusing
+from spmdrl.model.quantised import quantisation, quantised_tensors
+from spmdrl.model.text_part import TextPart, text_part
+
+_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
+
+
+class CheckpointReader:
+    """The tensors of a folder's safetensors files, read by slice; quantised ones made plain.
+
+    Args:
+        folder: of the files.
+        part: model.part; `text` shows the text model's tensors, by the names of that model alone.
+    Raises: ValueError when the folder has no safetensors weights or a file is unreadable, or they
+        are quantised in a way that is not known.
+    """
+
+    def __init__(self, folder: Path, *, part: str = "all"):
+        self.folder = folder
+        self._files: dict[str, Any] = {}
+        self._file_of = self._read_index()
+        self._quantised, hidden = quantised_tensors(_quantisation_of(folder), self._file_of)
+        self._names = (self._file_of.keys() | self._quantised.keys()) - hidden
+        self.rest: set[str] = set()
+        """Names of tensors that are no part of what is shown."""
+        self.named: dict[str, str] = {}
+        """{name of a tensor: that in the files}, where they differ."""
+        if part == "text" and (text := text_part(str(folder))):
+            self._show(text)
+
+    def _show(self, text: TextPart) -> None:
+        self.named = {own: name for own, name in text.names.items() if name in self._names}
+        shown = {*self.named.values()}
+        unknown = {n for n in self._names - shown if n.startswith(text.prefix)}
+        self.rest = self._names - shown - unknown
+        if text.is_tied:  # a copy would be that of another embedding once this one is trained
+            self.rest = {name for name in self.rest if not name.endswith("lm_head.weight")}
+        self._names = self.named.keys() | unknown
+
+    def is_quantised(self, name: str) -> bool:
+        """Whether the files hold a tensor in fewer bits than are returned."""
+        return self.named.get(name, name) in self._quantised
+
+    def _read_index(self) -> dict[str, str]:
+        index = self.folder / _INDEX
+        if index.is_file():
+            what = f"model.path: {index} is not a weight index"
+            with refusing(what, json.JSONDecodeError, KeyError):
+                return json.loads(index.read_text())["weight_map"]
+        if not (self.folder / _SINGLE).is_file():
+            found = some(p.name for p in self.folder.iterdir())
+            raise ValueError(
+                f"model.path: {self.folder} has neither {_SINGLE} nor {_INDEX}, only "
+                f"{found}; convert the weights to safetensors"
+            )
+        return dict.fromkeys(self._open(_SINGLE).keys(), _SINGLE)
+
+    def _open(self, file: str) -> Any:
+        if file not in self._files:
+            hint = "; the file is missing, cut short or corrupted"
+            what = f"model.path: cannot read {self.folder / file}"
+            with refusing(what, SafetensorError, OSError, hint=hint):
+                self._files[file] = safe_open(self.folder / file, framework="pt")
+        return self._files[file]
+
+    def names(self) -> set[str]:
+        """Return the names of all tensors."""
+        return set(self._names)
+
+    def files(self) -> set[str]:
+        """Return the names of the files that hold them."""
+        return set(self._file_of.values())
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return a tensor's shape, read from the file's header."""
+        name = self.named.get(name, name)
+        own = self._quantised.get(name)
+        return own.shape(self) if own else self.raw_shape(name)
+
+    def read(self, name: str, *, start: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
+        """Return one box of a tensor, in the dtype of the file, on the CPU; float32 of one that the
+        file holds in fewer bits.
+
+        Raises: ValueError for one whose scales do not fit it.
+        """
+        name = self.named.get(name, name)
+        if own := self._quantised.get(name):
+            with refusing(f"model.path: {self.folder}", ValueError):
+                return own.read(self, start, shape)
+        found = self.raw(name, start, shape)
+        if found.is_floating_point() and found.dtype.itemsize < 2:
+            raise ValueError(
+                f"model.path: {name} in {self.folder} is {found.dtype} without scales: its "
+                "config.json has no quantization_config that says how to read it"
+            )
+        return found
+
+    def raw_shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of what the file holds under a name."""
+        return tuple(self._slice(name).get_shape())
+
+    def raw(self, name: str, start: Sequence[int], shape: Sequence[int]) -> Tensor:
+        """Return one box of what the file holds under a name."""
+        box = tuple(slice(s, s + n) for s, n in zip(start, shape))
+        if not box:  # which a slice cannot be cut from
+            return self._open(self._file_of[name]).get_tensor(name)
+        return self._slice(name)[box]
+
+    def _slice(self, name: str) -> Any:
+        file = self._file_of[name]
+        where = f"{self.folder / file} does not hold {name}, which {_INDEX} says it does"
+        with refusing(f"model.path: {where}", SafetensorError):
+            return self._open(file).get_slice(name)
+
+
+def _quantisation_of(folder: Path) -> dict[str, Any]:
+    """Return the quantization_config that a folder's config.json has, or {}. Raises: ValueError."""
+    file = folder / "config.json"
+    if not file.is_file():
+        return {}
+    with refusing(f"model.path: {folder}", ValueError):
+        return quantisation(json.loads(file.read_text()))
+
+
+def some(names: Iterable[str], limit: int = 8) -> str:
+    """Return names in order as a text, the first few of them."""
+    names = sorted(names)
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return (", ".join(names[:limit]) or "nothing") + more
