@@ -12,7 +12,8 @@ MAX_LAYERS = 8
 VOCABULARY = 104  # tokens of data/characters.py
 HEAD_DIM = 32  # the smallest that vLLM's attention on CPUs has
 POSITIONS = 512  # tokens
-WINDOW = 8  # tokens of a window, a chunk of attention
+WINDOW = 8  # tokens
+CHUNK = 32  # tokens of a chunk of attention: vLLM's must be whole pages
 EXPERTS = 8
 
 _ORIGINAL = "original_max_position_embeddings"
@@ -22,7 +23,7 @@ _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_exp
 _TOP_K = ("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts")
 _FIXED: dict[str, int] = {
     "sliding_window": WINDOW,
-    "attention_chunk_size": WINDOW,
+    "attention_chunk_size": CHUNK,
     "window_size": WINDOW,
     "floor_scale": WINDOW,  # of Llama 4's temperature, which grows by the position
     "block_size": WINDOW,  # of lightning attention
@@ -173,10 +174,12 @@ def _experts(fields: Mapping[str, Any]) -> dict[str, Any]:
 def _positions(fields: Mapping[str, Any], *, common: Mapping[str, Any]) -> dict[str, Any]:
     """Return rotary settings of small heads, and lengths in the real ratio to those pretrained."""
     ropes = [fields[n] for n in ("rope_parameters", "rope_scaling") if fields.get(n)]
-    pretrained = [found for n in ropes for found in _found(n, _ORIGINAL)]
+    pretrained = _found(ropes, _ORIGINAL)
     pretrained += [fields[_ORIGINAL]] if fields.get(_ORIGINAL) else []
     ratio = max((common.get("max_position_embeddings") or 1) // min(pretrained, default=1), 1)
-    original = max(2 * WINDOW, POSITIONS // ratio)
+    # Rotary frequencies of these kinds change with a row's longest sequence, where runs stay below.
+    is_dynamic = {*_found(ropes, "rope_type"), *_found(ropes, "type")} & {"dynamic", "longrope"}
+    original = max(POSITIONS // 4 if is_dynamic else 2 * WINDOW, POSITIONS // ratio)
     lengths = {_ORIGINAL: original, "max_position_embeddings": original * ratio}
     if not pretrained:
         lengths = {"max_position_embeddings": POSITIONS}
@@ -194,7 +197,10 @@ def _positions(fields: Mapping[str, Any], *, common: Mapping[str, Any]) -> dict[
     return found
 
 
-def _found(rope: Any, name: str) -> list[int]:
+def _found(rope: Any, name: str) -> list[Any]:
+    """Return what a nested field is, wherever it stands."""
+    if isinstance(rope, list):
+        return [found for one in rope for found in _found(one, name)]
     if not isinstance(rope, Mapping):
         return []
     own = [rope[name]] if rope.get(name) else []

@@ -1,0 +1,93 @@
+"""Every family, in one process: rows that hold several sequences are scored as rows of one are, and
+as plain transformers scores each; or the family is refused by name."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pytest
+import torch
+from comparing import plain_scores
+from test_policy_forward import plain_scorer
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+
+from spmdrl.config import ModelSettings
+from spmdrl.model.families import FAMILIES, family_config
+from spmdrl.model.load import build_meta_model
+from spmdrl.model.parallel.row_slices import Slicing
+from spmdrl.model.scorer import Scorer, make_row
+from spmdrl.model.separation import separation_of
+from spmdrl.model.shrink import shrunk, tiny_model
+from spmdrl.proof.batch import ROWS, sequences
+from spmdrl.proof.prove import EXACT
+
+REFUSED = {"stablelm", "nemotron", "falcon", "bloom", "gptj"}
+"""By what their attention does; see docs/models.md."""
+
+
+def scores(scorer: Scorer, rows: list[list[int]], *, chunk: int | None) -> list[Tensor]:
+    """Return per sequence [len] logprobs, first 0, of one packed row.
+
+    Args:
+        chunk: tokens of the chunks that some layers attend within.
+    """
+    lengths = [len(row) for row in rows]
+    mask = torch.cat([torch.arange(n) > 0 for n in lengths])
+    row = make_row(
+        torch.tensor([*itertools.chain(*rows)]), lengths, mask=mask, slicing=Slicing(chunk=chunk)
+    )
+    return list(row.spread(scorer(row)[0]).split(lengths))
+
+
+def apart(ours: list[Tensor], theirs: list[Tensor]) -> float:
+    """Return the mean absolute difference, first tokens left out."""
+    pairs = zip(ours, theirs, strict=True)
+    return float(torch.cat([(a[1:].double() - b[1:]).abs() for a, b in pairs]).mean())
+
+
+def plain_gradients(folder: Path, rows: list[list[int]]) -> tuple[list[Tensor], nn.Module]:
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+    expected = plain_scores(model, rows)
+    for row in rows:
+        tokens = torch.tensor(row)
+        logits = model(input_ids=tokens[None], use_cache=False).logits[0, :-1].double()
+        logits.log_softmax(-1).gather(1, tokens[1:, None]).sum().backward()
+    return expected, model
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_packed_equals_single_equals_plain_or_is_refused(family, tmp_path):
+    small = shrunk(family_config(family))
+    tiny_model(small, tmp_path)
+    found = separation_of(build_meta_model(ModelSettings(path=str(tmp_path))))
+    reason = "; ".join(found.reasons)
+    assert bool(reason) == (family in REFUSED), reason
+    if reason:
+        return
+    rows = sequences(small.vocab_size)
+    expected, plain = plain_gradients(tmp_path, rows)
+    hf_model, scorer = plain_scorer(tmp_path)
+    packed = scores(scorer, rows, chunk=found.chunk)
+    torch.cat(packed).double().sum().backward()
+    with torch.no_grad():
+        assert (
+            apart([scores(scorer, [row], chunk=found.chunk)[0] for row in rows], expected) <= EXACT
+        )
+    assert apart([one.detach() for one in packed], expected) <= EXACT
+    theirs = {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
+    largest = max(float(grad.abs().max()) for grad in theirs.values())
+    own = dict(hf_model.named_parameters())
+    for name, grad in theirs.items():
+        gap = float((own[name].grad - grad).abs().max())
+        assert gap <= 1e-3 * max(float(grad.abs().max()), 1e-3 * largest), f"{name}: {gap}"
+
+
+def test_the_sequences_are_longer_than_every_window_and_chunk():
+    config = shrunk(family_config("llama4_text"))
+    assert max(ROWS) > 2 * config.attention_chunk_size
+    assert max(ROWS) > 4 * shrunk(family_config("gemma2")).sliding_window
+    assert max(ROWS) > 2 * shrunk(family_config("mamba2")).chunk_size
