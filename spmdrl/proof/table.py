@@ -63,6 +63,8 @@ def _cell(line: Line, reasons: list[str]) -> str:
     """Return a verdict; what is not proved points to its reason below the table."""
     if line.verdict == "proved":
         return line.kind or "proved"
+    if "which has no experts" in line.note:
+        return "-"
     text = line.note.split(" (model.path ")[0].split("model.path /")[0].strip()
     text = _without_folders(text)
     reason = f"{line.name}: {text[:_SHORT]}{' ...' if len(text) > _SHORT else ''}"
