@@ -35,9 +35,8 @@ def scores(scorer: Scorer, rows: list[list[int]], *, chunk: int | None) -> list[
     """
     lengths = [len(row) for row in rows]
     mask = torch.cat([torch.arange(n) > 0 for n in lengths])
-    row = make_row(
-        torch.tensor([*itertools.chain(*rows)]), lengths, mask=mask, slicing=Slicing(chunk=chunk)
-    )
+    tokens = torch.tensor([*itertools.chain(*rows)])
+    row = make_row(tokens, lengths, mask=mask, slicing=Slicing(chunk=chunk))
     return list(row.spread(scorer(row)[0]).split(lengths))
 
 
@@ -74,9 +73,8 @@ def test_packed_equals_single_equals_plain_or_is_refused(family, tmp_path):
     packed = scores(scorer, rows, chunk=found.chunk)
     torch.cat(packed).double().sum().backward()
     with torch.no_grad():
-        assert (
-            apart([scores(scorer, [row], chunk=found.chunk)[0] for row in rows], expected) <= EXACT
-        )
+        single = [scores(scorer, [row], chunk=found.chunk)[0] for row in rows]
+    assert apart(single, expected) <= EXACT
     assert apart([one.detach() for one in packed], expected) <= EXACT
     theirs = {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
     largest = max(float(grad.abs().max()) for grad in theirs.values())
