@@ -202,7 +202,10 @@ class TransformersEngine:
 
     # ---------------------------------------------------------------- sleep
 
-    can_sleep = True
+    @property
+    def can_sleep(self) -> bool:
+        """Whether there are keys and values, which alone are freed."""
+        return self.world.is_inference and self._runner.cache.nbytes > 0
 
     def sleep(self, *, keeps_weights: bool) -> None:
         """Free the KV cache. Weights stay: they are memory like any other here."""
