@@ -13,6 +13,7 @@ HOMES = (
     "spmdrl/engine/vllm_internals.py",
     "spmdrl/engine/vllm_backend.py",  # a patch of its Transformers backend
     "spmdrl/engine/vllm_cpu.py",  # patches of its CPU build
+    "spmdrl/engine/vllm_trial.py",  # what it says of models
 )
 # Documented plugin interfaces: parsers, which are needed below the engines, and a loader; what is
 # loaded once for the ranks of a proof is not used there.

