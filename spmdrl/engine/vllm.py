@@ -68,11 +68,10 @@ class VllmEngine:
                 has_custom_all_reduce=not cfg.engine.options.get("disable_custom_all_reduce"),
             )
         built = world.watch.wait("engines built", -1)
-        with agree(group=world.control, waiting=built):
-            with world.watch.phase("build engine", -1):
-                if world.is_inference:
-                    with _own_randomness(), refusing_models(cfg):
-                        self._build(on_cpu=on_cpu)
+        with agree(group=world.control, waiting=built), world.watch.phase("build engine", -1):
+            if world.is_inference:
+                with _own_randomness(), refusing_models(cfg):
+                    self._build(on_cpu=on_cpu)
 
     def _build(self, *, on_cpu: bool) -> None:
         cfg = self.cfg

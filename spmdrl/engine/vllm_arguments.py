@@ -13,21 +13,32 @@ from spmdrl.model.load import load_hf_config
 
 log = logging.getLogger(__name__)
 
-_TRANSFORMERS = "transformers"  # vLLM's name for its own backend that runs transformers' modules
-_OTHERWISE = {"cohere2": "", "gemma3n_text": "", "apertus": "float32"}
-"""{family: dtype in which its class in vLLM 0.32 does not compute what transformers' does, "" for
-all}: windows of Cohere 2 are a token longer, Gemma 3n is off by 0.1 nats, and the parameters of
-Apertus' activation are in bfloat16."""
+_BACKEND = {"model_impl": "transformers"}  # vLLM's own, which runs transformers' modules
+_OTHERWISE: dict[str, tuple[str, dict[str, Any]]] = {
+    "cohere2": ("", _BACKEND),  # windows are a token longer
+    "gemma3n_text": ("", _BACKEND),  # off by 0.1 nats
+    "ernie4_5_moe": ("", _BACKEND),  # off by 0.5 nats
+    "apertus": ("float32", _BACKEND),  # its activation has parameters in bfloat16
+    # Attention cools with the position in engines of more than 32768 tokens alone.
+    "llama4_text": ("", {"override_generation_config": {"attn_temperature_tuning": None}}),
+}
+"""{family: (dtype, or all, in which its class in vLLM 0.32 computes otherwise than transformers'
+does, and the arguments with which it does not)}. None stands for what its config says."""
 
 
 def model_arguments(cfg: Config) -> dict[str, Any]:
     """Return the arguments that a family needs where engine.options says nothing else."""
     config = load_hf_config(cfg.model.path, trust_remote_code=cfg.model.trust_remote_code)
-    differs = _OTHERWISE.get(config.model_type) in ("", cfg.engine.dtype)
-    if not differs or cfg.model.moe.replay or "quantization" in cfg.engine.options:
+    dtype, found = _OTHERWISE.get(config.model_type, ("", {}))
+    is_native = cfg.model.moe.replay or "quantization" in cfg.engine.options
+    if dtype not in ("", cfg.engine.dtype) or (found is _BACKEND and is_native):
         return {}
-    log.info("%s is run by vLLM's Transformers backend, whose logprobs are right", cfg.model.path)
-    return {"model_impl": _TRANSFORMERS}
+    return {
+        name: {n: getattr(config, n) if v is None else v for n, v in value.items()}
+        if isinstance(value, dict)
+        else value
+        for name, value in found.items()
+    }
 
 
 def engine_arguments(cfg: Config, *, on_cpu: bool) -> dict[str, Any]:
