@@ -19,6 +19,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "falcon": ({}, "does not attend by transformers' attention interface"),
     "bloom": ({}, "(LayerNorm, BloomAttention, LayerNorm, BloomMLP) does not attend by"),
     "gptj": ({}, "does not attend by"),
+    "doge": ({}, "self_attn attends by a mask of its own, attn_mask"),
     "stablelm": ({}, "does not hand on to self_attn where sequences begin"),
 }
 SEEN: dict[str, tuple[dict[str, Any], list[Span]]] = {

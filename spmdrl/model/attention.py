@@ -25,7 +25,7 @@ from spmdrl.model.shards import to_local
 from spmdrl.model.sinks import FlashWithSinks, with_sink_keys, with_sink_scores
 from spmdrl.world.torch_internals import varlen
 
-_CHOOSING = ("indices", "block_indices", "position_bias")
+CHOOSING = ("indices", "block_indices", "position_bias")
 """Keyword arguments by which models choose keys, or weigh them, beside the mask."""
 
 
@@ -258,7 +258,7 @@ def check_supported(
         options: keyword arguments that the model gives to its attention.
     Raises: ValueError.
     """
-    dropout, chooses = options.get("dropout"), [n for n in _CHOOSING if options.get(n) is not None]
+    dropout, chooses = options.get("dropout"), [n for n in CHOOSING if options.get(n) is not None]
     has_both = options.get("s_aux") is not None and options.get("softcap") is not None
     is_causal = getattr(module, "is_causal", True) and options.get("is_causal") is not False
     for is_present, what in (

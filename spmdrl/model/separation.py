@@ -8,17 +8,19 @@ padded behind its end, where causal layers do not look. What is neither is refus
 
 from __future__ import annotations
 
+import ast
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache, partial
+from textwrap import dedent
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from spmdrl.model.attention import Temperature
+from spmdrl.model.attention import CHOOSING, Temperature
 from spmdrl.model.blocks import blocks
 from spmdrl.model.mask_spans import Span, block_inputs
 from spmdrl.model.packing import Packing, Pad, Unpad
@@ -156,8 +158,25 @@ def _attention_problems(name: str, module: nn.Module, found: Separation) -> Iter
     for part, child in module.named_modules():
         if part and _mixes(child):
             yield f"{name}.{part} ({type(child).__name__}) chooses keys by code of its own"
+    yield from (f"{name} attends {what}" for what in _left_out(type(module).forward))
     if not getattr(module, "is_causal", True):
         yield f"{name} attends in both directions"
+
+
+@cache
+def _left_out(forward: Any) -> tuple[str, ...]:
+    """Return what an attention module's call of the interface asks for and ours would not do."""
+    found = []
+    for call in ast.walk(ast.parse(dedent(_code(forward)))):
+        options = {k.arg: k.value for k in call.keywords} if isinstance(call, ast.Call) else {}
+        if not {"scaling", "dropout"} & options.keys():
+            continue
+        found += [f"by its {name}" for name in CHOOSING if name in options]
+        places = call.args[4:5] if isinstance(call, ast.Call) else []
+        mask = options.get("attention_mask", places[0] if places else None)
+        if mask is not None and ast.unparse(mask) not in ("attention_mask", "None"):
+            found.append(f"by a mask of its own, {ast.unparse(mask)}")
+    return tuple(found)
 
 
 def _hands_on(module: nn.Module) -> bool:

@@ -110,6 +110,11 @@ def style_problems(hf_model: nn.Module, styles: Mapping[str, str]) -> Iterator[s
             f"not supported; known: {', '.join(SPLIT_DIMS)}"
         )
     for name, module in hf_model.named_modules():
+        if f"{name}.gate_proj" in styles and getattr(module, "activation_sparsity", False):
+            yield (
+                f"module {name} ({type(module).__name__}) drops activations by their mean over all "
+                "of them, of which a rank has a part"
+            )
         kind = nn.Embedding if styles.get(name) == "embedding_rowwise" else nn.Linear
         if styles.get(name, PARTIAL) not in (PARTIAL, *unknown.values()) and not isinstance(
             module, kind
