@@ -236,9 +236,10 @@ def _die_when_written(partial: Path) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def save(trainer: Any, step: int) -> None:
-    """Save what a trainer is after a step, and wait for the disk."""
-    Checkpointer(trainer.world.cfg, trainer.world).maybe_save(
+def save(trainer: Any, step: int, cfg: Config | None = None) -> None:
+    """Save what a trainer is after a step, where a config says, its own by default, and wait for
+    the disk."""
+    Checkpointer(cfg or trainer.world.cfg, trainer.world).maybe_save(
         step, trainer, SmallSource(trainer.world), stop=True
     )
 

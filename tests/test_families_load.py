@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from checkpoint_runs import save
 from comparing import assert_near, assert_same_sums, differing, full_parameters, plain_scores
 from policy_runs import config, updated
 from safetensors.torch import load_file
@@ -16,12 +17,14 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from worlds import another_trainer, with_trainer
 
 from spmdrl.check.fit import check_fit
+from spmdrl.commands.export import export
 from spmdrl.config import Config, ModelSettings
 from spmdrl.model.blocks import uneven_experts
 from spmdrl.model.families import family_config
 from spmdrl.model.file_tensors import file_tensors
 from spmdrl.model.head_form import HeadForm, head_form
 from spmdrl.model.load import build_meta_model, load_hf_config, load_whole_model, max_positions
+from spmdrl.model.separation import leaks
 from spmdrl.model.shrink import shrunk, tiny_model
 from spmdrl.model.transformers_internals import as_saved
 
@@ -47,21 +50,17 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32, "max_position_embeddings": 128}
     | {name: size for name, size in GROUPED.items() if "inter" not in name and "key" not in name},
     "biogpt": SIZES | {"max_position_embeddings": 128, "pad_token_id": 0},  # names no blocks
-}
-"""Attend by transformers' interface, so that packed rows are scored as plain ones."""
-UNSCORED: dict[str, dict[str, Any]] = {
-    "bloom": {"vocab_size": 96, "hidden_size": 32, "n_layer": 2, "n_head": 4},
+    "phi tied": GROUPED | {"tie_word_embeddings": True},  # a bias beside the embedding's rows
     "mamba2": {"num_heads": 8, "head_dim": 8, "state_size": 8, "n_groups": 1, "chunk_size": 16}
     | {name: SIZES[name] for name in ("vocab_size", "hidden_size", "num_hidden_layers")},
-    "ctrl": {"vocab_size": 96, "n_embd": 32, "n_layer": 2, "n_head": 4, "dff": 48}
-    | {"n_positions": 128, "tie_word_embeddings": True},  # a bias beside the embedding's rows
 }
+BLOOM = {"vocab_size": 96, "hidden_size": 32, "n_layer": 2, "n_head": 4}
 ROWS = ([5, 6, 7, 8, 40, 41], [9, 10, 11])
 
 
 def family_folder(where: Path, family: str, **fields: Any) -> Path:
     """Write a family's own model of random weights, none of them zero."""
-    own = AutoConfig.for_model(family, **{**FAMILIES, **UNSCORED}[family] | fields)
+    own = AutoConfig.for_model(family.split()[0], **FAMILIES[family] | fields)
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(own, dtype=torch.float32)
     with torch.no_grad():
@@ -75,7 +74,8 @@ def _found(trainer: Any, cfgs: list) -> list[dict[str, Any]]:
     found = []
     for cfg in cfgs:
         own = another_trainer(trainer, cfg)
-        scores = own.weights.score(ROWS) if Path(cfg.model.path).name in FAMILIES else []
+        scores = own.weights.score(ROWS)
+        save(own, 1, cfg)
         found.append({"scores": scores, "tensors": full_parameters(own)})
     return found
 
@@ -90,9 +90,11 @@ def _assert_as_in_files(folder: Path, tensors: dict[str, Tensor]) -> None:
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_families_are_loaded_sharded_and_scored(world_size, tmp_path):
-    folders = [family_folder(tmp_path, family) for family in (*FAMILIES, *UNSCORED)]
-    cfgs = [config(folder, tmp_path, world_size=world_size) for folder in folders]
+def test_families_are_loaded_sharded_scored_and_exported(world_size, tmp_path):
+    folders = [family_folder(tmp_path, family) for family in FAMILIES]
+    cfgs = [
+        config(folder, tmp_path / "runs" / folder.name, world_size=world_size) for folder in folders
+    ]
     results = with_trainer(cfgs[0], _found, cfgs)
     for index, folder in enumerate(folders):
         plain = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
@@ -102,6 +104,11 @@ def test_families_are_loaded_sharded_and_scored(world_size, tmp_path):
             for ours, theirs in zip(found["scores"], expected):
                 gap = (ours - theirs).abs().mean().item()
                 assert gap < 2e-6, f"{folder.name}: {gap}"
+        out = export(tmp_path / "runs" / folder.name, out=tmp_path / "out" / folder.name)
+        written, read = (load_file(path / "model.safetensors") for path in (out, folder))
+        assert not differing(written, {name: read[name] for name in written}), folder.name
+        _, report = AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
+        assert not report["missing_keys"] and not report["unexpected_keys"], (folder, report)
 
 
 def _updated(trainer: Any, cfgs: list[Config]) -> list[dict[str, Any]]:
@@ -109,8 +116,11 @@ def _updated(trainer: Any, cfgs: list[Config]) -> list[dict[str, Any]]:
 
 
 def test_a_head_with_a_bias_trains_alike_over_tensor_parallel_ranks(tmp_path):
-    """In RL with entropy, distillation (a bias in the teacher's too) and under adapters."""
-    folder, teacher = family_folder(tmp_path, "phi"), family_folder(tmp_path / "teacher", "phi")
+    """In RL with entropy, distillation (a bias in the teacher's too) and under adapters; dropout
+    that the model's config names is not applied, or no two runs would agree."""
+    dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attention_dropout"), 0.5)
+    folder = family_folder(tmp_path, "phi", **dropout)
+    teacher = family_folder(tmp_path / "teacher", "phi", **dropout)
     found = []
     for tp in (1, 2):
         options = {"world_size": tp, "tp": tp}
@@ -210,8 +220,9 @@ def test_experts_that_no_grouped_product_takes_are_refused(tmp_path):
 
 
 def test_a_model_without_a_limit_of_positions_has_none(tmp_path):
-    own = load_hf_config(str(family_folder(tmp_path, "bloom")))
-    assert max_positions(own) is None
+    AutoConfig.for_model("bloom", **BLOOM).save_pretrained(tmp_path)
+    assert max_positions(load_hf_config(str(tmp_path))) is None
+    assert "does not attend by" in leaks(build_meta_model(ModelSettings(path=str(tmp_path))))
     assert max_positions(load_hf_config(str(family_folder(tmp_path, "gpt2")))) == 128
 
 

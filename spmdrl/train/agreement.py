@@ -117,7 +117,8 @@ def _plain_gap(cfg: Config, world: World) -> float | None:
     """
     model, device = cfg.model, world.device
     register_attention()
-    whole = load_hf_config(model.path, trust_remote_code=model.trust_remote_code)
+    trusts = model.trust_remote_code
+    whole = load_hf_config(model.path, trust_remote_code=trusts, part=model.part)
     config = first_layers(whole.get_text_config())
     hf_model = load_whole_model(
         model, attention=None, dtype=torch.float32, device=device, config=config
