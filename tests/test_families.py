@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 from spmdrl.config import ModelSettings
 from spmdrl.model.families import FAMILIES, family_config
 from spmdrl.model.load import build_meta_model
+from spmdrl.model.lora.targets import targeted
 from spmdrl.model.parallel.row_slices import Slicing
 from spmdrl.model.scorer import Scorer, make_row
 from spmdrl.model.separation import separation_of
@@ -89,3 +90,13 @@ def test_the_sequences_are_longer_than_every_window_and_chunk():
     assert max(ROWS) > 2 * config.attention_chunk_size
     assert max(ROWS) > 4 * shrunk(family_config("gemma2")).sliding_window
     assert max(ROWS) > 2 * shrunk(family_config("mamba2")).chunk_size
+
+
+@pytest.mark.parametrize("family", ["llama4_text", "phimoe"])
+def test_a_router_that_is_a_linear_layer_and_more_gets_no_adapter(family, tmp_path):
+    shrunk(family_config(family)).save_pretrained(tmp_path)
+    hf_model = build_meta_model(ModelSettings(path=str(tmp_path)))
+    routers = {n for n, m in hf_model.named_modules() if "Router" in type(m).__name__}
+    found = targeted(hf_model, "all-linear")
+    assert routers and not routers & found.keys()
+    assert all(any(n.endswith(end) for n in found) for end in ("q_proj", "o_proj"))

@@ -75,7 +75,7 @@ def targeted(hf_model: nn.Module, targets: str | tuple[str, ...]) -> Targets:
     known: Targets = {
         name: (module, "weight")
         for name, module in hf_model.named_modules()
-        if isinstance(module, nn.Linear) and all(module is not h for h in heads)
+        if _is_linear(module) and all(module is not h for h in heads)
     }
     experts = {
         f"{name}.{key}": (module, key)
@@ -110,6 +110,12 @@ def targeted(hf_model: nn.Module, targets: str | tuple[str, ...]) -> Targets:
                 f"model.lora.targets: {name} of {type(hf_model).__name__} {problem}; leave it out"
             )
     return found
+
+
+def _is_linear(module: nn.Module) -> bool:
+    """Return whether a module is x W + b and no more: some routers are a linear layer that goes on
+    to choose experts."""
+    return isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
 
 
 def _matches(
