@@ -51,6 +51,7 @@ def _config_of(folder: Path, family: str, *, dtype: str = "bfloat16") -> Any:
 def test_families_that_vllm_computes_otherwise_get_what_makes_them_right(tmp_path):
     backend = {"model_impl": "transformers"}
     assert model_arguments(_config_of(tmp_path / "a", "cohere2")) == backend
+    assert model_arguments(_config_of(tmp_path / "e", "ministral3")) == backend
     apertus = _config_of(tmp_path / "b", "apertus")
     assert model_arguments(apertus) == {}
     assert model_arguments(changed(apertus, engine={"dtype": "float32"})) == backend

@@ -17,6 +17,7 @@ _BACKEND = {"model_impl": "transformers"}  # vLLM's own, which runs transformers
 _OTHERWISE: dict[str, tuple[str, dict[str, Any]]] = {
     "cohere2": ("", _BACKEND),  # windows are a token longer
     "gemma3n_text": ("", _BACKEND),  # off by 0.1 nats
+    "ministral3": ("", _BACKEND),  # queries do not grow beyond the pretrained length
     "ernie4_5_moe": ("", _BACKEND),  # off by 0.5 nats
     "apertus": ("float32", _BACKEND),  # its activation has parameters in bfloat16
     # Attention cools with the position in engines of more than 32768 tokens alone.

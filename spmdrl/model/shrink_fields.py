@@ -39,9 +39,7 @@ _FIXED: dict[str, int] = {
     "time_step_rank": 8,
     "mamba_dt_rank": 8,
     "linear_num_key_heads": 2,
-    "linear_key_head_dim": HEAD_DIM,
-    "linear_value_head_dim": HEAD_DIM,
-    # Latent attention, whose kernels know the real rank and rotary width alone
+    # Latent attention; of it and of linear attention, kernels know the real sizes alone
     "q_lora_rank": 2 * HEAD_DIM,
     "qk_nope_head_dim": HEAD_DIM,
     "v_head_dim": HEAD_DIM,

@@ -131,6 +131,8 @@ def engine(cfg: Config) -> Measured:
     last = generator.score(rows)
     found |= {"after": gap(last, trainer.weights.score(rows)), "moved": gap(last, first)}
     found["sampled"] = _sampled_gap(generator, trainer, rows)
+    if cfg.engine.dtype == "bfloat16":
+        found["rounding"] = _rounding(cfg.model.path, rows)
     generator.close()
     world.close()
     return found
@@ -173,6 +175,15 @@ def _plain(folder: str) -> nn.Module:
     return AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager"
     ).eval()
+
+
+def _rounding(folder: str, rows: Sequence[Sequence[int]]) -> float:
+    """Return how far plain transformers in bfloat16 is from itself in float32, in the mean."""
+    plain = _plain(folder)
+    with torch.no_grad():
+        exact = [_plain_logprobs(plain, row) for row in rows]
+        plain.bfloat16()
+        return gap([_plain_logprobs(plain, row) for row in rows], exact)[0]
 
 
 def _plain_logprobs(model: nn.Module, row: Sequence[int]) -> Tensor:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +33,6 @@ from spmdrl.proof.ranks import RankError, on_ranks
 
 EXACT = 2e-6
 """Mean difference of logprobs, nats, up to which two computations in float32 are the same."""
-NEAR_16 = 2e-2
-"""Mean difference of logprobs, nats, between an engine in bfloat16 and the trainer in float32."""
 NEAR = 1e-3
 """The same between an engine, whose kernels are others, and the trainer; and the largest relative
 difference of a gradient, or of parameters after two updates."""
@@ -104,6 +101,7 @@ class Proof:
         kv_heads = max(2, self._layout.tp if self._layout else 1)
         self.folder.mkdir(parents=True, exist_ok=True)
         small = shrunk(self._hf_config, kv_heads=kv_heads)
+        self._has_chunks = bool(getattr(small, "attention_chunk_size", None))
         model = tiny_model(small, self._model)
         count = sum(p.numel() for p in model.parameters())
         self.class_name = type(model).__name__
@@ -127,7 +125,7 @@ class Proof:
         cfg = self._engine(kind)
         cfg = replace(cfg, engine=replace(cfg.engine, dtype="bfloat16"))
         cfg = replace(cfg, output_dir=f"{cfg.output_dir}_16")
-        second = self._line(name, jobs.engine, cfg, partial(_engine, limit=NEAR_16))
+        second = self._line(name, jobs.engine, cfg, _engine)
         if second.verdict != "proved":
             return second if second.kind else line
         note = f"in bfloat16: {second.note}; not in float32: {line.note}"
@@ -194,7 +192,7 @@ class Proof:
         path = self._export if (self._export / "config.json").is_file() else self._model
         cfg = self._config(kind, model={"path": str(path)})
         settings = {"kind": kind, "dtype": "float32", "cpu_kv_cache_gib": 0.1, "max_num_seqs": 64}
-        if kind == "vllm":  # pages that a short chunk of attention is a multiple of
+        if kind == "vllm" and self._has_chunks:  # which are to be whole pages
             settings["options"] = {"block_size": CHUNK}
         return replace(
             cfg,
@@ -260,13 +258,18 @@ def _adapters(found: jobs.Measured) -> tuple[bool, str]:
     return first <= EXACT and merged <= 10 * EXACT and moved > MOVED, note
 
 
-def _engine(found: jobs.Measured, *, limit: float = NEAR) -> tuple[bool, str]:
+def _engine(found: jobs.Measured) -> tuple[bool, str]:
     names = ("loaded", "before", "after", "sampled")
     gaps = [found[name][0] for name in names]
     moved = found["moved"][0]
     measured = ", ".join(f"{name} {gap:.1e}" for name, gap in zip(names, gaps))
     why = " ".join(" ".join(line.split("because", 1)[-1].split()) for line in found["why"])
     note = f"{found['mode']}; gaps {measured} nats; moved {moved:.1e}" + (why and f"; {why}")
+    limit = NEAR
+    if rounding := found.get(
+        "rounding"
+    ):  # of a small random model, whose routers change their minds
+        limit, note = 2 * rounding, f"{note}; plain transformers in bfloat16 {rounding:.1e}"
     return max(gaps) <= limit and moved > MOVED, note
 
 
