@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from spmdrl.check.fit import check_fit
 from spmdrl.check.model import model_problems
 from spmdrl.commands.export import export
 from spmdrl.config import LayoutSettings
+from spmdrl.model import load
 from spmdrl.model.checkpoint_reader import CheckpointReader
 from spmdrl.model.load import load_hf_config
 from spmdrl.model.text_part import text_part
@@ -130,6 +132,22 @@ def test_an_engine_is_that_of_the_text_part_alone(kind, tmp_path):
     assert found["mode"] == "traced"
     for gap, count in found["probes"]:
         assert count == 7 and gap / count < 1e-4, found
+
+
+def test_whoever_reads_a_config_says_which_part():
+    """Or a run of a text part is refused half-way through its start."""
+    calls = [
+        (path, node)
+        for path in Path(load.__file__).parents[1].rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "load_hf_config"
+    ]
+    silent = [
+        f"{path.name}:{node.lineno}"
+        for path, node in calls
+        if "part" not in {keyword.arg for keyword in node.keywords}
+    ]
+    assert len(calls) > 5 and not silent, silent
 
 
 def test_what_is_no_text_part_is_refused_or_kept_apart(tmp_path):

@@ -29,7 +29,9 @@ does, and the arguments with which it does not)}. None stands for what its confi
 
 def model_arguments(cfg: Config) -> dict[str, Any]:
     """Return the arguments that a family needs where engine.options says nothing else."""
-    config = load_hf_config(cfg.model.path, trust_remote_code=cfg.model.trust_remote_code)
+    model = cfg.model
+    trusts, part = model.trust_remote_code, model.part
+    config = load_hf_config(model.path, trust_remote_code=trusts, part=part)
     dtype, found = _OTHERWISE.get(config.model_type, ("", {}))
     is_native = cfg.model.moe.replay or "quantization" in cfg.engine.options
     if dtype not in ("", cfg.engine.dtype) or (found is _BACKEND and is_native):

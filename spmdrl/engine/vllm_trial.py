@@ -34,7 +34,9 @@ def refusing_models(cfg: Config) -> Iterator[None]:
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # of any library and kind
-        config = load_hf_config(cfg.model.path, trust_remote_code=cfg.model.trust_remote_code)
+        model = cfg.model
+        trusts, part = model.trust_remote_code, model.part
+        config = load_hf_config(model.path, trust_remote_code=trusts, part=part)
         why = _why(error, config.architectures or ())
         hint = (
             "set engine.dtype to bfloat16, or engine.kind to transformers"

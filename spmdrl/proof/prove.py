@@ -18,7 +18,6 @@ from spmdrl.config import (
     Config,
     DataSettings,
     LayoutSettings,
-    ModelSettings,
     OptimizerSettings,
     SamplingSettings,
     from_tree,
@@ -208,8 +207,7 @@ def real_config(model: str, *, trust_remote_code: bool = False) -> Any:
     """
     from spmdrl.model.load import load_hf_config
 
-    settings = ModelSettings(path=model, trust_remote_code=trust_remote_code)
-    return load_hf_config(settings.path, trust_remote_code=settings.trust_remote_code)
+    return load_hf_config(model, trust_remote_code=trust_remote_code, part="text")
 
 
 # ---------------------------------------------------------------------------- verdicts
