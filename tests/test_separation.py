@@ -10,6 +10,8 @@ from built import changed, good
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from spmdrl.check.fit import check_fit
+from spmdrl.model import separation
+from spmdrl.model.blocks import blocks
 from spmdrl.model.mask_spans import Span, visible
 from spmdrl.model.separation import separate, separation_of
 
@@ -97,6 +99,15 @@ def test_layers_that_are_no_attention_compute_one_sequence_per_row(family):
     assert not found.reasons
     names = [name for own in found.mixers.values() for name in own]
     assert [type(model.get_submodule(name)).__name__ for name in names] == kinds
+
+
+@pytest.mark.parametrize("given", [{"attention_mask": {"full": Span()}}, {"mask": Span()}])
+def test_masks_that_come_otherwise_are_refused(given, monkeypatch):
+    model = meta_model("llama")
+    inputs = {name: {"packing": 0, **given} for name in blocks(model)}
+    monkeypatch.setattr(separation, "block_inputs", lambda _: inputs)
+    (reason, *_) = separation_of(model).reasons
+    assert reason == "model.layers.0 is given masks otherwise than as attention_mask"
 
 
 def test_what_a_token_sees_is_counted_from_the_sequences_first():

@@ -24,7 +24,7 @@ from spmdrl.model.attention import CHOOSING, Temperature
 from spmdrl.model.blocks import blocks
 from spmdrl.model.mask_spans import Span, block_inputs
 from spmdrl.model.packing import Packing, Pad, Unpad
-from spmdrl.world.torch_internals import tree_map
+from spmdrl.world.torch_internals import tree_leaves, tree_map
 
 _MIXES = {"attention_mask", "past_key_values", "past_key_value", "layer_past", "cache_params"}
 """Parameters that a module has if its tokens see others."""
@@ -112,6 +112,9 @@ def _read_block(
     if is_causal and not asking:
         own = ", ".join(type(child).__name__ for child in block.children())
         yield f"{name} ({own}) does not attend by transformers' attention interface"
+    others = tree_leaves({k: v for k, v in given.items() if k != "attention_mask"})
+    if not isinstance(span, Span | None) or any(isinstance(other, Span) for other in others):
+        yield f"{name} is given masks otherwise than as attention_mask"
     if "packing" not in given:
         yield f"{name} is not told where sequences begin: the model hands no such argument on"
     for part in asking:
