@@ -9,6 +9,7 @@ from unittest import mock
 
 import pytest
 
+from spmdrl.config import LayoutSettings
 from spmdrl.model.families import FAMILIES, family_config
 from spmdrl.proof import jobs, prove
 from spmdrl.proof import record as records
@@ -61,6 +62,12 @@ def test_sequences_that_see_each_other_and_pushes_that_move_nothing_are_wrong(tm
 def test_a_model_that_is_not_served_is_refused_by_name(tmp_path):
     (line,) = Proof(family_config("gptj"), tmp_path).lines()
     assert line.verdict == "refused" and "GPTJForCausalLM" in line.note
+
+
+def test_a_mesh_of_more_ranks_than_a_machine_holds_is_refused(tmp_path):
+    layout = LayoutSettings(placement="offline", world_size=1024, tp=8)
+    line = Proof(family_config("qwen3"), tmp_path, layout=layout)._mesh(layout)
+    assert line.verdict == "refused" and "1024 ranks train, more than the 16" in line.note
 
 
 def assert_whole(family: str, folder: Path) -> None:

@@ -37,6 +37,8 @@ NEAR = 1e-3
 difference of a gradient, or of parameters after two updates."""
 MOVED = 1e-3
 """Mean change of logprobs by two updates, nats, below which it would not show in an engine."""
+MOST_RANKS = 16
+"""Processes that the proof of a layout may start."""
 ENGINES = ("transformers", "vllm")
 
 
@@ -90,7 +92,7 @@ class Proof:
         lora = self._config("lora", model={"lora": {"rank": 4}})
         yield self._line("LoRA", jobs.adapters, lora, _adapters, str(self.folder / "merged"))
         if self._layout is not None:
-            yield self._line("layout", jobs.mesh, self._trainers(self._layout), _parameters)
+            yield self._mesh(self._layout)
         for kind in engines:
             yield self._streamed(kind)
 
@@ -114,6 +116,13 @@ class Proof:
         for name, judge in (("packed = single = plain", _packed), ("gradients", _gradients)):
             yield _judged(name, found, error, judge, seconds)
         yield _judged("export", found, error, _export, seconds)
+
+    def _mesh(self, layout: LayoutSettings) -> Line:
+        cfg = self._trainers(layout)
+        if (ranks := cfg.layout.world_size) > MOST_RANKS:
+            note = f"{ranks} ranks train, more than the {MOST_RANKS} processes started here"
+            return Line("layout", "refused", f"{note}; give a config with fewer dp ranks", 0.0)
+        return self._line("layout", jobs.mesh, cfg, _parameters)
 
     def _streamed(self, kind: str) -> Line:
         """Return the line of an engine: in float32, or in bfloat16 where it has no other."""
