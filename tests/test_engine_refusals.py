@@ -15,6 +15,7 @@ from worlds import in_world, make_engine
 from spmdrl.config import LayoutSettings
 from spmdrl.engine.vllm_arguments import model_arguments
 from spmdrl.engine.vllm_trial import refusing_models
+from spmdrl.model.families import family_config
 
 SPLIT = LayoutSettings(world_size=2, trainer_ranks=1)
 JAMBA = dict(
@@ -43,8 +44,8 @@ def test_a_kernel_that_the_cpu_build_lacks_is_missed_at_start_on_every_rank(tmp_
         assert "engine.kind to transformers" in said
 
 
-def _config_of(folder: Path, family: str, *, dtype: str = "bfloat16") -> Any:
-    AutoConfig.for_model(family).save_pretrained(folder)
+def _config_of(folder: Path, family: str, *, dtype: str = "bfloat16", **fields: Any) -> Any:
+    AutoConfig.for_model(family, **fields).save_pretrained(folder)
     return make_config(folder, layout=SPLIT, dtype=dtype)
 
 
@@ -58,6 +59,18 @@ def test_families_that_vllm_computes_otherwise_get_what_makes_them_right(tmp_pat
     llama = {"override_generation_config": {"attn_temperature_tuning": True}}
     assert model_arguments(_config_of(tmp_path / "c", "llama4_text")) == llama
     assert model_arguments(_config_of(tmp_path / "d", "qwen3")) == {}
+    for number, (has_windows, found) in enumerate({False: {}, True: backend}.items()):
+        moe = _config_of(tmp_path / f"e{number}", "qwen2_moe", use_sliding_window=has_windows)
+        assert model_arguments(moe) == found
+
+
+def test_rotary_factors_that_change_with_the_length_are_refused_beyond_it(tmp_path):
+    longrope = family_config("phi3+longrope")
+    longrope.save_pretrained(tmp_path)
+    cfg = make_config(tmp_path, layout=SPLIT)
+    assert model_arguments(cfg) == {}
+    with pytest.raises(ValueError, match="4096 tokens is where the rotary factors"):
+        model_arguments(changed(cfg, data={"max_prompt_tokens": 4090}))
 
 
 def test_what_vllm_says_of_a_model_is_told_with_the_way_out(tmp_path):

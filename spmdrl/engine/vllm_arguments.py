@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from spmdrl.config import Config
@@ -14,34 +14,53 @@ from spmdrl.model.load import load_hf_config
 log = logging.getLogger(__name__)
 
 _BACKEND = {"model_impl": "transformers"}  # vLLM's own, which runs transformers' modules
-_OTHERWISE: dict[str, tuple[str, dict[str, Any]]] = {
-    "cohere2": ("", _BACKEND),  # windows are a token longer
-    "gemma3n_text": ("", _BACKEND),  # off by 0.1 nats
-    "ministral3": ("", _BACKEND),  # queries do not grow beyond the pretrained length
-    "ernie4_5_moe": ("", _BACKEND),  # off by 0.5 nats
-    "apertus": ("float32", _BACKEND),  # its activation has parameters in bfloat16
-    # Attention cools with the position in engines of more than 32768 tokens alone.
-    "llama4_text": ("", {"override_generation_config": {"attn_temperature_tuning": None}}),
+_OTHERWISE: dict[str, Callable[[Any, str], bool]] = {
+    "cohere2": lambda config, dtype: True,  # windows are a token longer
+    "gemma3n_text": lambda config, dtype: True,  # off by 0.1 nats
+    "ernie4_5_moe": lambda config, dtype: True,  # off by 0.5 nats
+    "qwen2_moe": lambda config, dtype: config.use_sliding_window,  # which it leaves out
+    "ministral3": lambda config, dtype: True,  # queries do not grow beyond the pretrained length
+    "apertus": lambda config, dtype: dtype == "float32",  # its activation is in bfloat16
 }
-"""{family: (dtype, or all, in which its class in vLLM 0.32 computes otherwise than transformers'
-does, and the arguments with which it does not)}. None stands for what its config says."""
+"""{family: whether its class in vLLM 0.32 computes otherwise than transformers' in a dtype}"""
 
 
 def model_arguments(cfg: Config) -> dict[str, Any]:
-    """Return the arguments that a family needs where engine.options says nothing else."""
+    """Return the arguments that a family needs where engine.options says nothing else.
+
+    Raises: ValueError for rotary factors that vLLM and transformers choose by other lengths.
+    """
     model = cfg.model
     trusts, part = model.trust_remote_code, model.part
     config = load_hf_config(model.path, trust_remote_code=trusts, part=part)
-    dtype, found = _OTHERWISE.get(config.model_type, ("", {}))
+    _check_rotary(config, longest=longest_sequence(cfg))
+    if config.model_type == "llama4_text":
+        # Else attention cools with the position in engines of more than 32768 tokens alone.
+        cools = {"attn_temperature_tuning": config.attn_temperature_tuning}
+        return {"override_generation_config": cools}
+    differs = _OTHERWISE.get(config.model_type, lambda config, dtype: False)
     is_native = cfg.model.moe.replay or "quantization" in cfg.engine.options
-    if dtype not in ("", cfg.engine.dtype) or (found is _BACKEND and is_native):
-        return {}
-    return {
-        name: {n: getattr(config, n) if v is None else v for n, v in value.items()}
-        if isinstance(value, dict)
-        else value
-        for name, value in found.items()
-    }
+    return _BACKEND if differs(config, cfg.engine.dtype) and not is_native else {}
+
+
+def longest_sequence(cfg: Config) -> int:
+    """Return the tokens of the longest sequence that an engine is asked for."""
+    return cfg.data.max_prompt_tokens + cfg.sampling.max_response_tokens
+
+
+def _check_rotary(config: Any, *, longest: int) -> None:
+    rotary = getattr(config, "rope_parameters", None) or {}
+    if rotary.get("rope_type") != "longrope":
+        return
+    name = "original_max_position_embeddings"
+    short = int(rotary.get(name) or getattr(config, name, longest))
+    if longest > short:
+        raise ValueError(
+            f"data.max_prompt_tokens + sampling.max_response_tokens: {longest}, and {short} tokens "
+            f"is where the rotary factors of this {config.model_type} change: vLLM takes the long "
+            "ones for every sequence then, transformers for longer ones alone. Let the two be at "
+            f"most {short}, or set engine.kind to transformers"
+        )
 
 
 def engine_arguments(cfg: Config, *, on_cpu: bool) -> dict[str, Any]:
@@ -81,7 +100,7 @@ def _defaults(cfg: Config, *, on_cpu: bool) -> dict[str, Any]:
 
 def _own_arguments(cfg: Config, *, on_cpu: bool) -> dict[str, Any]:
     """Return the arguments that engine.options may not hold."""
-    longest = cfg.data.max_prompt_tokens + cfg.sampling.max_response_tokens
+    longest = longest_sequence(cfg)
     tokens_per_step = max(cfg.engine.max_batched_tokens, cfg.engine.max_num_seqs)
     recorded = route_arguments(on_cpu=on_cpu) if cfg.model.moe.replay else {}
     return (
