@@ -81,6 +81,7 @@ class VllmEngine:
         if on_cpu:
             vllm_cpu.keep_linear_weights_live()
             vllm_cpu.keep_convolutions_live()
+            vllm_cpu.rotate_every_head()
             vllm_cpu.keep_expert_weights_live()
         arguments = model_arguments(cfg) | engine_arguments(cfg, on_cpu=on_cpu)
         self._llm = vllm_internals.make_llm(with_plain_weights(cfg, arguments))

@@ -53,7 +53,7 @@ def _check_rotary(config: Any, *, longest: int) -> None:
     if rotary.get("rope_type") != "longrope":
         return
     name = "original_max_position_embeddings"
-    short = int(rotary.get(name) or getattr(config, name, longest))
+    short: int = rotary.get(name) or getattr(config, name, None) or longest
     if longest > short:
         raise ValueError(
             f"data.max_prompt_tokens + sampling.max_response_tokens: {longest}, and {short} tokens "

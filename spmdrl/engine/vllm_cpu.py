@@ -7,6 +7,7 @@ keep_linear_weights_live   model_executor.layers.utils.dispatch_cpu_unquantized_
                                                             once CPU linears may stay unpacked
 keep_convolutions_live     _custom_ops.causal_conv1d_fwd_cpu, causal_conv1d_update_cpu (0.32, 0.33)
                                                             with the first
+rotate_every_head          _custom_ops.rotary_embedding    once its kernel knows such heads
 keep_expert_weights_live   fused_moe.experts.cpu_moe.CPUUnquantizedExperts (0.32, 0.33)
                                                             once CPU experts may stay unpacked
 """
@@ -56,6 +57,27 @@ def _of_unpacked(kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
         return kernel(weight=weight.flatten(1), is_weight_packed=False, **others)
 
     return call
+
+
+def rotate_every_head() -> None:
+    """Have the rotary kernel rotate all heads where they are a dim of their own (LFM2), as well as
+    where they are not: it takes them for more tokens."""
+    from vllm import _custom_ops
+
+    kernel = _custom_ops.rotary_embedding
+    if hasattr(kernel, "__wrapped__"):
+        return
+
+    @wraps(kernel)
+    def rotate(
+        positions: Tensor, query: Tensor, key: Tensor | None, *others: Any, **options: Any
+    ) -> None:
+        def rows(heads: Tensor | None) -> Tensor | None:
+            return heads if heads is None else heads.view(*positions.shape, -1)
+
+        kernel(positions, rows(query), rows(key), *others, **options)
+
+    _custom_ops.rotary_embedding = rotate
 
 
 def keep_expert_weights_live() -> None:
