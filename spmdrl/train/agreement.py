@@ -16,9 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from spmdrl.config import Config
+from spmdrl.imports import attempt
 from spmdrl.model.attention import register_attention
 from spmdrl.model.blocks import experts_modules
-from spmdrl.model.load import load_hf_config, load_whole_model
+from spmdrl.model.load import build_meta_model, load_hf_config, load_whole_model
 from spmdrl.model.packing import packs
 from spmdrl.model.parallel.row_slices import Slicing
 from spmdrl.model.scorer import Scorer, make_row
@@ -56,8 +57,7 @@ def check_agreement(model: ShardedModel, cfg: Config, world: World) -> Sums:
 
     Returns: proof/leak, proof/packed_gap and, on rank 0, proof/plain_gap: (largest mean over the
         first 16 tokens of a sequence, 1), in nats, or units of a scalar head.
-    Raises: RuntimeError on all trainer ranks where two differ; ValueError where no first layers
-        can be made of the model.
+    Raises: RuntimeError on all trainer ranks where two differ.
     """
     longest = cfg.data.max_prompt_tokens + cfg.sampling.max_response_tokens
     vocabulary = _vocabulary(model.hf_model)
@@ -119,16 +119,17 @@ def _plain_gap(cfg: Config, world: World) -> float | None:
     register_attention()
     trusts = model.trust_remote_code
     whole = load_hf_config(model.path, trust_remote_code=trusts, part=model.part)
-    config = first_layers(whole.get_text_config())
-    hf_model = load_whole_model(
-        model, attention=None, dtype=torch.float32, device=device, config=config
-    )
-    size = sum(parameter.numel() for parameter in hf_model.parameters())
+    small, _ = attempt(lambda: first_layers(whole.get_text_config()), Exception)
+    config = small or whole.get_text_config()  # of a layout of layers that is not known
+    size = sum(p.numel() for p in build_meta_model(model, config=config).parameters())
     most = min(_PLAIN_TOKENS, int(_WORK[device.type] / (2 * size)) // 4)
     longest = min(most, cfg.data.max_prompt_tokens + cfg.sampling.max_response_tokens)
     if longest < 2 * _HEAD and longest == most:
         log.warning("too large to compare with plain transformers: %d parameters in float32", size)
         return None
+    hf_model = load_whole_model(
+        model, attention=None, dtype=torch.float32, device=device, config=config
+    )
     rows = drawn(lengths_of(longest), vocabulary=_vocabulary(hf_model), seed=1)
     with torch.no_grad():
         plain = [_by_transformers(hf_model, row, device=device) for row in rows]
