@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from spmdrl.config import ModelSettings
+from spmdrl.model.divisibility import why_never
 from spmdrl.model.families import FAMILIES, family_config
 from spmdrl.model.load import build_meta_model
 from spmdrl.model.lora.targets import targeted
@@ -90,6 +91,12 @@ def test_the_sequences_are_longer_than_every_window_and_chunk():
     assert max(ROWS) > 2 * config.attention_chunk_size
     assert max(ROWS) > 4 * shrunk(family_config("gemma2")).sliding_window
     assert max(ROWS) > 2 * shrunk(family_config("mamba2")).chunk_size
+
+
+def test_an_activation_with_parameters_is_not_split_over_ranks(tmp_path):
+    shrunk(family_config("apertus")).save_pretrained(tmp_path)
+    reason = why_never(build_meta_model(ModelSettings(path=str(tmp_path))))
+    assert "XIELUActivation" in reason and "has parameters" in reason
 
 
 @pytest.mark.parametrize("family", ["llama4_text", "phimoe"])

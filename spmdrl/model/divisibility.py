@@ -95,6 +95,10 @@ def counts_of(hf_model: nn.Module) -> ModelCounts:
 def why_never(hf_model: nn.Module) -> str:
     """Return why a model cannot be tensor-parallel, over however many ranks; empty if it can."""
     styles, kind = tp_styles(hf_model), type(hf_model).__name__
+    for name, module in hf_model.named_modules():
+        if name.endswith("act_fn") and any(True for _ in module.parameters()):
+            own = f"{type(module).__name__} of {name}"
+            return f"{own} has parameters, of whose gradient each rank would have a part"
     problem = next(style_problems(hf_model, styles), "")
     needs_own = mixtures(hf_model) or any(is_latent(module) for module in hf_model.modules())
     if problem or not needs_own:

@@ -23,7 +23,7 @@ _COLUMNS = {
 """{column: line}."""
 BEGIN = "<!-- by python -m spmdrl check --families all --table docs/models.md -->\n"
 END = "<!-- end -->\n"
-_SHORT = 160  # characters of a reason
+_SHORT = 280  # characters of a reason
 
 
 def page_with(records: Sequence[Record], page: str) -> str:
@@ -65,7 +65,7 @@ def _cell(line: Line, reasons: list[str]) -> str:
         return line.kind or "proved"
     if "which has no experts" in line.note:
         return "-"
-    text = line.note.split(" (model.path ")[0].split("model.path /")[0].strip()
+    text = line.note.split(" (model.path ")[0].removeprefix("model.path ").strip()
     text = _without_folders(text)
     reason = f"{line.name}: {text[:_SHORT]}{' ...' if len(text) > _SHORT else ''}"
     if reason not in reasons:
