@@ -18,8 +18,9 @@ from spmdrl.config import Config
 from spmdrl.engine.kv_cache import KVCache, Work, register_attention
 from spmdrl.engine.protocol import Completion, Request, route_dtype
 from spmdrl.model.attention import pick_attention
-from spmdrl.model.blocks import experts_modules
+from spmdrl.model.blocks import base_of, experts_modules
 from spmdrl.model.head import head_chunk_tokens
+from spmdrl.model.head_form import head_form
 from spmdrl.model.load import load_whole_model
 from spmdrl.model.packing import Packing, make_packing, packs
 from spmdrl.model.separation import separate
@@ -110,6 +111,7 @@ class ModelRunner:
         self.hf_model = load_whole_model(
             cfg.model, attention="spmdrl_cached", dtype=dtype, device=device
         )
+        self._form = head_form(self.hf_model)
         self._separation = separate(self.hf_model)
         self._routes = _Routes(self.hf_model) if cfg.model.moe.replay else None
         config = self.hf_model.config
@@ -203,13 +205,16 @@ class ModelRunner:
     def _logits(
         self, tokens: Sequence[int], positions: Tensor, *, work: Work, wanted: Tensor
     ) -> Tensor:
-        return self.hf_model(
+        # As the trainer's scorer: not every model with a head hands on what its base is to know.
+        _, base = base_of(self.hf_model)
+        states = base(
             input_ids=self.tensor(tokens)[None],
             position_ids=positions[None],
+            attention_mask=None,
             use_cache=False,
-            logits_to_keep=wanted,
             work=work,
-        ).logits[0]
+        ).last_hidden_state[0]
+        return self._form.logits(self.hf_model.get_output_embeddings()(states[wanted]))
 
     def _packing(self, lengths: Sequence[int]) -> Packing | None:
         if not lengths:
