@@ -12,6 +12,7 @@ from tiny import tiny_folder
 from transformers import AutoConfig
 from worlds import in_world, make_engine
 
+from spmdrl.check.fit import check_fit
 from spmdrl.config import LayoutSettings
 from spmdrl.engine.vllm_arguments import model_arguments
 from spmdrl.engine.vllm_trial import refusing_models
@@ -62,6 +63,21 @@ def test_families_that_vllm_computes_otherwise_get_what_makes_them_right(tmp_pat
     for number, (has_windows, found) in enumerate({False: {}, True: backend}.items()):
         moe = _config_of(tmp_path / f"e{number}", "qwen2_moe", use_sliding_window=has_windows)
         assert model_arguments(moe) == found
+
+
+def test_what_vllm_computes_otherwise_whatever_it_is_told_is_refused(tmp_path):
+    grouped = _config_of(tmp_path / "eight", "mamba2", n_groups=8)
+    with pytest.raises(ValueError, match="mamba2 of n_groups 8: vLLM normalises each group"):
+        model_arguments(grouped)
+    with pytest.raises(ValueError, match="mamba2 of n_groups 8"):  # before an engine is built
+        check_fit(changed(grouped, engine={"kind": "vllm"}))
+    quantised = changed(
+        _config_of(tmp_path / "c", "cohere2"), engine={"options": {"quantization": "fp8"}}
+    )
+    with pytest.raises(ValueError, match="a cohere2: vLLM's own class for it computes otherwise"):
+        model_arguments(quantised)
+    alone = _config_of(tmp_path / "f", "mamba2", n_groups=1)
+    assert model_arguments(alone) == {}
 
 
 def test_rotary_factors_that_change_with_the_length_are_refused_beyond_it(tmp_path):

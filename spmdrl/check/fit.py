@@ -12,6 +12,7 @@ from torch import nn
 
 from spmdrl.check.model import MAX_RANK
 from spmdrl.config import Config
+from spmdrl.engine.vllm_arguments import model_arguments
 from spmdrl.imports import attempt
 from spmdrl.model.blocks import uneven_experts, unshardable
 from spmdrl.model.checkpoint_reader import CheckpointReader
@@ -43,6 +44,8 @@ def check_fit(cfg: Config) -> None:
     check_driver(cfg)  # first: without it a GPU would be taken for a CPU here
     hf_model, folder = build_policy(cfg), Path(cfg.model.path)
     problems = policy_problems(cfg, hf_model) + _companion_problems(cfg)
+    if cfg.engine.kind == "vllm" and axes_of(cfg).engines:
+        problems += refusal(lambda: model_arguments(cfg))
     if is_on_cpu(cfg):
         offload = cfg.model.memory.offload
         problems += refusal(lambda: check_offload(offload, torch.device("cpu")))

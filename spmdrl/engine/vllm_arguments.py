@@ -28,19 +28,33 @@ _OTHERWISE: dict[str, Callable[[Any, str], bool]] = {
 def model_arguments(cfg: Config) -> dict[str, Any]:
     """Return the arguments that a family needs where engine.options says nothing else.
 
-    Raises: ValueError for rotary factors that vLLM and transformers choose by other lengths.
+    Raises: ValueError for a model that vLLM computes otherwise than transformers, whatever it is
+        told.
     """
     model = cfg.model
     trusts, part = model.trust_remote_code, model.part
     config = load_hf_config(model.path, trust_remote_code=trusts, part=part)
     _check_rotary(config, longest=longest_sequence(cfg))
+    if config.model_type == "mamba2" and config.n_groups > 1:
+        raise ValueError(
+            f"engine.kind: vllm with a mamba2 of n_groups {config.n_groups}: vLLM normalises each "
+            "group of channels by itself, transformers all of them together; set it to transformers"
+        )
     if config.model_type == "llama4_text":
         # Else attention cools with the position in engines of more than 32768 tokens alone.
         cools = {"attn_temperature_tuning": config.attn_temperature_tuning}
         return {"override_generation_config": cools}
     differs = _OTHERWISE.get(config.model_type, lambda config, dtype: False)
-    is_native = cfg.model.moe.replay or "quantization" in cfg.engine.options
-    return _BACKEND if differs(config, cfg.engine.dtype) and not is_native else {}
+    if not differs(config, cfg.engine.dtype):
+        return {}
+    if cfg.model.moe.replay or "quantization" in cfg.engine.options:
+        raise ValueError(
+            f"engine.kind: vllm with a {config.model_type}: vLLM's own class for it computes "
+            "otherwise than transformers', and its Transformers backend has neither "
+            "model.moe.replay nor engine.options quantization; leave these out, or set it to "
+            "transformers"
+        )
+    return _BACKEND
 
 
 def longest_sequence(cfg: Config) -> int:
