@@ -20,6 +20,7 @@ from spmdrl.model.flops import (
     visible_pairs,
 )
 from spmdrl.model.scorer import Scorer
+from spmdrl.model.separation import separate
 from spmdrl.model.shape import model_shape
 from spmdrl.report.glossary import lookup, values_of
 from spmdrl.types import Scalars
@@ -34,6 +35,7 @@ def _scorer(family: str) -> tuple[Any, Scorer, Any]:
     """A model, what scores with it, and a row to score."""
     register_attention()
     model = tiny_model(family)
+    separate(model)
     model.set_attn_implementation("spmdrl_padded")
     if hasattr(model.config, "num_local_experts"):
         model.set_experts_implementation("eager")  # the counter knows no grouped matmul

@@ -26,6 +26,7 @@ from spmdrl.model.load import build_meta_model, compute_buffers, model_folder, r
 from spmdrl.model.parallel import recompute
 from spmdrl.model.router_replay import WEIGHTS, RouterReplay
 from spmdrl.model.scorer import Scorer, make_row
+from spmdrl.model.separation import separate
 from spmdrl.types import Batch
 
 EXPERTS, CHOICES = 8, 2
@@ -53,6 +54,7 @@ ROUTERS = {
     "glm4_moe_lite": "Glm4MoeLiteTopkRouter",
     "dots1": "Dots1TopkRouter",
     "exaone_moe": "ExaoneMoeTopkRouter",
+    "gpt_oss": "GptOssTopKRouter",
 }
 
 
@@ -146,6 +148,7 @@ def replaying_scorer(folder: Path, family: str, *, checkpointing: str) -> tuple[
     register_attention()
     hf_model = build_meta_model(configs.ModelSettings(path=str(folder)), attention="spmdrl_padded")
     parts = file_tensors(hf_model)
+    separate(hf_model)
     hf_model.to_empty(device="cpu")
     read_tensors(CheckpointReader(model_folder(str(folder))), live_tensors(hf_model), parts)
     compute_buffers(hf_model)

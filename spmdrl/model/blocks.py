@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -115,3 +117,12 @@ def uneven_experts(hf_model: nn.Module, *, dtype: torch.dtype) -> str:
 def is_latent(module: nn.Module) -> bool:
     """Return whether a module is latent attention."""
     return hasattr(module, "kv_b_proj") and hasattr(module, "kv_a_proj_with_mqa")
+
+
+def of_layers(config: Any, name: str) -> list[Any]:
+    """Return a field of a transformers config: one value, or one per layer where layers differ;
+    None for a field that it does not have."""
+    try:
+        return [getattr(config, name, None)]
+    except RuntimeError:  # of configs whose layers have this field each
+        return [getattr(config.per_layer_config[i], name) for i in range(config.num_hidden_layers)]

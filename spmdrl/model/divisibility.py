@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 from spmdrl.imports import divisors
-from spmdrl.model.blocks import blocks, experts_modules, is_latent, mixtures
+from spmdrl.model.blocks import blocks, experts_modules, is_latent, mixtures, of_layers
 from spmdrl.model.parallel import sequence_parallel
 from spmdrl.model.parallel.tp_plan import split_dim, style_problems, tp_styles
 from spmdrl.model.separation import separation_of
@@ -59,8 +59,9 @@ def counts_of(hf_model: nn.Module) -> ModelCounts:
     config = hf_model.config
 
     def count(name: str) -> int:
-        value = getattr(config, name, None)
-        return value if isinstance(value, int) else 0
+        """Return what divides in every layer, where layers differ."""
+        counts = [value for value in of_layers(config, name) if isinstance(value, int)]
+        return math.gcd(*counts)
 
     has_mlp = len(mixtures(hf_model)) < len(blocks(hf_model))
     separation = separation_of(hf_model)

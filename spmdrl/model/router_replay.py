@@ -30,9 +30,14 @@ or wider, before the router's own cast."""
 def softmax_weights(router: nn.Module, logits: Tensor, chosen: Tensor) -> Tensor:
     """Return softmax probabilities, made to add up to 1 unless norm_topk_prob is False."""
     weights = torch.softmax(logits, dim=-1, dtype=torch.float).gather(1, chosen)
-    if getattr(router, "norm_topk_prob", True):  # Mixtral's and GPT-OSS's always are
+    if getattr(router, "norm_topk_prob", True):  # Mixtral's always are
         weights = weights / weights.sum(dim=-1, keepdim=True)
     return weights
+
+
+def chosen_softmax_weights(router: nn.Module, logits: Tensor, chosen: Tensor) -> Tensor:
+    """Return softmax probabilities among the chosen ones alone."""
+    return torch.softmax(logits.gather(1, chosen), dim=-1)
 
 
 def sigmoid_weights(router: nn.Module, logits: Tensor, chosen: Tensor) -> Tensor:
@@ -45,9 +50,8 @@ def sigmoid_weights(router: nn.Module, logits: Tensor, chosen: Tensor) -> Tensor
 
 
 WEIGHTS: dict[str, Weigh] = {
-    **dict.fromkeys(
-        ("flex_olmo", "gpt_oss", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe"), softmax_weights
-    ),
+    **dict.fromkeys(("flex_olmo", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe"), softmax_weights),
+    "gpt_oss": chosen_softmax_weights,
     **dict.fromkeys(
         ("deepseek_v3", "dots1", "exaone_moe", "glm4_moe", "glm4_moe_lite"), sigmoid_weights
     ),

@@ -234,7 +234,7 @@ def _attention(module: nn.Module, *, config: Any) -> Attention:
         )
     return Attention(
         heads=heads,
-        kv_heads=config.num_key_value_heads,
+        kv_heads=module.k_proj.out_features // module.head_dim,
         qk_dim=module.head_dim,
         v_dim=module.head_dim,
         window=getattr(module, "sliding_window", getattr(config, "sliding_window", None)),
