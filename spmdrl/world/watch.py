@@ -36,6 +36,7 @@ _LOOKS_PER_S = 32  # at all ranks' heartbeats
 _FEW_RANKS = 64  # so many write each change of place at once
 _LINGER_S = 5.0
 _CAUSE, _ENDED = "watch/cause", "watch/ended"
+_LEAST_SILENT = 5  # beats in which the other thread does nothing: one it may merely miss
 _DEAD_AFTER_S = 60.0  # a rank may hold the interpreter lock for seconds while it compiles
 
 
@@ -225,7 +226,7 @@ class Watch:
         while not self._closed.wait(self._beat_s):
             silent_s = silent_s + self._beat_s if turns == self._turns else 0.0
             turns = self._turns
-            if silent_s > self.timeout_s:
+            if silent_s > max(self.timeout_s, _LEAST_SILENT * self._beat_s):
                 self._leave(
                     f"[rank {self.rank}] in {self._place}: the job's store has not answered for "
                     f"{silent_s:.0f} s: the node that keeps it (rank 0's) is gone or cut off\n"
