@@ -137,10 +137,10 @@ def test_a_store_that_does_not_answer_ends_the_rank(monkeypatch) -> None:
         time.sleep(5)
         assert not left  # it answers
         store.check = lambda keys: never.wait()
-        time.sleep(6.5)
+        time.sleep(8)
     never.set()
     watch.close()
-    assert "[rank 1] in 'update' at step 7: the job's store has not answered for 3 s" in left[0]
+    assert "[rank 1] in 'update' at step 7: the job's store has not answered for 4 s" in left[0]
     assert set(exits) == {13}
 
 

@@ -36,7 +36,7 @@ _LOOKS_PER_S = 32  # at all ranks' heartbeats
 _FEW_RANKS = 64  # so many write each change of place at once
 _LINGER_S = 5.0
 _CAUSE, _ENDED = "watch/cause", "watch/ended"
-_LEAST_SILENT = 5  # beats in which the other thread does nothing: one it may merely miss
+_LEAST_SILENT = 3  # beats in which the other thread does nothing: one it may merely miss
 _DEAD_AFTER_S = 60.0  # a rank may hold the interpreter lock for seconds while it compiles
 
 
