@@ -8,6 +8,7 @@ import random
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -116,7 +117,7 @@ def test_threads_are_as_many_as_before_vllm(on_gpus):
     assert on_gpus["threads"] == {"asked": "3", "compile": 3, "torch": 5}
 
 
-def _drawn_seeds(monkeypatch, *, seed: int, replica: int) -> list[int | None]:
+def _drawn_seeds(monkeypatch, path: Path, *, seed: int, replica: int) -> list[int | None]:
     """Return the seeds with which an engine that seeds by numpy is asked for three samples."""
     asked: list[Request] = []
     llm = SimpleNamespace(add_request=lambda key, prompt, params, **_: asked.append(params))
@@ -124,7 +125,8 @@ def _drawn_seeds(monkeypatch, *, seed: int, replica: int) -> list[int | None]:
     monkeypatch.setattr(vllm_internals, "seeds_by_numpy", lambda llm: True)
     monkeypatch.setattr(vllm_internals, "sampling_params", lambda request: request)
     engine = object.__new__(VllmEngine)
-    engine.cfg, engine.world = Config(seed=seed), SimpleNamespace(replica=replica)
+    engine.cfg = Config(seed=seed, model=ModelSettings(path=str(path)))
+    engine.world = SimpleNamespace(replica=replica)
     engine.version, engine._slot, engine._routes, engine._seeds = 0, None, None, None
     engine._build(on_cpu=False)
     for own in (None, 7, None):
@@ -132,13 +134,14 @@ def _drawn_seeds(monkeypatch, *, seed: int, replica: int) -> list[int | None]:
     return [request.seed for request in asked]
 
 
-def test_requests_without_a_seed_get_one_that_the_ranks_of_a_replica_share(monkeypatch):
-    first = _drawn_seeds(monkeypatch, seed=1, replica=0)
+def test_requests_without_a_seed_get_one_that_the_ranks_share(monkeypatch, tiny_model):
+    drawn = partial(_drawn_seeds, monkeypatch, tiny_model)
+    first = drawn(seed=1, replica=0)
     np.random.seed(99)  # whatever the process has drawn meanwhile
-    assert first == _drawn_seeds(monkeypatch, seed=1, replica=0)
+    assert first == drawn(seed=1, replica=0)
     assert first[1] == 7 and None not in first and first[0] != first[2]
     for seed, replica in ((1, 1), (2, 0)):
-        other = _drawn_seeds(monkeypatch, seed=seed, replica=replica)
+        other = drawn(seed=seed, replica=replica)
         assert not {first[0], first[2]} & {other[0], other[2]}
 
 

@@ -194,7 +194,7 @@ def test_a_balance_that_cannot_be_is_refused_from_the_config_alone(
 
 def test_tp_must_divide_what_it_cuts_and_leaves_experts_whole(tmp_path):
     def problems(family: str, *, tp: int) -> list[str]:
-        folder = make_moe(tmp_path, family, intermediate=25)
+        folder = make_moe(tmp_path, family, hf_config={"intermediate_size": 25})
         return fit_problems(config(folder, tmp_path, world_size=tp, tp=tp))
 
     assert problems("qwen3_moe", tp=2) == []  # every layer has experts
