@@ -227,7 +227,7 @@ def _attention(module: nn.Module, *, config: Any) -> Attention:
             has_qk_norm=False,
             latent=(module.q_lora_rank or 0, module.kv_lora_rank, module.qk_rope_head_dim),
         )
-    if not hasattr(module, "q_proj"):
+    if not (hasattr(module, "q_proj") and hasattr(module, "k_proj")):
         raise ValueError(
             f"model: {type(module).__name__} has no q_proj, k_proj and v_proj; only "
             "attention with these, or latent attention, is known"
