@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -126,3 +128,17 @@ def of_layers(config: Any, name: str) -> list[Any]:
         return [getattr(config, name, None)]
     except RuntimeError:  # of configs whose layers have this field each
         return [getattr(config.per_layer_config[i], name) for i in range(config.num_hidden_layers)]
+
+
+@contextmanager
+def replaced_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """Have a module compute by another function for a while."""
+    before = vars(module).get("forward")
+    module.forward = forward  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        if before is None:
+            del module.forward
+        else:
+            module.forward = before

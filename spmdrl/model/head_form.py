@@ -8,15 +8,15 @@ refused.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from spmdrl.model.blocks import blocks
+from spmdrl.model.blocks import blocks, replaced_forward
 
 _LEVELS = (1.0, -1.0, 1e-4, 1e6, 3.0, -40.0)  # of the numbers that pass; 1e6 fills any cap
 _CLOSE = 1e-5
@@ -104,8 +104,8 @@ def _run(
     ids = torch.zeros(1, len(hidden), dtype=torch.int64)
     with torch.no_grad(), ExitStack() as stack:
         for module in _around_blocks(hf_model):
-            stack.enter_context(_replaced(module, below))
-        stack.enter_context(_replaced(head, product))
+            stack.enter_context(replaced_forward(module, below))
+        stack.enter_context(replaced_forward(head, product))
         return hf_model(input_ids=ids, use_cache=False, return_dict=True).logits[0].double().cpu()
 
 
@@ -116,16 +116,3 @@ def _around_blocks(hf_model: nn.Module) -> list[nn.Module]:
     names = [".".join(parts[: count + 1]) for count in range(len(parts))]
     found = map(hf_model.get_submodule, names)
     return [module for module in found if not isinstance(module, nn.ModuleList)]
-
-
-@contextmanager
-def _replaced(module: nn.Module, forward: Callable) -> Iterator[None]:
-    before = vars(module).get("forward")
-    module.forward = forward  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        if before is None:
-            del module.forward
-        else:
-            module.forward = before

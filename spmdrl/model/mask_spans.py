@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from spmdrl.model.blocks import blocks
+from spmdrl.model.blocks import blocks, replaced_forward
 from spmdrl.model.transformers_internals import attention_implementation
 from spmdrl.world.torch_internals import zeros_in
 
@@ -65,9 +65,11 @@ def block_inputs(hf_model: nn.Module) -> dict[str, dict[str, Any]]:
             if module not in own and any(part in own for part in module.modules()):
                 replaced.enter_context(zeros_in(module))
         for module in _outside(base, own):
-            replaced.enter_context(_forward_of(module, _stand_in(module)))
+            replaced.enter_context(replaced_forward(module, _stand_in(module)))
         for block, name in own.items():
-            replaced.enter_context(_forward_of(block, _noting(block, found.setdefault(name, {}))))
+            replaced.enter_context(
+                replaced_forward(block, _noting(block, found.setdefault(name, {})))
+            )
         tokens = torch.zeros(1, _TOKENS, dtype=torch.int64)
         at = torch.arange(_TOKENS)[None]
         with torch.no_grad():
@@ -123,18 +125,6 @@ class _Output(Tensor):
     def __getitem__(self, key: Any) -> Any:
         """Return all of it as the first."""
         return self if isinstance(key, int) and key == 0 else super().__getitem__(key)
-
-
-@contextmanager
-def _forward_of(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    before = vars(module).get("forward")
-    module.forward = forward  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        del module.forward
-        if before is not None:
-            module.forward = before
 
 
 def _span_of(
