@@ -20,6 +20,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from spmdrl.proof.ranks import launch_env
+
 _PORTS = range(16000, 20000)  # below those of jobs under Slurm, and those that the system deals out
 
 
@@ -47,18 +49,6 @@ def _next_free(port: int) -> int:
             s.bind(("127.0.0.1", port))
             return port
     raise OSError(f"no port of {_PORTS} is free")
-
-
-def launch_env(rank: int, world_size: int, port: int) -> dict[str, str]:
-    """Return the variables that torchrun would set for one rank on this machine."""
-    return dict(
-        RANK=str(rank),
-        WORLD_SIZE=str(world_size),
-        LOCAL_RANK=str(rank),
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-        OMP_NUM_THREADS="1",
-    )
 
 
 def fork_rank(env: dict[str, str], target: Callable, *args: Any) -> BaseProcess:

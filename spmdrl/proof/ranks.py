@@ -57,7 +57,7 @@ def on_ranks(
     processes: list[BaseProcess] = []
     try:
         for rank in range(world_size):
-            environment = _environment(rank, world_size, port)
+            environment = launch_env(rank, world_size, port)
             own = (environment, str(log), results, rank, target, args)
             processes.append(context.Process(target=_be_rank, args=own, daemon=True))
             processes[-1].start()
@@ -100,7 +100,7 @@ def _free_port() -> int:
         return s.getsockname()[1]
 
 
-def _environment(rank: int, world_size: int, port: int) -> dict[str, str]:
+def launch_env(rank: int, world_size: int, port: int) -> dict[str, str]:
     """Return the variables that torchrun would set for one rank on this machine."""
     return dict(
         RANK=str(rank),
