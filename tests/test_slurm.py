@@ -32,7 +32,8 @@ from spmdrl.world import World
 world = World.start(Config(layout=LayoutSettings(world_size=2, trainer_ranks=1, device="cpu")))
 total = torch.tensor(world.rank + 1)
 dist.all_reduce(total)
-print(f"rank {world.rank} trainer {world.is_trainer} engine {world.is_inference} sum {int(total)}")
+line = f"rank {world.rank} trainer {world.is_trainer} engine {world.is_inference} sum {int(total)}"
+print(line + "\\n", end="", flush=True)
 world.close()
 """
 
