@@ -4,6 +4,7 @@
 # make lint    ruff (lint and format) and mypy over spmdrl/ and train.py, in seconds
 # make gpu     what only GPUs can show, as one table: minutes; says so where there is none
 # make grid    every model and objective on every mesh: the parity grid of the nightly run
+# make models  the whole check of every family: nightly, hours
 # make venv    install only, into .venv
 # make clean   remove .venv and caches; runs/ stays
 #
@@ -18,7 +19,7 @@ RUN    := runs/demo$(if $(filter-out 0,$(SEED)),_seed$(SEED))
 export OMP_NUM_THREADS ?= 1
 TORCHRUN := $(BIN)/torchrun --standalone --nproc-per-node 2
 
-.PHONY: venv lint test grid gpu demo game tools clean
+.PHONY: venv lint test grid models gpu demo game tools clean
 
 venv: .venv/installed
 
@@ -48,6 +49,9 @@ test: venv .venv/torchao .venv/liger
 
 grid: venv .venv/torchao
 	$(BIN)/python -m pytest -n 2 -m grid
+
+models: venv
+	$(BIN)/python -m pytest -n 2 -m models
 
 # On a GPU machine vLLM's CUDA build is installed as docs/gpu.md says, seldom by `make venv`.
 GPU_PYTHON ?= $(firstword $(wildcard $(BIN)/python) python3)
