@@ -18,13 +18,24 @@ from spmdrl.proof.prove import Proof
 from spmdrl.proof.record import Record
 from spmdrl.proof.table import page_with
 
-DENSE = """qwen2 qwen3 llama mistral ministral gemma2 gemma3_text phi phi3 olmo2 olmo3 glm4 starcoder2
-granite cohere2 ernie4_5 exaone4 smollm3 seed_oss hunyuan_v1_dense gpt_neox gpt2""".split()
-MIXTURES = """qwen2_moe qwen3_moe mixtral olmoe glm4_moe granitemoe gpt_oss deepseek_v2 deepseek_v3
-hunyuan_v1_moe minimax_m2 ernie4_5_moe gemma4_text+moe""".split()
-OTHERS = """mamba2 granitemoehybrid falcon_h1 lfm2 nemotron_h qwen3_5_text gemma4_text+shared
-phi3+longrope ministral3 qwen2_moe+window""".split()
-"""Of each of the three lists one family is proved whole in each run of the suite, another every day;
+# fmt: off
+DENSE = [
+    "qwen2", "qwen3", "llama", "mistral", "ministral", "gemma2",
+    "gemma3_text", "phi", "phi3", "olmo2", "olmo3", "glm4",
+    "starcoder2", "granite", "cohere2", "ernie4_5", "exaone4", "smollm3",
+    "seed_oss", "hunyuan_v1_dense", "gpt_neox", "gpt2",
+]
+MIXTURES = [
+    "qwen2_moe", "qwen3_moe", "mixtral", "olmoe", "glm4_moe", "granitemoe",
+    "gpt_oss", "deepseek_v2", "deepseek_v3", "hunyuan_v1_moe", "minimax_m2", "ernie4_5_moe",
+    "gemma4_text+moe",
+]
+OTHERS = [
+    "mamba2", "granitemoehybrid", "falcon_h1", "lfm2", "nemotron_h", "qwen3_5_text",
+    "gemma4_text+shared", "phi3+longrope", "ministral3", "qwen2_moe+window",
+]
+# fmt: on
+"""Of each of the three lists a family is proved whole in each run of the suite, another every day;
 those that take over a minute are left to `pytest -m models`."""
 KINDS = {"dense": DENSE, "mixture": MIXTURES, "other": OTHERS}
 TODAY = datetime.date.today().toordinal()
