@@ -15,6 +15,7 @@ ROOT = Path(__file__).parents[1]
 ORDER = tuple(
     tuple(level.split("="))
     for level in [
+        "errors",
         "types=imports",
         "config",
         "algorithms",

@@ -19,6 +19,7 @@ from spmdrl.algorithms import reduce, registry
 from spmdrl.algorithms.registry import Method
 from spmdrl.algorithms.token_advantages import combine_moments, mean_and_std, moment_sums, whiten
 from spmdrl.config import Config
+from spmdrl.errors import Refusal
 from spmdrl.types import Advantages, Batch, Microbatch
 from spmdrl.world import World
 
@@ -36,7 +37,7 @@ def advantages_of(
         method: of the registry, or one's own; None for the one that the config names.
         step: for the names of the waits.
     Returns: zeros for an objective without advantages; nothing off the trainers.
-    Raises: ValueError for a result that does not fit the batch or is not finite.
+    Raises: Refusal for a result that does not fit the batch or is not finite.
     """
     if not world.is_trainer:
         return Advantages(())
@@ -55,7 +56,7 @@ def sequence_advantages(batch: Batch, method: Method | None = None, *, cfg: Conf
     """Compute an advantage that is one number per sequence; see `advantages_of`.
 
     Returns: [S] float64, in the order of batch.scalars.
-    Raises: ValueError for a result of a method of one's own that is not [S] finite numbers.
+    Raises: Refusal for a result of a method of one's own that is not [S] finite numbers.
     """
     method = method or registry.get("advantage", cfg.algorithm.advantage)
     scalars = batch.scalars
@@ -64,7 +65,7 @@ def sequence_advantages(batch: Batch, method: Method | None = None, *, cfg: Conf
         options["part_weights"] = cfg.rewards.weights
     advantages = registry.call(method, vars(scalars), options).double()
     if advantages.shape != (len(scalars),) or not advantages.isfinite().all():
-        raise ValueError(
+        raise Refusal(
             f"algorithm.advantage: {method.__name__} gave shape {tuple(advantages.shape)} with "
             f"{int((~advantages.isfinite()).sum())} values that are not finite; "
             f"expected ({len(scalars)},), all finite"

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from spmdrl.data.microbatch_plan import Partition, partition
+from spmdrl.errors import Refusal
 from spmdrl.types import Batch, Microbatch, Rollouts, Scalars, Sums, Tokens, add_sums
 from spmdrl.world import World
 from spmdrl.world.comm import gather_bytes, gather_sizes
@@ -44,7 +45,7 @@ def exchange(rollouts: Rollouts, world: World, *, step: int) -> Batch:
         step: for the names of the waits.
     Returns: the Batch; micro-batch tensors on world.device, scalars on the CPU.
     Raises, on all ranks alike: RuntimeError for a (group, sample) held twice, no sequence at
-        all, or none that is valid; ValueError for a valid reward that is not finite, a sequence
+        all, or none that is valid; Refusal for a valid reward that is not finite, a sequence
         without tokens, or one longer than batch.tokens_per_microbatch.
     """
     assert torch.equal(rollouts.cu_seqlens.diff(), rollouts.scalars.lengths)
@@ -124,13 +125,13 @@ def _check(table: _Gathered, *, step: int) -> None:
     bad = scalars.is_valid & ~scalars.rewards.isfinite()
     if bad.any():
         row = int(bad.nonzero()[0])
-        raise ValueError(
+        raise Refusal(
             f"reward of {name(row)} is {float(scalars.rewards[row])}; rewards must "
             "be finite: check the reward function for this sample"
         )
     if (scalars.lengths < 1).any():
         row = int((scalars.lengths < 1).nonzero()[0])
-        raise ValueError(
+        raise Refusal(
             f"{name(row)} has {int(scalars.lengths[row])} tokens; prompt and "
             "response together need at least one"
         )

@@ -14,6 +14,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
+from spmdrl.errors import Refusal
+
 T = TypeVar("T")
 
 
@@ -26,19 +28,17 @@ def import_object(
         field: where it was given, for messages.
         kind: what NAME is, for messages: `Class`, `function`.
         known: {short name: `module:NAME`}.
-    Raises: ValueError when it does not exist, or importing it fails.
+    Raises: Refusal when it does not exist, or importing it fails.
     """
     known = known or {}
     place, colon, name = known.get(spec, spec).rpartition(":")
     if not colon or not place or not name:
         names = f", or a known name{nearest(spec, known)}" if known else ""
-        raise ValueError(
-            f"{field}: {spec!r} must be `module:{kind}` or `path/file.py:{kind}`{names}"
-        )
+        raise Refusal(f"{field}: {spec!r} must be `module:{kind}` or `path/file.py:{kind}`{names}")
     try:
         module = import_file(place) if place.endswith(".py") else importlib.import_module(place)
     except Exception as error:  # importing runs the user's code, which can raise anything
-        raise ValueError(
+        raise Refusal(
             f"{field}: importing {place!r} failed: {type(error).__name__}: {error}"
         ) from error
     found = getattr(module, name, None)
@@ -48,7 +48,7 @@ def import_object(
             for n, v in vars(module).items()
             if n[0] != "_" and getattr(v, "__module__", "") == module.__name__ and callable(v)
         ]
-        raise ValueError(
+        raise Refusal(
             f"{field}: {place!r} has no {kind.lower()} {name!r}; it has {', '.join(own) or 'none'}"
         )
     return found
@@ -83,7 +83,7 @@ def import_file(place: str) -> ModuleType:
 def construct(make: Callable[..., Any], options: Mapping[str, Any], *, field: str) -> Any:
     """Call a class or function with keyword options.
 
-    Raises: ValueError naming the nearest option for one that it has not, one that is missing,
+    Raises: Refusal naming the nearest option for one that it has not, one that is missing,
         or what its constructor refuses.
     """
     parameters = parameters_of(make)
@@ -92,18 +92,18 @@ def construct(make: Callable[..., Any], options: Mapping[str, Any], *, field: st
     if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         for option in options:
             if option not in names:
-                raise ValueError(
+                raise Refusal(
                     f"{field}.{option}: unknown option of {_name_of(make)}{nearest(option, names)}"
                 )
     for name in names:
         if parameters[name].default is inspect.Parameter.empty and name not in options:
-            raise ValueError(f"{field}.{name}: {_name_of(make)} needs this option")
+            raise Refusal(f"{field}.{name}: {_name_of(make)} needs this option")
     try:
         return make(**options)
     except ValueError as error:
-        raise ValueError(f"{field}: {_name_of(make)}: {error}") from error
+        raise Refusal(f"{field}: {_name_of(make)}: {error}") from error
     except Exception as error:
-        raise ValueError(
+        raise Refusal(
             f"{field}: {_name_of(make)} with {dict(options)} raised {type(error).__name__}: {error}"
         ) from error
 
@@ -113,7 +113,7 @@ def refusing(
     what: str,
     *kinds: type[Exception],
     hint: str = "",
-    kind: type[Exception] = ValueError,
+    kind: type[Exception] = Refusal,
     names_kind: bool = False,
 ) -> Iterator[None]:
     """Turn errors of these kinds into one of `kind` that says first what cannot be used, and last

@@ -67,7 +67,7 @@ def make_trainer(
 
     Args:
         loss_fn, advantage_fn: see Trainer; those of the config by default.
-    Raises: ValueError, on all ranks together, when a model cannot be loaded or laid out.
+    Raises: Refusal, on all ranks together, when a model cannot be loaded or laid out.
     """
     trainer: Trainer | Bystander
     with agree(group=world.control, waiting=world.watch.wait("load the policy", -1)):

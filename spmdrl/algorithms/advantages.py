@@ -5,7 +5,7 @@ sigma_g mean and population standard deviation over a group's valid samples. Eve
 returns [S] float64 in the order given: exactly 0 for samples that are not valid and, where
 the baseline is the other samples, for groups of one. Rewards that are equal up to rounding
 (2^-40 relative) count as equal. Invariant under: permuting sequences or groups; dp size.
-Raises everywhere: ValueError for a valid reward that is not finite.
+Raises everywhere: Refusal for a valid reward that is not finite.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from spmdrl.algorithms.groups import ROUNDING, Groups, group_rewards
 from spmdrl.algorithms.masked import check_positive, making
+from spmdrl.errors import Refusal
 
 __all__ = [
     "dr_grpo",
@@ -82,13 +83,13 @@ def lite_ppo(groups: Groups, *, std_eps: float = 1e-6) -> Tensor:
 def max_rl(groups: Groups, *, mean_eps: float = 1e-6) -> Tensor:
     """Scale by the group's success rate: (R - mu_g) / (mu_g + mean_eps).
 
-    Raises: ValueError for a negative reward, with which the divisor can vanish.
+    Raises: Refusal for a negative reward, with which the divisor can vanish.
     Source: SkyRL's `maxrl` estimator of maximum-likelihood RL. Not invariant under adding a
         constant, by design.
     """
     check_positive(mean_eps=mean_eps)
     if (groups.rewards < 0).any():
-        raise ValueError(
+        raise Refusal(
             f"max_rl needs rewards of at least 0, got {float(groups.rewards.min())}; "
             "shift the reward or take another advantage"
         )
@@ -165,17 +166,17 @@ def gdpo(
     Args:
         reward_parts: [S, K] float64, each reward function's own value, without its weight.
         part_weights: K weights; empty for 1 each.
-    Raises: ValueError for a valid part that is not finite or a number of weights other than K.
+    Raises: Refusal for a valid part that is not finite or a number of weights other than K.
     Source: arXiv 2601.05242; sigma_gk needs no eps, as equal rewards give 0. Also invariant
         under adding a constant to one part of a group, or scaling it by a factor above 0.
     """
     check_positive(std_eps=std_eps)
     if reward_parts.dim() != 2:
-        raise ValueError(f"reward_parts {tuple(reward_parts.shape)} must have the shape [S, K]")
+        raise Refusal(f"reward_parts {tuple(reward_parts.shape)} must have the shape [S, K]")
     num_parts = reward_parts.shape[1]
     weights = list(part_weights) or [1.0] * num_parts
     if len(weights) != num_parts:
-        raise ValueError(f"part_weights: {len(weights)} weights for {num_parts} reward functions")
+        raise Refusal(f"part_weights: {len(weights)} weights for {num_parts} reward functions")
     total = torch.zeros(len(group_ids), dtype=torch.float64)
     size = torch.zeros_like(total)
     counted = is_valid
@@ -221,7 +222,7 @@ def remax(rewards: Tensor, greedy_rewards: Tensor, *, is_valid: Tensor) -> Tenso
     Args:
         greedy_rewards: [S] float64, task units; NaN where the prompt has no greedy sample,
             which gives 0.
-    Raises: ValueError for an infinite greedy reward of a valid sample.
+    Raises: Refusal for an infinite greedy reward of a valid sample.
     Source: arXiv 2310.10505. Also invariant under adding a constant per prompt to both.
     """
     compared = is_valid & ~greedy_rewards.isnan()

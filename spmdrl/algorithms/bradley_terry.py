@@ -34,7 +34,7 @@ def bradley_terry(
     Returns: terms [P], in the dtype of `chosen_scores`, and stats, per pair in the loss:
         reward_model/accuracy (1/2 for equal scores), reward_model/margin,
         reward_model/chosen_score, reward_model/rejected_score.
-    Raises: ValueError for a negative center_coef.
+    Raises: Refusal for a negative center_coef.
     Source: Bradley and Terry 1952; arXiv 2307.09288 eq. 2 (margin); 2312.09244 (centring).
     Invariant under: permuting pairs, micro-batching, dp size, padding.
     """

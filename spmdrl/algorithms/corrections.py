@@ -23,6 +23,7 @@ from torch import Tensor
 
 from spmdrl.algorithms.masked import Stats, attach, check_bound, keep, making, masked_mean
 from spmdrl.algorithms.reduce import spread_mean, spread_sum
+from spmdrl.errors import Refusal
 
 __all__ = ["icepop", "mis", "none", "opsm", "seq_mask_tis", "sequence_mask", "tis", "vaco", "veto"]
 
@@ -50,14 +51,14 @@ class Rho:
     dtype: torch.dtype  # of the weights
 
     def at(self, level: Level) -> Tensor:
-        """Return rho of each token at a level: [T] float64. Raises: ValueError for another."""
+        """Return rho of each token at a level: [T] float64. Raises: Refusal for another."""
         log = self.log
         if level == "sequence":
             log = spread_sum(log, self.cu_seqlens)
         elif level == "geometric":
             log = spread_mean(log, self.cu_seqlens, loss_mask=self.loss_mask)
         elif level != "token":
-            raise ValueError(f"level: must be token, sequence or geometric, got {level!r}")
+            raise Refusal(f"level: must be token, sequence or geometric, got {level!r}")
         return log.clamp(-20.0, 20.0).exp()
 
     def masked(self, level: Level, lower: float, upper: float) -> Correction:
@@ -86,7 +87,7 @@ def rho_of(
 
 def _inside(rho: Tensor, lower: float, upper: float) -> Tensor:
     if not 0 <= lower < upper:
-        raise ValueError(f"lower, upper: must be 0 <= lower < upper, got {lower}, {upper}")
+        raise Refusal(f"lower, upper: must be 0 <= lower < upper, got {lower}, {upper}")
     return (rho >= lower) & (rho <= upper)
 
 
@@ -107,7 +108,7 @@ def tis(rho: Rho, *, level: Level = "token", upper: float = 2.0) -> Correction:
         loss_mask: [T] bool. cu_seqlens: [S+1] int32.
         level: which rho. upper: largest weight, above 0.
     Returns: weights [T] and stats.
-    Raises: ValueError for a bound or level out of range.
+    Raises: Refusal for a bound or level out of range.
     Source: Yao et al. 2025, truncated importance sampling between engine and trainer
         (fengyao.notion.site/off-policy-rl); Ionides 2008.
     """
@@ -127,7 +128,7 @@ def mis(
         loss_mask: [T] bool. cu_seqlens: [S+1] int32.
         level: which rho. lower, upper: bounds on rho, inclusive.
     Returns: weights [T] and stats.
-    Raises: ValueError for bounds or a level out of range.
+    Raises: Refusal for bounds or a level out of range.
     Source: Liu et al. 2025, masked importance sampling (yingru.notion.site, speed kills
         stability); defaults as in TRL.
     """
@@ -145,7 +146,7 @@ def icepop(
         loss_mask: [T] bool. cu_seqlens: [S+1] int32.
         level: which rho. lower, upper: bounds on rho, inclusive.
     Returns: weights [T] and stats.
-    Raises: ValueError for bounds or a level out of range.
+    Raises: Refusal for bounds or a level out of range.
     Source: arXiv 2510.18855 (IcePop; alpha 0.5, beta 5).
     """
     return rho.masked(level, lower, upper)
@@ -166,12 +167,12 @@ def sequence_mask(
         loss_mask: [T] bool. cu_seqlens: [S+1] int32.
         level: which rho, the product or the geometric mean. lower, upper: bounds, inclusive.
     Returns: weights [T] and stats.
-    Raises: ValueError for bounds or a level out of range.
+    Raises: Refusal for bounds or a level out of range.
     Source: Liu et al. 2025, geometric sequence masking (yingru.notion.site); bounds as
         SkyRL advises for the geometric mean. The product wants wider ones.
     """
     if level == "token":
-        raise ValueError("level: must be sequence or geometric, got 'token'")
+        raise Refusal("level: must be sequence or geometric, got 'token'")
     kept = _inside(rho.at(level), lower, upper)
     return rho.correction(kept.double(), ~kept)
 
@@ -187,7 +188,7 @@ def seq_mask_tis(
         loss_mask: [T] bool. cu_seqlens: [S+1] int32.
         lower, upper: bounds on the geometric mean, inclusive. token_upper: largest weight.
     Returns: weights [T] and stats.
-    Raises: ValueError for bounds out of range.
+    Raises: Refusal for bounds out of range.
     Source: `sequence_mask` times `tis`.
     """
     kept = _inside(rho.at("geometric"), lower, upper)
@@ -206,7 +207,7 @@ def veto(rho: Rho, *, lower: float = 1e-4, upper: float = 1e2) -> Correction:
         loss_mask: [T] bool. cu_seqlens: [S+1] int32.
         lower, upper: bounds on a token's rho, inclusive.
     Returns: weights [T] and stats.
-    Raises: ValueError for bounds out of range.
+    Raises: Refusal for bounds out of range.
     Source: Liu et al. 2025, outlier veto (yingru.notion.site).
     """
     outside = rho.loss_mask & ~_inside(rho.at("token"), lower, upper)
@@ -226,12 +227,12 @@ def opsm(rho: Rho, *, advantages: Tensor, delta: float = 1e-4) -> Correction:
         advantages: [T] float. loss_mask: [T] bool. cu_seqlens: [S+1] int32.
         delta: nats per token, at least 0.
     Returns: weights [T] and stats.
-    Raises: ValueError for a negative delta.
+    Raises: Refusal for a negative delta.
     Source: arXiv 2512.02556 (DeepSeek-V3.2, off-policy sequence masking). Deviation: pi_old,
         once per batch, where the paper has the current policy at each update.
     """
     if not delta >= 0:
-        raise ValueError(f"delta: must be at least 0, got {delta}")
+        raise Refusal(f"delta: must be at least 0, got {delta}")
     drift = -spread_mean(rho.log, rho.cu_seqlens, loss_mask=rho.loss_mask)
     dropped = (advantages.detach() < 0) & (drift > delta)
     return rho.correction((~dropped).double(), dropped)
@@ -268,7 +269,7 @@ def vaco(
         mean_ratio_gap: [] float64, of the whole batch, from `vaco_statistics`.
         bound: on mean_ratio_gap, above 0. upper: largest weight, above 0.
     Returns: weights [T] and stats.
-    Raises: ValueError for bounds out of range.
+    Raises: Refusal for bounds out of range.
     Source: arXiv 2603.01365 (VACO), the filter alone. Deviations: pi_old, once per batch,
         where the paper has the current policy; weights truncated at `upper`.
     """

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from spmdrl.algorithms.masked import Stats, check_positive, check_unit, keep, log1mexp, masked_mean
+from spmdrl.errors import Refusal
 
 __all__ = ["distill_topk", "divergence"]  # the methods, for the registry
 
@@ -52,7 +53,7 @@ def divergence(
         temperature: divides both logits, above 0. Terms are not scaled back by its square.
     Returns: terms [T], nats, in the dtype of `student_logits` and at least float32, and
         stats: policy/distill, the term per loss token.
-    Raises: ValueError for an option out of range.
+    Raises: Refusal for an option out of range.
     Source: arXiv 2306.13649 (GKD) eq. 1 and 2; 1503.02531 for forward.
     """
     _check_options(kind, beta)
@@ -85,11 +86,11 @@ def distill_topk(
         k: tokens to compare on, at least 1; V of them if there are fewer.
         kind, beta, tail: as in `topk_divergence`.
     Returns: terms and stats as of `topk_divergence`.
-    Raises: ValueError for an option out of range.
+    Raises: Refusal for an option out of range.
     Source: `topk_divergence`, on a teacher in the program instead of a report of its logprobs.
     """
     if k < 1:
-        raise ValueError(f"k: must be at least 1, got {k}")
+        raise Refusal(f"k: must be at least 1, got {k}")
     rows = loss_mask.nonzero().squeeze(1)  # as in `divergence`
     dtype = torch.promote_types(student_logits.dtype, torch.float32)
     student, teacher = student_logits[rows].to(dtype), teacher_logits.detach()[rows].to(dtype)
@@ -128,14 +129,14 @@ def topk_divergence(
     Returns: terms [T], nats, in the dtype of the student's, and stats per loss token:
         policy/distill, the term; policy/distill_teacher_mass and
         policy/distill_student_mass, probability of the K ids.
-    Raises: ValueError for an option out of range.
+    Raises: Refusal for an option out of range.
     Source: the bucket merges outcomes, which makes forward, reverse, mixed and jsd at most
         those of the whole vocabulary, and 0 if these are. A mass above exp(-1e-7) counts as
         that. Computed in float64: the bucket is a difference from 1.
     """
     _check_options(kind, beta)
     if tail not in ("bucket", "renormalise"):
-        raise ValueError(f"tail: must be bucket or renormalise, got {tail!r}")
+        raise Refusal(f"tail: must be bucket or renormalise, got {tail!r}")
     num_ids = student_logprobs_at_ids.shape[1]
     filler = -math.log(num_ids + 1)  # any distribution will do off the mask
     mask = loss_mask[:, None]
@@ -188,5 +189,5 @@ def _kl(log_p: Tensor, log_q: Tensor) -> Tensor:
 
 def _check_options(kind: str, beta: float) -> None:
     if kind not in ("forward", "reverse", "mixed", "jsd"):
-        raise ValueError(f"kind: must be forward, reverse, mixed or jsd, got {kind!r}")
+        raise Refusal(f"kind: must be forward, reverse, mixed or jsd, got {kind!r}")
     check_unit(beta=beta)

@@ -10,6 +10,7 @@ import math
 from torch import Tensor
 
 from spmdrl.algorithms.masked import Stats, attach, check_share, masked_mean
+from spmdrl.errors import Refusal
 
 __all__ = ["adaptive_entropy_coef", "top_entropy"]
 
@@ -21,7 +22,7 @@ def top_entropy_statistics(entropy: Tensor, *, keep_frac: float = 0.2) -> dict[s
         entropy: [N] float, nats, loss tokens of the whole batch.
         keep_frac: share to keep, rounded up to whole tokens.
     Returns: entropy_cut [] float64, nats; -inf for an empty batch.
-    Raises: ValueError for a share out of range.
+    Raises: Refusal for a share out of range.
     Invariant under: permuting the column.
     """
     check_share(keep_frac=keep_frac)
@@ -48,7 +49,7 @@ def top_entropy(
         keep_frac: share of the loss tokens to keep, in (0, 1]; acts through entropy_cut.
     Returns: weights [T], detached, in the dtype of `entropy`, 0 off the loss mask, which
         multiply a loss's terms while the counts that divide the loss stay; and stats.
-    Raises: ValueError for a share out of range.
+    Raises: Refusal for a share out of range.
     Source: arXiv 2506.01939. Deviations: the cut is over the whole batch rather than a
         micro-batch, and of the batch's start; the divisor stays, so that the gradient of a
         kept token does not depend on how many are kept.
@@ -77,16 +78,16 @@ def adaptive_entropy_coef(
         target: nats. delta: size of a step. lower, upper: bounds on the coefficient.
     Returns: the next coefficient, to be carried on (up by delta below the target, down above
         it), and the one to apply, which is 0 while the entropy is above the target.
-    Raises: ValueError for a target, delta or bounds out of range.
+    Raises: Refusal for a target, delta or bounds out of range.
     Source: arXiv 2505.22312 (Skywork-OR1), adaptive entropy control. The upper bound is ours,
         so that a bonus that does not help cannot grow without end.
     """
     if not math.isfinite(target):
-        raise ValueError(f"target: must be finite, got {target}")
+        raise Refusal(f"target: must be finite, got {target}")
     if not (delta > 0 and math.isfinite(delta)):
-        raise ValueError(f"delta: must be above 0, got {delta}")
+        raise Refusal(f"delta: must be above 0, got {delta}")
     if not 0 <= lower <= upper:
-        raise ValueError(f"lower, upper: must be 0 <= lower <= upper, got {lower}, {upper}")
+        raise Refusal(f"lower, upper: must be 0 <= lower <= upper, got {lower}, {upper}")
     if not math.isfinite(entropy):
         return coef, 0.0
     step = delta if entropy < target else -delta if entropy > target else 0.0

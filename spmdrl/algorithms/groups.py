@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from spmdrl.errors import Refusal
+
 ROUNDING = 2.0**-40  # relative spread below which float64 rewards count as equal
 
 
@@ -50,17 +52,17 @@ def group_rewards(rewards: Tensor, group_ids: Tensor, *, is_valid: Tensor) -> Gr
     Args:
         rewards: [S] float64, task units. Ignored where not valid.
         group_ids: [S] int64, in any order. is_valid: [S] bool.
-    Raises: ValueError for shapes that differ or a valid reward that is not finite.
+    Raises: Refusal for shapes that differ or a valid reward that is not finite.
     """
     if not rewards.shape == group_ids.shape == is_valid.shape:
-        raise ValueError(
+        raise Refusal(
             f"rewards {tuple(rewards.shape)}, group_ids {tuple(group_ids.shape)} and "
             f"is_valid {tuple(is_valid.shape)} must have one shape [S]"
         )
     rewards = torch.where(is_valid, rewards.double(), 0.0)
     if not rewards.isfinite().all():
         row = int((~rewards.isfinite()).nonzero()[0])
-        raise ValueError(
+        raise Refusal(
             f"reward of sequence {row} (group {int(group_ids[row])}) is "
             f"{float(rewards[row])}; rewards must be finite"
         )

@@ -11,6 +11,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from spmdrl.errors import Refusal
+
 Stats = dict[str, tuple[Tensor, Tensor]]
 """{name: (numerator, denominator)}, detached float64 scalars: add up pairwise, then divide."""
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -90,12 +92,12 @@ def log1mexp(values: Tensor) -> Tensor:
 
 
 def _check(is_right: Callable[[float], bool], what: str) -> Callable[..., None]:
-    """Return what raises ValueError for options, by name, that are not what they must be."""
+    """Return what raises Refusal for options, by name, that are not what they must be."""
 
     def check(**values: float) -> None:
         for name, value in values.items():
             if not is_right(value):
-                raise ValueError(f"{name}: {what}, got {value}")
+                raise Refusal(f"{name}: {what}, got {value}")
 
     return check
 

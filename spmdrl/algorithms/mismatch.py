@@ -18,6 +18,7 @@ from torch import Tensor
 from spmdrl.algorithms.corrections import log_rho
 from spmdrl.algorithms.masked import Stats, keep, masked_mean
 from spmdrl.algorithms.reduce import sequence_mean, sequence_sum
+from spmdrl.errors import Refusal
 
 _BINS_PER_DECADE = 50  # a bin's upper edge is 4.7 % above its lower one
 _DECADES = 8  # gaps from 1e-8 to 1
@@ -93,10 +94,10 @@ def gap_quantile(histogram: Tensor, frac: float) -> Tensor:
         histogram: [NUM_GAP_BINS] float64, tokens. frac: share of tokens at or below, in (0, 1].
     Returns: [] float64: within 2.4 % of the smallest gap that `frac` of the tokens do not
         exceed; 0 if that is below 1e-8 or there are no tokens.
-    Raises: ValueError for a frac out of range.
+    Raises: Refusal for a frac out of range.
     """
     if not 0 < frac <= 1:
-        raise ValueError(f"frac: must be in (0, 1], got {frac}")
+        raise Refusal(f"frac: must be in (0, 1], got {frac}")
     return _bin_value(_bin_at(histogram, frac), within=0.5)
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from spmdrl.errors import Refusal
 from spmdrl.types import Scalars
 
 AGGREGATIONS = (
@@ -54,7 +55,7 @@ def sequence_weights(
             prompts that have loss tokens.
         max_response_tokens: the constant of seq_mean_token_sum_norm, tokens.
     Returns: [S] float64, 1/tokens or 1. All zero when nothing is in the loss.
-    Raises: ValueError for an unknown aggregation.
+    Raises: Refusal for an unknown aggregation.
     Source: arXiv 2503.14476 eq. 8 (token_mean), 2402.03300 eq. 3 (seq_mean_token_mean),
         2602.05261 (seq_mean_token_sum), 2503.20783 (its norm), 2510.13786 (prompt_mean).
     Invariant under: permuting sequences; dp size; micro-batching; packing order.
@@ -76,7 +77,7 @@ def sequence_weights(
         tokens = tokens.index_add(0, index, lengths)
         num_prompts = (tokens > 0).sum().clamp(min=1)
         return present / tokens.clamp(min=1)[index] / num_prompts
-    raise ValueError(
+    raise Refusal(
         f"algorithm.aggregation: unknown {aggregation!r}; known: {', '.join(AGGREGATIONS)}"
     )
 

@@ -18,6 +18,8 @@ from typing import Any, Literal, Union
 import torch
 from torch import Tensor
 
+from spmdrl.errors import Refusal
+
 Method = Callable[..., Any]
 """A function of the registry, or one's own with parameters of the same names."""
 Named = Mapping[str, Any]
@@ -84,11 +86,11 @@ def names(kind: Kind) -> tuple[str, ...]:
 def get(kind: Kind, name: str) -> Method:
     """Return the function behind a method name or a `module:function` of one's own.
 
-    Raises: ValueError when there is none, naming the nearest known one.
+    Raises: Refusal when there is none, naming the nearest known one.
     """
     found = _found(kind, name)
     if isinstance(found, str):
-        raise ValueError(found)
+        raise Refusal(found)
     return found
 
 
@@ -183,17 +185,17 @@ def needs_group(name: str) -> bool:
 def call(function: Method, inputs: Mapping[str, Tensor], options: Named) -> Any:
     """Call a method with the inputs that it names, out of a larger set, and with its options.
 
-    Raises: ValueError for an input that is not there or an option that it does not have.
+    Raises: Refusal for an input that is not there or an option that it does not have.
     """
     wanted = inputs_of(function)
     missing = [name for name in wanted if name not in inputs]
     if missing:
-        raise ValueError(
+        raise Refusal(
             f"{function.__name__} asks for {', '.join(missing)}; available: {', '.join(inputs)}"
         )
     unknown = [name for name in options if name not in options_of(function)]
     if unknown:
-        raise ValueError(
+        raise Refusal(
             f"{function.__name__} has no option {unknown[0]!r}"
             f"{_nearest(unknown[0], options_of(function))}"
         )

@@ -13,6 +13,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from spmdrl.errors import Refusal
+
 RIGHT_AT = 1.0
 """A sample is right from this reward on: full marks of a verifiable reward."""
 ROUNDING = 1e-9
@@ -43,7 +45,7 @@ def shape(
             penalty. truncated_factor, truncated_penalty: of `stop_properly`. shift, scale,
             clamp_low, clamp_high: of `scale_and_clamp`.
     Returns: [S] float64.
-    Raises: ValueError for an option out of range.
+    Raises: Refusal for an option out of range.
     """
     if overlong_tokens:
         rewards = penalize_overlong(
@@ -76,16 +78,16 @@ def penalize_overlong(
         max_response_tokens: L. buffer_tokens: c, in [1, L].
         penalty: task units, at least 0.
     Returns: [S] float64.
-    Raises: ValueError for an option out of range.
+    Raises: Refusal for an option out of range.
     Source: arXiv 2503.14476 eq. 13 (soft overlong punishment).
     """
     if not 1 <= buffer_tokens <= max_response_tokens:
-        raise ValueError(
+        raise Refusal(
             f"buffer_tokens: must be in [1, max_response_tokens = "
             f"{max_response_tokens}], got {buffer_tokens}"
         )
     if not penalty >= 0:
-        raise ValueError(f"penalty: must be at least 0, got {penalty}")
+        raise Refusal(f"penalty: must be at least 0, got {penalty}")
     excess = response_lengths.double() - (max_response_tokens - buffer_tokens)
     return rewards.double() - penalty * (excess / buffer_tokens).clamp(0, 1)
 
@@ -100,13 +102,13 @@ def stop_properly(
         factor: in [0, 1]; leaves a negative reward as it is, which it would raise.
         penalty: task units, at least 0.
     Returns: [S] float64.
-    Raises: ValueError for an option out of range.
+    Raises: Refusal for an option out of range.
     Source: NeMo-RL's stop_properly_penalty_coef (factor) for positive rewards.
     """
     if not 0 <= factor <= 1:
-        raise ValueError(f"factor: must be in [0, 1], got {factor}")
+        raise Refusal(f"factor: must be in [0, 1], got {factor}")
     if not penalty >= 0:
-        raise ValueError(f"penalty: must be at least 0, got {penalty}")
+        raise Refusal(f"penalty: must be at least 0, got {penalty}")
     rewards = rewards.double()
     lowered = torch.minimum(rewards, factor * rewards) - penalty
     return torch.where(is_truncated, lowered, rewards)
@@ -126,13 +128,13 @@ def scale_and_clamp(
         rewards: [S] float, task units.
         shift, low, high: task units. scale: finite.
     Returns: [S] float64.
-    Raises: ValueError unless low < high and shift and scale are finite.
+    Raises: Refusal unless low < high and shift and scale are finite.
     Source: common practice; a linear map and bounds.
     """
     if not low < high:
-        raise ValueError(f"low, high: must be low < high, got {low}, {high}")
+        raise Refusal(f"low, high: must be low < high, got {low}, {high}")
     if not (math.isfinite(shift) and math.isfinite(scale)):
-        raise ValueError(f"shift, scale: must be finite, got {shift}, {scale}")
+        raise Refusal(f"shift, scale: must be finite, got {shift}, {scale}")
     scaled = scale * (rewards.double() + shift)
     return torch.where(scaled.isfinite(), scaled.clamp(low, high), scaled)
 
@@ -143,11 +145,11 @@ def pass_at_k_estimate(num_samples: int, num_correct: int, k: int) -> float:
     1 - C(n - c, k) / C(n, k), the mean over all subsets of k of the n samples; in whole
     numbers, so that the result is the nearest float.
 
-    Raises: ValueError unless 0 <= num_correct <= num_samples and 1 <= k <= num_samples.
+    Raises: Refusal unless 0 <= num_correct <= num_samples and 1 <= k <= num_samples.
     Source: arXiv 2107.03374 eq. 1.
     """
     if not 0 <= num_correct <= num_samples:
-        raise ValueError(
+        raise Refusal(
             f"num_correct: must be in [0, num_samples = {num_samples}], got {num_correct}"
         )
     _check_k(k, num_samples)
@@ -160,7 +162,7 @@ def best_at_k_estimate(rewards: Sequence[float], k: int) -> float:
 
     For rewards of 0 and 1 it is `pass_at_k_estimate`.
 
-    Raises: ValueError unless 1 <= k <= number of rewards.
+    Raises: Refusal unless 1 <= k <= number of rewards.
     """
     _check_k(k, len(rewards))
     subsets = math.comb(len(rewards), k)
@@ -172,7 +174,7 @@ def best_at_k_estimate(rewards: Sequence[float], k: int) -> float:
 
 def _check_k(k: int, num_samples: int) -> None:
     if not 1 <= k <= num_samples:
-        raise ValueError(f"k: must be in [1, {num_samples}], the number of samples, got {k}")
+        raise Refusal(f"k: must be in [1, {num_samples}], the number of samples, got {k}")
 
 
 def adaptive_kl_coef(
@@ -188,19 +190,19 @@ def adaptive_kl_coef(
         horizon: samples over which the coefficient may change by a fifth.
         num_samples: sequences since the last call.
     Returns: the next coefficient, above 0 if coef is.
-    Raises: ValueError for a kl that is not finite, target or horizon not above 0, a negative
+    Raises: Refusal for a kl that is not finite, target or horizon not above 0, a negative
         coef, or num_samples so many that the coefficient could reach 0.
     Source: arXiv 1909.08593 section 2.2 (Ziegler et al.), in the form of lvwerra/trl.
     """
     if not math.isfinite(kl):
-        raise ValueError(f"kl: must be finite, got {kl}")
+        raise Refusal(f"kl: must be finite, got {kl}")
     if not (coef >= 0 and target > 0 and horizon > 0):
-        raise ValueError(
+        raise Refusal(
             f"coef, target, horizon: must be at least 0, above 0 and above 0, got "
             f"{coef}, {target}, {horizon}"
         )
     if not 0 <= num_samples < 5 * horizon:
-        raise ValueError(
+        raise Refusal(
             f"horizon: {horizon} is too short for {num_samples} samples a step: the "
             f"coefficient could reach 0; use more than {num_samples / 5:g}"
         )

@@ -11,7 +11,7 @@ aligned with the packed tokens [T] or the micro-batch's sequences [S]:
 
 Each method returns (advantages [T] float64, returns [T] float64 or None), detached, exactly 0
 off the loss mask whatever the inputs hold there. `returns` are the targets of a value model.
-Raises everywhere: ValueError for a reward that is not finite, of a sequence with loss tokens.
+Raises everywhere: Refusal for a reward that is not finite, of a sequence with loss tokens.
 Invariant under: micro-batching, packing order, padding; dp size. Shape letters: S sequences,
 T packed tokens, P prompts, L positions in a response.
 """
@@ -41,6 +41,7 @@ from spmdrl.algorithms.token_baselines import (
     token_rewards,
     with_totals,
 )
+from spmdrl.errors import Refusal
 
 # The methods, for the registry.
 __all__ = ["distill", "gae", "gigpo", "otb", "prime", "reinforce_plus_plus"]
@@ -76,13 +77,13 @@ def gae(
         length_alpha: above 0, lam is 1 - 1 / (length_alpha |y|), at least 0, for a response
             of |y| loss tokens; 0 is off.
     Returns: unwhitened advantages, and returns A(value_lam) + V.
-    Raises: ValueError for an option out of range.
+    Raises: Refusal for an option out of range.
     Source: arXiv 1506.02438 eq. 16; 2503.01491 (value_lam, VC-PPO); 2504.05118 (length_alpha
         0.05, VAPO; clamped at 0, where its formula is negative).
     """
     check_unit(gamma=gamma, lam=lam, value_lam=value_lam)
     if not length_alpha >= 0:
-        raise ValueError(f"length_alpha: must be at least 0 (0 is off), got {length_alpha}")
+        raise Refusal(f"length_alpha: must be at least 0 (0 is off), got {length_alpha}")
     tokens = loss_tokens(loss_mask, cu_seqlens)
     before = tokens.take(values)
     deltas = token_rewards(rewards, kl_rewards, tokens) + gamma * tokens.next(before) - before
@@ -123,7 +124,7 @@ def distill(
     Args:
         max_gap: nats; the advantage is clamped to +- this (a teacher that gives the token
             probability 0 has -inf).
-    Raises: ValueError for max_gap not above 0.
+    Raises: Refusal for max_gap not above 0.
     Source: arXiv 2306.08543, 2306.13649 (on-policy distillation, sampled reverse KL).
     """
     check_bound(max_gap=max_gap)
@@ -160,7 +161,7 @@ def prime(
         beta: task units per nat; the same in the baselines and in phi's loss.
         gamma: in [0, 1].
     Returns: advantages, and the outcome at each loss token, which phi is trained on.
-    Raises: ValueError for gamma out of range.
+    Raises: Refusal for gamma out of range.
     Source: arXiv 2502.01456 eq. 5 (PRIME), advantage by leave-one-out; phi's rewards from before
         its update on the batch, as in its Algorithm 1.
     """
@@ -195,7 +196,7 @@ def gigpo(
             the same state (`token_baselines.gigpo_steps`).
         episode_advantages: [S] float64: `grpo`, or `dr_grpo` with scale `none`.
         step_weight: at least 0. gamma, scale, std_eps: of `gigpo_steps`, through which they act.
-    Raises: ValueError for a negative step_weight.
+    Raises: Refusal for a negative step_weight.
     Source: arXiv 2505.10978 (GiGPO).
     """
     check_not_negative(step_weight=step_weight)
@@ -287,7 +288,7 @@ def whiten(
         eps: above 0.
     Returns: [T] float64, 0 off the loss mask, and everywhere if all tokens have one value up
         to rounding.
-    Raises: ValueError for eps not above 0.
+    Raises: Refusal for eps not above 0.
     """
     check_positive(eps=eps)
     mean, std = torch.as_tensor(mean), torch.as_tensor(std)

@@ -26,6 +26,7 @@ from spmdrl.algorithms.groups import group_rewards
 from spmdrl.algorithms.loss_tokens import LossTokens, discounted_sums, loss_tokens
 from spmdrl.algorithms.masked import Method, attach, check_unit
 from spmdrl.algorithms.reduce import sequence_mean
+from spmdrl.errors import Refusal
 
 NO_TURN = -2
 """State of a turn that a sequence has not got; -1 is a turn without a state."""
@@ -115,14 +116,14 @@ def prime_baselines(
         group_ids: [B] int64. is_valid: [B] bool. loss_lengths: [B] int64, tokens.
     Returns: process_baselines [B] float64, by `leave_one_out_means` over sequences with loss
         tokens, and episode_advantages [B] float64, by `rloo`.
-    Raises: ValueError for a valid reward outside [0, 1]: it is a label that the process reward
+    Raises: Refusal for a valid reward outside [0, 1]: it is a label that the process reward
         model is trained on.
     Source: arXiv 2502.01456 eq. 5 (PRIME).
     """
     outside = is_valid & ~((rewards >= 0) & (rewards <= 1))
     if outside.any():
         row = int(outside.nonzero()[0])
-        raise ValueError(
+        raise Refusal(
             f"algorithm.advantage: prime trains its process reward model on the "
             f"rewards as labels, which must be in [0, 1], got "
             f"{float(rewards[row])} (sequence {row}, group {int(group_ids[row])}); "
@@ -142,7 +143,7 @@ def leave_one_out_means(values: Tensor, group_ids: Tensor, *, is_valid: Tensor) 
         values: [S] float64 of the whole batch. group_ids: [S] int64.
         is_valid: [S] bool; leave out sequences without loss tokens here.
     Returns: [S] float64; NaN where the sample or all others are not valid.
-    Raises: ValueError for a valid value that is not finite.
+    Raises: Refusal for a valid value that is not finite.
     Source: arXiv 2402.14740, 2502.01456.
     """
     groups = group_rewards(values, group_ids, is_valid=is_valid)
@@ -171,14 +172,14 @@ def gigpo_steps(
         gamma: discount per turn, in [0, 1]. scale, std_eps: of `step_advantages`.
     Returns: step_table [B, U] float64, `step_advantages` of the returns R_k = r_k + gamma
         R_(k+1); and episode_advantages [B] float64, `grpo`, or `dr_grpo` with scale `none`.
-    Raises: ValueError for gamma out of range, or where no turn of the batch has a state.
+    Raises: Refusal for gamma out of range, or where no turn of the batch has a state.
     Source: arXiv 2505.10978 (GiGPO).
     """
     check_unit(gamma=gamma)
     own, states = turns[..., 0].clone(), turns[..., 1]
     exists = (states > NO_TURN) & is_valid[:, None]
     if exists.any() and not (states[exists] >= 0).any():
-        raise ValueError(
+        raise Refusal(
             "algorithm.advantage: gigpo compares turns that answer the same state, "
             "and no turn has one; give rollout.environment a method `state`, or "
             "take another advantage"
@@ -220,7 +221,7 @@ def step_advantages(
         group_ids: [N] int64, prompt of each turn. anchor_ids: [N] int64; -1: none.
         scale: `std` divides by the population standard deviation + std_eps, `none` centres.
     Returns: [N] float64; exactly 0 without an anchor, for a state met once or equal returns.
-    Raises: ValueError for a return that is not finite.
+    Raises: Refusal for a return that is not finite.
     Source: arXiv 2505.10978 (GiGPO), the step advantage; deviation: the full group's
         standard deviation, not the sample form.
     Invariant under: permuting turns; adding a constant per state.
@@ -277,7 +278,7 @@ def rewards_to_go(rewards: Tensor, kl_rewards: Tensor, tokens: LossTokens) -> Te
     Args:
         rewards: [S] float64, task units. kl_rewards: [T] float, task units.
     Returns: [N] float64.
-    Raises: ValueError for a reward of a sequence with loss tokens that is not finite.
+    Raises: Refusal for a reward of a sequence with loss tokens that is not finite.
     """
     return discounted_sums(
         token_rewards(rewards, kl_rewards, tokens), discounts=1.0, last=tokens.last
@@ -287,13 +288,13 @@ def rewards_to_go(rewards: Tensor, kl_rewards: Tensor, tokens: LossTokens) -> Te
 def token_rewards(rewards: Tensor, kl_rewards: Tensor, tokens: LossTokens) -> Tensor:
     """Return the KL reward of each loss token, plus the reward at the last: [N] float64.
 
-    Raises: ValueError for a reward of a sequence with loss tokens that is not finite.
+    Raises: Refusal for a reward of a sequence with loss tokens that is not finite.
     """
     rewards = torch.where(tokens.counts > 0, rewards.detach().double(), 0.0)
     finite = rewards.isfinite()
     if not finite.all():
         row = int((~finite).nonzero()[0])
-        raise ValueError(
+        raise Refusal(
             f"reward of sequence {row} of the micro-batch is {float(rewards[row])}; "
             "rewards must be finite"
         )

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from spmdrl.algorithms.masked import Stats, keep, masked_mean
+from spmdrl.errors import Refusal
 
 __all__ = ["value_loss"]
 
@@ -33,12 +34,12 @@ def value_loss(
         clip: largest change that the loss rewards, task units; 0 is off.
     Returns: terms [T] in the dtype of `values`, and stats: value/mean, value/clip_frac and
         those of `explained_variance_sums` for old_values, which made the advantages.
-    Raises: ValueError for a negative clip.
+    Raises: Refusal for a negative clip.
     Source: Schulman et al. 2017, PPO (openai/baselines ppo2), value clipping.
     Invariant under: dp size, micro-batching, packing order, padding.
     """
     if not clip >= 0:
-        raise ValueError(f"clip: must be at least 0 (0 is off), got {clip}")
+        raise Refusal(f"clip: must be at least 0 (0 is off), got {clip}")
     kept = keep(values, loss_mask)
     old = keep(old_values.detach(), loss_mask).to(values.dtype)
     targets = keep(returns.detach(), loss_mask).to(values.dtype)

@@ -49,7 +49,7 @@ def _print_section(title: str, pairs: dict[str, str]) -> None:
 
 
 def _print_adapter(cfg: Config) -> None:
-    """Raises: ValueError when targets match nothing, or a path holds no adapter."""
+    """Raises: Refusal when targets match nothing, or a path holds no adapter."""
     if not cfg.model.lora.is_on:
         return
     model = build_policy(cfg)
@@ -88,7 +88,7 @@ def mesh_map(cfg: Config) -> dict[str, str]:
 def reward_model_size(cfg: Config, path: str) -> str:
     """Return what a reward model amounts to.
 
-    Raises: ValueError when it cannot be built.
+    Raises: Refusal when it cannot be built.
     """
     model = build_meta_model(replace(cfg.model, path=path), is_scalar=True)
     count, item = sum(p.numel() for p in model.parameters()), _DTYPE_BYTES[cfg.model.compute_dtype]
@@ -101,7 +101,7 @@ def reward_model_size(cfg: Config, path: str) -> str:
 def stream_size(cfg: Config) -> dict[str, str]:
     """Return what one push of the weights amounts to.
 
-    Raises: ValueError when the model folder cannot be read.
+    Raises: Refusal when the model folder cannot be read.
     """
     shapes = checkpoint_shapes(cfg)
     count = sum(shape.numel() for shape in shapes.values())

@@ -13,6 +13,7 @@ from torch import nn
 from spmdrl.check.model import MAX_RANK
 from spmdrl.config import Config
 from spmdrl.engine.vllm_arguments import model_arguments
+from spmdrl.errors import Refusal
 from spmdrl.imports import attempt
 from spmdrl.model.blocks import uneven_experts, unshardable
 from spmdrl.model.checkpoint_reader import CheckpointReader
@@ -38,7 +39,7 @@ def check_fit(cfg: Config) -> None:
 
     Of a hub model the weights would have to be fetched, and are not looked at.
 
-    Raises: ValueError for GPUs that torch cannot start, else with every problem; where there is
+    Raises: Refusal for GPUs that torch cannot start, else with every problem; where there is
         none, for weights that lack tensors of the policy or have others.
     """
     check_driver(cfg)  # first: without it a GPU would be taken for a CPU here
@@ -50,7 +51,7 @@ def check_fit(cfg: Config) -> None:
         offload = cfg.model.memory.offload
         problems += refusal(lambda: check_offload(offload, torch.device("cpu")))
     if problems:
-        raise ValueError("\n".join(problems))
+        raise Refusal("\n".join(problems))
     if folder.is_dir():
         is_scalar = hasattr(hf_model, "score")
         check_weights(
@@ -73,7 +74,7 @@ def fit_problems(cfg: Config) -> list[str]:
 
 
 def refusal(check: Callable[[], object]) -> list[str]:
-    """Return what a check says when it raises a ValueError; [] when it does not."""
+    """Return what a check says when it raises a Refusal; [] when it does not."""
     _, error = attempt(check)
     return [str(error)] if error else []
 
@@ -81,7 +82,7 @@ def refusal(check: Callable[[], object]) -> list[str]:
 def build_policy(cfg: Config) -> nn.Module:
     """Build the policy's model on the meta device.
 
-    Raises: ValueError when its config.json cannot be read, or is of no model of this kind.
+    Raises: Refusal when its config.json cannot be read, or is of no model of this kind.
     """
     return build_meta_model(cfg.model, is_scalar=cfg.objective.is_scalar)
 
@@ -91,7 +92,7 @@ def policy_problems(cfg: Config, hf_model: nn.Module) -> list[str]:
 
     Args:
         hf_model: the policy's, with its own head or another.
-    Raises: ValueError when the model does not say what its blocks are.
+    Raises: Refusal when the model does not say what its blocks are.
     """
     counts = counts_of(hf_model)
     return [

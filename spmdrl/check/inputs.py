@@ -17,6 +17,7 @@ from spmdrl.data.examples import row_kind
 from spmdrl.data.rows import ground_truth_of, read_rows
 from spmdrl.data.tasks import is_generated, make_task
 from spmdrl.data.tokenizer import load_tokenizer
+from spmdrl.errors import Refusal
 from spmdrl.imports import attempt
 from spmdrl.rewards.signatures import import_function, load_reward, reward_models
 from spmdrl.rollout.replay_source import check_recorded
@@ -62,7 +63,7 @@ def _first_row(cfg: Config, spec: str) -> dict | None:
 
 
 def _check_reward(spec: str, row: dict | None, *, cfg: Config) -> None:
-    """Raises: ValueError when a function or model cannot be used, or asks for what a row does
+    """Raises: Refusal when a function or model cannot be used, or asks for what a row does
     not have."""
     if is_generated(spec):
         return  # made with the first row of data.train
@@ -70,7 +71,7 @@ def _check_reward(spec: str, row: dict | None, *, cfg: Config) -> None:
         # The files of a hub model would have to be fetched.
         folder = Path(path) if Path(path).is_dir() else None
         for problem in refusal(lambda: check_reward_model(cfg, path, folder=folder)):
-            raise ValueError(f"rewards.functions: model:{path} cannot be a reward: {problem}")
+            raise Refusal(f"rewards.functions: model:{path} cannot be a reward: {problem}")
         return
     load_reward(spec)
     parameters = inspect.signature(import_function(spec)).parameters.values()
@@ -80,12 +81,12 @@ def _check_reward(spec: str, row: dict | None, *, cfg: Config) -> None:
         return
     if "ground_truth" in required and "solution_str" in names:
         for problem in refusal(lambda: ground_truth_of(row)):
-            raise ValueError(
+            raise Refusal(
                 f"rewards.functions: {spec} asks for ground_truth, and in the first "
                 f"row of data.train {problem}"
             )
     elif "completions" in names and (absent := required - set(row) - _TRL_GIVEN):
-        raise ValueError(
+        raise Refusal(
             f"rewards.functions: {spec} asks for {', '.join(sorted(absent))}; the "
             f"first row of data.train has {', '.join(map(str, row))}"
         )

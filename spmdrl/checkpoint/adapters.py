@@ -11,6 +11,7 @@ from torch import Tensor
 
 from spmdrl.checkpoint.weights import SavedWeights
 from spmdrl.config import ModelSettings
+from spmdrl.errors import Refusal
 from spmdrl.imports import refusing
 from spmdrl.model.checkpoint_reader import CheckpointReader
 from spmdrl.model.load import build_meta_model
@@ -28,7 +29,7 @@ class MergedWeights:
         base: folder of the weights that they were trained on.
         parts: {name in its files: part of a live tensor}.
         part: model.part.
-    Raises: ValueError when `base` has other weights.
+    Raises: Refusal when `base` has other weights.
     """
 
     def __init__(
@@ -38,7 +39,7 @@ class MergedWeights:
         self._reader = CheckpointReader(base, part=part)
         found = base_digest({name: file_digest(base / name) for name in self._reader.files()})
         if found != int(saved.record("base")):
-            raise ValueError(
+            raise Refusal(
                 f"the checkpoint has adapters only, and they were trained on other "
                 f"weights than those in {base}; name those by --model"
             )
@@ -81,10 +82,10 @@ def export_adapter(
         out: an existing folder.
         base: folder or hub name of the weights that they were trained on.
         trust_remote_code: run Python code that comes with `base`.
-    Raises: ValueError when the checkpoint has none.
+    Raises: Refusal when the checkpoint has none.
     """
     if not saved.has_adapters:
-        raise ValueError(
+        raise Refusal(
             "--adapter: the checkpoint has whole weights, since the run had no "
             "model.lora; leave the flag out"
         )

@@ -23,6 +23,7 @@ from transformers import AutoTokenizer
 from spmdrl.checkpoint.adapters import MergedWeights
 from spmdrl.checkpoint.weights import SavedWeights
 from spmdrl.config import ModelSettings
+from spmdrl.errors import Refusal
 from spmdrl.imports import refusing
 from spmdrl.model.checkpoint_reader import CheckpointReader
 from spmdrl.model.file_tensors import file_tensors
@@ -71,7 +72,7 @@ class Ranks:
         return gather_objects(own, group=dist.group.WORLD)[0]
 
     def all(self, work: Callable[[], T]) -> T:
-        """Have every rank work. Raises: ValueError on all of them where it does on one."""
+        """Have every rank work. Raises: Refusal on all of them where it does on one."""
         if self.size == 1:
             return work()
         with agree(group=dist.group.WORLD):
@@ -96,7 +97,7 @@ def write_folder(
         model: where config.json and the tokenizer's files come from.
         dtype: of the floating-point weights; `auto` takes that of config.json.
         max_file_bytes: of a weight file; a tensor above it gets a file of its own.
-    Raises: ValueError when files of `model` cannot be found, or do not fit the weights.
+    Raises: Refusal when files of `model` cannot be found, or do not fit the weights.
     """
 
     def describe() -> torch.dtype:
@@ -132,7 +133,7 @@ def _copy_small_files(name: str, target: Path, *, flag: str, skip: tuple[str, ..
     if not source.is_dir():
         source = _from_hub(name, flag=flag)
     if flag == "--model" and not (source / "config.json").is_file():
-        raise ValueError(f"{source} has no config.json; give the model's folder by {flag}")
+        raise Refusal(f"{source} has no config.json; give the model's folder by {flag}")
     for pattern in _SMALL_FILES:
         for path in sorted(source.glob(pattern)):
             if path.name not in skip and not path.name.endswith(".index.json"):
@@ -162,7 +163,7 @@ def _set_dtype(path: Path, dtype: str) -> torch.dtype:
     path.write_text(json.dumps(config, indent=2) + "\n")
     cast = getattr(torch, dtype, None)
     if not isinstance(cast, torch.dtype) or not cast.is_floating_point:
-        raise ValueError(f"config.json names the dtype {dtype!r}; choose one by --dtype")
+        raise Refusal(f"config.json names the dtype {dtype!r}; choose one by --dtype")
     return cast
 
 
@@ -202,7 +203,7 @@ def _write_weights(
     the folder that was trained from as it is; of the files every rank writes its share, and the
     first one the index.
 
-    Raises: ValueError when the checkpoint's tensors are not those that config.json asks for.
+    Raises: Refusal when the checkpoint's tensors are not those that config.json asks for.
     """
     kept = weights.dtypes
     _check_fit(kept, parts)
@@ -242,7 +243,7 @@ def _check_fit(kept: dict[str, torch.dtype], parts: dict[str, Part]) -> None:
     differing = sorted({part.tensor for part in parts.values()} ^ kept.keys())
     if differing:
         where = "checkpoint" if differing[0] in kept else "model of config.json"
-        raise ValueError(
+        raise Refusal(
             f"only the {where} has {differing[0]} ({len(differing)} tensors are in "
             "one alone); name the model that was trained from by --model"
         )

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import spmdrl.checkpoint.manifest as disk
 from spmdrl.config import Config, KeepSettings
+from spmdrl.errors import Refusal
 from spmdrl.imports import attempt, nearest
 
 BEST = "best"
@@ -25,11 +26,11 @@ def check_measured(cfg: Config, values: Mapping[str, float]) -> None:
 
     Args:
         values: {metric: value} of the first evaluation; empty for none.
-    Raises: ValueError naming the nearest one.
+    Raises: Refusal naming the nearest one.
     """
     name = cfg.checkpoint.keep.best
     if name and values and name not in values:
-        raise ValueError(
+        raise Refusal(
             f"checkpoint.keep.best: the evaluation gives no {name}{nearest(name, values)}"
         )
 
@@ -98,14 +99,14 @@ def link_best(root: Path, keep: KeepSettings) -> None:
 def named(path: Path, which: str) -> Path:
     """Return what `--which` means of a run's folder: itself for `last`, its best checkpoint.
 
-    Raises: ValueError when the run keeps no best one.
+    Raises: Refusal when the run keeps no best one.
     """
     if which == "last":
         return path
     for root in (disk.checkpoints_folder(path), path):
         if (root / BEST / disk.NAME).is_file():
             return (root / BEST).resolve()
-    raise ValueError(
+    raise Refusal(
         f"{path} has no checkpoints/{BEST}: the run kept none by a metric; set "
         "checkpoint.keep.best, e.g. to eval/reward, or leave out --which best"
     )

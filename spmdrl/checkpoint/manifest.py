@@ -27,6 +27,7 @@ import torch
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata
 
+from spmdrl.errors import Refusal
 from spmdrl.imports import attempt, refusing
 
 NAME = "manifest.json"
@@ -119,20 +120,18 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 def read_manifest(folder: Path) -> Manifest:
     """Read and check the manifest of one checkpoint.
 
-    Raises: ValueError naming the file and what is wrong with it.
+    Raises: Refusal naming the file and what is wrong with it.
     """
     path = folder / NAME
     if not path.is_file():
-        raise ValueError(f"{path} is missing")
+        raise Refusal(f"{path} is missing")
     with refusing(f"{path} is not a manifest", ValueError, KeyError, AttributeError, TypeError):
         body = json.loads(path.read_bytes())
         written = body.pop("sha256")
     if written != _digest(body):
-        raise ValueError(f"{path} does not match its own sha256: it was changed or damaged")
+        raise Refusal(f"{path} does not match its own sha256: it was changed or damaged")
     if body.pop("format") != _FORMAT:
-        raise ValueError(
-            f"{path} is of another format than {_FORMAT}; use the version that wrote it"
-        )
+        raise Refusal(f"{path} is of another format than {_FORMAT}; use the version that wrote it")
     body["files"] = {name: FileEntry(**entry) for name, entry in body["files"].items()}
     body["rollout_ranks"] = tuple(body["rollout_ranks"])
     return Manifest(**body)
@@ -177,7 +176,7 @@ def damages(
 def whole_checkpoint(path: Path) -> tuple[Path, Manifest]:
     """Return a checkpoint's folder and manifest: `path` itself, or the newest whole one of a run.
 
-    Raises: ValueError when there is none, saying what is wrong with each that is there.
+    Raises: Refusal when there is none, saying what is wrong with each that is there.
     """
     candidates = [path]
     if not (path / NAME).is_file():
@@ -191,7 +190,7 @@ def whole_checkpoint(path: Path) -> tuple[Path, Manifest]:
             return folder, content
         problems += wrong
         warnings.warn(f"{folder} cannot be used: {'; '.join(wrong)}", stacklevel=2)
-    raise ValueError(
+    raise Refusal(
         f"{path} is no whole checkpoint and no run that has one"
         + "".join(f"\n  {problem}" for problem in problems)
     )
@@ -204,13 +203,13 @@ class TensorReader(FileSystemReader):
     """
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Return the index of tensors. Raises: ValueError when the file holds anything else."""
+        """Return the index of tensors. Raises: Refusal when the file holds anything else."""
         path = Path(self.path) / ".metadata"
         kinds = (pickle.UnpicklingError, EOFError, AttributeError, IndexError)
         with refusing(f"{path} is not an index of tensors", *kinds), path.open("rb") as f:
             metadata = _IndexUnpickler(f).load()
         if not isinstance(metadata, Metadata):
-            raise ValueError(f"{path} holds a {type(metadata).__name__}, not an index of tensors")
+            raise Refusal(f"{path} holds a {type(metadata).__name__}, not an index of tensors")
         return metadata
 
 

@@ -17,6 +17,7 @@ import spmdrl.checkpoint.manifest as disk
 from spmdrl.checkpoint.state import Saved, SavedSource, set_rng_state, tensor_leaves
 from spmdrl.config import Config, flatten
 from spmdrl.config.former import modernized
+from spmdrl.errors import Refusal
 from spmdrl.imports import attempt
 from spmdrl.world import World
 from spmdrl.world.comm import gather_objects, gather_problems
@@ -45,12 +46,12 @@ def restore(cfg: Config, world: World, *, policy: Saved, source: SavedSource) ->
         policy: its tensors are written in place (trainer ranks).
         source: gets the rollouts that were made ahead.
     Returns: step 0 when there is nothing to resume.
-    Raises: ValueError when the checkpoint asked for does not exist, none is whole, the config
+    Raises: Refusal when the checkpoint asked for does not exist, none is whole, the config
         differs in what shapes the result, or the model is another one.
     """
     candidates, problem = world.from_rank_0(lambda: candidate_folders(cfg), wait="find checkpoint")
     if problem:
-        raise ValueError(problem)
+        raise Refusal(problem)
     damaged: dict[Path, str] = {}
     for folder in candidates:
         content, problem = _checked(folder, world)
@@ -65,7 +66,7 @@ def restore(cfg: Config, world: World, *, policy: Saved, source: SavedSource) ->
             log.warning("checkpoint %s cannot be used: %s", folder, problem)
     if damaged:
         lines = "\n".join(f"  {folder}: {problem}" for folder, problem in damaged.items())
-        raise ValueError(
+        raise Refusal(
             f"no checkpoint can be used:\n{lines}\nGive another by "
             "checkpoint.resume, or start afresh in another output_dir"
         )
@@ -157,7 +158,7 @@ def _check_config(content: disk.Manifest, cfg: Config, *, folder: Path, is_speak
         f"  {difference}" for difference in differences
     )
     if not cfg.checkpoint.allow_config_change:
-        raise ValueError(
+        raise Refusal(
             f"{text}\nSet the old values, or go on with the new ones by "
             "--checkpoint.allow-config-change, or start in another output_dir"
         )
@@ -182,7 +183,7 @@ def _load(
     with world.watch.wait("compare tensors", content.step):
         problems = gather_problems(problems, group=world.control)
     if problems:
-        raise ValueError(f"{folder} does not hold this model: " + "; ".join(problems))
+        raise Refusal(f"{folder} does not hold this model: " + "; ".join(problems))
     with world.watch.wait("load checkpoint", content.step):
         if world.is_trainer:
             dcp.load(tensor_leaves(state), storage_reader=reader, process_group=world.saving)

@@ -102,7 +102,7 @@ class Saver:
     def check(self, evaluated: Sums) -> None:
         """Refuse a `checkpoint.keep.best` that the first evaluation did not measure.
 
-        Raises: ValueError naming the nearest metric.
+        Raises: Refusal naming the nearest metric.
         """
         keep.check_measured(self.cfg, values_of(evaluated))
 

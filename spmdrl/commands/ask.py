@@ -20,6 +20,7 @@ import yaml
 
 from spmdrl.data.rows import Messages, ground_truth_of, prompt_of, read_rows
 from spmdrl.data.tasks import make_task
+from spmdrl.errors import Refusal
 from spmdrl.imports import attempt
 
 
@@ -48,12 +49,12 @@ def ask(
         temperature: of sampling; 0 is greedy.
         seed: of the problems and of sampling.
     Returns: mean reward; None where nothing is graded.
-    Raises: ValueError for a folder, task, option or file that does not exist.
+    Raises: Refusal for a folder, task, option or file that does not exist.
     """
     if not (folder / "config.json").is_file():
-        raise ValueError(f"{folder} is not a Hugging Face folder: it has no config.json")
+        raise Refusal(f"{folder} is not a Hugging Face folder: it has no config.json")
     if num_problems < 1:
-        raise ValueError(f"-n must be at least 1, got {num_problems}")
+        raise Refusal(f"-n must be at least 1, got {num_problems}")
     options, problems = _options(task_option), None
     if prompt or data:
         rows = [{"prompt": text} for text in prompt]
@@ -132,7 +133,7 @@ def _options(pairs: tuple[str, ...]) -> dict[str, Any]:
     for pair in pairs:
         name, found, value = pair.partition("=")
         if not found:
-            raise ValueError(f"--task-option {pair}: expected NAME=VALUE, e.g. digits=2")
+            raise Refusal(f"--task-option {pair}: expected NAME=VALUE, e.g. digits=2")
         options[name] = yaml.safe_load(value)
     return options
 

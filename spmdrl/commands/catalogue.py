@@ -15,6 +15,8 @@ import re
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from spmdrl.errors import Refusal
+
 if TYPE_CHECKING:
     from spmdrl.algorithms.registry import Kind
 
@@ -92,13 +94,13 @@ def _table(
 def describe(method: Callable[..., Any]) -> tuple[str, str]:
     """Return a docstring's first paragraph and its Source section, each on one line.
 
-    Raises: ValueError for a method without either.
+    Raises: Refusal for a method without either.
     """
     text = inspect.getdoc(method) or ""
     found = re.search(r"^Source: (.*?)(?=^\w[\w ]*:|\Z)", text, flags=re.MULTILINE | re.DOTALL)
     summary = text.split("\n\n")[0]
     if not summary or not found:
-        raise ValueError(
+        raise Refusal(
             f"{method.__module__}.{method.__name__}: its docstring needs a first "
             "line with the formula and a `Source:`"
         )

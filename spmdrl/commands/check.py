@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
+from spmdrl.errors import Refusal
+
 if TYPE_CHECKING:  # and in the functions: `--help` needs none of it
     from spmdrl.config import LayoutSettings
     from spmdrl.proof.record import Record
@@ -51,7 +53,7 @@ def check(
         timeout_s: longest that one line may take, in seconds.
         trust_remote_code: run the model's own code, if it brings some.
     Returns: whether everything that a run would use is proved.
-    Raises: ValueError for a model or layout that cannot be read, or none given.
+    Raises: Refusal for a model or layout that cannot be read, or none given.
     """
     import transformers
 
@@ -62,7 +64,7 @@ def check(
     if families and not model:
         return _check_families(families, table=table, again=again, options=options)
     if not model or families:
-        raise ValueError("name a folder or hub model, or --families, one of both")
+        raise Refusal("name a folder or hub model, or --families, one of both")
     from spmdrl.proof.prove import real_config
     from spmdrl.proof.record import keep as keep_record
     from spmdrl.proof.record import own_records

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
+from spmdrl.errors import Refusal
+
 if TYPE_CHECKING:  # and in the functions: `--help` needs none of it
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -72,7 +74,7 @@ def create_model(
         initializer_std: of the weights. Narrow models learn faster from hidden_size ** -0.5.
         seed: of the weights; the same seed gives the same bytes.
     Returns: the folder.
-    Raises: ValueError when the head counts do not divide, or for an untied Gemma 2.
+    Raises: Refusal when the head counts do not divide, or for an untied Gemma 2.
     """
     _check_heads(hidden_size, heads=heads, kv_heads=kv_heads)
     sizes: dict[str, Any] = dict(
@@ -96,9 +98,9 @@ def create_model(
 
 def _check_heads(hidden_size: int, *, heads: int, kv_heads: int) -> None:
     if hidden_size % heads:
-        raise ValueError(f"hidden_size {hidden_size} is not a multiple of heads {heads}")
+        raise Refusal(f"hidden_size {hidden_size} is not a multiple of heads {heads}")
     if heads % kv_heads:
-        raise ValueError(f"heads {heads} is not a multiple of kv_heads {kv_heads}")
+        raise Refusal(f"heads {heads} is not a multiple of kv_heads {kv_heads}")
 
 
 def _tokenizer(name: str, *, chat_template: bool) -> PreTrainedTokenizerBase:
@@ -113,7 +115,7 @@ def _tokenizer(name: str, *, chat_template: bool) -> PreTrainedTokenizerBase:
 
 def _is_tied(architecture: Architecture, tied: bool | None) -> bool:
     if architecture == "gemma2" and tied is False:
-        raise ValueError(
+        raise Refusal(
             "tied False with gemma2: its output head is the embedding, vLLM has "
             "no other; leave tied out"
         )
@@ -137,7 +139,7 @@ def _mixture(architecture: Architecture, *, experts: int, sizes: dict[str, Any])
     if architecture != "deepseek_v3":
         return {}
     if experts % 4:
-        raise ValueError(
+        raise Refusal(
             f"moe_experts {experts} with deepseek_v3, which has four groups of "
             "experts here; take a multiple of 4"
         )

@@ -30,6 +30,7 @@ from spmdrl import config
 from spmdrl.check.settings import validate
 from spmdrl.config import Config, load_yaml
 from spmdrl.config.read import read, refuse
+from spmdrl.errors import Refusal
 from spmdrl.imports import attempt, is_missing_folder
 from spmdrl.rewards.signatures import reward_models
 
@@ -59,13 +60,13 @@ class CommandLine:
 def parse(argv: Sequence[str], *, world_size: int) -> CommandLine:
     """Read the command line.
 
-    Raises: ValueError for a model that is none, or a run without its config; SystemExit(2) for
+    Raises: Refusal for a model that is none, or a run without its config; SystemExit(2) for
         a config that does not serve, with every problem listed.
     """
     if not argv or argv[0].startswith("-"):
         if {"-h", "--help"} & set(argv):
             read(["--help"], prog="python -m spmdrl evaluate MODEL", about=f"{_HELP}\n")
-        raise ValueError(
+        raise Refusal(
             "the first argument is what to evaluate: a model's folder or hub name, a "
             "run's folder, or a checkpoint"
         )
@@ -86,9 +87,9 @@ def parse(argv: Sequence[str], *, world_size: int) -> CommandLine:
         default=load_yaml(file, may_be_former=True) if file else None,
     )
     if chosen.which == "best" and not is_checkpoint:
-        raise ValueError(f"--which best: {model} is a model, not a run that keeps its best one")
+        raise Refusal(f"--which best: {model} is a model, not a run that keeps its best one")
     if asked.objective.is_scalar and is_checkpoint:
-        raise ValueError(f"{model} is a reward model, which answers nothing; evaluate a policy")
+        raise Refusal(f"{model} is a reward model, which answers nothing; evaluate a policy")
     if left_out := reward_models(asked.rewards.functions):
         print(
             f"reward models score in training alone and are left out: "
@@ -145,7 +146,7 @@ def _is_checkpoint(model: str) -> bool:
             if path.is_dir()
             else f"does not exist (looked from {Path.cwd()})"
         )
-        raise ValueError(f"{model} {what}")
+        raise Refusal(f"{model} {what}")
     return False  # a hub name
 
 
@@ -153,7 +154,7 @@ def _config_of(path: Path) -> Path:
     """Return the config file of the run that `path`, it or a checkpoint of it, belongs to."""
     folder = _run_folder(path)
     if folder is None:
-        raise ValueError(
+        raise Refusal(
             f"{path} lies in no run's folder: there is no config.yaml there or above; "
             "give one by --config"
         )
@@ -199,7 +200,7 @@ def evaluation_config(cfg: Config, *, model: str, world_size: int) -> Config:
 def run(request: CommandLine, world: World) -> Result:
     """Build the engines, sample, and leave the job. Every rank calls it.
 
-    Raises: ValueError for a checkpoint, model, data or reward function that cannot be used;
+    Raises: Refusal for a checkpoint, model, data or reward function that cannot be used;
         RuntimeError naming the sample when a reward fails under on_failure=fail.
     """
     from spmdrl.data.tokenizer import load_tokenizer
@@ -240,7 +241,7 @@ def _model_folder(request: CommandLine, world: World) -> Iterator[tuple[str, int
 
         made = world.from_rank_0(exported, wait="export checkpoint")
         if not Path(made[0]).is_dir():
-            raise ValueError(
+            raise Refusal(
                 f"{socket.gethostname()} does not see {made[0]}, where rank 0 put the "
                 "model of the checkpoint; on several machines export it by `python -m spmdrl "
                 "export` to a folder that all see, and evaluate that"

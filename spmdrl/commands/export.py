@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import tyro
 
 from spmdrl.config import ModelSettings
+from spmdrl.errors import Refusal
 
 if TYPE_CHECKING:
     from spmdrl.checkpoint.manifest import Manifest
@@ -54,7 +55,7 @@ def export(
         adapter: write the adapters alone, which `model` goes with, in PEFT's format.
         is_shared: every rank that torchrun or srun started calls this, and writes its share.
     Returns: the folder.
-    Raises: ValueError when there is no whole checkpoint, `out` is taken, or the model's small
+    Raises: Refusal when there is no whole checkpoint, `out` is taken, or the model's small
         files cannot be found.
     """
     from spmdrl.checkpoint.adapters import export_adapter
@@ -62,7 +63,7 @@ def export(
     from spmdrl.checkpoint.weights import SavedWeights
 
     if not max_shard_gib > 0:
-        raise ValueError(f"--max-shard-gib must be above 0, got {max_shard_gib}")
+        raise Refusal(f"--max-shard-gib must be above 0, got {max_shard_gib}")
     made = out.with_name(out.name + ".partial")
     with Ranks.joined(is_shared=is_shared) as ranks:
         folder, content = ranks.first(lambda: _begin(checkpoint, out, which=which, made=made))
@@ -93,7 +94,7 @@ def _begin(checkpoint: Path, out: Path, *, which: str, made: Path) -> tuple[Path
     from spmdrl.checkpoint.manifest import whole_checkpoint
 
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ValueError(f"--out {out} exists and is not empty; give a new folder")
+        raise Refusal(f"--out {out} exists and is not empty; give a new folder")
     found = whole_checkpoint(named(checkpoint, which))
     shutil.rmtree(made, ignore_errors=True)
     made.mkdir(parents=True)

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from spmdrl.data.rows import hub_rows
+from spmdrl.errors import Refusal
 
 ASK = "Please reason step by step, and put your final answer within \\boxed{}."
 """What Qwen and DeepSeek recommend for problems of mathematics."""
@@ -42,12 +43,12 @@ SETS = {
 def rows_of(source: ProblemSet, *, split: str) -> Iterator[dict[str, Any]]:
     """Yield the rows of one split as they are written.
 
-    Raises: ValueError when the dataset cannot be read, or has other columns than it had.
+    Raises: Refusal when the dataset cannot be read, or has other columns than it had.
     """
     for place, row in hub_rows(f"{source.dataset}:{source.config}{split}"):
         for column in (source.problem, "answer"):
             if not isinstance(row.get(column), str) or not row[column].strip():
-                raise ValueError(
+                raise Refusal(
                     f"{place}: no text in column {column!r}; the columns are {', '.join(row)}; "
                     "give a file of your own with `prompt` and `answer` (docs/data.md)"
                 )

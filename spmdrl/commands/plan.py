@@ -21,6 +21,7 @@ from spmdrl import config
 from spmdrl.check.fit import policy_problems
 from spmdrl.check.settings import validate
 from spmdrl.config.read import read
+from spmdrl.errors import Refusal
 from spmdrl.imports import attempt
 from spmdrl.model.head import head_chunk_tokens
 from spmdrl.model.load import build_meta_model
@@ -137,7 +138,7 @@ def _arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
 def ask(own: argparse.Namespace, rest: list[str]) -> Question:
     """Read the config and the model's shape.
 
-    Raises: ValueError for what cannot be planned; SystemExit(2) for fields that do not exist.
+    Raises: Refusal for what cannot be planned; SystemExit(2) for fields that do not exist.
     """
     cfg = read(rest, prog="python -m spmdrl plan --config FILE") if rest else config.Config()
     if own.shape:
@@ -165,14 +166,14 @@ def ask(own: argparse.Namespace, rest: list[str]) -> Question:
 def _rates(own: argparse.Namespace) -> Rates:
     """Return the table's rates; over them the measured ones; over these the flags'.
 
-    Raises: ValueError for a GPU that is not in the table, or is another than the measured one.
+    Raises: Refusal for a GPU that is not in the table, or is another than the measured one.
     """
     measured = read_measured(own.measured) if own.measured else None
     changed = {field: _value(own, flag) * unit for flag, (field, unit, _) in _RATES.items()}
     rates = rates_of(own.gpu or (measured.gpu if measured else "H100"), **changed)
     rates = replace(rates, gpus_per_node=own.gpus_per_node)
     if measured and rates.gpu.name != measured.gpu:
-        raise ValueError(
+        raise Refusal(
             f"--gpu {own.gpu}: {own.measured} was measured on {measured.gpu}, and the rates of one "
             "GPU say nothing of another; leave one of the two flags out"
         )
@@ -185,20 +186,20 @@ def _rates(own: argparse.Namespace) -> Rates:
 
 def _check_flags(own: argparse.Namespace, cfg: config.Config) -> None:
     if own.gpus < 0 or own.gpus_per_node < 1:
-        raise ValueError(
+        raise Refusal(
             f"--gpus {own.gpus}, --gpus-per-node {own.gpus_per_node}: expected numbers of GPUs"
         )
     if own.matmul_frac is not None and not 0 < own.matmul_frac <= 1:
-        raise ValueError(f"--matmul-frac {own.matmul_frac:g}: expected a fraction, in (0, 1]")
+        raise Refusal(f"--matmul-frac {own.matmul_frac:g}: expected a fraction, in (0, 1]")
     for flag in _RATES:
         if not 0 <= _value(own, flag) < math.inf:
-            raise ValueError(
+            raise Refusal(
                 f"{flag} {_value(own, flag):g}: expected a number above 0, or 0 for the table's"
             )
     for flag, field in _MEANS.items():
         mean, most = _value(own, flag), operator.attrgetter(field)(cfg)
         if not 0 <= mean <= most:
-            raise ValueError(
+            raise Refusal(
                 f"{flag} {mean:g}: expected a mean length of at most {field} {most}, "
                 "or 0 for half of it; raise that if sequences are longer"
             )
@@ -223,7 +224,7 @@ _NEEDS_TORCHAO = "model.memory.optimizer_dtype: int8 takes"
 
 
 def _refuse(problems: list[str], *, has_layout: bool) -> None:
-    """Raises: ValueError for what is wrong with the fields that are planned with.
+    """Raises: Refusal for what is wrong with the fields that are planned with.
 
     Args:
         has_layout: that of the config is planned, not looked for.
@@ -232,13 +233,13 @@ def _refuse(problems: list[str], *, has_layout: bool) -> None:
     # Where a plan is made, nothing of the run has to be installed.
     own = [p for p in problems if p.startswith(names) and not p.startswith(_NEEDS_TORCHAO)]
     if own:
-        raise ValueError("\n".join(own))
+        raise Refusal("\n".join(own))
 
 
 def answer(question: Question, *, top: int) -> tuple[Question, Plan, list[Plan]]:
     """Return the question, the plan of the config's layout, or of the best one, and the best few.
 
-    Raises: ValueError when there is no layout of so many ranks.
+    Raises: Refusal when there is no layout of so many ranks.
     """
     run, rates = question.run, question.rates
     own = axes_of(question.cfg)
@@ -253,7 +254,7 @@ def answer(question: Question, *, top: int) -> tuple[Question, Plan, list[Plan]]
     elif best:
         plan = best[0]
     if plan is None:
-        raise ValueError(
+        raise Refusal(
             f"--gpus {question.gpus}: no layout of so many ranks suits the model and "
             "this kind of run; rl needs one at least"
         )

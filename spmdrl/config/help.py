@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from spmdrl.config.fields import Config
 from spmdrl.config.tree import flatten, kinds, nearest_field, sections, settings
+from spmdrl.errors import Refusal
 
 
 def show_help(cfg: Config, words: list[str], *, prog: str, about: str) -> None:
@@ -20,11 +21,11 @@ def show_help(cfg: Config, words: list[str], *, prog: str, about: str) -> None:
         cfg: whose values are shown.
         words: behind `--help`; the first one may name a section.
         prog, about: for the head.
-    Raises: ValueError for a section that does not exist.
+    Raises: Refusal for a section that does not exist.
     """
     asked = words[0].lstrip("-").replace("-", "_") if words else ""
     if asked and asked not in sections() and asked not in settings():
-        raise ValueError(f"--help {asked}: no such section or field{nearest_field(asked)}")
+        raise Refusal(f"--help {asked}: no such section or field{nearest_field(asked)}")
     if not asked:
         print(f"usage: {prog} [--SECTION.FIELD VALUE ...]\n\n{about}--config FILE")
         print(

@@ -27,6 +27,7 @@ from spmdrl.config.tree import (
     sections,
     settings,
 )
+from spmdrl.errors import Refusal
 
 _Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _Dumper = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
@@ -93,17 +94,17 @@ def load_yaml(path: str | Path, *, may_be_former: bool = False) -> Config:
     Args:
         may_be_former: it is what a run wrote, perhaps of a former version: take its names too.
     Returns: Config with defaults where the file is silent; not yet validated.
-    Raises: ValueError listing every unknown key (with the nearest known one), every former name
+    Raises: Refusal listing every unknown key (with the nearest known one), every former name
         (with the present one) and every value of a wrong type.
     """
     path = Path(path)
     if not path.is_file():
         near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.yaml")])
         hint = f"; did you mean {path.parent / near[0]}?" if near else ""
-        raise ValueError(f"config file {path} does not exist{hint}")
+        raise Refusal(f"config file {path} does not exist{hint}")
     tree = _yaml(path.read_text(), file=str(path)) or {}
     if not isinstance(tree, dict):
-        raise ValueError(f"config file {path}: expected a mapping of fields, got {tree!r}")
+        raise Refusal(f"config file {path}: expected a mapping of fields, got {tree!r}")
     flat = leaves(tree)
     return _config(modernized(flat) if may_be_former else flat, where=f"config file {path}")
 
@@ -120,13 +121,13 @@ def _config(flat: Mapping[str, Any], *, where: str) -> Config:
         with _noted(problems, name):
             found[name] = _checked(name, value)
     if problems:
-        raise ValueError(_problem_list(where, problems))
+        raise Refusal(_problem_list(where, problems))
     return build(found)
 
 
 @contextlib.contextmanager
 def _noted(problems: list[str], name: str) -> Iterator[None]:
-    """Put a ValueError among the problems."""
+    """Put a Refusal among the problems."""
     try:
         yield
     except ValueError as error:
@@ -137,13 +138,13 @@ def _checked(name: str, value: Any) -> Any:
     now = present(name, value)
     if now is not None:
         fields = ", ".join(f"{field}: {_flow(own)}" for field, own in now.items())
-        raise ValueError(f"is now {fields}" if fields else "is no field any more; leave it out")
+        raise Refusal(f"is now {fields}" if fields else "is no field any more; leave it out")
     if name in sections():
         own = [field for field in settings() if field.rpartition(".")[0] == name]
-        raise ValueError(f"expected a mapping of fields, got {value!r}; known: {', '.join(own)}")
+        raise Refusal(f"expected a mapping of fields, got {value!r}; known: {', '.join(own)}")
     if name not in settings():
         hint = f"; {ELSEWHERE[name]}" if name in ELSEWHERE else nearest_field(name)
-        raise ValueError(f"unknown key{hint}")
+        raise Refusal(f"unknown key{hint}")
     return convert(value, settings()[name])
 
 
@@ -172,7 +173,7 @@ def with_flags(cfg: Config, argv: list[str]) -> Config:
     A value is read as in a file, but for text that stands as it is. Lists are several words;
     what is true or false may be named alone, `--data.no-shuffle` for false.
 
-    Raises: ValueError listing every problem.
+    Raises: Refusal listing every problem.
     """
     found, problems = {}, []
     for flag, words in _split(argv):
@@ -187,7 +188,7 @@ def with_flags(cfg: Config, argv: list[str]) -> Config:
         with _noted(problems, f"--{name}"):
             found[name] = _flag_value(name, text)
     if problems:
-        raise ValueError(_problem_list("flags", problems))
+        raise Refusal(_problem_list("flags", problems))
     return build(flatten(cfg) | found)
 
 
@@ -214,7 +215,7 @@ def _flag_value(name: str, words: list[str]) -> Any:
     if now is None and name in sections() and isinstance(value, dict):
         now = {f"{name}.{key}": own for key, own in value.items()}
     if now:
-        raise ValueError(f"is now {' '.join(_flag(field, own) for field, own in now.items())}")
+        raise Refusal(f"is now {' '.join(_flag(field, own) for field, own in now.items())}")
     return _checked(name, value) if hint is None else convert(_from_words(words, hint), hint)
 
 
@@ -228,7 +229,7 @@ def _from_words(words: list[str], hint: Any) -> Any:
     if of_list and (len(words) != 1 or str not in kinds(hint)):
         return [w if typing.get_args(of_list)[0] is str else _yaml(w) for w in words]
     if len(words) != 1:
-        raise ValueError(f"expected one value, got {' '.join(words) or 'none'}")
+        raise Refusal(f"expected one value, got {' '.join(words) or 'none'}")
     is_text = str in kinds(hint) or typing.get_origin(hint) is Literal
     return words[0] if is_text else _yaml(words[0])
 
@@ -238,7 +239,7 @@ def _yaml(text: str, *, file: str = "") -> Any:
         return yaml.load(text, _Loader)
     except yaml.YAMLError as error:
         what = f"config file {file} is not valid YAML: {error}" if file else ""
-        raise ValueError(what or f"{text!r} is not valid YAML") from None
+        raise Refusal(what or f"{text!r} is not valid YAML") from None
 
 
 def _flag(name: str, value: Any) -> str:

@@ -14,6 +14,7 @@ from typing import Any, Literal, TypeGuard, Union
 from spmdrl.config.fields import Config
 from spmdrl.config.options import option_value
 from spmdrl.config.ranges import Range
+from spmdrl.errors import Refusal
 
 
 @functools.cache
@@ -115,7 +116,7 @@ def kinds(hint: Any) -> tuple[Any, ...]:
 
 
 def convert(value: Any, hint: Any) -> Any:
-    """Return a value of YAML as the type of a field has it. Raises: ValueError."""
+    """Return a value of YAML as the type of a field has it. Raises: Refusal."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if hint is Any:
         return option_value(value)
@@ -126,23 +127,23 @@ def convert(value: Any, hint: Any) -> Any:
             return value
         near = difflib.get_close_matches(str(value), args, n=1)
         hint_text = f"; did you mean {near[0]}?" if near else ""
-        raise ValueError(f"{value!r} is not one of {', '.join(args)}{hint_text}")
+        raise Refusal(f"{value!r} is not one of {', '.join(args)}{hint_text}")
     if origin is tuple:
         if not isinstance(value, (list, tuple)):
-            raise ValueError(f"expected a list, got {value!r}")
+            raise Refusal(f"expected a list, got {value!r}")
         return tuple(convert(item, args[0]) for item in value)
     if origin is dict:
         if not isinstance(value, dict):
-            raise ValueError(f"expected a mapping such as {{name: 1.5}}, got {value!r}")
+            raise Refusal(f"expected a mapping such as {{name: 1.5}}, got {value!r}")
         return {str(k): convert(v, args[1]) for k, v in value.items()}
     if hint is float and isinstance(value, (int, str)) and not isinstance(value, bool):
         try:
             return float(value)  # YAML 1.1 reads 1e-6 as a string
         except ValueError:
-            raise ValueError(f"expected a number, got {value!r}") from None
+            raise Refusal(f"expected a number, got {value!r}") from None
     if type(value) is not hint:
         expected = "true or false" if hint is bool else hint.__name__
-        raise ValueError(f"expected {expected}, got {value!r}")
+        raise Refusal(f"expected {expected}, got {value!r}")
     return value
 
 
@@ -154,7 +155,7 @@ def _one_of(value: Any, hints: tuple[Any, ...]) -> Any:
             return value
         if typing.get_origin(hint) is tuple and isinstance(value, list):
             return convert(value, hint)
-    raise ValueError(f"expected {' or '.join(map(type_text, hints))}, got {value!r}")
+    raise Refusal(f"expected {' or '.join(map(type_text, hints))}, got {value!r}")
 
 
 _TYPE_TEXTS = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}

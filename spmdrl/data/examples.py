@@ -23,6 +23,7 @@ from spmdrl.data.hashed import hashed
 from spmdrl.data.prompt_order import Order
 from spmdrl.data.prompts import Fit, apply_template, encode_plain, load_rows
 from spmdrl.data.rows import Messages, Need, label_of, pair_of
+from spmdrl.errors import Refusal
 from spmdrl.imports import refusing
 
 Example = tuple[list[int], list[bool]]
@@ -42,7 +43,7 @@ class Unit:
 def example_source(cfg: Config, tokenizer: PreTrainedTokenizerBase) -> ExampleSource:
     """Return the source of rows that an offline objective trains on.
 
-    Raises: ValueError for data that cannot be used; see the sources.
+    Raises: Refusal for data that cannot be used; see the sources.
     """
     sources = {"example": SupervisedSource, "pair": PairSource, "label": LabelledSource}
     return sources[row_kind(cfg)](cfg, tokenizer)
@@ -51,7 +52,7 @@ def example_source(cfg: Config, tokenizer: PreTrainedTokenizerBase) -> ExampleSo
 def row_kind(cfg: Config) -> Need:
     """Return what a row of data.train must hold: a pair is one labelled response to some losses.
 
-    Raises: ValueError for an unknown loss on pairs.
+    Raises: Refusal for an unknown loss on pairs.
     """
     objective = cfg.objective
     if objective.trains_on_pairs and registry.is_unpaired(
@@ -64,7 +65,7 @@ def row_kind(cfg: Config) -> Need:
 class ExampleSource:
     """Units of each step, a function of (seed, step).
 
-    Raises (on construction): ValueError for unreadable or empty data, a row without what it needs
+    Raises (on construction): Refusal for unreadable or empty data, a row without what it needs
         (file and line), one that the chat template cannot render, or one with a sequence above
         `limit` under overlong_prompts=error.
     """
@@ -107,7 +108,7 @@ class ExampleSource:
         return [self._kept[i] for i in sorted(places)]
 
     def unit(self, index: int) -> Unit:
-        """Return a row's sequences. Raises: ValueError, as on construction."""
+        """Return a row's sequences. Raises: Refusal, as on construction."""
         unit = self._unit(index)
         self._fit.check(self.rows, index, length=_longest(unit))
         return unit
@@ -159,7 +160,7 @@ class LabelledSource(PairSource):
     response of another row of the step, for KTO's KL. That response is cut where the sequence
     would exceed the longest allowed.
 
-    Raises (on construction): ValueError as ExampleSource; see `rows.label_of`.
+    Raises (on construction): Refusal as ExampleSource; see `rows.label_of`.
     """
 
     need = "label"
@@ -167,7 +168,7 @@ class LabelledSource(PairSource):
     def units_at(self, step: int) -> list[Unit]:
         """Return the rows of `step`, (own, mismatched), the same on every rank.
 
-        Raises: ValueError when all rows of the step have one prompt.
+        Raises: Refusal when all rows of the step have one prompt.
         """
         own = super().units_at(step)
         split = [_split(unit.examples[0]) for unit in own]
@@ -213,7 +214,7 @@ def encode_example(
         template: `auto`, `always` or `never`; see data.chat_template.
         where: origin of the row, for error messages.
     Returns: tokens [T] and response_mask [T]; the last token is trained.
-    Raises: ValueError when the row cannot be rendered or nothing in it is to be trained.
+    Raises: Refusal when the row cannot be rendered or nothing in it is to be trained.
     """
     prompt = row.get("prompt")
     show = functools.partial(
@@ -222,7 +223,7 @@ def encode_example(
     if prompt:
         completion = row.get("completion") or row.get("answer")
         if not isinstance(completion, (str, list)):
-            raise ValueError(
+            raise Refusal(
                 f"{where}: the response to imitate must be text or messages, got {completion!r:.60}"
             )
         if isinstance(prompt, list) or isinstance(completion, list) or template == "always":
@@ -246,7 +247,7 @@ def _as_messages(value: str | Messages, *, role: str) -> Messages:
 
 def _closed(tokens: list[int], tokenizer: PreTrainedTokenizerBase, *, where: str) -> list[int]:
     if tokenizer.eos_token_id is None:
-        raise ValueError(f"{where}: plain text ends with eos, and the tokenizer has none")
+        raise Refusal(f"{where}: plain text ends with eos, and the tokenizer has none")
     if tokens and tokens[-1] == tokenizer.eos_token_id:
         return tokens
     return tokens + [tokenizer.eos_token_id]
@@ -284,7 +285,7 @@ def _encode_conversation(
         added = _added_ids(tokens, _ids(after, tokenizer), text=reply, tokenizer=tokenizer)
         length = max((k + 1 for k, token in enumerate(added) if token in ends), default=0)
         if not length:
-            raise ValueError(
+            raise Refusal(
                 f"{where}: the chat template closes assistant turn {i} with {reply[-20:]!r}, which "
                 "holds no special token, so the policy could not learn to stop"
             )
@@ -299,9 +300,9 @@ def _encode_conversation(
 def _reply_turns(messages: Messages, *, first: int, where: str) -> list[int]:
     turns = [i for i in range(first, len(messages)) if messages[i]["role"] == "assistant"]
     if not turns:
-        raise ValueError(f"{where}: the conversation has no assistant turn to imitate")
+        raise Refusal(f"{where}: the conversation has no assistant turn to imitate")
     if turns[0] == 0:
-        raise ValueError(
+        raise Refusal(
             f"{where}: the conversation begins with an assistant turn; it needs one turn before it"
         )
     return turns
@@ -311,7 +312,7 @@ def _continuation(before: str, after: str, *, turn: int, where: str) -> str:
     if after.startswith(before):
         return after[len(before) :]
     same = next((i for i, (a, b) in enumerate(zip(before, after)) if a != b), len(after))
-    raise ValueError(
+    raise Refusal(
         f"{where}: the chat template rewrites earlier text when turn {turn} is added, so what the "
         f"policy would see is ambiguous: {before[same : same + 60]!r} became "
         f"{after[same : same + 60]!r}; use rows with one assistant turn, or another template"

@@ -15,6 +15,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from spmdrl.errors import Refusal
+
 _QUADRATIC_TOKENS = 24576
 """Length at which attention costs as much as the matrices: about 12 * hidden size, here of a
 2048-wide model. Only the balance depends on it."""
@@ -69,7 +71,7 @@ def partition(
         num_updates: mini-batches with an optimizer step each.
         quadratic_tokens: length at which the quadratic cost equals the linear one, tokens.
         whole_groups: keep the sequences of a group in one micro-batch.
-    Raises: ValueError when a sequence, or a group that is to stay whole, is longer than the
+    Raises: Refusal when a sequence, or a group that is to stay whole, is longer than the
         budget.
     """
     ids, index = torch.unique(group_ids, return_inverse=True)
@@ -116,7 +118,7 @@ def _check_budget(
             f"the {len(sizes)} sequences of group {group}, which stay together, have "
             f"{' + '.join(map(str, sizes))} = {longest} tokens"
         )
-    raise ValueError(
+    raise Refusal(
         f"batch.tokens_per_microbatch: {what}, above the budget of {budget}; raise "
         f"it to at least {longest}"
     )

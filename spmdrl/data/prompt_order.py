@@ -7,6 +7,8 @@ from collections.abc import Sequence
 
 import numpy
 
+from spmdrl.errors import Refusal
+
 
 class Order:
     """Which rows each step takes: epoch after epoch, each a permutation by (seed, epoch).
@@ -17,7 +19,7 @@ class Order:
 
     def __init__(self, num_rows: int, *, per_step: int, seed: int, shuffle: bool):
         if per_step > num_rows:
-            raise ValueError(
+            raise Refusal(
                 f"batch.prompts_per_step: {per_step} is above the {num_rows} usable rows of "
                 "data.train, so one step would repeat rows; lower it or give more rows"
             )

@@ -13,6 +13,7 @@ from spmdrl.config import Config
 from spmdrl.data.prompt_order import Order
 from spmdrl.data.rows import Messages, Need, Rows, prompt_of, read_rows
 from spmdrl.data.tasks import GeneratedRows, Split, is_generated
+from spmdrl.errors import Refusal
 from spmdrl.imports import refusing
 from spmdrl.types import Prompt
 
@@ -28,7 +29,7 @@ _MEASURED_GENERATED_ROWS = 256
 def load_rows(cfg: Config, *, split: Split, need: Need = "prompt") -> LocatedRows:
     """Open the rows of data.train or data.eval.
 
-    Raises: ValueError naming file and line, task, or option; see `read_rows`, `make_task`.
+    Raises: Refusal naming file and line, task, or option; see `read_rows`, `make_task`.
     """
     spec, size = (
         (cfg.data.train, cfg.data.size) if split == "train" else (cfg.data.eval, cfg.data.eval_size)
@@ -51,9 +52,9 @@ class Fit:
     """`error` or `drop`."""
 
     def check(self, rows: LocatedRows, index: int, *, length: int) -> None:
-        """Raise ValueError naming a row that is too long, tokens."""
+        """Raise Refusal naming a row that is too long, tokens."""
         if length > self.limit:
-            raise ValueError(
+            raise Refusal(
                 f"{rows.where(index)}: {length} tokens, above {self.field} = {self.limit}; raise "
                 "it, shorten the row, or set data.overlong_prompts=drop"
             )
@@ -67,7 +68,7 @@ class Fit:
             measure: returns the length of a row in tokens.
         Returns: indices of the rows to use, and how many were dropped. Rows whose bytes already
             fit are not tokenised, so that opening a large file stays cheap.
-        Raises: ValueError naming the first overlong row, or when none is left.
+        Raises: Refusal naming the first overlong row, or when none is left.
         """
         is_sampled = isinstance(rows, GeneratedRows) and self.overlong == "error"
         scanned = min(len(rows), _MEASURED_GENERATED_ROWS) if is_sampled else len(rows)
@@ -79,7 +80,7 @@ class Fit:
             if length <= self.limit:
                 kept.append(i)
         if not kept:
-            raise ValueError(
+            raise Refusal(
                 f"{rows.where(0)} and all {len(rows)} rows are longer than {self.field} = "
                 f"{self.limit} tokens; nothing is left to train on"
             )
@@ -106,7 +107,7 @@ def _text_bytes(row: dict) -> int:
 class PromptSource:
     """Prompts of each step and of the held-out set, tokenised when first asked for.
 
-    Raises (on construction): ValueError for unreadable or empty data, a row without a prompt
+    Raises (on construction): Refusal for unreadable or empty data, a row without a prompt
         (file and line), a prompt above data.max_prompt_tokens under overlong_prompts=error, a
         missing chat template where a row needs one.
     """
@@ -140,7 +141,7 @@ class PromptSource:
     def eval(self) -> list[Prompt]:
         """Return the held-out prompts, in the order of their source; empty without data.eval.
 
-        Raises: ValueError as on construction.
+        Raises: Refusal as on construction.
         """
         if self._eval is None:
             self._eval = self._held_out() if self.cfg.data.eval else []
@@ -158,7 +159,7 @@ class PromptSource:
         if self._fit.overlong == "error":
             self._fit.check(rows, index, length=len(tokens))
         if not tokens:
-            raise ValueError(f"{rows.where(index)}: the prompt {text!r:.40} has no tokens")
+            raise Refusal(f"{rows.where(index)}: the prompt {text!r:.40} has no tokens")
         return Prompt(index=index, tokens=tuple(tokens), text=text, row=row)
 
     def _tokens(self, rows: LocatedRows, index: int) -> tuple[list[int], str, dict]:
@@ -185,17 +186,17 @@ def check_context(
     Args:
         max_positions: tokens of a sequence; None for any number.
 
-    Raises: ValueError with the arithmetic.
+    Raises: Refusal with the arithmetic.
     """
     prompt, response = cfg.data.max_prompt_tokens, cfg.sampling.max_response_tokens
     if max_positions is not None and prompt + response > max_positions:
-        raise ValueError(
+        raise Refusal(
             f"data.max_prompt_tokens {prompt} + sampling.max_response_tokens {response} = "
             f"{prompt + response} tokens, above the model's context of {max_positions}; lower one "
             "of them"
         )
     if vocab_size is not None and len(tokenizer) > vocab_size:
-        raise ValueError(
+        raise Refusal(
             f"the tokenizer of {cfg.model.tokenizer or cfg.model.path} has {len(tokenizer)} "
             f"tokens, the model's embedding {vocab_size} rows; they do not belong together"
         )
@@ -219,7 +220,7 @@ def encode_prompt(
         template: `auto`, `always` or `never`; see data.chat_template.
         tools: tool descriptions for the template.
         where: origin of the row, for error messages.
-    Raises: ValueError when a conversation cannot be rendered.
+    Raises: Refusal when a conversation cannot be rendered.
     """
     if isinstance(prompt, str) and template != "always":
         return encode_plain(prompt, tokenizer), prompt
@@ -272,15 +273,15 @@ def apply_template(
 ) -> str:
     """Return a conversation as text by the tokenizer's chat template.
 
-    Raises: ValueError when the template is missing, switched off, or refuses the messages.
+    Raises: Refusal when the template is missing, switched off, or refuses the messages.
     """
     if template == "never":
-        raise ValueError(
+        raise Refusal(
             f"{where}: the row is a list of messages, but data.chat_template is "
             "`never`; use `auto`, or rows with plain text prompts"
         )
     if not tokenizer.chat_template:
-        raise ValueError(
+        raise Refusal(
             f"{where}: the row needs a chat template and the tokenizer of "
             f"{tokenizer.name_or_path or 'the model'} has none; set model.tokenizer to one that "
             "has, or give rows with plain text prompts"

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
+from spmdrl.errors import Refusal
 from spmdrl.imports import refusing
 
 Messages = list[dict[str, Any]]
@@ -54,7 +55,7 @@ def read_rows(spec: str, *, size: int = 0, need: Need = "prompt") -> Rows:
         need: `prompt` checks that each row has something to generate from, `example` that it
             has something to imitate, `pair` that it has two responses to compare, `label` one
             that is marked good or bad.
-    Raises: ValueError naming file and line (parquet, hub: row) of the first bad row; when the
+    Raises: Refusal naming file and line (parquet, hub: row) of the first bad row; when the
         file does not exist, cannot be read, or holds no rows.
     """
     path = Path(spec).expanduser()
@@ -73,13 +74,13 @@ def read_rows(spec: str, *, size: int = 0, need: Need = "prompt") -> Rows:
         rows.append(row)
         places.append(place)
     if not rows:
-        raise ValueError(f"{spec}: the dataset is empty (0 rows); give it at least one")
+        raise Refusal(f"{spec}: the dataset is empty (0 rows); give it at least one")
     return Rows(rows, places=places)
 
 
 def _existing(path: Path) -> Path:
     if not path.is_file():
-        raise ValueError(f"{path}: no such data file (looked from {Path.cwd()})")
+        raise Refusal(f"{path}: no such data file (looked from {Path.cwd()})")
     return path
 
 
@@ -121,13 +122,13 @@ def _parquet_rows(path: Path, *, size: int) -> Iterator[tuple[str, Any]]:
 def hub_rows(spec: str) -> Iterator[tuple[str, Any]]:
     """Yield each row of a hub dataset with its origin for messages, unchecked.
 
-    Raises: ValueError when `datasets` is not installed, or the dataset cannot be read.
+    Raises: Refusal when `datasets` is not installed, or the dataset cannot be read.
     """
     path = Path(spec).expanduser()
     if path.is_absolute() or spec.startswith((".", "~")) or path.exists():
-        raise ValueError(f"{spec}: a data file must end in {', '.join(_SUFFIXES)}")
+        raise Refusal(f"{spec}: a data file must end in {', '.join(_SUFFIXES)}")
     if importlib.util.find_spec("datasets") is None:
-        raise ValueError(
+        raise Refusal(
             f"{spec}: not a data file ({', '.join(_SUFFIXES)}) nor a generated task (task:NAME, "
             "reasoning_gym:NAME), so it names a hub dataset, which needs `pip install datasets`"
         )
@@ -146,7 +147,7 @@ def hub_rows(spec: str) -> Iterator[tuple[str, Any]]:
 
 def _check_row(row: Any, *, place: str, need: Need) -> None:
     if not isinstance(row, dict):
-        raise ValueError(f"{place}: a row is a JSON object with columns, got {row!r:.80}")
+        raise Refusal(f"{place}: a row is a JSON object with columns, got {row!r:.80}")
     compared = ("chosen", "rejected") if need == "pair" else ()
     for column in ("prompt", "completion", "messages", *compared):
         if isinstance(row.get(column), list):
@@ -158,7 +159,7 @@ def _check_row(row: Any, *, place: str, need: Need) -> None:
     if need == "example" and (row.get("text") or has_target(row)):
         return
     if need == "example":
-        raise ValueError(
+        raise Refusal(
             f"{place}: the row has nothing to imitate; supervised rows have `messages` with an "
             "assistant turn, `prompt` with `completion` or `answer`, or `text`; this one has "
             f"columns {', '.join(map(str, row)) or '(none)'}"
@@ -167,8 +168,8 @@ def _check_row(row: Any, *, place: str, need: Need) -> None:
     if prompt and isinstance(prompt, (str, list)):
         return
     if "messages" in row and not row.get("prompt"):
-        raise ValueError(f"{place}: `messages` holds no turn before the final assistant turn")
-    raise ValueError(
+        raise Refusal(f"{place}: `messages` holds no turn before the final assistant turn")
+    raise Refusal(
         f"{place}: the row has no prompt; it needs a non-empty column `prompt` (text or a list of "
         f"messages) or `messages`; it has columns {', '.join(map(str, row)) or '(none)'}"
         + (f" and prompt {prompt!r:.60}" if "prompt" in row else "")
@@ -184,7 +185,7 @@ def _checked_messages(messages: list, *, place: str) -> Messages:
             and (isinstance(message.get("content"), (str, list)) or message.get("tool_calls"))
         )
         if not is_sound:
-            raise ValueError(
+            raise Refusal(
                 f"{place}: message {i} must have a `role` and a `content` (text), got "
                 f"{message!r:.100}"
             )
@@ -226,22 +227,22 @@ def pair_of(
 
     Args:
         place: origin of the row, for error messages.
-    Raises: ValueError when a column is missing, a response is empty, or both are the same.
+    Raises: Refusal when a column is missing, a response is empty, or both are the same.
     """
     chosen, rejected = (_text_or_messages(row, c, place=place) for c in ("chosen", "rejected"))
     if type(chosen) is not type(rejected):
-        raise ValueError(
+        raise Refusal(
             f"{place}: `chosen` is {_kind(chosen)}, `rejected` {_kind(rejected)}; "
             "both must be of one form"
         )
     if chosen == rejected:
-        raise ValueError(f"{place}: `chosen` and `rejected` are equal, so neither is better")
+        raise Refusal(f"{place}: `chosen` and `rejected` are equal, so neither is better")
     is_whole = isinstance(chosen, list) and chosen[0]["role"] != "assistant"
     if is_whole or not row.get("prompt"):
         prompt = chosen[: _common(chosen, rejected)]
         chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
         if not prompt:
-            raise ValueError(
+            raise Refusal(
                 f"{place}: there is no `prompt`, and `chosen` and `rejected` do not "
                 "begin alike; a pair answers one prompt"
             )
@@ -249,23 +250,23 @@ def pair_of(
         prompt = _text_or_messages(row, "prompt", place=place)
     for column, response in (("chosen", chosen), ("rejected", rejected)):
         if not response:
-            raise ValueError(f"{place}: `{column}` is empty after the prompt that the two share")
+            raise Refusal(f"{place}: `{column}` is empty after the prompt that the two share")
     margin = row.get("margin")
     if margin is not None and not (type(margin) in (int, float) and math.isfinite(margin)):
-        raise ValueError(f"{place}: `margin` must be a number, got {margin!r:.60}")
+        raise Refusal(f"{place}: `margin` must be a number, got {margin!r:.60}")
     return prompt, chosen, rejected, float(margin or 0.0)
 
 
 def label_of(row: dict, *, place: str) -> bool:
     """Return whether the `completion` of a row is a good one.
 
-    Raises: ValueError when `prompt`, `completion` or `label` is missing or unusable.
+    Raises: Refusal when `prompt`, `completion` or `label` is missing or unusable.
     """
     for column in ("prompt", "completion"):
         _text_or_messages(row, column, place=place)
     label = row.get("label")
     if type(label) is not bool and not (type(label) is int and label in (0, 1)):
-        raise ValueError(
+        raise Refusal(
             f"{place}: `label` must be true (a good response) or false, got "
             f"{label!r:.60}; columns: {', '.join(map(str, row))}"
         )
@@ -275,13 +276,13 @@ def label_of(row: dict, *, place: str) -> bool:
 def _text_or_messages(row: dict, column: str, *, place: str) -> str | Messages:
     value = row.get(column)
     if value is None:
-        raise ValueError(
+        raise Refusal(
             f"{place}: the row has no column `{column}`; preference pairs have `prompt`, `chosen` "
             "and `rejected`, labelled responses `prompt`, `completion` and `label`; this one has "
             f"columns {', '.join(map(str, row)) or '(none)'}"
         )
     if not isinstance(value, (str, list)) or not value:
-        raise ValueError(
+        raise Refusal(
             f"{place}: `{column}` must be text or messages and not empty, got {value!r:.60}"
         )
     return value
@@ -300,7 +301,7 @@ def _common(a: str | Messages, b: str | Messages) -> int:
 def ground_truth_of(row: dict) -> Any:
     """Return the reference answer: verl's reward_model.ground_truth, `ground_truth`, `answer`.
 
-    Raises: ValueError naming the row's columns when it has none of them.
+    Raises: Refusal naming the row's columns when it has none of them.
     """
     reward_model = row.get("reward_model")
     if isinstance(reward_model, dict) and reward_model.get("ground_truth") is not None:
@@ -308,7 +309,7 @@ def ground_truth_of(row: dict) -> Any:
     for column in ("ground_truth", "answer"):
         if row.get(column) is not None:
             return row[column]
-    raise ValueError(
+    raise Refusal(
         "the row has no reference answer (reward_model.ground_truth, ground_truth or "
         f"answer); its columns are {', '.join(map(str, row))}"
     )

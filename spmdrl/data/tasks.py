@@ -13,6 +13,7 @@ import random
 from typing import Any, Literal, Protocol
 
 from spmdrl.data.hashed import hashed
+from spmdrl.errors import Refusal
 from spmdrl.imports import nearest, refusing
 
 Split = Literal["train", "eval"]
@@ -43,22 +44,22 @@ def make_task(spec: str, options: dict[str, Any], *, size: int = 1) -> Task:
         spec: `task:addition`, or `reasoning_gym:NAME` of that package's datasets.
         options: keyword options of the task.
         size: number of problems that will be asked for; graders need not say.
-    Raises: ValueError for an unknown task or option, naming the nearest known one.
+    Raises: Refusal for an unknown task or option, naming the nearest known one.
     """
     prefix, name = spec.split(":", 1)
     if prefix == "reasoning_gym":
         return ReasoningGym(name, options, size=size)
     if name not in _TASKS:
-        raise ValueError(f"{spec}: unknown task{nearest(name, list(_TASKS))}")
+        raise Refusal(f"{spec}: unknown task{nearest(name, list(_TASKS))}")
     known = _TASKS[name].OPTIONS
     for option, value in options.items():
         if option not in known:
-            raise ValueError(
+            raise Refusal(
                 f"data.task_options.{option}: {spec} has no such option"
                 f"{nearest(option, list(known))}"
             )
         if type(value) is not known[option]:
-            raise ValueError(
+            raise Refusal(
                 f"data.task_options.{option}: expected {known[option].__name__}, got {value!r}"
             )
     return _TASKS[name](**options)
@@ -85,12 +86,12 @@ class Addition:
         mistakes: float = 0.0,
     ):
         if not 0.0 <= mistakes <= 1.0:
-            raise ValueError(
+            raise Refusal(
                 f"data.task_options.mistakes: must be a share from 0 to 1, got {mistakes}"
             )
         self.mistakes = mistakes
         if not 1 <= digits <= 100:
-            raise ValueError(f"data.task_options.digits: must be from 1 to 100, got {digits}")
+            raise Refusal(f"data.task_options.digits: must be from 1 to 100, got {digits}")
         self.digits, self.subtraction, self.partial = digits, subtraction, partial
 
     def row(self, seed: int, index: int, *, split: Split) -> dict:
@@ -173,7 +174,7 @@ class GuessNumberTask:
         prompt: str = "Guess my number from {low} to {high}.",
     ):
         if high - low < 4:
-            raise ValueError(
+            raise Refusal(
                 "data.task_options.high: must be at least low + 4, so that some "
                 f"secrets can be held out, got {low} and {high}"
             )
@@ -201,20 +202,18 @@ class ReasoningGym:
 
     def __init__(self, name: str, options: dict[str, Any], *, size: int):
         if importlib.util.find_spec("reasoning_gym") is None:
-            raise ValueError(f"reasoning_gym:{name} needs `pip install reasoning-gym`")
+            raise Refusal(f"reasoning_gym:{name} needs `pip install reasoning-gym`")
         from reasoning_gym.factory import DATASETS
 
         if name not in DATASETS:
-            raise ValueError(
-                f"reasoning_gym:{name}: unknown dataset{nearest(name, sorted(DATASETS))}"
-            )
+            raise Refusal(f"reasoning_gym:{name}: unknown dataset{nearest(name, sorted(DATASETS))}")
         self.name, self.options, self.size = name, options, size
         self._block = functools.cache(self._made)
 
     def row(self, seed: int, index: int, *, split: Split) -> dict:
         """Return problem `index`: the first of its candidates that belongs to `split`.
 
-        Raises: ValueError when none does: the dataset has too few problems.
+        Raises: Refusal when none does: the dataset has too few problems.
         """
         for number in range(_TRIES):
             entry = self._block(seed, split, number)[index]
@@ -225,7 +224,7 @@ class ReasoningGym:
                     "data_source": f"reasoning_gym:{self.name}",
                     "entry": entry,
                 }
-        raise ValueError(
+        raise Refusal(
             f"reasoning_gym:{self.name}: no {split} problem among {_TRIES} "
             "candidates; the dataset has too few problems to hold some out"
         )
@@ -267,7 +266,7 @@ class GeneratedRows:
 
     def __init__(self, spec: str, options: dict[str, Any], *, size: int, seed: int, split: Split):
         if size < 1:
-            raise ValueError(f"{spec}: a generated task needs a size of at least 1, got {size}")
+            raise Refusal(f"{spec}: a generated task needs a size of at least 1, got {size}")
         self.spec, self.seed, self.split, self._size = spec, seed, split, size
         self.task = make_task(spec, options, size=size)
 

@@ -7,25 +7,26 @@ from pathlib import Path
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
 from spmdrl.config import Config
+from spmdrl.errors import Refusal
 from spmdrl.imports import is_missing_folder, refusing
 
 
 def load_tokenizer(cfg: Config) -> PreTrainedTokenizerBase:
     """Load the tokenizer that goes with the model.
 
-    Raises: ValueError when it cannot be read, or when nothing would end a response.
+    Raises: Refusal when it cannot be read, or when nothing would end a response.
     """
     name = cfg.model.tokenizer or cfg.model.path
     field = "model.tokenizer" if cfg.model.tokenizer else "model.path"
     if not name or is_missing_folder(name):
-        raise ValueError(f"{field}: {name!r} is not a folder (looked from {Path.cwd()})")
+        raise Refusal(f"{field}: {name!r} is not a folder (looked from {Path.cwd()})")
     what = f"{field}: no tokenizer can be loaded from {name!r}, as a folder or hub name"
     with refusing(what, OSError, ValueError, KeyError):
         tokenizer = AutoTokenizer.from_pretrained(
             name, trust_remote_code=cfg.model.trust_remote_code
         )
     if tokenizer.eos_token_id is None and not cfg.sampling.stop_token_ids:
-        raise ValueError(
+        raise Refusal(
             f"{field}: the tokenizer of {name!r} has no eos token, so no response "
             "would end; set sampling.stop_token_ids, or add an eos token to it"
         )

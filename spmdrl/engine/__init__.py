@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 def make_engine(cfg: Config, world: World) -> EngineProtocol:
     """Build the engine of `engine.kind`; every rank calls it, at the same place.
 
-    Raises: ValueError when vLLM is asked for and missing, or the model cannot be built.
+    Raises: Refusal when vLLM is asked for and missing, or the model cannot be built.
     """
     if cfg.engine.kind == "transformers":
         from spmdrl.engine.transformers import TransformersEngine

@@ -22,6 +22,7 @@ from spmdrl.config import Config
 from spmdrl.engine.protocol import Completion, Request
 from spmdrl.engine.seeded_draws import draw, numbers
 from spmdrl.engine.transformers_runner import ModelRunner, Sampled
+from spmdrl.errors import Refusal
 from spmdrl.model.file_tensors import file_tensors, live_tensors
 from spmdrl.model.shards import Held
 from spmdrl.world import World
@@ -34,7 +35,7 @@ class TransformersEngine:
     Args:
         cfg: uses model, engine, rollout.schedule and the lengths in data and sampling.
         world: the job.
-    Raises: ValueError when the model cannot be loaded, or the cache has no room for a sequence.
+    Raises: Refusal when the model cannot be loaded, or the cache has no room for a sequence.
     """
 
     def __init__(self, cfg: Config, world: World):
@@ -63,10 +64,10 @@ class TransformersEngine:
     def add(self, request: Request) -> None:
         """Queue a request.
 
-        Raises: ValueError for a prompt that is empty or leaves no room for a token.
+        Raises: Refusal for a prompt that is empty or leaves no room for a token.
         """
         if not 0 < len(request.prompt) < self._longest:
-            raise ValueError(
+            raise Refusal(
                 f"request {request.key}: a prompt of {len(request.prompt)} tokens; "
                 f"from 1 to {self._longest - 1} can go on (data.max_prompt_tokens + "
                 "sampling.max_response_tokens - 1)"
@@ -189,12 +190,12 @@ class TransformersEngine:
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Write whole tensors by checkpoint name into the live model.
 
-        Raises: ValueError for a name that the model does not have.
+        Raises: Refusal for a name that the model does not have.
         """
         boxes = self._held.boxes()
         for name, tensor in weights:
             if name not in boxes:
-                raise ValueError(f"{type(self.model).__name__} has no tensor {name}")
+                raise Refusal(f"{type(self.model).__name__} has no tensor {name}")
             (whole,) = boxes[name]
             self._held.value(name, whole).live.copy_(tensor)
 

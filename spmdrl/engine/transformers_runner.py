@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from spmdrl.config import Config
 from spmdrl.engine.kv_cache import KVCache, Work, register_attention
 from spmdrl.engine.protocol import Completion, Request, route_dtype
+from spmdrl.errors import Refusal
 from spmdrl.model.attention import pick_attention
 from spmdrl.model.blocks import base_of, experts_modules
 from spmdrl.model.head import head_chunk_tokens
@@ -101,7 +102,7 @@ class ModelRunner:
         cfg: uses model, engine and the lengths in data and sampling.
         device: of both.
         longest: tokens of the longest sequence.
-    Raises: ValueError when the model cannot be loaded, or the cache has no room for a sequence.
+    Raises: Refusal when the model cannot be loaded, or the cache has no room for a sequence.
     """
 
     def __init__(self, cfg: Config, device: torch.device, *, longest: int):
@@ -147,7 +148,7 @@ class ModelRunner:
         if not self._keeps:
             return max(1, min(engine.max_num_seqs, engine.max_batched_tokens // self._longest))
         if room < per_sequence:
-            raise ValueError(
+            raise Refusal(
                 f"engine.{what}: {getattr(engine, what)} leaves {max(0, room):,} bytes for keys "
                 f"and values, and a sequence of {self._longest} tokens (data.max_prompt_tokens + "
                 f"sampling.max_response_tokens) takes {per_sequence:,}; raise it"

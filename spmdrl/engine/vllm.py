@@ -42,7 +42,7 @@ class VllmEngine:
         cfg: uses model, engine, layout and the lengths in data and sampling.
         world: the job.
     Raises:
-        ValueError: vLLM is missing, or (on every rank) cannot run the model.
+        Refusal: vLLM is missing, or (on every rank) cannot run the model.
     """
 
     def __init__(self, cfg: Config, world: World):

@@ -9,6 +9,7 @@ from typing import Any
 from spmdrl.config import Config
 from spmdrl.engine.vllm_adapter import lora_arguments
 from spmdrl.engine.vllm_routes import route_arguments
+from spmdrl.errors import Refusal
 from spmdrl.model.load import load_hf_config
 
 log = logging.getLogger(__name__)
@@ -28,7 +29,7 @@ _OTHERWISE: dict[str, Callable[[Any, str], bool]] = {
 def model_arguments(cfg: Config) -> dict[str, Any]:
     """Return the arguments that a family needs where engine.options says nothing else.
 
-    Raises: ValueError for a model that vLLM computes otherwise than transformers, whatever it is
+    Raises: Refusal for a model that vLLM computes otherwise than transformers, whatever it is
         told.
     """
     model = cfg.model
@@ -36,7 +37,7 @@ def model_arguments(cfg: Config) -> dict[str, Any]:
     config = load_hf_config(model.path, trust_remote_code=trusts, part=part)
     _check_rotary(config, longest=longest_sequence(cfg))
     if config.model_type == "mamba2" and config.n_groups > 1:
-        raise ValueError(
+        raise Refusal(
             f"engine.kind: vllm with a mamba2 of n_groups {config.n_groups}: vLLM normalises each "
             "group of channels by itself, transformers all of them together; set it to transformers"
         )
@@ -48,7 +49,7 @@ def model_arguments(cfg: Config) -> dict[str, Any]:
     if not differs(config, cfg.engine.dtype):
         return {}
     if cfg.model.moe.replay or "quantization" in cfg.engine.options:
-        raise ValueError(
+        raise Refusal(
             f"engine.kind: vllm with a {config.model_type}: vLLM's own class for it computes "
             "otherwise than transformers', and its Transformers backend has neither "
             "model.moe.replay nor engine.options quantization; leave these out, or set it to "
@@ -69,7 +70,7 @@ def _check_rotary(config: Any, *, longest: int) -> None:
     name = "original_max_position_embeddings"
     short: int = rotary.get(name) or getattr(config, name, None) or longest
     if longest > short:
-        raise ValueError(
+        raise Refusal(
             f"data.max_prompt_tokens + sampling.max_response_tokens: {longest}, and {short} tokens "
             f"is where the rotary factors of this {config.model_type} change: vLLM takes the long "
             "ones for every sequence then, transformers for longer ones alone. Let the two be at "

@@ -40,6 +40,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from spmdrl.engine.protocol import Request
+from spmdrl.errors import Refusal
 from spmdrl.imports import refusing
 from spmdrl.world import World
 from spmdrl.world.torch_internals import count_compile_threads
@@ -66,7 +67,7 @@ def prepare_process(*, on_cpu: bool, compiles: bool) -> None:
 
     Args:
         compiles: the trainer in this process needs dynamo.
-    Raises: ValueError where vLLM is missing.
+    Raises: Refusal where vLLM is missing.
     """
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine core stays in this process
     os.environ["VLLM_NO_USAGE_STATS"] = "1"
@@ -310,7 +311,7 @@ def register_adapter(runner: Any) -> tuple[Any, Any, int]:
 def moe_layers(model: nn.Module) -> list[int]:
     """Return the indices of the layers with experts, ascending.
 
-    Raises: ValueError when this vLLM cannot say which experts it chooses.
+    Raises: Refusal when this vLLM cannot say which experts it chooses.
     """
     what = "model.moe.replay: this vLLM cannot say which experts it chooses"
     with refusing(what, ImportError, hint="; take 0.32, or set it to false"):
@@ -330,7 +331,7 @@ def num_experts(runner: Any) -> tuple[int, int]:
 class SlotCache:
     """Where the KV cache keeps which token of which request.
 
-    Raises: ValueError for a model without layers that keep all keys of a sequence.
+    Raises: Refusal for a model without layers that keep all keys of a sequence.
     """
 
     def __init__(self, runner: Any):
@@ -343,7 +344,7 @@ class SlotCache:
             if isinstance(group.kv_cache_spec, FullAttentionSpec)
         ]
         if not found:
-            raise ValueError(
+            raise Refusal(
                 "model.moe.replay: vLLM drops keys of this model that are out of its "
                 "attention's window, and the routes of these tokens with them; set "
                 "it to false, or engine.kind to transformers"

@@ -46,7 +46,7 @@ def make_routes(llm: Any, *, on_cpu: bool) -> Routes:
 
     Args:
         llm: vLLM's engine; off the CPU built with `route_arguments`.
-    Raises: ValueError when this vLLM or this model cannot record them.
+    Raises: Refusal when this vLLM or this model cannot record them.
     """
     runner = model_runner(llm)
     layers = moe_layers(runner.get_model())

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from spmdrl.config import Config
+from spmdrl.errors import Refusal
 from spmdrl.model.load import load_hf_config
 from spmdrl.world.watch import first_line
 
@@ -25,7 +26,7 @@ _SHOWN = 400  # characters of what vLLM says
 
 @contextlib.contextmanager
 def refusing_models(cfg: Config) -> Iterator[None]:
-    """Turn what vLLM raises of a model into a ValueError that names the model and says what to do.
+    """Turn what vLLM raises of a model into a Refusal that names the model and says what to do.
 
     Memory that is short is raised as it is.
     """
@@ -44,7 +45,7 @@ def refusing_models(cfg: Config) -> Iterator[None]:
             else "set engine.kind to transformers, which runs every model that is trained here"
         )
         options = f" with engine.options {dict(cfg.engine.options)}" if cfg.engine.options else ""
-        raise ValueError(
+        raise Refusal(
             f"engine.kind: vllm, and vLLM {_version()} cannot run {cfg.model.path} "
             f"({config.model_type}) in {cfg.engine.dtype} here{options}: {why}; {hint}"
         ) from error

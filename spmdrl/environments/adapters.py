@@ -11,6 +11,7 @@ from typing import Any
 from spmdrl.data.hashed import hashed
 from spmdrl.data.tasks import Task, make_task
 from spmdrl.environments.protocol import Message, Response, Turn, check_at_least, opening_messages
+from spmdrl.errors import Refusal
 from spmdrl.imports import construct, import_object, ran
 
 
@@ -24,7 +25,7 @@ class TaskEnvironment:
 
     def __init__(self, *, task: str, **options: Any):
         if ":" not in task:
-            raise ValueError(f"task: expected task:NAME or reasoning_gym:NAME, got {task!r}")
+            raise Refusal(f"task: expected task:NAME or reasoning_gym:NAME, got {task!r}")
         self.task, self._options = task, json.dumps(options)
         self.row: dict = {}
         _task(task, self._options)
@@ -32,7 +33,7 @@ class TaskEnvironment:
     def reset(self, row: dict) -> list[Message]:
         """Open with the row's prompt."""
         if row.get("data_source") != self.task:
-            raise ValueError(
+            raise Refusal(
                 f"the row's data_source is {row.get('data_source')!r}, the "
                 f"environment grades {self.task}; set data.train to it"
             )

@@ -6,6 +6,7 @@ import random
 import re
 
 from spmdrl.environments.protocol import Message, Response, Turn, check_at_least, opening_messages
+from spmdrl.errors import Refusal
 
 _NUMBER = re.compile(r"-?\d+")
 
@@ -30,10 +31,10 @@ class GuessNumber:
         self, *, low: int = 1, high: int = 100, max_turns: int = 8, turn_cost: float = 0.05
     ):
         if low >= high:
-            raise ValueError(f"low: must be below high, got {low} and {high}")
+            raise Refusal(f"low: must be below high, got {low} and {high}")
         check_at_least(1, max_turns=max_turns)
         if not 0 <= turn_cost * max_turns <= 1:
-            raise ValueError(
+            raise Refusal(
                 f"turn_cost: must be from 0 to 1 / max_turns = {1 / max_turns:g}, so "
                 f"that a late success is worth more than none, got {turn_cost}"
             )

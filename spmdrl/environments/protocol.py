@@ -19,6 +19,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from spmdrl.errors import Refusal
+
 Message = dict[str, Any]
 """{"role": ..., "content": text}, and what else the chat template knows (`name`, ...)."""
 
@@ -92,18 +94,18 @@ class Environment(Protocol):
 def opening_messages(row: dict) -> list[Message]:
     """Return a row's own prompt as messages.
 
-    Raises: ValueError when the row has none.
+    Raises: Refusal when the row has none.
     """
     from spmdrl.data.rows import prompt_of
 
     prompt = prompt_of(row)
     if not prompt:
-        raise ValueError(f"the row has no prompt; it has {', '.join(map(str, row))}")
+        raise Refusal(f"the row has no prompt; it has {', '.join(map(str, row))}")
     return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
 
 
 def check_at_least(least: int, **values: int) -> None:
-    """Raise ValueError for an option below what makes sense."""
+    """Raise Refusal for an option below what makes sense."""
     for name, value in values.items():
         if value < least:
-            raise ValueError(f"{name}: must be at least {least}, got {value}")
+            raise Refusal(f"{name}: must be at least {least}, got {value}")

@@ -32,7 +32,7 @@ class Python:
     def prepare(self) -> None:
         """Find out what protects this machine.
 
-        Raises: ValueError when that is not enough.
+        Raises: Refusal when that is not enough.
         """
         with refusing("the tool python", NotProtected):
             check_protection(allow_unprotected=self.allow_unprotected)

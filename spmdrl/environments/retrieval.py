@@ -12,6 +12,7 @@ from collections import Counter, defaultdict
 from pathlib import Path
 
 from spmdrl.environments.protocol import check_at_least
+from spmdrl.errors import Refusal
 from spmdrl.imports import refusing
 
 _WORD = re.compile(r"\w+")
@@ -72,7 +73,7 @@ class Search:
 
     def __init__(self, *, corpus: str, results: int = 3, max_chars: int = 600):
         if not Path(corpus).expanduser().is_file():
-            raise ValueError(f"corpus: no such file {corpus!r} (looked from {Path.cwd()})")
+            raise Refusal(f"corpus: no such file {corpus!r} (looked from {Path.cwd()})")
         check_at_least(1, results=results, max_chars=max_chars)
         self.corpus, self.results, self.max_chars = corpus, results, max_chars
 
@@ -110,5 +111,5 @@ def _corpus(place: str) -> tuple[list[str], list[str], Index]:
                 texts.append(str(row["text"]))
             titles.append(f"{row['title']}: " if row.get("title") else "")
     if not texts:
-        raise ValueError(f"{place}: the corpus is empty")
+        raise Refusal(f"{place}: the corpus is empty")
     return titles, texts, Index([t + x for t, x in zip(titles, texts)])

@@ -15,6 +15,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from spmdrl.environments.protocol import ToolCall
+from spmdrl.errors import Refusal
 from spmdrl.imports import nearest, parsed_json, refusing
 
 Parser = Callable[[str], tuple[ToolCall, ...]]
@@ -31,14 +32,14 @@ def make_parser(name: str, tokenizer: PreTrainedTokenizerBase) -> Parser:
     Args:
         name: `hermes` (also Qwen 2.5 and 3), `llama3`, `vllm:NAME` for one of vLLM's own, or
             `auto`: the one whose markers stand in the chat template.
-    Raises: ValueError for an unknown name, or when `auto` recognises nothing.
+    Raises: Refusal for an unknown name, or when `auto` recognises nothing.
     """
     if name == "auto":
         name = _recognised(tokenizer)
     if name.startswith(_VLLM):
         return vllm_parser(name.removeprefix(_VLLM), tokenizer)
     if name not in _PARSERS:
-        raise ValueError(
+        raise Refusal(
             f"tool parser: unknown name {name!r}{nearest(name, [*_PARSERS, 'auto'])}; "
             "or vllm:NAME for one of vLLM's"
         )
@@ -52,7 +53,7 @@ def _recognised(tokenizer: PreTrainedTokenizerBase) -> str:
         return "hermes"
     if _PYTHON_TAG in template or '{"name": function name, "parameters"' in template:
         return "llama3"
-    raise ValueError(
+    raise Refusal(
         "tool parser: auto knows the formats of Hermes/Qwen and Llama 3, and the "
         "chat template shows neither; name one: hermes, llama3, vllm:NAME"
     )
@@ -124,7 +125,7 @@ def vllm_parser(name: str, tokenizer: PreTrainedTokenizerBase) -> Parser:
 
     Args:
         name: as in `vllm serve --tool-call-parser`.
-    Raises: ValueError for an unknown name, a tokenizer without the format's special tokens, or
+    Raises: Refusal for an unknown name, a tokenizer without the format's special tokens, or
         where vLLM is missing.
     """
     kinds = (KeyError, ImportError, RuntimeError, ValueError)

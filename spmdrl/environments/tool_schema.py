@@ -13,6 +13,7 @@ import types
 from collections.abc import Callable
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from spmdrl.errors import Refusal
 from spmdrl.imports import nearest
 
 _TYPES = {
@@ -35,22 +36,22 @@ def describe(function: Callable[..., Any], *, name: str = "") -> dict[str, Any]:
     Args:
         function: with type hints and a docstring whose `Args:` describe each parameter.
         name: to show instead of the function's own.
-    Raises: ValueError naming the parameter without hint or description, or the missing
+    Raises: Refusal naming the parameter without hint or description, or the missing
         docstring: the policy knows of a tool what this says and nothing else.
     """
     name = name or function.__name__
     doc = inspect.getdoc(function)
     if not doc:
-        raise ValueError(f"tool {name}: has no docstring; the policy is told what it says")
+        raise Refusal(f"tool {name}: has no docstring; the policy is told what it says")
     summary, told = _read_docstring(doc)
     hints = get_type_hints(function)
     properties, required = {}, []
     for parameter in inspect.signature(function).parameters.values():
         place = f"tool {name}, parameter {parameter.name}"
         if parameter.name not in hints:
-            raise ValueError(f"{place}: has no type hint")
+            raise Refusal(f"{place}: has no type hint")
         if parameter.name not in told:
-            raise ValueError(f"{place}: is not described under `Args:` of the docstring")
+            raise Refusal(f"{place}: is not described under `Args:` of the docstring")
         properties[parameter.name] = _schema_of(hints[parameter.name], place=place) | {
             "description": told[parameter.name]
         }
@@ -111,7 +112,7 @@ def _schema_of(hint: Any, *, place: str) -> dict[str, Any]:
             )
         )
         return schema | ({"nullable": True} if type(None) in given else {})
-    raise ValueError(
+    raise Refusal(
         f"{place}: type {hint} cannot be described to a model; use str, int, float, "
         "bool, list, dict, Literal, or unions of these"
     )

@@ -18,6 +18,7 @@ from spmdrl.environments.protocol import (
     opening_messages,
 )
 from spmdrl.environments.tool_schema import argument_problem, describe
+from spmdrl.errors import Refusal
 from spmdrl.imports import construct, import_object, ran
 from spmdrl.sandbox import LaunchError
 
@@ -80,14 +81,14 @@ def make_tools(specs: Iterable[str] | Mapping[str, Mapping[str, Any]]) -> dict[s
             options for those that are classes. A class is made once per worker process and its
             `__call__` is the tool, under the class attribute `name` or the class's own name.
     Returns: {name: tool}.
-    Raises: ValueError for an unknown name or option, or a function without type hints or
+    Raises: Refusal for an unknown name or option, or a function without type hints or
         descriptions.
     """
     options = specs if isinstance(specs, Mapping) else {key: {} for key in specs}
     tools = [_make_tool(spec, dict(given or {})) for spec, given in options.items()]
     names = [tool.name for tool in tools]
     if twice := {name for name in names if names.count(name) > 1}:
-        raise ValueError(f"tools: {', '.join(options)} hold two of the name {twice.pop()!r}")
+        raise Refusal(f"tools: {', '.join(options)} hold two of the name {twice.pop()!r}")
     return dict(zip(names, tools))
 
 
@@ -95,7 +96,7 @@ def _make_tool(spec: str, options: dict[str, Any]) -> Tool:
     made = import_object(spec, known=BUILT_IN, kind="function", field="tools")
     if not inspect.isclass(made):
         if options:
-            raise ValueError(f"tools.{spec}: is a function and takes no options, got {options}")
+            raise Refusal(f"tools.{spec}: is a function and takes no options, got {options}")
         return Tool(made.__name__, made, describe(made), getattr(made, "prepare", None))
     live = construct(made, options, field=f"tools.{spec}")
     name = getattr(live, "name", made.__name__)
@@ -139,14 +140,14 @@ class ToolEnvironment:
         if isinstance(tools, str):
             tools = [name.strip() for name in tools.split(",") if name.strip()]
         if not tools:
-            raise ValueError(
+            raise Refusal(
                 "tools: expected names (`a, b` or a list), or a mapping from names "
                 f"to options; known: {', '.join(BUILT_IN)}"
             )
         check_at_least(1, max_turns=max_turns)
         check_at_least(100, max_result_chars=max_result_chars)
         if reply_role not in _REPLY_ROLES:
-            raise ValueError(f"reply_role: must be tool or user, got {reply_role!r}")
+            raise Refusal(f"reply_role: must be tool or user, got {reply_role!r}")
         self._key = json.dumps(dict(tools) if isinstance(tools, Mapping) else list(tools))
         self.max_turns, self.max_result_chars = max_turns, max_result_chars
         self.reply_role, self.turns, self.calls = reply_role, 0, 0

@@ -21,6 +21,7 @@ from collections.abc import Callable
 from typing import Any
 
 from spmdrl.environments.protocol import Message, Response, Turn, check_at_least, opening_messages
+from spmdrl.errors import Refusal
 from spmdrl.imports import construct, import_object, ran
 
 _GROUP_PARAMETERS = {"prompts", "completions", "answers", "states", "tasks", "infos"}
@@ -45,11 +46,11 @@ class VerifiersEnvironment:
         self.state: dict[str, Any] = {}
         live = self._live()
         if not _reward_funcs(live.rubric):
-            raise ValueError(f"load: {load} has a rubric without reward functions")
+            raise Refusal(f"load: {load} has a rubric without reward functions")
         for function, _ in _reward_funcs(live.rubric):
             grouped = _GROUP_PARAMETERS & set(inspect.signature(function).parameters)
             if grouped:
-                raise ValueError(
+                raise Refusal(
                     f"load: reward function {_name_of(function)} asks for "
                     f"{', '.join(sorted(grouped))} of a whole group, which is not "
                     "at hand while one episode runs"
@@ -145,7 +146,7 @@ def _loaded(load: str, options: str) -> Any:
     live = construct(make, json.loads(options), field="load_options")
     for name in ("env_response", "rubric"):
         if not hasattr(live, name):
-            raise ValueError(
+            raise Refusal(
                 f"load: {load} returned a {type(live).__name__}, which has no "
                 f"`{name}`; an environment of turns has it"
             )

@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from spmdrl.errors import Refusal
 from spmdrl.model.mask_spans import span_of
 from spmdrl.model.packing import SHORT, Packing, Pad, Unpad
 from spmdrl.model.shards import to_local
@@ -256,7 +257,7 @@ def check_supported(
 
     Args:
         options: keyword arguments that the model gives to its attention.
-    Raises: ValueError.
+    Raises: Refusal.
     """
     dropout, chooses = options.get("dropout"), [n for n in CHOOSING if options.get(n) is not None]
     has_both = options.get("s_aux") is not None and options.get("softcap") is not None
@@ -269,7 +270,7 @@ def check_supported(
         (not is_causal, "bidirectional attention"),
     ):
         if is_present:
-            raise ValueError(
+            raise Refusal(
                 f"model: {type(module).__name__} asks for {what}, which packed attention does "
                 "not do; this model cannot be trained here"
             )
@@ -298,7 +299,7 @@ def pick_attention(
 ) -> str:
     """Return the kernel for `model.kernels.attention`: padded, varlen or flash.
 
-    Raises: ValueError when the one asked for cannot serve this device, dtype or model.
+    Raises: Refusal when the one asked for cannot serve this device, dtype or model.
     """
     fits_kernels = device.type == "cuda" and dtype == torch.bfloat16
     if wanted == "auto" and fits_kernels and has_softcap and find_spec("flash_attn") is not None:
@@ -306,12 +307,12 @@ def pick_attention(
     if wanted == "auto":
         return "varlen" if fits_kernels and not has_softcap else "padded"
     if wanted != "padded" and not fits_kernels:
-        raise ValueError(
+        raise Refusal(
             f"model.kernels.attention: {wanted} needs CUDA and compute_dtype bfloat16, this run "
             f"has {device.type} and {str(dtype).removeprefix('torch.')}; set it to auto or padded"
         )
     if wanted == "varlen" and has_softcap:
-        raise ValueError(
+        raise Refusal(
             "model.kernels.attention: varlen has no softcap and this model needs it; "
             "set it to flash, padded or auto"
         )

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from spmdrl.errors import Refusal
 from spmdrl.model.transformers_internals import block_kinds, is_experts
 
 
@@ -18,11 +19,11 @@ def blocks(hf_model: nn.Module) -> dict[str, nn.Module]:
     Where a model does not say what its blocks are, they are the list of modules that holds most
     of its parameters.
 
-    Raises: ValueError when there is none.
+    Raises: Refusal when there is none.
     """
     found = _blocks(hf_model)
     if not found:
-        raise ValueError(
+        raise Refusal(
             f"model: {type(hf_model).__name__} names no blocks "
             f"(_no_split_modules = {sorted(block_kinds(hf_model))}) and has no list of layers; "
             "it cannot be sharded"

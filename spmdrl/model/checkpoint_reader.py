@@ -10,6 +10,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from spmdrl.errors import Refusal
 from spmdrl.imports import refusing
 from spmdrl.model.quantised import quantisation, quantised_tensors
 from spmdrl.model.text_part import TextPart, text_part
@@ -23,7 +24,7 @@ class CheckpointReader:
     Args:
         folder: of the files.
         part: model.part; `text` shows the text model's tensors, by the names of that model alone.
-    Raises: ValueError when the folder has no safetensors weights or a file is unreadable, or they
+    Raises: Refusal when the folder has no safetensors weights or a file is unreadable, or they
         are quantised in a way that is not known.
     """
 
@@ -61,7 +62,7 @@ class CheckpointReader:
                 return json.loads(index.read_text())["weight_map"]
         if not (self.folder / _SINGLE).is_file():
             found = some(p.name for p in self.folder.iterdir())
-            raise ValueError(
+            raise Refusal(
                 f"model.path: {self.folder} has neither {_SINGLE} nor {_INDEX}, only "
                 f"{found}; convert the weights to safetensors"
             )
@@ -93,7 +94,7 @@ class CheckpointReader:
         """Return one box of a tensor, in the dtype of the file, on the CPU; float32 of one that the
         file holds in fewer bits.
 
-        Raises: ValueError for one whose scales do not fit it.
+        Raises: Refusal for one whose scales do not fit it.
         """
         name = self.named.get(name, name)
         if own := self._quantised.get(name):
@@ -101,7 +102,7 @@ class CheckpointReader:
                 return own.read(self, start, shape)
         found = self.raw(name, start, shape)
         if found.is_floating_point() and found.dtype.itemsize < 2:
-            raise ValueError(
+            raise Refusal(
                 f"model.path: {name} in {self.folder} is {found.dtype} without scales: its "
                 "config.json has no quantization_config that says how to read it"
             )
@@ -126,7 +127,7 @@ class CheckpointReader:
 
 
 def _quantisation_of(folder: Path) -> dict[str, Any]:
-    """Return the quantization_config that a folder's config.json has, or {}. Raises: ValueError."""
+    """Return the quantization_config that a folder's config.json has, or {}. Raises: Refusal."""
     file = folder / "config.json"
     if not file.is_file():
         return {}

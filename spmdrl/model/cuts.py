@@ -9,6 +9,7 @@ from functools import lru_cache
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from spmdrl.errors import Refusal
 from spmdrl.world.torch_internals import StridedShard
 
 Runs = tuple[tuple[int, int], ...]
@@ -51,7 +52,7 @@ def cut_of(name: str, tensor: Tensor) -> TensorCut:
 
     Args:
         name: for messages.
-    Raises: ValueError for a placement that is not a part of the value (partial sums).
+    Raises: Refusal for a placement that is not a part of the value (partial sums).
     """
     shape = tuple(tensor.shape)
     if not isinstance(tensor, DTensor):
@@ -65,7 +66,7 @@ def cut_of(name: str, tensor: Tensor) -> TensorCut:
             # first, but shards what tensor parallelism left.
             axes.append(CutAxis(size, placement.dim, getattr(placement, "split_factor", 1)))
         else:
-            raise ValueError(
+            raise Refusal(
                 f"{name} has placement {placement}; only sharded and replicated "
                 "parameters can be streamed"
             )

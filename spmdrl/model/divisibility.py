@@ -54,7 +54,7 @@ class ModelCounts:
 def counts_of(hf_model: nn.Module) -> ModelCounts:
     """Read off a transformers model, on the meta device or any other, what axes divide in it.
 
-    Raises: ValueError when the model does not say what its blocks are.
+    Raises: Refusal when the model does not say what its blocks are.
     """
     config = hf_model.config
 

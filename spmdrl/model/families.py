@@ -196,7 +196,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 def family_config(family: str) -> Any:
     """Return the transformers config of a family of the table, or of any other by its defaults.
 
-    Raises: ValueError for a model type that transformers does not know.
+    Raises: Refusal for a model type that transformers does not know.
     """
     from transformers import AutoConfig
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from spmdrl.errors import Refusal
 from spmdrl.model.shards import Part, box_within
 from spmdrl.model.transformers_internals import as_saved
 from spmdrl.world.torch_internals import UNSAFE_VIEW, TorchDispatchMode, is_persistent, storage_id
@@ -36,7 +37,7 @@ def file_tensors(hf_model: nn.Module) -> dict[str, Part]:
 
     Args:
         hf_model: a transformers model as it was built, on any device; nothing is read.
-    Raises: ValueError naming a tensor of the files that is no part of one live tensor, or a live
+    Raises: Refusal naming a tensor of the files that is no part of one live tensor, or a live
         tensor that the files do not make up.
     """
     live = live_tensors(hf_model)
@@ -109,9 +110,9 @@ def _check_whole(hf_model: nn.Module, parts: dict[str, Part], live: dict[str, Te
             raise _refused(hf_model, why)
 
 
-def _refused(hf_model: nn.Module, why: str) -> ValueError:
+def _refused(hf_model: nn.Module, why: str) -> Refusal:
     kind = getattr(hf_model.config, "model_type", type(hf_model).__name__)
-    return ValueError(
+    return Refusal(
         f"model.path: the tensors in the files of a {kind} are not parts of the parameters that "
         f"transformers has for them: {why}. Such a model cannot be trained here; take one of a "
         "family whose files are, such as qwen3_moe, mixtral or deepseek_v3"

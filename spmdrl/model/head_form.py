@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from spmdrl.errors import Refusal
 from spmdrl.model.blocks import blocks, replaced_forward
 
 _LEVELS = (1.0, -1.0, 1e-4, 1e6, 3.0, -40.0)  # of the numbers that pass; 1e6 fills any cap
@@ -41,12 +42,12 @@ def head_form(hf_model: nn.Module) -> HeadForm:
 
     Args:
         hf_model: on the meta device or any other; it is left as it was.
-    Raises: ValueError for a model without a linear output head, or one that makes logits of its
+    Raises: Refusal for a model without a linear output head, or one that makes logits of its
         products in another way.
     """
     head, kind = hf_model.get_output_embeddings(), type(hf_model).__name__
     if head is None or getattr(head, "weight", None) is None:
-        raise ValueError(f"model: {kind} has no linear output head, from which logprobs are made")
+        raise Refusal(f"model: {kind} has no linear output head, from which logprobs are made")
     has_bias = getattr(head, "bias", None) is not None
     levels = torch.tensor(_LEVELS, dtype=torch.float64)
     rows, width = head.weight.shape
@@ -59,12 +60,12 @@ def head_form(hf_model: nn.Module) -> HeadForm:
             product=lambda x: x[..., :1].expand(*x.shape[:-1], rows) + 0.5 * has_bias,
         )
     except Exception as error:  # whatever the model's own code runs into
-        raise ValueError(_refused(kind, f"cannot be followed ({error!r:.200})")) from error
+        raise Refusal(_refused(kind, f"cannot be followed ({error!r:.200})")) from error
     form = _form(products, logits)
     if logits.shape != products.shape or not torch.allclose(
         form.logits(products), logits, rtol=_CLOSE, atol=0
     ):
-        raise ValueError(_refused(kind, "is neither a factor nor a softcap"))
+        raise Refusal(_refused(kind, "is neither a factor nor a softcap"))
     return form
 
 

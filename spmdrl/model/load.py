@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from spmdrl.config import Config, ModelSettings
+from spmdrl.errors import Refusal
 from spmdrl.imports import is_missing_folder, refusing
 from spmdrl.model.blocks import name_of
 from spmdrl.model.checkpoint_reader import CheckpointReader, some
@@ -35,20 +36,20 @@ def load_hf_config(path: str, *, trust_remote_code: bool = False, part: str = "a
     Args:
         part: model.part; `text` returns the text model's own config.
     Returns: the transformers PreTrainedConfig.
-    Raises: ValueError when the folder is missing or its config cannot be read.
+    Raises: Refusal when the folder is missing or its config cannot be read.
     """
     from transformers import AutoConfig
 
     if not path:
-        raise ValueError("model.path: is required and empty; name a folder or a hub model")
+        raise Refusal("model.path: is required and empty; name a folder or a hub model")
     folder = Path(path)
     if folder.is_dir() and not (folder / "config.json").is_file():
-        raise ValueError(
+        raise Refusal(
             f"model.path: folder {path} has no config.json; is it a Hugging Face "
             f"model folder? it holds {some(p.name for p in folder.iterdir())}"
         )
     if is_missing_folder(path):
-        raise ValueError(f"model.path: folder {path} does not exist (looked from {Path.cwd()})")
+        raise Refusal(f"model.path: folder {path} does not exist (looked from {Path.cwd()})")
     # A hub that cannot be reached is tried for a minute; the last failure says all there is.
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
     where = "unreadable" if folder.is_dir() else "neither a folder nor a hub model in reach"
@@ -60,7 +61,7 @@ def load_hf_config(path: str, *, trust_remote_code: bool = False, part: str = "a
     if not has_towers(config):
         return config
     if part != "text":
-        raise ValueError(
+        raise Refusal(
             f"model.path: {path} is a {config.model_type} with a vision tower; only "
             "text models can be trained: set model.part to text to train its text part alone"
         )
@@ -73,7 +74,7 @@ def load_hf_config(path: str, *, trust_remote_code: bool = False, part: str = "a
 def model_folder(path: str) -> Path:
     """Return the local folder of a model's weights, fetching a hub model into the cache.
 
-    Raises: ValueError when it is neither there nor to be had.
+    Raises: Refusal when it is neither there nor to be had.
     """
     if Path(path).is_dir():
         return Path(path)
@@ -100,7 +101,7 @@ def build_meta_model(
         config: a transformers config instead of that of `model.path`.
     Returns: a transformers causal LM, or sequence classifier, all parameters float32 on the
         meta device.
-    Raises: ValueError for a missing folder or an architecture that has no such form.
+    Raises: Refusal for a missing folder or an architecture that has no such form.
     """
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
@@ -151,7 +152,7 @@ def check_weights(
         reader: the files.
         parts: of the model, see file_tensors.
         is_scalar: its head is a scalar one, which the files may lack.
-    Raises: ValueError naming every missing, extra or wrongly shaped tensor.
+    Raises: Refusal naming every missing, extra or wrongly shaped tensor.
     """
     names = reader.names()
     shapes = {name: part.shape for name, part in parts.items()}
@@ -169,7 +170,7 @@ def check_weights(
                 f"{list(shapes[name])} by config.json"
             )
     if problems:
-        raise ValueError(
+        raise Refusal(
             f"model.path: the weights in {reader.folder} do not fit its config.json: "
             + "; ".join(problems)
         )
@@ -217,7 +218,7 @@ def compute_buffers(hf_model: nn.Module) -> None:
 
     Args:
         hf_model: the transformers model, these buffers with storage and undefined values.
-    Raises: ValueError naming a buffer that stayed without a value.
+    Raises: Refusal naming a buffer that stayed without a value.
     """
     from_files = live_tensors(hf_model).values()
     computed = {name: _computed_buffers(module) for name, module in hf_model.named_modules()}
@@ -231,7 +232,7 @@ def compute_buffers(hf_model: nn.Module) -> None:
     for name, module in hf_model.named_modules():
         for key, buffer in _computed_buffers(module).items():
             if not buffer.is_floating_point() or bool(buffer.isnan().any()):
-                raise ValueError(
+                raise Refusal(
                     f"model: buffer {name}.{key} of {type(module).__name__} is computed in a way "
                     "that loading on the meta device does not know; this model cannot be trained"
                 )
@@ -261,7 +262,7 @@ def load_whole_model(
         dtype: of the parameters; buffers stay as the model makes them.
         device: of parameters and buffers.
         config: a transformers config of the model's first layers; the files have more.
-    Raises: ValueError when the files do not fit the model, or cannot be read.
+    Raises: Refusal when the files do not fit the model, or cannot be read.
     """
     hf_model = build_meta_model(model, attention=attention, config=config)
     names, parts = list(live_tensors(hf_model)), file_tensors(hf_model)

@@ -18,6 +18,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from spmdrl.errors import Refusal
+
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _PER_BLOCK = 32  # weights with one scale in mxfp4
 QUANTISATION_KEYS = ("quantization_config", "compression_config")
@@ -40,13 +42,13 @@ class Files(Protocol):
 def quantisation(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the quantization_config of a config.json; {} where the weights are plain.
 
-    Raises: ValueError for one by which weights cannot be made plain here, naming it.
+    Raises: Refusal for one by which weights cannot be made plain here, naming it.
     """
     own: Mapping[str, Any] = next(
         (found for key in QUANTISATION_KEYS if (found := config.get(key))), {}
     )
     if problem := _unknown(own):
-        raise ValueError(
+        raise Refusal(
             f"its weights are quantised by {problem}; known are fp8 (float8 weights with scales), "
             "compressed-tensors of 8-bit floats, and mxfp4. Take the plain weights of this model, "
             "or write them by a tool of the format"
@@ -90,13 +92,11 @@ class Scaled:
     def read(self, files: Files, start: Sequence[int], shape: Sequence[int]) -> Tensor:
         """Return a box of the plain tensor, float32.
 
-        Raises: ValueError for a weight that is not of 8-bit floats, or scales that do not fit it.
+        Raises: Refusal for a weight that is not of 8-bit floats, or scales that do not fit it.
         """
         values = files.raw(self.weight, start, shape)
         if values.dtype not in _FLOATS:
-            raise ValueError(
-                f"{self.weight}, which has scales, is {values.dtype} and no 8-bit float"
-            )
+            raise Refusal(f"{self.weight}, which has scales, is {values.dtype} and no 8-bit float")
         blocks = self._blocks(files)
         if blocks is None:
             every = files.raw_shape(self.scales)
@@ -120,7 +120,7 @@ class Scaled:
         else:
             blocks = tuple(n if s == 1 else 1 for n, s in zip(whole, scales))
         if scales != tuple(-(-n // b) for n, b in zip(whole, blocks)):
-            raise ValueError(
+            raise Refusal(
                 f"{self.scales} has shape {list(scales)}, which does not fit {list(whole)} of "
                 f"{self.weight} in blocks of {list(blocks)}"
             )

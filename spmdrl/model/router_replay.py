@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from spmdrl.errors import Refusal
 from spmdrl.model.scorer import ScoredRow
 
 Weigh = Callable[[nn.Module, Tensor, Tensor], Tensor]
@@ -68,12 +69,12 @@ class RouterReplay:
         scorer: whose first argument, a ScoredRow, has the routes.
         routers: of its L layers with experts, first to last.
         model_type: the family.
-    Raises: ValueError for a family whose routers are not known.
+    Raises: Refusal for a family whose routers are not known.
     """
 
     def __init__(self, scorer: nn.Module, routers: Sequence[nn.Module | None], *, model_type: str):
         if model_type not in WEIGHTS or None in routers:
-            raise ValueError(unknown_router(model_type))
+            raise Refusal(unknown_router(model_type))
         self._weigh = WEIGHTS[model_type]
         self._routes: Tensor | None = None
         self.seen: list[Tensor] | None = None

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from spmdrl.errors import Refusal
 from spmdrl.model.blocks import base_of, experts_modules
 
 BIAS = "e_score_correction_bias"
@@ -58,11 +59,11 @@ def check_balance(hf_model: nn.Module, *, balance: str) -> None:
 
     Args:
         hf_model: as it was built, on any device.
-    Raises: ValueError.
+    Raises: Refusal.
     """
     layers = routed_layers(hf_model)
     if balance != "none" and not layers:
-        raise ValueError(
+        raise Refusal(
             f"model.moe.balance: {balance} with a {hf_model.config.model_type}, which "
             "has no experts; leave it out"
         )
@@ -70,20 +71,20 @@ def check_balance(hf_model: nn.Module, *, balance: str) -> None:
 
 
 def check_layers(hf_model: nn.Module, layers: Sequence[RoutedLayer], *, balance: str) -> None:
-    """Refuse a balance that the routers of these layers do not know. Raises: ValueError."""
+    """Refuse a balance that the routers of these layers do not know. Raises: Refusal."""
     kind = hf_model.config.model_type
     if balance == "bias" and any(layer.bias is None for layer in layers):
-        raise ValueError(
+        raise Refusal(
             f"model.moe.balance: bias moves the routers' {BIAS}, which a {kind} does "
             "not have; take aux"
         )
     if balance == "aux" and any(layer.bias is not None for layer in layers):
-        raise ValueError(
+        raise Refusal(
             f"model.moe.balance: aux, whose loss is on softmax probabilities, with a "
             f"{kind}, whose routers have sigmoids and a {BIAS}; take bias"
         )
     if balance == "aux" and any(layer.router is None for layer in layers):
-        raise ValueError(
+        raise Refusal(
             f"model.moe.balance: aux needs the routers' logits, and transformers does "
             f"not say which modules of a {kind} return them; take none"
         )

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from spmdrl.errors import Refusal
 from spmdrl.model.blocks import base_of, name_of
 from spmdrl.model.head import HeadOptions, logprobs_and_entropy
 from spmdrl.model.head_form import head_form
@@ -68,12 +69,12 @@ def make_row(
         mask: [T] bool on the CPU.
         slicing: which slice of the row this rank computes, and where; by default all of it.
         routes: [T, L, K] on the CPU, to be replayed; None for none.
-    Raises: ValueError when the mask holds a sequence's first token, which nothing predicts.
+    Raises: Refusal when the mask holds a sequence's first token, which nothing predicts.
     """
     firsts = torch.tensor([0, *accumulate(lengths[:-1])])
     first = firsts[mask[firsts]]
     if len(first):
-        raise ValueError(
+        raise Refusal(
             f"response_mask holds the first token of a sequence (packed position "
             f"{int(first[0])}), which no token comes before; mask it out where rows are read"
         )
@@ -92,7 +93,7 @@ class Scorer(nn.Module):
         chunk_tokens: positions whose logits exist at once.
         temperature: of the distribution that is scored.
         tp_group: ranks among which the head's rows are sharded; None when they are not.
-    Raises: ValueError for a model whose head makes logits in another way; see head_form.
+    Raises: Refusal for a model whose head makes logits in another way; see head_form.
     """
 
     def __init__(

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from spmdrl.errors import Refusal
 from spmdrl.model.attention import CHOOSING, Temperature
 from spmdrl.model.blocks import blocks
 from spmdrl.model.mask_spans import Span, block_inputs
@@ -79,11 +80,11 @@ def separate(hf_model: nn.Module) -> Separation:
 
     Its blocks are to be given `packing`, or `work` that has one.
 
-    Raises: ValueError for a model that cannot be served.
+    Raises: Refusal for a model that cannot be served.
     """
     found = separation_of(hf_model)
     if found.reasons:
-        raise ValueError(f"model: {type(hf_model).__name__} is not served: {found.reasons[0]}")
+        raise Refusal(f"model: {type(hf_model).__name__} is not served: {found.reasons[0]}")
     for name, span in found.spans.items():
         hf_model.get_submodule(name).span = span  # type: ignore[assignment]
     for name, temperature in found.temperatures.items():

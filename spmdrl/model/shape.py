@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import nn
 
+from spmdrl.errors import Refusal
 from spmdrl.model.blocks import blocks
 from spmdrl.model.divisibility import ModelCounts, counts_of
 from spmdrl.model.parallel.tp_plan import split_dim, tp_styles
@@ -119,7 +120,7 @@ def model_shape(hf_model: nn.Module, *, name: str = "") -> ModelShape:
     Args:
         hf_model: on the meta device or any other.
         name: for messages; empty means the model type.
-    Raises: ValueError for blocks of an unknown build, naming what is missing.
+    Raises: Refusal for blocks of an unknown build, naming what is missing.
     """
     config = hf_model.config
     modules = list(blocks(hf_model).items())
@@ -162,7 +163,7 @@ def _block(name: str, module: nn.Module, *, styles: dict[str, str], config: Any)
     attention = getattr(module, "self_attn", None)
     if mlp is None or attention is None:
         children = ", ".join(n for n, _ in module.named_children())
-        raise ValueError(
+        raise Refusal(
             f"model: a block of {type(module).__name__} has {children}; only blocks "
             "with self_attn and mlp are known"
         )
@@ -190,7 +191,7 @@ def _block(name: str, module: nn.Module, *, styles: dict[str, str], config: Any)
 def _intermediate(mlp: nn.Module) -> int:
     up = getattr(mlp, "up_proj", None)
     if not isinstance(up, nn.Linear) or getattr(mlp, "gate_proj", None) is None:
-        raise ValueError(
+        raise Refusal(
             f"model: {type(mlp).__name__} has no gate_proj and up_proj; only gated MLPs are known"
         )
     return up.out_features
@@ -199,7 +200,7 @@ def _intermediate(mlp: nn.Module) -> int:
 def _experts(mlp: nn.Module, *, config: Any) -> Experts:
     weight = next((p for n, p in mlp.experts.named_parameters() if p.dim() == 3), None)
     if weight is None:
-        raise ValueError(
+        raise Refusal(
             f"model: {type(mlp.experts).__name__} holds its experts one by one; only "
             "weights of all experts in one tensor are known"
         )
@@ -228,7 +229,7 @@ def _attention(module: nn.Module, *, config: Any) -> Attention:
             latent=(module.q_lora_rank or 0, module.kv_lora_rank, module.qk_rope_head_dim),
         )
     if not (hasattr(module, "q_proj") and hasattr(module, "k_proj")):
-        raise ValueError(
+        raise Refusal(
             f"model: {type(module).__name__} has no q_proj, k_proj and v_proj; only "
             "attention with these, or latent attention, is known"
         )

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from spmdrl.config import Config, ModelSettings
+from spmdrl.errors import Refusal
 from spmdrl.model.attention import pick_attention, register_attention
 from spmdrl.model.blocks import experts_parameters
 from spmdrl.model.checkpoint_reader import CheckpointReader
@@ -55,7 +56,7 @@ class ShardedModel:
         is_scalar: with a head of one output per token (`values`) instead of the vocabulary's
             (`forward`, `columns`, `score`); zero at first if the files are a causal LM's.
         lora: adapters that are trained instead of the weights; see lora/layers.py.
-    Raises: ValueError when the model cannot be loaded or laid out.
+    Raises: Refusal when the model cannot be loaded or laid out.
     """
 
     def __init__(
@@ -79,7 +80,7 @@ class ShardedModel:
             counts_of(hf_model), axes_of(cfg), context=model.kernels.context, is_policy=False
         )
         if problems := list(found):
-            raise ValueError("\n".join(problems))
+            raise Refusal("\n".join(problems))
         separation = separate(hf_model)
         self._names, self.parts = list(live_tensors(hf_model)), file_tensors(hf_model)
         if not is_trained:

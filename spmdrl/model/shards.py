@@ -104,7 +104,7 @@ def held_boxes(name: str, tensor: Tensor) -> list[tuple[Box, Tensor]]:
             shards included), or a plain tensor, which this rank then holds whole.
     Returns: boxes with views of the same shapes; several when the shard has gaps, none when
         this rank's shard is empty.
-    Raises: ValueError for a placement that is not a part of the value (partial sums).
+    Raises: Refusal for a placement that is not a part of the value (partial sums).
     """
     cut = cut_of(name, tensor)
     if not isinstance(tensor, DTensor):

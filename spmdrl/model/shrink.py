@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from spmdrl.errors import Refusal
 from spmdrl.model.shrink_fields import MAX_LAYERS, cut_layers, small_fields
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ def shrunk(config: Any, *, kv_heads: int = 2) -> Any:
         kv_heads: key/value heads to keep where the real count is a multiple of it, for tensor
             parallelism of that many ranks; twice as many where each query head has its own.
     Returns: another config of the same class, float32, without quantisation.
-    Raises: ValueError when the small model is not of the same kinds of layers.
+    Raises: Refusal when the small model is not of the same kinds of layers.
     """
     config = config.get_text_config()
     fields = small_fields(config, kv_heads=kv_heads)
@@ -44,7 +45,7 @@ def shrunk(config: Any, *, kv_heads: int = 2) -> Any:
         small = _made(config, cut_layers(whole.to_dict(), layers=len(kinds), chosen=chosen))
         if _layer_kinds(small) == [kinds[i] for i in chosen]:
             return small
-    raise ValueError(
+    raise Refusal(
         f"{config.model_type}: a small model of layers {_prefix(kinds)} has layers of other kinds "
         "than these; say in model/shrink_fields.py how its config names them"
     )
@@ -53,13 +54,13 @@ def shrunk(config: Any, *, kv_heads: int = 2) -> Any:
 def first_layers(config: Any) -> Any:
     """Return the config of a model's first layers, one at least of each kind that it has.
 
-    Raises: ValueError when these would be of other kinds.
+    Raises: Refusal when these would be of other kinds.
     """
     kinds = _layer_kinds(config)
     chosen = range(1 + max(_place(kinds, kind, 1) for kind in {*kinds}))
     small = _made(config, cut_layers(config.to_dict(), layers=len(kinds), chosen=chosen))
     if _layer_kinds(small) != [kinds[i] for i in chosen]:
-        raise ValueError(f"{config.model_type}: its first {len(chosen)} layers are of other kinds")
+        raise Refusal(f"{config.model_type}: its first {len(chosen)} layers are of other kinds")
     return small
 
 
@@ -126,7 +127,7 @@ def _layer_kinds(config: Any) -> list[Hashable]:
     count = config.num_hidden_layers
     lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == count]
     if not lists:
-        raise ValueError(f"{config.model_type}: no list of its {count} layers is found in it")
+        raise Refusal(f"{config.model_type}: no list of its {count} layers is found in it")
     return [_kind(layer) for layer in lists[0]]
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from spmdrl.errors import Refusal
 from spmdrl.imports import refusing
 from spmdrl.model.blocks import base_of, name_of
 from spmdrl.model.file_tensors import file_tensors
@@ -46,7 +47,7 @@ def text_config(config: Any) -> Any:
 def text_part(path: str) -> TextPart | None:
     """Return where the text model of a folder or hub model lies; None if it is all there is.
 
-    Raises: ValueError for a model whose text model transformers does not have by itself, or cannot
+    Raises: Refusal for a model whose text model transformers does not have by itself, or cannot
         be told from the rest.
     """
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
@@ -74,7 +75,7 @@ def _located(whole: nn.Module, text: nn.Module) -> TextPart:
     prefix, base = base_of(text)
     places = [name for name, module in whole.named_modules() if type(module) is type(base)]
     if len(places) != 1:
-        raise ValueError(f"it has {len(places)} parts of the class {type(base).__name__}")
+        raise Refusal(f"it has {len(places)} parts of the class {type(base).__name__}")
     heads = [name_of(model, model.get_output_embeddings()) for model in (whole, text)]
     live = {places[0]: prefix, heads[0]: heads[1]}  # of the whole, and alone
     theirs = {}
@@ -89,7 +90,7 @@ def _located(whole: nn.Module, text: nn.Module) -> TextPart:
     }
     missing = [name for name, file in names.items() if not file]
     if missing:
-        raise ValueError(f"{len(missing)} of its tensors are not in the whole, {missing[0]} first")
+        raise Refusal(f"{len(missing)} of its tensors are not in the whole, {missing[0]} first")
     below = [names[n] for n, part in parts.items() if part.tensor.startswith(f"{prefix}.")]
     return TextPart(names, _common(below), _is_tied(whole), type(text).__name__)
 

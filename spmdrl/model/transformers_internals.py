@@ -143,7 +143,7 @@ def apply_liger(hf_model: nn.Module, base: nn.Module, *, has_rope: bool, is_dens
             is given, which selective checkpointing keeps and would have rotated once more.
         is_dense: without experts.
     Returns: whether it did. A kind of model that liger refuses keeps transformers' own layers.
-    Raises: ValueError when liger-kernel is not installed.
+    Raises: Refusal when liger-kernel is not installed.
     """
     hint = "; install it or set liger to false"
     with refusing("model.kernels.liger: cannot import liger-kernel", ImportError, hint=hint):

@@ -23,7 +23,7 @@ class SentWeights:
     Args:
         hf_model: the model on the meta device, as it was built.
         lora: model.lora.
-    Raises: ValueError for files that are no parts of the model's tensors, or LoRA targets that
+    Raises: Refusal for files that are no parts of the model's tensors, or LoRA targets that
         match nothing.
     """
 

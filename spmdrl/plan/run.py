@@ -9,6 +9,7 @@ from typing import Any
 
 from spmdrl.config import BatchSettings, Config, EngineSettings
 from spmdrl.config.fields import least_tokens
+from spmdrl.errors import Refusal
 from spmdrl.model.parallel.recompute import has
 from spmdrl.model.shape import ModelShape
 from spmdrl.plan.activations import Kernels
@@ -79,7 +80,7 @@ def run_of(
         chunk_tokens: positions whose logits exist at once, see model/head.py.
         prompt_tokens, response_tokens: means; 0 takes half of the longest that may come.
         lora_numel: elements of all adapters, see model/lora/layers.py.
-    Raises: ValueError for an unknown method.
+    Raises: Refusal for an unknown method.
     """
     batch, is_rl, is_pair = cfg.batch, cfg.objective.samples, cfg.objective.trains_on_pairs
     group = batch.group_size if is_rl else 2 if is_pair else 1
@@ -196,10 +197,10 @@ FORMULA_RATES = ("matmul_frac", "memory_frac", "link_frac", "engine_step_s", "co
 def rates_of(name: str, **changed: float) -> Rates:
     """Return the rates of a GPU of the table, with some fields of it replaced.
 
-    Raises: ValueError for a GPU that is not in the table.
+    Raises: Refusal for a GPU that is not in the table.
     """
     if name not in GPUS:
-        raise ValueError(
+        raise Refusal(
             f"--gpu {name}: not in the table; known: {', '.join(GPUS)}; take the "
             "nearest and give its memory and rates by flags"
         )

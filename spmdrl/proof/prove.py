@@ -212,7 +212,7 @@ class Proof:
 def real_config(model: str, *, trust_remote_code: bool = False) -> Any:
     """Return the transformers config of a folder or hub model.
 
-    Raises: ValueError when it cannot be read.
+    Raises: Refusal when it cannot be read.
     """
     from spmdrl.model.load import load_hf_config
 

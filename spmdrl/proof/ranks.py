@@ -34,7 +34,7 @@ class RankError(Exception):
     @property
     def is_refusal(self) -> bool:
         """Whether the product says by it that it will not do this."""
-        return self.kind == "ValueError" and "spmdrl" in self.text.rpartition("File ")[2]
+        return self.kind == "Refusal" and "spmdrl" in self.text.rpartition("File ")[2]
 
 
 def on_ranks(

@@ -9,6 +9,7 @@ import difflib
 import re
 from typing import NamedTuple
 
+from spmdrl.errors import Refusal
 from spmdrl.types import Sums
 
 
@@ -611,7 +612,7 @@ ALIASES: dict[str, dict[str, str]] = {
 def lookup(name: str) -> Metric:
     """Return the glossary's entry of a metric.
 
-    Raises: ValueError naming the nearest known metric when there is none.
+    Raises: Refusal naming the nearest known metric when there is none.
     """
     if name in GLOSSARY:
         return GLOSSARY[name]
@@ -620,7 +621,7 @@ def lookup(name: str) -> Metric:
             return metric
     near = difflib.get_close_matches(name, list(GLOSSARY), n=1)
     hint = f"did you mean {near[0]}? " if near else ""
-    raise ValueError(
+    raise Refusal(
         f"metric {name!r} is not in the glossary; {hint}"
         "every metric needs an entry in spmdrl/report/glossary.py"
     )
@@ -640,7 +641,7 @@ def values_of(sums: Sums) -> dict[str, float]:
     """Return {clean name: numerator / denominator}; for totals, the numerator.
 
     A mean over nothing has no value: with denominator 0 the metric is left out.
-    Raises: ValueError for a metric that is not in the glossary.
+    Raises: Refusal for a metric that is not in the glossary.
     """
     values = {}
     for given, (numerator, denominator) in sums.items():

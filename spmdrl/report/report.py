@@ -181,7 +181,7 @@ class Report:
                 in `sums` goes before it.
             samples: a few {prompt, response, reward}.
         Returns: {metric: value} on rank 0, aliases left out; {} elsewhere.
-        Raises: ValueError for a metric that is not in the glossary.
+        Raises: Refusal for a metric that is not in the glossary.
         """
         if self.rank != 0:
             return {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from html import escape
 
+from spmdrl.errors import Refusal
 from spmdrl.report.rollout_text import title
 from spmdrl.report.rollout_view import Answer, View
 
@@ -25,11 +26,11 @@ def page(view: View, *, color: str = "") -> str:
     Args:
         color: `advantage` (green above 0, red below, by the group's largest) or `logprob` (the
             less likely, the stronger); empty takes the advantage where it is known.
-    Raises: ValueError when colours by advantage are asked for and it is not known.
+    Raises: Refusal when colours by advantage are asked for and it is not known.
     """
     known = [abs(one.advantage) for one in view.sequences if one.advantage is not None]
     if color == "advantage" and not known:
-        raise ValueError(f"--color advantage: {'; '.join(view.notes)}; take --color logprob")
+        raise Refusal(f"--color advantage: {'; '.join(view.notes)}; take --color logprob")
     color = color or ("advantage" if known else "logprob")
     legend = (
         f"green: advantage above 0, red: below; strongest at {max(known):.4g}"

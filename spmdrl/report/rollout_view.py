@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from spmdrl.config import Config
 from spmdrl.config.read import load_yaml
+from spmdrl.errors import Refusal
 from spmdrl.imports import attempt
 
 if TYPE_CHECKING:
@@ -68,7 +69,7 @@ class Summary:
 
 
 def summaries(recorded: Recorded, step: int) -> list[Summary]:
-    """Return the groups of a step, by number. Raises: ValueError for a step that is not there."""
+    """Return the groups of a step, by number. Raises: Refusal for a step that is not there."""
     table = _sequences(recorded, step)
     groups: dict[int, list[dict[str, Any]]] = {}
     for row in table.to_pylist():
@@ -114,7 +115,7 @@ def advantages(recorded: Recorded, step: int, cfg: Config) -> dict[tuple[int, in
     """Recompute a step's advantages where they are one number per sequence.
 
     Returns: {(group, sample): advantage}.
-    Raises: ValueError saying why they cannot be known.
+    Raises: Refusal saying why they cannot be known.
     """
     import torch
 
@@ -125,12 +126,12 @@ def advantages(recorded: Recorded, step: int, cfg: Config) -> dict[tuple[int, in
 
     chosen = cfg.algorithm
     if read_header(recorded.files_of(step)[0])["is_partial"]:
-        raise ValueError("the part of reward models, which trainers add, is not recorded")
+        raise Refusal("the part of reward models, which trainers add, is not recorded")
     method = registry.get("advantage", chosen.advantage)
     if registry.is_per_token(method):
-        raise ValueError(f"{chosen.advantage} gives each token its own, and they are not recorded")
+        raise Refusal(f"{chosen.advantage} gives each token its own, and they are not recorded")
     if chosen.kl_coef and chosen.kl_in == "reward":
-        raise ValueError("the KL in the rewards, which trainers add, is not recorded")
+        raise Refusal("the KL in the rewards, which trainers add, is not recorded")
     scalars = scalars_of(_sequences(recorded, step))
     values = sequence_advantages(
         Batch(scalars, updates=(), update_ids=torch.zeros(len(scalars), dtype=torch.int64)),
@@ -149,7 +150,7 @@ def read_group(
     Args:
         tokenizer: folder or hub name; empty takes the run's own.
         needs_text: of single tokens, which takes the tokenizer.
-    Raises: ValueError for a step or group that is not there, naming those that are.
+    Raises: Refusal for a step or group that is not there, naming those that are.
     """
     from spmdrl.rollout.recordings import ranges, read_header, read_table
 
@@ -157,7 +158,7 @@ def read_group(
     rows = [row for path in files for row in read_table(path, group=group).to_pylist()]
     if not rows:
         others = {one.group for one in summaries(recorded, step)}
-        raise ValueError(
+        raise Refusal(
             f"step {step} of {recorded.folder} has no group {group}; it has groups {ranges(others)}"
         )
     # Not there, or of another version of this program.
@@ -192,12 +193,12 @@ def read_group(
 
 
 def _decoder(cfg: Config | None, name: str) -> Callable[[int], str]:
-    """Return what gives the text of a token id. Raises: ValueError when there is nothing."""
+    """Return what gives the text of a token id. Raises: Refusal when there is nothing."""
     from transformers import AutoTokenizer
 
     name = name or (cfg.model.tokenizer or cfg.model.path if cfg else "")
     if not name:
-        raise ValueError("there is no config, which names the tokenizer; give --tokenizer")
+        raise Refusal("there is no config, which names the tokenizer; give --tokenizer")
     trusts = cfg is not None and cfg.model.trust_remote_code
     tokenizer, _error = attempt(
         lambda: AutoTokenizer.from_pretrained(
@@ -206,5 +207,5 @@ def _decoder(cfg: Config | None, name: str) -> Callable[[int], str]:
         (OSError, ValueError, KeyError),
     )
     if tokenizer is None:
-        raise ValueError(f"no tokenizer can be loaded from {name!r}; give another by --tokenizer")
+        raise Refusal(f"no tokenizer can be loaded from {name!r}; give another by --tokenizer")
     return lambda token: tokenizer.decode([token])

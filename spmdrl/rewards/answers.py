@@ -7,6 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from spmdrl.errors import Refusal
+
 # A sign after a digit or a name is a minus: 10-5.
 _DIGITS = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)"
 _UNSIGNED = rf"(?:{_DIGITS}(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?"
@@ -119,10 +121,10 @@ def find_answer(text: str, *, where: str) -> str | None:
 
     Args:
         where: `all` of it, `boxed`, `hashes` (after ####) or `tag` (<answer>).
-    Raises: ValueError for another `where`.
+    Raises: Refusal for another `where`.
     """
     if where not in _FINDERS:
-        raise ValueError(f"where: expected one of {', '.join(_FINDERS)}, got {where!r}")
+        raise Refusal(f"where: expected one of {', '.join(_FINDERS)}, got {where!r}")
     return _FINDERS[where](text)
 
 

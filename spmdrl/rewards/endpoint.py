@@ -23,6 +23,8 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
+from spmdrl.errors import Refusal
+
 T = TypeVar("T")
 
 _RETRIED = {408, 425, 429, 500, 502, 503, 504, 529}
@@ -55,7 +57,7 @@ class Endpoint:
         requests_per_s: at most, of this worker; 0 for no limit.
         cache: "" for none, `memory`, or the path of a SQLite file that all workers and later
             runs share (on a local disk). Keyed by URL and request.
-    Raises: ValueError for arguments.
+    Raises: Refusal for arguments.
     """
 
     def __init__(
@@ -71,13 +73,13 @@ class Endpoint:
         cache: str = "",
     ):
         if not url.startswith(("http://", "https://")):
-            raise ValueError(f"url: expected http://... or https://..., got {url!r}")
+            raise Refusal(f"url: expected http://... or https://..., got {url!r}")
         if not 0 < timeout_s <= total_s:
-            raise ValueError(f"timeout_s: must be in (0, total_s = {total_s}], got {timeout_s}")
+            raise Refusal(f"timeout_s: must be in (0, total_s = {total_s}], got {timeout_s}")
         counts = {"retries": retries, "backoff_s": backoff_s, "requests_per_s": requests_per_s}
         for name, value in counts.items():
             if value < 0:
-                raise ValueError(f"{name}: must be 0 or more, got {value}")
+                raise Refusal(f"{name}: must be 0 or more, got {value}")
         self.url, self._api_key_env = url, api_key_env
         self._timeout_s, self._total_s = timeout_s, total_s
         self._retries, self._backoff_s = retries, backoff_s
@@ -90,12 +92,12 @@ class Endpoint:
         self._opener = urllib.request.build_opener(_NoRedirects)
 
     def headers(self) -> dict[str, str]:
-        """Return those of a request. Raises: ValueError without the key."""
+        """Return those of a request. Raises: Refusal without the key."""
         headers = {"Content-Type": "application/json"}
         if self._api_key_env:
             key = os.environ.get(self._api_key_env)
             if not key:
-                raise ValueError(
+                raise Refusal(
                     f"api_key_env: the environment variable {self._api_key_env} is "
                     "not set here; export it where the job starts"
                 )
@@ -108,7 +110,7 @@ class Endpoint:
         Args:
             read: takes the decoded JSON; raises ValueError, KeyError, IndexError or TypeError for
                 a reply that is worth asking again for. Only what it can read is cached.
-        Raises: EndpointError when no try gave a reply in time; ValueError without the key.
+        Raises: EndpointError when no try gave a reply in time; Refusal without the key.
         """
         data = json.dumps(body, sort_keys=True).encode()
         key = hashlib.sha256(self.url.encode() + b"\n" + data).hexdigest()
@@ -184,7 +186,7 @@ class Endpoint:
                 if time.monotonic() > end:  # the socket's own timeout is per piece
                     raise TimeoutError(f"the reply was not complete after {self._timeout_s:g} s")
                 if size > _MAX_REPLY_BYTES:
-                    raise ValueError(f"more than {_MAX_REPLY_BYTES} bytes")
+                    raise Refusal(f"more than {_MAX_REPLY_BYTES} bytes")
         return b"".join(parts).decode()
 
 

@@ -30,6 +30,7 @@ import logging
 import re
 from typing import Any
 
+from spmdrl.errors import Refusal
 from spmdrl.imports import refusing
 from spmdrl.rewards.answers import boxed, find_answer, last_number, reference_answer, reported
 from spmdrl.rewards.forked import run_forked
@@ -85,11 +86,11 @@ def numeric(
     Args:
         where: as of `exact`.
         tolerance: of the difference, relative to the reference, or to 1 if that is less.
-    Raises: ValueError when the reference holds no number.
+    Raises: Refusal when the reference holds no number.
     """
     right = last_number(reference_answer(ground_truth))
     if right is None:
-        raise ValueError(f"the reference answer {ground_truth!r:.80} holds no number")
+        raise Refusal(f"the reference answer {ground_truth!r:.80} holds no number")
     answer = find_answer(solution_str, where=where)
     given = None if answer is None else last_number(answer)
     if given is None:
@@ -114,7 +115,7 @@ def math(
     Args:
         where: as of `exact`; `all` lets math-verify find it.
         timeout_s: wall-clock seconds for one response; keep it below rewards.timeout_s.
-    Raises: ValueError when the reference cannot be read as mathematics, or math-verify is absent.
+    Raises: Refusal when the reference cannot be read as mathematics, or math-verify is absent.
     """
     right = _read_reference(str(ground_truth))
     given = find_answer(solution_str, where=where)
@@ -144,7 +145,7 @@ def _read_reference(text: str) -> tuple:
     if not right and "\\" in text and not is_marked:
         right = parse(f"\\boxed{{{text}}}", parsing_timeout=None)
     if not right:
-        raise ValueError(f"the reference answer {text!r:.80} cannot be read as mathematics")
+        raise Refusal(f"the reference answer {text!r:.80} cannot be read as mathematics")
     return tuple(right)
 
 

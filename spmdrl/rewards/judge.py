@@ -22,6 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from spmdrl.data.rows import ground_truth_of
+from spmdrl.errors import Refusal
 from spmdrl.rewards.endpoint import Endpoint
 
 DEFAULT_TEMPLATE = """\
@@ -64,7 +65,7 @@ class ServedReward:
     ) -> list[float]:
         """Return one reward per completion, in order; log_extra gets the replies as `reply`.
 
-        Raises: EndpointError; ValueError when the template wants a reference and the row has none.
+        Raises: EndpointError; Refusal when the template wants a reference and the row has none.
         """
         rewards, replies = [], []
         for i, (prompt, completion) in enumerate(zip(prompts, completions)):
@@ -105,15 +106,15 @@ def judge(
         concurrency: requests that one worker has under way at once.
         endpoint: api_key_env, timeout_s, total_s, retries, backoff_s, requests_per_s and cache of
             `Endpoint`. With a cache and temperature 0 one response gets one score.
-    Raises: ValueError for arguments.
+    Raises: Refusal for arguments.
     """
     if "{response}" not in template:
-        raise ValueError("template: has no {response}, so every response would get one score")
+        raise Refusal("template: has no {response}, so every response would get one score")
     if not low < high:
-        raise ValueError(f"low, high: expected low below high, got {low} and {high}")
+        raise Refusal(f"low, high: expected low below high, got {low} and {high}")
     pattern = re.compile(score_pattern)
     if not pattern.groups:
-        raise ValueError(f"score_pattern: {score_pattern!r} has no group around the score")
+        raise Refusal(f"score_pattern: {score_pattern!r} has no group around the score")
     first = [{"role": "system", "content": system}] if system else []
     rest = {"model": model, "temperature": 0, "max_tokens": 512} | dict(options or {})
 
@@ -126,10 +127,10 @@ def judge(
         """Return the score in the judge's reply, and its text."""
         text = reply["choices"][0]["message"]["content"]
         if not (found := list(pattern.finditer(text))):
-            raise ValueError(f"no score in {text[-200:]!r}")
+            raise Refusal(f"no score in {text[-200:]!r}")
         score = float(found[-1][1])
         if not low <= score <= high:
-            raise ValueError(f"the score {score} is outside [{low}, {high}]")
+            raise Refusal(f"the score {score} is outside [{low}, {high}]")
         return (score - low) / (high - low), text
 
     return ServedReward(
@@ -170,10 +171,10 @@ def reward_server(
         options: further keys of the request, such as {use_activation: false} for the logit
             instead of its sigmoid.
         concurrency, endpoint: as of `judge`.
-    Raises: ValueError for arguments.
+    Raises: Refusal for arguments.
     """
     if kind not in ("classify", "score"):
-        raise ValueError(f"kind: expected classify or score, got {kind!r}")
+        raise Refusal(f"kind: expected classify or score, got {kind!r}")
     rest = {"model": model} | dict(options or {})
 
     def body(prompt: Any, response: str, row: dict) -> dict:
@@ -188,7 +189,7 @@ def reward_server(
         found = reply["data"][0]
         value = found["score"] if kind == "score" else _of_class(found["probs"], class_index)
         if not isinstance(value, (int, float)) or not math.isfinite(value):
-            raise ValueError(f"{value!r} is no finite number")
+            raise Refusal(f"{value!r} is no finite number")
         return float(value), ""
 
     return ServedReward(
@@ -201,7 +202,7 @@ def reward_server(
 
 def _of_class(values: Sequence[float], index: int | None) -> float:
     if index is None and len(values) > 1:
-        raise ValueError(f"the model has {len(values)} classes; say which by class_index")
+        raise Refusal(f"the model has {len(values)} classes; say which by class_index")
     return values[index or 0]
 
 

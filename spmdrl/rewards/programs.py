@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
 from typing import Any, Literal
 
+from spmdrl.errors import Refusal
 from spmdrl.imports import parsed_json, refusing
 from spmdrl.rewards.answers import fenced_code
 from spmdrl.sandbox import NotProtected, check_protection, run_python
@@ -89,11 +90,11 @@ def code(
         needs_fence: a response without a ``` block gets 0.
         allow_unprotected: run without isolation where the system permits none.
     Returns: score; `timed_out`, 1 if a test ran out of time; `why`, of the first that failed.
-    Raises: ValueError for tests of unknown shape; NotProtected or LaunchError when the sandbox
+    Raises: Refusal for tests of unknown shape; NotProtected or LaunchError when the sandbox
         cannot run: a failure of the reward, which is no zero.
     """
     if score not in ("all", "fraction"):
-        raise ValueError(f"score: expected all or fraction, got {score!r}")
+        raise Refusal(f"score: expected all or fraction, got {score!r}")
     cases = read_cases(ground_truth, entry_point=(extra_info or {}).get("entry_point"))
     program = fenced_code(solution_str)
     if program is None:
@@ -183,7 +184,7 @@ def read_cases(ground_truth: Any, *, entry_point: str | None = None) -> list[Cas
 
     Args:
         entry_point: for HumanEval: the function that the program's `check` gets.
-    Raises: ValueError showing the known shapes for any other, and for none at all.
+    Raises: Refusal showing the known shapes for any other, and for none at all.
     """
     tests = _from_json(ground_truth)
     if isinstance(tests, str) and tests.strip():
@@ -192,7 +193,7 @@ def read_cases(ground_truth: Any, *, entry_point: str | None = None) -> list[Cas
     if isinstance(tests, dict) and {"inputs", "outputs"} <= tests.keys():
         inputs, outputs = tests["inputs"], tests["outputs"]
         if len(inputs) != len(outputs):
-            raise ValueError(f"the tests have {len(inputs)} inputs and {len(outputs)} outputs")
+            raise Refusal(f"the tests have {len(inputs)} inputs and {len(outputs)} outputs")
         name = tests.get("fn_name") or ""
         cases = [_pair(i, o, name) for i, o in zip(inputs, outputs)]
     elif isinstance(tests, dict) and "assert_case" in tests:
@@ -204,7 +205,7 @@ def read_cases(ground_truth: Any, *, entry_point: str | None = None) -> list[Cas
     ):
         cases = [_pair(t["input"], t["output"], _name_of(t)) for t in tests]
     if not cases:
-        raise ValueError(
+        raise Refusal(
             f"the tests {ground_truth!r:.80} have none of the known shapes, or there "
             f"are none:\n{_SHAPES}"
         )
@@ -217,9 +218,7 @@ def _from_json(ground_truth: Any) -> Any:
     if isinstance(ground_truth, str) and ground_truth.lstrip()[:1] in ("{", "["):
         tests, problem = parsed_json(ground_truth)
         if problem:
-            raise ValueError(
-                f"the tests {ground_truth!r:.80} look like JSON and are not: {problem}"
-            )
+            raise Refusal(f"the tests {ground_truth!r:.80} look like JSON and are not: {problem}")
         return tests
     return ground_truth
 

@@ -16,6 +16,7 @@ from pathlib import PurePath
 from typing import Any
 
 from spmdrl.data.rows import ground_truth_of, prompt_of
+from spmdrl.errors import Refusal
 from spmdrl.imports import import_object, parameters_of, ran
 
 KNOWN_SIGNATURES = """\
@@ -101,7 +102,7 @@ def load_reward(spec: str) -> Reward:
 
     Args:
         spec: `module:function` or `path/file.py:function`.
-    Raises: ValueError when it cannot be found or imported, or its parameters fit no known
+    Raises: Refusal when it cannot be found or imported, or its parameters fit no known
         signature.
     """
     function = import_function(spec)
@@ -139,7 +140,7 @@ def _own_name(spec: str) -> str:
 def import_function(spec: str) -> Callable:
     """Return the function that `module:function` or `path/file.py:function` names.
 
-    Raises: ValueError when module, file or function does not exist, or importing fails.
+    Raises: Refusal when module, file or function does not exist, or importing fails.
     """
     return import_object(spec, kind="function", field="rewards.functions")
 
@@ -147,7 +148,7 @@ def import_function(spec: str) -> Callable:
 def adapt(function: Callable, *, spec: str) -> Reward:
     """Wrap a function of a known signature into `RewardSample -> Score`.
 
-    Raises: ValueError showing the known signatures when the parameter names fit none.
+    Raises: Refusal showing the known signatures when the parameter names fit none.
     """
     given: Callable[[RewardSample, Score, _Parameters], dict[str, Any]]
     wanted, read = _read_parameters(function), _read_one
@@ -159,12 +160,12 @@ def adapt(function: Callable, *, spec: str) -> Reward:
         unknown, given, read = wanted.required & _TRL_MISSING, _given_trl, _read_list
     else:
         shown = ", ".join(sorted(wanted.names)) or "none that can be read"
-        raise ValueError(
+        raise Refusal(
             f"rewards.functions: {spec} has parameters ({shown}), which fit none of the "
             f"known signatures:\n{KNOWN_SIGNATURES}"
         )
     if unknown:
-        raise ValueError(
+        raise Refusal(
             f"rewards.functions: {spec} requires {', '.join(sorted(unknown))}, which "
             f"is not available here; give a default. Known:\n{KNOWN_SIGNATURES}"
         )
@@ -197,7 +198,7 @@ def _concurrency(function: Callable, *, is_async: bool, spec: str) -> int:
     inner = function.func if isinstance(function, functools.partial) else function
     chosen = getattr(function, "concurrency", getattr(inner, "concurrency", default))
     if type(chosen) is not int or chosen < 1:
-        raise ValueError(
+        raise Refusal(
             f"rewards.functions: {spec} has concurrency {chosen!r}; expected the "
             "number of samples under way at once in a worker, 1 or more"
         )
@@ -247,7 +248,7 @@ def _given_trl(sample: RewardSample, score: Score, wanted: _Parameters) -> dict[
     }
     absent = wanted.required - set(given)
     if absent:
-        raise ValueError(
+        raise Refusal(
             f"the function asks for column {sorted(absent)[0]!r}, the row has "
             f"{', '.join(map(str, row))}"
         )

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 def make_source(cfg: Config, world: World, *, tokenizer: PreTrainedTokenizerBase) -> Source:
     """Return the source that the config's objective asks for.
 
-    Raises: ValueError when prompts and responses do not fit the model's context or vocabulary,
+    Raises: Refusal when prompts and responses do not fit the model's context or vocabulary,
         a reward function cannot be used, or recorded rollouts are not there.
     """
     from spmdrl.config.fields import replay_folder

@@ -31,6 +31,7 @@ from transformers import PreTrainedTokenizerBase
 from spmdrl.data.prompts import apply_template, render
 from spmdrl.environments.protocol import Message, Response, ToolCall
 from spmdrl.environments.tool_calls import Parser
+from spmdrl.errors import Refusal
 
 _REPLY = "spmdrl-stands-for-the-reply"
 _WHERE = "rollout.environment"
@@ -52,7 +53,7 @@ class Chat:
         tools: descriptions of the tools, for the template.
         parser: reads tool calls; None for no tools.
         rewrites: what to do about a template that changes earlier turns, see the module.
-    Raises (on construction): ValueError when there is no template, when it closes a reply by
+    Raises (on construction): Refusal when there is no template, when it closes a reply by
         something that does not stop the engine, or when it rewrites earlier turns: with what
         it makes of them.
     """
@@ -88,7 +89,7 @@ class Chat:
         """Return the ids of an opened conversation, the head of the policy's turn included.
 
         A final assistant message is not closed: the policy continues it.
-        Raises: ValueError when the template refuses the messages.
+        Raises: Refusal when the template refuses the messages.
         """
         return list(self._encoded_opening(self._opening_text(messages)))
 
@@ -98,7 +99,7 @@ class Chat:
         Args:
             sampled: ids of the turn, as the engine gave them.
             messages: what the environment answered.
-        Raises: ValueError when the template refuses the messages.
+        Raises: Refusal when the template refuses the messages.
         """
         tokens = self._encode(self._joint(messages))
         is_closed = bool(sampled) and sampled[-1] in self._stops
@@ -132,7 +133,7 @@ class Chat:
         text = self._rendered([*_stand_in(), *messages], add_generation_prompt=True)
         _before, mark, after = text.partition(_REPLY)
         if not mark:
-            raise ValueError(
+            raise Refusal(
                 f"{_WHERE}: the chat template leaves a reply out when "
                 f"{_roles(messages)} follow, so nothing can be appended to it"
             )
@@ -145,7 +146,7 @@ class Chat:
             return
         names = self.tokenizer.convert_ids_to_tokens(sorted(self._stops))
         shown = self.tokenizer.convert_ids_to_tokens(tokens[:1]) or ["nothing"]
-        raise ValueError(
+        raise Refusal(
             f"{_WHERE}: the chat template closes a reply by {closing[:_SHOWN_CHARS]!r}, whose "
             f"first token {shown[0]!r} does not stop the engine (it stops at "
             f"{', '.join(map(repr, names))}); the policy would write the other side's turns too. "
@@ -172,7 +173,7 @@ class Chat:
         with _explained(answers):
             theirs = self._opening_text(whole)
         if kept != theirs:
-            raise ValueError(_difference(kept, theirs, messages))
+            raise Refusal(_difference(kept, theirs, messages))
 
 
 @contextmanager
@@ -181,7 +182,7 @@ def _explained(what: str) -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        raise ValueError(f"{error}\nThat was {what}") from None
+        raise Refusal(f"{error}\nThat was {what}") from None
 
 
 def _probes(*, has_tools: bool) -> list[list[Message]]:

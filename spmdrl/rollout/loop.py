@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from spmdrl.config import Config
 from spmdrl.engine.protocol import Completion, EngineProtocol
+from spmdrl.errors import Refusal
 from spmdrl.rollout.conversation import Chat
 from spmdrl.rollout.episode import (
     Episode,
@@ -112,7 +113,7 @@ class Loop:
 
         Returns: groups whose last sample finished.
         Raises: RuntimeError naming the sample as soon as a reward fails, if draw.must_score;
-            ValueError for an opening that is too long, unless such are dropped.
+            Refusal for an opening that is too long, unless such are dropped.
         """
         new, self._to_draw = self._to_draw, []
         began, playing = time.perf_counter(), self._num_playing()
@@ -223,7 +224,7 @@ class Loop:
         return None
 
     def _overlong(self, result: TurnResult, episode: Episode, *, length: int) -> RewardResult:
-        """Drop a sample whose opening is too long. Raises: ValueError where that ends the run."""
+        """Drop a sample whose opening is too long. Raises: Refusal where that ends the run."""
         data = self.cfg.data
         message = (
             f"rollout.environment {self.cfg.rollout.environment['name']}: what it opens data row "
@@ -231,7 +232,7 @@ class Loop:
             f"data.max_prompt_tokens = {data.max_prompt_tokens}"
         )
         if data.overlong_prompts != "drop":
-            raise ValueError(
+            raise Refusal(
                 f"{message}; raise it, shorten the opening, or set "
                 "data.overlong_prompts=drop to leave such samples out"
             )

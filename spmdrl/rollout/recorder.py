@@ -90,7 +90,7 @@ SEQUENCE_COLUMNS = tuple(name for name in SCHEMA.names if name not in TOKEN_COLU
 class Recorder:
     """Writes a replica's share of every N-th step; the replica's leader has one.
 
-    Raises (on construction): ValueError when the folder cannot be written to.
+    Raises (on construction): Refusal when the folder cannot be written to.
     """
 
     def __init__(self, cfg: Config, *, replica: int, num_replicas: int):

@@ -15,6 +15,7 @@ import pyarrow.parquet as parquet
 import torch
 from torch import Tensor
 
+from spmdrl.errors import Refusal
 from spmdrl.imports import refusing
 from spmdrl.rollout.episode import GREEDY
 from spmdrl.rollout.packing import cumulative, empty_rollouts, turns_of
@@ -31,9 +32,9 @@ class Recorded:
     """Step -> its files, one per replica; whole steps only, ascending."""
 
     def files_of(self, step: int) -> tuple[Path, ...]:
-        """Return the files of a step. Raises: ValueError naming the steps that are there."""
+        """Return the files of a step. Raises: Refusal naming the steps that are there."""
         if step not in self.steps:
-            raise ValueError(
+            raise Refusal(
                 f"{self.folder}: step {step} was not recorded; there are steps {ranges(self.steps)}"
             )
         return self.steps[step]
@@ -42,12 +43,12 @@ class Recorded:
 def find_recorded(path: str | Path) -> Recorded:
     """Return what a folder of rollouts, or a run's output_dir with one, holds.
 
-    Raises: ValueError when there is none, or no step is whole.
+    Raises: Refusal when there is none, or no step is whole.
     """
     path = Path(path).expanduser()
     folder = path / FOLDER if (path / FOLDER).is_dir() else path
     if not folder.is_dir():
-        raise ValueError(
+        raise Refusal(
             f"{path} is not a folder (looked from {Path.cwd()}); name a run's "
             f"output_dir or its folder {FOLDER}"
         )
@@ -63,7 +64,7 @@ def find_recorded(path: str | Path) -> Recorded:
     }
     if not steps:
         names = [file.name for files in found.values() for file in files.values()]
-        raise ValueError(
+        raise Refusal(
             f"{folder} holds no whole step of recorded rollouts"
             + (f", only {names[0]}" if names else "")
             + "; a run with rollout.record.every 1 writes them"
@@ -88,7 +89,7 @@ def ranges(steps: Collection[int]) -> str:
 
 
 def read_header(path: Path) -> dict[str, Any]:
-    """Return what a file says of itself. Raises: ValueError when it cannot be read."""
+    """Return what a file says of itself. Raises: Refusal when it cannot be read."""
     return _header_of(_open(path), path)
 
 
@@ -97,7 +98,7 @@ def read_table(
 ) -> pa.Table:
     """Return the rows of a file, or those of one group, greedy ones too.
 
-    Raises: ValueError when the file cannot be read.
+    Raises: Refusal when the file cannot be read.
     """
     file = _open(path)
     with _reading(path):
@@ -115,7 +116,7 @@ def read_rollouts(files: Sequence[Path], *, part: int, num_parts: int) -> Rollou
 
     The metrics and the shown samples are in share 0; times of the recorded run are left out.
 
-    Raises: ValueError when a file cannot be read.
+    Raises: Refusal when a file cannot be read.
     """
     tables, sums, shown, number, form = [], [], (), 0, None
     for path in files:
@@ -195,7 +196,7 @@ def _header_of(file: parquet.ParquetFile, path: Path) -> dict[str, Any]:
     text = (file.schema_arrow.metadata or {}).get(HEADER)
     header = json.loads(text) if text else {}
     if header.get("format") != FORMAT:
-        raise ValueError(
+        raise Refusal(
             f"{path}: is of format {header.get('format', 'unknown')}, this program "
             f"reads format {FORMAT}; record anew"
         )

@@ -9,6 +9,7 @@ from typing import Any
 
 from spmdrl.config import Config, flatten
 from spmdrl.config.fields import replay_folder
+from spmdrl.errors import Refusal
 from spmdrl.imports import refusing
 from spmdrl.rollout.packing import empty_rollouts
 from spmdrl.rollout.recorder import kept_fields
@@ -26,7 +27,7 @@ class ReplaySource(Source):
     Args:
         max_positions: the model's context, tokens; None for any. vocab_size: rows of its embedding.
             Every step is held against them.
-    Raises (on construction): ValueError as `check_recorded`.
+    Raises (on construction): Refusal as `check_recorded`.
     """
 
     def __init__(self, cfg: Config, world: World, *, max_positions: int | None, vocab_size: int):
@@ -43,7 +44,7 @@ class ReplaySource(Source):
     def take(self, step: int) -> Rollouts:
         """Return this rank's part of the recorded batch.
 
-        Raises: ValueError when the step was not recorded, its file cannot be read, or the
+        Raises: Refusal when the step was not recorded, its file cannot be read, or the
             model cannot take it.
         """
         world = self.world
@@ -60,12 +61,12 @@ class ReplaySource(Source):
     def _check(self, rollouts: Rollouts, step: int) -> None:
         longest, highest = int(rollouts.scalars.lengths.max()), int(rollouts.tokens.max())
         if self._max_positions is not None and longest > self._max_positions:
-            raise ValueError(
+            raise Refusal(
                 f"{self.recorded.folder}: step {step} has a sequence of {longest} "
                 f"tokens, above the model's context of {self._max_positions}"
             )
         if highest >= self._vocab_size:
-            raise ValueError(
+            raise Refusal(
                 f"{self.recorded.folder}: step {step} has the token {highest}, and "
                 f"the model's embedding {self._vocab_size} rows; it was recorded "
                 "with another tokenizer"
@@ -75,7 +76,7 @@ class ReplaySource(Source):
 def check_recorded(cfg: Config) -> Recorded:
     """Return the recorded rollouts that a config names.
 
-    Raises: ValueError when a step up to the last is not there, or the config differs in what
+    Raises: Refusal when a step up to the last is not there, or the config differs in what
         the recorded numbers contain.
     """
     with refusing("rollout.record.replay", ValueError):
@@ -84,7 +85,7 @@ def check_recorded(cfg: Config) -> Recorded:
     # A resumed run starts at a later step than 0: those before the first may be missing.
     missing = sorted(set(range(min(steps), cfg.steps)) - set(steps))
     if missing or min(steps) >= cfg.steps:
-        raise ValueError(
+        raise Refusal(
             f"rollout.record.replay: {recorded.folder} has steps {ranges(steps)}; not recorded, "
             f"of steps {cfg.steps}: {ranges(missing or range(cfg.steps))}. Lower steps, or "
             "record every step"
@@ -93,7 +94,7 @@ def check_recorded(cfg: Config) -> Recorded:
     header = read_header(first)
     _check_fields(cfg, first, header=header)
     if cfg.model.moe.replay and "routes" not in header:
-        raise ValueError(
+        raise Refusal(
             f"model.moe.replay: {first} was recorded without the engine's routes, by "
             "a run that had model.moe.replay off; set it to false, or record anew"
         )
@@ -106,7 +107,7 @@ def _check_fields(cfg: Config, path: Path, *, header: dict[str, Any]) -> None:
         f"{name}: {old[name]!r} there, {now[name]!r} now" for name in now if old[name] != now[name]
     ]
     if differing:
-        raise ValueError(
+        raise Refusal(
             f"{path} holds rollouts of other values, which its numbers contain:\n  "
             + "\n  ".join(differing)
             + "\nSet these fields as they were, or record anew"

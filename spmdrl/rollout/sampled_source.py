@@ -40,7 +40,7 @@ class SampledSource(Source):
 
     The leader knows the groups; the replica's other tensor-parallel ranks follow it step by step.
 
-    Raises (on construction): ValueError for data, reward functions or an environment that cannot
+    Raises (on construction): Refusal for data, reward functions or an environment that cannot
         be used.
     """
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, fields, replace
 from typing import Any
 
+from spmdrl.errors import Refusal
 from spmdrl.rollout.episode import Draw, Episode, FinishedEpisode, Group, Trajectory
 from spmdrl.types import Prompt, Tokens, flat
 from spmdrl.workers.pool import RewardResult
@@ -53,10 +54,10 @@ def group_from_dict(
 ) -> tuple[Group, list[Episode]]:
     """Return a group and its unfinished episodes; undoes `group_to_dict`.
 
-    Raises: ValueError for a format of a later version.
+    Raises: Refusal for a format of a later version.
     """
     if plain.get("format", 1) > FORMAT:
-        raise ValueError(
+        raise Refusal(
             f"the checkpoint holds groups under way in format {plain['format']}, of a later "
             f"version; this one reads up to {FORMAT}: resume with the version that wrote it"
         )

@@ -11,6 +11,8 @@ from dataclasses import asdict, dataclass
 from pathlib import PurePosixPath
 from typing import Any
 
+from spmdrl.errors import Refusal
+
 _LEAST_MEMORY_MB = 64
 _SYSTEM_LIBRARIES = (
     "/lib",
@@ -56,7 +58,7 @@ class Way:
 class Limits:
     """What a program may use; see `run_python`.
 
-    Raises (on construction): ValueError for a limit out of range.
+    Raises (on construction): Refusal for a limit out of range.
     """
 
     timeout_s: float
@@ -69,7 +71,7 @@ class Limits:
         for name, value in asdict(self).items():
             least = _LEAST_MEMORY_MB - 1 if name == "memory_mb" else 0
             if not least < value < math.inf:
-                raise ValueError(f"{name}: must be above {least}, got {value!r}")
+                raise Refusal(f"{name}: must be above {least}, got {value!r}")
 
     def of_system(self, way: Way) -> dict[str, int]:
         """Return the limits that the kernel keeps for each process, by their names there."""
@@ -89,7 +91,7 @@ def _checked(files: Mapping[str, str | bytes]) -> dict[str, bytes]:
     for name in files:
         path = PurePosixPath(name)
         if path.is_absolute() or ".." in path.parts or not path.name or name == "main.py":
-            raise ValueError(
+            raise Refusal(
                 f"files: {name!r} must be a relative path without `..`, and not "
                 "main.py, which is the program"
             )
@@ -106,15 +108,15 @@ def make_request(
 ) -> dict[str, Any]:
     """Return what `launcher.main` reads: plain values, to be marshalled.
 
-    Raises: ValueError for files and packages.
+    Raises: Refusal for files and packages.
     """
     python = os.path.realpath(sys.executable)
     packages = [os.path.realpath(p) for p in packages]
     for folder in packages:
         if not os.path.isdir(folder):
-            raise ValueError(f"packages: {folder!r} is not a folder")
+            raise Refusal(f"packages: {folder!r} is not a folder")
         if way.drop_uid and os.stat(folder).st_mode & 0o5 != 0o5:
-            raise ValueError(
+            raise Refusal(
                 f"packages: {folder!r} is closed to other users, and programs run as "
                 "another; chmod o+rx it"
             )

@@ -43,7 +43,7 @@ def run_python(
         output_bytes: of stdout and of stderr; a program that writes more is killed.
         allow_unprotected: run although files or network cannot be shut off here.
     Raises: NotProtected; LaunchError when the sandbox could not be set up or was killed from
-        outside: nothing is known of the program then; ValueError for arguments.
+        outside: nothing is known of the program then; Refusal for arguments.
     """
     limits = Limits(timeout_s, memory_mb, processes, files_mb, output_bytes)
     check_protection(allow_unprotected=allow_unprotected)

@@ -65,7 +65,7 @@ def launch(
 ) -> ProgramResult:
     """Run a program in the given way; arguments are those of `run_python`.
 
-    Raises: LaunchError when it cannot be started; ValueError for files and packages.
+    Raises: LaunchError when it cannot be started; Refusal for files and packages.
     """
     request = make_request(code, way=way, limits=limits, files=files or {}, packages=packages)
     with contextlib.ExitStack() as stack:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from spmdrl.engine.protocol import AdapterEngine
+from spmdrl.errors import Refusal
 from spmdrl.model.lora.targets import SentAdapter
 from spmdrl.model.shards import Part
 from spmdrl.sync.live_shards import LiveShards
@@ -36,7 +37,7 @@ def trace_adapter(
         shards: gives this rank's, by name; {} off the trainers.
         engine: used on inference ranks.
         world: the job.
-    Raises: ValueError on every rank, when an engine cannot take the matrices in place.
+    Raises: Refusal on every rank, when an engine cannot take the matrices in place.
     """
     trace, missing = Trace(), set()
     if world.is_inference:
@@ -46,7 +47,7 @@ def trace_adapter(
     reasons = trace.reasons + [f"{name}: the engine takes none of it" for name in sorted(missing)]
     problems = gather_problems(reasons, group=world.control)
     if problems:
-        raise ValueError(
+        raise Refusal(
             "model.lora.push: adapter, but this engine cannot take the adapters; push merged, "
             f"or choose other targets\n{shown(problems)}"
         )

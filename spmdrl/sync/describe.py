@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy
 
+from spmdrl.errors import Refusal
 from spmdrl.model.cuts import TensorCut
 from spmdrl.sync.holders import Description, Holders
 from spmdrl.sync.routes import Cells, OwnRoutes, route_sums, routes_to, uncovered
@@ -31,7 +32,7 @@ def describe_held(cuts: Description) -> bytes:
 def describe_wanted(groups: Sequence[Sequence[Want]], table: FileTable) -> bytes:
     """Return what a rank says of what it wants, in each of several pushes; b"" for nothing.
 
-    Raises: ValueError for a name that is no file tensor's.
+    Raises: Refusal for a name that is no file tensor's.
     """
     packed = [table.wants(wants).pack() for wants in groups]
     return pickle.dumps(packed) if any(groups) else b""
@@ -43,7 +44,7 @@ class Described:
     Args:
         held, wanted: what describe_held and describe_wanted made.
         table: of the file tensors.
-    Raises: ValueError naming a tensor that ranks do not hold alike.
+    Raises: Refusal naming a tensor that ranks do not hold alike.
     """
 
     def __init__(self, held: Said, wanted: Said, *, table: FileTable):
@@ -60,7 +61,7 @@ class Described:
     def routes(self, rank: int) -> Iterator[OwnRoutes]:
         """Yield a rank's routes in each push.
 
-        Raises: ValueError naming what this rank wants and nobody holds.
+        Raises: Refusal naming what this rank wants and nobody holds.
         """
         sent = [self._routes(index, source=rank) for index in range(len(self.receivers))]
         own = next((i for i, ranks in enumerate(self.receivers) if rank in ranks), None)
@@ -94,7 +95,7 @@ class Described:
             first = missing[0]
             file = wants.file[first]
             box = self._table.box(file, wants.start[first], wants.shape[first])
-            raise ValueError(
+            raise Refusal(
                 f"no trainer rank holds {self._table.names[file]} from {list(box.start)}, shape "
                 f"{list(box.shape)}, which an engine needs; the policy's named_shards() must "
                 "cover every tensor of names()"

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy
 
+from spmdrl.errors import Refusal
 from spmdrl.model.cuts import TensorCut
 from spmdrl.sync.tables import Array, FileTable
 
@@ -44,14 +45,14 @@ class Grid:
     Args:
         cuts: how the tensor lies on one mesh of ranks or several, whose ranks have it alike.
         depth: dims that boxes have, see tables.py.
-    Raises: ValueError when they do not cut it alike.
+    Raises: Refusal when they do not cut it alike.
     """
 
     def __init__(self, cuts: Sequence[TensorCut], depth: int):
         self.dims = _intervals(cuts[0], depth)
         for cut in cuts[1:]:
             if not all(a.is_like(b) for a, b in zip(self.dims, _intervals(cut, depth))):
-                raise ValueError("some ranks cut it otherwise than others")
+                raise Refusal("some ranks cut it otherwise than others")
         holders = numpy.concatenate([_holders(cut, depth) for cut in cuts], axis=-1)
         self.ranks = numpy.sort(holders, axis=-1)
         """[positions of dim 0, .., of the last dim, copies] int32: who has a cell, ascending."""
@@ -98,7 +99,7 @@ class Holders:
     Args:
         said: (ranks, what each of them says that it holds), of all ranks.
         table: of the file tensors.
-    Raises: ValueError naming a tensor that ranks do not hold alike.
+    Raises: Refusal naming a tensor that ranks do not hold alike.
     """
 
     def __init__(self, said: Sequence[tuple[Sequence[int], Description]], table: FileTable):
@@ -115,7 +116,7 @@ class Holders:
                 try:
                     self.grids.append(Grid(list(_on_ranks(by_cut)), table.depth))
                 except ValueError as error:
-                    raise ValueError(f"weight stream: {name}: {error}") from error
+                    raise Refusal(f"weight stream: {name}: {error}") from error
                 grids[key] = len(grids)
             if key:
                 self.grid_of[number] = grids[key]
@@ -127,9 +128,7 @@ def _on_ranks(by_cut: Mapping[TensorCut, Sequence[int]]) -> Iterator[TensorCut]:
         if not cut.ranks:
             yield from (TensorCut(cut.shape, (rank,)) for rank in ranks)
         elif missing := set(cut.ranks) - set(ranks):
-            raise ValueError(
-                f"rank {min(missing)} does not hold the part that rank {ranks[0]} says"
-            )
+            raise Refusal(f"rank {min(missing)} does not hold the part that rank {ranks[0]} says")
         else:
             yield cut
 

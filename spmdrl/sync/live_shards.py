@@ -39,7 +39,7 @@ class LiveShards:
     def cuts(self) -> dict[str, TensorCut]:
         """Return how this rank's tensors are cut, of those that travel.
 
-        Raises: ValueError for partial sums.
+        Raises: Refusal for partial sums.
         """
         sent = {part.tensor for part in self.parts.values()}
         return {name: cut_of(name, shard) for name, shard in self._shards().items() if name in sent}

@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy
 import torch
 
+from spmdrl.errors import Refusal
 from spmdrl.sync.bucket_size import choose_buckets
 from spmdrl.sync.describe import (
     Described,
@@ -59,7 +60,7 @@ def make_plans(
         live: what this rank has of the tensors.
         kind: of plans, names their folder: output_dir/stream_plans/KIND.
     Returns: this rank's part of each.
-    Raises: ValueError on every rank, naming what an engine needs and nobody holds, or ranks do not
+    Raises: Refusal on every rank, naming what an engine needs and nobody holds, or ranks do not
         hold alike; RuntimeError where ranks do not agree on what is sent.
     """
     began, size = time.perf_counter(), world.cfg.stream.bucket_bytes
@@ -109,14 +110,14 @@ def _hear(alike: Sequence[tuple[int, ...]], own: bytes, world: World) -> Said:
 def _greet(table: FileTable, own: tuple[bytes, bytes], world: World) -> list[_Greeting]:
     """Return what every rank says first.
 
-    Raises: ValueError on every rank when they have other file tensors.
+    Raises: Refusal on every rank when they have other file tensors.
     """
     held, wanted = (hashlib.sha256(said).digest() if said else b"" for said in own)
     mine = _Greeting(table.digest(), held, wanted, _link(world))
     greetings = gather_objects(mine, group=world.control)
     others = [rank for rank, one in enumerate(greetings) if one.table != greetings[0].table]
     if others:
-        raise ValueError(
+        raise Refusal(
             f"model.path: rank {others[0]} finds other tensors there than rank 0; the folder must "
             "be the same on every rank"
         )

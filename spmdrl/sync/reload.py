@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from spmdrl.engine.protocol import EngineProtocol
+from spmdrl.errors import Refusal
 from spmdrl.model.checkpoint_reader import CheckpointReader
 from spmdrl.model.load import model_folder
 from spmdrl.model.shards import Box
@@ -36,7 +37,7 @@ class ReloadedTensors:
         names: of the whole tensors, on every rank.
         engine: used on inference ranks.
         live: what this rank has of the tensors.
-    Raises: ValueError on every rank, when reloading the very weights that the engine holds fails
+    Raises: Refusal on every rank, when reloading the very weights that the engine holds fails
         or changes it. On the CPU vLLM 0.32 does where it packs weights, as those of
         DeepSeek-V3's MLA.
     """
@@ -47,7 +48,7 @@ class ReloadedTensors:
         changed = _changed_by_reload(engine, names, world) if world.is_inference else []
         problems = gather_problems(changed, group=world.control)
         if problems:
-            raise ValueError(
+            raise Refusal(
                 "weight stream: no way to update this engine. Its weights cannot be written in "
                 "place, and vLLM's own reload of the weights that it already holds fails, or "
                 f"changes parameters:\n{shown(problems)}\nUse engine.kind transformers, a model "

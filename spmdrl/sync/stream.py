@@ -14,6 +14,7 @@ import torch
 
 from spmdrl.engine.handover import Handover
 from spmdrl.engine.protocol import AdapterEngine, EngineProtocol
+from spmdrl.errors import Refusal
 from spmdrl.model.checkpoint_reader import CheckpointReader
 from spmdrl.model.load import model_folder
 from spmdrl.model.weights import SentWeights
@@ -41,7 +42,7 @@ class WeightStream:
         sent: what travels: names on every rank, shards on trainers.
         engine: holds a live model on inference ranks.
         world: the job; `world.cfg.stream` says how.
-    Raises: ValueError on every rank, when `stream.mode` is `traced` and some engine parameter
+    Raises: Refusal on every rank, when `stream.mode` is `traced` and some engine parameter
         cannot be traced (it lists parameter and reason; with `auto` the log has that list), or
         when vLLM's own reloading is to be used and does not restore what the engine holds.
     """
@@ -174,7 +175,7 @@ class WeightStream:
         copies, reasons = self._trace()
         problems = gather_problems(reasons, group=world.control)
         if self._cfg.mode == "traced" and problems:
-            raise ValueError(
+            raise Refusal(
                 f"stream.mode is traced, but these engine parameters cannot be "
                 f"written in place; use auto or reload\n{shown(problems)}"
             )
@@ -188,7 +189,7 @@ class WeightStream:
         if self.mode == "traced":
             self._weights = TracedTensors(world, kind="weights", copies=copies, live=live)
         elif sent.adapter is not None:
-            raise ValueError(
+            raise Refusal(
                 "model.lora.push: adapter, but this engine's weights cannot be "
                 "written in place (the log says why); push merged"
             )

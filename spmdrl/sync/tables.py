@@ -17,6 +17,7 @@ from typing import Any, Self
 import numpy
 import torch
 
+from spmdrl.errors import Refusal
 from spmdrl.model.shards import Box, Part
 
 Array = Any
@@ -99,11 +100,11 @@ class FileTable:
     def wants(self, wants: Sequence[Want]) -> Wants:
         """Return what one rank wants as a table.
 
-        Raises: ValueError for a name that is no file tensor's.
+        Raises: Refusal for a name that is no file tensor's.
         """
         for want in wants:
             if want.name not in self._index:
-                raise ValueError(f"an engine needs {want.name}, which no trainer rank holds")
+                raise Refusal(f"an engine needs {want.name}, which no trainer rank holds")
         index = [self._index[want.name] for want in wants]
         padded = [_padded(want.box, self.depth) for want in wants]
         boxes = numpy.array(padded, numpy.int64).reshape(-1, 2, self.depth)

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from spmdrl.config.fields import least_tokens, useful_tokens
+from spmdrl.errors import Refusal
 from spmdrl.imports import refusing
 from spmdrl.types import Advantages, Batch, Microbatch, Scalars
 from spmdrl.world import World
@@ -115,7 +116,7 @@ def find_tokens(
         shares: ranks that have this one's memory together.
     Returns: at least the longest sequence (pair), at most an update's share of a dp rank; above
         the former a multiple of 256, unless it is the latter. The same on every trainer rank.
-    Raises: ValueError when not even the longest sequence (pair) fits; RuntimeError, on one rank,
+    Raises: Refusal when not even the longest sequence (pair) fits; RuntimeError, on one rank,
         when it ran out of a GPU's memory in the middle, of which the others are told.
     """
     devices = [world.device] if world.device.type == "cuda" else []
@@ -163,11 +164,11 @@ class _Probe:
         return int(-self._most_of(-own))
 
     def _check(self, needed: float) -> None:
-        """Raises: ValueError when the longest sequence (pair) does not fit on every rank."""
+        """Raises: Refusal when the longest sequence (pair) does not fit on every rank."""
         short = self._most_of(needed - self._room)
         if short > 0:
             what = "pair of sequences" if self._unit == 2 else "sequence"
-            raise ValueError(
+            raise Refusal(
                 f"batch.tokens_per_microbatch: 0, and not even the longest {what}, "
                 f"{self._least} tokens (data.max_prompt_tokens + sampling.max_response_tokens), "
                 f"fits: a forward and backward pass takes about {_gib(needed)}, and of the free "

@@ -55,7 +55,7 @@ def prepare(
         advantages: of its tokens; None for a pass that only scores.
         model: that is to read them.
     Returns: [updates][micro-batches].
-    Raises: ValueError when a sequence's first token is marked as a response.
+    Raises: Refusal when a sequence's first token is marked as a response.
     """
     scalars, device = batch.scalars, model.world.device
     lengths = reduce.loss_lengths(scalars, mask_truncated=cfg.algorithm.mask_truncated)

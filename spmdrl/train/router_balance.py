@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from spmdrl.config import MoeSettings
+from spmdrl.errors import Refusal
 from spmdrl.model.lora.expert_adapters import counts
 from spmdrl.model.router_replay import RouterReplay
 from spmdrl.model.routers import RoutedLayer, check_layers, routed_layers
@@ -37,7 +38,7 @@ class Routers:
         options: the config's model.moe.
         world: this rank's view of the job.
         name: first part of the metrics' names.
-    Raises: ValueError when the options are for experts or routers that the model does not have.
+    Raises: Refusal when the options are for experts or routers that the model does not have.
     """
 
     def __init__(
@@ -52,7 +53,7 @@ class Routers:
         self._balance, self._coef, self._rate = options.balance, options.coef, options.rate
         self._world, self._name, self._layers = world, name, routed_layers(hf_model)
         if name == "policy" and options != MoeSettings() and not self._layers:
-            raise ValueError(
+            raise Refusal(
                 f"model.moe: balance {options.balance}, replay {options.replay} with a "
                 f"{hf_model.config.model_type}, which has no experts; leave it out"
             )

@@ -28,7 +28,7 @@ class TrainedModel:
         cfg, world: the config and this rank's view of the job.
         options: of the optimizer.
         name: first part of the metrics' names: `policy`, `value` or `prm`.
-    Raises: ValueError when model.memory.offload asks for what this device cannot do.
+    Raises: Refusal when model.memory.offload asks for what this device cannot do.
     """
 
     def __init__(

@@ -40,7 +40,7 @@ class Trainer:
         weights: what the stream asks of the policy.
         loss_fn, advantage_fn: what is trained on, and what gives its advantages: by their
             parameters they ask for models beside the policy. Those of the config by default.
-    Raises: ValueError when a model cannot be loaded or laid out.
+    Raises: Refusal when a model cannot be loaded or laid out.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class Trainer:
 
         Returns: the batch with columns, [T] float32 (nats), 0 off the loss mask; as it was
             where nothing is asked for.
-        Raises: ValueError, on all trainer ranks, for a score that is not finite under
+        Raises: Refusal, on all trainer ranks, for a score that is not finite under
             rewards.on_failure=fail.
         """
         # First: a score that fails may take its sample out of the loss.

@@ -10,6 +10,7 @@ from typing import Any
 
 from spmdrl.data.hashed import hashed
 from spmdrl.environments.protocol import Message, Response, Turn
+from spmdrl.errors import Refusal
 from spmdrl.imports import construct, import_object, ran, refusing
 from spmdrl.rewards.signatures import BadValue, finite
 
@@ -34,7 +35,7 @@ _DEPTH = 4
 def check_environment(options: Mapping[str, Any], row: dict) -> None:
     """Load an environment and open one episode here, as a worker will.
 
-    Raises: ValueError when that fails.
+    Raises: Refusal when that fails.
     """
     server = EnvironmentServer(options)
     what = f"{FIELD}: {options['name']} cannot open the first row of data.train"
@@ -49,21 +50,21 @@ class EnvironmentServer:
         options: rollout.environment: `name`, `rewrites` (see `conversation`), and the keyword
             options of its constructor. The name is one of BUILT_IN, `module:Class` or
             `path/file.py:Class`.
-    Raises (on construction): ValueError for an unknown name or option, an environment without
+    Raises (on construction): Refusal for an unknown name or option, an environment without
         `reset` and `step`, or one that does not pickle.
     """
 
     def __init__(self, options: Mapping[str, Any]):
         rewrites = options.get("rewrites", "refuse")
         if rewrites not in ("refuse", "keep"):
-            raise ValueError(f"{FIELD}.rewrites: must be refuse or keep, got {rewrites!r}")
+            raise Refusal(f"{FIELD}.rewrites: must be refuse or keep, got {rewrites!r}")
         name = str(options.get("name"))
         self._make = import_object(name, known=BUILT_IN, kind="Class", field=f"{FIELD}.name")
         self._options = {k: v for k, v in options.items() if k not in _RESERVED}
         first = construct(self._make, self._options, field=FIELD)
         for method in ("reset", "step"):
             if not callable(getattr(first, method, None)):
-                raise ValueError(
+                raise Refusal(
                     f"{FIELD}.name: {name} makes a {type(first).__name__}, which has "
                     f"no method `{method}`; see spmdrl/environments/protocol.py"
                 )

@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Hashable
 from typing import Any
 
+from spmdrl.errors import Refusal
 from spmdrl.workers.deadlines import Deadlines, no_result
 from spmdrl.workers.messages import Done, Failure, Setup, pack_message
 from spmdrl.workers.worker_process import QueuedJob, WorkerProcess
@@ -53,7 +54,7 @@ class JobQueue:
     def start(self) -> None:
         """Start the workers and wait until they have loaded what they serve.
 
-        Raises: ValueError when something cannot be loaded.
+        Raises: Refusal when something cannot be loaded.
         """
         self._replenish(self._num_workers)
         self._pump()
@@ -78,7 +79,7 @@ class JobQueue:
     def take(self) -> list[tuple[QueuedJob, Done]]:
         """Return what is done, in the order of submission, without waiting.
 
-        Raises: ValueError as `start`; RuntimeError when workers cannot be started again.
+        Raises: Refusal as `start`; RuntimeError when workers cannot be started again.
         """
         self._pump()
         done, self._done = self._done, []
@@ -154,7 +155,7 @@ class JobQueue:
 
     def _check_start(self, worker: WorkerProcess) -> None:
         if worker.refusal:
-            raise ValueError(worker.refusal)
+            raise Refusal(worker.refusal)
         if worker.is_ready:
             return
         names = ", ".join(self._setup.names)

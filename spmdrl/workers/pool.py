@@ -15,6 +15,7 @@ from typing import Any
 from spmdrl.config import Config
 from spmdrl.data.tasks import is_generated
 from spmdrl.environments.protocol import Response
+from spmdrl.errors import Refusal
 from spmdrl.imports import refusing
 from spmdrl.rewards.signatures import RewardSample, part_names, reward_models
 from spmdrl.types import Prompt
@@ -30,7 +31,7 @@ class RewardPool(JobQueue):
 
     Args:
         cfg: rewards.*, rollout.environment, and data.* for the graders of generated tasks.
-    Raises (on construction): ValueError when there is nothing to score with.
+    Raises (on construction): Refusal when there is nothing to score with.
     """
 
     def __init__(self, cfg: Config):
@@ -38,7 +39,7 @@ class RewardPool(JobQueue):
         specs = dict.fromkeys(s for s in (cfg.data.train, cfg.data.eval) if is_generated(s))
         tasks = () if rewards.functions else tuple(specs)
         if not rewards.functions and not tasks and not environment:
-            raise ValueError("rewards.functions: is empty and no generated task brings a grader")
+            raise Refusal("rewards.functions: is empty and no generated task brings a grader")
         models = reward_models(rewards.functions)  # the trainers'
         weights = rewards.weights or (1.0,) * len(rewards.functions)
         own = [i for i in range(len(rewards.functions)) if i not in models]
@@ -85,7 +86,7 @@ class RewardPool(JobQueue):
     ) -> None:
         """Hand in one response; its RewardResult comes out of `poll` or `drain` under `key`.
 
-        Raises: ValueError when the data row cannot be sent to another process.
+        Raises: Refusal when the data row cannot be sent to another process.
         """
         if not self._num_workers:
             self._unscored.append(RewardResult(key, 0.0))
@@ -99,7 +100,7 @@ class RewardPool(JobQueue):
         Args:
             row: the data row.
             seed: of the episode's randomness, for environments that ask for it.
-        Raises: ValueError when the data row cannot be sent to another process.
+        Raises: Refusal when the data row cannot be sent to another process.
         """
         assert self._setup.environment, "rollout.environment is empty"
         self._send(key, Open(row, seed), what="a data row")
@@ -116,7 +117,7 @@ class RewardPool(JobQueue):
     def poll(self) -> list[RewardResult | TurnResult]:
         """Return the results that are there, without waiting.
 
-        Raises: ValueError as `start`; RuntimeError when workers cannot be started again.
+        Raises: Refusal as `start`; RuntimeError when workers cannot be started again.
         """
         unscored, self._unscored = self._unscored, []
         return unscored + [_result(job, done) for job, done in self.take()]

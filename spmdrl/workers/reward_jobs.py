@@ -64,7 +64,7 @@ class PartialScore(RunningJob):
 class RewardScorer:
     """Scores samples with all functions of a Setup.
 
-    Raises (on construction): ValueError for a function or task that cannot be used.
+    Raises (on construction): Refusal for a function or task that cannot be used.
     """
 
     def __init__(self, setup: Setup):

@@ -14,7 +14,7 @@ from spmdrl.workers.reward_jobs import RewardScorer, RunningJob
 class Server:
     """Does every kind of job.
 
-    Raises (on construction): ValueError for what cannot be loaded.
+    Raises (on construction): Refusal for what cannot be loaded.
     """
 
     def __init__(self, setup: Setup):

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from spmdrl.errors import Refusal
 from spmdrl.world.torch_internals import all_gather_single
 
 
@@ -42,7 +43,7 @@ def gather_problems(own: Sequence[str], *, group: dist.ProcessGroup) -> list[str
 def agree(
     *,
     group: dist.ProcessGroup,
-    kind: type[Exception] = ValueError,
+    kind: type[Exception] = Refusal,
     waiting: AbstractContextManager = contextlib.nullcontext(),
 ) -> Iterator[None]:
     """Let a block of each rank's own work succeed on all ranks of `group` (gloo), or on none.

@@ -19,7 +19,7 @@ def agree_on_tokens(world: World, find: Callable[[int], int] | None) -> None:
 
     Args:
         find: on trainers, of the ranks that share this one's memory: the tokens that fit.
-    Raises: ValueError on all ranks together when `find` does on one.
+    Raises: Refusal on all ranks together when `find` does on one.
     """
     if world.cfg.batch.tokens_per_microbatch:
         return

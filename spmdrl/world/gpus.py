@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from spmdrl.config import Config, inference_ranks
+from spmdrl.errors import Refusal
 from spmdrl.world.launch import Launch, hides_gpus
 
 log = logging.getLogger(__name__)
@@ -23,7 +24,7 @@ _CONTEXTS_GIB = 2.0  # what CUDA itself takes for the ranks of this job
 def check_driver(cfg: Config) -> None:
     """Refuse a machine with GPUs that this torch cannot start.
 
-    Raises: ValueError, under layout.device auto too: it would take the CPU without a word.
+    Raises: Refusal, under layout.device auto too: it would take the CPU without a word.
     """
     if cfg.layout.device == "cpu" or hides_gpus() or torch.version.cuda is None:
         return
@@ -32,7 +33,7 @@ def check_driver(cfg: Config) -> None:
     try:
         torch.cuda.init()
     except RuntimeError as error:
-        raise ValueError(
+        raise Refusal(
             f"layout.device: the GPUs of {socket.gethostname()} cannot be used by torch "
             f"{torch.__version__}, which is built for CUDA {torch.version.cuda}: "
             f"{str(error).splitlines()[0]} Update the NVIDIA driver, or install the torch that is "
@@ -43,14 +44,14 @@ def check_driver(cfg: Config) -> None:
 def check_memory(cfg: Config, launch: Launch, device: torch.device) -> None:
     """Refuse a GPU of whose memory others have what the engine is to get; warn of a trainer's.
 
-    Raises: ValueError.
+    Raises: Refusal.
     """
     free, total = (n / _GIB for n in torch.cuda.mem_get_info(device))
     where = f"GPU {device.index} of {socket.gethostname()} (rank {launch.rank})"
     generates = launch.rank in inference_ranks(cfg)
     wanted = cfg.engine.gpu_memory_frac * total
     if generates and cfg.engine.kind == "vllm" and free + _CONTEXTS_GIB < wanted:
-        raise ValueError(
+        raise Refusal(
             f"engine.gpu_memory_frac: {cfg.engine.gpu_memory_frac:g} of {total:.1f} GiB on {where} "
             f"is {wanted:.1f} GiB, and {free:.1f} GiB are free: another process has the rest. End "
             "it (nvidia-smi names it), take other GPUs by CUDA_VISIBLE_DEVICES, or lower it"
@@ -67,7 +68,7 @@ def check_own_gpus(launch: Launch, device: torch.device, store: dist.Store) -> N
 
     Args:
         store: in which the ranks met.
-    Raises: ValueError on every rank.
+    Raises: Refusal on every rank.
     """
     properties = torch.cuda.get_device_properties(device)
     place = [socket.gethostname(), str(getattr(properties, "uuid", device.index))]
@@ -75,7 +76,7 @@ def check_own_gpus(launch: Launch, device: torch.device, store: dist.Store) -> N
     places = [json.loads(store.get(f"gpu/{rank}")) for rank in range(launch.world_size)]
     if shared := sharing(dict(enumerate(map(tuple, places)))):
         first, second, host = shared
-        raise ValueError(
+        raise Refusal(
             f"ranks {first} and {second} both have GPU {device.index} of {host}, and NCCL wants "
             "one for each. Start one rank per GPU: torchrun --nproc-per-node, or --ntasks-per-node "
             "without --gpus-per-task and --gpu-bind, sets each rank's own LOCAL_RANK; or let ranks "

@@ -13,6 +13,8 @@ import struct
 import time
 from dataclasses import dataclass
 
+from spmdrl.errors import Refusal
+
 _TOLD_CHARS = 2000
 _GLOO = "GLOO_SOCKET_IFNAME"
 _OUTSIDE = ("8.8.8.8", "2001:4860:4860::8888")  # of no matter which: nothing is sent
@@ -53,7 +55,7 @@ class Launch:
 def read_launch(env: dict[str, str] | None = None) -> Launch:
     """Read rank and rendezvous from torchrun's variables, or else from Slurm's own.
 
-    Raises: ValueError when neither launcher set its variables.
+    Raises: Refusal when neither launcher set its variables.
     """
     env = dict(os.environ if env is None else env)
     if "RANK" in env:
@@ -80,7 +82,7 @@ def read_launch(env: dict[str, str] | None = None) -> Launch:
             "srun",
             nodes=int(env.get("SLURM_STEP_NUM_NODES") or env.get("SLURM_NNODES") or 1),
         )
-    raise ValueError(
+    raise Refusal(
         "no launcher: neither RANK (torchrun) nor SLURM_PROCID (srun) is set. Start with "
         "`torchrun --nproc-per-node N train.py --config FILE` or `srun python train.py ...`; "
         "`python train.py --config FILE --dry-run` needs no launcher"
@@ -129,7 +131,7 @@ def first_host(nodelist: str) -> str:
     """Return the first host of a Slurm node list: `gpu[003-007,9],x` gives `gpu003`."""
     match = re.match(r"([^,\[]+)(?:\[([^\],-]+)[^\]]*\]([^,\[]*))?", nodelist)
     if not match:
-        raise ValueError(f"cannot read the Slurm node list {nodelist!r}; set MASTER_ADDR")
+        raise Refusal(f"cannot read the Slurm node list {nodelist!r}; set MASTER_ADDR")
     return "".join(part or "" for part in match.groups())
 
 

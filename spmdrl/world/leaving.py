@@ -90,7 +90,7 @@ def ended(error: Exception, world: Member | None) -> int:
     """Say why this rank ends, to people, to the launcher and to the other ranks.
 
     Args:
-        error: what was raised. Of a ValueError (the user's to mend) and of missing peers the
+        error: what was raised. Of a Refusal (the user's to mend) and of missing peers the
             message is shown, of anything else the traceback too.
         world: None when it was not reached.
     Returns: the exit status.

@@ -52,6 +52,8 @@ from torch.distributed.tensor.placement_types import _StridedShard as StridedSha
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from spmdrl.errors import Refusal
+
 __all__ = [
     "CheckpointImpl",
     "StridedShard",
@@ -205,7 +207,7 @@ def varlen(
         longest: tokens of the longest sequence, likewise.
         scale: of the scores; None is D ** -0.5. window: tokens seen, itself included; None is all.
     Returns: [T, Hq, D].
-    Raises: ValueError for a window that this torch cannot do.
+    Raises: Refusal for a window that this torch cannot do.
     """
     from torch.nn.attention.varlen import varlen_attn
 
@@ -214,7 +216,7 @@ def varlen(
     if "window_size" in known:
         options["window_size"] = (-1 if window is None else window - 1, 0)
     elif window is not None and window < longest[1]:
-        raise ValueError(
+        raise Refusal(
             f"model.kernels.attention: varlen of torch {torch.__version__} has no sliding window "
             f"and the model's is {window} tokens; set it to flash or padded"
         )

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from spmdrl.config import Config, flatten, inference_ranks, trainer_ranks
 from spmdrl.config.fields import least_tokens
+from spmdrl.errors import Refusal
 from spmdrl.world.awaited import Awaited
 from spmdrl.world.comm import gather_objects
 from spmdrl.world.gpus import check_driver, check_memory, check_own_gpus, warn_of_detours
@@ -75,7 +76,7 @@ class World:
     def start(cls, cfg: Config) -> World:
         """Join the job and build all groups; every rank must call it with the same config.
 
-        Raises: ValueError, before any group exists, when the launcher's world does not match
+        Raises: Refusal, before any group exists, when the launcher's world does not match
             the layout; RuntimeError when ranks do not have the same config.
         """
         launch = read_launch()
@@ -284,7 +285,7 @@ def _join(cfg: Config, launch: Launch, *, device: torch.device, timeout: timedel
 
 def _check_launch(cfg: Config, launch: Launch) -> None:
     if launch.world_size != cfg.layout.world_size:
-        raise ValueError(
+        raise Refusal(
             f"layout.world_size is {cfg.layout.world_size}, but {launch.launcher} started "
             f"{launch.world_size} ranks; start {cfg.layout.world_size} or {_other_way(cfg, launch)}"
         )
@@ -319,14 +320,14 @@ def pick_backend(cfg: Config) -> str:
 def pick_device(cfg: Config, local_rank: int) -> torch.device:
     """Return this rank's device.
 
-    Raises: ValueError when CUDA is asked for and this rank has no GPU: with gloo ranks share GPUs,
+    Raises: Refusal when CUDA is asked for and this rank has no GPU: with gloo ranks share GPUs,
         with NCCL each needs one.
     """
     if is_on_cpu(cfg):
         return torch.device("cpu")
     count = torch.cuda.device_count()
     if not count or (local_rank >= count and pick_backend(cfg) == "nccl"):
-        raise ValueError(
+        raise Refusal(
             f"layout.device: rank with local rank {local_rank} on {socket.gethostname()} needs "
             f"GPU {local_rank}, but {count} are visible; start {count} ranks per node"
             + ", or let ranks share a GPU, slowly, by --layout.backend gloo"

@@ -22,6 +22,7 @@ from spmdrl.algorithms.masked import (
     making,
     masked_mean,
 )
+from spmdrl.errors import Refusal
 
 
 def m2po_statistics(
@@ -34,7 +35,7 @@ def m2po_statistics(
         threshold: bound on the mean of (log pi_old - log mu)^2 over the tokens kept, nats^2.
     Returns: m2_cut [] float64: tokens with a larger square are dropped. Equal squares stay or
         go together; -1 when even the smallest is too large, inf for an empty batch.
-    Raises: ValueError for a threshold that is not above 0.
+    Raises: Refusal for a threshold that is not above 0.
     Invariant under: permuting the columns.
     """
     check_positive(threshold=threshold)
@@ -69,7 +70,7 @@ def m2po(
         m2_cut: [] float64, nats^2, of m2po_statistics.
         threshold: bound on the mean square of the tokens kept, above 0; acts through m2_cut.
     Returns: terms [T] and stats.
-    Raises: ValueError for a threshold that is not above 0.
+    Raises: Refusal for a threshold that is not above 0.
     Source: arXiv 2510.01161 (M2PO), which squares the current log w; the log-ratio at the
         batch's start is AReaL's reading. The reference code keeps one token at least.
     Invariant under: dp size, micro-batching, packing order, padding.
@@ -99,7 +100,7 @@ def clip_cov_statistics(
         old_logprobs, advantages: [N] float, loss tokens of the whole batch.
         select_frac: share of all loss tokens to select. cov_low, cov_high: as in clip_cov.
     Returns: mean_advantage, mean_logprob (nats) and select_probability, [] float64.
-    Raises: ValueError for options out of range.
+    Raises: Refusal for options out of range.
     Invariant under: permuting the columns.
     """
     _check_select(select_frac, cov_low=cov_low, cov_high=cov_high)
@@ -147,7 +148,7 @@ def clip_cov(
         select_frac: share of the loss tokens to drop, in (0, 1]; acts through
             select_probability. cov_low, cov_high: open bounds on c, in nats times advantage.
     Returns: terms [T] and stats.
-    Raises: ValueError for options out of range.
+    Raises: Refusal for options out of range.
     Source: arXiv 2505.22617 (Clip-Cov); deviation: the paper's exact count is ours in
         expectation, over the candidates at the batch's start.
     Invariant under: dp size, micro-batching, packing order, padding.
@@ -171,7 +172,7 @@ def kl_cov_statistics(
     Returns: mean_advantage, mean_logprob (nats) and cov_cut, [] float64: tokens with a larger
         covariance are selected, never more than asked for. Equals at the edge are all left
         out, so that a batch of one advantage selects none.
-    Raises: ValueError for a share out of range.
+    Raises: Refusal for a share out of range.
     Invariant under: permuting the columns.
     """
     check_share(select_frac=select_frac)
@@ -209,7 +210,7 @@ def kl_cov(
         select_frac: share of the loss tokens that are held back, in (0, 1]; acts through
             cov_cut. kl_coef: strength, per nat, at least 0.
     Returns: terms [T] and stats; `policy/kl_cov_frac` is the share of tokens held back.
-    Raises: ValueError for options out of range.
+    Raises: Refusal for options out of range.
     Source: arXiv 2505.22617 (KL-Cov).
     Invariant under: dp size, micro-batching, packing order, padding.
     """
@@ -257,4 +258,4 @@ def _covariance(
 def _check_select(select_frac: float, *, cov_low: float, cov_high: float) -> None:
     check_share(select_frac=select_frac)
     if not cov_low < cov_high:
-        raise ValueError(f"cov_low, cov_high: must be low < high, got {cov_low}, {cov_high}")
+        raise Refusal(f"cov_low, cov_high: must be low < high, got {cov_low}, {cov_high}")

@@ -6,6 +6,7 @@ import torch
 
 from spmdrl.algorithms.losses.common import Loss, Moved, check_clip, from_old
 from spmdrl.algorithms.masked import check_positive, making, masked_mean
+from spmdrl.errors import Refusal
 
 
 @making(moved=from_old)
@@ -27,16 +28,16 @@ def ppo_clip(
         ratio_cap: r is capped here before the min (matters for A < 0); 0 is off, else above
             1 + clip_high.
     Returns: terms [T] and stats.
-    Raises: ValueError for bounds out of range.
+    Raises: Refusal for bounds out of range.
     Source: arXiv 1707.06347 eq. 7; 2503.14476 (two bounds); 1912.09729 (dual_clip);
         2505.07291 (ratio_cap).
     Invariant under: dp size, micro-batching, packing order, padding.
     """
     check_clip(clip_low, clip_high)
     if dual_clip and dual_clip <= 1:
-        raise ValueError(f"dual_clip: must be above 1 (or 0 for off), got {dual_clip}")
+        raise Refusal(f"dual_clip: must be above 1 (or 0 for off), got {dual_clip}")
     if ratio_cap and ratio_cap <= 1 + clip_high:
-        raise ValueError(
+        raise Refusal(
             f"ratio_cap: must be above 1 + clip_high = {1 + clip_high:g} (or 0 for "
             f"off), got {ratio_cap}"
         )
@@ -66,7 +67,7 @@ def sapo(moved: Moved, *, tau_pos: float = 1.0, tau_neg: float = 1.05) -> Loss:
         advantages: [T] float. loss_mask: [T] bool.
         tau_pos, tau_neg: steepness of the gate for A > 0 and for the rest; higher fades faster.
     Returns: terms [T] and stats.
-    Raises: ValueError for a tau that is not above 0.
+    Raises: Refusal for a tau that is not above 0.
     Source: arXiv 2511.20347 (SAPO).
     Invariant under: dp size, micro-batching, packing order, padding.
     """

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from spmdrl.algorithms.masked import Stats, keep, masked_mean
+from spmdrl.errors import Refusal
 
 MAX_LOG_RATIO = 20.0  # exp(20) = 5e8: beyond it one token decides the whole gradient
 Loss = tuple[Tensor, Stats]
@@ -95,7 +96,7 @@ class Moved:
         """Clip a ratio r (default: each token's own) where it helps the objective.
 
         Returns: min(r A, clip(r) A), and where the lower and the upper bound are active.
-        Raises: ValueError for bounds out of range.
+        Raises: Refusal for bounds out of range.
         """
         check_clip(clip_low, clip_high)
         advantages, ratio = self.advantages, self.ratio if ratio is None else ratio
@@ -132,15 +133,15 @@ def from_rollout(
 
 
 def check_clip(clip_low: float, clip_high: float) -> None:
-    """Raise ValueError for distances from 1 that are not bounds on a ratio."""
+    """Raise Refusal for distances from 1 that are not bounds on a ratio."""
     if not (0 <= clip_low <= 1 and clip_high >= 0):
-        raise ValueError(
+        raise Refusal(
             f"clip_low, clip_high: distances from a ratio of 1, must be in [0, 1] "
             f"and at least 0, got {clip_low}, {clip_high}"
         )
 
 
 def check_level(level: str) -> None:
-    """Raise ValueError for a level that is neither token nor sequence."""
+    """Raise Refusal for a level that is neither token nor sequence."""
     if level not in ("token", "sequence"):
-        raise ValueError(f"level: must be token or sequence, got {level!r}")
+        raise Refusal(f"level: must be token or sequence, got {level!r}")

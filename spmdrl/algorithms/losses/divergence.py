@@ -25,7 +25,7 @@ def dppo_tv(moved: Moved, *, threshold_low: float = 0.15, threshold_high: float 
         threshold_low, threshold_high: bounds on the total variation of taking the token or
             another, in probability, at least 0.
     Returns: terms [T] and stats.
-    Raises: ValueError for a threshold below 0.
+    Raises: Refusal for a threshold below 0.
     Source: arXiv 2602.04879 (DPPO, binary TV).
     Invariant under: dp size, micro-batching, packing order, padding.
     """
@@ -48,7 +48,7 @@ def dppo_kl(moved: Moved, *, threshold_low: float = 0.05, threshold_high: float 
         advantages: [T] float. loss_mask: [T] bool.
         threshold_low, threshold_high: bounds on the divergence, nats, at least 0.
     Returns: terms [T] and stats.
-    Raises: ValueError for a threshold below 0.
+    Raises: Refusal for a threshold below 0.
     Source: arXiv 2602.04879 (DPPO, binary KL).
     Invariant under: dp size, micro-batching, packing order, padding.
     """

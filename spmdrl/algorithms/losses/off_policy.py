@@ -39,7 +39,7 @@ def decoupled_ppo(
         clip_low, clip_high: distances from 1 of the bounds on r = pi / pi_old.
         weight_cap: tokens whose pi_old / mu is above it are dropped; 0 switches it off.
     Returns: terms [T] and stats.
-    Raises: ValueError for bounds out of range.
+    Raises: Refusal for bounds out of range.
     Source: arXiv 2110.00641; 2505.24298 (AReaL), whose code has the cap.
     Invariant under: dp size, micro-batching, packing order, padding.
     """
@@ -73,7 +73,7 @@ def a3po(
         clip_low, clip_high: distances from 1 of the bounds on pi / pi_prox.
         weight_cap: tokens whose pi_prox / mu is above it are dropped; 0 switches it off.
     Returns: terms [T] and stats; the ratio in the stats is pi / pi_prox.
-    Raises: ValueError for bounds out of range.
+    Raises: Refusal for bounds out of range.
     Source: arXiv 2512.06547 (A-3PO), alpha as in AReaL, whose v_prox is one behind its v_pi.
     Invariant under: dp size, micro-batching, packing order, padding.
     """

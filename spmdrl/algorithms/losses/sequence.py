@@ -36,7 +36,7 @@ def gspo(
         cu_seqlens: [S+1] int32.
         clip_low, clip_high: distances from 1 of the bounds on s.
     Returns: terms [T] and stats; the ratio in the stats is s, counted per token.
-    Raises: ValueError for bounds out of range.
+    Raises: Refusal for bounds out of range.
     Source: arXiv 2507.18071 (GSPO).
     Invariant under: dp size, micro-batching, packing order, padding.
     """
@@ -58,7 +58,7 @@ def gspo_token(
         advantages: [T] float. loss_mask: [T] bool. cu_seqlens: [S+1] int32.
         clip_low, clip_high: distances from 1 of the bounds on s.
     Returns: terms [T] and stats; the ratio in the stats is s, counted per token.
-    Raises: ValueError for bounds out of range.
+    Raises: Refusal for bounds out of range.
     Source: arXiv 2507.18071 (GSPO-token). Equality with gspo holds under an aggregation that
         weighs a sequence's tokens alike.
     Invariant under: dp size, micro-batching, packing order, padding.
@@ -84,7 +84,7 @@ def luspo(
         cu_seqlens: [S+1] int32.
         clip_low, clip_high: distances from 1 of the bounds on s.
     Returns: terms [T] and stats; the ratio in the stats is s, counted per token.
-    Raises: ValueError for bounds out of range.
+    Raises: Refusal for bounds out of range.
     Source: arXiv 2602.05261 (LUSPO); bounds as in gspo.
     Invariant under: dp size, micro-batching, packing order, padding.
     """
@@ -107,7 +107,7 @@ def gmpo(
         cu_seqlens: [S+1] int32.
         clip_low, clip_high: bounds on log r, nats, at least 0.
     Returns: terms [T] and stats; the ratio in the stats is each token's own.
-    Raises: ValueError for bounds out of range.
+    Raises: Refusal for bounds out of range.
     Source: arXiv 2507.20673 (GMPO), with aggregation `seq_mean_token_mean`.
     Invariant under: dp size, micro-batching, packing order, padding.
     """
@@ -141,7 +141,7 @@ def vespo(
         k_pos, lambda_pos: shape for A >= 0: k at least 0, lambda above 0.
         k_neg, lambda_neg: shape for A < 0.
     Returns: terms [T] and stats; `policy/sequence_weight` is the mean of phi over tokens.
-    Raises: ValueError for a k or lambda out of range.
+    Raises: Refusal for a k or lambda out of range.
     Source: arXiv 2602.10693 (VESPO), appendix I. log W is clamped to +-20 after the sum.
     Invariant under: dp size, micro-batching, packing order, padding.
     """

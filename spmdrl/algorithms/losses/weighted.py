@@ -21,6 +21,7 @@ from spmdrl.algorithms.losses.common import (
 )
 from spmdrl.algorithms.masked import check_not_negative, check_positive, keep, making, masked_mean
 from spmdrl.algorithms.reduce import spread_sum
+from spmdrl.errors import Refusal
 
 Level = Literal["token", "sequence"]
 
@@ -48,12 +49,12 @@ def cispo(moved: Moved, *, ratio_low: float = 0.0, ratio_high: float = 5.0) -> L
         advantages: [T] float. loss_mask: [T] bool.
         ratio_low, ratio_high: absolute bounds of r, not distances from 1.
     Returns: terms [T] and stats.
-    Raises: ValueError unless 0 <= ratio_low < 1 < ratio_high.
+    Raises: Refusal unless 0 <= ratio_low < 1 < ratio_high.
     Source: arXiv 2506.13585 (CISPO); defaults of 2510.13786 (cap 5, no lower bound).
     Invariant under: dp size, micro-batching, packing order, padding.
     """
     if not 0 <= ratio_low < 1 < ratio_high:
-        raise ValueError(
+        raise Refusal(
             f"ratio_low, ratio_high: must be 0 <= low < 1 < high (bounds on the "
             f"ratio itself), got {ratio_low}, {ratio_high}"
         )
@@ -71,7 +72,7 @@ def tis_pg(moved: Moved, *, upper: float = 1.0) -> Loss:
         advantages: [T] float. loss_mask: [T] bool.
         upper: largest weight, above 0.
     Returns: terms [T] and stats.
-    Raises: ValueError for an upper that is not above 0.
+    Raises: Refusal for an upper that is not above 0.
     Source: arXiv 2503.14286, its truncated importance sampling baseline, per token.
     Invariant under: dp size, micro-batching, packing order, padding.
     """
@@ -89,7 +90,7 @@ def aipo(moved: Moved, *, upper: float = 4.0) -> Loss:
         advantages: [T] float. loss_mask: [T] bool.
         upper: largest weight, above 0.
     Returns: terms [T] and stats.
-    Raises: ValueError for an upper that is not above 0.
+    Raises: Refusal for an upper that is not above 0.
     Source: arXiv 2505.24034 (AIPO). The default cap is ours.
     Invariant under: dp size, micro-batching, packing order, padding.
     """
@@ -111,7 +112,7 @@ def topr(
         level: w of the `sequence`, a product over its loss tokens, or of each `token`.
         upper: largest weight where A <= 0, above 0.
     Returns: terms [T] and stats.
-    Raises: ValueError for a level or an upper out of range.
+    Raises: Refusal for a level or an upper out of range.
     Source: arXiv 2503.14286 (TOPR), whose ratio is the trajectory's.
     Invariant under: dp size, micro-batching, packing order, padding.
     """
@@ -138,7 +139,7 @@ def kimi(moved: Moved, *, cu_seqlens: Tensor, level: Level = "sequence", tau: fl
         level: square per `sequence` or per `token`.
         tau: strength of the pull, per nat^2, at least 0.
     Returns: terms [T] and stats.
-    Raises: ValueError for a level or a tau out of range.
+    Raises: Refusal for a level or a tau out of range.
     Source: arXiv 2501.12599 (Kimi k1.5), the gradient of its policy optimisation, where the
         square is the sequence's. The default tau is ours.
     Invariant under: dp size, micro-batching, packing order, padding.
@@ -160,7 +161,7 @@ def dro(moved: Moved, *, cu_seqlens: Tensor, level: Level = "token", beta: float
         level: square per `token` or of the `sequence`'s sum, shared as in `kimi`.
         beta: strength of the pull, per nat^2, at least 0.
     Returns: terms [T] and stats.
-    Raises: ValueError for a level or a beta out of range.
+    Raises: Refusal for a level or a beta out of range.
     Source: arXiv 2405.19107 (DRO), its squared loss divided by beta; the paper's square is the
         sequence's, ours is the token's by default as in Tinker.
     Invariant under: dp size, micro-batching, packing order, padding.

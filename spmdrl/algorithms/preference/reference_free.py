@@ -23,7 +23,7 @@ def simpo(pairs: Pairs, *, beta: float = 2.0, gamma: float = 1.0) -> Loss:
         beta: scale of the mean logprobs, above 0. gamma: margin to reach, in units of the
             reward (the paper's code asks for gamma / beta), at least 0.
     Returns: terms [P] and stats; rewards are beta log pi / |y|.
-    Raises: ValueError for an option out of range.
+    Raises: Refusal for an option out of range.
     Source: arXiv 2405.14734 eq. 6.
     """
     check_positive(beta=beta)
@@ -40,7 +40,7 @@ def cpo(pairs: Pairs, *, beta: float = 0.1, nll_weight: float = 1.0) -> Loss:
         beta: scale of the summed logprobs, above 0.
         nll_weight: of the chosen response's negative log-likelihood per token, at least 0.
     Returns: terms [P] and stats, also preference/nll; rewards are beta log pi.
-    Raises: ValueError for an option out of range.
+    Raises: Refusal for an option out of range.
     Source: arXiv 2401.08417 (CPO). Deviation: the NLL is the mean over the response's own
         tokens; TRL's is over a micro-batch's, which depends on the layout.
     """
@@ -62,7 +62,7 @@ def orpo(pairs: Pairs, *, odds_weight: float = 0.1) -> Loss:
     Args:
         odds_weight: of the comparison, at least 0.
     Returns: terms [P] and stats, also preference/nll; rewards are the log odds.
-    Raises: ValueError for an option out of range.
+    Raises: Refusal for an option out of range.
     Source: arXiv 2403.07691 eq. 6 and 7. Deviation: a mean logprob above -1e-6 counts as
         -1e-6 in the odds, which are infinite at p = 1.
     """

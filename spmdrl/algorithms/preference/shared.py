@@ -94,7 +94,7 @@ def compared(
 
     Args:
         beta: above 0; the rewards of the stats are beta rho.
-    Raises: ValueError for beta out of range.
+    Raises: Refusal for beta out of range.
     """
     check_positive(beta=beta)
     logps, lengths = (chosen_logps, rejected_logps), (chosen_lengths, rejected_lengths)

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from spmdrl.algorithms.masked import Stats, check_not_negative, check_positive, keep, masked_mean
 from spmdrl.algorithms.preference.shared import log_ratio_of
+from spmdrl.errors import Refusal
 
 
 def kto(
@@ -33,7 +34,7 @@ def kto(
     Returns: terms [S] and stats: preference/chosen_reward and preference/rejected_reward,
         beta rho of each label's samples; preference/accuracy, rho above z for chosen ones,
         below for rejected ones, 1/2 if equal; preference/kl, z.
-    Raises: ValueError for an option out of range.
+    Raises: Refusal for an option out of range.
     Source: arXiv 2402.01306 (KTO).
     """
     check_positive(beta=beta)
@@ -78,12 +79,12 @@ def mismatched(prompt_ids: Tensor) -> Tensor:
         prompt_ids: [S] int64, in any order; S samples.
     Returns: [S] int64, position of the sample whose response to take. A permutation if all
         prompts have equally many samples.
-    Raises: ValueError if there are samples, all of one prompt.
+    Raises: Refusal if there are samples, all of one prompt.
     """
     order = prompt_ids.argsort(stable=True)
     _, counts = torch.unique_consecutive(prompt_ids[order], return_counts=True)
     if len(counts) == 1:
-        raise ValueError(
+        raise Refusal(
             f"all {len(prompt_ids)} samples are of prompt {int(prompt_ids[0])}; "
             "KTO's KL needs two prompts or more in a batch"
         )

@@ -10,6 +10,7 @@ from torch.nn.functional import logsigmoid
 
 from spmdrl.algorithms.masked import making, masked_mean
 from spmdrl.algorithms.preference.shared import Loss, Pairs, compared
+from spmdrl.errors import Refusal
 
 Variant = Literal["sigmoid", "robust", "hinge", "ipo", "norm"]
 
@@ -29,15 +30,15 @@ def dpo(
         label_smoothing: e, assumed share of flipped labels, in [0, 0.5). sigmoid and norm:
             (1 - e) loss(h) + e loss(-h); robust: ((1 - e) loss(h) - e loss(-h)) / (1 - 2 e).
     Returns: terms [P] and stats. With policy = reference the sigmoid term is ln 2.
-    Raises: ValueError for an option out of range or without a meaning in the variant.
+    Raises: Refusal for an option out of range or without a meaning in the variant.
     Source: arXiv 2305.18290 eq. 7; 2310.12036 (ipo; h per token, as its authors
         confirmed to TRL; OpenRLHF sums); 2403.00409 (robust); 2305.10425 (hinge);
         2411.15124 (norm).
     """
     if not 0 <= label_smoothing < 0.5:
-        raise ValueError(f"label_smoothing: must be in [0, 0.5), got {label_smoothing}")
+        raise Refusal(f"label_smoothing: must be in [0, 0.5), got {label_smoothing}")
     if label_smoothing and variant in ("hinge", "ipo"):
-        raise ValueError(f"label_smoothing: has no meaning in the variant {variant}; set it to 0")
+        raise Refusal(f"label_smoothing: has no meaning in the variant {variant}; set it to 0")
     rho = pairs.per_token(pairs.own) if variant in ("ipo", "norm") else pairs.own
     chosen, rejected = rho
     margin = beta * (chosen - rejected)
@@ -53,7 +54,7 @@ def dpo(
     elif variant == "ipo":
         terms = (chosen - rejected - 1 / (2 * beta)) ** 2
     else:
-        raise ValueError(f"variant: must be sigmoid, robust, hinge, ipo or norm, got {variant!r}")
+        raise Refusal(f"variant: must be sigmoid, robust, hinge, ipo or norm, got {variant!r}")
     return pairs.loss(terms, pairs.scaled(rho))
 
 
@@ -64,7 +65,7 @@ def sppo(pairs: Pairs, *, beta: float = 1e-3) -> Loss:
     Args:
         beta: above 0; the paper's eta is 1 / beta.
     Returns: terms [P] and stats.
-    Raises: ValueError for an option out of range.
+    Raises: Refusal for an option out of range.
     Source: arXiv 2405.00675 (SPPO) with win rates 1 and 0 (hard labels).
     """
     (chosen, rejected), target = pairs.own, 1 / (2 * beta)
@@ -80,7 +81,7 @@ def nca(pairs: Pairs, *, beta: float = 0.1) -> Loss:
     Args:
         beta: above 0.
     Returns: terms [P] and stats.
-    Raises: ValueError for an option out of range.
+    Raises: Refusal for an option out of range.
     Source: arXiv 2402.05369 (NCA, pairs).
     """
     chosen, rejected = pairs.scaled()
@@ -97,7 +98,7 @@ def apo_zero(pairs: Pairs, *, beta: float = 0.1) -> Loss:
     Args:
         beta: above 0.
     Returns: terms [P] and stats.
-    Raises: ValueError for an option out of range.
+    Raises: Refusal for an option out of range.
     Source: arXiv 2408.06266 (APO-zero).
     """
     chosen, rejected = pairs.scaled()
@@ -113,7 +114,7 @@ def apo_down(pairs: Pairs, *, beta: float = 0.1) -> Loss:
     Args:
         beta: above 0.
     Returns: terms [P] and stats.
-    Raises: ValueError for an option out of range.
+    Raises: Refusal for an option out of range.
     Source: arXiv 2408.06266 (APO-down).
     """
     chosen, rejected = pairs.scaled()
@@ -131,7 +132,7 @@ def bco(pairs: Pairs, *, mean_log_ratio: Tensor, beta: float = 0.1) -> Loss:
             0 to start with, or always for the form without a shift.
         beta: above 0.
     Returns: terms [P] and stats, also preference/log_ratio, the mean of rho_w and rho_l.
-    Raises: ValueError for an option out of range.
+    Raises: Refusal for an option out of range.
     Source: arXiv 2404.04656 (BCO, pairs; its delta is beta m).
     """
     chosen, rejected = pairs.scaled()

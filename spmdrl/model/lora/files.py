@@ -23,6 +23,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from spmdrl.errors import Refusal
 from spmdrl.imports import refusing
 from spmdrl.model.checkpoint_reader import CheckpointReader
 from spmdrl.model.lora.expert_adapters import EXPERT_PARAMETERS
@@ -101,7 +102,7 @@ def _expert_places(module: str, keys: Iterable[str]) -> dict[str, _FilePlace]:
 class AdapterFolder:
     """One adapter of linear layers, experts and an embedding: plain A and B matrices of one rank.
 
-    Raises: ValueError when the folder holds no such adapter.
+    Raises: Refusal when the folder holds no such adapter.
     """
 
     def __init__(self, folder: Path):
@@ -136,7 +137,7 @@ class AdapterFolder:
             if not keys:
                 continue
             if not keys <= set(EXPERT_PARAMETERS):
-                raise ValueError(
+                raise Refusal(
                     f"model.lora.path: the adapter in {self.folder} is of parameters "
                     f"{sorted(keys)} of {module}; only {', '.join(EXPERT_PARAMETERS)} "
                     "of fused experts can have one here"
@@ -156,7 +157,7 @@ class AdapterFolder:
 
         Args:
             shapes: {name: shape} of all A and B matrices.
-        Raises: ValueError naming what is missing, extra or of another shape.
+        Raises: Refusal naming what is missing, extra or of another shape.
         """
         there = set(self._file.keys())
         own = {name: place for name, place in self._places.items() if place.file in there}
@@ -175,7 +176,7 @@ class AdapterFolder:
                 problems.append(f"{name} has shape {list(found)} there, {list(shapes[name])} here")
         if problems:
             hint = any(place.is_transposed for place in self._places.values())
-            raise ValueError(
+            raise Refusal(
                 f"model.lora.path: the adapter in {self.folder} does not fit the "
                 f"model: {'; '.join(problems[:8])}"
                 + (
@@ -200,7 +201,7 @@ class AdapterFolder:
             config = json.loads(path.read_text())
         kind, rank, alpha = (config.get(name) for name in ("peft_type", "r", "lora_alpha"))
         if kind != "LORA" or type(rank) is not int or not isinstance(alpha, (int, float)):
-            raise ValueError(
+            raise Refusal(
                 f"model.lora.path: {path} is of no LoRA adapter: peft_type {kind!r}, "
                 f"r {rank!r}, lora_alpha {alpha!r}"
             )
@@ -209,13 +210,13 @@ class AdapterFolder:
     def _check_features(self, config: Mapping[str, Any]) -> None:
         for name, off in _OFF.items():
             if config.get(name, off[0]) not in off:
-                raise ValueError(
+                raise Refusal(
                     f"model.lora.path: the adapter in {self.folder} has {name} "
                     f"{config[name]!r}, which is not supported"
                 )
         init = str(config.get("init_lora_weights", True)).lower()
         if init.startswith(_CHANGING_INITS):
-            raise ValueError(
+            raise Refusal(
                 f"model.lora.path: the adapter in {self.folder} has init_lora_weights {init!r}, "
                 "which changes the weights under it; convert it by PEFT's "
                 "path_initial_model_for_weight_conversion"
@@ -315,17 +316,17 @@ class AdapterRecord:
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Compare with what a checkpoint says.
 
-        Raises: ValueError when its adapters were trained on other weights, or at another scale.
+        Raises: Refusal when its adapters were trained on other weights, or at another scale.
         """
         if int(state["base"]) != self._base:
-            raise ValueError(
+            raise Refusal(
                 "the checkpoint has adapters only, and they were trained on other weights than "
                 f"those in {self._folder} (digest {int(state['base']):016x}, here "
                 f"{self._base:016x}); set model.path to the folder they were trained on"
             )
         for name, own in self.state_dict().items():
             if float(state[name]) != float(own):
-                raise ValueError(
+                raise Refusal(
                     f"the checkpoint's adapters have {name} {float(state[name]):g}, "
                     f"and model.lora has {float(own):g}; set the old value"
                 )

@@ -41,7 +41,7 @@ class Adapters:
             embedding, if they are meant, get float32 children lora_A and lora_B, its experts
             parameters such as gate_up_proj_lora_A. Before tensor and expert parallelism.
         form: what they are like.
-    Raises: ValueError for targets that match nothing, with the names that exist.
+    Raises: Refusal for targets that match nothing, with the names that exist.
     """
 
     def __init__(self, hf_model: nn.Module, form: LoraForm):
@@ -94,7 +94,7 @@ class Adapters:
             shards: {name: DTensor or Tensor with storage}: the adapters, and a scalar head, which
                 only a file gives another value.
             seed: keys the random numbers, together with the name.
-        Raises: ValueError when form.path does not hold these tensors.
+        Raises: Refusal when form.path does not hold these tensors.
         """
         folder = AdapterFolder(Path(self.form.path)) if self.form.path else None
         if folder:

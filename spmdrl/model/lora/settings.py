@@ -14,7 +14,7 @@ from spmdrl.model.lora.targets import LoraForm, SentAdapter, adapter_shapes
 def lora_form(lora: LoraSettings) -> LoraForm:
     """Return the form that `model.lora`, which is on, asks for.
 
-    Raises: ValueError when its `path` holds no adapter, or one that cannot be trained here.
+    Raises: Refusal when its `path` holds no adapter, or one that cannot be trained here.
     """
     if lora.path:
         folder = AdapterFolder(Path(lora.path))
@@ -33,7 +33,7 @@ def sent_adapter(hf_model: nn.Module, lora: LoraSettings) -> SentAdapter | None:
 
     Args:
         lora: model.lora.
-    Raises: ValueError as `lora_form` and `targeted` do.
+    Raises: Refusal as `lora_form` and `targeted` do.
     """
     if not lora.pushes_adapter:
         return None

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from spmdrl.errors import Refusal
 from spmdrl.model.blocks import blocks, experts_modules
 from spmdrl.model.lora.expert_adapters import adaptable
 
@@ -69,7 +70,7 @@ def targeted(hf_model: nn.Module, targets: str | tuple[str, ...]) -> Targets:
         targets: `all-linear` for the layers and experts of the blocks; a regular expression of
             whole names; or names and ends of names, as PEFT's target_modules and
             target_parameters. A module of experts stands for all its parameters.
-    Raises: ValueError for an entry that matches none, and for an embedding that cannot have one.
+    Raises: Refusal for an entry that matches none, and for an embedding that cannot have one.
     """
     heads = (hf_model.get_output_embeddings(), getattr(hf_model, "score", None))
     known: Targets = {
@@ -106,7 +107,7 @@ def targeted(hf_model: nn.Module, targets: str | tuple[str, ...]) -> Targets:
     found = {name: place for name, place in known.items() if name in wanted}
     for name, (module, _) in found.items():
         if module is embedding and (problem := _why_no_rows(hf_model)):
-            raise ValueError(
+            raise Refusal(
                 f"model.lora.targets: {name} of {type(hf_model).__name__} {problem}; leave it out"
             )
     return found
@@ -148,10 +149,10 @@ def _why_no_rows(hf_model: nn.Module) -> str:
     return "" if kind is nn.Embedding else f"is a {kind.__name__}, which does more than look up"
 
 
-def _no_match(target: str, known: Targets, hf_model: nn.Module) -> ValueError:
+def _no_match(target: str, known: Targets, hf_model: nn.Module) -> Refusal:
     names = dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) for name in known)
     rest = ", ".join(_others(hf_model, known))
-    return ValueError(
+    return Refusal(
         f"model.lora.targets: {target!r} matches no linear layer of {type(hf_model).__name__}, and "
         f"no parameter of its experts; it has {', '.join(names) or 'none'}"
         + (f"; what is no matrix gets none: {rest}" if rest else "")
@@ -179,7 +180,7 @@ def has_embedding(hf_model: nn.Module, form: LoraForm) -> bool:
 def adapter_shapes(hf_model: nn.Module, form: LoraForm) -> dict[str, tuple[int, ...]]:
     """Return {name: shape} of the matrices A and B that a model would get; it stays as it is.
 
-    Raises: ValueError as `targeted` does.
+    Raises: Refusal as `targeted` does.
     """
     shapes: dict[str, tuple[int, ...]] = {}
     for name, (module, key) in targeted(hf_model, form.targets).items():

@@ -34,7 +34,7 @@ def lay_out(
         temperature: of the distribution that is scored.
     Returns: the module that scores, without storage; and the parameters that every tp rank holds
         whole, see tensor_parallel.apply_tp.
-    Raises: ValueError for what the model cannot do.
+    Raises: Refusal for what the model cannot do.
     """
     kernels, spared, mesh = cfg.model.kernels, cfg.model.memory, world.mesh
     whole, tp_group = {}, None

@@ -19,6 +19,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
+from spmdrl.errors import Refusal
 from spmdrl.model.blocks import blocks
 from spmdrl.model.shards import local_part
 from spmdrl.world import World
@@ -123,7 +124,7 @@ def blocks_ahead(prefetch: int | Literal["auto"], world: World) -> int:
 def check_offload(offload: str, device: torch.device) -> None:
     """Refuse to take parameters, or an optimizer's state, to the host where they are already.
 
-    Raises: ValueError on any device but CUDA.
+    Raises: Refusal on any device but CUDA.
     """
     if has(offload, "optimizer") and device.type != "cuda":
         what = (
@@ -131,7 +132,7 @@ def check_offload(offload: str, device: torch.device) -> None:
             if has(offload, "parameters")
             else "optimizer's state is"
         )
-        raise ValueError(
+        raise Refusal(
             f"model.memory.offload: {offload} on device {device.type}: nothing to "
             f"offload, the {what} in host memory anyway; leave it out"
         )

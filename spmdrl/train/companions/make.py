@@ -18,7 +18,7 @@ def make_companions(
 ) -> dict[str, Companion]:
     """Return the models that the wanted columns come from, by name, on a trainer rank.
 
-    Raises: ValueError when one cannot be loaded or laid out, or cannot read the policy's rows.
+    Raises: Refusal when one cannot be loaded or laid out, or cannot read the policy's rows.
     """
     found: dict[str, Companion] = {}
     if "ref_logprobs" in columns:
@@ -35,7 +35,7 @@ def make_companions(
 def make_reference(cfg: Config, world: World, *, policy: ShardedModel) -> Companion:
     """Return the reference in the form that model.reference asks for.
 
-    Raises: ValueError when it cannot be loaded or laid out, or its rows cannot be read.
+    Raises: Refusal when it cannot be loaded or laid out, or its rows cannot be read.
     """
     chosen = cfg.model.reference
     path = chosen.path or cfg.model.path

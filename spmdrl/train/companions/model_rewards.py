@@ -16,6 +16,7 @@ from torch import Tensor
 from spmdrl.algorithms.shaping import shape
 from spmdrl.config import Config
 from spmdrl.data.tokenizer import load_tokenizer
+from spmdrl.errors import Refusal
 from spmdrl.imports import refusing
 from spmdrl.model.checkpoint_reader import CheckpointReader
 from spmdrl.model.load import SCALAR_HEAD, load_hf_config, max_positions, model_folder
@@ -32,7 +33,7 @@ class RewardModels:
 
     Args:
         cfg, world: the config and the view of a trainer rank.
-    Raises: ValueError naming the entry when a model cannot be used; see `check_reward_model`.
+    Raises: Refusal naming the entry when a model cannot be used; see `check_reward_model`.
     """
 
     def __init__(self, cfg: Config, world: World):
@@ -92,13 +93,13 @@ def with_scores(batch: Batch, scores: dict[int, Tensor], *, cfg: Config, step: i
         batch: as exchanged, its rewards those of the other functions and not shaped.
         scores: {position in rewards.functions: [S] float64, task units}.
         step: for messages.
-    Raises: ValueError naming the sample for a score that is not finite under on_failure=fail;
-        RuntimeError when none is left; ValueError for samples made under other functions.
+    Raises: Refusal naming the sample for a score that is not finite under on_failure=fail;
+        RuntimeError when none is left; Refusal for samples made under other functions.
     """
     scalars, rewards = batch.scalars, cfg.rewards
     num_parts, num_functions = scalars.reward_parts.shape[1], len(rewards.functions)
     if num_parts != num_functions:
-        raise ValueError(
+        raise Refusal(
             f"step {step}: its samples were rewarded by {num_parts} functions before "
             f"the run was resumed, and rewards.functions now has {num_functions}; "
             "resume with the old ones, or start a run of its own"
@@ -108,7 +109,7 @@ def with_scores(batch: Batch, scores: dict[int, Tensor], *, cfg: Config, step: i
     is_finite = torch.stack(list(scores.values())).isfinite().all(dim=0)
     num_failed = int((scalars.is_valid & ~is_finite).sum())
     if num_failed and rewards.on_failure == "fail":
-        raise ValueError(_failure_text(scalars, scores, cfg=cfg, step=step))
+        raise Refusal(_failure_text(scalars, scores, cfg=cfg, step=step))
     is_valid = scalars.is_valid & is_finite
     count = int(is_valid.sum())
     if not count:
@@ -192,7 +193,7 @@ def check_reward_model(cfg: Config, path: str, *, folder: Path | None) -> None:
         path: its folder or hub name.
         folder: where its files are; None where they are not here yet: then only its config.json
             is looked at.
-    Raises: ValueError for a model without config.json or weights, one without a trained scalar
+    Raises: Refusal for a model without config.json or weights, one without a trained scalar
         head, or one that cannot read the policy's sequences: fewer tokens, shorter sequences,
         or (where it has a tokenizer.json) another tokenizer.
     """
@@ -201,14 +202,14 @@ def check_reward_model(cfg: Config, path: str, *, folder: Path | None) -> None:
         for p in (path, cfg.model.path)
     )
     if hf.vocab_size < policy.vocab_size:
-        raise ValueError(
+        raise Refusal(
             f"it embeds {hf.vocab_size} tokens, fewer than the policy's "
             f"{policy.vocab_size}; take one with the policy's tokenizer"
         )
     longest = cfg.data.max_prompt_tokens + cfg.sampling.max_response_tokens
     limit = max_positions(hf)
     if limit is not None and limit < longest:
-        raise ValueError(
+        raise Refusal(
             f"it reads sequences of up to {limit} tokens, and "
             f"data.max_prompt_tokens + sampling.max_response_tokens is {longest}; lower those"
         )
@@ -216,12 +217,12 @@ def check_reward_model(cfg: Config, path: str, *, folder: Path | None) -> None:
         return
     reader = CheckpointReader(folder)
     if SCALAR_HEAD not in reader.names():
-        raise ValueError(
+        raise Refusal(
             f"its weights have no {SCALAR_HEAD}: it is no trained reward model, and a new head "
             "would score everything 0. Train one (objective reward_model) and export it"
         )
     if reader.shape(SCALAR_HEAD)[0] != 1:
-        raise ValueError(
+        raise Refusal(
             f"its {SCALAR_HEAD} has shape {list(reader.shape(SCALAR_HEAD))}; a reward "
             "is one number, of a head with one row"
         )
@@ -241,7 +242,7 @@ def _check_tokenizer(cfg: Config, folder: Path) -> None:
     )
     if other:
         index, token = other[0]
-        raise ValueError(
+        raise Refusal(
             f"its tokenizer is not the policy's: {len(other)} of {len(ours)} tokens differ, e.g. "
             f"{index} is {token!r} to the policy and {by_id[index]!r} to it; take one that was "
             "trained with the policy's tokenizer"

@@ -26,7 +26,7 @@ class ProcessRewardModel(TrainedCompanion):
     Args:
         cfg, world: the config and this rank's view of the microbatch. `beta` is the advantage's.
         policy: whose packed rows it reads.
-    Raises: ValueError when the model cannot be loaded or laid out, or cannot read those rows.
+    Raises: Refusal when the model cannot be loaded or laid out, or cannot read those rows.
     """
 
     def __init__(self, cfg: Config, world: World, *, policy: ShardedModel):

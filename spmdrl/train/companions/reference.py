@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from spmdrl.config import Config
+from spmdrl.errors import Refusal
 from spmdrl.model.scorer import ScoredRow
 from spmdrl.model.sharded import ShardedModel
 from spmdrl.model.shards import local_part
@@ -25,7 +26,7 @@ class Frozen(Companion):
         path: folder or hub name of its weights.
         column: name of its logprobs.
         is_float32: keep its parameters so, whatever it computes in.
-    Raises: ValueError when the model cannot be loaded or laid out.
+    Raises: Refusal when the model cannot be loaded or laid out.
     """
 
     def __init__(
@@ -72,7 +73,7 @@ class Synced(Frozen):
         policy: whom it follows.
         every: steps from one sync to the next, at least 1.
         mix: the policy's share, in (0, 1].
-    Raises: ValueError when the model cannot be loaded, or is not of the policy's form.
+    Raises: Refusal when the model cannot be loaded, or is not of the policy's form.
     Source: arXiv 2404.09656 (TR-DPO): its hard update, and with a mix below 1 the soft one.
     """
 
@@ -88,7 +89,7 @@ class Synced(Frozen):
         differing = sorted(n for n in own.keys() | other.keys() if own.get(n) != other.get(n))
         if differing:
             name = differing[0]
-            raise ValueError(
+            raise Refusal(
                 f"model.reference.sync_every: {every} with model.reference.path {path}, which "
                 f"is not of the policy's form: {name} is {own.get(name, 'missing')} there and "
                 f"{other.get(name, 'missing')} in the policy ({len(differing)} tensors differ); "

@@ -19,6 +19,7 @@ from torch import Tensor
 from spmdrl.config import Config
 from spmdrl.data.examples import PairSource, example_source
 from spmdrl.data.tokenizer import load_tokenizer
+from spmdrl.errors import Refusal
 from spmdrl.imports import refusing
 from spmdrl.model.checkpoint_reader import CheckpointReader
 from spmdrl.model.load import model_folder
@@ -65,7 +66,7 @@ def cached_logprobs(cfg: Config, world: World, *, path: str) -> Table:
     Args:
         cfg, world: the config and this rank's view of the job; every trainer rank calls.
         path: folder or hub name of the reference.
-    Raises: ValueError, on all trainer ranks, when model or rows cannot be read; RuntimeError
+    Raises: Refusal, on all trainer ranks, when model or rows cannot be read; RuntimeError
         when the file cannot be written.
     """
     parts = _parts(cfg, world, path=path)
@@ -152,7 +153,7 @@ def _missing(cfg: Config, world: World, table: Table) -> tuple[list[Row], int]:
     The longest come first so that too little memory shows at once.
 
     Returns: them, and how many different sequences its rows have in all.
-    Raises: ValueError for rows that cannot be read.
+    Raises: Refusal for rows that cannot be read.
     """
     source = example_source(cfg, load_tokenizer(cfg))
     assert isinstance(source, PairSource), "only losses on pairs ask for a reference"
@@ -161,7 +162,7 @@ def _missing(cfg: Config, world: World, table: Table) -> tuple[list[Row], int]:
         for tokens, mask in source.unit(index).examples:
             row, own = torch.tensor(tokens), torch.tensor(mask)
             if own[0]:
-                raise ValueError(
+                raise Refusal(
                     f"{source.rows.where(index)}: the first token belongs to the "
                     "response, and nothing predicts it; the prompt is empty"
                 )

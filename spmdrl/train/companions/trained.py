@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from spmdrl.config import Config
+from spmdrl.errors import Refusal
 from spmdrl.imports import refusing
 from spmdrl.model.sharded import ShardedModel
 from spmdrl.train.companions.companion import Companion
@@ -26,7 +27,7 @@ class TrainedCompanion(Companion):
         policy: whose packed rows it reads.
         name: first part of its metrics' names. what: it is, for messages.
         is_scalar: with a head of one output per token.
-    Raises: ValueError when the model cannot be loaded or laid out, or cannot read those rows.
+    Raises: Refusal when the model cannot be loaded or laid out, or cannot read those rows.
     """
 
     is_trained = True
@@ -77,12 +78,12 @@ class TrainedCompanion(Companion):
 def _check_fit(model: ShardedModel, policy: ShardedModel) -> None:
     rows, needed = (m.hf_model.get_input_embeddings().weight.shape[0] for m in (model, policy))
     if rows < needed:
-        raise ValueError(
+        raise Refusal(
             f"critic.path: the model embeds {rows} tokens, fewer than the "
             f"policy's {needed}; take one with the policy's tokenizer"
         )
     if model.slicing.is_padded != policy.slicing.is_padded:
-        raise ValueError(
+        raise Refusal(
             "critic.path: it and the policy need different attention (one has "
             "a softcap); set model.kernels.attention to padded"
         )

@@ -25,7 +25,7 @@ class ValueModel(TrainedCompanion):
     Args:
         cfg, world: the config and this rank's view of the microbatch.
         policy: whose packed rows it reads.
-    Raises: ValueError when the model cannot be loaded or laid out, or cannot read those rows.
+    Raises: Refusal when the model cannot be loaded or laid out, or cannot read those rows.
     """
 
     def __init__(self, cfg: Config, world: World, *, policy: ShardedModel):

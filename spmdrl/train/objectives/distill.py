@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from spmdrl.algorithms import registry
 from spmdrl.algorithms.registry import Method
 from spmdrl.config import Config
+from spmdrl.errors import Refusal
 from spmdrl.model.head import HeadOptions, chunks, scaled_logits
 from spmdrl.model.load import load_hf_config
 from spmdrl.model.parallel.tensor_parallel import enter, gather_last
@@ -33,7 +34,7 @@ a bias [V] or None."""
 class DistillationLoss(ObjectiveLoss):
     """The distillation loss that a config names, with its teacher in the policy's sharding.
 
-    Raises: ValueError for a teacher that cannot be loaded or has another vocabulary.
+    Raises: Refusal for a teacher that cannot be loaded or has another vocabulary.
     """
 
     def __init__(self, cfg: Config, world: World, *, loss_fn: Method, coefficients: Coefficients):
@@ -45,7 +46,7 @@ class DistillationLoss(ObjectiveLoss):
             for path in (cfg.model.path, cfg.model.teacher)
         )
         if own != other:
-            raise ValueError(
+            raise Refusal(
                 f"model.teacher: has a vocabulary of {other}, the policy one of "
                 f"{own}; distillation needs the same tokens on both sides"
             )

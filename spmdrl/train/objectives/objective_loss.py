@@ -30,7 +30,7 @@ class ObjectiveLoss:
         cfg, world: the config and this rank's view of the job.
         loss_fn: what gives the terms.
         coefficients: of KL and entropy bonus; read anew at each call.
-    Raises: ValueError for an unknown method, or a model that cannot be loaded.
+    Raises: Refusal for an unknown method, or a model that cannot be loaded.
     """
 
     def __init__(self, cfg: Config, world: World, *, loss_fn: Method, coefficients: Coefficients):
@@ -84,7 +84,7 @@ def loss_class(cfg: Config) -> type[ObjectiveLoss]:
 def named_methods(cfg: Config) -> dict[str, Method]:
     """Return the loss_fn and the advantage_fn that a config names.
 
-    Raises: ValueError for an unknown one.
+    Raises: Refusal for an unknown one.
     """
     return {
         "loss_fn": registry.get(cfg.objective.loss_kind, cfg.loss_name),
@@ -95,6 +95,6 @@ def named_methods(cfg: Config) -> dict[str, Method]:
 def needed_columns(cfg: Config) -> set[str]:
     """Return the per-token columns that the configured methods need from `Trainer.annotate`.
 
-    Raises: ValueError for an unknown method.
+    Raises: Refusal for an unknown method.
     """
     return loss_class(cfg).columns_of(cfg, **named_methods(cfg))
