@@ -15,6 +15,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from spmdrl.check.settings import parse
@@ -112,17 +113,19 @@ def main() -> int:
     from spmdrl.checkpoint.restore import already_finished
     from spmdrl.proof.record import tell_unchecked
     from spmdrl.world import World
+    from spmdrl.world.folder_lock import own_folder
     from spmdrl.world.leaving import ended
 
     world = None
     try:
-        check_fit(cfg)
-        world = World.start(cfg)  # meets
-        if already_finished(cfg, world):  # meets: as rank 0 finds it on disk
-            world.close()
-            return 0
-        tell_unchecked(cfg, world)  # whether this kind of model was proved, see docs/models.md
-        return train(cfg, world)
+        with own_folder(Path(cfg.output_dir)):  # one run to a folder
+            check_fit(cfg)
+            world = World.start(cfg)  # meets
+            if already_finished(cfg, world):  # meets: as rank 0 finds it on disk
+                world.close()
+                return 0
+            tell_unchecked(cfg, world)  # whether this kind of model was proved, see docs/models.md
+            return train(cfg, world)
     except Exception as error:
         return ended(error, world)  # says why, here and to the other ranks
 

@@ -7,6 +7,7 @@ import math
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 from spmdrl import config
 from spmdrl.check.fit import build_policy, fit_problems, refusal
@@ -19,6 +20,7 @@ from spmdrl.report.derived import derived
 from spmdrl.rewards.signatures import reward_models
 from spmdrl.sync.bucket_size import LARGEST
 from spmdrl.world.axes import axes_of
+from spmdrl.world.folder_lock import folder_problems
 from spmdrl.world.mesh import MESH_AXES, mesh_shape
 
 _DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
@@ -61,6 +63,7 @@ def _print_adapter(cfg: Config) -> None:
 
 def problems(cfg: Config) -> Iterator[str]:
     """Yield what a run would stumble over at its start."""
+    yield from folder_problems(Path(cfg.output_dir))
     yield from fit_problems(cfg)
     yield from input_problems(cfg)
 

@@ -113,6 +113,20 @@ def known_rank() -> str:
     return os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or "?"
 
 
+def job_of_launcher() -> tuple[str, int]:
+    """Return the launcher's name for this job, empty without one, and how often it has started the
+    job anew. Attempts of one name never run at the same time."""
+    env = os.environ
+    if "SLURM_JOB_ID" in env:
+        cluster = env.get("SLURM_CLUSTER_NAME", "")
+        name = f"Slurm job {env['SLURM_JOB_ID']}" + (f" of {cluster}" if cluster else "")
+        return name, int(env.get("SLURM_RESTART_COUNT", 0))
+    name = env.get("TORCHELASTIC_RUN_ID", "none")  # of all that were given no --rdzv-id
+    if name == "none":
+        return "", 0
+    return f"torchrun's {name}", int(env.get("TORCHELASTIC_RESTART_COUNT", 0))
+
+
 def tell_launcher(reason: str) -> None:
     """Leave the reason of an end where torchrun looks for it: it closes its own report with it."""
     path, text = os.environ.get("TORCHELASTIC_ERROR_FILE"), reason[:_TOLD_CHARS]
