@@ -214,7 +214,7 @@ def test_options_of_the_section_are_checked():
 
     assert problems() == problems(balance="aux", coef=0.1) == problems(balance="none") == ""
     assert problems(balance="bias", rate=0.1) == ""
-    assert problems(balance="aux", coef=0) == ("model.moe.coef: must be above 0 and finite, got 0")
+    assert problems(balance="aux", coef=0) == ("model.moe.coef: must be above 0, got 0")
     assert problems(coef=0.1) == (
         "model.moe.coef: is an option of balance aux, and balance is none; take it out"
     )

@@ -123,7 +123,7 @@ def test_output_for_programs_adds_up(capsys):
     "arguments, says",
     [
         ("--model.lora.rank 4 --model.lora.targets query o_proj", "'query' matches"),
-        ("--engine.gpu-memory-frac 1.5", "engine.gpu_memory_frac: must be in (0, 1), got 1.5"),
+        ("--engine.gpu-memory-frac 1.5", "engine.gpu_memory_frac: must be below 1, got 1.5"),
     ],
 )
 @pytest.mark.parametrize("layout", ["", "--gpus 8"], ids=["own layout", "search"])

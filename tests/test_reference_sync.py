@@ -156,8 +156,8 @@ def test_options_are_checked_by_name_range_and_use():
     assert problems({"cache": True, "cache_folder": "a/folder"}, **dpo) == ""
     for options, method, words in (
         ({"sync_every": -1}, kl, ["sync_every", "-1"]),
-        ({"sync_every": 5, "sync_mix": 0}, kl, ["sync_mix: must be in (0, 1]", "got 0"]),
-        ({"sync_every": 5, "sync_mix": 1.5}, kl, ["sync_mix: must be in (0, 1]", "1.5"]),
+        ({"sync_every": 5, "sync_mix": 0}, kl, ["sync_mix: must be above 0", "got 0"]),
+        ({"sync_every": 5, "sync_mix": 1.5}, kl, ["sync_mix: must be at most 1", "1.5"]),
         ({"sync_mix": 0.5}, kl, ["sync_mix: 0.5 without sync_every"]),
         ({"cache_folder": "a"}, dpo, ["cache_folder: a without cache"]),
         ({"cache": True, "sync_every": 5}, dpo, ["cache: true with sync_every 5"]),

@@ -12,8 +12,6 @@ def layout_problems(cfg: Config) -> Iterator[str]:
     from spmdrl.world.axes import axes_of, rank_problems  # here: it comes with torch
 
     layout = cfg.layout
-    if any(size < 1 for size in vars(layout).values() if isinstance(size, int)):
-        return  # which says what is wrong, see config/ranges.py
     yield from rank_problems(axes_of(cfg), engine_kind=cfg.engine.kind)
     yield from _backend_problems(layout)
     samples = cfg.objective.samples and not replay_folder(cfg)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 
 from spmdrl.config.fields import Config
@@ -21,6 +20,8 @@ def method_problems(cfg: Config) -> list[str]:
             f"rewards.weights: {len(rewards.weights)} weights for "
             f"{len(rewards.functions)} functions"
         )
+    if rewards.weights and not any(rewards.weights):
+        problems.append("rewards.weights: are all 0, so every reward would be 0; give one another")
     if cfg.objective.only_loss:
         return problems
     if not cfg.objective.samples:
@@ -45,7 +46,7 @@ def method_problems(cfg: Config) -> list[str]:
             f"batch.group_size: 1 with advantage {chosen.advantage}, whose baseline is the other "
             "samples of the prompt: every advantage would be 0; use at least 2"
         )
-    if cfg.batch.updates_per_step > 0 and cfg.batch.prompts_per_step % cfg.batch.updates_per_step:
+    if cfg.batch.prompts_per_step % cfg.batch.updates_per_step:
         problems.append(
             f"batch.updates_per_step: prompts_per_step {cfg.batch.prompts_per_step} / "
             f"updates_per_step {cfg.batch.updates_per_step} = "
@@ -89,7 +90,7 @@ def _entropy_problems(cfg: Config) -> list[str]:
             f"{place}.{'delta' if control.target else 'target'}: is missing; an entropy that is "
             "held at a target takes both target, nats, and delta, the step of the coefficient"
         ]
-    if not control.lower <= control.upper < math.inf:
+    if not control.lower <= control.upper:
         return [f"{place}: must be 0 <= lower <= upper, got {control.lower}, {control.upper}"]
     if not control.lower <= coef <= control.upper:
         return [
@@ -133,10 +134,8 @@ def _shaping_problems(cfg: Config) -> list[str]:
             f"overlong_tokens: must be at most sampling.max_response_tokens = {most}, got "
             f"{shaping.overlong_tokens}"
         )
-    if not math.isfinite(shaping.shift):
-        problems.append(f"shift: must be finite, got {shaping.shift}")
-    if not math.isfinite(shaping.scale) or not shaping.scale:
-        problems.append(f"scale: must be finite and not 0, got {shaping.scale}")
+    if not shaping.scale:
+        problems.append("scale: must not be 0, which makes all rewards alike, got 0")
     if not shaping.clamp_low < shaping.clamp_high:
         problems.append(
             f"clamp_low: must be below clamp_high = {shaping.clamp_high}, got {shaping.clamp_low}"

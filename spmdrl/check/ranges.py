@@ -1,4 +1,4 @@
-"""Whether values are in range, each by itself."""
+"""Whether values are in range, each by itself, and sizes fit each other."""
 
 from __future__ import annotations
 
@@ -13,24 +13,25 @@ from spmdrl.data.tasks import is_generated
 def range_problems(cfg: Config) -> list[str]:
     """Return which values are out of range, each as `field: what, value seen`."""
     flat = flatten(cfg)
-    found = {name: bound.problem(flat[name]) for name, bound in bounds().items()}
-    problems = [f"{name}: {problem}" for name, problem in found.items() if problem]
-    return [*problems, *_data_problems(cfg, flat)]
+    return [
+        f"{name}{place}: {problem}"
+        for name, bound in bounds().items()
+        for place, value in _places(flat[name])
+        if (problem := bound.problem(value))
+    ]
 
 
-def _data_problems(cfg: Config, flat: dict[str, Any]) -> Iterator[str]:
-    if not cfg.sampling.temperature > 0:
-        yield (
-            f"sampling.temperature: must be above 0, got {cfg.sampling.temperature}; greedy "
-            "samples of one prompt are all the same and carry no signal"
-        )
-    if 0 < cfg.stream.bucket_bytes < 1024:
-        yield (
-            "stream.bucket_bytes: must be at least 1024, or 0 to have it chosen, got "
-            f"{cfg.stream.bucket_bytes}"
-        )
+def _places(value: Any) -> list[tuple[str, Any]]:
+    """Return the items of a list, each with its place, or the one value."""
+    if not isinstance(value, (list, tuple)):
+        return [("", value)]
+    return [(f"[{i}]", own) for i, own in enumerate(value)]
+
+
+def data_problems(cfg: Config) -> Iterator[str]:
+    """Yield what is missing, and which sizes do not go together."""
     for name in ("model.path", "data.train"):
-        if not flat[name]:
+        if not flatten(cfg)[name]:
             yield f"{name}: is required and empty"
     if is_generated(cfg.data.train) and not cfg.data.size:
         yield (

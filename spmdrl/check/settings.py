@@ -11,7 +11,7 @@ from spmdrl.check.keep import keep_problems
 from spmdrl.check.layout import layout_problems
 from spmdrl.check.methods import method_problems
 from spmdrl.check.model import model_problems
-from spmdrl.check.ranges import range_problems
+from spmdrl.check.ranges import data_problems, range_problems
 from spmdrl.check.rollouts import record_problems, schedule_problems
 from spmdrl.config.fields import Config
 from spmdrl.config.read import read, refuse, take_config_flag
@@ -38,10 +38,15 @@ def parse(argv: list[str] | None = None) -> Config:
 
 
 def validate(cfg: Config) -> list[str]:
-    """Return every problem of a config as `field: what, value seen, what to do`."""
+    """Return every problem of a config as `field: what, value seen, what to do`.
+
+    Values that are out of range come alone: no other check need compute with them.
+    """
+    if problems := range_problems(cfg):
+        return problems
     return [
         *layout_problems(cfg),
-        *range_problems(cfg),
+        *data_problems(cfg),
         *_idle_problems(cfg),
         *method_problems(cfg),
         *model_problems(cfg),

@@ -17,7 +17,17 @@ from spmdrl.config.model import ModelSettings
 from spmdrl.config.objectives import OBJECTIVES, Objective
 from spmdrl.config.options import Options
 from spmdrl.config.placements import PLACEMENTS, Placement
-from spmdrl.config.ranges import Count, Natural, NonNegative, at_least
+from spmdrl.config.ranges import (
+    Count,
+    Deadline,
+    Natural,
+    PathText,
+    Ranks,
+    Samples,
+    Temperature,
+    Tokens,
+    within,
+)
 
 
 @dataclass(frozen=True)
@@ -28,26 +38,26 @@ class LayoutSettings:
     """`split`: ranks [0, trainer_ranks) train, the others generate. `colocated`: every rank
     does both in turns. `offline`: every rank trains on a dataset, or on recorded rollouts; no
     engine is built."""
-    world_size: Count = 2
+    world_size: Ranks = 2
     """Number of ranks. Must equal what the launcher started; written down here so that a
     layout can be checked without starting one."""
-    trainer_ranks: Count = 1
+    trainer_ranks: Ranks = 1
     """Ranks that train under `split` placement. Ignored otherwise (all ranks train)."""
-    dp_replicate: Count = 1
+    dp_replicate: Ranks = 1
     """Copies of the sharded policy (HSDP). The dp_shard axis takes the ranks that
     dp_replicate, cp and tp leave: dp_shard = trainers / (dp_replicate * cp * tp)."""
-    cp: Count = 1
+    cp: Ranks = 1
     """Context-parallel ranks: each computes a slice of every packed row, so that sequences may
     be as long as these ranks together hold. They also share the shards of dp_shard."""
-    ep: Count = 1
+    ep: Ranks = 1
     """Expert-parallel ranks of a mixture of experts, taken from the dp_shard * cp * tp ranks: each
     has some of the experts of a layer, and tokens travel to them. Must divide dp_shard * cp * tp
     and the number of experts."""
-    tp: Count = 1
+    tp: Ranks = 1
     """Tensor-parallel ranks of the policy, by the model's own plan. Between attention and MLP they
     shard the tokens (sequence parallelism) if blocks are those two and norms; else a log tells.
     Experts are not split by it: each rank sends its own tokens to them, see ep."""
-    inference_tp: Count = 1
+    inference_tp: Ranks = 1
     """Tensor-parallel ranks of one engine replica. Replicas = inference ranks / this."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where tensors live. `auto` takes CUDA when this machine has it."""
@@ -55,10 +65,10 @@ class LayoutSettings:
     """What carries messages: `auto` takes NCCL between GPUs, gloo between CPUs. `gloo` with device
     cuda stages every message through the host: slow and exact. It lets several ranks share one GPU,
     which NCCL refuses, and so a split run be tried on it."""
-    wait_timeout_s: Annotated[float, at_least(1)] = 600.0
+    wait_timeout_s: Deadline = 600.0
     """Seconds that one named cross-rank wait may take before the job reports who is missing
     and ends. Longer than the slowest generation phase."""
-    startup_timeout_s: Annotated[float, at_least(1)] = 1800.0
+    startup_timeout_s: Deadline = 1800.0
     """The same for waits before the first step: model loading and compilation are slow."""
 
     @property
@@ -71,20 +81,20 @@ class LayoutSettings:
 class DataSettings:
     """Rows that prompts (or supervised examples) come from."""
 
-    train: str = ""
+    train: PathText = ""
     """JSONL or parquet file, a hub dataset name, or a generated task:
     `task:addition`, `reasoning_gym:NAME`. Required."""
-    eval: str = ""
+    eval: PathText = ""
     """Held-out rows for evaluation, same forms; empty switches evaluation off."""
     task_options: Options = field(default_factory=dict)
     """Keyword options of a generated task, e.g. {digits: 3}."""
-    size: Natural = 0
+    size: Annotated[int, within(0, 10**8)] = 0
     """Rows to take: required for a generated task, 0 means all rows of a file."""
-    eval_size: Natural = 256
+    eval_size: Annotated[int, within(0, 10**8)] = 256
     """Held-out rows to take from `eval`; 0 means all."""
     shuffle: bool = True
     """New order each epoch, a function of (seed, epoch) alone."""
-    max_prompt_tokens: Count = 1024
+    max_prompt_tokens: Tokens = 1024
     """Longest prompt in tokens."""
     overlong_prompts: Literal["error", "drop"] = "error"
     """A prompt above max_prompt_tokens stops the run at start, or is dropped and counted."""
@@ -96,15 +106,15 @@ class DataSettings:
 class BatchSettings:
     """How much one step generates and how it is cut for training."""
 
-    prompts_per_step: Count = 64
+    prompts_per_step: Annotated[int, within(1, 10**6)] = 64
     """Prompts sampled per step; in SFT, rows per step."""
-    group_size: Count = 8
+    group_size: Samples = 8
     """Responses sampled per prompt."""
-    tokens_per_microbatch: Natural = 16384
+    tokens_per_microbatch: Annotated[int, within(0, 2**30)] = 16384
     """Token budget of one forward pass on one dp rank. At least the longest sequence. 0: found
     before the first step, by forward and backward passes over rows of growing size, as many as
     leave a tenth of the free memory; a resumed run repeats it on the same layout and model."""
-    updates_per_step: Count = 1
+    updates_per_step: Annotated[int, within(1, 10**6)] = 1
     """Optimizer steps per batch (mini-batches). Above 1, old logprobs get a pass of their
     own; at 1 they are the current ones and the ratio is exactly 1."""
 
@@ -128,10 +138,10 @@ class CheckpointSettings:
 
     every_steps: Natural = 0
     """Save every N steps; 0 saves only at the end and on SIGTERM."""
-    resume: str = "auto"
+    resume: PathText = "auto"
     """`auto` takes the newest complete checkpoint of output_dir, `never` starts afresh (and
     refuses an output_dir that has checkpoints), else the path of one checkpoint folder."""
-    write_timeout_s: Annotated[float, at_least(1)] = 3600.0
+    write_timeout_s: Deadline = 3600.0
     """Seconds that a save may take to be on disk where it is waited for: the last one, and one
     that is under way when the next is due. Instead of layout.wait_timeout_s: disks may be slow."""
     allow_config_change: bool = False
@@ -145,9 +155,9 @@ class EvaluateSettings:
 
     every_steps: Natural = 0
     """Evaluate every N steps and at the end; 0 switches it off."""
-    temperature: NonNegative = 1.0
+    temperature: Temperature = 1.0
     """Sampling temperature; 0 is greedy."""
-    samples: Count = 1
+    samples: Samples = 1
     """Responses per held-out prompt."""
 
 
@@ -189,13 +199,13 @@ class ReportSettings:
 class Config:
     """One experiment. Every rank reads the same one; ranks compare it at start."""
 
-    output_dir: str = "runs/default"
+    output_dir: PathText = "runs/default"
     """Checkpoints, logs, metrics and the resolved config go here."""
-    seed: int = 0
+    seed: Annotated[int, within(0, 2**32 - 1)] = 0
     """Keys every random draw together with step, prompt and sample; never the rank."""
     steps: Count = 100
     """Training steps (batches) in all."""
-    lag: Natural = 0
+    lag: Annotated[int, within(0, 1000)] = 0
     """Steps that generation runs ahead of training. 0 is on-policy; 1 overlaps generation
     with the update in split placement."""
     deterministic: bool = True

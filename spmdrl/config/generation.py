@@ -7,18 +7,34 @@ from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from spmdrl.config.options import NestedOptions
-from spmdrl.config.ranges import Count, Fraction, InsideUnit, Natural, NonNegative, Share, at_least
+from spmdrl.config.ranges import (
+    Fraction,
+    InsideUnit,
+    Natural,
+    NonNegative,
+    PathText,
+    Positive,
+    Real,
+    Seconds,
+    Share,
+    Tokens,
+    above,
+    within,
+)
 
 
 @dataclass(frozen=True)
 class SamplingSettings:
     """How responses are drawn in training."""
 
-    temperature: float = 1.0
+    temperature: Annotated[
+        float,
+        above(0, 100, why="greedy samples of one prompt are all the same and carry no signal"),
+    ] = 1.0
     """Softmax temperature. The trainer scores at the same temperature."""
-    max_response_tokens: Count = 512
+    max_response_tokens: Tokens = 512
     """Longest response in tokens; longer ones are cut and marked truncated."""
-    stop_token_ids: tuple[int, ...] = ()
+    stop_token_ids: tuple[Annotated[int, within(0, 2**31 - 1)], ...] = ()
     """Token ids that end a response besides the tokenizer's eos and the model's own: those of
     its generation_config.json, or of its config.json where there is none."""
 
@@ -37,12 +53,12 @@ class EngineSettings:
     it generates, beside the trainers' weights and optimizer state: leave room for these. During
     updates it sleeps (vLLM with options {enable_sleep_mode: true}, the default there; transformers
     frees its cache), unless requests are unfinished (over_sample), and its memory is theirs."""
-    cpu_kv_cache_gib: float = 0.5
+    cpu_kv_cache_gib: Positive = 0.5
     """KV cache size on the CPU, GiB per rank."""
-    max_num_seqs: Count = 256
+    max_num_seqs: Annotated[int, within(1, 10**6)] = 256
     """Sequences decoded together in one replica; fewer where the KV cache has no room. To
     `transformers` every sequence is as long as prompt and response may be."""
-    max_batched_tokens: Count = 8192
+    max_batched_tokens: Tokens = 8192
     """Token budget of one engine step."""
     options: NestedOptions = field(default_factory=dict)
     """Further arguments of vLLM's engine alone, by their names in `EngineArgs`, e.g.
@@ -59,7 +75,7 @@ class EngineSettings:
 class StreamSettings:
     """Weights from trainer shards into engine storage."""
 
-    bucket_bytes: Annotated[int, at_least(0)] = 0
+    bucket_bytes: Annotated[int, within(1024, 2**40, zero="to have it chosen")] = 0
     """The most bytes of one bucket; extra memory is two buckets in flight per rank and role. 0
     chooses it from bytes, ranks and links, up to 512 MiB; see docs/stream.md."""
     mode: Literal["auto", "traced", "reload"] = "auto"
@@ -67,7 +83,7 @@ class StreamSettings:
     tensors through the engine's own loader; `auto` traces and falls back, saying why."""
     verify_every: Natural = 0
     """Compare per-chunk checksums every N pushes; 0 means after the first push only."""
-    max_logprob_gap: float = 0.1
+    max_logprob_gap: Positive = 0.1
     """Largest allowed mean |engine - trainer| logprob on the start-up probe, in nats."""
 
 
@@ -78,14 +94,14 @@ class ScheduleSettings:
     in_flight: bool = False
     """Engines take new weights between two tokens, as soon as the trainers are done, and go on;
     every token keeps the version that sampled it. With lag 1 or more and split placement."""
-    over_sample: Annotated[float, at_least(1)] = 1.0
+    over_sample: Annotated[float, within(1, 1000)] = 1.0
     """Groups under way per group of a step: with 1.5 half as many more. The first that are
     complete make the step, the others go on into the next ones."""
     kv_cache: Literal["recompute", "keep"] = "recompute"
     """`keep` leaves the cache of unfinished sequences as older weights made it."""
     max_staleness: Natural | Literal["auto"] = "auto"
     """Steps that a token may be old when it is trained on; `auto`: the least that works."""
-    dynamic: Natural = 0
+    dynamic: Annotated[int, within(2, 10**4, zero="for off")] = 0
     """Replace groups whose rewards are all the same (DAPO). The run ends with an error when a step
     has sampled so many times its groups and is not full; 0 switches it off."""
     balance: Literal["auto", "even", "length", "steal"] = "auto"
@@ -123,7 +139,7 @@ class RecordSettings:
     every: Natural = 0
     """Keep every N-th step's rollouts, with prompts, texts, logprobs and rewards, in
     output_dir/rollouts; 0 keeps none."""
-    replay: str = ""
+    replay: PathText = ""
     """A run's output_dir, or its folder of rollouts: train on those, under placement `offline`;
     nothing is sampled, rewarded or evaluated."""
 
@@ -147,7 +163,7 @@ class ShapingSettings:
     """What becomes of a reward before training, not in evaluation: penalties first, then shift,
     scale and bounds (algorithms/shaping.py). All but tokens and factors in task units."""
 
-    overlong_tokens: Natural = 0
+    overlong_tokens: Annotated[int, within(0, 2**24)] = 0
     """Last tokens before the length limit along which a penalty grows linearly (DAPO); 0: none."""
     overlong_penalty: NonNegative = 1.0
     """That penalty at the limit; 0 or more."""
@@ -155,13 +171,13 @@ class ShapingSettings:
     """Factor of a truncated response's positive reward, from 0 to 1."""
     truncated_penalty: NonNegative = 0.0
     """Taken off a truncated response; 0 or more."""
-    shift: float = 0.0
+    shift: Real = 0.0
     """Added, before scale."""
-    scale: float = 1.0
+    scale: Real = 1.0
     """Factor; not 0."""
-    clamp_low: float = -math.inf
+    clamp_low: Annotated[float, within(-math.inf, math.inf)] = -math.inf
     """Least reward, after shift and scale; -.inf: no bound."""
-    clamp_high: float = math.inf
+    clamp_high: Annotated[float, within(-math.inf, math.inf)] = math.inf
     """Largest reward, after shift and scale; .inf: no bound."""
 
     @property
@@ -174,18 +190,18 @@ class ShapingSettings:
 class RewardsSettings:
     """Reward functions and the processes that run them."""
 
-    functions: tuple[str, ...] = ()
+    functions: tuple[PathText, ...] = ()
     """Each `module:function` or `path/file.py:function`, in verl's or TRL's signature; a
     generated task (`task:addition`), for its grader; or `model:PATH`, a reward model with a
     scalar head and the policy's tokenizer: its reward is the value after the last token. Models
     are sharded like the policy, on the trainer ranks; evaluation leaves them out. Empty means
     the generated task's own grader."""
-    weights: tuple[float, ...] = ()
+    weights: tuple[Real, ...] = ()
     """One weight per function; empty means 1 each."""
-    workers: Count = 1
+    workers: Annotated[int, within(1, 4096)] = 1
     """Worker processes per engine replica. Where some fail or are stuck, half as many stand by
     and at most as many stand in."""
-    timeout_s: float = 10.0
+    timeout_s: Seconds = 10.0
     """Wall-clock seconds for one sample; then its worker is killed and replaced."""
     on_failure: Literal["fail", "drop"] = "fail"
     """A reward that raises, hangs or is not a finite number: end the run, or drop the sample

@@ -10,7 +10,7 @@ import typing
 from typing import Any, Literal
 
 from spmdrl.config.fields import Config
-from spmdrl.config.tree import flatten, kinds, nearest_field, sections, settings
+from spmdrl.config.tree import bounds, flatten, kinds, nearest_field, sections, settings
 from spmdrl.errors import Refusal
 
 
@@ -41,7 +41,8 @@ def show_help(cfg: Config, words: list[str], *, prog: str, about: str) -> None:
         if shown and section:
             print("\n" + _wrapped(f"{section}: {cls.__doc__}", width, indent=0))
         for name in shown:
-            print(f"  --{name} {_form(settings()[name])}  [{_shown(values[name])}]")
+            form = f"{_form(settings()[name])} {bounds().get(name, '')}".rstrip()
+            print(f"  --{name} {form}  [{_shown(values[name])}]")
             print(_wrapped(docs[names[name]], width, indent=6))
 
 

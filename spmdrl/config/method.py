@@ -3,10 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
 
 from spmdrl.config.options import Options
-from spmdrl.config.ranges import BelowOne, Fraction, Natural, NonNegative, Positive, Share
+from spmdrl.config.ranges import (
+    BelowOne,
+    Coefficient,
+    Fraction,
+    LearningRate,
+    Natural,
+    NonNegative,
+    PathText,
+    Share,
+    above,
+    within,
+)
 
 
 @dataclass(frozen=True)
@@ -35,12 +46,12 @@ class EntropyControlSettings:
     in (0, 1]."""
     target: NonNegative = 0.0
     """Entropy to hold, nats per token."""
-    delta: NonNegative = 0.0
+    delta: Coefficient = 0.0
     """What the coefficient moves by after each step: up while the entropy is below target; 0: it
     is fixed."""
-    lower: NonNegative = 0.0
+    lower: Coefficient = 0.0
     """Least that the coefficient may be."""
-    upper: float = 1.0
+    upper: Coefficient = 1.0
     """Most that the coefficient may be."""
 
     @property
@@ -85,11 +96,11 @@ class AlgorithmSettings:
     """Estimator of the KL to the reference: `k1`, `k2` or `k3`."""
     kl_options: Options = field(default_factory=dict)
     """Its keyword options, e.g. {unbiased: true}."""
-    kl_coef: NonNegative = 0.0
+    kl_coef: Coefficient = 0.0
     """Weight of the KL to `model.reference`, per token in nats; 0 needs no reference."""
     kl_in: Literal["loss", "reward"] = "loss"
     """Whether the KL is a term of the loss, or taken off the rewards (where k1 is usual)."""
-    entropy_coef: float = 0.0
+    entropy_coef: Annotated[float, within(-1000, 1000)] = 0.0
     """Weight of the entropy bonus, per token in nats."""
     mask_truncated: bool = False
     """Leave responses cut at max_response_tokens out of the loss (DAPO overlong filter)."""
@@ -101,13 +112,13 @@ class AlgorithmSettings:
 class OptimizerSettings:
     """AdamW and its schedule."""
 
-    lr: NonNegative = 1e-6
+    lr: LearningRate = 1e-6
     """Peak learning rate."""
     beta1: BelowOne = 0.9
     """Decay of AdamW's mean of gradients, per update; in [0, 1)."""
     beta2: BelowOne = 0.95
     """Decay of its mean of their squares, per update; in [0, 1)."""
-    eps: Positive = 1e-8
+    eps: Annotated[float, above(0, 1)] = 1e-8
     """Added to the root of that mean; above 0."""
     weight_decay: BelowOne = 0.0
     """Decoupled, in [0, 1), and of matrices only: norms, biases and embeddings have none."""
@@ -128,11 +139,11 @@ class CriticSettings:
     implicit process reward model of `prime`, which learns the outcomes. Ignored, warm-up too,
     under an advantage that asks for neither."""
 
-    path: str = ""
+    path: PathText = ""
     """Folder or hub name it starts from: a causal LM with the policy's tokenizer, or for `gae`
     a model with a scalar head. Empty means model.path. A head that is not there starts at
     zero."""
-    lr: NonNegative = 1e-5
+    lr: LearningRate = 1e-5
     """Peak learning rate. Ten times the policy's default: a head starts from nothing. `prime`
     has none; its paper takes 1e-6."""
     warmup_steps: Natural = 0

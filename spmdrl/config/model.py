@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
 
-from spmdrl.config.ranges import Natural, Positive, Share
+from spmdrl.config.ranges import Natural, PathText, Positive, Share, within
 
 
 @dataclass(frozen=True)
@@ -13,7 +13,7 @@ class ReferenceSettings:
     """The policy that KL terms and preference losses compare with. Loaded, and sharded like the
     policy, only if a method needs it."""
 
-    path: str = ""
+    path: PathText = ""
     """Folder or hub name; empty: model.path, the policy as training began (with model.lora the
     policy without its adapters: no second model)."""
     sync_every: Natural = 0
@@ -22,7 +22,7 @@ class ReferenceSettings:
     """Share of the policy in such a move, in (0, 1]; at 1 the reference becomes the policy."""
     cache: bool = False
     """Offline: find its logprobs of all rows once, before training, and free the model."""
-    cache_folder: str = ""
+    cache_folder: PathText = ""
     """Where they are kept, for other runs with this reference to use; empty:
     output_dir/reference_logprobs."""
 
@@ -72,7 +72,7 @@ class MemorySettings:
     """What waits in host memory: `activations` of blocks, for the backward pass; `optimizer`,
     AdamW's state; `all`, both; `parameters`, shards, gradients and AdamW's state (FSDP2's
     CPUOffloadPolicy): weights then come over the bus for each pass. All but activations: CUDA."""
-    head_chunk_tokens: Natural = 0
+    head_chunk_tokens: Annotated[int, within(0, 2**30)] = 0
     """Positions whose logits exist at once, each vocabulary * 4 bytes; 0: as many as have 512
     MiB."""
     master_dtype: Literal["float32", "bfloat16"] = "float32"
@@ -89,7 +89,7 @@ class MemorySettings:
     """Whether `each` micro-batch's gradients go to their shards, or the `last` one's with all
     before: one reduction per update, for a float32 of every weight on each rank (tp and ep divide
     them) and sums in another order."""
-    prefetch: Natural | Literal["auto"] = "auto"
+    prefetch: Annotated[int, within(0, 10**4)] | Literal["auto"] = "auto"
     """Blocks whose weights are asked for ahead, in memory for as many more. `auto`: 1 on CUDA with
     ep, whose host waits within a block; else 0, FSDP2's own order. Changes no result."""
 
@@ -99,7 +99,7 @@ class LoraSettings:
     """Low-rank adapters that train instead of the weights (arXiv 2106.09685). The weights are
     frozen, in compute_dtype, and no part of checkpoints; the section critic trains in full."""
 
-    rank: Natural = 0
+    rank: Annotated[int, within(0, 2**16)] = 0
     """Rank of the adapters; 0: none, all weights train (unless `path` names adapters)."""
     alpha: Positive = 32.0
     """An update is scaled by alpha / rank."""
@@ -111,7 +111,7 @@ class LoraSettings:
     """Scale by alpha / sqrt(rank) instead."""
     init: Literal["kaiming", "gaussian"] = "kaiming"
     """First values of the A matrices; B starts at zero."""
-    path: str = ""
+    path: PathText = ""
     """Folder of an adapter in PEFT's format to start from, which says all the rest but push."""
     push: Literal["merged", "adapter"] = "merged"
     """`merged` sends engines the weights with the adapters in them at each step; `adapter` sends
@@ -132,11 +132,11 @@ class LoraSettings:
 class ModelSettings:
     """The policy's weights and how the trainer computes with them."""
 
-    path: str = ""
+    path: PathText = ""
     """Local Hugging Face folder, or a hub name. Required."""
-    tokenizer: str = ""
+    tokenizer: PathText = ""
     """Folder or hub name of the tokenizer; empty means the model's own."""
-    teacher: str = ""
+    teacher: PathText = ""
     """Model that distillation follows; it must share the policy's tokenizer."""
     compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Dtype of forward and backward. Master weights and optimizer state are float32, unless

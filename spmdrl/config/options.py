@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import datetime
+import math
 import re
 from typing import Any
+
+from spmdrl.errors import Refusal
 
 Options = dict[str, bool | int | float | str]
 """Options of a method by their names."""
@@ -12,10 +16,52 @@ NestedOptions = dict[str, Any]
 
 
 def option_value(value: Any) -> Any:
-    """Return an option as it is meant: YAML 1.1 reads 1e-8 as text, for want of a dot."""
+    """Return an option as it is meant: YAML 1.1 reads 1e-8 as text, for want of a dot.
+
+    Raises: Refusal for nan, for a text that is none, and for what is no plain data.
+    """
     if isinstance(value, dict):
-        return {str(name): option_value(own) for name, own in value.items()}
+        return {option_name(name): option_value(own) for name, own in value.items()}
     if isinstance(value, (list, tuple)):
         return [option_value(own) for own in value]
-    is_number = isinstance(value, str) and re.fullmatch(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+", value)
-    return float(value) if is_number else value
+    if isinstance(value, str):
+        is_number = re.fullmatch(r"[-+]?\d{1,400}(\.\d{0,400})?[eE][-+]?\d{1,9}", value)
+        return float(value) if is_number else checked_text(value)
+    if isinstance(value, float) and math.isnan(value):
+        raise Refusal("expected a number, got nan")
+    if value is not None and not isinstance(value, (bool, int, float)):
+        raise Refusal(f"expected text, numbers, lists or mappings, got {shown(value)}")
+    return value
+
+
+def option_name(name: Any) -> str:
+    """Return the name of an option. Raises: Refusal for one that is no text."""
+    if not isinstance(name, str):
+        raise Refusal(
+            f"names are texts, and {shown(name)} is none; put it in quotes if it is meant so"
+        )
+    return checked_text(name)
+
+
+_MOST_CHARACTERS = 2**16
+
+
+def checked_text(text: str) -> str:
+    """Return a text. Raises: Refusal for one that no file, name or message can hold."""
+    if len(text) > _MOST_CHARACTERS:
+        raise Refusal(f"is a text of {len(text)} characters; at most {_MOST_CHARACTERS} are taken")
+    for i, character in enumerate(text):
+        if character == "\0" or "\ud800" <= character <= "\udfff":
+            kind = "a NUL" if character == "\0" else "half of a character"
+            raise Refusal(f"{shown(text)} holds {kind}, {character!r}, at {i + 1}; take it out")
+    return text
+
+
+def shown(value: Any) -> str:
+    """Return a value for messages: not all of a long one, and what YAML took for a date said so."""
+    if isinstance(value, int) and abs(value) > 10**40:
+        return "a whole number of over 40 digits"
+    text = repr(value)
+    if isinstance(value, datetime.date):
+        text = f"{value}, which YAML reads as a date: put it in quotes to mean a text"
+    return text if len(text) <= 160 else f"{text[:120]}... ({len(text)} characters)"

@@ -1,42 +1,111 @@
-"""Types of numbers that are bounded, by which a field says its range."""
+"""Types of numbers and texts that are bounded, by which a field says its range.
+
+A bound stands beside the type of its field, as in `Annotated[int, within(1, 8)]`. `check/ranges.py`
+holds every field against its bound before any other check computes with it; `--help` shows it.
+"""
 
 from __future__ import annotations
 
 import math
-from typing import Annotated, NamedTuple
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
 
 
-class Range(NamedTuple):
-    """Where a number must lie; infinity is in no range, nor is what is no number."""
+@dataclass(frozen=True)
+class Range:
+    """Where a number must lie; what is no number (nan) is in no range."""
 
-    text: str
-    """For messages, behind `must be`."""
     low: float
-    high: float = math.inf
+    high: float
     has_low: bool = True
-    has_high: bool = False
+    has_high: bool = True
+    zero: str = ""
+    """What 0 is for, where it is allowed besides: `to have it chosen`."""
+    why: str = ""
+    """Of the lower end, for messages."""
+
+    def __str__(self) -> str:
+        ends = f"{_text(self.low)}, {_text(self.high)}"
+        return (
+            ("0 or " if self.zero else "in ")
+            + ("[" if self.has_low else "(")
+            + ends
+            + ("]" if self.has_high else ")")
+        )
 
     def problem(self, value: float | str) -> str:
         """Return what is wrong with a value, empty if nothing is, or it is a word (`auto`)."""
-        if isinstance(value, str):
+        if isinstance(value, str) or (self.zero and value == 0):
             return ""
-        above = value >= self.low if self.has_low else value > self.low
-        if above and (value <= self.high if self.has_high else value < self.high):
-            return ""
-        finite = " and finite" if value == self.high == math.inf and self.has_low else ""
-        return f"must be {self.text}{finite}, got {value}"
+        or_zero = f", or 0 {self.zero}" if self.zero else ""
+        if math.isnan(value):
+            return f"must be a number {self}, got nan"
+        if value < self.low or (value == self.low and not self.has_low):
+            least = f"{'at least' if self.has_low else 'above'} {_text(self.low)}"
+            return f"must be {least}{or_zero}, got {value}{self.why and '; ' + self.why}"
+        if value > self.high or (value == self.high and not self.has_high):
+            most = f"{'at most' if self.has_high else 'below'} {_text(self.high)}"
+            return f"must be {most}{or_zero}, got {value}"
+        return ""
 
 
-def at_least(low: int) -> Range:
-    """Return the range of finite numbers from `low` on."""
-    return Range(f"at least {low}", low)
+def _text(end: float) -> str:
+    return str(int(end)) if math.isfinite(end) and end == int(end) else str(end)
 
 
-Natural = Annotated[int, at_least(0)]
-Count = Annotated[int, at_least(1)]
-NonNegative = Annotated[float, at_least(0)]
-Positive = Annotated[float, Range("above 0 and finite", 0, has_low=False)]
-BelowOne = Annotated[float, Range("in [0, 1)", 0, 1)]
-Fraction = Annotated[float, Range("in [0, 1]", 0, 1, has_high=True)]
-Share = Annotated[float, Range("in (0, 1]", 0, 1, has_low=False, has_high=True)]
-InsideUnit = Annotated[float, Range("in (0, 1)", 0, 1, has_low=False)]
+def within(low: float, high: float, *, zero: str = "") -> Range:
+    """Return the range from `low` to `high`, both included."""
+    return Range(low, high, zero=zero)
+
+
+def above(low: float, high: float, *, why: str = "") -> Range:
+    """Return the range above `low`, up to `high`."""
+    return Range(low, high, has_low=False, why=why)
+
+
+@dataclass(frozen=True)
+class PathForm:
+    """A path that a file system can hold; a name of the hub, or of a function, is one too."""
+
+    def __str__(self) -> str:
+        return ""
+
+    def problem(self, value: str) -> str:
+        """Return what is wrong with a path, empty if nothing is."""
+        if len(value.encode(errors="surrogatepass")) > _LONGEST_PATH:
+            return f"is a path of {len(value)} characters; at most {_LONGEST_PATH} bytes can be one"
+        names = value.replace(":", "/").split("/")
+        if long := next((name for name in names if len(name.encode()) > _LONGEST_NAME), ""):
+            return (
+                f"has a name of {len(long)} characters, {long[:30]!r}..., in its path; a file's "
+                f"name has at most {_LONGEST_NAME} bytes"
+            )
+        try:
+            Path(value).expanduser()
+        except RuntimeError:
+            return f"{value!r}: there is no user {names[0][1:]!r} on this machine; write the path"
+        return ""
+
+
+_LONGEST_PATH, _LONGEST_NAME = 4095, 255
+_MONTH_S = 31 * 24 * 3600
+
+PathText = Annotated[str, PathForm()]
+Natural = Annotated[int, within(0, 10**9)]
+Count = Annotated[int, within(1, 10**9)]
+Ranks = Annotated[int, within(1, 2**17)]
+Tokens = Annotated[int, within(1, 2**24)]
+Samples = Annotated[int, within(1, 2**16)]
+Seconds = Annotated[float, above(0, _MONTH_S)]
+Deadline = Annotated[float, within(1, _MONTH_S)]
+NonNegative = Annotated[float, within(0, 10**9)]
+Positive = Annotated[float, above(0, 10**6)]
+Real = Annotated[float, within(-(10**9), 10**9)]
+Temperature = Annotated[float, within(0, 100)]
+LearningRate = Annotated[float, within(0, 1)]
+Coefficient = Annotated[float, within(0, 1000)]
+BelowOne = Annotated[float, Range(0, 1, has_high=False)]
+Fraction = Annotated[float, within(0, 1)]
+Share = Annotated[float, above(0, 1)]
+InsideUnit = Annotated[float, Range(0, 1, has_low=False, has_high=False)]

@@ -17,6 +17,8 @@ import yaml
 
 from spmdrl.config.fields import Config
 from spmdrl.config.former import ELSEWHERE, modernized, present
+from spmdrl.config.options import shown
+from spmdrl.config.ranges import PathForm
 from spmdrl.config.tree import (
     build,
     convert,
@@ -27,9 +29,9 @@ from spmdrl.config.tree import (
     sections,
     settings,
 )
+from spmdrl.config.yaml_text import plain_data
 from spmdrl.errors import Refusal
 
-_Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _Dumper = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
 
 
@@ -51,7 +53,7 @@ def read(argv: list[str], *, prog: str, about: str = "", default: Config | None 
             show_help(cfg, rest[rest.index(asked.pop()) + 1 :], prog=prog, about=about)
             raise SystemExit(0)
         return with_flags(cfg, rest)
-    except ValueError as error:
+    except Refusal as error:
         _exit(str(error))
 
 
@@ -98,25 +100,43 @@ def load_yaml(path: str | Path, *, may_be_former: bool = False) -> Config:
         (with the present one) and every value of a wrong type.
     """
     path = Path(path)
+    if wrong := PathForm().problem(str(path)):
+        raise Refusal(f"config file {shown(str(path))} {wrong}")
+    if path.is_dir():
+        raise Refusal(f"config file {path} is a folder; name a file in it")
     if not path.is_file():
         near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.yaml")])
         hint = f"; did you mean {path.parent / near[0]}?" if near else ""
         raise Refusal(f"config file {path} does not exist{hint}")
-    tree = _yaml(path.read_text(), file=str(path)) or {}
+    tree = plain_data(_text_of(path), file=str(path)) or {}
     if not isinstance(tree, dict):
-        raise Refusal(f"config file {path}: expected a mapping of fields, got {tree!r}")
-    flat = leaves(tree)
-    return _config(modernized(flat) if may_be_former else flat, where=f"config file {path}")
+        raise Refusal(f"config file {path}: expected a mapping of fields, got {shown(tree)}")
+    return _config(tree, where=f"config file {path}", may_be_former=may_be_former)
+
+
+def _text_of(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = 1 + error.object.count(b"\n", 0, error.start)
+        raise Refusal(
+            f"config file {path}: line {line}: not UTF-8 text (byte {error.start}: {error.reason})"
+        ) from None
+    except OSError as error:
+        raise Refusal(f"config file {path} cannot be read: {error.strerror}") from None
 
 
 def from_tree(tree: Mapping[str, Any], *, where: str = "config") -> Config:
     """Return the config of nested mappings, as YAML has them. Raises: as `load_yaml`."""
-    return _config(leaves(tree), where=where)
+    return _config(tree, where=where)
 
 
-def _config(flat: Mapping[str, Any], *, where: str) -> Config:
+def _config(tree: Mapping[str, Any], *, where: str, may_be_former: bool = False) -> Config:
     found: dict[str, Any] = {}
     problems: list[str] = []
+    flat = leaves(tree, problems=problems)
+    if may_be_former:
+        flat = modernized(flat)
     for name, value in flat.items():
         with _noted(problems, name):
             found[name] = _checked(name, value)
@@ -130,8 +150,8 @@ def _noted(problems: list[str], name: str) -> Iterator[None]:
     """Put a Refusal among the problems."""
     try:
         yield
-    except ValueError as error:
-        problems.append(f"{name}: {error}")
+    except Refusal as error:
+        problems.append(f"{name if len(name) <= 100 else shown(name)}: {error}")
 
 
 def _checked(name: str, value: Any) -> Any:
@@ -141,7 +161,7 @@ def _checked(name: str, value: Any) -> Any:
         raise Refusal(f"is now {fields}" if fields else "is no field any more; leave it out")
     if name in sections():
         own = [field for field in settings() if field.rpartition(".")[0] == name]
-        raise Refusal(f"expected a mapping of fields, got {value!r}; known: {', '.join(own)}")
+        raise Refusal(f"expected a mapping of fields, got {shown(value)}; known: {', '.join(own)}")
     if name not in settings():
         hint = f"; {ELSEWHERE[name]}" if name in ELSEWHERE else nearest_field(name)
         raise Refusal(f"unknown key{hint}")
@@ -210,7 +230,7 @@ def _flag_value(name: str, words: list[str]) -> Any:
     hint = settings().get(name)
     value: Any = words
     if (hint is None or typing.get_origin(hint) is dict) and len(words) == 1:
-        value = _yaml(words[0])
+        value = plain_data(words[0])
     now = present(name, value)
     if now is None and name in sections() and isinstance(value, dict):
         now = {f"{name}.{key}": own for key, own in value.items()}
@@ -225,21 +245,13 @@ def _from_words(words: list[str], hint: Any) -> Any:
         return True
     of_list = next((kind for kind in kinds(hint) if typing.get_origin(kind) is tuple), None)
     if of_list and len(words) == 1 and words[0].startswith("[") and words[0].endswith("]"):
-        return _yaml(words[0])
+        return plain_data(words[0])
     if of_list and (len(words) != 1 or str not in kinds(hint)):
-        return [w if typing.get_args(of_list)[0] is str else _yaml(w) for w in words]
+        return [w if typing.get_args(of_list)[0] is str else plain_data(w) for w in words]
     if len(words) != 1:
         raise Refusal(f"expected one value, got {' '.join(words) or 'none'}")
     is_text = str in kinds(hint) or typing.get_origin(hint) is Literal
-    return words[0] if is_text else _yaml(words[0])
-
-
-def _yaml(text: str, *, file: str = "") -> Any:
-    try:
-        return yaml.load(text, _Loader)
-    except yaml.YAMLError as error:
-        what = f"config file {file} is not valid YAML: {error}" if file else ""
-        raise Refusal(what or f"{text!r} is not valid YAML") from None
+    return words[0] if is_text else plain_data(words[0])
 
 
 def _flag(name: str, value: Any) -> str:

@@ -12,9 +12,11 @@ from collections.abc import Mapping
 from typing import Any, Literal, TypeGuard, Union
 
 from spmdrl.config.fields import Config
-from spmdrl.config.options import option_value
-from spmdrl.config.ranges import Range
+from spmdrl.config.options import checked_text, option_name, option_value, shown
+from spmdrl.config.ranges import PathForm, Range
 from spmdrl.errors import Refusal
+
+Bound = Range | PathForm
 
 
 @functools.cache
@@ -55,15 +57,22 @@ def settings() -> dict[str, Any]:
 
 
 @functools.cache
-def bounds() -> dict[str, Range]:
-    """Return {dotted name: range} of all fields whose numbers are bounded."""
+def bounds() -> dict[str, Bound]:
+    """Return {dotted name: bound} of all fields whose numbers or paths are bounded; of a list, that
+    of its items."""
     return {
         f"{section}.{name}".lstrip("."): bound
         for section, cls in sections().items()
         for name, hint in typing.get_type_hints(cls, include_extras=True).items()
         for kind in kinds(hint)
-        for bound in getattr(kind, "__metadata__", ())
+        for own in (kind, *_items(kind))
+        for bound in getattr(own, "__metadata__", ())
     }
+
+
+def _items(hint: Any) -> tuple[Any, ...]:
+    """Return the type of a list's items, if it is one."""
+    return typing.get_args(hint)[:1] if typing.get_origin(hint) is tuple else ()
 
 
 def flatten(cfg: Config) -> dict[str, Any]:
@@ -82,15 +91,21 @@ def build(flat: Mapping[str, Any], cls: type = Config, *, prefix: str = "") -> A
     return cls(**values)
 
 
-def leaves(tree: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
-    """Return {dotted name: value} of nested mappings, as far as they are sections."""
+def leaves(tree: Mapping[Any, Any], prefix: str = "", *, problems: list[str]) -> dict[str, Any]:
+    """Return {dotted name: value} of nested mappings, as far as they are sections.
+
+    Args:
+        problems: gets what is there twice.
+    """
     flat: dict[str, Any] = {}
     for key, value in tree.items():
         name = f"{prefix}{key}"
+        own = {name: value}
         if name in sections() and isinstance(value, dict):
-            flat |= leaves(value, f"{name}.")
-        else:
-            flat[name] = value
+            own = leaves(value, f"{name}.", problems=problems)
+        twice = own.keys() & flat.keys()
+        problems += [f"{n}: stands there twice, as a.b and in the mapping a" for n in twice]
+        flat |= own
     return flat
 
 
@@ -127,24 +142,31 @@ def convert(value: Any, hint: Any) -> Any:
             return value
         near = difflib.get_close_matches(str(value), args, n=1)
         hint_text = f"; did you mean {near[0]}?" if near else ""
-        raise Refusal(f"{value!r} is not one of {', '.join(args)}{hint_text}")
+        raise Refusal(f"{shown(value)} is not one of {', '.join(args)}{hint_text}")
     if origin is tuple:
         if not isinstance(value, (list, tuple)):
-            raise Refusal(f"expected a list, got {value!r}")
+            raise Refusal(f"expected a list, got {shown(value)}")
         return tuple(convert(item, args[0]) for item in value)
     if origin is dict:
         if not isinstance(value, dict):
-            raise Refusal(f"expected a mapping such as {{name: 1.5}}, got {value!r}")
-        return {str(k): convert(v, args[1]) for k, v in value.items()}
+            raise Refusal(f"expected a mapping such as {{name: 1.5}}, got {shown(value)}")
+        return {option_name(k): _option(k, v, args[1]) for k, v in value.items()}
     if hint is float and isinstance(value, (int, str)) and not isinstance(value, bool):
         try:
             return float(value)  # YAML 1.1 reads 1e-6 as a string
-        except ValueError:
-            raise Refusal(f"expected a number, got {value!r}") from None
+        except (ValueError, OverflowError):
+            raise Refusal(f"expected a number, got {shown(value)}") from None
     if type(value) is not hint:
         expected = "true or false" if hint is bool else hint.__name__
-        raise Refusal(f"expected {expected}, got {value!r}")
-    return value
+        raise Refusal(f"expected {expected}, got {shown(value)}")
+    return checked_text(value) if isinstance(value, str) else value
+
+
+def _option(name: str, value: Any, hint: Any) -> Any:
+    try:
+        return convert(value, hint)
+    except Refusal as error:
+        raise Refusal(f"{{{name}: ...}}: {error}") from None
 
 
 def _one_of(value: Any, hints: tuple[Any, ...]) -> Any:
@@ -155,7 +177,7 @@ def _one_of(value: Any, hints: tuple[Any, ...]) -> Any:
             return value
         if typing.get_origin(hint) is tuple and isinstance(value, list):
             return convert(value, hint)
-    raise Refusal(f"expected {' or '.join(map(type_text, hints))}, got {value!r}")
+    raise Refusal(f"expected {' or '.join(map(type_text, hints))}, got {shown(value)}")
 
 
 _TYPE_TEXTS = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}

@@ -1,0 +1,111 @@
+"""YAML text as plain data; what no config can hold is refused with file, line and column."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from spmdrl.errors import Refusal
+
+if TYPE_CHECKING:
+    from yaml import SafeLoader as _BaseLoader
+else:
+    _BaseLoader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+_MOST_CHARACTERS = 2**20
+_DEEPEST, _MOST_VALUES = 32, 10**5
+_LARGEST = 2**63
+_MERGE = "tag:yaml.org,2002:merge"
+
+
+def plain_data(text: str, *, file: str = "") -> Any:
+    """Return what a YAML text holds: mappings, lists, texts, numbers, booleans, None, dates.
+
+    Args:
+        file: where it stands, for messages; empty for a value of the command line.
+    Raises: Refusal with line and column for what is no YAML, names a key twice, holds an integer
+        beyond 64 bits or what no YAML type can hold, or is larger or deeper than a config can be.
+    """
+    what = f"config file {file} is not valid YAML" if file else f"{text!r:.80} is not valid YAML"
+    if len(text) > _MOST_CHARACTERS:
+        raise Refusal(f"{what}: {len(text)} characters; a config has at most {_MOST_CHARACTERS}")
+    if bad := next((i for i, c in enumerate(text) if "\ud800" <= c <= "\udfff"), None):
+        raise Refusal(f"{what}: character {bad + 1}, {text[bad]!r}, is half of a character")
+    try:
+        _check_depth(text)  # before the loader, which recurses in C
+        value = yaml.load(text, _Loader)
+    except yaml.MarkedYAMLError as error:
+        raise Refusal(f"{what}: {_located(error)}") from None
+    except yaml.reader.ReaderError as error:
+        line = 1 + text.count("\n", 0, error.position)
+        raise Refusal(f"{what}: line {line}: {error.reason}, {chr(error.character)!r}") from None
+    _count(value, set(), what=what)
+    return value
+
+
+def _located(error: yaml.MarkedYAMLError) -> str:
+    mark, parts = error.problem_mark or error.context_mark, [error.context, error.problem]
+    place = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
+    return place + ", ".join(part for part in parts if part)
+
+
+def _check_depth(text: str) -> None:
+    depth = 0
+    for event in yaml.parse(text, _BaseLoader):
+        depth += isinstance(event, yaml.CollectionStartEvent)
+        depth -= isinstance(event, yaml.CollectionEndEvent)
+        if depth > _DEEPEST:
+            problem = f"lists and mappings stand more than {_DEEPEST} deep in each other"
+            raise yaml.MarkedYAMLError(problem=problem, problem_mark=event.start_mark)
+
+
+def _count(value: Any, above: set[int], *, what: str) -> int:
+    """Return how many values there are, what is named twice counted twice: an alias of aliases is
+    small in memory and endless when it is read."""
+    if not isinstance(value, (dict, list, set, tuple)):
+        return 1
+    if id(value) in above:
+        raise Refusal(f"{what}: an alias names what it stands in, which has no end")
+    if len(above) > _DEEPEST:
+        raise Refusal(f"{what}: its aliases stand more than {_DEEPEST} deep in each other")
+    own = [*value, *value.values()] if isinstance(value, dict) else list(value)
+    total = 1
+    for part in own:
+        total += _count(part, above | {id(value)}, what=what)
+        if total > _MOST_VALUES:
+            raise Refusal(f"{what}: it holds more than {_MOST_VALUES} values, with each alias")
+    return total
+
+
+class _Loader(_BaseLoader):
+    """The safe loader, which also refuses a key that is named twice and a value that cannot be."""
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        try:
+            value = super().construct_object(node, deep)
+        except yaml.YAMLError:
+            raise
+        except Exception as error:  # its constructors raise whatever their parsers do
+            kind = node.tag.rpartition(":")[2]
+            problem = f"{getattr(node, 'value', '')!r:.60} is no {kind}: {_first_line(error)}"
+            raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark) from None
+        if isinstance(value, int) and abs(value) > _LARGEST:
+            problem = "a whole number of more than 64 bits"
+            raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
+        return value
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> Any:
+        seen: set[tuple[str, str]] = set()
+        for key, _ in node.value if isinstance(node, yaml.MappingNode) else ():
+            if not isinstance(key, yaml.ScalarNode) or key.tag == _MERGE:
+                continue
+            if (key.tag, key.value) in seen:
+                problem = f"the key {key.value!r:.60} stands here twice"
+                raise yaml.MarkedYAMLError(problem=problem, problem_mark=key.start_mark)
+            seen.add((key.tag, key.value))
+        return super().construct_mapping(node, deep)
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("; use sys.")[0].partition("\n")[0]
