@@ -38,7 +38,7 @@ def data_problems(cfg: Config) -> Iterator[str]:
             f"data.size: a generated task ({cfg.data.train}) has no size of its own; "
             "set how many problems to make"
         )
-    longest = cfg.data.max_prompt_tokens + cfg.sampling.max_response_tokens
+    longest = cfg.longest_sequence
     budget = cfg.batch.tokens_per_microbatch  # 0: found at start, no less than it must be
     if budget and cfg.objective.samples and budget < longest:
         yield (

@@ -168,7 +168,7 @@ def _run_folder(path: Path) -> Path | None:
 
 def evaluation_config(cfg: Config, *, model: str, world_size: int) -> Config:
     """Return a config that takes from a training one what generating and rewarding need."""
-    longest = cfg.data.max_prompt_tokens + cfg.sampling.max_response_tokens
+    longest = cfg.longest_sequence
     uncut = replace(cfg.layout, trainer_ranks=1, dp_replicate=1, cp=1, ep=1, tp=1)
     functions, models = cfg.rewards.functions, reward_models(cfg.rewards.functions)
     kept = [i for i in range(len(functions)) if i not in models]  # models score on trainers

@@ -238,11 +238,15 @@ class Config:
         """Name of the loss among those of `objective.loss_kind`."""
         return self.objective.only_loss or self.algorithm.loss
 
+    @property
+    def longest_sequence(self) -> int:
+        """Tokens of a prompt and its response at their longest."""
+        return self.data.max_prompt_tokens + self.sampling.max_response_tokens
+
 
 def least_tokens(cfg: Config) -> int:
     """Return the tokens of the longest sequence, or pair of them: a micro-batch must hold it."""
-    longest = cfg.data.max_prompt_tokens + cfg.sampling.max_response_tokens
-    return 2 * longest if cfg.objective.trains_on_pairs else longest
+    return cfg.longest_sequence * (2 if cfg.objective.trains_on_pairs else 1)
 
 
 def useful_tokens(cfg: Config) -> int:

@@ -91,7 +91,7 @@ class ExampleSource:
 
     def limit(self) -> tuple[int, str]:
         """Return the longest sequence allowed, tokens, and the fields that say so."""
-        longest = self.cfg.data.max_prompt_tokens + self.cfg.sampling.max_response_tokens
+        longest = self.cfg.longest_sequence
         return longest, "data.max_prompt_tokens + sampling.max_response_tokens"
 
     def units_at(self, step: int) -> list[Unit]:

@@ -189,11 +189,11 @@ def check_context(
     Raises: Refusal with the arithmetic.
     """
     prompt, response = cfg.data.max_prompt_tokens, cfg.sampling.max_response_tokens
-    if max_positions is not None and prompt + response > max_positions:
+    if max_positions is not None and cfg.longest_sequence > max_positions:
         raise Refusal(
             f"data.max_prompt_tokens {prompt} + sampling.max_response_tokens {response} = "
-            f"{prompt + response} tokens, above the model's context of {max_positions}; lower one "
-            "of them"
+            f"{cfg.longest_sequence} tokens, above the model's context of {max_positions}; lower "
+            "one of them"
         )
     if vocab_size is not None and len(tokenizer) > vocab_size:
         raise Refusal(

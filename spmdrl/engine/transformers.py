@@ -42,7 +42,7 @@ class TransformersEngine:
         self.cfg, self.world = cfg, world
         self.dtype = getattr(torch, cfg.engine.dtype)
         self.version = -1
-        self._longest = cfg.data.max_prompt_tokens + cfg.sampling.max_response_tokens
+        self._longest = cfg.longest_sequence
         self._waiting: deque[Sampled] = deque()
         self._running: list[Sampled] = []  # the i-th has slot i
         if not world.inference_ranks:

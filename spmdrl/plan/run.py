@@ -107,7 +107,7 @@ def run_of(
         sequences=batch.prompts_per_step * group,
         prompt_tokens=prompt_tokens or cfg.data.max_prompt_tokens / 2,
         response_tokens=response_tokens or longest_response / 2,
-        longest=cfg.data.max_prompt_tokens + longest_response,
+        longest=cfg.longest_sequence,
         least=least_tokens(cfg),
         longest_response=longest_response,
         forwards=len(columns & _PASSES),

@@ -17,7 +17,7 @@ def derived(cfg: Config, *, tokens: int = 0) -> dict[str, str]:
     is_rl = cfg.objective.samples
     group = batch.group_size if is_rl else 2 if cfg.objective.trains_on_pairs else 1
     sequences = batch.prompts_per_step * group
-    longest = cfg.data.max_prompt_tokens + cfg.sampling.max_response_tokens
+    longest = cfg.longest_sequence
     most = int(sequences * longest / axes.dp_size / batch.updates_per_step)
     pairs = {
         "sequences per step": f"{batch.prompts_per_step} {'prompts' if is_rl else 'rows'} * "

@@ -108,7 +108,7 @@ class SampledSource(Source):
         """Return the first prompts of the data, those with more than one token, and one sequence of
         their tokens that is as long as a sample can be, or 4096."""
         prompts = [p.tokens for p in self.prompts.at(0)[:_PROBE_PROMPTS] if len(p.tokens) > 1]
-        longest = self.cfg.data.max_prompt_tokens + self.cfg.sampling.max_response_tokens - 1
+        longest = self.cfg.longest_sequence - 1
         tokens = cycle(token for prompt in prompts for token in prompt)
         return [*prompts, tuple(islice(tokens, min(longest, _PROBE_TOKENS)))] if prompts else []
 

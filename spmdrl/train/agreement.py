@@ -59,7 +59,7 @@ def check_agreement(model: ShardedModel, cfg: Config, world: World) -> Sums:
         first 16 tokens of a sequence, 1), in nats, or units of a scalar head.
     Raises: RuntimeError on all trainer ranks where two differ.
     """
-    longest = cfg.data.max_prompt_tokens + cfg.sampling.max_response_tokens
+    longest = cfg.longest_sequence
     vocabulary = _vocabulary(model.hf_model)
     rows = drawn(lengths_of(longest), vocabulary=vocabulary)
     dtype = getattr(torch, cfg.model.compute_dtype)
@@ -123,7 +123,7 @@ def _plain_gap(cfg: Config, world: World) -> float | None:
     config = small or whole.get_text_config()  # of a layout of layers that is not known
     size = sum(p.numel() for p in build_meta_model(model, config=config).parameters())
     most = min(_PLAIN_TOKENS, int(_WORK[device.type] / (2 * size)) // 4)
-    longest = min(most, cfg.data.max_prompt_tokens + cfg.sampling.max_response_tokens)
+    longest = min(most, cfg.longest_sequence)
     if longest < 2 * _HEAD and longest == most:
         log.warning("too large to compare with plain transformers: %d parameters in float32", size)
         return None

@@ -206,7 +206,7 @@ def check_reward_model(cfg: Config, path: str, *, folder: Path | None) -> None:
             f"it embeds {hf.vocab_size} tokens, fewer than the policy's "
             f"{policy.vocab_size}; take one with the policy's tokenizer"
         )
-    longest = cfg.data.max_prompt_tokens + cfg.sampling.max_response_tokens
+    longest = cfg.longest_sequence
     limit = max_positions(hf)
     if limit is not None and limit < longest:
         raise Refusal(
