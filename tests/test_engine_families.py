@@ -31,10 +31,11 @@ FAMILIES: dict[str, tuple[dict[str, Any], str, str, float]] = {
     "deepseek_v2": ({}, "float32", "reload", 1e-5),  # projections absorbed after loading
     # Layers with state. In transformers' Mamba2 norms are of all groups at once.
     "mamba2": ({"n_groups": 1}, "float32", "reload", 1e-5),
-    "lfm2": (  # as released files say; heads are a dim of their own for its rotary kernel
-        {"conv_dim": 256, "conv_dim_out": 256, "block_dim": 256, "block_ff_dim": 256},
-        *("float32", "traced", 1e-5),
-    ),
+    "lfm2": ({}, "float32", "traced", 1e-5),  # heads are a dim of their own for its rotary kernel
+    # Routers without groups, by sigmoids, by a bias; vLLM's class of the third has no head's bias.
+    "minimax_m2": ({}, "float32", "traced", 1e-5),
+    "ernie4_5_moe": ({}, "float32", "traced", 1e-5),
+    "phimoe": ({}, "float32", "traced", 1e-5),
     "qwen3_next": (
         {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
         | {"num_experts": 2, "num_experts_per_tok": 2},  # no choice to flip in bfloat16

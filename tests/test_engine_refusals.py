@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
+import re
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from built import changed
@@ -12,11 +15,13 @@ from tiny import tiny_folder
 from transformers import AutoConfig
 from worlds import in_world, make_engine
 
-from spmdrl.check.fit import check_fit
+from spmdrl.check.fit import check_fit, fit_problems
 from spmdrl.config import LayoutSettings
-from spmdrl.engine.vllm_arguments import model_arguments
+from spmdrl.engine import vllm_families
+from spmdrl.engine.vllm_families import model_arguments
 from spmdrl.engine.vllm_trial import refusing_models
 from spmdrl.model.families import family_config
+from spmdrl.model.shrink import shrunk
 
 SPLIT = LayoutSettings(world_size=2, trainer_ranks=1)
 JAMBA = dict(
@@ -30,8 +35,10 @@ JAMBA = dict(
 
 
 def refusal(world: Any) -> str:
+    """Build an engine as if nothing were known of the model."""
     try:
-        make_engine(world.cfg, world).close()
+        with mock.patch.object(vllm_families, "_lacking", lambda *_, **__: ""):
+            make_engine(world.cfg, world).close()
     except ValueError as error:
         return str(error)
     return ""
@@ -67,9 +74,11 @@ def test_families_that_vllm_computes_otherwise_get_what_makes_them_right(tmp_pat
 
 def test_what_vllm_computes_otherwise_whatever_it_is_told_is_refused(tmp_path):
     grouped = _config_of(tmp_path / "eight", "mamba2", n_groups=8)
-    with pytest.raises(ValueError, match="mamba2 of n_groups 8: vLLM normalises each group"):
+    with pytest.raises(
+        ValueError, match="mamba2: its n_groups is 8, and vLLM normalises each group"
+    ):
         model_arguments(grouped)
-    with pytest.raises(ValueError, match="mamba2 of n_groups 8"):  # before an engine is built
+    with pytest.raises(ValueError, match="its n_groups is 8"):  # before an engine is built
         check_fit(changed(grouped, engine={"kind": "vllm"}))
     quantised = changed(
         _config_of(tmp_path / "c", "cohere2"), engine={"options": {"quantization": "fp8"}}
@@ -80,13 +89,78 @@ def test_what_vllm_computes_otherwise_whatever_it_is_told_is_refused(tmp_path):
     assert model_arguments(alone) == {}
 
 
-def test_rotary_factors_that_change_with_the_length_are_refused_beyond_it(tmp_path):
-    longrope = family_config("phi3+longrope")
-    longrope.save_pretrained(tmp_path)
+@pytest.mark.parametrize(
+    ("family", "dtype", "lacks"),
+    [
+        ("jamba", "bfloat16", "CPU build has no op selective_scan_fwd"),
+        ("nemotron_h", "bfloat16", "experts without a gate .is_act_and_mul=False. on GPUs alone"),
+        ("qwen3_next", "float32", "cpu_gdn_attention_core.* in bfloat16 alone on the CPU"),
+    ],
+)
+def test_what_the_cpu_build_lacks_is_refused_by_the_dry_run_and_not_on_gpus(
+    family, dtype, lacks, tmp_path
+):
+    shrunk(family_config(family)).save_pretrained(tmp_path)
+    cfg = make_config(tmp_path, layout=SPLIT, dtype=dtype)
+    (problem,) = fit_problems(cfg)  # which is what the dry run shows
+    assert re.search(f"engine.kind: vllm with a {family}: .*{lacks}.*transformers$", problem)
+    with pytest.raises(ValueError, match=lacks):
+        check_fit(cfg)
+    on_gpus = changed(cfg, layout={"device": "cuda"})
+    assert model_arguments(on_gpus) == {} and fit_problems(on_gpus) == []
+    assert fit_problems(changed(cfg, engine={"kind": "transformers"})) == []
+    if family == "qwen3_next":
+        assert fit_problems(changed(cfg, engine={"dtype": "bfloat16"})) == []
+
+
+def test_a_module_that_imports_what_is_not_installed_is_refused_with_what_to_install(tmp_path):
+    shrunk(family_config("qwen3_5_text")).save_pretrained(tmp_path)
     cfg = make_config(tmp_path, layout=SPLIT)
-    assert model_arguments(cfg) == {}
-    with pytest.raises(ValueError, match="4096 tokens is where the rotary factors"):
-        model_arguments(changed(cfg, data={"max_prompt_tokens": 4090}))
+    for is_there in (True, False):
+        found = mock.Mock() if is_there else None
+        with mock.patch.object(importlib.util, "find_spec", return_value=found):
+            said = refused(cfg)
+        assert is_there != ("imports torchvision, which is not installed" in said)
+
+
+def refused(cfg: Any) -> str:
+    try:
+        model_arguments(cfg)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_layers_that_neither_of_vllms_ways_can_run_are_refused_by_the_dry_run(tmp_path):
+    shrunk(family_config("minimax")).save_pretrained(tmp_path)
+    cfg = make_config(tmp_path, layout=SPLIT)
+    for own in (cfg, changed(cfg, layout={"device": "cuda"})):
+        (problem,) = fit_problems(own)
+        assert "no class MiniMaxForCausalLM of its own" in problem
+        assert "MiniMaxLightningAttention" in problem
+
+
+def test_the_classes_of_vllms_own_are_read_from_its_source():
+    found = vllm_families.own_classes()
+    assert {"LlamaForCausalLM", "Mamba2ForCausalLM", "Qwen3NextForCausalLM"} <= found
+    assert not {"Olmo2ForCausalLM", "MiniMaxForCausalLM", "TransformersForCausalLM"} & found
+
+
+def test_fields_that_transformers_does_not_write_are_told(tmp_path):
+    lfm2 = _config_of(tmp_path / "a", "lfm2")
+    assert model_arguments(lfm2)["hf_overrides"] == {"conv_dim": 2560, "block_dim": 2560}
+    minimax = _config_of(tmp_path / "b", "minimax_m2", rotary_dim=64)
+    assert model_arguments(minimax)["hf_overrides"]["rotary_dim"] == 64
+    phimoe = _config_of(tmp_path / "c", "phimoe")
+    assert model_arguments(phimoe)["hf_overrides"] == {"architectures": ["PhiMoEForCausalLM"]}
+
+
+def test_rotary_factors_that_change_with_the_length_are_refused_beyond_it(tmp_path):
+    family_config("phi3+longrope").save_pretrained(tmp_path)
+    cfg = make_config(tmp_path, layout=SPLIT)
+    assert fit_problems(cfg) == []
+    (problem,) = fit_problems(changed(cfg, data={"max_prompt_tokens": 4090}))
+    assert "longrope" in problem and "longer than 4096" in problem
 
 
 def test_what_vllm_says_of_a_model_is_told_with_the_way_out(tmp_path):

@@ -24,7 +24,7 @@ from spmdrl.model.families import family_config
 from spmdrl.model.file_tensors import file_tensors
 from spmdrl.model.head_form import HeadForm, head_form
 from spmdrl.model.load import build_meta_model, load_hf_config, load_whole_model, max_positions
-from spmdrl.model.separation import leaks
+from spmdrl.model.separation import separation_of
 from spmdrl.model.shrink import shrunk, tiny_model
 from spmdrl.model.transformers_internals import as_saved
 
@@ -222,7 +222,8 @@ def test_experts_that_no_grouped_product_takes_are_refused(tmp_path):
 def test_a_model_without_a_limit_of_positions_has_none(tmp_path):
     AutoConfig.for_model("bloom", **BLOOM).save_pretrained(tmp_path)
     assert max_positions(load_hf_config(str(tmp_path))) is None
-    assert "does not attend by" in leaks(build_meta_model(ModelSettings(path=str(tmp_path))))
+    found = separation_of(build_meta_model(ModelSettings(path=str(tmp_path))))
+    assert "does not attend by" in found.reasons[0]
     assert max_positions(load_hf_config(str(family_folder(tmp_path, "gpt2")))) == 128
 
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from spmdrl.check.model import MAX_RANK
 from spmdrl.config import Config
-from spmdrl.engine.vllm_arguments import model_arguments
+from spmdrl.engine.vllm_families import check_mixers, model_arguments
 from spmdrl.errors import Refusal
 from spmdrl.imports import attempt
 from spmdrl.model.blocks import uneven_experts, unshardable
@@ -27,7 +27,6 @@ from spmdrl.model.lora.targets import LoraForm, adapter_shapes, has_embedding
 from spmdrl.model.parallel.recompute import check_offload
 from spmdrl.model.router_replay import WEIGHTS, unknown_router
 from spmdrl.model.routers import check_balance
-from spmdrl.model.separation import leaks
 from spmdrl.rewards.signatures import reward_models
 from spmdrl.world.axes import axes_of
 from spmdrl.world.gpus import check_driver
@@ -44,13 +43,7 @@ def check_fit(cfg: Config) -> None:
     """
     check_driver(cfg)  # first: without it a GPU would be taken for a CPU here
     hf_model, folder = build_policy(cfg), Path(cfg.model.path)
-    problems = policy_problems(cfg, hf_model) + _companion_problems(cfg)
-    if cfg.engine.kind == "vllm" and axes_of(cfg).engines:
-        problems += refusal(lambda: model_arguments(cfg))
-    if is_on_cpu(cfg):
-        offload = cfg.model.memory.offload
-        problems += refusal(lambda: check_offload(offload, torch.device("cpu")))
-    if problems:
+    if problems := _problems(cfg, hf_model):
         raise Refusal("\n".join(problems))
     if folder.is_dir():
         is_scalar = hasattr(hf_model, "score")
@@ -67,10 +60,23 @@ def fit_problems(cfg: Config) -> list[str]:
 
     A model that cannot be built is passed over: who loads it says why.
     """
-    problems: list[str] = []
-    with contextlib.suppress(ValueError):
-        problems = policy_problems(cfg, build_policy(cfg))
-    return problems + _companion_problems(cfg)
+    hf_model, _ = attempt(lambda: build_policy(cfg))
+    if hf_model is None:
+        return _companion_problems(cfg)
+    found, error = attempt(lambda: _problems(cfg, hf_model))
+    return found if found is not None else [str(error)]
+
+
+def _problems(cfg: Config, hf_model: nn.Module) -> list[str]:
+    counts = counts_of(hf_model)
+    problems = _policy_problems(cfg, hf_model, counts=counts) + _companion_problems(cfg)
+    if cfg.engine.kind == "vllm" and axes_of(cfg).engines:
+        problems += refusal(lambda: model_arguments(cfg))
+        problems += refusal(lambda: check_mixers(hf_model, counts.mixers))
+    if is_on_cpu(cfg):
+        offload = cfg.model.memory.offload
+        problems += refusal(lambda: check_offload(offload, torch.device("cpu")))
+    return problems
 
 
 def refusal(check: Callable[[], object]) -> list[str]:
@@ -94,9 +100,12 @@ def policy_problems(cfg: Config, hf_model: nn.Module) -> list[str]:
         hf_model: the policy's, with its own head or another.
     Raises: Refusal when the model does not say what its blocks are.
     """
-    counts = counts_of(hf_model)
+    return _policy_problems(cfg, hf_model, counts=counts_of(hf_model))
+
+
+def _policy_problems(cfg: Config, hf_model: nn.Module, *, counts: ModelCounts) -> list[str]:
     return [
-        *_separation_problems(hf_model, at=f"model.path {cfg.model.path}"),
+        *_separation_problems(hf_model, counts, at=f"model.path {cfg.model.path}"),
         *_rope_problems(cfg, hf_model, at=f"model.path {cfg.model.path}"),
         *_build_problems(cfg, hf_model, at=f"model.path {cfg.model.path}"),
         *_adapter_problems(cfg, hf_model, counts=counts),
@@ -120,30 +129,32 @@ def _companion_problems(cfg: Config) -> list[str]:
             continue
         with contextlib.suppress(ValueError):
             hf_model = build_meta_model(replace(cfg.model, path=path))
-            problems += _separation_problems(hf_model, at=f"{field} {path}")
+            counts = counts_of(hf_model)
+            problems += _separation_problems(hf_model, counts, at=f"{field} {path}")
             problems += _rope_problems(cfg, hf_model, at=f"{field} {path}")
             problems += _build_problems(cfg, hf_model, at=f"{field} {path}")
             at = f"({field} {path})"
-            problems += _axes_problems(cfg, counts_of(hf_model), at=at, is_policy=False)
+            problems += _axes_problems(cfg, counts, at=at, is_policy=False)
     return problems
 
 
-def _separation_problems(hf_model: nn.Module, *, at: str) -> Iterator[str]:
-    if reason := leaks(hf_model):
+def _separation_problems(hf_model: nn.Module, counts: ModelCounts, *, at: str) -> Iterator[str]:
+    if counts.leak:
         yield (
-            f"{at}: {type(hf_model).__name__} is not served: {reason}, so that sequences packed "
-            "into one row would not be computed as single ones are; take a model of another family"
+            f"{at}: {type(hf_model).__name__} is not served: {counts.leak}, so that sequences "
+            "packed into one row would not be computed as single ones are; take a model of another "
+            "family"
         )
 
 
 def _rope_problems(cfg: Config, hf_model: nn.Module, *, at: str) -> Iterator[str]:
     """Yield that a model would compute all sequences of a row by the frequencies of the longest."""
-    longest = cfg.data.max_prompt_tokens + cfg.sampling.max_response_tokens
-    config = hf_model.config.get_text_config()
+    longest, config = cfg.longest_sequence, hf_model.config.get_text_config()
     own = getattr(config, "rope_parameters", None) or {}
     for rope in (own, *(part for part in own.values() if isinstance(part, dict))):
-        kind, known = rope.get("rope_type"), rope.get("original_max_position_embeddings")
-        known = known or getattr(config, "max_position_embeddings", None)
+        names = ("original_max_position_embeddings", "max_position_embeddings")
+        lengths = [rope.get(names[0]), *(getattr(config, name, None) for name in names)]
+        kind, known = rope.get("rope_type"), next(filter(None, lengths), None)
         if kind in ("dynamic", "longrope") and known and longest > known:
             yield (
                 f"data.max_prompt_tokens + sampling.max_response_tokens: {longest} tokens, and the "

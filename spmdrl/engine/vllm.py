@@ -22,7 +22,8 @@ import spmdrl.engine.vllm_internals as vllm_internals
 from spmdrl.config import Config
 from spmdrl.engine.protocol import Completion, Request
 from spmdrl.engine.vllm_adapter import AdapterSlot
-from spmdrl.engine.vllm_arguments import engine_arguments, model_arguments
+from spmdrl.engine.vllm_arguments import engine_arguments
+from spmdrl.engine.vllm_families import model_arguments
 from spmdrl.engine.vllm_plain import with_plain_weights
 from spmdrl.engine.vllm_routes import Routes, make_routes
 from spmdrl.engine.vllm_trial import refusing_models, try_engine
@@ -70,20 +71,19 @@ class VllmEngine:
         built = world.watch.wait("engines built", -1)
         with agree(group=world.control, waiting=built), world.watch.phase("build engine", -1):
             if world.is_inference:
+                arguments = model_arguments(cfg) | engine_arguments(cfg, on_cpu=on_cpu)
                 with _own_randomness(), refusing_models(cfg):
-                    self._build(on_cpu=on_cpu)
+                    self._build(arguments, on_cpu=on_cpu)
 
-    def _build(self, *, on_cpu: bool) -> None:
+    def _build(self, arguments: dict[str, Any], *, on_cpu: bool) -> None:
         cfg = self.cfg
-        vllm_backend.keep_transformers_classes()
-        vllm_backend.keep_head_bias()
-        vllm_backend.count_own_ranks()
+        vllm_backend.patch_models()
         if on_cpu:
             vllm_cpu.keep_linear_weights_live()
             vllm_cpu.keep_convolutions_live()
             vllm_cpu.rotate_every_head()
+            vllm_cpu.route_in_one_group()
             vllm_cpu.keep_expert_weights_live()
-        arguments = model_arguments(cfg) | engine_arguments(cfg, on_cpu=on_cpu)
         self._llm = vllm_internals.make_llm(with_plain_weights(cfg, arguments))
         if on_cpu:  # its build lacks some kernels
             try_engine(self._llm, params=vllm_internals.scoring_params(max_tokens=2))

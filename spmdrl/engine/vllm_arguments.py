@@ -3,79 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from spmdrl.config import Config
 from spmdrl.engine.vllm_adapter import lora_arguments
 from spmdrl.engine.vllm_routes import route_arguments
-from spmdrl.errors import Refusal
-from spmdrl.model.load import load_hf_config
 
 log = logging.getLogger(__name__)
-
-_BACKEND = {"model_impl": "transformers"}  # vLLM's own, which runs transformers' modules
-_OTHERWISE: dict[str, Callable[[Any, str], bool]] = {
-    "cohere2": lambda config, dtype: True,  # windows are a token longer
-    "gemma3n_text": lambda config, dtype: True,  # off by 0.1 nats
-    "ernie4_5_moe": lambda config, dtype: True,  # off by 0.5 nats
-    "qwen2_moe": lambda config, dtype: config.use_sliding_window,  # which it leaves out
-    "ministral3": lambda config, dtype: True,  # queries do not grow beyond the pretrained length
-    "apertus": lambda config, dtype: dtype == "float32",  # its activation is in bfloat16
-}
-"""{family: whether its class in vLLM 0.32 computes otherwise than transformers' in a dtype}"""
-
-
-def model_arguments(cfg: Config) -> dict[str, Any]:
-    """Return the arguments that a family needs where engine.options says nothing else.
-
-    Raises: Refusal for a model that vLLM computes otherwise than transformers, whatever it is
-        told.
-    """
-    model = cfg.model
-    trusts, part = model.trust_remote_code, model.part
-    config = load_hf_config(model.path, trust_remote_code=trusts, part=part)
-    _check_rotary(config, longest=longest_sequence(cfg))
-    if config.model_type == "mamba2" and config.n_groups > 1:
-        raise Refusal(
-            f"engine.kind: vllm with a mamba2 of n_groups {config.n_groups}: vLLM normalises each "
-            "group of channels by itself, transformers all of them together; set it to transformers"
-        )
-    if config.model_type == "llama4_text":
-        # Else attention cools with the position in engines of more than 32768 tokens alone.
-        cools = {"attn_temperature_tuning": config.attn_temperature_tuning}
-        return {"override_generation_config": cools}
-    differs = _OTHERWISE.get(config.model_type, lambda config, dtype: False)
-    if not differs(config, cfg.engine.dtype):
-        return {}
-    if cfg.model.moe.replay or "quantization" in cfg.engine.options:
-        raise Refusal(
-            f"engine.kind: vllm with a {config.model_type}: vLLM's own class for it computes "
-            "otherwise than transformers', and its Transformers backend has neither "
-            "model.moe.replay nor engine.options quantization; leave these out, or set it to "
-            "transformers"
-        )
-    return _BACKEND
-
-
-def longest_sequence(cfg: Config) -> int:
-    """Return the tokens of the longest sequence that an engine is asked for."""
-    return cfg.data.max_prompt_tokens + cfg.sampling.max_response_tokens
-
-
-def _check_rotary(config: Any, *, longest: int) -> None:
-    rotary = getattr(config, "rope_parameters", None) or {}
-    if rotary.get("rope_type") != "longrope":
-        return
-    name = "original_max_position_embeddings"
-    short: int = rotary.get(name) or getattr(config, name, None) or longest
-    if longest > short:
-        raise Refusal(
-            f"data.max_prompt_tokens + sampling.max_response_tokens: {longest}, and {short} tokens "
-            f"is where the rotary factors of this {config.model_type} change: vLLM takes the long "
-            "ones for every sequence then, transformers for longer ones alone. Let the two be at "
-            f"most {short}, or set engine.kind to transformers"
-        )
 
 
 def engine_arguments(cfg: Config, *, on_cpu: bool) -> dict[str, Any]:
@@ -115,7 +50,7 @@ def _defaults(cfg: Config, *, on_cpu: bool) -> dict[str, Any]:
 
 def _own_arguments(cfg: Config, *, on_cpu: bool) -> dict[str, Any]:
     """Return the arguments that engine.options may not hold."""
-    longest = longest_sequence(cfg)
+    longest = cfg.longest_sequence
     tokens_per_step = max(cfg.engine.max_batched_tokens, cfg.engine.max_num_seqs)
     recorded = route_arguments(on_cpu=on_cpu) if cfg.model.moe.replay else {}
     return (

@@ -3,10 +3,12 @@ can stand beside its engines.
 
 Serves vLLM 0.24 to 0.33. Per line: the name here, what it patches, and when it can go.
 
+patch_models               all of those below
 keep_transformers_classes  models.transformers.base.Base, support_torch_compile
                                                     once it decorates classes of its own
 keep_head_bias             ParallelLMHead._register_bias   once a second loading keeps the bias
 count_own_ranks            models.gpt_oss.MLPBlock         once it asks no rank but its engine's
+add_phimoe_head_bias       models.phimoe.PhiMoEForCausalLM.compute_logits   once it adds the bias
 """
 
 from __future__ import annotations
@@ -18,6 +20,14 @@ from typing import Any
 from torch import nn
 
 _ADDED = ("__init__", "__call__", "save_aot_compiled_function", "_ignore_compile_vllm")
+
+
+def patch_models() -> None:
+    """Apply all patches of this file; a second time changes nothing."""
+    keep_transformers_classes()
+    keep_head_bias()
+    count_own_ranks()
+    add_phimoe_head_bias()
 
 
 def keep_transformers_classes() -> None:
@@ -85,6 +95,19 @@ def count_own_ranks() -> None:
     gpt_oss.dist = SimpleNamespace(
         is_initialized=lambda: True, get_world_size=get_tensor_model_parallel_world_size
     )
+
+
+def add_phimoe_head_bias() -> None:
+    """Have PhiMoE's logits have the bias of its head, which vLLM loads and leaves out."""
+    try:
+        from vllm.model_executor.models.phimoe import PhiMoEForCausalLM
+    except ImportError:
+        return
+
+    def compute_logits(self: Any, hidden_states: Any) -> Any:
+        return self.logits_processor(self.lm_head, hidden_states, self.lm_head.bias)
+
+    PhiMoEForCausalLM.compute_logits = compute_logits
 
 
 class _Undecorated:

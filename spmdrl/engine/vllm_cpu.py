@@ -8,6 +8,8 @@ keep_linear_weights_live   model_executor.layers.utils.dispatch_cpu_unquantized_
 keep_convolutions_live     _custom_ops.causal_conv1d_fwd_cpu, causal_conv1d_update_cpu (0.32, 0.33)
                                                             with the first
 rotate_every_head          _custom_ops.rotary_embedding    once its kernel knows such heads
+route_in_one_group         fused_moe.router.cpu_router.CPURouter (0.32, 0.33)
+                                                            once it knows such routers
 keep_expert_weights_live   fused_moe.experts.cpu_moe.CPUUnquantizedExperts (0.32, 0.33)
                                                             once CPU experts may stay unpacked
 """
@@ -78,6 +80,31 @@ def rotate_every_head() -> None:
         kernel(positions, rows(query), rows(key), *others, **options)
 
     _custom_ops.rotary_embedding = rotate
+
+
+def route_in_one_group() -> None:
+    """Have routers without groups of experts know sigmoids and biases, as those with groups do.
+
+    Without groups vLLM's CPU build takes the softmax alone: it refuses sigmoids (MiniMax-M2), and
+    leaves out the bias that experts are chosen by (Ernie 4.5) without a word.
+    """
+    try:
+        from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
+    except ImportError:
+        return
+    build = CPURouter.__init__
+    if hasattr(build, "__wrapped__"):
+        return
+
+    @wraps(build)
+    def built(self: Any, *args: Any, **options: Any) -> None:
+        build(self, *args, **options)
+        is_plain = self.scoring_func == "softmax" and self.e_score_correction_bias is None
+        knows = self.scoring_func in ("softmax", "sigmoid") and not self.custom_routing_function
+        if knows and not is_plain and not self.use_grouped_topk:
+            self.use_grouped_topk, self.num_expert_group, self.topk_group = True, 1, 1
+
+    CPURouter.__init__ = built
 
 
 def keep_expert_weights_live() -> None:

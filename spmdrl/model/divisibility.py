@@ -37,6 +37,7 @@ class ModelCounts:
     other: tuple[tuple[str, int], ...] = ()  # (weight and dim, size) that tp cuts besides
     unsliced: tuple[str, ...] = ()  # kinds of layers that need whole sequences
     mixers: tuple[str, ...] = ()  # kinds of those that compute one sequence per row
+    leak: str = ""  # why packed sequences would see each other
     tp_problem: str = ""  # why it cannot be tensor-parallel over however many ranks
 
     @property
@@ -89,6 +90,7 @@ def counts_of(hf_model: nn.Module) -> ModelCounts:
         other=tuple((name, size) for size, name in other.items()),
         unsliced=(*mixers, *chunked),
         mixers=tuple(mixers),
+        leak=next(iter(separation.reasons), ""),
         tp_problem=f"its {mixers[0]} is not cut" if mixers else why_never(hf_model),
     )
 

@@ -149,7 +149,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         max_position_embeddings=163840,
         rope_parameters=_YARN,
     ),
-    "minimax_m2": {},
+    "minimax_m2": dict(rotary_dim=64),
     "mamba2": {},
     "nemotron_h": {},
     "falcon_h1": dict(

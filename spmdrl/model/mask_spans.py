@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from spmdrl.model.blocks import blocks, replaced_forward
+from spmdrl.model.blocks import base_of, blocks, replaced_forward
 from spmdrl.model.transformers_internals import attention_implementation
 from spmdrl.world.torch_internals import zeros_in
 
@@ -58,7 +58,7 @@ def block_inputs(hf_model: nn.Module) -> dict[str, dict[str, Any]]:
     AttentionInterface.register(_NOTED, _never)
     AttentionMaskInterface.register(_NOTED, _span_of)
     found: dict[str, dict[str, Any]] = {}
-    own, base = {module: name for name, module in blocks(hf_model).items()}, hf_model.base_model
+    own, (_, base) = {m: name for name, m in blocks(hf_model).items()}, base_of(hf_model)
     with ExitStack() as replaced:
         replaced.enter_context(attention_implementation(hf_model, _NOTED))
         for module in base.modules():

@@ -70,11 +70,6 @@ def separation_of(hf_model: nn.Module) -> Separation:
     return found
 
 
-def leaks(hf_model: nn.Module) -> str:
-    """Return why packed sequences would not be computed as single ones are; empty if they are."""
-    return next(iter(separation_of(hf_model).reasons), "")
-
-
 def separate(hf_model: nn.Module) -> Separation:
     """Have the layers of a model keep packed sequences apart, and say how.
 
