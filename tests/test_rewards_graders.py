@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
+import math
 import os
+import re
 import sys
+import textwrap
 import time
 from functools import partial
 
 import pytest
 from pool_runs import pool_of, submit
 
+from spmdrl.environments import tool_calls
+from spmdrl.environments.calculator import calculator
 from spmdrl.rewards import graders
-from spmdrl.rewards.answers import boxed, fenced_code, last_number
+from spmdrl.rewards.answers import boxed, fenced_code, find_answer, last_match, reference_answer
+from spmdrl.rewards.judge import _SCORE
 from spmdrl.rewards.programs import read_cases
 from spmdrl.rewards.signatures import RewardSample, adapt, load_reward
 from spmdrl.sandbox import protection
@@ -108,23 +116,70 @@ def test_braces_are_matched_and_fences_found():
     assert fenced_code("```py\nc") == "c" and fenced_code("c") is None
 
 
-def test_long_responses_are_read_in_linear_time():
-    began = time.thread_time()
-    for text in (
-        "1" * 200_000,
-        "1,111" * 40_000,
-        "1/" * 100_000,
-        "\\frac{" * 30_000,
-        "-" * 200_000,
-        "\\boxed{" * 30_000,
-        "```" * 60_000,
-        "<answer>" * 25_000,
-    ):
-        last_number(text)
-        boxed(text)
-        graded(graders.think_format, text)
-        fenced_code(text)
-    assert time.thread_time() - began < 10
+_UNITS = (
+    *("1", "1,111", "1,", "1/", "1 ", "1.", "1e", "-1", "1e1", "\u0661", " ", "\n", "`", "*", '"'),
+    *("\\frac{", "\\frac{1}{", "\\frac ", "\\boxed{", "{", "}", "\\text{", "\\", "#### \n"),
+    *("<answer>", "</answer>", "<answer>a</answer>", "```", "```\n", "<think>", "</think>"),
+    *("score", "score:", "score: ", "score**", "<tool_call>", "<tool_call>{", "(1,234", ";"),
+    *('{"', '{"a":', '{"a":[', '{"a":1,', "{}", '{"name":"f","parameters":{', '{"a":{"'),
+)
+_HEADS = ("", "<think>", "<think>a</think>", "score:", "{", "1", "\\boxed{", "```x\n")
+
+
+def _calculated(text):
+    with contextlib.suppress(ValueError):
+        calculator(text)
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        pytest.param(partial(graders.numeric, None, ground_truth="3"), id="numeric"),
+        pytest.param(partial(find_answer, where="tag"), id="tag"),
+        pytest.param(partial(find_answer, where="boxed"), id="boxed"),
+        pytest.param(partial(find_answer, where="hashes"), id="hashes"),
+        pytest.param(reference_answer, id="reference"),
+        pytest.param(fenced_code, id="fence"),
+        pytest.param(partial(graders.think_format, None), id="think"),
+        pytest.param(partial(last_match, re.compile(_SCORE)), id="judge"),
+        pytest.param(tool_calls.hermes, id="hermes"),
+        pytest.param(tool_calls.llama3, id="llama3"),
+        pytest.param(_calculated, id="calculator"),
+    ],
+)
+def test_long_hostile_responses_are_read_in_linear_time(read):
+    """Four times the text takes about four times as long, not sixteen."""
+
+    def seconds(text):
+        began = time.thread_time()
+        read(text)
+        return time.thread_time() - began
+
+    for unit, head in itertools.product(_UNITS, _HEADS):
+        text = head + unit * (100_000 // len(unit))
+        if seconds(text) < 0.004:  # nothing that grows with the square is so quick
+            continue
+        longer = head + unit * (400_000 // len(unit))
+        ratio = min(seconds(longer) / max(seconds(text), 1e-3) for _ in range(3))
+        assert ratio < 9, (head, unit, ratio)
+
+
+@pytest.mark.parametrize(
+    ("text", "truth", "value"),
+    [
+        (str(10**400), "3", 0.0),
+        (str(10**400), str(10**400), 1.0),
+        (str(math.factorial(200)), str(math.factorial(200)), 1.0),
+        ("1" * 5000, "3", 0.0),
+        ("1e999999999999", "3", 0.0),
+        ("1e-999999999999", "0", 0.0),
+        ("1/1e4000", "0", 1.0),
+        ("9e4000%", "9e4000", 1.0),
+        ("1/0", "1", 0.0),
+    ],
+)
+def test_numbers_beyond_floats_are_compared_and_never_raise(text, truth, value):
+    assert graded(graders.numeric, text, truth) == value
 
 
 def test_format_and_length_rewards():
@@ -276,6 +331,54 @@ SUMS = {"inputs": ["1 2", "3 4\n"], "outputs": ["3\n", "7"]}
 )
 def test_programs_are_graded_by_tests_of_every_known_shape(text, truth, value):
     assert graded(partial(graders.code, timeout_s=60.0, total_s=200.0), text, truth) == value
+
+
+@needs_sandbox
+@pytest.mark.parametrize(
+    ("printed", "expected", "value"),
+    [
+        ("print('sNaN')", "3", 0.0),
+        ("print('sNaN 1')", "NaN 1", 0.0),
+        ("print('1e999999999999999999999')", "3", 0.0),
+        ("print(10**400)", "3", 0.0),
+        ("import math; print(math.factorial(200))", str(math.factorial(200)), 1.0),
+        ("print('Infinity')", "inf", 1.0),
+        ("print('1e3')", "1000.0", 1.0),
+    ],
+)
+def test_whatever_is_printed_against_a_number_is_right_or_wrong(printed, expected, value):
+    truth = {"inputs": [""], "outputs": [expected]}
+    assert graded(partial(graders.code, timeout_s=60.0, total_s=60.0), printed, truth) == value
+
+
+@needs_sandbox
+@pytest.mark.parametrize(
+    ("result", "expected", "value"),
+    [
+        ("10**400", 1.5, 0.0),
+        ("10**400", 10**400, 1.0),
+        ("10**5000", 1, 0.0),
+        ("10**15", 10**15 + 1, 0.0),
+        ("1e15", 10**15, 1.0),
+        ("0.1 + 0.2", 0.3, 1.0),
+        ("float('nan')", 1, 0.0),
+        ("True", 1, 1.0),
+        ("nested(5000)", [], 0.0),
+    ],
+)
+def test_integers_are_compared_exactly_and_floats_nearly(result, expected, value):
+    truth = {"inputs": [[]], "outputs": [expected], "fn_name": "f"}
+    program = textwrap.dedent(f"""
+        def nested(depth):
+            inner = []
+            for _ in range(depth):
+                inner = [inner]
+            return inner
+
+        def f():
+            return {result}
+    """)
+    assert graded(partial(graders.code, timeout_s=60.0, total_s=60.0), program, truth) == value
 
 
 @needs_sandbox

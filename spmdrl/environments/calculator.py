@@ -56,9 +56,10 @@ def calculator(expression: str) -> str:
         expression: For example 2*(3+4)**2 or sqrt(2)/3. Knows + - * / // % **, parentheses, pi, e,
             sqrt, abs, round, exp, log, log10, sin, cos, tan, min, max, floor and ceil.
     """
-    text = _THOUSANDS.sub("", expression.strip().translate(_SYMBOLS))
-    if len(text) > _MAX_CHARS:
+    text = expression.strip()
+    if len(text) > _MAX_CHARS:  # first: what follows looks ahead from each comma
         raise ValueError(f"the expression has {len(text)} characters, above {_MAX_CHARS}")
+    text = _THOUSANDS.sub("", text.translate(_SYMBOLS))
     try:
         with warnings.catch_warnings(action="ignore"):  # of `1if`, say; it is refused below
             tree = ast.parse(text, mode="eval")

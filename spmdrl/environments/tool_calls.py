@@ -22,6 +22,12 @@ Parser = Callable[[str], tuple[ToolCall, ...]]
 """From a response's text, special tokens included but for the one that ended it."""
 
 _HERMES = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
+_OBJECT = re.compile(r'\{\s*+"')
+_READINGS = 16
+"""How often a response may be read over in search of calls: one of nested beginnings without an
+end could be read as often as it has braces, while the whole engine waits."""
+_COUNTED_AT_ONCE = 256  # characters that an error counts lines in, while one is parsed
+_DEEP = 10_000  # characters' worth of a try that ends at the limit of recursion
 _PYTHON_TAG = "<|python_tag|>"
 _VLLM = "vllm:"
 
@@ -76,14 +82,20 @@ def llama3(text: str) -> tuple[ToolCall, ...]:
     like a call and holds none is a malformed one.
     """
     calls, at, decoder = [], 0, json.JSONDecoder()
-    while (at := text.find("{", at)) >= 0:
+    left = _READINGS * len(text)  # a try reads to where it fails, and many can fail far off
+    while (found := _OBJECT.search(text, at)) and left > 0:
+        at = found.start()
         try:
             value, at = decoder.raw_decode(text, at)
-        except (json.JSONDecodeError, RecursionError):
+        except json.JSONDecodeError as error:
+            left -= error.pos - at + len(text) // _COUNTED_AT_ONCE
             at += 1
-            continue
-        if "name" in value and ("parameters" in value or "arguments" in value):
-            calls.append(call_of(value))
+        except RecursionError:
+            left -= _DEEP
+            at += 1
+        else:
+            if "name" in value and ("parameters" in value or "arguments" in value):
+                calls.append(call_of(value))
     begin = text.lstrip()
     if not calls and begin.startswith((_PYTHON_TAG, '{"name"', "{'name'")):
         return (_call_of_json(begin.removeprefix(_PYTHON_TAG).strip()),)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from decimal import Decimal
+from fractions import Fraction
 from typing import Any
 
 from spmdrl.errors import Refusal
@@ -17,15 +21,26 @@ _NUMBER = re.compile(
     rf"(?:\s*/\s*(?P<bottom>{_UNSIGNED}))?(?P<percent>\s*\\?%)?"
 )
 _LATEX_FRACTION = re.compile(r"\\[dt]?frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}")
-_TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _FENCE = re.compile(r"```[^\n`]*\n(.*?)(?:```|\Z)", re.DOTALL)
+
+
+def last_match(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
+    """Return the last match of a pattern, keeping one at a time: a hostile text has millions."""
+    found = deque(pattern.finditer(text), maxlen=1)
+    return found[0] if found else None
+
+
+_MAX_DIGITS = 4300
+"""Of an exponent's size and of each number's digits: as many as Python reads into an integer.
+1e999999999 is seven characters of a response and no number that could be computed with."""
 
 
 @dataclass(frozen=True)
 class Number:
     """A number as it was written."""
 
-    value: float
+    value: Fraction
+    """Exact: factorials differ in digits that a float has not."""
     is_percent: bool
     """`value` is what stands before the sign."""
 
@@ -37,30 +52,41 @@ class Number:
             mine.append(self.value / 100)
         elif other.is_percent and not self.is_percent:
             mine.append(self.value * 100)
-        limit = tolerance * max(1.0, abs(other.value))
+        limit = Fraction(repr(tolerance)) * max(Fraction(1), abs(other.value))
         return any(abs(value - other.value) <= limit for value in mine)
 
     def __str__(self) -> str:
-        return f"{self.value:.12g}{'%' * self.is_percent}"
+        return f"{_written(self.value)}{'%' * self.is_percent}"
+
+
+def _written(value: Fraction) -> str:
+    """Return a number in up to 12 digits."""
+    with contextlib.suppress(OverflowError):  # of one above all floats
+        return f"{float(value):.12g}"
+    return f"{Decimal(value.numerator) / Decimal(value.denominator):.12g}"
 
 
 def last_number(text: str) -> Number | None:
-    """Return the last number in a text; None if there is none.
+    """Return the last number in a text; None if there is none that can be computed with.
 
     Read are thousands separators (1,234), exponents, fractions (3/4, \\frac{3}{4}) and percent.
     """
     plain = _LATEX_FRACTION.sub(r"\1/\2", text.replace("\u2212", "-").replace("{,}", ","))
-    if not (every := list(_NUMBER.finditer(plain))):
+    if (found := last_match(_NUMBER, plain)) is None:
         return None
-    found = every[-1]
-    top, bottom = (_float(found[name] or "1") for name in ("top", "bottom"))
-    if bottom == 0 or abs(top) == float("inf"):
+    top, bottom = (_exact(found[name] or "1") for name in ("top", "bottom"))
+    if top is None or not bottom:
         return None
     return Number(top / bottom, found["percent"] is not None)
 
 
-def _float(text: str) -> float:
-    return float(text.replace(",", ""))
+def _exact(text: str) -> Fraction | None:
+    """Return what a number's digits mean; None for one of too many."""
+    digits, _, exponent = text.replace(",", "").lower().partition("e")
+    too_long = len(digits) > _MAX_DIGITS or len(exponent) > len(str(_MAX_DIGITS)) + 1
+    if too_long or abs(int(exponent or 0)) > _MAX_DIGITS:
+        return None
+    return Fraction(f"{digits}e{exponent or 0}")
 
 
 def boxed(text: str) -> str | None:
@@ -85,14 +111,20 @@ def after_hashes(text: str) -> str | None:
 
 def in_tag(text: str) -> str | None:
     """Return what stands in the last <answer>...</answer>; None without."""
-    found = _TAG.findall(text)
-    return found[-1].strip() if found else None
+    opening, closing, found, end = "<answer>", "</answer>", None, 0
+    # Not a regular expression: one reads from each of many opening tags to the end of the text.
+    while (begin := text.find(opening, end)) >= 0:
+        begin += len(opening)
+        if (end := text.find(closing, begin)) < 0:
+            break
+        found, end = text[begin:end].strip(), end + len(closing)
+    return found
 
 
 def fenced_code(text: str) -> str | None:
     """Return the last block between ``` fences, an unclosed one too; None without."""
-    found = _FENCE.findall(text)
-    return found[-1] if found else None
+    found = last_match(_FENCE, text)
+    return found[1] if found else None
 
 
 _FINDERS: dict[str, Callable[[str], str | None]] = {

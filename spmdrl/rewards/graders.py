@@ -38,7 +38,7 @@ from spmdrl.rewards.programs import code
 
 __all__ = ["code", "exact", "length", "matches", "math", "numeric", "think_format"]
 
-_THINK = r"\s*<think>(?:(?!</?think>).)*</think>\s*(?!\s)(?:(?!</?think>).)+"
+_THINK = r"\s*+<think>(?:(?!</?think>).)*+</think>\s*+(?:(?!</?think>).)++"
 
 _MAX_PRED_CHARS = 500
 _PLAIN = re.compile(r"-?(?:\\[dt]?frac)?[\d{},./ -]{1,40}")  # no power, no factorial
@@ -131,7 +131,7 @@ def math(
     return reported(float(is_right), pred=pred)
 
 
-_COMMAND = re.compile(r"\\(text|mathrm|mbox)\{[^}]*\}|\\[A-Za-z]+")
+_COMMAND = re.compile(r"\\(text|mathrm|mbox)\{[^}]*(?:\}|\Z)|\\[A-Za-z]+")
 
 
 @functools.lru_cache(maxsize=1024)  # the samples of a group have one

@@ -8,10 +8,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import math
 import numbers
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from math import isfinite
 from pathlib import PurePath
 from typing import Any
 
@@ -283,8 +283,12 @@ def finite(value: Any, *, what: str = "") -> float:
 def as_finite(value: Any) -> float | None:
     """Return a number as a finite float; None for anything else."""
     value = _scalar(value)
-    is_finite = isinstance(value, numbers.Real) and math.isfinite(value)
-    return float(value) if is_finite else None
+    if not isinstance(value, numbers.Real):
+        return None
+    with contextlib.suppress(OverflowError):  # of an integer above all floats
+        number = float(value)
+        return number if isfinite(number) else None
+    return None
 
 
 def _scalar(value: Any) -> Any:
