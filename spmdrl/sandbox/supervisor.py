@@ -7,17 +7,16 @@ import marshal
 import math
 import os
 import select
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from spmdrl.sandbox.removal import own_folder
 from spmdrl.sandbox.request import Limits, Way, as_bytes, library_path, make_request
 
 Status = Literal["ok", "error", "signal", "timeout", "output"]
@@ -70,8 +69,7 @@ def launch(
     request = make_request(code, way=way, limits=limits, files=files or {}, packages=packages)
     with contextlib.ExitStack() as stack:
         if not way.namespaces:
-            folder = tempfile.mkdtemp(prefix="spmdrl_sandbox_")
-            stack.callback(shutil.rmtree, folder, ignore_errors=True)
+            folder = stack.enter_context(own_folder())
             request["workdir"] = folder
             request["env"] |= {"HOME": folder, "TMPDIR": folder}
         running = stack.enter_context(_Running(request, limits=limits, stdin=as_bytes(stdin)))

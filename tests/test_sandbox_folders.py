@@ -1,0 +1,167 @@
+"""What a program makes of its folder: nothing of it is left, and nothing else is touched."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from spmdrl.sandbox import LaunchError, removal, ways
+from spmdrl.sandbox.request import Limits, Way
+from spmdrl.sandbox.supervisor import launch
+
+MAKERS = {
+    "nested": """
+        for _ in range(1300):
+            os.mkdir("d")
+            os.chdir("d")
+        open("f", "w").close()
+    """,
+    "closed": """
+        os.makedirs("a/b/c")
+        open("a/b/c/f", "wb").write(b"x" * 1000)
+        for name in ("a/b/c/f", "a/b/c", "a/b", "a", "."):
+            os.chmod(name, 0)
+    """,
+    "sticky": """
+        os.makedirs("a/b")
+        for name in ("a/b", "a"):
+            os.chmod(name, 0o1000)
+    """,
+    "links": """
+        os.makedirs("a")
+        for i, target in enumerate(("/", "..", OUTSIDE, "a", ".", "links_0")):
+            os.symlink(target, f"a/links_{i}")
+        os.symlink(OUTSIDE, "moved_1")
+        os.symlink("loop", "loop")
+        os.link("a/links_0", "a/hard", follow_symlinks=False)
+    """,
+    "kinds": """
+        os.mkfifo("fifo")
+        open("sparse", "wb").truncate(1 << 20)
+        open("\\udcff\\n name", "w").close()
+        os.mkdir("x" * 255)
+        os.mkdir("moved_1")
+        os.makedirs("moved_2/moved_1/moved_2")
+    """,
+    "many": """
+        for i in range(300):
+            open(f"f{i}", "w").close()
+        for i in range(50):
+            os.makedirs(f"d{i}/e/f")
+    """,
+}
+
+
+def make(folder, code, outside):
+    """Run what a program does, as another process; its folder gets deeper than a path is long."""
+    program = f"import os\nOUTSIDE = {str(outside)!r}\n" + textwrap.dedent(code)
+    (folder / "main.py").write_text(program)
+    subprocess.run([sys.executable, "main.py"], cwd=folder, check=True)
+
+
+@pytest.fixture
+def tmp_path():
+    """Not pytest's, which cannot remove what these tests may leave where they fail."""
+    folder = tempfile.mkdtemp(prefix="folders_")
+    os.chmod(folder, 0o777)
+    yield Path(folder)
+    subprocess.run(["chmod", "-R", "u+rwx", folder], check=False, capture_output=True)
+    subprocess.run(["rm", "-rf", folder], check=True)
+
+
+@pytest.fixture
+def outside(tmp_path):
+    (tmp_path / "outside").mkdir()
+    (tmp_path / "outside" / "kept").write_text("kept")
+    return tmp_path / "outside"
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+def test_a_folder_is_removed_whatever_was_made_of_it(kind, tmp_path, outside):
+    folder = tmp_path / "own"
+    folder.mkdir()
+    make(folder, MAKERS[kind], outside)
+    removal.remove_folder(str(folder))
+    assert not folder.exists()
+    assert (outside / "kept").read_text() == "kept"
+
+
+def test_sockets_are_removed(tmp_path):
+    folder = tmp_path / "own"
+    folder.mkdir()
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(str(folder / "s"))
+    removal.remove_folder(str(folder))
+    assert not folder.exists()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user, which takes root")
+@pytest.mark.parametrize("kind", MAKERS)
+def test_a_user_without_rights_over_closed_folders_removes_them_too(kind, tmp_path, outside):
+    folder = tmp_path / "own"
+    child = os.fork()
+    if child == 0:
+        try:
+            os.setresuid(12345, 12345, 12345)
+            folder.mkdir()
+            os.chdir(folder)
+            exec(textwrap.dedent(MAKERS[kind]), {"os": os, "OUTSIDE": str(outside)})
+            removal.remove_folder(str(folder))
+        finally:
+            os._exit(1 if folder.exists() else 0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert (outside / "kept").read_text() == "kept"
+
+
+def test_folders_of_processes_that_were_killed_are_swept(tmp_path, monkeypatch):
+    monkeypatch.setattr(removal.tempfile, "tempdir", str(tmp_path))
+    names = ("spmdrl_sandbox_dead", "spmdrl_sandbox_used", "spmdrl_sandbox_young", "others")
+    for name in names:
+        (tmp_path / name / "deep").mkdir(parents=True)
+        if "young" not in name:
+            os.utime(tmp_path / name, (time.time() - 1000,) * 2)
+    used = os.open(tmp_path / "spmdrl_sandbox_used", os.O_RDONLY)
+    try:
+        fcntl.flock(used, fcntl.LOCK_EX)
+        removal._sweep.__wrapped__()
+    finally:
+        os.close(used)
+    assert sorted(os.listdir(tmp_path)) == sorted(names[1:])
+
+
+def test_what_cannot_be_removed_is_said(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(removal.tempfile, "tempdir", str(tmp_path))
+
+    def busy(path):
+        raise OSError(16, "Device or resource busy")
+
+    monkeypatch.setattr(removal, "remove_folder", busy)
+    with removal.own_folder() as folder:
+        pass
+    assert f"{folder}: what a program left there cannot be removed" in caplog.text
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+def test_programs_without_namespaces_leave_no_folder(kind, tmp_path, outside, monkeypatch):
+    """In the weakest way that works here, since namespaces take their files along."""
+    monkeypatch.setattr(removal.tempfile, "tempdir", str(tmp_path))
+    landlock = [way for _, way in ways.ways() if way.landlock]
+    plain = Way(drop_uid=os.geteuid() == 0)
+    code = f"import os\nOUTSIDE = {str(outside)!r}\n" + textwrap.dedent(MAKERS[kind])
+    for way in (*landlock, Way()):
+        try:
+            got = launch(code, way=way, limits=Limits(60.0))
+        except LaunchError:  # another user may have no right to read this Python
+            assert way in (*landlock, plain)
+            continue
+        assert got.status == "ok", got
+    assert os.listdir(tmp_path) == ["outside"] and Path(outside, "kept").exists()
