@@ -87,15 +87,13 @@ def llama3(text: str) -> tuple[ToolCall, ...]:
         at = found.start()
         try:
             value, at = decoder.raw_decode(text, at)
-        except json.JSONDecodeError as error:
-            left -= error.pos - at + len(text) // _COUNTED_AT_ONCE
+        except (json.JSONDecodeError, RecursionError) as error:
+            read = error.pos - at if isinstance(error, json.JSONDecodeError) else _DEEP
+            left -= read + len(text) // _COUNTED_AT_ONCE
             at += 1
-        except RecursionError:
-            left -= _DEEP
-            at += 1
-        else:
-            if "name" in value and ("parameters" in value or "arguments" in value):
-                calls.append(call_of(value))
+            continue
+        if "name" in value and ("parameters" in value or "arguments" in value):
+            calls.append(call_of(value))
     begin = text.lstrip()
     if not calls and begin.startswith((_PYTHON_TAG, '{"name"', "{'name'")):
         return (_call_of_json(begin.removeprefix(_PYTHON_TAG).strip()),)
