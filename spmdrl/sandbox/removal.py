@@ -48,16 +48,20 @@ def _sweep() -> None:
     """
     base = tempfile.gettempdir()
     for name in os.listdir(base):
-        folder = os.path.join(base, name)
-        with contextlib.suppress(OSError):  # in use, another user's, or gone
-            if not name.startswith(_PREFIX) or time.time() - os.lstat(folder).st_mtime < _YOUNG_S:
-                continue
-            held = os.open(folder, _FOLDER)
-            try:
-                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                remove_folder(folder)
-            finally:
-                os.close(held)
+        if name.startswith(_PREFIX):
+            with contextlib.suppress(OSError):  # in use, another user's, or gone
+                _remove_unused(os.path.join(base, name))
+
+
+def _remove_unused(folder: str) -> None:
+    if time.time() - os.lstat(folder).st_mtime < _YOUNG_S:
+        return
+    held = os.open(folder, _FOLDER)
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        remove_folder(folder)
+    finally:
+        os.close(held)
 
 
 def remove_folder(path: str) -> None:
