@@ -90,25 +90,27 @@ def _empty(top: int) -> None:
     number = 0
     while names := _without_files(top):
         for name in names:
-            inner = _opened(name, top)
-            try:
-                for deeper in _without_files(inner):
-                    number = _first_free(top, number)
-                    os.rename(deeper, _moved(number), src_dir_fd=inner, dst_dir_fd=top)
-            finally:
-                os.close(inner)
+            number = _lift(name, top, number)
             os.rmdir(name, dir_fd=top)
 
 
-def _moved(number: int) -> str:
-    return f"moved_{number}"
+def _lift(name: str, top: int, number: int) -> int:
+    """Move what a folder holds beside it, as `moved_NUMBER`; return the last number."""
+    inner = _opened(name, top)
+    try:
+        for deeper in _without_files(inner):
+            number = _next_free(top, number)
+            os.rename(deeper, f"moved_{number}", src_dir_fd=inner, dst_dir_fd=top)
+    finally:
+        os.close(inner)
+    return number
 
 
-def _first_free(top: int, number: int) -> int:
+def _next_free(top: int, number: int) -> int:
     with contextlib.suppress(FileNotFoundError):
         while True:  # the program may have names of this kind too
             number += 1
-            os.stat(_moved(number), dir_fd=top, follow_symlinks=False)
+            os.stat(f"moved_{number}", dir_fd=top, follow_symlinks=False)
     return number
 
 
