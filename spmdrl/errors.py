@@ -1,8 +1,94 @@
-"""The error of our own checks. Loads nothing, so that every room can raise it."""
+"""The error of our own checks, and how those of the user's code are told. Imports nothing of ours,
+so that every room can raise it."""
 
 from __future__ import annotations
+
+import os
+import sysconfig
+import traceback
+
+_PACKAGE = os.path.dirname(os.path.realpath(__file__))
+_LIBRARIES = tuple(
+    {_PACKAGE, *(os.path.realpath(sysconfig.get_paths()[n]) for n in ("stdlib", "platstdlib"))}
+)
 
 
 class Refusal(ValueError):
     """What is asked for cannot be done right: the message says what, where, the value seen and what
     to do, and is shown alone. Any other error is shown with its traceback."""
+
+
+def described(error: BaseException) -> str:
+    """Return what was raised and where, in one line: `KeyError: 'x' (mine.py:12, in score; raised
+    at .../lib.py:40)`.
+
+    The first place is the last line of the user's own that it passed, as far as there is one. Of a
+    refusal it is the message, and that line only where the user's code asked for what is refused.
+    """
+    place = users_line(error)
+    if isinstance(error, Refusal):
+        return f"{error} (asked for at {place})" if place and _is_called_back(error) else str(error)
+    frames = traceback.extract_tb(error.__traceback__)
+    if frames and not isinstance(error, SyntaxError):
+        raised = f"{frames[-1].filename}:{frames[-1].lineno}"
+        if not place:
+            place = raised
+        elif not place.startswith(f"{raised},"):
+            place += f"; raised at {raised}"
+    return f"{type(error).__name__}: {error}" + (f" ({place})" if place else "")
+
+
+def with_line(error: BaseException) -> str:
+    """Return `KeyError: 'x' (mine.py:12, in score)`, without a place where no code of the user's
+    was called."""
+    place = users_line(error)
+    return f"{type(error).__name__}: {error}" + (f" ({place})" if place else "")
+
+
+def users_line(error: BaseException) -> str:
+    """Return `file:line, in function` of the last line of the user's own that an error passed;
+    empty where there is none."""
+    if isinstance(error, SyntaxError):
+        return f"{error.filename}:{error.lineno}" if error.filename else ""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if _is_users(f.filename)]
+    return f"{frames[-1].filename}:{frames[-1].lineno}, in {frames[-1].name}" if frames else ""
+
+
+def users_traceback(error: BaseException) -> str:
+    """Return the traceback of an error from where the user's code was called last, without what
+    called it; the whole one where no code of the user's was called."""
+    told: traceback.TracebackException | None = traceback.TracebackException.from_exception(error)
+    assert told is not None
+    text, seen = told, set()
+    while told is not None and id(told) not in seen:
+        seen.add(id(told))
+        begin = _begin(told.stack)
+        told.stack = traceback.StackSummary.from_list(list(told.stack)[begin:])
+        told = told.__cause__ or (None if told.__suppress_context__ else told.__context__)
+    return "".join(text.format())
+
+
+def _is_called_back(error: BaseException) -> bool:
+    """Whether code of ours called code of the user's in which this error came up."""
+    return _begin(traceback.extract_tb(error.__traceback__)) > 0
+
+
+def _begin(frames: traceback.StackSummary) -> int:
+    """Return the index of the first of the user's frames behind the last of ours that is above
+    one of theirs; 0 where there is none."""
+    theirs = [i for i, frame in enumerate(frames) if _is_users(frame.filename)]
+    if not theirs:
+        return 0
+    above = [i for i in range(theirs[-1]) if _is_in(frames[i].filename, (_PACKAGE,))]
+    return next(i for i in theirs if i > above[-1]) if above else 0
+
+
+def _is_users(filename: str) -> bool:
+    if filename.startswith("<"):
+        return False
+    packages = {"site-packages", "dist-packages"}.intersection(filename.split(os.sep))
+    return not packages and not _is_in(filename, _LIBRARIES)
+
+
+def _is_in(filename: str, folders: tuple[str, ...]) -> bool:
+    return os.path.realpath(filename).startswith(tuple(f + os.sep for f in folders))

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
-from spmdrl.errors import Refusal
+from spmdrl.errors import Refusal, with_line
 
 T = TypeVar("T")
 
@@ -38,9 +38,7 @@ def import_object(
     try:
         module = import_file(place) if place.endswith(".py") else importlib.import_module(place)
     except Exception as error:  # importing runs the user's code, which can raise anything
-        raise Refusal(
-            f"{field}: importing {place!r} failed: {type(error).__name__}: {error}"
-        ) from error
+        raise Refusal(f"{field}: importing {place!r} failed: {with_line(error)}") from error
     found = getattr(module, name, None)
     if not callable(found):
         own = [
@@ -100,11 +98,11 @@ def construct(make: Callable[..., Any], options: Mapping[str, Any], *, field: st
             raise Refusal(f"{field}.{name}: {_name_of(make)} needs this option")
     try:
         return make(**options)
-    except ValueError as error:
+    except Refusal as error:
         raise Refusal(f"{field}: {_name_of(make)}: {error}") from error
     except Exception as error:
         raise Refusal(
-            f"{field}: {_name_of(make)} with {dict(options)} raised {type(error).__name__}: {error}"
+            f"{field}: {_name_of(make)} with {dict(options)} raised {with_line(error)}"
         ) from error
 
 
@@ -120,13 +118,13 @@ def refusing(
     what to do.
 
     Args:
-        names_kind: say which kind it was: of what runs the user's code, whose texts may say little.
+        names_kind: say which kind it was, and at which line of the user's code: of what runs that.
     """
     try:
         yield
     except kinds as error:
-        name = f"{type(error).__name__}: " if names_kind else ""
-        raise kind(f"{what}: {name}{error}{hint}") from error
+        text = with_line(error) if names_kind else str(error)
+        raise kind(f"{what}: {text}{hint}") from error
 
 
 def parsed_json(text: str) -> tuple[Any, str]:
@@ -138,7 +136,7 @@ def parsed_json(text: str) -> tuple[Any, str]:
 
 
 def attempt(
-    work: Callable[[], T], kinds: type[BaseException] | tuple[type[BaseException], ...] = ValueError
+    work: Callable[[], T], kinds: type[BaseException] | tuple[type[BaseException], ...] = Refusal
 ) -> tuple[T, None] | tuple[None, BaseException]:
     """Return what `work` returns and None; or None and what it raises, an error of these kinds."""
     try:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from built import changed, made, refused
@@ -14,12 +16,14 @@ from ranks import free_port, launch_env
 from report_world import SmallWorld, group  # noqa: F401
 from runs import ROOT, TINY, finish, metrics, run, torchrun, wait_for_step
 
+from spmdrl.algorithms import registry
 from spmdrl.check import dry_run
 from spmdrl.checkpoint import manifest as disk
 from spmdrl.checkpoint.restore import already_finished
 from spmdrl.commands.ask import ask
 from spmdrl.config import flatten
-from spmdrl.imports import is_missing_folder
+from spmdrl.errors import Refusal, described
+from spmdrl.imports import attempt, import_file, import_object, is_missing_folder
 from spmdrl.report.derived import derived
 from spmdrl.world.launch import Launch
 from spmdrl.world.world import _check_launch
@@ -30,6 +34,7 @@ from datetime import timedelta
 import spmdrl.world.leaving
 import torch.distributed as dist
 from spmdrl.config import Config, LayoutSettings
+from spmdrl.errors import Refusal
 from spmdrl.world import World
 from spmdrl.world.leaving import ended
 
@@ -41,7 +46,7 @@ def work(world):
         spmdrl.world.leaving.time = Clock()
         block()
     if mode == "same":
-        raise ValueError("data.train: no such file")
+        raise Refusal("data.train: no such file")
     with world.watch.phase("build engine", -1):
         dist.barrier()  # a slow rank has come here too when the other raises
         if world.rank == 1:
@@ -160,7 +165,85 @@ def test_ctrl_c_saves_and_a_finished_run_is_not_built_again(tiny_model, tmp_path
     assert not (tmp_path / "logs" / "attempt_2").exists()
 
 
+LOSS = """
+import json
+
+def parsed(text):
+    return json.loads(text)
+
+def loss(logprobs, advantages, *, limit: float = 2.0):
+    if len(logprobs) > limit:  # not in the trial call
+        parsed("{")
+    return -logprobs * advantages, {}
+"""
+BEGIN = "    loss_fn = registry.get("
+
+
+def copied(tmp_path, **edits: str) -> Path:
+    """Return a copy of train.py in which lines became others, with a loss beside it."""
+    text = (ROOT / "train.py").read_text()
+    for before, after in edits.values():
+        assert text.count(before) == 1
+        text = text.replace(before, after)
+    (tmp_path / "mine.py").write_text(LOSS)
+    (tmp_path / "script.py").write_text(text)
+    return tmp_path / "script.py"
+
+
+ALONE = {"layout.placement": "colocated", "lag": 0, "engine.kind": "transformers", "steps": 1}
+
+
+def test_an_error_deep_in_a_loss_shows_the_users_lines_and_the_log_has_all(tiny_model, tmp_path):
+    flags = TINY["rl"] | ALONE | {"model.path": tiny_model, "output-dir": tmp_path / "out"}
+    flags |= {
+        "script": copied(tmp_path),
+        "algorithm.loss": "mine:loss",
+        "algorithm.loss-options": "{}",
+    }
+    flags["sampling.max-response-tokens"] = 8
+    text = run("demo_grpo.yaml", 1, by=torchrun, status=1, **flags).output
+    ours, footer = text.split("ChildFailedError", 1)
+    shown = ours[ours.index("Traceback") : ours.index("[rank 0] ended")].splitlines()
+    assert shown[1].endswith('mine.py", line 9, in loss'), ours  # nothing of what called it
+    assert not [line for line in shown if "/spmdrl/" in line or "/torch/" in line]
+    said = rf"JSONDecodeError: .* \({tmp_path}/mine.py:5, in parsed"
+    assert re.search(rf"\[rank 0\] ended with {said}\)", ours)
+    assert re.search(rf"traceback : {said}; raised at .*decoder.py", footer)
+    (log,) = (tmp_path / "out" / "logs").glob("*/rank_0.log")
+    assert "spmdrl/train/trainer.py" in log.read_text() and "mine.py" in log.read_text()
+
+
+def test_an_error_in_an_edit_of_train_py_shows_its_line(tiny_model, tmp_path):
+    edit = (BEGIN, f'    int("many")\n{BEGIN}')
+    flags = TINY["sft"] | {"model.path": tiny_model, "output-dir": tmp_path / "out"}
+    text = run("demo_sft.yaml", 1, script=copied(tmp_path, edit=edit), status=1, **flags).output
+    assert re.search(r'script.py", line \d+, in train\n +int\("many"\)', text), text
+    at = re.escape(f"({tmp_path}/script.py:")
+    assert re.search(rf"ended with ValueError: .*'many' {at}\d+, in train\)", text), text
+
+
 # --------------------------------------------------------------------------- without ranks
+
+
+def test_a_refusal_that_the_users_code_ran_into_says_where(tmp_path):
+    (tmp_path / "asks.py").write_text(
+        "from spmdrl.algorithms import registry\ndef ask():\n    registry.get('loss', 'nope')\n"
+    )
+    ask = import_file(str(tmp_path / "asks.py")).ask
+    _, called_back = attempt(lambda: ask())
+    assert f"(asked for at {tmp_path}/asks.py:3, in ask)" in described(called_back)
+    with pytest.raises(Refusal) as own:
+        registry.get("loss", "nope")
+    assert described(own.value) == str(own.value)
+
+
+def test_a_file_that_cannot_be_imported_is_named_with_its_line(tmp_path):
+    (tmp_path / "torn.py").write_text("limit = 3\nassert limit < 3, 'too many'\n")
+    (tmp_path / "typo.py").write_text("limit = 3\ndef f(:\n")
+    with refused(f"AssertionError: too many ({tmp_path}/torn.py:2, in <module>)"):
+        import_object(f"{tmp_path}/torn.py:f", field="field", kind="function")
+    with refused("SyntaxError", f"({tmp_path}/typo.py:2)"):
+        import_object(f"{tmp_path}/typo.py:f", field="field", kind="function")
 
 
 def test_only_a_whole_checkpoint_of_the_same_run_counts_as_finished(tmp_path, group, capsys):

@@ -21,12 +21,14 @@ from spmdrl.workers import deadlines
 from spmdrl.workers.pool import RewardPool
 
 FUNCTIONS = """
-import os, pathlib, re, subprocess, sys, time
+import json, os, pathlib, re, subprocess, sys, time
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     word, _, rest = solution_str.partition(" ")
     if word == "raise":
         raise KeyError("lost")
+    if word == "deep":
+        json.loads("{")
     if word == "exit":
         os._exit(7)
     if word == "sysexit":
@@ -71,6 +73,7 @@ def functions(tmp_path):
     ("text", "failure", "words"),
     [
         ("raise", "error", "KeyError: 'lost' (.*my_rewards.py:7)"),
+        ("deep", "error", r"my_rewards.py:9, in compute_score; raised at .*json/decoder.py:\d+\)"),
         ("exit", "error", "exit code 7"),
         ("sysexit", "error", "SystemExit: 3"),
         ("segfault", "error", "signal 11"),

@@ -18,7 +18,7 @@ from typing import Any, Literal, Union
 import torch
 from torch import Tensor
 
-from spmdrl.errors import Refusal
+from spmdrl.errors import Refusal, described, with_line
 
 Method = Callable[..., Any]
 """A function of the registry, or one's own with parameters of the same names."""
@@ -112,9 +112,9 @@ def _imported(name: str) -> Method | str:
     module_name, _, attribute = name.partition(":")
     try:
         module = importlib.import_module(module_name)
-    except (ImportError, ValueError) as error:
+    except Exception as error:  # importing runs the user's code, which can raise anything
         return (
-            f"cannot import {module_name!r} of {name!r}: {error}; it must be "
+            f"cannot import {module_name!r} of {name!r}: {with_line(error)}; it must be "
             "importable from the folder of train.py or from PYTHONPATH"
         )
     function = getattr(module, attribute, None)
@@ -257,8 +257,7 @@ def _trial_problems(kind: Kind, function: Method, options: Named) -> list[str]:
     try:
         result = _trial(kind, function, options)
     except Exception as error:  # whatever a function of the user's own raises
-        prefix = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
-        return [f"_options: {prefix}{error}"]
+        return [f"_options: {described(error)}"]
     per_token = kind == "advantage" and is_per_token(function)
     tensor, what, each = result, "a tensor", "token"
     if kind != "kl" and (kind != "advantage" or per_token):

@@ -127,7 +127,7 @@ def _companion_problems(cfg: Config) -> list[str]:
     for field, path in paths.items():
         if not path or path == cfg.model.path:
             continue
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(Refusal):
             hf_model = build_meta_model(replace(cfg.model, path=path))
             counts = counts_of(hf_model)
             problems += _separation_problems(hf_model, counts, at=f"{field} {path}")

@@ -44,7 +44,7 @@ def input_problems(cfg: Config) -> Iterator[str]:
         yield from refusal(lambda: check_environment(environment, row))
     for spec in cfg.rewards.functions if cfg.objective.samples else ():
         # A module of the user's may exit.
-        _, error = attempt(lambda: _check_reward(spec, row, cfg=cfg), (ValueError, SystemExit))
+        _, error = attempt(lambda: _check_reward(spec, row, cfg=cfg), (Refusal, SystemExit))
         if error:
             yield str(error) or f"rewards.functions: importing {spec!r} exits"
 

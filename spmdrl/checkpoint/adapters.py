@@ -104,7 +104,7 @@ def export_adapter(
 
 def _embedding_name(model: ModelSettings) -> str:
     what = "--adapter needs the config of the weights under the adapters; name them by --model"
-    with refusing(what, ValueError):
+    with refusing(what, Refusal):
         hf_model = build_meta_model(model)
     embedding = hf_model.get_input_embeddings()
     return next(name for name, module in hf_model.named_modules() if module is embedding)

@@ -15,6 +15,7 @@ import signal
 import sys
 from pathlib import Path
 
+from spmdrl.errors import Refusal
 from spmdrl.imports import attempt
 from spmdrl.report.rollout_text import SORTS, group_text, groups_text, steps_text
 from spmdrl.report.rollout_view import read_group, summaries
@@ -52,7 +53,7 @@ def main(argv: list[str] | None = None) -> int:
         parser.error("--group needs --step")
     if args.group is None and (args.html or args.tokens):
         parser.error("--html and --tokens show one group: give --step and --group")
-    text, error = attempt(lambda: _shown(args), (ValueError, OSError))
+    text, error = attempt(lambda: _shown(args), (Refusal, OSError))
     print(error or text, file=sys.stderr if error else sys.stdout)
     return 2 if error else 0
 

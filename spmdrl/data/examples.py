@@ -173,7 +173,7 @@ class LabelledSource(PairSource):
         own = super().units_at(step)
         split = [_split(unit.examples[0]) for unit in own]
         prompts = [hashed(repr(given)) >> 1 for given, _, _ in split]
-        with refusing(f"data.train, step {step}", ValueError):
+        with refusing(f"data.train, step {step}", Refusal):
             others = mismatched(torch.tensor(prompts))
         units = []
         for unit, (given, _, _), other in zip(own, split, others.tolist()):

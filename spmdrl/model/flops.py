@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from spmdrl.config import Config
+from spmdrl.errors import Refusal
 from spmdrl.model.shape import ModelShape, model_shape
 from spmdrl.types import Sums
 from spmdrl.world.hardware import known_gpu
@@ -96,7 +97,7 @@ def countable_shape(hf_model: nn.Module) -> ModelShape | None:
     """Return the shape of a model; None, with a word in the log, where its build is unknown."""
     try:
         return model_shape(hf_model)
-    except ValueError as error:
+    except Refusal as error:
         log.info("perf/trainer_flops is not counted: %s", error)
         return None
 

@@ -22,6 +22,7 @@ from spmdrl.config import (
     SamplingSettings,
     from_tree,
 )
+from spmdrl.errors import Refusal
 from spmdrl.imports import attempt
 from spmdrl.model.shrink import shrunk, tiny_model
 from spmdrl.model.shrink_fields import CHUNK
@@ -78,7 +79,7 @@ class Proof:
         if error is None:
             _, error = attempt(lambda: check_fit(self._config("fit")))
         if error is not None:
-            verdict: Verdict = "refused" if isinstance(error, ValueError) else "WRONG"
+            verdict: Verdict = "refused" if isinstance(error, Refusal) else "WRONG"
             yield Line("model", verdict, _short(error), time.monotonic() - began)
             return
         yield Line("model", "proved", self._size, time.monotonic() - began)

@@ -213,7 +213,7 @@ def _given_verl(sample: RewardSample, _: Score, wanted: _Parameters) -> dict[str
         "extra_info": row.get("extra_info"),
     }
     # A format check, say, can do without.
-    absent = () if "ground_truth" in wanted.required else (ValueError,)
+    absent = () if "ground_truth" in wanted.required else (Refusal,)
     with contextlib.suppress(*absent):
         given["ground_truth"] = ground_truth_of(row)
     return given

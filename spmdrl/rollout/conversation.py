@@ -157,7 +157,7 @@ class Chat:
     def _heads(self) -> list[list[Message]]:
         user = [{"role": "user", "content": "begin"}]
         system = [{"role": "system", "content": "rules"}, *user]
-        with suppress(ValueError):  # Gemma's has no system turn: nor can an environment use one
+        with suppress(Refusal):  # Gemma's has no system turn: nor can an environment use one
             self._opening_text(system)
             return [user, system]
         return [user]
@@ -181,7 +181,7 @@ def _explained(what: str) -> Iterator[None]:
     """Say behind a refusal of the template what was shown to it."""
     try:
         yield
-    except ValueError as error:
+    except Refusal as error:
         raise Refusal(f"{error}\nThat was {what}") from None
 
 

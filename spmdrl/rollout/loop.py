@@ -206,7 +206,7 @@ class Loop:
                 if is_opening
                 else self.chat.observed(episode.turn, list(result.messages))
             )
-        except ValueError as error:
+        except Refusal as error:
             return _failed(result, "error", f"environment: {error}")
         if is_opening:
             if len(tokens) > self.cfg.data.max_prompt_tokens:

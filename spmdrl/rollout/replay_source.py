@@ -79,7 +79,7 @@ def check_recorded(cfg: Config) -> Recorded:
     Raises: Refusal when a step up to the last is not there, or the config differs in what
         the recorded numbers contain.
     """
-    with refusing("rollout.record.replay", ValueError):
+    with refusing("rollout.record.replay", Refusal):
         recorded = find_recorded(replay_folder(cfg))
     steps = recorded.steps
     # A resumed run starts at a later step than 0: those before the first may be missing.

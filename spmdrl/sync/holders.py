@@ -115,7 +115,7 @@ class Holders:
                     by_cut.setdefault(cut, []).extend(said[i][0])
                 try:
                     self.grids.append(Grid(list(_on_ranks(by_cut)), table.depth))
-                except ValueError as error:
+                except Refusal as error:
                     raise Refusal(f"weight stream: {name}: {error}") from error
                 grids[key] = len(grids)
             if key:

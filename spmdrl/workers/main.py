@@ -21,8 +21,8 @@ import time
 from collections.abc import Callable
 from typing import Any, BinaryIO
 
+from spmdrl.errors import described
 from spmdrl.workers.messages import RECALL, pack_message, read_message
-from spmdrl.workers.reward_jobs import describe
 from spmdrl.workers.server import Server
 
 
@@ -42,8 +42,7 @@ def main(life_fd: int) -> None:
     try:
         server = Server(setup)
     except BaseException as error:  # sys.exit in a user's module too
-        text = str(error) if isinstance(error, ValueError) else describe(error)
-        write(pack_message(("refused", text)))
+        write(pack_message(("refused", described(error))))
         return
     write(pack_message(("ready", (time.monotonic(), server.facts))))
     inbox: queue.SimpleQueue = queue.SimpleQueue()

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import time
-import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from spmdrl.data.tasks import is_generated, make_task
+from spmdrl.errors import described
 from spmdrl.rewards.answers import reported
 from spmdrl.rewards.signatures import BadValue, Reward, RewardSample, Score, adapt, load_reward
 from spmdrl.workers.messages import Done, Failure, RewardResult, Setup, TurnResult
@@ -39,7 +39,7 @@ class RunningJob:
         except BadValue as error:
             self.failure, self.message = "bad_value", f"{returned}{error}"
         except BaseException as error:  # SystemExit too: user code may call sys.exit
-            self.failure, self.message = "error", f"{raised}{describe(error)}"
+            self.failure, self.message = "error", f"{raised}{described(error)}"
 
     def done(self, result: RewardResult | TurnResult | None) -> Done:
         """Return what became of it."""
@@ -147,10 +147,3 @@ class RewardScorer:
             return []
         name, reward = self._tasks[sample.row["data_source"]]
         return [(name, 1.0, reward)]
-
-
-def describe(error: BaseException) -> str:
-    """Return what was raised, and where, in one line."""
-    frames = traceback.extract_tb(error.__traceback__)
-    where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
-    return f"{type(error).__name__}: {error}{where}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import sys
@@ -10,10 +11,13 @@ import time
 import traceback
 from typing import Protocol
 
+from spmdrl.errors import Refusal, described, users_line, users_traceback
 from spmdrl.world.launch import known_rank, tell_launcher
 from spmdrl.world.watch import PeersMissing, Watch, first_line
 
 _ONE_KEY_PRESS_S = 1.0  # terminal and launcher may both pass on the same Ctrl-C
+_WHOLE = logging.getLogger("traceback")  # no child of ours: the console shows what those say
+_WHOLE.setLevel(logging.INFO)
 
 
 class Member(Protocol):
@@ -90,27 +94,36 @@ def ended(error: Exception, world: Member | None) -> int:
     """Say why this rank ends, to people, to the launcher and to the other ranks.
 
     Args:
-        error: what was raised. Of a Refusal (the user's to mend) and of missing peers the
-            message is shown, of anything else the traceback too.
+        error: what was raised. Of a Refusal and of missing peers the message is shown, of anything
+            else the traceback from the user's own code on. The rank's log has the whole traceback.
         world: None when it was not reached.
     Returns: the exit status.
     """
     rank, text = known_rank() if world is None else world.rank, first_line(error)
     is_own = not isinstance(error, PeersMissing)
     if is_own:
-        tell_launcher(f"{type(error).__name__}: {error}")
+        tell_launcher(described(error))
     if world is not None:
         world.watch.claim_ending(wait=True)
         if is_own and not world.watch.claim_cause(text):
             print(f"[rank {rank}] ends for the same reason", file=sys.stderr, flush=True)
             return 1
-    if isinstance(error, (ValueError, PeersMissing)):
-        print(f"[rank {rank}] {error}", file=sys.stderr, flush=True)
-    else:
-        traceback.print_exception(error)
-        print(f"[rank {rank}] ended with {text}", file=sys.stderr, flush=True)
+    _show(error, rank)
     if world is not None:
         world.watch.close_early("failed")
         if is_own:
             world.watch.tell_end(text)
-    return 2 if isinstance(error, ValueError) else 1
+    return 2 if isinstance(error, Refusal) else 1
+
+
+def _show(error: Exception, rank: int | str) -> None:
+    """Print what a person needs; the rank's log gets the whole traceback."""
+    whole = "".join(traceback.format_exception(error))
+    if isinstance(error, (Refusal, PeersMissing)):
+        shown = f"[rank {rank}] {described(error) if isinstance(error, Refusal) else error}"
+    else:
+        shown, place = users_traceback(error), users_line(error)
+        shown += f"[rank {rank}] ended with {first_line(error)}" + (f" ({place})" if place else "")
+    print(shown, file=sys.stderr, flush=True)
+    if not shown.startswith(whole):  # what is printed goes to the log too
+        _WHOLE.info("rank %s ends:\n%s", rank, whole)

@@ -41,7 +41,7 @@ class RewardModels:
         named = reward_models(cfg.rewards.functions) if cfg.objective.samples else {}
         self._models: dict[int, ShardedModel] = {}
         for position, path in named.items():
-            with refusing(f"rewards.functions: model:{path} cannot be a reward", ValueError):
+            with refusing(f"rewards.functions: model:{path} cannot be a reward", Refusal):
                 check_reward_model(cfg, path, folder=model_folder(path))
                 self._models[position] = ShardedModel(
                     cfg, world, path=path, is_trained=False, is_scalar=True

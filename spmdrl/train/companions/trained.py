@@ -43,7 +43,7 @@ class TrainedCompanion(Companion):
         is_scalar: bool,
     ):
         path = cfg.critic.path or cfg.model.path
-        with refusing(f"critic.path: the {what} cannot be made", ValueError):
+        with refusing(f"critic.path: the {what} cannot be made", Refusal):
             self.model = ShardedModel(cfg, world, path=path, is_trained=True, is_scalar=is_scalar)
         _check_fit(self.model, policy)
         options = replace(cfg.optimizer, lr=cfg.critic.lr)
