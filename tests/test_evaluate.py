@@ -9,17 +9,19 @@ import statistics
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
-from built import made, small_model
+from built import made, refused, small_model
 from drawn import trajectory
 from ranks import run_ranks
 from runs import ROOT
 
-from spmdrl.commands.evaluate import parse
+from spmdrl import config
+from spmdrl.commands.evaluate import _show, parse
 from spmdrl.commands.export import export
 from spmdrl.config import Config
-from spmdrl.evaluate import table
+from spmdrl.evaluate import Result, table
 from spmdrl.report.glossary import values_of
 from spmdrl.rollout.episode import FinishedEpisode
 from spmdrl.rollout.outcomes import ProblemOutcome, eval_sums, outcomes_of, summarize
@@ -214,7 +216,9 @@ def test_a_run_and_its_model_give_what_the_loop_measured_on_any_ranks(run, tmp_p
     first, looped = [row for row in rows if "eval/reward" in row]
     assert (first["step"], looped["step"]) == (0, STEPS)
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    of_run, printed = _evaluated(launcher, tmp_path / "run.json", run, "--which", "best")
+    uri = json.loads((run / "mlflow_run.json").read_text())["uri"]
+    words = (run, "--which", "best", "--tracking-uri", uri)
+    of_run, printed = _evaluated(launcher, tmp_path / "run.json", *words)
     assert of_run["step"] == STEPS and len(of_run["problems"]) == 12
     assert 0 < of_run["all"]["reward"]["mean"] < 1
     names = {f"eval/{name}": name for name in of_run["all"] if not name.startswith("best")}
@@ -277,6 +281,86 @@ def test_folders_are_told_apart(run, tiny_model, tmp_path):
         assert not request.is_checkpoint and request.right_at == 0.5
         assert request.out == Path(f"evaluation_{folder.name}.json")
     assert not parse(["owner/name", *flags], world_size=1).is_checkpoint
+
+
+def hostile_run(folder: Path, marker: Path, **changes: Any) -> Path:
+    """Return a run's folder whose config names code that would leave a marker."""
+    (folder / "checkpoints").mkdir(parents=True)
+    code = folder / "evil.py"
+    code.write_text(f"import pathlib\npathlib.Path({str(marker)!r}).touch()\n")
+    named = dict(rewards=dict(functions=(f"{code}:score",)))
+    own = {k: v(code) if callable(v) else v for k, v in changes.items()} or named
+    cfg = made(
+        output_dir=str(folder),
+        data=dict(train="task:addition", size=4, eval="task:addition"),
+        layout=dict(device="cpu"),
+        **own,
+    )
+    (folder / "config.yaml").write_text(config.dump(cfg))
+    return folder
+
+
+@pytest.mark.parametrize(
+    "changes, names, flag",
+    [
+        ({}, "rewards.functions: ", "--trust-run"),
+        (
+            dict(rollout=lambda code: dict(environment=dict(name=f"{code}:Game"))),
+            "rollout.environment.name: ",
+            "--trust-run",
+        ),
+        (
+            dict(rollout=lambda code: dict(environment=dict(name="tools", tools=f"a, {code}:b"))),
+            "rollout.environment.tools: ",
+            "--trust-run",
+        ),
+        (
+            dict(
+                rollout=dict(
+                    environment=dict(name="tools", tools={"python": {"allow_unprotected": True}})
+                )
+            ),
+            "allow_unprotected: True",
+            "--trust-run",
+        ),
+        (dict(engine=dict(options={"worker_cls": "evil.Worker"})), "worker_cls", "--trust-run"),
+        (dict(model=dict(trust_remote_code=True)), "trust_remote_code", "--trust-remote-code"),
+    ],
+)
+def test_a_run_is_not_believed_in_what_it_would_run(changes, names, flag, tmp_path):
+    marker = tmp_path / "marker"
+    run = hostile_run(tmp_path / "run", marker, **changes)
+    (run / "checkpoints/step_1").mkdir()
+    with refused(f"{run}/config.yaml may be somebody else's", names, f"allow it by {flag}"):
+        parse([str(run)], world_size=1)
+    assert not marker.exists()
+
+
+def test_what_the_command_line_names_is_believed(tmp_path):
+    run = hostile_run(tmp_path / "run", tmp_path / "marker")
+    (run / "checkpoints/step_1").mkdir()
+    mine = ("--rewards.functions", "spmdrl.rewards.graders:numeric")
+    trusted = parse([str(run), "--trust-run"], world_size=1).cfg
+    assert trusted.rewards.functions == (f"{run / 'evil.py'}:score",)
+    request = parse([str(run), *mine, "--trust-remote-code"], world_size=1)
+    assert request.cfg.model.trust_remote_code
+    assert not parse([str(run), *mine], world_size=1).cfg.model.trust_remote_code
+
+
+def test_a_runs_tracker_is_contacted_where_the_command_line_names_it(tmp_path, capsys, monkeypatch):
+    asked = []
+    monkeypatch.setattr("spmdrl.report.tracker.log_files", lambda *a: asked.append(a) or "uri")
+    monkeypatch.setattr("spmdrl.evaluate.write", lambda *a, **k: [])
+    monkeypatch.setattr("spmdrl.evaluate.table", lambda *a, **k: "")
+    run = hostile_run(tmp_path / "run", tmp_path / "marker")
+    (run / "checkpoints/step_1").mkdir()
+    (run / "mlflow_run.json").write_text('{"uri": "http://elsewhere", "run_id": "1"}')
+    mine = ("--rewards.functions", "spmdrl.rewards.graders:numeric")
+    for uri in ("", "http://other", "http://elsewhere"):
+        request = parse([str(run), *mine, "--tracking-uri", uri], world_size=1)
+        _show(request, Result(1, []))
+        assert bool(asked) == (uri == "http://elsewhere")
+    assert "give --tracking-uri http://elsewhere" in capsys.readouterr().out
 
 
 def test_what_cannot_be_evaluated_is_refused_with_the_reason(run, tiny_model, tmp_path, capsys):

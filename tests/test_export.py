@@ -5,18 +5,20 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from built import refused
 from checkpoint_runs import config, save
 from comparing import differing, whole
 from policy_runs import small_model
 from ranks import run_ranks
 from runs import call
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from worlds import with_trainer
 
 from spmdrl.checkpoint import manifest as disk
@@ -187,3 +189,44 @@ def test_older_config_files_keep_their_name_of_the_dtype(run, tmp_path):
     written = json.loads((tmp_path / "out/config.json").read_text())
     assert written["torch_dtype"] == "bfloat16" and "dtype" not in written
     assert (tmp_path / "out/tokenizer.json").is_file()
+
+
+EVIL = """
+import pathlib
+pathlib.Path("{marker}").touch()
+from transformers import Qwen3Config
+class Evil(Qwen3Config):
+    model_type = "evil"
+"""
+
+
+@once
+def test_an_export_runs_and_copies_nothing_that_a_manifest_names(run, tmp_path):
+    folder, _ = run
+    content = disk.read_manifest(folder / "checkpoints/step_1")
+    checkpoint, model, marker = tmp_path / "step_1", tmp_path / "model", tmp_path / "marker"
+    shutil.copytree(folder / "checkpoints/step_1", checkpoint)
+    shutil.copytree(content.model, model)
+    (model / "evil.py").write_text(EVIL.format(marker=marker))
+    for name in ("secret.json", "passwords.txt"):
+        (model / name).write_text("{}")
+    fields = json.loads((model / "config.json").read_text())
+    named = {"AutoConfig": "evil.Evil", "AutoModelForCausalLM": "evil.Evil"}
+    (model / "config.json").write_text(json.dumps(fields | {"auto_map": named}))
+    hostile = content.config | {"model.trust_remote_code": True}
+    changes = dict(model=str(model), tokenizer=str(model))
+    disk.write_manifest(checkpoint, dataclasses.replace(content, config=hostile, **changes))
+    with refused("brings Python code", "--trust-remote-code"):
+        export(checkpoint, out=tmp_path / "refused")
+    # A run that did without the code: the export does too, and names none of it.
+    disk.write_manifest(checkpoint, dataclasses.replace(content, **changes))
+    out = export(checkpoint, out=tmp_path / "out")
+    assert "auto_map" not in json.loads((out / "config.json").read_text())
+    names = {path.name for path in out.iterdir()}
+    assert not names & {"evil.py", "secret.json", "passwords.txt"} and "tokenizer.json" in names
+    assert not marker.exists()
+    (model / "vocab.txt").symlink_to("/etc/hostname")
+    with refused("vocab.txt is no file of", "but a link to /etc/hostname"):
+        export(checkpoint, out=tmp_path / "linked")
+    AutoConfig.from_pretrained(model, trust_remote_code=True)  # the bait was live
+    assert marker.exists()

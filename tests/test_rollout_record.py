@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import resource
 from pathlib import Path
@@ -401,3 +402,28 @@ def test_the_viewer_names_what_is_there(words, says, shown, capsys):
     assert says in capsys.readouterr().err
     with pytest.raises(SystemExit):
         viewer.main([str(shown), "--group", "1"])
+
+
+def test_the_viewer_runs_nothing_that_a_run_names(tmp_path, capsys, monkeypatch):
+    marker = tmp_path / "marker"
+    mark = f"import pathlib\npathlib.Path({str(marker)!r}).touch()\n"
+    (tmp_path / "evil_advantage.py").write_text(f"{mark}def adv(rewards): return rewards\n")
+    tokenizer = tmp_path / "tokenizer"
+    tokenizer.mkdir()
+    (tokenizer / "evil.py").write_text(mark)
+    named = {"auto_map": {"AutoTokenizer": ["evil.Evil", None]}, "tokenizer_class": "Evil"}
+    (tokenizer / "tokenizer_config.json").write_text(json.dumps(named))
+    cfg = config_of(
+        tmp_path,
+        model=dict(tokenizer=str(tokenizer), trust_remote_code=True),
+        algorithm=dict(advantage="evil_advantage:adv"),
+    )
+    record(cfg, 0, range(2))
+    (tmp_path / "config.yaml").write_text(config.dump(cfg))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    viewer.main([str(tmp_path), "--step", "0", "--group", "0", "--tokens"])
+    text = capsys.readouterr().out
+    assert "names the code evil_advantage:adv" in text and "--trust-run" in text
+    assert "--trust-remote-code" in text and not marker.exists()
+    viewer.main([str(tmp_path), "--step", "0", "--group", "0", "--trust-run"])
+    assert marker.exists()  # the bait was live

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -24,7 +24,7 @@ from spmdrl.checkpoint.adapters import MergedWeights
 from spmdrl.checkpoint.weights import SavedWeights
 from spmdrl.config import ModelSettings
 from spmdrl.errors import Refusal
-from spmdrl.imports import refusing
+from spmdrl.imports import parsed_json, refusing
 from spmdrl.model.checkpoint_reader import CheckpointReader
 from spmdrl.model.file_tensors import file_tensors
 from spmdrl.model.load import SCALAR_HEAD, build_meta_model, model_folder
@@ -35,7 +35,31 @@ from spmdrl.world.launch import is_launched, read_launch
 
 T = TypeVar("T")
 _WAIT = timedelta(hours=2)  # for the slowest rank's files; one that dies is noticed at once
-_SMALL_FILES = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "*.py")
+_SMALL_FILES = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "chat_template.json",
+    "chat_template.jinja",
+    "tokenizer.model",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "tiktoken.model",
+    "tekken.json",
+    "*.tiktoken",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
+)
+"""All that is taken of a folder, which may be one that a stranger's checkpoint names."""
+_CODE = "auto_map"
+"""Where config.json and tokenizer_config.json name the Python files that come with them."""
 
 
 @dataclass(frozen=True)
@@ -101,9 +125,9 @@ def write_folder(
     """
 
     def describe() -> torch.dtype:
-        _copy_small_files(model.path, out, flag="--model")
-        own = ("config.json", "generation_config.json")
-        _copy_small_files(model.tokenizer, out, flag="--tokenizer", skip=own)
+        trusts, own = model.trust_remote_code, ("config.json", "generation_config.json")
+        _copy_small_files(model.path, out, flag="--model", trusts=trusts)
+        _copy_small_files(model.tokenizer, out, flag="--tokenizer", trusts=trusts, skip=own)
         return _set_dtype(out / "config.json", dtype)
 
     cast = ranks.first(describe)
@@ -128,16 +152,53 @@ def write_folder(
     ranks.all(write)
 
 
-def _copy_small_files(name: str, target: Path, *, flag: str, skip: tuple[str, ...] = ()) -> None:
+def _copy_small_files(
+    name: str, target: Path, *, flag: str, trusts: bool, skip: tuple[str, ...] = ()
+) -> None:
+    """Copy what is known of a model or tokenizer, and its Python files where they are trusted."""
     source = Path(name)
     if not source.is_dir():
         source = _from_hub(name, flag=flag)
     if flag == "--model" and not (source / "config.json").is_file():
         raise Refusal(f"{source} has no config.json; give the model's folder by {flag}")
-    for pattern in _SMALL_FILES:
+    for pattern in (*_SMALL_FILES, *(["*.py"] if trusts else [])):
         for path in sorted(source.glob(pattern)):
-            if path.name not in skip and not path.name.endswith(".index.json"):
+            if path.name not in skip:
+                _check_inside(path, source)
                 shutil.copyfile(path, target / path.name)
+    for path in () if trusts else (target / "config.json", target / "tokenizer_config.json"):
+        _leave_out_code(path)
+
+
+def _check_inside(path: Path, source: Path) -> None:
+    """Refuse what is no file of a folder, or of the hub's cache that the folder is a part of."""
+    root = source.resolve()
+    roots = (root, root.parent.parent / "blobs") if root.parent.name == "snapshots" else (root,)
+    if not path.is_file() or not any(path.resolve().is_relative_to(own) for own in roots):
+        raise Refusal(
+            f"{path} is no file of {source}, but a link to {path.resolve()}; put the file there "
+            "if it is meant to be in the export"
+        )
+
+
+def _leave_out_code(path: Path) -> None:
+    """Have a copied file name no code: the files with it were not copied."""
+    content = _json_of(path) if path.is_file() else {}
+    if content.pop(_CODE, None):
+        path.write_text(json.dumps(content, indent=2) + "\n")
+
+
+def brings_code(name: str) -> bool:
+    """Return whether a model's folder names Python files that come with it."""
+    path = Path(name) / "config.json"
+    return path.is_file() and bool(_json_of(path).get(_CODE))
+
+
+def _json_of(path: Path) -> dict[str, Any]:
+    content, why = parsed_json(path.read_text(errors="replace"))
+    if not isinstance(content, dict):
+        raise Refusal(f"{path} is no JSON object{f': {why}' if why else ''}")
+    return content
 
 
 def _from_hub(name: str, *, flag: str) -> Path:
@@ -148,12 +209,12 @@ def _from_hub(name: str, *, flag: str) -> Path:
         f"; say by {flag} where it is now",
     )
     with refusing(f"{name} {what}", OSError, ValueError, hint=hint):
-        return Path(snapshot_download(name, allow_patterns=list(_SMALL_FILES)))
+        return Path(snapshot_download(name, allow_patterns=[*_SMALL_FILES, "*.py"]))
 
 
 def _set_dtype(path: Path, dtype: str) -> torch.dtype:
     """Write the dtype of the weights into config.json and return it; they are plain now."""
-    config = json.loads(path.read_text())
+    config = _json_of(path)
     for key in QUANTISATION_KEYS:
         config.pop(key, None)
     key = "torch_dtype" if "torch_dtype" in config else "dtype"  # older files have the former
@@ -175,13 +236,13 @@ def _make_classifier(folder: Path) -> None:
     sequence at a time.
     """
     path = folder / "config.json"
-    config = json.loads(path.read_text())
+    config = _json_of(path)
     config["architectures"] = [
         name.replace("ForCausalLM", "ForSequenceClassification")
         for name in config.get("architectures") or ()
     ]
     config |= {"num_labels": 1, "id2label": {"0": "score"}, "label2id": {"score": 0}}
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     ends = config.get("eos_token_id")
     ends = {tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])}
     candidates = (config.get("pad_token_id"), tokenizer.pad_token_id)

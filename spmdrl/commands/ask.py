@@ -95,8 +95,8 @@ def _answers(
     from spmdrl.data.prompts import encode_prompt
 
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_pretrained(folder).eval()
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     for index, row in enumerate(rows):
         tokens, _ = encode_prompt(
             prompt_of(row),

@@ -9,7 +9,8 @@
 The first argument is a Hugging Face folder or hub name, a run's folder (its newest whole checkpoint
 is taken, or its best one) or a checkpoint. Runs and checkpoints bring their own config; any field
 of it is a flag, as in train.py. Every rank generates, layout.inference_tp ranks to an engine. What
-is found is printed as a table, written as JSON, and added to the run's MLflow run if it has one.
+is found is printed as a table, written as JSON, and with --tracking-uri added to the run's MLflow
+run. A run's config may be somebody else's: code that it names is run with --trust-run alone.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from spmdrl import config
+from spmdrl.check.foreign_code import named_code
 from spmdrl.check.settings import validate
 from spmdrl.config import Config, load_yaml
 from spmdrl.config.read import read, refuse
@@ -53,6 +55,8 @@ class CommandLine:
     """Reward from which a sample is right, task units."""
     which: str
     """Which checkpoint of a run: `last` or `best`."""
+    tracking_uri: str
+    """Where files may be added to the run's MLflow run; empty for nowhere."""
     cfg: Config
     """What to evaluate with: colocated on all ranks, model.path still `model`."""
 
@@ -76,6 +80,9 @@ def parse(argv: Sequence[str], *, world_size: int) -> CommandLine:
     own.add_argument("--out", type=Path)
     own.add_argument("--right-at", type=float, default=RIGHT_AT)
     own.add_argument("--which", choices=("last", "best"), default="last")
+    own.add_argument("--tracking-uri", default="")
+    own.add_argument("--trust-run", action="store_true")
+    own.add_argument("--trust-remote-code", action="store_true")
     chosen, rest = own.parse_known_args(argv[1:])
     model, has_config = argv[0], any(word.split("=")[0] == "--config" for word in rest)
     is_checkpoint = _is_checkpoint(model)
@@ -86,6 +93,8 @@ def parse(argv: Sequence[str], *, world_size: int) -> CommandLine:
         about=f"{_HELP}\n",
         default=load_yaml(file, may_be_former=True) if file else None,
     )
+    if file:
+        asked = _trusted(asked, rest, file=file, chosen=chosen)
     if chosen.which == "best" and not is_checkpoint:
         raise Refusal(f"--which best: {model} is a model, not a run that keeps its best one")
     if asked.objective.is_scalar and is_checkpoint:
@@ -105,8 +114,37 @@ def parse(argv: Sequence[str], *, world_size: int) -> CommandLine:
         chosen.out or Path(f"evaluation_{name}.json"),
         chosen.right_at,
         chosen.which,
+        chosen.tracking_uri,
         cfg,
     )
+
+
+def _trusted(
+    asked: Config, flags: Sequence[str], *, file: str, chosen: argparse.Namespace
+) -> Config:
+    """Return a run's config without what it says of trust: the command line alone says that.
+
+    Raises: Refusal naming the code that the run's own config would have this command run.
+    """
+    told = tuple(
+        word.split("=")[0][2:].replace("-", "_") for word in flags if word.startswith("--")
+    )
+    says_code = any(name.startswith("model.trust_remote_code") for name in told)
+    code = [] if chosen.trust_run else named_code(asked)
+    code = [text for text in code if not (told and text.startswith(told))]
+    hints = ["--trust-run"] if code else []
+    if asked.model.trust_remote_code and not (says_code or chosen.trust_remote_code):
+        code.append("model.trust_remote_code: true")
+        hints.append("--trust-remote-code")
+    if code:
+        raise Refusal(
+            f"{file} may be somebody else's, and would run code here:\n  "
+            + "\n  ".join(code)
+            + f"\nLook at it, then allow it by {' and '.join(hints)}, or set these fields yourself"
+        )
+    if says_code:
+        return asked
+    return replace(asked, model=replace(asked.model, trust_remote_code=chosen.trust_remote_code))
 
 
 def _problems(cfg: Config) -> list[str]:
@@ -124,7 +162,13 @@ _HELP = """--out FILE
 --right-at REWARD
     reward from which a sample counts as right in pass@k and maj@n; by default 1.
 --which {last,best}
-    of a run's checkpoints: the newest whole one, or the best by checkpoint.keep."""
+    of a run's checkpoints: the newest whole one, or the best by checkpoint.keep.
+--trust-run
+    run the reward functions, environments and tools that the run's own config names.
+--trust-remote-code
+    run Python code that comes with the model.
+--tracking-uri URI
+    add what is found to the run's MLflow run, which is at this URI."""
 
 
 def _is_checkpoint(model: str) -> bool:
@@ -236,7 +280,8 @@ def _model_folder(request: CommandLine, world: World) -> Iterator[tuple[str, int
             folder, content = whole_checkpoint(named(Path(request.model), request.which))
             out = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "model"
             # What the weight stream gives the engine: masters cast to its dtype.
-            export(folder, out=out, dtype=request.cfg.engine.dtype)
+            trusts = request.cfg.model.trust_remote_code
+            export(folder, out=out, dtype=request.cfg.engine.dtype, trust_remote_code=trusts)
             return str(out), content.step
 
         made = world.from_rank_0(exported, wait="export checkpoint")
@@ -252,19 +297,23 @@ def _model_folder(request: CommandLine, world: World) -> Iterator[tuple[str, int
 def _show(request: CommandLine, result: Result) -> None:
     """Print the table, write the files, and add them to the MLflow run of a run's folder."""
     from spmdrl.evaluate import table, write
-    from spmdrl.report.tracker import log_files
+    from spmdrl.report.tracker import log_files, tracking_uri
 
     print(table(result.outcomes, samples=request.cfg.evaluate.samples, right_at=request.right_at))
     files = write(request.out, request.cfg, result, model=request.model, right_at=request.right_at)
     print(f"written to {' and '.join(map(str, files))}")
     if not request.is_checkpoint:
         return
-    # A tracker that is down is no reason to fail: the files are there.
-    uri, error = attempt(lambda: log_files(_run_folder(Path(request.model)), files), Exception)
-    if error:
-        print(f"MLflow did not take them: {type(error).__name__}: {error}", file=sys.stderr)
+    folder = _run_folder(Path(request.model))
+    uri = tracking_uri(folder)
+    if not uri:
+        print("the run has no MLflow run to add them to")
+    elif uri != request.tracking_uri:
+        print(f"the run's MLflow run is at {uri}; to add them there, give --tracking-uri {uri}")
     else:
-        print(f"and to MLflow at {uri}" if uri else "the run has no MLflow run to add them to")
+        # A tracker that is down is no reason to fail: the files are there.
+        _, error = attempt(lambda: log_files(folder, files), Exception)
+        print(f"and to MLflow at {uri}" if error is None else f"MLflow did not take them: {error}")
 
 
 def main() -> None:

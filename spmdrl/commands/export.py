@@ -40,6 +40,7 @@ def export(
     model: str = "",
     tokenizer: str = "",
     adapter: bool = False,
+    trust_remote_code: bool = False,
     is_shared: tyro.conf.Suppress[bool] = False,
 ) -> Path:
     """Write the policy of a checkpoint into a Hugging Face folder.
@@ -53,10 +54,12 @@ def export(
         model: folder or hub name for config.json, where the one in the checkpoint has moved.
         tokenizer: the same for the tokenizer's files.
         adapter: write the adapters alone, which `model` goes with, in PEFT's format.
+        trust_remote_code: run Python code that comes with the model, and copy its files. What the
+            checkpoint says of it is not believed: a checkpoint may come from somebody else.
         is_shared: every rank that torchrun or srun started calls this, and writes its share.
     Returns: the folder.
-    Raises: Refusal when there is no whole checkpoint, `out` is taken, or the model's small
-        files cannot be found.
+    Raises: Refusal when there is no whole checkpoint, `out` is taken, the model's small files
+        cannot be found, or it needs code that is not trusted.
     """
     from spmdrl.checkpoint.adapters import export_adapter
     from spmdrl.checkpoint.hf_folder import Ranks, write_folder
@@ -67,7 +70,8 @@ def export(
     made = out.with_name(out.name + ".partial")
     with Ranks.joined(is_shared=is_shared) as ranks:
         folder, content = ranks.first(lambda: _begin(checkpoint, out, which=which, made=made))
-        base, trusts = model or content.model, bool(content.config.get("model.trust_remote_code"))
+        base, trusts = model or content.model, trust_remote_code
+        ranks.first(lambda: _check_code(content, base, trusts=trusts))
         if adapter:
             saved = SavedWeights(folder)
             ranks.first(lambda: export_adapter(saved, made, base=base, trust_remote_code=trusts))
@@ -99,6 +103,16 @@ def _begin(checkpoint: Path, out: Path, *, which: str, made: Path) -> tuple[Path
     shutil.rmtree(made, ignore_errors=True)
     made.mkdir(parents=True)
     return found
+
+
+def _check_code(content: Manifest, base: str, *, trusts: bool) -> None:
+    from spmdrl.checkpoint.hf_folder import brings_code
+
+    if content.config.get("model.trust_remote_code") and brings_code(base) and not trusts:
+        raise Refusal(
+            f"the checkpoint's run had model.trust_remote_code, and {base} brings Python code of "
+            "its own; look at it, and run it by --trust-remote-code"
+        )
 
 
 def _moved(made: Path, out: Path) -> Path:

@@ -48,6 +48,12 @@ def main(argv: list[str] | None = None) -> int:
         help="of the page's tokens; advantage if it is known",
     )
     parser.add_argument("--tokenizer", default="", help="folder of the tokenizer, if not the run's")
+    parser.add_argument(
+        "--trust-remote-code", action="store_true", help="run Python code of the tokenizer's folder"
+    )
+    parser.add_argument(
+        "--trust-run", action="store_true", help="run the advantage that the run's config names"
+    )
     args = parser.parse_args(argv)
     if args.group is not None and args.step is None:
         parser.error("--group needs --step")
@@ -72,6 +78,8 @@ def _shown(args: argparse.Namespace) -> str:
         args.group,
         tokenizer=args.tokenizer,
         needs_text=args.tokens or args.html is not None,
+        trust_remote_code=args.trust_remote_code,
+        trust_run=args.trust_run,
     )
     if args.html is None:
         return group_text(view, tokens=args.tokens)

@@ -111,9 +111,13 @@ def _sequences(recorded: Recorded, step: int) -> pyarrow.Table:
     return table.sort_by([("group", "ascending"), ("sample", "ascending")])
 
 
-def advantages(recorded: Recorded, step: int, cfg: Config) -> dict[tuple[int, int], float]:
+def advantages(
+    recorded: Recorded, step: int, cfg: Config, *, trusts: bool = False
+) -> dict[tuple[int, int], float]:
     """Recompute a step's advantages where they are one number per sequence.
 
+    Args:
+        cfg: of the run. trusts: run a function that it names and that is not ours.
     Returns: {(group, sample): advantage}.
     Raises: Refusal saying why they cannot be known.
     """
@@ -127,6 +131,11 @@ def advantages(recorded: Recorded, step: int, cfg: Config) -> dict[tuple[int, in
     chosen = cfg.algorithm
     if read_header(recorded.files_of(step)[0])["is_partial"]:
         raise Refusal("the part of reward models, which trainers add, is not recorded")
+    if ":" in chosen.advantage and not trusts:
+        raise Refusal(
+            f"the run's config.yaml names the code {chosen.advantage} for them; look at it, and "
+            "run it by --trust-run"
+        )
     method = registry.get("advantage", chosen.advantage)
     if registry.is_per_token(method):
         raise Refusal(f"{chosen.advantage} gives each token its own, and they are not recorded")
@@ -143,13 +152,22 @@ def advantages(recorded: Recorded, step: int, cfg: Config) -> dict[tuple[int, in
 
 
 def read_group(
-    recorded: Recorded, step: int, group: int, *, tokenizer: str = "", needs_text: bool = False
+    recorded: Recorded,
+    step: int,
+    group: int,
+    *,
+    tokenizer: str = "",
+    needs_text: bool = False,
+    trust_remote_code: bool = False,
+    trust_run: bool = False,
 ) -> View:
     """Return one group with all that is known of it.
 
     Args:
         tokenizer: folder or hub name; empty takes the run's own.
         needs_text: of single tokens, which takes the tokenizer.
+        trust_remote_code: run Python code of the tokenizer's folder. trust_run: that of an
+            advantage which is no built-in one. What the run's own config says is not believed.
     Raises: Refusal for a step or group that is not there, naming those that are.
     """
     from spmdrl.rollout.recordings import ranges, read_header, read_table
@@ -166,14 +184,14 @@ def read_group(
     cfg, error = attempt(lambda: load_yaml(path, may_be_former=True))
     known = None
     if cfg:
-        known, error = attempt(lambda: advantages(recorded, step, cfg))
+        known, error = attempt(lambda: advantages(recorded, step, cfg, trusts=trust_run))
     notes = [f"advantages are not available: {error}"] if error else []
     header = read_header(files[0])
     if header["is_partial"]:
         notes.append("rewards are without the part of reward models, and not shaped")
     decode = None
     if needs_text:
-        decode, error = attempt(lambda: _decoder(cfg, tokenizer))
+        decode, error = attempt(lambda: _decoder(cfg, tokenizer, trusts=trust_remote_code))
         notes += [f"tokens are shown as ids: {error}"] if error else []
     rows.sort(key=lambda row: row["sample"])
     return View(
@@ -192,14 +210,13 @@ def read_group(
     )
 
 
-def _decoder(cfg: Config | None, name: str) -> Callable[[int], str]:
+def _decoder(cfg: Config | None, name: str, *, trusts: bool) -> Callable[[int], str]:
     """Return what gives the text of a token id. Raises: Refusal when there is nothing."""
     from transformers import AutoTokenizer
 
     name = name or (cfg.model.tokenizer or cfg.model.path if cfg else "")
     if not name:
         raise Refusal("there is no config, which names the tokenizer; give --tokenizer")
-    trusts = cfg is not None and cfg.model.trust_remote_code
     tokenizer, _error = attempt(
         lambda: AutoTokenizer.from_pretrained(
             name, local_files_only=True, trust_remote_code=trusts
@@ -207,5 +224,9 @@ def _decoder(cfg: Config | None, name: str) -> Callable[[int], str]:
         (OSError, ValueError, KeyError),
     )
     if tokenizer is None:
-        raise Refusal(f"no tokenizer can be loaded from {name!r}; give another by --tokenizer")
+        needs = cfg is not None and cfg.model.trust_remote_code and not trusts
+        raise Refusal(
+            f"no tokenizer can be loaded from {name!r}; give another by --tokenizer"
+            + (", or, if you trust the code that comes with it, --trust-remote-code" * needs)
+        )
     return lambda token: tokenizer.decode([token])

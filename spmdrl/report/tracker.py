@@ -21,6 +21,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from spmdrl.imports import parsed_json
+
 log = logging.getLogger(__name__)
 
 Status = Literal["finished", "stopped", "failed"]
@@ -291,15 +293,27 @@ class MlflowTracker:
         self._client.set_terminated(self.run_id, _MLFLOW_STATUS[self._status])
 
 
+def tracking_uri(folder: Path | None) -> str:
+    """Return the tracking URI of the MLflow run that an output_dir remembers; empty for none."""
+    return str(_remembered(folder).get("uri", ""))
+
+
+def _remembered(folder: Path | None) -> dict[str, Any]:
+    path = None if folder is None else folder / _RUN_FILE
+    found, _ = parsed_json(path.read_text()) if path and path.is_file() else (None, "")
+    return found if isinstance(found, dict) else {}
+
+
 def log_files(folder: Path | None, files: list[Path]) -> str:
-    """Add files to the MLflow run that an output_dir remembers.
+    """Add files to the MLflow run that an output_dir remembers, wherever that is: of a folder that
+    may be a stranger's, ask for its `tracking_uri` first.
 
     Returns: the tracking URI; empty where there is no such run.
     Raises: whatever MLflow's client raises when it cannot take them.
     """
-    if folder is None or not (folder / _RUN_FILE).is_file():
+    remembered = _remembered(folder)
+    if not remembered:
         return ""
-    remembered = json.loads((folder / _RUN_FILE).read_text())
     _import_mlflow()
     from mlflow.tracking import MlflowClient
 

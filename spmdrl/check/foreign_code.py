@@ -1,0 +1,55 @@
+"""What a config that somebody else may have written would have this machine run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from spmdrl.config import Config
+from spmdrl.data.tasks import is_generated
+from spmdrl.rewards.signatures import reward_models
+from spmdrl.workers.environment_jobs import BUILT_IN
+
+_OURS = "spmdrl.rewards."
+
+
+def named_code(cfg: Config) -> list[str]:
+    """Return the fields by which a config has its reader run code, or takes away what contains
+    it, each as `field: value`; without the code of a model's folder."""
+    rewards = cfg.rewards.functions
+    found = [
+        f"rewards.functions: {spec}"
+        for i, spec in enumerate(rewards)
+        if i not in reward_models(rewards) and not is_generated(spec) and not spec.startswith(_OURS)
+    ]
+    environment = cfg.rollout.environment
+    for name, value in _leaves(environment, "rollout.environment"):
+        is_ours = name == "rollout.environment.name" and value in BUILT_IN
+        if not is_ours and (_is_code(value) or name.endswith(".name") or _is_unprotected(name)):
+            found.append(f"{name}: {value}")
+    options = {k: v for k, v in cfg.engine.options.items() if not isinstance(v, (bool, int, float))}
+    return found + [f"engine.options.{name}: {value}" for name, value in options.items()]
+
+
+def _leaves(value: Any, name: str) -> Iterator[tuple[str, Any]]:
+    """Yield (dotted name, value) of all that options hold, keys that look like code too."""
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            if _is_code(key):
+                yield name, key
+            yield from _leaves(inner, f"{name}.{key}")
+    elif isinstance(value, (list, tuple)):
+        for inner in value:
+            yield from _leaves(inner, name)
+    else:
+        yield name, value
+
+
+def _is_code(value: Any) -> bool:
+    """Whether a value can be `module:NAME` or `path/file.py:NAME`, alone or in a list of names."""
+    texts = str(value).split(",") if isinstance(value, str) else []
+    return any(":" in text and not is_generated(text.strip()) for text in texts)
+
+
+def _is_unprotected(name: str) -> bool:
+    return name.endswith(".allow_unprotected")
