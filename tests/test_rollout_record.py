@@ -5,13 +5,18 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
+import random
 import resource
+import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 import torch
-from built import changed, made, small_model
+from built import changed, made, refused, small_model
 from drawn import trajectory
 from runs import TINY, metrics, run
 from test_train import assert_same_end
@@ -186,7 +191,8 @@ def test_a_full_disk_ends_the_run_and_leaves_nothing(tmp_path):
             record(cfg, 0, range(4))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert [path.read_bytes() for path in (tmp_path / "rollouts").iterdir()] == [before]
+    assert [path.read_bytes() for path in (tmp_path / "rollouts").glob("*.parquet")] == [before]
+    assert len(list((tmp_path / "rollouts").iterdir())) == 2  # its digest, and nothing else
 
 
 def test_a_folder_that_cannot_be_written_to_is_refused_at_start(tmp_path):
@@ -321,6 +327,81 @@ def test_a_replay_ends_bit_equal_to_the_live_run(tmp_path):
     assert not (again / "rollouts").exists()
     header = read_header(find_recorded(live).files_of(2)[0])
     assert header["step"] == 2 and header["lag"] == 1 and header["model"] == str(model)
+
+
+def test_damage_to_a_recorded_file_is_seen(tmp_path):
+    cfg, draw = config_of(tmp_path), random.Random(0)
+    record(cfg, 0, range(3))
+    (file,) = find_recorded(tmp_path).files_of(0)
+    digest, whole = file.with_suffix(".sha256"), file.read_bytes()
+    right = read_rollouts([file], part=0, num_parts=1)
+    for number in range(300):
+        damaged = bytearray(whole)
+        if number % 10:
+            damaged[draw.randrange(len(whole))] ^= 1 << draw.randrange(8)
+        else:
+            del damaged[draw.randrange(len(whole)) :]
+        file.write_bytes(damaged)
+        with refused(f"{file} does not match its sha256"):
+            read_rollouts([file], part=0, num_parts=1)
+    for reading in (read_header, read_table):
+        with refused(str(file)):
+            reading(file)
+    file.write_bytes(whole)
+    text = digest.read_text()
+    for _ in range(50):
+        changed_text = bytearray(text.encode())
+        changed_text[draw.randrange(len(text))] ^= 1 << draw.randrange(8)
+        digest.write_bytes(changed_text)
+        with refused(f"{file} does not match its sha256"):
+            read_rollouts([file], part=0, num_parts=1)
+    digest.write_text(text)
+    assert_same_rollouts(read_rollouts([file], part=0, num_parts=1), right)
+    checked = subprocess.run(["sha256sum", "-c", digest.name], cwd=file.parent, capture_output=True)
+    assert checked.returncode == 0
+
+
+def test_damage_that_no_digest_shows_is_explained_or_harmless(tmp_path, caplog):
+    """Files of earlier versions, which have none."""
+    cfg, draw = config_of(tmp_path), random.Random(1)
+    record(cfg, 0, range(3))
+    (file,) = find_recorded(tmp_path).files_of(0)
+    file.with_suffix(".sha256").unlink()
+    whole = file.read_bytes()
+    right = read_rollouts([file], part=0, num_parts=1)
+    for _ in range(100):
+        file.write_bytes(whole[: draw.randrange(len(whole))])
+        with refused(str(file)):
+            read_rollouts([file], part=0, num_parts=1)
+    table = pyarrow.parquet.read_table(pyarrow.BufferReader(whole))
+    for name in ("group", "tokens", "reward_parts", "turn_rewards"):
+        pyarrow.parquet.write_table(table.drop_columns([name]), file)
+        with refused(str(file), name):
+            read_rollouts([file], part=0, num_parts=1)
+    file.write_bytes(whole)
+    assert_same_rollouts(read_rollouts([file], part=0, num_parts=1), right)
+    assert len([r for r in caplog.records if "has no" in r.getMessage()]) == 1
+
+
+def test_a_replaced_file_is_never_without_its_digest(tmp_path, monkeypatch):
+    cfg, replace = config_of(tmp_path), os.replace
+    record(cfg, 0, range(3))
+    (file,) = find_recorded(tmp_path).files_of(0)
+    for allowed in range(3):  # a kill before each renaming
+        left = iter(range(allowed))
+
+        def replaced(*paths: Path) -> None:
+            if next(left, None) is None:
+                raise KeyboardInterrupt
+            replace(*paths)
+
+        monkeypatch.setattr(os, "replace", replaced)
+        with pytest.raises(KeyboardInterrupt):
+            record(cfg, 0, range(allowed + 1))
+        read_rollouts([file], part=0, num_parts=1)
+    monkeypatch.undo()
+    record(cfg, 0, range(2))
+    assert len(file.with_suffix(".sha256").read_text().splitlines()) == 1
 
 
 # --------------------------------------------------------------------------- the viewer

@@ -6,6 +6,7 @@ name, or not at all. A run that repeats a step replaces its files.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -136,9 +137,10 @@ class Recorder:
         try:
             _write(partial, _table(step, groups, share), header)
             self._remove_other_layouts(step)
-            os.replace(partial, self.folder / name)
+            _replace(partial, self.folder / name)
         except OSError as error:
-            partial.unlink(missing_ok=True)
+            for left in (partial, _draft_of(partial)):
+                left.unlink(missing_ok=True)
             raise RuntimeError(
                 f"step {step}: its rollouts cannot be recorded as {self.folder / name}: {error}; "
                 "make room and resume, or resume without rollout.record"
@@ -150,6 +152,38 @@ class Recorder:
             found = FILE_NAME.fullmatch(path.name)
             if found and int(found[3]) != self.num_replicas:
                 path.unlink(missing_ok=True)
+                digest_file(path).unlink(missing_ok=True)
+
+
+def digest_file(path: Path) -> Path:
+    """Return the file beside a recorded one that has its sha256, as `sha256sum -c` reads it."""
+    return path.with_suffix(".sha256")
+
+
+def digest_line(path: Path, name: str) -> str:
+    """Return the line of sha256sum for what a file holds now, under a name. Raises: OSError."""
+    with path.open("rb") as file:
+        return f"{hashlib.file_digest(file, 'sha256').hexdigest()}  {name}\n"
+
+
+def _draft_of(partial: Path) -> Path:
+    return partial.with_suffix(".draft")
+
+
+def _replace(partial: Path, path: Path) -> None:
+    """Give a written file its name, its digest first: until the name is its, that of the file which
+    has it stands there too. Raises: OSError."""
+    digest, new = digest_file(path), digest_line(partial, path.name)
+    old = digest.read_text() if digest.is_file() and path.is_file() else ""
+    for text in (new + old, new) if old else (new,):
+        draft = _draft_of(partial)
+        with draft.open("w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(draft, digest)
+        if partial.exists():
+            os.replace(partial, path)
 
 
 def kept_fields(flat: Mapping[str, Any]) -> dict[str, Any]:

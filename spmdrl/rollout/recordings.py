@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
+import logging
 from collections import defaultdict
-from collections.abc import Collection, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,11 +16,24 @@ import torch
 from torch import Tensor
 
 from spmdrl.errors import Refusal
-from spmdrl.imports import refusing
+from spmdrl.imports import parsed_json
 from spmdrl.rollout.episode import GREEDY
 from spmdrl.rollout.packing import cumulative, empty_rollouts, turns_of
-from spmdrl.rollout.recorder import FILE_NAME, FOLDER, FORMAT, HEADER, NUMBERS, SCHEMA
+from spmdrl.rollout.recorder import (
+    FILE_NAME,
+    FOLDER,
+    FORMAT,
+    HEADER,
+    NUMBERS,
+    SCHEMA,
+    digest_file,
+    digest_line,
+)
 from spmdrl.types import TOKEN_COLUMNS, Rollouts, Scalars, add_sums, join_routes
+
+log = logging.getLogger(__name__)
+_without_digests: set[Path] = set()
+"""Folders of which it was said that files there have no digest."""
 
 
 @dataclass(frozen=True)
@@ -136,9 +149,11 @@ def read_rollouts(files: Sequence[Path], *, part: int, num_parts: int) -> Rollou
                 }
             )
             shown += tuple(header["shown"])
-    table = pa.concat_tables(tables, promote_options="default")
-    table = table.filter(pa.array(table["sample"].to_numpy() != GREEDY, type=pa.bool_()))
-    return replace(_packed(table, form), sums=add_sums(*sums), samples=shown)
+    with _reading(*files):
+        table = pa.concat_tables(tables, promote_options="default")
+        table.validate(full=True)  # of a file without digest: what it says may be nonsense
+        table = table.filter(pa.array(table["sample"].to_numpy() != GREEDY, type=pa.bool_()))
+        return replace(_packed(table, form), sums=add_sums(*sums), samples=shown)
 
 
 def _packed(table: pa.Table, form: Sequence[Any] | None) -> Rollouts:
@@ -189,12 +204,38 @@ def _tensor(column: pa.Array, kind: torch.dtype | None = None) -> Tensor:
 
 def _open(path: Path) -> parquet.ParquetFile:
     with _reading(path):
+        _check_digest(path)
         return parquet.ParquetFile(path)
+
+
+def _check_digest(path: Path) -> None:
+    """Refuse a file that is not as it was written. Raises: OSError; Refusal.
+
+    One without a digest, of an earlier version, is named once per folder and read.
+    """
+    digest = digest_file(path)
+    if not digest.is_file():
+        if path.parent not in _without_digests:
+            _without_digests.add(path.parent)
+            log.warning(
+                "%s has no %s: damage to it would not be seen, as of files of earlier versions",
+                path,
+                digest.name,
+            )
+        return
+    known = digest.read_text(errors="replace").splitlines(keepends=True)
+    if digest_line(path, path.name) not in known:
+        raise Refusal(
+            f"{path} does not match its sha256 in {digest.name}: it was changed or damaged; "
+            "record the step anew, or restore the file"
+        )
 
 
 def _header_of(file: parquet.ParquetFile, path: Path) -> dict[str, Any]:
     text = (file.schema_arrow.metadata or {}).get(HEADER)
-    header = json.loads(text) if text else {}
+    header, why = parsed_json(text.decode(errors="replace")) if text else ({}, "")
+    if not isinstance(header, dict):
+        raise Refusal(f"{path}: its header is no JSON object{f': {why}' if why else ''}")
     if header.get("format") != FORMAT:
         raise Refusal(
             f"{path}: is of format {header.get('format', 'unknown')}, this program "
@@ -203,6 +244,13 @@ def _header_of(file: parquet.ParquetFile, path: Path) -> dict[str, Any]:
     return header
 
 
-def _reading(path: Path) -> AbstractContextManager[None]:
-    what = f"{path}: cannot be read as recorded rollouts"
-    return refusing(what, pa.ArrowException, OSError)
+@contextmanager
+def _reading(*paths: Path) -> Iterator[None]:
+    """Say of which files it is that what is read of them makes no sense; a refusal says so."""
+    try:
+        yield
+    except Refusal:
+        raise
+    except (pa.ArrowException, OSError, LookupError, TypeError, ValueError, RuntimeError) as error:
+        names = ", ".join(map(str, paths))
+        raise Refusal(f"{names}: cannot be read as recorded rollouts: {error}") from error
