@@ -54,8 +54,7 @@ def export(
         model: folder or hub name for config.json, where the one in the checkpoint has moved.
         tokenizer: the same for the tokenizer's files.
         adapter: write the adapters alone, which `model` goes with, in PEFT's format.
-        trust_remote_code: run Python code that comes with the model, and copy its files. What the
-            checkpoint says of it is not believed: a checkpoint may come from somebody else.
+        trust_remote_code: run and copy Python code of the model, whatever the checkpoint says.
         is_shared: every rank that torchrun or srun started calls this, and writes its share.
     Returns: the folder.
     Raises: Refusal when there is no whole checkpoint, `out` is taken, the model's small files
@@ -71,7 +70,7 @@ def export(
     with Ranks.joined(is_shared=is_shared) as ranks:
         folder, content = ranks.first(lambda: _begin(checkpoint, out, which=which, made=made))
         base, trusts = model or content.model, trust_remote_code
-        ranks.first(lambda: _check_code(content, base, trusts=trusts))
+        ranks.first(lambda: _check_code(content, base, trusts=trust_remote_code))
         if adapter:
             saved = SavedWeights(folder)
             ranks.first(lambda: export_adapter(saved, made, base=base, trust_remote_code=trusts))
@@ -83,7 +82,7 @@ def export(
                 model=ModelSettings(
                     path=base,
                     tokenizer=tokenizer or words,
-                    trust_remote_code=trusts,
+                    trust_remote_code=trust_remote_code,
                     part="text" if content.config.get("model.part") == "text" else "all",
                 ),
                 dtype=dtype,

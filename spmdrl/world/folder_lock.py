@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from spmdrl.errors import Refusal
 from spmdrl.world.launch import job_of_launcher, known_rank
 
 NAME = "run.lock"
@@ -56,7 +57,7 @@ def own_folder(folder: Path) -> Iterator[None]:
     What a dead process of this machine had is taken over, as is what an earlier attempt of the
     same job of the scheduler had, wherever it ran.
 
-    Raises: ValueError naming who has it, or why nothing can be written there.
+    Raises: Refusal naming who has it, or why nothing can be written there.
     """
     if known_rank() != "0":
         yield
@@ -95,10 +96,10 @@ def _take(folder: Path) -> int:
             folder.mkdir(parents=True, exist_ok=True)
             file = os.open(folder / NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         except OSError as error:
-            raise ValueError(_no_folder(folder, error)) from error
+            raise Refusal(_no_folder(folder, error)) from error
         if problems := _held(folder, file, kind=fcntl.LOCK_EX):
             os.close(file)
-            raise ValueError(problems[0])
+            raise Refusal(problems[0])
         try:
             if os.path.samestat(os.fstat(file), os.stat(folder / NAME)):
                 break
