@@ -27,7 +27,6 @@ _READINGS = 16
 """How often a response may be read over in search of calls: one of nested beginnings without an
 end could be read as often as it has braces, while the whole engine waits."""
 _COUNTED_AT_ONCE = 256  # characters that an error counts lines in, while one is parsed
-_DEEP = 10_000  # characters' worth of a try that ends at the limit of recursion
 _PYTHON_TAG = "<|python_tag|>"
 _VLLM = "vllm:"
 
@@ -88,8 +87,8 @@ def llama3(text: str) -> tuple[ToolCall, ...]:
         try:
             value, at = decoder.raw_decode(text, at)
         except (json.JSONDecodeError, RecursionError) as error:
-            read = error.pos - at if isinstance(error, json.JSONDecodeError) else _DEEP
-            left -= read + len(text) // _COUNTED_AT_ONCE
+            end = error.pos if isinstance(error, json.JSONDecodeError) else len(text)
+            left -= end - at + len(text) // _COUNTED_AT_ONCE
             at += 1
             continue
         if "name" in value and ("parameters" in value or "arguments" in value):
