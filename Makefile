@@ -5,6 +5,7 @@
 # make gpu     what only GPUs can show, as one table: minutes; says so where there is none
 # make grid    every model and objective on every mesh: the parity grid of the nightly run
 # make models  the whole check of every family: nightly, hours
+# make kill    fifty runs that lose a rank at any moment: nightly, an hour; KILL_SEED=1 for others
 # make venv    install only, into .venv
 # make clean   remove .venv and caches; runs/ stays
 #
@@ -19,7 +20,7 @@ RUN    := runs/demo$(if $(filter-out 0,$(SEED)),_seed$(SEED))
 export OMP_NUM_THREADS ?= 1
 TORCHRUN := $(BIN)/torchrun --standalone --nproc-per-node 2
 
-.PHONY: venv lint test grid models gpu demo game tools clean
+.PHONY: venv lint test grid models kill gpu demo game tools clean
 
 venv: .venv/installed
 
@@ -52,6 +53,9 @@ grid: venv .venv/torchao
 
 models: venv
 	$(BIN)/python -m pytest -n 2 -m models
+
+kill: venv
+	$(BIN)/python -m pytest -m kill
 
 # On a GPU machine vLLM's CUDA build is installed as docs/gpu.md says, seldom by `make venv`.
 GPU_PYTHON ?= $(firstword $(wildcard $(BIN)/python) python3)

@@ -1,0 +1,303 @@
+"""Runs that lose a rank at any moment: the others end in time and say whom they miss, and the run,
+started again, ends as one that was never killed.
+
+`pytest -m kill` draws fifty, an hour; KILL_SEED=1 draws others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import time
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from built import small_model
+from dying_rank import SHORT_S, Moment, be_rank
+from filelock import FileLock
+from kill_table import CASES, KINDS, SEED, Case, draw_cases, draw_moment, stage_of
+from ranks import fork_rank, free_port, launch_env
+from runs import TINY, arguments
+from test_train import final_weights
+
+STEPS = 4
+REWARD = """
+def varied(prompts, completions, **columns):
+    return [sum(map(ord, completion)) % 7 / 7 for completion in completions]
+"""
+ALL = {
+    "steps": STEPS,
+    "checkpoint.every-steps": 2,
+    "checkpoint.keep.last": 9,
+    "checkpoint.write-timeout-s": 300,
+    "layout.wait-timeout-s": 300,
+    "layout.startup-timeout-s": 300,
+    "batch.prompts-per-step": 8,
+    "batch.tokens-per-microbatch": 512,
+}
+_RUN_S = 500.0  # for a whole run on a busy machine
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Seconds within which each rank that is left says whom it misses."""
+
+    kill: float
+    """Of a death."""
+    cut: float
+    """Of the connections' end."""
+    stop: float
+    """Of its own wait's deadline."""
+
+
+STRICT = Limits(3.0, 10.0, 10.0)
+
+
+class Runs:
+    """Runs of each kind, in a folder that all processes of these tests share."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        with FileLock(folder / "lock"):
+            self._make_models()
+
+    def whole(self, kind: str) -> Path:
+        """Return the folder of a run that nobody killed."""
+        folder = self.folder / re.sub(r"\W+", "_", kind)
+        with FileLock(f"{folder}.lock"):
+            if not (folder / "is_whole").exists():
+                run_to_its_end(Ranks(kind, folder, self.folder))
+                (folder / "is_whole").touch()
+        return folder
+
+    def _make_models(self) -> None:
+        for name, architecture in (("dense", "qwen3"), ("moe", "qwen3_moe")):
+            if not (self.folder / name).exists():
+                sizes = dict(hidden_size=64, heads=2, initializer_std=0.1, chat_template=True)
+                small_model(self.folder / name, architecture=architecture, **sizes)
+        (self.folder / "r.py").write_text(REWARD)
+
+
+class Ranks:
+    """The processes of one attempt of a run.
+
+    Args:
+        folder: of the run, its diaries beside its own files.
+        shared: with models and rewards.
+    """
+
+    def __init__(self, kind: str, folder: Path, shared: Path, moment: Moment | None = None):
+        what, self.folder, self.out = KINDS[kind], folder, folder / "out"
+        shutil.rmtree(folder / "diary", ignore_errors=True)
+        self.diary = folder / "diary"
+        self.diary.mkdir(parents=True)
+        flags = TINY["rl" if what.samples else "sft"] | ALL
+        flags |= {"model.path": shared / what.model, "output-dir": self.out}
+        if what.samples:
+            flags |= {"engine.kind": "transformers", "evaluate.every-steps": 2}
+            flags |= {"data.eval-size": 8, "rewards.timeout-s": 300.0}
+        if what.samples and what.config != "demo_game.yaml":
+            flags |= {"rewards.functions": f"{shared / 'r.py'}:varied"}
+        argv = arguments(what.config, what.ranks, **flags | dict(what.flags))
+        port = free_port()
+        self._processes = [
+            fork_rank(
+                os.environ | launch_env(rank, what.ranks, port), be_rank, argv, self.diary, moment
+            )
+            for rank in range(what.ranks)
+        ]
+
+    def are_over(self, ranks: list[int]) -> bool:
+        """Return whether these processes have ended."""
+        return all(self._processes[rank].exitcode is not None for rank in ranks)
+
+    @property
+    def exits(self) -> list[int | None]:
+        """Exit status of each rank; None for one that runs."""
+        return [process.exitcode for process in self._processes]
+
+    def printed(self, rank: int) -> str:
+        """Return what a rank has printed so far."""
+        path = self.diary / f"printed_{rank}.log"
+        return path.read_text(errors="replace") if path.exists() else ""
+
+    def everything(self) -> str:
+        """Return the end of what each rank has printed."""
+        texts = (self.printed(rank)[-5000:] for rank in range(len(self._processes)))
+        return "\n".join(f"--- rank {rank}\n{text}" for rank, text in enumerate(texts))
+
+    def kill(self) -> None:
+        """End what is left, stopped processes too, and what they started."""
+        for process in self._processes:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                for child in psutil.Process(process.pid).children(recursive=True):
+                    with contextlib.suppress(psutil.NoSuchProcess):
+                        child.kill()
+            process.kill()
+            process.join()
+
+
+def run_to_its_end(ranks: Ranks) -> None:
+    """Wait until all ranks have ended well."""
+    deadline = time.monotonic() + _RUN_S
+    try:
+        while not ranks.are_over(list(range(len(ranks.exits)))):
+            assert time.monotonic() < deadline, f"no end in {_RUN_S} s\n{ranks.everything()}"
+            assert not any(ranks.exits), ranks.everything()
+            time.sleep(0.05)
+        assert not any(ranks.exits), ranks.everything()
+    finally:
+        ranks.kill()
+
+
+def run_to_its_death(ranks: Ranks) -> tuple[dict[str, Any], dict[int, float]]:
+    """Wait until all but the rank that dies have ended; return what it did, and of the others when
+    each named it.
+    """
+    deadline, deed, named = time.monotonic() + _RUN_S, None, {}
+    path = ranks.diary / "deed.json"
+    try:
+        while True:
+            deed = deed or (json.loads(path.read_text()) if path.exists() else None)
+            left = [r for r in range(len(ranks.exits)) if deed is None or r != deed["rank"]]
+            over = ranks.are_over(left)  # before their words are read
+            for rank in left if deed else ():
+                if rank not in named and names(ranks.printed(rank), deed):
+                    named[rank] = time.time()
+            if over:
+                break
+            assert time.monotonic() < deadline, f"no end: {deed}\n{ranks.everything()}"
+            time.sleep(0.02)
+        assert deed, f"ended before the moment came\n{ranks.everything()}"
+        statuses = [ranks.exits[rank] for rank in left]
+        assert 0 not in statuses, f"ended as if nothing were: {statuses}\n{ranks.everything()}"
+        unsaid = [rank for rank in left if rank not in named]
+        assert not unsaid, f"{unsaid} did not name {deed}\n{ranks.everything()}"
+        return deed, named
+    finally:
+        ranks.kill()
+
+
+def names(text: str, deed: dict[str, Any]) -> bool:
+    """Return whether a rank said who is missing: rank, host, phase and step."""
+    places = "|".join(re.escape(f"'{phase}' at step {step}") for phase, step in deed["places"])
+    host = re.escape(deed["host"])
+    said = rf"rank {deed['rank']} is missing[^\n]* on {host}[^\n]*({places})"
+    return re.search(said, text) is not None or (
+        re.search(rf"rank {deed['rank']} is missing[^\n]*({places})[^\n]* on {host}", text)
+        is not None
+    )
+
+
+def diary_of(folder: Path, rank: int) -> list[dict[str, Any]]:
+    """Return the lines that a rank wrote down."""
+    text = (folder / f"places_{rank}.jsonl").read_text()
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def places_of(folder: Path, kind: str) -> dict[int, list[dict[str, Any]]]:
+    """Return of each rank of a whole run the first entry of each place, with its seconds."""
+    found: dict[int, list[dict[str, Any]]] = {}
+    for rank in range(KINDS[kind].ranks):
+        open_at: dict[tuple[str, int], float] = {}
+        seconds: dict[tuple[str, int], float] = {}
+        for line in diary_of(folder / "diary", rank):
+            if "enter" in line:
+                open_at.setdefault((line["enter"], line["step"]), line["at"])
+            elif "leave" in line:
+                place = line["leave"], line["step"]
+                seconds.setdefault(place, line["at"] - open_at[place])
+        found[rank] = [dict(phase=p, step=s, seconds=d) for (p, s), d in seconds.items()]
+    return found
+
+
+def check_times(deed: dict[str, Any], named: dict[int, float], folder: Path, limits: Limits) -> str:
+    """Each rank named the missing one in time; return how long each took."""
+    took = {}
+    for rank, at in named.items():
+        lines, began = diary_of(folder, rank), deed["at"]
+        if deed["death"] == "stop":
+            waits = [line["at"] for line in lines if line.get("waits")]
+            began = max(deed["at"], max((t for t in waits if t < at), default=0.0) + SHORT_S)
+        late_s = max((line["late_s"] for line in lines if "late_s" in line), default=0.0)
+        took[rank] = at - began
+        assert took[rank] <= getattr(limits, deed["death"]) + late_s, f"{deed}: {took}"
+    return ", ".join(f"rank {rank} {seconds:.1f} s" for rank, seconds in took.items())
+
+
+_LEARNT = ("step", "reward/", "rollout/", "environment/", "policy/", "value/", "data/", "eval/")
+
+
+def rows_of(folder: Path) -> tuple[list[dict[str, Any]], dict[int, dict[str, Any]]]:
+    """Return the rows of the steps and {step: row} of the evaluations (one that a resume begins
+    with is written again), without what a clock or the machine's memory says."""
+    steps, evaluations = [], {}
+    for line in (folder / "metrics.jsonl").read_text().splitlines():
+        row = {k: v for k, v in json.loads(line).items() if k.startswith(_LEARNT)}
+        row.pop("reward/seconds", None)
+        if "policy/loss" in row:
+            steps.append(row)
+        else:
+            evaluations[row["step"]] = row
+    return steps, evaluations
+
+
+def assert_same_end(whole: Path, resumed: Path, *, repeats: bool) -> None:
+    """The resumed run ended where the whole one did: bit for bit, if that is promised."""
+    import torch
+
+    first, second = final_weights(whole), final_weights(resumed)
+    assert first.keys() == second.keys() and first.pop("newest") == second.pop("newest")
+    (rows, evaluated), (again, evaluated_again) = rows_of(whole), rows_of(resumed)
+    assert [row["step"] for row in rows] == [row["step"] for row in again]
+    if repeats:
+        for name, value in first.items():
+            assert torch.equal(value, second[name]), f"{name} differs"
+        assert rows == again and evaluated == evaluated_again
+        assert all(row["policy/grad_norm"] > 0 for row in rows)  # every step moved the weights
+
+
+@pytest.fixture(scope="session")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "killed"
+    folder.mkdir(exist_ok=True)
+    return Runs(folder)
+
+
+def check(case: Case, runs: Runs, folder: Path, limits: Limits) -> None:
+    """Kill a run, start it again, and compare its end with that of one that was not killed."""
+    whole = runs.whole(case.kind)
+    moment = draw_moment(case, places_of(whole, case.kind))
+    print(f"seed {SEED}, {case}: {moment}")
+    killed = Ranks(case.kind, folder, runs.folder, moment)
+    deed, named = run_to_its_death(killed)
+    print(f"in {deed['places'][-1]}; named after", check_times(deed, named, killed.diary, limits))
+    run_to_its_end(Ranks(case.kind, folder, runs.folder))
+    assert_same_end(whole / "out", folder / "out", repeats=KINDS[case.kind].repeats)
+
+
+@pytest.mark.kill
+@pytest.mark.parametrize("case", draw_cases(KINDS, count=CASES), ids=str)
+def test_any_kind_of_run_may_lose_any_rank_at_any_moment(case, runs, tmp_path):
+    check(case, runs, tmp_path, STRICT)
+
+
+def test_fifty_cases_hold_every_kind_stage_death_and_role() -> None:
+    cases = draw_cases(KINDS, count=CASES)
+    counts: dict[str, set] = defaultdict(set)
+    for case in cases:
+        counts[case.kind].add(case.number)
+        counts[case.stage].add(case.number)
+        counts[case.death].add(case.number)
+        counts[case.role].add(case.number)
+    assert len(cases) == CASES and len(counts) == len(KINDS) + 10 + 3 + 3
+    assert min(map(len, counts.values())) >= 3
+    assert all(stage_of("push", step) == stage for step, stage in ((0, "first push"), (1, "push")))
