@@ -3,24 +3,31 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
+import json
 import logging
 import os
 import pickle
+import random
 import resource
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from built import refused
 from checkpoint_runs import Job, SmallPolicy, SmallSource, config, on_ranks
 from policy_runs import changed
 from worlds import Said
 
-from spmdrl.checkpoint import Checkpointer
+from spmdrl.checkpoint import Checkpointer, keep
 from spmdrl.checkpoint import manifest as disk
-from spmdrl.checkpoint.restore import candidate_folders, config_differences
+from spmdrl.checkpoint.restore import _clear, candidate_folders, config_differences
 from spmdrl.config import Config, flatten
+from spmdrl.imports import attempt
 from spmdrl.world import World
 
 # ------------------------------------------------------------------ damage
@@ -62,7 +69,62 @@ def drop_file(folder: Path) -> str:
     return f"{folder / 'rng_0.pt'} is missing"
 
 
-DAMAGES = (truncate, flip, drop_manifest, change_manifest, cut_manifest, drop_file)
+def copy_another(folder: Path) -> str:
+    """Another step's checkpoint under this one's name."""
+    shutil.rmtree(folder)
+    shutil.copytree(folder.with_name("step_2"), folder)
+    return f"{folder / disk.NAME} is of step 2, and its folder is called step_3"
+
+
+def drop_key(folder: Path) -> str:
+    sign(folder, lambda body: body.pop("rollout_ranks"))
+    return f"{folder / disk.NAME} is not a manifest of this version: KeyError: 'rollout_ranks'"
+
+
+def fail_to_read(folder: Path) -> str:
+    """A disk that fails while files are compared, as it does once."""
+    fail_once(disk, "file_entry", folder / "rng_0.pt")
+    return f"{folder / 'rng_0.pt'} cannot be read: [Errno 5]"
+
+
+def fail_to_load(folder: Path) -> str:
+    fail_once(disk, "load_plain", folder / "rng_0.pt")
+    return "cannot be read: [Errno 5]"
+
+
+def fail_once(module: Any, name: str, place: Path) -> None:
+    """Have a function raise once, as of a disk that cannot be read, where it comes to `place`."""
+    real = getattr(module, name)
+
+    def failing(path: Path) -> Any:
+        if path != place:
+            return real(path)
+        setattr(module, name, real)
+        raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+
+    setattr(module, name, failing)
+
+
+def sign(folder: Path, change: Callable[[dict], Any]) -> None:
+    """Change a manifest and give it the digest of what it says now."""
+    body = json.loads((folder / disk.NAME).read_text())
+    change(body)
+    body["sha256"] = disk._digest({k: v for k, v in body.items() if k != "sha256"})
+    (folder / disk.NAME).write_text(json.dumps(body))
+
+
+DAMAGES = (
+    truncate,
+    flip,
+    drop_manifest,
+    change_manifest,
+    cut_manifest,
+    drop_file,
+    copy_another,
+    drop_key,
+    fail_to_read,
+    fail_to_load,
+)
 
 
 def _damaged(job: Job) -> list[str]:
@@ -182,6 +244,119 @@ def test_fields_that_came_or_went_since_the_checkpoint_are_compared_with_default
     assert config_differences(old | {"gone": 3}, Config()) == [
         "gone: 3 in the checkpoint, 'unknown' now"
     ]
+
+
+# ------------------------------------------------------------------ what is in a folder
+
+
+def whole(folder: Path) -> Path:
+    """Make a checkpoint of small files, whole by its manifest."""
+    (folder / disk.POLICY).mkdir(parents=True)
+    state = {"torch": torch.get_rng_state(), "python": random.getstate()}
+    torch.save(state, folder / "rng_0.pt")
+    torch.save({"next": 3, "waiting": [{"tokens": torch.arange(9)}]}, folder / "rollouts_0.pt")
+    index = torch.distributed.checkpoint.metadata.Metadata(state_dict_metadata={})
+    (folder / disk.POLICY / ".metadata").write_bytes(pickle.dumps(index))
+    files = ("rng_0.pt", "rollouts_0.pt", f"{disk.POLICY}/.metadata")
+    content = disk.Manifest(
+        step=disk.step_of(folder),
+        config={"seed": 1},
+        model="m",
+        tokenizer="m",
+        rollout_ranks=(0,),
+        files={name: disk.file_entry(folder / name) for name in files},
+        evaluated={"eval/reward": 0.5},
+    )
+    disk.write_manifest(folder, content)
+    return folder
+
+
+def damaged(data: bytes, draw: random.Random) -> bytes:
+    """Return bytes with one bit flipped, cut short, or with some of the middle left out."""
+    kind, at = draw.randrange(8), draw.randrange(len(data))
+    if kind == 0:
+        return data[:at]
+    if kind == 1:
+        return data[:at] + data[at + draw.randrange(1, 20) :]
+    return data[:at] + bytes([data[at] ^ 1 << draw.randrange(8)]) + data[at + 1 :]
+
+
+@pytest.mark.filterwarnings("ignore:.*cannot be used")
+def test_any_damage_to_any_file_has_the_one_before_taken(tmp_path):
+    draw, root = random.Random(0), tmp_path / "checkpoints"
+    older, newer = whole(root / "step_1"), whole(root / "step_2")
+    right = disk.read_manifest(newer)
+    for name in (disk.NAME, *right.files):
+        data = (newer / name).read_bytes()
+        for _ in range(100):
+            changed_data = damaged(data, draw)
+            (newer / name).write_bytes(changed_data)
+            folder, content = disk.whole_checkpoint(tmp_path)
+            # A blank of the manifest may become another: it says the same.
+            assert folder == older or (content, name) == (right, disk.NAME)
+            assert folder == older or changed_data != data
+        (newer / name).unlink()
+        assert disk.whole_checkpoint(tmp_path)[0] == older
+        (newer / name).write_bytes(data)
+    assert disk.whole_checkpoint(tmp_path)[0] == newer
+
+
+def test_files_that_a_manifest_calls_whole_are_refused_by_name_or_read(tmp_path):
+    """What somebody changed and signed anew."""
+    draw, folder = random.Random(1), whole(tmp_path / "step_2")
+    readers = {
+        "rng_0.pt": disk.load_plain,
+        "rollouts_0.pt": disk.load_plain,
+        f"{disk.POLICY}/.metadata": lambda path: disk.TensorReader(path.parent).read_metadata(),
+    }
+    for name, read in readers.items():
+        path = folder / name
+        data = path.read_bytes()
+        for _ in range(100):
+            path.write_bytes(damaged(data, draw))
+            _, error = attempt(lambda: read(path))
+            assert error is None or str(path) in str(error)
+        path.write_bytes(data)
+    text = (folder / disk.NAME).read_text()
+    may_lack = {"evaluated", "found_tokens"}
+    for key in json.loads(text):
+        for change in (
+            lambda body, key=key: body.pop(key),
+            lambda body, key=key: body.update({key: ["odd"]}),
+            lambda body, key=key: body.update({key: None}),
+        ):
+            (folder / disk.NAME).write_text(text)
+            sign(folder, change)
+            content, error = attempt(lambda: disk.read_manifest(folder))
+            is_there = key in json.loads((folder / disk.NAME).read_text())
+            if key in may_lack and not is_there:
+                assert content is not None
+            elif key != "sha256":
+                assert str(folder / disk.NAME) in str(error), key
+    for name in ("/etc/passwd", "../secret"):
+        (folder / disk.NAME).write_text(text)
+        sign(
+            folder, lambda body, name=name: body["files"].update({name: {"size": 1, "sha256": ""}})
+        )
+        with refused(str(folder / disk.NAME), "outside of the folder"):
+            disk.read_manifest(folder)
+
+
+def test_links_and_folders_where_others_stand_block_no_resume(tmp_path):
+    cfg = changed(config(tmp_path), checkpoint=dict(keep=dict(best="eval/reward")))
+    root, outside = tmp_path / "checkpoints", tmp_path / "outside"
+    newest = whole(root / "step_2")
+    outside.mkdir()
+    (outside / "mine").touch()
+    for name in ("step_3.partial", "step_9.damaged", "best.partial"):
+        (root / name).symlink_to(outside)
+    shutil.copytree(newest, root / keep.BEST)  # by a copy that followed the link
+    _clear(cfg, {whole(root / "step_9"): "damaged"}, is_speaker=True)
+    assert os.readlink(root / keep.BEST) == "step_2"
+    assert {path.name for path in root.iterdir()} == {
+        *("step_2", "step_9.damaged", keep.BEST, f"{keep.BEST}.aside")
+    }
+    assert not (root / "step_9.damaged").is_symlink() and (outside / "mine").is_file()
 
 
 # ------------------------------------------------------------------ resume modes

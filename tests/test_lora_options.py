@@ -8,13 +8,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from built import refused
 from peft import LoraConfig, get_peft_model
 from policy_runs import config, meta_model, small_model
 
 from spmdrl.check.fit import fit_problems
 from spmdrl.check.settings import validate
 from spmdrl.config import LoraSettings
-from spmdrl.model.lora.files import write_adapter
+from spmdrl.model.lora.files import AdapterFolder, write_adapter
 from spmdrl.model.lora.layers import Adapters, initial_a
 from spmdrl.model.lora.settings import lora_form
 from spmdrl.model.lora.targets import LoraForm, targeted
@@ -207,3 +208,10 @@ def test_an_embedding_s_adapter_does_not_travel_by_itself(targets, problems, tin
     )
     found = fit_problems(cfg)
     assert len(found) == problems and all("name the embedding" in text for text in found)
+
+
+def test_an_adapter_config_that_is_a_list_is_refused_by_name(tmp_path):
+    path = tmp_path / "adapter_config.json"
+    path.write_text("[]")
+    with refused(f"{path} holds a list", "save_pretrained"):
+        AdapterFolder(tmp_path)

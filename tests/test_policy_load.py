@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from built import refused
 from comparing import plain_scores
 from policy_runs import changed, config, meta_model, small_model
 from ranks import run_ranks
@@ -198,3 +199,20 @@ def test_a_rank_that_only_generates_knows_names_and_holds_nothing(tmp_path):
     # Only the trainer opens the weights, and still both ranks end with the same reason.
     assert "neither model.safetensors" in trainer["refused"]
     assert trainer["refused"] == generator["refused"]
+
+
+@pytest.mark.parametrize(
+    "text, says",
+    [
+        ("[1, 2]", "no mapping `weight_map`"),
+        ("{", "Expecting property name"),
+        ('{"weight_map": ["a"]}', "no mapping `weight_map`"),
+        ('{"weight_map": {"a": 1}}', "a is said to be in 1"),
+        ('{"weight_map": {"a": "../other/model.safetensors"}}', "no file beside it"),
+    ],
+)
+def test_an_index_that_is_none_is_refused_by_name(text, says, tmp_path):
+    path = tmp_path / "model.safetensors.index.json"
+    path.write_text(text)
+    with refused(f"model.path: {path} is not a weight index", says):
+        CheckpointReader(tmp_path)

@@ -7,6 +7,7 @@ programs.
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 from collections.abc import Iterable, Mapping
@@ -16,6 +17,8 @@ import spmdrl.checkpoint.manifest as disk
 from spmdrl.config import Config, KeepSettings
 from spmdrl.errors import Refusal
 from spmdrl.imports import attempt, nearest
+
+log = logging.getLogger(__name__)
 
 BEST = "best"
 """Name of the link."""
@@ -84,13 +87,18 @@ def kept(root: Path, keep: KeepSettings) -> list[Path]:
 def link_best(root: Path, keep: KeepSettings) -> None:
     """Let `best` name the best checkpoint, by one rename. Raises: OSError."""
     best, link = best_of(disk.complete_checkpoints(root), keep), root / BEST
+    if link.exists() and not link.is_symlink():  # a copy that followed the link, say
+        aside = root / f"{BEST}.aside"
+        disk.remove(aside)
+        os.rename(link, aside)
+        log.warning("%s is no link; it is set aside as %s", link, aside)
     if best is None:
         link.unlink(missing_ok=True)
         return
     if link.is_symlink() and os.readlink(link) == best.name:
         return
     made = root / f"{BEST}.partial"
-    made.unlink(missing_ok=True)
+    disk.remove(made)
     made.symlink_to(best.name)
     os.replace(made, link)
     disk.sync_folder(root)

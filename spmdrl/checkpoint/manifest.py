@@ -14,13 +14,16 @@ Nothing here unpickles arbitrary objects: a checkpoint may come from somebody el
 from __future__ import annotations
 
 import hashlib
+import io
 import json
+import operator
 import os
 import pickle
 import re
+import shutil
 import warnings
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 import torch
@@ -125,16 +128,50 @@ def read_manifest(folder: Path) -> Manifest:
     path = folder / NAME
     if not path.is_file():
         raise Refusal(f"{path} is missing")
-    with refusing(f"{path} is not a manifest", ValueError, KeyError, AttributeError, TypeError):
+    kinds = (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError)
+    with refusing(f"{path} is not a manifest", *kinds):
         body = json.loads(path.read_bytes())
         written = body.pop("sha256")
     if written != _digest(body):
         raise Refusal(f"{path} does not match its own sha256: it was changed or damaged")
-    if body.pop("format") != _FORMAT:
+    if body.pop("format", None) != _FORMAT:
         raise Refusal(f"{path} is of another format than {_FORMAT}; use the version that wrote it")
-    body["files"] = {name: FileEntry(**entry) for name, entry in body["files"].items()}
-    body["rollout_ranks"] = tuple(body["rollout_ranks"])
-    return Manifest(**body)
+    with refusing(f"{path} is not a manifest of this version", *kinds, names_kind=True):
+        content = _manifest_of(body)
+    if step_of(folder) not in (-1, content.step):
+        raise Refusal(
+            f"{path} is of step {content.step}, and its folder is called {folder.name}: it was "
+            "copied or renamed; give it its own name"
+        )
+    return content
+
+
+def _manifest_of(body: dict[str, Any]) -> Manifest:
+    """Return a manifest of plain values. Raises: KeyError, TypeError or ValueError for others."""
+    body = dict(body)
+    body["files"] = {str(name): FileEntry(**entry) for name, entry in body["files"].items()}
+    body["rollout_ranks"] = tuple(map(operator.index, body["rollout_ranks"]))
+    content = Manifest(**body)
+    for name, entry in content.files.items():
+        if PurePath(name).is_absolute() or ".." in PurePath(name).parts:
+            raise ValueError(f"the file {name!r} is outside of the folder")
+        operator.index(entry.size)
+    kinds = {"step": int, "found_tokens": int, "config": dict, "evaluated": dict}
+    for name, kind in (kinds | {"model": str, "tokenizer": str}).items():
+        if type(getattr(content, name)) is not kind:
+            raise TypeError(f"{name} is {getattr(content, name)!r:.100}, no {kind.__name__}")
+    if content.step < 0:
+        raise ValueError(f"step is {content.step}")
+    return content
+
+
+def remove(path: Path) -> None:
+    """Take away a folder, or a file or link of its name and not what it links to. Raises:
+    OSError."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def plain(value: Any) -> Any:
@@ -158,19 +195,25 @@ def damages(
     """
     problems = []
     for name in sorted(manifest.files)[part::num_parts]:
-        path, entry = folder / name, manifest.files[name]
-        if not path.is_file():
-            problems.append(f"{path} is missing")
-        elif path.stat().st_size != entry.size:
-            problems.append(
-                f"{path} has {path.stat().st_size} bytes, the manifest says "
-                f"{entry.size}: it was truncated or changed"
-            )
-        elif digests and file_entry(path) != entry:
-            problems.append(
-                f"{path} does not match the manifest's sha256: it was changed or damaged on disk"
-            )
-    return problems
+        problem, error = attempt(
+            lambda: _damage(folder / name, manifest.files[name], digests=digests), OSError
+        )
+        problems.append(f"{folder / name} cannot be read: {error}" if error else problem)
+    return [problem for problem in problems if problem]
+
+
+def _damage(path: Path, entry: FileEntry, *, digests: bool) -> str | None:
+    """Return what is wrong with a file; None for nothing. Raises: OSError."""
+    if not path.is_file():
+        return f"{path} is missing"
+    if path.stat().st_size != entry.size:
+        return (
+            f"{path} has {path.stat().st_size} bytes, the manifest says "
+            f"{entry.size}: it was truncated or changed"
+        )
+    if digests and file_entry(path) != entry:
+        return f"{path} does not match the manifest's sha256: it was changed or damaged on disk"
+    return None
 
 
 def whole_checkpoint(path: Path) -> tuple[Path, Manifest]:
@@ -205,8 +248,8 @@ class TensorReader(FileSystemReader):
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Return the index of tensors. Raises: Refusal when the file holds anything else."""
         path = Path(self.path) / ".metadata"
-        kinds = (pickle.UnpicklingError, EOFError, AttributeError, IndexError)
-        with refusing(f"{path} is not an index of tensors", *kinds), path.open("rb") as f:
+        what = f"{path} is not an index of tensors"
+        with refusing(what, Exception), path.open("rb") as f:  # of bytes that may say anything
             metadata = _IndexUnpickler(f).load()
         if not isinstance(metadata, Metadata):
             raise Refusal(f"{path} holds a {type(metadata).__name__}, not an index of tensors")
@@ -241,5 +284,13 @@ class _IndexUnpickler(pickle.Unpickler):
 
 
 def load_plain(path: Path) -> dict[str, Any]:
-    """Read a dictionary of tensors and plain values, and nothing that could run code."""
-    return torch.load(path, map_location="cpu", weights_only=True)
+    """Read a dictionary of tensors and plain values, and nothing that could run code.
+
+    Raises: OSError; Refusal naming the file for anything else.
+    """
+    data = io.BytesIO(path.read_bytes())
+    with refusing(f"{path} is no file of tensors and plain values", Exception, names_kind=True):
+        content = torch.load(data, map_location="cpu", weights_only=True)
+    if not isinstance(content, dict):
+        raise Refusal(f"{path} holds a {type(content).__name__}, no dictionary of tensors")
+    return content

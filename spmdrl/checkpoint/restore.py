@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
-import shutil
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ import spmdrl.checkpoint.manifest as disk
 from spmdrl.checkpoint.state import Saved, SavedSource, set_rng_state, tensor_leaves
 from spmdrl.config import Config, flatten
 from spmdrl.config.former import modernized
-from spmdrl.errors import Refusal
+from spmdrl.errors import Refusal, with_line
 from spmdrl.imports import attempt
 from spmdrl.world import World
 from spmdrl.world.comm import gather_objects, gather_problems
@@ -57,7 +58,8 @@ def restore(cfg: Config, world: World, *, policy: Saved, source: SavedSource) ->
         content, problem = _checked(folder, world)
         if content is not None:
             _check_config(content, cfg, folder=folder, is_speaker=world.rank == 0)
-            _load(folder, content, cfg=cfg, world=world, policy=policy, source=source)
+            problem = _load(folder, content, cfg=cfg, world=world, policy=policy, source=source)
+        if content is not None and not problem:
             _clear(cfg, damaged, is_speaker=world.rank == 0)
             world.found_tokens = _found_tokens(content, cfg)
             return TrainState(content.step, str(folder))
@@ -174,7 +176,11 @@ def _load(
     world: World,
     policy: Saved,
     source: SavedSource,
-) -> None:
+) -> str:
+    """Load a checkpoint; return why it cannot be read, the same on every rank, empty where it was.
+
+    Raises: Refusal when it is of another model, or a file holds anything but what it should.
+    """
     state: dict[str, Any] = {}
     reader, problems = disk.TensorReader(folder / disk.POLICY), []
     if world.is_trainer:
@@ -184,15 +190,59 @@ def _load(
         problems = gather_problems(problems, group=world.control)
     if problems:
         raise Refusal(f"{folder} does not hold this model: " + "; ".join(problems))
-    with world.watch.wait("load checkpoint", content.step):
-        if world.is_trainer:
-            dcp.load(tensor_leaves(state), storage_reader=reader, process_group=world.saving)
-            policy.load_state_dict(state)
-    held = [disk.load_plain(folder / f"rollouts_{r}.pt") for r in content.rollout_ranks]
-    source.load_state_dict(held, content.step)
     # On another layout there is no rank that the saved generators would belong to.
-    if not any(name.startswith("layout.") for name in _differences(content.config, cfg)):
-        set_rng_state(disk.load_plain(folder / f"rng_{world.rank}.pt"))
+    is_same = not any(name.startswith("layout.") for name in _differences(content.config, cfg))
+    rollouts = [folder / f"rollouts_{r}.pt" for r in content.rollout_ranks]
+    own = folder / f"rng_{world.rank}.pt"
+
+    with world.watch.wait("load checkpoint", content.step):
+        held, failed = attempt(lambda: [disk.load_plain(path) for path in rollouts], OSError)
+        rng, unread = attempt(lambda: disk.load_plain(own) if is_same else {}, OSError)
+        problems = [f"cannot be read: {error}" for error in (failed, unread) if error]
+        problems = gather_problems(problems, group=world.control)
+        if not problems:  # else ranks would wait for each other in what follows
+            _, error = attempt(lambda: _read_tensors(state, reader, world), OSError)
+            problems = [f"cannot be read: {error}"] if error else []
+            problems = gather_problems(problems, group=world.control)
+    if problems or held is None or rng is None:
+        return "; ".join(problems)
+    if world.is_trainer:
+        policy.load_state_dict(state)
+    kinds = (KeyError, IndexError, TypeError, ValueError, AttributeError, RuntimeError)
+    with _refusing_content(f"{folder}: its rollouts_*.pt", kinds):
+        source.load_state_dict(held, content.step)
+    if is_same:
+        with _refusing_content(str(own), kinds):
+            set_rng_state(rng)
+    return ""
+
+
+@contextlib.contextmanager
+def _refusing_content(what: str, kinds: tuple[type[Exception], ...]) -> Iterator[None]:
+    """Say of which file it is that what was read does not fit; a refusal says so itself."""
+    try:
+        yield
+    except Refusal:
+        raise
+    except kinds as error:
+        raise Refusal(
+            f"{what} do not hold what they should: {with_line(error)}; they were changed, or are "
+            "of another version"
+        ) from error
+
+
+def _read_tensors(state: dict[str, Any], reader: disk.TensorReader, world: World) -> None:
+    """Have trainers read the live tensors of a state in place. Raises: OSError where a disk
+    failed, on all of them alike."""
+    if not world.is_trainer:
+        return
+    try:
+        dcp.load(tensor_leaves(state), storage_reader=reader, process_group=world.saving)
+    except dcp.api.CheckpointException as error:
+        causes = [cause for cause, _ in error.failures.values()]
+        if not all(isinstance(cause, OSError) for cause in causes):
+            raise
+        raise OSError("; ".join(dict.fromkeys(map(str, causes)))) from error
 
 
 def _found_tokens(content: disk.Manifest, cfg: Config) -> int:
@@ -213,14 +263,14 @@ def _clear(cfg: Config, damaged: dict[Path, str], *, is_speaker: bool) -> None:
         return
     for folder in damaged:
         aside = folder.with_name(folder.name + ".damaged")
-        shutil.rmtree(aside, ignore_errors=True)
+        disk.remove(aside)
         os.rename(folder, aside)
     root = disk.checkpoints_folder(cfg.output_dir)
     if root.is_dir():  # the best one may have been set aside, or be another by a new metric
         keep.link_best(root, cfg.checkpoint.keep)
     for partial in sorted(root.glob("step_*.partial")):
         log.warning("removing %s: the job that wrote it ended before it was complete", partial)
-        shutil.rmtree(partial)
+        disk.remove(partial)
 
 
 # --------------------------------------------------------------------------- comparing

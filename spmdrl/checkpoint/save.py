@@ -215,8 +215,9 @@ class Saver:
                 continue
             # Renamed first, so that a kill in the middle leaves nothing that looks complete.
             doomed = old.with_name(old.name + ".partial")
+            disk.remove(doomed)
             os.rename(old, doomed)
-            shutil.rmtree(doomed)
+            disk.remove(doomed)
 
     def _give_up(self, step: int, problem: str, *, is_fatal: bool) -> None:
         kept = disk.complete_checkpoints(self.root)
@@ -284,7 +285,7 @@ class _TensorWriter(dcp.FileSystemWriter):
 
 
 def _make_folder(path: Path) -> None:
-    shutil.rmtree(path, ignore_errors=True)
+    disk.remove(path)
     (path / disk.POLICY).mkdir(parents=True)
 
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from spmdrl.errors import Refusal
-from spmdrl.imports import refusing
+from spmdrl.imports import parsed_json, refusing
 from spmdrl.model.quantised import quantisation, quantised_tensors
 from spmdrl.model.text_part import TextPart, text_part
 
@@ -58,8 +58,14 @@ class CheckpointReader:
         index = self.folder / _INDEX
         if index.is_file():
             what = f"model.path: {index} is not a weight index"
-            with refusing(what, json.JSONDecodeError, KeyError):
-                return json.loads(index.read_text())["weight_map"]
+            content, why = parsed_json(index.read_text(errors="replace"))
+            places = content.get("weight_map") if isinstance(content, dict) else None
+            if not isinstance(places, dict):
+                raise Refusal(f"{what}: {why or 'it has no mapping `weight_map`'}")
+            for name, file in places.items():
+                if not isinstance(file, str) or PurePath(file).name != file:
+                    raise Refusal(f"{what}: {name} is said to be in {file!r}, no file beside it")
+            return places
         if not (self.folder / _SINGLE).is_file():
             found = some(p.name for p in self.folder.iterdir())
             raise Refusal(

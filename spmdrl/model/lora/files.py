@@ -199,6 +199,8 @@ class AdapterFolder:
         hint = "; name a folder that PEFT's save_pretrained wrote"
         with refusing(f"model.lora.path: cannot read {path}", OSError, ValueError, hint=hint):
             config = json.loads(path.read_text())
+        if not isinstance(config, dict):
+            raise Refusal(f"model.lora.path: {path} holds a {type(config).__name__}{hint}")
         kind, rank, alpha = (config.get(name) for name in ("peft_type", "r", "lora_alpha"))
         if kind != "LORA" or type(rank) is not int or not isinstance(alpha, (int, float)):
             raise Refusal(
