@@ -65,7 +65,7 @@ def test_json_array_is_read(tmp_path):
         ('{"prompt": ""}', ["no prompt"]),
         ('{"prompt": []}', ["no prompt"]),
         ('{"prompt": null, "a": 1}', ["no prompt"]),
-        ('{"prompt": 7}', ["no prompt", "7"]),
+        ('{"prompt": 7}', ["column 'prompt'", "expected text", "7"]),
         ('{"messages": [{"role": "assistant", "content": "x"}]}', ["before the final assistant"]),
         ('{"prompt": [{"role": "user"}]}', ["message 0", "content"]),
         ('{"prompt": ["x"]}', ["message 0", "role"]),

@@ -6,6 +6,7 @@ import random
 import time
 import typing
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import odd
@@ -122,24 +123,30 @@ def test_random_configs_are_taken_or_refused_with_a_reason(count, tmp_path):
     assert taken > count // 20  # else nothing but the reading was tried
 
 
+def argv_of(draw: random.Random, path: Path) -> list[str]:
+    """Draw the words of a command line."""
+    argv = ["--config", str(path)] if draw.random() < 0.8 else []
+    for _ in range(draw.randrange(1, 5)):
+        name = draw.choice([*settings(), *sections(), "config", "help", odd.text(draw)])
+        name = name.replace("_", "-") if draw.random() < 0.5 else name
+        value = odd.value(draw, 3) if draw.random() < 0.5 else odd.text(draw)
+        if name in settings() and draw.random() < 0.5:
+            value = value_of(draw, settings()[name])
+        words = [str(v) for v in (value if isinstance(value, list) else [value])]
+        if draw.random() < 0.2:
+            argv.append(f"--{name}={words[0] if words else ''}")
+        else:
+            argv += [f"--{name}", *words][: draw.choice((1, 2, 9))]
+    return argv
+
+
 @counts(100, 2_000)
 def test_random_flags_are_taken_or_refused_with_a_reason(count, tmp_path, capsys):
     draw, path = random.Random(2), tmp_path / "c.yaml"
     path.write_text("model: {path: m}\ndata: {train: 'task:addition', size: 9}\n")
     taken = 0
     for _ in range(count):
-        argv = ["--config", str(path)] if draw.random() < 0.8 else []
-        for _ in range(draw.randrange(1, 5)):
-            name = draw.choice([*settings(), *sections(), "config", "help", odd.text(draw)])
-            name = name.replace("_", "-") if draw.random() < 0.5 else name
-            value = odd.value(draw, 3) if draw.random() < 0.5 else odd.text(draw)
-            if name in settings() and draw.random() < 0.5:
-                value = value_of(draw, settings()[name])
-            words = [str(v) for v in (value if isinstance(value, list) else [value])]
-            if draw.random() < 0.2:
-                argv.append(f"--{name}={words[0] if words else ''}")
-            else:
-                argv += [f"--{name}", *words][: draw.choice((1, 2, 9))]
+        argv = argv_of(draw, path)
         said = says(lambda: use(parse(argv)), of=argv)
         streams = capsys.readouterr()
         assert said != "exit 2" or (streams.err and "Traceback" not in streams.err), argv

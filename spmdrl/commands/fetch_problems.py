@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from spmdrl.data.rows import hub_rows
+from spmdrl.data.row_files import hub_rows
 from spmdrl.errors import Refusal
 
 ASK = "Please reason step by step, and put your final answer within \\boxed{}."

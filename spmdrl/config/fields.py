@@ -26,6 +26,7 @@ from spmdrl.config.ranges import (
     Samples,
     Temperature,
     Tokens,
+    above,
     within,
 )
 
@@ -98,6 +99,8 @@ class DataSettings:
     """Longest prompt in tokens."""
     overlong_prompts: Literal["error", "drop"] = "error"
     """A prompt above max_prompt_tokens stops the run at start, or is dropped and counted."""
+    max_row_mib: Annotated[float, above(0, 4096)] = 16.0
+    """Largest row, MiB of its texts; a larger one is refused before all of it is read."""
     chat_template: Literal["auto", "always", "never"] = "auto"
     """`auto` applies it to message lists and leaves plain strings alone."""
 

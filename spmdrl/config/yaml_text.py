@@ -30,8 +30,8 @@ def plain_data(text: str, *, file: str = "") -> Any:
     what = f"config file {file} is not valid YAML" if file else f"{text!r:.80} is not valid YAML"
     if len(text) > _MOST_CHARACTERS:
         raise Refusal(f"{what}: {len(text)} characters; a config has at most {_MOST_CHARACTERS}")
-    if bad := next((i for i, c in enumerate(text) if "\ud800" <= c <= "\udfff"), None):
-        raise Refusal(f"{what}: character {bad + 1}, {text[bad]!r}, is half of a character")
+    if half := next((c for c in text if "\ud800" <= c <= "\udfff"), ""):
+        raise Refusal(f"{what}: {half!r} is half of a character")
     try:
         _check_depth(text)  # before the loader, which recurses in C
         value = yaml.load(text, _Loader)

@@ -238,6 +238,8 @@ def encode_example(
     if row.get("messages"):
         return _encode_conversation(row["messages"], tokenizer, show=show, first=0, where=where)
     tokens = _closed(encode_plain(row["text"], tokenizer), tokenizer, where=where)
+    if len(tokens) < 2:
+        raise Refusal(f"{where}: the text {row['text']!r:.40} has no tokens to imitate")
     return tokens, [False] + [True] * (len(tokens) - 1)
 
 

@@ -37,7 +37,8 @@ def load_rows(cfg: Config, *, split: Split, need: Need = "prompt") -> LocatedRow
     if is_generated(spec):
         seed = cfg.seed if split == "train" else _EVAL_SEED
         return GeneratedRows(spec, cfg.data.task_options, size=size, seed=seed, split=split)
-    return read_rows(spec, size=size, need=need)
+    most_bytes = int(cfg.data.max_row_mib * 2**20)
+    return read_rows(spec, size=size, need=need, most_bytes=most_bytes)
 
 
 @dataclass(frozen=True)

@@ -9,19 +9,17 @@ imported: reward workers read rows through this module.
 
 from __future__ import annotations
 
-import importlib.util
-import json
-import math
+import itertools
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, Literal
 
+from spmdrl.data.row_files import numbered_rows
+from spmdrl.data.row_values import ROW_BYTES, plain_row, shown
 from spmdrl.errors import Refusal
-from spmdrl.imports import refusing
 
 Messages = list[dict[str, Any]]
 Need = Literal["prompt", "example", "pair", "label"]
-_SUFFIXES = (".jsonl", ".json", ".parquet")
+_MOST_MARGIN = 10**6
 
 
 class Rows:
@@ -45,7 +43,9 @@ class Rows:
         return self._places[index]
 
 
-def read_rows(spec: str, *, size: int = 0, need: Need = "prompt") -> Rows:
+def read_rows(
+    spec: str, *, size: int = 0, need: Need = "prompt", most_bytes: int = ROW_BYTES
+) -> Rows:
     """Read a dataset.
 
     Args:
@@ -55,21 +55,15 @@ def read_rows(spec: str, *, size: int = 0, need: Need = "prompt") -> Rows:
         need: `prompt` checks that each row has something to generate from, `example` that it
             has something to imitate, `pair` that it has two responses to compare, `label` one
             that is marked good or bad.
+        most_bytes: of one row, see `plain_row`.
     Raises: Refusal naming file and line (parquet, hub: row) of the first bad row; when the
         file does not exist, cannot be read, or holds no rows.
     """
-    path = Path(spec).expanduser()
-    if path.suffix in (".jsonl", ".json"):
-        numbered = _json_rows(_existing(path))
-    elif path.suffix == ".parquet":
-        numbered = _parquet_rows(_existing(path), size=size)
-    else:
-        numbered = hub_rows(spec)
     rows: list[dict] = []
     places: list[str] = []
-    for place, row in numbered:
-        if size and len(rows) == size:
-            break
+    numbered = numbered_rows(spec, size=size, most_bytes=most_bytes)
+    for place, row in itertools.islice(numbered, size or None):
+        row = plain_row(row, place=place, most_bytes=most_bytes)
         _check_row(row, place=place, need=need)
         rows.append(row)
         places.append(place)
@@ -78,85 +72,33 @@ def read_rows(spec: str, *, size: int = 0, need: Need = "prompt") -> Rows:
     return Rows(rows, places=places)
 
 
-def _existing(path: Path) -> Path:
-    if not path.is_file():
-        raise Refusal(f"{path}: no such data file (looked from {Path.cwd()})")
-    return path
-
-
-def _json_rows(path: Path) -> Iterator[tuple[str, Any]]:
-    kinds = (OSError, UnicodeDecodeError, json.JSONDecodeError)
-    with (
-        refusing(f"{path}: cannot be read as UTF-8 JSON", *kinds),
-        path.open(encoding="utf-8") as file,
-    ):
-        first = file.read(1)
-        file.seek(0)
-        if path.suffix == ".json" and first == "[":
-            yield from ((f"{path}: row {i}", row) for i, row in enumerate(json.load(file)))
-            return
-        for number, line in enumerate(file, start=1):
-            if not line.strip():
-                continue
-            place, begin = f"{path}:{number}", f"; the line begins {line[:60]!r}"
-            with refusing(f"{place}: not a JSON value", json.JSONDecodeError, hint=begin):
-                row = json.loads(line)
-            yield place, row
-
-
-def _parquet_rows(path: Path, *, size: int) -> Iterator[tuple[str, Any]]:
-    import pyarrow
-    import pyarrow.parquet
-
-    with (
-        refusing(f"{path}: cannot be read as parquet", pyarrow.ArrowException, OSError),
-        pyarrow.parquet.ParquetFile(path) as file,
-    ):
-        number = 0
-        for batch in file.iter_batches(batch_size=min(size or 4096, 4096)):
-            for row in batch.to_pylist():
-                yield f"{path}: row {number}", row
-                number += 1
-
-
-def hub_rows(spec: str) -> Iterator[tuple[str, Any]]:
-    """Yield each row of a hub dataset with its origin for messages, unchecked.
-
-    Raises: Refusal when `datasets` is not installed, or the dataset cannot be read.
-    """
-    path = Path(spec).expanduser()
-    if path.is_absolute() or spec.startswith((".", "~")) or path.exists():
-        raise Refusal(f"{spec}: a data file must end in {', '.join(_SUFFIXES)}")
-    if importlib.util.find_spec("datasets") is None:
-        raise Refusal(
-            f"{spec}: not a data file ({', '.join(_SUFFIXES)}) nor a generated task (task:NAME, "
-            "reasoning_gym:NAME), so it names a hub dataset, which needs `pip install datasets`"
-        )
-    from datasets import load_dataset
-
-    name, *rest = spec.split(":")
-    config, split = rest[0] if len(rest) == 2 else None, rest[-1] if rest else "train"
-    # The hub client raises many kinds; all mean "not readable".
-    with refusing(f"hub dataset {name} (config {config}, split {split})", Exception):
-        dataset = load_dataset(name, config, split=split)
-    yield from ((f"{spec}: row {i}", row) for i, row in enumerate(dataset))
-
-
 # --------------------------------------------------------------------------- checking
 
 
-def _check_row(row: Any, *, place: str, need: Need) -> None:
-    if not isinstance(row, dict):
-        raise Refusal(f"{place}: a row is a JSON object with columns, got {row!r:.80}")
-    compared = ("chosen", "rejected") if need == "pair" else ()
-    for column in ("prompt", "completion", "messages", *compared):
-        if isinstance(row.get(column), list):
-            row[column] = _checked_messages(row[column], place=f"{place}: column {column!r}")
+_COLUMNS: dict[Need, tuple[str, ...]] = {
+    "prompt": (),
+    "example": ("completion",),
+    "pair": ("chosen", "rejected"),
+    "label": ("completion",),
+}
+"""Which columns are text or messages, besides `prompt`, where something is needed of a row."""
+
+
+def _check_row(row: dict, *, place: str, need: Need) -> None:
+    for column in ("prompt", *_COLUMNS[need], "messages"):
+        value, where = row.get(column), f"{place}: column {column!r}"
+        if isinstance(value, list):
+            row[column] = _checked_messages(value, place=where)
+        elif value is not None and (column == "messages" or not isinstance(value, str)):
+            form = "a list of messages" if column == "messages" else "text or a list of messages"
+            raise Refusal(f"{where}: expected {form}, got {shown(value)}")
+    if not isinstance(row.get("tools"), (list, type(None))):
+        raise Refusal(f"{place}: column 'tools': expected a list, got {shown(row['tools'])}")
     if need in ("pair", "label"):
         read = pair_of if need == "pair" else label_of
         read(row, place=place)
         return
-    if need == "example" and (row.get("text") or has_target(row)):
+    if need == "example" and (_is_text(row, place=place) or has_target(row, place=place)):
         return
     if need == "example":
         raise Refusal(
@@ -172,7 +114,7 @@ def _check_row(row: Any, *, place: str, need: Need) -> None:
     raise Refusal(
         f"{place}: the row has no prompt; it needs a non-empty column `prompt` (text or a list of "
         f"messages) or `messages`; it has columns {', '.join(map(str, row)) or '(none)'}"
-        + (f" and prompt {prompt!r:.60}" if "prompt" in row else "")
+        + (f" and prompt {shown(prompt)}" if "prompt" in row else "")
     )
 
 
@@ -208,8 +150,29 @@ def prompt_of(row: dict) -> str | Messages:
     return messages or ""
 
 
-def has_target(row: dict) -> bool:
-    """Return whether a row holds a response to imitate besides plain `text`."""
+def _is_text(row: dict, *, place: str) -> bool:
+    """Return whether a row is plain `text` to imitate, which other columns come before."""
+    if row.get("prompt") or row.get("messages"):
+        return False
+    if not isinstance(row.get("text"), (str, type(None))):
+        raise Refusal(f"{place}: column 'text': expected text, got {shown(row['text'])}")
+    return bool(row.get("text"))
+
+
+def has_target(row: dict, *, place: str) -> bool:
+    """Return whether a row holds a response to imitate besides plain `text`.
+
+    Raises: Refusal for an `answer` that stands for a `completion` and is no text.
+    """
+    if row.get("prompt") and not row.get("completion"):
+        answer = row.get("answer")
+        if isinstance(answer, list):
+            row["answer"] = _checked_messages(answer, place=f"{place}: column 'answer'")
+        elif not isinstance(answer, (str, type(None))):
+            raise Refusal(
+                f"{place}: column 'answer': the response to imitate is text or messages, got "
+                f"{shown(answer)}"
+            )
     if row.get("prompt"):
         return bool(row.get("completion") or row.get("answer"))
     return any(m["role"] == "assistant" for m in row.get("messages") or [])
@@ -252,8 +215,12 @@ def pair_of(
         if not response:
             raise Refusal(f"{place}: `{column}` is empty after the prompt that the two share")
     margin = row.get("margin")
-    if margin is not None and not (type(margin) in (int, float) and math.isfinite(margin)):
-        raise Refusal(f"{place}: `margin` must be a number, got {margin!r:.60}")
+    if margin is not None and not (
+        type(margin) in (int, float) and -_MOST_MARGIN <= margin <= _MOST_MARGIN
+    ):
+        raise Refusal(
+            f"{place}: `margin` must be a number of at most {_MOST_MARGIN}, got {shown(margin)}"
+        )
     return prompt, chosen, rejected, float(margin or 0.0)
 
 
@@ -268,7 +235,7 @@ def label_of(row: dict, *, place: str) -> bool:
     if type(label) is not bool and not (type(label) is int and label in (0, 1)):
         raise Refusal(
             f"{place}: `label` must be true (a good response) or false, got "
-            f"{label!r:.60}; columns: {', '.join(map(str, row))}"
+            f"{shown(label)}; columns: {', '.join(map(str, row))}"
         )
     return bool(label)
 
@@ -283,7 +250,7 @@ def _text_or_messages(row: dict, column: str, *, place: str) -> str | Messages:
         )
     if not isinstance(value, (str, list)) or not value:
         raise Refusal(
-            f"{place}: `{column}` must be text or messages and not empty, got {value!r:.60}"
+            f"{place}: `{column}` must be text or messages and not empty, got {shown(value)}"
         )
     return value
 

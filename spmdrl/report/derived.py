@@ -29,7 +29,12 @@ def derived(cfg: Config, *, tokens: int = 0) -> dict[str, str]:
         "micro-batches per dp rank": _microbatches(cfg, most, found=tokens),
     }
     if axes.engines:
-        pairs["steps of generation ahead"] = f"{cfg.lag}"
+        pairs["steps of generation ahead"] = f"{cfg.lag}" + (
+            f", each sample {cfg.lag} steps stale and nothing overlaps: under layout.placement "
+            f"{cfg.layout.placement} ranks generate and train in turns; lag 0 is as fast"
+            if cfg.lag and not cfg.layout.roles.overlaps
+            else ""
+        )
         pairs["prompts per engine replica"] = _share(batch.prompts_per_step, axes.replicas)
         rounds = -(-sequences // (axes.replicas * cfg.engine.max_num_seqs))
         pairs["engine rounds per step"] = (

@@ -1,0 +1,194 @@
+"""Reading files and hub datasets row by row, each with its origin, in bounded parts."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+from spmdrl.data.row_values import ROW_BYTES
+from spmdrl.errors import Refusal
+from spmdrl.imports import refusing
+
+SUFFIXES = (".jsonl", ".json", ".parquet")
+_BATCH_BYTES = 64 * 2**20
+_LEAST_ROWS, _MOST_ROWS = 16, 4096
+# No data shrinks a thousandfold but such as was made to fill memory.
+_MOST_TIMES, _FREE_BYTES = 1000, 64 * 2**20
+_ROW_BYTES = 8  # at least
+
+
+def numbered_rows(
+    spec: str, *, size: int = 0, most_bytes: int = ROW_BYTES
+) -> Iterator[tuple[str, Any]]:
+    """Yield each row of a file or hub dataset with its origin for messages, unchecked.
+
+    Args:
+        spec, size: see `rows.read_rows`.
+        most_bytes: of one row.
+    Raises: Refusal when it cannot be read: file, line or row, column and the reason.
+    """
+    path = Path(spec).expanduser()
+    if path.suffix not in SUFFIXES:
+        return hub_rows(spec)
+    if not path.is_file():
+        raise Refusal(f"{path}: no such data file (looked from {Path.cwd()})")
+    if path.suffix == ".parquet":
+        return _parquet_rows(path, size=size)
+    return _json_rows(path, most_bytes=most_bytes)
+
+
+# --------------------------------------------------------------------------- JSON
+
+
+def _json_rows(path: Path, *, most_bytes: int) -> Iterator[tuple[str, Any]]:
+    with refusing(f"{path}: cannot be read", OSError), path.open("rb") as file:
+        if path.suffix == ".json" and _begins_list(file):
+            rows = _parsed(file.read(), place=str(path))
+            yield from ((f"{path}: row {i}", row) for i, row in enumerate(rows))
+            return
+        number = 0
+        while line := file.readline(most_bytes + 2):
+            number += 1
+            place = f"{path}:{number}"
+            if len(line) > most_bytes + 1:
+                raise Refusal(
+                    f"{place}: the line is longer than data.max_row_mib allows, "
+                    f"{most_bytes / 2**20:g} MiB; one row is one line: cut it, or raise that"
+                )
+            if line.strip():
+                yield place, _parsed(line, place=place)
+
+
+def _begins_list(file: IO[bytes]) -> bool:
+    begin = file.read(4096)
+    file.seek(0)
+    return begin.removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"[")
+
+
+def _parsed(data: bytes, *, place: str) -> Any:
+    """Return the JSON value of a text. Raises: Refusal."""
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise Refusal(
+            f"{place}: not UTF-8 text: {error.reason} at byte {error.start + 1}; the line begins "
+            f"{data[:60]!r}"
+        ) from None
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise Refusal(f"{place}: lists and mappings are nested too deep to be read") from None
+    except ValueError as error:  # besides JSON's own: integers of more digits than Python reads
+        why = str(error).partition("; use sys.")[0]
+        raise Refusal(f"{place}: not a JSON value: {why}; the line begins {text[:60]!r}") from None
+
+
+# --------------------------------------------------------------------------- parquet
+
+
+def _parquet_rows(path: Path, *, size: int) -> Iterator[tuple[str, Any]]:
+    import pyarrow
+    import pyarrow.parquet
+
+    kinds = (pyarrow.ArrowException, OSError, UnicodeDecodeError, MemoryError)
+    what = f"{path}: cannot be read as parquet"
+    with refusing(what, *kinds), pyarrow.parquet.ParquetFile(path) as file:
+        names = file.schema_arrow.names
+        if twice := {name for name in names if names.count(name) > 1}:
+            raise Refusal(f"{path}: two columns are called {min(twice)!r}")
+        for field in file.schema_arrow:
+            if "dictionary<" in str(field.type) and not pyarrow.types.is_dictionary(field.type):
+                raise Refusal(
+                    f"{path}: column {field.name!r} has categories within lists or mappings "
+                    f"({field.type!s:.60}), whose size is not known before they are read; write it "
+                    "as plain text"
+                )
+        budget = max(_FREE_BYTES, _MOST_TIMES * path.stat().st_size)
+        number = spent = 0
+        for group, rows in _group_sizes(file, size=size):
+            spent_here = file.metadata.row_group(group).total_byte_size
+            _check_size(path, spent + max(spent_here, _ROW_BYTES * rows), budget)
+            for batch in file.iter_batches(_batch_rows(spent_here, size), row_groups=[group]):
+                batch = _decoded(batch)
+                spent += batch.nbytes
+                _check_size(path, spent, budget)
+                values = _values(batch, path, number)
+                yield from ((f"{path}: row {number + i}", row) for i, row in enumerate(values))
+                number += batch.num_rows
+
+
+def _group_sizes(file: Any, *, size: int) -> Iterator[tuple[int, int]]:
+    """Yield the row groups that are read, each with the rows that it says it has."""
+    begun = 0
+    for group in range(file.num_row_groups):
+        rows = file.metadata.row_group(group).num_rows
+        if rows:
+            yield group, min(rows, size - begun) if size else rows
+        begun += rows
+        if size and begun >= size:
+            return
+
+
+def _batch_rows(group_bytes: int, size: int) -> int:
+    """Return how many rows to decode at once: by its metadata one may be as large as the group."""
+    rows = min(_MOST_ROWS, max(_LEAST_ROWS, _BATCH_BYTES // max(1, group_bytes)))
+    return min(rows, size) if size else rows
+
+
+def _decoded(batch: Any) -> Any:
+    """Return a batch with texts in place of categories, each of which stands in it once."""
+    import pyarrow
+
+    columns = [c.dictionary_decode() if hasattr(c, "dictionary") else c for c in batch.columns]
+    return pyarrow.RecordBatch.from_arrays(columns, names=batch.schema.names)
+
+
+def _check_size(path: Path, spent: int, budget: int) -> None:
+    if spent > budget:
+        raise Refusal(
+            f"{path}: its {path.stat().st_size} bytes unpack to more than {budget // 2**20} MiB, a "
+            f"file of over {_MOST_TIMES} times its size, as one that is made to fill memory; if it "
+            "is meant so, write its rows as .jsonl"
+        )
+
+
+def _values(batch: Any, path: Path, number: int) -> list[dict]:
+    """Return the rows of a batch. Raises: Refusal naming the row and column that cannot be read."""
+    try:
+        return batch.to_pylist()
+    except (ValueError, OverflowError) as error:  # bad UTF-8, dates beyond Python's
+        for i, name in itertools.product(range(batch.num_rows), batch.schema.names):
+            place = f"{path}: row {number + i}: column {name!r} cannot be read"
+            with refusing(place, ValueError, OverflowError):
+                batch.column(name)[i].as_py()
+        raise Refusal(f"{path}: from row {number} on cannot be read: {error}") from error
+
+
+# --------------------------------------------------------------------------- the hub
+
+
+def hub_rows(spec: str) -> Iterator[tuple[str, Any]]:
+    """Yield each row of a hub dataset with its origin for messages, unchecked.
+
+    Raises: Refusal when `datasets` is not installed, or the dataset cannot be read.
+    """
+    path = Path(spec).expanduser()
+    if path.is_absolute() or spec.startswith((".", "~")) or path.exists():
+        raise Refusal(f"{spec}: a data file must end in {', '.join(SUFFIXES)}")
+    if importlib.util.find_spec("datasets") is None:
+        raise Refusal(
+            f"{spec}: not a data file ({', '.join(SUFFIXES)}) nor a generated task (task:NAME, "
+            "reasoning_gym:NAME), so it names a hub dataset, which needs `pip install datasets`"
+        )
+    from datasets import load_dataset
+
+    name, *rest = spec.split(":")
+    config, split = rest[0] if len(rest) == 2 else None, rest[-1] if rest else "train"
+    # The hub client raises many kinds; all mean "not readable".
+    with refusing(f"hub dataset {name} (config {config}, split {split})", Exception):
+        dataset = load_dataset(name, config, split=split)
+    yield from ((f"{spec}: row {i}", row) for i, row in enumerate(dataset))

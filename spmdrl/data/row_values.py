@@ -1,0 +1,104 @@
+"""What the columns of a row hold, as plain data of bounded size and depth."""
+
+from __future__ import annotations
+
+import datetime
+import decimal
+from typing import Any
+
+from spmdrl.errors import Refusal
+
+ROW_BYTES = 16 * 2**20
+"""Of one row, unless data.max_row_mib says otherwise."""
+_DEEPEST = 64
+_PLAIN_BYTES = 8  # of a number; a container's own
+
+
+def plain_row(row: Any, *, place: str, most_bytes: int = ROW_BYTES) -> dict:
+    """Return a row as texts, numbers, booleans, None, lists and mappings; dates and decimals, which
+    parquet has, become texts.
+
+    Args:
+        place: origin of the row, for messages.
+        most_bytes: of the row's texts, and 8 for each other value.
+    Raises: Refusal naming the column, for a row that is no mapping, too large or too deep, half a
+        character, bytes, and what is no plain data.
+    """
+    if not isinstance(row, dict):
+        raise Refusal(f"{place}: a row is a JSON object with columns, got {shown(row)}")
+    left, found = most_bytes, {}
+    for column, value in row.items():
+        walk = _Walk(f"{place}: column {shown(column)}", left, most_bytes)
+        walk.text(column)
+        found[column] = walk.plain(value, 0)
+        left = walk.left
+    return found
+
+
+class _Walk:
+    """Walks through the value of one column.
+
+    Args:
+        what: the column, for messages.
+        left: bytes that it may have, of the `most` of a row.
+    """
+
+    def __init__(self, what: str, left: int, most: int):
+        self.what, self.left, self.most = what, left, most
+
+    def plain(self, value: Any, depth: int) -> Any:
+        """Return a value of the column as plain data."""
+        if isinstance(value, str):
+            return self.text(value)
+        self._take(_PLAIN_BYTES)
+        if value is None or isinstance(value, (bool, int, float)):
+            return value
+        if depth >= _DEEPEST:
+            raise Refusal(f"{self.what} holds lists or mappings more than {_DEEPEST} deep")
+        if isinstance(value, dict):
+            return {self.text(key): self.plain(own, depth + 1) for key, own in value.items()}
+        if isinstance(value, (list, tuple)):
+            return [self.plain(own, depth + 1) for own in value]
+        if isinstance(value, (datetime.date, datetime.time)):
+            return self.text(value.isoformat())
+        if isinstance(value, (decimal.Decimal, datetime.timedelta)):
+            return self.text(str(value))
+        kind = type(value).__name__
+        raise Refusal(
+            f"{self.what} holds {kind}, which is neither text nor a number; write it as one of "
+            "these, or leave the column out"
+        )
+
+    def text(self, value: Any) -> str:
+        """Return a text, counted."""
+        if not isinstance(value, str):
+            raise Refusal(f"{self.what}: names are texts, got {shown(value)}")
+        if value.isascii():
+            self._take(len(value))
+            return value
+        try:
+            self._take(len(value.encode()))
+        except UnicodeEncodeError as error:
+            raise Refusal(
+                f"{self.what} holds half of a character, {value[error.start]!r}, at "
+                f"{error.start + 1}: the text was cut within it, or wrongly decoded"
+            ) from None
+        return value
+
+    def _take(self, count: int) -> None:
+        self.left -= count
+        if self.left < 0:
+            raise Refusal(
+                f"{self.what} makes the row larger than data.max_row_mib allows, "
+                f"{self.most / 2**20:g} MiB; cut it, or raise that"
+            )
+
+
+def shown(value: Any) -> str:
+    """Return a value for messages, of which there is no long one."""
+    if isinstance(value, int) and abs(value) > 10**40:
+        return "a whole number of over 40 digits"
+    if isinstance(value, (list, dict)):
+        return f"a {'list' if isinstance(value, list) else 'mapping'} of {len(value)}"
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:60]}..."
