@@ -46,10 +46,12 @@ CASES = {  # ranks, ep, experts, rank of the adapters
 # --------------------------------------------------------------------------- one layer
 
 
-def _layer(where: Path, family: str) -> tuple[nn.Module, Adapters, dict[str, Tensor]]:
+def _layer(
+    where: Path, family: str, rank: int = RANK
+) -> tuple[nn.Module, Adapters, dict[str, Tensor]]:
     """A layer of experts with adapters, and its parameters in float64."""
     hf_model = meta_model(make_moe(where, family))
-    adapters = Adapters(hf_model, LoraForm(rank=RANK, alpha=ALPHA, targets=("experts",)))
+    adapters = Adapters(hf_model, LoraForm(rank=rank, alpha=ALPHA, targets=("experts",)))
     experts = hf_model.model.layers[1].mlp.experts.to_empty(device="cpu")
     torch.manual_seed(0)
     for name, parameter in experts.named_parameters():
@@ -62,9 +64,11 @@ def _layer(where: Path, family: str) -> tuple[nn.Module, Adapters, dict[str, Ten
     )
 
 
-def _expected(own: dict[str, Tensor], x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+def _expected(
+    own: dict[str, Tensor], x: Tensor, chosen: Tensor, weights: Tensor, rank: int = RANK
+) -> Tensor:
     """Each token through its experts, one by one, with W + scale * B A."""
-    scale, rows = ALPHA / RANK, []
+    scale, rows = ALPHA / rank, []
     full = {
         key: own[key] + scale * own[f"{key}_lora_B"] @ own[f"{key}_lora_A"]
         for key in ("gate_up_proj", "down_proj")
@@ -110,6 +114,23 @@ def test_values_and_gradients_are_those_of_materialised_weights(family, tmp_path
             off = experts(x, chosen, weights)
         assert torch.equal(experts(x, chosen, weights), off)  # B is zero: the same bits
         assert (on - off).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("rank", [1, 4, 12])
+def test_ranks_whose_rows_are_no_multiple_of_16_bytes_are_computed_in_bfloat16(rank, tmp_path):
+    experts, _, own = _layer(tmp_path, "qwen3_moe", rank)
+    experts.bfloat16()
+    x, weights = torch.randn(11, 32), torch.rand(11, 2)
+    chosen = torch.tensor([[0, k % 6 + 1] for k in range(11)])
+    out = experts(x.bfloat16(), chosen, weights.bfloat16())
+    right = _expected(own, x.double(), chosen, weights.double(), rank)
+    assert (out.double() - right).norm() < 0.03 * right.norm()
+    out.float().sum().backward()
+    right.sum().backward()
+    for name, parameter in experts.named_parameters():
+        if "lora" in name:
+            gap = (parameter.grad.double() - own[name].grad).norm()
+            assert gap < 0.05 * own[name].grad.norm(), name
 
 
 # --------------------------------------------------------------------------- many ranks
