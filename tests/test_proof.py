@@ -28,11 +28,12 @@ DENSE = [
 MIXTURES = [
     "qwen2_moe", "qwen3_moe", "mixtral", "olmoe", "glm4_moe", "granitemoe",
     "gpt_oss", "deepseek_v2", "deepseek_v3", "hunyuan_v1_moe", "minimax_m2", "ernie4_5_moe",
-    "gemma4_text+moe",
+    "gemma4_text+moe", "dots1", "glm4_moe_lite",
 ]
 OTHERS = [
     "mamba2", "granitemoehybrid", "falcon_h1", "lfm2", "nemotron_h", "qwen3_5_text",
     "gemma4_text+shared", "phi3+longrope", "ministral3", "qwen2_moe+window",
+    "bamba", "lfm2_moe",
 ]
 # fmt: on
 """Of each of the three lists a family is proved whole in each run of the suite, another every day;
@@ -80,6 +81,12 @@ def test_sequences_that_see_each_other_and_pushes_that_move_nothing_are_wrong(tm
 def test_a_model_that_is_not_served_is_refused_by_name(tmp_path):
     (line,) = Proof(family_config("gptj"), tmp_path).lines()
     assert line.verdict == "refused" and "GPTJForCausalLM" in line.note
+
+
+def test_a_model_of_which_no_small_one_can_be_made_is_refused_with_what_went_wrong(tmp_path):
+    (line,) = Proof(family_config("blt"), tmp_path).lines()
+    assert line.verdict == "refused"
+    assert "no small model of it can be made" in line.note and "KeyError" in line.note
 
 
 def test_a_mesh_of_more_ranks_than_a_machine_holds_is_refused(tmp_path):

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from spmdrl.check.fit import check_fit
 from spmdrl.model import separation
 from spmdrl.model.blocks import blocks
-from spmdrl.model.mask_spans import Span, visible
+from spmdrl.model.mask_spans import Other, Span, visible
 from spmdrl.model.separation import separate, separation_of
 
 HYBRID = ["linear_attention", "full_attention"]
@@ -23,6 +23,9 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "gptj": ({}, "does not attend by"),
     "doge": ({}, "self_attn attends by a mask of its own, attn_mask"),
     "stablelm": ({}, "does not hand on to self_attn where sequences begin"),
+    "bert": ({}, "it asks for a mask that is neither causal, a window nor chunks"),
+    "glm_moe_dsa": ({}, "self_attn.indexer (GlmMoeDsaIndexer) chooses keys by code of its own"),
+    "cpmant": ({}, "its code cannot be followed (IndexError: too many indices"),
 }
 SEEN: dict[str, tuple[dict[str, Any], list[Span]]] = {
     "llama": ({}, [Span(), Span()]),
@@ -49,6 +52,7 @@ MIXERS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "falcon_h1": ({}, ["FalconH1Mixer", "FalconH1Mixer"]),
     "minimax": ({"layer_types": HYBRID}, ["MiniMaxLightningAttention"]),
     "lfm2": ({"layer_types": ["conv", "full_attention"]}, ["Lfm2ShortConv"]),
+    "bamba": ({"attn_layer_indices": [1]}, ["BambaMixer"]),  # its blocks give pairs
 }
 
 
@@ -108,6 +112,14 @@ def test_masks_that_come_otherwise_are_refused(given, monkeypatch):
     monkeypatch.setattr(separation, "block_inputs", lambda _: inputs)
     (reason, *_) = separation_of(model).reasons
     assert reason == "model.layers.0 is given masks otherwise than as attention_mask"
+
+
+def test_blocks_that_hand_on_more_than_hidden_states_are_refused(monkeypatch):
+    model = meta_model("llama")
+    inputs = {name: {"packing": 0, "states": (Other(),)} for name in blocks(model)}
+    monkeypatch.setattr(separation, "block_inputs", lambda _: inputs)
+    (reason, *_) = separation_of(model).reasons
+    assert "is given more by the block before it than hidden states: states" in reason
 
 
 def test_what_a_token_sees_is_counted_from_the_sequences_first():

@@ -20,7 +20,7 @@ from spmdrl.model.checkpoint_reader import CheckpointReader
 from spmdrl.model.divisibility import ModelCounts, counts_of, misfits
 from spmdrl.model.file_tensors import file_tensors
 from spmdrl.model.head_form import head_form
-from spmdrl.model.load import build_meta_model, check_weights
+from spmdrl.model.load import build_meta_model, check_buffers, check_weights
 from spmdrl.model.lora.files import AdapterFolder
 from spmdrl.model.lora.settings import lora_form
 from spmdrl.model.lora.targets import LoraForm, adapter_shapes, has_embedding
@@ -176,6 +176,7 @@ def _build_problems(cfg: Config, hf_model: nn.Module, *, at: str) -> Iterator[st
         )
     if reason := unshardable(hf_model):
         yield f"{at}: {type(hf_model).__name__} is not served: {reason}; take another family"
+    yield from (f"{at}: {reason}" for reason in refusal(lambda: check_buffers(hf_model)))
     if not hasattr(hf_model, "score"):
         yield from (f"{at}: {reason}" for reason in refusal(lambda: head_form(hf_model)))
 

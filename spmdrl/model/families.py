@@ -176,6 +176,21 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "bloom": {},
     "gptj": {},
     "minimax": dict(head_dim=128),
+    "bamba": dict(attn_layer_indices=[9, 18, 27]),
+    "dots1": dict(
+        n_routed_experts=128,
+        n_shared_experts=2,
+        num_experts_per_tok=6,
+        first_k_dense_replace=1,
+        norm_topk_prob=True,
+        routed_scaling_factor=2.5,
+    ),
+    "glm4_moe_lite": {},
+    "lfm2_moe": dict(
+        num_hidden_layers=24,
+        layer_types=[_FULL if i in (2, 6, 10, 14, 18, 21) else "conv" for i in range(24)],
+    ),
+    "olmo_hybrid": {},
     # Settings that released models have and the class's own do not.
     "qwen2_moe+window": dict(use_sliding_window=True, sliding_window=32768, max_window_layers=12),
     "phi3+longrope": dict(max_position_embeddings=131072, rope_parameters=_LONGROPE),

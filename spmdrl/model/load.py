@@ -220,22 +220,43 @@ def compute_buffers(hf_model: nn.Module) -> None:
         hf_model: the transformers model, these buffers with storage and undefined values.
     Raises: Refusal naming a buffer that stayed without a value.
     """
+    check_buffers(hf_model)
     from_files = live_tensors(hf_model).values()
     computed = {name: _computed_buffers(module) for name, module in hf_model.named_modules()}
     for buffer in (buffer for own in computed.values() for buffer in own.values()):
-        if buffer.is_floating_point():
-            buffer.fill_(float("nan"))
+        buffer.fill_(_unset(buffer))
     for name, owner in owners(hf_model).items():
         module = hf_model.get_submodule(name)
         if computed[name] or module is owner:  # a model may compute what its layers have
             initialise(owner, module, except_for=from_files)
     for name, module in hf_model.named_modules():
         for key, buffer in _computed_buffers(module).items():
-            if not buffer.is_floating_point() or bool(buffer.isnan().any()):
-                raise Refusal(
-                    f"model: buffer {name}.{key} of {type(module).__name__} is computed in a way "
-                    "that loading on the meta device does not know; this model cannot be trained"
-                )
+            unset = buffer.isnan() if buffer.is_floating_point() else buffer == _unset(buffer)
+            if bool(unset.any()):
+                raise _unknown_buffer(f"{name}.{key}", module)
+
+
+def check_buffers(hf_model: nn.Module) -> None:
+    """Refuse buffers of which it would not show that loading gives them no values.
+
+    Raises: Refusal naming one of booleans that no file holds.
+    """
+    for name, module in hf_model.named_modules():
+        for key, buffer in _computed_buffers(module).items():
+            if buffer.dtype is torch.bool:
+                raise _unknown_buffer(f"{name}.{key}", module)
+
+
+def _unset(buffer: Tensor) -> float:
+    """Return what no buffer of this dtype is filled with."""
+    return float("nan") if buffer.is_floating_point() else torch.iinfo(buffer.dtype).min
+
+
+def _unknown_buffer(name: str, module: nn.Module) -> Refusal:
+    return Refusal(
+        f"model: buffer {name} of {type(module).__name__} is computed in a way "
+        "that loading on the meta device does not know; this model cannot be trained"
+    )
 
 
 def _computed_buffers(module: nn.Module) -> dict[str, Tensor]:

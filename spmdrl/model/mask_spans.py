@@ -8,6 +8,7 @@ given, and masks are objects that say which tokens see which. No weight is read.
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -53,6 +54,17 @@ def block_inputs(hf_model: nn.Module) -> dict[str, dict[str, Any]]:
         hf_model: with a base model, on any device; as it was when this returns.
     Raises: whatever the model's code does when its parts return zeros; UnknownMask.
     """
+    try:
+        return _inputs(hf_model, others=0)
+    except ValueError as error:  # of models that take a block's output for several
+        wanted = re.search(r"not enough values to unpack \(expected (\d+), got 1\)", str(error))
+        if not wanted:
+            raise
+        return _inputs(hf_model, others=int(wanted[1]) - 1)
+
+
+def _inputs(hf_model: nn.Module, *, others: int) -> dict[str, dict[str, Any]]:
+    """Return what `block_inputs` does, of blocks that give hidden states and so many others."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(_NOTED, _never)
@@ -68,7 +80,7 @@ def block_inputs(hf_model: nn.Module) -> dict[str, dict[str, Any]]:
             replaced.enter_context(replaced_forward(module, _stand_in(module)))
         for block, name in own.items():
             replaced.enter_context(
-                replaced_forward(block, _noting(block, found.setdefault(name, {})))
+                replaced_forward(block, _noting(block, found.setdefault(name, {}), others=others))
             )
         tokens = torch.zeros(1, _TOKENS, dtype=torch.int64)
         at = torch.arange(_TOKENS)[None]
@@ -100,10 +112,15 @@ def _stand_in(module: nn.Module) -> Callable[..., Any]:
         return lambda x, *_, **__: torch.zeros(*x.shape[:-1], module.out_features)
     if "Rotary" in type(module).__name__:
         return lambda *_, **__: None  # for blocks alone
-    return lambda x, *_, **__: x
+    return _first
 
 
-def _noting(block: nn.Module, found: dict[str, Any]) -> Callable[..., Any]:
+def _first(*args: Any, **kwargs: Any) -> Any:
+    """Return what a module computes on, by its place or by a name."""
+    return next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
+
+
+def _noting(block: nn.Module, found: dict[str, Any], *, others: int) -> Callable[..., Any]:
     signature = inspect.signature(type(block).forward)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -114,9 +131,14 @@ def _noting(block: nn.Module, found: dict[str, Any]) -> Callable[..., Any]:
         found.update({k: v for k, v in bound.arguments.items() if k != extra})
         found.update(bound.arguments.get(extra, {}))
         hidden = bound.args[1] if len(bound.args) > 1 else next(iter(kwargs.values()))
-        return hidden.as_subclass(_Output)
+        output = hidden.as_subclass(_Output)
+        return (output, *(Other() for _ in range(others))) if others else output
 
     return forward
+
+
+class Other:
+    """What a block gives besides hidden states."""
 
 
 class _Output(Tensor):

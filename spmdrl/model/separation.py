@@ -23,9 +23,10 @@ from torch import Tensor, nn
 from spmdrl.errors import Refusal
 from spmdrl.model.attention import CHOOSING, Temperature
 from spmdrl.model.blocks import blocks
-from spmdrl.model.mask_spans import Span, block_inputs
+from spmdrl.model.mask_spans import Other, Span, UnknownMask, block_inputs
 from spmdrl.model.packing import Packing, Pad, Unpad
 from spmdrl.world.torch_internals import tree_leaves, tree_map
+from spmdrl.world.watch import first_line
 
 _MIXES = {"attention_mask", "past_key_values", "past_key_value", "layer_past", "cache_params"}
 """Parameters that a module has if its tokens see others."""
@@ -60,8 +61,14 @@ def separation_of(hf_model: nn.Module) -> Separation:
     found = Separation()
     try:
         given = block_inputs(hf_model)
+    except UnknownMask as error:
+        found.reasons.append(str(error))
+        return found
     except Exception as error:  # of the model's own code, which may do anything
-        found.reasons.append(f"what its layers see cannot be found: {error}")
+        found.reasons.append(
+            "what its layers see cannot be found, since its code cannot be followed "
+            f"({first_line(error)})"
+        )
         return found
     for name, block in blocks(hf_model).items():
         found.reasons += _read_block(name, block, given[name], found)
@@ -111,6 +118,8 @@ def _read_block(
     others = tree_leaves({k: v for k, v in given.items() if k != "attention_mask"})
     if not isinstance(span, Span | None) or any(isinstance(other, Span) for other in others):
         yield f"{name} is given masks otherwise than as attention_mask"
+    if handed := [k for k, v in given.items() if any(isinstance(x, Other) for x in tree_leaves(v))]:
+        yield f"{name} is given more by the block before it than hidden states: {handed[0]}"
     if "packing" not in given:
         yield f"{name} is not told where sequences begin: the model hands no such argument on"
     for part in asking:

@@ -30,6 +30,7 @@ from spmdrl.proof import jobs
 from spmdrl.proof.batch import PACKED, ROWS
 from spmdrl.proof.line import Line, Verdict
 from spmdrl.proof.ranks import RankError, on_ranks
+from spmdrl.world.watch import first_line
 
 EXACT = 2e-6
 """Mean difference of logprobs, nats, up to which two computations in float32 are the same."""
@@ -75,12 +76,17 @@ class Proof:
             engines: kinds of engines to stream into.
         """
         began = time.monotonic()
-        _, error = attempt(self._make, Exception)
+        _, error = attempt(self._make, Exception)  # of any config, by transformers' own code too
+        note = _short(error)
+        if error is not None and not isinstance(error, Refusal):
+            note = f"no small model of it can be made to try it on: {first_line(error)}"
         if error is None:
-            _, error = attempt(lambda: check_fit(self._config("fit")))
+            _, error = attempt(lambda: check_fit(self._config("fit")), Exception)
+            note = _short(error)
         if error is not None:
-            verdict: Verdict = "refused" if isinstance(error, Refusal) else "WRONG"
-            yield Line("model", verdict, _short(error), time.monotonic() - began)
+            is_refusal = isinstance(error, Refusal) or not self.class_name
+            verdict: Verdict = "refused" if is_refusal else "WRONG"
+            yield Line("model", verdict, note, time.monotonic() - began)
             return
         yield Line("model", "proved", self._size, time.monotonic() - began)
         yield from self._alone()
