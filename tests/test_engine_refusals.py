@@ -94,6 +94,7 @@ def test_what_vllm_computes_otherwise_whatever_it_is_told_is_refused(tmp_path):
     [
         ("jamba", "bfloat16", "CPU build has no op selective_scan_fwd"),
         ("nemotron_h", "bfloat16", "experts without a gate .is_act_and_mul=False. on GPUs alone"),
+        ("olmo_hybrid", "bfloat16", "gated delta nets by Triton kernels, on GPUs alone"),
         ("qwen3_next", "float32", "cpu_gdn_attention_core.* in bfloat16 alone on the CPU"),
     ],
 )
@@ -151,6 +152,8 @@ def test_fields_that_transformers_does_not_write_are_told(tmp_path):
     assert model_arguments(lfm2)["hf_overrides"] == {"conv_dim": 2560, "block_dim": 2560}
     minimax = _config_of(tmp_path / "b", "minimax_m2", rotary_dim=64)
     assert model_arguments(minimax)["hf_overrides"]["rotary_dim"] == 64
+    glm = _config_of(tmp_path / "d", "glm4_moe_lite")
+    assert model_arguments(glm)["hf_overrides"] == {"first_k_dense_replace": 1}
     phimoe = _config_of(tmp_path / "c", "phimoe")
     assert model_arguments(phimoe)["hf_overrides"] == {"architectures": ["PhiMoEForCausalLM"]}
 

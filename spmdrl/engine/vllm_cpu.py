@@ -74,10 +74,12 @@ def rotate_every_head() -> None:
     def rotate(
         positions: Tensor, query: Tensor, key: Tensor | None, *others: Any, **options: Any
     ) -> None:
-        def rows(heads: Tensor | None) -> Tensor | None:
-            return heads if heads is None else heads.view(*positions.shape, -1)
-
-        kernel(positions, rows(query), rows(key), *others, **options)
+        both = [heads for heads in (query, key) if heads is not None]
+        rows = [heads.reshape(*positions.shape, -1) for heads in both]
+        kernel(positions, rows[0], rows[1] if len(rows) > 1 else None, *others, **options)
+        for heads, own in zip(both, rows, strict=True):
+            if own.data_ptr() != heads.data_ptr():  # of a part of each head, which was copied
+                heads.copy_(own.view_as(heads))
 
     _custom_ops.rotary_embedding = rotate
 

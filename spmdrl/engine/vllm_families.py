@@ -40,6 +40,9 @@ _TOLD: dict[str, Callable[[Any], dict[str, Any]]] = {
         "hf_overrides": {"rotary_dim": _rotary_dim(config), "scoring_func": "sigmoid"}
         | {"use_routing_bias": True}
     },
+    "glm4_moe_lite": lambda config: {
+        "hf_overrides": {"first_k_dense_replace": config.mlp_layer_types.count("dense")}
+    },
     "phimoe": lambda config: {"hf_overrides": {"architectures": ["PhiMoEForCausalLM"]}},
 }
 """{family: arguments without which its class in vLLM is not found, or lacks a setting}"""
@@ -93,6 +96,8 @@ def _lacking(config: Any, *, dtype: str, on_cpu: bool) -> str:
         return f"vLLM's CPU build has no op selective_scan_fwd, of its Mamba layers; {other}"
     if family == "nemotron_h" and "moe" in config.layers_block_type:
         return "vLLM computes experts without a gate (is_act_and_mul=False) on GPUs alone; " + other
+    if family == "olmo_hybrid":
+        return f"vLLM computes its gated delta nets by Triton kernels, on GPUs alone; {other}"
     if family in _DELTA_NETS and dtype != "bfloat16":
         return (
             f"vLLM's op cpu_gdn_attention_core, of its gated delta nets, computes in bfloat16 "
