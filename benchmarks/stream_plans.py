@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import hashlib
 import multiprocessing
-import pickle
 import re
 import subprocess
 import sys
@@ -28,6 +27,7 @@ import torch.distributed as dist
 
 from spmdrl.config import Config, LayoutSettings
 from spmdrl.model.shards import Box
+from spmdrl.plain import unpack
 from spmdrl.world.hardware import GPUS, gpu_link
 
 SHAPES = Path(__file__).parents[1] / "spmdrl" / "plan" / "shapes"
@@ -169,10 +169,10 @@ def plan_world(world: World) -> None:
     sums = numpy.zeros((size, tp, 2), numpy.int64)
     for at, own in enumerate(said):
         cells = routes_to(
-            Wants.unpack(pickle.loads(own)[0]), receivers[at], holders=holders, table=table, turn=at
+            Wants.unpack(unpack(own)[0]), receivers[at], holders=holders, table=table, turn=at
         )
         sums[:, at] = route_sums(cells, cells.source, size)
-    greeting = 4 * 32 + 200  # bytes, pickled
+    greeting = 4 * 32 + 200  # bytes, packed
     gathered = sum(map(len, (held, *said))) + size * (greeting + sums[0].nbytes + 200)
     for rank, mine in ((0, (cuts, [])), (world.trainers, ({}, wants[0]))):
         with multiprocessing.get_context("fork").Pool(1) as pool:

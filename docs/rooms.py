@@ -16,7 +16,7 @@ ORDER = tuple(
     tuple(level.split("="))
     for level in [
         "errors",
-        "types=imports",
+        "types=imports=plain",
         "config",
         "algorithms",
         "sandbox",

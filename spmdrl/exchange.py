@@ -6,7 +6,6 @@ N sequences of one rank, T packed tokens, R ranks.
 
 from __future__ import annotations
 
-import pickle
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +14,7 @@ from torch import Tensor
 
 from spmdrl.data.microbatch_plan import Partition, partition
 from spmdrl.errors import Refusal
+from spmdrl.plain import pack, unpack
 from spmdrl.types import Batch, Microbatch, Rollouts, Scalars, Sums, Tokens, add_sums
 from spmdrl.world import World
 from spmdrl.world.comm import gather_bytes, gather_sizes
@@ -77,12 +77,12 @@ def _gather(rollouts: Rollouts, world: World, *, step: int) -> _Gathered:
     """Gather everyone's scalars, sums and samples, and sort the sequences."""
     own = {name: column.numpy() for name, column in vars(rollouts.scalars).items()}
     routes = None if rollouts.routes is None else rollouts.routes[:0].numpy()
-    payload = pickle.dumps((own, rollouts.sums, rollouts.samples, routes))
+    payload = pack((own, rollouts.sums, rollouts.samples, routes))
     with world.watch.wait("await rollouts", step):  # timed apart: the other role's work
         sizes = gather_sizes(payload, group=world.control)
     with world.watch.wait("exchange scalars", step):
         payloads = gather_bytes(payload, sizes, group=world.control)
-    columns, sums, samples, routes = zip(*map(pickle.loads, payloads))
+    columns, sums, samples, routes = zip(*map(unpack, payloads))
     parts = [Scalars(**{k: torch.from_numpy(v) for k, v in own.items()}) for own in columns]
     scalars = Scalars.concat(parts)
     num_samples = int(scalars.sample_ids.max()) + 1 if len(scalars) else 1

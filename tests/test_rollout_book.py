@@ -194,10 +194,10 @@ class Interrupted:
     def __getattr__(self, name: str):
         return getattr(self._store, name)
 
-    def add(self, key: str, amount: int) -> int:
-        if amount:
-            self._interrupt()
-        return self._store.add(key, amount)
+    def compare_set(self, *words: str) -> bytes:
+        interrupt, self._interrupt = self._interrupt, lambda: None
+        interrupt()
+        return self._store.compare_set(*words)
 
 
 def test_two_that_write_at_once_lose_nothing():

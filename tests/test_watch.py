@@ -155,7 +155,7 @@ def test_an_announcement_is_heard_without_asking_twice() -> None:
         assert not any(awaited.is_set(f"updated/{step}") for _ in range(1000))
         time.sleep(0.05)
         assert not awaited.is_set(f"updated/{step}")
-        store.set(f"updated/{step}", "")
+        store.set(f"updated/{step}", "1")
         deadline = time.monotonic() + 10
         while not awaited.is_set(f"updated/{step}"):
             assert time.monotonic() < deadline

@@ -31,6 +31,7 @@ from spmdrl.model.load import SCALAR_HEAD, build_meta_model, model_folder
 from spmdrl.model.quantised import QUANTISATION_KEYS
 from spmdrl.model.shards import Box, Part, narrow
 from spmdrl.world.comm import agree, gather_objects
+from spmdrl.world.groups import join_world, meet
 from spmdrl.world.launch import is_launched, read_launch
 
 T = TypeVar("T")
@@ -84,7 +85,8 @@ class Ranks:
             yield cls(launch.rank, launch.world_size)
             return
         launch.pass_on()
-        dist.init_process_group("gloo", init_method="env://", timeout=_WAIT)
+        store = meet(launch, shared=None, within=_WAIT)
+        join_world("gloo", launch, store=store, device=torch.device("cpu"), timeout=_WAIT)
         yield cls(launch.rank, launch.world_size)
         dist.destroy_process_group()
 

@@ -32,12 +32,14 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from spmdrl.errors import Refusal
 from spmdrl.imports import attempt, refusing
+from spmdrl.plain import record
 
 NAME = "manifest.json"
 POLICY = "policy"
 _FORMAT = 1
 
 
+@record
 @dataclass(frozen=True)
 class FileEntry:
     """What a manifest says about one file."""
@@ -46,6 +48,7 @@ class FileEntry:
     sha256: str  # hex
 
 
+@record
 @dataclass(frozen=True)
 class Manifest:
     """What one checkpoint is and which files it has."""

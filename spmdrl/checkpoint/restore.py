@@ -142,14 +142,18 @@ def candidate_folders(cfg: Config) -> tuple[list[Path], str]:
 def _checked(folder: Path, world: World) -> tuple[disk.Manifest | None, str]:
     """Verify a checkpoint, each rank reading its share of the files."""
     content, error = world.from_rank_0(
-        lambda: attempt(lambda: disk.read_manifest(folder)), wait="find checkpoint"
+        lambda: _said(attempt(lambda: disk.read_manifest(folder))), wait="find checkpoint"
     )
     if content is None:
-        return None, str(error)
+        return None, error
     with world.watch.wait("verify checkpoint", content.step):
         mine = disk.damages(folder, content, part=world.rank, num_parts=world.world_size)
         problems = [p for part in gather_objects(mine, group=world.control) for p in part]
     return (None, "; ".join(problems)) if problems else (content, "")
+
+
+def _said(found: tuple[disk.Manifest | None, BaseException | None]) -> tuple:
+    return found[0], str(found[1])
 
 
 def _check_config(content: disk.Manifest, cfg: Config, *, folder: Path, is_speaker: bool) -> None:

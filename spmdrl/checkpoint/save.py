@@ -27,6 +27,7 @@ import spmdrl.checkpoint.manifest as disk
 from spmdrl.checkpoint.state import Saved, SavedSource, rng_state, tensor_leaves
 from spmdrl.config import Config, flatten
 from spmdrl.imports import attempt
+from spmdrl.plain import record
 from spmdrl.report.glossary import values_of
 from spmdrl.types import Sums
 from spmdrl.world import World
@@ -35,6 +36,7 @@ from spmdrl.world.comm import gather_objects
 log = logging.getLogger(__name__)
 
 
+@record
 @dataclass(frozen=True)
 class _Outcome:
     files: dict[str, disk.FileEntry]

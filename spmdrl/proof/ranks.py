@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import pickle
 import queue
+import secrets
 import socket
 import time
 import traceback
@@ -16,6 +17,9 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 from unittest import mock
+
+_SECRET = secrets.token_hex(32)
+"""Of all jobs that this process starts."""
 
 
 @dataclass(frozen=True)
@@ -108,6 +112,7 @@ def launch_env(rank: int, world_size: int, port: int) -> dict[str, str]:
         LOCAL_RANK=str(rank),
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
+        SPMDRL_SECRET=_SECRET,
         OMP_NUM_THREADS="1",
     )
 

@@ -8,6 +8,7 @@ all who play the moves in this order have the same book.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import time
@@ -15,11 +16,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-import torch.distributed as dist
-
 from spmdrl.rollout.staleness import Rules, closing, num_to_admit
+from spmdrl.world.sealed_store import SealedStore
 
-_COUNT, _KEY = "rollout/moves", "rollout/move/{}"
+_KEY = "rollout/move/{}"
 _LOOKS_PER_S = 1000  # of all replicas
 
 
@@ -243,7 +243,7 @@ class SharedBook(OwnBook):
         replicas: how many share it.
     """
 
-    def __init__(self, store: dist.Store, book: Book, practice: Practice, *, replicas: int):
+    def __init__(self, store: SealedStore, book: Book, practice: Practice, *, replicas: int):
         super().__init__(book, practice)
         self.spacing_s = replicas / _LOOKS_PER_S
         self._store, self._looked_at = store, -math.inf
@@ -262,24 +262,30 @@ class SharedBook(OwnBook):
             self.follow()
         if not self.practice.changes(self.book, move):
             return []
-        number = self._store.add(_COUNT, 1)
-        self._store.set(_KEY.format(number), json.dumps(move))
-        self._own.append(number)
-        self._play_until(number - 1)
+        text = json.dumps(move).encode()
+        while (stands := self._write(text)) != text:  # the next number is another's
+            self._play(_read(stands))
+        self._own.append(self._seen + 1)
         return self._play(move)
 
     def follow(self) -> bool:
         """As OwnBook."""
-        before = self._seen
-        self._play_until(self._store.add(_COUNT, 0))
+        self._looked_at, before, number = time.monotonic(), self._seen, 1
+        while number:
+            keys = [_KEY.format(self._seen + 1 + k) for k in range(number)]
+            if not self._store.check(keys):
+                number //= 2
+                continue
+            texts = self._store.multi_get(keys)
+            known = list(itertools.takewhile(bool, texts))  # a stranger's is none
+            for text in known:
+                self._play(_read(text))
+            number = 2 * number if len(known) == len(texts) else 0
         return self._seen > before
 
-    def _play_until(self, number: int) -> None:
-        self._looked_at = time.monotonic()
-        keys = [_KEY.format(k) for k in range(self._seen + 1, number + 1)]
-        for text in self._store.multi_get(keys) if keys else ():
-            part, version, last, most, complete, dropped = json.loads(text)
-            self._play(Move(part, version, last, most, tuple(complete), tuple(dropped)))
+    def _write(self, text: bytes) -> bytes:
+        """Have this be the move after those that are in `book`; return which one is."""
+        return self._store.compare_set(_KEY.format(self._seen + 1), "", text.decode())
 
     def _play(self, move: Move) -> list[Ticket]:
         before, self._seen = self.book.next, self._seen + 1
@@ -291,3 +297,8 @@ class SharedBook(OwnBook):
         while self._own and self._own[0] <= end:
             self._store.delete_key(_KEY.format(self._own.pop(0)))
         return tickets
+
+
+def _read(text: bytes) -> Move:
+    part, version, last, most, complete, dropped = json.loads(text)
+    return Move(part, version, last, most, tuple(complete), tuple(dropped))

@@ -6,16 +6,20 @@ is known to the leader alone. It decides what enters the engine, and they repeat
 
 from __future__ import annotations
 
-import pickle
+import struct
 from collections.abc import Sequence
 
+import numpy
 import torch
 import torch.distributed as dist
 
 from spmdrl.engine.protocol import EngineProtocol, Request
+from spmdrl.plain import pack, unpack
 from spmdrl.world import World
+from spmdrl.world.secret import MARK_BYTES, Unauthentic, is_marked, mark
 
 _END = -1
+_SIZE = struct.Struct("<q")
 
 
 class Link:
@@ -28,34 +32,69 @@ class Link:
     def __init__(self, world: World):
         self.world = world
         self._has_followers = world.cfg.layout.inference_tp > 1
+        self._count = 0  # messages so far, the same on all ranks of the replica
 
     def step(self, requests: Sequence[Request]) -> None:
         """Tell the followers to add these requests and take an engine step. The leader does
         the same right after."""
         if self._has_followers:
-            payload = pickle.dumps(list(requests)) if requests else b""
-            self._send(torch.tensor([len(payload)]))
+            payload = pack([_said(request) for request in requests]) if requests else b""
+            self._announce(len(payload))
             if payload:
-                self._send(torch.frombuffer(bytearray(payload), dtype=torch.uint8))
+                self._send(payload)
 
     def end(self) -> None:
         """Tell the followers that this generation is over."""
         if self._has_followers:
-            self._send(torch.tensor([_END]))
+            self._announce(_END)
 
     def follow(self, engine: EngineProtocol) -> None:
-        """Do as the leader says until it ends; what finishes is the leader's business."""
-        while (size := int(self._receive(torch.zeros(1, dtype=torch.int64)))) != _END:
+        """Do as the leader says until it ends; what finishes is the leader's business.
+
+        Raises: Unauthentic for words that are not the leader's.
+        """
+        while (size := _SIZE.unpack(self._receive(_SIZE.size))[0]) != _END:
             if size:
-                payload = self._receive(torch.empty(size, dtype=torch.uint8))
-                for request in pickle.loads(payload.numpy().tobytes()):
-                    engine.add(request)
+                for said in unpack(self._receive(size)):
+                    engine.add(_meant(said))
             engine.step()
 
-    def _send(self, message: torch.Tensor) -> None:
+    def _announce(self, size: int) -> None:
+        self._send(_SIZE.pack(size))
+
+    def _send(self, message: bytes) -> None:
+        self._count += 1
+        data = bytearray(mark(f"link {self._count}", message) + message)
+        self._broadcast(torch.frombuffer(data, dtype=torch.uint8))
+
+    def _receive(self, size: int) -> bytes:
+        self._count += 1
+        marked = torch.empty(MARK_BYTES + size, dtype=torch.uint8)
+        with self.world.watch.wait("await the replica's leader", -1):
+            self._broadcast(marked)
+        data = marked.numpy().tobytes()
+        if not is_marked(f"link {self._count}", data[MARK_BYTES:], data[:MARK_BYTES]):
+            raise Unauthentic(
+                f"rank {self.world.rank}: a word of the replica's leader bears no mark of the "
+                "job's secret; see docs/security.md"
+            )
+        return data[MARK_BYTES:]
+
+    def _broadcast(self, message: torch.Tensor) -> None:
         dist.broadcast(message, group=self.world.replica_control, group_src=0)
 
-    def _receive(self, message: torch.Tensor) -> torch.Tensor:
-        with self.world.watch.wait("await the replica's leader", -1):
-            dist.broadcast(message, group=self.world.replica_control, group_src=0)
-        return message
+
+def _said(request: Request) -> tuple:
+    return (
+        request.key,
+        numpy.array(request.prompt, numpy.int64),
+        request.max_tokens,
+        request.temperature,
+        request.seed,
+        request.stop_token_ids,
+    )
+
+
+def _meant(said: tuple) -> Request:
+    key, prompt, *others = said
+    return Request(key, tuple(prompt.tolist()), *others)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from spmdrl.algorithms.shaping import RIGHT_AT, ROUNDING, best_at_k_estimate, pass_at_k_estimate
+from spmdrl.plain import record
 from spmdrl.rollout.episode import FinishedEpisode
 from spmdrl.types import Sums
 
@@ -20,6 +21,7 @@ _Z95 = 1.96
 _ANSWER = "pred"  # verl's name
 
 
+@record
 @dataclass(frozen=True)
 class ProblemOutcome:
     """What the samples of one held-out problem came to."""

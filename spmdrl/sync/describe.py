@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import pickle
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 
 import numpy
 
 from spmdrl.errors import Refusal
-from spmdrl.model.cuts import TensorCut
+from spmdrl.model.cuts import CutAxis, TensorCut
+from spmdrl.plain import pack, unpack
 from spmdrl.sync.holders import Description, Holders
 from spmdrl.sync.routes import Cells, OwnRoutes, route_sums, routes_to, uncovered
 from spmdrl.sync.tables import Array, FileTable, Want, Wants
@@ -20,13 +20,25 @@ Said = Sequence[tuple[Sequence[int], bytes]]
 
 def describe_held(cuts: Description) -> bytes:
     """Return what a rank says of what it holds; b"" for nothing."""
-    known: dict[TensorCut, TensorCut] = {}  # so that pickle writes each cut, and each mesh, once
-    ranks: dict[tuple[int, ...], tuple[int, ...]] = {}
+    meshes: dict[tuple[int, ...], int] = {}  # each cut, and each mesh, is said once
+    known: dict[TensorCut, int] = {}
     same = {}
     for name, cut in cuts.items():
-        meshed = TensorCut(cut.shape, ranks.setdefault(cut.ranks, cut.ranks), cut.axes)
-        same[name] = known.setdefault(meshed, meshed)
-    return zlib.compress(pickle.dumps(same)) if same else b""
+        meshes.setdefault(cut.ranks, len(meshes))
+        same[name] = known.setdefault(cut, len(known))
+    forms = [
+        (c.shape, meshes[c.ranks], [list(vars(axis).values()) for axis in c.axes]) for c in known
+    ]
+    return zlib.compress(pack((list(meshes), forms, same))) if same else b""
+
+
+def _held(said: bytes) -> Description:
+    meshes, forms, same = unpack(zlib.decompress(said))
+    cuts = [
+        TensorCut(shape, meshes[mesh], tuple(CutAxis(*axis) for axis in axes))
+        for shape, mesh, axes in forms
+    ]
+    return {name: cuts[form] for name, form in same.items()}
 
 
 def describe_wanted(groups: Sequence[Sequence[Want]], table: FileTable) -> bytes:
@@ -35,7 +47,7 @@ def describe_wanted(groups: Sequence[Sequence[Want]], table: FileTable) -> bytes
     Raises: Refusal for a name that is no file tensor's.
     """
     packed = [table.wants(wants).pack() for wants in groups]
-    return pickle.dumps(packed) if any(groups) else b""
+    return pack(packed) if any(groups) else b""
 
 
 class Described:
@@ -50,7 +62,7 @@ class Described:
     def __init__(self, held: Said, wanted: Said, *, table: FileTable):
         self._table = table
         own: list[tuple[Sequence[int], Mapping[str, TensorCut]]] = [
-            (ranks, pickle.loads(zlib.decompress(said))) for ranks, said in held if said
+            (ranks, _held(said)) for ranks, said in held if said
         ]
         self._holders = Holders(own, table)
         wanting = [(tuple(ranks), said) for ranks, said in wanted if said]
@@ -74,7 +86,7 @@ class Described:
         self, receiver: int, *, source: int | None = None, is_checked: bool = False
     ) -> list[Cells]:
         found = []
-        for packed in pickle.loads(self._wanted[receiver]):
+        for packed in unpack(self._wanted[receiver]):
             wants = Wants.unpack(packed)
             cells = routes_to(
                 wants,

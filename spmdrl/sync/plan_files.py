@@ -9,14 +9,15 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-import pickle
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from spmdrl import plain
 from spmdrl.model import cuts
+from spmdrl.plain import pack, unpack
 from spmdrl.sync import bucket_size, describe, holders, plan, routes, tables
 from spmdrl.sync.plan import Slices
 from spmdrl.sync.tables import Array
@@ -35,7 +36,7 @@ class Kept:
 @cache
 def code_version() -> bytes:
     """Return a hash of the code that makes plans."""
-    modules = (cuts, tables, holders, routes, describe, plan, bucket_size)
+    modules = (plain, cuts, tables, holders, routes, describe, plan, bucket_size)
     texts = (Path(str(module.__file__)).read_bytes() for module in modules)
     return hashlib.sha256(b"".join(texts)).digest()
 
@@ -91,9 +92,9 @@ class PlanFiles:
         if hashlib.sha256(found[32:]).digest() != found[:32]:
             log.warning("weight stream: %s is damaged; planning anew", path)
             return None
-        return [(sums, Slices.unpack(packed)) for sums, packed in pickle.loads(found[32:])]
+        return [(sums, Slices.unpack(packed)) for sums, packed in unpack(found[32:])]
 
     def _write(self, name: str, parts: list[tuple[Array, bytes]]) -> None:
-        data, draft = pickle.dumps(parts), self.folder / f"{name}.{os.getpid()}"
+        data, draft = pack(parts), self.folder / f"{name}.{os.getpid()}"
         draft.write_bytes(hashlib.sha256(data).digest() + data)
         draft.replace(self.folder / name)

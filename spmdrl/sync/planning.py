@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import pickle
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ import numpy
 import torch
 
 from spmdrl.errors import Refusal
+from spmdrl.plain import pack, record
 from spmdrl.sync.bucket_size import choose_buckets
 from spmdrl.sync.describe import (
     Described,
@@ -40,6 +40,7 @@ from spmdrl.world.hardware import CPU_LINK, GPUS, LinkCost, gpu_link, known_gpu
 log = logging.getLogger(__name__)
 
 
+@record
 @dataclass(frozen=True)
 class _Greeting:
     """What a rank says first: hashes of what it could say, b"" for nothing."""
@@ -70,7 +71,7 @@ def make_plans(
     greetings = _greet(table, own, world)
     link, receivers = greetings[0].link, _alike([greeting.wanted for greeting in greetings])
     folder = Path(world.cfg.output_dir) / "stream_plans" / kind
-    files = PlanFiles(folder, world.rank, receivers, depends_on=pickle.dumps((greetings, size)))
+    files = PlanFiles(folder, world.rank, receivers, depends_on=pack((greetings, size)))
     kept, routes = files.load(), list[OwnRoutes]()
     is_anew = any(gather_objects(kept is None, group=world.control))
     if is_anew:

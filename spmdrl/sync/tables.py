@@ -8,7 +8,6 @@ in front.
 from __future__ import annotations
 
 import hashlib
-import pickle
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -19,6 +18,7 @@ import torch
 
 from spmdrl.errors import Refusal
 from spmdrl.model.shards import Box, Part
+from spmdrl.plain import pack, unpack
 
 Array = Any
 """A numpy array."""
@@ -56,14 +56,14 @@ class Columns:
         # Neighbouring rows are alike, their differences all the more.
         steps = [numpy.diff(c, axis=0, prepend=numpy.zeros_like(c[:1])) for c in self.columns]
         packed = [(c.dtype.str, c.shape, c.tobytes("F")) for c in steps]
-        return zlib.compress(pickle.dumps(packed), 1)
+        return zlib.compress(pack(packed), 1)
 
     @classmethod
     def unpack(cls, packed: bytes) -> Self:
         """Return what `pack` made bytes of."""
         columns = [
             numpy.frombuffer(data, dtype).reshape(shape, order="F").cumsum(axis=0, dtype=dtype)
-            for dtype, shape, data in pickle.loads(zlib.decompress(packed))
+            for dtype, shape, data in unpack(zlib.decompress(packed))
         ]
         return cls(*columns)
 

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from datetime import timedelta
 
 import torch.distributed as dist
 
+from spmdrl.world.sealed_store import SealedStore
+
 _FOREVER = timedelta(days=365)
+_AGAIN_S = 1.0
 
 
 class Awaited:
@@ -19,9 +23,9 @@ class Awaited:
             of its own with its first key.
     """
 
-    def __init__(self, store: dist.Store):
+    def __init__(self, store: SealedStore):
         self._store = store
-        self._own: dist.Store | None = None
+        self._own: SealedStore | None = None
         self._key, self._found = "", threading.Event()
 
     def is_set(self, key: str) -> bool:
@@ -35,7 +39,9 @@ class Awaited:
         return self._found.is_set()
 
 
-def _wait(store: dist.Store, key: str, found: threading.Event) -> None:
+def _wait(store: SealedStore, key: str, found: threading.Event) -> None:
     with contextlib.suppress(dist.DistError, RuntimeError):  # its host is gone: collectives say so
         store.wait([key], _FOREVER)
+        while not store.get(key):  # a stranger's, in the place of what is still to come
+            time.sleep(_AGAIN_S)
         found.set()

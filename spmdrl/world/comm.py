@@ -1,9 +1,13 @@
-"""Small exchanges between ranks: objects and bytes gathered, problems agreed on."""
+"""Small exchanges between ranks: values and bytes gathered, problems agreed on.
+
+What a rank says is plain data and bears the mark of the job's secret, of the group, of the turn and
+of the rank.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import pickle
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -12,15 +16,21 @@ import torch
 import torch.distributed as dist
 
 from spmdrl.errors import Refusal
+from spmdrl.plain import pack, unpack
+from spmdrl.world.launch import SECRET
+from spmdrl.world.secret import MARK_BYTES, Unauthentic, is_marked, mark
 from spmdrl.world.torch_internals import all_gather_single
+
+_MOST_BYTES = 1 << 40
+_turns: Counter[str] = Counter()
+"""Messages so far in each group: the same on all its ranks, who meet in each."""
 
 
 def gather_objects(value: Any, *, group: dist.ProcessGroup) -> list[Any]:
-    """Return every rank's small picklable value, in rank order of `group` (a gloo group)."""
-    payload = pickle.dumps(value)
-    return list(
-        map(pickle.loads, gather_bytes(payload, gather_sizes(payload, group=group), group=group))
-    )
+    """Return every rank's small value, see plain.py, in rank order of `group` (a gloo group)."""
+    payload = pack(value)
+    sizes = gather_sizes(payload, group=group)
+    return list(map(unpack, gather_bytes(payload, sizes, group=group)))
 
 
 def gather_problems(own: Sequence[str], *, group: dist.ProcessGroup) -> list[str]:
@@ -73,12 +83,26 @@ def gather_sizes(payload: bytes, *, group: dist.ProcessGroup) -> list[int]:
 
 
 def gather_bytes(payload: bytes, sizes: Sequence[int], *, group: dist.ProcessGroup) -> list[bytes]:
-    """Return every rank's payload, in rank order of `group`: the second half of a gather."""
-    padded = torch.zeros(max(sizes), dtype=torch.uint8)
-    padded[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
-    gathered = torch.empty(len(sizes) * max(sizes), dtype=torch.uint8)
+    """Return every rank's payload, in rank order of `group`: the second half of a gather.
+
+    Raises: Unauthentic naming a rank whose payload bears no mark of the job.
+    """
+    place = _next_place(group)
+    for rank, size in enumerate(sizes):
+        if not 0 <= size <= _MOST_BYTES:
+            raise Unauthentic(_refusal(rank, f"{size} bytes are announced", group))
+    if len(sizes) == 1:
+        return [payload]
+    longest = MARK_BYTES + max(sizes)
+    padded = torch.zeros(longest, dtype=torch.uint8)
+    own = mark(f"{place} {dist.get_rank(group)}", payload) + payload
+    padded[: len(own)] = torch.frombuffer(bytearray(own), dtype=torch.uint8)
+    gathered = torch.empty(len(sizes) * longest, dtype=torch.uint8)
     all_gather_single(gathered, padded, group=group)
-    return [row[:size].numpy().tobytes() for row, size in zip(gathered.chunk(len(sizes)), sizes)]
+    rows = [
+        row[: MARK_BYTES + s].numpy().tobytes() for row, s in zip(gathered.chunk(len(sizes)), sizes)
+    ]
+    return [_checked(row, rank, place=place, group=group) for rank, row in enumerate(rows)]
 
 
 def bytes_from(rank: int, payload: bytes, *, group: dist.ProcessGroup) -> bytes:
@@ -88,10 +112,35 @@ def bytes_from(rank: int, payload: bytes, *, group: dist.ProcessGroup) -> bytes:
         rank: in `group`.
         payload: read there alone.
     """
-    size = torch.tensor(len(payload))
-    dist.broadcast(size, group=group, group_src=rank)
-    data = torch.empty(int(size), dtype=torch.uint8)
+    place, own = _next_place(group), b""
     if dist.get_rank(group) == rank:
-        data = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+        own = mark(f"{place} {rank}", payload) + payload
+    size = torch.tensor(len(own))
+    dist.broadcast(size, group=group, group_src=rank)
+    if not MARK_BYTES < int(size) <= _MOST_BYTES:
+        raise Unauthentic(_refusal(rank, f"{int(size)} bytes are announced", group))
+    data = torch.empty(int(size), dtype=torch.uint8)
+    if own:
+        data = torch.frombuffer(bytearray(own), dtype=torch.uint8)
     dist.broadcast(data, group=group, group_src=rank)
-    return data.numpy().tobytes()
+    return _checked(data.numpy().tobytes(), rank, place=place, group=group)
+
+
+def _next_place(group: dist.ProcessGroup) -> str:
+    _turns[group.group_name] += 1
+    return f"{group.group_name} {_turns[group.group_name]}"
+
+
+def _checked(marked: bytes, rank: int, *, place: str, group: dist.ProcessGroup) -> bytes:
+    found, payload = marked[:MARK_BYTES], marked[MARK_BYTES:]
+    if not is_marked(f"{place} {rank}", payload, found):
+        raise Unauthentic(_refusal(rank, "its message bears no mark of the job's secret", group))
+    return payload
+
+
+def _refusal(rank: int, why: str, group: dist.ProcessGroup) -> str:
+    return (
+        f"what says to be rank {dist.get_global_rank(group, rank)} is not believed: {why}. Either "
+        "a process that is not of this job has taken its place (keep the job's ports to its nodes, "
+        f"see docs/security.md), or {SECRET} differs between nodes"
+    )

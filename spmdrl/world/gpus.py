@@ -9,11 +9,11 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 from spmdrl.config import Config, inference_ranks
 from spmdrl.errors import Refusal
 from spmdrl.world.launch import Launch, hides_gpus
+from spmdrl.world.sealed_store import SealedStore
 
 log = logging.getLogger(__name__)
 _DRIVER = Path("/proc/driver/nvidia/version")
@@ -63,7 +63,7 @@ def check_memory(cfg: Config, launch: Launch, device: torch.device) -> None:
         )  # fmt: skip
 
 
-def check_own_gpus(launch: Launch, device: torch.device, store: dist.Store) -> None:
+def check_own_gpus(launch: Launch, device: torch.device, store: SealedStore) -> None:
     """Refuse ranks that share a GPU, which NCCL cannot: every rank calls.
 
     Args:

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import socket
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.rendezvous import rendezvous
 
 from spmdrl.config import Config, inference_ranks, trainer_ranks
 from spmdrl.world.launch import Launch
 from spmdrl.world.mesh import make_expert_mesh, make_meshes
+from spmdrl.world.ports import listen
+from spmdrl.world.secret import agree_on_secret, mark, remove_files
 from spmdrl.world.torch_internals import set_group_timeout, split_no_groups
+from spmdrl.world.watch import PeersMissing, first_line
 
 
 @dataclass(frozen=True)
@@ -29,13 +33,44 @@ class WorldGroups:
     experts: DeviceMesh | None
 
 
-def meet(launch: Launch, *, timeout: timedelta) -> dist.Store:
-    """Return the key-value store of this attempt of the job, at the address that was told."""
-    found = rendezvous("env://", launch.rank, launch.world_size, timeout=timeout)
-    store, *_ = next(found)
-    store.set_timeout(timeout)
+def meet(launch: Launch, *, shared: Path | None, within: timedelta) -> dist.Store:
+    """Adopt the job's secret, and return the key-value store of this attempt of the job.
+
+    Its keys begin with what only this job's ranks know: a stranger must list them to write over
+    what torch believes.
+
+    Args:
+        shared: folder for the secret that all nodes see; None for none.
+        within: how long rank 0 may take to come.
+    Raises: ValueError for a port in use and for a secret that is not there; PeersMissing where
+        rank 0, or the launcher's store, does not come.
+    """
     # torchrun keeps its store when it starts ranks anew, with what the dead ones wrote there.
-    return dist.PrefixStore(f"attempt{launch.attempt}", store)
+    try:
+        store = dist.PrefixStore(f"attempt{launch.attempt}", _open(launch, within))
+        agree_on_secret(store, launch, shared=shared)
+    except dist.DistError as error:
+        keeper = "the launcher" if launch.keeps_store else "rank 0"
+        raise PeersMissing(
+            f"rank {launch.rank} on {socket.gethostname()} waited {within.total_seconds():.0f} s "
+            f"in 'meet' at step -1: {keeper} is missing, which should keep the job's store at "
+            f"{launch.address} port {launch.port}\ncaused by: {first_line(error)}"
+        ) from error
+    return dist.PrefixStore(mark("the job's store", b"").hex()[:32], store)
+
+
+def _open(launch: Launch, timeout: timedelta) -> dist.Store:
+    if launch.rank or launch.keeps_store:
+        return dist.TCPStore(launch.address, launch.port, timeout=timeout, wait_for_workers=False)
+    listening = listen(launch)
+    return dist.TCPStore(
+        launch.address,
+        launch.port,
+        is_master=True,
+        timeout=timeout,
+        wait_for_workers=False,
+        master_listen_fd=listening.detach(),
+    )
 
 
 def join_world(
@@ -49,6 +84,7 @@ def join_world(
         timeout: of this group and of all that are made later, meshes and vLLM's too: it lies
             behind the deadlines of Watch, which should speak first.
     """
+    store.set_timeout(timeout)
     dist.init_process_group(
         backend,
         store=dist.PrefixStore("default_pg", store),
@@ -61,6 +97,7 @@ def join_world(
     # part in a split over all ranks; gloo's own members do not, and all would wait for good.
     split_no_groups()
     set_group_timeout(timeout)
+    remove_files()  # all have met, and so have the secret
 
 
 def make_groups(cfg: Config, *, rank: int, device: torch.device) -> WorldGroups:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from spmdrl.plain import record
+
 
 @dataclass(frozen=True)
 class Gpu:
@@ -28,6 +30,7 @@ GPUS: dict[str, Gpu] = {
 }
 
 
+@record
 @dataclass(frozen=True)
 class LinkCost:
     """What messages between ranks cost."""

@@ -17,6 +17,8 @@ from spmdrl.errors import Refusal
 
 _TOLD_CHARS = 2000
 _GLOO = "GLOO_SOCKET_IFNAME"
+SECRET = "SPMDRL_SECRET"
+"""Variable with the job's secret, see secret.py."""
 _OUTSIDE = ("8.8.8.8", "2001:4860:4860::8888")  # of no matter which: nothing is sent
 _GET_ADDRESS = 0x8915  # SIOCGIFADDR of Linux
 
@@ -87,6 +89,11 @@ def read_launch(env: dict[str, str] | None = None) -> Launch:
         "`torchrun --nproc-per-node N train.py --config FILE` or `srun python train.py ...`; "
         "`python train.py --config FILE --dry-run` needs no launcher"
     )
+
+
+def told_secret() -> str:
+    """Return the secret that the launcher's environment gives the job; empty for none."""
+    return os.environ.get(SECRET, "")
 
 
 def is_launched() -> bool:

@@ -24,6 +24,7 @@ from typing import Literal, NamedTuple, TypeVar
 import torch.distributed as dist
 
 from spmdrl.world.flight import leave_record
+from spmdrl.world.sealed_store import SealedStore
 
 T = TypeVar("T")
 Ending = Literal["stopped", "failed"]
@@ -70,7 +71,7 @@ class Watch:
 
     def __init__(
         self,
-        store: dist.Store,
+        store: SealedStore,
         *,
         rank: int,
         world_size: int,
@@ -183,7 +184,8 @@ class Watch:
     def claim_cause(self, text: str) -> bool:
         """Say why this rank ends; return whether no rank has given the same reason before."""
         said = json.dumps({"rank": self.rank, "error": text})
-        first = json.loads(self._stored(lambda: self._store.compare_set(_CAUSE, "", said), said))
+        stands = self._stored(lambda: self._store.compare_set(_CAUSE, "", said), said.encode())
+        first = json.loads(stands)
         return first["rank"] == self.rank or first["error"] != text
 
     def tell_end(self, text: str) -> None:
@@ -196,7 +198,7 @@ class Watch:
         """Return `rank R ended with ...` of the rank that failed first; empty for none."""
         if not self._stored(lambda: self._store.check([_CAUSE, _ENDED]), False):
             return ""
-        first = json.loads(self._stored(lambda: self._store.get(_CAUSE), b"{}"))
+        first = json.loads(self._stored(lambda: self._store.get(_CAUSE), b"") or "{}")
         return f"rank {first['rank']} ended with {first['error']}" if first else ""
 
     def leave_after_peer(self, cause: str) -> None:
@@ -275,7 +277,7 @@ class Watch:
         keys = [f"watch/{rank}" for rank in ranks]
         if self._stored(lambda: self._store.check(keys), False):
             texts = self._stored(lambda: self._store.multi_get(keys), [b"null"] * len(keys))
-            return list(map(json.loads, texts))
+            return [json.loads(text or "null") for text in texts]
         if len(ranks) == 1 or not self._has_store:
             return [None] * len(ranks)
         half = len(ranks) // 2

@@ -23,7 +23,7 @@ from spmdrl.world.gpus import check_driver, check_memory, check_own_gpus, warn_o
 from spmdrl.world.groups import join_world, make_groups, meet
 from spmdrl.world.launch import Launch, ask_cublas_to_repeat, read_launch
 from spmdrl.world.leaving import obey_signals
-from spmdrl.world.torch_internals import default_store
+from spmdrl.world.sealed_store import SealedStore
 from spmdrl.world.watch import Watch, store_timeout
 
 T = TypeVar("T")
@@ -56,7 +56,7 @@ class World:
     experts: DeviceMesh | None
     """The same ranks with axes dp_replicate, efsdp and ep, over which experts are sharded; None
     without expert or tensor parallelism."""
-    store: dist.Store
+    store: SealedStore
     """Key-value store of the job, for what a rank may learn without waiting for it."""
     replica_control: dist.ProcessGroup | None = None
     """gloo group over the ranks of this rank's engine replica; None where that is one rank."""
@@ -95,7 +95,7 @@ class World:
                 cfg.checkpoint.write_timeout_s,
             )
         )
-        watch = _join(cfg, launch, device=device, timeout=timeout)
+        watch, store = _join(cfg, launch, device=device, timeout=timeout)
         with watch.wait("create groups", -1):
             groups = make_groups(cfg, rank=launch.rank, device=device)
         world = cls(
@@ -109,7 +109,7 @@ class World:
             control=groups.control,
             trainer_control=groups.trainer_control,
             saving=groups.saving,
-            store=default_store().clone(),
+            store=store,
             replica_control=groups.replica_control,
             mesh=groups.mesh,
             sharding=groups.sharding,
@@ -200,12 +200,12 @@ class World:
     # ---------------------------------------------------------------- exchanges
 
     def from_rank_0(self, work: Callable[[], T], *, wait: str, step: int = -1) -> T:
-        """Return on every rank the small picklable value that `work` returns on rank 0."""
+        """Return on every rank the small value (see plain.py) that `work` returns on rank 0."""
         with self.watch.wait(wait, step):
             return gather_objects(work() if self.rank == 0 else None, group=self.control)[0]
 
     def gather_per_dp(self, own: T) -> list[T]:
-        """Return the small picklable value of each data-parallel index, on every trainer rank."""
+        """Return the small value (plain.py) of each data-parallel index, on every trainer rank."""
         mine = own if self.speaks_for_dp else None
         return gather_objects(mine, group=self.trainer_control)[:: self.ranks_per_dp]
 
@@ -230,7 +230,7 @@ class World:
     def announce_updated(self, step: int) -> None:
         """Let every rank know, whenever it looks, that the trainers are done with `step`."""
         if self.rank == self.trainer_ranks[0]:
-            self.store.set(f"updated/{step}", "")
+            self.store.set(f"updated/{step}", "1")
             self.store.delete_key(f"updated/{step - 2}")
 
     def is_updated(self, step: int) -> bool:
@@ -266,21 +266,27 @@ class World:
                 )
 
 
-def _join(cfg: Config, launch: Launch, *, device: torch.device, timeout: timedelta) -> Watch:
-    """Make the group of all ranks, and start this rank's watch."""
+def _join(
+    cfg: Config, launch: Launch, *, device: torch.device, timeout: timedelta
+) -> tuple[Watch, SealedStore]:
+    """Start this rank's watch, and make the group of all ranks; return the job's store too."""
     launch.pass_on()
-    store, backend = meet(launch, timeout=timeout), pick_backend(cfg)
-    if backend == "nccl":
-        check_own_gpus(launch, device, store)
-    join_world(backend, launch, store=store, device=device, timeout=timeout)
-    return Watch(
-        default_store().clone(),
+    within_s, backend = cfg.layout.startup_timeout_s, pick_backend(cfg)
+    store = meet(launch, shared=Path(cfg.output_dir), within=timedelta(seconds=within_s))
+    sealed = SealedStore(store.clone())
+    watch = Watch(
+        sealed.clone(),
         rank=launch.rank,
         world_size=launch.world_size,
-        timeout_s=cfg.layout.startup_timeout_s,
+        timeout_s=within_s,
         hosts_store=launch.rank == 0 and not launch.keeps_store,
         flight_folder=Path(cfg.output_dir) / "flight",
     )
+    with watch.wait("meet", -1):
+        if backend == "nccl":
+            check_own_gpus(launch, device, sealed)
+        join_world(backend, launch, store=store, device=device, timeout=timeout)
+    return watch, sealed
 
 
 def _check_launch(cfg: Config, launch: Launch) -> None:

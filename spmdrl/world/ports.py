@@ -1,0 +1,96 @@
+"""The port of a job's store: bound to the one address that ranks were told, or explained."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import ipaddress
+import logging
+import os
+import socket
+from pathlib import Path
+
+from spmdrl.world.launch import Launch
+
+log = logging.getLogger(__name__)
+_TABLES = ("/proc/net/tcp", "/proc/net/tcp6")
+_LISTENS = "0A"  # state of a socket there
+
+
+def listen(launch: Launch) -> socket.socket:
+    """Return a socket that listens at the job's address, and at no other of this machine.
+
+    Where other nodes know this one by a name that is its own loopback address here, or by an
+    address that is none of its own, it is all of them.
+
+    Raises: ValueError saying who has the port, and what to do.
+    """
+    try:
+        found = socket.getaddrinfo(launch.address, launch.port, type=socket.SOCK_STREAM)
+    except socket.gaierror as error:
+        raise ValueError(
+            f"MASTER_ADDR: {launch.address} is the name of no host ({error.strerror}); set it to "
+            "an address of the first node that all nodes reach"
+        ) from error
+    family, _, _, _, place = found[0]
+    if launch.nodes > 1 and ipaddress.ip_address(str(place[0]).partition("%")[0]).is_loopback:
+        return _bind_all(launch)
+    try:
+        return _bind(family, place, launch)
+    except OSError as error:
+        if error.errno != errno.EADDRNOTAVAIL:
+            raise
+    return _bind_all(launch)
+
+
+def _bind_all(launch: Launch) -> socket.socket:
+    log.warning(
+        "the job's store listens on all addresses of this machine, port %d: %s is no address of "
+        "its own by which others reach it. Set MASTER_ADDR to one (docs/security.md)",
+        launch.port, launch.address,
+    )  # fmt: skip
+    return _bind(socket.AF_INET, ("0.0.0.0", launch.port), launch)
+
+
+def _bind(family: int, place: tuple, launch: Launch) -> socket.socket:
+    listening = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind(place)
+        listening.listen(2048)
+    except OSError as error:
+        listening.close()
+        if error.errno not in (errno.EADDRINUSE, errno.EACCES):
+            raise
+        raise ValueError(_refusal(launch, error.errno == errno.EADDRINUSE)) from error
+    return listening
+
+
+def _refusal(launch: Launch, is_in_use: bool) -> str:
+    holder = _holder(launch.port) or "a process of another user, or one that has just ended"
+    why = f"is taken, by {holder}" if is_in_use else "may not be taken by this user"
+    return (
+        f"MASTER_PORT: port {launch.port} of {launch.address} ({socket.gethostname()}), where the "
+        f"ranks were to meet, {why}. If that is an earlier run, end it; else set MASTER_PORT to "
+        "another port, the same on all nodes"
+    )
+
+
+def _holder(port: int) -> str:
+    """Return which process listens at a port of this machine; empty where that is not seen."""
+    inodes = set()
+    for table in _TABLES:
+        with contextlib.suppress(OSError):
+            rows = [line.split() for line in Path(table).read_text().splitlines()[1:]]
+            inodes |= {
+                f"socket:[{row[9]}]"
+                for row in rows
+                if row[3] == _LISTENS and int(row[1].rpartition(":")[2], 16) == port
+            }
+    for path in Path("/proc").glob("[0-9]*/fd/*"):
+        with contextlib.suppress(OSError):  # gone, or another user's
+            if os.readlink(path) in inodes:
+                words = path.parents[1].joinpath("cmdline").read_bytes().split(b"\0")
+                command = b" ".join(words).decode(errors="replace").strip()
+                return f"process {path.parents[1].name} ({command[:80]})"
+    return ""

@@ -1,0 +1,97 @@
+"""The job's key-value store, whose values bear the mark of the job's secret.
+
+Whoever reaches the store can write into it. What a stranger writes is named once and otherwise as
+if it were not there; that keys exist is not believed either.
+"""
+
+from __future__ import annotations
+
+import hmac
+import logging
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from spmdrl.world.secret import MARK_BYTES, mark
+
+log = logging.getLogger(__name__)
+_HEX = 2 * MARK_BYTES
+
+
+class SealedStore:
+    """As torch's Store, of texts.
+
+    Args:
+        store: of this attempt of the job.
+    """
+
+    def __init__(self, store: dist.Store):
+        self._store = store
+        self._named: set[str] = set()
+
+    def clone(self) -> SealedStore:
+        """Return the same store by a connection of its own."""
+        return SealedStore(self._store.clone())
+
+    def set(self, key: str, text: str) -> None:
+        """Write a value."""
+        self._store.set(key, _sealed(key, text))
+
+    def get(self, key: str) -> bytes:
+        """Return a value once it is there; b"" for a stranger's."""
+        return self._believed(key, self._store.get(key))
+
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        """Return several values once they are there; b"" for a stranger's."""
+        return list(map(self._believed, keys, self._store.multi_get(list(keys))))
+
+    def compare_set(self, key: str, expected: str, text: str) -> bytes:
+        """Write a first value, or take the place of a stranger's; return what stands there then.
+
+        Args:
+            expected: "": nothing.
+        Raises: RuntimeError where a stranger's value cannot be replaced.
+        """
+        assert not expected, "only a first value can be compared with"
+        stands, own = b"", _sealed(key, text)
+        while True:
+            try:
+                found = self._store.compare_set(key, stands.decode(), own)
+            except UnicodeDecodeError as error:
+                raise RuntimeError(_naming(key)) from error
+            if believed := self._believed(key, found):
+                return believed
+            stands = found
+
+    def check(self, keys: Sequence[str]) -> bool:
+        """Return whether all of some keys exist, whoever wrote them."""
+        return self._store.check(list(keys))
+
+    def wait(self, keys: Sequence[str], timeout: timedelta) -> None:
+        """Return when all of some keys exist, whoever wrote them."""
+        self._store.wait(list(keys), timeout)
+
+    def delete_key(self, key: str) -> bool:
+        """Remove a value; return whether there was one."""
+        return self._store.delete_key(key)
+
+    def _believed(self, key: str, value: bytes) -> bytes:
+        seal, text = value[:_HEX], value[_HEX:]
+        if hmac.compare_digest(seal, mark(key, text).hex().encode()):
+            return text
+        if key not in self._named:
+            self._named.add(key)
+            log.warning("%s", _naming(key))
+        return b""
+
+
+def _sealed(key: str, text: str) -> str:
+    return mark(key, text.encode()).hex() + text
+
+
+def _naming(key: str) -> str:
+    return (
+        f"somebody without the job's secret wrote {key} into the job's store, and is not believed: "
+        "keep its port to the job's nodes, see docs/security.md"
+    )

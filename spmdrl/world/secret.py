@@ -1,0 +1,158 @@
+"""The job's secret: what a message between ranks, or a value in their store, bears of it.
+
+Every rank has it before it believes anything: from the launcher's environment, or from a file that
+rank 0 made for this attempt and that nobody else may read.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import os
+import re
+import secrets
+import stat
+import tempfile
+import time
+from pathlib import Path
+from typing import NoReturn
+
+import torch.distributed as dist
+
+from spmdrl.world.launch import SECRET, Launch, told_secret
+
+MARK_BYTES = 32
+_WHERE = "secret"  # key of the store: where the secret is, not the secret
+_SEEN_AFTER_S = 60.0  # a shared file system may show a new file late
+_key = b""
+_files: list[Path] = []
+
+
+class Unauthentic(RuntimeError):
+    """A message that bears no mark of the job's secret."""
+
+
+def adopt(secret: str, *, attempt: int = 0) -> None:
+    """Mark all that this process sends from now on; what was marked in other attempts of the job
+    is not believed."""
+    global _key
+    _key = hmac.digest(secret.encode(), b"spmdrl attempt %d" % attempt, "sha256")
+
+
+def mark(place: str, data: bytes) -> bytes:
+    """Return the mark [MARK_BYTES] of some data.
+
+    Args:
+        place: where it stands: what bears the mark of one place is not believed at another.
+    """
+    if not _key:
+        adopt(told_secret() or _no_secret())
+    code = hmac.new(_key, b"%d:%s" % (len(place.encode()), place.encode()), "sha256")
+    code.update(data)
+    return code.digest()
+
+
+def is_marked(place: str, data: bytes, found: bytes) -> bool:
+    """Return whether `found` is the mark of some data."""
+    return hmac.compare_digest(mark(place, data), found)
+
+
+def agree_on_secret(store: dist.Store, launch: Launch, *, shared: Path | None) -> None:
+    """Adopt the secret of the job; every rank calls.
+
+    Args:
+        store: in which the ranks meet, with a timeout.
+        shared: folder that all nodes see, for several nodes; None for none.
+    Raises: ValueError naming what is missing, or differs between ranks.
+    """
+    if launch.rank == 0:
+        secret = told_secret()
+        name = "" if secret else secrets.token_hex(16)
+        if not secret:
+            secret = secrets.token_hex(32)
+            _files.append(_write(_folder(launch, shared) / name, secret))
+        store.set(_WHERE, json.dumps(name))
+    else:
+        secret = _from_rank_0(store, launch, shared)
+    adopt(secret, attempt=launch.attempt)
+
+
+def remove_files() -> None:
+    """Remove the file of the secret, which all ranks have read."""
+    while _files:
+        _files.pop().unlink(missing_ok=True)
+
+
+def _from_rank_0(store: dist.Store, launch: Launch, shared: Path | None) -> str:
+    said, told = store.get(_WHERE).decode(errors="replace"), told_secret()
+    if said == json.dumps("") and told:
+        return told
+    if said == json.dumps("") or told:
+        has, lacks = (launch.rank, 0) if told else (0, launch.rank)
+        raise ValueError(
+            f"rank {has} has {SECRET} in its environment and rank {lacks} has not: give all nodes "
+            "the same, or none"
+        )
+    if not re.fullmatch('"[0-9a-f]{32}"', said):
+        raise ValueError(
+            f"the job's store has {said[:80]!r} where rank 0 says which file holds the job's "
+            f"secret: somebody else writes into it. Set {SECRET} in the launcher's environment, "
+            "and see docs/security.md"
+        )
+    return _read(_folder(launch, shared) / json.loads(said))
+
+
+def _folder(launch: Launch, shared: Path | None) -> Path:
+    """Return a folder that all ranks see and no other user may enter."""
+    if launch.nodes > 1 and shared is None:
+        _no_secret()
+    folder = Path(tempfile.gettempdir()) / f"spmdrl-{os.getuid()}"
+    if launch.nodes > 1 and shared is not None:
+        folder = shared / ".secret"
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = folder.lstat()
+    except OSError as error:
+        raise ValueError(f"the job's secret cannot be kept in {folder}: {error}") from error
+    is_own = stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()
+    if not is_own or stat.S_IMODE(found.st_mode) & 0o077:
+        raise ValueError(
+            f"the job's secret cannot be kept in {folder}: others may enter it. Remove it, or set "
+            f"{SECRET} in the launcher's environment"
+        )
+    return folder
+
+
+def _write(path: Path, secret: str) -> Path:
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        os.write(file, secret.encode())
+        os.fsync(file)
+    finally:
+        os.close(file)
+    return path
+
+
+def _read(path: Path) -> str:
+    deadline = time.monotonic() + _SEEN_AFTER_S
+    while True:
+        try:
+            secret = path.read_text()
+        except FileNotFoundError:
+            secret = ""
+        if secret:
+            return secret
+        if time.monotonic() > deadline:
+            raise ValueError(
+                f"the file of the job's secret, {path}, is not there for this rank: the folder "
+                f"must be one that all ranks share. Set {SECRET} in the launcher's environment to "
+                "some 32 random characters, the same on all nodes"
+            )
+        time.sleep(0.05)
+
+
+def _no_secret() -> NoReturn:
+    raise ValueError(
+        f"ranks that exchange messages need a secret: set {SECRET} in the launcher's environment "
+        "to some 32 random characters, the same on all nodes"
+    )
