@@ -236,11 +236,11 @@ def test_strangers_end_no_run_and_announce_no_update(store) -> None:
     for key in ("watch/cause", "watch/ended", "watch/1", "updated/3"):
         store.set(key, json.dumps({"rank": 1, "error": "nothing"}))
     watch = Watch(sealed, rank=0, world_size=2, timeout_s=1000)
-    assert watch.peer_error() == ""
+    assert watch.board.cause() == ""
     assert "rank 1 is missing: it never reported" in watch.report()
-    assert watch.claim_cause("the true one")
+    assert watch.board.claim_cause("the true one")
     watch.tell_end("the true one")
-    assert watch.peer_error() == "rank 0 ended with the true one"
+    assert watch.board.cause() == "rank 0 ended with the true one"
     watch.close()
     awaited = Awaited(SimpleNamespace(clone=lambda: sealed))
     assert not awaited.is_set("updated/3")

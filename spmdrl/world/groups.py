@@ -42,7 +42,7 @@ def meet(launch: Launch, *, shared: Path | None, within: timedelta) -> dist.Stor
     Args:
         shared: folder for the secret that all nodes see; None for none.
         within: how long rank 0 may take to come.
-    Raises: ValueError for a port in use and for a secret that is not there; PeersMissing where
+    Raises: Refusal for a port in use and for a secret that is not there; PeersMissing where
         rank 0, or the launcher's store, does not come.
     """
     # torchrun keeps its store when it starts ranks anew, with what the dead ones wrote there.

@@ -20,6 +20,7 @@ _GLOO = "GLOO_SOCKET_IFNAME"
 SECRET = "SPMDRL_SECRET"
 """Variable with the job's secret, see secret.py."""
 _OUTSIDE = ("8.8.8.8", "2001:4860:4860::8888")  # of no matter which: nothing is sent
+_OWN_PID, _PARENT_PID = os.getpid(), os.getppid()  # as early as can be: it may die any time
 _GET_ADDRESS = 0x8915  # SIOCGIFADDR of Linux
 
 
@@ -98,7 +99,12 @@ def told_secret() -> str:
 
 def is_launched() -> bool:
     """Return whether torchrun or srun started this process; a batch script's own is neither."""
-    return "RANK" in os.environ or "SLURM_STEP_NUM_TASKS" in os.environ
+    return "RANK" in os.environ or is_under_srun()
+
+
+def is_under_srun() -> bool:
+    """Return whether this process is one of a step of Slurm."""
+    return "SLURM_STEP_NUM_TASKS" in os.environ
 
 
 def launch_alone() -> None:
@@ -108,6 +114,12 @@ def launch_alone() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         Launch(0, 1, 0, "127.0.0.1", free.getsockname()[1], "torchrun").pass_on()
+
+
+def is_orphaned() -> bool:
+    """Return whether the launcher that started this process is gone; False where none did."""
+    is_ours = "TORCHELASTIC_RUN_ID" in os.environ or is_under_srun()
+    return is_ours and os.getpid() == _OWN_PID and os.getppid() != _PARENT_PID
 
 
 def hides_gpus() -> bool:

@@ -63,7 +63,8 @@ def _obey(world: Member, pipe: int) -> None:
 def _obey_first(world: Member, number: signal.Signals) -> None:
     if world.watch.is_ending:
         return
-    if cause := world.watch.peer_error():  # the launcher ends us because of a peer
+    world.watch.look_beside()
+    if cause := world.watch.board.cause():  # the launcher ends us because of a peer
         world.watch.leave_after_peer(cause)
     elif not world.is_started:
         _leave_at_once(world, number, why="nothing to save before the first step")
@@ -80,6 +81,7 @@ def _leave_at_once(world: Member, number: signal.Signals, *, why: str) -> None:
     try:
         _say_on_rank_0(world, f"{number.name}: ends at once ({why})")
         if world.watch.claim_ending():
+            world.watch.say_leaving()
             world.watch.close_early("stopped")
     finally:
         os._exit(128 + number)
@@ -105,7 +107,7 @@ def ended(error: Exception, world: Member | None) -> int:
         tell_launcher(described(error))
     if world is not None:
         world.watch.claim_ending(wait=True)
-        if is_own and not world.watch.claim_cause(text):
+        if is_own and not world.watch.board.claim_cause(text):
             print(f"[rank {rank}] ends for the same reason", file=sys.stderr, flush=True)
             return 1
     _show(error, rank)
@@ -113,6 +115,9 @@ def ended(error: Exception, world: Member | None) -> int:
         world.watch.close_early("failed")
         if is_own:
             world.watch.tell_end(text)
+        else:
+            world.watch.board.tell_missing(f"rank {rank} says: {error}")
+            world.watch.say_leaving()
     return 2 if isinstance(error, Refusal) else 1
 
 

@@ -10,6 +10,7 @@ import os
 import socket
 from pathlib import Path
 
+from spmdrl.errors import Refusal
 from spmdrl.world.launch import Launch
 
 log = logging.getLogger(__name__)
@@ -23,12 +24,12 @@ def listen(launch: Launch) -> socket.socket:
     Where other nodes know this one by a name that is its own loopback address here, or by an
     address that is none of its own, it is all of them.
 
-    Raises: ValueError saying who has the port, and what to do.
+    Raises: Refusal saying who has the port, and what to do.
     """
     try:
         found = socket.getaddrinfo(launch.address, launch.port, type=socket.SOCK_STREAM)
     except socket.gaierror as error:
-        raise ValueError(
+        raise Refusal(
             f"MASTER_ADDR: {launch.address} is the name of no host ({error.strerror}); set it to "
             "an address of the first node that all nodes reach"
         ) from error
@@ -62,7 +63,7 @@ def _bind(family: int, place: tuple, launch: Launch) -> socket.socket:
         listening.close()
         if error.errno not in (errno.EADDRINUSE, errno.EACCES):
             raise
-        raise ValueError(_refusal(launch, error.errno == errno.EADDRINUSE)) from error
+        raise Refusal(_refusal(launch, error.errno == errno.EADDRINUSE)) from error
     return listening
 
 

@@ -19,6 +19,7 @@ from typing import NoReturn
 
 import torch.distributed as dist
 
+from spmdrl.errors import Refusal
 from spmdrl.world.launch import SECRET, Launch, told_secret
 
 MARK_BYTES = 32
@@ -63,7 +64,7 @@ def agree_on_secret(store: dist.Store, launch: Launch, *, shared: Path | None) -
     Args:
         store: in which the ranks meet, with a timeout.
         shared: folder that all nodes see, for several nodes; None for none.
-    Raises: ValueError naming what is missing, or differs between ranks.
+    Raises: Refusal naming what is missing, or differs between ranks.
     """
     if launch.rank == 0:
         secret = told_secret()
@@ -89,12 +90,12 @@ def _from_rank_0(store: dist.Store, launch: Launch, shared: Path | None) -> str:
         return told
     if said == json.dumps("") or told:
         has, lacks = (launch.rank, 0) if told else (0, launch.rank)
-        raise ValueError(
+        raise Refusal(
             f"rank {has} has {SECRET} in its environment and rank {lacks} has not: give all nodes "
             "the same, or none"
         )
     if not re.fullmatch('"[0-9a-f]{32}"', said):
-        raise ValueError(
+        raise Refusal(
             f"the job's store has {said[:80]!r} where rank 0 says which file holds the job's "
             f"secret: somebody else writes into it. Set {SECRET} in the launcher's environment, "
             "and see docs/security.md"
@@ -113,10 +114,10 @@ def _folder(launch: Launch, shared: Path | None) -> Path:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = folder.lstat()
     except OSError as error:
-        raise ValueError(f"the job's secret cannot be kept in {folder}: {error}") from error
+        raise Refusal(f"the job's secret cannot be kept in {folder}: {error}") from error
     is_own = stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()
     if not is_own or stat.S_IMODE(found.st_mode) & 0o077:
-        raise ValueError(
+        raise Refusal(
             f"the job's secret cannot be kept in {folder}: others may enter it. Remove it, or set "
             f"{SECRET} in the launcher's environment"
         )
@@ -143,7 +144,7 @@ def _read(path: Path) -> str:
         if secret:
             return secret
         if time.monotonic() > deadline:
-            raise ValueError(
+            raise Refusal(
                 f"the file of the job's secret, {path}, is not there for this rank: the folder "
                 f"must be one that all ranks share. Set {SECRET} in the launcher's environment to "
                 "some 32 random characters, the same on all nodes"
@@ -152,7 +153,7 @@ def _read(path: Path) -> str:
 
 
 def _no_secret() -> NoReturn:
-    raise ValueError(
+    raise Refusal(
         f"ranks that exchange messages need a secret: set {SECRET} in the launcher's environment "
         "to some 32 random characters, the same on all nodes"
     )

@@ -4,29 +4,31 @@ Every statement that can block on another rank stands inside `watch.wait(name, s
 thread per rank keeps a heartbeat in the job's store; when a deadline passes, or a peer's
 heartbeat stops, or the collective fails because a peer is gone, the rank says who is missing,
 in which phase and step, and the process ends with EXIT_CODE. A rank that ends by an error of its
-own says so in the store; the others repeat its words and end too.
+own says so in the store; the others repeat its words and end too. Of a process that dies without a
+word a rank on the same machine says so, within a second or two; and ranks do not outlive the
+process that started them.
 """
 
 from __future__ import annotations
 
 import contextlib
-import itertools
-import json
 import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
-from typing import Literal, NamedTuple, TypeVar
+from typing import Literal
 
 import torch.distributed as dist
 
+from spmdrl.world.board import Board
 from spmdrl.world.flight import leave_record
+from spmdrl.world.neighbours import Neighbours, own_process
 from spmdrl.world.sealed_store import SealedStore
+from spmdrl.world.where import Place, death_text, lost_store_text, names_of, state_text
 
-T = TypeVar("T")
 Ending = Literal["stopped", "failed"]
 EXIT_CODE = 13
 _LEAST_BEAT_S = 1.0
@@ -36,26 +38,12 @@ _BEATS_PER_S = 1000
 _LOOKS_PER_S = 32  # at all ranks' heartbeats
 _FEW_RANKS = 64  # so many write each change of place at once
 _LINGER_S = 5.0
-_CAUSE, _ENDED = "watch/cause", "watch/ended"
 _LEAST_SILENT = 3  # beats in which the other thread does nothing: one it may merely miss
 _DEAD_AFTER_S = 60.0  # a rank may hold the interpreter lock for seconds while it compiles
 
 
 class PeersMissing(RuntimeError):
     """A collective failed because other ranks are gone; the message names them."""
-
-
-class _Place(NamedTuple):
-    """Where a rank is."""
-
-    phase: str
-    step: int
-    since: float  # seconds since the epoch
-    waits: bool
-    timeout_s: float | None = None  # of this wait; None is the watch's
-
-    def __str__(self) -> str:
-        return f"'{self.phase}' at step {self.step}"
 
 
 class Watch:
@@ -65,7 +53,8 @@ class Watch:
         store: a key-value store of the job, used by this object alone.
         rank, world_size: of the whole job.
         timeout_s: deadline of one wait, seconds; may be changed between waits.
-        hosts_store: whether the store lives in this process and ends with it.
+        keeper: rank in whose process the store lives and ends; None: in the launcher's.
+        is_orphaned: whether the launcher, in whose hands the job was, is gone.
         flight_folder: where to leave this rank's last collectives when a wait came to no end.
     """
 
@@ -76,7 +65,8 @@ class Watch:
         rank: int,
         world_size: int,
         timeout_s: float,
-        hosts_store: bool = False,
+        keeper: int | None = None,
+        is_orphaned: Callable[[], bool] = lambda: False,
         flight_folder: Path | None = None,
     ):
         self.rank, self.world_size, self.timeout_s = rank, world_size, timeout_s
@@ -86,10 +76,13 @@ class Watch:
         """Per phase and wait, since `take_seconds`."""
         self.totals: dict[str, float] = {}
         """The same since the start."""
-        self._store, self._hosts_store, self._has_store = store, hosts_store, True
-        self._flight_folder = flight_folder
+        self.board, self._keeper = Board(store, rank), keeper
+        self._flight_folder, self._is_orphaned = flight_folder, is_orphaned
+        self._of_keeper: dict | None = None  # what it wrote last
+        self._process, self._is_leaving = own_process(), False
+        self._neighbours = Neighbours(self._process)
         self._ending = threading.Lock()  # taken once, by the thread that ends the process
-        self._place = _Place("start", -1, time.time(), False)  # whole, for the thread to read
+        self._place = Place("start", -1, time.time(), False)  # whole, for the thread to read
         self._beat_s = max(_LEAST_BEAT_S, world_size / _BEATS_PER_S)
         self._spacing_s = 0.0 if world_size <= _FEW_RANKS else self._beat_s
         self._beat_at, self._turns = 0.0, 0
@@ -120,7 +113,8 @@ class Watch:
             except (dist.DistError, RuntimeError) as error:
                 if not _is_peer_error(error):
                     raise
-                time.sleep(3 * self._beat_s)  # let a dying peer's last heartbeat grow old
+                # Let a dying peer's last heartbeat grow old; the thread may know more before.
+                time.sleep(3 * self._beat_s)
                 message = f"{self.report()}\ncaused by: {first_line(error)}"
                 self._linger()
                 raise PeersMissing(message) from error
@@ -130,7 +124,7 @@ class Watch:
         self, name: str, step: int, *, waits: bool, timeout_s: float | None = None
     ) -> Iterator[None]:
         before, began = self._place, time.time()
-        self._place = _Place(name, step, began, waits, timeout_s)
+        self._place = Place(name, step, began, waits, timeout_s)
         if began - self._beat_at >= self._spacing_s:  # else the thread says it with its next
             self._beat()
         try:
@@ -149,12 +143,14 @@ class Watch:
         """Say where every rank is: who waits, who is missing, whose heartbeat stopped."""
         now, own = time.time(), self._place
         ranks_of: dict[str, list[int]] = {}
-        for rank, state in enumerate(self._read(range(self.world_size))):
+        for rank, state in enumerate(self.board.read(range(self.world_size))):
             if rank != self.rank:
-                text = _state_text(state, own=own, beat_s=self._beat_s, now=now)
+                text = state_text(state, own=own, beat_s=self._beat_s, now=now)
                 ranks_of.setdefault(text, []).append(rank)
         lines = [f"rank {self.rank} waited {now - own.since:.0f} s in {own}"]
-        return "\n".join(lines + [f"  {_names(ranks)} {text}" for text, ranks in ranks_of.items()])
+        return "\n".join(
+            lines + [f"  {names_of(ranks)} {text}" for text, ranks in ranks_of.items()]
+        )
 
     def close(self) -> None:
         """Stop the heartbeat."""
@@ -176,30 +172,27 @@ class Watch:
         """
         return self._ending.acquire(blocking=wait)
 
+    def say_leaving(self) -> None:
+        """Let others know that the end of this process is in order, or is said elsewhere."""
+        self._is_leaving = True
+        self._write_state()
+
     def close_early(self, ending: Ending) -> None:
         """Run `before_exit`."""
         for close in self.before_exit:
             close(ending)
 
-    def claim_cause(self, text: str) -> bool:
-        """Say why this rank ends; return whether no rank has given the same reason before."""
-        said = json.dumps({"rank": self.rank, "error": text})
-        stands = self._stored(lambda: self._store.compare_set(_CAUSE, "", said), said.encode())
-        first = json.loads(stands)
-        return first["rank"] == self.rank or first["error"] != text
-
     def tell_end(self, text: str) -> None:
         """Let the other ranks end: they show `text` as what this rank ended with."""
-        self._write(f"watch/{self.rank}", json.dumps({"error": text}))
-        self._write(_ENDED, str(self.rank))
+        self.board.tell_end(text)
         self._linger()
 
-    def peer_error(self) -> str:
-        """Return `rank R ended with ...` of the rank that failed first; empty for none."""
-        if not self._stored(lambda: self._store.check([_CAUSE, _ENDED]), False):
-            return ""
-        first = json.loads(self._stored(lambda: self._store.get(_CAUSE), b"") or "{}")
-        return f"rank {first['rank']} ended with {first['error']}" if first else ""
+    def look_beside(self) -> None:
+        """Tell all ranks of those on this machine whose processes have died without a word."""
+        for rank in self._neighbours.dead():
+            state = self.board.read([rank])[0]
+            if not ((state and ("left" in state or "error" in state)) or self._is_leaving):
+                self.board.tell_missing(death_text(rank, state, self._process["host"]))
 
     def leave_after_peer(self, cause: str) -> None:
         """End this process because a peer failed; returns only when it is ending already."""
@@ -210,8 +203,16 @@ class Watch:
         while not self._closed.wait(self._beat_s):
             self._beat()
             beats, self._turns = beats + 1, self._turns + 1
-            if cause := self.peer_error():
+            if not self._neighbours.are_known and not beats % self._beats_per_look:
+                self._neighbours.learn(self.board.read(range(self.world_size)))
+            self.look_beside()
+            if self._keeper not in (None, self.rank) and self.world_size <= _FEW_RANKS:
+                self._of_keeper = self.board.read([self._keeper or 0])[0] or self._of_keeper
+            if cause := self.board.cause():
                 self.leave_after_peer(cause)
+            if not self.board.has_store and not self._is_leaving:
+                lost = lost_store_text(self._keeper, self._of_keeper)
+                self._leave(f"[rank {self.rank}] ends in {self._place}: {lost}")
             place = self._place
             waited = time.time() - place.since if place.waits else 0.0
             deadline = self.timeout_s if place.timeout_s is None else place.timeout_s
@@ -226,13 +227,19 @@ class Watch:
         # of an hour, in which the other thread would look at no deadline.
         turns, silent_s = -1, 0.0
         while not self._closed.wait(self._beat_s):
+            if self._is_orphaned():
+                self._leave(
+                    f"[rank {self.rank}] ends in {self._place}: its launcher is gone, which nobody "
+                    "would tell of its end"
+                )
             silent_s = silent_s + self._beat_s if turns == self._turns else 0.0
             turns = self._turns
             if silent_s > max(self.timeout_s, _LEAST_SILENT * self._beat_s):
                 self._leave(
                     f"[rank {self.rank}] in {self._place}: the job's store has not answered for "
                     f"{silent_s:.0f} s: the node that keeps it (rank 0's) is gone or cut off\n"
-                    f"{self._last_line()}"
+                    f"{self._last_line()}",
+                    is_told=False,
                 )
                 os._exit(EXIT_CODE)  # another thread was ending it, and waits for the store too
 
@@ -243,11 +250,14 @@ class Watch:
         left = leave_record(self._flight_folder, rank=self.rank)
         return f"{left}This rank ends with exit code {EXIT_CODE}."
 
-    def _leave(self, text: str) -> None:
+    def _leave(self, text: str, *, is_told: bool = True) -> None:
         if not self.claim_ending():
             return
         try:
-            print(text, file=sys.stderr, flush=True)
+            with contextlib.suppress(OSError):  # the launcher may have held the other end
+                print(text, file=sys.stderr, flush=True)
+            if is_told:
+                self.say_leaving()
             self.close_early("failed")
             self._linger()
         finally:
@@ -256,11 +266,11 @@ class Watch:
 
     def _linger(self) -> None:
         # Under srun the store lives in rank 0: leave it up until the others have read it.
-        if self._hosts_store and self.world_size > 1:
+        if self._keeper == self.rank and self.world_size > 1:
             time.sleep(_LINGER_S)
 
     def _some_rank_is_dead(self) -> bool:
-        states = self._read(range(self.world_size))
+        states = self.board.read(range(self.world_size))
         return any(
             s is not None and time.time() - s.get("beat", 0.0) > _DEAD_AFTER_S for s in states
         )
@@ -268,62 +278,12 @@ class Watch:
     def _beat(self) -> None:
         if not self.is_ending:
             self._beat_at = time.time()
-            state = {"place": self._place._asdict(), "beat": self._beat_at}
-            self._write(f"watch/{self.rank}", json.dumps(state))
+            self._write_state()
 
-    def _read(self, ranks: Sequence[int]) -> list[dict | None]:
-        """Return what each of some ranks wrote last, in two requests if all have; None for
-        nothing."""
-        keys = [f"watch/{rank}" for rank in ranks]
-        if self._stored(lambda: self._store.check(keys), False):
-            texts = self._stored(lambda: self._store.multi_get(keys), [b"null"] * len(keys))
-            return [json.loads(text or "null") for text in texts]
-        if len(ranks) == 1 or not self._has_store:
-            return [None] * len(ranks)
-        half = len(ranks) // 2
-        return self._read(ranks[:half]) + self._read(ranks[half:])
-
-    def _write(self, key: str, text: str) -> None:
-        self._stored(lambda: self._store.set(key, text), None)
-
-    def _stored(self, use: Callable[[], T], otherwise: T) -> T:
-        """Use the store; `otherwise` once its host is gone, which the collectives will say."""
-        if self._has_store:
-            try:
-                return use()
-            except (dist.DistError, RuntimeError):
-                self._has_store = False
-        return otherwise
-
-
-def _state_text(state: dict | None, *, own: _Place, beat_s: float, now: float) -> str:
-    """Say where a rank is that wrote this last, to one in a place of its own."""
-    if state is None:
-        return "is missing: it never reported, or the store is gone"
-    if "error" in state:
-        return f"ended with {state['error']}"
-    place, silent = _Place(**state["place"]), now - state["beat"]
-    if silent > 2.5 * beat_s:
-        return (
-            f"is missing: no sign of life for {silent:.0f} s, "
-            f"last seen in {place} (killed, or its process stopped)"
-        )
-    if str(place) != str(own):
-        return f"is missing: {now - place.since:.0f} s in {place}"
-    return f"waits in {place} too"
-
-
-def _names(ranks: Sequence[int]) -> str:
-    """Return `rank 3`, or of several that are ascending `each of the ranks 0-2, 5`."""
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    runs = [
-        [rank for _, rank in run]
-        for _, run in itertools.groupby(enumerate(ranks), lambda pair: pair[1] - pair[0])
-    ]
-    return "each of the ranks " + ", ".join(
-        f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs
-    )
+    def _write_state(self) -> None:
+        state = {"place": self._place._asdict(), "beat": self._beat_at} | self._process
+        state |= {"left": True} if self._is_leaving else {}
+        self.board.write(state)
 
 
 _PEER_TEXTS = (

@@ -21,7 +21,7 @@ from spmdrl.world.awaited import Awaited
 from spmdrl.world.comm import gather_objects
 from spmdrl.world.gpus import check_driver, check_memory, check_own_gpus, warn_of_detours
 from spmdrl.world.groups import join_world, make_groups, meet
-from spmdrl.world.launch import Launch, ask_cublas_to_repeat, read_launch
+from spmdrl.world.launch import Launch, ask_cublas_to_repeat, is_orphaned, read_launch
 from spmdrl.world.leaving import obey_signals
 from spmdrl.world.sealed_store import SealedStore
 from spmdrl.world.watch import Watch, store_timeout
@@ -247,6 +247,7 @@ class World:
 
     def close(self) -> None:
         """Leave the job in step with the others. Engines must be closed before."""
+        self.watch.say_leaving()
         with self.watch.wait("leave", -1):
             dist.barrier(group=self.control)
         self.watch.close()
@@ -279,7 +280,8 @@ def _join(
         rank=launch.rank,
         world_size=launch.world_size,
         timeout_s=within_s,
-        hosts_store=launch.rank == 0 and not launch.keeps_store,
+        keeper=None if launch.keeps_store else 0,
+        is_orphaned=is_orphaned,
         flight_folder=Path(cfg.output_dir) / "flight",
     )
     with watch.wait("meet", -1):

@@ -1,0 +1,76 @@
+"""Where a rank is, and how others say it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+
+class Place(NamedTuple):
+    """Where a rank is."""
+
+    phase: str
+    step: int
+    since: float  # seconds since the epoch
+    waits: bool
+    timeout_s: float | None = None  # of this wait; None is the watch's
+
+    def __str__(self) -> str:
+        return f"'{self.phase}' at step {self.step}"
+
+
+def state_text(state: dict | None, *, own: Place, beat_s: float, now: float) -> str:
+    """Say where a rank is that wrote this last, to one in a place of its own."""
+    if state is None:
+        return "is missing: it never reported, or the store is gone"
+    if "error" in state:
+        return f"ended with {state['error']}"
+    place, silent = Place(**state["place"]), now - state["beat"]
+    host = f" on {state['host']}" if "host" in state else ""
+    if silent > 2.5 * beat_s:
+        return (
+            f"is missing: no sign of life for {silent:.0f} s{host}, "
+            f"last seen in {place} (killed, or its process stopped)"
+        )
+    if str(place) != str(own):
+        return f"is missing: {now - place.since:.0f} s in {place}{host}"
+    return f"waits in {place} too"
+
+
+def names_of(ranks: Sequence[int]) -> str:
+    """Return `rank 3`, or of several that are ascending `each of the ranks 0-2, 5`."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    runs = [
+        [rank for _, rank in run]
+        for _, run in itertools.groupby(enumerate(ranks), lambda pair: pair[1] - pair[0])
+    ]
+    return "each of the ranks " + ", ".join(
+        f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs
+    )
+
+
+def death_text(rank: int, state: dict | None, host: str) -> str:
+    """Say that the process of a rank is dead, which wrote this last."""
+    place = Place(**state["place"]) if state else "its start"
+    process = f"its process {state['pid']}" if state else "its process"
+    return (
+        f"rank {rank} is missing: {process} on {host} ended without a word (killed, or crashed), "
+        f"last seen in {place}"
+    )
+
+
+def lost_store_text(keeper: int | None, state: dict | None) -> str:
+    """Say that the store is gone.
+
+    Args:
+        keeper: rank that kept it, None for the launcher.
+        state: what that rank wrote last, as far as it is known.
+    """
+    if keeper is None:
+        return "the job's store is gone with the launcher, which kept it"
+    text = f"rank {keeper} is missing, and with it the job's store, which it kept"
+    if state is None:
+        return text
+    return f"{text}: on {state['host']}, last seen in {Place(**state['place'])}"
