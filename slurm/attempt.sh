@@ -22,6 +22,34 @@ NODE_CACHE=${SLURM_TMPDIR:-${TMPDIR:-/tmp}}/spmdrl-cache-$(id -u)
 export VLLM_CACHE_ROOT=${VLLM_CACHE_ROOT:-$NODE_CACHE/vllm}
 export TRITON_CACHE_DIR=${TRITON_CACHE_DIR:-$NODE_CACHE/triton}
 
+# What only this job's processes know (docs/security.md), and a port of this node, where rank 0 is,
+# that nobody listens at; both the same for all ranks of the attempt.
+SPMDRL_SECRET=${SPMDRL_SECRET:-$(od -An -N32 -tx1 /dev/urandom | tr -d ' \n')}
+while [ -z "${MASTER_PORT:-}" ]; do
+  MASTER_PORT=$((20000 + (RANDOM * 32768 + RANDOM) % 12000))
+  if (exec 3<>"/dev/tcp/127.0.0.1/$MASTER_PORT") 2>/dev/null; then MASTER_PORT=; fi
+done
+# A run that refuses its settings says so there: another attempt would refuse them too.
+SPMDRL_REFUSED=$LOGS/refused
+export SPMDRL_SECRET MASTER_PORT SPMDRL_REFUSED
+
+# end_attempt STATUS: what comes after srun. A failed attempt is queued again, at most
+# SPMDRL_MAX_REQUEUES times in the job's life (0: never); one that is out of time, as often as it is.
+end_attempt() {
+  local failures=${LOGS%/*}/failures
+  if [ "$1" -eq 0 ]; then
+    requeue_if_out_of_time
+    return 0
+  fi
+  echo "$(date '+%F %T') attempt ${SLURM_RESTART_COUNT:-0} failed with status $1" | tee -a "$failures"
+  if [ "$1" -ne 2 ] && ! [ -e "$SPMDRL_REFUSED" ] &&
+    [ "$(wc -l < "$failures")" -le "${SPMDRL_MAX_REQUEUES:-0}" ]; then
+    echo "queueing job $SLURM_JOB_ID again (SPMDRL_MAX_REQUEUES=$SPMDRL_MAX_REQUEUES)"
+    scontrol requeue "$SLURM_JOB_ID"
+  fi
+  exit "$1"
+}
+
 # Queue this job again if its time, not its work, came to an end. train.py has saved and left
 # with status 0 on USR1 (time limit) or TERM (pre-emption with a grace time); either leaves less
 # than SPARE_S seconds: the 120 of --signal, 60 by which Slurm may be early, 60 for the clock.

@@ -98,8 +98,9 @@ def _be_rank(argv: list[str], printed: Path) -> None:
     runpy.run_path(argv[0], run_name="__main__")
 
 
-def torchrun(config: str, world_size: int, **flags: Any) -> Run:
-    """Start a run as the README does, with a launcher and fresh processes."""
+def torchrun(config: str, world_size: int, *, restarts: int = 0, **flags: Any) -> Run:
+    """Start a run as the README does, with a launcher and fresh processes, which it starts anew so
+    many times."""
     printed = _file()
     command = [
         sys.executable,
@@ -108,6 +109,8 @@ def torchrun(config: str, world_size: int, **flags: Any) -> Run:
         "--standalone",
         "--nproc-per-node",
         str(world_size),
+        "--max-restarts",
+        str(restarts),
         *arguments(config, world_size, **flags),
     ]
     with open(printed, "a") as out:

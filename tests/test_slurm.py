@@ -53,6 +53,7 @@ print("asked", asked)
 
 FAILING_PROGRAM = """
 import os, sys, time
+assert len(os.environ["SPMDRL_SECRET"]) == 64 and int(os.environ["MASTER_PORT"]) >= 20000
 time.sleep(0 if os.environ["SLURM_PROCID"] == "1" else 1000)
 sys.exit(7)
 """
@@ -173,6 +174,28 @@ def test_failing_rank_ends_the_job_which_is_not_queued_again(desk):
     (desk.folder / "train.py").write_text(FAILING_PROGRAM)
     assert desk.end_of(desk.submit(), timeout_s=200) == "FAILED", desk.output()
     assert not list(desk.folder.glob("runs/slurm/*/attempt_1"))
+
+
+REFUSING_PROGRAM = """
+import os, time
+from spmdrl.errors import Refusal
+from spmdrl.world.leaving import ended
+is_first = os.environ["SLURM_PROCID"] == "0"
+os._exit(ended(Refusal("of no use"), None) if is_first else time.sleep(1000))
+"""
+
+
+@pytest.mark.parametrize(
+    "program, attempts",
+    [(FAILING_PROGRAM, [0, 1]), (REFUSING_PROGRAM, [0])],
+    ids=["fail", "refuse"],
+)
+def test_a_failed_job_is_queued_again_as_often_as_is_asked_for(program, attempts, desk):
+    (desk.folder / "train.py").write_text(program)
+    options = ["--export=ALL,SPMDRL_MAX_REQUEUES=1"]
+    assert desk.end_of(desk.submit(options=options)) == "FAILED", desk.output()
+    found = sorted(path.name for path in desk.folder.glob("runs/slurm/*/attempt_*"))
+    assert found == [f"attempt_{n}" for n in attempts], desk.output()
 
 
 def test_submitting_from_elsewhere_says_where_to_submit_from(desk):

@@ -105,7 +105,7 @@ def test_a_report_on_many_ranks_takes_few_requests_and_names_those_that_differ()
 def test_ranks_that_wait_long_look_for_dead_ones_in_turns(monkeypatch) -> None:
     monkeypatch.setattr(watch_module, "_DEAD_AFTER_S", 3.0)
     left = []
-    monkeypatch.setattr(Watch, "_leave", lambda self, text: left.append((self.rank, text)))
+    monkeypatch.setattr(Watch, "_leave", lambda self, text, **_: left.append((self.rank, text)))
     store = CountedStore()
     store.place(range(1024), phase="exchange", silent_s=-100)
     watches = [make_watch(store, rank=rank, world_size=1024) for rank in range(64)]
@@ -130,7 +130,7 @@ def test_ranks_that_wait_long_look_for_dead_ones_in_turns(monkeypatch) -> None:
 
 def test_a_store_that_does_not_answer_ends_the_rank(monkeypatch) -> None:
     left, exits, store, never = [], [], CountedStore(), threading.Event()
-    monkeypatch.setattr(Watch, "_leave", lambda self, text: left.append(text))
+    monkeypatch.setattr(Watch, "_leave", lambda self, text, **_: left.append(text))
     monkeypatch.setattr(watch_module.os, "_exit", exits.append)
     watch = Watch(store, rank=1, world_size=2, timeout_s=2)
     with watch.phase("update", 7):

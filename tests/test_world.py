@@ -239,8 +239,7 @@ except RuntimeError as error:
 
 
 @pytest.mark.parametrize(
-    "fault, says",
-    [("stall", "rank 2 is missing: "), ("kill", "rank 2 is missing: its process")],
+    "fault, says", [("stall", "rank 2 is missing: "), ("kill", "rank 2 is missing: its process")]
 )
 def test_a_stalled_or_dead_rank_is_named_in_time(fault, says, tmp_path):
     root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))

@@ -155,6 +155,14 @@ def tell_launcher(reason: str) -> None:
             json.dump({"message": {"message": text, "extraInfo": extra}}, file)
 
 
+def tell_refused(reason: str) -> None:
+    """Leave a refusal where slurm/attempt.sh looks for it before it queues a job again."""
+    path = os.environ.get("SPMDRL_REFUSED")
+    if path:
+        with contextlib.suppress(OSError), open(path, "w") as file:  # it is printed besides
+            file.write(reason + "\n")
+
+
 def ask_cublas_to_repeat() -> None:
     """Have cuBLAS give the same bits each time, as deterministic algorithms of torch need it."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

@@ -12,7 +12,7 @@ import traceback
 from typing import Protocol
 
 from spmdrl.errors import Refusal, described, users_line, users_traceback
-from spmdrl.world.launch import known_rank, tell_launcher
+from spmdrl.world.launch import known_rank, tell_launcher, tell_refused
 from spmdrl.world.watch import PeersMissing, Watch, first_line
 
 _ONE_KEY_PRESS_S = 1.0  # terminal and launcher may both pass on the same Ctrl-C
@@ -103,6 +103,8 @@ def ended(error: Exception, world: Member | None) -> int:
     """
     rank, text = known_rank() if world is None else world.rank, first_line(error)
     is_own = not isinstance(error, PeersMissing)
+    if isinstance(error, Refusal):
+        tell_refused(str(error))
     if is_own:
         tell_launcher(described(error))
     if world is not None:

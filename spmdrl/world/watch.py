@@ -172,6 +172,15 @@ class Watch:
         """
         return self._ending.acquire(blocking=wait)
 
+    @contextlib.contextmanager
+    def start_up(self) -> Iterator[None]:
+        """Have an error of the work inside be this rank's own to say, and not a death."""
+        try:
+            yield
+        except Exception:
+            self.say_leaving()
+            raise
+
     def say_leaving(self) -> None:
         """Let others know that the end of this process is in order, or is said elsewhere."""
         self._is_leaving = True
@@ -203,8 +212,13 @@ class Watch:
         while not self._closed.wait(self._beat_s):
             self._beat()
             beats, self._turns = beats + 1, self._turns + 1
-            if not self._neighbours.are_known and not beats % self._beats_per_look:
-                self._neighbours.learn(self.board.read(range(self.world_size)))
+            place = self._place
+            waited = time.time() - place.since if place.waits else 0.0
+            states: list[dict | None] = []
+            if not beats % self._beats_per_look:
+                if waited > _DEAD_AFTER_S or not self._neighbours.are_known:
+                    states = self.board.read(range(self.world_size))
+                    self._neighbours.learn(states)
             self.look_beside()
             if self._keeper not in (None, self.rank) and self.world_size <= _FEW_RANKS:
                 self._of_keeper = self.board.read([self._keeper or 0])[0] or self._of_keeper
@@ -213,14 +227,11 @@ class Watch:
             if not self.board.has_store and not self._is_leaving:
                 lost = lost_store_text(self._keeper, self._of_keeper)
                 self._leave(f"[rank {self.rank}] ends in {self._place}: {lost}")
-            place = self._place
-            waited = time.time() - place.since if place.waits else 0.0
             deadline = self.timeout_s if place.timeout_s is None else place.timeout_s
             if waited > deadline:
                 self._die(f"deadline of {deadline:.0f} s passed")
-            elif waited > _DEAD_AFTER_S and not beats % self._beats_per_look:
-                if self._some_rank_is_dead():
-                    self._die("a peer is dead")
+            elif waited > _DEAD_AFTER_S and any(map(_is_silent, states)):
+                self._die("a peer is dead")
 
     def _mind_store(self) -> None:
         # A node without power closes no connection: to ask the store that it kept takes a quarter
@@ -269,12 +280,6 @@ class Watch:
         if self._keeper == self.rank and self.world_size > 1:
             time.sleep(_LINGER_S)
 
-    def _some_rank_is_dead(self) -> bool:
-        states = self.board.read(range(self.world_size))
-        return any(
-            s is not None and time.time() - s.get("beat", 0.0) > _DEAD_AFTER_S for s in states
-        )
-
     def _beat(self) -> None:
         if not self.is_ending:
             self._beat_at = time.time()
@@ -309,6 +314,11 @@ def _is_peer_error(error: Exception) -> bool:
     text = str(error).lower()
     is_local = any(words in text for words in _LOCAL_TEXTS)
     return not is_local and any(words in text for words in _PEER_TEXTS)
+
+
+def _is_silent(state: dict | None) -> bool:
+    """Return whether a rank has said something, and nothing for long."""
+    return state is not None and time.time() - state.get("beat", 0.0) > _DEAD_AFTER_S
 
 
 def first_line(error: BaseException) -> str:

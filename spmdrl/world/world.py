@@ -96,26 +96,27 @@ class World:
             )
         )
         watch, store = _join(cfg, launch, device=device, timeout=timeout)
-        with watch.wait("create groups", -1):
-            groups = make_groups(cfg, rank=launch.rank, device=device)
-        world = cls(
-            cfg=cfg,
-            rank=launch.rank,
-            world_size=launch.world_size,
-            local_rank=launch.local_rank,
-            device=device,
-            backend=pick_backend(cfg),
-            watch=watch,
-            control=groups.control,
-            trainer_control=groups.trainer_control,
-            saving=groups.saving,
-            store=store,
-            replica_control=groups.replica_control,
-            mesh=groups.mesh,
-            sharding=groups.sharding,
-            experts=groups.experts,
-        )
-        world._check_same_config()
+        with watch.start_up():
+            with watch.wait("create groups", -1):
+                groups = make_groups(cfg, rank=launch.rank, device=device)
+            world = cls(
+                cfg=cfg,
+                rank=launch.rank,
+                world_size=launch.world_size,
+                local_rank=launch.local_rank,
+                device=device,
+                backend=pick_backend(cfg),
+                watch=watch,
+                control=groups.control,
+                trainer_control=groups.trainer_control,
+                saving=groups.saving,
+                store=store,
+                replica_control=groups.replica_control,
+                mesh=groups.mesh,
+                sharding=groups.sharding,
+                experts=groups.experts,
+            )
+            world._check_same_config()
         obey_signals(world)
         if cfg.deterministic:
             ask_cublas_to_repeat()
@@ -284,7 +285,7 @@ def _join(
         is_orphaned=is_orphaned,
         flight_folder=Path(cfg.output_dir) / "flight",
     )
-    with watch.wait("meet", -1):
+    with watch.start_up(), watch.wait("meet", -1):
         if backend == "nccl":
             check_own_gpus(launch, device, sealed)
         join_world(backend, launch, store=store, device=device, timeout=timeout)
