@@ -11,6 +11,8 @@ import time
 import traceback
 from typing import Protocol
 
+import torch.distributed as dist
+
 from spmdrl.errors import Refusal, described, users_line, users_traceback
 from spmdrl.world.launch import known_rank, tell_launcher, tell_refused
 from spmdrl.world.watch import PeersMissing, Watch, first_line
@@ -101,6 +103,8 @@ def ended(error: Exception, world: Member | None) -> int:
         world: None when it was not reached.
     Returns: the exit status.
     """
+    if isinstance(error, dist.DistError) and world is not None:  # of the job's store
+        error = world.watch.explained(error)
     rank, text = known_rank() if world is None else world.rank, first_line(error)
     is_own = not isinstance(error, PeersMissing)
     if isinstance(error, Refusal):

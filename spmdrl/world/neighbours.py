@@ -42,11 +42,9 @@ class Neighbours:
                 self._born.setdefault(rank, (state["pid"], born))
 
     def dead(self) -> list[int]:
-        """Return the ranks whose processes have ended, each once."""
-        gone = [rank for rank, (pid, born) in self._born.items() if _birth(pid) != born]
-        for rank in gone:
-            del self._born[rank]
-        return gone
+        """Return the ranks whose processes have ended, each once; several threads may ask."""
+        gone = [rank for rank, (pid, born) in list(self._born.items()) if _birth(pid) != born]
+        return [rank for rank in gone if self._born.pop(rank, None)]
 
     def _is_beside(self, state: Mapping[str, Any]) -> bool:
         return bool(self._own["machine"]) and (

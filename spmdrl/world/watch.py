@@ -113,11 +113,15 @@ class Watch:
             except (dist.DistError, RuntimeError) as error:
                 if not _is_peer_error(error):
                     raise
-                # Let a dying peer's last heartbeat grow old; the thread may know more before.
-                time.sleep(3 * self._beat_s)
-                message = f"{self.report()}\ncaused by: {first_line(error)}"
-                self._linger()
-                raise PeersMissing(message) from error
+                raise self.explained(error) from error
+
+    def explained(self, error: Exception) -> PeersMissing:
+        """Return an error of a collective or of the store as one that says who is missing."""
+        # Let a dying peer's last heartbeat grow old; the thread may know more, and end us, before.
+        time.sleep(3 * self._beat_s)
+        message = f"{self.report()}\ncaused by: {first_line(error)}"
+        self._linger()
+        return PeersMissing(message)
 
     @contextlib.contextmanager
     def _entered(
