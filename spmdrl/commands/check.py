@@ -14,6 +14,7 @@ from __future__ import annotations
 import shutil
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -115,6 +116,7 @@ def _checked(
         proof = Proof(hf_config, folder, layout=layout, timeout_s=options["timeout_s"])
         lines = []
         for line in proof.lines(engines=options["engines"]):
+            line = replace(line, note=line.note.replace(f"{folder}/", ""))
             print(line, flush=True)
             lines.append(line)
         return record_of(name, hf_config, lines, class_name=proof.class_name)
