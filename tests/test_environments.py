@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import math
+import os
 import pickle
+import random
 import textwrap
 import threading
+from collections import Counter
 
 import pytest
 from built import refused
@@ -13,9 +17,11 @@ from environment_runs import ROW, play, served
 
 from spmdrl.data.tasks import make_task
 from spmdrl.environments.guess_number import GuessNumber
+from spmdrl.environments.plain_state import PICKLED, PLAIN, NotPlain, environment_of, text_of
 from spmdrl.environments.protocol import Response, Turn
 from spmdrl.imports import construct, import_object
 from spmdrl.rewards.signatures import BadValue
+from spmdrl.rollout.saved import check_environments
 from spmdrl.workers.environment_jobs import BUILT_IN, check_environment, checked_turn, pack
 
 # --------------------------------------------------------------------------- loading
@@ -118,6 +124,124 @@ def test_an_unpicklable_environment_is_refused_at_start(tmp_path):
     (tmp_path / "locked_env.py").write_text(LOCKED)
     with pytest.raises(ValueError, match="Locked.client .* cannot be pickled"):
         served(f"{tmp_path}/locked_env.py:Locked")
+
+
+# --------------------------------------------------------------------------- plain data
+
+
+class Part:
+    def __init__(self, **parts):
+        vars(self).update(parts)
+
+
+class Slots:
+    __slots__ = ("a",)
+
+
+class Reduces(Part):
+    def __reduce__(self):
+        return Reduces, ()
+
+
+class Says(Part):
+    """Says its state itself."""
+
+    def __init__(self, **parts):
+        super().__init__(made=True, **parts)
+
+    def save(self):
+        return {"lock": "held", "numbers": [1, 2]}
+
+    def restore(self, saved):
+        self.saved = saved
+
+
+def test_plain_attributes_come_back_as_they_were():
+    values = {
+        "scalars": [None, True, 3, -(2**2000), 0.1, -0.0, math.inf, "a\ud800", b"\x00\xff"],
+        "tuple": (1, (2.5, [3])),
+        "sets": [{1, 2}, frozenset({"a"})],
+        "dict": {1: "a", "1": "b", (2, True): {None: 1.5}},
+        "inner": Part(x=Part(y=[1])),
+    }
+    draw = random.Random(5)
+    draw.gauss(0, 1)
+    environment = Part(**values, draw=draw)
+    again = environment_of(text_of(environment), Part, Part)
+    assert pickle.dumps(again.inner.x.y) == pickle.dumps([1]) and type(again.inner) is Part
+    for name in ("scalars", "tuple", "sets", "dict"):
+        assert repr(getattr(again, name)) == repr(values[name])
+    assert [again.draw.gauss(0, 1) for _ in range(3)] == [draw.gauss(0, 1) for _ in range(3)]
+    empty = environment_of(text_of(Part(nan=math.nan)), Part, Part)
+    assert math.isnan(empty.nan)
+
+
+def test_what_is_no_plain_data_is_named():
+    shared: list[int] = []
+    for environment, says in (
+        (Part(a=shared, b={"c": shared}), r"Part.b\['c'\] stands in another place too"),
+        (Part(a=threading.Lock()), r"Part.a \(_thread.lock\)"),
+        (Part(a=Turn()), r"Part.a \(spmdrl.environments.protocol.Turn\)"),
+        (Part(a=[Slots()]), r"Part.a\[0\]"),
+        (Reduces(), "Reduces"),
+        (Part(a=Counter("aab")), "Part.a"),
+    ):
+        with pytest.raises(NotPlain, match=says):
+            text_of(environment)
+        assert pack(Part(a=Turn()))[:1] == PICKLED
+
+
+def test_an_environment_may_say_its_state_itself():
+    text = text_of(Says(lock=threading.Lock()))
+    again = environment_of(text, Says, Says)
+    assert again.made and again.saved == {"lock": "held", "numbers": [1, 2]}
+    with pytest.raises(NotPlain, match="written as saved"):
+        environment_of(text, Part, Part)
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        ["object", "pickle.loads", {}],
+        ["object", "pytest.Session", {}],
+        ["object", "Reduces", {}],
+        ["object", "test_an_environment_may_say_its_state_itself", {}],
+        ["list", "abc"],
+        ["call", []],
+        {"a": 1},
+        1.5,
+    ],
+)
+def test_plain_data_makes_nothing_but_what_an_environment_has(state):
+    with pytest.raises(NotPlain):
+        environment_of(json.dumps(["attributes", {"a": state}]), Part, Part)
+
+
+def test_pickled_environments_of_a_checkpoint_are_refused_unless_they_are_trusted(tmp_path):
+    marker = tmp_path / "marker"
+
+    class Evil:
+        def __reduce__(self):
+            return os.mkdir, (str(marker),)
+
+    def states(*packed: bytes) -> list[dict]:
+        episodes = [{"environment": one.decode("latin-1")} for one in packed]
+        return [{"waiting": [{"episodes": episodes}]}, {"waiting": []}]
+
+    plain, evil = pack(GuessNumber()), pickle.dumps(Evil())
+    check_environments(states(plain, b""), trusts_pickles=False)
+    for hostile in (evil, PICKLED + evil):  # of an earlier version, and now
+        with refused("hold 1 of 2 environments", "--checkpoint.trust-pickles true"):
+            check_environments(states(plain, hostile), trusts_pickles=False)
+        check_environments(states(plain, hostile), trusts_pickles=True)
+    assert not marker.exists()
+    server = served("guess_number")
+    with pytest.raises((NotPlain, ValueError, AttributeError)):  # said to be plain, and none
+        server.turn(PLAIN + evil, Response("1"))
+    assert not marker.exists()
+    with pytest.raises(AttributeError):
+        server.turn(PICKLED + evil, Response("1"))
+    assert marker.exists()  # the bait was live
 
 
 # --------------------------------------------------------------------------- turns
@@ -253,8 +377,8 @@ def test_gym_like_environments_are_played_in_words(tmp_path):
     server = served("gym", env=f"{place}:Walk", **options)
     environment, turn, _ = server.open({"prompt": "Go to 4."}, seed=0)
     assert turn.messages == [{"role": "user", "content": "Go to 4.\n\nYou are at 0."}]
-    same = pickle.loads(server.open({"prompt": "Go to 4."}, seed=1)[0])
-    assert same.env.noise == pickle.loads(environment).env.noise
+    same = server.open({"prompt": "Go to 4."}, seed=1)[0]
+    assert same == environment and b"noise" in same and same[:1] == PLAIN
     turns = play(server, {"prompt": "Go to 4."}, ["I step 1.", "left?", "(3)!"])
     assert turns[0].messages[0]["content"] == "You are at 1." and turns[0].reward == -0.1
     assert turns[1].info == {"bad_actions": 1.0} and "number" in turns[1].messages[0]["content"]

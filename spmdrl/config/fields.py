@@ -149,6 +149,9 @@ class CheckpointSettings:
     that is under way when the next is due. Instead of layout.wait_timeout_s: disks may be slow."""
     allow_config_change: bool = False
     """Resume although fields that shape the result differ; the difference is printed."""
+    trust_pickles: bool = False
+    """Resume episodes whose environments the checkpoint holds as pickles, which run whatever their
+    writer put there; those of plain data need none, see docs/environments.md."""
     keep: KeepSettings = field(default_factory=KeepSettings)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from spmdrl.data.hashed import hashed
 from spmdrl.data.tasks import Task, make_task
+from spmdrl.environments.plain_state import environment_of, text_of
 from spmdrl.environments.protocol import Message, Response, Turn, check_at_least, opening_messages
 from spmdrl.errors import Refusal
 from spmdrl.imports import construct, import_object, ran
@@ -122,6 +123,16 @@ class GymEnvironment:
             is_done=is_done,
             info=numbers if is_done else {},
         )
+
+    def save(self) -> dict[str, Any]:
+        """Return the state as plain data. Raises: NotPlain where the gym has other things."""
+        return {"turns": self.turns, "env": text_of(self.env)}
+
+    def restore(self, saved: dict[str, Any]) -> None:
+        """Go on from what `save` returned."""
+        made = self.env
+        self.turns = saved["turns"]
+        self.env = environment_of(saved["env"], type(made), lambda: made)
 
     def _turn(self, text: str, *, reward: float, is_done: bool, info: dict[str, float]) -> Turn:
         messages = [] if is_done else [{"role": "user", "content": text}]

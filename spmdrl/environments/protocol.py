@@ -1,17 +1,21 @@
 """What an environment is: it opens a conversation, and answers one response at a time.
 
-An environment object lives for one episode and is PICKLED AFTER EVERY CALL. It travels with each
+An environment object lives for one episode and is PACKED AFTER EVERY CALL. It travels with each
 turn to whichever worker process is free, so that a killed worker costs one episode and nothing
 else, any worker can serve any turn, and unfinished episodes go into a checkpoint as bytes. So:
 
-- keep only the episode's own state in attributes: text, numbers, plain containers, objects that
-  pickle. No open file, socket, lock, thread, generator, lambda or event loop;
+- keep only the episode's own state in attributes: text, numbers, plain containers. No open file,
+  socket, lock, thread, generator, lambda or event loop;
 - keep what is large and never changes (a corpus, a compiled grammar) out of them: in a module
   variable or behind `functools.cache`, filled by `prepare`;
 - do not rely on the identity of objects or on module variables that a turn changed.
 
-What does not pickle is refused, with the attribute's name: at start if the constructor puts it
-there, else as a failure of its episode.
+Attributes that are plain data (see `plain_state.text_of`) are packed as that. Of other things an
+environment says by `save()` what they are in plain data, and takes it up by `restore(saved)`. Where
+it does neither it is pickled, and a resume refuses pickles that it is not told to trust.
+
+What does not pickle either is refused, with the attribute's name: at start if the constructor puts
+it there, else as a failure of its episode.
 """
 
 from __future__ import annotations
@@ -72,9 +76,10 @@ class Environment(Protocol):
     episodes; `tool_parser`, which format of tool calls to read (see `tool_calls`; `auto` if there
     are tools, else none); `state()`, a text that names the state the episode is
     in, the same wherever nothing that matters differs (the advantage `gigpo` compares turns that
-    answer one state); `is_graded`, whether the grader of a generated task scores the last
-    response (default False: the task then only makes the rows; what rewards.functions names
-    always scores it).
+    answer one state); `save()` and `restore(saved)`, which give the episode's state as plain data
+    and take it up in an environment newly made; `is_graded`, whether the grader of a generated task
+    scores the last response (default False: the task then only makes the rows; what
+    rewards.functions names always scores it).
     """
 
     def reset(self, row: dict) -> list[Message]:

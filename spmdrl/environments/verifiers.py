@@ -13,6 +13,7 @@ other models through the loop's client, and reward functions of whole groups.
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import json
@@ -20,9 +21,10 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from spmdrl.environments.plain_state import NotPlain
 from spmdrl.environments.protocol import Message, Response, Turn, check_at_least, opening_messages
 from spmdrl.errors import Refusal
-from spmdrl.imports import construct, import_object, ran
+from spmdrl.imports import construct, import_object, ran, refusing
 
 _GROUP_PARAMETERS = {"prompts", "completions", "answers", "states", "tasks", "infos"}
 
@@ -107,6 +109,16 @@ class VerifiersEnvironment:
         if not answer or self.state.get("final_env_response") is not None:
             return self._scored()
         return Turn(messages=list(answer))
+
+    def save(self) -> dict[str, Any]:
+        """Return the state; what stands in two of its entries becomes a copy in each. Raises:
+        NotPlain for what cannot be copied."""
+        with refusing(f"the state of {self.load}", Exception, kind=NotPlain, names_kind=True):
+            return {name: copy.deepcopy(value) for name, value in self.state.items()}
+
+    def restore(self, saved: dict[str, Any]) -> None:
+        """Go on from what `save` returned."""
+        self.state = saved
 
     def _is_completed(self) -> bool:
         method = getattr(self._live(), "is_completed", None)

@@ -178,7 +178,7 @@ class Episode:
     """What comes next: the environment opens, the engine draws a turn, the environment answers
     it, or the reward functions score the end."""
     environment: bytes = b""
-    """The pickled environment, see `environments.protocol`."""
+    """The packed environment, see `environments.protocol`."""
     turn_start: int = 0
     """Where among the tokens that follow the prompt the policy's latest turn begins."""
     text: str = ""

@@ -23,7 +23,7 @@ from spmdrl.rollout.idle import Idle
 from spmdrl.rollout.loop import Loop
 from spmdrl.rollout.packing import concat_rollouts, pack_step, rollouts_from_dict
 from spmdrl.rollout.resume import Share, resumed
-from spmdrl.rollout.saved import group_from_dict, group_to_dict
+from spmdrl.rollout.saved import check_environments, group_from_dict, group_to_dict
 from spmdrl.rollout.staleness import make_rules
 from spmdrl.rollout.step_prompts import StepPrompts
 from spmdrl.rollout.sums import has_spread
@@ -140,6 +140,7 @@ class StepFiller:
 
     def load_state_dict(self, states: list[dict[str, Any]], step: int) -> None:
         """Share out what was saved over this job's leaders, whatever their number."""
+        check_environments(states, trusts_pickles=self.cfg.checkpoint.trust_pickles)
         self.prompts.load_state_dict(states[0]["planner"], step=step)
         found = resumed(states, step=step, share=self.share, costs_of=self.prompts.costs)
         self._keep(found.book)

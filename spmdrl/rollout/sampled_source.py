@@ -171,6 +171,13 @@ class SampledSource(Source):
     def _make_loop(self, tokenizer: PreTrainedTokenizerBase) -> Loop:
         cfg, pool = self.cfg, self.pool
         options, chat = cfg.rollout.environment, None
+        if pool.not_plain and self.world.replica == 0:
+            log.warning(
+                "rollout.environment: %s is no plain data. Episodes that a checkpoint finds under "
+                "way are kept as pickles, and a resume asks for --checkpoint.trust-pickles true; "
+                "docs/environments.md says how `save` and `restore` make it plain",
+                pool.not_plain,
+            )
         if options:
             chat = Chat(
                 tokenizer,

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, fields, replace
 from typing import Any
 
+from spmdrl.environments.plain_state import PICKLED, PLAIN
 from spmdrl.errors import Refusal
 from spmdrl.rollout.episode import Draw, Episode, FinishedEpisode, Group, Trajectory
 from spmdrl.types import Prompt, Tokens, flat
@@ -49,6 +50,31 @@ def _episode_to_dict(episode: Episode) -> dict[str, Any]:
     }
 
 
+def check_environments(states: Sequence[dict[str, Any]], *, trusts_pickles: bool) -> None:
+    """Refuse environments that a checkpoint holds as pickles, which run code when they are loaded.
+
+    Args:
+        states: of all replicas, as the checkpoint has them.
+    Raises: Refusal saying how to allow it.
+    """
+    held = [e["environment"] for s in states for g in s["waiting"] for e in g["episodes"]]
+    held = [text for text in held if text]
+    pickled = [text for text in held if not text.startswith(PLAIN.decode())]
+    if pickled and not trusts_pickles:
+        raise Refusal(
+            f"the checkpoint's rollouts_*.pt hold {len(pickled)} of {len(held)} environments under "
+            "way as pickles, which run whatever their writer put there. If you trust who wrote the "
+            "checkpoint, resume by --checkpoint.trust-pickles true; environments of plain "
+            "attributes, or with `save` and `restore`, need none (docs/environments.md)"
+        )
+
+
+def _packed_of(text: str) -> bytes:
+    """Return a packed environment; earlier versions wrote the pickle alone."""
+    packed = text.encode("latin-1")
+    return PICKLED + packed if packed[:1] not in (b"", PLAIN, PICKLED) else packed
+
+
 def group_from_dict(
     plain: dict[str, Any], *, number: int, draw: Draw, prompt: Prompt
 ) -> tuple[Group, list[Episode]]:
@@ -81,7 +107,7 @@ def group_from_dict(
             **e
             | {
                 "trajectory": Trajectory(**e["trajectory"]),
-                "environment": e["environment"].encode("latin-1"),
+                "environment": _packed_of(e["environment"]),
                 "info": dict(e["info"]),
             },
         )

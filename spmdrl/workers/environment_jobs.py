@@ -9,9 +9,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from spmdrl.data.hashed import hashed
+from spmdrl.environments.plain_state import PICKLED, PLAIN, NotPlain, environment_of, text_of
 from spmdrl.environments.protocol import Message, Response, Turn
 from spmdrl.errors import Refusal
-from spmdrl.imports import construct, import_object, ran, refusing
+from spmdrl.imports import attempt, construct, import_object, ran, refusing
 from spmdrl.rewards.signatures import BadValue, finite
 
 FIELD = "rollout.environment"
@@ -26,7 +27,7 @@ BUILT_IN = {
 """Environments that come with the program, by their short names."""
 _RESERVED = ("name", "rewrites")  # `rewrites` is for the conversation
 _MAX_BYTES = 16 * 2**20
-"""Largest pickled environment. It is sent twice in every turn: beyond this the pipes would be
+"""Largest packed environment. It is sent twice in every turn: beyond this the pipes would be
 what a run waits for."""
 _ROLES = ("user", "tool", "system")
 _DEPTH = 4
@@ -68,8 +69,10 @@ class EnvironmentServer:
                     f"{FIELD}.name: {name} makes a {type(first).__name__}, which has "
                     f"no method `{method}`; see spmdrl/environments/protocol.py"
                 )
+        self._kind = type(first)
         with refusing(f"{FIELD}.name: {name}", BadValue):
             pack(first)
+        self.not_plain = why_not_plain(first)
         prepare = getattr(first, "prepare", None)
         if callable(prepare):
             prepare()
@@ -87,7 +90,7 @@ class EnvironmentServer:
     def open(self, row: dict, *, seed: int) -> tuple[bytes, Turn, int]:
         """Begin an episode.
 
-        Returns: the pickled environment, a turn with the opening messages, and the number of the
+        Returns: the packed environment, a turn with the opening messages, and the number of the
             state, the same for equal states everywhere; -1 where the environment names none.
         Raises: BadValue, or whatever the environment raises.
         """
@@ -95,20 +98,26 @@ class EnvironmentServer:
         given = {"seed": seed} if self._wants_seed else {}
         messages = ran(environment.reset(row, **given))
         turn = Turn(messages=_checked_messages(messages, roles=(*_ROLES, "assistant")))
-        return pack(environment), turn, _state_of(environment)
+        return pack(environment, kind=self._kind), turn, _state_of(environment)
 
     def turn(self, environment: bytes, response: Response) -> tuple[bytes, Turn, int]:
         """Play one turn.
 
-        Returns: the pickled environment, empty when the episode is done, its answer, and the
+        Returns: the packed environment, empty when the episode is done, its answer, and the
             number of the state, as `open` gives it.
         Raises: BadValue, or whatever the environment raises.
         """
-        live = pickle.loads(environment)
+        live = self._unpacked(environment)
         turn = checked_turn(ran(live.step(response)))
         if turn.is_done:
             return b"", turn, -1
-        return pack(live), turn, _state_of(live)
+        return pack(live, kind=self._kind), turn, _state_of(live)
+
+    def _unpacked(self, environment: bytes) -> Any:
+        form, data = environment[:1], environment[1:]
+        if form == PLAIN:
+            return environment_of(data.decode(), self._kind, lambda: self._make(**self._options))
+        return pickle.loads(data)  # made in this run, or of a checkpoint that is trusted
 
 
 def _state_of(environment: Any) -> int:
@@ -119,14 +128,22 @@ def _state_of(environment: Any) -> int:
     return hashed(str(ran(name())), num_bytes=6)
 
 
-def pack(environment: Any) -> bytes:
-    """Pickle an environment.
+def why_not_plain(environment: Any) -> str:
+    """Return what of an environment is no plain data; empty for nothing."""
+    _, error = attempt(lambda: text_of(environment), (NotPlain, RecursionError))
+    return str(error) if error else ""
 
+
+def pack(environment: Any, *, kind: type | None = None) -> bytes:
+    """Return an environment as bytes: as plain data if it is that, else pickled.
+
+    Args:
+        kind: the class that it is made again of from plain data; of another it is pickled.
     Raises: BadValue naming the attribute that cannot be pickled, or the largest one above 16 MiB.
     """
-    data, kind = _pickled(environment), type(environment).__name__
+    name, data = type(environment).__name__, _plain_or_pickled(environment, kind)
     if isinstance(data, Exception):
-        place = _culprit(environment, kind, depth=_DEPTH)
+        place = _culprit(environment, name, depth=_DEPTH)
         raise BadValue(
             f"{place} cannot be pickled ({type(data).__name__}: {data}), and an "
             "environment travels with every turn; keep such things in a module "
@@ -135,11 +152,20 @@ def pack(environment: Any) -> bytes:
     if len(data) > _MAX_BYTES:
         sizes = {name: len(pickle.dumps(value)) for name, value in _parts(environment).items()}
         raise BadValue(
-            f"{kind} pickles to {len(data)} bytes, above {_MAX_BYTES}; most of it is "
+            f"{name} takes {len(data)} bytes, above {_MAX_BYTES}; most of it is "
             f"{max(sizes, key=sizes.__getitem__, default='')!r}. It travels with every turn: keep "
             "large constant things in a module variable, filled by `prepare`"
         )
     return data
+
+
+def _plain_or_pickled(environment: Any, kind: type | None) -> bytes | Exception:
+    if kind is None or type(environment) is kind:
+        text, _ = attempt(lambda: text_of(environment), (NotPlain, RecursionError))
+        if text is not None:
+            return PLAIN + text.encode()
+    data = _pickled(environment)
+    return data if isinstance(data, Exception) else PICKLED + data
 
 
 def _pickled(value: Any) -> bytes | Exception:

@@ -62,7 +62,7 @@ class Respond:
     """A job: play a turn of an episode."""
 
     environment: bytes
-    """The pickled environment, as the last turn left it."""
+    """The packed environment, as the last turn left it."""
     response: Response
 
 
@@ -97,7 +97,7 @@ class TurnResult(_Result):
     """What became of one `open` or `turn`."""
 
     environment: bytes = b""
-    """The pickled environment, for the next `turn`; empty when the episode is done, or failed."""
+    """The packed environment, for the next `turn`; empty when the episode is done, or failed."""
     messages: tuple[Message, ...] = ()
     """To append; empty when the episode is done, or failed."""
     is_done: bool = False

@@ -75,6 +75,11 @@ class RewardPool(JobQueue):
         """Return the format of tool calls to read, after `start`; empty for none."""
         return self.facts.get("tool_parser", "")
 
+    @property
+    def not_plain(self) -> str:
+        """Return what of the environment is no plain data, after `start`; empty for nothing."""
+        return self.facts.get("not_plain", "")
+
     def submit(
         self,
         key: Hashable,

@@ -33,6 +33,7 @@ class Server:
         return facts | {
             "tools": self._environments.tools,
             "tool_parser": self._environments.tool_parser,
+            "not_plain": self._environments.not_plain,
         }
 
     def serve(self, id: int, work: RewardSample | Open | Respond) -> Done:

@@ -1,0 +1,163 @@
+"""An environment's state as plain data, which can be loaded without running anything of the file
+that it comes from."""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from collections.abc import Callable
+from typing import Any
+
+PLAIN, PICKLED = b"J", b"P"
+"""First byte of an environment that travels: JSON of `text_of`, or a pickle."""
+_SCALARS = (type(None), bool, str)
+
+
+class NotPlain(Exception):
+    """Something of an environment is no plain data; the message names it."""
+
+
+def text_of(environment: Any) -> str:
+    """Return the state of an environment as JSON: what its `save()` returns, or else all its
+    attributes, if they are plain data.
+
+    Plain are None, bool, int, float, str, bytes, lists, tuples, dicts and sets of such, generators
+    of `random.Random`, and objects of plain attributes whose class stands in the environment's own
+    module. What is changed in place may stand in one place only: it would come back as two.
+
+    Raises: NotPlain naming what is none.
+    """
+    writer = _Writer(type(environment).__module__)
+    name = type(environment).__name__
+    if has_own_form(environment):
+        return json.dumps(["saved", writer.write(environment.save(), f"{name}.save()")])
+    return json.dumps(["attributes", writer.write_attributes(environment, name)])
+
+
+def environment_of(text: str, kind: type, make: Callable[[], Any]) -> Any:
+    """Return an environment with the state that `text_of` wrote.
+
+    Args:
+        kind: its class. make: constructs one, for `restore`; else no constructor is called.
+    Raises: NotPlain, or what `restore` raises, when the text was written by another kind of
+        environment or another version.
+    """
+    form, state = json.loads(text)
+    if (form == "saved") != has_own_form(kind):
+        raise NotPlain(f"it was written as {form}, by another {kind.__name__}")
+    reader = _Reader(kind.__module__)
+    if form == "attributes":
+        return reader.filled(kind, state)
+    environment = make()
+    environment.restore(reader.read(state))
+    return environment
+
+
+def has_own_form(environment: Any) -> bool:
+    """Return whether an environment, or its class, says its state, by `save` and `restore`."""
+    return all(callable(getattr(environment, name, None)) for name in ("save", "restore"))
+
+
+class _Writer:
+    """Writes values as JSON: scalars as they are, others as lists that begin with their kind."""
+
+    def __init__(self, module: str):
+        self._module = module
+        self._seen: dict[int, Any] = {}  # kept, so that no other object takes the same id
+
+    def write(self, value: Any, place: str) -> Any:
+        """Return JSON of a value. Raises: NotPlain."""
+        kind = type(value)
+        if kind in _SCALARS:
+            return value
+        if kind is int:  # JSON's own digits have a limit
+            return value if value.bit_length() < 1000 else ["int", hex(value)]
+        if kind is float:
+            return ["float", value.hex()]
+        if kind is bytes:
+            return ["bytes", value.hex()]
+        if id(value) in self._seen:
+            raise NotPlain(f"{place} stands in another place too")
+        if kind not in (tuple, frozenset):
+            self._seen[id(value)] = value
+        if kind in (list, tuple, set, frozenset):
+            own = [self.write(inner, f"{place}[{i}]") for i, inner in enumerate(value)]
+            return [kind.__name__, own]
+        if kind is dict:
+            pairs = [
+                [self.write(k, f"a key of {place}"), self.write(v, f"{place}[{k!r}]")]
+                for k, v in value.items()
+            ]
+            return ["dict", pairs]
+        if kind is random.Random:
+            return ["random", self.write(value.getstate(), place)]
+        return ["object", kind.__qualname__, self.write_attributes(value, place)]
+
+    def write_attributes(self, value: Any, place: str) -> Any:
+        """Return JSON of an object's attributes. Raises: NotPlain."""
+        kind = type(value)
+        if kind.__module__ != self._module or not is_simple(kind):
+            raise NotPlain(f"{place} ({kind.__module__}.{kind.__qualname__})")
+        return {name: self.write(own, f"{place}.{name}") for name, own in vars(value).items()}
+
+
+class _Reader:
+    """Undoes _Writer, making nothing but plain values and simple objects of one module."""
+
+    def __init__(self, module: str):
+        self._module = module
+
+    def read(self, value: Any) -> Any:
+        """Return a value. Raises: NotPlain for what no _Writer wrote."""
+        if type(value) in (*_SCALARS, int):
+            return value
+        match value:
+            case ["int", str(text)]:
+                return int(text, 16)
+            case ["float", str(text)]:
+                return float.fromhex(text)
+            case ["bytes", str(text)]:
+                return bytes.fromhex(text)
+            case ["list" | "tuple" | "set" | "frozenset" as kind, list(own)]:
+                kinds = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
+                return kinds[kind](map(self.read, own))
+            case ["dict", list(pairs)]:
+                return {self.read(k): self.read(v) for k, v in pairs}
+            case ["random", state]:
+                made = random.Random()
+                made.setstate(self.read(state))
+                return made
+            case ["object", str(name), dict(attributes)]:
+                return self.filled(self._class(name), attributes)
+        raise NotPlain(f"it holds {value!r:.100}, which is no plain data")
+
+    def filled(self, kind: type, attributes: dict[str, Any]) -> Any:
+        """Return an object of a class with these attributes, as unpickling makes one."""
+        if not isinstance(attributes, dict):
+            raise NotPlain(f"the attributes of {kind.__name__} are {attributes!r:.100}")
+        made: Any = object.__new__(kind)
+        vars(made).update({name: self.read(own) for name, own in attributes.items()})
+        return made
+
+    def _class(self, name: str) -> type:
+        found: Any = sys.modules.get(self._module)
+        for part in name.split("."):
+            found = getattr(found, part, None)
+        is_own = isinstance(found, type) and found.__module__ == self._module
+        if not is_own or not is_simple(found):
+            raise NotPlain(f"it names {name}, which is no class of {self._module}")
+        return found
+
+
+def is_simple(kind: type) -> bool:
+    """Return whether an object of a class is its attributes and nothing more."""
+    return (
+        kind.__new__ is object.__new__
+        and kind.__reduce_ex__ is object.__reduce_ex__
+        and kind.__reduce__ is object.__reduce__
+        and getattr(kind, "__getstate__", None) is getattr(object, "__getstate__", None)
+        and not hasattr(kind, "__setstate__")
+        and not any("__slots__" in vars(b) for b in kind.__mro__ if b.__module__ != "typing")
+        and kind.__dictoffset__ != 0
+    )
