@@ -165,7 +165,7 @@ def test_a_rank_ends_when_the_store_is_gone_and_says_who_kept_it(keeper, says, m
     other._process |= {"host": "node-7", "machine": "another"}
     other._beat()
     watch = Watch(store, rank=1, world_size=2, timeout_s=1000, keeper=keeper)
-    until(lambda: keeper is None or watch._of_keeper)
+    until(lambda: keeper is None or watch.board._of_keeper)
     assert not left
     store.left = 0
     with watch.wait("exchange", 7):
@@ -193,3 +193,32 @@ def test_a_rank_that_leaves_in_order_is_not_missed(monkeypatch) -> None:
     assert f"rank 2 is missing: its process {os.getpid()} on " in said
     assert "last seen in 'start' at step -1" in said
     assert not left
+
+
+def test_who_dies_while_all_leave_is_named_when_a_collective_fails(monkeypatch) -> None:
+    store = dist.HashStore()
+    watches = [Watch(store, rank=rank, world_size=2, timeout_s=1000) for rank in range(2)]
+    for watch in watches:
+        watch.say_leaving()
+        watch.close()
+    monkeypatch.setattr(Neighbours, "dead", lambda self: [1])
+    watches[0].look_beside()
+    assert not watches[0].board.cause()  # it may have been done first
+    began = time.monotonic()
+    said = str(watches[0].explained(RuntimeError("Connection closed by peer")))
+    assert time.monotonic() - began < 2.9  # no heartbeat has to grow old
+    assert f"rank 1 is missing: its process {os.getpid()} on " in said
+
+
+def test_a_rank_between_two_places_is_behind_the_first(monkeypatch) -> None:
+    watch = Watch(dist.HashStore(), rank=0, world_size=1, timeout_s=1000)
+    with watch.wait("update", 7), watch.phase("logprobs", 7):
+        pass
+    watch._beat()
+    place = watch.board.read([0])[0]["place"]
+    assert (place["phase"], place["step"], place["waits"]) == ("after update", 7, False)
+    with watch.wait("push", 8):
+        with watch.phase("cast", 8):
+            pass
+        assert str(watch._place) == "'push' at step 8"
+    watch.close()

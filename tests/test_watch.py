@@ -132,7 +132,11 @@ def test_a_store_that_does_not_answer_ends_the_rank(monkeypatch) -> None:
     left, exits, store, never = [], [], CountedStore(), threading.Event()
     monkeypatch.setattr(Watch, "_leave", lambda self, text, **_: left.append(text))
     monkeypatch.setattr(watch_module.os, "_exit", exits.append)
-    watch = Watch(store, rank=1, world_size=2, timeout_s=2)
+    keeper = Watch(store, rank=0, world_size=2, timeout_s=1000)
+    keeper._process |= {"host": "node-3", "machine": "another"}
+    with keeper.wait("push", 7):
+        keeper.close()
+    watch = Watch(store, rank=1, world_size=2, timeout_s=2, keeper=0)
     with watch.phase("update", 7):
         time.sleep(5)
         assert not left  # it answers
@@ -140,7 +144,9 @@ def test_a_store_that_does_not_answer_ends_the_rank(monkeypatch) -> None:
         time.sleep(8)
     never.set()
     watch.close()
-    assert "[rank 1] in 'update' at step 7: the job's store has not answered for 4 s" in left[0]
+    assert "[rank 1] in 'update' at step 7: the job's store has not answered for 4 s: " in left[0]
+    assert "rank 0 is missing, and with it the job's store" in left[0]
+    assert "on node-3, last seen in 'push' at step 7" in left[0]
     assert set(exits) == {13}
 
 

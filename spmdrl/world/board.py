@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from spmdrl.world.sealed_store import SealedStore
+from spmdrl.world.where import lost_store_text
 
 T = TypeVar("T")
 _CAUSE, _ENDED = "watch/cause", "watch/ended"
@@ -19,10 +20,12 @@ class Board:
 
     Args:
         store: a key-value store of the job, used by this object alone.
+        keeper: rank in whose process the store lives and ends; None: in the launcher's.
     """
 
-    def __init__(self, store: SealedStore, rank: int):
-        self._store, self._rank = store, rank
+    def __init__(self, store: SealedStore, rank: int, *, keeper: int | None = None):
+        self._store, self._rank, self._keeper = store, rank, keeper
+        self._of_keeper: dict | None = None  # what it wrote last
         self.has_store = True
 
     def write(self, state: dict[str, Any]) -> None:
@@ -40,6 +43,16 @@ class Board:
             return [None] * len(ranks)
         half = len(ranks) // 2
         return self.read(ranks[:half]) + self.read(ranks[half:])
+
+    def learn_keeper(self, *, anew: bool = False) -> None:
+        """Read where the store's keeper is, if that is not known or has to be read anew: once the
+        store is gone nobody can."""
+        if self._keeper not in (None, self._rank) and (anew or not self._of_keeper):
+            self._of_keeper = self.read([self._keeper or 0])[0] or self._of_keeper
+
+    def lost_text(self) -> str:
+        """Say that the store is gone, and who with it."""
+        return lost_store_text(self._keeper, self._of_keeper)
 
     def claim_cause(self, text: str) -> bool:
         """Say why this rank ends; return whether no rank has given the same reason before."""

@@ -122,8 +122,7 @@ def ended(error: Exception, world: Member | None) -> int:
         if is_own:
             world.watch.tell_end(text)
         else:
-            world.watch.board.tell_missing(f"rank {rank} says: {error}")
-            world.watch.say_leaving()
+            world.watch.tell_missing(f"rank {rank} says: {error}")
     return 2 if isinstance(error, Refusal) else 1
 
 

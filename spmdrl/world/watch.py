@@ -27,7 +27,7 @@ from spmdrl.world.board import Board
 from spmdrl.world.flight import leave_record
 from spmdrl.world.neighbours import Neighbours, own_process
 from spmdrl.world.sealed_store import SealedStore
-from spmdrl.world.where import Place, death_text, lost_store_text, names_of, state_text
+from spmdrl.world.where import Place, death_text, place_after, report_text
 
 Ending = Literal["stopped", "failed"]
 EXIT_CODE = 13
@@ -76,11 +76,11 @@ class Watch:
         """Per phase and wait, since `take_seconds`."""
         self.totals: dict[str, float] = {}
         """The same since the start."""
-        self.board, self._keeper = Board(store, rank), keeper
+        self.board, self._keeper = Board(store, rank, keeper=keeper), keeper
         self._flight_folder, self._is_orphaned = flight_folder, is_orphaned
-        self._of_keeper: dict | None = None  # what it wrote last
         self._process, self._is_leaving = own_process(), False
         self._neighbours = Neighbours(self._process)
+        self._dead: dict[int, str] = {}  # what is known of those beside this rank
         self._ending = threading.Lock()  # taken once, by the thread that ends the process
         self._place = Place("start", -1, time.time(), False)  # whole, for the thread to read
         self._beat_s = max(_LEAST_BEAT_S, world_size / _BEATS_PER_S)
@@ -117,11 +117,7 @@ class Watch:
 
     def explained(self, error: Exception) -> PeersMissing:
         """Return an error of a collective or of the store as one that says who is missing."""
-        # Let a dying peer's last heartbeat grow old; the thread may know more, and end us, before.
-        time.sleep(3 * self._beat_s)
-        message = f"{self.report()}\ncaused by: {first_line(error)}"
-        self._linger()
-        return PeersMissing(message)
+        return PeersMissing(f"{self._find_missing()}\ncaused by: {first_line(error)}")
 
     @contextlib.contextmanager
     def _entered(
@@ -131,10 +127,11 @@ class Watch:
         self._place = Place(name, step, began, waits, timeout_s)
         if began - self._beat_at >= self._spacing_s:  # else the thread says it with its next
             self._beat()
+            self.board.learn_keeper()
         try:
             yield
         finally:
-            self._place = before
+            self._place = place_after(self._place, before)
             for seconds in (self.seconds, self.totals):
                 seconds[name] = seconds.get(name, 0.0) + time.time() - began
 
@@ -145,15 +142,9 @@ class Watch:
 
     def report(self) -> str:
         """Say where every rank is: who waits, who is missing, whose heartbeat stopped."""
-        now, own = time.time(), self._place
-        ranks_of: dict[str, list[int]] = {}
-        for rank, state in enumerate(self.board.read(range(self.world_size))):
-            if rank != self.rank:
-                text = state_text(state, own=own, beat_s=self._beat_s, now=now)
-                ranks_of.setdefault(text, []).append(rank)
-        lines = [f"rank {self.rank} waited {now - own.since:.0f} s in {own}"]
-        return "\n".join(
-            lines + [f"  {names_of(ranks)} {text}" for text, ranks in ranks_of.items()]
+        states = self.board.read(range(self.world_size))
+        return report_text(
+            states, rank=self.rank, own=self._place, beat_s=self._beat_s, dead=self._dead
         )
 
     def close(self) -> None:
@@ -200,12 +191,29 @@ class Watch:
         self.board.tell_end(text)
         self._linger()
 
+    def tell_missing(self, text: str) -> None:
+        """Let the other ranks end: they show `text`, which says who is missing."""
+        self.board.tell_missing(text)
+        self.say_leaving()
+        self._linger()
+
     def look_beside(self) -> None:
         """Tell all ranks of those on this machine whose processes have died without a word."""
         for rank in self._neighbours.dead():
             state = self.board.read([rank])[0]
+            self._dead[rank] = death_text(rank, state, self._process["host"])
             if not ((state and ("left" in state or "error" in state)) or self._is_leaving):
-                self.board.tell_missing(death_text(rank, state, self._process["host"]))
+                self.board.tell_missing(self._dead[rank])
+
+    def _find_missing(self) -> str:
+        """Say who is missing after a collective has failed; the thread may end us before."""
+        for _ in range(3):  # let a dying peer's last heartbeat grow old
+            time.sleep(self._beat_s)
+            if not self.board.has_store:
+                return self.board.lost_text()
+            if self._dead and self._is_leaving:
+                break
+        return self.report()
 
     def leave_after_peer(self, cause: str) -> None:
         """End this process because a peer failed; returns only when it is ending already."""
@@ -224,13 +232,11 @@ class Watch:
                     states = self.board.read(range(self.world_size))
                     self._neighbours.learn(states)
             self.look_beside()
-            if self._keeper not in (None, self.rank) and self.world_size <= _FEW_RANKS:
-                self._of_keeper = self.board.read([self._keeper or 0])[0] or self._of_keeper
+            self.board.learn_keeper(anew=self.world_size <= _FEW_RANKS)
             if cause := self.board.cause():
                 self.leave_after_peer(cause)
             if not self.board.has_store and not self._is_leaving:
-                lost = lost_store_text(self._keeper, self._of_keeper)
-                self._leave(f"[rank {self.rank}] ends in {self._place}: {lost}")
+                self.leave_after_peer(self.board.lost_text())
             deadline = self.timeout_s if place.timeout_s is None else place.timeout_s
             if waited > deadline:
                 self._die(f"deadline of {deadline:.0f} s passed")
@@ -243,17 +249,13 @@ class Watch:
         turns, silent_s = -1, 0.0
         while not self._closed.wait(self._beat_s):
             if self._is_orphaned():
-                self._leave(
-                    f"[rank {self.rank}] ends in {self._place}: its launcher is gone, which nobody "
-                    "would tell of its end"
-                )
+                self.leave_after_peer("its launcher is gone, which nobody would tell of its end")
             silent_s = silent_s + self._beat_s if turns == self._turns else 0.0
             turns = self._turns
             if silent_s > max(self.timeout_s, _LEAST_SILENT * self._beat_s):
                 self._leave(
                     f"[rank {self.rank}] in {self._place}: the job's store has not answered for "
-                    f"{silent_s:.0f} s: the node that keeps it (rank 0's) is gone or cut off\n"
-                    f"{self._last_line()}",
+                    f"{silent_s:.0f} s: {self.board.lost_text()}\n{self._last_line()}",
                     is_told=False,
                 )
                 os._exit(EXIT_CODE)  # another thread was ending it, and waits for the store too

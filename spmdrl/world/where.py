@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 
@@ -18,6 +19,13 @@ class Place(NamedTuple):
 
     def __str__(self) -> str:
         return f"'{self.phase}' at step {self.step}"
+
+
+def place_after(left: Place, before: Place) -> Place:
+    """Return where a rank is that has left a place: in the one that it lay in, or behind it."""
+    if before.phase != "start" and not before.phase.startswith("after "):
+        return before
+    return Place(f"after {left.phase}", left.step, time.time(), False)
 
 
 def state_text(state: dict | None, *, own: Place, beat_s: float, now: float) -> str:
@@ -36,6 +44,28 @@ def state_text(state: dict | None, *, own: Place, beat_s: float, now: float) -> 
     if str(place) != str(own):
         return f"is missing: {now - place.since:.0f} s in {place}{host}"
     return f"waits in {place} too"
+
+
+def report_text(
+    states: Sequence[dict | None], *, rank: int, own: Place, beat_s: float, dead: Mapping[int, str]
+) -> str:
+    """Say where every rank is, those alike in one line, to one in a place of its own.
+
+    Args:
+        states: what each rank wrote last; None for nothing.
+        rank: that asks.
+        dead: `death_text` of ranks whose processes are known to have ended.
+    """
+    now = time.time()
+    ranks_of: dict[str, list[int]] = {}
+    for other, state in enumerate(states):
+        if other != rank:
+            text = dead.get(other, "") if "error" not in (state or {}) else ""
+            text = text or state_text(state, own=own, beat_s=beat_s, now=now)
+            ranks_of.setdefault(text.removeprefix(f"rank {other} "), []).append(other)
+    lines = [f"rank {rank} waited {now - own.since:.0f} s in {own}"]
+    lines += [f"  {names_of(ranks)} {text}" for text, ranks in ranks_of.items()]
+    return "\n".join(lines)
 
 
 def names_of(ranks: Sequence[int]) -> str:
