@@ -22,11 +22,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import psutil
+
 ROOT = Path(__file__).resolve().parent.parent
 SHORT_S = 8.0
 """Deadline of all waits from the moment on at which a rank was stopped."""
 _TICK_S = 0.1
-_SAID_LATE_S = 3.0  # others hear of a rank's place with its next beat, when it has only left one
+# Others hear of a rank's place as it enters it, and with its next beat when it has only left one.
+# Of rank 0, which takes the store along, they know what they have read last.
+_SAID_LATE_S = (30.0, 3.0)
 
 Death = Literal["kill", "stop", "cut"]
 """SIGKILL, SIGSTOP, or every TCP connection of the process shut down."""
@@ -55,7 +59,7 @@ class Diary:
         self._rank, self._moment, self._deed = rank, moment, folder / "deed.json"
         self._file = os.open(folder / f"places_{rank}.jsonl", os.O_WRONLY | os.O_CREAT, 0o644)
         self._recent: deque[tuple[float, str, int]] = deque([(0.0, "start", -1)], maxlen=1000)
-        self._within: list[tuple[str, int]] = [("start", -1)]
+        self._within: list[tuple[str, int]] = []
         self._is_due = moment is not None and moment.rank == rank
 
     def entered(self, phase: str, step: int, *, waits: bool) -> None:
@@ -66,12 +70,15 @@ class Diary:
         moment = self._moment
         if self._is_due and moment and (moment.phase, moment.step) == (phase, step):
             self._is_due = False
-            threading.Thread(target=self._die, daemon=True).start()
+            if moment.after_s:
+                threading.Thread(target=self._die, daemon=True).start()
+            else:
+                self._die()
 
     def left(self, phase: str, step: int) -> None:
         """Write down that the rank leaves a place."""
         self._within.pop()
-        self._be_in(*self._within[-1])
+        self._be_in(*(self._within[-1] if self._within else (f"after {phase}", step)))
         self._write(leave=phase, step=step)
 
     def mind_deadlines(self, watch: Any) -> None:
@@ -91,13 +98,16 @@ class Diary:
     def _die(self) -> None:
         assert self._moment
         time.sleep(self._moment.after_s)
+        below = psutil.Process().children(recursive=True)
         now = time.time()
-        last = [place for place in self._recent if place[0] < now - _SAID_LATE_S][-1:]
-        last += [place for place in self._recent if place[0] >= now - _SAID_LATE_S]
+        since = now - _SAID_LATE_S[self._rank > 0]
+        last = [place for place in self._recent if place[0] < since][-1:]
+        last += [place for place in self._recent if place[0] >= since]
         deed = asdict(self._moment) | {
             "at": now,
             "host": socket.gethostname(),
             "places": [place[1:] for place in last],
+            "children": [(child.pid, child.create_time()) for child in below],
         }
         draft = self._deed.with_suffix(".draft")
         draft.write_text(json.dumps(deed))
@@ -159,6 +169,7 @@ def _cut() -> None:
                 continue
             with socket.socket(fileno=os.dup(int(name))) as connection:
                 if connection.family in (socket.AF_INET, socket.AF_INET6):
+                    connection.getpeername()  # OSError of those that only listen
                     connection.shutdown(socket.SHUT_RDWR)
 
 

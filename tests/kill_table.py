@@ -155,6 +155,8 @@ def draw_moment(case: Case, places: Mapping[int, Sequence[Mapping[str, Any]]]) -
     own = [(rank, place) for rank, place in found if _has_role(rank, case)]
     rank, place = dice.choice(own or found)  # some stages are one role's alone
     after_s = dice.choice((0.0, 1.0)) * dice.random() * place["seconds"]
+    if case.stage == "teardown":
+        after_s = 0.0  # a little later nobody would miss it
     return Moment(rank, place["phase"], place["step"], after_s, case.death)
 
 
