@@ -104,7 +104,10 @@ def _find(trainer: Any, room: int) -> dict:
         {},
         {"advantage": "gae", "kl_coef": 0.01},
         {"world_size": 2},
-        {"world_size": 2, "model": {"memory": {"activation_checkpointing": "full"}}},
+        pytest.param(
+            {"world_size": 2, "model": {"memory": {"activation_checkpointing": "full"}}},
+            marks=pytest.mark.grid,
+        ),
     ],
     ids=["one", "critic, reference", "two", "checkpointing"],
 )
