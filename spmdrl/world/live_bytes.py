@@ -7,18 +7,13 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from spmdrl.world.host_memory import host_memory
 from spmdrl.world.torch_internals import TorchDispatchMode, tree_leaves
-
-_CGROUPS = (
-    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-    ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
-)
 
 
 class LiveBytes(TorchDispatchMode):
@@ -83,16 +78,7 @@ def free_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[1] - device_bytes(device)
     gc.collect()
-    available = next(
-        int(line.split()[1]) * 1024
-        for line in Path("/proc/meminfo").read_text().splitlines()
-        if line.startswith("MemAvailable:")
-    )
-    for limit, usage in _CGROUPS:  # a container may have less than its host
-        if Path(limit).exists() and Path(limit).read_text().strip().isdigit():
-            room = int(Path(limit).read_text()) - int(Path(usage).read_text())
-            available = min(available, max(0, room))
-    return available
+    return host_memory().free
 
 
 def device_bytes(device: torch.device) -> int:

@@ -21,6 +21,7 @@ from spmdrl.world.awaited import Awaited
 from spmdrl.world.comm import gather_objects
 from spmdrl.world.gpus import check_driver, check_memory, check_own_gpus, warn_of_detours
 from spmdrl.world.groups import join_world, make_groups, meet
+from spmdrl.world.host_memory import MemoryWatch
 from spmdrl.world.launch import Launch, ask_cublas_to_repeat, is_orphaned, read_launch
 from spmdrl.world.leaving import obey_signals
 from spmdrl.world.sealed_store import SealedStore
@@ -96,6 +97,8 @@ class World:
             )
         )
         watch, store = _join(cfg, launch, device=device, timeout=timeout)
+        if launch.local_rank == 0:
+            MemoryWatch().start(watch)
         with watch.start_up():
             with watch.wait("create groups", -1):
                 groups = make_groups(cfg, rank=launch.rank, device=device)

@@ -1,0 +1,149 @@
+"""The host's memory: what is left, who holds the most, and a warning before the kernel takes its
+own way out, which is to kill the largest process without a word."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from spmdrl.world.watch import Watch
+
+log = logging.getLogger(__name__)
+
+_CGROUPS = (  # limit, usage, what the kernel killed: of version 2 and version 1
+    ("memory.max", "memory.current", "memory.events"),
+    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.oom_control"),
+)
+_EVERY_S = 2.0
+_LOW, _FINE = 0.05, 0.10  # fractions of the host's memory: said below the one, over at the other
+_NAMED = 3
+_GIB = 2**30
+
+
+@dataclass(frozen=True)
+class HostMemory:
+    """Memory of this host, or of this container where that has less. Bytes."""
+
+    free: int
+    """What may still be taken, by all processes together."""
+    total: int
+
+
+def host_memory(cgroups: Path = Path("/sys/fs/cgroup")) -> HostMemory:
+    """Measure the host's memory."""
+    fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    free, total = (int(fields[name].split()[0]) * 1024 for name in ("MemAvailable", "MemTotal"))
+    for limit_name, usage_name, _ in _CGROUPS:
+        limit, usage = _number(cgroups / limit_name), _number(cgroups / usage_name)
+        if limit is not None and usage is not None and limit < total:
+            free, total = min(free, max(0, limit - usage)), limit
+    return HostMemory(free, total)
+
+
+def kills(cgroups: Path = Path("/sys/fs/cgroup")) -> int:
+    """Return how many processes the kernel has killed here for want of memory."""
+    files = [Path("/proc/vmstat"), *(cgroups / events for *_, events in _CGROUPS)]
+    found = [0]
+    for file in files:
+        with contextlib.suppress(OSError):
+            words = (line.split() for line in file.read_text().splitlines())
+            found += [int(value) for name, value in words if name == "oom_kill"]
+    return max(found)
+
+
+def largest_holders(count: int = _NAMED) -> list[str]:
+    """Name the processes that hold the most memory, largest first."""
+    return [text for _, text in sorted(_processes(), reverse=True)[:count]]
+
+
+class MemoryWatch:
+    """Warns once when little of the host's memory is left, and again each time that halves.
+
+    Args:
+        measure: gives the memory as it is now.
+    """
+
+    def __init__(self, measure: Callable[[], HostMemory] = host_memory):
+        self._measure = measure
+        self._said_at, self._killed_before = _LOW, kills()
+
+    def start(self, watch: Watch) -> None:
+        """Look every two seconds, in a thread that ends with the process, and when this rank ends
+        before its work is done say what the kernel killed."""
+        threading.Thread(target=self._run, daemon=True, name="spmdrl-memory").start()
+        watch.before_exit.append(lambda _: print(self.tell_kills(), end="", file=sys.stderr))
+
+    def look(self) -> str:
+        """Return a warning if one is due, otherwise nothing."""
+        memory = self._measure()
+        left = memory.free / memory.total
+        if left > _FINE:
+            self._said_at = _LOW
+        if left >= self._said_at:
+            return ""
+        self._said_at = left / 2
+        return (
+            f"the host's memory is nearly full: {memory.free / _GIB:.2f} of "
+            f"{memory.total / _GIB:.1f} GiB are left, and the kernel kills the largest process "
+            f"when none is. The largest: {'; '.join(largest_holders())}. Complete "
+            "checkpoints stay. To need less: fewer reward workers (rewards.workers), a smaller "
+            "engine.cpu_kv_cache_gib, or without model.memory.offload"
+        )
+
+    def tell_kills(self) -> str:
+        """Say what the kernel killed since this object was made; nothing if it did not."""
+        killed = kills() - self._killed_before
+        if killed <= 0:
+            return ""
+        return (
+            f"the kernel killed {killed} process{'es' if killed > 1 else ''} of this host for want "
+            "of memory since the start: a rank that vanished without a word was likely one\n"
+        )
+
+    def _run(self) -> None:
+        pause = threading.Event()
+        while not pause.wait(_EVERY_S):
+            with contextlib.suppress(OSError):  # /proc may be out of reach just then
+                if warning := self.look():
+                    log.warning(warning)
+
+
+def _processes() -> Iterator[tuple[int, str]]:
+    page = os.sysconf("SC_PAGE_SIZE")
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            size = int((folder / "statm").read_text().split()[1]) * page
+            command = (
+                (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            )
+            rank = _rank_of(folder)
+        except (OSError, IndexError):  # it ended meanwhile
+            continue
+        of_rank = f" of rank {rank}" if rank else ""
+        yield (
+            size,
+            f"process {folder.name}{of_rank}, {size / _GIB:.2f} GiB ({command.strip()[:60]})",
+        )
+
+
+def _rank_of(folder: Path) -> str:
+    """Return the rank that a process is, or works for; nothing where that cannot be seen."""
+    with contextlib.suppress(OSError):
+        for entry in (folder / "environ").read_bytes().split(b"\0"):
+            if entry.startswith((b"RANK=", b"SLURM_PROCID=")):
+                return entry.partition(b"=")[2].decode(errors="replace")
+    return ""
+
+
+def _number(file: Path) -> int | None:
+    with contextlib.suppress(OSError, ValueError):  # "max" is no number
+        return int(file.read_text())
+    return None
