@@ -16,6 +16,7 @@ from worlds import in_world
 
 from spmdrl.check.layout import layout_problems
 from spmdrl.config import Config, LayoutSettings
+from spmdrl.errors import Refusal
 from spmdrl.world import World
 from spmdrl.world import launch as launch_module
 from spmdrl.world.comm import agree, gather_problems
@@ -112,7 +113,7 @@ def agreed_and_summed(world: World) -> dict:
         try:
             with agree(group=world.control):
                 if world.rank in fails:
-                    raise ValueError(text)
+                    raise Refusal(text)
         except ValueError as error:
             said[name] = str(error)
     lines = ["a", "b"] if world.rank else ["a"]
@@ -216,6 +217,7 @@ import os, sys, time
 sys.path.insert(0, {root!r})
 import torch.distributed as dist
 from spmdrl.config import Config, LayoutSettings
+from spmdrl.errors import Refusal
 from spmdrl.world import World
 from spmdrl.world.comm import agree, gather_problems
 layout = LayoutSettings(world_size=3, trainer_ranks=2, device="cpu", wait_timeout_s=4)
@@ -280,6 +282,7 @@ import os, sys
 sys.path.insert(0, {root!r})
 import torch, torch.distributed as dist
 from spmdrl.config import Config, LayoutSettings
+from spmdrl.errors import Refusal
 from spmdrl.world import World
 world = World.start(Config(layout=LayoutSettings(world_size=2, trainer_ranks=1, device="cpu")))
 total = torch.ones(1)
