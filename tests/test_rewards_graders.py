@@ -148,7 +148,7 @@ def _calculated(text):
     ],
 )
 def test_long_hostile_responses_are_read_in_linear_time(read):
-    """Four times the text takes about four times as long, not sixteen."""
+    """Eight times the text takes about eight times as long, not 64 times."""
 
     def seconds(text):
         began = time.thread_time()
@@ -159,9 +159,9 @@ def test_long_hostile_responses_are_read_in_linear_time(read):
         text = head + unit * (25_000 // len(unit))
         if seconds(text) < 0.004:  # nothing that grows with the square is so quick
             continue
-        longer = head + unit * (100_000 // len(unit))
+        longer = head + unit * (200_000 // len(unit))
         ratio = min(seconds(longer) / max(seconds(text), 1e-3) for _ in range(3))
-        assert ratio < 9, (head, unit, ratio)
+        assert ratio < 30, (head, unit, ratio)
 
 
 @pytest.mark.parametrize(
