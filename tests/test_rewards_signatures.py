@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+import json
+import pickle
 import re
+import struct
 
 import numpy
 import pytest
 
 from spmdrl.rewards import graders
 from spmdrl.rewards.signatures import BadValue, RewardSample, Score, adapt, finite, part_names
-from spmdrl.workers.messages import Setup, pack_message, unpack_messages
+from spmdrl.workers.messages import Done, RewardResult, Setup, TurnResult
+from spmdrl.workers.reports import (
+    BadReport,
+    Began,
+    Ready,
+    Refused,
+    Returned,
+    pack_report,
+    take_reports,
+)
 from spmdrl.workers.reward_jobs import RewardScorer
 
 ROW = {
@@ -141,15 +153,70 @@ def test_functions_combine_by_weight_and_none_leaves_one_out(tmp_path):
     assert scored("a", "a", weights=(1.0, 1.0)).result.parts == {"a_0": 2.0, "a_1": 2.0}
 
 
-def test_messages_survive_being_cut_anywhere():
-    values = [{"a": 1}, "x" * 1000, None, list(range(50))]
-    data = b"".join(map(pack_message, values))
-    for cut in range(0, len(data), 37):
+def test_reports_survive_being_cut_anywhere():
+    found = RewardResult(None, 0.1, {"a": 1 / 3}, {"m": -1e-300}, {"t": "\ud800 \n"})
+    turn = TurnResult(
+        None, b"\x00\xff", ({"role": "user", "content": ""},), False, 2.0, {"i": 1.0}, 3
+    )
+    reports = [
+        Ready(1.5, {"concurrency": 2, "tools": [], "tool_parser": ""}),
+        Began(2**61, 0.25),
+        Done(1, 2.0, 0.5, None, "", found),
+        Done(2, 2.0, 0.5, "error", "why", None),
+        Done(3, 2.0, 0.5, None, "", turn),
+        Returned((1, 2)),
+        Refused("no"),
+    ]
+    data = b"".join(map(pack_report, reports))
+    for cut in range(0, len(data), 7):
         buffer = bytearray(data[:cut])
-        first = unpack_messages(buffer)
+        first = list(take_reports(buffer))
         buffer += data[cut:]
-        assert first + unpack_messages(buffer) == values
+        assert first + list(take_reports(buffer)) == reports
         assert not buffer
+
+
+FIELDS = {"id": 1, "finished": 1, "seconds": 1, "failure": None, "message": ""}
+SCORE = {"value": 1, "parts": {}, "metrics": {}, "extras": {}}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[]",
+        "{}",
+        "[" * 100_000,
+        '["Done"]',
+        '["Exec", {}]',
+        '["Began", {"id": true, "at": 1}]',
+        '["Began", {"id": 1, "at": NaN}]',
+        '["Began", {"id": 1, "at": 1e999}]',
+        '["Ready", {"at": 1, "facts": {"concurrency": 0}}]',
+        '["Ready", {"at": 1, "facts": []}]',
+        '["Returned", {"ids": "12"}]',
+        '["Refused", {"text": 7}]',
+        json.dumps(["Done", FIELDS]),
+        json.dumps(["Done", FIELDS | {"result": None}]),
+        json.dumps(["Done", FIELDS | {"result": {}}]),
+        json.dumps(["Done", FIELDS | {"result": SCORE | {"value": None}}]),
+        json.dumps(["Done", FIELDS | {"result": SCORE | {"value": "1"}}]),
+        json.dumps(["Done", FIELDS | {"result": SCORE | {"parts": {"a": []}}}]),
+        json.dumps(["Done", FIELDS | {"result": SCORE | {"extras": {"a": 1}}}]),
+        json.dumps(["Done", FIELDS | {"result": SCORE, "failure": "no"}]),
+        json.dumps(["Done", FIELDS | {"result": SCORE, "seconds": -1}]),
+        json.dumps(["Done", FIELDS | {"result": {"messages": ["a"]}}]),
+    ],
+)
+def test_what_is_no_report_is_refused(text):
+    data = text.encode()
+    with pytest.raises(BadReport):
+        list(take_reports(bytearray(struct.pack("<4sII", b"spmd", len(data), 0) + data)))
+
+
+@pytest.mark.parametrize("data", [b"x" * 12, pickle.dumps([1] * 9), b"spmd" + b"\xff" * 8])
+def test_what_has_no_head_of_a_report_is_refused_at_once(data):
+    with pytest.raises(BadReport):
+        list(take_reports(bytearray(data)))
 
 
 # --------------------------------------------------------------------------- graders

@@ -203,6 +203,9 @@ class RewardsSettings:
     and at most as many stand in."""
     timeout_s: Seconds = 10.0
     """Wall-clock seconds for one sample; then its worker is killed and replaced."""
+    worker_memory_gib: Annotated[float, within(0.125, 10**6, zero="for no limit")] = 0.0
+    """Memory that a worker and all that it starts may hold, GiB; above it a sample fails. 0 for no
+    limit: what libraries need differs, and a worker is the kernel's victim before the trainer."""
     on_failure: Literal["fail", "drop"] = "fail"
     """A reward that raises, hangs or is not a finite number: end the run, or drop the sample
     (counted, its group keeps the rest; a step that drops all samples ends the run)."""

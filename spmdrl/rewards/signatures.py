@@ -56,6 +56,7 @@ class Score:
 
     def note(self, name: str, value: Any) -> None:
         """Keep a finite number as a metric, anything else as text."""
+        name = str(name)[:_MAX_EXTRA_CHARS]
         if (number := as_finite(value)) is None:
             self.extras[name] = str(value)[:_MAX_EXTRA_CHARS]
         else:

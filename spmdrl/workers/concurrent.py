@@ -16,19 +16,20 @@ from typing import Any
 
 from spmdrl.rewards.signatures import RewardSample, Score
 from spmdrl.workers.deadlines import no_result, seconds_left
-from spmdrl.workers.messages import Done, pack_message
+from spmdrl.workers.messages import Done
+from spmdrl.workers.reports import Began, Report
 from spmdrl.workers.reward_jobs import PartialScore, RewardScorer
 from spmdrl.workers.server import Server
 
 
 def serve_concurrently(
-    server: Server, take: Callable[[], Any], write: Callable[[bytes], None]
+    server: Server, take: Callable[[], Any], write: Callable[[Report], None]
 ) -> None:
     """Serve jobs until there are no more.
 
     Args:
         take: waits for the next (id, work), None at the end.
-        write: sends a message; of any thread.
+        write: sends a report; of any thread.
     """
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, daemon=True).start()
@@ -38,18 +39,18 @@ def serve_concurrently(
         """Do the rest of a sample and send its result."""
         done = await _rest(server.scorer, partial)
         slots.release()
-        write(pack_message(done))
+        write(done)
 
     while True:
         slots.acquire()
         if (message := take()) is None:
             return
         id, work = message
-        write(pack_message(("began", (id, time.monotonic()))))
+        write(Began(id, time.monotonic()))
         if isinstance(work, RewardSample):
             asyncio.run_coroutine_threadsafe(finish(server.scorer.begin(id, work)), loop)
         else:
-            write(pack_message(server.serve(id, work)))
+            write(server.serve(id, work))
             slots.release()
 
 

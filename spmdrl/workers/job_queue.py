@@ -9,6 +9,7 @@ behind it, and another stands in for it until it is done or killed.
 from __future__ import annotations
 
 import math
+import secrets
 import select
 import time
 from collections import deque
@@ -22,6 +23,7 @@ from spmdrl.workers.worker_process import QueuedJob, WorkerProcess
 
 _SPARE_SHARE = 0.5
 """Workers beside those at work, started before they are needed, once one was replaced."""
+_MOST_DEATHS = 2
 _START_TIMEOUT_S = 300.0  # importing a user's module; may bring a large package from a slow disk
 
 
@@ -72,8 +74,9 @@ class JobQueue:
             work: what a worker's `Server` understands.
         Raises: pickle.PicklingError, TypeError or AttributeError when it cannot be sent.
         """
-        frame = pack_message((self._submitted, work))
-        self._waiting.append(QueuedJob(self._submitted, key, type(work), frame))
+        id = secrets.randbits(62)
+        frame = pack_message((id, work))
+        self._waiting.append(QueuedJob(self._submitted, id, key, type(work), frame))
         self._submitted += 1
 
     def take(self) -> list[tuple[QueuedJob, Done]]:
@@ -135,17 +138,17 @@ class JobQueue:
         if self._deadlines.is_stuck(worker):
             self._expect_faults()
             worker.recall()
+        if worker.fault:
+            wrote = f"the worker process wrote what is no result: {worker.fault}"
+            self._replace(worker, failure="error", message=wrote)
+            return
         if self._deadlines.is_late(worker, at=looked):
             why = no_result(self._deadlines.timeout_s)
             self._replace(worker, failure="timeout", message=why)
             return
         if worker.has_ended():
             self._take(worker)  # what it wrote between our look and its end
-            code = worker.exit_code()
-            how = f"signal {-code}" if code < 0 else f"exit code {code}"
-            self._replace(
-                worker, failure="error", message=f"the worker process ended with {how} at work"
-            )
+            self._replace(worker, failure="error", message=worker.death())
 
     def _take(self, worker: WorkerProcess) -> None:
         for job, done in worker.receive():
@@ -154,6 +157,11 @@ class JobQueue:
         self._waiting.extendleft(reversed(returned))
 
     def _check_start(self, worker: WorkerProcess) -> None:
+        if worker.fault and not worker.is_ready:
+            raise RuntimeError(
+                f"a worker process wrote into the pool's pipe while loading "
+                f"{', '.join(self._setup.names)}: {worker.fault}"
+            )
         if worker.refusal:
             raise Refusal(worker.refusal)
         if worker.is_ready:
@@ -172,11 +180,12 @@ class JobQueue:
         worker.kill()
         self._workers.remove(worker)
         self._expect_faults()
-        if len(suspects) == 1:
-            job = worker.jobs.pop(suspects[0].number)
-            self._done.append((job, Done(job.number, time.monotonic(), seconds, failure, message)))
+        if len(suspects) == 1 and _is_to_blame(suspects[0], worker, failure=failure):
+            job = worker.jobs.pop(suspects[0].id)
+            self._done.append((job, Done(job.id, time.monotonic(), seconds, failure, message)))
         for job in suspects:
             job.is_alone = True
+            job.deaths += 1
         self._waiting.extendleft(reversed(worker.jobs.values()))
 
     def _expect_faults(self) -> None:
@@ -189,6 +198,17 @@ class JobQueue:
             free = [w for w in able if w.has_room(self._waiting[0])]
             if not free:
                 break
-            min(free, key=lambda w: len(w.jobs)).add(self._waiting.popleft())
+            job = self._waiting.popleft()
+            # After a death rather a worker that did nothing yet: there it shows whose fault it was.
+            min(free, key=lambda w: (len(w.jobs), job.deaths and w.num_done)).add(job)
         for worker in ready:
             worker.flush()
+
+
+def _is_to_blame(job: QueuedJob, worker: WorkerProcess, *, failure: Failure) -> bool:
+    """Return whether the job that a worker was at is why it ended.
+
+    A job that was done before may have left a thread or a process that ends the worker later: then
+    the next is innocent, and is done again in another.
+    """
+    return failure == "timeout" or worker.num_done == 0 or job.deaths >= _MOST_DEATHS

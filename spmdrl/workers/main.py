@@ -1,10 +1,10 @@
 """The worker: reads jobs from stdin, writes one result each to stdout.
 
 It scores samples, and opens and plays episodes of the run's environment. The first message in is
-a Setup, the first one out ("ready", (seconds, facts)) or ("refused", message). Then jobs and
-results, one by one, in order; where functions allow several at once (`concurrent`), in any order,
-with a ("began", (id, seconds)) before each. RECALL, instead of a job, asks for those not begun:
-("returned", ids). The process is light (no torch) and ends with its parent: see `_die_with`.
+a Setup, the first report Ready or Refused. Then jobs (id, work) and their Done, one by one, in
+order; where functions allow several at once (`concurrent`), in any order, with a Began before
+each. RECALL, instead of a job, asks for those not begun: Returned. The process is light (no torch)
+and ends with its parent: see `keeper`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import contextlib
 import io
 import os
 import queue
-import select
 import signal
 import sys
 import threading
@@ -21,30 +20,34 @@ import time
 from collections.abc import Callable
 from typing import Any, BinaryIO
 
-from spmdrl.errors import described
-from spmdrl.workers.messages import RECALL, pack_message, read_message
+from spmdrl.workers.keeper import Strays, become_worker
+from spmdrl.workers.messages import RECALL, read_message
+from spmdrl.workers.reports import Ready, Refused, Report, Returned, pack_report
+from spmdrl.workers.reward_jobs import told
 from spmdrl.workers.server import Server
+from spmdrl.workers.surroundings import Surroundings
 
 
-def main(life_fd: int) -> None:
+def main(life_fd: int, memory_bytes: int) -> None:
     """Serve until stdin closes.
 
     Args:
-        life_fd: read end of a pipe whose write end only the parent holds.
+        life_fd: socket whose other end only the parent holds.
+        memory_bytes: that the worker and what it starts may hold; 0 for no limit.
     """
     # Schedulers signal every process of a job; what to do about it is the parent's to say. Not
     # SIG_IGN, which programs started by reward functions would inherit.
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, lambda *_: None)
-    _die_with(life_fd)
+    become_worker(life_fd, memory_bytes=memory_bytes)
     source, write = _take_pipes()
     setup = read_message(source)
     try:
         server = Server(setup)
     except BaseException as error:  # sys.exit in a user's module too
-        write(pack_message(("refused", described(error))))
+        write(Refused(told(error)))
         return
-    write(pack_message(("ready", (time.monotonic(), server.facts))))
+    write(Ready(time.monotonic(), server.facts))
     inbox: queue.SimpleQueue = queue.SimpleQueue()
     # In the main thread is the user's code, which may want signals there.
     threading.Thread(target=_read_ahead, args=(source, inbox, write), daemon=True).start()
@@ -53,11 +56,17 @@ def main(life_fd: int) -> None:
 
         serve_concurrently(server, lambda: _next(inbox), write)
         return
+    surroundings, strays = Surroundings(), Strays()
     while (message := _next(inbox)) is not None:
-        write(pack_message(server.serve(*message)))
+        done = server.serve(*message)
+        surroundings.restore()
+        strays.end()
+        write(done)
 
 
-def _read_ahead(source: BinaryIO, inbox: queue.SimpleQueue, write: Callable[[bytes], None]) -> None:
+def _read_ahead(
+    source: BinaryIO, inbox: queue.SimpleQueue, write: Callable[[Report], None]
+) -> None:
     """Put jobs into the inbox, None at the end of file, and what went wrong with a message."""
     try:
         while (message := read_message(source)) is not None:
@@ -68,7 +77,7 @@ def _read_ahead(source: BinaryIO, inbox: queue.SimpleQueue, write: Callable[[byt
             ids = []
             while (job := _taken(inbox)) is not None:
                 ids.append(job[0])
-            write(pack_message(("returned", ids)))
+            write(Returned(tuple(ids)))
         inbox.put(None)
     except BaseException as error:  # a row that cannot be unpickled here is its job's fault
         inbox.put(error)
@@ -88,25 +97,7 @@ def _next(inbox: queue.SimpleQueue) -> Any:
     return message
 
 
-def _die_with(life_fd: int) -> None:
-    """Have the kernel kill this process group when the parent's end of the pipe closes.
-
-    End of file on stdin does not reach a worker that is stuck in a reward function, and no
-    thread would run while one holds the interpreter lock (a runaway regular expression).
-    """
-    os.set_inheritable(life_fd, False)
-    if sys.platform == "linux":  # elsewhere a worker outlives its parent by one sample at most
-        import fcntl
-
-        fcntl.fcntl(life_fd, fcntl.F_SETOWN, -os.getpgrp())
-        fcntl.fcntl(life_fd, fcntl.F_SETSIG, signal.SIGKILL)
-        flags = fcntl.fcntl(life_fd, fcntl.F_GETFL)
-        fcntl.fcntl(life_fd, fcntl.F_SETFL, flags | os.O_ASYNC)
-    if select.select([life_fd], [], [], 0)[0]:  # closed before we listened
-        raise SystemExit(0)
-
-
-def _take_pipes() -> tuple[BinaryIO, Callable[[bytes], None]]:
+def _take_pipes() -> tuple[BinaryIO, Callable[[Report], None]]:
     """Keep the protocol's pipes for ourselves: what user code prints goes to stderr."""
     source = os.fdopen(os.dup(0), "rb", buffering=1 << 18)
     sink = os.dup(1)
@@ -115,12 +106,24 @@ def _take_pipes() -> tuple[BinaryIO, Callable[[bytes], None]]:
     os.dup2(2, 1)
     assert isinstance(sys.stdout, io.TextIOWrapper)
     sys.stdout.reconfigure(line_buffering=True)
-    is_free = threading.Lock()
+    is_free, worker = threading.Lock(), os.getpid()
+    # Bound here: what user code puts in their places is not called.
+    pid, leave, put = os.getpid, os._exit, os.write
+    # A process that user code forks has no part in the protocol.
+    os.register_at_fork(after_in_child=lambda: _close(sink, source.fileno()))
 
-    def write(data: bytes) -> None:
-        view = memoryview(data)
+    def write(report: Report) -> None:
+        if pid() != worker:  # such a process returned from the user's code
+            leave(0)
+        view = memoryview(pack_report(report))
         with is_free:
             while view:
-                view = view[os.write(sink, view) :]
+                view = view[put(sink, view) :]
 
     return source, write
+
+
+def _close(*fds: int) -> None:
+    for fd in fds:
+        with contextlib.suppress(OSError):  # user code was there before
+            os.close(fd)

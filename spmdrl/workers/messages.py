@@ -1,6 +1,8 @@
-"""What passes between the pool and its workers.
+"""What passes between the pool and its workers; see `main` for which messages come when.
 
-A message is a 4-byte little-endian length and a pickle. See `main` for which come when.
+To a worker goes a 4-byte little-endian length and a pickle: a worker does what its parent says
+anyhow, and loads the code that the parent names, so it can only be as sound as its parent is.
+What comes back is plain data, see `reports`.
 """
 
 from __future__ import annotations
@@ -39,6 +41,8 @@ class Setup:
     """The name of an environment and its options; empty for none."""
     timeout_s: float = float("inf")
     """Deadline of a sample, for functions that run beside others."""
+    memory_gib: float = 0.0
+    """That a worker and what it starts may hold, GiB; 0 for no limit."""
 
     @property
     def names(self) -> list[str]:
@@ -124,26 +128,13 @@ class Done:
 
 
 def pack_message(value: Any) -> bytes:
-    """Return a value as one message."""
+    """Return a value as one message to a worker."""
     data = pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
     return _HEADER.pack(len(data)) + data
 
 
-def unpack_messages(buffer: bytearray) -> list[Any]:
-    """Take all whole messages out of the front of `buffer`."""
-    values, at = [], 0
-    while len(buffer) - at >= _HEADER.size:
-        end = at + _HEADER.size + _HEADER.unpack_from(buffer, at)[0]
-        if end > len(buffer):
-            break
-        values.append(pickle.loads(memoryview(buffer)[at + _HEADER.size : end]))
-        at = end
-    del buffer[:at]
-    return values
-
-
 def read_message(source: BinaryIO) -> Any:
-    """Wait for the next message; None at the end of file."""
+    """Wait for the next message from the parent; None at the end of file."""
     header = source.read(_HEADER.size)
     if len(header) < _HEADER.size:
         return None

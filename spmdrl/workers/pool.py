@@ -52,6 +52,7 @@ class RewardPool(JobQueue):
             has_models=bool(models),
             environment=environment,
             timeout_s=rewards.timeout_s,
+            memory_gib=rewards.worker_memory_gib,
         )
         is_needed = bool(own or tasks or environment)
         super().__init__(

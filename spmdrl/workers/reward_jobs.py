@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import time
+import resource
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from time import monotonic
+from types import TracebackType
 from typing import Any
 
 from spmdrl.data.tasks import is_generated, make_task
@@ -15,6 +18,7 @@ from spmdrl.rewards.signatures import BadValue, Reward, RewardSample, Score, ada
 from spmdrl.workers.messages import Done, Failure, RewardResult, Setup, TurnResult
 
 _MAX_MESSAGE_CHARS = 2000
+_MOST_FRAMES = 200
 
 
 @dataclass(kw_only=True)
@@ -22,8 +26,8 @@ class RunningJob:
     """A job while the user's code runs."""
 
     id: int
-    began: float = field(default_factory=time.monotonic)
-    """Clock of time.monotonic()."""
+    began: float = field(default_factory=monotonic)
+    """Clock of monotonic()."""
     failure: Failure | None = None
     message: str = ""
 
@@ -39,11 +43,11 @@ class RunningJob:
         except BadValue as error:
             self.failure, self.message = "bad_value", f"{returned}{error}"
         except BaseException as error:  # SystemExit too: user code may call sys.exit
-            self.failure, self.message = "error", f"{raised}{described(error)}"
+            self.failure, self.message = "error", f"{raised}{told(error)}"
 
     def done(self, result: RewardResult | TurnResult | None) -> Done:
         """Return what became of it."""
-        now, message = time.monotonic(), self.message[:_MAX_MESSAGE_CHARS]
+        now, message = monotonic(), self.message[:_MAX_MESSAGE_CHARS]
         return Done(self.id, now, now - self.began, self.failure, message, result)
 
 
@@ -147,3 +151,25 @@ class RewardScorer:
             return []
         name, reward = self._tasks[sample.row["data_source"]]
         return [(name, 1.0, reward)]
+
+
+def told(error: BaseException) -> str:
+    """Return what was raised and where, in one line, whatever the error's own text does."""
+    error.__traceback__ = _last(error.__traceback__)
+    try:
+        text = described(error)
+    except BaseException as other:  # the text too is the user's code
+        text = f"{type(error).__name__}: its text raises {type(other).__name__}"
+    limit, _ = resource.getrlimit(resource.RLIMIT_DATA)
+    if isinstance(error, MemoryError) and limit != resource.RLIM_INFINITY:
+        text += f"; rewards.worker_memory_gib = {limit / 2**30:g}"
+    return text
+
+
+def _last(trace: TracebackType | None) -> TracebackType | None:
+    """Return the last frames of a traceback: a deep recursion has a million."""
+    kept = deque([trace], maxlen=_MOST_FRAMES)
+    while trace is not None:
+        kept.append(trace)
+        trace = trace.tb_next
+    return kept[0]

@@ -7,6 +7,7 @@ import fcntl
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -15,18 +16,21 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any
 
-from spmdrl.workers.messages import RECALL, Done, Setup, pack_message, unpack_messages
+from spmdrl.rewards.signatures import RewardSample
+from spmdrl.workers.messages import RECALL, Done, RewardResult, Setup, pack_message
+from spmdrl.workers.reports import BadReport, Began, Ready, Refused, Report, Returned, take_reports
 
 # The child imports from where we import, installed or not, from any working directory.
 _START = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from spmdrl.workers.main import main; main(int(sys.argv[2]))"
+    "from spmdrl.workers.main import main; main(*map(int, sys.argv[2:]))"
 )
 _PIPE_BYTES = 2**20
 _READ_BYTES = 2**18
 _MIN_WINDOW, _MAX_WINDOW = 2, 256
 _WINDOW_S = 0.25
 _GRACE_S = 1.0
+_KILL_S = 10.0
 
 
 @dataclass
@@ -35,6 +39,8 @@ class QueuedJob:
 
     number: int
     """Order of submission."""
+    id: int
+    """Its name on the way, drawn by chance: a job cannot answer for those after it."""
     key: Hashable
     kind: type
     """RewardSample, Open or Respond."""
@@ -47,24 +53,28 @@ class QueuedJob:
     is_alone: bool = False
     """It was under way with others when their worker ended: whose fault that was shows when each
     is done in a worker that does nothing else."""
+    deaths: int = 0
+    """Workers that ended at it, perhaps of what an earlier job had left in them."""
 
 
 class WorkerProcess:
     """A child that does jobs: in order, or, where its functions allow it, several at once.
 
-    The child leads a process group of its own, so that killing it takes along what the
-    jobs started.
+    The child is a keeper with the worker below it, so that killing it takes along what the jobs
+    started, see `keeper`.
     """
 
     def __init__(self, setup: Setup):
-        read, write = os.pipe()
-        self._life = open(write, "wb", buffering=0)  # noqa: SIM115, lives as long as the child
-        with open(read, "rb", buffering=0):  # ours goes
+        self._life, theirs = socket.socketpair()  # ours lives as long as the child
+        self._life.setblocking(False)
+        self._memory_bytes = int(setup.memory_gib * 2**30)
+        told = [json.dumps(sys.path), str(theirs.fileno()), str(self._memory_bytes)]
+        with theirs:
             self.process = subprocess.Popen(
-                [sys.executable, "-c", _START, json.dumps(sys.path), str(read)],
+                [sys.executable, "-c", _START, *told],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                pass_fds=[read],
+                pass_fds=[theirs.fileno()],
                 start_new_session=True,
                 bufsize=0,
             )
@@ -78,7 +88,10 @@ class WorkerProcess:
         self.started = time.monotonic()
         self.is_ready, self.refusal = False, ""
         self.facts: dict[str, Any] = {}  # what it said of itself when it was ready
-        self.jobs: dict[int, QueuedJob] = {}  # by number, in the order of handing over
+        self.jobs: dict[int, QueuedJob] = {}  # by id, in the order of handing over
+        self.num_done = 0
+        self._held = ""  # bytes of memory that its keeper ended it for
+        self.fault = ""  # what it wrote that is no report; it can only be killed then
         self.returned: list[QueuedJob] = []  # that it gave back
         self._unsent: deque[tuple[QueuedJob | None, memoryview]] = deque()
         self._inbox = bytearray()
@@ -115,7 +128,7 @@ class WorkerProcess:
     def add(self, job: QueuedJob) -> None:
         """Queue a job."""
         job.sent = job.began = None
-        self.jobs[job.number] = job
+        self.jobs[job.id] = job
         self._unsent.append((job, memoryview(job.frame)))
 
     def recall(self) -> None:
@@ -151,32 +164,48 @@ class WorkerProcess:
                 self._inbox += data
                 taken += len(data)
         results: list[tuple[QueuedJob, Done]] = []
-        for message in unpack_messages(self._inbox):
-            if isinstance(message, Done):
-                assert message.id in self.jobs, f"job {message.id} answered, it is not here"
-                results.append((self.jobs.pop(message.id), message))
-                self._is_recalled = False
-                self._begin = message.finished
-                mean = message.seconds if self._mean_s is None else self._mean_s
-                self._mean_s = 0.9 * mean + 0.1 * message.seconds
-            else:
-                self._greet(*message)
+        if not self.fault:
+            try:
+                for report in take_reports(self._inbox):
+                    if isinstance(report, Done):
+                        results.append((self._answered(report), report))
+                    else:
+                        self._greet(report)
+            except BadReport as error:
+                self.fault = str(error)
         if taken >= self._pipe_bytes // 2:
             # So much waited for us that the child may have stood before a full pipe, which is
             # no fault of the next sample.
             self._begin = time.monotonic()
         return results
 
-    def _greet(self, word: str, value: Any) -> None:
-        if word == "refused":
-            self.refusal = value
-        elif word == "began":
-            number, at = value
-            self.jobs[number].began = at
-        elif word == "returned":
-            self.returned += [self.jobs.pop(number) for number in value]
+    def _answered(self, done: Done) -> QueuedJob:
+        """Return the job that is done, which must be one under way."""
+        begun = self.suspects() if self.concurrency == 1 else self.jobs.values()
+        job = next((job for job in begun if job.id == done.id), None)
+        is_score = isinstance(done.result, RewardResult)
+        if job is None or (done.result and is_score != (job.kind is RewardSample)):
+            raise BadReport("a result of no job that is under way")
+        del self.jobs[job.id]
+        self.num_done += 1
+        self._is_recalled = False
+        self._begin = min(done.finished, time.monotonic())
+        mean = done.seconds if self._mean_s is None else self._mean_s
+        self._mean_s = 0.9 * mean + 0.1 * done.seconds
+        return job
+
+    def _greet(self, report: Report) -> None:
+        if isinstance(report, Refused) and not self.is_ready:
+            self.refusal = report.text or "it gave no reason"
+        elif isinstance(report, Ready) and not self.is_ready:
+            self.is_ready, self.facts = True, report.facts
+            self._begin = min(report.at, time.monotonic())
+        elif isinstance(report, Began) and report.id in self.jobs:
+            self.jobs[report.id].began = min(report.at, time.monotonic())
+        elif isinstance(report, Returned) and set(report.ids) <= self.jobs.keys():
+            self.returned += [self.jobs.pop(id) for id in dict.fromkeys(report.ids)]
         else:
-            self.is_ready, (self._begin, self.facts) = True, value
+            raise BadReport(f"out of turn: {report!r:.80}")
 
     def running_s(self, at: float | None = None) -> float:
         """Return how long the job begun first has been running, seconds; 0 for none.
@@ -204,7 +233,7 @@ class WorkerProcess:
     def has_ended(self) -> bool:
         """Return whether the child is gone.
 
-        It is left unreaped until its group is killed: so long its id cannot be another's.
+        It is left unreaped until it is killed: so long its id cannot be another's.
         """
         if self.process.returncode is not None:
             return True
@@ -217,20 +246,39 @@ class WorkerProcess:
         return self.process.returncode
 
     def kill(self) -> None:
-        """End the child and everything in its process group."""
+        """End the child and everything that it started."""
         if self.process.returncode is not None:
             return
+        with contextlib.suppress(OSError):
+            self._life.shutdown(socket.SHUT_WR)
+        self._wait_for_end(_KILL_S)
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.process.pid, signal.SIGKILL)
+            os.killpg(self.process.pid, signal.SIGKILL)  # should the keeper itself hang
         self.process.wait()
+        with contextlib.suppress(OSError):
+            self._held = self._life.recv(100).decode("ascii", "replace")
         for pipe in (self.stdin, self.stdout, self._life):
             pipe.close()
+
+    def death(self) -> str:
+        """Say how a child that has ended did."""
+        code = self.exit_code()
+        if self._held.isdigit():
+            return (
+                f"the worker process and what it started held {int(self._held) / 2**30:.2f} GiB, "
+                f"above rewards.worker_memory_gib = {self._memory_bytes / 2**30:g}"
+            )
+        how = f"signal {-code}" if code < 0 else f"exit code {code}"
+        return f"the worker process ended with {how} at work"
+
+    def _wait_for_end(self, timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not self.has_ended() and time.monotonic() < deadline:
+            time.sleep(0.002)
 
     def close(self) -> None:
         """Let an idle child end by itself, then make sure."""
         if not self.jobs and self.is_ready:
             self.stdin.close()
-            deadline = time.monotonic() + _GRACE_S
-            while not self.has_ended() and time.monotonic() < deadline:
-                time.sleep(0.002)
+            self._wait_for_end(_GRACE_S)
         self.kill()
