@@ -294,7 +294,7 @@ def changes_the_process():
     os.environ.clear()
     os.environ["HOSTILE_PLACE"] = "/nowhere"
     sys.stdout = sys.stderr = None
-    sys.settrace(lambda *_: 1 / 0)
+    sys.settrace(lambda *_: None)
     return 1.0
 
 

@@ -20,6 +20,7 @@ from spmdrl.algorithms.mismatch import NUM_GAP_BINS, correction_advice, gap_max,
 from spmdrl.algorithms.shaping import shape
 from spmdrl.config import Config, ShapingSettings
 from spmdrl.engine.protocol import Completion, Request
+from spmdrl.rollout.dropped import DroppedLog
 from spmdrl.rollout.episode import GREEDY, Draw, Episode, FinishedEpisode, Group, Trajectory
 from spmdrl.rollout.loop import Loop
 from spmdrl.rollout.packing import concat_rollouts, empty_rollouts, pack, rollouts_from_dict
@@ -174,13 +175,39 @@ def test_a_hanging_reward_is_waited_for_once_not_once_per_sample(tmp_path):
 def test_a_replica_without_one_good_reward_is_warned_about_once(caplog):
     caplog.set_level(logging.WARNING)
     samples, _ = draw_all(Pool("0-2"), must_score=False)
+    caplog.clear()
     warn_if_all_failed(samples, GROUPS)
     assert not caplog.records
     samples, _ = draw_all(Pool(""), must_score=False)
+    caplog.clear()
     warn_if_all_failed(samples, GROUPS)
     (record,) = caplog.records
     for part in ("step 7", "all 6 samples", "data row 40, sample 0", "KeyError: 'lost'"):
         assert part in record.getMessage()
+
+
+def test_the_first_dropped_sample_of_each_kind_is_logged_then_counts(caplog):
+    caplog.set_level(logging.WARNING)
+    draw_all(Pool("0-1", "0-2"), must_score=False)
+    (record,) = caplog.records
+    for part in ("step 7: left out:", "data row 40, sample ", "error after 0.5 s: KeyError"):
+        assert part in record.getMessage()
+    caplog.clear()
+    dropped, (sample, *_) = DroppedLog(), draw_all(Pool())[0]
+    for number in range(150):
+        for name in ("f: KeyError: ", "f: ValueError: "):
+            failed = RewardResult("k", failure="error", message=f"{name}{number}")
+            dropped.note(dataclasses.replace(sample, reward=failed), where="step 1")
+    said = [record.getMessage() for record in caplog.records]
+    assert sum("left out: the reward of data row" in text for text in said) == 2
+    counts = [int(text.split()[2]) for text in said if "of this replica left out so far" in text]
+    assert counts == [10, 10, 100, 100]
+    assert said[-1].endswith("left out so far: error: f: ValueError")
+    caplog.clear()
+    for number in range(1000):  # as many kinds
+        failed = RewardResult("k", failure="bad_value", message=f"{number}")
+        dropped.note(dataclasses.replace(sample, reward=failed), where="step 1")
+    assert len(caplog.records) < 25
 
 
 # ---------------------------------------------------------------- packing

@@ -19,6 +19,7 @@ from spmdrl.config import Config
 from spmdrl.engine.protocol import Completion, EngineProtocol
 from spmdrl.errors import Refusal
 from spmdrl.rollout.conversation import Chat
+from spmdrl.rollout.dropped import DroppedLog
 from spmdrl.rollout.episode import (
     Episode,
     FinishedEpisode,
@@ -60,6 +61,7 @@ class Loop:
         self.cfg, self.tokenizer = cfg, tokenizer
         self.pool, self.link, self.chat = pool, link, chat
         self.idle = Idle()  # takes the seconds in which the engine was not full
+        self._dropped = DroppedLog()
         self._to_draw: list[Episode] = []
         self._drawing: dict[str, Episode] = {}  # by request
         self._outside: dict[Hashable, Episode] = {}  # with the workers, by key
@@ -253,6 +255,8 @@ class Loop:
                 "failed; more may follow. Mend the reward function, or set "
                 "rewards.on_failure=drop to leave such samples out"
             )
+        if reward.failure:
+            self._dropped.note(finished, where=place(group))
         return group
 
     def _texts(self, rows: Iterable[Sequence[int]]) -> list[str]:

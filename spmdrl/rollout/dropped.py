@@ -1,0 +1,39 @@
+"""What is said of samples that are left out because their reward failed."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+
+from spmdrl.rollout.episode import FinishedEpisode, failure_text
+
+log = logging.getLogger(__name__)
+
+_MOST_KINDS = 20
+_OTHER = "another kind"
+
+
+class DroppedLog:
+    """Logs the first dropped sample of each kind in full, then how many there were of the kind:
+    at 10, 100, 1000 and so on. For one replica."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[str] = Counter()
+
+    def note(self, sample: FinishedEpisode, *, where: str) -> None:
+        """Count a sample whose reward failed, and log it where that is new."""
+        kind = _kind(sample)
+        if kind not in self._counts and len(self._counts) >= _MOST_KINDS:
+            kind = _OTHER  # messages of a user's may be without number
+        self._counts[kind] += 1
+        count = self._counts[kind]
+        if count == 1:
+            log.warning("%s: left out: %s", where, failure_text(sample))
+        elif count >= 10 and str(count).strip("0") == "1":
+            log.warning("%s: %d samples of this replica left out so far: %s", where, count, kind)
+
+
+def _kind(sample: FinishedEpisode) -> str:
+    """Return the kind of failure, and of what: `error: score: KeyError`."""
+    words = sample.reward.message.split(": ")[:2]
+    return ": ".join([str(sample.reward.failure), *(word[:60] for word in words)])
