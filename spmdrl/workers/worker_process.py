@@ -165,19 +165,22 @@ class WorkerProcess:
                 taken += len(data)
         results: list[tuple[QueuedJob, Done]] = []
         if not self.fault:
-            try:
-                for report in take_reports(self._inbox):
-                    if isinstance(report, Done):
-                        results.append((self._answered(report), report))
-                    else:
-                        self._greet(report)
-            except BadReport as error:
-                self.fault = str(error)
+            self._read(results)
         if taken >= self._pipe_bytes // 2:
             # So much waited for us that the child may have stood before a full pipe, which is
             # no fault of the next sample.
             self._begin = time.monotonic()
         return results
+
+    def _read(self, results: list[tuple[QueuedJob, Done]]) -> None:
+        try:
+            for report in take_reports(self._inbox):
+                if isinstance(report, Done):
+                    results.append((self._answered(report), report))
+                else:
+                    self._greet(report)
+        except BadReport as error:
+            self.fault = str(error)
 
     def _answered(self, done: Done) -> QueuedJob:
         """Return the job that is done, which must be one under way."""
