@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 def train(cfg: Config, world: World) -> int:
     """Run the experiment to its end, or to a requested stop, and return the exit status."""
     from spmdrl.algorithms import registry
+    from spmdrl.check.methods import try_functions
     from spmdrl.checkpoint import Checkpointer
     from spmdrl.credit import advantages_of
     from spmdrl.data.tokenizer import load_tokenizer
@@ -46,6 +47,7 @@ def train(cfg: Config, world: World) -> int:
     # what its parameters name, see docs/methods.md. train/objectives/ adds correction, KL, entropy.
     loss_fn = registry.get(cfg.objective.loss_kind, cfg.loss_name)
     advantage_fn = registry.get("advantage", cfg.algorithm.advantage)
+    try_functions(cfg, loss_fn=loss_fn, advantage_fn=advantage_fn)  # on two tokens
 
     # Every rank builds every part, which is empty on ranks that have no share in it.
     report = Report(cfg, world)  # meets: one folder for the logs
@@ -110,6 +112,7 @@ def main() -> int:
 
         return dry_run.show(cfg)
     from spmdrl.check.fit import check_fit
+    from spmdrl.check.inputs import check_inputs
     from spmdrl.checkpoint.restore import already_finished
     from spmdrl.proof.record import tell_unchecked
     from spmdrl.world import World
@@ -124,6 +127,7 @@ def main() -> int:
             if already_finished(cfg, world):  # meets: as rank 0 finds it on disk
                 world.close()
                 return 0
+            check_inputs(cfg, world)  # meets: data, rewards, checkpoints, as --dry-run does
             tell_unchecked(cfg, world)  # whether this kind of model was proved, see docs/models.md
             return train(cfg, world)
     except Exception as error:

@@ -228,7 +228,7 @@ def test_dry_run_needs_no_launcher_and_no_weights(tmp_path, capsys):
     model = str(create_model(tmp_path / "chat", chat_template=True))
     talk = [{"role": "user", "content": "1-9?"}, {"role": "assistant", "content": "5"}]
     demonstrations = tmp_path / "demonstrations.jsonl"  # a step before makes them
-    demonstrations.write_text(json.dumps({"messages": talk}) + "\n")
+    demonstrations.write_text(64 * (json.dumps({"messages": talk}) + "\n"))
     # Those for GPUs name hub models and problems to fetch: tests/test_recipes.py.
     paths = [p for p in sorted((ROOT / "configs").glob("*.yaml")) if not p.name.startswith("gpu_")]
     assert len(paths) > 8

@@ -299,15 +299,22 @@ def test_a_dry_run_finds_what_a_run_would_stumble_over(tiny_model, tmp_path):
     (tmp_path / "broken.py").write_text("import not_installed_anywhere\n")
 
     def found(*functions: str, **other: object) -> str:
-        rows = dict(train=str(data)) | other
-        cfg = made(model=dict(path=str(tiny_model)), rewards=dict(functions=functions), data=rows)
+        rows = dict(train=str(data), max_prompt_tokens=64) | other
+        cfg = made(
+            output_dir=str(tmp_path / "run"),
+            model=dict(path=str(tiny_model)),
+            rewards=dict(functions=functions),
+            data=rows,
+            sampling=dict(max_response_tokens=64),
+            batch=dict(prompts_per_step=1),
+        )
         return "\n".join(dry_run.problems(cfg))
 
     assert found(f"{code}:fine") == ""
     assert "asks for level" in found(f"{code}:column")
     assert "asks for ground_truth" in found(f"{code}:truth")
     assert "not_installed_anywhere" in found(f"{tmp_path}/broken.py:f")
-    assert "data.eval: " in found(f"{code}:fine", eval="nowhere.jsonl")
+    assert "nowhere.jsonl: no such data file" in found(f"{code}:fine", eval="nowhere.jsonl")
     assert "unknown task" in found(train="task:additon", size=4)
 
 

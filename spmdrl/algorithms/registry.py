@@ -18,6 +18,7 @@ from typing import Any, Literal, Union
 import torch
 from torch import Tensor
 
+from spmdrl.algorithms.result_form import form_problem, place_of
 from spmdrl.errors import Refusal, described, with_line
 
 Method = Callable[..., Any]
@@ -214,7 +215,12 @@ def problems(kind: Kind, name: str, options: Named) -> list[str]:
     function = _found(kind, name)
     if isinstance(function, str):
         return [f": {function}"]
-    offered = _offered(kind, function)
+    return function_problems(kind, function, options)
+
+
+def function_problems(kind: Kind, function: Method, options: Named) -> list[str]:
+    """Return what is wrong with a function and its options, as `problems` does."""
+    name, offered = getattr(function, "__name__", repr(function)), _offered(kind, function)
     strange = [n for n in inputs_of(function) if n not in offered]
     if strange and not helpers_of(function):
         return [
@@ -259,26 +265,9 @@ def _trial_problems(kind: Kind, function: Method, options: Named) -> list[str]:
     except Exception as error:  # whatever a function of the user's own raises
         return [f"_options: {described(error)}"]
     per_token = kind == "advantage" and is_per_token(function)
-    tensor, what, each = result, "a tensor", "token"
-    if kind != "kl" and (kind != "advantage" or per_token):
-        is_pair = isinstance(result, tuple) and len(result) == 2
-        if not (is_pair and (per_token or isinstance(result[1], dict))):
-            second = "returns or None" if per_token else "stats dict"
-            return [
-                f": {function.__name__} must return ([T] tensor, {second}), got "
-                f"{type(result).__name__}"
-            ]
-        tensor, what = result[0], "as its first value a tensor"
-    if kind in _OF_PAIRS:
-        each = "pair or response"
-    elif kind == "advantage" and not per_token:
-        each = "sequence"
-    if not isinstance(tensor, Tensor) or tensor.shape != (2,):
-        shape = tuple(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
-        return [
-            f": {function.__name__} must return {what} of one value per {each}, got {shape} for 2"
-        ]
-    return []
+    own = getattr(function, "__name__", repr(function))
+    problem = form_problem(kind, result, name=own, is_per_token=per_token)
+    return [f": {problem}{place_of(function)}"] if problem else []
 
 
 def trial_of_advantage(function: Method, options: Named) -> Any:
@@ -355,7 +344,8 @@ def trial_inputs(kind: str, *, is_per_token: bool = False) -> dict[str, Tensor]:
         policy_versions=0 * ones,
         version=ones[0],
         token_keys=torch.arange(2),
-        student_logits=zeros[:, None].repeat(1, 3),
+        entropy=zeros.clone().requires_grad_(),
+        student_logits=zeros[:, None].repeat(1, 3).requires_grad_(),
         teacher_logits=zeros[:, None].repeat(1, 3),
         chosen_lengths=ones,
         rejected_lengths=ones,

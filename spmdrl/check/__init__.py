@@ -8,7 +8,9 @@ Each rule stands once, where whoever needs it can ask:
 - `fit`: the models of a config by their config.json: adapters, routers, and what axes must divide
   in a model, which is in model/divisibility.py. Asked by train.py, the dry run and the planner; the
   files of the weights, and what cannot be offloaded here, by train.py alone.
-- `inputs`: data, tokenizer, environment and reward functions, as far as opening them is quick.
-  Asked by the dry run; a run opens them itself.
+- `inputs`: data, tokenizer, environment, rewards, and what a resumed run goes on from. Asked
+  by the dry run, and by train.py before anything is loaded, which opens the rows of data.train
+  itself right after it.
+- `methods` tries loss and advantage on two tokens, those that stand in train.py too.
 - `dry_run`: prints what a config amounts to, and all of the above.
 """

@@ -29,7 +29,7 @@ _DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
 def show(cfg: Config) -> int:
     """Print resolved config, derived sizes, mesh map and stream size; return the exit status.
 
-    Needs the model's config.json, no weights, no launcher and no second process.
+    Needs the model's config.json, no weights, no launcher and no other rank.
     """
     print(config.dump(cfg))
     _print_section("derived", derived(cfg))

@@ -1,92 +1,119 @@
-"""What a run would stumble over at its start in its data, tokenizer, environment and rewards.
+"""What is refused in data, rewards and checkpoints before anything is loaded.
 
-Opened as far as that is quick: the first row, the import of a function.
+One list: `--dry-run` prints it, and a run asks for it before its engines are built.
 """
 
 from __future__ import annotations
 
 import importlib.util
-import inspect
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
+from transformers import PreTrainedTokenizerBase
+
 from spmdrl.check.fit import refusal
+from spmdrl.checkpoint.restore import resume_problems
 from spmdrl.config import Config
 from spmdrl.config.fields import replay_folder
-from spmdrl.data.examples import row_kind
-from spmdrl.data.rows import ground_truth_of, read_rows
+from spmdrl.data.examples import example_source, row_kind
+from spmdrl.data.prompts import PromptSource, check_context, held_out_prompts
+from spmdrl.data.row_files import SUFFIXES
+from spmdrl.data.rows import read_rows
 from spmdrl.data.tasks import is_generated, make_task
 from spmdrl.data.tokenizer import load_tokenizer
 from spmdrl.errors import Refusal
 from spmdrl.imports import attempt
-from spmdrl.rewards.signatures import import_function, load_reward, reward_models
+from spmdrl.rewards.columns import problems_in_child
+from spmdrl.rewards.signatures import reward_models
+from spmdrl.rollout import model_limits
 from spmdrl.rollout.replay_source import check_recorded
 from spmdrl.train.companions.model_rewards import check_reward_model
 from spmdrl.workers.environment_jobs import check_environment
+from spmdrl.world import World
 
-_TRL_GIVEN = {"prompts", "completions", "completion_ids", "log_metric", "log_extra"}
+
+def check_inputs(cfg: Config, world: World) -> None:
+    """Refuse, on all ranks together, what rank 0 finds.
+
+    All rows of data.train are opened by each rank right after it, by the same functions.
+
+    Raises: Refusal with every problem.
+    """
+    found = world.from_rank_0(
+        lambda: [*input_problems(cfg, opens_all=False)], wait="check the inputs"
+    )
+    if found:
+        raise Refusal("\n".join(found))
 
 
-def input_problems(cfg: Config) -> Iterator[str]:
-    """Yield what a run would stumble over, each as `field: what, value seen`."""
+def input_problems(cfg: Config, *, opens_all: bool = True) -> Iterator[str]:
+    """Yield what is wrong, each as `field: what, value seen`, or with the origin of a row.
+
+    Args:
+        opens_all: look at all rows of data.train, not at the first alone. The hub's are not
+            fetched for it.
+    """
+    yield from resume_problems(cfg)
     if replay_folder(cfg):  # recorded rollouts need no data and no rewards
         yield from refusal(lambda: check_recorded(cfg))
         yield from refusal(lambda: load_tokenizer(cfg))
         return
-    rows: dict[str, dict | None] = {"data.train": None}
-    for field, spec in (("data.train", cfg.data.train), ("data.eval", cfg.data.eval)):
-        rows[field], error = attempt(lambda: _first_row(cfg, spec))
-        if error:
-            yield f"{field}: {error}"
-    row, environment = rows["data.train"], cfg.rollout.environment
-    yield from refusal(lambda: load_tokenizer(cfg))
-    if environment and row:
+    tokenizer, error = attempt(lambda: load_tokenizer(cfg))
+    if error:
+        yield str(error)
+    if tokenizer:
+        yield from _context_problems(cfg, tokenizer)
+    row, error = attempt(lambda: _first_row(cfg, cfg.data.train))
+    if error:
+        yield str(error)
+    elif tokenizer and opens_all and not _is_fetched(cfg.data.train):
+        yield from refusal(lambda: _open_all(cfg, tokenizer))
+    if cfg.data.eval and tokenizer and cfg.objective.samples and not _is_fetched(cfg.data.eval):
+        yield from refusal(lambda: held_out_prompts(cfg, tokenizer))
+    environment = cfg.rollout.environment
+    if environment and row and opens_all:  # a run's workers refuse it, before engines too
         yield from refusal(lambda: check_environment(environment, row))
-    for spec in cfg.rewards.functions if cfg.objective.samples else ():
-        # A module of the user's may exit.
-        _, error = attempt(lambda: _check_reward(spec, row, cfg=cfg), (Refusal, SystemExit))
-        if error:
-            yield str(error) or f"rewards.functions: importing {spec!r} exits"
+    if cfg.objective.samples:
+        yield from _model_problems(cfg)
+        # The grader of a generated task was made with its first row.
+        own = [s for s in cfg.rewards.functions if not is_generated(s) and not reward_models([s])]
+        if own:
+            yield from problems_in_child(own, row, timeout_s=cfg.layout.startup_timeout_s)
+
+
+def _context_problems(cfg: Config, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    limits, _ = attempt(lambda: model_limits(cfg))
+    # A model that cannot be read is refused where it is built.
+    return refusal(lambda: check_context(cfg, tokenizer, **limits)) if limits else []
+
+
+def _open_all(cfg: Config, tokenizer: PreTrainedTokenizerBase) -> None:
+    opened = PromptSource if cfg.objective.samples else example_source
+    opened(cfg, tokenizer)
+
+
+def _is_fetched(spec: str) -> bool:
+    """Return whether a spec names a hub dataset, which would be fetched."""
+    is_file = Path(spec).suffix in SUFFIXES
+    return not is_file and not is_generated(spec) and bool(importlib.util.find_spec("datasets"))
 
 
 def _first_row(cfg: Config, spec: str) -> dict | None:
-    """Return the first row; None without a spec, or of a hub dataset, which would be fetched."""
-    if not spec:
+    """Return the first row; None without a spec, or of a dataset that would be fetched."""
+    if not spec or _is_fetched(spec):
         return None
     if is_generated(spec):
         task = make_task(spec, cfg.data.task_options, size=max(1, cfg.data.size))
         return task.row(cfg.seed, 0, split="train")
-    is_file = Path(spec).suffix in (".jsonl", ".json", ".parquet")
-    if not is_file and importlib.util.find_spec("datasets"):
-        return None
-    return read_rows(spec, size=1, need=row_kind(cfg))[0]
+    most_bytes = int(cfg.data.max_row_mib * 2**20)
+    return read_rows(spec, size=1, need=row_kind(cfg), most_bytes=most_bytes)[0]
 
 
-def _check_reward(spec: str, row: dict | None, *, cfg: Config) -> None:
-    """Raises: Refusal when a function or model cannot be used, or asks for what a row does
-    not have."""
-    if is_generated(spec):
-        return  # made with the first row of data.train
-    for path in reward_models([spec]).values():
+def _model_problems(cfg: Config) -> Iterator[str]:
+    """Yield why a reward model cannot be used."""
+    for path in reward_models(cfg.rewards.functions).values():
         # The files of a hub model would have to be fetched.
         folder = Path(path) if Path(path).is_dir() else None
-        for problem in refusal(lambda: check_reward_model(cfg, path, folder=folder)):
-            raise Refusal(f"rewards.functions: model:{path} cannot be a reward: {problem}")
-        return
-    load_reward(spec)
-    parameters = inspect.signature(import_function(spec)).parameters.values()
-    named = [p for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
-    names, required = {p.name for p in named}, {p.name for p in named if p.default is p.empty}
-    if row is None:
-        return
-    if "ground_truth" in required and "solution_str" in names:
-        for problem in refusal(lambda: ground_truth_of(row)):
-            raise Refusal(
-                f"rewards.functions: {spec} asks for ground_truth, and in the first "
-                f"row of data.train {problem}"
-            )
-    elif "completions" in names and (absent := required - set(row) - _TRL_GIVEN):
-        raise Refusal(
-            f"rewards.functions: {spec} asks for {', '.join(sorted(absent))}; the "
-            f"first row of data.train has {', '.join(map(str, row))}"
-        )
+        found = refusal(partial(check_reward_model, cfg, path, folder=folder))
+        yield from (f"rewards.functions: model:{path} cannot be a reward: {p}" for p in found)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 
 from spmdrl.config.fields import Config
 from spmdrl.data.tasks import is_generated
+from spmdrl.errors import Refusal
 from spmdrl.rewards.signatures import reward_models
 
 
@@ -53,6 +54,24 @@ def method_problems(cfg: Config) -> list[str]:
             f"{cfg.batch.prompts_per_step / cfg.batch.updates_per_step:g} prompts, not whole"
         )
     return problems
+
+
+def try_functions(cfg: Config, *, loss_fn: Callable, advantage_fn: Callable) -> None:
+    """Try the loss and the advantage of train.py on two tokens, before anything is loaded: they may
+    be a user's own, which no config names.
+
+    Raises: Refusal saying what is expected, with file and line of the function.
+    """
+    from spmdrl.algorithms import registry
+
+    chosen, kind = cfg.algorithm, cfg.objective.loss_kind
+    options = {} if cfg.objective.only_loss else chosen.loss_options
+    problems = [f"loss{text}" for text in registry.function_problems(kind, loss_fn, options)]
+    if cfg.objective.samples:
+        found = registry.function_problems("advantage", advantage_fn, chosen.advantage_options)
+        problems += [f"advantage{text}" for text in found]
+    if problems:
+        raise Refusal("\n".join(problems))
 
 
 def _offline_problems(cfg: Config) -> Iterator[str]:

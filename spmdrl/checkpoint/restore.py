@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 from collections.abc import Iterator
@@ -157,19 +158,37 @@ def _said(found: tuple[disk.Manifest | None, BaseException | None]) -> tuple:
 
 
 def _check_config(content: disk.Manifest, cfg: Config, *, folder: Path, is_speaker: bool) -> None:
-    differences = config_differences(content.config, cfg)
-    if not differences:
+    if not (text := _difference_text(content, cfg, folder=folder)):
         return
-    text = f"the config differs from that of {folder}:\n" + "\n".join(
-        f"  {difference}" for difference in differences
-    )
     if not cfg.checkpoint.allow_config_change:
-        raise Refusal(
-            f"{text}\nSet the old values, or go on with the new ones by "
-            "--checkpoint.allow-config-change, or start in another output_dir"
-        )
+        raise Refusal(f"{text}\n{_ADVICE}")
     if is_speaker:
         log.warning("%s\nallowed by checkpoint.allow_config_change", text)
+
+
+_ADVICE = (
+    "Set the old values, or go on with the new ones by --checkpoint.allow-config-change, or start "
+    "in another output_dir"
+)
+
+
+def _difference_text(content: disk.Manifest, cfg: Config, *, folder: Path) -> str:
+    differences = config_differences(content.config, cfg)
+    lines = [f"the config differs from that of {folder}:", *(f"  {d}" for d in differences)]
+    return "\n".join(lines) if differences else ""
+
+
+def resume_problems(cfg: Config) -> list[str]:
+    """Return why a run would not go on from its checkpoints, as far as their manifests say it."""
+    folders, problem = candidate_folders(cfg)
+    if problem or cfg.checkpoint.allow_config_change:
+        return [problem] if problem else []
+    for folder in folders:
+        content, _ = attempt(functools.partial(disk.read_manifest, folder))
+        if content is not None:
+            text = _difference_text(content, cfg, folder=folder)
+            return [f"{text}\n{_ADVICE}"] if text else []
+    return []
 
 
 def _load(

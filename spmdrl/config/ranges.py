@@ -73,10 +73,10 @@ class PathForm:
 
     def problem(self, value: str) -> str:
         """Return what is wrong with a path, empty if nothing is."""
-        if len(value.encode(errors="surrogatepass")) > _LONGEST_PATH:
+        if _bytes(value) > _LONGEST_PATH:
             return f"is a path of {len(value)} characters; at most {_LONGEST_PATH} bytes can be one"
         names = value.replace(":", "/").split("/")
-        if long := next((name for name in names if len(name.encode()) > _LONGEST_NAME), ""):
+        if long := next((name for name in names if _bytes(name) > _LONGEST_NAME), ""):
             return (
                 f"has a name of {len(long)} characters, {long[:30]!r}..., in its path; a file's "
                 f"name has at most {_LONGEST_NAME} bytes"
@@ -86,6 +86,10 @@ class PathForm:
         except RuntimeError:
             return f"{value!r}: there is no user {names[0][1:]!r} on this machine; write the path"
         return ""
+
+
+def _bytes(text: str) -> int:
+    return len(text.encode(errors="surrogatepass"))
 
 
 _LONGEST_PATH, _LONGEST_NAME = 4095, 255

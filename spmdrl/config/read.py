@@ -198,7 +198,7 @@ def with_flags(cfg: Config, argv: list[str]) -> Config:
     found, problems = {}, []
     for flag, words in _split(argv):
         if not flag:
-            problems.append(f"{words[0]}: expected a flag, --SECTION.FIELD VALUE")
+            problems.append(f"{(words or ['--'])[0]}: expected a flag, --SECTION.FIELD VALUE")
             continue
         name, text = flag.replace("-", "_"), words
         section, _, own = name.rpartition(".")

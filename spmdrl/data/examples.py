@@ -78,7 +78,6 @@ class ExampleSource:
         self.rows = load_rows(cfg, split="train", need=self.need)
         self._fit = Fit(*self.limit(), cfg.data.overlong_prompts)
         self._unit = functools.lru_cache(maxsize=_CACHED_ROWS)(self._encode)
-        self._unit(0)
         self._kept, self.num_dropped = self._fit.usable(
             self.rows, measure=lambda i: _longest(self._unit(i))
         )

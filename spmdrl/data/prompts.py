@@ -22,8 +22,9 @@ LocatedRows = Rows | GeneratedRows
 # Evaluations of runs with different seeds ask the same questions, so that they compare.
 _EVAL_SEED = 0
 _CACHED_ROWS = 16384
-# Of a generated task only the first problems are measured at start: they are all alike.
-_MEASURED_GENERATED_ROWS = 256
+# So many first rows are tokenised at start; of a generated task no others are looked at: they are
+# all alike.
+_TRIED_ROWS = 256
 
 
 def load_rows(cfg: Config, *, split: Split, need: Need = "prompt") -> LocatedRows:
@@ -67,15 +68,17 @@ class Fit:
 
         Args:
             measure: returns the length of a row in tokens.
-        Returns: indices of the rows to use, and how many were dropped. Rows whose bytes already
-            fit are not tokenised, so that opening a large file stays cheap.
+        Returns: indices of the rows to use, and how many were dropped. Behind the first 256 rows
+            those whose bytes already fit are not tokenised, so that opening a large file stays
+            cheap.
         Raises: Refusal naming the first overlong row, or when none is left.
         """
         is_sampled = isinstance(rows, GeneratedRows) and self.overlong == "error"
-        scanned = min(len(rows), _MEASURED_GENERATED_ROWS) if is_sampled else len(rows)
+        scanned = min(len(rows), _TRIED_ROWS) if is_sampled else len(rows)
         kept = []
         for i in range(scanned):
-            length = 0 if _text_bytes(rows[i]) <= self.limit else measure(i)
+            is_short = i >= _TRIED_ROWS and _text_bytes(rows[i]) <= self.limit
+            length = 0 if is_short else measure(i)
             if self.overlong == "error":
                 self.check(rows, i, length=length)
             if length <= self.limit:
@@ -105,6 +108,50 @@ def _text_bytes(row: dict) -> int:
     return total
 
 
+class _Encoder:
+    """Prompts of rows, and which rows fit."""
+
+    def __init__(self, cfg: Config, tokenizer: PreTrainedTokenizerBase):
+        self.cfg, self.tokenizer = cfg, tokenizer
+        limit = cfg.data.max_prompt_tokens
+        self._fit = Fit(limit, "data.max_prompt_tokens", cfg.data.overlong_prompts)
+
+    def usable(self, rows: LocatedRows) -> tuple[Sequence[int], int]:
+        """Return the rows that fit, and how many do not; see Fit."""
+        return self._fit.usable(rows, measure=lambda i: len(self._tokens(rows, i)[0]))
+
+    def prompt(self, rows: LocatedRows, index: int) -> Prompt:
+        """Return the prompt of a row."""
+        tokens, text, row = self._tokens(rows, index)
+        if self._fit.overlong == "error":
+            self._fit.check(rows, index, length=len(tokens))
+        return Prompt(index=index, tokens=tuple(tokens), text=text, row=row)
+
+    def _tokens(self, rows: LocatedRows, index: int) -> tuple[list[int], str, dict]:
+        row = rows[index]
+        tokens, text = encode_prompt(
+            prompt_of(row),
+            self.tokenizer,
+            template=self.cfg.data.chat_template,
+            tools=row.get("tools"),
+            where=rows.where(index),
+        )
+        if not tokens:
+            raise Refusal(f"{rows.where(index)}: the prompt {text!r:.40} has no tokens")
+        return tokens, text, row
+
+
+def held_out_prompts(cfg: Config, tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
+    """Return the prompts of data.eval, in the order of their source; empty without.
+
+    Raises: Refusal as `PromptSource`.
+    """
+    if not cfg.data.eval:
+        return []
+    encoder, rows = _Encoder(cfg, tokenizer), load_rows(cfg, split="eval")
+    return [encoder.prompt(rows, i) for i in encoder.usable(rows)[0]]
+
+
 class PromptSource:
     """Prompts of each step and of the held-out set, tokenised when first asked for.
 
@@ -115,14 +162,11 @@ class PromptSource:
 
     def __init__(self, cfg: Config, tokenizer: PreTrainedTokenizerBase):
         self.cfg, self.tokenizer = cfg, tokenizer
-        limit = cfg.data.max_prompt_tokens
-        self._fit = Fit(limit, "data.max_prompt_tokens", cfg.data.overlong_prompts)
-        self._train = load_rows(cfg, split="train")
+        encoder, rows = _Encoder(cfg, tokenizer), load_rows(cfg, split="train")
         self._prompt = functools.lru_cache(maxsize=_CACHED_ROWS)(
-            functools.partial(self._encode, self._train)
+            functools.partial(encoder.prompt, rows)
         )
-        self._prompt(0)
-        self.kept, self.num_dropped = self._usable(self._train)
+        self.kept, self.num_dropped = encoder.usable(rows)
         self.order = Order(
             len(self.kept),
             per_step=cfg.batch.prompts_per_step,
@@ -140,39 +184,10 @@ class PromptSource:
         return [self._prompt(self.kept[i]) for i in positions]
 
     def eval(self) -> list[Prompt]:
-        """Return the held-out prompts, in the order of their source; empty without data.eval.
-
-        Raises: Refusal as on construction.
-        """
+        """Return the held-out prompts; see `held_out_prompts`."""
         if self._eval is None:
-            self._eval = self._held_out() if self.cfg.data.eval else []
+            self._eval = held_out_prompts(self.cfg, self.tokenizer)
         return self._eval
-
-    def _held_out(self) -> list[Prompt]:
-        rows = load_rows(self.cfg, split="eval")
-        return [self._encode(rows, i) for i in self._usable(rows)[0]]
-
-    def _usable(self, rows: LocatedRows) -> tuple[Sequence[int], int]:
-        return self._fit.usable(rows, measure=lambda i: len(self._tokens(rows, i)[0]))
-
-    def _encode(self, rows: LocatedRows, index: int) -> Prompt:
-        tokens, text, row = self._tokens(rows, index)
-        if self._fit.overlong == "error":
-            self._fit.check(rows, index, length=len(tokens))
-        if not tokens:
-            raise Refusal(f"{rows.where(index)}: the prompt {text!r:.40} has no tokens")
-        return Prompt(index=index, tokens=tuple(tokens), text=text, row=row)
-
-    def _tokens(self, rows: LocatedRows, index: int) -> tuple[list[int], str, dict]:
-        row = rows[index]
-        tokens, text = encode_prompt(
-            prompt_of(row),
-            self.tokenizer,
-            template=self.cfg.data.chat_template,
-            tools=row.get("tools"),
-            where=rows.where(index),
-        )
-        return tokens, text, row
 
 
 def check_context(

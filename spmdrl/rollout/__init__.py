@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -20,11 +20,8 @@ def make_source(cfg: Config, world: World, *, tokenizer: PreTrainedTokenizerBase
     """
     from spmdrl.config.fields import replay_folder
     from spmdrl.data.prompts import check_context
-    from spmdrl.model.load import load_hf_config, max_positions
 
-    own = cfg.model
-    hf = load_hf_config(own.path, trust_remote_code=own.trust_remote_code, part=own.part)
-    limits = {"max_positions": max_positions(hf), "vocab_size": hf.vocab_size}
+    limits = model_limits(cfg)
     if replay_folder(cfg):
         from spmdrl.rollout.replay_source import ReplaySource
 
@@ -37,3 +34,15 @@ def make_source(cfg: Config, world: World, *, tokenizer: PreTrainedTokenizerBase
     from spmdrl.rollout.row_source import RowSource
 
     return RowSource(cfg, world, tokenizer=tokenizer)
+
+
+def model_limits(cfg: Config) -> dict[str, Any]:
+    """Return the most positions and the vocabulary of the policy, by the names of `check_context`.
+
+    Raises: Refusal when its config.json cannot be read.
+    """
+    from spmdrl.model.load import load_hf_config, max_positions
+
+    own = cfg.model
+    hf = load_hf_config(own.path, trust_remote_code=own.trust_remote_code, part=own.part)
+    return {"max_positions": max_positions(hf), "vocab_size": hf.vocab_size}

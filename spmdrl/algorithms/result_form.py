@@ -1,0 +1,86 @@
+"""Whether what a method returned for two tokens has the form that is trained on."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import numbers
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+_OF_PAIRS = ("preference", "reward_model")
+_LEARNED = ("loss", "preference", "reward_model", "distillation")
+_PACKAGE = Path(__file__).resolve().parent.parent
+
+
+def form_problem(kind: str, result: Any, *, name: str, is_per_token: bool) -> str:
+    """Return what is wrong with a result, empty if nothing is.
+
+    Args:
+        kind: of the registry.
+        name: of the method, for messages.
+        is_per_token: of an advantage that is computed per token.
+    """
+    tensor, what, each = result, "a tensor", "token"
+    if kind != "kl" and (kind != "advantage" or is_per_token):
+        is_pair = isinstance(result, tuple) and len(result) == 2
+        if not (is_pair and (is_per_token or isinstance(result[1], dict))):
+            second = "returns or None" if is_per_token else "stats dict"
+            return f"{name} must return ([T] tensor, {second}), got {type(result).__name__}"
+        tensor, what = result[0], "as its first value a tensor"
+    if kind in _OF_PAIRS:
+        each = "pair or response"
+    elif kind == "advantage" and not is_per_token:
+        each = "sequence"
+    if not isinstance(tensor, Tensor) or tensor.shape != (2,):
+        shape = tuple(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
+        return f"{name} must return {what} of one value per {each}, got {shape} for 2"
+    if not (tensor.is_floating_point() or kind == "advantage"):
+        return f"{name} must return {what} of floating point, got {tensor.dtype}"
+    if kind in _LEARNED and not tensor.requires_grad:
+        return (
+            f"{name} returns terms without a gradient, so that nothing would be learnt: they must "
+            "depend on what the model computes (logprobs, entropy, logps, scores or logits), "
+            "without detach(), item() or torch.no_grad()"
+        )
+    return _stats_problem(result[1], name=name) if tensor is not result and not is_per_token else ""
+
+
+def _stats_problem(stats: dict, *, name: str) -> str:
+    for own, value in stats.items():
+        if not isinstance(own, str):
+            return f"{name}: names of statistics are texts, got {own!r}"
+        if not (isinstance(value, tuple) and len(value) == 2 and all(map(_is_number, value))):
+            return (
+                f"{name}: the statistic {own!r} must be (sum, count), two numbers or tensors of "
+                f"one number, which are added up over micro-batches and ranks and then divided; "
+                f"got {_shown(value)}"
+            )
+    return ""
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return value.ndim == 0 and not value.is_complex()
+    return isinstance(value, numbers.Real)
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    if isinstance(value, tuple):
+        return f"({', '.join(map(_shown, value))})"
+    return f"{value!r:.60}"
+
+
+def place_of(function: Callable[..., Any]) -> str:
+    """Return ` (FILE:LINE)` of a function of the user's own; empty for one of this package's."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    if code is None or Path(code.co_filename).is_relative_to(_PACKAGE):
+        return ""
+    return f" ({code.co_filename}:{code.co_firstlineno})"
