@@ -56,7 +56,6 @@ def train(cfg: Config, world: World) -> int:
     trainer = make_trainer(cfg, world, loss_fn=loss_fn, advantage_fn=advantage_fn)  # meets
     stream = WeightStream(trainer.weights, engine, world)  # meets: which slice goes to whom
     checkpoints = Checkpointer(cfg, world)
-
     state = checkpoints.restore(trainer, source)  # meets: step 0, or where a run had come to
     stream.release()  # colocated: the engines' memory is the trainers' until the next push
     trainer.size_microbatches()  # meets: by trying, if the config leaves it open

@@ -48,6 +48,7 @@ _TRIAL_PLACES = {
     "num_positions": 1,
 }
 _OF_PAIRS = ("preference", "reward_model")
+_LARGEST = 10**9  # of an option; beyond that lie mistakes alone
 _PAIRS = "chosen_lengths rejected_lengths"
 _PER_TOKEN = "loss_mask cu_seqlens old_logprobs rollout_logprobs"
 INPUTS: dict[str, tuple[str, ...]] = {
@@ -225,7 +226,7 @@ def function_problems(kind: Kind, function: Method, options: Named) -> list[str]
     if strange and not helpers_of(function):
         return [
             f": {name} has the parameter {strange[0]!r} without a default, which is no input "
-            f"of an {kind} method; known: {', '.join(offered)}"
+            f"of an {kind} method; known: {', '.join(offered)}{place_of(function)}"
         ]
     found = []
     for option, value in options.items():
@@ -239,6 +240,9 @@ def _option_problem(function: Method, option: str, value: Any) -> str:
     known = options_of(function)
     if option not in known:
         return f"unknown option of {function.__name__}{_nearest(option, known)}"
+    is_number = isinstance(value, (int, float)) and value not in (float("inf"), -float("inf"))
+    if is_number and not -_LARGEST <= value <= _LARGEST:  # nan too
+        return f"must be a number of at most {_LARGEST}, or inf for no bound, got {value}"
     hint = typing.get_type_hints(function).get(option, type(known[option]))
     if typing.get_origin(hint) is Literal:
         choices = typing.get_args(hint)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import numbers
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -55,17 +54,15 @@ def _stats_problem(stats: dict, *, name: str) -> str:
             return f"{name}: names of statistics are texts, got {own!r}"
         if not (isinstance(value, tuple) and len(value) == 2 and all(map(_is_number, value))):
             return (
-                f"{name}: the statistic {own!r} must be (sum, count), two numbers or tensors of "
-                f"one number, which are added up over micro-batches and ranks and then divided; "
-                f"got {_shown(value)}"
+                f"{name}: the statistic {own!r} must be (sum, count), two tensors of one number, "
+                "[], which are added up over micro-batches and ranks and then divided; got "
+                f"{_shown(value)}"
             )
     return ""
 
 
 def _is_number(value: Any) -> bool:
-    if isinstance(value, Tensor):
-        return value.ndim == 0 and not value.is_complex()
-    return isinstance(value, numbers.Real)
+    return isinstance(value, Tensor) and value.ndim == 0 and not value.is_complex()
 
 
 def _shown(value: Any) -> str:
