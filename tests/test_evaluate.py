@@ -323,6 +323,20 @@ def hostile_run(folder: Path, marker: Path, **changes: Any) -> Path:
             "allow_unprotected: True",
             "--trust-run",
         ),
+        (
+            dict(rewards=lambda code: dict(functions=(f"spmdrl.rewards./..{code}:score",))),
+            "rewards.functions: ",
+            "--trust-run",
+        ),
+        (
+            dict(
+                rollout=lambda code: dict(
+                    environment=dict(name="verifiers", load=f"task:x/..{code}:Game")
+                )
+            ),
+            "rollout.environment.load: ",
+            "--trust-run",
+        ),
         (dict(engine=dict(options={"worker_cls": "evil.Worker"})), "worker_cls", "--trust-run"),
         (dict(model=dict(trust_remote_code=True)), "trust_remote_code", "--trust-remote-code"),
     ],

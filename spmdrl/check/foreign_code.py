@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from spmdrl.config import Config
-from spmdrl.data.tasks import is_generated
 from spmdrl.rewards.signatures import reward_models
 from spmdrl.workers.environment_jobs import BUILT_IN
 
-_OURS = "spmdrl.rewards."
+# The whole name: `spmdrl.rewards./../evil.py:f` and `task:x/../evil.py:f` are files of others.
+_OURS = re.compile(r"spmdrl\.rewards\.\w+:\w+")
+_TASK = re.compile(r"\s*(task|reasoning_gym):\w+\s*")
 
 
 def named_code(cfg: Config) -> list[str]:
@@ -20,7 +22,7 @@ def named_code(cfg: Config) -> list[str]:
     found = [
         f"rewards.functions: {spec}"
         for i, spec in enumerate(rewards)
-        if i not in reward_models(rewards) and not is_generated(spec) and not spec.startswith(_OURS)
+        if i not in reward_models(rewards) and not (_TASK.fullmatch(spec) or _OURS.fullmatch(spec))
     ]
     environment = cfg.rollout.environment
     for name, value in _leaves(environment, "rollout.environment"):
@@ -48,7 +50,7 @@ def _leaves(value: Any, name: str) -> Iterator[tuple[str, Any]]:
 def _is_code(value: Any) -> bool:
     """Whether a value can be `module:NAME` or `path/file.py:NAME`, alone or in a list of names."""
     texts = str(value).split(",") if isinstance(value, str) else []
-    return any(":" in text and not is_generated(text.strip()) for text in texts)
+    return any(":" in text and not _TASK.fullmatch(text) for text in texts)
 
 
 def _is_unprotected(name: str) -> bool:
