@@ -20,7 +20,7 @@ Rows = list[dict[str, Any]]
 
 def series(rows: Rows, name: str) -> tuple[list[int], list[float]]:
     """Return (steps, values) of one metric; of several rows of a step the last one counts."""
-    points = {row["step"]: row[name] for row in rows if row.get(name) is not None}
+    points = {row["step"]: row[name] for row in rows if isinstance(row.get(name), (int, float))}
     return sorted(points), [points[step] for step in sorted(points)]
 
 

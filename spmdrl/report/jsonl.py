@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from spmdrl.imports import attempt
+from spmdrl.imports import attempt, parsed_json
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ class JsonLines:
             return 0
         kept: list[str] = []
         dropped: list[str] = []
-        for line in self.path.read_text().splitlines():
+        for line in self.path.read_text(errors="replace").splitlines():
             row = _parse(line)
             (kept if row is not None and wanted(row) else dropped).append(line)
         if not dropped and self.path.read_bytes().endswith(b"\n"):
@@ -72,14 +72,15 @@ class JsonLines:
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Return the rows of a JSON-lines file; a half-written last line is left out."""
-    rows = [_parse(line) for line in path.read_text().splitlines()]
+    """Return the rows of a JSON-lines file; a half-written last line, and any other that is no row
+    of a step, is left out. Raises: OSError."""
+    rows = [_parse(line) for line in path.read_text(errors="replace").splitlines()]
     return [row for row in rows if row is not None]
 
 
 def _parse(line: str) -> dict[str, Any] | None:
-    row, _error = attempt(lambda: json.loads(line))  # it may be cut: the process was killed
-    return row if isinstance(row, dict) else None
+    row, _why = parsed_json(line)  # it may be cut: the process was killed
+    return row if isinstance(row, dict) and type(row.get("step")) is int else None
 
 
 def _finite(row: dict[str, Any]) -> dict[str, Any]:
