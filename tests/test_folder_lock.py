@@ -150,6 +150,33 @@ def test_without_locks_a_process_of_this_machine_counts_while_it_lives(
         assert bool(folder_problems(folder)) == lives
 
 
+@pytest.mark.parametrize("kind", ["link", "pipe", "folder", "loop"])
+def test_a_lock_that_is_no_plain_file_is_refused_and_left_alone(tmp_path, kind) -> None:
+    folder, other = tmp_path / "out", tmp_path / "other"
+    folder.mkdir()
+    other.write_text("not ours")
+    lock = folder / NAME
+    make = {"link": lambda: lock.symlink_to(other), "pipe": lambda: os.mkfifo(lock)}
+    make |= {"folder": lock.mkdir, "loop": lambda: lock.symlink_to(lock)}
+    make[kind]()
+    for said in (refusal(folder), *folder_problems(folder)):
+        assert f"output_dir: {folder} cannot be written to" in said and NAME in said
+    assert folder_problems(folder) and other.read_text() == "not ours"
+
+
+@pytest.mark.parametrize(
+    "text", [b"[" * 4096, b"[1]", b"\xff\x00", b'"' + b"a" * 10**6, b"{}", b"null", "pid"]
+)
+def test_a_lock_that_names_nobody_is_taken_over(tmp_path, text) -> None:
+    if text == "pid":
+        held_elsewhere(tmp_path, pid="../..", host=["x"])
+    else:
+        (tmp_path / NAME).write_bytes(text)
+    assert not folder_problems(tmp_path)
+    with own_folder(tmp_path):
+        assert json.loads((tmp_path / NAME).read_text())["pid"] == os.getpid()
+
+
 def test_a_folder_that_is_a_file_is_explained(tmp_path) -> None:
     (tmp_path / "file").touch()
     for path in (tmp_path / "file", tmp_path / "file" / "out"):

@@ -7,6 +7,7 @@ import fcntl
 import json
 import os
 import socket
+import stat
 import threading
 import time
 from collections.abc import Iterator
@@ -79,7 +80,7 @@ def own_folder(folder: Path) -> Iterator[None]:
 def folder_problems(folder: Path) -> list[str]:
     """Return why a run could not have this output_dir now; nothing is written."""
     try:
-        file = os.open(folder / NAME, os.O_RDONLY)
+        file = _open(folder, os.O_RDONLY)
     except FileNotFoundError:
         return _unwritable(folder)
     except OSError as error:
@@ -94,7 +95,7 @@ def _take(folder: Path) -> int:
     while True:
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            file = os.open(folder / NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            file = _open(folder, os.O_RDWR | os.O_CREAT)
         except OSError as error:
             raise Refusal(_no_folder(folder, error)) from error
         if problems := _held(folder, file, kind=fcntl.LOCK_EX):
@@ -108,6 +109,16 @@ def _take(folder: Path) -> int:
         os.close(file)  # somebody removed it in between: what we have locked is no longer it
     os.ftruncate(file, 0)
     os.pwrite(file, json.dumps(asdict(Holder.own())).encode(), 0)
+    return file
+
+
+def _open(folder: Path, flags: int) -> int:
+    """Open the lock. Raises: OSError, for what is no plain file of this folder too: a link's
+    target would be emptied, and a pipe waited for."""
+    file = os.open(folder / NAME, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
+    if not stat.S_ISREG(os.fstat(file).st_mode):
+        os.close(file)
+        raise OSError(f"{folder / NAME} is no plain file")
     return file
 
 
@@ -157,9 +168,12 @@ def _try_lock(file: int, kind: int) -> bool | None:
 
 def _read(file: int) -> Holder | None:
     try:
-        return Holder(**json.loads(os.pread(file, 4096, 0)))
-    except (ValueError, TypeError):  # empty, or cut off by a crash
+        found = Holder(**json.loads(os.pread(file, 4096, 0)))
+    # Empty, cut off by a crash, or not ours.
+    except (ValueError, TypeError, RecursionError):
         return None
+    kinds = dict.fromkeys(asdict(found), str) | {"pid": int, "attempt": int}
+    return found if all(type(getattr(found, n)) is kind for n, kind in kinds.items()) else None
 
 
 def _unwritable(folder: Path) -> list[str]:
