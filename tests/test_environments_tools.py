@@ -19,7 +19,10 @@ from spmdrl.environments.retrieval import Index, Search
 from spmdrl.environments.tool_calls import hermes, llama3
 from spmdrl.environments.tool_schema import argument_problem, describe
 from spmdrl.environments.tools import BrokenTool, ToolEnvironment, make_tools
+from spmdrl.rewards.signatures import BadValue
 from spmdrl.sandbox import LaunchError
+from spmdrl.workers.environment_jobs import checked_turn
+from spmdrl.workers.messages import Respond, pack_message
 
 NO_CALLS = {"tool_calls": 0, "malformed_calls": 0, "tool_errors": 0}
 
@@ -141,6 +144,9 @@ def test_a_subclass_may_keep_state_for_its_tools():
         (llama3, '{"name": "f", "parameters": {"a": 1}', ["not valid JSON"]),
         (llama3, "<|python_tag|>print(1)", ["not valid JSON"]),
         (llama3, 'A set is {"a": 1}.', []),
+        (llama3, '{"name": "f", "parameters": {"a": ' + "9" * 5000 + "}}", ["not valid JSON"]),
+        (llama3, 'So {"a": ' + "9" * 5000 + '}; {"name": "f", "parameters": {}}', [("f", {})]),
+        (llama3, '{"name": "\\ud800", "parameters": {}}', ["half of a character"]),
     ],
 )
 def test_calls_are_read_from_text(parse, text, expected):
@@ -158,6 +164,28 @@ def test_no_text_breaks_a_parser(text):
     for parse in (hermes, llama3):
         for call in parse(text):
             assert isinstance(call, ToolCall) and isinstance(call.arguments, dict)
+
+
+@pytest.mark.parametrize("depth", [100, 495, 700, 990])
+@pytest.mark.parametrize(("begin", "end"), [("[", "]"), ('{"a":', "}")])
+def test_what_is_nested_deep_is_no_call_and_does_not_end_the_engine(depth, begin, end):
+    body = f'{{"name": "f", "arguments": {{"x": {begin * depth}1{end * depth}}}}}'
+    for text, parse in ((f"<tool_call>{body}</tool_call>", hermes), (body, llama3)):
+        (call,) = parse(text)
+        assert call.error and not call.arguments
+        pack_message(Respond(b"", Response(text, (call,))))  # pickles it
+
+
+def test_half_a_character_stays_in_its_worker():
+    class Halves(ToolEnvironment):
+        def run(self, call):
+            return "a\ud800", True
+
+    turn = Halves(tools="calculator").step(Response("", (ToolCall("x", {}),)))
+    assert turn.messages[0]["content"] == "a?"
+    for message in ({"content": "\ud800"}, {"content": "", "name": "\udfff"}):
+        with pytest.raises(BadValue, match="half of a character"):
+            checked_turn(Turn(messages=[{"role": "user"} | message]))
 
 
 def every_type(

@@ -178,6 +178,8 @@ def test_reports_survive_being_cut_anywhere():
 
 FIELDS = {"id": 1, "finished": 1, "seconds": 1, "failure": None, "message": ""}
 SCORE = {"value": 1, "parts": {}, "metrics": {}, "extras": {}}
+TURN = {"is_done": False, "reward": 1, "info": {}, "state": 0}
+HALF_A_CHARACTER = TURN | {"messages": [{"role": "user", "content": "\ud800"}]}
 
 
 @pytest.mark.parametrize(
@@ -205,6 +207,7 @@ SCORE = {"value": 1, "parts": {}, "metrics": {}, "extras": {}}
         json.dumps(["Done", FIELDS | {"result": SCORE, "failure": "no"}]),
         json.dumps(["Done", FIELDS | {"result": SCORE, "seconds": -1}]),
         json.dumps(["Done", FIELDS | {"result": {"messages": ["a"]}}]),
+        json.dumps(["Done", FIELDS | {"result": HALF_A_CHARACTER}]),
     ],
 )
 def test_what_is_no_report_is_refused(text):

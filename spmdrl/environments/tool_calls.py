@@ -14,9 +14,10 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from spmdrl.environments.fit_values import unfit
 from spmdrl.environments.protocol import ToolCall
 from spmdrl.errors import Refusal
-from spmdrl.imports import nearest, parsed_json, refusing
+from spmdrl.imports import attempt, nearest, parsed_json, refusing
 
 Parser = Callable[[str], tuple[ToolCall, ...]]
 """From a response's text, special tokens included but for the one that ended it."""
@@ -86,7 +87,7 @@ def llama3(text: str) -> tuple[ToolCall, ...]:
         at = found.start()
         try:
             value, at = decoder.raw_decode(text, at)
-        except (json.JSONDecodeError, RecursionError) as error:
+        except (ValueError, RecursionError) as error:  # also of integers of many digits
             end = error.pos if isinstance(error, json.JSONDecodeError) else len(text)
             left -= end - at + len(text) // _COUNTED_AT_ONCE
             at += 1
@@ -111,6 +112,8 @@ def call_of(value: Any) -> ToolCall:
     arguments, problem = value.get("arguments", value.get("parameters", {})), ""
     if isinstance(arguments, str):  # as OpenAI's API has them
         arguments, problem = _from_json(arguments)
+    if reason := unfit([value["name"], arguments]):
+        return ToolCall("", {}, error=reason)
     if not isinstance(arguments, dict):
         why = f"; it is {problem}" if problem else ""
         return ToolCall(value["name"], {}, error=f'"arguments" must be a JSON object{why}')
@@ -146,7 +149,9 @@ def vllm_parser(name: str, tokenizer: PreTrainedTokenizerBase) -> Parser:
     request = ChatCompletionRequest(model="", messages=[])
 
     def parse(text: str) -> tuple[ToolCall, ...]:
-        found = parser.extract_tool_calls(text, request)
+        found, error = attempt(lambda: parser.extract_tool_calls(text, request), Exception)
+        if found is None:  # of one response: no reason for the engine to end
+            return (ToolCall("", {}, error=f"vllm:{name} cannot read it: {error!r:.200}"),)
         calls = (call.function for call in found.tool_calls)
         return tuple(call_of({"name": c.name, "arguments": c.arguments}) for c in calls)
 

@@ -213,6 +213,7 @@ class ToolEnvironment:
         if call.error:
             return f"Error: the tool call cannot be read: {call.error}", False
         text, is_good = self.run(call)
+        text = text.encode(errors="replace").decode()  # half a character no tokenizer takes
         if len(text) > self.max_result_chars:
             cut = len(text) - self.max_result_chars
             text = f"{text[: self.max_result_chars]}\n[{cut} more characters left out]"

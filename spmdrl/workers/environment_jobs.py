@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from spmdrl.data.hashed import hashed
+from spmdrl.environments.fit_values import unfit
 from spmdrl.environments.plain_state import PICKLED, PLAIN, NotPlain, environment_of, text_of
 from spmdrl.environments.protocol import Message, Response, Turn
 from spmdrl.errors import Refusal
@@ -236,5 +237,8 @@ def _plain(value: Any, *, what: str) -> Any:
 
     Raises: BadValue saying what must be so.
     """
-    with refusing(what, TypeError, ValueError, kind=BadValue):
-        return json.loads(json.dumps(value))
+    with refusing(what, TypeError, ValueError, RecursionError, kind=BadValue):
+        plain = json.loads(json.dumps(value))
+        if problem := unfit(plain):
+            raise ValueError(problem)
+        return plain

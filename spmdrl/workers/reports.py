@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from math import isfinite
 from typing import Any, TypeVar, get_args
 
+from spmdrl.environments.fit_values import unfit
 from spmdrl.workers.messages import Done, Failure, RewardResult, TurnResult
 
 T = TypeVar("T")
@@ -202,6 +203,8 @@ def _message(value: Any) -> dict[str, Any]:
     message = _of(dict)(value)
     _text(message["role"])
     _text(message["content"])
+    if problem := unfit(message):  # a tokenizer would raise in the engine
+        raise ValueError(problem)
     return message
 
 
