@@ -18,11 +18,11 @@ import torch.distributed as dist
 from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import AutoTokenizer
 
 from spmdrl.checkpoint.adapters import MergedWeights
 from spmdrl.checkpoint.weights import SavedWeights
 from spmdrl.config import ModelSettings
+from spmdrl.data.tokenizer import read_tokenizer
 from spmdrl.errors import Refusal
 from spmdrl.imports import parsed_json, refusing
 from spmdrl.model.checkpoint_reader import CheckpointReader
@@ -224,7 +224,7 @@ def _set_dtype(path: Path, dtype: str) -> torch.dtype:
         dtype = config.get(key) or "float32"
     config[key] = dtype
     path.write_text(json.dumps(config, indent=2) + "\n")
-    cast = getattr(torch, dtype, None)
+    cast = getattr(torch, dtype, None) if isinstance(dtype, str) else None
     if not isinstance(cast, torch.dtype) or not cast.is_floating_point:
         raise Refusal(f"config.json names the dtype {dtype!r}; choose one by --dtype")
     return cast
@@ -239,12 +239,14 @@ def _make_classifier(folder: Path) -> None:
     """
     path = folder / "config.json"
     config = _json_of(path)
+    names = config.get("architectures") or []
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise Refusal(f"{path} names the architectures {names!r}; expected a list of classes")
     config["architectures"] = [
-        name.replace("ForCausalLM", "ForSequenceClassification")
-        for name in config.get("architectures") or ()
+        name.replace("ForCausalLM", "ForSequenceClassification") for name in names
     ]
     config |= {"num_labels": 1, "id2label": {"0": "score"}, "label2id": {"score": 0}}
-    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    tokenizer = read_tokenizer(str(folder))
     ends = config.get("eos_token_id")
     ends = {tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])}
     candidates = (config.get("pad_token_id"), tokenizer.pad_token_id)

@@ -11,6 +11,7 @@ Nothing of the trainer takes part, so an answer here shows what was really expor
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -19,9 +20,9 @@ import tyro
 import yaml
 
 from spmdrl.data.rows import Messages, ground_truth_of, prompt_of, read_rows
-from spmdrl.data.tasks import make_task
+from spmdrl.data.tasks import is_generated, make_task
 from spmdrl.errors import Refusal
-from spmdrl.imports import attempt
+from spmdrl.imports import attempt, refusing
 
 
 def ask(
@@ -51,10 +52,8 @@ def ask(
     Returns: mean reward; None where nothing is graded.
     Raises: Refusal for a folder, task, option or file that does not exist.
     """
-    if not (folder / "config.json").is_file():
-        raise Refusal(f"{folder} is not a Hugging Face folder: it has no config.json")
-    if num_problems < 1:
-        raise Refusal(f"-n must be at least 1, got {num_problems}")
+    _check(folder, task=task, prompt=prompt, num_problems=num_problems)
+    _check_sampling(max_response_tokens, temperature, seed)
     options, problems = _options(task_option), None
     if prompt or data:
         rows = [{"prompt": text} for text in prompt]
@@ -86,17 +85,40 @@ def ask(
     return mean
 
 
+def _check(folder: Path, *, task: str, prompt: tuple[str, ...], num_problems: int) -> None:
+    if not (folder / "config.json").is_file():
+        raise Refusal(f"{folder} is not a Hugging Face folder: it has no config.json")
+    if num_problems < 1:
+        raise Refusal(f"-n must be at least 1, got {num_problems}")
+    if not is_generated(task):
+        raise Refusal(f"--task {task}: no generated task; e.g. task:addition")
+    with refusing("--prompt is no text", UnicodeEncodeError):
+        "".join(prompt).encode()
+
+
+def _check_sampling(max_response_tokens: int, temperature: float, seed: int) -> None:
+    if max_response_tokens < 1:
+        raise Refusal(f"--max-response-tokens must be at least 1, got {max_response_tokens}")
+    if not 0 <= temperature < math.inf:
+        raise Refusal(f"--temperature must be 0 or a finite number above, got {temperature}")
+    if not -(2**63) <= seed < 2**63:
+        raise Refusal(f"--seed must have at most 64 bits, got {seed}")
+
+
 def _answers(
     folder: Path, rows: Sequence[dict], *, max_tokens: int, temperature: float, seed: int
 ) -> Iterator[str]:
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM
 
     from spmdrl.data.prompts import encode_prompt
+    from spmdrl.data.tokenizer import read_tokenizer
 
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False).eval()
-    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    what = f"no model can be loaded from {folder}"
+    with refusing(what, Exception, names_kind=True):  # of files that may hold anything
+        model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False).eval()
+    tokenizer = read_tokenizer(str(folder))
     for index, row in enumerate(rows):
         tokens, _ = encode_prompt(
             prompt_of(row),
@@ -105,6 +127,8 @@ def _answers(
             tools=row.get("tools"),
             where=f"question {index}",
         )
+        if not tokens:
+            raise Refusal(f"question {index} has no tokens; give it some text")
         response = _response(model, tokens, max_tokens=max_tokens, temperature=temperature)
         yield tokenizer.decode(response, skip_special_tokens=True)
 
@@ -134,7 +158,8 @@ def _options(pairs: tuple[str, ...]) -> dict[str, Any]:
         name, found, value = pair.partition("=")
         if not found:
             raise Refusal(f"--task-option {pair}: expected NAME=VALUE, e.g. digits=2")
-        options[name] = yaml.safe_load(value)
+        with refusing(f"--task-option {pair}: the value is no YAML", yaml.YAMLError, ValueError):
+            options[name] = yaml.safe_load(value)
     return options
 
 

@@ -20,11 +20,8 @@ def load_tokenizer(cfg: Config) -> PreTrainedTokenizerBase:
     field = "model.tokenizer" if cfg.model.tokenizer else "model.path"
     if not name or is_missing_folder(name):
         raise Refusal(f"{field}: {name!r} is not a folder (looked from {Path.cwd()})")
-    what = f"{field}: no tokenizer can be loaded from {name!r}, as a folder or hub name"
-    with refusing(what, OSError, ValueError, KeyError):
-        tokenizer = AutoTokenizer.from_pretrained(
-            name, trust_remote_code=cfg.model.trust_remote_code
-        )
+    trusts = cfg.model.trust_remote_code
+    tokenizer = read_tokenizer(name, what=f"{field}: ", trust_remote_code=trusts)
     if tokenizer.eos_token_id is None and not cfg.sampling.stop_token_ids:
         raise Refusal(
             f"{field}: the tokenizer of {name!r} has no eos token, so no response "
@@ -33,17 +30,46 @@ def load_tokenizer(cfg: Config) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
+def read_tokenizer(
+    name: str, *, what: str = "", trust_remote_code: bool = False, local_files_only: bool = False
+) -> PreTrainedTokenizerBase:
+    """Load a tokenizer from a folder or by a hub name.
+
+    Args:
+        what: said first where there is none.
+    Raises: Refusal for files that make no tokenizer, whatever they hold.
+    """
+    what = f"{what}no tokenizer can be loaded from {name!r}, as a folder or hub name"
+    with refusing(what, Exception, names_kind=True):  # files are read by code of many kinds
+        return AutoTokenizer.from_pretrained(
+            name, trust_remote_code=trust_remote_code, local_files_only=local_files_only
+        )
+
+
 def end_token_ids(cfg: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     """Return the ids that end a response: sampling.stop_token_ids, the tokenizer's eos, and what
     the model's generation_config.json names (config.json where there is none), as vLLM's own
-    server takes them."""
+    server takes them.
+
+    Raises: Refusal for a generation_config.json that cannot be read, or ids that are none.
+    """
     name, trusted = cfg.model.path, cfg.model.trust_remote_code
-    try:
-        generation = GenerationConfig.from_pretrained(name, trust_remote_code=trusted)
-    except OSError:
-        hf_config = AutoConfig.from_pretrained(name, trust_remote_code=trusted)
-        generation = GenerationConfig.from_model_config(hf_config)
+    file = Path(name) / "generation_config.json"
+    what = f"model.path: {file} cannot be read"
+    with refusing(what, Exception, names_kind=True):  # of a file that may hold anything
+        try:
+            generation = GenerationConfig.from_pretrained(name, trust_remote_code=trusted)
+        except OSError:
+            if file.exists():
+                raise
+            hf_config = AutoConfig.from_pretrained(name, trust_remote_code=trusted)
+            generation = GenerationConfig.from_model_config(hf_config)
     own = generation.eos_token_id
-    own = own if isinstance(own, list) else [own]
+    own = [i for i in (own if isinstance(own, list) else [own]) if i is not None]
+    if wrong := [i for i in own if type(i) is not int or i < 0]:
+        raise Refusal(
+            f"model.path: {name} names {wrong[0]!r} as eos_token_id in its generation_config.json "
+            "or config.json; expected ids of tokens, 0 or more"
+        )
     known = (*cfg.sampling.stop_token_ids, tokenizer.eos_token_id, *own)
     return tuple(dict.fromkeys(i for i in known if i is not None))

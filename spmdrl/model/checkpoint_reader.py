@@ -121,9 +121,11 @@ class CheckpointReader:
     def raw(self, name: str, start: Sequence[int], shape: Sequence[int]) -> Tensor:
         """Return one box of what the file holds under a name."""
         box = tuple(slice(s, s + n) for s, n in zip(start, shape))
-        if not box:  # which a slice cannot be cut from
-            return self._open(self._file_of[name]).get_tensor(name)
-        return self._slice(name)[box]
+        what = f"model.path: {name} in {self.folder / self._file_of[name]} cannot be read"
+        with refusing(what, SafetensorError, OSError, RuntimeError):  # dtypes below a byte, say
+            if not box:  # which a slice cannot be cut from
+                return self._open(self._file_of[name]).get_tensor(name)
+            return self._slice(name)[box]
 
     def _slice(self, name: str) -> Any:
         file = self._file_of[name]
@@ -137,7 +139,8 @@ def _quantisation_of(folder: Path) -> dict[str, Any]:
     file = folder / "config.json"
     if not file.is_file():
         return {}
-    with refusing(f"model.path: {folder}", ValueError):
+    kinds = (OSError, ValueError, AttributeError, TypeError, RecursionError)
+    with refusing(f"model.path: {file} cannot be used", *kinds):  # of what may be anything
         return quantisation(json.loads(file.read_text()))
 
 

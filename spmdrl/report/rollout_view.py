@@ -212,16 +212,13 @@ def read_group(
 
 def _decoder(cfg: Config | None, name: str, *, trusts: bool) -> Callable[[int], str]:
     """Return what gives the text of a token id. Raises: Refusal when there is nothing."""
-    from transformers import AutoTokenizer
+    from spmdrl.data.tokenizer import read_tokenizer
 
     name = name or (cfg.model.tokenizer or cfg.model.path if cfg else "")
     if not name:
         raise Refusal("there is no config, which names the tokenizer; give --tokenizer")
     tokenizer, _error = attempt(
-        lambda: AutoTokenizer.from_pretrained(
-            name, local_files_only=True, trust_remote_code=trusts
-        ),
-        (OSError, ValueError, KeyError),
+        lambda: read_tokenizer(name, local_files_only=True, trust_remote_code=trusts)
     )
     if tokenizer is None:
         needs = cfg is not None and cfg.model.trust_remote_code and not trusts

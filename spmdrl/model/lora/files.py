@@ -54,6 +54,7 @@ _OFF: dict[str, tuple] = {
     "alora_invocation_tokens": (None,),
     "modules_to_save": (None, [], ["score"], ["classifier", "score"]),
 }
+_LARGEST_ALPHA = 1e9
 # These also change the weights under the adapter.
 _CHANGING_INITS = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
@@ -197,15 +198,23 @@ class AdapterFolder:
     def _config(self) -> dict[str, Any]:
         path = self.folder / CONFIG
         hint = "; name a folder that PEFT's save_pretrained wrote"
-        with refusing(f"model.lora.path: cannot read {path}", OSError, ValueError, hint=hint):
+        kinds = (OSError, ValueError, RecursionError)
+        with refusing(f"model.lora.path: cannot read {path}", *kinds, hint=hint):
             config = json.loads(path.read_text())
         if not isinstance(config, dict):
             raise Refusal(f"model.lora.path: {path} holds a {type(config).__name__}{hint}")
         kind, rank, alpha = (config.get(name) for name in ("peft_type", "r", "lora_alpha"))
-        if kind != "LORA" or type(rank) is not int or not isinstance(alpha, (int, float)):
+        is_number = isinstance(alpha, (int, float)) and not isinstance(alpha, bool)
+        is_scale = is_number and abs(alpha or 0) <= _LARGEST_ALPHA
+        if kind != "LORA" or type(rank) is not int or rank < 1 or not is_scale:
             raise Refusal(
                 f"model.lora.path: {path} is of no LoRA adapter: peft_type {kind!r}, "
                 f"r {rank!r}, lora_alpha {alpha!r}"
+            )
+        names = config.get("target_parameters") or []
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            raise Refusal(
+                f"model.lora.path: {path} has target_parameters {names!r}; expected a list of names"
             )
         return config
 
