@@ -129,7 +129,7 @@ def main() -> int:
             check_inputs(cfg, world)  # meets: data, rewards, checkpoints, as --dry-run does
             tell_unchecked(cfg, world)  # whether this kind of model was proved, see docs/models.md
             return train(cfg, world)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         return ended(error, world)  # says why, here and to the other ranks
 
 

@@ -13,6 +13,11 @@ _LIBRARIES = tuple(
 )
 
 
+RAISED = (Exception, SystemExit)
+"""What code of the user's may raise: a sys.exit there is an error too, or a run would end as if it
+had done its work."""
+
+
 class Refusal(ValueError):
     """What is asked for cannot be done right: the message says what, where, the value seen and what
     to do, and is shown alone. Any other error is shown with its traceback."""
@@ -35,14 +40,23 @@ def described(error: BaseException) -> str:
             place = raised
         elif not place.startswith(f"{raised},"):
             place += f"; raised at {raised}"
-    return f"{type(error).__name__}: {error}" + (f" ({place})" if place else "")
+    return f"{type(error).__name__}: {said(error)}" + (f" ({place})" if place else "")
+
+
+def said(error: BaseException) -> str:
+    """Return an error's message as text that can be written anywhere; of a class of the user's,
+    making it may fail."""
+    try:
+        return str(error).encode(errors="backslashreplace").decode()
+    except Exception as failure:
+        return f"(its message cannot be made: {type(failure).__name__})"
 
 
 def with_line(error: BaseException) -> str:
     """Return `KeyError: 'x' (mine.py:12, in score)`, without a place where no code of the user's
     was called."""
     place = users_line(error)
-    return f"{type(error).__name__}: {error}" + (f" ({place})" if place else "")
+    return f"{type(error).__name__}: {said(error)}" + (f" ({place})" if place else "")
 
 
 def users_line(error: BaseException) -> str:

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
-from spmdrl.errors import Refusal, with_line
+from spmdrl.errors import RAISED, Refusal, said, with_line
 
 T = TypeVar("T")
 
@@ -37,7 +37,7 @@ def import_object(
         raise Refusal(f"{field}: {spec!r} must be `module:{kind}` or `path/file.py:{kind}`{names}")
     try:
         module = import_file(place) if place.endswith(".py") else importlib.import_module(place)
-    except Exception as error:  # importing runs the user's code, which can raise anything
+    except RAISED as error:  # importing runs the user's code, which can raise anything
         raise Refusal(f"{field}: importing {place!r} failed: {with_line(error)}") from error
     found = getattr(module, name, None)
     if not callable(found):
@@ -100,7 +100,7 @@ def construct(make: Callable[..., Any], options: Mapping[str, Any], *, field: st
         return make(**options)
     except Refusal as error:
         raise Refusal(f"{field}: {_name_of(make)}: {error}") from error
-    except Exception as error:
+    except RAISED as error:
         raise Refusal(
             f"{field}: {_name_of(make)} with {dict(options)} raised {with_line(error)}"
         ) from error
@@ -109,7 +109,7 @@ def construct(make: Callable[..., Any], options: Mapping[str, Any], *, field: st
 @contextmanager
 def refusing(
     what: str,
-    *kinds: type[Exception],
+    *kinds: type[BaseException],
     hint: str = "",
     kind: type[Exception] = Refusal,
     names_kind: bool = False,
@@ -123,7 +123,7 @@ def refusing(
     try:
         yield
     except kinds as error:
-        text = with_line(error) if names_kind else str(error)
+        text = with_line(error) if names_kind else said(error)
         raise kind(f"{what}: {text}{hint}") from error
 
 

@@ -187,7 +187,7 @@ def test_a_run_whose_reward_asks_for_a_column_ends_at_once(base):
     "code, said",
     [
         ("import os; os._exit(7)", "ended its process, with status 7"),
-        ("import sys; sys.exit('no licence')", "exits (no licence)"),
+        ("import sys; sys.exit('no licence')", "SystemExit: no licence ("),
         ("print('noise'); 1 / 0", "ZeroDivisionError: division by zero"),
         ("print('noise')\ndef f(prompts, completions, level): pass", "asks for level"),
         ("print('noise')\ndef f(prompts, completions): pass", ""),

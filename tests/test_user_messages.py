@@ -22,10 +22,10 @@ from spmdrl.checkpoint import manifest as disk
 from spmdrl.checkpoint.restore import already_finished
 from spmdrl.commands.ask import ask
 from spmdrl.config import flatten
-from spmdrl.errors import Refusal, described
-from spmdrl.imports import attempt, import_file, import_object, is_missing_folder
+from spmdrl.errors import RAISED, Refusal, described
+from spmdrl.imports import attempt, construct, import_file, import_object, is_missing_folder
 from spmdrl.report.derived import derived
-from spmdrl.world.launch import Launch
+from spmdrl.world.launch import Launch, tell_refused
 from spmdrl.world.world import _check_launch
 
 RANK = """
@@ -213,13 +213,16 @@ def test_an_error_deep_in_a_loss_shows_the_users_lines_and_the_log_has_all(tiny_
     assert "spmdrl/train/trainer.py" in log.read_text() and "mine.py" in log.read_text()
 
 
-def test_an_error_in_an_edit_of_train_py_shows_its_line(tiny_model, tmp_path):
-    edit = (BEGIN, f'    int("many")\n{BEGIN}')
+@pytest.mark.parametrize(
+    "line, error", [('int("many")', "ValueError: .*'many'"), ("sys.exit(0)", "SystemExit: 0")]
+)
+def test_an_error_in_an_edit_of_train_py_shows_its_line(tiny_model, tmp_path, line, error):
+    edit = (BEGIN, f"    {line}\n{BEGIN}")
     flags = TINY["sft"] | {"model.path": tiny_model, "output-dir": tmp_path / "out"}
     text = run("demo_sft.yaml", 1, script=copied(tmp_path, edit=edit), status=1, **flags).output
-    assert re.search(r'script.py", line \d+, in train\n +int\("many"\)', text), text
+    assert re.search(rf'script.py", line \d+, in train\n +{re.escape(line)}', text), text
     at = re.escape(f"({tmp_path}/script.py:")
-    assert re.search(rf"ended with ValueError: .*'many' {at}\d+, in train\)", text), text
+    assert re.search(rf"ended with {error} {at}\d+, in train\)", text), text
 
 
 # --------------------------------------------------------------------------- without ranks
@@ -244,6 +247,41 @@ def test_a_file_that_cannot_be_imported_is_named_with_its_line(tmp_path):
         import_object(f"{tmp_path}/torn.py:f", field="field", kind="function")
     with refused("SyntaxError", f"({tmp_path}/typo.py:2)"):
         import_object(f"{tmp_path}/typo.py:f", field="field", kind="function")
+
+
+HOSTILE = {
+    "exits": ("raise SystemExit(0)", "SystemExit: 0"),
+    "says_nothing": (
+        "raise type('E', (Exception,), {'__str__': None})()",
+        "E: (its message cannot",
+    ),
+    "surrogate": (r"raise ValueError('\ud800')", r"ValueError: \ud800"),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_whatever_the_users_code_raises_is_refused_at_its_line(tmp_path, monkeypatch, name):
+    line, says = HOSTILE[name]
+    monkeypatch.syspath_prepend(tmp_path)
+    body = f"class Game:\n    def __init__(self):\n        {line}\n\ndef loss():\n    {line}\n"
+    (tmp_path / f"{name}_called.py").write_text(body)
+    (tmp_path / f"{name}_imported.py").write_text(f"{line}\n")
+    file = tmp_path / f"{name}_imported.py"
+    with refused(says, f"({file}:1, in <module>)"):
+        import_object(f"{file}:f", field="field", kind="function")
+    (found,) = registry.problems("loss", f"{name}_imported:loss", {})
+    assert says in found and f"({file}:1, in <module>)" in found
+    (found,) = registry.problems("loss", f"{name}_called:loss", {})
+    assert says in found and f"{name}_called.py:6, in loss)" in found
+    module = import_file(str(tmp_path / f"{name}_called.py"))
+    with refused(says, f"{name}_called.py:3, in __init__)"):
+        construct(module.Game, {}, field="rollout.environment")
+    _, error = attempt(module.loss, RAISED)
+    assert error is not None
+    described(error).encode()  # any file can take it
+    monkeypatch.setenv("SPMDRL_REFUSED", str(tmp_path / "refused"))
+    tell_refused("\ud800")
+    assert (tmp_path / "refused").read_text() == "\\ud800\n"
 
 
 def test_only_a_whole_checkpoint_of_the_same_run_counts_as_finished(tmp_path, group, capsys):

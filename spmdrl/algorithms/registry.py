@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from spmdrl.algorithms.result_form import form_problem, place_of
-from spmdrl.errors import Refusal, described, with_line
+from spmdrl.errors import RAISED, Refusal, described, with_line
 
 Method = Callable[..., Any]
 """A function of the registry, or one's own with parameters of the same names."""
@@ -114,7 +114,7 @@ def _imported(name: str) -> Method | str:
     module_name, _, attribute = name.partition(":")
     try:
         module = importlib.import_module(module_name)
-    except Exception as error:  # importing runs the user's code, which can raise anything
+    except RAISED as error:  # importing runs the user's code, which can raise anything
         return (
             f"cannot import {module_name!r} of {name!r}: {with_line(error)}; it must be "
             "importable from the folder of train.py or from PYTHONPATH"
@@ -266,7 +266,7 @@ def _offered(kind: Kind, function: Method) -> dict[str, Tensor]:
 def _trial_problems(kind: Kind, function: Method, options: Named) -> list[str]:
     try:
         result = _trial(kind, function, options)
-    except Exception as error:  # whatever a function of the user's own raises
+    except RAISED as error:  # whatever a function of the user's own raises
         return [f"_options: {described(error)}"]
     per_token = kind == "advantage" and is_per_token(function)
     own = getattr(function, "__name__", repr(function))

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from spmdrl.data.rows import ground_truth_of
-from spmdrl.errors import Refusal
+from spmdrl.errors import RAISED, Refusal, with_line
 from spmdrl.imports import attempt, parsed_json
 from spmdrl.rewards.signatures import import_function, load_reward
 
@@ -27,11 +27,11 @@ def function_problems(specs: Sequence[str], row: dict | None) -> list[str]:
     """
     problems = []
     for spec in specs:
-        _, error = attempt(partial(_check, spec, row), (Refusal, SystemExit))
-        if isinstance(error, SystemExit):
-            problems.append(f"rewards.functions: importing {spec!r} exits ({error})")
-        elif error:
+        _, error = attempt(partial(_check, spec, row), RAISED)
+        if isinstance(error, Refusal):
             problems.append(str(error))
+        elif error:  # of its `prepare`, say
+            problems.append(f"rewards.functions: {spec}: {with_line(error)}")
     return problems
 
 

@@ -12,7 +12,7 @@ from spmdrl.data.hashed import hashed
 from spmdrl.environments.fit_values import unfit
 from spmdrl.environments.plain_state import PICKLED, PLAIN, NotPlain, environment_of, text_of
 from spmdrl.environments.protocol import Message, Response, Turn
-from spmdrl.errors import Refusal
+from spmdrl.errors import RAISED, Refusal
 from spmdrl.imports import attempt, construct, import_object, ran, refusing
 from spmdrl.rewards.signatures import BadValue, finite
 
@@ -41,7 +41,7 @@ def check_environment(options: Mapping[str, Any], row: dict) -> None:
     """
     server = EnvironmentServer(options)
     what = f"{FIELD}: {options['name']} cannot open the first row of data.train"
-    with refusing(what, Exception, names_kind=True):  # the user's code
+    with refusing(what, *RAISED, names_kind=True):  # the user's code
         server.open(row, seed=0)
 
 

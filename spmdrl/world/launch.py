@@ -159,8 +159,8 @@ def tell_refused(reason: str) -> None:
     """Leave a refusal where slurm/attempt.sh looks for it before it queues a job again."""
     path = os.environ.get("SPMDRL_REFUSED")
     if path:
-        with contextlib.suppress(OSError), open(path, "w") as file:  # it is printed besides
-            file.write(reason + "\n")
+        with contextlib.suppress(OSError), open(path, "wb") as file:  # it is printed besides
+            file.write(f"{reason}\n".encode(errors="backslashreplace"))
 
 
 def ask_cublas_to_repeat() -> None:

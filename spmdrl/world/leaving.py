@@ -94,7 +94,7 @@ def _say_on_rank_0(world: Member, text: str) -> None:
         print(f"[rank 0] {text}", file=sys.stderr, flush=True)
 
 
-def ended(error: Exception, world: Member | None) -> int:
+def ended(error: BaseException, world: Member | None) -> int:
     """Say why this rank ends, to people, to the launcher and to the other ranks.
 
     Args:
@@ -126,7 +126,7 @@ def ended(error: Exception, world: Member | None) -> int:
     return 2 if isinstance(error, Refusal) else 1
 
 
-def _show(error: Exception, rank: int | str) -> None:
+def _show(error: BaseException, rank: int | str) -> None:
     """Print what a person needs; the rank's log gets the whole traceback."""
     whole = "".join(traceback.format_exception(error))
     if isinstance(error, (Refusal, PeersMissing)):

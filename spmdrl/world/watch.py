@@ -23,6 +23,7 @@ from typing import Literal
 
 import torch.distributed as dist
 
+from spmdrl.errors import said
 from spmdrl.world.board import Board
 from spmdrl.world.flight import leave_record
 from spmdrl.world.neighbours import Neighbours, own_process
@@ -329,7 +330,7 @@ def _is_silent(state: dict | None) -> bool:
 
 def first_line(error: BaseException) -> str:
     """Return the kind of an error and the first line of its message."""
-    return f"{type(error).__name__}: {(str(error).splitlines() or ['(no text)'])[0]}"
+    return f"{type(error).__name__}: {(said(error).splitlines() or ['(no text)'])[0]}"
 
 
 def store_timeout(seconds: float) -> timedelta:
