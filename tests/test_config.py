@@ -178,6 +178,11 @@ def test_the_problems_of_flags_are_reported_at_once(capsys):
         assert part in said
 
 
+def test_a_text_that_looks_like_a_number_stays_text_where_none_can_stand(tmp_path):
+    (tmp_path / "c.yaml").write_text("model: {lora: {rank: 4, targets: 1e3}}")
+    assert config.load_yaml(tmp_path / "c.yaml").model.lora.targets == "1e3"
+
+
 def test_flags_and_files_take_the_same_values(tmp_path):
     flags = [
         "--engine.options",

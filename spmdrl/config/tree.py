@@ -172,7 +172,8 @@ def _option(name: str, value: Any, hint: Any) -> Any:
 def _one_of(value: Any, hints: tuple[Any, ...]) -> Any:
     for hint in hints:
         if type(value) in (hint, typing.get_origin(hint)):
-            return option_value(value)
+            is_text = isinstance(value, str) and float not in hints  # 1e3 is meant as text then
+            return checked_text(value) if is_text else option_value(value)
         if typing.get_origin(hint) is Literal and value in typing.get_args(hint):
             return value
         if typing.get_origin(hint) is tuple and isinstance(value, list):
