@@ -12,15 +12,15 @@ from fractions import Fraction
 from typing import Any
 
 from spmdrl.errors import Refusal
+from spmdrl.rewards.number_forms import plain_numbers
 
 # A sign after a digit or a name is a minus: 10-5.
 _DIGITS = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)"
 _UNSIGNED = rf"(?:{_DIGITS}(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?"
 _NUMBER = re.compile(
-    rf"(?P<top>(?:(?<![\w)])[-+])?{_UNSIGNED})"
+    rf"(?P<top>(?:(?<![\w)])[-+](?:\\?\$)?)?{_UNSIGNED})"
     rf"(?:\s*/\s*(?P<bottom>{_UNSIGNED}))?(?P<percent>\s*\\?%)?"
 )
-_LATEX_FRACTION = re.compile(r"\\[dt]?frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}")
 _FENCE = re.compile(r"```[^\n`]*\n(.*?)(?:```|\Z)", re.DOTALL)
 
 
@@ -69,10 +69,10 @@ def _written(value: Fraction) -> str:
 def last_number(text: str) -> Number | None:
     """Return the last number in a text; None if there is none that can be computed with.
 
-    Read are thousands separators (1,234), exponents, fractions (3/4, \\frac{3}{4}) and percent.
+    Read are thousands separators (1,234), exponents, fractions (3/4, \\frac{3}{4}), percent, and
+    what `plain_numbers` makes of other forms.
     """
-    plain = _LATEX_FRACTION.sub(r"\1/\2", text.replace("\u2212", "-").replace("{,}", ","))
-    if (found := last_match(_NUMBER, plain)) is None:
+    if (found := last_match(_NUMBER, plain_numbers(text))) is None:
         return None
     top, bottom = (_exact(found[name] or "1") for name in ("top", "bottom"))
     if top is None or not bottom:
@@ -82,7 +82,7 @@ def last_number(text: str) -> Number | None:
 
 def _exact(text: str) -> Fraction | None:
     """Return what a number's digits mean; None for one of too many."""
-    digits, _, exponent = text.replace(",", "").lower().partition("e")
+    digits, _, exponent = re.sub(r"[,$\\]", "", text).lower().partition("e")
     too_long = len(digits) > _MAX_DIGITS or len(exponent) > len(str(_MAX_DIGITS)) + 1
     if too_long or abs(int(exponent or 0)) > _MAX_DIGITS:
         return None
