@@ -73,7 +73,7 @@ def _stranger(folder: Path) -> str:
         assert time.monotonic() < deadline, store.list_keys()
         keys = [key for key in store.list_keys() if "default_pg" in key]
     (prefix,) = {re.search(r"\w{32}", key).group() for key in keys}
-    os.environ[SECRET] = "guessed"
+    os.environ[SECRET] = "guessed" * 4
     groups.mark = lambda place, data: bytes.fromhex(prefix)
     comm.pack = lambda value: pickle.dumps(Bomb(folder / "went off"))
     return error_of(lambda: World.start(CFG))
@@ -138,10 +138,10 @@ def test_words_without_the_mark_of_the_job_are_not_believed() -> None:
 
 def test_a_mark_is_of_one_place_one_attempt_and_one_secret(monkeypatch) -> None:
     monkeypatch.setattr(secret, "_key", b"")
-    monkeypatch.setenv(SECRET, "s")
+    monkeypatch.setenv(SECRET, "s" * 32)
     marks = {secret.mark("place", b"data")}
     marks |= {secret.mark("place", b"date"), secret.mark("plac", b"edata")}
-    for words, attempt in (("s", 1), ("t", 0)):
+    for words, attempt in (("s" * 32, 1), ("t", 0)):
         secret.adopt(words, attempt=attempt)
         marks.add(secret.mark("place", b"data"))
     assert len(marks) == 5
@@ -180,9 +180,24 @@ def test_a_secret_that_some_ranks_have_is_refused(tmp_path, told, monkeypatch) -
     store.set("secret", json.dumps("" if told == 0 else "0" * 32))
     monkeypatch.delenv(SECRET, raising=False)
     if told:
-        monkeypatch.setenv(SECRET, "of rank 1")
+        monkeypatch.setenv(SECRET, "of rank 1, which is long")
     with pytest.raises(ValueError, match=f"rank {told} has {SECRET} in its environment and rank"):
         secret.agree_on_secret(store, tried, shared=None)
+
+
+@pytest.mark.parametrize("told", ["\n", " " * 40, "a", "changeme\n"])
+def test_a_secret_that_can_be_guessed_is_refused(told, monkeypatch) -> None:
+    monkeypatch.setenv(SECRET, told)
+    with pytest.raises(ValueError, match=f"{SECRET} has . characters besides white space"):
+        secret.agree_on_secret(
+            dist.HashStore(), Launch(0, 2, 0, "127.0.0.1", 1, "torchrun"), shared=None
+        )
+
+
+def test_a_secret_may_be_any_bytes(monkeypatch) -> None:
+    monkeypatch.setenv(SECRET, os.fsdecode(bytes(range(128, 256)) * 100))
+    monkeypatch.setattr(secret, "_key", b"")
+    assert len(secret.mark("place", b"data")) == secret.MARK_BYTES
 
 
 def test_nobody_is_led_to_another_file(tmp_path, monkeypatch) -> None:

@@ -19,6 +19,7 @@ _TOLD_CHARS = 2000
 _GLOO = "GLOO_SOCKET_IFNAME"
 SECRET = "SPMDRL_SECRET"
 """Variable with the job's secret, see secret.py."""
+_SECRET_CHARS = 16
 _OUTSIDE = ("8.8.8.8", "2001:4860:4860::8888")  # of no matter which: nothing is sent
 _OWN_PID, _PARENT_PID = os.getpid(), os.getppid()  # as early as can be: it may die any time
 _GET_ADDRESS = 0x8915  # SIOCGIFADDR of Linux
@@ -93,8 +94,17 @@ def read_launch(env: dict[str, str] | None = None) -> Launch:
 
 
 def told_secret() -> str:
-    """Return the secret that the launcher's environment gives the job; empty for none."""
-    return os.environ.get(SECRET, "")
+    """Return the secret that the launcher's environment gives the job; empty for none.
+
+    Raises: Refusal for one that a stranger guesses: white space, or a few characters.
+    """
+    secret = os.environ.get(SECRET, "")
+    if secret and len(secret.strip()) < _SECRET_CHARS:
+        raise Refusal(
+            f"{SECRET} has {len(secret.strip())} characters besides white space around them, which "
+            "can be guessed: set it to some 32 random ones, the same on all nodes, or to none"
+        )
+    return secret
 
 
 def is_launched() -> bool:

@@ -37,7 +37,7 @@ def adopt(secret: str, *, attempt: int = 0) -> None:
     """Mark all that this process sends from now on; what was marked in other attempts of the job
     is not believed."""
     global _key
-    _key = hmac.digest(secret.encode(), b"spmdrl attempt %d" % attempt, "sha256")
+    _key = hmac.digest(os.fsencode(secret), b"spmdrl attempt %d" % attempt, "sha256")
 
 
 def mark(place: str, data: bytes) -> bytes:
