@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import random
 import re
 import resource
@@ -176,6 +177,11 @@ def test_random_rows_are_taken_or_refused_with_their_place(count, tmp_path):
         ("rl", '{"prompt": "\\ud83d"}', "holds half of a character, '\\ud83d', at 1"),
         ("rl", '{"prompt": "a", "b": ' + "9" * 5000 + "}", "not a JSON value: Exceeds the limit"),
         ("rl", '{"prompt": "a", "b": ' + "[" * 90 + "]" * 90 + "}", "'b' holds lists or mappings"),
+        (
+            "rl",
+            '{"prompt": "a", "b": {"c": 1, "c": 2}}',
+            "the name 'c' stands twice in one mapping",
+        ),
         ("rl", '{"prompt": ' + "[" * 100_000, "nested too deep to be read"),
         ("rl", '{"prompt": "' + "x" * 2**20 + '"}', "longer than data.max_row_mib allows"),
         (
@@ -191,6 +197,20 @@ def test_what_a_row_cannot_be_is_refused_with_file_line_and_column(kind, line, s
     path.write_text(json.dumps(GOOD[kind][0]) + "\n\n" + line + "\n")
     found = says(lambda: use(path, kind, is_chat=True), of=line)
     assert found.startswith(f"{path}:3: ") and said in found
+
+
+def test_what_is_no_file_or_too_large_a_list_is_refused_before_it_is_read(tmp_path):
+    folder, pipe, large = (tmp_path / name for name in ("d.jsonl", "p.jsonl", "l.json"))
+    folder.mkdir()
+    os.mkfifo(pipe)
+    large.write_text("[")
+    os.truncate(large, 5 * 2**30)  # sparse: it takes no place
+    for path, said in (
+        (folder, "is a folder"),
+        (pipe, "is a pipe or device"),
+        (large, "write its rows as lines of a .jsonl file"),
+    ):
+        assert said in says(lambda path=path: read_rows(str(path)), of=path)
 
 
 def test_integers_of_many_digits_are_answers(tmp_path):
@@ -215,6 +235,10 @@ def of_bytes(*texts: bytes) -> pyarrow.Array:
         (
             dict(at=pyarrow.array([0, 10**15], pyarrow.timestamp("s"))),
             "row 1: column 'at' cannot be read: ",
+        ),
+        (
+            dict(at=pyarrow.array([0, 1], pyarrow.timestamp("us", tz="Nowhere/At_all"))),
+            "row 0: column 'at' cannot be read: 'Nowhere/At_all'",
         ),
         (dict(image=[b"\x89", b""]), "row 0: column 'image' holds bytes, which"),
         (dict(prompt=pyarrow.array([1, 2])), "row 0: column 'prompt': expected text or a list"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import json
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
@@ -19,6 +20,7 @@ _LEAST_ROWS, _MOST_ROWS = 16, 4096
 # No data shrinks a thousandfold but such as was made to fill memory.
 _MOST_TIMES, _FREE_BYTES = 1000, 64 * 2**20
 _ROW_BYTES = 8  # at least
+_LIST_BYTES = 4 * 2**30  # of a .json file that is one list, which takes several times that
 
 
 def numbered_rows(
@@ -34,6 +36,9 @@ def numbered_rows(
     path = Path(spec).expanduser()
     if path.suffix not in SUFFIXES:
         return hub_rows(spec)
+    if not path.is_file() and path.exists():
+        kind = "a folder" if path.is_dir() else "a pipe or device"
+        raise Refusal(f"{path}: is {kind}, no data file")
     if not path.is_file():
         raise Refusal(f"{path}: no such data file (looked from {Path.cwd()})")
     if path.suffix == ".parquet":
@@ -47,6 +52,11 @@ def numbered_rows(
 def _json_rows(path: Path, *, most_bytes: int) -> Iterator[tuple[str, Any]]:
     with refusing(f"{path}: cannot be read", OSError), path.open("rb") as file:
         if path.suffix == ".json" and _begins_list(file):
+            if (size := path.stat().st_size) > _LIST_BYTES:
+                raise Refusal(
+                    f"{path}: a list of {size / 2**30:.1f} GiB is read as one, and the most is "
+                    f"{_LIST_BYTES >> 30} GiB; write its rows as lines of a .jsonl file"
+                )
             rows = _parsed(file.read(), place=str(path))
             yield from ((f"{path}: row {i}", row) for i, row in enumerate(rows))
             return
@@ -79,12 +89,21 @@ def _parsed(data: bytes, *, place: str) -> Any:
             f"{data[:60]!r}"
         ) from None
     try:
-        return json.loads(text)
+        return json.loads(text, object_pairs_hook=_named_once)
     except RecursionError:
         raise Refusal(f"{place}: lists and mappings are nested too deep to be read") from None
     except ValueError as error:  # besides JSON's own: integers of more digits than Python reads
         why = str(error).partition("; use sys.")[0]
         raise Refusal(f"{place}: not a JSON value: {why}; the line begins {text[:60]!r}") from None
+
+
+def _named_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a mapping. Raises: ValueError for a name that stands twice, of which one is lost."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        twice = Counter(name for name, _ in pairs).most_common(1)[0][0]
+        raise ValueError(f"the name {twice!r:.60} stands twice in one mapping")
+    return found
 
 
 # --------------------------------------------------------------------------- parquet
@@ -160,10 +179,10 @@ def _values(batch: Any, path: Path, number: int) -> list[dict]:
     """Return the rows of a batch. Raises: Refusal naming the row and column that cannot be read."""
     try:
         return batch.to_pylist()
-    except (ValueError, OverflowError) as error:  # bad UTF-8, dates beyond Python's
+    except (ValueError, OverflowError, KeyError) as error:  # bad UTF-8, dates, time zones
         for i, name in itertools.product(range(batch.num_rows), batch.schema.names):
             place = f"{path}: row {number + i}: column {name!r} cannot be read"
-            with refusing(place, ValueError, OverflowError):
+            with refusing(place, ValueError, OverflowError, KeyError):
                 batch.column(name)[i].as_py()
         raise Refusal(f"{path}: from row {number} on cannot be read: {error}") from error
 
