@@ -16,8 +16,10 @@ from functools import partial
 import pytest
 from pool_runs import pool_of, submit
 
+from spmdrl.data.tasks import make_task
 from spmdrl.environments import tool_calls
 from spmdrl.environments.calculator import calculator
+from spmdrl.errors import Refusal
 from spmdrl.rewards import graders
 from spmdrl.rewards.answers import boxed, fenced_code, find_answer, last_match, reference_answer
 from spmdrl.rewards.judge import _SCORE
@@ -509,3 +511,29 @@ def test_math_verify_missing_is_said_at_the_start(monkeypatch):
     graders._read_reference.cache_clear()
     with pytest.raises(ValueError, match="needs math-verify.*pip install"):
         load_reward("spmdrl.rewards.graders:math")
+
+
+@pytest.mark.parametrize(
+    "tests",
+    [
+        {"inputs": 1, "outputs": 2},
+        {"assert_case": 5},
+        {"inputs": ["x"], "outputs": ["2"], "fn_name": "f"},
+        {"inputs": ["1"], "outputs": [2], "fn_name": "f"},
+        [{"input": "1", "output": "2", "metadata": 3}],
+    ],
+)
+def test_a_known_shape_with_other_things_in_it_is_refused(tests):
+    with pytest.raises(Refusal, match="cannot be read"):
+        read_cases(tests)
+
+
+def test_the_name_of_a_function_may_stand_in_json():
+    (case,) = read_cases([{"input": "1", "output": "2", "metadata": '{"func_name": "f"}'}])
+    assert (case.kind, case.name) == ("call", "f")
+
+
+@pytest.mark.parametrize("prompt", ["{low:999999999}", "{low.x}", "{low[0]}", "{}", "{"])
+def test_a_prompt_that_names_anything_but_its_bounds_is_refused(prompt):
+    with pytest.raises(Refusal, match="may hold {low} and {high} only"):
+        make_task("task:guess_number", {"prompt": prompt})

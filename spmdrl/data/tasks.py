@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import random
+import string
 from typing import Any, Literal, Protocol
 
 from spmdrl.data.hashed import hashed
@@ -180,7 +181,10 @@ class GuessNumberTask:
             )
         self.low, self.high, self.held_out = low, high, held_out
         what = f"data.task_options.prompt: {prompt!r} may hold {{low}} and {{high}} only"
-        with refusing(what, KeyError, IndexError, ValueError, names_kind=True):
+        with refusing(what, ValueError, names_kind=True):
+            for _, name, form, conversion in string.Formatter().parse(prompt):
+                if name not in (None, "low", "high") or form or conversion:  # a width fills memory
+                    raise ValueError(f"{name!r:.60} with form {form!r:.60}")
             self.prompt = prompt.format(low=low, high=high)
 
     def row(self, seed: int, index: int, *, split: Split) -> dict:

@@ -193,10 +193,25 @@ def read_cases(ground_truth: Any, *, entry_point: str | None = None) -> list[Cas
         entry_point: for HumanEval: the function that the program's `check` gets.
     Raises: Refusal showing the known shapes for any other, and for none at all.
     """
-    tests = _from_json(ground_truth)
+    kinds = (TypeError, AttributeError, KeyError, ValueError)
+    try:
+        cases = _known_cases(_from_json(ground_truth), entry_point)
+    except Refusal:
+        raise
+    except kinds as error:  # what stands within a known shape
+        raise Refusal(f"the tests {ground_truth!r:.80} cannot be read: {error}") from error
+    if not cases:
+        raise Refusal(
+            f"the tests {ground_truth!r:.80} have none of the known shapes, or there "
+            f"are none:\n{_SHAPES}"
+        )
+    return cases
+
+
+def _known_cases(tests: Any, entry_point: str | None) -> list[Case]:
     if isinstance(tests, str) and tests.strip():
         return [Case("assert", tests + (f"\ncheck({entry_point})\n" if entry_point else ""))]
-    cases = None
+    cases = []
     if isinstance(tests, dict) and {"inputs", "outputs"} <= tests.keys():
         inputs, outputs = tests["inputs"], tests["outputs"]
         if len(inputs) != len(outputs):
@@ -211,11 +226,6 @@ def read_cases(ground_truth: Any, *, entry_point: str | None = None) -> list[Cas
         isinstance(t, dict) and {"input", "output"} <= t.keys() for t in tests
     ):
         cases = [_pair(t["input"], t["output"], _name_of(t)) for t in tests]
-    if not cases:
-        raise Refusal(
-            f"the tests {ground_truth!r:.80} have none of the known shapes, or there "
-            f"are none:\n{_SHAPES}"
-        )
     return cases
 
 
@@ -231,7 +241,7 @@ def _from_json(ground_truth: Any) -> Any:
 
 
 def _name_of(test: dict) -> str:
-    meta = test.get("metadata")
+    meta = _from_json(test.get("metadata"))
     return test.get("fn_name") or (meta or {}).get("func_name") or ""
 
 
