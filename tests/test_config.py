@@ -20,7 +20,7 @@ from spmdrl import config
 from spmdrl.check.settings import parse
 from spmdrl.checkpoint.restore import config_differences
 from spmdrl.config.help import field_docs
-from spmdrl.config.read import read
+from spmdrl.config.read import read, with_flags
 from spmdrl.config.tree import build, convert, kinds, sections, settings
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -181,6 +181,12 @@ def test_the_problems_of_flags_are_reported_at_once(capsys):
 def test_a_text_that_looks_like_a_number_stays_text_where_none_can_stand(tmp_path):
     (tmp_path / "c.yaml").write_text("model: {lora: {rank: 4, targets: 1e3}}")
     assert config.load_yaml(tmp_path / "c.yaml").model.lora.targets == "1e3"
+
+
+def test_long_words_are_not_told_whole():
+    with pytest.raises(ValueError, match="expected one value") as raised:
+        with_flags(config.Config(), ["--lag", "a" * 70_000, "b"])
+    assert len(str(raised.value)) < 400
 
 
 def test_flags_and_files_take_the_same_values(tmp_path):

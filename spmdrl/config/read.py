@@ -249,7 +249,7 @@ def _from_words(words: list[str], hint: Any) -> Any:
     if of_list and (len(words) != 1 or str not in kinds(hint)):
         return [w if typing.get_args(of_list)[0] is str else plain_data(w) for w in words]
     if len(words) != 1:
-        raise Refusal(f"expected one value, got {' '.join(words) or 'none'}")
+        raise Refusal(f"expected one value, got {' '.join(words)[:160] or 'none'}")
     is_text = str in kinds(hint) or typing.get_origin(hint) is Literal
     return words[0] if is_text else plain_data(words[0])
 
