@@ -8,6 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as parquet
 import pytest
 import torch
 from built import made, refused
@@ -15,12 +17,14 @@ from safetensors.torch import save_file
 
 from spmdrl.checkpoint.hf_folder import _make_classifier, _set_dtype
 from spmdrl.commands.ask import ask
+from spmdrl.commands.view import main as view
 from spmdrl.data.tokenizer import end_token_ids, load_tokenizer
 from spmdrl.errors import Refusal
 from spmdrl.imports import attempt
 from spmdrl.model.checkpoint_reader import CheckpointReader
 from spmdrl.model.lora.files import AdapterFolder
 from spmdrl.report.rollout_view import _decoder
+from spmdrl.rollout.recorder import FORMAT, HEADER, SCHEMA
 
 ODD = (b"[]", b"null", b"1", b'"x"', b"{", b"\xff\xfe\x00", b"[" * 3000, b"")
 
@@ -134,3 +138,20 @@ def test_ask_refuses_what_it_cannot_ask(changed_folder, tiny_model) -> None:
     for name in ("tokenizer.json", "config.json", "model.safetensors", "generation_config.json"):
         folder = changed_folder(name, b"[]")
         assert is_refused(lambda: ask(folder, max_response_tokens=1, num_problems=1)), name
+
+
+def test_odd_recordings_are_refused_by_the_viewer(tmp_path, capsys) -> None:
+    path = tmp_path / "rollouts" / "step_000000_replica_0_of_1.parquet"
+    path.parent.mkdir()
+    empty = {field.name: None for field in SCHEMA}
+    for header, table in (
+        ({"format": FORMAT}, pa.Table.from_pylist([empty | {"group": 0}], schema=SCHEMA)),
+        ({"format": FORMAT}, pa.table({"group": [0], "sample": [0]})),
+        ({"format": FORMAT}, pa.table({name: ["x"] for name in SCHEMA.names})),
+        ({"format": FORMAT}, SCHEMA.empty_table()),
+        (["format"], SCHEMA.empty_table()),
+    ):
+        head = {HEADER: json.dumps(header).encode()}
+        parquet.write_table(table.replace_schema_metadata(head), path, write_statistics=False)
+        assert view([str(tmp_path), "--step", "0", "--group", "0"]) == 2
+        assert f"{path.parent}" in capsys.readouterr().err

@@ -14,11 +14,15 @@ import argparse
 import signal
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from spmdrl.errors import Refusal
 from spmdrl.imports import attempt
 from spmdrl.report.rollout_text import SORTS, group_text, groups_text, steps_text
 from spmdrl.report.rollout_view import read_group, summaries
+
+if TYPE_CHECKING:
+    from spmdrl.rollout.recordings import Recorded
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -65,9 +69,18 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _shown(args: argparse.Namespace) -> str:
-    from spmdrl.rollout.recordings import find_recorded
+    from spmdrl.rollout.recordings import find_recorded, reading
 
     recorded = find_recorded(args.folder)
+    with reading(recorded.folder):
+        text = _text(args, recorded)
+    if args.html is None:
+        return text
+    args.html.write_text(text, encoding="utf-8", errors="replace")
+    return f"wrote {args.html}"
+
+
+def _text(args: argparse.Namespace, recorded: Recorded) -> str:
     if args.step is None:
         return steps_text(recorded)
     if args.group is None:
@@ -85,5 +98,4 @@ def _shown(args: argparse.Namespace) -> str:
         return group_text(view, tokens=args.tokens)
     from spmdrl.report.rollout_page import page
 
-    args.html.write_text(page(view, color=args.color), encoding="utf-8")
-    return f"wrote {args.html}"
+    return page(view, color=args.color)

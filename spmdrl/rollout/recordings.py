@@ -35,6 +35,12 @@ log = logging.getLogger(__name__)
 _without_digests: set[Path] = set()
 """Folders of which it was said that files there have no digest."""
 
+# What comes up where a file without digest holds something else than a run records.
+_NONSENSE = (pa.ArrowException, OSError, LookupError, TypeError, ValueError, RuntimeError) + (
+    AttributeError,
+    ArithmeticError,
+)
+
 
 @dataclass(frozen=True)
 class Recorded:
@@ -114,7 +120,7 @@ def read_table(
     Raises: Refusal when the file cannot be read.
     """
     file = _open(path)
-    with _reading(path):
+    with reading(path):
         places = list(range(file.num_row_groups))
         if group is not None:
             at = SCHEMA.names.index("group")
@@ -137,7 +143,7 @@ def read_rollouts(files: Sequence[Path], *, part: int, num_parts: int) -> Rollou
         header, count = _header_of(file, path), file.num_row_groups
         mine = [i for i in range(count) if (number + i) % num_parts == part]
         number += count
-        with _reading(path):
+        with reading(path):
             tables.append(file.read_row_groups(mine))
         form = header.get("routes", form)
         if part == 0:
@@ -149,7 +155,7 @@ def read_rollouts(files: Sequence[Path], *, part: int, num_parts: int) -> Rollou
                 }
             )
             shown += tuple(header["shown"])
-    with _reading(*files):
+    with reading(*files):
         table = pa.concat_tables(tables, promote_options="default")
         table.validate(full=True)  # of a file without digest: what it says may be nonsense
         table = table.filter(pa.array(table["sample"].to_numpy() != GREEDY, type=pa.bool_()))
@@ -203,7 +209,7 @@ def _tensor(column: pa.Array, kind: torch.dtype | None = None) -> Tensor:
 
 
 def _open(path: Path) -> parquet.ParquetFile:
-    with _reading(path):
+    with reading(path):
         _check_digest(path)
         return parquet.ParquetFile(path)
 
@@ -245,12 +251,14 @@ def _header_of(file: parquet.ParquetFile, path: Path) -> dict[str, Any]:
 
 
 @contextmanager
-def _reading(*paths: Path) -> Iterator[None]:
+def reading(*paths: Path) -> Iterator[None]:
     """Say of which files it is that what is read of them makes no sense; a refusal says so."""
     try:
         yield
     except Refusal:
         raise
-    except (pa.ArrowException, OSError, LookupError, TypeError, ValueError, RuntimeError) as error:
+    except _NONSENSE as error:
         names = ", ".join(map(str, paths))
-        raise Refusal(f"{names}: cannot be read as recorded rollouts: {error}") from error
+        raise Refusal(
+            f"{names}: cannot be read as recorded rollouts: {type(error).__name__}: {error}"
+        ) from error
