@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import shutil
+import weakref
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -43,6 +46,34 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for marker, reason in reasons.items():
             if reason and item.get_closest_marker(marker):
                 item.add_marker(pytest.mark.skip(reason=reason))
+
+
+_watches: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _remember_watches() -> Iterator[None]:
+    """Know each Watch of this process: one that a test leaves behind would end pytest itself, as it
+    ends a rank, when the store of its job goes."""
+    from spmdrl.world.watch import Watch
+
+    first = Watch.__init__
+
+    def remember(self: Watch, *args: Any, **options: Any) -> None:
+        _watches.add(self)
+        first(self, *args, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Watch, "__init__", remember)
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _end_watches(_remember_watches: None) -> Iterator[None]:
+    """Let none of them live longer than its test."""
+    yield
+    for watch in list(_watches):
+        watch._closed.set()
 
 
 @pytest.fixture(scope="session")

@@ -28,7 +28,6 @@ from spmdrl.rewards.columns import problems_in_child
 from spmdrl.rewards.signatures import reward_models
 from spmdrl.rollout import model_limits
 from spmdrl.rollout.replay_source import check_recorded
-from spmdrl.train.companions.model_rewards import check_reward_model
 from spmdrl.workers.environment_jobs import check_environment
 from spmdrl.world import World
 
@@ -112,7 +111,12 @@ def _first_row(cfg: Config, spec: str) -> dict | None:
 
 def _model_problems(cfg: Config) -> Iterator[str]:
     """Yield why a reward model cannot be used."""
-    for path in reward_models(cfg.rewards.functions).values():
+    models = reward_models(cfg.rewards.functions)
+    if not models:
+        return  # and a rank that does not train loads nothing of training
+    from spmdrl.train.companions.model_rewards import check_reward_model
+
+    for path in models.values():
         # The files of a hub model would have to be fetched.
         folder = Path(path) if Path(path).is_dir() else None
         found = refusal(partial(check_reward_model, cfg, path, folder=folder))
