@@ -181,6 +181,22 @@ def test_log_ratios_beyond_twenty_stay_finite(name, unbiased):
         assert terms.isfinite().all() and gradient.isfinite().all()
 
 
+@pytest.mark.parametrize("gap", [-100.0, -30.0, -21.0, -19.0, 19.0, 21.0, 30.0, 100.0])
+@pytest.mark.parametrize("name, unbiased", CASES)
+def test_far_tokens_are_pulled_as_the_formula_says(name, unbiased, gap):
+    """d = gap, r = e^0.5."""
+    new = torch.tensor([gap], dtype=torch.float64, requires_grad=True)
+    case = dict(old_logprobs=new.detach() - 0.5, loss_mask=torch.tensor([True]))
+    term = getattr(kl, name)(new, torch.zeros_like(new), unbiased=unbiased, **case)
+    (slope,) = torch.autograd.grad(term.sum(), new)
+    r, above = math.exp(0.5), math.expm1(min(-gap, 20.0))
+    value = {"k1": gap, "k2": gap**2 / 2, "k3": above + gap}[name]
+    own = {"k1": 1.0, "k2": gap, "k3": -above}[name]
+    weighed = {"k1": r * (gap + 1), "k2": r * gap, "k3": r * gap}[name]
+    assert float(term.detach()) == pytest.approx(r * value if unbiased else value, rel=1e-12)
+    assert float(slope) == pytest.approx(weighed if unbiased else own, rel=1e-12)
+
+
 def test_a_logprob_that_is_not_a_number_is_not_hidden_inside_the_mask():
     case = ragged(1)
     case.rollout_logprobs[4] = math.nan

@@ -182,6 +182,58 @@ def test_log_ratios_beyond_twenty_stay_finite():
             assert terms.isfinite().all() and gradient_of(terms, case).isfinite().all(), name
 
 
+def far(*log_ratios: float) -> Ragged:
+    """One sequence of tokens that have moved so far, A = 1."""
+    moves = torch.tensor(log_ratios, dtype=torch.float64)
+    before = torch.full_like(moves, -50.0)
+    return Ragged(
+        logprobs=(before + moves).requires_grad_(),
+        old_logprobs=before,
+        rollout_logprobs=before.clone(),
+        advantages=torch.ones_like(moves),
+        **packed(len(log_ratios)),
+    )
+
+
+@pytest.mark.parametrize("name", ["kimi", "dro"])
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_a_square_pulls_every_token_of_far_sequences(name, level):
+    case = far(-30.0, 45.0, 2.0)
+    terms, _ = call(name, case, level=level)
+    weight = {"kimi": 0.1, "dro": 0.05}[name]
+    moves = (case.logprobs - case.old_logprobs).detach()
+    squares = moves**2 if level == "token" else moves * moves.sum()
+    expected = weight / 2 * squares - case.logprobs.detach()
+    torch.testing.assert_close(terms.detach(), expected, rtol=1e-12, atol=0)
+    pull = weight * (moves if level == "token" else moves.sum().expand(3))
+    torch.testing.assert_close(gradient_of(terms, case), pull - 1, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("name", ["gspo", "gspo_token", "luspo"])
+def test_a_sequences_mean_counts_far_tokens_whole(name):
+    case = far(-30.0, 31.0, 2.0)
+    terms, stats = call(name, case, clip_low=1.0, clip_high=9.0)
+    torch.testing.assert_close(-terms.detach(), torch.full((3,), math.e, dtype=torch.float64))
+    total, count = stats["policy/ratio"]
+    assert float(total / count) == pytest.approx(math.e)
+
+
+@pytest.mark.parametrize("name", ["dppo_tv", "dppo_kl"])
+def test_dppo_caps_the_weight_and_keeps_the_gradient(name):
+    case = far(1.0, 4.0, 30.0)  # none of which is likely yet
+    for options, cap in (
+        ({}, 20.0),
+        ({"ratio_cap": 3.0}, 3.0),
+        ({"ratio_cap": math.inf}, math.inf),
+    ):
+        terms, _ = call(name, case, **options)
+        weights = torch.tensor([1.0, 4.0, 20.0], dtype=torch.float64).exp().clamp(max=cap)
+        torch.testing.assert_close(-terms.detach(), weights)
+        torch.testing.assert_close(-gradient_of(terms, case), weights)
+    with pytest.raises(ValueError, match="ratio_cap"):
+        call(name, case, ratio_cap=0.0)
+
+
 def test_a_logprob_that_is_not_finite_is_not_hidden_inside_the_mask():
     for current in (True, False):
         case = one_token_each([1.0, 1.0], [1.0, 1.0])

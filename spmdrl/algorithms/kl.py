@@ -1,8 +1,9 @@
 """Estimates of KL(pi || pi_ref), per token, from tokens that the policy sampled.
 
-d = log pi - log pi_ref at the sampled token and r = pi / pi_old, both clamped to +-20 in log.
-Given its prefix, a token sampled from pi has the KL as the expected d, and the KL's gradient
-as the expected d * grad log pi. As a loss, without a ratio, that is what each one has:
+d = log pi - log pi_ref at the sampled token and r = pi / pi_old. Only what is exponentiated is
+clamped, log r to +-20 and -d to at most 20: beyond, too, a token is pulled as the formula says.
+Given its prefix, a token sampled from pi has the KL as the expected d, and the KL's gradient as
+the expected d * grad log pi. As a loss, without a ratio, that is what each one has:
 
     estimate          value           expected gradient for tokens sampled from pi
     k1 = d            unbiased        0: grad log pi has mean 0. No penalty at all.
@@ -27,26 +28,36 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from spmdrl.algorithms.losses.common import log_ratio
+from spmdrl.algorithms.losses.common import MAX_LOG_RATIO, log_ratio, ratio_of
 from spmdrl.algorithms.masked import Stats, keep, making
 
 __all__ = ["k1", "k2", "k3"]
+_MAX_NATS = 1000.0  # only for a reference that gives a token no probability at all
 
 
 class Apart(NamedTuple):
-    """How far T tokens are from the reference, and from the policy that sampled them."""
+    """How far T tokens are from the reference, and from the policy that sampled them; detached."""
 
     d: Tensor
     r: Tensor
+    own: Tensor
+    """log pi - sg(log pi): 0, with the gradient of log pi."""
     loss_mask: Tensor
+
+    def terms(self, value: Tensor, slope: Tensor) -> Tensor:
+        """Return values [T] with the given derivatives by log pi: a clamp inside would take them
+        away where the policy is farthest off."""
+        return keep(value + slope * self.own, self.loss_mask)
 
 
 def apart_of(
     logprobs: Tensor, ref_logprobs: Tensor, *, old_logprobs: Tensor, loss_mask: Tensor
 ) -> Apart:
     """Compare the policy's logprobs with the others, [T] float each, nats."""
-    d = log_ratio(logprobs, ref_logprobs, loss_mask)
-    return Apart(d, log_ratio(logprobs, old_logprobs, loss_mask).exp(), loss_mask)
+    fixed = logprobs.detach()
+    d = log_ratio(fixed, ref_logprobs, loss_mask).clamp(-_MAX_NATS, _MAX_NATS)
+    r = ratio_of(log_ratio(fixed, old_logprobs, loss_mask))
+    return Apart(d, r, keep(logprobs - fixed, loss_mask), loss_mask)
 
 
 @making(apart=apart_of)
@@ -61,7 +72,8 @@ def k1(apart: Apart, *, unbiased: bool = False) -> Tensor:
     Returns: terms [T], nats, in the dtype of `logprobs`. Negative for some tokens.
     Source: Schulman 2020, joschu.net/blog/kl-approx.html.
     """
-    return keep(apart.d * apart.r if unbiased else apart.d, apart.loss_mask)
+    d, r = apart.d, apart.r
+    return apart.terms(r * d, r * (d + 1)) if unbiased else apart.terms(d, torch.ones_like(d))
 
 
 @making(apart=apart_of)
@@ -77,8 +89,8 @@ def k2(apart: Apart, *, unbiased: bool = False) -> Tensor:
     Returns: terms [T], nats, in the dtype of `logprobs`, at least 0.
     Source: Schulman 2020, joschu.net/blog/kl-approx.html; 2501.03262 as a loss.
     """
-    terms = apart.d**2 / 2
-    return keep(terms * apart.r.detach() if unbiased else terms, apart.loss_mask)
+    weight = apart.r if unbiased else torch.ones_like(apart.r)
+    return apart.terms(weight * apart.d**2 / 2, weight * apart.d)
 
 
 @making(apart=apart_of)
@@ -94,9 +106,10 @@ def k3(apart: Apart, *, unbiased: bool = False) -> Tensor:
     Source: Schulman 2020, joschu.net/blog/kl-approx.html; 2402.03300 eq. 4 as a loss;
         2512.02556 for `unbiased`.
     """
+    d, r = apart.d, apart.r
     # expm1: e^-d - 1 loses all digits near d = 0, where most tokens are.
-    terms = torch.expm1(-apart.d) + apart.d
-    return keep(terms * apart.r if unbiased else terms, apart.loss_mask)
+    above = torch.expm1(-d.clamp(min=-MAX_LOG_RATIO))
+    return apart.terms(r * (above + d), r * d) if unbiased else apart.terms(above + d, -above)
 
 
 def kl_stats(logprobs: Tensor, ref_logprobs: Tensor, *, loss_mask: Tensor) -> Stats:

@@ -53,7 +53,10 @@ def page() -> str:
         "",
         "Written by `python -m spmdrl catalogue > docs/algorithms.md` from the docstrings;",
         "edit those instead. Each method is a pure function: import it, or name it in the config.",
-        "Options are set by the field's neighbour `..._options`.",
+        "Options are set by the field's neighbour `..._options`. mu_g and sigma_g are the mean and",
+        "standard deviation of a group's G rewards; every sigma is the population's (divided by G,",
+        "not by G - 1). Log-ratios are clamped to +-20 where they are exponentiated, and only",
+        "there.",
     ]
     for kind, (title, field) in _TITLES.items():
         methods = [(name, registry.get(kind, name)) for name in registry.names(kind)]

@@ -17,9 +17,13 @@ Loss = tuple[Tensor, Stats]
 
 
 def log_ratio(logprobs: Tensor, old_logprobs: Tensor, loss_mask: Tensor) -> Tensor:
-    """Return log r = log pi - log pi_old: [T], nats, clamped, 0 off the loss mask."""
-    difference = keep(logprobs - old_logprobs.detach(), loss_mask)
-    return difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    """Return log r = log pi - log pi_old: [T], nats, 0 off the loss mask."""
+    return keep(logprobs - old_logprobs.detach(), loss_mask)
+
+
+def ratio_of(log_r: Tensor) -> Tensor:
+    """Return r of log r in nats, which is clamped here and nowhere else."""
+    return log_r.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
 def sampled_logprobs(logprobs: Tensor, rollout_logprobs: Tensor) -> Tensor:
@@ -41,7 +45,7 @@ class Moved:
     before: Tensor
     """Of the earlier policy, detached."""
     log_ratio: Tensor
-    """Clamped, 0 off the loss mask."""
+    """0 off the loss mask."""
     advantages: Tensor
     """Detached, 0 off the loss mask."""
     loss_mask: Tensor
@@ -51,7 +55,7 @@ class Moved:
     @cached_property
     def ratio(self) -> Tensor:
         """Of the probabilities."""
-        return self.log_ratio.exp()
+        return ratio_of(self.log_ratio)
 
     def loss(
         self,

@@ -17,6 +17,7 @@ from spmdrl.algorithms.losses.common import (
     from_old,
     from_rollout,
     log_ratio,
+    ratio_of,
     sampled_logprobs,
 )
 from spmdrl.algorithms.masked import check_not_negative, making
@@ -44,7 +45,7 @@ def decoupled_ppo(
     Invariant under: dp size, micro-batching, packing order, padding.
     """
     mu = sampled_logprobs(moved.before, rollout_logprobs)
-    weight = log_ratio(moved.before, mu, moved.loss_mask).exp()
+    weight = ratio_of(log_ratio(moved.before, mu, moved.loss_mask))
     return _decoupled(moved, weight, (clip_low, clip_high), weight_cap=weight_cap)
 
 
@@ -82,7 +83,7 @@ def a3po(
     alpha = torch.where(policy_versions >= 0, age / (age + 1), 0.0)
     prox_log_w = alpha * log_w.detach()
     from_prox = replace(moved, log_ratio=log_w - prox_log_w, is_from_old=True)
-    weight, bounds = prox_log_w.exp(), (clip_low, clip_high)
+    weight, bounds = ratio_of(prox_log_w), (clip_low, clip_high)
     terms, stats = _decoupled(from_prox, weight, bounds, weight_cap=weight_cap)
     return terms, stats | moved.loss(terms)[1]
 

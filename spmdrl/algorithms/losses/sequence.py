@@ -9,7 +9,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from spmdrl.algorithms.losses.common import MAX_LOG_RATIO, Loss, Moved, from_old, from_rollout
+from spmdrl.algorithms.losses.common import (
+    MAX_LOG_RATIO,
+    Loss,
+    Moved,
+    from_old,
+    from_rollout,
+    ratio_of,
+)
 from spmdrl.algorithms.masked import (
     attach,
     check_not_negative,
@@ -158,7 +165,7 @@ def vespo(
 
 def _mean_exp(log_r: Tensor, moved: Moved, cu_seqlens: Tensor) -> Tensor:
     mean = sequence_mean(log_r, cu_seqlens, loss_mask=moved.loss_mask)
-    own = mean.exp().to(moved.logprobs.dtype)
+    own = ratio_of(mean).to(moved.logprobs.dtype)
     return per_token(own, cu_seqlens, num_tokens=log_r.numel())
 
 

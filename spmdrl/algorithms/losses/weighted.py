@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from spmdrl.algorithms.losses.common import (
-    MAX_LOG_RATIO,
     Loss,
     Moved,
     check_level,
     from_old,
     from_rollout,
+    ratio_of,
 )
 from spmdrl.algorithms.masked import check_not_negative, check_positive, keep, making, masked_mean
 from spmdrl.algorithms.reduce import spread_sum
@@ -120,9 +120,10 @@ def topr(
     check_positive(upper=upper)
     log_w = moved.log_ratio.detach().double()
     if level == "sequence":
-        log_w = spread_sum(log_w, cu_seqlens).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    weight = torch.where(moved.advantages > 0, 1.0, log_w.exp().clamp(max=upper))
-    capped = (moved.advantages < 0) & (log_w.exp() > upper)
+        log_w = spread_sum(log_w, cu_seqlens)
+    w = ratio_of(log_w)
+    weight = torch.where(moved.advantages > 0, 1.0, w.clamp(max=upper))
+    capped = (moved.advantages < 0) & (w > upper)
     return moved.loss(moved.weighted(weight), high=capped)
 
 
