@@ -47,6 +47,7 @@ _STAGE_OF: dict[str, Stage] = {
     "push": "push",
     "begin checkpoint": "save",
     "copy checkpoint": "save",
+    "write checkpoint": "save",
     "checkpoint": "save",
     "evaluate": "evaluation",
     "gather evaluation": "evaluation",

@@ -12,9 +12,11 @@ import random
 import resource
 import shutil
 import subprocess
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -441,3 +443,39 @@ def test_a_full_disk_costs_one_checkpoint_and_not_the_run(full_disk):
 
 def test_a_write_error_of_one_rank_is_agreed_on_by_all(tmp_path):
     _check_full(tmp_path, 100_000, "File too large")
+
+
+# ------------------------------------------------------------------ slow disk
+
+
+def _stalls(job: Job) -> tuple[str, str]:
+    world, policy, source, checkpointer = job
+    log, goes_on, said = Said(), threading.Event(), []
+    write = disk.write_file
+
+    def die(why: str) -> None:  # in place of the end of the process
+        said.append(f"{why}\n{world.watch.report()}")
+        goes_on.set()
+
+    def stall(*args: Any) -> None:
+        assert goes_on.wait(300)
+        write(*args)
+
+    with (
+        mock.patch.object(world.watch, "_die", die),
+        mock.patch.object(disk, "write_file", stall if world.rank == 1 else write),
+    ):
+        checkpointer.maybe_save(4, policy, source)
+        checkpointer.finish()
+    return log.take(), said[0] if said else ""
+
+
+def test_a_disk_that_stalls_is_told_from_the_peers_that_wait_for_it(tmp_path):
+    cfg = config(tmp_path, world_size=2, every=4)
+    cfg = changed(cfg, checkpoint=dict(write_timeout_s=3.0))
+    (_, of_peer), (logged, of_slow) = on_ranks(cfg, _stalls)
+    assert "the checkpoint of step 4 has been written for" in logged
+    assert of_slow.startswith("deadline of 3 s passed\nrank 1 ")
+    assert "in 'write checkpoint' at step 4" in of_slow
+    if of_peer:  # unless the stall was over before its own deadline
+        assert "rank 1" in of_peer and "in 'write checkpoint' at step 4" in of_peer

@@ -10,6 +10,7 @@ import json
 import logging
 import subprocess
 import sys
+from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -290,11 +291,12 @@ def test_a_save_that_is_waited_for_has_its_own_deadline() -> None:
         raise Waited
 
     saver = Saver(cfg, SimpleNamespace(watch=SimpleNamespace(wait=wait)))
-    saver._pending = SimpleNamespace(step=4)
+    saver._pending = SimpleNamespace(step=4, written=Future())
+    saver._pending.written.set_result({})
     for settle in (saver.finish, saver._settle):
         with pytest.raises(Waited):
             settle()
-    assert waits == [("checkpoint", cfg.checkpoint.write_timeout_s), ("checkpoint", None)]
+    assert waits == [("write checkpoint", cfg.checkpoint.write_timeout_s), ("checkpoint", None)]
 
 
 @pytest.mark.parametrize("own", [{}, {"VLLM_CACHE_ROOT": "/mine"}])

@@ -161,9 +161,9 @@ class Saver:
         if pending is None:
             return
         limit = self.cfg.checkpoint.write_timeout_s if wait else None
+        if wait:
+            self._wait_for_disk(pending, limit)
         with self.world.watch.wait("checkpoint", pending.step, timeout_s=limit):
-            if wait:
-                concurrent.futures.wait([pending.written])
             outcomes = gather_objects(_outcome(pending.written), group=self.world.control)
             if None in outcomes:
                 return
@@ -176,6 +176,17 @@ class Saver:
         if failed:
             is_fatal = must_succeed or not all(o.is_disk for o in outcomes)
             self._give_up(pending.step, "; ".join(dict.fromkeys(failed)), is_fatal=is_fatal)
+
+    def _wait_for_disk(self, pending: _Pending, limit: float | None) -> None:
+        # A wait of its own: at the deadline the rank with the slow disk is told from its peers.
+        if not pending.written.done():
+            log.info(
+                "the checkpoint of step %d has been written for %.0f s; training waits for it",
+                pending.step,
+                time.monotonic() - pending.began,
+            )
+        with self.world.watch.wait("write checkpoint", pending.step, timeout_s=limit):
+            concurrent.futures.wait([pending.written])
 
     def _complete(self, pending: _Pending, outcomes: list[_Outcome]) -> None:
         partial = self._partial(pending.step)

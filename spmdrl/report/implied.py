@@ -20,6 +20,7 @@ BESIDE_PHASES = (
     "gather evaluation",
     "begin checkpoint",
     "copy checkpoint",
+    "write checkpoint",
     "checkpoint",
 )
 """Phases between two steps: not part of a step's `perf/other_frac` and `perf/tokens_per_s`."""
