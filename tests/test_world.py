@@ -270,7 +270,9 @@ def test_a_stalled_or_dead_rank_is_named_in_time(fault, says, tmp_path):
                 assert pickle.loads((tmp_path / "flight" / f"rank_{rank}").read_bytes())["entries"]
                 last = _last_collective(tmp_path / "flight" / f"collectives_{rank}.txt")
                 assert "gloo:barrier" in last and "waiter.py:" in last, last
-        assert {process.returncode for process in processes[:2]} == {13}
+        # Of a dead peer the failed collective may speak first, which this program ends with 1.
+        codes = {process.returncode for process in processes[:2]}
+        assert codes == {13} or (fault == "kill" and codes <= {1, 13})
     finally:
         for process in processes:
             process.kill()
