@@ -57,7 +57,7 @@ def apart_of(
     fixed = logprobs.detach()
     d = log_ratio(fixed, ref_logprobs, loss_mask).clamp(-_MAX_NATS, _MAX_NATS)
     r = ratio_of(log_ratio(fixed, old_logprobs, loss_mask))
-    return Apart(d, r, keep(logprobs - fixed, loss_mask), loss_mask)
+    return Apart(d, r, log_ratio(logprobs, logprobs, loss_mask), loss_mask)
 
 
 @making(apart=apart_of)

@@ -57,6 +57,11 @@ class Moved:
         """Of the probabilities."""
         return ratio_of(self.log_ratio)
 
+    @property
+    def own(self) -> Tensor:
+        """log pi - sg(log pi): 0, with the gradient of log pi."""
+        return log_ratio(self.logprobs, self.logprobs, self.loss_mask)
+
     def loss(
         self,
         terms: Tensor,

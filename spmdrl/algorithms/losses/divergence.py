@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from spmdrl.algorithms.losses.common import Loss, Moved, from_rollout
-from spmdrl.algorithms.masked import check_bound, check_not_negative, keep, making
+from spmdrl.algorithms.masked import check_bound, check_not_negative, making
 
 
 @making(moved=from_rollout)
@@ -86,6 +86,5 @@ def _without(up: Tensor, down: Tensor, moved: Moved, *, ratio_cap: float) -> Los
     """Drop where A pushes further `up` or `down`, both [T] bool."""
     check_bound(ratio_cap=ratio_cap)
     dropped = ((moved.advantages > 0) & up) | ((moved.advantages < 0) & down)
-    own = keep(moved.logprobs - moved.logprobs.detach(), moved.loss_mask)  # 0, with a gradient
-    capped = moved.ratio.detach().clamp(max=ratio_cap) * (1 + own)
+    capped = moved.ratio.detach().clamp(max=ratio_cap) * (1 + moved.own)
     return moved.loss(-capped * moved.advantages, dropped=dropped)

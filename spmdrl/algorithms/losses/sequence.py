@@ -17,14 +17,7 @@ from spmdrl.algorithms.losses.common import (
     from_rollout,
     ratio_of,
 )
-from spmdrl.algorithms.masked import (
-    attach,
-    check_not_negative,
-    check_positive,
-    keep,
-    making,
-    masked_mean,
-)
+from spmdrl.algorithms.masked import attach, check_not_negative, check_positive, making, masked_mean
 from spmdrl.algorithms.reduce import per_token, sequence_mean, spread_sum
 
 
@@ -71,7 +64,7 @@ def gspo_token(
     Invariant under: dp size, micro-batching, packing order, padding.
     """
     ratio = _mean_exp(moved.log_ratio.detach(), moved, cu_seqlens)
-    ratio = ratio * keep(moved.logprobs - moved.logprobs.detach(), moved.loss_mask).exp()
+    ratio = ratio * moved.own.exp()
     return _clipped(moved, ratio, (clip_low, clip_high))
 
 
