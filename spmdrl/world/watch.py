@@ -234,7 +234,10 @@ class Watch:
                     self._neighbours.learn(states)
             self.look_beside()
             self.board.learn_keeper(anew=self.world_size <= _FEW_RANKS)
-            if cause := self.board.cause():
+            cause = self.board.cause()
+            if self._closed.is_set():  # while the store was slow to answer
+                return
+            if cause:
                 self.leave_after_peer(cause)
             if not self.board.has_store and not self._is_leaving:
                 self.leave_after_peer(self.board.lost_text())
