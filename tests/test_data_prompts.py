@@ -6,11 +6,11 @@ import json
 from collections import Counter
 
 import pytest
-from built import examples, made
+from built import changed, examples, made
 from hypothesis import strategies as st
 
 from spmdrl.data.characters import character_tokenizer
-from spmdrl.data.examples import SupervisedSource, encode_example
+from spmdrl.data.examples import SupervisedSource, encode_example, example_source, row_kind
 from spmdrl.data.prompt_order import Order
 from spmdrl.data.prompts import PromptSource, check_context
 from spmdrl.data.tokenizer import end_token_ids, load_tokenizer
@@ -103,6 +103,16 @@ def test_overlong_prompt_is_an_error_with_file_and_line_or_dropped_and_counted(t
         PromptSource(config(long, per_step=1, overlong_prompts="drop"), PLAIN)
 
 
+def test_columns_are_renamed_for_prompts_held_out_prompts_and_examples(tmp_path):
+    file = jsonl(tmp_path, [{"question": f"q{i}", "solution": "s"} for i in range(4)])
+    columns = {"prompt": "question", "completion": "solution"}
+    cfg = config(file, eval=file, columns=columns, shuffle=False)
+    source = PromptSource(cfg, PLAIN)
+    assert [p.text for p in source.at(0)] == [p.text for p in source.eval()]
+    assert [p.text for p in source.at(0)] == ["q0", "q1", "q2", "q3"]
+    assert SupervisedSource(cfg, PLAIN).units_at(0)
+
+
 def test_a_generated_prompt_too_long_is_refused_at_start():
     with pytest.raises(ValueError, match="8 tokens, above data.max_prompt_tokens = 7"):
         PromptSource(config("task:addition", size=1000, max_prompt=7), PLAIN)
@@ -188,6 +198,13 @@ def test_generated_rows_train_the_answer_and_eos():
         assert eval(question) == int(answer)  # our own digits
         assert trained_texts(tokens, mask, PLAIN) == [answer + "<eos>"]
         assert not any(mask[: len(question) + 1])
+
+
+def test_distillation_takes_the_rows_of_supervised_training(tmp_path):
+    file = jsonl(tmp_path, [{"prompt": f"q{i}", "completion": "a"} for i in range(4)])
+    cfg = changed(config(file), algorithm=dict(objective="distill", loss="divergence"))
+    assert row_kind(cfg) == "example"
+    assert example_source(cfg, PLAIN).units_at(0) == SupervisedSource(cfg, PLAIN).units_at(0)
 
 
 def test_only_assistant_turns_and_their_end_token_are_trained():

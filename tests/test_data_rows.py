@@ -122,6 +122,57 @@ def test_supervised_row_without_a_response_is_refused_with_the_line(tmp_path):
         read_rows(file, need="example")
 
 
+@pytest.mark.parametrize(
+    ("need", "columns", "row", "found"),
+    [
+        ("prompt", {"prompt": "question"}, {"question": "q", "n": 1}, {"prompt": "q", "n": 1}),
+        (
+            "example",
+            {"prompt": "instruction", "completion": "output"},
+            {"instruction": "i", "output": "o"},
+            {"prompt": "i", "completion": "o"},
+        ),
+        ("example", {"text": "content"}, {"content": "t"}, {"text": "t"}),
+        (
+            "pair",
+            {"chosen": "win", "rejected": "lose"},
+            {"prompt": "p", "win": "w", "lose": "l"},
+            {"chosen": "w", "rejected": "l", "prompt": "p"},
+        ),
+        (
+            "label",
+            {"completion": "reply", "label": "liked"},
+            {"prompt": "p", "reply": "r", "liked": False},
+            {"completion": "r", "label": False, "prompt": "p"},
+        ),
+        # Two names that change places, and one column that gets two names.
+        (
+            "prompt",
+            {"prompt": "a", "a": "prompt"},
+            {"a": "q", "prompt": 7},
+            {"prompt": "q", "a": 7},
+        ),
+        ("prompt", {"prompt": "q", "again": "q"}, {"q": "q"}, {"prompt": "q", "again": "q"}),
+    ],
+)
+def test_columns_are_renamed_in_every_kind_of_row(need, columns, row, found, tmp_path):
+    file = write_jsonl(tmp_path / "a.jsonl", [row, row])
+    assert list(read_rows(file, need=need, columns=columns)) == [found, found]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row]), tmp_path / "a.parquet")
+    assert list(read_rows(str(tmp_path / "a.parquet"), need=need, columns=columns)) == [found]
+
+
+def test_a_column_to_rename_that_is_missing_or_would_hide_another_is_refused(tmp_path):
+    file = write_jsonl(tmp_path / "a.jsonl", [{"question": "x"}, "", {"query": "x", "n": 1}])
+    with refused(f"{file}:3", "{prompt: question}", "no column 'question'", "query, n"):
+        read_rows(file, columns={"prompt": "question"})
+    file = write_jsonl(tmp_path / "b.jsonl", [{"question": "x", "prompt": "y"}])
+    with refused(f"{file}:1", "a column 'prompt' besides", "{own_prompt: prompt}"):
+        read_rows(file, columns={"prompt": "question"})
+    (row,) = read_rows(file, columns={"prompt": "question", "own_prompt": "prompt"})
+    assert row == {"prompt": "x", "own_prompt": "y"}
+
+
 # --------------------------------------------------------------------------- tasks
 
 

@@ -84,6 +84,7 @@ REFUSED = {
     ("data", ""): [
         (dict(size=0), "has no size of its own"),
         (dict(train="x.jsonl", size=0), "name at least one reward function"),
+        (dict(columns={"prompt": "q"}), "is generated, with names of its own"),
     ],
     ("algorithm", ""): [
         (dict(loss="dppo_tv"), "the engine would be corrected for twice"),

@@ -106,7 +106,8 @@ def _first_row(cfg: Config, spec: str) -> dict | None:
         task = make_task(spec, cfg.data.task_options, size=max(1, cfg.data.size))
         return task.row(cfg.seed, 0, split="train")
     most_bytes = int(cfg.data.max_row_mib * 2**20)
-    return read_rows(spec, size=1, need=row_kind(cfg), most_bytes=most_bytes)[0]
+    columns = cfg.data.columns
+    return read_rows(spec, size=1, need=row_kind(cfg), most_bytes=most_bytes, columns=columns)[0]
 
 
 def _model_problems(cfg: Config) -> Iterator[str]:

@@ -38,6 +38,11 @@ def data_problems(cfg: Config) -> Iterator[str]:
             f"data.size: a generated task ({cfg.data.train}) has no size of its own; "
             "set how many problems to make"
         )
+    if cfg.data.columns and all(is_generated(s) for s in (cfg.data.train, cfg.data.eval) if s):
+        yield (
+            f"data.columns: {cfg.data.columns} renames columns of files, and {cfg.data.train} is "
+            "generated, with names of its own; leave it out"
+        )
     longest = cfg.longest_sequence
     budget = cfg.batch.tokens_per_microbatch  # 0: found at start, no less than it must be
     if budget and cfg.objective.samples and budget < longest:

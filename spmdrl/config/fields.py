@@ -87,6 +87,9 @@ class DataSettings:
     `task:addition`, `reasoning_gym:NAME`. Required."""
     eval: PathText = ""
     """Held-out rows for evaluation, same forms; empty switches evaluation off."""
+    columns: dict[str, str] = field(default_factory=dict)
+    """Columns of files and hub datasets to rename, {name: name in the file}, e.g. {prompt:
+    question, answer: solution}. Every row must have them. Of `train` and of `eval`."""
     task_options: Options = field(default_factory=dict)
     """Keyword options of a generated task, e.g. {digits: 3}."""
     size: Annotated[int, within(0, 10**8)] = 0

@@ -39,7 +39,8 @@ def load_rows(cfg: Config, *, split: Split, need: Need = "prompt") -> LocatedRow
         seed = cfg.seed if split == "train" else _EVAL_SEED
         return GeneratedRows(spec, cfg.data.task_options, size=size, seed=seed, split=split)
     most_bytes = int(cfg.data.max_row_mib * 2**20)
-    return read_rows(spec, size=size, need=need, most_bytes=most_bytes)
+    columns = cfg.data.columns
+    return read_rows(spec, size=size, need=need, most_bytes=most_bytes, columns=columns)
 
 
 @dataclass(frozen=True)

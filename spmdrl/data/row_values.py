@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import decimal
+from collections.abc import Mapping
 from typing import Any
 
 from spmdrl.errors import Refusal
@@ -33,6 +34,32 @@ def plain_row(row: Any, *, place: str, most_bytes: int = ROW_BYTES) -> dict:
         found[column] = walk.plain(value, 0)
         left = walk.left
     return found
+
+
+def renamed(row: dict, columns: Mapping[str, str], *, place: str) -> dict:
+    """Return a row with its columns renamed.
+
+    Args:
+        columns: {new name: name in the file}, as data.columns; one of the file's may get several.
+        place: origin of the row, for messages.
+    Raises: Refusal for a column that the row does not have, and a new name that it has already.
+    """
+    if not columns:
+        return row
+    for new, old in columns.items():
+        if old not in row:
+            raise Refusal(
+                f"{place}: data.columns: {{{new}: {old}}}: the row has no column {shown(old)}; its "
+                f"columns are {', '.join(map(str, row)) or '(none)'}"
+            )
+    kept = {name: value for name, value in row.items() if name not in columns.values()}
+    if twice := kept.keys() & columns.keys():
+        new = min(twice)
+        raise Refusal(
+            f"{place}: data.columns: {{{new}: {columns[new]}}}: the row has a column {shown(new)} "
+            f"besides; give that one another name too, e.g. {{own_{new}: {new}}}"
+        )
+    return {new: row[old] for new, old in columns.items()} | kept
 
 
 class _Walk:

@@ -10,11 +10,12 @@ imported: reward workers read rows through this module.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Any, Literal
 
 from spmdrl.data.row_files import numbered_rows
-from spmdrl.data.row_values import ROW_BYTES, plain_row, shown
+from spmdrl.data.row_values import ROW_BYTES, plain_row, renamed, shown
 from spmdrl.errors import Refusal
 
 Messages = list[dict[str, Any]]
@@ -44,7 +45,12 @@ class Rows:
 
 
 def read_rows(
-    spec: str, *, size: int = 0, need: Need = "prompt", most_bytes: int = ROW_BYTES
+    spec: str,
+    *,
+    size: int = 0,
+    need: Need = "prompt",
+    most_bytes: int = ROW_BYTES,
+    columns: Mapping[str, str] = MappingProxyType({}),
 ) -> Rows:
     """Read a dataset.
 
@@ -56,6 +62,7 @@ def read_rows(
             has something to imitate, `pair` that it has two responses to compare, `label` one
             that is marked good or bad.
         most_bytes: of one row, see `plain_row`.
+        columns: {name: name in the file} of those to rename, see `renamed`.
     Raises: Refusal naming file and line (parquet, hub: row) of the first bad row; when the
         file does not exist, cannot be read, or holds no rows.
     """
@@ -64,6 +71,7 @@ def read_rows(
     numbered = numbered_rows(spec, size=size, most_bytes=most_bytes)
     for place, row in itertools.islice(numbered, size or None):
         row = plain_row(row, place=place, most_bytes=most_bytes)
+        row = renamed(row, columns, place=place)
         _check_row(row, place=place, need=need)
         rows.append(row)
         places.append(place)
