@@ -66,7 +66,7 @@ OBJECTIVES = {
     "distill": Objective(
         loss_class="spmdrl.train.objectives.distill:DistillationLoss",
         loss_kind="distillation",
-        row="pair",
+        row="example",
         needs_teacher=True,
     ),
 }
