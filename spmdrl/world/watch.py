@@ -234,11 +234,10 @@ class Watch:
                     self._neighbours.learn(states)
             self.look_beside()
             self.board.learn_keeper(anew=self.world_size <= _FEW_RANKS)
-            cause = self.board.cause()
+            if (cause := self.board.cause()) and not self._closed.is_set():
+                self.leave_after_peer(cause)
             if self._closed.is_set():  # while the store was slow to answer
                 return
-            if cause:
-                self.leave_after_peer(cause)
             if not self.board.has_store and not self._is_leaving:
                 self.leave_after_peer(self.board.lost_text())
             deadline = self.timeout_s if place.timeout_s is None else place.timeout_s
@@ -296,9 +295,8 @@ class Watch:
             self._write_state()
 
     def _write_state(self) -> None:
-        state = {"place": self._place._asdict(), "beat": self._beat_at} | self._process
-        state |= {"left": True} if self._is_leaving else {}
-        self.board.write(state)
+        now = {"place": self._place._asdict(), "beat": self._beat_at} | self._process
+        self.board.write(now | ({"left": True} if self._is_leaving else {}))
 
 
 _PEER_TEXTS = (
