@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from spmdrl.check.epochs import epoch_problems
 from spmdrl.config.fields import Config
 from spmdrl.data.tasks import is_generated
 from spmdrl.errors import Refusal
@@ -24,7 +25,7 @@ def method_problems(cfg: Config) -> list[str]:
     if rewards.weights and not any(rewards.weights):
         problems.append("rewards.weights: are all 0, so every reward would be 0; give one another")
     if cfg.objective.only_loss:
-        return problems
+        return [*problems, *epoch_problems(cfg)]
     if not cfg.objective.samples:
         return [*problems, *_offline_problems(cfg)]
     environment = cfg.rollout.environment
@@ -39,7 +40,7 @@ def method_problems(cfg: Config) -> list[str]:
         name, options = getattr(chosen, kind), getattr(chosen, f"{kind}_options")
         problems += [f"algorithm.{kind}{text}" for text in registry.problems(kind, name, options)]
     if not problems:
-        problems += _combination_problems(cfg)
+        problems += [*_combination_problems(cfg), *epoch_problems(cfg)]
     problems += [*_reward_problems(cfg), *_shaping_problems(cfg)]
     problems += [*_entropy_problems(cfg), *_kl_problems(cfg)]
     if cfg.batch.group_size == 1 and registry.needs_group(chosen.advantage):
@@ -70,6 +71,7 @@ def try_functions(cfg: Config, *, loss_fn: Callable, advantage_fn: Callable) -> 
     if cfg.objective.samples:
         found = registry.function_problems("advantage", advantage_fn, chosen.advantage_options)
         problems += [f"advantage{text}" for text in found]
+        problems += [] if problems else epoch_problems(cfg, loss_fn)
     if problems:
         raise Refusal("\n".join(problems))
 
@@ -81,6 +83,7 @@ def _offline_problems(cfg: Config) -> Iterator[str]:
     chosen = cfg.algorithm
     found = registry.problems(cfg.objective.loss_kind, chosen.loss, chosen.loss_options)
     yield from (f"algorithm.loss{text}" for text in found)
+    yield from epoch_problems(cfg)
     for name in ("kl_coef", "entropy_coef"):
         if getattr(chosen, name):
             yield (

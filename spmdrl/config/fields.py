@@ -123,6 +123,15 @@ class BatchSettings:
     updates_per_step: Annotated[int, within(1, 10**6)] = 1
     """Optimizer steps per batch (mini-batches). Above 1, old logprobs get a pass of their
     own; at 1 they are the current ones and the ratio is exactly 1."""
+    epochs: Annotated[int, within(1, 1000)] = 1
+    """Times that training goes through a batch's updates (PPO's epochs; verl's ppo_epochs, TRL's
+    num_iterations). An update holds the same groups each time; from the second time on their order
+    is drawn by (seed, step, epoch). Above 1, old logprobs get a pass of their own."""
+
+    @property
+    def optimizer_steps(self) -> int:
+        """Of the policy, per batch."""
+        return self.updates_per_step * self.epochs
 
 
 @dataclass(frozen=True)

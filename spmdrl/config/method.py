@@ -149,6 +149,8 @@ class CriticSettings:
     warmup_steps: Natural = 0
     """First steps that train this model alone: advantages of one that knows nothing mislead. The
     policy's schedule counts them; its metrics are absent in them."""
+    epochs: Annotated[int, within(0, 1000)] = 0
+    """Times that it goes through a batch's updates; 0: as often as the policy, batch.epochs."""
     clip: NonNegative = 0.0
     """Most that `gae`'s value of a state may move in the updates of one batch, task units (PPO's
     value clipping). 0 clips nothing: no one number suits all rewards, it acts only above one

@@ -105,7 +105,7 @@ def countable_shape(hf_model: nn.Module) -> ModelShape | None:
 def trained_flops(
     shape: ModelShape | None, *, lengths: Tensor, num_scored: int, cfg: Config
 ) -> Sums:
-    """Return perf/trainer_flops of a step: every sequence forward and backward once.
+    """Return perf/trainer_flops of a step: every sequence forward and backward, once per epoch.
 
     Args:
         shape: None where the model cannot be counted.
@@ -120,7 +120,7 @@ def trained_flops(
         num_scored=0 if cfg.objective.is_scalar else num_scored,
         trains_weights=not cfg.model.lora.is_on,
     )
-    return {"perf/trainer_flops": (flops, 1.0)}
+    return {"perf/trainer_flops": (flops * cfg.batch.epochs, 1.0)}
 
 
 def utilisation(flops: float, seconds: float, *, ranks: int, peak_flops: float | None) -> Sums:

@@ -46,9 +46,10 @@ class Run:
     longest: int  # prompt and response, tokens
     least: int  # tokens of a micro-batch that holds the longest sequence, or pair
     longest_response: int
-    forwards: int  # passes over a batch besides the training pass
+    forwards: int  # passes over a batch besides the training passes
     frozen_models: int  # reference, teacher, reward models, as large as the policy
     trained_models: int  # besides the policy: 1 with a critic
+    critic_epochs: int  # of those, over a batch
     lora_numel: int  # elements of all adapters; 0 trains all weights
     pushes_adapter: bool  # they alone travel to the engines, which compute with them
     chunk_tokens: int  # positions whose logits exist at once
@@ -113,6 +114,7 @@ def run_of(
         forwards=len(columns & _PASSES),
         frozen_models=own_reference + ("teacher_logprobs" in columns) + cfg.objective.needs_teacher,
         trained_models=int(not columns.isdisjoint({"values", "prm_logprobs"})),
+        critic_epochs=cfg.critic.epochs or batch.epochs,
         lora_numel=lora_numel,
         pushes_adapter=lora.pushes_adapter,
         chunk_tokens=chunk_tokens,

@@ -75,13 +75,15 @@ def _update(run: Run, axes: Axes, *, rates: Rates, tokens: int) -> tuple[float, 
     own = forward_flops(
         shape, lengths=torch.tensor([length]), num_scored=int(run.response_tokens)
     ).total
-    passes = 3 + run.forwards + (1 if run.kernels.recomputes else 0) + 3 * run.trained_models
+    epochs = run.batch.epochs
+    passes = run.forwards + epochs * (4 if run.kernels.recomputes else 3)
+    passes += 3 * run.trained_models * run.critic_epochs
     compute = run.sequences * own * passes / axes.trainers / rates.flops
     flows = trainer_flows(run, axes, tokens=tokens)
     hidden = {f.name: f.seconds(rates) for f in flows if f.hides}
     open_ = {f.name: f.seconds(rates) for f in flows if not f.hides}
     steps = (
-        run.batch.updates_per_step
+        run.batch.optimizer_steps
         * shards_numel(shape, axes)
         * _OPTIMIZER_BYTES
         / (rates.gpu.memory_bytes_per_s * rates.memory_frac)

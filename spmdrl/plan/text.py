@@ -57,6 +57,7 @@ def _step_text(run: Run) -> str:
         f"{run.sequences} sequences of {run.prompt_tokens:g} + {run.response_tokens:g} "
         f"tokens (mean; longest {run.longest}), {run.batch.updates_per_step} "
         f"update{'s' * (run.batch.updates_per_step > 1)}"
+        + (f", {run.batch.epochs} times" if run.batch.epochs > 1 else "")
     )
 
 

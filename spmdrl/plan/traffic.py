@@ -52,15 +52,16 @@ def trainer_flows(run: Run, axes: Axes, *, tokens: int) -> list[Flow]:
 
 def _weight_flows(run: Run, axes: Axes, *, count: int) -> Iterator[Flow]:
     """Yield what sharding and replicating weights sends in `count` micro-batches."""
-    shape, updates, n = run.shape, run.batch.updates_per_step, axes.fsdp
+    shape, updates, n = run.shape, run.batch.optimizer_steps, axes.fsdp
+    epochs = run.batch.epochs
     blocks, state = len(shape.blocks), shards_numel(shape, axes)
     trained = lora_numel(run, axes) if run.lora_numel else state
     apart = expert_shards_numel(shape, axes)  # gathered among the ranks that ep leaves
     sent = (n - 1) * (state - apart) + (axes.replica // axes.ep - 1) * apart
     reduced = (n - 1) * trained if run.lora_numel and sent else sent
     # Forward, backward unless what was gathered is still there; forward alone.
-    gathers = count * ((1 if run.reshard == "never" else 2) + run.forwards)
-    reduces = updates if run.reduces_last else count
+    gathers = count * (epochs * (1 if run.reshard == "never" else 2) + run.forwards)
+    reduces = updates if run.reduces_last else count * epochs
     c, span = run.kernels.compute_bytes, axes.span("fsdp")
     yield Flow("FSDP gathers", gathers * c * sent, gathers * blocks, span, hides=True)
     yield Flow("FSDP reduces", reduces * 4 * reduced, reduces * blocks, span, hides=True)
@@ -74,7 +75,7 @@ def _activation_flows(run: Run, axes: Axes, *, count: int) -> Iterator[Flow]:
     shape, c = run.shape, run.kernels.compute_bytes
     own = run.tokens / axes.dp_size / axes.cp  # tokens of this rank in a step
     # Forward, again where it is computed again, backward.
-    passes = 2 + run.forwards + (1 if run.kernels.recomputes else 0)
+    passes = run.forwards + run.batch.epochs * (3 if run.kernels.recomputes else 2)
     calls = 2 * len(shape.blocks) * passes * count
     times, share = _tp_passes(shape) * passes, 2 * (axes.tp - 1) / axes.tp
     sent = times * share * own * shape.hidden * c

@@ -23,7 +23,8 @@ def derived(cfg: Config, *, tokens: int = 0) -> dict[str, str]:
         "sequences per step": f"{batch.prompts_per_step} {'prompts' if is_rl else 'rows'} * "
         f"{group} = {sequences}",
         "optimizer steps per step": f"{batch.updates_per_step}, of about "
-        f"{sequences / batch.updates_per_step:.0f} sequences",
+        f"{sequences / batch.updates_per_step:.0f} sequences"
+        + (f", {batch.epochs} times" if batch.epochs > 1 else ""),
         "tokens per step": f"at most {sequences} * {longest} = {sequences * longest:,}",
         "sequences per dp rank": _share(sequences, axes.dp_size),
         "micro-batches per dp rank": _microbatches(cfg, most, found=tokens),

@@ -183,11 +183,20 @@ GLOSSARY: dict[str, Metric] = {
         "1",
         "mean of exp(logprobs - old_logprobs)",
         "loss tokens",
-        "1 exactly while there is one update per batch",
+        "1 exactly while there is one optimizer step per batch",
     ),
     "policy/ratio_max": _M("1", "max", "updates", "largest ratio"),
     "policy/kl_old": _M(
         "nats", "k1: old_logprobs - logprobs", "loss tokens", "drift of the policy within one batch"
+    ),
+    "policy/kl_old_last": _M(
+        "nats",
+        "k1: old_logprobs - logprobs",
+        "loss tokens of the last epoch",
+        "the same in the last of several epochs over a batch",
+    ),
+    "policy/clip_frac_last": _share(
+        "loss tokens of the last epoch", "policy/clip_frac in the last of several epochs"
     ),
     "policy/kl_rollout": _M(
         "nats",

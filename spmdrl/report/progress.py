@@ -29,7 +29,7 @@ class Progress:
         self._step_seconds: list[float] = []
         self._window: Sums = {}
         self._columns = text.table_columns(
-            cfg.objective.samples, spark=self._spark, has_ratio=cfg.batch.updates_per_step > 1
+            cfg.objective.samples, spark=self._spark, has_ratio=cfg.batch.optimizer_steps > 1
         )
 
     def resume(self, rows: Sequence[Mapping[str, Any]]) -> None:

@@ -11,6 +11,7 @@ import torch
 from spmdrl.config import Config, OptimizerSettings
 from spmdrl.model.parallel.recompute import check_offload, has
 from spmdrl.model.sharded import ShardedModel
+from spmdrl.train.epochs import of_last_epoch
 from spmdrl.train.microbatches import LossOf, PreparedMicrobatch
 from spmdrl.train.optimizer import AdamW, copies, learning_rate, square_sum
 from spmdrl.train.router_balance import Routers
@@ -67,23 +68,23 @@ class TrainedModel:
     def update(
         self, updates: Sequence[Sequence[PreparedMicrobatch]], loss_of: LossOf, *, step: int
     ) -> Sums:
-        """Take one optimizer step for each of a batch's updates.
+        """Take one optimizer step for each of a batch's updates, in every epoch.
 
         An update whose loss or gradient norm is not finite is skipped on all ranks together,
         counted, and its micro-batches are saved under output_dir/skipped (skipped_value).
 
         Args:
-            updates: this rank's micro-batches; every trainer rank has equally many.
+            updates: this rank's micro-batches, those of all epochs; every trainer rank has
+                equally many.
             loss_of: called once per micro-batch, in order.
             step: training step, for the schedule.
         Returns: sums over all trainer ranks, equal on each of them.
         """
-        return add_sums(
-            *[
-                self._take_step(microbatches, loss_of, step=step, number=number)
-                for number, microbatches in enumerate(updates)
-            ]
-        )
+        found = [
+            self._take_step(microbatches, loss_of, step=step, number=number)
+            for number, microbatches in enumerate(updates)
+        ]
+        return add_sums(*found) | of_last_epoch(found, epochs=self.cfg.batch.epochs)
 
     def _take_step(
         self, microbatches: Sequence[PreparedMicrobatch], loss_of: LossOf, *, step: int, number: int

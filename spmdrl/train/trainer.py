@@ -21,6 +21,7 @@ from spmdrl.train.coefficients import Coefficients
 from spmdrl.train.companions.companion import Companion
 from spmdrl.train.companions.make import make_companions
 from spmdrl.train.companions.model_rewards import RewardModels
+from spmdrl.train.epochs import in_epochs
 from spmdrl.train.microbatch_size import find_tokens
 from spmdrl.train.microbatches import PreparedMicrobatch, prepare
 from spmdrl.train.objectives.objective_loss import loss_class, named_methods
@@ -185,7 +186,7 @@ class Trainer:
         self.policy.rehearse(updates[0], loss_of)
 
     def update(self, batch: Batch, advantages: Advantages, *, step: int) -> Sums:
-        """Take the batch's optimizer steps, those of companions too.
+        """Take the batch's optimizer steps, as often as batch.epochs says; companions' too.
 
         Args:
             batch: as exchanged and annotated; on trainers every update has the same number of
@@ -199,11 +200,12 @@ class Trainer:
         companions = self.companions.values()
         with self.world.watch.wait("update", step):
             updates = self._prepare(batch, advantages)
-            sums = add_sums(*[companion.update(updates, step=step) for companion in companions])
+            own = self._in_epochs(updates, self.cfg.critic.epochs, step=step)
+            sums = add_sums(*[companion.update(own, step=step) for companion in companions])
             warms_up = step < self.cfg.critic.warmup_steps
             if not (warms_up and any(companion.is_trained for companion in companions)):
                 loss_of = self._loss.of_updates(updates, self.policy.model, step=step)
-                sums |= self.policy.update(updates, loss_of, step=step)
+                sums |= self.policy.update(self._in_epochs(updates, step=step), loss_of, step=step)
                 sums |= trained_flops(
                     self._shape,
                     lengths=batch.scalars.lengths,
@@ -214,3 +216,10 @@ class Trainer:
             for companion in companions:
                 companion.follow(self.policy.model, step=step)
         return sums
+
+    def _in_epochs(
+        self, updates: list[list[PreparedMicrobatch]], epochs: int = 0, *, step: int
+    ) -> list[list[PreparedMicrobatch]]:
+        """Return the updates of a batch as they are taken. Args: epochs: 0 for batch.epochs."""
+        epochs = epochs or self.cfg.batch.epochs
+        return in_epochs(updates, epochs=epochs, seed=self.cfg.seed, step=step)

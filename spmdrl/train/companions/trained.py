@@ -53,7 +53,7 @@ class TrainedCompanion(Companion):
         """Take an optimizer step for each of the batch's updates; see TrainedModel.
 
         Args:
-            updates: [updates][micro-batches], with the columns that the loss reads.
+            updates: [updates of all epochs][micro-batches], with the columns that the loss reads.
             step: training step, for the schedule.
         Returns: sums over all trainer ranks, equal on each of them.
         """

@@ -54,7 +54,7 @@ class RolloutLoss(ObjectiveLoss):
             or "square_probs" in needed
         )
         anchored = "old_logprobs" in registry.inputs_of(loss_fn) or chosen.correction != "none"
-        if before or (anchored and cfg.batch.updates_per_step > 1):
+        if before or (anchored and cfg.batch.optimizer_steps > 1):
             needed.add("old_logprobs")
         return needed
 
