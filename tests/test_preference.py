@@ -136,7 +136,7 @@ FINE = {"prompt": "p", "chosen": "a", "rejected": "b"}
         ({"chosen": "12 a", "rejected": "12"}, "pair", ["`rejected` is empty after the prompt"]),
         ({"chosen": "a", "rejected": "b"}, "pair", ["no `prompt`", "begin alike"]),
         (FINE | {"chosen": [GOOD]}, "pair", ["one form"]),
-        (FINE | {"chosen": 3}, "pair", ["`chosen` must be text or messages", "3"]),
+        (FINE | {"chosen": 3}, "pair", ["column 'chosen': expected text", "3"]),
         (FINE | {"margin": "much"}, "pair", ["`margin` must be a number", "much"]),
         (FINE | {"chosen": [{"role": "user"}]}, "pair", ["message 0", "content"]),
         (FINE, "label", ["no column `completion`"]),
