@@ -209,6 +209,10 @@ class ReportSettings:
     """`metrics.jsonl` is always written besides."""
     aliases: Literal["none", "verl", "trl"] = "none"
     """Emit verl's or TRL's metric names besides ours, to overlay on their dashboards."""
+    warn_after: Natural = 5
+    """Steps in a row that must show it before the log warns that nothing is learnt (no spread of
+    rewards, a gradient of 0), entropy collapses, responses hit the limit or the gap between engine
+    and trainer grows; 0: no such warnings."""
     mlflow: MlflowSettings = field(default_factory=MlflowSettings)
     console: ConsoleSettings = field(default_factory=ConsoleSettings)
 

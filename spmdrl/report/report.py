@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import spmdrl.report.console as text
-from spmdrl.algorithms.mismatch import correction_advice
 from spmdrl.config import Config, flatten
 from spmdrl.model.flops import device_peak_flops
+from spmdrl.report.advice import Advisor
 from spmdrl.report.console import Console
 from spmdrl.report.curves import draw
 from spmdrl.report.glossary import clean_name, values_of, with_aliases
@@ -53,7 +53,7 @@ class Report:
         self._progress = Progress(cfg, self.console)
         self._samples = Samples(cfg, self.console, file=self._samples_file)
         self._tracker: MlflowTracker | None = None
-        self._has_advised = False
+        self._advisor = Advisor(cfg)
         self._last_at = time.perf_counter()
         world.watch.before_exit.append(self._abandon)
 
@@ -159,6 +159,7 @@ class Report:
                     removed,
                 )
         self._progress.resume(self._metrics.rows())
+        self._advisor.resume(self._metrics.rows())
         self._samples.resume(self._samples_file.rows())
         return num_dropped
 
@@ -194,18 +195,13 @@ class Report:
         sums |= {name: pair for name, pair in implied.items() if name not in sums}
         values = values_of(sums)
         self._write(step, values)
-        self._advise(step, values)
+        for advice in self._advisor.look(values):
+            log.warning("step %d: %s", step, advice)
         self._progress.show(step, sums, step_s=step_s)
         newest = self._samples.add(step, samples)
         if newest and self._tracker:
             self._tracker.table("samples.json", newest)
         return values
-
-    def _advise(self, step: int, values: Mapping[str, float]) -> None:
-        advice = correction_advice(values, self.cfg.algorithm.correction, self.cfg.lag)
-        if advice and not self._has_advised:
-            self._has_advised = True
-            log.warning("step %d: %s", step, advice)
 
     def _write(self, step: int, values: dict[str, float]) -> None:
         values = with_aliases(values, self.cfg.report.aliases)
